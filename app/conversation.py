@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Literal
 
-from runtime.system.foreign import whole
+from runtime.system.foreign import encodable
 from runtime.wire.codec import Count, Number
 
 
@@ -139,7 +139,7 @@ class Conversation:
         if parent is not None and parent not in self._messages:
             raise KeyError(parent)
         message = Message(
-            id=uuid.uuid4().hex, parent=parent, role=role, text=whole(text), created=self._now(), **fields
+            id=uuid.uuid4().hex, parent=parent, role=role, text=encodable(text), created=self._now(), **fields
         )
         self._messages[message.id] = message
         self.head = message.id

@@ -1,4 +1,4 @@
-"""How a model runs: kernels, caches, the packed decoder, the engine and the HTTP server.
+"""The runtime: runs models. Kernels, caches, the packed decoder, the engine and the HTTP server.
 
 Shape key, used in every comment and docstring of this package:
 
@@ -11,7 +11,7 @@ Shape key, used in every comment and docstring of this package:
 
 
 def program_version() -> str:
-    """Version of the installed program; runtime and UI work together only if theirs are equal."""
+    """Version of the installed program; runtime and UI only work together if theirs are equal."""
     from importlib.metadata import PackageNotFoundError, version
 
     try:

@@ -1,9 +1,9 @@
-"""What decides how much of a model is compensated: a fixed `k_chunk`, or a budget of slowdown that buys one.
+"""Compensation settings: a fixed `k_chunk`, or a slowdown budget from which the tuner derives one.
 
-Prompts have a budget of their own, for the time to the first token: their rows share what is read for them, so it buys
-far more than the same share of a decoded token's time.
+Prompts have a separate budget, for the time to the first token: their rows share the residuals that are read, so it
+buys far more than the same share of a decoded token's time.
 
-Cheap to import: the command line and the terminal UI say with it what they want.
+Cheap to import, for the command line and the terminal UI.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ from models.spec import LAYER_KINDS
 from runtime.errors import RequestError
 
 CHUNK = 1024
-"""Input channels of one local search, which `k_chunk` is counted of; the last chunk of a matrix may be narrower."""
+"""Input channels of one local search, the unit of `k_chunk`; the last chunk of a matrix may be narrower."""
 LARGEST_BUDGET_PERCENT = 100
-"""Twice the time of a token."""
+"""A slowdown of 100 % doubles the time of a token."""
 DEFAULT_BUDGET_PERCENT = 5.0
-"""Slowdown that compensation may cost where nobody said how much."""
+"""Default slowdown budget of decoding."""
 DEFAULT_PROMPT_BUDGET_PERCENT = 20.0
-"""How much longer a prompt may take by compensation where nobody said how much, and decoding is compensated."""
+"""Default slowdown budget of prompts, if decoding is compensated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compensation:
-    """A fixed k_chunk, or a slowdown budget; given neither, the default budget.
+    """A fixed k_chunk, or a slowdown budget; with neither, the default budget.
 
     Raises:
-        RequestError: both are given, or what is given is out of range.
+        RequestError: both are given, or a value is out of range.
     """
 
     k_chunk: Mapping[str, int] | int | None = None
     """Salient channels per 1024 input channels: one number, or one by layer type; 0 is none."""
     budget_percent: float | None = None
-    """Slowdown of decoding that compensation may cost, in [0, 100]; 0 is no compensation."""
+    """Slowdown of decoding that compensation may cause, in [0, 100]; 0 is no compensation."""
     prompt_budget_percent: float | None = None
-    """How much longer a prompt may take by compensation, in [0, 100]; None: see `prompt_percent`."""
+    """Slowdown of prompts that compensation may cause, in [0, 100]; None: see `prompt_percent`."""
 
     def __post_init__(self) -> None:
         if self.prompt_budget_percent is not None:
@@ -53,64 +53,66 @@ class Compensation:
 
     @property
     def by_type(self) -> dict[str, int]:
-        """The fixed k_chunk of every layer type; 0 where a budget decides, for it has bought nothing yet."""
+        """The fixed k_chunk of every layer type; 0 with a budget, before the tuner has applied it."""
         return k_chunk_by_type(self.k_chunk or 0)
 
     @property
     def decodes(self) -> bool:
-        """Whether decoded tokens may come to be compensated."""
+        """Whether decoded tokens may be compensated."""
         return bool(self.budget_percent) or any(self.by_type.values())
 
     @property
     def prompt_percent(self) -> float:
-        """How much longer a prompt may take: what was asked for, else the default where decoding is compensated."""
+        """Slowdown budget of prompts: the given one, or the default if decoding is compensated."""
         if self.prompt_budget_percent is not None:
             return self.prompt_budget_percent
         return DEFAULT_PROMPT_BUDGET_PERCENT if self.decodes else 0.0
 
     @property
     def possible(self) -> bool:
-        """Whether anything may come to be compensated."""
+        """Whether anything may be compensated."""
         return self.decodes or self.prompt_percent > 0
 
 
 def of_settings(
     k_chunk: Mapping[str, int] | int | None,
     budget_percent: float | None,
-    asked: Compensation | None = None,
+    override: Compensation | None = None,
     *,
     prompt_budget: float | None = None,
 ) -> Compensation:
-    """What decides: what the command line asked for, else a k_chunk of the settings, else a budget of theirs.
+    """Combine command line and settings: the command line wins, then a k_chunk in the settings, then a budget.
 
     Args:
-        k_chunk: Of the settings.
-        budget_percent: Of the settings; means nothing beside a k_chunk.
-        asked: What was asked for instead. Where that is no compensation at all, the settings add none.
-        prompt_budget: Of the settings, for prompts.
+        k_chunk: From the settings.
+        budget_percent: From the settings; ignored if there is a k_chunk.
+        override: From the command line. If it turns compensation off, the settings do not turn it on.
+        prompt_budget: From the settings, for prompts.
     """
-    found = asked or Compensation(k_chunk=k_chunk, budget_percent=budget_percent if k_chunk is None else None)
-    keep = prompt_budget is None or found.prompt_budget_percent is not None or (asked is not None and not found.decodes)
+    found = override or Compensation(k_chunk=k_chunk, budget_percent=budget_percent if k_chunk is None else None)
+    keep = (
+        prompt_budget is None or found.prompt_budget_percent is not None or (override is not None and not found.decodes)
+    )
     return found if keep else replace(found, prompt_budget_percent=prompt_budget)
 
 
 def check_budget(budget_percent: float) -> None:
-    """Raise a `RequestError` where a budget is not in [0, 100]."""
+    """Raise a `RequestError` if a budget is not in [0, 100]."""
     if not 0 <= budget_percent <= LARGEST_BUDGET_PERCENT:
         raise RequestError(f"a slowdown budget is from 0 to {LARGEST_BUDGET_PERCENT} percent, not {budget_percent:g}")
 
 
 def layer_kind(name: str) -> str:
-    """Layer type of a linear layer's name: `layers.3.qkv` is `qkv`, `head` is `head`."""
+    """The layer type of a linear layer: `qkv` for `layers.3.qkv`, `head` for `head`."""
     return name.rsplit(".", 1)[-1]
 
 
 def k_chunk_of(k_chunk: Mapping[str, int] | int, name: str) -> int:
-    """Salient channels per 1024 input channels of the linear layer `name`.
+    """Salient channels per 1024 input channels of a linear layer.
 
     Args:
-        k_chunk: One number for every layer, or one by layer type; an absent type is not compensated.
-        name: Name of a linear layer, as in `ModelSpec.linear_names`.
+        k_chunk: One number for every layer, or one by layer type; absent types are not compensated.
+        name: Name of the layer, as in `ModelSpec.linear_names`.
 
     Raises:
         RequestError: an unknown layer type, or a number outside [0, 1024].

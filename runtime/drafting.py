@@ -1,4 +1,4 @@
-"""Whether and how speculation is asked for. Cheap to import."""
+"""Speculation settings. Cheap to import."""
 
 from __future__ import annotations
 
@@ -8,21 +8,20 @@ from typing import Literal
 from runtime.errors import RequestError
 
 LARGEST_GAMMA = 15
-"""The most tokens of a round that can be asked for: 16 rows are the most that a CPU verifies bit for bit as one by
-one."""
+"""Most draft tokens per round: a CPU verifies up to 16 rows bit for bit as it would one by one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speculate:
-    """A wish that the model drafts for itself.
+    """A request that the model drafts for itself.
 
     Raises:
         RequestError: gamma is out of range.
     """
 
     gamma: int | None = None
-    """Tokens to draft in each round, none of them copied; None: found from what steps cost, and adapted while answers
-    go on, beside copied drafts."""
+    """Tokens to draft in each round, without copying; None: chosen by measured costs and adapted during answers, along
+    with copied drafts."""
 
     def __post_init__(self) -> None:
         if self.gamma is not None and not 1 <= self.gamma <= LARGEST_GAMMA:
@@ -30,5 +29,5 @@ class Speculate:
 
 
 Drafts = Speculate | Literal[False] | None
-"""How drafts are asked for: None copies them from the text, and lets the model draft where that was measured to pay; a
-`Speculate` lets it draft in any case; False forbids both."""
+"""Drafting mode. None copies drafts from the text, and lets the model draft if that was measured to pay; a `Speculate`
+always lets it draft; False disables both."""

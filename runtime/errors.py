@@ -3,11 +3,11 @@
 RuntimeFailure
  ├─ ContextOverflowError      prompt and answer do not fit the context
  ├─ OutOfMemoryError          the memory plan does not fit what is free now
- ├─ BackendError              the backend asked for cannot run here
- ├─ InvalidActivationError    NaN or infinity met on the way (a damaged model)
- ├─ RequestError              a request's arguments are not acceptable
+ ├─ BackendError              the requested backend cannot run here
+ ├─ InvalidActivationError    the model computed NaN or infinity
+ ├─ RequestError              a request's arguments are invalid
  ├─ SavedCacheError           a saved KV cache cannot be written, read or used
- └─ Cancelled                 the work was asked to stop
+ └─ Cancelled                 the work was cancelled
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ class RuntimeFailure(Exception):
 
 
 class ContextOverflowError(RuntimeFailure):
-    """Prompt and answer do not fit the context."""
+    """The prompt and the answer do not fit the context."""
 
 
 class OutOfMemoryError(RuntimeFailure):
@@ -26,15 +26,15 @@ class OutOfMemoryError(RuntimeFailure):
 
 
 class BackendError(RuntimeFailure):
-    """The backend asked for cannot run here."""
+    """The requested backend cannot run here."""
 
 
 class InvalidActivationError(RuntimeFailure):
-    """NaN or infinity met on the way: the model is damaged, or its numbers left the range of its format."""
+    """The model computed NaN or infinity: it is damaged, or its numbers left the range of their format."""
 
 
 class RequestError(RuntimeFailure):
-    """A request's arguments are not acceptable."""
+    """A request's arguments are invalid."""
 
 
 class SavedCacheError(RuntimeFailure):
@@ -42,23 +42,23 @@ class SavedCacheError(RuntimeFailure):
 
 
 class Cancelled(RuntimeFailure):
-    """The work was asked to stop."""
+    """The work was cancelled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """Why something is not as it could be."""
+    """A reason for degraded operation."""
 
     what: str
-    """What is wrong, in one line."""
+    """The problem, in one line."""
     fix: str
-    """What to do about it."""
+    """Advice."""
     failure: bool = False
-    """Whether something went wrong, rather than being so by choice."""
+    """Whether something failed, as opposed to being switched off."""
 
 
 def size(count: int) -> str:
-    """A number of bytes as a person reads it: `1.5 GiB`, `300 MiB`, `12 KiB`."""
+    """A human-readable size in bytes: `1.5 GiB`, `300 MiB`, `12 KiB`."""
     if count >= (1 << 30):
         return f"{count / (1 << 30):.1f} GiB"
     return f"{count / (1 << 20):.0f} MiB" if count >= (1 << 20) else f"{count / 1024:.0f} KiB"

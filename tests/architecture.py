@@ -1,10 +1,10 @@
-"""What imports what: rooms and their floors, arrows that go up, cycles, parameter lists, and the way of a prompt.
+"""The import graph: rooms and layers, upward imports, cycles, parameter lists, and the path of a prompt.
 
     python -m tests.architecture
 
-Arrows are read from the sources: imports inside functions and those for type checkers alone count too. A *room* is
-a folder without folders in it; files that stand beside rooms (`runtime/engine/engine.py`, beside `runtime/kv`) count
-each for itself, for some of them are what the rooms stand on (`runtime/errors.py`) and some stand on the rooms.
+Arrows are read from the sources: imports inside functions and those for type checkers alone count too. A *room* is a
+folder without folders in it; files that stand beside rooms (`runtime/engine/engine.py`, beside `runtime/kv`) count each
+for itself, for some of them are what the rooms stand on (`runtime/errors.py`) and some stand on the rooms.
 """
 
 from __future__ import annotations

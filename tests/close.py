@@ -1,4 +1,4 @@
-"""The one comparison of numbers in the tests, and how near they have to be, with reasons."""
+"""The comparison of numbers in tests, and its tolerances with reasons."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The comparison of numbers fails where it should, and says where."""
+"""The comparison of numbers: fails where it should, and names the place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rooms import one way, in no circle; what a person waits for loads nothing heavy; pages name only what is there."""
+"""Imports go one way, without cycles; start-up paths load nothing heavy; pages only name existing files."""
 
 from __future__ import annotations
 

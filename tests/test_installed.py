@@ -1,4 +1,4 @@
-"""What is installed runs by itself: the wheel is built as pipx and uv build it, installed, and run far from here.
+"""The installed program: the wheel is built as pipx and uv build it, installed, and run elsewhere.
 
 No network: the build takes the setuptools of this environment, and the new environment borrows its other packages.
 """

@@ -1,4 +1,4 @@
-"""The real model of the tests: fetched once, by one process, and never found half made."""
+"""The real model of the tests: downloaded once, by one process, and never incomplete."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The command line: one module for each verb. Nothing heavy is imported before a verb needs it."""
+"""Command line: one module per command. Heavy imports wait until a command needs them."""

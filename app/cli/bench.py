@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from runtime.measure.speed import SpeedAt
 
 _ROUND = 256
-"""Tokens to which the context is rounded up."""
+"""The context is rounded up to a multiple of this many tokens."""
 
 
 def bench(
@@ -38,10 +38,10 @@ def bench(
         ),
     ] = None,
     prompt_tokens: Annotated[
-        int | None, typer.Option("--prompt-tokens", min=1, help="Tokens to prefill; 256.", show_default=False)
+        int | None, typer.Option("--prompt-tokens", min=1, help="Tokens to prefill; default: 256.", show_default=False)
     ] = None,
     decode_tokens: Annotated[
-        int | None, typer.Option("--decode-tokens", min=1, help="Tokens to decode; 128.", show_default=False)
+        int | None, typer.Option("--decode-tokens", min=1, help="Tokens to decode; default: 128.", show_default=False)
     ] = None,
     at: Annotated[
         list[int] | None,
@@ -49,7 +49,7 @@ def bench(
             "--at",
             metavar="TOKENS",
             min=1,
-            help="Also decode with so many tokens in the cache, put there without a prompt; may be repeated.",
+            help="Also measure decoding with this many tokens in the cache, filled without a prompt; may be repeated.",
             show_default=False,
         ),
     ] = None,
@@ -62,7 +62,7 @@ def bench(
     backend: options.BackendOption = None,
     as_json: options.Json = False,
 ) -> None:
-    """Measure time to the first token, prefill and decode speed, and how near they are to the memory's limit."""
+    """Measure time to the first token, prefill and decode speed, and compare them with the memory's bandwidth."""
     from app.settings import load
     from runtime.kv.kinds import KINDS, SPECULATIVE_KV
     from runtime.measure.speed import default_lengths, measure, measure_at, peak_memory_bytes
@@ -77,7 +77,7 @@ def bench(
     stored = open_model(model or load().model or DEMO, services, output)
     usual_prompt, usual_decode = default_lengths(stored.spec.max_context)
     prompt, decode = prompt_tokens or usual_prompt, decode_tokens or usual_decode
-    # Backends round the cache up to whole blocks; a context that is round already shows what a token really takes.
+    # Backends round the cache up to whole blocks; with a round context, sizes per token are exact.
     longest = max([prompt, *(at or ())]) + decode
     context = -(-longest // _ROUND) * _ROUND
     if longest <= stored.spec.max_context:
@@ -148,15 +148,15 @@ def bench(
     output.text(f"prefill       {speed.prefill_tokens_per_s:.0f} tokens/s")
     output.text(f"decode        {speed.decode_tokens_per_s:.1f} tokens/s (median of {speed.decode_tokens} steps)")
     output.text(
-        f"memory read   {byte_count(speed.bytes_per_token)} a token, {speed.percent_of_limit(limit):.0f} % of the "
+        f"memory read   {byte_count(speed.bytes_per_token)} per token, {speed.percent_of_limit(limit):.0f} % of the "
         f"{limit:.1f} GB/s that this machine reads"
     )
-    output.text(f"peak memory   {byte_count(peak)}, {byte_count(speed.kv_bytes_per_token)} of cache a token")
+    output.text(f"peak memory   {byte_count(peak)}, {byte_count(speed.kv_bytes_per_token)} of cache per token")
     for speed_at in speeds_at:
         output.text(
             f"at {speed_at.tokens:<11,}{speed_at.decode_tokens_per_s:.1f} tokens/s, "
-            f"{byte_count(speed_at.bytes_per_token)} read a token, {byte_count(speed_at.kv_bytes)} of cache "
-            "(filled with copies of pages, not by a prompt)"
+            f"{byte_count(speed_at.bytes_per_token)} read per token, {byte_count(speed_at.kv_bytes)} of cache "
+            "(filled with copies of pages, without a prompt)"
         )
     if compensation is not None:
         chosen = ", ".join(f"{kind} {count}" for kind, count in compensation["k_chunk"].items())
@@ -169,7 +169,7 @@ def bench(
         )
     if speculated is not None:
         edge = speculated["break_even"]
-        pays = "it pays at no acceptance" if edge is None else f"it pays from {100 * edge:.0f} % on"
+        pays = "it never pays" if edge is None else f"it pays from {100 * edge:.0f} % accepted on"
         output.text(
             f"speculation   {speculated['tokens_per_s']:.1f} tokens/s, {speculated['plain_tokens_per_s']:.1f} without, "
             f"of the same text; {100 * speculated['acceptance_rate']:.0f} % of drafts accepted ({pays}), "
@@ -185,7 +185,7 @@ def _speculation(
     gamma: int | None,
     cancelled: Cancelled,
 ) -> dict[str, Any]:
-    """A real text continued with speculation and without: for prompts without sense nothing can be drafted."""
+    """Continue a real text with and without speculation: random prompts cannot be drafted."""
     from runtime.engine.speculation.measure import measure_speculation
     from runtime.text.tokenizer import Tokenizer
 
@@ -205,7 +205,7 @@ def _speculation(
 
 
 def _at(speed: SpeedAt) -> dict[str, Any]:
-    """A speed at a length as the JSON object shows it."""
+    """A speed at a context length, as a JSON object."""
     return {
         "tokens": speed.tokens,
         "decode_tokens_per_s": speed.decode_tokens_per_s,
@@ -215,7 +215,7 @@ def _at(speed: SpeedAt) -> dict[str, Any]:
 
 
 def _prompts(decoder: Decoder, cancelled: Cancelled) -> dict[str, Any]:
-    """How far the decoder compensates prompts, and what that costs here and now, side by side."""
+    """The decoder's compensation of prompts, and its slowdown measured now by alternating."""
     from runtime.budget.prompt_tuning import PromptTimer
 
     level, timer = decoder.options.prompt_k_chunk, PromptTimer(decoder, cancelled=cancelled)
@@ -228,7 +228,7 @@ def _prompts(decoder: Decoder, cancelled: Cancelled) -> dict[str, Any]:
 
 
 def _compensation(decoder: Decoder, services: Services, cancelled: Cancelled) -> dict[str, Any]:
-    """What compensation the decoder has, and the slowdown that is measured of it here and now, side by side."""
+    """The decoder's compensation, and its slowdown measured now by alternating."""
     from runtime.compensation import k_chunk_by_type
 
     k_chunk = k_chunk_by_type(decoder.options.k_chunk)

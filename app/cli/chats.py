@@ -1,4 +1,4 @@
-"""`lowbit-chat chats`: the chats that were had."""
+"""`lowbit-chat chats`: the chat history."""
 
 from __future__ import annotations
 
@@ -20,10 +20,12 @@ if TYPE_CHECKING:
 app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
 
 SHORT = 8
-"""Characters of an id that are shown; as many as tell chats apart are enough everywhere."""
+"""Characters of an id to display; any unique prefix is accepted everywhere."""
 _LARGEST_FILE = 1 << 28
 
-Id = Annotated[str, typer.Argument(metavar="ID", help="A chat, by its id or the beginning of it.", show_default=False)]
+Id = Annotated[
+    str, typer.Argument(metavar="ID", help="A chat, by its id or a unique beginning of it.", show_default=False)
+]
 
 
 @app.callback(invoke_without_command=True)
@@ -35,7 +37,7 @@ def chats(ctx: typer.Context, as_json: options.Json = False) -> None:
 
 @app.command("list")
 def list_chats(as_json: options.Json = False) -> None:
-    """List all chats: pinned ones first, then the newest first."""
+    """List all chats: pinned ones first, then newest first."""
     from app.history.exchange import about
 
     output = Output(as_json=as_json)
@@ -54,10 +56,10 @@ def list_chats(as_json: options.Json = False) -> None:
 
 @app.command("search")
 def search(
-    text: Annotated[str, typer.Argument(metavar="TEXT", help="Words; all of them have to be there.")],
+    text: Annotated[str, typer.Argument(metavar="TEXT", help="Words that a message must contain.")],
     as_json: options.Json = False,
 ) -> None:
-    """Find messages that hold all words of TEXT, the last one perhaps begun; the newest first."""
+    """Find messages that contain all words of TEXT, the last possibly incomplete; newest first."""
     from app.history.exchange import about
 
     output = Output(as_json=as_json)
@@ -75,9 +77,11 @@ def export(
     chat: Id,
     form: Annotated[
         Literal["md", "json"],
-        typer.Option("--format", help="md: what is shown, to be read; json: every branch, to be brought back."),
+        typer.Option("--format", help="md: the branch on screen, for reading; json: every branch."),
     ] = "md",
-    out: Annotated[Path | None, typer.Option("--out", "-o", metavar="FILE", help="Instead of the screen.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", metavar="FILE", help="File to write to instead of the screen.")
+    ] = None,
     as_json: options.Json = False,
 ) -> None:
     """Print a chat, or write it to a file."""
@@ -107,7 +111,7 @@ def import_chats(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="From `chats export`, or ChatGPT's conversations.json.")],
     as_json: options.Json = False,
 ) -> None:
-    """Bring chats back from a file; what is there already stays as it is."""
+    """Import chats from a file; existing ones stay unchanged."""
     from app.history import exchange
     from app.history.store import History
     from app.paths import history_file
@@ -116,25 +120,25 @@ def import_chats(
     if file.stat().st_size > _LARGEST_FILE:
         raise CliError(f"{file} is larger than 256 MiB: split it")
     try:
-        text = file.read_bytes().decode("utf-8-sig")  # ends of lines as they are
+        text = file.read_bytes().decode("utf-8-sig")  # preserves line ends
     except UnicodeDecodeError as error:
         raise CliError(f"{file} is no text in UTF-8: {error}") from error
     brought = exchange.read(text, file.name)
     history = History(history_file())
     try:
-        new = exchange.bring_all(history, brought)
+        new = exchange.import_chats(history, brought)
     finally:
         history.close()
     if as_json:
         output.result({"imported": len(new), "skipped": len(brought) - len(new)})
         return
     skipped = f"; {len(brought) - len(new)} were there already or empty" if len(new) < len(brought) else ""
-    output.note(f"{len(new)} {'chat is' if len(new) == 1 else 'chats are'} brought in{skipped}")
+    output.note(f"{len(new)} {'chat' if len(new) == 1 else 'chats'} imported{skipped}")
 
 
 @contextmanager
 def _history() -> Iterator[History | None]:
-    """The history; None where nothing was ever kept."""
+    """The history; None if there is none yet."""
     from app.history.store import History
     from app.paths import history_file
 

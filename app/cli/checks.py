@@ -1,4 +1,4 @@
-"""What `lowbit-chat doctor` looks at. Every check returns the problems it found, each with what to do."""
+"""Checks of `lowbit-chat doctor`. Each returns the problems it found, with advice."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ if TYPE_CHECKING:
     from tuner.detect import Machine
 
 _GIB = 1 << 30
-_LEAST_MEMORY = 1 * _GIB
-_LEAST_DISK = 5 * _GIB
+_MIN_MEMORY = 1 * _GIB
+_MIN_DISK = 5 * _GIB
 _LARGE_REMAINS = 256 << 20
 _HUB_PATIENCE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """What would run a model here."""
+    """The backend that would run a model here."""
 
     backend: str
     """Name of the backend."""
     reason: str
-    """Why, in one sentence."""
+    """The reason, in one sentence."""
     variant: str | None
-    """Which instructions the CPU kernels are built for; None where they can't be built."""
+    """Instruction set of the CPU kernels; None if they cannot be built."""
 
 
 def choose(presences: Mapping[str, Presence]) -> tuple[Choice, list[Problem]]:
-    """Which backend a model would get, and what stands in the way of another.
+    """The backend a model would get, and the problems of the others.
 
     Args:
         presences: Whether each backend can run here, best first.
@@ -57,7 +57,7 @@ def choose(presences: Mapping[str, Presence]) -> tuple[Choice, list[Problem]]:
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of what the program stands on, without importing it; None for what is not installed."""
+    """Versions of the dependencies, without importing them; None for those not installed."""
     import platform
     from importlib.metadata import PackageNotFoundError, version
 
@@ -71,7 +71,7 @@ def versions() -> dict[str, str | None]:
 
 
 def check_packages(found: dict[str, str | None]) -> list[Problem]:
-    """Packages that are needed and missing. Triton is used on Linux only."""
+    """Missing packages. Triton is only needed on Linux."""
     import sys
 
     needed = [name for name in found if name != "triton" or sys.platform == "linux"]
@@ -83,9 +83,9 @@ def check_packages(found: dict[str, str | None]) -> list[Problem]:
 
 
 def check_memory(machine: Machine) -> list[Problem]:
-    """Whether there is memory for even a small model."""
+    """Whether there is enough memory for even a small model."""
     memory = machine.memory
-    if memory.available_bytes >= _LEAST_MEMORY:
+    if memory.available_bytes >= _MIN_MEMORY:
         return []
     from runtime.load.memory import largest_process
 
@@ -99,14 +99,14 @@ def check_memory(machine: Machine) -> list[Problem]:
 
 
 def check_link(used: Presence) -> list[Problem]:
-    """Whether the link to a card that is used carries what compensation needs, or is unknown."""
+    """Whether the link of the card in use is fast enough for compensation, or unknown."""
     from runtime.server.store.inspecting import link_problems
 
     return link_problems(used.gpu)
 
 
 def check_folders(folders: dict[str, Path]) -> Iterator[Problem]:
-    """Whether the program's folders can be written and have room, and are closed to others."""
+    """Whether the program's folders are writable, have space, and are closed to others."""
     for role, folder in folders.items():
         existing = next(path for path in (folder, *folder.parents) if path.exists())
         if not os.access(existing, os.W_OK | os.X_OK):
@@ -114,7 +114,7 @@ def check_folders(folders: dict[str, Path]) -> Iterator[Problem]:
                 what=f"the {role} folder {folder} can't be written",
                 fix=f"change the permissions of {existing}, or set LOWBIT_CHAT_HOME to another folder",
             )
-        elif (free := shutil.disk_usage(existing).free) < _LEAST_DISK and role == "model":
+        elif (free := shutil.disk_usage(existing).free) < _MIN_DISK and role == "model":
             yield Problem(
                 what=f"only {byte_count(free)} of disk is free for models in {folder}",
                 fix="remove models (lowbit-chat rm NAME), or set LOWBIT_CHAT_HOME to a larger disk",
@@ -139,7 +139,7 @@ def check_settings() -> list[Problem]:
 
 
 def check_store(store: Store) -> Iterator[Problem]:
-    """Whether stored models are whole, as far as a quick look can tell."""
+    """Whether stored models are complete, as far as a quick look can tell."""
     from models.errors import ModelError
 
     try:
@@ -159,14 +159,15 @@ def check_store(store: Store) -> Iterator[Problem]:
 
 
 def check_remains(store: Store, lock_home: Path) -> Iterator[Problem]:
-    """What crashed or killed processes left behind."""
+    """Leftovers of crashed or killed processes."""
     from runtime.server.lock import is_alive, lock_path, read_lock
 
     lock = lock_path(lock_home)
     record = read_lock(lock)
     if lock.exists() and (record is None or not is_alive(record)):
         yield Problem(
-            what=f"a runtime process that runs no more left {lock}", fix="start the program once, or delete the file"
+            what=f"a runtime process that has ended left behind {lock}",
+            fix="start the program once, or delete the file",
         )
     work = store.root / ".work"
     for folder in sorted(work.iterdir()) if work.is_dir() else []:
@@ -180,7 +181,7 @@ def check_remains(store: Store, lock_home: Path) -> Iterator[Problem]:
 
 
 def check_hub() -> list[Problem]:
-    """Whether the hub answers."""
+    """Whether the hub responds."""
     import httpx
 
     endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
@@ -201,7 +202,7 @@ def check_hub() -> list[Problem]:
 def all_problems(
     services: Services, machine: Machine, used: Presence, found: dict[str, str | None], *, hub: bool
 ) -> list[Problem]:
-    """Everything that is wrong here, in the order in which it is worth looking at."""
+    """All problems, in the order in which to look at them."""
     from app import paths
 
     store = services.store()

@@ -12,7 +12,7 @@ app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
 def complete_key(incomplete: str) -> list[str]:
-    """Names of settings for the shell's completion."""
+    """Complete names of settings."""
     from app.settings import RULES
 
     return [key for key in RULES if key.startswith(incomplete)]
@@ -23,7 +23,7 @@ Key = Annotated[str, typer.Argument(metavar="KEY", autocompletion=complete_key, 
 
 @app.callback(invoke_without_command=True)
 def config(ctx: typer.Context) -> None:
-    """Show or change settings; without a command, show all. The environment's LOWBIT_CHAT_* goes before the file."""
+    """Show or change settings; without a command, show all. Environment variables LOWBIT_CHAT_* override the file."""
     if ctx.invoked_subcommand is not None:
         return
     from app.settings import RULES, load
@@ -36,7 +36,7 @@ def config(ctx: typer.Context) -> None:
 
 @app.command("path")
 def path() -> None:
-    """Print where the settings file is."""
+    """Print the path of the settings file."""
     from app.paths import settings_file
 
     Output().text(str(settings_file()))

@@ -1,4 +1,4 @@
-"""`lowbit-chat doctor`: what this machine has, what the program chose and why, what is wrong."""
+"""`lowbit-chat doctor`: this machine, the program's choices and their reasons, and problems."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 def doctor(
     ctx: typer.Context,
-    hub: Annotated[bool, typer.Option("--hub", help="Also ask whether the hub answers.")] = False,
+    hub: Annotated[bool, typer.Option("--hub", help="Also check whether the hub responds.")] = False,
     as_json: options.Json = False,
 ) -> None:
-    """Say what this machine has, what the program chose and why, and what is wrong."""
+    """Show what this machine has, what the program chose and why, and what is wrong."""
     output, services = Output(as_json=as_json), services_of(ctx)
     machine, versions = services.machine(), checks.versions()
     presences = services.presences()
@@ -58,13 +58,13 @@ def doctor(
 
 
 def _chosen_first(gpus: tuple[GpuInfo, ...], presences: Mapping[str, Presence]) -> tuple[GpuInfo, ...]:
-    """The cards, that which a backend would run on first: the driver numbers them otherwise than CUDA."""
+    """The cards, starting with the one that a backend would use: the driver and CUDA number them differently."""
     chosen = {presence.gpu.uuid for presence in presences.values() if presence.gpu is not None} - {None}
     return tuple(sorted(gpus, key=lambda gpu: gpu.uuid not in chosen))
 
 
 def _link(gpus: Sequence[GpuInfo], services: Services) -> dict[str, Any] | None:
-    """The first card's link to main memory, and what it was measured at."""
+    """The first card's link to main memory, with its measured bandwidth."""
     if not gpus or gpus[0].pcie is None:
         return None
     return {**asdict(gpus[0].pcie), "measured_gb_s": services.link_gb_s()}

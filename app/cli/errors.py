@@ -1,16 +1,16 @@
-"""Which errors the command line explains in one line, and how."""
+"""Errors that the command line reports in one line."""
 
 from __future__ import annotations
 
 
 class CliError(Exception):
-    """What the command line itself finds wrong. The message says what happened and what to do."""
+    """An error found by the command line itself. The message says what happened and what to do."""
 
 
 def explained() -> tuple[type[BaseException], ...]:
-    """Errors that a person or a file can cause; anything else is a bug and shows its traceback.
+    """Errors that users or files can cause; anything else is a bug and shows its traceback.
 
-    Called only once something went wrong, so that no start pays for these imports.
+    Only called after an error, so that no start pays for these imports.
     """
     from app.errors import ClientError, HistoryError
     from app.settings import SettingsError

@@ -1,4 +1,4 @@
-"""`lowbit-chat eval`: perplexity over a text."""
+"""`lowbit-chat eval`: perplexity of a text."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from runtime.measure.evaluate import EvalResult
 
 _WINDOW = 1024
-"""Longest window unless one is asked for."""
+"""Default limit of the window's length."""
 
 
 def evaluate(
@@ -33,21 +33,28 @@ def evaluate(
     text: Annotated[Path, typer.Option("--text", metavar="FILE", help="Text in UTF-8.", show_default=False)],
     window: Annotated[
         int | None,
-        typer.Option("--window", min=2, help="Tokens of a window; 1024, or the model's maximum.", show_default=False),
+        typer.Option(
+            "--window", min=2, help="Tokens per window; default: 1024, or the model's maximum.", show_default=False
+        ),
     ] = None,
     stride: Annotated[
         int | None,
-        typer.Option("--stride", min=1, help="Tokens between windows; half a window.", show_default=False),
+        typer.Option(
+            "--stride", min=1, help="Tokens between the starts of windows; default: half a window.", show_default=False
+        ),
     ] = None,
     max_tokens: Annotated[
-        int | None, typer.Option("--max-tokens", min=2, help="Cut the text after so many.", show_default=False)
+        int | None,
+        typer.Option("--max-tokens", min=2, help="Use only this many tokens of the text.", show_default=False),
     ] = None,
     k_chunk: options.KChunk = None,
     budget: options.Budget = None,
     prompt_budget: options.PromptBudget = None,
     select: Annotated[
         options.Select | None,
-        typer.Option("--select", help="How salient channels are chosen; approx, as in decoding.", show_default=False),
+        typer.Option(
+            "--select", help="Selection of salient channels; default: approx, as in decoding.", show_default=False
+        ),
     ] = None,
     kv: options.KVOption = None,
     full_precision: Annotated[
@@ -62,7 +69,7 @@ def evaluate(
     ] = False,
     as_json: options.Json = False,
 ) -> None:
-    """Measure perplexity over a text, in sliding windows."""
+    """Measure the perplexity of a text, in sliding windows."""
     if window is not None and stride is not None and stride > window:
         raise typer.BadParameter("the stride can't exceed the window", param_hint="--stride")
     compensation = options.compensation(budget, k_chunk)
@@ -101,7 +108,7 @@ def evaluate(
 
 
 class _Span:
-    """Which tokens are scored in which windows, and how these are run."""
+    """The windows and the scored tokens."""
 
     def __init__(self, *, window: int | None, stride: int | None, max_tokens: int | None, as_chat: bool) -> None:
         self._window = window
@@ -110,28 +117,28 @@ class _Span:
         self.as_chat = as_chat
 
     def window(self, maximum: int) -> int:
-        """Tokens of a window, for a model with a context of `maximum`.
+        """Tokens per window, for a model with a context of `maximum`.
 
         Raises:
-            CliError: the window asked for is longer than that.
+            CliError: the requested window is longer than that.
         """
         if self._window is not None and self._window > maximum:
             raise CliError(f"a window of {self._window} tokens is longer than this model's context of {maximum}")
         return self._window if self._window is not None else min(_WINDOW, maximum)
 
     def stride(self, maximum: int) -> int:
-        """Tokens between windows."""
+        """Tokens between the starts of windows."""
         return self._stride if self._stride is not None else max(1, self.window(maximum) // 2)
 
     def cut(self, tokens: list[int]) -> list[int]:
-        """The tokens to look at."""
+        """The tokens to evaluate."""
         return tokens[: self._max_tokens]
 
 
 def _stored(
     name: str, text: str, span: _Span, choices: LoadChoices, services: Services, output: Output
 ) -> tuple[EvalResult, dict[str, Any]]:
-    """Perplexity of a stored model, and what the JSON object says about how it ran."""
+    """Perplexity of a stored model, with details for the JSON object."""
     from runtime.compensation import k_chunk_by_type
     from runtime.measure.evaluate import perplexity
     from runtime.text.tokenizer import Tokenizer
@@ -162,9 +169,9 @@ def _stored(
 def _compensated(
     plan: LoadPlan, span: _Span, choices: LoadChoices, services: Services, output: Output
 ) -> DecoderOptions:
-    """The options to evaluate; budgets are tuned with a decoder of its own, that need not measure recall.
+    """The options to evaluate; budgets are tuned on a separate decoder, which need not measure recall.
 
-    That of prompts counts where there are prompts.
+    The budget of prompts only matters if there are prompts.
     """
     from runtime.budget.tuning import obstacle
 
@@ -195,7 +202,7 @@ def _compensated(
 def _full_precision(
     name: str, text: str, span: _Span, services: Services, output: Output
 ) -> tuple[EvalResult, dict[str, Any]]:
-    """Perplexity of the checkpoint that MODEL names."""
+    """Perplexity of the checkpoint named by MODEL."""
     from models.checkpoint import Checkpoint
     from runtime.measure.evaluate import full_precision_perplexity
     from runtime.text.tokenizer import Tokenizer

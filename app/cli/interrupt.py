@@ -1,4 +1,4 @@
-"""Ctrl-C: the first asks the running work to stop cleanly, the second stops the program where it is."""
+"""Ctrl-C: the first asks the running work to stop cleanly, the second stops the program immediately."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Self
 
 
 class Interrupt:
-    """While entered, Ctrl-C sets `pressed` instead of raising; pressed again, it raises `KeyboardInterrupt`.
+    """Context manager: Ctrl-C sets `pressed` instead of raising; pressed again, it raises `KeyboardInterrupt`.
 
     Work takes `cancelled` as its argument of that name. Outside the main thread it does nothing.
     """
@@ -23,7 +23,7 @@ class Interrupt:
         return self.pressed
 
     def raise_if_pressed(self) -> None:
-        """End the command as Ctrl-C does, now that the work has stopped."""
+        """Raise as Ctrl-C does, now that the work has stopped."""
         if self.pressed:
             raise KeyboardInterrupt
 
@@ -33,7 +33,7 @@ class Interrupt:
         return self
 
     def __exit__(self, _type: object, error: BaseException | None, _traceback: object) -> None:
-        """Give Ctrl-C back. Work that ended with an error because it was stopped ends as Ctrl-C does."""
+        """Restore Ctrl-C. Work that failed because it was stopped ends as with Ctrl-C."""
         if self._before is not None:
             signal.signal(signal.SIGINT, self._before)
             self._before = None

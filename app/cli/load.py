@@ -23,38 +23,38 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadChoices:
-    """What the person asked for; None leaves it to the settings and the program."""
+    """Choices on the command line; None leaves them to the settings and the program."""
 
     kv: KVKind | None = None
     """The kind of cache."""
     context: int | None = None
     """Tokens of context."""
     compensation: Compensation | None = None
-    """What decides how much is compensated."""
+    """Compensation."""
     prompt_budget: float | None = None
-    """How much longer a prompt may take by compensation, in percent."""
+    """Slowdown budget of prompts, in percent."""
     speculate: bool | None = None
-    """Whether tokens are drafted."""
+    """Whether to speculate."""
     gamma: int | None = None
-    """How many in each round."""
+    """Draft tokens per round."""
     backend: str | None = None
-    """What runs the model."""
+    """The backend."""
     select: Selector = "approx"
-    """How salient channels are chosen."""
+    """Selection of salient channels."""
 
 
 def load_plan(model: StoredModel, choices: LoadChoices, services: Services, output: Output) -> LoadPlan:
-    """How to load a model here, after the settings and the memory plan; its kernels are there afterwards.
+    """Plan loading a model by settings and free memory; compiles its kernels.
 
     Args:
         model: The stored model.
-        choices: What was asked for.
+        choices: The command line's choices.
         services: The machine and its memory.
-        output: For what the person should know.
+        output: For notes to the user.
 
     Raises:
-        SettingsError: a setting is not acceptable.
-        RuntimeFailure: the choices do not go together, or memory does not suffice.
+        SettingsError: a setting is invalid.
+        RuntimeFailure: the choices conflict, or there is not enough memory.
     """
     from runtime.compensation import of_settings
     from runtime.kv.kinds import cache_for
@@ -72,15 +72,15 @@ def load_plan(model: StoredModel, choices: LoadChoices, services: Services, outp
         model,
         compensation,
         kv=cache_for(choices.kv if settings.speculation else settings.kv, drafts=settings.speculation is not None),
-        # A context on the command line is kept or refused; one in the settings gives way to a model that has less.
+        # A context on the command line is binding; one in the settings is reduced to the model's maximum.
         context=choices.context or (settings.context and min(settings.context, maximum)),
-        asked=settings.backend,
+        backend_name=settings.backend,
         select=choices.select,
         memory=services.memory(),
     )
     planned = plan.options.context
     if choices.context is None and planned < min(maximum, settings.context or DEFAULT_CONTEXT):
-        output.note(f"the context is {planned} tokens: no more fits what memory is free")
+        output.note(f"the context is {planned} tokens: more does not fit in the free memory")
     prepare_folders()
     with output.progress() as progress:
         plan.prepare(progress)
@@ -88,7 +88,7 @@ def load_plan(model: StoredModel, choices: LoadChoices, services: Services, outp
 
 
 def _settings(choices: LoadChoices) -> Settings:
-    """The settings, with what was asked for in their place."""
+    """The settings, overridden by the command line's choices."""
     from app.settings import load
 
     speculate = options.speculate_setting(choices.speculate)
@@ -96,17 +96,17 @@ def _settings(choices: LoadChoices) -> Settings:
 
 
 def spend_budgets(lend: Lend, plan: LoadPlan, choices: LoadChoices, services: Services, output: Output) -> Spent:
-    """Give a model that was just loaded what its plan's budgets pay for, and tell which have no effect.
+    """Apply the plan's budgets to a loaded model, and report those without effect.
 
     Args:
         lend: Lends its decoder.
-        plan: How it was loaded.
-        choices: What was asked for.
+        plan: Its load plan.
+        choices: The command line's choices.
         services: The machine and its profiles.
-        output: For progress, and for what the person should know.
+        output: For progress and notes to the user.
 
     Raises:
-        KeyboardInterrupt: the person stopped the tuning; what was measured is kept for the next time.
+        KeyboardInterrupt: the user stopped the tuning; completed measurements are stored.
     """
     from runtime.budget.spending import Spent, spend
 
@@ -131,10 +131,10 @@ def spend_budgets(lend: Lend, plan: LoadPlan, choices: LoadChoices, services: Se
 
 
 def speculate(engine: Engine, wanted: Drafts) -> None:
-    """Let a loaded model speculate.
+    """Turn on speculation for a loaded model.
 
     Raises:
-        KeyboardInterrupt: the person stopped it.
+        KeyboardInterrupt: the user stopped it.
     """
     from runtime.engine.speculation.costs import start
     from runtime.errors import Cancelled

@@ -1,4 +1,4 @@
-"""`lowbit-chat`: the verbs, and how errors become exit codes.
+"""The `lowbit-chat` command: its commands, and the exit codes of errors.
 
 Exit codes: 0 done; 1 an error, explained in one line on standard error; 2 wrong usage; 130 Ctrl-C.
 """
@@ -28,17 +28,17 @@ from app.cli import (
     tune_device,
 )
 from app.cli.errors import CliError, explained, in_one_line
-from app.cli.output import NAME, at_a_terminal, show_everything
+from app.cli.output import NAME, at_a_terminal, sanitize_streams
 
 PIPE_STATUS = 141
 """Exit status when the reader of a pipe left: 128 and the number of SIGPIPE, as a shell reports it."""
 
 
 class Commands(TyperGroup):
-    """The verbs; an error that a person or a file caused ends in one line and exit code 1."""
+    """The commands; an error caused by the user or a file becomes one line and exit code 1."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Run what was asked for."""
+        """Run a command."""
         try:
             return super().invoke(ctx)
         except BrokenPipeError:
@@ -106,8 +106,8 @@ def main() -> None:
     """The command line of the `lowbit-chat` program."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")  # a terminal that lacks a letter must not end an answer
-    show_everything()
+            stream.reconfigure(errors="replace")  # a terminal that lacks a character must not abort an answer
+    sanitize_streams()
     try:
         app(prog_name=NAME)
     finally:
@@ -119,7 +119,7 @@ def main() -> None:
 
 
 def left_by_reader() -> None:
-    """Whoever read the output has left, as `head` does: what is still to be written goes nowhere, without a word."""
+    """Discard the rest of the output silently after its reader has left, as `head` does."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -1,4 +1,4 @@
-"""`lowbit-chat man`: the manual page, made of what `--help` says, so that it never says anything else."""
+"""`lowbit-chat man`: the manual page, generated from `--help`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 _FILES = (
     ("settings.toml", "The settings; `lowbit-chat config path` prints where it is."),
-    ("LOWBIT_CHAT_HOME", "Moves everything that the program writes to one folder."),
-    ("LOWBIT_CHAT_KEY", "The setting KEY, in capitals; beats the file, and is beaten by an option."),
+    ("LOWBIT_CHAT_HOME", "A single folder for everything that the program writes."),
+    ("LOWBIT_CHAT_KEY", "The setting KEY, in capitals; overrides the file, and is overridden by options."),
 )
 
 
@@ -39,7 +39,7 @@ def page(command: Any, ctx: Any) -> Iterator[str]:
         ".SH EXIT STATUS",
         *_text("0; 1 for an error that is explained in one line; 2 for wrong usage; 130 for"),
     )
-    yield from _text("Ctrl-C; 141 where the reader of a pipe left.")
+    yield from _text("Ctrl-C; 141 if the reader of a pipe left.")
 
 
 def _commands(group: Any, ctx: Any, path: str) -> Iterator[str]:
@@ -59,7 +59,7 @@ def _commands(group: Any, ctx: Any, path: str) -> Iterator[str]:
 
 
 def _text(words: str) -> Iterator[str]:
-    """Words as roff lines; none may begin as a request does."""
+    """Words as roff lines; escapes those that would be requests."""
     for line in words.splitlines():
         if line.strip():
             yield rf"\&{_escaped(line.strip())}"

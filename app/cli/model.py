@@ -1,4 +1,4 @@
-"""What MODEL means: a stored name, `demo`, a checkpoint's folder or GGUF file, a short name, or a name on the hub."""
+"""MODEL arguments: a stored name, `demo`, a checkpoint's folder or GGUF file, a short name, or a name on the hub."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 
 def open_model(name: str, services: Services, output: Output) -> StoredModel:
-    """The stored model that MODEL names; made first, with progress, where it names a checkpoint not quantized yet.
+    """The stored model named by MODEL; a checkpoint that is not quantized yet is quantized first, with progress.
 
     Raises:
-        CliError: MODEL names nothing.
+        CliError: MODEL is unknown.
         ModelError: the model or the checkpoint is damaged or not supported.
-        KeyboardInterrupt: the person stopped the work.
+        KeyboardInterrupt: the user stopped the work.
     """
     from models.store import Store
 
@@ -50,12 +50,12 @@ def open_model(name: str, services: Services, output: Output) -> StoredModel:
 
 
 def find_checkpoint(name: str, services: Services, output: Output) -> Path:
-    """The checkpoint that MODEL names, downloaded first where it is a short name or one on the hub.
+    """The checkpoint named by MODEL; short names and hub names are downloaded first.
 
     Raises:
-        CliError: MODEL names none.
+        CliError: MODEL is not a checkpoint.
         ModelError: the download failed.
-        KeyboardInterrupt: the person stopped it.
+        KeyboardInterrupt: the user stopped it.
     """
     if name == DEMO:
         return services.demo_checkpoint()
@@ -76,7 +76,7 @@ def find_checkpoint(name: str, services: Services, output: Output) -> Path:
 
 
 def is_stored(name: str, services: Services) -> bool:
-    """Whether the store has a model of this name; what can't be a name is none."""
+    """Whether the store has a model of this name; False for invalid names."""
     from models.errors import StoreError
     from models.store import check_name
 
@@ -88,10 +88,10 @@ def is_stored(name: str, services: Services) -> bool:
 
 
 def local_checkpoint(name: str) -> Path | None:
-    """The folder with a checkpoint, or the GGUF file, that MODEL names, if it names one.
+    """The checkpoint folder or GGUF file named by MODEL, if any.
 
     Raises:
-        CliError: it is written as a path, or is a folder, but there is no checkpoint.
+        CliError: it is a path or a folder without a checkpoint.
     """
     if not name:
         return None
@@ -109,22 +109,22 @@ def local_checkpoint(name: str) -> Path | None:
 
 
 def pulled(name: str, revision: str | None, services: Services, output: Output) -> Path:
-    """Download a hub checkpoint with progress, or find that the cache has the hub's present one.
+    """Download a hub checkpoint with progress, unless the cache has the current one.
 
     Raises:
         ModelError: the download failed.
-        KeyboardInterrupt: the person stopped it; what is there is kept.
+        KeyboardInterrupt: the user stopped it; the partial download is kept.
     """
     with Interrupt() as interrupt, output.progress() as progress:
         return services.pull(name, revision, progress, interrupt.cancelled)
 
 
 def fetched(model: KnownModel, services: Services, output: Output) -> Path:
-    """The GGUF file of a model with a short name, fetched first with progress where it is not here.
+    """The GGUF file of a model with a short name, downloaded with progress if needed.
 
     Raises:
         ModelError: the download failed.
-        KeyboardInterrupt: the person stopped it.
+        KeyboardInterrupt: the user stopped it.
     """
     with Interrupt() as interrupt, output.progress() as progress:
         return services.fetch(model, progress, interrupt.cancelled)
@@ -140,11 +140,11 @@ def quantized(
     calibration: str | None = None,
     force: bool = False,
 ) -> StoredModelInfo:
-    """Quantize with progress; the bundled text calibrates unless another is given.
+    """Quantize with progress, calibrating on the bundled text unless another is given.
 
     Raises:
-        ModelError: it cannot be done.
-        KeyboardInterrupt: the person stopped it; finished blocks are kept for the next time.
+        ModelError: quantization failed.
+        KeyboardInterrupt: the user stopped it; finished blocks are kept.
     """
     text = calibration if calibration is not None else services.calibration_text()
     with Interrupt() as interrupt, output.progress() as progress:
@@ -160,7 +160,7 @@ def quantized(
 
 
 def unknown(name: str, services: Services) -> str:
-    """What to say of a name that means nothing."""
+    """An error message about an unknown name."""
     names = [DEMO, *KNOWN, *(info.name for info in services.store().list())]
     near = difflib.get_close_matches(name, names, n=1)
     hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(names[:10])}"
@@ -177,7 +177,7 @@ def _is_hub_name(name: str) -> bool:
 
 
 def _hub_checkpoint(name: str, services: Services, output: Output) -> Path:
-    """The folder of a hub checkpoint; the hub is asked only where the cache has none."""
+    """The folder of a hub checkpoint; contacts the hub only if the cache lacks it."""
     return services.cached(name) or pulled(name, None, services, output)
 
 
@@ -192,7 +192,7 @@ def _make(
 
 
 def _made_from(checkpoint: Path, recipe: Recipe, services: Services) -> StoredModelInfo | None:
-    """A stored model that was made from this folder or file as it is now, by this recipe."""
+    """A stored model made from this very folder or file, with this recipe."""
     from app.cli.origin import Origins
     from models.store.names import source_name
 
@@ -203,7 +203,7 @@ def _made_from(checkpoint: Path, recipe: Recipe, services: Services) -> StoredMo
 
 
 def _made_of_known(model: KnownModel, recipe: Recipe, services: Services, output: Output) -> StoredModelInfo:
-    """A stored model that was made of a model with a short name by this recipe, made now if there is none."""
+    """A stored model made from a model with a short name, with this recipe; made now if there is none."""
     from app.cli.origin import recorded
 
     candidates = [info for info in services.store().list() if info.recipe == recipe]

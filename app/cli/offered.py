@@ -1,4 +1,4 @@
-"""What a budget buys in quality, for people and programs: the ways to decode a model and the best of them."""
+"""Offers within a budget: the ways to decode a model, with their quality and speed, as text and JSON."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def offered(
     *,
     force: bool,
 ) -> Offers | None:
-    """The ways to decode a model that the budget chooses from; None where nothing can be drafted.
+    """The ways to decode a model that the budget chooses from; None if drafts are not supported.
 
     Raises:
-        RuntimeFailure, ModelError: it cannot be measured.
-        KeyboardInterrupt: the person stopped it.
+        RuntimeFailure, ModelError: the measurement failed.
+        KeyboardInterrupt: the user stopped it.
     """
     from assets import evaluation_text
     from runtime.budget.offering import WINDOW, full_precision, known, offers
@@ -62,15 +62,15 @@ def offered(
 
 
 def as_json(offers: Offers) -> dict[str, Any]:
-    """The way to decode that the budget buys, and all that were measured."""
+    """The best way to decode within the budget, and all measured ones."""
     chosen = offers.chosen
     ways = [{**asdict(way), "words": offers.words(way)} for way in offers.ways]
     return {"target": chosen.target, "gamma": chosen.gamma, "words": offers.words(chosen), "ways": ways}
 
 
 def lines(offers: Offers) -> Iterator[str]:
-    """For a person: the best way first."""
+    """For the user: the best way first."""
     yield f"best within the budget: {offers.words(offers.chosen)}"
     for way in offers.ways:
         if way != offers.chosen:
-            yield f"  measured too: {offers.words(way)}"
+            yield f"  also measured: {offers.words(way)}"

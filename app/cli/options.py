@@ -1,4 +1,4 @@
-"""Arguments and options that several verbs share."""
+"""Arguments and options shared by several commands."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _finite(value: float | None) -> float | None:
 
 
 def set_within(ctx: typer.Context, param: typer.CallbackParam, value: T) -> T:  # noqa: ARG001  typer gives both
-    """Check an option by the rule of the setting of its name, so that ranges are the same everywhere."""
+    """Check an option by the rule of the setting of the same name, so that ranges agree."""
     from app.settings import RULES
 
     if value is not None and param.name is not None:
@@ -37,9 +37,9 @@ def set_within(ctx: typer.Context, param: typer.CallbackParam, value: T) -> T:  
 
 
 def compensation(budget: float | None, k_chunk: int | None = None) -> Compensation | None:
-    """What the options `Budget` and `KChunk` ask for; None where they leave it to the settings.
+    """Compensation requested by the options `Budget` and `KChunk`; None: not specified.
 
-    `PromptBudget` stands beside them: see `runtime.compensation.of_settings`.
+    `PromptBudget` is separate: see `runtime.compensation.of_settings`.
 
     Raises:
         typer.BadParameter: both are given.
@@ -53,18 +53,18 @@ def compensation(budget: float | None, k_chunk: int | None = None) -> Compensati
 
 
 def speculate_setting(speculate: bool | None) -> str | None:
-    """The option `Speculation` as the setting `speculate` has it; None leaves it as it is set."""
+    """The option `Speculation` as a value of the setting `speculate`; None: not specified."""
     return None if speculate is None else "on" if speculate else "off"
 
 
 def check_speculation(speculate: bool | None, gamma: int | None, kv: KVKind | None = None) -> None:
-    """Check the options `Speculation`, `Gamma` and `KVOption` against each other.
+    """Check the options `Speculation`, `Gamma` and `KVOption` for conflicts.
 
     Raises:
-        typer.BadParameter: they do not go together.
+        typer.BadParameter: they conflict.
     """
     if gamma is not None and not speculate:
-        raise typer.BadParameter("it means something with --speculate alone", param_hint="--gamma")
+        raise typer.BadParameter("it only applies with --speculate", param_hint="--gamma")
     if gamma is not None and kv is not None and not KINDS[kv].has_draft:
         raise typer.BadParameter(
             f"drafts of so many tokens need the {SPECULATIVE_KV} cache, not {kv}: leave out one of them",
@@ -73,14 +73,14 @@ def check_speculation(speculate: bool | None, gamma: int | None, kv: KVKind | No
 
 
 def complete_stored(incomplete: str) -> list[str]:
-    """Names of the person's stored models, for the shell's completion."""
+    """Complete names of stored models."""
     from app.cli.services import Services
 
     return [info.name for info in Services().store().list() if info.name.startswith(incomplete)]
 
 
 def complete_model(incomplete: str) -> list[str]:
-    """As `complete_stored`, and the bundled model, and those that can be fetched."""
+    """Complete names of stored, bundled and downloadable models."""
     from app.cli.services import DEMO
     from models.catalogue import KNOWN
 
@@ -93,7 +93,7 @@ Model = Annotated[
     typer.Argument(
         metavar="MODEL",
         help="A stored model, a folder with a Hugging Face checkpoint, a GGUF file, a hub name, smollm2-135m (a small "
-        "chat model, fetched on first use), or demo.",
+        "chat model, downloaded on first use), or demo.",
         autocompletion=complete_model,
         show_default=False,
     ),
@@ -104,7 +104,7 @@ KVOption = Annotated[
     typer.Option(
         "--kv",
         help="Precision of the key-value cache: int4 (the default, 28 % of fp16's bytes); int8 (half of them); fp16 "
-        "(exact); hierarchical (8 bits, of which self-drafts read 4); kcvt4, gear-l4, gear4 (4 bits by key channel, "
+        "(exact); hierarchical (8 bits; the model's own drafts read 4); kcvt4, gear-l4, gear4 (4 bits by key channel, "
         "and with GEAR's corrections); kivi2, gear-l2, gear2 (2 bits: clearly worse).",
         show_default=False,
     ),
@@ -127,7 +127,7 @@ Budget = Annotated[
         min=0,
         max=LARGEST_BUDGET_PERCENT,
         callback=_finite,
-        help="Slowdown of decoding that compensation may cost, in percent; 0: none.",
+        help="Slowdown of decoding that compensation may cause, in percent; 0: no compensation.",
         show_default=False,
     ),
 ]
@@ -139,7 +139,7 @@ PromptBudget = Annotated[
         min=0,
         max=LARGEST_BUDGET_PERCENT,
         callback=_finite,
-        help="How much longer the time to the first word may be for a compensated prompt, in percent; 0: none.",
+        help="Delay of the first word that compensating the prompt may cause, in percent; 0: no compensation.",
         show_default=False,
     ),
 ]
@@ -160,8 +160,7 @@ Gamma = Annotated[
         metavar="N",
         min=1,
         max=LARGEST_GAMMA,
-        help="Tokens that the model drafts in each round, none of them copied, with --speculate; found and adapted if "
-        "not given.",
+        help="Tokens that the model drafts in each round, with nothing copied; requires --speculate; default: adapted.",
         show_default=False,
     ),
 ]
@@ -170,8 +169,10 @@ Context = Annotated[
     typer.Option(
         "--context",
         callback=set_within,
-        help="Tokens of context; planned from memory if not given.",
+        help="Tokens of context; default: as many as fit in memory, up to a limit.",
         show_default=False,
     ),
 ]
-BackendOption = Annotated[Backend | None, typer.Option("--backend", help="What runs the model.", show_default=False)]
+BackendOption = Annotated[
+    Backend | None, typer.Option("--backend", help="Backend that runs the model.", show_default=False)
+]

@@ -1,7 +1,7 @@
-"""Whether a stored model was made from a given checkpoint. Two folders or files of one name may hold different weights.
+"""Origins: checks whether a stored model was made from a given checkpoint, since names alone do not identify weights.
 
-The model's recipe.json has the sha256 of every file it was made from. Hashing gigabytes at every start would cost
-seconds, so a match is remembered together with the sizes and modification times of the files.
+The model's recipe.json contains the sha256 of every source file. Hashing gigabytes at every start would take seconds,
+so a match is cached together with the sizes and modification times of the files.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 
 class Origins:
-    """Remembered matches of checkpoints and stored models, in one file that may be deleted at any time."""
+    """Cached matches of checkpoints and stored models, in one file that may be deleted at any time."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
 
     def made_from(self, info: StoredModelInfo, checkpoint: Path) -> bool:
-        """Whether the folder holds the files that the model was made from, or the GGUF file is the one."""
+        """Whether a model was made from this folder or GGUF file."""
         files = recorded(info)
         if not files or (checkpoint.is_file() and list(files) != [checkpoint.name]):
             return False
@@ -46,11 +46,11 @@ class Origins:
         try:
             data = json.loads(self._file.read_text(encoding="utf-8"))
         except (OSError, ValueError):
-            return {}  # nothing remembered: the files are hashed
+            return {}  # nothing cached: hash the files
         return data if isinstance(data, dict) else {}
 
     def _write(self, known: dict[str, Any]) -> None:
-        """Remember. A folder that can't be written costs hashing next time and nothing else."""
+        """Save the cache. If that fails, files are hashed again next time."""
         try:
             self._file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             with replacing(self._file, synced=False) as file:
@@ -60,7 +60,7 @@ class Origins:
 
 
 def recorded(info: StoredModelInfo) -> dict[str, str]:
-    """sha256 by name of the files that a model was made from; empty where it does not say."""
+    """sha256 by name of the files that a model was made from; empty if not recorded."""
     from models.store.layout import RECIPE
 
     try:
@@ -71,7 +71,7 @@ def recorded(info: StoredModelInfo) -> dict[str, str]:
 
 
 def _stamps(folder: Path, names: dict[str, str]) -> dict[str, list[int]] | None:
-    """Size and modification time of each file; None where one is missing."""
+    """Size and modification time of each file; None if any is missing."""
     try:
         found = {name: (folder / name).stat() for name in names}
     except OSError:

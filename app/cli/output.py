@@ -1,7 +1,7 @@
-"""What goes to standard output and what to standard error.
+"""Output: standard output carries the answer, standard error everything else.
 
-Standard output carries the answer and nothing else: with `--json` one object, else text. Notes, progress and errors go
-to standard error. What is piped from standard output stays as it is; whatever a person reads goes through `Shown`.
+The answer is one JSON object with `--json`, otherwise text. Notes, progress and errors go to standard error. Piped
+output is unchanged; output to a terminal is sanitized by `SanitizedStream`.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ if TYPE_CHECKING:
 
 NAME = "lowbit-chat"
 LINE_S = 3.0
-"""Between two lines of progress where standard error is no terminal."""
+"""Seconds between two lines of progress if standard error is not a terminal."""
 
 
-class Shown:
-    """A stream that a person reads: a terminal shows what is written to it, and obeys nothing of it.
+class SanitizedStream:
+    """A stream to a terminal that displays escape sequences in the text instead of executing them.
 
-    It stands in the place of `sys.stdout` or `sys.stderr`, so that nothing goes past it: what is printed here, the
-    parser's words about a wrong option, a library's warnings, a traceback.
+    It replaces `sys.stdout` or `sys.stderr`, so that everything passes through it: our own output, the parser's errors
+    about options, library warnings, tracebacks.
     """
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
-        """Writes what is of the program's own making, colours included."""
+        """Writes the program's own sequences, such as colours."""
 
     def write(self, text: str) -> int:
         """Write text."""
@@ -52,22 +52,22 @@ class Shown:
         return getattr(self.stream, name)
 
 
-def show_everything() -> None:
-    """Let standard error, and standard output where it is a terminal, be `Shown` from now on. Safe to call twice."""
-    if sys.stderr is not None and not isinstance(sys.stderr, Shown):
-        sys.stderr = cast("TextIO", Shown(sys.stderr))
-    if sys.stdout is not None and sys.stdout.isatty() and not isinstance(sys.stdout, Shown):
-        sys.stdout = cast("TextIO", Shown(sys.stdout))
+def sanitize_streams() -> None:
+    """Install `SanitizedStream` on standard error, and on standard output if that is a terminal. Safe to call twice."""
+    if sys.stderr is not None and not isinstance(sys.stderr, SanitizedStream):
+        sys.stderr = cast("TextIO", SanitizedStream(sys.stderr))
+    if sys.stdout is not None and sys.stdout.isatty() and not isinstance(sys.stdout, SanitizedStream):
+        sys.stdout = cast("TextIO", SanitizedStream(sys.stdout))
 
 
 class Output:
-    """Where one command writes."""
+    """The output of one command."""
 
     def __init__(self, *, as_json: bool = False) -> None:
         self.as_json = as_json
 
     def result(self, data: Mapping[str, Any]) -> None:
-        """Write the JSON object of this command. Numbers that JSON can't write become null."""
+        """Write the command's JSON object. NaN and infinity become null."""
         print(json.dumps(_finite(data), allow_nan=False))
 
     def text(self, line: str = "") -> None:
@@ -75,17 +75,17 @@ class Output:
         print(line)
 
     def stream(self, piece: str) -> None:
-        """Write a piece of the answer at once, without a line break of its own."""
+        """Write a piece of the answer at once, without a line break."""
         if piece:
             sys.stdout.write(piece)
             sys.stdout.flush()
 
     def picture(self, text: str) -> None:
-        """Write a picture of the program's own making, colours included."""
+        """Write a picture with the program's own colours."""
         print(text.rstrip("\n"), file=_unfiltered(sys.stdout))
 
     def table(self, rows: Sequence[Sequence[str]]) -> None:
-        """Write rows in aligned columns; columns whose cells begin with a digit are aligned to the right."""
+        """Write rows in aligned columns; columns that begin with a digit are right-aligned."""
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         right = [all(row[i][:1].isdigit() or row[i] == "-" for row in rows[1:]) for i in range(len(widths))]
         for row in rows:
@@ -96,12 +96,12 @@ class Output:
             self.text("  ".join(cells).rstrip())
 
     def note(self, line: str) -> None:
-        """Tell the person something that is not the answer."""
+        """Write a note for the user that is not part of the answer."""
         print(f"{NAME}: {line}", file=sys.stderr, flush=True)
 
     @contextmanager
     def progress(self) -> Iterator[ProgressCallback]:
-        """Show reports on standard error: bars on a terminal, else a line for each phase and every few seconds."""
+        """Show progress on standard error: bars on a terminal, else a line for each phase and every few seconds."""
         if not sys.stderr.isatty():
             yield _PhaseLines(self)
             return
@@ -113,7 +113,7 @@ class Output:
 
 
 class _PhaseLines:
-    """One line when a phase begins, and every few seconds how far it is and how long the rest will take."""
+    """One line when a phase begins, and every few seconds its progress and remaining time."""
 
     def __init__(self, output: Output) -> None:
         self._output = output
@@ -135,7 +135,7 @@ class _PhaseLines:
 
 
 class _PhaseBars:
-    """One bar for each phase. What draws them is imported with the first report: most starts have nothing to show."""
+    """One bar per phase. The drawing library is imported with the first report, since most starts have none."""
 
     def __init__(self) -> None:
         self._bars: Bars | None = None
@@ -160,13 +160,13 @@ class _PhaseBars:
         )
 
     def close(self) -> None:
-        """Take the bars off the terminal."""
+        """Remove the bars from the terminal."""
         if self._bars is not None:
             self._bars.stop()
 
 
 def at_a_terminal() -> bool:
-    """Whether a person sits at both ends."""
+    """Whether both ends are terminals."""
     return bool(sys.stdin and sys.stdin.isatty() and sys.stdout.isatty())
 
 
@@ -182,7 +182,7 @@ def _started_bars() -> Bars:
     )
     bars = Progress(*columns, console=Console(file=_unfiltered(sys.stderr)), transient=True)
     bars.start()
-    show_everything()  # while there are bars, Rich puts streams of its own in the place of the program's
+    sanitize_streams()  # while there are bars, Rich replaces the program's streams by its own
     return bars
 
 
@@ -195,7 +195,7 @@ def _amount(report: Progress) -> str:
 
 
 def _unfiltered(stream: TextIO) -> TextIO:
-    return stream.stream if isinstance(stream, Shown) else stream
+    return stream.stream if isinstance(stream, SanitizedStream) else stream
 
 
 def _finite(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Compiles ahead, where a program is installed, what the first answer would wait for: `python -m app.cli.prepare`."""
+"""Ahead-of-time compilation at installation, so that the first answer need not wait: `python -m app.cli.prepare`."""
 
 from __future__ import annotations
 
@@ -6,23 +6,25 @@ import sys
 
 from app.cli.errors import explained, in_one_line
 from app.cli.load import LoadChoices, load_plan
-from app.cli.output import NAME, Output, show_everything
+from app.cli.output import NAME, Output, sanitize_streams
 from app.cli.services import Services
 
 
 def prepare(services: Services, output: Output) -> None:
-    """Compile the kernels of the bundled model, with the cache that the settings choose; quick where they are there.
+    """Compile the kernels of the bundled model for the cache kind in the settings; quick if already compiled.
 
     Raises:
-        SettingsError: a setting is not acceptable.
+        SettingsError: a setting is invalid.
         RuntimeFailure: nothing can run the model here.
     """
-    load_plan(services.demo(), LoadChoices(), services, output)
+    plan = load_plan(services.demo(), LoadChoices(), services, output)
+    with output.progress() as progress:
+        plan.prepare(progress, ahead=True)
 
 
 def main() -> None:
-    """Prepare; what goes wrong is told, and left to the first answer to fail over."""
-    show_everything()
+    """Prepare; errors are only reported, since the first answer will raise them."""
+    sanitize_streams()
     try:
         prepare(Services(), Output())
     except explained() as error:

@@ -1,4 +1,4 @@
-"""`lowbit-chat pull`: a checkpoint from the hub into the Hugging Face cache."""
+"""`lowbit-chat pull`: downloads a checkpoint into the Hugging Face cache."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def pull(
     ] = None,
     as_json: options.Json = False,
 ) -> None:
-    """Download a checkpoint into the Hugging Face cache; an interrupted download goes on where it was."""
+    """Download a checkpoint into the Hugging Face cache; an interrupted download resumes."""
     output, services = Output(as_json=as_json), services_of(ctx)
     begin = time.perf_counter()
     if name in KNOWN:
         if revision is not None:
-            raise typer.BadParameter(f"{name} is one file, and there is one of it", param_hint="--revision")
+            raise typer.BadParameter(f"{name} is a single file without revisions", param_hint="--revision")
         path = fetched(KNOWN[name], services, output)
     else:
         path = pulled(name, revision, services, output)

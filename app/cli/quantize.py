@@ -1,4 +1,4 @@
-"""`lowbit-chat quantize`: a low-bit model from a checkpoint."""
+"""`lowbit-chat quantize`: makes a low-bit model from a checkpoint."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from app.cli.output import Output
 from app.cli.services import DEMO, services_of
 from models.recipe import DEFAULT_GROUP_SIZE, DEFAULT_METHOD, EXPECTED_K_CHUNK, GOOD_FOR, QOQ_GROUP_SIZE, Method
 
-METHODS_TOLD = ", ".join(f"{method} ({words})" for method, words in GOOD_FOR.items())
-"""The methods and what each is good for."""
+METHODS_HELP = ", ".join(f"{method} ({words})" for method, words in GOOD_FOR.items())
+"""The quantization methods and their uses."""
 
 
 class Step(StrEnum):
-    """`models.recipe.QOQ_STEPS` as they are written here."""
+    """`models.recipe.QOQ_STEPS` as command-line values."""
 
     ROTATE = "rotate"
     REORDER = "reorder"
@@ -39,17 +39,16 @@ def quantize(
         typer.Option(
             "--bits",
             metavar="3|3.5|4",
-            help="Bits of a weight: 3, 4, or any number between, an average over blocks; the blocks that need it most "
-            "get 4.",
+            help="Bits per weight: 3, 4, or an average in between; the blocks that need it most get 4.",
         ),
     ] = 4,
-    method: Annotated[Method, typer.Option("--method", help=f"Base quantizer: {METHODS_TOLD}.")] = DEFAULT_METHOD,
+    method: Annotated[Method, typer.Option("--method", help=f"Base quantizer: {METHODS_HELP}.")] = DEFAULT_METHOD,
     group_size: Annotated[
         int | None,
         typer.Option(
             "--group-size",
-            help=f"Input channels that share a scale, a multiple of 32; {DEFAULT_GROUP_SIZE}, and {QOQ_GROUP_SIZE} for "
-            "qoq, which takes 0 for a scale of a whole output channel, too.",
+            help=f"Input channels per scale, a multiple of 32; default: {DEFAULT_GROUP_SIZE}, and {QOQ_GROUP_SIZE} for "
+            "qoq, where 0 means one scale per output channel.",
             show_default=False,
         ),
     ] = None,
@@ -57,7 +56,7 @@ def quantize(
         int | None,
         typer.Option(
             "--residual-bits",
-            help="Bits of the residuals kept in RAM: 0, 2, 4, 8 or 16; 4, and 0 for qoq.",
+            help="Bits of the residuals in RAM: 0, 2, 4, 8 or 16; default: 4, and 0 for qoq.",
             show_default=False,
         ),
     ] = None,
@@ -74,7 +73,7 @@ def quantize(
         bool | None,
         typer.Option(
             "--smooth-attention/--no-smooth-attention",
-            help="Even out the channels of keys, for a cache of 4 bits or fewer (--kv int4). qoq does unless told not.",
+            help="Equalize the channels of keys, for caches of 4 bits or fewer (--kv int4). On by default for qoq.",
             show_default=False,
         ),
     ] = None,
@@ -86,19 +85,19 @@ def quantize(
         list[Step] | None,
         typer.Option(
             "--with",
-            help="A step of qoq that is left out unless asked for: rotate.",
+            help="An optional step of qoq: rotate.",
             show_default=False,
         ),
     ] = None,
     calibration: Annotated[
         Path | None,
-        typer.Option("--calibration", metavar="FILE", help="Text to calibrate on; a bundled one if not given."),
+        typer.Option("--calibration", metavar="FILE", help="Text to calibrate on; default: a bundled one."),
     ] = None,
-    name: Annotated[str | None, typer.Option("--name", help="What to call the model.", show_default=False)] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace a model of that name.")] = False,
+    name: Annotated[str | None, typer.Option("--name", help="Name of the new model.", show_default=False)] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing model of that name.")] = False,
     as_json: options.Json = False,
 ) -> None:
-    """Make a low-bit model; an interrupted run goes on after its last finished block."""
+    """Make a low-bit model; an interrupted run resumes after its last finished block."""
     from models.errors import QuantizationError
     from models.recipe import Recipe
 
@@ -148,10 +147,10 @@ def quantize(
 
 
 def read_text(file: Path) -> str:
-    """A text file in UTF-8, with the line ends that it has.
+    """Read a UTF-8 text file, preserving line ends.
 
     Raises:
-        CliError: it can't be read, or is no UTF-8 text.
+        CliError: it cannot be read, or is not UTF-8 text.
     """
     try:
         return file.read_bytes().decode("utf-8")

@@ -1,4 +1,4 @@
-"""The conversation of `lowbit-chat run MODEL` on a terminal."""
+"""Interactive conversation of `lowbit-chat run MODEL` on a terminal."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ HELP = """\
 Ctrl-C            stop the answer"""
 
 LINES_KEPT = 1000
-"""Lines of the conversation that are remembered for the next one."""
+"""Lines saved for the next conversation."""
 _FENCE = '"""'
 
 _KINDS: Mapping[str, Callable[[str], object]] = {
@@ -43,18 +43,18 @@ _KINDS: Mapping[str, Callable[[str], object]] = {
     "max_tokens": lambda text: None if text == "auto" else int(text),
     "seed": lambda text: None if text == "auto" else int(text),
 }
-"""Sampling settings and how their text is read; `system` and `stop` take the text as it is."""
+"""Sampling settings with parsers of their values; `system` and `stop` take the text unchanged."""
 
 
 class Repl:
-    """A conversation.
+    """An interactive conversation.
 
     Args:
         engine: The loaded model.
-        sampling: How answers are drawn, until `/set` changes it.
+        sampling: Initial sampling options, changed by `/set`.
         system: The system prompt; empty for none.
-        raw: Whether lines are continued as plain text, each on its own.
-        read: Shows a prompt and returns the line that the person types; raises EOFError at the end.
+        raw: Whether each line is continued as plain text, without a chat template.
+        read: Shows a prompt and returns the user's line; raises EOFError at the end.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Repl:
         }
 
     def loop(self) -> None:
-        """Talk until `/bye` or the end of the input."""
+        """Run until `/bye` or the end of the input."""
         self._output.note(f"{self._engine.name}; /help lists the commands, /bye leaves")
         if self._engine.tokenizer.note and not self._raw:
             self._output.note(self._engine.tokenizer.note)
@@ -103,7 +103,7 @@ class Repl:
             self._handle(text)
 
     def _handle(self, text: str) -> None:
-        """Obey a command or answer a text; an error is shown and the conversation goes on."""
+        """Run a command or answer a text; errors are shown and the conversation continues."""
         from runtime.errors import RuntimeFailure
 
         word, _, rest = text.strip().partition(" ")
@@ -118,7 +118,7 @@ class Repl:
             self._output.note(str(error))
 
     def _text(self) -> str:
-        """One line, or several between triple quotes."""
+        """Read one line, or several between triple quotes."""
         line = self._read(">>> ")
         if not line.lstrip().startswith(_FENCE):
             return line
@@ -161,7 +161,7 @@ class Repl:
             self._sampling = replace(self._sampling, stop=(value,) if value else ())
         elif name in _KINDS and value:
             change = _read_setting(name, value)
-            self._sampling = replace(self._sampling, **{name: change})  # type: ignore[arg-type]  # read by its own kind
+            self._sampling = replace(self._sampling, **{name: change})  # type: ignore[arg-type]  # parsed to the field's type
         else:
             raise CliError(f"use /set NAME VALUE with one of: {', '.join(_names())}")
 
@@ -189,12 +189,12 @@ class Repl:
         used = usage.prompt_tokens + usage.completion_tokens
         self._output.text(
             f"first token after {usage.ttft_s:.2f} s, {usage.decode_tokens_per_s:.1f} tokens/s; "
-            f"{usage.prompt_tokens} prompt tokens ({usage.cached_tokens} reused), {usage.completion_tokens} answered; "
+            f"{usage.prompt_tokens} prompt tokens ({usage.cached_tokens} reused), {usage.completion_tokens} generated; "
             f"context {used} of {self._engine.context}"
         )
         if usage.speculation is not None:
             found = usage.speculation
-            does = f"{found.gamma} tokens drafted a round" if found.gamma else "speculation does not pay here"
+            does = f"{found.gamma} tokens drafted per round" if found.gamma else "speculation does not pay here"
             self._output.text(
                 f"{does}; {100 * found.acceptance_rate:.0f} % accepted, {found.tokens_per_verify:.1f} tokens per verify"
             )
@@ -204,10 +204,10 @@ class Repl:
 
 
 def _read_setting(name: str, text: str) -> object:
-    """A value of `/set`, within the same range as everywhere.
+    """Parse a value of `/set`, with the same range as elsewhere.
 
     Raises:
-        CliError: it is not acceptable.
+        CliError: it is invalid.
     """
     from app.settings import RULES
 
@@ -228,18 +228,18 @@ def _value(value: object) -> str:
 
 
 def _typed_line(prompt: str) -> str:
-    """A line from the terminal, with the line editor where Python has one."""
+    """Read a line from the terminal, with line editing if Python supports it."""
     if sys.platform != "win32":
-        import readline  # noqa: F401  input() edits lines once it is imported
+        import readline  # noqa: F401  enables line editing in input()
     return input(prompt)
 
 
 @contextmanager
-def remembered(file: Path) -> Iterator[None]:
-    """While entered, the arrow keys recall lines of earlier conversations; they are kept in a file for its owner alone.
+def line_history(file: Path) -> Iterator[None]:
+    """Context manager: the arrow keys recall lines of earlier conversations, from a private file.
 
     Args:
-        file: Where the lines are kept. A file that can't be read or written is gone without.
+        file: The file. If it cannot be read or written, nothing is saved.
     """
     if sys.platform == "win32":
         yield

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from runtime.text.sampling import SamplingOptions
 
 _PATIENCE_S = 3.0
-"""How long standard input may stay silent before the person is told that it is being waited for."""
+"""Seconds of silence on standard input after which the user is told that the program is waiting for it."""
 
 
 def run(
@@ -31,7 +31,7 @@ def run(
     prompt: Annotated[
         str | None,
         typer.Argument(
-            help="What to say. Standard input is added to it; without both, a terminal gets a conversation.",
+            help="The prompt. Standard input is appended to it; without both, a conversation begins on a terminal.",
             show_default=False,
         ),
     ] = None,
@@ -45,33 +45,41 @@ def run(
     temperature: Annotated[
         float | None,
         typer.Option(
-            "--temperature", callback=options.set_within, help="Spread of sampling; 0 is greedy.", show_default=False
+            "--temperature", callback=options.set_within, help="Sampling temperature; 0 is greedy.", show_default=False
         ),
     ] = None,
     top_p: Annotated[
         float | None,
-        typer.Option("--top-p", callback=options.set_within, help="Nucleus sampling; 1 is off.", show_default=False),
+        typer.Option(
+            "--top-p",
+            callback=options.set_within,
+            help="Cumulative probability of the tokens sampled from; 1 is off.",
+            show_default=False,
+        ),
     ] = None,
     top_k: Annotated[
         int | None,
         typer.Option(
-            "--top-k", callback=options.set_within, help="Most tokens sampled from; 0 is all.", show_default=False
+            "--top-k", callback=options.set_within, help="Number of tokens sampled from; 0 is all.", show_default=False
         ),
     ] = None,
     min_p: Annotated[
         float | None,
         typer.Option(
-            "--min-p", callback=options.set_within, help="Least probability relative to the best.", show_default=False
+            "--min-p",
+            callback=options.set_within,
+            help="Minimum probability relative to the best token; 0 is off.",
+            show_default=False,
         ),
     ] = None,
     seed: Annotated[
-        int | None, typer.Option("--seed", help="The same seed gives the same answer.", show_default=False)
+        int | None, typer.Option("--seed", help="Random seed; the same seed gives the same answer.", show_default=False)
     ] = None,
     stop: Annotated[
         list[str] | None,
-        typer.Option("--stop", metavar="TEXT", help="Ends the answer; may be repeated.", show_default=False),
+        typer.Option("--stop", metavar="TEXT", help="Text that ends the answer; may be repeated.", show_default=False),
     ] = None,
-    raw: Annotated[bool, typer.Option("--raw", help="No chat template: continue the text as it is.")] = False,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without a chat template.")] = False,
     k_chunk: options.KChunk = None,
     budget: options.Budget = None,
     prompt_budget: options.PromptBudget = None,
@@ -121,13 +129,13 @@ def run(
     with output.progress() as progress:
         engine = services.open_engine(plan, progress)
     try:
-        speculate(engine, spend_budgets(engine.lent, plan, choices, services, output).speculation)
+        speculate(engine, spend_budgets(engine.borrow, plan, choices, services, output).speculation)
         if text:
             _answer(engine, stored, output, text, sampling, "" if raw else settings.system_prompt, raw=raw)
         else:
-            from app.cli.repl import Repl, remembered
+            from app.cli.repl import Repl, line_history
 
-            with remembered(services.home() / "lines"):
+            with line_history(services.home() / "lines"):
                 Repl(engine, sampling, system=settings.system_prompt, raw=raw).loop()
     finally:
         engine.close()
@@ -191,7 +199,7 @@ def _summary(engine: Engine, model: StoredModel, text: str, finish_reason: str, 
 
 
 def _speculation(usage: Usage) -> dict[str, Any] | None:
-    """What speculation did in an answer."""
+    """Speculation statistics of an answer."""
     found = usage.speculation
     if found is None:
         return None
@@ -207,7 +215,7 @@ def _on_terminal() -> bool:
 
 
 def _prompt(argument: str | None, output: Output) -> str:
-    """PROMPT and standard input, joined by an empty line; standard input is read unless it is a terminal."""
+    """PROMPT and standard input, separated by an empty line; standard input is read unless it is a terminal."""
     piped = ""
     if sys.stdin is not None and not sys.stdin.closed and not sys.stdin.isatty():
         waiting = threading.Timer(_PATIENCE_S, output.note, ["waiting for the end of standard input"])

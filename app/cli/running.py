@@ -1,4 +1,4 @@
-"""`lowbit-chat ps` and `stop`: the runtime process that is up in the background."""
+"""`lowbit-chat ps` and `stop`: the runtime process in the background."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ if TYPE_CHECKING:
     from runtime.wire.answers import Caches, Status
 
 END_S = 20.0
-"""Longest wait for a runtime that was asked to end."""
+"""Longest wait in seconds for a runtime to exit."""
 _POLL_S = 0.1
 
 T = TypeVar("T")
 
 
 def result_of(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine to its end. asyncio is imported here: other commands start 40 ms sooner without it."""
+    """Run a coroutine to its end. Imports asyncio here: other commands start 40 ms sooner without it."""
     import asyncio
 
     return asyncio.run(work)
 
 
 def ps(ctx: typer.Context, as_json: options.Json = False) -> None:
-    """Show the runtime that is up: its model, its memory, the caches of chats on disk, since when."""
+    """Show the running runtime: its model, its memory, the saved caches of chats, its start time."""
     output, services = Output(as_json=as_json), services_of(ctx)
     record = running(services)
     if record is None:
@@ -77,7 +77,7 @@ def ps(ctx: typer.Context, as_json: options.Json = False) -> None:
 
 
 def stop(ctx: typer.Context, as_json: options.Json = False) -> None:
-    """End the runtime that is up, in order: answers stop, the model is unloaded. A terminal UI starts it again."""
+    """Stop the running runtime cleanly: answers end, the model is unloaded. A terminal UI restarts it."""
     output, services = Output(as_json=as_json), services_of(ctx)
     record = running(services)
     if record is not None:
@@ -89,7 +89,7 @@ def stop(ctx: typer.Context, as_json: options.Json = False) -> None:
 
 
 def running(services: Services) -> LockRecord | None:
-    """What the lock file says of the runtime that is up; None where none is."""
+    """The lock record of the running runtime; None if there is none."""
     from runtime.server.lock import is_alive, lock_path, read_lock
 
     record = read_lock(lock_path(services.home()))
@@ -97,7 +97,7 @@ def running(services: Services) -> LockRecord | None:
 
 
 async def loaded_model(services: Services) -> str | None:
-    """The model that the runtime that is up holds; None where none is up, or it holds none, or does not say."""
+    """The model loaded in the running runtime; None if there is none, or it does not respond."""
     from app.errors import ClientError
 
     record = running(services)
@@ -111,7 +111,7 @@ async def loaded_model(services: Services) -> str | None:
 
 
 async def unload(services: Services) -> None:
-    """Let the runtime that is up give its model up.
+    """Ask the running runtime to unload its model.
 
     Raises:
         ClientError: it refused.
@@ -134,13 +134,13 @@ async def _client(record: LockRecord) -> AsyncIterator[RuntimeClient]:
 
 
 async def _asked(record: LockRecord) -> tuple[Status, Caches]:
-    """What it says of itself."""
+    """The runtime's status."""
     async with _client(record) as client:
         return await client.status(), await client.caches()
 
 
 async def _ended(record: LockRecord) -> None:
-    """Ask it to end, and wait until it has."""
+    """Ask it to exit, and wait for it."""
     from asyncio import sleep
 
     from runtime.server.lock import is_alive
@@ -150,5 +150,5 @@ async def _ended(record: LockRecord) -> None:
     deadline = time.monotonic() + END_S
     while is_alive(record):
         if time.monotonic() > deadline:
-            raise CliError(f"the runtime (process {record.pid}) does not end: `kill -9 {record.pid}` ends it")
+            raise CliError(f"the runtime (process {record.pid}) does not exit: end it with `kill -9 {record.pid}`")
         await sleep(_POLL_S)

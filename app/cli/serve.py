@@ -16,16 +16,19 @@ from app.cli.services import services_of
 def serve(
     ctx: typer.Context,
     host: Annotated[
-        str, typer.Option("--host", metavar="H", help="Address to listen on; beyond loopback a token is needed.")
+        str,
+        typer.Option("--host", metavar="H", help="Address to listen on; addresses beyond loopback require a token."),
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", metavar="P", min=0, max=65535, help="0 takes a free one.")] = 8080,
+    port: Annotated[
+        int, typer.Option("--port", metavar="P", min=0, max=65535, help="TCP port; 0 chooses a free one.")
+    ] = 8080,
     token: Annotated[
         str | None,
         typer.Option(
             "--token",
             metavar="T",
             envvar="LOWBIT_CHAT_TOKEN",
-            help="What requests must bring as their API key.",
+            help="API key required of every request.",
             show_default=False,
         ),
     ] = None,
@@ -34,7 +37,7 @@ def serve(
         typer.Option(
             "--model",
             metavar="MODEL",
-            help="What to load at the start; others are loaded when a request names them.",
+            help="Model to load at the start; others are loaded when a request names them.",
             autocompletion=options.complete_model,
             show_default=False,
         ),
@@ -47,7 +50,7 @@ def serve(
     speculation: options.Speculation = None,
     gamma: options.Gamma = None,
 ) -> None:
-    """Serve the stored models to OpenAI clients, on this machine only unless told otherwise."""
+    """Serve the stored models to OpenAI clients, on this machine only by default."""
     asked = options.compensation(budget, k_chunk)
     options.check_speculation(speculation, gamma, kv)
     output, services = Output(), services_of(ctx)
@@ -66,7 +69,7 @@ def serve(
     defaults = LoadDefaults(
         compensation=compensation,
         speculation=settings.drafts,
-        kv=kv if settings.speculation else settings.kv,  # drafts take a cache of their own unless one is named
+        kv=kv if settings.speculation else settings.kv,  # model drafts use a cache of their own unless one is named
         context=settings.context,
         backend=settings.backend,
         num_parallel=settings.num_parallel,

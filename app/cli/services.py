@@ -1,4 +1,4 @@
-"""What the verbs need from the other rooms, in one place: imported when asked for, replaced in tests."""
+"""Services of the other rooms for the commands: imported on demand, replaceable in tests."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ DEMO = "demo"
 
 
 class Services:
-    """The real thing. A test derives from it and hands its own to the program as the context's object."""
+    """The real services. A test subclasses them and passes its own as the context's object."""
 
     def store(self) -> Store:
-        """The person's store."""
+        """The user's store."""
         from app.paths import store_root
         from models.store import Store
 
         return Store(store_root())
 
     def home(self) -> Path:
-        """The program's folder, with the lock file of the runtime that is up."""
+        """The program's home folder, with the lock file of the runtime."""
         from app.paths import home
 
         return home()
 
     def origins_file(self) -> Path:
-        """Where it is remembered which folder a stored model was made from."""
+        """The cache file of `Origins`."""
         from app.paths import cache_dir
 
         return cache_dir() / "origins.json"
@@ -57,7 +57,7 @@ class Services:
         return StoredModel.open_folder(demo_path(), DEMO)
 
     def demo_info(self) -> StoredModelInfo:
-        """What is known of the bundled model without opening its weights."""
+        """The entry of the bundled model, without opening its weights."""
         from assets import demo_path
         from models.store import StoredModelInfo
 
@@ -70,31 +70,31 @@ class Services:
         return demo_checkpoint_path()
 
     def calibration_text(self) -> str:
-        """The bundled text for the statistics of salient channels."""
+        """The bundled text for calibration."""
         from assets import calibration_text
 
         return calibration_text()
 
     def evaluation_text(self) -> str:
-        """The bundled text on which every quantized model is measured."""
+        """The bundled text for measuring quantized models."""
         from assets import evaluation_text
 
         return evaluation_text()
 
     def cached(self, name: str) -> Path | None:
-        """The folder of a hub checkpoint that is in the cache already."""
+        """The folder of a hub checkpoint in the cache."""
         from models.hub import cached
 
         return cached(name)
 
     def pull(self, name: str, revision: str | None, progress: ProgressCallback, cancelled: Cancelled) -> Path:
-        """Download a checkpoint, or find it in the cache. Returns its folder."""
+        """Download a checkpoint unless the cache has it. Returns its folder."""
         from models.hub import pull
 
         return pull(name, revision, progress=progress, cancelled=cancelled)
 
     def fetch(self, model: KnownModel, progress: ProgressCallback, cancelled: Cancelled) -> Path:
-        """Bring the GGUF file of a model with a short name, or find it here. Returns the file."""
+        """Download the GGUF file of a model with a short name unless it is here. Returns the file."""
         from models.fetch import fetch
 
         return fetch(model, self.store(), progress, cancelled)
@@ -110,7 +110,7 @@ class Services:
         progress: ProgressCallback,
         cancelled: Cancelled,
     ) -> StoredModelInfo:
-        """Make a low-bit model from a checkpoint; the saved caches of one that it replaces are deleted."""
+        """Quantize a checkpoint; deletes the saved caches of a model that it replaces."""
         from models.quantize import quantize
         from runtime.engine.conversations.saved_folder import forgetting
 
@@ -129,7 +129,7 @@ class Services:
             )
 
     def service(self, defaults: LoadDefaults) -> Service:
-        """What a server serves: the stored models and the bundled one, loaded like this."""
+        """A service of the stored models and the bundled one, with these defaults."""
         prepare_folders()
         from app.paths import home
         from assets import demo_path
@@ -143,14 +143,14 @@ class Services:
         return plan.open_engine(progress)
 
     def profiles(self) -> ProfileStore:
-        """Where tuning keeps what it found."""
+        """Folder of tuning profiles."""
         from app.paths import profiles_dir
         from tuner.profiles import ProfileStore
 
         return ProfileStore(profiles_dir())
 
     def is_tuned(self, decoder: Decoder, model: StoredModel, budget_percent: float) -> bool:
-        """Whether it is known what a budget buys for a loaded model here, so that nothing is to be measured."""
+        """Whether the result of tuning a model to a budget here is already stored."""
         from runtime.backends import backend
         from runtime.budget.profile_key import profile_key
 
@@ -159,38 +159,38 @@ class Services:
         return self.profiles().find(key) is not None
 
     def chats(self) -> Path:
-        """Where the runtime of the terminal UI keeps the caches of long conversations."""
+        """Folder of the saved caches of long conversations."""
         from app.paths import chats_dir
 
         return chats_dir()
 
     def slowdown(self, decoder: Decoder, cancelled: Cancelled) -> float:
-        """Measured slowdown, in percent, of decoding with the compensation that a loaded model has now."""
+        """Slowdown of decoding, in percent, measured with the model's current compensation."""
         from runtime.measure.timing import DecodeTimer
 
         timer = DecodeTimer(decoder, cancelled=cancelled)
         return timer.slowdown(decoder.options.k_chunk, decoder.options.n_tb)
 
     def memory(self) -> MemoryInfo:
-        """Main memory now."""
+        """Current main memory."""
         from tuner.detect import detect_memory
 
         return detect_memory()
 
     def presences(self) -> dict[str, Presence]:
-        """Whether each backend can run here, and why, best first."""
+        """Availability of each backend, best first."""
         from runtime.backends import backends
 
         return {backend.name: backend.probe() for backend in backends()}
 
     def machine(self) -> Machine:
-        """What this machine has."""
+        """The detected hardware."""
         from tuner.detect import detect
 
         return detect()
 
     def link_gb_s(self) -> float | None:
-        """Measured bandwidth from main memory to the graphics card; None where none can be used."""
+        """Measured bandwidth from main memory to the graphics card; None without a usable card."""
         from runtime.server.store.inspecting import link_gb_s
 
         return link_gb_s()
@@ -209,9 +209,10 @@ def services_of(ctx: typer.Context) -> Services:
 
 
 def prepare_folders() -> None:
-    """Make the program's own folders, private, before somebody else makes them open. Compiled kernels go there too.
+    """Create the program's private folders before anybody else creates open ones.
 
-    A system that refuses is passed over: what is bundled runs without them, and `doctor` tells.
+    Compiled kernels are stored there too. Failures are ignored: the bundled model runs without the folders, and
+    `doctor` reports them.
     """
     from app.paths import cache_dir, home, profiles_dir
     from models.files import private_folder

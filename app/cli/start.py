@@ -1,19 +1,18 @@
-"""The `lowbit-chat` program: the terminal UI, or the command line.
+"""Entry point of `lowbit-chat`: starts the terminal UI or the command line.
 
-Without a word behind it there is nothing to parse. The command line and what it parses with are not imported then, so
-that the screen stands sooner.
+Without arguments there is nothing to parse, so the command line is not imported, and the screen appears sooner.
 """
 
 from __future__ import annotations
 
 import sys
 
-from app.cli.output import NAME, at_a_terminal, show_everything
+from app.cli.output import NAME, at_a_terminal, sanitize_streams
 
 
 def main() -> None:
     """The `lowbit-chat` program."""
-    show_everything()
+    sanitize_streams()
     if len(sys.argv) > 1 or not at_a_terminal():
         from app.cli.main import main as command_line
 

@@ -1,4 +1,4 @@
-"""`lowbit-chat list`, `show` and `rm`: the store, and the bundled model beside it."""
+"""`lowbit-chat list`, `show` and `rm`: stored models and the bundled one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _VERIFY = "verify"
 
 
 def list_models(ctx: typer.Context, as_json: options.Json = False) -> None:
-    """List the stored models: what a device holds of each, residuals in main memory, all files on disk."""
+    """List the stored models with their device memory, residuals in main memory, and disk space."""
     output, services = Output(as_json=as_json), services_of(ctx)
     entries, damaged = _all(services)
     if as_json:
@@ -60,7 +60,7 @@ def show(
     verify: Annotated[bool, typer.Option("--verify", help="Read every byte and compare checksums.")] = False,
     as_json: options.Json = False,
 ) -> None:
-    """Show what is known of a stored model."""
+    """Show details of a stored model."""
     output, services = Output(as_json=as_json), services_of(ctx)
     info = _info(name, services)
     if verify:
@@ -82,10 +82,10 @@ def remove(
         str | None, typer.Argument(metavar="NAME", autocompletion=options.complete_stored, show_default=False)
     ] = None,
     chats: Annotated[
-        bool, typer.Option("--chats", help="Instead of a model: what is kept of all conversations on disk.")
+        bool, typer.Option("--chats", help="Delete the saved caches of all conversations instead of a model.")
     ] = False,
     force: Annotated[
-        bool, typer.Option("--force", help="Ask nothing, and unload the model if the runtime holds it.")
+        bool, typer.Option("--force", help="Do not ask, and unload the model if the runtime has loaded it.")
     ] = False,
     as_json: options.Json = False,
 ) -> None:
@@ -126,13 +126,15 @@ def remove(
 
 
 def _agreed(info: StoredModelInfo) -> bool:
-    """Whether the person at the terminal says yes to deleting a model."""
-    question = f"delete {info.name}, {byte_count(info.summary.disk_bytes)}? What is kept of chats with it goes too"
+    """Ask the user at the terminal to confirm deleting a model."""
+    question = (
+        f"delete {info.name}, {byte_count(info.summary.disk_bytes)}? The saved caches of its chats will be deleted too"
+    )
     return typer.confirm(f"{NAME}: {question}", default=False, err=True)
 
 
 def _all(services: Services) -> tuple[list[tuple[StoredModelInfo, bool]], dict[str, str]]:
-    """All usable models, each with whether it is bundled, and what is wrong with the others by name."""
+    """All usable models, with whether they are bundled, and the errors of the others by name."""
     from models.errors import StoreError
 
     store = services.store()
@@ -154,7 +156,7 @@ def _info(name: str, services: Services) -> StoredModelInfo:
 
 
 def _verify(info: StoredModelInfo, output: Output) -> None:
-    """Compare the checksum of every file. Raises StoreError for damage, KeyboardInterrupt when stopped."""
+    """Compare the checksums of all files. Raises StoreError for damage, KeyboardInterrupt when stopped."""
     from models.progress import Progress
     from models.store.manifest import Manifest, verify
 
@@ -205,7 +207,7 @@ def _details(info: StoredModelInfo) -> dict[str, Any]:
 
 
 def _types(weights: Mapping[str, int]) -> str:
-    """What a checkpoint's weights are stored as: `Q4_1 79 %, Q8_0 21 % (low-bit already)`."""
+    """Data types of a checkpoint's weights: `Q4_1 79 %, Q8_0 21 % (low-bit already)`."""
     from models.gguf.header import WHOLE_TYPES
 
     total = sum(weights.values())

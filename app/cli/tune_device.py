@@ -1,4 +1,4 @@
-"""`tune-device` and `lowbit-chat tune-device`: how much compensation a slowdown budget pays for on a device."""
+"""`tune-device` and `lowbit-chat tune-device`: the compensation that fits a slowdown budget on a device."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
     from tuner.shapes import LayerShape
 
 _CONTEXT = 512
-"""Positions that a model is loaded with to be tuned."""
+"""Context of a model that is loaded for tuning."""
 _BITS, _METHOD = 4.0, "awq"
-"""What is simulated where nothing else is asked for."""
+"""Default simulation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Result:
-    """What is shown, wherever it comes from."""
+    """A result to show, measured or simulated."""
 
     title: str
     device: str
@@ -53,7 +53,7 @@ class _Result:
     offers: Offers | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """The documented object."""
+        """The documented JSON object."""
         simulated = self.measured_slowdown_percent is None
         return {
             "device": self.device,
@@ -86,7 +86,9 @@ def tune_device(
     prompt_budget: options.PromptBudget = None,
     simulate: Annotated[
         str | None,
-        typer.Option("--simulate", metavar="DEVICE", help="Tune a device that need not be here.", show_default=False),
+        typer.Option(
+            "--simulate", metavar="DEVICE", help="Simulate a device instead of measuring this one.", show_default=False
+        ),
     ] = None,
     shape: Annotated[
         str | None,
@@ -96,18 +98,21 @@ def tune_device(
         float | None, typer.Option("--bits", metavar="B", help="Bits to simulate: 3, 3.5, 4.", show_default=False)
     ] = None,
     method: Annotated[
-        str | None, typer.Option("--method", metavar="M", help="Quantizer to simulate; awq.", show_default=False)
+        str | None,
+        typer.Option("--method", metavar="M", help="Quantizer to simulate; default: awq.", show_default=False),
     ] = None,
-    list_devices: Annotated[bool, typer.Option("--list-devices", help="Show what can be simulated.")] = False,
+    list_devices: Annotated[
+        bool, typer.Option("--list-devices", help="List the devices that can be simulated.")
+    ] = False,
     plot: Annotated[
         Path | None,
-        typer.Option("--plot", metavar="FILE.svg", help="Draw the knee curves into a file.", show_default=False),
+        typer.Option("--plot", metavar="FILE.svg", help="SVG file for a plot of the knee curves.", show_default=False),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Measure again even if a profile is saved.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Measure again even if there is a saved profile.")] = False,
     backend: options.BackendOption = None,
     as_json: options.Json = False,
 ) -> None:
-    """Find how much compensation a slowdown budget pays for, on this device or on a simulated one."""
+    """Find the compensation that fits a slowdown budget, on this device or a simulated one."""
     output, services = Output(as_json=as_json), services_of(ctx)
     if list_devices:
         _list_devices(output)
@@ -144,21 +149,21 @@ def _check_usage(
     bits: float | None,
     method: str | None,
 ) -> None:
-    """Refuse options that do not go together."""
+    """Reject conflicting options."""
     if budget == 0:
         raise typer.BadParameter("a budget of 0 is no compensation, so there is nothing to tune", param_hint="--budget")
     if simulate is None and any(option is not None for option in (shape, bits, method)):
-        raise typer.BadParameter("--shape, --bits and --method belong to --simulate")
+        raise typer.BadParameter("--shape, --bits and --method require --simulate")
     if simulate is not None and shape is None:
         from tuner.shapes import SHAPES
 
         raise typer.BadParameter(f"--simulate needs the shape of a model: --shape {'|'.join(SHAPES)}")
     if simulate is not None and model is not None:
-        raise typer.BadParameter("a simulation needs no MODEL: its shape, bits and method stand for one")
+        raise typer.BadParameter("a simulation takes no MODEL, but --shape, --bits and --method")
 
 
 def _budget(asked: float | None) -> float:
-    """The budget to tune for: what was asked for, else that of the settings, unless it is none."""
+    """The budget to tune for: the requested one, else that of the settings unless it is 0."""
     from app.settings import load
     from runtime.compensation import DEFAULT_BUDGET_PERCENT
 
@@ -167,16 +172,16 @@ def _budget(asked: float | None) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Budgets:
-    """What is tuned for, in percent."""
+    """The budgets, in percent."""
 
     decode: float
     """Slowdown of decoding."""
     prompts: float
-    """How much longer a prompt may take."""
+    """Slowdown of prompts."""
 
 
 def _prompt_budget(asked: float | None) -> float:
-    """The budget of prompts to tune for: what was asked for, else that of the settings."""
+    """The budget of prompts to tune for: the requested one, else that of the settings."""
     from app.settings import load
     from runtime.compensation import DEFAULT_PROMPT_BUDGET_PERCENT
 
@@ -185,10 +190,10 @@ def _prompt_budget(asked: float | None) -> float:
 
 
 def _simulated(device: str, shape: str, bits: float, method: str, budget: float, *, pictured: bool) -> _Result:
-    """Tune a device that is not here.
+    """Tune a simulated device.
 
     Raises:
-        CliError: there is no such device, shape or method.
+        CliError: unknown device, shape or method.
         TunerError: bits that can't be simulated.
     """
     from models.recipe import CODEBOOK_METHODS, METHODS
@@ -235,11 +240,11 @@ def _measured(
     services: Services,
     output: Output,
 ) -> _Result:
-    """Tune a model here, or find the profile that is saved.
+    """Tune a model here, or load its saved profile.
 
     Raises:
-        RuntimeFailure, ModelError, TunerError: it cannot be done.
-        KeyboardInterrupt: the person stopped it; what was measured is kept for the next time.
+        RuntimeFailure, ModelError, TunerError: tuning failed.
+        KeyboardInterrupt: the user stopped it; completed measurements are stored.
     """
     from app.settings import load
     from runtime.budget.prompt_tuning import tune_prompts
@@ -288,7 +293,7 @@ def _measured(
 
 
 def _show(result: _Result, output: Output) -> None:
-    """For a person."""
+    """Show a result to the user."""
     from tuner.plot import terminal
 
     found = result.found
@@ -317,7 +322,7 @@ def _show(result: _Result, output: Output) -> None:
 
 
 def _between(points: Sequence[tuple[int, float]], k_chunk: int) -> float:
-    """The time at k_chunk on the line through the points that were timed."""
+    """The time at k_chunk, interpolated between the timed points."""
     import numpy as np
 
     return float(np.interp(k_chunk, [at for at, _ in points], [time for _, time in points]))

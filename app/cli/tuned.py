@@ -1,4 +1,4 @@
-"""What is known of how a model was tuned to this machine, without loading it."""
+"""Stored tuning results of a model on this machine, without loading it."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ if TYPE_CHECKING:
 
 
 def profile_report(services: Services, backend_name: str) -> dict[str, Any] | None:
-    """The profile that the model of the settings (or the bundled one) would run with here, and why that.
+    """The profile that the model of the settings (or the bundled one) would use here, and an explanation.
 
     Args:
         services: The program's stores.
         backend_name: The backend that would run it.
 
     Returns:
-        `model`, `budget_percent`, `k_chunk`, `measured_slowdown_percent`, `reason`, and in words `prompts` and `offer`,
-        the best way to decode that the budget buys (None where the ways are not measured); None where settings or model
-        can't be read, which other checks tell.
+        `model`, `budget_percent`, `k_chunk`, `measured_slowdown_percent`, `reason`, and as text `prompts` and `offer`,
+        the best way to decode within the budget (None if not measured); None if settings or model cannot be read, which
+        other checks report.
     """
     from app.settings import SettingsError, load
     from models.errors import ModelError
@@ -70,7 +70,7 @@ def profile_report(services: Services, backend_name: str) -> dict[str, Any] | No
     profile = services.profiles().find(profile_key(device, backend_name, model, budget))
     if profile is None:
         reason = (
-            f"not tuned yet for {budget:g} % slowdown; done at its first use, or by: lowbit-chat tune-device {name}"
+            f"not tuned yet for {budget:g} % slowdown; the first use tunes it, or run: lowbit-chat tune-device {name}"
         )
         return {**report, "reason": reason}
     found = tuning_of(profile, cached=True)
@@ -80,12 +80,12 @@ def profile_report(services: Services, backend_name: str) -> dict[str, Any] | No
         **report,
         "k_chunk": dict(found.k_chunk),
         "measured_slowdown_percent": measured,
-        "reason": f"k_chunk {chosen}; {measured:.1f} % of {budget:g} % slowdown measured on {profile.date[:10]}",
+        "reason": f"k_chunk {chosen}; {measured:.1f} % slower, {budget:g} % allowed, measured on {profile.date[:10]}",
     }
 
 
 def _prompts(services: Services, runner: AnyBackend, model: StoredModel, budget_percent: float) -> str:
-    """What is known of how far prompts are compensated, in words."""
+    """The stored tuning of prompts, as text."""
     from runtime.backends.decoder import DecoderOptions
     from runtime.budget.profile_key import profile_key
     from runtime.budget.prompt_tuning import prompt_tuning_of
@@ -98,12 +98,14 @@ def _prompts(services: Services, runner: AnyBackend, model: StoredModel, budget_
         return str(error)
     profile = PromptStore(services.profiles().folder).find(profile_key(device, runner.name, model, budget_percent))
     if profile is None:
-        return f"prompts are not tuned yet for {budget_percent:g} % more time to the first word; done at the first use"
+        return (
+            f"prompts are not tuned yet for {budget_percent:g} % more time to the first word; the first use tunes them"
+        )
     return prompt_tuning_of(profile, cached=True).words
 
 
 def _offer(services: Services, runner: AnyBackend, model: StoredModel, budget_percent: float) -> str | None:
-    """The best way to decode that a budget buys, in words; None where `tune-device` has not measured the ways."""
+    """The best way to decode within a budget, as text; None if `tune-device` has not measured any."""
     from runtime.budget.offering import known
     from runtime.errors import BackendError
 

@@ -1,1 +1,1 @@
-"""The chats that were had: kept in SQLite, found again, taken along and brought back."""
+"""Chat history: saved chats in SQLite, with search, export and import."""

@@ -1,4 +1,4 @@
-"""Chats as files: Markdown for people, JSON with every branch, and the export of ChatGPT."""
+"""Import and export of chats: Markdown for people, JSON with every branch, and ChatGPT's export."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from runtime.system.foreign import read_json
 from runtime.wire.codec import WireError, Within, from_json
 
 VERSION = 1
-MOST_CHATS = 100_000
-"""Chats of a file, and messages of a chat, at most."""
+MAX_CHATS = 100_000
+"""Most chats in a file, and most messages in a chat."""
 REMEDY = (
-    "nothing is brought in: correct that, or give a file of `lowbit-chat chats export`, or ChatGPT's conversations.json"
+    "nothing was imported: correct the file, or give one of `lowbit-chat chats export`, or ChatGPT's conversations.json"
 )
 _STATES = ("done", "stopped", "failed")
 MODEL_LENGTH = 300
@@ -30,20 +30,20 @@ Seconds = Annotated[float, Within(0, 200_000_000_000)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Brought:
-    """A chat that a file holds."""
+class ImportedChat:
+    """A chat read from a file."""
 
     id: str
-    """Its id there, or a new one."""
+    """Its id in the file, or a new one."""
     title: str
     """Its title."""
     head: str | None
-    """The message that is shown last."""
+    """The last message shown."""
     messages: Sequence[Message]
-    """All branches; parents before what follows them."""
+    """All branches; parents before their children."""
 
-    def renewed(self) -> Brought:
-        """The same chat under new ids."""
+    def renewed(self) -> ImportedChat:
+        """The same chat with new ids."""
         ids = {message.id: uuid.uuid4().hex for message in self.messages}
         messages = [
             replace(message, id=ids[message.id], parent=ids.get(message.parent or "")) for message in self.messages
@@ -52,7 +52,7 @@ class Brought:
 
 
 def to_markdown(chat: Chat, messages: Sequence[Message]) -> str:
-    """The path that is shown, as a document that can be read and brought back.
+    """The branch on screen, as a document for reading and importing.
 
     Args:
         chat: The chat.
@@ -64,7 +64,7 @@ def to_markdown(chat: Chat, messages: Sequence[Message]) -> str:
 
 
 def about(chat: Chat) -> dict[str, Any]:
-    """A chat without its messages as a JSON object."""
+    """A chat without its messages, as a JSON object."""
     return {
         "id": chat.id,
         "title": chat.title,
@@ -76,7 +76,7 @@ def about(chat: Chat) -> dict[str, Any]:
 
 
 def to_json(chat: Chat, messages: Sequence[Message]) -> dict[str, Any]:
-    """All of a chat as a JSON object."""
+    """A chat with all messages, as a JSON object."""
     return {
         **about(chat),
         "head": chat.head,
@@ -98,15 +98,15 @@ def to_json(chat: Chat, messages: Sequence[Message]) -> dict[str, Any]:
 
 
 def document(chats: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """A file of chats, each from `to_json`."""
+    """The file of several chats, each from `to_json`."""
     return {"format": FORMAT, "version": VERSION, "chats": list(chats)}
 
 
-def bring(history: History, chat: Brought) -> str | None:
-    """Put a chat into a history. One whose id, or whose messages' ids, are taken already gets new ones.
+def import_chat(history: History, chat: ImportedChat) -> str | None:
+    """Import a chat into a history. It gets new ids if any of its ids are taken.
 
     Returns:
-        Its id there; None where it is there already, message by message, or holds no message.
+        Its id in the history; None if an identical chat is there already, or it has no messages.
     """
     if not chat.messages:
         return None
@@ -119,22 +119,22 @@ def bring(history: History, chat: Brought) -> str | None:
     return own.id
 
 
-def bring_all(history: History, chats: Sequence[Brought]) -> list[str]:
-    """Put chats into a history, all of them or none; see `bring`.
+def import_chats(history: History, chats: Sequence[ImportedChat]) -> list[str]:
+    """Import all or none of several chats; see `import_chat`.
 
     Returns:
-        The ids of those that were not there already.
+        The ids of the imported chats.
     """
-    with history.together():
-        return [new for chat in chats if (new := bring(history, chat)) is not None]
+    with history.transaction():
+        return [new for chat in chats if (new := import_chat(history, chat)) is not None]
 
 
-def read(text: str, name: str) -> list[Brought]:
-    """The chats of a file: our JSON, our Markdown, or ChatGPT's conversations.json.
+def read(text: str, name: str) -> list[ImportedChat]:
+    """Read the chats of a file: our JSON, our Markdown, or ChatGPT's conversations.json.
 
     Args:
-        text: Its content.
-        name: What it is called, for errors.
+        text: The file's contents.
+        name: The file's name, for errors.
 
     Raises:
         HistoryError: it is none of these, or damaged.
@@ -157,7 +157,7 @@ def read(text: str, name: str) -> list[Brought]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Message:
-    """A message as `to_json` writes it."""
+    """A message in the format of `to_json`."""
 
     id: Name
     parent: Name | None
@@ -172,22 +172,22 @@ class _Message:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Chat:
-    """A chat as `to_json` writes it."""
+    """A chat in the format of `to_json`."""
 
     id: Name
     title: Text
     head: Name | None
-    messages: Annotated[Sequence[_Message], Within(0, MOST_CHATS)]
+    messages: Annotated[Sequence[_Message], Within(0, MAX_CHATS)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _File:
-    """What `document` writes."""
+    """A file in the format of `document`."""
 
-    chats: Annotated[Sequence[_Chat], Within(0, MOST_CHATS)]
+    chats: Annotated[Sequence[_Chat], Within(0, MAX_CHATS)]
 
 
-def _of_json(found: _Chat, where: str) -> Brought:
+def _of_json(found: _Chat, where: str) -> ImportedChat:
     messages = []
     for at, one in enumerate(found.messages):
         try:
@@ -207,7 +207,7 @@ def _of_json(found: _Chat, where: str) -> Brought:
                 created=created,
             )
         )
-    return _checked(Brought(id=found.id, title=title_of(found.title), head=found.head, messages=messages))
+    return _checked(ImportedChat(id=found.id, title=title_of(found.title), head=found.head, messages=messages))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,7 +217,7 @@ class _Author:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Content:
-    parts: Annotated[Sequence[Any], Within(0, MOST_CHATS)] | None = None
+    parts: Annotated[Sequence[Any], Within(0, MAX_CHATS)] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,7 +236,7 @@ class _Node:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ChatGpt:
-    """A conversation of ChatGPT's export."""
+    """A conversation in ChatGPT's export."""
 
     mapping: Mapping[Name, _Node]
     title: Text | None = None
@@ -248,17 +248,17 @@ class _ChatGpt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ChatGptFile:
-    conversations: Annotated[Sequence[_ChatGpt], Within(0, MOST_CHATS)]
+    conversations: Annotated[Sequence[_ChatGpt], Within(0, MAX_CHATS)]
 
 
-def _of_chatgpt(found: _ChatGpt) -> Brought:
-    """A conversation of ChatGPT's export: a tree of nodes, of which some hold no message that a person would see."""
+def _of_chatgpt(found: _ChatGpt) -> ImportedChat:
+    """Convert a conversation of ChatGPT's export, a tree of nodes that do not all have visible messages."""
     mapping = found.mapping
     shown: dict[str, Message] = {}
     begun = _moment(found.create_time)
 
     def visible(node: str | None) -> str | None:
-        """The nearest node from here upwards that is shown."""
+        """The nearest visible node from here upwards."""
         seen: set[str] = set()
         while node is not None and node not in shown and node in mapping and node not in seen:
             seen.add(node)
@@ -286,11 +286,11 @@ def _of_chatgpt(found: _ChatGpt) -> Brought:
     number = found.conversation_id or found.id or uuid.uuid4().hex
     last = messages[-1].id if messages else None
     title = title_of(found.title or (messages[0].text if messages else ""))
-    return _checked(Brought(id=number, title=title, head=head or last, messages=messages))
+    return _checked(ImportedChat(id=number, title=title, head=head or last, messages=messages))
 
 
 def _parents_first(mapping: Mapping[str, _Node]) -> list[str]:
-    """Nodes in an order in which each one's parent stands before it."""
+    """Sort nodes so that parents come before their children."""
     order: list[str] = []
     done: set[str] = set()
     for first in mapping:
@@ -304,15 +304,15 @@ def _parents_first(mapping: Mapping[str, _Node]) -> list[str]:
     return order
 
 
-def _of_markdown(text: str) -> Brought:
+def _of_markdown(text: str) -> ImportedChat:
     title, messages = markdown.read(text)
-    return Brought(
+    return ImportedChat(
         id=uuid.uuid4().hex, title=title_of(title or messages[0].text), head=messages[-1].id, messages=messages
     )
 
 
-def _checked(chat: Brought) -> Brought:
-    """A chat whose links lead somewhere, and in no circle."""
+def _checked(chat: ImportedChat) -> ImportedChat:
+    """Check that a chat's links have targets and no cycles."""
     seen: set[str] = set()
     for message in chat.messages:
         if message.id in seen or (message.parent is not None and message.parent not in seen):

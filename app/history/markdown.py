@@ -1,7 +1,7 @@
-"""A chat as a Markdown document: what is shown, to be read by people and to be brought back.
+"""Chats as Markdown documents: the branch on screen, readable and importable.
 
-A message may hold any Markdown, headings and half-open code blocks too. One that would read as a turn of somebody else,
-or swallow the next turn, is quoted; one with HTML, which no quote holds, is fenced.
+A message may contain any Markdown, including headings and unclosed code blocks. If it could be read as another turn, or
+swallow the next one, it is quoted; if it contains HTML, which quoting cannot contain, it is fenced.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FORMAT = "lowbit-chat"
 LAST_YEAR = 9000
 EXAMPLE = "2026-11-22T10:42:00+01:00"
 DEEPEST = 15
-"""Quotes and lists inside each other that are looked into."""
+"""Deepest nesting of quotes and lists that is examined."""
 _MARK = re.compile(rf"^<!-- {FORMAT}: (user|assistant) (\S+)(?: (\{{.*\}}))? -->$", re.MULTILINE)
 _HEADING = re.compile(r"\s*## (.*)\n")
 _OWN_HEADING = re.compile(r"\n## .*\n\n")
@@ -37,7 +37,7 @@ _SPECIAL = re.compile(r"([\\<&*`\[\]])")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _About:
-    """What a mark tells of its turn beside who speaks and when. Documents of earlier versions lack it."""
+    """Metadata in a turn's marker, beyond role and time. Documents of earlier versions lack it."""
 
     model: str | None = None
     state: State = "done"
@@ -45,23 +45,23 @@ class _About:
     quoted: bool = False
     """Whether each line of the text is quoted."""
     fence: str | None = None
-    """What stands around the text."""
+    """The fence around the text, if any."""
 
 
 def write(title: str, path: Sequence[Message]) -> str:
-    """A document of the messages that are shown."""
+    """Write the document of a branch."""
     return "\n\n".join([f"# {title}", *map(_turn, path)]) + "\n"
 
 
 def read(text: str) -> tuple[str | None, list[Message]]:
-    """The title of a document and its messages, under new ids.
+    """Read the title of a document and its messages, with new ids.
 
     Raises:
         ValueError: it is damaged; the message says where.
-        HistoryError: it is no exported chat.
+        HistoryError: it is not an exported chat.
     """
     if "\r\n" in text and not _MARK.search(text):
-        text = text.replace("\r\n", "\n")  # an editor has changed the ends of all lines
+        text = text.replace("\r\n", "\n")  # an editor has changed the line ends
     first = _MARK.search(text)
     if first is None:
         raise HistoryError("it is no exported chat: its turns are not marked")
@@ -87,10 +87,10 @@ def read(text: str) -> tuple[str | None, list[Message]]:
 
 
 def moment_of(text: str) -> datetime:
-    """A moment of a file that comes from elsewhere.
+    """Parse a time from a foreign file.
 
     Raises:
-        ValueError: it is none, has no zone, or is one that nothing can be reckoned with.
+        ValueError: it is malformed, has no time zone, or is out of range.
     """
     try:
         moment = datetime.fromisoformat(text)
@@ -102,7 +102,7 @@ def moment_of(text: str) -> datetime:
 
 
 def _turn(message: Message) -> str:
-    """A message under its mark and its heading."""
+    """A message with its marker and heading."""
     text, quoted, fence = message.text, False, None
     if (form := _form(text)) == "fenced":
         fence = "`" * max(3, 1 + max(map(len, _TICKS.findall(text)), default=0))
@@ -120,19 +120,19 @@ def _turn(message: Message) -> str:
 
 
 def _ended(about: _About) -> str:
-    """What people are told of how an answer ended."""
+    """The reader's note on how an answer ended."""
     if about.state == "failed":
         return f"\n\n*failed: {_in_line(printable(about.error or ''))}*"
     return "\n\n*stopped*" if about.state == "stopped" else ""
 
 
 def _in_line(text: str) -> str:
-    """A text in one line, in which nothing has a meaning in Markdown."""
+    """A text on one line, without Markdown."""
     return _SPECIAL.sub(r"\\\1", " ".join(text.split()))
 
 
 def _form(text: str) -> str:
-    """How a text has to be written so that it begins no turn and ends within its own: `plain`, `quoted` or `fenced`."""
+    """How to write a text so that it stays within its turn: `plain`, `quoted` or `fenced`."""
     from markdown_it import MarkdownIt
 
     end = "the next turn"
@@ -151,7 +151,7 @@ def _all(tokens: Sequence[Token]) -> Iterator[Token]:
 
 
 def _turns(text: str, mark: re.Match[str] | None) -> Iterator[tuple[re.Match[str], _About, str]]:
-    """Each turn's mark, what it tells, and the text."""
+    """The markers, metadata and texts of all turns."""
     while mark is not None:
         if mark[3] is None:
             following = _MARK.search(text, mark.end())
@@ -169,7 +169,7 @@ def _turns(text: str, mark: re.Match[str] | None) -> Iterator[tuple[re.Match[str
 
 
 def _fenced(text: str, begin: int, fence: str | None) -> str | None:
-    """A text with the fence around it."""
+    """The text between fences."""
     if fence is None:
         return None
     end = text.find(f"\n{fence}\n", begin + len(fence))
@@ -179,7 +179,7 @@ def _fenced(text: str, begin: int, fence: str | None) -> str | None:
 
 
 def _bare(body: str, about: _About, *, last: bool) -> str:
-    """The text that `_turn` wrote so."""
+    """The text of a turn written by `_turn`."""
     if about.fence is not None:
         return body[len(about.fence) + len("text\n") : -len(about.fence) - 1]
     body = body.removesuffix("\n" if last else "\n\n").removesuffix(_ended(about))
@@ -189,7 +189,7 @@ def _bare(body: str, about: _About, *, last: bool) -> str:
 
 
 def _earlier(role: str, body: str) -> tuple[_About, str]:
-    """A turn of an earlier version's document."""
+    """A turn in an earlier version's document."""
     heading = _HEADING.match(body)
     model = heading[1] if heading and role == "assistant" else None
     return _About(model=model), (body[heading.end() :] if heading else body).strip("\n")

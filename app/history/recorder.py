@@ -1,4 +1,4 @@
-"""Keeps a conversation while it goes on. A thread writes what changed, so that the screen never waits for a disk."""
+"""Recorder: saves conversations in a background thread, so that the screen never waits for a disk."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from app.errors import HistoryError
 from app.history.store import History
 
 INTERVAL_S = 0.5
-"""Between two writes, so that at most so much of an answer is lost when the program is killed."""
+"""Seconds between two writes: the most of an answer that is lost when the program is killed."""
 FLUSH_S = 30.0
-"""Longest wait for a disk, or for another program that has locked the file."""
+"""Longest wait in seconds for a disk, or for another program that has locked the file."""
 K = TypeVar("K")
 V = TypeVar("V")
 Messages = dict[tuple[str, str], tuple[str | None, Message]]
@@ -23,13 +23,13 @@ Notes = dict[str, tuple[str | None, Extras]]
 
 
 class Recorder:
-    """Writes messages to a history. `close` writes what is left.
+    """Writes messages to a history. `close` writes the rest.
 
-    What cannot be written is told once and tried again with whatever is recorded next.
+    A failed write is reported once, and retried with the next one.
 
     Args:
-        path: The history's file; opened by the thread, when there is something to write.
-        on_error: Told, by the thread and once, why chats are not kept.
+        path: The history's file; opened by the thread on the first write.
+        on_error: Called once by the thread, with the reason why chats are not saved.
     """
 
     def __init__(self, path: Path, on_error: Callable[[str], object]) -> None:
@@ -37,7 +37,7 @@ class Recorder:
         self._history: History | None = None
         self._waiting: Messages = {}
         self._notes: Notes = {}
-        self._stuck: tuple[Messages, Notes] = {}, {}  # what could not be written; the thread's own
+        self._stuck: tuple[Messages, Notes] = {}, {}  # failed writes; used by the thread only
         self._told = False
         self._changed = threading.Condition()
         self._closed = False
@@ -46,16 +46,16 @@ class Recorder:
         self._thread: threading.Thread | None = None
 
     def record(self, chat: str, head: str | None, message: Message) -> None:
-        """Keep a message, new or changed, soon."""
+        """Save a new or changed message soon."""
         with self._changed:
             if self._closed:
                 return
-            idle = not self._due  # else the thread knows, and need not wake for every word
+            idle = not self._due  # otherwise the thread knows already, and need not wake for every word
             self._waiting[chat, message.id] = (head, message)
             self._wake(idle=idle)
 
     def note(self, chat: str, head: str | None, extras: Extras) -> None:
-        """Keep which message of a chat is shown last, and what belongs to it beside its messages, soon."""
+        """Save a chat's head and extras soon."""
         with self._changed:
             if self._closed:
                 return
@@ -68,7 +68,7 @@ class Recorder:
         return bool(self._waiting or self._notes)
 
     def _wake(self, *, idle: bool) -> None:
-        """Let the thread write; the lock is held."""
+        """Wake the thread; the lock must be held."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="history", daemon=True)
             self._thread.start()
@@ -76,7 +76,7 @@ class Recorder:
             self._changed.notify_all()
 
     def flush(self) -> None:
-        """Wait until all that was recorded is written, or can't be."""
+        """Wait until everything recorded is written, or has failed."""
         with self._changed:
             self._hurry = True
             self._changed.notify_all()
@@ -84,7 +84,7 @@ class Recorder:
             self._hurry = False
 
     def close(self) -> None:
-        """Write what is left, and end the thread. Safe to call twice."""
+        """Write the rest, and end the thread. Safe to call twice."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -102,7 +102,7 @@ class Recorder:
                 self._history.close()
 
     def _write(self) -> bool:
-        """Write what waits; whether there may be more to come."""
+        """Write what is waiting. Returns whether there may be more."""
         with self._changed:
             while not (self._due or self._closed):
                 self._changed.wait()
@@ -117,20 +117,20 @@ class Recorder:
             return self._due or not self._closed
 
     def _put(self, waiting: Messages, notes: Notes) -> None:
-        """Write what is stuck and what waits. What the file does not take is stuck; what no file would take is lost."""
+        """Write failed and waiting items. What the file refuses is retried later; invalid items are dropped."""
         messages, others = self._stuck = self._stuck[0] | waiting, self._stuck[1] | notes
         try:
             history = self._history = self._history or History(self._path)
             self._each(messages, lambda key, kept: history.record(key[0], kept[0], [kept[1]]))
             self._each(others, lambda chat, kept: history.note(chat, *kept))
-        except Exception as error:  # noqa: BLE001 -- the thread must live on, or nothing is kept any more
+        except Exception as error:  # noqa: BLE001 -- the thread must survive, or nothing is saved any more
             self._tell(error)
 
     def _each(self, waiting: dict[K, V], write: Callable[[K, V], None]) -> None:
-        """Write one after the other, and take out what is written.
+        """Write items one by one, removing those written.
 
         Raises:
-            HistoryError: two could not be; so that is not what is wrong with them.
+            HistoryError: two failed, so the items are not the cause.
         """
         failed = False
         for key in list(waiting):
@@ -142,15 +142,15 @@ class Recorder:
                 failed = True
                 self._tell(error)
                 continue
-            except Exception as error:  # noqa: BLE001 -- one message that cannot be written must not stop the others
+            except Exception as error:  # noqa: BLE001 -- one invalid message must not stop the others
                 self._tell(error)
             del waiting[key]
 
     def _tell(self, error: Exception) -> None:
-        """Tell why something is not kept; the person needs that once."""
+        """Report once why something is not saved."""
         if self._told:
             return
         self._told = True
         known = isinstance(error, HistoryError)
-        with contextlib.suppress(Exception):  # whoever is told may be gone
+        with contextlib.suppress(Exception):  # the receiver may be gone
             self._on_error(str(error) if known else f"it cannot be written ({type(error).__name__}: {error})")

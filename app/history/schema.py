@@ -1,4 +1,4 @@
-"""The database that chats are kept in, and how an older one is brought up to date."""
+"""Database schema of the chat history, and its migrations."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from app.errors import HistoryError
 from models.files import private_folder
 
 BUSY_S = 5.0
-"""How long one program waits while another one writes."""
+"""Seconds to wait while another program writes."""
 
 MIGRATIONS: Sequence[str] = (
     """
@@ -61,28 +61,28 @@ MIGRATIONS: Sequence[str] = (
     CREATE INDEX messages_by_role ON messages (role, number);
     """,
 )
-"""What leads from each version to the next; an empty file is version 0."""
+"""Migrations from each version to the next; an empty file is version 0."""
 
 
 def _create(path: Path) -> None:
-    """Make the file, if there is none, so that only its owner can read it.
+    """Create the file, if it does not exist, readable by its owner only.
 
-    A file that is there must not be touched: whoever closes a file gives up all locks that his process has on it, those
-    of SQLite's connections as well. Another program would then take itself for the last one, and delete the log that
-    these connections go on writing to.
+    An existing file must not be opened here: closing it would release all locks that this process holds on it,
+    including those of SQLite's connections. Another program would then believe to be the last user, and delete the log
+    that these connections still write to.
     """
     with contextlib.suppress(FileExistsError):
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
 
 
 def open_database(path: Path) -> sqlite3.Connection:
-    """Open the database, made or brought up to date where that is needed. Only its owner can read it.
+    """Open the database, creating or migrating it if needed. Only its owner can read it.
 
     Args:
         path: The file.
 
     Returns:
-        A connection that any thread may use, one at a time, and that begins no transaction by itself.
+        A connection that any thread may use, one at a time, without implicit transactions.
 
     Raises:
         HistoryError: it is damaged, cannot be written, or was made by a newer version of the program.
@@ -101,7 +101,7 @@ def open_database(path: Path) -> sqlite3.Connection:
         _migrate(connection, path)
     except sqlite3.Error as error:
         connection.close()
-        raise HistoryError(told(path, error)) from error
+        raise HistoryError(database_error(path, error)) from error
     except BaseException:
         connection.close()
         raise
@@ -109,13 +109,13 @@ def open_database(path: Path) -> sqlite3.Connection:
 
 
 def version_of(connection: sqlite3.Connection) -> int:
-    """The version of the database's form."""
+    """The schema version of the database."""
     with closing(connection.execute("PRAGMA user_version")) as cursor:
         return int(cursor.fetchone()[0])
 
 
 def _migrate(connection: sqlite3.Connection, path: Path) -> None:
-    """Bring the database up to date, all or nothing; another program that does the same is waited for."""
+    """Migrate the database, all or nothing; waits for other programs that do the same."""
     if version_of(connection) == len(MIGRATIONS):
         return
     connection.execute("BEGIN IMMEDIATE")
@@ -148,8 +148,8 @@ def _statements(script: str) -> list[str]:
     return found
 
 
-def told(path: Path, error: sqlite3.Error) -> str:
-    """What went wrong with a database, and what to do."""
+def database_error(path: Path, error: sqlite3.Error) -> str:
+    """An error about a database, with advice."""
     if isinstance(error, sqlite3.OperationalError):
         return f"chats cannot be kept in {path}: {error}"
     return f"{path} is damaged ({error}): move it away to begin a new history; `sqlite3 FILE .recover` may save the old"

@@ -1,7 +1,7 @@
-"""The chats on disk: what is written, listed, searched and deleted.
+"""Chat store: saves, lists, searches and deletes chats.
 
-A chat is its messages with their parents, and the head that was looked at; so every branch is kept. Whoever deletes a
-chat can have it back for an hour; then its text is overwritten.
+A chat consists of its messages with their parents, and its head, so every branch is saved. A deleted chat can be
+restored for an hour; then its text is overwritten.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from typing import Any
 
 from app.conversation import Extras, Message, Statistics
 from app.errors import HistoryError
-from app.history.schema import open_database, told
-from runtime.system.foreign import whole
+from app.history.schema import database_error, open_database
+from runtime.system.foreign import encodable
 from runtime.wire.codec import WireError, from_json
 
 TITLE_LENGTH = 60
-"""Most characters of a title that is taken from the first message."""
+"""Most characters of a title taken from the first message."""
 UNDO = timedelta(hours=1)
-"""How long a deleted chat can be had back."""
+"""Time within which a deleted chat can be restored."""
 UNNAMED = "New chat"
-"""The title of a chat in which nobody has said anything."""
+"""Title of a chat without messages."""
 _FIRST_IDEOGRAPH = "\u2e80"
-"""Scripts from here on write words without spaces; their text is searched letter by letter."""
+"""Scripts from this code point on have no spaces between words; they are searched by substring."""
 _COLUMNS = "chats.id, chats.title, chats.model, pinned, chats.created, updated, head, extras"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chat:
-    """What there is to know of a chat without its messages."""
+    """A chat without its messages."""
 
     id: str
     """As `Conversation.id`."""
@@ -45,34 +45,34 @@ class Chat:
     model: str | None
     """The model that answered last."""
     pinned: bool
-    """Whether it stands above the others."""
+    """Whether it is listed above the others."""
     created: datetime
     """When it began."""
     updated: datetime
-    """When something was said last."""
+    """Time of the last message."""
     head: str | None
-    """The message that is shown last."""
+    """The last message shown."""
     extras: Extras = field(default_factory=Extras)
-    """What belongs to it beside its messages."""
+    """Its data apart from messages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """A message that a search found."""
+    """A search result: a message."""
 
     chat: Chat
     """Its chat."""
     message: str
     """Its id."""
     snippet: str
-    """Some words around what was searched for, in one line."""
+    """The words around the match, on one line."""
 
 
 class History:
     """The chats in one file. Thread-safe; several programs may use the same file.
 
     Raises:
-        HistoryError: see `open_database`. Every method raises it, too, where the file cannot be read or written.
+        HistoryError: see `open_database`. Every method raises it, too, if the file cannot be read or written.
     """
 
     def __init__(self, path: Path) -> None:
@@ -96,14 +96,14 @@ class History:
         title: str | None = None,
         updated: datetime | None = None,
     ) -> None:
-        """Keep messages, new ones and changed ones, all of them or none.
+        """Save new and changed messages, all or none.
 
         Args:
-            chat: The chat's id; it is made if it is new.
-            head: The message that is shown last.
-            messages: What is to be kept.
-            title: A new chat's title; None takes the first thing a person says.
-            updated: When something was said last; None: now.
+            chat: The chat's id; a new chat is created.
+            head: The last message shown.
+            messages: The messages to save.
+            title: A new chat's title; None: from the user's first message.
+            updated: Time of the last message; None: now.
         """
         kept = list(messages)
         if not kept:
@@ -127,9 +127,9 @@ class History:
             )
 
     def note(self, chat: str, head: str | None, extras: Extras) -> None:
-        """Keep which message of a chat is shown last, and what belongs to it beside its messages.
+        """Save a chat's head and extras.
 
-        A chat that is not kept yet is made if there is a draft in it.
+        A chat that is not saved yet is only created if it has a draft.
         """
         packed = json.dumps(dataclasses.asdict(extras))
         with self._writing() as database:
@@ -142,7 +142,7 @@ class History:
                 )
 
     def drop_empty(self) -> None:
-        """Delete chats in which nothing was said and nothing is left to be sent."""
+        """Delete chats without messages and drafts."""
         with self._writing() as database:
             database.execute(
                 "DELETE FROM chats WHERE title = ? AND coalesce(json_extract(extras, '$.draft'), '') = '' "
@@ -151,26 +151,26 @@ class History:
             )
 
     def rename(self, chat: str, title: str) -> None:
-        """Give a chat another title."""
+        """Change a chat's title."""
         name = title_of(title)
         if name == UNNAMED:
             raise HistoryError("a chat's title needs a word")
         self._change(chat, "title = ?", name)
 
     def pin(self, chat: str, *, pinned: bool) -> None:
-        """Put a chat above the others, or back among them."""
+        """Pin a chat above the others, or unpin it."""
         self._change(chat, "pinned = ?", int(pinned))
 
     def delete(self, chat: str) -> None:
-        """Delete a chat; `restore` brings it back for as long as `UNDO`."""
+        """Delete a chat; `restore` undoes it within `UNDO`."""
         self._change(chat, "deleted = ?", _now())
 
     def restore(self, chat: str) -> None:
-        """Bring back a chat that was deleted a short time ago."""
+        """Restore a recently deleted chat."""
         self._change(chat, "deleted = ?", None)
 
     def purge(self, *, before: datetime | None = None) -> list[str]:
-        """Overwrite chats that were deleted longer ago than `UNDO`, or before some time.
+        """Erase chats deleted longer ago than `UNDO`, or before the given time.
 
         Returns:
             Their ids.
@@ -184,7 +184,7 @@ class History:
                 )
             ]
             database.executemany("DELETE FROM chats WHERE id = ?", [(chat,) for chat in gone])
-            if gone:  # the index forgets words only when it is written anew
+            if gone:  # the index only forgets words when it is rewritten
                 database.execute("INSERT INTO words (words) VALUES ('optimize')")
         return gone
 
@@ -196,7 +196,7 @@ class History:
     # Reading
 
     def chats(self, limit: int = -1) -> list[Chat]:
-        """All chats: pinned ones first, then the newest first.
+        """All chats: pinned ones first, then newest first.
 
         Args:
             limit: Most chats; -1: all.
@@ -208,7 +208,7 @@ class History:
         return [_chat(row) for row in self._read(query, (limit,))]
 
     def find(self, name: str) -> Chat:
-        """A chat by its id or the beginning of it.
+        """A chat by its id or a unique prefix.
 
         Raises:
             HistoryError: there is none, or several.
@@ -221,7 +221,7 @@ class History:
         return _chat(rows[0])
 
     def messages(self, chat: str) -> list[Message]:
-        """A chat's messages of all branches, oldest first. An answer that was being written counts as stopped."""
+        """A chat's messages of all branches, oldest first. An unfinished answer counts as stopped."""
         query = (
             "SELECT id, parent, role, text, state, error, model, statistics, created FROM messages WHERE chat = ? "
             "ORDER BY number"
@@ -229,7 +229,7 @@ class History:
         return [_message(row) for row in self._read(query, (chat,))]
 
     def prompts(self, limit: int = 200) -> list[str]:
-        """What the person said last, the newest last, each text once."""
+        """The user's last prompts, newest last, without duplicates."""
         query = (
             "SELECT text FROM messages JOIN chats ON chats.id = messages.chat WHERE role = 'user' "
             "AND deleted IS NULL ORDER BY number DESC LIMIT ?"
@@ -237,17 +237,17 @@ class History:
         return list(dict.fromkeys(str(row[0]) for row in self._read(query, (limit,))))[::-1]
 
     def knows(self, messages: Sequence[str]) -> bool:
-        """Whether any of these ids is one of a message that is kept."""
+        """Whether any of these message ids is in the history."""
         return any(self._read("SELECT 1 FROM messages WHERE id = ?", (message,)) for message in messages)
 
     def search(self, text: str, limit: int = 50) -> list[Found]:
-        """Messages that hold all words of a text, the last one perhaps begun; the newest first.
+        """Messages that contain all words of a text, the last possibly as a prefix; newest first.
 
         Args:
-            text: What a person typed; nothing in it is an operator.
+            text: The user's input; it has no operators.
             limit: Most messages.
         """
-        words = whole(text).split()
+        words = encodable(text).split()
         if not words:
             return []
         if any(letter >= _FIRST_IDEOGRAPH for letter in text):
@@ -258,11 +258,11 @@ class History:
             "WHERE words MATCH ? AND deleted IS NULL ORDER BY words.rowid DESC LIMIT ?"
         )
         asked = " ".join('"' + word.replace('"', '""') + '"' for word in words)
-        asked += "*" if len(words[-1]) > 1 else ""  # a letter begins half of all words
+        asked += "*" if len(words[-1]) > 1 else ""  # a single letter is a prefix of half of all words
         return [_found(row) for row in self._read(query, (asked, limit))]
 
     def _containing(self, words: Sequence[str], limit: int) -> list[Found]:
-        """Messages that hold all of these texts, wherever in a word."""
+        """Messages that contain all of these texts, even within words."""
         wanted = " AND ".join("instr(messages.text, ?)" for _ in words)
         query = (
             f"SELECT {_COLUMNS}, messages.id, substr(messages.text, max(1, instr(messages.text, ?) - 20), 80) "  # noqa: S608
@@ -276,17 +276,17 @@ class History:
             with self._lock:
                 return self._database.execute(query, values).fetchall()
         except sqlite3.Error as error:
-            raise HistoryError(told(self.path, error)) from error
+            raise HistoryError(database_error(self.path, error)) from error
 
     @contextmanager
-    def together(self) -> Iterator[None]:
-        """While entered, what is written is kept at the end, all of it or nothing; other threads wait."""
+    def transaction(self) -> Iterator[None]:
+        """Context manager: all writes inside are committed together at the end, or none; other threads wait."""
         with self._writing():
             yield
 
     @contextmanager
     def _writing(self) -> Iterator[sqlite3.Connection]:
-        """A transaction: all of it, or nothing. One inside another is part of that."""
+        """A transaction; nested ones join the outer one."""
         with self._lock:
             if self._database.in_transaction:
                 yield self._database
@@ -300,12 +300,12 @@ class History:
                     raise
                 self._database.execute("COMMIT")
             except sqlite3.Error as error:
-                raise HistoryError(told(self.path, error)) from error
+                raise HistoryError(database_error(self.path, error)) from error
 
 
 def title_of(text: str) -> str:
-    """A title from what was said: its first line, shortened at a word."""
-    line = next((" ".join(line.split()) for line in whole(text).splitlines() if line.strip()), UNNAMED)
+    """A title from a message: its first line, shortened at a word."""
+    line = next((" ".join(line.split()) for line in encodable(text).splitlines() if line.strip()), UNNAMED)
     if len(line) <= TITLE_LENGTH:
         return line
     head, space, _ = line[:TITLE_LENGTH].rpartition(" ")
@@ -327,9 +327,9 @@ def _row(chat: str, message: Message) -> tuple[object, ...]:
         chat,
         message.parent,
         message.role,
-        whole(message.text),
+        encodable(message.text),
         message.state,
-        None if message.error is None else whole(message.error),
+        None if message.error is None else encodable(message.error),
         message.model,
         statistics,
         message.created.isoformat(),
@@ -344,7 +344,7 @@ def statistics_json(statistics: Statistics) -> dict[str, Any]:
 
 
 def statistics_of(found: object) -> Statistics | None:
-    """Undo `statistics_json`; None for what is not understood: the message counts, not what it cost."""
+    """Inverse of `statistics_json`; None if malformed: the message matters more than its statistics."""
     try:
         return from_json(Statistics, found)
     except WireError:
@@ -352,7 +352,7 @@ def statistics_of(found: object) -> Statistics | None:
 
 
 def extras_of(packed: str | None) -> Extras:
-    """Undo what `History.note` writes; what is not understood is left out."""
+    """Inverse of `History.note`; ignores malformed parts."""
     try:
         return from_json(Extras, json.loads(packed)) if packed else Extras()
     except ValueError:
@@ -360,7 +360,7 @@ def extras_of(packed: str | None) -> Extras:
 
 
 def _moment(text: str) -> datetime:
-    """A moment, with its zone: one without, which earlier versions took from a file, is the machine's."""
+    """A time with its zone; times without one, imported by earlier versions, are local."""
     moment = datetime.fromisoformat(text)
     return moment if moment.tzinfo is not None else moment.astimezone()
 

@@ -498,14 +498,14 @@ class Session:
         Raises:
             ClientError: another model is loaded, or the runtime can't do it.
         """
-        from runtime.wire.inspection import InspectRequest, Said
+        from runtime.wire.inspection import InspectedMessage, InspectRequest
 
         message, model = self.conversation[answer], self.status.model if self.status is not None else None
         if not self.ready or model is None:
             raise ClientError("no model is loaded")
         if message.model not in (None, model):
             raise ClientError(f"{message.model} wrote this answer, but {model} is loaded; load {message.model} with F2")
-        before = [Said(**said) for said in self._prompts.read_before(self.conversation, answer)]
+        before = [InspectedMessage(**said) for said in self._prompts.read_before(self.conversation, answer)]
         request = InspectRequest(model=model, messages=before, answer=message.text)
         async with contextlib.aclosing(self._connection.require().inspect(request)) as reports:
             async for report in reports:

@@ -1,7 +1,7 @@
-"""The backends, best first, and the contract of one: whether it can run here, and how to open a model on it.
+"""Backends, best first, and their interface: detection, memory footprint, opening of models.
 
-Adding one: a folder with a `backend.py`, and a line here. Nothing outside this package imports anything of a backend's
-folder, and no backend imports another's.
+To add one, create a folder with a `backend.py` and add a line here. Nothing outside this package imports from a
+backend's folder, and no backend imports another's.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ D = TypeVar("D", bound=Decoder, contravariant=True)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """One device; timings taken on it are good for another one that is equal.
+    """A device; timings taken on it are valid for any device that compares equal.
 
     Source: QDEC §4.4 (a profile belongs to a model and a device).
     """
 
     name: str
-    """As it calls itself."""
+    """Its own name."""
     capability: str
-    """What it can do: `avx512, 8 threads`, or the compute capability `8.9`."""
+    """Capabilities: `avx512, 8 threads`, or the compute capability `8.9`."""
     driver: str | None
-    """Version of its driver; None for a processor."""
+    """Driver version; None for a processor."""
     sm_count: int | None = None
     """Multiprocessors; None for a processor."""
     shared_bytes: int | None = None
-    """Shared memory of a thread block in bytes; None for a processor."""
+    """Shared memory per thread block in bytes; None for a processor."""
 
     def __str__(self) -> str:
-        """For a person."""
+        """A description for the user."""
         return f"{self.name} ({self.capability})"
 
 
@@ -59,29 +59,29 @@ class Presence:
     usable: bool
     """Whether it can."""
     reason: str
-    """Why, or why not, in half a sentence."""
+    """The reason, as a phrase."""
     fix: str | None = None
-    """What a person can do about it; None where there is nothing to be done, or no need."""
+    """Advice for the user; None if nothing can or needs to be done."""
     variant: str | None = None
-    """What its kernels are built for; None where they can't be built, or need not be."""
+    """Target of its kernels; None if they cannot be built or need not be."""
     memory: MemoryInfo | None = None
-    """The memory that weights and cache have to fit; None: main memory."""
+    """Memory that weights and cache must fit; None: main memory."""
     gpu: GpuInfo | None = None
-    """The card that it would run on, or would if it could."""
+    """The card that it would run on, if there is one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSizes:
-    """What the weights of a stored model take."""
+    """Memory sizes of a stored model's weights."""
 
     weight_bytes: int
     """Packed linear layers, norms and scales."""
     residual_bytes: int = 0
-    """Residual codes; they stay mapped from the file, and the system may drop and read them again."""
+    """Residual codes; they stay mapped from the file, so the system may evict and reread them."""
     whole: bool = False
-    """Whether every residual will be read at every step."""
+    """Whether every residual is read at every step."""
     recipe: Recipe | None = None
-    """How the weights are stored, for backends whose layout is another one; None: as good as the file's."""
+    """Storage of the weights, for backends with a different layout; None: assume the file's size."""
 
     def __post_init__(self) -> None:
         if self.weight_bytes < 0 or self.residual_bytes < 0:
@@ -90,61 +90,64 @@ class ModelSizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Footprint:
-    """What a model takes on a backend, apart from cache and buffers. All sizes in bytes."""
+    """A model's memory use on a backend, without cache and buffers. All sizes in bytes."""
 
     weight_bytes: int
-    """Weights in the backend's own layout."""
+    """Weights in the backend's layout."""
     residual_bytes: int = 0
     """Residuals, in main memory."""
     residuals_beside: bool = False
-    """Whether they are copied to where the weights are and have to fit there too; else they stay mapped from the file,
+    """Whether they are copied to the weights' memory and must fit there too; otherwise they stay mapped from the file,
     or are in another memory."""
     overhead_bytes: int = 0
-    """What the backend itself takes: a driver's context, say."""
+    """Memory of the backend itself, such as a driver's context."""
     buffer_bytes: BufferBytes | None = None
-    """What its buffers take; None: about as many as `runtime.load.memory.buffer_bytes` says."""
+    """Memory of its buffers; None: estimated by `runtime.load.memory.buffer_bytes`."""
 
 
 class Backend(Protocol[D]):
-    """One way to run models. Importing its module is cheap; what it stands on is imported when a method needs it."""
+    """A way to run models. Importing its module is cheap; its dependencies are imported on first use."""
 
     name: str
-    """What `--backend` calls it."""
+    """Name for `--backend`."""
     label: str
-    """What a sentence calls it: `the CPU backend`."""
+    """Name within a sentence: `the CPU backend`."""
     kinds: Sequence[KVKind]
-    """Kinds of KV cache that it has."""
+    """Supported kinds of KV cache."""
     untuned: Problem | None
-    """Why a slowdown budget has no effect on it; None where it has."""
+    """Reason why a slowdown budget has no effect on it; None if it has."""
     step_rows: int
-    """Rows of a prompt that it takes in one step."""
+    """Most prompt rows per step."""
     prompt_levels: Sequence[int]
-    """Channels per 1024 by which its prompts may be compensated, the most first; the tuner takes the first one that a
+    """Supported compensation levels of prompts, in channels per 1024, highest first; the tuner picks the first that a
     budget pays for."""
 
     def probe(self) -> Presence:
-        """Whether it can run here. Free memory is as it is now."""
+        """Detect whether it can run here, with the memory that is free now."""
         ...
 
     def footprint(self, spec: ModelSpec, sizes: ModelSizes, *, compensated: bool) -> Footprint:
-        """What a model would take.
+        """Memory use of a model.
 
         Args:
             spec: The architecture.
-            sizes: What its stored weights take.
+            sizes: Sizes of its stored weights.
             compensated: Whether error compensation will be used.
         """
         ...
 
-    def prepare(self, model: Weights, kv: KVKind, *, compensated: bool, progress: ProgressCallback) -> None:
-        """Do what the first load of such a model takes long for and later ones don't, where it is still to be done.
+    def prepare(
+        self, model: Weights, kv: KVKind, *, compensated: bool, ahead: bool = False, progress: ProgressCallback
+    ) -> None:
+        """Do the slow one-time work of a model's first load, such as compilation, if it is still to be done.
 
         Args:
             model: The stored model.
             kv: The kind of cache.
             compensated: Whether error compensation will be used.
-            progress: Receives reports of the phase `compile`; none where there is nothing to do. What can't be done
-                is told by `open`.
+            ahead: Also compile what `open` would otherwise compile in the background.
+            progress: Receives reports of the phase `compile`; none if there is nothing to do. Errors are raised later,
+                by `open`.
         """
         ...
 
@@ -153,31 +156,30 @@ class Backend(Protocol[D]):
 
         Args:
             model: The stored model.
-            options: How it is to be run.
-            progress: Receives reports of the phase `compile` where something is compiled that only a loaded model
-                tells.
+            options: Decoder options.
+            progress: Receives reports of the phase `compile`, if something can only be compiled with the loaded model.
 
         Raises:
-            BackendError: it cannot run here, or not this model.
-            OutOfMemoryError: its memory does not suffice.
-            RequestError: an option is out of range, or the model keeps no residuals.
+            BackendError: it cannot run here, or cannot run this model.
+            OutOfMemoryError: there is not enough memory.
+            RequestError: an option is out of range, or the model has no residuals.
         """
         ...
 
     def device(self, options: DecoderOptions) -> Device:
-        """What a decoder of these options computes on.
+        """The device that a decoder with these options would use.
 
         Raises:
-            BackendError: the device does not answer.
+            BackendError: the device does not respond.
         """
         ...
 
     def timer(self, decoder: D, *, seconds: float) -> Timer:
-        """What times the layer types of a model that this backend opened; slot 0 of its cache is overwritten.
+        """A timer of the layer types of a model that this backend opened. Overwrites slot 0 of its cache.
 
         Args:
-            decoder: What `open` gave.
-            seconds: How long one reading may take; a large model's takes longer, for it needs a few passes.
+            decoder: A decoder from `open`.
+            seconds: Time limit of one measurement; a large model's takes longer, since it needs a few passes.
 
         Raises:
             BackendError: it has no clock.
@@ -185,26 +187,26 @@ class Backend(Protocol[D]):
         ...
 
     def problems(self, decoder: D) -> tuple[Problem, ...]:
-        """What a model that this backend opened goes without."""
+        """Problems of a model that this backend opened."""
         ...
 
     def link_gb_s(self) -> float | None:
-        """Measured bandwidth of the link that residuals come over, in 10^9 bytes per second; None without one."""
+        """Measured bandwidth of the link that residuals cross, in 10^9 bytes per second; None without a link."""
         ...
 
 
 AnyBackend = Backend[Any]
-"""A backend as everything above sees it: decoders go back to where they came from."""
+"""A backend whose decoder type is hidden: decoders are only passed back to the backend that made them."""
 
 
 AUTO = "auto"
-"""Asks for the first backend that can run here and has room."""
+"""Name that requests the first backend that can run here and has enough memory."""
 NAMES = ("triton", "cpu", "reference")
 """The folders."""
 
 
 def backend(name: str) -> AnyBackend:
-    """A backend by its name.
+    """A backend by name.
 
     Raises:
         BackendError: there is none of that name.
@@ -217,5 +219,5 @@ def backend(name: str) -> AnyBackend:
 
 
 def backends() -> Iterator[AnyBackend]:
-    """All of them, best first."""
+    """All backends, best first."""
     return map(backend, NAMES)

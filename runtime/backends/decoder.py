@@ -1,8 +1,8 @@
-"""What the engine asks of a backend: a decoder that turns a step of tokens into logits, and keeps the KV cache.
+"""Decoder: the interface of a loaded model on a backend. It turns a step of tokens into logits, and holds the KV cache.
 
 A step is a flat batch of rows: each row is one token of one sequence (`slot`) at one position. Prefill is many rows of
-one slot, decode one row for each running slot, verification a few rows of each. Batching is therefore a matter of
-which rows a scheduler puts into a step, not of the decoder.
+one slot, decode one row for each running slot, verification a few rows of each. Batching is thus decided by the
+scheduler, which chooses the rows of a step.
 """
 
 from __future__ import annotations
@@ -29,30 +29,30 @@ Selector = Literal["approx", "exact", "static", "random"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderOptions:
-    """How a stored model is to be run."""
+    """Options of a loaded model."""
 
     kv: KVKind = "fp16"
-    """What the KV cache keeps: see `runtime.kv.kinds`."""
+    """Kind of KV cache: see `runtime.kv.kinds`."""
     context: int = 4096
-    """Positions kept for each slot, in tokens."""
+    """Positions per slot, in tokens."""
     slots: int = 1
-    """Sequences that keep a cache at the same time (B)."""
+    """Number of sequences in the cache (B)."""
     pages: int | None = None
-    """Pages of the cache that all slots share; None = as many as `slots` sequences of `context` tokens need. A backend
-    whose `cache` is None has no pages and keeps room for every slot."""
+    """Pages of the cache, shared by all slots; None = enough for `slots` sequences of `context` tokens. A backend whose
+    `cache` is None has no pages, and reserves room for every slot."""
     k_chunk: Mapping[str, int] | int = 0
     """Salient channels compensated per 1024 input channels: one number, or one by layer type (`qkv`, `o`, `gate_up`,
-    `down`, `head`; absent = 0). A narrower matrix takes its share, rounded up; 1024 compensates every channel."""
+    `down`, `head`; absent = 0). A narrower matrix gets its share, rounded up; 1024 compensates every channel."""
     prompt_k_chunk: Mapping[str, int] | int = 0
-    """Channels per 1024 whose residuals the rows of a prompt share, counted like `k_chunk`: the same ones for all rows,
-    by the static selection, so that a prompt's cache does not depend on how it was cut into steps. Of the head, whether
-    the last row is compensated as a decoded token is."""
+    """Channels per 1024 whose residuals all rows of a prompt share, counted like `k_chunk`. The static selection
+    chooses them, so that a prompt's cache entries do not depend on how it was split into steps. For the head, whether
+    the last row is compensated like a decoded token."""
     draft_k_chunk: Mapping[str, int] | int = 0
-    """Channels per 1024 that are compensated in drafted tokens, counted like `k_chunk`."""
+    """Channels per 1024 compensated in drafted tokens, counted like `k_chunk`."""
     n_tb: Mapping[str, int] = field(default_factory=dict)
-    """Thread blocks that compensation takes on a GPU, by layer type (QDEC §4.4); the CPU backends have none."""
+    """Thread blocks for compensation on a GPU, by layer type (QDEC §4.4); unused on CPUs."""
     select: Selector = "approx"
-    """How salient channels are chosen (QDEC §4.3): bucketed approximate top-k, exact top-k, static, random."""
+    """Selector of salient channels (QDEC §4.3): bucketed approximate top-k, exact top-k, static, random."""
     max_rows: int = 128
     """Most rows of one step (M)."""
     threads: int = 0
@@ -65,16 +65,15 @@ class DecoderOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One forward pass. Rows of the same slot stand together, in ascending positions."""
+    """One forward pass. Rows of a slot are adjacent, in ascending positions."""
 
     tokens: Int32Array
     """[M] token ids."""
     slots: Int32Array
-    """[M] the sequence of each row, in [0, options.slots)."""
+    """[M] sequence of each row, in [0, options.slots)."""
     positions: Int32Array
-    """[M] the position of each row, in [0, options.context); a slot's rows are consecutive and begin at its length at
-    most. Attention sees positions <= its own of its own slot. Writing again at a lower position cuts the sequence back
-    to there."""
+    """[M] position of each row, in [0, options.context). A slot's rows are consecutive and begin at its length at most;
+    beginning lower truncates the sequence. Attention of a row sees positions up to its own in its own slot."""
     logit_rows: Int32Array
     """[R] rows whose logits are wanted, ascending."""
     compensate: bool = True
@@ -82,24 +81,23 @@ class Step:
     prefill: bool = False
     """Whether these are rows of a prompt, which are compensated together; see `compensation_of`."""
     draft: bool = False
-    """Whether these rows are a guess that a later step verifies. They are compensated by `draft_k_chunk`, and attention
-    reads the upper plane of the pages alone where the cache's kind has two (`CacheKind.has_draft`), everything where it
-    has not."""
+    """Whether these rows are drafts that a later step verifies. They are compensated by `draft_k_chunk`, and attention
+    reads only the upper plane of the pages if the cache has two (`CacheKind.has_draft`), otherwise everything."""
     flush: bool = True
-    """Whether pages may be cut off windows before this step; see `KVCache.begin`."""
+    """Whether pages may be flushed from windows before this step; see `KVCache.begin`."""
 
 
-Way = Literal["none", "rows", "together"]
+Way = Literal["none", "rows", "shared"]
 
 
 def compensation_of(step: Step, options: DecoderOptions) -> Way:
-    """How a step is compensated.
+    """The compensation mode of a step.
 
     Returns:
-        `rows`: each row by the channels that are salient in it, as a decoded token is; `together`: all rows by the
-        same channels (`DecoderOptions.prompt_k_chunk`), the head by rows. A prompt's single row is one of the former
-        kind, where prompts are compensated at all: reading all residuals for it would take several times as long. The
-        rows of a draft have a k_chunk of their own.
+        `rows`: each row by its own salient channels, as for a decoded token; `shared`: all rows by the same channels
+        (`DecoderOptions.prompt_k_chunk`), the head by rows. A prompt's single row uses `rows` if prompts are
+        compensated at all: reading all residuals for it would take several times as long. Draft rows have their own
+        k_chunk.
     """
     if not step.compensate:
         return "none"
@@ -109,11 +107,11 @@ def compensation_of(step: Step, options: DecoderOptions) -> Way:
         return "rows"
     if not any(k_chunk_by_type(options.prompt_k_chunk).values()):
         return "none"
-    return "rows" if step.tokens.size == 1 else "together"
+    return "rows" if step.tokens.size == 1 else "shared"
 
 
 def check_step(step: Step, spec: ModelSpec, options: DecoderOptions) -> None:
-    """Check that a decoder of these options can run a step.
+    """Check that a decoder with these options can run a step.
 
     Raises:
         RequestError: too many rows or none, or a number out of range.
@@ -130,32 +128,32 @@ def check_step(step: Step, spec: ModelSpec, options: DecoderOptions) -> None:
     for name, values, limit in limits:
         if not values.size:
             continue
-        # A decoded token has one number of each, and is asked hundreds of times a second.
+        # A decoded token has one number of each, and this runs hundreds of times a second.
         low, high = (values.item(),) * 2 if values.size == 1 else (values.min(), values.max())
         if low < 0 or high >= limit:
             raise RequestError(f"{name} {int(high)} is out of range: it must be from 0 to {limit - 1}")
 
 
 class Decoder(Protocol):
-    """A loaded model on one backend."""
+    """A loaded model on a backend."""
 
     spec: ModelSpec
     options: DecoderOptions
     backend: str
-    """Name of the backend that opened it, as in `runtime.backends`."""
+    """Name of its backend, as in `runtime.backends`."""
     kv_bytes: int
-    """Bytes of the KV cache's real buffers."""
+    """Allocated size of the KV cache in bytes."""
     weight_bytes: int
-    """Bytes of weights read for one decoded token, without residuals and without the embedding table."""
+    """Bytes of weights read per decoded token, without residuals and the embedding table."""
 
     @property
     def cache(self) -> KVCache | None:
-        """The KV cache, to be asked between steps; None where a backend's cache cannot trim and fork by request."""
+        """The KV cache, for use between steps; None if the backend's cache cannot trim and fork on request."""
         ...
 
     @property
     def recall(self) -> float | None:
-        """Mean recall of the selector against exact top-k so far, when options.measure_recall; else None."""
+        """Mean recall of the selector against exact top-k so far, if options.measure_recall, otherwise None."""
         ...
 
     def forward(self, step: Step) -> Float32Array:
@@ -173,10 +171,10 @@ class Decoder(Protocol):
         """Run one step without logits.
 
         Args:
-            step: Its `logit_rows` are empty.
+            step: A step with empty `logit_rows`.
 
         Returns:
-            The rows float32 [M, C] behind the final norm; overwritten by the next step.
+            The rows float32 [M, C] after the final norm; overwritten by the next step.
 
         Raises:
             InvalidActivationError: a NaN or infinity is among them.
@@ -184,44 +182,43 @@ class Decoder(Protocol):
         ...
 
     def set_k_chunk(self, k_chunk: Mapping[str, int] | int, n_tb: Mapping[str, int] | None = None) -> None:
-        """Compensate so many channels from the next step on; weights and cache stay as they are.
+        """Change the compensation of decoded tokens, from the next step on. Weights and cache are kept.
 
         Args:
             k_chunk: As in `DecoderOptions`.
-            n_tb: Thread blocks by layer type, where the backend has them; None or an absent type: as many as it thinks
-                right.
+            n_tb: Thread blocks by layer type, if the backend has them; None or an absent type: the backend's default.
 
         Raises:
-            RequestError: k_chunk is malformed, or compensation is asked for and the model keeps no residuals.
+            RequestError: k_chunk is malformed, or compensation was requested for a model without residuals.
         """
         ...
 
     def set_prompt_k_chunk(self, prompt_k_chunk: Mapping[str, int] | int) -> None:
-        """Compensate prompts so far from the next step on; weights and cache stay as they are.
+        """Change the compensation of prompts, from the next step on. Weights and cache are kept.
 
         Args:
             prompt_k_chunk: As in `DecoderOptions`.
 
         Raises:
-            RequestError: it is malformed, or compensation is asked for and the model keeps no residuals.
-            OutOfMemoryError: the device's memory does not suffice.
+            RequestError: it is malformed, or compensation was requested for a model without residuals.
+            OutOfMemoryError: the device does not have enough memory.
         """
         ...
 
     def set_draft_k_chunk(self, draft_k_chunk: Mapping[str, int] | int) -> None:
-        """Compensate drafted tokens so far from the next step on; weights and cache stay as they are.
+        """Change the compensation of drafted tokens, from the next step on. Weights and cache are kept.
 
         Args:
             draft_k_chunk: As in `DecoderOptions`.
 
         Raises:
-            RequestError: it is malformed, or compensation is asked for and the model keeps no residuals, or the backend
-                drafts without compensation alone.
+            RequestError: it is malformed, or compensation was requested for a model without residuals, or the backend
+                only drafts without compensation.
         """
         ...
 
     def session(self) -> AbstractContextManager[None]:
-        """A context in which the backend keeps its threads ready between steps; outside it costs no processor time."""
+        """A context in which the backend keeps its threads ready between steps; outside, it uses no processor time."""
         ...
 
     def close(self) -> None:
@@ -231,22 +228,22 @@ class Decoder(Protocol):
 
 @runtime_checkable
 class DrawsTokens(Protocol):
-    """What a decoder may do beside: draw tokens where the logits are, so that a few numbers leave the device.
+    """Optional ability of a decoder: sampling on the device, so that only a few numbers leave it.
 
-    A backend whose logits lie in the host's memory has no use for it; whoever asks looks with `isinstance`. Where a
-    grammar decides what may come (`Sampler.constrained`), logits have to come to the host.
+    Backends whose logits are in host memory do not need it; callers check with `isinstance`. Grammars
+    (`Sampler.constrained`) require the logits on the host.
     """
 
     def draw(self, step: Step, draws: Sequence[Draw]) -> list[Drawn]:
-        """Run one step and draw a token from each of its rows of logits, as `runtime.text.sampling.Sampler` would.
+        """Run one step and sample a token from each of its rows of logits, as `runtime.text.sampling.Sampler` would.
 
         Args:
             step: As for `Decoder.forward`.
-            draws: [R] how to draw from each row of logits.
+            draws: [R] sampling options of each row of logits.
 
         Returns:
-            [R] what was drawn: greedy, the host's choice; else the token at the same place of the same distribution,
-            whose sums may be rounded in another order.
+            [R] the sampled tokens: if greedy, those the host would choose; otherwise those at the same place of the
+            same distribution, whose sums may be rounded in another order.
 
         Raises:
             InvalidActivationError: a NaN or infinity reached the logits.

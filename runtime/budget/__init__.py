@@ -1,1 +1,1 @@
-"""The slowdown budget: tuning decoding and prompts to it, what it buys, and the profiles that keep the result."""
+"""The slowdown budget: tunes decoding and prompts to it, and stores the results in profiles."""

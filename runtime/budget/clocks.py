@@ -1,7 +1,7 @@
-"""What measures a loaded model for the tuner, and how its readings are kept comparable.
+"""Clocks: the timers of a loaded model for the tuner, with comparable readings.
 
-A clock's absolute times drift: a tuning that goes on tomorrow meets another frequency. So what is kept of a reading
-with compensation is its ratio to the plain product, timed in the same breath, and the plain time is kept once.
+Absolute times drift: a tuning that resumes tomorrow runs at another clock frequency. So a reading with compensation is
+stored as its ratio to the plain product, timed together with it, and the plain time is stored once.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ if TYPE_CHECKING:
     from tuner.timer import Timer
 
 READING_S = 0.04
-"""How long one reading of a layer type may take; a large model's takes longer, for it needs a few passes."""
+"""Time limit of one reading of a layer type; a large model's takes longer, since it needs a few passes."""
 DECODING_S = 0.3
-"""How long one comparison of decoding with and without compensation may take, for a small model."""
+"""Time limit of one comparison of decoding with and without compensation, for a small model."""
 NOISE_PERCENT = 2.0
-"""A slowdown so much and a quarter of the allowed one away from it needs no second opinion. One that is negative by
-more than this does: something else held up the machine."""
+"""A slowdown this far, plus a quarter of the allowed one, from the limit is not measured again. A more negative one is:
+something else slowed down the plain decoding."""
 Slowdown = Callable[[Mapping[str, int], Mapping[str, int]], float]
-"""Measured slowdown of decoding, in percent, by k_chunk and n_tb."""
+"""Measured slowdown of decoding in percent, for k_chunk and n_tb."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clocks:
-    """What measures a loaded model."""
+    """Timers of a loaded model."""
 
     layers: Timer
     """Times single layers."""
@@ -38,10 +38,10 @@ class Clocks:
 
 
 def clocks(decoder: Decoder, cancelled: Callable[[], bool]) -> Clocks:
-    """The clocks of a loaded model; slot 0 of its cache is overwritten by them.
+    """The clocks of a loaded model. They overwrite slot 0 of its cache.
 
     Raises:
-        BackendError: this backend has none.
+        BackendError: this backend has no timer.
     """
     from runtime.measure.timing import DecodeTimer
 
@@ -50,7 +50,7 @@ def clocks(decoder: Decoder, cancelled: Callable[[], bool]) -> Clocks:
 
 
 class Ratios:
-    """A timer whose readings with compensation are ratios to the plain product; without, they are seconds."""
+    """A timer whose readings with compensation are ratios to the plain product; those without are seconds."""
 
     def __init__(self, timer: Timer) -> None:
         """Wrap a clock."""
@@ -68,13 +68,13 @@ class Ratios:
 
 
 class Readings:
-    """A timer that multiplies the readings of `Ratios` by one plain time, remembers them, and tells of each new one."""
+    """A timer that scales the readings of `Ratios` by one plain time, remembers them, and reports each new one."""
 
     def __init__(self, ratios: Timer, tell: Callable[[str, int], None]) -> None:
         """Wrap a timer.
 
         Args:
-            ratios: `Ratios`, or what keeps its readings.
+            ratios: `Ratios`, or a timer that stores its readings.
             tell: Called with layer type and k_chunk before a reading.
         """
         self._ratios = ratios
@@ -83,7 +83,7 @@ class Readings:
         self.measured = ratios.measured
 
     def seconds(self, kind: str, n_tb: int, k_chunk: int) -> float:
-        """See `tuner.timer.Timer`. A point is read once: a reading of a clock is a median already."""
+        """See `tuner.timer.Timer`. Each point is read once: a reading is a median already."""
         point = (kind, n_tb if k_chunk else 0, k_chunk)
         if point not in self._known:
             self._tell(kind, k_chunk)
@@ -92,7 +92,7 @@ class Readings:
         return ratio * self.seconds(kind, 0, 0) if k_chunk else ratio
 
     def curve(self, kind: str, n_tb: int) -> tuple[tuple[int, float], ...]:
-        """(k_chunk, time over the plain time) of every reading so far, by k_chunk; begins with (0, 1)."""
+        """(k_chunk, time relative to the plain time) of all readings so far, by k_chunk; begins with (0, 1)."""
         found = {
             k_chunk: ratio for (own, blocks, k_chunk), ratio in self._known.items() if (own, blocks) == (kind, n_tb)
         }
@@ -100,14 +100,14 @@ class Readings:
 
 
 class Decided:
-    """A slowdown that is not measured again with the same configuration once it is clear on which side it lies."""
+    """Slowdown measurements, cached once a configuration is clearly within or beyond the limit."""
 
     def __init__(self, slowdown: Slowdown, allowed: float, tell: Callable[[Mapping[str, int]], None]) -> None:
         """Wrap a measurement.
 
         Args:
-            slowdown: Measures.
-            allowed: Percent that it is compared with.
+            slowdown: The measurement.
+            allowed: The limit in percent.
             tell: Called with k_chunk before a measurement.
         """
         self._slowdown = slowdown
@@ -116,7 +116,7 @@ class Decided:
         self._clear: tuple[dict[str, int], float] | None = None
 
     def __call__(self, k_chunk: Mapping[str, int], n_tb: Mapping[str, int]) -> float:
-        """Measured slowdown in percent, or what was measured before of the same k_chunk."""
+        """Slowdown in percent, measured now or earlier with the same k_chunk."""
         if self._clear is not None and self._clear[0] == k_chunk:
             return self._clear[1]
         self._tell(k_chunk)

@@ -1,9 +1,9 @@
-"""What a slowdown budget buys in quality on a loaded model: its ways to decode, measured once for a model and a device.
+"""Offers: quality and speed of the ways to decode a loaded model within a slowdown budget, measured once per device.
 
-Each way's loss is that of the evaluation text, as a chat gets it; its time follows from measured steps with a short
-context, and with drafts from what is accepted in continuing the same text.
+The loss of each way is measured on the evaluation text, read as a chat. Its speed follows from the times of steps with
+a short context, and for ways with drafts from their acceptance when continuing the same text.
 
-Importing this is cheap.
+Cheap to import.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ if TYPE_CHECKING:
     from tuner.profiles import ProfileStore
 
 WINDOW, TOKENS = 256, 1024
-"""Tokens of a window and of the text on which perplexities are measured, as quantizing measures them."""
+"""Window and text length of perplexity measurements in tokens, the same as when quantizing."""
 _PROMPT, _CONTINUED, _TEXTS = 128, 64, 3
-"""Tokens of a prompt, those that continue it, and how many are continued to see what is accepted."""
+"""Tokens of a prompt and of its continuation, and the number of continuations, for measuring acceptance."""
 _SPARE_BYTES = 256 << 20
-"""What must stay free beside a second copy of the residuals."""
+"""Memory to leave free next to a second copy of the residuals."""
 logger = logging.getLogger(__name__)
 
 
 def full_precision(model: TunedModel, text: str) -> float | None:
-    """Perplexity of the full-precision model on the evaluation text, as quantizing measured it.
+    """Perplexity of the full-precision model on the evaluation text, as measured when it was quantized.
 
     Args:
         model: The stored model.
         text: The evaluation text.
 
     Returns:
-        None where that was measured on another text, or not at all.
+        None if it was measured on another text, or not at all.
 
     Raises:
         StoreError: the model's folder cannot be read.
@@ -63,16 +63,16 @@ def full_precision(model: TunedModel, text: str) -> float | None:
 
 
 def known(name: str, model: TunedModel, *, budget_percent: float, profiles: ProfileStore) -> Offers | None:
-    """What is saved of a model's ways to decode; None where they are not measured.
+    """The stored offers of a model; None if they were not measured.
 
     Args:
         name: The backend that runs it.
         model: The stored model.
-        budget_percent: Slowdown that is allowed.
-        profiles: Where profiles are kept.
+        budget_percent: The slowdown budget.
+        profiles: Folder of profiles.
 
     Raises:
-        BackendError: the device does not answer.
+        BackendError: the device does not respond.
     """
     from tuner.offers import OfferStore
 
@@ -83,20 +83,20 @@ def known(name: str, model: TunedModel, *, budget_percent: float, profiles: Prof
 def take(
     decoder: Decoder, model: TunedModel, tuning: Tuning, *, profiles: ProfileStore, drafts: bool
 ) -> tuple[Tuning, bool]:
-    """Decode a loaded model in the best way that was measured for its budget; as the budget has it where none was.
+    """Switch a loaded model to the best measured way to decode within its budget, if any was measured.
 
     Args:
-        decoder: The loaded model, compensated as the budget has it.
+        decoder: The loaded model, tuned to the budget.
         model: What was loaded.
-        tuning: What the budget bought.
-        profiles: Where profiles are kept.
-        drafts: Whether tokens may be drafted; the cache must allow it too.
+        tuning: Result of tuning to the budget.
+        profiles: Folder of profiles.
+        drafts: Whether drafts are allowed; the cache must support them too.
 
     Returns:
-        What the model has now, and whether that way drafts.
+        The resulting tuning, and whether that way drafts.
 
     Raises:
-        BackendError: the device does not answer.
+        BackendError: the device does not respond.
     """
     found = known(decoder.backend, model, budget_percent=tuning.budget_percent, profiles=profiles)
     if found is None:
@@ -112,7 +112,7 @@ def take(
 
 
 def _has_room(model: TunedModel) -> bool:
-    """Whether main memory has room for the layout that residuals have where every one is read."""
+    """Whether main memory has room for the layout of residuals that are all read at every step."""
     from models.store import StoredModelInfo
     from tuner.detect import detect_memory
 
@@ -131,20 +131,20 @@ def offers(
     progress: ProgressCallback = ignore_progress,
     cancelled: Callable[[], bool] = never_cancelled,
 ) -> Offers:
-    """Measure the ways to decode a model, and save them; slot 0 of its cache is overwritten.
+    """Measure and store the ways to decode a model. Overwrites slot 0 of its cache.
 
     Args:
-        decoder: The loaded model, compensated as the budget has it; so it is afterwards.
+        decoder: The loaded model, tuned to the budget; restored afterwards.
         model: What was loaded.
         tokens: The evaluation text, encoded.
-        budget_percent: Slowdown against low bits alone that is allowed.
-        full: Perplexity of the full-precision model on that text; None where it is not known.
-        profiles: Where profiles are kept.
+        budget_percent: The slowdown budget, relative to the uncompensated low-bit model.
+        full: Perplexity of the full-precision model on that text; None if unknown.
+        profiles: Folder of profiles.
         progress: Receives reports of the phase `tune`.
-        cancelled: Asked between measurements.
+        cancelled: Polled between measurements.
 
     Raises:
-        RequestError: nothing can be drafted on that kind of cache, or the context is too short.
+        RequestError: the kind of cache does not support drafts, or the context is too short.
         Cancelled: `cancelled` said so.
     """
     from tuner.errors import ProfileError
@@ -174,7 +174,7 @@ def offers(
 def _ways(
     decoder: Decoder, tokens: Sequence[int], name: str, progress: ProgressCallback, cancelled: Callable[[], bool]
 ) -> Iterator[Way]:
-    """Every way, those with drafts where some number of them is faster than none."""
+    """Measure every way; those with drafts only if some draft length beats plain decoding."""
     targets: dict[Target, Mapping[str, int] | int] = {"plain": 0}
     tuned = k_chunk_by_type(decoder.options.k_chunk)
     if any(tuned.values()):
@@ -188,7 +188,7 @@ def _ways(
 
 
 def _measured(decoder: Decoder, target: Target, tokens: Sequence[int], cancelled: Callable[[], bool]) -> Iterator[Way]:
-    """What the decoder's compensation gives alone, and with the best number of drafts where that is faster."""
+    """Measure the decoder's compensation by itself, and with the best draft length if that is faster."""
     from runtime.engine.speculation.costs import measure_costs
     from runtime.engine.speculation.gamma import best_gamma, expected_tokens
     from runtime.measure.evaluate import perplexity
@@ -205,7 +205,7 @@ def _measured(decoder: Decoder, target: Target, tokens: Sequence[int], cancelled
 
 
 def _acceptance(decoder: Decoder, tokens: Sequence[int], cancelled: Callable[[], bool]) -> float:
-    """The chance that a drafted token stays, from rounds of one at a chat's temperature."""
+    """Acceptance of drafted tokens, from rounds of one draft at a chat's temperature."""
     from runtime.engine.speculation.gamma import FixedGamma
     from runtime.engine.speculation.measure import continued
 

@@ -1,4 +1,4 @@
-"""What a tuning profile belongs to: a model, a device, and the programs that compute."""
+"""Profile keys: identify the model, device and software versions that a tuning profile is valid for."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from tuner.profiles import ProfileKey
 
 
 class TunedModel(Protocol):
-    """What the tuner reads of a stored model; `models.store.StoredModel` has it."""
+    """The parts of a stored model that the tuner reads, as in `models.store.StoredModel`."""
 
     @property
     def name(self) -> str:
-        """What it is called."""
+        """Its name."""
         ...
 
     @property
@@ -31,17 +31,17 @@ class TunedModel(Protocol):
 
     @property
     def recipe(self) -> Recipe:
-        """How it was quantized."""
+        """Its quantization recipe."""
         ...
 
     @property
     def losses(self) -> TypeLosses | None:
-        """What each layer type loses, by k_chunk; None where it was not measured."""
+        """Loss of each layer type by k_chunk; None if not measured."""
         ...
 
 
 def profile_key(device: Device, backend: str, model: TunedModel, budget_percent: float) -> ProfileKey:
-    """What a profile belongs to: if any of this changes, it is tuned again.
+    """The key of a profile: if any part of it changes, the model is tuned again.
 
     Raises:
         StoreError: the model's manifest cannot be read.
@@ -55,12 +55,12 @@ def profile_key(device: Device, backend: str, model: TunedModel, budget_percent:
         recipe=_digest(model.recipe.to_json()),
         versions=versions(),
         backend=backend,
-        budget_percent=float(budget_percent),  # 5 and 5.0 are one budget, and would be two files
+        budget_percent=float(budget_percent),  # 5 and 5.0 are the same budget, but would be two files
     )
 
 
 def content_id(model: TunedModel) -> str:
-    """What tells the weights of two models apart: the checksum of the manifest, which has those of all files.
+    """Identifier of a model's weights: the checksum of the manifest, which contains those of all files.
 
     Raises:
         StoreError: the manifest cannot be read.
@@ -73,7 +73,7 @@ def content_id(model: TunedModel) -> str:
 
 @functools.cache
 def versions() -> dict[str, str]:
-    """Versions of what timings depend on; empty text for what is not installed."""
+    """Versions of the packages that timings depend on; empty for those not installed."""
     from importlib.metadata import PackageNotFoundError, version
 
     found = {}

@@ -1,10 +1,10 @@
-"""The budget of prompts: as much of the residuals as the time to the first token may cost, found once for a device.
+"""Prompt tuning: finds the highest compensation of prompts within the budget for the time to the first token.
 
-A prompt's rows share what compensates them, so the search is short: a backend offers a few levels, the whole of the
-residuals first, and the first one within the budget is kept. What is timed is a whole prefill, with and without in
-turns.
+All rows of a prompt share their residuals, so the search is short: a backend offers a few levels, all residuals first,
+and the first level within the budget is used. The measurement times a whole prefill, alternating with and without
+compensation.
 
-Importing this is cheap.
+Cheap to import.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ if TYPE_CHECKING:
     from tuner.prompts import PromptProfile
 
 PROMPT_TOKENS = 512
-"""Tokens of the prompt that is timed, where context and time allow."""
+"""Length of the timed prompt in tokens, if context and time allow."""
 _PASS_S = 1.5
-"""Seconds that one prefill may take; a slow model's is of fewer tokens, whole steps at least."""
+"""Time limit of one prefill in seconds; for a slow model the prompt is shortened to whole steps, at least one."""
 _LEAST_ROUNDS, _MOST_ROUNDS, _ROUNDS_S = 4, 15, 3.0
-"""Rounds of one measurement, each with and without; and after how many seconds no further one is begun."""
+"""Rounds of one measurement, each with and without compensation, and the time limit in seconds after which no further
+round begins."""
 logger = logging.getLogger(__name__)
 
 
@@ -43,8 +44,8 @@ class PromptTimer:
     """Times a prompt with and without compensation. Overwrites the first positions of slot 0.
 
     Args:
-        decoder: A loaded model, with a context of two tokens at least.
-        cancelled: Asked between steps.
+        decoder: A loaded model, with a context of at least two tokens.
+        cancelled: Polled between steps.
     """
 
     def __init__(self, decoder: Decoder, *, cancelled: Callable[[], bool] = never_cancelled) -> None:
@@ -54,9 +55,9 @@ class PromptTimer:
         self._sized = False
 
     def slowdown(self, k_chunk: Mapping[str, int] | int) -> float:
-        """How much longer the prompt takes, in percent; below 0 where noise says so.
+        """Slowdown of the prompt in percent; noise can make it negative.
 
-        The decoder's `prompt_k_chunk` is what it was before, afterwards.
+        Restores the decoder's `prompt_k_chunk` afterwards.
 
         Args:
             k_chunk: Channels per 1024, as in `DecoderOptions.prompt_k_chunk`.
@@ -71,20 +72,20 @@ class PromptTimer:
             with self._decoder.session():
                 self._size()
                 for compensate in (True, False):
-                    self.seconds(compensate=compensate)  # compiles what is new
+                    self.seconds(compensate=compensate)  # compiles new kernels
                 return 100 * (self._ratio() - 1)
         finally:
             self._decoder.set_prompt_k_chunk(before)
 
     def seconds(self, *, compensate: bool) -> float:
-        """Seconds of one prefill, as the decoder is set or without compensation."""
+        """Seconds of one prefill, with the decoder's current setting or without compensation."""
         rows, began = self._decoder.options.max_rows, time.perf_counter()
         for start in range(0, self.tokens, rows):
             self._step(start, min(start + rows, self.tokens), compensate=compensate)
         return time.perf_counter() - began
 
     def _ratio(self) -> float:
-        """The fastest prefill with compensation over the fastest without: what disturbs one only makes it slower."""
+        """Ratio of the fastest prefill with compensation to the fastest without; disturbances only slow one down."""
         times: dict[bool, list[float]] = {False: [], True: []}
         end = time.perf_counter() + _ROUNDS_S
         while len(times[True]) < _LEAST_ROUNDS or (time.perf_counter() < end and len(times[True]) < _MOST_ROUNDS):
@@ -93,7 +94,7 @@ class PromptTimer:
         return min(times[True]) / min(times[False])
 
     def _size(self) -> None:
-        """Cut the prompt to whole steps that are done in time."""
+        """Shorten the prompt to as many whole steps as fit the time limit."""
         if self._sized:
             return
         rows, seconds = min(self._decoder.options.max_rows, self.tokens), []
@@ -131,22 +132,22 @@ def tune_prompts(
     progress: ProgressCallback = ignore_progress,
     cancelled: Callable[[], bool] = never_cancelled,
 ) -> PromptTuning:
-    """Compensate the prompts of a loaded model as far as a budget allows; slot 0 of its cache is overwritten.
+    """Compensate the prompts of a loaded model as far as a budget allows. Overwrites slot 0 of its cache.
 
     Args:
-        decoder: The loaded model; it has what was found afterwards, and what it had before if this fails.
+        decoder: The loaded model; it gets the resulting setting, or keeps its own on failure.
         model: What was loaded.
-        budget_percent: How much longer a prompt may take, in [0, 100]; 0 is no compensation.
-        profiles: Where results are kept.
+        budget_percent: Allowed slowdown of a prompt, in [0, 100]; 0 is no compensation.
+        profiles: Folder of profiles.
         force: Whether to measure again.
         progress: Receives reports of the phase `tune`.
-        cancelled: Asked before every step.
+        cancelled: Polled before every step.
 
     Raises:
         NoTuningError: a budget has no effect on this model or backend.
         RequestError: the budget is out of range.
         Cancelled: `cancelled` said so.
-        BackendError: the device does not answer.
+        BackendError: the device does not respond.
     """
     from tuner.errors import ProfileError
     from tuner.prompts import PromptStore
@@ -165,7 +166,7 @@ def tune_prompts(
     found = None if force else store.find(key)
     cached = found is not None
     if found is None:
-        work = f"how much compensation {budget_percent:g} % more time to the first word pays for; done once"
+        work = f"finding the compensation that {budget_percent:g} % more time to the first word allows; done once"
         progress(Progress(phase="tune", done=0, total=None, unit="prompts", message=f"tuning {model.name}: {work}"))
         found = _search(decoder, key, budget_percent, cancelled)
         try:
@@ -186,10 +187,10 @@ def prompts_within_budget(
     progress: ProgressCallback = ignore_progress,
     cancelled: Callable[[], bool] = never_cancelled,
 ) -> tuple[PromptTuning | None, Problem | None]:
-    """As `tune_prompts`, for a model that is to be used: what goes wrong leaves its prompts without compensation.
+    """As `tune_prompts`, but failures are returned, and leave prompts uncompensated.
 
     Returns:
-        What was found, or what is wrong.
+        The result, or the problem.
 
     Raises:
         Cancelled: `cancelled` said so.
@@ -212,7 +213,7 @@ def prompts_within_budget(
 
 
 def is_known(decoder: Decoder, model: TunedModel, *, budget_percent: float, profiles: ProfileStore) -> bool:
-    """Whether it needs no measuring what a budget buys for a loaded model's prompts."""
+    """Whether the result of tuning a model's prompts is already stored."""
     from tuner.prompts import PromptStore
 
     runner = backend(decoder.backend)
@@ -223,7 +224,7 @@ def is_known(decoder: Decoder, model: TunedModel, *, budget_percent: float, prof
 
 
 def prompt_tuning_of(profile: PromptProfile, *, cached: bool) -> PromptTuning:
-    """What a profile says, for people and programs."""
+    """A profile as a wire record."""
     return PromptTuning(
         budget_percent=profile.key.budget_percent,
         k_chunk=profile.k_chunk,
@@ -236,7 +237,7 @@ def prompt_tuning_of(profile: PromptProfile, *, cached: bool) -> PromptTuning:
 
 
 def _search(decoder: Decoder, key: ProfileKey, budget_percent: float, cancelled: Callable[[], bool]) -> PromptProfile:
-    """The first level within the budget, from the largest on."""
+    """The first level within the budget, starting from the largest."""
     from tuner.prompts import PromptProfile, Reading
 
     began, timer = time.perf_counter(), PromptTimer(decoder, cancelled=cancelled)

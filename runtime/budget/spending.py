@@ -1,4 +1,4 @@
-"""Spending the budgets of an opened model: decoding is tuned, its best way is taken, prompts are compensated."""
+"""Applies the slowdown budgets to an opened model: tunes decoding, picks the best way to decode, tunes prompts."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from runtime.wire.device import PromptTuning, Tuning
 from tuner.profiles import ProfileStore
 
 Lend = Callable[..., AbstractContextManager[Decoder]]
-"""`Engine.lent`: lends the decoder to a caller that puts at most so many tokens into slot 0."""
+"""`Engine.borrow`: lends the decoder to a caller that needs this many tokens of slot 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spent:
-    """What the budgets bought. The decoder has it already."""
+    """Result of applying the budgets; the decoder is already set."""
 
     tuning: Tuning | None
-    """Of decoding; None without a budget, or where a problem says why not."""
+    """Tuning of decoding; None without a budget, or if a problem prevented it."""
     prompts: PromptTuning | None
-    """Of prompts, likewise."""
+    """Tuning of prompts, likewise."""
     speculation: Drafts
-    """How tokens are to be drafted: as was asked, or by the model where that was measured to pay."""
+    """Drafting mode: as requested, or by the model if that was measured to pay."""
     problems: tuple[Problem, ...]
-    """Why a budget has no effect. What holds for both is said once."""
+    """Problems that make a budget ineffective; one that concerns both is listed once."""
 
 
 def spend(
@@ -48,21 +48,21 @@ def spend(
     progress: ProgressCallback = ignore_progress,
     cancelled: Callable[[], bool] = never_cancelled,
 ) -> Spent:
-    """Give a loaded model what its budgets pay for. A fixed `k_chunk` stays as it is.
+    """Apply the budgets to a loaded model. A fixed `k_chunk` is kept.
 
     Args:
         lend: Lends the loaded model's decoder.
         model: What was loaded.
         compensation: The budgets.
-        drafts: How drafts are asked for.
-        profiles: Where results are kept.
-        force: Whether to measure again what is known.
-        progress: Receives reports of the tuning.
-        cancelled: Asked between measurements.
+        drafts: The requested drafting mode.
+        profiles: Folder of profiles.
+        force: Whether to repeat stored measurements.
+        progress: Receives progress reports of the tuning.
+        cancelled: Polled between measurements.
 
     Raises:
-        Cancelled: `cancelled` said so; what was measured is kept for the next time.
-        BackendError: the device does not answer.
+        Cancelled: `cancelled` said so; completed measurements are stored.
+        BackendError: the device does not respond.
     """
     common: Any = {"profiles": profiles, "force": force, "progress": progress, "cancelled": cancelled}
     tuning, problem = None, None
@@ -78,6 +78,6 @@ def spend(
     with lend(0 if known else PROMPT_TOKENS) as decoder:
         prompts, of_prompts = prompts_within_budget(decoder, model, budget_percent=percent, **common)
     if of_prompts is not None and not of_prompts.failure:
-        of_prompts = None  # decoding's budget was told the same
+        of_prompts = None  # already reported for decoding
     problems = tuple(found for found in (problem, of_prompts) if found is not None)
     return Spent(tuning=tuning, prompts=prompts, speculation=speculation, problems=problems)

@@ -1,6 +1,6 @@
-"""The slowdown budget of a running model: as much compensation as it may cost, found once for a model and a device.
+"""Tuning: finds the most compensation within a slowdown budget, once per model and device.
 
-Importing this is cheap: timers, and with them a backend, are imported when something is measured.
+Cheap to import: timers, and with them a backend, are imported when something is measured.
 
 Source: QDEC §4.4.
 """
@@ -31,23 +31,23 @@ if TYPE_CHECKING:
     from tuner.shapes import LayerShape
 
 PROFILES = "profiles"
-"""Folder of profiles and timings in the program's home."""
+"""Folder of profiles and timings in the program's home folder."""
 MARGIN = 0.9
-"""Part of the budget that the final check lets a configuration use: the next measurement may be a little higher."""
+"""Share of the budget that the final check accepts: the next measurement may be a little higher."""
 _QUIET_S = 0.4
-"""Between two reports of readings, so that the readings are of the model and not of the report."""
+"""Seconds between two progress reports, so that reporting does not disturb the readings."""
 LEAST_CONTEXT = 16
-"""Positions that a decoder needs for being timed."""
+"""Positions a decoder needs for the timings."""
 _READINGS_A_KIND = 10
-"""About how many readings the search takes of a layer type, for the progress bar."""
+"""Approximate readings per layer type, for the progress bar."""
 _BLOCK_COUNTS = 5
-"""About how many times as many there are on a GPU, whose thread blocks are searched too."""
+"""Factor for GPUs, where thread blocks are searched too."""
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
 class NoTuningError(RuntimeFailure):
-    """A budget has no effect on this model or backend. Its message says why, `fix` what to do."""
+    """A budget has no effect on this model or backend. Its message says why; `fix` says what to do."""
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(f"{problem.what}; {problem.fix}")
@@ -64,10 +64,10 @@ def within_budget(
     progress: ProgressCallback = ignore_progress,
     cancelled: Callable[[], bool] = never_cancelled,
 ) -> tuple[Tuning | None, Problem | None]:
-    """As `tune`, for a model that is to be used: what goes wrong leaves it without compensation.
+    """As `tune`, but failures are returned, and leave the model uncompensated.
 
     Returns:
-        What was found, or what is wrong.
+        The result, or the problem.
 
     Raises:
         Cancelled: `cancelled` said so.
@@ -92,13 +92,13 @@ def within_budget(
 def or_problem(
     tuned: Callable[[], T], turn_off: Callable[[], None], *, instead: str, fix: str
 ) -> tuple[T | None, Problem | None]:
-    """What a tuning finds for a model that is to be used, or what is wrong: then it goes without compensation.
+    """Run a tuning; on failure, turn compensation off and return the problem.
 
     Args:
-        tuned: Tunes.
-        turn_off: Ends what is left of compensation where that fails.
-        instead: What happens then, for the message.
-        fix: What to do about it.
+        tuned: Runs the tuning.
+        turn_off: Removes any remaining compensation after a failure.
+        instead: The consequence of a failure, for the message.
+        fix: Advice.
 
     Raises:
         Cancelled: `tuned` was stopped.
@@ -128,27 +128,27 @@ def tune(
     progress: ProgressCallback = ignore_progress,
     cancelled: Callable[[], bool] = never_cancelled,
 ) -> Tuning:
-    """Give a loaded model as much compensation as a budget allows on this device; slot 0 of its cache is overwritten.
+    """Tune a loaded model to a budget on this device. Overwrites slot 0 of its cache.
 
-    A saved profile is applied at once. Otherwise the layers are timed, k_chunk is searched, and decoding is timed with
-    and without until the promise holds. Every timing of a layer is kept: a tuning that was stopped goes on where it
-    was, and another budget needs few new ones.
+    A stored profile is applied at once. Otherwise the layers are timed, k_chunk is searched, and whole steps are timed
+    with and without compensation until the slowdown is within the budget. Every timing of a layer is stored: an
+    interrupted tuning resumes, and another budget needs few new timings.
 
     Args:
-        decoder: The loaded model; it has what was found afterwards, and what it had before if this fails.
+        decoder: The loaded model; it gets the resulting setting, or keeps its own on failure.
         model: What was loaded.
-        budget_percent: Slowdown of decoding that is allowed, in [0, 100]; 0 is no compensation.
-        profiles: Where profiles and timings are kept.
+        budget_percent: Allowed slowdown of decoding, in [0, 100]; 0 is no compensation.
+        profiles: Folder of profiles and timings.
         force: Whether to measure everything again.
         progress: Receives reports of the phase `tune`.
-        cancelled: Asked before every measurement.
+        cancelled: Polled before every measurement.
 
     Raises:
         NoTuningError: a budget has no effect on this model or backend.
         RequestError: the budget is out of range.
         Cancelled: `cancelled` said so.
         TunerError: the device could not be timed.
-        BackendError: the device does not answer.
+        BackendError: the device does not respond.
 
     Source: QDEC §4.4.
     """
@@ -183,7 +183,7 @@ def tune(
 
 
 def _bought(profile: Profile, decoder: Decoder, model: TunedModel) -> tuple[tuple[float, float], ...]:
-    """What other slowdowns would buy; nothing where the losses of the model were not measured."""
+    """Recovered loss at other slowdowns; empty if the model's losses were not measured."""
     from tuner.tradeoff import tradeoff
 
     losses = model.losses
@@ -191,7 +191,7 @@ def _bought(profile: Profile, decoder: Decoder, model: TunedModel) -> tuple[tupl
 
 
 def _offer(name: str, model: TunedModel, budget_percent: float, profiles: ProfileStore) -> Offer | None:
-    """The best way to decode within the budget, where the ways were measured."""
+    """The best way to decode within the budget, if measured."""
     from runtime.budget.offering import known
 
     found = known(name, model, budget_percent=budget_percent, profiles=profiles)
@@ -201,12 +201,12 @@ def _offer(name: str, model: TunedModel, budget_percent: float, profiles: Profil
 
 
 def obstacle(runner: AnyBackend, model: TunedModel, context: int) -> Problem | None:
-    """Why a budget has no effect on a model; None where it has.
+    """The reason why a budget has no effect on a model; None if it has.
 
     Args:
-        runner: The backend that runs it.
+        runner: Its backend.
         model: The stored model.
-        context: Positions that it was loaded with.
+        context: Its context.
     """
     if model.recipe.residual_bits == 0:
         return Problem(
@@ -224,7 +224,7 @@ def obstacle(runner: AnyBackend, model: TunedModel, context: int) -> Problem | N
 
 
 def tuning_of(profile: Profile, *, cached: bool) -> Tuning:
-    """What a profile says, for people and programs."""
+    """A profile as a wire record."""
     found = profile.configuration
     return Tuning(
         device=f"{profile.key.device} ({profile.key.capability})",
@@ -254,12 +254,12 @@ def layers_of(decoder: Decoder) -> list[LayerShape]:
 
 
 def _keep(profiles: ProfileStore, profile: Profile) -> None:
-    """Save a profile; where that is not possible, or its number can't be true, tuning is done again next time."""
+    """Save a profile. If that fails, or its numbers are implausible, the model is tuned again next time."""
     from tuner.errors import ProfileError
 
     if profile.measured_slowdown_percent < -NOISE_PERCENT:
         profiles.journal(profile.key).unlink(missing_ok=True)
-        logger.warning("something else kept this machine busy while it was tuned, so it will be tuned again next time")
+        logger.warning("another program kept this machine busy during tuning, so it will be tuned again next time")
         return
     try:
         profiles.save(profile)
@@ -268,7 +268,7 @@ def _keep(profiles: ProfileStore, profile: Profile) -> None:
 
 
 def _off(device: str) -> Tuning:
-    """A budget of nothing."""
+    """The result for a budget of 0."""
     return Tuning(
         device=device,
         budget_percent=0.0,
@@ -284,7 +284,7 @@ def _off(device: str) -> Tuning:
 
 
 class _Work:
-    """One tuning as it goes on."""
+    """Progress of a tuning."""
 
     def __init__(self, model: TunedModel, device: Device, budget_percent: float, progress: ProgressCallback) -> None:
         self._progress = progress
@@ -292,7 +292,9 @@ class _Work:
         self._done = 0
         self._total = 0
         self._quiet_until = 0.0
-        self.tell(f"tuning {model.name} for {device}: how much compensation {self._about} slowdown pays for; done once")
+        self.tell(
+            f"tuning {model.name} for {device}: finding the compensation that {self._about} slowdown allows; done once"
+        )
 
     def tell(self, message: str) -> None:
         """Report."""
@@ -301,20 +303,20 @@ class _Work:
         self._progress(Progress(phase="tune", done=done, total=self._total or None, unit="timings", message=message))
 
     def expect(self, kinds: int) -> None:
-        """Guess how long it will be, from how many layer types are to be searched."""
+        """Estimate the duration from the number of layer types to search."""
         self._total = (kinds + 1) * _READINGS_A_KIND
 
     def reading(self, kind: str, k_chunk: int) -> None:
-        """A layer type is about to be timed. Told now and then only: whoever shows it needs the processor as well."""
+        """Report that a layer type is about to be timed; rarely, since displaying it takes processor time."""
         if time.monotonic() >= self._quiet_until:
             self.tell(f"timing {kind} with {k_chunk} channels per 1024 compensated")
         self._done += 1
 
     def verifying(self, k_chunk: Mapping[str, int]) -> None:
-        """Decoding is about to be timed."""
+        """Report that decoding is about to be timed."""
         self._done = max(self._done, self._total - _READINGS_A_KIND) + 1
         low, high = min(k_chunk.values()), max(k_chunk.values())
-        self.tell(f"decoding with k_chunk {low} to {high} and without, to see that {self._about} holds")
+        self.tell(f"decoding with k_chunk {low} to {high} and without, to verify the limit of {self._about}")
 
 
 def _measure(
@@ -357,11 +359,11 @@ def _measure(
         raise Cancelled(str(error)) from error
     except RuntimeFailure:
         raise
-    except RuntimeError as error:  # torch's, when a card stops answering
+    except RuntimeError as error:  # torch's, if a card stops responding
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise BackendError(f"{device} failed while it was measured ({reason}); is it still there?") from error
     if 2 * sum(held.k_chunk.values()) < sum(found.k_chunk.values()):
-        journal.unlink(missing_ok=True)  # whole steps belie these timings, so they are of no use to other budgets
+        journal.unlink(missing_ok=True)  # whole steps contradict these timings, so they are useless for other budgets
     curve = tuple(
         Curve(kind=layer.kind, n_tb=held.n_tb[layer.kind], points=readings.curve(layer.kind, held.n_tb[layer.kind]))
         for layer in layers

@@ -1,6 +1,6 @@
-"""Embeddings: a text as a vector, the mean of what the model makes of its tokens.
+"""Text embeddings: the mean of a chat model's final hidden states.
 
-Chat models are not trained for it; their vectors tell texts of one subject from others, coarsely.
+Chat models are not trained for this; their vectors separate texts by subject, but coarsely.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ def embed(decoder: Decoder, tokens: Sequence[int], cancelled: Callable[[], bool]
     """The embedding of a text.
 
     Args:
-        decoder: Whose slot 0 may be overwritten.
-        tokens: At least one, and no more than the context holds.
-        cancelled: Asked between steps.
+        decoder: The model; slot 0 is overwritten.
+        tokens: At least one, at most the context.
+        cancelled: Polled between steps.
 
     Returns:
-        float32 [C] of length 1: the mean over all tokens of the rows behind the final norm.
+        float32 [C], normalized: the mean over all tokens of the rows after the final norm.
 
     Raises:
         Cancelled: `cancelled` said so.
-        InvalidActivationError: the model's numbers broke down.
+        InvalidActivationError: the model computed NaN or infinity.
     """
     total = np.zeros(decoder.spec.hidden_size, np.float64)
     for at in range(0, len(tokens), decoder.options.max_rows):
         if cancelled():
-            raise Cancelled("the embedding was asked to stop")
+            raise Cancelled("the embedding was cancelled")
         part = tokens[at : at + decoder.options.max_rows]
         step = Step(
             tokens=np.array(part, np.int32),

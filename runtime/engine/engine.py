@@ -1,15 +1,15 @@
-"""The engine: prompts go in, pieces of text come out. It knows tokens, text and time; decoders know neither.
+"""The engine: turns prompts into streams of text. It handles tokens, text and timing, so that decoders need not.
 
-As many generations run at once as the decoder has slots, step by step (`runtime.engine.scheduling`); others wait. What
-the last few conversations left in the cache stays while slots and pages are free, and a prompt goes on from the one
-that begins as it does; so switching between chats, regenerating and branching compute only what is new.
+It runs as many generations at once as the decoder has slots, step by step (`runtime.engine.scheduling`); further
+requests wait. The KV cache of recent conversations is kept while slots and pages are free, and a prompt reuses the
+longest matching prefix. Switching between chats, regenerating and branching therefore compute only new tokens.
 
-What is reused is not always what a prefill of the same tokens would give. Tokens that were generated keep the cache
-entries of decoding, which are compensated row by row, where those of a prompt are compensated together; where a kind of
-cache quantizes whole pages, a branch inside a page goes on from what the page reads back as; a prompt that is prefilled
-in pieces sees pages where one in a single piece would see the window. So a reply may depend on what was said before it,
-on what was dropped for want of room, and on what was saved to disk. But a decoder that was loaded afresh gives the same
-replies to the same requests in the same order with the same seeds, where it finds the same saved caches.
+Reused entries are not always those that a prefill of the same tokens would give. Generated tokens keep the cache
+entries of decoding, which compensates each row by itself, whereas the rows of a prompt are compensated together. Where
+a cache quantizes whole pages, a branch inside a page continues from the dequantized page, and a prompt that is
+prefilled in pieces reads pages where a single pass would read the window. A reply may therefore depend on earlier
+conversations, on evictions, and on saved caches. A freshly loaded decoder with the same saved caches gives the same
+replies to the same requests in the same order with the same seeds.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from runtime.engine.rereading import Rereading
 from runtime.engine.scheduling.answer import Answer, Language, Receive
 from runtime.engine.scheduling.request import Request
 from runtime.engine.scheduling.scheduler import Scheduler
-from runtime.engine.scheduling.turns import Turns
+from runtime.engine.scheduling.shared_scheduler import SharedScheduler
 from runtime.engine.speculation.copying import StepTimes
 from runtime.engine.speculation.gamma import Costs, FixedGamma, Gamma, gamma_of
-from runtime.engine.speculation.rounds import Place, Rounds
+from runtime.engine.speculation.rounds import DecodeContext, Rounds
 from runtime.errors import BackendError, ContextOverflowError, RequestError
 from runtime.text.constraint import Constraints
 from runtime.text.sampling import Sampler, SamplingOptions
 from runtime.text.tokenizer import Tokenizer
 
-LENT_TOKENS = 128
-"""Tokens that whoever measures the decoder may put into slot 0, unless more are asked for."""
+BORROWED_TOKENS = 128
+"""Default number of tokens that a borrower of the decoder may write into slot 0."""
 
 
 class Engine(Rereading):
@@ -51,7 +51,7 @@ class Engine(Rereading):
     def __init__(
         self, decoder: Decoder, tokenizer: Tokenizer, *, name: str, eos_token_ids: Sequence[int], reason: str = ""
     ) -> None:
-        """Put an engine together.
+        """Create an engine.
 
         Args:
             decoder: The loaded model; the engine uses all its slots and closes it.
@@ -72,11 +72,11 @@ class Engine(Rereading):
         options = decoder.options
         self._conversations = Conversations(decoder.cache, slots=options.slots, context=options.context)
         self._scheduler = Scheduler(decoder, self._conversations)
-        self._turns = Turns(self._scheduler, decoder.session)
+        self._shared = SharedScheduler(self._scheduler, decoder.session)
 
     @property
     def parallel(self) -> int:
-        """Requests that are answered at the same time; as many as the decoder has slots, if not set."""
+        """Most requests answered at the same time; defaults to the decoder's slots."""
         return self._scheduler.most
 
     @parallel.setter
@@ -85,22 +85,22 @@ class Engine(Rereading):
 
     @property
     def running(self) -> int:
-        """Requests that are being answered; may be asked in any thread, as `waiting`."""
+        """Requests being answered. Thread-safe, as `waiting` is."""
         return len(self._scheduler.running)
 
     @property
     def waiting(self) -> int:
-        """Requests that wait for a slot, or for room in the cache."""
+        """Requests waiting for a slot or for room in the cache."""
         return len(self._scheduler.waiting)
 
     @property
     def context(self) -> int:
-        """Tokens that prompt and answer may have together."""
+        """Most tokens of a prompt and its answer together."""
         return self.decoder.options.context
 
     @property
     def chat_stops(self) -> tuple[str, ...]:
-        """Stop strings that chat answers need beside the caller's own (see `Tokenizer.chat_stops`)."""
+        """Stop strings for chat answers, in addition to the caller's own (see `Tokenizer.chat_stops`)."""
         return self.tokenizer.chat_stops
 
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
@@ -108,7 +108,7 @@ class Engine(Rereading):
         return self.tokenizer.chat(messages, most=self.context, **options)
 
     def text_prompt(self, text: str) -> list[int]:
-        """Tokens of a text to be continued. An empty text gives the beginning-of-sequence token, where there is one."""
+        """Tokens of a text to be continued. An empty text gives the beginning-of-sequence token, if there is one."""
         tokens = self.tokenizer.encode(text, most=self.context)
         if not tokens and self.decoder.spec.bos_token_id is not None:
             tokens = [self.decoder.spec.bos_token_id]
@@ -123,24 +123,25 @@ class Engine(Rereading):
         trim: bool = False,
         chat: str | None = None,
     ) -> Iterator[Piece]:
-        """Answer a prompt. Whoever iterates runs the steps of all requests, or sees another thread do so.
+        """Answer a prompt. Iterating runs the steps of all requests, or waits while another thread runs them.
 
         Args:
             prompt: Token ids, from `chat_prompt` or `text_prompt`.
-            options: How to draw and when to end.
-            cancelled: Asked between steps; True ends the answer with `finish_reason` "cancelled".
-            trim: Whether white space at the beginning of the answer is left out, as for a new chat message.
-            chat: The conversation that this belongs to, by a name of the caller's, for `forget`.
+            options: Sampling and stopping options.
+            cancelled: Polled between steps; True ends the answer with `finish_reason` "cancelled".
+            trim: Whether to strip leading white space from the answer, as for a new chat message.
+            chat: The caller's name for the conversation, for `forget`.
 
         Returns:
-            Pieces as they come; the last has `finish_reason` and `usage`. Closing the iterator ends the work.
+            Pieces as they are generated; the last has `finish_reason` and `usage`. Closing the iterator cancels the
+            request.
 
         Raises:
-            RuntimeFailure: as `submit`; while iterating, what `submit` gives to its receiver.
+            RuntimeFailure: as `submit`; while iterating, any error that `submit` would pass to its receiver.
         """
         items: deque[Piece | Exception] = deque()
         request = self._request(prompt, options, items.append, cancelled, trim=trim, chat=chat)
-        return self._turns.pieces(request, items)
+        return self._shared.pieces(request, items)
 
     def submit(
         self,
@@ -152,72 +153,73 @@ class Engine(Rereading):
         trim: bool = False,
         chat: str | None = None,
     ) -> None:
-        """Let a prompt be answered by the calls of `step` that follow. Arguments are as for `generate`, but for one.
+        """Queue a prompt, to be answered by later calls of `step`. Arguments are those of `generate`, plus `receive`.
 
-        `receive` gets the pieces in the thread that runs the steps. The last has `finish_reason` and `usage`; or an
-        error comes in its place: an InvalidActivationError where the model's numbers broke down, an OutOfMemoryError
-        where the cache is too small.
+        `receive` is called with each piece, in the thread that runs the steps. The last piece has `finish_reason` and
+        `usage`; or an error takes its place: an InvalidActivationError if the model computed NaN or infinity, an
+        OutOfMemoryError if the cache is too small.
 
         Raises:
-            RequestError: the prompt is empty or holds a token that the model does not have, or the answer cannot be
-                constrained as asked.
+            RequestError: the prompt is empty or holds a token that the model does not have, or the requested constraint
+                is not supported.
             ContextOverflowError: the prompt leaves no room for one more token.
             BackendError: the engine has been closed.
         """
-        self._turns.submit(self._request(prompt, options, receive, cancelled, trim=trim, chat=chat))
+        self._shared.submit(self._request(prompt, options, receive, cancelled, trim=trim, chat=chat))
 
     def step(self) -> bool:
-        """Do one step of all requests. Returns whether there is more to do."""
-        return self._turns.step()
+        """Run one step of all requests. Returns whether work remains."""
+        return self._shared.step()
 
-    def keep_in(self, saved: SavedCaches) -> None:
-        """Write long conversations to disk when the engine is closed, and let prompts go on from what is there.
+    def save_to(self, saved: SavedCaches) -> None:
+        """Save long conversations to disk on close, and let prompts continue from saved ones.
 
         Args:
-            saved: The saved caches of this very model and kind of cache; of no use where the cache has no `layout`.
+            saved: The saved caches of this very model and kind of cache; unused if the cache has no `layout`.
         """
-        with self._turns.taken():
+        with self._shared.paused():
             self._conversations.saved = saved
 
     def speculate(self, gamma: int | Costs | None, *, copied: bool = True) -> None:
-        """Draft tokens and verify them several at a time, from the next answer on. What comes out is the same.
+        """Speculate from the next answer on: draft tokens and verify several at a time. The output is unchanged.
 
         Args:
-            gamma: Tokens that the model drafts in each round, compensated by the decoder's `draft_k_chunk`, and none is
-                copied; or what steps cost, and the best number is found while answers go on; None: it drafts none.
-            copied: Whether drafts are copied from the text where that pays, as they are in a new engine.
+            gamma: Tokens that the model drafts in each round, with the decoder's `draft_k_chunk` of compensation, and
+                nothing is copied; or measured costs, from which the best number is found while answering; None: the
+                model drafts nothing.
+            copied: Whether drafts are copied from the text where that pays, as in a new engine.
 
         Raises:
             RequestError: gamma is out of range.
         """
         chosen = None if gamma is None else gamma_of(gamma)
-        with self._turns.taken():
+        with self._shared.paused():
             self._gamma = chosen
             self._first_gamma = self._gamma.current if self._gamma else 0
             self._times = StepTimes() if copied and not isinstance(gamma, int) else None
 
     @property
     def speculates(self) -> bool:
-        """Whether the model drafts tokens for itself."""
+        """Whether the model drafts for itself."""
         return self._gamma is not None
 
     def forget(self, chat: str | None = None) -> None:
-        """Drop cached tokens, those of a chat or all, so that they are computed anew, or come from disk.
+        """Drop the cached tokens of one chat or of all; they are then recomputed, or loaded from disk.
 
         Args:
-            chat: The name under which `generate` was given its prompts; None: everything is dropped.
+            chat: The name that was given to `generate`; None: drop everything.
         """
-        with self._turns.taken():
+        with self._shared.paused():
             self._scheduler.forget(chat)
 
     @contextmanager
-    def lent(self, tokens: int = LENT_TOKENS) -> Iterator[Decoder]:
-        """While entered, the decoder is the caller's, who may put so many tokens into slot 0; requests wait.
+    def borrow(self, tokens: int = BORROWED_TOKENS) -> Iterator[Decoder]:
+        """Borrow the decoder: the caller may write this many tokens into slot 0 while requests wait.
 
-        Begins when all have ended. Conversations stay: what was in slot 0 moves to another one. Where all are in use,
-        the one unused for longest gives way, and is written to disk first if it is worth a file.
+        Waits until all requests have ended. Conversations are kept: slot 0 moves to another slot. If all slots are in
+        use, the least recently used one is evicted, and saved to disk first if it is worth a file.
         """
-        with self._turns.alone():
+        with self._shared.drained():
             self._conversations.vacate(0, min(self.context, tokens))
             try:
                 yield self.decoder
@@ -226,13 +228,13 @@ class Engine(Rereading):
 
     def abandon(self, error: Exception) -> None:
         """End all requests with an error."""
-        self._turns.end(error)
+        self._shared.end(error)
 
     def close(self) -> None:
-        """End all requests, after the step that runs, and release the decoder. Safe to call twice."""
-        self._turns.closed = True
-        self._turns.end()
-        with self._turns.taken():
+        """End all requests after the current step, and release the decoder. Safe to call twice."""
+        self._shared.closed = True
+        self._shared.end()
+        with self._shared.paused():
             self._conversations.save()
             self._conversations.forget()
             self.decoder.close()
@@ -247,7 +249,7 @@ class Engine(Rereading):
         trim: bool,
         chat: str | None,
     ) -> Request:
-        """What the scheduler is given; see `submit`."""
+        """Build a request for the scheduler; see `submit`."""
         tokens = self._checked(prompt)
         room = self.context - len(tokens)
         run = Run(prompt=tokens, options=options, trim=trim, chat=chat, begin=time.perf_counter())
@@ -258,7 +260,7 @@ class Engine(Rereading):
         return Request(answer, cancelled, lambda slot: self._rounds(run, slot))
 
     def _checked(self, prompt: Sequence[int]) -> list[int]:
-        """Tokens that the model can read, with room for one more."""
+        """Check a prompt: known tokens only, and room for at least one more."""
         tokens, V = [int(token) for token in prompt], self.decoder.spec.vocab_size
         if not tokens:
             raise RequestError("the prompt is empty: give at least one token")
@@ -269,14 +271,14 @@ class Engine(Rereading):
                 f"the prompt has {len(tokens)} tokens and the context holds {self.context}, the answer included: "
                 "shorten the conversation, or load the model with a longer context"
             )
-        if self._turns.closed:
+        if self._shared.closed:
             raise BackendError("the model has been unloaded: load it again")
         return tokens
 
     def _rounds(self, run: Run, slot: int) -> Rounds:
-        """The decoding of one answer. With a seed, draws depend neither on timing nor on other requests.
+        """The decoding of one answer. With a seed, samples depend neither on timing nor on other requests.
 
-        A draft of the model takes random numbers of its own, and knows no grammar. A copied one takes none.
+        Drafts by the model use random numbers of their own and ignore grammars. Copied drafts use none.
         """
         sampler, gamma = Sampler(run.options, constraint=run.constraint), self._gamma or FixedGamma(0)
         seeded = run.options.seed is not None and not sampler.greedy
@@ -284,14 +286,14 @@ class Engine(Rereading):
             gamma = FixedGamma(0)
         elif seeded:
             gamma = FixedGamma(self._first_gamma)
-        place = Place(
+        context = DecodeContext(
             decoder=self.decoder,
             conversations=self._conversations,
             slot=slot,
-            company=self._scheduler.company,
+            concurrent=self._scheduler.concurrent,
             clock=self._scheduler.clock,
         )
         times = None if seeded and gamma.current else self._times
-        rounds = Rounds(place, sampler, gamma, ends=self._eos, alike=seeded, times=times)
+        rounds = Rounds(context, sampler, gamma, ends=self._eos, alike=seeded, times=times)
         run.speculation = lambda: rounds.result() if self._gamma is not None or rounds.counts.rounds else None
         return rounds

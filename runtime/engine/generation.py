@@ -1,4 +1,4 @@
-"""What a generation gives: pieces of text as they become certain, and in the end what it took."""
+"""Results of a generation: pieces of text, and at the end its usage."""
 
 from __future__ import annotations
 
@@ -16,40 +16,40 @@ FinishReason = Literal["stop", "length", "cancelled"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """What a generation took."""
+    """Token counts and timings of a generation."""
 
     prompt_tokens: int
     """Tokens of the prompt."""
     cached_tokens: int
-    """Of these, tokens that were still in the cache."""
+    """Prompt tokens that were already in the cache."""
     completion_tokens: int
-    """Tokens generated, the end-of-sequence token included."""
+    """Tokens generated, including the end-of-sequence token."""
     ttft_s: float
-    """Seconds from the request to the first token, waiting for a turn included; 0 where there was none."""
+    """Seconds from the request to the first token, including time in the queue; 0 if no token was generated."""
     prefill_s: float
     """Seconds spent on the prompt."""
     decode_tokens_per_s: float
     """Tokens per second after the first; 0 where fewer than two tokens were generated."""
 
     speculation: Speculation | None = None
-    """What speculation did; None where nothing was drafted, nor was to be by the model."""
+    """Speculation statistics; None if nothing was drafted and the model was not asked to draft."""
 
     @property
     def prefill_tokens_per_s(self) -> float:
-        """Prompt tokens per second, cached ones left out."""
+        """Prompt tokens per second, not counting cached ones."""
         return (self.prompt_tokens - self.cached_tokens) / self.prefill_s if self.prefill_s > 0 else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """A token of an answer: usually a token and the text that has become certain with it."""
+    """A piece of an answer: usually a token, and the text that it completed."""
 
     text: str
-    """Printable text, maybe empty: half characters and what may be a stop string are held back."""
+    """Printable text, maybe empty: incomplete characters and possible stop strings are held back."""
     token: int | None = None
     """The token of this step; None in the last piece."""
     logprob: TokenLogprob | None = None
-    """The token's log-probability, where asked for."""
+    """The token's log-probability, if requested."""
     finish_reason: FinishReason | None = None
     """In the last piece only: `stop` (end of sequence or stop string), `length`, or `cancelled`."""
     usage: Usage | None = None
@@ -57,7 +57,7 @@ class Piece:
 
 
 class Run:
-    """The counts and times of one generation."""
+    """Counts and timings of one generation."""
 
     def __init__(
         self, *, prompt: list[int], options: SamplingOptions, trim: bool, chat: str | None, begin: float
@@ -77,7 +77,7 @@ class Run:
         self._latest = begin
 
     def count(self) -> None:
-        """Note that a token has been drawn."""
+        """Count a generated token."""
         self._latest = time.perf_counter()
         if self.completion == 0:
             self._first = self._latest

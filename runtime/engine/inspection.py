@@ -1,10 +1,10 @@
-"""What the model thought at each token of an answer: with compensation, without, and as a draft.
+"""Token inspection: the model's candidates at each token of an answer, with compensation, without it, and as a draft.
 
-The answer is read again, not written: its prompt as a prompt, its tokens many at a time as a verification reads them,
-once as the model runs and once without any compensation. So a chat pays nothing for it until somebody looks. Without
-compensation the whole conversation is read so, as if the budget were off: that is what the base model alone would have
-said next to the same text. Sums of many rows may come out in another order than those of one: logits are those of the
-answer up to rounding.
+The answer is re-read rather than generated: its prompt as a prompt, its tokens many at a time as in a verification,
+once as the model runs and once without any compensation. A chat pays nothing for it until somebody looks. The
+uncompensated pass reads the whole conversation without compensation, as if the budget were off: it shows what the base
+model alone would have said after the same text. Sums over many rows may be added in another order than those over one,
+so logits equal those of the answer up to rounding.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from runtime.text.tokenizer import Detokenizer, Tokenizer
 from runtime.wire.inspection import Candidate, InspectedToken
 
 ALTERNATIVES = 6
-"""Most likely tokens that are told of each place."""
+"""Most likely tokens reported at each place."""
 KNOWN = 64
-"""Most likely tokens of each reading whose logits are kept, to be set beside those of the other."""
+"""Most likely tokens of each pass whose logits are kept for comparison with the other pass."""
 DRAFTED_ROWS = 4
-"""Tokens that are drafted behind verified ones."""
-MOST_TOKENS = 2048
-"""Tokens of an answer that are read."""
+"""Tokens drafted in a row after verified ones."""
+MAX_TOKENS = 2048
+"""Most tokens of an answer that are read."""
 CONTEXT_TOKENS = 8
-"""Tokens before the answer that decide how its first one is written."""
+"""Tokens before the answer that are decoded with it, so that its first token gets its leading space."""
 
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """What one reading says of one place."""
+    """The candidates of one place in one pass."""
 
     best: int
     logits: Mapping[int, float]
-    """Of the most likely tokens and the token itself."""
+    """Token ids of the most likely tokens and the token itself, with their logits."""
     normalizer: float
     """log of the sum of exp of all logits."""
 
@@ -62,23 +62,23 @@ def inspect(
     progress: ProgressCallback,
     cancelled: Callable[[], bool],
 ) -> list[InspectedToken]:
-    """Read an answer again.
+    """Re-read an answer.
 
     Args:
-        decoder: Whose slot 0 may be overwritten; it holds all tokens but the last.
+        decoder: The model; slot 0, which must hold all tokens but the last, is overwritten.
         tokenizer: The model's.
         prompt: Tokens before the answer, at least one.
         answer: Tokens of the answer, at least one.
-        drafts: Whether to make a draft of each token too.
-        progress: Told after each step.
-        cancelled: Asked before each step.
+        drafts: Whether to also draft each token.
+        progress: Called after each step.
+        cancelled: Polled before each step.
 
     Returns:
-        What there is to say of each token of the answer.
+        One record for each token of the answer.
 
     Raises:
         Cancelled: `cancelled` said so.
-        InvalidActivationError: the model's numbers broke down.
+        InvalidActivationError: the model computed NaN or infinity.
     """
     reader = _Reader(decoder, [*prompt, *answer], len(prompt), progress, cancelled)
     base: list[_View] = []
@@ -104,7 +104,7 @@ def compensates(decoder: Decoder) -> bool:
 
 
 class _Reader:
-    """Runs a conversation through slot 0 of a decoder, as often as wanted."""
+    """Runs a conversation through slot 0 of a decoder, any number of times."""
 
     def __init__(
         self,
@@ -120,11 +120,11 @@ class _Reader:
         self.readings = 1
 
     def read(self, *, compensate: bool = True, drafted: list[int | None] | None = None) -> Iterator[Float32Array]:
-        """The logits [V] that each token of the answer was drawn from; each is overwritten by the next but one.
+        """The logits [V] that each token of the answer was sampled from; each is overwritten two tokens later.
 
         Args:
-            compensate: Whether as the model runs.
-            drafted: Is given the most likely token of a draft at each place, where it is a list.
+            compensate: Whether to compensate as the model normally does.
+            drafted: Receives the most likely draft token at each place, unless None.
         """
         decoder, first, end = self._decoder, self._first, len(self._tokens) - 1
         if decoder.cache is not None:
@@ -145,7 +145,7 @@ class _Reader:
             at = until
 
     def _most(self, *, drafts: bool) -> int:
-        """Tokens of the next step: no more than see what they saw when they were written."""
+        """Rows of the next step: as many as see exactly what they saw when they were generated."""
         most, cache = self._decoder.options.max_rows, self._decoder.cache
         if cache is not None:
             most = min(most, cache.rows_alike(0))
@@ -155,7 +155,7 @@ class _Reader:
         self, at: int, until: int, *, wanted: int, compensate: bool = True, prefill: bool = False, draft: bool = False
     ) -> Float32Array:
         if self._cancelled():
-            raise Cancelled("looking at the tokens was stopped")
+            raise Cancelled("the inspection was cancelled")
         count = until - at
         logits = self._decoder.forward(
             Step(
@@ -171,7 +171,7 @@ class _Reader:
         if not draft:
             self._done += count
             total = self.readings * (len(self._tokens) - 1)
-            words = "reading the answer as it was written" if compensate else "reading it without compensation"
+            words = "reading the answer as generated" if compensate else "reading it without compensation"
             self._progress(Progress(phase="inspect", done=self._done, total=total, unit="tokens", message=words))
         return logits
 
@@ -179,7 +179,7 @@ class _Reader:
 def _told(
     tokenizer: Tokenizer, text: str, token: int, own: _View, base: _View | None, draft: int | None
 ) -> InspectedToken:
-    """The candidates of a place, best first, and which of them are which."""
+    """The candidates of a place, best first, and which of them is the token, the uncompensated choice and the draft."""
     likely = [*own.logits][:ALTERNATIVES]
     if base is not None:
         likely += [*base.logits][:ALTERNATIVES]

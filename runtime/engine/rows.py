@@ -1,4 +1,4 @@
-"""What a sequence wants to be computed next, and the step that computes it for several sequences at once."""
+"""Rows: the work that a sequence requests from a step, and the step that computes it for several sequences at once."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ class Rows:
     slot: int
     """The sequence."""
     start: int
-    """Position of the first."""
+    """Position of the first token."""
     tokens: Sequence[int]
-    """Token ids, one at least."""
+    """Token ids, at least one."""
     wanted: int
-    """Logits are wanted of so many rows, the last ones."""
+    """Number of rows, counted from the last, whose logits are wanted."""
     kind: RowKind
-    """`prompt`: compensated together; `draft`: a guess; `decode`: a token of the answer, or rows that verify a draft;
-    `drawn`: a token behind which the decoder itself draws the next. Rows of several kinds make no common step: a step
-    is compensated in one way, and a draft reads less of the cache."""
+    """`prompt`: compensated together; `draft`: a drafted token; `decode`: a token of the answer, or rows that verify a
+    draft; `drawn`: a token whose successor the decoder samples itself. Kinds are not mixed in a step: a step is
+    compensated in one way, and a draft reads less of the cache."""
     draw: Draw | None = None
-    """How the decoder is to draw; for `drawn` alone, which has one row."""
+    """Sampling options; for `drawn` only, which has one row."""
 
 
 Work = Generator[Rows, Any, T]
-"""Work on one sequence: gives the rows that it needs next, is sent their logits float32 [wanted, V] (what was drawn,
-`runtime.text.sampling.Drawn`, where the decoder draws), and returns a T. Logits are overwritten by the step after."""
+"""Work on one sequence: a generator that yields the rows it needs next, is sent their logits float32 [wanted, V] (or
+`runtime.text.sampling.Drawn` if the decoder samples), and returns a T. The next step overwrites the logits."""
 
 
 def step_of(parts: Sequence[Rows]) -> Step:
-    """One step for the rows of several sequences, all of one kind."""
+    """Build one step from the rows of several sequences, all of one kind."""
     kind = parts[0].kind
     tokens: list[int] = []
     slots: list[int] = []
@@ -65,7 +65,7 @@ def step_of(parts: Sequence[Rows]) -> Step:
 
 
 def compute(decoder: Decoder, parts: Sequence[Rows]) -> Sequence[Any]:
-    """Run one step for the rows of several sequences, all of one kind. Returns what the work on each is to be sent."""
+    """Run one step for the rows of several sequences, all of one kind. Returns the value to send to each generator."""
     step = step_of(parts)
     draws = [rows.draw for rows in parts if rows.draw is not None]
     if draws:
@@ -76,7 +76,7 @@ def compute(decoder: Decoder, parts: Sequence[Rows]) -> Sequence[Any]:
 
 
 def run_alone(decoder: Decoder, work: Work[T]) -> T:
-    """Do one piece of work with nobody beside it. Returns what it returns."""
+    """Run one generator to its end without other sequences. Returns its result."""
     try:
         rows = next(work)
         while True:

@@ -1,1 +1,1 @@
-"""KV caches: which kinds there are, who holds which page, and what every backend's cache can be asked."""
+"""KV caches: their kinds, page tables, and the interface and bookkeeping shared by all backends."""

@@ -1,12 +1,12 @@
-"""The basis in which keys stand in a cache of few bits, and in which queries meet them. Nothing here imports torch.
+"""Basis of low-bit keys: turns keys and queries so that rounding hurts less. Does not import torch.
 
-A key is rounded with one scale for all of its channels, or a channel with one for all tokens of a page. Keys of real
-models make that hard: they stand far off zero, always to the same side, and a few channels are much larger than the
-rest. So keys and queries are *turned* once they are rotated, by an orthogonal matrix that leaves their products as they
-are: first Hadamard's, which spreads large channels over all, then a reflection that brings the direction which queries
-have most in common onto the one in which all channels are alike, whose error a zero-point takes off
-(`runtime.kv.kinds.Code.exact_mean`). Then the mean key is subtracted: the same from every key, so that all scores of a
-query change alike and their softmax does not.
+A key is rounded with one scale for all its channels, or a channel with one for all tokens of a page. The keys of real
+models make that hard: they lie far from zero, always on the same side, and a few channels are much larger than the
+rest. So keys and queries are *turned* after their rotation, by an orthogonal matrix that preserves their products.
+First a Hadamard matrix spreads large channels over all. Then a reflection maps the direction that queries have most in
+common onto the one in which all channels are alike, whose error a zero-point removes
+(`runtime.kv.kinds.Code.exact_mean`). Finally the mean key is subtracted from every key: that shifts all scores of a
+query equally, so their softmax is unchanged.
 
 Source: QServe §4.3.1 and QuaRot for Hadamard's matrix.
 """
@@ -28,7 +28,7 @@ Float32Array = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeyBasis:
-    """How the keys and queries of a layer are turned: x -> H x, x -> x - u (u . x), and of keys x -> x - m."""
+    """A layer's basis: queries x -> H x -> x - u (u . x), and keys also x -> x - m."""
 
     reflection: Float32Array
     """float32 [H_kv, D], u of length sqrt(2); or zeros, which reflect nothing."""
@@ -37,12 +37,12 @@ class KeyBasis:
 
 
 def hadamard_block(head_dim: int) -> int:
-    """Channels that Hadamard's matrix mixes: the largest power of two that divides D; H has a block for each."""
+    """Channels that the Hadamard matrix mixes: the largest power of two that divides D; H has a block for each."""
     return head_dim & -head_dim
 
 
 def hadamard(x: Float32Array) -> Float32Array:
-    """Multiply with H: float32 [..., D] -> the same, float64 inside. H is its own inverse."""
+    """Multiply by H: float32 [..., D] -> the same, float64 inside. H is its own inverse."""
     D = x.shape[-1]
     block = hadamard_block(D)
     turned = x.astype(np.float64).reshape(*x.shape[:-1], D // block, block)
@@ -60,7 +60,7 @@ def key_basis(found: KeyStatistics | None, kv_heads: int, head_dim: int) -> KeyB
     """The basis for a layer's keys.
 
     Args:
-        found: What is known of them; None: H alone.
+        found: Statistics of the keys; None: H alone.
         kv_heads: H_kv.
         head_dim: D.
     """
@@ -69,7 +69,7 @@ def key_basis(found: KeyStatistics | None, kv_heads: int, head_dim: int) -> KeyB
         return KeyBasis(nothing, nothing)
     alike = np.full(head_dim, head_dim**-0.5)
     axis = hadamard(found.axis).astype(np.float64)
-    axis *= np.where(axis @ alike > 0, -1.0, 1.0)[:, None]  # of both, the one that is further from `alike`
+    axis *= np.where(axis @ alike > 0, -1.0, 1.0)[:, None]  # of the two signs, the one further from `alike`
     reflection = axis - alike
     reflection *= np.sqrt(2) / np.linalg.norm(reflection, axis=-1, keepdims=True)
     mean = hadamard(found.mean).astype(np.float64)
@@ -78,7 +78,7 @@ def key_basis(found: KeyStatistics | None, kv_heads: int, head_dim: int) -> KeyB
 
 
 def key_bases(kind: CacheKind, model: Weights) -> tuple[KeyBasis, ...]:
-    """The bases of all layers; none where the kind keeps keys as they are."""
+    """The bases of all layers; none if the kind stores keys unturned."""
     spec: ModelSpec = model.spec
     if not kind.turned:
         return ()

@@ -1,10 +1,10 @@
-"""What every backend's cache can be asked, and the bookkeeping that they share: lengths, pages and windows.
+"""KV cache control: the interface of every backend's cache, and the shared bookkeeping of lengths, pages and windows.
 
-A slot's tokens stand in this order: its first `sinks` tokens in the window, whole pages, the rest in the window behind
-the sinks. As long as there is no page, all of them are in the window.
+A slot's tokens are stored in this order: its first `sinks` tokens in the window, whole pages, and the rest in the
+window after the sinks. As long as there is no page, all of them are in the window.
 
-A cache's numbers are a backend's business (`PageStore`); when tokens move from the window into a page, what is dropped,
-shared and copied is decided here, once, and is therefore the same on every backend.
+Each backend stores the numbers itself (`PageStore`). What is dropped, shared and copied when tokens move from the
+window into a page is decided here, so it is the same on every backend.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ Int32Array = npt.NDArray[np.int32]
 
 
 class KVCache(Protocol):
-    """The cache of a loaded model, between steps."""
+    """The cache of a loaded model, used between steps."""
 
     @property
     def kind(self) -> CacheKind:
-        """What it stores; `kind.has_draft` says whether a draft can read less."""
+        """The kind of cache; `kind.has_draft` says whether a draft can read less."""
         ...
 
     @property
     def nbytes(self) -> int:
-        """Bytes in use: pages that are held, shared ones once, and the tokens in windows."""
+        """Bytes in use: allocated pages (shared ones once), and the tokens in windows."""
         ...
 
     @property
@@ -48,49 +48,49 @@ class KVCache(Protocol):
         ...
 
     def slot_bytes(self, slot: int) -> int:
-        """Bytes that a slot has in use, shared pages included."""
+        """Bytes a slot uses, shared pages included."""
         ...
 
     def paged_length(self, slot: int) -> int:
-        """Tokens of a slot that are in pages; in the running step they stand before the window's recent ones."""
+        """Tokens of a slot that are in pages; during a step they precede the window's recent ones."""
         ...
 
     def exact_from(self, slot: int) -> int:
-        """The shortest length that `trim` and `fork` reach without loss; below it, a page is reopened."""
+        """The shortest length to which `trim` and `fork` can go without loss; below it, a page is reopened."""
         ...
 
     def rows_until_flush(self, slot: int) -> int:
-        """Rows that a step after the slot's tokens may have so that all of them see what decoding one by one sees."""
+        """Most rows of the slot's next step for which all rows see what plain decoding would see."""
         ...
 
     def rows_alike(self, slot: int) -> int:
-        """Rows that a step after the slot's tokens may have so that each is computed as it would be by itself.
+        """Most rows of the slot's next step for which each is computed as it would be alone.
 
-        No more than `rows_until_flush`, and fewer where a backend walks through the context in another way for a row
-        behind them: then sums come out in another order, which rounding of activations makes visible.
+        At most `rows_until_flush`, and fewer if a backend traverses the context differently for rows further on: sums
+        are then added in another order, which the rounding of activations makes visible.
         """
         ...
 
     def has_room(self, slot: int, end: int) -> bool:
-        """Whether enough pages are free for a slot to go on up to `end` tokens, at most the context."""
+        """Whether enough pages are free for a slot to grow to `end` tokens, at most the context."""
         ...
 
-    def holds_together(self, ends: Mapping[int, int], more: int = 0) -> bool:
-        """Whether slots can all grow to some lengths, if everything else is dropped.
+    def has_room_for_all(self, ends: Mapping[int, int], more: int = 0) -> bool:
+        """Whether slots can all grow to the given lengths if everything else is dropped.
 
         Args:
-            ends: What each slot is to grow to, in tokens, at most the context.
-            more: Further pages that are wanted beside.
+            ends: The length each slot is to reach, in tokens, at most the context.
+            more: Additional pages needed.
         """
         ...
 
     @property
     def layout(self) -> str | None:
-        """How the arrays of `export` are laid out, a name that changes with it; None where there is no `export`."""
+        """Name of the layout of the arrays of `export`, which changes with it; None if `export` is not supported."""
         ...
 
     def export(self, slot: int) -> Iterator[Arrays]:
-        """What a slot holds, piece by piece: its window, then a few pages at a time.
+        """The contents of a slot in pieces: its window, then a few pages at a time.
 
         A piece may be a view of the cache: use it before the next.
 
@@ -100,32 +100,32 @@ class KVCache(Protocol):
         ...
 
     def load(self, slot: int, length: int, paged: int, pieces: Iterable[Arrays]) -> None:
-        """Let a slot hold what `export` gave; what it held is dropped. Where that fails, the slot is empty.
+        """Replace a slot's contents by those from `export`. On failure the slot is empty.
 
         Args:
             slot: The slot.
             length: Tokens that were exported.
             paged: What `paged_length` was.
-            pieces: What `export` gave, in a cache of the same kind, model and layout.
+            pieces: Pieces from `export`, of a cache of the same kind, model and layout.
 
         Raises:
-            RequestError: the pieces are not those of so many tokens, or the cache has no `layout`.
+            RequestError: the pieces do not match the number of tokens, or the cache has no `layout`.
             OutOfMemoryError: not enough pages are free.
         """
         ...
 
     def begin(self, slots: Int32Array, positions: Int32Array, *, flush: bool = True) -> None:
-        """Make ready for a step: cut back, flush what is due, make room. The rows count as tokens from now on.
+        """Prepare a step: truncate, flush due pages, allocate. The rows count as tokens from now on.
 
-        A slot whose first row stands below its length is cut back to there. Then, where `flush`, pages are cut off
-        windows that hold sinks + keep + page tokens or more. The step's rows see pages and windows as they are after
-        that.
+        A slot whose first row is below its length is truncated to there. Then, if `flush`, pages are cut off windows
+        that hold sinks + keep + page tokens or more. The step's rows see pages and windows as they are after that.
 
         Args:
             slots: int32 [M] as in `runtime.backends.decoder.Step`.
             positions: int32 [M], consecutive in each slot.
-            flush: Whether pages may be cut off. Speculation says no from its second drafted token on, so that drafts
-                and their verification see the same pages and no drafted token is quantized before it is verified.
+            flush: Whether pages may be flushed. Speculation passes False from its second drafted token on, so that
+                drafts and their verification see the same pages and no drafted token is quantized before it is
+                verified.
 
         Raises:
             RequestError: a gap before a slot's first row or between rows, or more tokens than there is room for.
@@ -134,9 +134,9 @@ class KVCache(Protocol):
         ...
 
     def trim(self, slot: int, length: int) -> None:
-        """Drop a slot's tokens behind its first `length`.
+        """Truncate a slot to its first `length` tokens.
 
-        Where that ends inside a quantized page, the rest of the page returns to the window as what it reads back as.
+        If that ends inside a quantized page, the remaining tokens of the page return to the window, dequantized.
 
         Raises:
             RequestError: the slot has fewer tokens.
@@ -144,7 +144,7 @@ class KVCache(Protocol):
         ...
 
     def fork(self, source: int, target: int, length: int) -> None:
-        """Let `target` begin with the first `length` tokens of `source`; what it held is dropped. Pages are shared.
+        """Start `target` from the first `length` tokens of `source`, replacing its contents. Pages are shared.
 
         Raises:
             RequestError: the source has fewer tokens.
@@ -152,16 +152,17 @@ class KVCache(Protocol):
         ...
 
     def lengthen(self, slot: int, length: int) -> None:
-        """Lengthen a slot by copies of its pages, put behind them and before its window.
+        """Lengthen a slot with copies of its pages, inserted after them and before its window.
 
-        For measuring at a length without a prompt of that length: what the slot then holds is no text.
+        For measuring at a length without a prompt of that length; the contents are not meaningful text.
 
         Args:
-            slot: The slot; it has a page at least.
-            length: Tokens afterwards, more by a whole number of pages.
+            slot: The slot; it has at least one page.
+            length: Resulting tokens; longer by a whole number of pages.
 
         Raises:
-            RequestError: the slot has no whole page, or the length is no such length or more than the context.
+            RequestError: the slot has no whole page, the increase is not a whole number of pages, or the context is
+                exceeded.
             OutOfMemoryError: not enough pages are free.
         """
         ...
@@ -172,14 +173,14 @@ class KVCache(Protocol):
 
 
 class PageStore(Protocol):
-    """Where a backend keeps the numbers of pages and windows; every call means all layers, keys and values."""
+    """A backend's storage of pages and windows. Every call covers all layers, keys and values."""
 
     def flush(self, slot: int, page: int, rest: int) -> None:
-        """Quantize the page of tokens behind the sinks of a slot's window; the `rest` behind them take their place."""
+        """Quantize the page of tokens after the sinks of a slot's window; the `rest` tokens after them move up."""
         ...
 
     def restore(self, page: int, slot: int, count: int) -> None:
-        """Write the first `count` tokens of a page, dequantized, behind the sinks of a slot's window."""
+        """Write the first `count` tokens of a page, dequantized, after the sinks of a slot's window."""
         ...
 
     def copy_window(self, source: int, target: int, count: int) -> None:
@@ -195,9 +196,9 @@ class PagedCache:
     """Implements `KVCache` over a backend's `PageStore`.
 
     Args:
-        kind: What is stored.
+        kind: The kind of cache.
         spec: The model.
-        store: The backend's buffers.
+        store: The backend's storage.
         context: Tokens of a slot.
         slots: Sequences kept at the same time.
         max_rows: Most rows of a step.
@@ -224,7 +225,7 @@ class PagedCache:
         self._capacity_bytes = cache_bytes(kind, spec, context=context, slots=slots, max_rows=max_rows, pages=pages)
         self._lengths = [0] * slots
         self.table = PageTable(slots, kind.max_pages(context), pages)
-        """Which pages each slot holds."""
+        """The pages of each slot."""
 
     @property
     def kind(self) -> CacheKind:
@@ -279,8 +280,8 @@ class PagedCache:
         """See `KVCache.has_room`."""
         return self._lacking(slot, end) <= self.table.free
 
-    def holds_together(self, ends: Mapping[int, int], more: int = 0) -> bool:
-        """See `KVCache.holds_together`."""
+    def has_room_for_all(self, ends: Mapping[int, int], more: int = 0) -> bool:
+        """See `KVCache.has_room_for_all`."""
         held = {page for slot in ends for page in self.table.held(slot)}
         lacking = sum(max(0, self._lacking(slot, end)) for slot, end in ends.items())
         return len(held) + lacking + more <= self.table.capacity
@@ -389,28 +390,28 @@ class PagedCache:
         self._lengths[slot] = 0
 
     def _lacking(self, slot: int, end: int) -> int:
-        """Pages that a slot needs to go on up to `end` tokens, beside those that it holds."""
+        """Pages that a slot still needs to grow to `end` tokens."""
         page, count = self._kind.page, self.table.count(slot)
         needed = self._kind.stored_pages(end) - count
         last = self._lengths[slot] // page
         if not self._kind.windowed and last < count and self.table.references(self.table.held(slot)[last]) > 1:
-            needed += 1  # a copy of the page that the next token goes to
+            needed += 1  # a copy of the page that the next token is written to
         return needed
 
     def _saving(self) -> SavingStore:
-        """The store, where its numbers can leave it."""
+        """The store, if it supports saving."""
         if not isinstance(self._store, SavingStore):
             raise RequestError("this backend's cache cannot be saved")
         return self._store
 
     def _flush(self, slot: int) -> None:
-        """Cut pages off a slot's window while it holds sinks + keep + page tokens or more."""
+        """Flush pages from a slot's window while it holds sinks + keep + page tokens or more."""
         page, sinks = self._kind.page, self._kind.sinks
         while (window := self.window_length(slot)) >= self._kind.unpaged + page:
             self._store.flush(slot, self.table.append(slot), window - sinks - page)
 
     def _make_room(self, slot: int, start: int, end: int) -> None:
-        """Pages of its own for the tokens start .. end - 1 of a slot."""
+        """Allocate unshared pages for the tokens start .. end - 1 of a slot."""
         page = self._kind.page
         if start % page and (copied := self.table.own(slot, start // page)):
             self._store.copy_page(*copied)
@@ -418,7 +419,7 @@ class PagedCache:
             self.table.append(slot)
 
     def _check_run(self, slot: int, start: int, end: int, *, flush: bool) -> None:
-        """Raise RequestError where a slot's rows do not follow its tokens, or do not fit."""
+        """Raise RequestError if a slot's rows do not continue its tokens, or do not fit."""
         length = self._lengths[slot]
         if start > length:
             raise RequestError(
@@ -431,7 +432,7 @@ class PagedCache:
             raise RequestError(f"the window of slot {slot} is full: let a step flush it before drafting further")
 
     def _check_length(self, slot: int, length: int) -> None:
-        """Raise RequestError where a slot has fewer tokens."""
+        """Raise RequestError if a slot has fewer tokens."""
         if not 0 <= length <= self._lengths[slot]:
             raise RequestError(f"slot {slot} has {self._lengths[slot]} tokens and cannot be cut back to {length}")
 
@@ -440,7 +441,7 @@ def _runs(slots: Int32Array, positions: Int32Array) -> Iterator[tuple[int, int, 
     """Slot, first position and end of every slot's rows in a step.
 
     Raises:
-        RequestError: a slot's rows do not stand together in consecutive positions.
+        RequestError: a slot's rows are not adjacent and in consecutive positions.
     """
     if slots.size == 1:  # a decoded token
         yield slots.item(), positions.item(), positions.item() + 1
@@ -450,7 +451,7 @@ def _runs(slots: Int32Array, positions: Int32Array) -> Iterator[tuple[int, int, 
     for end in ends:
         slot, first = int(slots[start]), int(positions[start])
         if slot in seen or not np.array_equal(positions[start:end], np.arange(first, first + end - start)):
-            raise RequestError(f"the rows of slot {slot} must stand together in a step, in consecutive positions")
+            raise RequestError(f"the rows of slot {slot} must be adjacent in a step, in consecutive positions")
         seen.add(slot)
         yield slot, first, first + end - start
         start = end

@@ -1,8 +1,8 @@
-"""The kinds of KV cache: what a page of each holds, and how many bytes that is. Nothing here imports torch.
+"""Kinds of KV cache: the fields of their pages, and sizes in bytes. Does not import torch.
 
-Every kind keeps *pages* of so many tokens in packed form. Most also keep a *window* in half precision: a sequence's
-first tokens, which nearly every query attends to (attention sinks), stay there for good, and behind them stand recent
-tokens, from which whole pages are cut. What is stored of a sequence depends on its tokens alone, not on the steps in
+Every kind stores *pages* of a fixed number of tokens in packed form. Most also have a *window* in half precision: it
+keeps a sequence's first tokens, which nearly every query attends to (attention sinks), for good, followed by recent
+tokens, from which whole pages are flushed. What is stored depends only on the sequence's tokens, not on the steps in
 which they arrived.
 
 Source: QServe §4.3 (`int4`), QuantSpec §4.2-4.3 (`hierarchical`), KIVI as in GEAR §3 (`kivi2`), GEAR §3 (the rest).
@@ -27,32 +27,32 @@ PARTS: tuple[Part, Part] = ("keys", "values")
 LOW_RANK = 4
 """Rank of GEAR's correction of a page (GEAR §3: rank 4 for a prompt)."""
 SPARSITY = 0.02
-"""Share of every vector that GEAR keeps aside as outliers, half of it at either end."""
+"""Share of every vector that GEAR stores exactly as outliers, half of it at either end."""
 ALIKE = 64
-"""How much more an error counts that all channels of a turned key have alike: queries have this direction in common
-(`runtime.kv.basis`). On SmolLM2 it holds half of what they are, as it does with 64 where D is 64."""
+"""Extra weight of an error that all channels of a turned key share: queries have this direction in common
+(`runtime.kv.basis`). On SmolLM2 half of a query's energy lies in it, which the weight 64 models for D = 64."""
 SINKS = 64
 """First tokens that kinds of 4 bits and fewer keep in half precision. One or a few take much of the attention, and
-their keys lie far from all others'; 64 is the step in which kernels walk through a window."""
+their keys lie far from all others; kernels traverse a window in steps of 64."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Code:
-    """How the keys, or the values, of a page are quantized: x = code * scale + zero.
+    """Quantization of a page's keys or values: x = code * scale + zero.
 
     A *vector* is what one token has (axis `token`, D numbers) or what one channel has over the page's tokens (axis
     `channel`, as many numbers as the page has tokens). Each group of a vector has a scale of its own.
     """
 
     bits: int
-    """Bits of a code: 2, 4 or 8; 16: half precision, not quantized. A hierarchical code counts both planes, 8."""
+    """Bits of a code: 2, 4 or 8; 16: half precision, not quantized. A hierarchical code counts both planes: 8."""
     axis: Axis = "token"
-    """What a vector is."""
+    """The axis that a vector spans."""
     group: int = 0
     """Numbers of a vector that share a scale and a zero; 0 = all of it. The last group may be shorter."""
     exact_mean: bool = False
-    """Whether the zero is fitted once the codes are known, so that each group keeps its mean: what rounding costs then
-    has no part in the direction in which all channels are alike."""
+    """Whether the zero is refitted to the codes, so that each group keeps its mean: rounding then adds no error in the
+    direction in which all channels are alike."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,31 +60,31 @@ class CacheKind:
     """One kind of cache."""
 
     name: KVKind
-    """What `--kv` calls it."""
+    """Name for `--kv`."""
     page: int
     """Tokens of a page."""
     windowed: bool = False
-    """Whether recent tokens stay in half precision until a page of them is quantized at once. Where not, every token
-    is quantized when it comes."""
+    """Whether recent tokens stay in half precision until a page of them is quantized at once. If not, every token is
+    quantized on arrival."""
     sinks: int = 0
-    """First tokens of a sequence that stay in the window, in front of the recent ones; pages hold those behind them. A
-    multiple of 64, so that kernels walk through them in whole blocks."""
+    """First tokens of a sequence, which stay in the window; pages hold those after them. A multiple of 64, so that
+    kernels traverse them in whole blocks."""
     keep: int = 0
-    """Recent tokens that always stay in the window: a page is cut off while it holds sinks + keep + page tokens or
+    """Recent tokens that always stay in the window: a page is flushed while it holds sinks + keep + page tokens or
     more."""
     turned: bool = False
-    """Whether keys stand in the cache in a basis that rounding hurts less (`runtime.kv.basis`)."""
+    """Whether keys are stored in a basis that rounding hurts less (`runtime.kv.basis`)."""
     keys: Code
-    """How keys are stored."""
+    """Quantization of keys."""
     values: Code
-    """How values are stored."""
+    """Quantization of values."""
     hierarchical: bool = False
-    """Whether codes are two planes of 4 bits, x = (16 upper + lower) * scale / 16 + zero, of which a draft reads the
-    upper alone."""
+    """Whether codes are two planes of 4 bits, x = (16 upper + lower) * scale / 16 + zero. A draft reads only the
+    upper."""
     rank: int = 0
     """Rank of the low-rank correction of a head's page, keys and values each; 0 = none."""
     sparsity: float = 0.0
-    """Share of every vector kept aside as outliers; 0 = none."""
+    """Share of every vector stored exactly as outliers; 0 = none."""
 
     @property
     def unpaged(self) -> int:
@@ -93,15 +93,15 @@ class CacheKind:
 
     @property
     def has_draft(self) -> bool:
-        """Whether a draft can read less than a full read does."""
+        """Whether drafts can read less than the target."""
         return self.hierarchical
 
     def code(self, part: Part) -> Code:
-        """How keys, or values, are stored."""
+        """Quantization of keys or values."""
         return self.keys if part == "keys" else self.values
 
     def alike(self, part: Part) -> int:
-        """How much more the low-rank correction weighs an error that all channels have alike."""
+        """Extra weight of an error that all channels share, in the low-rank correction."""
         return ALIKE if self.turned and part == "keys" else 0
 
     def outliers(self, length: int) -> int:
@@ -114,21 +114,21 @@ class CacheKind:
         return min(max(1, math.floor(length * self.sparsity / 2 + 0.5)), length // 2)
 
     def window_capacity(self, max_rows: int) -> int:
-        """Tokens that a slot's window has room for, when a step has at most `max_rows` rows."""
+        """Capacity of a slot's window in tokens, if a step has at most `max_rows` rows."""
         return self.unpaged + self.page + max_rows if self.windowed else 0
 
     def max_pages(self, context: int) -> int:
-        """Pages that a slot of `context` tokens can hold."""
+        """Most pages of a slot of `context` tokens."""
         if self.windowed:
             return max(0, context - self.unpaged) // self.page
         return -(-context // self.page)
 
     def stored_pages(self, length: int) -> int:
-        """Pages that a sequence of `length` tokens has when a step begins after it."""
+        """Pages of a sequence of `length` tokens before its next step."""
         return max(0, length - self.unpaged) // self.page if self.windowed else -(-length // self.page)
 
     def whole_pages(self, length: int) -> int:
-        """Pages that hold nothing but a sequence's first `length` tokens: those that a fork shares for good."""
+        """Pages that contain only a sequence's first `length` tokens: those a fork can share permanently."""
         return max(0, length - self.sinks) // self.page
 
 
@@ -183,7 +183,7 @@ KINDS: Mapping[KVKind, CacheKind] = MappingProxyType(_kinds())
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One array in the record that a page keeps for a layer's head."""
+    """One array in a page's record of a layer's head."""
 
     name: str
     """`x`, `codes`, `upper`, `lower`, `scales`, `a`, `b`, `indices` or `outliers`."""
@@ -199,7 +199,7 @@ class Field:
 
 
 def page_fields(kind: CacheKind, part: Part, head_dim: int) -> tuple[Field, ...]:
-    """What a page stores of one layer's key-value head, in the order in which it stands there.
+    """The fields of a page of one layer's key-value head, in storage order.
 
     Args:
         kind: The kind of cache.
@@ -207,10 +207,10 @@ def page_fields(kind: CacheKind, part: Part, head_dim: int) -> tuple[Field, ...]
         head_dim: D.
 
     Returns:
-        `x` float16 [page, D] of a cache that is not quantized; else `codes` (packed uint8 [page, D * bits / 8], low
-        bits first) or the planes `upper` and `lower` (packed uint8 [page, D / 2]); `scales` float16
-        [vectors, groups, 2] with scale and zero; GEAR's `a` [page, r] and `b` [D, r] float16; `indices` int16 and
-        `outliers` float16 [vectors, 2 * outliers].
+        `x` float16 [page, D] for an unquantized cache; otherwise `codes` (packed uint8 [page, D * bits / 8], low bits
+        first) or the planes `upper` and `lower` (packed uint8 [page, D / 2]); `scales` float16 [vectors, groups, 2]
+        with scale and zero; GEAR's `a` [page, r] and `b` [D, r] float16; `indices` int16 and `outliers` float16
+        [vectors, 2 * outliers].
     """
     code, T, D = kind.code(part), kind.page, head_dim
     if code.bits == 16:
@@ -247,7 +247,7 @@ def window_token_bytes(kind: CacheKind, spec: ModelSpec) -> int:
 
 
 def bytes_per_token(kind: CacheKind, spec: ModelSpec) -> float:
-    """Bytes that one token takes once it is stored in a page, with its share of what the page's tokens have together.
+    """Bytes per token once stored in a page, including its share of the page's common data.
 
     Args:
         kind: The kind of cache.
@@ -265,7 +265,7 @@ def cache_bytes(
         kind: The kind of cache.
         spec: The model.
         context: Tokens of a slot.
-        slots: Sequences kept at the same time.
+        slots: Number of sequences in the cache.
         max_rows: Most rows of a step.
         pages: Pages that the slots share; None = enough for every slot.
     """
@@ -274,18 +274,18 @@ def cache_bytes(
 
 
 DEFAULT_KV: KVKind = "int4"
-"""The kind of cache where nobody asks for another: QServe's KV4, within 0.6 % of `fp16`'s perplexity (docs/kv.md)."""
+"""The default kind: QServe's KV4, within 0.6 % of `fp16`'s perplexity (docs/kv.md)."""
 CHAT_KINDS: tuple[KVKind, ...] = (DEFAULT_KV, "int8", "fp16", "hierarchical")
-"""The kinds that the settings screen offers; the others are for comparison with the papers."""
+"""The kinds offered by the settings screen; the others are for comparison with the papers."""
 SPECULATIVE_KV: KVKind = "hierarchical"
-"""The kind of cache of which drafts of the model read less than verification does."""
+"""The kind of cache whose drafts by the model read less than verification does."""
 
 
 def cache_for(kv: KVKind | None, *, drafts: bool) -> KVKind:
-    """The kind of cache that a model gets.
+    """The kind of cache for a model.
 
     Args:
-        kv: What was asked for; None leaves it open.
-        drafts: Whether the model is to draft for itself.
+        kv: The requested kind; None: not specified.
+        drafts: Whether the model will draft for itself.
     """
     return kv or (SPECULATIVE_KV if drafts else DEFAULT_KV)

@@ -1,4 +1,4 @@
-"""Who holds which page: block tables, reference counts and a list of free pages. Used by the caches of all backends."""
+"""Page tables: block tables, reference counts and a free list, for the caches of all backends."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from runtime.errors import OutOfMemoryError
 class PageTable:
     """The pages of all slots.
 
-    A slot's pages stand in the order of its tokens. Several slots may hold the same page; it is free again when the
-    last of them has let go. Freed pages are taken first, the latest first.
+    A slot's pages are in the order of its tokens. Several slots may share a page; it is freed when the last of them
+    releases it. Allocation reuses the most recently freed page first.
 
     Args:
         slots: Number of slots.
         pages_per_slot: Most pages of one slot.
-        pages: Pages that there are in all; None = enough for every slot.
+        pages: Total number of pages; None = enough for every slot.
     """
 
     def __init__(self, slots: int, pages_per_slot: int, pages: int | None = None) -> None:
         self.capacity = slots * pages_per_slot if pages is None else pages
-        """Pages that there are."""
+        """Total number of pages."""
         self.tables: npt.NDArray[np.int32] = np.full((slots, pages_per_slot), -1, np.int32)
-        """int32 [slots, pages_per_slot] page numbers in the order of tokens, -1 behind the last: for kernels to read.
+        """int32 [slots, pages_per_slot] page numbers in the order of tokens, -1 after the last: read by kernels.
         Changed in place."""
         self._counts = [0] * slots
         self._references = [0] * self.capacity
@@ -32,16 +32,16 @@ class PageTable:
 
     @property
     def used(self) -> int:
-        """Pages that somebody holds, each counted once."""
+        """Allocated pages, shared ones counted once."""
         return self.capacity - len(self._free)
 
     @property
     def free(self) -> int:
-        """Pages that nobody holds."""
+        """Free pages."""
         return len(self._free)
 
     def count(self, slot: int) -> int:
-        """Pages that a slot holds."""
+        """Number of a slot's pages."""
         return self._counts[slot]
 
     def held(self, slot: int) -> list[int]:
@@ -50,11 +50,11 @@ class PageTable:
         return pages
 
     def references(self, page: int) -> int:
-        """Slots that hold a page."""
+        """Number of slots that share a page."""
         return self._references[page]
 
     def append(self, slot: int) -> int:
-        """Give a slot one more page, its own.
+        """Allocate one more page for a slot.
 
         Returns:
             The page's number.
@@ -68,7 +68,7 @@ class PageTable:
         return page
 
     def truncate(self, slot: int, count: int) -> None:
-        """Let go of a slot's pages behind its first `count`."""
+        """Release a slot's pages after its first `count`."""
         while self._counts[slot] > count:
             self._counts[slot] -= 1
             page = int(self.tables[slot, self._counts[slot]])
@@ -76,7 +76,7 @@ class PageTable:
             self._release(page)
 
     def share(self, source: int, target: int, count: int) -> None:
-        """Let a slot that has no pages hold the first `count` of another's."""
+        """Share the first `count` pages of a slot with a slot that has none."""
         pages = self.held(source)[:count]
         self.tables[target, : len(pages)] = pages
         self._counts[target] = len(pages)
@@ -84,15 +84,15 @@ class PageTable:
             self._references[page] += 1
 
     def own(self, slot: int, index: int) -> tuple[int, int] | None:
-        """Make sure that nobody else holds a slot's page, so that it may be written.
+        """Unshare a slot's page, so that it may be written.
 
         Args:
             slot: The slot.
             index: Which of its pages.
 
         Returns:
-            (old, new) where the page was shared: the slot now holds `new`, and the caller copies what `old` holds;
-            None where nothing is to be done.
+            (old, new) if the page was shared: the slot now has `new`, and the caller copies `old` to it; None
+            otherwise.
 
         Raises:
             OutOfMemoryError: no page is free.
@@ -106,7 +106,7 @@ class PageTable:
         return old, new
 
     def _take(self) -> int:
-        """A free page, now held once."""
+        """Allocate a page."""
         if not self._free:
             raise OutOfMemoryError(
                 f"all {self.capacity} pages of the KV cache are in use: close a conversation, or load the model with a "
@@ -117,7 +117,7 @@ class PageTable:
         return page
 
     def _release(self, page: int) -> None:
-        """One holder less."""
+        """Drop one reference."""
         self._references[page] -= 1
         if self._references[page] == 0:
             self._free.append(page)

@@ -1,4 +1,4 @@
-"""Pages as records of bytes and windows in half precision, in torch buffers on any device."""
+"""Storage of pages (packed records) and windows (half precision) in torch buffers on any device."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from runtime.kv.transfer import Arrays, layout_name
 
 
 class TorchStore:
-    """The numbers of all pages and windows. Implements `PageStore` and `SavingStore`.
+    """Storage of all pages and windows. Implements `PageStore` and `SavingStore`.
 
-    A page is one record of bytes for each layer, head and half: codes first, scales and zeros behind them.
+    A page has one record for each layer, head and half: codes first, then scales and zeros.
 
     Args:
-        kind: What is stored.
+        kind: The kind of cache.
         spec: The model.
         pages: Number of pages.
         slots: Number of windows.
-        window: Tokens that a window has room for.
-        device: Where the buffers lie.
+        window: Capacity of a window in tokens.
+        device: Device of the buffers.
     """
 
     _low_rank: LowRank = staticmethod(correction.low_rank)
     backend = "torch"
-    """What a saved layout's name begins with."""
+    """Prefix of a saved layout's name."""
 
     def __init__(
         self, kind: CacheKind, spec: ModelSpec, *, pages: int, slots: int, window: int, device: torch.device | str
@@ -55,7 +55,7 @@ class TorchStore:
         return sum(array.nbytes for buffers in (self.pools, self.windows) for array in buffers.values())
 
     def fields(self, part: Part, records: torch.Tensor) -> Stored:
-        """The fields of records uint8 [..., bytes], in the records' own memory."""
+        """Views of the fields of records uint8 [..., bytes]."""
         views, at = {}, 0
         for field in page_fields(self._kind, part, self._D):
             raw = records[..., at : at + field.nbytes]
@@ -116,7 +116,7 @@ class TorchStore:
         self.windows.clear()
 
     def _quantize(self, slot: int, page: int) -> None:
-        """Quantize the page of tokens behind the sinks of a window."""
+        """Quantize the page of tokens after the sinks of a window."""
         for part in PARTS:
             sinks = self._kind.sinks
             tokens = self.windows[part][slot, :, :, sinks : sinks + self._kind.page].float()

@@ -1,4 +1,4 @@
-"""What a backend's store offers so that a sequence can leave the cache and come back. Nothing here imports torch."""
+"""Export and import of cached sequences, for saving them to disk. Does not import torch."""
 
 from __future__ import annotations
 
@@ -11,56 +11,56 @@ import numpy.typing as npt
 from runtime.errors import RequestError
 
 Arrays = Mapping[str, npt.NDArray[Any]]
-"""Named arrays in main memory, in whatever layout a backend keeps them."""
+"""Named arrays in main memory, in the backend's own layout."""
 _CHUNK_PAGES = 8
-"""Pages that are read or written at once."""
+"""Pages read or written at a time."""
 
 
 @runtime_checkable
 class SavingStore(Protocol):
-    """A `runtime.kv.control.PageStore` whose numbers can leave it and come back, in its own layout."""
+    """A `runtime.kv.control.PageStore` that can export and import its contents, in its own layout."""
 
     saved_layout: str
-    """Name of the layout: the backend, and a version that changes whenever an array does."""
+    """Name of the layout: the backend, and a version that changes with any array."""
 
     def read_pages(self, pages: Sequence[int]) -> Arrays:
-        """Some pages, maybe none: all layers, keys and values, codes and scales. Shapes depend on len(pages) alone."""
+        """Export some pages, maybe none: all layers, keys and values. Shapes depend on len(pages) only."""
         ...
 
     def write_pages(self, pages: Sequence[int], arrays: Arrays) -> None:
-        """Set some pages to what `read_pages` gave for as many."""
+        """Import pages exported by `read_pages`."""
         ...
 
     def read_window(self, slot: int, count: int) -> Arrays:
-        """The first `count` tokens of a window; no arrays where the kind has no window."""
+        """Export the first `count` tokens of a window; no arrays if the kind has no window."""
         ...
 
     def write_window(self, slot: int, count: int, arrays: Arrays) -> None:
-        """Set the first `count` tokens of a window to what `read_window` gave for as many."""
+        """Import the first `count` tokens of a window, exported by `read_window`."""
         ...
 
 
 def layout_name(backend: str, places: object) -> str:
-    """A name for `SavingStore.saved_layout` that is another as soon as a place is another.
+    """A name for `SavingStore.saved_layout` that changes with the layout.
 
     Args:
-        backend: Whose layout it is, with a version of how the bytes of a place are to be understood.
-        places: What stands where; its `repr` counts.
+        backend: The backend, with a version of its byte format.
+        places: The layout; its `repr` is hashed.
     """
     return f"{backend}-{hashlib.sha256(repr(places).encode()).hexdigest()[:12]}"
 
 
 def chunks(pages: list[int]) -> Iterator[list[int]]:
-    """The pages of a slot, a few at a time."""
+    """A slot's pages in small batches."""
     for start in range(0, len(pages), _CHUNK_PAGES):
         yield pages[start : start + _CHUNK_PAGES]
 
 
 def checked(arrays: Arrays, like: Arrays) -> Arrays:
-    """Arrays that came from outside, with the names, types and shapes that they should have.
+    """Check untrusted arrays against the expected names, dtypes and shapes.
 
     Raises:
-        RequestError: one has not.
+        RequestError: they differ.
     """
     found, wanted = ({name: (x.dtype, x.shape) for name, x in each.items()} for each in (arrays, like))
     if found != wanted:

@@ -1,1 +1,1 @@
-"""From a stored model to a loaded one: backend, memory plan, opening; and prospects of models not fetched yet."""
+"""Loading of stored models: backend choice, memory plan, opening; and predictions for models not downloaded yet."""

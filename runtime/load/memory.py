@@ -1,7 +1,7 @@
-"""The memory plan: what a model will take on this machine, set against what is free now, before anything is loaded.
+"""Memory plan: compares a model's memory needs with the free memory, before anything is loaded.
 
-Nothing here imports torch. The plan decides the context where the person leaves it open, and refuses with numbers and a
-way out where the model can't fit; see design decision 14.
+The plan chooses the context if the user does not, and refuses a model that does not fit, with numbers and advice; see
+design decision 14. Does not import torch.
 """
 
 from __future__ import annotations
@@ -22,70 +22,70 @@ from tuner.detect import MemoryInfo, detect_memory
 MIB, GIB = 1 << 20, 1 << 30
 
 DEFAULT_CONTEXT = 8192
-"""Context in tokens where neither the person, nor the model, nor memory asks for less."""
+"""Default context in tokens, unless the model or the memory requires less."""
 SMALLEST_CONTEXT = 256
-"""A model that can't have this many tokens of context (or its own maximum, if that is less) is not loaded."""
+"""A model is only loaded if this many tokens of context (or its maximum, if less) fit."""
 CONVERSATIONS = 4
-"""Sequences whose cache stays at hand where a person chats, if memory allows; they share the pages of one context."""
+"""Cached sequences for chats, if memory allows; they share the pages of one context."""
 PARALLEL = 4
-"""Requests that are answered at the same time, where nobody asks for another number."""
+"""Default number of requests answered at the same time."""
 _SHARE_OF_SPARE = 2
-"""Pages for more than one context take at most this part of what the plan would leave: one half."""
+"""Limit for pages beyond one context, as a share of the memory that the plan leaves free: one half."""
 _STEP = 64
 """A planned context is a multiple of this, unless it is the model's own maximum."""
 _ADVISED: tuple[KVKind, ...] = ("int8", "int4")
-"""Kinds of cache that advice names: the cheapest of 8 and of 4 bits. Those of 2 bits lose too much (docs/kv.md)."""
+"""Kinds of cache named in advice: the cheapest of 8 and of 4 bits. Those of 2 bits lose too much (docs/kv.md)."""
 _CLEARLY_LESS = 0.8
-"""Advice names a kind only if it takes less than this share."""
+"""Advice names a kind only if it takes less than this share of the current one."""
 _MARGIN = 256 * MIB
-"""Room left for what is not planned: allocator slack, the tokenizer, the rest of the system."""
+"""Reserve for unplanned memory: allocator slack, the tokenizer, the rest of the system."""
 _LARGE_CONTEXT = 1024
-"""Advice does not mention the context below this: cutting it further would not help anybody."""
+"""Advice does not suggest a shorter context below this length: it would hardly save anything."""
 
 _PlanAt = Callable[[int], "MemoryPlan"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """Where the memory goes. All sizes in bytes."""
+    """A model's memory use. All sizes in bytes."""
 
     context: int
-    """Positions of each slot, in tokens."""
+    """Context of each slot, in tokens."""
     slots: int
-    """Sequences that keep a cache at the same time."""
+    """Number of cached sequences."""
     pages: int | None
-    """Pages that the slots share; None = each has its own."""
+    """Pages shared by all slots; None = each slot has its own."""
     contexts: int
-    """Contexts that these pages are enough for."""
+    """Number of full contexts that these pages hold."""
     weight_bytes: int
-    """The weights in the backend's own layout."""
+    """Weights in the backend's layout."""
     residual_bytes: int
     """Residuals, in main memory."""
     residuals_beside: bool
-    """Whether they have to fit beside the weights, and count in `needed_bytes`."""
+    """Whether residuals must fit beside the weights, and count in `needed_bytes`."""
     kv_bytes: int
     """The KV cache at `context`."""
     buffer_bytes: int
-    """Activations of the widest step, logits, rotary tables."""
+    """Activations of the widest step, logits and rotary tables."""
     margin_bytes: int
-    """Room left unplanned."""
+    """Unplanned reserve."""
     available_bytes: int
-    """What is free now."""
+    """Free memory."""
 
     @property
     def needed_bytes(self) -> int:
-        """What must fit."""
+        """Bytes that must fit."""
         residuals = self.residual_bytes if self.residuals_beside else 0
         return self.weight_bytes + residuals + self.kv_bytes + self.buffer_bytes + self.margin_bytes
 
     @property
     def fits(self) -> bool:
-        """Whether it does."""
+        """Whether they fit."""
         return self.needed_bytes <= self.available_bytes
 
 
 def buffer_bytes(spec: ModelSpec, context: int, rows: int) -> int:
-    """Bytes of the working buffers of a step of `rows` rows: activations, one row of logits and rotary tables, fp32."""
+    """Bytes of the working buffers of a step: activations, one row of logits and rotary tables, fp32."""
     widths = 3 * spec.hidden_size + spec.q_width + 2 * spec.kv_width + 3 * spec.intermediate_size + spec.q_width
     return 4 * (rows * widths + 2 * spec.vocab_size) + table_bytes(spec, context)
 
@@ -102,23 +102,24 @@ def plan(
     rows: int = 128,
     memory: MemoryInfo | None = None,
 ) -> MemoryPlan:
-    """Plan a load, and choose the context if it is left open.
+    """Plan a load, and choose the context if none is given.
 
     Args:
         spec: The architecture.
-        footprint: What it takes on the backend that will run it.
+        footprint: Its memory use on the chosen backend.
         kv: The kind of cache.
-        context: Tokens of context, or None for the least of the model's maximum, what fits, and `DEFAULT_CONTEXT`.
-        slots: Sequences that keep a cache at the same time.
-        shared: Whether the slots share the pages of one context, so that only their windows add up; where even that is
-            too much, there are fewer slots.
-        parallel: Contexts whose pages slots are to share, at most; as many as fit into half of what would be left.
+        context: Tokens of context; None for the minimum of the model's maximum, what fits, and `DEFAULT_CONTEXT`.
+        slots: Number of cached sequences.
+        shared: Whether the slots share the pages of one context, so that only windows are per slot; if even that is too
+            much, the number of slots is reduced.
+        parallel: Most full contexts of pages to allocate for the slots; limited to half of the memory that would be
+            left.
         rows: Most rows of one step.
-        memory: What is free where weights and cache have to fit; main memory, looked up, if None.
+        memory: Free memory where weights and cache must fit; None: looked up in main memory.
 
     Raises:
         RequestError: the context is not positive or longer than the model's.
-        OutOfMemoryError: it does not fit, with the numbers and what to do.
+        OutOfMemoryError: it does not fit; the message has numbers and advice.
     """
     if context is not None and not 0 < context <= spec.max_context:
         raise RequestError(
@@ -164,11 +165,11 @@ def plan(
 
 
 def cache_facts(spec: ModelSpec, planned: MemoryPlan, rows: int = 128) -> dict[str, CacheFacts]:
-    """What every kind of cache would mean for a model in the memory that was free when it was planned.
+    """Sizes of every kind of cache for a model, given the memory that was free when it was planned.
 
     Args:
         spec: The architecture.
-        planned: How it was loaded.
+        planned: Its memory plan.
         rows: Most rows of one step.
     """
     room = planned.available_bytes - (planned.needed_bytes - planned.kv_bytes - planned.buffer_bytes)
@@ -194,7 +195,7 @@ def cache_facts(spec: ModelSpec, planned: MemoryPlan, rows: int = 128) -> dict[s
 
 
 def describe(planned: MemoryPlan) -> str:
-    """The plan in one line, for a person."""
+    """The plan in one line."""
     residuals = f"residuals {size(planned.residual_bytes)}" if planned.residual_bytes else ""
     inside = f", {residuals}" if residuals and planned.residuals_beside else ""
     mapped = f", beside it {residuals}" if residuals and not planned.residuals_beside else ""
@@ -207,7 +208,7 @@ def describe(planned: MemoryPlan) -> str:
 
 
 def _largest_fitting(at: _PlanAt, smallest: int, wanted: int) -> int | None:
-    """The longest context, a multiple of `_STEP`, that fits between `smallest` and `wanted`; None if there is none."""
+    """The longest context that fits, a multiple of `_STEP` from `smallest` to `wanted`; None if there is none."""
     if smallest > wanted or not at(smallest).fits:
         return None
     low, high = smallest // _STEP, wanted // _STEP
@@ -225,7 +226,7 @@ def _explain(planned: MemoryPlan, largest: int | None, kind: CacheKind, spec: Mo
     if planned.kv_bytes > planned.needed_bytes // 8 and (cheaper := _cheaper(kind, spec)):
         advice.append(cheaper)
     if planned.residuals_beside and planned.residual_bytes:
-        advice.append(f"turn compensation off, whose residuals take {size(planned.residual_bytes)}")
+        advice.append(f"turn off compensation, whose residuals take {size(planned.residual_bytes)}")
     if largest is None or planned.context <= _LARGE_CONTEXT:
         advice.append("use fewer bits or a smaller model")
     holder = largest_process()
@@ -237,7 +238,7 @@ def _explain(planned: MemoryPlan, largest: int | None, kind: CacheKind, spec: Mo
 
 
 def _cheaper(kind: CacheKind, spec: ModelSpec) -> str | None:
-    """Which kinds of cache would take less, and how much of what this one takes; None if there is none."""
+    """The kinds of cache that take less, and their share of this one's size; None if there are none."""
     now = bytes_per_token(kind, spec)
     shares = {name: bytes_per_token(KINDS[name], spec) / now for name in _ADVISED}
     listed = [f"{name} {100 * share:.0f} %" for name, share in shares.items() if share < _CLEARLY_LESS]
@@ -245,7 +246,7 @@ def _cheaper(kind: CacheKind, spec: ModelSpec) -> str | None:
 
 
 def largest_process() -> str | None:
-    """The other process that holds most memory, `name holds 2.1 GiB`; None if none is seen to hold 256 MiB."""
+    """The other process that uses most memory, as `name holds 2.1 GiB`; None if none uses 256 MiB."""
     import psutil
 
     found = []

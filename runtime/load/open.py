@@ -1,4 +1,4 @@
-"""From a stored model to a running one: which backend, and why."""
+"""Opening of a stored model: chooses the backend, and explains the choice."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ logger = logging.getLogger(__name__)
 
 
 class Model(Weights, Protocol):
-    """Weights that bring a name and a tokenizer; `models.store.StoredModel` does."""
+    """Weights with a name and a tokenizer, such as `models.store.StoredModel`."""
 
     @property
     def name(self) -> str:
-        """What the model is called."""
+        """The model's name."""
         ...
 
     @property
     def tokenizer_path(self) -> Path:
-        """Folder of its tokenizer files."""
+        """Folder of the tokenizer's files."""
         ...
 
 
@@ -40,22 +40,22 @@ class Candidate:
     backend: AnyBackend
     """The backend."""
     presence: Presence
-    """What it would run on."""
+    """Its device."""
     reason: str
-    """Why this one, in one sentence."""
+    """The reason for this choice, in one sentence."""
 
 
-def candidates(asked: str = AUTO) -> Iterator[Candidate]:
-    """The backends that can run here, best first; looked at one by one, as they are asked for.
+def candidates(backend_name: str = AUTO) -> Iterator[Candidate]:
+    """The backends that can run here, best first; probed lazily.
 
     Args:
-        asked: Name of the only one to look at, or `auto` for all.
+        backend_name: Name of the only one to probe, or `auto` for all.
 
     Raises:
-        BackendError: an unknown backend, or one that was asked for by name and can't run here.
+        BackendError: an unknown backend, or one requested by name that cannot run here.
     """
-    if asked != AUTO:
-        yield _asked_for(backend(asked))
+    if backend_name != AUTO:
+        yield _requested(backend(backend_name))
         return
     out: list[str] = []
     for found in backends():
@@ -66,45 +66,45 @@ def candidates(asked: str = AUTO) -> Iterator[Candidate]:
             out.append(f"{presence.reason}, so {found.label} is out")
 
 
-def _asked_for(found: AnyBackend) -> Candidate:
+def _requested(found: AnyBackend) -> Candidate:
     presence = found.probe()
     if not presence.usable:
         todo = f": {presence.fix}" if presence.fix else ""
-        raise BackendError(f"{found.label} cannot run here, for {presence.reason}{todo}; or use another backend")
-    return Candidate(backend=found, presence=presence, reason=f"{found.label} was asked for")
+        raise BackendError(f"{found.label} cannot run here, because {presence.reason}{todo}; or use another backend")
+    return Candidate(backend=found, presence=presence, reason=f"{found.label} was requested")
 
 
 def open_decoder(
-    model: Weights, options: DecoderOptions, asked: str = AUTO, progress: ProgressCallback = ignore_progress
+    model: Weights, options: DecoderOptions, backend_name: str = AUTO, progress: ProgressCallback = ignore_progress
 ) -> tuple[Decoder, str]:
     """Load a model on a backend.
 
     Args:
         model: The stored model.
         options: How to run it.
-        asked: Name of a backend, or `auto`: the first that can run here and takes the model.
+        backend_name: Name of a backend, or `auto`: the first that can run here and accepts the model.
         progress: See `runtime.backends.Backend.open`.
 
     Returns:
-        The decoder, and in one sentence why this backend.
+        The decoder, and a sentence that explains the choice of the backend.
 
     Raises:
         BackendError: an unknown backend, or one that cannot run here.
-        OutOfMemoryError: the backend's memory does not suffice.
+        OutOfMemoryError: the backend does not have enough memory.
         RequestError: options that do not fit the model.
     """
     if not 1 <= options.context <= model.spec.max_context:
         raise RequestError(
-            f"a context of {options.context} tokens was asked for, and the model knows positions up to "
+            f"a context of {options.context} tokens was requested, and the model knows positions up to "
             f"{model.spec.max_context}: choose a context from 1 to {model.spec.max_context}"
         )
     failure: BackendError | OutOfMemoryError | None = None
-    for candidate in candidates(asked):
+    for candidate in candidates(backend_name):
         label = candidate.backend.label
         try:
             decoder = candidate.backend.open(model, options, progress)
         except (BackendError, OutOfMemoryError) as error:
-            if asked != AUTO:
+            if backend_name != AUTO:
                 raise
             logger.warning("%s cannot run this model, so another one is tried: %s", label, error)
             failure, failed = error, label
@@ -116,18 +116,18 @@ def open_decoder(
 
 
 def open_engine(
-    model: Model, options: DecoderOptions, asked: str = AUTO, progress: ProgressCallback = ignore_progress
+    model: Model, options: DecoderOptions, backend_name: str = AUTO, progress: ProgressCallback = ignore_progress
 ) -> Engine:
     """Load a model with its tokenizer, ready to answer.
 
     Args:
         model: The stored model.
         options: How to run it.
-        asked: As in `open_decoder`.
+        backend_name: As in `open_decoder`.
         progress: As in `open_decoder`.
 
     Returns:
-        The engine; its `reason` says why this backend.
+        The engine; its `reason` explains the choice of the backend.
 
     Raises:
         BackendError: as `open_decoder`, or the tokenizer cannot be read.
@@ -135,6 +135,6 @@ def open_engine(
         RequestError: as `open_decoder`.
     """
     tokenizer = Tokenizer(model.tokenizer_path)
-    decoder, reason = open_decoder(model, options, asked, progress)
+    decoder, reason = open_decoder(model, options, backend_name, progress)
     ends = {*model.spec.eos_token_ids, *([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])}
     return Engine(decoder, tokenizer, name=model.name, eos_token_ids=sorted(ends), reason=reason)

@@ -1,4 +1,4 @@
-"""How a stored model is loaded here: backend and memory, what is prepared, how it is opened."""
+"""Load plan: backend, memory, preparation and opening of a stored model."""
 
 from __future__ import annotations
 
@@ -22,32 +22,33 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadPlan:
-    """Where a model goes. It is prepared, then opened; a budget is spent on what was opened."""
+    """The plan of a load: prepare it, then open it; a slowdown budget is applied to the opened model."""
 
     model: StoredModel
-    """What is loaded."""
+    """The model."""
     compensation: Compensation
-    """What decides how much of it is compensated."""
-    asked: str
-    """What `runtime.load.open` is to be asked for."""
+    """Compensation settings."""
+    backend_name: str
+    """Name of the backend for `runtime.load.open`."""
     backend: AnyBackend
-    """What will run the model, unless it fails when it is opened."""
+    """The backend planned for; opening may fall back to another."""
     memory: MemoryPlan
-    """What goes where."""
+    """The memory plan."""
     options: DecoderOptions
-    """For the decoder; without compensation where a budget decides later."""
+    """Options of the decoder; without compensation if a budget is applied later."""
 
-    def prepare(self, progress: ProgressCallback) -> None:
+    def prepare(self, progress: ProgressCallback, *, ahead: bool = False) -> None:
         """See `Backend.prepare`."""
-        self.backend.prepare(self.model, self.options.kv, compensated=self.compensation.possible, progress=progress)
+        compensated = self.compensation.possible
+        self.backend.prepare(self.model, self.options.kv, compensated=compensated, ahead=ahead, progress=progress)
 
     def open_decoder(self, progress: ProgressCallback = ignore_progress) -> Decoder:
         """See `runtime.load.open.open_decoder`."""
-        return open_decoder(self.model, self.options, self.asked, progress)[0]
+        return open_decoder(self.model, self.options, self.backend_name, progress)[0]
 
     def open_engine(self, progress: ProgressCallback = ignore_progress) -> Engine:
         """See `runtime.load.open.open_engine`."""
-        return open_engine(self.model, self.options, self.asked, progress)
+        return open_engine(self.model, self.options, self.backend_name, progress)
 
 
 def plan_load(
@@ -56,29 +57,28 @@ def plan_load(
     *,
     kv: KVKind = DEFAULT_KV,
     context: int | None = None,
-    asked: str = AUTO,
+    backend_name: str = AUTO,
     select: Selector = "approx",
     slots: int = 1,
     parallel: int = 1,
     memory: MemoryInfo | None = None,
 ) -> LoadPlan:
-    """Choose the backend that a model fits: one that does not fit the GPU may fit the CPU.
+    """Choose a backend that the model fits: a model too large for the GPU may fit the CPU.
 
     Args:
         model: The stored model.
-        compensation: What decides how much of it is compensated.
+        compensation: Compensation settings.
         kv: The kind of cache.
         context: Tokens of context; None: as many as fit, up to a default.
-        asked: As in `runtime.load.open.open_decoder`.
-        select: How salient channels are chosen.
-        slots: Sequences that keep a cache at the same time, sharing the pages of one context; fewer where memory does
-            not suffice.
-        parallel: Contexts whose pages they share, at most; fewer where memory is short.
-        memory: Main memory; looked up if None.
+        backend_name: As in `runtime.load.open.open_decoder`.
+        select: Channel selection method.
+        slots: Number of cached sequences, which share the pages of one context; fewer if memory is short.
+        parallel: Most full contexts of pages they share; fewer if memory is short.
+        memory: Free main memory; None: looked up.
 
     Raises:
         BackendError: an unknown backend, or one that cannot run here.
-        OutOfMemoryError: memory does not suffice.
+        OutOfMemoryError: not enough memory.
         RequestError: as `runtime.load.memory.plan`.
     """
     spec, summary = model.spec, model.info.summary
@@ -89,7 +89,7 @@ def plan_load(
         recipe=model.recipe,
     )
     full: OutOfMemoryError | None = None
-    for candidate in candidates(asked):
+    for candidate in candidates(backend_name):
         backend, free = candidate.backend, candidate.presence.memory
         footprint = backend.footprint(spec, sizes, compensated=compensation.possible)
         try:
@@ -107,7 +107,7 @@ def plan_load(
         except OutOfMemoryError as error:
             full = error
             if free is None:
-                break  # no other backend takes less of main memory
+                break  # no other backend needs less main memory
             logger.warning("the model does not fit %s: %s", backend.label, error)
             continue
         options = DecoderOptions(
@@ -122,7 +122,7 @@ def plan_load(
         return LoadPlan(
             model=model,
             compensation=compensation,
-            asked=asked if full is None else backend.name,
+            backend_name=backend_name if full is None else backend.name,
             backend=backend,
             memory=planned,
             options=options,

@@ -1,7 +1,7 @@
-"""What models that are not here yet would take and give on this machine: whether they fit now, and how fast they are.
+"""Prospects: memory and speed of models before they are downloaded.
 
-Sizes are exact, by the layout of stored models; whether they fit is what the memory plan of a load says with what is
-free now; speed is the tuner's cost model. Nothing is asked of anybody, and nothing here imports torch.
+Sizes are exact, computed from the layout of stored models. Whether a model fits follows from the memory plan of a load
+and the memory that is free now. Speed comes from the tuner's cost model. Makes no requests, and does not import torch.
 """
 
 from __future__ import annotations
@@ -25,37 +25,37 @@ from tuner.expectation import card_named, card_tokens_per_s, processor_tokens_pe
 from tuner.shapes import LayerShape
 
 BITS = (4.0, 3.5, 3.0)
-"""Bits of a weight to choose from, best first."""
+"""Bits per weight to choose from, best first."""
 _ENOUGH_CONTEXT = 2048
-"""Tokens of context for which no bits are given up."""
+"""Bits are reduced to reach a context of this many tokens, but not for a longer one."""
 _MAKING_CORE_S = 7.3e-7
-"""Seconds of one core that quantizing a weight takes by the usual recipe: SmolLM2-135M took 49 s of two cores."""
+"""Core-seconds to quantize a weight with the default recipe: SmolLM2-135M took 49 s on two cores."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
-    """What is known of the machine that models are to fit."""
+    """The machine that models must fit."""
 
     backend: str
-    """What would run them."""
+    """Backend that would run them."""
     available_bytes: int
-    """Memory that they may take now: of the card, or main memory."""
+    """Free memory for weights and cache: on the card, or main memory."""
     main_bytes: int
-    """Main memory that is free now."""
+    """Free main memory."""
     cores: int
-    """Processor cores that may be used."""
+    """Usable processor cores."""
     read_gb_s: float | None = None
-    """Measured read bandwidth of main memory; None where it was not measured."""
+    """Measured read bandwidth of main memory; None if unknown."""
     card: DeviceSpec | None = None
-    """The card, where its figures are known."""
+    """The card, if its specifications are known."""
 
 
 def room_of(report: DeviceReport, status: Status) -> Room:
-    """What is known of this machine. What the loaded model holds counts as free: it would make room.
+    """Describe this machine. Memory of the loaded model counts as free, since it would be unloaded.
 
     Args:
-        report: Of the device.
-        status: Of the runtime.
+        report: The device report.
+        status: The runtime's status.
     """
     machine, held = report.machine, (status.weight_bytes or 0) + (status.kv_bytes or 0)
     gpu: Mapping[str, Any] = machine.get("gpu") or {}
@@ -74,7 +74,7 @@ def room_of(report: DeviceReport, status: Status) -> Room:
 
 
 def prospects(catalogue: Sequence[CatalogueModel], room: Room) -> list[Prospect]:
-    """Every model of a catalogue, seen from a machine. Takes a tenth of a second: call it from a worker thread."""
+    """The prospects of every model in a catalogue. Takes 0.1 s: call it in a worker thread."""
     return [_prospect(model, room) for model in catalogue]
 
 
@@ -117,13 +117,13 @@ def _prospect(model: CatalogueModel, room: Room) -> Prospect:
 
 
 def _recipe(spec: ModelSpec, bits: float) -> Recipe:
-    """The usual recipe; between 3 and 4 bits every other block has 4, and which ones does not change the size."""
+    """The default recipe; between 3 and 4 bits every other block has 4, and which ones does not affect the size."""
     mixed = tuple(4 - at % 2 for at in range(spec.num_layers)) if bits % 1 else None
     return Recipe(bits=bits, block_bits=mixed)
 
 
 def _planned(spec: ModelSpec, bits: float, size: tuple[int, int], room: Room) -> tuple[int, int]:
-    """Context and bytes of the memory plan of a load.
+    """Context and bytes of a load's memory plan.
 
     Raises:
         OutOfMemoryError: it does not fit now.

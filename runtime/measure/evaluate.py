@@ -1,6 +1,6 @@
-"""Perplexity over sliding windows of a text, for any decoder and for the full-precision checkpoint.
+"""Sliding-window perplexity of a text, for any decoder and for the full-precision checkpoint.
 
-Plain, every position of a window is run as a decoded token is. As a chat, the first half of a window is prefilled as
+By default, every position of a window is run as a decoded token. As a chat, the first half of a window is prefilled as
 the engine prefills a prompt, and the second half is decoded and scored token by token, as the engine decodes an answer.
 """
 
@@ -28,7 +28,7 @@ Int64Array = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalResult:
-    """What an evaluation found."""
+    """Result of an evaluation."""
 
     perplexity: float
     """exp(nll_sum / tokens)."""
@@ -37,16 +37,16 @@ class EvalResult:
     tokens: int
     """Number of scored tokens."""
     recall: float | None
-    """Mean recall of the selector against exact top-k, where the decoder measures it."""
+    """Mean recall of the selector against exact top-k, if the decoder measures it."""
     seconds: float
     """Wall time."""
     window_nll: tuple[float, ...] = ()
-    """The part of each window in `nll_sum`, in the order of `windows`: for comparing two models on the same text."""
+    """Each window's share of `nll_sum`, in the order of `windows`: for paired comparisons on the same text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Tokens start .. end - 1 of a text, of which start .. prompt - 1 are prefilled and first .. end - 1 scored."""
+    """A window over tokens start .. end - 1 of a text: start .. prompt - 1 are prefilled, first .. end - 1 scored."""
 
     start: int
     end: int
@@ -58,15 +58,15 @@ def windows(count: int, window: int, stride: int, *, as_chat: bool = False) -> I
     """The windows of a text.
 
     A window of `window` tokens starts every `stride` tokens and scores the tokens that no earlier window scored. The
-    first token of a window has nothing before it there, so it is not scored; with stride == window that leaves out one
-    token of every window. The last window is the one that reaches the end of the text. As a chat, the first half of a
-    window is its prompt, which is not scored either; with stride == window / 2 that leaves out the first prompt alone.
+    first token of a window has no context, so it is not scored; with stride == window that leaves out one token of
+    every window. The last window is the one that reaches the end of the text. As a chat, the first half of a window is
+    its prompt, which is not scored either; with stride == window / 2 only the first prompt is left out.
 
     Args:
         count: Tokens of the text.
         window: Tokens of a window, at least 2.
         stride: Tokens from one window's start to the next, in [1, window].
-        as_chat: Whether the first half of a window is a prompt; else no window has one.
+        as_chat: Whether the first half of a window is a prompt; otherwise there are no prompts.
 
     Raises:
         RequestError: a window or stride outside its range, or a text of fewer than two tokens.
@@ -105,23 +105,23 @@ def perplexity(
 ) -> EvalResult:
     """Perplexity of a decoder; every position is compensated by its own activations, as in decoding.
 
-    As a chat, a prompt gets what the engine gives it, and decoding is one token a step. Else many positions make a
-    step; a cache with a window of recent tokens in full precision is seen as decoding sees it, for no step goes past
-    the point where decoding would quantize the next page.
+    As a chat, a prompt is handled as in the engine, and decoding takes one token a step. Otherwise many positions share
+    a step. A cache with a window in full precision reads as in decoding, since no step crosses the point where decoding
+    would flush the next page.
 
     Args:
         decoder: The loaded model; slot 0 is used and overwritten.
         tokens: The text, encoded with the tokenizer's own special tokens.
         window: Tokens of a window, at most the decoder's context.
         stride: Tokens between windows.
-        progress: Told after every window.
-        cancelled: Asked between steps.
+        progress: Called after every window.
+        cancelled: Polled between steps.
         as_chat: Whether the first half of each window is prefilled as a prompt and the second half decoded.
 
     Raises:
         RequestError: a window or stride outside its range, a text that is too short, or a foreign token.
         Cancelled: `cancelled` said so.
-        InvalidActivationError: the model's numbers broke down.
+        InvalidActivationError: the model computed NaN or infinity.
     """
     if window > decoder.options.context:
         raise RequestError(f"window is {window}, more than the context of {decoder.options.context} tokens")
@@ -152,9 +152,9 @@ def full_precision_perplexity(
         tokens: As in `perplexity`.
         window: As in `perplexity`.
         stride: As in `perplexity`.
-        progress: Told after every window.
-        cancelled: Asked between windows.
-        as_chat: Whether the tokens are those that a chat's evaluation scores; they are computed alike.
+        progress: Called after every window.
+        cancelled: Polled between windows.
+        as_chat: Whether to score the same tokens as an evaluation as a chat; they are computed alike.
 
     Raises:
         RequestError: as in `perplexity`.
@@ -214,9 +214,9 @@ def _score_steps(
 
 
 def _steps(decoder: Decoder, part: Window, as_chat: bool) -> Iterator[tuple[int, int, bool]]:
-    """First token of each step of a window, the one behind its last, and whether it is one of a prompt's.
+    """The steps of a window: first token, end, and whether they are prompt rows.
 
-    The cache says how far a step may go, so each is to be run before the next is asked for.
+    The cache limits each step, so run each before requesting the next.
     """
     end, most, cache = part.start, decoder.options.max_rows, decoder.cache
     if cache is not None:
@@ -236,7 +236,7 @@ def _evaluate(
     progress: ProgressCallback,
     recall: Callable[[], float | None],
 ) -> EvalResult:
-    """Sum the scores of all windows, with progress in tokens."""
+    """Sum the scores of all windows, reporting progress in tokens."""
     begin = time.perf_counter()
     nll, count, scores = 0.0, 0, []
     for part in parts:
@@ -257,12 +257,12 @@ def _evaluate(
 
 
 def safe_exp(value: float) -> float:
-    """The exponential, infinity where it leaves the range of a float: a collapsed model must not end its evaluation."""
+    """The exponential, or infinity on overflow: a collapsed model must not abort its evaluation."""
     return math.exp(value) if value < math.log(1.7e308) else math.inf
 
 
 def _checked(tokens: Sequence[int], vocabulary: int) -> Int64Array:
-    """The tokens as an array; raises RequestError for one that the model does not have."""
+    """The tokens as an array; raises RequestError for tokens outside the vocabulary."""
     text = np.asarray(tokens, np.int64)
     if text.size and not (text.min() >= 0 and text.max() < vocabulary):
         raise RequestError(
@@ -272,6 +272,6 @@ def _checked(tokens: Sequence[int], vocabulary: int) -> Int64Array:
 
 
 def _check(cancelled: Callable[[], bool]) -> None:
-    """Raise Cancelled where the caller asks for the end."""
+    """Raise Cancelled if the caller wants to stop."""
     if cancelled():
-        raise Cancelled("the evaluation was asked to stop")
+        raise Cancelled("the evaluation was cancelled")

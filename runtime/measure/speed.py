@@ -1,6 +1,6 @@
-"""How fast a loaded model is here: time to the first token, prefill and decode speed, beside the memory's own limit.
+"""Speed of a loaded model: time to first token, prefill and decode speed, compared with the memory bandwidth.
 
-Works on any `Decoder`. The text is random tokens: the time of a dense model does not depend on what it reads.
+Works on any `Decoder`. The text is random tokens: the speed of a dense model does not depend on its input.
 """
 
 from __future__ import annotations
@@ -22,51 +22,51 @@ from runtime.kv.kinds import KINDS, CacheKind, bytes_per_token, window_token_byt
 
 _WARM_STEPS = 3
 _FILLED_BY_PREFILL = 512
-"""Tokens that are prefilled where a context is filled; copies of their pages fill the rest. A multiple of all pages."""
+"""Tokens to prefill when filling a context; copies of their pages fill the rest. A multiple of all page sizes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speed:
-    """What was measured of one decoder."""
+    """Measured speeds of a decoder."""
 
     prompt_tokens: int
     """Tokens of the prompt."""
     decode_tokens: int
-    """Tokens decoded after it, each in a step of its own."""
+    """Tokens decoded after it, one per step."""
     ttft_s: float
-    """Seconds from the prompt to its first answered token."""
+    """Seconds from the prompt to the first token of the answer."""
     prefill_tokens_per_s: float
-    """Prompt tokens by the seconds of their steps."""
+    """Prompt tokens divided by the seconds of their steps."""
     decode_tokens_per_s: float
-    """One over the median step."""
+    """The inverse of the median step time."""
     bytes_per_token: int
-    """Bytes that one decoded token must read: all weights, and the cache at half of the decoded stretch."""
+    """Bytes read per decoded token: all weights, and the cache at the middle of the decoded stretch."""
     kv_bytes_per_token: int
-    """Bytes that one token takes in the cache, once it is in a page."""
+    """Bytes of one token in the cache, once it is in a page."""
 
     def percent_of_limit(self, gb_s: float) -> float:
-        """Decode speed against a read bandwidth in 10^9 bytes per second."""
+        """Decode speed as a percentage of a read bandwidth in 10^9 bytes per second."""
         return 100 * self.decode_tokens_per_s * self.bytes_per_token / (gb_s * 1e9)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeedAt:
-    """What was measured of one decoder with so many tokens in its cache."""
+    """Measured decode speed with a given number of tokens in the cache."""
 
     tokens: int
     """Tokens in the cache before the first decoded one."""
     decode_tokens: int
-    """Tokens decoded after them, each in a step of its own."""
+    """Tokens decoded after them, one per step."""
     decode_tokens_per_s: float
-    """One over the median step."""
+    """The inverse of the median step time."""
     bytes_per_token: int
-    """Bytes that one decoded token must read: all weights, and the cache."""
+    """Bytes read per decoded token: all weights, and the cache."""
     kv_bytes: int
-    """Bytes that the tokens take in the cache, those in half precision included."""
+    """Bytes of these tokens in the cache, those in half precision included."""
 
 
 def default_lengths(max_context: int) -> tuple[int, int]:
-    """Prompt and decoded tokens to measure with, where nothing is asked for: 256 and 128 if the context allows."""
+    """Default numbers of prompt and decoded tokens: 256 and 128 if the context allows."""
     prompt = max(1, min(256, max_context // 2))
     return prompt, max(1, min(128, max_context - prompt))
 
@@ -80,15 +80,15 @@ def measure(
     progress: ProgressCallback = ignore_progress,
     cancelled: Callable[[], bool] = never_cancelled,
 ) -> Speed:
-    """Measure one decoder; its slot 0 is overwritten.
+    """Measure a decoder. Overwrites slot 0.
 
     Args:
         decoder: A loaded model.
         prompt_tokens: Tokens to prefill, at least 1.
         decode_tokens: Tokens to decode, at least 1.
-        seed: Of the random prompt.
-        progress: Receives a report for every step.
-        cancelled: Asked before every step.
+        seed: Seed of the random prompt.
+        progress: Called with a report for every step.
+        cancelled: Polled before every step.
 
     Raises:
         RequestError: a length is not positive.
@@ -132,15 +132,15 @@ def measure_at(
     progress: ProgressCallback = ignore_progress,
     cancelled: Callable[[], bool] = never_cancelled,
 ) -> SpeedAt:
-    """Measure decoding with so many tokens in the cache, without the prompt that would put them there.
+    """Measure decoding with a given cache length, without prefilling a prompt of that length.
 
     Args:
-        decoder: A loaded model; its slot 0 is overwritten.
+        decoder: A loaded model; slot 0 is overwritten.
         tokens: Tokens in the cache, at least 1; see `fill`.
         decode_tokens: Tokens to decode, at least 1.
-        seed: Of the random tokens.
-        progress: Receives a report for every step.
-        cancelled: Asked before every step.
+        seed: Seed of the random tokens.
+        progress: Called with a report for every step.
+        cancelled: Polled before every step.
 
     Raises:
         RequestError: a length is not positive, or the cache cannot be filled.
@@ -167,21 +167,21 @@ def measure_at(
 
 
 def fill(decoder: Decoder, tokens: int, seed: int = 0, cancelled: Callable[[], bool] = never_cancelled) -> int:
-    """Put so many tokens into slot 0: a short prompt of random ones, and copies of its pages, which are no text.
+    """Fill slot 0 with a short random prompt and copies of its pages, which are not meaningful text.
 
-    Reading such a cache takes as long as reading a real one of the same length: every page is a page of its own.
+    Reading such a cache takes as long as reading a real one of the same length: every copy is a separate page.
 
     Args:
         decoder: A loaded model.
-        tokens: Tokens, at least 1.
-        seed: Of the random tokens.
-        cancelled: Asked before every step.
+        tokens: Number of tokens, at least 1.
+        seed: Seed of the random tokens.
+        cancelled: Polled before every step.
 
     Returns:
-        The likeliest next token.
+        The most likely next token.
 
     Raises:
-        RequestError: so many tokens need copies, and the backend's cache cannot make them.
+        RequestError: copies are needed, and the backend's cache does not support them.
         Cancelled: `cancelled` said so.
     """
     count = min(tokens, 2 * _FILLED_BY_PREFILL)
@@ -198,7 +198,7 @@ def fill(decoder: Decoder, tokens: int, seed: int = 0, cancelled: Callable[[], b
 
 
 def peak_memory_bytes() -> int:
-    """The most memory that this process had resident so far, mapped weights included."""
+    """Peak resident memory of this process, mapped weights included."""
     status = Path("/proc/self/status")
     if status.is_file():
         lines = (line.split() for line in status.read_text(encoding="utf-8").splitlines())
@@ -216,7 +216,7 @@ def peak_memory_bytes() -> int:
 
 
 def _check_context(decoder: Decoder, before: str, tokens: int, decode_tokens: int) -> None:
-    """Raise ContextOverflowError where so many tokens and those decoded after them do not fit."""
+    """Raise ContextOverflowError if the tokens and those decoded after them do not fit."""
     if tokens + decode_tokens > decoder.options.context:
         raise ContextOverflowError(
             f"{before} and {decode_tokens} decoded tokens exceed the context of "
@@ -225,10 +225,10 @@ def _check_context(decoder: Decoder, before: str, tokens: int, decode_tokens: in
 
 
 def _kv_read(kind: CacheKind, spec: ModelSpec, position: int) -> int:
-    """Bytes of the cache that one token at `position` reads: in every layer what its sliding window shows.
+    """Bytes of the cache that one token at `position` reads: the visible part of every layer.
 
-    Of these tokens, the latest are in half precision where the kind keeps such; half a page more than it keeps, for
-    pages are cut off as a whole.
+    If the kind keeps recent tokens in half precision, half a page more than it keeps is assumed, since pages are
+    flushed as a whole.
     """
     paged = bytes_per_token(kind, spec)
     recent, half = (kind.unpaged + kind.page // 2, window_token_bytes(kind, spec)) if kind.windowed else (0, 0)
@@ -240,7 +240,7 @@ def _kv_read(kind: CacheKind, spec: ModelSpec, position: int) -> int:
 
 
 class _Runner:
-    """Feeds a decoder's slot 0."""
+    """Runs slot 0 of a decoder."""
 
     def __init__(self, decoder: Decoder, progress: ProgressCallback, cancelled: Callable[[], bool], total: int) -> None:
         self._decoder = decoder
@@ -250,7 +250,7 @@ class _Runner:
         self.done = 0
 
     def prefill(self, tokens: Int32Array, begin: int = 0) -> int:
-        """Run a prompt from a position on. Returns the likeliest next token."""
+        """Run a prompt from a position on. Returns the most likely next token."""
         chunk = self._decoder.options.max_rows
         token = 0
         for start in range(0, len(tokens), chunk):
@@ -261,7 +261,7 @@ class _Runner:
         return token
 
     def decode(self, token: int, position: int, count: int) -> list[float]:
-        """Decode greedily. Returns the seconds of every step."""
+        """Decode greedily. Returns the seconds of each step."""
         seconds = []
         for i in range(count):
             began = time.perf_counter()

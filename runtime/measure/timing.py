@@ -1,10 +1,10 @@
-"""How much slower a loaded model decodes with error compensation than without: the number that a budget limits.
+"""Decode timer: the slowdown that error compensation causes in a loaded model, which a budget limits.
 
-The two are timed in turns, some tokens each, so that whatever else the machine does meets both alike. Of the tokens of
-a turn the fastest tenth counts, for what disturbs a token only makes it slower; of the turns' ratios the median, for a
-clock frequency that changes meets two turns that stand together. That repeats to half a percent of slowdown on a quiet
-machine and stays near on a busy one. The context is short, where compensation weighs most: attention over a long one
-costs the same with and without it.
+Decoding with and without compensation is timed in alternating turns of several tokens, so that interference from other
+processes affects both. The fastest tenth of a turn's tokens counts, since a disturbance can only slow a token down. The
+result is the median of the ratios of adjacent turns, so that changes of the clock frequency cancel. It repeats within
+half a percent of slowdown on a quiet machine, and stays close on a busy one. The context is short, where compensation
+weighs most: attention over a long context costs the same with and without it.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from runtime.errors import Cancelled
 _FIRST = 8
 """Position of the first timed token; those before it are a prompt."""
 _TURN_S = 0.012
-"""Seconds of one turn, where a token takes less than that."""
+"""Duration of a turn in seconds, for tokens that take less than that."""
 _LONGEST_TURN = 48
-_LEAST_ROUNDS, _MOST_ROUNDS = 25, 201
+_MIN_ROUNDS, _MAX_ROUNDS = 25, 201
 UNDISTURBED = 0.1
-"""The quantile of times that counts as undisturbed."""
+"""Quantile of times that counts as undisturbed."""
 
 
 def undisturbed(seconds: Sequence[float]) -> float:
-    """What the fastest tenth of some measurements takes at most, in seconds; the fastest of ten or fewer."""
+    """The time within which the fastest tenth of the measurements lie, in seconds; the minimum of ten or fewer."""
     return sorted(seconds)[max(0, math.ceil(UNDISTURBED * len(seconds)) - 1)]
 
 
@@ -40,8 +40,8 @@ class DecodeTimer:
 
     Args:
         decoder: A loaded model.
-        seconds: How long one measurement may take; at least 25 rounds are made.
-        cancelled: Asked between rounds.
+        seconds: Time limit of a measurement; at least 25 rounds are made.
+        cancelled: Polled between rounds.
     """
 
     def __init__(
@@ -53,16 +53,16 @@ class DecodeTimer:
         self._turn = 0
 
     def slowdown(self, k_chunk: Mapping[str, int] | int, n_tb: Mapping[str, int] | None = None) -> float:
-        """Slowdown of decoding in percent of the time without compensation; below 0 where noise says so.
+        """Slowdown of decoding, in percent of the time without compensation; noise can make it negative.
 
-        The decoder's k_chunk is what it was before, afterwards.
+        Restores the decoder's k_chunk afterwards.
 
         Args:
             k_chunk: As in `DecoderOptions`.
             n_tb: As in `DecoderOptions`.
 
         Raises:
-            RequestError: k_chunk is not acceptable.
+            RequestError: k_chunk is invalid.
             Cancelled: `cancelled` said so.
         """
         before = self._decoder.options
@@ -79,7 +79,7 @@ class DecodeTimer:
         self._warm()
         ratios: list[float] = []
         end = time.perf_counter() + self._seconds
-        while len(ratios) < _LEAST_ROUNDS or (time.perf_counter() < end and len(ratios) < _MOST_ROUNDS):
+        while len(ratios) < _MIN_ROUNDS or (time.perf_counter() < end and len(ratios) < _MAX_ROUNDS):
             if self._cancelled():
                 raise Cancelled("the measurement was stopped")
             times = {}
@@ -90,7 +90,7 @@ class DecodeTimer:
         return statistics.median(ratios)
 
     def _warm(self) -> None:
-        """Fill the positions before the first timed one, and find how many tokens a turn takes."""
+        """Fill the positions before the first timed one, and choose the number of tokens per turn."""
         for position in range(_FIRST):
             self._step(position)
         if not self._turn:

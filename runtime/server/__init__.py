@@ -1,1 +1,1 @@
-"""The HTTP server: an OpenAI-compatible interface, and the management that the UI uses. Importing it needs no torch."""
+"""HTTP server: an OpenAI-compatible interface, and the management interface of the UI. Does not import torch."""

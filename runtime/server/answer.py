@@ -1,4 +1,4 @@
-"""Answers that are not streams: JSON bodies and errors."""
+"""Non-streaming responses: JSON bodies and errors."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from runtime.wire.codec import to_json
 
 
 def json_answer(body: Any) -> Response:
-    """A JSON body with status 200."""
+    """A JSON response with status 200."""
     return JSONResponse(body, headers={"Cache-Control": "no-store"})
 
 
 def error_answer(error: ApiError) -> Response:
-    """An error in the form that OpenAI's clients know."""
+    """An error response in OpenAI's format."""
     return JSONResponse(error_body(error), error.status, headers={"Cache-Control": "no-store", **error.headers})
 
 
 def error_body(error: ApiError) -> dict[str, Any]:
-    """The JSON object of an error, alone in a body or as an item of a stream."""
+    """The JSON object of an error, for a body or an item of a stream."""
     return {"error": to_json(error.record)}

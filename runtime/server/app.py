@@ -1,4 +1,4 @@
-"""`create_app`: the routes, their errors, and the guard in front of them."""
+"""The ASGI application: routes, error handlers, and the guard in front of them."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from runtime.server.service.service import Service
 from runtime.server.streaming import Disconnected
 
 PING_S = 5.0
-"""Seconds between the comments that keep a silent stream alive."""
+"""Seconds between keep-alive comments in an idle stream."""
 
 
 def create_app(
     service: Service, security: Security, *, ping_s: float = PING_S, shutdown: Callable[[], None] = lambda: None
 ) -> ASGIApp:
-    """Put the server together.
+    """Create the application.
 
     Args:
-        service: What the routes ask.
-        security: What is demanded of every request. Without a management token there is no `/runtime/*`.
-        ping_s: Seconds between comments in a silent stream.
-        shutdown: Ends the server, for `POST /runtime/shutdown`.
+        service: The service behind the routes.
+        security: The security policy. Without a management token there is no `/runtime/*`.
+        ping_s: Seconds between comments in an idle stream.
+        shutdown: Stops the server, for `POST /runtime/shutdown`.
     """
     reader = Reader()
     routes = PublicInterface(service, ping_s, reader).routes()
@@ -61,7 +61,7 @@ async def _failure(_request: Request, error: Exception) -> Response:
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    """A path or method that there is not."""
+    """Respond to an unknown path or method."""
     assert isinstance(error, HTTPException)
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
     message = f"{request.method} {request.url.path}: {error.detail}"

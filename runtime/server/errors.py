@@ -1,4 +1,4 @@
-"""Errors on their way out: every failure becomes an OpenAI-style error object and an HTTP status."""
+"""Error responses: turns every failure into an OpenAI-style error object and an HTTP status."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from runtime.errors import (
 from runtime.wire.answers import STATUS_OF_CODE, ErrorRecord
 
 INVALID, SERVER = "invalid_request_error", "server_error"
-MOST_WORDS = 1000
-"""Characters of a message, at most: one that repeats what was wrong must not be as long as that."""
+MAX_MESSAGE = 1000
+"""Most characters of a message, which may quote an arbitrarily long input."""
 logger = logging.getLogger(__name__)
 
 
 class ApiError(RuntimeFailure):
-    """An error with everything that its answer needs."""
+    """An error with its HTTP response."""
 
     def __init__(
         self,
@@ -41,11 +41,11 @@ class ApiError(RuntimeFailure):
 
         Args:
             status: HTTP status.
-            message: What happened and what to do, for a person.
+            message: What happened and what to do, for the user.
             kind: The error's `type`.
-            param: The request's field at fault.
+            param: The request's faulty field.
             code: Short name of the error.
-            headers: Headers that belong to the answer.
+            headers: Headers of the response.
         """
         message = _short(message)
         super().__init__(message)
@@ -55,26 +55,26 @@ class ApiError(RuntimeFailure):
 
 
 def unknown_model(name: str) -> ApiError:
-    """There is no model of that name."""
+    """No model has that name."""
     return _not_found(f"there is no model {name!r}; /v1/models lists what there is")
 
 
 def unavailable(message: str, code: str) -> ApiError:
-    """The server cannot answer now."""
+    """The server cannot answer at the moment."""
     return ApiError(STATUS_OF_CODE[code], message, kind=SERVER, code=code)
 
 
 def conflict(message: str, code: str) -> ApiError:
-    """What is asked for does not go together with what the server holds or does."""
+    """The request conflicts with the server's state."""
     return ApiError(STATUS_OF_CODE[code], message, code=code)
 
 
 def api_error(error: BaseException, *, prompt: str | None = None) -> ApiError:
-    """The answer to any exception. An unexpected one is logged, and its text is not given out.
+    """The response to any exception. Unexpected ones are logged, and their text is not disclosed.
 
     Args:
-        error: What happened.
-        prompt: The request's field that holds the prompt, to be named where the prompt is at fault.
+        error: The exception.
+        prompt: The request's field with the prompt, to be named if the prompt is at fault.
     """
     if isinstance(error, ApiError):
         return error
@@ -106,9 +106,9 @@ def api_error(error: BaseException, *, prompt: str | None = None) -> ApiError:
 
 
 def _short(text: str) -> str:
-    """A text without its middle, where it is too long: what happened and what to do stand at its ends."""
-    half = MOST_WORDS // 2
-    return text if len(text) <= MOST_WORDS else f"{text[:half]} … {text[-half:]}"
+    """Cut the middle out of a long text: the beginning says what happened, the end what to do."""
+    half = MAX_MESSAGE // 2
+    return text if len(text) <= MAX_MESSAGE else f"{text[:half]} … {text[-half:]}"
 
 
 def _not_found(message: str) -> ApiError:

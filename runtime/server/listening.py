@@ -1,4 +1,4 @@
-"""Listening: a bound socket, the web server on it, and an end that leaves nothing behind."""
+"""Listening: a bound socket, the web server on it, and a clean shutdown."""
 
 from __future__ import annotations
 
@@ -18,40 +18,40 @@ from runtime.server.security import Security
 from runtime.server.service.service import Service
 
 GRACE_S = 3
-"""Seconds that running requests get to end when the server stops."""
+"""Seconds that running requests get to finish at shutdown."""
 UNLOAD_S = 5.0
-"""Seconds that the engine's thread gets to end after that."""
+"""Seconds that the engine's thread then gets to finish."""
 
 
 class _Uvicorn(uvicorn.Server):
-    """uvicorn that tells when it has started, without signal handlers of its own: `listen` is told when to stop."""
+    """uvicorn with a callback on startup, and without signal handlers of its own."""
 
     def __init__(self, config: uvicorn.Config, on_start: Callable[[], object]) -> None:
         super().__init__(config)
         self._on_start = on_start
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start, and tell."""
+        """Start, and call back."""
         await super().startup(sockets)
         self._on_start()
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leave signals alone."""
+        """Do not install signal handlers."""
         yield
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening socket.
+    """Create a listening socket.
 
     Args:
         host: Address or name.
-        port: TCP port; 0 takes a free one.
+        port: TCP port; 0 chooses a free one.
 
     Raises:
         RequestError: the address is not one of this machine, or the port is taken.
     """
-    if not 0 <= port <= 65535:  # the system would take it modulo 65536
+    if not 0 <= port <= 65535:  # the system would truncate it to 16 bits
         raise RequestError(f"cannot listen on port {port}: choose one from 0 to 65535")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -59,7 +59,7 @@ def bind(host: str, port: int) -> socket.socket:
     except (OSError, UnicodeError) as error:
         raise RequestError(f"cannot listen on {host}: {error}") from error
     try:
-        if sys.platform != "win32":  # there, the option would let two programs share a port
+        if sys.platform != "win32":  # on Windows, the option would let two programs share a port
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
         listener.listen(128)
@@ -77,17 +77,17 @@ async def listen(
     stop: asyncio.Event,
     started: Callable[[], object],
 ) -> bool:
-    """Serve until `stop` is set, then end what runs, unload, and close the socket.
+    """Serve until `stop` is set, then end running requests, unload the model, and close the socket.
 
     Args:
-        service: What is served; it is closed.
-        security: What is demanded of requests.
-        listener: A listening socket; it is closed.
-        stop: Ends the server. `POST /runtime/shutdown` sets it too.
+        service: The service; closed at the end.
+        security: The security policy.
+        listener: A listening socket; closed at the end.
+        stop: Stops the server. `POST /runtime/shutdown` sets it too.
         started: Called once requests are answered.
 
     Returns:
-        Whether the engine's thread ended in time; if not, only the end of the process will end it.
+        Whether the engine's thread ended in time; if not, only the end of the process stops it.
     """
     app = create_app(service, security, shutdown=stop.set)
     config = uvicorn.Config(
@@ -119,9 +119,9 @@ async def listen(
 
 @contextmanager
 def stopped_by_signals(stop: Callable[[int], object]) -> Iterator[None]:
-    """While entered, SIGINT, SIGTERM and SIGHUP call `stop` with their number, in the running event loop.
+    """Context manager: SIGINT, SIGTERM and SIGHUP call `stop` with their number, in the running event loop.
 
-    Outside the main thread, where signals do not arrive, it does nothing.
+    Does nothing outside the main thread, which receives no signals.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -136,7 +136,7 @@ def stopped_by_signals(stop: Callable[[int], object]) -> Iterator[None]:
         return
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     for number in numbers:
-        loop.add_signal_handler(number, stop, number)  # unlike signal.signal, it works whatever thread is interrupted
+        loop.add_signal_handler(number, stop, number)  # unlike signal.signal, works whichever thread is interrupted
     try:
         yield
     finally:

@@ -1,7 +1,7 @@
-"""The lock file: where a running runtime process listens, and with which token. Importing this needs no torch.
+"""Lock file: the address and token of a running runtime process. Does not import torch.
 
-The file is `<home>/runtime.json`, readable by its owner alone, written at once (temporary file, then rename). It names
-a process by id and creation time, so that a process id that came around again is not taken for the runtime.
+The file is `<home>/runtime.json`, readable by its owner only and written atomically. It identifies a process by id and
+creation time, so that a reused process id is not mistaken for the runtime.
 """
 
 from __future__ import annotations
@@ -13,29 +13,29 @@ from pathlib import Path
 
 from models.files import replacing
 from runtime.system.hosts import is_loopback
-from runtime.system.own_files import ANYTHING, is_own, read_own
 from runtime.system.parent import process_create_time
+from runtime.system.private_files import ANY_ACCESS, is_private, read_private
 
 LOCK_NAME = "runtime.json"
 """Name of the lock file in the home folder."""
 _TIME_TOLERANCE_S = 0.05
-"""Creation times that differ by less are the same: they pass through JSON and a clock of 100 ticks a second."""
+"""Tolerance of creation times in seconds: they pass through JSON and a clock of 100 ticks a second."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LockRecord:
-    """Content of the lock file."""
+    """Contents of the lock file."""
 
     pid: int
     """Process id of the runtime."""
     create_time: float
     """When that process was created, seconds since 1970."""
     host: str
-    """Address it listens on: this machine's loopback, for the token is sent there."""
+    """Address it listens on: must be loopback, since the token is sent there."""
     port: int
     """TCP port it listens on."""
     token: str
-    """Bearer token that every request needs."""
+    """Bearer token required by every request."""
     version: str
     """Version of the program it runs."""
 
@@ -53,26 +53,26 @@ class LockRecord:
 
     @property
     def base_url(self) -> str:
-        """Where requests go."""
+        """Base URL of requests."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"http://{host}:{self.port}"
 
 
 def lock_path(home: Path) -> Path:
-    """Where the lock file of a home folder lies."""
+    """Path of the lock file in a home folder."""
     return home / LOCK_NAME
 
 
 def is_alive(record: LockRecord) -> bool:
-    """Whether the very process that wrote a record still runs."""
+    """Whether the very process that wrote a record is still running."""
     created = process_create_time(record.pid)
     return created is not None and abs(created - record.create_time) < _TIME_TOLERANCE_S
 
 
 def read_lock(path: Path) -> LockRecord | None:
-    """Read a lock file; None if there is none, none that can be understood, or another user may have written it."""
+    """Read a lock file; None if it does not exist, is malformed, or may have been written by another user."""
     try:
-        data = json.loads(read_own(path, ANYTHING))
+        data = json.loads(read_private(path, ANY_ACCESS))
         if not isinstance(data, dict) or data.keys() != {field.name for field in fields(LockRecord)}:
             return None
         return LockRecord(**data)
@@ -81,14 +81,14 @@ def read_lock(path: Path) -> LockRecord | None:
 
 
 def write_lock(path: Path, record: LockRecord) -> None:
-    """Write a lock file for its owner alone (mode 0600), at once.
+    """Write a lock file atomically, for its owner only (mode 0600).
 
     Raises:
         OSError: the folder is missing or cannot be written, or its files cannot be closed to other users.
     """
-    with replacing(path) as file:  # for its owner alone, where the disk knows owners
+    with replacing(path) as file:  # for its owner only, where the disk supports owners
         file.write(json.dumps(asdict(record)).encode())
-        if not is_own(Path(file.name), ANYTHING):
+        if not is_private(Path(file.name), ANY_ACCESS):
             raise PermissionError(
                 f"other users have access to every file in {path.parent}, and one has to hold a secret: set "
                 "LOWBIT_CHAT_HOME to a folder on another disk"
@@ -96,7 +96,7 @@ def write_lock(path: Path, record: LockRecord) -> None:
 
 
 def remove_lock(path: Path, record: LockRecord) -> None:
-    """Delete a lock file if it is still the one that was written with `record`; another runtime's file stays."""
+    """Delete a lock file unless another runtime has replaced it."""
     if read_lock(path) == record:
         with contextlib.suppress(OSError):
             path.unlink(missing_ok=True)

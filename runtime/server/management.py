@@ -1,4 +1,4 @@
-"""`/runtime/*`: what the UI asks of the runtime beside chatting. Every request needs the lock file's token."""
+"""Management interface `/runtime/*`, for the UI. Every request needs the lock file's token."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class ManagementInterface:
     ping_s: float
     reader: Reader
     shutdown: Callable[[], None]
-    """Ends the server, once the answer is sent."""
+    """Stops the server after the response."""
 
     def routes(self) -> list[Route]:
         """All routes."""
@@ -127,16 +127,16 @@ class ManagementInterface:
         return json_answer({"removed": name})
 
     async def caches(self, _request: Request) -> Response:
-        """GET /runtime/caches: what they take on disk, and what each kind means for the loaded model."""
+        """GET /runtime/caches: saved caches on disk, and sizes of each kind for the loaded model."""
         held = await asyncio.to_thread(self.service.held)
         return json_answer(to_json(Caches(files=held.files, bytes=held.bytes, kinds=self.service.caches)))
 
     async def forget(self, request: Request) -> Response:
-        """POST /runtime/forget: delete what caches hold of the conversation `chat`, or of all."""
+        """POST /runtime/forget: delete the cached data of the conversation `chat`, or of all."""
         return json_answer(to_json(await self.service.forget((await self._read(request, ForgetRequest)).chat)))
 
     async def inspect(self, request: Request) -> Response:
-        """POST /runtime/inspect: what the model thought at each token of an answer."""
+        """POST /runtime/inspect: candidates at each token of an answer."""
         return await self._stream(_reported(self.service.inspect(await self._read(request, InspectRequest))))
 
     async def stop(self, _request: Request) -> Response:
@@ -146,7 +146,7 @@ class ManagementInterface:
         return json_answer({"stopping": True})
 
     async def _read(self, request: Request, kind: type[R]) -> R:
-        """The body of a request. The program itself is the only client here, so an unknown field is a mistake.
+        """Parse a request's body. The only client is this program itself, so an unknown field is a mistake.
 
         Raises:
             ApiError: it is no JSON object, or a field is missing, unknown, of a wrong type or out of range.

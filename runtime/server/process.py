@@ -1,7 +1,7 @@
 """The runtime process: `python -m runtime.server.process --home DIR [--parent-pid N] [--model NAME] ...`.
 
-It listens on loopback, on a port that the system picks, and says so in the lock file. It ends when asked (SIGTERM,
-Ctrl-C, `POST /runtime/shutdown`) and when its parent is gone, and takes socket, model and lock file with it.
+It listens on loopback, on a port chosen by the system and published in the lock file. It exits on request (SIGTERM,
+Ctrl-C, `POST /runtime/shutdown`) or when its parent is gone, and cleans up socket, model and lock file.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from runtime.wire.requests import LoadRequest
 
 HOST = "127.0.0.1"
 LAST_RESORT_S = GRACE_S + UNLOAD_S + 4
-"""Seconds after which a process that was asked to end, and hangs, ends at once."""
+"""Seconds after which a process that hangs on exit is terminated."""
 logger = logging.getLogger(__name__)
 
 
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def prepare(home: Path) -> None:
-    """Make the home folder, and have crashes, warnings and why the process ends written to stderr."""
+    """Create the home folder, and log crashes, warnings and the reason of the exit to stderr."""
     faulthandler.enable()
     logging.basicConfig(
         level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
@@ -61,13 +61,13 @@ def prepare(home: Path) -> None:
 
 
 def run(service: Service, *, home: Path, parent_pid: int | None = None, model: str | None = None) -> int:
-    """Serve until asked to end or until the parent is gone.
+    """Serve until stopped or until the parent is gone.
 
     Args:
-        service: What is served; it is closed.
+        service: The service; closed at the end.
         home: Folder of the lock file.
-        parent_pid: The process whose end ends this one.
-        model: What is loaded at the start; why that failed is told by the status.
+        parent_pid: The parent process; this process exits when it ends.
+        model: Model to load at the start; the status reports a failure.
 
     Returns:
         The exit code.
@@ -75,13 +75,13 @@ def run(service: Service, *, home: Path, parent_pid: int | None = None, model: s
     try:
         clean = asyncio.run(_run(service, home, parent_pid, model))
     except (RuntimeFailure, OSError) as error:
-        print(f"the runtime cannot start: {error}", file=sys.stderr)  # noqa: T201 -- stderr is read by who started it
+        print(f"the runtime cannot start: {error}", file=sys.stderr)  # noqa: T201 -- the starting program reads stderr
         return 1
     except BaseException:
         logger.exception("ends by an unexpected error")
         raise
     logger.info("has ended%s", "" if clean else ", though a piece of work did not stop in time")
-    if not clean:  # a thread hangs in native code: waiting for it would be for ever
+    if not clean:  # a thread hangs in native code: waiting for it could take forever
         sys.stderr.flush()
         os._exit(1)
     return 0
@@ -108,7 +108,7 @@ async def _run(service: Service, home: Path, parent_pid: int | None, model: str 
         stop.set()
 
     def parent_gone() -> None:
-        with contextlib.suppress(RuntimeError):  # the loop has ended already
+        with contextlib.suppress(RuntimeError):  # the loop has already ended
             loop.call_soon_threadsafe(end, f"the program that started it, process {parent_pid}, is gone")
 
     def signalled(number: int) -> None:
@@ -127,7 +127,7 @@ async def _run(service: Service, home: Path, parent_pid: int | None, model: str 
 
 
 async def _load(service: Service, model: str) -> None:
-    """Load the first model; a failure is kept in the status."""
+    """Load the first model; the status keeps a failure."""
     async with aclosing(service.load(LoadRequest(model=model))) as reports:
         with contextlib.suppress(RuntimeFailure):
             async for _ in reports:
@@ -136,7 +136,7 @@ async def _load(service: Service, model: str) -> None:
 
 @contextlib.contextmanager
 def _last_resort(stop: asyncio.Event, path: Path, record: LockRecord) -> Iterator[None]:
-    """Once `stop` is set, the process ends after LAST_RESORT_S, come what may."""
+    """Terminate the process LAST_RESORT_S after `stop` is set, whatever it is doing."""
 
     def end() -> None:
         logger.error("did not end within %g s after it was asked to, and is cut off", LAST_RESORT_S)
@@ -145,7 +145,7 @@ def _last_resort(stop: asyncio.Event, path: Path, record: LockRecord) -> Iterato
 
     async def arm() -> None:
         await stop.wait()
-        remove_lock(path, record)  # nobody shall attach to a process that ends
+        remove_lock(path, record)  # so that no client connects to an exiting process
         timer.start()
 
     timer = threading.Timer(LAST_RESORT_S, end)
@@ -159,7 +159,7 @@ def _last_resort(stop: asyncio.Event, path: Path, record: LockRecord) -> Iterato
 
 
 def _bundled(text: str) -> tuple[str, Path]:
-    """NAME=FOLDER of the command line."""
+    """Parse NAME=FOLDER of the command line."""
     name, separator, folder = text.partition("=")
     if not (name and separator and folder):
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME=FOLDER")
@@ -173,7 +173,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--home", type=Path, required=True, help="the program's folder: lock file and stored models")
     parser.add_argument("--parent-pid", type=int, help="end when this process is gone")
     parser.add_argument("--model", help="a model to load at the start")
-    parser.add_argument("--idle-unload", type=float, metavar="MINUTES", help="unload a model that nobody uses")
+    parser.add_argument(
+        "--idle-unload", type=float, metavar="MINUTES", help="unload the model after this much idle time"
+    )
     parser.add_argument("--chats", type=Path, metavar="DIR", help="keep the caches of long conversations there")
     parser.add_argument("--bundled", type=_bundled, action="append", default=[], metavar="NAME=FOLDER")
     parser.add_argument("--calibration", type=Path, metavar="FILE", help="text for quantizers")

@@ -1,4 +1,4 @@
-"""Bodies of requests, read: bounded JSON, checked up to its first mistake, large ones beside the event loop."""
+"""Request bodies: bounded JSON, validated up to the first mistake; large ones are parsed off the event loop."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from pydantic_core import ErrorDetails, PydanticCustomError, from_json
 from starlette.requests import Request
 
 from runtime.server.errors import ApiError
-from runtime.wire.inspection import MOST_MESSAGES
+from runtime.wire.inspection import MAX_MESSAGES
 
 LARGE_BYTES = 32 * 1024
-"""A larger body is read in a thread: the event loop must not wait for it."""
-MOST_VALUES = 2**20
-"""Values in a body, at most: as many tokens as any prompt has."""
-MOST_GROUPS = 2**16
-"""Lists and objects among them, at most: each takes some hundred bytes of memory, and the collector's time."""
+"""Larger bodies are parsed in a thread, so that the event loop does not wait."""
+MAX_VALUES = 2**20
+"""Most values in a body: as many as the tokens of any prompt."""
+MAX_GROUPS = 2**16
+"""Most lists and objects among them: each takes some hundred bytes of memory, and time of the garbage collector."""
 MISSING, INVALID, NO_JSON = "missing_required_parameter", "invalid_value", "invalid_json"
-"""Codes of the errors about one field, and about the whole body."""
+"""Codes of errors about one field, and about the whole body."""
 M = TypeVar("M", bound=BaseModel)
 T = TypeVar("T")
 
-Items = Annotated[list[T], Field(max_length=MOST_MESSAGES, fail_fast=True)]
-"""A list that is read up to its first mistake: else each of a million would be kept, and told by nobody."""
+Items = Annotated[list[T], Field(max_length=MAX_MESSAGES, fail_fast=True)]
+"""A list that is validated up to its first mistake, rather than collecting a million errors."""
 Token = Annotated[int, Field(ge=0, lt=2**31)]
-Tokens = Annotated[list[Token], Field(min_length=1, max_length=MOST_VALUES, fail_fast=True)]
-"""A text as the numbers of its tokens."""
+Tokens = Annotated[list[Token], Field(min_length=1, max_length=MAX_VALUES, fail_fast=True)]
+"""A text as token ids."""
 
 
 def _json(value: dict[str, Any]) -> dict[str, Any]:
@@ -43,11 +43,11 @@ def _json(value: dict[str, Any]) -> dict[str, Any]:
 
 
 JsonObject = Annotated[dict[str, Any], AfterValidator(_json)]
-"""An object that is handed on as it is."""
+"""An object that is passed on unchanged."""
 
 
 def at_most(count: int) -> BeforeValidator:
-    """Bounds an object before its members are read, which is not done up to the first mistake."""
+    """Limit an object's members before validating them, since that does not stop at the first mistake."""
 
     def check(value: object) -> object:
         if isinstance(value, dict) and len(value) > count:
@@ -59,12 +59,12 @@ def at_most(count: int) -> BeforeValidator:
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """Reads the bodies of requests. Large ones are read one after the other, so that one takes the memory of one."""
+    """Reads request bodies. Large ones are read one at a time, so that their memory use does not add up."""
 
     _alone: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def read(self, request: Request, make: Callable[[bytes], T]) -> T:
-        """What `make` makes of a body.
+        """Parse a body with `make`.
 
         Raises:
             ApiError: as `make` does.
@@ -80,7 +80,7 @@ def read_object(body: bytes) -> dict[str, Any]:
     """Read a JSON object.
 
     Raises:
-        ApiError: the body is none, or holds too much.
+        ApiError: the body is not a JSON object, or is too large.
     """
     if len(body) > LARGE_BYTES:
         _check_values(body)
@@ -97,18 +97,18 @@ def read_object(body: bytes) -> dict[str, Any]:
 
 
 def _check_values(body: bytes) -> None:
-    """Count what a body holds before any of it is made: a byte of JSON can take fifty of memory."""
+    """Count the values of a body before parsing it: a byte of JSON can become fifty in memory."""
     plain = np.frombuffer(body.replace(b"\\\\", b"").replace(b'\\"', b""), np.uint8)
     outside = np.bitwise_xor.accumulate(plain == ord('"')) == 0  # of texts
     groups = np.count_nonzero(((plain == ord("[")) | (plain == ord("{"))) & outside)
     values = np.count_nonzero((plain == ord(",")) & outside) + groups
-    for count, most, what in ((groups, MOST_GROUPS, "lists and objects"), (values, MOST_VALUES, "values")):
+    for count, most, what in ((groups, MAX_GROUPS, "lists and objects"), (values, MAX_VALUES, "values")):
         if count > most:
             raise ApiError(400, f"the body holds {count:,} {what}, but at most {most:,} are read", code=NO_JSON)
 
 
 def parse(body: bytes, model: type[M]) -> M:
-    """Read a request's body.
+    """Parse and validate a request's body.
 
     Raises:
         ApiError: it is no JSON object, or a field is missing, of a wrong type or out of range.
@@ -120,12 +120,12 @@ def parse(body: bytes, model: type[M]) -> M:
 
 
 def refused(param: str, message: str, *, code: str | None = None) -> ApiError:
-    """A field that is not acceptable."""
+    """An error about a field."""
     return ApiError(400, message, param=param, code=code)
 
 
 def _explained(error: ValidationError) -> ApiError:
-    """The error about the first field that is wrong; where it may have several types, what each would need."""
+    """A description of the first faulty field; for a union, what each type would require."""
     details = error.errors(include_url=False, include_context=False, include_input=False)
     first = _field(details[0])
     field = _field(max((one for one in details if _field(one).startswith(first)), key=_place))
@@ -137,13 +137,13 @@ def _explained(error: ValidationError) -> ApiError:
 
 
 def _place(detail: ErrorDetails) -> tuple[int, ...]:
-    """Tells which of the types that a field may have was read furthest."""
+    """Progress of validation in the types of a union."""
     at = [part for part in detail["loc"] if isinstance(part, int)]
     return len(_field(detail).split(".")) + len(at), *at
 
 
 def _field(detail: ErrorDetails) -> str:
-    """A field as OpenAI writes it, `messages[0].content`, without pydantic's names for the members of a union."""
+    """The path of a field in OpenAI's notation, `messages[0].content`, without pydantic's union members."""
     text = ""
     for part in detail["loc"]:
         if isinstance(part, int):

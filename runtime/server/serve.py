@@ -1,4 +1,4 @@
-"""`run`: the server that a person starts, without management and with or without a token."""
+"""The public server (`lowbit-chat serve`): no management interface, optional token."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ def run(
     progress: ProgressCallback = ignore_progress,
     ready: Callable[[str], object] = lambda _url: None,
 ) -> int:
-    """Serve `/v1/*` until Ctrl-C or SIGTERM. There is no `/runtime/*`: nothing can be pulled, made or deleted.
+    """Serve `/v1/*` until Ctrl-C or SIGTERM. There is no `/runtime/*`: models cannot be pulled, made or deleted.
 
     Args:
-        service: What is served, from `runtime.server.store.loading.open_service`; closed at the end.
-        host: Address to listen on. Beyond loopback a token is needed.
-        port: TCP port; 0 takes a free one.
-        token: Bearer token that requests need; None demands none.
-        model: What is loaded at the start, after the socket is bound and before requests are answered. Other models
-            of the catalogue are loaded when a request names them.
-        allowed_hosts: More names that may stand in the `Host` header, for example behind a proxy.
-        progress: Receives reports while the model loads.
-        ready: Called with the base URL, `http://127.0.0.1:8080/v1`, once requests are answered.
+        service: The service, from `runtime.server.store.loading.open_service`; closed at the end.
+        host: Address to listen on. Addresses beyond loopback require a token.
+        port: TCP port; 0 chooses a free one.
+        token: Bearer token required by requests; None: not required.
+        model: Model to load at the start, after binding the socket and before answering requests. Other models of the
+            catalogue are loaded when a request names them.
+        allowed_hosts: Additional names allowed in the `Host` header, for example behind a proxy.
+        progress: Receives progress reports while the model loads.
+        ready: Called with the base URL, `http://127.0.0.1:8080/v1`, once the server is ready.
 
     Returns:
         The exit code: 0, or 130 after Ctrl-C.
 
     Raises:
-        RequestError: the address is not loopback and there is no token; the token, address or port is not acceptable.
+        RequestError: the address is not loopback and there is no token; the token, address or port is invalid.
         ApiError: the model cannot be loaded.
     """
     try:
@@ -91,7 +91,7 @@ async def _serve(
 
 
 def base_url(listener: socket.socket) -> str:
-    """Where the OpenAI interface of a listening socket is reached from this machine."""
+    """URL of the OpenAI interface of a listening socket, from this machine."""
     host, port = listener.getsockname()[:2]
     shown = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 -- compared, not bound
     return f"http://[{shown}]:{port}/v1" if ":" in shown else f"http://{shown}:{port}/v1"

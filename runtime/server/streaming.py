@@ -1,4 +1,4 @@
-"""Answers that come piece by piece (server-sent events), and work that ends when the client hangs up."""
+"""Streaming responses (server-sent events), and work that is cancelled when the client disconnects."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ from runtime.server.errors import api_error
 T = TypeVar("T")
 Events = AsyncGenerator[dict[str, Any], None]
 DONE = "[DONE]"
-"""What ends a stream of the OpenAI protocol."""
+"""End marker of an OpenAI stream."""
 PATIENCE_S = 2.0
-"""A stream's status is held back so long for an error to come; then it is 200, and errors come in the stream."""
+"""Seconds for which a stream's status waits for an early error; after that it is 200, and errors go into the stream."""
 
 
 class Disconnected(Exception):
-    """The client hung up before the answer was ready."""
+    """The client disconnected before the response was ready."""
 
 
 def encode(body: Any) -> str:
-    """JSON on one line in ASCII: some clients take U+0085 or U+2028 for the end of a line, and of the event."""
+    """JSON on one line in ASCII: some clients treat U+0085 or U+2028 as the end of a line, and thus of the event."""
     return json.dumps(body, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
 
 
 async def sse(
     events: Events, *, ping_s: float, done: bool, named: bool = False, patience_s: float = PATIENCE_S
 ) -> Response:
-    """A response that sends events as they come.
+    """A response that sends events as they arrive.
 
     Args:
-        events: What is sent, as JSON objects. Closed when the client hangs up.
-        ping_s: Seconds between comments that keep the connection alive meanwhile.
+        events: The events, as JSON objects. Closed when the client disconnects.
+        ping_s: Seconds between keep-alive comments.
         done: Whether `[DONE]` ends the stream.
-        named: Whether each event goes by the name of its `type`.
-        patience_s: How long an error before the first event can still become the status of the response.
+        named: Whether each event is named by its `type`.
+        patience_s: How long an error before the first event can still set the status of the response.
 
     Raises:
-        Exception: what the events raised before the first of them, within `patience_s`.
+        Exception: raised by the events before the first of them, within `patience_s`.
     """
     first = asyncio.ensure_future(_next(events))
     try:
@@ -66,7 +66,7 @@ async def sse(
 async def _lines(
     first: asyncio.Future[dict[str, Any] | None], events: Events, *, done: bool, named: bool
 ) -> AsyncGenerator[ServerSentEvent, None]:
-    """Events as lines of the stream; an error becomes the last of them."""
+    """Events as lines of the stream; an error becomes the last one."""
     try:
         event = await first
         while event is not None:
@@ -82,7 +82,7 @@ async def _lines(
 
 
 def _event(data: str, name: str | None = None) -> ServerSentEvent:
-    """One event: its name, if it has one, `data: ...` and an empty line."""
+    """One event: its name if any, `data: ...` and an empty line."""
     return ServerSentEvent(data, event=name, sep="\n")
 
 
@@ -92,7 +92,7 @@ async def _next(events: Events) -> dict[str, Any] | None:
 
 
 async def _abandon(first: asyncio.Future[dict[str, Any] | None], events: Events) -> None:
-    """Stop the work behind a stream."""
+    """Cancel the work behind a stream."""
     first.cancel()
     with contextlib.suppress(asyncio.CancelledError, Exception):
         await first
@@ -100,10 +100,10 @@ async def _abandon(first: asyncio.Future[dict[str, Any] | None], events: Events)
 
 
 async def unless_disconnected(request: Request, work: Callable[[], Awaitable[T]]) -> T:
-    """Do work for a client that waits for it, and cancel it when the client hangs up.
+    """Do work for a waiting client, and cancel it when the client disconnects.
 
     Raises:
-        Disconnected: the client hung up.
+        Disconnected: the client disconnected.
     """
     working = asyncio.ensure_future(work())
     leaving = asyncio.ensure_future(_left(request))
@@ -119,6 +119,6 @@ async def unless_disconnected(request: Request, work: Callable[[], Awaitable[T]]
 
 
 async def _left(request: Request) -> None:
-    """Wait until the client has hung up; the request's body has been read before."""
+    """Wait until the client disconnects; the request's body has already been read."""
     while (await request.receive())["type"] != "http.disconnect":
         pass

@@ -1,1 +1,1 @@
-"""Dealings with the system and with others: child processes, hosts, files that are ours alone, text from outside."""
+"""System interfaces: child processes, host names, private files, untrusted text."""

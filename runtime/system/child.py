@@ -1,9 +1,9 @@
-"""The start of this program's own modules as child processes: with the packages of the parent, from any folder.
+"""Child processes of this program: runs its own modules with the parent's packages, from any folder.
 
-`python -m` looks for every module in the current folder first. In a folder that somebody else filled, an `argparse.py`
-of theirs would run in the child, and a `runtime` of theirs in the place of this one. So this file is run instead, with
-`-P`, which leaves the current folder out. It takes the program's packages from where it lies itself, whatever else is
-installed, and everything else from where Python has it.
+`python -m` searches the current folder first. In a folder with somebody else's files, an `argparse.py` there would run
+in the child, or a `runtime` there would replace this one. So this file is run instead, with `-P`, which excludes the
+current folder. It imports the program's packages from its own location, whatever else is installed, and everything else
+from Python's usual path.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ _FILE = Path(__file__).absolute()
 
 
 def child_command(module: str, *arguments: str) -> list[str]:
-    """What starts a module of this program as `python -m` would.
+    """The command that runs a module of this program, like `python -m`.
 
     Args:
-        module: Its dotted name.
-        arguments: What it finds in `sys.argv`.
+        module: Dotted name.
+        arguments: Its `sys.argv[1:]`.
     """
     return [sys.executable, "-P", str(_FILE), module, *arguments]
 
 
 class _OwnPackages(PathFinder):
-    """Finds the program's packages beside this one's folder, and no others."""
+    """Finds the program's packages next to this one's folder, and no others."""
 
     @classmethod
     def find_spec(
@@ -45,11 +45,11 @@ class _OwnPackages(PathFinder):
 
 
 def _run() -> None:
-    """Be the child."""
+    """Run as the child."""
     from runpy import run_module
 
     sys.meta_path.insert(0, _OwnPackages)
-    os.environ["PYTHONSAFEPATH"] = "1"  # whatever Python the child starts leaves the current folder out, too
+    os.environ["PYTHONSAFEPATH"] = "1"  # Python processes started by the child exclude the current folder as well
     del sys.argv[0]
     run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 

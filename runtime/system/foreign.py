@@ -1,4 +1,4 @@
-"""Text and JSON of others, read so that nothing in them can do harm later."""
+"""Untrusted text and JSON, sanitized on reading."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import math
 from typing import Any
 
 DEPTH = 200
-"""Lists and objects inside each other that are read, as many as pydantic's parser reads."""
+"""Maximum nesting of lists and objects, the same as that of pydantic's parser."""
 
 
-def whole(text: str) -> str:
-    """A text that can be encoded: halves of surrogate pairs are joined, and lone ones become U+FFFD."""
+def encodable(text: str) -> str:
+    """Make a text encodable: joins surrogate pairs, and replaces lone surrogates by U+FFFD."""
     if text.isascii():
         return text
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
 def read_json(data: str | bytes) -> Any:
-    """JSON whose texts are `whole`. NaN and infinite numbers, which JSON does not have, become null.
+    """Parse JSON whose texts are all encodable. NaN and infinity, which JSON does not have, become null.
 
     Raises:
         ValueError: it is not JSON, a number has too many digits, or it is nested too deeply; the message says which.
@@ -31,7 +31,7 @@ def read_json(data: str | bytes) -> Any:
 
 def _harmless(value: Any, depth: int) -> Any:
     if isinstance(value, str):
-        return whole(value)
+        return encodable(value)
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if not isinstance(value, dict | list):
@@ -40,4 +40,4 @@ def _harmless(value: Any, depth: int) -> Any:
         raise RecursionError
     if isinstance(value, list):
         return [_harmless(item, depth + 1) for item in value]
-    return {whole(key): _harmless(item, depth + 1) for key, item in value.items()}
+    return {encodable(key): _harmless(item, depth + 1) for key, item in value.items()}

@@ -1,4 +1,4 @@
-"""Noticing that the process that started this one is gone, however it went."""
+"""Parent watch: detects that the process that started this one has ended, for whatever reason."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ import threading
 from collections.abc import Callable, Iterator
 
 POLL_S = 0.5
-"""How often the parent is looked for where the system does not tell."""
+"""Polling interval in seconds, if the system does not signal the parent's end."""
 _PR_SET_PDEATHSIG = 1
 
 
 class ParentWatch:
-    """Whether the parent still lives: the very process, not another one with its number."""
+    """Tracks whether the parent is alive: the very process, not another one with its id."""
 
     def __init__(self, pid: int) -> None:
-        """Watch a process that is expected to live now."""
+        """Watch a process that is expected to be alive."""
         self._pid = pid
         self._created = process_create_time(pid)
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
-        """What a signal handler may write to. An event's lock is not reentrant: the end of a parent with several
-        threads sends several signals, and the second within the first would wait for ever."""
+        """Pipe that a signal handler may write to. An event's lock is not reentrant: the end of a parent with several
+        threads sends several signals, and the second would deadlock inside the first."""
         self._ended = False
 
     def gone(self) -> bool:
-        """Whether it has ended; what its own parent has not yet cleared away has ended too."""
+        """Whether it has ended; a zombie counts as ended."""
         return self._created is None or process_create_time(self._pid) != self._created
 
     @contextlib.contextmanager
     def watching(self, lost: Callable[[], object]) -> Iterator[None]:
-        """While entered, `lost` is called in a thread of its own once the parent is gone.
+        """Context manager: calls `lost` in a separate thread once the parent is gone.
 
-        On Linux the system also sends a signal. It comes when the thread that started this process ends, too, so it is
-        only taken as a reason to look.
+        On Linux the system also sends a signal. It is sent, too, when the parent's thread that started this process
+        ends, so it only triggers a check.
         """
         thread = threading.Thread(target=self._watch, args=(lost,), name="parent-watch", daemon=True)
         self._ask_for_signal()
@@ -61,19 +61,19 @@ class ParentWatch:
         if not sys.platform.startswith("linux") or threading.current_thread() is not threading.main_thread():
             return
         signal.signal(signal.SIGUSR1, lambda _number, _frame: self._wake.put(None))
-        with contextlib.suppress(OSError, AttributeError):  # another C library: the thread looks anyway
+        with contextlib.suppress(OSError, AttributeError):  # another C library: the thread polls anyway
             ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGUSR1), 0, 0, 0)
 
 
 def own_record_time() -> float:
-    """When this process was created, seconds since 1970, as others see it."""
+    """Creation time of this process as others see it, in seconds since 1970."""
     created = process_create_time(os.getpid())
     assert created is not None
     return created
 
 
 def process_create_time(pid: int) -> float | None:
-    """When a process was created, seconds since 1970; None if there is none, or only its unclaimed remains."""
+    """Creation time of a process, in seconds since 1970; None if it does not exist or is a zombie."""
     import psutil
 
     try:

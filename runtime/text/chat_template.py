@@ -1,8 +1,8 @@
-"""Chat templates: a conversation as the text that a model was trained on.
+"""Chat templates: format a conversation as the text that a model was trained on.
 
-A template is a program of whoever made the model, so it runs in jinja's sandbox, with the filters and functions that
-templates on the hub expect (those that transformers gives them). The sandbox does not limit time or memory: a process
-of its own does that (`runtime.text.template_process`), and `serve` is what it runs.
+A template is untrusted code from the model's author, so it runs in jinja's sandbox, with the filters and functions that
+templates on the hub expect (those of transformers). The sandbox does not limit time or memory: a separate process does
+(`runtime.text.template_process`), and runs `serve`.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-MOST_BYTES = 512 << 20
-"""Memory that the process may map, where the system can limit it."""
-MOST_CHARACTERS = 1 << 24
-"""The most that a template may write beside what it is given."""
+MAX_BYTES = 512 << 20
+"""Memory limit of the process, where the system supports one."""
+MAX_CHARACTERS = 1 << 24
+"""Most characters that a template may add to its input."""
 _LONGEST_REASON = 300
 _MARK = "CONTINUE_FINAL_MESSAGE_TAG "
-"""Stands after a last message that is to be continued; the space shows whether the template trims messages."""
+"""Appended to a last message that is to be continued; the space reveals whether the template trims messages."""
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks what a model is trained on; here its inside is text like any other."""
+    """The `{% generation %}` tag, which marks what a model is trained on; here its contents are rendered as usual."""
 
     tags = {"generation"}  # noqa: RUF012  # jinja's own form
 
@@ -47,7 +47,7 @@ class _Generation(Extension):
 
 
 class _PlainNamespace(Namespace):
-    """A namespace without names that begin with an underscore, behind which a template could reach for more."""
+    """A namespace without names that begin with an underscore, which a template could use to escape the sandbox."""
 
     def __init__(*args: Any, **values: Any) -> None:
         self, *rest = args
@@ -68,18 +68,18 @@ def render(
     continue_final: bool = False,
     tools: Sequence[Mapping[str, Any]] = (),
 ) -> str:
-    """The conversation as text, ready for the assistant's answer.
+    """Render a conversation, ready for the assistant's answer.
 
     Args:
         template: A jinja template.
-        messages: `{"role": ..., "content": ...}`, content being text; an assistant's may have `tool_calls`.
-        tokens: Special tokens by the names that a template knows (`bos_token`, ...).
+        messages: `{"role": ..., "content": ...}` with text contents; an assistant's may have `tool_calls`.
+        tokens: Special tokens by their names in templates (`bos_token`, ...).
         continue_final: Whether the last message is to be continued rather than answered.
-        tools: Functions that the model may ask for, as OpenAI's interface writes them.
+        tools: Functions that the model may call, in OpenAI's format.
 
     Raises:
         jinja2.TemplateError: the template is broken, or refuses these messages.
-        ValueError: the template does not write the last message down, so it cannot be continued.
+        ValueError: the template does not render the last message, so it cannot be continued.
     """
     chat = [{key: value for key, value in message.items() if value is not None} for message in messages]
     final = str(chat[-1]["content"])
@@ -97,7 +97,7 @@ def render(
 
 
 def knows_tools(template: str) -> bool:
-    """Whether a template writes down the tools that it is given.
+    """Whether a template renders the tools it is given.
 
     Raises:
         jinja2.TemplateError: it is broken.
@@ -106,16 +106,16 @@ def knows_tools(template: str) -> bool:
 
 
 def serve(seconds: float) -> None:
-    """Answer the requests on standard input, a JSON object a line, until it is closed.
+    """Serve requests on standard input, one JSON object a line, until it is closed.
 
-    A request has `template`, and the arguments of `render` unless it asks what `knows_tools` answers. An answer has
-    `said`, or `error`. A request that takes too long ends the process, whatever it is busy with.
+    A request has `template`, and the arguments of `render`, unless it is for `knows_tools`. An answer has `said`, or
+    `error`. A request that exceeds the time limit ends the process.
 
     Args:
-        seconds: The longest that a request may take.
+        seconds: Time limit of a request.
     """
     _limit_memory()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the program that asks
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
     with Path(os.devnull).open("w", encoding="utf-8") as nowhere:
         for line in sys.stdin.buffer:
             faulthandler.dump_traceback_later(seconds, exit=True, file=nowhere)
@@ -128,21 +128,21 @@ def _limit_memory() -> None:
     with contextlib.suppress(ImportError, OSError, ValueError):  # Windows has no such limit, macOS refuses it
         import resource
 
-        resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))
+        resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, MAX_BYTES))
 
 
 def _answer(line: bytes) -> bytes:
     try:
         request = json.loads(line)
         said = knows_tools(request["template"]) if len(request) == 1 else render(**request)
-        if isinstance(said, str) and len(said) > MOST_CHARACTERS + 2 * len(line):
+        if isinstance(said, str) and len(said) > MAX_CHARACTERS + 2 * len(line):
             raise ValueError("the text that it writes is far longer than the messages")
         return json.dumps({"said": said}).encode() + b"\n"
     except MemoryError:
         return b'{"error": "it needs too much memory"}\n'
     except RecursionError:
         return b'{"error": "it is nested too deeply"}\n'
-    except Exception as error:  # noqa: BLE001  # whatever a template does is its own fault
+    except Exception as error:  # noqa: BLE001  # a template may raise anything
         return json.dumps({"error": str(error)[:_LONGEST_REASON] or repr(error)}).encode() + b"\n"
 
 
@@ -159,7 +159,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
     environment.filters["tojson"] = _json
     environment.globals |= {
         "raise_exception": _refuse,
-        "strftime_now": lambda form: datetime.now().strftime(form),  # noqa: DTZ005  # the person's own clock
+        "strftime_now": lambda form: datetime.now().strftime(form),  # noqa: DTZ005  # the user's local time
         "dict": lambda *args, **values: dict(*args, **values),
         "namespace": _PlainNamespace,
     }
@@ -173,7 +173,7 @@ def _json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON as it is: jinja's own filter escapes what HTML would."""
+    """JSON without the HTML escapes of jinja's own filter."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -1,7 +1,7 @@
-"""Constrained answers: only tokens that a grammar lets follow are drawn, so the whole answer fits a JSON schema, say.
+"""Constrained decoding: samples only tokens that a grammar allows, to make an answer match a JSON schema, say.
 
-llguidance does the work: it keeps a parser beside the answer and says before each token which of the vocabulary may
-come. Where the grammar is complete that includes the end of the sequence; where nothing else may come it is that alone.
+llguidance keeps a parser of the answer and computes the mask of allowed tokens before each sample. The end of the
+sequence is allowed where the grammar is complete, and forced where nothing else may follow.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ Float32Array = npt.NDArray[np.float32]
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 """The schema of any JSON object."""
 WHITE_SPACE = r"[ \n]{0,12}"
-"""White space between JSON's tokens: as models like to write it, and never without end."""
-MOST_CHARACTERS = 2**17
-"""Of a grammar as llguidance takes it."""
+"""White space between JSON tokens: as models usually write it, but bounded."""
+MAX_CHARACTERS = 2**17
+"""Longest grammar, in llguidance's format."""
 STACK_BYTES = 2**11
-"""Stack for each of them: llguidance descends from rule to rule, which takes up to 1,150 bytes a character."""
+"""Stack per character: llguidance recurses from rule to rule, using up to 1,150 bytes a character."""
 _stacks = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What an answer must look like."""
+    """The grammar of an answer."""
 
     text: str
-    """As llguidance takes it."""
+    """In llguidance's format."""
 
     @classmethod
     def of_schema(cls, schema: Mapping[str, Any]) -> Grammar:
         """JSON that fits a schema.
 
         Raises:
-            RequestError: the schema is not acceptable, or asks for what cannot be enforced.
+            RequestError: the schema is invalid, or cannot be enforced.
         """
         from llguidance import LLMatcher
 
@@ -57,10 +57,10 @@ class Grammar:
 
     @classmethod
     def of_lark(cls, text: str) -> Grammar:
-        """A text that a context-free grammar derives, written as the Lark parser has it.
+        """Text of a context-free grammar, in the syntax of the Lark parser.
 
         Raises:
-            RequestError: it is no such grammar.
+            RequestError: the grammar is invalid.
         """
         from llguidance import LLMatcher
 
@@ -68,26 +68,26 @@ class Grammar:
 
     @classmethod
     def of_regex(cls, pattern: str) -> Grammar:
-        """A text that a regular expression matches as a whole.
+        """Text that fully matches a regular expression.
 
         Raises:
-            RequestError: it is no regular expression.
+            RequestError: the expression is invalid.
         """
         from llguidance import LLMatcher
 
         return cls(LLMatcher.grammar_from_regex(pattern)).checked("regular expression")
 
     def checked(self, kind: str) -> Grammar:
-        """This grammar, if it is one.
+        """Validate this grammar.
 
         Raises:
-            RequestError: it is none.
+            RequestError: it is invalid.
         """
         from llguidance import LLMatcher
 
-        if len(self.text) > MOST_CHARACTERS:
+        if len(self.text) > MAX_CHARACTERS:
             raise RequestError(
-                f"the {kind} cannot be enforced: it has {len(self.text):,} characters, and at most {MOST_CHARACTERS:,} "
+                f"the {kind} cannot be enforced: it has {len(self.text):,} characters, and at most {MAX_CHARACTERS:,} "
                 "are read"
             )
         try:
@@ -100,19 +100,19 @@ class Grammar:
         return self
 
     def deep(self, work: Callable[[], T]) -> T:
-        """Do with this grammar what may descend as deep as it is long, on a stack that is large enough.
+        """Run a function that may recurse as deeply as this grammar is long, on a sufficiently large stack.
 
-        Where a stack ends, the whole process does.
+        A stack overflow would end the whole process.
         """
         future: Future[T] = Future()
 
         def run() -> None:
             try:
                 future.set_result(work())
-            except BaseException as error:  # noqa: BLE001 -- it is raised where the result is waited for
+            except BaseException as error:  # noqa: BLE001 -- raised where the result is awaited
                 future.set_exception(error)
 
-        with _stacks:  # the size is set for whatever thread is begun next
+        with _stacks:  # the stack size applies to the next thread that starts
             before = threading.stack_size(2**23 + STACK_BYTES * len(self.text))
             try:
                 threading.Thread(target=run, name="grammar", daemon=True).start()
@@ -122,10 +122,10 @@ class Grammar:
 
 
 class Constraint:
-    """Where an answer stands in its grammar."""
+    """The parser state of one answer."""
 
     def __init__(self, matcher: LLMatcher) -> None:
-        """Stand at the beginning.
+        """Start at the beginning of the grammar.
 
         Raises:
             RequestError: the matcher could not be made.
@@ -134,10 +134,10 @@ class Constraint:
         self._check()
 
     def masked(self, logits: Float32Array) -> Float32Array:
-        """Logits float32 [V], those of tokens that may not come next being minus infinity.
+        """Logits float32 [V], with minus infinity for disallowed tokens.
 
         Raises:
-            RequestError: the grammar has become too complex to be followed.
+            RequestError: the grammar has become too complex.
         """
         bits = self._matcher.compute_bitmask()
         self._check()
@@ -145,10 +145,10 @@ class Constraint:
         return np.where(allowed, logits, np.float32(-np.inf))
 
     def take(self, token: int) -> None:
-        """Go on behind a token that was drawn.
+        """Advance by a sampled token.
 
         Raises:
-            RequestError: the grammar has become too complex to be followed.
+            RequestError: the grammar has become too complex.
         """
         if not self._matcher.is_stopped():
             self._matcher.consume_token(token)
@@ -160,10 +160,10 @@ class Constraint:
 
 
 class HasJson(Protocol):
-    """What is asked of a tokenizer."""
+    """The part of a tokenizer used here."""
 
     def to_json(self) -> str:
-        """As the `tokenizers` package writes it."""
+        """The tokenizer in the format of the `tokenizers` package."""
         ...
 
 
@@ -171,11 +171,11 @@ class Constraints:
     """Makes the constraints of a model's answers."""
 
     def __init__(self, tokenizer: HasJson, *, vocab_size: int, eos: Collection[int]) -> None:
-        """Nothing is read before the first constraint.
+        """Create lazily: nothing is read before the first constraint.
 
         Args:
             tokenizer: The model's.
-            vocab_size: Logits of a row.
+            vocab_size: Width of the logits.
             eos: Tokens that end an answer.
         """
         self._source, self._vocab_size, self._eos = tokenizer, vocab_size, sorted(eos)
@@ -197,7 +197,7 @@ class Constraints:
         """The constraint of one answer.
 
         Raises:
-            RequestError: the grammar is none, or this model has a tokenizer that cannot be constrained.
+            RequestError: the grammar is invalid, or the model's tokenizer is not supported.
         """
         from llguidance import LLMatcher
 

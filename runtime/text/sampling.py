@@ -1,4 +1,4 @@
-"""From logits to the next token: penalties, filters, the draw, and log-probabilities. Plain numpy.
+"""Sampling: penalties, filters, the draw of the next token, and log-probabilities. Plain numpy.
 
 Order, as in transformers: repetition penalty, temperature, top-k, top-p, min-p. No filter sorts the whole vocabulary.
 """
@@ -18,9 +18,10 @@ from runtime.text.constraint import Constraint, Grammar
 MAX_LOGPROBS = 20
 """Most alternatives reported for a token."""
 NEGLIGIBLE = 30.0
-"""Tokens less likely than the most likely one by e^-30 are never drawn: a whole vocabulary of them is 1e-8 of it."""
+"""Tokens less likely than the most likely one by e^-30 are never sampled: a whole vocabulary of them has probability
+1e-8."""
 GREEDY_BELOW = 1e-5
-"""Temperatures under this one are greedy: logits divided by them would overflow."""
+"""Temperatures below this are greedy: dividing the logits by them would overflow."""
 MAX_STOPS = 16
 """Most stop strings of a request."""
 
@@ -31,7 +32,7 @@ Int64Array = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingOptions:
-    """How an answer is drawn, and when it ends.
+    """Sampling and stopping options of an answer.
 
     Raises:
         RequestError: a value outside its range.
@@ -46,17 +47,17 @@ class SamplingOptions:
     min_p: float = 0.0
     """Only tokens at least this fraction as likely as the most likely one, in [0, 1]."""
     repetition_penalty: float = 1.0
-    """Logits of tokens that the answer has had are divided by it (multiplied where negative); 1 = none."""
+    """Logits of tokens already in the answer are divided by it (multiplied if negative); 1 = none."""
     seed: int | None = None
-    """The same seed gives the same draws; None = a fresh one."""
+    """The same seed gives the same samples; None = random."""
     max_tokens: int | None = None
     """Most tokens to generate; None = until the context is full."""
     stop: tuple[str, ...] = ()
-    """Texts that end the answer and are left out of it."""
+    """Stop strings: they end the answer and are not part of it."""
     logprobs: int | None = None
-    """How many alternatives to report with each token's log-probability; None = no log-probabilities."""
+    """Number of alternatives to report with each token's log-probability; None = no log-probabilities."""
     grammar: Grammar | None = None
-    """What the answer must look like; None = anything."""
+    """Grammar of the answer; None = anything."""
 
     def __post_init__(self) -> None:
         rules = (
@@ -76,13 +77,13 @@ class SamplingOptions:
 
     @property
     def greedy(self) -> bool:
-        """Whether the most likely token is taken."""
+        """Whether the most likely token is always taken."""
         return self.temperature < GREEDY_BELOW or self.top_k == 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alternative:
-    """A token that could have been drawn."""
+    """A candidate token."""
 
     token: int
     """Token id."""
@@ -94,7 +95,7 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLogprob:
-    """The log-probability of a drawn token, and of the most likely ones."""
+    """The log-probability of a sampled token, and of the most likely ones."""
 
     token: int
     """Token id."""
@@ -103,44 +104,44 @@ class TokenLogprob:
     logprob: float
     """As in `Alternative`."""
     top: tuple[Alternative, ...] = ()
-    """The most likely tokens, most likely first; as many as were asked for."""
+    """The requested number of most likely tokens, most likely first."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Draw:
-    """What a backend needs to draw a token where its logits are; see `runtime.backends.decoder.DrawsTokens`."""
+    """The input for sampling a token on the device; see `runtime.backends.decoder.DrawsTokens`."""
 
     options: SamplingOptions
-    """Temperature, filters, penalty, and how many log-probabilities are wanted."""
+    """Temperature, filters, penalty, and the number of log-probabilities."""
     uniform: float
-    """The number in [0, 1) that decides, of the answer's own stream; of no meaning where the draw is greedy."""
+    """Random number in [0, 1) from the answer's own stream; unused if greedy."""
     seen: Int64Array
-    """[n] tokens that the repetition penalty applies to, each once; empty where there is none."""
+    """[n] distinct tokens that the repetition penalty applies to."""
 
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """A token drawn where its logits are, which stay there."""
+    """A token sampled on the device; the logits stay there."""
 
     token: int
     """Token id."""
     logprob: float | None = None
-    """Its log-probability, as `log_probabilities` gives it; None unless asked for."""
+    """Its log-probability, as from `log_probabilities`; None unless requested."""
     ranked: Sequence[tuple[int, float]] = ()
-    """(token, log-probability) of the most likely, most likely first, as many as were asked for."""
+    """(token, log-probability) of the requested number of most likely tokens, most likely first."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Distribution:
-    """Tokens that may come next, and how likely each is."""
+    """Distribution of the next token."""
 
     tokens: Int64Array
-    """[n] token ids, ascending, n >= 1."""
+    """[n] allowed token ids, ascending, n >= 1."""
     weights: Float64Array
-    """[n] not negative, proportional to probabilities; their sum is positive."""
+    """[n] non-negative weights proportional to probabilities, with a positive sum."""
 
     def probability(self, token: int) -> float:
-        """How likely a token is; 0 for one that may not come."""
+        """The probability of a token; 0 if it is not allowed."""
         place = int(np.searchsorted(self.tokens, token))
         if place == self.tokens.size or self.tokens[place] != token:
             return 0.0
@@ -148,7 +149,7 @@ class Distribution:
 
 
 class Sampler:
-    """Draws the tokens of one answer."""
+    """Samples the tokens of one answer."""
 
     def __init__(
         self, options: SamplingOptions, seen: Sequence[int] = (), constraint: Constraint | None = None
@@ -156,10 +157,10 @@ class Sampler:
         """Start an answer.
 
         Args:
-            options: How to draw.
-            seen: Tokens that count as said already, for the repetition penalty. A prompt's do not: an answer repeats
+            options: Sampling options.
+            seen: Tokens that the repetition penalty treats as used. The prompt's are not included: an answer repeats
                 the words of its question for good reasons.
-            constraint: What may be drawn; nothing can be drafted then. None: any token.
+            constraint: The grammar's state, which rules out drafts; None: any token is allowed.
         """
         self._options, self._constraint = options, constraint
         self._random = np.random.Generator(np.random.PCG64(None if options.seed is None else options.seed % 2**64))
@@ -187,18 +188,18 @@ class Sampler:
         return token
 
     def order(self) -> Draw:
-        """The next draw, for whoever holds the logits; it takes the stream's next number where `draw` would.
+        """The input for sampling the next token on the device; advances the random stream as `draw` would.
 
-        The token that comes back has to be noted.
+        Pass the returned token to `note`.
         """
         return Draw(self._options, 0.0 if self.greedy else self.uniform(), self._seen)
 
     def distribution(self, logits: Float32Array, since: Sequence[int] = ()) -> Distribution:
-        """What the next token is drawn from.
+        """Distribution of the next token.
 
         Args:
-            logits: float32 [V], finite; left as they are.
-            since: Tokens that stand before it and are not noted: a draft's.
+            logits: float32 [V], finite; not modified.
+            since: Tokens before it that are not noted, as in a draft.
         """
         logits = self._penalized(logits, since)
         if self.greedy:
@@ -206,7 +207,7 @@ class Sampler:
         return Distribution(*filtered(logits, self._options))
 
     def _penalized(self, logits: Float32Array, since: Sequence[int] = ()) -> Float32Array:
-        """Logits [V] with those of seen tokens made smaller, and without what may not come, where that is asked for."""
+        """Logits [V] after the repetition penalty and the grammar's mask, if any."""
         if self._constraint is not None:
             logits = self._constraint.masked(logits)
         penalty = self._options.repetition_penalty
@@ -215,7 +216,7 @@ class Sampler:
         return _penalize(logits, np.concatenate((self._seen, np.array(since, np.int64))), penalty)
 
     def pick(self, distribution: Distribution) -> int:
-        """A token drawn from a distribution."""
+        """Sample from a distribution."""
         cumulative = distribution.weights.cumsum()
         place = int(np.searchsorted(cumulative, self.uniform() * cumulative[-1], side="right"))
         return int(distribution.tokens[min(place, distribution.tokens.size - 1)])
@@ -234,7 +235,7 @@ class Sampler:
 
 
 def _penalize(logits: Float32Array, seen: Int64Array, penalty: float) -> Float32Array:
-    """A copy of logits [V] with the seen tokens' made smaller, once each. Source: CTRL, §4.1 of arXiv:1909.05858."""
+    """A copy of logits [V] with each seen token's logit reduced once. Source: CTRL, §4.1 of arXiv:1909.05858."""
     logits = logits.copy()
     values = logits[seen]
     logits[seen] = np.where(values > 0, values / penalty, values * penalty)
@@ -242,18 +243,18 @@ def _penalize(logits: Float32Array, seen: Int64Array, penalty: float) -> Float32
 
 
 def filtered(logits: Float32Array, options: SamplingOptions) -> tuple[Int64Array, Float64Array]:
-    """The tokens that may be drawn, and how likely each is.
+    """The tokens that pass the filters, and their weights.
 
     Args:
         logits: float32 [V].
-        options: temperature above 0, top_k, top_p and min_p.
+        options: Options with temperature above 0; top_k, top_p and min_p apply.
 
     Returns:
         Token ids int64 [n], n >= 1, and weights float64 [n], proportional to probabilities.
     """
     highest, T = np.float32(logits.max()), np.float32(options.temperature)
     k, top_p = options.top_k, options.top_p
-    if top_p < 1 and not 0 < k < logits.size:  # of tens of thousands few can be needed: no more than the sum sees all
+    if top_p < 1 and not 0 < k < logits.size:  # of 50,000 tokens few can matter
         weights = np.exp((logits - highest) / T)
         tokens, kept_weights = _nucleus(weights, top_p)
         return _likely(tokens, kept_weights, options.min_p)
@@ -270,7 +271,7 @@ def filtered(logits: Float32Array, options: SamplingOptions) -> tuple[Int64Array
 
 
 def _likely(tokens: Int64Array, weights: Float64Array, min_p: float) -> tuple[Int64Array, Float64Array]:
-    """Tokens that are at least min_p times as likely as the likeliest."""
+    """Tokens at least min_p times as likely as the most likely one."""
     if min_p == 0:
         return tokens, weights
     likely = weights >= min_p * weights.max()
@@ -278,10 +279,10 @@ def _likely(tokens: Int64Array, weights: Float64Array, min_p: float) -> tuple[In
 
 
 def _nucleus(weights: Float32Array, top_p: float) -> tuple[Int64Array, Float64Array]:
-    """Indices of the fewest largest weights that reach the share top_p of their sum, ascending, and these weights.
+    """The smallest set of largest weights that reaches the share top_p of their sum: indices, ascending, and weights.
 
-    Weights under (1 - top_p) / n of the sum cannot be needed: all of them together stay under 1 - top_p. So only the
-    others are sorted.
+    Weights below (1 - top_p) / n of the sum cannot be in it: together they stay below 1 - top_p. So only the others are
+    sorted.
     """
     total = float(weights.sum(dtype=np.float64))
     possible = np.flatnonzero(weights >= (1 - top_p) * total / weights.size)
@@ -297,7 +298,7 @@ def log_probabilities(logits: Float32Array, token: int, count: int) -> tuple[flo
 
     Args:
         logits: float32 [V].
-        token: The token drawn.
+        token: The sampled token.
         count: How many of the most likely tokens to report.
 
     Returns:
@@ -314,13 +315,13 @@ def log_probabilities(logits: Float32Array, token: int, count: int) -> tuple[flo
 def token_logprob(
     own: Float32Array | Drawn, token: int, count: int | None, piece: Callable[[int], str]
 ) -> TokenLogprob | None:
-    """The log-probability of a drawn token and of `count` alternatives, where that is asked for.
+    """The log-probability of a sampled token and of `count` alternatives, if requested.
 
     Args:
-        own: The logits float32 [V] that it was drawn from; or what was drawn from them elsewhere.
-        token: The token drawn.
+        own: The logits float32 [V] that it was sampled from, or the decoder's own sample.
+        token: The sampled token.
         count: As `SamplingOptions.logprobs`.
-        piece: A token as text.
+        piece: Turns a token into text.
     """
     if count is None:
         return None

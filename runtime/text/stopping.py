@@ -1,4 +1,4 @@
-"""Stop strings in a stream of text: nothing of one is ever given out, however the text is cut into pieces."""
+"""Stop strings in streamed text: no part of one is ever emitted, however the text is split into pieces."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from collections.abc import Sequence
 
 
 class StopMatcher:
-    """Passes text through, holds back what may be the beginning of a stop string, and ends at the first one.
+    """Passes text through, holds back a possible beginning of a stop string, and ends at the first complete one.
 
-    The first stop string is the one whose match begins first; what comes after it is dropped. For any way of cutting a
-    text into pieces, the text given out is the same.
+    The first stop string is the one whose match begins first; the text after it is dropped. The output does not depend
+    on how the text is split.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
-        """Watch for `stops`; empty strings do not count."""
+        """Watch for stop strings; empty ones are ignored."""
         self._stops = tuple(stop for stop in stops if stop)
         self._held = ""
         self.stopped = False
-        """Whether a stop string has been met; from then on everything is dropped."""
+        """Whether a stop string was found; all further text is dropped."""
 
     def add(self, text: str) -> str:
-        """Take more text and return what may be given out."""
+        """Add text, and return what can be emitted."""
         if self.stopped:
             return ""
         self._held += text
@@ -33,14 +33,14 @@ class StopMatcher:
         return given
 
     def flush(self) -> str:
-        """What is held back when the text ends without having completed a stop string."""
+        """The held-back text, once the input has ended without a stop string."""
         begin = min((at for stop in self._stops if (at := self._held.find(stop)) >= 0), default=-1)
         given, self._held = self._held if begin < 0 else self._held[:begin], ""
         self.stopped = self.stopped or begin >= 0
         return given
 
     def _earliest_beginning(self) -> int:
-        """Where in the held text a stop string may have begun without having ended; its length if nowhere."""
+        """Position of a possible beginning of a stop string in the held-back text; its length if there is none."""
         longest = max((len(stop) for stop in self._stops), default=1)
         for at in range(max(0, len(self._held) - longest + 1), len(self._held)):
             tail = self._held[at:]

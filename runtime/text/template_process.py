@@ -1,8 +1,8 @@
-"""The process that applies chat templates, and may be killed: a template is a program that need not end.
+"""The template process: renders chat templates in a child process with limits on time and memory.
 
-jinja's sandbox keeps a template from files and from Python's insides, but not from looping or from filling memory. No
-check in this process could stop an operation of C (`'a' * 10**10`, a comparison of nested lists). So templates run in a
-child with a limit on time and memory. It is started once, and answers in 0.2 ms.
+A template is a program that need not terminate. jinja's sandbox protects files and Python's internals, but does not
+prevent endless loops or memory exhaustion, and no check in the same process could interrupt a single operation in C
+(`'a' * 10**10`, a comparison of nested lists). The child is started once, and answers in 0.2 ms.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from runtime.errors import RequestError
 from runtime.system.child import child_command
 
 SECONDS = 5.0
-"""The longest that applying a template may take: a hundred times what the longest chat needs."""
+"""Time limit in seconds: a hundred times what the longest chat needs."""
 _END_S = 1.0
 
 
 class TemplateProcess:
-    """A child process that applies chat templates; started when it is first needed, and again where it was killed.
+    """A child process that renders chat templates; started when first needed, and restarted after it was killed.
 
     Args:
-        seconds: The longest that a request may take.
+        seconds: Time limit of a request.
     """
 
     def __init__(self, seconds: float = SECONDS) -> None:
@@ -37,7 +37,7 @@ class TemplateProcess:
         self._child: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start the process, unless it runs; it gets ready while the caller goes on."""
+        """Start the process unless it is running; it gets ready in the background."""
         with self._lock, contextlib.suppress(RequestError):
             self._running()
 
@@ -50,7 +50,7 @@ class TemplateProcess:
         continue_final: bool = False,
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> str:
-        """The conversation as text; see `runtime.text.chat_template.render`.
+        """Render a conversation; see `runtime.text.chat_template.render`.
 
         Raises:
             RequestError: the template is broken, refuses these messages, or takes too much time or memory.
@@ -59,7 +59,7 @@ class TemplateProcess:
         return str(self._ask({"template": template, "continue_final": continue_final, **request}))
 
     def knows_tools(self, template: str) -> bool:
-        """Whether a template writes down the tools that it is given.
+        """Whether a template renders the tools it is given.
 
         Raises:
             RequestError: the template is broken, or takes too much time or memory.
@@ -115,12 +115,12 @@ class TemplateProcess:
         return self._child
 
     def _end(self) -> None:
-        """Close the pipes, upon which the process ends, or is killed."""
+        """Close the pipes, which ends the process; kill it if it does not end."""
         child, self._child = self._child, None
         if child is None:
             return
         atexit.unregister(self.close)
-        with contextlib.suppress(OSError), child:  # what is not written yet finds no reader
+        with contextlib.suppress(OSError), child:  # unwritten data has no reader left
             assert child.stdin is not None, "it was started with a pipe"
             try:
                 child.stdin.close()
@@ -131,5 +131,5 @@ class TemplateProcess:
 
 @lru_cache(maxsize=1)
 def template_process() -> TemplateProcess:
-    """The one of this program."""
+    """The process shared by this program."""
     return TemplateProcess()

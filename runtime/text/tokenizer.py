@@ -1,7 +1,6 @@
-"""Text to tokens and back: the tokenizer of a model folder, its chat template, and decoding while tokens still arrive.
+"""Tokenizer: encodes text, decodes tokens incrementally, and applies the chat template.
 
-Where its files are read is `runtime.text.tokenizer_files`, where its template is applied
-`runtime.text.template_process`.
+`runtime.text.tokenizer_files` reads its files, `runtime.text.template_process` renders its template.
 """
 
 from __future__ import annotations
@@ -14,29 +13,29 @@ from typing import Any
 
 from models.foreign import panics_raised
 from runtime.errors import ContextOverflowError, RequestError, RuntimeFailure
-from runtime.system.foreign import whole
+from runtime.system.foreign import encodable
 from runtime.text.template_process import template_process
 from runtime.text.tokenizer_files import read_tokenizer
-from runtime.text.tool_calls import Tool, told_in_words
+from runtime.text.tool_calls import Tool, describe_tools
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-"""What a decoder puts where bytes are not, or not yet, UTF-8."""
+"""The decoder's replacement for bytes that are not, or not yet, UTF-8."""
 PLAIN_TURN = {"user": "User: ", "assistant": "Assistant: "}
-"""How the plain fallback opens a turn."""
+"""The beginning of a turn in the plain fallback."""
 PLAIN_STOPS = ("\nUser:",)
-"""What ends an answer in the plain fallback: the model starting the person's next turn."""
+"""The stop string of the plain fallback: the model starting the user's next turn."""
 USUAL_CHARACTERS = 4
-"""Of a token. A text that has more for each token that fits is counted slice by slice before it is encoded."""
+"""Characters per token: a longer text is counted slice by slice before it is encoded."""
 SLICE, EDGE = 2**16, 64
-"""Characters of such a slice, and more tokens than cutting there can add."""
+"""Characters of such a slice, and most extra tokens caused by a cut."""
 
 
 class Tokenizer:
     """The tokenizer of a model folder, or of a GGUF file.
 
     Raises:
-        BackendError: there is no tokenizer that can be read.
-        ModelError: a GGUF file is damaged, or its tokenizer is not known.
+        BackendError: no readable tokenizer was found.
+        ModelError: a GGUF file is damaged, or its tokenizer is unknown.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -46,50 +45,49 @@ class Tokenizer:
         self._fast.no_truncation()
         self._fast.no_padding()
         self.vocab_size = int(self._fast.get_vocab_size(with_added_tokens=True))
-        """Number of tokens, added ones included."""
+        """Number of tokens, including added ones."""
         self.bos_token_id: int | None = self._id_of("bos_token")
-        """Beginning-of-sequence token, where the tokenizer has one."""
+        """Beginning-of-sequence token, if any."""
         self.eos_token_id: int | None = self._id_of("eos_token")
-        """End-of-sequence token, where the tokenizer has one."""
+        """End-of-sequence token, if any."""
         if self._template is not None:
-            template_process().start()  # it is ready when weights are
+            template_process().start()  # loaded while the weights are
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether the model brings a chat template; if not, `chat` writes plain `User:` and `Assistant:` turns."""
+        """Whether the model has a chat template; otherwise `chat` writes plain `User:` and `Assistant:` turns."""
         return self._template is not None
 
     @property
     def chat_stops(self) -> tuple[str, ...]:
-        """Stop strings that a chat answer needs: none with a chat template, else the start of the next turn."""
+        """Stop strings for chat answers: none with a chat template, else the start of the next turn."""
         return () if self.has_chat_template else PLAIN_STOPS
 
     @property
     def note(self) -> str | None:
-        """What a person should know about chatting with this model, or None."""
+        """A note for the user about chatting with this model, or None."""
         if self.has_chat_template:
             return None
         return "this model has no chat template: turns are written as plain 'User:' and 'Assistant:' lines"
 
     def to_json(self) -> str:
-        """The tokenizer as the `tokenizers` package writes it, without chat template and names of special tokens."""
+        """The tokenizer in the format of the `tokenizers` package, without chat template or special-token names."""
         return str(self._fast.to_str())
 
     def encode(self, text: str, *, special: bool = True, most: int | None = None) -> list[int]:
         """Tokens of a text.
 
         Args:
-            text: Any text; see `whole` for lone surrogates in it.
-            special: Whether the tokenizer's own special tokens are added (most often a beginning-of-sequence token). A
-                beginning that the text already spells out is not added twice.
-            most: Tokens that there is room for; None: any number. Encoding takes some hundred bytes for each.
+            text: Any text; see `encodable` for lone surrogates in it.
+            special: Whether to add the tokenizer's own special tokens (usually a beginning-of-sequence token). One that
+                the text already begins with is not added twice.
+            most: Tokens that there is room for; None: unlimited. Encoding takes some hundred bytes for each.
 
         Raises:
-            ContextOverflowError: the text is so long that there is surely no room; what is a little too long is not
-                noticed.
+            ContextOverflowError: the text is certainly too long; slightly too long texts are not detected.
             RequestError: the tokenizer cannot encode it.
         """
-        text = whole(text)
+        text = encodable(text)
         with _contained(f"cannot encode this text of {len(text):,} characters"):
             if most is not None and len(text) > USUAL_CHARACTERS * most + SLICE:
                 self._refuse_longer(text, most)
@@ -100,7 +98,7 @@ class Tokenizer:
         return ids
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Text of tokens, special ones left out; bytes that are no UTF-8 become U+FFFD.
+        """Text of tokens, without special ones; invalid UTF-8 becomes U+FFFD.
 
         Raises:
             RequestError: the tokenizer cannot decode them.
@@ -109,7 +107,7 @@ class Tokenizer:
             return str(self._fast.decode(list(tokens), skip_special_tokens=True))
 
     def piece(self, token: int) -> str:
-        """One token on its own, special ones included, for lists of log-probabilities."""
+        """The text of a single token, special ones included, for lists of log-probabilities."""
         with _contained("cannot decode this token"):
             text = str(self._fast.decode([token], skip_special_tokens=False))
         return text or str(self._fast.id_to_token(token) or "")
@@ -125,10 +123,11 @@ class Tokenizer:
         """Tokens of a conversation, ready for the assistant's answer.
 
         Args:
-            messages: `{"role": ..., "content": ...}`, roles system, user, assistant (and what the template knows). An
-                assistant's may have `tool_calls`, whose results are messages of the role tool.
+            messages: `{"role": ..., "content": ...}`, with roles system, user, assistant (and any others the template
+                knows). An assistant's may have `tool_calls`, whose results are messages of the role tool.
             continue_final: Whether the last message, the assistant's, is to be continued rather than answered.
-            tools: Functions that the model may ask for; told in a system message where its template knows none.
+            tools: Functions that the model may call; described in a system message if its template does not support
+                tools.
             most: Tokens that there is room for; see `encode`.
 
         Raises:
@@ -137,10 +136,10 @@ class Tokenizer:
         """
         _check(messages, continue_final)
         if self._template is None:
-            return self.encode(plain_chat(told_in_words(messages, tools), continue_final=continue_final), most=most)
+            return self.encode(plain_chat(describe_tools(messages, tools), continue_final=continue_final), most=most)
         told = tools or any("tool_calls" in message or message["role"] == "tool" for message in messages)
         if told and not self._knows_tools:
-            messages, tools = told_in_words(messages, tools), ()
+            messages, tools = describe_tools(messages, tools), ()
         text = template_process().render(
             self._template,
             messages,
@@ -151,7 +150,7 @@ class Tokenizer:
         return self.encode(text, special=False, most=most)
 
     def _refuse_longer(self, text: str, most: int) -> None:
-        """Raise where there is no room for a text, before all of it is encoded."""
+        """Raise if a text certainly has no room, without encoding all of it."""
         count = 0
         for begin in range(0, len(text), SLICE):
             count += len(self._fast.encode(text[begin : begin + SLICE], add_special_tokens=False).ids) - EDGE
@@ -166,15 +165,15 @@ class Tokenizer:
         return self._template is not None and template_process().knows_tools(self._template)
 
     def _id_of(self, name: str) -> int | None:
-        """Id of a special token; None where the tokenizer has none of this name."""
+        """Id of a special token; None if the tokenizer does not have it."""
         text = self._special.get(name)
         return None if text is None else self._fast.token_to_id(text)
 
 
 def plain_chat(messages: Sequence[Mapping[str, Any]], *, continue_final: bool) -> str:
-    """The conversation as plain text, for models without a chat template.
+    """A conversation as plain text, for models without a chat template.
 
-    A system message stands first as a paragraph of its own; then `User: ...` and `Assistant: ...` lines; the last line
+    A system message comes first as a paragraph of its own, then `User: ...` and `Assistant: ...` lines; the last line
     is an open `Assistant:`.
     """
     lines = [PLAIN_TURN.get(message["role"], "") + message["content"].strip() for message in messages]
@@ -187,22 +186,22 @@ def plain_chat(messages: Sequence[Mapping[str, Any]], *, continue_final: bool) -
 
 
 class Detokenizer:
-    """Text of a growing sequence of tokens, never half a character.
+    """Incremental decoding that never splits a character.
 
-    Tokens are decoded together with a few before them, because a decoder treats the beginning of a text in its own way
-    (sentencepiece drops its first space), and text is held back while it ends in bytes that may be the first half of a
-    character. All that was given out plus `flush` equals the decoded whole.
+    Tokens are decoded together with a few before them, because decoders treat the beginning of a text specially
+    (sentencepiece drops its first space). Text that may end in an incomplete character is held back. The pieces plus
+    `flush` equal the text of all tokens decoded at once.
     """
 
     def __init__(self, tokenizer: Tokenizer, context: Sequence[int] = ()) -> None:
-        """Start after `context`, the tokens before (or the last few of them); their text is not given out."""
+        """Start after `context`, the preceding tokens (or the last few of them), whose text is not emitted."""
         self._tokenizer = tokenizer
         self._window = list(context)
         self._given = tokenizer.decode(self._window)
         self._read = len(self._window)
 
     def add(self, token: int) -> str:
-        """Take the next token and return the text that is now certain, maybe empty."""
+        """Add a token, and return the text that is now certain, maybe empty."""
         self._window.append(token)
         text = self._tokenizer.decode(self._window)
         if len(text) <= len(self._given) or text.endswith(REPLACEMENT):
@@ -214,7 +213,7 @@ class Detokenizer:
         return fresh
 
     def flush(self) -> str:
-        """What is still held back: an unfinished character shows as U+FFFD."""
+        """The held-back text; an incomplete character becomes U+FFFD."""
         text = self._tokenizer.decode(self._window)[len(self._given) :]
         self._given += text
         self._read = len(self._window)
@@ -223,7 +222,7 @@ class Detokenizer:
 
 @contextmanager
 def _contained(what: str) -> Iterator[None]:
-    """Raise a RequestError for whatever the `tokenizers` package raises, panics included."""
+    """Convert whatever the `tokenizers` package raises, panics included, into a RequestError."""
     try:
         with panics_raised():
             yield
@@ -235,7 +234,7 @@ def _contained(what: str) -> Iterator[None]:
 
 
 def _check(messages: Sequence[Mapping[str, Any]], continue_final: bool) -> None:
-    """Raise RequestError where messages are missing, malformed, or cannot be continued."""
+    """Raise RequestError if messages are missing, malformed, or cannot be continued."""
     if not messages:
         raise RequestError("messages is empty: give at least one message")
     for index, message in enumerate(messages):

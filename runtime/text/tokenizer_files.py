@@ -1,6 +1,6 @@
-"""The tokenizer of a model folder, or of a GGUF file, as its files describe it.
+"""Reads the tokenizer of a model folder or a GGUF file.
 
-Most need the `tokenizers` package alone (`models.plain_tokenizer`); transformers is asked for the others.
+Most need only the `tokenizers` package (`models.plain_tokenizer`); transformers reads the others.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from runtime.errors import BackendError
 
 
 def read_tokenizer(folder: Path) -> TokenizerFiles:
-    """Read the tokenizer of a folder, from that folder alone, or of a GGUF file.
+    """Read the tokenizer of a folder, without accessing anything else, or of a GGUF file.
 
     Raises:
-        BackendError: there is no tokenizer that can be read.
-        ModelError: a GGUF file is damaged, or its tokenizer is not known.
+        BackendError: no readable tokenizer was found.
+        ModelError: a GGUF file is damaged, or its tokenizer is unknown.
     """
     if not folder.exists():
         raise BackendError(f"no tokenizer: the folder {folder} is missing")
@@ -36,7 +36,7 @@ def read_tokenizer(folder: Path) -> TokenizerFiles:
 
 
 def _of_gguf(file: Path) -> TokenizerFiles:
-    """What the metadata of a GGUF file say."""
+    """Read the tokenizer from a GGUF file's metadata."""
     from tokenizers import Tokenizer
 
     from models.gguf.header import read_header
@@ -51,7 +51,7 @@ def _of_gguf(file: Path) -> TokenizerFiles:
 
 
 def _by_transformers(folder: Path) -> TokenizerFiles:
-    """What transformers makes of a folder; its fast class alone, where that suffices, leaves torch out."""
+    """Read a folder with transformers; first with its fast class alone, which does not need torch."""
     check_folder(folder)
     _check_keys(folder)
     if (folder / "tokenizer.json").is_file():
@@ -72,7 +72,7 @@ def _by_transformers(folder: Path) -> TokenizerFiles:
 
 
 def _check_keys(folder: Path) -> None:
-    """See that no setting of a token has a name that a terminal would obey: `tokenizers` prints those it doesn't know.
+    """Check that no token's settings have a name with terminal escapes: `tokenizers` prints unknown names.
 
     Raises:
         ValueError: one has.
@@ -80,7 +80,7 @@ def _check_keys(folder: Path) -> None:
     for name in ("tokenizer_config.json", "special_tokens_map.json", "tokenizer.json"):
         found = read_json(folder / name) if (folder / name).is_file() else None
         if name == "tokenizer.json" and isinstance(found, dict):
-            found = found.get("added_tokens")  # keys of its vocabulary are tokens
+            found = found.get("added_tokens")  # the keys of the vocabulary are tokens
         waiting = [found]
         while waiting:
             inside = waiting.pop()

@@ -1,8 +1,9 @@
-"""Tools: functions of the client's that a model may ask to be called.
+"""Tool calls: client functions that a model may call, and a parser of the calls in its answer.
 
-A model asks in the form that it was trained on, which its chat template teaches it along with the tools. All forms in
-use are JSON with a name and arguments, between tags (Hermes, Qwen, SmolLM2), behind a mark (Mistral), or alone (Llama
-3). `CallReader` finds them in an answer as it comes. Models whose template knows no tools are told in a system message.
+A model writes calls in the format that it was trained on, and its chat template describes the tools in that format. All
+common formats are JSON with a name and arguments: between tags (Hermes, Qwen, SmolLM2), after a marker (Mistral), or
+alone (Llama 3). `CallReader` finds them in a streamed answer. If a model's template does not support tools, a system
+message describes them.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from runtime.text.constraint import ANY_OBJECT, Grammar
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 MARKS = ("[TOOL_CALLS]", "<|python_tag|>")
-"""What stands before calls without an end of their own. Most tokenizers leave these special tokens out of the text."""
+"""Markers before calls without an end marker. Most tokenizers omit these special tokens from the text."""
 BARE_KEYS = frozenset({"name", "function", "type", "id", "arguments", "parameters"})
 """First keys of an object that may be a call."""
 _FIRST_KEY = re.compile(r'\s*\[?\s*\{\s*"([^"\\]*)"')
@@ -32,26 +33,26 @@ The next message brings its result. Call a function only where it helps; else an
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tool:
-    """A function that a model may ask for."""
+    """A function that a model may call."""
 
     name: str
-    """What it is called."""
+    """Its name."""
     description: str = ""
-    """What it does, for the model."""
+    """Its description, for the model."""
     parameters: Mapping[str, Any] = field(default_factory=lambda: ANY_OBJECT)
     """JSON schema of its arguments."""
     strict: bool = False
-    """Whether arguments that may not fit the schema are worse than no answer."""
+    """Whether arguments that may violate the schema are worse than no answer."""
 
     def record(self) -> dict[str, Any]:
-        """As chat templates and OpenAI's interface write it."""
+        """The function in the format of chat templates and OpenAI's interface."""
         said = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
         return {"type": "function", "function": said}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall:
-    """What a model asks for."""
+    """A call by the model."""
 
     name: str
     """The function."""
@@ -59,8 +60,8 @@ class ToolCall:
     """Its arguments: a JSON object."""
 
 
-def demanded(tools: Sequence[Tool]) -> Grammar:
-    """The grammar of an answer that is a call of one of these tools.
+def call_grammar(tools: Sequence[Tool]) -> Grammar:
+    """The grammar of an answer that must call one of these tools.
 
     Raises:
         RequestError: a strict tool has parameters that cannot be enforced.
@@ -69,7 +70,7 @@ def demanded(tools: Sequence[Tool]) -> Grammar:
 
 
 def _call_schema(tool: Tool) -> dict[str, Any]:
-    """JSON schema of a call; definitions that the parameters refer to stay beside them."""
+    """JSON schema of a call; keeps definitions that the parameters refer to."""
     parameters = {"type": "object", **tool.parameters}
     try:
         Grammar.of_schema(parameters)
@@ -78,7 +79,7 @@ def _call_schema(tool: Tool) -> dict[str, Any]:
             raise RequestError(f"the parameters of {tool.name} cannot be enforced: {error}") from error
         parameters = dict(ANY_OBJECT)
     if "$defs" in parameters or "definitions" in parameters:
-        # References are written from the top of the tool's own schema, so that gets a place of its own to be resolved.
+        # References start at the root of the tool's own schema, so it gets an id of its own to resolve them.
         parameters = {"$id": f"tool:{tool.name}", **parameters}
     return {
         "type": "object",
@@ -88,8 +89,8 @@ def _call_schema(tool: Tool) -> dict[str, Any]:
     }
 
 
-def told_in_words(messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool]) -> list[dict[str, Any]]:
-    """Messages with tools, calls and results in their texts, for a chat template that knows none of these."""
+def describe_tools(messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool]) -> list[dict[str, Any]]:
+    """Messages that describe tools, calls and results as text, for a chat template without tool support."""
     told: list[dict[str, Any]] = []
     for message in messages:
         content = str(message["content"])
@@ -113,28 +114,28 @@ def told_in_words(messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool]) 
 
 
 class CallReader:
-    """Tells calls from text in an answer that comes in pieces. Text that may become a call is held back."""
+    """Separates calls from text in a streamed answer. Text that may become a call is held back."""
 
     def __init__(self, names: Sequence[str], *, most: int | None = None) -> None:
         """Begin an answer.
 
         Args:
-            names: The tools; what names another one is text.
-            most: Calls to be taken; those behind are dropped. None: all.
+            names: The tools; a call of any other name is text.
+            most: Most calls to parse; later ones are dropped. None: all.
         """
         self._names, self._most = frozenset(names), most
         self._held = ""
-        self._begun = False  # whether text has been given out, so that JSON that stands alone is no call any more
+        self._begun = False  # whether text was emitted, after which bare JSON is no longer a call
         self.count = 0
         """Calls found so far."""
 
     def feed(self, text: str) -> tuple[str, list[ToolCall]]:
-        """Take the next piece. Returns the text that is certain to be text, and the calls that are complete."""
+        """Add a piece. Returns the text that is certain, and the completed calls."""
         self._held += text
         return self._take(last=False)
 
     def finish(self) -> tuple[str, list[ToolCall]]:
-        """The rest."""
+        """Return the rest."""
         return self._take(last=True)
 
     def _take(self, *, last: bool) -> tuple[str, list[ToolCall]]:
@@ -151,7 +152,7 @@ class CallReader:
         return given, calls
 
     def _parts(self, *, last: bool) -> Iterator[str | ToolCall]:
-        """Texts and calls at the beginning of what is held; they are taken off it."""
+        """Remove and return the complete texts and calls at the beginning of the held-back text."""
         while self._held and (last or self._begun or self._held.strip()):
             if self._held.lstrip()[:1] in ("{", "[") and not self._begun and not self._marked(0):
                 taken = self._bare(last=last)
@@ -162,14 +163,14 @@ class CallReader:
             yield from taken
 
     def _marked(self, at: int) -> bool:
-        """Whether a tag or mark, or what may become one, stands at the first character that is no white space."""
+        """Whether a tag or marker, or a possible beginning of one, is at the first non-space character."""
         rest = self._held[at:].lstrip()
         return (
             any(rest.startswith(mark) or mark.startswith(rest) for mark in (OPEN, *MARKS)) if len(rest) > 1 else False
         )
 
     def _tagged(self, *, last: bool) -> list[str | ToolCall] | None:
-        """Text up to the next tag or mark, or what such a one begins; None where more has to come."""
+        """Text up to the next tag or marker, or the call that begins with one; None if more input is needed."""
         found = [(place, mark) for mark in (OPEN, *MARKS) if (place := self._held.find(mark)) >= 0]
         if not found:
             sure = len(self._held) if last else len(self._held) - _overlap(self._held, (OPEN, *MARKS))
@@ -186,13 +187,13 @@ class CallReader:
         return list(self._calls(inside)) or [whole]
 
     def _bare(self, *, last: bool) -> list[str | ToolCall] | None:
-        """An answer that begins as JSON: a call, or text. None where more has to come."""
+        """An answer that begins as JSON: a call, or text. None if more input is needed."""
         key = _FIRST_KEY.match(self._held)
         possible = key[1] in BARE_KEYS if key else bool(_MAYBE_KEY.fullmatch(self._held))
         if possible and not last:
             try:
                 _, end = json.JSONDecoder().raw_decode(self._held.lstrip())
-            except RecursionError:  # too deep for a call
+            except RecursionError:  # too deeply nested for a call
                 possible, end = False, 0
             except ValueError:
                 return None
@@ -207,7 +208,7 @@ class CallReader:
         return []
 
     def _calls(self, text: str) -> Iterator[ToolCall]:
-        """The calls that a JSON text holds; none if one of them is not a call of a known tool."""
+        """The calls in a JSON text; none if any of them is not a call of a known tool."""
         try:
             data = read_json(text)
         except ValueError:
@@ -217,13 +218,13 @@ class CallReader:
             yield from (call for call in calls if call is not None)
 
     def _cut(self, count: int) -> str:
-        """Take so many characters off what is held."""
+        """Remove and return the first characters of the held-back text."""
         taken, self._held = self._held[:count], self._held[count:]
         return taken
 
 
 def _call(data: Any) -> ToolCall | None:
-    """A call in any of the forms in use; None where it is none."""
+    """Parse a call in any of the common formats; None if it is not one."""
     if isinstance(data, dict) and isinstance(data.get("function"), dict):
         data = data["function"]
     if not isinstance(data, dict) or not isinstance(data.get("name"), str):
@@ -240,7 +241,7 @@ def _call(data: Any) -> ToolCall | None:
 
 
 def _overlap(text: str, marks: Sequence[str]) -> int:
-    """Characters at the end of a text that may be the beginning of a mark."""
+    """Length of the text's longest suffix that may be the beginning of a marker."""
     longest = max(map(len, marks)) - 1
     return next(
         (n for n in range(min(longest, len(text)), 0, -1) if any(mark.startswith(text[-n:]) for mark in marks)), 0

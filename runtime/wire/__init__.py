@@ -1,4 +1,4 @@
-"""What a runtime and its clients exchange over HTTP: every record once, and how records are written and read as JSON.
+"""Wire records: the data that a runtime and its clients exchange over HTTP, and their JSON form.
 
-Server, client, terminal UI and the tests' fakes all use these. Importing them is cheap: the UI process does.
+Server, client, terminal UI and test fakes all use these. Cheap to import, as the UI process must be.
 """

@@ -1,4 +1,4 @@
-"""What a runtime tells of itself, of its models and of what answers cost."""
+"""Records on the runtime's status, its models, and the cost of answers."""
 
 from __future__ import annotations
 
@@ -22,36 +22,35 @@ STATUS_OF_CODE: Mapping[str, int] = {
     "out_of_memory": 503,
     "overloaded": 503,
 }
-"""HTTP status of an error by its code, where it is neither 400 nor 500: in the middle of a stream there is only the
-code."""
+"""HTTP status by error code, if it is neither 400 nor 500: errors inside a stream only carry the code."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorRecord:
-    """An error as the OpenAI protocol writes it, under `error`."""
+    """An error in the OpenAI protocol's format, under `error`."""
 
     message: str
-    """What happened and what to do, for a person."""
+    """The problem and advice, for the user."""
     type: str
     """`invalid_request_error`, `server_error`, ..."""
     param: str | None = None
-    """The request's field at fault."""
+    """The request's faulty field."""
     code: str | None = None
     """Short name of the error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
-    """`GET /runtime/status`: what it is doing and with what. Fields about a model are None while none is loaded."""
+    """`GET /runtime/status`: the runtime's state. Fields about a model are None while none is loaded."""
 
     state: State
-    """What it is doing."""
+    """Its activity."""
     model: str | None = None
-    """The model that is loaded, or being loaded."""
+    """The model that is loaded or being loaded."""
     backend: str | None = None
-    """What runs it."""
+    """Name of the backend."""
     reason: str | None = None
-    """Why that."""
+    """The reason for this backend."""
     bits: float | None = None
     """Bits of its base weights."""
     kv: str | None = None
@@ -59,39 +58,39 @@ class Status:
     k_chunk: Mapping[str, int] | None = None
     """Compensated channels per 1024, by layer type."""
     budget_percent: float | None = None
-    """Slowdown that compensation may cost; None where k_chunk was given instead."""
+    """Slowdown budget; None with a fixed k_chunk."""
     slowdown_percent: float | None = None
-    """Slowdown of decoding that was measured; None where none was."""
+    """Measured slowdown of decoding; None if not measured."""
     prompt_k_chunk: int | None = None
-    """Channels per 1024 that the rows of a prompt share."""
+    """Channels per 1024 shared by the rows of a prompt."""
     prompt_slowdown_percent: float | None = None
-    """How much longer a prompt takes by that, as it was measured; None where it was not."""
+    """Measured slowdown of prompts by that; None if not measured."""
     n_tb: Mapping[str, int] | None = None
-    """Thread blocks of the compensation kernel, by layer type; None where blocks mean nothing."""
+    """Thread blocks of the compensation kernel, by layer type; None on CPUs."""
     context: int | None = None
     """Tokens of context."""
     memory_bytes: int | None = None
-    """Memory that the runtime process holds."""
+    """Resident memory of the runtime process."""
     weight_bytes: int | None = None
-    """Bytes of weights read for one token."""
+    """Bytes of weights read per token."""
     kv_bytes: int | None = None
     """Bytes of the KV cache."""
     sampling: Mapping[str, float] | None = None
-    """The sampling that its maker recommends, by the keys of generation_config.json."""
+    """Sampling settings recommended by the model's maker, by the keys of generation_config.json."""
     speculates: bool = False
-    """Whether the model drafts tokens and verifies several at a time."""
+    """Whether the model drafts for itself."""
     running: int = 0
-    """Requests that are being answered."""
+    """Requests being answered."""
     waiting: int = 0
-    """Requests that wait: for a slot, for room in the cache, or for what must be done before."""
+    """Requests waiting for a slot, for room in the cache, or for other work."""
     slots: int = 0
-    """Requests that can be answered at the same time."""
+    """Most requests answered at the same time."""
     pid: int = 0
     """Process id of the runtime."""
     version: str = ""
-    """Version of the program that runs it."""
+    """Version of its program."""
     error: ErrorRecord | None = None
-    """Why the last load failed."""
+    """The error of the last load."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,11 +102,11 @@ class ModelEntry:
     bits: float
     """Bits of its base weights."""
     bits_per_weight: float
-    """Bits of all linear layers, scales included, divided by their weights."""
+    """Bits of all linear layers, including scales, divided by the number of weights."""
     disk_bytes: int
     """Size on disk."""
     gpu_bytes: int
-    """Bytes that a device needs for the weights."""
+    """Device memory of the weights in bytes."""
     residual_bytes: int
     """Bytes of the residual codes."""
     parameters: int
@@ -119,19 +118,19 @@ class ModelEntry:
     method: str = DEFAULT_METHOD
     """Base quantizer."""
     smooth_attention: bool = False
-    """Whether its key channels were evened out for a KV cache of few bits."""
+    """Whether its key channels were equalized for low-bit KV caches."""
     bundled: bool = False
-    """Whether it came with the program."""
+    """Whether it is bundled with the program."""
     perplexity_before: float | None = None
-    """Of the full-precision model, on a short text."""
+    """Perplexity of the full-precision model on a short text."""
     perplexity_after: float | None = None
-    """Of the low-bit model, on the same text."""
+    """Perplexity of the low-bit model on the same text."""
     warning: str | None = None
-    """What a person should know before using it."""
+    """A note for the user."""
     created: int = 0
-    """When its files were written, seconds since 1970."""
+    """When its files were written, in seconds since 1970."""
     loaded: bool = False
-    """Whether it is loaded now."""
+    """Whether it is loaded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,30 +138,30 @@ class ModelList:
     """`GET /runtime/models`."""
 
     models: Sequence[ModelEntry]
-    """All that can be loaded."""
+    """All loadable models."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """The end of a load's or a tuning's progress."""
+    """The last item of a load's or a tuning's progress."""
 
     status: Status
-    """What runs now."""
+    """The new status."""
     phase: Literal["done"] = "done"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantized:
-    """The end of a quantization's progress."""
+    """The last item of a quantization's progress."""
 
     model: ModelEntry
-    """What was made."""
+    """Name of the new model."""
     phase: Literal["done"] = "done"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pulled:
-    """The end of a download's progress."""
+    """The last item of a download's progress."""
 
     name: str
     """The checkpoint."""
@@ -173,66 +172,66 @@ class Pulled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holding:
-    """What some saved caches of conversations take; `POST /runtime/forget` tells what it deleted."""
+    """Count and size of saved conversation caches; `POST /runtime/forget` returns those it deleted."""
 
     files: int = 0
-    """How many there are."""
+    """Number of files."""
     bytes: int = 0
-    """What they take on disk."""
+    """Bytes on disk."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheFacts:
-    """What a kind of cache would mean for the loaded model."""
+    """Sizes of a kind of cache for the loaded model."""
 
     bytes_per_token: float
-    """Bytes of a token, once it is in a page."""
+    """Bytes per token, once in a page."""
     context: int
-    """Tokens that fit one conversation, at most the model's own maximum; 0 where none do."""
+    """Tokens that fit in one conversation, at most the model's maximum; 0 if none do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caches(Holding):
-    """`GET /runtime/caches`: what all saved caches take, and what each kind of cache would mean."""
+    """`GET /runtime/caches`: all saved caches, and the sizes of each kind of cache."""
 
     kinds: Mapping[str, CacheFacts]
-    """By the kind's name; empty where no model is loaded."""
+    """By kind; empty if no model is loaded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationRecord:
-    """What speculation did in an answer."""
+    """Speculation statistics of an answer."""
 
     gamma: Count
-    """Tokens that the model drafts a round at the end; 0: that did not pay. Where it drafts none, how many were copied
-    a round, on average."""
+    """Tokens that the model drafts per round, at the end of the answer; 0: drafting did not pay. If the model drafts
+    none, the average number of copied tokens per round."""
     acceptance_rate: Number
-    """Part of the drafted tokens that stayed."""
+    """Accepted share of the drafted tokens."""
     tokens_per_verify: Number
-    """Tokens that a round gave."""
+    """Tokens per round."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timings:
-    """What an answer cost: `timings` beside the last of what OpenAI's protocol has."""
+    """Speed and cost of an answer: `timings`, an addition to the last item of OpenAI's protocol."""
 
     ttft_s: Number
     """Seconds from the request to the first token."""
     prefill_tokens_per_s: Number
-    """Speed of reading the prompt."""
+    """Prefill speed."""
     decode_tokens_per_s: Number
-    """Speed of writing the answer."""
+    """Decode speed."""
     prompt_tokens: Count
     """Tokens of the prompt."""
     cached_tokens: Count
-    """Of these, tokens that were in the cache still."""
+    """Prompt tokens that were already in the cache."""
     completion_tokens: Count
     """Tokens of the answer."""
     k_chunk: Mapping[str, Count] | None
     """Compensated channels per 1024, by layer type."""
     slowdown_percent: float | None
-    """Slowdown of decoding by that compensation, where it was measured."""
+    """Measured slowdown of decoding by that compensation."""
     prompt_slowdown_percent: float | None = None
-    """How much longer the prompt took by compensation, as it was measured when the model was tuned."""
+    """Slowdown of the prompt by compensation, as measured when the model was tuned."""
     speculation: SpeculationRecord | None = None
-    """What speculation did; None where nothing was drafted, nor was to be by the model."""
+    """Speculation statistics; None if nothing was drafted and the model was not asked to draft."""

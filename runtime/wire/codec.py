@@ -1,7 +1,7 @@
-"""Records as JSON and back. What a record's fields are annotated with is all that is known of them.
+"""Codec: converts records to JSON and back, guided only by the annotations of their fields.
 
-Fields may be texts, numbers, truth values, records, `Mapping`, `Sequence`, tuples, `Literal`, unions of these, `Any`,
-and texts, numbers and sequences as `Annotated` with one `Within` or `OneOf`. Reading ends at the first mistake.
+Fields may be texts, numbers, booleans, records, `Mapping`, `Sequence`, tuples, `Literal`, unions of these, `Any`, and
+texts, numbers and sequences `Annotated` with one `Within` or `OneOf`. Reading stops at the first mistake.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from typing import Annotated, Any, Literal, NoReturn, TypeVar, Union, get_args, 
 
 R = TypeVar("R")
 LARGEST_INT = 2**63 - 1
-"""Largest whole number that is read, either way from 0: whatever counts, counts in 64 bits."""
+"""Largest magnitude of an integer: counts fit in 64 bits."""
 _SHOWN = 60
-"""Most characters of a wrong value that an error repeats."""
+"""Most characters of a wrong value quoted in an error."""
 _WORDS: dict[Any, str] = {
     str: "a text", int: "a whole number", float: "a number", bool: "true or false", NoneType: "null"
 }  # fmt: skip
 
 
 class WireError(ValueError):
-    """JSON is not the record that it should be. The message says in one line what is wrong, and where."""
+    """JSON that does not match its record. The message says in one line what is wrong, and where."""
 
     def __init__(self, message: str, field: str, *, missing: bool = False) -> None:
         """Describe an error.
 
         Args:
-            message: For a person.
-            field: What is wrong: `k_chunk.qkv`; empty: all of it.
-            missing: Whether that is what is wrong with it.
+            message: For the user.
+            field: The faulty field, such as `k_chunk.qkv`; empty: the whole record.
+            missing: Whether the field is missing.
         """
         super().__init__(message)
         self.field = field
@@ -43,7 +43,7 @@ class WireError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Within:
-    """The range of an annotated number, or of the length of an annotated text or sequence."""
+    """Range of an annotated number, or of the length of an annotated text or sequence."""
 
     low: float
     high: float = math.inf
@@ -57,7 +57,7 @@ class Within:
 
 @dataclass(frozen=True, slots=True)
 class OneOf:
-    """The only values of an annotated text."""
+    """Allowed values of an annotated text."""
 
     values: tuple[str, ...]
 
@@ -73,7 +73,7 @@ Number = Annotated[float, Within(0)]
 
 
 def to_json(value: Any) -> Any:
-    """A record, or what a field of one holds, in plain lists and dictionaries."""
+    """A record, or a field's value, as plain lists and dictionaries."""
     if is_dataclass(value):
         return {field.name: to_json(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Mapping):
@@ -84,15 +84,15 @@ def to_json(value: Any) -> Any:
 
 
 def from_json(kind: type[R], value: object, *, strict: bool = False) -> R:
-    """Read what `to_json` wrote. A field that has a default may be absent.
+    """Read the output of `to_json`. Fields with defaults may be absent.
 
     Args:
         kind: The record.
         value: The JSON object.
-        strict: Whether fields that the record does not have are errors; else they are left out.
+        strict: Whether unknown fields are errors; otherwise they are ignored.
 
     Raises:
-        WireError: a field is missing, or is not what it is annotated as.
+        WireError: a field is missing or does not match its annotation.
     """
     record: R = _read(kind, value, "", strict)
     return record
@@ -100,7 +100,7 @@ def from_json(kind: type[R], value: object, *, strict: bool = False) -> R:
 
 @cache
 def _fields(kind: type) -> tuple[dict[str, Any], frozenset[str]]:
-    """Annotations of a record's fields, and the names of those that have no default."""
+    """Annotations of a record's fields, and the names of those without a default."""
     own = {field.name: field for field in fields(kind)}
     hints = get_type_hints(kind, vars(sys.modules[kind.__module__]), include_extras=True)
     required = (name for name, field in own.items() if field.default is MISSING and field.default_factory is MISSING)
@@ -112,7 +112,7 @@ def _read(kind: Any, value: Any, where: str, strict: bool) -> Any:
     if kind is Any:
         return value
     if origin is Annotated:
-        if isinstance(value, list) and value not in arguments[1]:  # before its items are read
+        if isinstance(value, list) and value not in arguments[1]:  # before reading its items
             _refuse(kind, value, where)
         found = _read(arguments[0], value, where, strict)
         return found if found in arguments[1] else _refuse(kind, value, where)
@@ -145,7 +145,7 @@ def _read_record(kind: Any, value: Mapping[str, Any], where: str, strict: bool) 
     known, required = _fields(kind)
     if strict and (unknown := sorted(value.keys() - known.keys())):
         field = _inside(where, unknown[0])
-        raise WireError(f"{field} is not known; known are: {', '.join(known)}", field)
+        raise WireError(f"{field} is unknown; known are: {', '.join(known)}", field)
     if absent := [name for name in known if name in required and name not in value]:
         names = [_inside(where, name) for name in absent]
         raise WireError(f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} missing", names[0], missing=True)
@@ -199,7 +199,7 @@ def _refuse(kind: Any, value: Any, where: str) -> NoReturn:
 
 
 def _words(kind: Any) -> str:
-    """What a field must be, for a person."""
+    """A description of a field's type for the user."""
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is Annotated:
         limit = arguments[1]

@@ -1,4 +1,4 @@
-"""What a runtime tells of its device, and of how the loaded model was tuned to it."""
+"""Records on the runtime's device, and on tuning the loaded model to it."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from tuner.curve import Curve
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
-    """The best way to decode within a budget, of those that were measured."""
+    """The best measured way to decode within a budget."""
 
     words: str
-    """For a person: what it loses, how fast it is, how it decodes."""
+    """For the user: its loss, its speed, and how it decodes."""
     target: str
-    """What verifies or decodes: `plain`, `compensated` or `residual`."""
+    """The target's compensation: `plain`, `compensated` or `residual`."""
     gamma: int
-    """Tokens drafted a round; 0: none."""
+    """Tokens drafted per round; 0: none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuning:
-    """What was found for one model, device and budget."""
+    """Result of tuning a model to a device and a budget."""
 
     device: str
-    """The device, in words."""
+    """The device, as text."""
     budget_percent: float
-    """Slowdown that was allowed."""
+    """The slowdown budget."""
     n_tb_max: int | None
     """Most thread blocks of any layer type; None on a CPU."""
     n_tb: Mapping[str, int]
@@ -38,55 +38,56 @@ class Tuning:
     k_chunk: Mapping[str, int]
     """Compensated channels per 1024, by layer type."""
     predicted_slowdown_percent: float
-    """From the times of the layers alone."""
+    """Predicted from the times of the layers."""
     measured_slowdown_percent: float
-    """Of whole decoding steps; at most the budget."""
+    """Measured on whole decoding steps; at most the budget."""
     seconds: float
-    """How long tuning took."""
+    """Duration of the tuning."""
     date: str
-    """When, in UTC: `2026-11-21T16:40:00+00:00`; empty where nothing was tuned."""
+    """Date in UTC, as in `2026-11-21T16:40:00+00:00`; empty if nothing was tuned."""
     cached: bool
-    """Whether a saved profile had it."""
+    """Whether it came from a stored profile."""
     curve: Sequence[Curve] = ()
-    """Time against k_chunk, as far as it was measured."""
+    """Time against k_chunk, as far as measured."""
     source: str = "measured"
-    """How it was found."""
+    """Origin of the tuning."""
     predicted_loss_won: float | None = None
-    """Nats a token that compensation wins back, by the losses of the layer types; None where these are not known."""
+    """Nats per token recovered by compensation, predicted from the losses of the layer types; None if these are
+    unknown."""
     loss_without: float | None = None
-    """Nats a token that the low-bit model loses without compensation, by the same."""
+    """Nats per token lost without compensation, likewise."""
     bought: Sequence[tuple[float, float]] = ()
-    """What other slowdowns would buy: (percent, share of that loss won back), ascending."""
+    """The recovered share of that loss at other slowdowns: (percent, share), ascending."""
     offer: Offer | None = None
-    """The best way to decode within the budget; None where `tune-device` did not measure any."""
+    """The best way to decode within the budget; None if `tune-device` has not measured any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptTuning:
-    """How far prompts are compensated, for one model, device and budget."""
+    """Result of tuning a model's prompts to a device and a budget."""
 
     budget_percent: float
-    """How much longer a prompt may take."""
+    """The slowdown budget of prompts."""
     k_chunk: int
-    """Channels per 1024 that the rows of a prompt share; 1024 is all, 0 none."""
+    """Channels per 1024 shared by the rows of a prompt; 1024 is all, 0 none."""
     measured_slowdown_percent: float
-    """How much longer the prompt took that was timed."""
+    """Measured slowdown of the timed prompt."""
     tokens: int
-    """Tokens of that; 0 where none was timed."""
+    """Tokens of the timed prompt; 0 if none was timed."""
     seconds: float = 0.0
-    """How long tuning took."""
+    """Duration of the tuning."""
     date: str = ""
-    """When, in UTC; empty where nothing was tuned."""
+    """Date in UTC; empty if nothing was tuned."""
     cached: bool = False
-    """Whether a saved profile had it."""
+    """Whether it came from a stored profile."""
 
     @property
     def words(self) -> str:
-        """For a person: what is compensated, and what it costs."""
+        """For the user: the compensation, and its cost."""
         if not self.k_chunk:
             return "prompts are not compensated"
         much = "fully" if self.k_chunk == CHUNK else f"by {self.k_chunk} of {CHUNK} channels"
-        cost = f"{self.measured_slowdown_percent:.1f} % of {self.budget_percent:g} % more time to the first word"
+        cost = f"{self.measured_slowdown_percent:.1f} % more time to the first word, {self.budget_percent:g} % allowed"
         return f"prompts are compensated {much}; {cost}"
 
 
@@ -95,12 +96,12 @@ class DeviceReport:
     """`GET /runtime/device`."""
 
     machine: Mapping[str, Any]
-    """`cpu`, `memory`, `gpu`, `pcie` as `lowbit-chat doctor --json` has them; `backend` and `reason` of what runs."""
+    """`cpu`, `memory`, `gpu`, `pcie` as in `lowbit-chat doctor --json`; `backend` and `reason` of the loaded model."""
     bandwidth_gb_s: float | None = None
-    """Measured read bandwidth of the memory in 10^9 bytes per second; None where it was not measured yet."""
+    """Measured read bandwidth of the memory in 10^9 bytes per second; None if not yet measured."""
     tuning: Tuning | None = None
-    """How the loaded model was tuned; None where it was not."""
+    """Tuning of the loaded model; None if it was not tuned."""
     prompts: PromptTuning | None = None
-    """How far its prompts are compensated; None where no budget decides that."""
+    """Tuning of its prompts; None if they have no budget."""
     problems: Sequence[Problem] = ()
-    """What is wrong, of the device and of the loaded model."""
+    """Problems of the device and of the loaded model."""

@@ -1,4 +1,4 @@
-"""What is told of the tokens of an answer: `POST /runtime/inspect`."""
+"""Records of token inspection: `POST /runtime/inspect`."""
 
 from __future__ import annotations
 
@@ -8,42 +8,42 @@ from typing import Annotated, Literal
 
 from runtime.wire.codec import OneOf, Within
 
-MOST_MESSAGES = 16_384
-"""Messages of a conversation, at most: more than fit any context."""
+MAX_MESSAGES = 16_384
+"""Most messages of a conversation: more than fit in any context."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Said:
+class InspectedMessage:
     """A message of the conversation."""
 
     role: Annotated[str, OneOf(("system", "user", "assistant"))]
-    """Who said it."""
+    """Role of the author."""
     content: str
-    """What was said."""
+    """The text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InspectRequest:
-    """`POST /runtime/inspect`: which answer is to be read again, token by token."""
+    """`POST /runtime/inspect`: the answer to re-read token by token."""
 
     model: Annotated[str, Within(1, 300)]
-    """The model that reads it; loaded first if it is another one."""
-    messages: Annotated[Sequence[Said], Within(0, MOST_MESSAGES)]
-    """What was said before the answer."""
+    """The model to read it with; loaded first if necessary."""
+    messages: Annotated[Sequence[InspectedMessage], Within(0, MAX_MESSAGES)]
+    """The messages before the answer."""
     answer: Annotated[str, Within(1)]
     """The answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A token that could have come at a place."""
+    """A candidate token."""
 
     text: str
     """The token on its own."""
     logit: float | None
-    """The model's logit; None: far from the best."""
+    """Its logit; None: far from the best."""
     probability: float | None
-    """Of it, before temperature, penalties and filters."""
+    """Its probability, before temperature, penalties and filters."""
     base_logit: float | None = None
     """The logit without compensation; None: far from the best, or nothing is compensated."""
     base_probability: float | None = None
@@ -52,18 +52,18 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InspectedToken:
-    """A token of the answer, and what else could have come in its place."""
+    """A token of the answer, and its alternatives."""
 
     text: str
-    """What it adds to the answer; empty where a character needs the next token too."""
+    """The text it adds to the answer; empty if a character needs the next token too."""
     candidates: Sequence[Candidate]
-    """The most likely ones, most likely first, the token itself among them."""
+    """The most likely tokens and the token itself, most likely first."""
     chosen: int
-    """Which of the candidates is the token."""
+    """Index of the token among the candidates."""
     base_best: int | None = None
-    """Which is the most likely one without compensation; None where nothing is compensated."""
+    """Index of the most likely one without compensation; None if nothing is compensated."""
     draft: int | None = None
-    """Which one a draft gives; None where nothing is drafted, as before the first token."""
+    """Index of the drafted one; None if nothing is drafted, as for the first token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,8 +75,8 @@ class Inspection:
     model: str
     """The model that read them."""
     compensated: bool
-    """Whether they were read with and without compensation."""
+    """Whether they were read both with and without compensation."""
     complete: bool = True
-    """Whether these are all tokens of the answer, not its beginning alone."""
+    """Whether these are all tokens of the answer, rather than its beginning."""
     phase: Literal["done"] = "done"
-    """Tells the answer from reports of progress."""
+    """Distinguishes the result from progress reports."""

@@ -1,4 +1,4 @@
-"""What a runtime tells of models that are not here yet."""
+"""Records on models that can be downloaded, and how they would run here."""
 
 from __future__ import annotations
 
@@ -13,42 +13,42 @@ Fits = Literal["yes", "tight", "no"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prospect:
-    """A model that can be fetched, seen from this machine as it is now."""
+    """A downloadable model, and how it would run on this machine now."""
 
     title: str
-    """What people call it."""
+    """Display name."""
     source: str
-    """What to ask for: a short name, or `owner/name` on the hub."""
+    """Name to request: a short name, or `owner/name` on the hub."""
     maker: str
-    """Who published it."""
+    """Publisher."""
     license: str
-    """Its licence, in short."""
+    """Short name of its licence."""
     gated: bool
-    """Whether the hub wants a login that has agreed to the licence."""
+    """Whether downloading requires a hub account that accepted the licence."""
     form: Form
-    """What is fetched."""
+    """Form of the download."""
     download_bytes: int
-    """How much."""
+    """Size of the download in bytes."""
     parameters: int
     """Its weights."""
     max_context: int
     """Longest context in tokens."""
     sizes: Sequence[int]
-    """Bytes on the device at 3, 3.5 and 4 bits of a weight."""
+    """Device memory in bytes at 3, 3.5 and 4 bits per weight."""
     residual_bytes: int
-    """Bytes of residuals in main memory, alike for all bits."""
+    """Main memory of the residuals in bytes, the same for all bits."""
     bits: float | None
-    """The most bits that fit with a context to work with; None where none do."""
+    """The highest bits that fit with a usable context; None if none do."""
     fits: Fits
-    """`tight`: only with fewer bits than 4, or with less context than usual."""
+    """`tight`: only with fewer than 4 bits, or with less context than usual."""
     needed_bytes: int
-    """What has to be free at these bits, or at 3."""
+    """Memory required at these bits, or at 3."""
     context: int
-    """Tokens of context that fit at these bits, up to the usual number."""
+    """Tokens of context that fit at these bits, up to the default."""
     tokens_per_s: float | None
-    """Expected speed of decoding at these bits; None where the device's speed is not known."""
+    """Expected decode speed at these bits; None if the device's speed is unknown."""
     making_s: float
-    """About how long it takes to make it low-bit here."""
+    """Estimated time to quantize it here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,4 +56,4 @@ class ProspectList:
     """`GET /runtime/prospects`."""
 
     prospects: Sequence[Prospect]
-    """All models that are known, smallest first."""
+    """All known models, smallest first."""

@@ -1,4 +1,4 @@
-"""What a runtime is asked under `/runtime/*`."""
+"""Requests under `/runtime/*`."""
 
 from __future__ import annotations
 
@@ -21,38 +21,38 @@ LayerKind = Annotated[str, OneOf(LAYER_KINDS)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadRequest:
-    """`POST /runtime/load`: which model is to be loaded, and how. None leaves the choice to the runtime."""
+    """`POST /runtime/load`: load a model. None leaves a choice to the runtime."""
 
     model: Name
-    """Name of a stored model, or of the bundled one."""
+    """Name of a stored or bundled model."""
     kv: KVKind | None = None
     """Precision of the KV cache."""
     k_chunk: Chunk | Mapping[LayerKind, Chunk] | None = None
-    """Compensated channels per 1024: one number, or one by layer type; None leaves it to the budget."""
+    """Compensated channels per 1024: one number, or one by layer type; None: decided by the budget."""
     budget: Budget | None = None
-    """Slowdown of decoding, in percent, that compensation may cost; 0 is none. Means nothing beside a k_chunk."""
+    """Slowdown budget of decoding in percent; 0 is no compensation. Ignored if there is a k_chunk."""
     prompt_budget: Budget | None = None
-    """How much longer, in percent, a prompt may take by compensation; 0 is none."""
+    """Slowdown budget of prompts in percent; 0 is no compensation."""
     speculate: bool | None = None
-    """Whether the model drafts tokens and verifies several at a time, with a hierarchical cache if `kv` is None. None:
-    where the cache is that and it was measured to pay. Drafts are copied from the text unless this is False."""
+    """Whether the model drafts for itself, with a hierarchical cache if `kv` is None. None: if the cache is
+    hierarchical and drafting was measured to pay. Drafts are copied from the text unless this is False."""
     gamma: Annotated[int, Within(1, LARGEST_GAMMA)] | None = None
-    """Tokens that the model drafts in each round; None is the best by what steps cost and what is accepted."""
+    """Tokens that the model drafts per round; None: chosen by measured costs and acceptance."""
     context: Annotated[int, Within(1)] | None = None
     """Tokens of context."""
     num_parallel: Annotated[int, Within(1, 64)] | None = None
-    """Requests that are answered at the same time."""
+    """Most requests answered at the same time."""
     backend: Annotated[str, Within(1, 40)] = "auto"
     """Which backend."""
 
     @property
     def speculation(self) -> Speculate | None:
-        """How the model is to draft whatever was measured; None: see `speculate`."""
+        """The requested drafting mode; None: see `speculate`."""
         return Speculate(gamma=self.gamma) if self.speculate else None
 
     @property
     def compensation(self) -> Compensation | None:
-        """What decides how much is compensated; None leaves it to the runtime."""
+        """The requested compensation; None: the runtime's default."""
         if self.k_chunk is None and self.budget is None and self.prompt_budget is None:
             return None
         return of_settings(self.k_chunk, self.budget, prompt_budget=self.prompt_budget)
@@ -60,26 +60,26 @@ class LoadRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuneRequest:
-    """`POST /runtime/tune`: how much the loaded model is to be compensated from now on."""
+    """`POST /runtime/tune`: change the compensation of the loaded model."""
 
     budget: Budget | None = None
-    """Slowdown of decoding, in percent, that compensation may cost; None is the default, 0 none."""
+    """Slowdown budget of decoding in percent; None is the default, 0 no compensation."""
     k_chunk: Chunk | Mapping[LayerKind, Chunk] | None = None
     """Compensated channels per 1024, instead of a budget."""
     prompt_budget: Budget | None = None
-    """How much longer, in percent, a prompt may take by compensation; None is the default, 0 none."""
+    """Slowdown budget of prompts in percent; None is the default, 0 no compensation."""
     force: bool = False
-    """Whether to measure again even if a profile was saved."""
+    """Whether to measure again even if there is a profile."""
 
     @property
     def compensation(self) -> Compensation:
-        """What decides how much is compensated from now on; a `RequestError` where both are given."""
+        """The requested compensation; raises `RequestError` if both kinds are given."""
         return Compensation(k_chunk=self.k_chunk, budget_percent=self.budget, prompt_budget_percent=self.prompt_budget)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizeRequest:
-    """`POST /runtime/quantize`: what low-bit model is to be made of what."""
+    """`POST /runtime/quantize`: quantize a checkpoint."""
 
     source: Annotated[str, Within(1, 4096)]
     """A checkpoint's folder or GGUF file, its short name, or its name on the hub."""
@@ -88,20 +88,20 @@ class QuantizeRequest:
     method: Method = DEFAULT_METHOD
     """Base quantizer."""
     group_size: int = DEFAULT_GROUP_SIZE
-    """Input channels that share a scale."""
+    """Input channels per scale."""
     residual_bits: int = 4
     """Bits of the residuals."""
     smooth_attention: bool = False
-    """Whether key channels are evened out for a KV cache of few bits."""
+    """Whether to equalize key channels for low-bit KV caches."""
     name: Name | None = None
-    """Name of the new model; derived from source and recipe if None."""
+    """Name of the new model; None: derived from source and recipe."""
     force: bool = False
-    """Whether to replace a model of that name."""
+    """Whether to replace an existing model of that name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PullRequest:
-    """`POST /runtime/pull`: which checkpoint is to be downloaded."""
+    """`POST /runtime/pull`: download a checkpoint."""
 
     name: Name
     """Its name on the hub, or its short name."""
@@ -111,7 +111,7 @@ class PullRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoveRequest:
-    """`POST /runtime/remove`: which stored model is to be deleted."""
+    """`POST /runtime/remove`: delete a stored model."""
 
     name: Name
     """Its name."""
@@ -119,7 +119,7 @@ class RemoveRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForgetRequest:
-    """`POST /runtime/forget`: what is to be deleted of what caches hold."""
+    """`POST /runtime/forget`: delete cached conversations."""
 
     chat: Annotated[str, Within(1, 200)] | None = None
-    """A conversation, by the name that its client gave it; None: all of them."""
+    """The client's name of a conversation; None: all."""

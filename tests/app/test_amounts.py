@@ -1,4 +1,4 @@
-"""Amounts, times, and estimates that do not promise too much."""
+"""Amounts, durations, and cautious estimates."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ from runtime.server.listening import bind, listen
 from runtime.server.security import Security
 from runtime.wire.answers import Holding, Quantized
 from runtime.wire.codec import to_json
-from runtime.wire.inspection import Inspection, InspectRequest, Said
+from runtime.wire.inspection import InspectedMessage, Inspection, InspectRequest
 from runtime.wire.requests import LoadRequest, PullRequest, QuantizeRequest, TuneRequest
 
 HELLO = [{"role": "user", "content": "echo hello there"}]
@@ -324,7 +324,7 @@ async def test_proxies_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_the_tokens_of_an_answer(client: RuntimeClient) -> None:
-    asked = InspectRequest(model="small", messages=[Said(role="user", content="hi")], answer="one two")
+    asked = InspectRequest(model="small", messages=[InspectedMessage(role="user", content="hi")], answer="one two")
     report, told = await collect(client.inspect(asked))
     assert isinstance(report, Progress)
     assert isinstance(told, Inspection)

@@ -1,4 +1,4 @@
-"""Chats as files, out and in again."""
+"""Export and import of chats."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ def test_json_brings_back_every_branch(history: History, empty: History) -> None
     (chat,) = history.chats()
     text = json.dumps(exchange.document([exchange.to_json(chat, history.messages(chat.id))]))
     (brought,) = exchange.read(text, "chats.json")
-    assert exchange.bring(empty, brought) == chat.id
+    assert exchange.import_chat(empty, brought) == chat.id
     assert empty.messages(chat.id) == history.messages(chat.id)
     assert empty.chats()[0].title == chat.title
-    assert exchange.bring(empty, brought) is None
+    assert exchange.import_chat(empty, brought) is None
 
 
 def test_a_chat_that_went_on_is_brought_beside_the_old_one(history: History) -> None:
@@ -59,13 +59,13 @@ def test_a_chat_that_went_on_is_brought_beside_the_old_one(history: History) -> 
     content = exchange.to_json(chat, history.messages(chat.id))
     content["messages"][1]["text"] = "changed"
     (brought,) = exchange.read(json.dumps(exchange.document([content])), "chats.json")
-    new = exchange.bring(history, brought)
+    new = exchange.import_chat(history, brought)
     assert new not in (None, chat.id)
     assert [message.text for message in history.messages(chat.id)][1].startswith("```md")
     assert [message.text for message in history.messages(str(new))][1] == "changed"
     content["id"] = "another"
     (stolen,) = exchange.read(json.dumps(exchange.document([content])), "chats.json")
-    assert exchange.bring(history, stolen) not in (None, "another")
+    assert exchange.import_chat(history, stolen) not in (None, "another")
     assert [message.text for message in history.messages(chat.id)][1].startswith("```md")
 
 
@@ -80,7 +80,7 @@ def test_markdown_shows_the_path_and_comes_back(history: History, empty: History
         ("user", "Show me a fence", None),
         ("assistant", "```md\n## You\n```", "demo"),
     ]
-    assert exchange.bring(empty, brought)
+    assert exchange.import_chat(empty, brought)
 
 
 def lines_of(*lines: str) -> st.SearchStrategy[str]:
@@ -206,8 +206,8 @@ def chatgpt() -> dict[str, Any]:
 
 def test_an_export_of_chatgpt_is_read(empty: History) -> None:
     (brought,) = exchange.read(json.dumps([chatgpt()]), "conversations.json")
-    assert exchange.bring(empty, brought) == "c-1"
-    assert exchange.bring(empty, brought) is None
+    assert exchange.import_chat(empty, brought) == "c-1"
+    assert exchange.import_chat(empty, brought) is None
     (chat,) = empty.chats()
     assert (chat.title, chat.head) == ("Sky", "e")
     found = {message.id: message for message in empty.messages("c-1")}
@@ -260,7 +260,7 @@ def test_what_is_wrong_in_a_file_is_named_with_its_place(content: Any, said: str
         exchange.read(json.dumps(content), "file.x")
     assert str(failure.value).startswith("file.x: ")
     assert said in str(failure.value)
-    assert "nothing is brought in" in str(failure.value)
+    assert "nothing was imported" in str(failure.value)
     assert len(str(failure.value)) < 400
 
 
@@ -276,10 +276,10 @@ def test_all_of_a_file_is_brought_in_or_nothing(history: History, monkeypatch: p
 
     monkeypatch.setattr(History, "knows", full)
     with pytest.raises(HistoryError, match="full"):
-        exchange.bring_all(history, chats)
+        exchange.import_chats(history, chats)
     assert history.chats() == before
     monkeypatch.undo()
-    assert exchange.bring_all(history, [*chats, chats[0]]) == [chat.id for chat in chats]
+    assert exchange.import_chats(history, [*chats, chats[0]]) == [chat.id for chat in chats]
     assert len(history.chats()) == len(before) + 2
 
 
@@ -318,4 +318,4 @@ def test_what_is_no_chat_is_refused_by_name(text: str) -> None:
 def test_a_circle_of_parents_ends(empty: History) -> None:
     circle = {"mapping": {"a": node("b", "user", "x"), "b": node("a", "user", "y")}, "title": "t"}
     (brought,) = exchange.read(json.dumps(circle), "file.x")
-    assert exchange.bring(empty, brought)
+    assert exchange.import_chat(empty, brought)

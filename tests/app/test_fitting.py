@@ -1,4 +1,4 @@
-"""What a model still reads of a conversation that grew too long."""
+"""Truncation of conversations that exceed the context."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chats on disk: kept, found, deleted, and whole whatever happens to the program."""
+"""The chat store: saved, searched, deleted, and intact after crashes."""
 
 from __future__ import annotations
 

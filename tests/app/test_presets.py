@@ -1,4 +1,4 @@
-"""System prompts with names: kept whole, edited by hand, told where the file is wrong."""
+"""System prompt presets: saved, edited by hand, and errors that name the place in the file."""
 
 from __future__ import annotations
 

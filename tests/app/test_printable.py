@@ -1,4 +1,4 @@
-"""What is shown of text that a terminal would obey, or that misleads who reads it."""
+"""Sanitizing of text that a terminal would interpret, or that misleads its reader."""
 
 from __future__ import annotations
 

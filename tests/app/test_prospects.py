@@ -1,4 +1,4 @@
-"""What models that are not here yet would take and give."""
+"""Predicted memory and speed of models that are not downloaded yet."""
 
 from __future__ import annotations
 

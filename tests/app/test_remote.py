@@ -1,4 +1,4 @@
-"""A server elsewhere as the runtime: what is sent, what is understood, and what is said when it does not work."""
+"""A remote server as the runtime: requests, responses, and errors."""
 
 from __future__ import annotations
 

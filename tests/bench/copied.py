@@ -1,4 +1,4 @@
-"""Tasks that copy and tasks that do not, for drafts that are copied from the text: with them and without, in turns.
+"""Copied drafts on tasks that copy and tasks that do not: speed with and without, alternating.
 
 python -m tests.bench.speculation --only copied --stored NAME=FOLDER [--one-thread]
 """

@@ -1,9 +1,9 @@
-"""How near the CPU's matrix products are to the physical limit, for the shapes of a 1.1 B and an 8 B Llama.
+"""CPU matrix products compared with the physical limit, for the shapes of a 1.1 B and an 8 B Llama.
 
     make bench                                   or: python -m tests.bench.cpu --out FILE.json
 
-One row a shape: the product of a low-bit matrix with one row of activations, in GB/s of weights and percent of the
-read bandwidth measured in the same run; and with 128 rows, in 10⁹ operations a second. p20, p50 and p80 of the times.
+One row a shape: the product of a low-bit matrix with one row of activations, in GB/s of weights and percent of the read
+bandwidth measured in the same run; and with 128 rows, in 10⁹ operations a second. p20, p50 and p80 of the times.
 Weights are uniform, or have a codebook for each output channel; they take turns, so a busy machine slows both alike.
 The matrices of a run are rotated so that the last-level cache does not hold them.
 """

@@ -1,10 +1,10 @@
-"""How fast a long history answers: listing, searching, opening and writing.
+"""Speed of a long history: listing, searching, opening and writing.
 
     python -m tests.bench.history --chats 10000 --turns 100
 
 Words are drawn as often as in a language (Zipf), so that common ones are in nearly every message. Medians of many, from
-a file that was closed and opened again. At last chats are opened in the real screen, in a headless terminal of
-120 × 40: from the wish until the last words of the chat stand on the screen, without the looking for them.
+a file that was closed and opened again. At last chats are opened in the real screen, in a headless terminal of 120 ×
+40: from the wish until the last words of the chat stand on the screen, without the looking for them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Kills the terminal UI and its runtime at random moments of a chat, and says what is left.
+"""Kills the terminal UI and its runtime at random moments of a chat, and checks what remains.
 
     make bench-killing             or: python -m tests.bench.killing --rounds 100 --out FILE.json
 

@@ -1,4 +1,4 @@
-"""How long attention over the CPU's KV cache takes, for every kind of cache side by side.
+"""Duration of attention over the CPU's KV cache, for every kind of cache side by side.
 
     python -m tests.bench.kv [--tokens 8192 32768] [--kinds fp16 int4 ...] [--threads N] [--out FILE.json]
 

@@ -1,4 +1,4 @@
-"""How often a model's answers fall into a loop, by repetition penalty, and what the penalty costs on real text.
+"""Frequency of loops in a model's answers, by repetition penalty, and the cost of the penalty on real text.
 
     python -m tests.bench.loops FOLDER --checkpoint HF_FOLDER --out FILE
 

@@ -1,6 +1,6 @@
-"""Whether the tests notice a defect: `python -m tests.bench.mutations` breaks the code on purpose, one place at a time.
+"""Mutation tests: `python -m tests.bench.mutations` breaks the code on purpose, one place at a time.
 
-The breaks stand in mutations.toml, each with the test files that are to catch it. All is done in a copy, never in the
+mutations.toml lists the mutations, each with the test files that must catch it. All is done in a copy, never in the
 working tree: the tests are run there once as they are and have to pass, then once for each break until the first of
 them fails. A break that no test notices is a gap in the suite.
 """
@@ -38,7 +38,7 @@ class MutationError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Break:
-    """One defect: a text that stands in a file exactly once, and what takes its place."""
+    """A defect: a text that occurs in a file exactly once, and its replacement."""
 
     name: str
     """What is wrong then, in a few words; unique."""

@@ -55,7 +55,7 @@ class Table:
     text: Callable[..., str]
     """Takes what the files hold, and makes the table."""
     runs: Callable[[Found], Sequence[Found]] = _about
-    """Takes what a file holds, and returns what is told of the runs behind it (`about_run`)."""
+    """Takes a file's contents, and returns the metadata of its runs (`about_run`)."""
 
     def content(self) -> str:
         """The table, and the line that says of which code it is."""

@@ -1,4 +1,4 @@
-"""Pictures of the real program for README and documentation: it is started, asked, and drawn as its terminal shows it.
+"""Pictures of the real program for README and documentation: runs it, and draws its terminal.
 
     make pictures MODEL=NAME       or: python -m tests.bench.pictures --model smollm2-135m
 

@@ -1,4 +1,4 @@
-"""Time to the first token with the rows of a prompt compensated, and without: what a prompt pays for its residuals.
+"""Time to the first token with and without compensation of the prompt.
 
     make bench-prompts SMOLLM2=FOLDER                                   stored models, and the 1.1-billion shape
     python -m tests.bench.prompts --stored NAME=FOLDER --tokens 512 --rows 128 512

@@ -1,4 +1,4 @@
-"""How fast checkpoints are quantized: SmolLM2 as a whole, and the rate for a shape of 1.1 billion parameters.
+"""Speed of quantizing: SmolLM2 as a whole, and the rate for a shape of 1.1 billion parameters.
 
     python -m tests.bench.rates --smollm2 FOLDER --write         docs/speed.md's table, and the results file beside it
     python -m tests.bench.rates --methods rtn --shape-blocks 1 2

@@ -1,4 +1,4 @@
-"""What every backend computes, to the last bit: recorded before a change that is to change nothing, compared after it.
+"""Bit-exact outputs of every backend, recorded before a refactoring and compared after it.
 
     python -m tests.bench.recorded --out before.json
     python -m tests.bench.recorded --against before.json [--backends cpu] [--only gear4]

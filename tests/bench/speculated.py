@@ -1,4 +1,4 @@
-"""What speculation gives is what the target alone gives: the same tokens when greedy, the same perplexity when drawn.
+"""Equality of speculation and the target alone: the same greedy tokens, the same perplexity when sampling.
 
     python -m tests.bench.speculated equal --stored FOLDER [--backend reference --tokens 500 --gamma 1 3 6 11]
     python -m tests.bench.speculated perplexity --stored FOLDER [--texts 40 --gamma 3]

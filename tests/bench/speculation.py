@@ -1,4 +1,4 @@
-"""What speculation is worth: acceptance by draft and target, what steps cost by context, and measured speed.
+"""Gain of speculation: acceptance by draft and target, step durations by context, and measured speed.
 
     make bench-speculation SMOLLM2="smollm2-3=FOLDER smollm2-4=FOLDER"
     python -m tests.bench.speculation --stored NAME=FOLDER --only acceptance --out FILE

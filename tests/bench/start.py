@@ -1,4 +1,4 @@
-"""How long a person waits: for the first answer with nothing compiled, for later ones, for --help, for the terminal UI.
+"""Start-up times: the first answer with nothing compiled, later ones, --help, the terminal UI.
 
     make bench-start               or: python -m tests.bench.start --out FILE.json --beside before=OTHER/bin/lowbit-chat
 
@@ -86,7 +86,7 @@ class Program:
         return self._run("--help")
 
     def paint(self) -> float:
-        """Seconds until the terminal UI's chat screen stands on a terminal of 100 x 30."""
+        """Seconds until the terminal UI's chat screen is drawn on a terminal of 100 x 30."""
         began = time.perf_counter()
         child, terminal = pty.fork()
         if child == 0:

@@ -1,4 +1,4 @@
-"""What a step of few rows costs: the last piece of a prompt, a short follow-up, the check of a draft.
+"""Duration of steps with few rows: the last piece of a prompt, a short follow-up, verification of a draft.
 
     python -m tests.bench.steps --stored NAME=FOLDER [--rows 1 2 3 4 6 8 12 16 24 32]
 

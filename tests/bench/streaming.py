@@ -1,4 +1,4 @@
-"""How the terminal UI keeps up with a stream of nasty documents: `python -m tests.bench.streaming [--speed N]`.
+"""Speed of the terminal UI with a stream of nasty documents: `python -m tests.bench.streaming [--speed N]`.
 
 One long list, one wide table, one long fence and prose arrive at so many tokens a second in a chat of the real screen,
 in a headless terminal. Measured is how late a timer of 5 ms comes (the event loop's lag), and whether what is shown at

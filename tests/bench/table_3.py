@@ -1,4 +1,4 @@
-"""The paper's Table 3: what its tuner found for Llama-3-8B at 3 bits, and how near simulations come.
+"""The paper's Table 3: its tuner's results for Llama-3-8B at 3 bits, and how closely simulations match.
 
 Source: QDEC Table 3.
 """

@@ -147,7 +147,7 @@ def leave(terminal: Terminal) -> None:
 
 
 def budget_of(screen: str) -> str:
-    """The budget that the header tells of; empty where none is told."""
+    """The budget shown in the header; empty if none is shown."""
     found = re.search(r"budget (off|[\d.]+ %)", screen.split("\n")[0])
     return found[1] if found else ""
 

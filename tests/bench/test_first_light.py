@@ -1,4 +1,4 @@
-"""The first look at a card, without one: every part runs, what hangs is stopped, and the page says what is broken."""
+"""First light without a card: every part runs, hanging ones are stopped, and the report names the defects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The mutation sample tells tests that notice a break from tests that don't, and leaves the code as it was."""
+"""The mutation runner: distinguishes tests that notice a defect from those that do not, and restores the code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables of the pages: they show what the results files hold, and say of which code that is."""
+"""Tables of the pages: they match the results files, and identify the code behind them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bench of prompts: products of each kind run; tile registers are timed, or it is said why they are not."""
+"""The benchmark of prompts: products of each kind run; tile registers are timed, or skipped with a reason."""
 
 from __future__ import annotations
 

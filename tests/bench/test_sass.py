@@ -1,4 +1,4 @@
-"""Reading machine code: loops, and how long what they ask memory for is on its way."""
+"""Analysis of machine code: loops, and how far ahead they load."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The report on W4A8: what is compared is what it says, and a section is written from few numbers, too."""
+"""The report on W4A8: its comparisons, and a section written from few numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a slowdown budget buys: the tuner's choice beside the best uniform k_chunk of the same measured slowdown.
+"""Gain from a slowdown budget: the tuner's choice and the best uniform k_chunk of the same measured slowdown.
 
     make bench-tuned                                  all models that are there, budgets of 2.5, 5 and 10 %
     make bench-tuned SMOLLM2=FOLDER                   SmolLM2-135M-Instruct too, as a Hugging Face folder

@@ -1,4 +1,4 @@
-"""Every reader of files, requests and answers tried with inputs made unsound: `python -m tests.fuzz [READER ...]`.
+"""Fuzzes every reader of files, requests and answers: `python -m tests.fuzz [READER ...]`.
 
 A reader must answer each input with what it read or with an error of the program's own, within 10 s and 1 GiB.
 """

@@ -1,4 +1,4 @@
-"""Sound inputs made unsound: values exchanged, exaggerated and nested; bytes changed, cut off and repeated."""
+"""Mutations of valid inputs: values exchanged, exaggerated and nested; bytes changed, cut off and repeated."""
 
 from __future__ import annotations
 

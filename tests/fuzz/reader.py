@@ -1,4 +1,4 @@
-"""A reader of this program's, and how hypothesis is let loose on it."""
+"""A reader under test, and hypothesis as its source of inputs."""
 
 from __future__ import annotations
 

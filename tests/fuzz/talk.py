@@ -1,4 +1,4 @@
-"""Readers of chats on their way: imported files, requests of the server, answers of an endpoint."""
+"""Readers of chats: imported files, requests of the server, answers of an endpoint."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def history(folder: Path) -> Iterator[Reader]:
         file = folder / f"{number}.db"
         kept = History(file)
         try:
-            exchange.bring_all(kept, chats)
+            exchange.import_chats(kept, chats)
             kept.search("hi there")
             for chat in kept.chats():
                 messages = kept.messages(chat.id)

@@ -1,4 +1,4 @@
-"""Every reader with some hundred inputs made unsound; `make fuzz` tries many more, in processes with limits."""
+"""Every reader with some hundred altered inputs; `make fuzz` tries many more, in processes with limits."""
 
 from __future__ import annotations
 

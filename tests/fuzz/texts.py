@@ -1,4 +1,4 @@
-"""Readers of what turns text into tokens: tokenizer files, and chat templates."""
+"""Readers of tokenizer files and chat templates."""
 
 from __future__ import annotations
 

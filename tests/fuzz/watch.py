@@ -1,4 +1,4 @@
-"""A reader tried in a process of its own, which is ended where an input takes too much time or memory."""
+"""Runs a reader in a child process, which is killed if an input takes too much time or memory."""
 
 from __future__ import annotations
 

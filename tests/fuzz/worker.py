@@ -1,4 +1,4 @@
-"""The process in which a reader is tried: `python -m tests.fuzz.worker READER WORK SEED SECONDS [INPUT]`.
+"""The child process of a reader: `python -m tests.fuzz.worker READER WORK SEED SECONDS [INPUT]`.
 
 Every input lies in WORK/input before it is read, so that it is there whatever becomes of the process. WORK/beat counts
 beginnings and ends, so it is odd while an input is being read; whoever started the process looks at how long that is.

@@ -1,4 +1,4 @@
-"""Which blocks get 4 bits: sensitivities against whole models computed one by one, and what is made of them."""
+"""Allocation of bits to blocks: sensitivities compared with whole models, and the resulting choice."""
 
 from __future__ import annotations
 

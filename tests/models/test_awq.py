@@ -1,4 +1,4 @@
-"""AWQ: folded scales leave the model as it is, the search finds channels that matter, clipping minimizes its error."""
+"""AWQ: folded scales preserve the model, the search finds important channels, clipping minimizes its error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What strangers' files may be: whatever they are, reading them ends, with an OSError or a ValueError at worst."""
+"""Untrusted files: whatever they contain, reading ends, with an OSError or a ValueError at worst."""
 
 from __future__ import annotations
 

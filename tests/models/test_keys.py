@@ -1,4 +1,4 @@
-"""What is gathered of a block's keys and queries while a model is quantized."""
+"""Statistics of a block's keys and queries, gathered while a model is quantized."""
 
 from __future__ import annotations
 

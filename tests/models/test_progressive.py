@@ -1,4 +1,4 @@
-"""Progressive group quantization: what the levels are, and that nothing between them ever leaves INT8."""
+"""Progressive group quantization: the levels, and that intermediate values stay within INT8."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""QoQ's steps: folded into a model of any family they leave its logits as they are, and they do what they are for."""
+"""QoQ's steps: folded into a model of any family they preserve its logits and have their intended effect."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from models.recipe import QOQ_STEPS, Recipe
 from models.store import Store, StoredModel, StoredModelInfo
 from runtime.backends.decoder import DecoderOptions
 from runtime.backends.operations.activation import quantize as quantize_groups
-from runtime.backends.operations.linear import gemm_w4a8, whole
+from runtime.backends.operations.linear import gemm_w4a8, integer_weights
 from runtime.load.open import open_decoder
 from runtime.measure.evaluate import perplexity
 from runtime.text.tokenizer import Tokenizer
@@ -203,7 +203,7 @@ def test_a_stored_model_computes_with_whole_numbers(stored: StoredModelInfo) -> 
     factors = packed.scales.astype(np.float32)[:, 0] * steps.numpy()
     assert packed.bias is not None
     expected = total.astype(np.float32) * factors + packed.bias
-    np.testing.assert_array_equal(gemm_w4a8(activations, steps, whole(packed), packed).numpy(), expected)
+    np.testing.assert_array_equal(gemm_w4a8(activations, steps, integer_weights(packed), packed).numpy(), expected)
 
 
 def test_the_reference_backend_evaluates_what_quantizing_promised(stored: StoredModelInfo) -> None:

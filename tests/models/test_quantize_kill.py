@@ -1,4 +1,4 @@
-"""kill -9 at random moments of a quantization: the next run goes on, and the result is that of an undisturbed run.
+"""kill -9 at random moments of a quantization: the next run resumes, with the result of an undisturbed run.
 
 One process imports everything and forks a child for every attempt, so that an attempt costs no imports.
 """

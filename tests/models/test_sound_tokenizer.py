@@ -1,4 +1,4 @@
-"""Tokenizers that make texts endless, or crash, are refused when they are read; real ones are not."""
+"""Tokenizers that produce endless texts or crash are refused when read; real ones are not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The store: listing, opening, removing, verifying; damage of every kind is named, nothing else is lost."""
+"""The store: listing, opening, removing, verifying; damage of every kind is reported and contained."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One program under comparison, in a process of its own: reads what to run from stdin, answers with times.
+"""One compared program in a separate process: reads jobs from stdin, answers with times.
 
     python -m tests.peers.worker ours 4          python -m tests.peers.worker llama Q4_K_M.gguf
     python -m tests.peers.worker ours FOLDER 16  a stored model, with 16 of 1024 channels compensated

@@ -1,4 +1,4 @@
-"""Whether a k_chunk or a budget decides, and what neither may be."""
+"""Compensation settings: a k_chunk or a budget, and invalid values."""
 
 from __future__ import annotations
 

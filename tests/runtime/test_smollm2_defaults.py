@@ -1,4 +1,4 @@
-"""The defaults on SmolLM2: perplexity stays where it was measured, and drafts change none of the target's tokens."""
+"""The defaults on SmolLM2: perplexity stays as measured, and drafts change none of the target's tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which way to decode a budget buys, how it is told, and that what is kept comes back."""
+"""Offers: the best way to decode within a budget, its description, and storage."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """The CPU backend: integer kernels compiled by numba, run as one program per step by a small pool of threads.
 
-`isa` chooses the instruction-set variant, `emit` and `vector` give kernels SIMD values, `sync` the barrier, `layout`
-the tiled weights, `plan` records a model's forward pass into a program, `link` finds the compiled `units` of its
-instructions (`inputs`, `products`, `selection`, `attention`), `executor` runs it, `pool` brings the threads, and
-`decoder` is what the engine sees. Kernels stand in `kernels`.
+`machine` chooses the instruction set and gives kernels SIMD values and thread synchronization, `tiles` repacks weights,
+`plan` records a model's forward pass as a program, `link` finds the compiled `units` of its instructions, `executor`
+runs it, `pool` manages the threads, and `decoder` is the engine's view of it all. The kernels are in `kernels`.
 """

@@ -1,8 +1,8 @@
-"""Memory of a loaded model: a few large regions, so that the system can map them by huge pages.
+"""Arena: memory of a loaded model in a few large regions, so that the system can map it with huge pages.
 
-A token touches every weight once and residual rows here and there, in far more pages of 4 KiB than a processor keeps
-translations of; in a virtual machine each miss costs two walks of the page tables. NumPy asks Linux for huge pages
-(`madvise`) in arrays of 4 MiB and more, which single matrices of a small model are not.
+A token reads every weight once, and scattered residual rows, in far more 4 KiB pages than the TLB has entries; in a
+virtual machine each miss costs two page-table walks. NumPy requests huge pages (`madvise`) only for arrays of 4 MiB and
+more, but the matrices of a small model are smaller.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ import numpy as np
 import numpy.typing as npt
 
 LINE = 64
-"""Bytes of a cache line; every array begins at one."""
+"""Bytes of a cache line; the alignment of every array."""
 _REGION_BYTES = 32 << 20
 
 
 def aligned_zeros(shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-    """A zeroed C-contiguous array that starts at a multiple of 64 bytes, in memory of its own."""
+    """A zeroed C-contiguous array in its own memory, aligned to 64 bytes."""
     return Arena(0).zeros(shape, dtype)
 
 
 class Arena:
-    """Hands out arrays that lie side by side. A region lives as long as one of its arrays.
+    """Allocates adjacent arrays. A region lives as long as any of its arrays.
 
     Args:
-        region_bytes: What is asked of the system at a time; larger arrays have a region of their own.
+        region_bytes: Size of a region; larger arrays get their own.
     """
 
     def __init__(self, region_bytes: int = _REGION_BYTES) -> None:
@@ -34,7 +34,7 @@ class Arena:
         self._free = np.zeros(0, np.uint8)
 
     def zeros(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-        """A zeroed C-contiguous array that starts at a multiple of 64 bytes."""
+        """A zeroed C-contiguous array, aligned to 64 bytes."""
         kind = np.dtype(dtype)
         size = int(np.prod(shape, dtype=np.int64)) * kind.itemsize
         own = size >= self._region_bytes

@@ -1,4 +1,4 @@
-"""The CPU backend as `runtime.backends.Backend` describes it."""
+"""Entry point of the CPU backend. Implements `runtime.backends.Backend`."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 
 class CpuBackend:
-    """Integer kernels compiled for this processor."""
+    """Integer kernels, compiled for this processor."""
 
     name = "cpu"
     label = "the CPU backend"
     kinds = tuple(KINDS)
     untuned: Problem | None = None
     step_rows = 256
-    prompt_levels = (CHUNK,)  # fewer cost as much: weights are unpacked whole
+    prompt_levels = (CHUNK,)  # fewer cost the same: weights are unpacked as a whole
 
     def probe(self) -> Presence:
         """See `runtime.backends.Backend.probe`."""
@@ -46,15 +46,17 @@ class CpuBackend:
     def footprint(self, spec: ModelSpec, sizes: ModelSizes, *, compensated: bool) -> Footprint:
         """See `runtime.backends.Backend.footprint`.
 
-        Residuals are copied out of the mapped file: as rows, and once more as tiles where every one is read.
+        Residuals are copied out of the mapped file: as rows, and additionally as tiles if all are read at every step.
         """
         residuals = sizes.residual_bytes * (1 + sizes.whole) if compensated else 0
         return Footprint(weight_bytes=sizes.weight_bytes, residual_bytes=residuals, residuals_beside=True)
 
-    def prepare(self, model: Weights, kv: KVKind, *, compensated: bool, progress: ProgressCallback) -> None:
+    def prepare(
+        self, model: Weights, kv: KVKind, *, compensated: bool, ahead: bool = False, progress: ProgressCallback
+    ) -> None:
         """See `runtime.backends.Backend.prepare`."""
         try:
-            from runtime.backends.cpu.link import units_of
+            from runtime.backends.cpu.link import paging_units, units_of
             from runtime.backends.cpu.machine.build import build
         except (ImportError, OSError, BackendError):
             return
@@ -64,7 +66,8 @@ class CpuBackend:
             progress(Progress(phase="compile", done=done, total=total, unit="kernels", message=message))
 
         with contextlib.suppress(BackendError):
-            build(units_of(model, KINDS[kv], compensated=compensated), report)
+            later = paging_units(KINDS[kv]) if ahead else []
+            build([*units_of(model, KINDS[kv], compensated=compensated), *later], report)
 
     def open(self, model: Weights, options: DecoderOptions, progress: ProgressCallback = ignore_progress) -> Decoder:
         """See `runtime.backends.Backend.open`."""
@@ -95,7 +98,7 @@ class CpuBackend:
         return ()
 
     def link_gb_s(self) -> float | None:
-        """See `runtime.backends.Backend.link_gb_s`. Residuals are read where they lie."""
+        """See `runtime.backends.Backend.link_gb_s`. Residuals are in main memory already."""
         return None
 
 

@@ -1,7 +1,7 @@
-"""The KV cache of the CPU backend: pages of records (`runtime.backends.cpu.data.pages`), and windows of recent tokens.
+"""KV cache of the CPU backend: pages of records (`runtime.backends.cpu.data.pages`), and windows of recent tokens.
 
-Per page and layer: records [H_kv, bytes]; of kinds with a window also, per slot, layer and head and in half precision,
-keys [tokens / 16, D, 16] (16 tokens side by side) and values [tokens, D padded to 16].
+Per page and layer: records [H_kv, bytes]. Kinds with a window also have, per slot, layer and head and in half
+precision, keys [tokens / 16, D, 16] (16 tokens side by side) and values [tokens, D padded to 16].
 """
 
 from __future__ import annotations
@@ -33,22 +33,23 @@ _DITHER_BITS = 8
 
 
 class CpuStore:
-    """The numbers of all pages and windows. Implements `PageStore` and `SavingStore` of `runtime.kv`.
+    """Storage of all pages and windows. Implements `PageStore` and `SavingStore` of `runtime.kv`.
 
     Args:
-        kind: What is stored.
+        kind: The kind of cache.
         spec: The model.
         pages: Number of pages.
         slots: Number of windows.
-        window: Tokens that a window has room for, a multiple of SPAN.
+        window: Capacity of a window in tokens, a multiple of SPAN.
     """
 
     def __init__(self, kind: CacheKind, spec: ModelSpec, *, pages: int, slots: int, window: int) -> None:
         self._kind = kind
         self.layout = PageLayout(kind, spec.head_dim)
-        """Where a record keeps what."""
+        """The layout of a record."""
         self.saved_layout = f"cpu-3-{self.layout.name}"
-        """What is counted up here is how the bytes of a place are to be understood; where they are is in the name."""
+        """Version of the byte format; increase it when bytes change their meaning. The name also covers their
+        positions."""
         layers, heads = spec.num_layers, spec.num_kv_heads
         self.records = _by_layer((pages, layers, heads, self.layout.record), np.uint8)
         """uint8 [layers, pages, H_kv, bytes]."""
@@ -56,13 +57,13 @@ class CpuStore:
         self._values = _by_layer((slots, layers, heads, window, padded(spec.head_dim, LANES)), np.float16)
         self._description = self.layout.description(layers=layers, window=window)
         self.scratch_bytes = 0
-        """Bytes of scratch that a thread needs to cut off and restore pages."""
+        """Bytes of scratch per thread for flushing and restoring pages."""
         if kind.windowed:
             self._prepare_paging(spec)
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page, all layers."""
+        """Bytes of one page, in all layers."""
         return self.records[:, :1].nbytes
 
     @property
@@ -85,11 +86,11 @@ class CpuStore:
         return turned
 
     def fields(self, part: Part, pages: list[int]) -> Mapping[str, npt.NDArray[Any]]:
-        """What some pages store, by the names of `runtime.kv.kinds.page_fields`: each [layers, pages, H_kv, ...]."""
+        """Fields of some pages, by the names of `runtime.kv.kinds.page_fields`: each [layers, pages, H_kv, ...]."""
         return self.layout.read(self.records[:, pages], part)
 
     def _prepare_paging(self, spec: ModelSpec) -> None:
-        """Make what flushing and restoring a page need: numbers to begin with, scratch, a program and a pool."""
+        """Prepare flushing and restoring of pages: initial factors, scratch, a program and a pool."""
         wide, rank = self.layout.padded, min(self._kind.rank, spec.head_dim)
         self._start = aligned_zeros((max(1, rank), wide), np.float32)
         if rank:
@@ -119,15 +120,8 @@ class CpuStore:
         link(self._program, self._pool.threads)
         self._pool.step(self._program)
 
-    def prepare(self) -> None:
-        """Compile what cuts off and restores pages, where that is missing, before a conversation waits for it."""
-        if self._kind.windowed:
-            for instruction in (self._flush(0, 0, 0), op.Restore(self._page(0, 0), 0)):
-                op.write(self._program[0], instruction)
-                link(self._program, self._pool.threads)
-
     def use(self, pool: Pool) -> None:
-        """Cut off and restore pages with a pool's threads, which have `scratch_bytes` each, instead of the caller's."""
+        """Flush and restore pages with a pool's threads, each with `scratch_bytes`, instead of the caller's thread."""
         if self._kind.windowed:
             self._pool = pool
 
@@ -184,8 +178,8 @@ class CpuCache(PagedCache):
 
     Args:
         spec: The model.
-        options: `kv`, `slots`, `context`, `pages` and `max_rows` count.
-        threads: Threads that attention is split over.
+        options: Uses `kv`, `slots`, `context`, `pages` and `max_rows`.
+        threads: Threads that share attention.
     """
 
     def __init__(self, spec: ModelSpec, options: DecoderOptions, threads: int) -> None:
@@ -204,7 +198,7 @@ class CpuCache(PagedCache):
             pages=options.pages,
         )
         self.max_splits = max(1, min(8, 2 * threads))
-        """Most pieces that one head's context is cut into."""
+        """Most splits of one head's context."""
         self._token_bytes = window_token_bytes(kind, spec)
         self._windows = set(spec.windows)
         self._paged = aligned_zeros((options.slots,), np.int32)
@@ -231,7 +225,7 @@ class CpuCache(PagedCache):
         return self.store.nbytes
 
     def stored(self, layer: int) -> op.Stored:
-        """What instructions say of a layer."""
+        """The addresses of a layer, for instructions."""
         return op.Stored(int(self._description.ctypes.data), *self.store.addresses(layer))
 
     def begin(self, slots: Int32Array, positions: Int32Array, *, flush: bool = True) -> None:
@@ -244,12 +238,12 @@ class CpuCache(PagedCache):
         """See `runtime.kv.control.KVCache.rows_alike`: attention is split by the units that rows see."""
         length, paged, kind = self.length(slot), self.paged_length(slot), self.kind
         if kind.windowed:
-            paged += max(0, length - paged - kind.unpaged) // kind.page * kind.page  # what the step cuts off first
+            paged += max(0, length - paged - kind.unpaged) // kind.page * kind.page  # flushed first in the step
         firsts = [max(0, length + 1 - window) for window in self._windows if window]
         return min(self.rows_until_flush(slot), *(self._rest_of_unit(at, paged) for at in (length, *firsts)))
 
     def _rest_of_unit(self, position: int, paged: int) -> int:
-        """Tokens from a position to the end of its page, or of its span of the window."""
+        """Tokens from a position to the end of its page, or of its span in the window."""
         if not self.kind.windowed:
             return self.kind.page - position % self.kind.page
         sinks = self.kind.sinks if paged else 0
@@ -260,10 +254,10 @@ class CpuCache(PagedCache):
 
 
 def _by_layer(shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-    """Zeros of a shape [pages or slots, layers, ...], seen as [layers, pages or slots, ...].
+    """Zeros of a shape [pages or slots, layers, ...], viewed as [layers, pages or slots, ...].
 
-    All layers of a page stand side by side, so that a short conversation touches little memory: the system gives it in
-    huge pages of 2 MiB, and with the layers apart each of them would take at least one.
+    All layers of a page are adjacent, so that a short conversation touches little memory: the system maps huge pages of
+    2 MiB, and with separate layers each would need at least one.
     """
     return np.swapaxes(aligned_zeros(shape, dtype), 0, 1)
 

@@ -1,4 +1,4 @@
-"""`CpuDecoder`: a stored model on the CPU."""
+"""CPU decoder: a stored model on the CPU backend."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from runtime.backends.cpu.cache import CpuCache
 from runtime.backends.cpu.data.control import CONTROL_WORDS, FAILED
 from runtime.backends.cpu.data.sizes import RUN_ROWS
 from runtime.backends.cpu.data.step import parameters_of
+from runtime.backends.cpu.link import link, paging_units
+from runtime.backends.cpu.machine.build import build_later
 from runtime.backends.cpu.machine.isa import VARIANT
 from runtime.backends.cpu.plan import PlanOperations, Program
 from runtime.backends.cpu.pool import Pool, default_threads
@@ -25,13 +27,14 @@ from runtime.compensation import k_chunk_by_type
 from runtime.errors import InvalidActivationError, RequestError
 
 _PROGRAMS = 9
-"""Recorded programs that are kept."""
+"""Number of recorded programs to keep."""
 NOT_FINITE = (
     "the model produced a number that is not finite (NaN or infinity): its weights are damaged, or the checkpoint was "
     "quantized from a broken one; run `lowbit-chat show NAME --verify`"
 )
 FEW_ROWS = 16
-"""Up to so many rows of a prompt are compensated by a product of their own with the residuals; more pay for a panel."""
+"""Up to this many rows, a prompt is compensated by a separate product with the residuals; for more rows a panel
+pays."""
 
 
 class CpuDecoder:
@@ -50,7 +53,7 @@ class CpuDecoder:
     def __init__(self, model: Weights, options: DecoderOptions) -> None:
         self.spec, self.options = model.spec, options
         self.variant = VARIANT
-        """Instruction-set variant of the kernels."""
+        """Instruction set of the kernels."""
         if options.context < 1 or options.slots < 1 or options.max_rows < 1:
             raise RequestError("context, slots and max_rows must be at least 1")
         threads = options.threads or default_threads()
@@ -65,6 +68,8 @@ class CpuDecoder:
         self._threads = threads
         self._make_room(self.cache.store.scratch_bytes)
         self._plan = PlanOperations(model, options, self.cache, self._threads)
+        self._plan.paged = all(unit.is_compiled for unit in paging_units(self.cache.kind))
+        build_later(paging_units(self.cache.kind))
         self._programs: dict[tuple[int, ...], Program] = {}
         self._program = self._recorded(options.k_chunk)
         self._drafts = self._recorded(options.draft_k_chunk)
@@ -72,7 +77,6 @@ class CpuDecoder:
         self._pool = Pool(self._control, threads)
         self._pool.prepare()
         self.cache.store.use(self._pool)
-        self.cache.store.prepare()
         self._selections = 0
         self.kv_bytes = self.cache.capacity_bytes
         self.weight_bytes = self._plan.weight_bytes
@@ -91,7 +95,7 @@ class CpuDecoder:
 
     @contextmanager
     def session(self) -> Iterator[None]:
-        """Keep the threads ready between steps; a generation runs inside one."""
+        """Keep the threads ready between steps; a generation runs inside a session."""
         with self._pool.session():
             yield
 
@@ -102,15 +106,17 @@ class CpuDecoder:
         for array, values in zip(self._inputs, (step.tokens, step.slots, step.positions, step.logit_rows), strict=True):
             array[: values.size] = values
         self.cache.begin(step.slots, step.positions, flush=step.flush)
+        if not self._plan.paged and any(self.cache.paged_length(int(slot)) for slot in np.unique(step.slots)):
+            self._link_pages()
         runs = self._write_runs(step)
         control, parameters = self._control, self._parameters
         parameters["rows"], parameters["wanted_rows"], parameters["runs"] = M, R, runs
-        # A few rows, and all that are no prompt's, are split as one alone is, whatever stands beside them.
+        # Few rows, and all rows outside prompts, are split as if alone, whatever else is in the step.
         splits = self._splits(1 if M <= FEW_ROWS or not step.prefill else runs)
         parameters["splits"], parameters["items"] = splits, runs * self.spec.num_kv_heads * splits
         way = compensation_of(step, self.options)
         program = self._drafts if step.draft else self._program
-        if way == "together":
+        if way == "shared":
             program = self._recorded_together(self.options, few=True) if M <= FEW_ROWS else self._prompts
         parameters["compensate"], parameters["draft"] = way != "none", step.draft
         control[FAILED] = 0
@@ -126,7 +132,7 @@ class CpuDecoder:
     def hidden(self, step: Step) -> Float32Array:
         """See `runtime.backends.decoder.Decoder.hidden`.
 
-        A program has the final norm in its head, so it is done here.
+        Recorded programs apply the final norm only to wanted rows, so it is computed here.
         """
         self.forward(step)
         x = self._plan.stream[: step.tokens.size, : self.spec.hidden_size].astype(np.float64)
@@ -137,7 +143,7 @@ class CpuDecoder:
         return hidden
 
     def set_k_chunk(self, k_chunk: Mapping[str, int] | int, n_tb: Mapping[str, int] | None = None) -> None:
-        """See `runtime.backends.decoder.Decoder.set_k_chunk`. Thread blocks mean nothing here."""
+        """See `runtime.backends.decoder.Decoder.set_k_chunk`. Thread blocks are ignored."""
         wanted = replace(self.options, k_chunk=k_chunk, n_tb=dict(n_tb or {}))
         self._program, self._prompts = self._recorded(k_chunk), self._recorded_together(wanted)
         self.options = wanted
@@ -154,7 +160,7 @@ class CpuDecoder:
         self.options = replace(self.options, draft_k_chunk=draft_k_chunk)
 
     def layer_program(self, kind: str, k_chunk: int) -> npt.NDArray[np.int64]:
-        """The products of one layer type in all blocks, and the selections before them: what a timer runs.
+        """The products of one layer type in all blocks, with their selections, for timing.
 
         Args:
             kind: Layer type.
@@ -168,18 +174,18 @@ class CpuDecoder:
         return np.ascontiguousarray(program.words[[own == kind for own in program.kinds]])
 
     def run_layers(self, program: npt.NDArray[np.int64]) -> None:
-        """Run what `layer_program` returned for one row of whatever activations are in the buffers."""
+        """Run a program from `layer_program` for one row of whatever activations are in the buffers."""
         for name in ("rows", "wanted_rows", "compensate"):
             self._parameters[name] = 1
         self._pool.step(program)
 
     def close(self) -> None:
-        """See `runtime.backends.decoder.Decoder.close`. Nothing runs between sessions, so there is nothing to stop."""
+        """See `runtime.backends.decoder.Decoder.close`. No threads run between sessions, so there are none to stop."""
 
     def _recorded_together(self, options: DecoderOptions, *, few: bool = False) -> Program:
-        """The program for rows of a prompt; that of other steps where prompts are not compensated.
+        """The program for rows of a prompt; the one of other steps if prompts are not compensated.
 
-        The one for few rows is recorded when a step first has so few.
+        The program for few rows is recorded when first needed.
         """
         if not any(k_chunk_by_type(options.prompt_k_chunk).values()):
             return self._program
@@ -189,7 +195,7 @@ class CpuDecoder:
     def _recorded(
         self, k_chunk: Mapping[str, int] | int, prompt: Mapping[str, int] | int | None = None, *, few: bool = False
     ) -> Program:
-        """The program for some k_chunk; the last few are kept, so that a timer can go back and forth."""
+        """The program for a k_chunk; recent ones are kept, so that a timer can alternate."""
         kinds = [k_chunk_of(own, kind) for own in (k_chunk, prompt) if own is not None for kind in LAYER_KINDS]
         key = (few, *kinds)
         if key not in self._programs:
@@ -200,15 +206,21 @@ class CpuDecoder:
         self._make_room(self._programs[key].scratch)
         return self._programs[key]
 
+    def _link_pages(self) -> None:
+        """Link programs again, with attention to pages; waits if that is still being compiled."""
+        self._plan.paged = True
+        for program in (*self._programs.values(), self._program, self._drafts, self._prompts):
+            link(program.words, self._threads)
+
     def _make_room(self, scratch: int) -> None:
-        """Give every thread so many bytes of scratch at least."""
+        """Ensure this many bytes of scratch per thread."""
         if scratch > self._parameters["scratch_stride"]:
             self._scratch = aligned_zeros((self._threads, padded(scratch, 64)), np.uint8)
             self._parameters["scratch"] = self._scratch.ctypes.data
             self._parameters["scratch_stride"] = self._scratch.strides[0]
 
     def _write_runs(self, step: Step) -> int:
-        """Cut the rows into runs of one sequence at consecutive positions. Returns their number."""
+        """Group the rows into runs of one sequence at consecutive positions. Returns their number."""
         M = step.tokens.size
         if M == 1:
             self._runs[0] = (0, 1)
@@ -223,6 +235,6 @@ class CpuDecoder:
         return len(starts)
 
     def _splits(self, runs: int) -> int:
-        """Pieces that a head's context is cut into, so that every thread has work; short ones are cut less often."""
+        """Splits of a head's context, enough to occupy every thread; short contexts are split less."""
         items = runs * self.spec.num_kv_heads
         return max(1, min(-(-2 * self._pool.threads // items), self.cache.max_splits))

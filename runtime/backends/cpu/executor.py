@@ -1,9 +1,9 @@
-"""Runs a recorded program: threads take parts of its instructions, one instruction after the other.
+"""Executor: runs a recorded program on several threads, which take parts of one instruction after another.
 
-One call is one step of the whole model, so a token costs one hand-over to the threads and a few hundred instructions.
-Nothing is allocated, and nothing returns to Python before the logits are there. What an instruction does is in the unit
-whose address it holds (`runtime.backends.cpu.link`); it does not know which thread runs it, nor how many there are, so
-results do not depend on that either.
+One call runs one step of the whole model, so a token costs one hand-over to the threads and a few hundred instructions.
+Nothing is allocated, and control does not return to Python before the logits are ready. Each instruction holds the
+address of the unit that implements it (`runtime.backends.cpu.link`). Units do not know the executing thread or the
+number of threads, so results do not depend on them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from runtime.backends.cpu.machine.vector import prefetch
 
 _NUMBERS = (1 << 32) - 1
 _AHEAD = 8 * WIDTH * 3 // LINE
-"""Cache lines of the instructions that come next: since they were run last, all weights went through the caches."""
+"""Cache lines to prefetch of the next instructions: since they last ran, all weights have passed through the caches."""
 
 
 @numba.njit(nogil=True)
@@ -45,14 +45,14 @@ def _instruction(step: Parameters, number: int) -> int:
 
 @numba.njit(nogil=True)
 def _parts(step: Parameters, header: Header) -> int:
-    """Parts that an instruction is cut into in this step, or `BESIDE`."""
+    """The number of parts of an instruction in this step, or `BESIDE`."""
     parts = header.parts if step.rows == 1 else header.parts_of_many
     return parts if parts != 0 else step.items
 
 
 @numba.njit(nogil=True)
 def _go_on(control: int, thread: int, number: int) -> None:
-    """Do the instructions of one part from a number on, and begin the first that has more; or end the program."""
+    """Run single-part instructions from a number on, and start the first that has more parts; or end the program."""
     step: Any = changing_parameters_at(control)
     while (number - step.first) & _NUMBERS != step.instructions:
         i = _instruction(step, number)
@@ -69,16 +69,16 @@ def _go_on(control: int, thread: int, number: int) -> None:
 
 @numba.njit(nogil=True)
 def _take_part(control: int, thread: int) -> int:
-    """Take a part and do it; the last one done begins the next instruction.
+    """Take a part and run it; whoever completes the last part starts the next instruction.
 
     Returns:
-        The number of an instruction of which nothing was left to take; -1 where there was.
+        The number of an instruction with no parts left to take; -1 if there was one.
     """
     turn = add_word(control + 8 * TURN, -1)
     number, left = number_of(turn), left_of(turn)
     if left <= 0:
         return number
-    step: Any = changing_parameters_at(control)  # whoever has a part may read them: the step can't end without it
+    step: Any = changing_parameters_at(control)  # valid while this thread holds a part: the step cannot end without it
     i = _instruction(step, number)
     header: Any = changing_header_at(i)
     parts = _parts(step, header)
@@ -93,7 +93,7 @@ def _take_part(control: int, thread: int) -> int:
 
 @numba.njit(nogil=True)
 def _alone(control: int) -> None:
-    """Run the program with nobody to share it."""
+    """Run the program on a single thread."""
     step: Any = changing_parameters_at(control)
     for n in range(step.instructions):
         i = step.program + 8 * WIDTH * n
@@ -106,10 +106,10 @@ def _alone(control: int) -> None:
 
 @compiled_unit
 def execute(control: int, thread: int) -> None:
-    """Run a program: once for thread 0; for the others, whatever it runs, until they are to leave.
+    """Run a program: one for thread 0; other threads keep running programs until told to leave.
 
     Args:
-        control: Address of the control block, which says where the program is.
+        control: Address of the control block, which contains the program's address.
         thread: This thread's number.
     """
     if thread > 0:
@@ -133,7 +133,7 @@ def execute(control: int, thread: int) -> None:
 
 @compiled_unit
 def set_active(control: int, threads: int) -> None:
-    """Let the threads below a number work from now on, between two programs; 0 lets all but thread 0 leave for good."""
+    """Set the number of active threads between two programs; 0 makes all but thread 0 leave for good."""
     write_word(control + 8 * ACTIVE, threads)
     wake_all(control + 8 * ACTIVE)
     if threads == 0:

@@ -1,4 +1,4 @@
-"""Linking: which units a program's instructions need, and writing their addresses into them."""
+"""Linker: finds the units that a program's instructions need, and writes their addresses into them."""
 
 from __future__ import annotations
 
@@ -19,19 +19,28 @@ from runtime.kv.kinds import CacheKind
 
 _STORED, _STORED_CODEBOOK = (units.UNIFORM, units.REPACK_UNIFORM), (units.CODEBOOK, units.REPACK_CODEBOOK)
 _STORED_W4A8 = (units.W4A8, units.REPACK_UNIFORM)
-"""What a matrix needs, by its bits: to be multiplied, and to be repacked first."""
+"""Units of a matrix by its bits: its product, and its repacking."""
+
+
+def paging_units(kind: CacheKind) -> list[Unit]:
+    """Units that a cache with windows needs from its first page on, so not for a short answer.
+
+    Args:
+        kind: The kind of cache.
+    """
+    attended = units.page_unit(form_of(kind), kind.rank)
+    return [units.flush_unit(kind.rank), *([attended] if attended else []), units.restore] if kind.windowed else []
 
 
 def needed(kind: CacheKind) -> list[Unit]:
-    """The units that every model needs with some cache; those of its products depend on its weights.
+    """Units needed by every model with a kind of cache, except `paging_units` and those of its products.
 
     Args:
         kind: The kind of cache.
     """
     form = form_of(kind)
-    paged = units.page_unit(form, kind.rank)
+    paged = None if kind.windowed else units.page_unit(form, kind.rank)
     heads = units.heads_unit(form, int(kind.windowed))
-    windowed = [units.flush_unit(kind.rank), units.restore] if kind.windowed else []
     return [
         units.execute,
         units.set_active,
@@ -39,17 +48,16 @@ def needed(kind: CacheKind) -> list[Unit]:
         heads,
         units.attend,
         *([paged] if paged else []),
-        *windowed,
     ]
 
 
 def units_of(model: Weights, kind: CacheKind, *, compensated: bool) -> list[Unit]:
-    """The units that a model needs, so that they can be compiled before it is opened.
+    """Units needed by a model, so that they can be compiled before it is opened.
 
     Args:
         model: The stored model.
         kind: The kind of cache.
-        compensated: Whether channels will be chosen, by the paper's approximation, and compensated.
+        compensated: Whether channels are selected by the paper's approximation, and compensated.
     """
     found = {*needed(kind)}
     for name in model.spec.linear_names():
@@ -63,13 +71,13 @@ def units_of(model: Weights, kind: CacheKind, *, compensated: bool) -> list[Unit
 
 
 def link(program: npt.NDArray[np.int64], threads: int) -> None:
-    """Write into a program's instructions the addresses of the units that they need, the bytes of scratch, and parts.
+    """Write unit addresses, scratch sizes and part counts into a program's instructions.
 
-    Compiles what is missing.
+    Compiles missing units.
 
     Args:
-        program: int64 [instructions, WIDTH]; what it points to has to be alive.
-        threads: Threads that will share its instructions.
+        program: int64 [instructions, WIDTH]; arrays it refers to must be alive.
+        threads: Threads that will run it.
 
     Raises:
         BackendError: a unit cannot be compiled here.
@@ -77,9 +85,19 @@ def link(program: npt.NDArray[np.int64], threads: int) -> None:
     link_written(program, [op.read(words) for words in program], threads)
 
 
-def link_written(program: npt.NDArray[np.int64], instructions: Sequence[op.Instruction], threads: int) -> None:
-    """See `link`, for one who still has the instructions that were written into the program."""
+def link_written(
+    program: npt.NDArray[np.int64], instructions: Sequence[op.Instruction], threads: int, *, paged: bool = True
+) -> None:
+    """See `link`, for a caller that still has the instructions written into the program.
+
+    Without `paged`, attention to pages is left out; link the program again before the cache has a page.
+    """
     linked = [_units(instruction) for instruction in instructions]
+    if not paged:
+        linked = [
+            (own, None if isinstance(instruction, op.Attend) else inner)
+            for instruction, (own, inner) in zip(instructions, linked, strict=True)
+        ]
     build([unit for both in linked for unit in both if unit is not None])
     headers = op.headers_of(program)
     headers["unit"] = [own.address for own, _ in linked]
@@ -89,17 +107,17 @@ def link_written(program: npt.NDArray[np.int64], instructions: Sequence[op.Instr
 
 
 def most_scratch(program: npt.NDArray[np.int64]) -> int:
-    """Bytes of scratch that a thread needs for a linked program."""
+    """Bytes of scratch per thread for a linked program."""
     return int(op.headers_of(program)["scratch"].max())
 
 
 def is_linked(program: npt.NDArray[np.int64]) -> bool:
-    """Whether `link` has seen a program."""
+    """Whether a program has been linked."""
     return bool(op.header_of(program[-1])["unit"])
 
 
 def _units(instruction: op.Instruction) -> tuple[Unit, Unit | None]:
-    """The unit that runs an instruction, and the one that this calls."""
+    """The unit of an instruction, and the one that it calls."""
     match instruction:
         case op.Linear(weights=weights, total=total, residual=residual, kept=kept, whole=whole):
             own = units.product_unit(weights)

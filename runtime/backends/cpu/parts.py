@@ -1,4 +1,4 @@
-"""Into how many parts an instruction is cut: enough that threads end together, and few, for taking one costs time.
+"""Number of parts of an instruction: enough for threads to finish together, but few, since taking a part costs time.
 
 A thread takes a part in some 50 to 100 ns, and reading weights from memory is fastest in long runs.
 """
@@ -11,22 +11,23 @@ from runtime.backends.cpu.data.step import PARTS_OF_WEIGHTS, tiles_of_line
 _ALONE_BYTES = 16 << 10
 """Bytes of weights that one thread reads in less time than another needs to join."""
 _LARGE_BYTES = 256 << 10
-"""From so many bytes of weights on, threads have a large part each and small ones at the end (`share_of_weights`)."""
+"""From this many bytes of weights on, each thread gets a large part, with small ones at the end
+(`share_of_weights`)."""
 _ALONE_CHANNELS = 4096
-"""Channels that one thread norms, gates or rotates in less time than another needs to join."""
+"""Channels that one thread normalizes, gates or rotates in less time than another needs to join."""
 _MANY = 4
-"""Parts for each thread of a product of several rows."""
+"""Parts per thread of a product with several rows."""
 
 
 def parts_of(instruction: op.Instruction, threads: int) -> tuple[int, int]:
-    """How to cut an instruction.
+    """The number of parts of an instruction.
 
     Args:
-        instruction: What is to be done.
+        instruction: The instruction.
         threads: Threads that share it.
 
     Returns:
-        Parts in a step of one row, and in one of several rows, as `Header` has them.
+        Parts in a step of one row, and in one of several rows, as in `Header`.
     """
     match instruction:
         case op.Linear(weights=weights, residual=residual, kept=kept) if kept:
@@ -51,7 +52,7 @@ def _even(channels: int, threads: int) -> int:
 
 
 def _shared(weights: op.Weights, residual: op.Residual, threads: int) -> int:
-    """Parts that read whole cache lines of the residuals' rows, some of them side by side."""
+    """Parts that read whole cache lines of the residual rows, several lines each."""
     lines = -(-weights.tiles // tiles_of_line(residual.bits))
     return min(lines, threads * min(_MANY, max(1, lines // (2 * threads))))
 

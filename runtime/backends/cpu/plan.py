@@ -1,8 +1,8 @@
-"""Records a model's forward pass into a program, once, through `models.architecture.forward`.
+"""Plan: records a model's forward pass as a program, once, through `models.architecture.forward`.
 
-`PlanOperations` implements the operations of an architecture not by computing but by writing instructions, much as a
-CUDA graph is captured. What belongs together becomes one instruction: a norm or gate and the quantization of its
-output, head norms, rotation and the cache's append, a linear layer and the addition that follows it.
+`PlanOperations` implements the operations of an architecture by writing instructions instead of computing, much as a
+CUDA graph is captured. Related operations become one instruction: a norm or gate and the quantization of its output;
+head norms, rotation and the cache's append; a linear layer and the following addition.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from runtime.kv.basis import key_bases
 
 MODES = {"approx": SELECT_APPROX, "exact": SELECT_EXACT, "static": SELECT_STATIC, "random": SELECT_RANDOM}
 ROW_PADDING = 16
-"""Buffers have rows for whole row blocks."""
+"""Buffer rows are padded to whole row blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,17 +42,17 @@ class Activations:
     """A [rows, width] matrix of float32 activations in a buffer."""
 
     place: op.Matrix
-    """Where it is."""
+    """Its place in memory."""
     width: int
     """Channels."""
     wanted: bool = False
-    """Whether these are the rows whose logits are wanted; else all rows of the step."""
+    """Whether these are only the rows whose logits are wanted, rather than all rows of the step."""
     norm: str = ""
-    """Head norm that is still to be applied."""
+    """Head norm still to be applied."""
     instruction: int = -1
-    """The linear layer that wrote it, if it can still be told to add instead."""
+    """The linear layer that wrote it, if it can still be changed to add instead."""
     partial: int = 0
-    """Address of unmerged attention results, when this is what `attend` returned."""
+    """Address of unmerged attention results, if this is the result of `attend`."""
     gated: bool = False
     """Whether gate and up are still to be multiplied."""
 
@@ -64,14 +64,14 @@ class Program:
     words: npt.NDArray[np.int64]
     """int64 [instructions, WIDTH]."""
     kinds: tuple[str, ...]
-    """For every instruction the layer type that it is part of: `qkv`, ..., `head` for the product and what it needs of
-    its own (selecting channels), otherwise empty."""
+    """For every instruction the layer type it belongs to: `qkv`, ..., `head` for the product and its channel selection,
+    otherwise empty."""
     logits: npt.NDArray[np.float32]
-    """float32 [rows, V padded to 16], where the logits arrive."""
+    """float32 [rows, V padded to 16], output of the logits."""
     scratch: int
-    """Bytes of scratch that a thread needs for it."""
+    """Bytes of scratch per thread."""
     selections: tuple[int, int]
-    """Layers in which a row of the step, and a row whose logits are wanted, select channels."""
+    """Number of layers in which a row of the step, and a row whose logits are wanted, select channels."""
 
 
 class PlanOperations:
@@ -79,9 +79,9 @@ class PlanOperations:
 
     Args:
         model: The stored model; its matrices are repacked here, one at a time.
-        options: How it is to be run.
+        options: Decoder options.
         cache: The KV cache that the program reads and writes.
-        threads: Threads that will share its instructions.
+        threads: Threads that will run the program.
     """
 
     def __init__(self, model: Weights, options: DecoderOptions, cache: CpuCache, threads: int) -> None:
@@ -92,6 +92,8 @@ class PlanOperations:
         self._k_chunk: Mapping[str, int] | int = 0
         self._prompt: Mapping[str, int] | int | None = None
         self._few = False
+        self.paged = True
+        """Whether programs are linked with attention to pages."""
         self._program: list[op.Instruction] = []
         self._kinds: list[str] = []
         self._arena = Arena()
@@ -114,14 +116,14 @@ class PlanOperations:
 
         Args:
             k_chunk: Salient channels per 1024, as in `DecoderOptions`.
-            prompt: The `prompt_k_chunk` of rows that are compensated together; None: each by its own channels.
-            few: Whether these are so few that a product with the residuals beside the other is cheaper than a panel.
+            prompt: The `prompt_k_chunk` of rows that are compensated together; None: each row by its own channels.
+            few: Whether there are so few rows that a separate product with the residuals is cheaper than a panel.
 
         Returns:
-            The program. The arrays whose addresses it holds live as long as this object.
+            The program. The arrays that it refers to live as long as this object.
 
         Raises:
-            RequestError: compensation is asked for, and the model keeps no residuals.
+            RequestError: compensation was requested for a model without residuals.
             BackendError: a kernel cannot be compiled here.
         """
         self._k_chunk, self._prompt, self._few = k_chunk, prompt, few
@@ -131,12 +133,12 @@ class PlanOperations:
         words = aligned_zeros((len(self._program), op.WIDTH), np.int64)
         for own, instruction in zip(words, self._program, strict=True):
             op.write(own, instruction)
-        link_written(words, self._program, self._threads)
+        link_written(words, self._program, self._threads, paged=self.paged)
         selections = (self._selections[0], self._selections[1])
         return Program(words, tuple(self._kinds), self._buffers["logits"], most_scratch(words), selections)
 
     def release(self) -> None:
-        """Free what was read of the model's files: what programs need of it was copied, but for the embeddings."""
+        """Release the model's mapped files: programs use copies, except for the embeddings."""
         self._model.release()
 
     @property
@@ -146,7 +148,7 @@ class PlanOperations:
 
     @property
     def stream(self) -> npt.NDArray[np.float32]:
-        """float32 [rows, C], the residual stream: after a step what the last block left."""
+        """float32 [rows, C], the residual stream: after a step, the output of the last block."""
         return self._buffers["stream"]
 
     @property
@@ -183,7 +185,7 @@ class PlanOperations:
         values = self._prepare(x, tiled)
         if shared and not self._few and not packed.per_token:
             return self._panel(packed, tiled, shared)
-        if k_chunk == CHUNK and not self._options.measure_recall:  # nothing to choose: read side by side, for all rows
+        if k_chunk == CHUNK and not self._options.measure_recall:  # nothing to choose: all residuals are read
             return self._product(values, packed, tiled, 0, CHUNK)
         total = total_budget(packed.shape[1], k_chunk)
         if total:
@@ -267,10 +269,10 @@ class PlanOperations:
         self._emit(op.Gather(x.place, x.width, out.place))
         return out
 
-    # How it is written down
+    # Writing instructions
 
     def _channels(self, name: str) -> tuple[int, int]:
-        """Channels per 1024 that each row chooses, and those that all rows of a prompt share."""
+        """Channels per 1024 chosen per row, and those shared by all rows of a prompt."""
         k_chunk = k_chunk_of(self._k_chunk, name)
         if self._prompt is None:
             return k_chunk, 0
@@ -278,7 +280,7 @@ class PlanOperations:
         return (k_chunk if shared else 0, 0) if layer_kind(name) == "head" else (0, shared)
 
     def _prepare(self, x: Activations, tiled: TiledLinear) -> Activations:
-        """Write the instruction that makes x float32 and INT8: norm, gate, or merge of attention's splits."""
+        """Write the instruction that computes x in float32 and INT8: norm, gate, or merge of attention's splits."""
         assert tiled.groups == -(-padded(x.width, BLOCK) // (BLOCK * tiled.group_blocks))
         out = replace(self._matrix("input", self._widest()), width=x.width, wanted=x.wanted)
         per_token, rounded = tiled.group_scales is not None, self._rounded()
@@ -299,7 +301,7 @@ class PlanOperations:
         return out
 
     def _rounded(self) -> op.Quantized:
-        """The buffers of INT8 activations, with room for groups of one block."""
+        """Buffers of INT8 activations, with room for groups of one block."""
         width = padded(self._widest(), BLOCK)
         codes = self._buffer("codes", (self._rows, padded(width, PIECE)), np.int8)
         kinds = {"scales": np.float32, "shifts": np.float32, "sums": np.int32}
@@ -361,7 +363,7 @@ class PlanOperations:
         return replace(out, instruction=len(self._program) - 1)
 
     def _panel(self, packed: PackedLinear, tiled: TiledLinear, k_chunk: int) -> Activations:
-        """Write the product of a prompt's rows with the matrix and the residuals of some channels."""
+        """Write the product of prompt rows with the matrix and the residuals of some channels."""
         kind, columns = layer_kind(packed.name), tiled.tiles * LANES
         out = self._matrix(kind, packed.shape[0])
         self._emit(
@@ -386,7 +388,7 @@ class PlanOperations:
         return op.Whole(weights.codes, weights.scales, weights.zeros)
 
     def _kept(self, packed: PackedLinear, k_chunk: int) -> int:
-        """Address of what says which channels the rows of a prompt share: uint8 [K padded to 32], 255 or 0."""
+        """Address of the mask of channels shared by prompt rows: uint8 [K padded to 32], 255 or 0."""
 
         def make() -> npt.NDArray[np.uint8]:
             assert packed.mean_square is not None
@@ -397,7 +399,7 @@ class PlanOperations:
         return _address(self._constant(f"{packed.name}.kept.{k_chunk}", make))
 
     def _residual(self, name: str, residual: PackedResidual, columns: int) -> op.Residual:
-        """A matrix's residuals: rows that begin at a cache line, scales padded to whole tiles."""
+        """A matrix's residuals: rows aligned to cache lines, scales padded to whole tiles."""
 
         def rows() -> npt.NDArray[Any]:
             stored = np.asarray(residual.codes)
@@ -411,7 +413,7 @@ class PlanOperations:
         return op.Residual(_address(codes), scales, residual.bits, codes.strides[0], codes.shape[0])
 
     def _scaled(self, packed: PackedLinear, columns: int) -> op.Residual:
-        """Residuals with scales, those in half precision too."""
+        """Residuals with scales, float16 ones included."""
         stored = packed.residual
         assert stored is not None
         residual = self._residual(packed.name, stored, columns)
@@ -460,7 +462,7 @@ class PlanOperations:
         return _address(self._constant(key, widen))
 
     def _constant(self, key: str, make: Callable[[], npt.NDArray[Any]]) -> npt.NDArray[Any]:
-        """An array that is made once and kept, contiguous."""
+        """A contiguous array, created once and kept."""
         if key not in self._constants:
             self._constants[key] = np.ascontiguousarray(make())
         return self._constants[key]

@@ -1,7 +1,7 @@
-"""The threads of the CPU backend.
+"""Thread pool of the CPU backend.
 
-Threads live in compiled code while a session is open: a step is announced by one word in memory, so no thread needs the
-interpreter, or its lock, between two tokens. Between sessions they are gone and cost nothing.
+While a session is open, its threads stay in compiled code. A step is announced by one word in memory, so no thread
+needs the interpreter or its lock between two tokens. Between sessions there are no threads.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import numpy as np
 import numpy.typing as npt
 import psutil
 
-from runtime.backends.cpu.crew import Crew
 from runtime.backends.cpu.data.control import ACTIVE, CLOSED, DONE, SLEEPERS, TURN
 from runtime.backends.cpu.data.step import parameters_of
 from runtime.backends.cpu.link import is_linked, link, most_scratch
+from runtime.backends.cpu.thread_tuner import ThreadTuner
 from runtime.backends.cpu.units import execute, set_active
 
 
 def default_threads() -> int:
-    """Physical cores that this process may use."""
+    """Physical cores available to this process."""
     allowed = len(psutil.Process().cpu_affinity()) if hasattr(psutil.Process, "cpu_affinity") else psutil.cpu_count()
     return max(1, min(psutil.cpu_count(logical=False) or 1, allowed or 1))
 
@@ -41,19 +41,19 @@ class Pool:
         self._control, self.threads = control, threads
         self._address = int(control.ctypes.data)
         self._parameters = parameters_of(control)
-        self._crew, self._drafting = Crew(threads), Crew(threads)
+        self._thread_tuner, self._drafting = ThreadTuner(threads), ThreadTuner(threads)
         self._depth = 0
         self._program: npt.NDArray[np.int64] | None = None
         self._workers: list[threading.Thread] = []
 
     def prepare(self) -> None:
-        """Compile what runs the instructions, where that is missing, before anybody waits for a token."""
+        """Compile the executor if necessary, before anybody waits for a token."""
         execute.prepare()
         set_active.prepare()
 
     @contextmanager
     def session(self) -> Iterator[None]:
-        """Keep the threads in compiled code; sessions may be nested, by one caller at a time."""
+        """Keep the threads in compiled code; sessions may be nested, but have one caller at a time."""
         if self._depth == 0:
             self._start()
         self._depth += 1
@@ -68,43 +68,42 @@ class Pool:
         """Run a program once.
 
         Args:
-            program: int64 [instructions, WIDTH]; the arrays whose addresses it holds have to be alive. One that is not
-                linked yet (`runtime.backends.cpu.link`) is linked first; who changes the program of the last step links
-                it himself.
-            token: Whether it decodes one token, as all that are said to do. As many threads share it as make these
-                come fastest, and all of them any other program.
-            draft: Whether that token is a draft. It takes less time than another, so the two are not compared.
+            program: int64 [instructions, WIDTH]; arrays it refers to must be alive. It is linked first if necessary
+                (`runtime.backends.cpu.link`); after changing the program of the last step, the caller links it again.
+            token: Whether it decodes one token. Such programs use the number of threads that decodes fastest; any other
+                program uses all threads.
+            draft: Whether that token is a draft. Drafts take less time, so their durations are tracked separately.
         """
         if program is not self._program:
             self._take(program)
-        crew = None if not token else self._drafting if draft else self._crew
+        thread_tuner = None if not token else self._drafting if draft else self._thread_tuner
         if self._depth:
-            self._run(crew)
+            self._run(thread_tuner)
         else:
             with self.session():
-                self._run(crew)
+                self._run(thread_tuner)
 
     def _take(self, program: npt.NDArray[np.int64]) -> None:
-        """Make a program the one that threads run."""
+        """Make a program the current one."""
         if not is_linked(program):
             link(program, self.threads)
         assert most_scratch(program) <= self._parameters["scratch_stride"]
         self._parameters["program"], self._parameters["instructions"] = int(program.ctypes.data), len(program)
         self._program = program
 
-    def _run(self, crew: Crew | None) -> None:
-        wanted = crew.size if crew else self.threads
+    def _run(self, thread_tuner: ThreadTuner | None) -> None:
+        wanted = thread_tuner.size if thread_tuner else self.threads
         if self._control[ACTIVE] != wanted:
             set_active(self._address, wanted)
         self._parameters["first"] = (int(self._control[TURN]) >> 32) + 1 & 0xFFFFFFFF
         began = time.perf_counter()
         execute(self._address, 0)
-        if crew:
-            crew.token(time.perf_counter() - began)
+        if thread_tuner:
+            thread_tuner.token(time.perf_counter() - began)
 
     def _start(self) -> None:
         self._control[[DONE, SLEEPERS]] = 0
-        # Numbers go on where the last session ended: what instructions note by them must not look like this one's.
+        # Continue numbering from the last session: records of old turns must not match new ones.
         self._control[TURN] = int(self._control[TURN]) >> 32 << 32 | CLOSED
         self._control[ACTIVE] = self.threads
         self._workers = [

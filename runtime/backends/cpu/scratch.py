@@ -1,4 +1,4 @@
-"""What a thread's scratch holds while it does an instruction: Python reserves it, compiled code lays it out."""
+"""Scratch memory of a thread for an instruction: reserved by Python, laid out by compiled code."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from runtime.backends.cpu.machine.isa import VARIANT
 from runtime.kv.kinds import LOW_RANK
 
 MANY: Final = 4 * LANES if VARIANT.startswith("amx") else LANES
-"""Tokens that `runtime.backends.cpu.kernels.w4a8.gemm_w4a8_many` handles at once."""
+"""Tokens that `runtime.backends.cpu.kernels.w4a8.gemm_w4a8_many` handles at a time."""
 TILE_BYTES: Final = 64 * MANY
-"""Bytes at the start of the scratch: a tile's outputs of as many rows as are multiplied at once. A tile's entries and
+"""Bytes at the start of the scratch: a tile's outputs of as many rows as are multiplied at a time. A tile's entries and
 compensation's sums follow."""
 SUMS: Final = 16
-"""Sums of a slice of residuals, which registers keep until it ends."""
+"""Sums of a slice of residuals, held in registers until it ends."""
 FACTOR_BYTES: Final = 2 * 64
 """Bytes of the scales and shifts of a group of a panel."""
 NOTED: Final = 256
-"""Bytes of what is noted of a query."""
+"""Bytes of a query's block."""
 GEAR_QUERIES: Final = 8
-"""Queries that stand side by side for GEAR's corrections."""
+"""Queries side by side in GEAR's corrections."""
 
 
 def scratch_of(instruction: op.Instruction) -> int:
-    """Bytes of scratch that a thread needs for an instruction."""
+    """Bytes of scratch per thread for an instruction."""
     match instruction:
         case op.Linear():
             return _linear_scratch(instruction)
@@ -43,39 +43,39 @@ def scratch_of(instruction: op.Instruction) -> int:
 
 
 def _linear_scratch(linear: op.Linear) -> int:
-    """Bytes of scratch that a thread needs for the instruction."""
+    """Bytes of scratch per thread for the instruction."""
     entries = entries_bytes(linear.weights.blocks) if linear.weights.codebooks or linear.weights.group_scales else 0
     sums = 4 * (LANES * linear.weights.tiles + 128) if linear.total else 64 * SUMS if linear.kept else 0
     return TILE_BYTES + max(entries, sums, TILE_BYTES if linear.whole.codes else 0)
 
 
 def entries_bytes(blocks: int) -> int:
-    """Bytes of a tile's entries: whole loads of a tile register."""
+    """Bytes of a tile's entries, in whole loads of a tile register."""
     return (blocks + 1) // 2 * (2 * ENTRY_BYTES)
 
 
 def _panel_scratch(panel: op.Panel) -> int:
-    """Bytes of scratch that a thread needs for the instruction."""
+    """Bytes of scratch per thread for the instruction."""
     weights = panel.weights
     return TILE_BYTES + (ENTRY_BYTES + LINE * BLOCK) * weights.blocks + FACTOR_BYTES * weights.groups
 
 
 def _select_scratch(select: op.Select) -> int:
-    """Bytes of scratch that a thread needs for the instruction: keys of a row, where recall is measured."""
+    """Bytes of scratch per thread for the instruction: keys of a row, if recall is measured."""
     return 8 * select.width if select.measure else 0
 
 
 def _attend_scratch(attend: op.Attend, cache: Cache) -> int:
-    """Bytes of scratch that a thread needs for the instruction, with a cache of this description."""
+    """Bytes of scratch per thread for the instruction, with a cache of this description."""
     heads = attend.heads // attend.kv_heads
     return max(4 * SPAN * heads, _page_scratch(attend.rows * heads, cache) if cache["form"] != HALF else 0)
 
 
 def _page_scratch(queries: int, cache: Cache) -> int:
-    """Bytes of scratch that a page's attention needs.
+    """Bytes of scratch for attention to pages.
 
     Args:
-        queries: Most query heads of all rows that it takes at once.
+        queries: Most query heads of all rows at a time.
         cache: The cache's description.
     """
     padded, tokens = int(cache["padded"]), int(cache["tokens"])
@@ -91,9 +91,9 @@ class PageAreas(NamedTuple):
     queries: int
     """float32 [n, D padded]."""
     noted: int
-    """What is noted of the queries, [n, NOTED] bytes."""
+    """Blocks of the queries, [n, NOTED] bytes."""
     room: int
-    """Of the corrections."""
+    """Scratch of the corrections."""
     codes: int
     """int8 [n, P, D padded], the queries."""
     scales: int
@@ -137,13 +137,13 @@ def lay_out_pages(queries: int, padded: int, tokens: int, planes: int, room: int
 
 
 def gear_room(queries: int, padded: int, tokens: int) -> int:
-    """Bytes of scratch for the corrections; arguments as of `lay_out_pages`."""
+    """Bytes of scratch for the corrections; arguments as in `lay_out_pages`."""
     blocks = -(-queries // GEAR_QUERIES)
     return 4 * GEAR_QUERIES * (3 * blocks * padded + 2 * tokens) + 4 * LOW_RANK * (padded + tokens) + 256
 
 
 def _paging_scratch(cache: Cache) -> int:
-    """Bytes of scratch that a thread needs for FLUSH and RESTORE, with a cache of this description."""
+    """Bytes of scratch per thread for FLUSH and RESTORE, with a cache of this description."""
     outliers = max(cache["keys"]["kept"], cache["values"]["kept"])
     return int(lay_out_paging(cache["tokens"], cache["padded"], cache["rank"], outliers, 0).end)
 
@@ -154,7 +154,7 @@ class PagingAreas(NamedTuple):
     x: int
     """float32 [T, D padded] or [D padded, T]: the numbers."""
     lost: int
-    """Likewise: what codes lost."""
+    """The same: quantization errors."""
     turned: int
     """Its transpose."""
     codes: int
@@ -178,7 +178,7 @@ class PagingAreas(NamedTuple):
 
 
 def lay_out_paging(tokens: int, padded: int, rank: int, outliers: int, scratch: int) -> PagingAreas:
-    """The areas of a scratch, for vectors with so many outliers at most."""
+    """The areas of a scratch, for vectors with at most this many outliers."""
     size, longest = tokens * padded, max(tokens, padded)
     lost = scratch + 4 * size
     turned = lost + 4 * size

@@ -1,4 +1,4 @@
-"""Weights as the CPU kernels want them: tiles of 16 output channels, repacked from the canonical packing at load.
+"""Tiles: the CPU's weight layout, 16 output channels side by side, repacked from the canonical packing at load.
 
 A tile's block of 32 input channels is contiguous and aligned to 64 bytes. With r an output channel of the tile, lane r
 of a 64-byte vector holds four bytes, one for each of four consecutive input channels k = 4 j + c:
@@ -19,8 +19,8 @@ of one or two output channels (`runtime.backends.cpu.kernels.lookup`), again for
 
 Their codebooks stand as [tiles, 16, 2^bits], their scales as [tiles, 1, 16].
 
-Matrices that are multiplied in whole numbers (`runtime.backends.cpu.kernels.w4a8`) have codes as the first ones,
-scales as [tiles, 1, 16], group scales, and zeros times group scales, as [tiles, G, 16].
+Matrices that are multiplied in whole numbers (`runtime.backends.cpu.kernels.w4a8`) have codes as the first ones, scales
+as [tiles, 1, 16], group scales, and zeros times group scales, as [tiles, G, 16].
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class TiledLinear:
 
     @property
     def weights(self) -> Weights:
-        """What an instruction says of it."""
+        """Its fields in an instruction."""
         parts = (self.codes, self.scales, self.zeros, self.codebooks)
         codes, scales, zeros, codebooks = (0 if part is None else int(part.ctypes.data) for part in parts)
         sizes = (self.bits, self.tiles, self.blocks, self.groups, self.group_blocks)
@@ -137,9 +137,9 @@ def tile_linear(linear: PackedLinear, arena: Arena) -> TiledLinear:
 
 
 def tile_residual(residual: PackedResidual, of: TiledLinear, arena: Arena) -> TiledLinear:
-    """Residuals of every input channel as a matrix of their own, whose product is as fast as that of 4-bit weights.
+    """The residuals of all input channels as a tiled matrix, multiplied as fast as 4-bit weights.
 
-    Rows of residuals lie apart, and reading all of them side by side runs at a quarter of the memory's speed.
+    Residual rows are scattered in memory; reading all of them row by row runs at a quarter of the memory's speed.
 
     Args:
         residual: Of 4 bits.

@@ -1,9 +1,9 @@
-"""`CpuTimer`: what one layer type costs on this processor, with and without compensation. A `tuner.timer.Timer`.
+"""CPU timer: times one layer type with and without compensation. Implements `tuner.timer.Timer`.
 
-A pass runs the products of one layer type of all blocks, and the selections before them, on the pool's threads: the
-machine code of a decode step without what lies between. Blocks differ in their weights, so a large model's come from
-memory, as in a step. Passes with and without compensation alternate, and of each the fastest tenth counts, as in
-`runtime.measure.timing`; the time without is measured once, so that all numbers of a timer share one yardstick.
+A pass runs the products of one layer type in all blocks, with their selections, on the pool's threads: the machine code
+of a decode step without everything else. Blocks have different weights, so those of a large model are read from memory,
+as in a step. Passes with and without compensation alternate, and the fastest tenth of each counts, as in
+`runtime.measure.timing`. The time without is measured once, so that all results of a timer are comparable.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from runtime.backends.decoder import Step
 from runtime.measure.timing import undisturbed
 
 _LEAST, _MOST = 15, 151
-"""Passes of one measurement."""
+"""Passes per measurement."""
 _PASS_S = 5e-4
-"""A pass is repeated until it takes about so long, so that starting it does not count."""
+"""A pass is repeated until it takes about this many seconds, so that its start-up cost is negligible."""
 
 
 class CpuTimer:
-    """Times the layer types of a loaded model; what is in slot 0 of its cache is overwritten.
+    """Times the layer types of a loaded model. Overwrites slot 0 of its cache.
 
     Args:
         decoder: The loaded model.
-        seconds: How long one measurement may take; at least fifteen passes are made.
+        seconds: Time limit of one measurement; at least fifteen passes are made.
     """
 
     measured = True
@@ -40,12 +40,12 @@ class CpuTimer:
         row = np.zeros(1, np.int32)
         decoder.forward(Step(tokens=row, slots=row, positions=row, logit_rows=row))  # finite numbers in every buffer
 
-    def seconds(self, kind: str, n_tb: int, k_chunk: int) -> float:  # noqa: ARG002  a GPU has thread blocks
+    def seconds(self, kind: str, n_tb: int, k_chunk: int) -> float:  # noqa: ARG002  for GPUs, which have thread blocks
         """Seconds of one product of a layer type.
 
         Args:
             kind: Layer type.
-            n_tb: Without meaning here.
+            n_tb: Ignored.
             k_chunk: Salient channels per 1024; 0 for the product alone.
         """
         if kind not in self._plain:
@@ -59,7 +59,7 @@ class CpuTimer:
         return base * undisturbed(compensated) / undisturbed(without)
 
     def _passes(self, *programs: npt.NDArray[np.int64]) -> list[list[float]]:
-        """Seconds of the passes of each program; the programs take turns."""
+        """Seconds of the passes of each program; the programs alternate."""
         times: list[list[float]] = [[] for _ in programs]
         with self._decoder.session():
             self._decoder.run_layers(programs[0])

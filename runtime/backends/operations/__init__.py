@@ -1,1 +1,1 @@
-"""Operations that every backend computes, in plain torch: an oracle for each, and the arithmetic that all share."""
+"""Operations of every backend in plain torch: an oracle for each, and the shared arithmetic."""

@@ -26,7 +26,7 @@ def quantize(x: torch.Tensor, group_size: int) -> tuple[torch.Tensor, torch.Tens
 
 
 def dequantize(codes: torch.Tensor, scales: torch.Tensor, group_size: int) -> torch.Tensor:
-    """Product of the codes with the scale of their group.
+    """Multiply the codes by the scales of their groups.
 
     Args:
         codes: int8 [M, K].

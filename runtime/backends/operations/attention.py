@@ -1,4 +1,4 @@
-"""Causal attention of grouped query heads, with a sliding window, in plain torch."""
+"""Causal grouped-query attention with a sliding window, in plain torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def attend(
         k: float32 [T, H_kv, D]; row t is the key at position t, rotated.
         v: float32 [T, H_kv, D].
         positions: int64 [M], each < T.
-        window: Tokens that a query sees, itself included; None = all before it.
+        window: Visible tokens, including the query's own; None = all before it.
 
     Returns:
         float32 [M, H, D].

@@ -1,4 +1,4 @@
-"""Queries and keys in the basis of a cache of few bits (`runtime.kv.basis`), in plain torch."""
+"""Transformation of queries and keys into the basis of a low-bit cache (`runtime.kv.basis`), in plain torch."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from runtime.kv.basis import hadamard_block
 
 
 def to_basis(x: torch.Tensor, reflection: torch.Tensor) -> torch.Tensor:
-    """Multiply every head with Hadamard's matrix, then reflect it: x -> H x -> H x - u (u . H x).
+    """Multiply every head by the Hadamard matrix, then reflect it: x -> H x -> H x - u (u . H x).
 
     Args:
         x: float32 [M, heads, D], rotated queries or keys.
-        reflection: float32 [heads, D] or one that broadcasts, u.
+        reflection: float32 [heads, D] or broadcastable, u.
 
     Returns:
         float32 [M, heads, D].

@@ -1,6 +1,6 @@
-"""Budgets and buckets of the approximate top-k, and the channel selectors that do not read x.
+"""Channel budgets, buckets of the approximate top-k, and the selectors that do not read x.
 
-Plain numpy, shared by every backend, so that all of them select the same channels from the same activations.
+Plain numpy, shared by every backend, so that all select the same channels from the same activations.
 
 Source: QDEC §4.3, Fig. 8 and 9.
 """
@@ -18,9 +18,9 @@ from runtime.compensation import k_chunk_of as k_chunk_of
 from runtime.compensation import layer_kind as layer_kind
 
 BUCKETS = 32
-"""Buckets of the approximate top-k, one for each thread of a warp."""
+"""Buckets of the approximate top-k, one per thread of a warp."""
 HALF = BUCKETS // 2
-"""Buckets under b15, and as many from b15 up."""
+"""Buckets below b15, and as many from b15 up."""
 
 
 def chunk_budget(width: int, k_chunk: int) -> int:
@@ -37,21 +37,21 @@ def chunk_budget(width: int, k_chunk: int) -> int:
 
 
 def chunk_budgets(width: int, k_chunk: int) -> tuple[int, ...]:
-    """`chunk_budget` of every chunk of a matrix with `width` input channels, in order."""
+    """`chunk_budget` of every chunk of a matrix with `width` input channels."""
     return tuple(chunk_budget(min(CHUNK, width - start), k_chunk) for start in range(0, width, CHUNK))
 
 
 def total_budget(width: int, k_chunk: int) -> int:
-    """Channels selected of all `width` input channels: k, the sum over the chunks."""
+    """Total channels selected of `width` input channels: k, the sum over the chunks."""
     return sum(chunk_budgets(width, k_chunk))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Buckets:
-    """Where a magnitude |x| falls among the 32 buckets; bucket 0 holds the largest. All arithmetic is in float32.
+    """Maps a magnitude |x| to one of 32 buckets; bucket 0 has the largest. All arithmetic is in float32.
 
-    b15 and up: bucket max(0, 15 - floor((|x| - b15) * upper_scale)), so 0 from b0 up. Below b15: bucket
-    max(16, 31 - floor(|x| * lower_scale)). The 31 boundaries b0 .. b30 of Fig. 9 are `boundaries`.
+    b15 and up: bucket max(0, 15 - floor((|x| - b15) * upper_scale)), so 0 from b0 up. Below b15: bucket max(16, 31 -
+    floor(|x| * lower_scale)). The 31 boundaries b0 .. b30 of Fig. 9 are `boundaries`.
     """
 
     b0: float
@@ -79,7 +79,7 @@ def buckets(rank_maximum: npt.NDArray[np.float32], k: int) -> Buckets:
         k: Channels selected in the whole matrix (`total_budget`), in [1, K].
 
     Returns:
-        The buckets. Their numbers are float32 values, so that every backend computes the same.
+        The buckets, with float32 values, so that every backend computes the same.
     """
     b0, b15 = np.float32(rank_maximum[0]), np.float32(rank_maximum[k - 1])
     tiny = np.finfo(np.float32).tiny
@@ -89,7 +89,7 @@ def buckets(rank_maximum: npt.NDArray[np.float32], k: int) -> Buckets:
 
 
 def _chunk_top(metric: npt.NDArray[np.floating], k_chunk: int) -> npt.NDArray[np.int32]:
-    """Indices [k] of the largest metric of every chunk, ascending; of equals the lowest index. int32."""
+    """Indices [k] of the largest metric of every chunk, ascending; ties go to the lowest index. int32."""
     chosen = []
     for start in range(0, metric.size, CHUNK):
         part = metric[start : start + CHUNK]
@@ -99,9 +99,9 @@ def _chunk_top(metric: npt.NDArray[np.floating], k_chunk: int) -> npt.NDArray[np
 
 
 def static_channels(mean_square: npt.NDArray[np.float32], k_chunk: int) -> npt.NDArray[np.int32]:
-    """The static selection: the channels with the largest mean square activation in calibration, per chunk.
+    """Static selection: the channels of each chunk with the largest mean square activation in calibration.
 
-    The metric is the diagonal of the Hessian of the layer's squared output error, E[x²], and nothing else.
+    The metric is E[x²], the diagonal of the Hessian of the layer's squared output error.
 
     Args:
         mean_square: float32 [K], mean of x² over calibration tokens.
@@ -116,7 +116,7 @@ def static_channels(mean_square: npt.NDArray[np.float32], k_chunk: int) -> npt.N
 
 
 def _mix(state: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """The finalizer of splitmix64: a bijection of 64-bit integers whose output looks random. All sums wrap."""
+    """The finalizer of splitmix64: a bijection of 64-bit integers with random-looking output. All sums wrap."""
     state = state + np.uint64(0x9E3779B97F4A7C15)
     state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -124,7 +124,7 @@ def _mix(state: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def random_keys(width: int, *, seed: int, layer: int, position: int) -> npt.NDArray[np.float64]:
-    """The random selector's metric: the channels with the largest keys of a chunk are selected.
+    """Keys of the random selector: the channels with the largest keys of a chunk are selected.
 
     A counter-based generator: key[c] is the top 53 bits of mix(mix(mix(mix(seed) ^ layer) ^ position) ^ c), so a
     compiled backend computes it with a few integer operations and no state.
@@ -146,9 +146,9 @@ def random_keys(width: int, *, seed: int, layer: int, position: int) -> npt.NDAr
 
 
 def random_channels(width: int, k_chunk: int, *, seed: int, layer: int, position: int) -> npt.NDArray[np.int32]:
-    """The random selection, for the ablation: every chunk's share of channels, each set equally likely.
+    """Random selection for the ablation: every set of each chunk's share of channels is equally likely.
 
-    The same seed, layer and position always give the same channels, on every backend and in every order of steps.
+    The same seed, layer and position always give the same channels, on every backend and in any order of steps.
 
     Args:
         width: K.
@@ -166,7 +166,7 @@ def random_channels(width: int, k_chunk: int, *, seed: int, layer: int, position
 
 
 def recall(x: npt.NDArray[np.float32], channels: npt.NDArray[np.integer]) -> float:
-    """Share of the selected channels that are among the k = len(channels) largest magnitudes of the whole vector.
+    """Share of the selected channels that are among the k = len(channels) largest magnitudes of the vector.
 
     Args:
         x: float32 [K], activations.

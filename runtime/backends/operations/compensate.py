@@ -10,7 +10,7 @@ from models.packing import unpack
 
 
 def dequantize_residual(residual: PackedResidual, width: int) -> torch.Tensor:
-    """The residuals that the packed codes stand for: (code - 2^(bits-1)) * scale[n], or the stored halves at 16 bits.
+    """Dequantize residuals: (code - 2^(bits-1)) * scale[n], or the stored float16 values at 16 bits.
 
     Args:
         residual: Packed residuals of a matrix of shape (N, K).
@@ -46,10 +46,10 @@ def compensate(base: torch.Tensor, x: torch.Tensor, channels: torch.Tensor, resi
     return base + salient @ residual
 
 
-def compensate_together(
+def compensate_shared(
     base: torch.Tensor, x: torch.Tensor, channels: torch.Tensor, residual: torch.Tensor
 ) -> torch.Tensor:
-    """base[m] + sum over the chosen channels c, the same for all rows, of x[m, c] * residual[c].
+    """base[m] + the sum over the given channels c, shared by all rows, of x[m, c] * residual[c].
 
     Args:
         base: float32 [M, N], output of the low-bit product.

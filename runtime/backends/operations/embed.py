@@ -6,7 +6,7 @@ import torch
 
 
 def embed(tokens: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """The table's rows of the tokens, in float32.
+    """Look up tokens, in float32.
 
     Args:
         tokens: int32 or int64 [M], token ids in [0, V).

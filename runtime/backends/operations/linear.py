@@ -9,23 +9,23 @@ from models.packed import PackedLinear
 from models.packing import unpack
 
 _EXACT = 1024
-"""Channels whose products, 127 * 127 at most, float32 sums up exactly in any order."""
+"""Channels whose products, at most 127 * 127, float32 sums exactly in any order."""
 
 
 def _codes(linear: PackedLinear) -> torch.Tensor:
-    """Unsigned codes of a packed matrix. Returns int32 [N, K]."""
+    """Unsigned codes of a packed matrix, int32 [N, K]."""
     codes = unpack(np.ascontiguousarray(linear.codes), linear.bits, linear.shape[1])
     return torch.from_numpy(codes.astype(np.int32))
 
 
 def _spread(per_group: np.ndarray[tuple[int, ...], np.dtype[np.generic]], linear: PackedLinear) -> torch.Tensor:
-    """Repeat one value a group [N, G] for the channels of the group. Returns float32 [N, K]."""
+    """Repeat one value per group [N, G] for the channels of the group: float32 [N, K]."""
     values = torch.from_numpy(np.ascontiguousarray(per_group).astype(np.float32))
     return values.repeat_interleave(linear.group_size, dim=1)[:, : linear.shape[1]]
 
 
 def dequantize(linear: PackedLinear) -> torch.Tensor:
-    """The matrix that the packed codes stand for: (code - zero) * scale, or the codebook's entry times the row's scale.
+    """Dequantize a packed matrix: (code - zero) * scale, or the codebook's entry times the row's scale.
 
     Args:
         linear: Packed matrix of shape (N, K).
@@ -38,12 +38,12 @@ def dequantize(linear: PackedLinear) -> torch.Tensor:
         return torch.from_numpy(values).gather(1, _codes(linear).long())
     assert linear.zeros is not None
     if linear.per_token:
-        return whole(linear) * torch.from_numpy(linear.scales.astype(np.float32))
+        return integer_weights(linear) * torch.from_numpy(linear.scales.astype(np.float32))
     return (_codes(linear) - _spread(linear.zeros, linear)) * _spread(linear.scales, linear)
 
 
-def whole(linear: PackedLinear) -> torch.Tensor:
-    """The whole numbers that a W4A8 matrix multiplies: (code - zero) * group scale, or code - zero without groups.
+def integer_weights(linear: PackedLinear) -> torch.Tensor:
+    """The integers of a W4A8 matrix: (code - zero) * group scale, or code - zero without groups.
 
     Args:
         linear: Packed matrix of shape (N, K) with `per_token`.
@@ -57,15 +57,15 @@ def whole(linear: PackedLinear) -> torch.Tensor:
 
 
 def gemm_w4a8(codes: torch.Tensor, scales: torch.Tensor, weights: torch.Tensor, linear: PackedLinear) -> torch.Tensor:
-    """The product of INT8 tokens with a W4A8 matrix: whole numbers to the end, then two products in float32.
+    """Product of INT8 tokens with a W4A8 matrix: an exact integer sum, then two products in float32.
 
-    y[m, n] = float32(sum_k a[m, k] w[n, k]) * (scale[n] * scales[m]) + bias[n]. The sum is exact, so every kernel can
-    reach the same bits, whatever its order of summation.
+    y[m, n] = float32(sum_k a[m, k] w[n, k]) * (scale[n] * scales[m]) + bias[n]. The sum is exact, so kernels get
+    identical bits in any order of summation.
 
     Args:
         codes: int8 [M, K], from `models.per_token.quantize`.
         scales: float32 [M, 1].
-        weights: float32 [N, K], from `whole`.
+        weights: float32 [N, K], from `integer_weights`.
         linear: The packed matrix.
 
     Returns:
@@ -97,11 +97,11 @@ def gemv(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 
 
 def gemv_int8(codes: torch.Tensor, scales: torch.Tensor, linear: PackedLinear) -> torch.Tensor:
-    """The same product with INT8 activations: integer sums within a group, scaled and added up in floating point.
+    """The same product with INT8 activations: integer sums within a group, scaled and added in floating point.
 
     y[m, n] = bias[n] + sum over groups g of scales[m, g] * s[n, g] * (sum_k a[m, k] w[n, k] - zero[n, g] sum_k a[m, k])
-    with k over the channels of g; with a codebook w is the entry that a code stands for, s the row's and zero 0. The
-    integer sums are exact; the rest is float64, so that a float32 kernel can be held against it.
+    with k over the channels of g; with a codebook, w is the code's entry, s the row's scale, and zero is 0. The integer
+    sums are exact; the rest is float64, as a reference for float32 kernels.
 
     Args:
         codes: int8 [M, K], from `runtime.backends.operations.activation.quantize` with the matrix' group size.

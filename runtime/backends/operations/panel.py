@@ -1,8 +1,7 @@
-"""A matrix with its residuals added, rounded to 8 bits: the CPU path's arithmetic for many rows of a prompt.
+"""Panels: a matrix with its residuals added, in 8 bits; the CPU's arithmetic for many rows of a prompt.
 
-Many rows share a matrix, so it is unpacked once for all of them, and what it is unpacked to can hold the residuals
-too. With c a code, z its zero-point, s the scale of its group, r the code of its residual and t the scale of that, a
-weight is
+Many rows share a matrix, so it is unpacked once for all of them, and the unpacked form can include the residuals. With
+c a code, z its zero-point, s the scale of its group, r the code of its residual and t the scale of that, a weight is
 
     w = s (c - z) + t (r - 2^(bits-1))
 
@@ -11,12 +10,12 @@ is cut into 254 steps. In fixed point, with A = round(256 s / step) and B = roun
 
     code = (A c + B r + 128 >> 8) - 127,    w ~ code * step + middle
 
-so a weight takes two products of 16 bits, and is off by half a step and by what A and B lack: under 0.1 of a step at
-the usual widths, up to 0.8 with codebooks or residuals of 8 bits. A step is s / 36 at 3 bits and s / 17 at 4 where t is
-small against s, and where residuals of 4 bits cover the error of rounding, whose scale is then s / 15 or more, at most
-half of t at 3 bits and t at 4.
+so a weight takes two 16-bit products. Its error is half a step plus the rounding errors of A and B: under 0.1 of a step
+at the usual widths, up to 0.8 with codebooks or 8-bit residuals. If t is small compared with s, a step is s / 36 at 3
+bits and s / 17 at 4. With 4-bit residuals that cover the rounding error (t of s / 15 or more), it is at most t / 2 at 3
+bits and t at 4.
 
-Few rows are not worth a panel: theirs is a second product with the residual codes as they are (`restored`).
+For few rows a panel does not pay: they use a second product with the residual codes themselves (`restored`).
 """
 
 from __future__ import annotations
@@ -31,38 +30,38 @@ from models.packing import unpack
 
 STEPS = 254
 """Steps of the interval: codes are from -127 to 127."""
-LEAST_STEP = 1e-30
-"""Of a group whose scales are zero; far below what scales in half precision give."""
+MIN_STEP = 1e-30
+"""Step of a group whose scales are zero; far below any step from float16 scales."""
 ENTRY_TOP = 254
-"""Largest code of a matrix with codebooks: an entry and 127."""
+"""Largest code of a matrix with codebooks: an entry plus 127."""
 HALVES_TOP = 127
-"""Residuals in half precision are rounded to codes of 8 bits, from -127 to 127."""
+"""Float16 residuals are rounded to 8-bit codes from -127 to 127."""
 
 Float32Array = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Panel:
-    """What a matrix [N, K] is unpacked to."""
+    """The unpacked form of a matrix [N, K]."""
 
     codes: npt.NDArray[np.int8]
     """int8 [N, K], from -127 to 127."""
     steps: Float32Array
     """float32 [N, G]."""
     middles: Float32Array
-    """float32 [N, G], what code 0 stands for."""
+    """float32 [N, G], value of code 0."""
     group_size: int
-    """Channels of a group."""
+    """Channels per group."""
 
     def weights(self) -> Float32Array:
-        """What the codes stand for, float32 [N, K]."""
+        """The dequantized weights, float32 [N, K]."""
         K = self.codes.shape[1]
         steps, middles = (np.repeat(part, self.group_size, axis=1)[:, :K] for part in (self.steps, self.middles))
         return (self.codes.astype(np.float32) * steps + middles).astype(np.float32)
 
 
 def residual_scales(residual: PackedResidual) -> npt.NDArray[np.float16]:
-    """The scale t of every output channel, float16 [N]; for residuals in half precision max |R| / 127, rounded up."""
+    """The scale t of every output channel, float16 [N]; for float16 residuals max |R| / 127, rounded up."""
     if residual.scales is not None:
         return residual.scales
     largest = np.abs(residual.codes).max(axis=0).astype(np.float32)
@@ -76,11 +75,11 @@ def residual_codes(residual: PackedResidual, width: int) -> npt.NDArray[np.uint8
     """The code r of every residual.
 
     Args:
-        residual: Of a matrix with `width` output channels.
+        residual: Residuals of a matrix with `width` output channels.
         width: N.
 
     Returns:
-        uint8 [K, N]; those of residuals in half precision have 8 bits.
+        uint8 [K, N]; float16 residuals get 8-bit codes.
     """
     if residual.bits != 16:
         return unpack(np.ascontiguousarray(residual.codes), residual.bits, width)
@@ -90,11 +89,11 @@ def residual_codes(residual: PackedResidual, width: int) -> npt.NDArray[np.uint8
 
 
 def panel(linear: PackedLinear, channels: npt.NDArray[np.integer]) -> Panel:
-    """Add the residuals of some input channels to a matrix.
+    """Build a panel from a matrix and the residuals of some input channels.
 
     Args:
         linear: The matrix, with residuals.
-        channels: integer [k], the channels that are compensated, for all rows alike.
+        channels: integer [k], the compensated channels, the same for all rows.
     """
     assert linear.residual is not None
     N, K = linear.shape
@@ -110,7 +109,7 @@ def panel(linear: PackedLinear, channels: npt.NDArray[np.integer]) -> Panel:
     r = np.full((N, K), 2 ** (bits - 1), np.int32)
     r[:, channels] = residual_codes(linear.residual, N).T[:, channels]
     one, half = np.float32, np.float32(0.5)
-    steps = np.maximum((one(top) * s + one(2**bits - 1) * t) / one(STEPS), one(LEAST_STEP))
+    steps = np.maximum((one(top) * s + one(2**bits - 1) * t) / one(STEPS), one(MIN_STEP))
     A, B = (np.rint(one(256) * scale / steps).astype(np.int32) for scale in (s, t))
     middles = (one(top) * half - zeros) * s - half * t
     spread = [np.repeat(np.broadcast_to(part, steps.shape), linear.group_size, axis=1)[:, :K] for part in (A, B)]
@@ -123,11 +122,11 @@ def panel(linear: PackedLinear, channels: npt.NDArray[np.integer]) -> Panel:
 
 
 def restored(linear: PackedLinear, channels: npt.NDArray[np.integer]) -> Float32Array:
-    """What the residuals of some input channels add to a matrix where few rows share them: t (r - 2^(bits-1)).
+    """The residuals of some input channels, as added for few rows: t (r - 2^(bits-1)).
 
     Args:
         linear: The matrix, with residuals.
-        channels: integer [k], the channels that are compensated.
+        channels: integer [k], the compensated channels.
 
     Returns:
         float32 [N, K], zero in all other channels.
@@ -143,7 +142,7 @@ def restored(linear: PackedLinear, channels: npt.NDArray[np.integer]) -> Float32
 def product(
     codes: npt.NDArray[np.int8], scales: Float32Array, weights: Panel, bias: Float32Array | None = None
 ) -> npt.NDArray[np.float64]:
-    """The product of a panel with rows of INT8 activations.
+    """Product of a panel with rows of INT8 activations.
 
     Args:
         codes: int8 [M, K], from `runtime.backends.operations.activation.quantize` with the panel's group size.

@@ -9,7 +9,7 @@ from runtime.errors import InvalidActivationError
 
 
 def _check_finite(x: torch.Tensor) -> None:
-    """Raise InvalidActivationError where x holds a NaN or infinity: such a value would match no bucket."""
+    """Raise InvalidActivationError if x contains NaN or infinity, which would match no bucket."""
     if not bool(torch.isfinite(x).all()):
         row, channel = torch.nonzero(~torch.isfinite(x))[0].tolist()
         raise InvalidActivationError(
@@ -19,7 +19,7 @@ def _check_finite(x: torch.Tensor) -> None:
 
 
 def _chunk_top(order: torch.Tensor, k_chunk: int) -> torch.Tensor:
-    """Indices [M, k] of the smallest `order` [M, K] of every chunk, ascending; of equals the lowest index. int64."""
+    """Indices [M, k] of the smallest `order` [M, K] of every chunk, ascending; ties go to the lowest index. int64."""
     chosen = [torch.empty(order.shape[0], 0, dtype=torch.int64)]
     for start in range(0, order.shape[1], CHUNK):
         part = order[:, start : start + CHUNK]
@@ -29,7 +29,7 @@ def _chunk_top(order: torch.Tensor, k_chunk: int) -> torch.Tensor:
 
 
 def exact(x: torch.Tensor, k_chunk: int) -> torch.Tensor:
-    """The largest magnitudes of every chunk; of equal ones the lowest channel first.
+    """The largest magnitudes of every chunk; ties go to the lowest channel.
 
     Args:
         x: float32 [M, K], activations.
@@ -67,10 +67,10 @@ def bucket_of(x: torch.Tensor, buckets: Buckets) -> torch.Tensor:
 
 
 def approximate(x: torch.Tensor, k_chunk: int, buckets: Buckets) -> torch.Tensor:
-    """Bucketed approximate top-k of every chunk: buckets are emptied from 0 on until the chunk's share is full.
+    """Bucketed approximate top-k: takes each chunk's channels bucket by bucket from 0 on, until its share is full.
 
-    The bucket that overflows gives its lowest channels, where the paper draws at random: the result is repeatable, and
-    as arbitrary, because a channel's index says nothing about its magnitude.
+    The overflowing bucket contributes its lowest channels, where the paper draws at random: this is reproducible, and
+    equally arbitrary, because a channel's index says nothing about its magnitude.
 
     Args:
         x: float32 [M, K], activations.

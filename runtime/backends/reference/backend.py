@@ -1,4 +1,4 @@
-"""The reference backend as `runtime.backends.Backend` describes it."""
+"""Entry point of the reference backend. Implements `runtime.backends.Backend`."""
 
 from __future__ import annotations
 
@@ -34,14 +34,16 @@ class ReferenceBackend:
         return Presence(usable=True, reason="plain torch runs the model, slowly")
 
     def footprint(self, spec: ModelSpec, sizes: ModelSizes, *, compensated: bool) -> Footprint:
-        """See `runtime.backends.Backend.footprint`. Weights, and residuals that are used, are unpacked to float32."""
+        """See `runtime.backends.Backend.footprint`. Weights, and residuals in use, are unpacked to float32."""
         shapes = (spec.linear_shape(layer_kind(name)) for name in spec.linear_names())
         values = sum(N * K for N, K in shapes)
         weights = 4 * values * (2 if compensated else 1) + 2 * spec.vocab_size * spec.hidden_size
         return Footprint(weight_bytes=weights, residual_bytes=sizes.residual_bytes if compensated else 0)
 
-    def prepare(self, model: Weights, kv: KVKind, *, compensated: bool, progress: ProgressCallback) -> None:
-        """See `runtime.backends.Backend.prepare`. Nothing is done beforehand."""
+    def prepare(
+        self, model: Weights, kv: KVKind, *, compensated: bool, ahead: bool = False, progress: ProgressCallback
+    ) -> None:
+        """See `runtime.backends.Backend.prepare`. There is nothing to prepare."""
 
     def open(self, model: Weights, options: DecoderOptions, progress: ProgressCallback = ignore_progress) -> Decoder:
         """See `runtime.backends.Backend.open`."""

@@ -1,4 +1,4 @@
-"""The cache of the reference backend: pages as records of bytes, windows in half precision, attention in float32."""
+"""Cache of the reference backend: pages as byte records, windows in half precision, attention in float32."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from runtime.kv.torch_store import TorchStore
 
 
 class ReferenceStore(TorchStore):
-    """The numbers of all pages and windows in main memory, readable layer by layer; see `TorchStore`."""
+    """Storage of all pages and windows in main memory, readable layer by layer; see `TorchStore`."""
 
     backend = "reference-3"
 
@@ -29,7 +29,7 @@ class ReferenceStore(TorchStore):
         return self.windows[part][slot]
 
     def stored(self, part: Part, layer: int, pages: list[int]) -> Stored:
-        """The fields of some pages of a layer, each [pages, H_kv, ...]."""
+        """Fields of some pages of a layer, each [pages, H_kv, ...]."""
         return {name: array[pages, layer] for name, array in self.fields(part, self.pools[part]).items()}
 
     def write_tokens(self, part: Part, layer: int, pages: torch.Tensor, places: torch.Tensor, x: torch.Tensor) -> None:
@@ -43,7 +43,7 @@ class ReferenceCache(PagedCache):
     """The KV cache of the reference backend. Implements `runtime.kv.control.KVCache`.
 
     Args:
-        kind: What is stored.
+        kind: The kind of cache.
         spec: The model.
         context: Tokens of a slot.
         slots: Sequences kept at the same time.
@@ -102,14 +102,14 @@ class ReferenceCache(PagedCache):
     def read(
         self, part: Part, layer: int, slot: int, length: int | None = None, *, draft: bool = False
     ) -> torch.Tensor:
-        """What a slot's keys or values of a layer read back as.
+        """Dequantized keys or values of a slot and layer.
 
         Args:
             part: Keys or values.
             layer: The layer.
             slot: The slot.
-            length: How many tokens; None = all.
-            draft: Whether to read as a draft does, where the kind has that.
+            length: Number of tokens; None = all.
+            draft: Whether to read as a draft does, if the kind supports that.
 
         Returns:
             float32 [length, H_kv, D].
@@ -132,14 +132,14 @@ class ReferenceCache(PagedCache):
         *,
         draft: bool = False,
     ) -> torch.Tensor:
-        """Causal attention of a step's rows over their own slots, the step's own tokens included.
+        """Causal attention of a step's rows over their own slots, including the step's own tokens.
 
         Args:
             layer: The layer.
             q: float32 [M, H, D], rotated.
             slots: int64 [M].
             positions: int64 [M].
-            window: Tokens that a query sees, itself included; None = all before it.
+            window: Visible tokens, including the query's own; None = all before it.
             draft: As in `read`.
 
         Returns:

@@ -1,7 +1,7 @@
-"""The reference decoder: `models.architecture.forward` with plain torch operations on the stored model.
+"""Reference decoder: runs `models.architecture.forward` with plain torch operations.
 
-Weights are dequantized to float32 at load, so it needs four bytes a parameter (eight where a layer is compensated), and
-is meant for small models and for checking the other backends.
+Weights are dequantized to float32 at load, so it needs four bytes per parameter (eight in compensated layers). It is
+meant for small models and for checking the other backends.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from runtime.kv.kinds import KINDS, CacheKind
 
 
 def _packed_bytes(linear: PackedLinear) -> int:
-    """Bytes that one product with the matrix reads, bias included, residuals not."""
+    """Bytes read by one product with the matrix, including bias, without residuals."""
     parts = (linear.codes, linear.scales, linear.zeros, linear.codebook, linear.group_scales, linear.bias)
     return sum(part.nbytes for part in parts if part is not None)
 
@@ -74,7 +74,7 @@ class ReferenceDecoder:
 
     @property
     def recall(self) -> float | None:
-        """Mean recall over all selections of all layers so far; None where it is not measured."""
+        """Mean recall over all selections of all layers so far; None if it is not measured."""
         selections = sum(linear.selections for linear in self.linears.values())
         if selections == 0:
             return None
@@ -107,7 +107,7 @@ class ReferenceDecoder:
             return _finite(run.norm(body(run, self.spec), "norm"), step)
 
     def set_k_chunk(self, k_chunk: Mapping[str, int] | int, n_tb: Mapping[str, int] | None = None) -> None:
-        """See `runtime.backends.decoder.Decoder.set_k_chunk`. Thread blocks mean nothing here."""
+        """See `runtime.backends.decoder.Decoder.set_k_chunk`. Thread blocks are ignored."""
         for linear in self.linears.values():
             linear.set_k_chunk(k_chunk)
         self.options = replace(self.options, k_chunk=k_chunk, n_tb=dict(n_tb or {}))
@@ -125,7 +125,7 @@ class ReferenceDecoder:
         self.options = replace(self.options, draft_k_chunk=draft_k_chunk)
 
     def session(self) -> AbstractContextManager[None]:
-        """Nothing to keep ready: torch has threads of its own."""
+        """Nothing to keep ready: torch manages its own threads."""
         return nullcontext()
 
     def close(self) -> None:
@@ -135,7 +135,7 @@ class ReferenceDecoder:
 
 
 def _finite(found: torch.Tensor, step: Step) -> Float32Array:
-    """A step's outcome, if it is one."""
+    """The result of a step; raises if it is not finite."""
     if not bool(torch.isfinite(found).all()):
         raise InvalidActivationError(
             f"a NaN or infinity reached the logits of position {int(step.positions.max(initial=0))}; the model is "
@@ -145,7 +145,7 @@ def _finite(found: torch.Tensor, step: Step) -> Float32Array:
 
 
 def bases_of(kind: CacheKind, model: Weights) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Reflection and mean key of each layer, float32 [H_kv, D]; none where the kind keeps keys as they are."""
+    """Reflection and mean key of each layer, float32 [H_kv, D]; none if the kind stores keys unturned."""
     bases = key_bases(kind, model)
     return [(torch.from_numpy(basis.reflection), torch.from_numpy(basis.mean)) for basis in bases]
 
@@ -153,9 +153,9 @@ def bases_of(kind: CacheKind, model: Weights) -> list[tuple[torch.Tensor, torch.
 class _Pass(Operations[torch.Tensor]):
     """The operations of one step.
 
-    A few rows that are no prompt are computed one by one, so that each has the bits that it has alone: the sums of
-    torch's products hang on the number of rows, and greedy answers of drafted or shared steps would part from those of
-    single ones. Many rows are a text that is judged, and are computed together.
+    A few rows outside a prompt are computed one by one, so that each has the same bits as alone: torch's products sum
+    in an order that depends on the number of rows, and greedy answers of drafted or batched steps would diverge from
+    those of single ones. Many rows belong to a text being scored, and are computed together.
     """
 
     def __init__(self, decoder: ReferenceDecoder, step: Step) -> None:
@@ -215,7 +215,7 @@ class _Pass(Operations[torch.Tensor]):
         return x[self._logit_rows]
 
     def _by_rows(self, x: torch.Tensor, compute: Callable[[slice], torch.Tensor]) -> torch.Tensor:
-        """What is computed of the rows of x: one by one, or of a prompt's all together."""
+        """Compute the rows of x: one by one, or all together for a prompt."""
         if not self._singly or len(x) < 2:
             return compute(slice(None))
         return torch.cat([compute(slice(i, i + 1)) for i in range(len(x))])

@@ -1,4 +1,4 @@
-"""A linear layer of the reference backend: dequantized once at load, with error compensation per row."""
+"""Linear layer of the reference backend: dequantized at load, with error compensation per row."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from models import per_token
 from models.packed import PackedLinear
 from runtime.backends.decoder import DecoderOptions, Way
 from runtime.backends.operations import channels as budget
-from runtime.backends.operations.compensate import compensate, compensate_together, dequantize_residual
-from runtime.backends.operations.linear import dequantize, gemm_w4a8, gemv, whole
+from runtime.backends.operations.compensate import compensate, compensate_shared, dequantize_residual
+from runtime.backends.operations.linear import dequantize, gemm_w4a8, gemv, integer_weights
 from runtime.backends.operations.select import approximate, exact
 from runtime.errors import RequestError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ByRow:
-    """How each row's own channels are chosen."""
+    """Selection of each row's own channels."""
 
     k_chunk: int
     """Channels per 1024; 0 = none."""
     buckets: budget.Buckets | None = None
-    """Of the approximate selection."""
+    """Buckets of the approximate selection."""
     static: torch.Tensor | None = None
-    """int64 [k], the channels of the static selection."""
+    """int64 [k], channels of the static selection."""
 
 
 class ReferenceLinear:
@@ -41,14 +41,14 @@ class ReferenceLinear:
     def __init__(self, packed: PackedLinear, index: int, options: DecoderOptions) -> None:
         self._width = packed.shape[1]
         self._index = index
-        self._by_rows = budget.layer_kind(packed.name) == "head"  # in prompts as well
+        self._by_rows = budget.layer_kind(packed.name) == "head"  # for prompts as well
         self._options = options
-        self._weight = whole(packed) if packed.per_token else dequantize(packed)
+        self._weight = integer_weights(packed) if packed.per_token else dequantize(packed)
         self._bias = None if packed.bias is None else torch.from_numpy(np.array(packed.bias, np.float32))
         self._packed = packed
         self._residual: torch.Tensor | None = None
         self.recall_sum = 0.0
-        """Sum of the recall of every selection so far."""
+        """Sum of the recall of all selections."""
         self.selections = 0
         """Number of selections measured so far."""
         self._shared: torch.Tensor | None = None
@@ -57,26 +57,26 @@ class ReferenceLinear:
         self.set_prompt_k_chunk(options.prompt_k_chunk)
 
     def set_k_chunk(self, k_chunk: Mapping[str, int] | int) -> None:
-        """Compensate so many channels from now on.
+        """Change the compensation of decoded rows.
 
         Raises:
-            RequestError: compensation is asked for, and the model keeps no residuals.
+            RequestError: compensation was requested for a model without residuals.
         """
         self._rows = self._by_row(k_chunk, "k_chunk")
 
     def set_draft_k_chunk(self, k_chunk: Mapping[str, int] | int) -> None:
-        """Compensate so many channels of drafted rows from now on.
+        """Change the compensation of drafted rows.
 
         Raises:
-            RequestError: compensation is asked for, and the model keeps no residuals.
+            RequestError: compensation was requested for a model without residuals.
         """
         self._drafted = self._by_row(k_chunk, "k_chunk of drafts")
 
     def set_prompt_k_chunk(self, prompt_k_chunk: Mapping[str, int] | int) -> None:
-        """Compensate the rows of prompts together by so many channels from now on.
+        """Change the shared compensation of prompt rows.
 
         Raises:
-            RequestError: compensation is asked for, and the model keeps no residuals.
+            RequestError: compensation was requested for a model without residuals.
         """
         k_chunk = budget.k_chunk_of(prompt_k_chunk, self._packed.name)
         self._in_prompts, self._shared = k_chunk > 0, None
@@ -85,10 +85,10 @@ class ReferenceLinear:
             self._shared = torch.from_numpy(budget.static_channels(mean_square, k_chunk)).long()
 
     def _by_row(self, asked: Mapping[str, int] | int, what: str) -> _ByRow:
-        """What it takes to choose each row's channels.
+        """Build the selection of each row's channels.
 
         Raises:
-            RequestError: compensation is asked for, and the model keeps no residuals.
+            RequestError: compensation was requested for a model without residuals.
         """
         k_chunk = budget.k_chunk_of(asked, self._packed.name)
         if k_chunk == 0:
@@ -105,7 +105,7 @@ class ReferenceLinear:
         return _ByRow(k_chunk=k_chunk)
 
     def _statistics(self, asked: str) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
-        """Rank maxima and mean squares of the input, for compensation; the residuals are there afterwards.
+        """Rank maxima and mean squares of the input, for compensation. Loads the residuals if needed.
 
         Raises:
             RequestError: the model keeps no residuals.
@@ -126,22 +126,22 @@ class ReferenceLinear:
         Args:
             x: float32 [M, K].
             positions: int64 [M], position of every row in its sequence (the random selector's counter).
-            way: How error compensation applies.
+            way: Compensation mode.
             draft: Whether the rows are drafted.
 
         Returns:
             float32 [M, N].
 
         Raises:
-            InvalidActivationError: a NaN or infinity where channels are to be selected.
+            InvalidActivationError: NaN or infinity in the input of a selection.
         """
         base = self._product(x)
         if way == "none" or self._residual is None:
             return base
-        if way == "together" and not self._by_rows:
-            return base if self._shared is None else compensate_together(base, x, self._shared, self._residual)
+        if way == "shared" and not self._by_rows:
+            return base if self._shared is None else compensate_shared(base, x, self._shared, self._residual)
         own = self._drafted if draft else self._rows
-        if own.k_chunk == 0 or (way == "together" and not self._in_prompts):
+        if own.k_chunk == 0 or (way == "shared" and not self._in_prompts):
             return base
         channels = self._select(own, x, positions)
         if self._options.measure_recall:

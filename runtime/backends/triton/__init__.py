@@ -1,5 +1,5 @@
-"""The GPU backend: Triton kernels (`runtime.backends.triton.kernels`), one captured CUDA graph for each decode step.
+"""GPU backend: Triton kernels (`runtime.backends.triton.kernels`), with one captured CUDA graph per decode step.
 
-Under Triton's interpreter the same code runs on CPU tensors, slowly and without graphs: that is how it is tested on a
-machine without a GPU.
+Under Triton's interpreter the same code runs on CPU tensors, slowly and without graphs, for tests on machines without a
+GPU.
 """

@@ -1,4 +1,4 @@
-"""The GPU backend as `runtime.backends.Backend` describes it."""
+"""Entry point of the GPU backend. Implements `runtime.backends.Backend`."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from tuner.timer import Timer
 
 _DRIVER_BYTES = 256 << 20
-"""What the driver takes on a GPU for this process before anything is loaded: its context."""
+"""GPU memory that the driver's context takes in this process."""
 _MODULE_BYTES = 128 << 20
-"""What it takes for kernels and graphs."""
+"""GPU memory of kernels and graphs."""
 
 
 class TritonBackend:
@@ -38,7 +38,7 @@ class TritonBackend:
     prompt_levels = (1024, 512, 256, 128, 64, 32, 16)
 
     def probe(self) -> Presence:
-        """See `runtime.backends.Backend.probe`. What an unloaded model left behind is returned before."""
+        """See `runtime.backends.Backend.probe`. First returns the cached memory of unloaded models."""
         if gpu.is_started():
             from runtime.backends.triton.reclaim import return_cached
 
@@ -50,7 +50,7 @@ class TritonBackend:
         return gpu.probe()
 
     def footprint(self, spec: ModelSpec, sizes: ModelSizes, *, compensated: bool) -> Footprint:
-        """See `runtime.backends.Backend.footprint`. Residuals stay in main memory, but for two layers' of a prompt."""
+        """See `runtime.backends.Backend.footprint`. Residuals stay in main memory, except two layers' for prompts."""
         values = [N * K for N, K in (spec.linear_shape(layer_kind(name)) for name in spec.linear_names())]
         staged = 2 * sizes.residual_bytes * max(values[:-1], default=0) // sum(values)
         weights, recipe = sizes.weight_bytes, sizes.recipe
@@ -64,10 +64,12 @@ class TritonBackend:
             buffer_bytes=partial(buffer_bytes, spec, token_group=token_group),
         )
 
-    def prepare(self, model: Weights, kv: KVKind, *, compensated: bool, progress: ProgressCallback) -> None:
+    def prepare(
+        self, model: Weights, kv: KVKind, *, compensated: bool, ahead: bool = False, progress: ProgressCallback
+    ) -> None:
         """See `runtime.backends.Backend.prepare`.
 
-        Which kernels a model takes is known once it is loaded: see `open`.
+        The kernels of a model are only known once it is loaded: see `open`.
         """
 
     def open(self, model: Weights, options: DecoderOptions, progress: ProgressCallback = ignore_progress) -> Decoder:
@@ -79,7 +81,7 @@ class TritonBackend:
             raise BackendError(f"the GPU backend needs torch and Triton, which cannot be imported: {error}") from error
         decoder = TritonDecoder(model, options)
         try:
-            if not options.measure_recall:  # what is measured counts every step
+            if not options.measure_recall:  # recall is measured at every step
                 warm_up(decoder, progress)
         except BaseException:
             decoder.close()

@@ -1,6 +1,7 @@
-"""Measured bandwidth from main memory to this GPU.
+"""Bandwidth measurement from main memory to this GPU.
 
-Laptops wire fewer lanes than the data sheet says, and slots share them. What counts for compensation is this number.
+Laptops often have fewer lanes than the data sheet says, and slots share lanes. Compensation depends on the measured
+value.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ _REPEATS = 8
 
 
 def host_to_device_gb_s(device: torch.device | str = "cuda", *, nbytes: int = _BYTES) -> float:
-    """Copy page-locked memory to the device a few times; the second fastest copy counts.
+    """Copy page-locked memory to the device a few times; returns the speed of the second fastest copy.
 
     Args:
         device: A CUDA device, or `cpu` for tests.
@@ -26,7 +27,7 @@ def host_to_device_gb_s(device: torch.device | str = "cuda", *, nbytes: int = _B
         10^9 bytes per second.
 
     Raises:
-        RuntimeError: the driver refused page-locked memory, or the device does not answer.
+        RuntimeError: the driver refused page-locked memory, or the device does not respond.
     """
     on_gpu = torch.device(device).type == "cuda"
     source = torch.ones(nbytes, dtype=torch.uint8, pin_memory=on_gpu)

@@ -1,4 +1,4 @@
-"""The GPU backend's KV cache: pages and windows on the device, tables that kernels read there."""
+"""KV cache of the GPU backend: pages and windows on the device, with the tables that kernels read."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from runtime.kv.torch_store import TorchStore
 
 
 class GpuStore(TorchStore):
-    """The numbers of all pages and windows on the device, the same bytes as the reference cache's; see `TorchStore`."""
+    """Storage of all pages and windows on the device, byte for byte as in the reference cache; see `TorchStore`."""
 
     _low_rank = staticmethod(low_rank)
     backend = "triton-3"
@@ -36,7 +36,7 @@ class GpuStore(TorchStore):
         )
 
     def _quantize(self, slot: int, page: int) -> None:
-        """Quantize the page of tokens behind the sinks of a window; GEAR's by torch, but for the factors."""
+        """Quantize the page of tokens after the sinks of a window; GEAR's with torch, except the factors."""
         if self._kind.rank:
             super()._quantize(slot, page)
             return
@@ -48,12 +48,12 @@ class GpuCache(PagedCache):
     """The KV cache of the GPU backend. Implements `runtime.kv.control.KVCache`.
 
     Args:
-        kind: What is stored.
+        kind: The kind of cache.
         spec: The model.
         context: Tokens of a slot.
         slots: Sequences kept at the same time.
         max_rows: Most rows of a step.
-        device: Where the buffers lie.
+        device: Device of the buffers.
         pages: Pages that the slots share; None = enough for every slot.
     """
 
@@ -89,9 +89,9 @@ class GpuCache(PagedCache):
         """Each layer as kernels read it."""
 
     def begin(self, slots: Int32Array, positions: Int32Array, *, flush: bool = True) -> None:
-        """See `KVCache.begin`. Afterwards the device has the tables that the step's kernels read.
+        """See `KVCache.begin`. Afterwards the tables that the step's kernels read are on the device.
 
-        Tables change where a page fills up: between such steps nothing is copied.
+        Tables only change when a page fills up; nothing is copied in other steps.
         """
         super().begin(slots, positions, flush=flush)
         paged = [self.paged_length(slot) for slot in range(self._paged.numel())] if self.kind.windowed else [0]
@@ -101,7 +101,7 @@ class GpuCache(PagedCache):
         ):
             if not np.array_equal(host.numpy(), np.broadcast_to(now, host.shape)):
                 host.numpy()[...] = now
-                there.copy_(host, non_blocking=True)  # the step that follows is waited for before the next one begins
+                there.copy_(host, non_blocking=True)  # the following step completes before the next one begins
 
     def close(self) -> None:
         """Release the buffers. Safe to call twice."""

@@ -1,9 +1,9 @@
-"""Shared memory reserved while a product runs, for the blocks of the compensation kernel on the other stream.
+"""Shared-memory carveout: reserves space on a multiprocessor for the compensation kernel on the other stream.
 
-A multiprocessor's memory is cut into first-level cache and shared memory, as the kernels on it need, and changing the
-cut waits until it is empty. A product takes next to no shared memory, so the driver would leave it next to none, and a
-block of the compensation that arrives later would find no room until all blocks of the product are through. So products
-ask for what both need.
+A multiprocessor's memory is divided between first-level cache and shared memory as its kernels require, and the
+division only changes while it is empty. A product uses almost no shared memory, so the driver would reserve almost
+none, and a block of the compensation kernel that arrives later would have to wait for all blocks of the product. So
+products request what both kernels need.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ import torch
 logger = logging.getLogger(__name__)
 
 RESERVED_KIB = 32
-"""Shared memory that a multiprocessor keeps while a product runs: a block of the compensation takes 16 KiB, the blocks
-of a product under 2 each (docs/kernels.md)."""
+"""Shared memory to reserve per multiprocessor while a product runs: a block of compensation takes 16 KiB, those of a
+product under 2 KiB each (docs/kernels.md)."""
 _PREFERRED_CARVEOUT = 9
-"""CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT of the CUDA driver: percent of the most there can be."""
+"""CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT of the CUDA driver, in percent of the maximum."""
 
 
 def leave_room(launched: Any, device: torch.device) -> None:
-    """Ask for shared memory beside a kernel; it holds from the kernel's next launch on.
+    """Request shared memory beside a kernel, from its next launch on.
 
-    This is only a hint. A driver that refuses it costs overlap, but no results: nothing is raised.
+    This is a hint. If a driver refuses, there is less overlap, but no error.
 
     Args:
-        launched: What the launch of a Triton kernel returned; nothing under the interpreter.
-        device: Where it was launched.
+        launched: The result of launching a Triton kernel; unused under the interpreter.
+        device: The device it was launched on.
     """
     function = getattr(launched, "function", None)
     if function is not None and device.type == "cuda":
@@ -41,7 +41,7 @@ def leave_room(launched: Any, device: torch.device) -> None:
 
 @cache
 def _ask(function: int, device: torch.device) -> None:
-    """Once for each kernel."""
+    """Make the request once per kernel."""
     most = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor // 1024
     percent = -(-100 * RESERVED_KIB // most)
     answer = _driver().cuFuncSetAttribute(ctypes.c_void_p(function), _PREFERRED_CARVEOUT, percent)
@@ -51,5 +51,5 @@ def _ask(function: int, device: torch.device) -> None:
 
 @cache
 def _driver() -> Any:
-    """The CUDA driver, which is loaded already where a kernel was launched."""
+    """The CUDA driver, already loaded if a kernel was launched."""
     return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")

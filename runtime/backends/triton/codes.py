@@ -1,7 +1,7 @@
-"""Low-bit matrices in kernels: from the words of the layout to operands of the tensor cores.
+"""Low-bit matrices in kernels: converts words of the layout to tensor core operands.
 
-Functions that several kernels call; `runtime.backends.triton.layout` says where what lies, and
-`runtime.backends.triton.kernels.gemv` why codes become numbers that way.
+Device functions shared by several kernels. `runtime.backends.triton.layout` describes the layout,
+`runtime.backends.triton.kernels.gemv` the conversion from codes to numbers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from runtime.backends.triton.layout import GpuLinear
 from runtime.backends.triton.sizes import PIECE
 
 EXPONENT = {3: 0x48004800, 4: 0x4C004C00}
-"""Both halves' exponent bits of 2^bits, so that the top bits of the mantissa count ones."""
+"""Exponent bits of 2^bits in both halves, such that the top bits of the mantissa count ones."""
 
 
 class Matrix(NamedTuple):
@@ -39,28 +39,28 @@ class Matrix(NamedTuple):
 
 
 class Form(NamedTuple):
-    """What kernels have to know about a matrix, as a constant."""
+    """Compile-time parameters of a matrix."""
 
     GROUP_SIZE: int
     """Input channels that share a scale; 128 with a codebook."""
     BITS: int
     """3 or 4."""
     CODEBOOK: bool
-    """Whether codes are looked up."""
+    """Whether codes are looked up in a codebook."""
     SPAN: int
-    """The part of a group that makes one product."""
+    """The part of a group covered by one product."""
     EVEN_K: bool
-    """Whether the last piece is whole."""
+    """Whether the last piece is complete."""
     TAIL: int
-    """Pieces behind the last whole block, from 0 to 15, of matrices whose width is no multiple of it: the same kernel
-    serves those of the model whose width is one."""
+    """Pieces after the last whole block, from 0 to 15, of matrices whose width is not a multiple of it. Such matrices
+    share the kernel of those whose width is."""
 
 
 class Tile(NamedTuple):
-    """What a program handles, as a constant."""
+    """Compile-time parameters of a program's tile."""
 
     DOT: int
-    """Input channels that are unpacked at a time: 32, 64 or 128."""
+    """Input channels unpacked at a time: 32, 64 or 128."""
     BLOCK_M: int
     """Tokens."""
     BLOCK_N: int
@@ -70,13 +70,13 @@ class Tile(NamedTuple):
 
 
 def matrix_of(weight: GpuLinear, unused: torch.Tensor) -> Matrix:
-    """A matrix as kernels take it; `unused` stands for the tensors that it doesn't have."""
+    """A matrix as a kernel argument; `unused` replaces absent tensors."""
     groups, book, bias = (unused if t is None else t for t in (weight.groups, weight.codebook, weight.bias))
     return Matrix(weight.codes, groups, book, bias, *weight.shape, EXPONENT[weight.bits])
 
 
 def weight_form(weight: GpuLinear) -> Form:
-    """What kernels are specialized for."""
+    """The compile-time parameters of a matrix."""
     group_size = weight.group_size or 128
     return Form(
         GROUP_SIZE=group_size,
@@ -90,10 +90,10 @@ def weight_form(weight: GpuLinear) -> Form:
 
 @triton.jit
 def natural_rows(BLOCK_N: tl.constexpr, WARPS: tl.constexpr):
-    """Row of the matrix that stands in each row of a product's tile, int32 [BLOCK_N].
+    """Row of the matrix in each row of a product's tile, int32 [BLOCK_N].
 
-    Loads spread 8 rows over a warp and the next 8 over the next warp; a tensor core tile has 16 rows in one warp. So
-    the second 8 rows of a tile are those that the warp loads next.
+    Loads assign 8 rows to a warp and the next 8 to the next warp, whereas a tensor core tile has 16 rows in one warp.
+    So the second 8 rows of a tile are those that the warp loads next.
     """
     row = tl.arange(0, BLOCK_N)
     return row // (16 * WARPS) * (16 * WARPS) + row // 8 % 2 * (8 * WARPS) + row // 16 % WARPS * 8 + row % 8
@@ -101,20 +101,20 @@ def natural_rows(BLOCK_N: tl.constexpr, WARPS: tl.constexpr):
 
 @triton.jit
 def pair_up(low, high, BLOCK_N: tl.constexpr, WARPS: tl.constexpr):
-    """Both halves of the lanes of a piece, [BLOCK_N, 16] each -> [BLOCK_N, 32] with channels in their natural order."""
+    """Join both halves of the lanes of a piece, [BLOCK_N, 16] each -> [BLOCK_N, 32] with channels in natural order."""
     pairs = tl.reshape(tl.join(low, high), (BLOCK_N // (16 * WARPS), 2, WARPS, 8, 4, 2, 2, 2))
     return tl.reshape(tl.permute(pairs, (0, 2, 1, 3, 5, 4, 6, 7)), (BLOCK_N, 32))
 
 
 @triton.jit
 def _shift(word, BY: tl.constexpr):
-    """The word shifted left by BY bits, right where BY is negative; bits that move in are undefined."""
+    """Shift the word left by BY bits, or right if BY is negative; shifted-in bits are undefined."""
     return word << BY if BY > 0 else word >> -BY
 
 
 @triton.jit
 def spare_bit(word, BIT: tl.constexpr, TOP: tl.constexpr):
-    """Bit BIT of the codes of piece 15, at 3 bits, from the word that keeps it, moved to its place above TOP."""
+    """Bit BIT of the codes of piece 15, at 3 bits, from the word that stores it, moved above TOP."""
     return _shift(word, TOP - 15 + BIT) & (0x00010001 << (TOP + BIT))
 
 
@@ -141,7 +141,7 @@ def halves_of(word):
 
 @triton.constexpr_function
 def top_of(form):
-    """The bit of a half at which codes stand when they become numbers: the mantissa's top, or 0 to look them up."""
+    """The bit of a half at which codes become numbers: the mantissa's top, or 0 for look-ups."""
     return 0 if form.CODEBOOK else 10 - form.BITS
 
 
@@ -158,9 +158,9 @@ def _values(words, book, exponent, PIECE: tl.constexpr, form: tl.constexpr, tile
 
 @triton.jit
 def load_words(at, N, form: tl.constexpr):
-    """The words of a whole block of each row, int32 [BLOCK_N, 16] each, of which `at` points at the first.
+    """The words of a whole block of each row, int32 [BLOCK_N, 16] each; `at` points to the first.
 
-    At 3 bits the fourth is piece 15, which the others keep among them.
+    At 3 bits the fourth is piece 15, which is stored in spare bits of the others.
     """
     w0 = tl.load(at)
     w1 = tl.load(at + N * 16)
@@ -174,14 +174,14 @@ def load_words(at, N, form: tl.constexpr):
 
 @triton.jit
 def _tail_word(tail, load_n, N, WORD: tl.constexpr, form: tl.constexpr):
-    """Word WORD of each row's pieces behind the last whole block, int32 [BLOCK_N, 16]; `tail` points at their words."""
+    """Word WORD of each row's pieces after the last whole block, int32 [BLOCK_N, 16]; `tail` points to their words."""
     EACH: tl.constexpr = 16 // form.BITS
     PIECES: tl.constexpr = form.TAIL - EACH * WORD
     lanes = tl.arange(0, 16)
     if PIECES > 2:
         word = tl.load(tail + N * (16 * WORD) + load_n[:, None] * 16 + lanes[None, :])
     else:
-        lanes = tl.max_contiguous(lanes, 4)  # four a thread, as of other words, or they would have to be passed around
+        lanes = tl.max_contiguous(lanes, 4)  # four a thread, like other words, or they would have to be exchanged
         short = (tail + N * (16 * WORD)).to(tl.pointer_type(tl.int16), bitcast=True)
         pair = tl.load(short + load_n[:, None] * 16 + lanes[None, :]).to(tl.int32)
         word = pair & 0xFF | (pair & 0xFF00) << 8
@@ -190,7 +190,7 @@ def _tail_word(tail, load_n, N, WORD: tl.constexpr, form: tl.constexpr):
 
 @triton.jit
 def tail_words(codes, load_n, N, blocks, form: tl.constexpr):
-    """The words of the pieces behind the last whole block, as `load_words` gives those of a block.
+    """The words of the pieces after the last whole block, in the format of `load_words`.
 
     Args (tensors): the matrix's codes; the program's rows, int32 [BLOCK_N]; how many whole blocks there are.
     """
@@ -239,12 +239,12 @@ def row_words(at, first_n, N, BLOCK_N: tl.constexpr, WARPS: tl.constexpr):
 
 @triton.jit
 def spread(value, SPAN: tl.constexpr, BLOCK_N: tl.constexpr):
-    """One value a row for every channel, [BLOCK_N] -> [BLOCK_N, SPAN], built of pairs as the weights are."""
+    """One value per row for every channel, [BLOCK_N] -> [BLOCK_N, SPAN], built of pairs as the weights are."""
     pairs = tl.join(value, value)[:, None, :]
     return tl.reshape(tl.broadcast_to(pairs, (BLOCK_N, SPAN // 2, 2)), (BLOCK_N, SPAN))
 
 
 @triton.constexpr_function
 def tail_tile(form, tile):
-    """The tile for the pieces behind the last whole block, which are unpacked so many at a time that none is left."""
+    """The tile for the pieces after the last whole block, unpacked in a number that divides them."""
     return tile._replace(DOT=min(tile.DOT, 32 * (form.TAIL & -form.TAIL)))

@@ -1,4 +1,4 @@
-"""`TritonDecoder`: a stored model on the GPU, one graph replay for each decoded token."""
+"""GPU decoder: a stored model on the GPU, one graph replay for each decoded token."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ _NOT_FINITE = (
     "leave the range of half precision; run `lowbit-chat show NAME --verify`, or use the CPU backend"
 )
 _GRAPHS = 8
-"""Captured steps that are kept, so that a timer can go back and forth between two settings, and a draft between its own
-and the model's."""
+"""Number of captured steps to keep, so that a timer can alternate between two settings, and speculation between drafts
+and the target."""
 _TRITON_S = ("Triton Error", "Failed to find C compiler")
-"""How Triton's errors begin that have no type of their own."""
+"""Prefix of Triton's errors that have no type of their own."""
 CAPTURE_MODE = "thread_local"
-"""Other threads may use the card while a graph is captured: they measure its link, or what is free."""
+"""Capture mode that lets other threads use the card during a capture: they measure its link, or its free memory."""
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 def _explained(call: Callable[P, T]) -> Callable[P, T]:
-    """Translate errors of the driver and of Triton into plain words with a remedy."""
+    """Translate errors of the driver and of Triton into plain words with advice."""
 
     @wraps(call)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -52,7 +52,7 @@ def _explained(call: Callable[P, T]) -> Callable[P, T]:
             return call(*args, **kwargs)
         except torch.OutOfMemoryError as error:
             raise OutOfMemoryError(
-                f"the GPU's memory does not suffice ({first_line(error)}): use a shorter context, fewer bits "
+                f"not enough GPU memory ({first_line(error)}): use a shorter context, fewer bits "
                 "or a smaller model, or close other programs that use the GPU"
             ) from error
         except torch.AcceleratorError as error:
@@ -71,7 +71,7 @@ def _explained(call: Callable[P, T]) -> Callable[P, T]:
 
 
 def _check_draft(k_chunk: Mapping[str, int] | int) -> None:
-    """Raise RequestError where drafts are to be compensated."""
+    """Raise RequestError if drafts are to be compensated."""
     if any(k_chunk_by_type(k_chunk).values()):
         raise RequestError("the GPU backend drafts without compensation: leave the drafts' k_chunk at 0")
 
@@ -79,18 +79,18 @@ def _check_draft(k_chunk: Mapping[str, int] | int) -> None:
 class TritonDecoder:
     """Implements `runtime.backends.decoder.Decoder` with Triton kernels.
 
-    A step of one row with its logits, a decoded token, is captured once for every setting of k_chunk and then replayed:
-    the host writes three numbers, starts the graph and waits for the logits, or for the token drawn from them. Every
-    other step launches kernel by kernel.
+    A step of one row with its logits, a decoded token, is captured once for every k_chunk and then replayed: the host
+    writes three numbers, starts the graph and waits for the logits, or for the sampled token. Every other step launches
+    kernel by kernel.
 
     Args:
         model: The stored model.
-        options: How to run it.
-        device: Where: a CUDA device, or `cpu` under Triton's interpreter, for tests.
+        options: Decoder options.
+        device: A CUDA device, or `cpu` under Triton's interpreter, for tests.
 
     Raises:
-        RequestError: an option is out of range, or compensation is asked for and the model keeps no residuals.
-        OutOfMemoryError: the device's memory does not suffice.
+        RequestError: an option is out of range, or compensation was requested for a model without residuals.
+        OutOfMemoryError: the device does not have enough memory.
     """
 
     backend = "triton"
@@ -180,7 +180,7 @@ class TritonDecoder:
         return self._launch(step)
 
     def _wait(self) -> None:
-        """Wait for the step, and raise where it met a number that is not finite."""
+        """Wait for the step, and raise if it computed NaN or infinity."""
         if self._on_gpu:
             torch.cuda.current_stream(self._device).synchronize()
         flag, total = int(self._status[0]), float(self._status[1:].view(torch.float32)[0])
@@ -200,11 +200,11 @@ class TritonDecoder:
         self.options = replace(self.options, prompt_k_chunk=prompt_k_chunk)
 
     def set_draft_k_chunk(self, draft_k_chunk: Mapping[str, int] | int) -> None:
-        """See `runtime.backends.decoder.Decoder.set_draft_k_chunk`. Drafts have no compensation here."""
+        """See `runtime.backends.decoder.Decoder.set_draft_k_chunk`. Drafts are never compensated here."""
         _check_draft(draft_k_chunk)
 
     def session(self) -> AbstractContextManager[None]:
-        """Nothing to keep ready: the device waits for free."""
+        """Nothing to keep ready: waiting for the device costs nothing."""
         return nullcontext()
 
     def close(self) -> None:
@@ -215,11 +215,11 @@ class TritonDecoder:
         self._graphs.clear()
         self._model.close()
         del self._buffers, self._inputs, self._logits, self._status
-        with suppress(RuntimeError):  # a card that stopped working gives nothing back
+        with suppress(RuntimeError):  # a card that stopped working releases nothing
             return_cached()
 
     def _decode(self, step: Step) -> torch.Tensor:
-        """One token: launched the first time, so that every kernel is compiled, then captured, then replayed."""
+        """Run one token: launch it the first time, which compiles all kernels, then capture, then replay."""
         way = compensation_of(step, self.options)
         key = (int(way != "none"), int(step.draft), *self._setting())
         if key not in self._graphs:
@@ -228,7 +228,7 @@ class TritonDecoder:
                 del self._graphs[next(iter(self._graphs))]
             selections = [
                 linear.selection for linear in self._model.linears.values()
-            ]  # the graph holds their addresses
+            ]  # the graph contains their addresses
             self._graphs[key] = (*self._capture(way, draft=step.draft), selections)
             return logits
         for i, values in enumerate((step.tokens, step.slots, step.positions)):
@@ -250,14 +250,14 @@ class TritonDecoder:
         return graph, logits
 
     def _launch(self, step: Step) -> torch.Tensor:
-        """Any step, kernel by kernel."""
+        """Run any step, kernel by kernel."""
         run = self._pass(step)
         logits = run.finish(forward(run, self.spec))
         self._status.copy_(self._buffers.status, non_blocking=True)
         return logits
 
     def _pass(self, step: Step) -> Pass:
-        """What launches the kernels of a step, whose numbers are put on the device."""
+        """Copy a step's inputs to the device. Returns the launcher of its kernels."""
         M, R = step.tokens.size, step.logit_rows.size
         buffers = self._buffers
         inputs = (buffers.tokens, buffers.slots, buffers.positions, buffers.logit_rows)

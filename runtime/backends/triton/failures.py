@@ -1,4 +1,4 @@
-"""Errors of Triton, the C compiler and the driver in plain words, each with what to do about it."""
+"""Errors of Triton, the C compiler and the driver in plain words, with advice."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from runtime.errors import BackendError
 
 _OTHERWISE = "look whether `nvidia-smi` sees the card, restart the program, or use the CPU backend"
-LEAST_DRIVER = {13: 580, 12: 525}
+MIN_DRIVER = {13: 580, 12: 525}
 """The oldest driver on Linux for each major version of CUDA.
 
 Source: NVIDIA, CUDA Toolkit Release Notes (CUDA 13), and CUDA Compatibility, minor version compatibility.
@@ -26,8 +26,8 @@ class CannotRunError(BackendError):
     """The graphics card cannot run kernels.
 
     Args:
-        reason: Why, in half a sentence.
-        fix: What to do.
+        reason: Why, as a phrase.
+        fix: Advice.
     """
 
     def __init__(self, reason: str, fix: str) -> None:
@@ -36,18 +36,18 @@ class CannotRunError(BackendError):
 
 
 def least_driver(cuda: str) -> str:
-    """What driver a version of CUDA asks for, `580 or newer`; `a newer one` where that isn't known.
+    """Minimum driver of a CUDA version, as `580 or newer`; `a newer one` if unknown.
 
     Args:
         cuda: `13.0`.
     """
     major = cuda.partition(".")[0]
-    known = LEAST_DRIVER.get(int(major)) if major.isdigit() else None
+    known = MIN_DRIVER.get(int(major)) if major.isdigit() else None
     return "a newer one" if known is None else f"{known} or newer"
 
 
 def explained(error: BaseException) -> CannotRunError:
-    """Say what an error means that a launch, or what leads to one, raised."""
+    """Explain an error raised by a launch or its preparation."""
     for about in (_of_the_compiler, _of_the_system, _of_the_kernel, _of_the_driver):
         found = about(error)
         if found is not None:
@@ -56,13 +56,13 @@ def explained(error: BaseException) -> CannotRunError:
 
 
 def first_line(error: BaseException) -> str:
-    """The error's kind and the first line of what it says."""
+    """The type of an error and the first line of its message."""
     lines: Sequence[str] = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:_TEXT_LENGTH]}" if lines else type(error).__name__
 
 
 def _of_the_compiler(error: BaseException) -> tuple[str, str] | None:
-    """The C compiler that builds Triton's launcher, and ptxas."""
+    """Errors of the C compiler that builds Triton's launcher, and of ptxas."""
     if "C compiler" in str(error):
         return (
             "Triton finds no C compiler, which it builds its launcher with",
@@ -90,7 +90,7 @@ def _of_the_compiler(error: BaseException) -> tuple[str, str] | None:
 
 
 def _of_the_system(error: BaseException) -> tuple[str, str] | None:
-    """The folder that compiled kernels lie in; a driver's library that is not there."""
+    """Errors of the cache folder, and missing driver libraries."""
     text = str(error).lower()
     if "libcuda" in text:
         return "the driver's library libcuda.so.1 was not found", "install NVIDIA's driver, or run `ldconfig`"
@@ -103,7 +103,7 @@ def _of_the_system(error: BaseException) -> tuple[str, str] | None:
 
 
 def _of_the_kernel(error: BaseException) -> tuple[str, str] | None:
-    """What the card has too little of, or what it is too new or too old for."""
+    """Errors of a kernel: resources that the card lacks, or a card that is too new or too old."""
     text = str(error).lower()
     if {"required", "limit", "name"} <= vars(error).keys():  # triton.runtime.errors.OutOfResources
         name, required, limit = (vars(error)[key] for key in ("name", "required", "limit"))

@@ -1,12 +1,13 @@
-"""One step of a model as kernel launches: `models.architecture.Operations` on the device.
+"""Forward pass: one step of a model as kernel launches. Implements `models.architecture.Operations` on the device.
 
-What belongs together is one launch: the addition of a linear layer's output to the residual stream and the norm that
-follows; head norms, rotation and the cache's append. Launches are asynchronous and depend on nothing that the host
-would have to wait for, so that the whole step can be captured in a CUDA graph.
+Related operations share a launch: the addition of a linear layer's output to the residual stream and the following
+norm; head norms, rotation and the cache's append. Launches are asynchronous and never wait for the host, so that a
+whole step can be captured in a CUDA graph.
 
-A linear layer's compensation runs on a second stream beside the base product and writes a buffer of its own; the kernel
-that reads the layer's output adds the two. So nothing depends on which of them ends first. The rows of a prompt are
-compensated together: residuals arrive on that stream, and their product follows the base product.
+A linear layer's compensation runs on a second stream concurrently with the base product and writes to a separate
+buffer; the kernel that reads the layer's output adds the two. So the result does not depend on which finishes first.
+For prompts, whose rows share their compensation, residuals are copied on that stream, and their product follows the
+base product.
 
 Source: QDEC §4.1 (Fig. 6), §4.3.
 """
@@ -40,11 +41,11 @@ Watch = Callable[[Linear, torch.Tensor, torch.Tensor], None]
 
 
 class Buffers:
-    """Activations of the widest step, the step's inputs on the device, and what kernels need beside them.
+    """Activations of the widest step, the step's inputs on the device, and auxiliary buffers of kernels.
 
-    A linear layer's output is read by the kernel that follows and by none after it, so all layers write the same one;
-    compensations, which run beside products, have one of their own for a few rows. More logits than one row's, which
-    only evaluation asks for, may take memory that is given back after the step.
+    A linear layer's output is only read by the next kernel, so all layers share one buffer. Compensations, which run
+    concurrently with products, have a buffer of their own for a few rows. Logits of more than one row, which only
+    evaluation requests, may allocate memory that is released after the step.
 
     Args:
         model: The model.
@@ -70,11 +71,11 @@ class Buffers:
         self.positions: torch.Tensor = inputs[2]
         self.logit_rows: torch.Tensor = inputs[3]
         self.status = torch.zeros(2, dtype=torch.int32, device=device)
-        """int32 [2], the next two."""
+        """int32 [2], inputs of the next two."""
         self.flag = self.status[:1]
-        """int32 [1], 1 once compensation met a NaN or infinity."""
+        """int32 [1], 1 once compensation found NaN or infinity."""
         self.total = self.status[1:].view(torch.float32)
-        """float32 [1], the sum of a step's logits: a NaN or infinity where one of them is."""
+        """float32 [1], the sum of a step's logits: NaN or infinity if any of them is."""
         self.main, self.side = Workspace(device, sizes.scratch), Workspace(device)
         """Workspaces of the two streams."""
 
@@ -87,15 +88,15 @@ class Buffers:
         return self._inputs[: M * K].view(M, K)
 
     def sums(self, M: int, K: int) -> torch.Tensor | None:
-        """float32 [M, ceil(K / 32)], the sums of the pieces of that input; None where none are needed.
+        """float32 [M, ceil(K / 32)], the sums of the pieces of that input; None if not needed.
 
-        More rows than a few don't need them, nor do products that read INT8 tokens.
+        They are not needed for many rows, nor by products that read INT8 tokens.
         """
         each = pieces(K)
         return None if M > SUMMED_ROWS or self._token_group is not None else self._sums[: M * each].view(M, each)
 
     def rounded(self, M: int, K: int) -> Tokens | None:
-        """That input as INT8 tokens [M, K]; None where products read half precision."""
+        """That input as INT8 tokens [M, K]; None if products read half precision."""
         group = self._token_group
         if group is None:
             return None
@@ -109,15 +110,15 @@ class Buffers:
         return self._queries[: M * width].view(M, width)
 
     def output(self, M: int, N: int) -> torch.Tensor:
-        """float32 [M, N], the output of a linear layer, until the next one's is asked for."""
+        """float32 [M, N], the output of a linear layer, valid until the next one is requested."""
         if self._output.numel() < M * N:
             return torch.empty(M, N, device=self._output.device)
         return self._output[: M * N].view(M, N)
 
     def compensation(self, M: int, N: int) -> torch.Tensor | None:
-        """float32 [M, N], the compensation of an output; None where there are so many rows that it is added in place.
+        """float32 [M, N], the compensation of an output; None if there are so many rows that it is added in place.
 
-        The side stream writes it after all that was launched before, the last reader of what it held included.
+        The side stream writes it after all earlier launches, including the last reader of its old contents.
         """
         if self._compensation.numel() < M * N:
             return None
@@ -126,24 +127,24 @@ class Buffers:
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A [rows, width] matrix of activations, and what is still to be done to it."""
+    """A [rows, width] matrix of activations, with its pending operations."""
 
     tensor: torch.Tensor
     """The residual stream (float32), the input of a linear layer (float16), or its output (float32)."""
     dec: torch.Tensor | None = None
-    """The compensation of an output, still to be added."""
+    """Compensation still to be added."""
     added: Value | None = None
-    """An output that is still to be added to this residual stream."""
+    """An output still to be added to this residual stream."""
     sums: torch.Tensor | None = None
-    """The sums of the pieces of an input, where the kernel that made it left them."""
+    """Sums of the pieces of an input, if the kernel that wrote it computed them."""
     rounded: Tokens | None = None
-    """An input as INT8 tokens, where products read these."""
+    """An input as INT8 tokens, if products read these."""
     norm: str = ""
-    """The norm of these heads, still to be applied."""
+    """Head norm still to be applied."""
     tokens: torch.Tensor | None = None
-    """The tokens int32 [M] whose embeddings are to become this residual stream."""
+    """Tokens int32 [M] whose embeddings will become this residual stream."""
     gathered: bool = False
-    """Whether these are the rows whose logits are asked for, or only those are wanted."""
+    """Whether these are only the rows whose logits are wanted."""
 
 
 class Pass(Operations[Value]):
@@ -151,13 +152,13 @@ class Pass(Operations[Value]):
 
     Args:
         model: The model.
-        buffers: Holds the step's inputs, and takes everything else.
+        buffers: Provide the step's inputs, and all other memory.
         M: Rows.
         R: Rows whose logits are wanted.
-        way: How error compensation applies.
-        draft: Whether attention reads what a draft reads.
+        way: Compensation mode.
+        draft: Whether attention reads only what drafts read.
         side: The second stream; None runs everything on the current one.
-        watch: Sees every selecting layer's input, and the positions of its rows.
+        watch: Called with every selecting layer's input, and the positions of its rows.
     """
 
     def __init__(
@@ -175,15 +176,15 @@ class Pass(Operations[Value]):
         self._model, self._spec, self._buffers = model, model.spec, buffers
         self._M, self._R, self._way, self._draft = M, R, way, draft
         self._side, self._watch = side, watch
-        if way == "together":
+        if way == "shared":
             model.staging.begin()
 
     def embed(self) -> Value:
-        """See `models.architecture.Operations`. Done by the first norm."""
+        """See `models.architecture.Operations`. Deferred to the first norm."""
         return Value(self._buffers.stream(self._M, self._spec.hidden_size), tokens=self._buffers.tokens[: self._M])
 
     def norm(self, x: Value, name: str) -> Value:
-        """See `models.architecture.Operations`. Adds what is still to be added to the residual stream first."""
+        """See `models.architecture.Operations`. First adds pending outputs to the residual stream."""
         h, C = x.tensor, self._spec.hidden_size
         y, dec = (None, None) if x.added is None else (x.added.tensor, x.added.dec)
         rows = self._buffers.logit_rows[: self._R] if x.gathered else None
@@ -203,12 +204,12 @@ class Pass(Operations[Value]):
         out = self._buffers.output(M, N)
         if not M:
             return Value(out)
-        if self._way == "together" and linear.shared is not None:
+        if self._way == "shared" and linear.shared is not None:
             product(linear, x, out, self._buffers)
             shared, staged = linear.shared, self._model.staging.take()
             multiply(x.tensor, shared.channels, staged, shared.residual.scales, shared.residual.bits, out)
             return Value(out)
-        by_rows = self._way == "rows" or (self._way == "together" and linear.by_rows)
+        by_rows = self._way == "rows" or (self._way == "shared" and linear.by_rows)
         if not by_rows or linear.selection is None:
             product(linear, x, out, self._buffers)
             return Value(out)
@@ -219,7 +220,7 @@ class Pass(Operations[Value]):
         return Value(out, dec)
 
     def split(self, x: Value, widths: tuple[int, ...]) -> tuple[Value, ...]:
-        """See `models.architecture.Operations`. The parts stay together: the kernels that read them read all."""
+        """See `models.architecture.Operations`. The parts stay in one buffer: their readers read all of them."""
         return tuple(x for _ in widths)
 
     def head_norm(self, x: Value, name: str) -> Value:
@@ -257,15 +258,15 @@ class Pass(Operations[Value]):
         return Value(out, sums=sums, rounded=rounded)
 
     def add(self, x: Value, y: Value) -> Value:
-        """See `models.architecture.Operations`. Done by the norm that reads the sum."""
+        """See `models.architecture.Operations`. Deferred to the norm that reads the sum."""
         return Value(x.tensor, added=y)
 
     def logit_rows(self, x: Value) -> Value:
-        """See `models.architecture.Operations`. Done by the norm that reads the rows."""
+        """See `models.architecture.Operations`. Deferred to the norm that reads the rows."""
         return replace(x, gathered=True)
 
     def finish(self, logits: Value) -> torch.Tensor:
-        """Logits float32 [R, V], compensation added. Their sum shows whether one of them is not finite."""
+        """Logits float32 [R, V], with compensation. Their sum shows whether any is not finite."""
         if logits.tensor.numel():
             if logits.dec is not None:
                 logits.tensor.add_(logits.dec)
@@ -285,7 +286,7 @@ def product(linear: Linear, x: Value, out: torch.Tensor, buffers: Buffers) -> No
 
     Args:
         linear: The layer.
-        x: float16 [M, K], and the sums of its pieces where they are known; or its INT8 tokens.
+        x: float16 [M, K], with the sums of its pieces if known; or its INT8 tokens.
         out: float32 [M, N]; overwritten.
         buffers: For the workspace.
     """
@@ -307,16 +308,16 @@ def compensated_product(
     buffers: Buffers,
     side: torch.cuda.Stream | None,
 ) -> None:
-    """The base product, and its compensation beside it on another stream; both are done when the current stream is.
+    """The base product, and concurrently its compensation on another stream; the current stream waits for both.
 
-    The bits are the same wherever the two are added: each output is one sum of the two.
+    The bits do not depend on where the two are added: each output is one sum of the two.
 
     Args:
         linear: The layer, with residual and selection.
         x: As in `product`.
         positions: int32 [M].
-        out: float32 [M, N], takes the base product.
-        dec: float32 [M, N], takes the compensation; None adds it to `out`, after the product.
+        out: float32 [M, N], receives the base product.
+        dec: float32 [M, N], receives the compensation; None adds it to `out`, after the product.
         buffers: Workspaces and the flag.
         side: Stream of the compensation; None runs it before the product.
     """
@@ -330,7 +331,7 @@ def compensated_product(
         return
     if side is not None:
         side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):  # first, so that its blocks find room before the product fills the device
+    with torch.cuda.stream(side):  # first, so that its blocks find room before the product occupies the device
         compensate(
             x.tensor,
             selection,

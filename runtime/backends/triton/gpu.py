@@ -1,7 +1,7 @@
-"""The graphics card of this machine: its capabilities, the reason where it cannot be used, and its bandwidth.
+"""Detection of the graphics card: its capabilities, why it cannot be used, and its bandwidth.
 
-Looks without torch first, whose import takes over a second: on a machine without a card nothing more is loaded. With
-one, a tiny kernel is launched, once in a process: a missing compiler or an old driver is then known before a model is
+First looks without torch, whose import takes over a second: on a machine without a card nothing more is loaded. With a
+card, a tiny kernel is launched once per process, which detects a missing compiler or an old driver before a model is
 loaded.
 """
 
@@ -21,12 +21,12 @@ from tuner.gpu import GpuInfo, detect_gpus
 
 logger = logging.getLogger(__name__)
 
-LEAST_CAPABILITY = (8, 0)
-"""Compute capability that the kernels are compiled for at least (Ampere)."""
+MIN_CAPABILITY = (8, 0)
+"""Minimum compute capability of the kernels (Ampere)."""
 
 
 def probe() -> Presence:
-    """Look at the cards and at what is installed. Free memory is as it is now."""
+    """Detect cards and installed software. Free memory is measured now."""
     cards = [gpu for gpu in detect_gpus() if gpu.vendor == "nvidia"]
     if not cards:
         return Presence(usable=False, reason="no NVIDIA card was found")
@@ -62,11 +62,11 @@ def device() -> Device:
     """The card that the GPU backend computes on.
 
     Raises:
-        BackendError: it does not answer.
+        BackendError: it does not respond.
     """
     seen = probe()
     if not seen.usable or seen.gpu is None:
-        raise BackendError(f"the graphics card does not answer any more: {seen.reason}")
+        raise BackendError(f"the graphics card no longer responds: {seen.reason}")
     import torch
 
     gpu = seen.gpu
@@ -85,7 +85,7 @@ def device() -> Device:
 
 @cache
 def launch_once() -> None:
-    """Launch a tiny kernel, where none was launched yet; a failure is tried again the next time.
+    """Launch a tiny kernel, unless one was already launched; failures are retried the next time.
 
     Raises:
         CannotRunError: why not, and what to do.
@@ -94,30 +94,30 @@ def launch_once() -> None:
         from runtime.backends.triton.launch_check import launch
 
         counted = launch("cuda")
-    except Exception as error:  # compilers, drivers and loaders have errors of every kind
+    except Exception as error:  # compilers, drivers and loaders raise errors of every kind
         raise explained(error) from error
     if not counted:
         raise CannotRunError("a tiny kernel gave a wrong result on the card", "update NVIDIA's driver")
 
 
 def is_started() -> bool:
-    """Whether this process has used the card: what the driver takes for it is then no longer free."""
+    """Whether this process has used the card, so that the driver's memory is already allocated."""
     return launch_once.cache_info().currsize > 0
 
 
 def _too_old(card: GpuInfo) -> bool:
-    """Whether the kernels are not compiled for a card."""
-    return tuple(int(part) for part in (card.compute_capability or "0").split(".")) < LEAST_CAPABILITY
+    """Whether a card is older than the kernels support."""
+    return tuple(int(part) for part in (card.compute_capability or "0").split(".")) < MIN_CAPABILITY
 
 
 def _refused(card: GpuInfo, fix: str | None = None) -> Presence:
-    least = ".".join(map(str, LEAST_CAPABILITY))
+    least = ".".join(map(str, MIN_CAPABILITY))
     reason = f"{card.name} has compute capability {card.compute_capability}, and the kernels need {least}"
     return Presence(usable=False, reason=reason, fix=fix, gpu=card)
 
 
 def _first_uuid() -> str | None:
-    """The card that CUDA calls the first, as NVML names it; None where it does not say."""
+    """The card that CUDA lists first, by its NVML id; None if unknown."""
     import torch
 
     try:
@@ -127,12 +127,12 @@ def _first_uuid() -> str | None:
 
 
 def _matching(cards: Sequence[GpuInfo], uuid: str | None) -> GpuInfo:
-    """The card of that name: NVML numbers cards by their slots, CUDA by speed and CUDA_VISIBLE_DEVICES."""
+    """The card with that id: NVML orders cards by slot, CUDA by speed and CUDA_VISIBLE_DEVICES."""
     return next((card for card in cards if card.uuid is not None and card.uuid == uuid), cards[0])
 
 
 def _memory(gpu: GpuInfo) -> MemoryInfo | None:
-    """The card's memory as CUDA sees it, or else its driver; None where neither says."""
+    """The card's memory according to CUDA, or else its driver; None if neither reports it."""
     if is_started():
         import torch
 
@@ -150,9 +150,9 @@ def _memory(gpu: GpuInfo) -> MemoryInfo | None:
 
 @cache
 def link_gb_s() -> float | None:
-    """Measured bandwidth from page-locked main memory to the card, in 10^9 bytes per second; once in a process.
+    """Measured bandwidth from page-locked main memory to the card, in 10^9 bytes per second; once per process.
 
-    None where no card can be used, or where it refuses: what it can do is then known from its data sheet only.
+    None if no card can be used, or if the measurement fails: then only its data sheet tells.
     """
     if not probe().usable:
         return None
@@ -166,7 +166,7 @@ def link_gb_s() -> float | None:
 
 
 def _missing(driver: str) -> tuple[str | None, str | None]:
-    """What the installation lacks beside a driver of this version, and what to do; (None, None) if nothing."""
+    """Requirements missing besides a driver of this version, and advice; (None, None) if nothing."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed", "install triton, which there is for Linux"
     import torch

@@ -1,7 +1,7 @@
 """A minimal launch that shows whether kernels can run: its programs count themselves.
 
-It takes what every other launch takes, Triton's compiler, the C compiler that builds the launcher, and the driver; and
-it is cooperative, as compensation is.
+It needs everything that other launches need: Triton's compiler, the C compiler that builds the launcher, and the
+driver. It is cooperative, as compensation is.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from triton import knobs
 
-from runtime.system.own_files import kernel_folder, own_folder
+from runtime.system.private_files import kernel_folder, private_code_folder
 
 PROGRAMS = 2
 
@@ -26,8 +26,8 @@ def _count_kernel(counter_ptr):
 
 
 def launch(device: torch.device | str) -> bool:
-    """Launch, wait, and look whether every program ran."""
-    if torch.device(device).type == "cuda":  # the interpreter keeps nothing
+    """Launch, wait, and check that every program ran."""
+    if torch.device(device).type == "cuda":  # the interpreter caches nothing
         keep_in_own_folder()
     counter = torch.zeros(1, dtype=torch.int32, device=device)
     _count_kernel[(PROGRAMS,)](counter, num_warps=1, launch_cooperative_grid=True)
@@ -35,10 +35,10 @@ def launch(device: torch.device | str) -> bool:
 
 
 def keep_in_own_folder() -> None:
-    """Have Triton keep what it compiles, and loads unread, in a folder that only this user can write to.
+    """Make Triton cache compiled kernels, which it loads unchecked, in a folder that only this user can write to.
 
-    Its usual one, `~/.triton`, is as open as the person's umask makes it. One that they name themselves is checked.
+    Its default, `~/.triton`, is as open as the user's umask makes it. A folder that the user names is checked.
     """
     named = next((name for name in ("TRITON_CACHE_DIR", "TRITON_HOME") if os.environ.get(name)), None)
-    found = kernel_folder("triton") if named is None else own_folder(Path(knobs.cache.dir), named)
+    found = kernel_folder("triton") if named is None else private_code_folder(Path(knobs.cache.dir), named)
     knobs.cache.dir = str(found)

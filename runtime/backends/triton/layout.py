@@ -1,4 +1,4 @@
-"""The GPU's weight layout: codes ordered so that what a thread loads is what its tensor core instruction takes.
+"""The GPU's weight layout: codes in the order in which a thread loads its tensor core operands.
 
 K is cut into pieces of 32 input channels, the last filled up with zeros, and 16 pieces are a block. A piece has 16
 lanes that hold two channels each, one in the low and one in the high half of a 32-bit word. Piece `i`, lane `l`, half
@@ -12,18 +12,18 @@ therefore go from memory to the tensor core without a shuffle, in pairs: one AND
 halves of known exponent (`runtime.backends.triton.kernels.gemv`).
 
 ====  =====  =========================================================================================================
-bits  words  where piece i lies, in both halves of a word alike
-====  =====  =========================================================================================================
-4     4      word i // 4, bits 4 * (i % 4) and up
-3     3      pieces 0 .. 14: word i // 5, bits 3 * (i % 5) and up; piece 15: its bit b in the top bit (15) of word b
-====  =====  =========================================================================================================
+bits  words  where piece i lies, in both halves of a word alike ====  =====
+========================================================================================================= 4     4 word i
+// 4, bits 4 * (i % 4) and up 3     3      pieces 0 .. 14: word i // 5, bits 3 * (i % 5) and up; piece 15: its bit b in
+the top bit (15) of word b ====  =====
+=========================================================================================================
 
 For one block and one word, the [N, 16] lanes of all output channels are contiguous: 64 bytes an output channel, 512
 bytes a warp's load.
 
-Pieces behind the last whole block stand in as many words as they need, in the same way. Where only one or two are left
-for the last word, it is a short one, 16 bits a lane: the low byte is what would be in the low half, the high byte what
-would be in the high half. So 576 channels take 224 bytes at 3 bits and 288 at 4, as close to their codes alone, 216 and
+Pieces after the last whole block are stored in as many words as needed, in the same way. If only one or two are left
+for the last word, it is a short one, 16 bits a lane: the low byte holds the contents of the low half, the high byte
+those of the high half. So 576 channels take 224 bytes at 3 bits and 288 at 4, as close to their codes alone, 216 and
 288, as whole lanes allow.
 """
 
@@ -42,7 +42,7 @@ from runtime.backends.triton.sizes import BLOCK, LANES, PIECE, WORDS, code_words
 from runtime.errors import BackendError
 
 SPARE_PIECE = 15
-"""The piece of a block whose bits lie in the top bits of the three words, at 3 bits."""
+"""The piece of a block whose bits are in the top bits of the three words, at 3 bits."""
 ROWS_AT_ONCE = 128
 """Output channels repacked together: their words stay in the cache, which makes it several times as fast."""
 
@@ -69,15 +69,15 @@ class GpuLinear:
     """int32 [G, N]: the scale, a half, in the low half of a word, and -(2^bits + zero), a half, in the high one. None
     with a codebook."""
     codebook: torch.Tensor | None
-    """float16 [N, 2^bits], the values that codes stand for; None with uniform groups."""
+    """float16 [N, 2^bits], the values of codes; None with uniform groups."""
     bias: torch.Tensor | None
     """float32 [N] or None."""
     other_tail: int = 0
-    """The `tail` of other matrices of the model, where this one has none: they share their kernels."""
+    """The `tail` of other matrices of the model, used if this one has none, so that they share kernels."""
 
     @property
     def tail(self) -> int:
-        """Pieces of 32 input channels behind the last whole block, or else other matrices'."""
+        """Pieces of 32 input channels after the last whole block, or those of other matrices."""
         return pieces(self.shape[1]) % (BLOCK // PIECE) or self.other_tail
 
     @property
@@ -88,15 +88,15 @@ class GpuLinear:
 
 
 def repack(packed: PackedLinear, device: torch.device | str) -> GpuLinear:
-    """Bring a stored matrix to the device in the layout of the kernels.
+    """Copy a stored matrix to the device in the kernels' layout.
 
     Args:
         packed: Codes in canonical packing, uniform or with codebooks, whose entries become half precision values; those
             of W4A8 are `runtime.backends.triton.w4a8_layout.repack_w4a8`'s.
-        device: Where the result lies.
+        device: The destination.
 
     Raises:
-        BackendError: bits, group size or shape are not what the kernels compute with.
+        BackendError: unsupported bits, group size or shape.
     """
     if packed.codebook is not None:
         return repack_codebook(
@@ -140,19 +140,19 @@ def repack_codebook(
     bias: npt.NDArray[np.float32] | None,
     device: torch.device | str,
 ) -> GpuLinear:
-    """Bring a matrix with one codebook an output channel to the device.
+    """Copy a matrix with one codebook per output channel to the device.
 
     Args:
-        name: For messages, `layers.3.qkv`.
+        name: Name for messages, `layers.3.qkv`.
         shape: (N, K).
         bits: 3 or 4.
         codes: int32 [N, ceil(K / 32) * bits], indices in canonical packing.
         codebook: float16 [N, 2^bits].
         bias: float32 [N] or None.
-        device: Where the result lies.
+        device: The destination.
 
     Raises:
-        BackendError: bits or shapes are not what the kernels compute with.
+        BackendError: unsupported bits or shapes.
 
     Source: SqueezeLLM's non-uniform quantization, QDEC §5.1.
     """
@@ -173,7 +173,7 @@ def repack_codebook(
 
 
 def dequantize(weight: GpuLinear) -> torch.Tensor:
-    """The matrix that a device's weights stand for, read back from its layout.
+    """Dequantize a matrix on the device.
 
     Returns:
         float32 [N, K] on the CPU.
@@ -234,7 +234,7 @@ def _parts(
 
 
 def _interleave(codes: npt.NDArray[np.uint8], bits: int) -> npt.NDArray[np.uint32]:
-    """Codes uint8 [R, K] -> words uint32 [blocks, words, R, 16], the last block filled up with zeros."""
+    """Codes uint8 [R, K] -> words uint32 [blocks, words, R, 16], the last block padded with zeros."""
     rows, K = codes.shape
     blocks = -(-K // BLOCK)
     codes = np.ascontiguousarray(np.pad(codes, ((0, 0), (0, blocks * BLOCK - K))))

@@ -1,4 +1,4 @@
-"""A stored model on the device: weights in the kernels' layout, residuals in page-locked memory, cache and buffers."""
+"""GPU model: weights in the kernels' layout, residuals in page-locked memory, cache and buffers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tuner.candidates import n_tb_candidates
 logger = logging.getLogger(__name__)
 
 _DEFAULT_N_TB = 8
-"""Thread blocks of a compensation that nobody tuned: in QDEC Fig. 17, 8 is near the best on every device."""
+"""Default thread blocks of a compensation without tuning: in QDEC Fig. 17, 8 is near the best on every device."""
 
 
 @dataclass(slots=True)
@@ -37,26 +37,25 @@ class Linear:
     """A linear layer on the device."""
 
     packed: PackedLinear
-    """As it is stored (mapped)."""
+    """The stored matrix (mapped)."""
     index: int
-    """Its place in `ModelSpec.linear_names`."""
+    """Its index in `ModelSpec.linear_names`."""
     weight: GpuLinear | W4A8Linear
-    """In the kernels' layout."""
+    """The matrix in the kernels' layout."""
     residual: GpuResidual | None = None
-    """Fetched from the CPU's memory; None until the layer is compensated for the first time, and where memory could not
-    be page-locked."""
+    """Residuals in host memory; None until the layer is first compensated, or if memory could not be page-locked."""
     selection: Selection | None = None
-    """How its channels are chosen; None where it is not compensated."""
+    """Its channel selection; None if it is not compensated."""
     n_tb: int = 0
     """Thread blocks of its compensation."""
     shared: Shared | None = None
-    """What the rows of a prompt share of its residuals; None where they are not compensated together."""
+    """The residuals shared by prompt rows; None if these are not compensated together."""
     by_rows: bool = False
-    """Whether a prompt's rows are compensated as decoded tokens are: the head's, where prompts are compensated."""
+    """Whether prompt rows are compensated like decoded tokens: the head's, if prompts are compensated."""
 
 
 class GpuModel:
-    """Everything of one model that stays on the device between steps.
+    """All data of one model that stays on the device between steps.
 
     Args:
         weights: The stored model.
@@ -69,16 +68,16 @@ class GpuModel:
         self.device, self.spec, self.options = device, spec, options
         self._refused: set[str] = set()
         self.problems: tuple[Problem, ...] = ()
-        """What could not be page-locked, and what to do about it."""
+        """Problem with page-locking, and advice."""
         packed = [weights.linear(name) for name in spec.linear_names()]
         self.linears = {
             stored.name: Linear(stored, index, weight)
             for index, (stored, weight) in enumerate(zip(packed, _placed(packed, device), strict=True))
         }
         self.token_group = next((w.group_size for w in self._weights() if isinstance(w, W4A8Linear)), None)
-        """Channels of a sum of INT8 tokens, 0 = all of a row; None where products read half precision."""
+        """Channels per sum of INT8 tokens, 0 = the whole row; None if products read half precision."""
         self.staging = Staging([], device, None)
-        """Brings residuals of a prompt's layers to the device."""
+        """Copies residuals of a prompt's layers to the device."""
         self.norms = {name: self._move(np.array(weights.vector(name), np.float32)) for name in spec.norm_names()}
         self.table = self._table(weights)
         self.cos, self.sin = (self._move(table) for table in tables(spec.rope, options.context))
@@ -103,7 +102,7 @@ class GpuModel:
         return linears + sum(norm.nbytes for norm in self.norms.values())
 
     def set_k_chunk(self, k_chunk: Mapping[str, int] | int, n_tb: Mapping[str, int]) -> None:
-        """Compensate so many channels; residuals that are wanted for the first time are brought into memory.
+        """Change the compensation of decoded tokens; residuals needed for the first time are loaded.
 
         Raises:
             RequestError: k_chunk or n_tb is malformed, or the model keeps no residuals.
@@ -126,7 +125,7 @@ class GpuModel:
                 )
 
     def set_prompt_k_chunk(self, prompt_k_chunk: Mapping[str, int] | int, stream: torch.cuda.Stream | None) -> None:
-        """Compensate the rows of prompts together by so many channels.
+        """Change the shared compensation of prompt rows.
 
         Args:
             prompt_k_chunk: As in `DecoderOptions`.
@@ -142,7 +141,7 @@ class GpuModel:
         self._load_residuals(blocks)
         for linear in self.linears.values():
             linear.shared, linear.by_rows = None, False
-        self.staging = Staging([], self.device, None)  # so that the former one's room is free for the new one
+        self.staging = Staging([], self.device, None)  # so that the previous buffers' memory is free for the new ones
         shared = {name: self._shared(self.linears[name], wanted[name]) for name in blocks}
         self.staging = Staging([found for found in shared.values() if found is not None], self.device, stream)
         for name, linear in self.linears.items():
@@ -150,7 +149,7 @@ class GpuModel:
             linear.by_rows = layer_kind(name) == "head" and wanted[name] > 0
 
     def close(self) -> None:
-        """Release every tensor, so that a reference to the closed model keeps no memory."""
+        """Release every tensor, so that a reference to the closed model holds no memory."""
         self.linears.clear()
         self.norms.clear()
         self.bases.clear()
@@ -162,7 +161,7 @@ class GpuModel:
         return [linear.weight for linear in self.linears.values()]
 
     def _check_residuals(self, wanted: Mapping[str, int]) -> None:
-        """Raise a `RequestError` where a layer is to be compensated and has no residuals."""
+        """Raise a `RequestError` if a layer to be compensated has no residuals."""
         for name, number in wanted.items():
             if number and self.linears[name].packed.residual is None:
                 raise RequestError(
@@ -171,7 +170,7 @@ class GpuModel:
                 )
 
     def _shared(self, linear: Linear, k_chunk: int) -> Shared | None:
-        """What rows share of a layer; None where its residuals found no page-locked memory."""
+        """The residuals of a layer shared by prompt rows; None if they have no page-locked memory."""
         if linear.residual is None:
             return None
         assert linear.packed.mean_square is not None
@@ -181,7 +180,7 @@ class GpuModel:
         return Shared(residual=linear.residual, channels=channels)
 
     def _load_residuals(self, names: Sequence[str]) -> None:
-        """Bring residuals into page-locked memory that are wanted for the first time."""
+        """Load residuals needed for the first time into page-locked memory."""
         missing = [name for name in names if self.linears[name].residual is None and name not in self._refused]
         if not missing:
             return
@@ -203,7 +202,7 @@ class GpuModel:
         return max(count for count in n_tb_candidates(N, K) if count <= asked)
 
     def _table(self, weights: Weights) -> torch.Tensor:
-        """The embedding table, float16 [V, C], in page-locked memory; on the device where that is refused."""
+        """The embedding table, float16 [V, C], in page-locked memory, or on the device if locking fails."""
         table = torch.from_numpy(np.array(weights.embedding(), np.float16))
         if self.device.type == "cpu":
             return table

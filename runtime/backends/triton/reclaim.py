@@ -1,4 +1,4 @@
-"""Return of freed memory, which torch keeps, to the card and to the system."""
+"""Returns memory cached by torch to the card and to the system."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import torch
 
 
 def return_cached() -> None:
-    """Empty torch's caches of device memory and of page-locked memory; does nothing where no card is in use.
+    """Empty torch's caches of device memory and page-locked memory; does nothing without a card in use.
 
-    torch keeps what it frees for itself. Other programs, the next memory plan and the next model would not see it.
+    torch keeps freed memory for itself, invisible to other programs, the next memory plan and the next model.
 
     Raises:
         RuntimeError: the card stopped working in this process.
@@ -24,7 +24,7 @@ def return_cached() -> None:
 
 
 def empty_host_cache() -> None:
-    """Return page-locked memory that nothing uses. Versions of torch before 2.13 have no public name for it."""
+    """Return unused page-locked memory. torch before 2.13 has no public name for this."""
     empty = getattr(torch.accelerator, "empty_host_cache", None) or getattr(torch._C, "_host_emptyCache", None)  # noqa: SLF001
     if empty is not None:
         empty()

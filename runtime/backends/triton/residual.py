@@ -1,8 +1,7 @@
-"""Residuals in page-locked memory of the CPU, where kernels read them over PCIe without a copy.
+"""Residuals in page-locked host memory, which kernels read over PCIe without a copy.
 
-Only page-locked memory can be read by a kernel, and there is not always enough of it. What can't be locked stays out:
-the layer then runs without compensation, which costs quality and nothing else, and one warning says how many layers
-that concerns and what to do about it.
+Kernels can only read page-locked memory, of which there is not always enough. Layers whose residuals cannot be locked
+run without compensation, which only costs quality, and one warning says how many layers are affected and what to do.
 """
 
 from __future__ import annotations
@@ -19,25 +18,25 @@ from runtime.errors import BackendError, size
 from tuner.detect import detect_memory
 
 LINE_WORDS = 32
-"""32-bit words of a line: 128 bytes, the largest read that a GPU asks of the bus."""
+"""32-bit words of a line: 128 bytes, the largest read that a GPU issues on the bus."""
 _WORD_BITS = 32
 _MARGIN = 512 << 20
-"""Bytes of free memory that locking leaves to the rest of the system, which can't take back locked pages."""
+"""Bytes of free memory to leave to the rest of the system, which cannot reclaim locked pages."""
 _BITS = (2, 4, 8, 16)
 REMEDY = "To compensate all"
-"""How the advice in a warning begins."""
+"""Beginning of the advice in a warning."""
 
 Allocate = Callable[[int], torch.Tensor]
 """Bytes -> uint8 [bytes], in memory that kernels can read. Raises `PageLockError`."""
 
 
 class PageLockError(BackendError):
-    """The system gave no page-locked memory."""
+    """The system refused page-locked memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuResidual:
-    """Residuals of one linear layer, input-channel-major, as the kernels read them."""
+    """Residuals of one linear layer, input-channel-major, in the kernels' layout."""
 
     bits: int
     """2, 4, 8 or 16."""
@@ -56,32 +55,32 @@ class GpuResidual:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the codes in the CPU's memory."""
+        """Bytes of the codes in host memory."""
         return self.codes.nbytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LockLimits:
-    """What bounds page-locked memory on this machine."""
+    """Limits of page-locked memory on this machine."""
 
     available_bytes: int
-    """Memory that programs could get now."""
+    """Available memory."""
     memlock_bytes: int | None
     """The process's limit of locked memory (RLIMIT_MEMLOCK), None if it has none.
 
-    It is told to the person when locking fails, but does not decide by itself: NVIDIA's driver locks pages on its own
-    account, and with the usual limit of 8 MiB locks gigabytes all the same.
+    The user is told it when locking fails, but it is not decisive: NVIDIA's driver locks pages on its own account, and
+    with the usual limit of 8 MiB locks gigabytes all the same.
     """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedResiduals:
-    """The residuals of a model, as far as they could be placed."""
+    """The residuals of a model that could be loaded."""
 
     layers: Mapping[str, GpuResidual]
-    """By name of the linear layer; what is missing runs without compensation."""
+    """By name of the linear layer; missing layers run without compensation."""
     warning: str | None
-    """What is missing, why, and what to do; None if nothing is."""
+    """Which are missing, why, and advice; None if none are."""
 
     @property
     def nbytes(self) -> int:
@@ -90,7 +89,7 @@ class LoadedResiduals:
 
 
 def lock_limits() -> LockLimits:
-    """The limits of this process on this machine, now; what is locked counts against its control group too."""
+    """The current limits of this process; locked memory counts against its control group too."""
     limit = None
     try:
         import resource
@@ -103,22 +102,22 @@ def lock_limits() -> LockLimits:
 
 
 def row_lines(N: int, bits: int) -> int:
-    """Lines of 128 bytes that one input channel's residuals for N outputs take."""
+    """Lines of 128 bytes per input channel, for N outputs."""
     return -(-N * bits // (_WORD_BITS * LINE_WORDS))
 
 
 def locked_bytes(shape: tuple[int, int], bits: int) -> int:
-    """Bytes that locking a layer's residuals takes: torch's allocator gives page-locked memory in powers of two."""
+    """Bytes locked for a layer's residuals: torch allocates page-locked memory in powers of two."""
     N, K = shape
     return 1 << max(0, K * row_lines(N, bits) * LINE_WORDS * 4 - 1).bit_length()
 
 
 def fitting(sizes: Mapping[str, int], limits: LockLimits) -> tuple[str, ...]:
-    """The layers, from the first on, whose residuals fit together into the memory that is free now.
+    """Number of layers, from the first on, whose residuals fit together in the free memory.
 
     Args:
-        sizes: Bytes that each layer's residuals take, in the model's order.
-        limits: What is there.
+        sizes: Bytes of each layer's residuals, in the model's order.
+        limits: The limits.
     """
     room = limits.available_bytes - _MARGIN
     kept = []
@@ -143,24 +142,24 @@ def page_locked(nbytes: int) -> torch.Tensor:
 
 
 def ordinary(nbytes: int) -> torch.Tensor:
-    """uint8 [nbytes] of ordinary memory, which is what Triton's interpreter reads."""
+    """uint8 [nbytes] of ordinary memory, for Triton's interpreter."""
     return torch.empty(nbytes, dtype=torch.uint8)
 
 
 def residual_to_device(
     packed: PackedResidual, shape: tuple[int, int], device: torch.device | str, *, allocate: Allocate | None = None
 ) -> GpuResidual:
-    """Place one layer's residuals: codes in page-locked memory, scales on the device.
+    """Load one layer's residuals: codes into page-locked memory, scales onto the device.
 
     Args:
         packed: The stored residuals.
         shape: (N, K) of the layer.
-        device: Where the kernels run; on `cpu`, under the interpreter, ordinary memory serves.
-        allocate: Where memory comes from, if not from the device's own kind.
+        device: The kernels' device; with `cpu`, under the interpreter, codes are in ordinary memory.
+        allocate: Allocator of host memory; None: the device's default.
 
     Raises:
         PageLockError: there is no page-locked memory for them.
-        ValueError: the codes are not those of such a layer.
+        ValueError: the codes do not match the layer.
     """
     N, K = shape
     bits = packed.bits
@@ -194,15 +193,15 @@ def load_residuals(
     limits: LockLimits | None = None,
     allocate: Allocate | None = None,
 ) -> LoadedResiduals:
-    """Place the residuals of a model's layers, as many as there is memory for.
+    """Load the residuals of a model's layers, as far as memory allows.
 
-    Layers without residuals are passed over. Where a layer fails, those after it are not tried: each would take what
-    little memory the system still has.
+    Layers without residuals are skipped. After a failure no further layers are tried: each would take from the little
+    memory that is left.
 
     Args:
-        linears: The layers that are to be compensated, in the model's order.
-        device: Where the kernels run.
-        limits: What is there; looked up if None.
+        linears: The layers to compensate, in the model's order.
+        device: The kernels' device.
+        limits: The limits; looked up if None.
         allocate: See `residual_to_device`.
     """
     wanted = {packed.name: packed for packed in linears if packed.residual is not None}

@@ -1,10 +1,9 @@
-"""Sampling of the next token on the GPU: one number goes to the host instead of a vocabulary of logits.
+"""Sampling on the GPU: sends one number to the host instead of a vocabulary of logits.
 
-The same filters in the same order as `runtime.text.sampling.filtered`, and the same draw: the place of one uniform
-number of the seed's own stream among the weights added up in the order of token ids. So one seed gives the CPU's
-tokens, but for numbers that fall between two roundings of a sum. Everything is one sequence of launches over all
-logits, without a wait and without sizes that depend on the numbers: the host is through with them while the device
-still computes the logits.
+Filters and their order are those of `runtime.text.sampling.filtered`, as is the draw: the position of one uniform
+number of the seed's stream in the cumulative weights in the order of token ids. So a seed gives the CPU's tokens,
+except when the number falls between two roundings of a sum. Everything is one sequence of launches over all logits,
+without waits or data-dependent sizes: the host finishes while the device still computes the logits.
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ from runtime.text.sampling import NEGLIGIBLE, Draw, Drawn, SamplingOptions
 
 
 class DeviceDraw:
-    """A draw whose numbers are on the device.
+    """A draw whose parameters are on the device.
 
     Args:
-        draw: How to draw. Made before the step is launched: what waits for the device does so while it has no work.
-        device: Where the logits will be.
+        draw: The draw. Create it before launching the step: waits for the device then happen while it is idle.
+        device: Device of the logits.
     """
 
     def __init__(self, draw: Draw, device: torch.device) -> None:
@@ -28,14 +27,14 @@ class DeviceDraw:
         self._seen = torch.from_numpy(draw.seen).to(device) if draw.seen.size else None
 
     def launch(self, logits: torch.Tensor) -> torch.Tensor:
-        """Draw, without waiting.
+        """Sample, without waiting.
 
         Args:
-            logits: float32 [V], finite; left as they are.
+            logits: float32 [V], finite; not modified.
 
         Returns:
-            float64 [1], or [2 + 2 n] where n log-probabilities are asked for: the token, its log-probability, those of
-            the n most likely and their tokens, whose numbers are exact. For `result`.
+            float64 [1], or [2 + 2 n] with n log-probabilities: the token, its log-probability, those of the n most
+            likely and their token ids, which are exact. For `result`.
         """
         options = self._options
         token = draw(self._penalized(logits), options, self._uniform)
@@ -48,7 +47,7 @@ class DeviceDraw:
         return torch.cat((token.double(), own, others, best.indices.double()))
 
     def result(self, numbers: torch.Tensor) -> Drawn:
-        """What was drawn, from what `launch` gave, on the host by now."""
+        """The sampled token, from the output of `launch` on the host."""
         token, *rest = numbers.tolist()
         if not rest:
             return Drawn(int(token))
@@ -58,7 +57,7 @@ class DeviceDraw:
         return Drawn(int(token), own, ranked)
 
     def _penalized(self, logits: torch.Tensor) -> torch.Tensor:
-        """Logits [V] with those of seen tokens made smaller; see `runtime.text.sampling.Sampler`."""
+        """Logits [V] after the repetition penalty; see `runtime.text.sampling.Sampler`."""
         if self._seen is None:
             return logits
         # A tensor, by which the device divides as the host does; by a number it would multiply by the reciprocal.
@@ -68,18 +67,18 @@ class DeviceDraw:
 
 
 def draw(logits: torch.Tensor, options: SamplingOptions, uniform: torch.Tensor) -> torch.Tensor:
-    """Draw a token.
+    """Sample a token.
 
     Args:
         logits: float32 [V], finite.
-        options: temperature, top_k, top_p and min_p count; the repetition penalty has been applied, or is 1.
-        uniform: float64 [1] in [0, 1), on the logits' device; not read where the draw is greedy.
+        options: temperature, top_k, top_p and min_p apply; the repetition penalty has been applied, or is 1.
+        uniform: float64 [1] in [0, 1), on the logits' device; unused if greedy.
 
     Returns:
-        int64 [1], the token's id; nothing was waited for.
+        int64 [1], the token's id; does not wait for the device.
     """
     if options.greedy:
-        # The first of equal ones; the last of all where a NaN equals none.
+        # The first of equal ones; the last of all if NaN equals none.
         numbers = torch.arange(logits.numel(), device=logits.device)
         return torch.where(logits == logits.amax(), numbers, logits.numel() - 1).amin().view(1)
     weights = filtered(logits, options)
@@ -91,14 +90,14 @@ def draw(logits: torch.Tensor, options: SamplingOptions, uniform: torch.Tensor) 
 
 
 def filtered(logits: torch.Tensor, options: SamplingOptions) -> torch.Tensor:
-    """How likely each token is to be drawn.
+    """Sampling weights of all tokens.
 
     Args:
         logits: float32 [V].
-        options: temperature above 0, top_k, top_p and min_p.
+        options: Options with temperature above 0; top_k, top_p and min_p apply.
 
     Returns:
-        Weights float64 [V], proportional to probabilities; 0 for what is not drawn.
+        Weights float64 [V], proportional to probabilities; 0 for filtered tokens.
     """
     highest = logits.amax()
     kept = logits >= highest - NEGLIGIBLE * options.temperature
@@ -114,13 +113,13 @@ def filtered(logits: torch.Tensor, options: SamplingOptions) -> torch.Tensor:
 
 
 def _among_the_best(logits: torch.Tensor, k: int) -> torch.Tensor:
-    """Whether a token is among the k most likely, bool [V]; of equal ones at the border, any."""
+    """Mask of the k most likely tokens, bool [V]; any of those tied at the border."""
     best = torch.zeros_like(logits, dtype=torch.bool)
     return best.index_fill_(0, logits.topk(k).indices, value=True)
 
 
 def _nucleus(weights: torch.Tensor, top_p: float) -> torch.Tensor:
-    """Whether a token is one of the fewest that reach the share top_p of all weights, bool [V]; of equals the first."""
+    """Mask of the smallest set of tokens that reaches the share top_p, bool [V]; ties go to the first."""
     ordered, order = weights.sort(descending=True, stable=True)
     before = ordered.cumsum(0) - ordered
     return torch.zeros_like(weights, dtype=torch.bool).index_copy_(0, order, before < top_p * weights.sum())

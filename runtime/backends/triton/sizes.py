@@ -1,6 +1,6 @@
-"""Sizes of packed weights and buffers on the GPU, from shapes alone: the memory plan and the buffers agree.
+"""Sizes of packed weights and buffers on the GPU, computed from shapes alone, for the memory plan and the allocations.
 
-Importing this needs no torch.
+Does not import torch.
 """
 
 from __future__ import annotations
@@ -15,35 +15,35 @@ from runtime.backends.operations.channels import layer_kind
 BLOCK = 512
 """Input channels of a block."""
 PIECE = 32
-"""Input channels of a piece: two for each lane."""
+"""Input channels of a piece: two per lane."""
 LANES = 16
-"""Words of an output channel, for one block and one word of it."""
+"""Words per output channel, for one block and one word of it."""
 WORDS = {3: 3, 4: 4}
 """Words of a block by bits."""
 SHORT = 2
 """Most pieces of a short word."""
 CONCURRENT_ROWS = 8
-"""Rows of a step, a decoded token or a few drafted ones, whose compensation runs beside the product. Of more rows, it
-follows the product and is added in place, so that it takes no memory."""
+"""Most rows of a step (a decoded token or a few drafted ones) whose compensation runs concurrently with the product.
+For more rows, it follows the product and is added in place, without extra memory."""
 SPLIT_ROWS = 16384
-"""Rows of attention's splits that are kept until they are merged, at most: query heads times rows times splits."""
+"""Most split rows of attention stored until they are merged: query heads times rows times splits."""
 SUMMED_ROWS = 16
-"""Rows of a step whose inputs have the sums of their pieces beside them, for products of few rows."""
+"""Rows of a step whose inputs come with the sums of their pieces, for products of few rows."""
 DRAW_BYTES = 48
-"""Bytes for each token of the vocabulary that drawing one takes while it lasts: weights, their order and sums."""
+"""Temporary bytes per vocabulary token for sampling: weights, their order and sums."""
 _BLOCK_KINDS = ("qkv", "o", "gate_up", "down")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BufferSizes:
-    """Numbers of values of the buffers of one loaded model."""
+    """Element counts of the buffers of one loaded model."""
 
     inputs: int
     """float16, the input of a linear layer."""
     sums: int
     """float32, sums of the pieces of such an input, of few rows."""
     tokens: int
-    """int8, the same rounded; 0 where products read half precision."""
+    """int8, the same quantized; 0 if products read half precision."""
     token_sums: int
     """int32, the sums of its groups."""
     token_scales: int
@@ -57,7 +57,7 @@ class BufferSizes:
     compensation: int
     """float32, the compensation of an output of few rows."""
     scratch: int
-    """float32, what kernels keep until they merge it."""
+    """float32, split results of kernels until they are merged."""
 
     @property
     def nbytes(self) -> int:
@@ -73,7 +73,7 @@ def buffer_sizes(spec: ModelSpec, rows: int, token_group: int | None = None) -> 
     Args:
         spec: Its architecture.
         rows: Most rows of a step.
-        token_group: Channels of a sum of INT8 tokens, 0 = all of a row; None where products read half precision.
+        token_group: Channels per sum of INT8 tokens, 0 = the whole row; None if products read half precision.
     """
     shapes = [spec.linear_shape(kind) for kind in _BLOCK_KINDS]
     widest = max(N for N, _ in shapes)
@@ -94,24 +94,24 @@ def buffer_sizes(spec: ModelSpec, rows: int, token_group: int | None = None) -> 
 
 
 def buffer_bytes(spec: ModelSpec, context: int, rows: int, token_group: int | None = None) -> int:
-    """Bytes of buffers and rotary tables, and of what a draw takes for a moment."""
+    """Bytes of buffers and rotary tables, including sampling's temporary ones."""
     return buffer_sizes(spec, rows, token_group).nbytes + table_bytes(spec, context) + DRAW_BYTES * spec.vocab_size
 
 
 def pieces(K: int) -> int:
-    """Pieces of so many input channels."""
+    """Pieces of a number of input channels."""
     return -(-K // PIECE)
 
 
 def tail_words(bits: int, left: int) -> tuple[int, int]:
-    """Whole and short words of the pieces behind the last whole block, `left` of them."""
+    """Whole and short words of the `left` pieces after the last whole block."""
     each = 16 // bits
     last = left % each
     return left // each + (last > SHORT), int(0 < last <= SHORT)
 
 
 def code_words(shape: tuple[int, int], bits: int) -> int:
-    """32-bit words that the codes of a matrix [N, K] take on the device."""
+    """32-bit words of the codes of a matrix [N, K] on the device."""
     N, K = shape
     blocks, left = divmod(pieces(K), BLOCK // PIECE)
     whole, short = tail_words(bits, left)
@@ -124,7 +124,7 @@ def half_of(group_size: int) -> int:
 
 
 def token_width(K: int, group_size: int) -> int:
-    """Codes of an INT8 token of K channels, filled up to whole groups or blocks."""
+    """Codes of an INT8 token of K channels, padded to whole groups or blocks."""
     each = group_size or 2 * half_of(0)
     return -(-K // each) * each
 
@@ -142,7 +142,7 @@ def linear_bytes(shape: tuple[int, int], bits: int, group_size: int, *, bias: bo
     Args:
         shape: (N, K).
         bits: 3 or 4.
-        group_size: Input channels that share a scale; 0 with a codebook.
+        group_size: Input channels per scale; 0 with a codebook.
         bias: Whether there is a bias.
     """
     N, K = shape

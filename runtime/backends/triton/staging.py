@@ -1,7 +1,7 @@
-"""Staging of a prompt's residuals: each layer's are copied to the device one layer ahead of the product.
+"""Staging of a prompt's residuals: copies each layer's to the device one layer ahead of the product.
 
-Two buffers take turns: while a layer is computed from one, the next layer's residuals arrive in the other, on a stream
-of their own. So the link is busy all the time, and costs only what is longer than the products.
+Two buffers alternate: while a layer is computed from one, the next layer's residuals are copied to the other, on a
+separate stream. So the link is always busy, and only costs time by which it exceeds the products.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from runtime.backends.triton.residual import GpuResidual
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shared:
-    """What the rows of a prompt share of a layer's residuals."""
+    """A layer's residuals shared by prompt rows."""
 
     residual: GpuResidual
     """The residuals."""
@@ -26,18 +26,18 @@ class Shared:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows and words that are brought to the device."""
+        """Rows and words to copy to the device."""
         K, words = self.residual.codes.shape
         return (K if self.channels is None else self.channels.numel()), words
 
 
 class Staging:
-    """Brings residuals to the device, in the order in which a step's layers run.
+    """Copies residuals to the device, in the order in which a step's layers run.
 
     Args:
-        layers: What each layer shares, in that order.
-        device: Where to.
-        stream: The stream that fetches; None: the current one, without overlapping.
+        layers: Each layer's shared residuals, in that order.
+        device: The destination.
+        stream: The stream that copies; None: the current one, without overlap.
 
     Raises:
         torch.OutOfMemoryError: the device has no room for the buffers.
@@ -56,12 +56,12 @@ class Staging:
         return sum(buffer.nbytes for buffer in self._buffers)
 
     def begin(self) -> None:
-        """Fetch the first layer's; a step begins."""
+        """Begin a step: start copying the first layer's residuals."""
         self._next = 0
         self._fetch(0)
 
     def take(self) -> torch.Tensor:
-        """The next layer's residuals, int32 [k, words], good until the call after the next; fetches what follows."""
+        """The next layer's residuals, int32 [k, words], valid until the call after the next; copies the following."""
         own = self._next
         arrived = self._arrived[own % 2]
         if arrived is not None:
@@ -76,7 +76,7 @@ class Staging:
         return self._buffers[number % 2][: rows * words].view(rows, words)
 
     def _fetch(self, number: int) -> None:
-        """Begin to fetch a layer's, once all that was launched so far, the last reader of its buffer, is done."""
+        """Start copying a layer's residuals after all earlier launches, including the last reader of its buffer."""
         layer, to = self._layers[number], self._place(number)
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())

@@ -1,8 +1,9 @@
-"""`CudaTimer`: time of one layer type on this GPU with its compensation. A `tuner.timer.Timer`.
+"""GPU timer: times one layer type with its compensation. Implements `tuner.timer.Timer`.
 
-All layers of the type run one after another in a captured graph, each beside its compensation as in a decode step, and
-events around the replay give the time. Layers differ in their weights: those of a real model pass through the L2 cache
-without staying. Where all of them fit it, the graph clears it in between, and the time without layers is taken off.
+All layers of the type run one after another in a captured graph, each concurrently with its compensation as in a decode
+step, timed by events around the replay. Layers have different weights: those of a real model pass through the L2 cache
+without staying. If all of them fit in it, the graph clears it in between, and the time of a graph without layers is
+subtracted.
 
 Source: QDEC §4.4.
 """
@@ -23,20 +24,20 @@ from runtime.backends.triton.model import Linear
 from tuner.errors import TimerError
 
 _REPLAYS = 20
-"""Replays of a reading."""
+"""Replays per reading."""
 WARM_S = 0.3
-"""So long a card that rested works before it is timed: its clocks rise, or fall to what it can keep."""
+"""Seconds of work before timing a rested card: its clocks rise, or fall to a sustainable frequency."""
 _RESTED_S = 0.2
-"""A card that did nothing for so long has rested."""
+"""Seconds without work after which a card counts as rested."""
 _L2_FACTOR = 2
-"""Weights of so many times the L2 cache do not stay in it from one replay to the next."""
+"""Weights of this many times the L2 cache do not stay in it between replays."""
 
 Replay = Callable[[], float]
-"""Replays a graph, waits for it, and gives its seconds."""
+"""Replays a graph, waits for it, and returns its seconds."""
 
 
 def in_turns(replays: Sequence[Replay], rounds: int) -> list[list[float]]:
-    """Seconds of each: in every round all of them once, so that a clock frequency that changes meets them alike."""
+    """Seconds of each, in interleaved rounds, so that a changing clock frequency affects all alike."""
     times: list[list[float]] = [[] for _ in replays]
     for _ in range(rounds):
         for own, replay in zip(times, replays, strict=True):
@@ -45,10 +46,10 @@ def in_turns(replays: Sequence[Replay], rounds: int) -> list[list[float]]:
 
 
 class Pace:
-    """Keeps a card from being timed right after a rest.
+    """Prevents timing a card right after a rest.
 
     Args:
-        now: Seconds, from a clock that only goes forward.
+        now: A monotonic clock in seconds.
     """
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
@@ -56,25 +57,25 @@ class Pace:
         self._latest: float | None = None
 
     def warm(self, replay: Replay) -> None:
-        """Let a card that has rested work for a while."""
+        """Keep a rested card busy for a while."""
         began = self._now()
         if self._latest is None or began - self._latest > _RESTED_S:
             while self._now() - began < WARM_S:
                 replay()
 
     def worked(self) -> None:
-        """Note that the card has worked until now."""
+        """Record that the card has worked until now."""
         self._latest = self._now()
 
 
 class CudaTimer:
-    """Times the layer types of a loaded model; the decoder's activations are overwritten, its cache is not.
+    """Times the layer types of a loaded model. Overwrites the decoder's activations, but not its cache.
 
-    A product with compensation is timed in turns with the product alone, and what is given is the ratio of the two
-    times what the product alone took when it was timed for itself.
+    A product with compensation is timed alternating with the product alone; the result is the ratio of the two times
+    the separately measured time of the product alone.
 
     Args:
-        decoder: The loaded model, on a GPU. Its k_chunk and n_tb are changed and put back.
+        decoder: The loaded model, on a GPU. Its k_chunk and n_tb are restored afterwards.
     """
 
     measured = True
@@ -100,7 +101,7 @@ class CudaTimer:
             k_chunk: Salient channels per 1024; 0 for the product alone.
 
         Raises:
-            TimerError: the device does not answer, or its memory does not suffice.
+            TimerError: the device does not respond, or has too little memory.
         """
         before = self._decoder.options
         try:
@@ -121,19 +122,19 @@ class CudaTimer:
             self._decoder.set_k_chunk(before.k_chunk, before.n_tb)
 
     def _alone(self, kind: str) -> float:
-        """The product alone, in turns with what clears the cache for it."""
+        """The product alone, alternating with clearing of the cache."""
         (plain,) = self._medians(kind, [self._plain[kind]])
         self._readings.setdefault(kind, []).append(plain)
         return plain
 
     def _beside(self, kind: str) -> float:
-        """The product with the compensation that is set now."""
+        """The product with the current compensation."""
         both = self._captured(self._layers(kind), flush=self._small(kind))
         plain, compensated = self._medians(kind, [self._plain[kind], both])
         return compensated / plain * statistics.median(self._readings[kind])
 
     def _medians(self, kind: str, replays: Sequence[Replay]) -> list[float]:
-        """Median seconds of a layer for each graph, the clearing of the cache taken off."""
+        """Median seconds of a layer for each graph, without the clearing of the cache."""
         count = len(self._layers(kind))
         empty = [self._clearing(count)] if self._small(kind) else []
         self._pace.warm(self._plain[kind])
@@ -146,17 +147,17 @@ class CudaTimer:
         return [linear for name, linear in self._decoder.model.linears.items() if layer_kind(name) == kind]
 
     def _small(self, kind: str) -> bool:
-        """Whether a type's layers would stay in the cache from replay to replay."""
+        """Whether a type's layers would stay in the cache between replays."""
         return sum(linear.weight.nbytes for linear in self._layers(kind)) < _L2_FACTOR * self._l2_bytes
 
     def _clearing(self, count: int) -> Replay:
-        """What clearing the cache takes, so many times."""
+        """Seconds for clearing the cache a number of times."""
         if count not in self._emptied:
             self._emptied[count] = self._capture(lambda: [self._flush.zero_() for _ in range(count)])
         return self._emptied[count]
 
     def _captured(self, layers: list[Linear], *, flush: bool) -> Replay:
-        self._run(layers, flush=flush)  # compiles what is new
+        self._run(layers, flush=flush)  # compiles new kernels
         return self._capture(lambda: self._run(layers, flush=flush))
 
     def _capture(self, launches: Callable[[], object]) -> Replay:

@@ -1,10 +1,10 @@
-"""W4A8 matrices on the GPU: two codes in a byte, in blocks that make two operands of INT8 tensor cores.
+"""W4A8 weight layout on the GPU: two codes per byte, in blocks that form two operands of INT8 tensor cores.
 
-K is filled up with zeros to whole groups, or blocks where there are none, and cut into blocks of 2 · H input channels;
-H is 64, or 32 where groups have 64 channels. The activations' codes are filled up in the same way: products mask
-nothing. Byte j of a block has channel j in its low and channel H + j in its high half, so that one AND makes an operand
-of H neighbouring channels, and one shift the other. For one block, the [N, H] bytes of all output channels are
-contiguous. A group's whole scale s and z · s, 240 at most, lie in one half-word.
+K is padded with zeros to whole groups, or blocks without groups, and divided into blocks of 2 · H input channels; H is
+64, or 32 where groups have 64 channels. The activations' codes are padded in the same way, so products need no masks.
+Byte j of a block has channel j in its low and channel H + j in its high half, so that one AND makes an operand of H
+neighbouring channels, and one shift the other. For one block, the [N, H] bytes of all output channels are contiguous. A
+group's whole scale s and z · s, 240 at most, lie in one half-word.
 
 Source: QServe §4.2.1 (compute-aware weight reorder), §4.2.2 (z · s).
 """
@@ -24,7 +24,7 @@ from runtime.errors import BackendError
 ROWS_AT_ONCE = 256
 """Output channels repacked together."""
 SMALLEST_GROUP = 64
-"""Input channels of a group, at least: a power of two."""
+"""Fewest input channels of a group: a power of two."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +36,7 @@ class W4A8Linear:
     shape: tuple[int, int]
     """(N, K)."""
     group_size: int
-    """Input channels that share a whole scale: a power of two from 64 on; 0 = all of a row, and no whole scale."""
+    """Input channels per integer scale: a power of two from 64 on; 0 = the whole row, without an integer scale."""
     codes: torch.Tensor
     """uint8 [width / 2H, N, H]; see the module."""
     scales: torch.Tensor
@@ -53,7 +53,7 @@ class W4A8Linear:
 
     @property
     def width(self) -> int:
-        """Input channels with those that fill them up."""
+        """Input channels including padding."""
         return token_width(self.shape[1], self.group_size)
 
     @property
@@ -64,14 +64,14 @@ class W4A8Linear:
 
 
 def repack_w4a8(packed: PackedLinear, device: torch.device | str) -> W4A8Linear:
-    """Bring a stored W4A8 matrix to the device.
+    """Copy a stored W4A8 matrix to the device.
 
     Args:
-        packed: With `per_token`.
-        device: Where the result lies.
+        packed: A matrix with `per_token`.
+        device: The destination.
 
     Raises:
-        BackendError: the kernel does not take its groups.
+        BackendError: unsupported group size.
     """
     (N, K), group_size = packed.shape, 0 if packed.group_scales is None else packed.group_size
     if group_size and (group_size < SMALLEST_GROUP or group_size & (group_size - 1)):

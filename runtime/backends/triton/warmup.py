@@ -1,8 +1,8 @@
-"""Warm-up of a loaded model: a few steps that compile its kernels before anybody waits for an answer.
+"""Warm-up of a loaded model: runs a few steps to compile its kernels before anybody waits for an answer.
 
-A kernel is compiled where it is first launched, one to three seconds each the first time on a machine. What a chat
-needs is therefore run once over padding: prompts of every size that has kernels of its own, whole pages of the cache
-cut off its window, decoded tokens, captured and replayed.
+A kernel is compiled on its first launch, one to three seconds each the first time on a machine. So the work of a chat
+is run once over padding: prompts of every size class with its own kernels, flushes of whole pages, and decoded tokens,
+captured and replayed.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from runtime.backends.triton.decoder import TritonDecoder
 from runtime.text.sampling import Sampler, SamplingOptions
 
 _DECODED = 2
-"""Tokens decoded: the first is launched and captured, the second replayed, and one drawn from its logits."""
+"""Tokens to decode: the first is launched and captured, the second replayed, and one sampled."""
 _DRAWN = SamplingOptions(seed=0, top_k=40, min_p=0.05, logprobs=1)
-"""A draw by all filters: the driver loads torch's kernels for them where they are first used."""
+"""A draw with all filters: the driver loads torch's kernels on first use."""
 
 
 def warm_up(decoder: TritonDecoder, progress: ProgressCallback) -> None:
@@ -31,7 +31,7 @@ def warm_up(decoder: TritonDecoder, progress: ProgressCallback) -> None:
 
     Raises:
         BackendError: a kernel cannot be compiled or launched here.
-        OutOfMemoryError: the device's memory does not suffice.
+        OutOfMemoryError: the device does not have enough memory.
     """
     steps = list(steps_of(decoder))
     for done, step in enumerate(steps):
@@ -47,7 +47,7 @@ def warm_up(decoder: TritonDecoder, progress: ProgressCallback) -> None:
 
 
 def steps_of(decoder: TritonDecoder) -> Iterator[Step]:
-    """Prompts of 1, 2, 4, ... rows and of most rows, as far as a page is cut off, then decoded tokens."""
+    """Prompts of 1, 2, 4, ... rows and of the maximum, until a page is flushed, then decoded tokens."""
     options, kind = decoder.options, decoder.cache.kind
     rows, context = options.max_rows, options.context
     at = 0

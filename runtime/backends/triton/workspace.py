@@ -1,4 +1,4 @@
-"""Memory that kernels need beside their operands: counters that return to zero, and scratch."""
+"""Workspace: auxiliary memory of kernels, counters that return to zero and scratch."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ import torch
 class Workspace:
     """Counters and scratch of the kernels that run on one stream, one after another.
 
-    What was handed out stays where it is as long as the workspace lives, so a captured graph may hold its address.
-    Kernels on two streams at the same time need a workspace each.
+    Allocations stay at their addresses for the lifetime of the workspace, so a captured graph may use them. Concurrent
+    kernels on two streams need separate workspaces.
 
     Args:
-        device: Where the memory lies.
-        scratch: Values of float32 scratch that are held from the beginning; what asks for more makes it grow, and what
-            was held before stays.
+        device: Device of the memory.
+        scratch: Initial values of float32 scratch; larger requests make it grow, and earlier allocations stay.
     """
 
     def __init__(self, device: torch.device | str, scratch: int = 0) -> None:
@@ -24,11 +23,11 @@ class Workspace:
             self.scratch(scratch)
 
     def counters(self, n: int) -> torch.Tensor:
-        """int32 [n], zero. A kernel that counts in them has to leave them at zero."""
+        """int32 [n], zero. A kernel that counts in them must reset them to zero."""
         return self._take("counters", n, torch.int32)
 
     def scratch(self, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """[numel] of a type; what it holds is only meant for the call that asked."""
+        """[numel] of a type; contents are only valid for the call that requested it."""
         return self._take("scratch", numel, dtype)
 
     def sums(self, M: int, pieces: int) -> torch.Tensor:

@@ -1,12 +1,12 @@
-"""Which tokens each slot of a cache holds, and where a prompt begins: the sequences that several chats left there.
+"""Conversations: reuses the KV cache across chats, so that a prompt computes only the tokens that no slot holds yet.
 
-A prompt goes on from the slot that has the longest beginning in common with it. Where the prompt begins with all of
-that slot's tokens and nobody is at work there, the slot's own chat goes on; where not (a regenerated answer, a branch,
-a chat with the same system prompt, one that is being answered), another slot forks from it, so that both stay, sharing
-pages. Slots and pages that are needed are taken from whoever was not used for longest.
+A prompt continues from the slot with the longest common prefix. If the prompt contains all of that slot's tokens and
+the slot is idle, the same slot continues. Otherwise (a regenerated answer, a branch, a chat with the same system
+prompt, a chat that is being answered) another slot forks from it, and the two share pages. The least recently used
+slots and pages are evicted first.
 
-A slot is *busy* from `begin` to `release`: its tokens stay, and pages for as many as it may come to have are reserved.
-Idle slots are what a memory that is free anyway is used for; they give way.
+A slot is *busy* from `begin` to `release`: it keeps its tokens, and pages for the longest it may become are reserved.
+Idle slots only use memory that would otherwise be free, and can be evicted at any time.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from runtime.engine.conversations.saved_folder import SavedCaches, SavedSequence
 from runtime.kv.control import KVCache
 
 _WORTH_OPENING = 32
-"""With fewer tokens in common, a quantized page is not opened for them: they are computed again."""
+"""With fewer common tokens than this, reopening a quantized page is not worth it: the tokens are recomputed."""
 
 
 class Conversations:
-    """The sequences in a decoder's slots. Not thread-safe: the engine asks between steps.
+    """The sequences in a decoder's slots. Not thread-safe: the engine calls it between steps.
 
     Args:
-        cache: The decoder's cache; None where it cannot trim and fork by request: slot 0 alone is used then, and
-            a step at a lower position cuts it back.
+        cache: The decoder's cache; None if it cannot trim and fork on request. Then only slot 0 is used, and a step at
+            a lower position truncates it.
         slots: Slots of the decoder.
         context: Tokens of a slot.
     """
@@ -36,22 +36,22 @@ class Conversations:
         self._chats: list[str | None] = [None] * len(self._tokens)
         self._used = [0] * len(self._tokens)
         self._clock = 0
-        self._ends: dict[int, int] = {}  # what each busy slot may grow to
+        self._ends: dict[int, int] = {}  # the length each busy slot may reach
         self._forgotten: set[int] = set()  # busy slots that are cleared when they are released
         self.saved: SavedCaches | None = None
-        """Sequences on disk, where a prompt may begin from too; only with a cache that has a layout."""
+        """Saved sequences from which a prompt may also begin; only for a cache that has a layout."""
 
     def tokens(self, slot: int) -> list[int]:
-        """What a slot holds; whoever runs a step of the slot appends what has entered the cache."""
+        """The tokens a slot holds. Whoever runs a step of the slot appends the tokens that entered the cache."""
         return self._tokens[slot]
 
     @property
     def busy(self) -> int:
-        """Slots that somebody is at work in."""
+        """Slots in use by a request."""
         return len(self._ends)
 
     def has_room_for(self, prompt: Sequence[int], end: int) -> bool:
-        """Whether a prompt can begin now and grow to `end` tokens, whatever the busy slots grow to.
+        """Whether a prompt can begin now and grow to `end` tokens, even if every busy slot grows to its limit.
 
         Args:
             prompt: Its tokens.
@@ -63,18 +63,18 @@ class Conversations:
             return True
         kind, (source, shared) = self._cache.kind, self._longest(prompt[:-1])
         paged = self._cache.paged_length(source) // kind.page if source in self._ends else 0
-        return self._cache.holds_together(self._ends, kind.stored_pages(end) - min(paged, kind.whole_pages(shared)))
+        return self._cache.has_room_for_all(self._ends, kind.stored_pages(end) - min(paged, kind.whole_pages(shared)))
 
     def begin(self, prompt: Sequence[int], chat: str | None = None, *, end: int | None = None) -> tuple[int, int]:
-        """Make a slot hold the beginning of a prompt, as much of it as is known; its last token is never counted.
+        """Assign a slot to a prompt and reuse as much of its prefix as is cached. The last token is always recomputed.
 
         The slot is busy until it is released.
 
         Args:
             prompt: Its tokens.
-            chat: Whose it is, for `forget`: a name that its client chose. A prompt without one that goes on in a
-                chat's slot leaves it that chat's.
-            end: As `has_room_for` was asked; None: the context.
+            chat: The chat it belongs to, for `forget`: a name chosen by the client. A prompt without a name that
+                continues in a chat's slot leaves the slot with that chat.
+            end: The limit passed to `has_room_for`; None: the context.
 
         Returns:
             The slot, and how many of the prompt's tokens it holds.
@@ -96,7 +96,7 @@ class Conversations:
         return slot, shared
 
     def release(self, slot: int) -> None:
-        """Nobody is at work in a slot any longer. What it holds stays as long as there is room."""
+        """Mark a slot idle. It keeps its contents until the room is needed."""
         self.cut(slot, len(self._tokens[slot]))
         del self._ends[slot]
         self._touch(slot)
@@ -104,9 +104,9 @@ class Conversations:
             self.clear(slot)
 
     def make_room(self, slot: int, end: int) -> None:
-        """See to it that a slot can go on up to `end` tokens: idle ones are dropped, those unused for longest first.
+        """Make room for a slot to grow to `end` tokens: evicts idle slots, least recently used first.
 
-        Where nobody is left to be dropped, the step itself is refused.
+        If nothing is left to evict, the step itself fails.
         """
         cache = self._cache
         if cache is None or cache.has_room(slot, end):
@@ -117,9 +117,9 @@ class Conversations:
                 return
 
     def forget(self, chat: str | None = None) -> None:
-        """Drop what belongs to a chat; everything, where none is named. Files stay: see `saved_folder.forget`.
+        """Drop the cached tokens of a chat, or of all chats. Saved files stay: see `saved_folder.forget`.
 
-        What is in a busy slot is dropped when it is released.
+        A busy slot is dropped when it is released.
         """
         for slot, owner in enumerate(self._chats):
             if chat is None or owner == chat:
@@ -133,7 +133,7 @@ class Conversations:
             self.clear(slot)
 
     def clear(self, slot: int) -> None:
-        """Drop a slot's tokens, and whatever else was written into it. It is idle afterwards."""
+        """Drop a slot's tokens and anything else written into it. The slot is idle afterwards."""
         self._ends.pop(slot, None)
         self._forgotten.discard(slot)
         self._tokens[slot] = []
@@ -142,9 +142,9 @@ class Conversations:
             self._cache.clear(slot)
 
     def vacate(self, slot: int, room: int) -> None:
-        """Empty a slot for somebody who writes up to `room` tokens into it. What it held moves to another slot.
+        """Empty a slot for a caller that writes up to `room` tokens into it. Its contents move to another slot.
 
-        Where all are taken, the one unused for longest is dropped, on disk first if it is worth a file.
+        If all slots are in use, the least recently used one is evicted, and saved to disk first if it is worth a file.
         """
         if self._cache is None:
             self.clear(slot)
@@ -164,11 +164,11 @@ class Conversations:
             self.make_room(slot, room)
 
     def save(self) -> None:
-        """Write to disk what is worth it, the latest first."""
+        """Save the sequences worth a file to disk, latest first."""
         self._save(sorted(range(len(self._tokens)), key=self._used.__getitem__, reverse=True))
 
     def _save(self, slots: Sequence[int]) -> None:
-        """Write to disk what is worth it of some slots, the most important first."""
+        """Save those of the given slots that are worth a file, most important first."""
         if self.saved is None or self._cache is None:
             return
         for slot in slots:
@@ -176,7 +176,7 @@ class Conversations:
         self.saved.save(self._cache, [(slot, self._tokens[slot], self._chats[slot]) for slot in slots])
 
     def _longest(self, wanted: Sequence[int]) -> tuple[int, int]:
-        """The slot that has most of some tokens, and how many; of equals one that can be cut back without loss."""
+        """The slot with the longest common prefix, and its length; prefers one that truncates without loss."""
         found = []
         for slot, tokens in enumerate(self._tokens):
             shared = common_prefix(tokens, wanted)
@@ -186,20 +186,20 @@ class Conversations:
         return slot, shared
 
     def _is_exact(self, slot: int, length: int) -> bool:
-        """Whether a slot can be cut back to a length without opening a quantized page."""
+        """Whether a slot can be truncated to a length without reopening a quantized page."""
         return self._cache is None or length >= self._cache.exact_from(slot)
 
     def _spare(self, source: int | None) -> int:
-        """An idle slot: an empty one, or the one unused for longest; not `source` where there are others."""
+        """An idle slot: an empty one, or the least recently used; `source` only if there is no other."""
         others = self._idle(but=source) or self._idle()
         return min(others, key=lambda slot: (bool(self._tokens[slot]), self._used[slot]))
 
     def _idle(self, but: int | None = None) -> list[int]:
-        """Slots that nobody is at work in, without one."""
+        """Idle slots, except one."""
         return [slot for slot in range(len(self._tokens)) if slot not in self._ends and slot != but]
 
     def _fork(self, source: int, target: int, length: int) -> None:
-        """Let a slot begin as another does."""
+        """Start a slot from another one's first `length` tokens."""
         if self._cache is not None:
             if length:
                 self._cache.fork(source, target, length)
@@ -209,7 +209,7 @@ class Conversations:
         self._chats[target] = None
 
     def _restore(self, found: SavedSequence, slot: int) -> None:
-        """Let a slot hold what is in a file, or nothing where that cannot be used."""
+        """Load a saved file into a slot; leaves the slot empty if the file cannot be used."""
         assert self.saved is not None
         assert self._cache is not None
         self.clear(slot)
@@ -221,19 +221,19 @@ class Conversations:
         self._touch(slot)
 
     def cut(self, slot: int, length: int) -> None:
-        """Drop what a slot holds behind its first `length` tokens, and what a draft or a failed step has left there."""
+        """Truncate a slot to its first `length` tokens, including anything left there by a draft or a failed step."""
         del self._tokens[slot][length:]
         if self._cache is not None and self._cache.length(slot) > length:
             self._cache.trim(slot, length)
 
     def _touch(self, slot: int) -> None:
-        """Note that a slot is used now."""
+        """Mark a slot as used now."""
         self._clock += 1
         self._used[slot] = self._clock
 
 
 def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
-    """How many tokens both begin with."""
+    """Length of the common prefix."""
     for index, (one, other) in enumerate(zip(first, second, strict=False)):
         if one != other:
             return index

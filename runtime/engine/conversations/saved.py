@@ -1,13 +1,13 @@
-"""One sequence of a KV cache as a file, from which it comes back without a prefill.
+"""Saved caches: one sequence of a KV cache as a file, restored without a prefill.
 
     magic            8 bytes, `LBCHATKV`
     header           8 bytes of length (little-endian), then JSON: format, about, chat, tokens, paged
     pieces           each 8 bytes of length, then JSON: name -> [dtype, shape]; then the arrays, at multiples of 64
     checksum         16 bytes, BLAKE2b of all before it
 
-What is in the arrays is the backend's business (`runtime.kv.transfer`); the header says whose they are. A file is
-written beside its place and renamed, for its owner alone. Nothing waits for the disk: what a power cut spoils does not
-match its checksum and is not used.
+The backend defines the arrays (`runtime.kv.transfer`); the header says what they belong to. A file is written under a
+temporary name and renamed, readable by its owner only. It is not synced to disk: a file damaged by a power cut fails
+its checksum and is ignored.
 """
 
 from __future__ import annotations
@@ -36,36 +36,36 @@ from runtime.kv.control import KVCache
 from runtime.kv.transfer import Arrays
 
 ENDING = ".kv"
-"""Ending of a saved cache's name."""
+"""Suffix of a saved cache."""
 TEMPORARY = ".kv.tmp"
-"""Ending while it is being written."""
+"""Suffix of a saved cache that is still being written."""
 _MAGIC = b"LBCHATKV"
 _FORMAT = 3
 _ALIGNMENT = 64
 _CHECKSUM = 16
 _HASHED = 1 << 22
-"""Bytes that are read and hashed at once."""
+"""Bytes read and hashed at a time."""
 _DTYPES = ("float16", "float32", "uint8", "int8", "int16", "int32", "uint16", "uint32")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class About:
-    """What a saved cache belongs to; only where all of this is the same does it mean the same."""
+    """Identity of a saved cache. A file is only valid where all of these fields match."""
 
     model: str
     """Content id of the model: a checksum of its files."""
     recipe: Mapping[str, Any]
-    """How the model was quantized."""
+    """The model's quantization recipe."""
     spec: Mapping[str, Any]
     """The architecture."""
     kind: Mapping[str, Any]
-    """The kind of cache with all its numbers."""
+    """The kind of cache, with all its parameters."""
     layout: str
     """Layout of the arrays: backend and version."""
     version: str
     """Version of the program."""
     prompts: Mapping[str, int]
-    """Channels per 1024 by which prompts were compensated, by layer type (`DecoderOptions.prompt_k_chunk`)."""
+    """Compensated channels per 1024 of prompts, by layer type (`DecoderOptions.prompt_k_chunk`)."""
 
     @classmethod
     def of(
@@ -77,7 +77,7 @@ class About:
         recipe: Mapping[str, Any],
         prompts: Mapping[str, int] | int = 0,
     ) -> About:
-        """What sequences of a cache belong to.
+        """The identity of a cache's sequences.
 
         Args:
             cache: The cache, which must have a layout.
@@ -101,7 +101,7 @@ class About:
         )
 
     def differences(self, other: About) -> list[str]:
-        """In which words two are not the same."""
+        """The differences between two identities, in words."""
         words = {
             "model": "another model",
             "recipe": "another recipe",
@@ -116,18 +116,18 @@ class About:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """What stands at the beginning of a file."""
+    """The header of a file."""
 
     about: About
-    """What it belongs to."""
+    """Identity of the cache."""
     chat: str | None
-    """Whose it is: the name that the client gave the conversation, where it did."""
+    """The client's name for the conversation, if it gave one."""
     tokens: tuple[int, ...]
     """The sequence."""
     paged: int
-    """How many of them are in pages; the rest are in the window."""
+    """Tokens in pages; the rest are in the window."""
     end: int
-    """Where the header ends, in bytes."""
+    """Offset of the end of the header, in bytes."""
 
 
 def write(
@@ -138,17 +138,17 @@ def write(
     Args:
         path: The file; replaced if it exists. Its folder must exist.
         about: What the cache belongs to.
-        tokens: The slot's tokens, as many as it has.
+        tokens: All tokens of the slot.
         cache: The cache.
         slot: The slot.
-        chat: Whose it is, so that it can be deleted with the conversation; None where nobody said.
+        chat: Name of the conversation, so that the file can be deleted with it; None if the client gave none.
 
     Returns:
         Bytes of the file.
 
     Raises:
-        SavedCacheError: the disk is full, the folder read-only, or the like. Nothing half-written stays.
-        RequestError: the slot has another number of tokens, or none.
+        SavedCacheError: the disk is full, the folder is read-only, or similar. No partial file is left behind.
+        RequestError: the slot is empty, or holds a different number of tokens.
     """
     if not tokens or len(tokens) != cache.length(slot):
         raise RequestError(f"slot {slot} has {cache.length(slot)} tokens, not {len(tokens)}, and cannot be saved so")
@@ -164,7 +164,7 @@ def write(
 
 
 def writer_is_gone(path: Path) -> bool:
-    """Whether a temporary file was left behind: the process that wrote it has ended."""
+    """Whether the process that was writing a temporary file has ended."""
     import psutil
 
     pid, _, _ = path.name.removeprefix(".").partition("-")
@@ -172,7 +172,7 @@ def writer_is_gone(path: Path) -> bool:
 
 
 def read_header(path: Path) -> Header:
-    """What a file says of itself; the checksum is not looked at.
+    """Read a file's header, without verifying the checksum.
 
     Raises:
         SavedCacheError: it cannot be read, or is not a saved cache of this format.
@@ -192,19 +192,19 @@ def read_header(path: Path) -> Header:
 
 
 def load(path: Path, about: About, cache: KVCache, slot: int) -> list[int]:
-    """Bring a file back into a slot; what that held is dropped.
+    """Load a file into a slot, replacing the slot's contents.
 
     Args:
         path: The file.
         about: What the cache belongs to.
         cache: The cache, with room for the sequence.
-        slot: The slot, empty afterwards where this fails.
+        slot: The slot; empty afterwards if loading fails.
 
     Returns:
         The sequence.
 
     Raises:
-        SavedCacheError: the file cannot be read, is damaged, or belongs to something else; the message says to what.
+        SavedCacheError: the file cannot be read, is damaged, or does not belong to this cache; the message says why.
         OutOfMemoryError: not enough pages are free.
     """
     header = read_header(path)
@@ -226,7 +226,7 @@ def load(path: Path, about: About, cache: KVCache, slot: int) -> list[int]:
 
 
 class _Hashed:
-    """A file that is written from front to back, and its checksum."""
+    """A file written sequentially, and its checksum."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -240,17 +240,17 @@ class _Hashed:
         self.at += len(data)
 
     def json(self, data: object) -> None:
-        """Write JSON with its length before it."""
+        """Write JSON, prefixed with its length."""
         text = json.dumps(data, separators=(",", ":")).encode()
         self.write(len(text).to_bytes(8, "little") + text)
 
     def align(self) -> None:
-        """Go on at a multiple of the alignment."""
+        """Pad to the next multiple of the alignment."""
         self.write(bytes(-self.at % _ALIGNMENT))
 
 
 def _write(file: BinaryIO, about: About, tokens: Sequence[int], cache: KVCache, slot: int, chat: str | None) -> int:
-    """Write all of a file. Returns its bytes."""
+    """Write the whole file. Returns its size in bytes."""
     out = _Hashed(file)
     out.write(_MAGIC)
     paged = cache.paged_length(slot)
@@ -277,7 +277,7 @@ def _header(data: Mapping[str, Any], end: int) -> Header:
 
 
 def _verify(path: Path, mapped: mmap.mmap) -> None:
-    """Raise SavedCacheError where a file does not match its checksum."""
+    """Raise SavedCacheError if a file does not match its checksum."""
     digest = hashlib.blake2b(digest_size=_CHECKSUM)
     with memoryview(mapped) as data:
         for at in range(0, len(data) - _CHECKSUM, _HASHED):
@@ -287,7 +287,7 @@ def _verify(path: Path, mapped: mmap.mmap) -> None:
 
 
 def _pieces(mapped: mmap.mmap, header: Header) -> Iterator[Arrays]:
-    """The arrays, copied out of the file piece by piece."""
+    """The arrays, copied out of the file one piece at a time."""
     at = header.end
     while at < len(mapped) - _CHECKSUM:
         length = int.from_bytes(mapped[at : at + 8], "little")

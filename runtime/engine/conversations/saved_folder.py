@@ -1,4 +1,4 @@
-"""The folder of saved caches: which sequences are worth a file, which file a prompt begins from, and how much stays."""
+"""The folder of saved caches: chooses sequences to save, finds the file for a prompt, and limits the total size."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from runtime.kv.control import KVCache
 from runtime.wire.answers import Holding
 
 FOLDER_BYTES = 2 << 30
-"""Bytes that all saved caches may have together, those of other models included."""
+"""Size limit of all saved caches together, including those of other models, in bytes."""
 SMALLEST = 1024
-"""A shorter sequence is not saved: a prefill of it takes no longer than a person waits."""
+"""Shorter sequences are not saved: their prefill takes no longer than a person is willing to wait."""
 GAIN = 256
-"""Tokens that a file must spare to be read, and that a sequence must add to another one to be saved beside it."""
+"""Tokens a file must spare to be worth reading, and that a sequence must add to an existing file to be worth saving."""
 SAVING_S = 2.0
-"""No file is begun after so many seconds of saving: whoever ends the program does not wait for ever."""
+"""Time limit for saving, in seconds: no new file is begun after this, so that the program ends promptly."""
 _STALE_S = 3600.0
-"""A file that is being written for longer was left behind, even if another process has its writer's number now."""
+"""A temporary file older than this is abandoned, even if its writer's process id is in use again."""
 _RESERVE = 256 << 20
 """Bytes of the disk that stay free."""
 
@@ -39,26 +39,26 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedSequence:
-    """A file that belongs to the loaded model."""
+    """A saved cache that belongs to the loaded model."""
 
     path: Path
-    """Where it is."""
+    """Its path."""
     tokens: npt.NDArray[np.int32]
     """Its sequence."""
     chat: str | None = None
-    """Whose it is; None where nobody said."""
+    """Name of the conversation; None if the client gave none."""
 
 
 def holding(folder: Path) -> Holding:
-    """What all saved caches of a folder take."""
+    """Total size of a folder's saved caches, in bytes."""
     return _sum(_listed(folder))
 
 
 def forget(folder: Path, *, chat: str | None = None, model: str | None = None) -> Holding:
-    """Delete saved caches: those of a chat, those of a model, or all of them where neither is named.
+    """Delete saved caches: those of a chat, of a model, or all of them if neither is given.
 
-    A file that can no longer be read goes with any chat, for it may be its. What another process is writing at this
-    moment is left alone unless all is deleted.
+    Unreadable files are deleted with any chat, since they may belong to it. Files that another process is writing are
+    left alone unless everything is deleted.
 
     Args:
         folder: Where the files are.
@@ -66,7 +66,7 @@ def forget(folder: Path, *, chat: str | None = None, model: str | None = None) -
         model: Content id of a model.
 
     Returns:
-        What was deleted.
+        The deleted files.
 
     Raises:
         SavedCacheError: the system refuses to delete one; the message says which.
@@ -83,7 +83,7 @@ def forget(folder: Path, *, chat: str | None = None, model: str | None = None) -
 
 @contextlib.contextmanager
 def forgetting(folder: Path, models: Path) -> Iterator[None]:
-    """When left, delete the saved caches of stored models that were deleted or replaced while entered.
+    """Context manager that, on exit, deletes the saved caches of models that were deleted or replaced inside it.
 
     Args:
         folder: Where the saved caches are.
@@ -101,15 +101,15 @@ def forgetting(folder: Path, models: Path) -> Iterator[None]:
 
 
 class SavedCaches:
-    """The saved caches of one loaded model. Nothing here raises: what cannot be saved or used is told to the log.
+    """The saved caches of one loaded model. Never raises: what cannot be saved or used is logged.
 
     Args:
-        folder: Where the files are, of all models; made for its owner alone when something is saved.
-        about: What this model's caches belong to.
-        model: The model's folder: without it nothing is saved, for the model was deleted; None: that is not asked.
-        limit: Bytes that all files may have together; those unused for longest are deleted.
-        smallest: Tokens below which a sequence is not saved.
-        gain: Tokens that a file must spare.
+        folder: Folder of the files of all models; created for its owner only, on the first save.
+        about: Identity of this model's caches.
+        model: The model's folder: if it has been deleted, nothing is saved. None: not checked.
+        limit: Total size limit in bytes; the least recently used files are deleted.
+        smallest: Sequences with fewer tokens are not saved.
+        gain: Tokens a file must spare to be worth reading.
     """
 
     def __init__(
@@ -130,12 +130,12 @@ class SavedCaches:
         self._prune()
 
     def longest(self, tokens: Sequence[int], *, beyond: int, context: int) -> SavedSequence | None:
-        """The file with most tokens in common at its beginning with some others; of equals the shortest.
+        """The file with the longest common prefix; ties go to the shortest file.
 
         Args:
-            tokens: What a prompt begins with.
-            beyond: Tokens that are at hand without a file; it must have clearly more.
-            context: Longer sequences do not count.
+            tokens: The beginning of a prompt.
+            beyond: Tokens available without a file; a file must offer clearly more.
+            context: Longer sequences are ignored.
         """
         self._look_again()
         wanted, best, most = np.array(tokens, np.int32), None, beyond + self._gain - 1
@@ -145,10 +145,10 @@ class SavedCaches:
         return best
 
     def load(self, found: SavedSequence, cache: KVCache, slot: int) -> list[int]:
-        """Bring a file back into a slot with room for it.
+        """Load a file into a slot that has room for it.
 
         Returns:
-            The sequence; empty where the file was of no use: it is deleted then.
+            The sequence; empty if the file was unusable, in which case it is deleted.
         """
         try:
             tokens = saved.load(found.path, self._about, cache, slot)
@@ -164,11 +164,11 @@ class SavedCaches:
         return tokens
 
     def save(self, cache: KVCache, sequences: Sequence[tuple[int, Sequence[int], str | None]]) -> None:
-        """Write what is worth a file, then delete what is too much.
+        """Save the sequences worth a file, then delete files beyond the limit.
 
         Args:
             cache: The cache.
-            sequences: Slots, their tokens and whose they are, the most important first.
+            sequences: Slots with their tokens and conversation names, most important first.
         """
         if self._model is not None and content_of(self._model) != self._about.model:
             return
@@ -187,9 +187,9 @@ class SavedCaches:
         self._prune()
 
     def _write(self, cache: KVCache, slot: int, tokens: npt.NDArray[np.int32], chat: str | None) -> None:
-        """Write one sequence; files that it goes on from are deleted."""
+        """Write one sequence, and delete the files that it extends."""
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._folder.chmod(0o700)  # whoever made it
+        self._folder.chmod(0o700)  # no matter who made it
         needed = cache.slot_bytes(slot)
         if needed > self._limit or needed > shutil.disk_usage(self._folder).free - _RESERVE:
             raise SavedCacheError(
@@ -205,7 +205,7 @@ class SavedCaches:
         self._found.append(SavedSequence(path=path, tokens=tokens, chat=chat))
 
     def _prune(self) -> None:
-        """Delete files, those unused for longest first, until all that stay have room; and what a crash left behind."""
+        """Delete the least recently used files until the rest fits the limit, and leftovers of crashes."""
         files = []
         for path in _listed(self._folder):
             with contextlib.suppress(OSError):
@@ -221,7 +221,7 @@ class SavedCaches:
                 self._remove(path)
 
     def _scan(self) -> list[SavedSequence]:
-        """The files that belong to this model. Why one does not is told to the log, where it was made for it."""
+        """List the files of this model. Logs why a file that was made for it cannot be used."""
         found = []
         for path in _listed(self._folder):
             if not (path.name.startswith(self._prefix) and path.name.endswith(saved.ENDING)):
@@ -239,25 +239,25 @@ class SavedCaches:
         return found
 
     def _look_again(self) -> None:
-        """Know no more of files that somebody has deleted."""
+        """Forget files that somebody has deleted."""
         self._found = [found for found in self._found if found.path.exists()]
 
     def _remove(self, path: Path) -> None:
-        """Delete a file, and know it no more."""
+        """Delete a file and forget it."""
         self._found = [found for found in self._found if found.path != path]
         with contextlib.suppress(OSError):
             path.unlink(missing_ok=True)
 
 
 def _shared(first: npt.NDArray[np.int32], second: npt.NDArray[np.int32]) -> int:
-    """How many tokens both begin with."""
+    """Length of the common prefix."""
     count = min(len(first), len(second))
     different = np.flatnonzero(first[:count] != second[:count])
     return int(different[0]) if len(different) else count
 
 
 def _model_prefix(model: str) -> str:
-    """How the names of a model's files begin."""
+    """Prefix of the names of a model's files."""
     return f"{model[:16]}-"
 
 
@@ -271,7 +271,7 @@ def _contents(models: Path) -> set[str]:
 
 
 def _listed(folder: Path) -> list[Path]:
-    """Saved caches and files that are being written, by name; none where there is no folder."""
+    """Saved caches and temporary files, by name; none if the folder does not exist."""
     try:
         return sorted(path for path in folder.iterdir() if path.name.endswith((saved.ENDING, saved.TEMPORARY)))
     except OSError:
@@ -279,7 +279,7 @@ def _listed(folder: Path) -> list[Path]:
 
 
 def _is_of(path: Path, chat: str | None, model: str | None) -> bool:
-    """Whether a file is to be deleted with a chat or a model, or with all."""
+    """Whether a file belongs to a chat or a model that is being deleted."""
     if chat is None and model is None:
         return True
     if path.name.endswith(saved.TEMPORARY):
@@ -295,7 +295,7 @@ def _is_of(path: Path, chat: str | None, model: str | None) -> bool:
 
 
 def _sum(paths: Sequence[Path]) -> Holding:
-    """What some files take; those that are gone, nothing."""
+    """Total size of some files; missing files count as zero."""
     sizes = []
     for path in paths:
         with contextlib.suppress(OSError):

@@ -1,1 +1,1 @@
-"""Many requests at once: what becomes of one (`request`, `answer`), and who gets what of each step (`scheduler`)."""
+"""Scheduling: the life of one request (`request`, `answer`), and the shares of many in each step (`scheduler`)."""

@@ -1,4 +1,4 @@
-"""An answer in the making: tokens become pieces of text, until it ends."""
+"""Answer: turns the tokens of one request into pieces of text, and detects its end."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from runtime.text.stopping import StopMatcher
 from runtime.text.tokenizer import Detokenizer, Tokenizer
 
 CONTEXT_TOKENS = 8
-"""Prompt tokens that the detokenizer sees before the answer, so that a continuation keeps its leading space."""
+"""Prompt tokens shown to the detokenizer before the answer, so that a continuation keeps its leading space."""
 Receive = Callable[[Piece | Exception], None]
-"""Takes the pieces of an answer; the last one has a `finish_reason`, or is the error that ended it."""
+"""Receives the pieces of an answer. The last item has a `finish_reason`, or is the error that ended the answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Language:
-    """What the tokens of a model mean."""
+    """The conversion of a model's tokens to text."""
 
     tokenizer: Tokenizer
-    """Turns them into text."""
+    """Decodes tokens."""
     ends: Collection[int]
-    """Those that end an answer."""
+    """Tokens that end an answer."""
 
 
 class Answer:
-    """One answer. Whatever happens, its receiver gets one last item.
+    """One answer. Its receiver always gets exactly one last item.
 
     Args:
         run: The generation.
@@ -40,14 +40,14 @@ class Answer:
     def __init__(self, run: Run, language: Language, limit: int, receive: Receive) -> None:
         self.run, self.limit, self._language, self._receive = run, limit, language, receive
         self._stops = StopMatcher(run.options.stop)
-        self._blank = run.trim  # whether white space is still to be left out
+        self._blank = run.trim  # whether leading white space is still to be stripped
         self._text = Detokenizer(language.tokenizer, run.prompt[-CONTEXT_TOKENS:])
         self.ended = False
-        """Whether the last item was given."""
+        """Whether the last item was delivered."""
 
     @property
     def remaining(self) -> int:
-        """Tokens that may come still."""
+        """Tokens that may still be generated."""
         return self.limit - self.run.completion
 
     def take(self, token: int, own: Float32Array | Drawn) -> bool:
@@ -55,10 +55,10 @@ class Answer:
 
         Args:
             token: The token.
-            own: The logits float32 [V] that it was drawn from; or what was drawn from them elsewhere.
+            own: The logits float32 [V] that it was sampled from, or the decoder's own sample.
 
         Returns:
-            Whether another one is wanted; the answer has ended otherwise.
+            Whether to continue; otherwise the answer has ended.
         """
         self.run.count()
         if token in self._language.ends:
@@ -75,7 +75,7 @@ class Answer:
         return False
 
     def end(self, finish: FinishReason) -> None:
-        """Give what text was held back, and the reason. Nothing happens where the answer has ended."""
+        """Deliver the held-back text and the finish reason. Does nothing if the answer has ended."""
         if self.ended:
             return
         rest = self._stops.add(self._text.flush()) + self._stops.flush()
@@ -83,7 +83,7 @@ class Answer:
         self._last(self.run.last(finish, rest.lstrip() if self._blank else rest))
 
     def fail(self, error: Exception) -> None:
-        """End with an error. Nothing happens where the answer has ended."""
+        """End with an error. Does nothing if the answer has ended."""
         if not self.ended:
             self._last(error)
 

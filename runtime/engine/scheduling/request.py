@@ -1,4 +1,4 @@
-"""One request in the scheduler's hands: from its prompt to its last token, step by step."""
+"""Request: the state of one generation in the scheduler, from its prompt to its last token."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class Request:
     """A generation, and the rows that it needs next.
 
     Args:
-        answer: Takes the tokens.
-        cancelled: Asked between steps; may be asked in any thread.
-        rounds: Makes what decodes in a slot.
+        answer: Receives the tokens.
+        cancelled: Polled between steps, from any thread.
+        rounds: Creates the decoding loop of a slot.
     """
 
     def __init__(self, answer: Answer, cancelled: Callable[[], bool], rounds: Callable[[int], Rounds]) -> None:
@@ -25,30 +25,30 @@ class Request:
         self._rounds = rounds
         self._work: Work[None] | None = None
         self.rows: Rows | None = None
-        """What it needs next; None before it has begun, and when it is done."""
+        """The rows it needs next; None before it begins and after it ends."""
         self.forgotten = False
-        """Whether what the cache holds of it is to be dropped at the end."""
+        """Whether to drop its cache entries at the end."""
 
     @property
     def end(self) -> int:
-        """Tokens that prompt and answer have together, at most."""
+        """Most tokens of prompt and answer together."""
         return len(self.run.prompt) + self.answer.limit
 
     def begin(self, slot: int, cached: int, held: list[int], chunk: Callable[[int, int], int]) -> None:
-        """Take a slot.
+        """Start in a slot.
 
         Args:
             slot: The slot; it holds the first `cached` tokens of the prompt.
-            cached: Tokens.
-            held: The slot's tokens; what has entered the cache is appended.
-            chunk: Says how many rows of a prompt to run next, given how many have been run and how many are left.
+            cached: Number of prompt tokens in the slot.
+            held: The slot's tokens; tokens that enter the cache are appended.
+            chunk: Returns how many rows of the prompt to run next, given how many were run and how many are left.
         """
         self.run.slot, self.run.cached = slot, cached
         self._work = self._steps(held, chunk)
         self.rows = next(self._work)
 
     def go_on(self, found: Any) -> None:
-        """Take what the rows that were needed gave; see `runtime.engine.rows.Work`."""
+        """Continue with the results of the requested rows; see `runtime.engine.rows.Work`."""
         assert self._work is not None
         try:
             self.rows = self._work.send(found)
@@ -56,7 +56,7 @@ class Request:
             self.rows = None
 
     def _steps(self, held: list[int], chunk: Callable[[int, int], int]) -> Work[None]:
-        """The prompt behind what is cached, then rounds of decoding, of one token each where nothing is drafted."""
+        """Run the uncached part of the prompt, then rounds of decoding (of one token each without speculation)."""
         run, answer, began, start = self.run, self.answer, time.perf_counter(), self.run.cached
         while start < len(run.prompt):
             tokens = run.prompt[start : start + chunk(start - run.cached, len(run.prompt) - start)]

@@ -1,19 +1,20 @@
-"""Who gets what of each step: requests are admitted, read, decoded and retired step by step.
+"""Scheduler: admits requests by free slots and pages, and interleaves prefill, drafts and decoding step by step.
 
-One call of `step` does, for all requests that run:
+Each call of `step` does the following for all running requests:
 
-1. End those that were cancelled. Admit the one that has waited for longest, if no prompt is being read, a slot is free,
-   and the pages for prompt and answer are free or can be taken from idle conversations whatever the others grow to.
-2. Drafts of all requests that speculate, together, one row of each at a time.
-3. One round of all that decode, together: a token, or the rows that verify a draft.
-4. A chunk of the prompt that is being read: `CHUNK` rows while others run, a full step where nobody does.
+1. End cancelled requests. Admit the one that has waited longest if no prompt is being read, a slot is free, and pages
+   for its prompt and answer are free or can be evicted from idle conversations even if all running requests grow to
+   their limits.
+2. Draft for all requests that speculate, in batches of one row each.
+3. Run one decoding round of all answers in a batch: a token each, or the rows that verify a draft.
+4. Prefill a chunk of the prompt that is being read: `CHUNK` rows if other requests run, otherwise a full step.
 
-So between two rounds of a request stand one round of the others and a chunk at most, however long a prompt is; and a
-prompt gets on by a chunk with every token of the others, however many they are. Prompts are read one after the other,
-in the order in which they came: whoever begins finds in the cache what the ones before have in common with him.
+So a request waits at most for one round of the others and one chunk between its own rounds, however long the prompt is,
+and a prompt advances by one chunk for every token of the others, however many there are. Prompts are read one at a
+time, in the order of arrival, so that each finds in the cache what it has in common with those before it.
 
-Rows of prompts, drafts and tokens make steps of their own. Those of prompts are compensated together, by a program of
-their own on every backend, so that a common step would read the weights twice anyway; drafts read less of the cache.
+Prompt rows, draft rows and decode rows run in separate steps. Every backend compensates prompt rows together in a
+program of their own, so a mixed step would read the weights twice anyway; drafts read less of the cache.
 """
 
 from __future__ import annotations
@@ -30,52 +31,52 @@ from runtime.engine.scheduling.request import Request
 from runtime.errors import OutOfMemoryError
 
 ROUND: tuple[RowKind, ...] = ("drawn", "decode", "prompt")
-"""What is run after the drafts, each at most once a step."""
+"""Tasks to run after the drafts, each at most once a step."""
 CHUNK = 64
-"""Rows of a prompt between two tokens of requests that decode."""
+"""Prompt rows per step while other requests decode."""
 REMAINDER = 16
-"""A chunk takes so many rows more rather than leaving them: few rows are compensated, and cut into pieces by attention,
-in another way than many, and an answer must not hang on who is beside it."""
+"""A chunk grows by up to this many rows rather than leave them as a remainder: a few rows are compensated, and split by
+attention, differently from many, and an answer must not depend on concurrent requests."""
 
 
 class Scheduler:
     """The requests of one decoder. Not thread-safe.
 
     Args:
-        decoder: Computes.
-        conversations: What its slots hold.
+        decoder: The model.
+        conversations: The contents of its slots.
     """
 
     def __init__(self, decoder: Decoder, conversations: Conversations) -> None:
         self._decoder, self._conversations = decoder, conversations
         self.waiting: deque[Request] = deque()
-        """Requests that have not begun, in the order in which they came."""
+        """Requests that have not started, in order of arrival."""
         self.running: list[Request] = []
         """Requests that have a slot."""
         self.most = decoder.options.slots
-        """Requests that may run at the same time."""
-        self._full = False  # whether the first that waits has to wait until somebody ends
+        """Most requests running at the same time."""
+        self._full = False  # whether the first waiting request must wait until a running one ends
         self._spent = self._began = 0.0
 
     @property
     def busy(self) -> bool:
-        """Whether there is anything to do."""
+        """Whether any request is running or waiting."""
         return bool(self.running or self.waiting)
 
     def clock(self) -> float:
-        """Seconds, on a clock that stands still between steps; to be asked within one."""
+        """Time in seconds, on a clock that stops between steps; call it within a step."""
         return self._spent + time.perf_counter() - self._began
 
-    def company(self) -> int:
-        """How many requests run."""
+    def concurrent(self) -> int:
+        """Number of running requests."""
         return len(self.running)
 
     def add(self, request: Request) -> None:
-        """Take a request."""
+        """Queue a request."""
         self.waiting.append(request)
 
     def step(self) -> None:
-        """One round of everybody; see above."""
+        """Run one round of all requests; see the module's docstring."""
         self._began = time.perf_counter()
         self.end_cancelled()
         self._admit()
@@ -87,7 +88,7 @@ class Scheduler:
         self._spent = self.clock()
 
     def cancel(self, request: Request) -> None:
-        """End a request now, wherever it stands."""
+        """End a request now, in whatever state it is."""
         if request in self.waiting:
             self.waiting.remove(request)
             self._full = False
@@ -96,26 +97,26 @@ class Scheduler:
         request.answer.end("cancelled")
 
     def end_all(self, error: Exception | None = None) -> None:
-        """End all requests, as cancelled or by an error."""
+        """End all requests, as cancelled or with an error."""
         for request in [*self.running, *self.waiting]:
             if error is not None:
                 request.answer.fail(error)
             self.cancel(request)
 
     def forget(self, chat: str | None) -> None:
-        """Drop what is cached of a chat, or everything; of requests that have not ended, when they end."""
+        """Drop the cached tokens of a chat, or of all; those of running requests when they end."""
         self._conversations.forget(chat)
         for request in self.waiting:
             request.forgotten = request.forgotten or chat is None or request.run.chat == chat
 
     def end_cancelled(self) -> None:
-        """End the requests that nobody wants any longer."""
+        """End cancelled requests."""
         for request in [*self.running, *self.waiting]:
             if request.cancelled():
                 self.cancel(request)
 
     def _admit(self) -> None:
-        """Let the first that waits begin, if it can."""
+        """Start the first waiting request if possible."""
         if self._full or not self.waiting or len(self.running) >= self.most or self._wanting("prompt"):
             return
         request = self.waiting[0]
@@ -134,7 +135,7 @@ class Scheduler:
         self.waiting.popleft()
         try:
             slot, cached = self._conversations.begin(prompt, request.run.chat, end=request.end)
-        except Exception as error:  # noqa: BLE001 -- it is this request's alone
+        except Exception as error:  # noqa: BLE001 -- the error concerns this request only
             request.answer.fail(error)
             return
         if request.forgotten:
@@ -143,17 +144,17 @@ class Scheduler:
         request.begin(slot, cached, self._conversations.tokens(slot), self._chunk)
 
     def _chunk(self, done: int, left: int) -> int:
-        """Rows of a prompt to be run next: to where a step would end if nobody else were there, or a part of that."""
+        """Prompt rows to run next: up to the end of the step that an idle scheduler would run, or part of that."""
         most = self._decoder.options.max_rows
         full = min(left, most - done % most)
-        return CHUNK if self.company() > 1 and full > CHUNK + REMAINDER else full
+        return CHUNK if self.concurrent() > 1 and full > CHUNK + REMAINDER else full
 
     def _wanting(self, kind: RowKind) -> list[Request]:
-        """The requests that need rows of a kind next."""
+        """The requests whose next rows are of a kind."""
         return [request for request in self.running if request.rows is not None and request.rows.kind == kind]
 
     def _forward(self, requests: Sequence[Request]) -> None:
-        """Run the rows of some requests, of one kind, in as few steps as they fit."""
+        """Run the rows of some requests, all of one kind, in as few steps as possible."""
         most, count, part = self._decoder.options.max_rows, 0, list[Request]()
         for request in requests:
             assert request.rows is not None
@@ -165,13 +166,13 @@ class Scheduler:
         self._forward_part(part)
 
     def _forward_part(self, requests: Sequence[Request]) -> None:
-        """Run a step. Where it fails, each request runs by itself, so that an error is that of whose rows it is."""
+        """Run a step. If it fails, run each request by itself, so that only the faulty request gets the error."""
         parts = [request.rows for request in requests if request.rows is not None]
         try:
             for rows in parts:
                 self._conversations.make_room(rows.slot, rows.start + len(rows.tokens))
             found = compute(self._decoder, parts)
-        except Exception as error:  # noqa: BLE001 -- whoever asked gets it, and the others go on
+        except Exception as error:  # noqa: BLE001 -- the request gets the error, and the others continue
             if len(requests) == 1:
                 requests[0].answer.fail(error)
                 self._retire(requests[0])
@@ -183,7 +184,7 @@ class Scheduler:
             self._go_on(request, own)
 
     def _go_on(self, request: Request, found: Any) -> None:
-        """Let a request draw from its logits."""
+        """Pass a request its results."""
         try:
             request.go_on(found)
         except Exception as error:  # noqa: BLE001 -- as above
@@ -193,7 +194,7 @@ class Scheduler:
             self._retire(request)
 
     def _retire(self, request: Request) -> None:
-        """Let a request's slot be somebody else's. What it holds stays for whoever goes on from there."""
+        """Free a request's slot. Its contents stay cached for later prompts."""
         self.running.remove(request)
         self._conversations.release(request.run.slot)
         self._full = False

@@ -1,8 +1,8 @@
-"""Rejection sampling: which drafted tokens stay, and what stands in place of the first that does not.
+"""Rejection sampling: accepts or replaces drafted tokens so that the output follows the target's distribution.
 
-A drafted token x, drawn from q, stays with probability min(1, p(x) / q(x)). In place of the first that does not stand
-is one from max(0, p - q), scaled to a distribution; behind a draft that stays as a whole, one from p. The tokens that
-come out are distributed as those of p alone. A greedy choice is the limit: a token stays where p has the same.
+A token x, drafted from q, is accepted with probability min(1, p(x) / q(x)). The first rejected token is replaced by a
+sample from max(0, p - q), normalized; after a fully accepted draft, one more token is sampled from p. The output is
+distributed as samples from p alone. Greedy decoding is the limit: a token is accepted if p has the same maximum.
 
 Source: Leviathan et al. 2023, §2.3 and appendix A.1; QuantSpec, Algorithm 1.
 """
@@ -24,19 +24,19 @@ class Proposal:
     tokens: Sequence[int]
     """In their order."""
     drawn_from: Sequence[Distribution]
-    """What each was drawn from: q."""
+    """The distribution q that each was drawn from."""
 
 
 def accept(proposal: Proposal, logits: Float32Array, sampler: Sampler) -> list[int]:
-    """The tokens that a verified draft gives.
+    """The tokens of a verified draft.
 
     Args:
         proposal: gamma drafted tokens.
         logits: float32 [gamma + 1, V], the target's after the token before the draft and after each drafted one.
-        sampler: Draws; what it has noted ends before the draft. It notes nothing.
+        sampler: The sampler; the tokens it has noted end before the draft. It notes nothing here.
 
     Returns:
-        The drafted tokens that stay, and one more.
+        The accepted tokens, and one more.
     """
     given: list[int] = []
     for row, (token, q) in enumerate(zip(proposal.tokens, proposal.drawn_from, strict=True)):
@@ -48,7 +48,7 @@ def accept(proposal: Proposal, logits: Float32Array, sampler: Sampler) -> list[i
 
 
 def beyond(p: Distribution, q: Distribution) -> Distribution:
-    """What p has beyond q: max(0, p - q). p itself where that is nothing, as rounding may have it."""
+    """max(0, p - q); or p, if rounding leaves nothing."""
     weights = p.weights / p.weights.sum()
     places = np.searchsorted(q.tokens, p.tokens)
     inside = places < q.tokens.size

@@ -1,4 +1,4 @@
-"""What drafts of a model and their verification cost, and how a loaded model begins to speculate."""
+"""Costs of drafts and verification, measured when a loaded model starts to speculate."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ import numpy as np
 from models.progress import never_cancelled
 from runtime.backends.decoder import Decoder, Step
 from runtime.drafting import Drafts
-from runtime.engine.speculation.gamma import MOST_SEARCHED, Costs
+from runtime.engine.speculation.gamma import MAX_SEARCHED, Costs
 from runtime.errors import Cancelled, RequestError
 from runtime.kv.kinds import KINDS
 
 _FIRST = 8
-"""Position of the rows that are timed."""
-LEAST_CONTEXT = _FIRST + MOST_SEARCHED + 1
-"""Positions that a decoder needs for being timed."""
+"""Position of the timed rows."""
+MIN_CONTEXT = _FIRST + MAX_SEARCHED + 1
+"""Positions a decoder needs for the timings."""
 _REPEATS, _SECONDS = 7, 1.5
-"""Rounds of timings, and after how many seconds no further one is begun."""
+"""Rounds of timings, and the time limit in seconds after which no further round begins."""
 
 
 class Speculating(Protocol):
-    """The part of `runtime.engine.engine.Engine` that is needed here."""
+    """The parts of `runtime.engine.engine.Engine` used here."""
 
-    def lent(self, tokens: int = ...) -> AbstractContextManager[Decoder]:
-        """The decoder, with room in slot 0."""
+    def borrow(self, tokens: int = ...) -> AbstractContextManager[Decoder]:
+        """Borrow the decoder, with room in slot 0."""
         ...
 
     def speculate(self, gamma: int | Costs | None, *, copied: bool = ...) -> None:
@@ -37,13 +37,12 @@ class Speculating(Protocol):
 
 
 def start(engine: Speculating, wanted: Drafts, *, cancelled: Callable[[], bool] = never_cancelled) -> None:
-    """Let an engine speculate, or no more. To be called again where its compensation changes.
+    """Turn an engine's speculation on or off. Call again whenever its compensation changes.
 
     Args:
         engine: A loaded model.
-        wanted: What was asked for. None: drafts are copied alone, as for a `Speculate` where the cache's kind has no
-            draft.
-        cancelled: Asked between timings.
+        wanted: The request. None: drafts are only copied, as for a `Speculate` with a cache that has no draft.
+        cancelled: Polled between timings.
 
     Raises:
         RequestError: the context is too short to time steps in.
@@ -51,7 +50,7 @@ def start(engine: Speculating, wanted: Drafts, *, cancelled: Callable[[], bool] 
     """
     costs: int | Costs | None = None
     if wanted:
-        with engine.lent(LEAST_CONTEXT) as decoder:
+        with engine.borrow(MIN_CONTEXT) as decoder:
             if KINDS[decoder.options.kv].has_draft:
                 costs = wanted.gamma or measure_costs(decoder, cancelled=cancelled)
     engine.speculate(costs, copied=wanted is not False)
@@ -60,18 +59,19 @@ def start(engine: Speculating, wanted: Drafts, *, cancelled: Callable[[], bool] 
 def measure_costs(
     decoder: Decoder, *, position: int = _FIRST, cancelled: Callable[[], bool] = never_cancelled
 ) -> Costs:
-    """Time a plain step, a drafted one, and verifications, in turns; the fastest of each counts.
+    """Time a plain step, a draft step, and verifications, interleaved; the fastest of each counts.
 
     Args:
         decoder: A loaded model; slot 0 is overwritten from the position on.
-        position: Of the first row. Those before it are in the cache, or are put there where it is the default.
-        cancelled: Asked between timings.
+        position: Position of the first row. The tokens before it are in the cache, or are written there if it is the
+            default.
+        cancelled: Polled between timings.
 
     Raises:
         RequestError: the context is too short.
         Cancelled: `cancelled` said so.
     """
-    most = min(MOST_SEARCHED + 1, decoder.options.max_rows)
+    most = min(MAX_SEARCHED + 1, decoder.options.max_rows)
     if position + most > decoder.options.context or most < 2:
         raise RequestError(
             f"speculation needs a context of {position + most} tokens at least and steps of 2 rows, and this model has "
@@ -95,7 +95,7 @@ def measure_costs(
 
 
 def _timed(decoder: Decoder, start: int, count: int, *, draft: bool = False, prefill: bool = False) -> float:
-    """Seconds of a step of `count` rows from a position on, whose logits are all wanted."""
+    """Seconds of a step of `count` rows from a position on, computing all their logits."""
     positions = np.arange(start, start + count, dtype=np.int32)
     step = Step(
         tokens=(7919 * positions + 17) % decoder.spec.vocab_size,

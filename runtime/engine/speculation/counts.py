@@ -1,4 +1,4 @@
-"""What speculation did in an answer."""
+"""Speculation statistics of an answer."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speculation:
-    """What speculation did in an answer, or in a measurement."""
+    """Speculation statistics of an answer or a measurement."""
 
     gamma: int
-    """Tokens that the model drafts a round at the end; 0: that did not pay, so decoding went on without. Where it
-    drafts none, how many were copied a round, on average."""
+    """Tokens that the model drafts per round, at the end of the answer; 0: drafting did not pay, so decoding continued
+    without. If the model drafts none, the average number of copied tokens per round."""
     acceptance_rate: float
-    """Part of the drafted tokens that stayed; 0 where none was drafted."""
+    """Accepted share of the drafted tokens; 0 if none was drafted."""
     tokens_per_verify: float
-    """Tokens that a round gave, the one that verification adds included; 0 where there was no round."""
+    """Tokens per round, including the one that verification adds; 0 if there was no round."""
     rounds: int
     """Verifications."""
     drafted: int
     """Tokens drafted."""
     plain: int
-    """Tokens decoded one by one in between."""
+    """Tokens decoded one by one between rounds."""
 
 
 class Counts:
@@ -31,14 +31,14 @@ class Counts:
         self.rounds = self.drafted = self.accepted = self.plain = 0
 
     def add(self, drafted: int, accepted: int) -> None:
-        """Note a round; one without drafted tokens is a token decoded by itself."""
+        """Record a round; a round without drafted tokens is a plain step."""
         self.rounds += drafted > 0
         self.plain += drafted == 0
         self.drafted += drafted
         self.accepted += accepted
 
     def result(self, gamma: int) -> Speculation:
-        """What was counted, with the gamma that would be next."""
+        """The statistics, with the next gamma."""
         return Speculation(
             gamma=gamma,
             acceptance_rate=self.accepted / self.drafted if self.drafted else 0.0,

@@ -1,8 +1,9 @@
-"""How many tokens a round drafts: what is expected to give most tokens a second, or none where plain decoding does.
+"""Gamma: chooses the draft length with the highest expected throughput, or 0 if plain decoding is faster.
 
-With a chance a that a drafted token stays, a round of gamma drafts gives (1 - a^(gamma + 1)) / (1 - a) tokens and takes
-gamma drafted tokens and a verification of gamma + 1 rows. What these cost is measured when a model is loaded; while it
-answers, rounds and plain steps correct that as a whole, for a longer context makes them slower, and a is learned.
+If each drafted token is accepted with probability a, a round of gamma drafts yields (1 - a^(gamma + 1)) / (1 - a)
+tokens and costs gamma draft steps and a verification of gamma + 1 rows. These costs are measured when a model is
+loaded. During answers, the measured durations of rounds and plain steps rescale them together, since a longer context
+slows both, and a is learned.
 
 Source: Leviathan et al. 2023, §3.1 and 3.5; QuantSpec, Table 6 and appendix G.
 """
@@ -16,38 +17,38 @@ from typing import Protocol
 from runtime.drafting import LARGEST_GAMMA
 from runtime.errors import RequestError
 
-MOST_SEARCHED = 7
-"""The largest gamma that is searched: 8 rows are the widest step that costs a CPU little more than one."""
+MAX_SEARCHED = 7
+"""Largest gamma considered: 8 rows are the widest step that costs a CPU little more than one."""
 _PRIOR, _PRIOR_WEIGHT = 0.85, 8.0
-"""The chance that a drafted token stays before any was seen, and how many tokens that opinion is worth."""
+"""Prior acceptance, and its weight in tokens."""
 _MEMORY = 128.0
-"""About how many drafted tokens back acceptance is remembered."""
+"""Roughly how many recent drafted tokens acceptance is estimated from."""
 _NEW = 0.1
-"""Weight of a new time in the mean."""
+"""Weight of a new time in the moving average."""
 _OUTLIER = 3.0
-"""A time is taken for at most so many times what was expected: a step that something else held up says little."""
+"""Outlier limit: a measured time counts as at most this many times the expected one."""
 _ROUNDS_BETWEEN = 64
-"""Rounds between two plain steps that keep their time known."""
+"""Rounds between the plain steps that keep their measured time up to date."""
 _FIRST_ROUNDS = 16
 """Rounds before the first plain step."""
 _PAUSE, _LONGEST_PAUSE = 32, 512
-"""Plain tokens before speculation is tried again, at first and at most."""
+"""Plain tokens before speculation is retried, at first and at most."""
 _TRY = 4
-"""Rounds of a trial: one that something held up decides nothing."""
+"""Rounds of a trial: a single delayed round must not decide."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """What steps take.
+    """Durations of steps.
 
     Raises:
         RequestError: a time is not positive, or there are no verifications.
     """
 
     plain: float
-    """Seconds of a token of the target alone."""
+    """Seconds of a plain step of the target."""
     draft: float
-    """Seconds of a drafted token."""
+    """Seconds of a draft step."""
     verify: Sequence[float]
     """Seconds of a verification of 2, 3, ... rows."""
 
@@ -56,54 +57,54 @@ class Costs:
             raise RequestError("what steps cost must be positive, of one verification at least")
 
     def round_s(self, gamma: int) -> float:
-        """Seconds of a round; 0 is a plain token."""
+        """Seconds of a round; gamma 0 is a plain step."""
         return gamma * self.draft + self.verify[gamma - 1] if gamma else self.plain
 
 
 def expected_tokens(gamma: int, acceptance: float) -> float:
-    """Tokens that a round gives.
+    """Expected tokens per round.
 
     Args:
         gamma: Tokens drafted.
-        acceptance: Chance that a drafted token stays if those before it did, in [0, 1].
+        acceptance: Probability that a drafted token is accepted if those before it were, in [0, 1].
     """
     return sum(acceptance**i for i in range(gamma + 1))
 
 
 def speedup(costs: Costs, gamma: int, acceptance: float) -> float:
-    """Tokens a second with rounds of gamma drafts, over plain decoding's."""
+    """Throughput of rounds of gamma drafts relative to plain decoding."""
     return expected_tokens(gamma, acceptance) * costs.plain / costs.round_s(gamma)
 
 
 def best_gamma(costs: Costs, acceptance: float) -> int:
-    """The gamma that gives most tokens a second; 0 where plain decoding does."""
+    """The gamma with the highest throughput; 0 if plain decoding is fastest."""
     return max(range(len(costs.verify) + 1), key=lambda gamma: speedup(costs, gamma, acceptance))
 
 
 def break_even(costs: Costs) -> float | None:
-    """The least acceptance, in steps of a hundredth, at which some gamma is faster than plain decoding; None: none."""
+    """The lowest acceptance, in steps of 0.01, at which some gamma beats plain decoding; None if there is none."""
     return next((a / 100 for a in range(101) if best_gamma(costs, a / 100)), None)
 
 
 class Gamma(Protocol):
-    """Decides how many tokens the next round drafts."""
+    """Chooses the draft length of the next round."""
 
     @property
     def current(self) -> int:
-        """What it thinks best now."""
+        """The best choice according to current estimates."""
         ...
 
     def next(self) -> int:
-        """Tokens to draft in the next round; 0: decode one token."""
+        """Tokens to draft in the next round; 0: take a plain step."""
         ...
 
     def note(self, drafted: int, accepted: int, seconds: float) -> None:
-        """What a round gave: tokens drafted and accepted, and what it took."""
+        """Record a round: tokens drafted and accepted, and its duration."""
         ...
 
 
 class FixedGamma:
-    """Always the same number. Implements `Gamma`."""
+    """A constant draft length. Implements `Gamma`."""
 
     def __init__(self, gamma: int) -> None:
         self.current = gamma
@@ -113,14 +114,14 @@ class FixedGamma:
         return self.current
 
     def note(self, drafted: int, accepted: int, seconds: float) -> None:
-        """Nothing is learned."""
+        """Ignored."""
 
 
 class AdaptiveGamma:
-    """The best by measured costs and acceptance. Implements `Gamma`.
+    """The draft length that is best by measured costs and acceptance. Implements `Gamma`.
 
     Args:
-        costs: What steps take with a short context.
+        costs: Step durations with a short context.
     """
 
     def __init__(self, costs: Costs) -> None:
@@ -134,7 +135,7 @@ class AdaptiveGamma:
 
     @property
     def acceptance(self) -> float:
-        """The chance that a drafted token stays, as far as it is known."""
+        """Estimated acceptance."""
         return self._stayed / self._tried
 
     @property
@@ -172,14 +173,14 @@ class AdaptiveGamma:
             self._plain_known = True
             return
         self._round_ratio += _NEW * (ratio - self._round_ratio)
-        if not self._plain_known:  # drawing tokens takes time beside a step: it lengthens both
+        if not self._plain_known:  # sampling takes time beside a step: it lengthens both
             self._plain_ratio = self._round_ratio
         tried = min(drafted, accepted + 1)
         fading = 1 - tried / _MEMORY
         self._stayed, self._tried = self._stayed * fading + accepted, self._tried * fading + tried
 
     def _now(self) -> Costs:
-        """Costs as the last rounds and plain steps had them."""
+        """Costs rescaled by recent rounds and plain steps."""
         costs, ratio = self._costs, self._round_ratio
         return Costs(
             plain=costs.plain * self._plain_ratio,
@@ -188,14 +189,14 @@ class AdaptiveGamma:
         )
 
 
-def gamma_of(asked: int | Costs) -> Gamma:
-    """What decides how many tokens are drafted: always so many, or what costs and acceptance say.
+def gamma_of(choice: int | Costs) -> Gamma:
+    """The policy for a requested draft length: a fixed number, or an adaptive one from measured costs.
 
     Raises:
         RequestError: the number is out of range.
     """
-    if isinstance(asked, Costs):
-        return AdaptiveGamma(asked)
-    if not 1 <= asked <= LARGEST_GAMMA:
-        raise RequestError(f"gamma is {asked}; it must be from 1 to {LARGEST_GAMMA}")
-    return FixedGamma(asked)
+    if isinstance(choice, Costs):
+        return AdaptiveGamma(choice)
+    if not 1 <= choice <= LARGEST_GAMMA:
+        raise RequestError(f"gamma is {choice}; it must be from 1 to {LARGEST_GAMMA}")
+    return FixedGamma(choice)

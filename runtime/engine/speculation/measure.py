@@ -1,4 +1,4 @@
-"""What speculation is worth on a loaded model: the same text decoded with it and without."""
+"""Speedup of speculation on a loaded model: decodes the same text with and without it."""
 
 from __future__ import annotations
 
@@ -16,47 +16,47 @@ from runtime.engine.speculation.copying import StepTimes
 from runtime.engine.speculation.costs import measure_costs
 from runtime.engine.speculation.counts import Speculation
 from runtime.engine.speculation.gamma import AdaptiveGamma, Costs, FixedGamma, Gamma, break_even
-from runtime.engine.speculation.rounds import Place, Rounds
+from runtime.engine.speculation.rounds import DecodeContext, Rounds
 from runtime.errors import Cancelled, RequestError
 from runtime.text.sampling import Drawn, Sampler, SamplingOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Continuation:
-    """What a prompt was continued by."""
+    """A continuation of a prompt, and its timings."""
 
     tokens: Sequence[int]
     """The tokens."""
     seconds: float
-    """What those after the first took."""
+    """Seconds of the tokens after the first."""
     speculation: Speculation
-    """What speculation did."""
+    """Speculation statistics."""
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens a second after the first."""
+        """Tokens per second after the first."""
         return (len(self.tokens) - 1) / self.seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationSpeed:
-    """Decoding with speculation beside decoding without."""
+    """Decoding speed with and without speculation."""
 
     plain: Continuation
     """The target alone."""
     speculated: Continuation
     """With drafts."""
     costs: Costs
-    """What steps take with a short context."""
+    """Step durations with a short context."""
 
     @property
     def speedup(self) -> float:
-        """How many times as fast speculation was."""
+        """Throughput with speculation relative to without."""
         return self.speculated.tokens_per_s / self.plain.tokens_per_s
 
     @property
     def break_even(self) -> float | None:
-        """The least acceptance at which speculation pays with a short context; None: it never does."""
+        """The lowest acceptance at which speculation pays with a short context; None: it never does."""
         return break_even(self.costs)
 
 
@@ -68,14 +68,14 @@ def measure_speculation(
     gamma: int | None = None,
     cancelled: Callable[[], bool] = never_cancelled,
 ) -> SpeculationSpeed:
-    """Continue a prompt greedily, without speculation and with it; slot 0 is overwritten.
+    """Continue a prompt greedily, with and without speculation. Overwrites slot 0.
 
     Args:
         decoder: A loaded model.
-        prompt: Tokens of a real text: drafts of a text without sense say nothing.
+        prompt: Tokens of real text: drafts of random tokens are meaningless.
         count: Tokens to decode, at least 2.
-        gamma: Tokens to draft in each round; None: adapted.
-        cancelled: Asked between steps.
+        gamma: Tokens to draft per round; None: adaptive.
+        cancelled: Polled between steps.
 
     Raises:
         RequestError: the lengths do not fit the context.
@@ -102,18 +102,18 @@ def continued(
     clock: Callable[[], float] = time.perf_counter,
     cancelled: Callable[[], bool] = never_cancelled,
 ) -> Continuation:
-    """Continue a prompt by so many tokens, or to an end; slot 0 is overwritten.
+    """Continue a prompt by a number of tokens, or up to an end token. Overwrites slot 0.
 
     Args:
         decoder: A loaded model.
         prompt: Tokens.
         count: Tokens to decode, at least 2.
-        sampling: How to draw them.
-        gamma: How many the model drafts.
-        times: What steps take, where drafts are to be copied from the text too.
-        ends: Tokens behind which nothing is wanted.
-        clock: What is timed by, in seconds.
-        cancelled: Asked between steps.
+        sampling: Sampling options.
+        gamma: Draft-length policy of the model's own drafts.
+        times: Step durations, to also copy drafts from the text; None: no copying.
+        ends: Tokens that end the continuation.
+        clock: The clock, in seconds.
+        cancelled: Polled between steps.
 
     Raises:
         RequestError: the lengths do not fit the context.
@@ -131,8 +131,8 @@ def continued(
 
     conversations = Conversations(decoder.cache, slots=decoder.options.slots, context=decoder.options.context)
     conversations.clear(0)
-    place = Place(decoder=decoder, conversations=conversations, slot=0, clock=clock)
-    rounds = Rounds(place, Sampler(sampling), gamma, ends=ends, times=times)
+    context = DecodeContext(decoder=decoder, conversations=conversations, slot=0, clock=clock)
+    rounds = Rounds(context, Sampler(sampling), gamma, ends=ends, times=times)
     tokens: list[int] = []
     began = 0.0
 
@@ -152,7 +152,7 @@ def continued(
 
 
 def _prefill(decoder: Decoder, prompt: Sequence[int], check: Callable[[], None]) -> Float32Array:
-    """Bring a prompt into slot 0. Returns the logits [V] after its last token."""
+    """Prefill a prompt in slot 0. Returns the logits [V] after its last token."""
     rows = decoder.options.max_rows
     for start in range(0, len(prompt), rows):
         check()

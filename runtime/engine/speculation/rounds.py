@@ -1,17 +1,17 @@
 """Rounds of speculation in a slot: draft, verify, accept, roll back.
 
-A round begins with a token that is not in the cache yet, at the length of the sequence. A draft is copied from the text
-where that promises to pay; else the model drafts, where it is to. What the model drafts writes keys and values of its
-own behind that token; verification begins at the same position and writes them again, as the target has them. What of
-these rows is not accepted is cut off before the next round.
+A round begins with a token that is not in the cache yet, at the end of the sequence. The draft is copied from the text
+if that is expected to pay; otherwise the model drafts, if enabled. Model drafts write keys and values of their own
+after that token; verification starts at the same position and overwrites them with the target's. Rejected rows are
+truncated before the next round.
 
-Of a copied draft, the target draws each token as it would alone, and the draft stays as far as it says the same. This
-is rejection sampling for a draft that is certain of its tokens: one stays with the target's probability, and what
-stands in its place has the target's distribution without it. It takes the random numbers that plain decoding takes, so
-a seed gives the same answer with copied drafts and without.
+For a copied draft, the target samples each token as it would alone, and the draft is accepted as far as it agrees. This
+is rejection sampling from a deterministic draft: a token is accepted with the target's probability, and its replacement
+follows the target's distribution without it. It consumes the same random numbers as plain decoding, so a seed gives the
+same answer with and without copied drafts.
 
-A round is kept so short that decoding one by one would not have cut a page off the window in its middle either
-(`KVCache.rows_alike`), so each row sees what the target alone sees there.
+A round is short enough that plain decoding would not have flushed a page in its middle (`KVCache.rows_alike`), so each
+row sees exactly what it would see in plain decoding.
 
 Source: QuantSpec §4.1 and 4.3, Algorithm 1.
 """
@@ -32,44 +32,44 @@ from runtime.engine.speculation.gamma import Gamma
 from runtime.text.sampling import Drawn, Sampler
 
 SHARED_ROWS = 16
-"""Rows that verifications of several sequences have together, at most: as many as a CPU's products unpack weights for
-once. Beyond, drafts of one sequence cost the others time."""
+"""Most rows of a verification of several sequences together: as many as a CPU unpacks weights for at once. Beyond this,
+one sequence's drafts slow down the others."""
 Take = Callable[[int, Float32Array | Drawn], bool]
-"""Takes a token and the target's logits [V] that it was drawn from, or what is known of them where the decoder draws;
-returns whether another one is wanted."""
+"""Receives a token and the target's logits [V] that it was sampled from (or the decoder's sample, if it samples);
+returns whether to continue."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """Where rounds take place."""
+class DecodeContext:
+    """Context of a decoding loop."""
 
     decoder: Decoder
-    """The model; asked for its options and its cache alone."""
+    """The model; only its options and cache are used."""
     conversations: Conversations
-    """What its slots hold."""
+    """The contents of its slots."""
     slot: int
-    """The slot; it holds the prompt when rounds begin."""
-    company: Callable[[], int] = lambda: 1
-    """How many sequences are worked on, this one included."""
+    """The slot; it holds the prompt when decoding begins."""
+    concurrent: Callable[[], int] = lambda: 1
+    """Number of running sequences, including this one."""
     clock: Callable[[], float] = time.perf_counter
-    """What rounds are timed by, in seconds."""
+    """Clock for timing rounds, in seconds."""
 
 
 class Rounds:
-    """Decodes a slot by rounds of speculation, plain steps among them.
+    """Decodes a slot by rounds of speculation and plain steps.
 
     Args:
-        place: Where.
-        sampler: Draws the tokens.
-        gamma: How many to draft.
-        ends: Tokens behind which nothing is drafted.
-        alike: Whether gamma is the same with other sequences beside: where draws must not hang on them.
-        times: What steps take, where drafts are to be copied from the text; None: they are not.
+        context: The decoder, slot and clock.
+        sampler: Samples the tokens.
+        gamma: Draft-length policy.
+        ends: Tokens after which nothing is drafted.
+        alike: Whether gamma must not depend on concurrent sequences, so that samples do not either.
+        times: Step durations, for copying drafts from the text; None: no copying.
     """
 
     def __init__(
         self,
-        place: Place,
+        context: DecodeContext,
         sampler: Sampler,
         gamma: Gamma,
         *,
@@ -77,26 +77,26 @@ class Rounds:
         alike: bool = False,
         times: StepTimes | None = None,
     ) -> None:
-        self._place, self._sampler, self._gamma = place, sampler, gamma
+        self._context, self._sampler, self._gamma = context, sampler, gamma
         self._ends, self._alike, self._times = ends, alike, times
         self._copies: Copies | None = None
-        self._draws = isinstance(place.decoder, DrawsTokens) and not sampler.constrained  # a grammar needs the logits
+        self._draws = isinstance(context.decoder, DrawsTokens) and not sampler.constrained  # grammars need logits
         self.counts = Counts()
-        """What was done so far."""
+        """Statistics so far."""
 
     def decode(self, logits: Float32Array, take: Take, remaining: Callable[[], int]) -> Work[None]:
-        """Tokens, until no more is wanted.
+        """Yields the rows to run until no more tokens are wanted.
 
-        The slot's tokens always are those before the one that was taken last, however many were verified.
+        After every step, the slot holds exactly the tokens before the last accepted one, however many were verified.
 
         Args:
             logits: float32 [V], the target's after the prompt.
-            take: Given each token.
-            remaining: How many tokens are wanted still.
+            take: Called with each token.
+            remaining: Returns how many tokens are still wanted.
         """
         token = self._sampler.draw(logits)
         wanted = take(token, logits)
-        held = self._place.conversations.tokens(self._place.slot)
+        held = self._context.conversations.tokens(self._context.slot)
         if wanted and self._times is not None and not self._times.short:
             self._copies = Copies([*held, token], self._times, self._ends)
         while wanted:
@@ -109,14 +109,14 @@ class Rounds:
                     break
 
     def result(self) -> Speculation:
-        """What was done, with the tokens that a round drafts next, or drafted on average where all were copied."""
+        """The statistics, with the draft length of the next round, or the average one if all drafts were copied."""
         counts = self.counts
         return counts.result(self._gamma.current or (round(counts.drafted / counts.rounds) if counts.rounds else 0))
 
     def _round(self, token: int, remaining: int) -> Work[Sequence[tuple[int, Float32Array | Drawn]]]:
-        """One round after a token, which is in the cache afterwards. Returns the tokens that it gives."""
-        held = self._place.conversations.tokens(self._place.slot)
-        start, began, alone = len(held), self._place.clock(), self._place.company() == 1
+        """Run one round after a token, which enters the cache. Returns the new tokens."""
+        held = self._context.conversations.tokens(self._context.slot)
+        start, began, alone = len(held), self._context.clock(), self._context.concurrent() == 1
         given: Sequence[tuple[int, Float32Array | Drawn]]
         copied = self._copied(remaining)
         if copied:
@@ -131,8 +131,8 @@ class Rounds:
         else:
             given, drafted = [(yield from self._plain(token, start))], 0
         held.append(token)
-        if alone and self._place.company() == 1:  # else it says little of what a round takes
-            seconds = self._place.clock() - began
+        if alone and self._context.concurrent() == 1:  # otherwise it says little about the duration of a round
+            seconds = self._context.clock() - began
             if not copied:
                 self._gamma.note(drafted, len(given) - 1, seconds)
             if self._times is not None and (copied or not drafted):
@@ -144,28 +144,28 @@ class Rounds:
         return given
 
     def _copied(self, remaining: int) -> list[int]:
-        """The tokens of the next round that are copied; none where that does not pay."""
+        """Tokens to copy as the next draft; empty if that is not expected to pay."""
         if self._copies is None or not self._copies.possible:
             return []
-        copied = self._copies.draft(min(remaining, self._most_rows()) - 1, self._place.company())
+        copied = self._copies.draft(min(remaining, self._most_rows()) - 1, self._context.concurrent())
         return copied[: self._fitting(len(copied), remaining)]
 
     def _fitting(self, gamma: int, remaining: int) -> int:
-        """Of so many drafted tokens, no more than are wanted, and than are verified as if one by one."""
+        """The draft length, limited to the tokens still wanted and to rows that verify as if one by one."""
         if not gamma:
             return 0
-        decoder, conversations, slot = self._place.decoder, self._place.conversations, self._place.slot
+        decoder, conversations, slot = self._context.decoder, self._context.conversations, self._context.slot
         conversations.cut(slot, len(conversations.tokens(slot)))
         alike = gamma + 1 if decoder.cache is None else decoder.cache.rows_alike(slot)
         return max(0, min(gamma, remaining - 1, alike - 1, self._most_rows() - 1))
 
     def _most_rows(self) -> int:
-        """Rows that a verification may have."""
-        company = self._place.company()
-        return self._place.decoder.options.max_rows if self._alike or company == 1 else SHARED_ROWS // company
+        """Most rows of a verification."""
+        concurrent = self._context.concurrent()
+        return self._context.decoder.options.max_rows if self._alike or concurrent == 1 else SHARED_ROWS // concurrent
 
     def _verified(self, token: int, start: int, copied: list[int]) -> Work[list[tuple[int, Float32Array | Drawn]]]:
-        """The target's tokens as far as a copied draft says the same, and one more, with what each was drawn from."""
+        """The target's tokens as far as a copied draft agrees, and one more, each with what it was sampled from."""
         logits = yield self._rows([token, *copied], start)
         given: list[tuple[int, Float32Array | Drawn]] = []
         for row, expected in zip(logits, [*copied, None], strict=True):
@@ -176,19 +176,19 @@ class Rounds:
         return given
 
     def _plain(self, token: int, start: int) -> Work[tuple[int, Float32Array | Drawn]]:
-        """A token without a draft, and what it was drawn from."""
+        """Decode a token without a draft. Returns it with what it was sampled from."""
         if not self._draws:
             logits = yield self._rows([token], start)
             return self._sampler.draw(logits[0]), logits[0]
         order = self._sampler.order()
         drawn: Drawn = yield Rows(
-            slot=self._place.slot, start=start, tokens=[token], wanted=1, kind="drawn", draw=order
+            slot=self._context.slot, start=start, tokens=[token], wanted=1, kind="drawn", draw=order
         )
         self._sampler.note(drawn.token)
         return drawn.token, drawn
 
     def _draft(self, token: int, start: int, gamma: int) -> Work[Proposal]:
-        """Up to gamma tokens after one at position `start`."""
+        """Draft up to gamma tokens after the one at position `start`."""
         tokens: list[int] = []
         drawn_from = []
         for i in range(gamma):
@@ -200,6 +200,6 @@ class Rounds:
         return Proposal(tokens=tokens, drawn_from=drawn_from)
 
     def _rows(self, tokens: list[int], start: int, *, draft: bool = False) -> Rows:
-        """Rows of the slot from a position on, all of whose logits are wanted."""
+        """Rows of the slot from a position on, computing all their logits."""
         kind: RowKind = "draft" if draft else "decode"
-        return Rows(slot=self._place.slot, start=start, tokens=tokens, wanted=len(tokens), kind=kind)
+        return Rows(slot=self._context.slot, start=start, tokens=tokens, wanted=len(tokens), kind=kind)

@@ -1,8 +1,8 @@
-"""An index of a growing sequence of tokens that finds where its last tokens stood before.
+"""Suffix index: finds the last tokens of a growing sequence earlier in it.
 
-Chains of equal n-grams, as in LZ77 compressors: a table has the last place of each n-gram, and each place knows the one
-before with the same n-gram. A token costs a few table accesses. While the sequence repeats what stood elsewhere, no
-search is needed: the place moves on with it.
+It keeps chains of equal n-grams, as LZ77 compressors do: a table holds the latest position of each n-gram, and each
+position links to the previous one with the same n-gram. A token costs a few table accesses. While the sequence keeps
+repeating, no search is needed: the match simply advances.
 
 Source: Deutsch 1996, RFC 1951 §4, for the chains; Saxena 2023, Prompt Lookup Decoding, for their use.
 """
@@ -12,32 +12,32 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 NGRAM = 3
-"""Tokens that must be equal, at least."""
+"""Shortest match, in tokens."""
 CANDIDATES = 8
-"""Most places that a search compares, the latest first."""
+"""Most positions that a search compares, latest first."""
 LONGEST = 64
-"""Tokens that a search compares at each place, at most."""
+"""Most tokens compared at each position."""
 
 
 class SuffixIndex:
-    """A sequence of tokens, and the place in it that its end repeats.
+    """A sequence of tokens, and the earlier position that its end repeats.
 
     Memory: some 200 bytes a token.
 
     Args:
-        tokens: What the sequence begins with.
+        tokens: The beginning of the sequence.
     """
 
     def __init__(self, tokens: Iterable[int]) -> None:
         self._tokens = list(tokens)
         first = self._tokens
-        self._latest: dict[tuple[int, ...], int] = {}  # the end of each n-gram's last place
-        self._before = [0] * min(NGRAM, len(first) + 1)  # at an end: the end of the place before, 0 for none
+        self._latest: dict[tuple[int, ...], int] = {}  # n-gram -> end of its latest position
+        self._before = [0] * min(NGRAM, len(first) + 1)  # by end: end of the previous position, 0 for none
         for end, ngram in enumerate(zip(*(first[i:] for i in range(NGRAM)), strict=False), NGRAM):
             self._link(end, ngram)
-        self._at = 0  # the end of the earlier place
+        self._at = 0  # end of the earlier match
         self.length = 0
-        """How many of the last tokens stood somewhere before, as far as is known; 0 where fewer than `NGRAM` did."""
+        """Length of the known match of the last tokens; 0 if it is shorter than `NGRAM`."""
         self._search()
 
     def append(self, token: int) -> None:
@@ -52,11 +52,11 @@ class SuffixIndex:
             self._search()
 
     def next(self) -> int:
-        """The token that came next where the last tokens stood before. There must be a match."""
+        """The token that followed the match. There must be one."""
         return self._tokens[self._at]
 
     def continuation(self, count: int) -> list[int]:
-        """`count` tokens that came next there. What would reach beyond the end goes on periodically."""
+        """The `count` tokens that followed the match, repeated periodically beyond the end."""
         found = self._tokens[self._at : self._at + count]
         period = len(found)
         while len(found) < count:
@@ -64,7 +64,7 @@ class SuffixIndex:
         return found
 
     def _link(self, end: int, ngram: tuple[int, ...]) -> None:
-        """Note that an n-gram ends here."""
+        """Link the n-gram that ends here."""
         if end < NGRAM:
             self._before.append(0)
             return
@@ -72,7 +72,7 @@ class SuffixIndex:
         self._latest[ngram] = end
 
     def _search(self) -> None:
-        """Find the longest match among the latest places of the last n-gram; of equals, the latest."""
+        """Find the longest match among the latest positions of the last n-gram; ties go to the latest."""
         tokens, end = self._tokens, len(self._tokens)
         self._at = self.length = 0
         at = self._before[end] if end >= NGRAM else 0

@@ -1,1 +1,1 @@
-"""The KV caches in plain torch: what a page of each kind holds, bit for bit, and attention over it."""
+"""Oracles of the KV caches in plain torch: page contents of each kind, bit for bit, and attention over them."""

@@ -1,4 +1,4 @@
-"""GEAR's two corrections of what quantization loses: a low-rank matrix and single outliers."""
+"""GEAR's two corrections of quantization errors: a low-rank matrix and single outliers."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from runtime.kv.low_rank import ITERATIONS, start
 def low_rank(
     residual: torch.Tensor, rank: int, iterations: int = ITERATIONS, *, alike: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The factors of the nearest matrix of a rank, nearly: residual ~ a b^T.
+    """The factors of the nearest low-rank matrix, approximately: residual ~ a b^T.
 
-    Subspace iteration from the same numbers every time, so that equal pages have equal factors.
+    Subspace iteration from a fixed start, so that equal pages have equal factors.
 
-    What is near may be measured in a metric of its own: with R the residual, the columns of a are the first left
-    singular vectors of R (I + alike 1 1^T / D)^(1/2), and b is R^T a.
+    The distance may use a weighted metric: with R the residual, the columns of a are the first left singular vectors of
+    R (I + alike 1 1^T / D)^(1/2), and b is R^T a.
 
     Args:
         residual: float32 [..., T, D].
         rank: r, at most D.
         iterations: Rounds.
-        alike: How much more an error counts that all channels have alike.
+        alike: Extra weight of an error that all channels share.
 
     Returns:
         a float16 [..., T, r] and b float16 [..., D, r]. The columns of a are orthonormal.
@@ -43,16 +43,16 @@ def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def outliers(vectors: torch.Tensor, count: int) -> torch.Tensor:
-    """Where the `count` least and the `count` largest numbers of every vector stand.
+    """Indices of the `count` smallest and the `count` largest numbers of every vector.
 
-    Among equal numbers, the first count as the least and the last as the largest, so that no number counts twice.
+    Among equal numbers, the first count as smallest and the last as largest, so that no number counts twice.
 
     Args:
         vectors: float32 [..., n], n >= 2 * count.
         count: Outliers at each end.
 
     Returns:
-        int64 [..., 2 * count], the least first.
+        int64 [..., 2 * count], smallest first.
 
     Source: GEAR §3, the filter.
     """

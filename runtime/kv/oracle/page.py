@@ -1,4 +1,4 @@
-"""What a page of each kind stores, as plain functions: the measure for every other backend.
+"""Oracle of page contents: quantizes and dequantizes pages of each kind, for comparison with every backend.
 
 Source: QServe §4.3, QuantSpec §4.2, GEAR §3.
 """
@@ -33,13 +33,13 @@ def quantize(
 ) -> dict[str, torch.Tensor]:
     """Quantize the keys or values of one head, or of many at once.
 
-    Kinds without a window take any number of tokens, each on its own.
+    Kinds without a window accept any number of tokens, each quantized on its own.
 
     Args:
         kind: The kind of cache.
         part: Keys or values.
         x: float32 [..., T, D], T = a page where the kind has a window.
-        low_rank: Finds GEAR's factors; a backend may have a faster way to the same product.
+        low_rank: Computes GEAR's factors; a backend may have a faster way to the same product.
 
     Returns:
         The fields of `runtime.kv.kinds.page_fields` with the leading dimensions of x.
@@ -66,14 +66,14 @@ def quantize(
 
 
 def dequantize(kind: CacheKind, part: Part, stored: Stored, head_dim: int, *, draft: bool = False) -> torch.Tensor:
-    """What stored keys or values read back as: D^ + L + S of those parts that are stored.
+    """Dequantize keys or values: D^ + L + S of the parts that are stored.
 
     Args:
         kind: The kind of cache.
         part: Keys or values.
-        stored: What `quantize` gave, or some of GEAR's fields left out.
+        stored: The result of `quantize`, or some of GEAR's fields left out.
         head_dim: D.
-        draft: Whether to read the upper plane alone, where there are two.
+        draft: Whether to read only the upper plane, if there are two.
 
     Returns:
         float32 [..., T, D].
@@ -95,7 +95,7 @@ def _turned(code: Code, x: torch.Tensor) -> torch.Tensor:
 
 
 def _uniform(kind: CacheKind, code: Code, vectors: torch.Tensor, kept: torch.Tensor | None) -> dict[str, torch.Tensor]:
-    """D^ of vectors [..., V, n]: codes and scales. Those `kept` aside do not count for the scales."""
+    """D^ of vectors [..., V, n]: codes and scales. The outliers `kept` separately do not affect the scales."""
     bits = 4 if kind.hierarchical else code.bits
     groups = uniform.split(vectors, code.group)
     scales = uniform.scales_of(groups, bits, None if kept is None else uniform.split(kept, code.group))
@@ -118,7 +118,7 @@ def _packed(code: Code, codes: torch.Tensor, length: int, bits: int) -> torch.Te
 
 
 def _read_uniform(kind: CacheKind, code: Code, stored: Stored, head_dim: int, *, draft: bool = False) -> torch.Tensor:
-    """What codes and scales read back as, as vectors float32 [..., V, n]."""
+    """Dequantize codes and scales, as vectors float32 [..., V, n]."""
 
     def groups(name: str, bits: int) -> torch.Tensor:
         return uniform.split(_turned(code, uniform.unpack(stored[name], bits, head_dim)), code.group)

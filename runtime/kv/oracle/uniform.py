@@ -6,11 +6,11 @@ import torch
 
 
 def split(vectors: torch.Tensor, group: int) -> torch.Tensor:
-    """Vectors cut into groups.
+    """Split vectors into groups.
 
     Args:
         vectors: [..., n].
-        group: Numbers of a group; 0 = n. A last group that is shorter is filled up with its last number.
+        group: Group size; 0 = n. A shorter last group is padded with its last number.
 
     Returns:
         [..., groups, group].
@@ -23,14 +23,14 @@ def split(vectors: torch.Tensor, group: int) -> torch.Tensor:
 
 
 def scales_of(groups: torch.Tensor, bits: int, outliers: torch.Tensor | None = None) -> torch.Tensor:
-    """Scale and zero of every group: zero = the least number, scale = (largest - least) / (2^bits - 1).
+    """Scale and zero of every group: zero = minimum, scale = (maximum - minimum) / (2^bits - 1).
 
-    The numbers are halves, so the zero is exact; the scale is rounded to half precision. Equal numbers have scale 0.
+    The numbers are float16 values, so the zero is exact; the scale is rounded to float16. A constant group has scale 0.
 
     Args:
-        groups: float32 [..., groups, group], halves.
+        groups: float32 [..., groups, group], float16 values.
         bits: Bits of a code.
-        outliers: bool [..., groups, group], numbers that do not count; None = all count.
+        outliers: bool [..., groups, group], numbers to ignore; None = use all.
 
     Returns:
         float16 [..., groups, 2]: scale and zero.
@@ -39,13 +39,13 @@ def scales_of(groups: torch.Tensor, bits: int, outliers: torch.Tensor | None = N
     if outliers is not None:
         low, high = groups.masked_fill(outliers, torch.inf), groups.masked_fill(outliers, -torch.inf)
     least, largest = low.amin(-1), high.amax(-1)
-    nothing = least > largest  # a group of outliers alone
+    nothing = least > largest  # a group of outliers only
     least, largest = least.masked_fill(nothing, 0), largest.masked_fill(nothing, 0)
     return torch.stack([(largest - least) / (2**bits - 1), least], dim=-1).to(torch.float16)
 
 
 def encode(groups: torch.Tensor, scales: torch.Tensor, bits: int) -> torch.Tensor:
-    """The nearest code of every number, ties to even, with the scales as they are stored.
+    """The nearest code of every number, ties to even, by the stored scales.
 
     Args:
         groups: float32 [..., groups, group].
@@ -61,12 +61,12 @@ def encode(groups: torch.Tensor, scales: torch.Tensor, bits: int) -> torch.Tenso
 
 
 def with_exact_means(groups: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """The scales with other zeros: those with which every group reads back with its mean, but for their rounding.
+    """The scales with zeros refitted so that every group keeps its mean, up to rounding.
 
     Args:
         groups: float32 [..., groups, group], whole groups.
         codes: uint8 [..., groups, group].
-        scales: float16 [..., groups, 2], with which they were encoded.
+        scales: float16 [..., groups, 2], used for encoding.
 
     Returns:
         float16 [..., groups, 2].
@@ -78,16 +78,16 @@ def with_exact_means(groups: torch.Tensor, codes: torch.Tensor, scales: torch.Te
 
 
 def decode(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Read codes back: code * scale + zero. Returns float32 [..., groups, group]."""
+    """Dequantize: code * scale + zero. Returns float32 [..., groups, group]."""
     scale, zero = scales.float().unsqueeze(-2).unbind(-1)
     return codes.float() * scale + zero
 
 
 def encode_lower(groups: torch.Tensor, upper: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """The second four bits: the error of the first, in sixteenths of their scale.
+    """The second four bits: the error of the first, in sixteenths of the scale.
 
-    An error of half a scale upwards would be 8; it becomes 7, so that what both planes read back as is at most a
-    sixteenth of the scale off, and at most half of that nearly everywhere.
+    An error of half a scale upwards would be 8; it becomes 7, so both planes together are off by at most a sixteenth of
+    the scale, and by at most half of that nearly everywhere.
 
     Args:
         groups: float32 [..., groups, group].
@@ -106,13 +106,13 @@ def encode_lower(groups: torch.Tensor, upper: torch.Tensor, scales: torch.Tensor
 
 
 def decode_both(upper: torch.Tensor, lower: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Read both planes back: (16 * upper + lower) * scale / 16 + zero. Returns float32 [..., groups, group]."""
+    """Dequantize both planes: (16 * upper + lower) * scale / 16 + zero. Returns float32 [..., groups, group]."""
     scale, zero = scales.float().unsqueeze(-2).unbind(-1)
     return (16 * upper.float() + lower.float()) * (scale / 16) + zero
 
 
 def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Codes side by side, the first in the lowest bits of a byte; the last byte is filled up with zeros.
+    """Pack codes, first in the lowest bits of a byte; the last byte is padded with zeros.
 
     Args:
         codes: uint8 [..., n], below 2^bits.
@@ -129,7 +129,7 @@ def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def unpack(packed: torch.Tensor, bits: int, count: int) -> torch.Tensor:
-    """The reverse of `pack`.
+    """Inverse of `pack`.
 
     Args:
         packed: uint8 [..., ceil(count * bits / 8)].

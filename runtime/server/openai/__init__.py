@@ -1,1 +1,1 @@
-"""OpenAI's protocol: requests checked, answers written, as bodies and as streams."""
+"""OpenAI's protocol: validates requests, and writes responses as bodies and as streams."""

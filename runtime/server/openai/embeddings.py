@@ -1,4 +1,4 @@
-"""`/v1/embeddings`: its request, checked, and its answer."""
+"""`/v1/embeddings`: request validation and response."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from runtime.server.service.service import Embedded
 from runtime.text.sampling import Float32Array
 
 MAX_INPUTS = 2048
-"""Most texts of a request, as in OpenAI's interface."""
+"""Most texts per request, as in OpenAI's interface."""
 
 
 class EmbeddingsRequest(BaseModel):
@@ -28,10 +28,10 @@ class EmbeddingsRequest(BaseModel):
     user: str | None = None
 
     def check(self) -> None:
-        """Refuse what cannot be honoured.
+        """Reject unsupported requests.
 
         Raises:
-            ApiError: with the field's name.
+            ApiError: names the field.
         """
         if self.dimensions is not None:
             raise refused("dimensions", "dimensions is not supported: a vector has the model's own width")
@@ -41,14 +41,14 @@ class EmbeddingsRequest(BaseModel):
     @property
     def texts(self) -> list[str | list[int]]:
         """The texts, or their tokens."""
-        given: Any = self.input  # which of its types it has, its first member tells
+        given: Any = self.input  # its first member shows which type it has
         if isinstance(given, str) or isinstance(given[0], int):
             return [given]
         return list(given)
 
 
 def embeddings_body(asked: EmbeddingsRequest, found: Sequence[Embedded]) -> dict[str, Any]:
-    """The answer as OpenAI writes it."""
+    """The response in OpenAI's format."""
     tokens = sum(one.tokens for one in found)
     return {
         "object": "list",

@@ -1,4 +1,4 @@
-"""What a request says of tools and of the form of its answer, checked."""
+"""Validation of a request's tools and answer format."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from runtime.server.errors import ApiError
 from runtime.server.reading import Items, JsonObject
 from runtime.system.foreign import read_json
 from runtime.text.constraint import ANY_OBJECT, Grammar
-from runtime.text.tool_calls import Tool, demanded
+from runtime.text.tool_calls import Tool, call_grammar
 
 MAX_TOOLS = 128
-"""Most tools of a request, as in OpenAI's interface."""
+"""Most tools per request, as in OpenAI's interface."""
 MAX_GRAMMAR = 2**14
-"""Most characters of `structured_outputs.grammar`: terminals inside terminals take time with their third power."""
+"""Most characters of `structured_outputs.grammar`: nested terminals take cubic time."""
 MAX_CHOICES = 1000
 """Most texts of `structured_outputs.choice`."""
 
@@ -32,7 +32,7 @@ class _Part(BaseModel):
 
 
 class FunctionSpec(_Part):
-    """A function that the model may ask for."""
+    """A function that the model may call."""
 
     name: FunctionName
     description: str | None = None
@@ -40,7 +40,7 @@ class FunctionSpec(_Part):
     strict: StrictBool | None = None
 
     def tool(self) -> Tool:
-        """As the rest of the program has it."""
+        """Convert to the program's own type."""
         return Tool(
             name=self.name,
             description=self.description or "",
@@ -50,7 +50,7 @@ class FunctionSpec(_Part):
 
 
 class ToolSpec(_Part):
-    """A tool; only functions are known here."""
+    """A tool; only functions are supported."""
 
     type: Literal["function"]
     function: FunctionSpec
@@ -63,14 +63,14 @@ class NamedFunction(_Part):
 
 
 class NamedTool(_Part):
-    """The tool that has to be called."""
+    """The tool that must be called."""
 
     type: Literal["function"]
     function: NamedFunction
 
 
 class CalledFunction(_Part):
-    """What an assistant's message asked for."""
+    """The function of a call in an assistant's message."""
 
     name: FunctionName
     arguments: str
@@ -84,7 +84,7 @@ class CalledTool(_Part):
     function: CalledFunction
 
     def record(self, where: str) -> dict[str, Any]:
-        """As chat templates take it: with arguments as an object.
+        """Convert to the format of chat templates, with arguments as an object.
 
         Raises:
             ApiError: the arguments are no JSON object.
@@ -114,13 +114,13 @@ class SchemaFormat(_Part):
 
 
 class ResponseFormat(_Part):
-    """The form of the answer, as in OpenAI's interface."""
+    """Answer format, as in OpenAI's interface."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: SchemaFormat | None = None
 
     def grammar(self) -> Grammar | None:
-        """What enforces it.
+        """The grammar that enforces it.
 
         Raises:
             RequestError: there is no schema, or it cannot be enforced.
@@ -135,7 +135,7 @@ class ResponseFormat(_Part):
 
 
 class StructuredOutputs(_Part):
-    """The form of the answer, as in vLLM's interface: one of these."""
+    """Answer format, as in vLLM's interface: exactly one of these."""
 
     json_: Annotated[JsonObject | None, Field(alias="json")] = None
     regex: Annotated[str, Field(min_length=1)] | None = None
@@ -143,7 +143,7 @@ class StructuredOutputs(_Part):
     grammar_: Annotated[str | None, Field(alias="grammar", max_length=MAX_GRAMMAR)] = None
 
     def grammar(self) -> Grammar:
-        """What enforces it.
+        """The grammar that enforces it.
 
         Raises:
             ApiError: none is given, or several.
@@ -172,17 +172,17 @@ def answer_grammar(
     forced: bool,
     named: str = "response_format",
 ) -> Grammar | None:
-    """What the answer must look like.
+    """The grammar of an answer.
 
     Args:
-        response_format: What the request says of it, in OpenAI's way.
-        structured: The same in vLLM's way.
+        response_format: The answer format in OpenAI's interface.
+        structured: The answer format in vLLM's interface.
         tools: Tools that may be called.
-        forced: Whether one of them has to be.
-        named: What the request calls its `response_format`.
+        forced: Whether one of them must be called.
+        named: The request's name for its `response_format`.
 
     Raises:
-        ApiError: the wishes contradict each other, or one cannot be enforced; it names the field.
+        ApiError: the fields contradict each other, or one cannot be enforced; names the field.
     """
     asked = {
         named: response_format if response_format is not None and response_format.type != "text" else None,
@@ -197,13 +197,13 @@ def answer_grammar(
             return response_format.grammar()
         if structured is not None:
             return structured.grammar()
-        return demanded(tools) if forced else None
+        return call_grammar(tools) if forced else None
     except RequestError as error:
         raise ApiError(400, f"{fields[0]}: {error}", param=fields[0], code="invalid_value") from error
 
 
 def chosen_tools(tools: Sequence[ToolSpec] | None, choice: ToolChoice | None) -> tuple[list[Tool], bool]:
-    """The tools that the model is told of, and whether it has to call one.
+    """The tools to present to the model, and whether it must call one.
 
     Raises:
         ApiError: two tools have one name, or the choice is not among them.
@@ -226,7 +226,7 @@ def chosen_tools(tools: Sequence[ToolSpec] | None, choice: ToolChoice | None) ->
 
 
 def check_results(messages: Sequence[Mapping[str, Any]]) -> None:
-    """Check that each tool's result belongs to a call before it.
+    """Check that each tool result belongs to an earlier call.
 
     Raises:
         ApiError: one does not.

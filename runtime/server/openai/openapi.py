@@ -1,4 +1,4 @@
-"""The public interface described for programs: an OpenAPI document, made of the models that check the requests."""
+"""OpenAPI document of the public interface, generated from the models that validate requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`/v1/*`: the OpenAI-compatible interface."""
+"""The OpenAI-compatible interface `/v1/*`."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ class PublicInterface:
         return await self._answer(request, wanted, begin, stream=bool(asked.stream), named=True)
 
     async def openapi(self, _request: Request) -> Response:
-        """GET /openapi.json: this interface, described for programs."""
+        """GET /openapi.json: the OpenAPI document."""
         return json_answer(document())
 
     async def embeddings(self, request: Request) -> Response:
@@ -156,7 +156,7 @@ class PublicInterface:
         return json_answer(embeddings_body(asked, await unless_disconnected(request, work)))
 
     async def health(self, _request: Request) -> Response:
-        """GET /health: that the server answers; needs no token and tells nothing else."""
+        """GET /health: needs no token, and only shows that the server is up."""
         return json_answer({"status": "ok"})
 
     async def _answer(
@@ -168,7 +168,7 @@ class PublicInterface:
         stream: bool,
         named: bool = False,
     ) -> Response:
-        """Answer as a stream, whose events may be named, or as a whole."""
+        """Respond with a stream, whose events may be named, or with a body."""
         if stream:
             return await sse(self._events(wanted, begin), ping_s=self.ping_s, done=not named, named=named)
         return json_answer(await unless_disconnected(request, lambda: self._whole(wanted, begin)))
@@ -185,10 +185,10 @@ class PublicInterface:
                     yield chunk
 
     async def _whole(self, wanted: GenerationRequest, begin: Callable[[Accepted], Writer]) -> Body:
-        """The body of an answer that does not stream."""
+        """The body of a non-streaming response."""
         async with aclosing(self.service.generate(wanted)) as items:
             writer = begin(await _accepted(items))
-            return writer.whole([item async for item in items if isinstance(item, Piece)])
+            return writer.body([item async for item in items if isinstance(item, Piece)])
 
 
 def _checked(kind: type[C], body: bytes) -> C:
@@ -208,7 +208,7 @@ def _responses(body: bytes) -> tuple[ResponsesRequest, list[dict[str, Any]], lis
 
 
 def _reader(tools: Sequence[Tool], parallel: bool | None) -> CallReader | None:
-    """What finds calls in an answer, where there are tools."""
+    """A parser of calls in an answer, if there are tools."""
     if not tools:
         return None
     return CallReader([tool.name for tool in tools], most=1 if parallel is False else None)
@@ -222,5 +222,5 @@ async def _accepted(items: AsyncGenerator[Accepted | Piece, None]) -> Accepted:
 
 
 def _model(entry: ModelEntry) -> Body:
-    """A model as OpenAI lists it."""
+    """A model in OpenAI's format."""
     return {"id": entry.name, "object": "model", "created": entry.created, "owned_by": "lowbit-chat"}

@@ -1,8 +1,7 @@
-"""Requests of the OpenAI protocol, checked: wrong types, ranges and what is not supported are named in the error.
+"""Validation of OpenAI requests: errors name wrong types, ranges and unsupported fields.
 
-Fields that this program does not know are let through, as OpenAI does. Known ones that would change the answer and that
-it cannot honour (several answers, other modalities, ...) are refused: an answer that silently ignores them would be
-worse.
+Unknown fields are ignored, as OpenAI does. Known fields that would change the answer but are not supported (several
+answers, other modalities, ...) are rejected rather than silently ignored.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from runtime.text.sampling import SamplingOptions
 from runtime.text.tool_calls import Tool
 
 COMPLETION_TOKENS = 16
-"""Length of a plain completion where the request does not say, as in OpenAI's interface."""
+"""Default length of a plain completion, as in OpenAI's interface."""
 MAX_SEED = 2**63
 MAX_COUNT = 2**31 - 1
 MAX_BIASES = 1024
@@ -44,20 +43,20 @@ class _Request(BaseModel):
 
 
 class StreamOptions(_Request):
-    """How a stream is given."""
+    """Options of a stream."""
 
     include_usage: StrictBool | None = None
 
 
 class Sampling(_Request):
-    """Fields that both kinds of request share. OpenAI's, and top_k, min_p, repetition_penalty."""
+    """Fields shared by both kinds of request: OpenAI's, and top_k, min_p, repetition_penalty."""
 
     REFUSED: ClassVar[dict[str, str]] = {
         "logit_bias": "logit_bias is not supported",
         "presence_penalty": "presence_penalty is not supported: use repetition_penalty",
         "frequency_penalty": "frequency_penalty is not supported: use repetition_penalty",
     }
-    """Fields that must be absent or neutral, and what is said if they are not."""
+    """Fields that must be absent or neutral, and the error messages if not."""
 
     model: Annotated[str, Field(min_length=1, max_length=300)]
     n: int | None = None
@@ -76,7 +75,7 @@ class Sampling(_Request):
     stream_options: StreamOptions | None = None
     user: str | None = None
     structured_outputs: StructuredOutputs | None = None
-    """Not OpenAI's, vLLM's: a form that the answer must have."""
+    """vLLM's extension: the answer format."""
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -89,10 +88,10 @@ class Sampling(_Request):
         return bool(self.stream_options and self.stream_options.include_usage)
 
     def check(self) -> None:
-        """Refuse what cannot be honoured.
+        """Reject unsupported requests.
 
         Raises:
-            ApiError: with the field's name.
+            ApiError: names the field.
         """
         if self.n not in (None, 1):
             raise refused(
@@ -105,7 +104,7 @@ class Sampling(_Request):
                 raise refused(field, message, code="unsupported_parameter")
 
     def options(self, max_tokens: int | None, logprobs: int | None, grammar: Grammar | None = None) -> SamplingOptions:
-        """How the answer is drawn. What the request leaves out is as OpenAI has it: temperature 1, all of top_p."""
+        """Sampling options. Defaults are OpenAI's: temperature 1, top_p 1."""
         top_p = 1.0 if self.top_p is None else self.top_p
         return SamplingOptions(
             temperature=1.0 if self.temperature is None else self.temperature,
@@ -139,10 +138,10 @@ class Message(_Request):
     function_call: JsonObject | None = None
 
     def plain(self, index: int) -> dict[str, Any]:
-        """Role, text, and calls of tools, as chat templates take them.
+        """Role, text and tool calls, in the format of chat templates.
 
         Raises:
-            ApiError: the message holds something else than text and calls.
+            ApiError: the message contains anything other than text and calls.
         """
         where = f"messages[{index}]"
         if self.role == "function" or self.function_call:
@@ -196,15 +195,15 @@ class ChatRequest(Sampling):
     modalities: Items[str] | None = None
     audio: Any = None
     prompt_cache_key: Annotated[str, Field(min_length=1, max_length=200)] | None = None
-    """OpenAI's, taken for the name of the conversation: what its cache holds is deleted by that name."""
+    """OpenAI's field, used as the name of the conversation: its cached data is deleted by that name."""
     continue_final_message: StrictBool | None = None
-    """Not OpenAI's: whether the last message, the assistant's, is continued rather than answered."""
+    """An extension: whether to continue the last message, the assistant's, rather than answer it."""
 
     def check(self) -> None:
-        """Refuse what cannot be honoured.
+        """Reject unsupported requests.
 
         Raises:
-            ApiError: with the field's name.
+            ApiError: names the field.
         """
         super().check()
         if self.function_call not in (None, "none", "auto"):
@@ -219,10 +218,10 @@ class ChatRequest(Sampling):
 
     @property
     def conversation(self) -> list[dict[str, Any]]:
-        """The messages, as chat templates take them.
+        """The messages, in the format of chat templates.
 
         Raises:
-            ApiError: a message holds something else than text and calls of tools, or a result has no call.
+            ApiError: a message contains anything other than text and tool calls, or a result has no call.
         """
         messages = [message.plain(index) for index, message in enumerate(self.messages)]
         check_results(messages)
@@ -238,10 +237,10 @@ class ChatRequest(Sampling):
         return chosen_tools(self.tools, self.tool_choice)[0]
 
     def sampling(self) -> SamplingOptions:
-        """How the answer is drawn. A large schema takes a while to be read: call it from a worker thread.
+        """Sampling options. Parsing a large schema takes a while: call it in a worker thread.
 
         Raises:
-            ApiError: the form that is asked for cannot be enforced.
+            ApiError: the answer format cannot be enforced.
         """
         tools, forced = chosen_tools(self.tools, self.tool_choice)
         grammar = answer_grammar(self.response_format, self.structured_outputs, tools, forced=forced)
@@ -265,10 +264,10 @@ class CompletionRequest(Sampling):
     suffix: str | None = None
 
     def check(self) -> None:
-        """Refuse what cannot be honoured.
+        """Reject unsupported requests.
 
         Raises:
-            ApiError: with the field's name.
+            ApiError: names the field.
         """
         super().check()
         if self.best_of not in (None, 1):
@@ -290,6 +289,6 @@ class CompletionRequest(Sampling):
         return self.prompt[0]
 
     def sampling(self) -> SamplingOptions:
-        """How the answer is drawn; see `ChatRequest.sampling`."""
+        """Sampling options; see `ChatRequest.sampling`."""
         grammar = answer_grammar(None, self.structured_outputs, (), forced=False)
         return self.options(self.max_tokens or COMPLETION_TOKENS, self.logprobs, grammar)

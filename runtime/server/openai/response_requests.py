@@ -1,4 +1,4 @@
-"""Requests of OpenAI's Responses interface, checked, and turned into what a chat is asked."""
+"""Validation of requests of OpenAI's Responses interface, and their conversion to chats."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ class FlatFunction(FunctionSpec, _Function):
 
 
 class NamedFlat(NamedFunction, _Function):
-    """The function that has to be called."""
+    """The function that must be called."""
 
 
 class TextFormat(_Part):
-    """The form of the answer."""
+    """The answer format."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
@@ -52,7 +52,7 @@ class TextFormat(_Part):
 
 
 class TextOptions(_Part):
-    """What is said of the answer's text."""
+    """Options of the answer's text."""
 
     format: TextFormat | None = None
 
@@ -72,7 +72,7 @@ class InputItem(_Part):
 MAX_METADATA = 16
 """Most entries of a request's metadata, as in OpenAI's interface."""
 TEXTS = frozenset({"input_text", "output_text", "text"})
-"""Parts of a content that are text."""
+"""Types of text content."""
 
 
 class ResponsesRequest(Sampling):
@@ -102,10 +102,10 @@ class ResponsesRequest(Sampling):
 
     @property
     def messages(self) -> list[dict[str, Any]]:
-        """The conversation, as chat templates take it.
+        """The conversation, in the format of chat templates.
 
         Raises:
-            ApiError: an item is not acceptable.
+            ApiError: an item is invalid.
         """
         messages: list[dict[str, Any]] = []
         if self.instructions:
@@ -147,7 +147,7 @@ class ResponsesRequest(Sampling):
 
 
 def _add(messages: list[dict[str, Any]], item: InputItem, where: str) -> None:
-    """Add an item of the input as a message, or to the one that it belongs to."""
+    """Add an input item as a message, or to the message it belongs to."""
     if item.type == "message":
         if item.role is None or item.content is None:
             raise refused(where, f"{where} needs a role and a content")
@@ -164,7 +164,7 @@ def _add(messages: list[dict[str, Any]], item: InputItem, where: str) -> None:
             raise refused(where, f"{where} needs a call_id and an output")
         content = _text(item.output, f"{where}.output")
         messages.append({"role": "tool", "tool_call_id": item.call_id, "content": content})
-    elif item.type != "reasoning":  # what other models thought is no part of the conversation
+    elif item.type != "reasoning":  # other models' reasoning is not part of the conversation
         raise refused(f"{where}.type", f"{where} is of type {item.type!r}, which is not supported")
 
 

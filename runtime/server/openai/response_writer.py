@@ -1,4 +1,4 @@
-"""Answers of OpenAI's Responses interface: the object of an answer, and the events of its stream."""
+"""Responses of OpenAI's Responses interface: the response object, and the events of its stream."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from runtime.text.tool_calls import CallReader, ToolCall
 
 
 class ResponseWriter:
-    """Writes one answer, as a whole or as events. A text between calls is a message of its own."""
+    """Writes one response, as a body or as events. Text between calls becomes a separate message."""
 
     def __init__(self, asked: ResponsesRequest, accepted: Accepted, calls: CallReader | None) -> None:
-        """Begin an answer; `calls` finds calls of tools in it, where there are tools."""
+        """Start a response; `calls` parses tool calls, if there are tools."""
         self._calls = calls
         self._events = 0
-        self._growing: Body | None = None  # the message that text is added to
+        self._growing: Body | None = None  # the message that text is appended to
         self._body: Body = {
             "id": f"resp_{uuid.uuid4().hex}",
             "object": "response",
@@ -41,11 +41,11 @@ class ResponseWriter:
         return [self._event(f"response.{state}", response=self._now()) for state in ("created", "in_progress")]
 
     def chunks(self, piece: Piece) -> list[Body]:
-        """Events of a piece; none where it has nothing to tell."""
+        """Events of a piece; empty if it adds nothing."""
         return list(self._told(piece))
 
-    def whole(self, pieces: Sequence[Piece]) -> Body:
-        """The answer of a request that does not stream."""
+    def body(self, pieces: Sequence[Piece]) -> Body:
+        """The body of a non-streaming response."""
         for piece in pieces:
             self.chunks(piece)
         return self._body
@@ -113,7 +113,7 @@ class ResponseWriter:
         yield self._done(item)
 
     def _added(self, item: Body) -> Body:
-        """Put an item into the answer."""
+        """Append an item to the response."""
         self._body["output"].append(item)
         index = len(self._body["output"]) - 1
         return self._event("response.output_item.added", output_index=index, item=copy.deepcopy(item))
@@ -139,7 +139,7 @@ class ResponseWriter:
         }
 
     def _now(self) -> Body:
-        """The answer as it stands."""
+        """The response so far."""
         return copy.deepcopy(self._body)
 
     def _event(self, kind: str, **values: Any) -> Body:
@@ -149,7 +149,7 @@ class ResponseWriter:
 
 
 def _asked(asked: ResponsesRequest) -> Body:
-    """What an answer repeats of its request."""
+    """The request's fields that a response repeats."""
     form = asked.text.format if asked.text is not None else None
     choice = asked.tool_choice
     return {

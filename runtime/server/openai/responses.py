@@ -1,4 +1,4 @@
-"""Answers of the OpenAI protocol: bodies, and the chunks of a stream."""
+"""Responses of the OpenAI protocol: bodies, and the chunks of a stream."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Body = dict[str, Any]
 
 
 def usage_body(usage: Usage) -> Body:
-    """Counts of tokens."""
+    """Token counts."""
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
@@ -29,23 +29,23 @@ def usage_body(usage: Usage) -> Body:
 
 
 class Writer(Protocol):
-    """Writes one answer, as a whole or in chunks."""
+    """Writes one response, as a body or in chunks."""
 
     def opening(self) -> list[Body]:
         """Chunks before the first text."""
         ...
 
     def chunks(self, piece: Piece) -> list[Body]:
-        """The chunks of a piece; none where it has nothing to tell."""
+        """The chunks of a piece; empty if it adds nothing."""
         ...
 
-    def whole(self, pieces: Sequence[Piece]) -> Body:
-        """The answer of a request that does not stream."""
+    def body(self, pieces: Sequence[Piece]) -> Body:
+        """The body of a non-streaming response."""
         ...
 
 
 class _Answer:
-    """What all bodies and chunks of one answer share."""
+    """Fields shared by all bodies and chunks of a response."""
 
     def __init__(self, prefix: str, accepted: Accepted, *, version: str, with_usage: bool) -> None:
         self._with_usage = with_usage
@@ -73,7 +73,7 @@ class _Answer:
         return body
 
     def _timings(self, usage: Usage) -> Body:
-        """What OpenAI does not tell: seconds to the first token, tokens per second, compensation and what it costs."""
+        """Data beyond OpenAI's: time to first token, tokens per second, compensation and its cost."""
         timings = Timings(
             ttft_s=usage.ttft_s,
             prefill_tokens_per_s=usage.prefill_tokens_per_s,
@@ -90,14 +90,14 @@ class _Answer:
         return body
 
     def _usage_chunks(self, kind: str, usage: Usage | None) -> list[Body]:
-        """The chunk of `stream_options.include_usage`, behind the last piece."""
+        """The chunk of `stream_options.include_usage`, after the last piece."""
         if usage is None or not self._with_usage:
             return []
         return [{"object": kind, **self._head, "choices": [], "usage": usage_body(usage)}]
 
 
 def speculation_record(found: Speculation | None) -> SpeculationRecord | None:
-    """What is told of the speculation of an answer."""
+    """Speculation statistics of the answer."""
     if found is None:
         return None
     return SpeculationRecord(
@@ -106,7 +106,7 @@ def speculation_record(found: Speculation | None) -> SpeculationRecord | None:
 
 
 class ChatWriter(_Answer):
-    """Answers of /v1/chat/completions."""
+    """Writes responses of /v1/chat/completions."""
 
     BODY, CHUNK = "chat.completion", "chat.completion.chunk"
 
@@ -119,16 +119,16 @@ class ChatWriter(_Answer):
         logprobs: bool = False,
         calls: CallReader | None = None,
     ) -> None:
-        """Begin an answer; `calls` finds calls of tools in it, where there are tools."""
+        """Start a response; `calls` parses tool calls, if there are tools."""
         super().__init__("chatcmpl", accepted, version=version, with_usage=with_usage)
         self._logprobs, self._calls = logprobs, calls
 
     def opening(self) -> list[Body]:
-        """The chunk that tells the role."""
+        """The chunk with the role."""
         return [self._choice({"role": "assistant", "content": ""}, None)]
 
     def chunks(self, piece: Piece) -> list[Body]:
-        """The chunks of a piece; none where it has nothing to tell."""
+        """The chunks of a piece; empty if it adds nothing."""
         index = self._calls.count if self._calls is not None else 0
         text, calls = read_piece(piece, self._calls)
         deltas: list[Body] = [{"content": text}] if text else []
@@ -139,8 +139,8 @@ class ChatWriter(_Answer):
         told = [*(self._choice(delta, None) for delta in early), self._choice(last, piece)]
         return told + self._usage_chunks(self.CHUNK, piece.usage)
 
-    def whole(self, pieces: Sequence[Piece]) -> Body:
-        """The answer of a request that does not stream."""
+    def body(self, pieces: Sequence[Piece]) -> Body:
+        """The body of a non-streaming response."""
         parts = [read_piece(piece, self._calls) for piece in pieces]
         text, calls = "".join(text for text, _ in parts), [_call(call) for _, found in parts for call in found]
         message: Body = {"role": "assistant", "content": text or None if calls else text, "refusal": None}
@@ -155,7 +155,7 @@ class ChatWriter(_Answer):
         return self._body(self.BODY, [choice], pieces[-1].usage)
 
     def _finish(self, piece: Piece) -> str | None:
-        """Why the answer ended; None where it goes on."""
+        """The reason for the end of the answer; None if it continues."""
         called = self._calls is not None and self._calls.count > 0
         return "tool_calls" if called and piece.finish_reason == "stop" else piece.finish_reason
 
@@ -170,30 +170,30 @@ class ChatWriter(_Answer):
 
 
 class CompletionWriter(_Answer):
-    """Answers of /v1/completions."""
+    """Writes responses of /v1/completions."""
 
     KIND: Literal["text_completion"] = "text_completion"
 
     def __init__(self, accepted: Accepted, *, version: str, with_usage: bool = False, logprobs: bool = False) -> None:
-        """Begin an answer."""
+        """Start a response."""
         super().__init__("cmpl", accepted, version=version, with_usage=with_usage)
         self._logprobs = logprobs
         self._offset = 0
 
     def opening(self) -> list[Body]:
-        """Nothing comes before the text."""
+        """Empty: nothing precedes the text."""
         return []
 
     def chunks(self, piece: Piece) -> list[Body]:
-        """The chunks of a piece; none where it has nothing to tell."""
+        """The chunks of a piece; empty if it adds nothing."""
         if not piece.text and piece.logprob is None and piece.finish_reason is None:
             return []
         logprobs = None if piece.logprob is None else self._completion_logprobs([piece.logprob])
         choice = {"index": 0, "text": piece.text, "logprobs": logprobs, "finish_reason": piece.finish_reason}
         return [self._chunk(self.KIND, choice, piece.usage), *self._usage_chunks(self.KIND, piece.usage)]
 
-    def whole(self, pieces: Sequence[Piece]) -> Body:
-        """The answer of a request that does not stream."""
+    def body(self, pieces: Sequence[Piece]) -> Body:
+        """The body of a non-streaming response."""
         choice: Body = {
             "index": 0,
             "text": _text(pieces),
@@ -216,7 +216,7 @@ class CompletionWriter(_Answer):
 
 
 def read_piece(piece: Piece, calls: CallReader | None) -> tuple[str, list[ToolCall]]:
-    """The text of a piece that is certain to be text, and the calls that are complete with it."""
+    """The part of a piece that is certainly text, and the calls it completes."""
     if calls is None:
         return piece.text, []
     text, found = calls.feed(piece.text)
@@ -227,12 +227,12 @@ def read_piece(piece: Piece, calls: CallReader | None) -> tuple[str, list[ToolCa
 
 
 def call_id() -> str:
-    """A name for a call, by which its result will be known."""
+    """A call id, which its result refers to."""
     return f"call_{uuid.uuid4().hex[:24]}"
 
 
 def _call(call: ToolCall) -> Body:
-    """A call as chat completions write it."""
+    """A call in the format of chat completions."""
     function = {"name": call.name, "arguments": call.arguments}
     return {"id": call_id(), "type": "function", "function": function}
 

@@ -1,8 +1,8 @@
-"""Who may ask the server what.
+"""Security: access control of the server.
 
-A web page that a person happens to visit can make their browser send requests to loopback. So every request's `Host`
-must be one that this server is known by: a name under somebody else's control that was pointed at loopback (DNS
-rebinding) is refused. An `Origin`, which browsers add, must be the server itself. Beyond loopback a token is needed.
+A web page that the user visits can make the browser send requests to loopback. So every request's `Host` must be a
+known name of this server: a foreign name that resolves to loopback (DNS rebinding) is rejected. An `Origin`, which
+browsers add, must be the server itself. Servers beyond loopback require a token.
 """
 
 from runtime.server.security.guard import Guard

@@ -1,4 +1,4 @@
-"""`Guard`: the gate in front of every route."""
+"""Guard: access control in front of every route."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ _REFUSED_ORIGIN = "web pages of other sites may not use this server"
 
 
 class Guard:
-    """ASGI middleware: Host, Origin, token and size of every request, in this order, before anything is read."""
+    """ASGI middleware: checks Host, Origin, token and size of every request, in this order, before reading anything."""
 
     def __init__(self, app: ASGIApp, security: Security) -> None:
         self._app = app
         self._security = security
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let a request through, or answer with 401, 403 or 413."""
+        """Pass a request on, or respond with 401, 403 or 413."""
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
         if scope["type"] != "http":
-            return  # there are no websockets here; the server refuses the handshake
+            return  # there are no websockets here; the server rejects the handshake
         refusal = self._refusal(scope)
         if refusal is not None:
             await error_answer(refusal)(scope, receive, send)
@@ -61,7 +61,7 @@ class Guard:
 
 
 class _Limited:
-    """A request's body, read only as far as is allowed, whatever its headers say."""
+    """A request's body, limited in size whatever its headers say."""
 
     def __init__(self, receive: Receive, limit: int) -> None:
         self._receive = receive

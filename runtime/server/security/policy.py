@@ -1,4 +1,4 @@
-"""`Security`: what is demanded of a request, decided once when the server starts."""
+"""Security policy: the requirements on requests, fixed when the server starts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from runtime.system.hosts import address_of, is_loopback, plain_host
 MAX_BODY_BYTES = 16 * 1024 * 1024
 """Largest body of a request."""
 HEALTH_PATH = "/health"
-"""Demands no token and tells nothing but that the server is there, for programs that wait for it."""
+"""Path that needs no token and only shows that the server is up, for programs that wait for it."""
 _AUTHORITY = re.compile(r"(?P<host>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?::[0-9]{1,5})?")
 _TOKEN = re.compile(r"[\x21-\x7e]{1,512}")
 _LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
@@ -22,16 +22,16 @@ _LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Security:
-    """What is demanded of a request. `for_bind` makes one that suits an address."""
+    """Requirements on requests. `for_bind` creates suitable ones for an address."""
 
     token: str | None = None
-    """Bearer token of the public interface; None demands none."""
+    """Bearer token of the public interface; None: no token required."""
     management_token: str | None = None
-    """Bearer token of `/runtime/*`; None means that the server has no management at all."""
+    """Bearer token of `/runtime/*`; None: no management interface."""
     hosts: frozenset[str] = _LOOPBACK_NAMES
-    """Names and addresses that may stand in `Host`, in lower case, without port and brackets."""
+    """Names and addresses allowed in `Host`, in lower case, without port and brackets."""
     any_address: bool = False
-    """Whether any literal address may stand there too; a literal address can't be rebound."""
+    """Whether any IP address is allowed there too; addresses cannot be rebound."""
     max_body_bytes: int = MAX_BODY_BYTES
     """Largest body of a request."""
 
@@ -41,7 +41,7 @@ class Security:
                 raise RequestError("a token must be 1 to 512 visible ASCII characters without spaces")
 
     def __repr__(self) -> str:
-        return f"Security(hosts={sorted(self.hosts)}, any_address={self.any_address})"  # no token may reach a log
+        return f"Security(hosts={sorted(self.hosts)}, any_address={self.any_address})"  # no token may appear in a log
 
     @classmethod
     def for_bind(
@@ -50,13 +50,13 @@ class Security:
         """The policy of a server that listens on `host`.
 
         Args:
-            host: Address or name to be bound.
+            host: Address or name to bind.
             token: Bearer token of the public interface.
             management_token: Bearer token of `/runtime/*`.
-            extra_hosts: More names that the server is known by, for example behind a proxy.
+            extra_hosts: Additional names of the server, for example behind a proxy.
 
         Raises:
-            RequestError: the address is not loopback and there is no token, or a token is not acceptable.
+            RequestError: the address is not loopback and there is no token, or a token is invalid.
         """
         local = is_loopback(host)
         if not local and token is None:
@@ -75,7 +75,7 @@ class Security:
         )
 
     def accepts_host(self, authority: str) -> bool:
-        """Whether a `Host` header's value names this server."""
+        """Whether a `Host` header names this server."""
         match = _AUTHORITY.fullmatch(authority)
         if match is None:
             return False
@@ -84,7 +84,7 @@ class Security:
         return host in self.hosts or (self.any_address and address is not None and not address.is_unspecified)
 
     def accepts_origin(self, origin: str, authority: str) -> bool:
-        """Whether an `Origin` header's value is this server itself, as `Host` names it."""
+        """Whether an `Origin` header is this server itself, as named by `Host`."""
         try:
             parts = urlsplit(origin)
         except ValueError:
@@ -92,18 +92,18 @@ class Security:
         return parts.scheme in ("http", "https") and parts.netloc.lower() == authority.lower()
 
     def wanted_token(self, path: str) -> str | None:
-        """The token that a path demands; None demands none. Paths that do not exist count as public."""
+        """The token required for a path; None: no token required. Unknown paths count as public."""
         if path == HEALTH_PATH:
             return None
         return self.management_token if is_management(path) else self.token
 
 
 def is_management(path: str) -> bool:
-    """Whether a path belongs to the management interface."""
+    """Whether a path is part of the management interface."""
     return path == "/runtime" or path.startswith("/runtime/")
 
 
 def same_token(given: bytes, wanted: str) -> bool:
-    """Whether an `Authorization` header carries a token; takes as long for any wrong one of the same length."""
+    """Whether an `Authorization` header has the right token. Takes constant time for tokens of the same length."""
     scheme, _, token = given.partition(b" ")
     return hmac.compare_digest(token.strip(), wanted.encode("ascii")) and scheme.lower() == b"bearer"

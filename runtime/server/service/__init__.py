@@ -1,1 +1,1 @@
-"""The service: the one loaded model, its state, and the thread that runs it."""
+"""The service: the loaded model, its state, and the thread that runs it."""

@@ -1,7 +1,7 @@
-"""Between threads and the event loop: a thread that does jobs, and steps between them; streams that carry results.
+"""Bridge between the engine's thread and the event loop: a worker that runs jobs and steps, and result streams.
 
-A stream belongs to the loop that made it. Closing it (or a client's hang-up, which cancels the task that reads it) sets
-the flag that the job asks for between its steps.
+A stream belongs to the loop that created it. Closing it (or a client's disconnection, which cancels the task that reads
+it) sets a flag that the job polls between steps.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ Job = Callable[[], None]
 
 
 class Stream(Generic[T]):
-    """Items on their way from a worker thread to one reader in the event loop."""
+    """Results on their way from a worker thread to one reader in the event loop."""
 
     def __init__(self) -> None:
-        """Make a stream of the running loop."""
+        """Create a stream of the running loop."""
         self._loop = asyncio.get_running_loop()
         self._items: asyncio.Queue[T | BaseException | None] = asyncio.Queue()
         self._cancelled = threading.Event()
 
     def cancelled(self) -> bool:
-        """Whether nobody wants the rest; asked by the worker."""
+        """Whether the rest is no longer wanted; polled by the worker."""
         return self._cancelled.is_set()
 
     def cancel(self) -> None:
-        """Ask the worker to stop. The reader gets what comes until it did."""
+        """Ask the worker to stop. The reader still gets what arrives until then."""
         self._cancelled.set()
 
     def put(self, item: T) -> None:
@@ -41,17 +41,17 @@ class Stream(Generic[T]):
         self._send(item)
 
     def end(self, error: BaseException | None = None) -> None:
-        """Send the end; called by the worker. The reader stops, or raises `error`."""
+        """Close the stream; called by the worker. The reader stops, or raises `error`."""
         self._send(error)
 
     def _send(self, item: T | BaseException | None) -> None:
         try:
             self._loop.call_soon_threadsafe(self._items.put_nowait, item)
-        except RuntimeError:  # the loop is closed, so nobody reads
+        except RuntimeError:  # the loop is closed, so there is no reader
             self._cancelled.set()
 
     async def read(self) -> AsyncGenerator[T, None]:
-        """The items as they come. Closing this iterator cancels the work."""
+        """The items as they arrive. Closing this iterator cancels the work."""
         try:
             while True:
                 item = await self._items.get()
@@ -65,11 +65,11 @@ class Stream(Generic[T]):
 
 
 class Worker:
-    """A thread that does jobs in the order in which they came, and steps of something else between them.
+    """A thread that runs jobs in order, with steps of ongoing work between them.
 
     Args:
-        name: Of the thread.
-        step: Does a step of what goes on beside jobs, and returns whether there is more to do. Must not raise.
+        name: Name of the thread.
+        step: Runs a step of the ongoing work, and returns whether work remains. Must not raise.
     """
 
     def __init__(self, name: str, step: Callable[[], bool] = lambda: False) -> None:
@@ -84,20 +84,20 @@ class Worker:
 
     @property
     def waiting(self) -> int:
-        """Jobs that have not begun."""
+        """Jobs that have not started."""
         return self._jobs.qsize() + self._held
 
     def when_idle(self, seconds: float, job: Job) -> None:
-        """Do `job` in the thread whenever there was nothing else to do for so long."""
+        """Run `job` in the thread whenever it has been idle for this long."""
         self._idle = (seconds, job)
-        self.submit(_nothing)  # so that the thread looks at the clock
+        self.submit(_nothing)  # wakes the thread, so that it looks at the clock
 
     def submit(self, job: Job, alone: Callable[[], bool] = lambda: True) -> None:
-        """Add a job. A job must not raise.
+        """Queue a job. A job must not raise.
 
         Args:
-            job: What to do.
-            alone: Asked in the thread when it is the job's turn: whether steps have to come to their end first.
+            job: The job.
+            alone: Called in the thread when it is the job's turn; returns whether ongoing work must end first.
 
         Raises:
             Cancelled: the worker has been closed.
@@ -107,14 +107,14 @@ class Worker:
         self._jobs.put((job, alone))
 
     def close(self, last: Job) -> None:
-        """Take no more jobs; do those that wait, then `last`, and end. Does not wait for it. Safe to call twice."""
+        """Stop accepting jobs; run those queued, then `last`, and end. Does not wait. Safe to call twice."""
         if not self._closed:
             self._closed = True
             self._jobs.put((last, lambda: True))
             self._jobs.put(None)
 
     def join(self, timeout_s: float) -> bool:
-        """Wait until the thread ended after `close`. Returns whether it did."""
+        """Wait for the thread to end after `close`. Returns whether it did."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
@@ -135,12 +135,12 @@ class Worker:
             if taken is None:
                 return
             self._do(*taken)
-            del taken  # a job's results must not live on while the thread waits
+            del taken  # release the job's results while the thread waits
             stepping = self._step()
             since, rested = time.monotonic(), False
 
     def _do(self, job: Job, alone: Callable[[], bool]) -> None:
-        """Do a job; where it has to be alone, what goes on comes to its end first."""
+        """Run a job, after ongoing work has ended if the job requires it."""
         self._held = 1
         while alone() and self._step():
             pass
@@ -154,4 +154,4 @@ class Worker:
 
 
 def _nothing() -> None:
-    """A job that only wakes the thread."""
+    """A no-op job that wakes the thread."""

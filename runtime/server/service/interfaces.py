@@ -1,4 +1,4 @@
-"""What the server's parts ask of each other; free of torch and of HTTP."""
+"""Protocols between the server's parts. Free of torch and HTTP."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from runtime.wire.requests import LoadRequest, QuantizeRequest, TuneRequest
 
 
 class EngineLike(Protocol):
-    """The part of `runtime.engine.engine.Engine` that serving needs."""
+    """The part of `runtime.engine.engine.Engine` used for serving."""
 
     @property
     def context(self) -> int:
-        """Tokens that prompt and answer may have together."""
+        """Most tokens of a prompt and its answer together."""
         ...
 
     @property
     def chat_stops(self) -> tuple[str, ...]:
-        """Stop strings that chat answers need beside the caller's own."""
+        """Stop strings for chat answers, in addition to the caller's own."""
         ...
 
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
@@ -40,12 +40,12 @@ class EngineLike(Protocol):
 
     @property
     def running(self) -> int:
-        """Requests that are being answered; may be asked in any thread, as `waiting`."""
+        """Requests being answered. Thread-safe, as `waiting` is."""
         ...
 
     @property
     def waiting(self) -> int:
-        """Requests that wait for a slot, or for room in the cache."""
+        """Requests waiting for a slot or for room in the cache."""
         ...
 
     def submit(
@@ -58,11 +58,11 @@ class EngineLike(Protocol):
         trim: bool = False,
         chat: str | None = None,
     ) -> None:
-        """Let a prompt be answered by the steps that follow. Refuses at once what it cannot answer."""
+        """Queue a prompt, to be answered by later steps. Raises at once if that is impossible."""
         ...
 
     def step(self) -> bool:
-        """Do one step of all requests. Returns whether there is more to do."""
+        """Run one step of all requests. Returns whether work remains."""
         ...
 
     def abandon(self, error: Exception) -> None:
@@ -70,17 +70,17 @@ class EngineLike(Protocol):
         ...
 
     def embed(self, tokens: Sequence[int], cancelled: Cancelled) -> Float32Array:
-        """The embedding of a text, float32 [C] of length 1. Refuses what it cannot read."""
+        """The embedding of a text, float32 [C], normalized. Raises if the text cannot be read."""
         ...
 
     def inspect(
         self, prompt: Sequence[int], answer: str, progress: ProgressCallback, cancelled: Cancelled
     ) -> Inspection:
-        """What the model thought at each token of an answer. Refuses what it cannot read."""
+        """Inspect the tokens of an answer. Raises if it cannot be read."""
         ...
 
     def forget(self, chat: str | None = None) -> None:
-        """Drop what is cached of a chat, or everything."""
+        """Drop the cached tokens of a chat, or of all."""
         ...
 
     def close(self) -> None:
@@ -90,16 +90,16 @@ class EngineLike(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
-    """A model that is ready to answer."""
+    """A loaded model."""
 
     name: str
-    """What it is called."""
+    """Its name."""
     engine: EngineLike
     """Answers prompts."""
     backend: str
-    """`cpu` or `reference`."""
+    """Name of the backend."""
     reason: str
-    """Why this backend."""
+    """The reason for this backend."""
     bits: float
     """Bits of the base weights."""
     kv: str
@@ -109,36 +109,36 @@ class LoadedModel:
     context: int
     """Tokens of context."""
     weight_bytes: int
-    """Bytes of weights read for one token."""
+    """Bytes of weights read per token."""
     kv_bytes: int
     """Bytes of the KV cache."""
     sampling: Mapping[str, float] = field(default_factory=dict)
-    """The sampling that its maker recommends (`models.generation_config`)."""
+    """Sampling settings recommended by its maker (`models.generation_config`)."""
     slots: int = 1
-    """Requests that it answers at the same time."""
+    """Most requests answered at the same time."""
     tuning: Tuning | None = None
-    """What the tuner found for the budget; None where k_chunk was given, or nothing was tuned."""
+    """Tuning result; None with a fixed k_chunk or without tuning."""
     prompts: PromptTuning | None = None
-    """How far prompts are compensated; None where no budget decides that."""
+    """Prompt tuning result; None without a prompt budget."""
     drafts: Drafts = None
-    """How drafts were asked for."""
+    """The requested drafting mode."""
     speculation: Drafts = None
-    """How it drafts tokens."""
+    """The actual drafting mode."""
     problems: Sequence[Problem] = ()
-    """Why the budget has no effect, where it has none, and what could not be page-locked."""
+    """Problems: why a budget has no effect, or what could not be page-locked."""
     caches: Mapping[str, CacheFacts] = field(default_factory=dict)
-    """What every kind of cache would mean for it."""
+    """Sizes of every kind of cache for it."""
 
 
 class Catalogue(Protocol):
-    """The models that can be loaded. Methods read files: call them from a worker thread."""
+    """The loadable models. Methods read files: call them in a worker thread."""
 
     def entries(self) -> list[ModelEntry]:
-        """All of them, by name."""
+        """All models by name."""
         ...
 
     def find(self, name: str) -> ModelEntry | None:
-        """One of them; None if there is none of that name."""
+        """A model by name; None if there is none."""
         ...
 
     def remove(self, name: str) -> None:
@@ -151,10 +151,10 @@ class Catalogue(Protocol):
 
 
 class Workshop(Protocol):
-    """Makes models: long work that reports where it stands and can be stopped. Called in a worker thread."""
+    """Creates models: long work with progress reports that can be cancelled. Called in a worker thread."""
 
     def quantize(self, request: QuantizeRequest, progress: ProgressCallback, cancelled: Cancelled) -> ModelEntry:
-        """Make a low-bit model of a checkpoint."""
+        """Quantize a checkpoint."""
         ...
 
     def pull(self, name: str, revision: str | None, progress: ProgressCallback, cancelled: Cancelled) -> str:
@@ -165,7 +165,7 @@ class Workshop(Protocol):
 class Loader(Protocol):
     """Loads models and tunes them; called in the engine's thread.
 
-    Both stop with `runtime.errors.Cancelled` where `cancelled` says so.
+    Both raise `runtime.errors.Cancelled` if `cancelled` says so.
     """
 
     def load(self, request: LoadRequest, progress: ProgressCallback, cancelled: Cancelled) -> LoadedModel:
@@ -175,21 +175,21 @@ class Loader(Protocol):
     def tune(
         self, loaded: LoadedModel, request: TuneRequest, progress: ProgressCallback, cancelled: Cancelled
     ) -> LoadedModel:
-        """Change the compensation of a loaded model. Stopped, it leaves everything as it was."""
+        """Change the compensation of a loaded model. If cancelled, everything stays as it was."""
         ...
 
     def forget(self, chat: str | None) -> Holding:
-        """Delete the saved caches of a conversation, or all of them. Returns what was deleted.
+        """Delete the saved caches of a conversation, or of all. Returns the deleted files.
 
         Raises:
-            SavedCacheError: the system refuses.
+            SavedCacheError: the system refused.
         """
         ...
 
     def held(self) -> Holding:
-        """What the saved caches take on disk."""
+        """Saved caches on disk."""
         ...
 
 
 Inspector = Callable[[bool], DeviceReport]
-"""Looks at the device, not at what runs on it; called in a worker thread. Its argument: is the device idle?"""
+"""Inspects the device itself; called in a worker thread. Its argument: whether the device is idle."""

@@ -1,9 +1,8 @@
-"""`Service`: everything that is done with the one loaded model, in one thread and in the order of the requests.
+"""Service: runs all work on the loaded model in one thread, in the order of the requests.
 
-Loading, unloading and generating share that thread, so none can disturb another. Requests for the model that is loaded
-join those that are being answered, between two steps; whatever else is asked for waits until these have ended, and what
-comes behind it waits for it.
-Nothing here knows HTTP. The coroutines may be called from any event loop.
+Loading, unloading and generating share that thread, so they cannot disturb each other. Requests for the loaded model
+join the running ones between two steps. Any other job waits until these have ended, and later requests wait for it. The
+service is independent of HTTP; its coroutines may be called from any event loop.
 """
 
 from __future__ import annotations
@@ -29,29 +28,29 @@ from runtime.wire.inspection import Inspection, InspectRequest
 from runtime.wire.requests import LoadRequest, TuneRequest
 
 MAX_WAITING = 64
-"""Requests that may wait for their turn; more are refused with 503."""
+"""Most waiting requests; further ones are rejected with 503."""
 STOPPED = "the server is shutting down, or the request was cancelled"
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """A prompt, and how it is to be answered."""
+    """A prompt and how to answer it."""
 
     model: str
-    """The model that must answer; loaded first if it is another one."""
+    """The model that must answer; loaded first if necessary."""
     prompt: Callable[[EngineLike], Sequence[int]]
-    """Makes the prompt's tokens; called in the engine's thread."""
+    """Produces the prompt's tokens; called in the engine's thread."""
     options: SamplingOptions
-    """How to draw and when to end."""
+    """Sampling and stopping options."""
     chat: bool = False
-    """Whether the model's own chat stops apply."""
+    """Whether to add the model's own chat stops."""
     name: str | None = None
-    """What the client calls the conversation, for `Service.forget`."""
+    """The client's name of the conversation, for `Service.forget`."""
     trim: bool = False
-    """Whether white space in front of the answer is dropped."""
+    """Whether to strip leading white space from the answer."""
     field: str = "messages"
-    """What the request calls its prompt; named in errors."""
+    """The request's name for its prompt, for errors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,19 +72,19 @@ class Accepted:
     model: str
     """The model that answers."""
     backend: str
-    """What runs it."""
+    """Name of the backend."""
     prompt_tokens: int
     """Tokens of the prompt."""
     k_chunk: Mapping[str, int] = field(default_factory=dict)
     """Compensated channels per 1024, by layer type."""
     slowdown_percent: float | None = None
-    """Slowdown of decoding by that, where it was measured."""
+    """Measured slowdown of decoding by that."""
     prompt_slowdown_percent: float | None = None
-    """How much longer a prompt takes by its compensation, where prompts are compensated."""
+    """Slowdown of prompts by their compensation, if they are compensated."""
 
 
 class Service:
-    """The loaded model, its queue, and what else the server can be asked for."""
+    """The loaded model, its queue, and the server's other operations."""
 
     def __init__(
         self,
@@ -97,15 +96,16 @@ class Service:
         idle_unload_s: float | None = None,
         max_waiting: int = MAX_WAITING,
     ) -> None:
-        """Start the thread; nothing is loaded.
+        """Start the thread; no model is loaded.
 
         Args:
             loader: Loads and tunes models.
             catalogue: The models that can be loaded.
             workshop: Makes models.
-            inspector: Looks at the device.
-            idle_unload_s: Unload after so many seconds without a request, to be loaded again by the next; None: never.
-            max_waiting: Requests that may wait for their turn.
+            inspector: Inspects the device.
+            idle_unload_s: Seconds without a request after which the model is unloaded, until the next request; None:
+                never.
+            max_waiting: Most waiting requests.
         """
         self.catalogue = catalogue
         self.workshop = workshop
@@ -114,26 +114,26 @@ class Service:
         self._loader = loader
         self._slot = ModelSlot(loader, catalogue)
         self._lock = threading.Lock()
-        self._streams: set[Stream[Any]] = set()  # of all requests that run or wait; guarded by the lock
+        self._streams: set[Stream[Any]] = set()  # of all running and waiting requests; guarded by the lock
         self._making = False
         self._worker = Worker("engine", self._slot.step)
         if idle_unload_s is not None:
             self._worker.when_idle(idle_unload_s, self._slot.rest)
 
     def status(self) -> Status:
-        """What the runtime is doing and with what."""
+        """The runtime's state."""
         return self._slot.status(self._worker.waiting)
 
     @property
     def caches(self) -> Mapping[str, CacheFacts]:
-        """What every kind of cache would mean for the loaded model; empty where none is loaded."""
+        """Sizes of every kind of cache for the loaded model; empty if none is loaded."""
         loaded = self._slot.loaded
         return {} if loaded is None else loaded.caches
 
     def device(self) -> DeviceReport:
-        """What is known of the device and of what runs on it.
+        """The device and the loaded model's tuning.
 
-        Reads files and may measure, so call it from a worker thread.
+        Reads files and may measure: call it in a worker thread.
         """
         busy = self._slot.tuning or self.status().state in ("loading", "generating")
         report = self._inspector(not busy)
@@ -153,7 +153,7 @@ class Service:
         return self._slot.holds(name)
 
     async def load(self, request: LoadRequest) -> AsyncGenerator[Progress, None]:
-        """Load a model, after the requests that already wait; the model loaded before is unloaded first.
+        """Load a model, after the requests already queued; the previous model is unloaded first.
 
         Closing the iterator stops the load and leaves no model loaded.
 
@@ -167,7 +167,7 @@ class Service:
                 yield progress
 
     async def tune(self, request: TuneRequest) -> AsyncGenerator[Progress, None]:
-        """Change the compensation of the loaded model, after the requests that already wait.
+        """Change the compensation of the loaded model, after the requests already queued.
 
         Closing the iterator stops it and leaves everything as it was.
 
@@ -181,7 +181,7 @@ class Service:
                 yield progress
 
     async def unload(self) -> None:
-        """Unload the model, after the requests that already wait.
+        """Unload the model, after the requests already queued.
 
         Raises:
             ApiError: the server is shutting down.
@@ -192,15 +192,15 @@ class Service:
                 pass
 
     async def forget(self, chat: str | None) -> Holding:
-        """Delete what the caches hold of a conversation, after the requests that already wait.
+        """Delete the cached data of a conversation, after the requests already queued.
 
-        What is held of an answer in the making goes when it ends.
+        Data of an answer in progress is deleted when it ends.
 
         Args:
-            chat: The name that its client gave it; None: all conversations.
+            chat: The client's name of the conversation; None: all.
 
         Returns:
-            The files that were deleted.
+            The deleted files.
 
         Raises:
             ApiError: the server is shutting down, or the system refuses to delete a file.
@@ -211,14 +211,14 @@ class Service:
             return [held async for held in found][-1]
 
     def held(self) -> Holding:
-        """What saved caches take on disk; reads a folder, so call it from a worker thread."""
+        """Saved caches on disk. Reads a folder: call it in a worker thread."""
         return self._loader.held()
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Accepted | Piece, None]:
-        """Answer a prompt: `Accepted`, then pieces. Closing the iterator stops the work.
+        """Answer a prompt: yields `Accepted`, then pieces. Closing the iterator cancels the work.
 
         Raises:
-            ApiError: the model or the request is not acceptable, or the work failed.
+            ApiError: the model or the request is invalid, or the work failed.
         """
         stream: Stream[Accepted | Piece] = Stream()
         job = self._submission(request, stream)
@@ -228,10 +228,10 @@ class Service:
                 yield item
 
     async def embed(self, model: str, texts: Sequence[str | Sequence[int]]) -> AsyncGenerator[Embedded, None]:
-        """The embeddings of texts, or of their tokens, in their order. Closing the iterator stops the work.
+        """Embeddings of texts (or token lists), in order. Closing the iterator cancels the work.
 
         Raises:
-            ApiError: the model or a text is not acceptable, or the work failed.
+            ApiError: the model or a text is invalid, or the work failed.
         """
         stream: Stream[Embedded] = Stream()
         job = self._job(stream, lambda: self._embed(model, texts, stream))
@@ -240,10 +240,10 @@ class Service:
                 yield item
 
     async def inspect(self, request: InspectRequest) -> AsyncGenerator[Progress | Inspection, None]:
-        """Read an answer again, token by token: reports, then what was found. Closing the iterator stops the work.
+        """Re-read an answer token by token: yields reports, then the result. Closing the iterator cancels the work.
 
         Raises:
-            ApiError: the model or the answer is not acceptable, or the work failed.
+            ApiError: the model or the answer is invalid, or the work failed.
         """
         stream: Stream[Progress | Inspection] = Stream()
         job = self._job(stream, lambda: self._inspect(request, stream))
@@ -252,13 +252,13 @@ class Service:
                 yield item
 
     async def make(self, work: Callable[[Stream[Progress]], object]) -> AsyncGenerator[Progress, None]:
-        """Do a long piece of work on stored models in a thread of its own, one at a time.
+        """Run long work on stored models in a separate thread, one at a time.
 
         Args:
-            work: Puts into the stream what is to be reported, and asks it whether to stop.
+            work: Puts its reports into the stream, and polls it for cancellation.
 
         Raises:
-            ApiError: other work of that kind is running (409), or this work failed.
+            ApiError: other such work is running (409), or this work failed.
         """
         stream: Stream[Progress] = Stream()
         with self._lock:
@@ -275,7 +275,7 @@ class Service:
                     yield item
 
     def cancel_all(self) -> None:
-        """Take no more requests, and ask what runs and waits to stop."""
+        """Reject new requests, and cancel running and waiting ones."""
         self._worker.close(self._slot.unload)
         with self._lock:
             streams = list(self._streams)
@@ -283,7 +283,7 @@ class Service:
             stream.cancel()
 
     def close(self, timeout_s: float = 10.0) -> bool:
-        """Stop everything, unload, end the thread. Returns whether that was done in time. Safe to call twice."""
+        """Stop everything, unload, end the thread. Returns whether that finished in time. Safe to call twice."""
         self.cancel_all()
         return self._worker.join(timeout_s)
 
@@ -292,7 +292,7 @@ class Service:
     async def _queued(
         self, stream: Stream[T], job: Callable[[], None], alone: Callable[[], bool] = lambda: True
     ) -> AsyncGenerator[T, None]:
-        """Queue a job of the engine's thread, and read its stream. Whether it has to be alone is asked at its turn."""
+        """Queue a job in the engine's thread, and read its stream. `alone` is evaluated at the job's turn."""
         loaded = self._slot.loaded
         if self._worker.waiting + (0 if loaded is None else loaded.engine.waiting) >= self._max_waiting:
             raise unavailable(f"{self._max_waiting} requests are waiting already: try again later", "overloaded")
@@ -307,7 +307,7 @@ class Service:
 
     @contextmanager
     def _listed(self, stream: Stream[Any]) -> Iterator[None]:
-        """While entered, `cancel_all` reaches the stream."""
+        """Context manager: `cancel_all` cancels the stream."""
         with self._lock:
             self._streams.add(stream)
         try:
@@ -321,7 +321,7 @@ class Service:
     def _job(
         self, stream: Stream[Any], work: Callable[[], object], release: Callable[[], None] = lambda: None
     ) -> Callable[[], None]:
-        """Work that never raises: its stream ends however it ends, after `release`."""
+        """Work that never raises: it ends its stream with any error, after `release`."""
 
         def job() -> None:
             error: ApiError | None = None
@@ -341,7 +341,7 @@ class Service:
             self._making = False
 
     def _submission(self, request: GenerationRequest, stream: Stream[Accepted | Piece]) -> Callable[[], None]:
-        """The job that submits a request. The stream ends with the answer's last piece, or with what went wrong."""
+        """The job that submits a request. The stream ends with the answer's last piece, or with an error."""
 
         def receive(item: Piece | Exception) -> None:
             if isinstance(item, Exception):

@@ -1,4 +1,4 @@
-"""`ModelSlot`: the place of the one loaded model, and what state it is in."""
+"""Model slot: holds the loaded model, and its state."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ logger = logging.getLogger(__name__)
 
 
 class ModelSlot:
-    """The loaded model. `status` and `holds` may be called from any thread, all else from the engine's thread alone."""
+    """The loaded model. `status` and `holds` are thread-safe; everything else belongs to the engine's thread."""
 
     def __init__(self, loader: Loader, catalogue: Catalogue) -> None:
         self._loader = loader
         self._catalogue = catalogue
-        self._lock = threading.Lock()  # guards the four fields below, only for as long as they are copied
+        self._lock = threading.Lock()  # guards the four fields below while they are copied
         self._state: State = "empty"
         self._loaded: LoadedModel | None = None
-        self._target: LoadRequest | None = None  # what is loaded, is being loaded, or was put aside when idle
+        self._target: LoadRequest | None = None  # the model that is loaded, being loaded, or unloaded when idle
         self._error: ErrorRecord | None = None
         self.tuning = False
         """Whether the device is being measured."""
 
     def status(self, waiting: int) -> Status:
-        """What the runtime is doing and with what, given how many requests wait."""
+        """The runtime's state, given the number of waiting requests."""
         import psutil
 
         with self._lock:
@@ -80,7 +80,7 @@ class ModelSlot:
 
     @property
     def loaded(self) -> LoadedModel | None:
-        """The model that is loaded; may be asked from any thread."""
+        """The loaded model; thread-safe."""
         with self._lock:
             return self._loaded
 
@@ -90,7 +90,7 @@ class ModelSlot:
             return self._state not in ("empty", "failed") and self._target is not None and self._target.model == name
 
     def load(self, request: LoadRequest, progress: ProgressCallback, cancelled: CancelledCheck) -> LoadedModel:
-        """Unload what is there, then load. A model that does not exist leaves what is there alone.
+        """Unload the current model, then load. An unknown model leaves the current one loaded.
 
         Raises:
             ApiError: there is no such model.
@@ -117,9 +117,9 @@ class ModelSlot:
         return loaded
 
     def ensure(self, name: str, cancelled: CancelledCheck) -> LoadedModel:
-        """The model of that name, loaded if it is not the one that is there.
+        """The model of that name, loaded if it is not the current one.
 
-        The kind of cache, the compensation or its budget, and the backend stay as they were asked for last.
+        The kind of cache, the compensation or its budget, and the backend stay as last requested.
 
         Raises:
             ApiError, RuntimeFailure, ModelError: as `load`.
@@ -135,7 +135,7 @@ class ModelSlot:
         return self.load(request, ignore_progress, cancelled)
 
     def tune(self, request: TuneRequest, progress: ProgressCallback, cancelled: CancelledCheck) -> LoadedModel:
-        """Change the compensation of the loaded model. A model that rested is loaded first.
+        """Change the compensation of the loaded model. A model that was unloaded when idle is loaded first.
 
         Raises:
             ApiError: no model is loaded.
@@ -167,7 +167,7 @@ class ModelSlot:
         return tuned
 
     def forget(self, chat: str | None) -> Holding:
-        """Delete what memory and disk hold of a conversation, or of all. Returns the files that were deleted.
+        """Delete the cached data of a conversation, or of all, in memory and on disk. Returns the deleted files.
 
         Raises:
             SavedCacheError: the system refuses to delete a file.
@@ -179,7 +179,7 @@ class ModelSlot:
 
     @contextmanager
     def generating(self) -> Iterator[None]:
-        """While entered, the state says so: for work that is no request of the engine's."""
+        """Context manager: the state is "generating", for work that is not an engine request."""
         with self._lock:
             self._state = "generating"
         try:
@@ -189,7 +189,7 @@ class ModelSlot:
                 self._state = "ready"
 
     def step(self) -> bool:
-        """Do one step of all requests of the loaded model. Returns whether there is more to do. Never raises."""
+        """Run one step of the loaded model's requests. Returns whether work remains. Never raises."""
         loaded = self.loaded
         if loaded is None:
             return False
@@ -201,7 +201,7 @@ class ModelSlot:
             return False
 
     def is_ready(self, name: str) -> bool:
-        """Whether a model is loaded, so that a request for it need not wait for those of another one."""
+        """Whether a model is loaded, so that a request for it can join the running ones."""
         with self._lock:
             return self._loaded is not None and self._target is not None and self._target.model == name
 
@@ -211,7 +211,7 @@ class ModelSlot:
         self._set("empty")
 
     def rest(self) -> None:
-        """Unload the model, to be loaded in the same way when it is asked for again."""
+        """Unload the model when idle, and reload it in the same way on the next request."""
         with self._lock:
             target, loaded = self._target, self._loaded
         if loaded is not None:
@@ -225,7 +225,7 @@ class ModelSlot:
         if loaded is not None:
             loaded.engine.close()
             del loaded
-            gc.collect()  # memory is needed now, for the next model or for other programs
+            gc.collect()  # the memory is needed now, for the next model or other programs
 
     def _set(
         self,

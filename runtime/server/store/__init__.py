@@ -1,1 +1,1 @@
-"""The service's parts backed by the store: catalogue, loader, workshop, and the machine they run on."""
+"""Store-backed parts of the service: catalogue, loader, workshop, and inspection of the machine."""

@@ -1,4 +1,4 @@
-"""The models that a server knows: those of a store, and those that came with the program."""
+"""Catalogue: the models that a server can load, from the store and bundled with the program."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from runtime.wire.answers import ModelEntry
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bundle:
-    """What came with the program. The runtime does not know where it lies and is told."""
+    """Files bundled with the program, whose location the runtime does not know by itself."""
 
     models: Mapping[str, Path] = field(default_factory=dict)
     """Folders of bundled models in the store's layout, by name."""
     calibration: Path | None = None
-    """Text from which quantizers take activations."""
+    """Text for calibrating quantizers."""
     evaluation: Path | None = None
-    """Text on which a new model is measured."""
+    """Text for measuring new models."""
 
 
 class StoreCatalogue:
@@ -31,8 +31,8 @@ class StoreCatalogue:
 
     Args:
         store: The store.
-        bundled: Folders of the bundled models by name.
-        chats: Folder of saved caches, of which those of a deleted model are deleted; None: there are none.
+        bundled: Folders of the bundled models, by name.
+        chats: Folder of saved caches, to delete those of a deleted model; None: no saved caches.
     """
 
     def __init__(self, store: Store, bundled: Mapping[str, Path], chats: Path | None = None) -> None:
@@ -47,7 +47,7 @@ class StoreCatalogue:
         return bundled + [model_entry(info) for info in self._store.list() if info.name not in taken]
 
     def find(self, name: str) -> ModelEntry | None:
-        """One of them; None if there is none of that name, or if it is damaged beyond being listed."""
+        """A model by name; None if there is none, or if it is too damaged to be listed."""
         try:
             if name in self._bundled:
                 return model_entry(StoredModelInfo.read(self._bundled[name], name), bundled=True)
@@ -80,7 +80,7 @@ class StoreCatalogue:
 
 
 def model_entry(info: StoredModelInfo, *, bundled: bool = False) -> ModelEntry:
-    """What a listing shows of a model."""
+    """A model's entry in the list."""
     summary = info.summary
     return ModelEntry(
         name=info.name,

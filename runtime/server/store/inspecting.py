@@ -1,4 +1,4 @@
-"""What the server tells of the machine it runs on."""
+"""Inspection of the server's machine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FEW_LANES = 4
 
 
 def link_problems(gpu: GpuInfo | None) -> list[Problem]:
-    """What is wrong with the link between a card and main memory, which compensation is read over."""
+    """Problems of the link between a card and main memory, which compensation reads across."""
     if gpu is None:
         return []
     if gpu.pcie is None:
@@ -29,16 +29,16 @@ def link_problems(gpu: GpuInfo | None) -> list[Problem]:
 
 
 def link_gb_s() -> float | None:
-    """Measured bandwidth of the link over which residuals come; None where no backend that could be used has one."""
+    """Measured bandwidth of the link that residuals cross; None if no usable backend has one."""
     speeds = (backend.link_gb_s() for backend in backends())
     return next((speed for speed in speeds if speed is not None), None)
 
 
 class MachineInspector:
-    """Looks at this machine. Thread-safe.
+    """Inspects this machine. Thread-safe.
 
     Args:
-        folder: Where a measured bandwidth is remembered.
+        folder: Folder where the measured bandwidth is stored.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -48,7 +48,7 @@ class MachineInspector:
         self._link_gb_s: float | None = None
 
     def __call__(self, idle: bool) -> DeviceReport:
-        """See `runtime.server.service.interfaces.Inspector`. The memory is measured once, when nothing else is."""
+        """See `runtime.server.service.interfaces.Inspector`. Measures the memory once, when idle."""
         from tuner.detect import detect
 
         machine = detect()

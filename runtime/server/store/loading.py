@@ -1,4 +1,4 @@
-"""The real loader: models of a catalogue, planned against free memory, tuned to their budget."""
+"""Loader: loads models of a catalogue by a memory plan, and tunes them to their budgets."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadDefaults:
-    """What applies to a load whose request leaves it open."""
+    """Defaults of a load request."""
 
     compensation: Compensation = field(default_factory=Compensation)
-    """Where neither a k_chunk nor a budget is asked for."""
+    """If neither a k_chunk nor a budget is requested."""
     speculation: Drafts = None
-    """None: what was measured to be best; False: nothing is drafted."""
+    """None: as measured to be best; False: no drafts."""
     kv: KVKind | None = None
     """Kind of KV cache; None: `runtime.kv.kinds.cache_for` chooses."""
     context: int | None = None
@@ -48,17 +48,17 @@ class LoadDefaults:
     backend: str = AUTO
     """Which backend."""
     num_parallel: int | None = None
-    """Requests answered at the same time; None: `PARALLEL`."""
+    """Most requests answered at the same time; None: `PARALLEL`."""
 
 
 class StoreLoader:
-    """Loads models of a catalogue with `runtime.load.open`, and tunes them.
+    """Loads models of a catalogue, and tunes them.
 
     Args:
-        catalogue: Where the models are.
+        catalogue: The catalogue.
         profiles: Folder of tuning profiles.
-        defaults: What applies where a request says nothing.
-        chats: Folder in which long conversations outlive the loaded model; None: they do not.
+        defaults: Defaults of requests.
+        chats: Folder for saving the caches of long conversations; None: they are not saved.
     """
 
     def __init__(
@@ -75,12 +75,12 @@ class StoreLoader:
         self._chats = chats
 
     def load(self, request: LoadRequest, progress: ProgressCallback, cancelled: CancelledCheck) -> LoadedModel:
-        """Load a model, and tune it to its budget. A context longer than the model's own is cut to it.
+        """Load a model, and tune it to its budget. The context is limited to the model's own.
 
         Raises:
             Cancelled: `cancelled` said so.
             ModelError: the model is missing or damaged.
-            RuntimeFailure: memory does not suffice, or the backend cannot run it.
+            RuntimeFailure: not enough memory, or the backend cannot run it.
         """
         from runtime.load.memory import CONVERSATIONS, PARALLEL, cache_facts, describe
         from runtime.load.plan import plan_load
@@ -102,7 +102,7 @@ class StoreLoader:
             compensation,
             kv=cache_for(request.kv or (None if request.speculation else defaults.kv), drafts=bool(asked)),
             context=None if context is None else min(context, model.spec.max_context),
-            asked=defaults.backend if request.backend == AUTO else request.backend,
+            backend_name=defaults.backend if request.backend == AUTO else request.backend,
             slots=max(CONVERSATIONS, parallel),
             parallel=parallel,
         )
@@ -140,7 +140,7 @@ class StoreLoader:
         return loaded
 
     def _remember(self, engine: Engine, model: StoredModel) -> None:
-        """Let an engine's long conversations outlive it, where there is a folder for them."""
+        """Let an engine save long conversations, if there is a folder for them."""
         from runtime.budget.profile_key import content_id
         from runtime.engine.conversations.saved import About
 
@@ -153,27 +153,27 @@ class StoreLoader:
                 recipe=model.recipe.to_json(),
                 prompts=engine.decoder.options.prompt_k_chunk,
             )
-            engine.keep_in(SavedCaches(self._chats, about, model=model.path))
+            engine.save_to(SavedCaches(self._chats, about, model=model.path))
 
     def forget(self, chat: str | None) -> Holding:
-        """Delete the saved caches of a conversation, or all of them.
+        """Delete the saved caches of a conversation, or of all.
 
         Raises:
-            SavedCacheError: the system refuses.
+            SavedCacheError: the system refused.
         """
         return Holding() if self._chats is None else forget(self._chats, chat=chat)
 
     def held(self) -> Holding:
-        """What the saved caches take on disk."""
+        """Saved caches on disk."""
         return Holding() if self._chats is None else holding(self._chats)
 
     def tune(
         self, loaded: LoadedModel, request: TuneRequest, progress: ProgressCallback, cancelled: CancelledCheck
     ) -> LoadedModel:
-        """Change the compensation of a loaded model. Its conversations stay in the cache, as they were computed.
+        """Change the compensation of a loaded model. Its conversations stay cached, as they were computed.
 
-        Where prompts are compensated in another way than before, conversations are dropped: what was read with other
-        weights would stay in them for ever.
+        If the compensation of prompts changes, conversations are dropped: otherwise entries computed with other weights
+        would stay in them forever.
 
         Raises:
             Cancelled: `cancelled` said so; the model stays as it was.
@@ -207,10 +207,10 @@ class StoreLoader:
         *,
         force: bool = False,
     ) -> LoadedModel:
-        """Give a loaded model what its budgets pay for, and let it speculate as asked for or where that pays."""
+        """Apply the budgets to a loaded model, and let it speculate as requested or where that pays."""
         engine = _engine(loaded)
         spent = spend(
-            engine.lent,
+            engine.borrow,
             model,
             compensation,
             drafts=loaded.drafts,
@@ -239,7 +239,7 @@ def _engine(loaded: LoadedModel) -> Engine:
 
 
 def _lacking(decoder: Decoder) -> tuple[Problem, ...]:
-    """What a loaded model goes without."""
+    """Problems of a loaded model."""
     return backend(decoder.backend).problems(decoder)
 
 
@@ -251,15 +251,15 @@ def open_service(
     idle_unload_s: float | None = None,
     chats: Path | None = None,
 ) -> Service:
-    """The service of the models under a home folder.
+    """Create the service of the models under a home folder.
 
     Args:
         home: The program's folder; the store is `<home>/models`, tuning profiles are in `<home>/profiles`.
-        bundle: What came with the program.
-        defaults: What applies to a load whose request says nothing.
-        idle_unload_s: Unload a model after so many seconds without a request; None: never.
-        chats: Folder in which the caches of long conversations are kept while their model is not loaded; None: nothing
-            of a conversation is written to disk.
+        bundle: Files bundled with the program.
+        defaults: Defaults of load requests.
+        idle_unload_s: Seconds without a request after which a model is unloaded; None: never.
+        chats: Folder for saving the caches of long conversations while their model is not loaded; None: nothing of a
+            conversation is written to disk.
     """
     store = Store(home / "models")
     catalogue = StoreCatalogue(store, bundle.models, chats)

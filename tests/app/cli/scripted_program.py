@@ -45,7 +45,7 @@ class CountingEngine:
         )
         yield Piece(text="", finish_reason="cancelled", usage=usage)
 
-    def lent(self, _tokens: int = 0) -> AbstractContextManager[Any]:
+    def borrow(self, _tokens: int = 0) -> AbstractContextManager[Any]:
         return nullcontext(self.decoder)
 
     def speculate(self, gamma: Any, *, copied: bool) -> None:

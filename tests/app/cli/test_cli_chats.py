@@ -1,4 +1,4 @@
-"""chats: what was said, from the command line."""
+"""The chat history on the command line."""
 
 from __future__ import annotations
 

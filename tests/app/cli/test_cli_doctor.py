@@ -60,7 +60,7 @@ def machine(services: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[Machine
         gpu_is(services, usable=False, reason="no NVIDIA card was found")
 
     replace_machine(MACHINE)
-    monkeypatch.setattr(checks, "_LEAST_DISK", 0)
+    monkeypatch.setattr(checks, "_MIN_DISK", 0)
     return replace_machine
 
 
@@ -165,7 +165,7 @@ def test_the_profile_that_is_used(
     found = answer("doctor")["tuning"]
     assert found["measured_slowdown_percent"] == 30
     assert found["k_chunk"].keys() == {"qkv", "o", "gate_up", "down", "head"}
-    assert "30.0 % of 60 % slowdown measured" in run("doctor").stdout
+    assert "30.0 % slower, 60 % allowed, measured" in run("doctor").stdout
     assert re.search(r"offer     demo: perplexity .* at .* x the low-bit speed \(low bits", run("doctor").stdout)
 
 
@@ -175,7 +175,7 @@ def test_little_memory(answer: Answer, machine: Any) -> None:
 
 
 def test_little_disk(answer: Answer, machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "_LEAST_DISK", 1 << 80)
+    monkeypatch.setattr(checks, "_MIN_DISK", 1 << 80)
     assert "of disk is free" in whats(answer("doctor"))
 
 

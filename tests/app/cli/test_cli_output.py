@@ -1,4 +1,4 @@
-"""What commands write where standard error is no terminal."""
+"""Output of commands when standard error is not a terminal."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from app.cli.repl import Repl, remembered
+from app.cli.repl import Repl, line_history
 from runtime.backends.decoder import DecoderOptions
 from runtime.engine.generation import Piece, Usage
 from runtime.errors import ContextOverflowError
@@ -143,7 +143,7 @@ def test_show_stats_and_help(talk: Talk) -> None:
     assert "model               scripted" in out
     assert "cpu (a test)" in out
     assert "max_tokens          auto" in out
-    assert "first token after 0.25 s, 8.0 tokens/s; 7 prompt tokens (3 reused), 5 answered; context 12 of 100" in out
+    assert "first token after 0.25 s, 8.0 tokens/s; 7 prompt tokens (3 reused), 5 generated; context 12 of 100" in out
     assert "/clear" in out
     assert "no template" in err
 
@@ -184,16 +184,16 @@ def test_a_cut_answer_is_told(talk: Talk) -> None:
 def test_lines_are_remembered_for_the_next_conversation(tmp_path: Path) -> None:
     readline = pytest.importorskip("readline")
     file = tmp_path / "home" / "lines"
-    with remembered(file):
+    with line_history(file):
         readline.add_history("why is the sky blue?")
     assert file.stat().st_mode & 0o777 == 0o600
     readline.clear_history()
-    with remembered(file):
+    with line_history(file):
         assert readline.get_history_item(1) == "why is the sky blue?"
     readline.clear_history()
 
 
 def test_an_unreadable_memory_is_gone_without(tmp_path: Path) -> None:
     (tmp_path / "lines").mkdir()
-    with remembered(tmp_path / "lines"):
+    with line_history(tmp_path / "lines"):
         pass

@@ -214,8 +214,8 @@ def test_speculation_is_reported(answer: Answer) -> None:
     ("wrong", "words"),
     [
         (("--speculate", "--kv", "fp16", "--gamma", "3"), "need the hierarchical cache"),
-        (("--gamma", "3"), "with --speculate alone"),
-        (("--no-speculate", "--gamma", "3"), "with --speculate alone"),
+        (("--gamma", "3"), "only applies with --speculate"),
+        (("--no-speculate", "--gamma", "3"), "only applies with --speculate"),
         (("--speculate", "--gamma", "16"), "16"),
     ],
 )

@@ -1,4 +1,4 @@
-"""`ps`, `stop`, `man`, and what `rm` does with a model that the runtime holds."""
+"""`ps`, `stop`, `man`, and `rm` of a model that the runtime has loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The program without a word behind it: the terminal UI, and nothing that the command line needs."""
+"""The program without arguments: starts the terminal UI, without the command line's imports."""
 
 from __future__ import annotations
 

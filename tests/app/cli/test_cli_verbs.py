@@ -1,4 +1,4 @@
-"""quantize, pull, eval, bench, config: what they write."""
+"""Output of quantize, pull, eval, bench and config."""
 
 from __future__ import annotations
 

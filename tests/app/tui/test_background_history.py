@@ -1,4 +1,4 @@
-"""Chats are kept, and found again."""
+"""Saving and finding chats from the terminal UI."""
 
 from __future__ import annotations
 

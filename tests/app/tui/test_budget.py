@@ -1,4 +1,4 @@
-"""The slowdown budget: chosen, tuned for while the chat goes on, shown, stopped, kept."""
+"""The slowdown budget: chosen, tuned during a chat, shown, cancelled, stored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chatting: sending, streaming, stopping, failing, crashing, and going on afterwards."""
+"""Chatting: sending, streaming, stopping, failing, crashing, and continuing afterwards."""
 
 from __future__ import annotations
 

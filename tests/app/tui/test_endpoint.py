@@ -1,4 +1,4 @@
-"""The UI with a server elsewhere: chosen by setting or dialog, labelled, and without what only our runtime has."""
+"""The UI with a remote server: chosen by setting or dialog, labelled, without the features of our own runtime."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers and lines as people read them."""
+"""Human-readable numbers and status lines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lists and tables in one widget each: all text is there, in its place, however wide, streamed or whole."""
+"""Lists and tables in one widget each: complete and correctly laid out at any width, streamed or at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model that nobody used, and a machine that slept."""
+"""Unloading of an idle model, and a machine that was suspended."""
 
 from __future__ import annotations
 

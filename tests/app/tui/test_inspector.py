@@ -1,4 +1,4 @@
-"""The token inspector: opened by key and mouse, walked over, explained, at all sizes; and what it can't do, said."""
+"""The token inspector: opened by key and mouse, navigated, explained, at all sizes; and its error messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys: changed by a setting, told where they are listed; Ctrl+Z goes to the shell and comes back."""
+"""Keys: changed by a setting, listed in the help; Ctrl+Z suspends to the shell and returns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every screen in every theme of the program and at three sizes: all that is written can be read."""
+"""Legibility of every screen in every theme and at three sizes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Getting a model from inside: what is offered, one view of all stages, left, stopped, gone on with."""
+"""Model setup in the UI: offers, one view of all stages, leaving, cancelling, resuming."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The real runtime and a hub on the loopback: fetched, stopped, gone on with, made, loaded, asked."""
+"""Model setup with the real runtime and a hub on loopback: download, cancel, resume, quantize, load, answer."""
 
 from __future__ import annotations
 

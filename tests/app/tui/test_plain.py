@@ -1,4 +1,4 @@
-"""What others wrote, on every screen: names, titles, prompts, errors are shown as they stand, and nobody obeys them."""
+"""Untrusted text on every screen: names, titles, prompts and errors are displayed literally."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""System prompts with names: chosen for a chat, kept, changed, deleted; by key and mouse, at all sizes."""
+"""System prompt presets in the UI: chosen for a chat, saved, changed, deleted; by key and mouse, at all sizes."""
 
 from __future__ import annotations
 

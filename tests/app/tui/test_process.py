@@ -1,4 +1,4 @@
-"""The UI's own process: light, quick to the first frame, and gone without a trace."""
+"""The UI's process: light, with a quick first frame, and gone without a trace."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pump never loses or reorders text, keeps to its pace, and spares Markdown the large open blocks."""
+"""The pump: never loses or reorders text, limits its rate, and spares Markdown large open blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sidebar: by day, the present chat marked, found as one types, renamed, pinned, deleted and had back."""
+"""The sidebar: chats by day, the current one marked, searched, renamed, pinned, deleted and restored."""
 
 from __future__ import annotations
 

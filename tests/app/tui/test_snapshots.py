@@ -1,4 +1,4 @@
-"""What the terminal shows, at three sizes and in two themes."""
+"""Snapshots of the terminal UI, at three sizes and in two themes."""
 
 from __future__ import annotations
 

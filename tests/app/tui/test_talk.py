@@ -1,4 +1,4 @@
-"""Chats that branch, that grow too long, that have their own model and settings; and what is typed for them."""
+"""Chats with branches, beyond the context, with their own model and settings; and the composer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A terminal that goes, and one that doesn't know its size."""
+"""A terminal that disappears, and one that does not know its size."""
 
 from __future__ import annotations
 

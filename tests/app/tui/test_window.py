@@ -1,4 +1,4 @@
-"""Which messages are mounted."""
+"""The messages that are mounted in a long chat."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What compressing the KV cache costs and what it saves: docs/kv.md with its pictures.
+"""Costs and savings of compressed KV caches: writes docs/kv.md with its pictures.
 
     make kv SMOLLM2=FOLDER                       FOLDER: SmolLM2-135M-Instruct, as the tests' cache keeps it
     make kv PEER_PYTHON=peers-venv/bin/python    beside llama.cpp (tests/peers/README.md says how to install it)

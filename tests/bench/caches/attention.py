@@ -1,4 +1,4 @@
-"""Attention alone over long caches of every kind, on the CPU backend: `tests.bench.kv` with its numbers kept."""
+"""Attention alone over long caches of every kind, on the CPU backend: stores the numbers of `tests.bench.kv`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far logits drift over a long generation when the cache is compressed (GEAR Fig. 1b)."""
+"""Drift of logits over a long generation with a compressed cache (GEAR Fig. 1b)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is measured: kinds, models, and how much of each."""
+"""Extent of the cache measurements: kinds, models, and sample sizes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is promised of the caches, judged: a verdict for each model, or for the program, with the numbers behind it."""
+"""Verdicts on the claims about caches, for each model or for the program, with the numbers behind them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One model under measurement: its checkpoint, texts and low-bit forms, and the digests that decide its numbers."""
+"""One model under measurement: its checkpoint, texts and low-bit forms, and the digests that identify its numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""llama.cpp's side of the timing, in an interpreter of its own that need not have this project's packages.
+"""llama.cpp's side of the timing, in a separate interpreter that need not have this project's packages.
 
     python -m tests.bench.caches.llama_worker MODEL.gguf THREADS TOKENS STEPS f16 q4_0
 

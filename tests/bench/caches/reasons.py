@@ -1,4 +1,4 @@
-"""What we take for the reason where a promise of the caches does not hold, by the text of the claim."""
+"""Likely reasons for claims about caches that do not hold, by the text of the claim."""
 
 from __future__ import annotations
 

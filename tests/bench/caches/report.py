@@ -1,4 +1,4 @@
-"""docs/kv.md: what was measured of the caches, what was promised and whether it holds, all from the results file."""
+"""docs/kv.md: measurements of the caches, claims and verdicts, all from the results file."""
 
 from __future__ import annotations
 
@@ -104,13 +104,13 @@ def _promises(view: View, found: Sequence[Claim]) -> str:
     told = f"{holds} of {len(found)} hold wherever they could be judged" + (
         f"; {len(wrong)} {'does' if len(wrong) == 1 else 'do'} not." if wrong else "."
     )
-    return f"""## What was promised, and whether it holds
+    return f"""## Claims and verdicts
 
 {legend()} {told}
 
 {table(("promise", *names, "all"), rows)}
 
-{"Promises that do not hold, and the likely reason:" if wrong else ""}
+{"Claims that do not hold, and the likely reason:" if wrong else ""}
 
 {why}
 

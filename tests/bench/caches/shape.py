@@ -1,4 +1,4 @@
-"""The model shape on which decoding over long caches is timed: little to read but the cache; random weights."""
+"""The model shape for timing decoding over long caches: few weights to read besides the cache, and random ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SmoothAttention: which keys have outlier channels, and what evening them out gives each kind of cache."""
+"""SmoothAttention: outlier channels of keys, and the gain of equalizing them for each kind of cache."""
 
 from __future__ import annotations
 

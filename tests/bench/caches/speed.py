@@ -1,4 +1,4 @@
-"""Decoding with so many tokens in the cache, beside llama.cpp: programs in processes of their own, taking turns."""
+"""Decoding speed by cache length, compared with llama.cpp: separate processes that take turns."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def measured(view: View) -> str:
 
 {view.origin("perplexity")}
 
-SmolLM2, a real chat model, decides; it runs as a person runs it, with {LOW} weights on the CPU backend. The others show
+Defaults follow SmolLM2, a real chat model, run as users run it: with {LOW} weights, on the CPU backend. The others show
 orderings. "A ± B" is a mean difference and its standard error, estimated from consecutive pieces of the same text;
 differences within two standard errors count as noise."""
 

@@ -1,4 +1,4 @@
-"""Measured numbers of the caches by what they are of."""
+"""Measured numbers of the caches, by subject."""
 
 from __future__ import annotations
 

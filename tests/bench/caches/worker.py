@@ -1,4 +1,4 @@
-"""This project's side of the timing, in a process of its own: reads what to run from stdin, answers with times.
+"""This project's side of the timing, in a separate process: reads jobs from stdin, answers with times.
 
     python -m tests.bench.caches.worker TOKENS STEPS KIND ...
 

@@ -1,4 +1,4 @@
-"""An answer of the bundled model, as a person meets it: planned, loaded, prompted."""
+"""An answer of the bundled model, as for a user: planned, loaded, prompted."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def measure(part: Part, amount: Amount, device: torch.device) -> None:
     model = StoredModel.open_folder(demo_path(), "demo")
     answers = {}
     for asked in ("triton", "reference") if device.type == "cuda" else ("reference",):
-        plan = plan_load(model, Compensation(k_chunk=16), context=512, asked=asked, select="static")
+        plan = plan_load(model, Compensation(k_chunk=16), context=512, backend_name=asked, select="static")
         began = time.monotonic()
         engine = plan.open_engine()
         loaded = time.monotonic() - began

@@ -1,4 +1,4 @@
-"""Parts in processes of their own, each with a watchdog: what hangs is killed with all it started, and recorded.
+"""Parts in separate processes, each with a watchdog: a hanging part is killed with its children, and recorded.
 
 A part writes its rows to a file as it goes; whoever runs it takes them over into the report. A part's process ends when
 the one that started it does, however that goes.

@@ -1,4 +1,4 @@
-"""A page of words from the report: what is broken first, what works, and what the numbers mean."""
+"""The report as text: the first defect, what works, and the meaning of the numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Results as they come: rows of one part of the benchmark, kept on disk from the first row on."""
+"""Results as they arrive: rows of one part of the benchmark, saved to disk one by one."""
 
 from __future__ import annotations
 

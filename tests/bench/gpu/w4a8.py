@@ -135,5 +135,5 @@ def _check(group_size: int, sizes: Sizes, device: torch.device) -> dict[str, obj
     x, out = _tokens(5, shape[1], weight, device), torch.full((5, shape[0]), float("nan"), device=device)
     gemm_w4a8(x, weight, out)
     codes, scales = x.codes[:, : shape[1]].cpu(), x.scales[:, None].cpu()
-    expected = reference.gemm_w4a8(codes, scales, reference.whole(packed), packed)
+    expected = reference.gemm_w4a8(codes, scales, reference.integer_weights(packed), packed)
     return {"what": "check", "group_size": group_size, "correct": torch.equal(out.cpu(), expected)}

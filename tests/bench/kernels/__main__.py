@@ -20,38 +20,38 @@ PAGE = Path(__file__).resolve().parents[3] / "docs" / "kernels.md"
 
 INTRODUCTION = """# Kernels of the GPU backend, compiled
 
-What the compilers make of every Triton kernel (`runtime/backends/triton/kernels/<op>.py`), in the specializations that
+The compiled form of every Triton kernel (`runtime/backends/triton/kernels/<op>.py`), in the specializations that
 real models launch, for the devices this program supports: sm_80 (A100), sm_86 (RTX 30), sm_89 (RTX 40), sm_90 (H100),
 sm_120 (RTX 50). No GPU is needed. `make test-all` compiles each for one of these devices, and fails where a
-kernel spills or needs more registers or shared memory than that device has. All of them are compiled for all devices by
+kernel spills or exceeds that device's registers or shared memory. All of them are compiled for all devices by
 
     make kernels                                 or: python -m tests.bench.kernels
 
-which writes this page, with Triton {triton}; its own ptxas {ptxas} made the machine code ({blackwell} for sm_120).
+which writes this page, with Triton {triton}; its own ptxas {ptxas} generated the machine code ({blackwell} for sm_120).
 
 {origin}
 
-- **specialization**: a kernel with its constants, as a model launches it; **threads** are those of one program.
+- **specialization**: a kernel with its constants, as a model launches it; **threads** per program.
 - **registers**: 32-bit registers of a thread. A multiprocessor has 65,536, so a program of 128 threads with 128
   registers each leaves room for three more, one of 128 threads with 255 each for only one more.
-- **shared**: bytes of shared memory of a program.
-- **spills**: bytes of a thread's registers that went to local memory. Anything but zero is a defect.
-- **programs**: how many of them a multiprocessor holds at the same time, by registers, shared memory and warps.
-- **instructions**: machine instructions in the kernel's code, including unrolled loops and padding. The number says
-  when a kernel grew, not how fast it is.
-- **loop**: instructions in a round of the innermost loop that does most of the work, and the tensor core instructions
-  among them.
-- **in flight**: read from the machine code (`tests/bench/kernels/sass.py`): for how many rounds of that loop a
-  streaming load is under way, from its request to where the code waits for it. *async* are copies to shared memory,
-  *regs* the widest loads to registers; the number is that of one round. Near 0, nothing is under way while the loop
-  works, and only other programs of the multiprocessor hide the wait.
+- **shared**: bytes of shared memory per program.
+- **spills**: bytes of a thread's registers spilled to local memory. Anything but zero is a defect.
+- **programs**: concurrent programs per multiprocessor, limited by registers, shared memory and warps.
+- **instructions**: machine instructions in the kernel's code, including unrolled loops and padding. The number shows
+  growth of a kernel, not its speed.
+- **loop**: instructions per iteration of the innermost loop that does most of the work, and those of the
+  tensor cores among them.
+- **in flight**: read from the machine code (`tests/bench/kernels/sass.py`): for how many iterations of that loop
+  a streaming load is in flight, from its request to where the code waits for it. *async* are copies to shared memory,
+  *regs* the widest loads to registers; the number is that of one iteration. Near 0, nothing is in flight while the loop
+  works, and only other programs of the multiprocessor hide the latency.
 """
 LOADS = """
 ## Kernels of a load, and launches of a token
 
-Specializations that Triton's own lookup keeps apart in the first steps of a load (one to three seconds each the first
-time a machine sees them), and launches of Triton kernels in a decoded token. torch adds two launches: the head's
-compensation, and the sum that reveals a broken number. Decoding is compensated; compensated prompts add two kernels.
+Specializations that Triton's own lookup distinguishes in the first steps of a load (one to three seconds each the
+first time on a machine), and launches of Triton kernels in a decoded token. torch adds two launches: the head's
+compensation, and the sum that detects NaN and infinity. Decoding is compensated; compensated prompts add two kernels.
 
 | model | cache | kernels compiled | of them products, attention | launches of a token |
 |---|---|--:|--:|--:|
@@ -59,30 +59,30 @@ compensation, and the sum that reveals a broken number. Decoding is compensated;
 PRODUCTS = """
 ## Products with low-bit matrices, by weight
 
-For one warp in a round of the loop: machine instructions of its 32 lanes per weight, and tensor core instructions per
-16,384 weights. The product itself takes 64 of these for one row (GEMV) and 512 for 64 rows (GEMM).
+For one warp and one iteration of the loop: machine instructions of its 32 lanes per weight, and tensor core
+instructions per 16,384 weights. The product itself takes 64 of these for one row (GEMV) and 512 for 64 rows (GEMM).
 
 | specialization | target | instructions | tensor core instructions | loads in flight | programs |
 |---|---|--:|--:|--:|--:|
 """
 CHECKS = """
-## Looking for races and bad addresses
+## Races and bad addresses
 
-On a machine with a GPU and the CUDA toolkit, compute-sanitizer watches every access that the kernels' tests make:
+On a machine with a GPU and the CUDA toolkit, compute-sanitizer checks every memory access of the kernels' tests:
 
     export PYTORCH_NO_CUDA_MEMORY_CACHING=1
     make sanitize-gpu
 
-Without its cache, torch allocates every tensor by itself; otherwise an address past a tensor's end would be in another
-tensor's memory, and nobody would notice. `make sanitize-gpu` runs the tests that need a GPU. All tests, with the third
+Without its cache, torch allocates every tensor separately; otherwise an address past a tensor's end could be in
+another tensor's memory and go unnoticed. `make sanitize-gpu` runs the tests that need a GPU. All tests, with the third
 tool:
 
     compute-sanitizer --tool synccheck --error-exitcode 1 .venv/bin/python -m pytest -q -x tests/runtime/backends/triton
 
 `memcheck` finds reads and writes outside of allocations, `racecheck` unordered access to shared memory, `synccheck`
 barriers that not all threads reach. They take ten to a hundred times as long as the tests alone; `-k compensate` and
-the like select some. None of them watches the order of writes between thread blocks. That the barrier of the
-compensation kernel holds is shown by tests that compare its bits with those of two launches, thousands of times.
+the like select some. None of them checks the order of writes between thread blocks. Tests of the compensation
+kernel's barrier compare its bits with those of two launches, thousands of times.
 """
 
 

@@ -1,4 +1,4 @@
-"""What quantizing costs and what compensation restores, on a real model: docs/quality.md with its pictures.
+"""The cost of quantizing and the gain of compensation on a real model: writes docs/quality.md with its pictures.
 
     make quality SMOLLM2=FOLDER                  or: python -m tests.bench.quality --smollm2 FOLDER
     make quality SMOLLM2=FOLDER PEER_PYTHON=peers-venv/bin/python    beside llama.cpp (tests/peers/README.md says how)

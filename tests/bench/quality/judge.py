@@ -1,4 +1,4 @@
-"""What the report claims, computed: each claim has a verdict for each model, with the number it rests on."""
+"""Verdicts on the report's claims, for each model, with the numbers behind them."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""llama.cpp's side of the comparison, in an interpreter of its own that need not have this project's packages.
+"""llama.cpp's side of the comparison, in a separate interpreter that need not have this project's packages.
 
     python llama_worker.py REQUEST.json
 
 The request names tensors (.npz, by GGUF's names), metadata, kinds of quantization and windows of token ids; the answer,
 one JSON object on stdout, has for each kind the bytes by tensor type and the nats of every window, all of its scored
-tokens and those that a chat decodes. Models are converted
-with the `gguf` package and quantized by llama.cpp itself; nothing is kept.
+tokens and those that a chat decodes. Models are converted with the `gguf` package and quantized by llama.cpp itself;
+nothing is kept.
 """
 
 from __future__ import annotations

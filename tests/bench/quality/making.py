@@ -1,4 +1,4 @@
-"""Quantizing in a process of its own, as `lowbit-chat quantize` does it: the model, its seconds, memory and buffers.
+"""Quantizing in a separate process, as `lowbit-chat quantize` does: the model, its seconds, memory and buffers.
 
     python -m tests.bench.quality.making REQUEST.json        one JSON object on stdout
 

@@ -1,4 +1,4 @@
-"""Measuring points: quantize into a store, open the CPU decoder, take the perplexity; everything measured is kept."""
+"""Measures points: quantizes into a store, opens the CPU decoder, computes the perplexity, and stores everything."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which input channels are large, token by token, and how many of them statistics know beforehand (QDEC Fig. 5)."""
+"""Large input channels, token by token, and how many of them statistics predict (QDEC Fig. 5)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is measured: points of the report's pictures and tables, each a recipe and a way to run it."""
+"""Measured points of the report's pictures and tables: each a recipe and a way to run it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Claims with a limit: how near a chat comes to full precision, how far llama.cpp is, how long quantizing takes."""
+"""Claims with limits: perplexity as a chat, distance to llama.cpp, duration of quantizing."""
 
 from __future__ import annotations
 

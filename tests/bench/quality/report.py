@@ -1,4 +1,4 @@
-"""docs/quality.md: what was measured, what was promised, and whether that holds, all from the results file."""
+"""docs/quality.md: measurements, claims and verdicts, all from the results file."""
 
 from __future__ import annotations
 
@@ -144,8 +144,8 @@ def _promises(view: View, found: Sequence[Claim]) -> str:
         f"{sum(claim.verdict is Verdict.YES for claim in found)} of {len(found)} hold wherever they could be judged"
     )
     summary += f"; {len(wrong)} {'does' if len(wrong) == 1 else 'do'} not." if wrong else "."
-    failed = f"Where a promise does not hold:\n\n{_behind(wrong, Verdict.NO)}\n\n" if wrong else ""
-    return f"""## What was promised, and whether it holds
+    failed = f"Claims that do not hold:\n\n{_behind(wrong, Verdict.NO)}\n\n" if wrong else ""
+    return f"""## Claims and verdicts
 
 {legend()} {summary}
 

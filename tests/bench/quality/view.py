@@ -1,4 +1,4 @@
-"""Measured numbers by what they are of, and whether they are of the code as it is."""
+"""Measured numbers by subject, with whether they belong to the current code."""
 
 from __future__ import annotations
 

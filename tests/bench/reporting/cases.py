@@ -1,4 +1,4 @@
-"""The models that are measured, and on which text each of them makes sense."""
+"""The measured models, each with a suitable text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Losses of a text by pieces: what is kept of an evaluation, and how sure a difference of two of them is."""
+"""Losses of a text by pieces, and the standard error of their differences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Of which code a number is: a digest of the sources that decide it, and the line under a table that says so.
+"""The code behind a number: a digest of its sources, and the line under a table that reports it.
 
 A digest is of what code does, not of how it is written or where it stands: docstrings, comments, layout and the modules
 that names are imported from do not change it.

@@ -1,4 +1,4 @@
-"""The results file: every measured number with everything that decides it, so that a later run only fills gaps."""
+"""The results file: every measured number with all its inputs, so that a later run only fills gaps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every report says of the run behind it: command, day, machine, versions; and a line for each thing done."""
+"""Metadata of a report's run: command, day, machine, versions; and a log line for each step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the report's pictures look: colours by method, labels at the lines' ends, the same bytes for the same numbers."""
+"""Style of the report's pictures: colours by method, labels at line ends, the same bytes for the same numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Verdicts on what was promised: yes, no, within the noise, or not measured, with the numbers they rest on."""
+"""Verdicts on claims: yes, no, within the noise, or not measured, with the numbers behind them."""
 
 from __future__ import annotations
 

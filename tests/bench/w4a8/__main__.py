@@ -1,4 +1,4 @@
-"""QoQ's promise on real models: perplexity by method, and what each step brings; docs/quality.md's section on W4A8.
+"""QoQ on real models: perplexity by method, and the gain of each step; docs/quality.md's section on W4A8.
 
     python -m tests.bench.w4a8 --smollm2 FOLDER              all; some minutes for each of nineteen models
     python -m tests.bench.w4a8 --report                      write the section again from what was measured

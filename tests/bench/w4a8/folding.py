@@ -1,4 +1,4 @@
-"""Why rotation costs: what rounding to 4 bits loses in a layer whose norm is folded into it, turned or not.
+"""The cause of rotation's cost: 4-bit rounding errors of layers with folded norms, rotated or not.
 
 A rotation of the residual stream needs the norms' weights in the matrices that follow. Norms suppress the stream's
 largest channels. Folded, that is done by small weights, which share a group with large ones and have their rounding

@@ -1,4 +1,4 @@
-"""The models that are compared, as data, and the code that decides their numbers.
+"""The compared models, as data, and the code that determines their numbers.
 
 The order of methods is that of QServe's Table 2, the order of steps that of its Fig. 12.
 """

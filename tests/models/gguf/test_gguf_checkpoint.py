@@ -1,4 +1,4 @@
-"""GGUF files as checkpoints: every architecture comes back as it was, and whatever is wrong is told in one sentence."""
+"""GGUF files as checkpoints: round trips of every architecture, and one-sentence errors."""
 
 from __future__ import annotations
 

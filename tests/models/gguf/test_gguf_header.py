@@ -1,4 +1,4 @@
-"""Headers of GGUF files: what the package wrote is read, and a damaged file gives one error, nothing else."""
+"""Headers of GGUF files: valid ones are read, and a damaged file gives exactly one error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A hub on the loopback, and a cache of its own for every test."""
+"""A hub on loopback, and a separate cache for every test."""
 
 from __future__ import annotations
 

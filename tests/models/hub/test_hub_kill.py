@@ -1,4 +1,4 @@
-"""A pull that is killed again and again ends with what an undisturbed one makes, and fetches nothing twice."""
+"""A pull that is killed repeatedly ends with the result of an undisturbed one, and downloads nothing twice."""
 
 from __future__ import annotations
 

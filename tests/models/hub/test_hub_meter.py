@@ -1,4 +1,4 @@
-"""Progress of a download as a person reads it."""
+"""Human-readable progress of a download."""
 
 from __future__ import annotations
 

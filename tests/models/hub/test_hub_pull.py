@@ -1,4 +1,4 @@
-"""Pulling from a healthy hub: what is taken, where it lands, who else finds it."""
+"""Pulling from a healthy hub: the files chosen, where they are stored, and sharing of the cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all backends have in common, as everything above sees them."""
+"""The interface of all backends."""
 
 from __future__ import annotations
 

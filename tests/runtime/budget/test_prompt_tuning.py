@@ -1,4 +1,4 @@
-"""The budget of prompts: which level it buys, what is kept of it, and what a decoder has afterwards."""
+"""The budget of prompts: the chosen level, the stored result, and the decoder's state afterwards."""
 
 from __future__ import annotations
 
@@ -193,5 +193,5 @@ def test_a_stopped_search_leaves_the_decoder_as_it_was(
 
 def test_words_say_what_is_compensated_and_what_it_costs() -> None:
     found = PromptTuning(budget_percent=20, k_chunk=1024, measured_slowdown_percent=7.64, tokens=512)
-    assert found.words == "prompts are compensated fully; 7.6 % of 20 % more time to the first word"
+    assert found.words == "prompts are compensated fully; 7.6 % more time to the first word, 20 % allowed"
     assert "by 64 of 1024 channels" in replace(found, k_chunk=64).words

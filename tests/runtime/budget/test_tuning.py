@@ -1,4 +1,4 @@
-"""Tuning of a loaded model, with clocks that tell what a test wants."""
+"""Tuning of a loaded model, with scripted clocks."""
 
 from __future__ import annotations
 

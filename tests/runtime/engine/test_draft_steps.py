@@ -1,4 +1,4 @@
-"""A step marked as a draft reads the upper plane of the hierarchical cache alone, on the reference and on the CPU.
+"""Draft steps read only the upper plane of the hierarchical cache, on the reference and on the CPU.
 
 The GPU's decoder is checked in `tests/runtime/backends/triton/test_triton_decoder.py`.
 """

@@ -1,4 +1,4 @@
-"""Embeddings: those of all backends against the reference, and what they tell apart."""
+"""Embeddings: all backends against the reference, and texts that they distinguish."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from runtime.backends.decoder import DecoderOptions, Step
 from runtime.backends.reference.decoder import ReferenceDecoder
 from runtime.engine.conversations.saved import About, read_header
 from runtime.engine.conversations.saved_folder import SavedCaches, forget
-from runtime.engine.engine import LENT_TOKENS, Engine
+from runtime.engine.engine import BORROWED_TOKENS, Engine
 from runtime.engine.generation import Piece
 from runtime.errors import BackendError, ContextOverflowError, InvalidActivationError, RequestError
 from runtime.kv.kinds import KINDS, KVKind
@@ -282,7 +282,7 @@ def test_close_ends_the_running_generation_and_refuses_the_next(spec: ModelSpec,
     next(running)
     closing = threading.Thread(target=engine.close)
     closing.start()
-    while not engine._turns.closed:
+    while not engine._shared.closed:
         pass
     assert [piece.finish_reason for piece in running] == ["cancelled"]
     closing.join(20)
@@ -377,7 +377,7 @@ def open_tiny(
     engine = Engine(decoder, tokenizer, name="tiny", eos_token_ids=())
     if folder is not None:
         about = About.of(decoder.cache, model.spec, model="id", recipe={"bits": 4})
-        engine.keep_in(SavedCaches(folder, about, smallest=20, gain=5))
+        engine.save_to(SavedCaches(folder, about, smallest=20, gain=5))
     return engine
 
 
@@ -482,11 +482,11 @@ def test_what_is_measured_costs_no_conversation(
     longer = [[*chat, *answer, 5] for chat, answer in zip(CHATS, answers, strict=True)]
     cached = [len(chat) - 2 for chat in longer]
     busy: list[bool] = []
-    with engine.lent() as decoder:
-        for position in range(LENT_TOKENS):
+    with engine.borrow() as decoder:
+        for position in range(BORROWED_TOKENS):
             row = np.array([position], np.int32)
             decoder.forward(Step(tokens=row, slots=0 * row, positions=row, logit_rows=0 * row, compensate=True))
-        waiting = threading.Thread(target=lambda: busy.append(not engine._turns._turn.acquire(blocking=False)))
+        waiting = threading.Thread(target=lambda: busy.append(not engine._shared._turn.acquire(blocking=False)))
         waiting.start()
         waiting.join()
     assert busy == [True]
@@ -503,7 +503,7 @@ def test_the_decoder_is_lent_when_all_answers_have_ended(spec: ModelSpec, tokeni
     next(answer)
 
     def borrow() -> None:
-        with engine.lent():
+        with engine.borrow():
             running.append(engine.running)
             entered.set()
 
@@ -519,7 +519,7 @@ def test_a_measurement_that_fails_gives_the_decoder_back(
     tiny_model: Callable[..., Any], tiny_spec: Callable[..., ModelSpec], tokenizer: Tokenizer
 ) -> None:
     engine = open_tiny(tiny_model(tiny_spec(vocab_size=V, max_context=256)), tokenizer)
-    with pytest.raises(ZeroDivisionError), engine.lent():
+    with pytest.raises(ZeroDivisionError), engine.borrow():
         raise ZeroDivisionError
     assert ask(engine, CHATS[0])[1] == 0
 

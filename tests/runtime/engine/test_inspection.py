@@ -1,4 +1,4 @@
-"""Tokens of an answer, read again: the logits of decoding, those without compensation, and what a draft gives."""
+"""Token inspection: the logits of decoding, those without compensation, and drafts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The basis of keys in a cache of few bits: products stay, softmax stays, and what rounding costs falls."""
+"""The basis of low-bit keys: preserves products and softmax, and lowers the rounding error."""
 
 from __future__ import annotations
 

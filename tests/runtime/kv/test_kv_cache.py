@@ -1,4 +1,4 @@
-"""The reference cache: what it stores is what a plain history gives, quantized the same way, bit for bit."""
+"""The reference cache: its contents equal a plain history quantized in the same way, bit for bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What moves, is dropped, shared and copied: a store that keeps tokens as they are, against plain lists."""
+"""Moving, dropping, sharing and copying of tokens: a store of plain tokens compared with lists."""
 
 from __future__ import annotations
 

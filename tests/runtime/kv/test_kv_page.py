@@ -1,4 +1,4 @@
-"""What pages read back as: error bounds of every kind, and what GEAR's corrections give."""
+"""Dequantized pages: error bounds of every kind, and the gain of GEAR's corrections."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Slots that share one pool of pages, and sequences that leave a cache and come back."""
+"""Slots that share one pool of pages, and export and import of sequences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys and values of real models: how far each kind is off, and what GEAR's corrections give."""
+"""Keys and values of real models: the error of each kind, and the gain of GEAR's corrections."""
 
 from __future__ import annotations
 

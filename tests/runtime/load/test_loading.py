@@ -43,7 +43,7 @@ def test_the_options_are_what_was_asked_for() -> None:
 
 @pytest.mark.parametrize("name", ["reference", "cpu"])
 def test_steps_have_the_rows_that_the_backend_takes(name: str) -> None:
-    plan = planned(asked=name, kv="int4", slots=2)
+    plan = planned(backend_name=name, kv="int4", slots=2)
     assert plan.options.max_rows == backend(name).step_rows
     assert plan.memory.kv_bytes == cache_bytes(
         KINDS["int4"], plan.model.spec, context=plan.memory.context, slots=plan.memory.slots,
@@ -59,7 +59,7 @@ def test_a_model_that_does_not_fit_a_card_is_opened_by_the_next_backend(monkeypa
         chosen = [Candidate(backend=backend("cpu"), presence=card, reason="best")]
         chosen.append(Candidate(backend=backend("reference"), presence=backend("reference").probe(), reason="next"))
         monkeypatch.setattr(loading, "candidates", lambda _asked: iter(chosen))
-        return planned(asked="auto")
+        return planned(backend_name="auto")
 
     small, large = found(100), found(8 << 10)
     assert (small.backend.name, small.asked, small.memory.available_bytes) == ("reference", "reference", 8 << 30)
@@ -81,7 +81,8 @@ def test_a_backend_is_told_whether_it_will_compensate(monkeypatch: pytest.Monkey
         assert sizes.residual_bytes > 0
         return footprint(spec, sizes, compensated=compensated)
 
-    def prepare(model: Any, kv: str, *, compensated: bool, progress: ProgressCallback) -> None:
+    def prepare(model: Any, kv: str, *, compensated: bool, ahead: bool, progress: ProgressCallback) -> None:
+        assert not ahead
         told.append((model.name, kv, compensated, progress))
 
     monkeypatch.setattr(runner, "footprint", weigh)
@@ -102,10 +103,10 @@ def test_what_is_opened_is_what_was_planned() -> None:
 
 def test_what_cannot_be_planned(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(BackendError, match="triton, cpu, reference"):
-        planned(asked="metal")
+        planned(backend_name="metal")
     for context in (0, 10**6):
         with pytest.raises(RequestError, match=f"context of {context} tokens"):
             planned(context=context)
     with caplog.at_level(logging.WARNING), pytest.raises(OutOfMemoryError, match="100 MiB is free now"):
-        planned(asked="auto", memory=room(mib=100))
+        planned(backend_name="auto", memory=room(mib=100))
     assert not caplog.records, "no other backend takes less of main memory, so none is tried"

@@ -117,7 +117,7 @@ def test_residuals_in_the_weights_memory_are_needed_too() -> None:
     assert "(weights 600 MiB, residuals 500 MiB, cache" in describe(compensated)
     needed = plain.needed_bytes // MIB
     assert plan(spec(), WEIGHTS, context=plain.context, memory=free(needed + 1)).fits
-    with pytest.raises(OutOfMemoryError, match="turn compensation off, whose residuals take 500 MiB"):
+    with pytest.raises(OutOfMemoryError, match="turn off compensation, whose residuals take 500 MiB"):
         plan(spec(), beside, context=plain.context, memory=free(needed + 1))
 
 

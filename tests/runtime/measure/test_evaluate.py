@@ -1,4 +1,4 @@
-"""Windows and perplexity, held against the definition written as loops."""
+"""Windows and perplexity against the definition written as loops."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A service with a model that needs no weights, and ways to ask it over HTTP."""
+"""A service with a fake model, and HTTP clients for it."""
 
 from __future__ import annotations
 

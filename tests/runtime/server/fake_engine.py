@@ -1,4 +1,4 @@
-"""A model that needs no weights: it says what its prompt asks for. Words of the prompt are its tokens."""
+"""A fake model without weights: it says what its prompt requests. Words of the prompt are its tokens."""
 
 from __future__ import annotations
 

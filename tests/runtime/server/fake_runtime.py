@@ -1,4 +1,4 @@
-"""A runtime process with a model that needs no weights: `python fake_runtime.py --home DIR [--parent-pid N] ...`."""
+"""A runtime process with a fake model: `python fake_runtime.py --home DIR [--parent-pid N] ...`."""
 
 from __future__ import annotations
 

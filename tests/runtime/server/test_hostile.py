@@ -1,4 +1,4 @@
-"""What somebody would send who wants to break the server, or to learn more than they may."""
+"""Hostile requests that try to break the server or to gain access."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The runtime process as a real child, with a model that needs no weights."""
+"""The runtime process as a real child, with a fake model."""
 
 from __future__ import annotations
 

@@ -287,7 +287,7 @@ def test_a_hundred_thousand_mistakes_take_the_memory_of_one(what: str) -> None:
     ("items", "said"), [("[]", "lists and objects"), ('{"a":1}', "lists and objects"), ("1000", "values")]
 )
 def test_what_would_fill_the_memory_is_counted_before_it_is_made(items: str, said: str) -> None:
-    count = reading.MOST_VALUES + 1 if said == "values" else reading.MOST_GROUPS + 1
+    count = reading.MAX_VALUES + 1 if said == "values" else reading.MAX_GROUPS + 1
     body = f'{{"model": "m", "unknown": [{",".join([items] * count)}]}}'.encode()
     tracemalloc.start()
     try:

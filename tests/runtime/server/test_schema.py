@@ -1,4 +1,4 @@
-"""The described interface: asked what fits its description and what does not, it never breaks."""
+"""The OpenAPI document: requests that fit it and requests that do not never break the server."""
 
 from __future__ import annotations
 

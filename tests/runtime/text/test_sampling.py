@@ -1,4 +1,4 @@
-"""Samplers, held against plain definitions over the whole vocabulary."""
+"""Samplers against plain definitions over the whole vocabulary."""
 
 from __future__ import annotations
 

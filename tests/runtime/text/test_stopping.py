@@ -1,4 +1,4 @@
-"""Stop strings: held back across pieces, several at once, the same text however it is cut."""
+"""Stop strings: held back across pieces, several at once, independent of how the text is cut."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Templates that would never end, or would fill memory, are stopped; those of real models notice nothing."""
+"""Templates that would not terminate, or would fill memory, are stopped; those of real models are unaffected."""
 
 from __future__ import annotations
 

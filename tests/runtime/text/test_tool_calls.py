@@ -1,4 +1,4 @@
-"""Calls of tools: found in answers however they are cut, told in words, and demanded."""
+"""Tool calls: found in answers however they are cut, described as text, and enforced."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from runtime.errors import RequestError
 from runtime.text.constraint import Constraints
 from runtime.text.sampling import Sampler, SamplingOptions
 from runtime.text.tokenizer import Tokenizer
-from runtime.text.tool_calls import CallReader, Tool, ToolCall, demanded, told_in_words
+from runtime.text.tool_calls import CallReader, Tool, ToolCall, call_grammar, describe_tools
 
 NAMES = ("weather", "add")
 PARIS = ToolCall(name="weather", arguments='{"city": "Paris"}')
@@ -99,23 +99,23 @@ def test_tools_are_told_in_words_where_a_template_knows_none() -> None:
         {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1}}}]},
         {"role": "tool", "content": "3", "tool_call_id": "x"},
     ]
-    system, user, asked, result = told_in_words(messages, tools)
+    system, user, asked, result = describe_tools(messages, tools)
     assert system["role"] == "system"
     assert '{"name": "add", "description": "adds", "parameters": {"type": "object"}}' in system["content"]
     assert user == messages[0]
     assert read([asked["content"]]) == ("", [ToolCall(name="add", arguments='{"a": 1}')])
     assert result == {"role": "user", "content": "<tool_response>3</tool_response>"}
-    own = told_in_words([{"role": "system", "content": "Be short."}, *messages], tools)
+    own = describe_tools([{"role": "system", "content": "Be short."}, *messages], tools)
     assert len(own) == 4
     assert own[0]["content"].startswith("Be short.\n\nYou may call functions.")
-    assert told_in_words(messages[:1], []) == messages[:1]
+    assert describe_tools(messages[:1], []) == messages[:1]
 
 
 def test_a_call_can_be_demanded() -> None:
     place = {"type": "object", "properties": {"city": {"$ref": "#/$defs/city"}}, "required": ["city"]}
     place |= {"additionalProperties": False, "$defs": {"city": {"enum": ["Paris", "Rome"]}}}
     loose = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
-    grammar = demanded([Tool(name="weather", parameters=place), Tool(name="add", parameters=loose)])
+    grammar = call_grammar([Tool(name="weather", parameters=place), Tool(name="add", parameters=loose)])
     tokenizer = Tokenizer(demo_path())
     constraints = Constraints(tokenizer, vocab_size=tokenizer.vocab_size, eos=[tokenizer.eos_token_id or 0])
     names = set()
@@ -133,4 +133,4 @@ def test_a_call_can_be_demanded() -> None:
             tokens.append(token)
     assert names == {"weather", "add"}
     with pytest.raises(RequestError, match=r"parameters of add cannot be enforced: .*uniqueItems"):
-        demanded([Tool(name="add", parameters=loose, strict=True)])
+        call_grammar([Tool(name="add", parameters=loose, strict=True)])

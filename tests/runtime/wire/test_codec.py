@@ -1,4 +1,4 @@
-"""Records as JSON and back, and what is said of JSON that is no record."""
+"""Records as JSON and back, and errors for malformed JSON."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_an_annotation_that_cannot_be_read_is_met() -> None:
 def test_an_unknown_field_is_left_out_or_refused() -> None:
     body = {"name": "a/b", "mode": 1}
     assert from_json(PullRequest, body) == PullRequest(name="a/b")
-    with pytest.raises(WireError, match="mode is not known; known are: name, revision") as failure:
+    with pytest.raises(WireError, match="mode is unknown; known are: name, revision") as failure:
         from_json(PullRequest, body, strict=True)
     assert failure.value.field == "mode"
 

@@ -1,1 +1,1 @@
-"""What stands in memory, described once for its writers and its readers: programs, tiles of weights, pages."""
+"""Data structures shared by Python and compiled code: programs, weight tiles, pages."""

@@ -1,6 +1,6 @@
-"""How the fields of a page (`runtime.kv.kinds.page_fields`) are arranged in the CPU's records: there and back.
+"""Arrangements: the order of page fields (`runtime.kv.kinds.page_fields`) in the CPU's records, and its inverse.
 
-A field without an arrangement of its own is kept as it is.
+Fields without an arrangement of their own are stored unchanged.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ def padded(count: int, multiple: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Arrangement:
-    """A field that is kept as it is; others tell what they do differently.
+    """A field stored unchanged; subclasses differ.
 
     Args:
-        names: The places that it takes.
-        dtype: Of each.
-        shape: Of each.
+        names: The places it occupies.
+        dtype: Type of each.
+        shape: Shape of each.
     """
 
     names: tuple[str, ...]
     dtype: str
     shape: tuple[int, ...]
     aligned: ClassVar[bool] = False
-    """Whether places begin at multiples of 64 bytes, and before those that do not."""
+    """Whether its places are aligned to 64 bytes; those come first."""
 
     def arrange(self, values: Array) -> Sequence[Array]:
-        """A field's values [...] as its places hold them."""
+        """Convert a field's values [...] to the contents of its places."""
         return (values,)
 
     def restore(self, arrays: Sequence[Array]) -> Array:
@@ -49,7 +49,7 @@ class Arrangement:
 
 @dataclass(frozen=True, slots=True)
 class _Turned(Arrangement):
-    """A factor [length, rank] as its columns, padded."""
+    """A factor [length, rank], stored as padded columns."""
 
     length: int
     rank: int
@@ -63,7 +63,7 @@ class _Turned(Arrangement):
 
 @dataclass(frozen=True, slots=True)
 class _Scales(Arrangement):
-    """Scales and zeros [vectors, groups, 2] apart, group by group, with padded vectors."""
+    """Scales and zeros [vectors, groups, 2], stored separately, group by group, with padded vectors."""
 
     vectors: int
 
@@ -76,7 +76,7 @@ class _Scales(Arrangement):
 
 @dataclass(frozen=True, slots=True)
 class _HalfKeys(Arrangement):
-    """Half precision [T, D] as [T / 16, D, 16]."""
+    """Half precision [T, D], stored as [T / 16, D, 16]."""
 
     aligned: ClassVar[bool] = True
 
@@ -91,7 +91,7 @@ class _HalfKeys(Arrangement):
 
 @dataclass(frozen=True, slots=True)
 class _HalfValues(Arrangement):
-    """Half precision [T, D], D padded to 16."""
+    """Half precision [T, D], stored with D padded to 16."""
 
     dim: int
     aligned: ClassVar[bool] = True
@@ -105,15 +105,15 @@ class _HalfValues(Arrangement):
 
 @dataclass(frozen=True, slots=True)
 class _Codes(Arrangement):
-    """Codes, packed side by side, in the vectors of `runtime.backends.cpu.kernels.attention.products`."""
+    """Codes, stored in the vectors of `runtime.backends.cpu.kernels.attention.products`."""
 
     bits: int
-    """Of a plane."""
+    """Bits of a plane."""
     part: Part
     tokens: int
     dim: int
     signed: bool
-    """Whether the field's codes are signed (a lower plane's): in vectors they have an offset."""
+    """Whether the field's codes are signed (a lower plane's): vectors store them with an offset."""
     aligned: ClassVar[bool] = True
 
     @property
@@ -164,14 +164,14 @@ class _Codes(Arrangement):
 
     @property
     def _order(self) -> str:
-        """The same letters as they stand in memory, fields of a byte last."""
+        """The same letters in storage order, fields of a byte last."""
         if self.part == "keys":
             return "tvflb" if self.bits == 8 else "tvlbf"
         return {2: "knhlbf", 4: "knlbh", 8: "knhlb"}[self.bits]
 
 
 def arrangement_of(kind: CacheKind, part: Part, field: Field, head_dim: int) -> Arrangement:
-    """How the CPU keeps a field.
+    """The CPU's arrangement of a field.
 
     Args:
         kind: The kind of cache.
@@ -205,7 +205,7 @@ def arrangement_of(kind: CacheKind, part: Part, field: Field, head_dim: int) -> 
 
 
 def _filled(values: Array, shape: tuple[int, ...]) -> Array:
-    """The last dimensions filled up with zeros."""
+    """Pad the last dimensions with zeros."""
     lead = values.shape[: -len(shape)]
     out = np.zeros((*lead, *shape), values.dtype)
     filled: tuple[Any, ...] = (..., *(slice(size) for size in values.shape[len(lead) :]))
@@ -214,7 +214,7 @@ def _filled(values: Array, shape: tuple[int, ...]) -> Array:
 
 
 def _joined(fields: Array, bits: int) -> Array:
-    """Fields [..., 8 / bits] of a byte, the first lowest, as bytes."""
+    """Join fields [..., 8 / bits] into bytes, first lowest."""
     out = np.zeros(fields.shape[:-1], np.uint8)
     for i in range(fields.shape[-1]):
         out |= fields[..., i] << np.uint8(bits * i)
@@ -222,7 +222,7 @@ def _joined(fields: Array, bits: int) -> Array:
 
 
 def _unpacked(packed: Array, bits: int, count: int) -> Array:
-    """Codes packed side by side, low bits first, one a byte."""
+    """Unpack codes, low bits first, to one per byte."""
     shifts = np.arange(0, 8, bits, dtype=np.uint8)
     codes = (packed[..., None] >> shifts) & np.uint8(2**bits - 1)
     return codes.reshape(*packed.shape[:-1], packed.shape[-1] * (8 // bits))[..., :count]

@@ -1,23 +1,23 @@
-"""The control block: the words by which threads share a program (`runtime.backends.cpu.machine.sync`).
+"""Control block: the words through which threads share a program (`runtime.backends.cpu.machine.sync`).
 
-Each hot word has a cache line (8 words) of its own. TURN has the number of the instruction in its upper half and the
-parts that are left to take, above `CLOSED`, in its lower. The parameters of a step
-(`runtime.backends.cpu.data.step`) stand behind them.
+Each contended word has its own cache line (8 words). TURN holds the number of the instruction in its upper half, and in
+its lower half the parts still available, above `CLOSED`. The parameters of a step (`runtime.backends.cpu.data.step`)
+follow.
 """
 
 from __future__ import annotations
 
 TURN = 0
-"""Number of the instruction, and the parts of it that nobody has taken yet."""
+"""Number of the instruction, and its parts not yet taken."""
 DONE = 8
-"""Parts of the instruction that are done."""
+"""Completed parts of the instruction."""
 SLEEPERS = 16
-"""Threads that sleep until the turn changes."""
+"""Threads sleeping until the turn changes."""
 ACTIVE = 24
-"""Threads that are to work: those numbered below; 0 = all others leave."""
+"""Number of active threads; 0 = all others leave."""
 FAILED = 32
-"""1 when a NaN or infinity was met."""
+"""1 once NaN or infinity was found."""
 CONTROL_WORDS = 64
 
 CLOSED = 1 << 20
-"""What the lower half of TURN is when nothing is left to take. Every thread may look once more and make it less."""
+"""Lower half of TURN when no parts are left. Every thread may look once more and decrement it."""

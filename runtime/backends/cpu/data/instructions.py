@@ -1,8 +1,8 @@
-"""The instructions of a program: what `plan` writes and the units read, each declared once, by name.
+"""Instructions of a program: written by `plan`, read by the units, each declared once with named fields.
 
-A program is int64 [instructions, WIDTH]: the words of an instruction are its `Header`, then what its class here says.
-Numbers that are called addresses are those of arrays; strides and steps are bytes. In compiled code an instruction is
-read through its view: `linear = linear_at(i)`, then `linear.weights.codes`.
+A program is int64 [instructions, WIDTH]: an instruction is its `Header`, followed by the fields of its class here.
+Addresses are those of arrays; strides and steps are in bytes. Compiled code reads an instruction through its view:
+`linear = linear_at(i)`, then `linear.weights.codes`.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from runtime.backends.cpu.data.records import record_of
 WIDTH: Final = 40
 """Words of an instruction."""
 SELECT_APPROX, SELECT_EXACT, SELECT_STATIC, SELECT_RANDOM = 0, 1, 2, 3
-"""Modes of a SELECT: as the paper approximates it; exactly; always the same channels; random ones."""
+"""Modes of a SELECT: the paper's approximation; exact; static; random."""
 WHOLE_BITS: Final = 4
-"""Bits of residuals that have tiles as weights have them."""
+"""Bits of residuals that are tiled like weights."""
 BESIDE: Final = -1
-"""Parts of a SELECT that has no turn of its own, see `runtime.backends.cpu.units.products`."""
+"""Number of parts of a SELECT that runs inside the next instruction, see `runtime.backends.cpu.units.products`."""
 
 
 class Header(NamedTuple):
-    """What every instruction begins with."""
+    """The header of every instruction."""
 
     operation: int
     """Index in `OPERATIONS`."""
     unit: int
     """Address of the unit that runs it."""
     inner: int
-    """Address of a unit that this calls; 0 = none."""
+    """Address of a unit that this one calls; 0 = none."""
     scratch: int
-    """Bytes of scratch that a thread needs for it."""
+    """Bytes of scratch per thread."""
     parts: int
-    """Parts that it is cut into in a step of one row; 0: as many as attention has items in the step; `BESIDE`: the
-    instruction after it does its work as well."""
+    """Number of parts in a step of one row; 0: as many as attention's work items; `BESIDE`: the next instruction runs
+    it."""
     parts_of_many: int
-    """Likewise in a step of several rows."""
+    """The same in a step of several rows."""
 
 
 class Matrix(NamedTuple):
@@ -49,7 +49,7 @@ class Matrix(NamedTuple):
     at: int
     """Address of the first row."""
     stride: int
-    """Bytes from row to row."""
+    """Bytes between rows."""
 
 
 class Quantized(NamedTuple):
@@ -62,7 +62,7 @@ class Quantized(NamedTuple):
     shifts: int
     """Address of float32."""
     sums: int = 0
-    """Address of int32; 0: not wanted."""
+    """Address of int32; 0: not needed."""
 
 
 class Embed(NamedTuple):
@@ -88,7 +88,7 @@ class Gather(NamedTuple):
 
 
 class Check(NamedTuple):
-    """Say that the step has failed where a wanted row holds a number that is not finite."""
+    """Mark the step as failed if a wanted row is not finite."""
 
     x: Matrix
     """float32, the rows whose logits are wanted."""
@@ -97,12 +97,12 @@ class Check(NamedTuple):
 
 
 class Input(NamedTuple):
-    """What a matrix product reads, and the instructions before it write: rows in float32 and in INT8."""
+    """Input of a matrix product, as written by the instructions before it: rows in float32 and in INT8."""
 
     width: int
     """K."""
     wanted: bool
-    """Whether these are the rows whose logits are wanted; else all rows of the step."""
+    """Whether these are only the rows whose logits are wanted, rather than all rows of the step."""
     out: Matrix
     """float32, zero-padded to whole blocks."""
     rounded: Quantized
@@ -110,16 +110,16 @@ class Input(NamedTuple):
     group_blocks: int
     """Blocks of 32 channels that share a scale."""
     per_token: bool = False
-    """Whether all groups of a row share one scale."""
+    """Whether all groups of a row share a scale."""
 
 
 class Norm(NamedTuple):
-    """RMSNorm, and the rounding of what it writes."""
+    """RMSNorm, and quantization of its output."""
 
     x: Matrix
     """float32."""
     to: Input
-    """What is written."""
+    """The output."""
     weight: int
     """Address of float32, zero-padded to whole blocks."""
     eps: float
@@ -127,21 +127,21 @@ class Norm(NamedTuple):
 
 
 class Gate(NamedTuple):
-    """SiLU(gate) * up, and the rounding of what it writes."""
+    """SiLU(gate) * up, and quantization of its output."""
 
     x: Matrix
     """float32: gate, then up."""
     to: Input
-    """What is written."""
+    """The output."""
 
 
 class Merge(NamedTuple):
-    """Join the splits of attention, and round what that writes."""
+    """Join the splits of attention, and quantize the result."""
 
     partial: int
-    """Address of what ATTEND wrote."""
+    """Address of ATTEND's output."""
     to: Input
-    """What is written."""
+    """The output."""
     heads: int
     """H."""
     dim: int
@@ -149,7 +149,7 @@ class Merge(NamedTuple):
 
 
 class Border(NamedTuple):
-    """The buckets of approximate selection (`runtime.backends.operations.channels.Buckets`)."""
+    """Buckets of approximate selection (`runtime.backends.operations.channels.Buckets`)."""
 
     b15: float
     """See there, and so below."""
@@ -173,28 +173,28 @@ class Select(NamedTuple):
     chosen: Matrix
     """int32, written."""
     mode: int
-    """How: `SELECT_APPROX` or another."""
+    """Mode: `SELECT_APPROX` or another."""
     border: Border
-    """Of the approximate mode."""
+    """Parameters of the approximate mode."""
     static: int
     """Address of int32 [total], of the static mode."""
     seed: int
-    """Of the random mode."""
+    """Seed of the random mode."""
     layer: int
     """Number of the matrix, of the random mode."""
     measure: bool
     """Whether recall is measured."""
     hits: int
-    """Address of float32 [rows], to which each row's recall is added."""
+    """Address of float32 [rows], where each row's recall is accumulated."""
     chosen_in: int = -1
-    """Number of the turn in which the channels were chosen, where that is the next instruction's."""
+    """Number of the turn in which the channels were chosen, if that is part of the next instruction."""
 
 
 class Weights(NamedTuple):
-    """A matrix in tiles (`runtime.backends.cpu.tiles`): addresses and sizes."""
+    """A tiled matrix (`runtime.backends.cpu.tiles`): addresses and sizes."""
 
     codes: int
-    """Of the first tile."""
+    """Address of the first tile."""
     scales: int
     """float16."""
     zeros: int
@@ -204,37 +204,37 @@ class Weights(NamedTuple):
     bits: int
     """3 or 4."""
     tiles: int
-    """Of 16 output channels."""
+    """Number of tiles of 16 output channels."""
     blocks: int
-    """Of 32 input channels."""
+    """Number of blocks of 32 input channels."""
     groups: int
-    """Of the activations, and of uniform weights."""
+    """Groups of the activations, and of uniform weights."""
     group_blocks: int
     """Blocks of a group."""
     group_scales: int = 0
-    """uint8, of a matrix that is multiplied in whole numbers; its `zeros` are multiplied with them. 0: of others."""
+    """uint8, for matrices in integer arithmetic, whose `zeros` include this factor. 0: other matrices."""
 
 
 class Residual(NamedTuple):
-    """A matrix's residuals, in the canonical packing."""
+    """A matrix's residuals, in canonical packing."""
 
     codes: int = 0
     """Address."""
     scales: int = 0
-    """Address of float16 [N padded to 16]; 0 with halves whose channels each row chooses."""
+    """Address of float16 [N padded to 16]; 0 for float16 residuals whose channels are chosen per row."""
     bits: int = 0
     """2, 4, 8 or 16."""
     stride: int = 0
-    """Bytes from one input channel's row to the next."""
+    """Bytes between the rows of consecutive input channels."""
     rows: int = 0
     """K, rows."""
 
 
 class Whole(NamedTuple):
-    """All residuals of a matrix as another one of 4 bits, in tiles like its own: addresses."""
+    """All residuals of a matrix as a tiled 4-bit matrix: addresses."""
 
     codes: int = 0
-    """Of the first tile; 0: there is none."""
+    """Address of the first tile; 0: none."""
     scales: int = 0
     """float16."""
     zeros: int = 0
@@ -247,7 +247,7 @@ class Linear(NamedTuple):
     weights: Weights
     """The matrix."""
     x: Quantized
-    """What it is multiplied with."""
+    """The quantized activations."""
     wanted: bool
     """As of `Input`."""
     out: Matrix
@@ -255,55 +255,55 @@ class Linear(NamedTuple):
     bias: int
     """Address of float32 [N padded to 16]; 0 = none."""
     accumulate: bool
-    """Whether the product is added to what `out` holds."""
+    """Whether the product is added to the contents of `out`."""
     total: int = 0
-    """Channels that are compensated; 0 = none."""
+    """Number of compensated channels; 0 = none."""
     residual: Residual = Residual()
-    """Of the matrix, where it is compensated, and so below."""
+    """Of the matrix, if it is compensated, as all fields below."""
     values: Matrix = Matrix(0, 0)
     """The activations in float32."""
     chosen: Matrix = Matrix(0, 0)
     """int32, the channels."""
     kept: int = 0
-    """As of `Panel`, where all rows are compensated by the same channels; 0: each by its own."""
+    """As in `Panel`, if all rows share their compensated channels; 0: each row has its own."""
     whole: Whole = Whole()
-    """All residuals, where each row is compensated by all of them."""
+    """All residuals, if each row is compensated by all of them."""
 
 
 class Panel(NamedTuple):
-    """A matrix product of a prompt's rows, residuals added to the weights (`runtime.backends.operations.panel`)."""
+    """A matrix product of prompt rows, with residuals added to the weights (`runtime.backends.operations.panel`)."""
 
     weights: Weights
     """The matrix."""
     x: Quantized
-    """What it is multiplied with."""
+    """The quantized activations."""
     out: Matrix
     """float32."""
     bias: int
     """Address of float32 [N padded to 16]; 0 = none."""
     accumulate: bool
-    """Whether the product is added to what `out` holds."""
+    """Whether the product is added to the contents of `out`."""
     residual: Residual
-    """Of the matrix, with scales also where it holds halves."""
+    """Of the matrix; with scales even if it holds float16 values."""
     kept: int
-    """Address of uint8 [K padded to 32]: 255 for an input channel that is compensated, else 0."""
+    """Address of uint8 [K padded to 32]: 255 for a compensated input channel, otherwise 0."""
 
 
 class Stored(NamedTuple):
     """A layer of the cache: addresses."""
 
     cache: int
-    """Of the cache's description (`runtime.backends.cpu.data.pages`)."""
+    """Address of the cache's description (`runtime.backends.cpu.data.pages`)."""
     pages: int
-    """Of its records."""
+    """Address of its records."""
     keys: int
-    """Of the keys in its windows."""
+    """Address of the keys in its windows."""
     values: int
-    """Of the values in its windows."""
+    """Address of the values in its windows."""
 
 
 class Heads(NamedTuple):
-    """Norm, rotate and turn queries and keys, scale queries, store keys and values."""
+    """Normalize, rotate and turn queries and keys, scale queries, store keys and values."""
 
     qkv: Matrix
     """float32."""
@@ -328,7 +328,7 @@ class Heads(NamedTuple):
     scale: float
     """Of the queries."""
     stored: Stored
-    """Where keys and values go."""
+    """Destination of keys and values."""
     reflection: int = 0
     """Address of float32 [H_kv, D], see `runtime.kv.basis.KeyBasis`; 0: queries and keys are not turned."""
     mean: int = 0
@@ -347,7 +347,7 @@ class Attend(NamedTuple):
     dim: int
     """D."""
     window: int
-    """Tokens that a query sees, itself included; 0 = all."""
+    """Visible tokens, including the query's own; 0 = all."""
     rows: int
     """Most rows of a run."""
     stored: Stored
@@ -357,7 +357,7 @@ class Attend(NamedTuple):
 
 
 class Page(NamedTuple):
-    """A slot's window and a page in all layers."""
+    """A slot's window, and a page in all layers."""
 
     cache: int
     """Address of the cache's description."""
@@ -378,23 +378,23 @@ class Page(NamedTuple):
 
 
 class Flush(NamedTuple):
-    """Cut a page off a window and quantize it."""
+    """Flush a page: cut it off a window and quantize it."""
 
     page: Page
     """Which."""
     rest: int
-    """Tokens that stay in the window."""
+    """Tokens that remain in the window."""
     start: int
-    """Address of float32 [rank, D padded], what GEAR's iteration begins with."""
+    """Address of float32 [rank, D padded], the start matrix of GEAR's iteration."""
 
 
 class Restore(NamedTuple):
-    """Write a page's first tokens, dequantized, to a window's front."""
+    """Write a page's first tokens, dequantized, to the front of a window."""
 
     page: Page
     """Which."""
     tokens: int
-    """How many."""
+    """Number of tokens."""
 
 
 Instruction = Embed | Gather | Check | Norm | Gate | Merge | Select | Linear | Panel | Heads | Attend | Flush | Restore
@@ -415,28 +415,28 @@ OPERATIONS: Final[tuple[type[Instruction], ...]] = (
 )
 """By number."""
 HEADER: Final = record_of(Header)
-"""The record of a header."""
+"""Dtype of the header."""
 RECORDS: Final = {operation: record_of(operation) for operation in OPERATIONS}
-"""Of what follows it."""
+"""Dtype of each instruction's fields."""
 assert HEADER.itemsize + max(record.itemsize for record in RECORDS.values()) <= 8 * WIDTH
 _SELECT_FIELDS = RECORDS[Select].fields
 assert _SELECT_FIELDS is not None
 CHOSEN_IN: Final = HEADER.itemsize + int(_SELECT_FIELDS["chosen_in"][1])
-"""Bytes from a SELECT's address to its `chosen_in`, the word by which threads tell each other."""
+"""Byte offset of `chosen_in` within a SELECT, the word through which threads communicate."""
 
 
 def header_of(words: npt.NDArray[np.int64]) -> Any:
-    """The header of an instruction, int64 [WIDTH], to be read and written by names."""
+    """The header of an instruction, int64 [WIDTH], as a record."""
     return words[: HEADER.itemsize // 8].view(HEADER)[0]
 
 
 def headers_of(program: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
-    """The headers of all instructions, int64 [instructions, WIDTH], to be read and written by names."""
+    """The headers of all instructions, int64 [instructions, WIDTH], as records."""
     return program[:, : HEADER.itemsize // 8].view(HEADER)[:, 0]
 
 
 def write(words: npt.NDArray[np.int64], instruction: Instruction) -> None:
-    """Write an instruction into its words, int64 [WIDTH]; what is linked into it is cleared."""
+    """Write an instruction into its words, int64 [WIDTH]; clears the link."""
     record = RECORDS[type(instruction)]
     words[:] = 0
     header_of(words)["operation"] = OPERATIONS.index(type(instruction))
@@ -444,7 +444,7 @@ def write(words: npt.NDArray[np.int64], instruction: Instruction) -> None:
 
 
 def read(words: npt.NDArray[np.int64]) -> Instruction:
-    """The instruction that `write` wrote."""
+    """Read an instruction written by `write`."""
     operation = OPERATIONS[int(header_of(words)["operation"])]
     values: Instruction = _named(operation, _body(words, RECORDS[operation])[0])
     return values
@@ -459,6 +459,6 @@ _hints = functools.cache(get_type_hints)
 
 
 def _named(declared: Any, values: Any) -> Any:
-    """A record's values as what declared it."""
+    """A record's values as its NamedTuple."""
     hints = _hints(declared)
     return declared(*(_named(hints[n], values[n]) if values.dtype[n].fields else values[n].item() for n in hints))

@@ -1,14 +1,13 @@
-"""How the CPU backend lays out a page of the KV cache: one record of bytes for each layer and key-value head.
+"""Page layout: one record of bytes for each layer and key-value head of a page of the KV cache.
 
-A record holds keys and values together: first the codes, in the vectors that
-`runtime.backends.cpu.kernels.attention.products` multiplies (or halves in those of
-`runtime.backends.cpu.kernels.attention.span`), then scales, zeros and GEAR's corrections. Channels are padded to whole
-vectors.
+A record holds keys and values: first the codes, in the vectors that `runtime.backends.cpu.kernels.attention.products`
+multiplies (or float16 values in those of `runtime.backends.cpu.kernels.attention.span`), then scales, zeros and GEAR's
+corrections. Channels are padded to whole vectors.
 
-What a page stores is declared in `runtime.kv.kinds.page_fields`; each field has one or two *places* in the record, by
-an arrangement of its own where kernels want another order (`runtime.backends.cpu.data.arrangements`). The table of
-places drives what writes records, what reads them, what compiled code knows of them (`cache_at`, then
-`cache.keys.scales`) and their size: a new field needs nothing here.
+The fields of a page are declared in `runtime.kv.kinds.page_fields`. Each has one or two *places* in the record, in an
+order of its own if kernels need one (`runtime.backends.cpu.data.arrangements`). The table of places defines how records
+are written and read, how compiled code sees them (`cache_at`, then `cache.keys.scales`) and their size: a new field
+needs no change here.
 """
 
 from __future__ import annotations
@@ -37,17 +36,17 @@ _STORED: Final = tuple(
         for name in arrangement_of(kind, part, field, 64).names
     )
 )
-"""Every place that some kind has."""
+"""All places of all kinds."""
 _PART: Final = np.dtype(
     [
-        *((name, np.int64) for name in _STORED),  # bytes from the record's start; 0 where a kind has no such place
+        *((name, np.int64) for name in _STORED),  # bytes from the record's start; 0 if a kind has no such place
         ("vectors", np.int64),  # of keys: vectors of 16 tokens
         ("block", np.int64),  # of values: bytes of the codes of 32 channels
-        ("group", np.int64),  # numbers that share a scale: tokens of keys by channel, else channels
-        ("tokenwise", np.int64),  # 1: a scale spans what a token has; 0: what a channel has
+        ("group", np.int64),  # numbers per scale: tokens of keys by channel, else channels
+        ("tokenwise", np.int64),  # 1: a scale per token; 0: a scale per channel
         ("kept", np.int64),  # outliers of a vector
-        ("alike", np.int64),  # how much more GEAR weighs an error that all channels have alike
-        ("exact_mean", np.int64),  # 1: the zero is fitted last, so that a vector keeps its mean
+        ("alike", np.int64),  # extra weight of an error that all channels share
+        ("exact_mean", np.int64),  # 1: the zero is refitted, so that a vector keeps its mean
     ]
 )
 CACHE: Final = np.dtype(
@@ -58,23 +57,23 @@ CACHE: Final = np.dtype(
         ("padded", np.int64),  # D padded to whole vectors
         ("record", np.int64),  # bytes
         ("rank", np.int64),  # of GEAR's corrections; 0 = none
-        ("layers", np.int64),  # whose records, and windows, stand side by side in every page, and slot
+        ("layers", np.int64),  # heads whose records and windows are adjacent in every page and slot
         ("keys", _PART),
         ("values", _PART),
         ("dither", np.int64),  # address of float32 [T] in [0, 1)
         ("tables", np.int64),  # address of the block tables, int32 [slots, pages]
         ("table_step", np.int64),  # bytes of one
         ("paged", np.int64),  # address of int32 [slots], tokens in pages
-        ("window", np.int64),  # tokens that a window has room for
-        ("sinks", np.int64),  # of them, first tokens of the sequence
+        ("window", np.int64),  # capacity of a window in tokens
+        ("sinks", np.int64),  # of these, the first tokens of the sequence
     ]
 )
 Cache = Any
-"""In compiled code: the view of a cache's description."""
+"""In compiled code: view of a cache's description."""
 
 
 def cache_of(address: int) -> Any:
-    """The description at an address, to be read by names."""
+    """The description at an address, as a record."""
     raw = (ctypes.c_char * CACHE.itemsize).from_address(address)
     return np.frombuffer(memoryview(raw), CACHE)[0]
 
@@ -89,7 +88,7 @@ class _Place:
     """One array of a record."""
 
     name: str
-    """What compiled code calls it."""
+    """Name in compiled code."""
     offset: int
     """Bytes from the record's start."""
     dtype: str
@@ -100,13 +99,13 @@ class _Place:
         return math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
     def view(self, records: npt.NDArray[np.uint8]) -> Array:
-        """It in all records uint8 [..., record], as an array of its type in their memory."""
+        """A view of this array in all records, uint8 [..., record]."""
         raw = records[..., self.offset : self.offset + self.nbytes]
         return raw.view(self.dtype).reshape(*records.shape[:-1], *self.shape)
 
 
 class PageLayout:
-    """Where a record keeps what.
+    """Positions of all fields in a record.
 
     Args:
         kind: The kind of cache.
@@ -116,7 +115,7 @@ class PageLayout:
     def __init__(self, kind: CacheKind, head_dim: int) -> None:
         self.kind, self.head_dim = kind, head_dim
         self.padded = padded(head_dim, 16 if form_of(kind) == HALF else 32)
-        """Channels of padded vectors."""
+        """Channels, padded to whole vectors."""
         self._arrangements: dict[Part, dict[str, Arrangement]] = {
             part: {
                 field.name: arrangement_of(kind, part, field, head_dim) for field in page_fields(kind, part, head_dim)
@@ -138,13 +137,13 @@ class PageLayout:
 
     @property
     def name(self) -> str:
-        """Hexadecimal digits that are others as soon as a place is another."""
+        """Hexadecimal hash that changes with any place."""
         return hashlib.sha256(repr(self._places).encode()).hexdigest()[:12]
 
     def description(
         self, *, layers: int = 1, dither: int = 0, tables: int = 0, table_step: int = 0, paged: int = 0, window: int = 0
     ) -> Array:
-        """What compiled code reads; the arguments are addresses and sizes that a layout does not know.
+        """The cache's description for compiled code; the arguments are addresses and sizes outside the layout.
 
         Returns:
             A structured array [1].

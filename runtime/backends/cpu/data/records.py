@@ -1,4 +1,4 @@
-"""Records: what Python writes and compiled code reads, each declared once as a NamedTuple."""
+"""Records: NamedTuples that Python writes and compiled code reads."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, get_type_hints
 import numpy as np
 
 _WORDS: dict[Any, Any] = {int: np.int64, bool: np.int64, float: np.float32}
-"""How numbers of a record are stored."""
+"""Storage types of a record's numbers."""
 
 
 def record_of(declared: type[NamedTuple]) -> np.dtype[Any]:

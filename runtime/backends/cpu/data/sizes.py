@@ -1,11 +1,11 @@
-"""Sizes on which Python and compiled code agree."""
+"""Sizes shared by Python and compiled code."""
 
 from __future__ import annotations
 
 from typing import Final
 
 LANES: Final = 16
-"""Lanes of a vector of floats or integers: the output channels, or tokens, that a kernel handles side by side."""
+"""Lanes of a vector of floats or integers: output channels, or tokens, handled side by side."""
 BLOCK: Final = 32
 """Input channels unpacked at a time."""
 BLOCK_BYTES: Final = {3: 192, 4: 256}
@@ -13,8 +13,8 @@ BLOCK_BYTES: Final = {3: 192, 4: 256}
 ENTRY_BYTES: Final = 512
 """Bytes of a block of decoded entries, 16 output by 32 input channels."""
 PIECE: Final = 64
-"""Channels between which quads of INT8 activations are equally far apart."""
+"""Channel distance at which quads of INT8 activations are equally spaced."""
 SPAN: Final = 64
-"""Tokens that attention handles between two updates of the softmax."""
+"""Tokens per update of attention's running softmax."""
 RUN_ROWS: Final = 8
-"""Rows of one sequence that one work item of attention takes at most."""
+"""Most rows of a sequence in one work item of attention."""

@@ -1,4 +1,4 @@
-"""What every instruction knows besides itself: the parameters of the step, and its share of the work."""
+"""Parameters of a step, and the division of instructions into parts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from runtime.backends.cpu.data.records import record_of
 
 
 class Parameters(NamedTuple):
-    """The part of the control block that is written before a step begins and stays as it is until it ends."""
+    """The part of the control block that is written before a step and constant during it."""
 
     rows: int
     """M, rows of the step."""
@@ -22,13 +22,13 @@ class Parameters(NamedTuple):
     runs: int
     """Runs: rows of one sequence at consecutive positions."""
     splits: int
-    """Pieces that the context of a head is cut into."""
+    """Splits of a head's context."""
     items: int
-    """Runs times key-value heads times splits: what attention is cut into."""
+    """Runs times key-value heads times splits: the number of work items of attention."""
     compensate: bool
     """Whether products are compensated."""
     draft: bool
-    """Whether attention reads the upper plane alone where the cache has two."""
+    """Whether attention reads only the upper plane of a two-plane cache."""
     tokens: int
     """Address of int32 [M]."""
     slots: int
@@ -42,7 +42,7 @@ class Parameters(NamedTuple):
     scratch: int
     """Address of the threads' scratch."""
     scratch_stride: int
-    """Bytes of one thread's."""
+    """Bytes per thread."""
     program: int
     """Address of the program, int64 [instructions, WIDTH]."""
     instructions: int
@@ -52,26 +52,26 @@ class Parameters(NamedTuple):
 
 
 FIRST: Final = 40
-"""Word of the control block that they begin at, after those of `runtime.backends.cpu.data.control`."""
+"""Index of their first word in the control block, after those of `runtime.backends.cpu.data.control`."""
 PARAMETERS: Final = record_of(Parameters)
 """Their record."""
 assert 8 * FIRST + PARAMETERS.itemsize <= 8 * CONTROL_WORDS
 
 
 def parameters_of(control: npt.NDArray[np.int64]) -> Any:
-    """The parameters in a control block, to be read and written by names."""
+    """The parameters in a control block, as a record."""
     return control[FIRST : FIRST + PARAMETERS.itemsize // 8].view(PARAMETERS)[0]
 
 
 PARTS_OF_WEIGHTS: Final = 3
-"""Parts for each thread where the first ones are large; see `share_of_weights`."""
+"""Parts per thread if the first ones are large; see `share_of_weights`."""
 
 
 def share_of_weights(tiles: int, part: int, parts: int) -> tuple[int, int]:
     """A part's range of tiles, for one row of activations.
 
-    The first third of the parts, one for each thread, has three quarters of the tiles, so that memory is read in long
-    runs; the others are small, and whoever is done first takes more of them.
+    The first third of the parts, one per thread, covers three quarters of the tiles, so that memory is read in long
+    runs; the rest are small, and threads that finish early take more of them.
     """
     large = parts // PARTS_OF_WEIGHTS
     if large < 2:

@@ -1,1 +1,1 @@
-"""The CPU backend's kernels, one module an operation; a kernel that grew is a folder."""
+"""Kernels of the CPU backend, one module or folder per operation."""

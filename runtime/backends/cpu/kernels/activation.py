@@ -77,7 +77,7 @@ def quad_at(codes: int, side: int, channel: int) -> int:
 
 
 class GroupPlace(NamedTuple):
-    """Where one group of one row goes."""
+    """Destination of one group of one row."""
 
     codes: int
     """Address of the first quad of its row block."""

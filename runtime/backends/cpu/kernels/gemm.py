@@ -50,8 +50,7 @@ from runtime.backends.cpu.machine.vector import (
 )
 
 CHAINS = 16
-"""Sums that are independent of each other, several of a row where there are few rows: a dot product takes its place in
-a sum only when the one before it is done."""
+"""Independent sums, several per row for few rows: a dot product can only add to a sum when the previous one is done."""
 
 
 @numba.njit(nogil=True)
@@ -71,7 +70,7 @@ def no_sums(_b: Builder) -> Any:
 
 
 def emit_whole_sum(b: Builder, sums: Any, row: int, rows: int) -> Any:
-    """What the chains of a row add up to."""
+    """The sum of a row's chains."""
     whole = b.extract_value(sums, row)
     for chain in range(row + rows, CHAINS, rows):
         whole = b.add(whole, b.extract_value(sums, chain))
@@ -79,7 +78,7 @@ def emit_whole_sum(b: Builder, sums: Any, row: int, rows: int) -> Any:
 
 
 def sums_of_block(bits: int, rows: int) -> Any:
-    """Adds the products of one block of codes with every row to sums; bits 8 stands for decoded entries."""
+    """Adds the products of one block of codes with every row to sums; 8 bits means decoded entries."""
     dot = emit_dot4_entries if bits == 8 else emit_dot4
     quad, row = quad_step(rows), row_step(rows)
 

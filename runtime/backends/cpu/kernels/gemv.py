@@ -1,6 +1,6 @@
 """Low-bit matrix times one vector of INT8 activations: sixteen output channels side by side in the vector lanes.
 
-Weights stand in tiles of 16 output channels (`runtime.backends.cpu.tiles`); each 32-bit lane of the dot product
+Weights are stored in tiles of 16 output channels (`runtime.backends.cpu.tiles`); each 32-bit lane of the dot product
 collects four input channels of one output channel, so nothing has to be summed across lanes and a group's scale is one
 vector. Per 64 bytes of 4-bit codes this is 3 operations to unpack and 2 dot products: memory is the limit, not
 arithmetic.
@@ -70,7 +70,7 @@ class Tile(NamedTuple):
     """Sixteen output channels of a matrix: addresses and sizes."""
 
     codes: int
-    """Of the first block; or of decoded entries, where a kernel says so."""
+    """Address of the first block, or of decoded entries if a kernel says so."""
     scales: int
     """float16 [G, 16]; [16] with a codebook."""
     levels: int
@@ -113,7 +113,7 @@ def no_chains(_b: Builder) -> Any:
 
 @define(words16, _sums_type)
 def whole_sum(b: Builder, sums: Any) -> Any:
-    """What the chains add up to."""
+    """The sum of the chains."""
     a0, a1, a2, a3 = (b.extract_value(sums, chain) for chain in range(_CHAINS))
     return b.add(b.add(a0, a1), b.add(a2, a3))
 

@@ -69,7 +69,7 @@ def emit_entries(b: Builder, address: Any, books: Any, bits: int) -> list[list[A
 
 
 def _place_3(b: Builder, low: Any, high: Any, i: int, j: int) -> Any:
-    """Where the table of slice j of vector i has its entries: in even slices bits 0 to 2 of the place are the code.
+    """Index of slice j of vector i in its table: in even slices, bits 0 to 2 of the index are the code.
 
     In odd slices bits 2 and 3 are the code's lower two, bit 1 its third, and bit 0 tells the lane's output channels
     apart, which bit 3 does in even ones. So two slices take their bits without a shift between them.

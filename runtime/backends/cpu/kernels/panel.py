@@ -5,8 +5,8 @@ entries read (`runtime.backends.cpu.kernels.lookup`): 16 output channels side by
 
 Residuals are stored input-channel-major: a tile's codes are a few bytes of every row, and rows lie pages apart. So a
 cache line of every row, which holds the codes of several tiles, is copied to one place first. There, four rows of 16
-codes are brought together, turned by one byte shuffle and shifted into their places. A channel that is not compensated
-has the code that stands for zero.
+codes are brought together, turned by one byte shuffle and shifted into their places. A channel without compensation
+gets the code of zero.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from runtime.backends.cpu.machine.emit import (
     words16,
 )
 from runtime.backends.cpu.machine.vector import add, div, fill, maximum, mul, prefetch, rounded, sub
-from runtime.backends.operations.panel import ENTRY_TOP, LEAST_STEP, STEPS
+from runtime.backends.operations.panel import ENTRY_TOP, MIN_STEP, STEPS
 
 _SHORTS = ir.VectorType(I16, 32)
 _ONE, _ROUNDING = 256, 128
-"""One in the fixed point of a panel's factors, and half of it."""
+"""The value 1 in the fixed-point format of a panel's factors, and half of it."""
 ENTRIES = 8
-"""Stands for the bits of a base whose codes are decoded entries of codebooks."""
+"""Marks a base whose codes are decoded codebook entries."""
 
 
 LINE = 64
@@ -56,7 +56,7 @@ _AHEAD = 24
 
 
 class Factors(NamedTuple):
-    """What turns the codes of a group, sixteen output channels side by side, into a panel's."""
+    """Factors that turn the codes of a group, sixteen output channels side by side, into a panel's."""
 
     base: Any
     """words16: A, twice in each word."""
@@ -89,7 +89,7 @@ def factors_of(scale: Any, zero: Any, residual_scale: Any, top: int, residual_to
         residual_top: Largest code of a residual.
     """
     whole = add(mul(fill(numba.float32(top)), scale), mul(fill(numba.float32(residual_top)), residual_scale))
-    step = maximum(div(whole, fill(numba.float32(STEPS))), fill(numba.float32(LEAST_STEP)))
+    step = maximum(div(whole, fill(numba.float32(STEPS))), fill(numba.float32(MIN_STEP)))
     one = fill(numba.float32(_ONE))
     base, residual = rounded(div(mul(one, scale), step)), rounded(div(mul(one, residual_scale), step))
     # A code of 1 stands for -127; entries are stored one higher than their codes.

@@ -1,7 +1,7 @@
-"""Residuals times few rows: what compensates a short prompt, or the last piece of one.
+"""Products of residuals with few rows, for compensating a short prompt or the last piece of one.
 
-A panel (`runtime.backends.cpu.kernels.panel`) costs as much for two rows as for a hundred. Few rows are cheaper off
-with a second product beside that of the base: residuals of all channels times the same INT8 activations,
+A panel (`runtime.backends.cpu.kernels.panel`) costs as much for two rows as for a hundred. For few rows, a second
+product beside the base's is cheaper: residuals of all channels times the same INT8 activations,
 
     y += t (sum of r x  -  2^(bits-1) sum of x),
 
@@ -9,10 +9,10 @@ which are integers up to the scales of a group of activations. Nothing is rounde
 
 Residuals are stored input-channel-major. Sixteen bytes of four rows are brought together and turned by one byte
 shuffle: lane i then holds byte i of all four, and each field of its bits is four input channels of one output channel,
-as the dot product wants them. The sums come out of order, and are put into order once for a group.
+as the dot product wants them. The sums are permuted, and reordered once per group.
 
-Groups are walked through one after the other, and the columns of a part within them: a row's bytes are read side by
-side. The line that comes next is asked for, row by row, while the one before it is used.
+The outer loop runs over groups, the inner one over a part's columns, so that a row's bytes are read contiguously. The
+next line of each row is prefetched while the current one is used.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ from runtime.backends.cpu.machine.vector import (
     store_floats,
 )
 from runtime.backends.cpu.scratch import SUMS
-from runtime.backends.operations.panel import LEAST_STEP
+from runtime.backends.operations.panel import MIN_STEP
 
 _SLICE = 16
 """Bytes of a row of residuals that are turned at once; of those in half precision twice as many."""
@@ -120,10 +120,10 @@ def _multiply(bits: int, side: int, rows: int) -> Any:
 
 
 class Outputs(NamedTuple):
-    """Where rows are added to."""
+    """Destination rows."""
 
     rows: int
-    """How many, at most a row block."""
+    """Number of rows, at most a row block."""
     at: int
     """Address of the first one's first output."""
 
@@ -183,7 +183,7 @@ def _add(bits: int, side: int) -> Any:
         column = residual.codes + 2 * bits * tile
         scales, inverse = residual.scales + 32 * tile, fill(numba.float32(0.0))
         if bits == 16:
-            inverse = div(fill(numba.float32(1.0)), maximum(load_halves(scales), fill(numba.float32(LEAST_STEP))))
+            inverse = div(fill(numba.float32(1.0)), maximum(load_halves(scales), fill(numba.float32(MIN_STEP))))
         phase = (column >> 4) & 3  # of the four slices of a line
         for first in range(0, to.rows, rows):
             sums = none()

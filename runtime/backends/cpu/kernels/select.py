@@ -1,7 +1,7 @@
-"""Choosing salient channels of one chunk: exact top-k, the bucketed approximate top-k, static and random.
+"""Selection of salient channels in a chunk: exact top-k, bucketed approximate top-k, static and random.
 
-All write the chosen channels in ascending order, so the sum of their residual rows has one order however they were
-found. Magnitudes are compared through their bits, which order like the numbers.
+All write the chosen channels in ascending order, so that their residual rows are summed in the same order whichever way
+they were found. Magnitudes are compared by their bits, which have the same order as the numbers.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _LARGEST = np.float32(3.4028235e38)
 
 
 class Chunk(NamedTuple):
-    """A chunk of a row, and what is wanted of it."""
+    """A chunk of a row, and the number of channels to choose."""
 
     x: int
     """Address of the row, float32 [K]."""
@@ -93,7 +93,7 @@ def kth_largest(keys: int, count: int, k: int, bits: int) -> tuple[int, int]:
 
 @numba.njit(nogil=True)
 def select_exact(chunk: Chunk) -> bool:
-    """The k largest |x| of a chunk; of equals the lowest channel. False when it holds a NaN or infinity."""
+    """The k largest |x| of a chunk; ties go to the lowest channel. False if it contains NaN or infinity."""
     keys = stack_words_1024()
     finite = True
     for i in range(chunk.width):
@@ -121,7 +121,7 @@ def _write_largest(keys: int, chunk: Chunk, bits: int) -> None:
 
 @numba.njit(nogil=True)
 def select_approx(chunk: Chunk, border: Border) -> bool:
-    """Like `select_exact`, by 32 buckets; the bucket that overflows gives its lowest channels.
+    """Like `select_exact`, by 32 buckets; the overflowing bucket contributes its lowest channels.
 
     Source: QDEC §4.3, Fig. 8.
     """
@@ -175,7 +175,7 @@ def _write_buckets(buckets: int, chunk: Chunk) -> None:
 
 @numba.njit(nogil=True)
 def _count_up_to(buckets: int, vectors: int, limit: int) -> int:
-    """How many of the buckets, int8 [64 * vectors], are <= limit."""
+    """Number of buckets, int8 [64 * vectors], that are <= limit."""
     total = 0
     for v in range(vectors):
         total += count_bits(bytes_at_most(buckets + 64 * v, numba.int32(limit)))
@@ -193,7 +193,7 @@ def _mix(state: int) -> int:
 
 @numba.njit(nogil=True)
 def select_random(seed: int, layer: int, position: int, chunk: Chunk) -> None:
-    """K channels of the chunk by a counter-based generator; the same as `budget.random_channels`."""
+    """Choose k channels of the chunk by a counter-based generator; the same as `channels.random_channels`."""
     keys = stack_words_1024()
     state = _mix(np.uint64(seed))
     state = _mix(state ^ np.uint64(layer))
@@ -205,7 +205,7 @@ def select_random(seed: int, layer: int, position: int, chunk: Chunk) -> None:
 
 @numba.njit(nogil=True)
 def count_hits(x: int, width: int, chosen: int, k: int, keys: int) -> int:
-    """How many of the k chosen channels are among the k largest |x| of the whole row (equals count alike).
+    """Number of the k chosen channels that are among the k largest |x| of the whole row (ties count).
 
     Args:
         x: Address of the row, float32 [K].

@@ -1,4 +1,4 @@
-"""What compiled code knows of `runtime.backends.cpu.data`: its records as views, and its functions of numbers."""
+"""Views of `runtime.backends.cpu.data` for compiled code: its records and functions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _view(operation: type[op.Instruction]) -> Any:
 header_at = view("header", op.HEADER)
 """The header of the instruction at an address."""
 changing_header_at = view("changing_header", op.HEADER, changes=True)
-"""Likewise for code that runs longer than one instruction."""
+"""The same, for code that runs longer than one instruction."""
 embed_at, gather_at, check_at = map(_view, (op.Embed, op.Gather, op.Check))
 """The instruction at an address; so are the others."""
 norm_at, gate_at, merge_at = map(_view, (op.Norm, op.Gate, op.Merge))
@@ -33,7 +33,7 @@ cache_at = view("cache", CACHE)
 parameters_at = view("parameters", PARAMETERS, offset=8 * FIRST)
 """The parameters in the control block at an address."""
 changing_parameters_at = view("changing_parameters", PARAMETERS, offset=8 * FIRST, changes=True)
-"""Likewise for code that runs longer than one step."""
+"""The same, for code that runs longer than one step."""
 
 share_of = register_jitable(steps.share_of)
 """See there, and so below."""

@@ -1,1 +1,1 @@
-"""What programs run on: instruction sets, SIMD values, threads that keep step, separately compiled units."""
+"""Machine layer: instruction sets, SIMD values, thread synchronization, separately compiled units."""

@@ -1,12 +1,11 @@
-"""Tile registers: eight matrices of 16 rows of 64 bytes, and the products of bytes that AMX computes with them.
+"""AMX tile registers: eight matrices of 16 rows of 64 bytes, and their byte products.
 
 A product adds to 16 x 16 sums of 32 bits what 16 rows of 64 signed bytes give with 64 rows of 16 unsigned ones, which
 stand as the dot products of `runtime.backends.cpu.machine.vector` have them: four rows' bytes side by side in a word.
 
 The variant `amx` uses the processor's registers. `amx-emulated` keeps them in memory and computes the same with plain
-vectors, so that all that is built on them can be tried on any processor with AVX-512. A thread opens the registers
-before it uses them and closes them afterwards, which lets the kernel forget them; what `open_registers` returns goes to
-every operation.
+vectors, for tests on any processor with AVX-512. A thread opens the registers before use and closes them afterwards, so
+that the kernel need not save them; the result of `open_registers` is passed to every operation.
 
 Source: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 1, chapter 18.
 """
@@ -49,7 +48,7 @@ REGISTER_BYTES: Final = SIDE * WIDTH
 
 _VOID = ir.VoidType()
 _POISON = 0xA5
-"""What emulated registers hold before they are written."""
+"""Initial contents of emulated registers."""
 
 
 def _number(register: int) -> Any:
@@ -57,7 +56,7 @@ def _number(register: int) -> Any:
 
 
 def _configuration() -> bytes:
-    """What LDTILECFG reads: palette 1, and the bytes of a row and the rows of each register."""
+    """The operand of LDTILECFG: palette 1, and the bytes per row and the rows of each register."""
     return (
         bytes([1])
         + bytes(15)
@@ -100,7 +99,7 @@ def _open_emulated(b: Builder) -> Any:
 
 
 def _close_emulated(_b: Builder, _registers: Any) -> None:
-    """Nothing is to be forgotten."""
+    """Nothing to release."""
 
 
 def _copy(b: Builder, to: Any, source: Any) -> None:
@@ -165,12 +164,12 @@ emit_store = _OPERATIONS["store"]
 
 @define(types.int64)
 def open_registers(b: Builder) -> Any:
-    """Give this thread the tile registers, where there are any. Returns what the operations take."""
+    """Open the tile registers in this thread, if there are any. Returns the value that operations take."""
     return _OPERATIONS["open"](b) if AVAILABLE else ir.Constant(I64, 0)
 
 
 @define(types.void, types.int64)
 def close_registers(b: Builder, registers: Any) -> None:
-    """Give them back."""
+    """Close the tile registers."""
     if AVAILABLE:
         _OPERATIONS["close"](b, registers)

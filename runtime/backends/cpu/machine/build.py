@@ -1,11 +1,12 @@
-"""Compiling several units at once, in processes of their own: Python's part of compiling holds the interpreter's lock.
+"""Parallel compilation of units in child processes, since Python's part of compiling holds the interpreter's lock.
 
-A process is told a unit by line on its standard input and answers each with a line. What one can't do, because it
-can't be started or dies, is left to whoever asks for the unit's address.
+A process reads one unit per line on its standard input and answers each with a line. If it cannot be started or dies,
+its units are compiled later, when their addresses are needed.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import importlib
 import logging
@@ -27,10 +28,12 @@ from runtime.system.child import child_command
 
 logger = logging.getLogger(__name__)
 
-_MOST_PROCESSES: Final = 8
+_MAX_PROCESSES: Final = 8
+_BACKGROUND_NICE: Final = 10
+"""Niceness of a process that compiles in the background."""
 
 Report = Callable[[int, int], None]
-"""Told how many units are compiled, of how many."""
+"""Called with the number of compiled units, and their total."""
 
 
 def build(units: Sequence[Unit], report: Report | None = None) -> None:
@@ -55,9 +58,33 @@ def build(units: Sequence[Unit], report: Report | None = None) -> None:
             report(done, len(missing))
 
 
+def build_later(units: Sequence[Unit]) -> None:
+    """Compile units in the background, in one process of low priority.
+
+    A caller that needs a unit earlier waits for it or compiles it, and gets its errors.
+
+    Args:
+        units: As of `build`.
+    """
+    missing = [unit for unit in units if not unit.is_compiled]
+    worker = _start(nice=_BACKGROUND_NICE) if missing else None
+    if worker is None:
+        return
+    waiting: queue.SimpleQueue[Unit] = queue.SimpleQueue()
+    for unit in missing:
+        waiting.put(unit)
+
+    def work() -> None:
+        with worker:
+            _feed(worker, waiting, queue.SimpleQueue())
+
+    atexit.register(worker.kill)
+    threading.Thread(target=work, name="compile", daemon=True).start()
+
+
 def _compiled(missing: Sequence[Unit]) -> Iterator[Unit]:
-    """Have processes compile; every unit once, as soon as it was tried."""
-    count = min(len(missing), _MOST_PROCESSES, _cores())
+    """Compile in child processes; yields every unit once, as soon as it was tried."""
+    count = min(len(missing), _MAX_PROCESSES, _cores())
     if count < 2:
         yield from missing
         return
@@ -79,22 +106,22 @@ def _compiled(missing: Sequence[Unit]) -> Iterator[Unit]:
             feeder.join()
         for worker in workers:
             with contextlib.suppress(OSError), worker:
-                pass  # closes its pipes and waits for its end
+                pass  # closes its pipes and waits for it to end
 
 
 def _cores() -> int:
-    """Cores that this process may use."""
+    """Cores available to this process."""
     process = psutil.Process()
     return len(process.cpu_affinity()) if hasattr(process, "cpu_affinity") else psutil.cpu_count() or 1
 
 
-def _start() -> subprocess.Popen[str] | None:
-    """A process that compiles; None where none can be started."""
+def _start(nice: int = 0) -> subprocess.Popen[str] | None:
+    """Start a compiler process; None if impossible."""
     settings = {"NUMBA_OPT": "0", "LOWBIT_CHAT_CPU_VARIANT": isa.VARIANT}
-    settings |= {"LOWBIT_CHAT_KERNEL_CACHE": str(isa.KERNEL_CACHE.parent)}  # where that is temporary, the same one
+    settings |= {"LOWBIT_CHAT_KERNEL_CACHE": str(isa.KERNEL_CACHE.parent)}  # if that is temporary, share it
     try:
         return subprocess.Popen(
-            child_command(__spec__.name, str(isa.KERNEL_CACHE)),
+            child_command(__spec__.name, str(isa.KERNEL_CACHE), str(nice)),
             env={**os.environ, **settings},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -107,7 +134,7 @@ def _start() -> subprocess.Popen[str] | None:
 
 
 def _feed(worker: subprocess.Popen[str], waiting: queue.SimpleQueue[Unit], tried: queue.SimpleQueue[Unit]) -> None:
-    """Give a process one unit after the other."""
+    """Feed a process one unit at a time."""
     assert worker.stdin is not None, "it was started with a pipe"
     assert worker.stdout is not None, "it was started with a pipe"
     while True:
@@ -126,23 +153,26 @@ def _feed(worker: subprocess.Popen[str], waiting: queue.SimpleQueue[Unit], tried
         tried.put(unit)
 
 
-def serve(folder: str) -> None:
-    """What a process does: compile the units named on standard input.
+def serve(folder: str, nice: int) -> None:
+    """Main function of a compiler process: compile the units named on standard input.
 
     Args:
         folder: Where machine code is kept.
+        nice: Niceness, on systems that have it.
     """
-    isa.KERNEL_CACHE = Path(folder)  # another may have been chosen where the usual one fails
+    if nice and hasattr(os, "nice"):
+        os.nice(nice)
+    isa.KERNEL_CACHE = Path(folder)  # another may have been chosen if the usual one is unusable
     for line in sys.stdin:
         module, name = line.split()
         try:
             unit = getattr(importlib.import_module(module), name)
             unit.keep()
             answer = "done"
-        except Exception as error:  # noqa: BLE001  # whatever it is, whoever asked tries again and explains it
+        except Exception as error:  # noqa: BLE001  # the requester tries again and reports the error
             answer = " ".join(str(error).split()) or type(error).__name__
-        print(answer, flush=True)  # noqa: T201  # its way to answer
+        print(answer, flush=True)  # noqa: T201  # the protocol with the parent
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1])
+    serve(sys.argv[1], int(sys.argv[2]))

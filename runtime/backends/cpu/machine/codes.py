@@ -57,13 +57,13 @@ def emit_dot4_bytes(b: Builder, total: Any, unsigned: Any, signed: Any) -> Any:
 
 @define(types.void, types.int64, floats16)
 def store_bytes(b: Builder, address: Any, value: Any) -> None:
-    """Store sixteen floats as signed bytes, cut off behind the point."""
+    """Store sixteen floats as signed bytes, truncated."""
     b.store(b.trunc(b.fptosi(value, WORDS), ir.VectorType(I8, 16)), pointer(b, address), align=1)
 
 
 @define(floats16, floats16)
-def whole(b: Builder, x: Any) -> Any:
-    """The next whole number towards zero."""
+def truncated(b: Builder, x: Any) -> Any:
+    """Truncate towards zero."""
     return call(b, "llvm.trunc.v16f32", FLOATS, x)
 
 
@@ -90,7 +90,7 @@ def largest_lane(b: Builder, x: Any) -> Any:
 
 @define(floats16, floats16)
 def exp2(b: Builder, x: Any) -> Any:
-    """2^x for x <= 0, relative error under 3e-6; below -126 what 2^-126 is."""
+    """2^x for x <= 0, relative error under 3e-6; clamped below -126."""
     x = _larger(b, x, constant(FLOATS, -126.0))
     near = call(b, "llvm.rint.v16f32", FLOATS, x)
     fraction = b.fsub(x, near)

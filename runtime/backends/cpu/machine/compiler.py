@@ -1,9 +1,9 @@
-"""From a Python function to an object file that any process can load.
+"""Ahead-of-time compiler: turns a Python function into an object file that any process can load.
 
-numba types the function and all that it calls and writes LLVM code. By itself it would also optimize every one of them
-alone, then again inside each caller, and compile each; here the whole is optimized and compiled once, with all names
-but one private, so that units compiled in different processes can't meet in a name. With NUMBA_OPT=0 in the
-environment, as in the processes of `runtime.backends.cpu.machine.build`, numba leaves all optimizing to this.
+numba types the function and its callees and generates LLVM code. By default it would also optimize each function by
+itself, again inside each caller, and compile each. Here the whole module is optimized and compiled once, with all names
+but one private, so that units from different processes cannot clash. With NUMBA_OPT=0 in the environment, as in the
+processes of `runtime.backends.cpu.machine.build`, numba leaves all optimization to this module.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from numba import types
 from runtime.backends.cpu.machine.loader import target_machine
 
 _OUTSIDE = frozenset({"sched_yield", "usleep", "nanosleep", "syscall", "SwitchToThread", "Sleep", "sqrtf"})
-"""Functions of the C library that kernels call by name."""
+"""C library functions that kernels call by name."""
 _WRAPPER = "cfunc."
-"""What numba puts before a function's name for its C wrapper, which can report errors, and for that needs numba."""
+"""numba's prefix for a function's C wrapper, which reports errors and needs numba for that."""
 
 
 def machine_code(function: Callable[..., None], symbol: str) -> bytes:
@@ -27,13 +27,13 @@ def machine_code(function: Callable[..., None], symbol: str) -> bytes:
 
     Args:
         function: A function of integers that returns nothing and raises nothing.
-        symbol: What the C function of int64 arguments is to be called.
+        symbol: Name of the resulting C function of int64 arguments.
 
     Returns:
         An object file.
 
     Raises:
-        Exception: whatever numba or LLVM say.
+        Exception: any error from numba or LLVM.
     """
     count = function.__code__.co_argcount
     compiled = numba.cfunc(types.void(*[types.int64] * count), error_model="numpy")(function)
@@ -51,7 +51,7 @@ def machine_code(function: Callable[..., None], symbol: str) -> bytes:
 
 
 def _entry(symbol: str, native: str, count: int) -> str:
-    """LLVM code of a C function that calls numba's, which gives back a status, for a kernel always the same."""
+    """LLVM code of a C function that calls numba's and ignores its status, which is constant for kernels."""
     numbers = [f"i64 %{i}" for i in range(count)]
     arguments = ", ".join(["ptr %result", "ptr %error", *numbers])
     return f"""

@@ -1,8 +1,8 @@
-"""Digests of what a unit's machine code is made from: sources, versions, the processor.
+"""Digests of everything a unit's machine code depends on: sources, versions, the processor.
 
-The sources are those of the unit's module and of all that it imports of the program, taken whole; nobody asks what a
-unit uses of them. So a digest costs a few dozen small files, read once in a process, and an edit of one compiles anew
-the units of every module that imports it.
+The sources are the files of the unit's module and of all its imports within the program, as a whole, whether or not the
+unit uses them. So a digest costs reading a few dozen small files, once per process, and an edit recompiles the units of
+every module that imports the edited one.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ import numpy as np
 from runtime.backends.cpu.machine import isa
 
 _FORMAT: Final = "3: digests of sources"
-"""How machine code is made and kept."""
+"""Version of the compilation and storage format."""
 ROOT: Final = Path(__file__).parents[4]
 """Folder of the program's packages."""
 _IMPORT: Final = re.compile(r"from ((?:runtime|tuner|models)\b[\w.]*) import (\([^)]*\)|.+)")
-"""An import from the packages that kernels come from."""
+"""An import from the packages that contain kernels."""
 _NAME: Final = re.compile(r"\w+")
 
 
 def digest(module: str, name: str, source: Path, sources: Sources | None = None) -> str:
-    """What a function at the top level of a module compiles to depends on this.
+    """Digest of everything that a top-level function compiles to depends on.
 
     Args:
         module: Dotted name of the module.
-        name: Of the function.
+        name: Name of the function.
         source: The module's file.
-        sources: Where sources are read; those that this process read first if None.
+        sources: Source reader; None: the process's shared one.
 
     Returns:
         Hexadecimal digits.
 
     Raises:
-        OSError: the sources can't be read.
+        OSError: the sources cannot be read.
     """
     found = hashlib.sha256(f"{_circumstances()} {module} {name} ".encode())
     found.update((sources or _SOURCES).digest(source))
@@ -53,13 +53,13 @@ def digest(module: str, name: str, source: Path, sources: Sources | None = None)
 
 
 def extent(source: Path) -> int:
-    """Bytes of the sources that a module's functions may use; compiling takes the longer, the more they are."""
+    """Bytes of source that a module's functions may use; a measure of compile time."""
     return _SOURCES.size(source)
 
 
 @functools.cache
 def _circumstances() -> str:
-    """What machine code depends on besides its sources."""
+    """Inputs of machine code other than its sources."""
     versions = f"{sys.version_info[:2]} {version('numba')} {llvmlite.__version__} {np.__version__}"
     processor = f"{llvm.get_host_cpu_name()} {llvm.get_host_cpu_features().flatten()}"
     return f"{versions} {processor} {isa.VARIANT} {_FORMAT}"
@@ -70,7 +70,7 @@ class _Source:
     """A file of source code."""
 
     digest: bytes
-    """Of its text."""
+    """Digest of its text."""
     size: int
     """Bytes."""
     imports: frozenset[Path]
@@ -78,7 +78,7 @@ class _Source:
 
 
 class Sources:
-    """The program's sources, each as it was when it was first asked for.
+    """The program's sources, each as it was when first read.
 
     Args:
         root: Folder of the program's packages.
@@ -92,7 +92,7 @@ class Sources:
         self._packages: dict[str, bool] = {}
 
     def behind(self, file: Path) -> list[Path]:
-        """A file, and what it imports of the program, itself or through others, always in the same order.
+        """A file and its direct and indirect imports within the program, in a fixed order.
 
         Raises:
             OSError: one of them can't be read.
@@ -105,7 +105,7 @@ class Sources:
         return sorted(found)
 
     def digest(self, file: Path) -> bytes:
-        """The digest of a file and of all that is behind it. Raises as `behind`."""
+        """The digest of a file and its imports. Raises as `behind`."""
         if file not in self._digests:
             found = hashlib.sha256()
             for path in self.behind(file):
@@ -114,7 +114,7 @@ class Sources:
         return self._digests[file]
 
     def size(self, file: Path) -> int:
-        """Bytes of a file and of all that is behind it. Raises as `behind`."""
+        """Bytes of a file and its imports. Raises as `behind`."""
         return sum(self._source(path).size for path in self.behind(file))
 
     def _source(self, file: Path) -> _Source:
@@ -125,7 +125,7 @@ class Sources:
         return self._known[file]
 
     def _imported(self, text: str) -> Iterator[Path]:
-        """The program's files that a text names in imports; what it names of a package may be a module in it."""
+        """The program's files named in a text's imports; a name imported from a package may be a module."""
         for module, names in _IMPORT.findall(text):
             yield from self._files(module)
             if self._is_package(module):
@@ -133,7 +133,7 @@ class Sources:
                     yield from self._files(f"{module}.{name}")
 
     def _files(self, dotted: str) -> list[Path]:
-        """Where a module or a package may be found by its name, and is."""
+        """Existing files of a module or a package."""
         if dotted not in self._found:
             place = self._root.joinpath(*dotted.split("."))
             self._found[dotted] = [own for own in (place.with_suffix(".py"), place / "__init__.py") if own.is_file()]

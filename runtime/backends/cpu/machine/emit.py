@@ -1,7 +1,7 @@
-"""LLVM code from Python: the types and building blocks that SIMD intrinsics are written with.
+"""LLVM code generation from Python: types and building blocks for SIMD intrinsics.
 
-All instruction-set variants share this code; they differ in the byte dot products, `emit_dot4` and `emit_dot4_entries`,
-and in `emit_lookup`, the byte shuffle.
+All instruction-set variants share this code; they only differ in the byte dot products, `emit_dot4` and
+`emit_dot4_entries`, and in the byte shuffle `emit_lookup`.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def named(declared: type) -> types.Type:
 
 
 def parts(b: Builder, value: Any, declared: Any) -> Any:
-    """The values in a NamedTuple that an intrinsic was given, by the same names."""
+    """The fields of a NamedTuple passed to an intrinsic, by name."""
     return declared(*(b.extract_value(value, i) for i in range(len(declared._fields))))
 
 
@@ -183,7 +183,7 @@ def _dot4_avx2(b: Builder, total: Any, unsigned: Any, signed: Any) -> Any:
 
 
 def emit_dot4_plain(b: Builder, total: Any, unsigned: Any, signed: Any) -> Any:
-    """What `emit_dot4` computes, for unsigned bytes up to 255."""
+    """The result of `emit_dot4`, for unsigned bytes up to 255."""
     # Byte i of each 32-bit lane is brought down by shifts: plain lane arithmetic that every target has.
     u, s = b.bitcast(unsigned, WORDS), b.bitcast(signed, WORDS)
     for byte in range(4):
@@ -203,7 +203,7 @@ emit_dot4: Emit = {
 
 
 ENTRY_OFFSET = 128 if isa.VECTORS in ("avx512", "avxvnni") else 0
-"""What is added to codebook entries in registers: the instruction that those variants have needs unsigned bytes."""
+"""Offset of codebook entries in registers: the dot product of these variants needs unsigned bytes."""
 
 
 def emit_table(b: Builder, codebook: Any) -> Any:
@@ -289,6 +289,6 @@ def emit_fma(b: Builder, x: Any, y: Any, z: Any) -> Any:
 
 
 def emit_prefetch(b: Builder, address: Any) -> None:
-    """Ask for the cache line at the address, which need not be anyone's."""
+    """Prefetch the cache line at the address, which may be invalid."""
     values = (pointer(b, address), ir.Constant(I32, 0), ir.Constant(I32, 3), ir.Constant(I32, 1))
     call(b, "llvm.prefetch.p0", ir.VoidType(), *values)

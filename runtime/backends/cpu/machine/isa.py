@@ -1,15 +1,15 @@
-"""Which instruction-set variant the CPU kernels are compiled for, and where their machine code is cached.
+"""Instruction-set variant of the CPU kernels, and the cache folder of their machine code.
 
-It is the one module here that reads the environment and the processor at import; only the CPU backend imports it, and
-only when it is built.
+This is the only module here that reads the environment and the processor at import; only the CPU backend imports it,
+when it is built.
 
 Variants: `amx` (tile registers for products of many rows, everything else as `avx512`), `avx512` (512-bit VNNI dot
 product), `avxvnni` (256-bit VNNI), `avx2` (multiply-add pairs of bytes) and `generic` (plain LLVM vectors, which every
 target lowers in its own way). `amx-emulated` is `amx` with tile registers in memory, for tests.
 `LOWBIT_CHAT_CPU_VARIANT` forces one.
 
-Machine code is kept in the cache folder (`runtime.system.own_files.kernel_folder`), as
-`runtime.backends.cpu.machine.kept` says.
+Machine code is stored in the cache folder (`runtime.system.private_files.kernel_folder`), in the files of
+`runtime.backends.cpu.machine.code_cache`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Final
 import llvmlite.binding as llvm
 
 from runtime.errors import BackendError
-from runtime.system.own_files import kernel_folder
+from runtime.system.private_files import kernel_folder
 
 VARIANTS: Final = ("amx", "avx512", "avxvnni", "avx2", "generic", "amx-emulated")
 
@@ -41,7 +41,7 @@ _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
 
 
 def supported_variants() -> tuple[str, ...]:
-    """Variants that this processor can run, best first."""
+    """Variants that this processor supports, best first."""
     features = {name for name, present in llvm.get_host_cpu_features().items() if present}
     if platform.machine().lower() not in ("x86_64", "amd64"):
         features = set()
@@ -55,11 +55,11 @@ def supported_variants() -> tuple[str, ...]:
 
 
 def tile_registers_permitted() -> bool:
-    """Ask the kernel for the tile registers, for this process and the threads that it starts.
+    """Request permission to use the tile registers, for this process and the threads it starts.
 
     Returns:
-        Whether they may be used. A kernel that does not know the request refuses it, and so does one for which a thread
-        has a signal stack too small for the larger state.
+        Whether it was granted. A kernel that does not know the request denies it, as does one if a thread's signal
+        stack is too small for the larger state.
 
     Source: Linux, Documentation/arch/x86/xstate.rst.
     """
@@ -95,10 +95,10 @@ def choose_variant(forced: str | None) -> str:
 
 
 VARIANT: Final = choose_variant(os.environ.get("LOWBIT_CHAT_CPU_VARIANT"))
-"""The variant every kernel of this process is compiled for."""
+"""Variant of this process's kernels."""
 
 VECTORS: Final = "avx512" if VARIANT.startswith("amx") else VARIANT
-"""The variant whose vector instructions are used."""
+"""Variant of the vector instructions used."""
 
 KERNEL_CACHE: Final = kernel_folder(VARIANT)
-"""Folder of the machine code of this variant."""
+"""Folder of this variant's machine code."""

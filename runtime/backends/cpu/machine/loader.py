@@ -1,4 +1,4 @@
-"""Machine code that was compiled before, made runnable in this process."""
+"""Loader: makes stored machine code callable in this process."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ import llvmlite.binding as llvm
 
 @dataclass(frozen=True, slots=True)
 class LoadedCode:
-    """A routine that can be called."""
+    """A callable routine."""
 
     address: int
-    """Where it is."""
+    """Its address."""
     engine: Any
-    """What owns the memory that it is in."""
+    """Owner of its memory."""
 
 
 _held: list[LoadedCode] = []
-"""Everything loaded: addresses are written into programs, so code stays as long as the process."""
+"""All loaded code. Programs contain addresses, so code is never unloaded."""
 
 
 def target_machine() -> llvm.TargetMachine:
-    """What code for this processor is made with and loaded by."""
+    """The LLVM target machine that compiles and loads code for this processor."""
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     target = llvm.Target.from_triple(llvm.get_process_triple())
@@ -41,11 +41,10 @@ def load_code(code: bytes, symbol: str) -> LoadedCode:
     """Load an object file.
 
     Args:
-        code: The object file, whole, for LLVM ends the process over a damaged one. What it needs of others is in the C
-            library.
+        code: A complete object file: LLVM aborts the process on a damaged one. It may only refer to the C library.
         symbol: The function in it.
     """
-    # Engines of their own keep the names of units apart.
+    # Separate engines keep the names of units apart.
     engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), target_machine())
     engine.add_object_file(llvm.ObjectFileRef.from_data(code))
     engine.finalize_object()

@@ -1,8 +1,8 @@
-"""How threads share a program: whose turn it is, which part of it is still to be done, and sleeping until it is over.
+"""Thread synchronization: taking turns and parts of a program's instructions, and sleeping between programs.
 
-Threads do not wait for each other, they wait for work to be done: an instruction is cut into parts, whoever is free
-takes the next one, and when the last part is done the next instruction begins. A thread that the system holds up delays
-only the part it is in, a slow core takes fewer parts than a fast one, and threads may join and leave at any time.
+Threads never wait for a particular thread, only for work to be done. An instruction is cut into parts, each free thread
+takes the next part, and when the last part is done the next instruction begins. A preempted thread only delays its
+current part, a slow core takes fewer parts than a fast one, and threads may join and leave at any time.
 
 The words are those of a control block (`runtime.backends.cpu.data.control`).
 """
@@ -23,12 +23,12 @@ from runtime.backends.cpu.machine.emit import I32, I64, Builder, call, define, p
 
 _NUMBERS = (1 << 32) - 1
 _SPINS = 2000
-"""Looks at a turn that does not change before a thread sleeps: some 20 to 70 microseconds, a few parts of work."""
+"""Number of polls of an unchanged turn before a thread sleeps: some 20 to 70 microseconds, a few parts of work."""
 _X86 = platform.machine().lower() in ("x86_64", "amd64")
 _FUTEX = {"x86_64": 202, "aarch64": 98, "riscv64": 98}.get(platform.machine()) if sys.platform == "linux" else None
-"""Number of Linux's system call; None where there is none."""
+"""Number of Linux's futex system call; None on other systems."""
 _FUTEX_WAIT, _FUTEX_WAKE = 128, 129
-"""Of one process."""
+"""Operation flags within one process."""
 
 
 @define(types.int64, types.int64)
@@ -39,7 +39,7 @@ def read_word(b: Builder, address: Any) -> Any:
 
 @define(types.void, types.int64, types.int64)
 def write_word(b: Builder, address: Any, value: Any) -> None:
-    """Atomic store that is ordered with every access around it: an exchange."""
+    """Atomic store, sequentially consistent: an exchange."""
     b.atomic_rmw("xchg", pointer(b, address), value, ordering="seq_cst")
 
 
@@ -63,7 +63,7 @@ def _system_call(b: Builder, *arguments: Any) -> None:
 
 @define(types.void, types.int64, types.int64)
 def sleep_while(b: Builder, address: Any, value: Any) -> None:
-    """Sleep while the 32-bit word at the address has a value; may end early. Where there is no such call: a nap."""
+    """Sleep while the 32-bit word at the address has a value; may wake early. Without futex: sleeps briefly."""
     if _FUTEX is not None:
         zero = ir.Constant(I64, 0)
         code, wait = ir.Constant(I64, _FUTEX), ir.Constant(I64, _FUTEX_WAIT)
@@ -77,7 +77,7 @@ def sleep_while(b: Builder, address: Any, value: Any) -> None:
 
 @define(types.void, types.int64)
 def wake_all(b: Builder, address: Any) -> None:
-    """Wake every thread that sleeps at the address."""
+    """Wake every thread sleeping at the address."""
     if _FUTEX is not None:
         zero, everybody = ir.Constant(I64, 0), ir.Constant(I64, (1 << 31) - 1)
         code, wake = ir.Constant(I64, _FUTEX), ir.Constant(I64, _FUTEX_WAKE)
@@ -86,7 +86,7 @@ def wake_all(b: Builder, address: Any) -> None:
 
 @define(types.void)
 def give_way(b: Builder) -> None:
-    """Let another thread have the core."""
+    """Yield the core to another thread."""
     if sys.platform == "win32":
         b.call(cgutils.get_or_insert_function(b.module, ir.FunctionType(I32, []), "SwitchToThread"), [])
     else:
@@ -95,30 +95,30 @@ def give_way(b: Builder) -> None:
 
 @numba.njit(nogil=True)
 def wait_for(address: int, value: int) -> None:
-    """Wait until a word has a value that another thread is about to write."""
+    """Wait for another thread to write a value to a word, which it is about to do."""
     spins = 0
     while read_word(address) != value:
         relax()
         spins += 1
-        if spins > _SPINS:  # the system has put that thread aside
+        if spins > _SPINS:  # that thread has been preempted
             give_way()
 
 
 @numba.njit(nogil=True)
 def number_of(turn: int) -> int:
-    """Number of the instruction whose turn it is, below 2^32."""
+    """Number of the current instruction, below 2^32."""
     return (turn >> 32) & _NUMBERS
 
 
 @numba.njit(nogil=True)
 def left_of(turn: int) -> int:
-    """Parts that were left to take; 0 or less: none."""
+    """Number of parts left to take; 0 or less: none."""
     return (turn & _NUMBERS) - CLOSED
 
 
 @numba.njit(nogil=True)
 def begin_turn(control: int, number: int, parts: int) -> None:
-    """Let the instruction of a number begin, with 0 parts close the program, and wake who sleeps."""
+    """Start an instruction, or with 0 parts close the program, and wake sleeping threads."""
     write_word(control + 8 * TURN, ((number & _NUMBERS) << 32) | (CLOSED + parts))
     if read_word(control + 8 * SLEEPERS) != 0:
         wake_all(control + 8 * TURN + 4)
@@ -126,10 +126,10 @@ def begin_turn(control: int, number: int, parts: int) -> None:
 
 @numba.njit(nogil=True)
 def wait_while(control: int, number: int) -> None:
-    """Wait until it is not this number's turn any more, or all are to leave: spin for a while, then sleep.
+    """Wait until the turn has another number, or all threads must leave: spins, then sleeps.
 
-    Leaving has to be looked at here too: who took its last look at ACTIVE before it became 0, and at TURN after the
-    turn that was made for leaving, would wait for one that never comes.
+    This must check for leaving too: a thread whose last look at ACTIVE came before it became 0, and whose last look at
+    TURN came after the final turn, would otherwise wait forever.
     """
     for _ in range(_SPINS):
         if number_of(read_word(control + 8 * TURN)) != number:
@@ -143,7 +143,7 @@ def wait_while(control: int, number: int) -> None:
 
 @numba.njit(nogil=True)
 def may_work(control: int, thread: int) -> bool:
-    """Sleep while a thread is not among the active ones. Returns False when it is to leave."""
+    """Sleep while this thread is not active. Returns False if it must leave."""
     while True:
         active = read_word(control + 8 * ACTIVE)
         if active == 0 or thread < active:

@@ -1,7 +1,7 @@
-"""SIMD values for numba kernels: vectors of 16 floats, 16 integers and 64 bytes, and the few operations kernels need.
+"""SIMD values for numba kernels: vectors of 16 floats, 16 integers and 64 bytes, and their operations.
 
-Kernels take plain integer addresses and read and write through these functions, so no array descriptor is built and
-nothing is allocated on the way. What they are made of is in `runtime.backends.cpu.machine.emit`.
+Kernels take plain integer addresses and read and write through these functions, so no array descriptors are built and
+nothing is allocated. They are implemented with `runtime.backends.cpu.machine.emit`.
 
 Every function is an intrinsic for use inside `numba.njit` code. Addresses are int64; unless a function says otherwise
 they need only the alignment of their element.
@@ -287,13 +287,13 @@ def lowest_bit(b: Builder, x: Any) -> Any:
 
 @define(types.void, types.int64)
 def prefetch(b: Builder, address: Any) -> None:
-    """Ask for the cache line at the address."""
+    """Prefetch the cache line at the address."""
     emit_prefetch(b, address)
 
 
 @define(floats16, floats16)
 def hadamard(b: Builder, x: Any) -> Any:
-    """Sums and differences of all lanes: Hadamard's matrix of 16 rows, not divided by 4, times x."""
+    """The 16-row Hadamard matrix, not divided by 4, times x."""
     for distance in (1, 2, 4, 8):
         other = b.shuffle_vector(x, x, ir.Constant(ir.VectorType(I32, LANES), [i ^ distance for i in range(LANES)]))
         signs = ir.Constant(FLOATS, [-1.0 if lane & distance else 1.0 for lane in range(LANES)])

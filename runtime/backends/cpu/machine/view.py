@@ -1,12 +1,12 @@
-"""Views: records in memory that Python writes and compiled code reads, field by field and by name.
+"""Views: records in memory that Python writes and compiled code reads, by field name.
 
 A record is declared once, as a NamedTuple of integers, floats, truths and other records; Python writes it by the numpy
 dtype that `runtime.backends.cpu.data.records` makes of it. Compiled code takes its address for a *view*, whose fields
 are attributes; those that are records themselves are views in turn. After inlining an attribute is one load from a
 constant offset.
 
-Fields are read as constants (`!invariant.load`), so that a loop reads them once though it stores floats: while a unit
-runs nobody may write a record that it views, unless the view says that it `changes`.
+Fields are read as constants (`!invariant.load`), so that a loop that stores floats still reads them once. While a unit
+runs, nothing may write to a record that it views, unless the view is marked `changes`.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ _SCALARS = {
     np.dtype(np.int32): (types.int32, ir.IntType(32)),
     np.dtype(np.float32): (types.float32, ir.FloatType()),
 }
-"""What a field may be besides a record."""
+"""Types of fields other than records."""
 
 
 class ViewType(types.Type):
     """A numba type whose value is a pointer to a record.
 
     Args:
-        label: What messages call it.
+        label: Name in messages.
         dtype: The record.
         changes: Whether others may write it while a unit runs.
     """
 
     def __init__(self, label: str, dtype: np.dtype[Any], *, changes: bool) -> None:
         self.label, self.dtype, self.changes = label, dtype, changes
-        # The name is what digests of units know of a layout, so it has to tell any two apart.
+        # The type's name enters the digests of units, so it must identify the layout.
         layout = hashlib.sha256(_described(dtype).encode()).hexdigest()[:12]
         super().__init__(name=f"View_{label}_{layout}{'_changing' * changes}")
 
@@ -93,10 +93,10 @@ def _read_field(_context: Any, b: Builder, view: ViewType, value: Any, name: str
 
 
 def view(label: str, dtype: np.dtype[Any], *, offset: int = 0, changes: bool = False) -> Any:
-    """Intrinsic that takes an address for a view of a record.
+    """Intrinsic that converts an address to a view of a record.
 
     Args:
-        label: What messages call the view.
+        label: Name in messages.
         dtype: The record: fields of int64, int32 and float32, and records of those.
         offset: Bytes from the address to the record.
         changes: Whether others may write the record while compiled code reads it.

@@ -1,7 +1,7 @@
-"""The instructions of a program, each a routine with machine code of its own.
+"""Units: the implementations of a program's instructions, compiled separately.
 
-Here they stand by their names, for `runtime.backends.cpu.link` to choose from. The modules in this folder have their
-functions, and with them numba; they are imported only to be compiled.
+They are listed here by name, for `runtime.backends.cpu.link`. The modules in this folder define the functions and
+import numba; they are only imported for compiling.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def _named(place: str) -> Unit:
 
 
 execute, set_active = _named("executor.execute"), _named("executor.set_active")
-"""What runs all others, and how many threads do."""
+"""The executor, and the function that sets its number of threads."""
 INPUTS = {
     op.Embed: _named("units.inputs.embed"),
     op.Gather: _named("units.inputs.gather"),
@@ -28,21 +28,21 @@ INPUTS = {
     op.Gate: _named("units.inputs.gate"),
     op.Merge: _named("units.inputs.merge"),
 }
-"""Instructions that one unit runs, whatever they say."""
+"""Instructions implemented by one unit in all cases."""
 UNIFORM = {3: _named("units.products.multiply_uniform_3"), 4: _named("units.products.multiply_uniform_4")}
 """Products with matrices, by their bits; so are the next."""
 CODEBOOK = {3: _named("units.products.multiply_codebook_3"), 4: _named("units.products.multiply_codebook_4")}
 W4A8 = {4: _named("units.w4a8.multiply_w4a8")}
 REPACK_UNIFORM = {3: _named("units.repacking.repack_uniform_3"), 4: _named("units.repacking.repack_uniform_4")}
-"""What repacks a matrix, by its bits."""
+"""Repacking of a matrix, by its bits."""
 REPACK_CODEBOOK = {3: _named("units.repacking.repack_codebook_3"), 4: _named("units.repacking.repack_codebook_4")}
-"""Likewise one with codebooks."""
+"""Repacking of a matrix with codebooks."""
 COMPENSATE = {bits: _named(f"units.products.compensate_{bits}") for bits in (2, 4, 8, 16)}
-"""The compensation of a row by its own channels, by the residuals' bits; so are the next."""
+"""Compensation of a row by its own channels, by the residuals' bits; as are the next."""
 SHARE = {bits: _named(f"units.residuals.share_{bits}") for bits in (2, 4, 8, 16)}
 PANEL = {bits: _named(f"units.panels.panel_{bits}") for bits in (2, 4, 8, 16)}
 multiply_panel, add_whole = _named("units.panels.multiply_panel"), _named("units.products.add_whole")
-"""Products of a prompt's rows with residuals: some of them, added to the weights; all, beside."""
+"""Products of prompt rows with residuals: some, added to the weights; or all, in a separate product."""
 SELECT = {
     op.SELECT_APPROX: _named("units.selection.select_by_buckets"),
     op.SELECT_EXACT: _named("units.selection.select_largest"),
@@ -55,7 +55,7 @@ add_recall = _named("units.selection.add_recall")
 attend = _named("units.attention.attend")
 """Attention."""
 restore = _named("units.paging.restore")
-"""Takes a page back into a window."""
+"""Restores a page into a window."""
 _PAGES = {
     2: _named("units.attention.pages_2"),
     4: _named("units.attention.pages_4"),
@@ -74,7 +74,7 @@ def product_unit(weights: op.Weights) -> Unit:
 
 
 def page_unit(form: int, rank: int) -> Unit | None:
-    """The unit that attends to pages, by the cache's form and rank; None where `attend` does it itself."""
+    """The unit for attention to pages, by the cache's form and rank; None if `attend` itself handles them."""
     return _CORRECTED_PAGES[form] if rank else _PAGES.get(form)
 
 
@@ -85,5 +85,5 @@ def heads_unit(form: int, window: int) -> Unit:
 
 
 def flush_unit(rank: int) -> Unit:
-    """The unit that cuts a page off a window, by the cache's rank."""
+    """The unit that flushes a page, by the cache's rank."""
     return _named("units.paging.flush_corrected" if rank else "units.paging.flush")

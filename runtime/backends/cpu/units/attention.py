@@ -1,4 +1,4 @@
-"""The instructions that write a step's keys and values into the cache, and attend to it."""
+"""Units that write a step's keys and values into the cache, and that compute attention."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from runtime.backends.cpu.machine.vector import get_float, get_int, set_float
 
 @numba.njit(nogil=True)
 def _record(stored: Stored, slot: int, number: int, kv_heads: int, head: int) -> int:
-    """Address of what a slot's page keeps of a head."""
+    """Address of a head's record in a slot's page."""
     cache = cache_at(stored.cache)
     page = numba.int64(get_int(cache.tables + cache.table_step * slot + 4 * number))
     return stored.pages + (page * cache.layers * kv_heads + head) * cache.record
@@ -51,7 +51,7 @@ def _record(stored: Stored, slot: int, number: int, kv_heads: int, head: int) ->
 
 @numba.njit(nogil=True)
 def _paged(cache: Cache, slot: int) -> int:
-    """Tokens of a slot that are in pages; all of them where there is no window."""
+    """Tokens of a slot that are in pages; all of them if there is no window."""
     return numba.int64(get_int(cache.paged + 4 * slot))
 
 
@@ -95,7 +95,7 @@ def _write_codes(heads: Heads, x: int, key: bool, slot: int, head: int, position
 
 @numba.njit(nogil=True)
 def _turn(heads: Heads, x: int, head: int) -> None:
-    """Bring a query or key into the basis of the cache."""
+    """Transform a query or key into the cache's basis."""
     dim, queries = heads.dim, heads.heads
     of = head // (queries // heads.kv_heads) if head < queries else head - queries
     turn_head(x, dim, heads.reflection + 4 * dim * of)
@@ -204,7 +204,7 @@ def _work_of(attend: Attend, step: Parameters, number: int) -> _Work:
         begin = first_page + (seen - sinks) // tokens
     else:
         begin = end_page + (seen - sinks - paged) // SPAN
-    # None shorter than two units, whatever the step's other rows see; of what is left over there is nothing to do.
+    # No split is shorter than two units, whatever the step's other rows see; excess splits have nothing to do.
     own = max(1, min(splits, (units - begin) // 2))
     start = begin + (units - begin) * min(split, own) // own
     stop = begin + (units - begin) * min(split + 1, own) // own
@@ -213,7 +213,7 @@ def _work_of(attend: Attend, step: Parameters, number: int) -> _Work:
 
 @compiled_unit
 def attend(i: int, control: int, part: int, parts: int, scratch: int) -> None:
-    """Attention of a step's rows: a part of the work items. Packed pages are the business of the unit inside."""
+    """Attention of a step's rows: a part of the work items. A nested unit handles packed pages."""
     attend, step, packed = attend_at(i), parameters_at(control), header_at(i).inner
     stored, kv_heads, dim = attend.stored, attend.kv_heads, attend.dim
     cache, value = cache_at(stored.cache), 2 * padded_channels(dim)
@@ -239,7 +239,7 @@ def attend(i: int, control: int, part: int, parts: int, scratch: int) -> None:
 
 
 def _pages(attention: Attention) -> Any:
-    """What a work item gets from its packed pages."""
+    """Add a work item's packed pages."""
     begin, attend_page, settle = attention
 
     @numba.njit(nogil=True)
@@ -273,19 +273,19 @@ def pages_2(i: int, control: int, number: int, scratch: int) -> None:
 
 @compiled_unit
 def pages_4(i: int, control: int, number: int, scratch: int) -> None:
-    """Likewise codes of 4 bits."""
+    """The same for codes of 4 bits."""
     _attend_4(i, control, number, scratch)
 
 
 @compiled_unit
 def pages_8(i: int, control: int, number: int, scratch: int) -> None:
-    """Likewise codes of 8 bits."""
+    """The same for codes of 8 bits."""
     _attend_8(i, control, number, scratch)
 
 
 @compiled_unit
 def pages_planes(i: int, control: int, number: int, scratch: int) -> None:
-    """Likewise two planes of 4 bits, of which a draft reads the upper alone."""
+    """The same for two planes of 4 bits, of which a draft reads only the upper."""
     if parameters_at(control).draft != 0:
         _attend_4(i, control, number, scratch)
     else:
@@ -294,11 +294,11 @@ def pages_planes(i: int, control: int, number: int, scratch: int) -> None:
 
 @compiled_unit
 def corrected_pages_2(i: int, control: int, number: int, scratch: int) -> None:
-    """Likewise codes of 2 bits with GEAR's corrections."""
+    """The same for codes of 2 bits with GEAR's corrections."""
     _attend_corrected_2(i, control, number, scratch)
 
 
 @compiled_unit
 def corrected_pages_4(i: int, control: int, number: int, scratch: int) -> None:
-    """Likewise codes of 4 bits with GEAR's corrections."""
+    """The same for codes of 4 bits with GEAR's corrections."""
     _attend_corrected_4(i, control, number, scratch)

@@ -1,6 +1,6 @@
-"""The instructions that write the inputs of products: embeddings, wanted rows, norms, gates, and merged attention.
+"""Units that write the inputs of products: embeddings, wanted rows, norms, gates, and merged attention.
 
-What a product reads stands there in float32 and, rounded group by group, in INT8.
+A product's input is stored in float32 and, quantized group by group, in INT8.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _sizes(to: Input) -> tuple[int, int, int]:
 def _round(to: Input, row: int, rows: int, start: int, stop: int) -> None:
     """Quantize groups start .. stop - 1 of a row of `to` into the layout of its row block.
 
-    Where groups share a scale the whole row has to be there.
+    If groups share a scale, the whole row must be complete.
     """
     padded, group, groups = _sizes(to)
     side, x = row_block(rows), to.out.at + row * to.out.stride
@@ -94,7 +94,7 @@ def _round(to: Input, row: int, rows: int, start: int, stop: int) -> None:
 
 @compiled_unit
 def norm(i: int, control: int, part: int, parts: int, _scratch: int) -> None:
-    """RMSNorm, and the rounding of what it writes."""
+    """RMSNorm, and quantization of its output."""
     norm = norm_at(i)
     to, rows = norm.to, rows_of(control, norm.to.wanted)
     padded, group, groups = _sizes(to)
@@ -111,11 +111,11 @@ def norm(i: int, control: int, part: int, parts: int, _scratch: int) -> None:
 
 @compiled_unit
 def gate(i: int, control: int, part: int, parts: int, _scratch: int) -> None:
-    """SiLU(gate) * up, and the rounding of what it writes."""
+    """SiLU(gate) * up, and quantization of its output."""
     gate = gate_at(i)
     to, rows = gate.to, rows_of(control, gate.to.wanted)
     padded, group, groups = _sizes(to)
-    if to.per_token != 0:  # a token's scale has to know all its channels
+    if to.per_token != 0:  # a token's scale depends on all its channels
         first, last = share_of(rows, part, parts)
         for row in range(first, last):
             source, out = gate.x.at + row * gate.x.stride, to.out.at + row * to.out.stride
@@ -137,12 +137,12 @@ def gate(i: int, control: int, part: int, parts: int, _scratch: int) -> None:
 
 @compiled_unit
 def merge(i: int, control: int, part: int, parts: int, _scratch: int) -> None:
-    """Join the splits of attention, and round what that writes."""
+    """Join the splits of attention, and quantize the result."""
     merge, splits = merge_at(i), parameters_at(control).splits
     to, rows, dim = merge.to, rows_of(control, merge.to.wanted), merge.dim
     padded, _, groups = _sizes(to)
     size = part_bytes(dim)
-    # A group may cut a head in two, so heads are merged by the thread that has the row.
+    # A group may span two heads, so one thread merges all heads of a row.
     first, last = share_of(rows, part, parts)
     for row in range(first, last):
         out = to.out.at + row * to.out.stride

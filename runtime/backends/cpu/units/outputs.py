@@ -1,4 +1,4 @@
-"""The instruction that looks at what a step has computed."""
+"""Unit that checks a step's results."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ALL = 0xFFFF
 
 @compiled_unit
 def check(i: int, control: int, part: int, parts: int, _scratch: int) -> None:
-    """Say that the step has failed where a wanted row holds a number that is not finite."""
+    """Mark the step as failed if a wanted row is not finite."""
     check = check_at(i)
     first, last = share_of(check.channels // 16, part, parts)
     for row in range(rows_of(control, 1)):

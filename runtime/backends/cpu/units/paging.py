@@ -1,6 +1,6 @@
-"""The instructions that cut a page off a window and quantize it, and that write a page back into a window.
+"""Units that flush a page from a window, quantizing it, and that restore a page into a window.
 
-Each layer's key-value heads are independent of each other, keys of values too, so the threads share them out.
+Each layer's key-value heads are independent, as are keys and values, so the threads share them.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _areas(cache: Cache, scratch: int) -> PagingAreas:
 
 @numba.njit(nogil=True)
 def _part(cache: Cache, key: bool) -> Any:
-    """What the description says of the keys, or the values."""
+    """The description's part on keys or values."""
     return cache.keys if key else cache.values
 
 
@@ -79,7 +79,7 @@ def _vectors(cache: Cache, key: bool) -> Vectors:
 
 @numba.njit(nogil=True)
 def _coded(cache: Cache, record: int, key: bool, areas: PagingAreas, r: int) -> Coded:
-    """Where the vectors from the r-th on go, with codes in the scratch."""
+    """Destinations of the vectors from the r-th on, with codes in the scratch."""
     part = _part(cache, key)
     lower = areas.lower + r if cache.form == TWO_PLANES else 0
     return Coded(record + part.scales + 2 * r, record + part.zeros + 2 * r, areas.codes + r, lower)

@@ -1,7 +1,7 @@
-"""The PANEL instruction: a matrix product of a prompt's rows, with residuals added to the weights.
+"""Unit of PANEL instructions: a matrix product of prompt rows, with residuals added to the weights.
 
-Each tile of 16 output channels is unpacked once, residuals included, and meets all rows. So what compensation costs is
-in proportion to the weights, not to weights times rows: nothing that a hundred rows would notice.
+Each tile of 16 output channels is unpacked once, residuals included, for all rows. So the cost of compensation is
+proportional to the weights, not to weights times rows: negligible for a hundred rows.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from runtime.backends.cpu.machine.vector import (
 )
 from runtime.backends.cpu.scratch import TILE_BYTES
 from runtime.backends.cpu.units.rows import times_rows
-from runtime.backends.operations.panel import ENTRY_TOP, LEAST_STEP
+from runtime.backends.operations.panel import ENTRY_TOP, MIN_STEP
 
 
 class Areas(NamedTuple):
-    """Where things are in a thread's scratch, after the outputs of a row block."""
+    """Positions in a thread's scratch, after the outputs of a row block."""
 
     codes: int
-    """Of a tile's panel, `ENTRY_BYTES` a block."""
+    """Address of a tile's panel, `ENTRY_BYTES` a block."""
     lines: int
-    """Of the residuals of some tiles, `LINE` bytes an input channel."""
+    """Address of the residuals of some tiles, `LINE` bytes an input channel."""
     steps: int
-    """Of float32 [G, 16]."""
+    """Address of float32 [G, 16]."""
     shifts: int
     """Likewise."""
 
@@ -80,7 +80,7 @@ def _groups(bits: int, residual_bits: int) -> Any:
     def write(panel: Panel, tile: int, base: int, lines: int, areas: Areas) -> None:
         weights = panel.weights
         own_scale = load_halves(panel.residual.scales + 32 * tile)
-        inverse = div(fill(numba.float32(1.0)), maximum(own_scale, fill(numba.float32(LEAST_STEP))))
+        inverse = div(fill(numba.float32(1.0)), maximum(own_scale, fill(numba.float32(MIN_STEP))))
         scale, zero = load_halves(weights.scales + 32 * tile), fill(numba.float32(ENTRY_TOP // 2))
         for group in range(weights.groups):
             if uniform:
@@ -148,17 +148,17 @@ def panel_2(i: int, tile: int, fresh: int, scratch: int) -> None:
 
 @compiled_unit
 def panel_4(i: int, tile: int, fresh: int, scratch: int) -> None:
-    """Likewise with residuals of 4 bits."""
+    """The same for residuals of 4 bits."""
     _build_4(i, tile, fresh, scratch)
 
 
 @compiled_unit
 def panel_8(i: int, tile: int, fresh: int, scratch: int) -> None:
-    """Likewise with residuals of 8 bits."""
+    """The same for residuals of 8 bits."""
     _build_8(i, tile, fresh, scratch)
 
 
 @compiled_unit
 def panel_16(i: int, tile: int, fresh: int, scratch: int) -> None:
-    """Likewise with residuals in half precision."""
+    """The same for residuals in half precision."""
     _build_16(i, tile, fresh, scratch)

@@ -1,9 +1,9 @@
-"""The LINEAR instruction: a matrix product, uniform or with codebooks, and the compensation of its outputs.
+"""Units of LINEAR instructions: a matrix product, uniform or with codebooks, and the compensation of its outputs.
 
-Of one row the salient channels are chosen beside the product, which does not need them: whoever has the first part runs
-the SELECT that stands before the instruction, says so in it, and the other parts look for that before they compensate.
+For one row, the salient channels are chosen concurrently with the product, which does not need them: whoever takes the
+first part runs the preceding SELECT and sets a flag in it, which the other parts await before they compensate.
 
-Each width of codes has a unit of its own, uniform and with codebooks, and so has compensation by the residuals' width.
+Each width of codes has a unit of its own, uniform and with codebooks, as has compensation for each width of residuals.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ from runtime.backends.cpu.units.selection import MADE_BEFORE, Choice, choose, is
 
 @numba.njit(nogil=True)
 def _salient(linear: Linear, row: int) -> Salient:
-    """The channels of a row that are compensated."""
+    """The compensated channels of a row."""
     x, chosen = linear.values.at + row * linear.values.stride, linear.chosen.at + row * linear.chosen.stride
     return Salient(x, chosen, linear.total)
 
@@ -151,7 +151,7 @@ _one_codebook_4, _several_codebook_4 = _codebook(4, decode_tile_4, gemv_codebook
 
 @numba.njit(nogil=True)
 def _tiles(linear: Linear, rows: int, part: int, parts: int) -> tuple[int, int]:
-    """A part's tiles."""
+    """Tiles of a part."""
     tiles = linear.weights.tiles
     if linear.kept == 0:
         return share_of_weights(tiles, part, parts) if rows == 1 else share_of(tiles, part, parts)
@@ -233,7 +233,7 @@ def compensate_2(i: int, row: int, first: int, last: int, sums: int) -> None:
 
 @compiled_unit
 def compensate_4(i: int, row: int, first: int, last: int, sums: int) -> None:
-    """Likewise by residuals of 4 bits."""
+    """The same for residuals of 4 bits."""
     linear = linear_at(i)
     out, columns = linear.out.at + row * linear.out.stride, Columns(16 * first, 16 * last)
     compensate(gather_4, 4, linear.residual, _salient(linear, row), columns, out, sums)
@@ -241,7 +241,7 @@ def compensate_4(i: int, row: int, first: int, last: int, sums: int) -> None:
 
 @compiled_unit
 def compensate_8(i: int, row: int, first: int, last: int, sums: int) -> None:
-    """Likewise by residuals of 8 bits."""
+    """The same for residuals of 8 bits."""
     linear = linear_at(i)
     out, columns = linear.out.at + row * linear.out.stride, Columns(16 * first, 16 * last)
     compensate(gather_8, 8, linear.residual, _salient(linear, row), columns, out, sums)
@@ -249,7 +249,7 @@ def compensate_8(i: int, row: int, first: int, last: int, sums: int) -> None:
 
 @compiled_unit
 def compensate_16(i: int, row: int, first: int, last: int, sums: int) -> None:
-    """Likewise by residuals in half precision."""
+    """The same for residuals in half precision."""
     linear = linear_at(i)
     out, columns = linear.out.at + row * linear.out.stride, Columns(16 * first, 16 * last)
     compensate_halves(linear.residual, _salient(linear, row), columns, out, sums)

@@ -1,4 +1,4 @@
-"""Repacking stored codes into tiles (`runtime.backends.cpu.tiles` draws them), a matrix at a time."""
+"""Units that repack stored codes into tiles (`runtime.backends.cpu.tiles` shows them), a matrix at a time."""
 
 from __future__ import annotations
 

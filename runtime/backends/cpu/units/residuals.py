@@ -1,4 +1,4 @@
-"""What the LINEAR instruction calls for rows that share the channels they are compensated by: few rows of a prompt."""
+"""Units that compensate rows with shared channels, for LINEAR instructions with few rows of a prompt."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ def share_2(i: int, rows: int, first: int, last: int, scratch: int) -> None:
 
 @compiled_unit
 def share_4(i: int, rows: int, first: int, last: int, scratch: int) -> None:
-    """Likewise by residuals of 4 bits."""
+    """The same for residuals of 4 bits."""
     _share(_few_4, i, rows, first, last, scratch)
 
 
 @compiled_unit
 def share_8(i: int, rows: int, first: int, last: int, scratch: int) -> None:
-    """Likewise by residuals of 8 bits."""
+    """The same for residuals of 8 bits."""
     _share(_few_8, i, rows, first, last, scratch)
 
 
 @compiled_unit
 def share_16(i: int, rows: int, first: int, last: int, scratch: int) -> None:
-    """Likewise by residuals in half precision."""
+    """The same for residuals in half precision."""
     _share(_few_16, i, rows, first, last, scratch)

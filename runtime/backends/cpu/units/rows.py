@@ -1,4 +1,4 @@
-"""What the products of several rows share: the activations of a row block, and the outputs of a tile."""
+"""Shared code of products of several rows: the activations of a row block, and the outputs of a tile."""
 
 from __future__ import annotations
 

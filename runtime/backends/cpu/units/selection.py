@@ -1,7 +1,7 @@
-"""The SELECT instruction: salient channels of every chunk of a row, one unit for each way of choosing them.
+"""Units of SELECT instructions: salient channels of every chunk of a row, one unit for each selector.
 
-In a step of one row it has no turn of its own: the product behind it does not need the channels before it compensates,
-so they are chosen beside it (`choose`), by whoever has the product's first part, and announced in the instruction.
+In a step of one row SELECT has no turn of its own: the next product does not need the channels before it compensates,
+so the thread with the product's first part chooses them (`choose`) and announces them in the instruction.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _select(choose: Any, i: int, control: int, part: int, parts: int, scratch: i
     if step.compensate == 0:
         return
     rows, chunks = rows_of(control, select.wanted), (select.width + CHUNK - 1) // CHUNK
-    # With recall to measure a row has to stay together.
+    # To measure recall a row must stay in one part.
     first, last = share_of(rows if select.measure != 0 else rows * chunks, part, parts)
     if select.measure != 0:
         first, last = first * chunks, last * chunks
@@ -112,7 +112,7 @@ def select_any(i: int, control: int, part: int, parts: int, scratch: int) -> Non
 
 @compiled_unit
 def add_recall(i: int, row: int, scratch: int) -> None:
-    """Add the share of a row's `total` largest channels that were chosen to the row's recall."""
+    """Add a row's recall: the share of its `total` largest channels that were chosen."""
     select = select_at(i)
     x, chosen, total = select.x.at + row * select.x.stride, select.chosen.at + row * select.chosen.stride, select.total
     hits = numba.float32(count_hits(x, select.width, chosen, total, scratch)) / numba.float32(total)
@@ -121,16 +121,16 @@ def add_recall(i: int, row: int, scratch: int) -> None:
 
 
 class Choice(NamedTuple):
-    """Where and how the choice of a row's channels is announced."""
+    """Announcement of a row's chosen channels."""
 
     at: int
-    """Address of a word; 0: it was made before the instruction began."""
+    """Address of a word; 0: chosen before the instruction began."""
     number: int
-    """What the word is then."""
+    """Its value once they are chosen."""
 
 
 MADE_BEFORE = Choice(0, 0)
-"""Of channels that are chosen already."""
+"""Channels already chosen."""
 
 
 @numba.njit(nogil=True)
@@ -141,7 +141,7 @@ def is_made(choice: Choice) -> bool:
 
 @numba.njit(nogil=True)
 def choose(i: int, control: int, part: int, scratch: int) -> Choice:
-    """See to it that the channels of the LINEAR instruction at address i, in a step of one row, are chosen."""
+    """Ensure that the channels of the LINEAR instruction at address i, in a step of one row, are chosen."""
     before = i - 8 * WIDTH
     header = header_at(before)
     if parameters_at(control).rows != 1 or header.parts != BESIDE:

@@ -1,4 +1,4 @@
-"""The LINEAR instruction of W4A8 matrices, which are multiplied in whole numbers."""
+"""Unit of LINEAR instructions with W4A8 matrices, in integer arithmetic."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _few_rows(linear: Linear, own: W4A8Tile, tile: int, rows: int, scratch: int)
 
 @numba.njit(nogil=True)
 def _many_rows(linear: Linear, own: W4A8Tile, tile: int, rows: int, scratch: int, registers: int) -> None:
-    """Write a tile's outputs of all rows, which stand in row blocks of 16."""
+    """Write a tile's outputs of all rows, in row blocks of 16."""
     entries = scratch + TILE_BYTES
     write_entries(own, entries)
     row = 0

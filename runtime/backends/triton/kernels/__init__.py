@@ -1,1 +1,1 @@
-"""The GPU backend's kernels: `_<op>_kernel` and its launcher `<op>` side by side."""
+"""Kernels of the GPU backend: `_<op>_kernel` and its launcher `<op>` side by side."""

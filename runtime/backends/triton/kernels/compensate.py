@@ -1,22 +1,22 @@
-"""Error compensation on the GPU: choose channels, fetch their residual rows over PCIe, multiply and add.
+"""Error compensation on the GPU: selects channels, fetches their residual rows over PCIe, multiplies and adds.
 
-Residuals lie in page-locked memory of the CPU and are read where they lie (zero-copy). A row is a sequence of lines of
-32 words = 128 bytes, the largest read that a GPU asks of the bus; at 4 bits a line holds the 256 outputs of one segment
-of QDEC's appendix A.1. Program p of n_tb takes ceil(lines / n_tb) neighbouring lines of every chosen row, ROWS rows at
-a time: eight threads read one line with 16 bytes each, so that it crosses the bus as one request.
+Residuals stay in page-locked host memory and are read from there directly (zero-copy). A row is a sequence of lines of
+32 words = 128 bytes, the largest read that a GPU issues on the bus; at 4 bits a line holds the 256 outputs of one
+segment of QDEC's appendix A.1. Program p of n_tb handles ceil(lines / n_tb) adjacent lines of every chosen row, ROWS
+rows at a time: eight threads read one line with 16 bytes each, so that it crosses the bus as one request.
 
-What limits a fetch is how many bytes are on their way: 16 to 32 GB/s at a latency near 1.5 µs are 24 to 48 KB, from all
-programs together. So the fetch is one flat loop over the tiles of all lines of a program, a pipeline of DEPTH stages:
-the compiler turns the loads into asynchronous copies to shared memory, four tiles = 8 KB ahead of their use, and across
-the border from one line to the next. Four to eight programs fill a link. (Tiles kept in registers were tried: in the
-machine code, moves that pass a tile on to the next round wait for it to arrive, so that one was on its way, not four.)
+A fetch is limited by the bytes in flight: 16 to 32 GB/s at a latency near 1.5 µs require 24 to 48 KB, over all
+programs. So the fetch is one flat loop over the tiles of all lines of a program, pipelined in DEPTH stages: the
+compiler turns the loads into asynchronous copies to shared memory, four tiles = 8 KB ahead of their use, also across
+lines. Four to eight programs saturate a link. (Tiles in registers were tried: in the machine code, moves that pass a
+tile on to the next iteration wait for it to arrive, so that one was in flight, not four.)
 
-Words are loaded with `.cg`: a line is read once in a step, so it has no business in the first-level cache, which the
-product beside this kernel uses; it is also what asynchronous copies of 16 bytes do. `.cv` was the other candidate. It
-would fetch a line again for each of its sectors that is asked for apart, and protect from writes that never happen.
+Words are loaded with `.cg`: a line is read once per step, so it should not occupy the first-level cache, which the
+concurrent product uses; asynchronous copies of 16 bytes do the same. The alternative `.cv` would fetch a line again for
+each separately requested sector, and only protects from writes that never happen.
 
-Every output is summed in one order: ROWS partial sums over the rows in steps of ROWS, then one tree. It does not depend
-on n_tb or on whether selection and fetch share a launch, so all variants give the same bits.
+Every output is summed in one order: ROWS partial sums over the rows in steps of ROWS, then one tree. The order does not
+depend on n_tb or on whether selection and fetch share a launch, so all variants give the same bits.
 """
 
 from __future__ import annotations
@@ -44,28 +44,28 @@ from runtime.backends.triton.residual import LINE_WORDS, GpuResidual
 from runtime.backends.triton.workspace import Workspace
 
 ROWS = 16
-"""Residual rows of a tile: with 128 threads, 16 bytes for each."""
+"""Residual rows per tile: with 128 threads, 16 bytes each."""
 DEPTH = 6
-"""Stages of the fetch: one for the channels, which are the addresses, four for their words, one to add."""
+"""Pipeline stages of the fetch: one for the channels, which are the addresses, four for their words, one to add."""
 _CHUNK, _LINE = tl.constexpr(CHUNK), tl.constexpr(LINE_WORDS)
 _ALIGNMENT = 16
-"""Elements to which parts of the workspace buffer are aligned, so that every call compiles to the same kernel."""
+"""Alignment of parts of the workspace buffer in elements, so that every call compiles to the same kernel."""
 _LOOKS = tl.constexpr(1 << 22)
-"""Times that a program looks whether the others have come: each takes near a microsecond, so they are seconds."""
+"""Polls for the other programs: each takes almost a microsecond, so this is some seconds."""
 STOPS = {"debug": True, "sanitize_overflow": False}
-"""Compiles the check of that into the kernel, and none that Triton would add by itself."""
+"""Compiles the assertion of that into the kernel, without those that Triton would add by itself."""
 _TWO_TO_23 = tl.constexpr(0x4B000000)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchConfig:
-    """How compensation is launched. All ways give the same bits."""
+    """Launch options of compensation. All give the same bits."""
 
     n_tb: int
-    """Programs that fetch a row; more than a row has lines of 128 bytes are idle in the fetch."""
+    """Programs that fetch a row; programs beyond the number of 128-byte lines are idle in the fetch."""
     fused: bool
-    """Whether one cooperative launch does all, for one row; else one launch selects and one fetches. Under the
-    interpreter, whose programs run one after another, only with n_tb = 1."""
+    """Whether one cooperative launch does everything, for one row; otherwise one launch selects and one fetches. Under
+    the interpreter, which runs programs one after another, only with n_tb = 1."""
 
 
 class Residual(NamedTuple):
@@ -78,23 +78,23 @@ class Residual(NamedTuple):
 
 
 class Output(NamedTuple):
-    """Where a compensation goes; in a kernel, of one row."""
+    """Destination of a compensation; in a kernel, of one row."""
 
     out: Any
     """float32 [M, N], contiguous; overwritten."""
     base: Any = None
-    """float32 [M, N], contiguous, what it is added to; may be `out` itself. None: nothing."""
+    """float32 [M, N], contiguous, added to the result; may be `out` itself. None: nothing."""
 
 
 class Fetch(NamedTuple):
-    """What the kernels are specialized for, as a constant."""
+    """Compile-time parameters of the kernels."""
 
     MODE: int = 0
-    """Number of the selector, where one launch does all."""
+    """Number of the selector, if one launch does everything."""
     BITS: int = 4
     """Bits of a residual."""
     ROWS: int = ROWS
-    """See the module, as the next."""
+    """See the module's docstring, as the next."""
     DEPTH: int = DEPTH
 
 
@@ -114,7 +114,7 @@ def _load_rows(chosen, tile, k, ROWS: tl.constexpr):
 
 @triton.jit
 def _load_words(codes_ptr, channels, line, lines):
-    """One line of each row of a tile, int32 [ROWS, 32, 1]; nothing is fetched where the channel is -1.
+    """One line of each row of a tile, int32 [ROWS, 32, 1]; nothing is fetched for channel -1.
 
     The axis of length 1 is where the values of a word will lie: so the compiler keeps all of a word's values in the
     thread that loaded it, and moves nothing between threads until a line's sum is complete.
@@ -181,7 +181,7 @@ def _fetch_rows(chosen, residual, output, k, N, lines, fetch: tl.constexpr):
 
 @triton.jit
 def _wait_for_all(counters_ptr):
-    """Wait until every program of the launch is here. counters: int32 [2], programs that arrived and that left.
+    """Grid barrier: wait for every program of the launch. counters: int32 [2], arrived and departed programs.
 
     What this program wrote is ordered before its arrival: the block's own barrier puts all its threads' writes before
     the one thread that counts, and that thread's release makes them visible to the whole GPU. The wait ends with an
@@ -198,13 +198,13 @@ def _wait_for_all(counters_ptr):
     while (arrived < programs) & (looks < _LOOKS):
         arrived = tl.atomic_add(counters_ptr, 0, sem="acquire", scope="gpu")
         looks += 1
-    tl.device_assert(arrived >= programs, "compensation waits for thread blocks that never came")
+    tl.device_assert(arrived >= programs, "compensation waits for thread blocks that never arrived")
     tl.debug_barrier()
 
 
 @triton.jit
 def _leave(counters_ptr):
-    """Set both counters back to zero once every program has waited; at the end, where nothing waits for it.
+    """Reset both counters once every program has passed the barrier.
 
     The last program to leave does it: no other touches the counters any more, and the next launch on the stream starts
     after this one. Nothing of that needs the CPU, so a captured graph replays it.
@@ -257,19 +257,19 @@ def compensate(
     flag: torch.Tensor | None = None,
     positions: torch.Tensor | None = None,
 ) -> None:
-    """Choose channels and write out = (base or 0) + the sum over them of x[c] times their residual rows.
+    """Select channels and write out = (base or 0) + the sum over them of x[c] times their residual rows.
 
-    Nothing waits for the device, so it can be captured in a graph. Calls on two streams at the same time need two
-    workspaces. All ways to launch it, and all n_tb, give the same bits.
+    Never waits for the device, so it can be captured in a graph. Concurrent calls on two streams need separate
+    workspaces. All launch options give the same bits.
 
     Args:
         x: float16 [M, K], contiguous, the layer's input; M = 1 if fused.
-        selection: How to choose.
+        selection: Channel selection.
         residual: The layer's residuals.
-        output: Where the sum goes.
-        config: How to launch it.
-        workspace: Gives the buffer of chosen channels and activations, and the barrier's counters.
-        flag: int32 [1]; set to 1 where x holds a NaN or infinity, else left alone. None: nobody asks.
+        output: Destination.
+        config: Launch options.
+        workspace: Provides the buffers of chosen channels and activations, and the barrier's counters.
+        flag: int32 [1]; set to 1 if x contains NaN or infinity, otherwise unchanged. None: not checked.
         positions: int32 [M], position of every row in its sequence, for the random selector.
 
     Raises:

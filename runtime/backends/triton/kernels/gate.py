@@ -10,11 +10,11 @@ from runtime.backends.triton.kernels.sums import store_sums
 from runtime.backends.triton.kernels.tokens import Tokens, rounding_shape, store_tokens
 
 BLOCK_I = 512
-"""Channels of one program: 4 for each of its 128 threads, so that one row already fills many multiprocessors."""
+"""Channels per program: 4 for each of its 128 threads, so that one row already occupies many multiprocessors."""
 
 
 _COMPENSATED, _SUMMED = tl.constexpr(1), tl.constexpr(2)
-"""What `given` says: whether dec is added, and whether sums are asked for. See `_add_norm_kernel`."""
+"""Bits of `given`: whether dec is added, and whether sums are wanted. See `_add_norm_kernel`."""
 
 
 @triton.jit(do_not_specialize=["given"])
@@ -34,7 +34,7 @@ def _gate_kernel(y_ptr, dec_ptr, x_ptr, sums_ptr, given, WIDTH: tl.constexpr, BL
 
 @triton.jit(do_not_specialize=["given"])
 def _gate_round_kernel(y_ptr, dec_ptr, x_ptr, tokens, given, WIDTH: tl.constexpr, shape: tl.constexpr):
-    """Program m handles row m, which is rounded to INT8 as well."""
+    """Program m handles row m, which is also quantized to INT8."""
     row = tl.program_id(0).to(tl.int64)
     offs_i = tl.arange(0, shape.BLOCK_K)
     x = _gated(y_ptr, dec_ptr, row, offs_i, given, WIDTH)
@@ -71,9 +71,9 @@ def gate(
         dec: float32, shaped like y, its compensation, or None.
         x: float16 [M, intermediate_size]; overwritten.
         sums: float32 [M, ceil(intermediate_size / 32)]; overwritten with the sums of the pieces of x
-            (`runtime.backends.triton.kernels.sums`). None: nobody asks.
-        tokens: INT8 [M, intermediate_size], of the same rows before half precision; overwritten, and `sums` is not.
-            A program then holds a whole row, for its scale. None: nobody asks.
+            (`runtime.backends.triton.kernels.sums`). None: not needed.
+        tokens: INT8 [M, intermediate_size], of the same rows before half precision; overwritten, instead of `sums`. A
+            program then handles a whole row, for its scale. None: not needed.
     """
     M, width = x.shape
     assert y.shape == (M, 2 * width)

@@ -1,8 +1,8 @@
-"""Low-bit matrix times many rows on the GPU (prefill, batches): arithmetic is the limit, so codes are unpacked once.
+"""Product of a low-bit matrix with many rows on the GPU (prefill, batches): compute-bound, so codes are unpacked once.
 
-A tile of weights becomes float16 in registers, (code - zero) exactly and then rounded once by its scale, and meets up
-to 64 rows of activations; sums are float32. Up to 16 rows, memory is still the limit and the matrix-vector kernel
-serves them, in one launch or two.
+A tile of weights becomes float16 in registers, (code - zero) exactly and then rounded once by its scale, and is
+multiplied with up to 64 rows of activations; sums are float32. Up to 16 rows are memory-bound and use the matrix-vector
+kernel, in one launch or two.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from runtime.backends.triton.workspace import Workspace
 from runtime.errors import BackendError
 
 BLOCK_N = 64
-"""Output channels of a program: with 128, sums, codes and unpacked weights no longer fit the registers."""
+"""Output channels per program: with 128, sums, codes and unpacked weights no longer fit in registers."""
 BLOCK_M = 64
-"""Rows of a program. A second kernel with 32, for short prompts, took 6.3 instead of 8.1 instructions a weight; one
-that skips a half which has no rows took 11.8, because activations then pass through shared memory twice."""
+"""Rows per program. A second kernel with 32, for short prompts, took 6.3 instead of 8.1 instructions a weight; one that
+skips an empty half took 11.8, because activations then pass through shared memory twice."""
 WARPS = 4
 """Warps of a program."""
 STAGES = 1
-"""No copies ahead: they would take 80 to 150 KiB of shared memory and leave one program on a multiprocessor."""
+"""No asynchronous copies: they would take 80 to 150 KiB of shared memory, leaving one program per multiprocessor."""
 DOT = 64
-"""Channels that are unpacked at a time, at most."""
+"""Most channels unpacked at a time."""
 
 
 @triton.jit
@@ -70,7 +70,7 @@ def _gemm_kernel(x_ptr, matrix, biased, out_ptr, M, form: tl.constexpr, tile: tl
     BLOCK_N: tl.constexpr = tile.BLOCK_N
     WARPS: tl.constexpr = tile.WARPS
     pid_m, pid_n = tl.program_id(0), tl.program_id(1)
-    # Rows beyond the end read the last one again, and are not stored.
+    # Rows beyond the end read the last row again, and are not stored.
     load_n = tl.minimum(pid_n * BLOCK_N + tl.arange(0, BLOCK_N), N - 1)
     offs_n = pid_n * BLOCK_N + natural_rows(BLOCK_N, WARPS)
     half = tl.arange(0, BLOCK_N // 2)
@@ -106,12 +106,12 @@ def gemm(
         x: float16 [M, K], contiguous, M at least 1.
         weight: The matrix.
         out: float32 [M, N], written.
-        workspace: Lets up to `ROWS` rows be split along K, see `runtime.backends.triton.kernels.gemv.few_rows`;
-            without one they are not.
-        config: The cut of that product; chosen when None.
+        workspace: Allows up to `ROWS` rows to be split along K, see `runtime.backends.triton.kernels.gemv.few_rows`;
+            None: no splitting.
+        config: The division of that product; chosen if None.
 
     Raises:
-        BackendError: operands of another type or shape.
+        BackendError: operands of the wrong type or shape.
     """
     if x.ndim == 2 and 1 <= x.shape[0] <= ROWS:
         if workspace is None:

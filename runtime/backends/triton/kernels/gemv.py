@@ -1,29 +1,28 @@
-"""Low-bit matrix times one or a few tokens on the GPU: memory is the limit, so a weight may cost three instructions.
+"""Product of a low-bit matrix with one or a few tokens on the GPU: memory-bound, with three instructions per weight.
 
-Products run on tensor cores although one token fills a single column of them: there, unpacking is all that is left to
-do. A word holds the codes of two channels at the same bits of its two halves (`runtime.backends.triton.layout`).
-Shifted to the top of a half's mantissa and joined with a constant exponent they *are* the numbers 2^bits + code,
-exactly, two in one register that the tensor core takes as it is: for two weights one shift and one AND-OR, no
-conversion from integers. What is too much, 2^bits + zero for each weight, is taken off a group's sum at once: it is
-that constant times the sum of the group's activations, which the kernel that made the activations leaves beside them
+Products run on tensor cores although one token fills a single column of them: that leaves only the unpacking. A word
+holds the codes of two channels at the same bits of its two halves (`runtime.backends.triton.layout`). Shifted to the
+top of a half's mantissa and joined with a constant exponent they *are* the numbers 2^bits + code, exactly, two in one
+register, in the form that tensor cores take: one shift and one AND-OR for two weights, without integer conversions. The
+excess, 2^bits + zero for each weight, is subtracted from a group's sum at once: it is that constant times the sum of
+the group's activations, which the kernel that wrote the activations also stores
 (`runtime.backends.triton.kernels.sums`). A group's scale is applied once as well, in float32.
 
 A program keeps one block of codes in registers. As soon as a word of it has been multiplied, the same registers are
-loaded with that word of the next block, which then has three quarters of a block's time to arrive; so nearly all of the
-block is always on its way, without shared memory. Left alone, the machine code's scheduler moves such loads to the end
-of the loop, just before they are needed; a barrier behind each word keeps them where they are. (Copies to shared memory
-were tried: with two stages, Triton's pipeline has one buffer, and the machine code waited for each copy right after
-asking for it.)
+loaded with that word of the next block, which then has three quarters of a block's time to arrive; so nearly a whole
+block is always in flight, without shared memory. The machine code scheduler would move such loads to the end of the
+loop, just before they are needed; a barrier after each word prevents this. (Copies to shared memory were tried: with
+two stages, Triton's pipeline has one buffer, and the machine code waited for each copy right after issuing it.)
 
-For one token, activations and scales are loaded straight into the registers that need them: the loads are smaller than
+For one token, activations and scales are loaded directly into the registers that need them: the loads are smaller than
 a program has threads, which makes the compiler repeat them instead of passing them through shared memory.
 
 Codebooks are looked up with one load a weight: 16 or 32 bytes an output channel stay in the first-level cache, where
 the 32 lookups of a warp touch two lines. With shuffles they were four, in a tree of selections fifteen instructions.
 
-A matrix with few output channels is cut along its input channels too. The last program of an output block to finish
-adds the parts up in their order, so the result is the same every time; it leaves its counter at zero, so that a
-captured graph can run again.
+A matrix with few output channels is split along its input channels too. The last program of an output block to finish
+adds the parts in a fixed order, so results are reproducible; it resets its counter to zero, so that a captured graph
+can run again.
 """
 
 from __future__ import annotations
@@ -58,24 +57,24 @@ from runtime.backends.triton.workspace import Workspace
 from runtime.errors import BackendError
 
 ROWS = SUMMED_ROWS
-"""Tokens that the kernel serves, `TILE_ROWS` of them in a launch."""
+"""Most tokens of a product, `TILE_ROWS` per launch."""
 TILE_ROWS = 8
-"""Tokens of a launch: the columns of a tensor core's tile. With 16, registers spilled on sm_120, and a weight took 3.45
+"""Tokens per launch: the columns of a tensor core tile. With 16, registers spilled on sm_120, and a weight took 3.45
 instructions instead of 2.83."""
 WARPS = 2
 """Warps of a program. With four, the compiler may choose Hopper's warp-group products, whose operands lie elsewhere."""
 DOT_ROWS = 64
-"""Channels that are unpacked at a time, at most, where there are several tokens."""
+"""Most channels unpacked at a time for several tokens."""
 BUSY = 4
-"""Programs that a multiprocessor needs at the same time to keep its share of the memory busy: a block of codes takes
-a program about 3000 cycles from request to result, and a multiprocessor of the fastest device 900 cycles to receive."""
+"""Concurrent programs per multiprocessor needed to keep its share of the memory busy: a block of codes takes a program
+about 3000 cycles from request to result, and a multiprocessor of the fastest device 900 cycles to receive."""
 OVERHEAD = 0.5
-"""What a program costs beside its blocks, in blocks: its start, and writing and counting its part."""
+"""Overhead of a program, in blocks: its start, and writing and counting its part."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchConfig:
-    """How a product is cut into programs."""
+    """Division of a product into programs."""
 
     block_n: int = 64
     """Output channels of a program: a power of two, at least 16 for each warp. With 64, an activation that was loaded
@@ -101,7 +100,7 @@ class Next(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """What a program multiplies, within the kernel."""
+    """Operands of a program, within the kernel."""
 
     x: Any
     """float16 [M, K]."""
@@ -119,11 +118,11 @@ class Operands(NamedTuple):
 
 @cache
 def configure(N: int, K: int, sm_count: int) -> LaunchConfig:
-    """Choose the cut of a matrix for a device.
+    """Choose the division of a matrix for a device.
 
-    The busiest multiprocessor decides: it gets ceil(programs / multiprocessors) programs, and with fewer than `BUSY` of
-    them it waits for memory as long as with `BUSY`. Of all cuts of K the one is taken with the least
-    max(programs, BUSY) * (blocks of a program + `OVERHEAD`); of equals the one with the fewest parts.
+    The busiest multiprocessor is the bottleneck: it gets ceil(programs / multiprocessors) programs, and with fewer than
+    `BUSY` it waits for memory as long as with `BUSY`. The division with the least max(programs, BUSY) * (blocks of a
+    program + `OVERHEAD`) is chosen; ties go to the fewest parts.
 
     Args:
         N: Output channels.
@@ -140,13 +139,13 @@ def configure(N: int, K: int, sm_count: int) -> LaunchConfig:
 
 @triton.jit
 def _load_x(ops, offs_k, form: tl.constexpr, tile: tl.constexpr):
-    """Activations of channels [DOT]: float16 [DOT, BLOCK_M]; of rows beyond the end, those of the last."""
+    """Activations of channels [DOT]: float16 [DOT, BLOCK_M]; rows beyond the end repeat the last."""
     if tile.BLOCK_M == 1:
         x = tl.load(ops.x + offs_k) if form.EVEN_K else tl.load(ops.x + offs_k, offs_k < ops.matrix.K, 0.0)
         x = x[:, None]
     else:
         offs_m = tl.minimum(tl.arange(0, tile.BLOCK_M), ops.M - 1)
-        stride = ops.matrix.K // 32 * 32 if form.EVEN_K else ops.matrix.K  # the same, but seen to keep rows aligned
+        stride = ops.matrix.K // 32 * 32 if form.EVEN_K else ops.matrix.K  # the same, but visibly keeps rows aligned
         at = ops.x + offs_k[:, None] + (offs_m * stride)[None, :]
         x = tl.load(at) if form.EVEN_K else tl.load(at, mask=(offs_k < ops.matrix.K)[:, None], other=0.0)
     return x
@@ -247,7 +246,7 @@ def _gemv_kernel(
     BLOCK_N: tl.constexpr = tile.BLOCK_N
     WARPS: tl.constexpr = tile.WARPS
     pid_n, part = tl.program_id(0), tl.program_id(1)
-    # Rows beyond the end read the last one again, and are not stored.
+    # Rows beyond the end read the last row again, and are not stored.
     load_n = tl.minimum(pid_n * BLOCK_N + tl.arange(0, BLOCK_N), N - 1)
     offs_n = pid_n * BLOCK_N + natural_rows(BLOCK_N, WARPS)
     half = tl.arange(0, BLOCK_N // 2)
@@ -305,13 +304,13 @@ def gemv(
         x: float16 [K], contiguous.
         weight: The matrix.
         out: float32 [N], written.
-        workspace: Memory for the parts of a split product, of the stream that the product runs on.
-        config: How to cut the matrix; `configure` chooses when None.
-        sums: float32 [ceil(K / 32)], the sums of the pieces of x, where the kernel that made x left them
-            (`runtime.backends.triton.kernels.sums`); None: a kernel of its own finds them first.
+        workspace: Memory for the parts of a split product, belonging to the current stream.
+        config: The division of the product; chosen by `configure` if None.
+        sums: float32 [ceil(K / 32)], the sums of the pieces of x, if the kernel that wrote x stored them
+            (`runtime.backends.triton.kernels.sums`); None: a separate kernel computes them first.
 
     Raises:
-        BackendError: operands of another type or shape.
+        BackendError: operands of the wrong type or shape.
     """
     few_rows(x[None], weight, out[None], workspace, config, sums=None if sums is None else sums[None])
 
@@ -325,7 +324,7 @@ def few_rows(
     *,
     sums: torch.Tensor | None = None,
 ) -> None:
-    """The same for a few tokens, which read the matrix once.
+    """The same for a few tokens, reading the matrix once.
 
     Args:
         x: float16 [M, K], contiguous, M from 1 to `ROWS`.
@@ -336,7 +335,7 @@ def few_rows(
         sums: As in `gemv`, [M, ceil(K / 32)].
 
     Raises:
-        BackendError: operands of another type or shape, or too many tokens.
+        BackendError: operands of the wrong type or shape, or too many tokens.
     """
     check_operands(x, weight, out)
     M, (N, K) = x.shape[0], weight.shape
@@ -363,7 +362,7 @@ def _launch(
     config: LaunchConfig,
     sums: torch.Tensor | None,
 ) -> None:
-    """The product of up to `TILE_ROWS` tokens, as `few_rows` describes it."""
+    """The product of up to `TILE_ROWS` tokens; see `few_rows`."""
     (M, N), form = out.shape, weight_form(weight)
     across = -(-N // config.block_n)
     parts, counters = out, weight.codes  # of the types that a split product has: it shares its kernel
@@ -377,7 +376,7 @@ def _launch(
 
 
 def _tile(M: int, form: Form, block_n: int = 64) -> Tile:
-    """What a program handles of so many tokens."""
+    """The tile for a number of tokens."""
     block_m = 1 if M == 1 else TILE_ROWS
     return Tile(DOT=32 if M == 1 else min(form.SPAN, DOT_ROWS), BLOCK_M=block_m, BLOCK_N=block_n, WARPS=WARPS)
 

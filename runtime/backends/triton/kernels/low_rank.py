@@ -1,10 +1,9 @@
-"""GEAR's low-rank correction of quantized pages on the GPU: all rounds of a head's page in one program.
+"""GEAR's low-rank correction of quantized pages on the GPU: all iterations of a head's page in one program.
 
-torch's batched QR takes tens of milliseconds for the pages that are cut off a window at once, one of each layer and
-head, during which no token is decoded. A page's residual fits in the registers of one program, and so the subspace
-iteration is one launch. Columns are made orthonormal by Gram and Schmidt's process, twice over, which is as good as
-Householder's for four of them; they may have the other sign than those of `runtime.kv.oracle.correction`, but their
-product has not.
+torch's batched QR takes tens of milliseconds for the pages flushed at once, one for each layer and head, and no token
+is decoded meanwhile. A page's residual fits in the registers of one program, so the subspace iteration is one launch.
+Columns are orthonormalized by applying Gram-Schmidt twice, which for four columns is as good as Householder. Their
+signs may differ from those of `runtime.kv.oracle.correction`, but their product does not.
 
 Source: GEAR Algorithm 2; Giraud et al. (2005) on going over the columns twice.
 """
@@ -21,9 +20,9 @@ import triton.language as tl
 from runtime.kv.low_rank import ITERATIONS, start
 
 _VALUES_PER_WARP = 2048
-"""Numbers of a residual that a warp keeps: 64 for each of its threads."""
+"""Numbers of a residual per warp: 64 for each of its threads."""
 MAX_WARPS = 32
-"""Warps that a block of threads can have."""
+"""Most warps of a thread block."""
 
 
 class Shape(NamedTuple):
@@ -99,7 +98,7 @@ def low_rank(residual: torch.Tensor, rank: int, *, alike: int = 0) -> tuple[torc
         alike: See there.
 
     Returns:
-        a float16 [..., T, r] and b float16 [..., D, r]; nothing was waited for.
+        a float16 [..., T, r] and b float16 [..., D, r]; does not wait for the device.
     """
     *records, T, D = residual.shape
     residual = residual.contiguous()
@@ -114,7 +113,7 @@ def low_rank(residual: torch.Tensor, rank: int, *, alike: int = 0) -> tuple[torc
 
 @cache
 def _start(head_dim: int, rank: int, device: torch.device) -> torch.Tensor:
-    """What the iteration begins with, on the device."""
+    """The start matrix of the iteration, on the device."""
     return torch.from_numpy(start(head_dim, rank)).to(device)
 
 

@@ -1,6 +1,6 @@
-"""The residual sum and the root-mean-square normalization after it, in one pass over the row, on the GPU.
+"""Residual addition and the following RMSNorm, in one pass over a row, on the GPU.
 
-The first norm of a step begins the residual stream itself, with the embeddings of the step's tokens.
+The first norm of a step also initializes the residual stream, with the embeddings of the step's tokens.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from runtime.backends.triton.kernels.sums import store_sums
 from runtime.backends.triton.kernels.tokens import Tokens, rounding_shape, store_tokens
 
 CHANNELS_PER_WARP = 256
-"""Channels that a warp keeps in registers: 8 a thread. One program holds a whole row, so few warps would wait long."""
+"""Channels per warp, kept in registers: 8 a thread. One program handles a whole row, so few warps would be slow."""
 MAX_WARPS = 32
-"""Warps that a block of threads can have."""
+"""Most warps of a thread block."""
 
 
 _ADDED, _COMPENSATED, _GATHERED, _EMBEDDED, _SUMMED = (tl.constexpr(1 << place) for place in range(5))
-"""What `given` says: whether y, and dec, are added; whether `index` holds rows, or tokens of the table; whether sums
-are asked for. A number of a launch and no constant, so that a model has one kernel: what is not given is not read."""
+"""Bits of `given`: whether y, and dec, are added; whether `index` contains rows, or tokens of the table; whether sums
+are wanted. A run-time argument, so that a model needs one kernel; pointers that are not given are not read."""
 
 
 @triton.jit(do_not_specialize=["given"])
@@ -46,7 +46,7 @@ def _add_norm_round_kernel(
     h_ptr, y_ptr, dec_ptr, index_ptr, table_ptr, weight_ptr, x_ptr, tokens, eps, given,
     C: tl.constexpr, shape: tl.constexpr,
 ):  # fmt: skip
-    """The same, and rows are rounded to INT8 as well."""
+    """The same, with rows also quantized to INT8."""
     pointers = (h_ptr, y_ptr, dec_ptr, index_ptr, table_ptr, weight_ptr)
     x = _normed_row(pointers, eps, given, C, shape.BLOCK_K)
     out_row = tl.program_id(0).to(tl.int64)
@@ -94,16 +94,16 @@ def add_norm(
     """Add y + dec to the residual stream, then x = h / sqrt(mean(h²) + eps) * weight, rounded to half precision.
 
     Args:
-        h: float32 [M, C], the residual stream; updated in place; with `rows` it is left as it is.
+        h: float32 [M, C], the residual stream; updated in place, or unchanged with `rows`.
         y: float32 [M, C], output of the linear layer that ended the sublayer; None: nothing is added.
-        dec: float32 [M, C], its compensation; None where it has none, and where y is None.
+        dec: float32 [M, C], its compensation; None if there is none, or if y is None.
         weight: float32 [C].
         eps: `ModelSpec.norm_eps`.
         x: float16 [M, C], or [R, C] with `rows`; overwritten.
         rows: int32 [R], the rows of h to normalize, each in [0, M); None = all, in order.
-        left: What else is left of the same rows; overwritten. The sums of the pieces of x, float32 [M, ceil(C / 32)],
-            or [R, ...] with `rows` (`runtime.backends.triton.kernels.sums`); or INT8 tokens [M or R, C], rounded before
-            half precision. None: nobody asks.
+        left: Further output for the same rows; overwritten. The sums of the pieces of x, float32 [M, ceil(C / 32)], or
+            [R, ...] with `rows` (`runtime.backends.triton.kernels.sums`); or INT8 tokens [M or R, C], quantized before
+            half precision. None: not needed.
     """
     assert y is not None or dec is None, "a compensation belongs to the output of a linear layer"
     given = (y is not None) | (dec is not None) << 1 | (rows is not None) << 2
@@ -119,13 +119,13 @@ def embed_norm(
     x: torch.Tensor,
     left: torch.Tensor | Tokens | None = None,
 ) -> None:
-    """Begin the residual stream with the table's rows of the tokens, and normalize them as `add_norm` does.
+    """Initialize the residual stream with the embeddings of the tokens, and normalize it as `add_norm` does.
 
-    The table may stay in page-locked memory of the CPU: a row is read once for each token, a few kilobytes over PCIe,
-    16 bytes a thread, so that a warp asks for 512 consecutive bytes at a time.
+    The table may stay in page-locked host memory: each token reads one row, a few kilobytes over PCIe, 16 bytes a
+    thread, so that a warp requests 512 consecutive bytes at a time.
 
     Args:
-        tokens: int32 [M], token ids in [0, V): the kernel does not check them, so the caller does.
+        tokens: int32 [M], token ids in [0, V): checked by the caller, not by the kernel.
         table: float16 [V, C], on the device or in page-locked memory of the CPU (`Tensor.is_pinned`).
         h: float32 [M, C], contiguous; overwritten.
         weight: As in `add_norm`.
@@ -146,7 +146,7 @@ def _launch(
     left: torch.Tensor | Tokens | None,
     given: int,
 ) -> None:
-    """Launch over the rows of x; another tensor of the same type stands for each that is not given.
+    """Launch over the rows of x; absent tensors are replaced by another of the same type.
 
     `added` is an output and its compensation, `norm` the weight and eps, `left` what else is left of the rows: sums of
     pieces, or INT8 tokens.

@@ -1,10 +1,10 @@
-"""Compensation of all rows of a prompt by one set of residual rows, on tensor cores.
+"""Compensation of all rows of a prompt with a shared set of residual rows, on tensor cores.
 
-The channels are known before the prompt is, so their residuals are brought to the device ahead of their layer
-(`runtime.backends.triton.staging`): by `stage`, whose few programs read page-locked memory while the product of the
-layer before computes, or by the copy engine where all channels are wanted. `multiply` then adds
-sum over i of x[m, c_i] * R̂[c_i, n], in half precision with float32 sums: codes of 2 to 8 bits are exact in halves, and
-an output channel's scale is applied to its sum.
+The channels are known before the prompt, so their residuals are copied to the device ahead of their layer
+(`runtime.backends.triton.staging`): by `stage`, whose few programs read page-locked memory during the previous layer's
+product, or by the copy engine if all channels are wanted. `multiply` then adds sum over i of x[m, c_i] * R̂[c_i, n], in
+half precision with float32 sums: codes of 2 to 8 bits are exact in halves, and an output channel's scale is applied to
+its sum.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from runtime.backends.triton.kernels.compensate import unpack_residuals
 from runtime.errors import BackendError
 
 PROGRAMS = 16
-"""Programs that fetch: 4 KiB on their way in each, four tiles deep, fill a link."""
+"""Programs that fetch: with 4 KiB in flight each, four tiles deep, they saturate a link."""
 _WORDS = 256
-"""Words of a row that a program fetches at once."""
+"""Words of a row per program and iteration."""
 _DEPTH = 4
-"""Stages of the fetch."""
+"""Pipeline stages of the fetch."""
 BLOCK_M, BLOCK_N, BLOCK_K = 64, 64, 32
 """Rows, output channels and input channels of a product's tile."""
 _FETCH_WARPS, _WARPS, _STAGES = 2, 4, 3
 
 
 class Form(NamedTuple):
-    """What the product is specialized for, as a constant."""
+    """Compile-time parameters of the product."""
 
     BITS: int
-    """Of a residual."""
+    """Bits of a residual."""
     ALL: bool
-    """Whether the channels are all of them, in order."""
+    """Whether the channels are all channels, in order."""
     BLOCK_M: int = BLOCK_M
     """See the module, as the next."""
     BLOCK_N: int = BLOCK_N
@@ -48,7 +48,7 @@ class Factors(NamedTuple):
     x: Any
     """float16 [M, K]."""
     channels: Any
-    """int32 [k]; None where they are all."""
+    """int32 [k]; None for all channels."""
     staged: Any
     """int32 [k, words]."""
     scales: Any
@@ -78,7 +78,7 @@ def _multiply_kernel(factors, out_ptr, M, N, K, k, words, form: tl.constexpr):
     offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     offs_w = tl.program_id(1) * EACH + tl.arange(0, EACH)
-    # Rows beyond the end read the last one again, and are not stored.
+    # Rows beyond the end read the last row again, and are not stored.
     rows = factors.x + tl.minimum(offs_m, M - 1).to(tl.int64)[:, None] * K
     acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
     for start in range(0, k, BLOCK_K):
@@ -100,7 +100,7 @@ def _multiply_kernel(factors, out_ptr, M, N, K, k, words, form: tl.constexpr):
 
 
 def stage(codes: torch.Tensor, channels: torch.Tensor, staged: torch.Tensor) -> None:
-    """Bring rows of residuals to the device.
+    """Copy rows of residuals to the device.
 
     Args:
         codes: int32 [K, words] in page-locked memory (`GpuResidual.codes`).

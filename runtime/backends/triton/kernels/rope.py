@@ -14,17 +14,17 @@ from runtime.kv.basis import hadamard_block
 
 
 class Projected(NamedTuple):
-    """What the fused projection gave."""
+    """Output of the fused projection."""
 
     y: Any
     """float32 [M, (H + 2 H_kv) * D], its output: queries, keys, values."""
     dec: Any
-    """float32, shaped like y, its compensation; where it has none, any tensor of that type."""
+    """float32, shaped like y, its compensation; or any tensor of that type, if there is none."""
 
 
 @triton.jit
 def _sum(projected, offsets, mask, compensated):
-    """Output of the projection and its compensation, where it is compensated, at the offsets. float32."""
+    """Output of the projection at the offsets, with its compensation if any. float32."""
     y = tl.load(projected.y + offsets, mask=mask, other=0.0)
     return y + tl.load(projected.dec + offsets, mask=mask & (compensated != 0), other=0.0)
 
@@ -41,13 +41,13 @@ class Shape(NamedTuple):
     BLOCK_D: int
     """Channels of a head, padded to a power of two."""
     STAGES: int
-    """Binary logarithm of the rows of Hadamard's matrix that turns it."""
+    """Binary logarithm of the rows of the Hadamard matrix."""
     SCALE: float
     """One over the root of their number."""
 
 
 class HeadNorms(NamedTuple):
-    """The RMSNorms of heads before the rotation: of queries and keys, or of neither."""
+    """RMSNorms of heads before the rotation: of queries and keys, or of neither."""
 
     q: Any
     """float32 [D], weight for every query head, or None."""
@@ -58,7 +58,7 @@ class HeadNorms(NamedTuple):
 
 
 class Rope(NamedTuple):
-    """The tables of the rotation, of whose r <= D channels each half is turned with the other."""
+    """Tables of the rotation of the first r <= D channels, where each half is rotated with the other."""
 
     cos: Any
     """float32 [>= T, r / 2], from `models.rope.tables`."""
@@ -67,12 +67,12 @@ class Rope(NamedTuple):
 
 
 class Basis(NamedTuple):
-    """The basis in which queries and keys meet, see `runtime.kv.basis.KeyBasis`; both None where they are the same."""
+    """The basis of queries and keys, see `runtime.kv.basis.KeyBasis`; both None if unchanged."""
 
     reflection: Any
     """float32 [H_kv, D]."""
     mean: Any
-    """float32 [H_kv, D], taken off the keys."""
+    """float32 [H_kv, D], subtracted from the keys."""
 
 
 @triton.jit
@@ -86,7 +86,7 @@ def _sums_and_differences(x, BLOCK_D: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def _hadamard(x, BLOCK_D: tl.constexpr, STAGES: tl.constexpr):
-    """Multiply each 2^STAGES numbers of x float32 [BLOCK_D] with Hadamard's matrix, not divided by its rows' length."""
+    """Multiply each 2^STAGES numbers of x float32 [BLOCK_D] by the Hadamard matrix, without normalization."""
     for stage in tl.static_range(STAGES):
         x = _sums_and_differences(x, BLOCK_D, 1 << stage)
     return x
@@ -169,7 +169,7 @@ def heads(
     pages: LayerPages,
     q: torch.Tensor,
 ) -> None:
-    """Split y + dec into heads, normalize and rotate queries and keys, append keys and values to the cache.
+    """Split y + dec into heads, normalize and rotate queries and keys, and append keys and values to the cache.
 
     Queries are *not* scaled by D^-0.5: `attend` does that, in float32. Kinds without a window quantize on the way.
 

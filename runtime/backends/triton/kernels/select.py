@@ -1,13 +1,13 @@
-"""Choice of the salient channels on the GPU: one program for each chunk of 1024 channels of each row.
+"""Selection of salient channels on the GPU: one program for each chunk of 1024 channels of each row.
 
-Every selector is brought to one form, an integer `order` in which less is better: the bucket (5 bits), what a magnitude
-lacks to the largest half (15 bits), or what a random key lacks to the largest (53 bits). As many halvings as there are
-bits find the order up to which there are enough channels, each a count over the chunk; a running count then gives every
-chosen channel its place, so that the indices ascend and the order that overflows gives its lowest channels. This is the
-result of `runtime.backends.operations.select`, from the same float32 arithmetic, whatever the number of programs.
+Every selector is reduced to an integer `order`, smallest first: the bucket (5 bits), the difference of a magnitude to
+the largest half (15 bits), or that of a random key to the largest (53 bits). A binary search with one step per bit,
+each a count over the chunk, finds the order up to which there are enough channels. A prefix sum then gives every chosen
+channel its position, so that indices ascend and the order that overflows contributes its lowest channels. The result
+equals that of `runtime.backends.operations.select`, with the same float32 arithmetic, for any number of programs.
 
-A program keeps its chunk in registers and writes only what it chose. NaN and infinity set a flag; such a channel has a
-place in the order like any other, so a damaged activation never makes the kernels read what is not there.
+A program keeps its chunk in registers and only writes the chosen channels. NaN and infinity set a flag; such a channel
+has an order like any other, so a damaged activation never causes reads out of bounds.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ NUM_WARPS = 4
 
 
 class Source(NamedTuple):
-    """What a selection reads, as one argument of kernels; in a kernel, of one row."""
+    """Input of a selection, as one kernel argument; in a kernel, of one row."""
 
     x: Any
     """float16 [M, K], the layer's input."""
@@ -45,18 +45,18 @@ class Source(NamedTuple):
 
 
 class Chosen(NamedTuple):
-    """What a selection writes, and a fetch reads; in a kernel, of one row."""
+    """Output of a selection and input of a fetch; in a kernel, of one row."""
 
     channels: Any
     """int32 [M, k], ascending in each chunk."""
     x: Any
     """float32 [M, k], their activations."""
     flag: Any
-    """int32 [1], set to 1 where x holds a NaN or infinity; None for a fetch."""
+    """int32 [1], set to 1 if x contains NaN or infinity; None for a fetch."""
 
 
 class Search(NamedTuple):
-    """Numbers that a layer's selections share; see `Selection`."""
+    """Parameters shared by a layer's selections; see `Selection`."""
 
     K: Any
     b15: Any
@@ -66,7 +66,7 @@ class Search(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """How the salient channels of one linear layer are chosen."""
+    """Channel selection of one linear layer."""
 
     width: int
     """K, input channels of the layer."""
@@ -109,7 +109,7 @@ class Selection:
 
     @property
     def stream(self) -> int:
-        """State of the random selector's generator before a row's position, as a signed integer; else 0."""
+        """Initial state of the random selector's generator, before a row's position, as a signed integer; else 0."""
         if self.mode != "random":
             return 0
         state = _mix_number(_mix_number(self.seed) ^ self.layer)
@@ -117,7 +117,7 @@ class Selection:
 
     @property
     def search(self) -> Search:
-        """The numbers that kernels take together."""
+        """Kernel argument with the parameters."""
         return Search(self.width, self.b15, self.upper_scale, self.lower_scale)
 
     @property
@@ -188,7 +188,7 @@ def _mix(state):
 
 @triton.jit
 def _order_of(x, channels, search, stream, position, MODE: tl.constexpr):
-    """Place of every channel in the selector's order, less is better; x float16 [CHUNK], channels int32 [CHUNK]."""
+    """Position of every channel in the selector's order, smallest first; x float16 [CHUNK], channels int32 [CHUNK]."""
     magnitude_bits = x.to(tl.int16, bitcast=True) & 0x7FFF
     if MODE == RANDOM:
         state = _mix(stream.to(tl.int64).to(tl.uint64, bitcast=True) ^ position.to(tl.uint64))
@@ -283,14 +283,14 @@ def select(
     *,
     positions: torch.Tensor | None = None,
 ) -> None:
-    """Choose the salient channels of every row; nothing waits for the device, so it can be captured in a graph.
+    """Choose the salient channels of every row; never waits for the device, so it can be captured in a graph.
 
     Args:
         x: float16 [M, K], contiguous, the layer's input.
         selection: How to choose.
         indices: int32 [M, k]; overwritten with the chosen channels, ascending.
         values: float32 [M, k]; overwritten with their activations.
-        flag: int32 [1]; set to 1 where x holds a NaN or infinity, else left alone. Whoever reads it raises
+        flag: int32 [1]; set to 1 if x contains NaN or infinity, otherwise unchanged. The reader raises
             `InvalidActivationError`.
         positions: int32 [M], position of every row in its sequence, for the random selector.
 
@@ -319,7 +319,7 @@ def select(
 
 
 def check_input(x: torch.Tensor, selection: Selection, positions: torch.Tensor | None) -> None:
-    """Check what a selection reads; see `select`.
+    """Check the input of a selection; see `select`.
 
     Raises:
         ValueError: it does not fit.

@@ -1,8 +1,8 @@
-"""Sums of 32 neighbouring activations on the GPU, which low-bit products take their offsets off with.
+"""Sums of 32 adjacent activations on the GPU, used by low-bit products to subtract code offsets.
 
-A code becomes the number 2^bits + code (`runtime.backends.triton.kernels.gemv`), and its zero has to come off as well:
-(2^bits + zero) * sum of a group's activations in all. Kernels that write activations leave the sums of their pieces
-beside them with `store_sums`; a kernel here finds them where none did. Sums are those of the rounded activations.
+A code becomes the number 2^bits + code (`runtime.backends.triton.kernels.gemv`), and its zero must be subtracted as
+well: in total (2^bits + zero) * sum of a group's activations. Kernels that write activations also store the sums of
+their pieces with `store_sums`; otherwise a kernel here computes them. Sums are those of the rounded activations.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 BLOCK_K = 1024
-"""Activations of a program: 8 for each of its 128 threads."""
+"""Activations per program: 8 for each of its 128 threads."""
 
 
 @triton.jit
@@ -36,7 +36,7 @@ def _sums_kernel(x_ptr, sums_ptr, K, BLOCK_K: tl.constexpr):
 
 
 def piece_sums(x: torch.Tensor, sums: torch.Tensor) -> None:
-    """Write the sums of every 32 neighbouring activations, the last of fewer where K is no multiple.
+    """Write the sums of every 32 adjacent activations; the last may cover fewer.
 
     Args:
         x: float16 [M, K], contiguous.

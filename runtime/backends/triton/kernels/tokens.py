@@ -1,8 +1,8 @@
-"""INT8 tokens on the GPU: activations rounded with one scale a row, by the kernel that makes them.
+"""INT8 tokens on the GPU: activations quantized with one scale per row, by the kernel that computes them.
 
-Norms and the MLP's gate hold a whole row, so its largest magnitude is known before anything is written: they leave
-codes, scale and the sums of the codes of each group, which W4A8 products take zero-points off with. Attention's output
-is rounded by a kernel of its own.
+Norms and the MLP's gate process a whole row, so they know its largest magnitude before writing: they store codes, scale
+and the sums of the codes of each group, which W4A8 products use to subtract zero-points. Attention's output is
+quantized by a separate kernel.
 
 Source: QServe §4.1, Fig. 11 (which kernels round activations).
 """
@@ -19,18 +19,18 @@ import triton.language as tl
 from runtime.backends.triton.sizes import token_width
 
 CHANNELS_PER_WARP = 512
-"""Channels that a warp rounds: 16 a thread."""
+"""Channels quantized per warp: 16 a thread."""
 MAX_WARPS = 16
-"""Warps of a program: 32 would leave a thread 64 registers, too few on sm_120."""
+"""Most warps of a program: 32 would leave a thread 64 registers, too few on sm_120."""
 _TOP = tl.constexpr(127.0)
 _TINY = tl.constexpr(1.1754943508222875e-38)
-"""The smallest normal number of float32: what has a smaller scale counts as zero (`models.per_token`)."""
+"""The smallest normal number of float32: rows with a smaller scale count as zero (`models.per_token`)."""
 _WHOLE = tl.constexpr(12582912.0)
 """1.5 · 2^23: a number of float32 that is added to it and taken off again is rounded to even."""
 
 
 class Shape(NamedTuple):
-    """What kernels that round are specialized for."""
+    """Compile-time parameters of kernels that quantize."""
 
     BLOCK_K: int
     """Channels of a program, a power of two: the whole row."""
@@ -41,7 +41,7 @@ class Shape(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """INT8 tokens as kernels take them."""
+    """INT8 tokens as a kernel argument."""
 
     codes: Any
     """int8 [M, width], 0 from K on."""
@@ -53,7 +53,7 @@ class Operands(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """INT8 tokens on the device: x[m, k] is about codes[m, k] * scales[m]."""
+    """INT8 tokens on the device: x[m, k] is approximately codes[m, k] * scales[m]."""
 
     codes: torch.Tensor
     """int8 [M, width], 0 from K on (`runtime.backends.triton.sizes.token_width`)."""
@@ -66,13 +66,13 @@ class Tokens:
 
     @property
     def operands(self) -> Operands:
-        """As kernels take them."""
+        """The kernel argument."""
         return Operands(self.codes, self.scales, self.sums)
 
 
 @triton.jit
 def store_tokens(tokens, row, x, shape: tl.constexpr):
-    """Round a row x float32 [BLOCK_K], 0 from K on, and write it. The scale is NaN where a number is not finite."""
+    """Quantize a row x float32 [BLOCK_K], 0 from K on, and store it. The scale is NaN if a number is not finite."""
     BLOCK_K: tl.constexpr = shape.BLOCK_K
     GROUP_SIZE: tl.constexpr = shape.GROUP_SIZE
     WIDTH: tl.constexpr = shape.WIDTH
@@ -103,11 +103,11 @@ def _round_kernel(x_ptr, tokens, K: tl.constexpr, shape: tl.constexpr):
 
 
 def round_tokens(x: torch.Tensor, to: Tokens) -> None:
-    """Round rows that a kernel left in half precision.
+    """Quantize rows stored in half precision.
 
     Args:
         x: float16 [M, K], contiguous.
-        to: Overwritten.
+        to: Destination.
     """
     M, K = x.shape
     shape, warps = rounding_shape(K, to.group_size)
@@ -116,7 +116,7 @@ def round_tokens(x: torch.Tensor, to: Tokens) -> None:
 
 
 def rounding_shape(K: int, group_size: int) -> tuple[Shape, int]:
-    """What a kernel that rounds rows of K channels is specialized for, and its warps."""
+    """The compile-time parameters of kernels that quantize rows of K channels, and their warps."""
     width = token_width(K, group_size)
     block = max(256, triton.next_power_of_2(width))
     return Shape(block, width, group_size), max(1, min(MAX_WARPS, block // CHANNELS_PER_WARP))

@@ -55,7 +55,7 @@ class Matrix(NamedTuple):
 
 
 class Form(NamedTuple):
-    """What the kernel is specialized for."""
+    """Compile-time parameters of the kernel."""
 
     GROUP_SIZE: int
     """Input channels that share a whole scale; 0 = all of a row."""

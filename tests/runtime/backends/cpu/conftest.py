@@ -10,11 +10,10 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from runtime.backends.cpu.arena import aligned_zeros
 from runtime.backends.cpu.cache import CpuCache
 from runtime.backends.cpu.data import instructions as op
 from runtime.backends.cpu.data.control import CONTROL_WORDS, FAILED
-from runtime.backends.cpu.data.sizes import RUN_ROWS
+from runtime.backends.cpu.data.sizes import PIECE, RUN_ROWS
 from runtime.backends.cpu.data.step import parameters_of
 from runtime.backends.cpu.link import link, most_scratch
 from runtime.backends.cpu.pool import Pool
@@ -23,6 +22,7 @@ from runtime.backends.decoder import DecoderOptions
 from runtime.backends.reference.cache import ReferenceCache
 from runtime.kv.kinds import KINDS, PARTS, KVKind
 from tests.close import Tolerance, assert_close
+from tests.guarded import aligned_zeros
 
 CORRECTIONS = Tolerance(rtol=2e-3, atol=2e-3, why="factors in half precision, from sums in another order")
 
@@ -150,7 +150,7 @@ class Attention:
         at = int(partial.ctypes.data)
         machine.run(op.Attend(rows, H, K, D, self.window or 0, RUN_ROWS, stored, at))
         wide = padded(H * D, 32)
-        out, codes = aligned_zeros((M, wide), np.float32), aligned_zeros((padded(M, 16), wide), np.int8)
+        out, codes = aligned_zeros((M, wide), np.float32), aligned_zeros((padded(M, 16), padded(wide, PIECE)), np.int8)
         scales = aligned_zeros((2, padded(M, 16), wide // 32), np.float32)
         rounded = op.Quantized(*(int(array.ctypes.data) for array in (codes, *scales)))
         machine.run(op.Merge(at, op.Input(H * D, False, matrix(out), rounded, 1), H, D))

@@ -1,4 +1,4 @@
-"""Tile registers: products by them have the bits of the integers, emulated everywhere and real where they are."""
+"""Tile registers: bit-exact integer products, emulated everywhere and real where available."""
 
 from __future__ import annotations
 

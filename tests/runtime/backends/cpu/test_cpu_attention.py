@@ -1,4 +1,4 @@
-"""Attention over packed pages where it is hardest: long contexts, outliers, odd shapes, pages anywhere, real models.
+"""Attention over packed pages in hard cases: long contexts, outliers, odd shapes, scattered pages, real models.
 
 Bounds are shares of the output's root mean square. What is compared is what the reference makes of the same stored
 numbers, so they bound what integer queries and weights add to the error of the stored numbers themselves.

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from models.keys import KeyStatistics
-from runtime.backends.cpu.arena import aligned_zeros
 from runtime.backends.cpu.data import instructions as op
 from runtime.backends.decoder import DecoderOptions, Step
 from runtime.backends.operations.basis import to_basis
@@ -18,6 +17,7 @@ from runtime.kv.basis import key_basis
 from runtime.kv.kinds import KVKind
 from runtime.load.open import open_decoder
 from tests.close import Tolerance, assert_close
+from tests.guarded import aligned_zeros
 
 
 @pytest.mark.parametrize("D", [2, 8, 20, 40, 64, 96, 128])

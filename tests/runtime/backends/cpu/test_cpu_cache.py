@@ -1,4 +1,4 @@
-"""The CPU backend's cache against the reference's: what is stored, and what attention makes of it."""
+"""The CPU backend's cache against the reference's: its contents, and attention over it."""
 
 from __future__ import annotations
 

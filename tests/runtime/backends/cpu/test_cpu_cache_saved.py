@@ -1,4 +1,4 @@
-"""Sequences that leave the CPU backend's cache and come back."""
+"""Export and import of sequences in the CPU backend's cache."""
 
 from __future__ import annotations
 

@@ -15,8 +15,9 @@ import torch
 
 from models.spec import RopeSpec
 from runtime.backends.cpu.decoder import FEW_ROWS, CpuDecoder
-from runtime.backends.cpu.link import most_scratch
+from runtime.backends.cpu.link import most_scratch, paging_units
 from runtime.backends.cpu.machine.isa import VARIANT, choose_variant, supported_variants
+from runtime.backends.cpu.machine.unit import Unit
 from runtime.backends.decoder import DecoderOptions, Step, Way
 from runtime.backends.operations import activation
 from runtime.backends.operations.linear import gemv
@@ -25,6 +26,7 @@ from runtime.backends.reference.decoder import ReferenceDecoder
 from runtime.backends.reference.linear import ReferenceLinear
 from runtime.compensation import CHUNK
 from runtime.errors import BackendError, InvalidActivationError, RequestError
+from runtime.kv.kinds import KINDS
 from tests.close import Tolerance, assert_close
 from tests.grid import grid
 
@@ -57,7 +59,7 @@ class Int8Linear(ReferenceLinear):
 
     def __call__(self, x: torch.Tensor, positions: torch.Tensor, *, way: Way, draft: bool = False) -> torch.Tensor:
         rounded = activation.dequantize(*activation.quantize(x, self._group_size), self._group_size)
-        if way == "together" and self._shared is not None and not self._by_rows:
+        if way == "shared" and self._shared is not None and not self._by_rows:
             channels = self._shared.numpy()
             if x.shape[0] <= FEW_ROWS:
                 return gemv(rounded, self._weight + torch.from_numpy(restored(self._packed, channels)), self._bias)
@@ -362,3 +364,24 @@ def test_prompts_of_a_model_without_residuals_cannot_be_compensated(tiny_model: 
     with pytest.raises(RequestError, match="without residuals"):
         decoder.set_prompt_k_chunk(1024)
     assert decoder.options.prompt_k_chunk == 0
+
+
+def test_what_attends_to_pages_may_be_compiled_later(tiny_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A first answer does not wait for it; the first page does."""
+    model, options = tiny_model(), DecoderOptions(kv="int4", context=400, max_rows=40, threads=2)
+    tokens = np.random.default_rng(3).integers(0, model.spec.vocab_size, 300)
+    usual = CpuDecoder(model, options)
+    expected = [usual.forward(step(tokens[at : at + 30], at)).copy() for at in range(0, 300, 30)]
+    missing = {unit.name for unit in paging_units(KINDS["int4"])}
+    compiled, prepare, later = Unit.is_compiled.fget, Unit.prepare, []  # type: ignore[attr-defined]
+    monkeypatch.setattr(Unit, "is_compiled", property(lambda self: self.name not in missing and compiled(self)))
+    monkeypatch.setattr(Unit, "prepare", lambda self: (missing.discard(self.name), prepare(self))[1])
+    monkeypatch.setattr("runtime.backends.cpu.decoder.build_later", later.extend)
+    decoder = CpuDecoder(model, options)
+    assert {unit.name for unit in later} == missing
+    waiting = []
+    for at, wanted in zip(range(0, 300, 30), expected, strict=True):
+        np.testing.assert_array_equal(decoder.forward(step(tokens[at : at + 30], at)), wanted)
+        waiting.append(len(missing))
+    assert waiting[0] == 3
+    assert waiting[-1] <= 1, "nothing was restored"

@@ -22,9 +22,11 @@ from models.packed import PackedLinear
 from models.packing import pack
 from models.quantizers import squeezellm
 from models.quantizers.dequantize import dequantize
-from runtime.backends.cpu.arena import Arena, aligned_zeros
+from runtime.backends.cpu.arena import Arena
 from runtime.backends.cpu.data import instructions as op
 from runtime.backends.cpu.data.instructions import SELECT_APPROX, SELECT_EXACT, SELECT_RANDOM, SELECT_STATIC
+from runtime.backends.cpu.data.sizes import PIECE
+from runtime.backends.cpu.kernels.activation import code_bytes, in_registers
 from runtime.backends.cpu.kernels.gemm import row_block
 from runtime.backends.cpu.tiles import padded, tile_linear, tile_residual
 from runtime.backends.operations import activation
@@ -36,6 +38,7 @@ from runtime.backends.operations.gate import silu_gate
 from runtime.backends.operations.linear import gemv_int8
 from runtime.backends.operations.norm import rms_norm
 from tests.close import assert_close
+from tests.guarded import aligned_zeros
 
 ROWS = (1, 2, 4, 5, 8, 9, 16, 17, 33)
 
@@ -53,7 +56,7 @@ class Activations:
 
     def __init__(self, rows: int, width: int) -> None:
         self.rows, self.width = rows, width
-        self.codes = aligned_zeros((padded(rows, 16), padded(width, 32)), np.int8)
+        self.codes = aligned_zeros((padded(rows, 16), padded(width, PIECE)), np.int8)
         self.scales = aligned_zeros((padded(rows, 16), padded(width, 32) // 32), np.float32)
         self.shifts = aligned_zeros((padded(rows, 16), padded(width, 32) // 32), np.float32)
 
@@ -64,26 +67,31 @@ class Activations:
 
     def fill(self, codes: npt.NDArray[np.int8], scales: npt.NDArray[np.float32], group: int) -> None:
         """Write codes [M, K] and scales [M, G] in the layout of the kernels."""
-        side, K, G = row_block(self.rows), padded(self.width, 32), scales.shape[1]
+        side, G = row_block(self.rows), scales.shape[1]
         sums = np.add.reduceat(codes.astype(np.int64), range(0, self.width, group), axis=1)
         for row in range(self.rows):
             block, lane = divmod(row, side)
-            full = np.zeros(K, np.int8)
+            pieces = self._pieces(block, side)
+            full = np.zeros(pieces[:, lane].size, np.int8)
             full[: self.width] = codes[row]
-            flat = self.codes.reshape(-1)[block * side * K : (block + 1) * side * K].reshape(K // 4, side, 4)
-            flat[:, lane] = full.reshape(-1, 4)
+            pieces[:, lane] = full.reshape(len(pieces), -1)
             for array, values in ((self.scales, scales[row]), (self.shifts, -scales[row] * sums[row])):
                 array.reshape(-1)[block * side * G : (block + 1) * side * G].reshape(G, side)[:, lane] = values
 
+    def _pieces(self, block: int, side: int) -> npt.NDArray[np.int8]:
+        """The codes of a row block: [pieces, rows, channels of a piece]."""
+        size = side * code_bytes(padded(self.width, 32))
+        own = self.codes.reshape(-1)[block * size : (block + 1) * size]
+        return own.reshape(-1, side, PIECE if in_registers(side) else 4)
+
     def read(self, group: int) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.float32], npt.NDArray[np.float32]]:
         """Codes [M, K], scales [M, G] and shifts [M, G] from the layout of the kernels."""
-        side, K = row_block(self.rows), padded(self.width, 32)
-        G = -(-K // group)
+        side = row_block(self.rows)
+        G = -(-padded(self.width, 32) // group)
         codes, numbers = [], []
         for row in range(self.rows):
             block, lane = divmod(row, side)
-            flat = self.codes.reshape(-1)[block * side * K : (block + 1) * side * K].reshape(K // 4, side, 4)
-            codes.append(flat[:, lane].reshape(-1)[: self.width])
+            codes.append(self._pieces(block, side)[:, lane].reshape(-1)[: self.width])
             numbers.append(
                 [
                     a.reshape(-1)[block * side * G : (block + 1) * side * G].reshape(G, side)[:, lane]

@@ -1,4 +1,4 @@
-"""Where a page's record keeps what: there and back, nothing twice, and a new field for nothing."""
+"""Layout of page records: round trips, no overlaps, and new fields without further changes."""
 
 from __future__ import annotations
 

@@ -15,7 +15,6 @@ import torch
 
 import assets
 from models.store import StoredModel
-from runtime.backends.cpu.arena import aligned_zeros
 from runtime.backends.cpu.cache import CpuStore
 from runtime.backends.cpu.data.control import CONTROL_WORDS
 from runtime.backends.cpu.data.step import parameters_of
@@ -26,6 +25,7 @@ from runtime.kv.kinds import KINDS, PARTS, KVKind, Part
 from runtime.kv.oracle.page import dequantize, quantize
 from runtime.text.tokenizer import Tokenizer
 from tests.close import Tolerance, assert_close
+from tests.guarded import aligned_zeros
 
 torch.set_num_threads(1)
 
@@ -179,7 +179,6 @@ def test_threads_share_out_the_same_work(name: KVKind) -> None:
     step["scratch"], step["scratch_stride"] = scratch.ctypes.data, scratch.strides[0]
     shared.use(Pool(control, 3))
     for store in (alone, shared):
-        store.prepare()
         store.flush(SLOT, PAGE, 128)
         store.restore(PAGE, 0, 60)
     assert (scratch[:, shared.scratch_bytes :] == 0xA5).all()

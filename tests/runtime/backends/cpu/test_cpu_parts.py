@@ -1,4 +1,4 @@
-"""How instructions are cut into parts, and that all of them are done once, whoever does them."""
+"""Division of instructions into parts, each of which is run once, by any thread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Threads that share a program: any number of them, joining and leaving, gives the same numbers, and nobody is lost."""
+"""Threads that share a program: any number, joining and leaving, gives the same results without deadlocks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_crews_of_any_size_give_the_same_numbers(decoder: CpuDecoder, tiny_model
     with decoder.session():
         for _ in range(5):
             for position in range(40):
-                decoder._pool._crew.size = decoder._pool._crew._kept = int(rng.integers(1, 6))
+                decoder._pool._thread_tuner.size = decoder._pool._thread_tuner._kept = int(rng.integers(1, 6))
                 np.testing.assert_array_equal(decode(decoder, position), wanted[position])
 
 
@@ -44,7 +44,7 @@ def test_drafts_are_not_taken_for_fast_tokens(decoder: CpuDecoder, monkeypatch: 
     """How many threads share a token is judged among its like."""
     timed: list[str] = []
     pool = decoder._pool
-    monkeypatch.setattr(pool._crew, "token", lambda _: timed.append("token"))
+    monkeypatch.setattr(pool._thread_tuner, "token", lambda _: timed.append("token"))
     monkeypatch.setattr(pool._drafting, "token", lambda _: timed.append("draft"))
     for position, draft in enumerate((True, False, True)):
         decode(decoder, position, draft=draft)

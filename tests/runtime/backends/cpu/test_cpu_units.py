@@ -1,4 +1,4 @@
-"""Units: what is compiled when, what their machine code is kept under, and what happens to a damaged cache."""
+"""Units: when they are compiled, the keys of their stored machine code, and damaged files."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from runtime.backends.cpu.data.instructions import SELECT_EXACT
 from runtime.backends.cpu.data.pages import HALF, TWO_PLANES
 from runtime.backends.cpu.data.records import record_of
 from runtime.backends.cpu.data.step import parameters_of
-from runtime.backends.cpu.link import is_linked, link, most_scratch, needed, units_of
+from runtime.backends.cpu.link import is_linked, link, most_scratch, needed, paging_units, units_of
 from runtime.backends.cpu.machine import build as building
+from runtime.backends.cpu.machine import code_cache, isa
 from runtime.backends.cpu.machine import digest as digesting
-from runtime.backends.cpu.machine import isa, kept
-from runtime.backends.cpu.machine.build import build
+from runtime.backends.cpu.machine.build import build, build_later
 from runtime.backends.cpu.machine.compiler import machine_code
 from runtime.backends.cpu.machine.digest import Sources, digest
 from runtime.backends.cpu.machine.unit import Unit, compiled_unit
@@ -216,10 +216,12 @@ def test_a_cache_needs_its_own_kernels_only() -> None:
     half, int8, hierarchical = (set(needed(KINDS[kind])) for kind in ("fp16", "int8", "hierarchical"))
     assert half - int8 == {attention.heads_to_halves}
     assert int8 - half == {attention.heads_to_codes, attention.pages_8}
-    assert hierarchical - half == {attention.heads_to_window, attention.pages_planes, paging.flush, paging.restore}
-    gear4, kcvt4 = set(needed(KINDS["gear4"])), set(needed(KINDS["kcvt4"]))
-    assert gear4 - kcvt4 == {attention.corrected_pages_4, paging.flush_corrected}
-    assert kcvt4 - gear4 == {attention.pages_4, paging.flush}
+    assert hierarchical - half == {attention.heads_to_window}
+    gear4, kcvt4, planes = (paging_units(KINDS[kind]) for kind in ("gear4", "kcvt4", "hierarchical"))
+    assert gear4 == [paging.flush_corrected, attention.corrected_pages_4, paging.restore]
+    assert kcvt4 == [paging.flush, attention.pages_4, paging.restore]
+    assert planes == [paging.flush, attention.pages_planes, paging.restore]
+    assert paging_units(KINDS["fp16"]) == paging_units(KINDS["int8"]) == []
     assert {unit.name for unit in half & int8} == {
         *("execute", "set_active", "embed", "gather", "check", "norm", "gate", "merge", "attend"),
     }
@@ -383,8 +385,8 @@ def test_machine_code_that_others_may_have_written_is_made_anew(folder: Path, mo
 
 def test_a_file_under_another_name_is_not_believed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     unit = unit_of(note_address)
-    other = kept.file_of(folder, "other-0123456789abcdef")
-    kept.write(other, unit.keep())
+    other = code_cache.file_of(folder, "other-0123456789abcdef")
+    code_cache.write(other, unit.keep())
     other.rename(unit.file)
     compiled = count_compilations(monkeypatch)
     assert works(unit)
@@ -402,7 +404,7 @@ def test_a_killed_process_leaves_nothing_that_disturbs(folder: Path, monkeypatch
     assert works(unit_of(note_address))
     assert len(compiled) == 1
     os.utime(part, (0, 0))
-    kept.sweep(folder)
+    code_cache.sweep(folder)
     assert not part.exists()
 
 
@@ -441,7 +443,7 @@ def test_old_machine_code_is_removed(folder: Path) -> None:
         (folder / name / "inside").mkdir(parents=True)
         (folder / name / "inside" / "code.nbc").write_bytes(b"")
         os.utime(folder / name, (now - age, now - age))
-    kept.sweep(folder)
+    code_cache.sweep(folder)
     assert {path.name for path in folder.iterdir()} == {
         "gather-0000000000000001.code",
         "gather-0000000000000002.code",
@@ -449,7 +451,7 @@ def test_old_machine_code_is_removed(folder: Path) -> None:
         "embed-0000000000000001",
         "notes.txt",
     }
-    kept.sweep(folder / "nowhere")
+    code_cache.sweep(folder / "nowhere")
 
 
 def test_using_code_keeps_it(folder: Path) -> None:
@@ -464,18 +466,18 @@ def test_several_processes_may_keep_and_remove_at_once(folder: Path) -> None:
     """Each writes the same unit and sweeps; none fails, and what is left is whole."""
     folder.mkdir()
     script = (
-        "import contextlib, sys, os; from pathlib import Path; from runtime.backends.cpu.machine import kept; "
+        "import contextlib, sys, os; from pathlib import Path; from runtime.backends.cpu.machine import code_cache; "
         "folder = Path(sys.argv[1])\n"
         "for n in range(200):\n"
         "    old = folder / f'gather-{n % 7:016x}.code'\n"
-        "    kept.write(folder / 'gather-ffffffffffffffff.code', b'code' * 1000)\n"
-        "    assert kept.read(folder / 'gather-ffffffffffffffff.code') == b'code' * 1000\n"
+        "    code_cache.write(folder / 'gather-ffffffffffffffff.code', b'code' * 1000)\n"
+        "    assert code_cache.read(folder / 'gather-ffffffffffffffff.code') == b'code' * 1000\n"
         "    with contextlib.suppress(FileNotFoundError):\n"  # another may have removed it
         "        old.write_bytes(b''); os.utime(old, (0, 0))\n"
     )
     running = [subprocess.Popen([sys.executable, "-c", script, str(folder)]) for _ in range(3)]
     assert [process.wait() for process in running] == [0, 0, 0]
-    assert kept.read(folder / "gather-ffffffffffffffff.code") == b"code" * 1000
+    assert code_cache.read(folder / "gather-ffffffffffffffff.code") == b"code" * 1000
 
 
 def unknown(_x: int) -> None:
@@ -530,6 +532,17 @@ def test_units_are_compiled_in_processes_and_counted(
     build(uncompiled, lambda *_: pytest.fail("there was nothing to do"))
 
 
+def test_units_can_be_compiled_beside_what_goes_on(uncompiled: list[Unit], monkeypatch: pytest.MonkeyPatch) -> None:
+    here = count_compilations(monkeypatch)
+    build_later(uncompiled)
+    (thread,) = (thread for thread in threading.enumerate() if thread.name == "compile")
+    thread.join(120)
+    assert all(unit.is_compiled for unit in uncompiled)
+    assert here == []
+    build_later(uncompiled)
+    assert "compile" not in {thread.name for thread in threading.enumerate()}
+
+
 @pytest.mark.parametrize("trouble", ["none can be started", "they die", "one core"])
 def test_without_other_processes_units_are_compiled_here(
     trouble: str, uncompiled: list[Unit], monkeypatch: pytest.MonkeyPatch
@@ -573,7 +586,7 @@ def test_a_model_needs_the_products_of_its_weights_only(stored: StoredModel) -> 
 def test_two_processes_make_a_unit_once(folder: Path) -> None:
     """The second waits for the first and takes what it made."""
     unit = unit_of(note_address)
-    with kept.one_at_a_time(unit.file):
+    with code_cache.one_at_a_time(unit.file):
         waiting = threading.Thread(target=unit.prepare)
         waiting.start()
         waiting.join(0.3)
@@ -581,5 +594,5 @@ def test_two_processes_make_a_unit_once(folder: Path) -> None:
         other = unit_of(note_address)._made()
         written = unit.file.stat().st_mtime_ns
     waiting.join(60)
-    assert kept.read(unit.file) == other
+    assert code_cache.read(unit.file) == other
     assert unit.file.stat().st_mtime_ns == written

@@ -1,4 +1,4 @@
-"""W4A8 products in whole numbers: the CPU kernels have the bits of the integer oracle."""
+"""W4A8 products in integer arithmetic: bit for bit equal to the oracle."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ from models.packing import pack
 from models.quantize import quantize
 from models.recipe import Recipe
 from models.store import Store, StoredModel
-from runtime.backends.cpu.arena import Arena, aligned_zeros
+from runtime.backends.cpu.arena import Arena
 from runtime.backends.cpu.data import instructions as op
 from runtime.backends.cpu.data.sizes import PIECE
 from runtime.backends.cpu.kernels.activation import code_bytes, in_registers
 from runtime.backends.cpu.kernels.gemm import row_block
 from runtime.backends.cpu.tiles import padded, tile_linear
 from runtime.backends.decoder import DecoderOptions, Step
-from runtime.backends.operations.linear import gemm_w4a8, whole
+from runtime.backends.operations.linear import gemm_w4a8, integer_weights
 from runtime.load.open import open_decoder
 from tests.close import assert_close
+from tests.guarded import aligned_zeros
 from tests.models.conftest import TEXT, write_checkpoint
 
 ROWS = (1, 2, 4, 5, 8, 9, 16, 17, 33, 49, 81)
@@ -116,7 +117,7 @@ def test_products_have_the_bits_of_the_integers(
     x = torch.from_numpy((rng.standard_normal((rows, K)) * 3 + 1).astype(np.float32))
     x[0] = 127.0  # the largest sums there are
     codes, scales = per_token.quantize(x)
-    expected = gemm_w4a8(codes, scales, whole(linear), linear).numpy()
+    expected = gemm_w4a8(codes, scales, integer_weights(linear), linear).numpy()
     inputs = Tokens(rows, K, linear.group_size)
     inputs.fill(codes.numpy(), scales.numpy())
     tiled = tile_linear(linear, Arena())

@@ -1,4 +1,4 @@
-"""The share of a chunk, the buckets of Fig. 9, and the selections that do not look at x."""
+"""A chunk's share of channels, the buckets of Fig. 9, and the selections that do not read x."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plain torch operations, held against their definitions written as loops or by another library."""
+"""The plain torch operations against their definitions as loops or in another library."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The CPU's arithmetic for prompts: a matrix with its residuals in 8 bits, held against their exact sum."""
+"""The CPU's arithmetic for prompts: a matrix with its residuals in 8 bits, against their exact sum."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from runtime.backends.operations import activation
-from runtime.backends.operations.compensate import compensate_together, dequantize_residual
+from runtime.backends.operations.compensate import compensate_shared, dequantize_residual
 from runtime.backends.operations.linear import dequantize, gemv
 from runtime.backends.operations.panel import panel, product, residual_codes, residual_scales
 from tests.close import Tolerance, assert_close
@@ -55,6 +55,6 @@ def test_the_product_is_that_of_base_and_residuals(packed_linear: Any) -> None:
     found = product(*(part.numpy() for part in activation.quantize(x, 64)), panel(linear, channels))
     base = gemv(x, dequantize(linear))
     residual = dequantize_residual(linear.residual, 40)
-    exact = compensate_together(base, x, torch.from_numpy(channels), residual)
+    exact = compensate_shared(base, x, torch.from_numpy(channels), residual)
     assert_close(found, exact.double(), Tolerance(spread=0.03, why="rounding of weights and activations to 8 bits"))
     assert np.abs(found - exact.numpy()).mean() < 0.1 * (base - exact).abs().mean()

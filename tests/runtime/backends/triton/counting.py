@@ -1,4 +1,4 @@
-"""Memory of a card that is not here: tensors without numbers, counted as torch's caching allocator would hold them.
+"""Memory of an absent card: tensors without data, counted as torch's caching allocator would.
 
 `torch.device("meta")` gives shapes without memory, and kernels that do nothing take them. So everything that the host
 allocates for a model of any size is counted: when, how much, and whether it is given back.

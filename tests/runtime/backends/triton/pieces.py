@@ -1,4 +1,4 @@
-"""The sums that kernels leave beside activations, as they should be."""
+"""Expected sums of pieces of activations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models without numbers: shapes of real ones, for counting what they take and compile."""
+"""Models without data: shapes of real ones, for counting memory and kernels."""
 
 from __future__ import annotations
 

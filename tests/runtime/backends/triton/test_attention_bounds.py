@@ -1,4 +1,4 @@
-"""Attention on the GPU over every kind of cache, held against float32 attention over what was never quantized.
+"""Attention on the GPU over every kind of cache, against float32 attention over unquantized values.
 
 Two bounds for each case. Against the cache's own numbers, read back in float32, what the kernel adds: numbers and
 weights rounded to half precision. Against the exact numbers, what the kind of cache adds, as a share of the output's

@@ -1,4 +1,4 @@
-"""Attention on the GPU, held against the plain torch operation on the same half-precision queries, keys and values.
+"""Attention on the GPU against the plain torch operation on the same half-precision queries, keys and values.
 
 Tolerance: the output is a mean of values of size 1, weighted with numbers rounded to half precision (2^-11 each, so at
 most 4.9e-4 of the mean magnitude), and is itself rounded to half precision (2^-11). Sums are float32.
@@ -16,8 +16,8 @@ from runtime.backends.operations import attention as reference
 from runtime.backends.triton.kernels.attention import kernel as kernels
 from runtime.backends.triton.kernels.attention.configs import (
     KEPT_ROWS,
-    LEAST_BLOCKS,
     MAX_SPLITS,
+    MIN_BLOCKS,
     SPLIT_ROWS,
     Room,
     launch_config,
@@ -214,14 +214,14 @@ def test_a_decoded_token_fills_the_device_and_no_more(group: int, kv_heads: int,
     splits = launch_config(1, group, kv_heads, 128, 8192, room=room).splits
     waves = -(-splits * kv_heads // programs)
     assert waves <= 8
-    assert splits == 8192 // 64 // LEAST_BLOCKS or splits * kv_heads >= 0.75 * waves * programs
+    assert splits == 8192 // 64 // MIN_BLOCKS or splits * kv_heads >= 0.75 * waves * programs
 
 
 def test_a_short_context_leaves_most_programs_nothing(device: str, half_pages: Any) -> None:
     """As many splits are used as there are pairs of blocks; the others write nothing that the merge would read."""
     case, workspace = _Case([(0, 149)], 2, 1, 64, 4096), Workspace(device)
     splits = launch_config(1, 2, 1, 64, 4096).splits
-    assert splits == 4096 // 64 // LEAST_BLOCKS
+    assert splits == 4096 // 64 // MIN_BLOCKS
     workspace.scratch(splits * 2 * 66, torch.float32).fill_(torch.nan)
     case.run(device, half_pages, workspace)
     acc = workspace.scratch(splits * 2 * 66, torch.float32)[: 2 * splits * 64].view(2, splits, 64)

@@ -1,4 +1,4 @@
-"""The GPU's cache of every kind against the reference cache: what is stored, bit for bit, and attention over it.
+"""The GPU's cache of every kind against the reference cache: contents, bit for bit, and attention over it.
 
 Tolerance of attention: keys and values are read back in half precision and weights are rounded to it, 2^-11 each, where
 the reference has float32; a wrong scale, plane or mask is off by the size of a value, 1.

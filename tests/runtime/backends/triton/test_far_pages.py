@@ -1,4 +1,4 @@
-"""Pages that lie more than 2^31 numbers behind the first one: offsets in the cache have 64 bits.
+"""Pages more than 2^31 numbers after the first one: offsets in the cache have 64 bits.
 
 The pools are memory that is asked for and hardly touched, so that no machine has to have it: keys and values share one,
 the values one page further on.

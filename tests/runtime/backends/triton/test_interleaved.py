@@ -1,4 +1,4 @@
-"""Kernels whose programs wait for one another, under many schedules; and seeded defects, each of which is caught."""
+"""Kernels with barriers between programs, under many schedules; and seeded defects, each of which is caught."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from runtime.backends.operations.compensate import compensate_together, dequantize_residual
+from runtime.backends.operations.compensate import compensate_shared, dequantize_residual
 from runtime.backends.triton.kernels.residual_gemm import multiply, stage
 from runtime.backends.triton.residual import residual_to_device
 from runtime.backends.triton.staging import Shared, Staging
@@ -34,7 +34,7 @@ def test_some_channels_of_all_rows(packed_linear: Any, device: str, M: int, N: i
     base = torch.from_numpy(rng.standard_normal((M, N))).float()
     out = base.to(device, copy=True)
     multiply(x, None if k == K else chosen, staged, residual.scales, bits, out)
-    expected = compensate_together(base, x.cpu().float(), chosen.cpu().long(), dequantize_residual(linear.residual, N))
+    expected = compensate_shared(base, x.cpu().float(), chosen.cpu().long(), dequantize_residual(linear.residual, N))
     assert_close(out.cpu(), expected, SUMS)
 
 

@@ -1,4 +1,4 @@
-"""Residuals in memory that kernels can read, and what happens where there is not enough of it."""
+"""Residuals in page-locked memory, and behaviour when there is not enough of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sums of 32 neighbouring activations, as a kernel of their own and as others leave them."""
+"""Sums of 32 adjacent activations, by a separate kernel and as written by others."""
 
 from __future__ import annotations
 

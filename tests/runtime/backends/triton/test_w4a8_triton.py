@@ -106,7 +106,7 @@ def test_products_have_the_bits_of_the_integer_reference(
 ) -> None:
     packed, x = packed_matrix(N, K, group_size, bias=bias), activations(M, K)
     codes, scales = per_token.quantize(x)
-    expected = reference.gemm_w4a8(codes, scales, reference.whole(packed), packed)
+    expected = reference.gemm_w4a8(codes, scales, reference.integer_weights(packed), packed)
     assert torch.equal(multiplied(packed, tokens_of(x, group_size, device), device), expected)
 
 
@@ -116,7 +116,7 @@ def test_the_largest_sums_are_exact(group_size: int, device: str) -> None:
     codes = torch.full((2, 1024), 127, dtype=torch.int8)
     codes[1] = -127
     scales = torch.tensor([[1.0], [0.5]])
-    expected = reference.gemm_w4a8(codes, scales, reference.whole(packed), packed)
+    expected = reference.gemm_w4a8(codes, scales, reference.integer_weights(packed), packed)
     assert torch.equal(multiplied(packed, placed(codes, scales, group_size, device), device), expected)
 
 
@@ -226,7 +226,7 @@ def test_a_large_product_has_the_bits_of_the_integer_reference(
 ) -> None:
     packed, x = packed_matrix(N, K, group_size), activations(M, K)
     codes, scales = per_token.quantize(x)
-    expected = reference.gemm_w4a8(codes, scales, reference.whole(packed), packed)
+    expected = reference.gemm_w4a8(codes, scales, reference.integer_weights(packed), packed)
     assert torch.equal(multiplied(packed, tokens_of(x, group_size, cuda), cuda), expected)
 
 

@@ -1,4 +1,4 @@
-"""Which slot a prompt goes on from, what is dropped for it, and that nothing else happens to the others."""
+"""Reuse of slots: the slot a prompt continues from, evictions, and isolation of other slots."""
 
 from __future__ import annotations
 
@@ -221,9 +221,9 @@ def test_a_lent_slot_costs_no_conversation_while_another_is_free(chats: Chats) -
 
 def test_where_all_slots_are_taken_the_one_unused_for_longest_gives_way(chats: Chats) -> None:
     slots = [chats.say([10 * i, 1, 2])[0] for i in range(1, 4)]
-    for lent, gone in ((slots[1], 10), (slots[1], None), (slots[0], None)):
-        chats.known.vacate(lent, 8)
-        assert chats.known.tokens(lent) == []
+    for borrow, gone in ((slots[1], 10), (slots[1], None), (slots[0], None)):
+        chats.known.vacate(borrow, 8)
+        assert chats.known.tokens(borrow) == []
         assert [gone, 1, 2] not in chats.held()
     assert chats.held() == [[20, 1, 2], [30, 1, 2]]
     chats.say([40, 1, 2])

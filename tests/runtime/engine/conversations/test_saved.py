@@ -1,4 +1,4 @@
-"""Caches as files: they come back bit for bit, or are refused with a reason; nothing half-written ever stays."""
+"""Saved caches: bit-exact round trips, refusals with a reason, and no partial files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Many requests at once: each gets what it would get alone, nobody waits for ever, and no page is lost."""
+"""Many requests at once: each gets what it would get alone, none starves, and no page is lost."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ LENGTHS = (5, 17, 70, 90, 141, 200, 33)
 def test_answers_are_those_of_requests_served_alone(
     tiny_model: Factory, spec: ModelSpec, tokenizer: Tokenizer, backend: type, gamma: int | None, prompt_k_chunk: int
 ) -> None:
-    """On the CPU bit for bit, log-probabilities too: chunks, company and a longer neighbour change nothing."""
+    """On the CPU bit for bit, log-probabilities too: chunks, concurrent and a longer neighbour change nothing."""
     model = tiny_model(spec)
     sampling = [
         GREEDY,

@@ -1,4 +1,4 @@
-"""Rounds give tokens distributed as the target's own, by rejection sampling; a broken one is noticed."""
+"""Rounds give tokens distributed as the target's own, by rejection sampling; a broken one is detected."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from runtime.engine.speculation import acceptance
 from runtime.engine.speculation.acceptance import Proposal, accept, beyond
 from runtime.engine.speculation.copying import StepTimes
 from runtime.engine.speculation.gamma import FixedGamma
-from runtime.engine.speculation.rounds import Place, Rounds
+from runtime.engine.speculation.rounds import DecodeContext, Rounds
 from runtime.text.sampling import Distribution, Sampler, SamplingOptions
 
 V = 12
@@ -57,15 +57,15 @@ def draw_pairs(
     certain = np.where(np.arange(V) == FIRST, 100, 0).astype(np.float32)
     for _ in range(SAMPLES):
         sampler._seen, sampler._known = sampler._seen[:0], set()
-        place = Place(decoder=decoder, conversations=Conversations(None, slots=1, context=16), slot=0)
-        place.conversations.tokens(0).extend(prompt)
+        context = DecodeContext(decoder=decoder, conversations=Conversations(None, slots=1, context=16), slot=0)
+        context.conversations.tokens(0).extend(prompt)
         tokens: list[int] = []
 
         def take(token: int, _own: object, tokens: list[int] = tokens) -> bool:
             tokens.append(token)
             return len(tokens) < 3
 
-        rounds = Rounds(place, sampler, FixedGamma(0 if copied else 2), ends=(), times=CHEAP if copied else None)
+        rounds = Rounds(context, sampler, FixedGamma(0 if copied else 2), ends=(), times=CHEAP if copied else None)
         run_alone(decoder, rounds.decode(certain, take, lambda: 3))
         assert tokens[0] == FIRST
         assert rounds.counts.plain <= bool(copied)  # a copied draft may have said the first token alone

@@ -1,4 +1,4 @@
-"""When drafts are copied, and how many tokens: by what stayed, and by what steps take."""
+"""Copied drafts: when to draft and how many tokens, by acceptance and step durations."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_with_others_beside_a_draft_must_pay_for_all() -> None:
     text = list(range(100))
     copies = Copies(text, times_of(four=1.4, eight=2.4, sixteen=4.4), ())
     drafted(copies, text[:70])
-    assert [len(copies.draft(most, company)) for company, most in ((1, 15), (2, 7), (4, 3))] == [15, 6, 0]
+    assert [len(copies.draft(most, concurrent)) for concurrent, most in ((1, 15), (2, 7), (4, 3))] == [15, 6, 0]
 
 
 def test_nothing_is_copied_behind_an_end_or_beyond_what_is_wanted() -> None:

@@ -17,7 +17,7 @@ from runtime.engine.rows import run_alone
 from runtime.engine.speculation import rounds as rounds_module
 from runtime.engine.speculation.copying import StepTimes
 from runtime.engine.speculation.gamma import FixedGamma
-from runtime.engine.speculation.rounds import Place, Rounds
+from runtime.engine.speculation.rounds import DecodeContext, Rounds
 from runtime.errors import Cancelled
 from runtime.kv.kinds import KVKind
 from runtime.text.sampling import Draw, Drawn, Sampler, SamplingOptions, log_probabilities
@@ -80,8 +80,8 @@ class Bench:
         times: StepTimes | None = None,
     ) -> tuple[list[int], list[np.ndarray[Any, Any]], Rounds]:
         """`count` tokens, the logits that they were drawn from, and what counted them. The clock stands still."""
-        place = Place(decoder=self.decoder, conversations=self.conversations, slot=0, clock=lambda: 0.0)
-        rounds = Rounds(place, Sampler(self.sampling, self.prompt), FixedGamma(gamma), ends=ends, times=times)
+        context = DecodeContext(decoder=self.decoder, conversations=self.conversations, slot=0, clock=lambda: 0.0)
+        rounds = Rounds(context, Sampler(self.sampling, self.prompt), FixedGamma(gamma), ends=ends, times=times)
         tokens: list[int] = []
         logits: list[np.ndarray[Any, Any]] = []
 
@@ -332,7 +332,7 @@ def test_a_decoder_that_draws_is_asked_for_tokens_alone(model: Any, temperature:
         bench = Bench(CpuDecoder, model, sampling, 30)
         bench.decoder = wrap(bench.decoder)
         rounds = Rounds(
-            Place(decoder=bench.decoder, conversations=bench.conversations, slot=0),
+            DecodeContext(decoder=bench.decoder, conversations=bench.conversations, slot=0),
             Sampler(sampling, bench.prompt), FixedGamma(0), ends=(),
         )  # fmt: skip
         given = taken(bench, rounds, 60)
@@ -347,7 +347,7 @@ def test_a_grammar_decides_on_the_host(model: Any) -> None:
     decoder = OnDevice(bench.decoder)
     sampler = Sampler(GREEDY, (), Odd())
     rounds = Rounds(
-        Place(decoder=decoder, conversations=bench.conversations, slot=0),
+        DecodeContext(decoder=decoder, conversations=bench.conversations, slot=0),
         sampler, FixedGamma(0), ends=(),
     )  # fmt: skip
     bench.decoder = decoder

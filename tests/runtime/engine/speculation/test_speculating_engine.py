@@ -1,4 +1,4 @@
-"""An engine that speculates gives what one that does not gives: texts, ends, log-probabilities, conversations."""
+"""An engine with speculation gives the results of one without: texts, ends, log-probabilities, conversations."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from runtime.engine.conversations.saved_folder import SavedCaches
 from runtime.engine.engine import Engine
 from runtime.engine.generation import Piece
 from runtime.engine.speculation import copying
-from runtime.engine.speculation.costs import LEAST_CONTEXT, measure_costs, start
+from runtime.engine.speculation.costs import MIN_CONTEXT, measure_costs, start
 from runtime.engine.speculation.gamma import FixedGamma
 from runtime.engine.speculation.measure import continued, measure_speculation
 from runtime.errors import RequestError
@@ -149,7 +149,7 @@ def test_another_budget_in_the_middle_of_a_chat() -> None:
         found, text = [], TEXT
         with opened(gamma=gamma) as engine:
             for k_chunk in (512, 0, 1024, 64):
-                with engine.lent(LEAST_CONTEXT) as decoder:
+                with engine.borrow(MIN_CONTEXT) as decoder:
                     decoder.set_k_chunk(k_chunk)
                 pieces = said(engine, text, greedy(max_tokens=40), "chat")
                 text += "".join(piece.text for piece in pieces)
@@ -180,7 +180,7 @@ def test_saved_caches_come_back(tmp_path: Path) -> None:
 
     text = TEXT * 35
     with opened(gamma=4, context=900) as engine:
-        engine.keep_in(saved(engine))
+        engine.save_to(saved(engine))
         pieces = said(engine, text, greedy(max_tokens=30), "chat")
         count = len(held(engine))
     assert list(tmp_path.rglob("*")), "long enough to be worth a file"
@@ -188,7 +188,7 @@ def test_saved_caches_come_back(tmp_path: Path) -> None:
     answers = []
     for gamma in (4, None):
         with opened(gamma=gamma, context=900) as engine:
-            engine.keep_in(saved(engine))
+            engine.save_to(saved(engine))
             answers.append(said(engine, longer + " and", greedy(max_tokens=30), "chat"))
             usage = answers[-1][-1].usage
             assert usage is not None
@@ -266,7 +266,7 @@ def test_a_cache_without_a_draft_copies_alone() -> None:
 
 
 def test_costs_and_a_measured_speedup() -> None:
-    with opened(context=400) as engine, engine.lent() as decoder:
+    with opened(context=400) as engine, engine.borrow() as decoder:
         costs = measure_costs(decoder)
         assert len(costs.verify) == 7
         assert costs.draft < costs.verify[-1]
@@ -279,7 +279,7 @@ def test_costs_and_a_measured_speedup() -> None:
 
 
 def test_a_context_too_short_for_timing_is_refused_in_words() -> None:
-    with opened(context=LEAST_CONTEXT - 1) as engine, pytest.raises(RequestError, match="longer context"):
+    with opened(context=MIN_CONTEXT - 1) as engine, pytest.raises(RequestError, match="longer context"):
         start(engine, Speculate())
 
 

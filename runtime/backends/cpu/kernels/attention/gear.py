@@ -74,9 +74,9 @@ class Outliers(NamedTuple):
     kept: int
     """Address of float32 [vectors, 2, half]."""
     indices: int
-    """Address of int16 [vectors, 2, half]: where they stand in their vectors."""
+    """Address of int16 [vectors, 2, half]: their positions in their vectors."""
     vectors: int
-    """How many."""
+    """Number of vectors."""
     half: int
     """Half of a vector's outliers."""
 

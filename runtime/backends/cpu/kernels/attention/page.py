@@ -4,12 +4,13 @@ Scores: a query is rounded to INT8 with a scale of its own. Where a key scale sp
 query first, page by page; where it spans a token it multiplies the score. Zeros are one product of the exact query with
 them. Output: the softmax weights times the values' scales are rounded to INT8 likewise, and zeros are one sum.
 
-With 8-bit codes, queries and weights have two planes, 128 * high + low, so that rounding them does not show beside the
-codes'. With fewer bits one plane does: queries are rounded to nearest and weights with a fixed dither, for thousands of
-weights just under half a step would otherwise vanish together. What rounding takes from the mean of the codes is given
-back exactly (`centre`), so only the codes' deviations from their middle are multiplied by rounding errors.
+With 8-bit codes, queries and weights have two planes, 128 * high + low, so that their rounding errors stay below those
+of the codes. With fewer bits one plane suffices: queries are rounded to nearest, and weights with a fixed dither,
+because thousands of weights just under half a step would otherwise vanish together. The error that rounding causes
+through the mean of the codes is corrected exactly (`centre`), so rounding errors only multiply the codes' deviations
+from their middle.
 
-There are functions for each form of codes, `packed_2` and so on, each compiled without the others.
+Each form of codes has its own functions, `packed_2` and so on, compiled separately.
 """
 
 from __future__ import annotations
@@ -78,27 +79,27 @@ def _areas_of(planes: int, corrected: bool) -> Any:
 
 
 class Visit(NamedTuple):
-    """A page of a run."""
+    """A page visited by a run."""
 
     record: int
     """Address of what it keeps of the key-value head."""
     following: int
-    """Address of the record that comes next, which is fetched on the way; 0 = none."""
+    """Address of the next record, which is prefetched; 0 = none."""
     start: int
     """Position of its first token."""
     prepared: bool
-    """Whether a page of the same run came before with this scratch."""
+    """Whether an earlier page of the same run used this scratch."""
 
 
 class Form(NamedTuple):
-    """What one form of codes is attended to with."""
+    """Parameters of attention for one form of codes."""
 
     key_products: Any
     value_products: Any
     planes: int
-    """Of queries and weights: 1 or 2."""
+    """Planes of queries and weights: 1 or 2."""
     factor: float
-    """What the stored scales are multiplied by."""
+    """Factor of the stored scales."""
     shift: float
     """Scales that are added to the stored zeros."""
     centre: float
@@ -112,25 +113,25 @@ class Form(NamedTuple):
 
 
 class Attention(NamedTuple):
-    """The functions that attend to pages of a form."""
+    """Functions of attention to pages of a form."""
 
     begin: Any
-    """Makes the scratch ready for the pages of a run: (cache, queries, scratch)."""
+    """Prepares the scratch for the pages of a run: (cache, queries, scratch)."""
     attend: Any
-    """Adds a page's share to the partial results: (cache, visit, queries, sums, scratch), page after page."""
+    """Adds a page to the partial results: (cache, visit, queries, sums, scratch)."""
     settle: Any
-    """Adds what the pages have left in the scratch: (cache, queries, sums, scratch)."""
+    """Adds the remaining sums in the scratch: (cache, queries, sums, scratch)."""
 
 
 @numba.njit(nogil=True)
 def _ahead(visit: Visit) -> int:
-    """Bytes from a page to the next; 0 where there is none."""
+    """Bytes from a page to the next; 0 if there is none."""
     return visit.following - visit.record if visit.following != 0 else 0
 
 
 @numba.njit(nogil=True)
 def _valid(cache: Cache, visit: Visit, queries: Queries) -> int:
-    """Tokens of a page that any row sees."""
+    """Tokens of a page visible to any row."""
     return min(cache.tokens, queries.position - visit.start + queries.rows)
 
 
@@ -174,7 +175,7 @@ def _scores_of(form: Form) -> Any:
 
 @numba.njit(nogil=True)
 def _nothing_seen(scores: int, weighed: int, tokens: int, noted: int) -> None:
-    """Weights of a query that sees none of a page's tokens."""
+    """Zero weights of a query that sees none of a page's tokens."""
     for t in range(0, 4 * tokens, 64):
         store_floats(scores + t, zero_floats())
         store_floats(weighed + t, zero_floats())
@@ -183,7 +184,7 @@ def _nothing_seen(scores: int, weighed: int, tokens: int, noted: int) -> None:
 
 @numba.njit(nogil=True)
 def _fetch_share(cache: Cache, following: int, n: int, count: int) -> None:
-    """Fetch the n-th of `count` shares of what the next page holds besides codes."""
+    """Prefetch the n-th of `count` shares of the next page's non-code data."""
     rest = cache.keys.scales
     lines = (cache.record - rest) // 64 + 1
     for line in range(lines * n // count, lines * (n + 1) // count):
@@ -249,7 +250,7 @@ def _sums_of(form: Form) -> Any:
 
 
 def _begin(form: Form) -> Any:
-    """What comes before the first page."""
+    """The function run before the first page."""
     areas_of, corrected = _areas_of(form.planes, form.corrected), form.corrected
 
     @numba.njit(nogil=True)
@@ -263,7 +264,7 @@ def _begin(form: Form) -> Any:
 
 
 def _settle(form: Form) -> Any:
-    """What comes after the last page."""
+    """The function run after the last page."""
     areas_of, corrected = _areas_of(form.planes, form.corrected), form.corrected
 
     @numba.njit(nogil=True)
@@ -320,7 +321,7 @@ packed_2 = _attention(Form(*products_2, 1, 1.0, 0.0, 1.5, 64, 16, corrected=Fals
 packed_4 = _attention(Form(*products_4, 1, 1.0, 0.0, 7.5, 64, 8, corrected=False))
 packed_8 = _attention(Form(*products_8, 2, 1.0, 0.0, 127.5, 128, 8, corrected=False))
 packed_planes = _attention(Form(*products_planes, 2, 1 / 16, -0.5, 127.5, 64, 8, corrected=False))
-"""Of two planes of 4 bits, both; a draft reads the upper alone as `packed_4` does."""
+"""Attention with both of two planes of 4 bits; a draft reads the upper alone, with `packed_4`."""
 corrected_2 = _attention(Form(*products_2, 1, 1.0, 0.0, 1.5, 64, 16, corrected=True))
 """With GEAR's corrections."""
 corrected_4 = _attention(Form(*products_4, 1, 1.0, 0.0, 7.5, 64, 8, corrected=True))

@@ -68,14 +68,14 @@ class Rows(NamedTuple):
     step: int
     """Bytes from row to row."""
     count: int
-    """How many."""
+    """Number of rows."""
 
 
 class Codes(NamedTuple):
     """Codes of a page: addresses and bytes."""
 
     at: int
-    """Of the first 32 results."""
+    """Address of the codes of the first 32 results."""
     lower: int
     """Offset of the lower plane, where there are two."""
     stride: int
@@ -87,7 +87,7 @@ class Codes(NamedTuple):
 
 
 class Out(NamedTuple):
-    """Where products go, float32."""
+    """Destination of products, float32."""
 
     at: int
     """Address of the first row's."""
@@ -101,7 +101,7 @@ class _Field(NamedTuple):
     output: int
     """0 for the first 16 results, 1 for the others."""
     place: int
-    """Where the row's four bytes stand in those of the step."""
+    """Position of the row's four bytes within those of the step."""
     codes: Any
     """LLVM value, 64 bytes."""
 
@@ -126,12 +126,12 @@ def _two_vectors(b: Builder, address: Any) -> tuple[Any, Any]:
 
 
 def _key_fields(first: tuple[Any, Any], second: tuple[Any, Any]) -> list[_Field]:
-    """Of two tiles: four channels, then the next four."""
+    """Fields of two tiles: four channels, then the next four."""
     return [_Field(tile, 4 * i, pair[i]) for i in range(2) for tile, pair in enumerate((first, second))]
 
 
 def _value_fields(first: tuple[Any, Any], second: tuple[Any, Any]) -> list[_Field]:
-    """Of four tokens, and the next four: 16 channels, then the other 16."""
+    """Fields of four tokens, and the next four: 16 channels, then the other 16."""
     return [_Field(i, 4 * quad, pair[i]) for quad, pair in enumerate((first, second)) for i in range(2)]
 
 
@@ -169,7 +169,7 @@ def _values_planes(b: Builder, address: Any, lower: Any, _stride: Any) -> tuple[
 
 
 def _pairs_2(b: Builder, address: Any, _lower: Any, stride: Any) -> tuple[list[_Field], list[Any]]:
-    """Of keys and values alike: four fields of the first output's vector and four of the second's."""
+    """Fields of keys or values: four of the first output's vector and four of the second's."""
     lines = [address, b.add(address, stride)]
     vectors = [load(b, BYTES, line, 64) for line in lines]
     return [

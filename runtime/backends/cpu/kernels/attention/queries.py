@@ -1,7 +1,7 @@
 """Queries as INT8, and scores from their integer products with a page's keys.
 
-What is noted of a query beside its codes is a block of `NOTED` bytes: floats as by the numbers below, then sums of
-sixteen lanes each, which are only added up at the end.
+Beside its codes, each query has a block of `NOTED` bytes: floats at the indices below, then sums of sixteen lanes each,
+which are only reduced at the end.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def step_of(top: float, planes: int) -> Any:
 
 @numba.njit(nogil=True)
 def copy_queries(queries: Queries, padded: int, out: int, noted: int) -> None:
-    """Copy the query heads of a run to float32 [rows * heads, padded], zero-padded, with nothing noted of them."""
+    """Copy the query heads of a run to float32 [rows * heads, padded], zero-padded, with cleared blocks."""
     dim, heads = queries.dim, queries.heads
     for n in range(queries.rows * heads):
         source, to = queries.at + n // heads * queries.stride + 4 * dim * (n % heads), out + 4 * padded * n
@@ -77,7 +77,7 @@ def copy_queries(queries: Queries, padded: int, out: int, noted: int) -> None:
 
 @numba.njit(nogil=True)
 def widen(halves: int, count: int, valid: int, factor: float, out: int) -> None:
-    """Halves as floats, times a factor; 0 behind the first `valid`."""
+    """Convert halves to floats, times a factor; 0 after the first `valid`."""
     for t in range(0, count, 16):
         store_floats(out + 4 * t, mul(load_halves(halves + 2 * t), fill(numba.float32(factor))))
     for t in range(valid, count):
@@ -86,7 +86,7 @@ def widen(halves: int, count: int, valid: int, factor: float, out: int) -> None:
 
 @numba.njit(nogil=True)
 def widen_shifted(halves: int, scales: int, count: int, valid: int, shift: float, out: int) -> None:
-    """Zeros as floats, plus the scales times a number; 0 behind the first `valid`."""
+    """Convert zeros to floats, plus the scales times a number; 0 after the first `valid`."""
     for t in range(0, count, 16):
         scale = load_halves(scales + 2 * t)
         store_floats(out + 4 * t, fma(scale, fill(numba.float32(shift)), load_halves(halves + 2 * t)))
@@ -165,7 +165,7 @@ def finish_scores(scores: int, step: int, planes: int, tokens: int, noted: int, 
 
 @numba.njit(nogil=True)
 def mask_scores(scores: int, tokens: int, first: int, end: int, noted: int) -> None:
-    """Make the scores of tokens outside first .. end - 1 very small, and note the largest of the others."""
+    """Mask the scores of tokens outside first .. end - 1, and record the largest of the others."""
     largest = fill(numba.float32(LOWEST))
     for tile in range(0, tokens, 16):
         value = load_floats(scores + 4 * tile)

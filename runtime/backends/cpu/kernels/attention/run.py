@@ -1,7 +1,7 @@
-"""A run of attention: query heads of a few rows of one sequence that share a key-value head, and what they have seen.
+"""A run of attention: query heads of a few rows of one sequence that share a key-value head, and their partial results.
 
-What a query has seen of the context is kept unnormalized, as its *partial result*: float32 [D padded to 16], then the
-largest score and the sum of the weights, in units of e^(score - largest).
+A *partial result* is unnormalized attention over part of the context: float32 [D padded to 16], then the largest score
+and the sum of the weights, in units of e^(score - largest).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numba
 from runtime.backends.cpu.machine.vector import set_float, store_floats, zero_floats
 
 LOWEST = -1e30
-"""The largest score of a query that has seen nothing."""
+"""Initial largest score of a query that has seen nothing."""
 
 
 class Queries(NamedTuple):
@@ -32,7 +32,7 @@ class Queries(NamedTuple):
     position: int
     """Position of the first row."""
     window: int
-    """Tokens that a query sees, itself included; 0 = all."""
+    """Visible tokens, including the query's own; 0 = all."""
 
 
 class Sums(NamedTuple):
@@ -60,14 +60,14 @@ def part_bytes(dim: int) -> int:
 
 @numba.njit(nogil=True)
 def seen_by(queries: Queries, row: int, start: int, count: int) -> tuple[int, int]:
-    """Which of the `count` tokens from position `start` on a row sees: from the first up to the second."""
+    """The range of the `count` tokens from position `start` on that a row sees: first, end."""
     behind = queries.position - start + row + 1
     return (0 if queries.window == 0 else max(0, behind - queries.window)), min(behind, count)
 
 
 @numba.njit(nogil=True)
 def clear_sums(queries: Queries, sums: Sums) -> None:
-    """Begin the partial results of a run: nothing seen yet."""
+    """Clear the partial results of a run."""
     padded = padded_channels(queries.dim)
     for row in range(queries.rows):
         for head in range(queries.heads):

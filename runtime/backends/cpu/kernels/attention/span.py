@@ -1,10 +1,10 @@
-"""Attention over cached keys and values in half precision, each read once for all query heads that share them.
+"""Attention over keys and values in half precision, each read once for all query heads that share them.
 
-Keys of 16 tokens stand together channel by channel ([T / 16, D, 16]), so 16 scores are one vector and nothing is summed
-across lanes; values stand token by token ([T, D padded to 16]). Quantized pages are
-`runtime.backends.cpu.kernels.attention.page`'s business. One work item is a run of query rows of a sequence, one
-key-value head and one split of the context; its softmax is kept unnormalized with its maximum, and `merge_splits` joins
-the splits (flash-decoding).
+Keys of 16 tokens are stored together, channel by channel ([T / 16, D, 16]), so 16 scores are one vector and nothing is
+summed across lanes; values are stored token by token ([T, D padded to 16]). For quantized pages see
+`runtime.backends.cpu.kernels.attention.page`. One work item is a run of query rows of a sequence, one key-value head
+and one split of the context; its softmax is kept unnormalized with its maximum, and `merge_splits` joins the splits
+(flash-decoding).
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ from runtime.backends.cpu.machine.vector import (
 
 _TILE = 16
 _CHAINS = 4
-"""Sums of a head's weighted values that do not wait for each other."""
+"""Independent sums per head of the weighted values."""
 
 
 class Span(NamedTuple):
@@ -218,7 +218,7 @@ def _softmax_span(scores: int, first: int, end: int, sums: int, padded: int) -> 
 
 @numba.njit(nogil=True)
 def attend_span(queries: Queries, span: Span, sums: Sums, scores: int) -> None:
-    """Add what a run gets from a span. `scores` is the address of scratch, `span_scratch` bytes."""
+    """Add a span to the partial results of a run. `scores` is the address of scratch, `span_scratch` bytes."""
     dim, heads = queries.dim, queries.heads
     padded = padded_channels(dim)
     for row in range(queries.rows):

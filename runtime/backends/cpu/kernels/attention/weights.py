@@ -8,7 +8,7 @@ from typing import Any
 import numba
 
 from runtime.backends.cpu.kernels.attention.queries import BESIDES, CHANGE, LARGEST, STEP, TOTAL, Factors, step_of
-from runtime.backends.cpu.machine.codes import exp2, larger, largest_lane, store_bytes, whole
+from runtime.backends.cpu.machine.codes import exp2, larger, largest_lane, store_bytes, truncated
 from runtime.backends.cpu.machine.vector import (
     add,
     fill,
@@ -28,7 +28,7 @@ _LOG2E = math.log2(math.e)
 
 @numba.njit(nogil=True)
 def raise_maximum(noted: int, sums: int, padded: int) -> Any:
-    """Bring a query's running maximum up to date, and what has been summed up under the one before. Returns it."""
+    """Update a query's running maximum, and rescale its earlier sums. Returns the maximum."""
     state = sums + 4 * padded
     before, top = get_float(state), get_float(noted + LARGEST)
     if top <= before:
@@ -48,7 +48,7 @@ def raise_maximum(noted: int, sums: int, padded: int) -> Any:
 def exponentials(
     scores: int, tokens: int, top: float, keep: bool, values: Factors, weighed: int, noted: int, besides: int
 ) -> None:
-    """Turn one query's scores into weights, e^(score - top), and those into what multiplies the values' codes.
+    """Turn one query's scores into weights, e^(score - top), and these into factors of the values' codes.
 
     Args:
         scores: Address of float32 [tokens]; overwritten by the weights if they are to be kept.
@@ -78,7 +78,7 @@ def exponentials(
 
 @numba.njit(nogil=True)
 def weigh_again(weights: int, tokens: int, values: Factors, weighed: int, noted: int, besides: int) -> None:
-    """Multiply weights that were kept by the scales of another group of channels; arguments as of `exponentials`."""
+    """Multiply stored weights by the scales of another group of channels; arguments as in `exponentials`."""
     both, largest = load_floats(besides), zero_floats()
     for tile in range(0, 4 * tokens, 64):
         weight = load_floats(weights + tile)
@@ -112,7 +112,7 @@ def quantize_weights(
         weight = load_floats(weighed + 4 * tile)
         total = add(total, weight)
         if planes == 1:
-            code = whole(fma(weight, factor, load_floats(dither + 4 * tile)))
+            code = truncated(fma(weight, factor, load_floats(dither + 4 * tile)))
             store_bytes(codes + tile, code)
         else:
             code = rounded(mul(weight, factor))
@@ -145,7 +145,7 @@ def add_to_all(sums: int, channels: int, value: float) -> None:
 
 @numba.njit(nogil=True)
 def settle(noted: int, sums: int, channels: int) -> None:
-    """Add up what is noted of a query: the sum of its weights, and what all its channels get."""
+    """Reduce a query's block: the sum of its weights, and the amount added to all its channels."""
     state = sums + 4 * channels
     set_float(state + 4, numba.float32(get_float(state + 4) + sum_lanes(load_floats(noted + TOTAL))))
     add_to_all(sums, channels, sum_lanes(load_floats(noted + BESIDES)))

@@ -1,7 +1,7 @@
-"""GEAR's corrections of a quantized page: outliers kept aside, and a low-rank matrix nearest to what is left.
+"""GEAR's corrections of a quantized page: separately stored outliers, and a low-rank approximation of the remainder.
 
-Layouts are those of `runtime.backends.cpu.kernels.cache.page`. The measure is `runtime.kv.oracle.correction`: the same
-outliers, the same start and number of iterations; sums are added up in another order.
+Layouts are those of `runtime.backends.cpu.kernels.cache.page`. The oracle is `runtime.kv.oracle.correction`: with the
+same outliers, start and number of iterations, but another order of summation.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def choose_outliers(x: int, count: int, step: int, each: int, low: int, high: in
 
 @numba.njit(nogil=True)
 def subtract(x: int, low: int, high: int, count: int, step: int, read: int) -> None:
-    """Turn what codes read back as, sixteen vectors, into what they lost: x - read, 0 for outliers."""
+    """Replace dequantized values, sixteen vectors, by the quantization error: x - read, 0 for outliers."""
     for i in range(count):
         for lane in range(0, 64, 4):
             at = read + step * i + lane
@@ -219,7 +219,7 @@ class LowRank(NamedTuple):
     shares: int
     """Address of scratch, float32 [r]."""
     alike: int
-    """How much more an error counts that all channels have alike."""
+    """Extra weight of an error that all channels share."""
 
 
 @numba.njit(nogil=True)
@@ -237,7 +237,7 @@ def _weigh(b: int, dim: int, padded: int, rank: int, alike: int) -> None:
 
 @numba.njit(nogil=True)
 def low_rank(by_token: int, by_channel: int, start: int, to: LowRank) -> None:
-    """The factors of the nearest matrix of a rank, nearly.
+    """Factors of the nearest low-rank matrix, approximately.
 
     Args:
         by_token: Address of the matrix float32 [T, D padded].
@@ -260,7 +260,7 @@ def low_rank(by_token: int, by_channel: int, start: int, to: LowRank) -> None:
 
 @numba.njit(nogil=True)
 def store_rounded(x: int, count: int, halves: int) -> None:
-    """Store float32 numbers, a multiple of 16, in half precision, and round them where they stand too."""
+    """Round float32 numbers, a multiple of 16, to half precision: store them, and update them in place."""
     for i in range(0, count, 16):
         store_halves(halves + 2 * i, load_floats(x + 4 * i))
         store_floats(x + 4 * i, load_halves(halves + 2 * i))

@@ -1,12 +1,12 @@
-"""Quantizing a whole page of one key-value head, and reading it back, for kinds with a window.
+"""Quantization and dequantization of a whole page of one key-value head, for kinds with a window.
 
 Vectors (what a scale spans) stand side by side in the lanes: number i of vector r is at [i, r] of float32 [n, R]. So
 keys whose scales span tokens stand token by token (R = D padded to 32); values, and keys whose scales span channels,
-stand channel by channel (R = tokens). Codes are bytes [n, R] first
-and are then joined into the vectors that attention multiplies (`runtime.backends.cpu.kernels.attention.products`).
+stand channel by channel (R = tokens). Codes are bytes [n, R] first and are then joined into the vectors that attention
+multiplies (`runtime.backends.cpu.kernels.attention.products`).
 
-The measure is `runtime.kv.oracle.page`: scales, zeros and codes are the same bit for bit, but for zeros that are means:
-their sums are added up in another order.
+The oracle is `runtime.kv.oracle.page`: scales, zeros and codes are identical bit for bit, except zeros that are means,
+whose sums are added in another order.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Vectors(NamedTuple):
     """The vectors of a page's keys, or values."""
 
     number: int
-    """How many."""
+    """Number of vectors."""
     count: int
     """n, numbers of each."""
     lanes: int
@@ -68,13 +68,13 @@ class Vectors(NamedTuple):
     group: int
     """Numbers that share a scale."""
     bits: int
-    """Of a plane's code: 2 or 4."""
+    """Bits of a plane's code: 2 or 4."""
     exact_mean: bool
     """Whether a group's zero is fitted once its codes are known."""
 
 
 class Coded(NamedTuple):
-    """What sixteen vectors become: addresses."""
+    """Quantized form of sixteen vectors: addresses."""
 
     scales: int
     """float16 [groups, R]."""
@@ -87,12 +87,12 @@ class Coded(NamedTuple):
 
 
 class Extremes(NamedTuple):
-    """Where the least and the largest number of sixteen vectors are sought."""
+    """Inputs for the minima and maxima of sixteen vectors."""
 
     low: int
     """Address of the numbers, or of a copy without outliers, for the least."""
     high: int
-    """Likewise for the largest."""
+    """The same for the largest."""
     step: int
     """Bytes from number to number."""
 

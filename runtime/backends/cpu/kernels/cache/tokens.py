@@ -1,7 +1,7 @@
-"""Writing keys and values into the CPU's cache: half precision, or 8-bit codes with a scale and a zero for each token.
+"""Writes keys and values into the CPU's cache: half precision, or 8-bit codes with a scale and a zero per token.
 
-The layouts are `runtime.backends.cpu.data.pages`': in half precision, keys of 16 tokens stand together channel by
-channel and values token by token; codes stand in the vectors that attention multiplies.
+Layouts are those of `runtime.backends.cpu.data.pages`: in half precision, keys of 16 tokens are stored together channel
+by channel, and values token by token; codes are stored in the vectors that attention multiplies.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def store_half_value(x: int, dim: int, values: int, place: int) -> None:
 
 
 class _Scale(NamedTuple):
-    """How a vector of `dim` numbers is quantized."""
+    """Scale and zero of a vector of `dim` numbers."""
 
     dim: int
     scale: float

@@ -1,7 +1,7 @@
-"""Launch configurations of attention: tile and splits, chosen from shapes and the device, so that graphs replay.
+"""Launch configurations of attention: tiles and splits, chosen by shape and device, so that graphs can be replayed.
 
-What a kernel is compiled for depends on the step's rows in three classes alone, one row, up to `SPLIT_ROWS` and more:
-no length of a chat, no number of rows and no number of splits makes another one.
+A kernel's specialization depends on the step's rows only by class: one row, up to `SPLIT_ROWS`, and more. Other row
+counts, context lengths and numbers of splits reuse it.
 """
 
 from __future__ import annotations
@@ -14,77 +14,76 @@ from runtime.backends.triton import sizes
 from runtime.backends.triton.kernels.cache.pages import power_of_two
 
 SPLIT_ROWS = 8
-"""Steps of at most so many rows, decoded tokens and drafts to be verified, are split finely along the context."""
+"""Steps of up to this many rows, such as decoded tokens and drafts to verify, are split finely along the context."""
 FEW_TILE_ROWS = 64
-"""Rows of the matrix products of such a step at most: its rows stand together, so that keys are read once for them."""
-LEAST_BLOCKS = 2
-"""Blocks of the cache that a split has at least: fewer cost more to start and merge than they save. Kernels read it."""
+"""Most rows of such a step's matrix products: its rows share a product, so that keys are read once for them."""
+MIN_BLOCKS = 2
+"""Fewest blocks of the cache per split: smaller splits cost more to start and merge than they save. Read by kernels."""
 SPLIT_OVERHEAD = 1.0
-"""What a program costs beside its blocks, in blocks: its start, its queries, and its part of the merge."""
+"""Overhead of a program, in blocks: its start, its queries, and its part of the merge."""
 MAX_SPLITS = 64
-"""Most splits of one row."""
+"""Most splits of a row."""
 KEPT_ROWS = sizes.SPLIT_ROWS
-"""Rows of splits, query heads times rows times splits, that are kept until they are merged: 8.5 MB at 128 channels.
-Steps of more rows are launched in parts."""
+"""Most split rows (query heads times rows times splits) stored until they are merged: 8.5 MB at 128 channels. Steps
+with more rows are launched in parts."""
 SHARED_KIB = {16: 72, 8: 40, 4: 72, 2: 72}
-"""Shared memory of a program of one decoded token over 128 channels, by the bits of a number (docs/kernels.md): what
-decides how many of them a multiprocessor holds. Programs of several rows take a fifth more."""
+"""Shared memory of a program for one decoded token over 128 channels, by the bits of a number (docs/kernels.md): it
+limits the programs per multiprocessor. Programs of several rows take a fifth more."""
 DOT_ROWS = 16
-"""Fewest rows of a matrix product of the tensor cores."""
+"""Fewest rows of a tensor core product."""
 TILE_ROWS = 128
 """Rows of the matrix products in a step of many rows. At least as many rows as channels: the compiler then gives every
 warp rows of its own, and each holds only these of q."""
 BLOCKS_AHEAD = {16: 2, 8: 2, 4: 3, 2: 3}
-"""Blocks of the cache that a program of one decoded token keeps on their way to it, by the bits of a number: 24 to 64
-KiB. Fewer leave the memory of a large GPU idle while a block is worked on; more don't fit beside others in a small one.
-"""
+"""Blocks of the cache that a program of one decoded token prefetches, by the bits of a number: 24 to 64 KiB. Fewer
+leave the memory of a large GPU idle during computation; more do not fit beside other programs on a small GPU."""
 NARROW_TILE_ROWS = 64
 """The same up to 64 channels, where the whole tile spills registers, and over 8-bit codes of 128, where it leaves none
 for blocks on their way: half the rows with half the warps take an eighth fewer instructions a row, too."""
 WIDE_TILE_ROWS = 32
-"""The same where a head is wider than 128 channels: more rows would not fit in registers."""
+"""The same for heads wider than 128 channels: more rows would not fit in registers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchConfig:
-    """One way to launch attention."""
+    """A way to launch attention."""
 
     block_m: int
     """Rows of a matrix product: `rows` rows of the step times the query heads of one key-value head, padded."""
     rows: int
-    """Rows of the step that one program handles."""
+    """Rows of the step per program."""
     block_t: int
-    """Positions of the cache in one iteration."""
+    """Cached positions per iteration."""
     block_d: int
     """Head dimension, padded to a power of two."""
     splits: int
-    """Programs among which the positions that a tile of rows sees are divided at most: so many are launched, and those
-    that the positions of a step leave nothing for end at once."""
+    """Most programs among which the positions seen by a tile of rows are divided: this many are launched, and those
+    without positions end at once."""
     num_warps: int
     """Warps of a program."""
     num_stages: int
-    """Stages of the pipeline that fetches keys and values ahead."""
+    """Pipeline stages for prefetching keys and values."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
-    """What a device has for programs to run in."""
+    """Capacity of a device for programs."""
 
     multiprocessors: int = 128
-    """By default those of a large one, for where there is none: under the interpreter, and for compiling ahead."""
+    """The default is that of a large device, for the interpreter and for compiling ahead."""
     shared_kib: int = 100
-    """Shared memory of each."""
+    """Shared memory per multiprocessor."""
 
 
 class Reading(NamedTuple):
-    """What a program reads of a page."""
+    """Access of a program to a page."""
 
     bits: int = 16
-    """Bits of a number that are read."""
+    """Bits per number read."""
     planes: int = 1
-    """Planes that they are joined from."""
+    """Planes joined into a number."""
     corrected: bool = False
-    """Whether GEAR's corrections are added to them, for which registers must be left."""
+    """Whether GEAR's corrections are added, for which registers must be reserved."""
 
 
 @lru_cache(maxsize=1024)
@@ -98,19 +97,19 @@ def launch_config(
     *,
     room: Room = Room(),
 ) -> LaunchConfig:
-    """How to launch attention of a shape.
+    """The launch configuration for a shape.
 
     Args:
         M: Rows of the step.
         group: Query heads of a key-value head, H / H_kv.
         kv_heads: H_kv.
         dim: D.
-        seen: Most positions that a row can see: the capacity of the cache, or the window where that is smaller.
-        reading: What a program reads of a page.
+        seen: Most positions visible to a row: the capacity of the cache, or the window if smaller.
+        reading: How a program reads a page.
         room: The device. Only `splits` depends on it.
 
     Returns:
-        The choice; nothing in it depends on positions.
+        The configuration; it does not depend on positions.
     """
     bits, planes, corrected = reading
     block_d = max(16, power_of_two(dim))
@@ -145,20 +144,20 @@ def launch_config(
 
 
 def _splits(tiles: int, blocks: int, programs: int, most: int) -> int:
-    """Splits of each of so many tiles of rows that see so many blocks, where so many programs run at the same time.
+    """Splits per tile of rows, given the blocks that each tile sees and the number of concurrent programs.
 
-    All programs are as many waves over the device, and each takes as long as its blocks and what it costs beside them.
-    Of all numbers the one is taken whose waves end first; of equals the smallest.
+    The programs run in waves over the device, each as long as its blocks plus the overhead. The number of splits whose
+    waves end first is chosen; ties go to the smallest.
     """
 
     def cost(splits: int) -> float:
         return -(-tiles * splits // programs) * (-(-blocks // splits) + SPLIT_OVERHEAD)
 
-    return min(range(1, max(1, min(most, MAX_SPLITS, blocks // LEAST_BLOCKS)) + 1), key=cost)
+    return min(range(1, max(1, min(most, MAX_SPLITS, blocks // MIN_BLOCKS)) + 1), key=cost)
 
 
 def _stages(M: int, block_m: int, bits: int, planes: int, *, corrected: bool) -> int:
-    """Stages of the pipeline. A block is found by its page's number, so each on its way takes two stages."""
+    """Pipeline stages. A block is addressed through its page's number, so each prefetched block takes two stages."""
     if planes == 2 and block_m >= TILE_ROWS:  # with two, joining the planes spills up to 40 bytes on sm_86 to sm_120
         return 1
     verified = 1 < M <= SPLIT_ROWS and bits < 16 and not corrected

@@ -1,17 +1,17 @@
-"""Causal attention of grouped query heads over the paged cache on the GPU, for decode, verification and prefill alike.
+"""Causal grouped-query attention over the paged cache on the GPU, for decoding, verification and prefill.
 
-The query heads that read one key-value head, and neighbouring rows of a step, stand as rows of one matrix product, so
-every key is read once for all of them, in its packed form. The positions that they see are divided among many
-programs, which `_merge_kernel` puts together. How many programs are launched depends on the device and the cache's
-capacity; how many of them have something to do, and what each reads, on positions and tables, which lie on the device:
-a captured launch replays at any length, and at a short one most of its programs end at once. The sums run in an order
-that depends on shapes, positions and the device alone, so results repeat to the last bit.
+The query heads that share a key-value head, and adjacent rows of a step, are rows of one matrix product, so every key
+is read once for all of them, in packed form. The visible positions are divided among many programs, whose results
+`_merge_kernel` combines. The number of launched programs depends on the device and the cache's capacity. Which of them
+have work, and what each reads, depends on positions and tables on the device: so a captured launch can be replayed at
+any length, and at a short one most of its programs end at once. The order of summation depends only on shapes,
+positions and the device, so results are reproducible bit for bit.
 
-Blocks of tokens that all rows see whole are visited without a causal mask; what is behind them, the window of recent
-tokens where the kind has one, with it.
+Blocks that are fully visible to all rows are processed without a causal mask; later blocks, including the window of
+recent tokens if there is one, with a mask.
 
-Source: QuantSpec §4.3 (both planes, the window), QServe §5.3 (codes become halves by their bits), GEAR §4 (the
-low-rank path as (qB)A^T).
+Source: QuantSpec §4.3 (both planes, the window), QServe §5.3 (codes become halves by their bits), GEAR §4 (the low-rank
+path as (qB)A^T).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import triton.language as tl
 
 from runtime.backends.triton.kernels.attention.configs import (
     KEPT_ROWS,
-    LEAST_BLOCKS,
+    MIN_BLOCKS,
     LaunchConfig,
     Reading,
     Room,
@@ -48,14 +48,14 @@ if TYPE_CHECKING:
     from runtime.backends.triton.workspace import Workspace
 
 
-_LEAST_BLOCKS = tl.constexpr(LEAST_BLOCKS)
+_MIN_BLOCKS = tl.constexpr(MIN_BLOCKS)
 _MERGED = 16
-"""Splits that a merge holds at a time."""
+"""Splits that a merge loads at a time."""
 _MERGE_WARPS = 4
 
 
 class Tile(NamedTuple):
-    """What a program of `_attend_kernel` handles, as a constant."""
+    """Compile-time parameters of a program of `_attend_kernel`."""
 
     H: int
     """Query heads."""
@@ -67,7 +67,7 @@ class Tile(NamedTuple):
     BLOCK_T: int
     BLOCK_D: int
     SLIDING: int
-    """Whether there are positions before its own that a row doesn't see."""
+    """Whether a row's visible positions are limited by a window."""
 
 
 class Step(NamedTuple):
@@ -76,20 +76,20 @@ class Step(NamedTuple):
     q: Any
     """float16 [M, H, D]."""
     rows: Rows
-    """Where its rows belong."""
+    """Positions and slots of its rows."""
     partial: Any
-    """float32, what splits leave for `_merge_kernel`, see `_leave`."""
+    """float32, the results of splits for `_merge_kernel`, see `_leave`."""
     used: Any
-    """int32 [tiles], the splits of each tile of rows that have something to do."""
+    """int32 [tiles], the number of splits with work for each tile of rows."""
 
 
 class Share(NamedTuple):
-    """How the blocks that a tile of rows sees are divided."""
+    """Division of the visible blocks of a tile of rows."""
 
     span: Any
-    """Blocks of a split."""
+    """Blocks per split."""
     used: Any
-    """Splits that have any."""
+    """Number of nonempty splits."""
 
 
 class Heads(NamedTuple):
@@ -100,12 +100,12 @@ class Heads(NamedTuple):
     offset: Any
     """int32 [BLOCK_M], each counted from the first."""
     mask: Any
-    """[BLOCK_M], which there are."""
+    """[BLOCK_M], the mask of existing ones."""
 
 
 @triton.jit
 def _blocks(lowest, last, window, BLOCK_T: tl.constexpr):
-    """First block, and number of blocks, of what rows from position `lowest` to `last` of a slot see."""
+    """First block and number of blocks visible to rows from position `lowest` to `last` of a slot."""
     first = tl.maximum(lowest - window + 1, 0) // BLOCK_T
     return first, last // BLOCK_T + 1 - first
 
@@ -123,8 +123,8 @@ def _segment(rows, row, slot_m, window, tile: tl.constexpr):
 
 @triton.jit
 def _share(step, total, splits):
-    """How `total` blocks are divided among so many splits at most. Notes it down for the merge."""
-    span = tl.maximum(tl.cdiv(total, splits), _LEAST_BLOCKS)
+    """Division of `total` blocks among at most `splits` splits. Stores the number of splits for the merge."""
+    span = tl.maximum(tl.cdiv(total, splits), _MIN_BLOCKS)
     used = tl.cdiv(total, span)
     if (tl.program_id(1) == 0) & (tl.program_id(2) == 0):
         tl.store(step.used + tl.program_id(0), used)
@@ -142,7 +142,7 @@ def _heads(first_row, end_row, tile: tl.constexpr):
 
 @triton.jit
 def _leave(step, state, M, splits, heads, tile: tl.constexpr, D: tl.constexpr):
-    """Store what a program found for `_merge_kernel`.
+    """Store a program's results for `_merge_kernel`.
 
     partial: acc [M, H, splits, D], then peak and total [M, H, splits] each; a split that saw nothing has peak -inf and
     total 0, and leaves acc unwritten.
@@ -155,13 +155,13 @@ def _leave(step, state, M, splits, heads, tile: tl.constexpr, D: tl.constexpr):
     tl.store(peak_ptr + heads.offset * splits, state.peak, mask=heads.mask)
     tl.store(total_ptr + heads.offset * splits, state.total, mask=heads.mask)
     offs = heads.offset[:, None] * (splits * D) + offs_d[None, :]
-    seen_m = heads.mask & (state.total != 0)  # true for a NaN as well
+    seen_m = heads.mask & (state.total != 0)  # also true for NaN
     tl.store(step.partial + first_split * D + offs, state.acc, mask=seen_m[:, None] & (offs_d < D)[None, :])
 
 
 @triton.jit
 def _begin(step, layer, heads, kv_head, tile: tl.constexpr, layout: tl.constexpr):
-    """The queries of a program, the sums of each, and its head's cache."""
+    """The queries of a program, their sums, and the cache of their head."""
     D: tl.constexpr = layout.k.D
     offs_d = tl.arange(0, tile.BLOCK_D)
     offs_q = heads.offset[:, None] * D + offs_d[None, :]
@@ -174,7 +174,7 @@ def _begin(step, layer, heads, kv_head, tile: tl.constexpr, layout: tl.constexpr
 
 @triton.jit
 def _nothing(tile: tl.constexpr):
-    """The running softmax of rows that have seen nothing."""
+    """The initial state of the running softmax."""
     BLOCK_M: tl.constexpr = tile.BLOCK_M
     BLOCK_D: tl.constexpr = tile.BLOCK_D
     return Softmax(
@@ -264,7 +264,7 @@ def _merge_kernel(
         offs_s = start + tl.arange(0, BLOCK_S)
         peak = tl.load(peak_ptr + offs_s, mask=offs_s < used, other=float("-inf"))
         total = tl.load(total_ptr + offs_s, mask=offs_s < used, other=0.0)
-        seen = total != 0  # true for a NaN as well, which so reaches the output
+        seen = total != 0  # also true for NaN, which thus reaches the output
         at = partial_ptr + (head * splits + offs_s[:, None]) * D + offs_d[None, :]
         part = tl.load(at, mask=seen[:, None] & mask_d[None, :], other=0.0)
         highest = tl.maximum(top, tl.max(peak, axis=0))
@@ -293,18 +293,17 @@ def attend(
 ) -> torch.Tensor | None:
     """softmax(q k^T / sqrt(D)) v over the cached positions p - window < t <= p of the slot of every row at position p.
 
-    Query head h reads key-value head h // (H / H_kv). Nothing but the shapes, the window and the device decides what
-    is launched.
+    Query head h reads key-value head h // (H / H_kv). The launch only depends on the shapes, the window and the device.
 
     Args:
         q: float16 [M, H * D], rotated, not scaled.
         pages: Cache of one layer, with the keys and values of this step already in it.
-        rows: Positions in [0, context). Rows of one slot stand together, in ascending positions.
-        window: Tokens that a query sees, itself included, >= 1; None = all before it.
+        rows: Positions in [0, context). Rows of one slot are adjacent, in ascending positions.
+        window: Visible tokens, including the query's own, >= 1; None = all before it.
         x: float16 [M, H * D]; overwritten.
-        workspace: Its scratch holds the splits until they are merged.
+        workspace: Its scratch stores the splits until they are merged.
         context: Most tokens of a slot.
-        draft: Whether to read the upper plane alone, where the kind has two.
+        draft: Whether to read only the upper plane, if there are two.
 
     Returns:
         float32 [M, H * D / 32], the sums of the pieces of x (`runtime.backends.triton.kernels.sums`), in the workspace
@@ -317,7 +316,7 @@ def attend(
     seen = context if window is None else min(window, context)
     sums = workspace.sums(M, H * D // PIECE) if M <= ROWS and D % PIECE == 0 else None
     scale = D**-0.5 * math.log2(math.e)
-    together = max(1, KEPT_ROWS // H)  # more rows would leave more splits than there is memory for
+    together = max(1, KEPT_ROWS // H)  # more rows would need more memory for splits than there is
     for start in range(0, M, together):
         some = min(together, M - start)
         config = _config(kind, some, H, H_kv, D, seen, draft=draft, room=_room(q.device))
@@ -339,7 +338,7 @@ def attend(
 
 @cache
 def _room(device: torch.device) -> Room:
-    """What the device has for programs to run in; that of a large one under the interpreter."""
+    """Capacity of the device; that of a large one under the interpreter."""
     if device.type != "cuda":
         return Room()
     properties = torch.cuda.get_device_properties(device)
@@ -352,14 +351,14 @@ def _room(device: torch.device) -> Room:
 def _config(
     kind: CacheKind, M: int, H: int, H_kv: int, D: int, seen: int, *, draft: bool = False, room: Room
 ) -> LaunchConfig:
-    """How to launch attention over a kind of cache."""
+    """The launch configuration for a kind of cache."""
     drafted = draft and kind.has_draft
     bits, planes = 4 if drafted else kind.keys.bits, 2 if kind.hierarchical and not drafted else 1
     return launch_config(M, H // H_kv, H_kv, D, seen, Reading(bits, planes, kind.rank > 0), room=room)
 
 
 def _tile(H: int, H_kv: int, config: LaunchConfig, *, sliding: bool) -> Tile:
-    """What a program handles."""
+    """The compile-time parameters of a program."""
     return Tile(
         H=H,
         GROUP=H // H_kv,

@@ -1,7 +1,7 @@
 """Loads of a page's keys and values in their packed form, for the GPU's attention kernel.
 
-A code becomes a half-precision number by its bits alone: 0x6400 | code is 1024 + code. `record` points at a head's
-record of a page, `layout` says what stands in it (`runtime.backends.triton.kernels.cache.pages`).
+A code becomes a half-precision number by setting its exponent bits: 0x6400 | code is 1024 + code. `record` points to a
+head's record of a page, `layout` describes it (`runtime.backends.triton.kernels.cache.pages`).
 
 Source: QServe §5.3, GEAR §4.
 """
@@ -12,12 +12,12 @@ import triton
 import triton.language as tl
 
 RANK_PADDED = tl.constexpr(16)
-"""Fewest columns of a matrix product of the tensor cores: GEAR's factors are filled up with zeros to these."""
+"""Fewest columns of a tensor core product: GEAR's factors are padded with zeros to this width."""
 
 
 @triton.jit
 def _exact(codes, BIAS: tl.constexpr):
-    """Codes uint8 below 256, less BIAS, as float16, exactly."""
+    """Codes uint8 below 256, minus BIAS, as float16, exactly."""
     return (codes.to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True) - (1024.0 + BIAS)
 
 
@@ -60,7 +60,7 @@ def codes_of(record, first, written, MASKED: tl.constexpr, tile: tl.constexpr, l
 def scales_of(record, numbers, there, MASKED: tl.constexpr, layout: tl.constexpr):
     """Scale and zero of groups `numbers` [N]: float16 [N] each; 0 where not `there` [N] and MASKED.
 
-    They stand side by side in four bytes and are read as one number: less than that cannot be fetched ahead.
+    They are adjacent and read as one 4-byte number: smaller loads cannot be prefetched.
     """
     at = (record.halves + layout.at.scales).to(tl.pointer_type(tl.uint32), bitcast=True) + numbers
     pair = tl.load(at, mask=there, other=0) if MASKED else tl.load(at)

@@ -1,4 +1,4 @@
-"""Blocks of tokens that meet a tile of queries: those of a page in their packed form, and those of the window."""
+"""Attention of a tile of queries to blocks of tokens: packed blocks of pages, and blocks of the window."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from runtime.backends.triton.kernels.cache.pages import LayerTensors, Record
 
 
 class Queries(NamedTuple):
-    """The rows of a tile that visit a slot; BLOCK_M of them, those of other slots among them."""
+    """The rows of a tile that attend to a slot; BLOCK_M of them, including rows of other slots."""
 
     q: Any
     """float16 [BLOCK_M, BLOCK_D]."""
     q_sum: Any
     """float32 [BLOCK_M], sums of q over the channels."""
     position: Any
-    """int32 [BLOCK_M]; -1 for the rows of other slots, which see nothing."""
+    """int32 [BLOCK_M]; -1 for rows of other slots, which see nothing."""
     window: Any
-    """Positions that a row sees, its own included."""
+    """Positions visible to a row, including its own."""
     scale: Any
-    """What the scores are multiplied with, so that weights are powers of two."""
+    """Factor of the scores, chosen so that weights are powers of two."""
 
 
 class Softmax(NamedTuple):
@@ -44,9 +44,9 @@ class Blocks(NamedTuple):
     begin: Any
     """The first."""
     end: Any
-    """The one behind the last."""
+    """End of the range."""
     last: Any
-    """Last position that any row sees: behind it lies what no step has written for this slot."""
+    """Last position visible to any row: later ones have not been written for this slot."""
 
 
 class HeadCache(NamedTuple):
@@ -57,7 +57,7 @@ class HeadCache(NamedTuple):
     kv_head: Any
     """The head."""
     stride: Any
-    """Records from page to page, and windows from slot to slot."""
+    """Distance between pages, in records, and between slots, in windows."""
     per_slot: Any
     """Pages of a slot in the tables."""
 
@@ -72,12 +72,12 @@ class SlotPages(NamedTuple):
     table: Any
     """The slot's pages."""
     stride: Any
-    """Records from page to page."""
+    """Distance between pages, in records."""
 
 
 @triton.jit
 def _weigh(scores, state):
-    """Weights of a block's scores to base 2, and the running softmax with them, whose acc still lacks the block."""
+    """Weights of a block's scores to base 2, and the updated running softmax, before adding the block to acc."""
     peak = tl.maximum(state.peak, tl.max(scores, axis=1))
     shift = tl.where(peak == float("-inf"), 0.0, peak)
     p = tl.exp2(scores - shift[:, None])
@@ -87,7 +87,7 @@ def _weigh(scores, state):
 
 @triton.jit
 def _hide(scores, positions, queries, CAUSAL: tl.constexpr, tile: tl.constexpr):
-    """-inf where a row does not see a position; without CAUSAL, they are known to come before every row's own."""
+    """Mask with -inf the positions that a row does not see; without CAUSAL, all precede every row's own."""
     if CAUSAL:
         scores = tl.where(positions[None, :] <= queries.position[:, None], scores, float("-inf"))
     elif tile.ROWS > 1:
@@ -99,9 +99,9 @@ def _hide(scores, positions, queries, CAUSAL: tl.constexpr, tile: tl.constexpr):
 
 @triton.jit
 def visit_window(queries, state, window, paged, blocks, in_pages, tile: tl.constexpr, layout: tl.constexpr):
-    """Add blocks of a slot to the running softmax of a tile's rows, all but those `in_pages`: they lie in its window.
+    """Add a slot's blocks in the window, all but those `in_pages`, to the running softmax of a tile's rows.
 
-    The window is k and v [tokens, D] of one slot and head: the sinks, then what stands `paged` tokens behind them.
+    The window is k and v [tokens, D] of one slot and head: the sinks, then the tokens after the `paged` ones.
     """
     D: tl.constexpr = layout.k.D
     offs_t = tl.arange(0, tile.BLOCK_T)
@@ -170,7 +170,7 @@ def _add_values(p, acc, record, first, written, CAUSAL: tl.constexpr, tile: tl.c
 
 @triton.jit
 def visit_pages(queries, state, pages, blocks, CAUSAL: tl.constexpr, tile: tl.constexpr, layout: tl.constexpr):
-    """Add blocks of a slot, which lie in its pages, to the running softmax of a tile's rows."""
+    """Add a slot's blocks in pages to the running softmax of a tile's rows."""
     K: tl.constexpr = layout.k
     V: tl.constexpr = layout.v
     for block in range(blocks.begin, blocks.end):
@@ -188,7 +188,7 @@ def visit_pages(queries, state, pages, blocks, CAUSAL: tl.constexpr, tile: tl.co
 
 @triton.jit
 def visit_slot(queries, state, cache, slot, lowest, blocks, tile: tl.constexpr, layout: tl.constexpr):
-    """Add blocks of a slot to the running softmax of a tile's rows, of which the slot's first is at position `lowest`.
+    """Add blocks of a slot to the running softmax of a tile's rows, whose first in the slot is at position `lowest`.
 
     Blocks of codes that all rows see whole come first, without a causal mask; then the window, or the last pages. Of
     halves there is one loop with a mask: they need no unpacking, and two loops take more registers.

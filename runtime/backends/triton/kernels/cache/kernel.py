@@ -1,4 +1,4 @@
-"""Quantization of keys and values on the GPU: token by token when appended, or a page when it leaves a window.
+"""Quantization of keys and values on the GPU: single tokens when appended, or a page when flushed from a window.
 
 Codes, scales and zeros are those of `runtime.kv.oracle.page`, bit for bit: the same float32 arithmetic, with exact
 division and ties to even.
@@ -23,9 +23,9 @@ from runtime.backends.triton.kernels.cache.pages import (
 from runtime.kv.kinds import PARTS, CacheKind, Part
 
 _ROUND = tl.constexpr(12582912.0)
-"""1.5 * 2^23: added to a small float32 and taken off again, it leaves the nearest integer, ties to even."""
+"""1.5 * 2^23: adding it to a small float32 and subtracting it again rounds to the nearest integer, ties to even."""
 _PIECE = 16
-"""Channels of keys, and tokens of values, that one program of a flush handles."""
+"""Channels of keys, and tokens of values, per program of a flush."""
 _WARPS = 4
 """Warps of such a program."""
 
@@ -45,13 +45,13 @@ def _encode(x, scale, zero, LARGEST: tl.constexpr):
 
 @triton.jit
 def moved(record, nbytes):
-    """The record that lies so many bytes, an even number, behind another."""
+    """The record an even number of bytes after another."""
     return Record(record.codes + nbytes, record.halves + nbytes // 2, record.shorts + nbytes // 2)
 
 
 @triton.jit
 def store_token(x, record, place, BLOCK_D: tl.constexpr, layout: tl.constexpr):
-    """Store one token's key or value of one head in its page, of which `record` is the head's.
+    """Store one token's key or value of one head in its page's `record`.
 
     x [BLOCK_D] float32, the channels from D on 0. With 4 bits a byte holds two channels, the first in its low half. A
     number that is not finite makes the scale NaN.
@@ -96,7 +96,7 @@ def _packed(codes, ROWS: tl.constexpr, CHANNELS: tl.constexpr, BITS: tl.constexp
 
 
 class Cut(NamedTuple):
-    """How a record of keys, or of values, is cut into the tiles of programs, as a constant."""
+    """Compile-time division of a record of keys or values into the tiles of programs."""
 
     BLOCK_T: int
     """Tokens of a tile."""
@@ -176,7 +176,7 @@ def _flush_kernel(
 
 
 def flush(kind: CacheKind, windows: Mapping[Part, torch.Tensor], records: Mapping[Part, torch.Tensor]) -> None:
-    """Quantize the page of tokens behind a window's sinks, for a kind with a window and without GEAR's corrections.
+    """Quantize the page of tokens after a window's sinks, for a kind with a window and without GEAR's corrections.
 
     Args:
         kind: The kind of cache.
@@ -193,7 +193,7 @@ def flush(kind: CacheKind, windows: Mapping[Part, torch.Tensor], records: Mappin
 
 
 def _cut(kind: CacheKind, layout: RecordLayout) -> Cut:
-    """How records are cut."""
+    """The division of records into tiles."""
     BLOCK_T = layout.group if layout.channel else _PIECE
     BLOCK_D = max(4, power_of_two(min(_PIECE, layout.D) if layout.channel else layout.group))
     return Cut(BLOCK_T, BLOCK_D, kind.page // BLOCK_T, -(-layout.D // BLOCK_D), layout)

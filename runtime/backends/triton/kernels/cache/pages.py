@@ -1,8 +1,8 @@
-"""One layer of a paged cache as the GPU's kernels read it: buffers, tables, and the layout of a page's record.
+"""A layer of the paged cache as kernel arguments: buffers, tables, and the layout of a page's record.
 
-A page keeps one record of bytes for each layer and key-value head, keys and values apart, in the order of
-`runtime.kv.kinds.page_fields`: the same bytes as the reference cache's. Kernels take all of that as one tuple of
-tensors, `LayerTensors`, and one constant, `PageLayout`.
+A page has one record of bytes for each layer and key-value head, keys and values separately, in the order of
+`runtime.kv.kinds.page_fields`: byte for byte as in the reference cache. Kernels take all of it as one tuple of tensors,
+`LayerTensors`, and one constant, `PageLayout`.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _FIELDS = dict.fromkeys(
     field.name for kind in KINDS.values() for part in PARTS for field in page_fields(kind, part, 16)
 )
 Starts = namedtuple("Starts", _FIELDS, defaults=[0] * len(_FIELDS))
-"""Where each field of `page_fields` begins in a record, counted in its own numbers; 0 = absent, or the first."""
+"""Offset of each field of `page_fields` in a record, in units of its own type; 0 = absent, or the first."""
 
 
 class RecordLayout(NamedTuple):
-    """A record of keys or of values, as a constant of kernels."""
+    """Compile-time layout of a record of keys or values."""
 
     nbytes: int
     """Bytes of a record."""
@@ -38,13 +38,13 @@ class RecordLayout(NamedTuple):
     bits: int
     """Bits of a code, or of one plane of it; 16: half precision."""
     planes: int
-    """Planes that are read, 0 where codes are not cut into planes."""
+    """Planes that are read, 0 if codes are not divided into planes."""
     channel: int
-    """Whether a vector, whose numbers share scales, is a channel; else a token."""
+    """Whether a vector, whose numbers share scales, is a channel; otherwise a token."""
     vectors: int
     """Vectors: channels, or tokens of a page."""
     group: int
-    """Numbers of a vector that share a scale."""
+    """Numbers of a vector per scale."""
     groups: int
     """Groups of a vector."""
     rank: int
@@ -52,18 +52,18 @@ class RecordLayout(NamedTuple):
     outliers: int
     """Outliers of a vector; 0 = none."""
     exact_mean: int
-    """Whether the zero is fitted last, so that a vector keeps its mean."""
+    """Whether the zero is refitted, so that a vector keeps its mean."""
 
 
 class PageLayout(NamedTuple):
-    """What kernels have to know about a kind of cache, as one constant."""
+    """Compile-time layout of a kind of cache."""
 
     page: int
     """Tokens of a page."""
     window: int
-    """Tokens that a window has room for; 0 where the kind has none."""
+    """Capacity of a window in tokens; 0 if the kind has none."""
     sinks: int
-    """Of them, first tokens of the sequence, before those in pages."""
+    """Of these, the first tokens of the sequence, which precede the pages."""
     k: RecordLayout
     """Keys."""
     v: RecordLayout
@@ -71,7 +71,7 @@ class PageLayout(NamedTuple):
 
 
 class Record(NamedTuple):
-    """Records of keys or of values as numbers of each type; in kernels, pointers at one of them."""
+    """Records of keys or of values, as numbers of each type; in kernels, pointers to one."""
 
     codes: Any
     """uint8."""
@@ -82,7 +82,7 @@ class Record(NamedTuple):
 
 
 class LayerTensors(NamedTuple):
-    """The tensors of `LayerPages`, as one argument of kernels."""
+    """The tensors of `LayerPages`, as one kernel argument."""
 
     k: Record
     """Pages of keys."""
@@ -99,7 +99,7 @@ class LayerTensors(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Where the rows of a step belong, as one argument of kernels."""
+    """Positions and slots of a step's rows, as one kernel argument."""
 
     positions: Any
     """int32 [M], in its sequence."""
@@ -109,55 +109,55 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerPages:
-    """The cache of one layer on the device. Kernels see each buffer from this layer's first number on."""
+    """The cache of one layer on the device. Kernels get each buffer from this layer's first number on."""
 
     kind: CacheKind
-    """What is stored."""
+    """The kind of cache."""
     head_dim: int
     """D."""
     kv_heads: int
     """H_kv."""
     layers: int
-    """Layers of the model: from page to page, and from slot to slot, lie layers * H_kv records or windows."""
+    """Layers of the model: pages and slots are layers * H_kv records or windows apart."""
     pools: Mapping[Part, torch.Tensor]
     """All pages: uint8 [pages, H_kv, record bytes]."""
     windows: Mapping[Part, torch.Tensor]
-    """All windows: float16 [slots, H_kv, tokens, D]; no tokens where the kind has no window."""
+    """All windows: float16 [slots, H_kv, tokens, D]; no tokens if the kind has no window."""
     tables: torch.Tensor
     """int32 [slots, pages of a slot]: a slot's pages in the order of its tokens."""
     paged: torch.Tensor
-    """int32 [slots]: tokens that are in pages, where the kind has a window; what comes behind them is in the window."""
+    """int32 [slots]: tokens in pages, if the kind has a window, which contains the later ones."""
 
     @property
     def stride(self) -> int:
-        """Records from page to page, and windows from slot to slot."""
+        """Distance between pages, in records, and between slots, in windows."""
         return self.layers * self.kv_heads
 
     @property
     def per_slot(self) -> int:
-        """Pages that a slot can hold."""
+        """Most pages of a slot."""
         return self.tables.shape[1]
 
     @property
     def tensors(self) -> LayerTensors:
-        """What kernels read."""
+        """The kernel argument."""
         k, v = (record_views(self.pools[part]) for part in PARTS)
         return LayerTensors(k, v, self.windows["keys"], self.windows["values"], self.tables, self.paged)
 
     def layout(self, *, draft: bool = False) -> PageLayout:
-        """What kernels know; see `page_layout`."""
+        """The compile-time layout; see `page_layout`."""
         return page_layout(self.kind, self.head_dim, window=self.windows["keys"].shape[2], draft=draft)
 
 
 def record_views(records: torch.Tensor) -> Record:
-    """Records, uint8 [..., record bytes], as numbers of each type."""
+    """Records, uint8 [..., record bytes], viewed as numbers of each type."""
     import torch
 
     return Record(records, records.view(torch.float16), records.view(torch.int16))
 
 
 def power_of_two(number: int) -> int:
-    """The smallest power of two that is not below a positive number."""
+    """The smallest power of two at or above a positive number."""
     return 1 << (number - 1).bit_length()
 
 
@@ -167,20 +167,20 @@ def record_bytes(kind: CacheKind, part: Part, head_dim: int) -> int:
 
 
 def page_layout(kind: CacheKind, head_dim: int, *, window: int = 0, draft: bool = False) -> PageLayout:
-    """What kernels have to know about the pages and windows of a kind.
+    """The compile-time layout of a kind's pages and windows.
 
     Args:
         kind: The kind of cache.
         head_dim: D.
-        window: Tokens that a window has room for.
-        draft: Whether the upper plane alone is read, where there are two.
+        window: Capacity of a window in tokens.
+        draft: Whether only the upper plane is read, if there are two.
     """
     k, v = (record_layout(kind, part, head_dim, draft=draft) for part in PARTS)
     return PageLayout(kind.page, window, kind.sinks, k, v)
 
 
 def record_layout(kind: CacheKind, part: Part, head_dim: int, *, draft: bool = False) -> RecordLayout:
-    """What kernels have to know about a record of keys or of values; arguments as in `page_layout`."""
+    """The compile-time layout of a record of keys or values; arguments as in `page_layout`."""
     code, start, starts = kind.code(part), 0, {}
     for field in page_fields(kind, part, head_dim):
         starts[field.name] = start // _SIZES[field.dtype]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.system.own_files import ANYTHING, is_own, kernel_folder, own_folder, read_own
+from runtime.system.private_files import ANY_ACCESS, is_private, kernel_folder, private_code_folder, read_private
 
 
 @pytest.fixture
@@ -28,15 +28,15 @@ def closed(tmp_path: Path) -> Path:
 
 def refuses(file: Path, denied: int | None = None) -> bool:
     with pytest.raises(OSError):
-        read_own(file) if denied is None else read_own(file, denied)
+        read_private(file) if denied is None else read_private(file, denied)
     return True
 
 
 @pytest.mark.parametrize(
     ("mode", "denied", "trusted"),
     [
-        (0o600, ANYTHING, True),
-        (0o644, ANYTHING, False),
+        (0o600, ANY_ACCESS, True),
+        (0o644, ANY_ACCESS, False),
         (0o644, None, True),
         (0o664, None, False),
         (0o606, None, False),
@@ -46,8 +46,8 @@ def test_a_file_is_read_by_its_permissions(tmp_path: Path, mode: int, denied: in
     file = tmp_path / "file"
     file.write_bytes(b"code")
     file.chmod(mode)
-    assert is_own(file) == (mode in (0o600, 0o644))
-    assert read_own(file, *(() if denied is None else (denied,))) == b"code" if trusted else refuses(file, denied)
+    assert is_private(file) == (mode in (0o600, 0o644))
+    assert read_private(file, *(() if denied is None else (denied,))) == b"code" if trusted else refuses(file, denied)
 
 
 def test_only_own_files_are_read(tmp_path: Path, somebody_else: Callable[[], None]) -> None:
@@ -57,14 +57,14 @@ def test_only_own_files_are_read(tmp_path: Path, somebody_else: Callable[[], Non
     link.symlink_to(file)
     os.mkfifo(pipe)
     for odd in (link, pipe, tmp_path, tmp_path / "absent"):
-        assert not is_own(odd)
+        assert not is_private(odd)
         with pytest.raises(OSError):
-            read_own(odd)
-    assert is_own(file)
+            read_private(odd)
+    assert is_private(file)
     somebody_else()
-    assert not is_own(file)
+    assert not is_private(file)
     with pytest.raises(PermissionError, match="belongs to another user"):
-        read_own(file)
+        read_private(file)
 
 
 def test_a_folder_is_made_for_its_owner_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,7 +103,7 @@ def test_a_folder_that_others_may_write_to_is_not_used(
     folder = OPEN[case](closed) if case in OPEN else made(closed / "code", 0o700)
     if case == "foreign":
         somebody_else()
-    found = own_folder(folder)
+    found = private_code_folder(folder)
     assert found != folder
     assert stat.S_IMODE(found.stat().st_mode) == stat.S_IMODE(found.parent.stat().st_mode) == 0o700
     (said,) = caplog.messages
@@ -114,7 +114,7 @@ def test_a_folder_that_others_may_write_to_is_not_used(
 def test_folders_above_may_be_shared_where_nobody_can_take_this_one_away(closed: Path) -> None:
     shared = made(closed / "shared", 0o1777)
     group = made(shared / "group", 0o775)
-    assert own_folder(group / "code") == group / "code"
+    assert private_code_folder(group / "code") == group / "code"
 
 
 def test_where_files_have_no_such_owners_nothing_is_checked(closed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,5 +122,5 @@ def test_where_files_have_no_such_owners_nothing_is_checked(closed: Path, monkey
     (folder / "file").write_bytes(b"code")
     (folder / "file").chmod(0o666)
     monkeypatch.delattr(os, "geteuid")
-    assert own_folder(folder) == folder
-    assert read_own(folder / "file") == b"code"
+    assert private_code_folder(folder) == folder
+    assert read_private(folder / "file") == b"code"

@@ -1,7 +1,7 @@
-"""Files that only this user can have written: machine code, which runs unread, and what holds a secret.
+"""Private files: machine code and secrets that only this user can have written.
 
-Where another user of the machine can write, code or an address of theirs may lie in the place of ours. Windows has no
-owners and permissions of this kind: nothing is checked there.
+In a folder that other users can write to, they could substitute code or an address of their own. Windows has no owners
+and permissions of this kind: nothing is checked there.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
-WRITING = 0o022
-"""Permission of others to write."""
-ANYTHING = 0o077
-"""Permission of others to do anything at all."""
+WRITE_ACCESS = 0o022
+"""Write permission of others."""
+ANY_ACCESS = 0o077
+"""Any permission of others."""
 _VARIABLE = "LOWBIT_CHAT_KERNEL_CACHE"
 _UNMAPPED = 65534
-"""Owner that a container shows for the system's folders where it does not know the system's root."""
+"""Owner that a container shows for system folders if it does not know the system's root."""
 
 
-def read_own(file: Path, denied: int = WRITING) -> bytes:
-    """Read a file that only this user can have written. The file that is checked is the very one that is read.
+def read_private(file: Path, denied: int = WRITE_ACCESS) -> bytes:
+    """Read a file that only this user can have written. Checks the opened file itself, not just its path.
 
     Args:
-        file: Which; a link is not followed.
+        file: The file; links are not followed.
         denied: Permissions that nobody else may have.
 
     Raises:
-        OSError: it cannot be read, or is not this user's alone.
+        OSError: it cannot be read, or others have access.
     """
     descriptor = os.open(file, os.O_RDONLY | _flag("O_NOFOLLOW") | _flag("O_NONBLOCK") | _flag("O_BINARY"))
     try:
@@ -48,8 +48,8 @@ def read_own(file: Path, denied: int = WRITING) -> bytes:
         os.close(descriptor)
 
 
-def is_own(file: Path, denied: int = WRITING) -> bool:
-    """Whether there is a file that `read_own` would read with the same arguments."""
+def is_private(file: Path, denied: int = WRITE_ACCESS) -> bool:
+    """Whether `read_private` would accept a file."""
     try:
         status = file.lstat()
     except OSError:
@@ -58,9 +58,9 @@ def is_own(file: Path, denied: int = WRITING) -> bool:
 
 
 def kernel_folder(name: str) -> Path:
-    """The folder of a kind of machine code, which only this user can write to.
+    """The folder of a kind of machine code, writable only by this user.
 
-    It lies in the cache folder, or in the one that LOWBIT_CHAT_KERNEL_CACHE names.
+    It is in the cache folder, or in the one that LOWBIT_CHAT_KERNEL_CACHE names.
     """
     chosen, home = os.environ.get(_VARIABLE), os.environ.get("LOWBIT_CHAT_HOME")
     if chosen:
@@ -71,15 +71,15 @@ def kernel_folder(name: str) -> Path:
         import platformdirs
 
         base = Path(platformdirs.user_cache_dir("lowbit-chat", appauthor=False)) / "kernels"
-    return own_folder(base / name)
+    return private_code_folder(base / name)
 
 
-def own_folder(folder: Path, variable: str = _VARIABLE) -> Path:
-    """A folder for machine code, made for its owner alone; a temporary one where it is not to be trusted or written.
+def private_code_folder(folder: Path, variable: str = _VARIABLE) -> Path:
+    """A folder for machine code, created for its owner only; a temporary one if it cannot be trusted or written.
 
     Args:
-        folder: Which.
-        variable: The environment variable that names another.
+        folder: The preferred folder.
+        variable: The environment variable that overrides it.
     """
     try:
         for path in reversed([folder, *folder.parents]):
@@ -103,12 +103,12 @@ def own_folder(folder: Path, variable: str = _VARIABLE) -> Path:
 
 
 def _flag(name: str) -> int:
-    """A flag of `os.open`; 0 on a system that lacks it."""
+    """A flag of `os.open`; 0 if the system lacks it."""
     return getattr(os, name, 0)
 
 
 def _problem(status: os.stat_result, denied: int) -> str | None:
-    """Who else has a hand in a file or folder; None where only this user has."""
+    """A description of other users' access to a file or folder; None if only this user has access."""
     if not hasattr(os, "geteuid"):
         return None
     if status.st_uid != os.geteuid():
@@ -119,13 +119,13 @@ def _problem(status: os.stat_result, denied: int) -> str | None:
 
 
 def _folder_problem(folder: Path) -> str | None:
-    """Who else can write to a folder or put another in its place; None where only this user and root can.
+    """A description of others' access to a folder or its parents; None if only this user and root have it.
 
-    A group may write to the folders above: on many systems each user has a group of their own, which may do that.
+    Groups may write to the parent folders: on many systems each user has a group of their own.
     """
     if not hasattr(os, "geteuid"):
         return None
-    if (problem := _problem(folder.stat(), WRITING)) is not None:
+    if (problem := _problem(folder.stat(), WRITE_ACCESS)) is not None:
         return problem
     for above in {*folder.absolute().parents, *folder.resolve().parents}:
         status = above.stat()

@@ -1,8 +1,8 @@
-"""How many threads take part in decoding: as many as make tokens come fastest, found by trying.
+"""ThreadTuner: chooses the number of threads that decode fastest, by trial.
 
-Threads that share a core with another program cost more than they bring: whoever waits for one that was put aside
-waits for milliseconds. So a pool watches how long its tokens take and now and then tries another number of threads for
-a few of them; what was better is kept. Nothing that is computed depends on it.
+Threads that share a core with another program cost more than they contribute: the others wait milliseconds for a
+preempted thread. So the pool measures token times and occasionally tries another number of threads for a few tokens;
+the faster number is kept. Results do not depend on it.
 """
 
 from __future__ import annotations
@@ -11,32 +11,33 @@ import time
 from collections.abc import Callable
 
 WINDOW_S = 0.03
-"""How long a number of threads is watched before it is judged: several turns of the system's scheduler."""
-_LEAST_TOKENS = 4
+"""Seconds for which a number of threads is observed before it is judged: several time slices of the system's
+scheduler."""
+_MIN_TOKENS = 4
 _BETTER = 0.95
-"""What another number of threads has to take, of the time of the present one, to be kept."""
+"""A new number of threads must need at most this fraction of the current one's time to be kept."""
 _WORSE = 1.25
-"""Tokens that take so much longer than the best of late: something else began, and another number is tried at once."""
+"""Tokens this many times slower than the best recent ones indicate a change, and trigger a trial at once."""
 _SOON_S, _LATE_S = 0.25, 4.0
-"""Time between two trials: at first and after a change, and when many have shown nothing better."""
+"""Seconds between two trials: at first and after a change, and after many without improvement."""
 _SHARE = 25
-"""A trial is followed by so many times its duration without one."""
+"""After a trial, at least this many times its duration passes without one."""
 _HOPELESS = 1.5
-"""A trial whose tokens take so many times as long as those before is given up after the second."""
+"""A trial is aborted after the second token if its tokens take this many times as long as before."""
 
 
-class Crew:
+class ThreadTuner:
     """Chooses a number of threads from the times of tokens.
 
     Args:
-        most: Threads that there are.
-        clock: Seconds; tests bring their own.
+        most: Number of available threads.
+        clock: Clock in seconds, replaceable in tests.
     """
 
     def __init__(self, most: int, clock: Callable[[], float] = time.perf_counter) -> None:
         self._most, self._clock = most, clock
         self.size = most
-        """Threads that are to work on the next token."""
+        """Threads to use for the next token."""
         self._kept = most
         self._seconds, self._tokens = 0.0, 0
         self._mean, self._best = 0.0, float("inf")
@@ -44,10 +45,10 @@ class Crew:
         self._trials = 0
 
     def token(self, seconds: float) -> None:
-        """A token was decoded by `size` threads; afterwards `size` may be another.
+        """Record a token decoded by `size` threads; may change `size`.
 
         Args:
-            seconds: How long it took.
+            seconds: Its duration.
         """
         if self._most == 1:
             return
@@ -55,7 +56,7 @@ class Crew:
         self._tokens += 1
         mean, tried = self._seconds / self._tokens, self.size != self._kept
         hopeless = tried and self._tokens > 1 and mean > _HOPELESS * self._mean
-        if not hopeless and (self._seconds < WINDOW_S or self._tokens < _LEAST_TOKENS):
+        if not hopeless and (self._seconds < WINDOW_S or self._tokens < _MIN_TOKENS):
             return
         if tried:
             self._judge(mean)
@@ -64,7 +65,7 @@ class Crew:
         self._seconds, self._tokens = 0.0, 0
 
     def _watch(self, mean: float) -> None:
-        """Note how long tokens take with the number of threads that is kept, and begin a trial when it is time."""
+        """Record token times of the current number of threads, and start a trial when it is due."""
         now = self._clock()
         if mean > _WORSE * self._best:
             self._pause, self._best, self._next = _SOON_S, mean, now
@@ -73,14 +74,14 @@ class Crew:
             self.size = self._other()
 
     def _other(self) -> int:
-        """The number to try: one less, half as many, one more, and one alone in turns, as far as there are."""
+        """The number to try: one less, half as many, one more, and a single thread in turn, if possible."""
         kept, most = self._kept, self._most
         others = dict.fromkeys(n for n in (kept - 1, kept + 1, kept // 2, 1) if 1 <= n <= most and n != kept)
         self._trials += 1
         return list(others)[self._trials % len(others)]
 
     def _judge(self, mean: float) -> None:
-        """Keep what was tried, or go back and wait longer for the next trial."""
+        """Keep the tried number, or revert and wait longer for the next trial."""
         if mean < _BETTER * self._mean:
             self._kept, self._mean, self._best, self._pause = self.size, mean, mean, _SOON_S
         else:

@@ -1,4 +1,4 @@
-"""Which thread runs the steps: the one that has the turn, for everybody's requests."""
+"""Shared scheduler: lets several threads share a scheduler; one of them at a time runs the steps for all."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from runtime.engine.scheduling.request import Request
 from runtime.engine.scheduling.scheduler import Scheduler
 
 POLL_S = 0.05
-"""How often a thread looks what came of its request while another one has the turn."""
+"""Seconds between a thread's checks of its own request while another thread runs the steps."""
 
 
-class Turns:
-    """A scheduler that several threads may use. Thread-safe.
+class SharedScheduler:
+    """A scheduler shared by several threads. Thread-safe.
 
     Args:
-        scheduler: The requests.
-        session: Opens what lasts while there are requests; see `runtime.backends.decoder.Decoder.session`.
+        scheduler: The scheduler.
+        session: Opens resources that are held while there are requests; see `runtime.backends.decoder.Decoder.session`.
     """
 
     def __init__(self, scheduler: Scheduler, session: Callable[[], AbstractContextManager[None]]) -> None:
@@ -29,43 +29,43 @@ class Turns:
         self._session = ExitStack()
         self._in_session = self._stepping = False
         self.closed = False
-        """Whether requests end at once."""
+        """Whether requests end immediately."""
 
     @contextmanager
-    def taken(self) -> Iterator[None]:
-        """While entered, no step is run."""
+    def paused(self) -> Iterator[None]:
+        """Context manager: no step runs inside."""
         with self._turn:
             yield
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
-        """While entered, nobody's request is being answered: begins when all have ended, and others wait."""
+    def drained(self) -> Iterator[None]:
+        """Context manager: no request is in progress inside. Waits for running ones, and holds back new ones."""
         with self._turn:
             self._turn.wait_for(lambda: not self._scheduler.busy)
             yield
 
     def submit(self, request: Request) -> None:
-        """Hand a request to the scheduler."""
+        """Queue a request."""
         with self._turn:
             self._add(request)
 
     def step(self) -> bool:
-        """Do one step of all requests. Returns whether there is more to do."""
+        """Run one step of all requests. Returns whether work remains."""
         with self._turn:
             return self._step()
 
     def end(self, error: Exception | None = None) -> None:
-        """End all requests, as cancelled or by an error."""
+        """End all requests, as cancelled or with an error."""
         with self._turn:
             self._scheduler.end_all(error)
             self._rest()
 
     def pieces(self, request: Request, items: deque[Piece | Exception]) -> Iterator[Piece]:
-        """Submit a request and run steps until it ends, or look what another thread's steps gave. To be closed.
+        """Submit a request and run steps until it ends, or follow another thread's steps. Close the generator.
 
         Args:
             request: The request.
-            items: What its receiver fills.
+            items: Filled by the request's receiver.
         """
         begun = False
         try:
@@ -78,13 +78,13 @@ class Turns:
                         raise item
                     yield item
         finally:
-            if not request.answer.ended:  # nobody wants the rest
+            if not request.answer.ended:  # the rest is not wanted
                 request.cancelled = _always
                 with self._turn:
                     self._rest()
 
     def _turn_of(self, request: Request, items: deque[Piece | Exception], *, begun: bool) -> bool:
-        """Wait for the turn, a while at most, and run a step if that is needed. Returns whether it was submitted."""
+        """Wait briefly for the turn and run a step if needed. Returns whether the request was submitted."""
         if not self._turn.acquire(timeout=POLL_S):
             if not begun and request.cancelled():
                 request.answer.end("cancelled")
@@ -104,7 +104,7 @@ class Turns:
             self._scheduler.end_all()
 
     def _step(self) -> bool:
-        """One step, in a session that lasts while there are requests. Returns whether there is more to do."""
+        """Run one step, in a session that lasts while there are requests. Returns whether work remains."""
         if self._scheduler.busy:
             if not self._in_session:
                 self._session.enter_context(self._open())
@@ -117,8 +117,8 @@ class Turns:
         return self._rest()
 
     def _rest(self) -> bool:
-        """End what was cancelled, and the session where nobody is left. Returns whether somebody is."""
-        if self._stepping:  # a generator that nobody holds any longer was found in the middle of a step
+        """End cancelled requests, and the session if none is left. Returns whether any is left."""
+        if self._stepping:  # an abandoned generator was collected in the middle of a step
             return True
         self._scheduler.end_cancelled()
         if self._scheduler.busy:
@@ -130,5 +130,5 @@ class Turns:
 
 
 def _always() -> bool:
-    """Cancelled."""
+    """A cancelled request."""
     return True

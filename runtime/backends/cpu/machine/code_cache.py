@@ -1,7 +1,7 @@
-"""Machine code on disk: a file for a unit, whole or not there, whatever is killed, and old ones removed.
+"""Stored machine code: one file per unit, written atomically, and cleanup of old files.
 
-The folder is shared by processes and versions of the program. A file is written beside its place and then renamed; a
-process reads it once, whole, so that removing it takes nothing from anybody who runs it.
+Processes and program versions share the folder. A file is written under a temporary name and renamed; a process reads
+it completely, so removing it does not affect processes that run the code.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ from pathlib import Path
 from typing import Final
 
 from models.files import replacing
-from runtime.system.own_files import read_own
+from runtime.system.private_files import read_private
 
 _MAGIC: Final = b"lowbit-chat machine code 1\n"
 _DIGEST_BYTES: Final = 32
 _NAME: Final = re.compile(r"(?P<unit>\w+)-[0-9a-f]{16}(?P<file>\.code)?")
-"""A file of machine code, or a folder of it as older versions kept it."""
+"""A file of machine code, or a folder as used by older versions."""
 _STAMP_S: Final = 3600.0
-"""Seconds after which a use is noted again."""
+"""Seconds after which a new use is recorded."""
 _SUPERSEDED_S: Final = 86400.0
-"""Seconds after its last use that code is removed of which there is another version, used later."""
+"""Seconds after its last use that superseded code is removed."""
 _PATIENCE_S: Final = 300.0
-"""How long a process waits for another that makes the same; then it makes it itself."""
+"""Seconds to wait for another process that compiles the same unit, before compiling it here."""
 _FORGOTTEN_S: Final = 60 * 86400.0
 """Seconds after its last use that any code is removed."""
 
 
 def file_of(folder: Path, symbol: str) -> Path:
-    """The file in a folder for a unit's machine code."""
+    """The file of a unit's machine code."""
     return folder / f"{symbol}.code"
 
 
 @contextlib.contextmanager
 def one_at_a_time(file: Path) -> Iterator[None]:
-    """Let one process make a file while others wait; where nothing can be locked, all do."""
+    """Context manager: only one process at a time makes a file, if the system supports locks."""
     import filelock
 
     locks = file.parent / "locks"
@@ -58,12 +58,12 @@ def one_at_a_time(file: Path) -> Iterator[None]:
 
 
 def read(file: Path) -> bytes | None:
-    """What a file keeps; None where there is none, it is damaged, or another user may have written it.
+    """The contents of a file; None if it does not exist, is damaged, or may have been written by another user.
 
-    That it was used is noted in its time stamp.
+    Records the use in its time stamp.
     """
     try:
-        data = read_own(file)
+        data = read_private(file)
         if time.time() - file.stat().st_mtime > _STAMP_S:
             os.utime(file)
     except OSError:
@@ -74,12 +74,12 @@ def read(file: Path) -> bytes | None:
 
 
 def _head(file: Path, code: bytes) -> bytes:
-    """What stands before the code: LLVM would crash over a damaged one, or one of another name."""
+    """Header of a file: LLVM would crash on damaged code or a wrong name."""
     return _MAGIC + hashlib.sha256(file.name.encode() + code).digest()
 
 
 def write(file: Path, code: bytes) -> None:
-    """Keep machine code, and remove what is old.
+    """Store machine code, and remove old files.
 
     Raises:
         OSError: it cannot be written.
@@ -91,9 +91,9 @@ def write(file: Path, code: bytes) -> None:
 
 
 def sweep(folder: Path) -> None:
-    """Remove what nobody uses any more: superseded versions of units a day after their last use, others much later.
+    """Remove unused files: superseded versions of units a day after their last use, others much later.
 
-    Of every unit the version used last stays, so that a version of the program that runs finds its own.
+    The last used version of every unit stays, so that a running program still finds its own.
     """
     now, used = time.time(), []
     with contextlib.suppress(OSError):
@@ -113,7 +113,7 @@ def sweep(folder: Path) -> None:
 
 
 def _remove(entry: Path) -> None:
-    """Remove a file or a folder, which another process may be removing too."""
+    """Remove a file or a folder; another process may be removing it too."""
     if entry.is_dir() and not entry.is_symlink():
         shutil.rmtree(entry, ignore_errors=True)
     else:
