@@ -24,7 +24,7 @@ from models.errors import (
 )
 from models.oracle import Oracle
 from models.progress import Progress
-from models.quantize import matrix, outer, quantize, streams
+from models.quantize import matrix, outer, pipeline, precision, quantize, streams
 from models.quantize import text as text_module
 from models.quantize.chat import Layout, Trial, trials
 from models.quantize.quality import Quality
@@ -310,6 +310,46 @@ def test_a_cancelled_run_goes_on_where_it_stopped(
     reports = []
     assert content(run(name="stopped", progress=reports.append).path) == undisturbed
     assert min(report.done for report in reports if report.phase == "quantize") >= blocks_before
+
+
+def test_blocks_whose_states_were_not_saved_are_made_again(
+    run: Callable[..., StoredModelInfo],
+    checkpoint_maker: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder = checkpoint_maker(tmp_path / "source", layers=4)
+    expected = content(run(folder, name="whole").path)
+    monkeypatch.setattr(pipeline, "_BETWEEN", 1e9)  # after the first block and the last one alone
+    reports: list[Progress] = []
+    with pytest.raises(CancelledError):
+        run(
+            folder,
+            name="stopped",
+            progress=reports.append,
+            cancelled=lambda: bool(reports) and reports[-1].unit == "blocks" and reports[-1].done >= 3,
+        )
+    reports = []
+    assert content(run(folder, name="stopped", progress=reports.append).path) == expected
+    assert min(report.done for report in reports if report.phase == "quantize") == 1
+
+
+def test_products_in_bfloat16_measure_the_same(
+    tmp_path: Path, tiny_checkpoint: Path, short_text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for small in (precision.SMALL, 0):
+        monkeypatch.setattr(precision, "SMALL", small)
+        store, recipe = Store(tmp_path / f"{small}"), Recipe(bits=3, group_size=32)
+        info = quantize(tiny_checkpoint, store, recipe, calibration=short_text, evaluation=short_text[:300])
+        found.append(store.open(info.name))
+    exact, fast = found
+    assert fast.info.summary.perplexity_before == pytest.approx(exact.info.summary.perplexity_before, rel=0.01)
+    assert fast.info.summary.perplexity_after == pytest.approx(exact.info.summary.perplexity_after, rel=0.01)
+    assert exact.losses is not None
+    assert fast.losses is not None
+    for kind, nats in exact.losses.nats.items():
+        assert fast.losses.nats[kind][0] == pytest.approx(nats[0], rel=0.05)
 
 
 @pytest.mark.parametrize("recipe", [Recipe(bits=3.5), Recipe(method="squeezellm"), Recipe(method="awq-gptq")], ids=str)
