@@ -59,7 +59,7 @@ def build(units: Sequence[Unit], report: Report | None = None) -> None:
 
 
 def build_later(units: Sequence[Unit]) -> None:
-    """Compile units in the background, in one process of low priority.
+    """Compile units in the background, in processes of low priority.
 
     A caller that needs a unit earlier waits for it or compiles it, and gets its errors.
 
@@ -67,19 +67,18 @@ def build_later(units: Sequence[Unit]) -> None:
         units: As of `build`.
     """
     missing = [unit for unit in units if not unit.is_compiled]
-    worker = _start(nice=_BACKGROUND_NICE) if missing else None
-    if worker is None:
-        return
     waiting: queue.SimpleQueue[Unit] = queue.SimpleQueue()
     for unit in missing:
         waiting.put(unit)
 
-    def work() -> None:
+    def work(worker: subprocess.Popen[str]) -> None:
         with worker:
             _feed(worker, waiting, queue.SimpleQueue())
 
-    atexit.register(worker.kill)
-    threading.Thread(target=work, name="compile", daemon=True).start()
+    for _ in range(min(len(missing), _MAX_PROCESSES, _cores())):
+        if worker := _start(nice=_BACKGROUND_NICE):
+            atexit.register(worker.kill)
+            threading.Thread(target=work, args=(worker,), name="compile", daemon=True).start()
 
 
 def _compiled(missing: Sequence[Unit]) -> Iterator[Unit]:
