@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -174,8 +175,12 @@ class MatrixQuantizer:
 
 def _part(found: Codes, rows: slice) -> Codes:
     """Some rows of the result of a base method."""
-    arrays = {field.name: getattr(found, field.name) for field in fields(found)}
-    return replace(found, **{name: array[rows] for name, array in arrays.items() if isinstance(array, np.ndarray)})
+    whole: Any = found
+    arrays = {field.name: getattr(whole, field.name) for field in fields(whole)}
+    part: Codes = replace(
+        whole, **{name: array[rows] for name, array in arrays.items() if isinstance(array, np.ndarray)}
+    )
+    return part
 
 
 def _slices(rows: int, width: int, weights: int) -> list[slice]:

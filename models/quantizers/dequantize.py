@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
@@ -18,7 +20,7 @@ def dequantize(linear: PackedLinear) -> npt.NDArray[np.float32]:
         values = linear.codebook.astype(np.float32) * linear.scales.astype(np.float32)
         return np.take_along_axis(values, codes.astype(np.intp), axis=1)
     assert linear.zeros is not None
-    scales = linear.scales if linear.group_scales is None else linear.group_scales
+    scales: npt.NDArray[Any] = linear.scales if linear.group_scales is None else linear.group_scales
     weight = GroupCodes(codes=codes, scales=scales, zeros=linear.zeros, group_size=linear.group_size).dequantize()
     if linear.group_scales is not None:
         weight *= linear.scales.astype(np.float32)
