@@ -17,8 +17,8 @@ from models.threads import each
 
 _CHUNK = 1 << 19
 """Activations processed at a time per thread."""
-_HESSIAN_ROWS = 2048
-"""Rows of second moments computed at a time."""
+_HESSIAN_ROWS = 512
+"""Rows of second moments computed at a time, right of the diagonal; the rest follows from symmetry."""
 _RESTORED_FLOOR = np.float32(0.1)
 """Added to every channel's restored share, in units of the mean, because other texts restore other channels."""
 
@@ -76,6 +76,8 @@ class InputStatistics:
         step = max(1, _CHUNK // max(1, rows.shape[1]))
         parts = [slice(start, min(start + step, len(rows))) for start in range(0, len(rows), step)]
         k_chunks = levels(self.expected_k_chunk)
+        if self.hessian is None:  # what is restored is all that is asked for
+            k_chunks = tuple(sorted({0, self.expected_k_chunk}))
         weights = None if counts is None else np.sqrt(counts.reshape(-1))
 
         def look(part: slice) -> tuple[FloatArray, npt.NDArray[np.float64], list[FloatArray]]:
@@ -115,11 +117,12 @@ class InputStatistics:
         import torch
 
         hessian = torch.from_numpy(self.hessian)
-        for level, share in zip(left, self.shares, strict=True):
-            x = torch.from_numpy(level)
-            for start in range(0, len(hessian), _HESSIAN_ROWS):  # limits the memory of a product
-                rows = slice(start, start + _HESSIAN_ROWS)
-                hessian[rows].add_(x[:, rows].T @ x, alpha=share)
+        for start in range(0, len(hessian), _HESSIAN_ROWS):
+            rows = slice(start, start + _HESSIAN_ROWS)
+            for level, share in zip(left, self.shares, strict=True):
+                x = torch.from_numpy(level)
+                hessian[rows, start:].add_(x[:, rows].T @ x[:, start:], alpha=share)
+            hessian[rows.stop :, rows] = hessian[rows, rows.stop :].T
 
     def mean_square(self) -> FloatArray:
         """float32 [K]: mean of x² over tokens."""

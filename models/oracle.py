@@ -86,6 +86,7 @@ class Oracle:
         observe_keys: Sees the queries and keys of every block.
         observe_attention: Sees the attention that tokens receive in every block; takes [B, H, S, T] to compute.
         trace: Sees input and output of every linear layer; with it, what `block` does is recorded for autograd.
+        products: Of the operands of blocks' linear layers and of their outputs, where not `dtype`.
         resident: Whether weights stay in memory once used. If not, only those of the block (or table, or head) that
             ran last do.
     """
@@ -99,6 +100,7 @@ class Oracle:
         observe_keys: KeyObserver | None = None,
         observe_attention: AttentionObserver | None = None,
         trace: Trace | None = None,
+        products: torch.dtype | None = None,
         resident: bool = True,
     ) -> None:
         self.spec = weights.spec
@@ -107,6 +109,7 @@ class Oracle:
         self.observe_keys = observe_keys
         self.observe_attention = observe_attention
         self.trace = trace
+        self.products = products or dtype
         self.replace: Mapping[str, Callable[[Tensor], Tensor]] = {}
         """Replacements of linear layers, by name: functions from the input [B, S, K] to the output [B, S, N]."""
         self._weights = weights
@@ -153,7 +156,14 @@ class Oracle:
             self._table = table
         return functional.embedding(tokens, table).to(self.dtype)
 
-    def block(self, layer: int, x: Tensor, positions: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
+    def block(
+        self,
+        layer: int,
+        x: Tensor,
+        positions: Tensor | None = None,
+        cache: KVCache | None = None,
+        branches: Tensor | None = None,
+    ) -> Tensor:
         """Run one block; observer and trace see its linear layers.
 
         Args:
@@ -161,6 +171,8 @@ class Oracle:
             x: [B, S, C] its input.
             positions: int64 [S] consecutive positions of the tokens; None = from the cache's length, or 0.
             cache: Holds the tokens before these. Its length is the caller's to advance, after the last block.
+            branches: int64 [S]: which continuation of a common beginning (0) a token belongs to. It sees its own and
+                the beginning; positions then need not be consecutive. Without a cache.
 
         Returns:
             [B, S, C], the input of the next block.
@@ -169,7 +181,9 @@ class Oracle:
             start = cache.length if cache else 0
             positions = torch.arange(start, start + x.shape[1])
         with torch.inference_mode(self.trace is None):
-            return architecture.block(self._operations(positions, cache), self.spec, layer, x)
+            operations = self._operations(positions, cache)
+            operations.branches = branches
+            return architecture.block(operations, self.spec, layer, x)
 
     @torch.inference_mode()
     def head(self, x: Tensor) -> Tensor:
@@ -192,12 +206,14 @@ class Oracle:
             weight = self._weights.vector(name)
         else:
             weight, bias = self._weights.linear(name)
-        dtype = weight.dtype if name == "head" and not self._resident else self.dtype
-        self._loaded[name] = (weight.to(dtype), None if bias is None else bias.to(self.dtype))
+        dtype = self.dtype if name.endswith("norm") else self.products
+        if name == "head" and not self._resident:
+            dtype = weight.dtype
+        self._loaded[name] = (weight.to(dtype), None if bias is None else bias.to(dtype))
         return self._loaded[name]
 
     def _operations(self, positions: Tensor, cache: KVCache | None) -> _Operations:
-        end = int(positions[-1]) + 1 if len(positions) else 0
+        end = int(positions.max()) + 1 if len(positions) else 0
         if cache is not None and end > cache.context:
             raise ValueError(f"position {end - 1} does not fit a cache of {cache.context} positions")
         cos, sin = self._rotation(cache.context if cache is not None else end)
@@ -218,6 +234,7 @@ class _Operations(architecture.Operations[Tensor]):
 
     tokens: Tensor
     rows: Sequence[int] | None = None
+    branches: Tensor | None = None
 
     def __init__(self, oracle: Oracle, positions: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None) -> None:
         self.oracle = oracle
@@ -235,7 +252,7 @@ class _Operations(architecture.Operations[Tensor]):
         weight, _ = self.oracle.parameters(name)
         y = x.float()
         y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.spec.norm_eps)
-        return weight * y.to(x.dtype)
+        return weight * y.to(self.oracle.dtype)
 
     def linear(self, x: Tensor, name: str) -> Tensor:
         if self.oracle.observe is not None:
@@ -243,8 +260,8 @@ class _Operations(architecture.Operations[Tensor]):
         if name in self.oracle.replace:
             return self.oracle.replace[name](x)
         weight, bias = self.oracle.parameters(name)
-        if weight.dtype == x.dtype:
-            y = functional.linear(x, weight, bias)
+        if name != "head" or weight.dtype == x.dtype:
+            y = functional.linear(x.to(weight.dtype), weight, bias)
             if self.oracle.trace is not None:
                 self.oracle.trace(name, x, y)
             return y
@@ -267,7 +284,8 @@ class _Operations(architecture.Operations[Tensor]):
         return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1).flatten(-2)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
-        queries, keys, values = (self._heads(x).transpose(1, 2) for x in (q, k, v))  # [B, H or H_kv, S, D]
+        heads = (self._heads(x).transpose(1, 2) for x in (q, k, v.to(self.oracle.dtype)))
+        queries, keys, values = heads  # [B, H or H_kv, S, D]
         if self.oracle.observe_keys is not None:
             self.oracle.observe_keys(layer, queries, keys)
         first = int(self.positions[0]) if self.cache is None else 0  # position of the first key
@@ -283,7 +301,7 @@ class _Operations(architecture.Operations[Tensor]):
         return attended.transpose(1, 2).flatten(-2)
 
     def gate(self, gate: Tensor, up: Tensor) -> Tensor:
-        return functional.silu(gate) * up
+        return functional.silu(gate.to(self.oracle.dtype)) * up
 
     def add(self, x: Tensor, y: Tensor) -> Tensor:
         return x + y
@@ -298,8 +316,11 @@ class _Operations(architecture.Operations[Tensor]):
     def _mask(self, first: int, count: int, window: int | None) -> Tensor:
         """Which of `count` keys from position `first` on each query sees. Returns bool [S, count]."""
         if window not in self.masks:
-            distance = self.positions[:, None] - torch.arange(first, first + count)
+            places = torch.arange(first, first + count) if self.branches is None else self.positions
+            distance = self.positions[:, None] - places
             seen = distance >= 0
+            if self.branches is not None:
+                seen &= (self.branches == 0) | (self.branches[:, None] == self.branches)
             self.masks[window] = seen if window is None else seen & (distance < window)
         return self.masks[window]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import cache
@@ -11,12 +12,14 @@ from typing import TypeVar
 Part = TypeVar("Part")
 Found = TypeVar("Found")
 
+_NAME = "models-each"
+
 
 def each(work: Callable[[Part], Found], parts: Sequence[Part]) -> list[Found]:
     """Call `work` with every part, from as many threads as there are cores.
 
     Args:
-        work: Processes a part; numpy, numba and torch release the GIL. It must not call `each` itself.
+        work: Processes a part; numpy, numba and torch release the GIL. Calls of `each` in it take its thread alone.
         parts: The parts.
 
     Returns:
@@ -25,7 +28,7 @@ def each(work: Callable[[Part], Found], parts: Sequence[Part]) -> list[Found]:
     Raises:
         Exception: the error of the first part that failed, once all others are done.
     """
-    if len(parts) <= 1 or _cores() <= 1:
+    if len(parts) <= 1 or _cores() <= 1 or threading.current_thread().name.startswith(_NAME):
         return [work(part) for part in parts]
     futures = [_pool().submit(work, part) for part in parts]
     wait(futures)
@@ -38,4 +41,4 @@ def _cores() -> int:
 
 @cache
 def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(_cores(), thread_name_prefix="models")
+    return ThreadPoolExecutor(_cores(), thread_name_prefix=_NAME)

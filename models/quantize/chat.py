@@ -2,6 +2,8 @@
 
 While a model is quantized, the evaluation text passes through it once for every *trial*: so many salient channels
 compensated, or more bits. The first half of a sequence is the prompt, the second half what is decoded and scored.
+Trials of the same weights share the prompt: decoded halves stand behind it one after the other, and see it and
+themselves.
 """
 
 from __future__ import annotations
@@ -11,11 +13,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from models import per_token
-from models.packed import PackedLinear
-from models.quantizers.dequantize import dequantize, dequantize_residual
+from models.quantize.lowered import LoweredLinear
 from models.recipe import LARGEST_BITS, Recipe
-from models.salience import levels, without_salient
+from models.salience import levels
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,44 +52,55 @@ def finer(recipe: Recipe) -> Recipe | None:
     return replace(recipe, method="rtn", bits=LARGEST_BITS, block_bits=None)
 
 
+def branched(x: torch.Tensor, branches: int) -> torch.Tensor:
+    """Windows [B, S, ...] with the decoded half once for each trial: [B, P + branches * D, ...]. Prompts are alike."""
+    prompt = x.shape[1] // 2
+    return torch.cat((x[:, :prompt], *[x[:, prompt:]] * branches), dim=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Where a window's parts lie in `branched`'s result."""
+
+    prompt: int
+    """P, tokens of the prompt."""
+    decoded: int
+    """D, tokens of each branch."""
+
+    @classmethod
+    def of(cls, length: int, branches: int) -> Layout:
+        """Of a window that takes so many positions."""
+        prompt = length // (branches + 1)
+        return cls(prompt=prompt, decoded=(length - prompt) // branches)
+
+    def branch(self, index: int) -> slice:
+        """Positions of a branch."""
+        return slice(self.prompt + index * self.decoded, self.prompt + (index + 1) * self.decoded)
+
+    def places(self, branches: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Each position's place in its sequence, and its branch from 1; 0 for the prompt. int64 [P + branches * D]."""
+        prompt, decoded = torch.arange(self.prompt), self.prompt + torch.arange(self.decoded)
+        numbers = torch.arange(1, branches + 1).repeat_interleave(self.decoded)
+        return torch.cat((prompt, decoded.repeat(branches))), torch.cat((torch.zeros_like(prompt), numbers))
+
+
 class ChatLinear:
-    """A linear layer in all trials.
+    """A linear layer in all trials of the same weights.
 
     Args:
-        linear: As the recipe has it.
-        other: As `finer` has it; None where no trial asks for that.
-        trials: How the model is tried.
+        lowered: The layer.
+        trials: Of its weights, in the order of the branches.
     """
 
-    def __init__(self, linear: PackedLinear, other: PackedLinear | None, trials: Sequence[Trial]) -> None:
-        self._linear, self._other, self._trials = linear, other, trials
+    def __init__(self, lowered: LoweredLinear, trials: Sequence[Trial]) -> None:
+        self._lowered, self._trials = lowered, trials
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Outputs float32 [trials * B, S, N] of inputs float32 [trials * B, S, K]; weights live no longer than this."""
-        inputs = x.chunk(len(self._trials))
-        outputs = [torch.empty(0)] * len(inputs)
-        for linear, finer in ((self._linear, False), (self._other, True)):
-            chosen = [index for index, trial in enumerate(self._trials) if trial.finer == finer]
-            if linear is None or not chosen:
-                continue
-            bias = None if linear.bias is None else torch.from_numpy(linear.bias)
-            weight = torch.from_numpy(dequantize(linear))
-            for index in chosen:
-                seen = per_token.rounded(inputs[index]) if linear.per_token else inputs[index]
-                outputs[index] = torch.nn.functional.linear(seen, weight, bias)
-            del weight
-            compensated = [index for index in chosen if self._trials[index].k_chunk]
-            if linear.residual is None or not compensated:
-                continue
-            residual = torch.from_numpy(dequantize_residual(linear.residual, linear.shape))  # [K, N]
-            decoded = x.shape[1] // 2
-            for index in compensated:
-                restored = salient(inputs[index][:, decoded:], self._trials[index].k_chunk)
-                outputs[index][:, decoded:] += restored @ residual
-        return torch.cat(outputs)
-
-
-def salient(x: torch.Tensor, k_chunk: int) -> torch.Tensor:
-    """Activations float32 [..., K] of which the salient ones alone are left."""
-    rows = x.reshape(-1, x.shape[-1])
-    return (rows - torch.from_numpy(without_salient(rows.numpy(), k_chunk))).view_as(x)
+        """Outputs [B, P + branches * D, N] of inputs float32 [B, P + branches * D, K]."""
+        y = self._lowered.plain(x)
+        layout = Layout.of(x.shape[1], len(self._trials))
+        for index, trial in enumerate(self._trials):
+            if trial.k_chunk:
+                own = layout.branch(index)
+                y[:, own] += self._lowered.restored(x[:, own], trial.k_chunk)
+        return y

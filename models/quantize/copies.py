@@ -13,24 +13,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import torch
 
-from models import per_token
 from models.checkpoint import Checkpoint
 from models.losses import TypeLosses
 from models.oracle import Oracle
 from models.packed import PackedLinear
 from models.packing import RUN
 from models.quantize.allocation import Divergence
+from models.quantize.lowered import LoweredLinear, rows_of
 from models.quantize.precision import fast_products
 from models.quantize.streams import Batches, normed
-from models.quantize.working import WorkingBlock
-from models.quantizers.dequantize import dequantize, dequantize_residual
-from models.salience import without_salient
 from models.spec import LAYER_TYPES
 
 K_CHUNKS = (0, 4, 32, 256)
@@ -72,12 +68,12 @@ def start(checkpoint: Checkpoint, windows: Batches) -> Batches:
 
 
 def advance(
-    working: WorkingBlock, layer: int, linears: Mapping[str, PackedLinear], copies: Batches, watch: Callable[[], None]
+    oracle: Oracle, layer: int, linears: Mapping[str, LoweredLinear], copies: Batches, watch: Callable[[], None]
 ) -> None:
     """Pass all copies through a block, in place.
 
     Args:
-        working: Has the block in full precision, as it was quantized.
+        oracle: Has the block in full precision, as it was quantized.
         layer: Which block.
         linears: Its low-bit linear layers.
         copies: What `start` made.
@@ -86,20 +82,19 @@ def advance(
     if not copies:
         return
     untouched = torch.stack([states[0] for states in copies])  # [B, S, C]
-    with fast_products():
-        _pass(working, layer, linears, copies, untouched, watch)
+    with fast_products(oracle.spec):
+        _pass(oracle, layer, linears, copies, untouched, watch)
 
 
 def _pass(
-    working: WorkingBlock,
+    oracle: Oracle,
     layer: int,
-    linears: Mapping[str, PackedLinear],
+    linears: Mapping[str, LoweredLinear],
     copies: Batches,
     untouched: torch.Tensor,
     watch: Callable[[], None],
 ) -> None:
     """`advance`, with the untouched model's states [B, S, C] stacked."""
-    oracle = Oracle(working, resident=False)
     for states, passed in zip(copies, oracle.block(layer, untouched), strict=True):
         states[0] = passed
     for index, kind in enumerate(LAYER_TYPES):
@@ -111,6 +106,7 @@ def _pass(
         passed = oracle.block(layer, stacked.flatten(0, 1)).view_as(stacked)
         for states, part in zip(copies, passed.unbind(1), strict=True):
             states[own] = part
+    oracle.replace = {}
 
 
 def losses(
@@ -135,8 +131,10 @@ def losses(
     for begin in range(0, spec.vocab_size, step):
         rows = slice(begin, min(begin + step, spec.vocab_size))
         piece = weight[rows].to(torch.float32)
-        blocks.add(piece)
-        outer.take(_head_logits(inputs[0] @ piece.T, own[0], _rows(head, rows)))
+        with fast_products(spec):
+            blocks.add(piece)
+            lowered = LoweredLinear(rows_of(head, rows), torch.float32)
+            outer.take(_head_logits(inputs[0] @ piece.T, own[0], lowered))
         watch(rows.stop / spec.vocab_size)
     found = np.concatenate((blocks.total(), outer.total())) / states.shape[1]
     found = np.nan_to_num(np.maximum(found, 0), nan=math.log(spec.vocab_size), posinf=math.log(spec.vocab_size))
@@ -148,51 +146,24 @@ def losses(
     )
 
 
-def _head_logits(full: torch.Tensor, x: torch.Tensor, head: PackedLinear) -> Iterator[torch.Tensor]:
+def _head_logits(full: torch.Tensor, x: torch.Tensor, head: LoweredLinear) -> Iterator[torch.Tensor]:
     """Logits [T, n] of the untouched head, then of the low-bit one for each of `K_CHUNKS`."""
     yield full
     yield from _compensated(head, x.expand(len(K_CHUNKS), *x.shape))
 
 
-def _compensated(linear: PackedLinear, x: torch.Tensor) -> torch.Tensor:
+def _compensated(lowered: LoweredLinear, x: torch.Tensor) -> torch.Tensor:
     """A low-bit layer's output where each copy has as many channels compensated as its place in `K_CHUNKS` says.
 
     Args:
-        linear: The layer.
+        lowered: The layer, with residuals.
         x: float32 [K_CHUNKS · B, S or T.., K].
 
     Returns:
-        float32, the same with N for K.
+        The same with N for K.
     """
-    bias = None if linear.bias is None else torch.from_numpy(linear.bias)
-    seen = per_token.rounded(x) if linear.per_token else x
-    y = torch.nn.functional.linear(seen, torch.from_numpy(dequantize(linear)), bias)
-    assert linear.residual is not None
-    residual = torch.from_numpy(dequantize_residual(linear.residual, linear.shape))  # [K, N]
+    y = lowered.plain(x)
     for k_chunk, part, out in zip(K_CHUNKS, x.chunk(len(K_CHUNKS)), y.chunk(len(K_CHUNKS)), strict=True):
         if k_chunk:
-            rows = part.flatten(0, -2)
-            salient = rows - torch.from_numpy(without_salient(rows.numpy(), k_chunk))
-            out += (salient @ residual).view_as(out)
+            out += lowered.restored(part, k_chunk)
     return y
-
-
-def _rows(linear: PackedLinear, rows: slice) -> PackedLinear:
-    """Some outputs of a linear layer without bias; a slice that begins at a multiple of 32."""
-    residual = linear.residual
-    assert residual is not None
-    if residual.scales is None:
-        part = replace(residual, codes=residual.codes[:, rows])
-    else:
-        words = slice(rows.start // RUN * residual.bits, -(-rows.stop // RUN) * residual.bits)
-        part = replace(residual, codes=residual.codes[:, words], scales=residual.scales[rows])
-    return replace(
-        linear,
-        shape=(rows.stop - rows.start, linear.shape[1]),
-        codes=linear.codes[rows],
-        scales=linear.scales[rows],
-        zeros=None if linear.zeros is None else linear.zeros[rows],
-        codebook=None if linear.codebook is None else linear.codebook[rows],
-        group_scales=None if linear.group_scales is None else linear.group_scales[rows],
-        residual=part,
-    )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,9 +21,12 @@ from models.quantizers.progressive import ProgressiveCodes, Rounding
 from models.quantizers.residual import quantize_residual
 from models.recipe import Recipe
 from models.store.tensors import Array
+from models.threads import each
 
 _PIECE = 1 << 23
 """Weights handled at a time."""
+_PART = 1 << 18
+"""Weights that a thread packs at a time, so that they stay in the processor's cache."""
 
 
 class MatrixQuantizer:
@@ -82,9 +87,7 @@ class MatrixQuantizer:
 
     def pieces(self) -> list[slice]:
         """Rows to hand to `add`, in order; all but the last hold a multiple of 32."""
-        rows, width = self.shape
-        step = max(1, _PIECE // max(1, width) // RUN) * RUN
-        return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
+        return _slices(*self.shape, _PIECE)
 
     def add(self, rows: slice, weight: FloatArray) -> tuple[FloatArray, FloatArray | None]:
         """Quantize some rows.
@@ -101,17 +104,25 @@ class MatrixQuantizer:
         """
         try:
             found = self._quantize(weight, rows, self.bits, self._group_size)
-            dequantized = found.dequantize()
-            self._codes[rows] = pack(found.codes, self.bits)
-            self._scales[rows] = found.scales
-            self._keep(rows, found)
-            residual = self._add_residual(rows, weight - dequantized)
+            dequantized = np.empty_like(weight)
+            residual = None if self._residual is None else np.empty_like(weight)
+
+            def keep(part: slice) -> None:
+                own, there = _part(found, part), slice(rows.start + part.start, rows.start + part.stop)
+                dequantized[part] = own.dequantize()
+                self._keep(there, own)
+                if residual is not None:
+                    residual[part] = self._add_residual(there, weight[part] - dequantized[part])
+
+            each(keep, _slices(len(weight), weight.shape[1], _PART))
         except QuantizationError as error:
             raise QuantizationError(f"{self.name}: {error}") from error
         return dequantized, residual
 
     def _keep(self, rows: slice, found: Codes) -> None:
-        """Store what stands beside codes and scales."""
+        """Store codes, scales and what stands beside them."""
+        self._codes[rows] = pack(found.codes, self.bits)
+        self._scales[rows] = found.scales
         if isinstance(found, CodebookCodes):
             assert self._codebook is not None
             self._codebook[rows] = found.codebook
@@ -122,10 +133,9 @@ class MatrixQuantizer:
             assert self._group_scales is not None
             self._group_scales[rows] = found.group_scales
 
-    def _add_residual(self, rows: slice, residual: FloatArray) -> FloatArray | None:
+    def _add_residual(self, rows: slice, residual: FloatArray) -> FloatArray:
         bits = self.recipe.residual_bits
-        if self._residual is None:
-            return None
+        assert self._residual is not None
         if self._residual_scales is None:
             self._residual[:, rows] = residual.T
             return residual
@@ -161,6 +171,22 @@ class MatrixQuantizer:
             rank_maximum=statistics.rank_maximum if keep else None,
             mean_square=statistics.mean_square() if keep else None,
         )
+
+
+def _part(found: Codes, rows: slice) -> Codes:
+    """Some rows of the result of a base method."""
+    whole: Any = found
+    arrays = {field.name: getattr(whole, field.name) for field in fields(whole)}
+    part: Codes = replace(
+        whole, **{name: array[rows] for name, array in arrays.items() if isinstance(array, np.ndarray)}
+    )
+    return part
+
+
+def _slices(rows: int, width: int, weights: int) -> list[slice]:
+    """Ranges of rows that are a multiple of 32 but for the last, with about so many weights each."""
+    step = max(1, weights // max(1, width) // RUN) * RUN
+    return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
 
 
 def quantize_matrix(

@@ -15,8 +15,10 @@ from models.calibration import InputStatistics
 from models.checkpoint import Checkpoint
 from models.errors import QuantizationError
 from models.packed import PackedLinear
-from models.quantize.chat import salient, trials
+from models.quantize.chat import Layout, trials
+from models.quantize.lowered import salient
 from models.quantize.matrix import MatrixQuantizer, stored_tensors
+from models.quantize.precision import fast_products
 from models.quantize.scales import sample, search
 from models.quantize.streams import Batches, Streams, normed
 from models.quantizers import SCALED, SECOND_MOMENTS
@@ -104,7 +106,9 @@ def quantize_outer(
     matrix = MatrixQuantizer("head", shape, recipe, statistics, sensitivity=sensitivity)
     for piece in matrix.pieces():
         rows = weight[piece].to(torch.float32)
-        judge.add(piece, rows, *matrix.add(piece, rows.numpy() * scales))
+        made = matrix.add(piece, rows.numpy() * scales)
+        with fast_products(spec):
+            judge.add(piece, rows, *made)
         watch(piece.stop / spec.vocab_size)
     before, after = judge.perplexities()
     if before is not None and not math.isfinite(before):
@@ -160,8 +164,11 @@ class _Judge:
         # What the prompt's last token predicts is not compensated: it comes from the prompt's step.
         decoded = torch.cat([(torch.arange(_answer(x).shape[1]) > 0).repeat(len(x)) for x in evaluation])
         self._low = []
-        for index, trial in enumerate(trials(recipe)):
-            x = normed(_answers([batch[index] for batch in streams.low]), norms[1], eps)
+        tried = trials(recipe)
+        plain = [trial for trial in tried if not trial.finer]
+        for trial in tried:
+            own, among = (streams.finer, [trial]) if trial.finer else (streams.low, plain)
+            x = normed(torch.cat([_branch(batch, among.index(trial), len(among)) for batch in own]), norms[1], eps)
             restored = salient(x, trial.k_chunk) * decoded[:, None] if trial.k_chunk else None
             seen = per_token.rounded(x) if recipe.per_token else x
             self._low.append((Likelihood(targets), seen, restored))
@@ -189,6 +196,12 @@ class _Judge:
 def _answers(batches: Batches) -> torch.Tensor:
     """Hidden states [T, C] that predict the second halves of windows, from those of whole windows [B, S, C]."""
     return torch.cat([_answer(x).flatten(0, 1) for x in batches])
+
+
+def _branch(x: torch.Tensor, index: int, branches: int) -> torch.Tensor:
+    """Of one branch of windows [B, P + branches * D, C], the same as `_answers` [T, C]."""
+    layout = Layout.of(x.shape[1], branches)
+    return torch.cat((x[:, : layout.prompt], x[:, layout.branch(index)]), 1)[:, layout.prompt - 1 : -1].flatten(0, 1)
 
 
 def _answer(x: torch.Tensor) -> torch.Tensor:

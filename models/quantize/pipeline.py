@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,21 +14,23 @@ import numpy.typing as npt
 
 from models.checkpoint import Checkpoint
 from models.errors import CancelledError, CheckpointError, QuantizationError, StoreError
-from models.packed import PackedLinear
+from models.oracle import Oracle
 from models.progress import Cancelled, Progress, ProgressCallback
 from models.quantize import copies, fisher
 from models.quantize.allocation import allocate
-from models.quantize.chat import ChatLinear, finer, trials
+from models.quantize.chat import finer, trials
 from models.quantize.keys import KeyMoments
+from models.quantize.lowered import LoweredLinear
 from models.quantize.matrix import quantize_matrix, stored_tensors
 from models.quantize.outer import quantize_outer
+from models.quantize.precision import products
 from models.quantize.qoq import prepare
 from models.quantize.quality import Quality, summarize
 from models.quantize.rotated import RotatedCheckpoint
 from models.quantize.scales import scale_block
 from models.quantize.smooth import smooth_attention
 from models.quantize.source import identity_of, read_source
-from models.quantize.streams import Batches, Streams
+from models.quantize.streams import Batches, Streams, run_low
 from models.quantize.text import (
     EVALUATION_TOKENS,
     LAST_TOKENIZER_FILE,
@@ -48,6 +51,8 @@ from models.store.names import check_name, default_name
 _SENSITIVITIES = "sensitivities"
 _STEPS = len(LAYER_TYPES) + 2
 """Reports of a block: full-precision pass, each linear layer, low-bit pass."""
+_BETWEEN = 10
+"""Hidden states are saved again after so many times as long as saving them took."""
 
 
 class Pipeline:
@@ -81,6 +86,7 @@ class Pipeline:
         self.texts = (calibration, evaluation)
         self.progress = progress
         self.cancelled = cancelled
+        self._next_keep = 0.0
 
     def run(self, name: str | None, *, force: bool) -> StoredModelInfo:
         """Make the model under `name`."""
@@ -209,7 +215,7 @@ class Pipeline:
         found = work.resume()
         if found is None:
             copied = copies.start(self.checkpoint, calibration) if self.recipe.residual_bits else []
-            return 0, Streams.start(self.checkpoint, calibration, evaluation, copied, len(trials(self.recipe)))
+            return 0, Streams.start(self.checkpoint, calibration, evaluation, copied, trials(self.recipe))
         layer, tensors = found
         return layer, Streams.load(tensors)
 
@@ -232,32 +238,48 @@ class Pipeline:
         if self.recipe.method in SCALED:
             scale_block(working, streams.observe(working, layer, self.recipe, step), self.recipe, step)
         keys = KeyMoments(checkpoint.spec, layer)
-        statistics = streams.run_full(working, layer, self.recipe, keys, step)
-        linears: dict[str, PackedLinear] = {}
-        tried: dict[str, ChatLinear] = {}
-        other = finer(self.recipe) if streams.low else None
+        dtype = products(checkpoint.spec)
+        oracle = Oracle(working, resident=False, products=dtype)
+        statistics = streams.run_full(oracle, layer, self.recipe, keys, step)
+        linears: dict[str, LoweredLinear] = {}
+        compared: dict[str, LoweredLinear] = {}
+        other = finer(self.recipe) if streams.finer else None
         for name in list(statistics):
             done += 1
             weight, bias = working.linear(name)
             seen, sensitivity = statistics.pop(name), self._sensitivity(work, name)
             own = clips if name.endswith(".qkv") else None
-            linears[name] = quantize_matrix(name, weight, bias, self.recipe, seen, step, sensitivity, own)
-            compared = None if other is None else quantize_matrix(name, weight, bias, other, seen, step)
-            if streams.low:
-                tried[name] = ChatLinear(linears[name], compared, trials(self.recipe))
+            packed = quantize_matrix(name, weight, bias, self.recipe, seen, step, sensitivity, own)
+            linears[name] = LoweredLinear(packed, dtype)
+            if other is not None:
+                compared[name] = LoweredLinear(quantize_matrix(name, weight, bias, other, seen, step), dtype)
             del weight, seen
         done += 1
-        copies.advance(working, layer, linears, streams.copies, step)
         working.release()
-        streams.run_low(working, layer, tried, step)
+        copies.advance(oracle, layer, linears, streams.copies, step)
+        oracle = Oracle(working, resident=False, products=dtype)
+        for batches, own_linears, is_finer in ((streams.low, linears, False), (streams.finer, compared, True)):
+            tried = [trial for trial in trials(self.recipe) if trial.finer == is_finer]
+            run_low(oracle, layer, batches, own_linears, tried, step)
+            for lowered in own_linears.values():
+                lowered.release()
         tensors = {name: working.vector(name).numpy() for name in checkpoint.spec.block_norms(layer)}
-        for linear in linears.values():
-            tensors |= stored_tensors(linear)
+        for lowered in linears.values():
+            tensors |= stored_tensors(lowered.linear)
         tensors |= keys.tensors()
         work.save_tensors(layout.block_file(layer), tensors)
-        work.save_streams(layer + 1, streams.tensors())
+        self._keep(work, layer + 1, streams)
         if self.recipe.method in SENSITIVITIES:
             fisher.discard(work, f"layers.{layer}")
+
+    def _keep(self, work: Work, layer: int, streams: Streams) -> None:
+        """Save the hidden states before a block, unless that would take more than a tenth of the time."""
+        now = time.monotonic()
+        if now < self._next_keep and layer < self.checkpoint.spec.num_layers:
+            return
+        work.save_streams(layer, streams.tensors())
+        saved = time.monotonic()
+        self._next_keep = saved + _BETWEEN * (saved - now)
 
     def _outer(self, work: Work, streams: Streams, evaluation: Batches) -> Quality:
         """Quantize the head, measure, and save outer.safetensors and recipe.json."""

@@ -81,7 +81,7 @@ def _inputs(working: WorkingBlock, batches: Batches) -> dict[str, torch.Tensor]:
         resident=False,
         observe=lambda name, x: found.setdefault(name.rpartition(".")[2], []).append(x.flatten(0, -2)),
     )
-    with fast_products():
+    with fast_products(working.spec):
         for x in batches:
             oracle.block(working.layer, x)
     return {kind: torch.cat(parts) for kind, parts in found.items()}
@@ -189,7 +189,7 @@ def _attended(working: WorkingBlock, batches: Batches, weight: torch.Tensor) -> 
         f"{prefix}.gate_up": lambda x: x.new_zeros(*x.shape[:-1], 2 * spec.intermediate_size),
         f"{prefix}.down": lambda x: x.new_zeros(*x.shape[:-1], spec.hidden_size),
     }
-    with fast_products():
+    with fast_products(working.spec):
         for x in batches:
             oracle.block(working.layer, x)
     return found

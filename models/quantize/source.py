@@ -17,7 +17,7 @@ from models.store.manifest import describe
 from models.store.names import source_name
 
 _VERSIONED = ("numpy", "numba", "tokenizers", "torch", "transformers")
-_QUANTIZERS = "2"
+_QUANTIZERS = "3"
 """Raised where the same recipe gives another result, or a half-made model would go on differently."""
 
 

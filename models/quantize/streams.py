@@ -1,13 +1,13 @@
 """The hidden states of the calibration text, block by block, while a model is quantized.
 
-Four streams: the calibration text and the evaluation text in full precision, the evaluation text through the low-bit
-blocks as a chat would, and a part of the calibration text through copies of the model of which one layer type is
-low-bit. After every block they are saved, so that a killed run goes on from the next one.
+Five streams: the calibration text and the evaluation text in full precision, the evaluation text through the low-bit
+blocks as a chat would and through finer ones to compare, and a part of the calibration text through copies of the model
+of which one layer type is low-bit. They are saved between blocks, so that a killed run goes on from there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,9 +16,10 @@ import torch
 from models.calibration import InputStatistics
 from models.checkpoint import Checkpoint
 from models.oracle import Oracle, Weights
-from models.quantize.chat import ChatLinear
+from models.quantize.chat import ChatLinear, Layout, Trial, branched
 from models.quantize.keys import KeyMoments
-from models.quantize.precision import fast_products
+from models.quantize.lowered import LoweredLinear
+from models.quantize.precision import fast_products, products
 from models.quantizers import SECOND_MOMENTS
 from models.quantizers.groups import FloatArray
 from models.recipe import Recipe
@@ -29,9 +30,9 @@ Batches = list[torch.Tensor]
 OBSERVED = 4
 """One of so many batches is enough to find scales by."""
 
-_TOGETHER = 1
-"""Sequences that pass through a block in all trials at once: their activations are the largest thing in memory."""
-_STREAMS = ("calibration", "full", "low", "copies")
+_TOGETHER = 1024
+"""Tokens that pass through a block at once: their activations are the largest thing in memory."""
+_STREAMS = ("calibration", "full", "low", "finer", "copies")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -43,14 +44,16 @@ class Streams:
     full: Batches
     """The evaluation text in full precision."""
     low: Batches
-    """The evaluation text through the low-bit blocks, once for every trial (`models.quantize.chat`): [trials, B, S,
-    C]."""
+    """The evaluation text through the low-bit blocks, once for every trial (`models.quantize.chat`): [B, P + trials *
+    D, C]."""
+    finer: Batches = field(default_factory=list)
+    """The same through blocks of more bits, for the trial that asks for them; nothing where none does."""
     copies: Batches = field(default_factory=list)
     """A part of the calibration text through copies of the model (see `models.quantize.copies`)."""
 
     @classmethod
     def start(
-        cls, checkpoint: Checkpoint, calibration: Batches, evaluation: Batches, copies: Batches, trials: int = 1
+        cls, checkpoint: Checkpoint, calibration: Batches, evaluation: Batches, copies: Batches, tried: Sequence[Trial]
     ) -> Streams:
         """Embed tokens.
 
@@ -59,14 +62,17 @@ class Streams:
             calibration: int64 [B, S] token windows.
             evaluation: The same.
             copies: Embedded already.
-            trials: How often the evaluation text passes through the low-bit blocks.
+            tried: How the low-bit model is tried.
         """
         table = checkpoint.embedding()
         full = [table[tokens].to(torch.float32) for tokens in evaluation]
+        finer = sum(trial.finer for trial in tried)
+        stored = [x.to(torch.float16).to(torch.float32) for x in full]
         return cls(
             calibration=[table[tokens].to(torch.float32) for tokens in calibration],
             full=full,
-            low=[x.to(torch.float16).to(torch.float32).repeat(trials, 1, 1, 1) for x in full],
+            low=[branched(x, len(tried) - finer) for x in stored],
+            finer=[branched(x, finer) for x in stored] if finer else [],
             copies=copies,
         )
 
@@ -104,7 +110,8 @@ class Streams:
             QuantizationError: an activation is NaN or infinite.
         """
         statistics = _no_statistics(weights.spec, layer, recipe)
-        _look(weights, layer, self.calibration[::OBSERVED], statistics, watch)
+        oracle = Oracle(weights, resident=False, products=products(weights.spec))
+        _look(oracle, layer, self.calibration[::OBSERVED], statistics, watch)
         return statistics
 
     def largest_keys(self, weights: Weights, layer: int, watch: Callable[[], None]) -> FloatArray:
@@ -132,12 +139,12 @@ class Streams:
         return largest.numpy()
 
     def run_full(
-        self, weights: Weights, layer: int, recipe: Recipe, keys: KeyMoments, watch: Callable[[], None]
+        self, oracle: Oracle, layer: int, recipe: Recipe, keys: KeyMoments, watch: Callable[[], None]
     ) -> dict[str, InputStatistics]:
         """Pass the full-precision streams through a block.
 
         Args:
-            weights: Have the block.
+            oracle: Has the block.
             layer: Which block.
             recipe: Says what the statistics are for.
             keys: Counts the calibration text's keys and queries.
@@ -149,28 +156,38 @@ class Streams:
         Raises:
             QuantizationError: an activation is NaN or infinite.
         """
-        statistics = _no_statistics(weights.spec, layer, recipe)
-        self.calibration = _look(weights, layer, self.calibration, statistics, watch, keys)
-        self.full = _pass(Oracle(weights, resident=False), layer, self.full, watch)
+        statistics = _no_statistics(oracle.spec, layer, recipe)
+        self.calibration = _look(oracle, layer, self.calibration, statistics, watch, keys)
+        self.full = _pass(oracle, layer, self.full, watch)
         return statistics
 
-    def run_low(
-        self, weights: Weights, layer: int, linears: Mapping[str, ChatLinear], watch: Callable[[], None]
-    ) -> None:
-        """Pass the low-bit stream through a block.
 
-        Args:
-            weights: Have the norms.
-            layer: Which block.
-            linears: The block's linear layers in all trials.
-            watch: Called after each batch; may raise to stop.
-        """
-        oracle = Oracle(weights, resident=False)
-        oracle.replace = linears
-        for x in self.low:
-            for part in torch.split(x, _TOGETHER, dim=1):
-                (passed,) = _pass(oracle, layer, [part.flatten(0, 1)], watch)
-                part.copy_(passed.view_as(part))
+def run_low(
+    oracle: Oracle,
+    layer: int,
+    batches: Batches,
+    linears: Mapping[str, LoweredLinear],
+    tried: Sequence[Trial],
+    watch: Callable[[], None],
+) -> None:
+    """Pass a low-bit stream through a block, in place.
+
+    Args:
+        oracle: Has the norms.
+        layer: Which block.
+        batches: Those of the stream, branched for the trials.
+        linears: The block's linear layers.
+        tried: The trials.
+        watch: Called after each batch; may raise to stop.
+    """
+    oracle.replace = {name: ChatLinear(linear, tried) for name, linear in linears.items()}
+    for x in batches:
+        places = Layout.of(x.shape[1], len(tried)).places(len(tried))
+        for part in torch.split(x, max(1, _TOGETHER // x.shape[1])):
+            with fast_products(oracle.spec):
+                part.copy_(oracle.block(layer, part, places[0], branches=places[1]))
+            watch()
+    oracle.replace = {}
 
 
 def normed(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -181,7 +198,7 @@ def normed(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def _pass(oracle: Oracle, layer: int, batches: Batches, watch: Callable[[], None]) -> Batches:
     outputs = []
     for x in batches:
-        with fast_products():
+        with fast_products(oracle.spec):
             outputs.append(oracle.block(layer, x))
         watch()
     return outputs
@@ -199,7 +216,7 @@ def _no_statistics(spec: ModelSpec, layer: int, recipe: Recipe) -> dict[str, Inp
 
 
 def _look(
-    weights: Weights,
+    oracle: Oracle,
     layer: int,
     batches: Batches,
     statistics: Mapping[str, InputStatistics],
@@ -214,25 +231,22 @@ def _look(
     """
     inputs: dict[str, torch.Tensor] = {}
     received: list[torch.Tensor] = []
-    oracle = Oracle(
-        weights,
-        resident=False,
-        observe=inputs.__setitem__,
-        observe_keys=None if keys is None else keys.observe,
-        observe_attention=lambda _, attention: received.append(attention),
-    )
+    oracle.observe = inputs.__setitem__
+    oracle.observe_keys = None if keys is None else keys.observe
+    oracle.observe_attention = lambda _, attention: received.append(attention)
     outputs = []
     for x in batches:
-        with fast_products():
+        with fast_products(oracle.spec):
             y = oracle.block(layer, x)
         looked_at = 1 + received.pop()  # [B, S]
         streams = {"o": x, "down": y}
         for name, seen in inputs.items():
             stream = streams.get(name.rpartition(".")[2])
             square = 1 if stream is None else stream.square().mean(-1)
-            with fast_products():
+            with fast_products(oracle.spec):
                 statistics[name].add(seen.numpy(), name, (looked_at / square).nan_to_num(0, 0, 0).numpy())
         inputs.clear()
         outputs.append(y)
         watch()
+    oracle.observe = oracle.observe_keys = oracle.observe_attention = None
     return outputs

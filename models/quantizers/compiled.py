@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 FloatArray = npt.NDArray[np.float32]
 
-_FAST = {"reassoc", "contract", "nsz"}
+_FAST = {"reassoc", "contract", "nsz", "nnan"}
 _STRIP = 64
 """Rows that are rounded together: a block of their channels stays in the processor's cache."""
 _SMALLEST = np.float32(2.0**-24)
@@ -22,13 +22,13 @@ _SMALLEST_NORMAL = np.float32(2.0**-14)
 _INFINITE = np.float32(np.inf)
 
 
-@numba.njit(nogil=True, fastmath=_FAST, inline="always")
+@numba.njit(nogil=True)
 def _half(value: Any) -> Any:
-    """A positive number rounded to fp16, none below the smallest, as float32."""
-    unit = _SMALLEST
-    if value >= _SMALLEST_NORMAL:
-        unit = np.float32(2.0) ** (np.floor(np.log2(value)) - np.float32(10))
-    return max(np.rint(value / unit) * unit, _SMALLEST)
+    """A positive float32 rounded to fp16, ties to even and none below the smallest, as float32."""
+    if value < _SMALLEST_NORMAL:
+        return max(np.rint(value / _SMALLEST) * _SMALLEST, _SMALLEST)
+    word = np.float32(value).view(np.int32)  # 13 bits of the fraction go
+    return np.int32((word + np.int32(0xFFF) + ((word >> 13) & 1)) & np.int32(-0x2000)).view(np.float32)
 
 
 @numba.njit(nogil=True, fastmath=_FAST)
@@ -76,6 +76,17 @@ def round_groups(weight: FloatArray, size: int, top: Any, scales: FloatArray, ze
             inverse, zero = np.float32(1) / scales[n, group], zeros[n, group]
             for k in range(group * size, min((group + 1) * size, width)):
                 codes[n, k] = np.uint8(min(max(np.rint(weight[n, k] * inverse) + zero, np.float32(0)), top))
+
+
+@numba.njit(nogil=True, fastmath=_FAST)
+def restore_groups(codes: Any, size: int, scales: Any, zeros: Any, weight: FloatArray) -> None:
+    """Weights float32 [n, K] of codes uint8 [n, K], by their groups' scales float32 and zero-points uint8 [n, G]."""
+    rows, width = codes.shape
+    for n in range(rows):
+        for group in range(scales.shape[1]):
+            scale, zero = scales[n, group], np.int32(zeros[n, group])
+            for k in range(group * size, min((group + 1) * size, width)):
+                weight[n, k] = np.float32(np.int32(codes[n, k]) - zero) * scale
 
 
 @numba.njit(nogil=True, fastmath=_FAST)

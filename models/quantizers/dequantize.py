@@ -1,12 +1,15 @@
-"""Stored matrices as float32, in plain numpy: for references, tests and inspection."""
+"""Stored matrices as float32: for references, tests, inspection and measurements while a model is quantized."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from models.packed import PackedLinear, PackedResidual
 from models.packing import unpack
+from models.quantizers.groups import GroupCodes
 
 
 def dequantize(linear: PackedLinear) -> npt.NDArray[np.float32]:
@@ -17,12 +20,8 @@ def dequantize(linear: PackedLinear) -> npt.NDArray[np.float32]:
         values = linear.codebook.astype(np.float32) * linear.scales.astype(np.float32)
         return np.take_along_axis(values, codes.astype(np.intp), axis=1)
     assert linear.zeros is not None
-    weight = codes.astype(np.float32)
-    scales = linear.scales if linear.group_scales is None else linear.group_scales
-    for group in range(scales.shape[1]):
-        part = weight[:, group * linear.group_size : (group + 1) * linear.group_size]
-        part -= linear.zeros[:, group, None]
-        part *= scales[:, group, None].astype(np.float32)
+    scales: npt.NDArray[Any] = linear.scales if linear.group_scales is None else linear.group_scales
+    weight = GroupCodes(codes=codes, scales=scales, zeros=linear.zeros, group_size=linear.group_size).dequantize()
     if linear.group_scales is not None:
         weight *= linear.scales.astype(np.float32)
     return weight

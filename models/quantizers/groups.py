@@ -35,19 +35,15 @@ class GroupCodes:
 
     def dequantize(self) -> FloatArray:
         """Ŵ as float32 [N, K]."""
-        width = self.codes.shape[1]
-        weight = self.codes.astype(np.float32)
-        weight -= self.spread(self.zeros, width)
-        weight *= self.spread(self.scales, width)
-        return weight
+        from models.quantizers.compiled import restore_groups
 
-    def spread(self, values: npt.NDArray[np.generic], width: int) -> FloatArray:
-        """Numbers of groups [N, G] as those of their channels, float32 [N, K]."""
-        return np.repeat(values.astype(np.float32), self.group_size, axis=1)[:, :width]
+        weight = np.empty(self.codes.shape, np.float32)
+        restore_groups(self.codes, self.group_size, self.scales.astype(np.float32), self.zeros, weight)
+        return weight
 
 
 def search(
-    weight: FloatArray, importance: FloatArray, bits: int, group_size: int, ratios: tuple[float, ...] = RATIOS
+    weight: FloatArray, importance: FloatArray | None, bits: int, group_size: int, ratios: tuple[float, ...] = RATIOS
 ) -> tuple[FloatArray, FloatArray]:
     """Find scale and zero-point of every group: those of the shrink ratio with the least weighted squared error.
 
@@ -56,7 +52,7 @@ def search(
 
     Args:
         weight: float32 [N, K].
-        importance: float32 [N, K], or [1, K] for all rows: what a squared error of each weight counts.
+        importance: float32 [N, K], or [1, K] for all rows: what a squared error of each weight counts; None: `by_size`.
         bits: Width of a code, 2 to 8.
         group_size: Input channels that share a scale.
         ratios: Shrink ratios to try; the first of equals wins.
@@ -77,7 +73,10 @@ def search(
     def work(chunk: slice) -> None:
         part = np.ascontiguousarray(weight[chunk])
         _check_range(part, bits)
-        counts = importance if len(importance) == 1 else importance[chunk]
+        if importance is None:
+            counts = by_size(part, group_size)
+        else:
+            counts = importance if len(importance) == 1 else importance[chunk]
         search_groups(part, np.ascontiguousarray(counts), group_size, tried, top, (scales[chunk], zeros[chunk]))
 
     each_chunk(rows, width, work)

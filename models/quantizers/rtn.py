@@ -6,7 +6,7 @@ the weights (`models.quantizers.groups.by_size`), are the least.
 
 from __future__ import annotations
 
-from models.quantizers.groups import RATIOS, FloatArray, GroupCodes, by_size, round_to_grid, search
+from models.quantizers.groups import RATIOS, FloatArray, GroupCodes, round_to_grid, search
 
 
 def quantize(weight: FloatArray, bits: int, group_size: int, ratios: tuple[float, ...] = RATIOS) -> GroupCodes:
@@ -21,5 +21,5 @@ def quantize(weight: FloatArray, bits: int, group_size: int, ratios: tuple[float
     Raises:
         QuantizationError: a weight is NaN or infinite, or a scale would leave fp16's range.
     """
-    scales, zeros = search(weight, by_size(weight, group_size), bits, group_size, ratios)
+    scales, zeros = search(weight, None, bits, group_size, ratios)
     return round_to_grid(weight, scales, zeros, bits, group_size)

@@ -24,9 +24,9 @@ from models.errors import (
 )
 from models.oracle import Oracle
 from models.progress import Progress
-from models.quantize import matrix, outer, quantize, streams
+from models.quantize import matrix, outer, pipeline, precision, quantize, streams
 from models.quantize import text as text_module
-from models.quantize.chat import Trial, trials
+from models.quantize.chat import Layout, Trial, trials
 from models.quantize.quality import Quality
 from models.quantize.text import token_windows
 from models.quantizers.dequantize import dequantize, dequantize_residual
@@ -220,13 +220,29 @@ def test_the_low_bit_stream_begins_with_the_stored_embedding(
 ) -> None:
     checkpoint = Checkpoint.open(checkpoint_maker(tmp_path / "source", dtype=torch.float32))
     tokens = torch.arange(3, 20)[None]
-    start = streams.Streams.start(checkpoint, [], [tokens], [], 3)
+    start = streams.Streams.start(checkpoint, [], [tokens], [], trials(Recipe(bits=3)))
     table = checkpoint.embedding()
     assert torch.equal(start.full[0], table[tokens])
-    assert start.low[0].shape[0] == 3
-    for trial in start.low[0]:
-        assert torch.equal(trial, table[tokens].half().float())
-        assert not torch.equal(trial, start.full[0])
+    stored = table[tokens].half().float()
+    assert not torch.equal(stored, start.full[0])
+    assert torch.equal(start.low[0], torch.cat((stored, stored[:, 8:], stored[:, 8:]), 1))
+    assert torch.equal(start.finer[0], stored)
+
+
+@pytest.mark.parametrize("window", [None, 3], ids=["whole", "window"])
+def test_branches_behind_a_common_beginning_are_the_texts_they_stand_for(
+    tmp_path: Path, checkpoint_maker: Callable[..., Path], window: int | None
+) -> None:
+    checkpoint = Checkpoint.open(checkpoint_maker(tmp_path / "source", dtype=torch.float32))
+    checkpoint.spec = replace(checkpoint.spec, windows=(window,) * checkpoint.spec.num_layers)
+    oracle, texts = Oracle(checkpoint), torch.randn(2, 9, checkpoint.spec.hidden_size)
+    texts[1, :4] = texts[0, :4]  # alike in the first half
+    layout = Layout.of(14, 2)
+    assert layout == Layout(prompt=4, decoded=5)
+    places, branches = layout.places(2)
+    joined = oracle.block(0, torch.cat((texts[0], texts[1, 4:]))[None], places, branches=branches)
+    for index, passed in enumerate(oracle.block(0, texts)):
+        torch.testing.assert_close(joined[0, layout.branch(index)], passed[4:])
 
 
 def test_summary_counts_real_bytes(run: Callable[..., StoredModelInfo], store: Store, tiny_checkpoint: Path) -> None:
@@ -294,6 +310,46 @@ def test_a_cancelled_run_goes_on_where_it_stopped(
     reports = []
     assert content(run(name="stopped", progress=reports.append).path) == undisturbed
     assert min(report.done for report in reports if report.phase == "quantize") >= blocks_before
+
+
+def test_blocks_whose_states_were_not_saved_are_made_again(
+    run: Callable[..., StoredModelInfo],
+    checkpoint_maker: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder = checkpoint_maker(tmp_path / "source", layers=4)
+    expected = content(run(folder, name="whole").path)
+    monkeypatch.setattr(pipeline, "_BETWEEN", 1e9)  # after the first block and the last one alone
+    reports: list[Progress] = []
+    with pytest.raises(CancelledError):
+        run(
+            folder,
+            name="stopped",
+            progress=reports.append,
+            cancelled=lambda: bool(reports) and reports[-1].unit == "blocks" and reports[-1].done >= 3,
+        )
+    reports = []
+    assert content(run(folder, name="stopped", progress=reports.append).path) == expected
+    assert min(report.done for report in reports if report.phase == "quantize") == 1
+
+
+def test_products_in_bfloat16_measure_the_same(
+    tmp_path: Path, tiny_checkpoint: Path, short_text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for small in (precision.SMALL, 0):
+        monkeypatch.setattr(precision, "SMALL", small)
+        store, recipe = Store(tmp_path / f"{small}"), Recipe(bits=3, group_size=32)
+        info = quantize(tiny_checkpoint, store, recipe, calibration=short_text, evaluation=short_text[:300])
+        found.append(store.open(info.name))
+    exact, fast = found
+    assert fast.info.summary.perplexity_before == pytest.approx(exact.info.summary.perplexity_before, rel=0.01)
+    assert fast.info.summary.perplexity_after == pytest.approx(exact.info.summary.perplexity_after, rel=0.01)
+    assert exact.losses is not None
+    assert fast.losses is not None
+    for kind, nats in exact.losses.nats.items():
+        assert fast.losses.nats[kind][0] == pytest.approx(nats[0], rel=0.05)
 
 
 @pytest.mark.parametrize("recipe", [Recipe(bits=3.5), Recipe(method="squeezellm"), Recipe(method="awq-gptq")], ids=str)

@@ -15,6 +15,7 @@ from models.quantizers.dequantize import dequantize, dequantize_residual
 from models.quantizers.groups import GroupCodes
 from models.quantizers.residual import GRID, quantize_residual
 from models.quantizers.rtn import RATIOS, quantize
+from models.threads import each
 from tests.close import assert_close
 
 SHAPES = [(1, 1), (3, 32), (5, 100), (7, 128), (4, 172), (33, 352), (0, 64)]
@@ -204,3 +205,10 @@ def test_methods_are_found_by_name() -> None:
     assert isinstance(quantizer("rtn")(random_weights((2, 32)), slice(0, 2), 4, 32), GroupCodes)
     with pytest.raises(QuantizationError, match="unknown method 'nearest'"):
         quantizer("nearest")
+
+
+def test_work_of_a_thread_may_ask_for_all_threads() -> None:
+    def row(factor: int) -> list[int]:
+        return each(lambda value: factor * value, [1, 2, 3])
+
+    assert each(row, [1, 10, 100]) == [[1, 2, 3], [10, 20, 30], [100, 200, 300]]
