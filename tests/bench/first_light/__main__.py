@@ -23,8 +23,9 @@ from typing import Any
 from tests.bench.first_light.runner import ROOT, Child, Entry, die_with, run_parts, stop_with_children
 from tests.bench.first_light.verdict import broken, verdict
 from tests.bench.gpu.machine import describe, device_name
-from tests.bench.gpu.report import Part, write
+from tests.bench.gpu.report import Part
 from tests.bench.gpu.tests import bare_pytest
+from tests.bench.reporting.run import write_report
 
 MODULE = "tests.bench.first_light"
 RESULTS = ROOT / "tests" / "bench" / "results"
@@ -87,7 +88,7 @@ def main() -> None:
 def _keep(found: dict[str, Entry], report: dict[str, Any], out: Path) -> None:
     """Take over what is known of some parts; report and page are on disk at any time."""
     report["parts"] |= found
-    write(out, report)
+    write_report(out, report)
     out.with_suffix(".txt").write_text(verdict(report), encoding="utf-8")
 
 

@@ -269,5 +269,5 @@ def test_a_wait_for_a_program_that_never_comes_ends(layer: Any, device: str, mon
     monkeypatch.setattr(kernels, "_LOOKS", tl.constexpr(3))
     one = layer(70, 1024)
     one.workspace.counters(2)[0] = -1
-    with pytest.raises(Exception, match="thread blocks that never came"):
+    with pytest.raises(Exception, match="thread blocks that never arrived"):
         one.run(halves(1, 1024), fused=True)
