@@ -51,7 +51,7 @@ def test_another_folder_of_that_name_is_another_model(
     tmp_path: Path,
     memory: str,
 ) -> None:
-    first, second = checkpoint_maker(tmp_path / "a" / "mine"), checkpoint_maker(tmp_path / "b" / "mine", seed=1)
+    first, second = checkpoint_maker(tmp_path / "a" / "mine"), checkpoint_maker(tmp_path / "b" / "mine", seed=2)
     for _ in range(2):
         answer("run", first, *SHORT)
     if memory == "lost":
