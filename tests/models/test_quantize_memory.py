@@ -94,5 +94,6 @@ def test_peak_is_one_block_and_one_shard(
     allowance = 128 * 2**20  # activations of four windows and the pieces in work; far under the 1.5 GiB promised
     moments = sum(4 * checkpoint.spec.linear_shape(kind)[1] ** 2 for kind in LAYER_TYPES) if method == "awq" else 0
     levels = 3 * 4 * 512 * 2048 * 4  # what three levels of compensation leave of a batch of four windows, at `down`
-    assert large_peak - tiny_peak <= block + shard + moments + levels + allowance
-    assert block + shard + moments + levels + allowance < 0.6 * whole, "the limit would not notice a model kept whole"
+    limit = block + block // 2 + shard + moments + levels + allowance  # half a block more: operands in bfloat16
+    assert large_peak - tiny_peak <= limit
+    assert limit < 0.6 * whole, "the limit would not notice a model kept whole"

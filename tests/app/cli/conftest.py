@@ -26,8 +26,8 @@ from tuner.detect import MemoryInfo
 TEXT = "The quick brown fox jumps over the lazy dog. Pack my box with five dozen liquor jugs!\n" * 8
 
 
-def write_checkpoint(folder: Path, seed: int = 1) -> Path:
-    """A random llama of two blocks with a context of 256; with seed 1, compensation pays in every type of layer."""
+def write_checkpoint(folder: Path, seed: int = 3) -> Path:
+    """A random llama of two blocks with a context of 256; with seed 3, compensation pays in every type of layer."""
     return checkpoints.write_checkpoint(folder, dtype=torch.float16, max_position_embeddings=256, seed=seed)
 
 
