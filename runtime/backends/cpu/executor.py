@@ -10,14 +10,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba
-
 from runtime.backends.cpu.arena import LINE
 from runtime.backends.cpu.data.control import ACTIVE, DONE, TURN
 from runtime.backends.cpu.data.instructions import BESIDE, WIDTH, Header
 from runtime.backends.cpu.data.step import Parameters
 from runtime.backends.cpu.kernels.views import changing_header_at, changing_parameters_at
 from runtime.backends.cpu.machine.calls import call_5
+from runtime.backends.cpu.machine.kernel import kernel
 from runtime.backends.cpu.machine.sync import (
     add_word,
     begin_turn,
@@ -37,20 +36,20 @@ _AHEAD = 8 * WIDTH * 3 // LINE
 """Cache lines to prefetch of the next instructions: since they last ran, all weights have passed through the caches."""
 
 
-@numba.njit(nogil=True)
+@kernel
 def _instruction(step: Parameters, number: int) -> int:
     """Address of the instruction of a number."""
     return step.program + 8 * WIDTH * ((number - step.first) & _NUMBERS)
 
 
-@numba.njit(nogil=True)
+@kernel
 def _parts(step: Parameters, header: Header) -> int:
     """The number of parts of an instruction in this step, or `BESIDE`."""
     parts = header.parts if step.rows == 1 else header.parts_of_many
     return parts if parts != 0 else step.items
 
 
-@numba.njit(nogil=True)
+@kernel
 def _go_on(control: int, thread: int, number: int) -> None:
     """Run single-part instructions from a number on, and start the first that has more parts; or end the program."""
     step: Any = changing_parameters_at(control)
@@ -67,7 +66,7 @@ def _go_on(control: int, thread: int, number: int) -> None:
     begin_turn(control, number, 0)
 
 
-@numba.njit(nogil=True)
+@kernel
 def _take_part(control: int, thread: int) -> int:
     """Take a part and run it; whoever completes the last part starts the next instruction.
 
@@ -91,7 +90,7 @@ def _take_part(control: int, thread: int) -> int:
     return -1
 
 
-@numba.njit(nogil=True)
+@kernel
 def _alone(control: int) -> None:
     """Run the program on a single thread."""
     step: Any = changing_parameters_at(control)

@@ -17,10 +17,10 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numba
-from numba.extending import register_jitable
 
 from runtime.backends.cpu.data.sizes import PIECE
 from runtime.backends.cpu.machine import amx
+from runtime.backends.cpu.machine.kernel import kernel, routine
 from runtime.backends.cpu.machine.vector import (
     absolute,
     add,
@@ -38,31 +38,31 @@ from runtime.backends.cpu.machine.vector import (
 )
 
 
-@register_jitable
+@routine
 def in_registers(side: int) -> bool:
     """Whether row blocks of this many rows have their codes in the order of tile registers."""
     return amx.AVAILABLE and side == amx.SIDE
 
 
-@register_jitable
+@routine
 def row_step(side: int) -> int:
     """Bytes from a row's quad to that of the next row in its row block of `side` rows."""
     return PIECE if in_registers(side) else 4
 
 
-@register_jitable
+@routine
 def quad_step(side: int) -> int:
     """Bytes from a row's quad to its next one, within a piece."""
     return 4 if in_registers(side) else 4 * side
 
 
-@register_jitable
+@routine
 def code_bytes(channels: int) -> int:
     """Bytes of a row's codes, of whole blocks of 32 channels."""
     return (channels + PIECE - 1) // PIECE * PIECE if amx.AVAILABLE else channels
 
 
-@register_jitable
+@routine
 def quad_at(codes: int, side: int, channel: int) -> int:
     """Address of the quad with a channel, a multiple of 4, of the first row of a row block.
 
@@ -95,7 +95,7 @@ class GroupPlace(NamedTuple):
     """Address of the sum of its codes; 0: it is not wanted."""
 
 
-@numba.njit(nogil=True)
+@kernel
 def step_of(x: int, width: int) -> Any:
     """The scale of float32 [width] at address x, a multiple of 16 channels: max |x| / 127."""
     largest = zero_floats()
@@ -104,7 +104,7 @@ def step_of(x: int, width: int) -> Any:
     return numba.float32(max_lanes(largest) / numba.float32(127.0))
 
 
-@numba.njit(nogil=True)
+@kernel
 def quantize_group(x: int, width: int, step: Any, to: GroupPlace) -> None:
     """Quantize one group of one row, codes rounded to nearest even.
 

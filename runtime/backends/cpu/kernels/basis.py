@@ -6,6 +6,7 @@ import math
 
 import numba
 
+from runtime.backends.cpu.machine.kernel import kernel
 from runtime.backends.cpu.machine.vector import (
     add,
     fill,
@@ -19,7 +20,7 @@ from runtime.backends.cpu.machine.vector import (
 )
 
 
-@numba.njit(nogil=True)
+@kernel
 def turn_head(x: int, dim: int, reflection: int) -> None:
     """Multiply a head with Hadamard's matrix, then reflect it.
 
@@ -50,7 +51,7 @@ def turn_head(x: int, dim: int, reflection: int) -> None:
         set_float(x + i, get_float(x + i) - share * get_float(reflection + i))
 
 
-@numba.njit(nogil=True)
+@kernel
 def _add_and_subtract(x: int, dim: int, width: int) -> None:
     """Replace neighbouring runs of `width` numbers, two by two, by their sum and their difference."""
     for start in range(0, dim, 2 * width):

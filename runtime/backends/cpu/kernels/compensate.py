@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import numba
 from llvmlite import ir
 from numba import types
-from numba.extending import register_jitable
 
 from runtime.backends.cpu.arena import LINE
 from runtime.backends.cpu.data.instructions import Residual
@@ -37,6 +36,7 @@ from runtime.backends.cpu.machine.emit import (
     splat,
     words16,
 )
+from runtime.backends.cpu.machine.kernel import kernel, routine
 from runtime.backends.cpu.machine.vector import (
     add,
     fill,
@@ -89,14 +89,14 @@ class Ahead(NamedTuple):
     """Cache lines of a row's part."""
 
 
-@numba.njit(nogil=True)
+@kernel
 def ahead_of(residual: Residual, salient: Salient, columns: Columns) -> Ahead:
     """What compensation will read for some columns."""
     first, last = columns.start * residual.bits // 8 & -LINE, columns.stop * residual.bits // 8
     return Ahead(residual, salient, first, (last - first + LINE - 1) // LINE)
 
 
-@numba.njit(nogil=True)
+@kernel
 def fetch(ahead: Ahead, start: int, stop: int) -> None:
     """Ask for lines start .. stop - 1, counted row by row."""
     row, line = start // ahead.lines, start % ahead.lines
@@ -109,7 +109,7 @@ def fetch(ahead: Ahead, start: int, stop: int) -> None:
             at = _row(ahead, row)
 
 
-@numba.njit(nogil=True)
+@kernel
 def fetch_scales(residual: Residual, columns: Columns) -> None:
     """Ask for the scales of some columns."""
     if residual.scales != 0:
@@ -117,7 +117,7 @@ def fetch_scales(residual: Residual, columns: Columns) -> None:
             prefetch(residual.scales + at)
 
 
-@numba.njit(nogil=True)
+@kernel
 def _row(ahead: Ahead, row: int) -> int:
     return ahead.residual.codes + ahead.first + ahead.residual.stride * _channel(ahead.salient, row)
 
@@ -170,19 +170,19 @@ def _order_fields(b: Builder, sums: Any) -> None:
     b.store(parts[0], pointer(b, sums), align=4)
 
 
-@numba.njit(nogil=True)
+@kernel
 def _channel(salient: Salient, i: int) -> int:
     """The i-th chosen channel; the last one beyond the end."""
     return numba.int64(get_int(salient.chosen + 4 * min(i, salient.count - 1)))
 
 
-@numba.njit(nogil=True)
+@kernel
 def _value(salient: Salient, i: int) -> Any:
     """The activation of the i-th chosen channel."""
     return get_float(salient.x + 4 * _channel(salient, i))
 
 
-@register_jitable
+@routine
 def gather_4(residual: Residual, salient: Salient, columns: Columns, sums: int) -> None:
     """As the others, but sums[n] = sum over chosen channels c of 16 x[c] (1 + code[c, n] / 16)."""
     width, count, stride = columns.stop - columns.start, salient.count, residual.stride
@@ -224,7 +224,7 @@ def _gather(load_codes: Any, bits: int) -> Any:
     step = 2 * bits
     """Bytes of 16 columns."""
 
-    @register_jitable
+    @routine
     def gather(residual: Residual, salient: Salient, columns: Columns, sums: int) -> None:
         first, last = residual.codes + columns.start // 16 * step, (columns.stop - columns.start) // 16
         count, stride = salient.count, residual.stride
@@ -265,7 +265,7 @@ gather_2, gather_8, _gather_16 = _gather(_codes_2, 2), _gather(load_unsigned, 8)
 """Sums of 2-bit, of 8-bit codes and of halves, times the activations of their channels."""
 
 
-@numba.njit(nogil=True)
+@kernel
 def compensate(
     gather: Any, bits: int, residual: Residual, salient: Salient, columns: Columns, out: int, sums: int
 ) -> None:
@@ -292,7 +292,7 @@ def compensate(
         store_floats(out + 4 * n, add(load_floats(out + 4 * n), value))
 
 
-@numba.njit(nogil=True)
+@kernel
 def compensate_halves(residual: Residual, salient: Salient, columns: Columns, out: int, sums: int) -> None:
     """As `compensate`, with residuals float16 [K, N'] and no scales."""
     _gather_16(residual, salient, columns, sums)

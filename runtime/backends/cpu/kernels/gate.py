@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import numba
 
+from runtime.backends.cpu.machine.kernel import kernel
 from runtime.backends.cpu.machine.vector import add, div, exp, fill, load_floats, mul, store_floats, sub, zero_floats
 
 
-@numba.njit(nogil=True)
+@kernel
 def gate(gates: int, ups: int, out: int, start: int, stop: int) -> None:
     """out[i] = gates[i] / (1 + exp(-gates[i])) * ups[i] for start <= i < stop, multiples of 16; float32."""
     one = fill(numba.float32(1.0))

@@ -12,7 +12,6 @@ from typing import Any
 import numba
 from llvmlite import ir
 from numba import types
-from numba.extending import register_jitable
 
 from runtime.backends.cpu.data.instructions import Quantized
 from runtime.backends.cpu.data.sizes import BLOCK, BLOCK_BYTES, ENTRY_BYTES
@@ -38,6 +37,7 @@ from runtime.backends.cpu.machine.emit import (
     splat,
     words16,
 )
+from runtime.backends.cpu.machine.kernel import kernel, routine
 from runtime.backends.cpu.machine.vector import (
     fill,
     load_floats,
@@ -53,7 +53,7 @@ CHAINS = 16
 """Independent sums, several per row for few rows: a dot product can only add to a sum when the previous one is done."""
 
 
-@numba.njit(nogil=True)
+@kernel
 def row_block(rows: int) -> int:
     """The row block for a step with this many rows."""
     if rows == 1:
@@ -131,7 +131,7 @@ def _tile(bits: int, rows: int, factors: Any) -> Any:
     block_bytes = ENTRY_BYTES if bits == 8 else BLOCK_BYTES[bits]
     lines = 0 if bits == 8 else block_bytes  # entries were written a moment ago
 
-    @numba.njit(nogil=True)
+    @kernel
     def gemm(tile: Tile, x: Quantized, out: int) -> None:
         for m in range(rows):
             store_floats(out + 64 * m, zero_floats())
@@ -151,21 +151,21 @@ def _tile(bits: int, rows: int, factors: Any) -> Any:
     return gemm
 
 
-@register_jitable
+@routine
 def _uniform(tile: Tile, group: int) -> Any:
     """Scales in half precision, zeros of a byte."""
     scale = load_halves(tile.scales + 32 * group)
     return scale, mul(scale, load_unsigned(tile.levels + 16 * group))
 
 
-@register_jitable
+@routine
 def _entries(tile: Tile, _group: int) -> Any:
     """One scale for a row, and the offset of a codebook's entries."""
     scale = load_halves(tile.scales)
     return scale, mul(scale, fill(numba.float32(ENTRY_OFFSET)))
 
 
-@register_jitable
+@routine
 def _panel(tile: Tile, group: int) -> Any:
     """Steps and shifts in float32."""
     return load_floats(tile.scales + 64 * group), load_floats(tile.levels + 64 * group)

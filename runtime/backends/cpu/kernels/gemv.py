@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import numba
 from llvmlite import ir
 from numba import types
 
@@ -49,6 +48,7 @@ from runtime.backends.cpu.machine.emit import (
     splat,
     words16,
 )
+from runtime.backends.cpu.machine.kernel import kernel
 from runtime.backends.cpu.machine.vector import (
     broadcast,
     fma,
@@ -141,7 +141,7 @@ def _tile(bits: int) -> Any:
     multiply = multiply_4 if bits == 4 else _multiply(bits)
     block_bytes = BLOCK_BYTES[bits]
 
-    @numba.njit(nogil=True)
+    @kernel
     def gemv(tile: Tile, x: Quantized) -> Any:
         total, blocks = zero_floats(), tile.blocks
         start, group = 0, 0
@@ -247,7 +247,7 @@ def _codebook_tile(bits: int) -> Any:
     tables_of, no_totals = load_tables(bits), _no_totals(bits)
     block_bytes = BLOCK_BYTES[bits]
 
-    @numba.njit(nogil=True)
+    @kernel
     def gemv(tile: Tile, x: Quantized) -> Any:
         books, totals, blocks = tables_of(tile.levels), no_totals(), tile.blocks
         start, group = 0, 0

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba
 from llvmlite import ir
 from numba import types
 
@@ -36,6 +35,7 @@ from runtime.backends.cpu.machine.emit import (
     shift_left,
     shift_right,
 )
+from runtime.backends.cpu.machine.kernel import kernel
 
 VECTORS = {3: 2, 4: 4}
 """Vectors that hold a tile's output channels side by side, by bits."""
@@ -142,7 +142,7 @@ def _decode_tile(bits: int) -> Any:
     decode, tables_of = _decode(bits), load_tables(bits)
     block_bytes = BLOCK_BYTES[bits]
 
-    @numba.njit(nogil=True)
+    @kernel
     def decode_tile(codes: int, tables: int, blocks: int, out: int) -> None:
         books = tables_of(tables)
         for block in range(blocks):

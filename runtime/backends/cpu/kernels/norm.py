@@ -6,6 +6,7 @@ import math
 
 import numba
 
+from runtime.backends.cpu.machine.kernel import kernel
 from runtime.backends.cpu.machine.vector import (
     add,
     fill,
@@ -20,7 +21,7 @@ from runtime.backends.cpu.machine.vector import (
 )
 
 
-@numba.njit(nogil=True)
+@kernel
 def inverse_rms(x: int, width: int, eps: float) -> float:
     """1 / sqrt(mean of x² + eps).
 
@@ -37,7 +38,7 @@ def inverse_rms(x: int, width: int, eps: float) -> float:
     return numba.float32(1.0 / math.sqrt(mean + eps))
 
 
-@numba.njit(nogil=True)
+@kernel
 def scale_by(x: int, weight: int, out: int, start: int, stop: int, factor: float) -> None:
     """out[i] = x[i] * factor * weight[i] for start <= i < stop, both multiples of 16; addresses of float32."""
     factors = fill(numba.float32(factor))
@@ -45,7 +46,7 @@ def scale_by(x: int, weight: int, out: int, start: int, stop: int, factor: float
         store_floats(out + 4 * i, mul(mul(load_floats(x + 4 * i), factors), load_floats(weight + 4 * i)))
 
 
-@numba.njit(nogil=True)
+@kernel
 def norm_head(x: int, weight: int, width: int, eps: float) -> None:
     """RMSNorm of one head in place: float32 [width] at x, weight float32 [width]; any width."""
     total = numba.float32(0.0)

@@ -39,6 +39,7 @@ from runtime.backends.cpu.machine.emit import (
     splat,
     words16,
 )
+from runtime.backends.cpu.machine.kernel import kernel
 from runtime.backends.cpu.machine.vector import add, div, fill, maximum, mul, prefetch, rounded, sub
 from runtime.backends.operations.panel import ENTRY_TOP, MIN_STEP, STEPS
 
@@ -77,7 +78,7 @@ def _paired(b: Builder, value: Any) -> Any:
     return b.or_(words, b.shl(words, constant(WORDS, 16)))
 
 
-@numba.njit(nogil=True)
+@kernel
 def factors_of(scale: Any, zero: Any, residual_scale: Any, top: int, residual_top: int) -> Factors:
     """The factors of a group.
 
@@ -110,7 +111,7 @@ def _copy_words(b: Builder, source: Any, to: Any, count: Any) -> None:
     b.store(call(b, "llvm.masked.load.v16i32.p0", WORDS, *operands), pointer(b, to), align=64)
 
 
-@numba.njit(nogil=True)
+@kernel
 def copy_lines(residual: Residual, column: int, channels: int, to: int) -> None:
     """Copy a line of every row of residuals contiguously, without reading beyond a row's end.
 

@@ -47,6 +47,7 @@ from runtime.backends.cpu.machine.emit import (
     splat,
     words16,
 )
+from runtime.backends.cpu.machine.kernel import kernel
 from runtime.backends.cpu.machine.vector import (
     broadcast,
     div,
@@ -174,7 +175,7 @@ def _add(bits: int, side: int) -> Any:
     step = row_step(side)
     neutral = float(ENTRY_OFFSET if bits >= 8 else 1 << (bits - 1))
 
-    @numba.njit(nogil=True)
+    @kernel
     def add_slice(
         linear: Linear, x: Quantized, group: int, tile: int, tiles: int, ahead: int, to: Outputs, scratch: int
     ) -> None:
@@ -229,7 +230,7 @@ def few_rows(bits: int) -> Any:
     count = fields(bits)
     add_1, add_4, add_8, add_16 = (_add(bits, side) for side in (1, 4, 8, 16))
 
-    @numba.njit(nogil=True)
+    @kernel
     def add_tiles(
         linear: Linear, x: Quantized, side: int, valid: int, out: int, first: int, last: int, scratch: int
     ) -> None:

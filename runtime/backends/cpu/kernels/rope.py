@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import numba
-
+from runtime.backends.cpu.machine.kernel import kernel
 from runtime.backends.cpu.machine.vector import (
     fma,
     get_float,
@@ -16,7 +15,7 @@ from runtime.backends.cpu.machine.vector import (
 )
 
 
-@numba.njit(nogil=True)
+@kernel
 def rotate_head(x: int, cos: int, sin: int, half: int) -> None:
     """Rotate dimensions i and i + half of a head by the angle of frequency i.
 

@@ -12,6 +12,7 @@ import numba
 import numpy as np
 
 from runtime.backends.cpu.data.instructions import Border
+from runtime.backends.cpu.machine.kernel import kernel
 from runtime.backends.cpu.machine.vector import (
     absolute,
     bytes_at_most,
@@ -57,7 +58,7 @@ class Chunk(NamedTuple):
     """Address of int32 [k], the chosen channels."""
 
 
-@numba.njit(nogil=True)
+@kernel
 def kth_largest(keys: int, count: int, k: int, bits: int) -> tuple[int, int]:
     """The k-th largest of `count` non-negative integer keys under 2^bits, by radix selection.
 
@@ -91,7 +92,7 @@ def kth_largest(keys: int, count: int, k: int, bits: int) -> tuple[int, int]:
     return prefix, wanted
 
 
-@numba.njit(nogil=True)
+@kernel
 def select_exact(chunk: Chunk) -> bool:
     """The k largest |x| of a chunk; ties go to the lowest channel. False if it contains NaN or infinity."""
     keys = stack_words_1024()
@@ -104,7 +105,7 @@ def select_exact(chunk: Chunk) -> bool:
     return finite
 
 
-@numba.njit(nogil=True)
+@kernel
 def _write_largest(keys: int, chunk: Chunk, bits: int) -> None:
     threshold, equal = kth_largest(keys, chunk.width, chunk.k, bits)
     taken = 0
@@ -119,7 +120,7 @@ def _write_largest(keys: int, chunk: Chunk, bits: int) -> None:
             taken += 1
 
 
-@numba.njit(nogil=True)
+@kernel
 def select_approx(chunk: Chunk, border: Border) -> bool:
     """Like `select_exact`, by 32 buckets; the overflowing bucket contributes its lowest channels.
 
@@ -145,7 +146,7 @@ def select_approx(chunk: Chunk, border: Border) -> bool:
     return finite
 
 
-@numba.njit(nogil=True)
+@kernel
 def _write_buckets(buckets: int, chunk: Chunk) -> None:
     """Write the channels of the lowest buckets."""
     vectors, k = (chunk.width + 63) // 64, chunk.k
@@ -173,7 +174,7 @@ def _write_buckets(buckets: int, chunk: Chunk) -> None:
             taken += 1
 
 
-@numba.njit(nogil=True)
+@kernel
 def _count_up_to(buckets: int, vectors: int, limit: int) -> int:
     """Number of buckets, int8 [64 * vectors], that are <= limit."""
     total = 0
@@ -182,7 +183,7 @@ def _count_up_to(buckets: int, vectors: int, limit: int) -> int:
     return total
 
 
-@numba.njit(nogil=True)
+@kernel
 def _mix(state: int) -> int:
     """The finalizer of splitmix64, as in `runtime.backends.operations.channels`."""
     state = state + np.uint64(0x9E3779B97F4A7C15)
@@ -191,7 +192,7 @@ def _mix(state: int) -> int:
     return state ^ (state >> np.uint64(31))
 
 
-@numba.njit(nogil=True)
+@kernel
 def select_random(seed: int, layer: int, position: int, chunk: Chunk) -> None:
     """Choose k channels of the chunk by a counter-based generator; the same as `channels.random_channels`."""
     keys = stack_words_1024()
@@ -203,7 +204,7 @@ def select_random(seed: int, layer: int, position: int, chunk: Chunk) -> None:
     _write_largest(keys, chunk, 53)
 
 
-@numba.njit(nogil=True)
+@kernel
 def count_hits(x: int, width: int, chosen: int, k: int, keys: int) -> int:
     """Number of the k chosen channels that are among the k largest |x| of the whole row (ties count).
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba
-from numba.extending import register_jitable
-
 from runtime.backends.cpu.data import instructions as op
 from runtime.backends.cpu.data import step as steps
 from runtime.backends.cpu.data.pages import CACHE
 from runtime.backends.cpu.data.step import FIRST, PARAMETERS, Parameters
+from runtime.backends.cpu.machine.kernel import kernel, routine
 from runtime.backends.cpu.machine.view import view
 
 
@@ -35,13 +33,13 @@ parameters_at = view("parameters", PARAMETERS, offset=8 * FIRST)
 changing_parameters_at = view("changing_parameters", PARAMETERS, offset=8 * FIRST, changes=True)
 """The same, for code that runs longer than one step."""
 
-share_of = register_jitable(steps.share_of)
+share_of = routine(steps.share_of)
 """See there, and so below."""
-share_of_weights = register_jitable(steps.share_of_weights)
-tiles_of_line = register_jitable(steps.tiles_of_line)
+share_of_weights = routine(steps.share_of_weights)
+tiles_of_line = routine(steps.tiles_of_line)
 
 
-@numba.njit(nogil=True)
+@kernel
 def rows_of(control: int, wanted: int) -> int:
     """Rows of the step, or those whose logits are wanted."""
     step: Parameters = parameters_at(control)

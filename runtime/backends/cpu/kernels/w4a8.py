@@ -21,10 +21,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import numba
 from llvmlite import ir
 from numba import types
-from numba.extending import register_jitable
 
 from runtime.backends.cpu.data.instructions import Quantized
 from runtime.backends.cpu.data.sizes import BLOCK, BLOCK_BYTES, ENTRY_BYTES
@@ -51,6 +49,7 @@ from runtime.backends.cpu.machine.emit import (
     splat,
     words16,
 )
+from runtime.backends.cpu.machine.kernel import kernel, routine
 from runtime.backends.cpu.machine.vector import (
     add_words,
     broadcast,
@@ -109,7 +108,7 @@ def _sub_words(b: Builder, x: Any, y: Any) -> Any:
     return b.sub(x, y)
 
 
-@numba.njit(nogil=True)
+@kernel
 def gemv_w4a8_tile(tile: W4A8Tile, x: Quantized) -> Any:
     """Sixteen outputs for one token: floats16."""
     total, blocks = zero_words(), tile.blocks
@@ -160,7 +159,7 @@ def _scale_rows(rows: int) -> Any:
 def _tile(rows: int) -> Any:
     multiply, add_group, scale_rows = sums_of_block(4, rows), _add_group(rows), _scale_rows(rows)
 
-    @numba.njit(nogil=True)
+    @kernel
     def gemm(tile: W4A8Tile, x: Quantized, out: int) -> None:
         for m in range(rows):
             store_words(out + 64 * m, zero_words())
@@ -218,10 +217,10 @@ def _clear_block(b: Builder, out: Any) -> None:
         b.store(constant(BYTES, 0), pointer(b, offset(b, out, 64 * j)), align=64)
 
 
-_entries_bytes = register_jitable(entries_bytes)
+_entries_bytes = routine(entries_bytes)
 
 
-@numba.njit(nogil=True)
+@kernel
 def write_entries(tile: W4A8Tile, out: int) -> None:
     """Write down a tile's whole numbers as entries, and zeros behind them.
 
@@ -257,7 +256,7 @@ def _finish(b: Builder, scale: Any, x_sums: Any, x_scales: Any, out: Any) -> Non
         b.store(b.fmul(total, b.fmul(scale, x_scale)), pointer(b, address), align=64)
 
 
-@numba.njit(nogil=True)
+@kernel
 def _scale(tile: W4A8Tile, x: Quantized, row: int, out: int) -> None:
     """Make sums of a row block, which begins `row` tokens after x, outputs."""
     groups = (tile.blocks + tile.group_blocks - 1) // tile.group_blocks
@@ -277,7 +276,7 @@ def store_sums(b: Builder, sums: Any, out: Any) -> None:
 _multiply_entries = sums_of_block(8, SIDE)
 
 
-@numba.njit(nogil=True)
+@kernel
 def _vectors(_registers: int, tile: W4A8Tile, entries: int, x: Quantized, out: int) -> None:
     """Sixteen outputs of 16 tokens, by vectors."""
     sums = no_sums()
@@ -312,7 +311,7 @@ def _registers(count: int) -> Any:
         for i in range(count):
             amx.emit_store(b, registers, i, offset(b, out, amx.REGISTER_BYTES * i))
 
-    @numba.njit(nogil=True)
+    @kernel
     def gemm(registers: int, tile: W4A8Tile, entries: int, x: Quantized, out: int) -> None:
         stride = SIDE * code_bytes(BLOCK * tile.blocks)
         clear(registers)

@@ -1,9 +1,7 @@
 """Ahead-of-time compiler: turns a Python function into an object file that any process can load.
 
-numba types the function and its callees and generates LLVM code. By default it would also optimize each function by
-itself, again inside each caller, and compile each. Here the whole module is optimized and compiled once, with all names
-but one private, so that units from different processes cannot clash. With NUMBA_OPT=0 in the environment, as in the
-processes of `runtime.backends.cpu.machine.build`, numba leaves all optimization to this module.
+numba types the function and its callees and generates LLVM code (`runtime.backends.cpu.machine.kernel`). It is linked,
+optimized and compiled here, once, with all names but one private, so that units from different processes cannot clash.
 """
 
 from __future__ import annotations
@@ -11,15 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import llvmlite.binding as llvm
-import numba
 from numba import types
 
+from runtime.backends.cpu.machine.kernel import kernel
 from runtime.backends.cpu.machine.loader import target_machine
 
 _OUTSIDE = frozenset({"sched_yield", "usleep", "nanosleep", "syscall", "SwitchToThread", "Sleep", "sqrtf"})
 """C library functions that kernels call by name."""
-_WRAPPER = "cfunc."
-"""numba's prefix for a function's C wrapper, which reports errors and needs numba for that."""
 
 
 def machine_code(function: Callable[..., None], symbol: str) -> bytes:
@@ -36,9 +32,9 @@ def machine_code(function: Callable[..., None], symbol: str) -> bytes:
         Exception: any error from numba or LLVM.
     """
     count = function.__code__.co_argcount
-    compiled = numba.cfunc(types.void(*[types.int64] * count), error_model="numpy")(function)
-    module = llvm.parse_assembly(compiled.inspect_llvm())
-    module.link_in(llvm.parse_assembly(_entry(symbol, compiled.native_name.removeprefix(_WRAPPER), count)))
+    compiled = kernel(function).get_compile_result(types.void(*[types.int64] * count))
+    module = compiled.library.whole()
+    module.link_in(llvm.parse_assembly(_entry(symbol, compiled.fndesc.llvm_func_name, count)))
     for defined in [*module.functions, *module.global_variables]:
         if not defined.is_declaration and defined.name != symbol:
             defined.linkage = "internal"

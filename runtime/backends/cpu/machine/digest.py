@@ -23,7 +23,7 @@ import numpy as np
 
 from runtime.backends.cpu.machine import isa
 
-_FORMAT: Final = "3: digests of sources"
+_FORMAT: Final = "4: code linked once"
 """Version of the compilation and storage format."""
 ROOT: Final = Path(__file__).parents[4]
 """Folder of the program's packages."""

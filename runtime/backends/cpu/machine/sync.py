@@ -13,13 +13,13 @@ import platform
 import sys
 from typing import Any
 
-import numba
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
 from runtime.backends.cpu.data.control import ACTIVE, CLOSED, SLEEPERS, TURN
 from runtime.backends.cpu.machine.emit import I32, I64, Builder, call, define, pointer
+from runtime.backends.cpu.machine.kernel import kernel
 
 _NUMBERS = (1 << 32) - 1
 _SPINS = 2000
@@ -93,7 +93,7 @@ def give_way(b: Builder) -> None:
         b.call(cgutils.get_or_insert_function(b.module, ir.FunctionType(I32, []), "sched_yield"), [])
 
 
-@numba.njit(nogil=True)
+@kernel
 def wait_for(address: int, value: int) -> None:
     """Wait for another thread to write a value to a word, which it is about to do."""
     spins = 0
@@ -104,19 +104,19 @@ def wait_for(address: int, value: int) -> None:
             give_way()
 
 
-@numba.njit(nogil=True)
+@kernel
 def number_of(turn: int) -> int:
     """Number of the current instruction, below 2^32."""
     return (turn >> 32) & _NUMBERS
 
 
-@numba.njit(nogil=True)
+@kernel
 def left_of(turn: int) -> int:
     """Number of parts left to take; 0 or less: none."""
     return (turn & _NUMBERS) - CLOSED
 
 
-@numba.njit(nogil=True)
+@kernel
 def begin_turn(control: int, number: int, parts: int) -> None:
     """Start an instruction, or with 0 parts close the program, and wake sleeping threads."""
     write_word(control + 8 * TURN, ((number & _NUMBERS) << 32) | (CLOSED + parts))
@@ -124,7 +124,7 @@ def begin_turn(control: int, number: int, parts: int) -> None:
         wake_all(control + 8 * TURN + 4)
 
 
-@numba.njit(nogil=True)
+@kernel
 def wait_while(control: int, number: int) -> None:
     """Wait until the turn has another number, or all threads must leave: spins, then sleeps.
 
@@ -141,7 +141,7 @@ def wait_while(control: int, number: int) -> None:
     add_word(control + 8 * SLEEPERS, -1)
 
 
-@numba.njit(nogil=True)
+@kernel
 def may_work(control: int, thread: int) -> bool:
     """Sleep while this thread is not active. Returns False if it must leave."""
     while True:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numba
-from numba.extending import register_jitable
 
 from runtime.backends.cpu.data.instructions import Attend, Heads, Stored
 from runtime.backends.cpu.data.pages import Cache
@@ -37,11 +36,12 @@ from runtime.backends.cpu.kernels.views import (
     share_of,
 )
 from runtime.backends.cpu.machine.calls import call_4
+from runtime.backends.cpu.machine.kernel import kernel, routine
 from runtime.backends.cpu.machine.unit import compiled_unit
 from runtime.backends.cpu.machine.vector import get_float, get_int, set_float
 
 
-@numba.njit(nogil=True)
+@kernel
 def _record(stored: Stored, slot: int, number: int, kv_heads: int, head: int) -> int:
     """Address of a head's record in a slot's page."""
     cache = cache_at(stored.cache)
@@ -49,13 +49,13 @@ def _record(stored: Stored, slot: int, number: int, kv_heads: int, head: int) ->
     return stored.pages + (page * cache.layers * kv_heads + head) * cache.record
 
 
-@numba.njit(nogil=True)
+@kernel
 def _paged(cache: Cache, slot: int) -> int:
     """Tokens of a slot that are in pages; all of them if there is no window."""
     return numba.int64(get_int(cache.paged + 4 * slot))
 
 
-@numba.njit(nogil=True)
+@kernel
 def _window(stored: Stored, slot: int, kv_heads: int, head: int, dim: int) -> tuple[int, int]:
     """Addresses of a head's keys and values in a slot's window."""
     cache = cache_at(stored.cache)
@@ -63,7 +63,7 @@ def _window(stored: Stored, slot: int, kv_heads: int, head: int, dim: int) -> tu
     return stored.keys + 2 * dim * tokens, stored.values + 2 * padded_channels(dim) * tokens
 
 
-@register_jitable
+@routine
 def _write_window(heads: Heads, x: int, key: bool, slot: int, head: int, position: int) -> None:
     place = position - _paged(cache_at(heads.stored.cache), slot)
     keys, values = _window(heads.stored, slot, heads.kv_heads, head, heads.dim)
@@ -73,7 +73,7 @@ def _write_window(heads: Heads, x: int, key: bool, slot: int, head: int, positio
         store_half_value(x, heads.dim, values, place)
 
 
-@register_jitable
+@routine
 def _write_halves(heads: Heads, x: int, key: bool, slot: int, head: int, position: int) -> None:
     cache = cache_at(heads.stored.cache)
     record = _record(heads.stored, slot, position // cache.tokens, heads.kv_heads, head)
@@ -83,7 +83,7 @@ def _write_halves(heads: Heads, x: int, key: bool, slot: int, head: int, positio
         store_half_value(x, heads.dim, record + cache.values.codes, position % cache.tokens)
 
 
-@register_jitable
+@routine
 def _write_codes(heads: Heads, x: int, key: bool, slot: int, head: int, position: int) -> None:
     cache = cache_at(heads.stored.cache)
     record = _record(heads.stored, slot, position // cache.tokens, heads.kv_heads, head)
@@ -93,7 +93,7 @@ def _write_codes(heads: Heads, x: int, key: bool, slot: int, head: int, position
         store_value(x, cache, record, position % cache.tokens)
 
 
-@numba.njit(nogil=True)
+@kernel
 def _turn(heads: Heads, x: int, head: int) -> None:
     """Transform a query or key into the cache's basis."""
     dim, queries = heads.dim, heads.heads
@@ -104,7 +104,7 @@ def _turn(heads: Heads, x: int, head: int) -> None:
             set_float(x + d, get_float(x + d) - get_float(heads.mean + 4 * dim * of + d))
 
 
-@numba.njit(nogil=True)
+@kernel
 def _finish_heads(write: Any, i: int, control: int, part: int, parts: int) -> None:
     """Norm, rotate and turn queries and keys, scale queries, store keys and values: a part of the rows' heads."""
     heads, step = heads_at(i), parameters_at(control)
@@ -178,7 +178,7 @@ class _Work(NamedTuple):
     """End of the piece."""
 
 
-@numba.njit(nogil=True)
+@kernel
 def _work_of(attend: Attend, step: Parameters, number: int) -> _Work:
     """A work item, by its number among all runs, key-value heads and splits."""
     splits, kv_heads, heads = step.splits, attend.kv_heads, attend.heads // attend.kv_heads
@@ -242,7 +242,7 @@ def _pages(attention: Attention) -> Any:
     """Add a work item's packed pages."""
     begin, attend_page, settle = attention
 
-    @numba.njit(nogil=True)
+    @kernel
     def attend_pages(i: int, control: int, number: int, scratch: int) -> None:
         attend = attend_at(i)
         stored, kv_heads = attend.stored, attend.kv_heads

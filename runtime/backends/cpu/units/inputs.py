@@ -24,6 +24,7 @@ from runtime.backends.cpu.kernels.views import (
     rows_of,
     share_of,
 )
+from runtime.backends.cpu.machine.kernel import kernel
 from runtime.backends.cpu.machine.unit import compiled_unit
 from runtime.backends.cpu.machine.vector import (
     get_half,
@@ -64,14 +65,14 @@ def gather(i: int, control: int, part: int, parts: int, _scratch: int) -> None:
             store_floats(out + 4 * c, load_floats(source + 4 * c))
 
 
-@numba.njit(nogil=True)
+@kernel
 def _sizes(to: Input) -> tuple[int, int, int]:
     """Channels padded to whole blocks, channels of a group, and number of groups."""
     padded, group = (to.width + 31) // 32 * 32, 32 * to.group_blocks
     return padded, group, (padded + group - 1) // group
 
 
-@numba.njit(nogil=True)
+@kernel
 def _round(to: Input, row: int, rows: int, start: int, stop: int) -> None:
     """Quantize groups start .. stop - 1 of a row of `to` into the layout of its row block.
 

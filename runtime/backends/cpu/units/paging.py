@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numba
-from numba.extending import register_jitable
 
 from runtime.backends.cpu.data.instructions import Page
 from runtime.backends.cpu.data.pages import TWO_PLANES, Cache
@@ -44,6 +43,7 @@ from runtime.backends.cpu.kernels.cache.page import (
     write_values,
 )
 from runtime.backends.cpu.kernels.views import cache_at, flush_at, restore_at, share_of
+from runtime.backends.cpu.machine.kernel import kernel, routine
 from runtime.backends.cpu.machine.unit import compiled_unit
 from runtime.backends.cpu.machine.vector import set_float
 from runtime.backends.cpu.scratch import PagingAreas, lay_out_paging
@@ -51,22 +51,22 @@ from runtime.backends.cpu.scratch import PagingAreas, lay_out_paging
 _LANES = 16
 
 
-_compiled_lay_out = numba.njit(nogil=True)(lay_out_paging)
+_compiled_lay_out = kernel(lay_out_paging)
 
 
-@numba.njit(nogil=True)
+@kernel
 def _areas(cache: Cache, scratch: int) -> PagingAreas:
     outliers = max(cache.keys.kept, cache.values.kept)
     return _compiled_lay_out(cache.tokens, cache.padded, cache.rank, outliers, scratch)
 
 
-@numba.njit(nogil=True)
+@kernel
 def _part(cache: Cache, key: bool) -> Any:
     """The description's part on keys or values."""
     return cache.keys if key else cache.values
 
 
-@numba.njit(nogil=True)
+@kernel
 def _vectors(cache: Cache, key: bool) -> Vectors:
     """The vectors of the keys, or the values."""
     bits, exact_mean = 4 if cache.form == TWO_PLANES else cache.form, _part(cache, key).exact_mean != 0
@@ -77,7 +77,7 @@ def _vectors(cache: Cache, key: bool) -> Vectors:
     return Vectors(cache.dim, cache.tokens, cache.padded, cache.keys.group, bits, exact_mean)
 
 
-@numba.njit(nogil=True)
+@kernel
 def _coded(cache: Cache, record: int, key: bool, areas: PagingAreas, r: int) -> Coded:
     """Destinations of the vectors from the r-th on, with codes in the scratch."""
     part = _part(cache, key)
@@ -85,7 +85,7 @@ def _coded(cache: Cache, record: int, key: bool, areas: PagingAreas, r: int) -> 
     return Coded(record + part.scales + 2 * r, record + part.zeros + 2 * r, areas.codes + r, lower)
 
 
-@numba.njit(nogil=True)
+@kernel
 def _write_codes(cache: Cache, record: int, key: bool, areas: PagingAreas) -> None:
     """Join the codes of both planes into the record's vectors."""
     tokens, dim, padded, part = cache.tokens, cache.dim, cache.padded, _part(cache, key)
@@ -104,7 +104,7 @@ def _write_codes(cache: Cache, record: int, key: bool, areas: PagingAreas) -> No
             join_values(own, tokens, padded, part.block, bits, at)
 
 
-@numba.njit(nogil=True)
+@kernel
 def _read_codes(cache: Cache, record: int, key: bool, areas: PagingAreas) -> None:
     """The reverse of `_write_codes`."""
     tokens, padded, part, bits = cache.tokens, cache.padded, _part(cache, key), _vectors(cache, key).bits
@@ -120,7 +120,7 @@ def _read_codes(cache: Cache, record: int, key: bool, areas: PagingAreas) -> Non
             split_values(at, tokens, padded, part.block, bits, to)
 
 
-@register_jitable
+@routine
 def _plain(cache: Cache, record: int, key: bool, scratch: int, _start: int) -> None:
     """Quantize the numbers in the scratch."""
     vectors, areas = _vectors(cache, key), _areas(cache, scratch)
@@ -130,7 +130,7 @@ def _plain(cache: Cache, record: int, key: bool, scratch: int, _start: int) -> N
     _write_codes(cache, record, key, areas)
 
 
-@register_jitable
+@routine
 def _corrected(cache: Cache, record: int, key: bool, scratch: int, start: int) -> None:
     """Quantize the numbers in the scratch and store GEAR's corrections."""
     vectors, areas, part = _vectors(cache, key), _areas(cache, scratch), _part(cache, key)
@@ -154,7 +154,7 @@ def _corrected(cache: Cache, record: int, key: bool, scratch: int, start: int) -
         keep_outliers(x, lost, step, places, each, min(_LANES, vectors.number - r), indices, kept)
 
 
-@numba.njit(nogil=True)
+@kernel
 def _store_low_rank(cache: Cache, record: int, key: bool, areas: PagingAreas, start: int) -> None:
     """Store the factors of what codes lost."""
     tokens, dim, padded, rank, part = cache.tokens, cache.dim, cache.padded, cache.rank, _part(cache, key)
@@ -172,7 +172,7 @@ def _store_low_rank(cache: Cache, record: int, key: bool, areas: PagingAreas, st
     store_rounded(areas.b, rank * padded, record + part.b)
 
 
-@numba.njit(nogil=True)
+@kernel
 def _add_low_rank(cache: Cache, record: int, key: bool, x: int) -> None:
     """Add what the stored factors give."""
     count, lanes, part, rank = _vectors(cache, key).count, _vectors(cache, key).lanes, _part(cache, key), cache.rank
@@ -194,7 +194,7 @@ class _Head(NamedTuple):
     """Address of the window behind its sinks."""
 
 
-@numba.njit(nogil=True)
+@kernel
 def _head_of(of: Page, item: int) -> _Head:
     """One of 2 * layers * heads items."""
     cache = cache_at(of.cache)
@@ -207,7 +207,7 @@ def _head_of(of: Page, item: int) -> _Head:
     )
 
 
-@numba.njit(nogil=True)
+@kernel
 def _flush(quantize: Any, i: int, part: int, parts: int, scratch: int) -> None:
     """Cut a page off a slot's window: a part of the layers' heads."""
     flush = flush_at(i)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numba
-from numba.extending import register_jitable
 
 from runtime.backends.cpu.data.instructions import Panel, Weights
 from runtime.backends.cpu.data.sizes import BLOCK, BLOCK_BYTES, ENTRY_BYTES
@@ -19,6 +18,7 @@ from runtime.backends.cpu.kernels.lookup import decode_tile_3, decode_tile_4
 from runtime.backends.cpu.kernels.panel import ENTRIES, LINE, block_of, copy_lines, factors_of
 from runtime.backends.cpu.kernels.views import header_at, panel_at, rows_of, share_of
 from runtime.backends.cpu.machine.calls import call_4
+from runtime.backends.cpu.machine.kernel import kernel, routine
 from runtime.backends.cpu.machine.unit import compiled_unit
 from runtime.backends.cpu.machine.vector import (
     div,
@@ -46,7 +46,7 @@ class Areas(NamedTuple):
     """Likewise."""
 
 
-@numba.njit(nogil=True)
+@kernel
 def _areas(weights: Weights, scratch: int) -> Areas:
     codes = scratch + TILE_BYTES
     lines = codes + ENTRY_BYTES * weights.blocks
@@ -76,7 +76,7 @@ def _groups(bits: int, residual_bits: int) -> Any:
     block_bytes, top = (BLOCK_BYTES[bits], (1 << bits) - 1) if uniform else (ENTRY_BYTES, ENTRY_TOP)
     residual_top = (1 << min(residual_bits, 8)) - 1
 
-    @register_jitable
+    @routine
     def write(panel: Panel, tile: int, base: int, lines: int, areas: Areas) -> None:
         weights = panel.weights
         own_scale = load_halves(panel.residual.scales + 32 * tile)
@@ -110,7 +110,7 @@ def _build(residual_bits: int) -> Any:
     write_3, write_4, write_entries = (_groups(bits, residual_bits) for bits in (3, 4, ENTRIES))
     tile_bytes = 2 * residual_bits
 
-    @register_jitable
+    @routine
     def build(i: int, tile: int, fresh: int, scratch: int) -> None:
         panel = panel_at(i)
         weights, areas = panel.weights, _areas(panel.weights, scratch)

@@ -10,9 +10,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba
-from numba.extending import register_jitable
-
 from runtime.backends.cpu.data.instructions import WHOLE_BITS, Linear, Weights
 from runtime.backends.cpu.data.sizes import BLOCK_BYTES
 from runtime.backends.cpu.kernels.compensate import (
@@ -50,6 +47,7 @@ from runtime.backends.cpu.kernels.views import (
     tiles_of_line,
 )
 from runtime.backends.cpu.machine.calls import call_5
+from runtime.backends.cpu.machine.kernel import kernel, routine
 from runtime.backends.cpu.machine.sync import wait_for
 from runtime.backends.cpu.machine.unit import compiled_unit
 from runtime.backends.cpu.scratch import TILE_BYTES
@@ -57,7 +55,7 @@ from runtime.backends.cpu.units.rows import times_rows, write_tile
 from runtime.backends.cpu.units.selection import MADE_BEFORE, Choice, choose, is_made
 
 
-@numba.njit(nogil=True)
+@kernel
 def _salient(linear: Linear, row: int) -> Salient:
     """The compensated channels of a row."""
     x, chosen = linear.values.at + row * linear.values.stride, linear.chosen.at + row * linear.chosen.stride
@@ -72,7 +70,7 @@ def one_row_of(tile_of: Any, one: Any) -> Any:
         one: The kernel.
     """
 
-    @register_jitable
+    @routine
     def one_row(linear: Linear, first: int, last: int, compensated: bool, choice: Choice) -> None:
         ahead = ahead_of(linear.residual, _salient(linear, 0), Columns(16 * first, 16 * last))
         lines, asked, since = ahead.lines * linear.total if compensated else 0, 0, -1
@@ -100,7 +98,7 @@ def _product_of(tile_of: Any, prepare: Any, kernels: tuple[Any, Any, Any, Any]) 
     """
     all_rows = times_rows(*kernels[1:])
 
-    @register_jitable
+    @routine
     def several_rows(linear: Linear, first: int, last: int, rows: int, scratch: int) -> None:
         for tile in range(first, last):
             own = prepare(tile_of(linear.weights, tile), scratch + TILE_BYTES)
@@ -113,13 +111,13 @@ def _uniform(bits: int, *kernels: Any) -> tuple[Any, Any]:
     """Products with uniform codes."""
     block_bytes = BLOCK_BYTES[bits]
 
-    @register_jitable
+    @routine
     def tile_of(weights: Weights, tile: int) -> Tile:
         codes, groups = weights.codes + tile * weights.blocks * block_bytes, tile * weights.groups
         scales, zeros = weights.scales + 32 * groups, weights.zeros + 16 * groups
         return Tile(codes, scales, zeros, weights.blocks, weights.group_blocks)
 
-    @register_jitable
+    @routine
     def prepare(tile: Tile, _scratch: int) -> Tile:
         return tile
 
@@ -130,12 +128,12 @@ def _codebook(bits: int, decode: Any, one: Any) -> tuple[Any, Any]:
     """Products with codebooks: several rows are multiplied with the entries of a tile, decoded once."""
     block_bytes, book_bytes = BLOCK_BYTES[bits], 16 << bits
 
-    @register_jitable
+    @routine
     def tile_of(weights: Weights, tile: int) -> Tile:
         codes, books = weights.codes + tile * weights.blocks * block_bytes, weights.codebooks + tile * book_bytes
         return Tile(codes, weights.scales + 32 * tile, books, weights.blocks, weights.group_blocks)
 
-    @register_jitable
+    @routine
     def prepare(tile: Tile, entries: int) -> Tile:
         decode(tile.codes, tile.levels, tile.blocks, entries)
         return Tile(entries, tile.scales, tile.levels, tile.blocks, tile.group_blocks)
@@ -149,7 +147,7 @@ _one_codebook_3, _several_codebook_3 = _codebook(3, decode_tile_3, gemv_codebook
 _one_codebook_4, _several_codebook_4 = _codebook(4, decode_tile_4, gemv_codebook_tile_4)
 
 
-@numba.njit(nogil=True)
+@kernel
 def _tiles(linear: Linear, rows: int, part: int, parts: int) -> tuple[int, int]:
     """Tiles of a part."""
     tiles = linear.weights.tiles
@@ -160,7 +158,7 @@ def _tiles(linear: Linear, rows: int, part: int, parts: int) -> tuple[int, int]:
     return side * first, min(side * last, tiles)
 
 
-@numba.njit(nogil=True)
+@kernel
 def multiply_linear(one_row: Any, several_rows: Any, i: int, control: int, part: int, parts: int, scratch: int) -> None:
     """Run a LINEAR instruction: a part is a range of whole tiles of 16 output channels."""
     linear = linear_at(i)

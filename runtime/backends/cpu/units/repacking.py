@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba
 import numpy as np
 from numba import types
 
 from runtime.backends.cpu.kernels.lookup import HIGH_BITS
 from runtime.backends.cpu.machine.emit import I32, I64, Builder, define
+from runtime.backends.cpu.machine.kernel import kernel
 from runtime.backends.cpu.machine.unit import compiled_unit
 
 
@@ -25,7 +25,7 @@ def _pairs_at(b: Builder, address: Any) -> Any:
     return b.inttoptr(address, I64.as_pointer())
 
 
-@numba.njit(nogil=True)
+@kernel
 def _repack_4(words: Any, rows: int, out: Any, tiles: int, blocks: int) -> None:
     """Words [N, blocks * 4] -> out [tiles, blocks, 64]: nibbles 0..3 to low, 4..7 to high halves of bytes."""
     for tile in range(tiles):
@@ -41,7 +41,7 @@ def _repack_4(words: Any, rows: int, out: Any, tiles: int, blocks: int) -> None:
                     out[64 * (blocks * tile + block) + 16 * i + r] = low | (high << np.uint32(4))
 
 
-@numba.njit(nogil=True)
+@kernel
 def _repack_3(words: Any, rows: int, out: Any, tiles: int, blocks: int) -> None:
     """Words [N, blocks * 3] -> out [tiles, blocks, 48]: fields transposed, 4 x 4 pairs and 8 x 4 single bits."""
     for tile in range(tiles):
@@ -64,7 +64,7 @@ def _repack_3(words: Any, rows: int, out: Any, tiles: int, blocks: int) -> None:
                 out[48 * (blocks * tile + block) + 32 + r] = spread
 
 
-@numba.njit(nogil=True)
+@kernel
 def _nibbles_apart(word: np.uint32) -> np.uint64:
     """Eight nibbles -> the low halves of eight bytes."""
     wide = np.uint64(word)
@@ -73,7 +73,7 @@ def _nibbles_apart(word: np.uint32) -> np.uint64:
     return (wide | (wide << np.uint64(4))) & np.uint64(0x0F0F0F0F0F0F0F0F)
 
 
-@numba.njit(nogil=True)
+@kernel
 def _pairs_apart(pairs: np.uint32) -> np.uint64:
     """Eight pairs of bits -> the lowest bits of eight bytes."""
     wide = np.uint64(pairs)
@@ -82,7 +82,7 @@ def _pairs_apart(pairs: np.uint32) -> np.uint64:
     return (wide | (wide << np.uint64(6))) & np.uint64(0x0303030303030303)
 
 
-@numba.njit(nogil=True)
+@kernel
 def _bits_apart(bits: np.uint32) -> np.uint64:
     """Eight bits -> the lowest bits of eight bytes."""
     wide = np.uint64(bits)
@@ -91,7 +91,7 @@ def _bits_apart(bits: np.uint32) -> np.uint64:
     return (wide | (wide << np.uint64(7))) & np.uint64(0x0101010101010101)
 
 
-@numba.njit(nogil=True)
+@kernel
 def _repack_codebook_4(words: Any, rows: int, out: Any, tiles: int, blocks: int) -> None:
     """Words [N, blocks * 4] -> out [tiles, blocks, 32]: 16 nibbles of a row to low, the next 16 to high halves."""
     for tile in range(tiles):
@@ -103,7 +103,7 @@ def _repack_codebook_4(words: Any, rows: int, out: Any, tiles: int, blocks: int)
                     out[32 * (blocks * tile + block) + 2 * r + i] = low | (high << np.uint64(4))
 
 
-@numba.njit(nogil=True)
+@kernel
 def _repack_codebook_3(words: Any, rows: int, out: Any, tiles: int, blocks: int) -> None:
     """Words [N, blocks * 3] -> out [tiles, blocks, 24]: fields of a row's 8 input channels, 4 pairs and 4 bits."""
     for tile in range(tiles):

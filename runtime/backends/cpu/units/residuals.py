@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba
-
 from runtime.backends.cpu.kernels.gemm import row_block
 from runtime.backends.cpu.kernels.residual import few_rows
 from runtime.backends.cpu.kernels.views import linear_at
+from runtime.backends.cpu.machine.kernel import kernel
 from runtime.backends.cpu.machine.unit import compiled_unit
 from runtime.backends.cpu.units.rows import row_block_at
 
 _few_2, _few_4, _few_8, _few_16 = map(few_rows, (2, 4, 8, 16))
 
 
-@numba.njit(nogil=True)
+@kernel
 def _share(few: Any, i: int, rows: int, first: int, last: int, scratch: int) -> None:
     linear, side = linear_at(i), row_block(rows)
     for row in range(0, rows, side):

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba
-from numba.extending import register_jitable
-
 from runtime.backends.cpu.data.instructions import Linear, Quantized
 from runtime.backends.cpu.data.sizes import BLOCK
 from runtime.backends.cpu.kernels.activation import code_bytes
 from runtime.backends.cpu.kernels.gemm import row_block
 from runtime.backends.cpu.kernels.gemv import Tile
+from runtime.backends.cpu.machine.kernel import kernel, routine
 from runtime.backends.cpu.machine.vector import add, load_floats, store_floats
 
 
-@numba.njit(nogil=True)
+@kernel
 def write_tile(linear: Linear, row: int, tile: int, value: Any) -> None:
     """Write, or add, sixteen outputs of a row."""
     out = linear.out.at + row * linear.out.stride + 64 * tile
@@ -26,14 +24,14 @@ def write_tile(linear: Linear, row: int, tile: int, value: Any) -> None:
     store_floats(out, value)
 
 
-@numba.njit(nogil=True)
+@kernel
 def write_rows(linear: Linear, tile: int, row: int, count: int, outputs: int) -> None:
     """Write, or add, a tile's outputs of some rows, from float32 [count, 16] at an address."""
     for m in range(count):
         write_tile(linear, row + m, tile, load_floats(outputs + 64 * m))
 
 
-@numba.njit(nogil=True)
+@kernel
 def row_block_at(linear: Linear, row: int) -> Quantized:
     """The activations of the row block that begins at a row."""
     x, weights = linear.x, linear.weights
@@ -51,7 +49,7 @@ def times_rows(four: Any, eight: Any, sixteen: Any) -> Any:
         sixteen: Of 16.
     """
 
-    @register_jitable
+    @routine
     def all_rows(of: Any, own: Tile, tile: int, rows: int, scratch: int) -> None:
         side = row_block(rows)
         for row in range(0, rows, side):

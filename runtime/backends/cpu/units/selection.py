@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numba
-from numba.extending import register_jitable
 
 from runtime.backends.cpu.data.control import FAILED, TURN
 from runtime.backends.cpu.data.instructions import BESIDE, CHOSEN_IN, WIDTH, Select
@@ -23,6 +22,7 @@ from runtime.backends.cpu.kernels.select import (
 )
 from runtime.backends.cpu.kernels.views import header_at, parameters_at, rows_of, select_at, share_of
 from runtime.backends.cpu.machine.calls import call_3, call_5
+from runtime.backends.cpu.machine.kernel import kernel, routine
 from runtime.backends.cpu.machine.sync import number_of, read_word, write_word
 from runtime.backends.cpu.machine.unit import compiled_unit
 from runtime.backends.cpu.machine.vector import get_float, get_int, set_float, set_int
@@ -31,17 +31,17 @@ from runtime.backends.operations.channels import CHUNK
 _FAILED = 8 * FAILED
 
 
-@register_jitable
+@routine
 def _approx(select: Select, _step: Parameters, _row: int, chunk: Chunk) -> bool:
     return select_approx(chunk, select.border)
 
 
-@register_jitable
+@routine
 def _exact(_select: Select, _step: Parameters, _row: int, chunk: Chunk) -> bool:
     return select_exact(chunk)
 
 
-@register_jitable
+@routine
 def _static(select: Select, _step: Parameters, _row: int, chunk: Chunk) -> bool:
     chosen = select.static + 4 * (chunk.start // CHUNK * min(CHUNK, select.k_chunk))
     for c in range(chunk.k):
@@ -49,7 +49,7 @@ def _static(select: Select, _step: Parameters, _row: int, chunk: Chunk) -> bool:
     return True
 
 
-@register_jitable
+@routine
 def _random(select: Select, step: Parameters, row: int, chunk: Chunk) -> bool:
     if select.wanted != 0:
         row = numba.int64(get_int(step.logit_rows + 4 * row))
@@ -58,7 +58,7 @@ def _random(select: Select, step: Parameters, row: int, chunk: Chunk) -> bool:
     return True
 
 
-@numba.njit(nogil=True)
+@kernel
 def _chunk_of(select: Select, row: int, number: int) -> Chunk:
     """A chunk of a row."""
     x, out = select.x.at + row * select.x.stride, select.chosen.at + row * select.chosen.stride
@@ -67,7 +67,7 @@ def _chunk_of(select: Select, row: int, number: int) -> Chunk:
     return Chunk(x, number * CHUNK, width, k, out + 4 * number * min(CHUNK, select.k_chunk))
 
 
-@numba.njit(nogil=True)
+@kernel
 def _select(choose: Any, i: int, control: int, part: int, parts: int, scratch: int) -> None:
     """Run a SELECT instruction: a part is a range of chunks."""
     select, step = select_at(i), parameters_at(control)
@@ -133,13 +133,13 @@ MADE_BEFORE = Choice(0, 0)
 """Channels already chosen."""
 
 
-@numba.njit(nogil=True)
+@kernel
 def is_made(choice: Choice) -> bool:
     """Whether the channels may be read."""
     return choice.at == 0 or read_word(choice.at) == choice.number
 
 
-@numba.njit(nogil=True)
+@kernel
 def choose(i: int, control: int, part: int, scratch: int) -> Choice:
     """Ensure that the channels of the LINEAR instruction at address i, in a step of one row, are chosen."""
     before = i - 8 * WIDTH

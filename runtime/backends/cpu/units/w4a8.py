@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import numba
-from numba.extending import register_jitable
-
 from runtime.backends.cpu.data.instructions import Linear, Weights
 from runtime.backends.cpu.kernels.gemm import row_block
 from runtime.backends.cpu.kernels.w4a8 import (
@@ -19,13 +16,14 @@ from runtime.backends.cpu.kernels.w4a8 import (
     write_entries,
 )
 from runtime.backends.cpu.machine.amx import close_registers, open_registers
+from runtime.backends.cpu.machine.kernel import kernel, routine
 from runtime.backends.cpu.machine.unit import compiled_unit
 from runtime.backends.cpu.scratch import MANY, TILE_BYTES
 from runtime.backends.cpu.units.products import multiply_linear, one_row_of
 from runtime.backends.cpu.units.rows import row_block_at, write_rows
 
 
-@register_jitable
+@routine
 def _tile_of(weights: Weights, tile: int) -> W4A8Tile:
     codes, groups = weights.codes + tile * weights.blocks * BLOCK_BYTES_4, 16 * tile * weights.groups
     scales, zeros = weights.group_scales + groups, weights.zeros + groups
@@ -35,7 +33,7 @@ def _tile_of(weights: Weights, tile: int) -> W4A8Tile:
 _one_row = one_row_of(_tile_of, gemv_w4a8_tile)
 
 
-@numba.njit(nogil=True)
+@kernel
 def _few_rows(linear: Linear, own: W4A8Tile, tile: int, rows: int, scratch: int) -> None:
     """Write a tile's outputs of at most 8 rows, one row block."""
     x = row_block_at(linear, 0)
@@ -46,7 +44,7 @@ def _few_rows(linear: Linear, own: W4A8Tile, tile: int, rows: int, scratch: int)
     write_rows(linear, tile, 0, rows, scratch)
 
 
-@numba.njit(nogil=True)
+@kernel
 def _many_rows(linear: Linear, own: W4A8Tile, tile: int, rows: int, scratch: int, registers: int) -> None:
     """Write a tile's outputs of all rows, in row blocks of 16."""
     entries = scratch + TILE_BYTES
@@ -63,7 +61,7 @@ def _many_rows(linear: Linear, own: W4A8Tile, tile: int, rows: int, scratch: int
         row += count
 
 
-@register_jitable
+@routine
 def _several_rows(linear: Linear, first: int, last: int, rows: int, scratch: int) -> None:
     many = row_block(rows) == SIDE
     registers = open_registers() if many else 0

@@ -42,6 +42,7 @@ from runtime.backends.cpu.machine.emit import (
     pointer,
     splat,
 )
+from runtime.backends.cpu.machine.kernel import kernel
 from runtime.backends.cpu.machine.vector import (
     add,
     get_float,
@@ -200,7 +201,7 @@ _project_4, _project_1 = _project_rows(4), _project_rows(1)
 _expand_4, _expand_1 = _expand_rows(4), _expand_rows(1)
 
 
-@numba.njit(nogil=True)
+@kernel
 def _correct(x: Rows, left: Factor, right: Factor, out: Out, count: int, factors: int) -> None:
     """Add (x left^T) right to float32 [count] of every row.
 
@@ -242,7 +243,7 @@ class _Room(NamedTuple):
     """256 bytes."""
 
 
-@numba.njit(nogil=True)
+@kernel
 def _room_of(cache: Cache, queries: int, room: int) -> _Room:
     padded, tokens, blocks = cache.padded, cache.tokens, (queries + GEAR_QUERIES - 1) // GEAR_QUERIES
     sums = room + _VECTOR * blocks * padded
@@ -253,7 +254,7 @@ def _room_of(cache: Cache, queries: int, room: int) -> _Room:
     return _Room(room, sums, first, second, a, b, b + 4 * LOW_RANK * padded)
 
 
-@numba.njit(nogil=True)
+@kernel
 def begin_corrections(cache: Cache, q: int, queries: int, room: int) -> None:
     """Make ready for the first page of a run.
 
@@ -278,7 +279,7 @@ def begin_corrections(cache: Cache, q: int, queries: int, room: int) -> None:
         store_floats(at, zero_floats())
 
 
-@numba.njit(nogil=True)
+@kernel
 def _by_token(cache: Cache, record: int, q: int, kept: int, sums: int) -> None:
     """Sum up what outliers of the keys add to the scores of a block: float32 [T, 8]."""
     keys, dim, count = cache.keys, cache.dim, cache.keys.kept
@@ -288,7 +289,7 @@ def _by_token(cache: Cache, record: int, q: int, kept: int, sums: int) -> None:
     _spread(q, Outliers(kept, record + keys.indices, dim, count // 2), sums, sums)
 
 
-@numba.njit(nogil=True)
+@kernel
 def correct_scores(cache: Cache, record: int, q: int, queries: int, scores: Out, room: int) -> None:
     """Add (q B) A^T and the outliers of the keys to all queries' scores.
 
@@ -317,7 +318,7 @@ def correct_scores(cache: Cache, record: int, q: int, queries: int, scores: Out,
             store_floats(to + t, add(load_floats(to + t), load_floats(more + t)))
 
 
-@numba.njit(nogil=True)
+@kernel
 def correct_sums(cache: Cache, record: int, queries: Queries, weights: Weighed, sums: Sums, room: int) -> None:
     """Add (p A) B^T to the partial results, and the outliers of the values to the sums by channel.
 
@@ -347,7 +348,7 @@ def correct_sums(cache: Cache, record: int, queries: Queries, weights: Weighed, 
             _by_channel(cache, record, areas.first, areas.second, block)
 
 
-@numba.njit(nogil=True)
+@kernel
 def _by_channel(cache: Cache, record: int, weights: int, kept: int, sums: int) -> None:
     """Add what outliers of the values give to the sums of a block: float32 [2, D, 8]."""
     values, tokens, count = cache.values, cache.tokens, cache.values.kept
@@ -356,7 +357,7 @@ def _by_channel(cache: Cache, record: int, weights: int, kept: int, sums: int) -
     _spread(weights, outliers, sums, sums + _VECTOR * cache.padded)
 
 
-@numba.njit(nogil=True)
+@kernel
 def _rescale(noted: int, queries: int, sums: int, vectors: int, changes: int) -> None:
     """Multiply a block's sums by what each query's others were multiplied by, where any were."""
     changed = False
@@ -372,7 +373,7 @@ def _rescale(noted: int, queries: int, sums: int, vectors: int, changes: int) ->
             store_floats(at, mul(load_floats(at), change_of_all))
 
 
-@numba.njit(nogil=True)
+@kernel
 def settle_corrections(cache: Cache, queries: Queries, sums: Sums, room: int) -> None:
     """Add the sums by channel to the partial results. Arguments as of `correct_sums`."""
     if cache.values.kept == 0:

@@ -59,17 +59,18 @@ from runtime.backends.cpu.kernels.attention.weights import (
     settle,
     weigh_again,
 )
+from runtime.backends.cpu.machine.kernel import kernel
 from runtime.backends.cpu.machine.vector import load_floats, prefetch, set_float, store_floats, sum_lanes, zero_floats
 from runtime.backends.cpu.scratch import NOTED, PageAreas, gear_room, lay_out_pages
 
-_lay_out = numba.njit(nogil=True)(lay_out_pages)
-_gear_room = numba.njit(nogil=True)(gear_room)
+_lay_out = kernel(lay_out_pages)
+_gear_room = kernel(gear_room)
 
 
 def _areas_of(planes: int, corrected: bool) -> Any:
     """The areas for the queries of a run."""
 
-    @numba.njit(nogil=True)
+    @kernel
     def areas(cache: Cache, queries: Queries, scratch: int) -> PageAreas:
         count = queries.rows * queries.heads
         room = _gear_room(count, cache.padded, cache.tokens) if corrected else 0
@@ -123,13 +124,13 @@ class Attention(NamedTuple):
     """Adds the remaining sums in the scratch: (cache, queries, sums, scratch)."""
 
 
-@numba.njit(nogil=True)
+@kernel
 def _ahead(visit: Visit) -> int:
     """Bytes from a page to the next; 0 if there is none."""
     return visit.following - visit.record if visit.following != 0 else 0
 
 
-@numba.njit(nogil=True)
+@kernel
 def _valid(cache: Cache, visit: Visit, queries: Queries) -> int:
     """Tokens of a page visible to any row."""
     return min(cache.tokens, queries.position - visit.start + queries.rows)
@@ -140,7 +141,7 @@ def _scores_of(form: Form) -> Any:
     products, planes, size = form.key_products, form.planes, form.tile
     factor, shift, centre = form.factor, form.shift, form.centre
 
-    @numba.njit(nogil=True)
+    @kernel
     def score(cache: Cache, visit: Visit, queries: Queries, areas: PageAreas) -> None:
         keys, tokens, padded, count = cache.keys, cache.tokens, cache.padded, queries.rows * queries.heads
         stored_scales, stored_zeros = visit.record + keys.scales, visit.record + keys.zeros
@@ -173,7 +174,7 @@ def _scores_of(form: Form) -> Any:
     return score
 
 
-@numba.njit(nogil=True)
+@kernel
 def _nothing_seen(scores: int, weighed: int, tokens: int, noted: int) -> None:
     """Zero weights of a query that sees none of a page's tokens."""
     for t in range(0, 4 * tokens, 64):
@@ -182,7 +183,7 @@ def _nothing_seen(scores: int, weighed: int, tokens: int, noted: int) -> None:
     set_float(noted + LARGEST, numba.float32(0.0))
 
 
-@numba.njit(nogil=True)
+@kernel
 def _fetch_share(cache: Cache, following: int, n: int, count: int) -> None:
     """Prefetch the n-th of `count` shares of the next page's non-code data."""
     rest = cache.keys.scales
@@ -195,7 +196,7 @@ def _weights_of(form: Form) -> Any:
     """Turn all queries' scores into weights, and those times the scales of the values' first group of channels."""
     planes, corrected = form.planes, form.corrected
 
-    @numba.njit(nogil=True)
+    @kernel
     def weigh(cache: Cache, visit: Visit, queries: Queries, sums: Sums, areas: PageAreas) -> None:
         tokens, heads, count = cache.tokens, queries.heads, queries.rows * queries.heads
         values, channels = Factors(areas.scales, areas.zeros), padded_channels(queries.dim)
@@ -225,7 +226,7 @@ def _sums_of(form: Form) -> Any:
     """Multiply weights with one group of the values' channels, and add them to the partial results."""
     products, planes, centre, step = form.value_products, form.planes, form.centre, form.tokens
 
-    @numba.njit(nogil=True)
+    @kernel
     def add_values(cache: Cache, visit: Visit, queries: Queries, sums: Sums, areas: PageAreas, start: int) -> None:
         values, tokens, padded, heads = cache.values, cache.tokens, cache.padded, queries.heads
         count = queries.rows * heads
@@ -253,7 +254,7 @@ def _begin(form: Form) -> Any:
     """The function run before the first page."""
     areas_of, corrected = _areas_of(form.planes, form.corrected), form.corrected
 
-    @numba.njit(nogil=True)
+    @kernel
     def begin(cache: Cache, queries: Queries, scratch: int) -> None:
         areas = areas_of(cache, queries, scratch)
         copy_queries(queries, cache.padded, areas.queries, areas.noted)
@@ -267,7 +268,7 @@ def _settle(form: Form) -> Any:
     """The function run after the last page."""
     areas_of, corrected = _areas_of(form.planes, form.corrected), form.corrected
 
-    @numba.njit(nogil=True)
+    @kernel
     def settle_all(cache: Cache, queries: Queries, sums: Sums, scratch: int) -> None:
         areas, heads, channels = areas_of(cache, queries, scratch), queries.heads, padded_channels(queries.dim)
         for n in range(queries.rows * heads):
@@ -284,7 +285,7 @@ def _attend(form: Form) -> Any:
     planes, factor, shift, corrected = form.planes, form.factor, form.shift, form.corrected
     areas_of = _areas_of(planes, corrected)
 
-    @numba.njit(nogil=True)
+    @kernel
     def attend_page(cache: Cache, visit: Visit, queries: Queries, sums: Sums, scratch: int) -> None:
         values, tokens, count = cache.values, cache.tokens, queries.rows * queries.heads
         areas, row, valid = areas_of(cache, queries, scratch), 4 * tokens, _valid(cache, visit, queries)

@@ -27,7 +27,6 @@ import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import numba
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
@@ -53,6 +52,7 @@ from runtime.backends.cpu.machine.emit import (
     shift_right,
     splat,
 )
+from runtime.backends.cpu.machine.kernel import kernel
 
 _ALONE = 2
 """Up to this many rows, every field has its own sum; otherwise each addition would wait for the one before."""
@@ -211,7 +211,7 @@ def _block(rows: int, reader: Reader, size: int, places: range, dot: Any) -> Any
     return define(types.void, named(Rows), named(Codes), named(Out))(emit)
 
 
-@numba.njit(nogil=True)
+@kernel
 def _from(x: Rows, n: int) -> Rows:
     """The rows from row n on."""
     return Rows(x.at + n * x.step, x.step, x.count - n)
@@ -228,7 +228,7 @@ def _products(reader: Reader, size: int, places: range, dot: Any) -> Any:
     """
     eight, four, two, one = (_block(rows, reader, size, places, dot) for rows in (8, 4, 2, 1))
 
-    @numba.njit(nogil=True)
+    @kernel
     def products(x: Rows, codes: Codes, out: Out, number: int, distance: int) -> None:
         rows = x.count
         for i in range(number):

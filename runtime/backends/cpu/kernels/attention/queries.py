@@ -12,6 +12,7 @@ import numba
 
 from runtime.backends.cpu.kernels.attention.run import LOWEST, Queries
 from runtime.backends.cpu.machine.codes import larger, largest_lane, store_bytes
+from runtime.backends.cpu.machine.kernel import kernel
 from runtime.backends.cpu.machine.vector import (
     absolute,
     add,
@@ -47,7 +48,7 @@ class Factors(NamedTuple):
     """Address."""
 
 
-@numba.njit(nogil=True)
+@kernel
 def step_of(top: float, planes: int) -> Any:
     """Scale, and its inverse, of codes in `planes` planes whose largest magnitude is `top`."""
     step = numba.float32(top / numba.float32(127.0 if planes == 1 else 16256.0))
@@ -57,7 +58,7 @@ def step_of(top: float, planes: int) -> Any:
     return step, inverse
 
 
-@numba.njit(nogil=True)
+@kernel
 def copy_queries(queries: Queries, padded: int, out: int, noted: int) -> None:
     """Copy the query heads of a run to float32 [rows * heads, padded], zero-padded, with cleared blocks."""
     dim, heads = queries.dim, queries.heads
@@ -75,7 +76,7 @@ def copy_queries(queries: Queries, padded: int, out: int, noted: int) -> None:
         store_floats(noted + NOTED * n + BESIDES, zero_floats())
 
 
-@numba.njit(nogil=True)
+@kernel
 def widen(halves: int, count: int, valid: int, factor: float, out: int) -> None:
     """Convert halves to floats, times a factor; 0 after the first `valid`."""
     for t in range(0, count, 16):
@@ -84,7 +85,7 @@ def widen(halves: int, count: int, valid: int, factor: float, out: int) -> None:
         set_float(out + 4 * t, numba.float32(0.0))
 
 
-@numba.njit(nogil=True)
+@kernel
 def widen_shifted(halves: int, scales: int, count: int, valid: int, shift: float, out: int) -> None:
     """Convert zeros to floats, plus the scales times a number; 0 after the first `valid`."""
     for t in range(0, count, 16):
@@ -94,7 +95,7 @@ def widen_shifted(halves: int, scales: int, count: int, valid: int, shift: float
         set_float(out + 4 * t, numba.float32(0.0))
 
 
-@numba.njit(nogil=True)
+@kernel
 def quantize_query(
     q: int, padded: int, channels: Factors, planes: int, centre: float, codes: int, noted: int, folded: int
 ) -> None:
@@ -137,7 +138,7 @@ def quantize_query(
         set_float(noted + SUM, sum_lanes(total))
 
 
-@numba.njit(nogil=True)
+@kernel
 def finish_scores(scores: int, step: int, planes: int, tokens: int, noted: int, keys: Factors) -> None:
     """Turn integer products into scores, in the first plane's row, and note the largest.
 
@@ -163,7 +164,7 @@ def finish_scores(scores: int, step: int, planes: int, tokens: int, noted: int, 
     set_float(noted + LARGEST, largest_lane(largest))
 
 
-@numba.njit(nogil=True)
+@kernel
 def mask_scores(scores: int, tokens: int, first: int, end: int, noted: int) -> None:
     """Mask the scores of tokens outside first .. end - 1, and record the largest of the others."""
     largest = fill(numba.float32(LOWEST))

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numba
 
+from runtime.backends.cpu.machine.kernel import kernel
 from runtime.backends.cpu.machine.vector import set_float, store_floats, zero_floats
 
 LOWEST = -1e30
@@ -46,26 +47,26 @@ class Sums(NamedTuple):
     """Bytes from head to head."""
 
 
-@numba.njit(nogil=True)
+@kernel
 def padded_channels(dim: int) -> int:
     """D padded to 16."""
     return (dim + 15) // 16 * 16
 
 
-@numba.njit(nogil=True)
+@kernel
 def part_bytes(dim: int) -> int:
     """Bytes of a partial result."""
     return 4 * (padded_channels(dim) + 16)
 
 
-@numba.njit(nogil=True)
+@kernel
 def seen_by(queries: Queries, row: int, start: int, count: int) -> tuple[int, int]:
     """The range of the `count` tokens from position `start` on that a row sees: first, end."""
     behind = queries.position - start + row + 1
     return (0 if queries.window == 0 else max(0, behind - queries.window)), min(behind, count)
 
 
-@numba.njit(nogil=True)
+@kernel
 def clear_sums(queries: Queries, sums: Sums) -> None:
     """Clear the partial results of a run."""
     padded = padded_channels(queries.dim)

@@ -40,6 +40,7 @@ from runtime.backends.cpu.machine.emit import (
     pointer,
     splat,
 )
+from runtime.backends.cpu.machine.kernel import kernel
 from runtime.backends.cpu.machine.vector import (
     add,
     div,
@@ -149,7 +150,7 @@ _scores_4, _scores_3, _scores_2, _scores_1 = map(_score_block, (4, 3, 2, 1))
 _weigh_4, _weigh_3, _weigh_2, _weigh_1 = map(_weigh_block, (4, 3, 2, 1))
 
 
-@numba.njit(nogil=True)
+@kernel
 def _scores(q: int, q_stride: int, queries: int, keys: int, dim: int, out: int) -> None:
     """Scores of `queries` query vectors with SPAN cached keys."""
     n = 0
@@ -164,7 +165,7 @@ def _scores(q: int, q_stride: int, queries: int, keys: int, dim: int, out: int) 
         _scores_1(q + n * q_stride, q_stride, keys, dim, out + 4 * SPAN * n)
 
 
-@numba.njit(nogil=True)
+@kernel
 def _weigh(weights: int, queries: int, values: int, count: int, padded: int, sums: int, stride: int) -> None:
     """Add the weighted values of `count` tokens to the sums of `queries` heads."""
     n = 0
@@ -179,7 +180,7 @@ def _weigh(weights: int, queries: int, values: int, count: int, padded: int, sum
         _weigh_1(weights + 4 * SPAN * n, values, count, padded, sums + n * stride, stride)
 
 
-@numba.njit(nogil=True)
+@kernel
 def _softmax_span(scores: int, first: int, end: int, sums: int, padded: int) -> None:
     """Turn one query's SPAN scores into weights and bring its running maximum and sum up to date.
 
@@ -216,7 +217,7 @@ def _softmax_span(scores: int, first: int, end: int, sums: int, padded: int) -> 
     set_float(state + 4, numba.float32(get_float(state + 4) + sum_lanes(total)))
 
 
-@numba.njit(nogil=True)
+@kernel
 def attend_span(queries: Queries, span: Span, sums: Sums, scores: int) -> None:
     """Add a span to the partial results of a run. `scores` is the address of scratch, `span_scratch` bytes."""
     dim, heads = queries.dim, queries.heads
@@ -233,7 +234,7 @@ def attend_span(queries: Queries, span: Span, sums: Sums, scores: int) -> None:
         _weigh(scores, heads, span.values, end, padded, to, sums.head)
 
 
-@numba.njit(nogil=True)
+@kernel
 def merge_splits(sums: int, splits: int, dim: int, out: int) -> None:
     """Join the partial results of one row and query head and normalize: float32 [D] at `out`.
 

@@ -9,6 +9,7 @@ import numba
 
 from runtime.backends.cpu.kernels.attention.queries import BESIDES, CHANGE, LARGEST, STEP, TOTAL, Factors, step_of
 from runtime.backends.cpu.machine.codes import exp2, larger, largest_lane, store_bytes, truncated
+from runtime.backends.cpu.machine.kernel import kernel
 from runtime.backends.cpu.machine.vector import (
     add,
     fill,
@@ -26,7 +27,7 @@ from runtime.backends.cpu.machine.vector import (
 _LOG2E = math.log2(math.e)
 
 
-@numba.njit(nogil=True)
+@kernel
 def raise_maximum(noted: int, sums: int, padded: int) -> Any:
     """Update a query's running maximum, and rescale its earlier sums. Returns the maximum."""
     state = sums + 4 * padded
@@ -44,7 +45,7 @@ def raise_maximum(noted: int, sums: int, padded: int) -> Any:
     return top
 
 
-@numba.njit(nogil=True)
+@kernel
 def exponentials(
     scores: int, tokens: int, top: float, keep: bool, values: Factors, weighed: int, noted: int, besides: int
 ) -> None:
@@ -76,7 +77,7 @@ def exponentials(
     set_float(noted + LARGEST, largest_lane(largest))
 
 
-@numba.njit(nogil=True)
+@kernel
 def weigh_again(weights: int, tokens: int, values: Factors, weighed: int, noted: int, besides: int) -> None:
     """Multiply stored weights by the scales of another group of channels; arguments as in `exponentials`."""
     both, largest = load_floats(besides), zero_floats()
@@ -90,7 +91,7 @@ def weigh_again(weights: int, tokens: int, values: Factors, weighed: int, noted:
     set_float(noted + LARGEST, largest_lane(largest))
 
 
-@numba.njit(nogil=True)
+@kernel
 def quantize_weights(
     weighed: int, tokens: int, planes: int, centre: float, dither: int, codes: int, noted: int, besides: int
 ) -> None:
@@ -125,7 +126,7 @@ def quantize_weights(
     set_float(noted + STEP, step)
 
 
-@numba.njit(nogil=True)
+@kernel
 def add_products(products: int, step: int, planes: int, channels: int, noted: int, sums: int) -> None:
     """Add integer products of weights and values, times their scale, to a query's sums."""
     scale = fill(get_float(noted + STEP))
@@ -136,14 +137,14 @@ def add_products(products: int, step: int, planes: int, channels: int, noted: in
         store_floats(sums + d, fma(value, scale, load_floats(sums + d)))
 
 
-@numba.njit(nogil=True)
+@kernel
 def add_to_all(sums: int, channels: int, value: float) -> None:
     """Add a number to some of a query's sums."""
     for d in range(0, 4 * channels, 64):
         store_floats(sums + d, add(load_floats(sums + d), fill(value)))
 
 
-@numba.njit(nogil=True)
+@kernel
 def settle(noted: int, sums: int, channels: int) -> None:
     """Reduce a query's block: the sum of its weights, and the amount added to all its channels."""
     state = sums + 4 * channels

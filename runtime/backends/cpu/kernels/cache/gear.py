@@ -26,6 +26,7 @@ from runtime.backends.cpu.machine.emit import (
     splat,
     words16,
 )
+from runtime.backends.cpu.machine.kernel import kernel
 from runtime.backends.cpu.machine.vector import (
     add,
     broadcast,
@@ -64,7 +65,7 @@ def _less(b: Builder, x: Any, y: Any) -> Any:
     return b.select(b.fcmp_ordered("<", x, y), x, y)
 
 
-@numba.njit(nogil=True)
+@kernel
 def choose_outliers(x: int, count: int, step: int, each: int, low: int, high: int, places: int) -> None:
     """Find the `each` least and largest numbers of sixteen vectors.
 
@@ -102,7 +103,7 @@ def choose_outliers(x: int, count: int, step: int, each: int, low: int, high: in
                 set_float(high + 64 * i + 4 * lane, numba.float32(-_INFINITY))
 
 
-@numba.njit(nogil=True)
+@kernel
 def subtract(x: int, low: int, high: int, count: int, step: int, read: int) -> None:
     """Replace dequantized values, sixteen vectors, by the quantization error: x - read, 0 for outliers."""
     for i in range(count):
@@ -114,7 +115,7 @@ def subtract(x: int, low: int, high: int, count: int, step: int, read: int) -> N
                 set_float(at, numba.float32(0.0))
 
 
-@numba.njit(nogil=True)
+@kernel
 def turn(x: int, rows: int, columns: int, step: int, out: int, out_step: int) -> None:
     """Transpose float32 [rows, columns]; steps from row to row in bytes."""
     for i in range(rows):
@@ -122,7 +123,7 @@ def turn(x: int, rows: int, columns: int, step: int, out: int, out_step: int) ->
             set_float(out + out_step * j + 4 * i, get_float(x + step * i + 4 * j))
 
 
-@numba.njit(nogil=True)
+@kernel
 def _multiply(matrix: int, rows: int, columns: int, step: int, factors: int, rank: int, each: int, out: int) -> None:
     """Out [rank, columns] = factors [rank, each] times the first `rows` rows of a matrix, columns a multiple of 16."""
     for c in range(0, 4 * columns, 64):
@@ -150,7 +151,7 @@ def _multiply(matrix: int, rows: int, columns: int, step: int, factors: int, ran
             r += 1
 
 
-@numba.njit(nogil=True)
+@kernel
 def _product(x: int, y: int, count: int) -> Any:
     total = zero_floats()
     for i in range(0, 4 * count, 64):
@@ -158,13 +159,13 @@ def _product(x: int, y: int, count: int) -> Any:
     return sum_lanes(total)
 
 
-@numba.njit(nogil=True)
+@kernel
 def _add_multiple(x: int, count: int, factor: Any, y: int) -> None:
     for i in range(0, 4 * count, 64):
         store_floats(y + i, fma(load_floats(x + i), fill(numba.float32(factor)), load_floats(y + i)))
 
 
-@numba.njit(nogil=True)
+@kernel
 def orthonormal(a: int, count: int, rank: int, shares: int) -> None:
     """Replace `rank` columns, float32 [rank, count], by the Q of their QR decomposition, by Householder's reflections.
 
@@ -222,7 +223,7 @@ class LowRank(NamedTuple):
     """Extra weight of an error that all channels share."""
 
 
-@numba.njit(nogil=True)
+@kernel
 def _weigh(b: int, dim: int, padded: int, rank: int, alike: int) -> None:
     """Add a multiple of its mean to each factor, float32 [rank, D padded]."""
     for r in range(rank):
@@ -235,7 +236,7 @@ def _weigh(b: int, dim: int, padded: int, rank: int, alike: int) -> None:
             set_float(at, get_float(at) + more)
 
 
-@numba.njit(nogil=True)
+@kernel
 def low_rank(by_token: int, by_channel: int, start: int, to: LowRank) -> None:
     """Factors of the nearest low-rank matrix, approximately.
 
@@ -258,7 +259,7 @@ def low_rank(by_token: int, by_channel: int, start: int, to: LowRank) -> None:
         _multiply(by_token, tokens, padded, 4 * padded, a, rank, tokens, b)
 
 
-@numba.njit(nogil=True)
+@kernel
 def store_rounded(x: int, count: int, halves: int) -> None:
     """Round float32 numbers, a multiple of 16, to half precision: store them, and update them in place."""
     for i in range(0, count, 16):
@@ -266,7 +267,7 @@ def store_rounded(x: int, count: int, halves: int) -> None:
         store_floats(x + 4 * i, load_halves(halves + 2 * i))
 
 
-@numba.njit(nogil=True)
+@kernel
 def add_low_rank(x: int, rows: int, columns: int, step: int, left: int, right: int, rank: int, each: int) -> None:
     """X [rows, columns] += left^T right, for left half precision [rank, each] and right [rank, columns]."""
     for i in range(rows):
@@ -279,7 +280,7 @@ def add_low_rank(x: int, rows: int, columns: int, step: int, left: int, right: i
             store_floats(at, add(load_floats(at), total))
 
 
-@numba.njit(nogil=True)
+@kernel
 def keep_outliers(x: int, read: int, step: int, places: int, each: int, lanes: int, indices: int, kept: int) -> None:
     """Store the quantization error at the outliers of sixteen vectors: x - read.
 
@@ -314,7 +315,7 @@ def _set_short(b: Builder, address: Any, value: Any) -> None:
     b.store(b.trunc(value, I16), pointer(b, address), align=2)
 
 
-@numba.njit(nogil=True)
+@kernel
 def add_outliers(x: int, step: int, count: int, vectors: int, indices: int, kept: int) -> None:
     """Add `count` kept outliers to each vector of x; steps from number to number in bytes."""
     for r in range(vectors):

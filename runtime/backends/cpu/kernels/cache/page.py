@@ -30,6 +30,7 @@ from runtime.backends.cpu.machine.emit import (
     floats16,
     pointer,
 )
+from runtime.backends.cpu.machine.kernel import kernel
 from runtime.backends.cpu.machine.vector import (
     add,
     div,
@@ -134,7 +135,7 @@ def move_bytes(b: Builder, to: Any, source: Any, count: Any) -> None:
     call(b, name, ir.VoidType(), pointer(b, to), pointer(b, source), count, ir.Constant(ir.IntType(1), 0))
 
 
-@numba.njit(nogil=True)
+@kernel
 def load_keys(window: int, tokens: int, dim: int, padded: int, x: int) -> None:
     """Half-precision keys [tokens / 16, D, 16] as float32 [tokens, padded], zeros behind the last channel."""
     for tile in range(tokens // 16):
@@ -144,7 +145,7 @@ def load_keys(window: int, tokens: int, dim: int, padded: int, x: int) -> None:
                 set_float(x + 4 * ((16 * tile + t) * padded + d), value)
 
 
-@numba.njit(nogil=True)
+@kernel
 def load_keys_by_channel(window: int, tokens: int, dim: int, x: int) -> None:
     """Half-precision keys [tokens / 16, D, 16] as float32 [D, tokens]."""
     for tile in range(tokens // 16):
@@ -152,7 +153,7 @@ def load_keys_by_channel(window: int, tokens: int, dim: int, x: int) -> None:
             store_floats(x + 4 * (d * tokens + 16 * tile), load_halves(window + 32 * (tile * dim + d)))
 
 
-@numba.njit(nogil=True)
+@kernel
 def load_values(window: int, tokens: int, dim: int, x: int) -> None:
     """Half-precision values [tokens, D padded to 16] as float32 [D, tokens]."""
     width = (dim + 15) // 16 * 16
@@ -161,7 +162,7 @@ def load_values(window: int, tokens: int, dim: int, x: int) -> None:
             set_float(x + 4 * (d * tokens + t), get_half(window + 2 * (t * width + d)))
 
 
-@numba.njit(nogil=True)
+@kernel
 def encode_lanes(x: int, vectors: Vectors, extremes: Extremes, to: Coded) -> None:
     """Quantize sixteen vectors; `x` is the address of their first numbers, float32."""
     bits, step = vectors.bits, vectors.lanes
@@ -194,7 +195,7 @@ def encode_lanes(x: int, vectors: Vectors, extremes: Extremes, to: Coded) -> Non
             store_halves(to.zeros + at, mean)
 
 
-@numba.njit(nogil=True)
+@kernel
 def decode_lanes(coded: Coded, vectors: Vectors, x: int) -> None:
     """The reverse of `encode_lanes`: sixteen vectors from their codes."""
     step = vectors.lanes
@@ -212,7 +213,7 @@ def decode_lanes(coded: Coded, vectors: Vectors, x: int) -> None:
             store_floats(x + 4 * step * i, value)
 
 
-@numba.njit(nogil=True)
+@kernel
 def clear_codes(codes: int, rows: int, start: int, stop: int, step: int) -> None:
     """Zero the codes start .. stop - 1 of some rows."""
     for i in range(rows):
@@ -220,7 +221,7 @@ def clear_codes(codes: int, rows: int, start: int, stop: int, step: int) -> None
             set_byte(codes + step * i + r, numba.int8(0))
 
 
-@numba.njit(nogil=True)
+@kernel
 def turn_codes(codes: int, rows: int, columns: int, step: int, out: int, out_step: int) -> None:
     """Transpose codes [rows, columns]; steps from row to row."""
     for i in range(rows):
@@ -228,7 +229,7 @@ def turn_codes(codes: int, rows: int, columns: int, step: int, out: int, out_ste
             set_byte(out + out_step * j + i, get_byte(codes + step * i + j))
 
 
-@numba.njit(nogil=True)
+@kernel
 def join_keys(codes: int, tokens: int, padded: int, vectors: int, bits: int, out: int) -> None:
     """Codes [tokens, padded] as the vectors of keys."""
     fields = 8 // bits
@@ -241,7 +242,7 @@ def join_keys(codes: int, tokens: int, padded: int, vectors: int, bits: int, out
                 set_int(out + 64 * (tile * vectors + i) + 4 * t, numba.int32(joined))
 
 
-@numba.njit(nogil=True)
+@kernel
 def split_keys(vectors_at: int, tokens: int, padded: int, vectors: int, bits: int, codes: int) -> None:
     """The reverse of `join_keys`."""
     fields, mask = 8 // bits, 0x01010101 * ((1 << bits) - 1)
@@ -254,7 +255,7 @@ def split_keys(vectors_at: int, tokens: int, padded: int, vectors: int, bits: in
                     set_int(to + 4 * j, numba.int32((joined >> (bits * j)) & mask))
 
 
-@numba.njit(nogil=True)
+@kernel
 def join_values(codes: int, tokens: int, padded: int, block: int, bits: int, out: int) -> None:
     """Codes [padded, tokens] as the vectors of values; `block` bytes are a block of 32 channels."""
     for start in range(0, padded, 32):
@@ -276,7 +277,7 @@ def join_values(codes: int, tokens: int, padded: int, block: int, bits: int, out
                     set_int(to + 128 * n + 64 + 4 * lane, numba.int32(high))
 
 
-@numba.njit(nogil=True)
+@kernel
 def split_values(vectors_at: int, tokens: int, padded: int, block: int, bits: int, codes: int) -> None:
     """The reverse of `join_values`."""
     mask = 0x01010101 * ((1 << bits) - 1)
@@ -299,7 +300,7 @@ def split_values(vectors_at: int, tokens: int, padded: int, block: int, bits: in
                         set_int(second + 16 * n + 4 * j, numba.int32((high >> (2 * j)) & mask))
 
 
-@numba.njit(nogil=True)
+@kernel
 def write_keys(x: int, dim: int, by_token: int, by_channel: int, count: int, window: int) -> None:
     """Float32 keys as the first `count` half-precision keys of a window.
 
@@ -317,7 +318,7 @@ def write_keys(x: int, dim: int, by_token: int, by_channel: int, count: int, win
             set_half(to, get_float(x + by_token * t + by_channel * d))
 
 
-@numba.njit(nogil=True)
+@kernel
 def write_values(x: int, tokens: int, dim: int, count: int, window: int) -> None:
     """Float32 [D, tokens] as the first `count` half-precision values of a window."""
     width = (dim + 15) // 16 * 16

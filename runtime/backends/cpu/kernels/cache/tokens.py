@@ -13,10 +13,11 @@ import numpy as np
 
 from runtime.backends.cpu.data.pages import HALF, Cache
 from runtime.backends.cpu.machine.codes import rounded_to_half
+from runtime.backends.cpu.machine.kernel import kernel
 from runtime.backends.cpu.machine.vector import get_float, get_half, set_byte, set_half
 
 
-@numba.njit(nogil=True)
+@kernel
 def store_key(x: int, cache: Cache, record: int, place: int) -> None:
     """Write one key into a page of a kind that quantizes token by token.
 
@@ -37,7 +38,7 @@ def store_key(x: int, cache: Cache, record: int, place: int) -> None:
         set_byte(codes + 64 * (d // 4) + d % 4, numba.int8(_code(x, d, scale)))
 
 
-@numba.njit(nogil=True)
+@kernel
 def store_value(x: int, cache: Cache, record: int, place: int) -> None:
     """Write one value; arguments as `store_key`."""
     values = cache.values
@@ -54,14 +55,14 @@ def store_value(x: int, cache: Cache, record: int, place: int) -> None:
             set_byte(to + 64 + 4 * (c - start), numba.int8(_code(x, c + 16, scale)))
 
 
-@numba.njit(nogil=True)
+@kernel
 def store_half_key(x: int, dim: int, keys: int, place: int) -> None:
     """Write one key in half precision into keys [T / 16, D, 16]."""
     for d in range(dim):
         set_half(keys + 2 * (16 * (place // 16 * dim + d) + place % 16), get_float(x + 4 * d))
 
 
-@numba.njit(nogil=True)
+@kernel
 def store_half_value(x: int, dim: int, values: int, place: int) -> None:
     """Write one value in half precision into values [T, D padded to 16]."""
     padded = (dim + 15) // 16 * 16
@@ -77,7 +78,7 @@ class _Scale(NamedTuple):
     zero: float
 
 
-@numba.njit(nogil=True)
+@kernel
 def _store_scale(x: int, cache: Cache, scale: int, zero: int) -> _Scale:
     """Store zero = the least number and scale = (largest - least) / 255 in half precision.
 
@@ -93,7 +94,7 @@ def _store_scale(x: int, cache: Cache, scale: int, zero: int) -> _Scale:
     return _Scale(cache.dim, get_half(scale), get_half(zero))
 
 
-@numba.njit(nogil=True)
+@kernel
 def _code(x: int, d: int, of: _Scale) -> int:
     """The code of a number, rounded to half precision first; 0 behind the last."""
     if d >= of.dim or not of.scale > numba.float32(0.0):

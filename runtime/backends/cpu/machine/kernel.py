@@ -1,0 +1,130 @@
+"""Kernels: numba functions that compiled code calls, never Python.
+
+By default, numba makes each function callable from Python: it writes two wrappers, links the code of all callees into
+every caller again, and has LLVM compile the result. Here a function's LLVM code is kept as it was written. What a unit
+needs is linked, optimized and compiled once (`runtime.backends.cpu.machine.compiler`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import llvmlite.binding as llvm
+from numba.core import typed_passes, untyped_passes
+from numba.core.cgutils import normalize_ir_text
+from numba.core.codegen import JITCodeLibrary
+from numba.core.compiler import CompilerBase
+from numba.core.compiler_machinery import PassManager, register_pass
+from numba.core.registry import CPUDispatcher
+from numba.extending import register_jitable
+
+
+class Library(JITCodeLibrary):  # type: ignore[misc]
+    """The LLVM code of one kernel, and the libraries of the kernels that it calls."""
+
+    def add_ir_module(self, ir_module: Any) -> None:
+        """Add code."""
+        self._final_module.link_in(llvm.parse_assembly(normalize_ir_text(str(ir_module))))
+
+    def add_linking_library(self, library: Any) -> None:
+        """Note the library of a callee."""
+        self._linking_libraries.append(library)
+
+    def finalize(self) -> None:
+        """Do nothing: only units are compiled."""
+        self._finalized = True
+
+    def whole(self) -> llvm.ModuleRef:
+        """The code of the kernel with that of all its direct and indirect callees."""
+        whole, seen, waiting = self._final_module.clone(), {self}, [*self._linking_libraries]
+        while waiting:
+            library = waiting.pop()
+            if library in seen:
+                continue
+            seen.add(library)
+            own = isinstance(library, Library)
+            whole.link_in(library._final_module if own else library._get_module_for_linking(), preserve=True)
+            waiting += library._linking_libraries if own else []
+        return whole
+
+    def _get_module_for_linking(self) -> llvm.ModuleRef:
+        """The code for a caller that is no kernel, which may get some of it from another callee, too."""
+        if self._shared_module is None:
+            self._shared_module = self.whole()
+            for function in self._shared_module.functions:
+                if not function.is_declaration and function.linkage == llvm.Linkage.external:
+                    function.linkage = llvm.Linkage.linkonce_odr
+        return self._shared_module
+
+
+@register_pass(mutates_CFG=True, analysis_only=False)
+class _Lowering(typed_passes.NativeLowering):  # type: ignore[misc]
+    """Generates LLVM code without compiling it."""
+
+    _name = "kernel_lowering"
+
+    def run_pass(self, state: Any) -> bool:
+        state.library = Library(state.targetctx.codegen(), state.func_id.func_qualname)
+        state.library.enable_object_caching()
+        state.flags.no_compile = True
+        super().run_pass(state)
+        entry = [].append  # the key by which callers find the code: numba wants a unique built-in function
+        state.targetctx.insert_user_function(entry, state["cr"].fndesc, [state.library])
+        state["cr"] = state["cr"]._replace(cfunc=entry)
+        return True
+
+
+class _Compiler(CompilerBase):  # type: ignore[misc]
+    """numba's compiler with the passes that kernels need."""
+
+    def define_pipelines(self) -> list[PassManager]:
+        passes = PassManager("kernel")
+        for each in (
+            untyped_passes.TranslateByteCode,
+            untyped_passes.FixupArgs,
+            untyped_passes.IRProcessing,
+            untyped_passes.RewriteSemanticConstants,
+            untyped_passes.DeadBranchPrune,
+            untyped_passes.GenericRewrites,
+            untyped_passes.ReconstructSSA,
+            untyped_passes.DeadBranchPrune,
+            typed_passes.NopythonTypeInference,
+            typed_passes.PreLowerStripPhis,
+            typed_passes.NoPythonSupportedFeatureValidation,
+            typed_passes.IRLegalization,
+            typed_passes.AnnotateTypes,
+            _Lowering,
+            typed_passes.NoPythonBackend,
+        ):
+            passes.add_pass(each, "")
+        passes.finalize()
+        return [passes]
+
+
+class Kernel(CPUDispatcher):  # type: ignore[misc]
+    """A function that compiled code calls."""
+
+    def __call__(self, *_arguments: Any) -> Any:
+        """Refuse a call from Python, which has no way in.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(f"{self.py_func.__qualname__} is a kernel: only compiled code calls it")
+
+
+_OPTIONS = {"nopython": True, "nogil": True, "error_model": "numpy", "_nrt": False, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+
+
+def kernel(function: Callable[..., Any]) -> Any:
+    """Decorator of a function that only compiled code calls."""
+    return Kernel(function, targetoptions=_OPTIONS, pipeline_class=_Compiler)
+
+
+def routine(function: Callable[..., Any]) -> Any:
+    """Decorator of a function that kernels call or are made from, and that stays a Python function.
+
+    Unlike a `kernel`, it can be passed to kernels, and made in a function from others.
+    """
+    return register_jitable(pipeline_class=_Compiler, **_OPTIONS)(function)
