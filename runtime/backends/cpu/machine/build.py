@@ -1,7 +1,7 @@
 """Parallel compilation of units in child processes, since Python's part of compiling holds the interpreter's lock.
 
-A process reads one unit per line on its standard input and answers each with a line. If it cannot be started or dies,
-its units are compiled later, when their addresses are needed.
+The processes read units from one pipe, a record at a time, and write a line into another for each. A unit that none of
+them compiled is compiled later, when its address is needed.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import contextlib
 import importlib
 import logging
 import os
-import queue
 import subprocess
 import sys
 import threading
@@ -29,6 +28,10 @@ from runtime.system.child import child_command
 logger = logging.getLogger(__name__)
 
 _MAX_PROCESSES: Final = 8
+_RECORD: Final = 128
+"""Bytes of a record: a unit's module and name, padded with spaces."""
+_LINE: Final = 4000
+"""Most bytes of a line: lines of several processes do not mix."""
 _BACKGROUND_NICE: Final = 10
 """Niceness of a process that compiles in the background."""
 
@@ -67,45 +70,36 @@ def build_later(units: Sequence[Unit]) -> None:
         units: As of `build`.
     """
     missing = [unit for unit in units if not unit.is_compiled]
-    waiting: queue.SimpleQueue[Unit] = queue.SimpleQueue()
-    for unit in missing:
-        waiting.put(unit)
+    if missing:
+        compilers = _Compilers(missing, nice=_BACKGROUND_NICE)
+        atexit.register(compilers.stop)
+        threading.Thread(target=_finish, args=(compilers,), name="compile", daemon=True).start()
 
-    def work(worker: subprocess.Popen[str]) -> None:
-        with worker:
-            _feed(worker, waiting, queue.SimpleQueue())
 
-    for _ in range(min(len(missing), _MAX_PROCESSES, _cores())):
-        if worker := _start(nice=_BACKGROUND_NICE):
-            atexit.register(worker.kill)
-            threading.Thread(target=work, args=(worker,), name="compile", daemon=True).start()
+def _finish(compilers: _Compilers) -> None:
+    """Wait for what compiles in the background."""
+    for _ in compilers.tried():
+        pass
+    compilers.stop()
+    atexit.unregister(compilers.stop)
 
 
 def _compiled(missing: Sequence[Unit]) -> Iterator[Unit]:
     """Compile in child processes; yields every unit once, as soon as it was tried."""
-    count = min(len(missing), _MAX_PROCESSES, _cores())
-    if count < 2:
-        yield from missing
-        return
-    waiting: queue.SimpleQueue[Unit] = queue.SimpleQueue()
-    tried: queue.SimpleQueue[Unit] = queue.SimpleQueue()
-    for unit in missing:
-        waiting.put(unit)
-    workers = [worker for worker in (_start() for _ in range(count)) if worker is not None]
-    feeders = [threading.Thread(target=_feed, args=(worker, waiting, tried)) for worker in workers]
-    try:
-        for feeder in feeders:
-            feeder.start()
-        for _ in missing:
-            yield tried.get() if workers else waiting.get()
-    finally:
-        for worker in workers:
-            worker.kill()
-        for feeder in feeders:
-            feeder.join()
-        for worker in workers:
-            with contextlib.suppress(OSError), worker:
-                pass  # closes its pipes and waits for it to end
+    waiting = {_named(unit): unit for unit in missing}
+    if _processes(missing) > 1:
+        compilers = _Compilers(missing)
+        try:
+            for name in compilers.tried():
+                yield waiting.pop(name)
+        finally:
+            compilers.stop()
+    yield from waiting.values()
+
+
+def _processes(missing: Sequence[Unit]) -> int:
+    """The number of processes that compile some units."""
+    return min(len(missing), _MAX_PROCESSES, _cores())
 
 
 def _cores() -> int:
@@ -114,46 +108,57 @@ def _cores() -> int:
     return len(process.cpu_affinity()) if hasattr(process, "cpu_affinity") else psutil.cpu_count() or 1
 
 
-def _start(nice: int = 0) -> subprocess.Popen[str] | None:
-    """Start a compiler process; None if impossible."""
-    settings = {"NUMBA_OPT": "0", "LOWBIT_CHAT_CPU_VARIANT": isa.VARIANT}
-    settings |= {"LOWBIT_CHAT_KERNEL_CACHE": str(isa.KERNEL_CACHE.parent)}  # if that is temporary, share it
-    try:
-        return subprocess.Popen(
-            child_command(__spec__.name, str(isa.KERNEL_CACHE), str(nice)),
-            env={**os.environ, **settings},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-    except OSError as error:
-        logger.debug("no process could be started to compile kernels: %s", error)
-        return None
+def _named(unit: Unit) -> str:
+    """How a record and an answer name a unit."""
+    return f"{unit.module} {unit.name}"
 
 
-def _feed(worker: subprocess.Popen[str], waiting: queue.SimpleQueue[Unit], tried: queue.SimpleQueue[Unit]) -> None:
-    """Feed a process one unit at a time."""
-    assert worker.stdin is not None, "it was started with a pipe"
-    assert worker.stdout is not None, "it was started with a pipe"
-    while True:
-        try:
-            unit = waiting.get_nowait()
-        except queue.Empty:
-            return
-        try:
-            worker.stdin.write(f"{unit.module} {unit.name}\n")
-            worker.stdin.flush()
-            answer = worker.stdout.readline()
-        except (OSError, ValueError) as error:
-            answer = str(error)
-        if answer != "done\n":
-            logger.debug("a process could not compile %s: %s", unit.name, answer)
-        tried.put(unit)
+class _Compilers:
+    """Processes that compile units.
+
+    Args:
+        missing: The units.
+        nice: Niceness of the processes.
+    """
+
+    def __init__(self, missing: Sequence[Unit], nice: int = 0) -> None:
+        settings = {"NUMBA_OPT": "0", "LOWBIT_CHAT_CPU_VARIANT": isa.VARIANT}
+        settings |= {"LOWBIT_CHAT_KERNEL_CACHE": str(isa.KERNEL_CACHE.parent)}  # if that is temporary, share it
+        (records, write), (read, answers) = os.pipe(), os.pipe()
+        self._answers = os.fdopen(read, "rb")
+        self._processes: list[subprocess.Popen[bytes]] = []
+        with contextlib.suppress(OSError), os.fdopen(write, "wb") as to, os.fdopen(records), os.fdopen(answers):
+            for _ in range(_processes(missing)):
+                self._processes.append(
+                    subprocess.Popen(
+                        child_command(__spec__.name, str(isa.KERNEL_CACHE), str(nice)),
+                        env={**os.environ, **settings},
+                        stdin=records,
+                        stdout=answers,
+                        stderr=subprocess.DEVNULL,
+                    )
+                )
+            to.write(b"".join(_named(unit).encode().ljust(_RECORD) for unit in missing))
+
+    def tried(self) -> Iterator[str]:
+        """The units, as soon as each was tried, until all processes have ended."""
+        for line in self._answers:
+            name, _, trouble = line.decode().strip().partition(": ")
+            if trouble:
+                logger.debug("a process could not compile %s: %s", name, trouble)
+            yield name
+
+    def stop(self) -> None:
+        """End the processes."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.wait()
+        self._answers.close()
 
 
 def serve(folder: str, nice: int) -> None:
-    """Main function of a compiler process: compile the units named on standard input.
+    """Main function of a compiler process: compile the units that records on standard input name.
 
     Args:
         folder: Where machine code is kept.
@@ -162,15 +167,14 @@ def serve(folder: str, nice: int) -> None:
     if nice and hasattr(os, "nice"):
         os.nice(nice)
     isa.KERNEL_CACHE = Path(folder)  # another may have been chosen if the usual one is unusable
-    for line in sys.stdin:
-        module, name = line.split()
+    while record := os.read(sys.stdin.fileno(), _RECORD):
+        name = answer = record.decode().strip()
+        module, _, function = name.partition(" ")
         try:
-            unit = getattr(importlib.import_module(module), name)
-            unit.keep()
-            answer = "done"
+            getattr(importlib.import_module(module), function).keep()
         except Exception as error:  # noqa: BLE001  # the requester tries again and reports the error
-            answer = " ".join(str(error).split()) or type(error).__name__
-        print(answer, flush=True)  # noqa: T201  # the protocol with the parent
+            answer += ": " + (" ".join(str(error).split()) or type(error).__name__)
+        os.write(sys.stdout.fileno(), answer.encode()[:_LINE] + b"\n")
 
 
 if __name__ == "__main__":

@@ -39,14 +39,19 @@ class Library(JITCodeLibrary):  # type: ignore[misc]
         """The code of the kernel with that of all its direct and indirect callees."""
         whole, seen, waiting = self._final_module.clone(), {self}, [*self._linking_libraries]
         while waiting:
-            library = waiting.pop()
-            if library in seen:
-                continue
-            seen.add(library)
-            own = isinstance(library, Library)
-            whole.link_in(library._final_module if own else library._get_module_for_linking(), preserve=True)
-            waiting += library._linking_libraries if own else []
+            if (library := waiting.pop()) not in seen:
+                seen.add(library)
+                waiting += library.give(whole) if isinstance(library, Library) else _give(library, whole)
         return whole
+
+    def give(self, to: llvm.ModuleRef) -> list[Any]:
+        """Add the kernel's own code to a module.
+
+        Returns:
+            The libraries of its callees.
+        """
+        to.link_in(self._final_module, preserve=True)
+        return [*self._linking_libraries]
 
     def _get_module_for_linking(self) -> llvm.ModuleRef:
         """The code for a caller that is no kernel, which may get some of it from another callee, too."""
@@ -56,6 +61,12 @@ class Library(JITCodeLibrary):  # type: ignore[misc]
                 if not function.is_declaration and function.linkage == llvm.Linkage.external:
                     function.linkage = llvm.Linkage.linkonce_odr
         return self._shared_module
+
+
+def _give(library: Any, to: llvm.ModuleRef) -> list[Any]:
+    """The same for one of numba's own libraries, which has its callees' code."""
+    to.link_in(library._get_module_for_linking(), preserve=True)  # noqa: SLF001  # numba calls it of any library, too
+    return []
 
 
 @register_pass(mutates_CFG=True, analysis_only=False)
@@ -114,7 +125,14 @@ class Kernel(CPUDispatcher):  # type: ignore[misc]
         raise TypeError(f"{self.py_func.__qualname__} is a kernel: only compiled code calls it")
 
 
-_OPTIONS = {"nopython": True, "nogil": True, "error_model": "numpy", "_nrt": False, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+_OPTIONS = {
+    "nopython": True,
+    "nogil": True,
+    "no_cpython_wrapper": True,
+    "no_cfunc_wrapper": True,
+    "error_model": "numpy",  # no checks for division by zero, which kernels could not report
+    "_nrt": False,  # they allocate nothing
+}
 
 
 def kernel(function: Callable[..., Any]) -> Any:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numba
 import numpy as np
 import pytest
 
@@ -124,7 +125,8 @@ def test_who_is_to_leave_waits_for_no_turn() -> None:
     """A thread may see that it is to work just before all are to leave, and the turn just after the last one."""
     control = np.zeros(CONTROL_WORDS, np.int64)
     control[TURN], control[ACTIVE] = 5 << 32 | CLOSED, 0
-    waiting = threading.Thread(target=wait_while, args=(control.ctypes.data, 5), daemon=True)
+    wait = numba.njit(nogil=True)(lambda control, number: wait_while(control, number))  # a kernel
+    waiting = threading.Thread(target=wait, args=(control.ctypes.data, 5), daemon=True)
     waiting.start()
     waiting.join(30)
     assert not waiting.is_alive()

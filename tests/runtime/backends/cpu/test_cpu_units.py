@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import math
 import os
 import subprocess
 import sys
@@ -35,6 +36,7 @@ from runtime.backends.cpu.machine import digest as digesting
 from runtime.backends.cpu.machine.build import build, build_later
 from runtime.backends.cpu.machine.compiler import machine_code
 from runtime.backends.cpu.machine.digest import Sources, digest
+from runtime.backends.cpu.machine.kernel import kernel
 from runtime.backends.cpu.machine.unit import Unit, compiled_unit
 from runtime.backends.cpu.machine.vector import set_word
 from runtime.backends.cpu.machine.view import view
@@ -136,6 +138,7 @@ import importlib.util
 from pathlib import Path
 import numpy as np
 from runtime.backends.cpu.machine import isa
+from runtime.backends.cpu.machine.kernel import kernel
 from runtime.backends.cpu.machine.unit import Unit
 
 isa.KERNEL_CACHE = Path({folder!r})
@@ -491,14 +494,31 @@ def test_what_cannot_be_compiled_is_a_backend_error(folder: Path) -> None:
     assert not list(folder.glob("*.code"))
 
 
-def note_through_the_interpreter(to: int, value: int) -> None:
-    """Calls something that only processes with numba have."""
-    set_word(to, len(str(value)))
+def note_an_integral(to: int, value: int) -> None:
+    """Calls something that other processes may not have."""
+    set_word(to, int(math.erf(value)))
 
 
-def test_machine_code_that_needs_numba_to_run_is_refused(folder: Path) -> None:
+def test_machine_code_that_calls_what_others_may_lack_is_refused(folder: Path) -> None:
     with pytest.raises(BackendError, match="other processes may not have"):
-        works(unit_of(note_through_the_interpreter))
+        works(unit_of(note_an_integral))
+
+
+def test_python_cannot_call_a_kernel() -> None:
+    with pytest.raises(TypeError, match="share_of_all is a kernel: only compiled code calls it"):
+        kernel(share_of_all)(7)
+
+
+def share_of_all(value: int) -> int:
+    """Something that a kernel computes."""
+    return value // 2
+
+
+def test_a_kernel_can_be_called_through_a_function_of_its_own() -> None:
+    """As tests and benchmarks do."""
+    inner = kernel(share_of_all)
+    outer = kernel(lambda value: inner(value) + inner(value + 1))
+    assert numba.njit(lambda value: outer(value) - inner(1))(7) == 7
 
 
 @pytest.fixture(scope="module")
