@@ -15,7 +15,7 @@ from runtime.backends.cpu.cache import CpuCache
 from runtime.backends.cpu.data.control import CONTROL_WORDS, FAILED
 from runtime.backends.cpu.data.sizes import RUN_ROWS
 from runtime.backends.cpu.data.step import parameters_of
-from runtime.backends.cpu.link import link, paging_units
+from runtime.backends.cpu.link import few_rows_units, link, paging_units
 from runtime.backends.cpu.machine.build import build_later
 from runtime.backends.cpu.machine.isa import VARIANT
 from runtime.backends.cpu.plan import PlanOperations, Program
@@ -68,8 +68,9 @@ class CpuDecoder:
         self._threads = threads
         self._make_room(self.cache.store.scratch_bytes)
         self._plan = PlanOperations(model, options, self.cache, self._threads)
-        self._plan.paged = all(unit.is_compiled for unit in paging_units(self.cache.kind))
-        build_later(paging_units(self.cache.kind))
+        pages = paging_units(self.cache.kind)
+        self._plan.paged = all(unit.is_compiled for unit in pages)
+        build_later([*few_rows_units(model), *pages])
         self._programs: dict[tuple[int, ...], Program] = {}
         self._program = self._recorded(options.k_chunk)
         self._drafts = self._recorded(options.draft_k_chunk)
@@ -209,7 +210,8 @@ class CpuDecoder:
     def _link_pages(self) -> None:
         """Link programs again, with attention to pages; waits if that is still being compiled."""
         self._plan.paged = True
-        for program in (*self._programs.values(), self._program, self._drafts, self._prompts):
+        programs = (*self._programs.values(), self._program, self._drafts, self._prompts)
+        for program in {id(program): program for program in programs}.values():
             link(program.words, self._threads)
 
     def _make_room(self, scratch: int) -> None:

@@ -52,7 +52,7 @@ def needed(kind: CacheKind) -> list[Unit]:
 
 
 def units_of(model: Weights, kind: CacheKind, *, compensated: bool) -> list[Unit]:
-    """Units needed by a model, so that they can be compiled before it is opened.
+    """Units to compile before a model is opened: what it needs, except `paging_units` and `few_rows_units`.
 
     Args:
         model: The stored model.
@@ -66,8 +66,18 @@ def units_of(model: Weights, kind: CacheKind, *, compensated: bool) -> list[Unit
         found |= {own[linear.bits] for own in stored if linear.bits in own}
         if compensated and linear.residual is not None:
             found |= {units.COMPENSATE[linear.residual.bits], units.SELECT[op.SELECT_APPROX]}
-            found |= {units.multiply_panel, units.PANEL[linear.residual.bits], units.SHARE[linear.residual.bits]}
+            found |= {units.multiply_panel, units.PANEL[linear.residual.bits]}
     return sorted(found, key=lambda unit: unit.name)
+
+
+def few_rows_units(model: Weights) -> list[Unit]:
+    """Units that compensate a few rows of a prompt, so not those of a usual first prompt.
+
+    Args:
+        model: The stored model.
+    """
+    linears = map(model.linear, model.spec.linear_names())
+    return [units.SHARE[bits] for bits in {own.residual.bits for own in linears if own.residual is not None}]
 
 
 def link(program: npt.NDArray[np.int64], threads: int) -> None:
