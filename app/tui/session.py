@@ -38,6 +38,9 @@ if TYPE_CHECKING:
 FORGET_TIMEOUT_S = 3.0
 """Quitting waits at most this long for the runtime to delete the chat's caches."""
 
+_ANSWERS = 2
+"""Answers at a time: one person reads one, and may leave another to be written."""
+
 
 class Session:
     """Connects the runtime and the chats, and posts events about both."""
@@ -280,7 +283,7 @@ class Session:
             budget=wanted.budget_percent,
             prompt_budget=wanted.prompt_budget_percent,
             context=settings.context,
-            num_parallel=settings.num_parallel,
+            num_parallel=settings.num_parallel or _ANSWERS,
             backend=settings.backend,
         )
 

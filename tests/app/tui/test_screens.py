@@ -185,7 +185,7 @@ async def test_what_needs_a_reload_says_so_and_reloads_once(stage: Callable[...,
         await s.pilot.press("escape")
         await s.until(lambda: len(runtime.named("load")) == 2)
         await s.ready()
-        assert runtime.named("load")[1] == LoadRequest(model="demo", kv="int8", k_chunk=64)
+        assert runtime.named("load")[1] == LoadRequest(model="demo", kv="int8", k_chunk=64, num_parallel=2)
         await s.shows("k_chunk 64 · KV int8")
 
 

@@ -53,7 +53,7 @@ CHAINS = 16
 """Independent sums, several per row for few rows: a dot product can only add to a sum when the previous one is done."""
 
 
-@kernel
+@routine
 def row_block(rows: int) -> int:
     """The row block for a step with this many rows."""
     if rows == 1:
