@@ -157,7 +157,7 @@ class Settings:
         "tokens that the model drafts per round of speculation; auto: the fastest number", reload=True
     )
     num_parallel: Annotated[int, Within(1, 64)] | None = _setting(
-        "requests answered at the same time; auto: 2 in the terminal UI, 4 otherwise, as memory allows", reload=True
+        "requests answered at the same time; auto: up to 4, as memory allows", reload=True
     )
     backend: Annotated[str, OneOf(("auto", "triton", "cpu", "reference"))] = _setting(
         "what runs the model", "auto", reload=True

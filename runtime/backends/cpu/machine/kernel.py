@@ -20,7 +20,7 @@ from numba.core.registry import CPUDispatcher
 from numba.extending import register_jitable
 
 
-class Library(JITCodeLibrary):  # type: ignore[misc]
+class Library(JITCodeLibrary):
     """The LLVM code of one kernel, and the libraries of the kernels that it calls."""
 
     def add_ir_module(self, ir_module: Any) -> None:
@@ -70,7 +70,7 @@ def _give(library: Any, to: llvm.ModuleRef) -> list[Any]:
 
 
 @register_pass(mutates_CFG=True, analysis_only=False)
-class _Lowering(typed_passes.NativeLowering):  # type: ignore[misc]
+class _Lowering(typed_passes.NativeLowering):
     """Generates LLVM code without compiling it."""
 
     _name = "kernel_lowering"
@@ -80,13 +80,14 @@ class _Lowering(typed_passes.NativeLowering):  # type: ignore[misc]
         state.library.enable_object_caching()
         state.flags.no_compile = True
         super().run_pass(state)
-        entry = [].append  # the key by which callers find the code: numba wants a unique built-in function
+        found_by: list[Any] = []
+        entry = found_by.append  # the key by which callers find the code: numba wants a unique built-in function
         state.targetctx.insert_user_function(entry, state["cr"].fndesc, [state.library])
         state["cr"] = state["cr"]._replace(cfunc=entry)
         return True
 
 
-class _Compiler(CompilerBase):  # type: ignore[misc]
+class _Compiler(CompilerBase):
     """numba's compiler with the passes that kernels need."""
 
     def define_pipelines(self) -> list[PassManager]:
@@ -113,7 +114,7 @@ class _Compiler(CompilerBase):  # type: ignore[misc]
         return [passes]
 
 
-class Kernel(CPUDispatcher):  # type: ignore[misc]
+class Kernel(CPUDispatcher):
     """A function that compiled code calls."""
 
     def __call__(self, *_arguments: Any) -> Any:
