@@ -248,6 +248,7 @@ def _measured(
     """
     from app.settings import load
     from runtime.budget.prompt_tuning import tune_prompts
+    from runtime.budget.refining import refine
     from runtime.budget.tuning import layers_of, tune
     from tuner.search import Configuration
 
@@ -267,6 +268,7 @@ def _measured(
             }
             tuning = tune(decoder, stored, budget_percent=budgets.decode, **common)
             prompts = tune_prompts(decoder, stored, budget_percent=budgets.prompts, **common)
+            tuning = refine(decoder, stored, tuning, text=services.evaluation_text(), **common)
         layers = layers_of(decoder)
     finally:
         decoder.close()

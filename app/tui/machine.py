@@ -116,6 +116,7 @@ def tuning_lines(tuning: Tuning, prompts: PromptTuning | None = None) -> Lines:
         ("budget", f"{tuning.budget_percent:g} %"),
         ("slowdown", _joined([f"{percent(predicted)} predicted", f"{percent(measured)} measured"])),
         ("tuned", _joined([f"on {tuning.device}", taken, tuning.date[:10]])),
+        ("choice", tuning.refinement),
         *([("prompts", prompts.words)] if prompts is not None else []),
     ]
 

@@ -203,6 +203,11 @@ class Engine:
         """
         self._scheduler.forget(chat)
 
+    def has_spare(self, tokens: int = BORROWED_TOKENS) -> bool:
+        """Whether `borrow` would find room for this many tokens without waiting and without evicting a conversation."""
+        idle = not (self.running or self.waiting)
+        return idle and self._conversations.has_spare(min(self.context, tokens))
+
     @contextmanager
     def borrow(self, tokens: int = BORROWED_TOKENS) -> Iterator[Decoder]:
         """Borrow the decoder: the caller may write this many tokens into slot 0.

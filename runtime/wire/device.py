@@ -60,6 +60,15 @@ class Tuning:
     """The recovered share of that loss at other slowdowns: (percent, share), ascending."""
     offer: Offer | None = None
     """The best way to decode within the budget; None if `tune-device` has not measured any."""
+    refined: bool = False
+    """Whether the choice was refined on a text and by many readings; losses then are those on that text."""
+
+    @property
+    def refinement(self) -> str:
+        """For the user: whether the choice is final."""
+        if self.refined:
+            return "refined on a text"
+        return "by the times of layers; refined on a text while the runtime is idle"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
