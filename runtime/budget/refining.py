@@ -18,7 +18,7 @@ from models.progress import Progress, ProgressCallback, ignore_progress, never_c
 from models.spec import LAYER_KINDS
 from runtime.backends import backend
 from runtime.backends.decoder import Decoder
-from runtime.budget.clocks import DECODING_S
+from runtime.budget.clocks import refined_slowdown
 from runtime.budget.profile_key import TunedModel, profile_key
 from runtime.budget.text import TOKENS, TextLoss, text_id
 from runtime.budget.tuning import layers_of
@@ -27,13 +27,11 @@ from runtime.wire.device import Tuning
 
 if TYPE_CHECKING:
     from tuner.findings import Findings
-    from tuner.profiles import ProfileStore
+    from tuner.profiles import ProfileKey, ProfileStore
     from tuner.progress import Report
 
 MARGIN = 0.95
 """Share of the budget that a refined choice may use. Its slowdown is a median of up to nine readings."""
-_TURN_S = 0.006
-"""Duration of a turn of one reading: shorter ones give more readings in the same time, of which medians count."""
 logger = logging.getLogger(__name__)
 
 
@@ -53,6 +51,20 @@ def refined(decoder: Decoder, model: TunedModel, tuning: Tuning, *, profiles: Pr
     found = _told(tuning, _known(decoder, model, tuning, profiles, text))
     decoder.set_k_chunk(found.k_chunk, found.n_tb)
     return found
+
+
+def as_stored(tuning: Tuning, key: ProfileKey, profiles: ProfileStore) -> Tuning:
+    """A stored tuning with what refinements have found for it, without loading the model.
+
+    Args:
+        tuning: The tuning, from its profile.
+        key: The profile's key.
+        profiles: Folder of profiles.
+    """
+    from tuner.findings import FindingsStore
+
+    findings = FindingsStore(profiles.folder).find(replace(key, budget_percent=0.0))
+    return tuning if findings is None else _told(tuning, findings)
 
 
 def refine(
@@ -86,7 +98,6 @@ def refine(
         TunerError: the device could not be timed.
         BackendError: the device does not respond.
     """
-    from runtime.measure.timing import DecodeTimer
     from runtime.text.tokenizer import Tokenizer
     from tuner import errors
     from tuner.candidates import CHUNK, k_chunk_limit
@@ -118,7 +129,7 @@ def refine(
         layers,
         before,
         TextLoss(decoder, Tokenizer(model.path).encode(text[: 16 * TOKENS]), cancelled),
-        DecodeTimer(decoder, seconds=DECODING_S, turn=_TURN_S, cancelled=cancelled).slowdown,
+        refined_slowdown(decoder, cancelled),
         n_tb=tuning.n_tb,
         limits=limits,
         progress=tell,

@@ -19,10 +19,10 @@ from runtime.measure.evaluate import FloatArray, Int64Array, Window, scores, win
 
 WINDOW, TOKENS = 128, 1024
 """Tokens of a window and of the text at most; half of each window is scored."""
-_MIN_WINDOWS, _PARAMETERS = 2, 540e6
+_MIN_WINDOWS, _PARAMETERS = 3, 1080e6
 """Windows times parameters that a pass over the text has about: larger models read fewer windows. By their size, not by
 a clock, so that they read the same ones again."""
-_BYTES = 256 << 20
+_BYTES = 128 << 20
 """Most memory for the distributions that are compared with."""
 _MOST_ROWS, _ROW_PARAMETERS = 32, 8e9
 """Rows of a step, at most and times parameters: a step takes some 50 ms, between which work can be interrupted."""

@@ -37,6 +37,7 @@ class ModelSlot:
         self.tuning = False
         """Whether the device is being measured."""
         self._answered = False  # whether the loaded model has answered anything
+        self._refines = True  # until refining fails
 
     def status(self, waiting: int) -> Status:
         """The runtime's state, given the number of waiting requests."""
@@ -114,7 +115,7 @@ class ModelSlot:
         except BaseException as error:
             self._set("failed", target=request, error=api_error(error).record)
             raise
-        self._answered = False
+        self._answered, self._refines = False, True
         self._set("ready", target=request, loaded=loaded)
         return loaded
 
@@ -171,7 +172,7 @@ class ModelSlot:
     def refine(self, cancelled: CancelledCheck) -> None:
         """Improve the tuning of the loaded model, once it has answered something. Never raises."""
         loaded = self.loaded
-        if loaded is None or not self._answered or cancelled():
+        if loaded is None or not (self._answered and self._refines) or cancelled():
             return
         self.tuning = True
         try:
@@ -179,7 +180,7 @@ class ModelSlot:
             with self._lock:
                 self._loaded = better
         except Exception:
-            self._answered = False  # not again before it is loaded anew
+            self._refines = False
             logger.exception("refining the slowdown budget failed")
         finally:
             self.tuning = False
