@@ -10,13 +10,14 @@ slowdown is a median of up to nine readings. Everything measured is kept: an int
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from tuner.errors import TimerError
 from tuner.findings import FEWEST, Finding, Findings, channels_of
-from tuner.losses import priced, type_loss
+from tuner.losses import Losses, priced, type_loss
 from tuner.progress import Cancel, Progress, Report, check, never, silent
 from tuner.shapes import LayerShape
 
@@ -25,6 +26,8 @@ Slowdown = Callable[[Mapping[str, int], Mapping[str, int]], float]
 Loss = Callable[[Mapping[str, int]], float]
 """What a text loses in nats per token with a `k_chunk` by layer type."""
 
+Costs = Mapping[str, Callable[[int], float]]
+"""Predicted slowdown in percent by `k_chunk`, by layer type."""
 TIMED = (2, 8, 32, 128)
 """`k_chunk` at which whole steps are timed with one layer type compensated."""
 ROUNDS = 3
@@ -45,6 +48,8 @@ _CLOSE = 1.03
 """Two allowances with no more than this ratio between them are not told apart."""
 _RIVALS = 8
 """Configurations of other sets of layer types that are read, and timed if the text prefers them."""
+_RAISES = 3
+"""Times that what the best configuration leaves of the budget is spent."""
 _STEPS = 60
 """About how many measurements a refinement takes beyond those of single types, for progress bars."""
 
@@ -111,35 +116,48 @@ class Refinement:
             TimerError: decoding could not be timed.
             Cancelled: `cancelled` said so.
         """
-        points = self._predicted(limit_percent)
-        fits = self._walk(points, limit_percent)
+        losses, costs = priced(self._layers, self._read), self._costs(limit_percent)
+        fits = self._walk(self._front(costs, losses), limit_percent)
         for k_chunk in (start, self._mapping(fits)):
             self._judge(k_chunk, limit_percent)
-        rivals = self._rivals(points, fits, limit_percent)
+        rivals = self._rivals(costs, losses, max(fits.cost, limit_percent / 2))
         for k_chunk in sorted(rivals, key=self._read):
             best = self.findings.best(limit_percent)
             if best is None or best.loss is None or self._read(k_chunk) < best.loss:
                 self._judge(k_chunk, limit_percent)
+        for _ in range(_RAISES):
+            if not self._raised(costs, limit_percent):
+                break
         while (best := self.findings.best(limit_percent)) is not None and not self._is_settled(best, limit_percent):
             self._settled(best.k_chunk, limit_percent)
         self._start = replace(self._start, refined=tuple(sorted({*self._start.refined, budget_percent})))
 
-    def _predicted(self, limit: float) -> list[_Point]:
-        """The combinations that no other one beats in both predicted cost and loss, by rising cost."""
-        losses = priced(self._layers, self._read)
-        costs = self._costs(limit)
+    def _front(
+        self, costs: Costs, losses: Losses, compensated: Collection[str] | None = None, most: float = math.inf
+    ) -> list[_Point]:
+        """The combinations that no other one beats in both predicted cost and loss, by rising cost.
+
+        Args:
+            costs: Costs of the layer types.
+            losses: Their losses.
+            compensated: The types that all combinations compensate, and no others; None: any.
+            most: Largest cost.
+        """
         front = [_Point(0.0, 0.0, ())]
         for layer in self._layers:
             grid = [k for k in GRID if k <= self._limits[layer.kind]]
+            if compensated is not None:
+                grid = grid[1:] if layer.kind in compensated else [0]
             own = [(costs[layer.kind](k), type_loss(losses, layer, k), k) for k in grid]
             front = _pareto(
                 _Point(point.cost + cost, point.loss + loss, (*point.k_chunk, k))
                 for point in front
                 for cost, loss, k in own
+                if point.cost + cost <= most
             )
         return front
 
-    def _costs(self, limit: float) -> dict[str, Callable[[int], float]]:
+    def _costs(self, limit: float) -> Costs:
         """What whole steps cost by each type's `k_chunk`, in percent."""
         for wanted in range(1, ROUNDS + 1):
             for layer in self._layers:
@@ -176,15 +194,31 @@ class Refinement:
                 allowance = math.sqrt(fits * over)
         return best
 
-    def _rivals(self, points: Sequence[_Point], fits: _Point, limit: float) -> list[dict[str, int]]:
-        """The best predictions near the cost that fits, each of another set of layer types."""
-        most = max(fits.cost, limit / 2)
-        found: dict[tuple[bool, ...], _Point] = {}
-        for point in points:
-            if any(point.k_chunk) and most / 2 <= point.cost <= most:
-                found[tuple(k > 0 for k in point.k_chunk)] = point
-        ranked = sorted(found.values(), key=lambda own: own.loss)[:_RIVALS]
-        return [self._mapping(point) for point in ranked]
+    def _rivals(self, costs: Costs, losses: Losses, most: float) -> list[dict[str, int]]:
+        """The best predictions up to a cost, each of another set of layer types."""
+        kinds, found = [layer.kind for layer in self._layers], []
+        for count in range(1, len(kinds) + 1):
+            for compensated in itertools.combinations(kinds, count):
+                check(self._cancelled)
+                found += self._front(costs, losses, compensated, most)[-1:]
+        return [self._mapping(point) for point in sorted(found, key=lambda own: own.loss)[:_RIVALS]]
+
+    def _raised(self, costs: Costs, limit: float) -> bool:
+        """Spend what the best configuration leaves on one of its layer types. Returns whether that is better."""
+        best = self.findings.best(limit)
+        if best is None or best.loss is None:
+            return False
+        spare, more = limit - best.slowdown_percent, []
+        for kind, k in best.k_chunk.items():
+            fitting = [at for at in GRID if k < at <= self._limits[kind] and costs[kind](at) - costs[kind](k) <= spare]
+            if k and fitting:
+                more.append({**best.k_chunk, kind: fitting[-1]})
+        for k_chunk in sorted(more, key=self._read):
+            if self._read(k_chunk) < best.loss:
+                self._judge(k_chunk, limit)
+            if self.findings.best(limit) != best:
+                return True
+        return False
 
     def _judge(self, k_chunk: Mapping[str, int], limit: float) -> None:
         """Time a configuration, and read the text with it if it fits."""

@@ -34,10 +34,10 @@ NONE = dict.fromkeys(N_TB, 0)
 
 
 class Device:
-    """Each layer type costs something from its first channel on; a text gains by every channel, by the first ones most."""
+    """Each layer type costs something from its first channel on; a text gains by each, by the first most."""
 
     def __init__(self, noise: float = 0.0, seed: int = 0, stop_after: int = 10**9, worth: float = 1.0) -> None:
-        self.noise, self.rng, self.left, self.worth = noise, random.Random(seed), stop_after, worth
+        self.noise, self.rng, self.stop_after, self.worth = noise, random.Random(seed), stop_after, worth
         self.timed: list[dict[str, int]] = []
         self.read: list[dict[str, int]] = []
 
@@ -54,8 +54,7 @@ class Device:
         return 0.16 - self.worth * sum(WORTH[kind] * (k / 1024) ** 0.3 for kind, k in k_chunk.items())
 
     def stopped(self) -> bool:
-        self.left -= 1
-        return self.left < 0
+        return len(self.timed) + len(self.read) >= self.stop_after
 
     def refine(self, findings: Findings, budget: float, start: Mapping[str, int] = NONE) -> Findings:
         refinement = Refinement(
@@ -134,7 +133,7 @@ def test_an_interrupted_refinement_loses_nothing(every: int) -> None:
     wanted = whole.refine(Findings(key=KEY), 10)
     pieces, found = Device(), Findings(key=KEY)
     for _ in range(1000):
-        pieces.left = every
+        pieces.stop_after = len(pieces.timed) + len(pieces.read) + every
         found = pieces.refine(found, 10)
         if found.refined:
             break
