@@ -250,6 +250,7 @@ def _measured(
     from runtime.budget.prompt_tuning import tune_prompts
     from runtime.budget.refining import refine
     from runtime.budget.tuning import layers_of, tune
+    from runtime.text.tokenizer import Tokenizer
     from tuner.search import Configuration
 
     stored = open_model(name or load().model or DEMO, services, output)
@@ -268,7 +269,8 @@ def _measured(
             }
             tuning = tune(decoder, stored, budget_percent=budgets.decode, **common)
             prompts = tune_prompts(decoder, stored, budget_percent=budgets.prompts, **common)
-            tuning = refine(decoder, stored, tuning, text=services.evaluation_text(), **common)
+            encode, text = Tokenizer(stored.tokenizer_path).encode, services.evaluation_text()
+            tuning = refine(decoder, stored, tuning, text=text, encode=encode, **common)
         layers = layers_of(decoder)
     finally:
         decoder.close()

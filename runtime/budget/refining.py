@@ -10,7 +10,7 @@ Cheap to import.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -74,6 +74,7 @@ def refine(
     *,
     profiles: ProfileStore,
     text: str,
+    encode: Callable[[str], Sequence[int]],
     force: bool = False,
     progress: ProgressCallback = ignore_progress,
     cancelled: Callable[[], bool] = never_cancelled,
@@ -86,6 +87,7 @@ def refine(
         tuning: Result of tuning to the budget.
         profiles: Folder of profiles; completed measurements are stored there, whatever happens.
         text: The text on which choices are compared.
+        encode: The model's tokenizer.
         force: Whether to measure everything again.
         progress: Receives reports of the phase `tune`.
         cancelled: Polled between steps; the decoder is then as it was.
@@ -98,7 +100,6 @@ def refine(
         TunerError: the device could not be timed.
         BackendError: the device does not respond.
     """
-    from runtime.text.tokenizer import Tokenizer
     from tuner import errors
     from tuner.candidates import CHUNK, k_chunk_limit
     from tuner.refine import Refinement
@@ -128,7 +129,7 @@ def refine(
     refinement = Refinement(
         layers,
         before,
-        TextLoss(decoder, Tokenizer(model.path).encode(text[: 16 * TOKENS]), cancelled),
+        TextLoss(decoder, encode(text[: 8 * TOKENS]), cancelled),
         refined_slowdown(decoder, cancelled),
         n_tb=tuning.n_tb,
         limits=limits,

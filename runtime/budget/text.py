@@ -1,9 +1,9 @@
 """What a loaded model loses on a short text with one compensation or another, as a chat gets it.
 
 The first half of each window is a prompt, compensated as prompts are; in the second half, next-token distributions are
-compared with those of the same model with all residuals, which are nearly the full-precision model's. Such divergences
-say with a few hundred tokens what perplexities say with many thousands. No reading of a clock enters, so the same
-compensation always loses the same.
+compared with those of the same model with all residuals (half of the head's), which are nearly the full-precision
+model's. Such divergences say with a few hundred tokens what perplexities say with many thousands. No reading of a clock
+enters, so the same compensation always loses the same.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ _BYTES = 128 << 20
 _MOST_ROWS, _ROW_PARAMETERS = 32, 8e9
 """Rows of a step, at most and times parameters: a step takes some 50 ms, between which work can be interrupted."""
 _MOST = CHUNK // 2
-"""Residuals that are compared with if the copy that all of them are read from is not there for prompts already."""
+"""Residuals that are compared with where there is no copy that all of them can be read from: prompts have one, unless
+they are not compensated, and not of the head. Making it takes memory, and up to a second."""
 
 
 def text_id(text: str, options: DecoderOptions) -> str:
     """Identity of a text, and of how a decoder reads it."""
     prompts = sorted(k_chunk_by_type(options.prompt_k_chunk).items())
-    how = f"{min(WINDOW, options.context)} {prompts} {options.select} {text[: 16 * TOKENS]}"
+    how = f"{min(WINDOW, options.context)} {prompts} {options.select} {text[: 8 * TOKENS]}"
     return hashlib.sha256(how.encode()).hexdigest()[:16]
 
 
@@ -80,7 +81,7 @@ class TextLoss:
     def _refer(self) -> None:
         """Run the model with all residuals, once."""
         all_there = k_chunk_by_type(self._decoder.options.prompt_k_chunk)["qkv"] == CHUNK
-        self._decoder.set_k_chunk(CHUNK if all_there else _MOST)
+        self._decoder.set_k_chunk({**k_chunk_by_type(CHUNK if all_there else _MOST), "head": _MOST})
         for part in self._parts[len(self._reference) :]:
             self._reference.append(np.concatenate([_probabilities(logits) for logits, _ in self._scores(part)]))
 

@@ -41,6 +41,7 @@ from runtime.compensation import CHUNK, k_chunk_by_type
 from runtime.load.open import open_decoder
 from runtime.measure.evaluate import perplexity
 from runtime.measure.timing import DecodeTimer
+from runtime.text.tokenizer import Tokenizer
 from runtime.wire.device import Tuning
 from tests.bench.reporting.cases import CASES, ROOT, WINDOW
 from tests.bench.reporting.cases import smollm2 as real_model
@@ -171,10 +172,11 @@ def _times(subject: Subject, budgets: Sequence[float], tell: Tell) -> dict[str, 
             profiles = ProfileStore(Path(folder))
             tuned: dict[str, Tuning] = {}
             seconds: dict[str, float] = {}
+            encode = Tokenizer(subject.model.tokenizer_path).encode
             for budget in budgets:
                 first = tune(decoder, subject.model, budget_percent=budget, profiles=profiles)
                 began = time.monotonic()
-                found = refine(decoder, subject.model, first, profiles=profiles, text=evaluation_text())
+                found = refine(decoder, subject.model, first, profiles=profiles, text=evaluation_text(), encode=encode)
                 tuned[f"{budget:g}"], seconds[f"{budget:g}"] = found, time.monotonic() - began
                 took = f"tuned in {first.seconds:.1f} s, refined in {seconds[f'{budget:g}']:.1f} s"
                 tell(f"{subject.name} {budget:g} %: {dict(found.k_chunk)}, {took}")

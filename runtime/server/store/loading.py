@@ -223,7 +223,13 @@ class StoreLoader:
             logger.info("refining the slowdown budget of %s", loaded.name)
             try:
                 found = refine(
-                    decoder, model, tuning, profiles=ProfileStore(self._profiles), text=text, cancelled=cancelled
+                    decoder,
+                    model,
+                    tuning,
+                    profiles=ProfileStore(self._profiles),
+                    text=text,
+                    encode=engine.tokenizer.encode,
+                    cancelled=cancelled,
                 )
             except Cancelled:
                 return loaded
