@@ -32,7 +32,8 @@ def loss_of(decoder: Any, cancelled: Callable[[], bool] = lambda: False) -> Text
 
 def test_more_compensation_loses_less_and_all_of_it_nothing(decoder: Any) -> None:
     loss = loss_of(decoder)
-    found = [loss(k_chunk_by_type(k_chunk)) for k_chunk in (0, 256, CHUNK)]
+    whole = {**k_chunk_by_type(CHUNK), "head": CHUNK // 2}
+    found = [loss(k_chunk) for k_chunk in (k_chunk_by_type(0), k_chunk_by_type(256), whole)]
     assert found[0] > found[1] > found[2] == pytest.approx(0, abs=1e-5)
     assert decoder.options.k_chunk == 5, "it must stay as it was"
 
