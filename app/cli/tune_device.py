@@ -51,6 +51,7 @@ class _Result:
     curves: Sequence[Curve]
     prompts: PromptTuning | None = None
     offers: Offers | None = None
+    refined: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """The documented JSON object."""
@@ -293,6 +294,7 @@ def _measured(
         layers=layers,
         curves=tuning.curve,
         prompts=prompts,
+        refined=tuning.refined,
     )
 
 
@@ -342,8 +344,9 @@ def _verdict(result: _Result) -> str:
         share = result.found.predicted_loss_won / result.found.loss_without
         won = f"; recovers about {share:.0%} of what low bits lose"
     whence = "from the saved profile, which took" if result.cached else "found in"
+    how = "refined on a text" if result.refined else f"the layers alone: {predicted:.1f} %"
     return (
-        f"measured slowdown {result.measured_slowdown_percent:.1f} % {budget} (the layers alone: {predicted:.1f} %)"
+        f"measured slowdown {result.measured_slowdown_percent:.1f} % {budget} ({how})"
         f"{won}; {whence} {result.seconds:.1f} s"
     )
 

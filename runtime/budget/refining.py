@@ -165,6 +165,7 @@ def _told(tuning: Tuning, findings: Findings) -> Tuning:
         tuning,
         k_chunk={kind: found.k_chunk[kind] for kind in LAYER_KINDS if kind in found.k_chunk},
         n_tb={kind: found.n_tb[kind] for kind in LAYER_KINDS if kind in found.n_tb},
+        predicted_slowdown_percent=found.slowdown_percent,
         measured_slowdown_percent=found.slowdown_percent,
         predicted_loss_won=findings.without - found.loss,
         loss_without=findings.without,

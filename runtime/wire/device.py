@@ -38,7 +38,7 @@ class Tuning:
     k_chunk: Mapping[str, int]
     """Compensated channels per 1024, by layer type."""
     predicted_slowdown_percent: float
-    """Predicted from the times of the layers."""
+    """Predicted from the times of the layers; of a refined choice, as measured."""
     measured_slowdown_percent: float
     """Measured on whole decoding steps; at most the budget."""
     seconds: float
@@ -68,7 +68,7 @@ class Tuning:
         """For the user: whether the choice is final."""
         if self.refined:
             return "refined on a text"
-        return "by the times of layers; refined on a text while the runtime is idle"
+        return "by times alone; will be refined on a text while the runtime is idle"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
