@@ -100,7 +100,7 @@ class TritonBackend:
 
     def problems(self, decoder: TritonDecoder) -> tuple[Problem, ...]:
         """See `runtime.backends.Backend.problems`."""
-        return decoder.model.problems
+        return decoder.problems
 
     def link_gb_s(self) -> float | None:
         """See `runtime.backends.Backend.link_gb_s`."""

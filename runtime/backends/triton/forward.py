@@ -65,11 +65,9 @@ class Buffers:
         self._stream = torch.zeros(sizes.stream, device=device)
         self._output = torch.zeros(sizes.output, device=device)
         self._compensation = torch.zeros(sizes.compensation, device=device)
-        inputs = torch.zeros((4, rows), dtype=torch.int32, device=device)
-        self.tokens: torch.Tensor = inputs[0]
-        self.slots: torch.Tensor = inputs[1]
-        self.positions: torch.Tensor = inputs[2]
-        self.logit_rows: torch.Tensor = inputs[3]
+        self.inputs = torch.zeros((4, rows), dtype=torch.int32, device=device)
+        """int32 [4, rows], a step's inputs, which are the next four."""
+        self.tokens, self.slots, self.positions, self.logit_rows = self.inputs
         self.status = torch.zeros(2, dtype=torch.int32, device=device)
         """int32 [2], inputs of the next two."""
         self.flag = self.status[:1]
