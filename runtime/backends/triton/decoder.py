@@ -152,7 +152,8 @@ class TritonDecoder:
     @property
     def problems(self) -> tuple[Problem, ...]:
         """What makes the model run worse than it could, with advice."""
-        return (*self._model.problems, *([self._graphs.problem] if self._graphs.problem else []))
+        found = [*self._model.problems, self._graphs.problem, self._two_launches()]
+        return tuple(problem for problem in found if problem is not None)
 
     @property
     def recall(self) -> float | None:
@@ -219,6 +220,13 @@ class TritonDecoder:
     def _selections_now(self) -> list[Selection | None]:
         """What a graph contains addresses of, and a changed k_chunk replaces."""
         return [linear.selection for linear in self._model.linears.values()]
+
+    def _two_launches(self) -> Problem | None:
+        """What is to be said where the card refuses cooperative launches."""
+        if not self._on_gpu or self._buffers.alone is None:
+            return None
+        what = f"compensation selects and fetches in two launches, as the card refuses one ({self._buffers.alone})"
+        return Problem(what=what, fix="update NVIDIA's driver; a card that is shared or virtual may not allow it")
 
     def _wait(self) -> None:
         """Wait for the step, and raise if it computed NaN or infinity."""

@@ -32,6 +32,7 @@ from runtime.backends.triton.kernels.residual_gemm import multiply
 from runtime.backends.triton.kernels.rope import HeadNorms, Rope, heads
 from runtime.backends.triton.kernels.tokens import Tokens, round_tokens
 from runtime.backends.triton.kernels.w4a8 import gemm_w4a8
+from runtime.backends.triton.launch_check import refused_cooperation
 from runtime.backends.triton.model import GpuModel, Linear
 from runtime.backends.triton.sizes import SUMMED_ROWS, buffer_sizes, pieces, token_width
 from runtime.backends.triton.w4a8_layout import W4A8Linear
@@ -76,6 +77,8 @@ class Buffers:
         """float32 [1], the sum of a step's logits: NaN or infinity if any of them is."""
         self.main, self.side = Workspace(device, sizes.scratch), Workspace(device)
         """Workspaces of the two streams."""
+        self.alone: str | None = refused_cooperation(device) if device.type == "cuda" else "programs run in turn"
+        """Why a row's compensation takes two launches; None if one, whose programs wait for each other."""
 
     def stream(self, M: int, C: int) -> torch.Tensor:
         """float32 [M, C], the residual stream."""
@@ -335,7 +338,7 @@ def compensated_product(
             selection,
             residual,
             Output(dec),
-            LaunchConfig(n_tb=linear.n_tb, fused=side is not None and x.tensor.shape[0] == 1),
+            LaunchConfig(n_tb=linear.n_tb, fused=buffers.alone is None and x.tensor.shape[0] == 1),
             buffers.side,
             flag=flag,
             positions=positions,

@@ -97,6 +97,7 @@ def of_a_load(spec: ModelSpec, recipe: Recipe, kv: KVKind, *, prompt: int = 0) -
     with counted() as variants:
         options = DecoderOptions(context=min(8192, spec.max_context), k_chunk=16, kv=kv, prompt_k_chunk=prompt)
         decoder = TritonDecoder(Shapes(spec, recipe), options, META)
+        decoder.buffers.alone = None
         for step in steps_of(decoder):
             if int(step.positions[0]) == 0:
                 decoder.cache.clear(0)
