@@ -29,6 +29,7 @@ import triton
 import triton.language as tl
 
 from runtime.backends.operations.channels import CHUNK
+from runtime.backends.triton.carveout import leave_room
 from runtime.backends.triton.kernels.select import (
     MODES,
     NUM_WARPS,
@@ -286,17 +287,19 @@ def compensate(
     flag = buffer[2 * places :] if flag is None else flag
     codes, sizes = Residual(residual.codes, residual.scales), (residual.shape[0], residual.lines)
     if config.fused:
-        _compensate_kernel[(config.n_tb,)](
+        launched = _compensate_kernel[(config.n_tb,)](
             Source(x, selection.channels, positions), Chosen(indices, values, flag), selection.search, codes, output,
             workspace.counters(2), k, selection.k_chunk, selection.stream, *sizes,
             fetch=Fetch(MODE=MODES[selection.mode], BITS=residual.bits), num_warps=NUM_WARPS,
             launch_cooperative_grid=True, **STOPS,
         )  # fmt: skip
+        leave_room(launched, x.device, "compensation")
         return
     select(x, selection, indices.view(rows, k), values.view(rows, k), flag, positions=positions)
-    _fetch_kernel[(config.n_tb, rows)](
+    launched = _fetch_kernel[(config.n_tb, rows)](
         Chosen(indices, values, None), codes, output, k, *sizes, fetch=Fetch(BITS=residual.bits), num_warps=NUM_WARPS
     )
+    leave_room(launched, x.device, "compensation")
 
 
 def _check(x: torch.Tensor, selection: Selection, residual: GpuResidual, output: Output, config: LaunchConfig) -> None:

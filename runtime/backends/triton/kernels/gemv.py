@@ -372,7 +372,7 @@ def _launch(
         x, sums, matrix_of(weight, out), int(weight.bias is not None), out, parts, counters, M, config.split,
         form=form, tile=_tile(M, form, config.block_n), num_warps=WARPS, num_stages=1,
     )  # fmt: skip
-    leave_room(launched, x.device)
+    leave_room(launched, x.device, "product")
 
 
 def _tile(M: int, form: Form, block_n: int = 64) -> Tile:

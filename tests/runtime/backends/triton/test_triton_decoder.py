@@ -324,7 +324,7 @@ def test_compensated_prompts_need_no_layer_whose_residuals_are_copied(
 def test_a_refused_embedding_table_stays_in_main_memory(
     tiny_model: Any, tiny_spec: Any, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The device takes a step's rows of it instead of the whole table, which no plan counts, and the same bits result."""
+    """The device takes a step's rows of it instead of the whole table, which no plan counts; the bits are the same."""
     model = tiny_model(tiny_spec(**SMALL), bits=4)
     options = DecoderOptions(context=16, max_rows=3)
     steps = [step([5, 9, 3], 0, rows=[0, 2]), step([47], 3), step([9], 2)]
