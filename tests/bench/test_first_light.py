@@ -168,7 +168,7 @@ def test_the_page_names_the_first_broken_thing() -> None:
     assert "Everything was shown, and nothing is broken." in verdict(report)
 
 
-SOME = "collected 9 items / 2 deselected\na.py::b PASSED [ 14%]\na.py::c SKIPPED [ 28%]\n"
+SOME = "collecting ... collected 9 items / 2 deselected\na.py::b PASSED [ 14%]\na.py::c SKIPPED [ 28%]\n"
 
 
 @pytest.mark.parametrize(
@@ -195,7 +195,7 @@ def test_what_was_left_out_is_not_shown(left: Any, words: str) -> None:
 
 
 def test_tests_that_failed_are_counted_and_named() -> None:
-    row = counted("collected 2 items\na.py::b[x y] PASSED [ 50%]\na.py::c FAILED [100%]\n")
+    row = counted("collecting ... collected 2 items\na.py::b[x y] PASSED [ 50%]\na.py::c FAILED [100%]\n")
     assert (row["passed"], row["failures"], row["not_reached"], row["correct"]) == (1, ["a.py::c"], 0, False)
 
 

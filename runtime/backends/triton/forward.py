@@ -217,7 +217,7 @@ class Pass(Operations[Value]):
         dec, positions = self._buffers.compensation(M, N), self._positions(x)
         if self._watch is not None:
             self._watch(linear, x.tensor, positions)
-        compensated_product(linear, x, positions, out, dec, self._buffers, self._side)
+        compensated_product(linear, x, positions, out, dec, self._buffers, self._side, copied=self._model.copied)
         return Value(out, dec)
 
     def split(self, x: Value, widths: tuple[int, ...]) -> tuple[Value, ...]:
@@ -293,7 +293,7 @@ def product(linear: Linear, x: Value, out: torch.Tensor, buffers: Buffers) -> No
     """
     if isinstance(linear.weight, W4A8Linear):
         assert x.rounded is not None
-        gemm_w4a8(x.rounded, linear.weight, out)
+        gemm_w4a8(x.rounded, linear.weight, out, buffers.main)
     elif x.tensor.shape[0] <= ROWS:
         few_rows(x.tensor, linear.weight, out, buffers.main, sums=x.sums)
     else:
@@ -308,6 +308,8 @@ def compensated_product(
     dec: torch.Tensor | None,
     buffers: Buffers,
     side: torch.cuda.Stream | None,
+    *,
+    copied: torch.Tensor | None = None,
 ) -> None:
     """The base product, and concurrently its compensation on another stream; the current stream waits for both.
 
@@ -321,14 +323,15 @@ def compensated_product(
         dec: float32 [M, N], receives the compensation; None adds it to `out`, after the product.
         buffers: Workspaces and the flag.
         side: Stream of the compensation; None runs it before the product.
+        copied: See `compensate`.
     """
     assert linear.selection is not None
     assert linear.residual is not None
-    selection, residual, flag = linear.selection, linear.residual, buffers.flag
+    selection, residual, rest = linear.selection, linear.residual, {"positions": positions, "copied": copied}
     if dec is None:
         product(linear, x, out, buffers)
         config, output = LaunchConfig(n_tb=linear.n_tb, fused=False), Output(out, out)
-        compensate(x.tensor, selection, residual, output, config, buffers.main, flag=flag, positions=positions)
+        compensate(x.tensor, selection, residual, output, config, buffers.main, flag=buffers.flag, **rest)
         return
     if side is not None:
         side.wait_stream(torch.cuda.current_stream())
@@ -340,8 +343,8 @@ def compensated_product(
             Output(dec),
             LaunchConfig(n_tb=linear.n_tb, fused=buffers.alone is None and x.tensor.shape[0] == 1),
             buffers.side,
-            flag=flag,
-            positions=positions,
+            flag=buffers.flag,
+            **rest,
         )
     product(linear, x, out, buffers)
     if side is not None:

@@ -27,6 +27,7 @@ from runtime.backends.triton.residual import (
     ordinary,
     page_locked,
 )
+from runtime.backends.triton.sizes import COPIED_BYTES
 from runtime.backends.triton.staging import Shared, Staging
 from runtime.backends.triton.w4a8_layout import W4A8Linear, repack_w4a8
 from runtime.errors import Problem, RequestError
@@ -86,6 +87,8 @@ class GpuModel:
         """Channels per sum of INT8 tokens, 0 = the whole row; None if products read half precision."""
         self.staging = Staging([], device, None)
         """Copies residuals of a prompt's layers to the device."""
+        self.copied = torch.empty(0, dtype=torch.int32, device=device)
+        """int32, where several rows of a step share the residuals that they fetch."""
         self.norms = {name: self._move(np.array(weights.vector(name), np.float32)) for name in spec.norm_names()}
         self._unlocked: npt.NDArray[np.float16] | None = None
         """The embedding table, if its memory could not be page-locked."""
@@ -121,6 +124,7 @@ class GpuModel:
         self._check_residuals(wanted)
         blocks = {name: self._blocks(linear, n_tb) for name, linear in self.linears.items()}
         self._load_residuals([name for name, number in wanted.items() if number])
+        self._make_room(wanted)
         options = self.options
         for name, linear in self.linears.items():
             linear.n_tb, linear.selection = blocks[name], None
@@ -158,13 +162,20 @@ class GpuModel:
             linear.shared = shared.get(name)
             linear.by_rows = layer_kind(name) == "head" and wanted[name] > 0
 
+    def _make_room(self, wanted: Mapping[str, int]) -> None:
+        """Allocate `copied` when decoded tokens are first compensated; it stays, as graphs contain its address."""
+        if self.copied.numel() or self.options.max_rows < 2 or not any(wanted.values()):
+            return
+        sizes = [linear.residual.codes.numel() for linear in self.linears.values() if linear.residual is not None]
+        self.copied = torch.empty(min(max(sizes, default=0), COPIED_BYTES // 4), dtype=torch.int32, device=self.device)
+
     def close(self) -> None:
         """Release every tensor, so that a reference to the closed model holds no memory."""
         self.linears.clear()
         self.norms.clear()
         self.bases.clear()
         self.staging = Staging([], self.device, None)
-        self.table = self.cos = self.sin = torch.empty(0)
+        self.table = self.cos = self.sin = self.copied = torch.empty(0)
         self._unlocked = None
         self.cache.close()
 

@@ -136,7 +136,7 @@ def counted(said: str) -> dict[str, Any]:
     ended = [(name, how) for name, how in re.findall(r"^(\S+::.*?) (PASSED|FAILED|ERROR|SKIPPED)", said, re.MULTILINE)]
     counts = {how.lower(): sum(found == how for _, found in ended) for how in ("PASSED", "FAILED", "ERROR", "SKIPPED")}
     failures = [name for name, how in ended if how in ("FAILED", "ERROR")]
-    found = re.search(r"^collected (\d+) items(?: / (\d+) deselected)?", said, re.MULTILINE)
+    found = re.search(r"collected (\d+) items?(?: / (\d+) deselected)?", said)
     left = int(found[1]) - int(found[2] or 0) - len(ended) if found else None
     row = {"what": "tests", **counts, "failures": failures or None, "not_reached": left}
     if left != 0:

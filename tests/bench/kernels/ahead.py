@@ -119,6 +119,7 @@ def compile_ahead(specialization: Specialization, target: str) -> Compiled:
         "num_stages": specialization.num_stages,
         "launch_cooperative_grid": specialization.cooperative,
         **specialization.options,
+        **specialization.options_of(int(target.removeprefix("sm_")) // 10),
     }
     try:
         built = build(

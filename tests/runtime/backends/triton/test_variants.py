@@ -12,7 +12,7 @@ PROMPTS = (0, 16)
 """Channels of 1024 by which the rows of prompts are compensated together."""
 ALWAYS = {
     *("_add_norm_kernel", "_compensate_kernel", "_gate_kernel", "_gemm_kernel", "_heads_kernel", "_merge_kernel"),
-    *("_select_kernel", "_fetch_kernel"),
+    *("_select_kernel", "_union_kernel", "_copy_kernel", "_fetch_kernel"),
 }
 """Kernels of one specialization, whatever is loaded."""
 TOGETHER = {"_multiply_kernel", "_stage_kernel"}
@@ -29,7 +29,7 @@ def cases() -> Cases:
 @pytest.mark.parametrize("prompt", PROMPTS)
 @pytest.mark.parametrize("kv", KINDS)
 @pytest.mark.parametrize("model", MODELS)
-def test_a_load_compiles_thirteen_to_seventeen_kernels(cases: Cases, model: str, kv: str, prompt: int) -> None:
+def test_a_load_compiles_fifteen_to_nineteen_kernels(cases: Cases, model: str, kv: str, prompt: int) -> None:
     """Attention takes three and products two; one more where the head has other bits than the blocks, one where a
     window's pages are quantized, and two where prompts are compensated together: docs/decisions.md."""
     recipe = MODELS[model][1]
