@@ -33,6 +33,7 @@ BLOCK_N = 64
 """Output channels of a program."""
 FEW, MANY = 16, 64
 """Rows of a program: of a decoded or verified step, and of a prompt or a large batch."""
+_FEW = tl.constexpr(FEW)
 WARPS = 4
 """Warps of a program."""
 STAGES = 3
@@ -78,6 +79,18 @@ def _add_block(acc, rows, codes, block, N, HALF: tl.constexpr):
     return tl.dot((pairs >> 4).to(tl.int8), tl.load(x_at + HALF), acc, out_dtype=tl.int32)
 
 
+@triton.jit
+def _part(count, split, BLOCK_M: tl.constexpr):
+    """First of this program's groups or blocks, and the one behind its last; all of them with many rows."""
+    first = 0
+    behind = count
+    if BLOCK_M <= _FEW:
+        each = tl.cdiv(count, split)
+        first = tl.program_id(2) * each
+        behind = tl.minimum(first + each, count)
+    return first, behind
+
+
 @triton.jit(do_not_specialize=["biased", "M", "split"])
 def _gemm_w4a8_kernel(x, matrix, biased, out_ptr, parts_ptr, counters_ptr, M, split, form: tl.constexpr):
     """Program (i, j, p): rows of block i, output channels of block j, part p of the input channels.
@@ -98,16 +111,14 @@ def _gemm_w4a8_kernel(x, matrix, biased, out_ptr, parts_ptr, counters_ptr, M, sp
     codes = matrix.codes + load_n[:, None] * HALF + tl.arange(0, HALF)[None, :]
     total = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.int32)
     if GROUP == 0:
-        each = tl.cdiv(matrix.blocks, split)
-        first = tl.program_id(2) * each
-        for block in range(first, tl.minimum(first + each, matrix.blocks)):
+        first, behind = _part(matrix.blocks, split, BLOCK_M)
+        for block in range(first, behind):
             total = _add_block(total, rows, codes, block, N, HALF)
     else:
         EACH: tl.constexpr = GROUP // (2 * HALF)
         groups = matrix.blocks // EACH
-        each = tl.cdiv(groups, split)
-        first = tl.program_id(2) * each
-        for group in range(first, tl.minimum(first + each, groups)):
+        first, behind = _part(groups, split, BLOCK_M)
+        for group in range(first, behind):
             products = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.int32)
             for part in tl.static_range(EACH):
                 products = _add_block(products, rows, codes, group * EACH + part, N, HALF)
@@ -117,17 +128,19 @@ def _gemm_w4a8_kernel(x, matrix, biased, out_ptr, parts_ptr, counters_ptr, M, sp
     mask = (offs_n < N)[:, None] & (offs_m < M)[None, :]
     at = offs_m.to(tl.int64)[None, :] * N + offs_n[:, None]
     arrived = split - 1
-    if split > 1:
-        tl.store(parts_ptr + tl.program_id(2) * M * N + at, total, mask)
-        tl.debug_barrier()  # all of the program's part is written before its arrival is counted
-        arrived = tl.atomic_add(counters_ptr + tl.program_id(1), 1, sem="acq_rel")
-    if arrived == split - 1:
+    if BLOCK_M <= _FEW:  # noqa: SIM102 - a constant and a number of the device; with many rows registers would spill
         if split > 1:
-            total = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.int32)
-            for part in range(split):
-                # Past the first-level cache, which doesn't see what other multiprocessors write.
-                total += tl.load(parts_ptr + part * M * N + at, mask, other=0, cache_modifier=".cg")
-            tl.store(counters_ptr + tl.program_id(1), 0)
+            tl.store(parts_ptr + tl.program_id(2) * M * N + at, total, mask)
+            tl.debug_barrier()  # all of the program's part is written before its arrival is counted
+            arrived = tl.atomic_add(counters_ptr + tl.program_id(1), 1, sem="acq_rel")
+    if arrived == split - 1:
+        if BLOCK_M <= _FEW:  # noqa: SIM102
+            if split > 1:
+                total = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.int32)
+                for part in range(split):
+                    # Past the first-level cache, which doesn't see what other multiprocessors write.
+                    total += tl.load(parts_ptr + part * M * N + at, mask, other=0, cache_modifier=".cg")
+                tl.store(counters_ptr + tl.program_id(1), 0)
         if GROUP == 0:
             zeros = tl.load(matrix.groups + load_n).to(tl.int32) >> 8 & 0xFF
             total -= zeros[:, None] * tl.load(x.sums + load_m)[None, :]
