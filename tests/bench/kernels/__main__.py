@@ -24,7 +24,8 @@ INTRODUCTION = """# Kernels of the GPU backend, compiled
 The compiled form of every Triton kernel (`runtime/backends/triton/kernels/<op>.py`), in the specializations that
 real models launch, for the devices this program supports: sm_80 (A100), sm_86 (RTX 30), sm_89 (RTX 40), sm_90 (H100),
 sm_100 (B200), sm_103 (B300), sm_120 (RTX 50), sm_121 (GB10). No GPU is needed. `make test-all` compiles each for one of
-these devices, and fails where a kernel spills or exceeds that device's registers or shared memory. All of them are compiled for all devices by
+these devices, and fails where a kernel spills or exceeds that device's registers or shared memory. All of them are
+compiled for all devices by
 
     make kernels                                 or: python -m tests.bench.kernels
 

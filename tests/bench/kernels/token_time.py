@@ -57,8 +57,8 @@ def launches(layers: int, rows: int, *, head: bool = True) -> Launches:
 
     A layer has four products, two norms, heads, attention and its merge, and the gate; the head a norm and a product. A
     product of 9 to 16 rows is two launches. Compensation is one launch for one row; for several, the selection, the
-    union of what they chose, its copy, and the sums; for more than 8, all of that follows the product. `head`: whether the head's rows share what they fetch; of
-    large vocabularies there is no room for that.
+    union of what they chose, its copy, and the sums; for more than 8, all of that follows the product. `head`: whether
+    the head's rows share what they fetch; of large vocabularies there is no room for that.
     """
     products = -(-rows // TILE_ROWS)
     each = 1 if rows == 1 else 4
