@@ -1,12 +1,13 @@
 """Bit-exact outputs of every backend, recorded before a refactoring and compared after it.
 
     python -m tests.bench.recorded --out before.json
-    python -m tests.bench.recorded --against before.json [--backends cpu] [--only gear4]
+    python -m tests.bench.recorded --against before.json [--backends cpu] [--only gear4] [--stored FOLDER]
 
-Runs the bundled model, and small random ones of other shapes, on each backend with every kind of KV cache and way of
-compensation: a prompt in chunks, greedy decoding across the ends of pages, a cut back into a page, a draft, a check of
-several rows. Of every step it keeps a digest of the logits and the tokens they lead to. Runs of the same code on the
-same machine and instruction set agree exactly; the number of threads is fixed. The Triton kernels are interpreted.
+Runs the bundled model, a stored one on request, and small random ones of other shapes, on each backend with every
+kind of KV cache and way of compensation: a prompt in chunks, greedy decoding across the ends of pages, a cut back into
+a page, a draft, a check of several rows. Of every step it keeps a digest of the logits and the tokens they lead to.
+Runs of the same code on the same machine and instruction set agree exactly; the number of threads is fixed. The Triton
+kernels are interpreted.
 
 A tree from before the move of the backends runs it too: `PYTHONPATH=TREE python recorded.py --out before.json`.
 """
@@ -49,7 +50,7 @@ class Case:
     backend: str
     """`cpu`, `reference` or `triton`."""
     model: str = "demo"
-    """`demo`, or a name of `SHAPES`."""
+    """`demo`, a name of `SHAPES`, or the folder of a stored model."""
     kv: KVKind = "fp16"
     """Kind of cache."""
     prompt: int = 40
@@ -65,7 +66,7 @@ class Case:
     def name(self) -> str:
         """What it is called in a record."""
         more = "".join(f" {key} {value}" for key, value in self.more.items())
-        return f"{self.backend} {self.model} {self.kv} {self.prompt}+{self.decoded}{more}"
+        return f"{self.backend} {Path(self.model).name} {self.kv} {self.prompt}+{self.decoded}{more}"
 
 
 SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -83,8 +84,11 @@ SMALL_SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 """Small enough for Triton's interpreter."""
 
 
-def cases() -> Iterator[Case]:
-    """All runs."""
+def cases(stored: str | None = None) -> Iterator[Case]:
+    """All runs, with those of a stored model if there is one."""
+    for kv in KINDS if stored else ():
+        yield Case(backend="cpu", model=stored, kv=kv, prompt=300, decoded=60)
+        yield Case(backend="cpu", model=stored, kv=kv, prompt=150, decoded=20, more={"k_chunk": 64})
     for kv in KINDS:
         yield Case(backend="cpu", kv=kv, prompt=300, decoded=100)
         yield Case(backend="cpu", kv=kv, prompt=150, rows=16, decoded=6, more={"k_chunk": 16})
@@ -111,7 +115,9 @@ def cases() -> Iterator[Case]:
 
 
 def stored_model(name: str) -> Any:
-    """The bundled model, or a random one."""
+    """The bundled model, a stored one, or a random one."""
+    if Path(name).is_dir():
+        return StoredModel.open_folder(Path(name), Path(name).name)
     if name == "demo":
         return StoredModel.open_folder(assets.demo_path(), "demo")
     arguments, shape = (SHAPES | SMALL_SHAPES)[name]
@@ -229,9 +235,10 @@ def main() -> None:
     parser.add_argument("--against", type=Path, help="compare with this record; exits 1 where something differs")
     parser.add_argument("--backends", default=",".join(BACKENDS), help="which, with commas between")
     parser.add_argument("--only", default="", help="cases whose name has this in it")
+    parser.add_argument("--stored", help="folder of a stored model, to run it too")
     arguments = parser.parse_args()
     backends = arguments.backends.split(",")
-    chosen = [case for case in cases() if case.backend in backends and arguments.only in case.name]
+    chosen = [case for case in cases(arguments.stored) if case.backend in backends and arguments.only in case.name]
     if "triton" in backends:
         prepare_triton()
     if importlib.util.find_spec("torch"):

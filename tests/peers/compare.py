@@ -3,12 +3,13 @@
     python -m tests.peers.make_gguf FOLDER [--source MODEL.gguf]
     python -m tests.peers.compare FOLDER --peer-python PATH --out tests/peers/results/NAME.json
     python -m tests.peers.compare FOLDER --stored 3=STORE/name --stored 4=STORE/name --spinners 0,1,2,4
+    python -m tests.peers.compare FOLDER --before TREE
 
 Without `--stored` the model is a Llama shape of 1.1 billion parameters with random weights. Each round runs every
 program once, so that what else the machine does hits all alike; medians over the rounds. The percentage is the bytes
 of weights read for a token times tokens per second, over this machine's read bandwidth, measured in every round.
-Spinners are processes that do nothing but take processor time; a machine of C cores and C threads leaves each thread
-C / (C + spinners) of a core.
+TREE is a checkout of another version of lowbit-chat, which takes its turns too. Spinners are processes that do nothing
+but take processor time; a machine of C cores and C threads leaves each thread C / (C + spinners) of a core.
 """
 
 from __future__ import annotations
@@ -39,13 +40,14 @@ PEERS = ("Q4_K_M", "Q3_K_M")
 class Worker:
     """A program in its own process."""
 
-    def __init__(self, python: str, *arguments: str) -> None:
+    def __init__(self, python: str, *arguments: str, tree: Path | None = None) -> None:
         self._process = subprocess.Popen(
             [python, "-m", "tests.peers.worker", *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
+            cwd=tree,
         )
         about = self._answer()
         self.bytes_per_token, self.version = int(about["bytes_per_token"]), str(about["version"])
@@ -74,20 +76,24 @@ class Worker:
 _RANDOM = "a Llama shape of 1.1 billion parameters, random weights"
 
 
-def programs(folder: Path, stored: Mapping[str, str], peer_python: str) -> dict[str, Worker]:
+def programs(folder: Path, stored: Mapping[str, str], peer_python: str, before: Path | None) -> dict[str, Worker]:
     """Every program that is compared, started.
 
     Args:
         folder: Where `make_gguf` wrote its files.
         stored: Folders of stored models by bits; none: random weights.
         peer_python: Interpreter that has llama-cpp-python.
+        before: Checkout of another version of this program.
     """
     found = {}
+    trees = {"lowbit-chat": None} | ({"lowbit-chat before": before} if before else {})
     for bits in ("4", "3"):
         model = stored.get(bits, bits)
-        found[f"lowbit-chat {bits}-bit"] = Worker(sys.executable, "ours", model)
-        for k_chunk in K_CHUNKS:
-            found[f"lowbit-chat {bits}-bit, k_chunk {k_chunk}"] = Worker(sys.executable, "ours", model, str(k_chunk))
+        for k_chunk in (0, *K_CHUNKS):
+            compensated = f", k_chunk {k_chunk}" if k_chunk else ""
+            for name, tree in trees.items():
+                worker = Worker(sys.executable, "ours", model, str(k_chunk), tree=tree)
+                found[f"{name} {bits}-bit{compensated}"] = worker
     for kind in PEERS:
         found[f"llama.cpp {kind}"] = Worker(peer_python, "llama", str(folder / f"{kind}.gguf"))
     return found
@@ -151,6 +157,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="where make_gguf wrote its files")
     parser.add_argument("--stored", action="append", default=[], metavar="BITS=FOLDER")
     parser.add_argument("--peer-python", default=sys.executable, help="interpreter that has llama-cpp-python")
+    parser.add_argument("--before", type=Path, metavar="TREE", help="checkout of another version, to compare with")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--tokens", type=int, default=64, help="decoded tokens in a round")
     parser.add_argument("--prompt", type=int, default=256, help="tokens of the prompt")
@@ -159,7 +166,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     stored = dict(entry.split("=", 1) for entry in arguments.stored)
-    workers = programs(arguments.folder, stored, arguments.peer_python)
+    workers = programs(arguments.folder, stored, arguments.peer_python, arguments.before)
     rows = []
     for spinners in map(int, arguments.spinners.split(",")):
         rows += measure(workers, spinners, arguments)
