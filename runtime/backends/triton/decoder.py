@@ -24,11 +24,11 @@ from runtime.backends.triton.graphs import Graphs, capture
 from runtime.backends.triton.kernels.select import Selection, recall, select
 from runtime.backends.triton.model import GpuModel, Linear
 from runtime.backends.triton.reclaim import return_cached
-from runtime.backends.triton.sampling import DeviceDraw
+from runtime.backends.triton.sampling import SEEN, HostDraws
 from runtime.backends.triton.sizes import LOGIT_ROWS
 from runtime.compensation import k_chunk_by_type
 from runtime.errors import BackendError, InvalidActivationError, OutOfMemoryError, Problem, RequestError
-from runtime.text.sampling import Draw, Drawn
+from runtime.text.sampling import Draw, Drawn, SamplingOptions
 
 _NOT_FINITE = (
     "the model produced a number that is not finite (NaN or infinity): its weights are damaged, or its activations "
@@ -128,7 +128,8 @@ class TritonDecoder:
         self._inputs = torch.zeros((len(_INPUTS), rows), dtype=torch.int32, pin_memory=pinned)
         self._logits = torch.zeros((drawn, self.spec.vocab_size), pin_memory=pinned)
         self._status = torch.zeros(2, dtype=torch.int32, pin_memory=pinned)
-        self._graphs = Graphs(capture if self._on_gpu else None)
+        self._draws = HostDraws(rows, self.spec.vocab_size, pinned=pinned)
+        self._graphs, self._drawing = (Graphs(capture if self._on_gpu else None) for _ in range(2))
         self._recall_sum, self._selections, self._closed = 0.0, 0, False
         self.cache = self._model.cache
         self.kv_bytes = self.cache.store.nbytes
@@ -152,7 +153,7 @@ class TritonDecoder:
     @property
     def problems(self) -> tuple[Problem, ...]:
         """What makes the model run worse than it could, with advice."""
-        found = [*self._model.problems, self._graphs.problem, self._two_launches()]
+        found = [*self._model.problems, self._graphs.problem or self._drawing.problem, self._two_launches()]
         return tuple(problem for problem in found if problem is not None)
 
     @property
@@ -185,12 +186,25 @@ class TritonDecoder:
         """See `runtime.backends.decoder.DrawsTokens.draw`."""
         if len(draws) != step.logit_rows.size:
             raise RequestError(f"{len(draws)} draws are not one for each of {step.logit_rows.size} rows of logits")
-        ready = [DeviceDraw(draw, self._device) for draw in draws]
+        rooms = [self._draws.put(row, draw) for row, draw in enumerate(draws)]
         logits = self._run(step)
-        drawn = [each.launch(row) for each, row in zip(ready, logits, strict=True)]
-        numbers = [each.to("cpu") for each in drawn]
+        for row, (draw, room) in enumerate(zip(draws, rooms, strict=True)):
+            self._draw(row, draw.options, room, logits)
         self._wait()
-        return [each.result(found) for each, found in zip(ready, numbers, strict=True)]
+        return [self._draws.result(row, draw.options) for row, draw in enumerate(draws)]
+
+    def _draw(self, row: int, options: SamplingOptions, room: int, logits: torch.Tensor) -> None:
+        """Sample from a row of logits [R, V]: as a graph for each row and way to sample, where logits have their place.
+
+        Those of up to `LOGIT_ROWS` rows begin where the buffer of outputs does.
+        """
+        launches = partial(self._draws.launch, row, options, room, logits[row])
+        if len(logits) > LOGIT_ROWS or room > SEEN:
+            launches()
+            return
+        penalty = options.repetition_penalty if room else None
+        filters = (options.temperature, options.top_k, options.top_p, options.min_p)
+        self._drawing.run((row, room, penalty, options.logprobs, *filters, logits.data_ptr()), launches)
 
     def _run(self, step: Step) -> torch.Tensor:
         """Launch a step. Returns its logits on the device, float32 [R, V], until the next step."""
@@ -263,8 +277,9 @@ class TritonDecoder:
             return
         self._closed = True
         self._graphs.clear()
+        self._drawing.clear()
         self._model.close()
-        del self._buffers, self._inputs, self._logits, self._status
+        del self._buffers, self._inputs, self._logits, self._status, self._draws
         with suppress(RuntimeError):  # a card that stopped working releases nothing
             return_cached()
 

@@ -16,7 +16,7 @@ from runtime.backends.triton import reclaim
 from runtime.backends.triton.decoder import TritonDecoder
 from runtime.backends.triton.forward import Pass
 from runtime.backends.triton.layout import repack
-from runtime.backends.triton.sampling import DeviceDraw
+from runtime.backends.triton.sampling import HostDraws
 from runtime.backends.triton.sizes import COPIED_BYTES, linear_bytes
 from runtime.errors import OutOfMemoryError
 from runtime.load.memory import MemoryPlan, plan
@@ -65,7 +65,8 @@ def steps(decoder: TritonDecoder) -> None:
     run(decoder, 1, 1, "rows", draft=True)
     logits = torch.empty(decoder.spec.vocab_size, device=META)
     for options in DRAWS:
-        DeviceDraw(Sampler(options, list(range(64))).order(), META).launch(logits)
+        draws = HostDraws(1, decoder.spec.vocab_size, pinned=False)
+        draws.launch(0, options, draws.put(0, Sampler(options, list(range(64))).order()), logits)
 
 
 def within(planned: int, taken: int, percent: float = 5.0) -> None:
