@@ -68,7 +68,10 @@ class Buffers:
         self._compensation = torch.zeros(sizes.compensation, device=device)
         self.inputs = torch.zeros((4, rows), dtype=torch.int32, device=device)
         """int32 [4, rows], a step's inputs, which are the next four."""
-        self.tokens, self.slots, self.positions, self.logit_rows = self.inputs
+        self.tokens: torch.Tensor = self.inputs[0]
+        self.slots: torch.Tensor = self.inputs[1]
+        self.positions: torch.Tensor = self.inputs[2]
+        self.logit_rows: torch.Tensor = self.inputs[3]
         self.status = torch.zeros(2, dtype=torch.int32, device=device)
         """int32 [2], inputs of the next two."""
         self.flag = self.status[:1]
