@@ -211,7 +211,7 @@ class TritonDecoder:
         shape = self._begin(step)
         if not self._captures(step):
             return self._launch(shape)
-        setting = self._setting(self.options.k_chunk, shape.way == "rows", self.options.n_tb)
+        setting = self._setting(self.options.k_chunk, shape.way != "none", self.options.n_tb)
         setting += self._setting(self.options.prompt_k_chunk, shape.way == "shared")
         found: torch.Tensor = self._graphs.run((shape, setting), partial(self._launch, shape), self._selections_now)
         return found

@@ -110,6 +110,10 @@ def test_a_prompt_s_setting_drops_graphs_with_its_buffers(recorded: Any) -> None
         for _ in range(3):
             captured.forward(prompt)
         assert recorder.captured == expected
+    captured.set_k_chunk({"head": 8})  # by which a prompt's head is compensated
+    captured.forward(prompt)
+    captured.forward(prompt)
+    assert recorder.captured == 4
 
 
 @pytest.mark.slow
