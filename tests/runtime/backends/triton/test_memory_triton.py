@@ -16,11 +16,11 @@ from runtime.backends.triton import reclaim
 from runtime.backends.triton.decoder import TritonDecoder
 from runtime.backends.triton.forward import Pass
 from runtime.backends.triton.layout import repack
-from runtime.backends.triton.sampling import HostDraws
+from runtime.backends.triton.sampling import numbers_of
 from runtime.backends.triton.sizes import COPIED_BYTES, linear_bytes
 from runtime.errors import OutOfMemoryError
 from runtime.load.memory import MemoryPlan, plan
-from runtime.text.sampling import Sampler, SamplingOptions
+from runtime.text.sampling import SamplingOptions
 from tests.runtime.backends.triton.counting import META, Card, counted
 from tests.runtime.backends.triton.shapes import MODELS, Shapes, residuals, without_numbers
 from tuner.detect import MemoryInfo
@@ -65,8 +65,11 @@ def steps(decoder: TritonDecoder) -> None:
     run(decoder, 1, 1, "rows", draft=True)
     logits = torch.empty(decoder.spec.vocab_size, device=META)
     for options in DRAWS:
-        draws = HostDraws(1, decoder.spec.vocab_size, pinned=False)
-        draws.launch(0, options, draws.put(0, Sampler(options, list(range(64))).order()), logits)
+        uniform, seen = (
+            torch.zeros(1, dtype=torch.float64, device=META),
+            torch.zeros(64, dtype=torch.int64, device=META),
+        )
+        numbers_of(logits, options, uniform, seen)
 
 
 def within(planned: int, taken: int, percent: float = 5.0) -> None:
