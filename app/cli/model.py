@@ -42,7 +42,9 @@ def open_model(name: str, services: Services, output: Output) -> StoredModel:
     elif name in KNOWN:
         info = _made_of_known(KNOWN[name], recipe, services, output)
     elif _is_hub_name(name):
-        ready = [info for info in store.list() if info.source == name and info.recipe == recipe]
+        from models.store.names import made_of_hub
+
+        ready = [info for info in store.list() if made_of_hub(info.source, name) and info.recipe == recipe]
         info = ready[0] if ready else _make(_hub_checkpoint(name, services, output), recipe, services, output)
     else:
         raise CliError(unknown(name, services))

@@ -17,7 +17,10 @@ from models.catalogue import KNOWN
 def pull(
     ctx: typer.Context,
     name: Annotated[
-        str, typer.Argument(metavar="NAME", help="Name on the hub: owner/name; or smollm2-135m.", show_default=False)
+        str,
+        typer.Argument(
+            metavar="NAME", help="Name on the hub: owner/name or owner/name:TYPE; or smollm2-135m.", show_default=False
+        ),
     ],
     revision: Annotated[
         str | None, typer.Option("--revision", metavar="R", help="Branch, tag or commit.", show_default=False)
@@ -38,7 +41,7 @@ def pull(
         output.result(
             {
                 "name": name,
-                "revision": KNOWN[name].hub.commit if name in KNOWN else path.name,
+                "revision": KNOWN[name].hub.commit if name in KNOWN else (path if path.is_dir() else path.parent).name,
                 "path": str(path),
                 "bytes": sum(file.stat().st_size for file in files),
                 "seconds": time.perf_counter() - begin,

@@ -15,11 +15,12 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from models.errors import StoreError
+from models.errors import CheckpointError, StoreError
 from models.files import replacing
+from models.gguf_files import choose
 from models.hub.listing import CONFIG, INDEX, SINGLE, Listing, RemoteFile, shards_of
 from models.hub.meter import bytes_text
-from models.hub.names import check_name, check_revision, is_commit
+from models.hub.names import check_revision, is_commit, split_name
 from models.hub.transport import stop_if
 from models.progress import Cancelled, never_cancelled
 from models.store.durable import explained, sync_folder
@@ -33,23 +34,23 @@ _DRAFT = ".draft"
 
 
 def cached(name: str, revision: str | None = None, *, cache_dir: Path | str | None = None) -> Path | None:
-    """The folder of a checkpoint that is already in the cache; the hub is not contacted.
+    """A checkpoint that is already in the cache; the hub is not contacted.
 
     Args:
-        name: `owner/name`.
+        name: `owner/name`, or `owner/name:TYPE` for a GGUF file.
         revision: Branch, tag or commit; the default branch if None.
         cache_dir: The cache; that of huggingface_hub if None.
 
     Returns:
-        The snapshot's folder, or None if configuration or weights are missing.
+        The snapshot's folder, or a GGUF file in it; None if configuration or weights are missing.
 
     Raises:
         HubError: the name or revision is invalid.
     """
-    check_name(name)
+    repository, gguf_type = split_name(name)
     revision = "main" if revision is None else revision
     check_revision(revision)
-    return RepositoryCache(cache_root(cache_dir), name).complete(revision)
+    return RepositoryCache(cache_root(cache_dir), repository).complete(revision, gguf_type)
 
 
 def cache_root(cache_dir: Path | str | None) -> Path:
@@ -63,6 +64,7 @@ class RepositoryCache:
     """The part of the cache that belongs to one repository."""
 
     def __init__(self, root: Path, name: str) -> None:
+        self.name = name
         folder = f"models--{name.replace('/', '--')}"
         self.root = root
         self.folder = root / folder
@@ -109,8 +111,13 @@ class RepositoryCache:
                 path.unlink(missing_ok=True)
         return bool(damaged)
 
-    def complete(self, revision: str) -> Path | None:
-        """The latest known snapshot of a revision, if it has configuration and all weights."""
+    def complete(self, revision: str, gguf_type: str | None) -> Path | None:
+        """The latest known snapshot of a revision, if it has configuration and all weights; or a GGUF file in it.
+
+        Args:
+            revision: Branch, tag or commit.
+            gguf_type: The type of weights of a GGUF file; None: safetensors, or else a type that is taken by default.
+        """
         commit = revision
         if not is_commit(revision):
             try:
@@ -118,8 +125,13 @@ class RepositoryCache:
             except (OSError, UnicodeDecodeError):
                 return None
         folder = self.snapshot(commit)
-        if not is_commit(commit) or not (folder / CONFIG).is_file():
+        if not is_commit(commit):
             return None
+        if gguf_type is not None or not (folder / CONFIG).is_file():
+            try:
+                return folder / choose(self.name, [path.name for path in folder.glob("*.gguf")], gguf_type)
+            except CheckpointError:
+                return None
         try:
             weights = shards_of(folder / INDEX) if (folder / INDEX).is_file() else [SINGLE]
         except (OSError, ValueError):

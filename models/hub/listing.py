@@ -1,4 +1,4 @@
-"""The files of a repository, and the selection of those that a checkpoint needs."""
+"""The files of a repository, and the selection of those that a checkpoint in safetensors needs."""
 
 from __future__ import annotations
 
@@ -57,8 +57,15 @@ class Listing:
     """40 hexadecimal digits."""
     files: dict[str, RemoteFile]
     """Files by name; only those at the top level that could be needed."""
+    gguf: dict[str, RemoteFile]
+    """GGUF files at the top level, by name."""
     others: tuple[str, ...]
     """Names of weights in other formats, for messages."""
+
+    @property
+    def is_gguf(self) -> bool:
+        """Whether its only weights are GGUF files."""
+        return bool(self.gguf) and not any(name in (INDEX, SINGLE) or _SHARD.fullmatch(name) for name in self.files)
 
     def small_files(self) -> list[RemoteFile]:
         """Configuration, tokenizer and chat template.
@@ -86,14 +93,9 @@ class Listing:
                 "of the model itself."
             )
         found = f" (found: {', '.join(self.others[:3])})" if self.others else ""
-        if any(name.endswith(".gguf") for name in self.others):
-            raise CheckpointError(
-                f"{self.name} has no weights in safetensors{found}: choose a repository that has, or download one of "
-                "its GGUF files and give its path."
-            )
         raise CheckpointError(
-            f"{self.name} has no weights in safetensors{found}: choose a repository that has, or convert it with "
-            "transformers' save_pretrained."
+            f"{self.name} has no weights in safetensors or GGUF{found}: choose a repository that has, or convert it "
+            "with transformers' save_pretrained."
         )
 
     def weights(self, index: Path | None) -> list[RemoteFile]:
@@ -183,16 +185,18 @@ def _parsed(name: str, answer: dict[str, Any]) -> Listing:
     commit, siblings = answer.get("sha"), answer.get("siblings")
     if not isinstance(commit, str) or not is_commit(commit) or not isinstance(siblings, list):
         raise HubError(f"{name}: the response names no commit or files; is HF_ENDPOINT a hub?")
-    files, others = {}, []
+    files, gguf, others = {}, {}, []
     for sibling in siblings:
         path = sibling.get("rfilename") if isinstance(sibling, dict) else None
         if not isinstance(path, str):
             raise HubError(f"{name}: the response has a file without a name; is HF_ENDPOINT a hub?")
         if path in SMALL_FILES or path == INDEX or _SHARD.fullmatch(path):
             files[path] = _file(name, path, sibling)
-        elif path.endswith((".bin", ".pt", ".pth", ".gguf", ".onnx", ".msgpack", ".h5")):
+        elif path.endswith(".gguf") and "/" not in path:
+            gguf[path] = _file(name, path, sibling)
+        elif path.endswith((".bin", ".pt", ".pth", ".onnx", ".msgpack", ".h5")):
             others.append(path)
-    return Listing(name=name, commit=commit, files=files, others=tuple(others))
+    return Listing(name=name, commit=commit, files=files, gguf=gguf, others=tuple(others))
 
 
 def _file(name: str, path: str, sibling: dict[str, Any]) -> RemoteFile:

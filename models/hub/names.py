@@ -8,18 +8,22 @@ from models.errors import HubError
 
 _PART = r"[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9_])?"
 _NAME = re.compile(rf"{_PART}/{_PART}", re.ASCII)
+_TYPE = re.compile(r"[A-Za-z0-9_]{2,16}", re.ASCII)
 _REVISION = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*(?:/[A-Za-z0-9_][A-Za-z0-9_.+-]*)*", re.ASCII)
 _MAX_REVISION = 200
 _COMMIT = re.compile(r"[0-9a-f]{40}", re.ASCII)
 
 
 def is_hub_name(text: str) -> bool:
-    """Whether a text has the form of a model's name on the hub, `owner/name`. Nothing is looked up."""
-    return _NAME.fullmatch(text) is not None and "--" not in text and ".." not in text and not text.endswith(".git")
+    """Whether a text has the form of a model on the hub, `owner/name` or `owner/name:TYPE`. Nothing is looked up."""
+    name, colon, kind = text.partition(":")
+    if colon and _TYPE.fullmatch(kind) is None:
+        return False
+    return _NAME.fullmatch(name) is not None and "--" not in name and ".." not in name and not name.endswith(".git")
 
 
-def check_name(name: str) -> None:
-    """Check that a text can be the name of a model on the hub.
+def split_name(name: str) -> tuple[str, str | None]:
+    """A model on the hub as its repository and the type of GGUF weights that it asks for, if any.
 
     Raises:
         HubError: it is an address, a path, or has characters that the hub does not allow.
@@ -27,8 +31,10 @@ def check_name(name: str) -> None:
     if not is_hub_name(name):
         raise HubError(
             f"{name!r} is not a name on the hub; use owner/name, as in Qwen/Qwen2.5-0.5B-Instruct (letters, digits, "
-            "'-', '_' and '.'; no address, no path)."
+            "'-', '_' and '.'; no address, no path), or owner/name:TYPE for a GGUF file, as in Qwen/Qwen3-4B-GGUF:Q8_0."
         )
+    repository, _, kind = name.partition(":")
+    return repository, kind or None
 
 
 def check_revision(revision: str) -> None:

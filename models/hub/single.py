@@ -76,9 +76,9 @@ def pull_file(
     note(f"asking {address} for {name}")
     with Transport(address, token_to_send(None), policy or Policy(), cancelled) as transport:
         # Detects an unreachable hub at once; a download would retry for minutes.
-        if file.name not in read_listing(name, commit, transport, note).others:
+        if file.name not in read_listing(name, commit, transport, note).gguf:
             raise HubError(f"{name} has no file {file.name!r} at {commit[:12]}.")
-        listing = Listing(name=name, commit=commit, files={file.name: file}, others=())
+        listing = Listing(name=name, commit=commit, files={}, gguf={file.name: file}, others=())
         cache.prepare()
         with cache.lock(
             file.digest, cancelled, lambda: note(f"{file.name}: another program is downloading it; waiting")

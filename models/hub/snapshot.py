@@ -1,8 +1,8 @@
 """The download of a checkpoint: its files, their order, and the step that makes the result visible.
 
-Configuration and the index of shards come first, so that a gated repository, or one without safetensors, is detected
-before gigabytes are downloaded. Names and the revision's reference are written after every file is complete and
-verified, so that nobody finds half a checkpoint.
+A repository of GGUF files gives one of them. Otherwise configuration and the index of shards come first, so that a
+gated repository, or one without safetensors, is detected before gigabytes are downloaded. Names and the revision's
+reference are written after every file is complete and verified, so that nobody finds half a checkpoint.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from models.errors import HubError, HubUnreachableError
+from models.gguf_files import choose
 from models.hub.blob import BlobDownload
 from models.hub.cache import RepositoryCache, cache_root
 from models.hub.listing import CONFIG, Listing, RemoteFile, read_listing
 from models.hub.meter import Meter
-from models.hub.names import check_name, check_revision
+from models.hub.names import check_revision, split_name
 from models.hub.transport import Policy, Transport
 from models.progress import Cancelled, Progress, ProgressCallback, ignore_progress, never_cancelled
 
@@ -35,11 +36,11 @@ def pull(
     """Download a checkpoint's files into the Hugging Face cache unless they are there.
 
     These are configuration, tokenizer, chat template and safetensors (the set in model.safetensors.index.json if there
-    are several), never formats that can execute code. Earlier downloads are resumed, even within a file. If the hub
-    does not respond, a complete copy in the cache is used.
+    are several), or one GGUF file (see `models.gguf_files`), never formats that can execute code. Earlier downloads are
+    resumed, even within a file. If the hub does not respond, a complete copy in the cache is used.
 
     Args:
-        name: `owner/name`.
+        name: `owner/name`, or `owner/name:TYPE` for a GGUF file with weights of that type.
         revision: Branch, tag or commit; the default branch if None.
         progress: Receives reports in bytes.
         cancelled: Called several times per second.
@@ -49,23 +50,23 @@ def pull(
         policy: Timeouts and retries.
 
     Returns:
-        The folder of the snapshot: `<cache>/models--owner--name/snapshots/<commit>`.
+        The folder of the snapshot, `<cache>/models--owner--name/snapshots/<commit>`, or the GGUF file in it.
 
     Raises:
         HubError: the name or revision is invalid, the hub refuses, or it sent something other than it listed.
         HubUnreachableError: the hub does not respond, or access is forbidden (HF_HUB_OFFLINE).
-        CheckpointError: the repository has no checkpoint in safetensors.
+        CheckpointError: the repository has no checkpoint in safetensors, and no GGUF file to choose.
         StoreError: the disk is full, or the cache can't be written.
         CancelledError: `cancelled` returned True; the same call continues.
     """
     from huggingface_hub import constants
 
-    check_name(name)
+    repository, gguf_type = split_name(name)
     revision = "main" if revision is None else revision
     check_revision(revision)
-    cache = RepositoryCache(cache_root(cache_dir), name)
+    cache = RepositoryCache(cache_root(cache_dir), repository)
     if constants.is_offline_mode():
-        return _offline(cache, name, revision)
+        return _offline(cache, name, revision, gguf_type)
     address = constants.ENDPOINT if endpoint is None else endpoint
 
     def note(message: str) -> None:
@@ -74,13 +75,16 @@ def pull(
     note(f"asking {address} for {name}")
     with Transport(address, token_to_send(token), policy or Policy(), cancelled) as transport:
         try:
-            listing = read_listing(name, revision, transport, note)
+            listing = read_listing(repository, revision, transport, note)
         except HubUnreachableError as error:
-            if (folder := cache.complete(revision)) is None:
+            if (found := cache.complete(revision, gguf_type)) is None:
                 raise
-            note(f"the hub does not answer; taking the copy of {folder.name[:12]} from the cache ({error})")
-            return folder
-        return _Pull(cache, listing, revision, transport, progress).run()
+            note(f"the hub does not answer; taking the copy in the cache ({error})")
+            return found
+        download = _Pull(cache, listing, revision, transport, progress)
+        if gguf_type is None and not listing.is_gguf:
+            return download.safetensors()
+        return download.gguf(listing.gguf[choose(repository, listing.gguf, gguf_type)])
 
 
 class _Pull:
@@ -101,14 +105,24 @@ class _Pull:
         self._progress = progress
         self._fresh: set[str] = set()
 
-    def run(self) -> Path:
+    def gguf(self, file: RemoteFile) -> Path:
+        """Download one GGUF file. Returns its path in the snapshot."""
+        self._cache.prepare()
+        return self._weights([file]) / file.name
+
+    def safetensors(self) -> Path:
+        """Download a checkpoint in safetensors. Returns the snapshot's folder."""
         cache, listing = self._cache, self._listing
         small, index = listing.small_files(), listing.index()
         first = [listing.files[CONFIG], *([index] if index is not None else [])]
         cache.prepare()
         cache.check_space(listing.commit, first)
         self._fetch(first, Meter(self._progress, sum(file.size for file in first), phase=_CHECK))
-        files = [*first, *(file for file in small if file not in first), *listing.weights(self._index_path(index))]
+        rest = (file for file in small if file not in first)
+        return self._weights([*first, *rest, *listing.weights(self._index_path(index))])
+
+    def _weights(self, files: list[RemoteFile]) -> Path:
+        cache, listing = self._cache, self._listing
         cache.check_space(listing.commit, files)
         meter = Meter(self._progress, sum(file.size for file in files))
         self._fetch(files, meter)
@@ -129,14 +143,14 @@ class _Pull:
         return blob if blob.is_file() else self._cache.pointer(self._listing.commit, index)
 
 
-def _offline(cache: RepositoryCache, name: str, revision: str) -> Path:
-    folder = cache.complete(revision)
-    if folder is None:
+def _offline(cache: RepositoryCache, name: str, revision: str, gguf_type: str | None) -> Path:
+    found = cache.complete(revision, gguf_type)
+    if found is None:
         raise HubUnreachableError(
             f"{name} ({revision}) is not in the cache {cache.root}, and HF_HUB_OFFLINE forbids access to the hub; "
             "unset it to download the model."
         )
-    return folder
+    return found
 
 
 def token_to_send(token: str | None) -> str | None:

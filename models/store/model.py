@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from models.catalogue import KNOWN
+from models.catalogue import recommended
 from models.errors import ModelError, StoreError
 from models.foreign import read_file, read_json
 from models.generation_config import recommended_sampling
@@ -118,8 +118,7 @@ class StoredModel:
         path = self.path / layout.GENERATION_CONFIG
         if path.exists() and (found := recommended_sampling(_read_json(path))):
             return found
-        known = KNOWN.get(self.info.source)
-        return {} if known is None else dict(known.sampling)
+        return dict(recommended(self.info.source))
 
     def linear(self, name: str) -> PackedLinear:
         """A linear layer by its name in `ModelSpec.linear_names()`; q, k, v and gate, up are fused.

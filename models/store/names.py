@@ -7,6 +7,7 @@ from pathlib import Path
 
 from models.catalogue import KNOWN
 from models.errors import StoreError
+from models.gguf_files import DEFAULT_TYPES, type_of
 from models.recipe import QOQ_STEPS, Recipe
 
 _PART = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9])?")
@@ -48,14 +49,27 @@ def name_of(folder: str) -> str:
 
 
 def source_name(checkpoint: Path) -> str:
-    """The name of a checkpoint: its short name, or `org/name` in the Hugging Face cache, else its file name."""
+    """The name of a checkpoint: its short name, or `org/name` in the Hugging Face cache, else its file name.
+
+    A GGUF file in that cache is `org/name:TYPE`, or `org/name` if it has the type that is taken by default.
+    """
     for known in KNOWN.values():
         if checkpoint.name == known.file:
             return known.name
-    folder = checkpoint.absolute() if checkpoint.is_file() else checkpoint.resolve()  # a file there links to a blob
+    path = checkpoint.absolute() if checkpoint.is_file() else checkpoint.resolve()  # a file there links to a blob
+    folder = path.parent if path.name.endswith(GGUF) else path
     if folder.parent.name == "snapshots" and (match := _SNAPSHOT.fullmatch(folder.parent.parent.name)):
-        return match["name"].replace("--", "/", 1)
-    return folder.name
+        kind = None if folder is path else type_of(path.name)
+        return match["name"].replace("--", "/", 1) + (f":{kind}" if kind not in (None, DEFAULT_TYPES[0]) else "")
+    return path.name
+
+
+def made_of_hub(source: str, asked: str) -> bool:
+    """Whether a model's source is what a name on the hub asks for, `owner/name` or `owner/name:TYPE`."""
+    repository, _, kind = asked.partition(":")
+    if kind and kind.upper() != DEFAULT_TYPES[0]:
+        return source == f"{repository}:{kind.upper()}"
+    return source == repository or source.startswith(f"{repository}:")
 
 
 def default_name(checkpoint: Path, recipe: Recipe) -> str:

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from assets import demo_path
-from models.catalogue import KNOWN
 from models.generation_config import gguf_generation_config, recommended_sampling
 from models.store import StoredModel
 from models.store.layout import GENERATION_CONFIG
@@ -44,8 +43,10 @@ def test_a_stored_model_tells_its_files_before_the_catalogues(tmp_path: Path) ->
     model = StoredModel.open_folder(tmp_path / "demo")
     assert model.sampling == {"temperature": 0.0}
     (tmp_path / "demo" / GENERATION_CONFIG).write_text("{}")
-    known = next(iter(KNOWN))
-    model.info = replace(model.info, source=known)
-    assert model.sampling == KNOWN[known].sampling == {"temperature": 0.2, "top_p": 0.9}
+    for source in ("smollm2-135m", "HuggingFaceTB/SmolLM2-360M-Instruct-GGUF:F16"):
+        model.info = replace(model.info, source=source)
+        assert model.sampling == {"temperature": 0.2, "top_p": 0.9}
+    model.info = replace(model.info, source="HuggingFaceTB/Other")
+    assert model.sampling == {}
     (tmp_path / "demo" / GENERATION_CONFIG).write_text(json.dumps(QWEN3))
     assert model.sampling == {"temperature": 0.6, "top_k": 20, "top_p": 0.95}

@@ -52,6 +52,8 @@ def test_bad_names(name: str) -> None:
         ("m", Recipe.usual("qoq", clip=False), "m-qoq-4bit-no-clip"),
         ("models--Qwen--Qwen2.5-0.5B/snapshots/0123abc", Recipe(bits=3), "Qwen/Qwen2.5-0.5B-gptq-3bit"),
         ("models--gpt/snapshots/0123abc", Recipe(), "gpt-gptq-4bit"),
+        ("models--a--b-GGUF/snapshots/0123abc/b-Q8_0.gguf", Recipe(), "a/b-GGUF-gptq-4bit"),
+        ("models--a--b-GGUF/snapshots/0123abc/b.Q4_K_M.gguf", Recipe(), "a/b-GGUF-Q4_K_M-gptq-4bit"),
         ("x" * 200, Recipe(), "x" * 60 + "-gptq-4bit"),
     ],
 )

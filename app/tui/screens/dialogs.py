@@ -22,7 +22,7 @@ from models.catalogue import KNOWN
 from models.recipe import DEFAULT_METHOD, GOOD_FOR, METHODS, Recipe
 from runtime.wire.requests import QuantizeRequest
 
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(:\w+)?")
 V = TypeVar("V")
 C = TypeVar("C")
 

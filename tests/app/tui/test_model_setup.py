@@ -102,7 +102,7 @@ async def test_models_are_offered_with_what_they_take_here(stage: Callable[..., 
         await s.shows("61 · 67 · 74 MB")
         await s.shows("best here")
         await point_at(s, "Qwen3 0.6B")
-        await s.shows("Qwen/Qwen3-0.6B by Qwen · Apache-2.0 · Hugging Face, 1.2 GB to download")
+        await s.shows("Qwen/Qwen3-0.6B-GGUF by Qwen · Apache-2.0 · GGUF, 633 MB to download")
         await s.shows("Enter downloads it at 4 bits")
         await point_at(s, "Llama 3.2 1B")
         await s.shows("needs a login")
@@ -125,13 +125,13 @@ async def test_enter_fetches_makes_loads_and_chats(stage: Callable[..., Any], ru
         await open_offers(s)
         await point_at(s, "Qwen3 0.6B")
         await s.pilot.press("enter")
-        await s.until(lambda: s.app.session.status.model == "Qwen3-0.6B")
+        await s.until(lambda: s.app.session.status.model == "Qwen3-0.6B-GGUF")
         await s.ready()
-        assert [one.source for one in runtime.named("quantize")] == ["Qwen/Qwen3-0.6B"]
-        assert settings.load().model == "Qwen3-0.6B"
+        assert [one.source for one in runtime.named("quantize")] == ["Qwen/Qwen3-0.6B-GGUF"]
+        assert settings.load().model == "Qwen3-0.6B-GGUF"
         assert unfinished() is None
         await s.say("Hello")
-        assert s.app.session.conversation.extras.model == "Qwen3-0.6B"
+        assert s.app.session.conversation.extras.model == "Qwen3-0.6B-GGUF"
 
 
 async def test_what_is_said_meanwhile_keeps_its_model(stage: Callable[..., Any], runtime: Any, tmp_path: Path) -> None:
@@ -194,7 +194,7 @@ async def test_the_dialog_knows_the_model_under_the_cursor(stage: Callable[..., 
         await open_offers(s)
         await point_at(s, "Qwen3 1.7B")
         await s.open(QuantizeDialog, "q")
-        assert s.app.screen.query_one(Input).value == "Qwen/Qwen3-1.7B"
+        assert s.app.screen.query_one(Input).value == "Qwen/Qwen3-1.7B-GGUF"
 
 
 def test_stages_follow_from_phases_and_are_never_gone_back_to() -> None:

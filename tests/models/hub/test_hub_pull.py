@@ -302,7 +302,7 @@ def test_a_hub_that_is_down_does_not_hide_a_complete_copy(hub: Any, cache: Path,
     reports: list[Progress] = []
 
     assert pull(NAME, endpoint=hub.url, cache_dir=cache, policy=QUICK, progress=reports.append) == folder
-    assert "from the cache" in reports[-1].message
+    assert "the copy in the cache" in reports[-1].message
 
 
 def test_importing_loads_nothing_heavy() -> None:
@@ -312,7 +312,7 @@ def test_importing_loads_nothing_heavy() -> None:
     assert done.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize("name", ["a/b", "Qwen/Qwen2.5-0.5B-Instruct", "01-ai/Yi_1.5", "_x/y"])
+@pytest.mark.parametrize("name", ["a/b", "Qwen/Qwen2.5-0.5B-Instruct", "01-ai/Yi_1.5", "_x/y", "a/b-GGUF:Q4_K_M"])
 def test_names_of_the_hub(name: str) -> None:
     assert is_hub_name(name)
 
@@ -365,8 +365,10 @@ def test_no_revisions(revision: str, cache: Path) -> None:
 @pytest.mark.parametrize(
     ("files", "said"),
     [
-        ({"config.json": b"{}", "pytorch_model.bin": b"x"}, r"no weights in safetensors \(found: pytorch_model.bin\)"),
-        ({"config.json": b"{}", "model.gguf": b"x"}, r"found: model.gguf"),
+        ({"config.json": b"{}", "pytorch_model.bin": b"x"}, r"in safetensors or GGUF \(found: pytorch_model.bin\)"),
+        ({"config.json": b"{}", "Tiny-Q4_K_M.gguf": b"x", "Tiny-Q3_K_S.gguf": b"x"}, r"few bits \(Q3_K_S, Q4_K_M\)"),
+        ({"Tiny-Q8_0-00001-of-00002.gguf": b"x"}, "in parts"),
+        ({"mmproj-Tiny-F16.gguf": b"x"}, "no GGUF file"),
         ({"config.json": b"{}", "adapter_model.safetensors": b"x"}, r"neither .* \(found: adapter_model.safetensors\)"),
         ({"model.safetensors": b"x"}, "no config.json"),
         ({}, "no config.json"),
@@ -380,7 +382,18 @@ def test_no_revisions(revision: str, cache: Path) -> None:
             "names gone.safetensors",
         ),
     ],
-    ids=["bin", "gguf", "adapter", "no-config", "empty", "bad-index", "path-in-index", "missing-shard"],
+    ids=[
+        "bin",
+        "few-bits",
+        "parts",
+        "projector",
+        "adapter",
+        "no-config",
+        "empty",
+        "bad-index",
+        "path-in-index",
+        "missing-shard",
+    ],
 )
 def test_repositories_that_are_no_checkpoint(hub: Any, cache: Path, files: dict[str, bytes], said: str) -> None:
     hub.add(NAME, files)
