@@ -27,7 +27,7 @@ from tests.bench.reporting.run import write_report
 ROOT = Path(__file__).resolve().parents[2]
 LIST = Path(__file__).with_name("mutations.toml")
 RESULTS = Path(__file__).with_name("results")
-LONGEST_S = 1200
+LONGEST_S = 600
 """A run of tests that takes longer hangs; of a break that makes them hang, that counts as noticed."""
 _FAILED, _NOT_COLLECTED = 1, 2
 """How pytest ends when a test fails, or when a module cannot be imported."""
@@ -146,6 +146,8 @@ def run_tests(copy: Path, files: Sequence[str]) -> tuple[bool, str]:
         )
     except subprocess.TimeoutExpired:
         return False, f"FAILED (still running after {LONGEST_S} s)"
+    if done.returncode < 0:
+        return False, f"FAILED (ended by signal {-done.returncode})"
     if done.returncode not in (0, _FAILED, _NOT_COLLECTED):
         raise MutationError(
             f"pytest {' '.join(files)} ended with {done.returncode}: {(done.stdout + done.stderr)[-2000:]}"
