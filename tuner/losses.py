@@ -6,12 +6,16 @@ Losses of single types add up to that of the whole model within some percent (`d
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from tuner.candidates import CHUNK
 from tuner.errors import ShapeError
 from tuner.shapes import LayerShape
+
+PRICED_AT = (2, 8, 32, 128)
+"""`k_chunk` at which layer types are priced on a text."""
 
 
 class Losses(Protocol):
@@ -66,6 +70,39 @@ def total_loss(losses: Losses, layers: Iterable[LayerShape], k_chunk: Mapping[st
 def recovered_loss(losses: Losses, layers: Iterable[LayerShape], k_chunk: Mapping[str, int]) -> float:
     """Predicted loss that compensation recovers, in nats per token."""
     return sum(type_loss(losses, layer, 0) - type_loss(losses, layer, k_chunk[layer.kind]) for layer in layers)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Priced:
+    """Losses of layer types on a text, with the other types low-bit as well."""
+
+    k_chunk: tuple[int, ...]
+    """As `Losses.k_chunk`."""
+    nats: Mapping[str, tuple[float, ...]]
+    """As `Losses.nats`: what the type can recover at most, less what it recovers."""
+
+
+def priced(layers: Sequence[LayerShape], text: Callable[[Mapping[str, int]], float]) -> Priced:
+    """Measure the losses of layer types on a text: each is compensated alone, beside low-bit ones.
+
+    Args:
+        layers: All layer types.
+        text: Divergence of a text from that with all residuals, in nats per token, by `k_chunk` of each layer type.
+            Of what no measured `k_chunk` recovers, each type has a share as it has of what the largest one does.
+    """
+    none = {layer.kind: 0 for layer in layers}
+    without = text(none)
+    won = {layer.kind: [without - text({**none, layer.kind: at}) for at in PRICED_AT] for layer in layers}
+    most = {kind: max(0.0, *found) for kind, found in won.items()}
+    whole = sum(most.values())
+    scale = max(1.0, without / whole) if whole > 0 else 1.0
+    return Priced(
+        k_chunk=(0, *PRICED_AT),
+        nats={
+            kind: (scale * most[kind], *(max(0.0, scale * most[kind] - gain) for gain in found))
+            for kind, found in won.items()
+        },
+    )
 
 
 def compensated(width: int, k_chunk: int) -> int:

@@ -114,6 +114,7 @@ def spend_budgets(lend: Lend, plan: LoadPlan, choices: LoadChoices, services: Se
             plan.compensation,
             drafts=drafts,
             profiles=services.profiles(),
+            text=services.evaluation_text(),
             progress=progress,
             cancelled=interrupt.cancelled,
         )

@@ -51,6 +51,7 @@ class _Result:
     curves: Sequence[Curve]
     prompts: PromptTuning | None = None
     offers: Offers | None = None
+    refined: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """The documented JSON object."""
@@ -248,7 +249,9 @@ def _measured(
     """
     from app.settings import load
     from runtime.budget.prompt_tuning import tune_prompts
+    from runtime.budget.refining import refine
     from runtime.budget.tuning import layers_of, tune
+    from runtime.text.tokenizer import Tokenizer
     from tuner.search import Configuration
 
     stored = open_model(name or load().model or DEMO, services, output)
@@ -267,6 +270,8 @@ def _measured(
             }
             tuning = tune(decoder, stored, budget_percent=budgets.decode, **common)
             prompts = tune_prompts(decoder, stored, budget_percent=budgets.prompts, **common)
+            encode, text = Tokenizer(stored.tokenizer_path).encode, services.evaluation_text()
+            tuning = refine(decoder, stored, tuning, text=text, encode=encode, **common)
         layers = layers_of(decoder)
     finally:
         decoder.close()
@@ -289,6 +294,7 @@ def _measured(
         layers=layers,
         curves=tuning.curve,
         prompts=prompts,
+        refined=tuning.refined,
     )
 
 
@@ -338,8 +344,9 @@ def _verdict(result: _Result) -> str:
         share = result.found.predicted_loss_won / result.found.loss_without
         won = f"; recovers about {share:.0%} of what low bits lose"
     whence = "from the saved profile, which took" if result.cached else "found in"
+    how = "refined on a text" if result.refined else f"the layers alone: {predicted:.1f} %"
     return (
-        f"measured slowdown {result.measured_slowdown_percent:.1f} % {budget} (the layers alone: {predicted:.1f} %)"
+        f"measured slowdown {result.measured_slowdown_percent:.1f} % {budget} ({how})"
         f"{won}; {whence} {result.seconds:.1f} s"
     )
 

@@ -36,6 +36,7 @@ def profile_report(services: Services, backend_name: str) -> dict[str, Any] | No
     from runtime.backends import backend
     from runtime.backends.decoder import DecoderOptions
     from runtime.budget.profile_key import profile_key
+    from runtime.budget.refining import as_stored
     from runtime.budget.tuning import obstacle, tuning_of
     from runtime.errors import BackendError
 
@@ -66,20 +67,22 @@ def profile_report(services: Services, backend_name: str) -> dict[str, Any] | No
         device = runner.device(DecoderOptions())
     except BackendError as error:
         return {**report, "reason": str(error)}
-    profile = services.profiles().find(profile_key(device, backend_name, model, budget))
+    key = profile_key(device, backend_name, model, budget)
+    profile = services.profiles().find(key)
     if profile is None:
         reason = (
             f"not tuned yet for {budget:g} % slowdown; the first use tunes it, or run: lowbit-chat tune-device {name}"
         )
         return {**report, "reason": reason}
-    found = tuning_of(profile, cached=True)
+    found = as_stored(tuning_of(profile, cached=True), key, services.profiles())
     chosen = ", ".join(f"{kind} {count}" for kind, count in found.k_chunk.items())
     measured = found.measured_slowdown_percent
     return {
         **report,
         "k_chunk": dict(found.k_chunk),
         "measured_slowdown_percent": measured,
-        "reason": f"k_chunk {chosen}; {measured:.1f} % slower, {budget:g} % allowed, measured on {profile.date[:10]}",
+        "reason": f"k_chunk {chosen}; {measured:.1f} % slower, {budget:g} % allowed, measured on {profile.date[:10]}; "
+        f"{found.refinement}",
     }
 
 

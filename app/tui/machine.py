@@ -112,10 +112,12 @@ def tuning_lines(tuning: Tuning, prompts: PromptTuning | None = None) -> Lines:
     """Predicted and measured slowdowns of decoding and of prompts."""
     predicted, measured = tuning.predicted_slowdown_percent, tuning.measured_slowdown_percent
     taken = f"in {duration(tuning.seconds)}" if tuning.seconds else ""
+    shown = [] if tuning.refined else [f"{percent(predicted)} predicted"]
     return [
         ("budget", f"{tuning.budget_percent:g} %"),
-        ("slowdown", _joined([f"{percent(predicted)} predicted", f"{percent(measured)} measured"])),
+        ("slowdown", _joined([*shown, f"{percent(measured)} measured"])),
         ("tuned", _joined([f"on {tuning.device}", taken, tuning.date[:10]])),
+        ("choice", tuning.refinement),
         *([("prompts", prompts.words)] if prompts is not None else []),
     ]
 

@@ -23,6 +23,8 @@ DECODING_S = 0.3
 NOISE_PERCENT = 2.0
 """A slowdown this far, plus a quarter of the allowed one, from the limit is not measured again. A more negative one is:
 something else slowed down the plain decoding."""
+_TURN_S = 0.006
+"""Duration of a turn of a reading for refining."""
 Slowdown = Callable[[Mapping[str, int], Mapping[str, int]], float]
 """Measured slowdown of decoding in percent, for k_chunk and n_tb."""
 
@@ -47,6 +49,13 @@ def clocks(decoder: Decoder, cancelled: Callable[[], bool]) -> Clocks:
 
     timer = backend(decoder.backend).timer(decoder, seconds=READING_S)
     return Clocks(layers=timer, slowdown=DecodeTimer(decoder, seconds=DECODING_S, cancelled=cancelled).slowdown)
+
+
+def refined_slowdown(decoder: Decoder, cancelled: Callable[[], bool]) -> Slowdown:
+    """Readings of whole steps for refining: shorter turns, and so more of them. They overwrite slot 0 of the cache."""
+    from runtime.measure.timing import DecodeTimer
+
+    return DecodeTimer(decoder, seconds=DECODING_S, turn=_TURN_S, cancelled=cancelled).slowdown
 
 
 class Ratios:

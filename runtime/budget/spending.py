@@ -12,6 +12,7 @@ from runtime.backends.decoder import Decoder
 from runtime.budget.offering import take
 from runtime.budget.profile_key import TunedModel
 from runtime.budget.prompt_tuning import PROMPT_TOKENS, is_known, prompts_within_budget
+from runtime.budget.refining import refined
 from runtime.budget.tuning import within_budget
 from runtime.compensation import Compensation
 from runtime.drafting import Drafts, Speculate
@@ -44,6 +45,7 @@ def spend(
     *,
     drafts: Drafts,
     profiles: ProfileStore,
+    text: str | None = None,
     force: bool = False,
     progress: ProgressCallback = ignore_progress,
     cancelled: Callable[[], bool] = never_cancelled,
@@ -56,6 +58,7 @@ def spend(
         compensation: The budgets.
         drafts: The requested drafting mode.
         profiles: Folder of profiles.
+        text: The text of refinements, whose results are applied; None applies none.
         force: Whether to repeat stored measurements.
         progress: Receives progress reports of the tuning.
         cancelled: Polled between measurements.
@@ -70,13 +73,16 @@ def spend(
     with lend() as decoder:
         if compensation.budget_percent is not None:
             tuning, problem = within_budget(decoder, model, budget_percent=compensation.budget_percent, **common)
-        if not drafts and tuning is not None and tuning.budget_percent:
-            tuning, pays = take(decoder, model, tuning, profiles=profiles, drafts=drafts is not False)
-            speculation = Speculate() if pays else drafts
         percent = compensation.prompt_percent
         known = not force and is_known(decoder, model, budget_percent=percent, profiles=profiles)
     with lend(0 if known else PROMPT_TOKENS) as decoder:
         prompts, of_prompts = prompts_within_budget(decoder, model, budget_percent=percent, **common)
+        if tuning is not None and tuning.budget_percent:
+            if text is not None:
+                tuning = refined(decoder, model, tuning, profiles=profiles, text=text)
+            if not drafts:
+                tuning, pays = take(decoder, model, tuning, profiles=profiles, drafts=drafts is not False)
+                speculation = Speculate() if pays else drafts
     if of_prompts is not None and not of_prompts.failure:
         of_prompts = None  # already reported for decoding
     problems = tuple(found for found in (problem, of_prompts) if found is not None)

@@ -150,7 +150,7 @@ class Engine:
         trim: bool = False,
         chat: str | None = None,
     ) -> None:
-        """Queue a prompt, to be answered by later calls of `step`. Arguments are those of `generate`, plus `receive`.
+        """Queue a prompt, to be answered by later calls of `step`; arguments as of `generate`, plus `receive`.
 
         `receive` is called with each piece, in the thread that runs the steps. The last piece has `finish_reason` and
         `usage`; or an error takes its place: an InvalidActivationError if the model computed NaN or infinity, an
@@ -169,11 +169,7 @@ class Engine:
         return self._scheduler.step()
 
     def save_to(self, saved: SavedCaches) -> None:
-        """Save long conversations to disk on close, and let prompts continue from saved ones.
-
-        Args:
-            saved: The saved caches of this very model and kind of cache.
-        """
+        """Save long conversations to disk on close, and let prompts continue from `saved`, this very model's caches."""
         self._conversations.saved = saved
 
     def speculate(self, gamma: int | Costs | None, *, copied: bool = True) -> None:
@@ -202,6 +198,10 @@ class Engine:
             chat: The name that was given to `generate`; None: drop everything.
         """
         self._scheduler.forget(chat)
+
+    def has_spare(self, tokens: int = BORROWED_TOKENS) -> bool:
+        """Whether `borrow` would find this much room without waiting, and without evicting a conversation."""
+        return not (self.running or self.waiting) and self._conversations.has_spare(min(self.context, tokens))
 
     @contextmanager
     def borrow(self, tokens: int = BORROWED_TOKENS) -> Iterator[Decoder]:

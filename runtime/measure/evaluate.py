@@ -102,6 +102,7 @@ def perplexity(
     cancelled: Callable[[], bool] = never_cancelled,
     *,
     as_chat: bool = False,
+    rows: int = 1,
 ) -> EvalResult:
     """Perplexity of a decoder; every position is compensated by its own activations, as in decoding.
 
@@ -117,6 +118,8 @@ def perplexity(
         progress: Called after every window.
         cancelled: Polled between steps.
         as_chat: Whether the first half of each window is prefilled as a prompt and the second half decoded.
+        rows: Positions of a step of that second half, each compensated by its own activations; 1 as in decoding. More
+            are faster.
 
     Raises:
         RequestError: a window or stride outside its range, a text that is too short, or a foreign token.
@@ -128,7 +131,8 @@ def perplexity(
     text = _checked(tokens, decoder.spec.vocab_size)
 
     def score(part: Window) -> float:
-        return sum(_score_steps(decoder, text, part, as_chat, cancelled))
+        scored = scores(decoder, text, part, rows if as_chat else None, cancelled)
+        return sum(negative_log_likelihood(logits, targets) for logits, targets in scored)
 
     with decoder.session():
         parts = windows(text.size, window, stride, as_chat=as_chat)
@@ -191,32 +195,52 @@ def negative_log_likelihood(logits: FloatArray, targets: Int64Array) -> float:
     return float((normalizers - shifted[np.arange(targets.size), targets]).sum())
 
 
-def _score_steps(
-    decoder: Decoder, text: Int64Array, part: Window, as_chat: bool, cancelled: Callable[[], bool]
-) -> Iterator[float]:
-    """Negative log-likelihoods of a window, summed over each step.
+def scores(
+    decoder: Decoder,
+    text: Int64Array,
+    part: Window,
+    decoded: int | None,
+    cancelled: Callable[[], bool],
+    *,
+    prefilled: int | None = None,
+) -> Iterator[tuple[FloatArray, Int64Array]]:
+    """Logits [R, V] and targets [R] of a window's scored tokens, step by step; the next step overwrites the logits.
 
     The window's last token is not run: nothing after it is scored.
+
+    Args:
+        decoder: The loaded model, in a session.
+        text: int64 [S] tokens.
+        part: The window.
+        decoded: Most rows of a step behind the prompt; None: as many as a step can have.
+        cancelled: Asked between steps.
+        prefilled: Most rows of a step of the prompt; None: as many as a step can have.
+
+    Raises:
+        Cancelled: `cancelled` said so.
     """
-    for at, end, prompt in _steps(decoder, part, as_chat):
+    for at, end, prompt in _steps(decoder, part, decoded, prefilled):
         _check(cancelled)
         wanted = np.arange(max(part.first - 1, at), end)
         logits = decoder.forward(Step.of(text[at:end], at - part.start, wanted - at, prefill=prompt))
         if wanted.size:
-            yield negative_log_likelihood(logits, text[wanted + 1])
+            yield logits, text[wanted + 1]
 
 
-def _steps(decoder: Decoder, part: Window, as_chat: bool) -> Iterator[tuple[int, int, bool]]:
+def _steps(
+    decoder: Decoder, part: Window, decoded: int | None, prefilled: int | None
+) -> Iterator[tuple[int, int, bool]]:
     """The steps of a window: first token, end, and whether they are prompt rows.
 
-    The cache limits each step, so run each before requesting the next.
+    The cache limits each step, so run each before requesting the next. `decoded` and `prefilled` are as in `scores`.
     """
     end, most, cache = part.start, decoder.options.max_rows, decoder.cache
     cache.clear(0)
     while end < part.end - 1:
         at, prompt = end, end < part.prompt
         until = most if prompt else min(most, cache.rows_until_flush(0))
-        rows = 1 if as_chat and not prompt else until
+        limit = prefilled if prompt else decoded
+        rows = until if limit is None else min(limit, until)
         end = min(at + rows, part.prompt if prompt else part.end - 1)
         yield at, end, prompt
 

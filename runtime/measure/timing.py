@@ -20,8 +20,8 @@ from runtime.errors import Cancelled
 
 _FIRST = 8
 """Position of the first timed token; those before it are a prompt."""
-_TURN_S = 0.012
-"""Duration of a turn in seconds, for tokens that take less than that."""
+TURN_S = 0.012
+"""Duration of a turn in seconds, unless another is asked for."""
 _LONGEST_TURN = 48
 _MIN_ROUNDS, _MAX_ROUNDS = 25, 201
 UNDISTURBED = 0.1
@@ -39,16 +39,22 @@ class DecodeTimer:
     Args:
         decoder: A loaded model.
         seconds: Time limit of a measurement; at least 25 rounds are made.
-        cancelled: Polled between rounds.
+        turn: Duration of a turn in seconds, for tokens that take less than that.
+        cancelled: Polled between tokens.
     """
 
     def __init__(
-        self, decoder: Decoder, *, seconds: float = 1.5, cancelled: Callable[[], bool] = never_cancelled
+        self,
+        decoder: Decoder,
+        *,
+        seconds: float = 1.5,
+        turn: float = TURN_S,
+        cancelled: Callable[[], bool] = never_cancelled,
     ) -> None:
         self._decoder = decoder
         self._seconds = seconds
         self._cancelled = cancelled
-        self._turn = 0
+        self._turn_s, self._turn = turn, 0
 
     def slowdown(self, k_chunk: Mapping[str, int] | int, n_tb: Mapping[str, int] | None = None) -> float:
         """Slowdown of decoding, in percent of the time without compensation; noise can make it negative.
@@ -78,8 +84,6 @@ class DecodeTimer:
         ratios: list[float] = []
         end = time.perf_counter() + self._seconds
         while len(ratios) < _MIN_ROUNDS or (time.perf_counter() < end and len(ratios) < _MAX_ROUNDS):
-            if self._cancelled():
-                raise Cancelled("the measurement was stopped")
             times = {}
             for compensated in (False, True) if len(ratios) % 2 else (True, False):
                 self._decoder.set_k_chunk(k_chunk if compensated else 0, n_tb)
@@ -90,20 +94,26 @@ class DecodeTimer:
     def _warm(self) -> None:
         """Fill the positions before the first timed one, and choose the number of tokens per turn."""
         for position in range(_FIRST):
+            self._check()
             self._step(position)
         if not self._turn:
             each = min(self._tokens(2))
             room = self._decoder.options.context - _FIRST
-            self._turn = max(1, min(int(_TURN_S / each), _LONGEST_TURN, room))
+            self._turn = max(1, min(int(self._turn_s / each), _LONGEST_TURN, room))
 
     def _tokens(self, count: int) -> list[float]:
         """Seconds of each of `count` tokens."""
         seconds = []
         for position in range(_FIRST, _FIRST + count):
+            self._check()
             began = time.perf_counter()
             self._step(position)
             seconds.append(time.perf_counter() - began)
         return seconds
+
+    def _check(self) -> None:
+        if self._cancelled():
+            raise Cancelled("the measurement was stopped")
 
     def _step(self, position: int) -> None:
         token = (7919 * position + 17) % self._decoder.spec.vocab_size

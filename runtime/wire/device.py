@@ -38,7 +38,7 @@ class Tuning:
     k_chunk: Mapping[str, int]
     """Compensated channels per 1024, by layer type."""
     predicted_slowdown_percent: float
-    """Predicted from the times of the layers."""
+    """Predicted from the times of the layers; of a refined choice, as measured."""
     measured_slowdown_percent: float
     """Measured on whole decoding steps; at most the budget."""
     seconds: float
@@ -60,6 +60,15 @@ class Tuning:
     """The recovered share of that loss at other slowdowns: (percent, share), ascending."""
     offer: Offer | None = None
     """The best way to decode within the budget; None if `tune-device` has not measured any."""
+    refined: bool = False
+    """Whether the choice was refined on a text and by many readings; losses then are those on that text."""
+
+    @property
+    def refinement(self) -> str:
+        """For the user: whether the choice is final."""
+        if self.refined:
+            return "refined on a text"
+        return "by times alone; will be refined on a text while the runtime is idle"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

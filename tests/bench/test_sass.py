@@ -21,6 +21,15 @@ def test_the_loop_with_most_tensor_work_is_taken() -> None:
     assert loop == Loop(instructions=2, tensor=1, copies=0, asynchronous=False, ahead=0.0)
 
 
+def test_a_loop_that_streams_counts_more_than_a_longer_one() -> None:
+    """As in compensation, whose selection is a longer loop than the fetch."""
+    search = ("IADD3 R1, R1, R2, R3", *("ISETP R1, R2" for _ in range(8)), "@P0 BRA 0x0")
+    fetch = ("LDGSTS.E.128 [R1], [R2.64]", "LDGDEPBAR", "DEPBAR.LE SB0, 0x2", "FFMA R4, R5, R6, R4", "@P1 BRA 0xa0")
+    loop = main_loop(_code(*search, *fetch, "EXIT"))
+    assert loop is not None
+    assert (loop.instructions, loop.copies, loop.asynchronous) == (5, 1, True)
+
+
 @pytest.mark.parametrize(("outstanding", "ahead"), [("0x0", 0.25), ("0x1", 1.25), ("0x2", 2.25)])
 def test_copies_end_at_the_wait_that_leaves_none_of_theirs(outstanding: str, ahead: float) -> None:
     """Asked for at the end of a loop of eight: with nothing left outstanding, the next round waits at once."""

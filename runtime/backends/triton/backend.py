@@ -13,7 +13,7 @@ from runtime.backends.decoder import Decoder, DecoderOptions
 from runtime.backends.operations.channels import layer_kind
 from runtime.backends.triton import gpu
 from runtime.backends.triton.failures import first_line
-from runtime.backends.triton.sizes import buffer_bytes, weight_bytes
+from runtime.backends.triton.sizes import COPIED_BYTES, buffer_bytes, weight_bytes
 from runtime.errors import BackendError, Problem
 from runtime.kv.kinds import KINDS, KVKind
 
@@ -50,9 +50,13 @@ class TritonBackend:
         return gpu.probe()
 
     def footprint(self, spec: ModelSpec, sizes: ModelSizes, *, compensated: bool) -> Footprint:
-        """See `runtime.backends.Backend.footprint`. Residuals stay in main memory, except two layers' for prompts."""
+        """See `runtime.backends.Backend.footprint`.
+
+        Residuals stay in main memory, except two layers' for prompts, and what several rows share of one.
+        """
         values = [N * K for N, K in (spec.linear_shape(layer_kind(name)) for name in spec.linear_names())]
-        staged = 2 * sizes.residual_bytes * max(values[:-1], default=0) // sum(values)
+        largest = sizes.residual_bytes * max(values[:-1], default=0) // sum(values)
+        staged = 2 * largest + min(largest, COPIED_BYTES)
         weights, recipe = sizes.weight_bytes, sizes.recipe
         token_group = recipe.group_size if recipe is not None and recipe.per_token else None
         if recipe is not None:
@@ -100,7 +104,7 @@ class TritonBackend:
 
     def problems(self, decoder: TritonDecoder) -> tuple[Problem, ...]:
         """See `runtime.backends.Backend.problems`."""
-        return decoder.model.problems
+        return decoder.problems
 
     def link_gb_s(self) -> float | None:
         """See `runtime.backends.Backend.link_gb_s`."""

@@ -6,9 +6,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
-from functools import wraps
+from functools import partial, wraps
 from subprocess import CalledProcessError
-from typing import ParamSpec, TypeVar
+from typing import NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -20,25 +20,27 @@ from runtime.backends.decoder import DecoderOptions, Float32Array, Step, Way, ch
 from runtime.backends.operations.channels import LAYER_KINDS, k_chunk_of
 from runtime.backends.triton.failures import explained, first_line
 from runtime.backends.triton.forward import Buffers, Pass
+from runtime.backends.triton.graphs import Graphs, capture
 from runtime.backends.triton.kernels.select import Selection, recall, select
 from runtime.backends.triton.model import GpuModel, Linear
 from runtime.backends.triton.reclaim import return_cached
-from runtime.backends.triton.sampling import DeviceDraw
+from runtime.backends.triton.sampling import SEEN, HostDraws
+from runtime.backends.triton.sizes import LOGIT_ROWS
 from runtime.compensation import k_chunk_by_type
-from runtime.errors import BackendError, InvalidActivationError, OutOfMemoryError, RequestError
-from runtime.text.sampling import Draw, Drawn
+from runtime.errors import BackendError, InvalidActivationError, OutOfMemoryError, Problem, RequestError
+from runtime.text.sampling import Draw, Drawn, SamplingOptions
 
 _NOT_FINITE = (
     "the model produced a number that is not finite (NaN or infinity): its weights are damaged, or its activations "
     "leave the range of half precision; run `lowbit-chat show NAME --verify`, or use the CPU backend"
 )
-_GRAPHS = 8
-"""Number of captured steps to keep, so that a timer can alternate between two settings, and speculation between drafts
-and the target."""
+CAPTURED_ROWS = 32
+"""Most rows of a step that is captured, apart from full steps of a prompt: tokens of parallel answers, and drafts that
+are verified. Other lengths of prompts hardly come twice."""
 _TRITON_S = ("Triton Error", "Failed to find C compiler")
 """Prefix of Triton's errors that have no type of their own."""
-CAPTURE_MODE = "thread_local"
-"""Capture mode that lets other threads use the card during a capture: they measure its link, or its free memory."""
+_INPUTS = ("tokens", "slots", "positions", "logit_rows")
+"""Rows of a step's inputs."""
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -76,12 +78,25 @@ def _check_draft(k_chunk: Mapping[str, int] | int) -> None:
         raise RequestError("the GPU backend drafts without compensation: leave the drafts' k_chunk at 0")
 
 
+class _Shape(NamedTuple):
+    """All that a step's launches bake in, beside the compensation's setting."""
+
+    M: int
+    """Rows."""
+    R: int
+    """Rows whose logits are wanted."""
+    way: Way
+    """Mode of compensation."""
+    draft: bool
+    """Whether attention reads only what drafts read."""
+
+
 class TritonDecoder:
     """Implements `runtime.backends.decoder.Decoder` with Triton kernels.
 
-    A step of one row with its logits, a decoded token, is captured once for every k_chunk and then replayed: the host
-    writes three numbers, starts the graph and waits for the logits, or for the sampled token. Every other step launches
-    kernel by kernel.
+    Steps that come again (`_captures`) are captured by their number of rows and way of compensation, and replayed for
+    any tokens, slots and positions: the host writes these, starts the graph and waits for the logits, or for the
+    sampled tokens. Every other step launches kernel by kernel.
 
     Args:
         model: The stored model.
@@ -109,10 +124,12 @@ class TritonDecoder:
         self._side = torch.cuda.Stream(self._device, priority=-1) if self._on_gpu else None  # type: ignore[no-untyped-call]
         self._model.set_prompt_k_chunk(options.prompt_k_chunk, self._side)
         pinned = self._on_gpu
-        self._inputs = torch.zeros((3, 1), dtype=torch.int32, pin_memory=pinned)
-        self._logits = torch.zeros((1, self.spec.vocab_size), pin_memory=pinned)
+        rows, drawn = options.max_rows, min(options.max_rows, LOGIT_ROWS)
+        self._inputs = torch.zeros((len(_INPUTS), rows), dtype=torch.int32, pin_memory=pinned)
+        self._logits = torch.zeros((drawn, self.spec.vocab_size), pin_memory=pinned)
         self._status = torch.zeros(2, dtype=torch.int32, pin_memory=pinned)
-        self._graphs: dict[tuple[int, ...], tuple[torch.cuda.CUDAGraph, torch.Tensor, list[Selection | None]]] = {}
+        self._draws = HostDraws(rows, self.spec.vocab_size, pinned=pinned)
+        self._graphs, self._drawing = (Graphs(capture if self._on_gpu else None) for _ in range(2))
         self._recall_sum, self._selections, self._closed = 0.0, 0, False
         self.cache = self._model.cache
         self.kv_bytes = self.cache.store.nbytes
@@ -134,6 +151,12 @@ class TritonDecoder:
         return self._side
 
     @property
+    def problems(self) -> tuple[Problem, ...]:
+        """What makes the model run worse than it could, with advice."""
+        found = [*self._model.problems, self._graphs.problem or self._drawing.problem, self._two_launches()]
+        return tuple(problem for problem in found if problem is not None)
+
+    @property
     def recall(self) -> float | None:
         """Mean recall of all selections so far, against exact top-k of the whole row; None if unmeasured."""
         return self._recall_sum / self._selections if self._selections else None
@@ -142,17 +165,17 @@ class TritonDecoder:
     def forward(self, step: Step) -> Float32Array:
         """See `runtime.backends.decoder.Decoder.forward`."""
         logits = self._run(step)
-        one = step.logit_rows.size == 1
-        host = self._logits.copy_(logits, non_blocking=True) if one else logits.to("cpu")
+        few = len(logits) <= len(self._logits)
+        host = self._logits[: len(logits)].copy_(logits, non_blocking=True) if few else logits.to("cpu")
         self._wait()
         return host.numpy()
 
     @_explained
     def hidden(self, step: Step) -> Float32Array:
         """See `runtime.backends.decoder.Decoder.hidden`."""
-        check_step(step, self.spec, self.options)
-        self.cache.begin(step.slots, step.positions, flush=step.flush)
-        run = self._pass(step)
+        shape = self._begin(step)
+        self._buffers.inputs.copy_(self._inputs, non_blocking=True)
+        run = self._pass(shape)
         found = run.norm(body(run, self.spec), "norm").tensor.to("cpu", torch.float32)
         if not bool(torch.isfinite(found).all()):
             raise InvalidActivationError(_NOT_FINITE)
@@ -163,21 +186,61 @@ class TritonDecoder:
         """See `runtime.backends.decoder.DrawsTokens.draw`."""
         if len(draws) != step.logit_rows.size:
             raise RequestError(f"{len(draws)} draws are not one for each of {step.logit_rows.size} rows of logits")
-        ready = [DeviceDraw(draw, self._device) for draw in draws]
+        rooms = [self._draws.put(row, draw) for row, draw in enumerate(draws)]
         logits = self._run(step)
-        drawn = [each.launch(row) for each, row in zip(ready, logits, strict=True)]
-        numbers = [each.to("cpu") for each in drawn]
+        for row, (draw, room) in enumerate(zip(draws, rooms, strict=True)):
+            self._draw(row, draw.options, room, logits)
         self._wait()
-        return [each.result(found) for each, found in zip(ready, numbers, strict=True)]
+        return [self._draws.result(row, draw.options) for row, draw in enumerate(draws)]
+
+    def _draw(self, row: int, options: SamplingOptions, room: int, logits: torch.Tensor) -> None:
+        """Sample from a row of logits [R, V]: as a graph for each row and way to sample, where logits have their place.
+
+        Those of up to `LOGIT_ROWS` rows begin where the buffer of outputs does.
+        """
+        launches = partial(self._draws.launch, row, options, room, logits[row])
+        if len(logits) > LOGIT_ROWS or room > SEEN:
+            launches()
+            return
+        penalty = options.repetition_penalty if room else None
+        filters = (options.temperature, options.top_k, options.top_p, options.min_p)
+        self._drawing.run((row, room, penalty, options.logprobs, *filters, logits.data_ptr()), launches)
 
     def _run(self, step: Step) -> torch.Tensor:
         """Launch a step. Returns its logits on the device, float32 [R, V], until the next step."""
+        shape = self._begin(step)
+        if not self._captures(step):
+            return self._launch(shape)
+        setting = self._setting(self.options.k_chunk, shape.way != "none", self.options.n_tb)
+        setting += self._setting(self.options.prompt_k_chunk, shape.way == "shared")
+        found: torch.Tensor = self._graphs.run((shape, setting), partial(self._launch, shape), self._selections_now)
+        return found
+
+    def _begin(self, step: Step) -> _Shape:
+        """Check a step, let the cache prepare for it, and put its inputs where `_launch` copies them from."""
         check_step(step, self.spec, self.options)
         self.cache.begin(step.slots, step.positions, flush=step.flush)
-        decoding = step.tokens.size == 1 and step.logit_rows.size == 1
-        if self._on_gpu and decoding and not self.options.measure_recall:
-            return self._decode(step)
-        return self._launch(step)
+        tokens = self._model.rows_of(step.tokens)
+        for own, values in zip(self._inputs, (tokens, step.slots, step.positions, step.logit_rows), strict=True):
+            own[: values.size] = torch.from_numpy(np.ascontiguousarray(values))
+        return _Shape(step.tokens.size, step.logit_rows.size, compensation_of(step, self.options), step.draft)
+
+    def _captures(self, step: Step) -> bool:
+        """Whether a step is captured once it comes again."""
+        M = step.tokens.size
+        few = M <= CAPTURED_ROWS or (step.prefill and self.options.max_rows == M)
+        return few and step.logit_rows.size <= LOGIT_ROWS and not self.options.measure_recall
+
+    def _selections_now(self) -> list[Selection | None]:
+        """What a graph contains addresses of, and a changed k_chunk replaces."""
+        return [linear.selection for linear in self._model.linears.values()]
+
+    def _two_launches(self) -> Problem | None:
+        """What is to be said where the card refuses cooperative launches."""
+        if not self._on_gpu or self._buffers.alone is None:
+            return None
+        what = f"compensation selects and fetches in two launches, as the card refuses one ({self._buffers.alone})"
+        return Problem(what=what, fix="update NVIDIA's driver; a card that is shared or virtual may not allow it")
 
     def _wait(self) -> None:
         """Wait for the step, and raise if it computed NaN or infinity."""
@@ -196,6 +259,7 @@ class TritonDecoder:
     @_explained
     def set_prompt_k_chunk(self, prompt_k_chunk: Mapping[str, int] | int) -> None:
         """See `runtime.backends.decoder.Decoder.set_prompt_k_chunk`."""
+        self._graphs.clear()  # they contain the addresses of the buffers that residuals are copied to
         self._model.set_prompt_k_chunk(prompt_k_chunk, self._side)
         self.options = replace(self.options, prompt_k_chunk=prompt_k_chunk)
 
@@ -213,67 +277,25 @@ class TritonDecoder:
             return
         self._closed = True
         self._graphs.clear()
+        self._drawing.clear()
         self._model.close()
-        del self._buffers, self._inputs, self._logits, self._status
+        del self._buffers, self._inputs, self._logits, self._status, self._draws
         with suppress(RuntimeError):  # a card that stopped working releases nothing
             return_cached()
 
-    def _decode(self, step: Step) -> torch.Tensor:
-        """Run one token: launch it the first time, which compiles all kernels, then capture, then replay."""
-        way = compensation_of(step, self.options)
-        key = (int(way != "none"), int(step.draft), *self._setting())
-        if key not in self._graphs:
-            logits = self._launch(step)
-            while len(self._graphs) >= _GRAPHS:
-                del self._graphs[next(iter(self._graphs))]
-            selections = [
-                linear.selection for linear in self._model.linears.values()
-            ]  # the graph contains their addresses
-            self._graphs[key] = (*self._capture(way, draft=step.draft), selections)
-            return logits
-        for i, values in enumerate((step.tokens, step.slots, step.positions)):
-            self._inputs[i, 0] = int(values[0])
-        graph, logits, _ = self._graphs[key]
-        graph.replay()
-        return logits
-
-    def _capture(self, way: Way, *, draft: bool) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-        """Capture a decoded token, from the inputs in page-locked memory to the logits on the device."""
-        buffers, graph = self._buffers, torch.cuda.CUDAGraph()
-        buffers.logit_rows[:1] = 0
-        with torch.cuda.graph(graph, capture_error_mode=CAPTURE_MODE):
-            for i, values in enumerate((buffers.tokens, buffers.slots, buffers.positions)):
-                values[:1].copy_(self._inputs[i], non_blocking=True)
-            run = Pass(self._model, buffers, M=1, R=1, way=way, draft=draft, side=self._side)
-            logits = run.finish(forward(run, self.spec))
-            self._status.copy_(buffers.status, non_blocking=True)
-        return graph, logits
-
-    def _launch(self, step: Step) -> torch.Tensor:
-        """Run any step, kernel by kernel."""
-        run = self._pass(step)
+    def _launch(self, shape: _Shape) -> torch.Tensor:
+        """Start a step's kernels, from the inputs in page-locked memory to the logits on the device."""
+        self._buffers.inputs.copy_(self._inputs, non_blocking=True)
+        run = self._pass(shape)
         logits = run.finish(forward(run, self.spec))
         self._status.copy_(self._buffers.status, non_blocking=True)
         return logits
 
-    def _pass(self, step: Step) -> Pass:
-        """Copy a step's inputs to the device. Returns the launcher of its kernels."""
-        M, R = step.tokens.size, step.logit_rows.size
-        buffers = self._buffers
-        inputs = (buffers.tokens, buffers.slots, buffers.positions, buffers.logit_rows)
-        for to, values in zip(inputs, (step.tokens, step.slots, step.positions, step.logit_rows), strict=True):
-            to[: values.size].copy_(torch.from_numpy(np.ascontiguousarray(values)))
+    def _pass(self, shape: _Shape) -> Pass:
+        """The launcher of a step's kernels."""
         watch = self._measure if self.options.measure_recall else None
-        return Pass(
-            self._model,
-            buffers,
-            M=M,
-            R=R,
-            way=compensation_of(step, self.options),
-            draft=step.draft,
-            side=self._side,
-            watch=watch,
-        )
+        M, R, way, draft = shape
+        return Pass(self._model, self._buffers, M=M, R=R, way=way, draft=draft, side=self._side, watch=watch)
 
     def _measure(self, linear: Linear, x: torch.Tensor, positions: torch.Tensor) -> None:
         """Compare a selection with exact top-k."""
@@ -284,6 +306,10 @@ class TritonDecoder:
         self._recall_sum += float(recall(x, indices).sum())
         self._selections += x.shape[0]
 
-    def _setting(self) -> tuple[int, ...]:
-        n_tb = self.options.n_tb
-        return tuple(v for kind in LAYER_KINDS for v in (k_chunk_of(self.options.k_chunk, kind), n_tb.get(kind, 0)))
+    @staticmethod
+    def _setting(
+        k_chunk: Mapping[str, int] | int, applies: bool, n_tb: Mapping[str, int] | None = None
+    ) -> tuple[int, ...]:
+        """Compensation as part of a graph's shape; nothing where it does not apply."""
+        blocks = n_tb or {}
+        return tuple(v for kind in LAYER_KINDS for v in (k_chunk_of(k_chunk, kind), blocks.get(kind, 0)) if applies)

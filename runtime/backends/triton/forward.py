@@ -32,6 +32,7 @@ from runtime.backends.triton.kernels.residual_gemm import multiply
 from runtime.backends.triton.kernels.rope import HeadNorms, Rope, heads
 from runtime.backends.triton.kernels.tokens import Tokens, round_tokens
 from runtime.backends.triton.kernels.w4a8 import gemm_w4a8
+from runtime.backends.triton.launch_check import refused_cooperation
 from runtime.backends.triton.model import GpuModel, Linear
 from runtime.backends.triton.sizes import SUMMED_ROWS, buffer_sizes, pieces, token_width
 from runtime.backends.triton.w4a8_layout import W4A8Linear
@@ -65,11 +66,12 @@ class Buffers:
         self._stream = torch.zeros(sizes.stream, device=device)
         self._output = torch.zeros(sizes.output, device=device)
         self._compensation = torch.zeros(sizes.compensation, device=device)
-        inputs = torch.zeros((4, rows), dtype=torch.int32, device=device)
-        self.tokens: torch.Tensor = inputs[0]
-        self.slots: torch.Tensor = inputs[1]
-        self.positions: torch.Tensor = inputs[2]
-        self.logit_rows: torch.Tensor = inputs[3]
+        self.inputs = torch.zeros((4, rows), dtype=torch.int32, device=device)
+        """int32 [4, rows], a step's inputs, which are the next four."""
+        self.tokens: torch.Tensor = self.inputs[0]
+        self.slots: torch.Tensor = self.inputs[1]
+        self.positions: torch.Tensor = self.inputs[2]
+        self.logit_rows: torch.Tensor = self.inputs[3]
         self.status = torch.zeros(2, dtype=torch.int32, device=device)
         """int32 [2], inputs of the next two."""
         self.flag = self.status[:1]
@@ -78,6 +80,8 @@ class Buffers:
         """float32 [1], the sum of a step's logits: NaN or infinity if any of them is."""
         self.main, self.side = Workspace(device, sizes.scratch), Workspace(device)
         """Workspaces of the two streams."""
+        self.alone: str | None = refused_cooperation(device) if device.type == "cuda" else "programs run in turn"
+        """Why a row's compensation takes two launches; None if one, whose programs wait for each other."""
 
     def stream(self, M: int, C: int) -> torch.Tensor:
         """float32 [M, C], the residual stream."""
@@ -216,7 +220,7 @@ class Pass(Operations[Value]):
         dec, positions = self._buffers.compensation(M, N), self._positions(x)
         if self._watch is not None:
             self._watch(linear, x.tensor, positions)
-        compensated_product(linear, x, positions, out, dec, self._buffers, self._side)
+        compensated_product(linear, x, positions, out, dec, self._buffers, self._side, copied=self._model.copied)
         return Value(out, dec)
 
     def split(self, x: Value, widths: tuple[int, ...]) -> tuple[Value, ...]:
@@ -292,7 +296,7 @@ def product(linear: Linear, x: Value, out: torch.Tensor, buffers: Buffers) -> No
     """
     if isinstance(linear.weight, W4A8Linear):
         assert x.rounded is not None
-        gemm_w4a8(x.rounded, linear.weight, out)
+        gemm_w4a8(x.rounded, linear.weight, out, buffers.main)
     elif x.tensor.shape[0] <= ROWS:
         few_rows(x.tensor, linear.weight, out, buffers.main, sums=x.sums)
     else:
@@ -307,6 +311,8 @@ def compensated_product(
     dec: torch.Tensor | None,
     buffers: Buffers,
     side: torch.cuda.Stream | None,
+    *,
+    copied: torch.Tensor | None = None,
 ) -> None:
     """The base product, and concurrently its compensation on another stream; the current stream waits for both.
 
@@ -320,14 +326,15 @@ def compensated_product(
         dec: float32 [M, N], receives the compensation; None adds it to `out`, after the product.
         buffers: Workspaces and the flag.
         side: Stream of the compensation; None runs it before the product.
+        copied: See `compensate`.
     """
     assert linear.selection is not None
     assert linear.residual is not None
-    selection, residual, flag = linear.selection, linear.residual, buffers.flag
+    selection, residual, rest = linear.selection, linear.residual, {"positions": positions, "copied": copied}
     if dec is None:
         product(linear, x, out, buffers)
         config, output = LaunchConfig(n_tb=linear.n_tb, fused=False), Output(out, out)
-        compensate(x.tensor, selection, residual, output, config, buffers.main, flag=flag, positions=positions)
+        compensate(x.tensor, selection, residual, output, config, buffers.main, flag=buffers.flag, **rest)
         return
     if side is not None:
         side.wait_stream(torch.cuda.current_stream())
@@ -337,10 +344,10 @@ def compensated_product(
             selection,
             residual,
             Output(dec),
-            LaunchConfig(n_tb=linear.n_tb, fused=side is not None and x.tensor.shape[0] == 1),
+            LaunchConfig(n_tb=linear.n_tb, fused=buffers.alone is None and x.tensor.shape[0] == 1),
             buffers.side,
-            flag=flag,
-            positions=positions,
+            flag=buffers.flag,
+            **rest,
         )
     product(linear, x, out, buffers)
     if side is not None:

@@ -38,6 +38,7 @@ import torch
 
 from models.packed import PackedLinear
 from models.packing import packed_width, unpack
+from runtime.backends.triton import on_card
 from runtime.backends.triton.sizes import BLOCK, LANES, PIECE, WORDS, code_words, pieces, tail_words
 from runtime.errors import BackendError
 
@@ -123,7 +124,7 @@ def repack(packed: PackedLinear, device: torch.device | str) -> GpuLinear:
         shape=(N, K),
         bits=packed.bits,
         group_size=packed.group_size,
-        codes=_to_device(_repack_codes(packed.name, packed.shape, packed.bits, packed.codes), device),
+        codes=_place_codes(packed.name, packed.shape, packed.bits, packed.codes, device),
         groups=_to_device(groups.view(np.int32), device),
         codebook=None,
         bias=None if packed.bias is None else _to_device(packed.bias.astype(np.float32), device),
@@ -165,7 +166,7 @@ def repack_codebook(
         shape=shape,
         bits=bits,
         group_size=0,
-        codes=_to_device(_repack_codes(name, shape, bits, codes), device),
+        codes=_place_codes(name, shape, bits, codes, device),
         groups=None,
         codebook=_to_device(codebook.astype(np.float16, copy=False), device),
         bias=None if bias is None else _to_device(bias.astype(np.float32), device),
@@ -194,8 +195,10 @@ def _to_device(array: npt.NDArray[Any], device: torch.device | str) -> torch.Ten
     return torch.from_numpy(np.ascontiguousarray(array)).to(device)
 
 
-def _repack_codes(name: str, shape: tuple[int, int], bits: int, codes: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-    """Canonical packing [N, ceil(K / 32) * bits] -> int32 [words] as `GpuLinear.codes` says."""
+def _place_codes(
+    name: str, shape: tuple[int, int], bits: int, codes: npt.NDArray[np.int32], device: torch.device | str
+) -> torch.Tensor:
+    """Canonical packing [N, ceil(K / 32) * bits] -> int32 [words] on the device, as `GpuLinear.codes` says."""
     N, K = shape
     if bits not in WORDS:
         raise BackendError(f"{name} has {bits} bits; the GPU computes with 3 and 4")
@@ -203,6 +206,45 @@ def _repack_codes(name: str, shape: tuple[int, int], bits: int, codes: npt.NDArr
         raise BackendError(f"{name}: codes of shape {codes.shape} don't belong to a matrix of {N} by {K}")
     if code_words(shape, bits) >= 1 << 31:
         raise BackendError(f"{name}: {N} by {K} is more than the kernels can address")
+    if torch.device(device).type == "cpu":
+        return torch.from_numpy(_repack_codes(shape, bits, codes))
+    return repack_there(shape, bits, codes, device)
+
+
+def repack_there(
+    shape: tuple[int, int], bits: int, codes: npt.NDArray[np.int32], device: torch.device | str
+) -> torch.Tensor:
+    """The words of `GpuLinear.codes`, made on the device; arguments as they were checked."""
+    (N, K), each = shape, 16 // bits
+    result = torch.empty(code_words(shape, bits), dtype=torch.int32, device=device)
+    blocks, left = divmod(pieces(K), BLOCK // PIECE)
+    whole, short = tail_words(bits, left)
+    first, second = blocks * WORDS[bits] * N * LANES, (blocks * WORDS[bits] + whole) * N * LANES
+    inside, tail = result[:first].view(blocks, WORDS[bits], N, LANES), result[first:second].view(whole, N, LANES)
+    shorts = result[second:].view(torch.int16).view(short, N, LANES)
+    for start, stop, values in on_card.parts(codes, bits, device):
+        padded = torch.nn.functional.pad(values, (0, 0, 0, -values.shape[1] % (BLOCK // PIECE)))
+        pairs = (padded[..., 0::2] | padded[..., 1::2] << 16).view(stop - start, -1, BLOCK // PIECE, LANES)
+        words = torch.zeros(*pairs.shape[:2], WORDS[bits], LANES, dtype=torch.int32, device=device)
+        for piece in range(each * WORDS[bits]):
+            words[:, :, piece // each] |= pairs[:, :, piece] << bits * (piece % each)
+        if bits == 3:
+            for bit in range(3):
+                words[:, :, bit] |= (pairs[:, :, SPARE_PIECE] >> bit & 0x00010001) << 15
+        lanes = words.view(*words.shape[:3], 2, 4, 2).permute(1, 2, 0, 4, 3, 5).flatten(3)
+        inside[:, :, start:stop] = lanes[:blocks]
+        if left:
+            tail[:, start:stop] = lanes[blocks, :whole]
+            if short:
+                shorts[0, start:stop] = (lanes[blocks, whole] & 0xFF | lanes[blocks, whole] >> 8 & 0xFF00).to(
+                    torch.int16
+                )
+    return result
+
+
+def _repack_codes(shape: tuple[int, int], bits: int, codes: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+    """The same on the host."""
+    N, K = shape
     result = np.empty(code_words(shape, bits), dtype=np.uint32)
     blocks, tail, short = _parts(result, shape, bits)
     for start in range(0, N, ROWS_AT_ONCE):

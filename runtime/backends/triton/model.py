@@ -7,18 +7,27 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from models.packed import PackedLinear
 from models.rope import tables
 from models.weights import Weights
-from runtime.backends.decoder import DecoderOptions
+from runtime.backends.decoder import DecoderOptions, Int32Array
 from runtime.backends.operations.channels import k_chunk_of, layer_kind, static_channels
 from runtime.backends.triton.cache import GpuCache
 from runtime.backends.triton.kernels.rope import Basis
 from runtime.backends.triton.kernels.select import Selection, make_selection
 from runtime.backends.triton.layout import GpuLinear, repack
-from runtime.backends.triton.residual import REMEDY, GpuResidual, PageLockError, load_residuals, page_locked
+from runtime.backends.triton.residual import (
+    REMEDY,
+    GpuResidual,
+    PageLockError,
+    load_residuals,
+    ordinary,
+    page_locked,
+)
+from runtime.backends.triton.sizes import COPIED_BYTES
 from runtime.backends.triton.staging import Shared, Staging
 from runtime.backends.triton.w4a8_layout import W4A8Linear, repack_w4a8
 from runtime.errors import Problem, RequestError
@@ -78,7 +87,11 @@ class GpuModel:
         """Channels per sum of INT8 tokens, 0 = the whole row; None if products read half precision."""
         self.staging = Staging([], device, None)
         """Copies residuals of a prompt's layers to the device."""
+        self.copied = torch.empty(0, dtype=torch.int32, device=device)
+        """int32, where several rows of a step share the residuals that they fetch."""
         self.norms = {name: self._move(np.array(weights.vector(name), np.float32)) for name in spec.norm_names()}
+        self._unlocked: npt.NDArray[np.float16] | None = None
+        """The embedding table, if its memory could not be page-locked."""
         self.table = self._table(weights)
         self.cos, self.sin = (self._move(table) for table in tables(spec.rope, options.context))
         self.cache = GpuCache(
@@ -111,6 +124,7 @@ class GpuModel:
         self._check_residuals(wanted)
         blocks = {name: self._blocks(linear, n_tb) for name, linear in self.linears.items()}
         self._load_residuals([name for name, number in wanted.items() if number])
+        self._make_room(wanted)
         options = self.options
         for name, linear in self.linears.items():
             linear.n_tb, linear.selection = blocks[name], None
@@ -148,13 +162,21 @@ class GpuModel:
             linear.shared = shared.get(name)
             linear.by_rows = layer_kind(name) == "head" and wanted[name] > 0
 
+    def _make_room(self, wanted: Mapping[str, int]) -> None:
+        """Allocate `copied` when decoded tokens are first compensated; it stays, as graphs contain its address."""
+        if self.copied.numel() or self.options.max_rows < 2 or not any(wanted.values()):
+            return
+        sizes = [linear.residual.codes.numel() for linear in self.linears.values() if linear.residual is not None]
+        self.copied = torch.empty(min(max(sizes, default=0), COPIED_BYTES // 4), dtype=torch.int32, device=self.device)
+
     def close(self) -> None:
         """Release every tensor, so that a reference to the closed model holds no memory."""
         self.linears.clear()
         self.norms.clear()
         self.bases.clear()
         self.staging = Staging([], self.device, None)
-        self.table = self.cos = self.sin = torch.empty(0)
+        self.table = self.cos = self.sin = self.copied = torch.empty(0)
+        self._unlocked = None
         self.cache.close()
 
     def _weights(self) -> list[GpuLinear | W4A8Linear]:
@@ -201,19 +223,31 @@ class GpuModel:
             raise RequestError(f"n_tb of {kind} is {asked}: compensation needs at least one thread block")
         return max(count for count in n_tb_candidates(N, K) if count <= asked)
 
+    def rows_of(self, tokens: Int32Array) -> Int32Array:
+        """The rows of `table` with the embeddings of a step's tokens, int32 [M], until the next step."""
+        if self._unlocked is None:
+            return tokens
+        self.table[: tokens.size].copy_(torch.from_numpy(self._unlocked[tokens]))
+        return np.arange(tokens.size, dtype=np.int32)
+
     def _table(self, weights: Weights) -> torch.Tensor:
-        """The embedding table, float16 [V, C], in page-locked memory, or on the device if locking fails."""
-        table = torch.from_numpy(np.array(weights.embedding(), np.float16))
-        if self.device.type == "cpu":
-            return table
+        """The embedding table, float16 [V, C], in page-locked memory.
+
+        If that is refused, it stays in ordinary memory, and the table is one of [max_rows, C] on the device, to which
+        every step's rows are copied.
+        """
+        table = np.asarray(weights.embedding(), np.float16)
+        allocate = ordinary if self.device.type == "cpu" else page_locked
         try:
-            locked = page_locked(table.nbytes).view(torch.float16).view(table.shape)
+            locked = allocate(table.nbytes).view(torch.float16).view(table.shape)
         except PageLockError as error:
-            what = f"the embedding table takes the GPU's memory: {error}"
+            what = f"every step copies its rows of the embedding table to the GPU: {error}"
             logger.warning("%s", what)
             self.problems += (Problem(what=what, fix="close other programs, or raise the limit with `ulimit -l`"),)
-            return table.to(self.device)
-        return locked.copy_(table)
+            self._unlocked = table
+            return torch.zeros(self.options.max_rows, table.shape[1], dtype=torch.float16, device=self.device)
+        locked.numpy()[...] = table
+        return locked
 
     def _move(self, array: np.ndarray[tuple[int, ...], np.dtype[np.float32]]) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)

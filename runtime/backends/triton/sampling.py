@@ -10,60 +10,100 @@ from __future__ import annotations
 
 import torch
 
-from runtime.text.sampling import NEGLIGIBLE, Draw, Drawn, SamplingOptions
+from runtime.text.sampling import MAX_LOGPROBS, NEGLIGIBLE, Draw, Drawn, SamplingOptions
+
+SEEN = 4096
+"""Most penalized tokens of a draw that is captured; an answer with more distinct ones is drawn kernel by kernel."""
+_FEWEST = 16
 
 
-class DeviceDraw:
-    """A draw whose parameters are on the device.
+class HostDraws:
+    """Inputs and results of draws in page-locked memory, a row for each: what a captured draw reads and writes.
 
     Args:
-        draw: The draw. Create it before launching the step: waits for the device then happen while it is idle.
-        device: Device of the logits.
+        rows: Most rows of a step.
+        vocab: Tokens that there are (V).
+        pinned: Whether there is a card.
     """
 
-    def __init__(self, draw: Draw, device: torch.device) -> None:
-        self._options = draw.options
-        self._uniform = torch.full((1,), draw.uniform, dtype=torch.float64, device=device)
-        self._seen = torch.from_numpy(draw.seen).to(device) if draw.seen.size else None
+    def __init__(self, rows: int, vocab: int, *, pinned: bool) -> None:
+        self._vocab = vocab
+        self._many: dict[int, torch.Tensor] = {}
+        self._uniform = torch.zeros((rows, 1), dtype=torch.float64, pin_memory=pinned)
+        self._seen = torch.zeros((rows, SEEN), dtype=torch.int32, pin_memory=pinned)
+        self._numbers = torch.zeros((rows, 2 + 2 * MAX_LOGPROBS), dtype=torch.float64, pin_memory=pinned)
 
-    def launch(self, logits: torch.Tensor) -> torch.Tensor:
-        """Sample, without waiting.
+    def put(self, row: int, draw: Draw) -> int:
+        """Put a draw's inputs. Returns the size that its penalized tokens are filled up to; too many keep their own."""
+        self._uniform[row, 0] = draw.uniform
+        if not draw.seen.size:
+            return 0
+        if draw.seen.size > SEEN:
+            self._many[row] = torch.from_numpy(draw.seen)
+            return int(draw.seen.size)
+        room = max(_FEWEST, 1 << (int(draw.seen.size) - 1).bit_length())
+        self._seen[row, :room] = int(draw.seen[0])  # penalized twice is penalized once
+        self._seen[row, : draw.seen.size] = torch.from_numpy(draw.seen)
+        return room
 
-        Args:
-            logits: float32 [V], finite; not modified.
+    def launch(self, row: int, options: SamplingOptions, room: int, logits: torch.Tensor) -> None:
+        """Sample from logits float32 [V], which are on the device, without waiting; the numbers arrive in the row."""
+        uniform = self._uniform[row].to(logits.device, non_blocking=True)
+        host = self._many.pop(row) if room > SEEN else self._seen[row, :room]
+        seen = host.to(logits.device, non_blocking=True).long()
+        numbers = numbers_of(logits, options, uniform, seen if room else None)
+        self._numbers[row, : numbers.numel()].copy_(numbers, non_blocking=True)
 
-        Returns:
-            float64 [1], or [2 + 2 n] with n log-probabilities: the token, its log-probability, those of the n most
-            likely and their token ids, which are exact. For `result`.
-        """
-        options = self._options
-        token = draw(self._penalized(logits), options, self._uniform)
-        if options.logprobs is None:
-            return token.double()
-        highest = logits.amax()
-        normalizer = torch.exp(logits - highest).double().sum().log() + highest
-        best = logits.topk(min(options.logprobs, logits.numel()))
-        own, others = logits[token].double() - normalizer, best.values.double() - normalizer
-        return torch.cat((token.double(), own, others, best.indices.double()))
+    def result(self, row: int, options: SamplingOptions) -> Drawn:
+        """The sampled token, once the device has been waited for."""
+        count = 1 if options.logprobs is None else 2 + 2 * min(options.logprobs, self._vocab)
+        return drawn_of(self._numbers[row, :count])
 
-    def result(self, numbers: torch.Tensor) -> Drawn:
-        """The sampled token, from the output of `launch` on the host."""
-        token, *rest = numbers.tolist()
-        if not rest:
-            return Drawn(int(token))
-        own, *rest = rest
-        n = len(rest) // 2
-        ranked = sorted(zip(map(int, rest[n:]), rest[:n], strict=True), key=lambda pair: (-pair[1], pair[0]))
-        return Drawn(int(token), own, ranked)
 
-    def _penalized(self, logits: torch.Tensor) -> torch.Tensor:
-        """Logits [V] after the repetition penalty; see `runtime.text.sampling.Sampler`."""
-        if self._seen is None:
-            return logits
-        # A tensor, by which the device divides as the host does; by a number it would multiply by the reciprocal.
-        penalty = torch.full((1,), self._options.repetition_penalty, device=logits.device)
-        values = logits[self._seen]
-        return logits.index_copy(0, self._seen, torch.where(values > 0, values / penalty, values * penalty))
+def numbers_of(
+    logits: torch.Tensor, options: SamplingOptions, uniform: torch.Tensor, seen: torch.Tensor | None
+) -> torch.Tensor:
+    """Sample, without waiting.
+
+    Args:
+        logits: float32 [V], finite; not modified.
+        options: Temperature, filters, penalty, and the number of log-probabilities.
+        uniform: float64 [1] in [0, 1), on the logits' device.
+        seen: int64 [n], penalized tokens, which may repeat; None: none.
+
+    Returns:
+        float64 [1], or [2 + 2 n] with n log-probabilities: the token, its log-probability, those of the n most likely
+        and their token ids, which are exact. For `drawn_of`.
+    """
+    token = draw(_penalized(logits, options, seen), options, uniform)
+    if options.logprobs is None:
+        return token.double()
+    highest = logits.amax()
+    normalizer = torch.exp(logits - highest).double().sum().log() + highest
+    best = logits.topk(min(options.logprobs, logits.numel()))
+    own, others = logits[token].double() - normalizer, best.values.double() - normalizer
+    return torch.cat((token.double(), own, others, best.indices.double()))
+
+
+def drawn_of(numbers: torch.Tensor) -> Drawn:
+    """The sampled token, from the output of `numbers_of` on the host."""
+    token, *rest = numbers.tolist()
+    if not rest:
+        return Drawn(int(token))
+    own, *rest = rest
+    n = len(rest) // 2
+    ranked = sorted(zip(map(int, rest[n:]), rest[:n], strict=True), key=lambda pair: (-pair[1], pair[0]))
+    return Drawn(int(token), own, ranked)
+
+
+def _penalized(logits: torch.Tensor, options: SamplingOptions, seen: torch.Tensor | None) -> torch.Tensor:
+    """Logits [V] after the repetition penalty; see `runtime.text.sampling.Sampler`."""
+    if seen is None:
+        return logits
+    # A tensor, by which the device divides as the host does; by a number it would multiply by the reciprocal.
+    penalty = torch.full((1,), options.repetition_penalty, device=logits.device)
+    values = logits[seen]
+    return logits.index_copy(0, seen, torch.where(values > 0, values / penalty, values * penalty))
 
 
 def draw(logits: torch.Tensor, options: SamplingOptions, uniform: torch.Tensor) -> torch.Tensor:

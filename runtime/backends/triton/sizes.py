@@ -25,8 +25,12 @@ SHORT = 2
 CONCURRENT_ROWS = 8
 """Most rows of a step (a decoded token or a few drafted ones) whose compensation runs concurrently with the product.
 For more rows, it follows the product and is added in place, without extra memory."""
+COPIED_BYTES = 32 << 20
+"""Most bytes of residuals that several rows share: 8 rows of Llama 3 8B's widest layer at k_chunk 64 take 28 MiB."""
 SPLIT_ROWS = 16384
 """Most split rows of attention stored until they are merged: query heads times rows times splits."""
+LOGIT_ROWS = 16
+"""Most rows of logits that buffers hold; for more, which only evaluations want, a step allocates memory."""
 SUMMED_ROWS = 16
 """Rows of a step whose inputs come with the sums of their pieces, for products of few rows."""
 DRAW_BYTES = 48
@@ -53,7 +57,7 @@ class BufferSizes:
     stream: int
     """float32, the residual stream."""
     output: int
-    """float32, the output of a linear layer, or one row of logits."""
+    """float32, the output of a linear layer, or a few rows of logits."""
     compensation: int
     """float32, the compensation of an output of few rows."""
     scratch: int
@@ -87,7 +91,7 @@ def buffer_sizes(spec: ModelSpec, rows: int, token_group: int | None = None) -> 
         token_scales=rows if token else 0,
         queries=rows * spec.q_width,
         stream=rows * spec.hidden_size,
-        output=max(rows * widest, spec.vocab_size),
+        output=max(rows * widest, min(rows, LOGIT_ROWS) * spec.vocab_size),
         compensation=max(min(rows, CONCURRENT_ROWS) * widest, spec.vocab_size),
         scratch=SPLIT_ROWS * (spec.head_dim + 2),
     )

@@ -56,9 +56,10 @@ class Staging:
         return sum(buffer.nbytes for buffer in self._buffers)
 
     def begin(self) -> None:
-        """Begin a step: start copying the first layer's residuals."""
+        """Begin a step: start copying the first layer's residuals, if any layer has some."""
         self._next = 0
-        self._fetch(0)
+        if self._layers:
+            self._fetch(0)
 
     def take(self) -> torch.Tensor:
         """The next layer's residuals, int32 [k, words], valid until the call after the next; copies the following."""

@@ -18,8 +18,9 @@ from functools import partial
 import torch
 
 from runtime.backends.operations.channels import layer_kind
-from runtime.backends.triton.decoder import CAPTURE_MODE, TritonDecoder
+from runtime.backends.triton.decoder import TritonDecoder
 from runtime.backends.triton.forward import Value, compensated_product, product
+from runtime.backends.triton.graphs import CAPTURE_MODE
 from runtime.backends.triton.model import Linear
 from tuner.errors import TimerError
 

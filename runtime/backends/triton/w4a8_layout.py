@@ -17,12 +17,10 @@ import numpy as np
 import torch
 
 from models.packed import PackedLinear
-from models.packing import unpack
+from runtime.backends.triton import on_card
 from runtime.backends.triton.sizes import half_of, token_width, w4a8_bytes
 from runtime.errors import BackendError
 
-ROWS_AT_ONCE = 256
-"""Output channels repacked together."""
 SMALLEST_GROUP = 64
 """Fewest input channels of a group: a power of two."""
 
@@ -84,18 +82,18 @@ def repack_w4a8(packed: PackedLinear, device: torch.device | str) -> W4A8Linear:
     assert packed.zeros is not None
     half = half_of(group_size)
     blocks = token_width(K, group_size) // (2 * half)
-    codes = np.empty((blocks, N, half), np.uint8)
-    for start in range(0, N, ROWS_AT_ONCE):
-        part = unpack(np.ascontiguousarray(packed.codes[start : start + ROWS_AT_ONCE]), packed.bits, K)
-        halves = np.pad(part, ((0, 0), (0, 2 * half * blocks - K))).reshape(len(part), blocks, 2, half)
-        codes[:, start : start + len(part)] = (halves[:, :, 0] | halves[:, :, 1] << 4).transpose(1, 0, 2)
+    codes = torch.empty(blocks, N, half, dtype=torch.uint8, device=device)
+    for start, stop, values in on_card.parts(packed.codes, packed.bits, device):
+        row = values.flatten(1).to(torch.uint8)
+        halves = torch.nn.functional.pad(row, (0, 2 * half * blocks - row.shape[1])).view(-1, blocks, 2, half)
+        codes[:, start:stop] = (halves[:, :, 0] | halves[:, :, 1] << 4).transpose(0, 1)
     scales = np.ones_like(packed.zeros) if packed.group_scales is None else packed.group_scales
     groups = scales.astype(np.uint16) | (packed.zeros.astype(np.uint16) * scales) << 8
     return W4A8Linear(
         name=packed.name,
         shape=packed.shape,
         group_size=group_size,
-        codes=torch.from_numpy(codes).to(device),
+        codes=codes,
         scales=torch.from_numpy(np.array(packed.scales[:, 0], np.float16)).to(device),
         groups=torch.from_numpy(np.ascontiguousarray(groups.T).view(np.int16)).to(device),
         bias=None if packed.bias is None else torch.from_numpy(np.array(packed.bias, np.float32)).to(device),

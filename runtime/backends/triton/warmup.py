@@ -1,8 +1,8 @@
 """Warm-up of a loaded model: runs a few steps to compile its kernels before anybody waits for an answer.
 
 A kernel is compiled on its first launch, one to three seconds each the first time on a machine. So the work of a chat
-is run once over padding: prompts of every size class with its own kernels, flushes of whole pages, and decoded tokens,
-captured and replayed.
+is run once over padding: prompts of every size class with its own kernels, flushes of whole pages, tokens of two
+answers or a checked draft, and decoded tokens, captured and replayed.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from runtime.backends.decoder import Step
 from runtime.backends.triton.decoder import TritonDecoder
 from runtime.text.sampling import Sampler, SamplingOptions
 
-_DECODED = 2
-"""Tokens to decode: the first is launched and captured, the second replayed, and one sampled."""
+_DECODED = (2, 1, 1)
+"""Rows of the steps that decode: of several rows, whose compensation has its own kernels; then single tokens, the first
+launched, the second captured, replayed and sampled."""
 _DRAWN = SamplingOptions(seed=0, top_k=40, min_p=0.05, logprobs=1)
 """A draw with all filters: the driver loads torch's kernels on first use."""
 
@@ -60,10 +61,11 @@ def steps_of(decoder: TritonDecoder) -> Iterator[Step]:
     while at < paged and at + rows < context:
         yield _step(at, rows, prefill=True)
         at += rows
-    for _ in range(_DECODED):
-        at = at if at < context else 0
-        yield _step(at, 1, prefill=False)
-        at += 1
+    for M in _DECODED:
+        if min(context, rows) >= M:
+            at = at if at + M <= context else 0
+            yield _step(at, M, prefill=False)
+            at += M
 
 
 def _step(start: int, M: int, *, prefill: bool) -> Step:

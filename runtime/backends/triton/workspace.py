@@ -34,6 +34,10 @@ class Workspace:
         """float32 [M, pieces], for the sums of the pieces of a product's activations."""
         return self._take("sums", M * pieces, torch.float32).view(M, pieces)
 
+    def lists(self, n: int) -> torch.Tensor:
+        """int32 [n], for lists of channels beside other scratch."""
+        return self._take("lists", n, torch.int32)
+
     @property
     def nbytes(self) -> int:
         """Bytes handed out."""

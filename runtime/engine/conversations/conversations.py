@@ -155,6 +155,11 @@ class Conversations:
             self.save()
             self.make_room(slot, room)
 
+    def has_spare(self, room: int) -> bool:
+        """Whether `vacate` would evict nothing: a slot is empty, and pages for `room` tokens are free."""
+        empty = [slot for slot, tokens in enumerate(self._tokens) if not tokens]
+        return bool(empty) and self._cache.has_room(empty[0], room)
+
     def save(self) -> None:
         """Save the sequences worth a file to disk, latest first."""
         self._save(sorted(range(len(self._tokens)), key=self._used.__getitem__, reverse=True))

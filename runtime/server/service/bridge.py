@@ -78,7 +78,7 @@ class Worker:
         self._step = step
         self._held = 0
         self._closed = False
-        self._idle: tuple[float, Job] | None = None
+        self._idle: list[tuple[float, Job]] = []
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
@@ -88,8 +88,11 @@ class Worker:
         return self._jobs.qsize() + self._held
 
     def when_idle(self, seconds: float, job: Job) -> None:
-        """Run `job` in the thread whenever it has been idle for this long."""
-        self._idle = (seconds, job)
+        """Run `job` in the thread whenever it has been idle for this long; several by rising time.
+
+        A long job polls `waiting`, and returns when something else is to be done.
+        """
+        self._idle = sorted([*self._idle, (seconds, job)], key=lambda own: own[0])
         self.submit(_nothing)  # wakes the thread, so that it looks at the clock
 
     def submit(self, job: Job, alone: Callable[[], bool] = lambda: True) -> None:
@@ -120,24 +123,23 @@ class Worker:
 
     def _work(self) -> None:
         since = time.monotonic()
-        rested = stepping = False
+        stepping, rested = False, 0
         while True:
             try:
-                taken = self._jobs.get(timeout=0 if stepping else self._patience(since, rested=rested))
+                taken = self._jobs.get(timeout=0 if stepping else self._patience(since, rested))
             except queue.Empty:
                 if stepping:
                     stepping, since = self._step(), time.monotonic()
                     continue
-                if self._idle is not None:
-                    self._idle[1]()
-                rested = True
+                self._idle[rested][1]()
+                rested += 1
                 continue
             if taken is None:
                 return
             self._do(*taken)
             del taken  # release the job's results while the thread waits
             stepping = self._step()
-            since, rested = time.monotonic(), False
+            since, rested = time.monotonic(), 0
 
     def _do(self, job: Job, alone: Callable[[], bool]) -> None:
         """Run a job, after ongoing work has ended if the job requires it."""
@@ -147,10 +149,11 @@ class Worker:
         self._held = 0
         job()
 
-    def _patience(self, since: float, *, rested: bool) -> float | None:
-        if self._idle is None or rested:
+    def _patience(self, since: float, rested: int) -> float | None:
+        """Seconds until the next idle job is due, of which `rested` have run; None if none is left."""
+        if rested >= len(self._idle):
             return None
-        return max(0.0, since + self._idle[0] - time.monotonic())
+        return max(0.0, since + self._idle[rested][0] - time.monotonic())
 
 
 def _nothing() -> None:

@@ -178,6 +178,13 @@ class Loader(Protocol):
         """Change the compensation of a loaded model. If cancelled, everything stays as it was."""
         ...
 
+    def refine(self, loaded: LoadedModel, cancelled: Cancelled) -> LoadedModel:
+        """Improve the tuning of a loaded model, as far as it gets until `cancelled`, which is polled every few steps.
+
+        Called while nothing else runs. If cancelled, everything stays as it was, and the next call continues.
+        """
+        ...
+
     def forget(self, chat: str | None) -> Holding:
         """Delete the saved caches of a conversation, or of all. Returns the deleted files.
 

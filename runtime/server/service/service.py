@@ -29,6 +29,8 @@ from runtime.wire.requests import LoadRequest, TuneRequest
 
 MAX_WAITING = 64
 """Most waiting requests; further ones are rejected with 503."""
+REFINE_AFTER_S = 4.0
+"""Seconds without a request after which the loaded model's tuning is refined, if it is not yet."""
 STOPPED = "the server is shutting down, or the request was cancelled"
 T = TypeVar("T")
 
@@ -95,6 +97,7 @@ class Service:
         inspector: Inspector = lambda _idle: DeviceReport(machine={}),
         idle_unload_s: float | None = None,
         max_waiting: int = MAX_WAITING,
+        refine_after_s: float = REFINE_AFTER_S,
     ) -> None:
         """Start the thread; no model is loaded.
 
@@ -106,6 +109,7 @@ class Service:
             idle_unload_s: Seconds without a request after which the model is unloaded, until the next request; None:
                 never.
             max_waiting: Most waiting requests.
+            refine_after_s: Seconds without a request after which the model's tuning is refined.
         """
         self.catalogue = catalogue
         self.workshop = workshop
@@ -117,6 +121,7 @@ class Service:
         self._streams: set[Stream[Any]] = set()  # of all running and waiting requests; guarded by the lock
         self._making = False
         self._worker = Worker("engine", self._slot.step)
+        self._worker.when_idle(refine_after_s, lambda: self._slot.refine(lambda: self._worker.waiting > 0))
         if idle_unload_s is not None:
             self._worker.when_idle(idle_unload_s, self._slot.rest)
 

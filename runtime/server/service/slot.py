@@ -36,6 +36,8 @@ class ModelSlot:
         self._error: ErrorRecord | None = None
         self.tuning = False
         """Whether the device is being measured."""
+        self._answered = False  # whether the loaded model has answered anything
+        self._refines = True  # until refining fails
 
     def status(self, waiting: int) -> Status:
         """The runtime's state, given the number of waiting requests."""
@@ -113,6 +115,7 @@ class ModelSlot:
         except BaseException as error:
             self._set("failed", target=request, error=api_error(error).record)
             raise
+        self._answered, self._refines = False, True
         self._set("ready", target=request, loaded=loaded)
         return loaded
 
@@ -166,6 +169,22 @@ class ModelSlot:
             self._target = wanted
         return tuned
 
+    def refine(self, cancelled: CancelledCheck) -> None:
+        """Improve the tuning of the loaded model, once it has answered something. Never raises."""
+        loaded = self.loaded
+        if loaded is None or not (self._answered and self._refines) or cancelled():
+            return
+        self.tuning = True
+        try:
+            better = self._loader.refine(loaded, cancelled)
+            with self._lock:
+                self._loaded = better
+        except Exception:
+            self._refines = False
+            logger.exception("refining the slowdown budget failed")
+        finally:
+            self.tuning = False
+
     def forget(self, chat: str | None) -> Holding:
         """Delete the cached data of a conversation, or of all, in memory and on disk. Returns the deleted files.
 
@@ -194,6 +213,7 @@ class ModelSlot:
         if loaded is None:
             return False
         try:
+            self._answered |= loaded.engine.running > 0
             return loaded.engine.step()
         except BaseException as failure:
             logger.exception("a step failed")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,12 +26,15 @@ from runtime.server.store.catalogue import Bundle, StoreCatalogue
 from runtime.server.store.inspecting import MachineInspector
 from runtime.server.store.making import StoreWorkshop
 from runtime.system.heap import trim
+from runtime.system.power import on_battery
 from runtime.wire.answers import Holding
 from runtime.wire.requests import LoadRequest, TuneRequest
 from tuner.profiles import ProfileStore
 
 if TYPE_CHECKING:
     from runtime.engine.engine import Engine
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +63,7 @@ class StoreLoader:
         profiles: Folder of tuning profiles.
         defaults: Defaults of requests.
         chats: Folder for saving the caches of long conversations; None: they are not saved.
+        evaluation: File with the text on which budgets are refined; None: they are not.
     """
 
     def __init__(
@@ -68,7 +73,9 @@ class StoreLoader:
         defaults: LoadDefaults | None = None,
         *,
         chats: Path | None = None,
+        evaluation: Path | None = None,
     ) -> None:
+        self._evaluation = evaluation
         self._catalogue = catalogue
         self._profiles = profiles
         self._defaults = defaults or LoadDefaults()
@@ -197,6 +204,49 @@ class StoreLoader:
             self._remember(engine, model)
         return loaded
 
+    def refine(self, loaded: LoadedModel, cancelled: CancelledCheck) -> LoadedModel:
+        """Refine the budget of a loaded model; see `Loader.refine`.
+
+        Conversations stay cached: the compensation of prompts does not change. A model that drafts for itself, or that
+        decodes in another way than its budget was tuned for, gets the result when it is loaded next.
+        """
+        from runtime.budget.refining import refine
+        from runtime.budget.text import WINDOW
+
+        tuning, text, engine = loaded.tuning, self._text(), _engine(loaded)
+        if tuning is None or not tuning.budget_percent or tuning.refined or text is None:
+            return loaded
+        if on_battery() or not engine.has_spare(WINDOW):
+            return loaded
+        model, before = self._catalogue.open(loaded.name), engine.decoder.options
+        with engine.borrow(WINDOW) as decoder:
+            logger.info("refining the slowdown budget of %s", loaded.name)
+            try:
+                found = refine(
+                    decoder,
+                    model,
+                    tuning,
+                    profiles=ProfileStore(self._profiles),
+                    text=text,
+                    encode=engine.tokenizer.encode,
+                    cancelled=cancelled,
+                )
+            except Cancelled:
+                return loaded
+            logger.info("the slowdown budget of %s is refined", loaded.name)
+            if k_chunk_by_type(before.k_chunk) != k_chunk_by_type(tuning.k_chunk) or engine.speculates:
+                decoder.set_k_chunk(before.k_chunk, before.n_tb)
+                return replace(loaded, tuning=replace(tuning, refined=True))
+        return replace(loaded, tuning=found, k_chunk=k_chunk_by_type(found.k_chunk))
+
+    def _text(self) -> str | None:
+        """The text on which budgets are refined."""
+        try:
+            return None if self._evaluation is None else self._evaluation.read_text(encoding="utf-8")
+        except OSError as error:
+            logger.warning("cannot read %s: %s", self._evaluation, error.strerror)
+            return None
+
     def _spend(
         self,
         loaded: LoadedModel,
@@ -215,6 +265,7 @@ class StoreLoader:
             compensation,
             drafts=loaded.drafts,
             profiles=ProfileStore(self._profiles),
+            text=self._text(),
             force=force,
             progress=progress,
             cancelled=cancelled,
@@ -264,7 +315,7 @@ def open_service(
     store = Store(home / "models")
     catalogue = StoreCatalogue(store, bundle.models, chats)
     return Service(
-        StoreLoader(catalogue, home / PROFILES, defaults, chats=chats),
+        StoreLoader(catalogue, home / PROFILES, defaults, chats=chats, evaluation=bundle.evaluation),
         catalogue,
         StoreWorkshop(store, bundle, chats),
         inspector=MachineInspector(home / PROFILES),

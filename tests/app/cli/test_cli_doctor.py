@@ -13,7 +13,7 @@ import pytest
 from app.cli import checks
 from app.cli.services import Services
 from runtime.backends import Presence
-from runtime.budget import tuning
+from runtime.budget import refining, tuning
 from runtime.budget.clocks import Clocks
 from runtime.server.lock import LockRecord
 from tuner.detect import CpuInfo, Machine, MemoryInfo
@@ -159,6 +159,7 @@ def test_the_profile_that_is_used(
     timer = SimpleNamespace(measured=True, seconds=lambda _kind, _n_tb, k_chunk: 1e-3 * (1 + k_chunk / 1000))
     clock = Clocks(layers=timer, slowdown=lambda *_: 30.0)
     monkeypatch.setattr(tuning, "clocks", lambda *_: clock)
+    monkeypatch.setattr(refining, "refined_slowdown", lambda *_: lambda *_: 30.0)
     monkeypatch.setenv("LOWBIT_CHAT_BUDGET", "60")
     services.machine = Services.machine.__get__(services)
     answer("tune-device", "demo", "--budget", 60)

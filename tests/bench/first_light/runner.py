@@ -43,6 +43,8 @@ class Child:
 
     def __init__(self, command: Sequence[str], seconds: float, environment: dict[str, str], folder: Path) -> None:
         self._seconds, self._began = seconds, time.monotonic()
+        self.stopped = False
+        """Whether it was killed because its time was over."""
         self._said, self._errors = folder / "said.txt", folder / "errors.txt"
         with self._said.open("w") as said, self._errors.open("w") as errors:
             self._process = subprocess.Popen(
@@ -62,6 +64,7 @@ class Child:
             while self._process.poll() is None:
                 each()
                 if self.seconds > self._seconds:
+                    self.stopped = True
                     self.kill()
                     return f"still busy after {self.seconds:.0f} seconds, and stopped"
                 time.sleep(_POLL_S)

@@ -32,10 +32,26 @@ class Amount:
     """Tokens decoded after it, over the border of a page."""
     kinds: tuple[KVKind, ...]
     """Caches that it is decoded with."""
+    wide: ModelSpec
+    """A model of the widths of real ones, of which several numbers of rows and slots are compared."""
+    wide_prompt: int
+    """Tokens of its prompts."""
+    wide_decoded: int
+    """Tokens decoded after one."""
+    rows: tuple[int, ...]
+    """Rows of its further steps."""
+    slots: int
+    """Sequences that share these."""
+    selected: tuple[int, ...]
+    """Input channels of the selections that are compared with the oracle's."""
     tuned: ModelSpec
     """A model of random weights that is tuned, loaded and unloaded."""
     context: int
     """Of that model, when it is loaded and unloaded."""
+    most_by_longer: float
+    """Time of a product and its compensation by the longer of the two, at most."""
+    least_of_link: float
+    """Speed of the fetch by that of the copy engine, at least."""
     chat_tokens: int
     """Tokens of the bundled model's answer."""
 
@@ -49,9 +65,17 @@ FULL = Amount(
     spec=llama(hidden=256, intermediate=512, layers=2, heads=4, kv_heads=2, vocab=512),
     prompt=310,
     decoded=90,
-    kinds=("fp16", "int8", "int4", "hierarchical"),
+    kinds=("int4", "fp16", "int8", "hierarchical", "gear4"),
+    wide=llama(hidden=4096, intermediate=4096, layers=1, heads=32, kv_heads=8, vocab=512),
+    wide_prompt=40,
+    wide_decoded=2,
+    rows=(2, 5, 8, 16),
+    slots=3,
+    selected=(4096, 14336),
     tuned=llama(hidden=4096, intermediate=14336, layers=6, heads=32, kv_heads=8, vocab=4096),
     context=8192,
+    most_by_longer=1.15,
+    least_of_link=0.5,
     chat_tokens=60,
 )
 DRY = Amount(
@@ -64,7 +88,15 @@ DRY = Amount(
     prompt=2,
     decoded=2,
     kinds=("fp16", "int8"),
+    wide=llama(hidden=32, intermediate=32, layers=1, heads=1, kv_heads=1, vocab=64),
+    wide_prompt=2,
+    wide_decoded=1,
+    rows=(2,),
+    slots=2,
+    selected=(96,),
     tuned=llama(hidden=32, intermediate=32, layers=1, heads=1, kv_heads=1, vocab=64),
     context=32,
+    most_by_longer=float("inf"),
+    least_of_link=0.0,
     chat_tokens=3,
 )

@@ -6,10 +6,15 @@ itself hardly prefers one; that is counted apart.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from runtime.backends.decoder import DecoderOptions, Step
+from models.weights import Weights
+from runtime.backends.decoder import DecoderOptions, Selector, Step
 from runtime.backends.reference.decoder import ReferenceDecoder
 from runtime.backends.triton.decoder import TritonDecoder
 from runtime.kv.kinds import KVKind
@@ -19,6 +24,26 @@ from tests.bench.gpu.report import Part, Row
 
 LARGEST = 0.25
 """A logit's difference that is an error, in standard deviations of the logits: a wrong mask or page is off by one."""
+_TIMES = 3
+"""Steps of each number of rows: one is launched, one captured, and one replayed over other slots or positions."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A way to run a model."""
+
+    prompt: int
+    """Tokens of each slot's prompt."""
+    decoded: int = 0
+    """Tokens decoded after the first one's, each the reference's choice."""
+    rows: tuple[int, ...] = ()
+    """Rows of further steps, shared by the slots."""
+    kv: KVKind = "int4"
+    slots: int = 1
+    k_chunk: int = 64
+    prompt_k_chunk: int = 0
+    select: Selector = "static"
+    """A dynamic selector may take another of two channels that are equal but for the last bit."""
 
 
 def measure(part: Part, amount: Amount, device: torch.device) -> None:
@@ -29,43 +54,87 @@ def measure(part: Part, amount: Amount, device: torch.device) -> None:
             part.add({"what": "left out for want of time", "kv": kv})
             continue
         part.begin({"kv": kv})
-        part.add({"kv": kv} | compared(model, kv, amount, device))
+        part.add({"kv": kv} | compared(model, Case(prompt=amount.prompt, decoded=amount.decoded, kv=kv), device))
 
 
-def compared(model: RandomModel, kv: KVKind, amount: Amount, device: torch.device) -> Row:
+def compared(model: Weights, case: Case, device: torch.device) -> Row:
     """Decode with both; equal tokens, near ties, and the largest difference of a logit in standard deviations."""
-    context = amount.prompt + amount.decoded + 1
-    # The static selector: a dynamic one may take another of two channels that are equal but for the last bit.
-    chosen = {"qkv": 64, "o": 64, "gate_up": 64, "down": 64}
+    context = case.prompt + case.decoded + _TIMES * sum(case.rows) + 1
+    chosen = dict.fromkeys(("qkv", "o", "gate_up", "down"), case.k_chunk)
     options = DecoderOptions(
         context=context,
-        kv=kv,
+        kv=case.kv,
+        slots=case.slots,
         max_rows=min(128, context),
         k_chunk=chosen,
-        select="static",
+        prompt_k_chunk=dict.fromkeys(chosen, case.prompt_k_chunk),
+        select=case.select,
         n_tb=dict.fromkeys(chosen, 8),
     )
     ours, theirs = TritonDecoder(model, options, device), ReferenceDecoder(model, options)
-    tokens = [(7 * i + 3) % model.spec.vocab_size for i in range(amount.prompt)]
-    equal = ties = 0
-    largest = 0.0
-    at = 0
-    for step in range(amount.decoded):
-        while at < len(tokens):
-            rows = tokens[at : at + options.max_rows]
-            made = _step(rows, at, prefill=step == 0)
-            found, wanted = np.array(ours.forward(made))[0], np.array(theirs.forward(made))[0]
-            at += len(rows)
-        spread = float(wanted.std())
-        largest = max(largest, float(np.abs(found - wanted).max()) / spread)
-        best = int(wanted.argmax())
-        equal += int(found.argmax()) == best
-        ties += int(found.argmax()) != best and wanted[best] - wanted[int(found.argmax())] < 2 * LARGEST * spread
-        tokens.append(best)
+    found = _Count()
+    at = [0] * case.slots
+    for slot in range(case.slots):
+        while at[slot] < case.prompt:
+            rows = min(options.max_rows, case.prompt - at[slot])
+            step = _step({slot: rows}, at, model.spec.vocab_size, prefill=True)
+            best = found.add(np.array(ours.forward(step)), np.array(theirs.forward(step)))
+    for _ in range(case.decoded):
+        step = Step.of([best], at[0], [0])
+        at[0] += 1
+        best = found.add(np.array(ours.forward(step)), np.array(theirs.forward(step)))
+    for shares in _shares(case):
+        step = _step(shares, at, model.spec.vocab_size, prefill=False)
+        found.add(np.array(ours.forward(step)), np.array(theirs.forward(step)))
     ours.close()
-    row: Row = {"tokens": amount.decoded, "equal": equal, "near_ties": ties, "largest_error": round(largest, 4)}
-    return row | {"correct": equal + ties == amount.decoded and largest < LARGEST}
+    return found.row()
 
 
-def _step(tokens: list[int], start: int, *, prefill: bool) -> Step:
-    return Step.of(tokens, start, [len(tokens) - 1], prefill=prefill)
+class _Count:
+    """Rows of logits compared so far."""
+
+    def __init__(self) -> None:
+        self.rows = self.equal = self.ties = 0
+        self.largest = 0.0
+
+    def add(self, found: npt.NDArray[np.float32], wanted: npt.NDArray[np.float32]) -> int:
+        """Compare logits [R, V]. Returns the reference's token of the last row."""
+        best = 0
+        for mine, theirs in zip(found, wanted, strict=True):
+            spread, best, own = float(theirs.std()), int(theirs.argmax()), int(mine.argmax())
+            error = float(np.abs(mine - theirs).max()) / spread
+            self.largest = max(self.largest, error) if np.isfinite(error) else float("inf")
+            self.rows += 1
+            self.equal += own == best
+            self.ties += own != best and bool(theirs[best] - theirs[own] < 2 * LARGEST * spread)
+        return best
+
+    def row(self) -> Row:
+        """The result."""
+        correct = self.rows > 0 and self.equal + self.ties == self.rows and self.largest < LARGEST
+        row: Row = {"tokens": self.rows, "equal": self.equal, "near_ties": self.ties}
+        return row | {"largest_error": round(self.largest, 4), "correct": correct}
+
+
+def _shares(case: Case) -> Iterator[dict[int, int]]:
+    """Rows of each slot in the steps of several rows; which slots begin changes from step to step."""
+    for M in case.rows:
+        for turn in range(_TIMES):
+            shares = {(slot + turn) % case.slots: len(range(slot, M, case.slots)) for slot in range(case.slots)}
+            yield {slot: rows for slot, rows in shares.items() if rows}
+
+
+def _step(shares: dict[int, int], at: list[int], vocab: int, *, prefill: bool) -> Step:
+    """The next rows of some slots, whose positions move on; of a prompt only the last row's logits."""
+    slots = np.repeat(list(shares), list(shares.values())).astype(np.int32)
+    positions = np.concatenate([np.arange(at[slot], at[slot] + rows) for slot, rows in shares.items()])
+    for slot, rows in shares.items():
+        at[slot] += rows
+    wanted = np.arange(slots.size)[-1 if prefill else 0 :]
+    return Step(
+        tokens=((7 * positions + 13 * slots + 3) % vocab).astype(np.int32),
+        slots=slots,
+        positions=positions.astype(np.int32),
+        logit_rows=wanted.astype(np.int32),
+        prefill=prefill,
+    )

@@ -10,14 +10,16 @@ PURPOSE = {
     "start": "a kernel can run",
     "graph": "the barrier of many blocks holds beside a product, in a graph",
     "tokens": "tokens are the reference's, for every kind of cache",
-    "memory": "unloading gives memory back",
+    "shapes": "tokens are the reference's at the widths of real models, for drafts, batches, prompts and W4A8",
+    "memory": "a load takes what was planned, and unloading gives it back",
     "chat": "the bundled model answers",
-    "link": "residuals are read over the link",
+    "link": "residuals are read nearly as fast as the link allows",
     "overlap": "compensation hides behind the product",
-    "product": "products are near the memory's limit",
+    "product": "products are right",
     "draw": "tokens drawn on the card are those drawn on the host",
-    "tune": "a budget of 5 % is kept",
+    "tune": "a budget of 5 % buys compensation, and is kept",
     "tests": "the tests that need a card pass",
+    "oracle": "kernels agree with their oracles",
     "bench": "the benchmark ran",
 }
 """What each part shows, in the order in which a failure matters."""
@@ -42,25 +44,51 @@ def broken(parts: Mapping[str, Any]) -> list[str]:
     return found
 
 
+def not_shown(report: Mapping[str, Any]) -> list[str]:
+    """What this run says nothing about, though it should: a sentence each."""
+    parts, found = report["parts"], []
+    for name in report["expected"]:
+        entry = parts.get(name)
+        if entry is None:
+            found.append(f"{name}: not shown that {PURPOSE[name]}: it was not run")
+            continue
+        rows: list[Row] = entry["rows"]
+        left = [row for row in rows if "left out" in str(row.get("what"))]
+        if left:
+            found.append(f"{name}: not shown in full that {PURPOSE[name]}: {len(left)} times {_left(left)}")
+        elif not entry["error"] and name != "bench" and not any("correct" in row for row in rows):
+            found.append(f"{name}: not shown that {PURPOSE[name]}: nothing was judged")
+    return found
+
+
 def verdict(report: Mapping[str, Any]) -> str:
     """The page."""
     parts, device = report["parts"], report.get("device") or {}
     where = device.get("name", "no card: dry mode, in which times and rates mean nothing")
     lines = [f"First light on {where}, {report['date']}", ""]
-    wrong = broken(parts)
+    wrong, missing = broken(parts), not_shown(report)
     if wrong:
         lines += ["The first broken thing:", f"  {wrong[0]}", ""]
         lines += [*(["Broken as well:"] if wrong[1:] else []), *(f"  {line}" for line in wrong[1:]), ""]
-    else:
-        lines += ["Nothing is broken.", ""]
+    if missing:
+        lines += ["Not shown:", *(f"  {line}" for line in missing), ""]
+    if not wrong and not missing:
+        lines += ["Everything was shown, and nothing is broken.", ""]
     lines.append("Part by part:")
     for name, entry in parts.items():
-        said = "broken" if any(line.startswith(f"{name}:") for line in wrong) else "ok"
-        left = sum("left out" in str(row.get("what")) for row in entry["rows"])
-        short = f", {left} measurements left out for want of time" if left else ""
-        lines.append(f"  {name:8} {said:6} {entry['seconds']:6.1f} s  {PURPOSE[name]}{short}")
+        said = "shown"
+        if any(line.startswith(f"{name}:") for line in missing):
+            said = "not shown"
+        if any(line.startswith(f"{name}:") for line in wrong):
+            said = "broken"
+        lines.append(f"  {name:8} {said:9} {entry['seconds']:6.1f} s  {PURPOSE[name]}")
     figures = [line for name, say in _FIGURES.items() if name in parts for line in say(parts[name]["rows"])]
     return "\n".join([*lines, "", "Figures:", *(f"  {line}" for line in figures or ["none"])]) + "\n"
+
+
+def _left(rows: list[Row]) -> str:
+    words = _shown(rows[0])
+    return str(rows[0]["what"]) + (f", first {words}" if words else "")
 
 
 def _shown(row: Row) -> str:
@@ -70,15 +98,14 @@ def _shown(row: Row) -> str:
 
 def _overlap(rows: Iterable[Row]) -> Iterable[str]:
     timed = [row for row in rows if "both_by_longer" in row]
-    for choice in ("order", "priority"):
+    for choice in ("order", "priority", "reserved"):
         means = {}
         for name in dict.fromkeys(row[choice] for row in timed):
             ratios = sorted(row["both_by_longer"] for row in timed if row[choice] == name)
             means[name] = ratios[len(ratios) // 2]
         if means:
-            yield f"both by the longer of the two, median by {choice}: " + ", ".join(
-                f"{k} {v}" for k, v in means.items()
-            )
+            shown = ", ".join(f"{name or 'neither'}: {mean}" for name, mean in means.items())
+            yield f"both by the longer of the two, median by {choice}: {shown}"
     if timed and min(row["both_by_longer"] for row in timed) > _OVERLAP:
         yield f"nowhere do the two overlap to within {_OVERLAP}: look at the room that the product leaves for blocks"
 
@@ -101,7 +128,8 @@ def _tokens(rows: Iterable[Row]) -> Iterable[str]:
     for row in rows:
         if "equal" in row:
             rest = f"{row['near_ties']} near ties, largest error {row['largest_error']} of the logits' spread"
-            yield f"{row['kv']}: {row['equal']} of {row['tokens']} tokens are the reference's, {rest}"
+            what = row.get("kv", row.get("case"))
+            yield f"{what}: {row['equal']} of {row['tokens']} tokens are the reference's, {rest}"
 
 
 def _tune(rows: Iterable[Row]) -> Iterable[str]:
@@ -132,6 +160,7 @@ _FIGURES: dict[str, Callable[[Iterable[Row]], Iterable[str]]] = {
     "link": _link,
     "draw": _draw,
     "tokens": _tokens,
+    "shapes": _tokens,
     "tune": _tune,
     "chat": _chat,
 }

@@ -27,7 +27,7 @@ def bare_pytest(folder: Path, arguments: Sequence[str]) -> tuple[list[str], dict
     """
     settings = folder / "pytest.ini"
     settings.write_text("[pytest]\nmarkers =\n    gpu\n    slow\n    data\n    timeout\n", encoding="utf-8")
-    command = [sys.executable, "-m", "pytest", "-q", "-c", str(settings), "--rootdir", str(ROOT)]
+    command = [sys.executable, "-m", "pytest", "-c", str(settings), "--rootdir", str(ROOT)]
     command += ["--import-mode=importlib", "-p", "no:cacheprovider", *arguments]
     return command, dict(os.environ) | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
 
@@ -37,7 +37,7 @@ def measure(part: Part, sizes: Sizes, device: torch.device) -> None:
     kernels = "tests/runtime/backends/triton"
     smoke = [f"{kernels}/test_ahead.py", "-k", "test_warps_are_a_power_of_two"]
     with tempfile.TemporaryDirectory() as folder:
-        command, environment = bare_pytest(Path(folder), [kernels] if device.type == "cuda" else smoke)
+        command, environment = bare_pytest(Path(folder), ["-q", *([kernels] if device.type == "cuda" else smoke)])
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     counts = {word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|skipped|error)", done.stdout)}
     failures = re.findall(r"^(?:FAILED|ERROR) .*$", done.stdout, re.MULTILINE)

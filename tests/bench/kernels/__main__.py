@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from tests.bench.kernels import token_time
 from tests.bench.kernels.ahead import TARGETS, Compiled, compile_all, pairs
 from tests.bench.reporting.origin import line, stamp
 from tests.runtime.backends.triton.shapes import MODELS
@@ -22,12 +23,14 @@ INTRODUCTION = """# Kernels of the GPU backend, compiled
 
 The compiled form of every Triton kernel (`runtime/backends/triton/kernels/<op>.py`), in the specializations that
 real models launch, for the devices this program supports: sm_80 (A100), sm_86 (RTX 30), sm_89 (RTX 40), sm_90 (H100),
-sm_120 (RTX 50). No GPU is needed. `make test-all` compiles each for one of these devices, and fails where a
-kernel spills or exceeds that device's registers or shared memory. All of them are compiled for all devices by
+sm_100 (B200), sm_103 (B300), sm_120 (RTX 50), sm_121 (GB10). No GPU is needed. `make test-all` compiles each for one of
+these devices, and fails where a kernel spills or exceeds that device's registers or shared memory. All of them are
+compiled for all devices by
 
     make kernels                                 or: python -m tests.bench.kernels
 
-which writes this page, with Triton {triton}; its own ptxas {ptxas} generated the machine code ({blackwell} for sm_120).
+which writes this page, with Triton {triton}; its own ptxas {ptxas} generated the machine code, from sm_100 on
+{blackwell}.
 
 {origin}
 
@@ -52,9 +55,16 @@ LOADS = """
 Specializations that Triton's own lookup distinguishes in the first steps of a load (one to three seconds each the
 first time on a machine), and launches of Triton kernels in a decoded token. torch adds two launches: the head's
 compensation, and the sum that detects NaN and infinity. Decoding is compensated; compensated prompts add two kernels.
+Of the kernels, four are for steps of several rows: drafts and parallel answers.
 
 | model | cache | kernels compiled | of them products, attention | launches of a token |
 |---|---|--:|--:|--:|
+"""
+TIMES = """
+## A model of a token's time
+
+By `python -m tests.bench.kernels.token_time`; nothing of it is measured on a card.
+
 """
 PRODUCTS = """
 ## Products with low-bit matrices, by weight
@@ -96,7 +106,8 @@ def page(compiled: Sequence[Compiled], triton: str, ptxas: str, blackwell: str, 
         blackwell: Version of its ptxas for sm_100 and later.
         origin: The line about the code that was compiled (`tests.bench.reporting.origin`).
     """
-    parts = [INTRODUCTION.format(triton=triton, ptxas=ptxas, blackwell=blackwell, origin=origin), *_loads(), PRODUCTS]
+    introduction = INTRODUCTION.format(triton=triton, ptxas=ptxas, blackwell=blackwell, origin=origin)
+    parts = [introduction, *_loads(), TIMES, *token_time.page(), PRODUCTS]
     parts.extend(
         f"| {row.name} | {row.target} | {32 * row.loop_instructions / row.weights:.2f} "
         f"| {row.loop_tensor * 16384 / row.weights:.0f} | {row.in_flight:.2f} | {row.programs} |\n"

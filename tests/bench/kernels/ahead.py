@@ -24,16 +24,28 @@ from tests.bench.kernels.specialization import Specialization, Types
 from tests.bench.kernels.specializations import specializations
 
 _ROOT = Path(__file__).resolve().parents[3]
-TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_120")
-"""Compute capabilities of the devices this program is for: A100, RTX 30, RTX 40, H100, RTX 50."""
-SHARED_LIMIT = {"sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90": 227, "sm_120": 99}
+TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "sm_121")
+"""Compute capabilities of the devices this program is for: A100, RTX 30, RTX 40, H100, B200, B300, RTX 50, GB10."""
+SHARED_LIMIT = {
+    "sm_80": 163,
+    "sm_86": 99,
+    "sm_89": 99,
+    "sm_90": 227,
+    "sm_100": 227,
+    "sm_103": 227,
+    "sm_120": 99,
+    "sm_121": 99,
+}
 """KiB of shared memory that a program may have at most."""
 MULTIPROCESSOR = {
     "sm_80": (164, 64, 32),
     "sm_86": (100, 48, 16),
     "sm_89": (100, 48, 24),
     "sm_90": (228, 64, 32),
+    "sm_100": (228, 64, 32),
+    "sm_103": (228, 64, 32),
     "sm_120": (100, 48, 24),
+    "sm_121": (100, 48, 24),
 }
 """KiB of shared memory of a multiprocessor, warps and programs that it holds; 65,536 registers everywhere."""
 INSTRUCTION_BYTES = 16
@@ -107,6 +119,7 @@ def compile_ahead(specialization: Specialization, target: str) -> Compiled:
         "num_stages": specialization.num_stages,
         "launch_cooperative_grid": specialization.cooperative,
         **specialization.options,
+        **specialization.options_of(int(target.removeprefix("sm_")) // 10),
     }
     try:
         built = build(

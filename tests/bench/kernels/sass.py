@@ -19,7 +19,7 @@ _BRANCH = re.compile(r"\bBRA(?:\.\S+)?\s+(?:\S+,\s*)?(0x[0-9a-f]+)")
 _PREDICATE = re.compile(r"^@!?U?P\S+\s+")
 _REGISTER = re.compile(r"\bR(\d+)\b")
 _WAIT = re.compile(r"DEPBAR\.LE SB0, (0x[0-9a-f]+)")
-_TENSOR = ("HMMA", "HGMMA", "IMMA")
+_TENSOR = ("HMMA", "HGMMA", "IMMA", "IGMMA", "UTCHMMA", "UTCIMMA", "UTCQMMA")
 _ROUNDS = 12
 """Rounds of a loop that are followed to find the end of a copy."""
 
@@ -56,7 +56,9 @@ def disassemble(cubin: bytes) -> tuple[tuple[int, str], ...]:
 
 
 def main_loop(code: Sequence[tuple[int, str]]) -> Loop | None:
-    """The loop with most tensor core instructions, of those without any other inside, or else the longest.
+    """The loop with most tensor core instructions, of those without any other inside.
+
+    Without any, that with most copies to shared memory, which a program makes of what it streams; or else the longest.
 
     Args:
         code: As `disassemble` returns it.
@@ -67,7 +69,7 @@ def main_loop(code: Sequence[tuple[int, str]]) -> Loop | None:
     bodies = [[text for address, text in code if first <= address <= last] for first, last in _innermost(code)]
     if not bodies:
         return None
-    body = max(bodies, key=lambda texts: (_tensor(texts), len(texts)))
+    body = max(bodies, key=lambda texts: (_tensor(texts), _names(texts)["LDGSTS"], len(texts)))
     asynchronous = any(_operation(text).startswith("LDGSTS") for text in body)
     distances = list(_copies_ahead(body) if asynchronous else _loads_ahead(body))
     return Loop(

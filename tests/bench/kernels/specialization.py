@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -35,6 +35,9 @@ class Specialization:
     """Whether all programs of a launch must be resident at the same time, as a barrier between them needs."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Other options of the compiler that the kernel is launched with."""
+
+    options_of: Callable[[int], Mapping[str, Any]] = lambda _major: {}
+    """Others still, by the device's major compute capability."""
 
     def __post_init__(self) -> None:
         """Check what would otherwise surface as an obscure compiler error."""

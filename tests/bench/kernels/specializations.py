@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 from runtime.backends.triton.codes import Form, Matrix
 from runtime.backends.triton.kernels import (
@@ -17,6 +18,7 @@ from runtime.backends.triton.kernels import (
     select,
     sums,
     tokens,
+    union,
     w4a8,
 )
 from runtime.backends.triton.kernels.attention import kernel as attention
@@ -75,6 +77,7 @@ def _gemv() -> Iterator[Specialization]:
             num_warps=gemv.WARPS,
             num_stages=1,
             weights=BLOCK * 64 // gemv.WARPS,
+            options_of=partial(gemv.options, M, form),
         )
 
 
@@ -105,7 +108,13 @@ def _w4a8() -> Iterator[Specialization]:
             yield Specialization(
                 name=f"gemm w4a8 {name} M{block_m}",
                 kernel=w4a8._gemm_w4a8_kernel,
-                types={"x": _TOKENS, "matrix": matrix, "out_ptr": "*fp32", **_types(i32="biased M")},
+                types={
+                    "x": _TOKENS,
+                    "matrix": matrix,
+                    "out_ptr": "*fp32",
+                    **dict.fromkeys(("parts_ptr", "counters_ptr"), "*i32"),
+                    **_types(i32="biased M split"),
+                },
                 constants={"form": w4a8._form(group_size, block_m)},
                 num_warps=w4a8.WARPS,
                 num_stages=w4a8.STAGES,
@@ -167,6 +176,25 @@ def _compensate() -> Iterator[Specialization]:
             constants={"fetch": compensate.Fetch(BITS=bits)},
             num_warps=select.NUM_WARPS,
         )
+
+
+def _union() -> Iterator[Specialization]:
+    """The list of channels, and the copy."""
+    yield Specialization(
+        name="union",
+        kernel=union._union_kernel,
+        types=dict.fromkeys(("chosen_ptr", "places_ptr", "channels_ptr", "counts_ptr"), "*i32")
+        | _types(i32="M K k k_chunk room"),
+        num_warps=union.WARPS,
+    )
+    yield Specialization(
+        name="union copy",
+        kernel=union._copy_kernel,
+        types=dict.fromkeys(("codes_ptr", "channels_ptr", "counts_ptr", "copied_ptr"), "*i32")
+        | _types(i32="room words"),
+        constants={"BLOCK": union.WORDS, "DEPTH": union.DEPTH},
+        num_warps=union.COPY_WARPS,
+    )
 
 
 def _residual_gemm() -> Iterator[Specialization]:
@@ -381,7 +409,7 @@ def _low_rank() -> Iterator[Specialization]:
 
 _OPERATIONS: tuple[Callable[[], Iterator[Specialization]], ...] = (
     *(_attention, _flush, _compensate, _gate, _gemm, _gemv, _low_rank),
-    *(_norm, _heads, _select, _sums, _residual_gemm, _round, _w4a8),
+    *(_norm, _heads, _select, _sums, _residual_gemm, _round, _union, _w4a8),
 )
 
 

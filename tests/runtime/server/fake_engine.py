@@ -244,6 +244,8 @@ class FakeHouse:
     quantized: list[QuantizeRequest] = field(default_factory=list)
     stopped: list[str] = field(default_factory=list)
     gate: threading.Event = field(default_factory=threading.Event)
+    refined: list[str] = field(default_factory=list)
+    refined_gate: threading.Event = field(default_factory=threading.Event)
 
     @property
     def engine(self) -> FakeEngine:
@@ -296,6 +298,15 @@ class FakeHouse:
                     raise Cancelled("tuning was stopped")
         budget = 5.0 if request.budget is None else request.budget
         return replace(loaded, k_chunk={"qkv": round(budget)}, tuning=tuning(budget), problems=())
+
+    def refine(self, loaded: LoadedModel, cancelled: Callable[[], bool]) -> LoadedModel:
+        self.refined.append(loaded.name)
+        while not self.refined_gate.wait(0.005):
+            if cancelled():
+                return loaded
+        if loaded.name == "broken-by-refining":
+            raise ValueError("a bug")
+        return loaded if loaded.tuning is None else replace(loaded, tuning=replace(loaded.tuning, refined=True))
 
     def forget(self, chat: str | None) -> Holding:
         if chat == "stuck":

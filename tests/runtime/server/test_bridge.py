@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 
 import pytest
 
@@ -100,3 +101,25 @@ def test_idle_job_runs_once_for_each_rest() -> None:
     worker.close(lambda: None)
     assert worker.join(10)
     assert seen == ["rest", "job", "rest"]
+
+
+def test_idle_jobs_run_by_their_time_and_see_what_waits() -> None:
+    """A long idle job that polls `waiting` ends when a job comes; the next idle job waits for its own time."""
+    worker, seen, begun = Worker("test"), [], threading.Event()
+
+    def long() -> None:
+        seen.append("long")
+        begun.set()
+        while not worker.waiting and len(seen) < 3:
+            time.sleep(0.001)
+
+    ended = threading.Event()
+    worker.when_idle(0.05, ended.set)
+    worker.when_idle(0.01, long)
+    assert begun.wait(10)
+    worker.submit(lambda: seen.append("job"))
+    worker.submit(lambda: seen.append("another"))
+    assert ended.wait(10)
+    worker.close(lambda: None)
+    assert worker.join(10)
+    assert seen[:4] == ["long", "job", "another", "long"]

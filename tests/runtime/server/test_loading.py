@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Mapping
 from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +22,18 @@ from models.store import Store, StoredModel
 from models.store.manifest import content_of
 from runtime.backends import backend
 from runtime.backends.decoder import DecoderOptions, Step
-from runtime.budget import tuning
+from runtime.budget import refining, tuning
 from runtime.budget.clocks import Clocks
 from runtime.budget.profile_key import profile_key
 from runtime.compensation import DEFAULT_BUDGET_PERCENT, Compensation
 from runtime.drafting import Speculate
+from runtime.engine.engine import Engine
 from runtime.errors import BackendError, Cancelled, RequestError
 from runtime.kv.kinds import DEFAULT_KV, KINDS, KVKind
 from runtime.server.app import create_app
 from runtime.server.errors import ApiError
 from runtime.server.security import Security
+from runtime.server.store import loading
 from runtime.server.store.catalogue import Bundle, StoreCatalogue
 from runtime.server.store.inspecting import MachineInspector
 from runtime.server.store.loading import LoadDefaults, StoreLoader, open_service
@@ -483,5 +486,79 @@ def test_what_was_measured_to_be_best_is_taken_with_the_load_and_with_another_bu
         assert max(other.k_chunk.values()) < 1024
         loader.tune(other, TuneRequest(budget=20, prompt_budget=0), ignore_progress, never_cancelled)
         assert engine.speculates is drafts
+    finally:
+        loaded.engine.close()
+
+
+@pytest.fixture
+def steady(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clocks on which compensation costs the same everywhere: a percent for every 16 channels per 1024."""
+
+    class Layers:
+        measured = True
+
+        def seconds(self, _kind: str, _n_tb: int, k_chunk: int) -> float:
+            return 1e-3 * (1 + k_chunk / 1600)
+
+    def slowdown(k_chunk: Mapping[str, int], _n_tb: Mapping[str, int]) -> float:
+        return sum(k_chunk.values()) / 16
+
+    monkeypatch.setattr(tuning, "clocks", lambda *_: Clocks(layers=Layers(), slowdown=slowdown))
+    monkeypatch.setattr(refining, "refined_slowdown", lambda *_: slowdown)
+
+
+def test_an_interrupted_refinement_leaves_the_decoder_as_it_was_and_continues(
+    catalogue: StoreCatalogue, tmp_path: Path, steady: None
+) -> None:
+    """It keeps a conversation too: the same prompt is answered from the cache, with the same tokens."""
+    defaults = LoadDefaults(compensation=Compensation(budget_percent=10.0), context=256)
+    loader = StoreLoader(catalogue, tmp_path / "profiles", defaults, evaluation=evaluation_file())
+    loaded = loader.load(LoadRequest(model="demo"), ignore_progress, never_cancelled)
+    try:
+        engine = loaded.engine
+        assert isinstance(engine, Engine)
+        prompt = engine.chat_prompt([{"role": "user", "content": "What is a slowdown budget?"}])
+
+        def answered() -> tuple[str, int]:
+            pieces = list(engine.generate(prompt, SamplingOptions(temperature=0, max_tokens=8)))
+            assert pieces[-1].usage is not None
+            return "".join(piece.text for piece in pieces), pieces[-1].usage.cached_tokens
+
+        text, _ = answered()
+        before = engine.decoder.options
+        for steps in (1, 50):
+            polled = iter([False] * steps)
+            assert loader.refine(loaded, lambda polled=polled: next(polled, True)) == loaded
+            assert engine.decoder.options == before
+            assert answered() == (text, len(prompt) - 1)
+        refined = loader.refine(loaded, never_cancelled)
+        assert refined.tuning is not None
+        assert refined.tuning.refined
+        assert refined.tuning.measured_slowdown_percent <= 10
+        assert refined.k_chunk == engine.decoder.options.k_chunk == refined.tuning.k_chunk
+        assert loader.refine(refined, lambda: pytest.fail("it is refined already")) is refined
+    finally:
+        loaded.engine.close()
+    again = loader.load(LoadRequest(model="demo"), ignore_progress, never_cancelled)
+    again.engine.close()
+    assert again.tuning == replace(refined.tuning, cached=True)
+    assert again.k_chunk == refined.k_chunk
+
+
+@pytest.mark.parametrize("hindered", ["battery", "conversations"])
+def test_nothing_is_refined_on_a_battery_or_at_a_conversations_cost(
+    hindered: str, catalogue: StoreCatalogue, tmp_path: Path, steady: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    defaults = LoadDefaults(compensation=Compensation(budget_percent=10.0), context=256)
+    loader = StoreLoader(catalogue, tmp_path / "profiles", defaults, evaluation=evaluation_file())
+    loaded = loader.load(LoadRequest(model="demo"), ignore_progress, never_cancelled)
+    assert isinstance(loaded.engine, Engine)
+    try:
+        if hindered == "battery":
+            monkeypatch.setattr(loading, "on_battery", lambda: True)
+        else:
+            for first in range(loaded.engine.decoder.options.slots):
+                list(loaded.engine.generate([5 + first, 7, 8], SamplingOptions(temperature=0, max_tokens=1)))
+        assert loader.refine(loaded, lambda: pytest.fail("nothing is to be measured")) is loaded
     finally:
         loaded.engine.close()

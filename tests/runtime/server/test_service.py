@@ -176,6 +176,39 @@ async def test_hanging_up_stops_tuning_and_changes_nothing(service: Service, hou
     assert service.device().bandwidth_gb_s == 10.0
 
 
+async def test_a_budget_is_refined_once_the_runtime_rests_after_an_answer(house: FakeHouse) -> None:
+    service, _ = make_service(house, refine_after_s=0.02)
+    await load(service)
+    await tune(service, budget=10.0)
+    await asyncio.sleep(0.1)
+    assert not house.refined, "before the first answer, nothing is refined"
+    assert await answer(service, "echo a") == "a"
+    await until(lambda: house.refined == ["small"])
+    assert service.status().state == "ready"
+    assert service.device().bandwidth_gb_s is None, "nothing is measured beside a measurement"
+    assert await answer(service, "echo b") == "b", "a request interrupts it"
+    await until(lambda: len(house.refined) == 2)
+    tuning = service.device().tuning
+    assert tuning is not None
+    assert not tuning.refined
+    house.refined_gate.set()
+    await until(lambda: (found := service.device().tuning) is not None and found.refined)
+    assert service.close()
+
+
+async def test_a_refinement_that_fails_is_not_repeated(house: FakeHouse, caplog: pytest.LogCaptureFixture) -> None:
+    service, _ = make_service(house, refine_after_s=0.02)
+    house.names.append("broken-by-refining")
+    house.refined_gate.set()
+    await load(service, "broken-by-refining")
+    for _ in range(2):
+        assert await answer(service, "echo a", "broken-by-refining") == "a"
+        await asyncio.sleep(0.1)
+    assert house.refined == ["broken-by-refining"]
+    assert "a bug" in caplog.text
+    assert service.close()
+
+
 async def test_a_model_that_rested_is_loaded_for_the_new_budget(house: FakeHouse) -> None:
     service, _ = make_service(house, idle_unload_s=0.05)
     await load(service, kv="int8", k_chunk=8)

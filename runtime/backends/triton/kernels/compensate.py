@@ -29,6 +29,7 @@ import triton
 import triton.language as tl
 
 from runtime.backends.operations.channels import CHUNK
+from runtime.backends.triton.carveout import leave_room
 from runtime.backends.triton.kernels.select import (
     MODES,
     NUM_WARPS,
@@ -40,6 +41,7 @@ from runtime.backends.triton.kernels.select import (
     select,
     select_chunk,
 )
+from runtime.backends.triton.kernels.union import fetch_union, room_of
 from runtime.backends.triton.residual import LINE_WORDS, GpuResidual
 from runtime.backends.triton.workspace import Workspace
 
@@ -256,6 +258,7 @@ def compensate(
     *,
     flag: torch.Tensor | None = None,
     positions: torch.Tensor | None = None,
+    copied: torch.Tensor | None = None,
 ) -> None:
     """Select channels and write out = (base or 0) + the sum over them of x[c] times their residual rows.
 
@@ -271,6 +274,8 @@ def compensate(
         workspace: Provides the buffers of chosen channels and activations, and the barrier's counters.
         flag: int32 [1]; set to 1 if x contains NaN or infinity, otherwise unchanged. None: not checked.
         positions: int32 [M], position of every row in its sequence, for the random selector.
+        copied: int32, memory on the device in which several rows share what they fetch, where it suffices
+            (`runtime.backends.triton.kernels.union`); None: each fetches for itself.
 
     Raises:
         ValueError: inconsistent operands.
@@ -286,17 +291,24 @@ def compensate(
     flag = buffer[2 * places :] if flag is None else flag
     codes, sizes = Residual(residual.codes, residual.scales), (residual.shape[0], residual.lines)
     if config.fused:
-        _compensate_kernel[(config.n_tb,)](
+        launched = _compensate_kernel[(config.n_tb,)](
             Source(x, selection.channels, positions), Chosen(indices, values, flag), selection.search, codes, output,
             workspace.counters(2), k, selection.k_chunk, selection.stream, *sizes,
             fetch=Fetch(MODE=MODES[selection.mode], BITS=residual.bits), num_warps=NUM_WARPS,
             launch_cooperative_grid=True, **STOPS,
         )  # fmt: skip
+        leave_room(launched, x.device, "compensation")
         return
     select(x, selection, indices.view(rows, k), values.view(rows, k), flag, positions=positions)
-    _fetch_kernel[(config.n_tb, rows)](
+    shared = rows > 1 and copied is not None and selection.chunks * room_of(selection, rows) * residual.codes.shape[1]
+    if shared and copied is not None and shared <= copied.numel():
+        there = copied[:shared].view(-1, residual.codes.shape[1])
+        fetch_union(indices.view(rows, k), selection, residual, there, workspace)
+        codes = Residual(there, residual.scales)
+    launched = _fetch_kernel[(config.n_tb, rows)](
         Chosen(indices, values, None), codes, output, k, *sizes, fetch=Fetch(BITS=residual.bits), num_warps=NUM_WARPS
     )
+    leave_room(launched, x.device, "compensation")
 
 
 def _check(x: torch.Tensor, selection: Selection, residual: GpuResidual, output: Output, config: LaunchConfig) -> None:

@@ -68,6 +68,12 @@ DOT_ROWS = 64
 BUSY = 4
 """Concurrent programs per multiprocessor needed to keep its share of the memory busy: a block of codes takes a program
 about 3000 cycles from request to result, and a multiprocessor of the fastest device 900 cycles to receive."""
+RESIDENT = 5
+"""Programs that a multiprocessor holds at the same time, by registers (docs/kernels.md): further ones form a second
+wave, which begins without a block on its way and lasts as long as a whole one."""
+REGISTERS = {10: 255}
+"""Registers of a thread that the assembler may use at 4 bits for one token, by major compute capability: of its own
+accord it stops at 168 there, and spills."""
 OVERHEAD = 0.5
 """Overhead of a program, in blocks: its start, and writing and counting its part."""
 
@@ -120,9 +126,9 @@ class Operands(NamedTuple):
 def configure(N: int, K: int, sm_count: int) -> LaunchConfig:
     """Choose the division of a matrix for a device.
 
-    The busiest multiprocessor is the bottleneck: it gets ceil(programs / multiprocessors) programs, and with fewer than
-    `BUSY` it waits for memory as long as with `BUSY`. The division with the least max(programs, BUSY) * (blocks of a
-    program + `OVERHEAD`) is chosen; ties go to the fewest parts.
+    The busiest multiprocessor is the bottleneck: it gets ceil(programs / multiprocessors) programs, in waves of
+    `RESIDENT`; a wave of fewer than `BUSY` waits for memory as long as one of `BUSY`. The division with the least sum
+    over waves of max(programs, BUSY) * (blocks of a program + `OVERHEAD`) is chosen; ties go to the fewest parts.
 
     Args:
         N: Output channels.
@@ -132,7 +138,9 @@ def configure(N: int, K: int, sm_count: int) -> LaunchConfig:
     blocks, across = -(-K // BLOCK), -(-N // 64)
 
     def cost(split: int) -> float:
-        return max(-(-across * split // sm_count), BUSY) * (-(-blocks // split) + OVERHEAD)
+        waves, rest = divmod(-(-across * split // sm_count), RESIDENT)
+        programs = waves * RESIDENT + (max(rest, BUSY) if rest else 0)
+        return programs * (-(-blocks // split) + OVERHEAD)
 
     return LaunchConfig(split=min(range(1, blocks + 1), key=cost))
 
@@ -371,8 +379,21 @@ def _launch(
     launched = _gemv_kernel[across, config.split](
         x, sums, matrix_of(weight, out), int(weight.bias is not None), out, parts, counters, M, config.split,
         form=form, tile=_tile(M, form, config.block_n), num_warps=WARPS, num_stages=1,
+        **options(M, form, capability(x.device)),
     )  # fmt: skip
-    leave_room(launched, x.device)
+    leave_room(launched, x.device, "product")
+
+
+def options(M: int, form: Form, major: int) -> dict[str, int]:
+    """Further options of the compiler, for a device of this major compute capability."""
+    limited = major in REGISTERS and M == 1 and form.BITS == 4 and not form.CODEBOOK
+    return {"maxnreg": REGISTERS[major]} if limited else {}
+
+
+@cache
+def capability(device: torch.device) -> int:
+    """The major compute capability of a device; 0 under the interpreter."""
+    return torch.cuda.get_device_properties(device).major if device.type == "cuda" else 0
 
 
 def _tile(M: int, form: Form, block_n: int = 64) -> Tile:

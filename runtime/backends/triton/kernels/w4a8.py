@@ -22,15 +22,18 @@ import torch
 import triton
 import triton.language as tl
 
+from runtime.backends.triton.kernels.gemv import configure, sm_count
 from runtime.backends.triton.kernels.tokens import Tokens
 from runtime.backends.triton.sizes import half_of
 from runtime.backends.triton.w4a8_layout import W4A8Linear
+from runtime.backends.triton.workspace import Workspace
 from runtime.errors import BackendError
 
 BLOCK_N = 64
 """Output channels of a program."""
 FEW, MANY = 16, 64
 """Rows of a program: of a decoded or verified step, and of a prompt or a large batch."""
+_FEW = tl.constexpr(FEW)
 WARPS = 4
 """Warps of a program."""
 STAGES = 3
@@ -76,9 +79,25 @@ def _add_block(acc, rows, codes, block, N, HALF: tl.constexpr):
     return tl.dot((pairs >> 4).to(tl.int8), tl.load(x_at + HALF), acc, out_dtype=tl.int32)
 
 
-@triton.jit(do_not_specialize=["biased", "M"])
-def _gemm_w4a8_kernel(x, matrix, biased, out_ptr, M, form: tl.constexpr):
-    """Program (i, j): rows of block i, output channels of block j."""
+@triton.jit
+def _part(count, split, BLOCK_M: tl.constexpr):
+    """First of this program's groups or blocks, and the one behind its last; all of them with many rows."""
+    first = 0
+    behind = count
+    if BLOCK_M <= _FEW:
+        each = tl.cdiv(count, split)
+        first = tl.program_id(2) * each
+        behind = tl.minimum(first + each, count)
+    return first, behind
+
+
+@triton.jit(do_not_specialize=["biased", "M", "split"])
+def _gemm_w4a8_kernel(x, matrix, biased, out_ptr, parts_ptr, counters_ptr, M, split, form: tl.constexpr):
+    """Program (i, j, p): rows of block i, output channels of block j, part p of the input channels.
+
+    The last of the parts to arrive adds them: whole numbers, so that no order matters. parts [split, M, N], counters
+    [blocks of j], zero before and after; one block of rows where there are several parts.
+    """
     N = matrix.N
     HALF: tl.constexpr = form.HALF
     BLOCK_N: tl.constexpr = form.BLOCK_N
@@ -92,34 +111,59 @@ def _gemm_w4a8_kernel(x, matrix, biased, out_ptr, M, form: tl.constexpr):
     codes = matrix.codes + load_n[:, None] * HALF + tl.arange(0, HALF)[None, :]
     total = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.int32)
     if GROUP == 0:
-        for block in range(matrix.blocks):
+        first, behind = _part(matrix.blocks, split, BLOCK_M)
+        for block in range(first, behind):
             total = _add_block(total, rows, codes, block, N, HALF)
-        zeros = tl.load(matrix.groups + load_n).to(tl.int32) >> 8 & 0xFF
-        total -= zeros[:, None] * tl.load(x.sums + load_m)[None, :]
     else:
         EACH: tl.constexpr = GROUP // (2 * HALF)
         groups = matrix.blocks // EACH
-        for group in range(groups):
+        first, behind = _part(groups, split, BLOCK_M)
+        for group in range(first, behind):
             products = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.int32)
             for part in tl.static_range(EACH):
                 products = _add_block(products, rows, codes, group * EACH + part, N, HALF)
             of_group = tl.load(matrix.groups + group * N + load_n).to(tl.int32)
             sums = tl.load(x.sums + load_m * groups + group)
             total += products * (of_group & 0xFF)[:, None] - (of_group >> 8 & 0xFF)[:, None] * sums[None, :]
-    scale = tl.load(matrix.scales + load_n).to(tl.float32)[:, None] * tl.load(x.scales + load_m)[None, :]
-    bias = tl.load(matrix.bias + load_n, mask=(offs_n < N) & (biased != 0), other=0.0)
     mask = (offs_n < N)[:, None] & (offs_m < M)[None, :]
-    y = total.to(tl.float32) * scale + bias[:, None]
-    tl.store(out_ptr + offs_m.to(tl.int64)[None, :] * N + offs_n[:, None], y, mask)
+    at = offs_m.to(tl.int64)[None, :] * N + offs_n[:, None]
+    arrived = split - 1
+    if BLOCK_M <= _FEW:  # noqa: SIM102 - a constant and a number of the device; with many rows registers would spill
+        if split > 1:
+            tl.store(parts_ptr + tl.program_id(2) * M * N + at, total, mask)
+            tl.debug_barrier()  # all of the program's part is written before its arrival is counted
+            arrived = tl.atomic_add(counters_ptr + tl.program_id(1), 1, sem="acq_rel")
+    if arrived == split - 1:
+        if BLOCK_M <= _FEW:  # noqa: SIM102
+            if split > 1:
+                total = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.int32)
+                for part in range(split):
+                    # Past the first-level cache, which doesn't see what other multiprocessors write.
+                    total += tl.load(parts_ptr + part * M * N + at, mask, other=0, cache_modifier=".cg")
+                tl.store(counters_ptr + tl.program_id(1), 0)
+        if GROUP == 0:
+            zeros = tl.load(matrix.groups + load_n).to(tl.int32) >> 8 & 0xFF
+            total -= zeros[:, None] * tl.load(x.sums + load_m)[None, :]
+        scale = tl.load(matrix.scales + load_n).to(tl.float32)[:, None] * tl.load(x.scales + load_m)[None, :]
+        bias = tl.load(matrix.bias + offs_n, mask=(offs_n < N) & (biased != 0), other=0.0)
+        tl.store(out_ptr + at, total.to(tl.float32) * scale + bias[:, None], mask)
 
 
-def gemm_w4a8(x: Tokens, weight: W4A8Linear, out: torch.Tensor) -> None:
+def gemm_w4a8(
+    x: Tokens,
+    weight: W4A8Linear,
+    out: torch.Tensor,
+    workspace: Workspace | None = None,
+    split: int | None = None,
+) -> None:
     """The product of a W4A8 matrix with rows of rounded activations, plus the bias.
 
     Args:
         x: INT8 tokens [M, K] with the sums of `weight.group_size`; M at least 1.
         weight: The matrix.
         out: float32 [M, N], contiguous; written.
+        workspace: Allows up to `FEW` rows to be split along K, belonging to the current stream; None: no splitting.
+        split: Parts along K, chosen if None. The bits do not depend on them.
 
     Raises:
         BackendError: operands of another shape.
@@ -134,14 +178,21 @@ def gemm_w4a8(x: Tokens, weight: W4A8Linear, out: torch.Tensor) -> None:
             f"{weight.name} has groups of {weight.group_size}; the activations have sums of {x.group_size}"
         )
     block_m = FEW if M <= FEW else MANY
-    grid = (triton.cdiv(M, block_m), triton.cdiv(N, BLOCK_N))
+    parts, counters = x.sums, x.sums  # of the types that a split product has: it shares its kernel
+    if workspace is None or M > FEW:
+        split = 1
+    elif split is None:
+        split = configure(N, K, sm_count(out.device)).split
+    if workspace is not None and split > 1:
+        parts, counters = workspace.scratch(split * M * N, torch.int32), workspace.counters(triton.cdiv(N, BLOCK_N))
+    grid = (triton.cdiv(M, block_m), triton.cdiv(N, BLOCK_N), split)
     if grid[1] > 65535:
         raise BackendError(f"{weight.name}: {N} output channels are more than a launch can cover")
     bias = out if weight.bias is None else weight.bias
     matrix = Matrix(weight.codes, weight.scales, weight.groups, bias, N, weight.codes.shape[0])
     _gemm_w4a8_kernel[grid](
-        x.operands, matrix, int(weight.bias is not None), out, M, form=_form(weight.group_size, block_m),
-        num_warps=WARPS, num_stages=STAGES, enable_fp_fusion=False,
+        x.operands, matrix, int(weight.bias is not None), out, parts, counters, M, split,
+        form=_form(weight.group_size, block_m), num_warps=WARPS, num_stages=STAGES, enable_fp_fusion=False,
     )  # fmt: skip
 
 

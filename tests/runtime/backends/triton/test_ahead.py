@@ -17,6 +17,7 @@ import pytest
 import triton
 import triton.language as tl
 
+from runtime.backends.triton.kernels.gemv import BUSY, RESIDENT
 from runtime.errors import BackendError
 from tests.bench.kernels import ahead
 from tests.bench.kernels import specializations as table
@@ -99,6 +100,14 @@ def test_weights_are_on_their_way_while_products_are_made(everything):
     assert not late, late
 
 
+def test_a_multiprocessor_holds_the_programs_that_a_product_is_divided_for(everything):
+    """Programs beyond that begin in a second wave (`gemv.configure`); BUSY of them are needed in any case."""
+    products = {row.programs for row in everything[0] if row.operation == "gemv" and row.registers < 252}
+    assert min(products) >= BUSY
+    alone = [row for row in everything[0] if row.name in ("gemv b3", "gemv b4") and not row.target.startswith("sm_10")]
+    assert all(row.programs >= RESIDENT for row in alone), alone
+
+
 def test_a_product_takes_its_tensor_work_once(everything):
     """64 tensor core instructions for 16,384 weights: none to take offsets off."""
     work = {row.loop_tensor * 16384 // row.weights for row in everything[0] if row.operation == "gemv"}
@@ -113,6 +122,13 @@ def test_decoded_tokens_have_blocks_of_the_cache_on_their_way(everything):
         if row.operation == "attention" and " decode " in row.name and "gear" not in row.name and row.in_flight < 0.9
     ]
     assert not late, late
+
+
+def test_compensation_has_residuals_on_their_way(everything):
+    """Four tiles of 16 rows of 128 bytes for each program, in one launch as in two: a link needs 24 to 48 KB."""
+    fetches = [row for row in everything[0] if row.operation == "compensate"]
+    assert len(fetches) >= 4
+    assert not [row for row in fetches if not row.asynchronous or row.in_flight < 3]
 
 
 @triton.jit

@@ -24,11 +24,10 @@ N_TB = {"qkv": 8, "o": 8, "gate_up": 24, "down": 8, "head": 8}
 @pytest.mark.parametrize("order", ["compensation first", "product first"])
 @pytest.mark.parametrize("n_tb", [4, 8, 24])
 def test_many_blocks_wait_for_each_other_beside_a_product(cuda: str, n_tb: int, order: Any) -> None:
-    from tests.bench.first_light.concurrency import Beside
-
     from tests.bench.first_light.graph import replayed
+    from tests.bench.first_light.layer import CompensatedLayer
 
-    layer = Beside("gate_up", (28672, 4096), 4, 16, torch.device(cuda), inputs=4)
+    layer = CompensatedLayer("gate_up", (28672, 4096), 4, 16, torch.device(cuda), inputs=4)
     assert replayed(layer, n_tb, order, 500)["correct"]
 
 
@@ -42,6 +41,5 @@ def test_a_decoder_with_many_blocks_replays_what_it_launches(cuda: str, tiny_mod
     for position in range(200):
         values = {"tokens": [(7 * position) % 4096], "slots": [0], "positions": [position], "logit_rows": [0]}
         step = Step(**{name: np.array(value, np.int32) for name, value in values.items()})
-        launched.cache.begin(step.slots, step.positions)
         found = np.array(captured.forward(step))
-        assert np.array_equal(found, launched._launch(step).cpu().numpy()), position
+        assert np.array_equal(found, launched._launch(launched._begin(step)).cpu().numpy()), position

@@ -19,8 +19,9 @@ from runtime.backends.operations import channels as budget
 from runtime.backends.operations import compensate as plain
 from runtime.backends.operations import select as selectors
 from runtime.backends.triton.kernels import compensate as kernels
+from runtime.backends.triton.kernels import union
 from runtime.backends.triton.kernels.compensate import LaunchConfig, Output, compensate
-from runtime.backends.triton.kernels.select import Selection, make_selection
+from runtime.backends.triton.kernels.select import Selection, make_selection, select
 from runtime.backends.triton.residual import GpuResidual, residual_to_device
 from runtime.backends.triton.workspace import Workspace
 from tests.close import assert_close
@@ -115,6 +116,48 @@ def test_rows_select_for_themselves(layer: Any) -> None:
     assert_close(found, one.expected(x, base), "sums")
     for row in range(3):
         assert torch.equal(found[row : row + 1], one.run(x[row : row + 1], base=base[row : row + 1], n_tb=1))
+
+
+@pytest.mark.parametrize("mode", ["approx", "random", "static"])
+def test_rows_that_share_what_they_fetch_have_the_bits_of_each_alone(
+    layer: Any, device: str, mode: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two chunks, the second of which is narrow; a channel is copied once, however many rows chose it."""
+    one = layer(300, 1100, mode=mode, k_chunk=40)
+    rows, positions = 4, torch.tensor([3, 4, 9, 5], dtype=torch.int32, device=device)
+    x = halves(rows, 1100)
+    x[1] = x[0]
+    listed: list[list[int]] = []
+    copy = union._copy_kernel
+
+    class Watched:
+        def __getitem__(self, grid: Any) -> Any:
+            def launch(codes: Any, channels: Any, counts: Any, *rest: Any, **options: Any) -> Any:
+                room = channels.numel() // 2
+                parts = [channels[c * room :][: int(counts[c])] for c in range(2)]
+                listed.append(torch.cat(parts).tolist())
+                return copy[grid](codes, channels, counts, *rest, **options)
+
+            return launch
+
+    monkeypatch.setattr(union, "_copy_kernel", Watched())
+    copied = torch.full((2 * 4 * 40 * one.residual.codes.shape[1],), -1, dtype=torch.int32, device=device)
+    found = one.run(x, n_tb=2, positions=positions, copied=copied)
+    for row in range(rows):
+        alone = one.run(x[row : row + 1], positions=positions[row : row + 1], copied=copied)
+        assert torch.equal(found[row : row + 1], alone)
+    chosen = torch.zeros(rows, one.selection.k, dtype=torch.int32, device=device)
+    select(x.to(device), one.selection, chosen, chosen.float(), torch.zeros(1, dtype=torch.int32), positions=positions)
+    assert listed == [sorted(set(chosen.flatten().tolist()))]
+    assert len(listed[0]) < chosen.numel()
+
+
+def test_rows_fetch_for_themselves_where_copies_have_no_room(layer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = layer(300, 96, k_chunk=100)
+    x = halves(2, 96)
+    expected = one.run(x, n_tb=2)
+    monkeypatch.delattr(union, "_copy_kernel")
+    assert torch.equal(one.run(x, n_tb=2, copied=torch.zeros(10, dtype=torch.int32)), expected)
 
 
 @pytest.mark.parametrize("k_chunk", [1, 15, 16, 17, 160, 1023, 1024])

@@ -11,7 +11,7 @@ import torch
 from models.packed import PackedLinear
 from models.packing import pack
 from runtime.backends.operations import linear as reference
-from runtime.backends.triton.kernels.gemv import BUSY, LaunchConfig, configure, few_rows, gemv
+from runtime.backends.triton.kernels.gemv import BUSY, RESIDENT, LaunchConfig, configure, few_rows, gemv
 from runtime.backends.triton.layout import GpuLinear, dequantize, repack, repack_codebook
 from runtime.backends.triton.sizes import BLOCK
 from runtime.backends.triton.workspace import Workspace
@@ -232,6 +232,14 @@ def test_the_cut_keeps_multiprocessors_busy(N, K, sm_count):
     programs = -(-N // config.block_n) * config.split
     assert 1 <= config.split <= blocks
     assert programs >= min(BUSY * sm_count * 2 // 3, -(-N // config.block_n) * blocks)
+
+
+@pytest.mark.parametrize("sm_count", [128, 132])
+def test_few_programs_make_no_second_wave(sm_count):
+    """On a large device: 768 programs of the queries' product would run 660 at a time, and then 108."""
+    for N, K in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)):
+        config = configure(N, K, sm_count)
+        assert -(-N // config.block_n) * config.split <= RESIDENT * sm_count
 
 
 def test_large_matrices_are_not_split():

@@ -17,7 +17,7 @@ import torch
 from app.cli import checks
 from runtime.backends import ModelSizes, backend
 from runtime.backends.decoder import DecoderOptions
-from runtime.backends.triton import bandwidth, failures, gpu
+from runtime.backends.triton import bandwidth, failures, forward, gpu, launch_check
 from runtime.backends.triton.decoder import TritonDecoder
 from runtime.compensation import Compensation
 from runtime.errors import BackendError, OutOfMemoryError
@@ -280,6 +280,46 @@ def test_the_trial_launch_counts_its_programs(device: str) -> None:
     from runtime.backends.triton.launch_check import launch
 
     assert launch(device)
+
+
+def refuse(device: object, *, cooperative: bool = False) -> bool:
+    """A card whose driver allows no cooperative launch."""
+    if cooperative:
+        raise RuntimeError("Triton Error [CUDA]: operation not supported\nmore")
+    return True
+
+
+def test_a_card_that_refuses_cooperative_launches_can_be_used(
+    cards: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch_check, "launch", refuse)
+    cards(CARD, launch=gpu.launch_once.__wrapped__)
+    assert gpu.probe().usable
+    launch_check.refused_cooperation.cache_clear()
+    said = launch_check.refused_cooperation(torch.device("cuda"))
+    assert said == "RuntimeError: Triton Error [CUDA]: operation not supported"
+    launch_check.refused_cooperation.cache_clear()
+
+
+@pytest.mark.parametrize("refused", [None, "operation not supported"])
+def test_compensation_then_takes_two_launches(
+    tiny_model: Any, tiny_spec: Any, device: str, monkeypatch: pytest.MonkeyPatch, refused: str | None
+) -> None:
+    """Which give the same bits (test_compensate_triton.py), and the user is told."""
+    options = DecoderOptions(context=8, max_rows=1, k_chunk=64)
+    decoder = TritonDecoder(tiny_model(tiny_spec(), bits=4), options, device)
+    decoder.buffers.alone = refused
+    found: list[bool] = []
+    monkeypatch.setattr(forward, "compensate", lambda *operands, **_: found.append(operands[4].fused))
+    linear = next(iter(decoder.model.linears.values()))
+    N, K = linear.packed.shape
+    buffers = decoder.buffers
+    x, out, dec = forward.Value(buffers.input(1, K)), buffers.output(1, N), buffers.compensation(1, N)
+    forward.compensated_product(linear, x, buffers.positions[:1], out, dec, buffers, None)
+    assert found == [refused is None]
+    monkeypatch.setattr(decoder, "_on_gpu", True)
+    assert [refused in problem.what for problem in decoder.problems if refused] == [True] * bool(refused)
+    assert bool(decoder.problems) == bool(refused)
 
 
 @pytest.mark.parametrize(("mode", "used"), [(None, "kernels/triton"), (0o700, "named"), (0o777, None)])

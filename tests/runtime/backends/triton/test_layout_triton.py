@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from models.packed import PackedLinear
 from models.packing import pack
 from runtime.backends.operations import linear as reference
+from runtime.backends.triton import layout, on_card
 from runtime.backends.triton.layout import GpuLinear, dequantize, repack, repack_codebook
 from runtime.backends.triton.sizes import BLOCK, LANES, code_words
 from runtime.errors import BackendError
@@ -164,3 +165,14 @@ def test_a_matrix_beyond_the_kernels_addresses_is_refused(monkeypatch):
     monkeypatch.setattr("runtime.backends.triton.sizes.LANES", 1 << 32)
     with pytest.raises(BackendError, match="more than the kernels can address"):
         repack(_packed(8, 64, 4, 32), "cpu")
+
+
+@pytest.mark.parametrize("bits", [3, 4])
+@pytest.mark.parametrize(("N", "K"), [(5, 512), (3, 1024), (7, 576), (4, 40), (6, 1500), (9, 1024 + 480)])
+def test_a_card_repacks_to_the_same_words(monkeypatch: pytest.MonkeyPatch, bits: int, N: int, K: int) -> None:
+    """Whole blocks, whole and short words behind them, and a piece that is not full; two rows at a time."""
+    monkeypatch.setattr(on_card, "_VALUES", 2 * -(-K // 32) * 32)
+    codes = pack(np.random.default_rng(K).integers(0, 1 << bits, (N, K), dtype=np.uint8), bits)
+    codes.setflags(write=False)  # as read from a model's file
+    expected = layout._place_codes("x", (N, K), bits, codes, "cpu")
+    assert torch.equal(layout.repack_there((N, K), bits, codes, "cpu"), expected)

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from runtime.backends.triton.sampling import DeviceDraw, draw, filtered
-from runtime.text.sampling import Sampler, SamplingOptions, log_probabilities
+from runtime.backends.triton.sampling import SEEN, HostDraws, draw, filtered
+from runtime.text.sampling import Drawn, Sampler, SamplingOptions, log_probabilities
 from runtime.text.sampling import filtered as plain
 
 V = 3000
@@ -20,6 +20,15 @@ CASES: dict[str, SamplingOptions] = {
     "all": SamplingOptions(temperature=0.8, top_k=100, top_p=0.95, min_p=0.01),
     "all of them": SamplingOptions(temperature=1.0, top_k=V + 1, top_p=1.0),
 }
+
+
+def drawn(sampler: Sampler, logits: torch.Tensor) -> Drawn:
+    """What a sampler's order draws on the logits' device."""
+    order, draws = sampler.order(), HostDraws(2, logits.numel(), pinned=logits.is_cuda)
+    draws.launch(1, order.options, draws.put(1, order), logits)
+    if logits.is_cuda:
+        torch.cuda.synchronize()
+    return draws.result(1, order.options)
 
 
 def logits(seed: int) -> torch.Tensor:
@@ -103,12 +112,19 @@ def test_penalties_are_the_plain_sampler_s(device: str, options: SamplingOptions
     x = 3 * torch.randn(40, generator=torch.Generator().manual_seed(0))
     there, found, wanted = x.to(device), [], []
     for _ in range(60):
-        ready = DeviceDraw(ours.order(), there.device)
-        found.append(ready.result(ready.launch(there).cpu()).token)
+        found.append(drawn(ours, there).token)
         ours.note(found[-1])
         wanted.append(theirs.draw(x.numpy()))
     assert found == wanted
     assert len(set(found)) > 1
+
+
+def test_an_answer_of_more_tokens_than_a_captured_draw_takes_is_penalized_all_the_same(device: str) -> None:
+    x = 3 * torch.randn(SEEN + 200, generator=torch.Generator().manual_seed(0))
+    options = SamplingOptions(temperature=0, repetition_penalty=1.3)
+    seen = x.argsort(descending=True)[: SEEN + 100].tolist()
+    ours, theirs = Sampler(options, seen), Sampler(options, seen)
+    assert drawn(ours, x.to(device)).token == theirs.draw(x.numpy())
 
 
 @pytest.mark.parametrize("count", [0, 5])
@@ -116,16 +132,14 @@ def test_log_probabilities_are_the_plain_ones(device: str, count: int) -> None:
     """Before penalties and filters, of the token drawn and of the most likely."""
     x = logits(1)
     options = SamplingOptions(temperature=1.3, top_k=3, repetition_penalty=1.5, logprobs=count, seed=2)
-    ready = DeviceDraw(Sampler(options, range(V)).order(), torch.device(device))
-    drawn = ready.result(ready.launch(x.to(device)).cpu())
-    value, ranked = log_probabilities(x.numpy(), drawn.token, count)
-    assert drawn.logprob == pytest.approx(value, abs=1e-5)
-    assert [token for token, _ in drawn.ranked] == [token for token, _ in ranked]
-    assert [each for _, each in drawn.ranked] == pytest.approx([each for _, each in ranked], abs=1e-5)
+    found = drawn(Sampler(options, range(V)), x.to(device))
+    value, ranked = log_probabilities(x.numpy(), found.token, count)
+    assert found.logprob == pytest.approx(value, abs=1e-5)
+    assert [token for token, _ in found.ranked] == [token for token, _ in ranked]
+    assert [each for _, each in found.ranked] == pytest.approx([each for _, each in ranked], abs=1e-5)
 
 
 def test_numbers_that_are_not_finite_draw_a_token_that_there_is(device: str) -> None:
     """The flag tells of them afterwards: until then nothing may read outside of the vocabulary."""
     for options in (SamplingOptions(temperature=0, logprobs=1), SamplingOptions(seed=1, top_k=5, logprobs=1)):
-        ready = DeviceDraw(Sampler(options).order(), torch.device(device))
-        assert 0 <= ready.result(ready.launch(torch.full((V,), torch.nan, device=device)).cpu()).token < V
+        assert 0 <= drawn(Sampler(options), torch.full((V,), torch.nan, device=device)).token < V

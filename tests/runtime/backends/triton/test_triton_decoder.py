@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from runtime.backends.reference.decoder import ReferenceDecoder
 from runtime.backends.reference.linear import ReferenceLinear
 from runtime.backends.triton import model as placing
 from runtime.backends.triton.decoder import TritonDecoder
-from runtime.backends.triton.residual import LoadedResiduals
+from runtime.backends.triton.residual import LoadedResiduals, PageLockError
 from runtime.errors import InvalidActivationError, RequestError
 from runtime.kv.kinds import PARTS
 from runtime.text.sampling import Sampler, SamplingOptions, log_probabilities
@@ -306,6 +307,42 @@ def test_layers_whose_residuals_find_no_memory_run_without(
     )
 
 
+@pytest.mark.parametrize("prompt", [{"head": 8}, {"o": 1024}])
+def test_compensated_prompts_need_no_layer_whose_residuals_are_copied(
+    tiny_model: Any, tiny_spec: Any, device: str, monkeypatch: pytest.MonkeyPatch, prompt: dict[str, int]
+) -> None:
+    """Only the head is compensated; or page-locking was refused from the first layer on."""
+    model = tiny_model(tiny_spec(**SMALL), bits=3)
+    monkeypatch.setattr(placing, "load_residuals", lambda *_: LoadedResiduals(layers={}, warning="none"))
+    options = DecoderOptions(context=16, max_rows=2)
+    one = step([5, 9], 0, rows=[1], prefill=True)
+    plain = np.array(TritonDecoder(model, options, device).forward(one))
+    decoder = TritonDecoder(model, replace(options, prompt_k_chunk=prompt), device)
+    assert np.array_equal(plain, decoder.forward(one))
+
+
+def test_a_refused_embedding_table_stays_in_main_memory(
+    tiny_model: Any, tiny_spec: Any, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device takes a step's rows of it instead of the whole table, which no plan counts; the bits are the same."""
+    model = tiny_model(tiny_spec(**SMALL), bits=4)
+    options = DecoderOptions(context=16, max_rows=3)
+    steps = [step([5, 9, 3], 0, rows=[0, 2]), step([47], 3), step([9], 2)]
+    locked = TritonDecoder(model, options, device)
+
+    def refuse(nbytes: int) -> torch.Tensor:
+        raise PageLockError(f"{nbytes} bytes could not be page-locked: no")
+
+    for name in ("ordinary", "page_locked"):
+        monkeypatch.setattr(placing, name, refuse)
+    refused = TritonDecoder(model, options, device)
+    for one in steps:
+        assert np.array_equal(np.array(locked.forward(one)), refused.forward(one))
+    assert tuple(refused.model.table.shape) == (3, 32)
+    (problem,) = refused.problems
+    assert "embedding table" in problem.what
+
+
 @pytest.mark.gpu
 def test_a_replayed_graph_computes_what_launches_do(tiny_model: Any, tiny_spec: Any, cuda: str) -> None:
     model = tiny_model(tiny_spec(**SMALL, max_context=1024), bits=3)
@@ -317,9 +354,8 @@ def test_a_replayed_graph_computes_what_launches_do(tiny_model: Any, tiny_spec: 
             captured.set_k_chunk(k_chunk, {"down": 4})
             launched.set_k_chunk(k_chunk, {"down": 4})
         one = step([position % 60], position)
-        launched.cache.begin(one.slots, one.positions)
         found = np.array(captured.forward(one))
-        assert np.array_equal(found, launched._launch(one).cpu().numpy()), position
+        assert np.array_equal(found, launched._launch(launched._begin(one)).cpu().numpy()), position
         options = SamplingOptions(seed=position, temperature=0.9, top_k=30)
         (drawn,) = captured.draw(one, [Sampler(options).order()])
         assert drawn.token == Sampler(options).draw(found[0])

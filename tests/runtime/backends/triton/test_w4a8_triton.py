@@ -16,6 +16,7 @@ from runtime.backends.triton.kernels.tokens import Tokens, round_tokens
 from runtime.backends.triton.kernels.w4a8 import gemm_w4a8
 from runtime.backends.triton.sizes import token_width, w4a8_bytes
 from runtime.backends.triton.w4a8_layout import repack_w4a8
+from runtime.backends.triton.workspace import Workspace
 from runtime.errors import BackendError
 from tests.runtime.backends.contract.on_triton import placed
 from tests.runtime.backends.contract.operands import uneven_activations, whole_matrix
@@ -45,6 +46,20 @@ def multiplied(packed: PackedLinear, tokens: Tokens, device: str) -> torch.Tenso
     out = torch.full((len(tokens.codes), packed.shape[0]), torch.nan, device=device)
     gemm_w4a8(tokens, repack_w4a8(packed, device), out)
     return out.cpu()
+
+
+@pytest.mark.parametrize("group_size", [128, 0])
+@pytest.mark.parametrize("M", [1, 5])
+def test_parts_along_the_channels_have_the_bits_of_the_whole(M: int, group_size: int, device: str) -> None:
+    """Five groups in two, three and more parts than groups; counters are back at zero, for a graph to run again."""
+    packed, workspace = whole_matrix(70, 600, group_size), Workspace(device)
+    tokens, weight = tokens_of(uneven_activations(M, 600), group_size, device), repack_w4a8(packed, device)
+    expected = multiplied(packed, tokens, device)
+    for split in (1, 2, 3, 7, 2):
+        out = torch.full((M, 70), torch.nan, device=device)
+        gemm_w4a8(tokens, weight, out, workspace, split)
+        assert torch.equal(out.cpu(), expected), split
+    assert not workspace.counters(2).any()
 
 
 @pytest.mark.parametrize("group_size", [64, 128, 0])

@@ -34,6 +34,7 @@ from runtime.kv.kinds import KVKind
 from tests.runtime.backends.triton.counting import META
 from tests.runtime.backends.triton.shapes import MODELS, Shapes, residuals, without_numbers
 
+Case = tuple[str | int, ...]
 SIDE = SimpleNamespace(wait_stream=lambda _: None)
 """The stream of compensation."""
 
@@ -92,11 +93,12 @@ def counted() -> Iterator[Variants]:
         yield variants
 
 
-def of_a_load(spec: ModelSpec, recipe: Recipe, kv: KVKind, *, prompt: int = 0) -> Variants:
-    """What the first steps of a load with compensation compile; the last is a decoded token."""
+def of_a_load(spec: ModelSpec, recipe: Recipe, kv: KVKind, *, prompt: int = 0, rows: int = 1) -> Variants:
+    """What the first steps of a load with compensation compile; the last decodes a token, or checks several rows."""
     with counted() as variants:
         options = DecoderOptions(context=min(8192, spec.max_context), k_chunk=16, kv=kv, prompt_k_chunk=prompt)
         decoder = TritonDecoder(Shapes(spec, recipe), options, META)
+        decoder.buffers.alone = None
         for step in steps_of(decoder):
             if int(step.positions[0]) == 0:
                 decoder.cache.clear(0)
@@ -107,11 +109,17 @@ def of_a_load(spec: ModelSpec, recipe: Recipe, kv: KVKind, *, prompt: int = 0) -
                 way=compensation_of(step, options), draft=step.draft, side=SIDE,
             )  # fmt: skip
             run.finish(forward(run, spec))
+        if rows > 1:
+            variants.launches = 0
+            run = Pass(
+                decoder.model, decoder.buffers, M=rows, R=rows, way="rows", draft=False, side=SIDE
+            )  # fmt: skip
+            run.finish(forward(run, spec))
         return variants
 
 
-def counted_apart(cases: Sequence[tuple[str, str, int]]) -> dict[tuple[str, str, int], Counts]:
-    """By case: a model of `MODELS`, a kind of cache and prompt_k_chunk. Counted in a process of its own."""
+def counted_apart(cases: Sequence[Case]) -> dict[Case, Counts]:
+    """By case: a model of `MODELS`, a kind of cache, prompt_k_chunk and maybe rows. Counted in a process of its own."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     words = [":".join(map(str, case)) for case in cases]
     command = [sys.executable, "-m", __spec__.name, *words]
@@ -124,8 +132,8 @@ def main(cases: list[str]) -> None:
     """Print variants by case, `MODEL:KIND` each."""
     answer = []
     for case in cases:
-        name, kv, prompt = case.split(":")
-        found = of_a_load(*MODELS[name], kv, prompt=int(prompt))
+        name, kv, prompt, rows = f"{case}:1".split(":")[:4]
+        found = of_a_load(*MODELS[name], kv, prompt=int(prompt), rows=int(rows))
         answer.append({"variants": found.counts, "launches": found.launches})
     sys.stdout.write(json.dumps(answer))
 

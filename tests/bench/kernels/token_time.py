@@ -1,0 +1,124 @@
+"""A model of a step's time: bytes over bandwidth, plus what each kernel costs that waits for the one before it.
+
+    python -m tests.bench.kernels.token_time
+
+Nothing here is measured on a card. Launches are counted (test_variants.py), bytes are the layout's, bandwidths the data
+sheets'; the cost of a kernel is an assumption, hence a range.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from models.recipe import Recipe
+from models.spec import ModelSpec
+from runtime.backends.triton.kernels.gemv import TILE_ROWS
+from runtime.backends.triton.sizes import CONCURRENT_ROWS, weight_bytes
+from runtime.kv.kinds import KINDS, bytes_per_token
+from tests.bench.gpu.sizes import FULL
+from tuner.devices import DEVICES
+
+EFFICIENCY = 0.8
+"""Share of the memory's bandwidth that products reach (`tuner.simulate`)."""
+KERNEL_US = (2.5, 5.0)
+"""Microseconds of a kernel beyond its bytes: its start behind another, the first bytes' latency, the end."""
+JOIN_US = 1.5
+"""Microseconds for which a product waits for another stream at its beginning and end, together."""
+HOST_US = (25.0, 40.0)
+"""Microseconds of Python for a launch that is not captured."""
+CONTEXT = 2048
+"""Tokens in the cache."""
+H200_GB_S = 4800.0
+"""Bandwidth of an H200's memory; the others' are in `tuner.devices`."""
+ROWS = (1, 2, 4, 8, 16)
+"""Rows of a step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launches:
+    """Triton kernels of a compensated step."""
+
+    chain: int
+    """Those that wait for one another."""
+    beside: int
+    """Those of compensation, on the other stream."""
+    forks: int
+    """Products beside which they run."""
+
+    @property
+    def total(self) -> int:
+        """All."""
+        return self.chain + self.beside
+
+
+def launches(layers: int, rows: int, *, head: bool = True) -> Launches:
+    """Launches of a step whose rows all want logits.
+
+    A layer has four products, two norms, heads, attention and its merge, and the gate; the head a norm and a product. A
+    product of 9 to 16 rows is two launches. Compensation is one launch for one row; for several, the selection, the
+    union of what they chose, its copy, and the sums; for more than 8, all of that follows the product. `head`: whether
+    the head's rows share what they fetch; of large vocabularies there is no room for that.
+    """
+    products = -(-rows // TILE_ROWS)
+    each = 1 if rows == 1 else 4
+    chain, beside = layers * (4 * products + 6) + products + 1, each * (4 * layers + 1)
+    beside -= 0 if head or rows == 1 else 2
+    if rows > CONCURRENT_ROWS:
+        return Launches(chain=chain + beside, beside=0, forks=0)
+    return Launches(chain=chain, beside=beside, forks=4 * layers + 1)
+
+
+def page() -> Iterator[str]:
+    """The tables, as lines of Markdown."""
+    spec, recipe = FULL.spec, Recipe(bits=3, group_size=128)
+    nbytes = weight_bytes(spec, recipe, compensated=True) + CONTEXT * bytes_per_token(KINDS["int4"], spec)
+    yield f"Llama 3 8B at 3 bits, {CONTEXT} tokens in an `int4` cache, k_chunk 16, one row: {nbytes / 1e9:.2f} GB. "
+    yield f"Assumed: {EFFICIENCY:.0%} of the memory's bandwidth; {_range(KERNEL_US)} µs for each kernel that waits for "
+    yield f"the one before it, and {JOIN_US} µs for each product that waits for another stream.\n\n"
+    yield "| device | memory, ms | kernels, ms | tokens/s | limit by memory | what limits | next lever |\n"
+    yield "|---|--:|--:|--:|--:|---|---|\n"
+    for name, gb_s in _devices():
+        memory = nbytes / gb_s / 1e6
+        gaps = [_gaps_ms(spec, 1, us) for us in KERNEL_US]
+        rates = [1e3 / (memory / EFFICIENCY + gap) for gap in reversed(gaps)]
+        yield f"| {name} | {memory / EFFICIENCY:.2f} | {_range(gaps, 2)} | {_range(rates, 0)} | {1e3 / memory:.0f} "
+        yield f"| {_limits(memory / EFFICIENCY, gaps)} |\n"
+    yield "\nKernels of a step by its rows, and milliseconds of an H200 for it: launched one by one from Python, at "
+    yield f"{_range(HOST_US)} µs a launch, and captured (at most 16 rows read the weights once).\n\n"
+    yield "| rows | kernels in the chain | of compensation | launched, ms | captured, ms |\n|--:|--:|--:|--:|--:|\n"
+    for rows in ROWS:
+        found = launches(spec.num_layers, rows)
+        memory = nbytes / H200_GB_S / 1e6 / EFFICIENCY * -(-rows // TILE_ROWS)
+        host = [found.total * us / 1e3 for us in HOST_US]
+        captured = [memory + _gaps_ms(spec, rows, us) for us in KERNEL_US]
+        yield f"| {rows} | {found.chain} | {found.beside} | {_range(host, 0)} | {_range(captured, 1)} |\n"
+
+
+def _devices() -> Iterator[tuple[str, float]]:
+    for device in ("rtx-4050m", "rtx-4070m", "rtx-4090"):
+        yield DEVICES[device].name.removeprefix("NVIDIA GeForce "), DEVICES[device].memory_gb_s
+    yield "H200", H200_GB_S
+
+
+def _gaps_ms(spec: ModelSpec, rows: int, kernel_us: float) -> float:
+    found = launches(spec.num_layers, rows)
+    return (found.chain * kernel_us + found.forks * JOIN_US) / 1e3
+
+
+def _limits(memory: float, gaps: list[float]) -> str:
+    """What limits, and what to do about it next."""
+    if memory > 2 * gaps[1]:
+        return "memory | a larger share of its bandwidth: `make first-light` measures each product"
+    if memory > gaps[0]:
+        return "memory and kernels | fewer kernels: attention's merge in its last program"
+    return "kernels | fewer kernels: attention's merge in its last program, norms in products, dependent launches"
+
+
+def _range(values: tuple[float, ...] | list[float], digits: int = 1) -> str:
+    low, high = (f"{value:,.{digits}f}" for value in (values[0], values[-1]))
+    return low if low == high else f"{low} to {high}"
+
+
+if __name__ == "__main__":
+    print("".join(page()))
