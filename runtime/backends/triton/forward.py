@@ -326,15 +326,15 @@ def compensated_product(
         dec: float32 [M, N], receives the compensation; None adds it to `out`, after the product.
         buffers: Workspaces and the flag.
         side: Stream of the compensation; None runs it before the product.
-        copied: See `compensate`.
+        copied: As in `LaunchConfig`.
     """
     assert linear.selection is not None
     assert linear.residual is not None
-    selection, residual, rest = linear.selection, linear.residual, {"positions": positions, "copied": copied}
+    selection, residual, rest = linear.selection, linear.residual, {"flag": buffers.flag, "positions": positions}
     if dec is None:
         product(linear, x, out, buffers)
-        config, output = LaunchConfig(n_tb=linear.n_tb, fused=False), Output(out, out)
-        compensate(x.tensor, selection, residual, output, config, buffers.main, flag=buffers.flag, **rest)
+        config, output = LaunchConfig(n_tb=linear.n_tb, fused=False, copied=copied), Output(out, out)
+        compensate(x.tensor, selection, residual, output, config, buffers.main, **rest)
         return
     if side is not None:
         side.wait_stream(torch.cuda.current_stream())
@@ -344,9 +344,8 @@ def compensated_product(
             selection,
             residual,
             Output(dec),
-            LaunchConfig(n_tb=linear.n_tb, fused=buffers.alone is None and x.tensor.shape[0] == 1),
+            LaunchConfig(n_tb=linear.n_tb, fused=buffers.alone is None and x.tensor.shape[0] == 1, copied=copied),
             buffers.side,
-            flag=buffers.flag,
             **rest,
         )
     product(linear, x, out, buffers)

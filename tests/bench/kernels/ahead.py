@@ -119,13 +119,13 @@ def compile_ahead(specialization: Specialization, target: str) -> Compiled:
         "num_stages": specialization.num_stages,
         "launch_cooperative_grid": specialization.cooperative,
         **specialization.options,
-        **specialization.options_of(int(target.removeprefix("sm_")) // 10),
     }
     try:
+        capability = int(target.removeprefix("sm_"))
         built = build(
             ASTSource(specialization.kernel, signature, constants, aligned),
-            GPUTarget("cuda", int(target.removeprefix("sm_")), 32),
-            options,
+            GPUTarget("cuda", capability, 32),
+            options | specialization.options_of(capability // 10),
         )
     except (TritonError, RuntimeError, ValueError, TypeError, AssertionError) as error:
         raise BackendError(f"{specialization.name} does not compile for {target}: {error}") from error

@@ -106,9 +106,12 @@ def test_sentencepiece_s_bpe(name: str, shared_data: Path, tmp_path: Path) -> No
     original = sentencepiece.SentencePieceProcessor(model_file=str(shared_data / "tokenizers" / "mistral" / name))
     file = write_sentencepiece(tmp_path / "file.gguf", original, model="llama")
     prose = (shared_data / "text" / "alice.md").read_text("utf-8")
-    same(file, lambda line: [1, *original.encode(line)], mixed_lines(2000, prose))
+    # Only a chat template writes control tokens; SentencePiece reads their names in a text as text.
+    control = [original.id_to_piece(index) for index in range(original.get_piece_size()) if original.is_control(index)]
+    lines = [line for line in mixed_lines(2000, prose) if not any(piece in line for piece in control)]
+    same(file, lambda line: [1, *original.encode(line)], lines)
     tokenizer = Tokenizer(file)
-    for line in mixed_lines(300, prose):
+    for line in lines[:300]:
         assert tokenizer.decode(tokenizer.encode(line)) == line
 
 

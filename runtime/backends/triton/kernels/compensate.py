@@ -68,6 +68,9 @@ class LaunchConfig:
     fused: bool
     """Whether one cooperative launch does everything, for one row; otherwise one launch selects and one fetches. Under
     the interpreter, which runs programs one after another, only with n_tb = 1."""
+    copied: torch.Tensor | None = None
+    """int32, memory on the device in which several rows share what they fetch, where it suffices
+    (`runtime.backends.triton.kernels.union`); None: each fetches for itself."""
 
 
 class Residual(NamedTuple):
@@ -258,7 +261,6 @@ def compensate(
     *,
     flag: torch.Tensor | None = None,
     positions: torch.Tensor | None = None,
-    copied: torch.Tensor | None = None,
 ) -> None:
     """Select channels and write out = (base or 0) + the sum over them of x[c] times their residual rows.
 
@@ -274,8 +276,6 @@ def compensate(
         workspace: Provides the buffers of chosen channels and activations, and the barrier's counters.
         flag: int32 [1]; set to 1 if x contains NaN or infinity, otherwise unchanged. None: not checked.
         positions: int32 [M], position of every row in its sequence, for the random selector.
-        copied: int32, memory on the device in which several rows share what they fetch, where it suffices
-            (`runtime.backends.triton.kernels.union`); None: each fetches for itself.
 
     Raises:
         ValueError: inconsistent operands.
@@ -284,7 +284,7 @@ def compensate(
     """
     check_input(x, selection, positions)
     _check(x, selection, residual, output, config)
-    rows, k = x.shape[0], selection.k
+    rows, k, copied = x.shape[0], selection.k, config.copied
     places = triton.cdiv(rows * k, _ALIGNMENT) * _ALIGNMENT
     buffer = workspace.scratch(2 * places + 1, torch.int32)
     indices, values = buffer[: rows * k], buffer[places : places + rows * k].view(torch.float32)

@@ -58,7 +58,7 @@ class Layer:
             self.selection,
             self.residual,
             Output(out, more.pop("base", None)),
-            LaunchConfig(n_tb=n_tb, fused=fused),
+            LaunchConfig(n_tb=n_tb, fused=fused, copied=more.pop("copied", None)),
             self.workspace,
             **more,
         )
