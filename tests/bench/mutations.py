@@ -27,8 +27,10 @@ from tests.bench.reporting.run import write_report
 ROOT = Path(__file__).resolve().parents[2]
 LIST = Path(__file__).with_name("mutations.toml")
 RESULTS = Path(__file__).with_name("results")
-LONGEST_S = 600
-"""A run of tests that takes longer hangs; of a break that makes them hang, that counts as noticed."""
+LONGEST_S = 3600
+"""Unbroken tests that take longer hang."""
+SLOWER, GRACE_S = 3, 60
+"""Broken tests hang, which counts as noticed, after so many times what the unbroken ones took, and this on top."""
 _FAILED, _NOT_COLLECTED = 1, 2
 """How pytest ends when a test fails, or when a module cannot be imported."""
 
@@ -130,7 +132,7 @@ def make_copy(folder: Path) -> Path:
     return copy
 
 
-def run_tests(copy: Path, files: Sequence[str]) -> tuple[bool, str]:
+def run_tests(copy: Path, files: Sequence[str], longest_s: float = LONGEST_S) -> tuple[bool, str]:
     """Run test files of a copy until one fails. Returns whether all passed, and what pytest said at its end."""
     command = (sys.executable, "-m", "pytest", "-q", "-x", "--tb=line", "-p", "no:cacheprovider", "-p", "no:xdist")
     environment = {**os.environ, "PYTHONPATH": str(copy)}
@@ -141,11 +143,11 @@ def run_tests(copy: Path, files: Sequence[str]) -> tuple[bool, str]:
             env=environment,
             capture_output=True,
             text=True,
-            timeout=LONGEST_S,
+            timeout=longest_s,
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return False, f"FAILED (still running after {LONGEST_S} s)"
+        return False, f"FAILED (still running after {longest_s:.0f} s)"
     if done.returncode < 0:
         return False, f"FAILED (ended by signal {-done.returncode})"
     if done.returncode not in (0, _FAILED, _NOT_COLLECTED):
@@ -155,14 +157,14 @@ def run_tests(copy: Path, files: Sequence[str]) -> tuple[bool, str]:
     return done.returncode == 0, done.stdout[-4000:]
 
 
-def try_break(one: Break, copy: Path) -> Outcome:
-    """Break a copy in one place, run the tests, and mend it again."""
+def try_break(one: Break, copy: Path, longest_s: float = LONGEST_S) -> Outcome:
+    """Break a copy in one place, run the tests for so long at most, and mend it again."""
     file = copy / one.file
     stamp, whole = file.stat(), file.read_text(encoding="utf-8")
     begin = time.monotonic()
     try:
         file.write_text(whole.replace(one.old, one.new), encoding="utf-8")
-        passed, said = run_tests(copy, one.tests)
+        passed, said = run_tests(copy, one.tests, longest_s)
     finally:
         file.write_text(whole, encoding="utf-8")
         os.utime(file, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))  # what was compiled of it fits again
@@ -187,14 +189,17 @@ def measure(breaks: Sequence[Break], copy: Path) -> list[Outcome]:
     for one in breaks:
         check(one, copy)
     files = list(dict.fromkeys(file for one in breaks for file in one.tests))
+    unbroken_s = {}
     for file in files:
+        begin = time.monotonic()
         passed, said = run_tests(copy, [file])
+        unbroken_s[file] = time.monotonic() - begin
         print(f"unbroken: {file}: {said.splitlines()[-1] if said else ''}", flush=True)
         if not passed:
             raise MutationError(f"{file} fails without any break:\n{said}")
     outcomes = []
     for number, one in enumerate(breaks, 1):
-        outcome = try_break(one, copy)
+        outcome = try_break(one, copy, GRACE_S + SLOWER * sum(unbroken_s[file] for file in one.tests))
         outcomes.append(outcome)
         verdict = f"caught by {outcome.by}" if outcome.caught else "SURVIVED"
         print(f"{number:3}/{len(breaks)} {outcome.seconds:6.1f} s  {one.room}: {one.name}: {verdict}", flush=True)
