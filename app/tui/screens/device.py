@@ -91,7 +91,7 @@ class DeviceScreen(Screen[None]):
         self.query_one(ProgressPanel).show(session.job)
         self._show_live()
         status = session.status
-        runs = status and (status.model, status.budget_percent)
+        runs = status and (status.model, status.budget_percent, status.k_chunk)
         seen = (session.ready, runs, session.working, session.generating, session.problem)
         if seen != self._seen:
             self._seen = seen

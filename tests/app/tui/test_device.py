@@ -136,6 +136,20 @@ async def test_it_follows_the_tuning_and_the_size(stage: Callable[..., Any], run
         assert all(chart.size.width <= 38 for chart in screen.query(KneeChart))
 
 
+async def test_a_tuning_refined_in_the_background_appears(
+    stage: Callable[..., Any], runtime: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.tui.app.CHECK_INTERVAL_S", 0.1)
+    async with stage(runtime, size=(100, 40)) as s:
+        await open_device(s)
+        await s.shows("qkv · k_chunk 48")
+        refined = dict.fromkeys(runtime.tuning.k_chunk, 9)
+        runtime.tuning = replace(runtime.tuning, k_chunk=refined, refined=True)
+        runtime.status = replace(runtime.status, k_chunk=refined)
+        await s.shows("qkv · k_chunk 9")
+        await s.shows("refined on a text")
+
+
 async def test_the_header_opens_it(stage: Callable[..., Any], runtime: Any) -> None:
     async with stage(runtime, size=(100, 30)) as s:
         await s.pilot.click("#header-device")
