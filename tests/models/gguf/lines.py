@@ -3,9 +3,23 @@
 from __future__ import annotations
 
 import random
-from pathlib import Path
 
-ROOT = Path(__file__).parents[3]
+_NAMES = ["x", "rows", "k_chunk", "_SPARE_BYTES", "HTTPServer", "readLine", "__init__", "n2", "Ŵ", "café_au_lait"]
+_CODE = [
+    "def {0}(self, {1}: int = 0x{2:x}, *, {3}: str | None = None) -> list[{0}]:",
+    "return {0}[{1}:{2}, ...] @ {3}.T  # [{2}, K]",
+    'raise {0}Error(f"{{{1}!r}} isn\'t in {3}: {{{2}:>8.3f}}") from None',
+    "for (size_t {0} = 0; {0} < {1}->{3}; ++{0}) {{ *{1}++ |= {3}[{0}] << {2}; }}",
+    "#include <{0}/{1}.h>",
+    "const {0} = async ({{ {1}, ...{3} }}) => `${{{1}}}/${{await {3}?.({2})}}`;",
+    "SELECT {0}.*, COUNT(*) FROM {1} WHERE {3} <> '{2}' GROUP BY 1;",
+    "<{0} class=\"{1}-{2}\" href='#{3}'>&nbsp;</{0}>",
+    '{0}: {{ {1}: [{2}, -{2}e-{2}], "{3}": null }},',
+    "if ! {0} --{1}={2} 2>/dev/null | grep -q '^{3}$'; then exit $?; fi",
+    "impl<'a, {0}: {1}> {3}<'a> for Vec<[{0}; {2}]> {{}}",
+    "\\frac{{\\partial {0}}}{{\\partial {1}_{{{2}}}}} \\leq {3}",
+    "",
+]
 _WORDS = [
     "naïve",
     "café",
@@ -43,9 +57,7 @@ def mixed_lines(count: int, prose: str = "") -> list[str]:
         prose: Text of which about a quarter of the lines is taken; without it there are more of the others.
     """
     generator = random.Random(0)
-    files = sorted(path for room in ("app", "models", "runtime") for path in (ROOT / room).rglob("*.py"))
-    code = [line for path in files for line in path.read_text("utf-8").splitlines()]
-    kinds = [lambda: generator.choice(code), lambda: _digits(generator), lambda: _mixture(generator)]
+    kinds = [lambda: _code(generator), lambda: _digits(generator), lambda: _mixture(generator)]
     if prose:
         written = [line for line in prose.splitlines() if line.strip()]
         kinds.append(lambda: generator.choice(written)[:300])
@@ -54,6 +66,12 @@ def mixed_lines(count: int, prose: str = "") -> list[str]:
         for kind in kinds:
             lines[kind()] = None
     return list(lines)[:count]
+
+
+def _code(generator: random.Random) -> str:
+    first, second, third = generator.sample(_NAMES, 3)
+    line = generator.choice(_CODE).format(first, second, generator.randrange(10 ** generator.randrange(1, 6)), third)
+    return generator.choice(["", "    ", "\t"]) * generator.randrange(5) + line
 
 
 def _digits(generator: random.Random) -> str:

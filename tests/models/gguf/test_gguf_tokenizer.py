@@ -135,7 +135,7 @@ def write_sentencepiece(path: Path, processor: Any, **values: Any) -> Path:
 
 @pytest.mark.slow
 def test_sentencepiece_s_unigram(tmp_path: Path) -> None:
-    prose = "\n".join(mixed_lines(400))
+    prose = "\n".join(mixed_lines(600))
     (tmp_path / "text").write_text(prose, "utf-8")
     sentencepiece.SentencePieceTrainer.train(
         input=str(tmp_path / "text"),

@@ -510,7 +510,7 @@ def test_half_a_character_is_replaced(bytes_tokenizer: Tokenizer) -> None:
 
 def test_messages_too_deep_for_a_template_are_refused(tmp_path: Path) -> None:
     deep: list[object] = []
-    for _ in range(2000):
+    for _ in range(100_000):
         deep = [deep]
     call = {"id": "1", "function": {"name": "f", "arguments": {"a": deep}}}
     tokenizer = save(byte_level(), tmp_path, chat_template="{{ tools }}{{ messages[0].tool_calls | tojson }}")

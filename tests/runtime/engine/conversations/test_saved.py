@@ -53,8 +53,9 @@ def contents(cache: ReferenceCache, slot: int) -> torch.Tensor:
     return torch.stack([cache.read(part, layer, slot) for part in PARTS for layer in range(SHAPE["num_layers"])])
 
 
-def about(cache: ReferenceCache, spec: Any, /, **changes: Any) -> About:
-    return replace(About.of(cache, spec, model="abc" * 20, recipe={"bits": 4, "method": "rtn"}), **changes)
+def about(cache: ReferenceCache, spec: Any, /, *, prompts: dict[str, int] | int = 0, **changes: Any) -> About:
+    made = About.of(cache, spec, model="abc" * 20, recipe={"bits": 4, "method": "rtn"}, prompts=prompts)
+    return replace(made, **changes)
 
 
 @pytest.fixture
@@ -99,6 +100,7 @@ def test_a_file_comes_back_bit_for_bit(kv: KVKind, length: int, spec: Any, tmp_p
         ({"recipe": {"bits": 3, "method": "rtn"}}, "another recipe"),
         ({"spec": {}}, "another architecture"),
         ({"kind": {"name": "int8"}}, "another kind of cache"),
+        ({"prompts": 1024}, "another compensation of prompts"),
         ({"prompts": {"qkv": 1024}}, "another compensation of prompts"),
         ({"layout": "abacus-1"}, r"another backend or layout \(abacus-1\)"),
         ({"version": "0.0"}, r"another version of the program \(0\.0\)"),
@@ -238,6 +240,7 @@ def test_the_folder_stays_small_and_keeps_what_was_used_last(spec: Any, tmp_path
         kept.save(cache, [(0, chat, None)])
         assert len(list(tmp_path.iterdir())) == 2, age
         assert first.exists()
+        assert kept.longest(chat, beyond=0, context=CONTEXT) is not None, "the newest gives way to older ones"
     stale = tmp_path / f".{os.getpid()}-x{saved.TEMPORARY}"
     stale.write_bytes(b"x")
     kept.save(cache, [])

@@ -62,6 +62,14 @@ def test_it_learns_that_nothing_stays_and_tries_again_ever_more_rarely() -> None
     assert sum(each > 0 for each in drafted[-1000:]) > 900
 
 
+def test_drafts_behind_a_refused_one_were_not_tried() -> None:
+    """Of seven drafts the third is refused every time: two of three that were tried stay."""
+    gamma = AdaptiveGamma(CHEAP)
+    for _ in range(400):
+        gamma.note(7, 2, CHEAP.round_s(7))
+    assert gamma.acceptance == pytest.approx(2 / 3, abs=1e-3)
+
+
 def test_it_learns_that_rounds_cost_more_than_they_did() -> None:
     gamma = AdaptiveGamma(CHEAP)
     slow = Costs(plain=10.0, draft=9.0, verify=[3 * each for each in CHEAP.verify])
