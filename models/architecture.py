@@ -1,7 +1,7 @@
 """The block of every supported family, written once against a small set of operations.
 
 The full-precision decoder runs it with plain torch operations, the reference backend with dequantized weights, the CPU
-backend records it into a program once. So a family's quirks (biases, q/k norm, window, rope) stand here alone.
+backend records it into a program once. So a family's quirks (biases, q/k norm, window, rope or none) stand here alone.
 
 Weights are named `embed`, `layers.{i}.input_norm`, `layers.{i}.qkv`, `layers.{i}.q_norm`, `layers.{i}.k_norm`,
 `layers.{i}.o`, `layers.{i}.post_norm`, `layers.{i}.gate_up`, `layers.{i}.down`, `norm`, `head`; a bias belongs to its
@@ -72,7 +72,9 @@ def block(ops: Operations[T], spec: ModelSpec, layer: int, x: T) -> T:
     if spec.qk_norm:
         q = ops.head_norm(q, f"{prefix}.q_norm")
         k = ops.head_norm(k, f"{prefix}.k_norm")
-    attended = ops.attend(ops.rotate(q), ops.rotate(k), v, layer)
+    if layer not in spec.unrotated:
+        q, k = ops.rotate(q), ops.rotate(k)
+    attended = ops.attend(q, k, v, layer)
     x = ops.add(x, ops.linear(attended, f"{prefix}.o"))
     gate_up = ops.linear(ops.norm(x, f"{prefix}.post_norm"), f"{prefix}.gate_up")
     gate, up = ops.split(gate_up, (spec.intermediate_size, spec.intermediate_size))

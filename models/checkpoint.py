@@ -52,22 +52,35 @@ class Checkpoint:
     def vector(self, name: str) -> torch.Tensor:
         """A norm's weight, for example `layers.0.input_norm` or `norm`. Returns float32 [width]."""
         (module,) = self.files.family.sources(name)
-        return self.files.entries[f"{module}.weight"].read().to(torch.float32)
+        weight = self.files.entries[f"{module}.weight"].read().to(torch.float32)
+        return weight * self.files.multipliers.get(name, 1.0)
 
     def linear(self, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
         """A linear layer by its name in `ModelSpec.linear_names()`; q, k, v and gate, up are fused.
 
         Returns:
-            The weight [N, K] in the checkpoint's own dtype, and the bias float32 [N] or None.
+            The weight [N, K] in the checkpoint's own dtype, float32 where a multiplier is folded in, and the bias
+            float32 [N] or None.
         """
         if name == "head" and self.spec.tied:
             return self._table(), None
         weights = [self.files.entries[f"{module}.weight"].read() for module in self.files.family.sources(name)]
         weight = weights[0] if len(weights) == 1 else torch.cat(weights)
-        if not self.spec.has_bias(name):
-            return weight, None
-        biases = [self.files.entries[f"{module}.bias"].read() for module in self.files.family.sources(name)]
-        return weight, torch.cat([bias.to(torch.float32) for bias in biases])
+        bias = None
+        if self.spec.has_bias(name):
+            biases = [self.files.entries[f"{module}.bias"].read() for module in self.files.family.sources(name)]
+            bias = torch.cat([each.to(torch.float32) for each in biases])
+        return self._multiplied(name, weight), None if bias is None else self._multiplied(name, bias)
+
+    def _multiplied(self, name: str, rows: torch.Tensor) -> torch.Tensor:
+        """A linear layer's weight or bias, multiplied as the configuration asks for."""
+        kind = name.rsplit(".", 1)[-1]
+        of_all, of_queries = (self.files.multipliers.get(part, 1.0) for part in (kind, "q" if kind == "qkv" else ""))
+        if of_all == of_queries == 1:
+            return rows
+        rows = rows.to(torch.float32) * of_all
+        rows[: self.spec.q_width if kind == "qkv" else 0] *= of_queries
+        return rows
 
     def embedding(self) -> torch.Tensor:
         """The embedding table [V, C] in the checkpoint's own dtype."""

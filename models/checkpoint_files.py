@@ -17,6 +17,7 @@ import torch
 from models.errors import CheckpointError
 from models.families import family_of, spec_from_config
 from models.families.family import Family
+from models.families.fields import Fields
 from models.foreign import read_file, read_json
 from models.shard import ShardTensor, read_header
 from models.spec import ModelSpec
@@ -83,6 +84,8 @@ class CheckpointFiles:
     """Tensors by their names in Hugging Face's format."""
     weights: tuple[Path, ...]
     """The files that hold them, in the order of their names."""
+    multipliers: Mapping[str, float]
+    """Factors of weights that the configuration asks for, see `Family.multipliers`."""
     own_name: Callable[[str], str] = str
     """Returns the tensor's name in the files for its name in Hugging Face's format."""
     tokenizer: Callable[[], Mapping[str, bytes]] | None = None
@@ -109,12 +112,14 @@ def read_folder(folder: Path) -> CheckpointFiles:
     generation = _read_table(small[GENERATION_CONFIG]) if small[GENERATION_CONFIG].exists() else None
     source = str(small[CONFIG])
     spec = spec_from_config(config, generation, source=source)
+    family = family_of(config, source=source)
     entries = _read_entries(folder)
     return CheckpointFiles(
         path=folder,
         configuration={name: read_file(path) for name, path in small.items() if path.exists()},
         spec=spec,
-        family=family_of(config, source=source),
+        family=family,
+        multipliers=family.multipliers(Fields(table=config, source=source)),
         described_in=CONFIG,
         remedy=f"Weights and {CONFIG} must come from the same model. {_DOWNLOAD_AGAIN}",
         entries=entries,

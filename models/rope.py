@@ -59,5 +59,5 @@ def _llama3(rope: RopeSpec, plain: npt.NDArray[np.float64]) -> npt.NDArray[np.fl
 
 
 def table_bytes(spec: ModelSpec, context: int) -> int:
-    """Bytes of the rotary tables of so many positions, fp32."""
-    return 4 * context * spec.rope.rotary_dim
+    """Bytes of the rotary tables of so many positions, fp32; a GPU has more for blocks that don't rotate."""
+    return 4 * context * spec.rope.rotary_dim * (2 if spec.unrotated else 1)

@@ -44,7 +44,7 @@ class ModelSpec:
     """A decoder-only transformer: pre-norm blocks of grouped-query attention and a gated MLP."""
 
     family: str
-    """`llama`, `mistral`, `qwen2`, `qwen3` or `phi3`."""
+    """`model_type` of its family, see `models.families`."""
     hidden_size: int
     """C."""
     intermediate_size: int
@@ -67,6 +67,8 @@ class ModelSpec:
     """Rotary embedding."""
     windows: tuple[int | None, ...]
     """Per block: sliding window in tokens (a query sees itself and the window - 1 tokens before it), or None."""
+    unrotated: tuple[int, ...] = ()
+    """Blocks without a rotary embedding (SmolLM3)."""
     qkv_bias: bool = False
     """Whether q, k and v have biases (Qwen2)."""
     o_bias: bool = False

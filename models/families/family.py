@@ -33,6 +33,8 @@ class Family:
     """Builds the specification, without token ids."""
     linear_sources: Mapping[str, tuple[str, ...]]
     """Modules of a block that make up each linear layer, in the order they are fused."""
+    multipliers: Callable[[Fields], Mapping[str, float]] = lambda _: {}
+    """Multipliers of config.json that fold into weights: factors of `q`, `o`, `down` and `norm`."""
 
     def sources(self, name: str) -> tuple[str, ...]:
         """Modules of the checkpoint whose tensors make up what `models.architecture` calls `name`.
@@ -120,6 +122,31 @@ def refuse_attention_bias(fields: Fields) -> None:
         )
 
 
+def listed_windows(fields: Fields, num_layers: int, window: int | None) -> tuple[int | None, ...] | None:
+    """Sliding windows by `layer_types`; None where config.json has no such list.
+
+    Args:
+        fields: config.json.
+        num_layers: Number of blocks.
+        window: That of the blocks that have one.
+
+    Raises:
+        CheckpointError: The list is wrong, or asks for windows where there is none.
+    """
+    types = fields.table.get("layer_types")
+    if types is None:
+        return None
+    known = ("full_attention", "sliding_attention")
+    if not isinstance(types, list) or len(types) != num_layers or any(kind not in known for kind in types):
+        raise fields.wrong("layer_types", types, f"a list of {num_layers} times one of {' or '.join(known)}")
+    if window is None and "sliding_attention" in types:
+        raise CheckpointError(
+            f"{fields.source}: 'layer_types' has sliding_attention, but neither 'sliding_window' nor "
+            f"'use_sliding_window' gives a width. {fields.remedy}"
+        )
+    return tuple(window if kind == "sliding_attention" else None for kind in types)
+
+
 def layer_windows(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
     """Sliding windows of Qwen2 and Qwen3: off unless asked for, and then on some blocks.
 
@@ -129,18 +156,10 @@ def layer_windows(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
         CheckpointError: A value is not acceptable, or the parts of the config contradict each other.
     """
     window = fields.integer("sliding_window", 4096) if fields.flag("use_sliding_window", False) else None
-    types = fields.table.get("layer_types")
-    if types is None:
-        first = fields.table.get("max_window_layers", 28)
-        if isinstance(first, bool) or not isinstance(first, int) or first < 0:
-            raise fields.wrong("max_window_layers", first, "a number of layers")
-        return tuple(window if layer >= first else None for layer in range(num_layers))
-    known = ("full_attention", "sliding_attention")
-    if not isinstance(types, list) or len(types) != num_layers or any(kind not in known for kind in types):
-        raise fields.wrong("layer_types", types, f"a list of {num_layers} times one of {' or '.join(known)}")
-    if window is None and "sliding_attention" in types:
-        raise CheckpointError(
-            f"{fields.source}: 'layer_types' has sliding_attention, but 'use_sliding_window' is off. "
-            "Take config.json from the model's publisher."
-        )
-    return tuple(window if kind == "sliding_attention" else None for kind in types)
+    listed = listed_windows(fields, num_layers, window)
+    if listed is not None:
+        return listed
+    first = fields.table.get("max_window_layers", 28)
+    if isinstance(first, bool) or not isinstance(first, int) or first < 0:
+        raise fields.wrong("max_window_layers", first, "a number of layers")
+    return tuple(window if layer >= first else None for layer in range(num_layers))

@@ -41,6 +41,7 @@ def read_gguf(path: Path) -> CheckpointFiles:
         configuration={name: json.dumps(table, indent=2).encode() for name, table in tables.items() if table},
         spec=spec_from_config(config, source=str(path), remedy=REMEDY),
         family=family_of(config, source=str(path)),
+        multipliers={},
         described_in="the metadata",
         remedy=REMEDY,
         entries=tensors,

@@ -28,6 +28,7 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+GRANITE = {"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.6, "logits_scaling": 1.7}
 
 
 def longrope(pairs: int, **more: float) -> dict[str, Any]:
@@ -79,6 +80,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "sliding_window": 100,
         },
     ),
+    "ministral": ("Ministral", {"sliding_window": 5, "head_dim": 12}),
+    "ministral-layer-types": (
+        "Ministral",
+        {"sliding_window": 4, "head_dim": 8, "layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+    ),
+    "smollm3": ("SmolLM3", {"no_rope_layer_interval": 2, "tie_word_embeddings": True}),
+    "smollm3-window": (
+        "SmolLM3",
+        {"no_rope_layers": [0, 1, 0], "use_sliding_window": True, "sliding_window": 5, "attention_bias": True},
+    ),
+    "granite": ("Granite", GRANITE),
+    "granite-tied": ("Granite", {**GRANITE, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
+    "seed-oss": ("SeedOss", {"head_dim": 16}),
+    "seed-oss-biases": ("SeedOss", {"head_dim": 8, "attention_out_bias": True, "mlp_bias": True}),
 }
 """Family and what is special, by a name."""
 

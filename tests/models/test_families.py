@@ -322,6 +322,9 @@ LONGROPE = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [1.0] 
         ("qwen2", {"layer_types": ["full_attention"]}, "layer_types.*list of 4"),
         ("qwen2", {"layer_types": ["linear_attention"] * 4}, "layer_types.*list of 4"),
         ("qwen3", {"layer_types": ["sliding_attention"] * 4}, "layer_types.*use_sliding_window"),
+        ("ministral", {"layer_types": ["sliding_attention"] * 4, "sliding_window": None}, "layer_types.*width"),
+        ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers.*list of 4"),
+        ("granite", {"embedding_multiplier": 0}, "embedding_multiplier.*above 0"),
         ("qwen3", {"use_sliding_window": True, "max_window_layers": "all"}, "max_window_layers"),
     ],
 )

@@ -223,7 +223,7 @@ class PlanOperations:
                 heads=spec.num_heads,
                 kv_heads=spec.num_kv_heads,
                 dim=spec.head_dim,
-                half=spec.rope.rotary_dim // 2,
+                half=0 if layer in spec.unrotated else spec.rope.rotary_dim // 2,
                 cos=_address(self._cos),
                 sin=_address(self._sin),
                 q_norm=q_norm,

@@ -29,7 +29,7 @@ from runtime.backends.triton.kernels.gemm import gemm
 from runtime.backends.triton.kernels.gemv import ROWS, few_rows
 from runtime.backends.triton.kernels.norm import add_norm, embed_norm
 from runtime.backends.triton.kernels.residual_gemm import multiply
-from runtime.backends.triton.kernels.rope import HeadNorms, Rope, heads
+from runtime.backends.triton.kernels.rope import HeadNorms, heads
 from runtime.backends.triton.kernels.tokens import Tokens, round_tokens
 from runtime.backends.triton.kernels.w4a8 import gemm_w4a8
 from runtime.backends.triton.launch_check import refused_cooperation
@@ -243,8 +243,8 @@ class Pass(Operations[Value]):
         rows = Rows(buffers.positions[:M], buffers.slots[:M])
         queries, out = buffers.queries(M, spec.q_width), buffers.input(M, spec.q_width)
         q_norm, k_norm = (model.norms[x.norm] if x.norm else None for x in (q, k))
-        norms, rope = HeadNorms(q_norm, k_norm, spec.norm_eps), Rope(model.cos, model.sin)
-        heads(v.tensor, v.dec, norms, rope, model.bases[layer], rows, pages, queries)
+        norms = HeadNorms(q_norm, k_norm, spec.norm_eps)
+        heads(v.tensor, v.dec, norms, model.ropes[layer], model.bases[layer], rows, pages, queries)
         context, draft = model.options.context, self._draft
         sums = attend(queries, pages, rows, window, out, buffers.main, context=context, draft=draft)
         rounded = buffers.rounded(M, spec.q_width)

@@ -16,7 +16,7 @@ from models.weights import Weights
 from runtime.backends.decoder import DecoderOptions, Int32Array
 from runtime.backends.operations.channels import k_chunk_of, layer_kind, static_channels
 from runtime.backends.triton.cache import GpuCache
-from runtime.backends.triton.kernels.rope import Basis
+from runtime.backends.triton.kernels.rope import Basis, Rope
 from runtime.backends.triton.kernels.select import Selection, make_selection
 from runtime.backends.triton.layout import GpuLinear, repack
 from runtime.backends.triton.residual import (
@@ -93,7 +93,11 @@ class GpuModel:
         self._unlocked: npt.NDArray[np.float16] | None = None
         """The embedding table, if its memory could not be page-locked."""
         self.table = self._table(weights)
-        self.cos, self.sin = (self._move(table) for table in tables(spec.rope, options.context))
+        cos, sin = tables(spec.rope, options.context)
+        rope = Rope(self._move(cos), self._move(sin))
+        still = Rope(self._move(np.ones_like(cos)), self._move(np.zeros_like(sin))) if spec.unrotated else rope
+        self.ropes = [still if layer in spec.unrotated else rope for layer in range(spec.num_layers)]
+        """Of each layer; angles of 0 where it has none."""
         self.cache = GpuCache(
             KINDS[options.kv],
             spec,

@@ -75,6 +75,7 @@ SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "heads-narrower-than-a-block": ({"bits": 4}, {"head_dim": 8, "num_heads": 5, "num_kv_heads": 1}),
     "head-dim-80": ({"bits": 3, "residual_bits": 2}, {"head_dim": 80, "num_heads": 5, "num_kv_heads": 1}),
     "partial-rope": ({"bits": 4}, {"head_dim": 32, "rope": RopeSpec(rotary_dim=12)}),
+    "unrotated": ({"bits": 4}, {"unrotated": (1,)}),
     "codebooks": ({"bits": 4, "codebook": True}, {"qkv_bias": True}),
     "codebooks-3bit": ({"bits": 3, "codebook": True, "residual_bits": 4, "group_size": 64}, {"num_kv_heads": 1}),
     "wide-groups": ({"bits": 3, "group_size": 128}, {"hidden_size": 256, "head_dim": 64}),

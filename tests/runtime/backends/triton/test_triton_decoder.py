@@ -42,6 +42,7 @@ SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"bits": 4, "residual_bits": 4, "codebook": True},
         {"qkv_bias": True, "rope": RopeSpec(rotary_dim=12)},
     ),
+    "unrotated": ({"bits": 4}, {"num_layers": 2, "unrotated": (0,)}),
     "codebooks-3bit": ({"bits": 3, "residual_bits": 8, "codebook": True}, {}),
 }
 

@@ -1,0 +1,52 @@
+"""Granite 3 and 4, dense: Llama's block with four multipliers, which fold into weights.
+
+With multipliers e (embedding), a (attention), r (residual) and 1 / s (logits), a Granite model is one of Llama whose
+residual stream is 1 / e of it: what a block adds is multiplied by r / e, and since an RMSNorm undoes any scale but that
+of its epsilon, eps / e² has the place of eps. Queries are multiplied by a √D, the last norm's weight by 1 / s.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+
+from models.families.family import SEPARATE_LINEAR_SOURCES, Family, read_common
+from models.families.fields import Fields
+from models.families.rotary import rope_spec
+from models.spec import ModelSpec
+
+
+def _read(fields: Fields) -> ModelSpec:
+    common = read_common(fields)
+    attention_bias = fields.flag("attention_bias", False)
+    spec = ModelSpec(
+        **common,
+        family="granite",
+        rope=rope_spec(fields, common["head_dim"], common["max_context"]),
+        windows=(None,) * common["num_layers"],
+        qkv_bias=attention_bias,
+        o_bias=attention_bias,
+        mlp_bias=fields.flag("mlp_bias", False),
+    )
+    return replace(spec, norm_eps=spec.norm_eps / fields.number("embedding_multiplier", 1.0) ** 2)
+
+
+def _multipliers(fields: Fields) -> Mapping[str, float]:
+    added = fields.number("residual_multiplier", 1.0) / fields.number("embedding_multiplier", 1.0)
+    return {
+        "q": fields.number("attention_multiplier", 1.0) * math.sqrt(read_common(fields)["head_dim"]),
+        "o": added,
+        "down": added,
+        "norm": 1 / fields.number("logits_scaling", 1.0),
+    }
+
+
+GRANITE = Family(
+    model_type="granite",
+    architecture="GraniteForCausalLM",
+    read=_read,
+    linear_sources=SEPARATE_LINEAR_SOURCES,
+    multipliers=_multipliers,
+)
+"""Granite 3.0 to 3.3, and the dense ones of 4."""

@@ -1,0 +1,63 @@
+"""Random models of every family, quantized and decoded by every backend, against transformers.
+
+Every residual is added, so what remains is what half precision and INT8 activations lose.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from models.quantize import quantize
+from models.recipe import Recipe
+from models.store import Store, StoredModel
+from runtime.backends.cpu.decoder import CpuDecoder
+from runtime.backends.decoder import DecoderOptions, Step
+from runtime.backends.reference.decoder import ReferenceDecoder
+from runtime.backends.triton.decoder import TritonDecoder
+from tests.models.conftest import write_tokenizer
+from tests.models.random_models import CASES, SIZES, random_case
+from tests.runtime.backends.triton.conftest import DEVICE
+
+OFTEN = {"smollm3", "granite-tied"}
+"""Cases that `make test` runs; other tests run the blocks of the rest."""
+MEAN = {"reference": 0.005, "cpu": 0.06, "triton": 0.01}
+"""Largest mean error of a logit, of the spread of logits. A wrong mask, rotation or scale is off by the spread;
+INT8 activations in blocks of 32 channels alone by 3 %."""
+
+
+@pytest.fixture(
+    scope="module", params=[case if case in OFTEN else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
+)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, StoredModel]:
+    """A random model of transformers, and the same as quantized."""
+    model, folder = random_case(request.param), tmp_path_factory.mktemp("family")
+    model.save_pretrained(folder / "checkpoint")
+    write_tokenizer(folder / "checkpoint", SIZES["vocab_size"])
+    store = Store(folder / "store")
+    recipe = Recipe(method="rtn", group_size=32, residual_bits=16, head_bits=4)
+    text = "The quick brown fox jumps over the lazy dog. " * 40
+    quantize(folder / "checkpoint", store, recipe, name="tiny", calibration=text, evaluation=None)
+    return model, store.open("tiny")
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu", pytest.param("triton", marks=pytest.mark.slow)])
+def test_logits_are_those_of_transformers(pair: tuple[Any, StoredModel], backend: str) -> None:
+    """A prompt and tokens behind it, across the border of every window."""
+    model, stored = pair
+    options = DecoderOptions(kv="fp16", context=16, k_chunk=1024, prompt_k_chunk=1024, select="exact", max_rows=8)
+    decoder: Any = {
+        "reference": lambda: ReferenceDecoder(stored, options),
+        "cpu": lambda: CpuDecoder(stored, options),
+        "triton": lambda: TritonDecoder(stored, options, DEVICE),
+    }[backend]()
+    tokens = np.random.default_rng(6).integers(0, SIZES["vocab_size"], 14)
+    with torch.no_grad():
+        expected = model(torch.from_numpy(tokens)[None]).logits[0].numpy()
+    found = [np.array(decoder.forward(Step.of(tokens[:7], 0, list(range(7)), prefill=True)))]
+    found += [np.array(decoder.forward(Step.of(tokens[at : at + 1], at, [0]))) for at in range(7, 14)]
+    errors = np.abs(np.concatenate(found) - expected) / expected.std()
+    assert errors.mean() <= MEAN[backend]
