@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from typing import Any
 
 import torch
@@ -96,6 +97,54 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "seed-oss-biases": ("SeedOss", {"head_dim": 8, "attention_out_bias": True, "mlp_bias": True}),
 }
 """Family and what is special, by a name."""
+
+
+DRAWN_FAMILIES = ("Llama", "Mistral", "Ministral", "Qwen2", "Qwen3", "Phi3", "SmolLM3", "Granite", "SeedOss")
+"""Families whose configurations `drawn_changes` draws."""
+
+
+def drawn_changes(family: str, seed: int) -> dict[str, Any]:
+    """A configuration of a family, drawn at random: layers, heads, odd sizes, windows and the family's own options."""
+    generator = random.Random(f"{family} {seed}")
+    kv_heads, layers, dim = generator.randint(1, 3), generator.randint(1, 5), 2 * generator.randint(2, 9)
+    heads, window = kv_heads * generator.randint(1, 4), generator.choice([None, 1, 3, 8])
+
+    def flag() -> bool:
+        return generator.random() < 0.5
+
+    mask = ["sliding_attention" if window and flag() else "full_attention" for _ in range(layers)]
+    own: dict[str, dict[str, Any]] = {
+        "Llama": {"attention_bias": flag(), "mlp_bias": flag()},
+        "Mistral": {"sliding_window": window},
+        "Ministral": {"sliding_window": window or 4, "layer_types": mask},
+        "Qwen2": {"use_sliding_window": window is not None, "sliding_window": window, "layer_types": mask},
+        "Qwen3": {"use_sliding_window": False, "attention_bias": flag()},
+        "Phi3": {"sliding_window": window, "partial_rotary_factor": 2 * generator.randint(1, dim // 2) / dim},
+        "SmolLM3": {
+            "no_rope_layers": [int(flag()) for _ in range(layers)],
+            "use_sliding_window": window is not None,
+            "sliding_window": window,
+            "attention_bias": flag(),
+        },
+        # Scores stay moderate: with sharp ones the two orders of a float32 sum part by more than the tolerance.
+        "Granite": {name: generator.uniform(0.1, 0.4 if name == "attention_multiplier" else 4) for name in GRANITE}
+        | {"attention_bias": flag()},
+        "SeedOss": {"attention_bias": flag(), "attention_out_bias": flag(), "mlp_bias": flag()},
+    }
+    # Heads of these are as wide as the hidden size says; the others take any width.
+    divided = family in ("Qwen2", "Phi3", "SmolLM3", "Granite")
+    hidden = heads * dim if divided else heads * generator.randint(2, 20)
+    width = {} if divided else {"head_dim": dim}
+    return {
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "hidden_size": hidden,
+        "intermediate_size": generator.randint(5, 90),
+        "tie_word_embeddings": flag(),
+        **width,
+        **own[family],
+    }
 
 
 def random_model(family: str, *, seed: str = "", **changes: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import weakref
@@ -11,12 +12,20 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, DynamicCache
 
 from models.checkpoint import Checkpoint
 from models.families import spec_from_config
 from models.oracle import Oracle
 from tests.close import assert_close
-from tests.models.random_models import CASES, SIZES, random_case
+from tests.models.random_models import (
+    CASES,
+    DRAWN_FAMILIES,
+    SIZES,
+    drawn_changes,
+    random_case,
+    random_model,
+)
 
 TOLERANCE = 1e-4
 """Largest difference of a logit in fp32. Logits of the random models are of the order of 1."""
@@ -45,9 +54,11 @@ def tokens_of(length: int, batch: int = 2) -> torch.Tensor:
     return torch.randint(0, SIZES["vocab_size"], (batch, length), generator=generator)
 
 
-def theirs(model: Any, tokens: torch.Tensor, **arguments: Any) -> Any:
+def theirs(model: Any, tokens: torch.Tensor, cache: DynamicCache | None = None) -> Any:
+    """What transformers computes; its releases before 5.24 call the cache ``past_key_values``."""
+    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
     with torch.no_grad():
-        return model(tokens, **arguments)
+        return model(tokens, use_cache=cache is not None, **{name: cache})
 
 
 @pytest.mark.parametrize("length", [1, 4, 16, 23])
@@ -56,6 +67,23 @@ def test_logits_equal_transformers(pair: tuple[Any, Checkpoint], length: int) ->
     expected = theirs(model, tokens_of(length)).logits
     assert expected.std() > 0.3
     assert_close(Oracle(checkpoint).logits(tokens_of(length)), expected, "model")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", DRAWN_FAMILIES)
+def test_drawn_configurations_equal_transformers(family: str, tmp_path: Path) -> None:
+    """50 of each family: a prompt of 5 tokens and 20 decoded ones, across the borders of windows."""
+    for seed in range(50):
+        changes = drawn_changes(family, seed)
+        model, folder = random_model(family, seed=str(seed), **changes), tmp_path / str(seed)
+        model.save_pretrained(folder)
+        oracle, tokens = Oracle(Checkpoint.open(folder)), tokens_of(25, batch=1)
+        cache = oracle.cache(1, 25)
+        parts = [oracle.logits(tokens[:, :5], cache)]
+        parts += [oracle.logits(tokens[:, at : at + 1], cache) for at in range(5, 25)]
+        expected = theirs(model, tokens).logits
+        error = (torch.cat(parts, 1) - expected).abs().max() / expected.abs().max()
+        assert error <= TOLERANCE, (seed, changes)
 
 
 def test_cached_decode_equals_transformers(pair: tuple[Any, Checkpoint]) -> None:
@@ -76,10 +104,11 @@ def test_cached_decode_equals_cached_decode_of_transformers(pair: tuple[Any, Che
     tokens = tokens_of(length)
     oracle = Oracle(checkpoint)
     cache = oracle.cache(2, length)
-    output = theirs(model, tokens[:, :3], use_cache=True)
+    cache_of_theirs = DynamicCache(config=model.config)
+    output = theirs(model, tokens[:, :3], cache_of_theirs)
     assert_close(oracle.logits(tokens[:, :3], cache), output.logits, "model")
     for i in range(3, length):
-        output = theirs(model, tokens[:, i : i + 1], past_key_values=output.past_key_values, use_cache=True)
+        output = theirs(model, tokens[:, i : i + 1], cache_of_theirs)
         ours = oracle.logits(tokens[:, i : i + 1], cache)
         assert_close(ours, output.logits, "model")
 
@@ -219,10 +248,11 @@ def test_the_keys_shown_are_those_that_transformers_caches(pair: tuple[Any, Chec
     model, checkpoint = pair
     seen: list[tuple[int, torch.Tensor]] = []
     Oracle(checkpoint, observe_keys=lambda layer, _, keys: seen.append((layer, keys))).logits(tokens_of(3))
-    cached = theirs(model, tokens_of(3), use_cache=True).past_key_values.layers
+    cache = DynamicCache(config=model.config)
+    theirs(model, tokens_of(3), cache)
     assert [layer for layer, _ in seen] == list(range(checkpoint.spec.num_layers))
     for layer, keys in seen:
-        assert_close(keys, cached[layer].keys, "model")
+        assert_close(keys, cache.layers[layer].keys, "model")
 
 
 class SpiedWeights:
@@ -331,14 +361,15 @@ def test_real_model_continues_like_transformers_for_200_tokens(real: tuple[Path,
     import transformers
 
     folder, expected = real
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     prompt = prompt_of(folder, expected)
     theirs_ids = list(prompt)
-    output = theirs(model, torch.tensor([prompt]), use_cache=True)
+    cache = DynamicCache(config=model.config)
+    output = theirs(model, torch.tensor([prompt]), cache)
     for _ in range(200):
         theirs_ids.append(int(output.logits[0, -1].argmax()))
         fresh = torch.tensor([theirs_ids[-1:]])
-        output = theirs(model, fresh, past_key_values=output.past_key_values, use_cache=True)
+        output = theirs(model, fresh, cache)
     ours = greedy(Oracle(Checkpoint.open(folder)), prompt, 200)
     assert ours == theirs_ids
     assert len(set(ours)) > 20
