@@ -66,6 +66,11 @@ class Operations(Protocol[T]):
 
 def block(ops: Operations[T], spec: ModelSpec, layer: int, x: T) -> T:
     """One decoder block. [M, C] -> [M, C]."""
+    return mlp(ops, spec, layer, attention(ops, spec, layer, x))
+
+
+def attention(ops: Operations[T], spec: ModelSpec, layer: int, x: T) -> T:
+    """x plus the attention of a block over it. [M, C] -> [M, C]."""
     prefix = f"layers.{layer}"
     qkv = ops.linear(ops.norm(x, f"{prefix}.input_norm"), f"{prefix}.qkv")
     q, k, v = ops.split(qkv, (spec.q_width, spec.kv_width, spec.kv_width))
@@ -75,7 +80,12 @@ def block(ops: Operations[T], spec: ModelSpec, layer: int, x: T) -> T:
     if layer not in spec.unrotated:
         q, k = ops.rotate(q), ops.rotate(k)
     attended = ops.attend(q, k, v, layer)
-    x = ops.add(x, ops.linear(attended, f"{prefix}.o"))
+    return ops.add(x, ops.linear(attended, f"{prefix}.o"))
+
+
+def mlp(ops: Operations[T], spec: ModelSpec, layer: int, x: T) -> T:
+    """x plus the gated MLP of a block. [M, C] -> [M, C]."""
+    prefix = f"layers.{layer}"
     gate_up = ops.linear(ops.norm(x, f"{prefix}.post_norm"), f"{prefix}.gate_up")
     gate, up = ops.split(gate_up, (spec.intermediate_size, spec.intermediate_size))
     return ops.add(x, ops.linear(ops.gate(gate, up), f"{prefix}.down"))
