@@ -18,6 +18,7 @@ from app.cli import (
     config,
     doctor,
     evaluate,
+    export,
     manual,
     pull,
     quantize,
@@ -90,6 +91,7 @@ app.command("list")(stored.list_models)
 app.command("ls", hidden=True)(stored.list_models)
 app.command("show")(stored.show)
 app.command("rm")(stored.remove)
+app.command("export")(export.export)
 app.command("serve")(serve.serve)
 app.command("eval")(evaluate.evaluate)
 app.command("bench")(bench.bench)

@@ -45,7 +45,7 @@ _FOREIGN = (
     "use_parallel_residual",
 )
 """Keys of an architecture that change a block's arithmetic in unsupported ways unless they are 0."""
-_WITH_WINDOW = ("llama", "phi3")
+WITH_WINDOW = ("llama", "phi3")
 """Architectures whose sliding window applies to all blocks."""
 _MAX_FACTORS = 1 << 16
 _SCALINGS = ("none", "linear")
@@ -197,7 +197,7 @@ def _window(fields: Fields, name: str, context: int) -> dict[str, Any]:
     value = fields.table.get(f"{name}.attention.sliding_window") or None
     if value is None or (isinstance(value, int) and value >= context):
         return {}
-    if name not in _WITH_WINDOW:
+    if name not in WITH_WINDOW:
         raise UnsupportedModelError(
             f"{fields.source}: '{name}.attention.sliding_window' is {value!r}; windows of {name} models are not read "
             "from GGUF files. Take the model's Hugging Face checkpoint."
