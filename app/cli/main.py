@@ -29,7 +29,7 @@ from app.cli import (
     tune_device,
 )
 from app.cli.errors import CliError, explained, in_one_line
-from app.cli.output import NAME, at_a_terminal, sanitize_streams
+from app.cli.output import NAME, at_a_terminal, prepare_streams, sanitize_streams
 
 PIPE_STATUS = 141
 """Exit status when the reader of a pipe left: 128 and the number of SIGPIPE, as a shell reports it."""
@@ -106,9 +106,7 @@ app.add_typer(config.app, name="config")
 
 def main() -> None:
     """The command line of the `lowbit-chat` program."""
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")  # a terminal that lacks a character must not abort an answer
+    prepare_streams()
     sanitize_streams()
     try:
         app(prog_name=NAME)

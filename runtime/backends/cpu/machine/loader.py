@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +21,8 @@ class LoadedCode:
     """Owner of its memory."""
 
 
+WINDOWS_CALLS = ("WaitOnAddress", "WakeByAddressAll")
+"""Functions outside the libraries that LLVM searches on Windows; compiled code calls them by name."""
 _held: list[LoadedCode] = []
 """All loaded code. Programs contain addresses, so code is never unloaded."""
 
@@ -37,6 +42,14 @@ def target_machine() -> llvm.TargetMachine:
     )
 
 
+@functools.cache
+def _name_windows_calls() -> None:
+    """Tell LLVM where `WINDOWS_CALLS` are."""
+    library = ctypes.WinDLL("api-ms-win-core-synch-l1-2-0.dll")  # type: ignore[attr-defined, unused-ignore]
+    for name in WINDOWS_CALLS:
+        llvm.add_symbol(name, ctypes.cast(getattr(library, name), ctypes.c_void_p).value)
+
+
 def load_code(code: bytes, symbol: str) -> LoadedCode:
     """Load an object file.
 
@@ -44,6 +57,8 @@ def load_code(code: bytes, symbol: str) -> LoadedCode:
         code: A complete object file: LLVM aborts the process on a damaged one. It may only refer to the C library.
         symbol: The function in it.
     """
+    if sys.platform == "win32":
+        _name_windows_calls()
     # Separate engines keep the names of units apart.
     engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), target_machine())
     engine.add_object_file(llvm.ObjectFileRef.from_data(code))
