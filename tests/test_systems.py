@@ -22,6 +22,7 @@ from runtime.backends.cpu.machine.sleeping import sleeping
 from runtime.system.job import Job
 from tests.architecture import ROOT
 from tests.systems import MACHINES, POSIX, ROOMS
+from tuner import sysctl
 
 
 @pytest.mark.parametrize("system", MACHINES)
@@ -145,7 +146,18 @@ def test_a_job_ends_its_processes_with_this_one() -> None:
     kernel = Kernel32("AssignProcessToJobObject")
     with pytest.raises(OSError, match="a call of Windows failed with error 5"):
         Job(kernel).add(1234)
-    assert kernel.said[-2][0] == "CloseHandle"
+    assert kernel.said[-1][0] == "CloseHandle"
+
+
+@pytest.mark.parametrize(("failed", "found"), [(0, 6), (-1, None)])
+def test_macos_tells_its_fast_cores(failed: int, found: int | None) -> None:
+    def sysctlbyname(name: bytes, value: Any, size: Any, *_: Any) -> int:
+        assert name == b"hw.perflevel0.physicalcpu"
+        ctypes.c_int32.from_buffer(value._obj).value, size._obj.value = 6, 4
+        return failed
+
+    library = SimpleNamespace(sysctlbyname=sysctlbyname)
+    assert sysctl.number("hw.perflevel0.physicalcpu", library) == found
 
 
 def test_a_file_that_is_being_read_is_replaced_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
