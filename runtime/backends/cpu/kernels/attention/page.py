@@ -50,6 +50,7 @@ from runtime.backends.cpu.kernels.attention.queries import (
     widen_shifted,
 )
 from runtime.backends.cpu.kernels.attention.run import LOWEST, Queries, Sums, padded_channels, seen_by
+from runtime.backends.cpu.kernels.cap import cap_floats
 from runtime.backends.cpu.kernels.attention.weights import (
     add_products,
     add_to_all,
@@ -213,7 +214,9 @@ def _weights_of(form: Form) -> Any:
             if first >= end:
                 _nothing_seen(at, to, tokens, noted)
                 continue
-            if corrected or first > 0 or end < tokens:
+            if queries.cap != 0.0:
+                cap_floats(at, tokens, queries.cap)
+            if corrected or first > 0 or end < tokens or queries.cap != 0.0:
                 mask_scores(at, tokens, first, end, noted)
             top = raise_maximum(noted, sums.at + n // heads * sums.row + n % heads * sums.head, channels)
             besides = noted + (APART if several else BESIDES)
