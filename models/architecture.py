@@ -42,17 +42,18 @@ class Operations(Protocol[T]):
         ...
 
     def head_norm(self, x: T, name: str) -> T:
-        """RMSNorm over the channels of each head, or of all together, with the weight `name`. [M, heads * D] -> same."""
+        """RMSNorm over the channels of each head, or of all, with the weight `name`. [M, heads * D] -> the same."""
         ...
 
-    def rotate(self, x: T, layer: int) -> T:
+    def rotate(self, x: T, layer: int, /) -> T:
         """Rotary position embedding of each head, that of `layer`. [M, heads * D] -> the same."""
         ...
 
     def attend(self, q: T, k: T, v: T, layer: int) -> T:
         """Append k and v to the cache of `layer`, then causal attention of q over it, within spec.windows[layer].
 
-        Queries grow with their positions and scores are capped as the specification says. q is [M, H * D], k and v [M, H_kv * D]. Returns [M, H * D].
+        Queries grow with their positions and scores are capped as the specification says. q is [M, H * D], k and v
+        [M, H_kv * D]. Returns [M, H * D].
         """
         ...
 
@@ -72,7 +73,7 @@ class Operations(Protocol[T]):
         ...
 
     def cap(self, logits: T) -> T:
-        """c * tanh(x / c) of every logit x, c being spec.logit_cap. [R, V] -> the same."""
+        """C * tanh(x / c) of every logit x, c being spec.logit_cap. [R, V] -> the same."""
         ...
 
 
@@ -82,7 +83,7 @@ def block(ops: Operations[T], spec: ModelSpec, layer: int, x: T) -> T:
 
 
 def attention(ops: Operations[T], spec: ModelSpec, layer: int, x: T) -> T:
-    """x plus the attention of a block over it. [M, C] -> [M, C]."""
+    """X plus the attention of a block over it. [M, C] -> [M, C]."""
     prefix = f"layers.{layer}"
     qkv = ops.linear(read(ops, spec, x, f"{prefix}.input_norm"), f"{prefix}.qkv")
     q, k, v = ops.split(qkv, (spec.q_width, spec.kv_width, spec.kv_width))
@@ -97,7 +98,7 @@ def attention(ops: Operations[T], spec: ModelSpec, layer: int, x: T) -> T:
 
 
 def mlp(ops: Operations[T], spec: ModelSpec, layer: int, x: T) -> T:
-    """x plus the gated MLP of a block. [M, C] -> [M, C]."""
+    """X plus the gated MLP of a block. [M, C] -> [M, C]."""
     prefix = f"layers.{layer}"
     gate_up = ops.linear(read(ops, spec, x, f"{prefix}.post_norm"), f"{prefix}.gate_up")
     gate, up = ops.split(gate_up, (spec.intermediate_size, spec.intermediate_size))

@@ -94,7 +94,7 @@ class ModelSpec:
     qk_norm: bool = False
     """Whether queries and keys pass an RMSNorm, each head by itself and before the rotation (Qwen3)."""
     qk_norm_form: NormForm = "head"
-    """Whether that is so, or it is over `all` heads together (OLMo 2), or of each head once it is `turned` (Hunyuan)."""
+    """Whether that is so, or it is over `all` heads together (OLMo 2), or over each once it is `turned` (Hunyuan)."""
     query_growth: float = 0.0
     """Queries at position p are multiplied by 1 + this * ln(1 + p // query_growth_context) (Ministral 3)."""
     query_growth_context: int = 1

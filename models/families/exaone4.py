@@ -1,4 +1,4 @@
-"""EXAONE 4: norms behind attention and MLP instead of before them; where some blocks have a window, only those rotate."""
+"""EXAONE 4: norms behind attention and MLP, none before them; where some blocks have a window, only those rotate."""
 
 from __future__ import annotations
 

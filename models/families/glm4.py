@@ -1,4 +1,4 @@
-"""GLM-4 of 2025 (0414): norms before and behind attention and MLP, heads of which neighbouring channels rotate in part."""
+"""GLM-4 of 2025: norms before and behind attention and MLP; heads rotate in part, neighbouring channels together."""
 
 from __future__ import annotations
 

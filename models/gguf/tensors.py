@@ -137,8 +137,8 @@ class GgufTensor:
 def _block(family: Family) -> dict[str, str]:
     """Modules of a family's blocks in Hugging Face's format, by their names in a file."""
     norms = {own: family.norms[part] for own, part in _NORMS.items() if part in family.norms}
-    fused = {"ffn_up": up for up in family.linear_sources["gate_up"][-1:]}  # with gate, where these are one matrix
-    return {**_LINEAR, **norms, **fused}
+    up = family.linear_sources["gate_up"][-1]  # with gate, where these are one matrix
+    return {**_LINEAR, **norms, "ffn_up": up}
 
 
 def tensors_of(header: Header, architecture: str, family: Family, heads: Mapping[str, int]) -> dict[str, GgufTensor]:

@@ -241,12 +241,12 @@ class _Head:
         for index, part in enumerate(parts):
             self._watch((1 + index / len(parts)) / 2)
             rows = self._rows(part)
-            logits = self._logits(rows)
-            wrong = (logits - total[:, None]).exp_()
+            found = self._logits(rows)
+            wrong = (found - total[:, None]).exp_()
             inside = torch.nonzero((self.targets >= part.start) & (self.targets < part.start + len(rows)))[:, 0]
             wrong[inside, self.targets[inside] - part.start] -= 1
             if self._cap is not None:  # the slope of the cap
-                wrong *= 1 - (logits / self._cap).square_()
+                wrong *= 1 - (found / self._cap).square()
             self.gradient.addmm_(wrong, rows)
             yield _relative(wrong.square_().T @ squares, "head")
 

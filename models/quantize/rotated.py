@@ -42,8 +42,8 @@ class RotatedCheckpoint(Checkpoint):
         """
         if checkpoint.spec.norm_after:
             raise QuantizationError(
-                f"the residual stream of {checkpoint.spec.family} models cannot be rotated, because what is added to it "
-                "passes a norm; leave the step out (--without rotate)"
+                f"the residual stream of {checkpoint.spec.family} models cannot be rotated, because what is added to "
+                "it passes a norm; leave the step out (--without rotate)"
             )
         return cls(files=checkpoint.files, spec=checkpoint.spec)
 

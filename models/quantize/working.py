@@ -97,8 +97,8 @@ class WorkingBlock:
     def scale_inputs(self, kind: str, scales: FloatArray) -> None:
         """Multiply the input channels of a linear layer, and have what feeds them divide by the same.
 
-        Inputs of `qkv` and `gate_up` come from a norm (or cannot be scaled, see `scalable`), those of `o` from the rows of v (attention mixes tokens, not
-        channels), those of `down` from the rows of up.
+        Inputs of `qkv` and `gate_up` come from a norm (or cannot be scaled, see `scalable`), those of `o` from the rows
+        of v (attention mixes tokens, not channels), those of `down` from the rows of up.
 
         Args:
             kind: `qkv`, `o`, `gate_up` or `down`.

@@ -215,7 +215,7 @@ class PlanOperations:
         self._settle(x, name, x.place, accumulate=False)
         return x
 
-    def rotate(self, x: Activations, layer: int) -> Activations:
+    def rotate(self, x: Activations, _layer: int, /) -> Activations:
         """See `models.architecture.Operations`. Applied by `attend`'s first instruction."""
         return x
 

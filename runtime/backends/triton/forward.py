@@ -237,7 +237,7 @@ class Pass(Operations[Value]):
         """See `models.architecture.Operations`. Applied by `attend`'s first kernel."""
         return replace(x, norm=name)
 
-    def rotate(self, x: Value, layer: int) -> Value:
+    def rotate(self, x: Value, _layer: int, /) -> Value:
         """See `models.architecture.Operations`. Applied by `attend`'s first kernel."""
         return x
 

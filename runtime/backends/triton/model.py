@@ -12,6 +12,7 @@ import torch
 
 from models.packed import PackedLinear
 from models.rope import query_growth, tables
+from models.spec import RopeSpec
 from models.weights import Weights
 from runtime.backends.decoder import DecoderOptions, Int32Array
 from runtime.backends.operations.channels import k_chunk_of, layer_kind, static_channels
@@ -255,10 +256,13 @@ class GpuModel:
         spec, context = self.spec, self.options.context
         grown = query_growth(spec, np.arange(context))
         growth = None if grown is None else self._move(grown)
-        turns = {of: Rope(*map(self._move, tables(of, context)), growth) for of in spec.ropes}
-        shape = (context, max((of.rotary_dim // 2 for of in spec.ropes), default=1))
-        still = {None: Rope(self._move(np.ones(shape, np.float32)), self._move(np.zeros(shape, np.float32)), growth)}
-        found = turns | still if spec.unrotated else turns
+        found: dict[RopeSpec | None, Rope] = {}
+        for of in spec.ropes:
+            cos, sin = map(self._move, tables(of, context))
+            found[of] = Rope(cos, sin, growth)
+        if spec.unrotated:
+            ones = np.ones((context, max((of.rotary_dim // 2 for of in spec.ropes), default=1)), np.float32)
+            found[None] = Rope(self._move(ones), self._move(np.zeros_like(ones)), growth)
         return [found[spec.rope_of(layer)] for layer in range(spec.num_layers)]
 
     def _move(self, array: np.ndarray[tuple[int, ...], np.dtype[np.float32]]) -> torch.Tensor:

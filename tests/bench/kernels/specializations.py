@@ -242,7 +242,7 @@ def _round() -> Iterator[Specialization]:
 
 def _norm() -> Iterator[Specialization]:
     """Norms of 4096 channels, and of 5120, padded to 8192; each also rounded to INT8; norms on both sides."""
-    types: dict[str, Any] = dict.fromkeys(("h_ptr", "y_ptr", "dec_ptr"), "*fp32") | {"index_ptr": "*i32"}
+    types: dict[str, object] = dict.fromkeys(("h_ptr", "y_ptr", "dec_ptr"), "*fp32") | {"index_ptr": "*i32"}
     types |= {"table_ptr": "*fp16", "x_ptr": "*fp16", "given": "i32"}
     before, both = norm.RowNorms("*fp32", "fp32", _ABSENT, "fp32"), norm.RowNorms("*fp32", "fp32", "*fp32", "fp32")
     block, warps = norm._shape(5120)

@@ -16,7 +16,10 @@ from tests.models import random_models
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 ARCHITECTURES = {
     **{name: name for name in ("llama", "qwen2", "qwen3", "phi3", "gemma2", "olmo2", "exaone4", "glm4", "ernie4_5")},
-    **{"mistral": "llama", "gemma3_text": "gemma3", "olmo3": "olmo2", "ministral3": "mistral3"},
+    "mistral": "llama",
+    "gemma3_text": "gemma3",
+    "olmo3": "olmo2",
+    "ministral3": "mistral3",
     "hunyuan_v1_dense": "hunyuan-dense",
 }
 """`general.architecture` by `model_type`."""
@@ -173,7 +176,7 @@ def rotary_factors(config: Any) -> dict[str, np.ndarray[Any, Any]]:
 
 
 def tensors_of(model: Any) -> dict[str, np.ndarray[Any, Any]]:
-    """Weights by their names in Hugging Face's format; rows of q and k of a Llama in llama.cpp's order; 1 + w of Gemma."""
+    """Weights by their names in Hugging Face's format; Llama's q and k in llama.cpp's order of rows, Gemma's 1 + w."""
     config, found = model.config, {}
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:

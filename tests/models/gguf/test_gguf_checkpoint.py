@@ -17,9 +17,9 @@ import torch
 from models.checkpoint import Checkpoint
 from models.checkpoint_files import GENERATION_CONFIG
 from models.errors import CheckpointError, UnsupportedModelError
+from models.families import FAMILIES
 from models.gguf.architectures import ARCHITECTURES
 from models.gguf.checkpoint import read_gguf
-from models.families import FAMILIES
 from models.gguf.tensors import name_in_file
 from models.oracle import Oracle
 from tests.close import Tolerance, assert_close

@@ -73,7 +73,7 @@ def gate(
     *,
     gelu: bool = False,
 ) -> None:
-    """Write silu(g) * u, or gelu(g) * u with its tanh form, to x, rounded to half precision, where g and u are the halves of y + dec.
+    """Write silu(g) * u, or gelu(g) * u, to x, rounded to half precision, where g and u are the halves of y + dec.
 
     Args:
         y: float32 [M, 2 * intermediate_size], output of the fused projection: gate, then up.
@@ -83,7 +83,7 @@ def gate(
             (`runtime.backends.triton.kernels.sums`). None: not needed.
         tokens: INT8 [M, intermediate_size], of the same rows before half precision; overwritten, instead of `sums`. A
             program then handles a whole row, for its scale. None: not needed.
-        gelu: Whether it is GELU instead of SiLU.
+        gelu: Whether it is GELU, by its tanh form, instead of SiLU.
     """
     M, width = x.shape
     assert y.shape == (M, 2 * width)

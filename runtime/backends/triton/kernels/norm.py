@@ -1,7 +1,8 @@
 """Residual addition and the following RMSNorm, in one pass over a row, on the GPU.
 
 What is added may pass a norm of its own first, and what follows may be none: so norms before, behind and on both sides
-of attention and MLP take one launch. The first norm of a step also initializes the residual stream, with the embeddings of the step's tokens.
+of attention and MLP take one launch. The first norm of a step also initializes the residual stream, with the embeddings
+of the step's tokens.
 """
 
 from __future__ import annotations

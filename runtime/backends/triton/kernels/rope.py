@@ -162,9 +162,8 @@ def _heads_kernel(
     cos = tl.load(rope.cos + angle, mask=pairs & turns, other=1.0)
     sin = tl.load(rope.sin + angle, mask=pairs & turns, other=0.0)
     x = x * cos + tl.where(first, -other, other) * sin
-    if norms.q is not None:
-        if shape.LAST:
-            x = tl.where(turns, x * tl.rsqrt(tl.sum(x * x, axis=0) / D + norms.eps) * weight, x)
+    if shape.LAST:
+        x = tl.where(turns, x * tl.rsqrt(tl.sum(x * x, axis=0) / D + norms.eps) * weight, x)
     if rope.growth is not None:
         x = tl.where(head < H, x * tl.load(rope.growth + position), x)
     if basis.reflection is not None:
@@ -223,11 +222,12 @@ def heads(
     D, H_kv = pages.head_dim, pages.kv_heads
     M, H = q.shape[0], q.shape[1] // D
     projected, compensated = Projected(y, y if dec is None else dec), int(dec is not None)
-    wide = norms.q is not None and norms.q.numel() > D
+    normed = norms.q is not None
+    shape = _shape(H, H_kv, D, rope.cos.shape[1])
+    shape = shape._replace(WIDE=normed and norms.q.numel() > D, LAST=normed and norm_last)
     _heads_kernel[(M, H + 2 * H_kv)](
         projected, compensated, norms, rope, basis, rows, pages.tensors, q, pages.stride, pages.per_slot,
-        shape=_shape(H, H_kv, D, rope.cos.shape[1])._replace(WIDE=wide, LAST=norm_last), layout=pages.layout(),
-        num_warps=1,
+        shape=shape, layout=pages.layout(), num_warps=1,
     )  # fmt: skip
 
 

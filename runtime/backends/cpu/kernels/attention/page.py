@@ -50,7 +50,6 @@ from runtime.backends.cpu.kernels.attention.queries import (
     widen_shifted,
 )
 from runtime.backends.cpu.kernels.attention.run import LOWEST, Queries, Sums, padded_channels, seen_by
-from runtime.backends.cpu.kernels.cap import cap_floats
 from runtime.backends.cpu.kernels.attention.weights import (
     add_products,
     add_to_all,
@@ -60,6 +59,7 @@ from runtime.backends.cpu.kernels.attention.weights import (
     settle,
     weigh_again,
 )
+from runtime.backends.cpu.kernels.cap import cap_floats
 from runtime.backends.cpu.machine.kernel import kernel
 from runtime.backends.cpu.machine.vector import load_floats, prefetch, set_float, store_floats, sum_lanes, zero_floats
 from runtime.backends.cpu.scratch import NOTED, PageAreas, gear_room, lay_out_pages
