@@ -83,7 +83,7 @@ def block(ops: Operations[T], spec: ModelSpec, layer: int, x: T) -> T:
 
 
 def attention(ops: Operations[T], spec: ModelSpec, layer: int, x: T) -> T:
-    """X plus the attention of a block over it. [M, C] -> [M, C]."""
+    """The residual stream after attention. [M, C] -> [M, C]."""
     prefix = f"layers.{layer}"
     qkv = ops.linear(read(ops, spec, x, f"{prefix}.input_norm"), f"{prefix}.qkv")
     q, k, v = ops.split(qkv, (spec.q_width, spec.kv_width, spec.kv_width))
@@ -98,7 +98,7 @@ def attention(ops: Operations[T], spec: ModelSpec, layer: int, x: T) -> T:
 
 
 def mlp(ops: Operations[T], spec: ModelSpec, layer: int, x: T) -> T:
-    """X plus the gated MLP of a block. [M, C] -> [M, C]."""
+    """The residual stream after the gated MLP. [M, C] -> [M, C]."""
     prefix = f"layers.{layer}"
     gate_up = ops.linear(read(ops, spec, x, f"{prefix}.post_norm"), f"{prefix}.gate_up")
     gate, up = ops.split(gate_up, (spec.intermediate_size, spec.intermediate_size))

@@ -116,8 +116,8 @@ class Backend(Protocol[D]):
     """Supported kinds of KV cache."""
     untuned: Problem | None
     """Reason why a slowdown budget has no effect on it; None if it has."""
-    step_rows: int
-    """Most prompt rows per step."""
+    step_rows: Sequence[int]
+    """Prompt rows per step that it can take, most first. A load takes the most that cost no context."""
     prompt_levels: Sequence[int]
     """Supported compensation levels of prompts, in channels per 1024, highest first; the tuner picks the first that a
     budget pays for."""

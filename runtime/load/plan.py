@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from models.progress import ProgressCallback, ignore_progress
 from models.store import StoredModel
@@ -91,19 +93,19 @@ def plan_load(
     full: OutOfMemoryError | None = None
     for candidate in candidates(backend_name):
         backend, free = candidate.backend, candidate.presence.memory
-        footprint = backend.footprint(spec, sizes, compensated=compensation.possible)
+        plan_of = partial(
+            plan,
+            spec,
+            backend.footprint(spec, sizes, compensated=compensation.possible),
+            kv=kv,
+            context=context,
+            slots=slots,
+            shared=True,
+            parallel=parallel,
+            memory=free or memory,
+        )
         try:
-            planned = plan(
-                spec,
-                footprint,
-                kv=kv,
-                context=context,
-                slots=slots,
-                shared=True,
-                parallel=parallel,
-                rows=backend.step_rows,
-                memory=free or memory,
-            )
+            rows, planned = _most_rows(plan_of, backend.step_rows)
         except OutOfMemoryError as error:
             full = error
             if free is None:
@@ -117,7 +119,7 @@ def plan_load(
             pages=planned.pages,
             k_chunk=compensation.by_type,
             select=select,
-            max_rows=backend.step_rows,
+            max_rows=rows,
         )
         return LoadPlan(
             model=model,
@@ -128,3 +130,24 @@ def plan_load(
             options=options,
         )
     raise full or BackendError("no backend can run here")
+
+
+def _most_rows(plan_of: Callable[..., MemoryPlan], choices: Sequence[int]) -> tuple[int, MemoryPlan]:
+    """The most rows per step whose buffers and windows leave context and slots as the fewest rows would have them.
+
+    Args:
+        plan_of: Plans for a number of `rows`.
+        choices: Numbers of rows, most first.
+
+    Raises:
+        OutOfMemoryError: even the fewest do not fit.
+    """
+    fewest = plan_of(rows=choices[-1])
+    for rows in choices[:-1]:
+        try:
+            planned = plan_of(rows=rows)
+        except OutOfMemoryError:
+            continue
+        if (planned.context, planned.slots, planned.contexts) == (fewest.context, fewest.slots, fewest.contexts):
+            return rows, planned
+    return choices[-1], fewest

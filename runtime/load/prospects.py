@@ -137,7 +137,7 @@ def _planned(spec: ModelSpec, bits: float, size: tuple[int, int], room: Room) ->
     )
     free = room.available_bytes
     memory = MemoryInfo(total_bytes=free, available_bytes=free, limit_bytes=None)
-    planned = plan(spec, footprint, shared=True, rows=found.step_rows, memory=memory)
+    planned = plan(spec, footprint, shared=True, rows=found.step_rows[-1], memory=memory)
     if residuals > room.main_bytes:
         raise OutOfMemoryError("the residuals do not fit main memory")
     return planned.context, planned.needed_bytes

@@ -95,7 +95,7 @@ def main() -> None:
     parser.add_argument("--stored", nargs="*", default=[], metavar="NAME=FOLDER")
     parser.add_argument("--shape-bits", nargs="*", type=int, default=[3], help="of the shape; none: not it")
     parser.add_argument("--tokens", nargs="+", type=int, default=[512, 4096])
-    parser.add_argument("--rows", nargs="+", type=int, default=[CpuBackend.step_rows])
+    parser.add_argument("--rows", nargs="+", type=int, default=list(CpuBackend.step_rows))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--out", type=Path)

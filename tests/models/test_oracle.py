@@ -374,7 +374,6 @@ def real(request: pytest.FixtureRequest, shared_data: Path) -> tuple[Path, dict[
 
 @pytest.mark.data
 def test_real_model_continues_like_transformers_for_200_tokens(real: tuple[Path, dict[str, Any]]) -> None:
-
     folder, expected = real
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     prompt = prompt_of(folder, expected)

@@ -30,7 +30,7 @@ from models.quantize.chat import Layout, Trial, trials
 from models.quantize.quality import Quality
 from models.quantize.text import token_windows
 from models.quantizers.dequantize import dequantize, dequantize_residual
-from models.recipe import Recipe
+from models.recipe import Method, Recipe
 from models.store import Store, StoredModel, StoredModelInfo
 from models.store import durable as durable_module
 from tests.close import assert_close
@@ -334,18 +334,21 @@ def test_blocks_whose_states_were_not_saved_are_made_again(
     assert min(report.done for report in reports if report.phase == "quantize") == 1
 
 
+@pytest.mark.parametrize("method", ["rtn", "gptq"])
 def test_products_in_bfloat16_measure_the_same(
-    tmp_path: Path, tiny_checkpoint: Path, short_text: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, tiny_checkpoint: Path, short_text: str, monkeypatch: pytest.MonkeyPatch, method: Method
 ) -> None:
+    """GPTQ rounds other weights up where statistics differ in their last bits, so what follows is another model."""
     found = []
     for small in (precision.SMALL, 0):
         monkeypatch.setattr(precision, "SMALL", small)
-        store, recipe = Store(tmp_path / f"{small}"), Recipe(bits=3, group_size=32)
+        store, recipe = Store(tmp_path / f"{small}"), Recipe(method=method, bits=3, group_size=32)
         info = quantize(tiny_checkpoint, store, recipe, calibration=short_text, evaluation=short_text[:300])
         found.append(store.open(info.name))
     exact, fast = found
     assert fast.info.summary.perplexity_before == pytest.approx(exact.info.summary.perplexity_before, rel=0.01)
-    assert fast.info.summary.perplexity_after == pytest.approx(exact.info.summary.perplexity_after, rel=0.01)
+    if method == "rtn":
+        assert fast.info.summary.perplexity_after == pytest.approx(exact.info.summary.perplexity_after, rel=0.01)
     assert exact.losses is not None
     assert fast.losses is not None
     for kind, nats in exact.losses.nats.items():

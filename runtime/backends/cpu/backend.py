@@ -26,7 +26,7 @@ class CpuBackend:
     label = "the CPU backend"
     kinds = tuple(KINDS)
     untuned: Problem | None = None
-    step_rows = 256
+    step_rows = (256,)
     prompt_levels = (CHUNK,)  # fewer cost the same: weights are unpacked as a whole
 
     def probe(self) -> Presence:

@@ -25,7 +25,7 @@ class ReferenceBackend:
     name = "reference"
     label = "the reference backend"
     kinds = tuple(KINDS)
-    step_rows = 128
+    step_rows = (128,)
     prompt_levels = ()
     untuned = Problem(what=_FOR_CHECKING, fix="choose another backend, or a fixed k_chunk")
 

@@ -34,7 +34,7 @@ class TritonBackend:
     label = "the GPU backend"
     kinds = tuple(KINDS)
     untuned: Problem | None = None
-    step_rows = 128
+    step_rows = (512, 256, 128)
     prompt_levels = (1024, 512, 256, 128, 64, 32, 16)
 
     def probe(self) -> Presence:

@@ -176,8 +176,9 @@ class GpuModel:
         self.linears.clear()
         self.norms.clear()
         self.bases.clear()
+        self.ropes.clear()
         self.staging = Staging([], self.device, None)
-        self.table = self.cos = self.sin = self.copied = torch.empty(0)
+        self.table = self.copied = torch.empty(0)
         self._unlocked = None
         self.cache.close()
 

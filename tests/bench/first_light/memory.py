@@ -42,7 +42,7 @@ def measure(part: Part, amount: Amount, device: torch.device) -> None:
         context=amount.context,
         k_chunk=chosen,
         prompt_k_chunk=dict.fromkeys(BLOCKS, 1024),
-        max_rows=min(128, amount.context),
+        max_rows=min(backend("triton").step_rows[0], amount.context),
     )
     on_gpu = device.type == "cuda"
     if on_gpu:

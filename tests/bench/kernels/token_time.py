@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from models.recipe import Recipe
-from models.spec import ModelSpec
+from models.spec import LAYER_TYPES, ModelSpec
+from runtime.backends.triton.backend import BACKEND
 from runtime.backends.triton.kernels.gemv import TILE_ROWS
 from runtime.backends.triton.sizes import CONCURRENT_ROWS, weight_bytes
 from runtime.kv.kinds import KINDS, bytes_per_token
@@ -33,6 +34,8 @@ H200_GB_S = 4800.0
 """Bandwidth of an H200's memory; the others' are in `tuner.devices`."""
 ROWS = (1, 2, 4, 8, 16)
 """Rows of a step."""
+KNOWN = ("rtx-4050m", "rtx-4070m", "rtx-4090")
+"""Devices of the tables, by their names in `tuner.devices`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,12 +96,31 @@ def page() -> Iterator[str]:
         host = [found.total * us / 1e3 for us in HOST_US]
         captured = [memory + _gaps_ms(spec, rows, us) for us in KERNEL_US]
         yield f"| {rows} | {found.chain} | {found.beside} | {_range(host, 0)} | {_range(captured, 1)} |\n"
+    yield from _prompts(spec, recipe)
+
+
+def _prompts(spec: ModelSpec, recipe: Recipe) -> Iterator[str]:
+    """What a fully compensated prompt copies over the link."""
+    shapes = [spec.linear_shape(kind) for kind in LAYER_TYPES]
+    nbytes = spec.num_layers * sum(N * K for N, K in shapes) * recipe.residual_bits // 8
+    choices = sorted(BACKEND.step_rows)
+    yield f"\nA fully compensated prompt copies {nbytes / 1e9:.2f} GB of residuals in each of its steps, beside the "
+    yield f"products. Seconds of the link for {CONTEXT:,} tokens, by the rows of a step:\n\n"
+    yield f"| device | {' | '.join(f'{rows} rows' for rows in choices)} |\n|---|{'--:|' * len(choices)}\n"
+    for device in KNOWN:
+        link = DEVICES[device].pcie_gb_s * 1e9
+        seconds = (-(-CONTEXT // rows) * nbytes / link for rows in choices)
+        yield f"| {_name(device)} | {' | '.join(f'{value:.2f}' for value in seconds)} |\n"
 
 
 def _devices() -> Iterator[tuple[str, float]]:
-    for device in ("rtx-4050m", "rtx-4070m", "rtx-4090"):
-        yield DEVICES[device].name.removeprefix("NVIDIA GeForce "), DEVICES[device].memory_gb_s
+    for device in KNOWN:
+        yield _name(device), DEVICES[device].memory_gb_s
     yield "H200", H200_GB_S
+
+
+def _name(device: str) -> str:
+    return DEVICES[device].name.removeprefix("NVIDIA GeForce ")
 
 
 def _gaps_ms(spec: ModelSpec, rows: int, kernel_us: float) -> float:

@@ -44,11 +44,25 @@ def test_the_options_are_what_was_asked_for() -> None:
 @pytest.mark.parametrize("name", ["reference", "cpu"])
 def test_steps_have_the_rows_that_the_backend_takes(name: str) -> None:
     plan = planned(backend_name=name, kv="int4", slots=2)
-    assert plan.options.max_rows == backend(name).step_rows
+    assert (plan.options.max_rows,) == backend(name).step_rows
     assert plan.memory.kv_bytes == cache_bytes(
         KINDS["int4"], plan.model.spec, context=plan.memory.context, slots=plan.memory.slots,
-        max_rows=backend(name).step_rows, pages=plan.memory.pages,
+        max_rows=plan.options.max_rows, pages=plan.memory.pages,
     )  # fmt: skip
+
+
+def test_steps_have_as_many_rows_as_cost_no_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    def found(*choices: int) -> list[LoadPlan]:
+        monkeypatch.setattr(backend("cpu"), "step_rows", choices)
+        return [planned(backend_name="cpu", kv="int4", slots=2, memory=room(mib)) for mib in range(260, 280)]
+
+    chosen, fewest = found(512, 256, 128), found(128)
+    assert [(plan.memory.context, plan.memory.slots) for plan in chosen] == [
+        (plan.memory.context, plan.memory.slots) for plan in fewest
+    ]
+    assert all(plan.memory.fits for plan in chosen)
+    assert [plan.options.max_rows for plan in chosen] == sorted(plan.options.max_rows for plan in chosen)
+    assert {plan.options.max_rows for plan in chosen} == {128, 256, 512}
 
 
 def test_a_model_that_does_not_fit_a_card_is_opened_by_the_next_backend(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,8 @@ Each program has a multiprocessor to itself, with what a GPU has of one:
 
 - a first-level cache of lines of 128 bytes that nobody keeps coherent: a line that was read once is read from there
   again, however old it is, until an atomic that acquires empties the cache (or the line happens to be dropped);
-- stores on their way: others see them late and in any order, until an atomic that releases sends them all off.
+- stores on their way: others see them late and in any order, except those to one place, until an atomic that releases
+  sends them all off.
 
 Atomics work on memory itself. `fences=False` makes acquire and release do nothing, so that whatever stands on them
 breaks. What is not modelled: threads of one program, which here are one.
@@ -144,7 +145,7 @@ class Program:
         """Before every access: the cache and the stores may change, and another program may go on."""
         draw = self._machine.random
         if self._stores and draw.random() < _ARRIVE:
-            self._write(self._stores.pop(draw.randrange(len(self._stores))))
+            self._write(self._stores.pop(self._unhindered(draw.randrange(len(self._stores)))))
         if self._lines and draw.random() < _DROP:
             del self._lines[draw.choice(list(self._lines))]
         if draw.random() < _SWITCH:
@@ -226,6 +227,11 @@ class Program:
                 own = numbers == number
                 offsets = (at[own] & np.uint64(LINE - 1)).astype(np.int64)[:, None] + np.arange(raw.shape[1])
                 lines[number][offsets] = raw[own]
+
+    def _unhindered(self, index: int) -> int:
+        """A store on its way, or the first one before it to one of the same places: these never change their order."""
+        places = self._stores[index][0]
+        return next(at for at in range(index + 1) if np.isin(self._stores[at][0], places).any())
 
     def _arrive(self) -> None:
         for entry in self._stores:

@@ -11,18 +11,24 @@ import torch
 import triton
 import triton.language as tl
 
+from models import per_token
 from runtime.backends.triton.kernels import compensate as kernels
 from runtime.backends.triton.kernels.compensate import LaunchConfig, Output, compensate
 from runtime.backends.triton.kernels.gemv import LaunchConfig as GemvConfig
 from runtime.backends.triton.kernels.gemv import gemv
 from runtime.backends.triton.kernels.select import make_selection
+from runtime.backends.triton.kernels.union import room_of
+from runtime.backends.triton.kernels.w4a8 import gemm_w4a8
 from runtime.backends.triton.layout import repack
 from runtime.backends.triton.residual import residual_to_device
+from runtime.backends.triton.w4a8_layout import repack_w4a8
 from runtime.backends.triton.workspace import Workspace
 
 if torch.cuda.is_available():
     pytest.skip("the interpreter is for machines without a GPU", allow_module_level=True)
 
+from tests.runtime.backends.contract.on_triton import placed
+from tests.runtime.backends.contract.operands import uneven_activations, whole_matrix
 from tests.runtime.backends.triton.interleaving import interleaved
 
 N_TB, LAUNCHES, SCHEDULES = 3, 3, 12
@@ -176,3 +182,40 @@ def test_a_split_product_is_merged_once_all_its_parts_are_there(packed_linear: A
         right.append(torch.equal(out, expected) and not workspace.counters(1).any())
         workspace.scratch(60).fill_(torch.nan)
     assert all(right) == fences
+
+
+@pytest.mark.parametrize("fences", [True, False])
+def test_a_split_product_of_tokens_is_merged_once_all_its_parts_are_there(fences: bool) -> None:
+    """W4A8 of two rows; parts from another launch would be seen, as its scratch is overwritten."""
+    weight = repack_w4a8(whole_matrix(20, 600, 128), "cpu")
+    tokens = placed(*per_token.quantize(uneven_activations(2, 600)), 128, "cpu")
+    expected, right, workspace = torch.empty(2, 20), [], Workspace("cpu")
+    gemm_w4a8(tokens, weight, expected)
+    for seed in range(4):
+        out = torch.full((2, 20), torch.nan)
+        with interleaved(seed, fences=fences):
+            gemm_w4a8(tokens, weight, out, workspace, 3)
+        right.append(torch.equal(out, expected) and not workspace.counters(1).any())
+        workspace.scratch(3 * 2 * 20, torch.int32).fill_(12345)
+    assert all(right) == fences
+
+
+def test_rows_that_share_what_they_fetch_are_right_under_every_schedule(packed_linear: Any) -> None:
+    """Each row has the bits that it has alone, however the programs that list, copy and add take turns."""
+    K = 1100
+    packed = packed_linear(np.random.default_rng(3).standard_normal((40, K)).astype(np.float32), bits=3)
+    residual = residual_to_device(packed.residual, packed.shape, "cpu")
+    selection = make_selection(packed, k_chunk=6, device="cpu")
+    x = torch.randn(3, K, generator=torch.Generator().manual_seed(4)).half()
+    alone, plain = torch.empty(3, 40), LaunchConfig(n_tb=2, fused=False)
+    for row in range(3):
+        compensate(x[row : row + 1], selection, residual, Output(alone[row : row + 1]), plain, Workspace("cpu"))
+    for seed in range(4):
+        copied = torch.full((2 * room_of(selection, 3) * residual.codes.shape[1],), -1, dtype=torch.int32)
+        together = torch.full((3, 40), torch.nan)
+        config = LaunchConfig(n_tb=2, fused=False, copied=copied)
+        with interleaved(seed) as machine:
+            compensate(x, selection, residual, Output(together), config, Workspace("cpu"))
+        assert torch.equal(together, alone)
+        assert (copied != -1).any()
+        assert machine.launches > 2
