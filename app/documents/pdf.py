@@ -30,11 +30,11 @@ def pages(stream: BinaryIO) -> Iterator[Section]:
     broken, empty = 0, True
     for number in range(count):
         try:
-            text = reader.pages[number].extract_text()
+            text = reader.pages[number].extract_text().strip()
         except Exception:  # noqa: BLE001  # a damaged page makes the library raise anything; the others can be read
             broken += 1
             continue
-        empty = empty and not text.strip()
+        empty = empty and not text
         yield Section("page", number + 1, text)
     if broken:
         raise DocumentError(f"has {broken:,} damaged page{'s'[: broken != 1]} of {count:,}, which can't be read")

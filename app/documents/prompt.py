@@ -26,8 +26,8 @@ MISSING = (
     "If the answer depends on them, say that they do not contain it."
 )
 _SPECIAL = re.compile(
-    r"<(?=\|[^|<>\n]{1,60}\||/?(?:s|bos|eos|pad|unk|think|tool_call|tool_response|start_of_turn|end_of_turn|passage)\b)"
-    r"|<(?=｜)|\[(?=/?(?:INST|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_RESULTS|TOOL_CALLS)\])",
+    r"<(?=\|[^|<>\n]{1,60}\||｜|/?passage\b|/?(?:s|bos|eos|pad|unk|think|tool_call|tool_response|start_of_turn|end_of_turn)>)"
+    r"|\[(?=/?(?:INST|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_RESULTS|TOOL_CALLS)\])",
     re.IGNORECASE,
 )
 """The beginning of what tokenizers read as a special token, or what would end a passage."""

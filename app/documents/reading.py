@@ -54,14 +54,19 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     except OSError as error:
         raise DocumentError(f"can't be opened: {error.strerror}") from error
-    with os.fdopen(descriptor, "rb") as stream:
+    try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
-            raise DocumentError("is a device or a pipe, not a file")
+            kind = "a folder" if stat.S_ISDIR(status.st_mode) else "a device or a pipe"
+            raise DocumentError(f"is {kind}, not a file")
         if status.st_size > MAX_BYTES:
             raise DocumentError(
                 f"has {status.st_size / 1e6:,.0f} MB, and at most {MAX_BYTES // 1_000_000} MB are read: attach a part"
             )
+    except BaseException:
+        os.close(descriptor)
+        raise
+    with os.fdopen(descriptor, "rb") as stream:
         yield stream
 
 

@@ -15,7 +15,7 @@ MATCHES = 40
 """Passages that are returned at most."""
 RANKED = 400
 """Passages with most of the question's information, which are ranked."""
-COVERED = 0.34
+COVERED = 0.4
 """Share of a question's information that a passage must contain: the sum of its words' idf over that of all words."""
 _STOP_WORDS = """
 a about after all also am an and any are as at be because been before being between but by can could did do does doing
@@ -74,7 +74,8 @@ def best(database: sqlite3.Connection, chat: str, words: Sequence[str]) -> list[
     whole = 0.0
     for word in words:
         hits = _hits(database, chat, word, own)
-        weight = math.log(1 + (total - len(hits) + 0.5) / (len(hits) + 0.5))
+        count = max(1, len(hits))  # a word that is nowhere counts as the rarest, not as rarer than any
+        weight = math.log(1 + (total - count + 0.5) / (count + 0.5))
         whole += weight
         for (chunk,) in hits:
             covered[chunk] = covered.get(chunk, 0.0) + weight

@@ -7,10 +7,9 @@ import contextlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
-from textual import on
+from textual import on, work
 from textual.app import ComposeResult
 from textual.containers import Horizontal, Vertical
 from textual.events import Key
@@ -72,8 +71,9 @@ class AttachDialog(FormDialog[Attachment]):
     def list_names(self, event: Input.Changed) -> None:
         """List the names that the path may go on with."""
         self.query_one(".dialog-problem", Plain).display = False
-        self.run_worker(partial(self._list, event.value), exclusive=True, group="names", exit_on_error=False)
+        self._list(event.value)
 
+    @work(exclusive=True, group="names", exit_on_error=False)
     async def _list(self, text: str) -> None:
         self._names = await asyncio.to_thread(names, text)
         listed = self.query_one("#attach-names", OptionList)
