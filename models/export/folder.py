@@ -20,7 +20,6 @@ from models.export import int4
 from models.export.formats import ExportFormat, Step
 from models.export.matrices import parts, pieces, restored, rows_of, uniform_groups
 from models.families import FAMILIES
-from models.families.fields import Fields
 from models.foreign import read_json
 from models.packed import PackedLinear
 from models.quantizers.groups import GroupCodes, round_to_grid, search
@@ -32,6 +31,8 @@ from models.store.tensors import Array, PiecewiseTensor, tensor_file
 GROUP_SIZES = (128, 64, 32)
 """Numbers of input channels that share a scale, as the kernels of these programs have them."""
 Tensors = dict[str, Array | PiecewiseTensor]
+_FAMILIES = ("llama", "mistral", "ministral", "qwen2", "qwen3", "phi3", "smollm3", "seed_oss")
+"""Families whose norms and rows are here what they are in a checkpoint."""
 _BITS = 4
 _WORD = 8
 """Codes in a word: numbers of outputs must be multiples of it."""
@@ -201,8 +202,8 @@ class FolderWriter:
         """Raise an UnsupportedModelError where the format cannot hold the model."""
         recipe, spec = self._model.recipe, self._spec
         config = read_json(self._model.path / layout.CONFIG)
-        if self._family.multipliers(Fields(table=config, source=layout.CONFIG)):
-            raise self._refusal(f"the multipliers of {spec.family} models are part of its weights: export it as gguf")
+        if spec.family not in _FAMILIES or "text_config" in config:
+            raise self._refusal(f"weights of {spec.family} models are rearranged here, and cannot be written back yet")
         if recipe.codebook and not self._residuals:
             raise self._refusal("it has a codebook for each row: export it as gguf, or with its residuals")
         for kind in LAYER_TYPES:

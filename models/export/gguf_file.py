@@ -23,7 +23,7 @@ from models.export.gguf_tokenizer import check_read_back, write_tokenizer
 from models.export.matrices import parts, pieces, restored, rows_of, uniform_groups
 from models.families import FAMILIES
 from models.generation_config import GGUF_KEYS
-from models.gguf.config import WITH_WINDOW
+from models.gguf.architectures import ARCHITECTURES
 from models.gguf.tensors import name_in_file
 from models.packed import PackedLinear
 from models.quantizers.groups import GroupCodes
@@ -218,7 +218,7 @@ class GgufWriter:
         windows = {window if window and window < self._spec.max_context else 0 for window in self._spec.windows}
         if windows == {0}:
             return 0
-        if len(windows) > 1 or self._architecture not in WITH_WINDOW:
+        if len(windows) > 1 or not ARCHITECTURES[self._architecture].windows:
             raise self._refusal(f"blocks of {self._architecture} models have no sliding windows of their own in it")
         return windows.pop()
 

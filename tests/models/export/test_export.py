@@ -317,7 +317,7 @@ REFUSED: dict[str, tuple[str, Recipe, dict[str, Any], Any, bool, str]] = {
         False,
         "k_proj has 4 outputs",
     ),
-    "multipliers": ("Granite", RTN, CASES["granite"][1], "awq", False, "the multipliers of granite models"),
+    "multipliers": ("Granite", RTN, CASES["granite"][1], "awq", False, "weights of granite models are rearranged"),
     "family": ("SmolLM3", RTN, {}, "gguf", False, "smollm3 models have no place in it"),
     "windows": ("Qwen2", RTN, CASES["qwen2-window"][1], "gguf", False, "no sliding windows of their own"),
     "biases": ("Qwen3", RTN, {"head_dim": 16, "attention_bias": True}, "gguf", False, "have no biases"),
