@@ -99,6 +99,8 @@ class ModelSpec:
     """Queries at position p are multiplied by 1 + this * ln(1 + p // query_growth_context) (Ministral 3)."""
     query_growth_context: int = 1
     """See there."""
+    sinks: bool = False
+    """Whether each query head has a score of its own that takes a share of attention and adds nothing (gpt-oss)."""
     score_cap: float | None = None
     """Attention scores s become c * tanh(s / c) (Gemma 2)."""
     logit_cap: float | None = None
@@ -129,10 +131,10 @@ class ModelSpec:
         for name in self.linear_names()[:-1]:
             rows, width = self.linear_shape(name.rsplit(".", 1)[-1])
             count += rows * width + (rows if self.has_bias(name) else 0)
-        return count + sum(sum(self.block_norms(layer).values()) for layer in range(self.num_layers))
+        return count + sum(sum(self.block_vectors(layer).values()) for layer in range(self.num_layers))
 
-    def block_norms(self, layer: int) -> dict[str, int]:
-        """Widths of a block's norms by their names, `layers.3.input_norm`."""
+    def block_vectors(self, layer: int) -> dict[str, int]:
+        """Widths of a block's norms and sinks by their names, `layers.3.input_norm`."""
         norms = {"input_norm": self.hidden_size, "post_norm": self.hidden_size} if self.norm_before else {}
         if self.qk_norm:
             wide = self.qk_norm_form == "all"
@@ -142,11 +144,13 @@ class ModelSpec:
             }
         if self.norm_after:
             norms |= {"o_norm": self.hidden_size, "down_norm": self.hidden_size}
+        if self.sinks:
+            norms["sinks"] = self.num_heads
         return {f"layers.{layer}.{norm}": width for norm, width in norms.items()}
 
-    def norm_names(self) -> tuple[str, ...]:
-        """Names of all norms, the one before the head last."""
-        return (*(name for layer in range(self.num_layers) for name in self.block_norms(layer)), "norm")
+    def vector_names(self) -> tuple[str, ...]:
+        """Names of all norms and sinks, the norm before the head last."""
+        return (*(name for layer in range(self.num_layers) for name in self.block_vectors(layer)), "norm")
 
     def eps_of(self, name: str) -> float:
         """Epsilon of a norm, `layers.3.q_norm`."""

@@ -263,7 +263,7 @@ class Pipeline:
             run_low(oracle, layer, batches, own_linears, tried, step)
             for lowered in own_linears.values():
                 lowered.release()
-        tensors = {name: working.vector(name).numpy() for name in checkpoint.spec.block_norms(layer)}
+        tensors = {name: working.vector(name).numpy() for name in checkpoint.spec.block_vectors(layer)}
         for lowered in linears.values():
             tensors |= stored_tensors(lowered.linear)
         tensors |= keys.tensors()

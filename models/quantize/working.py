@@ -29,7 +29,7 @@ class WorkingBlock:
     def __init__(self, checkpoint: Checkpoint, layer: int) -> None:
         self.layer = layer
         self._checkpoint = checkpoint
-        self._vectors = {name: checkpoint.vector(name) for name in checkpoint.spec.block_norms(layer)}
+        self._vectors = {name: checkpoint.vector(name) for name in checkpoint.spec.block_vectors(layer)}
         self._linears: dict[str, tuple[torch.Tensor, torch.Tensor | None]] = {}
         for kind in LAYER_TYPES:
             weight, bias = checkpoint.linear(f"layers.{layer}.{kind}")

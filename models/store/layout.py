@@ -88,7 +88,7 @@ def file_tensors(spec: ModelSpec, recipe: Recipe, file: str) -> TensorTypes:
             **linear_tensors(spec, recipe, "head"),
         }
     layer = int(file.removeprefix("block-").removesuffix(".safetensors"))
-    tensors: TensorTypes = {name: (_F32, (width,)) for name, width in spec.block_norms(layer).items()}
+    tensors: TensorTypes = {name: (_F32, (width,)) for name, width in spec.block_vectors(layer).items()}
     for kind in LAYER_TYPES:
         tensors |= linear_tensors(spec, recipe, f"layers.{layer}.{kind}")
     return tensors

@@ -56,7 +56,7 @@ class ReferenceDecoder:
             self.weight_bytes += _packed_bytes(packed)
             self.linears[name] = ReferenceLinear(packed, index, options)
         self.norms = {
-            name: torch.from_numpy(np.array(model.vector(name), np.float32)) for name in self.spec.norm_names()
+            name: torch.from_numpy(np.array(model.vector(name), np.float32)) for name in self.spec.vector_names()
         }
         self.weight_bytes += sum(weight.nbytes for weight in self.norms.values())
         self.embedding = torch.from_numpy(np.array(model.embedding(), np.float16))
@@ -210,9 +210,11 @@ class _Pass(Operations[torch.Tensor]):
             q = to_basis(q, reflection.repeat_interleave(self._spec.num_heads // self._spec.num_kv_heads, dim=0))
             k = to_basis(k, reflection) - mean
         cache.append(layer, self._slots, self._positions, k, self._heads(v))
-        slots, positions = self._slots, self._positions
+        slots, positions, draft = self._slots, self._positions, self._draft
+        sinks = self._decoder.norms[f"layers.{layer}.sinks"] if self._spec.sinks else None
         return self._by_rows(
-            q, lambda row: cache.attend(layer, q[row], slots[row], positions[row], window, draft=self._draft)
+            q,
+            lambda row: cache.attend(layer, q[row], slots[row], positions[row], window, draft=draft, sinks=sinks),
         ).flatten(1)
 
     def gate(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
