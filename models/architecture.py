@@ -73,7 +73,7 @@ class Operations(Protocol[T]):
         ...
 
     def cap(self, logits: T) -> T:
-        """C * tanh(x / c) of every logit x, c being spec.logit_cap. [R, V] -> the same."""
+        """Soft cap of every logit x: c * tanh(x / c), with c = spec.logit_cap. [R, V] -> the same."""
         ...
 
 

@@ -349,7 +349,7 @@ class _Operations(architecture.Operations[Tensor]):
 
 
 def capped(x: Tensor, cap: float) -> Tensor:
-    """C * tanh(x / c), whose magnitude stays below c."""
+    """Soft cap c * tanh(x / c), whose magnitude stays below c."""
     return cap * torch.tanh(x / cap)
 
 
