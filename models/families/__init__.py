@@ -9,22 +9,31 @@ from typing import Any
 from models.errors import UnsupportedModelError
 from models.families.family import Family
 from models.families.fields import PUBLISHED, Fields
-from models.families.granite import GRANITE
+from models.families.granite import GRANITE, GRANITE_MOE
 from models.families.llama import LLAMA
 from models.families.mistral import MINISTRAL, MISTRAL
+from models.families.mixtral import MIXTRAL
 from models.families.phi3 import PHI3
-from models.families.qwen import QWEN2, QWEN3
+from models.families.qwen import QWEN2, QWEN3, QWEN3_MOE
 from models.families.seed_oss import SEED_OSS
 from models.families.smollm3 import SMOLLM3
 from models.spec import ModelSpec
 
 FAMILIES: Mapping[str, Family] = {
-    family.model_type: family for family in (LLAMA, MISTRAL, MINISTRAL, QWEN2, QWEN3, PHI3, SMOLLM3, GRANITE, SEED_OSS)
+    family.model_type: family
+    for family in (
+        *(LLAMA, MISTRAL, MINISTRAL, QWEN2, QWEN3, PHI3, SMOLLM3, GRANITE, SEED_OSS),
+        *(MIXTRAL, QWEN3_MOE, GRANITE_MOE),
+    )
 }
 """Every supported family by its `model_type`."""
 
-SUPPORTED = "Llama 2/3/3.1/3.2, Mistral, Ministral 8B, Qwen2/2.5, Qwen3, Phi-3/3.5, SmolLM3, Granite 3 and Seed-OSS"
+SUPPORTED = (
+    "Llama 2/3/3.1/3.2, Mistral, Mixtral, Ministral 8B, Qwen2/2.5, Qwen3, Phi-3/3.5, SmolLM3, Granite 3 and Seed-OSS"
+)
 """The families as an error message names them."""
+MIXTURES = "Mixtral, Qwen3-MoE and Granite-MoE"
+"""Those with experts."""
 
 _EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_intermediate_size")
 
@@ -37,7 +46,7 @@ def family_of(config: Mapping[str, Any], *, source: str = "config.json") -> Fami
         source: What errors call it.
 
     Raises:
-        UnsupportedModelError: Another architecture, a mixture of experts, or weights that are quantized already.
+        UnsupportedModelError: Another architecture, or weights that are quantized already.
     """
     model_type, architectures = config.get("model_type"), config.get("architectures") or []
     names = [str(name) for name in architectures] if isinstance(architectures, list) else [str(architectures)]
@@ -60,10 +69,10 @@ def family_of(config: Mapping[str, Any], *, source: str = "config.json") -> Fami
             "Take the model's original checkpoint in 16 or 32 bits."
         )
     expert_keys = [key for key in _EXPERT_KEYS if isinstance(config.get(key), int) and config[key] > 1]
-    if expert_keys:
+    if expert_keys and not candidates[0].mixture:
         raise UnsupportedModelError(
-            f"{source}: mixtures of experts are not supported ({expert_keys[0]} = {config[expert_keys[0]]}). "
-            f"Supported are dense models of {SUPPORTED}."
+            f"{source}: {candidates[0].model_type} models with experts are not supported ({expert_keys[0]} = "
+            f"{config[expert_keys[0]]}). Supported are dense ones, and mixtures of {MIXTURES}."
         )
     return candidates[0]
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypedDict
 
 from models.errors import CheckpointError, UnsupportedModelError
 from models.families.fields import Fields
-from models.spec import ModelSpec
+from models.spec import MixtureSpec, ModelSpec
 
 SEPARATE_LINEAR_SOURCES: Mapping[str, tuple[str, ...]] = {
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -17,8 +17,10 @@ SEPARATE_LINEAR_SOURCES: Mapping[str, tuple[str, ...]] = {
     "down": ("mlp.down_proj",),
 }
 """Modules of a block that make up each linear layer, in the order they are fused."""
-DEEPEST, WIDEST, LARGEST_VOCABULARY = 1000, 1 << 20, 1 << 24
-"""Maximum numbers of blocks, channels and tokens of a model: ten times those of the largest known ones."""
+PROJECTIONS: Mapping[str, tuple[str, ...]] = {"gate_up": ("gate_proj", "up_proj"), "down": ("down_proj",)}
+"""The same of an expert."""
+DEEPEST, WIDEST, LARGEST_VOCABULARY, MOST_EXPERTS = 1000, 1 << 20, 1 << 24, 4096
+"""Maximum numbers of blocks, channels, tokens and experts of a model: ten times those of the largest known ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +37,10 @@ class Family:
     """Modules of a block that make up each linear layer, in the order they are fused."""
     multipliers: Callable[[Fields], Mapping[str, float]] = lambda _: {}
     """Multipliers of config.json that fold into weights: factors of `q`, `o`, `down` and `norm`."""
+    mixture: bool = False
+    """Whether its blocks may have experts."""
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    """Parts of tensors' names in its checkpoints, and what they are called here (`models.experts`)."""
 
     def sources(self, name: str) -> tuple[str, ...]:
         """Modules of the checkpoint whose tensors make up what `models.architecture` calls `name`.
@@ -43,12 +49,15 @@ class Family:
         """
         if not name.startswith("layers."):
             return {"embed": ("model.embed_tokens",), "norm": ("model.norm",), "head": ("lm_head",)}[name]
-        _, layer, part = name.split(".")
+        _, layer, *expert, part = name.split(".")
+        if expert:
+            return tuple(f"model.layers.{layer}.mlp.experts.{expert[-1]}.{module}" for module in PROJECTIONS[part])
         norms = {
             "input_norm": "input_layernorm",
             "post_norm": "post_attention_layernorm",
             "q_norm": "self_attn.q_norm",
             "k_norm": "self_attn.k_norm",
+            "router": "mlp.gate",
         }
         modules = (norms[part],) if part in norms else self.linear_sources[part]
         return tuple(f"model.layers.{layer}.{module}" for module in modules)
@@ -107,6 +116,26 @@ def read_common(fields: Fields, *, head_dim: int | None = None) -> Common:
         norm_eps=fields.number("rms_norm_eps"),
         tied=fields.flag("tie_word_embeddings", False),
     )
+
+
+def read_mixture(fields: Fields, *, width: int, normalized: bool, dense: tuple[int, ...] = ()) -> MixtureSpec:
+    """Read the numbers of experts.
+
+    Args:
+        fields: config.json.
+        width: Of an expert.
+        normalized: Whether the shares of a token's experts add up to 1.
+        dense: Blocks that have an MLP instead.
+
+    Raises:
+        CheckpointError: A value is missing or not acceptable.
+    """
+    key = "num_experts" if fields.table.get("num_local_experts") is None else "num_local_experts"
+    experts = fields.integer(key, most=MOST_EXPERTS)
+    chosen = fields.integer("num_experts_per_tok")
+    if chosen > experts:
+        raise fields.wrong("num_experts_per_tok", chosen, f"at most {key} ({experts})")
+    return MixtureSpec(experts=experts, chosen=chosen, width=width, normalized=normalized, dense=dense)
 
 
 def refuse_attention_bias(fields: Fields) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -88,6 +88,14 @@ class GgufTensor:
                 f"{self.path}: the tensor '{self.name}' is stored as {self.dtype}, which cannot be read (it can: "
                 f"{', '.join((*WHOLE_TYPES, *LOW_BIT_TYPES))}). Take another conversion of the model."
             )
+
+    def rows(self, first: int, count: int) -> GgufTensor:
+        """Rows of the tensor as a matrix: all dimensions but the last count rows."""
+        row = self.info.size // max(1, math.prod(self.shape[:-1]))
+        info = replace(
+            self.info, shape=(count, self.shape[-1]), offset=self.info.offset + first * row, size=count * row
+        )
+        return replace(self, info=info)
 
     def read(self) -> torch.Tensor:
         """Dequantize the tensor, a piece at a time. The file is mapped while that lasts.

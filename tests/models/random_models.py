@@ -30,6 +30,7 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 64,
 }
 GRANITE = {"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.6, "logits_scaling": 1.7}
+MIXTURE = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "decoder_sparse_step": 2}
 
 
 def longrope(pairs: int, **more: float) -> dict[str, Any]:
@@ -93,13 +94,30 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "granite": ("Granite", GRANITE),
     "granite-tied": ("Granite", {**GRANITE, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
+    "mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
+    "mixtral-window": (
+        "Mixtral",
+        {"num_local_experts": 3, "num_experts_per_tok": 1, "sliding_window": 5, "head_dim": 12},
+    ),
+    "qwen3-moe": ("Qwen3Moe", {**MIXTURE, "head_dim": 16, "norm_topk_prob": True}),
+    "qwen3-moe-dense": (
+        "Qwen3Moe",
+        {**MIXTURE, "mlp_only_layers": [1], "decoder_sparse_step": 1, "attention_bias": True},
+    ),
+    "granite-moe": (
+        "GraniteMoe",
+        {**GRANITE, "num_local_experts": 4, "num_experts_per_tok": 2, "tie_word_embeddings": True},
+    ),
     "seed-oss": ("SeedOss", {"head_dim": 16}),
     "seed-oss-biases": ("SeedOss", {"head_dim": 8, "attention_out_bias": True, "mlp_bias": True}),
 }
 """Family and what is special, by a name."""
 
 
-DRAWN_FAMILIES = ("Llama", "Mistral", "Ministral", "Qwen2", "Qwen3", "Phi3", "SmolLM3", "Granite", "SeedOss")
+DRAWN_FAMILIES = (
+    *("Llama", "Mistral", "Ministral", "Qwen2", "Qwen3", "Phi3", "SmolLM3", "Granite", "SeedOss"),
+    *("Mixtral", "Qwen3Moe", "GraniteMoe"),
+)
 """Families whose configurations `drawn_changes` draws."""
 
 
@@ -112,6 +130,8 @@ def drawn_changes(family: str, seed: int) -> dict[str, Any]:
     def flag() -> bool:
         return generator.random() < 0.5
 
+    experts = generator.randint(1, 9)
+    chosen = {"num_experts_per_tok": generator.randint(1, experts)}
     mask = ["sliding_attention" if window and flag() else "full_attention" for _ in range(layers)]
     own: dict[str, dict[str, Any]] = {
         "Llama": {"attention_bias": flag(), "mlp_bias": flag()},
@@ -130,9 +150,19 @@ def drawn_changes(family: str, seed: int) -> dict[str, Any]:
         "Granite": {name: generator.uniform(0.1, 0.4 if name == "attention_multiplier" else 4) for name in GRANITE}
         | {"attention_bias": flag()},
         "SeedOss": {"attention_bias": flag(), "attention_out_bias": flag(), "mlp_bias": flag()},
+        "Mixtral": {"num_local_experts": experts, "sliding_window": window, **chosen},
+        "Qwen3Moe": {
+            "num_experts": experts,
+            "moe_intermediate_size": generator.randint(3, 40),
+            "norm_topk_prob": flag(),
+            "decoder_sparse_step": generator.randint(1, 2),
+            "mlp_only_layers": [layer for layer in range(layers) if generator.random() < 0.2],
+            **chosen,
+        },
     }
+    own["GraniteMoe"] = {**own["Granite"], "num_local_experts": experts, **chosen}
     # Heads of these are as wide as the hidden size says; the others take any width.
-    divided = family in ("Qwen2", "Phi3", "SmolLM3", "Granite")
+    divided = family in ("Qwen2", "Phi3", "SmolLM3", "Granite", "GraniteMoe")
     hidden = heads * dim if divided else heads * generator.randint(2, 20)
     width = {} if divided else {"head_dim": dim}
     return {
@@ -159,13 +189,14 @@ def random_model(family: str, *, seed: str = "", **changes: Any) -> Any:
 
     torch.manual_seed(sum(map(ord, seed or family)))
     config = getattr(transformers, f"{family}Config")(**{**SIZES, **changes})
+    config._experts_implementation = "eager"  # the default one takes no odd widths
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 parameter.normal_(1.0, 0.3)
             else:
-                parameter.normal_(0.0, 0.5 if parameter.ndim == 1 else 1.5 / math.sqrt(parameter.shape[1]))
+                parameter.normal_(0.0, 0.5 if parameter.ndim == 1 else 1.5 / math.sqrt(parameter.shape[-1]))
     return model
 
 
