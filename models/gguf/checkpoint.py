@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from models.checkpoint_files import CONFIG, GENERATION_CONFIG, CheckpointFiles
+from models.experts import separate
 from models.families import family_of, spec_from_config
 from models.families.fields import Fields
 from models.generation_config import gguf_generation_config
@@ -35,6 +36,7 @@ def read_gguf(path: Path) -> CheckpointFiles:
         heads["self_attn.k_proj"] = fields.integer("llama.attention.head_count_kv", count)
     tensors = tensors_of(header, architecture, heads)
     config = config_of(header, tensors)
+    types, tensors = weights_by_type(tensors.values()), separate(tensors, {})
     tables = {CONFIG: config, GENERATION_CONFIG: gguf_generation_config(header.metadata)}
     return CheckpointFiles(
         path=path,
@@ -48,5 +50,5 @@ def read_gguf(path: Path) -> CheckpointFiles:
         weights=(path,),
         own_name=partial(name_in_file, architecture=architecture),
         tokenizer=partial(tokenizer_files, header),
-        types=weights_by_type(tensors.values()),
+        types=types,
     )

@@ -24,10 +24,11 @@ ARCHITECTURES: Mapping[str, tuple[str, str]] = {
     "llama": ("llama", "LlamaForCausalLM"),
     "qwen2": ("qwen2", "Qwen2ForCausalLM"),
     "qwen3": ("qwen3", "Qwen3ForCausalLM"),
+    "qwen3moe": ("qwen3_moe", "Qwen3MoeForCausalLM"),
     "phi3": ("phi3", "Phi3ForCausalLM"),
 }
-"""Supported values of `general.architecture`, with `model_type` and class of config.json. Mistral models call
-themselves llama."""
+"""Supported values of `general.architecture`, with `model_type` and class of config.json. Mistral and Mixtral models
+call themselves llama."""
 
 REMEDY = "Take the file from the model's publisher, or another conversion of the model."
 """Advice for invalid metadata."""
@@ -38,7 +39,7 @@ _FOREIGN = (
     "attention.scale",
     "attn_logit_softcapping",
     "embedding_scale",
-    "expert_count",
+    "expert_shared_count",
     "final_logit_softcapping",
     "logit_scale",
     "residual_scale",
@@ -47,6 +48,8 @@ _FOREIGN = (
 """Keys of an architecture that change a block's arithmetic in unsupported ways unless they are 0."""
 _WITH_WINDOW = ("llama", "phi3")
 """Architectures whose sliding window applies to all blocks."""
+_MIXTURES = ("llama", "qwen3moe")
+"""Architectures that may have experts."""
 _MAX_FACTORS = 1 << 16
 _SCALINGS = ("none", "linear")
 """Kinds of rotary scaling that metadata alone describe; longrope and llama3 come as tensors of factors."""
@@ -75,7 +78,7 @@ def check_kind(header: Header) -> str:
             f"{header.path}: the architecture '{architecture}' is not supported (supported: "
             f"{', '.join(ARCHITECTURES)}; Mistral models come as llama). Choose another model."
         )
-    for name in _FOREIGN:
+    for name in (*_FOREIGN, *(() if architecture in _MIXTURES else ("expert_count",))):
         value = header.metadata.get(f"{architecture}.{name}")
         if value:
             raise UnsupportedModelError(
@@ -120,6 +123,7 @@ def config_of(header: Header, tensors: Mapping[str, GgufTensor]) -> dict[str, An
     config |= _biases(model_type, tensors)
     config |= _heads(fields, name, config)
     config |= _window(fields, name, config["max_position_embeddings"])
+    config |= _experts(fields, name, tensors, blocks)
     config |= _rope_scaling(fields, name, tensors)
     vocabulary = read_vocabulary(header)
     if len(vocabulary.tokens) > config["vocab_size"]:
@@ -204,6 +208,23 @@ def _window(fields: Fields, name: str, context: int) -> dict[str, Any]:
         )
     window = {"sliding_window": fields.integer(f"{name}.attention.sliding_window")}
     return window if name != "llama" else window | {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
+
+
+def _experts(fields: Fields, name: str, tensors: Mapping[str, GgufTensor], blocks: int) -> dict[str, Any]:
+    """The experts, if there are any. A Llama model that has some is a Mixtral."""
+    if not fields.table.get(f"{name}.expert_count"):
+        return {}
+    found: dict[str, Any] = {
+        "num_experts_per_tok": fields.integer(f"{name}.expert_used_count"),
+        "num_local_experts": fields.integer(f"{name}.expert_count"),
+    }
+    if name == "llama":
+        return found | {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]}
+    return found | {
+        "moe_intermediate_size": fields.integer(f"{name}.expert_feed_forward_length"),
+        "norm_topk_prob": fields.flag(f"{name}.expert_weights_norm", True),
+        "mlp_only_layers": [at for at in range(blocks) if f"model.layers.{at}.mlp.down_proj.weight" in tensors],
+    }
 
 
 def _rope_scaling(fields: Fields, name: str, tensors: Mapping[str, GgufTensor]) -> dict[str, Any]:

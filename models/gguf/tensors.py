@@ -41,12 +41,18 @@ _BLOCK = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.gate_proj",
+    "ffn_up_exps": "mlp.experts.up_proj",
+    "ffn_down_exps": "mlp.experts.down_proj",
 }
 _FUSED_BLOCK = {**_BLOCK, "ffn_up": "mlp.gate_up_proj"}
 """In Phi-3, whose ffn_up holds gate and up."""
 _FACTORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
 """Tensors that are not weights but tables, which Hugging Face's format keeps in config.json."""
 _NAME = re.compile(r"(?:blk\.(?P<layer>0|[1-9]\d{0,4})\.)?(?P<module>\w+)\.(?P<part>weight|bias)", re.ASCII)
+_EXPERT = re.compile(r"\.experts\.\d+\.")
+"""What the name of an expert's tensor has, and that of all experts has not."""
 _PIECE = 1 << 20
 """Number of weights dequantized at a time."""
 
@@ -178,7 +184,7 @@ def name_in_file(name: str, architecture: str) -> str:
         if name.startswith(f"{module}."):
             return own + name.removeprefix(module)
     _, _, layer, rest = name.split(".", 3)
-    module, _, part = rest.rpartition(".")
+    module, _, part = _EXPERT.sub(".experts.", rest).rpartition(".")
     return f"blk.{layer}.{next(own for own, theirs in blocks.items() if theirs == module)}.{part}"
 
 
