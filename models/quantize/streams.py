@@ -232,7 +232,7 @@ def _look(
 
     Tokens count by `models.salience`: as often as they are looked at, once by themselves and then by the attention they
     receive; and what a layer adds to the residual stream is relative to the stream, the output of `o` to the block's
-    input and that of `down` to its output.
+    input and that of `down` to its output. A norm behind such a layer divides by the size of the layer's output.
     """
     inputs: dict[str, torch.Tensor] = {}
     rows: dict[str, torch.Tensor] = {}
@@ -251,16 +251,36 @@ def _look(
         with fast_products(oracle.spec):
             y = oracle.block(layer, x)
         looked_at = 1 + received.pop()  # [B, S]
-        seen_by, relative = looked_at.nan_to_num(0, 0, 0), {"o": x, "down": y}
-        counts = {kind: (looked_at / stream.square().mean(-1)).nan_to_num(0, 0, 0) for kind, stream in relative.items()}
+        streams = {"o": x, "down": y}
+        behind = {name.removesuffix("_norm"): inputs.pop(name) for name in list(inputs) if name.endswith("_norm")}
+
         with fast_products(oracle.spec):
             for name, own in statistics.items():
-                own.add(inputs[name].numpy(), name, counts.get(name.rpartition(".")[2], seen_by).numpy())
+                own.add(inputs[name].numpy(), name, _counts(name, looked_at, streams, behind).numpy())
             if experts is not None:
-                experts.add(inputs, rows, seen_by.flatten(), counts["down"].flatten())
+                kinds = (f"layers.{layer}.gate_up", f"layers.{layer}.down")
+                experts.add(inputs, rows, *(_counts(kind, looked_at, streams, behind).flatten() for kind in kinds))
         inputs.clear()
         rows.clear()
         outputs.append(y)
         watch()
     oracle.observe = oracle.observe_keys = oracle.observe_attention = None
     return outputs
+
+
+def _counts(
+    name: str, looked_at: torch.Tensor, streams: Mapping[str, torch.Tensor], behind: Mapping[str, torch.Tensor]
+) -> torch.Tensor:
+    """How much a squared error of each token's output of a layer weighs, float32 [B, S].
+
+    Args:
+        name: The layer.
+        looked_at: float32 [B, S], how often the token is looked at.
+        streams: The residual stream float32 [B, S, C] that a layer adds to, by its type.
+        behind: The output float32 [B, S, C] of layers with a norm behind them, by name.
+    """
+    stream = streams.get(name.rpartition(".")[2])
+    square = torch.ones(()) if stream is None else stream.square().mean(-1)
+    if name in behind:
+        square = square * behind[name].square().mean(-1)
+    return (looked_at / square).nan_to_num(0, 0, 0)

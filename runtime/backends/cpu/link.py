@@ -60,7 +60,7 @@ def units_of(model: Weights, kind: CacheKind, *, compensated: bool) -> list[Unit
         kind: The kind of cache.
         compensated: Whether channels are selected by the paper's approximation, and compensated.
     """
-    found = {*needed(kind)}
+    found = {*needed(kind), *([units.settle] if model.spec.norm_after or model.spec.qk_norm_form == "all" else [])}
     if model.spec.mixture is not None:
         found |= _for_experts(model, compensated=compensated)
     for name in model.spec.linear_names():
@@ -169,4 +169,6 @@ def _units(instruction: op.Instruction) -> tuple[Unit, Unit | None]:
             return units.flush_unit(int(cache_of(of.cache)["rank"])), None
         case op.Restore():
             return units.restore, None
+        case op.Settle():
+            return units.settle, None
     return units.INPUTS[type(instruction)], None

@@ -41,6 +41,8 @@ COMPENSATE_EXPERTS = {bits: _named(f"units.experts.compensate_experts_{bits}") f
 """Compensation of an expert's rows by their own channels, by the residuals' bits; as are the next."""
 SHARE_EXPERTS = {bits: _named(f"units.experts.share_experts_{bits}") for bits in (2, 4, 8, 16)}
 """Instructions implemented by one unit in all cases."""
+settle = _named("units.inputs.settle")
+"""Norms whose results stay in float32."""
 UNIFORM = {3: _named("units.products.multiply_uniform_3"), 4: _named("units.products.multiply_uniform_4")}
 """Products with matrices, by their bits; so are the next."""
 CODEBOOK = {3: _named("units.products.multiply_codebook_3"), 4: _named("units.products.multiply_codebook_4")}
