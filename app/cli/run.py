@@ -129,7 +129,7 @@ def run(
     with output.progress() as progress:
         engine = services.open_engine(plan, progress)
     try:
-        speculate(engine, spend_budgets(engine.borrow, plan, choices, services, output).speculation)
+        speculate(engine, spend_budgets(engine.borrow, plan, choices, services, output).speculation, services)
         if text:
             _answer(engine, stored, output, text, sampling, "" if raw else settings.system_prompt, raw=raw)
         else:

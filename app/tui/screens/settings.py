@@ -30,7 +30,15 @@ if TYPE_CHECKING:
     from runtime.wire.device import DeviceReport
 
 GROUPS = {
-    "Quality and speed": ("budget", "prompt_budget", "k_chunk", "speculate", "gamma", "num_parallel"),
+    "Quality and speed": (
+        "budget",
+        "prompt_budget",
+        "k_chunk",
+        "speculate",
+        "gamma",
+        "sensitive_layers",
+        "num_parallel",
+    ),
     "Memory": ("kv", "context"),
     "Chat": (
         "system_prompt",

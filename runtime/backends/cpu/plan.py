@@ -247,6 +247,7 @@ class PlanOperations:
                 rows=RUN_ROWS,
                 stored=stored,
                 out=_address(partial),
+                exact=self._cache.exact(layer),
             )
         )
         return Activations(op.Matrix(0, 0), spec.q_width, partial=_address(partial))

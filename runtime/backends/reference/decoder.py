@@ -6,7 +6,7 @@ meant for small models and for checking the other backends.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
@@ -17,7 +17,7 @@ from models.architecture import Operations, body, forward
 from models.packed import PackedLinear
 from models.rope import tables
 from models.weights import Weights
-from runtime.backends.decoder import DecoderOptions, Float32Array, Step, check_step, compensation_of
+from runtime.backends.decoder import DecoderOptions, Float32Array, Step, check_step, compensation_of, sensitive
 from runtime.backends.operations.basis import to_basis
 from runtime.backends.operations.gate import silu_gate
 from runtime.backends.operations.norm import rms_norm
@@ -47,7 +47,7 @@ class ReferenceDecoder:
 
     def __init__(self, model: Weights, options: DecoderOptions) -> None:
         self.spec = model.spec
-        self.options = options
+        self.options = replace(options, sensitive_layers=sensitive(options.sensitive_layers, model.spec))
         self.weight_bytes = 0
         self.linears: dict[str, ReferenceLinear] = {}
         for index, name in enumerate(self.spec.linear_names()):
@@ -123,6 +123,10 @@ class ReferenceDecoder:
         for linear in self.linears.values():
             linear.set_draft_k_chunk(draft_k_chunk)
         self.options = replace(self.options, draft_k_chunk=draft_k_chunk)
+
+    def set_sensitive_layers(self, layers: Sequence[int]) -> None:
+        """See `runtime.backends.decoder.Decoder.set_sensitive_layers`."""
+        self.options = replace(self.options, sensitive_layers=sensitive(layers, self.spec))
 
     def session(self) -> AbstractContextManager[None]:
         """Nothing to keep ready: torch manages its own threads."""
@@ -200,8 +204,9 @@ class _Pass(Operations[torch.Tensor]):
             k = to_basis(k, reflection) - mean
         cache.append(layer, self._slots, self._positions, k, self._heads(v))
         slots, positions = self._slots, self._positions
+        draft = self._draft and layer not in self._decoder.options.sensitive_layers
         return self._by_rows(
-            q, lambda row: cache.attend(layer, q[row], slots[row], positions[row], window, draft=self._draft)
+            q, lambda row: cache.attend(layer, q[row], slots[row], positions[row], window, draft=draft)
         ).flatten(1)
 
     def gate(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

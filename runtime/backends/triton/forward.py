@@ -14,7 +14,7 @@ Source: QDEC §4.1 (Fig. 6), §4.3.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
 import torch
@@ -161,6 +161,7 @@ class Pass(Operations[Value]):
         R: Rows whose logits are wanted.
         way: Compensation mode.
         draft: Whether attention reads only what drafts read.
+        sensitive: Layers in which drafts read everything.
         side: The second stream; None runs everything on the current one.
         watch: Called with every selecting layer's input, and the positions of its rows.
     """
@@ -174,11 +175,12 @@ class Pass(Operations[Value]):
         R: int,
         way: Way,
         draft: bool,
+        sensitive: Collection[int] = (),
         side: torch.cuda.Stream | None,
         watch: Watch | None = None,
     ) -> None:
         self._model, self._spec, self._buffers = model, model.spec, buffers
-        self._M, self._R, self._way, self._draft = M, R, way, draft
+        self._M, self._R, self._way, self._draft, self._sensitive = M, R, way, draft, sensitive
         self._side, self._watch = side, watch
         if way == "shared":
             model.staging.begin()
@@ -245,7 +247,7 @@ class Pass(Operations[Value]):
         q_norm, k_norm = (model.norms[x.norm] if x.norm else None for x in (q, k))
         norms = HeadNorms(q_norm, k_norm, spec.norm_eps)
         heads(v.tensor, v.dec, norms, model.ropes[layer], model.bases[layer], rows, pages, queries)
-        context, draft = model.options.context, self._draft
+        context, draft = model.options.context, self._draft and layer not in self._sensitive
         sums = attend(queries, pages, rows, window, out, buffers.main, context=context, draft=draft)
         rounded = buffers.rounded(M, spec.q_width)
         if rounded is not None:
