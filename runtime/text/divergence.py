@@ -11,6 +11,8 @@ import numpy.typing as npt
 
 FloatArray = npt.NDArray[np.floating[Any]]
 _TINY = np.float32(1e-30)
+_ROWS = 8
+"""Rows that are computed at a time, so that little memory is needed beside the logits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +32,12 @@ class Outline:
             logits: floating point [R, V].
             most: Tokens to keep of each row, n; all but one if the vocabulary has no more.
         """
-        most = min(most, logits.shape[1] - 1)
-        tokens = np.argpartition(logits, -most, axis=1)[:, -most:].astype(np.int32)
-        return cls(tokens, np.exp(_outlined(logits, tokens)))
+        most, parts = min(most, logits.shape[1] - 1), []
+        for start in range(0, len(logits), _ROWS):
+            own = logits[start : start + _ROWS]
+            tokens = np.argpartition(own, -most, axis=1)[:, -most:].astype(np.int32)
+            parts.append(cls(tokens, np.exp(_outlined(own, tokens))))
+        return cls.joined(parts)
 
     @classmethod
     def joined(cls, parts: Sequence[Outline]) -> Outline:
@@ -48,14 +53,17 @@ class Outline:
 
         It is at most that of the whole distributions.
         """
-        own = _outlined(logits, self.tokens)
-        kept = self.probabilities * (np.log(np.maximum(self.probabilities, _TINY)) - own)
-        return float(kept.sum(dtype=np.float64))
+        total = 0.0
+        for start in range(0, len(logits), _ROWS):
+            own = self.rows(start, start + _ROWS)
+            apart = np.log(np.maximum(own.probabilities, _TINY)) - _outlined(logits[start : start + _ROWS], own.tokens)
+            total += float((own.probabilities * apart).sum(dtype=np.float64))
+        return total
 
 
 def _outlined(logits: FloatArray, tokens: npt.NDArray[np.int32]) -> npt.NDArray[np.float32]:
     """Log-probabilities float32 [R, n + 1] of some tokens of each row, and of all others together."""
-    shifted = logits.astype(np.float32) - logits.max(axis=1, keepdims=True)
+    shifted: npt.NDArray[np.float32] = np.subtract(logits, logits.max(axis=1, keepdims=True), dtype=np.float32)
     chosen = np.take_along_axis(shifted, tokens, axis=1)
     np.exp(shifted, out=shifted)
     total = shifted.sum(axis=1, keepdims=True, dtype=np.float64)
