@@ -60,21 +60,26 @@ class ReferenceDecoder:
         }
         self.weight_bytes += sum(weight.nbytes for weight in self.norms.values())
         self.embedding = torch.from_numpy(np.array(model.embedding(), np.float16))
+        self._remember(model)
+
+    def _remember(self, model: Weights | None) -> None:
+        """Prepare all that depends on positions: rotations and the cache, in the basis that `model` knows."""
+        spec, options = self.spec, self.options
         self.turns = {
-            rope: tuple(torch.from_numpy(table) for table in tables(rope, options.context)) for rope in self.spec.ropes
+            rope: tuple(torch.from_numpy(table) for table in tables(rope, options.context)) for rope in spec.ropes
         }
-        growth = query_growth(self.spec, np.arange(options.context))
+        growth = query_growth(spec, np.arange(options.context))
         self.growth = None if growth is None else torch.from_numpy(growth)
         self.cache = ReferenceCache(
             KINDS[options.kv],
-            self.spec,
+            spec,
             context=options.context,
             slots=options.slots,
             max_rows=options.max_rows,
             pages=options.pages,
         )
         self.kv_bytes = self.cache.store.nbytes
-        self.bases = bases_of(self.cache.kind, model)
+        self.bases = [] if model is None else bases_of(self.cache.kind, model)
 
     @property
     def recall(self) -> float | None:

@@ -249,16 +249,17 @@ def _corrected(view: View) -> str:
     ):
         others = {name: value for name, value in usual.items() if name != what}
         found = [entry for entry in view.corrected if all(entry[name] == value for name, value in others.items())]
+        sized = what != "share"
         rows = [
             (
                 shown.format(entry[what]).replace("%", " %"),
-                "" if what == "share" else f"{entry['bytes']:.1f}",
+                *([f"{entry['bytes']:.1f}"] if sized else []),
                 f"{entry['perplexity']:.3f}{view.mark(entry)}",
                 judge.percent(difference(entry, base)),
             )
             for entry in sorted(found, key=lambda entry: float(entry[what]))
         ]
-        parts.append(table((head, "" if what == "share" else "bytes, % of fp16", "perplexity", "over fp16"), rows))
+        parts.append(table((head, *(["bytes, % of fp16"] if sized else []), "perplexity", "over fp16"), rows))
     return f"""## How much correction is needed
 
 As in GEAR's Figure 4, at 2 bits: {base["model"]} in full precision over a cache of 2 bits, in windows of
