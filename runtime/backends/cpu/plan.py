@@ -278,6 +278,7 @@ class PlanOperations:
                 rows=RUN_ROWS,
                 stored=stored,
                 out=_address(partial),
+                exact=self._cache.exact(layer),
                 cap=spec.score_cap or 0.0,
             )
         )

@@ -6,7 +6,7 @@ meant for small models and for checking the other backends.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -20,7 +20,7 @@ from models.rope import query_growth, tables
 from models.routing import route
 from models.spec import first_expert, router_of
 from models.weights import Weights
-from runtime.backends.decoder import DecoderOptions, Float32Array, Step, check_step, compensation_of
+from runtime.backends.decoder import DecoderOptions, Float32Array, Step, check_step, compensation_of, sensitive
 from runtime.backends.operations.basis import to_basis
 from runtime.backends.operations.cap import soft_cap
 from runtime.backends.operations.gate import gelu_gate, silu_gate
@@ -52,7 +52,7 @@ class ReferenceDecoder:
 
     def __init__(self, model: Weights, options: DecoderOptions) -> None:
         self.spec = model.spec
-        self.options = options
+        self.options = replace(options, sensitive_layers=sensitive(options.sensitive_layers, model.spec))
         self.weight_bytes = 0
         self.linears: dict[str, ReferenceLinear] = {}
         names = {name: index for index, name in enumerate(self.spec.linear_names())}
@@ -66,21 +66,26 @@ class ReferenceDecoder:
         )
         self.weight_bytes += sum(weight.nbytes for weight in (*self.norms.values(), *self.routers.values()))
         self.embedding = torch.from_numpy(np.array(model.embedding(), np.float16))
+        self._remember(model)
+
+    def _remember(self, model: Weights | None) -> None:
+        """Prepare all that depends on positions: rotations and the cache, in the basis that `model` knows."""
+        spec, options = self.spec, self.options
         self.turns = {
-            rope: tuple(torch.from_numpy(table) for table in tables(rope, options.context)) for rope in self.spec.ropes
+            rope: tuple(torch.from_numpy(table) for table in tables(rope, options.context)) for rope in spec.ropes
         }
-        growth = query_growth(self.spec, np.arange(options.context))
+        growth = query_growth(spec, np.arange(options.context))
         self.growth = None if growth is None else torch.from_numpy(growth)
         self.cache = ReferenceCache(
             KINDS[options.kv],
-            self.spec,
+            spec,
             context=options.context,
             slots=options.slots,
             max_rows=options.max_rows,
             pages=options.pages,
         )
         self.kv_bytes = self.cache.store.nbytes
-        self.bases = bases_of(self.cache.kind, model)
+        self.bases = [] if model is None else bases_of(self.cache.kind, model)
 
     @property
     def recall(self) -> float | None:
@@ -133,6 +138,10 @@ class ReferenceDecoder:
         for linear in self.linears.values():
             linear.set_draft_k_chunk(draft_k_chunk)
         self.options = replace(self.options, draft_k_chunk=draft_k_chunk)
+
+    def set_sensitive_layers(self, layers: Sequence[int]) -> None:
+        """See `runtime.backends.decoder.Decoder.set_sensitive_layers`."""
+        self.options = replace(self.options, sensitive_layers=sensitive(layers, self.spec))
 
     def session(self) -> AbstractContextManager[None]:
         """Nothing to keep ready: torch manages its own threads."""
@@ -216,7 +225,8 @@ class _Pass(Operations[torch.Tensor]):
             q = to_basis(q, reflection.repeat_interleave(self._spec.num_heads // self._spec.num_kv_heads, dim=0))
             k = to_basis(k, reflection) - mean
         cache.append(layer, self._slots, self._positions, k, self._heads(v))
-        slots, positions, draft = self._slots, self._positions, self._draft
+        slots, positions = self._slots, self._positions
+        draft = self._draft and layer not in self._decoder.options.sensitive_layers
         sinks = self._decoder.norms[f"layers.{layer}.sinks"] if self._spec.sinks else None
         return self._by_rows(
             q,

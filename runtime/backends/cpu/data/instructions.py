@@ -482,6 +482,8 @@ class Attend(NamedTuple):
     """The keys and values."""
     out: int
     """Address of the partial results: float32 [rows, H, splits, D padded to 16 + 16]."""
+    exact: int
+    """Address of int32: whether drafts read both planes of the pages, too."""
     cap: float = 0.0
     """Soft cap of the scores; 0 = none."""
 
