@@ -20,7 +20,7 @@ from models import architecture
 from models.checkpoint import Checkpoint
 from models.families import spec_from_config
 from models.oracle import Oracle
-from models.spec import ModelSpec
+from models.spec import ModelSpec, expert_of
 from tests.close import assert_close
 from tests.models.random_models import (
     CASES,
@@ -232,13 +232,14 @@ def test_observer_sees_what_modules_of_transformers_receive(pair: tuple[Any, Che
     expected: dict[str, torch.Tensor] = {}
     sources = checkpoint.files.family.linear_sources
     modules = {"lm_head": "head"}
-    for layer in range(checkpoint.spec.num_layers):
-        parts = {
-            sources["qkv"][0]: "qkv",
-            "self_attn.o_proj": "o",
-            sources["gate_up"][0]: "gate_up",
-            "mlp.down_proj": "down",
-        }
+    spec = checkpoint.spec
+    router = "block_sparse_moe.router" if spec.family == "granitemoe" else "mlp.gate"
+    for layer in range(spec.num_layers):
+        parts = {sources["qkv"][0]: "qkv", "self_attn.o_proj": "o"}
+        if spec.has_experts(layer):
+            parts[router] = "router"
+        else:
+            parts |= {sources["gate_up"][0]: "gate_up", "mlp.down_proj": "down"}
         modules |= {f"model.layers.{layer}.{module}": f"layers.{layer}.{name}" for module, name in parts.items()}
     hooks = [
         model.get_submodule(module).register_forward_pre_hook(
@@ -250,13 +251,37 @@ def test_observer_sees_what_modules_of_transformers_receive(pair: tuple[Any, Che
     for hook in hooks:
         hook.remove()
     Oracle(checkpoint, observe=lambda name, x: seen.append((name, x))).logits(tokens_of(6))
-    if checkpoint.spec.norm_after:
-        assert sum(name.endswith("_norm") for name, _ in seen) == 2 * checkpoint.spec.num_layers
+    if spec.norm_after:
+        assert sum(name.endswith("_norm") for name, _ in seen) == 2 * spec.num_layers
         seen = [(name, x) for name, x in seen if not name.endswith("_norm")]
-    assert tuple(name for name, _ in seen) == checkpoint.spec.linear_names()
+    assert [name for name, _ in seen if expert_of(name) is None] == [*list(modules.values())[1:], "head"]
     expected["head"] = expected["head"] * checkpoint.files.multipliers.get("norm", 1.0)
     for name, x in seen:
-        assert_close(x, expected[name], "model")
+        if expert_of(name) is None:
+            assert_close(x, expected[name].view_as(x), "model")
+
+
+@pytest.mark.parametrize("case", ["mixtral", "qwen3-moe-dense"])
+def test_experts_are_shown_the_rows_that_were_routed_to_them(case: str, tmp_path: Path) -> None:
+    random_case(case).save_pretrained(tmp_path)
+    checkpoint = Checkpoint.open(tmp_path)
+    mixture, routed = checkpoint.spec.mixture, dict[str, int]()
+    assert mixture is not None
+    whole = torch.empty(0)
+
+    def observe(name: str, x: torch.Tensor) -> None:
+        nonlocal whole
+        if name.endswith("router"):
+            whole = x.flatten(0, 1)
+        elif name.endswith("gate_up") and oracle.rows is not None:
+            routed[name] = len(x)
+            torch.testing.assert_close(x, whole[oracle.rows.places])
+
+    oracle = Oracle(checkpoint, observe=observe)
+    oracle.logits(tokens_of(9))
+    blocks = sum(map(checkpoint.spec.has_experts, range(checkpoint.spec.num_layers)))
+    assert sum(routed.values()) == blocks * 2 * 9 * mixture.chosen
+    assert set(routed) <= set(checkpoint.spec.linear_names())
 
 
 def test_the_keys_shown_are_those_that_transformers_caches(pair: tuple[Any, Checkpoint]) -> None:
@@ -309,10 +334,11 @@ def test_block_by_block_holds_one_block_and_gives_the_same_logits(pair: tuple[An
     states = [oracle.embed(tokens) for tokens in batches]
     for layer in range(checkpoint.spec.num_layers):
         states = [oracle.block(layer, x, torch.arange(x.shape[1])) for x in states]
-        assert {name.rpartition(".")[0] for name in weights.alive()} == {f"layers.{layer}"}
+        assert {".".join(name.split(".")[:2]) for name in weights.alive()} == {f"layers.{layer}"}
+        assert len({expert_of(name) for name in weights.alive()} - {None}) <= 1, "one expert at a time"
     for tokens, x in zip(batches, states, strict=True):
         assert_close(oracle.head(x), Oracle(checkpoint).logits(tokens))
-    blocks = [name for name, _ in weights.given if name.startswith("layers.")]
+    blocks = [name for name, _ in weights.given if name.startswith("layers.") and expert_of(name) is None]
     assert len(blocks) == len(set(blocks)), "a block's weights are read once for all batches"
 
 
@@ -320,10 +346,11 @@ def test_resident_weights_are_read_once(pair: tuple[Any, Checkpoint]) -> None:
     weights = SpiedWeights(pair[1])
     oracle = Oracle(weights)
     oracle.logits(tokens_of(3))
-    once = [name for name, _ in weights.given]
+    once = [name for name, _ in weights.given if expert_of(name) is None]
     oracle.logits(tokens_of(4))
-    assert [name for name, _ in weights.given] == once
-    assert len([name for name in once if name.startswith("layers.")]) == len(set(once) - {"embed", "norm", "head"})
+    assert [name for name, _ in weights.given if expert_of(name) is None] == once
+    given = [name for name, _ in weights.given if name.startswith("layers.")]
+    assert len(given) == len(set(given))
 
 
 @pytest.mark.parametrize("case", ["llama3", "llama3.2"])
