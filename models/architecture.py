@@ -4,8 +4,9 @@ The full-precision decoder runs it with plain torch operations, the reference ba
 backend records it into a program once. So a family's quirks (biases, q/k norm, window, rope or none) stand here alone.
 
 Weights are named `embed`, `layers.{i}.input_norm`, `layers.{i}.qkv`, `layers.{i}.q_norm`, `layers.{i}.k_norm`,
-`layers.{i}.o`, `layers.{i}.post_norm`, `layers.{i}.gate_up`, `layers.{i}.down`, `norm`, `head`; a bias belongs to its
-linear layer. q, k and v are fused along the output in that order, and so are gate and up.
+`layers.{i}.conv`, `layers.{i}.conv_bias`, `layers.{i}.o`, `layers.{i}.post_norm`, `layers.{i}.gate_up`,
+`layers.{i}.down`, `norm`, `head`; a bias belongs to its linear layer. q, k and v are fused along the output in that
+order, and so are gate and up, and what a convolution reads.
 """
 
 from __future__ import annotations
@@ -51,6 +52,13 @@ class Operations(Protocol[T]):
         """
         ...
 
+    def convolve(self, x: T, layer: int) -> T:
+        """The gated short convolution of `layer` over the step's rows and the tokens before; the rows enter its state.
+
+        x is [M, 3 C]: B, G and u side by side. Returns G * conv(B * u), [M, C].
+        """
+        ...
+
     def gate(self, gate: T, up: T) -> T:
         """silu(gate) * up. Both [M, intermediate_size]."""
         ...
@@ -66,7 +74,8 @@ class Operations(Protocol[T]):
 
 def block(ops: Operations[T], spec: ModelSpec, layer: int, x: T) -> T:
     """One decoder block. [M, C] -> [M, C]."""
-    return mlp(ops, spec, layer, attention(ops, spec, layer, x))
+    mix = convolution if spec.mixer(layer) == "convolution" else attention
+    return mlp(ops, spec, layer, mix(ops, spec, layer, x))
 
 
 def attention(ops: Operations[T], spec: ModelSpec, layer: int, x: T) -> T:
@@ -81,6 +90,13 @@ def attention(ops: Operations[T], spec: ModelSpec, layer: int, x: T) -> T:
         q, k = ops.rotate(q), ops.rotate(k)
     attended = ops.attend(q, k, v, layer)
     return ops.add(x, ops.linear(attended, f"{prefix}.o"))
+
+
+def convolution(ops: Operations[T], spec: ModelSpec, layer: int, x: T) -> T:  # noqa: ARG001  as `attention`
+    """X plus the gated short convolution of a block over it. [M, C] -> [M, C]."""
+    prefix = f"layers.{layer}"
+    mixed = ops.linear(ops.norm(x, f"{prefix}.input_norm"), f"{prefix}.qkv")
+    return ops.add(x, ops.linear(ops.convolve(mixed, layer), f"{prefix}.o"))
 
 
 def mlp(ops: Operations[T], spec: ModelSpec, layer: int, x: T) -> T:

@@ -50,9 +50,14 @@ class Checkpoint:
         return self.files.path
 
     def vector(self, name: str) -> torch.Tensor:
-        """A norm's weight, for example `layers.0.input_norm` or `norm`. Returns float32 [width]."""
-        (module,) = self.files.family.sources(name)
-        weight = self.files.entries[f"{module}.weight"].read().to(torch.float32)
+        """A norm's weight, for example `layers.0.input_norm` or `norm`, or another of a block's vectors.
+
+        Returns:
+            float32 [width]; a convolution's weight tap by tap.
+        """
+        weight = self.files.entries[self._vector_key(name)].read().to(torch.float32)
+        if name.endswith(".conv"):
+            weight = weight.squeeze(1).T.flatten()
         return weight * self.files.multipliers.get(name, 1.0)
 
     def linear(self, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -64,11 +69,11 @@ class Checkpoint:
         """
         if name == "head" and self.spec.tied:
             return self._table(), None
-        weights = [self.files.entries[f"{module}.weight"].read() for module in self.files.family.sources(name)]
+        weights = [self.files.entries[f"{module}.weight"].read() for module in self._sources(name)]
         weight = weights[0] if len(weights) == 1 else torch.cat(weights)
         bias = None
         if self.spec.has_bias(name):
-            biases = [self.files.entries[f"{module}.bias"].read() for module in self.files.family.sources(name)]
+            biases = [self.files.entries[f"{module}.bias"].read() for module in self._sources(name)]
             bias = torch.cat([each.to(torch.float32) for each in biases])
         return self._multiplied(name, weight), None if bias is None else self._multiplied(name, bias)
 
@@ -85,6 +90,16 @@ class Checkpoint:
     def embedding(self) -> torch.Tensor:
         """The embedding table [V, C] in the checkpoint's own dtype."""
         return self._table()
+
+    def _sources(self, name: str) -> tuple[str, ...]:
+        """Modules of a linear layer or vector."""
+        mixer = self.spec.mixer(int(name.split(".")[1])) if name.startswith("layers.") else "attention"
+        return self.files.family.sources(name, mixer)
+
+    def _vector_key(self, name: str) -> str:
+        """Name of a vector's tensor."""
+        (module,) = self._sources(name)
+        return f"{module}.bias" if name.endswith("_bias") else f"{module}.weight"
 
     def _table(self) -> torch.Tensor:
         return self.files.entries[f"{self._embedding_module()}.weight"].read()
@@ -134,32 +149,33 @@ class Checkpoint:
 
     def _expected_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every tensor that the architecture needs, by its name in the file."""
-        spec, family = self.spec, self.files.family
+        spec = self.spec
         shapes: dict[str, tuple[int, ...]] = {
             f"{self._embedding_module()}.weight": (spec.vocab_size, spec.hidden_size),
-            "model.norm.weight": (spec.hidden_size,),
+            self._vector_key("norm"): (spec.hidden_size,),
         }
         if not spec.tied:
             shapes["lm_head.weight"] = (spec.vocab_size, spec.hidden_size)
         for layer in range(spec.num_layers):
-            for norm, width in spec.block_norms(layer).items():
-                (module,) = family.sources(norm)
-                shapes[f"{module}.weight"] = (width,)
+            for vector, width in spec.block_vectors(layer).items():
+                taps = vector.endswith(".conv")
+                shapes[self._vector_key(vector)] = (width // spec.taps, 1, spec.taps) if taps else (width,)
             for kind in LAYER_TYPES:
                 name = f"layers.{layer}.{kind}"
-                modules = family.sources(name)
-                for module, rows in zip(modules, _rows(spec, kind, len(modules)), strict=True):
-                    shapes[f"{module}.weight"] = (rows, spec.linear_shape(kind)[1])
+                modules = self._sources(name)
+                for module, rows in zip(modules, _rows(spec, name, len(modules)), strict=True):
+                    shapes[f"{module}.weight"] = (rows, spec.linear_shape(name)[1])
                     if spec.has_bias(name):
                         shapes[f"{module}.bias"] = (rows,)
         return shapes
 
 
-def _rows(spec: ModelSpec, kind: str, parts: int) -> tuple[int, ...]:
+def _rows(spec: ModelSpec, name: str, parts: int) -> tuple[int, ...]:
     """Output channels of each of the modules that a linear layer is fused from."""
     if parts == 1:
-        return (spec.linear_shape(kind)[0],)
-    return (spec.q_width, spec.kv_width, spec.kv_width) if kind == "qkv" else (spec.intermediate_size,) * parts
+        return (spec.linear_shape(name)[0],)
+    fused = name.endswith(".qkv")
+    return (spec.q_width, spec.kv_width, spec.kv_width) if fused else (spec.intermediate_size,) * parts
 
 
 def _names(shards: tuple[Path, ...]) -> str:

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from models import architecture, rope
-from models.spec import ModelSpec
+from models import architecture, recurrent, rope
+from models.spec import LAYER_TYPES, ModelSpec
 
 _HEAD_ROWS = 8192
 """Output channels of the head converted at a time, if it isn't kept in memory."""
@@ -47,7 +47,7 @@ class Weights(Protocol):
         ...
 
     def vector(self, name: str) -> Tensor:
-        """A norm's weight, float32 [width]."""
+        """A norm's weight or another of a block's vectors, float32 [width]."""
         ...
 
     def linear(self, name: str) -> tuple[Tensor, Tensor | None]:
@@ -61,12 +61,20 @@ class Weights(Protocol):
 
 @dataclass(slots=True)
 class KVCache:
-    """Keys (rotated) and values of all blocks for B sequences of the same length."""
+    """Keys (rotated) and values of all blocks for B sequences of the same length.
+
+    Blocks with a state keep all their inputs, from which the state is computed again at every step: slow, and exact
+    however far the sequences are cut back.
+    """
 
     keys: Tensor
-    """[layers, B, H_kv, context, D]."""
+    """[layers, B, H_kv, context, D]; blocks without attention have none."""
     values: Tensor
     """[layers, B, H_kv, context, D]."""
+    inputs: Mapping[int, Tensor]
+    """[B, context, width] by block, of those with a state."""
+    places: Mapping[int, int]
+    """Where blocks with attention stand in `keys` and `values`."""
     length: int = 0
     """T, positions filled. Setting it lower cuts all sequences back."""
 
@@ -121,8 +129,14 @@ class Oracle:
     def cache(self, batch: int, context: int) -> KVCache:
         """An empty KV cache for `batch` sequences of up to `context` tokens."""
         spec = self.spec
-        shape = (spec.num_layers, batch, spec.num_kv_heads, context, spec.head_dim)
-        return KVCache(torch.zeros(shape, dtype=self.dtype), torch.zeros(shape, dtype=self.dtype))
+        shape = (len(spec.attention_layers), batch, spec.num_kv_heads, context, spec.head_dim)
+        widths = {layer: spec.linear_shape(f"layers.{layer}.qkv")[0] for layer in spec.state_layers}
+        return KVCache(
+            torch.zeros(shape, dtype=self.dtype),
+            torch.zeros(shape, dtype=self.dtype),
+            {layer: torch.zeros(batch, context, width, dtype=self.dtype) for layer, width in widths.items()},
+            {layer: place for place, layer in enumerate(spec.attention_layers)},
+        )
 
     @torch.inference_mode()
     def logits(self, tokens: Tensor, cache: KVCache | None = None, *, rows: Sequence[int] | None = None) -> Tensor:
@@ -191,7 +205,7 @@ class Oracle:
         return architecture.output(self._operations(torch.arange(x.shape[1]), None), x)
 
     def parameters(self, name: str) -> tuple[Tensor, Tensor | None]:
-        """Weight and bias of a linear layer or a norm.
+        """Weight and bias of a linear layer; or a norm's weight, or another vector.
 
         They stay in memory if the oracle is resident, otherwise until those of another block are needed. They have the
         oracle's dtype, except that the head of a non-resident oracle has the checkpoint's (see `linear`).
@@ -202,11 +216,12 @@ class Oracle:
         if not self._resident:
             self._loaded = {key: held for key, held in self._loaded.items() if key.startswith(f"{owner}.")}
         bias: Tensor | None = None
-        if name == "norm" or name.endswith("_norm"):
-            weight = self._weights.vector(name)
-        else:
+        is_linear = name == "head" or name.rpartition(".")[2] in LAYER_TYPES
+        if is_linear:
             weight, bias = self._weights.linear(name)
-        dtype = self.dtype if name.endswith("norm") else self.products
+        else:
+            weight = self._weights.vector(name)
+        dtype = self.products if is_linear else self.dtype
         if name == "head" and not self._resident:
             dtype = weight.dtype
         self._loaded[name] = (weight.to(dtype), None if bias is None else bias.to(dtype))
@@ -291,14 +306,41 @@ class _Operations(architecture.Operations[Tensor]):
         first = int(self.positions[0]) if self.cache is None else 0  # position of the first key
         if self.cache is not None:
             end = int(self.positions[-1]) + 1
-            self.cache.keys[layer, :, :, self.positions] = keys
-            self.cache.values[layer, :, :, self.positions] = values
-            keys, values = self.cache.keys[layer, :, :, :end], self.cache.values[layer, :, :, :end]
+            place = self.cache.places[layer]
+            self.cache.keys[place, :, :, self.positions] = keys
+            self.cache.values[place, :, :, self.positions] = values
+            keys, values = self.cache.keys[place, :, :, :end], self.cache.values[place, :, :, :end]
         mask = self._mask(first, keys.shape[2], self.spec.windows[layer])
         if self.oracle.observe_attention is not None:
             self.oracle.observe_attention(layer, _received(queries, keys, mask))
         attended = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=True)
         return attended.transpose(1, 2).flatten(-2)
+
+    def convolve(self, x: Tensor, layer: int) -> Tensor:
+        prefix, spec = f"layers.{layer}", self.spec
+        weight, _ = self.oracle.parameters(f"{prefix}.conv")
+        bias = self.oracle.parameters(f"{prefix}.conv_bias")[0] if spec.conv_bias else None
+
+        def mixed(inputs: Tensor) -> Tensor:
+            before, after, u = inputs.chunk(3, dim=-1)
+            history = functional.pad(before * u, (0, 0, spec.taps - 1, 0))
+            return after * recurrent.convolve(history, weight.view(spec.taps, -1), bias)
+
+        return self._from_the_beginning(x.to(self.oracle.dtype), layer, mixed)
+
+    def _from_the_beginning(self, x: Tensor, layer: int, mixed: Callable[[Tensor], Tensor]) -> Tensor:
+        """What a block with a state makes of x [B, S, width], given its function of a whole sequence [B, T, width]."""
+        if self.branches is not None:
+            y = mixed(x[:, self.branches == 0])
+            parts = [y]
+            for branch in range(1, int(self.branches.max()) + 1):
+                seen = (self.branches == 0) | (self.branches == branch)
+                parts.append(mixed(x[:, seen])[:, y.shape[1] :])
+            return torch.cat(parts, dim=1)
+        if self.cache is None:
+            return mixed(x)
+        self.cache.inputs[layer][:, self.positions] = x
+        return mixed(self.cache.inputs[layer][:, : int(self.positions[-1]) + 1])[:, -x.shape[1] :]
 
     def gate(self, gate: Tensor, up: Tensor) -> Tensor:
         return functional.silu(gate.to(self.oracle.dtype)) * up

@@ -6,9 +6,12 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 RopeKind = Literal["default", "linear", "llama3", "longrope"]
+Mixer = Literal["attention", "convolution"]
+"""What mixes the tokens of a block: attention, with a cache; the others have a state instead."""
 
 LAYER_TYPES = ("qkv", "o", "gate_up", "down")
-"""The linear layers of a block, by the names of QDEC §4.4."""
+"""The linear layers of a block, by the names of QDEC §4.4: `qkv` is what a block's mixer reads the stream by, `o` what
+it writes by, also where it is no attention."""
 LAYER_KINDS = (*LAYER_TYPES, "head")
 """All kinds of linear layers: those of a block, and the output head."""
 
@@ -41,7 +44,7 @@ class RopeSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """A decoder-only transformer: pre-norm blocks of grouped-query attention and a gated MLP."""
+    """A decoder-only transformer: pre-norm blocks of a mixer, mostly grouped-query attention, and a gated MLP."""
 
     family: str
     """`model_type` of its family, see `models.families`."""
@@ -69,6 +72,12 @@ class ModelSpec:
     """Per block: sliding window in tokens (a query sees itself and the window - 1 tokens before it), or None."""
     unrotated: tuple[int, ...] = ()
     """Blocks without a rotary embedding (SmolLM3)."""
+    mixers: tuple[Mixer, ...] = ()
+    """Per block: what mixes its tokens; empty: attention in all of them."""
+    taps: int = 0
+    """Tokens that a short convolution sees, its own included."""
+    conv_bias: bool = False
+    """Whether short convolutions, and the linear layers around them, have biases."""
     qkv_bias: bool = False
     """Whether q, k and v have biases (Qwen2)."""
     o_bias: bool = False
@@ -94,42 +103,93 @@ class ModelSpec:
         """Channels of all key (or value) heads, H_kv * D."""
         return self.num_kv_heads * self.head_dim
 
+    def mixer(self, layer: int) -> Mixer:
+        """What mixes the tokens of a block."""
+        return self.mixers[layer] if self.mixers else "attention"
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """Blocks with attention: those that have a cache."""
+        return tuple(layer for layer in range(self.num_layers) if self.mixer(layer) == "attention")
+
+    @property
+    def state_layers(self) -> tuple[int, ...]:
+        """Blocks that have a state instead of a cache."""
+        return tuple(layer for layer in range(self.num_layers) if self.mixer(layer) != "attention")
+
     @property
     def parameters(self) -> int:
         """Weights of the full-precision model; a tied embedding counts once."""
         count = self.vocab_size * self.hidden_size * (1 if self.tied else 2) + self.hidden_size
         for name in self.linear_names()[:-1]:
-            rows, width = self.linear_shape(name.rsplit(".", 1)[-1])
+            rows, width = self.linear_shape(name)
             count += rows * width + (rows if self.has_bias(name) else 0)
-        return count + sum(sum(self.block_norms(layer).values()) for layer in range(self.num_layers))
+        return count + sum(sum(self.block_vectors(layer).values()) for layer in range(self.num_layers))
 
     def block_norms(self, layer: int) -> dict[str, int]:
         """Widths of a block's norms by their names, `layers.3.input_norm`."""
         norms = {"input_norm": self.hidden_size, "post_norm": self.hidden_size}
-        if self.qk_norm:
+        if self.qk_norm and self.mixer(layer) == "attention":
             norms |= {"q_norm": self.head_dim, "k_norm": self.head_dim}
         return {f"layers.{layer}.{norm}": width for norm, width in norms.items()}
+
+    def block_vectors(self, layer: int) -> dict[str, int]:
+        """Widths of everything in a block but its linear layers, by name: its norms, and what its mixer has.
+
+        A convolution's `conv` is [taps, C], tap by tap, and `conv_bias` [C].
+        """
+        vectors: dict[str, int] = {}
+        if self.mixer(layer) == "convolution":
+            vectors["conv"] = self.taps * self.hidden_size
+            if self.conv_bias:
+                vectors["conv_bias"] = self.hidden_size
+        return self.block_norms(layer) | {f"layers.{layer}.{name}": width for name, width in vectors.items()}
 
     def norm_names(self) -> tuple[str, ...]:
         """Names of all norms, the one before the head last."""
         return (*(name for layer in range(self.num_layers) for name in self.block_norms(layer)), "norm")
 
+    def vector_names(self) -> tuple[str, ...]:
+        """Names of all vectors, the norm before the head last."""
+        return (*(name for layer in range(self.num_layers) for name in self.block_vectors(layer)), "norm")
+
+    @property
+    def state_shape(self) -> tuple[int, int, tuple[int, int, int]]:
+        """State of a block that has one.
+
+        Channels of its convolution; tokens that this reads before its own; heads, rows and columns of its matrix, zeros
+        if it has none.
+        """
+        return self.hidden_size, self.taps - 1, (0, 0, 0)
+
     def has_bias(self, name: str) -> bool:
         """Whether a linear layer, `layers.3.qkv`, has a bias."""
         kind = name.rsplit(".", 1)[-1]
         biased = {"qkv": self.qkv_bias, "o": self.o_bias, "gate_up": self.mlp_bias, "down": self.mlp_bias}
+        if kind in ("qkv", "o") and self.mixer(int(name.split(".")[1])) == "convolution":
+            return self.conv_bias
         return biased.get(kind, False)
 
-    def linear_shape(self, layer_type: str) -> tuple[int, int]:
-        """Shape [N, K] of a linear layer by type: `qkv`, `o`, `gate_up`, `down` or `head` (fused, as stored)."""
-        shapes = {
-            "qkv": (self.q_width + 2 * self.kv_width, self.hidden_size),
-            "o": (self.hidden_size, self.q_width),
-            "gate_up": (2 * self.intermediate_size, self.hidden_size),
-            "down": (self.hidden_size, self.intermediate_size),
-            "head": (self.vocab_size, self.hidden_size),
-        }
-        return shapes[layer_type]
+    def linear_shape(self, name: str) -> tuple[int, int]:
+        """Shape [N, K] of a linear layer, `layers.3.qkv` or `head` (fused, as stored).
+
+        Of a type alone, `qkv`, the average over blocks, which differ where their mixers do.
+        """
+        if name == "head":
+            return self.vocab_size, self.hidden_size
+        if "." not in name:
+            shapes = [self.linear_shape(f"layers.{layer}.{name}") for layer in range(self.num_layers)]
+            rows, widths = (round(sum(sizes) / len(sizes)) for sizes in zip(*shapes, strict=True))
+            return rows, widths
+        _, layer, kind = name.split(".")
+        if kind in ("gate_up", "down"):
+            width = self.intermediate_size
+            return (2 * width, self.hidden_size) if kind == "gate_up" else (self.hidden_size, width)
+        if self.mixer(int(layer)) == "convolution":
+            return (3 * self.hidden_size if kind == "qkv" else self.hidden_size), self.hidden_size
+        return (
+            (self.q_width + 2 * self.kv_width, self.hidden_size) if kind == "qkv" else (self.hidden_size, self.q_width)
+        )
 
     def linear_names(self) -> tuple[str, ...]:
         """Names of all linear layers in the order they run, `layers.0.qkv` to `head`."""

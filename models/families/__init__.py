@@ -10,6 +10,7 @@ from models.errors import UnsupportedModelError
 from models.families.family import Family
 from models.families.fields import PUBLISHED, Fields
 from models.families.granite import GRANITE
+from models.families.lfm2 import LFM2
 from models.families.llama import LLAMA
 from models.families.mistral import MINISTRAL, MISTRAL
 from models.families.phi3 import PHI3
@@ -19,11 +20,14 @@ from models.families.smollm3 import SMOLLM3
 from models.spec import ModelSpec
 
 FAMILIES: Mapping[str, Family] = {
-    family.model_type: family for family in (LLAMA, MISTRAL, MINISTRAL, QWEN2, QWEN3, PHI3, SMOLLM3, GRANITE, SEED_OSS)
+    family.model_type: family
+    for family in (LLAMA, MISTRAL, MINISTRAL, QWEN2, QWEN3, PHI3, SMOLLM3, GRANITE, SEED_OSS, LFM2)
 }
 """Every supported family by its `model_type`."""
 
-SUPPORTED = "Llama 2/3/3.1/3.2, Mistral, Ministral 8B, Qwen2/2.5, Qwen3, Phi-3/3.5, SmolLM3, Granite 3 and Seed-OSS"
+SUPPORTED = (
+    "Llama 2/3/3.1/3.2, Mistral, Ministral 8B, Qwen2/2.5, Qwen3, Phi-3/3.5, SmolLM3, Granite 3, Seed-OSS and LFM2"
+)
 """The families as an error message names them."""
 
 _EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_intermediate_size")

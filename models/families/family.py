@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypedDict
 
 from models.errors import CheckpointError, UnsupportedModelError
 from models.families.fields import Fields
-from models.spec import ModelSpec
+from models.spec import Mixer, ModelSpec
 
 SEPARATE_LINEAR_SOURCES: Mapping[str, tuple[str, ...]] = {
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -17,6 +17,13 @@ SEPARATE_LINEAR_SOURCES: Mapping[str, tuple[str, ...]] = {
     "down": ("mlp.down_proj",),
 }
 """Modules of a block that make up each linear layer, in the order they are fused."""
+_BLOCK_MODULES: Mapping[str, str] = {
+    "input_norm": "input_layernorm",
+    "post_norm": "post_attention_layernorm",
+    "q_norm": "self_attn.q_norm",
+    "k_norm": "self_attn.k_norm",
+}
+"""Modules of a block that most families call alike."""
 DEEPEST, WIDEST, LARGEST_VOCABULARY = 1000, 1 << 20, 1 << 24
 """Maximum numbers of blocks, channels and tokens of a model: ten times those of the largest known ones."""
 
@@ -33,25 +40,30 @@ class Family:
     """Builds the specification, without token ids."""
     linear_sources: Mapping[str, tuple[str, ...]]
     """Modules of a block that make up each linear layer, in the order they are fused."""
+    mixer_sources: Mapping[Mixer, Mapping[str, tuple[str, ...]]] = field(default_factory=dict)
+    """The same for blocks with other mixers than attention, and the modules of their vectors."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """Modules that are called otherwise than in most families, by the names of `models.architecture`."""
     multipliers: Callable[[Fields], Mapping[str, float]] = lambda _: {}
     """Multipliers of config.json that fold into weights: factors of `q`, `o`, `down` and `norm`."""
 
-    def sources(self, name: str) -> tuple[str, ...]:
+    def sources(self, name: str, mixer: Mixer = "attention") -> tuple[str, ...]:
         """Modules of the checkpoint whose tensors make up what `models.architecture` calls `name`.
 
         Several are fused along the output. A tensor is called `{module}.weight` or `{module}.bias`.
+
+        Args:
+            name: The linear layer, norm or vector.
+            mixer: That of its block.
         """
         if not name.startswith("layers."):
-            return {"embed": ("model.embed_tokens",), "norm": ("model.norm",), "head": ("lm_head",)}[name]
+            outer = {"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head", **self.names}
+            return (outer[name],)
         _, layer, part = name.split(".")
-        norms = {
-            "input_norm": "input_layernorm",
-            "post_norm": "post_attention_layernorm",
-            "q_norm": "self_attn.q_norm",
-            "k_norm": "self_attn.k_norm",
-        }
-        modules = (norms[part],) if part in norms else self.linear_sources[part]
-        return tuple(f"model.layers.{layer}.{module}" for module in modules)
+        single = {**_BLOCK_MODULES, **self.names}
+        modules = {**self.linear_sources, **self.mixer_sources.get(mixer, {})}
+        found = modules[part] if part in modules else (single[part],)
+        return tuple(f"model.layers.{layer}.{module}" for module in found)
 
 
 class Common(TypedDict):
@@ -69,12 +81,13 @@ class Common(TypedDict):
     tied: bool
 
 
-def read_common(fields: Fields, *, head_dim: int | None = None) -> Common:
+def read_common(fields: Fields, *, head_dim: int | None = None, eps: str = "rms_norm_eps") -> Common:
     """Read sizes, and refuse options that change a block's arithmetic in unsupported ways.
 
     Args:
         fields: config.json.
         head_dim: What an absent `head_dim` means; None = hidden_size / num_attention_heads.
+        eps: The key of the norms' epsilon.
 
     Raises:
         UnsupportedModelError: An activation other than SiLU.
@@ -104,7 +117,7 @@ def read_common(fields: Fields, *, head_dim: int | None = None) -> Common:
         head_dim=width,
         vocab_size=fields.integer("vocab_size", most=LARGEST_VOCABULARY),
         max_context=fields.integer("max_position_embeddings"),
-        norm_eps=fields.number("rms_norm_eps"),
+        norm_eps=fields.number(eps),
         tied=fields.flag("tie_word_embeddings", False),
     )
 

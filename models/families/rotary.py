@@ -17,7 +17,12 @@ KINDS: Mapping[str, RopeKind] = {"default": "default", "linear": "linear", "llam
 
 
 def rope_spec(
-    fields: Fields, head_dim: int, max_context: int, *, aliases: Mapping[str, RopeKind] | None = None
+    fields: Fields,
+    head_dim: int,
+    max_context: int,
+    *,
+    aliases: Mapping[str, RopeKind] | None = None,
+    theta: float = 10000.0,
 ) -> RopeSpec:
     """Read the rotary embedding of a model.
 
@@ -26,6 +31,7 @@ def rope_spec(
         head_dim: D.
         max_context: `max_position_embeddings`.
         aliases: Further names of `rope_type` that the family knows.
+        theta: What an absent `rope_theta` means.
 
     Raises:
         UnsupportedModelError: A kind of scaling that this program doesn't run.
@@ -46,7 +52,7 @@ def rope_spec(
             "Choose another model."
         )
     kind = known[name]
-    theta = table.number("rope_theta", fields.number("rope_theta", 10000.0))
+    theta = table.number("rope_theta", fields.number("rope_theta", theta))
     rotary_dim = _rotary_dim(fields, table, head_dim)
     if kind == "default":
         return RopeSpec(theta=theta, rotary_dim=rotary_dim)

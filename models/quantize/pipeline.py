@@ -233,7 +233,7 @@ class Pipeline:
         clips = None
         if self.recipe.per_token:
             clips = prepare(working, streams, self.recipe, step)
-        elif self.recipe.smooth_attention:
+        elif self.recipe.smooth_attention and checkpoint.spec.mixer(layer) == "attention":
             smooth_attention(working, streams.largest_keys(working, layer, step))
         if self.recipe.method in SCALED:
             scale_block(working, streams.observe(working, layer, self.recipe, step), self.recipe, step)
@@ -263,7 +263,7 @@ class Pipeline:
             run_low(oracle, layer, batches, own_linears, tried, step)
             for lowered in own_linears.values():
                 lowered.release()
-        tensors = {name: working.vector(name).numpy() for name in checkpoint.spec.block_norms(layer)}
+        tensors = {name: working.vector(name).numpy() for name in checkpoint.spec.block_vectors(layer)}
         for lowered in linears.values():
             tensors |= stored_tensors(lowered.linear)
         tensors |= keys.tensors()

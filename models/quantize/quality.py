@@ -81,7 +81,7 @@ def summarize(spec: ModelSpec, recipe: Recipe, quality: Quality, files: Mapping[
     """
     weights, sizes = 0, layout.sizes(spec, recipe)
     for name in spec.linear_names():
-        weights += math.prod(spec.linear_shape(name.rsplit(".", 1)[-1]))
+        weights += math.prod(spec.linear_shape(name))
     return Summary(
         family=spec.family,
         parameters=spec.parameters,

@@ -207,7 +207,7 @@ def _pass(oracle: Oracle, layer: int, batches: Batches, watch: Callable[[], None
 def _no_statistics(spec: ModelSpec, layer: int, recipe: Recipe) -> dict[str, InputStatistics]:
     return {
         f"layers.{layer}.{kind}": InputStatistics.empty(
-            spec.linear_shape(kind)[1],
+            spec.linear_shape(f"layers.{layer}.{kind}")[1],
             second_moments=recipe.method in SECOND_MOMENTS,
             expected_k_chunk=recipe.left_out,
         )
@@ -226,8 +226,8 @@ def _look(
     """Pass batches through a block, and count the inputs of its linear layers, queries and keys in their statistics.
 
     Tokens count by `models.salience`: as often as they are looked at, once by themselves and then by the attention they
-    receive; and what a layer adds to the residual stream is relative to the stream, the output of `o` to the block's
-    input and that of `down` to its output.
+    receive, if there is any; and what a layer adds to the residual stream is relative to the stream, the output of `o`
+    to the block's input and that of `down` to its output.
     """
     inputs: dict[str, torch.Tensor] = {}
     received: list[torch.Tensor] = []
@@ -238,7 +238,7 @@ def _look(
     for x in batches:
         with fast_products(oracle.spec):
             y = oracle.block(layer, x)
-        looked_at = 1 + received.pop()  # [B, S]
+        looked_at = 1 + received.pop() if received else torch.ones(x.shape[:2])  # [B, S]
         streams = {"o": x, "down": y}
         for name, seen in inputs.items():
             stream = streams.get(name.rpartition(".")[2])

@@ -28,7 +28,7 @@ class WorkingBlock:
     def __init__(self, checkpoint: Checkpoint, layer: int) -> None:
         self.layer = layer
         self._checkpoint = checkpoint
-        self._vectors = {name: checkpoint.vector(name) for name in checkpoint.spec.block_norms(layer)}
+        self._vectors = {name: checkpoint.vector(name) for name in checkpoint.spec.block_vectors(layer)}
         self._linears: dict[str, tuple[torch.Tensor, torch.Tensor | None]] = {}
         for kind in LAYER_TYPES:
             weight, bias = checkpoint.linear(f"layers.{layer}.{kind}")
@@ -95,7 +95,7 @@ class WorkingBlock:
         """Multiply the input channels of a linear layer, and have what feeds them divide by the same.
 
         Inputs of `qkv` and `gate_up` come from a norm, those of `o` from the rows of v (attention mixes tokens, not
-        channels), those of `down` from the rows of up.
+        channels) or of a convolution's last gate, those of `down` from the rows of up.
 
         Args:
             kind: `qkv`, `o`, `gate_up` or `down`.
@@ -108,9 +108,12 @@ class WorkingBlock:
             name = f"{prefix}.{_NORM_BEFORE[kind]}"
             self._vectors[name] = self._vectors[name] / factors
             return
-        if kind == "o":
+        if kind == "o" and spec.mixer(self.layer) == "convolution":
+            divisors, rows = factors, slice(spec.hidden_size, 2 * spec.hidden_size)
+            weight, bias = self._linears[f"{prefix}.qkv"]
+        elif kind == "o":
             divisors = torch.empty(spec.kv_width)
-            divisors[torch.from_numpy(sources(spec, kind))] = factors
+            divisors[torch.from_numpy(sources(spec, f"{prefix}.o"))] = factors
             rows, (weight, bias) = slice(spec.q_width + spec.kv_width, None), self._linears[f"{prefix}.qkv"]
         else:
             divisors = factors
@@ -120,17 +123,21 @@ class WorkingBlock:
             bias[rows] /= divisors
 
 
-def sources(spec: ModelSpec, kind: str) -> npt.NDArray[np.intp]:
-    """What feeds each input channel of a linear layer: a channel of the norm, of up, or of v.
+def sources(spec: ModelSpec, name: str) -> npt.NDArray[np.intp]:
+    """What feeds each input channel of a linear layer: a channel of the norm, of up, of v, or of a gate.
 
     Query heads that share a key-value head read the same channels of v, so these have to be scaled alike.
+
+    Args:
+        spec: The architecture.
+        name: The linear layer, `layers.3.o`.
 
     Returns:
         [K]: the number of the source.
     """
-    width = spec.linear_shape(kind)[1]
-    channels = np.arange(width)
-    if kind != "o":
+    _, layer, kind = name.split(".")
+    channels = np.arange(spec.linear_shape(name)[1])
+    if kind != "o" or spec.mixer(int(layer)) != "attention":
         return channels
     head, channel = np.divmod(channels, spec.head_dim)
     return head // (spec.num_heads // spec.num_kv_heads) * spec.head_dim + channel

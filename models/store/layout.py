@@ -54,7 +54,7 @@ def tensor_files(spec: ModelSpec) -> tuple[str, ...]:
 
 def linear_tensors(spec: ModelSpec, recipe: Recipe, name: str) -> TensorTypes:
     """Tensors of one linear layer."""
-    rows, width = spec.linear_shape(name.rsplit(".", 1)[-1])
+    rows, width = spec.linear_shape(name)
     bits = recipe.layer_bits(name)
     tensors: TensorTypes = {f"{name}.codes": (_I32, (rows, packed_width(width, bits)))}
     if recipe.codebook:
@@ -88,7 +88,7 @@ def file_tensors(spec: ModelSpec, recipe: Recipe, file: str) -> TensorTypes:
             **linear_tensors(spec, recipe, "head"),
         }
     layer = int(file.removeprefix("block-").removesuffix(".safetensors"))
-    tensors: TensorTypes = {name: (_F32, (width,)) for name, width in spec.block_norms(layer).items()}
+    tensors: TensorTypes = {name: (_F32, (width,)) for name, width in spec.block_vectors(layer).items()}
     for kind in LAYER_TYPES:
         tensors |= linear_tensors(spec, recipe, f"layers.{layer}.{kind}")
     return tensors
@@ -102,6 +102,8 @@ def optional_tensors(spec: ModelSpec, file: str) -> TensorTypes:
     if file == OUTER:
         return {}
     layer = int(file.removeprefix("block-").removesuffix(".safetensors"))
+    if spec.mixer(layer) != "attention":
+        return {}
     return {name: (_F32, tensor_shape(spec)) for name in tensor_names(layer)}
 
 

@@ -129,7 +129,7 @@ class StoredModel:
         if name not in self._linear_names:
             raise KeyError(name)
         file = self._files[layout.file_of(name)]
-        shape = self.spec.linear_shape(name.rsplit(".", 1)[-1])
+        shape = self.spec.linear_shape(name)
         return PackedLinear(
             name=name,
             shape=shape,

@@ -65,7 +65,7 @@ def plan_load(
     parallel: int = 1,
     memory: MemoryInfo | None = None,
 ) -> LoadPlan:
-    """Choose a backend that the model fits: a model too large for the GPU may fit the CPU.
+    """Choose a backend that the model fits: a model too large for the GPU, or whose layers it lacks, may fit the CPU.
 
     Args:
         model: The stored model.
@@ -91,12 +91,20 @@ def plan_load(
         recipe=model.recipe,
     )
     full: OutOfMemoryError | None = None
+    unfit: BackendError | None = None
     for candidate in candidates(backend_name):
         backend, free = candidate.backend, candidate.presence.memory
+        try:
+            footprint = backend.footprint(spec, sizes, compensated=compensation.possible)
+        except BackendError as error:
+            if backend_name != AUTO:
+                raise
+            unfit = error
+            continue
         plan_of = partial(
             plan,
             spec,
-            backend.footprint(spec, sizes, compensated=compensation.possible),
+            footprint,
             kv=kv,
             context=context,
             slots=slots,
@@ -129,7 +137,7 @@ def plan_load(
             memory=planned,
             options=options,
         )
-    raise full or BackendError("no backend can run here")
+    raise full or unfit or BackendError("no backend can run here")
 
 
 def _most_rows(plan_of: Callable[..., MemoryPlan], choices: Sequence[int]) -> tuple[int, MemoryPlan]:

@@ -94,12 +94,27 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "granite": ("Granite", GRANITE),
     "granite-tied": ("Granite", {**GRANITE, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
     "seed-oss": ("SeedOss", {"head_dim": 16}),
+    "lfm2": (
+        "Lfm2",
+        {"norm_eps": 0.01, "layer_types": ["conv", "full_attention", "conv"], "block_auto_adjust_ff_dim": False},
+    ),
+    "lfm2-biases": (
+        "Lfm2",
+        {
+            "norm_eps": 0.01,
+            "layer_types": ["full_attention", "conv", "conv"],
+            "conv_bias": True,
+            "conv_L_cache": 4,
+            "block_multiple_of": 16,
+            "tie_word_embeddings": False,
+        },
+    ),
     "seed-oss-biases": ("SeedOss", {"head_dim": 8, "attention_out_bias": True, "mlp_bias": True}),
 }
 """Family and what is special, by a name."""
 
 
-DRAWN_FAMILIES = ("Llama", "Mistral", "Ministral", "Qwen2", "Qwen3", "Phi3", "SmolLM3", "Granite", "SeedOss")
+DRAWN_FAMILIES = ("Llama", "Mistral", "Ministral", "Qwen2", "Qwen3", "Phi3", "SmolLM3", "Granite", "SeedOss", "Lfm2")
 """Families whose configurations `drawn_changes` draws."""
 
 
@@ -130,9 +145,17 @@ def drawn_changes(family: str, seed: int) -> dict[str, Any]:
         "Granite": {name: generator.uniform(0.1, 0.4 if name == "attention_multiplier" else 4) for name in GRANITE}
         | {"attention_bias": flag()},
         "SeedOss": {"attention_bias": flag(), "attention_out_bias": flag(), "mlp_bias": flag()},
+        "Lfm2": {
+            "layer_types": [generator.choice(["conv", "full_attention"]) for _ in range(layers)],
+            "conv_L_cache": generator.randint(2, 5),
+            "conv_bias": flag(),
+            "block_auto_adjust_ff_dim": flag(),
+            "block_multiple_of": generator.randint(1, 20),
+            "block_ffn_dim_multiplier": generator.uniform(0.5, 2),
+        },
     }
     # Heads of these are as wide as the hidden size says; the others take any width.
-    divided = family in ("Qwen2", "Phi3", "SmolLM3", "Granite")
+    divided = family in ("Qwen2", "Phi3", "SmolLM3", "Granite", "Lfm2")
     hidden = heads * dim if divided else heads * generator.randint(2, 20)
     width = {} if divided else {"head_dim": dim}
     return {

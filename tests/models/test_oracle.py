@@ -116,9 +116,10 @@ def test_cached_decode_equals_cached_decode_of_transformers(pair: tuple[Any, Che
 def test_spec_follows_the_config_of_transformers(pair: tuple[Any, Checkpoint]) -> None:
     model, checkpoint = pair
     spec, config = checkpoint.spec, model.config
-    attentions = [layer.self_attn for layer in model.model.layers]
+    attentions = [layer.self_attn for layer in model.model.layers if hasattr(layer, "self_attn")]
     window = getattr(config, "sliding_window", None)
-    assert spec.windows == tuple(getattr(attention, "sliding_window", window) for attention in attentions)
+    windows = tuple(getattr(attention, "sliding_window", window) for attention in attentions)
+    assert tuple(spec.windows[layer] for layer in spec.attention_layers) == windows
     assert spec.head_dim == attentions[0].head_dim
     assert spec.tied == (model.lm_head.weight is model.model.embed_tokens.weight)
     eos = config.eos_token_id
@@ -218,16 +219,10 @@ def test_observer_sees_what_modules_of_transformers_receive(pair: tuple[Any, Che
     model, checkpoint = pair
     seen: list[tuple[str, torch.Tensor]] = []
     expected: dict[str, torch.Tensor] = {}
-    fused = checkpoint.spec.family == "phi3"
-    modules = {"lm_head": "head"}
-    for layer in range(checkpoint.spec.num_layers):
-        parts = {
-            "self_attn.qkv_proj" if fused else "self_attn.k_proj": "qkv",
-            "self_attn.o_proj": "o",
-            "mlp.gate_up_proj" if fused else "mlp.up_proj": "gate_up",
-            "mlp.down_proj": "down",
-        }
-        modules |= {f"model.layers.{layer}.{module}": f"layers.{layer}.{name}" for module, name in parts.items()}
+    modules = {}
+    for name in checkpoint.spec.linear_names():
+        mixer = "attention" if name == "head" else checkpoint.spec.mixer(int(name.split(".")[1]))
+        modules[checkpoint.files.family.sources(name, mixer)[0]] = name
     hooks = [
         model.get_submodule(module).register_forward_pre_hook(
             lambda _, arguments, name=name: expected.update({name: arguments[0]})
@@ -250,7 +245,7 @@ def test_the_keys_shown_are_those_that_transformers_caches(pair: tuple[Any, Chec
     Oracle(checkpoint, observe_keys=lambda layer, _, keys: seen.append((layer, keys))).logits(tokens_of(3))
     cache = DynamicCache(config=model.config)
     theirs(model, tokens_of(3), cache)
-    assert [layer for layer, _ in seen] == list(range(checkpoint.spec.num_layers))
+    assert tuple(layer for layer, _ in seen) == checkpoint.spec.attention_layers
     for layer, keys in seen:
         assert_close(keys, cache.layers[layer].keys, "model")
 

@@ -167,8 +167,7 @@ def make_model(
     rng = np.random.default_rng(seed)
     linears, full = {}, {}
     for name in spec.linear_names():
-        kind = name.rsplit(".", 1)[-1]
-        N, K = spec.linear_shape(kind)
+        N, K = spec.linear_shape(name)
         full[name] = (rng.standard_normal((N, K)) * 1.5 / np.sqrt(K)).astype(np.float32)
         linears[name] = (pack_codebook_linear if codebook else pack_linear)(
             full[name],
@@ -178,12 +177,10 @@ def make_model(
             residual_bits=residual_bits,
             bias=rng.standard_normal(N).astype(np.float32) if spec.has_bias(name) else None,
         )
-    norms = {"norm": spec.hidden_size}
+    sizes = {"norm": spec.hidden_size}
     for layer in range(spec.num_layers):
-        norms |= {f"layers.{layer}.{which}_norm": spec.hidden_size for which in ("input", "post")}
-        if spec.qk_norm:
-            norms |= {f"layers.{layer}.{which}_norm": spec.head_dim for which in ("q", "k")}
-    vectors = {name: (1 + 0.1 * rng.standard_normal(size)).astype(np.float32) for name, size in norms.items()}
+        sizes |= spec.block_vectors(layer)
+    vectors = {name: (1 + 0.1 * rng.standard_normal(size)).astype(np.float32) for name, size in sizes.items()}
     table = rng.standard_normal((spec.vocab_size, spec.hidden_size)).astype(np.float16)
     return TinyModel(spec=spec, linears=linears, vectors=vectors, table=table, full=full)
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from models.spec import ModelSpec
 from models.weights import Weights
 from runtime.backends.cpu import units
 from runtime.backends.cpu.data import instructions as op
@@ -51,6 +52,15 @@ def needed(kind: CacheKind) -> list[Unit]:
     ]
 
 
+def state_units(spec: ModelSpec) -> list[Unit]:
+    """Units of layers with a state.
+
+    Args:
+        spec: The model.
+    """
+    return [units.convolve] if spec.state_layers else []
+
+
 def units_of(model: Weights, kind: CacheKind, *, compensated: bool) -> list[Unit]:
     """Units to compile before a model is opened: what it needs, except `paging_units` and `few_rows_units`.
 
@@ -59,7 +69,7 @@ def units_of(model: Weights, kind: CacheKind, *, compensated: bool) -> list[Unit
         kind: The kind of cache.
         compensated: Whether channels are selected by the paper's approximation, and compensated.
     """
-    found = {*needed(kind)}
+    found = {*needed(kind), *state_units(model.spec)}
     for name in model.spec.linear_names():
         linear = model.linear(name)
         stored = _STORED_W4A8 if linear.per_token else _STORED if linear.codebook is None else _STORED_CODEBOOK
@@ -148,4 +158,6 @@ def _units(instruction: op.Instruction) -> tuple[Unit, Unit | None]:
             return units.flush_unit(int(cache_of(of.cache)["rank"])), None
         case op.Restore():
             return units.restore, None
+        case op.Convolve():
+            return units.convolve, None
     return units.INPUTS[type(instruction)], None

@@ -55,6 +55,8 @@ class Activations:
     """Address of unmerged attention results, if this is the result of `attend`."""
     gated: bool = False
     """Whether gate and up are still to be multiplied."""
+    convolved: int = -1
+    """The layer whose convolution is still to be applied."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,6 +253,10 @@ class PlanOperations:
         )
         return Activations(op.Matrix(0, 0), spec.q_width, partial=_address(partial))
 
+    def convolve(self, x: Activations, layer: int) -> Activations:
+        """See `models.architecture.Operations`. Written by the linear layer that reads it."""
+        return replace(x, width=x.width // 3, convolved=layer, instruction=-1)
+
     def gate(self, gate: Activations, up: Activations) -> Activations:
         """See `models.architecture.Operations`. Written by the linear layer that reads it."""
         assert up.place.at == gate.place.at + 4 * gate.width
@@ -296,9 +302,29 @@ class PlanOperations:
             self._emit(op.Merge(x.partial, to, self._spec.num_heads, self._spec.head_dim))
         elif x.gated:
             self._emit(op.Gate(x.place, to))
+        elif x.convolved >= 0:
+            self._emit(self._convolution(x, to))
         else:
             self._emit(op.Norm(x.place, to, self._vector(x.norm), self._spec.norm_eps))
         return out
+
+    def _convolution(self, x: Activations, to: op.Input) -> op.Convolve:
+        """The gated short convolution of a layer."""
+        prefix, taps, width = f"layers.{x.convolved}", self._spec.taps, padded(x.width, BLOCK)
+
+        def weight() -> npt.NDArray[np.float32]:
+            wide: npt.NDArray[np.float32] = aligned_zeros((taps, width), np.float32)
+            wide[:, : x.width] = np.asarray(self._model.vector(f"{prefix}.conv")).reshape(taps, -1)
+            return wide
+
+        return op.Convolve(
+            x=x.place,
+            to=to,
+            weight=_address(self._constant(f"{prefix}.conv", weight)),
+            bias=self._vector(f"{prefix}.conv_bias") if self._spec.conv_bias else 0,
+            taps=taps,
+            state=self._cache.state(x.convolved),
+        )
 
     def _rounded(self) -> op.Quantized:
         """Buffers of INT8 activations, with room for groups of one block."""
@@ -343,7 +369,7 @@ class PlanOperations:
         whole = packed.residual if shared == CHUNK and not self._few else None
         if whole is not None and whole.bits != op.WHOLE_BITS:
             whole = None
-        out = replace(self._matrix("logits" if kind == "head" else kind, packed.shape[0]), wanted=values.wanted)
+        out = replace(self._output(kind, packed.shape[0]), wanted=values.wanted)
         linear = op.Linear(
             weights=tiled.weights,
             x=self._rounded(),
@@ -365,7 +391,7 @@ class PlanOperations:
     def _panel(self, packed: PackedLinear, tiled: TiledLinear, k_chunk: int) -> Activations:
         """Write the product of prompt rows with the matrix and the residuals of some channels."""
         kind, columns = layer_kind(packed.name), tiled.tiles * LANES
-        out = self._matrix(kind, packed.shape[0])
+        out = self._output(kind, packed.shape[0])
         self._emit(
             op.Panel(
                 weights=tiled.weights,
@@ -426,12 +452,17 @@ class PlanOperations:
         """Addresses of a layer's reflection and mean key; 0 where keys are not turned."""
         if not self._bases:
             return 0, 0
-        basis, prefix = self._bases[layer], f"layers.{layer}"
+        basis, prefix = self._bases[self._spec.attention_layers.index(layer)], f"layers.{layer}"
         reflection = self._constant(f"{prefix}.reflection", lambda: basis.reflection)
         return _address(reflection), _address(self._constant(f"{prefix}.mean", lambda: basis.mean))
 
     def _widest(self) -> int:
-        return max(self._spec.linear_shape(kind)[1] for kind in ("qkv", "o", "down"))
+        return max(self._spec.linear_shape(name)[1] for name in self._names if name != "head")
+
+    def _output(self, kind: str, width: int) -> Activations:
+        """The buffer of a layer type's outputs, as wide as the widest of them needs."""
+        most = max(self._spec.linear_shape(name)[0] for name in self._names if layer_kind(name) == kind)
+        return replace(self._matrix("logits" if kind == "head" else kind, most), width=width)
 
     def _chosen(self) -> op.Matrix:
         return _matrix(self._buffer("chosen", (self._rows, padded(self._widest(), LANES)), np.int32))

@@ -24,6 +24,7 @@ from runtime.backends.operations.norm import rms_norm
 from runtime.backends.operations.rope import rotate
 from runtime.backends.reference.cache import ReferenceCache
 from runtime.backends.reference.linear import ReferenceLinear
+from runtime.backends.reference.states import StateMixers
 from runtime.drafting import LARGEST_GAMMA
 from runtime.errors import InvalidActivationError
 from runtime.kv.basis import key_bases
@@ -54,10 +55,10 @@ class ReferenceDecoder:
             packed = model.linear(name)
             self.weight_bytes += _packed_bytes(packed)
             self.linears[name] = ReferenceLinear(packed, index, options)
-        self.norms = {
-            name: torch.from_numpy(np.array(model.vector(name), np.float32)) for name in self.spec.norm_names()
+        self.vectors = {
+            name: torch.from_numpy(np.array(model.vector(name), np.float32)) for name in self.spec.vector_names()
         }
-        self.weight_bytes += sum(weight.nbytes for weight in self.norms.values())
+        self.weight_bytes += sum(weight.nbytes for weight in self.vectors.values())
         self.embedding = torch.from_numpy(np.array(model.embedding(), np.float16))
         cos, sin = tables(self.spec.rope, options.context)
         self.cos, self.sin = torch.from_numpy(cos), torch.from_numpy(sin)
@@ -69,8 +70,9 @@ class ReferenceDecoder:
             max_rows=options.max_rows,
             pages=options.pages,
         )
-        self.kv_bytes = self.cache.store.nbytes
+        self.kv_bytes = self.cache.nbytes
         self.bases = bases_of(self.cache.kind, model)
+        self.mixers = StateMixers(self.spec, self.vectors, self.cache.states) if self.cache.states else None
 
     @property
     def recall(self) -> float | None:
@@ -145,7 +147,7 @@ def _finite(found: torch.Tensor, step: Step) -> Float32Array:
 
 
 def bases_of(kind: CacheKind, model: Weights) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Reflection and mean key of each layer, float32 [H_kv, D]; none if the kind stores keys unturned."""
+    """Reflection and mean key of each layer with a cache, float32 [H_kv, D]; none if the kind stores keys unturned."""
     bases = key_bases(kind, model)
     return [(torch.from_numpy(basis.reflection), torch.from_numpy(basis.mean)) for basis in bases]
 
@@ -159,7 +161,7 @@ class _Pass(Operations[torch.Tensor]):
     """
 
     def __init__(self, decoder: ReferenceDecoder, step: Step) -> None:
-        decoder.cache.begin(step.slots, step.positions, flush=step.flush)
+        decoder.cache.begin(step.slots, step.positions, flush=step.flush, draft=step.draft)
         self._decoder = decoder
         self._spec = decoder.spec
         self._way, self._draft = compensation_of(step, decoder.options), step.draft
@@ -174,7 +176,7 @@ class _Pass(Operations[torch.Tensor]):
         return self._decoder.embedding[self._tokens].float()
 
     def norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        return rms_norm(x, self._decoder.norms[name], self._spec.norm_eps)
+        return rms_norm(x, self._decoder.vectors[name], self._spec.norm_eps)
 
     def linear(self, x: torch.Tensor, name: str) -> torch.Tensor:
         layer, positions = self._decoder.linears[name], self._linear_positions
@@ -195,7 +197,7 @@ class _Pass(Operations[torch.Tensor]):
         cache, window = self._decoder.cache, self._spec.windows[layer]
         q, k = self._heads(q), self._heads(k)
         if self._decoder.bases:
-            reflection, mean = self._decoder.bases[layer]
+            reflection, mean = self._decoder.bases[self._spec.attention_layers.index(layer)]
             q = to_basis(q, reflection.repeat_interleave(self._spec.num_heads // self._spec.num_kv_heads, dim=0))
             k = to_basis(k, reflection) - mean
         cache.append(layer, self._slots, self._positions, k, self._heads(v))
@@ -203,6 +205,10 @@ class _Pass(Operations[torch.Tensor]):
         return self._by_rows(
             q, lambda row: cache.attend(layer, q[row], slots[row], positions[row], window, draft=self._draft)
         ).flatten(1)
+
+    def convolve(self, x: torch.Tensor, layer: int) -> torch.Tensor:
+        assert self._decoder.mixers is not None
+        return self._decoder.mixers.convolve(x, layer, self._slots, self._positions)
 
     def gate(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         return silu_gate(gate, up)

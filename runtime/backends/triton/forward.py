@@ -37,6 +37,7 @@ from runtime.backends.triton.model import GpuModel, Linear
 from runtime.backends.triton.sizes import SUMMED_ROWS, buffer_sizes, pieces, token_width
 from runtime.backends.triton.w4a8_layout import W4A8Linear
 from runtime.backends.triton.workspace import Workspace
+from runtime.errors import BackendError
 
 Watch = Callable[[Linear, torch.Tensor, torch.Tensor], None]
 
@@ -251,6 +252,14 @@ class Pass(Operations[Value]):
         if rounded is not None:
             round_tokens(out, rounded)
         return Value(out, sums=sums, rounded=rounded)
+
+    def convolve(self, x: Value, layer: int) -> Value:  # noqa: ARG002
+        """See `models.architecture.Operations`. There is no kernel: `TritonBackend` refuses such models.
+
+        Raises:
+            BackendError: always.
+        """
+        raise BackendError(f"the GPU backend has no kernel for the convolution of block {layer}")
 
     def gate(self, gate_value: Value, up: Value) -> Value:
         """See `models.architecture.Operations`."""

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from models.recipe import Recipe
 from models.rope import table_bytes
 from models.spec import ModelSpec
-from runtime.backends.operations.channels import layer_kind
 
 BLOCK = 512
 """Input channels of a block."""
@@ -160,7 +159,7 @@ def weight_bytes(spec: ModelSpec, recipe: Recipe, *, compensated: bool) -> int:
     total = 4 * sum(width for layer in range(spec.num_layers) for width in spec.block_norms(layer).values())
     total += 4 * spec.hidden_size
     for name in spec.linear_names():
-        shape = spec.linear_shape(layer_kind(name))
+        shape = spec.linear_shape(name)
         if recipe.per_token:
             total += w4a8_bytes(shape, recipe.group_size) + (4 * shape[0] if spec.has_bias(name) else 0)
         else:

@@ -356,6 +356,34 @@ class Attend(NamedTuple):
     """Address of the partial results: float32 [rows, H, splits, D padded to 16 + 16]."""
 
 
+class State(NamedTuple):
+    """A layer's states (`runtime.kv.states`): addresses."""
+
+    recent: int
+    """Address of float32 [slots, ring, inputs]."""
+    ring: int
+    """Recent tokens of a slot."""
+    inputs: int
+    """Numbers kept of each recent token, a multiple of 16."""
+
+
+class Convolve(NamedTuple):
+    """The gated short convolution of a step's rows, and quantization of its output."""
+
+    x: Matrix
+    """float32: the gate before, the gate after, and the input."""
+    to: Input
+    """The output."""
+    weight: int
+    """Address of float32 [taps, C padded to whole blocks]."""
+    bias: int
+    """Address of float32 [C padded]; 0 = none."""
+    taps: int
+    """Tokens that it sees, its own included."""
+    state: State
+    """The tokens before, which the rows join."""
+
+
 class Page(NamedTuple):
     """A slot's window, and a page in all layers."""
 
@@ -397,7 +425,9 @@ class Restore(NamedTuple):
     """Number of tokens."""
 
 
-Instruction = Embed | Gather | Check | Norm | Gate | Merge | Select | Linear | Panel | Heads | Attend | Flush | Restore
+Instruction = (
+    Embed | Gather | Check | Norm | Gate | Merge | Select | Linear | Panel | Heads | Attend | Flush | Restore | Convolve
+)
 OPERATIONS: Final[tuple[type[Instruction], ...]] = (
     Embed,
     Gather,
@@ -412,6 +442,7 @@ OPERATIONS: Final[tuple[type[Instruction], ...]] = (
     Attend,
     Flush,
     Restore,
+    Convolve,
 )
 """By number."""
 HEADER: Final = record_of(Header)

@@ -54,6 +54,8 @@ add_recall = _named("units.selection.add_recall")
 """Measures a selection."""
 attend = _named("units.attention.attend")
 """Attention."""
+convolve = _named("units.states.convolve")
+"""The gated short convolution."""
 restore = _named("units.paging.restore")
 """Restores a page into a window."""
 _PAGES = {
