@@ -8,7 +8,7 @@ from typing import TypedDict
 
 from models.errors import CheckpointError, UnsupportedModelError
 from models.families.fields import Fields
-from models.spec import Mixer, ModelSpec
+from models.spec import Activation, Mixer, ModelSpec
 
 SEPARATE_LINEAR_SOURCES: Mapping[str, tuple[str, ...]] = {
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -17,13 +17,21 @@ SEPARATE_LINEAR_SOURCES: Mapping[str, tuple[str, ...]] = {
     "down": ("mlp.down_proj",),
 }
 """Modules of a block that make up each linear layer, in the order they are fused."""
-_BLOCK_MODULES: Mapping[str, str] = {
+NORMS: Mapping[str, str] = {
     "input_norm": "input_layernorm",
     "post_norm": "post_attention_layernorm",
     "q_norm": "self_attn.q_norm",
     "k_norm": "self_attn.k_norm",
 }
-"""Modules of a block that most families call alike."""
+"""Modules of a block's norms, as most families call them."""
+NORMS_AFTER: Mapping[str, str] = {
+    **NORMS,
+    "o_norm": "post_attention_layernorm",
+    "post_norm": "pre_feedforward_layernorm",
+    "down_norm": "post_feedforward_layernorm",
+}
+"""The same in families with norms behind attention and MLP."""
+_ACTIVATIONS: Mapping[str, Activation] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 DEEPEST, WIDEST, LARGEST_VOCABULARY = 1000, 1 << 20, 1 << 24
 """Maximum numbers of blocks, channels and tokens of a model: ten times those of the largest known ones."""
 
@@ -42,10 +50,18 @@ class Family:
     """Modules of a block that make up each linear layer, in the order they are fused."""
     mixer_sources: Mapping[Mixer, Mapping[str, tuple[str, ...]]] = field(default_factory=dict)
     """The same for blocks with other mixers than attention, and the modules of their vectors."""
-    names: Mapping[str, str] = field(default_factory=dict)
-    """Modules that are called otherwise than in most families, by the names of `models.architecture`."""
+    norms: Mapping[str, str] = field(default_factory=lambda: NORMS)
+    """Modules of a block's norms."""
+    last_norm: str = "model.norm"
+    """Module of the norm before the head."""
     multipliers: Callable[[Fields], Mapping[str, float]] = lambda _: {}
-    """Multipliers of config.json that fold into weights: factors of `q`, `o`, `down` and `norm`."""
+    """Multipliers of config.json that fold into weights: factors of `q`, `o`, `down` and of norms."""
+    norm_offset: float = 0.0
+    """What is added to the stored weights of all norms: 1 in families that store w and multiply by 1 + w."""
+    interleaved: bool = False
+    """Whether channels 2i and 2i + 1 of a head rotate together. The rows of q and k are then read in another order."""
+    wrapper: str = ""
+    """The class of multimodal checkpoints whose text part is of this family."""
 
     def sources(self, name: str, mixer: Mixer = "attention") -> tuple[str, ...]:
         """Modules of the checkpoint whose tensors make up what `models.architecture` calls `name`.
@@ -57,12 +73,10 @@ class Family:
             mixer: That of its block.
         """
         if not name.startswith("layers."):
-            outer = {"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head", **self.names}
-            return (outer[name],)
+            return {"embed": ("model.embed_tokens",), "norm": (self.last_norm,), "head": ("lm_head",)}[name]
         _, layer, part = name.split(".")
-        single = {**_BLOCK_MODULES, **self.names}
         modules = {**self.linear_sources, **self.mixer_sources.get(mixer, {})}
-        found = modules[part] if part in modules else (single[part],)
+        found = modules[part] if part in modules else (self.norms[part],)
         return tuple(f"model.layers.{layer}.{module}" for module in found)
 
 
@@ -79,6 +93,7 @@ class Common(TypedDict):
     max_context: int
     norm_eps: float
     tied: bool
+    activation: Activation
 
 
 def read_common(fields: Fields, *, head_dim: int | None = None, eps: str = "rms_norm_eps") -> Common:
@@ -90,13 +105,15 @@ def read_common(fields: Fields, *, head_dim: int | None = None, eps: str = "rms_
         eps: The key of the norms' epsilon.
 
     Raises:
-        UnsupportedModelError: An activation other than SiLU.
+        UnsupportedModelError: An activation that no backend has.
         CheckpointError: A value is missing or not acceptable.
     """
-    activation = fields.text("hidden_act", "silu")
-    if activation not in ("silu", "swish"):
+    key = "hidden_activation" if fields.table.get("hidden_activation") is not None else "hidden_act"
+    activation = fields.text(key, "silu")
+    if activation not in _ACTIVATIONS:
         raise UnsupportedModelError(
-            f"{fields.source}: hidden_act '{activation}' is not supported (supported: silu). Choose another model."
+            f"{fields.source}: {key} '{activation}' is not supported (supported: {', '.join(_ACTIVATIONS)}). "
+            "Choose another model."
         )
     hidden = fields.integer("hidden_size", most=WIDEST)
     heads = fields.integer("num_attention_heads", most=WIDEST)
@@ -119,6 +136,7 @@ def read_common(fields: Fields, *, head_dim: int | None = None, eps: str = "rms_
         max_context=fields.integer("max_position_embeddings"),
         norm_eps=fields.number(eps),
         tied=fields.flag("tie_word_embeddings", False),
+        activation=_ACTIVATIONS[activation],
     )
 
 
@@ -133,6 +151,11 @@ def refuse_attention_bias(fields: Fields) -> None:
             f"{fields.source}: 'attention_bias' is true, which {fields.table.get('model_type')} models do not have. "
             "Choose another model."
         )
+
+
+def every(interval: int, num_layers: int, window: int | None) -> tuple[int | None, ...]:
+    """Sliding windows of blocks of which every so many have none."""
+    return tuple(None if (layer + 1) % interval == 0 else window for layer in range(num_layers))
 
 
 def listed_windows(fields: Fields, num_layers: int, window: int | None) -> tuple[int | None, ...] | None:

@@ -28,7 +28,7 @@ def _read(fields: Fields) -> ModelSpec:
     return ModelSpec(
         **common,
         family="lfm2",
-        rope=rope_spec(fields, common["head_dim"], common["max_context"], theta=THETA),
+        rope=rope_spec(fields.with_defaults({"rope_theta": THETA}), common["head_dim"], common["max_context"]),
         windows=(None,) * common["num_layers"],
         mixers=_mixers(fields, common["num_layers"]),
         taps=taps,
@@ -87,8 +87,8 @@ LFM2 = Family(
             "conv_bias": ("conv.conv",),
         }
     },
-    names={
-        "norm": "model.embedding_norm",
+    last_norm="model.embedding_norm",
+    norms={
         "input_norm": "operator_norm",
         "post_norm": "ffn_norm",
         "q_norm": "self_attn.q_layernorm",

@@ -131,6 +131,29 @@ class TinyModel:
         pass
 
 
+LOCAL = RopeSpec(theta=50.0, rotary_dim=16)
+"""A rotary embedding for blocks with a window."""
+BOTH_SIDES: dict[str, Any] = {
+    "norm_after": True,
+    "norm_eps": 1e-3,
+    "inner_eps": 1e-2,
+    "qk_norm": True,
+    "activation": "gelu_tanh",
+    "score_cap": 2.0,
+    "logit_cap": 3.0,
+}
+"""Options of Gemma's kind."""
+BEHIND: dict[str, Any] = {"norm_before": False, "norm_after": True, "qk_norm": True, "qk_norm_form": "all"}
+"""Options of OLMo's kind."""
+TURNED: dict[str, Any] = {
+    "qk_norm": True,
+    "qk_norm_form": "turned",
+    "query_growth": 0.5,
+    "query_growth_context": 2,
+}
+"""Options of Hunyuan's kind, and queries that grow."""
+
+
 def make_spec(**changes: Any) -> ModelSpec:
     """A small Llama shape with ragged widths; name any field of ModelSpec to change it."""
     values: dict[str, Any] = {

@@ -70,6 +70,8 @@ def units_of(model: Weights, kind: CacheKind, *, compensated: bool) -> list[Unit
         compensated: Whether channels are selected by the paper's approximation, and compensated.
     """
     found = {*needed(kind), *state_units(model.spec)}
+    if model.spec.norm_after or model.spec.qk_norm_form == "all":
+        found.add(units.settle)
     for name in model.spec.linear_names():
         linear = model.linear(name)
         stored = _STORED_W4A8 if linear.per_token else _STORED if linear.codebook is None else _STORED_CODEBOOK
@@ -160,4 +162,6 @@ def _units(instruction: op.Instruction) -> tuple[Unit, Unit | None]:
             return units.restore, None
         case op.Convolve():
             return units.convolve, None
+        case op.Settle():
+            return units.settle, None
     return units.INPUTS[type(instruction)], None
