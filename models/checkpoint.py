@@ -16,6 +16,9 @@ from models.errors import CheckpointError
 from models.gguf.checkpoint import read_gguf
 from models.spec import LAYER_TYPES, ModelSpec
 
+_PARTS = {"conv_bias": ".bias", "decay": "", "dt": ""}
+"""How the tensors of vectors are called behind the name of their module, if not `.weight`."""
+
 
 @dataclass(slots=True, kw_only=True)
 class Checkpoint:
@@ -53,12 +56,14 @@ class Checkpoint:
         """A norm's weight, for example `layers.0.input_norm` or `norm`, or another of a block's vectors.
 
         Returns:
-            float32 [width]; a convolution's weight tap by tap.
+            float32 [width], as `ModelSpec.block_vectors` describes them.
         """
         weight = self.files.entries[self._vector_key(name)].read().to(torch.float32)
         kind = name.rsplit(".", 1)[-1]
         if kind == "conv":
             weight = weight.squeeze(1).T.flatten()
+        if kind == "decay":
+            weight = -weight.exp()
         if kind.endswith("norm"):
             weight = weight + self.files.norm_offset
         return weight * self.files.multipliers.get(kind, 1.0)
@@ -85,12 +90,21 @@ class Checkpoint:
         kind = name.rsplit(".", 1)[-1]
         if kind == "qkv" and self.files.family.interleaved:
             rows = rows[self._halves()]
+        if kind == "qkv" and self.spec.gated and self.spec.mixer(int(name.split(".")[1])) == "attention":
+            rows = rows[self._gates_last()]
         of_all, of_queries = (self.files.multipliers.get(part, 1.0) for part in (kind, "q" if kind == "qkv" else ""))
         if of_all == of_queries == 1:
             return rows
         rows = rows.to(torch.float32) * of_all
         rows[: self.spec.q_width if kind == "qkv" else 0] *= of_queries
         return rows
+
+    def _gates_last(self) -> torch.Tensor:
+        """Rows of q, k, v and gates, by the places at which each head's q is followed by its gate. int64 [N]."""
+        spec = self.spec
+        q = torch.arange(2 * spec.q_width).view(spec.num_heads, 2, spec.head_dim)
+        rest = torch.arange(2 * spec.q_width, 2 * spec.q_width + 2 * spec.kv_width)
+        return torch.cat((q[:, 0].flatten(), rest, q[:, 1].flatten()))
 
     def _halves(self) -> torch.Tensor:
         """Rows of q, k and v, by the places at which channel i of a head rotates with i + rotary_dim / 2. int64 [N]."""
@@ -114,7 +128,7 @@ class Checkpoint:
     def _vector_key(self, name: str) -> str:
         """Name of a vector's tensor."""
         (module,) = self._sources(name)
-        return f"{module}.bias" if name.endswith("_bias") else f"{module}.weight"
+        return module + _PARTS.get(name.rsplit(".", 1)[-1], ".weight")
 
     def _table(self) -> torch.Tensor:
         return self.files.entries[f"{self._embedding_module()}.weight"].read()
@@ -189,8 +203,11 @@ def _rows(spec: ModelSpec, name: str, parts: int) -> tuple[int, ...]:
     """Output channels of each of the modules that a linear layer is fused from."""
     if parts == 1:
         return (spec.linear_shape(name)[0],)
-    fused = name.endswith(".qkv")
-    return (spec.q_width, spec.kv_width, spec.kv_width) if fused else (spec.intermediate_size,) * parts
+    if not name.endswith(".qkv"):
+        return (spec.intermediate_size,) * parts
+    if spec.mixer(int(name.split(".")[1])) == "delta" and (delta := spec.delta) is not None:
+        return delta.channels, delta.value_heads, delta.value_heads, delta.value_width
+    return (2 if spec.gated else 1) * spec.q_width, spec.kv_width, spec.kv_width
 
 
 def _names(shards: tuple[Path, ...]) -> str:

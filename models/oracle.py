@@ -246,7 +246,7 @@ class Oracle:
         return found[2:]
 
 
-class _Operations(architecture.Operations[Tensor]):
+class _Operations(architecture.StateOperations[Tensor]):
     """The operations of one pass. Activations are [B, S, width] rather than [M, width]."""
 
     tokens: Tensor
@@ -340,6 +340,23 @@ class _Operations(architecture.Operations[Tensor]):
             before, after, u = inputs.chunk(3, dim=-1)
             history = functional.pad(before * u, (0, 0, spec.taps - 1, 0))
             return after * recurrent.convolve(history, weight.view(spec.taps, -1), bias)
+
+        return self._from_the_beginning(x.to(self.oracle.dtype), layer, mixed)
+
+    def shut(self, x: Tensor, gate: Tensor) -> Tensor:
+        return x * gate.to(self.oracle.dtype).sigmoid()
+
+    def recur(self, x: Tensor, layer: int) -> Tensor:
+        spec, delta = self.spec, self.spec.delta
+        assert delta is not None
+        names = ("conv", "decay", "dt", "gain")
+        conv, decay, dt, gain = (self.oracle.parameters(f"layers.{layer}.{name}")[0] for name in names)
+
+        def mixed(inputs: Tensor) -> Tensor:
+            history = functional.pad(inputs[..., : delta.inputs], (0, 0, spec.taps - 1, 0))
+            read = recurrent.delta_inputs(delta, history, conv.view(spec.taps, -1), decay, dt)
+            y, _ = recurrent.recur_chunked(read, read.v.new_zeros(len(inputs), *spec.state_shape[2]))
+            return recurrent.finish(y, inputs[..., delta.inputs :], gain, spec.norm_eps)
 
         return self._from_the_beginning(x.to(self.oracle.dtype), layer, mixed)
 

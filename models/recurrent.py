@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from models.spec import DeltaSpec
+
 CHUNK = 64
 """Tokens that the chunked delta rule handles at a time."""
 
@@ -110,6 +112,30 @@ def recur_chunked(x: DeltaInputs, state: Tensor, chunk: int = CHUNK) -> tuple[Te
     return torch.cat(outputs, -3) if outputs else torch.zeros_like(x.v), state
 
 
-def softplus(x: Tensor) -> Tensor:
-    """log(1 + e^x)."""
-    return functional.softplus(x)
+def delta_inputs(spec: DeltaSpec, x: Tensor, conv: Tensor, decay: Tensor, dt: Tensor) -> DeltaInputs:
+    """What the delta rule reads, from what enters the state.
+
+    Args:
+        spec: The heads.
+        x: [..., taps - 1 + S, inputs]: of the tokens before the first (zeros before a sequence), then of S tokens.
+        conv: [taps, channels].
+        decay: [Hv].
+        dt: [Hv].
+    """
+    mixed = functional.silu(convolve(x[..., : spec.channels], conv))
+    q, k, v = mixed.split((spec.key_width, spec.key_width, spec.value_width), dim=-1)
+    shared = spec.value_heads // spec.key_heads
+    q, k = (normalized(each.unflatten(-1, (-1, spec.key_dim))).repeat_interleave(shared, -2) for each in (q, k))
+    b, a = x[..., len(conv) - 1 :, spec.channels :].chunk(2, dim=-1)
+    log_decay = decay * functional.softplus(a + dt)
+    return DeltaInputs(q * spec.key_dim**-0.5, k, v.unflatten(-1, (-1, spec.value_dim)), log_decay, b.sigmoid())
+
+
+def finish(y: Tensor, gate: Tensor, gain: Tensor, eps: float) -> Tensor:
+    """RMSNorm of each head's outputs y [..., H, Dv] with the weight `gain` [Dv], times silu(gate) [..., H * Dv].
+
+    Returns:
+        [..., H * Dv].
+    """
+    normed = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps) * gain
+    return normed.flatten(-2) * functional.silu(gate)

@@ -8,7 +8,7 @@ from typing import Literal
 RopeKind = Literal["default", "linear", "llama3", "longrope", "yarn"]
 Activation = Literal["silu", "gelu_tanh"]
 NormForm = Literal["head", "all", "turned"]
-Mixer = Literal["attention", "convolution"]
+Mixer = Literal["attention", "convolution", "delta"]
 """What mixes the tokens of a block: attention, with a cache; the others have a state instead."""
 
 LAYER_TYPES = ("qkv", "o", "gate_up", "down")
@@ -51,6 +51,40 @@ class RopeSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaSpec:
+    """Heads of a gated delta rule; several value heads share a query and a key."""
+
+    key_heads: int
+    """Query heads, and key heads."""
+    value_heads: int
+    """Value heads, a multiple of that; each has a matrix."""
+    key_dim: int
+    """Dk, width of a query or key, and rows of a matrix."""
+    value_dim: int
+    """Dv, width of a value, and columns of a matrix."""
+
+    @property
+    def key_width(self) -> int:
+        """Channels of all keys."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def value_width(self) -> int:
+        """Channels of all values."""
+        return self.value_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """Channels of queries, keys and values, which pass a short convolution."""
+        return 2 * self.key_width + self.value_width
+
+    @property
+    def inputs(self) -> int:
+        """What enters the state of each token: these channels, and two numbers a value head, beta's and the decay's."""
+        return self.channels + 2 * self.value_heads
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
     """A decoder-only transformer: blocks of a mixer, mostly grouped-query attention, and a gated MLP."""
 
@@ -86,6 +120,10 @@ class ModelSpec:
     """Per block: what mixes its tokens; empty: attention in all of them."""
     taps: int = 0
     """Tokens that a short convolution sees, its own included."""
+    delta: DeltaSpec | None = None
+    """Heads of the blocks with a gated delta rule."""
+    gated: bool = False
+    """Whether what attention gives is multiplied by the sigmoid of a gate, channel by channel (Qwen3.5)."""
     conv_bias: bool = False
     """Whether short convolutions, and the linear layers around them, have biases."""
     norm_before: bool = True
@@ -170,9 +208,14 @@ class ModelSpec:
     def block_vectors(self, layer: int) -> dict[str, int]:
         """Widths of everything in a block but its linear layers, by name: its norms, and what its mixer has.
 
-        A convolution's `conv` is [taps, C], tap by tap, and `conv_bias` [C].
+        A convolution's `conv` is [taps, C], tap by tap, and `conv_bias` [C]. A delta rule's `conv` is [taps, channels];
+        `decay` and `dt` have a number for each value head, -exp(A) and the step's bias; `gain` [Dv] is the weight of
+        the norm of each head's output.
         """
         vectors: dict[str, int] = {}
+        if self.mixer(layer) == "delta" and (delta := self.delta) is not None:
+            vectors["conv"] = self.taps * delta.channels
+            vectors |= {"decay": delta.value_heads, "dt": delta.value_heads, "gain": delta.value_dim}
         if self.mixer(layer) == "convolution":
             vectors["conv"] = self.taps * self.hidden_size
             if self.conv_bias:
@@ -210,15 +253,16 @@ class ModelSpec:
         Channels of its convolution; tokens that this reads before its own; heads, rows and columns of its matrix, zeros
         if it has none.
         """
+        if self.delta is not None:
+            return self.delta.inputs, self.taps - 1, (self.delta.value_heads, self.delta.key_dim, self.delta.value_dim)
         return self.hidden_size, self.taps - 1, (0, 0, 0)
 
     def has_bias(self, name: str) -> bool:
         """Whether a linear layer, `layers.3.qkv`, has a bias."""
         kind = name.rsplit(".", 1)[-1]
         biased = {"qkv": self.qkv_bias, "o": self.o_bias, "gate_up": self.mlp_bias, "down": self.mlp_bias}
-        if kind in ("qkv", "o") and self.mixer(int(name.split(".")[1])) == "convolution":
-            return self.conv_bias
-        return biased.get(kind, False)
+        mixer = self.mixer(int(name.split(".")[1])) if kind in ("qkv", "o") else "attention"
+        return biased.get(kind, False) if mixer == "attention" else self.conv_bias
 
     def linear_shape(self, name: str) -> tuple[int, int]:
         """Shape [N, K] of a linear layer, `layers.3.qkv` or `head` (fused, as stored).
@@ -237,9 +281,12 @@ class ModelSpec:
             return (2 * width, self.hidden_size) if kind == "gate_up" else (self.hidden_size, width)
         if self.mixer(int(layer)) == "convolution":
             return (3 * self.hidden_size if kind == "qkv" else self.hidden_size), self.hidden_size
-        return (
-            (self.q_width + 2 * self.kv_width, self.hidden_size) if kind == "qkv" else (self.hidden_size, self.q_width)
-        )
+        if self.mixer(int(layer)) == "delta" and (delta := self.delta) is not None:
+            width = delta.value_width
+            return (delta.inputs + width, self.hidden_size) if kind == "qkv" else (self.hidden_size, width)
+        if kind == "o":
+            return self.hidden_size, self.q_width
+        return (2 if self.gated else 1) * self.q_width + 2 * self.kv_width, self.hidden_size
 
     def linear_names(self) -> tuple[str, ...]:
         """Names of all linear layers in the order they run, `layers.0.qkv` to `head`."""

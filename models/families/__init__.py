@@ -21,7 +21,7 @@ from models.families.llama import LLAMA
 from models.families.mistral import MINISTRAL, MINISTRAL3, MISTRAL
 from models.families.olmo import OLMO2, OLMO3
 from models.families.phi3 import PHI3
-from models.families.qwen import QWEN2, QWEN3
+from models.families.qwen import QWEN2, QWEN3, QWEN35
 from models.families.seed_oss import SEED_OSS
 from models.families.smollm3 import SMOLLM3
 from models.spec import ModelSpec
@@ -30,14 +30,14 @@ FAMILIES: Mapping[str, Family] = {
     family.model_type: family
     for family in (
         *(LLAMA, MISTRAL, MINISTRAL, MINISTRAL3, QWEN2, QWEN3, PHI3, SMOLLM3, GRANITE, SEED_OSS),
-        *(GEMMA2, GEMMA3, OLMO2, OLMO3, EXAONE4, GLM4, HUNYUAN, ERNIE4_5, LFM2),
+        *(GEMMA2, GEMMA3, OLMO2, OLMO3, EXAONE4, GLM4, HUNYUAN, ERNIE4_5, LFM2, QWEN35),
     )
 }
 """Every supported family by its `model_type`."""
 
 SUPPORTED = (
-    "Llama 2/3/3.1/3.2, Mistral, Ministral 8B and 3, Qwen2/2.5, Qwen3, Phi-3/3.5, SmolLM3, Granite 3, Seed-OSS, "
-    "Gemma 2/3, OLMo 2/3, EXAONE 4, GLM-4, Hunyuan, ERNIE 4.5 and LFM2"
+    "Llama 2/3/3.1/3.2, Mistral, Ministral 8B and 3, Qwen2/2.5, Qwen3, Qwen3.5, Phi-3/3.5, SmolLM3, Granite 3, "
+    "Seed-OSS, Gemma 2/3, OLMo 2/3, EXAONE 4, GLM-4, Hunyuan, ERNIE 4.5 and LFM2"
 )
 """The families as an error message names them."""
 

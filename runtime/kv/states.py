@@ -41,11 +41,11 @@ class StateShape:
     """The state of a layer."""
 
     inputs: int
-    """Numbers kept of each recent token, a multiple of 16, so that kernels may store whole vectors."""
+    """Numbers kept of each recent token, a multiple of 16 and more than needed: kernels store whole vectors."""
     before: int
     """Recent tokens that the convolution reads, taps - 1."""
     matrix: tuple[int, int, int]
-    """Heads, Dk, Dv; zeros where there is no matrix."""
+    """Heads, Dk, and Dv rounded up to a multiple of 16; zeros where there is no matrix."""
 
     @property
     def size(self) -> int:
@@ -56,8 +56,9 @@ class StateShape:
 
 def state_shapes(spec: ModelSpec) -> dict[int, StateShape]:
     """The states of a model's layers, by the layer; empty if all have caches."""
-    width, before, matrix = spec.state_shape
-    return dict.fromkeys(spec.state_layers, StateShape(-(-width // 16) * 16, before, matrix))
+    width, before, (heads, rows, columns) = spec.state_shape
+    shape = StateShape(-(-width // 16) * 16 + 16, before, (heads, rows, -(-columns // 16) * 16))
+    return dict.fromkeys(spec.state_layers, shape)
 
 
 def snapshots_of_slot(spec: ModelSpec) -> int:

@@ -39,6 +39,13 @@ LAYERED_ROPE = {
 GEMMA = {"hidden_activation": "gelu_pytorch_tanh", "sliding_window": 5, "head_dim": 16, "query_pre_attn_scalar": 12}
 CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 1.5}
 MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
+DELTA = {
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 8,
+}
 GRANITE = {"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.6, "logits_scaling": 1.7}
 
 
@@ -104,6 +111,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "granite": ("Granite", GRANITE),
     "granite-tied": ("Granite", {**GRANITE, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
     "seed-oss": ("SeedOss", {"head_dim": 16}),
+    "qwen3.5": ("Qwen3_5", {**DELTA, "layer_types": ["linear_attention", "full_attention", "linear_attention"]}),
+    "qwen3.5-biases": (
+        "Qwen3_5",
+        {
+            **DELTA,
+            "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+            "attention_bias": True,
+            "linear_num_key_heads": 3,
+            "linear_num_value_heads": 3,
+            "linear_value_head_dim": 20,
+            "linear_conv_kernel_dim": 3,
+            "tie_word_embeddings": True,
+        },
+    ),
     "lfm2": (
         "Lfm2",
         {"norm_eps": 0.01, "layer_types": ["conv", "full_attention", "conv"], "block_auto_adjust_ff_dim": False},
@@ -158,7 +179,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 DRAWN_FAMILIES = (
-    *("Llama", "Mistral", "Ministral", "Qwen2", "Qwen3", "Phi3", "SmolLM3", "Granite", "SeedOss", "Lfm2"),
+    *("Llama", "Mistral", "Ministral", "Qwen2", "Qwen3", "Phi3", "SmolLM3", "Granite", "SeedOss", "Lfm2", "Qwen3_5"),
     *("Gemma2", "Gemma3", "Olmo2", "Olmo3", "Exaone4", "Glm4", "Ministral3", "HunYuanDenseV1", "Ernie4_5"),
 )
 """Families whose configurations `drawn_changes` draws."""
@@ -242,6 +263,20 @@ def drawn_changes(family: str, seed: int) -> dict[str, Any]:
         "Granite": {name: generator.uniform(0.1, 0.4 if name == "attention_multiplier" else 4) for name in GRANITE}
         | {"attention_bias": flag()},
         "SeedOss": {"attention_bias": flag(), "attention_out_bias": flag(), "mlp_bias": flag()},
+        "Qwen3_5": {
+            "layer_types": [generator.choice(["linear_attention", "full_attention"]) for _ in range(layers)],
+            "linear_num_key_heads": (key_heads := generator.randint(1, 3)),
+            "linear_num_value_heads": key_heads * generator.randint(1, 3),
+            "linear_key_head_dim": generator.randint(3, 20),
+            "linear_value_head_dim": generator.randint(3, 20),
+            "linear_conv_kernel_dim": generator.randint(2, 5),
+            "attention_bias": flag(),
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "partial_rotary_factor": 2 * generator.randint(1, dim // 2) / dim,
+            },
+        },
         "Lfm2": {
             "layer_types": [generator.choice(["conv", "full_attention"]) for _ in range(layers)],
             "conv_L_cache": generator.randint(2, 5),
@@ -280,7 +315,7 @@ def random_model(family: str, *, seed: str = "", **changes: Any) -> Any:
     import transformers
 
     torch.manual_seed(sum(map(ord, seed or family)))
-    kind = "Gemma3Text" if family == "Gemma3" else family
+    kind = f"{family}Text" if family in ("Gemma3", "Qwen3_5") else family
     config = getattr(transformers, f"{kind}Config")(**{**SIZES, **changes})
     # Only there are scores capped.
     eager = {"attn_implementation": "eager"} if getattr(config, "attn_logit_softcapping", None) else {}
@@ -289,7 +324,8 @@ def random_model(family: str, *, seed: str = "", **changes: Any) -> Any:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
-                parameter.normal_(0.0 if "Gemma" in family else 1.0, 0.3)
+                offset = "Gemma" in family or (family == "Qwen3_5" and "linear_attn" not in name)
+                parameter.normal_(0.0 if offset else 1.0, 0.3)
             else:
                 parameter.normal_(0.0, 0.5 if parameter.ndim == 1 else 1.5 / math.sqrt(parameter.shape[1]))
     return model

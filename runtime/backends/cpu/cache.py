@@ -221,7 +221,10 @@ class CpuCache(PagedCache):
     def state(self, layer: int) -> op.State:
         """The addresses of the states of a layer that has them, for instructions."""
         assert self.states is not None
-        return op.State(int(self.states.recent[layer].ctypes.data), RING, self.states.shapes[layer].inputs)
+        own = self.states
+        arrays = (own.matrices[layer], own.absorbed, own.absorbs)
+        addresses = (int(array.ctypes.data) for array in arrays)
+        return op.State(int(own.recent[layer].ctypes.data), RING, own.shapes[layer].inputs, *addresses)
 
     @property
     def nbytes(self) -> int:

@@ -58,7 +58,9 @@ def state_units(spec: ModelSpec) -> list[Unit]:
     Args:
         spec: The model.
     """
-    return [units.convolve] if spec.state_layers else []
+    if not spec.state_layers:
+        return []
+    return [units.convolve] if spec.delta is None else [*units.DELTA.values()]
 
 
 def units_of(model: Weights, kind: CacheKind, *, compensated: bool) -> list[Unit]:
@@ -162,6 +164,8 @@ def _units(instruction: op.Instruction) -> tuple[Unit, Unit | None]:
             return units.restore, None
         case op.Convolve():
             return units.convolve, None
+        case op.Mix() | op.Recur() | op.Finish():
+            return units.DELTA[type(instruction)], None
         case op.Settle():
             return units.settle, None
     return units.INPUTS[type(instruction)], None

@@ -32,8 +32,11 @@ from runtime.backends.operations.channels import CHUNK, buckets, k_chunk_of, lay
 from runtime.backends.operations.panel import residual_scales
 from runtime.errors import RequestError
 from runtime.kv.basis import key_bases
+from runtime.kv.states import SMALL_STEP
 
 MODES = {"approx": SELECT_APPROX, "exact": SELECT_EXACT, "static": SELECT_STATIC, "random": SELECT_RANDOM}
+NOWHERE = op.Matrix(0, 0)
+"""No rows."""
 ROW_PADDING = 16
 """Buffer rows are padded to whole row blocks."""
 
@@ -56,8 +59,10 @@ class Activations:
     """Address of unmerged attention results, if this is the result of `attend`."""
     gated: bool = False
     """Whether gate and up are still to be multiplied."""
-    convolved: int = -1
-    """The layer whose convolution is still to be applied."""
+    layer: int = -1
+    """The layer whose convolution is still to be applied, or whose delta rule's norm is."""
+    gates: op.Matrix = NOWHERE
+    """Gates of attention or of a delta rule that are still to be applied."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,8 +273,57 @@ class PlanOperations:
         return Activations(op.Matrix(0, 0), spec.q_width, partial=_address(partial))
 
     def convolve(self, x: Activations, layer: int) -> Activations:
-        """See `models.architecture.Operations`. Written by the linear layer that reads it."""
-        return replace(x, width=x.width // 3, convolved=layer, instruction=-1)
+        """See `models.architecture.StateOperations`. Written by the linear layer that reads it."""
+        return replace(x, width=x.width // 3, layer=layer, instruction=-1)
+
+    def shut(self, x: Activations, gate: Activations) -> Activations:
+        """See `models.architecture.StateOperations`. Applied where the splits of attention are joined."""
+        return replace(x, gates=gate.place)
+
+    def recur(self, x: Activations, layer: int) -> Activations:
+        """See `models.architecture.StateOperations`. The linear layer that reads it writes its norm and gates."""
+        delta, prefix, taps = self._spec.delta, f"layers.{layer}", self._spec.taps
+        assert delta is not None
+        width, heads = padded(delta.channels, LANES), padded(delta.value_heads, LANES)
+        mixed = self._matrix("mixed", width + 2 * heads)
+        waiting = 2 * SMALL_STEP
+        before = _matrix(self._buffer("before", (self._options.slots * waiting, width + 2 * heads), np.float32))
+        out, state = self._matrix("recurred", delta.value_width), self._cache.state(layer)
+        weight = self._taps(f"{prefix}.conv", taps, width)
+        self._emit(
+            op.Mix(
+                x=x.place,
+                out=mixed.place,
+                before=before,
+                waiting=waiting,
+                channels=delta.channels,
+                keys=delta.key_width,
+                heads=delta.value_heads,
+                taps=taps,
+                weight=weight,
+                decay=self._vector(f"{prefix}.decay"),
+                dt=self._vector(f"{prefix}.dt"),
+                state=state,
+            )
+        )
+        self._emit(
+            op.Recur(
+                x=mixed.place,
+                before=before,
+                waiting=waiting,
+                out=out.place,
+                channels=delta.channels,
+                key_heads=delta.key_heads,
+                heads=delta.value_heads,
+                key_dim=delta.key_dim,
+                dim=delta.value_dim,
+                scale=delta.key_dim**-0.5,
+                rows=self._rows + waiting,
+                state=state,
+            )
+        )
+        gates = op.Matrix(x.place.at + 4 * delta.inputs, x.place.stride)
+        return replace(out, layer=layer, gates=gates)
 
     def gate(self, gate: Activations, up: Activations) -> Activations:
         """See `models.architecture.Operations`. Written by the linear layer that reads it."""
@@ -333,11 +387,11 @@ class PlanOperations:
             per_token=per_token,
         )
         if x.partial:
-            self._emit(op.Merge(x.partial, to, self._spec.num_heads, self._spec.head_dim))
+            self._emit(op.Merge(x.partial, to, self._spec.num_heads, self._spec.head_dim, x.gates))
         elif x.gated:
             self._emit(op.Gate(x.place, to, self._spec.activation == "gelu_tanh"))
-        elif x.convolved >= 0:
-            self._emit(self._convolution(x, to))
+        elif x.layer >= 0:
+            self._emit(self._convolution(x, to) if self._spec.delta is None else self._finish(x, to))
         else:
             weight = self._vector(x.norm) if x.norm else 0
             self._emit(op.Norm(x.place, to, weight, self._spec.norm_eps))
@@ -345,21 +399,33 @@ class PlanOperations:
 
     def _convolution(self, x: Activations, to: op.Input) -> op.Convolve:
         """The gated short convolution of a layer."""
-        prefix, taps, width = f"layers.{x.convolved}", self._spec.taps, padded(x.width, BLOCK)
-
-        def weight() -> npt.NDArray[np.float32]:
-            wide: npt.NDArray[np.float32] = aligned_zeros((taps, width), np.float32)
-            wide[:, : x.width] = np.asarray(self._model.vector(f"{prefix}.conv")).reshape(taps, -1)
-            return wide
-
+        prefix, taps = f"layers.{x.layer}", self._spec.taps
         return op.Convolve(
             x=x.place,
             to=to,
-            weight=_address(self._constant(f"{prefix}.conv", weight)),
+            weight=self._taps(f"{prefix}.conv", taps, padded(x.width, BLOCK)),
             bias=self._vector(f"{prefix}.conv_bias") if self._spec.conv_bias else 0,
             taps=taps,
-            state=self._cache.state(x.convolved),
+            state=self._cache.state(x.layer),
         )
+
+    def _finish(self, x: Activations, to: op.Input) -> op.Finish:
+        """Norm and gates of a delta rule's outputs."""
+        delta = self._spec.delta
+        assert delta is not None
+        gain = self._vector(f"layers.{x.layer}.gain")
+        return op.Finish(x.place, x.gates, to, gain, delta.value_heads, delta.value_dim, self._spec.norm_eps)
+
+    def _taps(self, name: str, taps: int, width: int) -> int:
+        """Address of a convolution's weight, float32 [taps, width], zero-padded."""
+
+        def widen() -> npt.NDArray[np.float32]:
+            weight = np.asarray(self._model.vector(name)).reshape(taps, -1)
+            wide: npt.NDArray[np.float32] = aligned_zeros((taps, width), np.float32)
+            wide[:, : weight.shape[1]] = weight
+            return wide
+
+        return _address(self._constant(name, widen))
 
     def _rounded(self) -> op.Quantized:
         """Buffers of INT8 activations, with room for groups of one block."""

@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from models.architecture import Operations, body, forward
+from models.architecture import StateOperations, body, forward
 from models.packed import PackedLinear
 from models.rope import query_growth, tables
 from models.weights import Weights
@@ -156,7 +156,7 @@ def bases_of(kind: CacheKind, model: Weights) -> list[tuple[torch.Tensor, torch.
     return [(torch.from_numpy(basis.reflection), torch.from_numpy(basis.mean)) for basis in bases]
 
 
-class _Pass(Operations[torch.Tensor]):
+class _Pass(StateOperations[torch.Tensor]):
     """The operations of one step.
 
     A few rows outside a prompt are computed one by one, so that each has the same bits as alone: torch's products sum
@@ -166,6 +166,8 @@ class _Pass(Operations[torch.Tensor]):
 
     def __init__(self, decoder: ReferenceDecoder, step: Step) -> None:
         decoder.cache.begin(step.slots, step.positions, flush=step.flush, draft=step.draft)
+        if decoder.mixers is not None:
+            decoder.mixers.absorb(step.slots, step.positions)
         self._decoder = decoder
         self._spec = decoder.spec
         self._way, self._draft = compensation_of(step, decoder.options), step.draft
@@ -216,6 +218,13 @@ class _Pass(Operations[torch.Tensor]):
         return self._by_rows(
             q, lambda row: cache.attend(layer, q[row], slots[row], positions[row], window, draft=self._draft)
         ).flatten(1)
+
+    def shut(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        return x * gate.sigmoid()
+
+    def recur(self, x: torch.Tensor, layer: int) -> torch.Tensor:
+        assert self._decoder.mixers is not None
+        return self._decoder.mixers.recur(x, layer, self._slots, self._positions)
 
     def convolve(self, x: torch.Tensor, layer: int) -> torch.Tensor:
         assert self._decoder.mixers is not None

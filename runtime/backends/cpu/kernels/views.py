@@ -25,7 +25,7 @@ embed_at, gather_at, check_at = map(_view, (op.Embed, op.Gather, op.Check))
 norm_at, settle_at, gate_at, merge_at = map(_view, (op.Norm, op.Settle, op.Gate, op.Merge))
 select_at, linear_at, heads_at, attend_at = map(_view, (op.Select, op.Linear, op.Heads, op.Attend))
 panel_at, flush_at, restore_at = map(_view, (op.Panel, op.Flush, op.Restore))
-convolve_at = _view(op.Convolve)
+convolve_at, mix_at, recur_at, finish_at = map(_view, (op.Convolve, op.Mix, op.Recur, op.Finish))
 
 cache_at = view("cache", CACHE)
 """The description of a cache at an address."""

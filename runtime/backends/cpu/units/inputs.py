@@ -10,7 +10,7 @@ import numba
 from runtime.backends.cpu.kernels.attention.run import part_bytes
 from runtime.backends.cpu.kernels.attention.span import merge_splits
 from runtime.backends.cpu.kernels.gate import gate as silu_channels
-from runtime.backends.cpu.kernels.gate import gelu_gate
+from runtime.backends.cpu.kernels.gate import gelu_gate, shut
 from runtime.backends.cpu.kernels.norm import inverse_rms, scale_by, settle_row
 from runtime.backends.cpu.kernels.rounding import round_groups, sizes_of
 from runtime.backends.cpu.kernels.views import (
@@ -146,6 +146,8 @@ def merge(i: int, control: int, part: int, parts: int, _scratch: int) -> None:
         for head in range(merge.heads):
             at = merge.partial + (row * merge.heads + head) * splits * size
             merge_splits(at, splits, dim, out + 4 * head * dim)
+        if merge.gate.at != 0:
+            shut(out, merge.gate.at + row * merge.gate.stride, to.width)
         for c in range(to.width, padded):
             set_float(out + 4 * c, numba.float32(0.0))
         round_groups(to, row, rows, 0, groups)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from models.spec import ModelSpec
+from models.spec import DeltaSpec, ModelSpec
 from runtime.backends.cpu.decoder import CpuDecoder
 from runtime.backends.decoder import DecoderOptions, Step
 from runtime.backends.reference.decoder import ReferenceDecoder
@@ -20,15 +20,24 @@ from runtime.kv.states import RING, SMALL_STEP, States, states_bytes
 
 Tokens = list[int]
 CONTEXT, ROWS, SLOTS = 256, 40, 3
-LAYERS = ("convolution", "attention", "convolution")
 DECODERS: dict[str, Callable[..., Any]] = {"reference": ReferenceDecoder, "cpu": CpuDecoder}
 MEAN = {"reference": 0.002, "cpu": 0.05}
 """Largest mean error of a logit, of the spread of logits: keys and values are half precision, and the CPU rounds
 activations to INT8. A wrong state is off by the spread."""
 
 
-def hybrid(tiny_spec: Callable[..., ModelSpec]) -> ModelSpec:
-    return tiny_spec(num_layers=3, mixers=LAYERS, taps=4, conv_bias=True, qk_norm=True, max_context=CONTEXT)
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "convolution": {"mixers": ("convolution", "attention", "convolution"), "conv_bias": True},
+    "delta": {
+        "mixers": ("delta", "attention", "delta"),
+        "delta": DeltaSpec(key_heads=2, value_heads=4, key_dim=16, value_dim=24),
+        "gated": True,
+    },
+}
+
+
+def hybrid(tiny_spec: Callable[..., ModelSpec], mixer: str = "convolution") -> ModelSpec:
+    return tiny_spec(num_layers=3, taps=4, qk_norm=True, max_context=CONTEXT, **HYBRIDS[mixer])
 
 
 class Talk:
@@ -111,11 +120,14 @@ def snapshots_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("snapshots_everywhere")
 @pytest.mark.parametrize("backend", DECODERS)
+@pytest.mark.parametrize("mixer", HYBRIDS)
 @pytest.mark.parametrize("seeds", [range(8), pytest.param(range(8, 200), marks=pytest.mark.slow)], ids=["few", "many"])
 def test_any_history_gives_what_a_fresh_prefill_gives(
-    tiny_model: Any, tiny_spec: Any, backend: str, seeds: range
+    tiny_model: Any, tiny_spec: Any, backend: str, mixer: str, seeds: range
 ) -> None:
-    model, reused = tiny_model(hybrid(tiny_spec), residual_bits=0), 0
+    model, reused = tiny_model(hybrid(tiny_spec, mixer), residual_bits=0), 0
+    for name in model.vectors:
+        model.vectors[name] *= -0.3 if name.endswith("decay") else 1
     for seed in seeds:
         talk = Talk(DECODERS[backend], model, seed, MEAN[backend])
         for _ in range(6):
