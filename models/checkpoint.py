@@ -14,10 +14,7 @@ import torch
 from models.checkpoint_files import CheckpointFiles, read_folder
 from models.errors import CheckpointError
 from models.gguf.checkpoint import read_gguf
-from models.spec import LAYER_TYPES, ModelSpec
-
-_PARTS = {"conv_bias": ".bias", "decay": "", "dt": ""}
-"""How the tensors of vectors are called behind the name of their module, if not `.weight`."""
+from models.spec import Mixer, ModelSpec
 
 
 @dataclass(slots=True, kw_only=True)
@@ -53,11 +50,7 @@ class Checkpoint:
         return self.files.path
 
     def vector(self, name: str) -> torch.Tensor:
-        """A norm's weight, for example `layers.0.input_norm` or `norm`, or another of a block's vectors.
-
-        Returns:
-            float32 [width], as `ModelSpec.block_vectors` describes them.
-        """
+        """A weight that stays in float32: a router's [E, C], or a vector [width] of `ModelSpec.block_vectors`."""
         weight = self.files.entries[self._vector_key(name)].read().to(torch.float32)
         kind = name.rsplit(".", 1)[-1]
         if kind == "conv":
@@ -121,14 +114,15 @@ class Checkpoint:
         return self._table()
 
     def _sources(self, name: str) -> tuple[str, ...]:
-        """Modules of a linear layer or vector."""
-        mixer = self.spec.mixer(int(name.split(".")[1])) if name.startswith("layers.") else "attention"
-        return self.files.family.sources(name, mixer)
+        """Modules of a linear layer."""
+        return self.files.family.sources(name, self._mixer(name))
 
     def _vector_key(self, name: str) -> str:
-        """Name of a vector's tensor."""
-        (module,) = self._sources(name)
-        return module + _PARTS.get(name.rsplit(".", 1)[-1], ".weight")
+        """Name of a vector's or router's tensor."""
+        return self.files.family.vector(name, self._mixer(name))
+
+    def _mixer(self, name: str) -> Mixer:
+        return self.spec.mixer(int(name.split(".")[1])) if name.startswith("layers.") else "attention"
 
     def _table(self) -> torch.Tensor:
         return self.files.entries[f"{self._embedding_module()}.weight"].read()
@@ -189,8 +183,9 @@ class Checkpoint:
             for vector, width in spec.block_vectors(layer).items():
                 taps = vector.endswith(".conv")
                 shapes[self._vector_key(vector)] = (width // spec.taps, 1, spec.taps) if taps else (width,)
-            for kind in LAYER_TYPES:
-                name = f"layers.{layer}.{kind}"
+            for router, shape in spec.routers(layer).items():
+                shapes[self._vector_key(router)] = shape
+            for name in spec.block_linears(layer):
                 modules = self._sources(name)
                 for module, rows in zip(modules, _rows(spec, name, len(modules)), strict=True):
                     shapes[f"{module}.weight"] = (rows, spec.linear_shape(name)[1])
@@ -201,10 +196,11 @@ class Checkpoint:
 
 def _rows(spec: ModelSpec, name: str, parts: int) -> tuple[int, ...]:
     """Output channels of each of the modules that a linear layer is fused from."""
+    rows = spec.linear_shape(name)[0]
     if parts == 1:
-        return (spec.linear_shape(name)[0],)
-    if not name.endswith(".qkv"):
-        return (spec.intermediate_size,) * parts
+        return (rows,)
+    if not name.endswith("qkv"):
+        return (rows // parts,) * parts
     if spec.mixer(int(name.split(".")[1])) == "delta" and (delta := spec.delta) is not None:
         return delta.channels, delta.value_heads, delta.value_heads, delta.value_width
     return (2 if spec.gated else 1) * spec.q_width, spec.kv_width, spec.kv_width

@@ -16,6 +16,10 @@ LAYER_TYPES = ("qkv", "o", "gate_up", "down")
 it writes by, also where it is no attention."""
 LAYER_KINDS = (*LAYER_TYPES, "head")
 """All kinds of linear layers: those of a block, and the output head."""
+_OF_MLP = ("gate_up", "down")
+"""Those of an MLP, and of an expert."""
+_EXPERT_PARTS = 5
+"""Parts of the name of an expert's layer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,8 +89,42 @@ class DeltaSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MixtureSpec:
+    """Experts, gated MLPs of which a router chooses a few for each token, in place of a block's MLP."""
+
+    experts: int
+    """E, experts of a block."""
+    chosen: int
+    """Experts that a token goes to."""
+    width: int
+    """Width of an expert."""
+    normalized: bool
+    """Whether the shares of a token's experts add up to 1 (Mixtral); else they are those of a softmax over all experts
+    (OLMoE)."""
+    dense: tuple[int, ...] = ()
+    """Blocks that have an MLP instead."""
+
+
+def router_of(layer: int) -> str:
+    """Name of the router of a block."""
+    return f"layers.{layer}.router"
+
+
+def expert_of(name: str) -> int | None:
+    """The expert that a linear layer, `layers.3.experts.17.down`, belongs to; None if it belongs to none."""
+    parts = name.split(".")
+    return int(parts[3]) if len(parts) == _EXPERT_PARTS else None
+
+
+def first_expert(name: str) -> str:
+    """The linear layer that stands for an expert's in a choice of channels: that of the block's first expert."""
+    parts = name.split(".")
+    return name if len(parts) != _EXPERT_PARTS else ".".join((*parts[:3], "0", parts[4]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """A decoder-only transformer: blocks of a mixer, mostly grouped-query attention, and a gated MLP."""
+    """A decoder-only transformer: blocks of a mixer, mostly grouped-query attention, and a gated MLP or several."""
 
     family: str
     """`model_type` of its family, see `models.families`."""
@@ -146,12 +184,16 @@ class ModelSpec:
     """Queries at position p are multiplied by 1 + this * ln(1 + p // query_growth_context) (Ministral 3)."""
     query_growth_context: int = 1
     """See there."""
+    sinks: bool = False
+    """Whether each query head has a score of its own that takes a share of attention and adds nothing (gpt-oss)."""
     score_cap: float | None = None
     """Attention scores s become c * tanh(s / c) (Gemma 2)."""
     logit_cap: float | None = None
     """So do logits."""
     activation: Activation = "silu"
     """Of the MLP's gate."""
+    mixture: MixtureSpec | None = None
+    """The experts of its blocks; None: every block has an MLP."""
     tied: bool = False
     """Whether the output head is the embedding table."""
     bos_token_id: int | None = None
@@ -190,41 +232,71 @@ class ModelSpec:
         for name in self.linear_names()[:-1]:
             rows, width = self.linear_shape(name)
             count += rows * width + (rows if self.has_bias(name) else 0)
-        return count + sum(sum(self.block_vectors(layer).values()) for layer in range(self.num_layers))
+        for layer in range(self.num_layers):
+            count += sum(self.block_vectors(layer).values())
+            count += sum(rows * width for rows, width in self.routers(layer).values())
+        return count
 
-    def block_norms(self, layer: int) -> dict[str, int]:
-        """Widths of a block's norms by their names, `layers.3.input_norm`."""
-        norms = {"input_norm": self.hidden_size, "post_norm": self.hidden_size} if self.norm_before else {}
-        if self.qk_norm and self.mixer(layer) == "attention":
-            wide = self.qk_norm_form == "all"
-            norms |= {
-                "q_norm": self.q_width if wide else self.head_dim,
-                "k_norm": self.kv_width if wide else self.head_dim,
-            }
-        if self.norm_after:
-            norms |= {"o_norm": self.hidden_size, "down_norm": self.hidden_size}
-        return {f"layers.{layer}.{norm}": width for norm, width in norms.items()}
+    def has_experts(self, layer: int) -> bool:
+        """Whether a block has a mixture of experts in place of an MLP."""
+        return self.mixture is not None and layer not in self.mixture.dense
+
+    def products(self, layer_type: str) -> int:
+        """Linear layers of a type that a token passes: `head` is one, `down` one of each block or chosen expert."""
+        if layer_type == "head":
+            return 1
+        mixtures = sum(map(self.has_experts, range(self.num_layers))) if layer_type in _OF_MLP else 0
+        return self.num_layers + mixtures * (0 if self.mixture is None else self.mixture.chosen - 1)
+
+    def share_read(self, name: str) -> float:
+        """The share of tokens that read a linear layer or an expert's tensor, if all experts are alike."""
+        return 1.0 if expert_of(name) is None or self.mixture is None else self.mixture.chosen / self.mixture.experts
 
     def block_vectors(self, layer: int) -> dict[str, int]:
-        """Widths of everything in a block but its linear layers, by name: its norms, and what its mixer has.
+        """Widths of a block's norms and of what else its mixer has, by their names, `layers.3.input_norm`.
 
         A convolution's `conv` is [taps, C], tap by tap, and `conv_bias` [C]. A delta rule's `conv` is [taps, channels];
         `decay` and `dt` have a number for each value head, -exp(A) and the step's bias; `gain` [Dv] is the weight of
         the norm of each head's output.
         """
-        vectors: dict[str, int] = {}
-        if self.mixer(layer) == "delta" and (delta := self.delta) is not None:
-            vectors["conv"] = self.taps * delta.channels
-            vectors |= {"decay": delta.value_heads, "dt": delta.value_heads, "gain": delta.value_dim}
-        if self.mixer(layer) == "convolution":
+        vectors = {"input_norm": self.hidden_size, "post_norm": self.hidden_size} if self.norm_before else {}
+        if self.mixer(layer) == "attention":
+            vectors |= self._attention_vectors()
+        elif self.mixer(layer) == "convolution":
             vectors["conv"] = self.taps * self.hidden_size
             if self.conv_bias:
                 vectors["conv_bias"] = self.hidden_size
-        return self.block_norms(layer) | {f"layers.{layer}.{name}": width for name, width in vectors.items()}
+        elif self.delta is not None:
+            vectors["conv"] = self.taps * self.delta.channels
+            vectors |= dict.fromkeys(("decay", "dt"), self.delta.value_heads) | {"gain": self.delta.value_dim}
+        if self.norm_after:
+            vectors |= {"o_norm": self.hidden_size, "down_norm": self.hidden_size}
+        return {f"layers.{layer}.{name}": width for name, width in vectors.items()}
 
-    def norm_names(self) -> tuple[str, ...]:
-        """Names of all norms, the one before the head last."""
-        return (*(name for layer in range(self.num_layers) for name in self.block_norms(layer)), "norm")
+    def _attention_vectors(self) -> dict[str, int]:
+        """Widths of the norms of queries and keys, and of sinks."""
+        vectors: dict[str, int] = {}
+        if self.qk_norm:
+            wide = self.qk_norm_form == "all"
+            vectors["q_norm"] = self.q_width if wide else self.head_dim
+            vectors["k_norm"] = self.kv_width if wide else self.head_dim
+        if self.sinks:
+            vectors["sinks"] = self.num_heads
+        return vectors
+
+    def vector_names(self) -> tuple[str, ...]:
+        """Names of all vectors, the norm before the head last."""
+        return (*(name for layer in range(self.num_layers) for name in self.block_vectors(layer)), "norm")
+
+    def routers(self, layer: int) -> dict[str, tuple[int, int]]:
+        """Shape [E, C] of a block's router by its name, `layers.3.router`; empty where it has an MLP."""
+        if self.mixture is None or not self.has_experts(layer):
+            return {}
+        return {router_of(layer): (self.mixture.experts, self.hidden_size)}
+
+    def router_names(self) -> tuple[str, ...]:
+        """Names of all routers."""
+        return tuple(name for layer in range(self.num_layers) for name in self.routers(layer))
 
     def eps_of(self, name: str) -> float:
         """Epsilon of a norm, `layers.3.q_norm`."""
@@ -242,10 +314,6 @@ class ModelSpec:
         """The rotary embeddings that there are, each once."""
         return tuple(dict.fromkeys(rope for rope in map(self.rope_of, range(self.num_layers)) if rope is not None))
 
-    def vector_names(self) -> tuple[str, ...]:
-        """Names of all vectors, the norm before the head last."""
-        return (*(name for layer in range(self.num_layers) for name in self.block_vectors(layer)), "norm")
-
     @property
     def state_shape(self) -> tuple[int, int, tuple[int, int, int]]:
         """State of a block that has one.
@@ -258,37 +326,53 @@ class ModelSpec:
         return self.hidden_size, self.taps - 1, (0, 0, 0)
 
     def has_bias(self, name: str) -> bool:
-        """Whether a linear layer, `layers.3.qkv`, has a bias."""
+        """Whether a linear layer, `layers.3.qkv`, has a bias; those of experts have none."""
+        if expert_of(name) is not None:
+            return False
         kind = name.rsplit(".", 1)[-1]
         biased = {"qkv": self.qkv_bias, "o": self.o_bias, "gate_up": self.mlp_bias, "down": self.mlp_bias}
         mixer = self.mixer(int(name.split(".")[1])) if kind in ("qkv", "o") else "attention"
         return biased.get(kind, False) if mixer == "attention" else self.conv_bias
 
     def linear_shape(self, name: str) -> tuple[int, int]:
-        """Shape [N, K] of a linear layer, `layers.3.qkv` or `head` (fused, as stored).
+        """Shape [N, K] of a linear layer (fused, as stored).
 
-        Of a type alone, `qkv`, the average over blocks, which differ where their mixers do.
+        Args:
+            name: Its name, or its type: `qkv`, `o`, `gate_up`, `down` or `head`. In a mixture, `gate_up` and
+                `down` alone are those of an expert. Where blocks differ, `qkv` and `o` alone are the average.
         """
-        if name == "head":
-            return self.vocab_size, self.hidden_size
-        if "." not in name:
-            shapes = [self.linear_shape(f"layers.{layer}.{name}") for layer in range(self.num_layers)]
-            rows, widths = (round(sum(sizes) / len(sizes)) for sizes in zip(*shapes, strict=True))
-            return rows, widths
-        _, layer, kind = name.split(".")
-        if kind in ("gate_up", "down"):
-            width = self.intermediate_size
-            return (2 * width, self.hidden_size) if kind == "gate_up" else (self.hidden_size, width)
-        if self.mixer(int(layer)) == "convolution":
-            return (3 * self.hidden_size if kind == "qkv" else self.hidden_size), self.hidden_size
-        if self.mixer(int(layer)) == "delta" and (delta := self.delta) is not None:
-            width = delta.value_width
-            return (delta.inputs + width, self.hidden_size) if kind == "qkv" else (self.hidden_size, width)
-        if kind == "o":
-            return self.hidden_size, self.q_width
-        return (2 if self.gated else 1) * self.q_width + 2 * self.kv_width, self.hidden_size
+        width, kind = self.intermediate_size, name.rsplit(".", 1)[-1]
+        if self.mixture is not None and (name == kind or expert_of(name) is not None):
+            width = self.mixture.width
+        shapes = {
+            "gate_up": (2 * width, self.hidden_size),
+            "down": (self.hidden_size, width),
+            "head": (self.vocab_size, self.hidden_size),
+        }
+        if kind in shapes:
+            return shapes[kind]
+        layers = [int(name.split(".")[1])] if name != kind else range(self.num_layers)
+        inner = [self._mixer_widths(layer)[kind == "o"] for layer in layers]
+        mean = round(sum(inner) / len(inner))
+        return (mean, self.hidden_size) if kind == "qkv" else (self.hidden_size, mean)
+
+    def _mixer_widths(self, layer: int) -> tuple[int, int]:
+        """Output channels of a block's `qkv`, and input channels of its `o`."""
+        mixer = self.mixer(layer)
+        if mixer == "convolution":
+            return 3 * self.hidden_size, self.hidden_size
+        if mixer == "delta" and self.delta is not None:
+            return self.delta.inputs + self.delta.value_width, self.delta.value_width
+        return (2 if self.gated else 1) * self.q_width + 2 * self.kv_width, self.q_width
+
+    def block_linears(self, layer: int) -> tuple[str, ...]:
+        """Names of a block's linear layers in the order they run; of experts, in that of their numbers."""
+        prefix = f"layers.{layer}"
+        if self.mixture is None or not self.has_experts(layer):
+            return tuple(f"{prefix}.{kind}" for kind in LAYER_TYPES)
+        experts = (f"{prefix}.experts.{expert}.{kind}" for expert in range(self.mixture.experts) for kind in _OF_MLP)
+        return (f"{prefix}.qkv", f"{prefix}.o", *experts)
 
     def linear_names(self) -> tuple[str, ...]:
         """Names of all linear layers in the order they run, `layers.0.qkv` to `head`."""
-        blocks = tuple(f"layers.{i}.{kind}" for i in range(self.num_layers) for kind in LAYER_TYPES)
-        return (*blocks, "head")
+        return (*(name for layer in range(self.num_layers) for name in self.block_linears(layer)), "head")

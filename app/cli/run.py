@@ -150,7 +150,7 @@ def run(
     with contextlib.closing(engine), contextlib.closing(Attachments(engine, output)) as attachments:
         for path in attach or ():
             attachments.add(path)
-        speculate(engine, spend_budgets(engine.borrow, plan, choices, services, output).speculation)
+        speculate(engine, spend_budgets(engine.borrow, plan, choices, services, output).speculation, services)
         if text:
             _answer(engine, stored, output, text, sampling, "" if raw else settings.system_prompt, attachments, raw=raw)
         else:

@@ -1,26 +1,21 @@
-"""Qwen2, Qwen2.5, Qwen3 and Qwen3.5.
-
-Qwen2 has biases on q, k and v; Qwen3 an RMSNorm of each query and key head, and heads of their own width; Qwen3.5 gated
-delta rules in three of four blocks, and gated attention in the fourth.
-"""
+"""Qwen2 and Qwen2.5 (biases on q, k and v), Qwen3 (RMSNorm of each query and key head) and Qwen3-MoE (with experts)."""
 
 from __future__ import annotations
 
-from models.errors import UnsupportedModelError
-from models.families.family import SEPARATE_LINEAR_SOURCES, WIDEST, Family, layer_windows, read_common
+from models.families.family import (
+    SEPARATE_LINEAR_SOURCES,
+    WIDEST,
+    Family,
+    layer_windows,
+    read_common,
+    read_mixture,
+)
 from models.families.fields import Fields
 from models.families.rotary import rope_spec
-from models.spec import DeltaSpec, Mixer, ModelSpec
+from models.spec import ModelSpec
 
 QWEN3_HEAD_DIM = 128
 """Width of a Qwen3 head where config.json doesn't say."""
-
-
-QWEN35_HEAD_DIM, QWEN35_ROTATING, QWEN35_INTERVAL = 256, 0.25, 4
-"""Width of a Qwen3.5 head, how much of it rotates, and every how many blocks one has attention, by default."""
-MOST_TAPS = 9
-"""Most tokens that a convolution may see: what a slot keeps of recent ones (`runtime.kv.states`)."""
-_MIXERS: dict[str, Mixer] = {"full_attention": "attention", "linear_attention": "delta"}
 
 
 def _read_qwen2(fields: Fields) -> ModelSpec:
@@ -48,47 +43,34 @@ def _read_qwen3(fields: Fields) -> ModelSpec:
     )
 
 
-def _read_qwen35(fields: Fields) -> ModelSpec:
-    fields = fields.with_defaults({"head_dim": QWEN35_HEAD_DIM, "partial_rotary_factor": QWEN35_ROTATING})
-    common, attention_bias = read_common(fields), fields.flag("attention_bias", False)
-    taps = fields.integer("linear_conv_kernel_dim", 4)
-    if not 2 <= taps <= MOST_TAPS or common["activation"] != "silu":
-        raise UnsupportedModelError(
-            f"{fields.source}: convolutions over {taps} tokens with {common['activation']} are not supported (2 to "
-            f"{MOST_TAPS} tokens with silu are). Choose another model."
-        )
-    delta = DeltaSpec(
-        key_heads=fields.integer("linear_num_key_heads", 16, most=WIDEST),
-        value_heads=fields.integer("linear_num_value_heads", 32, most=WIDEST),
-        key_dim=fields.integer("linear_key_head_dim", 128, most=WIDEST),
-        value_dim=fields.integer("linear_value_head_dim", 128, most=WIDEST),
+def _read_qwen3_moe(fields: Fields) -> ModelSpec:
+    common = read_common(fields)
+    attention_bias, layers = fields.flag("attention_bias", False), common["num_layers"]
+    window = fields.integer("sliding_window", 4096) if fields.flag("use_sliding_window", False) else None
+    mixture = read_mixture(
+        fields,
+        width=fields.integer("moe_intermediate_size", most=WIDEST),
+        normalized=fields.flag("norm_topk_prob", False),
+        dense=_dense(fields, layers),
     )
-    if delta.value_heads % delta.key_heads:
-        what = f"a multiple of linear_num_key_heads ({delta.key_heads})"
-        raise fields.wrong("linear_num_value_heads", delta.value_heads, what)
     return ModelSpec(
         **common,
-        family="qwen3_5_text",
+        family="qwen3_moe",
         rope=rope_spec(fields, common["head_dim"], common["max_context"]),
-        windows=(None,) * common["num_layers"],
-        mixers=_qwen35_mixers(fields, common["num_layers"]),
-        taps=taps,
-        delta=delta,
-        gated=True,
+        windows=(window,) * layers,
         qkv_bias=attention_bias,
         o_bias=attention_bias,
         qk_norm=True,
+        mixture=mixture,
     )
 
 
-def _qwen35_mixers(fields: Fields, layers: int) -> tuple[Mixer, ...]:
-    types = fields.table.get("layer_types")
-    if types is None:
-        interval = fields.integer("full_attention_interval", QWEN35_INTERVAL)
-        types = ["linear_attention" if (at + 1) % interval else "full_attention" for at in range(layers)]
-    if not isinstance(types, list) or len(types) != layers or any(kind not in _MIXERS for kind in types):
-        raise fields.wrong("layer_types", types, f"a list of {layers} times one of {' or '.join(_MIXERS)}")
-    return tuple(_MIXERS[kind] for kind in types)
+def _dense(fields: Fields, layers: int) -> tuple[int, ...]:
+    """Blocks with an MLP: those that `mlp_only_layers` lists, and all but every `decoder_sparse_step`-th one."""
+    listed, step = fields.table.get("mlp_only_layers") or [], fields.integer("decoder_sparse_step", 1)
+    if not isinstance(listed, list) or any(type(each) is not int or not 0 <= each < layers for each in listed):
+        raise fields.wrong("mlp_only_layers", listed, f"a list of numbers from 0 to {layers - 1}")
+    return tuple(layer for layer in range(layers) if layer in listed or (layer + 1) % step)
 
 
 QWEN2 = Family(
@@ -107,27 +89,11 @@ QWEN3 = Family(
 )
 """Qwen3, dense models."""
 
-QWEN35 = Family(
-    model_type="qwen3_5_text",
-    architecture="Qwen3_5ForCausalLM",
-    read=_read_qwen35,
+QWEN3_MOE = Family(
+    model_type="qwen3_moe",
+    architecture="Qwen3MoeForCausalLM",
+    read=_read_qwen3_moe,
     linear_sources=SEPARATE_LINEAR_SOURCES,
-    mixer_sources={
-        "delta": {
-            "qkv": (
-                "linear_attn.in_proj_qkv",
-                "linear_attn.in_proj_b",
-                "linear_attn.in_proj_a",
-                "linear_attn.in_proj_z",
-            ),
-            "o": ("linear_attn.out_proj",),
-            "conv": ("linear_attn.conv1d",),
-            "decay": ("linear_attn.A_log",),
-            "dt": ("linear_attn.dt_bias",),
-            "gain": ("linear_attn.norm",),
-        }
-    },
-    norm_offset=1.0,
-    wrapper="Qwen3_5ForConditionalGeneration",
+    mixture=True,
 )
-"""Qwen3.5, dense models."""
+"""Qwen3, mixtures of experts."""

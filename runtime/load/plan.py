@@ -90,16 +90,14 @@ def plan_load(
         whole=CHUNK in compensation.by_type.values(),
         recipe=model.recipe,
     )
-    full: OutOfMemoryError | None = None
-    unfit: BackendError | None = None
+    full: OutOfMemoryError | BackendError | None = None
     for candidate in candidates(backend_name):
         backend, free = candidate.backend, candidate.presence.memory
         try:
             footprint = backend.footprint(spec, sizes, compensated=compensation.possible)
         except BackendError as error:
-            if backend_name != AUTO:
-                raise
-            unfit = error
+            full = error
+            logger.info("%s is passed over: %s", backend.label, error)
             continue
         plan_of = partial(
             plan,
@@ -137,7 +135,7 @@ def plan_load(
             memory=planned,
             options=options,
         )
-    raise full or unfit or BackendError("no backend can run here")
+    raise full or BackendError("no backend can run here")
 
 
 def _most_rows(plan_of: Callable[..., MemoryPlan], choices: Sequence[int]) -> tuple[int, MemoryPlan]:

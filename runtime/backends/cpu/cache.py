@@ -203,6 +203,8 @@ class CpuCache(PagedCache):
         self._places = {layer: place for place, layer in enumerate(spec.attention_layers)}
         self._windows = {spec.windows[layer] for layer in spec.attention_layers}
         self._paged = aligned_zeros((options.slots,), np.int32)
+        self._exact = aligned_zeros((spec.num_layers,), np.int32)
+        self.read_exactly(options.sensitive_layers)
         self._dither = aligned_zeros((kind.page,), np.float32)
         self._dither[:] = _dither(kind.page)
         self._description = self.store.layout.description(
@@ -217,6 +219,15 @@ class CpuCache(PagedCache):
     def stored(self, layer: int) -> op.Stored:
         """The addresses of a layer, for instructions."""
         return op.Stored(int(self._description.ctypes.data), *self.store.addresses(self._places[layer]))
+
+    def exact(self, layer: int) -> int:
+        """Address of int32: whether drafts read both planes of a layer's pages; for instructions."""
+        return int(self._exact[layer:].ctypes.data)
+
+    def read_exactly(self, layers: Sequence[int]) -> None:
+        """Let drafts read both planes in these layers, and only the upper one in all others."""
+        self._exact[:] = 0
+        self._exact[list(layers)] = 1
 
     def state(self, layer: int) -> op.State:
         """The addresses of the states of a layer that has them, for instructions."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numba
 
-from runtime.backends.cpu.kernels.attention.run import part_bytes
+from runtime.backends.cpu.kernels.attention.run import LOWEST, part_bytes
 from runtime.backends.cpu.kernels.attention.span import merge_splits
 from runtime.backends.cpu.kernels.gate import gate as silu_channels
 from runtime.backends.cpu.kernels.gate import gelu_gate, shut
@@ -27,6 +27,7 @@ from runtime.backends.cpu.kernels.views import (
 from runtime.backends.cpu.machine.kernel import kernel
 from runtime.backends.cpu.machine.unit import compiled_unit
 from runtime.backends.cpu.machine.vector import (
+    get_float,
     get_half,
     get_int,
     load_floats,
@@ -145,7 +146,8 @@ def merge(i: int, control: int, part: int, parts: int, _scratch: int) -> None:
         out = to.out.at + row * to.out.stride
         for head in range(merge.heads):
             at = merge.partial + (row * merge.heads + head) * splits * size
-            merge_splits(at, splits, dim, out + 4 * head * dim)
+            sink = get_float(merge.sinks + 4 * head) if merge.sinks != 0 else numba.float32(LOWEST)
+            merge_splits(at, splits, dim, sink, out + 4 * head * dim)
         if merge.gate.at != 0:
             shut(out, merge.gate.at + row * merge.gate.stride, to.width)
         for c in range(to.width, padded):
