@@ -378,6 +378,9 @@ LONGROPE = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [1.0] 
         ("qwen3", {"layer_types": ["sliding_attention"] * 4}, "layer_types.*use_sliding_window"),
         ("ministral", {"layer_types": ["sliding_attention"] * 4, "sliding_window": None}, "layer_types.*width"),
         ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers.*list of 4"),
+        ("lfm2", {}, "norm_eps' is missing"),
+        ("lfm2", {"norm_eps": 1e-5, "layer_types": ["conv", "sliding_attention"] * 2}, "layer_types.*list of 4"),
+        ("lfm2", {"norm_eps": 1e-5, "full_attn_idxs": [4]}, "full_attn_idxs.*0 to 3"),
         ("granite", {"embedding_multiplier": 0}, "embedding_multiplier.*above 0"),
         ("gemma3_text", {"layer_types": ["full_attention"]}, "layer_types.*list of 4"),
         (

@@ -159,7 +159,7 @@ def test_what_outshines_other_inputs_is_divided(kind: str, tmp_path: Path) -> No
     x = torch.randn(200, width, generator=torch.Generator().manual_seed(0))
     x[:, 7] *= 100
     scales = smoothing(working, kind, x, Recipe.usual("qoq", group_size=32))
-    tied = sources(working.spec, kind)
+    tied = sources(working.spec, f"layers.0.{kind}")
     others = scales[tied != tied[7]]
     assert len(set(scales[tied == tied[7]].tolist())) == 1
     assert scales[7] > 2 * others.max()
