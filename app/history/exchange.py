@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from typing import Annotated, Any, cast
 
-from app.conversation import MAX_TEXT, Conversation, Message, Role, State, Statistics
+from app.conversation import MAX_TEXT, Conversation, Message, Passage, Role, State, Statistics
 from app.errors import HistoryError
 from app.history import markdown
 from app.history.markdown import FORMAT, moment_of
@@ -90,6 +90,7 @@ def to_json(chat: Chat, messages: Sequence[Message]) -> dict[str, Any]:
                 "error": message.error,
                 "model": message.model,
                 "statistics": None if message.statistics is None else statistics_json(message.statistics),
+                "passages": None if message.passages is None else [asdict(passage) for passage in message.passages],
                 "created": message.created.isoformat(),
             }
             for message in messages
@@ -168,6 +169,7 @@ class _Message:
     error: Text | None = None
     model: Name | None = None
     statistics: Statistics | None = None
+    passages: Annotated[Sequence[Passage], Within(0, MAX_CHATS)] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,6 +206,7 @@ def _of_json(found: _Chat, where: str) -> ImportedChat:
                 error=one.error,
                 model=one.model,
                 statistics=one.statistics,
+                passages=one.passages,
                 created=created,
             )
         )

@@ -50,7 +50,7 @@ class CpuTimer:
         """
         if kind not in self._plain:
             program = self._decoder.layer_program(kind, 0)
-            count = 1 if kind == "head" else self._decoder.spec.num_layers
+            count = self._decoder.spec.products(kind)
             self._plain[kind] = program, undisturbed(self._passes(program)[0]) / count
         plain, base = self._plain[kind]
         if k_chunk == 0:

@@ -34,9 +34,10 @@ from runtime.backends.triton.kernels.tokens import Tokens, round_tokens
 from runtime.backends.triton.kernels.w4a8 import gemm_w4a8
 from runtime.backends.triton.launch_check import refused_cooperation
 from runtime.backends.triton.model import GpuModel, Linear
-from runtime.backends.triton.sizes import SUMMED_ROWS, buffer_sizes, pieces, token_width
+from runtime.backends.triton.sizes import NO_EXPERTS, SUMMED_ROWS, buffer_sizes, pieces, token_width
 from runtime.backends.triton.w4a8_layout import W4A8Linear
 from runtime.backends.triton.workspace import Workspace
+from runtime.errors import BackendError
 
 Watch = Callable[[Linear, torch.Tensor, torch.Tensor], None]
 
@@ -255,11 +256,26 @@ class Pass(Operations[Value]):
         rope, basis = model.ropes[layer], model.bases[layer]
         heads(v.tensor, v.dec, norms, rope, basis, rows, pages, queries, norm_last=spec.qk_norm_form == "turned")
         context, draft = model.options.context, self._draft and layer not in self._sensitive
-        sums = attend(queries, pages, rows, window, out, buffers.main, context=context, draft=draft, cap=spec.score_cap)
+        sums = attend(
+            queries,
+            pages,
+            rows,
+            window,
+            out,
+            buffers.main,
+            context=context,
+            draft=draft,
+            cap=spec.score_cap,
+            sinks=model.norms[f"layers.{layer}.sinks"] if spec.sinks else None,
+        )
         rounded = buffers.rounded(M, spec.q_width)
         if rounded is not None:
             round_tokens(out, rounded)
         return Value(out, sums=sums, rounded=rounded)
+
+    def experts(self, x: Value, layer: int) -> Value:  # noqa: ARG002  no kernels for it
+        """See `models.architecture.Operations`."""
+        raise BackendError(NO_EXPERTS)
 
     def gate(self, gate_value: Value, up: Value) -> Value:
         """See `models.architecture.Operations`."""
