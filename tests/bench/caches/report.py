@@ -270,8 +270,8 @@ def _corrected(view: View) -> str:
 As in GEAR's Figure 4, at 2 bits: {base["model"]} in full precision over a cache of 2 bits, in windows of
 {base["window"]:,} tokens. The first half of a window is a prompt, the second half is decoded and scored
 ({base["tokens"]:,} tokens; over the fp16 cache {base["perplexity"]:.3f}). By the rank of the low-rank matrix, without
-outliers; by the share of outliers, with rank {LOW_RANK}; and by the share of the prompt's tokens, the latest ones, whose
-pages have a low-rank matrix of rank {LOW_RANK} (pages after the prompt always have one).
+outliers; by the share of outliers, with rank {LOW_RANK}; and by the share of the prompt's tokens, the latest ones,
+whose pages have a low-rank matrix of rank {LOW_RANK} (pages after the prompt always have one).
 
 {(chr(10) * 2).join(parts)}
 
