@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING
 from app.cli.output import Output
 from app.conversation import Passage
 from app.documents.citation import cited
-from app.documents.prompt import BYTES_PER_TOKEN, PASSAGE_SHARE, WHOLE_SHARE, attached, passage_room, with_passages
+from app.documents.prompt import (
+    BYTES_PER_TOKEN,
+    PASSAGE_SHARE,
+    WHOLE_SHARE,
+    attached,
+    passage_room,
+    shortened,
+    with_passages,
+)
 from app.errors import DocumentError
 from app.printable import printable_name
 
@@ -103,8 +111,10 @@ class Attachments:
             room = passage_room(self._engine.context, 1 / BYTES_PER_TOKEN)
             self._questions.append(question)
             passages = self._index.search(self._sources, self._questions, room)
-            while len(passages) > 1 and not self._fits("".join(one.text for one in passages)):
-                passages = passages[:-1]
+            while passages and not self._fits("".join(one.text for one in passages)):
+                *passages, last = passages
+                if not passages:
+                    passages = [shortened(last, len(last.text) // 2)]
             told = with_passages(question, passages)
         return "\n\n".join([*given, told]), passages
 
