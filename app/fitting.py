@@ -66,9 +66,14 @@ def later(path: Sequence[Message], first: int) -> int | None:
     return None if found == first else found
 
 
-def rate_of(path: Sequence[Message]) -> float:
-    """Tokens per character of this conversation, by the runtime's last count."""
-    characters, rate = 0, TOKENS_PER_CHARACTER
+def rate_of(path: Sequence[Message], usual: float = TOKENS_PER_CHARACTER) -> float:
+    """Tokens per character of this conversation, by the runtime's last count.
+
+    Args:
+        path: its messages.
+        usual: what to assume before anything was counted.
+    """
+    characters, rate = 0, usual
     for message in path:
         characters += len(message.text)
         counted = message.statistics
