@@ -25,6 +25,7 @@ REASONING = ("<think>", "</think>")
 """The tags that reasoning models write around their reasoning."""
 Role = Literal["user", "assistant"]
 State = Literal["streaming", "done", "stopped", "failed"]
+Unit = Literal["line", "page", "paragraph"]
 MAX_TEXT = 2**24
 """Maximum length in characters of a message from outside the program."""
 
@@ -65,6 +66,33 @@ class Statistics:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Passage:
+    """A passage of a document that was found for a question."""
+
+    file: str
+    """The document's name, printable."""
+    unit: Unit
+    """What `first` and `last` count."""
+    first: Count
+    """Number of its first line, page or paragraph, from 1."""
+    last: Count
+    """Number of its last one."""
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """A file or folder whose passages a chat searches."""
+
+    path: str
+    """Its absolute path."""
+    name: str
+    """Its name on the screen, printable."""
+    tokens: Count
+    """Its size in tokens, about."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
     """One immutable message. A changed text is a new `Message` with the same id."""
 
@@ -79,6 +107,8 @@ class Message:
     model: str | None = None
     """Name of the model that answered."""
     statistics: Statistics | None = None
+    passages: Sequence[Passage] | None = None
+    """The passages of documents that the answer was given, none if nothing was found; None if nothing was searched."""
     created: datetime = field(default_factory=_now)
 
     @property
@@ -102,6 +132,8 @@ class Extras:
     """Id of the first message that the model still sees; earlier ones no longer fit. None if it sees all."""
     summary: str = ""
     """The summary of the messages before `since` that the model is given."""
+    sources: Sequence[Source] = ()
+    """The documents that are searched for every prompt."""
 
 
 class Conversation:

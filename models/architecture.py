@@ -4,10 +4,10 @@ The full-precision decoder runs it with plain torch operations, the reference ba
 backend records it into a program once. So a family's quirks (biases, norms, window, rope or none) stand here alone.
 
 Weights are named `embed`, `layers.{i}.input_norm`, `layers.{i}.qkv`, `layers.{i}.q_norm`, `layers.{i}.k_norm`,
-`layers.{i}.o`, `layers.{i}.o_norm`, `layers.{i}.post_norm`, `layers.{i}.gate_up`, `layers.{i}.down`,
-`layers.{i}.down_norm`, `norm`, `head`; a bias belongs to its linear layer. q, k and v are fused along the output in
-that order, and so are gate and up. Experts have `layers.{i}.experts.{e}.gate_up` and `layers.{i}.experts.{e}.down`, and
-their router is `layers.{i}.router`.
+`layers.{i}.sinks`, `layers.{i}.o`, `layers.{i}.o_norm`, `layers.{i}.post_norm`, `layers.{i}.gate_up`,
+`layers.{i}.down`, `layers.{i}.down_norm`, `norm`, `head`; a bias belongs to its linear layer. q, k and v are fused
+along the output in that order, and so are gate and up. Experts have `layers.{i}.experts.{e}.gate_up` and
+`layers.{i}.experts.{e}.down`, and their router is `layers.{i}.router`.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class Operations(Protocol[T]):
     def attend(self, q: T, k: T, v: T, layer: int) -> T:
         """Append k and v to the cache of `layer`, then causal attention of q over it, within spec.windows[layer].
 
-        Queries grow with their positions and scores are capped as the specification says. q is [M, H * D], k and v
-        [M, H_kv * D]. Returns [M, H * D].
+        Queries grow with their positions, scores are capped and sinks take a share as the specification says. q is
+        [M, H * D], k and v [M, H_kv * D]. Returns [M, H * D].
         """
         ...
 
@@ -81,7 +81,7 @@ class Operations(Protocol[T]):
         ...
 
     def cap(self, logits: T) -> T:
-        """C * tanh(x / c) of every logit x, c being spec.logit_cap. [R, V] -> the same."""
+        """Soft cap of every logit x: c * tanh(x / c), with c = spec.logit_cap. [R, V] -> the same."""
         ...
 
 

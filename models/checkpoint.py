@@ -50,9 +50,10 @@ class Checkpoint:
         return self.files.path
 
     def vector(self, name: str) -> torch.Tensor:
-        """A weight that stays in float32: a norm's [width], `layers.0.input_norm`, or a router's [E, C]."""
-        (module,) = self.files.family.sources(name)
-        weight = self.files.entries[f"{module}.weight"].read().to(torch.float32) + self.files.norm_offset
+        """A weight that stays in float32: a norm's or sinks [width], `layers.0.input_norm`, or a router's [E, C]."""
+        weight = self.files.entries[self.files.family.vector(name)].read().to(torch.float32)
+        if name.endswith("norm"):
+            weight = weight + self.files.norm_offset
         return weight * self.files.multipliers.get(name.rsplit(".", 1)[-1], 1.0)
 
     def linear(self, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -154,12 +155,10 @@ class Checkpoint:
         if not spec.tied:
             shapes["lm_head.weight"] = (spec.vocab_size, spec.hidden_size)
         for layer in range(spec.num_layers):
-            for norm, width in spec.block_norms(layer).items():
-                (module,) = family.sources(norm)
-                shapes[f"{module}.weight"] = (width,)
+            for norm, width in spec.block_vectors(layer).items():
+                shapes[family.vector(norm)] = (width,)
             for router, shape in spec.routers(layer).items():
-                (module,) = family.sources(router)
-                shapes[f"{module}.weight"] = shape
+                shapes[family.vector(router)] = shape
             for name in spec.block_linears(layer):
                 modules = family.sources(name)
                 for module, rows in zip(modules, _rows(spec, name, len(modules)), strict=True):

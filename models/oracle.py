@@ -218,7 +218,7 @@ class Oracle:
         if not self._resident:
             self._loaded = {key: held for key, held in self._loaded.items() if _stay_together(key, name)}
         bias: Tensor | None = None
-        in_full = name.endswith(("norm", "router"))
+        in_full = name.endswith("router") or name in self.spec.vector_names()
         if in_full:
             weight = self._weights.vector(name)
         else:
@@ -321,13 +321,14 @@ class _Operations(architecture.Operations[Tensor]):
             self.cache.values[layer, :, :, self.positions] = values
             keys, values = self.cache.keys[layer, :, :, :end], self.cache.values[layer, :, :, :end]
         mask = self._mask(first, keys.shape[2], self.spec.windows[layer])
+        sinks = self.oracle.parameters(f"layers.{layer}.sinks")[0] if self.spec.sinks else None
         if self.oracle.observe_attention is not None:
-            received = _shares(queries, keys, mask, self.spec.score_cap).sum(2).mean(1)
+            received = _shares(queries, keys, mask, self.spec.score_cap, sinks).sum(2).mean(1)
             self.oracle.observe_attention(layer, received)
-        if self.spec.score_cap is None:
+        if self.spec.score_cap is None and sinks is None:
             attended = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=True)
         else:
-            shares = _shares(queries, keys, mask, self.spec.score_cap).to(values.dtype)
+            shares = _shares(queries, keys, mask, self.spec.score_cap, sinks).to(values.dtype)
             attended = shares @ values.repeat_interleave(queries.shape[1] // values.shape[1], dim=1)
         return attended.transpose(1, 2).flatten(-2)
 
@@ -389,11 +390,11 @@ def _stay_together(held: str, wanted: str) -> bool:
 
 
 def capped(x: Tensor, cap: float) -> Tensor:
-    """C * tanh(x / c), whose magnitude stays below c."""
+    """Soft cap c * tanh(x / c), whose magnitude stays below c."""
     return cap * torch.tanh(x / cap)
 
 
-def _shares(queries: Tensor, keys: Tensor, mask: Tensor, cap: float | None) -> Tensor:
+def _shares(queries: Tensor, keys: Tensor, mask: Tensor, cap: float | None, sinks: Tensor | None = None) -> Tensor:
     """Share of each query's attention that each key gets, float32 [B, H, S, T].
 
     Args:
@@ -401,10 +402,14 @@ def _shares(queries: Tensor, keys: Tensor, mask: Tensor, cap: float | None) -> T
         keys: [B, H_kv, T, D].
         mask: bool [S, T], which keys each query sees.
         cap: `ModelSpec.score_cap`.
+        sinks: [H], scores that take a share themselves; None = none.
     """
     shared = keys.repeat_interleave(queries.shape[1] // keys.shape[1], dim=1)
     scores = (queries @ shared.transpose(-1, -2)).float() / queries.shape[-1] ** 0.5
     if cap is not None:
         scores = capped(scores, cap)
-    shares: Tensor = scores.masked_fill_(~mask, -torch.inf).softmax(-1)
+    scores = scores.masked_fill_(~mask, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks[:, None, None].float().expand(*scores.shape[:3], 1)), dim=-1)
+    shares: Tensor = scores.softmax(-1)[..., : keys.shape[2]]
     return shares

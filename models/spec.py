@@ -137,6 +137,8 @@ class ModelSpec:
     """Queries at position p are multiplied by 1 + this * ln(1 + p // query_growth_context) (Ministral 3)."""
     query_growth_context: int = 1
     """See there."""
+    sinks: bool = False
+    """Whether each query head has a score of its own that takes a share of attention and adds nothing (gpt-oss)."""
     score_cap: float | None = None
     """Attention scores s become c * tanh(s / c) (Gemma 2)."""
     logit_cap: float | None = None
@@ -170,7 +172,7 @@ class ModelSpec:
             rows, width = self.linear_shape(name)
             count += rows * width + (rows if self.has_bias(name) else 0)
         for layer in range(self.num_layers):
-            count += sum(self.block_norms(layer).values())
+            count += sum(self.block_vectors(layer).values())
             count += sum(rows * width for rows, width in self.routers(layer).values())
         return count
 
@@ -189,8 +191,8 @@ class ModelSpec:
         """The share of tokens that read a linear layer or an expert's tensor, if all experts are alike."""
         return 1.0 if expert_of(name) is None or self.mixture is None else self.mixture.chosen / self.mixture.experts
 
-    def block_norms(self, layer: int) -> dict[str, int]:
-        """Widths of a block's norms by their names, `layers.3.input_norm`."""
+    def block_vectors(self, layer: int) -> dict[str, int]:
+        """Widths of a block's norms and sinks by their names, `layers.3.input_norm`."""
         norms = {"input_norm": self.hidden_size, "post_norm": self.hidden_size} if self.norm_before else {}
         if self.qk_norm:
             wide = self.qk_norm_form == "all"
@@ -200,11 +202,13 @@ class ModelSpec:
             }
         if self.norm_after:
             norms |= {"o_norm": self.hidden_size, "down_norm": self.hidden_size}
+        if self.sinks:
+            norms["sinks"] = self.num_heads
         return {f"layers.{layer}.{norm}": width for norm, width in norms.items()}
 
-    def norm_names(self) -> tuple[str, ...]:
-        """Names of all norms, the one before the head last."""
-        return (*(name for layer in range(self.num_layers) for name in self.block_norms(layer)), "norm")
+    def vector_names(self) -> tuple[str, ...]:
+        """Names of all norms and sinks, the norm before the head last."""
+        return (*(name for layer in range(self.num_layers) for name in self.block_vectors(layer)), "norm")
 
     def routers(self, layer: int) -> dict[str, tuple[int, int]]:
         """Shape [E, C] of a block's router by its name, `layers.3.router`; empty where it has an MLP."""

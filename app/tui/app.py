@@ -27,7 +27,7 @@ from app.settings import Settings
 from app.tui import clipboard, endpoint, themes
 from app.tui.background_history import BackgroundHistory
 from app.tui.keys import KEYS
-from app.tui.messages import ChatAsked, ChatEnded, JobChanged, LeftOut, LoadAsked, NotKept, StatusChanged
+from app.tui.messages import ChatAsked, ChatEnded, JobChanged, LeftOut, LoadAsked, NotKept, NotSearched, StatusChanged
 from app.tui.palette import commands
 from app.tui.preload import preload
 from app.tui.runtime import SupervisorLike
@@ -110,6 +110,11 @@ class ChatApp(WorkApp):
     def _cannot_keep(self, reason: str) -> None:
         """Report a failure to save; may be called from any thread."""
         self.post_message(NotKept(reason))
+
+    @on(NotSearched)
+    def tell_not_searched(self, event: NotSearched) -> None:
+        """Show why documents are not searched."""
+        self.notify(f"The documents were not searched: {event.reason}", severity="error", timeout=20)
 
     @on(NotKept)
     def tell_not_kept(self, event: NotKept) -> None:
@@ -292,7 +297,7 @@ class ChatApp(WorkApp):
         self.chat.edit()
 
     def action_attach(self) -> None:
-        """Attach a text file to the message."""
+        """Attach a file or folder."""
         self.chat.attach()
 
     def action_chat_settings(self) -> None:

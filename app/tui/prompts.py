@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 from textual.message import Message as Event
 
 from app.conversation import Conversation, Message, prompt_of, split_reasoning
-from app.errors import ClientError
-from app.fitting import Fit, fit, later, rate_of
+from app.documents.prompt import grounded, passage_room
+from app.errors import ClientError, HistoryError
+from app.fitting import USUAL_CONTEXT, Fit, fit, later, rate_of
 from app.settings import Settings
 from app.tui.answers import Prompt
 from app.tui.connection import Connection
-from app.tui.messages import LeftOut
+from app.tui.documents import Documents
+from app.tui.messages import LeftOut, NotSearched
 
 if TYPE_CHECKING:
     from runtime.wire.answers import Status
@@ -39,6 +41,7 @@ class Prompts:
         note: Note,
         post: Callable[[Event], object],
         summarizes: Callable[[], bool],
+        documents: Documents,
     ) -> None:
         """Start.
 
@@ -48,9 +51,10 @@ class Prompts:
             note: saves which messages are left out of a conversation.
             post: receives the event that messages are left out.
             summarizes: whether the user asked for a summary this time, whatever the settings say.
+            documents: searches the documents of conversations.
         """
         self._connection, self._settings, self._note, self._post = connection, settings, note, post
-        self._summarizes = summarizes
+        self._summarizes, self._documents = summarizes, documents
 
     @property
     def _status(self) -> Status | None:
@@ -79,7 +83,7 @@ class Prompts:
 
     def will_leave_out(self, conversation: Conversation, typed: str) -> int:
         """Number of messages of a conversation that the next prompt leaves out and the last one did not."""
-        path = conversation.path()
+        path = grounded(conversation.path())
         if not path or self._status is None or not self._status.context:
             return 0
         asked = Message(id="", parent=path[-1].id, role="user", text=typed)
@@ -97,7 +101,9 @@ class Prompts:
             "max_tokens": self.setting_of(conversation, "max_tokens"),
         }
         sampling |= {key: value for key, value in conversation.extras.settings.items() if key in sampling}
-        path = conversation.path(answer)
+        if not resume:
+            await self._search(conversation, answer)
+        path = grounded(conversation.path(answer))
         path = path if resume else path[:-1]
         found = self.fit(conversation, path)
         if found.first and path[found.first].id != conversation.extras.since:
@@ -108,6 +114,20 @@ class Prompts:
             **sampling, model=conversation.extras.model, chat=conversation.id, continue_final=resume
         )
 
+    async def _search(self, conversation: Conversation, answer: str) -> None:
+        """Find the passages for an answer in the conversation's documents, and keep them with it."""
+        if not conversation.extras.sources or conversation[answer].passages is not None:
+            return
+        path = grounded(conversation.path(answer))[:-1]
+        context = (self._status.context if self._status is not None else None) or USUAL_CONTEXT
+        questions = [message.text for message in conversation.path(answer) if message.role == "user"]
+        try:
+            found = await self._documents.find(conversation, questions, passage_room(context, rate_of(path)))
+        except HistoryError as error:
+            self._post(NotSearched(str(error)))
+        else:
+            conversation.revise(answer, passages=found)
+
     @staticmethod
     def _with_summary(conversation: Conversation, system: str, first: int) -> str:
         """The system prompt, with the summary of the messages that are left out."""
@@ -116,7 +136,7 @@ class Prompts:
 
     def read_before(self, conversation: Conversation, answer: str) -> list[Mapping[str, str]]:
         """The messages that the model saw when it wrote an answer, as far as that is known now."""
-        path = conversation.path(answer)
+        path = grounded(conversation.path(answer))
         statistics = path[-1].statistics
         first = statistics.left_out or 0 if statistics is not None else 0
         system = str(self.setting_of(conversation, "system_prompt"))
@@ -149,13 +169,16 @@ class Prompts:
             return ""
 
     def shorten(self, conversation: Conversation, answer: str) -> bool:
-        """Leave out one more exchange, because the runtime counted more tokens than the estimate."""
+        """Leave out one more exchange, because the runtime counted more tokens than the estimate; then passages."""
         path = conversation.path(answer)[:-1]
         ids = [message.id for message in path]
         since = conversation.extras.since
         found = later(path, ids.index(since) if since in ids else 0)
         if found is None:
-            return False
+            passages = conversation[answer].passages or ()
+            if len(passages) > 1:
+                conversation.revise(answer, passages=passages[: len(passages) // 2])
+            return len(passages) > 1
         self._note(conversation, since=path[found].id)
         self._post(LeftOut(conversation.id))
         return True

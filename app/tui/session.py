@@ -16,6 +16,7 @@ from app.settings import Settings
 from app.tui.answers import Answers, Writing
 from app.tui.background_history import BackgroundHistory
 from app.tui.connection import Connection
+from app.tui.documents import Documents
 from app.tui.figures import tuning_title
 from app.tui.jobs import STAGES, Job
 from app.tui.messages import ChatEnded, JobChanged, RuntimeLost, StatusChanged
@@ -78,7 +79,10 @@ class Session:
         self._recovering = False
         self.summarizes = False
         """Whether the messages left out next are summarized, because the user asked for it this time."""
-        self._prompts = Prompts(self._connection, lambda: self.settings, self.note, post, self._wants_summary)
+        self.documents = Documents(history.path if history is not None else None, lambda: self.saves)
+        self._prompts = Prompts(
+            self._connection, lambda: self.settings, self.note, post, self._wants_summary, self.documents
+        )
         self.answers = Answers(
             self._connection,
             self.recent,
@@ -105,6 +109,7 @@ class Session:
         """Stop all work and the runtime that was started. Unsaved chats are lost. Safe to call twice."""
         await self.answers.stop()
         await self.stop_work()
+        await self.documents.close()
         self.note(self.conversation)
         self._chats.begin()
         with contextlib.suppress(ClientError, OSError, TimeoutError):
@@ -434,11 +439,13 @@ class Session:
         self._chats.begin()
 
     async def forget_ended(self) -> None:
-        """Have the runtime delete the caches of ended conversations; without a runtime, do so later.
+        """Forget documents of ended conversations, and have the runtime delete their caches, later if there is none.
 
         Raises:
             ClientError: it refused; the next call tries again.
         """
+        if not self.saves and not self.conversation.extras.sources:
+            await self.documents.forget_unsaved()
         await self._chats.forget_ended()
 
     # Answers

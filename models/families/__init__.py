@@ -50,7 +50,8 @@ _EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_int
 def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The part of a config.json that describes the language model; the whole, unless there are others (`text_config`).
 
-    What the whole says of tokens, ties and quantization holds for the part too, unless that says something else.
+    What the whole says of tokens and quantization holds for the part too, unless that says something else. The head is
+    tied if either says so: an own head among the tensors overrides that.
     """
     part, names = config.get("text_config"), config.get("architectures")
     wrappers = {family.wrapper for family in FAMILIES.values()} - {""}
@@ -58,7 +59,9 @@ def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
         return config
     shared = ("bos_token_id", "eos_token_id", "tie_word_embeddings", "quantization_config")
     above = {key: config[key] for key in shared if config.get(key) is not None}
-    return {**above, **{key: value for key, value in part.items() if value is not None}, "architectures": None}
+    own = {key: value for key, value in part.items() if value is not None}
+    tied = {"tie_word_embeddings": True} if above.get("tie_word_embeddings") else {}
+    return {**above, **own, **tied, "architectures": None}
 
 
 def family_of(config: Mapping[str, Any], *, source: str = "config.json") -> Family:

@@ -24,8 +24,9 @@ NORMS: Mapping[str, str] = {
     "post_norm": "post_attention_layernorm",
     "q_norm": "self_attn.q_norm",
     "k_norm": "self_attn.k_norm",
+    "sinks": "self_attn.sinks",
 }
-"""Modules of a block's norms, as most families call them."""
+"""Modules of a block's norms, and its sinks, as most families call them."""
 NORMS_AFTER: Mapping[str, str] = {
     **NORMS,
     "o_norm": "post_attention_layernorm",
@@ -79,6 +80,11 @@ class Family:
             return (f"model.layers.{layer}.mlp.gate",)
         modules = (self.norms[part],) if part in self.norms else self.linear_sources[part]
         return tuple(f"model.layers.{layer}.{module}" for module in modules)
+
+    def vector(self, name: str) -> str:
+        """The tensor of a norm, or of sinks, by its name in `models.architecture`."""
+        (module,) = self.sources(name)
+        return module if name.endswith(".sinks") else f"{module}.weight"
 
 
 class Common(TypedDict):

@@ -1,6 +1,6 @@
 """OLMo 2 and 3: norms behind attention and MLP instead of before them, and of all queries and all keys together.
 
-OLMo 3 has windows in three blocks of four, whose rotary embedding is not scaled. OLMoE, of the time before, has norms of
+OLMo 3 has windows in three blocks of four, whose rotary embedding is not scaled. OLMoE, of before, has norms of
 queries and keys like those, others before attention and experts, and shares that do not add up to 1.
 """
 

@@ -272,7 +272,7 @@ class Pipeline:
             run_low(oracle, layer, batches, own_linears, tried, step)
             for lowered in own_linears.values():
                 lowered.release()
-        vectors = (*checkpoint.spec.block_norms(layer), *checkpoint.spec.routers(layer))
+        vectors = (*checkpoint.spec.block_vectors(layer), *checkpoint.spec.routers(layer))
         tensors: dict[str, Array] = {name: working.vector(name).numpy() for name in vectors}
         if experts is not None:
             tensors[layout.expert_tokens(layer)] = experts.tokens

@@ -31,7 +31,8 @@ class WorkingBlock:
         self.layer = layer
         self._checkpoint = checkpoint
         spec = checkpoint.spec
-        self._vectors = {name: checkpoint.vector(name) for name in (*spec.block_norms(layer), *spec.routers(layer))}
+        vectors = (*spec.block_vectors(layer), *spec.routers(layer))
+        self._vectors = {name: checkpoint.vector(name) for name in vectors}
         self._linears: dict[str, tuple[torch.Tensor, torch.Tensor | None]] = {}
         for name in spec.block_linears(layer):
             if expert_of(name) is None:

@@ -93,7 +93,7 @@ def file_tensors(spec: ModelSpec, recipe: Recipe, file: str) -> TensorTypes:
             **linear_tensors(spec, recipe, "head"),
         }
     layer = int(file.removeprefix("block-").removesuffix(".safetensors"))
-    tensors: TensorTypes = {name: (_F32, (width,)) for name, width in spec.block_norms(layer).items()}
+    tensors: TensorTypes = {name: (_F32, (width,)) for name, width in spec.block_vectors(layer).items()}
     for name, shape in spec.routers(layer).items():
         tensors |= {name: (_F32, shape), expert_tokens(layer): (_I32, shape[:1])}
     for name in spec.block_linears(layer):

@@ -34,6 +34,7 @@ from runtime.engine.speculation.drafting import Drafting
 from runtime.engine.speculation.gamma import Costs
 from runtime.engine.speculation.rounds import Rounds
 from runtime.errors import BackendError, ContextOverflowError, RequestError
+from runtime.text.call_grammar import calls_constraint
 from runtime.text.constraint import Constraints
 from runtime.text.sampling import SamplingOptions
 from runtime.text.tokenizer import Tokenizer
@@ -272,6 +273,8 @@ class Engine:
         run = Run(prompt=tokens, options=options, trim=trim, chat=chat, begin=time.perf_counter())
         if options.grammar is not None:
             run.constraint = self._constraints.begin(options.grammar)
+        elif options.calls is not None:
+            run.constraint = calls_constraint(options.calls, self.tokenizer, self._constraints.begin)
         limit = room if options.max_tokens is None else min(room, options.max_tokens)
         answer = Answer(run, Language(tokenizer=self.tokenizer, ends=self._eos), limit, receive)
         return Request(answer, cancelled, lambda slot: self._rounds(run, slot))

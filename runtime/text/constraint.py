@@ -144,6 +144,11 @@ class Constraint:
         allowed = np.unpackbits(np.frombuffer(bits, np.uint8), count=logits.size, bitorder="little")
         return np.where(allowed, logits, np.float32(-np.inf))
 
+    @property
+    def free(self) -> bool:
+        """Whether the answer may end here as well as continue, as where any text is allowed."""
+        return bool(self._matcher.is_accepting()) and not self._matcher.is_stopped()
+
     def take(self, token: int) -> None:
         """Advance by a sampled token.
 

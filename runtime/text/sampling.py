@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from runtime.errors import RequestError
+from runtime.text.call_grammar import CallRules
 from runtime.text.constraint import Constraint, Grammar
 
 MAX_LOGPROBS = 20
@@ -58,6 +59,8 @@ class SamplingOptions:
     """Number of alternatives to report with each token's log-probability; None = no log-probabilities."""
     grammar: Grammar | None = None
     """Grammar of the answer; None = anything."""
+    calls: CallRules | None = None
+    """Tools that the answer may call, or must; None = none. They do not go together with a grammar."""
 
     def __post_init__(self) -> None:
         rules = (

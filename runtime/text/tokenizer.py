@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -14,6 +15,7 @@ from typing import Any
 from models.foreign import panics_raised
 from runtime.errors import ContextOverflowError, RequestError, RuntimeFailure
 from runtime.system.foreign import encodable
+from runtime.text.call_format import TOLD, CallFormat
 from runtime.text.template_process import template_process
 from runtime.text.tokenizer_files import read_tokenizer
 from runtime.text.tool_calls import Tool, describe_tools
@@ -69,6 +71,22 @@ class Tokenizer:
         if self.has_chat_template:
             return None
         return "this model has no chat template: turns are written as plain 'User:' and 'Assistant:' lines"
+
+    @cached_property
+    def call_format(self) -> CallFormat | None:
+        """How the model writes tool calls; None if its template writes them in a form that is not JSON."""
+        if self._template is None or not self._knows_tools:
+            return TOLD
+        template = self._template
+        return CallFormat.of_template(
+            lambda messages, tools: template_process().render(template, messages, tokens=self._special, tools=tools)
+        )
+
+    def special_token(self, text: str) -> int | None:
+        """The token of a text that is a special token, which decoding leaves out; None if it is none."""
+        token = self._fast.token_to_id(text) if text else None
+        added = self._fast.get_added_tokens_decoder().get(token) if token is not None else None
+        return token if added is not None and added.special else None
 
     def to_json(self) -> str:
         """The tokenizer in the format of the `tokenizers` package, without chat template or special-token names."""
@@ -135,6 +153,9 @@ class Tokenizer:
             RequestError: no messages, one without role or text, or a sequence that the model's template refuses.
         """
         _check(messages, continue_final)
+        messages = [
+            {**one, "content": self._inert(one["content"])} if one["role"] == "tool" else one for one in messages
+        ]
         if self._template is None:
             return self.encode(plain_chat(describe_tools(messages, tools), continue_final=continue_final), most=most)
         told = tools or any("tool_calls" in message or message["role"] == "tool" for message in messages)
@@ -148,6 +169,16 @@ class Tokenizer:
             tools=[tool.record() for tool in tools],
         )
         return self.encode(text, special=False, most=most)
+
+    def _inert(self, result: str) -> str:
+        """A tool's result without special tokens and closing tags, which could end its message and begin another."""
+        return self._marks.sub(lambda found: f"{found[0][0]} {found[0][1:]}", result)
+
+    @cached_property
+    def _marks(self) -> re.Pattern[str]:
+        added = [token.content for token in self._fast.get_added_tokens_decoder().values()]
+        texts = {text for text in (*added, "</tool_response>") if len(text) > 1 and not text.isspace()}
+        return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))))
 
     def _refuse_longer(self, text: str, most: int) -> None:
         """Raise if a text certainly has no room, without encoding all of it."""

@@ -7,21 +7,27 @@ import json
 import math
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
+from models import architecture
 from models.checkpoint import Checkpoint
 from models.families import spec_from_config
 from models.oracle import Oracle
-from models.spec import expert_of
+from models.spec import ModelSpec, expert_of
 from tests.close import assert_close
 from tests.models.random_models import (
     CASES,
     DRAWN_FAMILIES,
+    GEMMA,
+    MINISTRAL3,
+    MIXED,
     SIZES,
     drawn_changes,
     random_case,
@@ -451,3 +457,78 @@ def test_real_model_has_the_perplexity_independent_code_found(shared_data: Path,
         if scored == len(ids):
             break
     assert math.exp(total / (len(ids) - 1)) == pytest.approx(expected[key][text], rel=1e-4)
+
+
+def multimodal(family: str) -> Any:
+    """A random model of transformers that sees pictures, too."""
+    import transformers
+
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"image_size": 28, "patch_size": 14}
+    if family == "Gemma3":
+        text = transformers.Gemma3TextConfig(**{**SIZES, **GEMMA, "layer_types": MIXED})
+        parts = {"vision_config": transformers.SiglipVisionConfig(**vision), "mm_tokens_per_image": 4}
+        config = transformers.Gemma3Config(text_config=text, **parts, image_token_index=66)
+        return transformers.Gemma3ForConditionalGeneration(config).eval()
+    text = transformers.Ministral3Config(**{**SIZES, "head_dim": 16, "rope_parameters": MINISTRAL3})
+    parts = {"vision_config": transformers.PixtralVisionConfig(**vision, head_dim=8), "image_token_index": 66}
+    return transformers.Mistral3ForConditionalGeneration(transformers.Mistral3Config(text_config=text, **parts)).eval()
+
+
+@pytest.mark.parametrize("older", [False, True], ids=["as-saved", "older-names"])
+@pytest.mark.parametrize("family", ["Gemma3", "Mistral3"])
+def test_the_text_part_of_a_multimodal_checkpoint_loads_by_itself(family: str, older: bool, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = multimodal(family)
+    model.save_pretrained(tmp_path)
+    if older:
+        tensors = safetensors.torch.load_file(tmp_path / "model.safetensors")
+        named = {name.replace("model.language_model.", "language_model.model."): x for name, x in tensors.items()}
+        named = {f"language_model.{name}" if name.startswith("lm_head") else name: x for name, x in named.items()}
+        safetensors.torch.save_file(named, tmp_path / "model.safetensors", {"format": "pt"})
+    checkpoint = Checkpoint.open(tmp_path)
+    assert checkpoint.spec.family in ("gemma3_text", "ministral3")
+    tokens = tokens_of(20) % 60
+    assert_close(Oracle(checkpoint).logits(tokens), theirs(model, tokens).logits, "model")
+
+
+class GivenWeights:
+    """Weights by their names."""
+
+    def __init__(self, spec: ModelSpec, tensors: dict[str, Any]) -> None:
+        self.spec = spec
+        self.tensors = tensors
+
+    def vector(self, name: str) -> torch.Tensor:
+        return self.tensors[name]
+
+    def linear(self, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return self.tensors[name]
+
+    def embedding(self) -> torch.Tensor:
+        raise NotImplementedError
+
+
+def test_sinks_are_those_of_gpt_oss() -> None:
+    """Attention alone, without the norm before it: the rest of the block is a mixture of experts."""
+    from transformers import GptOssConfig
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssAttention, GptOssRotaryEmbedding
+
+    layers = {"head_dim": 16, "sliding_window": 4, "layer_types": ["sliding_attention"] * 3, "num_local_experts": 2}
+    config = GptOssConfig(**{**SIZES, **layers}, attn_implementation="eager")
+    module, x = GptOssAttention(config, 0).eval(), torch.randn(2, 9, 32, generator=torch.Generator().manual_seed(0))
+    distance = torch.arange(9)[:, None] - torch.arange(9)
+    mask = torch.where((distance >= 0) & (distance < 4), 0.0, -torch.inf)[None, None]
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.normal_(0.0, 1.0 if parameter.ndim == 1 else 0.3)
+        expected, _ = module(x, GptOssRotaryEmbedding(config)(x, torch.arange(9)[None]), mask)
+    llama = {**SIZES, "architectures": ["LlamaForCausalLM"], "head_dim": 16, "attention_bias": True}
+    read = spec_from_config({**llama, "rope_parameters": config.rope_parameters})
+    spec = replace(read, windows=(4,) * 3, sinks=True, norm_before=False)
+    q, k, v, o = (getattr(module, f"{name}_proj") for name in "qkvo")
+    qkv = tuple(torch.cat([getattr(part, what) for part in (q, k, v)]) for what in ("weight", "bias"))
+    tensors = {"layers.0.qkv": qkv, "layers.0.o": (o.weight, o.bias), "layers.0.sinks": module.sinks}
+    operations = Oracle(GivenWeights(spec, tensors))._operations(torch.arange(9), None)
+    with torch.inference_mode():
+        assert_close(architecture.attention(operations, spec, 0, x) - x, expected, "model")

@@ -143,6 +143,8 @@ BOTH_SIDES: dict[str, Any] = {
     "logit_cap": 3.0,
 }
 """Options of Gemma's kind."""
+SINKS: dict[str, Any] = {"sinks": True, "qkv_bias": True, "o_bias": True}
+"""Options of the attention of gpt-oss's kind."""
 BEHIND: dict[str, Any] = {"norm_before": False, "norm_after": True, "qk_norm": True, "qk_norm_form": "all"}
 """Options of OLMo's kind."""
 TURNED: dict[str, Any] = {
@@ -207,7 +209,7 @@ def make_model(
             linears[name] = replace(linears[name], mean_square=first.mean_square)
     norms = {"norm": spec.hidden_size}
     for layer in range(spec.num_layers):
-        norms |= spec.block_norms(layer)
+        norms |= spec.block_vectors(layer)
     vectors = {name: (1 + 0.1 * rng.standard_normal(size)).astype(np.float32) for name, size in norms.items()}
     for name in spec.router_names():
         shape = spec.routers(int(name.split(".")[1]))[name]

@@ -56,6 +56,8 @@ class Activations:
     """The linear layer that wrote it, if it can still be changed to add instead."""
     partial: int = 0
     """Address of unmerged attention results, if this is the result of `attend`."""
+    sinks: int = 0
+    """Address of the sinks that take a share of them; 0: none."""
     gated: bool = False
     """Whether gate and up are still to be multiplied."""
 
@@ -279,7 +281,8 @@ class PlanOperations:
                 cap=spec.score_cap or 0.0,
             )
         )
-        return Activations(op.Matrix(0, 0), spec.q_width, partial=_address(partial))
+        sinks = self._vector(f"layers.{layer}.sinks") if spec.sinks else 0
+        return Activations(op.Matrix(0, 0), spec.q_width, partial=_address(partial), sinks=sinks)
 
     def gate(self, gate: Activations, up: Activations) -> Activations:
         """See `models.architecture.Operations`. Written by the linear layer that reads it."""
@@ -428,7 +431,7 @@ class PlanOperations:
             per_token=per_token,
         )
         if x.partial:
-            self._emit(op.Merge(x.partial, to, self._spec.num_heads, self._spec.head_dim))
+            self._emit(op.Merge(x.partial, to, self._spec.num_heads, self._spec.head_dim, x.sinks))
         elif x.gated:
             self._emit(op.Gate(x.place, to, self._spec.activation == "gelu_tanh"))
         else:

@@ -6,7 +6,7 @@ import torch
 
 
 def soft_cap(x: torch.Tensor, cap: float) -> torch.Tensor:
-    """C * tanh(x / c), float32 of any shape: nearly x where that is small, and never beyond c.
+    """Soft cap c * tanh(x / c), float32 of any shape: nearly x where that is small, and never beyond c.
 
     Source: Gemma 2's report (2024), §2.
     """

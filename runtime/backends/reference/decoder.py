@@ -62,7 +62,7 @@ class ReferenceDecoder:
             self.linears[name] = ReferenceLinear(packed, names[first_expert(name)], options)
         self.norms, self.routers = (
             {name: torch.from_numpy(np.array(model.vector(name), np.float32)) for name in names}
-            for names in (self.spec.norm_names(), self.spec.router_names())
+            for names in (self.spec.vector_names(), self.spec.router_names())
         )
         self.weight_bytes += sum(weight.nbytes for weight in (*self.norms.values(), *self.routers.values()))
         self.embedding = torch.from_numpy(np.array(model.embedding(), np.float16))
@@ -216,9 +216,11 @@ class _Pass(Operations[torch.Tensor]):
             q = to_basis(q, reflection.repeat_interleave(self._spec.num_heads // self._spec.num_kv_heads, dim=0))
             k = to_basis(k, reflection) - mean
         cache.append(layer, self._slots, self._positions, k, self._heads(v))
-        slots, positions = self._slots, self._positions
+        slots, positions, draft = self._slots, self._positions, self._draft
+        sinks = self._decoder.norms[f"layers.{layer}.sinks"] if self._spec.sinks else None
         return self._by_rows(
-            q, lambda row: cache.attend(layer, q[row], slots[row], positions[row], window, draft=self._draft)
+            q,
+            lambda row: cache.attend(layer, q[row], slots[row], positions[row], window, draft=draft, sinks=sinks),
         ).flatten(1)
 
     def experts(self, x: torch.Tensor, layer: int) -> torch.Tensor:

@@ -254,7 +254,18 @@ class Pass(Operations[Value]):
         rope, basis = model.ropes[layer], model.bases[layer]
         heads(v.tensor, v.dec, norms, rope, basis, rows, pages, queries, norm_last=spec.qk_norm_form == "turned")
         context, draft = model.options.context, self._draft
-        sums = attend(queries, pages, rows, window, out, buffers.main, context=context, draft=draft, cap=spec.score_cap)
+        sums = attend(
+            queries,
+            pages,
+            rows,
+            window,
+            out,
+            buffers.main,
+            context=context,
+            draft=draft,
+            cap=spec.score_cap,
+            sinks=model.norms[f"layers.{layer}.sinks"] if spec.sinks else None,
+        )
         rounded = buffers.rounded(M, spec.q_width)
         if rounded is not None:
             round_tokens(out, rounded)

@@ -159,7 +159,7 @@ def linear_bytes(shape: tuple[int, int], bits: int, group_size: int, *, bias: bo
 
 def weight_bytes(spec: ModelSpec, recipe: Recipe, *, compensated: bool) -> int:
     """Bytes of a model's weights on the device: linear layers, norms, and the scales of residuals that are used."""
-    total = 4 * sum(width for layer in range(spec.num_layers) for width in spec.block_norms(layer).values())
+    total = 4 * sum(width for layer in range(spec.num_layers) for width in spec.block_vectors(layer).values())
     total += 4 * spec.hidden_size
     for name in spec.linear_names():
         shape = spec.linear_shape(name)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypedDict
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool
 
@@ -12,8 +13,9 @@ from runtime.errors import RequestError
 from runtime.server.errors import ApiError
 from runtime.server.reading import Items, JsonObject
 from runtime.system.foreign import read_json
+from runtime.text.call_grammar import CallRules
 from runtime.text.constraint import ANY_OBJECT, Grammar
-from runtime.text.tool_calls import Tool, call_grammar
+from runtime.text.tool_calls import Tool
 
 MAX_TOOLS = 128
 """Most tools per request, as in OpenAI's interface."""
@@ -164,21 +166,38 @@ class StructuredOutputs(_Part):
         return Grammar.of_lark(self.grammar_)
 
 
-def answer_grammar(
+class AnswerForm(TypedDict, total=False):
+    """Fields of `SamplingOptions`: at most one of them."""
+
+    grammar: Grammar | None
+    calls: CallRules
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """The tools that a request allows."""
+
+    tools: Sequence[Tool]
+    """The tools to present to the model."""
+    required: bool = False
+    """Whether it must call one."""
+    several: bool = True
+    """Whether it may call several."""
+
+
+def answer_form(
     response_format: ResponseFormat | None,
     structured: StructuredOutputs | None,
-    tools: Sequence[Tool],
+    choice: ToolUse | None = None,
     *,
-    forced: bool,
     named: str = "response_format",
-) -> Grammar | None:
-    """The grammar of an answer.
+) -> AnswerForm:
+    """The form of an answer.
 
     Args:
         response_format: The answer format in OpenAI's interface.
         structured: The answer format in vLLM's interface.
-        tools: Tools that may be called.
-        forced: Whether one of them must be called.
+        choice: The tools that may be called.
         named: The request's name for its `response_format`.
 
     Raises:
@@ -187,42 +206,46 @@ def answer_grammar(
     asked = {
         named: response_format if response_format is not None and response_format.type != "text" else None,
         "structured_outputs": structured,
-        "tools": tools if forced else None,
+        "tools": choice if choice is not None and choice.required else None,
     }
     fields = [field for field, wish in asked.items() if wish is not None]
     if len(fields) > 1:
         raise ApiError(400, f"{' and '.join(fields)} both decide the form of the answer: give one", param=fields[1])
+    field = fields[0] if fields else "tools"
     try:
         if asked[named] is not None and response_format is not None:
-            return response_format.grammar()
+            return {"grammar": response_format.grammar()}
         if structured is not None:
-            return structured.grammar()
-        return call_grammar(tools) if forced else None
+            return {"grammar": structured.grammar()}
+        if choice is None or not choice.tools:
+            return {}
+        return {"calls": CallRules.of(choice.tools, required=choice.required, several=choice.several)}
     except RequestError as error:
-        raise ApiError(400, f"{fields[0]}: {error}", param=fields[0], code="invalid_value") from error
+        raise ApiError(400, f"{field}: {error}", param=field, code="invalid_value") from error
 
 
-def chosen_tools(tools: Sequence[ToolSpec] | None, choice: ToolChoice | None) -> tuple[list[Tool], bool]:
-    """The tools to present to the model, and whether it must call one.
+def chosen_tools(tools: Sequence[ToolSpec] | None, choice: ToolChoice | None, parallel: bool | None) -> ToolUse:
+    """The tools to present to the model, and whether it must call one, or may call several.
 
     Raises:
         ApiError: two tools have one name, or the choice is not among them.
     """
     known = [spec.function.tool() for spec in tools or ()]
     names = [tool.name for tool in known]
+    several = parallel is not False
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise ApiError(400, f"tools holds the function {twice} twice", param="tools")
     if choice == "none":
-        return [], False
+        return ToolUse(())
     if isinstance(choice, NamedTool):
         wanted = choice.function.name
         if wanted not in names:
             raise ApiError(400, f"tool_choice names {wanted}, which is not among tools", param="tool_choice")
-        return [tool for tool in known if tool.name == wanted], True
+        return ToolUse([tool for tool in known if tool.name == wanted], required=True, several=several)
     if choice == "required" and not known:
         raise ApiError(400, "tool_choice is required, but there are no tools", param="tool_choice")
-    return known, choice == "required"
+    return ToolUse(known, required=choice == "required", several=several)
 
 
 def check_results(messages: Sequence[Mapping[str, Any]]) -> None:

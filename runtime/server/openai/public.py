@@ -17,6 +17,7 @@ from runtime import program_version
 from runtime.engine.generation import Piece
 from runtime.server.answer import json_answer
 from runtime.server.errors import unknown_model
+from runtime.server.openai.asking_again import answered
 from runtime.server.openai.embeddings import EmbeddingsRequest, embeddings_body
 from runtime.server.openai.openapi import document
 from runtime.server.openai.requests import ChatRequest, CompletionRequest
@@ -28,7 +29,8 @@ from runtime.server.security.policy import HEALTH_PATH
 from runtime.server.service.interfaces import EngineLike
 from runtime.server.service.service import Accepted, Embedded, GenerationRequest, Service
 from runtime.server.streaming import Events, sse, unless_disconnected
-from runtime.text.tool_calls import CallReader, Tool
+from runtime.text.call_grammar import CallRules
+from runtime.text.call_reader import CallReader
 from runtime.wire.answers import ModelEntry
 
 C = TypeVar("C", ChatRequest, CompletionRequest, ResponsesRequest, EmbeddingsRequest)
@@ -70,9 +72,10 @@ class PublicInterface:
 
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
-        asked, messages, tools = await self.reader.read(request, _chat)
+        asked, messages = await self.reader.read(request, _chat)
         options = await asyncio.to_thread(asked.sampling)
         resume = bool(asked.continue_final_message)
+        tools = list(asked.tool_use.tools)
 
         def prompt(engine: EngineLike) -> Sequence[int]:
             return engine.chat_prompt(messages, continue_final=resume, tools=tools)
@@ -85,6 +88,7 @@ class PublicInterface:
             name=asked.prompt_cache_key,
             trim=not resume,
             field="messages",
+            messages=() if resume else messages,
         )
 
         def begin(accepted: Accepted) -> Writer:
@@ -93,7 +97,7 @@ class PublicInterface:
                 version=program_version(),
                 with_usage=asked.wants_usage,
                 logprobs=bool(asked.logprobs),
-                calls=_reader(tools, asked.parallel_tool_calls),
+                calls=_reader(options.calls),
             )
 
         return await self._answer(request, wanted, begin, stream=bool(asked.stream))
@@ -120,8 +124,9 @@ class PublicInterface:
 
     async def responses(self, request: Request) -> Response:
         """POST /v1/responses."""
-        asked, messages, tools = await self.reader.read(request, _responses)
+        asked, messages = await self.reader.read(request, _responses)
         options = await asyncio.to_thread(asked.sampling)
+        tools = list(asked.tool_use.tools)
 
         def prompt(engine: EngineLike) -> Sequence[int]:
             return engine.chat_prompt(messages, tools=tools)
@@ -134,10 +139,11 @@ class PublicInterface:
             name=asked.prompt_cache_key,
             trim=True,
             field="input",
+            messages=messages,
         )
 
         def begin(accepted: Accepted) -> Writer:
-            return ResponseWriter(asked, accepted, _reader(tools, asked.parallel_tool_calls))
+            return ResponseWriter(asked, accepted, _reader(options.calls))
 
         return await self._answer(request, wanted, begin, stream=bool(asked.stream), named=True)
 
@@ -175,7 +181,7 @@ class PublicInterface:
 
     async def _events(self, wanted: GenerationRequest, begin: Callable[[Accepted], Writer]) -> Events:
         """The chunks of a stream."""
-        async with aclosing(self.service.generate(wanted)) as items:
+        async with aclosing(answered(self.service, wanted)) as items:
             writer = begin(await _accepted(items))
             for chunk in writer.opening():
                 yield chunk
@@ -186,7 +192,7 @@ class PublicInterface:
 
     async def _whole(self, wanted: GenerationRequest, begin: Callable[[Accepted], Writer]) -> Body:
         """The body of a non-streaming response."""
-        async with aclosing(self.service.generate(wanted)) as items:
+        async with aclosing(answered(self.service, wanted)) as items:
             writer = begin(await _accepted(items))
             return writer.body([item async for item in items if isinstance(item, Piece)])
 
@@ -197,21 +203,25 @@ def _checked(kind: type[C], body: bytes) -> C:
     return asked
 
 
-def _chat(body: bytes) -> tuple[ChatRequest, list[dict[str, Any]], list[Tool]]:
+def _chat(body: bytes) -> tuple[ChatRequest, list[dict[str, Any]]]:
     asked = _checked(ChatRequest, body)
-    return asked, asked.conversation, asked.usable_tools
+    assert asked.tool_use is not None, "it raises for tools that can't be used"
+    return asked, asked.conversation
 
 
-def _responses(body: bytes) -> tuple[ResponsesRequest, list[dict[str, Any]], list[Tool]]:
+def _responses(body: bytes) -> tuple[ResponsesRequest, list[dict[str, Any]]]:
     asked = _checked(ResponsesRequest, body)
-    return asked, asked.messages, asked.usable_tools
+    assert asked.tool_use is not None, "it raises for tools that can't be used"
+    return asked, asked.messages
 
 
-def _reader(tools: Sequence[Tool], parallel: bool | None) -> CallReader | None:
-    """A parser of calls in an answer, if there are tools."""
-    if not tools:
+def _reader(rules: CallRules | None) -> CallReader | None:
+    """A parser of calls in an answer, if there are tools. Calls that are checked afterwards are not streamed."""
+    if rules is None:
         return None
-    return CallReader([tool.name for tool in tools], most=1 if parallel is False else None)
+    names = [tool.name for tool in rules.tools]
+    enforced = [name for name in names if name not in rules.relaxed]
+    return CallReader(names, most=None if rules.several else 1, enforced=enforced)
 
 
 async def _accepted(items: AsyncGenerator[Accepted | Piece, None]) -> Accepted:

@@ -12,19 +12,19 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool
 
 from runtime.server.openai.forms import (
     MAX_TOOLS,
+    AnswerForm,
     CalledTool,
     ResponseFormat,
     StructuredOutputs,
     ToolChoice,
     ToolSpec,
-    answer_grammar,
+    ToolUse,
+    answer_form,
     check_results,
     chosen_tools,
 )
 from runtime.server.reading import Items, JsonObject, Tokens, at_most, refused
-from runtime.text.constraint import Grammar
 from runtime.text.sampling import SamplingOptions
-from runtime.text.tool_calls import Tool
 
 COMPLETION_TOKENS = 16
 """Default length of a plain completion, as in OpenAI's interface."""
@@ -103,7 +103,7 @@ class Sampling(_Request):
             if getattr(self, field) not in (*_NOTHING, 0):
                 raise refused(field, message, code="unsupported_parameter")
 
-    def options(self, max_tokens: int | None, logprobs: int | None, grammar: Grammar | None = None) -> SamplingOptions:
+    def options(self, max_tokens: int | None, logprobs: int | None, form: AnswerForm) -> SamplingOptions:
         """Sampling options. Defaults are OpenAI's: temperature 1, top_p 1."""
         top_p = 1.0 if self.top_p is None else self.top_p
         return SamplingOptions(
@@ -116,7 +116,7 @@ class Sampling(_Request):
             max_tokens=max_tokens,
             stop=self.stops,
             logprobs=logprobs,
-            grammar=grammar,
+            **form,
         )
 
 
@@ -228,13 +228,13 @@ class ChatRequest(Sampling):
         return messages
 
     @property
-    def usable_tools(self) -> list[Tool]:
+    def tool_use(self) -> ToolUse:
         """The tools that the model may call.
 
         Raises:
             ApiError: two have one name, or the choice is not among them.
         """
-        return chosen_tools(self.tools, self.tool_choice)[0]
+        return chosen_tools(self.tools, self.tool_choice, self.parallel_tool_calls)
 
     def sampling(self) -> SamplingOptions:
         """Sampling options. Parsing a large schema takes a while: call it in a worker thread.
@@ -242,10 +242,9 @@ class ChatRequest(Sampling):
         Raises:
             ApiError: the answer format cannot be enforced.
         """
-        tools, forced = chosen_tools(self.tools, self.tool_choice)
-        grammar = answer_grammar(self.response_format, self.structured_outputs, tools, forced=forced)
+        form = answer_form(self.response_format, self.structured_outputs, self.tool_use)
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
-        return self.options(self.max_completion_tokens or self.max_tokens, logprobs, grammar)
+        return self.options(self.max_completion_tokens or self.max_tokens, logprobs, form)
 
 
 class CompletionRequest(Sampling):
@@ -290,5 +289,5 @@ class CompletionRequest(Sampling):
 
     def sampling(self) -> SamplingOptions:
         """Sampling options; see `ChatRequest.sampling`."""
-        grammar = answer_grammar(None, self.structured_outputs, (), forced=False)
-        return self.options(self.max_tokens or COMPLETION_TOKENS, self.logprobs, grammar)
+        form = answer_form(None, self.structured_outputs)
+        return self.options(self.max_tokens or COMPLETION_TOKENS, self.logprobs, form)

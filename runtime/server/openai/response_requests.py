@@ -17,13 +17,13 @@ from runtime.server.openai.forms import (
     SchemaFormat,
     ToolChoice,
     ToolSpec,
-    answer_grammar,
+    ToolUse,
+    answer_form,
     chosen_tools,
 )
 from runtime.server.openai.requests import ChatRequest, Count, Sampling
 from runtime.server.reading import Items, JsonObject, at_most, refused
 from runtime.text.sampling import SamplingOptions
-from runtime.text.tool_calls import Tool
 
 
 class _Part(BaseModel):
@@ -120,30 +120,26 @@ class ResponsesRequest(Sampling):
         body = {"model": self.model, "messages": messages}
         return ChatRequest.model_validate(body).conversation
 
-    @property
-    def usable_tools(self) -> list[Tool]:
-        """See `ChatRequest.usable_tools`."""
-        return self._tools()[0]
-
     def sampling(self) -> SamplingOptions:
         """See `ChatRequest.sampling`."""
-        tools, forced = self._tools()
         form = self.text.format if self.text is not None else None
         wanted = None
         if form is not None:
             schema = SchemaFormat.model_validate({"schema": form.schema_, "name": form.name, "strict": form.strict})
             wanted = ResponseFormat(type=form.type, json_schema=schema)
-        grammar = answer_grammar(wanted, self.structured_outputs, tools, forced=forced, named="text.format")
-        return self.options(self.max_output_tokens, None, grammar)
+        kind = answer_form(wanted, self.structured_outputs, self.tool_use, named="text.format")
+        return self.options(self.max_output_tokens, None, kind)
 
-    def _tools(self) -> tuple[list[Tool], bool]:
+    @property
+    def tool_use(self) -> ToolUse:
+        """See `ChatRequest.tool_use`."""
         specs = [ToolSpec(type="function", function=FunctionSpec(**dict(tool))) for tool in self.tools or ()]
         choice: ToolChoice | None = None
         if isinstance(self.tool_choice, NamedFlat):
             choice = NamedTool(type="function", function=NamedFunction(name=self.tool_choice.name))
         else:
             choice = self.tool_choice
-        return chosen_tools(specs, choice)
+        return chosen_tools(specs, choice, self.parallel_tool_calls)
 
 
 def _add(messages: list[dict[str, Any]], item: InputItem, where: str) -> None:

@@ -12,7 +12,7 @@ from runtime.engine.generation import FinishReason, Piece, Usage
 from runtime.server.openai.response_requests import ResponsesRequest
 from runtime.server.openai.responses import Body, call_id, read_piece
 from runtime.server.service.service import Accepted
-from runtime.text.tool_calls import CallReader, ToolCall
+from runtime.text.call_reader import CallReader, Found
 
 
 class ResponseWriter:
@@ -23,6 +23,7 @@ class ResponseWriter:
         self._calls = calls
         self._events = 0
         self._growing: Body | None = None  # the message that text is appended to
+        self._calling: Body | None = None  # the call whose arguments are being written
         self._body: Body = {
             "id": f"resp_{uuid.uuid4().hex}",
             "object": "response",
@@ -53,9 +54,12 @@ class ResponseWriter:
     def _told(self, piece: Piece) -> Iterator[Body]:
         text, calls = read_piece(piece, self._calls)
         if text:
+            yield from self._close_call()
             yield from self._add_text(text)
         for call in calls:
-            yield from self._close_text()
+            if call.name is not None:
+                yield from self._close_text()
+                yield from self._close_call()
             yield from self._add_call(call)
         if piece.finish_reason is None or piece.usage is None:
             return
@@ -63,6 +67,7 @@ class ResponseWriter:
             yield from self._open_text()
         complete = piece.finish_reason == "stop"
         yield from self._close_text(complete=complete)
+        yield from self._close_call()
         self._end(piece.finish_reason, piece.usage)
         yield self._event("response.completed" if complete else "response.incomplete", response=self._now())
 
@@ -96,21 +101,37 @@ class ResponseWriter:
         yield self._done(self._growing)
         self._growing = None
 
-    def _add_call(self, call: ToolCall) -> Iterator[Body]:
-        item: Body = {
-            "id": f"fc_{uuid.uuid4().hex}",
-            "type": "function_call",
-            "call_id": call_id(),
-            "name": call.name,
-            "arguments": "",
-            "status": "in_progress",
-        }
-        yield self._added(item)
-        place = {"item_id": item["id"], "output_index": len(self._body["output"]) - 1}
-        item |= {"arguments": call.arguments, "status": "completed"}
-        yield self._event("response.function_call_arguments.delta", **place, delta=call.arguments)
-        yield self._event("response.function_call_arguments.done", **place, name=call.name, arguments=call.arguments)
+    def _add_call(self, call: Found) -> Iterator[Body]:
+        """Begin a call, or continue it."""
+        if call.name is not None:
+            self._calling = {
+                "id": f"fc_{uuid.uuid4().hex}",
+                "type": "function_call",
+                "call_id": call_id(),
+                "name": call.name,
+                "arguments": "",
+                "status": "in_progress",
+            }
+            yield self._added(self._calling)
+        assert self._calling is not None, "its first piece has the name"
+        self._calling["arguments"] += call.arguments
+        if call.arguments:
+            delta = "response.function_call_arguments.delta"
+            yield self._event(delta, **self._call_place(), delta=call.arguments)
+
+    def _close_call(self) -> Iterator[Body]:
+        item = self._calling
+        if item is None:
+            return
+        done = {"name": item["name"], "arguments": item["arguments"]}
+        item["status"] = "completed"
+        yield self._event("response.function_call_arguments.done", **self._call_place(), **done)
         yield self._done(item)
+        self._calling = None
+
+    def _call_place(self) -> Body:
+        assert self._calling is not None
+        return {"item_id": self._calling["id"], "output_index": self._body["output"].index(self._calling)}
 
     def _added(self, item: Body) -> Body:
         """Append an item to the response."""

@@ -10,8 +10,8 @@ from typing import Any, Literal, Protocol
 from runtime.engine.generation import Piece, Usage
 from runtime.engine.speculation.counts import Speculation
 from runtime.server.service.service import Accepted
+from runtime.text.call_reader import CallReader, Found
 from runtime.text.sampling import TokenLogprob
-from runtime.text.tool_calls import CallReader, ToolCall
 from runtime.wire.answers import SpeculationRecord, Timings
 from runtime.wire.codec import to_json
 
@@ -129,10 +129,12 @@ class ChatWriter(_Answer):
 
     def chunks(self, piece: Piece) -> list[Body]:
         """The chunks of a piece; empty if it adds nothing."""
-        index = self._calls.count if self._calls is not None else 0
+        index = self._calls.count - 1 if self._calls is not None else 0
         text, calls = read_piece(piece, self._calls)
         deltas: list[Body] = [{"content": text}] if text else []
-        deltas += [{"tool_calls": [{"index": index + at, **_call(call)}]} for at, call in enumerate(calls)]
+        for call in calls:
+            index += call.name is not None
+            deltas.append({"tool_calls": [{"index": index, **_call(call)}]})
         if not deltas and piece.logprob is None and piece.finish_reason is None:
             return []
         *early, last = deltas or [{}]
@@ -142,7 +144,13 @@ class ChatWriter(_Answer):
     def body(self, pieces: Sequence[Piece]) -> Body:
         """The body of a non-streaming response."""
         parts = [read_piece(piece, self._calls) for piece in pieces]
-        text, calls = "".join(text for text, _ in parts), [_call(call) for _, found in parts for call in found]
+        text = "".join(text for text, _ in parts)
+        calls: list[Body] = []
+        for call in (call for _, found in parts for call in found):
+            if call.name is not None:
+                calls.append(_call(call))
+            else:
+                calls[-1]["function"]["arguments"] += call.arguments
         message: Body = {"role": "assistant", "content": text or None if calls else text, "refusal": None}
         if calls:
             message["tool_calls"] = calls
@@ -215,8 +223,8 @@ class CompletionWriter(_Answer):
         }
 
 
-def read_piece(piece: Piece, calls: CallReader | None) -> tuple[str, list[ToolCall]]:
-    """The part of a piece that is certainly text, and the calls it completes."""
+def read_piece(piece: Piece, calls: CallReader | None) -> tuple[str, list[Found]]:
+    """The part of a piece that is certainly text, and the calls it completes or continues."""
     if calls is None:
         return piece.text, []
     text, found = calls.feed(piece.text)
@@ -231,8 +239,10 @@ def call_id() -> str:
     return f"call_{uuid.uuid4().hex[:24]}"
 
 
-def _call(call: ToolCall) -> Body:
-    """A call in the format of chat completions."""
+def _call(call: Found) -> Body:
+    """A call in the format of chat completions, or a piece of one."""
+    if call.name is None:
+        return {"function": {"arguments": call.arguments}}
     function = {"name": call.name, "arguments": call.arguments}
     return {"id": call_id(), "type": "function", "function": function}
 

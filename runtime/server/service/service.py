@@ -53,6 +53,8 @@ class GenerationRequest:
     """Whether to strip leading white space from the answer."""
     field: str = "messages"
     """The request's name for its prompt, for errors."""
+    messages: Sequence[Mapping[str, Any]] = ()
+    """The conversation, if the prompt is one: a call that does not fit its schema is asked for again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

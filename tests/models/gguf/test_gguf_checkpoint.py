@@ -133,7 +133,7 @@ def test_it_is_what_the_folder_is(case: str, tmp_path: Path) -> None:
     folder = Checkpoint.open(tmp_path / "folder")
     file = Checkpoint.open(write_gguf(tmp_path / "model.gguf", model))
     assert torch.equal(file.embedding(), folder.embedding())
-    for name in folder.spec.norm_names():
+    for name in folder.spec.vector_names():
         assert torch.equal(file.vector(name), folder.vector(name))
     for name in folder.spec.linear_names():
         for ours, theirs in zip(file.linear(name), folder.linear(name), strict=True):

@@ -122,7 +122,7 @@ def test_forms_of_the_answer(client: openai.OpenAI, house: FakeHouse) -> None:
     client.responses.create(model="small", input="echo x", text={"format": {"type": "json_object"}})
     assert house.engine.options[-1].grammar == Grammar.of_schema({"type": "object"})
     client.responses.create(model="small", input="echo x", tools=[ADD], tool_choice={"type": "function", "name": "add"})
-    assert house.engine.options[-1].grammar is not None
+    assert house.engine.options[-1].calls.required
 
 
 @pytest.mark.parametrize(

@@ -119,9 +119,12 @@ def test_wishes_reach_the_engine(client: openai.OpenAI, house: FakeHouse) -> Non
     given = [options.grammar for options in house.engine.options]
     assert given[0] is None
     assert given[1] == Grammar.of_schema({"type": "object"})
-    assert None not in given[1:]
-    assert given[5] == given[6]
+    assert None not in given[1:5]
     assert given[7] == Grammar.of_regex("[0-9]")
+    calls = [options.calls for options in house.engine.options]
+    assert calls[5] == calls[6]
+    assert calls[5].required
+    assert calls[:5] == [None] * 5
 
 
 @pytest.mark.parametrize("temperature", [0, 1.2])

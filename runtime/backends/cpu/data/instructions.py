@@ -168,6 +168,8 @@ class Merge(NamedTuple):
     """H."""
     dim: int
     """D."""
+    sinks: int = 0
+    """Address of float32 [H], scores that take a share of each head's attention; 0 = none."""
 
 
 class Border(NamedTuple):

@@ -30,7 +30,7 @@ from runtime.errors import BackendError, InvalidActivationError, RequestError
 from runtime.kv.kinds import KINDS
 from tests.close import Tolerance, assert_close
 from tests.grid import grid
-from tests.runtime.conftest import BEHIND, BOTH_SIDES, LOCAL, TURNED
+from tests.runtime.conftest import BEHIND, BOTH_SIDES, LOCAL, SINKS, TURNED
 
 ROOT = Path(__file__).resolve().parents[4]
 
@@ -82,6 +82,7 @@ SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "norms-on-both-sides": ({"bits": 4}, {**BOTH_SIDES, "window_rope": LOCAL, "windows": (5, None)}),
     "norms-behind": ({"bits": 4}, {**BEHIND, "head_dim": 8, "num_heads": 5, "num_kv_heads": 1}),
     "norms-of-turned-heads": ({"bits": 4}, {**TURNED, "num_kv_heads": 1}),
+    "sinks": ({"bits": 4}, {**SINKS, "windows": (5, None), "num_kv_heads": 1}),
     "head-dim-512": ({"bits": 4}, {"head_dim": 512, "num_heads": 2, "num_kv_heads": 1, "num_layers": 1}),
     "codebooks": ({"bits": 4, "codebook": True}, {"qkv_bias": True}),
     "codebooks-3bit": ({"bits": 3, "codebook": True, "residual_bits": 4, "group_size": 64}, {"num_kv_heads": 1}),
@@ -102,7 +103,7 @@ SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         SHAPES,
         {
             *("ragged", "3bit", "biases-qknorm-window", "codebooks-3bit", "head-dim-80"),
-            *("norms-on-both-sides", "norms-behind", "norms-of-turned-heads", "experts-3bit"),
+            *("norms-on-both-sides", "norms-behind", "norms-of-turned-heads", "sinks", "experts-3bit"),
         },
     ),
 )

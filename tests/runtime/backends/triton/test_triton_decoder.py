@@ -20,7 +20,7 @@ from runtime.errors import InvalidActivationError, RequestError
 from runtime.kv.kinds import PARTS
 from runtime.text.sampling import Sampler, SamplingOptions, log_probabilities
 from tests.close import Tolerance, assert_close
-from tests.runtime.conftest import BEHIND, BOTH_SIDES, LOCAL, TURNED
+from tests.runtime.conftest import BEHIND, BOTH_SIDES, LOCAL, SINKS, TURNED
 
 SMALL = {
     "hidden_size": 32,
@@ -46,6 +46,7 @@ SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "unrotated": ({"bits": 4}, {"num_layers": 2, "unrotated": (0,)}),
     "norms-on-both-sides": ({"bits": 4}, {"num_layers": 2, **BOTH_SIDES, "window_rope": LOCAL, "windows": (3, None)}),
     "norms-behind": ({"bits": 4}, {**BEHIND, "num_layers": 2, "num_heads": 3}),
+    "sinks": ({"bits": 4}, {**SINKS, "num_layers": 2, "windows": (3, None)}),
     "norms-of-turned-heads": ({"bits": 4}, {**TURNED, "num_layers": 2, "head_dim": 48}),
     "codebooks-3bit": ({"bits": 3, "residual_bits": 8, "codebook": True}, {}),
 }

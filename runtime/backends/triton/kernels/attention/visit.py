@@ -77,7 +77,7 @@ class SlotPages(NamedTuple):
 
 @triton.jit
 def _capped(scores, tile: tl.constexpr):
-    """C * tanh(s / c) of scores s to base 2, whose c is the tile's; the same scores where it has none."""
+    """Soft cap of scores s to base 2: c * tanh(s / c), with the c of the tile; the same scores where it has none."""
     if tile.CAP > 0:
         falling = tl.exp2(tl.abs(scores) * (-2.0 * 1.4426950408889634 / tile.CAP))
         size = tile.CAP * (1.0 - falling) / (1.0 + falling)

@@ -1,0 +1,94 @@
+"""Calls that no grammar could fully enforce: checked when they are complete, and asked for once more if they don't fit.
+
+Text is passed on as it comes; from the beginning of the first call on, pieces are held back until the answer ends. If
+a call does not fit its schema, the model sees what is wrong with it and calls again; that answer counts, whatever it
+is, because a small model would otherwise be asked forever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any
+
+from runtime.engine.generation import Piece
+from runtime.server.service.interfaces import EngineLike
+from runtime.server.service.service import Accepted, GenerationRequest, Service
+from runtime.system.foreign import read_json
+from runtime.text.arguments import problem_of
+from runtime.text.call_grammar import CallRules
+from runtime.text.call_reader import CallReader
+from runtime.text.tool_calls import ToolCall
+
+
+async def answered(service: Service, wanted: GenerationRequest) -> AsyncGenerator[Accepted | Piece, None]:
+    """Answer a prompt as `Service.generate` does; calls of tools whose schemas are not fully enforced are checked.
+
+    Raises:
+        ApiError: see `Service.generate`.
+    """
+    rules = wanted.options.calls
+    if rules is None or not rules.relaxed or not wanted.messages:
+        async with aclosing(service.generate(wanted)) as items:
+            async for item in items:
+                yield item
+        return
+    held: list[Piece] = []
+    reader, calls = CallReader([tool.name for tool in rules.tools]), list[ToolCall]()
+    async with aclosing(service.generate(wanted)) as items:
+        async for item in items:
+            if isinstance(item, Accepted):
+                yield item
+                continue
+            held.append(item)
+            calls += _calls(reader, item)
+            if not calls and not reader.holds:
+                for piece in held:
+                    yield piece
+                held.clear()
+    again = await asyncio.to_thread(_again, wanted, rules, calls)
+    if again is None:
+        for piece in held:
+            yield piece
+        return
+    async with aclosing(service.generate(again)) as items:
+        async for item in items:
+            if isinstance(item, Piece):
+                yield item
+
+
+def _calls(reader: CallReader, piece: Piece) -> list[ToolCall]:
+    found = reader.feed(piece.text)[1]
+    if piece.finish_reason is not None:
+        found += reader.finish()[1]
+    return [call for call in found if isinstance(call, ToolCall)]
+
+
+def _again(wanted: GenerationRequest, rules: CallRules, calls: Sequence[ToolCall]) -> GenerationRequest | None:
+    """The request with what is wrong with the calls; None if nothing is."""
+    schemas = {tool.name: tool.parameters for tool in rules.tools}
+    problems = [problem_of(call.arguments, schemas[call.name]) for call in calls]
+    if not any(problems):
+        return None
+    said: list[dict[str, Any]] = [
+        {"id": f"call{at}", "type": "function", "function": {"name": call.name, "arguments": read_json(call.arguments)}}
+        for at, call in enumerate(calls)
+    ]
+    results = [
+        {
+            "role": "tool",
+            "tool_call_id": f"call{at}",
+            "content": f"Error: {problem or 'not called, because of the other call'}",
+        }
+        for at, problem in enumerate(problems)
+    ]
+    messages = [*wanted.messages, {"role": "assistant", "content": "", "tool_calls": said}, *results]
+    wrong = {call.name for call, problem in zip(calls, problems, strict=True) if problem}
+    once_more = CallRules.of([tool for tool in rules.tools if tool.name in wrong], required=True, several=rules.several)
+
+    def prompt(engine: EngineLike) -> Sequence[int]:
+        return engine.chat_prompt(messages, tools=list(rules.tools))
+
+    return replace(wanted, prompt=prompt, options=replace(wanted.options, calls=once_more))
