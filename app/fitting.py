@@ -68,7 +68,7 @@ def rate_of(path: Sequence[Message]) -> float:
     """Tokens per character of this conversation, by the runtime's last count."""
     characters, rate = 0, TOKENS_PER_CHARACTER
     for message in path:
-        characters += len(message.text)
+        characters += message.length
         counted = message.statistics
         if counted is not None and counted.context_used and not counted.left_out and characters:
             rate = counted.context_used / characters
@@ -77,7 +77,7 @@ def rate_of(path: Sequence[Message]) -> float:
 
 def message_tokens(message: Message, rate: float) -> float:
     """Estimated number of tokens of a message."""
-    return len(message.text) * rate + TOKENS_PER_MESSAGE
+    return message.length * rate + TOKENS_PER_MESSAGE * (1 + len(message.calls))
 
 
 def _later(path: Sequence[Message], first: int) -> int:

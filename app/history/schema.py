@@ -60,6 +60,9 @@ MIGRATIONS: Sequence[str] = (
     ALTER TABLE chats ADD COLUMN extras TEXT;
     CREATE INDEX messages_by_role ON messages (role, number);
     """,
+    """
+    ALTER TABLE messages ADD COLUMN calls TEXT;
+    """,
 )
 """Migrations from each version to the next; an empty file is version 0."""
 

@@ -29,6 +29,18 @@ class Note(Protocol):
         """Change `Extras` by its fields."""
 
 
+class OffersTools(Protocol):
+    """The part of `app.tui.tools.ChatTools` used here."""
+
+    async def records(self, conversation: Conversation, path: Sequence[Message]) -> Sequence[Mapping[str, Any]]:
+        """The tools that an answer may call, in OpenAI's format."""
+        ...
+
+    def size(self, conversation: Conversation) -> int:
+        """Characters of their descriptions."""
+        ...
+
+
 class Prompts:
     """Makes prompts."""
 
@@ -39,6 +51,7 @@ class Prompts:
         note: Note,
         post: Callable[[Event], object],
         summarizes: Callable[[], bool],
+        tools: OffersTools,
     ) -> None:
         """Start.
 
@@ -48,9 +61,10 @@ class Prompts:
             note: saves which messages are left out of a conversation.
             post: receives the event that messages are left out.
             summarizes: whether the user asked for a summary this time, whatever the settings say.
+            tools: the tools that conversations may use.
         """
         self._connection, self._settings, self._note, self._post = connection, settings, note, post
-        self._summarizes = summarizes
+        self._summarizes, self._tools = summarizes, tools
 
     @property
     def _status(self) -> Status | None:
@@ -74,7 +88,7 @@ class Prompts:
             context,
             first=first,
             answer=self.setting_of(conversation, "max_tokens"),
-            system=str(self.setting_of(conversation, "system_prompt")),
+            system=str(self.setting_of(conversation, "system_prompt")) + " " * self._tools.size(conversation),
         )
 
     def will_leave_out(self, conversation: Conversation, typed: str) -> int:
@@ -99,13 +113,18 @@ class Prompts:
         sampling |= {key: value for key, value in conversation.extras.settings.items() if key in sampling}
         path = conversation.path(answer)
         path = path if resume else path[:-1]
+        tools = () if resume else await self._tools.records(conversation, path)
         found = self.fit(conversation, path)
         if found.first and path[found.first].id != conversation.extras.since:
             await self._leave_out(conversation, path, found.first)
         system = str(self.setting_of(conversation, "system_prompt"))
         prompt = prompt_of(path[found.first :], self._with_summary(conversation, system, found.first))
         return prompt, ChatOptions(
-            **sampling, model=conversation.extras.model, chat=conversation.id, continue_final=resume
+            **sampling,
+            model=conversation.extras.model,
+            chat=conversation.id,
+            continue_final=resume,
+            tools=tools or None,
         )
 
     @staticmethod
@@ -114,7 +133,7 @@ class Prompts:
         summary = conversation.extras.summary
         return f"{system}\n\nEarlier in this conversation: {summary}".strip() if first and summary else system
 
-    def read_before(self, conversation: Conversation, answer: str) -> list[Mapping[str, str]]:
+    def read_before(self, conversation: Conversation, answer: str) -> list[Mapping[str, Any]]:
         """The messages that the model saw when it wrote an answer, as far as that is known now."""
         path = conversation.path(answer)
         statistics = path[-1].statistics
