@@ -39,12 +39,12 @@ def fit(path: Sequence[Message], context: int, *, first: int = 0, answer: int | 
         context: size of the context in tokens.
         first: index of the first message that it saw last time.
         answer: maximum length of the answer in tokens, if set.
-        system: the system prompt.
+        system: the system prompt, and as many characters as the descriptions of tools have.
 
     Returns:
         The choice. It always contains the user's last message, whether that fits or not.
     """
-    rate = rate_of(path)
+    rate = rate_of(path, len(system))
     costs = [message_tokens(message, rate) for message in path]
     fixed = len(system) * rate + (TOKENS_PER_MESSAGE if system else 0)
     free = context - min(ANSWER_SHARE * context, answer or context)
@@ -64,9 +64,14 @@ def later(path: Sequence[Message], first: int) -> int | None:
     return None if found == first else found
 
 
-def rate_of(path: Sequence[Message]) -> float:
-    """Tokens per character of this conversation, by the runtime's last count."""
-    characters, rate = 0, TOKENS_PER_CHARACTER
+def rate_of(path: Sequence[Message], fixed: int = 0) -> float:
+    """Tokens per character of this conversation, by the runtime's last count.
+
+    Args:
+        path: its messages.
+        fixed: characters that every prompt holds besides: the system prompt, and what describes tools.
+    """
+    characters, rate = fixed, TOKENS_PER_CHARACTER
     for message in path:
         characters += message.length
         counted = message.statistics

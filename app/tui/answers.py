@@ -145,6 +145,7 @@ class Answers:
             before = conversation.revise(writing.answer, state="done", error=None)
             following = conversation.add("assistant", "", parent=before.id, state="streaming", model=before.model)
             writing.answer, writing.tally, resume = following.id, Tally(started=self._clock()), False
+            writing.on_text = writing.on_calls = None  # they show the message before
             writing.moved.set()
         return error
 

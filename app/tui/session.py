@@ -470,7 +470,9 @@ class Session:
         for message in reversed(path):
             if message.statistics is not None and message.statistics.context_used is not None:
                 results = sum(len(call.result) for call in message.calls)
-                return message.statistics.context_used + round(results * rate_of(path))
+                fixed = len(str(self.setting_of(self.conversation, "system_prompt")))
+                rate = rate_of(path, fixed + self.tools.size(self.conversation))
+                return message.statistics.context_used + round(results * rate)
         return None
 
     async def _ready_to_answer(self, conversation: Conversation) -> str | None:

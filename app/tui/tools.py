@@ -38,6 +38,8 @@ class Ask:
     call: Call
     tool: ServerTool
     answer: asyncio.Future[Answer]
+    stopped: bool = False
+    """Whether the user stops the answer instead."""
 
 
 class ChatTools:

@@ -348,11 +348,12 @@ class ChatScreen(Screen[None]):
         from app.tui.screens.tool_dialogs import AskDialog
 
         ask = self._session.tools.ask_of(self._session.conversation.id)
-        if ask is None or self.app.screen is not self:
+        if ask is None or ask.stopped or ask.answer.done() or self.app.screen is not self:
             return
 
         def decided(answer: Answer | None) -> None:
             if answer is None:
+                ask.stopped = True
                 self.run_worker(self.stop(), group="stop", exit_on_error=False)
             elif not ask.answer.done():
                 ask.answer.set_result(answer)

@@ -54,11 +54,11 @@ class AskDialog(ModalScreen["Answer | None"]):
                 yield Plain(shortened(pretty(call.arguments)))
             with Horizontal(classes="dialog-buttons -many"):
                 yield Button("Once (Y)", id="once", variant="primary", compact=True)
-                yield Button("In this chat (C)", id="chat", compact=True)
+                yield Button("This chat (C)", id="chat", compact=True)
                 if tool.reads:
                     yield Button("Always (A)", id="always", compact=True)
                 yield Button("No (N)", id="no", compact=True)
-            yield Plain("Esc stops the answer.", classes="setting-name")
+            yield Plain("Esc stops the answer.", classes="dialog-keys")
 
     @on(Button.Pressed)
     def decide(self, event: Button.Pressed) -> None:
