@@ -61,18 +61,29 @@ class Closers:
 
     def __init__(self, tokenizer: WritesCalls, ends: Collection[int]) -> None:
         self._tokenizer, self._ends = tokenizer, ends
-        self._mask: npt.NDArray[np.bool_] | None = None
+        self._masks: tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]] | None = None
 
     def only(self, logits: Float32Array) -> Float32Array:
-        """Logits [V] of nothing but these tokens, if any of them is allowed; else as they are."""
-        if self._mask is None:
-            self._mask = np.zeros(logits.size, np.bool_)
-            for token in range(min(logits.size, self._tokenizer.vocab_size)):
-                text = self._tokenizer.piece(token)
-                self._mask[token] = bool(text.strip()) and set(text) <= CLOSING
-            self._mask[[token for token in self._ends if token < logits.size]] = True
-        closing = np.where(self._mask, logits, np.float32(-np.inf))
-        return closing if np.isfinite(closing.max()) else logits
+        """Logits [V] of nothing but these tokens, if any of them is allowed; else as they are.
+
+        Those that begin with a quotation mark come first: in a text, a brace would only be one more letter.
+        """
+        if self._masks is None:
+            self._masks = self._found(logits.size)
+        for mask in self._masks:
+            closing = np.where(mask, logits, np.float32(-np.inf))
+            if np.isfinite(closing.max()):
+                return closing
+        return logits
+
+    def _found(self, size: int) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+        texts, others = np.zeros(size, np.bool_), np.zeros(size, np.bool_)
+        for token in range(min(size, self._tokenizer.vocab_size)):
+            text = self._tokenizer.piece(token)
+            if text.strip() and set(text) <= CLOSING:
+                (texts if text.startswith('"') else others)[token] = True
+        others[[token for token in self._ends if token < size]] = True
+        return texts, others
 
 
 def calls_constraint(

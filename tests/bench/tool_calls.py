@@ -34,7 +34,8 @@ from runtime.text.tool_calls import Tool, ToolCall
 from tests.bench.reporting.markdown import table
 from tests.bench.reporting.run import about_run, write_report
 
-LONGEST = 200
+LONGEST, LONGEST_FREE = 200, 100
+"""Most tokens of an answer that must call, and of one that may."""
 ROOMS = ("runtime/text", "runtime/engine")
 
 
@@ -169,7 +170,8 @@ class Asker:
 
     def _answer(self, messages: Sequence[Mapping[str, Any]], rules: CallRules) -> tuple[str, list[ToolCall]]:
         prompt = self.engine.chat_prompt(messages, tools=list(TOOLS))
-        options = SamplingOptions(temperature=0, max_tokens=LONGEST, calls=rules)
+        most = LONGEST if rules.required else LONGEST_FREE
+        options = SamplingOptions(temperature=0, max_tokens=most, calls=rules)
         reader, said, calls = CallReader([tool.name for tool in TOOLS]), "", list[ToolCall]()
         texts = [piece.text for piece in self.engine.generate(prompt, options)]
         for more, found in (*map(reader.feed, texts), reader.finish()):

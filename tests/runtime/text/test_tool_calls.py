@@ -206,7 +206,7 @@ def test_a_call_ends_well(tokenizer: Tokenizer, circle: bool) -> None:
     begin = constraints_of(tokenizer).begin
     constraint = calls_constraint(rules, tokenizer, begin, closers(tokenizer), limit)
     assert constraint is not None
-    letters = [tokenizer.encode(letter, special=False)[-1] for letter in "abcdefghijklmnopqrstuvwxyz"]
+    letters = [tokenizer.encode(letter, special=False)[-1] for letter in "abcdefghijklmnopqrstuvwxyz}'"]
     logits, tokens = np.zeros(tokenizer.vocab_size, np.float32), list[int]()
     random = np.random.default_rng(1)
     while len(tokens) < limit:
