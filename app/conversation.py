@@ -27,6 +27,7 @@ Role = Literal["user", "assistant"]
 State = Literal["streaming", "done", "stopped", "failed"]
 CallState = Literal["asked", "running", "done", "failed", "refused", "stopped"]
 NOT_RUN = "The call was stopped before it had a result."
+Unit = Literal["line", "page", "paragraph"]
 MAX_TEXT = 2**24
 """Maximum length in characters of a message from outside the program."""
 
@@ -89,6 +90,33 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Passage:
+    """A passage of a document that was found for a question."""
+
+    file: str
+    """The document's name, printable."""
+    unit: Unit
+    """What `first` and `last` count."""
+    first: Count
+    """Number of its first line, page or paragraph, from 1."""
+    last: Count
+    """Number of its last one."""
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """A file or folder whose passages a chat searches."""
+
+    path: str
+    """Its absolute path."""
+    name: str
+    """Its name on the screen, printable."""
+    tokens: Count
+    """Its size in tokens, about."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
     """One immutable message. A changed text is a new `Message` with the same id."""
 
@@ -105,6 +133,8 @@ class Message:
     statistics: Statistics | None = None
     calls: Sequence[Call] = ()
     """The tools that this answer called. The answer that uses their results is the next message."""
+    passages: Sequence[Passage] | None = None
+    """The passages of documents that the answer was given, none if nothing was found; None if nothing was searched."""
     created: datetime = field(default_factory=_now)
 
     @property
@@ -137,6 +167,8 @@ class Extras:
     """The summary of the messages before `since` that the model is given."""
     tools: Sequence[str] | None = None
     """Keys of the tools that it may use; None: those that a new chat begins with."""
+    sources: Sequence[Source] = ()
+    """The documents that are searched for every prompt."""
 
 
 class Conversation:

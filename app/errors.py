@@ -1,4 +1,4 @@
-"""Errors of `app`: of the connection between UI and runtime, and of saved chats.
+"""Errors of `app`: of the connection between UI and runtime, of saved chats, and of documents.
 
     ClientError
      ├─ StartError            the runtime process could not be started
@@ -13,6 +13,7 @@
          └─ UnavailableError       it cannot answer now: no memory, no model, shutting down (503)
 
     HistoryError             chats can't be saved, found or read
+    DocumentError            a file or folder can't be read
 
 Every message tells the user what happened and what to do.
 """
@@ -22,6 +23,10 @@ from __future__ import annotations
 
 class HistoryError(Exception):
     """Chats could not be saved, found or read. The message says what happened and what to do."""
+
+
+class DocumentError(Exception):
+    """A file or folder can't be read. The message says which, why, and what to do, in one sentence."""
 
 
 class ClientError(Exception):

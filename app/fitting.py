@@ -17,6 +17,8 @@ TOKENS_PER_MESSAGE = 8
 """Approximate number of tokens that a chat template adds to a message."""
 ANSWER_SHARE = 0.25
 """Maximum share of the context that is reserved for the answer."""
+USUAL_CONTEXT = 4096
+"""Tokens of context that are assumed where no model is loaded, or a server does not report it."""
 KEPT_SHARE = 0.5
 """Share of the context that is filled after messages were dropped."""
 

@@ -1,11 +1,12 @@
 """The block of every supported family, written once against a small set of operations.
 
 The full-precision decoder runs it with plain torch operations, the reference backend with dequantized weights, the CPU
-backend records it into a program once. So a family's quirks (biases, q/k norm, window, rope or none) stand here alone.
+backend records it into a program once. So a family's quirks (biases, norms, window, rope or none) stand here alone.
 
 Weights are named `embed`, `layers.{i}.input_norm`, `layers.{i}.qkv`, `layers.{i}.q_norm`, `layers.{i}.k_norm`,
-`layers.{i}.o`, `layers.{i}.post_norm`, `layers.{i}.gate_up`, `layers.{i}.down`, `norm`, `head`; a bias belongs to its
-linear layer. q, k and v are fused along the output in that order, and so are gate and up.
+`layers.{i}.o`, `layers.{i}.o_norm`, `layers.{i}.post_norm`, `layers.{i}.gate_up`, `layers.{i}.down`,
+`layers.{i}.down_norm`, `norm`, `head`; a bias belongs to its linear layer. q, k and v are fused along the output in
+that order, and so are gate and up.
 """
 
 from __future__ import annotations
@@ -28,6 +29,10 @@ class Operations(Protocol[T]):
         """RMSNorm over the channels with the weight `name`. Returns [M, C]."""
         ...
 
+    def plain(self, x: T) -> T:
+        """The residual stream as the input of a linear layer, without a norm. Returns [M, C]."""
+        ...
+
     def linear(self, x: T, name: str) -> T:
         """The linear layer `name`, bias included. [M, K] -> [M, N]."""
         ...
@@ -37,30 +42,38 @@ class Operations(Protocol[T]):
         ...
 
     def head_norm(self, x: T, name: str) -> T:
-        """RMSNorm over the D channels of each head with the weight `name`. [M, heads * D] -> the same."""
+        """RMSNorm over the channels of each head, or of all, with the weight `name`. [M, heads * D] -> the same."""
         ...
 
-    def rotate(self, x: T) -> T:
-        """Rotary position embedding of each head. [M, heads * D] -> the same."""
+    def rotate(self, x: T, layer: int, /) -> T:
+        """Rotary position embedding of each head, that of `layer`. [M, heads * D] -> the same."""
         ...
 
     def attend(self, q: T, k: T, v: T, layer: int) -> T:
         """Append k and v to the cache of `layer`, then causal attention of q over it, within spec.windows[layer].
 
-        q is [M, H * D], k and v [M, H_kv * D]. Returns [M, H * D].
+        Queries grow with their positions and scores are capped as the specification says. q is [M, H * D], k and v
+        [M, H_kv * D]. Returns [M, H * D].
         """
         ...
 
     def gate(self, gate: T, up: T) -> T:
-        """silu(gate) * up. Both [M, intermediate_size]."""
+        """f(gate) * up, f being spec.activation. Both [M, intermediate_size]."""
         ...
 
-    def add(self, x: T, y: T) -> T:
-        """Sum of x and y, where y is the output of a linear layer that nothing else reads."""
+    def add(self, x: T, y: T, norm: str = "") -> T:
+        """Sum of x and y, where y is the output of a linear layer that nothing else reads.
+
+        With a `norm`, y first passes the RMSNorm with that weight.
+        """
         ...
 
     def logit_rows(self, x: T) -> T:
         """The rows of x whose logits the step asks for. [M, C] -> [R, C]."""
+        ...
+
+    def cap(self, logits: T) -> T:
+        """Soft cap of every logit x: c * tanh(x / c), with c = spec.logit_cap. [R, V] -> the same."""
         ...
 
 
@@ -72,28 +85,35 @@ def block(ops: Operations[T], spec: ModelSpec, layer: int, x: T) -> T:
 def attention(ops: Operations[T], spec: ModelSpec, layer: int, x: T) -> T:
     """The residual stream after attention. [M, C] -> [M, C]."""
     prefix = f"layers.{layer}"
-    qkv = ops.linear(ops.norm(x, f"{prefix}.input_norm"), f"{prefix}.qkv")
+    qkv = ops.linear(read(ops, spec, x, f"{prefix}.input_norm"), f"{prefix}.qkv")
     q, k, v = ops.split(qkv, (spec.q_width, spec.kv_width, spec.kv_width))
-    if spec.qk_norm:
-        q = ops.head_norm(q, f"{prefix}.q_norm")
-        k = ops.head_norm(k, f"{prefix}.k_norm")
-    if layer not in spec.unrotated:
-        q, k = ops.rotate(q), ops.rotate(k)
+    if spec.qk_norm and spec.qk_norm_form != "turned":
+        q, k = ops.head_norm(q, f"{prefix}.q_norm"), ops.head_norm(k, f"{prefix}.k_norm")
+    if spec.rope_of(layer) is not None:
+        q, k = ops.rotate(q, layer), ops.rotate(k, layer)
+    if spec.qk_norm and spec.qk_norm_form == "turned":
+        q, k = ops.head_norm(q, f"{prefix}.q_norm"), ops.head_norm(k, f"{prefix}.k_norm")
     attended = ops.attend(q, k, v, layer)
-    return ops.add(x, ops.linear(attended, f"{prefix}.o"))
+    return ops.add(x, ops.linear(attended, f"{prefix}.o"), f"{prefix}.o_norm" if spec.norm_after else "")
 
 
 def mlp(ops: Operations[T], spec: ModelSpec, layer: int, x: T) -> T:
     """The residual stream after the gated MLP. [M, C] -> [M, C]."""
     prefix = f"layers.{layer}"
-    gate_up = ops.linear(ops.norm(x, f"{prefix}.post_norm"), f"{prefix}.gate_up")
+    gate_up = ops.linear(read(ops, spec, x, f"{prefix}.post_norm"), f"{prefix}.gate_up")
     gate, up = ops.split(gate_up, (spec.intermediate_size, spec.intermediate_size))
-    return ops.add(x, ops.linear(ops.gate(gate, up), f"{prefix}.down"))
+    down = ops.linear(ops.gate(gate, up), f"{prefix}.down")
+    return ops.add(x, down, f"{prefix}.down_norm" if spec.norm_after else "")
+
+
+def read(ops: Operations[T], spec: ModelSpec, x: T, norm: str) -> T:
+    """What a linear layer reads of the residual stream: through the norm, or as it is. [M, C] -> [M, C]."""
+    return ops.norm(x, norm) if spec.norm_before else ops.plain(x)
 
 
 def forward(ops: Operations[T], spec: ModelSpec) -> T:
     """The whole decoder, from the step's tokens to logits [R, V]."""
-    return output(ops, body(ops, spec))
+    return output(ops, spec, body(ops, spec))
 
 
 def body(ops: Operations[T], spec: ModelSpec) -> T:
@@ -104,6 +124,7 @@ def body(ops: Operations[T], spec: ModelSpec) -> T:
     return x
 
 
-def output(ops: Operations[T], x: T) -> T:
+def output(ops: Operations[T], spec: ModelSpec, x: T) -> T:
     """Final norm and output head for the rows that the step asks for. [M, C] -> [R, V]."""
-    return ops.linear(ops.norm(ops.logit_rows(x), "norm"), "head")
+    logits = ops.linear(ops.norm(ops.logit_rows(x), "norm"), "head")
+    return logits if spec.logit_cap is None else ops.cap(logits)

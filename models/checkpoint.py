@@ -52,8 +52,8 @@ class Checkpoint:
     def vector(self, name: str) -> torch.Tensor:
         """A norm's weight, for example `layers.0.input_norm` or `norm`. Returns float32 [width]."""
         (module,) = self.files.family.sources(name)
-        weight = self.files.entries[f"{module}.weight"].read().to(torch.float32)
-        return weight * self.files.multipliers.get(name, 1.0)
+        weight = self.files.entries[f"{module}.weight"].read().to(torch.float32) + self.files.norm_offset
+        return weight * self.files.multipliers.get(name.rsplit(".", 1)[-1], 1.0)
 
     def linear(self, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
         """A linear layer by its name in `ModelSpec.linear_names()`; q, k, v and gate, up are fused.
@@ -73,14 +73,26 @@ class Checkpoint:
         return self._multiplied(name, weight), None if bias is None else self._multiplied(name, bias)
 
     def _multiplied(self, name: str, rows: torch.Tensor) -> torch.Tensor:
-        """A linear layer's weight or bias, multiplied as the configuration asks for."""
+        """A linear layer's weight or bias, multiplied and in the order that the configuration asks for."""
         kind = name.rsplit(".", 1)[-1]
+        if kind == "qkv" and self.files.family.interleaved:
+            rows = rows[self._halves()]
         of_all, of_queries = (self.files.multipliers.get(part, 1.0) for part in (kind, "q" if kind == "qkv" else ""))
         if of_all == of_queries == 1:
             return rows
         rows = rows.to(torch.float32) * of_all
         rows[: self.spec.q_width if kind == "qkv" else 0] *= of_queries
         return rows
+
+    def _halves(self) -> torch.Tensor:
+        """Rows of q, k and v, by the places at which channel i of a head rotates with i + rotary_dim / 2. int64 [N]."""
+        spec = self.spec
+        turning = spec.rope.rotary_dim
+        order = torch.arange(spec.head_dim)
+        order[:turning] = torch.cat((torch.arange(0, turning, 2), torch.arange(1, turning, 2)))
+        heads = torch.arange(spec.num_heads + spec.num_kv_heads)[:, None] * spec.head_dim
+        values = torch.arange(spec.q_width + spec.kv_width, spec.q_width + 2 * spec.kv_width)
+        return torch.cat(((heads + order).flatten(), values))
 
     def embedding(self) -> torch.Tensor:
         """The embedding table [V, C] in the checkpoint's own dtype."""

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from models.errors import CheckpointError
-from models.families import family_of, spec_from_config
+from models.families import family_of, spec_from_config, text_part
 from models.families.family import Family
 from models.families.fields import Fields
 from models.foreign import read_file, read_json
@@ -86,6 +86,8 @@ class CheckpointFiles:
     """The files that hold them, in the order of their names."""
     multipliers: Mapping[str, float]
     """Factors of weights that the configuration asks for, see `Family.multipliers`."""
+    norm_offset: float = 0.0
+    """What is added to stored weights of norms, see `Family.norm_offset`."""
     own_name: Callable[[str], str] = str
     """Returns the tensor's name in the files for its name in Hugging Face's format."""
     tokenizer: Callable[[], Mapping[str, bytes]] | None = None
@@ -112,14 +114,18 @@ def read_folder(folder: Path) -> CheckpointFiles:
     generation = _read_table(small[GENERATION_CONFIG]) if small[GENERATION_CONFIG].exists() else None
     source = str(small[CONFIG])
     spec = spec_from_config(config, generation, source=source)
-    family = family_of(config, source=source)
+    text = text_part(config)
+    family = family_of(text, source=source)
     entries = _read_entries(folder)
+    if text is not config:
+        entries = _text_tensors(entries)
     return CheckpointFiles(
         path=folder,
         configuration={name: read_file(path) for name, path in small.items() if path.exists()},
         spec=spec,
         family=family,
-        multipliers=family.multipliers(Fields(table=config, source=source)),
+        multipliers=family.multipliers(Fields(table=text, source=source)),
+        norm_offset=family.norm_offset,
         described_in=CONFIG,
         remedy=f"Weights and {CONFIG} must come from the same model. {_DOWNLOAD_AGAIN}",
         entries=entries,
@@ -180,6 +186,27 @@ def _read_entries(folder: Path) -> dict[str, ShardTensor]:
             )
         entries |= {key: held[key] for key in claimed}
     return entries
+
+
+_LANGUAGE_MODEL = {
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "model.language_model.": "model.",
+    "lm_head.": "lm_head.",
+}
+"""How tensors of a multimodal checkpoint's language model begin, by older and newer releases of transformers, and how
+they would in one of its own."""
+
+
+def _text_tensors(entries: Mapping[str, ShardTensor]) -> dict[str, ShardTensor]:
+    """The tensors of a multimodal checkpoint's language model, by the names that one of its own has."""
+    found: dict[str, ShardTensor] = {}
+    for name, entry in entries.items():
+        for prefix, own in _LANGUAGE_MODEL.items():
+            if name.startswith(prefix):
+                found[own + name.removeprefix(prefix)] = entry
+                break
+    return found
 
 
 def _no_weights(folder: Path) -> str:

@@ -17,13 +17,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from models import architecture, rope
-from models.spec import ModelSpec
+from models.spec import ModelSpec, RopeSpec
 
 _HEAD_ROWS = 8192
 """Output channels of the head converted at a time, if it isn't kept in memory."""
 
 Observer = Callable[[str, Tensor], None]
-"""Called with a linear layer's name and its input [B, S, K] before the layer runs."""
+"""Called with a linear layer's name and its input [B, S, K] before the layer runs; and with the name of a norm behind
+such a layer and its input."""
 
 Trace = Callable[[str, Tensor, Tensor], None]
 """Called with a linear layer's name, its input [B, S, K] and its output [B, S, N] after the layer ran."""
@@ -116,7 +117,7 @@ class Oracle:
         self._resident = resident
         self._table: Tensor | None = None
         self._loaded: dict[str, tuple[Tensor, Tensor | None]] = {}
-        self._rope: tuple[int, bool, Tensor, Tensor] | None = None
+        self._tables: dict[RopeSpec, tuple[int, bool, Tensor, Tensor]] = {}
 
     def cache(self, batch: int, context: int) -> KVCache:
         """An empty KV cache for `batch` sequences of up to `context` tokens."""
@@ -188,7 +189,7 @@ class Oracle:
     @torch.inference_mode()
     def head(self, x: Tensor) -> Tensor:
         """Final norm and output head. [B, S, C] -> logits [B, S, V]."""
-        return architecture.output(self._operations(torch.arange(x.shape[1]), None), x)
+        return architecture.output(self._operations(torch.arange(x.shape[1]), None), self.spec, x)
 
     def parameters(self, name: str) -> tuple[Tensor, Tensor | None]:
         """Weight and bias of a linear layer or a norm.
@@ -216,17 +217,18 @@ class Oracle:
         end = int(positions.max()) + 1 if len(positions) else 0
         if cache is not None and end > cache.context:
             raise ValueError(f"position {end - 1} does not fit a cache of {cache.context} positions")
-        cos, sin = self._rotation(cache.context if cache is not None else end)
-        return _Operations(self, positions, cos[positions], sin[positions], cache)
+        context = cache.context if cache is not None else end
+        turns = {of: tuple(table[positions] for table in self._rotation(of, context)) for of in self.spec.ropes}
+        return _Operations(self, positions, turns, cache)
 
-    def _rotation(self, context: int) -> tuple[Tensor, Tensor]:
+    def _rotation(self, of: RopeSpec, context: int) -> tuple[Tensor, Tensor]:
         """Tables of at least `context` positions; longrope's depend on which side of its limit the context is."""
-        spec = self.spec.rope
-        extended = spec.kind == "longrope" and context > spec.original_context
-        if self._rope is None or self._rope[0] < context or self._rope[1] != extended:
-            cos, sin = rope.tables(spec, context)
-            self._rope = (context, extended, torch.from_numpy(cos), torch.from_numpy(sin))
-        return self._rope[2], self._rope[3]
+        extended = of.kind == "longrope" and context > of.original_context
+        found = self._tables.get(of)
+        if found is None or found[0] < context or found[1] != extended:
+            cos, sin = rope.tables(of, context)
+            found = self._tables[of] = (context, extended, torch.from_numpy(cos), torch.from_numpy(sin))
+        return found[2:]
 
 
 class _Operations(architecture.Operations[Tensor]):
@@ -236,12 +238,13 @@ class _Operations(architecture.Operations[Tensor]):
     rows: Sequence[int] | None = None
     branches: Tensor | None = None
 
-    def __init__(self, oracle: Oracle, positions: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None) -> None:
+    def __init__(
+        self, oracle: Oracle, positions: Tensor, turns: Mapping[RopeSpec, tuple[Tensor, ...]], cache: KVCache | None
+    ) -> None:
         self.oracle = oracle
         self.spec = oracle.spec
         self.positions = positions
-        self.cos = cos.to(oracle.dtype)  # [S, rotary_dim / 2]
-        self.sin = sin.to(oracle.dtype)
+        self.turns = {of: (cos.to(oracle.dtype), sin.to(oracle.dtype)) for of, (cos, sin) in turns.items()}
         self.cache = cache
         self.masks: dict[int | None, Tensor] = {}
 
@@ -251,8 +254,11 @@ class _Operations(architecture.Operations[Tensor]):
     def norm(self, x: Tensor, name: str) -> Tensor:
         weight, _ = self.oracle.parameters(name)
         y = x.float()
-        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.spec.norm_eps)
+        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.spec.eps_of(name))
         return weight * y.to(self.oracle.dtype)
+
+    def plain(self, x: Tensor) -> Tensor:
+        return x
 
     def linear(self, x: Tensor, name: str) -> Tensor:
         if self.oracle.observe is not None:
@@ -274,18 +280,22 @@ class _Operations(architecture.Operations[Tensor]):
         return tuple(x[..., end - width : end] for end, width in zip(ends, widths, strict=True))
 
     def head_norm(self, x: Tensor, name: str) -> Tensor:
-        return self.norm(self._heads(x), name).flatten(-2)
+        return self.norm(x, name) if self.spec.qk_norm_form == "all" else self.norm(self._heads(x), name).flatten(-2)
 
-    def rotate(self, x: Tensor) -> Tensor:
-        half = self.spec.rope.rotary_dim // 2
-        heads = self._heads(x)
+    def rotate(self, x: Tensor, layer: int) -> Tensor:
+        of = self.spec.rope_of(layer)
+        assert of is not None
+        half, heads = of.rotary_dim // 2, self._heads(x)
         first, second, rest = heads[..., :half], heads[..., half : 2 * half], heads[..., 2 * half :]
-        cos, sin = self.cos[:, None], self.sin[:, None]  # [S, 1, rotary_dim / 2]
+        cos, sin = (table[:, None] for table in self.turns[of])  # [S, 1, rotary_dim / 2]
         return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1).flatten(-2)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
         heads = (self._heads(x).transpose(1, 2) for x in (q, k, v.to(self.oracle.dtype)))
         queries, keys, values = heads  # [B, H or H_kv, S, D]
+        growth = rope.query_growth(self.spec, self.positions.numpy())
+        if growth is not None:
+            queries = queries * torch.from_numpy(growth).to(queries.dtype)[:, None]
         if self.oracle.observe_keys is not None:
             self.oracle.observe_keys(layer, queries, keys)
         first = int(self.positions[0]) if self.cache is None else 0  # position of the first key
@@ -296,18 +306,30 @@ class _Operations(architecture.Operations[Tensor]):
             keys, values = self.cache.keys[layer, :, :, :end], self.cache.values[layer, :, :, :end]
         mask = self._mask(first, keys.shape[2], self.spec.windows[layer])
         if self.oracle.observe_attention is not None:
-            self.oracle.observe_attention(layer, _received(queries, keys, mask))
-        attended = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=True)
+            received = _shares(queries, keys, mask, self.spec.score_cap).sum(2).mean(1)
+            self.oracle.observe_attention(layer, received)
+        if self.spec.score_cap is None:
+            attended = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=True)
+        else:
+            shares = _shares(queries, keys, mask, self.spec.score_cap).to(values.dtype)
+            attended = shares @ values.repeat_interleave(queries.shape[1] // values.shape[1], dim=1)
         return attended.transpose(1, 2).flatten(-2)
 
     def gate(self, gate: Tensor, up: Tensor) -> Tensor:
-        return functional.silu(gate.to(self.oracle.dtype)) * up
+        x = gate.to(self.oracle.dtype)
+        return (functional.silu(x) if self.spec.activation == "silu" else functional.gelu(x, approximate="tanh")) * up
 
-    def add(self, x: Tensor, y: Tensor) -> Tensor:
-        return x + y
+    def add(self, x: Tensor, y: Tensor, norm: str = "") -> Tensor:
+        if norm and self.oracle.observe is not None:
+            self.oracle.observe(norm, y)
+        return x + (self.norm(y, norm) if norm else y)
 
     def logit_rows(self, x: Tensor) -> Tensor:
         return x if self.rows is None else x[:, list(self.rows)]
+
+    def cap(self, logits: Tensor) -> Tensor:
+        assert self.spec.logit_cap is not None
+        return capped(logits, self.spec.logit_cap)
 
     def _heads(self, x: Tensor) -> Tensor:
         """[B, S, heads * D] -> [B, S, heads, D]."""
@@ -325,9 +347,23 @@ class _Operations(architecture.Operations[Tensor]):
         return self.masks[window]
 
 
-def _received(queries: Tensor, keys: Tensor, mask: Tensor) -> Tensor:
-    """Attention that each key receives, float32 [B, T], from queries [B, H, S, D] and keys [B, H_kv, T, D]."""
+def capped(x: Tensor, cap: float) -> Tensor:
+    """Soft cap c * tanh(x / c), whose magnitude stays below c."""
+    return cap * torch.tanh(x / cap)
+
+
+def _shares(queries: Tensor, keys: Tensor, mask: Tensor, cap: float | None) -> Tensor:
+    """Share of each query's attention that each key gets, float32 [B, H, S, T].
+
+    Args:
+        queries: [B, H, S, D].
+        keys: [B, H_kv, T, D].
+        mask: bool [S, T], which keys each query sees.
+        cap: `ModelSpec.score_cap`.
+    """
     shared = keys.repeat_interleave(queries.shape[1] // keys.shape[1], dim=1)
     scores = (queries @ shared.transpose(-1, -2)).float() / queries.shape[-1] ** 0.5
+    if cap is not None:
+        scores = capped(scores, cap)
     shares: Tensor = scores.masked_fill_(~mask, -torch.inf).softmax(-1)
-    return shares.sum(2).mean(1)
+    return shares

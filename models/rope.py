@@ -29,6 +29,8 @@ def frequencies(rope: RopeSpec, context: int) -> npt.NDArray[np.float64]:
         return plain / rope.factor
     if rope.kind == "llama3":
         return _llama3(rope, plain)
+    if rope.kind == "yarn":
+        return _yarn(rope, plain)
     if rope.kind == "longrope":
         factors = rope.long_factor if context > rope.original_context else rope.short_factor
         return plain / np.asarray(factors, dtype=np.float64)
@@ -58,6 +60,39 @@ def _llama3(rope: RopeSpec, plain: npt.NDArray[np.float64]) -> npt.NDArray[np.fl
     return rescaled
 
 
+def _yarn(rope: RopeSpec, plain: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """YaRN's blend, by the pair's number: short wavelengths stay, long ones stretch by `factor`.
+
+    Source: Peng et al. 2023 (YaRN), §3.2.
+    """
+    last = rope.rotary_dim - 1
+
+    def pair(turns: float) -> float:
+        """Where a pair that turns so often within the original context would be."""
+        wavelength = rope.original_context / turns / (2 * np.pi)
+        return float(rope.rotary_dim * np.log(wavelength) / (2 * np.log(rope.theta)))
+
+    low, high = pair(rope.beta_fast), pair(rope.beta_slow)
+    if rope.truncate:
+        low, high = np.floor(low), np.ceil(high)
+    low, high = max(low, 0.0), min(high, float(last))
+    ramp = np.clip((np.arange(len(plain)) - low) / (high - low if high != low else 1e-3), 0.0, 1.0)
+    rescaled: npt.NDArray[np.float64] = plain * (1.0 - ramp) + plain / rope.factor * ramp
+    return rescaled
+
+
+def query_growth(spec: ModelSpec, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float32] | None:
+    """Factors of the queries at some positions, float32 like these; None where queries do not grow.
+
+    Source: the scaling of Llama 4, by which attention stays sharp in long contexts.
+    """
+    if not spec.query_growth:
+        return None
+    growth = 1 + spec.query_growth * np.log1p(positions // spec.query_growth_context)
+    return growth.astype(np.float32)
+
+
 def table_bytes(spec: ModelSpec, context: int) -> int:
     """Bytes of the rotary tables of so many positions, fp32; a GPU has more for blocks that don't rotate."""
-    return 4 * context * spec.rope.rotary_dim * (2 if spec.unrotated else 1)
+    still = max((rope.rotary_dim for rope in spec.ropes), default=0) if spec.unrotated else 0
+    return 4 * context * (sum(rope.rotary_dim for rope in spec.ropes) + still + bool(spec.query_growth))

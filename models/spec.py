@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-RopeKind = Literal["default", "linear", "llama3", "longrope"]
+RopeKind = Literal["default", "linear", "llama3", "longrope", "yarn"]
+Activation = Literal["silu", "gelu_tanh"]
+NormForm = Literal["head", "all", "turned"]
 
 LAYER_TYPES = ("qkv", "o", "gate_up", "down")
 """The linear layers of a block, by the names of QDEC §4.4."""
@@ -24,24 +26,30 @@ class RopeSpec:
     kind: RopeKind = "default"
     """The rescaling of the frequencies."""
     factor: float = 1.0
-    """Context extension factor of `linear` and `llama3`."""
+    """Context extension factor of `linear`, `llama3` and `yarn`."""
     low_freq_factor: float = 1.0
     """`llama3`: wavelengths above original_context / low_freq_factor are stretched by `factor`."""
     high_freq_factor: float = 4.0
     """`llama3`: wavelengths under original_context / high_freq_factor are left alone."""
     original_context: int = 0
-    """Context length of pre-training, for `llama3` and `longrope`; 0 where it does not apply."""
+    """Context length of pre-training, for `llama3`, `longrope` and `yarn`; 0 where it does not apply."""
+    beta_fast: float = 32.0
+    """`yarn`: pairs that turn more often than this in the original context are left alone."""
+    beta_slow: float = 1.0
+    """`yarn`: pairs that turn less often than this are stretched by `factor`."""
+    truncate: bool = True
+    """`yarn`: whether the blend between the two begins and ends at whole pairs."""
     short_factor: tuple[float, ...] = ()
     """`longrope`: divisor of each frequency while the context fits original_context."""
     long_factor: tuple[float, ...] = ()
     """`longrope`: divisor of each frequency beyond it."""
     attention_factor: float = 1.0
-    """Multiplier of cos and sin (`longrope`)."""
+    """Multiplier of cos and sin (`longrope`, `yarn`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """A decoder-only transformer: pre-norm blocks of grouped-query attention and a gated MLP."""
+    """A decoder-only transformer: blocks of grouped-query attention and a gated MLP."""
 
     family: str
     """`model_type` of its family, see `models.families`."""
@@ -62,13 +70,21 @@ class ModelSpec:
     max_context: int
     """Longest context in tokens."""
     norm_eps: float
-    """Epsilon of every RMSNorm."""
+    """Epsilon of every RMSNorm, or of those that read the residual stream."""
     rope: RopeSpec
     """Rotary embedding."""
+    window_rope: RopeSpec | None = None
+    """Rotary embedding of the blocks with a window, where it is another one (Gemma 3)."""
     windows: tuple[int | None, ...]
     """Per block: sliding window in tokens (a query sees itself and the window - 1 tokens before it), or None."""
     unrotated: tuple[int, ...] = ()
     """Blocks without a rotary embedding (SmolLM3)."""
+    norm_before: bool = True
+    """Whether attention and MLP read the residual stream through an RMSNorm (not in OLMo 2)."""
+    norm_after: bool = False
+    """Whether what they add to the residual stream passes an RMSNorm first (Gemma 2, OLMo 2)."""
+    inner_eps: float | None = None
+    """Epsilon of the norms that do not read the residual stream, where it is another one."""
     qkv_bias: bool = False
     """Whether q, k and v have biases (Qwen2)."""
     o_bias: bool = False
@@ -76,7 +92,19 @@ class ModelSpec:
     mlp_bias: bool = False
     """Whether gate, up and down have biases."""
     qk_norm: bool = False
-    """Whether queries and keys pass an RMSNorm per head before the rotation (Qwen3)."""
+    """Whether queries and keys pass an RMSNorm, each head by itself and before the rotation (Qwen3)."""
+    qk_norm_form: NormForm = "head"
+    """Whether that is so, or it is over `all` heads together (OLMo 2), or over each once it is `turned` (Hunyuan)."""
+    query_growth: float = 0.0
+    """Queries at position p are multiplied by 1 + this * ln(1 + p // query_growth_context) (Ministral 3)."""
+    query_growth_context: int = 1
+    """See there."""
+    score_cap: float | None = None
+    """Attention scores s become c * tanh(s / c) (Gemma 2)."""
+    logit_cap: float | None = None
+    """So do logits."""
+    activation: Activation = "silu"
+    """Of the MLP's gate."""
     tied: bool = False
     """Whether the output head is the embedding table."""
     bos_token_id: int | None = None
@@ -105,14 +133,36 @@ class ModelSpec:
 
     def block_norms(self, layer: int) -> dict[str, int]:
         """Widths of a block's norms by their names, `layers.3.input_norm`."""
-        norms = {"input_norm": self.hidden_size, "post_norm": self.hidden_size}
+        norms = {"input_norm": self.hidden_size, "post_norm": self.hidden_size} if self.norm_before else {}
         if self.qk_norm:
-            norms |= {"q_norm": self.head_dim, "k_norm": self.head_dim}
+            wide = self.qk_norm_form == "all"
+            norms |= {
+                "q_norm": self.q_width if wide else self.head_dim,
+                "k_norm": self.kv_width if wide else self.head_dim,
+            }
+        if self.norm_after:
+            norms |= {"o_norm": self.hidden_size, "down_norm": self.hidden_size}
         return {f"layers.{layer}.{norm}": width for norm, width in norms.items()}
 
     def norm_names(self) -> tuple[str, ...]:
         """Names of all norms, the one before the head last."""
         return (*(name for layer in range(self.num_layers) for name in self.block_norms(layer)), "norm")
+
+    def eps_of(self, name: str) -> float:
+        """Epsilon of a norm, `layers.3.q_norm`."""
+        inner = name.endswith(("q_norm", "k_norm", "o_norm", "down_norm"))
+        return self.norm_eps if self.inner_eps is None or not inner else self.inner_eps
+
+    def rope_of(self, layer: int) -> RopeSpec | None:
+        """Rotary embedding of a block; None where it has none."""
+        if layer in self.unrotated:
+            return None
+        return self.rope if self.window_rope is None or self.windows[layer] is None else self.window_rope
+
+    @property
+    def ropes(self) -> tuple[RopeSpec, ...]:
+        """The rotary embeddings that there are, each once."""
+        return tuple(dict.fromkeys(rope for rope in map(self.rope_of, range(self.num_layers)) if rope is not None))
 
     def has_bias(self, name: str) -> bool:
         """Whether a linear layer, `layers.3.qkv`, has a bias."""

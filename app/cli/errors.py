@@ -12,7 +12,7 @@ def explained() -> tuple[type[BaseException], ...]:
 
     Only called after an error, so that no start pays for these imports.
     """
-    from app.errors import ClientError, HistoryError
+    from app.errors import ClientError, DocumentError, HistoryError
     from app.settings import SettingsError
     from models.errors import ModelError
     from runtime.errors import RuntimeFailure
@@ -21,6 +21,7 @@ def explained() -> tuple[type[BaseException], ...]:
     return (
         CliError,
         ClientError,
+        DocumentError,
         HistoryError,
         SettingsError,
         ModelError,

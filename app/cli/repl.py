@@ -17,6 +17,7 @@ from app.cli.output import Output
 from models.files import private_folder
 
 if TYPE_CHECKING:
+    from app.cli.attachments import Attachments
     from runtime.engine.engine import Engine
     from runtime.engine.generation import Usage
     from runtime.text.sampling import SamplingOptions
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 HELP = """\
 /set NAME VALUE   change a setting: {names}
 /show             show the model and the settings
+/attach PATH      attach a document; a folder or a long one is searched
 /clear            forget the conversation
 /stats            speed of the last answer
 /bye              leave (also Ctrl-D)
@@ -52,6 +54,7 @@ class Repl:
     Args:
         engine: The loaded model.
         sampling: Initial sampling options, changed by `/set`.
+        attachments: The documents, to which `/attach` adds.
         system: The system prompt; empty for none.
         raw: Whether each line is continued as plain text, without a chat template.
         read: Shows a prompt and returns the user's line; raises EOFError at the end.
@@ -61,6 +64,7 @@ class Repl:
         self,
         engine: Engine,
         sampling: SamplingOptions,
+        attachments: Attachments,
         *,
         system: str = "",
         raw: bool = False,
@@ -68,6 +72,7 @@ class Repl:
     ) -> None:
         self._engine = engine
         self._sampling = sampling
+        self._attachments = attachments
         self._system = system
         self._raw = raw
         self._read = read or _typed_line
@@ -77,6 +82,7 @@ class Repl:
         self._commands: Mapping[str, Callable[[str], None]] = {
             "/set": self._set,
             "/show": self._show,
+            "/attach": self._attach,
             "/clear": self._clear,
             "/stats": self._stats,
             "/help": self._help,
@@ -104,6 +110,7 @@ class Repl:
 
     def _handle(self, text: str) -> None:
         """Run a command or answer a text; errors are shown and the conversation continues."""
+        from app.errors import DocumentError
         from runtime.errors import RuntimeFailure
 
         word, _, rest = text.strip().partition(" ")
@@ -114,7 +121,7 @@ class Repl:
                 self._commands[word](rest.strip())
             elif word:
                 self._answer(text)
-        except (CliError, RuntimeFailure) as error:
+        except (CliError, DocumentError, RuntimeFailure) as error:
             self._output.note(str(error))
 
     def _text(self) -> str:
@@ -129,7 +136,8 @@ class Repl:
         return "\n".join(lines)
 
     def _answer(self, text: str) -> None:
-        messages = [*self._messages, {"role": "user", "content": text}]
+        told, passages = (text, None) if self._raw else self._attachments.prompt(text)
+        messages = [*self._messages, {"role": "user", "content": told}]
         sampling = self._sampling
         if self._raw:
             prompt = self._engine.text_prompt(text)
@@ -143,6 +151,7 @@ class Repl:
                 said.append(piece.text)
                 self._output.stream(piece.text)
         self._output.text()
+        self._attachments.tell(passages)
         self._usage = piece.usage
         self._messages = [*messages, {"role": "assistant", "content": "".join(said)}]
         if piece.finish_reason == "cancelled":
@@ -178,6 +187,11 @@ class Repl:
         ]
         for name, value in rows:
             self._output.text(f"{name:<20}{value}")
+
+    def _attach(self, rest: str) -> None:
+        if not rest or self._raw:
+            raise CliError("--raw reads no documents" if rest else "use /attach PATH with a file or folder")
+        self._attachments.add(Path(rest.strip("'\"")))
 
     def _clear(self, _rest: str) -> None:
         self._messages = []

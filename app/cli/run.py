@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -16,6 +19,8 @@ from app.cli.output import Output
 from app.cli.services import services_of
 
 if TYPE_CHECKING:
+    from app.cli.attachments import Attachments
+    from app.conversation import Passage
     from models.store import StoredModel
     from runtime.engine.engine import Engine
     from runtime.engine.generation import Usage
@@ -79,6 +84,17 @@ def run(
         list[str] | None,
         typer.Option("--stop", metavar="TEXT", help="Text that ends the answer; may be repeated.", show_default=False),
     ] = None,
+    attach: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--attach",
+            metavar="PATH",
+            exists=True,
+            help="A document to answer from: text, code, PDF, HTML or Word. A folder, or a document longer than half "
+            "of the context, is searched; may be repeated.",
+            show_default=False,
+        ),
+    ] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without a chat template.")] = False,
     k_chunk: options.KChunk = None,
     budget: options.Budget = None,
@@ -93,6 +109,8 @@ def run(
     """Answer a prompt, or talk on a terminal."""
     if raw and system is not None:
         raise typer.BadParameter("--raw continues plain text, which has no system prompt: leave out --system")
+    if raw and attach:
+        raise typer.BadParameter("--raw continues plain text: leave out --attach")
     compensation = options.compensation(budget, k_chunk)
     options.check_speculation(speculation, gamma, kv)
     output, services = Output(as_json=as_json), services_of(ctx)
@@ -100,6 +118,7 @@ def run(
     if not text and (as_json or not _on_terminal()):
         raise typer.BadParameter("nothing to answer: give a PROMPT, or text on standard input", param_hint="PROMPT")
 
+    from app.cli.attachments import Attachments
     from app.settings import load
     from runtime.text.sampling import SamplingOptions
 
@@ -128,17 +147,17 @@ def run(
     plan = load_plan(stored, choices, services, output)
     with output.progress() as progress:
         engine = services.open_engine(plan, progress)
-    try:
+    with contextlib.closing(engine), contextlib.closing(Attachments(engine, output)) as attachments:
+        for path in attach or ():
+            attachments.add(path)
         speculate(engine, spend_budgets(engine.borrow, plan, choices, services, output).speculation)
         if text:
-            _answer(engine, stored, output, text, sampling, "" if raw else settings.system_prompt, raw=raw)
+            _answer(engine, stored, output, text, sampling, "" if raw else settings.system_prompt, attachments, raw=raw)
         else:
             from app.cli.repl import Repl, line_history
 
             with line_history(services.home() / "lines"):
-                Repl(engine, sampling, system=settings.system_prompt, raw=raw).loop()
-    finally:
-        engine.close()
+                Repl(engine, sampling, attachments, system=settings.system_prompt, raw=raw).loop()
 
 
 def _answer(
@@ -148,17 +167,22 @@ def _answer(
     text: str,
     sampling: SamplingOptions,
     system: str,
+    attachments: Attachments,
     *,
     raw: bool,
 ) -> None:
     """Print one answer, or its JSON object."""
     from dataclasses import replace
 
+    from runtime.wire.codec import to_json
+
+    passages: Sequence[Passage] | None = None
     if raw:
         prompt = engine.text_prompt(text)
     else:
         messages = [{"role": "system", "content": system}] if system else []
-        prompt = engine.chat_prompt([*messages, {"role": "user", "content": text}])
+        told, passages = attachments.prompt(text)
+        prompt = engine.chat_prompt([*messages, {"role": "user", "content": told}])
         sampling = replace(sampling, stop=(*sampling.stop, *engine.chat_stops))
     said: list[str] = []
     with Interrupt() as interrupt:
@@ -172,8 +196,12 @@ def _answer(
     assert piece.finish_reason is not None, "an answer ends with a reason"
     assert piece.usage is not None, "an answer ends with its counts"
     if output.as_json:
-        output.result(_summary(engine, model, "".join(said), piece.finish_reason, piece.usage))
-    elif piece.finish_reason == "length" and sampling.max_tokens is None:
+        cited = None if passages is None else [to_json(passage) for passage in passages]
+        summary = _summary(engine, model, "".join(said), piece.finish_reason, piece.usage)
+        output.result({**summary, "passages": cited})
+        return
+    attachments.tell(passages)
+    if piece.finish_reason == "length" and sampling.max_tokens is None:
         output.note(f"the answer was cut: the context of {engine.context} tokens is full")
 
 

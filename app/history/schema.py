@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -61,6 +61,52 @@ MIGRATIONS: Sequence[str] = (
     CREATE INDEX messages_by_role ON messages (role, number);
     """,
     """
+    ALTER TABLE messages ADD COLUMN passages TEXT;
+    CREATE TABLE sources (
+        number INTEGER PRIMARY KEY,
+        path TEXT NOT NULL UNIQUE
+    ) STRICT;
+    CREATE TABLE attached (
+        chat TEXT NOT NULL REFERENCES chats (id) ON DELETE CASCADE,
+        source INTEGER NOT NULL REFERENCES sources (number) ON DELETE CASCADE,
+        PRIMARY KEY (chat, source)
+    ) STRICT, WITHOUT ROWID;
+    CREATE INDEX attached_by_source ON attached (source);
+    CREATE TRIGGER source_detached AFTER DELETE ON attached BEGIN
+        DELETE FROM sources WHERE number = old.source AND NOT EXISTS (SELECT 1 FROM attached WHERE source = old.source);
+    END;
+    CREATE TABLE files (
+        number INTEGER PRIMARY KEY,
+        source INTEGER NOT NULL REFERENCES sources (number) ON DELETE CASCADE,
+        name TEXT NOT NULL,
+        size INTEGER NOT NULL,
+        changed INTEGER NOT NULL,
+        bytes INTEGER NOT NULL DEFAULT 0,
+        problem TEXT,
+        UNIQUE (source, name)
+    ) STRICT;
+    CREATE TABLE chunks (
+        number INTEGER PRIMARY KEY,
+        source INTEGER NOT NULL,
+        file INTEGER NOT NULL REFERENCES files (number) ON DELETE CASCADE,
+        unit TEXT NOT NULL,
+        first INTEGER NOT NULL,
+        last INTEGER NOT NULL,
+        text TEXT NOT NULL
+    ) STRICT;
+    CREATE INDEX chunks_by_file ON chunks (file);
+    CREATE INDEX chunks_by_source ON chunks (source);
+    CREATE VIRTUAL TABLE chunk_words USING fts5(
+        text, content='chunks', content_rowid='number', tokenize='porter unicode61 remove_diacritics 2'
+    );
+    CREATE TRIGGER chunk_added AFTER INSERT ON chunks BEGIN
+        INSERT INTO chunk_words (rowid, text) VALUES (new.number, new.text);
+    END;
+    CREATE TRIGGER chunk_deleted AFTER DELETE ON chunks BEGIN
+        INSERT INTO chunk_words (chunk_words, rowid, text) VALUES ('delete', old.number, old.text);
+    END;
+    """,
+    """
     ALTER TABLE messages ADD COLUMN calls TEXT;
     """,
 )
@@ -78,11 +124,11 @@ def _create(path: Path) -> None:
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
 
 
-def open_database(path: Path) -> sqlite3.Connection:
+def open_database(path: Path | None) -> sqlite3.Connection:
     """Open the database, creating or migrating it if needed. Only its owner can read it.
 
     Args:
-        path: The file.
+        path: The file; None for an empty database in memory, which ends with the connection.
 
     Returns:
         A connection that any thread may use, one at a time, without implicit transactions.
@@ -91,9 +137,10 @@ def open_database(path: Path) -> sqlite3.Connection:
         HistoryError: it is damaged, cannot be written, or was made by a newer version of the program.
     """
     try:
-        private_folder(path.parent)
-        _create(path)
-        connection = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
+        if path is not None:
+            private_folder(path.parent)
+            _create(path)
+        connection = sqlite3.connect(path or ":memory:", timeout=BUSY_S, isolation_level=None, check_same_thread=False)
     except (OSError, sqlite3.Error) as error:
         raise HistoryError(f"chats cannot be kept in {path}: {error}") from error
     try:
@@ -117,7 +164,7 @@ def version_of(connection: sqlite3.Connection) -> int:
         return int(cursor.fetchone()[0])
 
 
-def _migrate(connection: sqlite3.Connection, path: Path) -> None:
+def _migrate(connection: sqlite3.Connection, path: Path | None) -> None:
     """Migrate the database, all or nothing; waits for other programs that do the same."""
     if version_of(connection) == len(MIGRATIONS):
         return
@@ -151,7 +198,43 @@ def _statements(script: str) -> list[str]:
     return found
 
 
-def database_error(path: Path, error: sqlite3.Error) -> str:
+@contextlib.contextmanager
+def transaction(connection: sqlite3.Connection, path: Path | None) -> Iterator[sqlite3.Connection]:
+    """Context manager: what is written inside is committed together, or not at all; nested ones join the outer one.
+
+    Args:
+        connection: The database.
+        path: Its file, for errors.
+
+    Raises:
+        HistoryError: it can't be written.
+    """
+    if connection.in_transaction:
+        yield connection
+        return
+    try:
+        connection.execute("BEGIN IMMEDIATE")
+        try:
+            yield connection
+        except BaseException:
+            connection.execute("ROLLBACK")
+            raise
+        connection.execute("COMMIT")
+    except sqlite3.Error as error:
+        raise HistoryError(database_error(path, error)) from error
+
+
+def forget_words(database: sqlite3.Connection, index: str) -> None:
+    """Have a word index forget the words of deleted rows, which it only does when it is rewritten.
+
+    Args:
+        database: Has the index.
+        index: Its name.
+    """
+    database.execute(f"INSERT INTO {index} ({index}) VALUES ('optimize')")  # noqa: S608  our own name
+
+
+def database_error(path: Path | None, error: sqlite3.Error) -> str:
     """An error about a database, with advice."""
     if isinstance(error, sqlite3.OperationalError):
         return f"chats cannot be kept in {path}: {error}"

@@ -17,11 +17,11 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from app.conversation import NOT_RUN, Call, Extras, Message, Statistics
+from app.conversation import NOT_RUN, Call, Extras, Message, Passage, Statistics
 from app.errors import HistoryError
-from app.history.schema import database_error, open_database
+from app.history.schema import database_error, forget_words, open_database, transaction
 from runtime.system.foreign import encodable
-from runtime.wire.codec import WireError, from_json
+from runtime.wire.codec import WireError, from_json, to_json
 
 TITLE_LENGTH = 60
 """Most characters of a title taken from the first message."""
@@ -119,22 +119,23 @@ class History:
                 (chat, title_of(title or said), head, model, min(kept, key=_created).created.isoformat(), now, UNNAMED),
             )
             database.executemany(
-                "INSERT INTO messages (id, chat, parent, role, text, state, error, model, statistics, created, calls) "
-                "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (id) DO UPDATE SET text = excluded.text, "
-                "state = excluded.state, error = excluded.error, model = excluded.model, "
-                "statistics = excluded.statistics, calls = excluded.calls",
+                "INSERT INTO messages (id, chat, parent, role, text, state, error, model, statistics, passages, "
+                "created, calls) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) "
+                "ON CONFLICT (id) DO UPDATE SET text = excluded.text, state = excluded.state, "
+                "error = excluded.error, model = excluded.model, "
+                "statistics = excluded.statistics, passages = excluded.passages, calls = excluded.calls",
                 [_row(chat, message) for message in kept],
             )
 
     def note(self, chat: str, head: str | None, extras: Extras) -> None:
         """Save a chat's head and extras.
 
-        A chat that is not saved yet is only created if it has a draft.
+        A chat that is not saved yet is only created if it has a draft or documents.
         """
-        packed = json.dumps(dataclasses.asdict(extras))
+        packed = json.dumps(to_json(extras))
         with self._writing() as database:
             changed = database.execute("UPDATE chats SET head = ?, extras = ? WHERE id = ?", (head, packed, chat))
-            if not changed.rowcount and extras.draft.strip():
+            if not changed.rowcount and (extras.draft.strip() or extras.sources):
                 now = _now()
                 database.execute(
                     "INSERT INTO chats (id, title, model, created, updated, extras) VALUES (?, ?, ?, ?, ?, ?)",
@@ -142,10 +143,11 @@ class History:
                 )
 
     def drop_empty(self) -> None:
-        """Delete chats without messages and drafts."""
+        """Delete chats without messages, drafts and documents."""
         with self._writing() as database:
             database.execute(
                 "DELETE FROM chats WHERE title = ? AND coalesce(json_extract(extras, '$.draft'), '') = '' "
+                "AND coalesce(json_array_length(extras, '$.sources'), 0) = 0 "
                 "AND NOT EXISTS (SELECT 1 FROM messages WHERE messages.chat = chats.id)",
                 (UNNAMED,),
             )
@@ -184,8 +186,9 @@ class History:
                 )
             ]
             database.executemany("DELETE FROM chats WHERE id = ?", [(chat,) for chat in gone])
-            if gone:  # the index only forgets words when it is rewritten
-                database.execute("INSERT INTO words (words) VALUES ('optimize')")
+            if gone:
+                forget_words(database, "words")
+                forget_words(database, "chunk_words")
         return gone
 
     def _change(self, chat: str, change: str, value: object) -> None:
@@ -223,9 +226,8 @@ class History:
     def messages(self, chat: str) -> list[Message]:
         """A chat's messages of all branches, oldest first. An unfinished answer counts as stopped."""
         query = (
-            "SELECT id, parent, role, text, state, error, model, statistics, created, calls FROM messages WHERE "
-            "chat = ? "
-            "ORDER BY number"
+            "SELECT id, parent, role, text, state, error, model, statistics, passages, created, calls FROM messages "
+            "WHERE chat = ? ORDER BY number"
         )
         return [_message(row) for row in self._read(query, (chat,))]
 
@@ -288,20 +290,8 @@ class History:
     @contextmanager
     def _writing(self) -> Iterator[sqlite3.Connection]:
         """A transaction; nested ones join the outer one."""
-        with self._lock:
-            if self._database.in_transaction:
-                yield self._database
-                return
-            try:
-                self._database.execute("BEGIN IMMEDIATE")
-                try:
-                    yield self._database
-                except BaseException:
-                    self._database.execute("ROLLBACK")
-                    raise
-                self._database.execute("COMMIT")
-            except sqlite3.Error as error:
-                raise HistoryError(database_error(self.path, error)) from error
+        with self._lock, transaction(self._database, self.path) as database:
+            yield database
 
 
 def title_of(text: str) -> str:
@@ -333,6 +323,7 @@ def _row(chat: str, message: Message) -> tuple[object, ...]:
         None if message.error is None else encodable(message.error),
         message.model,
         statistics,
+        None if message.passages is None else json.dumps(to_json(message.passages)),
         message.created.isoformat(),
         json.dumps(calls_json(message.calls)) if message.calls else None,
     )
@@ -367,6 +358,21 @@ def statistics_of(found: object) -> Statistics | None:
         return None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Quoted:
+    """The passages of a message, as `from_json` reads them."""
+
+    passages: Sequence[Passage]
+
+
+def passages_of(found: object) -> Sequence[Passage] | None:
+    """A message's passages from JSON; None if malformed."""
+    try:
+        return from_json(_Quoted, {"passages": found}).passages
+    except WireError:
+        return None
+
+
 def extras_of(packed: str | None) -> Extras:
     """Inverse of `History.note`; ignores malformed parts."""
     try:
@@ -382,7 +388,7 @@ def _moment(text: str) -> datetime:
 
 
 def _message(row: tuple[Any, ...]) -> Message:
-    number, parent, role, text, state, error, model, statistics, created, calls = row
+    number, parent, role, text, state, error, model, statistics, passages, created, calls = row
     return Message(
         id=number,
         parent=parent,
@@ -392,9 +398,16 @@ def _message(row: tuple[Any, ...]) -> Message:
         error=error,
         model=model,
         statistics=None if statistics is None else statistics_of(json.loads(statistics)),
+        passages=None if passages is None else passages_of(json.loads(passages)),
         calls=() if calls is None else calls_of(json.loads(calls)),
         created=_moment(created),
     )
+
+
+def _title_before(extras: Extras) -> str:
+    """The title of a chat without messages."""
+    documents = ", ".join(source.name for source in extras.sources)
+    return title_of(extras.draft if extras.draft.strip() else documents)
 
 
 def _chat(row: tuple[Any, ...]) -> Chat:
@@ -402,7 +415,7 @@ def _chat(row: tuple[Any, ...]) -> Chat:
     more = extras_of(extras)
     return Chat(
         id=number,
-        title=title_of(more.draft) if title == UNNAMED and more.draft.strip() else title,
+        title=_title_before(more) if title == UNNAMED else title,
         model=model,
         pinned=bool(pinned),
         created=_moment(created),

@@ -35,6 +35,7 @@ from app.tui.messages import (
     LeftOut,
     LoadAsked,
     NotKept,
+    NotSearched,
     StatusChanged,
     ToolsChanged,
 )
@@ -120,6 +121,11 @@ class ChatApp(WorkApp):
     def _cannot_keep(self, reason: str) -> None:
         """Report a failure to save; may be called from any thread."""
         self.post_message(NotKept(reason))
+
+    @on(NotSearched)
+    def tell_not_searched(self, event: NotSearched) -> None:
+        """Show why documents are not searched."""
+        self.notify(f"The documents were not searched: {event.reason}", severity="error", timeout=20)
 
     @on(NotKept)
     def tell_not_kept(self, event: NotKept) -> None:
@@ -318,7 +324,7 @@ class ChatApp(WorkApp):
         self.chat.edit()
 
     def action_attach(self) -> None:
-        """Attach a text file to the message."""
+        """Attach a file or folder."""
         self.chat.attach()
 
     def action_chat_settings(self) -> None:

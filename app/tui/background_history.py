@@ -25,7 +25,9 @@ class BackgroundHistory:
     """
 
     def __init__(self, path: Path, on_error: Callable[[str], object]) -> None:
-        self._path, self._on_error = path, on_error
+        self.path = path
+        """The file."""
+        self._on_error = on_error
         self._recorder: Recorder | None = None
         self._history: History | None = None
         self._alone = asyncio.Lock()
@@ -35,7 +37,7 @@ class BackgroundHistory:
         if self._recorder is None:
             from app.history.recorder import Recorder
 
-            self._recorder = Recorder(self._path, self._on_error)
+            self._recorder = Recorder(self.path, self._on_error)
         self._recorder.record(conversation.id, conversation.head, message)
 
     def note(self, conversation: Conversation) -> None:
@@ -43,12 +45,12 @@ class BackgroundHistory:
         if self._recorder is None:
             from app.history.recorder import Recorder
 
-            self._recorder = Recorder(self._path, self._on_error)
+            self._recorder = Recorder(self.path, self._on_error)
         self._recorder.note(conversation.id, conversation.head, conversation.extras)
 
     async def prompts(self) -> Sequence[str]:
         """The user's latest prompts, newest last."""
-        if not self._path.is_file():
+        if not self.path.is_file():
             return ()
         return await self._do(lambda history: history.prompts())
 
@@ -61,13 +63,13 @@ class BackgroundHistory:
         Raises:
             HistoryError: the history can't be read. Every method here raises it.
         """
-        if not self._path.is_file():
+        if not self.path.is_file():
             return ()
         return await self._do(lambda history: history.chats(limit))
 
     async def search(self, text: str) -> Sequence[Found]:
         """Messages that contain the words of a text; see `History.search`."""
-        if not self._path.is_file():
+        if not self.path.is_file():
             return ()
         return await self._do(lambda history: history.search(text))
 
@@ -109,7 +111,7 @@ class BackgroundHistory:
         if self._recorder is not None:
             self._recorder.flush()
         if self._history is None:
-            self._history = History(self._path)
+            self._history = History(self.path)
             self._history.purge()
             self._history.drop_empty()
         return act(self._history)

@@ -26,7 +26,9 @@ KEYS = (
         priority=True,
         show=False,
     ),
-    Binding("ctrl+o", "attach", "attach", tooltip="Send a text file", id="chat.attach", priority=True, show=False),
+    Binding(
+        "ctrl+o", "attach", "attach", tooltip="Attach a file or folder", id="chat.attach", priority=True, show=False
+    ),
     Binding("escape", "stop", "stop", tooltip="Stop what is running; what was written stays", id="chat.stop"),
     Binding(
         "f2", "models", "models", tooltip="Choose, download, quantize or delete a model", id="app.models", priority=True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from textual.message import Message
@@ -72,6 +73,22 @@ class NotKept(Message):
     """Chats can't be saved."""
 
     reason: str
+
+
+@dataclass
+class NotSearched(Message):
+    """The documents of a chat can't be searched."""
+
+    reason: str
+
+
+@dataclass
+class AttachAsked(Message):
+    """The user dropped a file on the terminal."""
+
+    path: Path
+    typed: str
+    """What to type if it can't be attached."""
 
 
 @dataclass

@@ -61,7 +61,8 @@ class OpenChats:
     def note(self, conversation: Conversation, **changes: Any) -> None:
         """Change a conversation's `Extras`, and save them with its head."""
         conversation.extras = replace(conversation.extras, **changes)
-        if self.history is not None and self.saves and (len(conversation) or conversation.extras.draft.strip()):
+        extras = conversation.extras
+        if self.history is not None and self.saves and (len(conversation) or extras.draft.strip() or extras.sources):
             self.history.note(conversation)
 
     def begin(self) -> None:

@@ -22,7 +22,7 @@ def commands(app: WorkApp) -> Iterator[SystemCommand]:
         ("Continue", "Continue an answer that ended early", "continue"),
         ("Stop", "Stop the answer; what was written stays", "stop"),
         ("Copy answer", "Copy the last answer", "copy_answer"),
-        ("Attach a file", "Send a text file with the message", "attach"),
+        ("Attach", "Send a document with the message, or have a long one or a folder searched", "attach"),
         ("This chat", "System prompt and sampling of this chat only", "chat_settings"),
         ("Presets", "Choose a system prompt for this chat, or save a new one", "presets"),
         ("Tools", "Servers of tools, and what this chat may use", "tools"),

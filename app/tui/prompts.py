@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 from textual.message import Message as Event
 
 from app.conversation import Conversation, Message, prompt_of, split_reasoning
-from app.errors import ClientError
-from app.fitting import Fit, fit, later, rate_of
+from app.documents.prompt import grounded, passage_room
+from app.errors import ClientError, HistoryError
+from app.fitting import USUAL_CONTEXT, Fit, fit, later, rate_of
 from app.settings import Settings
 from app.tui.answers import Prompt
 from app.tui.connection import Connection
-from app.tui.messages import LeftOut
+from app.tui.documents import Documents
+from app.tui.messages import LeftOut, NotSearched
 
 if TYPE_CHECKING:
     from runtime.wire.answers import Status
@@ -51,6 +53,7 @@ class Prompts:
         note: Note,
         post: Callable[[Event], object],
         summarizes: Callable[[], bool],
+        documents: Documents,
         tools: OffersTools,
     ) -> None:
         """Start.
@@ -61,10 +64,11 @@ class Prompts:
             note: saves which messages are left out of a conversation.
             post: receives the event that messages are left out.
             summarizes: whether the user asked for a summary this time, whatever the settings say.
+            documents: searches the documents of conversations.
             tools: the tools that conversations may use.
         """
         self._connection, self._settings, self._note, self._post = connection, settings, note, post
-        self._summarizes, self._tools = summarizes, tools
+        self._summarizes, self._documents, self._tools = summarizes, documents, tools
 
     @property
     def _status(self) -> Status | None:
@@ -93,7 +97,7 @@ class Prompts:
 
     def will_leave_out(self, conversation: Conversation, typed: str) -> int:
         """Number of messages of a conversation that the next prompt leaves out and the last one did not."""
-        path = conversation.path()
+        path = grounded(conversation.path())
         if not path or self._status is None or not self._status.context:
             return 0
         asked = Message(id="", parent=path[-1].id, role="user", text=typed)
@@ -111,7 +115,9 @@ class Prompts:
             "max_tokens": self.setting_of(conversation, "max_tokens"),
         }
         sampling |= {key: value for key, value in conversation.extras.settings.items() if key in sampling}
-        path = conversation.path(answer)
+        if not resume:
+            await self._search(conversation, answer)
+        path = grounded(conversation.path(answer))
         path = path if resume else path[:-1]
         tools = () if resume else await self._tools.records(conversation, path)
         found = self.fit(conversation, path)
@@ -127,6 +133,23 @@ class Prompts:
             tools=tools or None,
         )
 
+    async def _search(self, conversation: Conversation, answer: str) -> None:
+        """Find the passages for an answer in the conversation's documents, and keep them with it."""
+        if not conversation.extras.sources or conversation[answer].passages is not None:
+            return
+        parent = conversation[answer].parent
+        if parent is not None and conversation[parent].role == "assistant":
+            return  # it answers results of tools; the prompt has its passages
+        path = grounded(conversation.path(answer))[:-1]
+        context = (self._status.context if self._status is not None else None) or USUAL_CONTEXT
+        questions = [message.text for message in conversation.path(answer) if message.role == "user"]
+        try:
+            found = await self._documents.find(conversation, questions, passage_room(context, rate_of(path)))
+        except HistoryError as error:
+            self._post(NotSearched(str(error)))
+        else:
+            conversation.revise(answer, passages=found)
+
     @staticmethod
     def _with_summary(conversation: Conversation, system: str, first: int) -> str:
         """The system prompt, with the summary of the messages that are left out."""
@@ -135,7 +158,7 @@ class Prompts:
 
     def read_before(self, conversation: Conversation, answer: str) -> list[Mapping[str, Any]]:
         """The messages that the model saw when it wrote an answer, as far as that is known now."""
-        path = conversation.path(answer)
+        path = grounded(conversation.path(answer))
         statistics = path[-1].statistics
         first = statistics.left_out or 0 if statistics is not None else 0
         system = str(self.setting_of(conversation, "system_prompt"))
@@ -168,13 +191,16 @@ class Prompts:
             return ""
 
     def shorten(self, conversation: Conversation, answer: str) -> bool:
-        """Leave out one more exchange, because the runtime counted more tokens than the estimate."""
+        """Leave out one more exchange, because the runtime counted more tokens than the estimate; then passages."""
         path = conversation.path(answer)[:-1]
         ids = [message.id for message in path]
         since = conversation.extras.since
         found = later(path, ids.index(since) if since in ids else 0)
         if found is None:
-            return False
+            passages = conversation[answer].passages or ()
+            if len(passages) > 1:
+                conversation.revise(answer, passages=passages[: len(passages) // 2])
+            return len(passages) > 1
         self._note(conversation, since=path[found].id)
         self._post(LeftOut(conversation.id))
         return True

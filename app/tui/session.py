@@ -17,6 +17,7 @@ from app.settings import Settings
 from app.tui.answers import Answers, Writing
 from app.tui.background_history import BackgroundHistory
 from app.tui.connection import Connection
+from app.tui.documents import Documents
 from app.tui.figures import tuning_title
 from app.tui.jobs import STAGES, Job
 from app.tui.messages import ChatEnded, JobChanged, RuntimeLost, StatusChanged
@@ -80,10 +81,17 @@ class Session:
         self._recovering = False
         self.summarizes = False
         """Whether the messages left out next are summarized, because the user asked for it this time."""
+        self.documents = Documents(history.path if history is not None else None, lambda: self.saves)
         self.tools = ChatTools(post, self.note, lambda: None if self.status is None else self.status.context)
         """Servers of tools, and what chats may do with them."""
         self._prompts = Prompts(
-            self._connection, lambda: self.settings, self.note, post, self._wants_summary, self.tools
+            self._connection,
+            lambda: self.settings,
+            self.note,
+            post,
+            self._wants_summary,
+            self.documents,
+            self.tools,
         )
         self.answers = Answers(
             self._connection,
@@ -113,6 +121,7 @@ class Session:
         await self.answers.stop()
         await self.stop_work()
         await self.tools.close()
+        await self.documents.close()
         self.note(self.conversation)
         self._chats.begin()
         with contextlib.suppress(ClientError, OSError, TimeoutError):
@@ -443,11 +452,13 @@ class Session:
         self._chats.begin()
 
     async def forget_ended(self) -> None:
-        """Have the runtime delete the caches of ended conversations; without a runtime, do so later.
+        """Forget documents of ended conversations, and have the runtime delete their caches, later if there is none.
 
         Raises:
             ClientError: it refused; the next call tries again.
         """
+        if not self.saves and not self.conversation.extras.sources:
+            await self.documents.forget_unsaved()
         await self._chats.forget_ended()
 
     # Answers

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from difflib import get_close_matches
 from typing import Any
 
 from models.errors import UnsupportedModelError
+from models.families.ernie4_5 import ERNIE4_5
+from models.families.exaone4 import EXAONE4
 from models.families.family import Family
 from models.families.fields import PUBLISHED, Fields
+from models.families.gemma import GEMMA2, GEMMA3
+from models.families.glm4 import GLM4
 from models.families.granite import GRANITE
+from models.families.hunyuan import HUNYUAN
 from models.families.llama import LLAMA
-from models.families.mistral import MINISTRAL, MISTRAL
+from models.families.mistral import MINISTRAL, MINISTRAL3, MISTRAL
+from models.families.olmo import OLMO2, OLMO3
 from models.families.phi3 import PHI3
 from models.families.qwen import QWEN2, QWEN3
 from models.families.seed_oss import SEED_OSS
@@ -19,21 +26,42 @@ from models.families.smollm3 import SMOLLM3
 from models.spec import ModelSpec
 
 FAMILIES: Mapping[str, Family] = {
-    family.model_type: family for family in (LLAMA, MISTRAL, MINISTRAL, QWEN2, QWEN3, PHI3, SMOLLM3, GRANITE, SEED_OSS)
+    family.model_type: family
+    for family in (
+        *(LLAMA, MISTRAL, MINISTRAL, MINISTRAL3, QWEN2, QWEN3, PHI3, SMOLLM3, GRANITE, SEED_OSS),
+        *(GEMMA2, GEMMA3, OLMO2, OLMO3, EXAONE4, GLM4, HUNYUAN, ERNIE4_5),
+    )
 }
 """Every supported family by its `model_type`."""
 
-SUPPORTED = "Llama 2/3/3.1/3.2, Mistral, Ministral 8B, Qwen2/2.5, Qwen3, Phi-3/3.5, SmolLM3, Granite 3 and Seed-OSS"
+SUPPORTED = (
+    "Llama 2/3/3.1/3.2, Mistral, Ministral 8B and 3, Qwen2/2.5, Qwen3, Phi-3/3.5, SmolLM3, Granite 3, Seed-OSS, "
+    "Gemma 2/3, OLMo 2/3, EXAONE 4, GLM-4, Hunyuan and ERNIE 4.5"
+)
 """The families as an error message names them."""
 
 _EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_intermediate_size")
+
+
+def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of a config.json that describes the language model; the whole, unless there are others (`text_config`).
+
+    What the whole says of tokens, ties and quantization holds for the part too, unless that says something else.
+    """
+    part, names = config.get("text_config"), config.get("architectures")
+    wrappers = {family.wrapper for family in FAMILIES.values()} - {""}
+    if not isinstance(part, dict) or not isinstance(names, list) or not wrappers.intersection(map(str, names)):
+        return config
+    shared = ("bos_token_id", "eos_token_id", "tie_word_embeddings", "quantization_config")
+    above = {key: config[key] for key in shared if config.get(key) is not None}
+    return {**above, **{key: value for key, value in part.items() if value is not None}, "architectures": None}
 
 
 def family_of(config: Mapping[str, Any], *, source: str = "config.json") -> Family:
     """The family of a checkpoint.
 
     Args:
-        config: Parsed config.json.
+        config: Parsed config.json, or its `text_part`.
         source: What errors call it.
 
     Raises:
@@ -48,8 +76,9 @@ def family_of(config: Mapping[str, Any], *, source: str = "config.json") -> Fami
     ]
     if len(candidates) != 1:
         found = f"model_type '{model_type}', architectures {', '.join(names) or 'not given'}"
+        near = nearest(str(model_type or "".join(names)))
         raise UnsupportedModelError(
-            f"{source}: the architecture is not supported ({found}). Supported are {SUPPORTED}: "
+            f"{source}: the architecture is not supported ({found}).{near} Supported are {SUPPORTED}: "
             f"{', '.join(family.architecture for family in FAMILIES.values())}."
         )
     if config.get("quantization_config"):
@@ -66,6 +95,13 @@ def family_of(config: Mapping[str, Any], *, source: str = "config.json") -> Fami
             f"Supported are dense models of {SUPPORTED}."
         )
     return candidates[0]
+
+
+def nearest(name: str) -> str:
+    """A sentence about the supported family whose name is most like that of an unsupported one; "" if none is."""
+    known = [family.removesuffix("_text") for family in FAMILIES]
+    found = get_close_matches(name.lower().removesuffix("_text")[:64], known, n=1, cutoff=0.7)
+    return f" The nearest that is supported is {found[0]}." if found else ""
 
 
 def spec_from_config(
@@ -87,6 +123,7 @@ def spec_from_config(
         UnsupportedModelError: The architecture, or an option of it, is not one this program runs.
         CheckpointError: A value is missing or not acceptable.
     """
+    config = text_part(config)
     fields = Fields(table=config, source=source, remedy=remedy)
     spec = family_of(config, source=source).read(fields)
     tables = [

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypedDict
 
 from models.errors import CheckpointError, UnsupportedModelError
 from models.families.fields import Fields
-from models.spec import ModelSpec
+from models.spec import Activation, ModelSpec
 
 SEPARATE_LINEAR_SOURCES: Mapping[str, tuple[str, ...]] = {
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -17,6 +17,21 @@ SEPARATE_LINEAR_SOURCES: Mapping[str, tuple[str, ...]] = {
     "down": ("mlp.down_proj",),
 }
 """Modules of a block that make up each linear layer, in the order they are fused."""
+NORMS: Mapping[str, str] = {
+    "input_norm": "input_layernorm",
+    "post_norm": "post_attention_layernorm",
+    "q_norm": "self_attn.q_norm",
+    "k_norm": "self_attn.k_norm",
+}
+"""Modules of a block's norms, as most families call them."""
+NORMS_AFTER: Mapping[str, str] = {
+    **NORMS,
+    "o_norm": "post_attention_layernorm",
+    "post_norm": "pre_feedforward_layernorm",
+    "down_norm": "post_feedforward_layernorm",
+}
+"""The same in families with norms behind attention and MLP."""
+_ACTIVATIONS: Mapping[str, Activation] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 DEEPEST, WIDEST, LARGEST_VOCABULARY = 1000, 1 << 20, 1 << 24
 """Maximum numbers of blocks, channels and tokens of a model: ten times those of the largest known ones."""
 
@@ -33,8 +48,16 @@ class Family:
     """Builds the specification, without token ids."""
     linear_sources: Mapping[str, tuple[str, ...]]
     """Modules of a block that make up each linear layer, in the order they are fused."""
+    norms: Mapping[str, str] = field(default_factory=lambda: NORMS)
+    """Modules of a block's norms."""
     multipliers: Callable[[Fields], Mapping[str, float]] = lambda _: {}
-    """Multipliers of config.json that fold into weights: factors of `q`, `o`, `down` and `norm`."""
+    """Multipliers of config.json that fold into weights: factors of `q`, `o`, `down` and of norms."""
+    norm_offset: float = 0.0
+    """What is added to the stored weights of all norms: 1 in families that store w and multiply by 1 + w."""
+    interleaved: bool = False
+    """Whether channels 2i and 2i + 1 of a head rotate together. The rows of q and k are then read in another order."""
+    wrapper: str = ""
+    """The class of multimodal checkpoints whose text part is of this family."""
 
     def sources(self, name: str) -> tuple[str, ...]:
         """Modules of the checkpoint whose tensors make up what `models.architecture` calls `name`.
@@ -44,13 +67,7 @@ class Family:
         if not name.startswith("layers."):
             return {"embed": ("model.embed_tokens",), "norm": ("model.norm",), "head": ("lm_head",)}[name]
         _, layer, part = name.split(".")
-        norms = {
-            "input_norm": "input_layernorm",
-            "post_norm": "post_attention_layernorm",
-            "q_norm": "self_attn.q_norm",
-            "k_norm": "self_attn.k_norm",
-        }
-        modules = (norms[part],) if part in norms else self.linear_sources[part]
+        modules = (self.norms[part],) if part in self.norms else self.linear_sources[part]
         return tuple(f"model.layers.{layer}.{module}" for module in modules)
 
 
@@ -67,6 +84,7 @@ class Common(TypedDict):
     max_context: int
     norm_eps: float
     tied: bool
+    activation: Activation
 
 
 def read_common(fields: Fields, *, head_dim: int | None = None) -> Common:
@@ -77,13 +95,15 @@ def read_common(fields: Fields, *, head_dim: int | None = None) -> Common:
         head_dim: What an absent `head_dim` means; None = hidden_size / num_attention_heads.
 
     Raises:
-        UnsupportedModelError: An activation other than SiLU.
+        UnsupportedModelError: An activation that no backend has.
         CheckpointError: A value is missing or not acceptable.
     """
-    activation = fields.text("hidden_act", "silu")
-    if activation not in ("silu", "swish"):
+    key = "hidden_activation" if fields.table.get("hidden_activation") is not None else "hidden_act"
+    activation = fields.text(key, "silu")
+    if activation not in _ACTIVATIONS:
         raise UnsupportedModelError(
-            f"{fields.source}: hidden_act '{activation}' is not supported (supported: silu). Choose another model."
+            f"{fields.source}: {key} '{activation}' is not supported (supported: {', '.join(_ACTIVATIONS)}). "
+            "Choose another model."
         )
     hidden = fields.integer("hidden_size", most=WIDEST)
     heads = fields.integer("num_attention_heads", most=WIDEST)
@@ -106,6 +126,7 @@ def read_common(fields: Fields, *, head_dim: int | None = None) -> Common:
         max_context=fields.integer("max_position_embeddings"),
         norm_eps=fields.number("rms_norm_eps"),
         tied=fields.flag("tie_word_embeddings", False),
+        activation=_ACTIVATIONS[activation],
     )
 
 
@@ -120,6 +141,11 @@ def refuse_attention_bias(fields: Fields) -> None:
             f"{fields.source}: 'attention_bias' is true, which {fields.table.get('model_type')} models do not have. "
             "Choose another model."
         )
+
+
+def every(interval: int, num_layers: int, window: int | None) -> tuple[int | None, ...]:
+    """Sliding windows of blocks of which every so many have none."""
+    return tuple(None if (layer + 1) % interval == 0 else window for layer in range(num_layers))
 
 
 def listed_windows(fields: Fields, num_layers: int, window: int | None) -> tuple[int | None, ...] | None:

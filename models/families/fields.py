@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from models.errors import CheckpointError
@@ -76,6 +76,14 @@ class Fields:
         if not isinstance(value, str):
             raise self.wrong(key, value, "a string")
         return value
+
+    def optional_number(self, key: str) -> float | None:
+        """A finite number above 0, or None where the key is absent or null."""
+        return None if self.table.get(key) is None else self.number(key)
+
+    def with_defaults(self, defaults: Mapping[str, Any]) -> Fields:
+        """The same table, with values for keys that are absent or null."""
+        return replace(self, table={**defaults, **{key: x for key, x in self.table.items() if x is not None}})
 
     def section(self, key: str) -> Fields | None:
         """A nested table, or None where the key is absent, null or empty."""

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 from models.errors import CheckpointError, UnsupportedModelError
 from models.families.fields import Fields
 from models.spec import RopeKind, RopeSpec
 
-KINDS: Mapping[str, RopeKind] = {"default": "default", "linear": "linear", "llama3": "llama3", "longrope": "longrope"}
+KINDS: Mapping[str, RopeKind] = {kind: kind for kind in ("default", "linear", "llama3", "longrope", "yarn")}
 """Supported values of `rope_type`."""
 
 
@@ -31,13 +32,59 @@ def rope_spec(
         UnsupportedModelError: A kind of scaling that this program doesn't run.
         CheckpointError: A value is missing or not acceptable.
     """
-    table = (
-        fields.section("rope_scaling") or fields.section("rope_parameters") or Fields(table={}, source=fields.source)
-    )
+    table = _table(fields)
     if any(isinstance(value, dict) for value in table.table.values()):
         raise UnsupportedModelError(
             f"{table.source}: rotary parameters that differ by layer type are not supported. Choose another model."
         )
+    return _read(fields, table, head_dim, max_context, aliases)
+
+
+def rope_specs(
+    fields: Fields, head_dim: int, max_context: int, *, theta: float, local: float | None
+) -> tuple[RopeSpec, RopeSpec]:
+    """Read the rotary embeddings of a model whose blocks with a window have another one.
+
+    Before transformers 5 these had `rope_local_base_freq`, or `rope_theta` too, and no scaling.
+
+    Args:
+        fields: The whole config.json.
+        head_dim: D.
+        max_context: `max_position_embeddings`.
+        theta: Base of the blocks that see everything, where config.json doesn't say.
+        local: Base of those with a window, where config.json doesn't say; None: the same as of the others.
+
+    Returns:
+        That of the blocks that see everything, and that of those with a window.
+
+    Raises:
+        UnsupportedModelError: A kind of scaling that this program doesn't run.
+        CheckpointError: A value is missing or not acceptable.
+    """
+    table = _table(fields)
+    parts = [table.section(kind) for kind in ("full_attention", "sliding_attention")]
+    if not any(parts):
+        base = fields.number("rope_theta", theta)
+        own = fields.number("rope_local_base_freq", base if local is None else local)
+        parts = [table.with_defaults({"rope_theta": base}), replace(table, table={"rope_theta": own})]
+    both = [
+        (part or replace(table, table={})).with_defaults({"rope_theta": base})
+        for part, base in zip(parts, (theta, theta if local is None else local), strict=True)
+    ]
+    full, sliding = (_read(fields, part, head_dim, max_context, None) for part in both)
+    return full, sliding
+
+
+def _table(fields: Fields) -> Fields:
+    """The table of rotary parameters; empty where there is none."""
+    found = fields.section("rope_scaling") or fields.section("rope_parameters")
+    return found or Fields(table={}, source=fields.source, remedy=fields.remedy)
+
+
+def _read(
+    fields: Fields, table: Fields, head_dim: int, max_context: int, aliases: Mapping[str, RopeKind] | None
+) -> RopeSpec:
+    """See `rope_spec`; `table` has the rotary parameters."""
     known = {**KINDS, **(aliases or {})}
     name = table.text("rope_type", table.table.get("type") or "default")
     if name not in known:
@@ -54,6 +101,8 @@ def rope_spec(
         return RopeSpec(theta=theta, rotary_dim=rotary_dim, kind=kind, factor=table.number("factor"))
     if kind == "llama3":
         return _llama3(fields, table, theta, rotary_dim, max_context)
+    if kind == "yarn":
+        return _yarn(fields, table, theta, rotary_dim, max_context)
     return _longrope(fields, table, theta, rotary_dim, max_context)
 
 
@@ -87,6 +136,32 @@ def _llama3(fields: Fields, table: Fields, theta: float, rotary_dim: int, max_co
         high_freq_factor=high,
         original_context=_original_context(fields, table, max_context),
     )
+
+
+def _yarn(fields: Fields, table: Fields, theta: float, rotary_dim: int, max_context: int) -> RopeSpec:
+    original = _original_context(fields, table, max_context)
+    factor = table.number("factor", max_context / original)
+    fast, slow = table.number("beta_fast", 32.0), table.number("beta_slow", 1.0)
+    if slow >= fast:
+        raise table.wrong("beta_slow", slow, f"below beta_fast ({fast})")
+    both = table.optional_number("mscale"), table.optional_number("mscale_all_dim")
+    own, others = (both[0], both[1]) if None not in both else (1.0, 0.0)
+    return RopeSpec(
+        theta=theta,
+        rotary_dim=rotary_dim,
+        kind="yarn",
+        factor=factor,
+        original_context=original,
+        beta_fast=fast,
+        beta_slow=slow,
+        truncate=table.flag("truncate", True),
+        attention_factor=table.number("attention_factor", _mscale(factor, own) / _mscale(factor, others)),
+    )
+
+
+def _mscale(factor: float, strength: float | None) -> float:
+    """YaRN's sharpening of attention, which grows with the log of the stretch (§3.4)."""
+    return 1.0 + 0.1 * (strength or 0.0) * math.log(factor) if factor > 1 else 1.0
 
 
 def _longrope(fields: Fields, table: Fields, theta: float, rotary_dim: int, max_context: int) -> RopeSpec:

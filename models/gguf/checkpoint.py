@@ -7,9 +7,10 @@ from functools import partial
 from pathlib import Path
 
 from models.checkpoint_files import CONFIG, GENERATION_CONFIG, CheckpointFiles
-from models.families import family_of, spec_from_config
+from models.families import FAMILIES, family_of, spec_from_config
 from models.families.fields import Fields
 from models.generation_config import gguf_generation_config
+from models.gguf.architectures import ARCHITECTURES
 from models.gguf.config import REMEDY, check_kind, config_of
 from models.gguf.header import read_header
 from models.gguf.tensors import name_in_file, tensors_of, weights_by_type
@@ -28,25 +29,27 @@ def read_gguf(path: Path) -> CheckpointFiles:
     architecture = check_kind(header)
     check_tokenizer(header)  # fail before hours of work are wasted
     heads: dict[str, int] = {}
-    if architecture == "llama":
+    known = ARCHITECTURES[architecture]
+    if known.pairs:
         fields = Fields(table=header.metadata, source=str(path), remedy=REMEDY)
-        count = fields.integer("llama.attention.head_count")
+        count = fields.integer(f"{architecture}.attention.head_count")
         heads["self_attn.q_proj"] = count
-        heads["self_attn.k_proj"] = fields.integer("llama.attention.head_count_kv", count)
-    tensors = tensors_of(header, architecture, heads)
+        heads["self_attn.k_proj"] = fields.integer(f"{architecture}.attention.head_count_kv", count)
+    tensors = tensors_of(header, architecture, FAMILIES[known.model_type], heads)
     config = config_of(header, tensors)
+    family = family_of(config, source=str(path))
     tables = {CONFIG: config, GENERATION_CONFIG: gguf_generation_config(header.metadata)}
     return CheckpointFiles(
         path=path,
         configuration={name: json.dumps(table, indent=2).encode() for name, table in tables.items() if table},
         spec=spec_from_config(config, source=str(path), remedy=REMEDY),
-        family=family_of(config, source=str(path)),
-        multipliers={},
+        family=family,
+        multipliers=family.multipliers(Fields(table=config, source=str(path))),
         described_in="the metadata",
         remedy=REMEDY,
         entries=tensors,
         weights=(path,),
-        own_name=partial(name_in_file, architecture=architecture),
+        own_name=partial(name_in_file, family=family),
         tokenizer=partial(tokenizer_files, header),
         types=weights_by_type(tensors.values()),
     )

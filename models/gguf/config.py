@@ -15,19 +15,12 @@ from typing import Any
 import numpy as np
 
 from models.errors import CheckpointError, UnsupportedModelError
+from models.families import FAMILIES, nearest
 from models.families.fields import Fields
+from models.gguf.architectures import ARCHITECTURES, CAPS
 from models.gguf.header import Header
 from models.gguf.tensors import GgufTensor
 from models.gguf.vocabulary import ends_of_generation, read_vocabulary
-
-ARCHITECTURES: Mapping[str, tuple[str, str]] = {
-    "llama": ("llama", "LlamaForCausalLM"),
-    "qwen2": ("qwen2", "Qwen2ForCausalLM"),
-    "qwen3": ("qwen3", "Qwen3ForCausalLM"),
-    "phi3": ("phi3", "Phi3ForCausalLM"),
-}
-"""Supported values of `general.architecture`, with `model_type` and class of config.json. Mistral models call
-themselves llama."""
 
 REMEDY = "Take the file from the model's publisher, or another conversion of the model."
 """Advice for invalid metadata."""
@@ -36,19 +29,17 @@ _FOREIGN = (
     "attention.clamp_kqv",
     "attention.max_alibi_bias",
     "attention.scale",
-    "attn_logit_softcapping",
     "embedding_scale",
     "expert_count",
-    "final_logit_softcapping",
     "logit_scale",
     "residual_scale",
     "use_parallel_residual",
 )
 """Keys of an architecture that change a block's arithmetic in unsupported ways unless they are 0."""
-_WITH_WINDOW = ("llama", "phi3")
-"""Architectures whose sliding window applies to all blocks."""
+_USUAL_HEADS = ("llama", "qwen2", "phi3")
+"""Architectures whose heads are as wide as the hidden size says where config.json doesn't."""
 _MAX_FACTORS = 1 << 16
-_SCALINGS = ("none", "linear")
+_SCALINGS = ("none", "linear", "yarn")
 """Kinds of rotary scaling that metadata alone describe; longrope and llama3 come as tensors of factors."""
 
 
@@ -73,9 +64,9 @@ def check_kind(header: Header) -> str:
     if architecture not in ARCHITECTURES:
         raise UnsupportedModelError(
             f"{header.path}: the architecture '{architecture}' is not supported (supported: "
-            f"{', '.join(ARCHITECTURES)}; Mistral models come as llama). Choose another model."
+            f"{', '.join(ARCHITECTURES)}; Mistral models come as llama).{nearest(architecture)} Choose another model."
         )
-    for name in _FOREIGN:
+    for name in (*_FOREIGN, *(cap for cap in CAPS if cap not in ARCHITECTURES[architecture].caps)):
         value = header.metadata.get(f"{architecture}.{name}")
         if value:
             raise UnsupportedModelError(
@@ -98,13 +89,13 @@ def config_of(header: Header, tensors: Mapping[str, GgufTensor]) -> dict[str, An
     """
     fields = Fields(table=header.metadata, source=str(header.path), remedy=REMEDY)
     name = fields.text("general.architecture")
-    model_type, architecture = ARCHITECTURES[name]
+    known = ARCHITECTURES[name]
     heads, blocks = fields.integer(f"{name}.attention.head_count"), fields.integer(f"{name}.block_count")
     if blocks > len(tensors):  # the following code would allocate memory for all of them
         raise fields.wrong(f"{name}.block_count", blocks, f"the number of blocks that {len(tensors)} tensors make up")
     config: dict[str, Any] = {
-        "architectures": [architecture],
-        "model_type": model_type,
+        "architectures": [FAMILIES[known.model_type].architecture],
+        "model_type": known.model_type,
         "hidden_size": fields.integer(f"{name}.embedding_length"),
         "intermediate_size": fields.integer(f"{name}.feed_forward_length"),
         "num_hidden_layers": blocks,
@@ -117,10 +108,10 @@ def config_of(header: Header, tensors: Mapping[str, GgufTensor]) -> dict[str, An
         "hidden_act": "silu",
         "tie_word_embeddings": "lm_head.weight" not in tensors,
     }
-    config |= _biases(model_type, tensors)
     config |= _heads(fields, name, config)
     config |= _window(fields, name, config["max_position_embeddings"])
     config |= _rope_scaling(fields, name, tensors)
+    config |= known.options(fields, name, config, frozenset(tensors))
     vocabulary = read_vocabulary(header)
     if len(vocabulary.tokens) > config["vocab_size"]:
         raise CheckpointError(
@@ -155,17 +146,6 @@ def _short(value: float) -> float:
         return float(str(np.float32(value)))
 
 
-def _biases(model_type: str, tensors: Mapping[str, GgufTensor]) -> dict[str, bool]:
-    """Which biases a Llama model has; others have none, or always the same."""
-    if model_type != "llama":
-        return {}
-    layer = "model.layers.0"
-    return {
-        "attention_bias": f"{layer}.self_attn.q_proj.bias" in tensors,
-        "mlp_bias": f"{layer}.mlp.gate_proj.bias" in tensors,
-    }
-
-
 def _heads(fields: Fields, name: str, config: Mapping[str, Any]) -> dict[str, Any]:
     """Width of a head, and how much of it rotates, where they are not the usual."""
     usual = config["hidden_size"] // config["num_attention_heads"]
@@ -178,12 +158,12 @@ def _heads(fields: Fields, name: str, config: Mapping[str, Any]) -> dict[str, An
         )
     rotated = fields.integer(f"{name}.rope.dimension_count", width)
     found: dict[str, Any] = {}
-    if width != usual or name == "qwen3":  # the default of a Qwen3 config is 128
+    if width != usual or name not in _USUAL_HEADS:
         found["head_dim"] = width
     if rotated != width:
-        if name == "llama":
+        if ARCHITECTURES[name].pairs:
             raise UnsupportedModelError(
-                f"{fields.source}: heads of {width} channels of which {rotated} rotate are not supported in llama "
+                f"{fields.source}: heads of {width} channels of which {rotated} rotate are not supported in {name} "
                 "models. Choose another model."
             )
         share = rotated / width
@@ -193,11 +173,11 @@ def _heads(fields: Fields, name: str, config: Mapping[str, Any]) -> dict[str, An
 
 
 def _window(fields: Fields, name: str, context: int) -> dict[str, Any]:
-    """The sliding window; 0 means none. A Llama model that has one is a Mistral."""
+    """The sliding window of all blocks; 0 means none. A Llama model that has one is a Mistral."""
     value = fields.table.get(f"{name}.attention.sliding_window") or None
     if value is None or (isinstance(value, int) and value >= context):
         return {}
-    if name not in _WITH_WINDOW:
+    if not ARCHITECTURES[name].windows:
         raise UnsupportedModelError(
             f"{fields.source}: '{name}.attention.sliding_window' is {value!r}; windows of {name} models are not read "
             "from GGUF files. Take the model's Hugging Face checkpoint."
@@ -235,4 +215,21 @@ def _rope_scaling(fields: Fields, name: str, tensors: Mapping[str, GgufTensor]) 
     factor = fields.number(f"{name}.rope.scaling.factor", fields.number(f"{name}.rope.scale_linear", 1.0))
     if kind == "none" or factor == 1.0:
         return {}
+    if kind == "yarn":
+        return {"rope_scaling": _yarn(fields, f"{name}.rope.scaling", factor, original)}
     return {"rope_scaling": {"rope_type": "linear", "factor": _short(factor)}}
+
+
+def _yarn(fields: Fields, prefix: str, factor: float, original: int) -> dict[str, Any]:
+    """YaRN's parameters. A logarithmic multiplier undoes the sharpening of attention."""
+    found = {
+        "rope_type": "yarn",
+        "factor": _short(factor),
+        "original_max_position_embeddings": original,
+        "beta_fast": _short(fields.number(f"{prefix}.yarn_beta_fast", 32.0)),
+        "beta_slow": _short(fields.number(f"{prefix}.yarn_beta_slow", 1.0)),
+    }
+    multiplier = fields.table.get(f"{prefix}.yarn_log_multiplier")
+    if multiplier:
+        found |= {"mscale": 1.0, "mscale_all_dim": _short(fields.number(f"{prefix}.yarn_log_multiplier"))}
+    return found

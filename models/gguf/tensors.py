@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from models.errors import CheckpointError, UnsupportedModelError
+from models.families.family import Family
 from models.gguf.header import DOWNLOAD_AGAIN, WHOLE_TYPES, Header, TensorInfo
 
 _READ_AS = dict(zip(WHOLE_TYPES, (torch.float32, torch.float16, torch.bfloat16), strict=True))
@@ -28,22 +29,25 @@ _OUTER = {
     "output_norm": "model.norm",
     "output": "lm_head",
 }
-_BLOCK = {
-    "attn_norm": "input_layernorm",
+_LINEAR = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
     "attn_qkv": "self_attn.qkv_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
     "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_FUSED_BLOCK = {**_BLOCK, "ffn_up": "mlp.gate_up_proj"}
-"""In Phi-3, whose ffn_up holds gate and up."""
+_NORMS = {
+    "attn_norm": "input_norm",
+    "attn_q_norm": "q_norm",
+    "attn_k_norm": "k_norm",
+    "post_attention_norm": "o_norm",
+    "ffn_norm": "post_norm",
+    "post_ffw_norm": "down_norm",
+}
+"""Norms by the names of `models.architecture`."""
 _FACTORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
 """Tensors that are not weights but tables, which Hugging Face's format keeps in config.json."""
 _NAME = re.compile(r"(?:blk\.(?P<layer>0|[1-9]\d{0,4})\.)?(?P<module>\w+)\.(?P<part>weight|bias)", re.ASCII)
@@ -130,19 +134,27 @@ class GgufTensor:
         return pairs.transpose(1, 2).reshape(self.shape)
 
 
-def tensors_of(header: Header, architecture: str, heads: Mapping[str, int]) -> dict[str, GgufTensor]:
+def _block(family: Family) -> dict[str, str]:
+    """Modules of a family's blocks in Hugging Face's format, by their names in a file."""
+    norms = {own: family.norms[part] for own, part in _NORMS.items() if part in family.norms}
+    up = family.linear_sources["gate_up"][-1]  # with gate, where these are one matrix
+    return {**_LINEAR, **norms, "ffn_up": up}
+
+
+def tensors_of(header: Header, architecture: str, family: Family, heads: Mapping[str, int]) -> dict[str, GgufTensor]:
     """All tensors of a file under their names in Hugging Face's format; tables of rotary factors under their own.
 
     Args:
         header: The file's.
         architecture: `general.architecture`.
+        family: Its family, which names norms and fuses matrices.
         heads: Number of heads by module (`self_attn.q_proj`) where their rows stand in llama.cpp's order.
 
     Raises:
         CheckpointError: there is a tensor that the architecture does not know.
     """
     tensors: dict[str, GgufTensor] = {}
-    blocks = _FUSED_BLOCK if architecture == "phi3" else _BLOCK
+    blocks = _block(family)
     for name, info in header.tensors.items():
         if name in _FACTORS:
             tensors[name] = GgufTensor(path=header.path, info=info)
@@ -163,9 +175,9 @@ def tensors_of(header: Header, architecture: str, heads: Mapping[str, int]) -> d
     return tensors
 
 
-def name_in_file(name: str, architecture: str) -> str:
+def name_in_file(name: str, family: Family) -> str:
     """The name in a GGUF file of a tensor with a given name in Hugging Face's format."""
-    blocks = _FUSED_BLOCK if architecture == "phi3" else _BLOCK
+    blocks = _block(family)
     for own, module in _OUTER.items():
         if name.startswith(f"{module}."):
             return own + name.removeprefix(module)

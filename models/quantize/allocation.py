@@ -24,7 +24,7 @@ import torch
 
 from models.checkpoint import Checkpoint
 from models.errors import QuantizationError
-from models.oracle import Oracle
+from models.oracle import Oracle, capped
 from models.quantize.streams import Batches
 from models.quantizers import rtn
 from models.recipe import LARGEST_BITS, SMALLEST_BITS, Recipe
@@ -171,7 +171,7 @@ def _compare(
     checkpoint: Checkpoint, states: list[torch.Tensor], watch: Callable[[float], None]
 ) -> npt.NDArray[np.float64]:
     """Divergences of the copies' next-token distributions, from head inputs float32 [1 + blocks, S, C]."""
-    divergence = [Divergence(state) for state in states]
+    divergence = [Divergence(state, checkpoint.spec.logit_cap) for state in states]
     weight, _ = checkpoint.linear("head")
     rows, width = weight.shape
     step = max(1, _PIECE // width)
@@ -189,10 +189,12 @@ class Divergence:
 
     Args:
         x: float32 [1 + copies, S, C], inputs of the head: of the model to compare with, and of the others.
+        cap: `ModelSpec.logit_cap`.
     """
 
-    def __init__(self, x: torch.Tensor) -> None:
+    def __init__(self, x: torch.Tensor, cap: float | None = None) -> None:
         self._x = x
+        self._cap = cap
         self._maximum = torch.full(x.shape[:2], -torch.inf, dtype=torch.float64)
         self._sum = torch.zeros(x.shape[:2], dtype=torch.float64)  # Σ exp(logit - maximum)
         self._cross = torch.zeros(x.shape[:2], dtype=torch.float64)  # Σ exp(z - maximum) (z - logit), z the first's
@@ -202,8 +204,8 @@ class Divergence:
         self.take(x @ weight.T for x in self._x)
 
     def take(self, logits: Iterable[torch.Tensor]) -> None:
-        """Take in further logits, float32 [S, n]: of the model to compare with, then of each copy."""
-        remaining = iter(logits)
+        """Take in further logits before their cap, float32 [S, n]: of the model to compare with, then of each copy."""
+        remaining = iter(logits if self._cap is None else (capped(own, self._cap) for own in logits))
         reference = next(remaining)
         before = self._maximum[0].clone()
         shares = self._accumulate(0, reference)

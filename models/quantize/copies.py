@@ -125,7 +125,7 @@ def losses(
     states = torch.cat(copies, 1)  # [1 + copies, T, C]
     inputs = normed(states, checkpoint.vector("norm"), spec.norm_eps)
     own = normed(states[0], norm, spec.norm_eps).expand(1 + len(K_CHUNKS), *states.shape[1:])
-    blocks, outer = Divergence(inputs), Divergence(own)
+    blocks, outer = Divergence(inputs, spec.logit_cap), Divergence(own, spec.logit_cap)
     weight, _ = checkpoint.linear("head")
     step = max(1, _PIECE // spec.hidden_size // RUN) * RUN
     for begin in range(0, spec.vocab_size, step):

@@ -22,7 +22,7 @@ import torch
 
 from models.checkpoint import Checkpoint
 from models.errors import QuantizationError, StoreError
-from models.oracle import Oracle
+from models.oracle import Oracle, capped
 from models.quantize.streams import Batches
 from models.quantize.work import Work
 from models.spec import LAYER_TYPES, ModelSpec
@@ -147,6 +147,7 @@ class _Run:
             torch.cat([tokens[:, 1:].flatten() for tokens in self.windows]),
             self.checkpoint.linear("head")[0],
             lambda share: self._report(layers + share * self._head_cost),
+            self.spec.logit_cap,
         )
         shape = self.spec.linear_shape("head")
         tensor = PiecewiseTensor(dtype=np.dtype(np.float16), shape=shape, pieces=head.pieces)
@@ -210,16 +211,23 @@ class _Head:
         targets: int64 [T], the tokens that follow.
         weight: [V, C] in the checkpoint's dtype.
         watch: Called with the share that is done; may raise to stop.
+        cap: `ModelSpec.logit_cap`.
     """
 
     def __init__(
-        self, x: torch.Tensor, targets: torch.Tensor, weight: torch.Tensor, watch: Callable[[float], None]
+        self,
+        x: torch.Tensor,
+        targets: torch.Tensor,
+        weight: torch.Tensor,
+        watch: Callable[[float], None],
+        cap: float | None,
     ) -> None:
         self.x = x
         self.targets = targets
         self.weight = weight
         self.gradient = torch.zeros_like(x)
         self._watch = watch
+        self._cap = cap
 
     def pieces(self) -> Iterator[Array]:
         """float16 [n, C] of consecutive tokens of the vocabulary. `gradient` is whole after the last."""
@@ -228,16 +236,23 @@ class _Head:
         total = torch.full((len(self.targets),), -torch.inf)
         for index, part in enumerate(parts):
             self._watch(index / (2 * len(parts)))
-            total = torch.logaddexp(total, (self.x @ self._rows(part).T).logsumexp(1))
+            total = torch.logaddexp(total, self._logits(self._rows(part)).logsumexp(1))
         squares = self.x.square()
         for index, part in enumerate(parts):
             self._watch((1 + index / len(parts)) / 2)
             rows = self._rows(part)
-            wrong = (self.x @ rows.T).sub_(total[:, None]).exp_()
+            found = self._logits(rows)
+            wrong = (found - total[:, None]).exp_()
             inside = torch.nonzero((self.targets >= part.start) & (self.targets < part.start + len(rows)))[:, 0]
             wrong[inside, self.targets[inside] - part.start] -= 1
+            if self._cap is not None:  # the slope of the cap
+                wrong *= 1 - (found / self._cap).square()
             self.gradient.addmm_(wrong, rows)
             yield _relative(wrong.square_().T @ squares, "head")
+
+    def _logits(self, rows: torch.Tensor) -> torch.Tensor:
+        logits = self.x @ rows.T
+        return logits if self._cap is None else capped(logits, self._cap)
 
     def _rows(self, part: slice) -> torch.Tensor:
         return self.weight[part].to(torch.float32)

@@ -14,6 +14,7 @@ from models import per_token
 from models.calibration import InputStatistics
 from models.checkpoint import Checkpoint
 from models.errors import QuantizationError
+from models.oracle import capped
 from models.packed import PackedLinear
 from models.quantize.chat import Layout, trials
 from models.quantize.lowered import salient
@@ -102,7 +103,7 @@ def quantize_outer(
         scales = search(part, statistics, recipe.head_bits, recipe.group_size, np.arange(spec.hidden_size))
         stored_norm = norm / torch.from_numpy(scales)
         statistics = _statistics(streams, stored_norm, recipe, spec.norm_eps)
-    judge = _Judge(streams, evaluation, (norm, stored_norm), recipe, spec.norm_eps)
+    judge = _Judge(streams, evaluation, (norm, stored_norm), recipe, spec.norm_eps, spec.logit_cap)
     matrix = MatrixQuantizer("head", shape, recipe, statistics, sensitivity=sensitivity)
     for piece in matrix.pieces():
         rows = weight[piece].to(torch.float32)
@@ -146,6 +147,7 @@ class _Judge:
         norms: The norm before the head, in full precision and as it is stored.
         recipe: Says which trials there are.
         eps: Of the norms.
+        cap: `ModelSpec.logit_cap`.
     """
 
     def __init__(
@@ -155,8 +157,10 @@ class _Judge:
         norms: tuple[torch.Tensor, torch.Tensor],
         recipe: Recipe,
         eps: float,
+        cap: float | None,
     ) -> None:
         self._any = bool(evaluation)
+        self._cap = cap
         if not self._any:
             return
         targets = torch.cat([window[:, window.shape[1] // 2 :].flatten() for window in evaluation])
@@ -178,12 +182,15 @@ class _Judge:
         if not self._any:
             return
         likelihood, x = self._full
-        likelihood.add(rows, x @ weight.T)
+        likelihood.add(rows, self._capped(x @ weight.T))
         for likelihood, x, restored in self._low:
             logits = x @ torch.from_numpy(low).T
             if restored is not None and residual is not None:
                 logits += restored @ torch.from_numpy(residual).T
-            likelihood.add(rows, logits)
+            likelihood.add(rows, self._capped(logits))
+
+    def _capped(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits if self._cap is None else capped(logits, self._cap)
 
     def perplexities(self) -> tuple[float | None, tuple[float, ...]]:
         """Of the full-precision model, and of the low-bit one in every trial; nothing without a text."""

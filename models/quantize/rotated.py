@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 import torch
 
 from models.checkpoint import Checkpoint
+from models.errors import QuantizationError
 from models.hadamard import Rotation, rotation
-
-_NORMS = {"qkv": "input_norm", "gate_up": "post_norm"}
+from models.quantize.working import NORM_BEFORE
 
 
 @dataclass(slots=True, kw_only=True)
@@ -35,7 +35,16 @@ class RotatedCheckpoint(Checkpoint):
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> RotatedCheckpoint:
-        """The rotated form of a checkpoint."""
+        """The rotated form of a checkpoint.
+
+        Raises:
+            QuantizationError: it has norms behind attention and MLP, whose weights act on channels of the stream.
+        """
+        if checkpoint.spec.norm_after:
+            raise QuantizationError(
+                f"the residual stream of {checkpoint.spec.family} models cannot be rotated, because what is added to "
+                "it passes a norm; leave the step out (--without rotate)"
+            )
         return cls(files=checkpoint.files, spec=checkpoint.spec)
 
     def vector(self, name: str) -> torch.Tensor:
@@ -50,7 +59,7 @@ class RotatedCheckpoint(Checkpoint):
         owner, _, kind = name.rpartition(".")
         if kind in ("o", "down"):
             return self.turn.outputs(weight), None if bias is None else self.turn(bias)
-        norm = Checkpoint.vector(self, f"{owner}.{_NORMS[kind]}" if owner else "norm")
+        norm = Checkpoint.vector(self, f"{owner}.{NORM_BEFORE[kind]}" if owner else "norm")
         return self.turn(weight * norm), bias
 
     def embedding(self) -> torch.Tensor:

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from models.calibration import InputStatistics
 from models.errors import QuantizationError
-from models.quantize.working import WorkingBlock, sources
+from models.quantize.working import WorkingBlock, scalable, sources
 from models.quantizers import rtn
 from models.quantizers.groups import RATIOS, FloatArray
 from models.recipe import Recipe
@@ -50,6 +50,8 @@ def scale_block(
     found = {}
     for name, seen in statistics.items():
         kind = name.rpartition(".")[2]
+        if not scalable(working.spec, kind):
+            continue
         weight, _ = working.linear(name)
         part = weight[sample(*weight.shape)].numpy()
         try:

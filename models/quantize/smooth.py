@@ -45,8 +45,8 @@ def smooth_attention(working: WorkingBlock, magnitude: FloatArray) -> None:
 def smoothing(spec: ModelSpec, magnitude: FloatArray) -> FloatArray:
     """Divisors of the key channels.
 
-    Channels that rotate together get the same, so that scaling and rotation can change places; where keys pass a norm,
-    whose weight all heads share, so do the heads. The largest times the smallest of a head is 1: the largest magnitude
+    Channels that rotate together get the same, so that scaling and rotation can change places; so do heads, where all
+    share the weight of a norm. The largest times the smallest of a head is 1: the largest magnitude
     of keys does not grow, that of queries by less than 6 times.
 
     Args:
@@ -56,10 +56,10 @@ def smoothing(spec: ModelSpec, magnitude: FloatArray) -> FloatArray:
     Returns:
         float32 [H_kv, D], positive; ones in a head whose keys are all zero.
     """
-    half = spec.rope.rotary_dim // 2
     paired = magnitude.astype(np.float64)
-    paired[:, :half] = paired[:, half : 2 * half] = np.maximum(paired[:, :half], paired[:, half : 2 * half])
-    if spec.qk_norm:
+    for half in {rope.rotary_dim // 2 for rope in spec.ropes}:
+        paired[:, :half] = paired[:, half : 2 * half] = np.maximum(paired[:, :half], paired[:, half : 2 * half])
+    if spec.qk_norm and spec.qk_norm_form != "all":
         paired[:] = paired.max(0)
     largest = paired.max(1, keepdims=True)
     share = np.maximum(paired / np.where(largest > 0, largest, 1), SMALLEST_SHARE)  # at most 1

@@ -227,7 +227,7 @@ def _look(
 
     Tokens count by `models.salience`: as often as they are looked at, once by themselves and then by the attention they
     receive; and what a layer adds to the residual stream is relative to the stream, the output of `o` to the block's
-    input and that of `down` to its output.
+    input and that of `down` to its output. A norm behind such a layer divides by the size of the layer's output.
     """
     inputs: dict[str, torch.Tensor] = {}
     received: list[torch.Tensor] = []
@@ -240,9 +240,12 @@ def _look(
             y = oracle.block(layer, x)
         looked_at = 1 + received.pop()  # [B, S]
         streams = {"o": x, "down": y}
+        behind = {name.removesuffix("_norm"): inputs.pop(name) for name in list(inputs) if name.endswith("_norm")}
         for name, seen in inputs.items():
             stream = streams.get(name.rpartition(".")[2])
-            square = 1 if stream is None else stream.square().mean(-1)
+            square = torch.ones(()) if stream is None else stream.square().mean(-1)
+            if name in behind:
+                square = square * behind[name].square().mean(-1)
             with fast_products(oracle.spec):
                 statistics[name].add(seen.numpy(), name, (looked_at / square).nan_to_num(0, 0, 0).numpy())
         inputs.clear()

@@ -14,7 +14,8 @@ from models.checkpoint import Checkpoint
 from models.quantizers.groups import FloatArray
 from models.spec import LAYER_TYPES, ModelSpec
 
-_NORM_BEFORE = {"qkv": "input_norm", "gate_up": "post_norm"}
+NORM_BEFORE = {"qkv": "input_norm", "gate_up": "post_norm"}
+"""The norm that a linear layer reads, where it reads one."""
 
 
 class WorkingBlock:
@@ -55,15 +56,17 @@ class WorkingBlock:
 
         Args:
             scales: float32 [H_kv, D], positive. Channels i and i + rotary_dim / 2 of a head, which rotate together, are
-                equal; so are all heads where the architecture has norms of queries and keys.
+                equal; so are all heads that share the weights of their norm.
         """
         prefix, spec = f"layers.{self.layer}", self.spec
         keys = torch.from_numpy(scales)
-        if spec.qk_norm:
-            self._vectors[f"{prefix}.q_norm"] = self._vectors[f"{prefix}.q_norm"] * keys[0]
-            self._vectors[f"{prefix}.k_norm"] = self._vectors[f"{prefix}.k_norm"] / keys[0]
-            return
         queries = keys.repeat_interleave(spec.num_heads // spec.num_kv_heads, dim=0)
+        if spec.qk_norm:
+            alone = spec.qk_norm_form == "all"
+            own = (queries.flatten(), keys.flatten()) if alone else (keys[0], keys[0])
+            self._vectors[f"{prefix}.q_norm"] = self._vectors[f"{prefix}.q_norm"] * own[0]
+            self._vectors[f"{prefix}.k_norm"] = self._vectors[f"{prefix}.k_norm"] / own[1]
+            return
         factors = torch.cat((queries.flatten(), 1 / keys.flatten()))
         weight, bias = self._linears[f"{prefix}.qkv"]
         weight[: len(factors)] *= factors[:, None]
@@ -94,8 +97,8 @@ class WorkingBlock:
     def scale_inputs(self, kind: str, scales: FloatArray) -> None:
         """Multiply the input channels of a linear layer, and have what feeds them divide by the same.
 
-        Inputs of `qkv` and `gate_up` come from a norm, those of `o` from the rows of v (attention mixes tokens, not
-        channels), those of `down` from the rows of up.
+        Inputs of `qkv` and `gate_up` come from a norm (or cannot be scaled, see `scalable`), those of `o` from the rows
+        of v (attention mixes tokens, not channels), those of `down` from the rows of up.
 
         Args:
             kind: `qkv`, `o`, `gate_up` or `down`.
@@ -104,8 +107,8 @@ class WorkingBlock:
         prefix, spec = f"layers.{self.layer}", self.spec
         factors = torch.from_numpy(scales)
         self._linears[f"{prefix}.{kind}"][0].mul_(factors)
-        if kind in _NORM_BEFORE:
-            name = f"{prefix}.{_NORM_BEFORE[kind]}"
+        if kind in NORM_BEFORE:
+            name = f"{prefix}.{NORM_BEFORE[kind]}"
             self._vectors[name] = self._vectors[name] / factors
             return
         if kind == "o":
@@ -118,6 +121,11 @@ class WorkingBlock:
         weight[rows] /= divisors[:, None]
         if bias is not None:
             bias[rows] /= divisors
+
+
+def scalable(spec: ModelSpec, kind: str) -> bool:
+    """Whether something in front of a linear layer can divide what its weights are multiplied by."""
+    return kind not in NORM_BEFORE or spec.norm_before
 
 
 def sources(spec: ModelSpec, kind: str) -> npt.NDArray[np.intp]:

@@ -34,8 +34,7 @@ from runtime.engine.speculation.drafting import Drafting
 from runtime.engine.speculation.gamma import Costs
 from runtime.engine.speculation.rounds import Rounds
 from runtime.errors import BackendError, ContextOverflowError, RequestError
-from runtime.text.call_constraint import Closers, calls_constraint
-from runtime.text.constraint import Constraints
+from runtime.text.call_constraint import AnswerConstraints
 from runtime.text.sampling import SamplingOptions
 from runtime.text.tokenizer import Tokenizer
 from runtime.wire.inspection import Inspection
@@ -67,8 +66,7 @@ class Engine:
         self.name = name
         self.reason = reason
         self._eos = frozenset(eos_token_ids)
-        self._constraints = Constraints(tokenizer, vocab_size=decoder.spec.vocab_size, eos=self._eos)
-        self._closers = Closers(tokenizer, self._eos)
+        self._constraints = AnswerConstraints(tokenizer, vocab_size=decoder.spec.vocab_size, eos=self._eos)
         self._drafting = Drafting()
         self._conversations = Conversations(decoder.cache, slots=decoder.options.slots, context=self.context)
         self._scheduler = Scheduler(decoder, self._conversations)
@@ -273,11 +271,7 @@ class Engine:
         room = self.context - len(tokens)
         run = Run(prompt=tokens, options=options, trim=trim, chat=chat, begin=time.perf_counter())
         limit = room if options.max_tokens is None else min(room, options.max_tokens)
-        if options.grammar is not None:
-            run.constraint = self._constraints.begin(options.grammar)
-        elif options.calls is not None:
-            begin = self._constraints.begin
-            run.constraint = calls_constraint(options.calls, self.tokenizer, begin, self._closers, limit)
+        run.constraint = self._constraints.of(options.grammar, options.calls, limit)
         answer = Answer(run, Language(tokenizer=self.tokenizer, ends=self._eos), limit, receive)
         return Request(answer, cancelled, lambda slot: self._rounds(run, slot))
 

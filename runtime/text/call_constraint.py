@@ -16,7 +16,7 @@ import numpy.typing as npt
 from runtime.errors import RequestError
 from runtime.text.call_format import CallFormat
 from runtime.text.call_grammar import CallRules
-from runtime.text.constraint import Constraint, Float32Array, Grammar
+from runtime.text.constraint import Constraint, Constraints, Float32Array, Grammar, HasJson
 
 BARE_TOKENS = 64
 """Tokens within which an answer without a marker must have named its tool to be a call."""
@@ -28,7 +28,7 @@ CLOSING = frozenset('"}] \n')
 """Characters of tokens that close texts, lists and objects."""
 
 
-class WritesCalls(Protocol):
+class WritesCalls(HasJson, Protocol):
     """The part of a tokenizer used here."""
 
     vocab_size: int
@@ -86,25 +86,30 @@ class Closers:
         return texts, others
 
 
-def calls_constraint(
-    rules: CallRules, tokenizer: WritesCalls, begin: Begin, closers: Closers, limit: int
-) -> CallConstraint | None:
-    """The constraint of an answer that may call tools, or must; None if nothing can be enforced.
+class AnswerConstraints(Constraints):
+    """Makes the constraints of a model's answers: of grammars, and of calls."""
 
-    Args:
-        rules: The tools.
-        tokenizer: The model's.
-        begin: Begins a constraint with a grammar.
-        closers: The tokens that close a call.
-        limit: Most tokens of the answer.
+    def __init__(self, tokenizer: WritesCalls, *, vocab_size: int, eos: Collection[int]) -> None:
+        super().__init__(tokenizer, vocab_size=vocab_size, eos=eos)
+        self._model, self._closers = tokenizer, Closers(tokenizer, eos)
 
-    Raises:
-        RequestError: the model's tokenizer is not supported.
-    """
-    form = tokenizer.call_format
-    if form is None and not rules.required:
-        return None
-    return CallConstraint(rules, form or CallFormat(), tokenizer, begin, closers, limit)
+    def of(self, grammar: Grammar | None, rules: CallRules | None, limit: int) -> Constraint | None:
+        """The constraint of an answer; None if nothing is to be enforced, or can be.
+
+        Args:
+            grammar: The grammar of the whole answer.
+            rules: The tools that it may call, or must.
+            limit: Most tokens of the answer.
+
+        Raises:
+            RequestError: the grammar is invalid, or the model's tokenizer is not supported.
+        """
+        if grammar is not None:
+            return self.begin(grammar)
+        form = self._model.call_format if rules is not None else None
+        if rules is None or (form is None and not rules.required):
+            return None
+        return CallConstraint(rules, form or CallFormat(), self._model, self.begin, self._closers, limit)
 
 
 class CallConstraint(Constraint):
@@ -119,7 +124,16 @@ class CallConstraint(Constraint):
         closers: Closers,
         limit: int,
     ) -> None:
-        """Start at the beginning of an answer; see `calls_constraint`."""
+        """Start at the beginning of an answer.
+
+        Args:
+            rules: The tools.
+            form: How the model writes calls.
+            tokenizer: The model's.
+            begin: Begins a constraint with a grammar.
+            closers: The tokens that close a call.
+            limit: Most tokens of the answer.
+        """
         self._rules, self._form, self._begin, self._closers = rules, form, begin, closers
         self._special, self._piece = tokenizer.special_token(form.mark), tokenizer.piece
         self._left = limit

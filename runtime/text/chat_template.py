@@ -7,7 +7,6 @@ templates on the hub expect (those of transformers). The sandbox does not limit 
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import json
 import os
@@ -26,6 +25,8 @@ from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
+
+from runtime.system.limits import limit_memory
 
 MAX_BYTES = 512 << 20
 """Memory limit of the process, where the system supports one."""
@@ -114,7 +115,7 @@ def serve(seconds: float) -> None:
     Args:
         seconds: Time limit of a request.
     """
-    _limit_memory()
+    limit_memory(MAX_BYTES)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
     with Path(os.devnull).open("w", encoding="utf-8") as nowhere:
         for line in sys.stdin.buffer:
@@ -122,13 +123,6 @@ def serve(seconds: float) -> None:
             sys.stdout.buffer.write(_answer(line))
             sys.stdout.buffer.flush()
             faulthandler.cancel_dump_traceback_later()
-
-
-def _limit_memory() -> None:
-    with contextlib.suppress(ImportError, OSError, ValueError):  # Windows has no such limit, macOS refuses it
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, MAX_BYTES))
 
 
 def _answer(line: bytes) -> bytes:

@@ -7,21 +7,18 @@ prevent endless loops or memory exhaustion, and no check in the same process cou
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import json
-import subprocess
 import threading
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
 from runtime.errors import RequestError
-from runtime.system.child import child_command
+from runtime.system.child_process import ChildProcess
 
 SECONDS = 5.0
 """Time limit in seconds: a hundred times what the longest chat needs."""
-_END_S = 1.0
 
 
 class TemplateProcess:
@@ -34,12 +31,12 @@ class TemplateProcess:
     def __init__(self, seconds: float = SECONDS) -> None:
         self._seconds = seconds
         self._lock = threading.Lock()
-        self._child: subprocess.Popen[bytes] | None = None
+        self._child = ChildProcess("runtime.text.chat_template", str(seconds))
 
     def start(self) -> None:
         """Start the process unless it is running; it gets ready in the background."""
-        with self._lock, contextlib.suppress(RequestError):
-            self._running()
+        with self._lock, contextlib.suppress(OSError):
+            self._child.start()
 
     def render(
         self,
@@ -69,27 +66,24 @@ class TemplateProcess:
     def close(self) -> None:
         """End the process. Safe to call twice."""
         with self._lock:
-            self._end()
+            self._child.close()
 
     def _ask(self, request: Mapping[str, Any]) -> Any:
         try:
-            line = json.dumps(request).encode() + b"\n"
+            line = json.dumps(request).encode()
         except RecursionError as error:
             raise RequestError(
                 "the model's chat template does not accept these messages: they are nested too deeply"
             ) from error
         with self._lock:
-            child = self._running()
-            assert child.stdin is not None, "it was started with a pipe"
-            assert child.stdout is not None, "it was started with a pipe"
             try:
-                child.stdin.write(line)
-                child.stdin.flush()
-                answer = child.stdout.readline()
-            except OSError:
-                answer = b""
-            if not answer.endswith(b"\n"):
-                self._end()
+                answer = next(self._child.lines(line), None)
+            except OSError as error:
+                raise RequestError(
+                    f"no process could be started to apply the model's chat template ({error.strerror})"
+                ) from error
+            if answer is None:
+                self._child.close()
                 raise RequestError(
                     f"the model's chat template was stopped: it took more than {self._seconds:g} s, or crashed. "
                     "Choose another model, or another version of this one"
@@ -98,35 +92,6 @@ class TemplateProcess:
         if "error" in found:
             raise RequestError(f"the model's chat template does not accept these messages: {found['error']}")
         return found["said"]
-
-    def _running(self) -> subprocess.Popen[bytes]:
-        if self._child is None or self._child.poll() is not None:
-            self._end()
-            command = child_command("runtime.text.chat_template", str(self._seconds))
-            try:
-                self._child = subprocess.Popen(
-                    command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-                )
-            except OSError as error:
-                raise RequestError(
-                    f"no process could be started to apply the model's chat template ({error.strerror})"
-                ) from error
-            atexit.register(self.close)
-        return self._child
-
-    def _end(self) -> None:
-        """Close the pipes, which ends the process; kill it if it does not end."""
-        child, self._child = self._child, None
-        if child is None:
-            return
-        atexit.unregister(self.close)
-        with contextlib.suppress(OSError), child:  # unwritten data has no reader left
-            assert child.stdin is not None, "it was started with a pipe"
-            try:
-                child.stdin.close()
-                child.wait(_END_S)
-            except (OSError, subprocess.TimeoutExpired):
-                child.kill()
 
 
 @lru_cache(maxsize=1)

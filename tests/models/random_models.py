@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,6 +30,15 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+YARN = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+MINISTRAL3 = {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3, "beta_fast": 4.0}
+LAYERED_ROPE = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 3.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+}
+GEMMA = {"hidden_activation": "gelu_pytorch_tanh", "sliding_window": 5, "head_dim": 16, "query_pre_attn_scalar": 12}
+CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 1.5}
+MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 GRANITE = {"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.6, "logits_scaling": 1.7}
 
 
@@ -94,13 +104,100 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "granite": ("Granite", GRANITE),
     "granite-tied": ("Granite", {**GRANITE, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
     "seed-oss": ("SeedOss", {"head_dim": 16}),
+    "gemma2": ("Gemma2", {**GEMMA, **CAPS, "layer_types": MIXED, "tie_word_embeddings": True}),
+    "gemma2-uncapped": (
+        "Gemma2",
+        {**GEMMA, "attn_logit_softcapping": None, "final_logit_softcapping": None, "tie_word_embeddings": False},
+    ),
+    "gemma3": ("Gemma3", {**GEMMA, "layer_types": MIXED, "rope_parameters": LAYERED_ROPE}),
+    "gemma3-untied": ("Gemma3", {**GEMMA, "sliding_window_pattern": 2, "tie_word_embeddings": False}),
+    "olmo2": ("Olmo2", {}),
+    "olmo2-biases": ("Olmo2", {"attention_bias": True, "num_key_value_heads": 1, "tie_word_embeddings": True}),
+    "olmo3": (
+        "Olmo3",
+        {
+            "sliding_window": 5,
+            "layer_types": MIXED,
+            "rope_parameters": {
+                "full_attention": YARN,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+    ),
+    "exaone4": ("Exaone4", {"sliding_window": 5, "layer_types": MIXED, "head_dim": 12}),
+    "exaone4-whole": ("Exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
+    "glm4": ("Glm4", {"head_dim": 16, "attention_bias": True}),
+    "glm4-plain": ("Glm4", {"head_dim": 12, "attention_bias": False, "partial_rotary_factor": 1.0}),
+    "ministral3": ("Ministral3", {"head_dim": 16, "rope_parameters": MINISTRAL3}),
+    "mistral-yarn": ("Mistral", {"sliding_window": None, "head_dim": 16, "rope_parameters": YARN}),
+    "hunyuan": (
+        "HunYuanDenseV1",
+        {"head_dim": 16, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 100.0, "alpha": 3.0, "factor": 1.0}},
+    ),
+    "hunyuan-biases": ("HunYuanDenseV1", {"head_dim": 8, "attention_bias": True, "tie_word_embeddings": True}),
+    "ernie": ("Ernie4_5", {"head_dim": 16, "tie_word_embeddings": True}),
+    "ernie-biases": ("Ernie4_5", {"head_dim": 12, "use_bias": True, "tie_word_embeddings": False}),
     "seed-oss-biases": ("SeedOss", {"head_dim": 8, "attention_out_bias": True, "mlp_bias": True}),
 }
 """Family and what is special, by a name."""
 
 
-DRAWN_FAMILIES = ("Llama", "Mistral", "Ministral", "Qwen2", "Qwen3", "Phi3", "SmolLM3", "Granite", "SeedOss")
+DRAWN_FAMILIES = (
+    *("Llama", "Mistral", "Ministral", "Qwen2", "Qwen3", "Phi3", "SmolLM3", "Granite", "SeedOss"),
+    *("Gemma2", "Gemma3", "Olmo2", "Olmo3", "Exaone4", "Glm4", "Ministral3", "HunYuanDenseV1", "Ernie4_5"),
+)
 """Families whose configurations `drawn_changes` draws."""
+
+
+def _drawn_rope(generator: random.Random) -> dict[str, Any]:
+    """A rotary embedding of some kind."""
+    theta = generator.choice([50.0, 1e4, 1e6])
+    scaled = [{**YARN, "beta_fast": generator.choice([2.0, 32.0])}, {"rope_type": "linear", "factor": 3.0}]
+    return {**generator.choice([{"rope_type": "default"}, *scaled]), "rope_theta": theta}
+
+
+def _drawn_gemma(generator: random.Random, window: int, mask: list[str]) -> dict[str, Any]:
+    return {
+        "sliding_window": window,
+        "layer_types": mask,
+        "query_pre_attn_scalar": generator.randint(4, 60),
+        "final_logit_softcapping": generator.choice([None, 2.0]),
+    }
+
+
+NEW_DRAWN: dict[str, Callable[[random.Random, int, list[str], int], dict[str, Any]]] = {
+    "Gemma2": lambda own, window, mask, _: {
+        **_drawn_gemma(own, window, mask),
+        "attn_logit_softcapping": own.choice([None, 1.0, 20.0]),
+        "rope_parameters": _drawn_rope(own),
+    },
+    "Gemma3": lambda own, window, mask, _: {
+        **_drawn_gemma(own, window, mask),
+        "rope_parameters": {"full_attention": _drawn_rope(own), "sliding_attention": _drawn_rope(own)},
+    },
+    "Olmo2": lambda own, *_: {"attention_bias": own.random() < 0.5, "rope_parameters": _drawn_rope(own)},
+    "Olmo3": lambda own, window, mask, _: {
+        "sliding_window": window,
+        "layer_types": mask,
+        "attention_bias": own.random() < 0.5,
+        "rope_parameters": {"full_attention": _drawn_rope(own), "sliding_attention": _drawn_rope(own)},
+    },
+    "Exaone4": lambda own, window, mask, _: {"sliding_window": window, "layer_types": mask},
+    "Glm4": lambda own, _window, _mask, dim: {
+        "attention_bias": own.random() < 0.5,
+        "partial_rotary_factor": 2 * own.randint(1, dim // 2) / dim,
+    },
+    "Ministral3": lambda own, window, *_: {
+        "sliding_window": own.choice([None, window]),
+        "rope_parameters": {**MINISTRAL3, "llama_4_scaling_beta": own.uniform(0.05, 0.5)},
+    },
+    "HunYuanDenseV1": lambda own, *_: {
+        "attention_bias": own.random() < 0.5,
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 100.0, "alpha": own.uniform(1, 9), "factor": 1.0},
+    },
+    "Ernie4_5": lambda own, *_: {"use_bias": own.random() < 0.5, "rope_parameters": _drawn_rope(own)},
+}
+"""Options of families, by a generator, the window, the kinds of blocks, and the width of a head."""
 
 
 def drawn_changes(family: str, seed: int) -> dict[str, Any]:
@@ -131,6 +228,8 @@ def drawn_changes(family: str, seed: int) -> dict[str, Any]:
         | {"attention_bias": flag()},
         "SeedOss": {"attention_bias": flag(), "attention_out_bias": flag(), "mlp_bias": flag()},
     }
+    if family in NEW_DRAWN:
+        own[family] = NEW_DRAWN[family](generator, window or 4, mask, dim)
     # Heads of these are as wide as the hidden size says; the others take any width.
     divided = family in ("Qwen2", "Phi3", "SmolLM3", "Granite")
     hidden = heads * dim if divided else heads * generator.randint(2, 20)
@@ -158,12 +257,16 @@ def random_model(family: str, *, seed: str = "", **changes: Any) -> Any:
     import transformers
 
     torch.manual_seed(sum(map(ord, seed or family)))
-    config = getattr(transformers, f"{family}Config")(**{**SIZES, **changes})
+    kind = "Gemma3Text" if family == "Gemma3" else family
+    config = getattr(transformers, f"{kind}Config")(**{**SIZES, **changes})
+    # Only there are scores capped.
+    eager = {"attn_implementation": "eager"} if getattr(config, "attn_logit_softcapping", None) else {}
+    config._attn_implementation = eager.get("attn_implementation")
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
-                parameter.normal_(1.0, 0.3)
+                parameter.normal_(0.0 if "Gemma" in family else 1.0, 0.3)
             else:
                 parameter.normal_(0.0, 0.5 if parameter.ndim == 1 else 1.5 / math.sqrt(parameter.shape[1]))
     return model

@@ -237,8 +237,12 @@ def test_end_tokens_of_both_files_join(config_ids: Any, generation_ids: Any, exp
     ("changes", "words"),
     [
         (
-            {"model_type": "gemma3", "architectures": ["Gemma3ForCausalLM"]},
-            ["gemma3", "Gemma3ForCausalLM", "Qwen3", "Phi-3"],
+            {"model_type": "gemma", "architectures": ["GemmaForCausalLM"]},
+            ["gemma", "GemmaForCausalLM", "nearest that is supported is gemma3", "Qwen3", "Phi-3"],
+        ),
+        (
+            {"model_type": "rwkv", "architectures": ["RwkvForCausalLM"]},
+            ["(model_type 'rwkv'", "). Supported are Llama"],
         ),
         ({"model_type": "phi3small", "architectures": None}, ["phi3small", "Mistral"]),
         ({"architectures": ["LlamaForSequenceClassification"]}, ["LlamaForSequenceClassification", "LlamaForCausalLM"]),
@@ -248,7 +252,7 @@ def test_end_tokens_of_both_files_join(config_ids: Any, generation_ids: Any, exp
         ({"quantization_config": {"quant_method": "awq"}}, ["quantization_config", "awq", "original checkpoint"]),
         ({"num_local_experts": 8}, ["experts", "num_local_experts = 8"]),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, ["dynamic", "llama3"]),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, ["yarn", "longrope"]),
+        ({"rope_parameters": {"rope_type": "proportional", "factor": 2.0}}, ["proportional", "yarn", "longrope"]),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, ["layer type"]),
     ],
 )

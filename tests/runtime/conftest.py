@@ -131,6 +131,29 @@ class TinyModel:
         pass
 
 
+LOCAL = RopeSpec(theta=50.0, rotary_dim=16)
+"""A rotary embedding for blocks with a window."""
+BOTH_SIDES: dict[str, Any] = {
+    "norm_after": True,
+    "norm_eps": 1e-3,
+    "inner_eps": 1e-2,
+    "qk_norm": True,
+    "activation": "gelu_tanh",
+    "score_cap": 2.0,
+    "logit_cap": 3.0,
+}
+"""Options of Gemma's kind."""
+BEHIND: dict[str, Any] = {"norm_before": False, "norm_after": True, "qk_norm": True, "qk_norm_form": "all"}
+"""Options of OLMo's kind."""
+TURNED: dict[str, Any] = {
+    "qk_norm": True,
+    "qk_norm_form": "turned",
+    "query_growth": 0.5,
+    "query_growth_context": 2,
+}
+"""Options of Hunyuan's kind, and queries that grow."""
+
+
 def make_spec(**changes: Any) -> ModelSpec:
     """A small Llama shape with ragged widths; name any field of ModelSpec to change it."""
     values: dict[str, Any] = {
@@ -180,9 +203,7 @@ def make_model(
         )
     norms = {"norm": spec.hidden_size}
     for layer in range(spec.num_layers):
-        norms |= {f"layers.{layer}.{which}_norm": spec.hidden_size for which in ("input", "post")}
-        if spec.qk_norm:
-            norms |= {f"layers.{layer}.{which}_norm": spec.head_dim for which in ("q", "k")}
+        norms |= spec.block_norms(layer)
     vectors = {name: (1 + 0.1 * rng.standard_normal(size)).astype(np.float32) for name, size in norms.items()}
     table = rng.standard_normal((spec.vocab_size, spec.hidden_size)).astype(np.float16)
     return TinyModel(spec=spec, linears=linears, vectors=vectors, table=table, full=full)

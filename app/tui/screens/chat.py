@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Coroutine
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,9 +21,10 @@ from app.conversation import Message
 from app.errors import ClientError, HistoryError
 from app.printable import printable_name
 from app.tui.answers import Writing
+from app.tui.attaching import Attaching
 from app.tui.figures import SEPARATOR
 from app.tui.greeting import Greeting
-from app.tui.messages import MessageAct, SettingChanged, Submitted
+from app.tui.messages import AttachAsked, MessageAct, SettingChanged, Submitted
 from app.tui.plain import plain
 from app.tui.pump import Pump
 from app.tui.screens.sidebar import MIN_COLUMNS, Sidebar
@@ -37,6 +39,7 @@ from app.tui.widgets.transcript import Transcript
 if TYPE_CHECKING:
     from app.history.store import Chat
     from app.tools.permissions import Answer
+    from app.tui.screens.attach import Attachment
     from app.tui.screens.chat_dialogs import Overflow
 
 LIVE_INTERVAL_S = 0.5
@@ -60,6 +63,7 @@ class ChatScreen(Screen[None]):
         self._writing: Writing | None = None
         self._ticker: Timer | None = None
         self._greeting = Greeting(session)
+        self._attaching = Attaching(self, session, lambda: self.composer, self.show_session)
 
     def compose(self) -> ComposeResult:
         """Header, sidebar, messages, progress, composer, keys."""
@@ -324,6 +328,8 @@ class ChatScreen(Screen[None]):
             view.show_live("waiting for the model · Esc stops")
         elif self._session.tuning and not tally.pieces:
             view.show_live("waiting for the tuning to end · Esc stops · ^T stops the tuning")
+        elif self._session.documents.busy:
+            view.show_live("searching the documents · Esc stops")
         elif not tally.pieces:
             view.show_live("reading the prompt · Esc stops")
         else:
@@ -505,19 +511,27 @@ class ChatScreen(Screen[None]):
             views[at].focus()
 
     def attach(self) -> None:
-        """Ask for a text file to send with the message."""
+        """Ask for a file or folder to attach, or a source to search no longer."""
 
-        def take(path: Path | None) -> None:
-            if path is not None:
-                try:
-                    self.composer.attach_file(path)
-                except (OSError, ValueError) as error:
-                    self.notify(str(error), severity="error")
+        def take(found: Attachment | None) -> None:
             self.composer.focus()
+            if found is not None and found.remove:
+                self._run_attaching(self._attaching.remove(found.path))
+            elif found is not None:
+                self._run_attaching(self._attaching.attach(found.path))
 
-        from app.tui.screens.chat_dialogs import AttachDialog
+        from app.tui.screens.attach import AttachDialog
 
-        self.app.push_screen(AttachDialog(), take)
+        self.app.push_screen(AttachDialog(self._session.conversation.extras.sources, Path.cwd()), take)
+
+    @on(AttachAsked)
+    def attach_dropped(self, event: AttachAsked) -> None:
+        """Attach a file whose path was dropped on the terminal."""
+        event.stop()
+        self._run_attaching(self._attaching.attach(event.path, typed=event.typed))
+
+    def _run_attaching(self, work: Coroutine[None, None, None]) -> None:
+        self.run_worker(work, group="attach", exit_on_error=False)
 
     def settings_of_chat(self) -> None:
         """Ask for this chat's own system prompt and sampling."""
@@ -526,11 +540,13 @@ class ChatScreen(Screen[None]):
         ask_for_chat_settings(self.app, self._session, self.show_session)
 
     def _title(self) -> Content:
-        """The composer's title: the model, where there is no header, and the chat's own system prompt."""
+        """The composer's title: the model, where there is no header, the chat's own system prompt, its documents."""
         own = self._session.conversation.extras.settings
         parts = [model_line(self._session)] if self.has_class("-slim") else []
         if own.get("system_prompt"):
             parts.append(str(own.get("preset") or "own system prompt"))
+        if documents := self._attaching.status:
+            parts.append(documents)
         return plain(SEPARATOR.join(parts))
 
     def choose_preset(self) -> None:

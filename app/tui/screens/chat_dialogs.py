@@ -1,9 +1,8 @@
-"""Dialogs about the current chat: its own settings, a file to attach, what to do when it is full."""
+"""Dialogs about the current chat: its own settings, and what to do when it is full."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import ClassVar, Literal
 
 from textual import on
@@ -79,35 +78,6 @@ class ChatSettingsDialog(FormDialog[Mapping[str, Value]]):
                     problem.display = True
                     return
         self.dismiss(found)
-
-
-class AttachDialog(FormDialog[Path]):
-    """Asks for a text file."""
-
-    def compose(self) -> ComposeResult:
-        """An input line and buttons."""
-        with Vertical(classes="dialog"):
-            yield Plain("A text file to send with the message")
-            yield Input(placeholder="/path/to/notes.txt", compact=True)
-            yield Plain("", classes="dialog-problem")
-            with Horizontal(classes="dialog-buttons"):
-                yield Button("Attach", id="yes", variant="primary", compact=True)
-                yield Button("Cancel", id="no", compact=True)
-
-    @on(Input.Submitted)
-    def submit(self) -> None:
-        """Accept the file if it exists."""
-        try:
-            path = Path(self.query_one(Input).value.strip()).expanduser()
-            found = path.is_file()
-        except (OSError, RuntimeError, ValueError):
-            found = False
-        if found:
-            self.dismiss(path)
-            return
-        problem = self.query_one(".dialog-problem", Plain)
-        problem.update("No such file.")
-        problem.display = True
 
 
 class OverflowDialog(ModalScreen[Overflow]):

@@ -11,9 +11,8 @@ from textual.events import Key, Paste
 from textual.timer import Timer
 from textual.widgets import TextArea
 
-from app.printable import printable_name
 from app.tui.figures import token_count
-from app.tui.messages import Submitted
+from app.tui.messages import AttachAsked, Submitted
 
 AMBER = 0.8
 """Share of the context above which the meter warns."""
@@ -27,8 +26,6 @@ ENTER_S = 0.03
 FOLD_LINES = 20
 FOLD_CHARACTERS = 4000
 """A paste with more lines or characters is folded into a placeholder."""
-LARGEST_FILE = 2_000_000
-"""Maximum size of an attached file in bytes."""
 
 
 class Composer(TextArea):
@@ -93,31 +90,11 @@ class Composer(TextArea):
         self._attached[mark] = content
         self.replace(mark, *self.selection)
 
-    def attach_file(self, path: Path) -> None:
-        """Insert a placeholder for a text file.
-
-        Raises:
-            OSError: it can't be read.
-            ValueError: it is not text, or too large.
-        """
-        if path.stat().st_size > LARGEST_FILE:
-            raise ValueError(f"{path.name} is larger than {LARGEST_FILE // 1_000_000} MB")
-        try:
-            text = path.read_bytes().decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{path.name} is not text in UTF-8") from error
-        fence = "`" * max(3, _longest_run(text, "`") + 1)
-        lines = text.count("\n") + 1
-        self.attach(f"{printable_name(path.name)}: {lines:,} lines", f"{path.name}:\n{fence}\n{text.rstrip()}\n{fence}")
-
     def on_paste(self, event: Paste) -> None:
         """Fold a large paste; attach a file whose path is dropped on the terminal."""
         file = _dropped(event.text)
         if file is not None:
-            try:
-                self.attach_file(file)
-            except (OSError, ValueError):
-                return  # paste the path as it is
+            self.post_message(AttachAsked(file, event.text))
         elif _is_large(event.text):
             self.attach(f"{event.text.count(chr(10)) + 1:,} lines", event.text.replace("\r\n", "\n"))
         else:
@@ -224,14 +201,6 @@ def _dropped(text: str) -> Path | None:
         return Path(name) if Path(name).is_file() else None
     except OSError:
         return None
-
-
-def _longest_run(text: str, letter: str) -> int:
-    longest = run = 0
-    for found in text:
-        run = run + 1 if found == letter else 0
-        longest = max(longest, run)
-    return longest
 
 
 def remembered(said: Sequence[str], text: str) -> list[str]:

@@ -11,6 +11,7 @@ from textual.containers import Horizontal, Vertical
 from textual.events import Resize
 
 from app.conversation import Message
+from app.documents.citation import cited, place
 from app.printable import printable_name
 from app.tui.figures import SEPARATOR, details, fitting, statistics_line
 from app.tui.messages import MessageAct
@@ -44,6 +45,10 @@ class ActionLine(Links):
         """Show or hide the answer's full statistics."""
         self._message.action_toggle_details()
 
+    def action_toggle_passages(self) -> None:
+        """Show or hide the passages that the answer was given."""
+        self._message.action_toggle_passages()
+
     def action_toggle_fold(self) -> None:
         """Unfold or fold a long prompt."""
         self._message.action_toggle_fold()
@@ -64,6 +69,9 @@ class MessageView(Vertical, can_focus=True):
         Binding("d,enter", "toggle_details", "details", tooltip="Statistics of the answer", id="message.details"),
         Binding("t", "act('inspect')", "tokens", tooltip="How likely each token was", id="message.tokens"),
         Binding(
+            "p", "toggle_passages", "passages", tooltip="Read the passages used", id="message.passages", show=False
+        ),
+        Binding(
             "f", "toggle_fold", "fold", tooltip="Fold or unfold a long prompt, or calls", id="message.fold", show=False
         ),
         Binding("escape", "screen.to_composer", "back", tooltip="Back to the composer", id="message.back"),
@@ -83,6 +91,7 @@ class MessageView(Vertical, can_focus=True):
         self._live = ""
         self._last = False
         self._detailed = False
+        self._quoted = False
         self._folded = True
         self._branch: tuple[int, int] = (1, 1)
         self._since = ""
@@ -105,6 +114,7 @@ class MessageView(Vertical, can_focus=True):
             yield self.body
             yield Vertical(classes="message-calls")
             yield Plain("", classes="message-error")
+            yield Plain("", classes="message-passages")
             yield ActionLine("", classes="message-statistics")
             yield Plain("", classes="message-details")
             yield Links("", classes="message-actions")
@@ -159,6 +169,11 @@ class MessageView(Vertical, can_focus=True):
             self._detailed = not self._detailed
             self._refresh_lines()
 
+    def action_toggle_passages(self) -> None:
+        """Show or hide the passages that the answer was given."""
+        self._quoted = not self._quoted
+        self._refresh_lines()
+
     def action_toggle_fold(self) -> None:
         """Unfold or fold a long prompt, or the calls of an answer."""
         self._folded = not self._folded
@@ -181,6 +196,7 @@ class MessageView(Vertical, can_focus=True):
         self._refresh_calls()
         failed = message.state == "failed"
         self._fill(".message-error", (message.error or "the answer failed") if failed else "")
+        self._fill(".message-passages", self._passages())
         self._fill(".message-statistics", self._live if message.state == "streaming" else self._statistics())
         counted = message.statistics
         self._fill(".message-details", "\n".join(details(counted)) if counted and self._detailed else "")
@@ -217,10 +233,22 @@ class MessageView(Vertical, can_focus=True):
         if message.statistics is None:
             return fitting(before, self.content_size.width)
         links = {"details": "toggle_details"} if details(message.statistics) else {}
+        links |= {"passages": "toggle_passages"} if message.passages else {}
         links |= {"tokens": "act('inspect')"} if self._inspects() else {}
         room = self.content_size.width - len(SEPARATOR.join(links)) - len(SEPARATOR)
         line = statistics_line(message.statistics, room, before)
         return SEPARATOR.join([line, *(f"[@click={action}]{word}[/]" for word, action in links.items())])
+
+    def _passages(self) -> str:
+        """Where the passages stand that the answer was given, and their texts if they are unfolded."""
+        passages = self.message.passages
+        if passages is None:
+            return ""
+        if not self._quoted:
+            return cited(passages)
+        return "\n\n".join(f"{passage.file}, {place(passage)}\n{passage.text}" for passage in passages) or cited(
+            passages
+        )
 
     def _actions(self) -> str:
         if not self._last or not self.message.resumable:

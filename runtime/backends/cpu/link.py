@@ -59,7 +59,7 @@ def units_of(model: Weights, kind: CacheKind, *, compensated: bool) -> list[Unit
         kind: The kind of cache.
         compensated: Whether channels are selected by the paper's approximation, and compensated.
     """
-    found = {*needed(kind)}
+    found = {*needed(kind), *([units.settle] if model.spec.norm_after or model.spec.qk_norm_form == "all" else [])}
     for name in model.spec.linear_names():
         linear = model.linear(name)
         stored = _STORED_W4A8 if linear.per_token else _STORED if linear.codebook is None else _STORED_CODEBOOK
@@ -148,4 +148,6 @@ def _units(instruction: op.Instruction) -> tuple[Unit, Unit | None]:
             return units.flush_unit(int(cache_of(of.cache)["rank"])), None
         case op.Restore():
             return units.restore, None
+        case op.Settle():
+            return units.settle, None
     return units.INPUTS[type(instruction)], None

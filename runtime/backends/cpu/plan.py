@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ import numpy.typing as npt
 
 from models.architecture import forward
 from models.packed import PackedLinear, PackedResidual
-from models.rope import tables
+from models.rope import query_growth, tables
 from models.spec import ModelSpec
 from models.weights import Weights
 from runtime.backends.cpu.arena import LINE, Arena, aligned_zeros
@@ -103,8 +104,9 @@ class PlanOperations:
         self._buffers: dict[str, npt.NDArray[Any]] = {}
         self._rows = padded(options.max_rows, ROW_PADDING)
         self._names = {name: i for i, name in enumerate(self._spec.linear_names())}
-        cos, sin = tables(self._spec.rope, options.context)
-        self._cos, self._sin = self._constant("cos", lambda: cos), self._constant("sin", lambda: sin)
+        self._turned = {rope: tables(rope, options.context) for rope in self._spec.ropes}
+        growth = query_growth(self._spec, np.arange(options.context))
+        self._growth = 0 if growth is None else _address(self._constant("growth", partial(np.asarray, growth)))
         self.recall_sums = self._constant("recall sums", lambda: np.zeros(self._rows, np.float32))
         self._selections = [0, 0]
         self._bases = key_bases(cache.kind, model)
@@ -129,7 +131,8 @@ class PlanOperations:
         self._k_chunk, self._prompt, self._few = k_chunk, prompt, few
         self._program, self._kinds, self._selections = [], [], [0, 0]
         forward(self, self._spec)
-        self._emit(op.Check(_matrix(self._buffers["logits"]), padded(self._spec.vocab_size, LANES)))
+        logits, cap = _matrix(self._buffers["logits"]), self._spec.logit_cap
+        self._emit(op.Check(logits, padded(self._spec.vocab_size, LANES), cap or 0.0))
         words = aligned_zeros((len(self._program), op.WIDTH), np.int64)
         for own, instruction in zip(words, self._program, strict=True):
             op.write(own, instruction)
@@ -169,6 +172,10 @@ class PlanOperations:
         """See `models.architecture.Operations`. Written by the linear layer that reads it, which knows the groups."""
         return replace(x, norm=name)
 
+    def plain(self, x: Activations) -> Activations:
+        """See `models.architecture.Operations`. Written by the linear layer that reads it."""
+        return x
+
     def linear(self, x: Activations, name: str) -> Activations:
         """See `models.architecture.Operations`."""
         packed = self._model.linear(name)
@@ -202,10 +209,13 @@ class PlanOperations:
         return tuple(parts)
 
     def head_norm(self, x: Activations, name: str) -> Activations:
-        """See `models.architecture.Operations`. Applied by `attend`'s first instruction."""
-        return replace(x, norm=name)
+        """See `models.architecture.Operations`. Applied by `attend`'s first instruction, if it is one of each head."""
+        if self._spec.qk_norm_form != "all":
+            return replace(x, norm=name)
+        self._settle(x, name, x.place, accumulate=False)
+        return x
 
-    def rotate(self, x: Activations) -> Activations:
+    def rotate(self, x: Activations, _layer: int, /) -> Activations:
         """See `models.architecture.Operations`. Applied by `attend`'s first instruction."""
         return x
 
@@ -217,22 +227,25 @@ class PlanOperations:
         q_norm, k_norm = (self._vector(x.norm) if x.norm else 0 for x in (q, k))
         stored = self._cache.stored(layer)
         reflection, mean = self._basis(layer)
+        half, cos, sin = self._turns(layer)
         self._emit(
             op.Heads(
                 qkv=q.place,
                 heads=spec.num_heads,
                 kv_heads=spec.num_kv_heads,
                 dim=spec.head_dim,
-                half=0 if layer in spec.unrotated else spec.rope.rotary_dim // 2,
-                cos=_address(self._cos),
-                sin=_address(self._sin),
+                half=half,
+                cos=cos,
+                sin=sin,
                 q_norm=q_norm,
                 k_norm=k_norm,
-                eps=spec.norm_eps,
+                eps=spec.eps_of(f"layers.{layer}.q_norm"),
                 scale=spec.head_dim**-0.5,
                 stored=stored,
                 reflection=reflection,
                 mean=mean,
+                norm_last=spec.qk_norm_form == "turned",
+                growth=self._growth,
             )
         )
         part = padded(spec.head_dim, LANES) + LANES
@@ -247,6 +260,7 @@ class PlanOperations:
                 rows=RUN_ROWS,
                 stored=stored,
                 out=_address(partial),
+                cap=spec.score_cap or 0.0,
             )
         )
         return Activations(op.Matrix(0, 0), spec.q_width, partial=_address(partial))
@@ -256,8 +270,11 @@ class PlanOperations:
         assert up.place.at == gate.place.at + 4 * gate.width
         return replace(gate, gated=True)
 
-    def add(self, x: Activations, y: Activations) -> Activations:
-        """See `models.architecture.Operations`. The linear layer that wrote y is told to add to x instead."""
+    def add(self, x: Activations, y: Activations, norm: str = "") -> Activations:
+        """See `models.architecture.Operations`. Without a norm, the layer that wrote y is told to add to x instead."""
+        if norm:
+            self._settle(y, norm, x.place, accumulate=True)
+            return x
         linear = self._program[y.instruction]
         assert isinstance(linear, op.Linear | op.Panel)
         self._program[y.instruction] = linear._replace(out=x.place, accumulate=True)
@@ -269,7 +286,24 @@ class PlanOperations:
         self._emit(op.Gather(x.place, x.width, out.place))
         return out
 
+    def cap(self, logits: Activations) -> Activations:
+        """See `models.architecture.Operations`. Applied by the program's last instruction."""
+        return logits
+
     # Writing instructions
+
+    def _settle(self, x: Activations, norm: str, out: op.Matrix, *, accumulate: bool) -> None:
+        """Write the norm of activations that stay in float32."""
+        weight, eps = self._vector(norm), self._spec.eps_of(norm)
+        self._emit(op.Settle(x.place, x.width, weight, eps, out, accumulate))
+
+    def _turns(self, layer: int) -> tuple[int, int, int]:
+        """Half the rotating channels of a layer, and the addresses of their cosines and sines; 0 where none rotate."""
+        rope = self._spec.rope_of(layer)
+        if rope is None:
+            return 0, 0, 0
+        cos, sin = self._turned[rope]
+        return rope.rotary_dim // 2, _address(cos), _address(sin)
 
     def _channels(self, name: str) -> tuple[int, int]:
         """Channels per 1024 chosen per row, and those shared by all rows of a prompt."""
@@ -295,9 +329,10 @@ class PlanOperations:
         if x.partial:
             self._emit(op.Merge(x.partial, to, self._spec.num_heads, self._spec.head_dim))
         elif x.gated:
-            self._emit(op.Gate(x.place, to))
+            self._emit(op.Gate(x.place, to, self._spec.activation == "gelu_tanh"))
         else:
-            self._emit(op.Norm(x.place, to, self._vector(x.norm), self._spec.norm_eps))
+            weight = self._vector(x.norm) if x.norm else 0
+            self._emit(op.Norm(x.place, to, weight, self._spec.norm_eps))
         return out
 
     def _rounded(self) -> op.Quantized:

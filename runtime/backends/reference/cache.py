@@ -70,7 +70,7 @@ class ReferenceCache(PagedCache):
         )
         """The buffers."""
         super().__init__(kind, spec, self.store, context=context, slots=slots, max_rows=max_rows, pages=pages)
-        self._D = spec.head_dim
+        self._D, self._cap = spec.head_dim, spec.score_cap
 
     def close(self) -> None:
         """Release the buffers. Safe to call twice."""
@@ -150,5 +150,5 @@ class ReferenceCache(PagedCache):
             rows = (slots == slot).nonzero().flatten()
             length = int(positions[rows].max()) + 1
             k, v = (self.read(part, layer, slot, length, draft=draft) for part in PARTS)
-            out[rows] = attend(q[rows], k, v, positions[rows], window)
+            out[rows] = attend(q[rows], k, v, positions[rows], window, self._cap)
         return out

@@ -15,11 +15,12 @@ import torch
 
 from models.architecture import Operations, body, forward
 from models.packed import PackedLinear
-from models.rope import tables
+from models.rope import query_growth, tables
 from models.weights import Weights
 from runtime.backends.decoder import DecoderOptions, Float32Array, Step, check_step, compensation_of
 from runtime.backends.operations.basis import to_basis
-from runtime.backends.operations.gate import silu_gate
+from runtime.backends.operations.cap import soft_cap
+from runtime.backends.operations.gate import gelu_gate, silu_gate
 from runtime.backends.operations.norm import rms_norm
 from runtime.backends.operations.rope import rotate
 from runtime.backends.reference.cache import ReferenceCache
@@ -59,8 +60,11 @@ class ReferenceDecoder:
         }
         self.weight_bytes += sum(weight.nbytes for weight in self.norms.values())
         self.embedding = torch.from_numpy(np.array(model.embedding(), np.float16))
-        cos, sin = tables(self.spec.rope, options.context)
-        self.cos, self.sin = torch.from_numpy(cos), torch.from_numpy(sin)
+        self.turns = {
+            rope: tuple(torch.from_numpy(table) for table in tables(rope, options.context)) for rope in self.spec.ropes
+        }
+        growth = query_growth(self.spec, np.arange(options.context))
+        self.growth = None if growth is None else torch.from_numpy(growth)
         self.cache = ReferenceCache(
             KINDS[options.kv],
             self.spec,
@@ -174,7 +178,10 @@ class _Pass(Operations[torch.Tensor]):
         return self._decoder.embedding[self._tokens].float()
 
     def norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        return rms_norm(x, self._decoder.norms[name], self._spec.norm_eps)
+        return rms_norm(x, self._decoder.norms[name], self._spec.eps_of(name))
+
+    def plain(self, x: torch.Tensor) -> torch.Tensor:
+        return x
 
     def linear(self, x: torch.Tensor, name: str) -> torch.Tensor:
         layer, positions = self._decoder.linears[name], self._linear_positions
@@ -185,15 +192,19 @@ class _Pass(Operations[torch.Tensor]):
         return tuple(x[:, end - width : end] for width, end in zip(widths, ends, strict=True))
 
     def head_norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        return self.norm(self._heads(x), name).flatten(1)
+        return self.norm(x, name) if self._spec.qk_norm_form == "all" else self.norm(self._heads(x), name).flatten(1)
 
-    def rotate(self, x: torch.Tensor) -> torch.Tensor:
-        cos, sin = self._decoder.cos[self._positions], self._decoder.sin[self._positions]
+    def rotate(self, x: torch.Tensor, layer: int) -> torch.Tensor:
+        rope = self._spec.rope_of(layer)
+        assert rope is not None
+        cos, sin = (table[self._positions] for table in self._decoder.turns[rope])
         return rotate(self._heads(x), cos, sin).flatten(1)
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int) -> torch.Tensor:
         cache, window = self._decoder.cache, self._spec.windows[layer]
         q, k = self._heads(q), self._heads(k)
+        if self._decoder.growth is not None:
+            q = q * self._decoder.growth[self._positions, None, None]
         if self._decoder.bases:
             reflection, mean = self._decoder.bases[layer]
             q = to_basis(q, reflection.repeat_interleave(self._spec.num_heads // self._spec.num_kv_heads, dim=0))
@@ -205,14 +216,18 @@ class _Pass(Operations[torch.Tensor]):
         ).flatten(1)
 
     def gate(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        return silu_gate(gate, up)
+        return (silu_gate if self._spec.activation == "silu" else gelu_gate)(gate, up)
 
-    def add(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return x + y
+    def add(self, x: torch.Tensor, y: torch.Tensor, norm: str = "") -> torch.Tensor:
+        return x + (self.norm(y, norm) if norm else y)
 
     def logit_rows(self, x: torch.Tensor) -> torch.Tensor:
         self._linear_positions = self._positions[self._logit_rows]
         return x[self._logit_rows]
+
+    def cap(self, logits: torch.Tensor) -> torch.Tensor:
+        assert self._spec.logit_cap is not None
+        return soft_cap(logits, self._spec.logit_cap)
 
     def _by_rows(self, x: torch.Tensor, compute: Callable[[slice], torch.Tensor]) -> torch.Tensor:
         """Compute the rows of x: one by one, or all together for a prompt."""

@@ -27,7 +27,7 @@ from runtime.backends.triton.kernels.compensate import LaunchConfig, Output, com
 from runtime.backends.triton.kernels.gate import gate
 from runtime.backends.triton.kernels.gemm import gemm
 from runtime.backends.triton.kernels.gemv import ROWS, few_rows
-from runtime.backends.triton.kernels.norm import add_norm, embed_norm
+from runtime.backends.triton.kernels.norm import RowNorms, add_norm, embed_norm
 from runtime.backends.triton.kernels.residual_gemm import multiply
 from runtime.backends.triton.kernels.rope import HeadNorms, heads
 from runtime.backends.triton.kernels.tokens import Tokens, round_tokens
@@ -144,7 +144,7 @@ class Value:
     rounded: Tokens | None = None
     """An input as INT8 tokens, if products read these."""
     norm: str = ""
-    """Head norm still to be applied."""
+    """Norm of heads, or of an output to be added, still to be applied."""
     tokens: torch.Tensor | None = None
     """Tokens int32 [M] whose embeddings will become this residual stream."""
     gathered: bool = False
@@ -194,12 +194,18 @@ class Pass(Operations[Value]):
         rows = self._buffers.logit_rows[: self._R] if x.gathered else None
         M = self._R if x.gathered else self._M
         out, sums, rounded = self._buffers.input(M, C), self._buffers.sums(M, C), self._buffers.rounded(M, C)
-        weight, eps = self._model.norms[name], self._spec.norm_eps
+        weight = self._model.norms[name] if name else None
+        added = self._model.norms[x.added.norm] if x.added is not None and x.added.norm else None
+        norms = RowNorms(weight, self._spec.norm_eps, added, self._spec.inner_eps or self._spec.norm_eps)
         if x.tokens is not None:
-            embed_norm(x.tokens, self._model.table, h, weight, eps, out, sums if rounded is None else rounded)
+            embed_norm(x.tokens, self._model.table, h, norms, out, sums if rounded is None else rounded)
         elif out.numel():
-            add_norm(h, y, dec, weight, eps, out, rows, sums if rounded is None else rounded)
+            add_norm(h, y, dec, norms, out, rows, sums if rounded is None else rounded)
         return Value(out, sums=sums, rounded=rounded, gathered=x.gathered)
+
+    def plain(self, x: Value) -> Value:
+        """See `models.architecture.Operations`. First adds pending outputs to the residual stream."""
+        return self.norm(x, "")
 
     def linear(self, x: Value, name: str) -> Value:
         """See `models.architecture.Operations`."""
@@ -231,7 +237,7 @@ class Pass(Operations[Value]):
         """See `models.architecture.Operations`. Applied by `attend`'s first kernel."""
         return replace(x, norm=name)
 
-    def rotate(self, x: Value) -> Value:
+    def rotate(self, x: Value, _layer: int, /) -> Value:
         """See `models.architecture.Operations`. Applied by `attend`'s first kernel."""
         return x
 
@@ -243,10 +249,11 @@ class Pass(Operations[Value]):
         rows = Rows(buffers.positions[:M], buffers.slots[:M])
         queries, out = buffers.queries(M, spec.q_width), buffers.input(M, spec.q_width)
         q_norm, k_norm = (model.norms[x.norm] if x.norm else None for x in (q, k))
-        norms = HeadNorms(q_norm, k_norm, spec.norm_eps)
-        heads(v.tensor, v.dec, norms, model.ropes[layer], model.bases[layer], rows, pages, queries)
+        norms = HeadNorms(q_norm, k_norm, spec.eps_of(f"layers.{layer}.q_norm"))
+        rope, basis = model.ropes[layer], model.bases[layer]
+        heads(v.tensor, v.dec, norms, rope, basis, rows, pages, queries, norm_last=spec.qk_norm_form == "turned")
         context, draft = model.options.context, self._draft
-        sums = attend(queries, pages, rows, window, out, buffers.main, context=context, draft=draft)
+        sums = attend(queries, pages, rows, window, out, buffers.main, context=context, draft=draft, cap=spec.score_cap)
         rounded = buffers.rounded(M, spec.q_width)
         if rounded is not None:
             round_tokens(out, rounded)
@@ -258,23 +265,29 @@ class Pass(Operations[Value]):
         width = self._spec.intermediate_size
         out, sums = self._buffers.input(self._M, width), self._buffers.sums(self._M, width)
         rounded = self._buffers.rounded(self._M, width)
-        gate(up.tensor, up.dec, out, sums, rounded)
+        gate(up.tensor, up.dec, out, sums, rounded, gelu=self._spec.activation == "gelu_tanh")
         return Value(out, sums=sums, rounded=rounded)
 
-    def add(self, x: Value, y: Value) -> Value:
+    def add(self, x: Value, y: Value, norm: str = "") -> Value:
         """See `models.architecture.Operations`. Deferred to the norm that reads the sum."""
-        return Value(x.tensor, added=y)
+        return Value(x.tensor, added=replace(y, norm=norm))
 
     def logit_rows(self, x: Value) -> Value:
         """See `models.architecture.Operations`. Deferred to the norm that reads the rows."""
         return replace(x, gathered=True)
 
+    def cap(self, logits: Value) -> Value:
+        """See `models.architecture.Operations`. Applied by `finish`."""
+        return logits
+
     def finish(self, logits: Value) -> torch.Tensor:
-        """Logits float32 [R, V], with compensation. Their sum shows whether any is not finite."""
+        """Logits float32 [R, V], with compensation, and capped. Their sum shows whether any was not finite."""
         if logits.tensor.numel():
             if logits.dec is not None:
                 logits.tensor.add_(logits.dec)
             torch.sum(logits.tensor.view(-1), 0, keepdim=True, out=self._buffers.total)
+            if self._spec.logit_cap is not None:
+                logits.tensor.div_(self._spec.logit_cap).tanh_().mul_(self._spec.logit_cap)
         return logits.tensor
 
     def _positions(self, x: Value) -> torch.Tensor:

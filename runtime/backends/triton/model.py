@@ -11,7 +11,8 @@ import numpy.typing as npt
 import torch
 
 from models.packed import PackedLinear
-from models.rope import tables
+from models.rope import query_growth, tables
+from models.spec import RopeSpec
 from models.weights import Weights
 from runtime.backends.decoder import DecoderOptions, Int32Array
 from runtime.backends.operations.channels import k_chunk_of, layer_kind, static_channels
@@ -93,10 +94,7 @@ class GpuModel:
         self._unlocked: npt.NDArray[np.float16] | None = None
         """The embedding table, if its memory could not be page-locked."""
         self.table = self._table(weights)
-        cos, sin = tables(spec.rope, options.context)
-        rope = Rope(self._move(cos), self._move(sin))
-        still = Rope(self._move(np.ones_like(cos)), self._move(np.zeros_like(sin))) if spec.unrotated else rope
-        self.ropes = [still if layer in spec.unrotated else rope for layer in range(spec.num_layers)]
+        self.ropes = self._ropes()
         """Of each layer; angles of 0 where it has none."""
         self.cache = GpuCache(
             KINDS[options.kv],
@@ -253,6 +251,20 @@ class GpuModel:
             return torch.zeros(self.options.max_rows, table.shape[1], dtype=torch.float16, device=self.device)
         locked.numpy()[...] = table
         return locked
+
+    def _ropes(self) -> list[Rope]:
+        """The rotary tables of each layer, every embedding's once."""
+        spec, context = self.spec, self.options.context
+        grown = query_growth(spec, np.arange(context))
+        growth = None if grown is None else self._move(grown)
+        found: dict[RopeSpec | None, Rope] = {}
+        for of in spec.ropes:
+            cos, sin = map(self._move, tables(of, context))
+            found[of] = Rope(cos, sin, growth)
+        if spec.unrotated:
+            ones = np.ones((context, max((of.rotary_dim // 2 for of in spec.ropes), default=1)), np.float32)
+            found[None] = Rope(self._move(ones), self._move(np.zeros_like(ones)), growth)
+        return [found[spec.rope_of(layer)] for layer in range(spec.num_layers)]
 
     def _move(self, array: np.ndarray[tuple[int, ...], np.dtype[np.float32]]) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)

@@ -2,12 +2,15 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from app.cli.attachments import Attachments
+from app.cli.output import Output
 from app.cli.repl import Repl, line_history
 from runtime.backends.decoder import DecoderOptions
 from runtime.engine.generation import Piece, Usage
@@ -22,17 +25,18 @@ class ScriptedEngine:
     reason = "a test"
     context = 100
     chat_stops = ("\nUser:",)
+    longest = 50
 
     def __init__(self, *texts: str, note: str | None = None, finish: str = "stop") -> None:
         self.texts = list(texts)
         self.finish = finish
         self.asked: list[Any] = []
         self.options: list[SamplingOptions] = []
-        self.tokenizer = SimpleNamespace(note=note)
+        self.tokenizer = SimpleNamespace(note=note, encode=lambda text, **_: text.split())
         self.decoder = SimpleNamespace(backend="cpu", options=DecoderOptions(), kv_bytes=1 << 20)
 
     def chat_prompt(self, messages: Sequence[Any]) -> list[int]:
-        if len(messages[-1]["content"]) > 50:
+        if len(messages[-1]["content"]) > self.longest:
             raise ContextOverflowError("too long")
         self.asked.append([(message["role"], message["content"]) for message in messages])
         return [1]
@@ -64,7 +68,8 @@ def talk(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[str, str]]:
                 return line
             raise line
 
-        Repl(engine, SamplingOptions(), read=read, **options).loop()  # type: ignore[arg-type]
+        with closing(Attachments(engine, Output())) as attachments:  # type: ignore[arg-type]
+            Repl(engine, SamplingOptions(), attachments, read=read, **options).loop()  # type: ignore[arg-type]
         captured = capsys.readouterr()
         return captured.out, captured.err
 
@@ -197,3 +202,23 @@ def test_an_unreadable_memory_is_gone_without(tmp_path: Path) -> None:
     (tmp_path / "lines").mkdir()
     with line_history(tmp_path / "lines"):
         pass
+
+
+def test_a_document_is_attached(talk: Talk, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("the lamp burns oil")
+    (tmp_path / "lamps").mkdir()
+    (tmp_path / "lamps" / "a.txt").write_text("the lamp burns oil")
+    engine = ScriptedEngine("one", "two", "three")
+    engine.longest = 5000
+    attach = [f"/attach {tmp_path / name}" for name in ("gone", "notes.txt", "lamps")]
+    _, err = talk(engine, "/attach", *attach[:2], "Which oil?", attach[2], "What burns in the lamp?", "Which router?")
+    assert "use /attach PATH" in err
+    assert "gone can't be opened: No such file or directory" in err
+    assert "notes.txt: 4 tokens" in err
+    assert "lamps (about 4 tokens) is too long to be sent" in err
+    said = [messages[-1][1] for messages in engine.asked]
+    assert said[0] == "notes.txt:\n```\nthe lamp burns oil\n```\n\nWhich oil?"
+    assert '<passage from="lamps/a.txt, line 1">' in said[1]
+    assert "from lamps/a.txt, line 1" in err
+    assert said[2].startswith("A search of the attached documents found nothing")
+    assert "nothing about this was found" in err

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ FIELDS = {
     "kv",
     "k_chunk",
     "speculation",
+    "passages",
 }
 Answer = Callable[..., dict[str, Any]]
 
@@ -238,3 +240,29 @@ def test_ranges_are_those_of_the_settings(run: Callable[..., Any], option: str, 
     rule = RULES[option.removeprefix("--").replace("-", "_")]
     said = run("run", "demo", "hi", option, value, code=2).stderr
     assert " ".join(rule.allowed.split()[:5]) in " ".join(said.replace("│", " ").split())
+
+
+def test_documents_are_sent_or_searched(run: Callable[..., Any], answer: Answer, tmp_path: Path) -> None:
+    short, long = tmp_path / "short.txt", tmp_path / "long.txt"
+    short.write_text("a lamp")
+    long.write_text("Nothing here.\n\n" * 200 + "The lamp burns whale oil.\n")
+    arguments = ("run", "demo", "What burns in the lamp?", "--max-tokens", 1, "--system", "")
+    plain = answer(*arguments)
+    assert plain["passages"] is None
+    found = answer(*arguments, "--attach", short)
+    assert found["passages"] is None
+    assert found["prompt_tokens"] > plain["prompt_tokens"]
+    (passage,) = answer(*arguments, "--attach", long)["passages"]
+    assert (passage["file"], passage["unit"], passage["last"]) == ("long.txt", "line", 401)
+    told = run(*arguments, "--attach", long).stderr
+    assert "long.txt (about 756 tokens) is too long to be sent: it is searched for each question" in told
+    assert "from long.txt, line" in told
+    assert answer("run", "demo", "router?", "--max-tokens", 1, "--attach", long)["passages"] == []
+    assert "does not exist" in run("run", "demo", "x", "--attach", tmp_path / "gone", code=2).stderr
+    assert "leave out --attach" in run("run", "demo", "x", "--raw", "--attach", short, code=2).stderr
+
+
+def test_a_document_that_cannot_be_read_ends_the_run(error: Callable[..., str], tmp_path: Path) -> None:
+    (tmp_path / "picture.txt").write_bytes(b"\x89PNG\0")
+    said = error("run", "demo", "x", "--attach", tmp_path / "picture.txt")
+    assert said.endswith("picture.txt is not text: it has bytes that no text has")

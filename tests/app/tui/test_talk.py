@@ -290,28 +290,6 @@ class TestWriting:
             await s.shows("2,000 lines · unfold F")
             await s.hides("line 1999")
 
-    async def test_a_file_is_attached(self, stage: Stage, runtime: Any, tmp_path: Path) -> None:
-        file = tmp_path / "notes.md"
-        file.write_text("a ```b``` c\n")
-        (tmp_path / "picture").write_bytes(b"\xff\xfe\x00")
-        async with stage(runtime) as s:
-            await s.pilot.press("ctrl+o")
-            await s.shows("A text file to send")
-            s.app.screen.query_one(Input).value = str(tmp_path / "nothing")
-            await s.pilot.press("enter")
-            await s.shows("No such file.")
-            s.app.screen.query_one(Input).value = str(file)
-            await s.pilot.press("enter")
-            await s.until(lambda: s.composer.text == "⟦notes.md: 2 lines⟧")
-            await s.pilot.press("enter")
-            await s.until(lambda: len(s.app.session.conversation) == 2)
-            await s.answered()
-            assert path_of(s)[0] == "notes.md:\n````\na ```b``` c\n````"
-            with pytest.raises(ValueError, match="not text"):
-                s.composer.attach_file(tmp_path / "picture")
-            s.app.screen.post_message(Paste(str(file)))
-            await s.until(lambda: s.composer.text == "⟦notes.md: 2 lines⟧")
-
     async def test_new_asks_where_chats_are_not_kept(self, stage: Stage, runtime: Any) -> None:
         async with stage(runtime) as s:
             await s.say("precious")

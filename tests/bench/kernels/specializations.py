@@ -241,9 +241,19 @@ def _round() -> Iterator[Specialization]:
 
 
 def _norm() -> Iterator[Specialization]:
-    """Norms of 4096 channels, and of 5120, padded to 8192; each also rounded to INT8."""
-    types = dict.fromkeys(("h_ptr", "y_ptr", "dec_ptr", "weight_ptr"), "*fp32") | {"index_ptr": "*i32", "given": "i32"}
-    types |= {"table_ptr": "*fp16", "x_ptr": "*fp16", "eps": "fp32"}
+    """Norms of 4096 channels, and of 5120, padded to 8192; each also rounded to INT8; norms on both sides."""
+    types: dict[str, object] = dict.fromkeys(("h_ptr", "y_ptr", "dec_ptr"), "*fp32") | {"index_ptr": "*i32"}
+    types |= {"table_ptr": "*fp16", "x_ptr": "*fp16", "given": "i32"}
+    before, both = norm.RowNorms("*fp32", "fp32", _ABSENT, "fp32"), norm.RowNorms("*fp32", "fp32", "*fp32", "fp32")
+    block, warps = norm._shape(5120)
+    yield Specialization(
+        name="add_norm C5120 both",
+        kernel=norm._add_norm_kernel,
+        types={**types, "norms": both, "sums_ptr": "*fp32"},
+        constants={"C": 5120, "BLOCK_C": block},
+        num_warps=warps,
+    )
+    types["norms"] = before
     for channels in (4096, 5120):
         block, warps = norm._shape(channels)
         yield Specialization(
@@ -271,14 +281,20 @@ def _gate() -> Iterator[Specialization]:
         name="gate I14336",
         kernel=gate._gate_kernel,
         types={**types, "sums_ptr": "*fp32"},
-        constants={"WIDTH": 14336, "BLOCK_I": gate.BLOCK_I},
+        constants={"WIDTH": 14336, "BLOCK_I": gate.BLOCK_I, "GELU": False},
+    )
+    yield Specialization(
+        name="gate I14336 gelu",
+        kernel=gate._gate_kernel,
+        types={**types, "sums_ptr": "*fp32"},
+        constants={"WIDTH": 14336, "BLOCK_I": gate.BLOCK_I, "GELU": True},
     )
     shape, warps = tokens.rounding_shape(14336, 128)
     yield Specialization(
         name="gate I14336 int8",
         kernel=gate._gate_round_kernel,
         types={**types, "tokens": _TOKENS},
-        constants={"WIDTH": 14336, "shape": shape},
+        constants={"WIDTH": 14336, "shape": shape, "GELU": False},
         num_warps=warps,
         options=_ROUNDED,
     )
@@ -303,7 +319,7 @@ def _heads() -> Iterator[Specialization]:
             types={
                 "projected": rope.Projected("*fp32", "*fp32"),
                 "norms": rope.HeadNorms(weight, weight, "fp32"),
-                "rope": rope.Rope("*fp32", "*fp32"),
+                "rope": rope.Rope("*fp32", "*fp32", _ABSENT),
                 "basis": rope.Basis(turned, turned),
                 "rows": _ROWS,
                 "layer": _LAYER,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,17 @@ import torch
 from tests.models import random_models
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
-ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "phi3": "phi3"}
+ARCHITECTURES = {
+    **{name: name for name in ("llama", "qwen2", "qwen3", "phi3", "gemma2", "olmo2", "exaone4", "glm4", "ernie4_5")},
+    "mistral": "llama",
+    "gemma3_text": "gemma3",
+    "olmo3": "olmo2",
+    "ministral3": "mistral3",
+    "hunyuan_v1_dense": "hunyuan-dense",
+}
 """`general.architecture` by `model_type`."""
+_AFTER_LAYER = {"post_self_attn_layernorm": "post_attention_norm", "post_mlp_layernorm": "post_ffw_norm"}
+"""Names of GLM-4's norms; the package takes one of the others for two."""
 SIZES: dict[str, Any] = {
     **random_models.SIZES,
     "vocab_size": 64,
@@ -70,9 +79,9 @@ def write_gguf(
     write_tokenizer(writer, config.vocab_size)
     for key, value in (metadata or {}).items():
         add(writer, key, value)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[writer.arch.upper()], config.num_hidden_layers)
+    names = names_of(writer.arch, config.num_hidden_layers)
     for name, tensor in tensors_of(model).items():
-        own = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        own = names(name)
         assert own is not None
         if own not in left_out:
             dtype = gguf.GGMLQuantizationType[kind if tensor.ndim > 1 else "F32"]
@@ -84,9 +93,27 @@ def write_gguf(
     return path
 
 
+def names_of(architecture: str, blocks: int) -> Callable[[str], str | None]:
+    """Names in a file by those in Hugging Face's format."""
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper().replace("-", "_")], blocks)
+
+    def name_of(name: str) -> str | None:
+        module, _, part = name.rpartition(".")
+        layer, _, last = module.removeprefix("model.layers.").partition(".")
+        if architecture == "glm4" and last.endswith("_layernorm"):
+            after = {**_AFTER_LAYER, "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}
+            return f"blk.{layer}.{after[last]}.{part}"
+        found: str | None = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        return found
+
+    return name_of
+
+
 def describe(writer: gguf.GGUFWriter, config: Any) -> None:
     """Write what llama.cpp's converter writes of a configuration."""
     rope = config.rope_parameters
+    local = rope.get("sliding_attention")
+    rope = rope.get("full_attention", rope)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
@@ -95,6 +122,8 @@ def describe(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(rope["rope_theta"])
+    if local is not None and config.model_type == "gemma3_text":
+        writer.add_float32("gemma3.rope.freq_base_swa", local["rope_theta"])
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if head_dim != config.hidden_size // config.num_attention_heads:
         writer.add_key_length(head_dim)
@@ -103,6 +132,23 @@ def describe(writer: gguf.GGUFWriter, config: Any) -> None:
     window = getattr(config, "sliding_window", None)
     if config.model_type in ("phi3", "mistral"):
         writer.add_sliding_window(window or 0)
+    elif window and config.model_type in ("gemma2", "gemma3_text", "olmo3", "exaone4"):
+        writer.add_sliding_window(window)
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+    for cap, add_cap in (
+        ("attn_logit_softcapping", writer.add_attn_logit_softcapping),
+        ("final_logit_softcapping", writer.add_final_logit_softcapping),
+    ):
+        if getattr(config, cap, None):
+            add_cap(getattr(config, cap))
+    if rope["rope_type"] == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        writer.add_rope_scaling_yarn_beta_fast(rope.get("beta_fast") or 32.0)
+        writer.add_rope_scaling_yarn_log_mul(rope.get("mscale_all_dim") or 0.0)
+    if config.model_type == "ministral3":
+        writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
     if rope["rope_type"] == "linear":
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(rope["factor"])
@@ -116,6 +162,7 @@ def describe(writer: gguf.GGUFWriter, config: Any) -> None:
 def rotary_factors(config: Any) -> dict[str, np.ndarray[Any, Any]]:
     """Tables of factors by the names that files give them."""
     rope = config.rope_parameters
+    rope = rope.get("full_attention", rope)
     if rope["rope_type"] == "longrope":
         return {f"rope_factors_{side}": np.array(rope[f"{side}_factor"], np.float32) for side in ("short", "long")}
     if rope["rope_type"] != "llama3":
@@ -129,13 +176,15 @@ def rotary_factors(config: Any) -> dict[str, np.ndarray[Any, Any]]:
 
 
 def tensors_of(model: Any) -> dict[str, np.ndarray[Any, Any]]:
-    """Weights by their names in Hugging Face's format; rows of q and k of a Llama in llama.cpp's order."""
+    """Weights by their names in Hugging Face's format; Llama's q and k in llama.cpp's order of rows, Gemma's 1 + w."""
     config, found = model.config, {}
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         array = tensor.float().numpy()
-        if ARCHITECTURES[config.model_type] == "llama" and ("q_proj" in name or "k_proj" in name):
+        if "gemma" in config.model_type and "norm" in name:
+            array = array + 1
+        if ARCHITECTURES[config.model_type] in ("llama", "mistral3") and ("q_proj" in name or "k_proj" in name):
             heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
             halves = array.reshape(heads, 2, len(array) // heads // 2, *array.shape[1:])
             array = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(array.shape)

@@ -17,11 +17,14 @@ import torch
 from models.checkpoint import Checkpoint
 from models.checkpoint_files import GENERATION_CONFIG
 from models.errors import CheckpointError, UnsupportedModelError
+from models.families import FAMILIES
+from models.gguf.architectures import ARCHITECTURES
 from models.gguf.checkpoint import read_gguf
 from models.gguf.tensors import name_in_file
 from models.oracle import Oracle
 from tests.close import Tolerance, assert_close
-from tests.models.gguf.making import SIZES, random_model, write_gguf
+from tests.models.gguf.making import SIZES, names_of, random_model, write_gguf
+from tests.models.random_models import CAPS, GEMMA, LAYERED_ROPE, MINISTRAL3, YARN
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -39,7 +42,30 @@ LONGROPE = {
     "partial_rotary_factor": 0.75,
     "original_max_position_embeddings": 16,
 }
+MIXED = ["sliding_attention", "full_attention"]
+GEMMA_CASE = {**{key: value for key, value in GEMMA.items() if key != "query_pre_attn_scalar"}, "layer_types": MIXED}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma2": ("Gemma2", {**GEMMA_CASE, **CAPS, "query_pre_attn_scalar": 16}),
+    "gemma3": ("Gemma3", {**GEMMA_CASE, "query_pre_attn_scalar": 16, "rope_parameters": LAYERED_ROPE}),
+    "olmo2": ("Olmo2", {"attention_bias": True}),
+    "olmo3": (
+        "Olmo3",
+        {
+            "sliding_window": 5,
+            "layer_types": MIXED,
+            "rope_parameters": {
+                "full_attention": YARN,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+            },
+        },
+    ),
+    "exaone4": ("Exaone4", {"sliding_window": 5, "layer_types": MIXED, "head_dim": 12}),
+    "exaone4-whole": ("Exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
+    "glm4": ("Glm4", {"head_dim": 16, "attention_bias": True}),
+    "ministral3": ("Ministral3", {"head_dim": 16, "rope_parameters": MINISTRAL3}),
+    "hunyuan": ("HunYuanDenseV1", {"head_dim": 32}),
+    "ernie": ("Ernie4_5", {"head_dim": 16, "use_bias": True, "tie_word_embeddings": False}),
+    "llama-yarn": ("Llama", {"rope_parameters": YARN}),
     "llama": ("Llama", {}),
     "llama-tied": ("Llama", {"tie_word_embeddings": True}),
     "llama-biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
@@ -131,18 +157,19 @@ def test_the_configuration_names_ends_that_the_file_does_not(llama: Any, tmp_pat
 
 
 def test_names_are_those_of_the_package() -> None:
-    for architecture in ("llama", "qwen2", "qwen3", "phi3"):
-        names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], 7)
-        spec_names = ["model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"]
-        spec_names += [
-            f"model.layers.6.{part}.weight" for part in ("input_layernorm", "self_attn.o_proj", "mlp.down_proj")
+    for name, architecture in ARCHITECTURES.items():
+        family, names = FAMILIES[architecture.model_type], names_of(name, 7)
+        modules = [
+            "self_attn.o_proj",
+            "mlp.down_proj",
+            *family.linear_sources["qkv"],
+            *family.linear_sources["gate_up"],
         ]
-        fused = ["self_attn.qkv_proj", "mlp.gate_up_proj"]
-        separate = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"]
-        for part in fused if architecture == "phi3" else separate:
-            spec_names.append(f"model.layers.6.{part}.weight")
-        for name in spec_names:
-            assert name_in_file(name, architecture) == names.get_name(name, try_suffixes=(".weight",))
+        if name not in ("olmo2", "exaone4"):
+            modules.append("input_layernorm")
+        in_blocks = [f"model.layers.6.{module}.weight" for module in modules]
+        for own in ("model.embed_tokens.weight", "model.norm.weight", *in_blocks):
+            assert name_in_file(own, family) == names(own)
 
 
 def test_rotating_channels_come_back_to_the_last_one(tmp_path: Path) -> None:
@@ -153,12 +180,12 @@ def test_rotating_channels_come_back_to_the_last_one(tmp_path: Path) -> None:
 
 
 FOREIGN: dict[str, tuple[dict[str, Any], str]] = {
-    "architecture": ({"general.architecture": "gemma3"}, "'gemma3' is not supported"),
+    "architecture": ({"general.architecture": "gemma"}, "'gemma' is not supported.* The nearest .* is gemma3"),
     "adapter": ({"general.type": "adapter"}, "no model, but 'adapter'"),
     "split": ({"split.count": 3, "split.no": 1}, "one of 3 parts"),
     "experts": ({"llama.expert_count": 8}, "'llama.expert_count' is 8"),
     "softcap": ({"llama.attn_logit_softcapping": 50.0}, "softcapping' is 50.0"),
-    "yarn": ({"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0}, "rotary scaling 'yarn'"),
+    "scaling": ({"llama.rope.scaling.type": "su", "llama.rope.scaling.factor": 4.0}, "rotary scaling 'su'"),
     "pre-tokenizer": ({"tokenizer.ggml.pre": "martian"}, "the pre-tokenizer 'martian'"),
     "values": ({"llama.attention.value_length": 8}, "keys of 16 and values of 8"),
     "partial": ({"llama.rope.dimension_count": 8}, "of which 8 rotate"),

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from assets import demo_path
 from runtime.errors import RequestError
-from runtime.text.call_constraint import CallConstraint, Closers, calls_constraint
+from runtime.text.call_constraint import AnswerConstraints, CallConstraint, Closers
 from runtime.text.call_format import TOLD, CallFormat
 from runtime.text.call_grammar import CallRules
 from runtime.text.call_reader import CallPart, CallReader
@@ -203,8 +203,8 @@ def test_a_call_ends_well(tokenizer: Tokenizer, circle: bool) -> None:
     wanted = {"properties": {"text": {"type": "string"}, "n": {"type": "integer"}}, "required": ["text", "n"]}
     rules = CallRules.of([Tool(name="say", parameters=wanted)], required=True)
     limit = 4000 if circle else 150
-    begin = constraints_of(tokenizer).begin
-    constraint = calls_constraint(rules, tokenizer, begin, closers(tokenizer), limit)
+    eos = [tokenizer.eos_token_id or 0]
+    constraint = AnswerConstraints(tokenizer, vocab_size=tokenizer.vocab_size, eos=eos).of(None, rules, limit)
     assert constraint is not None
     letters = [tokenizer.encode(letter, special=False)[-1] for letter in "abcdefghijklmnopqrstuvwxyz}'"]
     logits, tokens = np.zeros(tokenizer.vocab_size, np.float32), list[int]()

@@ -88,12 +88,14 @@ class Gather(NamedTuple):
 
 
 class Check(NamedTuple):
-    """Mark the step as failed if a wanted row is not finite."""
+    """Mark the step as failed if a wanted row is not finite; then cap it."""
 
     x: Matrix
     """float32, the rows whose logits are wanted."""
     channels: int
     """A multiple of 16."""
+    cap: float = 0.0
+    """Soft cap of the logits; 0 = none."""
 
 
 class Input(NamedTuple):
@@ -121,18 +123,37 @@ class Norm(NamedTuple):
     to: Input
     """The output."""
     weight: int
-    """Address of float32, zero-padded to whole blocks."""
+    """Address of float32, zero-padded to whole blocks; 0: no norm, x itself is quantized."""
     eps: float
     """Added to the mean square."""
 
 
+class Settle(NamedTuple):
+    """RMSNorm of rows that stay in float32: added to others, or in their place."""
+
+    x: Matrix
+    """float32."""
+    width: int
+    """Channels."""
+    weight: int
+    """Address of float32 [width]."""
+    eps: float
+    """Added to the mean square."""
+    out: Matrix
+    """float32; may be x."""
+    accumulate: bool
+    """Whether the result is added to the contents of `out`."""
+
+
 class Gate(NamedTuple):
-    """SiLU(gate) * up, and quantization of its output."""
+    """SiLU(gate) * up or GELU(gate) * up, and quantization of its output."""
 
     x: Matrix
     """float32: gate, then up."""
     to: Input
     """The output."""
+    gelu: bool = False
+    """Whether it is GELU, by its tanh form."""
 
 
 class Merge(NamedTuple):
@@ -303,7 +324,7 @@ class Stored(NamedTuple):
 
 
 class Heads(NamedTuple):
-    """Normalize, rotate and turn queries and keys, scale queries, store keys and values."""
+    """Normalize, rotate and turn queries and keys (or rotate first), scale queries, store keys and values."""
 
     qkv: Matrix
     """float32."""
@@ -333,6 +354,10 @@ class Heads(NamedTuple):
     """Address of float32 [H_kv, D], see `runtime.kv.basis.KeyBasis`; 0: queries and keys are not turned."""
     mean: int = 0
     """Address of float32 [H_kv, D], likewise."""
+    norm_last: bool = False
+    """Whether the norms come behind the rotation."""
+    growth: int = 0
+    """Address of float32 [context], factors of queries by their positions; 0 = none."""
 
 
 class Attend(NamedTuple):
@@ -354,6 +379,8 @@ class Attend(NamedTuple):
     """The keys and values."""
     out: int
     """Address of the partial results: float32 [rows, H, splits, D padded to 16 + 16]."""
+    cap: float = 0.0
+    """Soft cap of the scores; 0 = none."""
 
 
 class Page(NamedTuple):
@@ -397,12 +424,15 @@ class Restore(NamedTuple):
     """Number of tokens."""
 
 
-Instruction = Embed | Gather | Check | Norm | Gate | Merge | Select | Linear | Panel | Heads | Attend | Flush | Restore
+Instruction = (
+    Embed | Gather | Check | Norm | Settle | Gate | Merge | Select | Linear | Panel | Heads | Attend | Flush | Restore
+)
 OPERATIONS: Final[tuple[type[Instruction], ...]] = (
     Embed,
     Gather,
     Check,
     Norm,
+    Settle,
     Gate,
     Merge,
     Select,

@@ -1,11 +1,26 @@
-"""The MLP's gate: silu(gate) * up."""
+"""The MLP's gate: silu(gate) * up, or gelu(gate) * up."""
 
 from __future__ import annotations
+
+import math
 
 import numba
 
 from runtime.backends.cpu.machine.kernel import kernel
-from runtime.backends.cpu.machine.vector import add, div, exp, fill, load_floats, mul, store_floats, sub, zero_floats
+from runtime.backends.cpu.machine.vector import (
+    add,
+    div,
+    exp,
+    fill,
+    fma,
+    load_floats,
+    mul,
+    store_floats,
+    sub,
+    zero_floats,
+)
+
+_TWICE, _CUBIC = 2 * math.sqrt(2 / math.pi), 0.044715
 
 
 @kernel
@@ -16,3 +31,13 @@ def gate(gates: int, ups: int, out: int, start: int, stop: int) -> None:
         x = load_floats(gates + 4 * i)
         silu = div(x, add(one, exp(sub(zero_floats(), x))))
         store_floats(out + 4 * i, mul(silu, load_floats(ups + 4 * i)))
+
+
+@kernel
+def gelu_gate(gates: int, ups: int, out: int, start: int, stop: int) -> None:
+    """The same for x / 2 * (1 + tanh(t)) = x / (1 + exp(-2 t)), where t = sqrt(2 / pi) * (x + 0.044715 x³)."""
+    one, linear, cubic = fill(numba.float32(1.0)), fill(numba.float32(-_TWICE)), fill(numba.float32(-_TWICE * _CUBIC))
+    for i in range(start, stop, 16):
+        x = load_floats(gates + 4 * i)
+        falling = exp(mul(x, fma(mul(x, x), cubic, linear)))
+        store_floats(out + 4 * i, mul(div(x, add(one, falling)), load_floats(ups + 4 * i)))

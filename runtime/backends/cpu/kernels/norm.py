@@ -47,6 +47,40 @@ def scale_by(x: int, weight: int, out: int, start: int, stop: int, factor: float
 
 
 @kernel
+def settle_row(x: int, width: int, weight: int, eps: float, out: int, accumulate: int) -> None:
+    """RMSNorm of a row of any width, in place of another or added to it.
+
+    Args:
+        x: Address of float32 [width].
+        width: Channels.
+        weight: Address of float32 [width].
+        eps: Added to the mean square.
+        out: Address of float32 [width]; may be x.
+        accumulate: Whether the result is added to `out`.
+    """
+    sums, whole = zero_floats(), width // 16 * 16
+    for i in range(0, whole, 16):
+        part = load_floats(x + 4 * i)
+        sums = fma(part, part, sums)
+    total = sum_lanes(sums)
+    for i in range(whole, width):
+        value = get_float(x + 4 * i)
+        total += value * value
+    factor = numba.float32(1.0 / math.sqrt(total / numba.float32(width) + eps))
+    factors = fill(factor)
+    for i in range(0, whole, 16):
+        part = mul(mul(load_floats(x + 4 * i), factors), load_floats(weight + 4 * i))
+        if accumulate != 0:
+            part = add(part, load_floats(out + 4 * i))
+        store_floats(out + 4 * i, part)
+    for i in range(whole, width):
+        value = get_float(x + 4 * i) * factor * get_float(weight + 4 * i)
+        if accumulate != 0:
+            value += get_float(out + 4 * i)
+        set_float(out + 4 * i, value)
+
+
+@kernel
 def norm_head(x: int, weight: int, width: int, eps: float) -> None:
     """RMSNorm of one head in place: float32 [width] at x, weight float32 [width]; any width."""
     total = numba.float32(0.0)

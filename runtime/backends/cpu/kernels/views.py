@@ -22,7 +22,7 @@ changing_header_at = view("changing_header", op.HEADER, changes=True)
 """The same, for code that runs longer than one instruction."""
 embed_at, gather_at, check_at = map(_view, (op.Embed, op.Gather, op.Check))
 """The instruction at an address; so are the others."""
-norm_at, gate_at, merge_at = map(_view, (op.Norm, op.Gate, op.Merge))
+norm_at, settle_at, gate_at, merge_at = map(_view, (op.Norm, op.Settle, op.Gate, op.Merge))
 select_at, linear_at, heads_at, attend_at = map(_view, (op.Select, op.Linear, op.Heads, op.Attend))
 panel_at, flush_at, restore_at = map(_view, (op.Panel, op.Flush, op.Restore))
 

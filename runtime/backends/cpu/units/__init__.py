@@ -29,6 +29,8 @@ INPUTS = {
     op.Merge: _named("units.inputs.merge"),
 }
 """Instructions implemented by one unit in all cases."""
+settle = _named("units.inputs.settle")
+"""Norms whose results stay in float32."""
 UNIFORM = {3: _named("units.products.multiply_uniform_3"), 4: _named("units.products.multiply_uniform_4")}
 """Products with matrices, by their bits; so are the next."""
 CODEBOOK = {3: _named("units.products.multiply_codebook_3"), 4: _named("units.products.multiply_codebook_4")}

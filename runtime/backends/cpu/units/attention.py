@@ -118,14 +118,19 @@ def _finish_heads(write: Any, i: int, control: int, part: int, parts: int) -> No
         x = heads.qkv.at + row * heads.qkv.stride + 4 * head * dim
         if head < values:
             norm = heads.q_norm if head < keys else heads.k_norm
-            if norm != 0:
+            if norm != 0 and heads.norm_last == 0:
                 norm_head(x, norm, dim, heads.eps)
             rotate_head(x, heads.cos + 4 * half * position, heads.sin + 4 * half * position, half)
+            if norm != 0 and heads.norm_last != 0:
+                norm_head(x, norm, dim, heads.eps)
             if heads.reflection != 0:
                 _turn(heads, x, head)
         if head < keys:
+            scale = heads.scale
+            if heads.growth != 0:
+                scale *= get_float(heads.growth + 4 * position)
             for d in range(dim):
-                set_float(x + 4 * d, get_float(x + 4 * d) * heads.scale)
+                set_float(x + 4 * d, get_float(x + 4 * d) * scale)
             continue
         slot, kv_head = numba.int64(get_int(step.slots + 4 * row)), (head - keys) % heads.kv_heads
         write(heads, x, head < values, slot, kv_head, position)
@@ -186,7 +191,7 @@ def _work_of(attend: Attend, step: Parameters, number: int) -> _Work:
     row, rows = numba.int64(get_int(step.run_rows + 8 * run)), numba.int64(get_int(step.run_rows + 8 * run + 4))
     position, slot = numba.int64(get_int(step.positions + 4 * row)), numba.int64(get_int(step.slots + 4 * row))
     q = attend.qkv.at + row * attend.qkv.stride + 4 * head * heads * attend.dim
-    queries = Queries(q, attend.qkv.stride, rows, heads, attend.dim, position, attend.window)
+    queries = Queries(q, attend.qkv.stride, rows, heads, attend.dim, position, attend.window, attend.cap)
     size = part_bytes(attend.dim)
     out = attend.out + ((row * attend.heads + head * heads) * splits + split) * size
     sums = Sums(out, attend.heads * splits * size, splits * size)

@@ -11,9 +11,10 @@ from runtime.backends.cpu.data.instructions import Input
 from runtime.backends.cpu.kernels.activation import GroupPlace, code_bytes, quantize_group, step_of
 from runtime.backends.cpu.kernels.attention.run import part_bytes
 from runtime.backends.cpu.kernels.attention.span import merge_splits
-from runtime.backends.cpu.kernels.gate import gate as gate_channels
+from runtime.backends.cpu.kernels.gate import gate as silu_channels
+from runtime.backends.cpu.kernels.gate import gelu_gate
 from runtime.backends.cpu.kernels.gemm import row_block
-from runtime.backends.cpu.kernels.norm import inverse_rms, scale_by
+from runtime.backends.cpu.kernels.norm import inverse_rms, scale_by, settle_row
 from runtime.backends.cpu.kernels.views import (
     embed_at,
     gate_at,
@@ -22,6 +23,7 @@ from runtime.backends.cpu.kernels.views import (
     norm_at,
     parameters_at,
     rows_of,
+    settle_at,
     share_of,
 )
 from runtime.backends.cpu.machine.kernel import kernel
@@ -105,14 +107,38 @@ def norm(i: int, control: int, part: int, parts: int, _scratch: int) -> None:
     g0, g1 = (0, groups) if alone else share_of(groups, part, parts)
     for row in range(first, last):
         source, out = norm.x.at + row * norm.x.stride, to.out.at + row * to.out.stride
-        factor = inverse_rms(source, to.width, norm.eps)
-        scale_by(source, norm.weight, out, g0 * group, min(g1 * group, padded), factor)
+        start, stop = g0 * group, min(g1 * group, padded)
+        if norm.weight == 0:
+            for c in range(4 * start, 4 * stop, 64):
+                store_floats(out + c, load_floats(source + c))
+        else:
+            factor = inverse_rms(source, to.width, norm.eps)
+            scale_by(source, norm.weight, out, start, stop, factor)
         _round(to, row, rows, g0, g1)
 
 
 @compiled_unit
+def settle(i: int, control: int, part: int, parts: int, _scratch: int) -> None:
+    """RMSNorm of rows that stay in float32."""
+    settle = settle_at(i)
+    first, last = share_of(rows_of(control, 0), part, parts)
+    for row in range(first, last):
+        x, out = settle.x.at + row * settle.x.stride, settle.out.at + row * settle.out.stride
+        settle_row(x, settle.width, settle.weight, settle.eps, out, settle.accumulate)
+
+
+@kernel
+def _gate_channels(gelu: int, gates: int, ups: int, out: int, start: int, stop: int) -> None:
+    """Write channels start .. stop - 1 of a row."""
+    if gelu != 0:
+        gelu_gate(gates, ups, out, start, stop)
+    else:
+        silu_channels(gates, ups, out, start, stop)
+
+
+@compiled_unit
 def gate(i: int, control: int, part: int, parts: int, _scratch: int) -> None:
-    """SiLU(gate) * up, and quantization of its output."""
+    """SiLU(gate) * up or GELU(gate) * up, and quantization of its output."""
     gate = gate_at(i)
     to, rows = gate.to, rows_of(control, gate.to.wanted)
     padded, group, groups = _sizes(to)
@@ -120,7 +146,7 @@ def gate(i: int, control: int, part: int, parts: int, _scratch: int) -> None:
         first, last = share_of(rows, part, parts)
         for row in range(first, last):
             source, out = gate.x.at + row * gate.x.stride, to.out.at + row * to.out.stride
-            gate_channels(source, source + 4 * to.width, out, 0, padded)
+            _gate_channels(gate.gelu, source, source + 4 * to.width, out, 0, padded)
             for c in range(to.width, padded):
                 set_float(out + 4 * c, numba.float32(0.0))
             _round(to, row, rows, 0, groups)
@@ -130,7 +156,7 @@ def gate(i: int, control: int, part: int, parts: int, _scratch: int) -> None:
         row, g = item // groups, item % groups
         source, out = gate.x.at + row * gate.x.stride, to.out.at + row * to.out.stride
         start, stop = g * group, min((g + 1) * group, padded)
-        gate_channels(source, source + 4 * to.width, out, start, stop)
+        _gate_channels(gate.gelu, source, source + 4 * to.width, out, start, stop)
         for c in range(max(start, to.width), stop):
             set_float(out + 4 * c, numba.float32(0.0))
         _round(to, row, rows, g, g + 1)

@@ -6,6 +6,7 @@ import numba
 import numpy as np
 
 from runtime.backends.cpu.data.control import FAILED
+from runtime.backends.cpu.kernels.cap import cap_floats
 from runtime.backends.cpu.kernels.views import check_at, rows_of, share_of
 from runtime.backends.cpu.machine.sync import write_word
 from runtime.backends.cpu.machine.unit import compiled_unit
@@ -18,7 +19,7 @@ _ALL = 0xFFFF
 
 @compiled_unit
 def check(i: int, control: int, part: int, parts: int, _scratch: int) -> None:
-    """Mark the step as failed if a wanted row is not finite."""
+    """Mark the step as failed if a wanted row is not finite, and cap it."""
     check = check_at(i)
     first, last = share_of(check.channels // 16, part, parts)
     for row in range(rows_of(control, 1)):
@@ -27,3 +28,5 @@ def check(i: int, control: int, part: int, parts: int, _scratch: int) -> None:
             finite &= lanes_below(absolute(load_floats(x + 64 * v)), _FINITE)
         if finite != _ALL:
             write_word(control + 8 * FAILED, 1)
+        if check.cap != 0.0:
+            cap_floats(x + 64 * first, 16 * (last - first), check.cap)

@@ -18,14 +18,16 @@ _COMPENSATED, _SUMMED = tl.constexpr(1), tl.constexpr(2)
 
 
 @triton.jit(do_not_specialize=["given"])
-def _gate_kernel(y_ptr, dec_ptr, x_ptr, sums_ptr, given, WIDTH: tl.constexpr, BLOCK_I: tl.constexpr):
+def _gate_kernel(
+    y_ptr, dec_ptr, x_ptr, sums_ptr, given, WIDTH: tl.constexpr, BLOCK_I: tl.constexpr, GELU: tl.constexpr
+):  # fmt: skip
     """Program (m, block) handles channels [block * BLOCK_I, ...) of row m. y, dec [M, 2 WIDTH], x [M, WIDTH].
 
     sums [M, ceil(WIDTH / 32)].
     """
     row = tl.program_id(0).to(tl.int64)
     offs_i = tl.program_id(1) * BLOCK_I + tl.arange(0, BLOCK_I)
-    x = _gated(y_ptr, dec_ptr, row, offs_i, given, WIDTH).to(tl.float16)
+    x = _gated(y_ptr, dec_ptr, row, offs_i, given, WIDTH, GELU).to(tl.float16)
     tl.store(x_ptr + row * WIDTH + offs_i, x, mask=offs_i < WIDTH)
     if (given & _SUMMED) != 0:
         first = tl.program_id(1) * (BLOCK_I // 32)
@@ -33,17 +35,19 @@ def _gate_kernel(y_ptr, dec_ptr, x_ptr, sums_ptr, given, WIDTH: tl.constexpr, BL
 
 
 @triton.jit(do_not_specialize=["given"])
-def _gate_round_kernel(y_ptr, dec_ptr, x_ptr, tokens, given, WIDTH: tl.constexpr, shape: tl.constexpr):
+def _gate_round_kernel(
+    y_ptr, dec_ptr, x_ptr, tokens, given, WIDTH: tl.constexpr, shape: tl.constexpr, GELU: tl.constexpr
+):  # fmt: skip
     """Program m handles row m, which is also quantized to INT8."""
     row = tl.program_id(0).to(tl.int64)
     offs_i = tl.arange(0, shape.BLOCK_K)
-    x = _gated(y_ptr, dec_ptr, row, offs_i, given, WIDTH)
+    x = _gated(y_ptr, dec_ptr, row, offs_i, given, WIDTH, GELU)
     tl.store(x_ptr + row * WIDTH + offs_i, x.to(tl.float16), mask=offs_i < WIDTH)
     store_tokens(tokens, row, x, shape)
 
 
 @triton.jit
-def _gated(y_ptr, dec_ptr, row, offs_i, given, WIDTH: tl.constexpr):
+def _gated(y_ptr, dec_ptr, row, offs_i, given, WIDTH: tl.constexpr, GELU: tl.constexpr):
     """Channels of a row, float32 [BLOCK]; 0 from WIDTH on."""
     mask_i = offs_i < WIDTH
     offs_gate = row * 2 * WIDTH + offs_i
@@ -52,8 +56,11 @@ def _gated(y_ptr, dec_ptr, row, offs_i, given, WIDTH: tl.constexpr):
     compensated = mask_i & ((given & _COMPENSATED) != 0)
     gate += tl.load(dec_ptr + offs_gate, mask=compensated, other=0.0)
     up += tl.load(dec_ptr + offs_gate + WIDTH, mask=compensated, other=0.0)
-    falling = tl.exp(-tl.abs(gate))  # never overflows
-    sigmoid = tl.where(gate >= 0, 1.0, falling) / (1.0 + falling)
+    slope = gate
+    if GELU:  # x / 2 * (1 + tanh(t)) is x times the sigmoid of 2 t, t = sqrt(2 / pi) * (x + 0.044715 x³)
+        slope = gate * (1.5957691216057308 + 0.07135481282925037 * gate * gate)
+    falling = tl.exp(-tl.abs(slope))  # never overflows
+    sigmoid = tl.where(slope >= 0, 1.0, falling) / (1.0 + falling)
     return gate * sigmoid * up
 
 
@@ -63,8 +70,10 @@ def gate(
     x: torch.Tensor,
     sums: torch.Tensor | None = None,
     tokens: Tokens | None = None,
+    *,
+    gelu: bool = False,
 ) -> None:
-    """Write silu(g) * u to x, rounded to half precision, where g and u are the halves of y + dec.
+    """Write silu(g) * u, or gelu(g) * u, to x, rounded to half precision, where g and u are the halves of y + dec.
 
     Args:
         y: float32 [M, 2 * intermediate_size], output of the fused projection: gate, then up.
@@ -74,6 +83,7 @@ def gate(
             (`runtime.backends.triton.kernels.sums`). None: not needed.
         tokens: INT8 [M, intermediate_size], of the same rows before half precision; overwritten, instead of `sums`. A
             program then handles a whole row, for its scale. None: not needed.
+        gelu: Whether it is GELU, by its tanh form, instead of SiLU.
     """
     M, width = x.shape
     assert y.shape == (M, 2 * width)
@@ -81,11 +91,11 @@ def gate(
         shape, warps = rounding_shape(width, tokens.group_size)
         given = int(dec is not None)
         _gate_round_kernel[(M,)](
-            y, y if dec is None else dec, x, tokens.operands, given, WIDTH=width, shape=shape, num_warps=warps,
-            enable_fp_fusion=False,
+            y, y if dec is None else dec, x, tokens.operands, given, WIDTH=width, shape=shape, GELU=gelu,
+            num_warps=warps, enable_fp_fusion=False,
         )  # fmt: skip
         return
     grid = (M, triton.cdiv(width, BLOCK_I))
     given = (dec is not None) | (sums is not None) << 1
     dec, sums = y if dec is None else dec, y if sums is None else sums
-    _gate_kernel[grid](y, dec, x, sums, given, WIDTH=width, BLOCK_I=BLOCK_I, num_warps=4)
+    _gate_kernel[grid](y, dec, x, sums, given, WIDTH=width, BLOCK_I=BLOCK_I, GELU=gelu, num_warps=4)

@@ -1,9 +1,13 @@
 """Residual addition and the following RMSNorm, in one pass over a row, on the GPU.
 
-The first norm of a step also initializes the residual stream, with the embeddings of the step's tokens.
+What is added may pass a norm of its own first, and what follows may be none: so norms before, behind and on both sides
+of attention and MLP take one launch. The first norm of a step also initializes the residual stream, with the embeddings
+of the step's tokens.
 """
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -18,6 +22,19 @@ MAX_WARPS = 32
 """Most warps of a thread block."""
 
 
+class RowNorms(NamedTuple):
+    """RMSNorms on both sides of an addition to the residual stream."""
+
+    weight: Any
+    """float32 [C], weight of the norm of the sum; None: the sum is left as it is."""
+    eps: Any
+    """Its epsilon."""
+    added: Any = None
+    """float32 [C], weight of the norm of what is added; None: that is added as it is."""
+    added_eps: Any = 0.0
+    """Its epsilon."""
+
+
 _ADDED, _COMPENSATED, _GATHERED, _EMBEDDED, _SUMMED = (tl.constexpr(1 << place) for place in range(5))
 """Bits of `given`: whether y, and dec, are added; whether `index` contains rows, or tokens of the table; whether sums
 are wanted. A run-time argument, so that a model needs one kernel; pointers that are not given are not read."""
@@ -25,15 +42,15 @@ are wanted. A run-time argument, so that a model needs one kernel; pointers that
 
 @triton.jit(do_not_specialize=["given"])
 def _add_norm_kernel(
-    h_ptr, y_ptr, dec_ptr, index_ptr, table_ptr, weight_ptr, x_ptr, sums_ptr, eps, given,
+    h_ptr, y_ptr, dec_ptr, index_ptr, table_ptr, norms, x_ptr, sums_ptr, given,
     C: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Program r handles row r, or row index[r]. h, y, dec [M, C], weight [C], x [M, C] or [R, C]; index [M or R].
+    """Program r handles row r, or row index[r]. h, y, dec [M, C], x [M, C] or [R, C]; index [M or R]; `RowNorms`.
 
     table [V, C], of which row index[r] begins the residual stream; sums [M or R, ceil(C / 32)].
     """
-    pointers = (h_ptr, y_ptr, dec_ptr, index_ptr, table_ptr, weight_ptr)
-    x = _normed_row(pointers, eps, given, C, BLOCK_C).to(tl.float16)
+    pointers = (h_ptr, y_ptr, dec_ptr, index_ptr, table_ptr)
+    x = _normed_row(pointers, norms, given, C, BLOCK_C).to(tl.float16)
     out_row = tl.program_id(0).to(tl.int64)
     offs_c = tl.arange(0, BLOCK_C)
     tl.store(x_ptr + out_row * C + offs_c, x, mask=offs_c < C)
@@ -43,12 +60,12 @@ def _add_norm_kernel(
 
 @triton.jit(do_not_specialize=["given"])
 def _add_norm_round_kernel(
-    h_ptr, y_ptr, dec_ptr, index_ptr, table_ptr, weight_ptr, x_ptr, tokens, eps, given,
+    h_ptr, y_ptr, dec_ptr, index_ptr, table_ptr, norms, x_ptr, tokens, given,
     C: tl.constexpr, shape: tl.constexpr,
 ):  # fmt: skip
     """The same, with rows also quantized to INT8."""
-    pointers = (h_ptr, y_ptr, dec_ptr, index_ptr, table_ptr, weight_ptr)
-    x = _normed_row(pointers, eps, given, C, shape.BLOCK_K)
+    pointers = (h_ptr, y_ptr, dec_ptr, index_ptr, table_ptr)
+    x = _normed_row(pointers, norms, given, C, shape.BLOCK_K)
     out_row = tl.program_id(0).to(tl.int64)
     offs_c = tl.arange(0, shape.BLOCK_K)
     tl.store(x_ptr + out_row * C + offs_c, x.to(tl.float16), mask=offs_c < C)
@@ -56,12 +73,12 @@ def _add_norm_round_kernel(
 
 
 @triton.jit
-def _normed_row(pointers, eps, given, C: tl.constexpr, BLOCK_C: tl.constexpr):
+def _normed_row(pointers, norms, given, C: tl.constexpr, BLOCK_C: tl.constexpr):
     """The row of this program, added up, kept in h and normalized, float32 [BLOCK_C]; 0 from C on.
 
-    The pointers are those of h, y, dec, index, table and weight.
+    The pointers are those of h, y, dec, index and table.
     """
-    h_ptr, y_ptr, dec_ptr, index_ptr, table_ptr, weight_ptr = pointers
+    h_ptr, y_ptr, dec_ptr, index_ptr, table_ptr = pointers
     out_row = tl.program_id(0).to(tl.int64)
     gathered = (given & _GATHERED) != 0
     embedded = (given & _EMBEDDED) != 0
@@ -74,31 +91,36 @@ def _normed_row(pointers, eps, given, C: tl.constexpr, BLOCK_C: tl.constexpr):
     h += tl.load(table_ptr + index * C + offs_c, mask=mask_c & embedded, other=0.0).to(tl.float32)
     y = tl.load(y_ptr + offs, mask=mask_c & ((given & _ADDED) != 0), other=0.0)
     y += tl.load(dec_ptr + offs, mask=mask_c & ((given & _COMPENSATED) != 0), other=0.0)
+    if norms.added is not None:
+        added = tl.load(norms.added + offs_c, mask=mask_c, other=0.0)
+        y = y * tl.rsqrt(tl.sum(y * y, axis=0) / C + norms.added_eps) * added
     h += y
     tl.store(h_ptr + offs, h, mask=mask_c & ((given & _GATHERED) == 0))
-    weight = tl.load(weight_ptr + offs_c, mask=mask_c, other=0.0)
-    scale = tl.rsqrt(tl.sum(h * h, axis=0) / C + eps)
-    return h * scale * weight
+    if norms.weight is not None:
+        weight = tl.load(norms.weight + offs_c, mask=mask_c, other=0.0)
+        scale = tl.rsqrt(tl.sum(h * h, axis=0) / C + norms.eps)
+        h = h * scale * weight
+    return h
 
 
 def add_norm(
     h: torch.Tensor,
     y: torch.Tensor | None,
     dec: torch.Tensor | None,
-    weight: torch.Tensor,
-    eps: float,
+    norms: RowNorms,
     x: torch.Tensor,
     rows: torch.Tensor | None = None,
     left: torch.Tensor | Tokens | None = None,
 ) -> None:
     """Add y + dec to the residual stream, then x = h / sqrt(mean(h²) + eps) * weight, rounded to half precision.
 
+    With `norms.added`, y + dec is normalized likewise before it is added; without `norms.weight`, x = h.
+
     Args:
         h: float32 [M, C], the residual stream; updated in place, or unchanged with `rows`.
         y: float32 [M, C], output of the linear layer that ended the sublayer; None: nothing is added.
         dec: float32 [M, C], its compensation; None if there is none, or if y is None.
-        weight: float32 [C].
-        eps: `ModelSpec.norm_eps`.
+        norms: Weights and epsilons.
         x: float16 [M, C], or [R, C] with `rows`; overwritten.
         rows: int32 [R], the rows of h to normalize, each in [0, M); None = all, in order.
         left: Further output for the same rows; overwritten. The sums of the pieces of x, float32 [M, ceil(C / 32)], or
@@ -107,15 +129,14 @@ def add_norm(
     """
     assert y is not None or dec is None, "a compensation belongs to the output of a linear layer"
     given = (y is not None) | (dec is not None) << 1 | (rows is not None) << 2
-    _launch(h, (y, dec), rows, x, (weight, eps), x, left, given)
+    _launch(h, (y, dec), rows, x, norms, x, left, given)
 
 
 def embed_norm(
     tokens: torch.Tensor,
     table: torch.Tensor,
     h: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
+    norms: RowNorms,
     x: torch.Tensor,
     left: torch.Tensor | Tokens | None = None,
 ) -> None:
@@ -128,12 +149,11 @@ def embed_norm(
         tokens: int32 [M], token ids in [0, V): checked by the caller, not by the kernel.
         table: float16 [V, C], on the device or in page-locked memory of the CPU (`Tensor.is_pinned`).
         h: float32 [M, C], contiguous; overwritten.
-        weight: As in `add_norm`.
-        eps: As in `add_norm`.
+        norms: As in `add_norm`; nothing is added.
         x: As in `add_norm`.
         left: As in `add_norm`.
     """
-    _launch(h, (None, None), tokens, table, (weight, eps), x, left, _EMBEDDED.value)
+    _launch(h, (None, None), tokens, table, norms, x, left, _EMBEDDED.value)
 
 
 def _launch(
@@ -141,30 +161,29 @@ def _launch(
     added: tuple[torch.Tensor | None, torch.Tensor | None],
     index: torch.Tensor | None,
     table: torch.Tensor,
-    norm: tuple[torch.Tensor, float],
+    norms: RowNorms,
     x: torch.Tensor,
     left: torch.Tensor | Tokens | None,
     given: int,
 ) -> None:
     """Launch over the rows of x; absent tensors are replaced by another of the same type.
 
-    `added` is an output and its compensation, `norm` the weight and eps, `left` what else is left of the rows: sums of
-    pieces, or INT8 tokens.
+    `added` is an output and its compensation, `left` what else is left of the rows: sums of pieces, or INT8 tokens.
     """
-    (y, dec), (weight, eps) = added, norm
+    y, dec = added
     R, C = x.shape
     block, warps = _shape(C)
     y, dec, index = h if y is None else y, h if dec is None else dec, h.view(torch.int32) if index is None else index
     if isinstance(left, Tokens):
         shape, warps = rounding_shape(C, left.group_size)
         _add_norm_round_kernel[(R,)](
-            h, y, dec, index, table, weight, x, left.operands, eps, given, C=C, shape=shape, num_warps=warps,
+            h, y, dec, index, table, norms, x, left.operands, given, C=C, shape=shape, num_warps=warps,
             enable_fp_fusion=False,
         )  # fmt: skip
         return
     given |= 0 if left is None else _SUMMED.value
     _add_norm_kernel[(R,)](
-        h, y, dec, index, table, weight, x, h if left is None else left, eps, given, C=C, BLOCK_C=block, num_warps=warps
+        h, y, dec, index, table, norms, x, h if left is None else left, given, C=C, BLOCK_C=block, num_warps=warps
     )  # fmt: skip
 
 

@@ -44,17 +44,21 @@ class Shape(NamedTuple):
     """Binary logarithm of the rows of the Hadamard matrix."""
     SCALE: float
     """One over the root of their number."""
+    WIDE: bool = False
+    """Whether norms are over all heads together."""
+    LAST: bool = False
+    """Whether norms come behind the rotation."""
 
 
 class HeadNorms(NamedTuple):
-    """RMSNorms of heads before the rotation: of queries and keys, or of neither."""
+    """RMSNorms of heads: of queries and keys, or of neither."""
 
     q: Any
-    """float32 [D], weight for every query head, or None."""
+    """float32 [D], weight for every query head; [H * D] if all heads are normalized together; or None."""
     k: Any
-    """float32 [D], weight for every key head, or None."""
+    """Likewise for key heads."""
     eps: Any
-    """`ModelSpec.norm_eps`."""
+    """Epsilon."""
 
 
 class Rope(NamedTuple):
@@ -64,6 +68,8 @@ class Rope(NamedTuple):
     """float32 [>= T, r / 2], from `models.rope.tables`."""
     sin: Any
     """float32, shaped like cos."""
+    growth: Any = None
+    """float32 [>= T], factors of queries by their positions; None = 1."""
 
 
 class Basis(NamedTuple):
@@ -90,6 +96,17 @@ def _hadamard(x, BLOCK_D: tl.constexpr, STAGES: tl.constexpr):
     for stage in tl.static_range(STAGES):
         x = _sums_and_differences(x, BLOCK_D, 1 << stage)
     return x
+
+
+@triton.jit
+def _mean_square(projected, row_start, first, end, mask_d, compensated, BLOCK_D: tl.constexpr, D: tl.constexpr):
+    """Mean square of the channels of heads first .. end - 1 of a row."""
+    offs_d = tl.arange(0, BLOCK_D)
+    total = tl.zeros([BLOCK_D], tl.float32)
+    for head in range(first, end):
+        x = _sum(projected, row_start + head * D + offs_d, mask_d, compensated)
+        total += x * x
+    return tl.sum(total, axis=0) / ((end - first) * D)
 
 
 @triton.jit(do_not_specialize=["compensated", "stride", "per_slot"])
@@ -124,16 +141,31 @@ def _heads_kernel(
     turns = head < H + H_KV  # queries and keys; values pass through
     other = _sum(projected, start + partner, pairs & turns, compensated)
     if norms.q is not None:
-        scale = tl.rsqrt(tl.sum(x * x, axis=0) / D + norms.eps)
         norm_ptr = norms.q
         if head >= H:
             norm_ptr = norms.k
-        x = tl.where(turns, x * scale * tl.load(norm_ptr + offs_d, mask=mask_d, other=0.0), x)
-        other = other * scale * tl.load(norm_ptr + partner, mask=pairs, other=0.0)
+        if shape.WIDE:
+            first_head, end_head = 0, H
+            if head >= H:
+                first_head, end_head = H, H + H_KV
+            row_start = row * (H + 2 * H_KV) * D
+            mean = _mean_square(projected, row_start, first_head, end_head, mask_d, compensated, BLOCK_D, D)
+            norm_ptr += tl.where(turns, head - first_head, 0) * D
+        else:
+            mean = tl.sum(x * x, axis=0) / D
+        weight = tl.load(norm_ptr + offs_d, mask=mask_d, other=0.0)
+        if not shape.LAST:
+            scale = tl.rsqrt(mean + norms.eps)
+            x = tl.where(turns, x * scale * weight, x)
+            other = other * scale * tl.load(norm_ptr + partner, mask=pairs, other=0.0)
     angle = position * HALF + tl.where(first, offs_d, offs_d - HALF)
     cos = tl.load(rope.cos + angle, mask=pairs & turns, other=1.0)
     sin = tl.load(rope.sin + angle, mask=pairs & turns, other=0.0)
     x = x * cos + tl.where(first, -other, other) * sin
+    if shape.LAST:
+        x = tl.where(turns, x * tl.rsqrt(tl.sum(x * x, axis=0) / D + norms.eps) * weight, x)
+    if rope.growth is not None:
+        x = tl.where(head < H, x * tl.load(rope.growth + position), x)
     if basis.reflection is not None:
         of_d = tl.where(head < H, head // (H // H_KV), head - H) * D + offs_d
         u = tl.load(basis.reflection + of_d, mask=mask_d & turns, other=0.0)
@@ -168,6 +200,8 @@ def heads(
     rows: Rows,
     pages: LayerPages,
     q: torch.Tensor,
+    *,
+    norm_last: bool = False,
 ) -> None:
     """Split y + dec into heads, normalize and rotate queries and keys, and append keys and values to the cache.
 
@@ -182,14 +216,18 @@ def heads(
         rows: Each with a page or a place in the window.
         pages: Cache of one layer.
         q: float16 [M, H * D]; overwritten.
+        norm_last: Whether heads are rotated first, and normalized then.
     """
     assert (norms.q is None) == (norms.k is None), "queries and keys are normalized together or not at all"
     D, H_kv = pages.head_dim, pages.kv_heads
     M, H = q.shape[0], q.shape[1] // D
     projected, compensated = Projected(y, y if dec is None else dec), int(dec is not None)
+    normed = norms.q is not None
+    shape = _shape(H, H_kv, D, rope.cos.shape[1])
+    shape = shape._replace(WIDE=normed and norms.q.numel() > D, LAST=normed and norm_last)
     _heads_kernel[(M, H + 2 * H_kv)](
         projected, compensated, norms, rope, basis, rows, pages.tensors, q, pages.stride, pages.per_slot,
-        shape=_shape(H, H_kv, D, rope.cos.shape[1]), layout=pages.layout(), num_warps=1,
+        shape=shape, layout=pages.layout(), num_warps=1,
     )  # fmt: skip
 
 

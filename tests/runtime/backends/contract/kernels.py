@@ -59,6 +59,10 @@ class HeadOptions:
     """Reflection and mean, float32 [H_kv, D]; None: heads are not turned."""
     eps: float = 1e-6
     """Of the norms."""
+    norm_last: bool = False
+    """Whether they come behind the rotation."""
+    growth: torch.Tensor | None = None
+    """float32 [context], factors of the queries."""
 
 
 class Kernels(Protocol):
@@ -70,8 +74,8 @@ class Kernels(Protocol):
     def norm(self, h: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """RMSNorm of float32 [M, C]."""
 
-    def gate(self, y: torch.Tensor) -> torch.Tensor:
-        """SiLU(gate) * up: float32 [M, I] of [M, 2 I]."""
+    def gate(self, y: torch.Tensor, *, gelu: bool = False) -> torch.Tensor:
+        """SiLU(gate) * up, or GELU(gate) * up: float32 [M, I] of [M, 2 I]."""
 
     def heads(self, y: torch.Tensor, how: HeadOptions) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries [M, H, D], and keys and values [M, H_kv, D] as the cache has them, of y [M, (H + 2 H_kv) D]."""

@@ -39,9 +39,9 @@ class CpuKernels:
         source, weights = wide(h.numpy()), vector(weight.numpy())
         return _rounded(h.shape, 64, lambda to: op.Norm(matrix(source), to, address(weights), eps=eps))
 
-    def gate(self, y: torch.Tensor) -> torch.Tensor:
+    def gate(self, y: torch.Tensor, *, gelu: bool = False) -> torch.Tensor:
         source = wide(y.numpy())
-        return _rounded((len(y), y.shape[1] // 2), 32, lambda to: op.Gate(matrix(source), to))
+        return _rounded((len(y), y.shape[1] // 2), 32, lambda to: op.Gate(matrix(source), to, gelu))
 
     def heads(self, y: torch.Tensor, how: HeadOptions) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         (M, width), H, K, D = y.shape, how.heads, how.kv_heads, how.dim
@@ -57,7 +57,9 @@ class CpuKernels:
         basis = [np.ascontiguousarray(part.numpy()) for part in how.basis or ()]
         at = [[address(array) for array in arrays] or [0, 0] for arrays in (turns, norms, basis)]
         half = turns[0].shape[1]
-        machine.run(op.Heads(matrix(rows), H, K, D, half, *at[0], *at[1], how.eps, 0.5, cache.stored(1), *at[2]))
+        growth = None if how.growth is None else np.ascontiguousarray(how.growth.numpy())
+        own = op.Heads(matrix(rows), H, K, D, half, *at[0], *at[1], how.eps, 0.5, cache.stored(1), *at[2])
+        machine.run(own._replace(norm_last=how.norm_last, growth=0 if growth is None else address(growth)))
         stored = {
             part: [cache.store.window(part, slot, at + 1)[1][:, at] for slot, at in zip(slots, positions, strict=True)]
             for part in ("keys", "values")

@@ -11,7 +11,7 @@ from runtime.backends.triton.kernels.compensate import LaunchConfig, Output, com
 from runtime.backends.triton.kernels.gate import gate
 from runtime.backends.triton.kernels.gemm import gemm
 from runtime.backends.triton.kernels.gemv import few_rows, gemv
-from runtime.backends.triton.kernels.norm import add_norm
+from runtime.backends.triton.kernels.norm import RowNorms, add_norm
 from runtime.backends.triton.kernels.rope import Basis, HeadNorms, Rope, heads
 from runtime.backends.triton.kernels.select import Selection, make_selection, select
 from runtime.backends.triton.kernels.tokens import Tokens
@@ -45,13 +45,13 @@ class TritonKernels:
 
     def norm(self, h: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         x, sums = self._activations(*h.shape)
-        add_norm(h.to(self.device), None, None, weight.to(self.device), eps, x, None, sums)
+        add_norm(h.to(self.device), None, None, RowNorms(weight.to(self.device), eps), x, None, sums)
         assert_close(sums, sums_of(x), SUMS)
         return x.cpu().float()
 
-    def gate(self, y: torch.Tensor) -> torch.Tensor:
+    def gate(self, y: torch.Tensor, *, gelu: bool = False) -> torch.Tensor:
         x, sums = self._activations(len(y), y.shape[1] // 2)
-        gate(y.to(self.device), None, x, sums)
+        gate(y.to(self.device), None, x, sums, gelu=gelu)
         assert_close(sums, sums_of(x), SUMS)
         return x.cpu().float()
 
@@ -63,9 +63,10 @@ class TritonKernels:
         pages = HalfPages(torch.zeros(2, max(how.slots) + 1, K, len(how.cos), D).half(), self.device)
         q = torch.full((M, H * D), torch.nan, dtype=torch.float16, device=self.device)
         slots, positions = torch.tensor(how.slots, dtype=torch.int32), torch.tensor(how.positions, dtype=torch.int32)
-        norms, rope = HeadNorms(*there(*how.norms or ()), how.eps), Rope(*there(how.cos, how.sin))
+        growth = None if how.growth is None else how.growth.to(self.device)
+        norms, rope = HeadNorms(*there(*how.norms or ()), how.eps), Rope(*there(how.cos, how.sin), growth)
         rows, basis = Rows(*there(positions, slots)), Basis(*there(*how.basis or ()))
-        heads(y.to(self.device), None, norms, rope, basis, rows, pages.pages, q)
+        heads(y.to(self.device), None, norms, rope, basis, rows, pages.pages, q, norm_last=how.norm_last)
         keys, values = pages.read().float()[:, slots.long(), :, positions.long()].transpose(0, 1)
         return q.cpu().float().view(M, H, D), keys, values
 

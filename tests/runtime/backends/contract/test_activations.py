@@ -8,7 +8,7 @@ import torch
 from models.rope import tables
 from models.spec import RopeSpec
 from runtime.backends.operations.basis import to_basis
-from runtime.backends.operations.gate import silu_gate
+from runtime.backends.operations.gate import gelu_gate, silu_gate
 from runtime.backends.operations.norm import rms_norm
 from runtime.backends.operations.rope import rotate
 from tests.close import assert_close
@@ -49,6 +49,7 @@ def test_gate(kernels: Kernels, M: int, width: int) -> None:
     y = 4 * normal(M, 2 * width, seed=width)
     y[0, : min(4, width)] = torch.tensor([90.0, -90.0, 0.0, -1e-3])[:width]
     assert_close(kernels.gate(y), silu_gate(y[:, :width], y[:, width:]), kernels.written)
+    assert_close(kernels.gate(y, gelu=True), gelu_gate(y[:, :width], y[:, width:]), kernels.written)
 
 
 SLOTS, POSITIONS = (1, 1, 0, 0, 0), (0, 1, 0, 1, 2)
@@ -75,8 +76,23 @@ def test_heads_in_the_basis_of_the_cache(kernels: Kernels, H: int, H_kv: int, D:
     _check(kernels, H, H_kv, D, r, norms=norms, basis=basis)
 
 
+@pytest.mark.parametrize(("H", "H_kv", "D", "r"), [(4, 2, 32, 32), (3, 3, 96, 72)])
+def test_heads_that_are_rotated_first_and_grow(kernels: Kernels, H: int, H_kv: int, D: int, r: int) -> None:
+    norms = (normal(D, seed=1).abs() + 0.1, normal(D, seed=2).abs() + 0.1)
+    _check(kernels, H, H_kv, D, r, norms=norms, norm_last=True, growth=1 + torch.arange(9.0) / 7)
+
+
 def _check(
-    kernels: Kernels, H: int, H_kv: int, D: int, r: int, *, norms: Pair | None = None, basis: Pair | None = None
+    kernels: Kernels,
+    H: int,
+    H_kv: int,
+    D: int,
+    r: int,
+    *,
+    norms: Pair | None = None,
+    basis: Pair | None = None,
+    norm_last: bool = False,
+    growth: torch.Tensor | None = None,
 ) -> None:
     y = normal(len(SLOTS), (H + 2 * H_kv) * D)
     cos, sin = (torch.from_numpy(table) for table in tables(RopeSpec(rotary_dim=r), 9))
@@ -90,12 +106,18 @@ def _check(
         positions=POSITIONS,
         norms=norms,
         basis=basis,
+        norm_last=norm_last,
+        growth=growth,
     )
     q, k, v = y.view(len(y), -1, D).split((H, H_kv, H_kv), dim=1)
-    if norms is not None:
+    if norms is not None and not norm_last:
         q, k = rms_norm(q, norms[0], how.eps), rms_norm(k, norms[1], how.eps)
     own = torch.tensor(POSITIONS)
     q, k = rotate(q, cos[own], sin[own]), rotate(k, cos[own], sin[own])
+    if norms is not None and norm_last:
+        q, k = rms_norm(q, norms[0], how.eps), rms_norm(k, norms[1], how.eps)
+    if growth is not None:
+        q = q * growth[own, None, None]
     if basis is not None:
         q = to_basis(q, basis[0].repeat_interleave(H // H_kv, dim=0))
         k = to_basis(k, basis[0]) - basis[1]

@@ -29,6 +29,7 @@ from runtime.errors import BackendError, InvalidActivationError, RequestError
 from runtime.kv.kinds import KINDS
 from tests.close import Tolerance, assert_close
 from tests.grid import grid
+from tests.runtime.conftest import BEHIND, BOTH_SIDES, LOCAL, TURNED
 
 ROOT = Path(__file__).resolve().parents[4]
 
@@ -76,6 +77,10 @@ SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "head-dim-80": ({"bits": 3, "residual_bits": 2}, {"head_dim": 80, "num_heads": 5, "num_kv_heads": 1}),
     "partial-rope": ({"bits": 4}, {"head_dim": 32, "rope": RopeSpec(rotary_dim=12)}),
     "unrotated": ({"bits": 4}, {"unrotated": (1,)}),
+    "norms-on-both-sides": ({"bits": 4}, {**BOTH_SIDES, "window_rope": LOCAL, "windows": (5, None)}),
+    "norms-behind": ({"bits": 4}, {**BEHIND, "head_dim": 8, "num_heads": 5, "num_kv_heads": 1}),
+    "norms-of-turned-heads": ({"bits": 4}, {**TURNED, "num_kv_heads": 1}),
+    "head-dim-512": ({"bits": 4}, {"head_dim": 512, "num_heads": 2, "num_kv_heads": 1, "num_layers": 1}),
     "codebooks": ({"bits": 4, "codebook": True}, {"qkv_bias": True}),
     "codebooks-3bit": ({"bits": 3, "codebook": True, "residual_bits": 4, "group_size": 64}, {"num_kv_heads": 1}),
     "wide-groups": ({"bits": 3, "group_size": 128}, {"hidden_size": 256, "head_dim": 64}),
@@ -85,7 +90,14 @@ SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.parametrize("prompt", grid([0, 400, 1024], {400}))
 @pytest.mark.parametrize("kv", grid(["fp16", "int8"], {"fp16"}))
 @pytest.mark.parametrize(
-    "shape", grid(SHAPES, {"ragged", "3bit", "biases-qknorm-window", "codebooks-3bit", "head-dim-80"})
+    "shape",
+    grid(
+        SHAPES,
+        {
+            *("ragged", "3bit", "biases-qknorm-window", "codebooks-3bit", "head-dim-80"),
+            *("norms-on-both-sides", "norms-behind", "norms-of-turned-heads"),
+        },
+    ),
 )
 def test_logits_match_the_reference(tiny_model: Any, tiny_spec: Any, shape: str, kv: Any, prompt: int) -> None:
     """Equal arithmetic but for the order of additions, so where no INT8 code lies near a tie logits agree to 1e-6.

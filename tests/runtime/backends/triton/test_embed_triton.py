@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from runtime.backends.operations import embed as reference
-from runtime.backends.triton.kernels.norm import add_norm, embed_norm
+from runtime.backends.triton.kernels.norm import RowNorms, add_norm, embed_norm
 
 EPS = 1e-5
 
@@ -20,10 +20,11 @@ def _run(M: int, V: int, C: int, device: str, *, pinned: bool = False) -> None:
     weight = (torch.rand(C, generator=generator) + 0.5).to(device)
     h = torch.full((M, C), torch.nan, device=device)
     x, sums = torch.full_like(h, torch.nan, dtype=torch.float16), torch.full((M, -(-C // 32)), torch.nan, device=device)
-    embed_norm(tokens.to(device), table.pin_memory() if pinned else table.to(device), h, weight, EPS, x, sums)
+    norms = RowNorms(weight, EPS)
+    embed_norm(tokens.to(device), table.pin_memory() if pinned else table.to(device), h, norms, x, sums)
     assert torch.equal(h.cpu(), reference.embed(tokens, table))
     wanted, wanted_sums = torch.empty_like(x), torch.empty_like(sums)
-    add_norm(h, None, None, weight, EPS, wanted, None, wanted_sums)
+    add_norm(h, None, None, norms, wanted, None, wanted_sums)
     assert torch.equal(x, wanted)
     assert torch.equal(sums, wanted_sums)
 

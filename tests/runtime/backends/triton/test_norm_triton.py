@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from runtime.backends.operations.norm import rms_norm
-from runtime.backends.triton.kernels.norm import add_norm
+from runtime.backends.triton.kernels.norm import RowNorms, add_norm
 from tests.close import assert_close
 from tests.runtime.backends.triton.pieces import SUMS, sums_of
 
@@ -29,7 +29,9 @@ class _Case:
         total = torch.zeros_like(self.h) if self.y is None else self.y
         self.sum = self.h + (total if self.dec is None else total + self.dec)
 
-    def run(self, device: str, rows: list[int] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(
+        self, device: str, rows: list[int] | None = None, norms: RowNorms | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """h and x after the call, on the CPU."""
         h = self.h.to(device, copy=True)
         y, dec = (None if one is None else one.to(device) for one in (self.y, self.dec))
@@ -37,7 +39,7 @@ class _Case:
         x = torch.full((count, h.shape[1]), torch.nan, dtype=torch.float16, device=device)
         gathered = None if rows is None else torch.tensor(rows, dtype=torch.int32, device=device)
         sums = torch.full((count, -(-h.shape[1] // 32)), torch.nan, device=device)
-        add_norm(h, y, dec, self.weight.to(device), EPS, x, gathered, sums)
+        add_norm(h, y, dec, norms or RowNorms(self.weight.to(device), EPS), x, gathered, sums)
         assert_close(sums, sums_of(x), SUMS)
         return h.cpu(), x.cpu().float()
 
@@ -49,6 +51,18 @@ def test_add_norm_follows_the_reference(device: str, M: int, C: int, y: bool, de
     h, x = case.run(device)
     assert torch.equal(h, case.sum)
     assert_close(x, rms_norm(case.sum, case.weight, EPS), "half")
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["behind", "both"])
+@pytest.mark.parametrize("dec", [False, True], ids=["y", "y+dec"])
+def test_what_is_added_may_pass_a_norm_of_its_own(device: str, dec: bool, before: bool) -> None:
+    case = _Case(3, 100, True, dec)
+    added, eps = torch.linspace(0.5, 2, 100), 0.1
+    norms = RowNorms(case.weight.to(device) if before else None, EPS, added.to(device), eps)
+    h, x = case.run(device, None, norms)
+    expected = case.h + rms_norm(case.sum - case.h, added, eps)
+    assert_close(h, expected, "model")
+    assert_close(x, rms_norm(expected, case.weight, EPS) if before else expected, "half")
 
 
 @pytest.mark.parametrize(("y", "dec"), [(False, False), (True, False), (True, True)], ids=["first", "y", "y+dec"])

@@ -20,6 +20,7 @@ from runtime.errors import InvalidActivationError, RequestError
 from runtime.kv.kinds import PARTS
 from runtime.text.sampling import Sampler, SamplingOptions, log_probabilities
 from tests.close import Tolerance, assert_close
+from tests.runtime.conftest import BEHIND, BOTH_SIDES, LOCAL, TURNED
 
 SMALL = {
     "hidden_size": 32,
@@ -43,6 +44,9 @@ SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"qkv_bias": True, "rope": RopeSpec(rotary_dim=12)},
     ),
     "unrotated": ({"bits": 4}, {"num_layers": 2, "unrotated": (0,)}),
+    "norms-on-both-sides": ({"bits": 4}, {"num_layers": 2, **BOTH_SIDES, "window_rope": LOCAL, "windows": (3, None)}),
+    "norms-behind": ({"bits": 4}, {**BEHIND, "num_layers": 2, "num_heads": 3}),
+    "norms-of-turned-heads": ({"bits": 4}, {**TURNED, "num_layers": 2, "head_dim": 48}),
     "codebooks-3bit": ({"bits": 3, "residual_bits": 8, "codebook": True}, {}),
 }
 

@@ -11,7 +11,7 @@ from models import per_token
 from models.packed import PackedLinear
 from runtime.backends.operations import linear as reference
 from runtime.backends.triton.kernels.gate import gate
-from runtime.backends.triton.kernels.norm import add_norm, embed_norm
+from runtime.backends.triton.kernels.norm import RowNorms, add_norm, embed_norm
 from runtime.backends.triton.kernels.tokens import Tokens, round_tokens
 from runtime.backends.triton.kernels.w4a8 import gemm_w4a8
 from runtime.backends.triton.sizes import token_width, w4a8_bytes
@@ -122,7 +122,7 @@ def test_norms_round_what_they_would_have_written(rows: list[int] | None, device
     M, index = len(total), None if rows is None else torch.tensor(rows, dtype=torch.int32, device=device)
     found = empty_tokens(M, 200, 128, device)
     x = torch.full((M, 200), torch.nan, dtype=torch.float16, device=device)
-    add_norm(h.to(device), y.to(device), None, weight.to(device), EPS, x, index, found)
+    add_norm(h.to(device), y.to(device), None, RowNorms(weight.to(device), EPS), x, index, found)
     exact = total * torch.rsqrt(total.square().mean(1, keepdim=True) + EPS) * weight
     assert_near(found, exact)
     assert torch.allclose(x.cpu().float(), exact, rtol=1e-3)
@@ -132,7 +132,8 @@ def test_the_first_norm_rounds_too(device: str) -> None:
     table, weight = torch.randn(7, 96, generator=torch.Generator().manual_seed(3)).half(), torch.ones(96)
     tokens = torch.tensor([3, 6], dtype=torch.int32, device=device)
     found, x = empty_tokens(2, 96, 64, device), torch.empty(2, 96, dtype=torch.float16, device=device)
-    embed_norm(tokens, table.to(device), torch.empty(2, 96, device=device), weight.to(device), EPS, x, found)
+    norms = RowNorms(weight.to(device), EPS)
+    embed_norm(tokens, table.to(device), torch.empty(2, 96, device=device), norms, x, found)
     rows = table[[3, 6]].float()
     assert_near(found, rows * torch.rsqrt(rows.square().mean(1, keepdim=True) + EPS))
 

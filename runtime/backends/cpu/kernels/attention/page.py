@@ -59,6 +59,7 @@ from runtime.backends.cpu.kernels.attention.weights import (
     settle,
     weigh_again,
 )
+from runtime.backends.cpu.kernels.cap import cap_floats
 from runtime.backends.cpu.machine.kernel import kernel
 from runtime.backends.cpu.machine.vector import load_floats, prefetch, set_float, store_floats, sum_lanes, zero_floats
 from runtime.backends.cpu.scratch import NOTED, PageAreas, gear_room, lay_out_pages
@@ -213,7 +214,9 @@ def _weights_of(form: Form) -> Any:
             if first >= end:
                 _nothing_seen(at, to, tokens, noted)
                 continue
-            if corrected or first > 0 or end < tokens:
+            if queries.cap != 0.0:
+                cap_floats(at, tokens, queries.cap)
+            if corrected or first > 0 or end < tokens or queries.cap != 0.0:
                 mask_scores(at, tokens, first, end, noted)
             top = raise_maximum(noted, sums.at + n // heads * sums.row + n % heads * sums.head, channels)
             besides = noted + (APART if several else BESIDES)

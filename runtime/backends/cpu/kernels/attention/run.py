@@ -34,6 +34,8 @@ class Queries(NamedTuple):
     """Position of the first row."""
     window: int
     """Visible tokens, including the query's own; 0 = all."""
+    cap: float
+    """Soft cap of the scores; 0 = none."""
 
 
 class Sums(NamedTuple):

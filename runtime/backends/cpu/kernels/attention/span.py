@@ -26,6 +26,7 @@ from runtime.backends.cpu.kernels.attention.run import (
     part_bytes,
     seen_by,
 )
+from runtime.backends.cpu.kernels.cap import cap_floats
 from runtime.backends.cpu.machine.emit import (
     FLOAT,
     FLOATS,
@@ -228,6 +229,8 @@ def attend_span(queries: Queries, span: Span, sums: Sums, scores: int) -> None:
             continue
         to = sums.at + row * sums.row
         _scores(queries.at + row * queries.stride, 4 * dim, heads, span.keys, dim, scores)
+        if queries.cap != 0.0:
+            cap_floats(scores, SPAN * heads, queries.cap)
         for head in range(heads):
             out = to + head * sums.head
             _softmax_span(scores + 4 * SPAN * head, first, end, out, padded)

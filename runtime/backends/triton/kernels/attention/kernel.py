@@ -68,6 +68,8 @@ class Tile(NamedTuple):
     BLOCK_D: int
     SLIDING: int
     """Whether a row's visible positions are limited by a window."""
+    CAP: float = 0.0
+    """Soft cap of the scores, to base 2 as they are; 0 = none."""
 
 
 class Step(NamedTuple):
@@ -290,6 +292,7 @@ def attend(
     *,
     context: int,
     draft: bool = False,
+    cap: float | None = None,
 ) -> torch.Tensor | None:
     """softmax(q k^T / sqrt(D)) v over the cached positions p - window < t <= p of the slot of every row at position p.
 
@@ -304,6 +307,7 @@ def attend(
         workspace: Its scratch stores the splits until they are merged.
         context: Most tokens of a slot.
         draft: Whether to read only the upper plane, if there are two.
+        cap: Soft cap of q k^T / sqrt(D); None = none.
 
     Returns:
         float32 [M, H * D / 32], the sums of the pieces of x (`runtime.backends.triton.kernels.sums`), in the workspace
@@ -326,7 +330,7 @@ def attend(
         of = Rows(*(one[start : start + some] for one in rows))
         _attend_kernel[(tiles, H_kv, splits)](
             Step(q[start:], of, partial, used), pages.tensors, some, splits, pages.stride, pages.per_slot, seen, scale,
-            tile=_tile(H, H_kv, config, sliding=seen < context), layout=pages.layout(draft=draft),
+            tile=_tile(H, H_kv, config, sliding=seen < context, cap=cap), layout=pages.layout(draft=draft),
             num_warps=config.num_warps, num_stages=config.num_stages,
         )  # fmt: skip
         _merge_kernel[(some, H)](
@@ -357,7 +361,7 @@ def _config(
     return launch_config(M, H // H_kv, H_kv, D, seen, Reading(bits, planes, kind.rank > 0), room=room)
 
 
-def _tile(H: int, H_kv: int, config: LaunchConfig, *, sliding: bool) -> Tile:
+def _tile(H: int, H_kv: int, config: LaunchConfig, *, sliding: bool, cap: float | None = None) -> Tile:
     """The compile-time parameters of a program."""
     return Tile(
         H=H,
@@ -367,4 +371,5 @@ def _tile(H: int, H_kv: int, config: LaunchConfig, *, sliding: bool) -> Tile:
         BLOCK_T=config.block_t,
         BLOCK_D=config.block_d,
         SLIDING=int(sliding),
+        CAP=0.0 if cap is None else cap * math.log2(math.e),
     )

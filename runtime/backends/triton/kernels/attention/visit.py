@@ -76,6 +76,16 @@ class SlotPages(NamedTuple):
 
 
 @triton.jit
+def _capped(scores, tile: tl.constexpr):
+    """Soft cap of scores s to base 2: c * tanh(s / c), with the c of the tile; the same scores where it has none."""
+    if tile.CAP > 0:
+        falling = tl.exp2(tl.abs(scores) * (-2.0 * 1.4426950408889634 / tile.CAP))
+        size = tile.CAP * (1.0 - falling) / (1.0 + falling)
+        scores = tl.where(scores < 0, -size, size)
+    return scores
+
+
+@triton.jit
 def _weigh(scores, state):
     """Weights of a block's scores to base 2, and the updated running softmax, before adding the block to acc."""
     peak = tl.maximum(state.peak, tl.max(scores, axis=1))
@@ -117,7 +127,7 @@ def visit_window(queries, state, window, paged, blocks, in_pages, tile: tl.const
         mask = (positions <= blocks.last)[:, None] & mask_d[None, :]
         offs = (positions - before)[:, None] * D + offs_d[None, :]
         k = tl.load(window[0] + offs, mask=mask, other=0.0)
-        scores = tl.dot(queries.q, tl.trans(k)) * queries.scale
+        scores = _capped(tl.dot(queries.q, tl.trans(k)) * queries.scale, tile)
         p, state = _weigh(_hide(scores, positions, queries, True, tile), state)
         v = tl.load(window[1] + offs, mask=mask, other=0.0)
         state = Softmax(state.peak, state.total, tl.dot(p, v, state.acc))
@@ -180,7 +190,8 @@ def visit_pages(queries, state, pages, blocks, CAUSAL: tl.constexpr, tile: tl.co
         first = at % layout.page
         written = positions <= blocks.last
         scores = _key_scores(queries, moved(pages.k, page * K.nbytes), first, written, CAUSAL, tile, K)
-        p, state = _weigh(_hide(scores * queries.scale, positions, queries, CAUSAL, tile), state)
+        scores = _capped(scores * queries.scale, tile)
+        p, state = _weigh(_hide(scores, positions, queries, CAUSAL, tile), state)
         acc = _add_values(p, state.acc, moved(pages.v, page * V.nbytes), first, written, CAUSAL, tile, V)
         state = Softmax(state.peak, state.total, acc)
     return state

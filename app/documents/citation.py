@@ -1,0 +1,26 @@
+"""Citations: the passages that an answer was given, by file and place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+
+from app.conversation import Passage
+
+NOTHING = "nothing about this was found in the documents, and the model was told so"
+
+
+def place(passage: Passage) -> str:
+    """Where a passage stands in its file: `lines 3–9`, `page 4`."""
+    if passage.first == passage.last:
+        return f"{passage.unit} {passage.first:,}"
+    return f"{passage.unit}s {passage.first:,}–{passage.last:,}"
+
+
+def cited(passages: Sequence[Passage]) -> str:
+    """Passages by file: `from book.md, lines 3–9, line 20; notes.pdf, page 4`."""
+    if not passages:
+        return NOTHING
+    ordered = sorted(passages, key=lambda passage: (passage.file, passage.first))
+    files = groupby(ordered, key=lambda passage: passage.file)
+    return "from " + "; ".join(f"{file}, {', '.join(map(place, found))}" for file, found in files)

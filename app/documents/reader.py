@@ -1,0 +1,88 @@
+"""The reader: has a child process read documents, within limits on time and memory."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+from app.documents.sections import Section, whole
+from app.errors import DocumentError
+from app.printable import printable_name
+from runtime.system.child_process import ChildProcess
+
+SECTION_S = 20.0
+"""Time limit in seconds of a page, or of a file of another kind."""
+DOCUMENT_S = 300.0
+"""Time limit in seconds of a document."""
+
+
+class Reader:
+    """Reads documents, one at a time. Thread-safe.
+
+    Args:
+        section_s: Time limit of a section in seconds.
+        document_s: Time limit of a document in seconds.
+    """
+
+    def __init__(self, section_s: float = SECTION_S, document_s: float = DOCUMENT_S) -> None:
+        self._section_s, self._document_s = section_s, document_s
+        self._child = ChildProcess("app.documents.reading", str(section_s))
+        self._lock = threading.Lock()
+
+    def read(self, path: Path) -> Iterator[Section]:
+        """The sections of a document.
+
+        Raises:
+            DocumentError: it can't be read, or only in part; what was read before holds.
+        """
+        name = printable_name(path.name)
+        with self._lock:
+            timer = threading.Timer(self._document_s, self._child.kill)
+            timer.daemon = True
+            timer.start()
+            ended = False
+            try:
+                for line in self._child.lines(json.dumps(str(path)).encode()):
+                    found = json.loads(line)
+                    if isinstance(found, str):
+                        ended = True
+                        if found:
+                            raise DocumentError(f"{name} {found}")
+                        return
+                    yield Section(*found)
+                raise DocumentError(f"{name} was given up: reading it took too long or too much memory")
+            except OSError as error:
+                raise DocumentError(f"no process could be started to read {name}: {error.strerror}") from error
+            finally:
+                timer.cancel()
+                if not ended:
+                    self._child.kill()
+
+    def text(self, path: Path) -> tuple[str, str]:
+        """The text of a document, and why some of it is missing; empty if nothing is.
+
+        Raises:
+            DocumentError: it can't be read.
+        """
+        found: list[Section] = []
+        try:
+            found.extend(self.read(path))
+        except DocumentError as error:
+            if not found:
+                raise
+            return whole(found), str(error)
+        if not found:
+            raise DocumentError(f"{printable_name(path.name)} has no text")
+        return whole(found), ""
+
+    def kill(self) -> None:
+        """End what another thread is reading."""
+        self._child.kill()
+
+    def close(self) -> None:
+        """End the process. Safe to call twice."""
+        self._child.kill()
+        with self._lock:
+            self._child.close()

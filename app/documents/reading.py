@@ -1,0 +1,119 @@
+"""The reader's child process: opens documents and writes their text, a section a line.
+
+A parser of a hostile file may hang or fill the memory, so this process has limits on both, and `app.documents.reader`
+starts another one when it ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+import signal
+import stat
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from app.documents.formats import MAX_BYTES, MAX_CHARACTERS, sections
+from app.documents.sections import Section
+from app.errors import DocumentError
+from runtime.system.limits import limit_memory
+
+MEMORY_BYTES = 1 << 30
+"""Memory limit of the process, where the system supports one."""
+_LONGEST_REASON = 200
+
+
+def read(path: Path) -> Iterator[Section]:
+    """Read a document.
+
+    Raises:
+        DocumentError: it can't be read, or only in part; what was read before holds.
+    """
+    with _opened(path) as stream:
+        before = os.fstat(stream.fileno())
+        left = MAX_CHARACTERS
+        for section in _guarded(stream, path.name):
+            if len(section.text) > left:
+                yield Section(section.unit, section.first, section.text[:left])
+                raise DocumentError(f"is longer than {MAX_CHARACTERS:,} characters; the rest was left out")
+            left -= len(section.text)
+            yield section
+        after = os.fstat(stream.fileno())
+    if (before.st_mtime_ns, before.st_size) != (after.st_mtime_ns, after.st_size):
+        raise DocumentError("changed while it was read: attach it again")
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
+    """An open regular file. A pipe or device is not waited for."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    except OSError as error:
+        raise DocumentError(f"can't be opened: {error.strerror}") from error
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            kind = "a folder" if stat.S_ISDIR(status.st_mode) else "a device or a pipe"
+            raise DocumentError(f"is {kind}, not a file")
+        if status.st_size > MAX_BYTES:
+            raise DocumentError(
+                f"has {status.st_size / 1e6:,.0f} MB, and at most {MAX_BYTES // 1_000_000} MB are read: attach a part"
+            )
+    except BaseException:
+        os.close(descriptor)
+        raise
+    with os.fdopen(descriptor, "rb") as stream:
+        yield stream
+
+
+def _guarded(stream: BinaryIO, name: str) -> Iterator[Section]:
+    """The sections of a file; whatever its format's library raises becomes a `DocumentError`."""
+    try:
+        yield from sections(stream, name)
+    except (DocumentError, GeneratorExit):
+        raise
+    except MemoryError as error:
+        raise DocumentError("needs too much memory to be read") from error
+    except RecursionError as error:
+        raise DocumentError("is nested too deeply to be read") from error
+    except Exception as error:  # a damaged file makes a library raise anything
+        reason = " ".join(str(error).split())[:_LONGEST_REASON] or type(error).__name__
+        raise DocumentError(f"is damaged: {reason}") from error
+
+
+def serve(seconds: float) -> None:
+    """Serve requests on standard input, one path in JSON a line, until it is closed.
+
+    The answer is a line for each section, `[unit, first, text]`, and then one that says why reading ended: an empty
+    text, or what is wrong. A section that takes longer than the time limit ends the process.
+
+    Args:
+        seconds: Time limit of a section.
+    """
+    limit_memory(MEMORY_BYTES)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
+    with Path(os.devnull).open("w", encoding="utf-8") as nowhere:
+        for line in sys.stdin.buffer:
+            ended = ""
+            faulthandler.dump_traceback_later(seconds, exit=True, file=nowhere)
+            try:
+                for section in read(Path(json.loads(line))):
+                    _write([section.unit, section.first, section.text])
+                    faulthandler.dump_traceback_later(seconds, exit=True, file=nowhere)
+            except DocumentError as error:
+                ended = str(error)
+            _write(ended)
+            faulthandler.cancel_dump_traceback_later()
+
+
+def _write(value: object) -> None:
+    sys.stdout.buffer.write(json.dumps(value).encode() + b"\n")
+    sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    serve(float(sys.argv[1]))

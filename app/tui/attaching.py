@@ -1,0 +1,131 @@
+"""Attaching: what happens between the choice of a file or folder and its place in the chat."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from app.conversation import Conversation, Source
+from app.documents.prompt import WHOLE_SHARE, attached, estimated_tokens
+from app.errors import DocumentError, HistoryError
+from app.fitting import USUAL_CONTEXT
+from app.printable import printable_name
+from app.remote import host_of
+from app.tui.figures import token_count
+from app.tui.session import Session
+
+if TYPE_CHECKING:
+    from textual.screen import Screen
+
+    from app.documents.index import State
+    from app.tui.widgets.composer import Composer
+
+
+class Attaching:
+    """Attaches documents to the chat on screen: a short one to the message, others to what is searched."""
+
+    def __init__(
+        self, screen: Screen[None], session: Session, composer: Callable[[], Composer], changed: Callable[[], object]
+    ) -> None:
+        """Begin without any.
+
+        Args:
+            screen: Shows notices, and runs the work.
+            session: Has the chat and its documents.
+            composer: The composer.
+            changed: Called when what is searched, or how far it was read, has changed.
+        """
+        self._screen, self._session, self._composer, self._changed = screen, session, composer, changed
+        self._reading = ""
+
+    @property
+    def status(self) -> str:
+        """What is being read or searched, for the composer's title; empty if nothing is."""
+        sources = self._session.conversation.extras.sources
+        searched = f"searches {', '.join(source.name for source in sources)}" if sources else ""
+        if sources and (remote := self._session.remote) is not None:
+            searched += f"; only passages go to {host_of(remote)}"
+        return self._reading or searched
+
+    async def attach(self, path: Path, *, typed: str = "") -> None:
+        """Attach a file or folder.
+
+        Args:
+            path: Its absolute path.
+            typed: What to type instead if it can't be read: a path that was dropped on the terminal.
+        """
+        conversation = self._session.conversation
+        self._show(f"reading {printable_name(path.name)}")
+        try:
+            if await asyncio.to_thread(path.is_dir) or not await self._send_whole(conversation, path):
+                await self._search(conversation, path)
+        except (DocumentError, HistoryError) as error:
+            self._screen.notify(f"{error}.", severity="error", timeout=10)
+            if typed:
+                self._composer().insert(typed)
+        finally:
+            self._show("")
+
+    async def _send_whole(self, conversation: Conversation, path: Path) -> bool:
+        """Put a file into the message; returns whether it is short enough for that."""
+        text, problem = await self._session.documents.read(path)
+        tokens = estimated_tokens(text)
+        status = self._session.status
+        context = (status.context if status is not None else None) or USUAL_CONTEXT
+        if tokens > WHOLE_SHARE * context or conversation is not self._session.conversation:
+            return False
+        name = printable_name(path.name)
+        lines = text.count("\n") + 1
+        self._composer().attach(f"{name}: {lines:,} lines, ≈ {token_count(tokens)} tokens", attached(name, text))
+        if problem:
+            self._screen.notify(f"{problem}.", severity="warning", timeout=10)
+        return True
+
+    async def _search(self, conversation: Conversation, path: Path) -> None:
+        """Have a file or folder searched from now on."""
+        name = printable_name(path.name)
+
+        def report(done: int, of: int) -> None:
+            self._show(f"reading {name}: {done:,} of {of:,} files" if of > 1 else f"reading {name}")
+
+        before = conversation.extras.sources
+        others = [source for source in before if source.path != str(path)]
+        self._session.note(conversation, sources=[*others, Source(path=str(path), name=name, tokens=0)])
+        try:
+            state = await self._session.documents.update(conversation.id, path, report)
+            if not state.passages:
+                await self._session.documents.detach(conversation.id, path)
+                raise DocumentError(state.problems[0] if state.problems else f"{name} has no text to search")
+        except BaseException:
+            self._session.note(conversation, sources=before)
+            raise
+        self._session.note(conversation, sources=[*others, Source(path=str(path), name=name, tokens=state.tokens)])
+        self._screen.notify(told(state), timeout=10, severity="warning" if state.problems else "information")
+
+    async def remove(self, path: Path) -> None:
+        """Search a file or folder no longer."""
+        conversation = self._session.conversation
+        kept = [source for source in conversation.extras.sources if source.path != str(path)]
+        self._session.note(conversation, sources=kept)
+        self._changed()
+        try:
+            await self._session.documents.detach(conversation.id, path)
+        except HistoryError as error:
+            self._screen.notify(f"{error}.", severity="error")
+
+    def _show(self, reading: str) -> None:
+        self._reading = reading
+        self._changed()
+
+
+def told(state: State) -> str:
+    """What is said about a source when it was read: its size, that it is searched, and what is missing."""
+    files = "" if state.files == 1 else f"{state.files:,} files, "
+    size = f"{files}≈ {token_count(state.tokens)} tokens"
+    parts = [f"{state.name} ({size}) is too long to be sent: each question is answered from passages found in it."]
+    if state.problems:
+        more = len(state.problems) - 1
+        parts.append(f"{state.problems[0]}{f', and {more:,} more problems' if more else ''}.")
+    return " ".join(parts)

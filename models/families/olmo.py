@@ -1,0 +1,66 @@
+"""OLMo 2 and 3: norms behind attention and MLP instead of before them, and of all queries and all keys together.
+
+OLMo 3 has windows in three blocks of four, whose rotary embedding is not scaled.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from models.families.family import NORMS_AFTER, SEPARATE_LINEAR_SOURCES, Family, every, listed_windows, read_common
+from models.families.fields import Fields
+from models.families.rotary import rope_spec, rope_specs
+from models.spec import ModelSpec
+
+THETA = 500000.0
+"""Rotary base where config.json doesn't say."""
+WINDOW, INTERVAL = 4096, 4
+"""Window of an OLMo 3 whose config.json doesn't say, and every which block has none."""
+
+
+def _read(fields: Fields, **own: Any) -> ModelSpec:
+    """What both have in common; `own` are further fields of the specification."""
+    attention_bias = fields.flag("attention_bias", False)
+    return ModelSpec(
+        **read_common(fields),
+        qkv_bias=attention_bias,
+        o_bias=attention_bias,
+        norm_before=False,
+        norm_after=True,
+        qk_norm=True,
+        qk_norm_form="all",
+        **own,
+    )
+
+
+def _read_olmo2(fields: Fields) -> ModelSpec:
+    common = read_common(fields)
+    rope = rope_spec(fields.with_defaults({"rope_theta": THETA}), common["head_dim"], common["max_context"])
+    return _read(fields, family="olmo2", rope=rope, windows=(None,) * common["num_layers"])
+
+
+def _read_olmo3(fields: Fields) -> ModelSpec:
+    common, window = read_common(fields), fields.integer("sliding_window", WINDOW)
+    rope, local = rope_specs(fields, common["head_dim"], common["max_context"], theta=THETA, local=None)
+    layers = common["num_layers"]
+    windows = listed_windows(fields, layers, window) or every(INTERVAL, layers, window)
+    return _read(fields, family="olmo3", rope=rope, window_rope=local, windows=windows)
+
+
+OLMO2 = Family(
+    model_type="olmo2",
+    architecture="Olmo2ForCausalLM",
+    read=_read_olmo2,
+    linear_sources=SEPARATE_LINEAR_SOURCES,
+    norms=NORMS_AFTER,
+)
+"""OLMo 2."""
+
+OLMO3 = Family(
+    model_type="olmo3",
+    architecture="Olmo3ForCausalLM",
+    read=_read_olmo3,
+    linear_sources=SEPARATE_LINEAR_SOURCES,
+    norms=NORMS_AFTER,
+)
+"""OLMo 3."""

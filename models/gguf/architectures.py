@@ -1,0 +1,121 @@
+"""Architectures of GGUF files: what each is called in config.json, and its options in Hugging Face's format.
+
+Source: the keys of https://github.com/ggml-org/ggml/blob/master/docs/gguf.md and of the `gguf` package, and what
+llama.cpp makes of a file that lacks them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from models.families.fields import Fields
+
+Options = Callable[[Fields, str, Mapping[str, Any], frozenset[str]], dict[str, Any]]
+"""Gives further entries of config.json, by the metadata, the architecture's name, the entries so far, and the names of
+tensors in Hugging Face's format."""
+Q_BIAS, GATE_BIAS = "model.layers.0.self_attn.q_proj.bias", "model.layers.0.mlp.gate_proj.bias"
+CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
+"""Keys of soft caps, of scores and of logits."""
+_LARGEST = {"gemma2": 46, "gemma3": 62}
+"""Blocks of the models of 27 billion parameters, which divide scores by another number than the others."""
+_LOCAL_THETA = 1e4
+_INTERVALS = {"gemma2": 2, "gemma3": 6, "exaone4": 4, "olmo2": 4}
+"""Every so many blocks one has no window, where a file doesn't say."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """A value of `general.architecture`."""
+
+    model_type: str
+    """`model_type` of config.json."""
+    caps: tuple[str, ...] = ()
+    """Keys of the soft caps that it may have."""
+    windows: bool = False
+    """Whether it may have a sliding window."""
+    pairs: bool = False
+    """Whether the rows of q and k stand in llama.cpp's order, which rotates neighbours."""
+    options: Options = lambda *_: {}
+    """Its own options."""
+
+
+def _llama(_fields: Fields, _name: str, _config: Mapping[str, Any], tensors: frozenset[str]) -> dict[str, Any]:
+    return {"attention_bias": Q_BIAS in tensors, "mlp_bias": GATE_BIAS in tensors}
+
+
+def _attention_bias(_fields: Fields, _name: str, _config: Mapping[str, Any], tensors: frozenset[str]) -> dict[str, Any]:
+    return {"attention_bias": Q_BIAS in tensors}
+
+
+def _ernie(_fields: Fields, _name: str, _config: Mapping[str, Any], tensors: frozenset[str]) -> dict[str, Any]:
+    return {"use_bias": Q_BIAS in tensors}
+
+
+def _gemma(fields: Fields, name: str, config: Mapping[str, Any], _tensors: frozenset[str]) -> dict[str, Any]:
+    width, heads, blocks = (config[key] for key in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
+    largest = blocks == _LARGEST[name]
+    found = {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": width // heads if largest else config["head_dim"],
+        "attn_logit_softcapping": fields.optional_number(f"{name}.attn_logit_softcapping"),
+        "final_logit_softcapping": fields.optional_number(f"{name}.final_logit_softcapping"),
+        **_layers(fields, name, blocks),
+    }
+    if name == "gemma3":
+        found["rope_local_base_freq"] = fields.number(f"{name}.rope.freq_base_swa", _LOCAL_THETA)
+    return found
+
+
+def _olmo(fields: Fields, name: str, config: Mapping[str, Any], tensors: frozenset[str]) -> dict[str, Any]:
+    """An OLMo 2 that has a window is an OLMo 3."""
+    found = _attention_bias(fields, name, config, tensors)
+    if not fields.table.get(f"{name}.attention.sliding_window"):
+        return found
+    other = {"model_type": "olmo3", "architectures": ["Olmo3ForCausalLM"]}
+    return found | other | _layers(fields, name, config["num_hidden_layers"])
+
+
+def _exaone(fields: Fields, name: str, config: Mapping[str, Any], _tensors: frozenset[str]) -> dict[str, Any]:
+    if fields.table.get(f"{name}.attention.sliding_window"):
+        return _layers(fields, name, config["num_hidden_layers"])
+    return {"sliding_window": None, "layer_types": ["full_attention"] * config["num_hidden_layers"]}
+
+
+def _ministral(fields: Fields, name: str, config: Mapping[str, Any], _tensors: frozenset[str]) -> dict[str, Any]:
+    scaling = {"rope_type": "default", **config.get("rope_scaling", {})}
+    beta = fields.optional_number(f"{name}.attention.temperature_scale")
+    return {"rope_scaling": scaling | ({} if beta is None else {"llama_4_scaling_beta": beta})}
+
+
+def _layers(fields: Fields, name: str, blocks: int) -> dict[str, Any]:
+    """The window, and which blocks have it: a flag for each, or every so many have none."""
+    key = f"{name}.attention.sliding_window_pattern"
+    pattern = fields.table.get(key)
+    if pattern is None or isinstance(pattern, int):
+        interval = fields.integer(key, _INTERVALS[name])
+        flags = [(block + 1) % interval != 0 for block in range(blocks)]
+    else:
+        flags = [bool(flag) for flag in pattern] if isinstance(pattern, list | memoryview) else []
+        if len(flags) != blocks:
+            raise fields.wrong(key, pattern, f"a number, or a list of {blocks} flags")
+    types = ["sliding_attention" if flag else "full_attention" for flag in flags]
+    return {"sliding_window": fields.integer(f"{name}.attention.sliding_window"), "layer_types": types}
+
+
+ARCHITECTURES: Mapping[str, Architecture] = {
+    "llama": Architecture(model_type="llama", windows=True, pairs=True, options=_llama),
+    "qwen2": Architecture(model_type="qwen2"),
+    "qwen3": Architecture(model_type="qwen3"),
+    "phi3": Architecture(model_type="phi3", windows=True),
+    "gemma2": Architecture(model_type="gemma2", caps=CAPS, windows=True, options=_gemma),
+    "gemma3": Architecture(model_type="gemma3_text", caps=CAPS[1:], windows=True, options=_gemma),
+    "olmo2": Architecture(model_type="olmo2", windows=True, options=_olmo),
+    "exaone4": Architecture(model_type="exaone4", windows=True, options=_exaone),
+    "glm4": Architecture(model_type="glm4", options=_attention_bias),
+    "mistral3": Architecture(model_type="ministral3", pairs=True, options=_ministral),
+    "hunyuan-dense": Architecture(model_type="hunyuan_v1_dense", options=_attention_bias),
+    "ernie4_5": Architecture(model_type="ernie4_5", options=_ernie),
+}
+"""Supported values of `general.architecture`. Mistral models call themselves llama, OLMo 3 olmo2."""
