@@ -60,11 +60,10 @@ class Toolbox:
         async def live() -> None:
             hide = self.secrets.hide
             self.servers = [Server(config, hide, self._changed) for config in self._configs]
-            begun.set_result(asyncio.get_running_loop())
-            await asyncio.sleep(0)
+            self._stopped = asyncio.Event()
             for server in self.servers:
                 server.start()
-            self._stopped = asyncio.Event()
+            begun.set_result(asyncio.get_running_loop())
             await self._stopped.wait()
 
         self._thread = threading.Thread(target=lambda: asyncio.run(live()), name="tools", daemon=True)
