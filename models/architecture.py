@@ -4,9 +4,10 @@ The full-precision decoder runs it with plain torch operations, the reference ba
 backend records it into a program once. So a family's quirks (biases, norms, window, rope or none) stand here alone.
 
 Weights are named `embed`, `layers.{i}.input_norm`, `layers.{i}.qkv`, `layers.{i}.q_norm`, `layers.{i}.k_norm`,
-`layers.{i}.o`, `layers.{i}.o_norm`, `layers.{i}.post_norm`, `layers.{i}.gate_up`, `layers.{i}.down`,
-`layers.{i}.down_norm`, `norm`, `head`; a bias belongs to its linear layer. q, k and v are fused along the output in
-that order, and so are gate and up.
+`layers.{i}.sinks`, `layers.{i}.o`, `layers.{i}.o_norm`, `layers.{i}.post_norm`, `layers.{i}.gate_up`,
+`layers.{i}.down`, `layers.{i}.down_norm`, `norm`, `head`; a bias belongs to its linear layer. q, k and v are fused
+along the output in that order, and so are gate and up. Experts have `layers.{i}.experts.{e}.gate_up` and
+`layers.{i}.experts.{e}.down`, and their router is `layers.{i}.router`.
 """
 
 from __future__ import annotations
@@ -52,8 +53,15 @@ class Operations(Protocol[T]):
     def attend(self, q: T, k: T, v: T, layer: int) -> T:
         """Append k and v to the cache of `layer`, then causal attention of q over it, within spec.windows[layer].
 
-        Queries grow with their positions and scores are capped as the specification says. q is [M, H * D], k and v
-        [M, H_kv * D]. Returns [M, H * D].
+        Queries grow with their positions, scores are capped and sinks take a share as the specification says. q is
+        [M, H * D], k and v [M, H_kv * D]. Returns [M, H * D].
+        """
+        ...
+
+    def experts(self, x: T, layer: int) -> T:
+        """What the experts that the router of `layer` chooses for each row make of it, weighed and summed up.
+
+        [M, C] -> [M, C]. See `models.routing`.
         """
         ...
 
@@ -62,7 +70,7 @@ class Operations(Protocol[T]):
         ...
 
     def add(self, x: T, y: T, norm: str = "") -> T:
-        """Sum of x and y, where y is the output of a linear layer that nothing else reads.
+        """Sum of x and y, where y is the output of a linear layer or of experts that nothing else reads.
 
         With a `norm`, y first passes the RMSNorm with that weight.
         """
@@ -100,7 +108,10 @@ def attention(ops: Operations[T], spec: ModelSpec, layer: int, x: T) -> T:
 def mlp(ops: Operations[T], spec: ModelSpec, layer: int, x: T) -> T:
     """The residual stream after the gated MLP. [M, C] -> [M, C]."""
     prefix = f"layers.{layer}"
-    gate_up = ops.linear(read(ops, spec, x, f"{prefix}.post_norm"), f"{prefix}.gate_up")
+    inner, behind = read(ops, spec, x, f"{prefix}.post_norm"), f"{prefix}.down_norm" if spec.norm_after else ""
+    if spec.has_experts(layer):
+        return ops.add(x, ops.experts(inner, layer), behind)
+    gate_up = ops.linear(inner, f"{prefix}.gate_up")
     gate, up = ops.split(gate_up, (spec.intermediate_size, spec.intermediate_size))
     down = ops.linear(ops.gate(gate, up), f"{prefix}.down")
     return ops.add(x, down, f"{prefix}.down_norm" if spec.norm_after else "")

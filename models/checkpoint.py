@@ -14,7 +14,7 @@ import torch
 from models.checkpoint_files import CheckpointFiles, read_folder
 from models.errors import CheckpointError
 from models.gguf.checkpoint import read_gguf
-from models.spec import LAYER_TYPES, ModelSpec
+from models.spec import ModelSpec
 
 
 @dataclass(slots=True, kw_only=True)
@@ -50,9 +50,10 @@ class Checkpoint:
         return self.files.path
 
     def vector(self, name: str) -> torch.Tensor:
-        """A norm's weight, for example `layers.0.input_norm` or `norm`. Returns float32 [width]."""
-        (module,) = self.files.family.sources(name)
-        weight = self.files.entries[f"{module}.weight"].read().to(torch.float32) + self.files.norm_offset
+        """A weight that stays in float32: a norm's or sinks [width], `layers.0.input_norm`, or a router's [E, C]."""
+        weight = self.files.entries[self.files.family.vector(name)].read().to(torch.float32)
+        if name.endswith("norm"):
+            weight = weight + self.files.norm_offset
         return weight * self.files.multipliers.get(name.rsplit(".", 1)[-1], 1.0)
 
     def linear(self, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -154,24 +155,25 @@ class Checkpoint:
         if not spec.tied:
             shapes["lm_head.weight"] = (spec.vocab_size, spec.hidden_size)
         for layer in range(spec.num_layers):
-            for norm, width in spec.block_norms(layer).items():
-                (module,) = family.sources(norm)
-                shapes[f"{module}.weight"] = (width,)
-            for kind in LAYER_TYPES:
-                name = f"layers.{layer}.{kind}"
+            for norm, width in spec.block_vectors(layer).items():
+                shapes[family.vector(norm)] = (width,)
+            for router, shape in spec.routers(layer).items():
+                shapes[family.vector(router)] = shape
+            for name in spec.block_linears(layer):
                 modules = family.sources(name)
-                for module, rows in zip(modules, _rows(spec, kind, len(modules)), strict=True):
-                    shapes[f"{module}.weight"] = (rows, spec.linear_shape(kind)[1])
+                for module, rows in zip(modules, _rows(spec, name, len(modules)), strict=True):
+                    shapes[f"{module}.weight"] = (rows, spec.linear_shape(name)[1])
                     if spec.has_bias(name):
                         shapes[f"{module}.bias"] = (rows,)
         return shapes
 
 
-def _rows(spec: ModelSpec, kind: str, parts: int) -> tuple[int, ...]:
+def _rows(spec: ModelSpec, name: str, parts: int) -> tuple[int, ...]:
     """Output channels of each of the modules that a linear layer is fused from."""
+    rows = spec.linear_shape(name)[0]
     if parts == 1:
-        return (spec.linear_shape(kind)[0],)
-    return (spec.q_width, spec.kv_width, spec.kv_width) if kind == "qkv" else (spec.intermediate_size,) * parts
+        return (rows,)
+    return (spec.q_width, spec.kv_width, spec.kv_width) if name.endswith("qkv") else (rows // parts,) * parts
 
 
 def _names(shards: tuple[Path, ...]) -> str:

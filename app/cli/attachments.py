@@ -36,6 +36,7 @@ class Attachments:
         self._reader: Reader | None = None
         self._index: Index | None = None
         self._whole: list[str] = []
+        self._sources: list[Path] = []
         self._questions: list[str] = []
 
     def close(self) -> None:
@@ -87,6 +88,7 @@ class Attachments:
         state = self._index.update(_CHAT, path)
         if not state.passages:
             raise DocumentError(state.problems[0] if state.problems else f"{state.name} has no text to search")
+        self._sources.append(path)
         for problem in state.problems:
             self._output.note(problem)
         files = "" if state.files == 1 else f"{state.files:,} files, "
@@ -98,10 +100,10 @@ class Attachments:
         given, self._whole = self._whole, []
         passages = None
         told = question
-        if self._index is not None:
+        if self._index is not None and self._sources:
             room = passage_room(self._engine.context, TOKENS_PER_CHARACTER)
             self._questions.append(question)
-            passages = self._index.search(_CHAT, self._questions, room)
+            passages = self._index.search(self._sources, self._questions, room)
             told = with_passages(question, passages)
         return "\n\n".join([*given, told]), passages
 

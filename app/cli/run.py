@@ -175,7 +175,7 @@ def run(
     ):
         for path in attach or ():
             attachments.add(path)
-        speculate(engine, spend_budgets(engine.borrow, plan, choices, services, output).speculation)
+        speculate(engine, spend_budgets(engine.borrow, plan, choices, services, output).speculation, services)
         if text:
             system = None if raw else settings.system_prompt
             _answer(engine, stored, output, text, sampling, system, attachments, tools)

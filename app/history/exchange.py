@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from typing import Annotated, Any, cast
 
-from app.conversation import MAX_TEXT, Call, Conversation, Message, Role, State, Statistics
+from app.conversation import MAX_TEXT, Call, Conversation, Message, Passage, Role, State, Statistics
 from app.errors import HistoryError
 from app.history import markdown
 from app.history.markdown import FORMAT, moment_of
@@ -93,6 +93,7 @@ def to_json(chat: Chat, messages: Sequence[Message]) -> dict[str, Any]:
                 "model": message.model,
                 "statistics": None if message.statistics is None else statistics_json(message.statistics),
                 **({"calls": calls_json(message.calls)} if message.calls else {}),
+                "passages": None if message.passages is None else [asdict(passage) for passage in message.passages],
                 "created": message.created.isoformat(),
             }
             for message in messages
@@ -172,6 +173,7 @@ class _Message:
     model: Name | None = None
     statistics: Statistics | None = None
     calls: Annotated[Sequence[Call], Within(0, MAX_CALLS)] = ()
+    passages: Annotated[Sequence[Passage], Within(0, MAX_CHATS)] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,6 +211,7 @@ def _of_json(found: _Chat, where: str) -> ImportedChat:
                 model=one.model,
                 statistics=one.statistics,
                 calls=one.calls if one.role == "assistant" else (),
+                passages=one.passages,
                 created=created,
             )
         )

@@ -248,6 +248,7 @@ class ChatApp(WorkApp):
                 return (
                     self.screen.editing
                     or self.screen.busy
+                    or self.screen.attaching
                     or (self.session.job is not None and self.session.job.outcome != "done")
                 )
             if action in ("copy_answer", "edit"):
@@ -354,10 +355,8 @@ class ChatApp(WorkApp):
             self._open(LogScreen())
 
     async def action_stop(self) -> None:
-        """Cancel an edit, else stop the answer, else the running work, else dismiss a failure."""
-        if self.chat.cancel_edit():
-            return
-        if await self.chat.stop():
+        """Cancel an edit, else stop the answer, a document, the running work, else dismiss a failure."""
+        if self.chat.cancel_edit() or await self.chat.stop() or self.chat.stop_attaching():
             return
         await self.action_stop_work()
 

@@ -148,7 +148,7 @@ class Prompts:
         except HistoryError as error:
             self._post(NotSearched(str(error)))
         else:
-            conversation.revise(answer, passages=found)
+            conversation.revise(answer, passages=tuple(found))
 
     @staticmethod
     def _with_summary(conversation: Conversation, system: str, first: int) -> str:

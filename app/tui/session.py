@@ -297,6 +297,7 @@ class Session:
             kv=settings.cache(),
             speculate=None if settings.drafts is None else bool(settings.drafts),
             gamma=settings.gamma,
+            sensitive_layers=settings.sensitive_layers,
             k_chunk=wanted.k_chunk,
             budget=wanted.budget_percent,
             prompt_budget=wanted.prompt_budget_percent,

@@ -81,7 +81,7 @@ def discard(work: Work, name: str) -> None:
 
 def needed_bytes(spec: ModelSpec, tokens: int) -> int:
     """Most bytes that `sensitivities` takes on the disk for a text of so many tokens."""
-    weights = sum(math.prod(spec.linear_shape(name.rsplit(".", 1)[-1])) for name in spec.linear_names())
+    weights = sum(math.prod(spec.linear_shape(name)) for name in spec.linear_names())
     return 2 * weights + 4 * (spec.num_layers + 3) * tokens * spec.hidden_size
 
 

@@ -12,7 +12,7 @@ import torch
 
 from models.checkpoint import Checkpoint
 from models.quantizers.groups import FloatArray
-from models.spec import LAYER_TYPES, ModelSpec
+from models.spec import ModelSpec, expert_of
 
 NORM_BEFORE = {"qkv": "input_norm", "gate_up": "post_norm"}
 """The norm that a linear layer reads, where it reads one."""
@@ -23,17 +23,20 @@ class WorkingBlock:
 
     Args:
         checkpoint: Has the weights.
-        layer: Which block. Its linear layers are held in float32, 4 bytes a weight.
+        layer: Which block. Its linear layers are held in float32, 4 bytes a weight; those of experts are read from the
+            checkpoint when they are asked for.
     """
 
     def __init__(self, checkpoint: Checkpoint, layer: int) -> None:
         self.layer = layer
         self._checkpoint = checkpoint
-        self._vectors = {name: checkpoint.vector(name) for name in checkpoint.spec.block_norms(layer)}
+        spec = checkpoint.spec
+        self._vectors = {name: checkpoint.vector(name) for name in (*spec.block_vectors(layer), *spec.routers(layer))}
         self._linears: dict[str, tuple[torch.Tensor, torch.Tensor | None]] = {}
-        for kind in LAYER_TYPES:
-            weight, bias = checkpoint.linear(f"layers.{layer}.{kind}")
-            self._linears[f"layers.{layer}.{kind}"] = (weight.to(torch.float32, copy=True), bias)
+        for name in spec.block_linears(layer):
+            if expert_of(name) is None:
+                weight, bias = checkpoint.linear(name)
+                self._linears[name] = (weight.to(torch.float32, copy=True), bias)
 
     @property
     def spec(self) -> ModelSpec:
@@ -41,12 +44,15 @@ class WorkingBlock:
         return self._checkpoint.spec
 
     def vector(self, name: str) -> torch.Tensor:
-        """A norm's weight, float32 [width]."""
+        """A norm's weight, float32 [width], or a router's, float32 [E, C]."""
         return self._vectors[name]
 
     def linear(self, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
         """A linear layer's weight float32 [N, K] and bias float32 [N] or None."""
-        return self._linears[name]
+        if expert_of(name) is None:
+            return self._linears[name]
+        weight, bias = self._checkpoint.linear(name)
+        return weight.to(torch.float32), bias
 
     def scale_keys(self, scales: FloatArray) -> None:
         """Divide the channels of the keys, and multiply those of the queries that meet them by the same.

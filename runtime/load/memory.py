@@ -85,9 +85,18 @@ class MemoryPlan:
 
 
 def buffer_bytes(spec: ModelSpec, context: int, rows: int) -> int:
-    """Bytes of the working buffers of a step: activations, one row of logits and rotary tables, fp32."""
+    """Bytes of the working buffers of a step: activations, one row of logits and rotary tables, fp32.
+
+    Rows that go to experts stand in row blocks of 16 for each: gate, up and their product in fp32, channels chosen, and
+    INT8 activations.
+    """
     widths = 3 * spec.hidden_size + spec.q_width + 2 * spec.kv_width + 3 * spec.intermediate_size + spec.q_width
-    return 4 * (rows * widths + 2 * spec.vocab_size) + table_bytes(spec, context)
+    found = 4 * (rows * widths + 2 * spec.vocab_size) + table_bytes(spec, context)
+    if spec.mixture is None:
+        return found
+    pairs = rows * spec.mixture.chosen
+    slots = pairs + 15 * min(spec.mixture.experts, pairs)
+    return found + slots * (16 * spec.mixture.width + 2 * max(spec.hidden_size, spec.mixture.width))
 
 
 def plan(

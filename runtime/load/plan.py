@@ -90,13 +90,19 @@ def plan_load(
         whole=CHUNK in compensation.by_type.values(),
         recipe=model.recipe,
     )
-    full: OutOfMemoryError | None = None
+    full: OutOfMemoryError | BackendError | None = None
     for candidate in candidates(backend_name):
         backend, free = candidate.backend, candidate.presence.memory
+        try:
+            footprint = backend.footprint(spec, sizes, compensated=compensation.possible)
+        except BackendError as error:
+            full = error
+            logger.info("%s is passed over: %s", backend.label, error)
+            continue
         plan_of = partial(
             plan,
             spec,
-            backend.footprint(spec, sizes, compensated=compensation.possible),
+            footprint,
             kv=kv,
             context=context,
             slots=slots,

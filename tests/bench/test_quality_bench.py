@@ -427,7 +427,7 @@ def test_a_point_is_measured_once(tmp_path: Path, laboratory: Laboratory, monkey
     assert abs(losses[1] - full["nats"]) < abs(losses[0] - full["nats"])
     assert laboratory.point(chatty)["tokens"] == laboratory.full(as_chat=True)["tokens"] == 299 - 127
     assert laboratory.point(every)["fetched_bytes"] == sum(
-        math.prod(laboratory.checkpoint.spec.linear_shape(name.rsplit(".", 1)[-1])) // 2
+        math.prod(laboratory.checkpoint.spec.linear_shape(name)) // 2
         for name in laboratory.checkpoint.spec.linear_names()
     )
     said = answers.low_bit(laboratory.open(every), chatty, QUESTION)[QUESTION[0]]

@@ -530,6 +530,17 @@ class ChatScreen(Screen[None]):
         event.stop()
         self._run_attaching(self._attaching.attach(event.path, typed=event.typed))
 
+    @property
+    def attaching(self) -> bool:
+        """Whether a document is being read."""
+        return self._attaching.reading
+
+    def stop_attaching(self) -> bool:
+        """Stop reading a document. Returns whether one was being read."""
+        reading = self.attaching
+        self.workers.cancel_group(self, "attach")
+        return reading
+
     def _run_attaching(self, work: Coroutine[None, None, None]) -> None:
         self.run_worker(work, group="attach", exit_on_error=False)
 

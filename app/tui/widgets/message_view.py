@@ -28,6 +28,8 @@ MAX_LINES = 30
 FOLDED_LINES = 12
 """Lines of a folded prompt that stay visible."""
 MAX_CHARACTERS = 6000
+MIN_LINKS = 60
+"""Cells of width from which the line under an answer has a link to its passages."""
 
 
 class ActionLine(Links):
@@ -233,7 +235,7 @@ class MessageView(Vertical, can_focus=True):
         if message.statistics is None:
             return fitting(before, self.content_size.width)
         links = {"details": "toggle_details"} if details(message.statistics) else {}
-        links |= {"passages": "toggle_passages"} if message.passages else {}
+        links |= {"passages": "toggle_passages"} if message.passages and self.content_size.width >= MIN_LINKS else {}
         links |= {"tokens": "act('inspect')"} if self._inspects() else {}
         room = self.content_size.width - len(SEPARATOR.join(links)) - len(SEPARATOR)
         line = statistics_line(message.statistics, room, before)

@@ -201,6 +201,8 @@ class CpuCache(PagedCache):
         """Most splits of one head's context."""
         self._windows = set(spec.windows)
         self._paged = aligned_zeros((options.slots,), np.int32)
+        self._exact = aligned_zeros((spec.num_layers,), np.int32)
+        self.read_exactly(options.sensitive_layers)
         self._dither = aligned_zeros((kind.page,), np.float32)
         self._dither[:] = _dither(kind.page)
         self._description = self.store.layout.description(
@@ -215,6 +217,15 @@ class CpuCache(PagedCache):
     def stored(self, layer: int) -> op.Stored:
         """The addresses of a layer, for instructions."""
         return op.Stored(int(self._description.ctypes.data), *self.store.addresses(layer))
+
+    def exact(self, layer: int) -> int:
+        """Address of int32: whether drafts read both planes of a layer's pages; for instructions."""
+        return int(self._exact[layer:].ctypes.data)
+
+    def read_exactly(self, layers: Sequence[int]) -> None:
+        """Let drafts read both planes in these layers, and only the upper one in all others."""
+        self._exact[:] = 0
+        self._exact[list(layers)] = 1
 
     def begin(self, slots: Int32Array, positions: Int32Array, *, flush: bool = True) -> None:
         """See `runtime.kv.control.KVCache.begin`."""

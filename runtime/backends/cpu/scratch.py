@@ -33,6 +33,10 @@ def scratch_of(instruction: op.Instruction) -> int:
             return _linear_scratch(instruction)
         case op.Panel():
             return _panel_scratch(instruction)
+        case op.Experts(sizes=sizes, total=total):
+            return TILE_BYTES + max(4 * (LANES * sizes.tiles + 128) if total else 64 * SUMS, TILE_BYTES)
+        case op.Route(experts=experts):
+            return 16 * experts
         case op.Select():
             return _select_scratch(instruction)
         case op.Attend(stored=stored):

@@ -131,6 +131,7 @@ class ReferenceCache(PagedCache):
         window: int | None,
         *,
         draft: bool = False,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Causal attention of a step's rows over their own slots, including the step's own tokens.
 
@@ -141,6 +142,7 @@ class ReferenceCache(PagedCache):
             positions: int64 [M].
             window: Visible tokens, including the query's own; None = all before it.
             draft: As in `read`.
+            sinks: float32 [H], of the layer; None where it has none.
 
         Returns:
             float32 [M, H, D].
@@ -150,5 +152,5 @@ class ReferenceCache(PagedCache):
             rows = (slots == slot).nonzero().flatten()
             length = int(positions[rows].max()) + 1
             k, v = (self.read(part, layer, slot, length, draft=draft) for part in PARTS)
-            out[rows] = attend(q[rows], k, v, positions[rows], window, self._cap)
+            out[rows] = attend(q[rows], k, v, positions[rows], window, self._cap, sinks)
         return out

@@ -10,10 +10,9 @@ from models.spec import ModelSpec
 from models.weights import Weights
 from runtime.backends import Device, Footprint, ModelSizes, Presence
 from runtime.backends.decoder import Decoder, DecoderOptions
-from runtime.backends.operations.channels import layer_kind
 from runtime.backends.triton import gpu
 from runtime.backends.triton.failures import first_line
-from runtime.backends.triton.sizes import COPIED_BYTES, buffer_bytes, weight_bytes
+from runtime.backends.triton.sizes import COPIED_BYTES, NO_EXPERTS, buffer_bytes, weight_bytes
 from runtime.errors import BackendError, Problem
 from runtime.kv.kinds import KINDS, KVKind
 
@@ -54,7 +53,9 @@ class TritonBackend:
 
         Residuals stay in main memory, except two layers' for prompts, and what several rows share of one.
         """
-        values = [N * K for N, K in (spec.linear_shape(layer_kind(name)) for name in spec.linear_names())]
+        if spec.mixture is not None:
+            raise BackendError(NO_EXPERTS)
+        values = [N * K for N, K in (spec.linear_shape(name) for name in spec.linear_names())]
         largest = sizes.residual_bytes * max(values[:-1], default=0) // sum(values)
         staged = 2 * largest + min(largest, COPIED_BYTES)
         weights, recipe = sizes.weight_bytes, sizes.recipe

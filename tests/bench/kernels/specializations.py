@@ -350,15 +350,16 @@ def _attention() -> Iterator[Specialization]:
     ):
         for name in kinds:
             yield _attend(use, name, M, **sizes)
-    for H, D in ((32, 128), (16, 256)):
+    for H, D, sinks in ((32, 128, _ABSENT), (16, 256, _ABSENT), (64, 64, "*fp32")):
         yield Specialization(
-            name=f"attend merge {_heads_name(H, 8, D)}",
+            name=f"attend merge {_heads_name(H, 8, D)}{'' if sinks == _ABSENT else ' sinks'}",
             kernel=attention._merge_kernel,
             types={
                 "partial_ptr": "*fp32",
                 "sums_ptr": "*fp32",
                 "used_ptr": "*i32",
                 "x_ptr": "*fp16",
+                "sinks_ptr": sinks,
                 **_types(i32="summed M splits rows"),
             },
             constants={"H": H, "D": D, "BLOCK_S": attention._MERGED},

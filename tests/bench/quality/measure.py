@@ -245,6 +245,6 @@ class Laboratory:
         spec = self.checkpoint.spec
         total = 0
         for name in spec.linear_names():
-            rows, width = spec.linear_shape(name.rsplit(".", 1)[-1])
+            rows, width = spec.linear_shape(name)
             total += total_budget(width, point.k_chunk) * rows * point.residual_bits // 8
         return total

@@ -13,6 +13,7 @@ from typing import Any, Final, NamedTuple, get_type_hints
 import numpy as np
 import numpy.typing as npt
 
+from runtime.backends.cpu.data.experts import Routes
 from runtime.backends.cpu.data.records import record_of
 
 WIDTH: Final = 40
@@ -167,6 +168,8 @@ class Merge(NamedTuple):
     """H."""
     dim: int
     """D."""
+    sinks: int = 0
+    """Address of float32 [H], scores that take a share of each head's attention; 0 = none."""
 
 
 class Border(NamedTuple):
@@ -198,7 +201,7 @@ class Select(NamedTuple):
     border: Border
     """Parameters of the approximate mode."""
     static: int
-    """Address of int32 [total], of the static mode."""
+    """Address of int32 [total], of the static mode; of int32 [E, total] by slot."""
     seed: int
     """Seed of the random mode."""
     layer: int
@@ -207,6 +210,8 @@ class Select(NamedTuple):
     """Whether recall is measured."""
     hits: int
     """Address of float32 [rows], where each row's recall is accumulated."""
+    routes: Routes = Routes()
+    """Which rows go to which experts, if the rows are by slot (`runtime.backends.cpu.data.experts`)."""
     chosen_in: int = -1
     """Number of the turn in which the channels were chosen, if that is part of the next instruction."""
 
@@ -310,6 +315,104 @@ class Panel(NamedTuple):
     """Address of uint8 [K padded to 32]: 255 for a compensated input channel, otherwise 0."""
 
 
+class Score(NamedTuple):
+    """Compute the logits of a router."""
+
+    x: Matrix
+    """float32, all rows."""
+    channels: int
+    """C, padded to whole blocks."""
+    weight: int
+    """Address of float32 [E, C padded]."""
+    experts: int
+    """E."""
+    out: Matrix
+    """float32."""
+
+
+class Route(NamedTuple):
+    """Choose the experts of each row, and group the rows by expert."""
+
+    logits: Matrix
+    """float32."""
+    experts: int
+    """E."""
+    chosen: int
+    """Experts of a row."""
+    normalized: bool
+    """Whether a row's shares add up to 1."""
+    chosen_at: int
+    """Address of int64 [rows, chosen], written."""
+    shares_at: int
+    """Address of float32 [rows, chosen], written."""
+    to: Routes
+    """Written."""
+
+
+class Spread(NamedTuple):
+    """Quantize the rows that each expert reads, in the order of experts."""
+
+    x: Matrix
+    """float32, all rows."""
+    routes: Routes
+    """Which rows go where."""
+    to: Input
+    """The output; of `out` and `wanted` nothing is used."""
+
+
+class GateExperts(NamedTuple):
+    """SiLU(gate) * up times an expert's share, and quantization of the result."""
+
+    x: Matrix
+    """float32, by slot: gate, then up."""
+    routes: Routes
+    """Which rows go where."""
+    to: Input
+    """The output, by slot."""
+
+
+class ExpertSizes(NamedTuple):
+    """What the matrices of a block's experts have in common."""
+
+    bits: int
+    """As of `Weights`, and so the next four."""
+    tiles: int
+    blocks: int
+    groups: int
+    group_blocks: int
+    residual_bits: int = 0
+    """As of `Residual`, and so the next two."""
+    stride: int = 0
+    rows: int = 0
+
+
+class Experts(NamedTuple):
+    """Products of rows with the matrices of their experts, and the compensation of the outputs."""
+
+    table: int
+    """Address of `Expert` for each of the block's experts."""
+    sizes: ExpertSizes
+    """Of each."""
+    routes: Routes
+    """Which rows go where."""
+    x: Quantized
+    """The quantized activations, by slot; a single row's once, if `by_row`."""
+    by_row: bool
+    """Whether all experts of a row read the same activations."""
+    out: Matrix
+    """float32, by slot; if there is a `sum`, those of one segment."""
+    sum: Matrix = Matrix(0, 0)
+    """float32, the rows that the products are added to; 0: none."""
+    total: int = 0
+    """Number of channels that each row is compensated by; 0 = none."""
+    values: Matrix = Matrix(0, 0)
+    """The activations in float32, by row if `by_row`, otherwise by slot."""
+    chosen: Matrix = Matrix(0, 0)
+    """int32, the channels, likewise."""
+    kept: bool = False
+    """Whether all rows share their compensated channels."""
+
+
 class Stored(NamedTuple):
     """A layer of the cache: addresses."""
 
@@ -379,6 +482,8 @@ class Attend(NamedTuple):
     """The keys and values."""
     out: int
     """Address of the partial results: float32 [rows, H, splits, D padded to 16 + 16]."""
+    exact: int
+    """Address of int32: whether drafts read both planes of the pages, too."""
     cap: float = 0.0
     """Soft cap of the scores; 0 = none."""
 
@@ -426,7 +531,7 @@ class Restore(NamedTuple):
 
 Instruction = (
     Embed | Gather | Check | Norm | Settle | Gate | Merge | Select | Linear | Panel | Heads | Attend | Flush | Restore
-)
+) | (Score | Route | Spread | GateExperts | Experts)
 OPERATIONS: Final[tuple[type[Instruction], ...]] = (
     Embed,
     Gather,
@@ -442,6 +547,11 @@ OPERATIONS: Final[tuple[type[Instruction], ...]] = (
     Attend,
     Flush,
     Restore,
+    Score,
+    Route,
+    Spread,
+    GateExperts,
+    Experts,
 )
 """By number."""
 HEADER: Final = record_of(Header)

@@ -9,7 +9,7 @@ import numba
 
 from runtime.backends.cpu.data.instructions import Input
 from runtime.backends.cpu.kernels.activation import GroupPlace, code_bytes, quantize_group, step_of
-from runtime.backends.cpu.kernels.attention.run import part_bytes
+from runtime.backends.cpu.kernels.attention.run import LOWEST, part_bytes
 from runtime.backends.cpu.kernels.attention.span import merge_splits
 from runtime.backends.cpu.kernels.gate import gate as silu_channels
 from runtime.backends.cpu.kernels.gate import gelu_gate
@@ -29,6 +29,7 @@ from runtime.backends.cpu.kernels.views import (
 from runtime.backends.cpu.machine.kernel import kernel
 from runtime.backends.cpu.machine.unit import compiled_unit
 from runtime.backends.cpu.machine.vector import (
+    get_float,
     get_half,
     get_int,
     load_floats,
@@ -175,7 +176,8 @@ def merge(i: int, control: int, part: int, parts: int, _scratch: int) -> None:
         out = to.out.at + row * to.out.stride
         for head in range(merge.heads):
             at = merge.partial + (row * merge.heads + head) * splits * size
-            merge_splits(at, splits, dim, out + 4 * head * dim)
+            sink = get_float(merge.sinks + 4 * head) if merge.sinks != 0 else numba.float32(LOWEST)
+            merge_splits(at, splits, dim, sink, out + 4 * head * dim)
         for c in range(to.width, padded):
             set_float(out + 4 * c, numba.float32(0.0))
         _round(to, row, rows, 0, groups)
