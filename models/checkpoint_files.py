@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 
 from models.errors import CheckpointError
+from models.experts import separate
 from models.families import family_of, spec_from_config, text_part
 from models.families.family import Family
 from models.families.fields import Fields
@@ -57,6 +58,10 @@ class StoredTensor(Protocol):
 
     def check_readable(self) -> None:
         """Check that its format is supported. Raises UnsupportedModelError if not."""
+        ...
+
+    def rows(self, first: int, count: int) -> Self:
+        """Rows of the tensor as a matrix: all dimensions but the last count rows."""
         ...
 
     def read(self) -> torch.Tensor:
@@ -119,6 +124,7 @@ def read_folder(folder: Path) -> CheckpointFiles:
     entries = _read_entries(folder)
     if text is not config:
         entries = _text_tensors(entries)
+    entries = separate(entries, family.renamed)
     return CheckpointFiles(
         path=folder,
         configuration={name: read_file(path) for name, path in small.items() if path.exists()},

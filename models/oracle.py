@@ -10,14 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from models import architecture, rope
-from models.spec import ModelSpec, RopeSpec
+from models import architecture, recurrent, rope
+from models.routing import route
+from models.spec import ModelSpec, RopeSpec, expert_of, router_of
 
 _HEAD_ROWS = 8192
 """Output channels of the head converted at a time, if it isn't kept in memory."""
@@ -48,7 +49,7 @@ class Weights(Protocol):
         ...
 
     def vector(self, name: str) -> Tensor:
-        """A norm's weight, float32 [width]."""
+        """A norm's weight or another of a block's vectors, float32 [width], or a router's, float32 [E, C]."""
         ...
 
     def linear(self, name: str) -> tuple[Tensor, Tensor | None]:
@@ -60,14 +61,33 @@ class Weights(Protocol):
         ...
 
 
+class Rows(NamedTuple):
+    """Some rows of a batch [B, S, ...]."""
+
+    places: Tensor
+    """int64 [n], counted over the whole batch."""
+    batch: int
+    """B."""
+    length: int
+    """S."""
+
+
 @dataclass(slots=True)
 class KVCache:
-    """Keys (rotated) and values of all blocks for B sequences of the same length."""
+    """Keys (rotated) and values of all blocks for B sequences of the same length.
+
+    Blocks with a state keep all their inputs, from which the state is computed again at every step: slow, and exact
+    however far the sequences are cut back.
+    """
 
     keys: Tensor
-    """[layers, B, H_kv, context, D]."""
+    """[layers, B, H_kv, context, D]; blocks without attention have none."""
     values: Tensor
     """[layers, B, H_kv, context, D]."""
+    inputs: Mapping[int, Tensor]
+    """[B, context, width] by block, of those with a state."""
+    places: Mapping[int, int]
+    """Where blocks with attention stand in `keys` and `values`."""
     length: int = 0
     """T, positions filled. Setting it lower cuts all sequences back."""
 
@@ -112,7 +132,10 @@ class Oracle:
         self.trace = trace
         self.products = products or dtype
         self.replace: Mapping[str, Callable[[Tensor], Tensor]] = {}
-        """Replacements of linear layers, by name: functions from the input [B, S, K] to the output [B, S, N]."""
+        """Replacements of linear layers, by name: functions from the input [B, S, K] to the output [B, S, N]; of an
+        expert's, from [n, K] to [n, N]."""
+        self.rows: Rows | None = None
+        """The rows of the batch that an expert reads, while its layers run."""
         self._weights = weights
         self._resident = resident
         self._table: Tensor | None = None
@@ -122,8 +145,14 @@ class Oracle:
     def cache(self, batch: int, context: int) -> KVCache:
         """An empty KV cache for `batch` sequences of up to `context` tokens."""
         spec = self.spec
-        shape = (spec.num_layers, batch, spec.num_kv_heads, context, spec.head_dim)
-        return KVCache(torch.zeros(shape, dtype=self.dtype), torch.zeros(shape, dtype=self.dtype))
+        shape = (len(spec.attention_layers), batch, spec.num_kv_heads, context, spec.head_dim)
+        widths = {layer: spec.linear_shape(f"layers.{layer}.qkv")[0] for layer in spec.state_layers}
+        return KVCache(
+            torch.zeros(shape, dtype=self.dtype),
+            torch.zeros(shape, dtype=self.dtype),
+            {layer: torch.zeros(batch, context, width, dtype=self.dtype) for layer, width in widths.items()},
+            {layer: place for place, layer in enumerate(spec.attention_layers)},
+        )
 
     @torch.inference_mode()
     def logits(self, tokens: Tensor, cache: KVCache | None = None, *, rows: Sequence[int] | None = None) -> Tensor:
@@ -192,22 +221,23 @@ class Oracle:
         return architecture.output(self._operations(torch.arange(x.shape[1]), None), self.spec, x)
 
     def parameters(self, name: str) -> tuple[Tensor, Tensor | None]:
-        """Weight and bias of a linear layer or a norm.
+        """Weight and bias of a linear layer; or a norm's weight, another vector, or a router's weight.
 
-        They stay in memory if the oracle is resident, otherwise until those of another block are needed. They have the
-        oracle's dtype, except that the head of a non-resident oracle has the checkpoint's (see `linear`).
+        They stay in memory if the oracle is resident, otherwise until those of another block are needed, or of another
+        expert. They have the oracle's dtype, except that the head of a non-resident oracle has the checkpoint's (see
+        `linear`).
         """
         if name in self._loaded:
             return self._loaded[name]
-        owner = name.rpartition(".")[0] or name
         if not self._resident:
-            self._loaded = {key: held for key, held in self._loaded.items() if key.startswith(f"{owner}.")}
+            self._loaded = {key: held for key, held in self._loaded.items() if _stay_together(key, name)}
         bias: Tensor | None = None
-        if name == "norm" or name.endswith("_norm"):
+        in_full = name.endswith("router") or name in self.spec.vector_names()
+        if in_full:
             weight = self._weights.vector(name)
         else:
             weight, bias = self._weights.linear(name)
-        dtype = self.dtype if name.endswith("norm") else self.products
+        dtype = self.dtype if in_full else self.products
         if name == "head" and not self._resident:
             dtype = weight.dtype
         self._loaded[name] = (weight.to(dtype), None if bias is None else bias.to(dtype))
@@ -231,7 +261,7 @@ class Oracle:
         return found[2:]
 
 
-class _Operations(architecture.Operations[Tensor]):
+class _Operations(architecture.StateOperations[Tensor]):
     """The operations of one pass. Activations are [B, S, width] rather than [M, width]."""
 
     tokens: Tensor
@@ -301,19 +331,83 @@ class _Operations(architecture.Operations[Tensor]):
         first = int(self.positions[0]) if self.cache is None else 0  # position of the first key
         if self.cache is not None:
             end = int(self.positions[-1]) + 1
-            self.cache.keys[layer, :, :, self.positions] = keys
-            self.cache.values[layer, :, :, self.positions] = values
-            keys, values = self.cache.keys[layer, :, :, :end], self.cache.values[layer, :, :, :end]
+            place = self.cache.places[layer]
+            self.cache.keys[place, :, :, self.positions] = keys
+            self.cache.values[place, :, :, self.positions] = values
+            keys, values = self.cache.keys[place, :, :, :end], self.cache.values[place, :, :, :end]
         mask = self._mask(first, keys.shape[2], self.spec.windows[layer])
+        sinks = self.oracle.parameters(f"layers.{layer}.sinks")[0] if self.spec.sinks else None
         if self.oracle.observe_attention is not None:
-            received = _shares(queries, keys, mask, self.spec.score_cap).sum(2).mean(1)
+            received = _shares(queries, keys, mask, self.spec.score_cap, sinks).sum(2).mean(1)
             self.oracle.observe_attention(layer, received)
-        if self.spec.score_cap is None:
+        if self.spec.score_cap is None and sinks is None:
             attended = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=True)
         else:
-            shares = _shares(queries, keys, mask, self.spec.score_cap).to(values.dtype)
+            shares = _shares(queries, keys, mask, self.spec.score_cap, sinks).to(values.dtype)
             attended = shares @ values.repeat_interleave(queries.shape[1] // values.shape[1], dim=1)
         return attended.transpose(1, 2).flatten(-2)
+
+    def convolve(self, x: Tensor, layer: int) -> Tensor:
+        prefix, spec = f"layers.{layer}", self.spec
+        weight, _ = self.oracle.parameters(f"{prefix}.conv")
+        bias = self.oracle.parameters(f"{prefix}.conv_bias")[0] if spec.conv_bias else None
+
+        def mixed(inputs: Tensor) -> Tensor:
+            before, after, u = inputs.chunk(3, dim=-1)
+            history = functional.pad(before * u, (0, 0, spec.taps - 1, 0))
+            return after * recurrent.convolve(history, weight.view(spec.taps, -1), bias)
+
+        return self._from_the_beginning(x.to(self.oracle.dtype), layer, mixed)
+
+    def shut(self, x: Tensor, gate: Tensor) -> Tensor:
+        return x * gate.to(self.oracle.dtype).sigmoid()
+
+    def recur(self, x: Tensor, layer: int) -> Tensor:
+        spec, delta = self.spec, self.spec.delta
+        assert delta is not None
+        names = ("conv", "decay", "dt", "gain")
+        conv, decay, dt, gain = (self.oracle.parameters(f"layers.{layer}.{name}")[0] for name in names)
+
+        def mixed(inputs: Tensor) -> Tensor:
+            history = functional.pad(inputs[..., : delta.inputs], (0, 0, spec.taps - 1, 0))
+            read = recurrent.delta_inputs(delta, history, conv.view(spec.taps, -1), decay, dt)
+            y, _ = recurrent.recur_chunked(read, read.v.new_zeros(len(inputs), *spec.state_shape[2]))
+            return recurrent.finish(y, inputs[..., delta.inputs :], gain, spec.norm_eps)
+
+        return self._from_the_beginning(x.to(self.oracle.dtype), layer, mixed)
+
+    def _from_the_beginning(self, x: Tensor, layer: int, mixed: Callable[[Tensor], Tensor]) -> Tensor:
+        """What a block with a state makes of x [B, S, width], given its function of a whole sequence [B, T, width]."""
+        if self.branches is not None:
+            y = mixed(x[:, self.branches == 0])
+            parts = [y]
+            for branch in range(1, int(self.branches.max()) + 1):
+                seen = (self.branches == 0) | (self.branches == branch)
+                parts.append(mixed(x[:, seen])[:, y.shape[1] :])
+            return torch.cat(parts, dim=1)
+        if self.cache is None:
+            return mixed(x)
+        self.cache.inputs[layer][:, self.positions] = x
+        return mixed(self.cache.inputs[layer][:, : int(self.positions[-1]) + 1])[:, -x.shape[1] :]
+
+    def experts(self, x: Tensor, layer: int) -> Tensor:
+        mixture, name = self.spec.mixture, router_of(layer)
+        assert mixture is not None
+        if self.oracle.observe is not None:
+            self.oracle.observe(name, x)
+        flat, (weight, _) = x.flatten(0, -2), self.oracle.parameters(name)
+        chosen, shares = route(functional.linear(flat, weight).float(), mixture)
+        total = torch.zeros_like(flat)
+        for expert in torch.unique(chosen).tolist():
+            rows, places = (chosen == expert).nonzero(as_tuple=True)
+            self.oracle.rows = Rows(rows, x.shape[0], x.shape[1])
+            gate_up = self.linear(flat[rows], f"layers.{layer}.experts.{expert}.gate_up")
+            # A share counts before `down`, whose input then shows how much the expert matters.
+            inside = self.gate(*self.split(gate_up, (mixture.width, mixture.width)))
+            inside = inside * shares[rows, places, None].to(inside.dtype)
+            total = total.index_add(0, rows, self.linear(inside, f"layers.{layer}.experts.{expert}.down").to(x.dtype))
+        self.oracle.rows = None
+        return total.view_as(x)
 
     def gate(self, gate: Tensor, up: Tensor) -> Tensor:
         x = gate.to(self.oracle.dtype)
@@ -347,12 +441,18 @@ class _Operations(architecture.Operations[Tensor]):
         return self.masks[window]
 
 
+def _stay_together(held: str, wanted: str) -> bool:
+    """Whether a layer's weights stay in memory when those of another are needed: in its block, but of one expert."""
+    same_block = held.split(".")[:2] == wanted.split(".")[:2]
+    return same_block and (expert_of(held) is None or expert_of(held) == expert_of(wanted))
+
+
 def capped(x: Tensor, cap: float) -> Tensor:
     """Soft cap c * tanh(x / c), whose magnitude stays below c."""
     return cap * torch.tanh(x / cap)
 
 
-def _shares(queries: Tensor, keys: Tensor, mask: Tensor, cap: float | None) -> Tensor:
+def _shares(queries: Tensor, keys: Tensor, mask: Tensor, cap: float | None, sinks: Tensor | None = None) -> Tensor:
     """Share of each query's attention that each key gets, float32 [B, H, S, T].
 
     Args:
@@ -360,10 +460,14 @@ def _shares(queries: Tensor, keys: Tensor, mask: Tensor, cap: float | None) -> T
         keys: [B, H_kv, T, D].
         mask: bool [S, T], which keys each query sees.
         cap: `ModelSpec.score_cap`.
+        sinks: [H], scores that take a share themselves; None = none.
     """
     shared = keys.repeat_interleave(queries.shape[1] // keys.shape[1], dim=1)
     scores = (queries @ shared.transpose(-1, -2)).float() / queries.shape[-1] ** 0.5
     if cap is not None:
         scores = capped(scores, cap)
-    shares: Tensor = scores.masked_fill_(~mask, -torch.inf).softmax(-1)
+    scores = scores.masked_fill_(~mask, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks[:, None, None].float().expand(*scores.shape[:3], 1)), dim=-1)
+    shares: Tensor = scores.softmax(-1)[..., : keys.shape[2]]
     return shares

@@ -6,8 +6,9 @@ that shrinks under it kills the process, whereas a read raises an error.
 
 from __future__ import annotations
 
+import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -50,6 +51,11 @@ class ShardTensor:
                 f"{self.path}: the tensor '{self.name}' is stored as {self.dtype} (supported: {', '.join(DTYPES)}). "
                 "Take the model's original checkpoint in 16 or 32 bits."
             )
+
+    def rows(self, first: int, count: int) -> ShardTensor:
+        """Rows of the tensor as a matrix: all dimensions but the last count rows."""
+        row = self.size // max(1, math.prod(self.shape[:-1]))
+        return replace(self, shape=(count, self.shape[-1]), offset=self.offset + first * row, size=count * row)
 
     def read(self) -> torch.Tensor:
         """Read the tensor.

@@ -8,11 +8,18 @@ from typing import Literal
 RopeKind = Literal["default", "linear", "llama3", "longrope", "yarn"]
 Activation = Literal["silu", "gelu_tanh"]
 NormForm = Literal["head", "all", "turned"]
+Mixer = Literal["attention", "convolution", "delta"]
+"""What mixes the tokens of a block: attention, with a cache; the others have a state instead."""
 
 LAYER_TYPES = ("qkv", "o", "gate_up", "down")
-"""The linear layers of a block, by the names of QDEC §4.4."""
+"""The linear layers of a block, by the names of QDEC §4.4: `qkv` is what a block's mixer reads the stream by, `o` what
+it writes by, also where it is no attention."""
 LAYER_KINDS = (*LAYER_TYPES, "head")
 """All kinds of linear layers: those of a block, and the output head."""
+_OF_MLP = ("gate_up", "down")
+"""Those of an MLP, and of an expert."""
+_EXPERT_PARTS = 5
+"""Parts of the name of an expert's layer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,8 +55,76 @@ class RopeSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaSpec:
+    """Heads of a gated delta rule; several value heads share a query and a key."""
+
+    key_heads: int
+    """Query heads, and key heads."""
+    value_heads: int
+    """Value heads, a multiple of that; each has a matrix."""
+    key_dim: int
+    """Dk, width of a query or key, and rows of a matrix."""
+    value_dim: int
+    """Dv, width of a value, and columns of a matrix."""
+
+    @property
+    def key_width(self) -> int:
+        """Channels of all keys."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def value_width(self) -> int:
+        """Channels of all values."""
+        return self.value_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """Channels of queries, keys and values, which pass a short convolution."""
+        return 2 * self.key_width + self.value_width
+
+    @property
+    def inputs(self) -> int:
+        """What enters the state of each token: these channels, and two numbers a value head, beta's and the decay's."""
+        return self.channels + 2 * self.value_heads
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixtureSpec:
+    """Experts, gated MLPs of which a router chooses a few for each token, in place of a block's MLP."""
+
+    experts: int
+    """E, experts of a block."""
+    chosen: int
+    """Experts that a token goes to."""
+    width: int
+    """Width of an expert."""
+    normalized: bool
+    """Whether the shares of a token's experts add up to 1 (Mixtral); else they are those of a softmax over all experts
+    (OLMoE)."""
+    dense: tuple[int, ...] = ()
+    """Blocks that have an MLP instead."""
+
+
+def router_of(layer: int) -> str:
+    """Name of the router of a block."""
+    return f"layers.{layer}.router"
+
+
+def expert_of(name: str) -> int | None:
+    """The expert that a linear layer, `layers.3.experts.17.down`, belongs to; None if it belongs to none."""
+    parts = name.split(".")
+    return int(parts[3]) if len(parts) == _EXPERT_PARTS else None
+
+
+def first_expert(name: str) -> str:
+    """The linear layer that stands for an expert's in a choice of channels: that of the block's first expert."""
+    parts = name.split(".")
+    return name if len(parts) != _EXPERT_PARTS else ".".join((*parts[:3], "0", parts[4]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """A decoder-only transformer: blocks of grouped-query attention and a gated MLP."""
+    """A decoder-only transformer: blocks of a mixer, mostly grouped-query attention, and a gated MLP or several."""
 
     family: str
     """`model_type` of its family, see `models.families`."""
@@ -79,6 +154,16 @@ class ModelSpec:
     """Per block: sliding window in tokens (a query sees itself and the window - 1 tokens before it), or None."""
     unrotated: tuple[int, ...] = ()
     """Blocks without a rotary embedding (SmolLM3)."""
+    mixers: tuple[Mixer, ...] = ()
+    """Per block: what mixes its tokens; empty: attention in all of them."""
+    taps: int = 0
+    """Tokens that a short convolution sees, its own included."""
+    delta: DeltaSpec | None = None
+    """Heads of the blocks with a gated delta rule."""
+    gated: bool = False
+    """Whether what attention gives is multiplied by the sigmoid of a gate, channel by channel (Qwen3.5)."""
+    conv_bias: bool = False
+    """Whether short convolutions, and the linear layers around them, have biases."""
     norm_before: bool = True
     """Whether attention and MLP read the residual stream through an RMSNorm (not in OLMo 2)."""
     norm_after: bool = False
@@ -99,12 +184,16 @@ class ModelSpec:
     """Queries at position p are multiplied by 1 + this * ln(1 + p // query_growth_context) (Ministral 3)."""
     query_growth_context: int = 1
     """See there."""
+    sinks: bool = False
+    """Whether each query head has a score of its own that takes a share of attention and adds nothing (gpt-oss)."""
     score_cap: float | None = None
     """Attention scores s become c * tanh(s / c) (Gemma 2)."""
     logit_cap: float | None = None
     """So do logits."""
     activation: Activation = "silu"
     """Of the MLP's gate."""
+    mixture: MixtureSpec | None = None
+    """The experts of its blocks; None: every block has an MLP."""
     tied: bool = False
     """Whether the output head is the embedding table."""
     bos_token_id: int | None = None
@@ -122,31 +211,92 @@ class ModelSpec:
         """Channels of all key (or value) heads, H_kv * D."""
         return self.num_kv_heads * self.head_dim
 
+    def mixer(self, layer: int) -> Mixer:
+        """What mixes the tokens of a block."""
+        return self.mixers[layer] if self.mixers else "attention"
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """Blocks with attention: those that have a cache."""
+        return tuple(layer for layer in range(self.num_layers) if self.mixer(layer) == "attention")
+
+    @property
+    def state_layers(self) -> tuple[int, ...]:
+        """Blocks that have a state instead of a cache."""
+        return tuple(layer for layer in range(self.num_layers) if self.mixer(layer) != "attention")
+
     @property
     def parameters(self) -> int:
         """Weights of the full-precision model; a tied embedding counts once."""
         count = self.vocab_size * self.hidden_size * (1 if self.tied else 2) + self.hidden_size
         for name in self.linear_names()[:-1]:
-            rows, width = self.linear_shape(name.rsplit(".", 1)[-1])
+            rows, width = self.linear_shape(name)
             count += rows * width + (rows if self.has_bias(name) else 0)
-        return count + sum(sum(self.block_norms(layer).values()) for layer in range(self.num_layers))
+        for layer in range(self.num_layers):
+            count += sum(self.block_vectors(layer).values())
+            count += sum(rows * width for rows, width in self.routers(layer).values())
+        return count
 
-    def block_norms(self, layer: int) -> dict[str, int]:
-        """Widths of a block's norms by their names, `layers.3.input_norm`."""
-        norms = {"input_norm": self.hidden_size, "post_norm": self.hidden_size} if self.norm_before else {}
+    def has_experts(self, layer: int) -> bool:
+        """Whether a block has a mixture of experts in place of an MLP."""
+        return self.mixture is not None and layer not in self.mixture.dense
+
+    def products(self, layer_type: str) -> int:
+        """Linear layers of a type that a token passes: `head` is one, `down` one of each block or chosen expert."""
+        if layer_type == "head":
+            return 1
+        mixtures = sum(map(self.has_experts, range(self.num_layers))) if layer_type in _OF_MLP else 0
+        return self.num_layers + mixtures * (0 if self.mixture is None else self.mixture.chosen - 1)
+
+    def share_read(self, name: str) -> float:
+        """The share of tokens that read a linear layer or an expert's tensor, if all experts are alike."""
+        return 1.0 if expert_of(name) is None or self.mixture is None else self.mixture.chosen / self.mixture.experts
+
+    def block_vectors(self, layer: int) -> dict[str, int]:
+        """Widths of a block's norms and of what else its mixer has, by their names, `layers.3.input_norm`.
+
+        A convolution's `conv` is [taps, C], tap by tap, and `conv_bias` [C]. A delta rule's `conv` is [taps, channels];
+        `decay` and `dt` have a number for each value head, -exp(A) and the step's bias; `gain` [Dv] is the weight of
+        the norm of each head's output.
+        """
+        vectors = {"input_norm": self.hidden_size, "post_norm": self.hidden_size} if self.norm_before else {}
+        if self.mixer(layer) == "attention":
+            vectors |= self._attention_vectors()
+        elif self.mixer(layer) == "convolution":
+            vectors["conv"] = self.taps * self.hidden_size
+            if self.conv_bias:
+                vectors["conv_bias"] = self.hidden_size
+        elif self.delta is not None:
+            vectors["conv"] = self.taps * self.delta.channels
+            vectors |= dict.fromkeys(("decay", "dt"), self.delta.value_heads) | {"gain": self.delta.value_dim}
+        if self.norm_after:
+            vectors |= {"o_norm": self.hidden_size, "down_norm": self.hidden_size}
+        return {f"layers.{layer}.{name}": width for name, width in vectors.items()}
+
+    def _attention_vectors(self) -> dict[str, int]:
+        """Widths of the norms of queries and keys, and of sinks."""
+        vectors: dict[str, int] = {}
         if self.qk_norm:
             wide = self.qk_norm_form == "all"
-            norms |= {
-                "q_norm": self.q_width if wide else self.head_dim,
-                "k_norm": self.kv_width if wide else self.head_dim,
-            }
-        if self.norm_after:
-            norms |= {"o_norm": self.hidden_size, "down_norm": self.hidden_size}
-        return {f"layers.{layer}.{norm}": width for norm, width in norms.items()}
+            vectors["q_norm"] = self.q_width if wide else self.head_dim
+            vectors["k_norm"] = self.kv_width if wide else self.head_dim
+        if self.sinks:
+            vectors["sinks"] = self.num_heads
+        return vectors
 
-    def norm_names(self) -> tuple[str, ...]:
-        """Names of all norms, the one before the head last."""
-        return (*(name for layer in range(self.num_layers) for name in self.block_norms(layer)), "norm")
+    def vector_names(self) -> tuple[str, ...]:
+        """Names of all vectors, the norm before the head last."""
+        return (*(name for layer in range(self.num_layers) for name in self.block_vectors(layer)), "norm")
+
+    def routers(self, layer: int) -> dict[str, tuple[int, int]]:
+        """Shape [E, C] of a block's router by its name, `layers.3.router`; empty where it has an MLP."""
+        if self.mixture is None or not self.has_experts(layer):
+            return {}
+        return {router_of(layer): (self.mixture.experts, self.hidden_size)}
+
+    def router_names(self) -> tuple[str, ...]:
+        """Names of all routers."""
+        return tuple(name for layer in range(self.num_layers) for name in self.routers(layer))
 
     def eps_of(self, name: str) -> float:
         """Epsilon of a norm, `layers.3.q_norm`."""
@@ -164,24 +314,65 @@ class ModelSpec:
         """The rotary embeddings that there are, each once."""
         return tuple(dict.fromkeys(rope for rope in map(self.rope_of, range(self.num_layers)) if rope is not None))
 
+    @property
+    def state_shape(self) -> tuple[int, int, tuple[int, int, int]]:
+        """State of a block that has one.
+
+        Channels of its convolution; tokens that this reads before its own; heads, rows and columns of its matrix, zeros
+        if it has none.
+        """
+        if self.delta is not None:
+            return self.delta.inputs, self.taps - 1, (self.delta.value_heads, self.delta.key_dim, self.delta.value_dim)
+        return self.hidden_size, self.taps - 1, (0, 0, 0)
+
     def has_bias(self, name: str) -> bool:
-        """Whether a linear layer, `layers.3.qkv`, has a bias."""
+        """Whether a linear layer, `layers.3.qkv`, has a bias; those of experts have none."""
+        if expert_of(name) is not None:
+            return False
         kind = name.rsplit(".", 1)[-1]
         biased = {"qkv": self.qkv_bias, "o": self.o_bias, "gate_up": self.mlp_bias, "down": self.mlp_bias}
-        return biased.get(kind, False)
+        mixer = self.mixer(int(name.split(".")[1])) if kind in ("qkv", "o") else "attention"
+        return biased.get(kind, False) if mixer == "attention" else self.conv_bias
 
-    def linear_shape(self, layer_type: str) -> tuple[int, int]:
-        """Shape [N, K] of a linear layer by type: `qkv`, `o`, `gate_up`, `down` or `head` (fused, as stored)."""
+    def linear_shape(self, name: str) -> tuple[int, int]:
+        """Shape [N, K] of a linear layer (fused, as stored).
+
+        Args:
+            name: Its name, or its type: `qkv`, `o`, `gate_up`, `down` or `head`. In a mixture, `gate_up` and
+                `down` alone are those of an expert. Where blocks differ, `qkv` and `o` alone are the average.
+        """
+        width, kind = self.intermediate_size, name.rsplit(".", 1)[-1]
+        if self.mixture is not None and (name == kind or expert_of(name) is not None):
+            width = self.mixture.width
         shapes = {
-            "qkv": (self.q_width + 2 * self.kv_width, self.hidden_size),
-            "o": (self.hidden_size, self.q_width),
-            "gate_up": (2 * self.intermediate_size, self.hidden_size),
-            "down": (self.hidden_size, self.intermediate_size),
+            "gate_up": (2 * width, self.hidden_size),
+            "down": (self.hidden_size, width),
             "head": (self.vocab_size, self.hidden_size),
         }
-        return shapes[layer_type]
+        if kind in shapes:
+            return shapes[kind]
+        layers = [int(name.split(".")[1])] if name != kind else range(self.num_layers)
+        inner = [self._mixer_widths(layer)[kind == "o"] for layer in layers]
+        mean = round(sum(inner) / len(inner))
+        return (mean, self.hidden_size) if kind == "qkv" else (self.hidden_size, mean)
+
+    def _mixer_widths(self, layer: int) -> tuple[int, int]:
+        """Output channels of a block's `qkv`, and input channels of its `o`."""
+        mixer = self.mixer(layer)
+        if mixer == "convolution":
+            return 3 * self.hidden_size, self.hidden_size
+        if mixer == "delta" and self.delta is not None:
+            return self.delta.inputs + self.delta.value_width, self.delta.value_width
+        return (2 if self.gated else 1) * self.q_width + 2 * self.kv_width, self.q_width
+
+    def block_linears(self, layer: int) -> tuple[str, ...]:
+        """Names of a block's linear layers in the order they run; of experts, in that of their numbers."""
+        prefix = f"layers.{layer}"
+        if self.mixture is None or not self.has_experts(layer):
+            return tuple(f"{prefix}.{kind}" for kind in LAYER_TYPES)
+        experts = (f"{prefix}.experts.{expert}.{kind}" for expert in range(self.mixture.experts) for kind in _OF_MLP)
+        return (f"{prefix}.qkv", f"{prefix}.o", *experts)
 
     def linear_names(self) -> tuple[str, ...]:
         """Names of all linear layers in the order they run, `layers.0.qkv` to `head`."""
-        blocks = tuple(f"layers.{i}.{kind}" for i in range(self.num_layers) for kind in LAYER_TYPES)
-        return (*blocks, "head")
+        return (*(name for layer in range(self.num_layers) for name in self.block_linears(layer)), "head")

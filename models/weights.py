@@ -25,7 +25,7 @@ class Weights(Protocol):
         ...
 
     def vector(self, name: str) -> npt.NDArray[np.float32]:
-        """A norm's weight. float32 [C] or [D]."""
+        """A norm's weight, float32 [C] or [D], or a router's, float32 [E, C]."""
         ...
 
     def key_statistics(self, layer: int) -> KeyStatistics | None:

@@ -18,6 +18,7 @@ from app.cli.services import DEMO, Services, services_of
 
 if TYPE_CHECKING:
     from models.store import StoredModelInfo
+    from models.store.manifest import Summary
 
 _VERIFY = "verify"
 
@@ -41,7 +42,7 @@ def list_models(ctx: typer.Context, as_json: options.Json = False) -> None:
             (
                 f"{info.name} (bundled)" if bundled else info.name,
                 f"{summary.bits_per_weight:.2f}",
-                byte_count(summary.gpu_bytes),
+                _size(summary),
                 byte_count(summary.residual_bytes),
                 byte_count(summary.disk_bytes),
                 _count(summary.parameters),
@@ -169,6 +170,12 @@ def _verify(info: StoredModelInfo, output: Output) -> None:
         verify(info.path, Manifest.read(info.path), watch)
 
 
+def _size(summary: Summary) -> str:
+    """Size of the weights, and of those that a token reads where these are fewer."""
+    size = byte_count(summary.gpu_bytes)
+    return size if summary.active_bytes is None else f"{size} ({byte_count(summary.active_bytes)} a token)"
+
+
 def _entry(info: StoredModelInfo, *, bundled: bool) -> dict[str, Any]:
     summary = info.summary
     return {
@@ -177,6 +184,7 @@ def _entry(info: StoredModelInfo, *, bundled: bool) -> dict[str, Any]:
         "bits_per_weight": summary.bits_per_weight,
         "disk_bytes": summary.disk_bytes,
         "gpu_bytes": summary.gpu_bytes,
+        "active_bytes": summary.active_bytes,
         "residual_bytes": summary.residual_bytes,
         "parameters": summary.parameters,
         "family": summary.family,

@@ -98,7 +98,7 @@ class FolderWriter:
 
     def _block(self, layer: int, step: Step) -> Tensors:
         tensors: Tensors = {}
-        for name in self._spec.block_norms(layer):
+        for name in self._spec.block_vectors(layer):
             (module,) = self._family.sources(name)
             tensors[f"{module}.weight"] = self._model.vector(name)
         for kind in LAYER_TYPES:

@@ -150,7 +150,7 @@ class GgufWriter:
         """Everything that is no matrix of the blocks: norms, biases, factors, and the embedding table."""
         model, spec = self._model, self._spec
         yield "token_embd.weight", np.ascontiguousarray(model.embedding())
-        for name in spec.norm_names():
+        for name in spec.vector_names():
             (module,) = self._family.sources(name)
             yield name_in_file(f"{module}.weight", self._family), np.ascontiguousarray(model.vector(name))
         for linear, tensors in self._matrices():

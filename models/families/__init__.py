@@ -14,13 +14,16 @@ from models.families.family import Family
 from models.families.fields import PUBLISHED, Fields
 from models.families.gemma import GEMMA2, GEMMA3
 from models.families.glm4 import GLM4
-from models.families.granite import GRANITE
+from models.families.granite import GRANITE, GRANITE_MOE
 from models.families.hunyuan import HUNYUAN
+from models.families.lfm2 import LFM2
 from models.families.llama import LLAMA
 from models.families.mistral import MINISTRAL, MINISTRAL3, MISTRAL
-from models.families.olmo import OLMO2, OLMO3
+from models.families.mixtral import MIXTRAL
+from models.families.olmo import OLMO2, OLMO3, OLMOE
 from models.families.phi3 import PHI3
-from models.families.qwen import QWEN2, QWEN3
+from models.families.qwen import QWEN2, QWEN3, QWEN3_MOE
+from models.families.qwen3_5 import QWEN35
 from models.families.seed_oss import SEED_OSS
 from models.families.smollm3 import SMOLLM3
 from models.spec import ModelSpec
@@ -29,16 +32,19 @@ FAMILIES: Mapping[str, Family] = {
     family.model_type: family
     for family in (
         *(LLAMA, MISTRAL, MINISTRAL, MINISTRAL3, QWEN2, QWEN3, PHI3, SMOLLM3, GRANITE, SEED_OSS),
-        *(GEMMA2, GEMMA3, OLMO2, OLMO3, EXAONE4, GLM4, HUNYUAN, ERNIE4_5),
+        *(GEMMA2, GEMMA3, OLMO2, OLMO3, EXAONE4, GLM4, HUNYUAN, ERNIE4_5, LFM2, QWEN35),
+        *(MIXTRAL, QWEN3_MOE, GRANITE_MOE, OLMOE),
     )
 }
 """Every supported family by its `model_type`."""
 
 SUPPORTED = (
-    "Llama 2/3/3.1/3.2, Mistral, Ministral 8B and 3, Qwen2/2.5, Qwen3, Phi-3/3.5, SmolLM3, Granite 3, Seed-OSS, "
-    "Gemma 2/3, OLMo 2/3, EXAONE 4, GLM-4, Hunyuan and ERNIE 4.5"
+    "Llama 2/3/3.1/3.2, Mistral, Ministral 8B and 3, Qwen2/2.5, Qwen3, Qwen3.5, Phi-3/3.5, SmolLM3, Granite 3, "
+    "Seed-OSS, Gemma 2/3, OLMo 2/3, EXAONE 4, GLM-4, Hunyuan, ERNIE 4.5 and LFM2"
 )
 """The families as an error message names them."""
+MIXTURES = "Mixtral, Qwen3-MoE, OLMoE and Granite-MoE"
+"""Those with experts."""
 
 _EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_intermediate_size")
 
@@ -46,7 +52,8 @@ _EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_int
 def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The part of a config.json that describes the language model; the whole, unless there are others (`text_config`).
 
-    What the whole says of tokens, ties and quantization holds for the part too, unless that says something else.
+    What the whole says of tokens and quantization holds for the part too, unless that says something else. The head is
+    tied if either says so: an own head among the tensors overrides that.
     """
     part, names = config.get("text_config"), config.get("architectures")
     wrappers = {family.wrapper for family in FAMILIES.values()} - {""}
@@ -54,7 +61,9 @@ def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
         return config
     shared = ("bos_token_id", "eos_token_id", "tie_word_embeddings", "quantization_config")
     above = {key: config[key] for key in shared if config.get(key) is not None}
-    return {**above, **{key: value for key, value in part.items() if value is not None}, "architectures": None}
+    own = {key: value for key, value in part.items() if value is not None}
+    tied = {"tie_word_embeddings": True} if above.get("tie_word_embeddings") else {}
+    return {**above, **own, **tied, "architectures": None}
 
 
 def family_of(config: Mapping[str, Any], *, source: str = "config.json") -> Family:
@@ -65,7 +74,7 @@ def family_of(config: Mapping[str, Any], *, source: str = "config.json") -> Fami
         source: What errors call it.
 
     Raises:
-        UnsupportedModelError: Another architecture, a mixture of experts, or weights that are quantized already.
+        UnsupportedModelError: Another architecture, or weights that are quantized already.
     """
     model_type, architectures = config.get("model_type"), config.get("architectures") or []
     names = [str(name) for name in architectures] if isinstance(architectures, list) else [str(architectures)]
@@ -89,10 +98,10 @@ def family_of(config: Mapping[str, Any], *, source: str = "config.json") -> Fami
             "Take the model's original checkpoint in 16 or 32 bits."
         )
     expert_keys = [key for key in _EXPERT_KEYS if isinstance(config.get(key), int) and config[key] > 1]
-    if expert_keys:
+    if expert_keys and not candidates[0].mixture:
         raise UnsupportedModelError(
-            f"{source}: mixtures of experts are not supported ({expert_keys[0]} = {config[expert_keys[0]]}). "
-            f"Supported are dense models of {SUPPORTED}."
+            f"{source}: {candidates[0].model_type} models with experts are not supported ({expert_keys[0]} = "
+            f"{config[expert_keys[0]]}). Supported are dense ones, and mixtures of {MIXTURES}."
         )
     return candidates[0]
 

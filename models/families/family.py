@@ -8,7 +8,7 @@ from typing import TypedDict
 
 from models.errors import CheckpointError, UnsupportedModelError
 from models.families.fields import Fields
-from models.spec import Activation, ModelSpec
+from models.spec import Activation, Mixer, MixtureSpec, ModelSpec
 
 SEPARATE_LINEAR_SOURCES: Mapping[str, tuple[str, ...]] = {
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -17,13 +17,16 @@ SEPARATE_LINEAR_SOURCES: Mapping[str, tuple[str, ...]] = {
     "down": ("mlp.down_proj",),
 }
 """Modules of a block that make up each linear layer, in the order they are fused."""
+PROJECTIONS: Mapping[str, tuple[str, ...]] = {"gate_up": ("gate_proj", "up_proj"), "down": ("down_proj",)}
+"""The same of an expert."""
 NORMS: Mapping[str, str] = {
     "input_norm": "input_layernorm",
     "post_norm": "post_attention_layernorm",
     "q_norm": "self_attn.q_norm",
     "k_norm": "self_attn.k_norm",
+    "sinks": "self_attn.sinks",
 }
-"""Modules of a block's norms, as most families call them."""
+"""Modules of a block's norms, and its sinks, as most families call them."""
 NORMS_AFTER: Mapping[str, str] = {
     **NORMS,
     "o_norm": "post_attention_layernorm",
@@ -31,9 +34,11 @@ NORMS_AFTER: Mapping[str, str] = {
     "down_norm": "post_feedforward_layernorm",
 }
 """The same in families with norms behind attention and MLP."""
+_PARTS = {"sinks": "", "decay": "", "dt": "", "conv_bias": ".bias"}
+"""How tensors of vectors are called behind the name of their module, if not `.weight`."""
 _ACTIVATIONS: Mapping[str, Activation] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
-DEEPEST, WIDEST, LARGEST_VOCABULARY = 1000, 1 << 20, 1 << 24
-"""Maximum numbers of blocks, channels and tokens of a model: ten times those of the largest known ones."""
+DEEPEST, WIDEST, LARGEST_VOCABULARY, MOST_EXPERTS = 1000, 1 << 20, 1 << 24, 4096
+"""Maximum numbers of blocks, channels, tokens and experts of a model: ten times those of the largest known ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,8 +53,12 @@ class Family:
     """Builds the specification, without token ids."""
     linear_sources: Mapping[str, tuple[str, ...]]
     """Modules of a block that make up each linear layer, in the order they are fused."""
+    mixer_sources: Mapping[Mixer, Mapping[str, tuple[str, ...]]] = field(default_factory=dict)
+    """The same for blocks with other mixers than attention, and the modules of their vectors."""
     norms: Mapping[str, str] = field(default_factory=lambda: NORMS)
     """Modules of a block's norms."""
+    last_norm: str = "model.norm"
+    """Module of the norm before the head."""
     multipliers: Callable[[Fields], Mapping[str, float]] = lambda _: {}
     """Multipliers of config.json that fold into weights: factors of `q`, `o`, `down` and of norms."""
     norm_offset: float = 0.0
@@ -58,17 +67,35 @@ class Family:
     """Whether channels 2i and 2i + 1 of a head rotate together. The rows of q and k are then read in another order."""
     wrapper: str = ""
     """The class of multimodal checkpoints whose text part is of this family."""
+    mixture: bool = False
+    """Whether its blocks may have experts."""
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    """Parts of tensors' names in its checkpoints, and what they are called here (`models.experts`)."""
 
-    def sources(self, name: str) -> tuple[str, ...]:
+    def sources(self, name: str, mixer: Mixer = "attention") -> tuple[str, ...]:
         """Modules of the checkpoint whose tensors make up what `models.architecture` calls `name`.
 
         Several are fused along the output. A tensor is called `{module}.weight` or `{module}.bias`.
+
+        Args:
+            name: The linear layer, norm or vector.
+            mixer: That of its block.
         """
         if not name.startswith("layers."):
-            return {"embed": ("model.embed_tokens",), "norm": ("model.norm",), "head": ("lm_head",)}[name]
-        _, layer, part = name.split(".")
-        modules = (self.norms[part],) if part in self.norms else self.linear_sources[part]
-        return tuple(f"model.layers.{layer}.{module}" for module in modules)
+            return {"embed": ("model.embed_tokens",), "norm": (self.last_norm,), "head": ("lm_head",)}[name]
+        _, layer, *expert, part = name.split(".")
+        if expert:
+            return tuple(f"model.layers.{layer}.mlp.experts.{expert[-1]}.{module}" for module in PROJECTIONS[part])
+        if part == "router":
+            return (f"model.layers.{layer}.mlp.gate",)
+        modules = {**self.linear_sources, **self.mixer_sources.get(mixer, {})}
+        found = modules[part] if part in modules else (self.norms[part],)
+        return tuple(f"model.layers.{layer}.{module}" for module in found)
+
+    def vector(self, name: str, mixer: Mixer = "attention") -> str:
+        """The tensor of a norm or another vector, or of a router, by its name in `models.architecture`."""
+        (module,) = self.sources(name, mixer)
+        return module + _PARTS.get(name.rsplit(".", 1)[-1], ".weight")
 
 
 class Common(TypedDict):
@@ -87,12 +114,13 @@ class Common(TypedDict):
     activation: Activation
 
 
-def read_common(fields: Fields, *, head_dim: int | None = None) -> Common:
+def read_common(fields: Fields, *, head_dim: int | None = None, eps: str = "rms_norm_eps") -> Common:
     """Read sizes, and refuse options that change a block's arithmetic in unsupported ways.
 
     Args:
         fields: config.json.
         head_dim: What an absent `head_dim` means; None = hidden_size / num_attention_heads.
+        eps: The key of the norms' epsilon.
 
     Raises:
         UnsupportedModelError: An activation that no backend has.
@@ -124,10 +152,30 @@ def read_common(fields: Fields, *, head_dim: int | None = None) -> Common:
         head_dim=width,
         vocab_size=fields.integer("vocab_size", most=LARGEST_VOCABULARY),
         max_context=fields.integer("max_position_embeddings"),
-        norm_eps=fields.number("rms_norm_eps"),
+        norm_eps=fields.number(eps),
         tied=fields.flag("tie_word_embeddings", False),
         activation=_ACTIVATIONS[activation],
     )
+
+
+def read_mixture(fields: Fields, *, width: int, normalized: bool, dense: tuple[int, ...] = ()) -> MixtureSpec:
+    """Read the numbers of experts.
+
+    Args:
+        fields: config.json.
+        width: Of an expert.
+        normalized: Whether the shares of a token's experts add up to 1.
+        dense: Blocks that have an MLP instead.
+
+    Raises:
+        CheckpointError: A value is missing or not acceptable.
+    """
+    key = "num_experts" if fields.table.get("num_local_experts") is None else "num_local_experts"
+    experts = fields.integer(key, most=MOST_EXPERTS)
+    chosen = fields.integer("num_experts_per_tok")
+    if chosen > experts:
+        raise fields.wrong("num_experts_per_tok", chosen, f"at most {key} ({experts})")
+    return MixtureSpec(experts=experts, chosen=chosen, width=width, normalized=normalized, dense=dense)
 
 
 def refuse_attention_bias(fields: Fields) -> None:

@@ -1,4 +1,4 @@
-"""Granite 3 and 4, dense: Llama's block with four multipliers, which fold into weights.
+"""Granite 3 and 4 without states: Llama's block, or one with experts, with four multipliers, which fold into weights.
 
 With multipliers e (embedding), a (attention), r (residual) and 1 / s (logits), a Granite model is one of Llama whose
 residual stream is 1 / e of it: what a block adds is multiplied by r / e, and since an RMSNorm undoes any scale but that
@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
-from models.families.family import SEPARATE_LINEAR_SOURCES, Family, read_common
+from models.families.family import SEPARATE_LINEAR_SOURCES, Family, read_common, read_mixture
 from models.families.fields import Fields
 from models.families.rotary import rope_spec
 from models.spec import ModelSpec
@@ -42,6 +42,12 @@ def _multipliers(fields: Fields) -> Mapping[str, float]:
     }
 
 
+def _read_mixture(fields: Fields) -> ModelSpec:
+    spec = _read(fields)
+    mixture = read_mixture(fields, width=spec.intermediate_size, normalized=True)
+    return replace(spec, family="granitemoe", mixture=mixture)
+
+
 GRANITE = Family(
     model_type="granite",
     architecture="GraniteForCausalLM",
@@ -50,3 +56,20 @@ GRANITE = Family(
     multipliers=_multipliers,
 )
 """Granite 3.0 to 3.3, and the dense ones of 4."""
+
+GRANITE_MOE = Family(
+    model_type="granitemoe",
+    architecture="GraniteMoeForCausalLM",
+    read=_read_mixture,
+    linear_sources=SEPARATE_LINEAR_SOURCES,
+    multipliers=_multipliers,
+    mixture=True,
+    renamed={
+        "block_sparse_moe.input_linear.weight": "mlp.experts.gate_up_proj",
+        "block_sparse_moe.output_linear.weight": "mlp.experts.down_proj",
+        "block_sparse_moe.router.layer.": "mlp.gate.",
+        "block_sparse_moe.router.": "mlp.gate.",
+        "block_sparse_moe.": "mlp.",
+    },
+)
+"""Granite 3.0 and 3.1, 1B-A400M and 3B-A800M."""

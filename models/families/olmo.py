@@ -1,13 +1,23 @@
 """OLMo 2 and 3: norms behind attention and MLP instead of before them, and of all queries and all keys together.
 
-OLMo 3 has windows in three blocks of four, whose rotary embedding is not scaled.
+OLMo 3 has windows in three blocks of four, whose rotary embedding is not scaled. OLMoE is older: it has such norms of
+queries and keys, but others before attention and experts, and shares that do not add up to 1.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from models.families.family import NORMS_AFTER, SEPARATE_LINEAR_SOURCES, Family, every, listed_windows, read_common
+from models.errors import UnsupportedModelError
+from models.families.family import (
+    NORMS_AFTER,
+    SEPARATE_LINEAR_SOURCES,
+    Family,
+    every,
+    listed_windows,
+    read_common,
+    read_mixture,
+)
 from models.families.fields import Fields
 from models.families.rotary import rope_spec, rope_specs
 from models.spec import ModelSpec
@@ -47,6 +57,25 @@ def _read_olmo3(fields: Fields) -> ModelSpec:
     return _read(fields, family="olmo3", rope=rope, window_rope=local, windows=windows)
 
 
+def _read_olmoe(fields: Fields) -> ModelSpec:
+    if fields.table.get("clip_qkv") is not None:
+        raise UnsupportedModelError(f"{fields.source}: 'clip_qkv' is not supported. Choose another model.")
+    common, attention_bias = read_common(fields), fields.flag("attention_bias", False)
+    return ModelSpec(
+        **common,
+        family="olmoe",
+        rope=rope_spec(fields, common["head_dim"], common["max_context"]),
+        windows=(None,) * common["num_layers"],
+        qkv_bias=attention_bias,
+        o_bias=attention_bias,
+        qk_norm=True,
+        qk_norm_form="all",
+        mixture=read_mixture(
+            fields, width=common["intermediate_size"], normalized=fields.flag("norm_topk_prob", False)
+        ),
+    )
+
+
 OLMO2 = Family(
     model_type="olmo2",
     architecture="Olmo2ForCausalLM",
@@ -64,3 +93,12 @@ OLMO3 = Family(
     norms=NORMS_AFTER,
 )
 """OLMo 3."""
+
+OLMOE = Family(
+    model_type="olmoe",
+    architecture="OlmoeForCausalLM",
+    read=_read_olmoe,
+    linear_sources=SEPARATE_LINEAR_SOURCES,
+    mixture=True,
+)
+"""OLMoE 1B-7B."""

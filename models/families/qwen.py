@@ -1,8 +1,15 @@
-"""Qwen2 and Qwen2.5 (biases on q, k and v) and Qwen3 (RMSNorm of each query and key head, heads of their own width)."""
+"""Qwen2 and Qwen2.5 (biases on q, k and v), Qwen3 (RMSNorm of each query and key head) and Qwen3-MoE (with experts)."""
 
 from __future__ import annotations
 
-from models.families.family import SEPARATE_LINEAR_SOURCES, Family, layer_windows, read_common
+from models.families.family import (
+    SEPARATE_LINEAR_SOURCES,
+    WIDEST,
+    Family,
+    layer_windows,
+    read_common,
+    read_mixture,
+)
 from models.families.fields import Fields
 from models.families.rotary import rope_spec
 from models.spec import ModelSpec
@@ -36,6 +43,36 @@ def _read_qwen3(fields: Fields) -> ModelSpec:
     )
 
 
+def _read_qwen3_moe(fields: Fields) -> ModelSpec:
+    common = read_common(fields)
+    attention_bias, layers = fields.flag("attention_bias", False), common["num_layers"]
+    window = fields.integer("sliding_window", 4096) if fields.flag("use_sliding_window", False) else None
+    mixture = read_mixture(
+        fields,
+        width=fields.integer("moe_intermediate_size", most=WIDEST),
+        normalized=fields.flag("norm_topk_prob", False),
+        dense=_dense(fields, layers),
+    )
+    return ModelSpec(
+        **common,
+        family="qwen3_moe",
+        rope=rope_spec(fields, common["head_dim"], common["max_context"]),
+        windows=(window,) * layers,
+        qkv_bias=attention_bias,
+        o_bias=attention_bias,
+        qk_norm=True,
+        mixture=mixture,
+    )
+
+
+def _dense(fields: Fields, layers: int) -> tuple[int, ...]:
+    """Blocks with an MLP: those that `mlp_only_layers` lists, and all but every `decoder_sparse_step`-th one."""
+    listed, step = fields.table.get("mlp_only_layers") or [], fields.integer("decoder_sparse_step", 1)
+    if not isinstance(listed, list) or any(type(each) is not int or not 0 <= each < layers for each in listed):
+        raise fields.wrong("mlp_only_layers", listed, f"a list of numbers from 0 to {layers - 1}")
+    return tuple(layer for layer in range(layers) if layer in listed or (layer + 1) % step)
+
+
 QWEN2 = Family(
     model_type="qwen2",
     architecture="Qwen2ForCausalLM",
@@ -51,3 +88,12 @@ QWEN3 = Family(
     linear_sources=SEPARATE_LINEAR_SOURCES,
 )
 """Qwen3, dense models."""
+
+QWEN3_MOE = Family(
+    model_type="qwen3_moe",
+    architecture="Qwen3MoeForCausalLM",
+    read=_read_qwen3_moe,
+    linear_sources=SEPARATE_LINEAR_SOURCES,
+    mixture=True,
+)
+"""Qwen3, mixtures of experts."""

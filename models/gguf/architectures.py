@@ -18,8 +18,10 @@ tensors in Hugging Face's format."""
 Q_BIAS, GATE_BIAS = "model.layers.0.self_attn.q_proj.bias", "model.layers.0.mlp.gate_proj.bias"
 CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 """Keys of soft caps, of scores and of logits."""
-_LARGEST = {"gemma2": 46, "gemma3": 62}
-"""Blocks of the models of 27 billion parameters, which divide scores by another number than the others."""
+_LARGEST = {"gemma2": 46, "gemma3": 62, "exaone4": 64}
+"""Blocks of the largest models. Gemma's divide scores by another number than the others, EXAONE's alone has windows."""
+_EXAONE_WINDOW = 4096
+"""That of the largest EXAONE 4, where a file doesn't say."""
 _LOCAL_THETA = 1e4
 _INTERVALS = {"gemma2": 2, "gemma3": 6, "exaone4": 4, "olmo2": 4}
 """Every so many blocks one has no window, where a file doesn't say."""
@@ -35,14 +37,40 @@ class Architecture:
     """Keys of the soft caps that it may have."""
     windows: bool = False
     """Whether it may have a sliding window."""
+    experts: bool = False
+    """Whether it may have experts."""
     pairs: bool = False
     """Whether the rows of q and k stand in llama.cpp's order, which rotates neighbours."""
     options: Options = lambda *_: {}
     """Its own options."""
 
 
-def _llama(_fields: Fields, _name: str, _config: Mapping[str, Any], tensors: frozenset[str]) -> dict[str, Any]:
-    return {"attention_bias": Q_BIAS in tensors, "mlp_bias": GATE_BIAS in tensors}
+def _llama(fields: Fields, name: str, config: Mapping[str, Any], tensors: frozenset[str]) -> dict[str, Any]:
+    """A Llama that has experts is a Mixtral."""
+    if not fields.table.get(f"{name}.expert_count"):
+        return {"attention_bias": Q_BIAS in tensors, "mlp_bias": GATE_BIAS in tensors}
+    found = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], **_experts(fields, name)}
+    return {"sliding_window": None} | found if "sliding_window" not in config else found
+
+
+def _qwen3moe(fields: Fields, name: str, _config: Mapping[str, Any], _tensors: frozenset[str]) -> dict[str, Any]:
+    return {
+        **_experts(fields, name),
+        "moe_intermediate_size": fields.integer(f"{name}.expert_feed_forward_length"),
+        "norm_topk_prob": fields.flag(f"{name}.expert_weights_norm", True),
+    }
+
+
+def _olmoe(fields: Fields, name: str, _config: Mapping[str, Any], _tensors: frozenset[str]) -> dict[str, Any]:
+    return {**_experts(fields, name), "norm_topk_prob": fields.flag(f"{name}.expert_weights_norm", False)}
+
+
+def _experts(fields: Fields, name: str) -> dict[str, Any]:
+    """Numbers of experts."""
+    return {
+        "num_local_experts": fields.integer(f"{name}.expert_count"),
+        "num_experts_per_tok": fields.integer(f"{name}.expert_used_count"),
+    }
 
 
 def _attention_bias(_fields: Fields, _name: str, _config: Mapping[str, Any], tensors: frozenset[str]) -> dict[str, Any]:
@@ -78,9 +106,12 @@ def _olmo(fields: Fields, name: str, config: Mapping[str, Any], tensors: frozens
 
 
 def _exaone(fields: Fields, name: str, config: Mapping[str, Any], _tensors: frozenset[str]) -> dict[str, Any]:
-    if fields.table.get(f"{name}.attention.sliding_window"):
-        return _layers(fields, name, config["num_hidden_layers"])
-    return {"sliding_window": None, "layer_types": ["full_attention"] * config["num_hidden_layers"]}
+    key, blocks = f"{name}.attention.sliding_window", config["num_hidden_layers"]
+    if blocks == _LARGEST[name]:
+        fields = fields.with_defaults({key: _EXAONE_WINDOW})
+    if fields.table.get(key):
+        return _layers(fields, name, blocks)
+    return {"sliding_window": None, "layer_types": ["full_attention"] * blocks}
 
 
 def _ministral(fields: Fields, name: str, config: Mapping[str, Any], _tensors: frozenset[str]) -> dict[str, Any]:
@@ -105,9 +136,11 @@ def _layers(fields: Fields, name: str, blocks: int) -> dict[str, Any]:
 
 
 ARCHITECTURES: Mapping[str, Architecture] = {
-    "llama": Architecture(model_type="llama", windows=True, pairs=True, options=_llama),
+    "llama": Architecture(model_type="llama", windows=True, experts=True, pairs=True, options=_llama),
     "qwen2": Architecture(model_type="qwen2"),
     "qwen3": Architecture(model_type="qwen3"),
+    "olmoe": Architecture(model_type="olmoe", experts=True, options=_olmoe),
+    "qwen3moe": Architecture(model_type="qwen3_moe", experts=True, options=_qwen3moe),
     "phi3": Architecture(model_type="phi3", windows=True),
     "gemma2": Architecture(model_type="gemma2", caps=CAPS, windows=True, options=_gemma),
     "gemma3": Architecture(model_type="gemma3_text", caps=CAPS[1:], windows=True, options=_gemma),
@@ -118,4 +151,4 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "hunyuan-dense": Architecture(model_type="hunyuan_v1_dense", options=_attention_bias),
     "ernie4_5": Architecture(model_type="ernie4_5", options=_ernie),
 }
-"""Supported values of `general.architecture`. Mistral models call themselves llama, OLMo 3 olmo2."""
+"""Supported values of `general.architecture`. Mistral and Mixtral models call themselves llama, OLMo 3 olmo2."""

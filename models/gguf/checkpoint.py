@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from models.checkpoint_files import CONFIG, GENERATION_CONFIG, CheckpointFiles
+from models.experts import separate
 from models.families import FAMILIES, family_of, spec_from_config
 from models.families.fields import Fields
 from models.generation_config import gguf_generation_config
@@ -38,6 +39,7 @@ def read_gguf(path: Path) -> CheckpointFiles:
     tensors = tensors_of(header, architecture, FAMILIES[known.model_type], heads)
     config = config_of(header, tensors)
     family = family_of(config, source=str(path))
+    types, tensors = weights_by_type(tensors.values()), separate(tensors, {})
     tables = {CONFIG: config, GENERATION_CONFIG: gguf_generation_config(header.metadata)}
     return CheckpointFiles(
         path=path,
@@ -51,5 +53,5 @@ def read_gguf(path: Path) -> CheckpointFiles:
         weights=(path,),
         own_name=partial(name_in_file, family=family),
         tokenizer=partial(tokenizer_files, header),
-        types=weights_by_type(tensors.values()),
+        types=types,
     )

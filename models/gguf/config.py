@@ -30,7 +30,7 @@ _FOREIGN = (
     "attention.max_alibi_bias",
     "attention.scale",
     "embedding_scale",
-    "expert_count",
+    "expert_shared_count",
     "logit_scale",
     "residual_scale",
     "use_parallel_residual",
@@ -66,7 +66,9 @@ def check_kind(header: Header) -> str:
             f"{header.path}: the architecture '{architecture}' is not supported (supported: "
             f"{', '.join(ARCHITECTURES)}; Mistral models come as llama).{nearest(architecture)} Choose another model."
         )
-    for name in (*_FOREIGN, *(cap for cap in CAPS if cap not in ARCHITECTURES[architecture].caps)):
+    known = ARCHITECTURES[architecture]
+    caps = (cap for cap in CAPS if cap not in known.caps)
+    for name in (*_FOREIGN, *caps, *(() if known.experts else ("expert_count",))):
         value = header.metadata.get(f"{architecture}.{name}")
         if value:
             raise UnsupportedModelError(

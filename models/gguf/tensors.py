@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,6 +41,10 @@ _LINEAR = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.gate_proj",
+    "ffn_up_exps": "mlp.experts.up_proj",
+    "ffn_down_exps": "mlp.experts.down_proj",
 }
 _NORMS = {
     "attn_norm": "input_norm",
@@ -54,6 +58,8 @@ _NORMS = {
 _FACTORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
 """Tensors that are not weights but tables, which Hugging Face's format keeps in config.json."""
 _NAME = re.compile(r"(?:blk\.(?P<layer>0|[1-9]\d{0,4})\.)?(?P<module>\w+)\.(?P<part>weight|bias)", re.ASCII)
+_EXPERT = re.compile(r"\.experts\.\d+\.")
+"""What the name of an expert's tensor has, and that of all experts has not."""
 _PIECE = 1 << 20
 """Number of weights dequantized at a time."""
 
@@ -95,6 +101,14 @@ class GgufTensor:
                 f"{self.path}: the tensor '{self.name}' is stored as {self.dtype}, which cannot be read (it can: "
                 f"{', '.join((*WHOLE_TYPES, *LOW_BIT_TYPES))}). Take another conversion of the model."
             )
+
+    def rows(self, first: int, count: int) -> GgufTensor:
+        """Rows of the tensor as a matrix: all dimensions but the last count rows."""
+        row = self.info.size // max(1, math.prod(self.shape[:-1]))
+        info = replace(
+            self.info, shape=(count, self.shape[-1]), offset=self.info.offset + first * row, size=count * row
+        )
+        return replace(self, info=info)
 
     def read(self) -> torch.Tensor:
         """Dequantize the tensor, a piece at a time. The file is mapped while that lasts.
@@ -186,7 +200,7 @@ def name_in_file(name: str, family: Family) -> str:
         if name.startswith(f"{module}."):
             return own + name.removeprefix(module)
     _, _, layer, rest = name.split(".", 3)
-    module, _, part = rest.rpartition(".")
+    module, _, part = _EXPERT.sub(".experts.", rest).rpartition(".")
     return f"blk.{layer}.{next(own for own, theirs in blocks.items() if theirs == module)}.{part}"
 
 

@@ -125,8 +125,8 @@ def _large_blocks(bits: float, blocks: int) -> int:
 def _token_limit(spec: ModelSpec) -> int:
     """Tokens for which time and memory suffice."""
     fitting = STATES_BYTES // (4 * (spec.num_layers + 1) * spec.hidden_size)
-    weights = sum(math.prod(spec.linear_shape(kind)) for kind in LAYER_TYPES)
-    affordable = int(MAX_WORK / (weights * spec.num_layers * (spec.num_layers + 1) / 2))
+    weights = sum(math.prod(spec.linear_shape(kind)) * spec.products(kind) for kind in LAYER_TYPES)
+    affordable = int(MAX_WORK / (weights * (spec.num_layers + 1) / 2))
     return max(_FEWEST_TOKENS, min(MAX_TOKENS, max(ENOUGH_TOKENS, affordable), fitting))
 
 

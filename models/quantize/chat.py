@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from models.oracle import Oracle, Rows
 from models.quantize.lowered import LoweredLinear
 from models.recipe import LARGEST_BITS, Recipe
 from models.salience import levels
@@ -88,19 +89,30 @@ class ChatLinear:
     """A linear layer in all trials of the same weights.
 
     Args:
-        lowered: The layer.
+        lowered: The layer; what is restored of an expert's is let go of after each use.
         trials: Of its weights, in the order of the branches.
+        oracle: The model that it is a layer of.
     """
 
-    def __init__(self, lowered: LoweredLinear, trials: Sequence[Trial]) -> None:
-        self._lowered, self._trials = lowered, trials
+    def __init__(self, lowered: LoweredLinear, trials: Sequence[Trial], oracle: Oracle) -> None:
+        self._lowered, self._trials, self._oracle = lowered, trials, oracle
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Outputs [B, P + branches * D, N] of inputs float32 [B, P + branches * D, K]."""
-        y = self._lowered.plain(x)
-        layout = Layout.of(x.shape[1], len(self._trials))
+        """Outputs [B, P + branches * D, N] of inputs float32 [B, P + branches * D, K]; or [n, N] of [n, K]."""
+        rows, y = self._oracle.rows, self._lowered.plain(x)
+        layout = Layout.of(x.shape[1] if rows is None else rows.length, len(self._trials))
         for index, trial in enumerate(self._trials):
             if trial.k_chunk:
                 own = layout.branch(index)
-                y[:, own] += self._lowered.restored(x[:, own], trial.k_chunk)
+                at = (slice(None), own) if rows is None else _within(rows, own)
+                y[at] += self._lowered.restored(x[at], trial.k_chunk)
+        if rows is not None:
+            self._lowered.release()
         return y
+
+
+def _within(rows: Rows, positions: slice) -> torch.Tensor:
+    """Which of some rows are at these positions of their sequence: bool [n]."""
+    places = rows.places % rows.length
+    within: torch.Tensor = (places >= positions.start) & (places < positions.stop)
+    return within

@@ -100,8 +100,8 @@ def _pass(
     for index, kind in enumerate(LAYER_TYPES):
         watch()
         own = slice(1 + index * len(K_CHUNKS), 1 + (index + 1) * len(K_CHUNKS))
-        name = f"layers.{layer}.{kind}"
-        oracle.replace = {name: partial(_compensated, linears[name])}
+        own_names = [name for name in linears if name.endswith(f".{kind}")]
+        oracle.replace = {name: partial(_compensated, linears[name], oracle=oracle) for name in own_names}
         stacked = torch.stack([states[own] for states in copies], 1)  # [K_CHUNKS, B, S, C]
         passed = oracle.block(layer, stacked.flatten(0, 1)).view_as(stacked)
         for states, part in zip(copies, passed.unbind(1), strict=True):
@@ -152,18 +152,26 @@ def _head_logits(full: torch.Tensor, x: torch.Tensor, head: LoweredLinear) -> It
     yield from _compensated(head, x.expand(len(K_CHUNKS), *x.shape))
 
 
-def _compensated(lowered: LoweredLinear, x: torch.Tensor) -> torch.Tensor:
+def _compensated(lowered: LoweredLinear, x: torch.Tensor, *, oracle: Oracle | None = None) -> torch.Tensor:
     """A low-bit layer's output where each copy has as many channels compensated as its place in `K_CHUNKS` says.
 
     Args:
         lowered: The layer, with residuals.
-        x: float32 [K_CHUNKS · B, S or T.., K].
+        x: float32 [K_CHUNKS · B, S or T.., K]; of an expert's layer, [n, K].
+        oracle: The model that it is a layer of; None for the head.
 
     Returns:
         The same with N for K.
     """
-    y = lowered.plain(x)
-    for k_chunk, part, out in zip(K_CHUNKS, x.chunk(len(K_CHUNKS)), y.chunk(len(K_CHUNKS)), strict=True):
+    y, rows = lowered.plain(x), None if oracle is None else oracle.rows
+    if rows is None:
+        for k_chunk, part, out in zip(K_CHUNKS, x.chunk(len(K_CHUNKS)), y.chunk(len(K_CHUNKS)), strict=True):
+            if k_chunk:
+                out += lowered.restored(part, k_chunk)
+        return y
+    copy = rows.places * len(K_CHUNKS) // (rows.batch * rows.length)
+    for at, k_chunk in enumerate(K_CHUNKS):
         if k_chunk:
-            out += lowered.restored(part, k_chunk)
+            y[copy == at] += lowered.restored(x[copy == at], k_chunk)
+    lowered.release()
     return y

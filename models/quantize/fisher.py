@@ -81,7 +81,7 @@ def discard(work: Work, name: str) -> None:
 
 def needed_bytes(spec: ModelSpec, tokens: int) -> int:
     """Most bytes that `sensitivities` takes on the disk for a text of so many tokens."""
-    weights = sum(math.prod(spec.linear_shape(name.rsplit(".", 1)[-1])) for name in spec.linear_names())
+    weights = sum(math.prod(spec.linear_shape(name)) for name in spec.linear_names())
     return 2 * weights + 4 * (spec.num_layers + 3) * tokens * spec.hidden_size
 
 
@@ -167,7 +167,8 @@ class _Run:
         """Sensitivities of a block, and the gradient by its input."""
         layers = self.spec.num_layers
         states, gradients = self._load(_INPUT, layer), self._load(_GRADIENT, layer + 1)
-        sums = {f"layers.{layer}.{kind}": torch.zeros(self.spec.linear_shape(kind)) for kind in LAYER_TYPES}
+        names = [f"layers.{layer}.{kind}" for kind in LAYER_TYPES]
+        sums = {name: torch.zeros(self.spec.linear_shape(name)) for name in names}
 
         def add(name: str, x: torch.Tensor, gradient: torch.Tensor) -> None:
             squares = gradient.flatten(0, -2).square()

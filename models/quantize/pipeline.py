@@ -40,17 +40,16 @@ from models.quantize.text import (
 )
 from models.quantize.work import Work, recipe_file
 from models.quantize.working import WorkingBlock
-from models.quantizers import SCALED, SECOND_MOMENTS, SENSITIVITIES
+from models.quantizers import FOR_EXPERTS, SCALED, SECOND_MOMENTS, SENSITIVITIES
 from models.recipe import LARGEST_BITS, Recipe
-from models.spec import LAYER_TYPES
+from models.spec import expert_of
 from models.store import Store, StoredModelInfo, layout
 from models.store.durable import remove_folder
 from models.store.manifest import Manifest, json_bytes, verify
 from models.store.names import check_name, default_name
+from models.store.tensors import Array, MappedTensors
 
 _SENSITIVITIES = "sensitivities"
-_STEPS = len(LAYER_TYPES) + 2
-"""Reports of a block: full-precision pass, each linear layer, low-bit pass."""
 _BETWEEN = 10
 """Hidden states are saved again after so many times as long as saving them took."""
 
@@ -80,6 +79,10 @@ class Pipeline:
         if calibration is None and recipe.smooth_attention:
             raise QuantizationError("smooth_attention needs a calibration text; give one, or leave it out")
         checkpoint = Checkpoint.open(folder)
+        if checkpoint.spec.mixture is not None and recipe.method not in FOR_EXPERTS:
+            raise QuantizationError(
+                f"{recipe.method} does not quantize mixtures of experts; choose {' or '.join(FOR_EXPERTS)}"
+            )
         self.checkpoint = RotatedCheckpoint.of(checkpoint) if recipe.rotate else checkpoint
         self.store = store
         self.recipe = recipe
@@ -222,34 +225,40 @@ class Pipeline:
     def _block(self, work: Work, layer: int, streams: Streams) -> None:
         """Quantize one block and save it with the hidden states behind it."""
         checkpoint, done = self.checkpoint, 0
+        names = checkpoint.spec.block_linears(layer)
 
         def step() -> None:
             total = checkpoint.spec.num_layers + 1
             message = f"Block {layer + 1} of {checkpoint.spec.num_layers}"
-            self._report("quantize", layer + min(done, _STEPS) / _STEPS, total, "blocks", message)
+            share = min(1.0, done / (len(names) + 2))  # full-precision pass, each linear layer, low-bit pass
+            self._report("quantize", layer + share, total, "blocks", message)
 
         step()
         working = WorkingBlock(checkpoint, layer)
         clips = None
         if self.recipe.per_token:
             clips = prepare(working, streams, self.recipe, step)
-        elif self.recipe.smooth_attention:
+        elif self.recipe.smooth_attention and checkpoint.spec.mixer(layer) == "attention":
             smooth_attention(working, streams.largest_keys(working, layer, step))
         if self.recipe.method in SCALED:
             scale_block(working, streams.observe(working, layer, self.recipe, step), self.recipe, step)
         keys = KeyMoments(checkpoint.spec, layer)
         dtype = products(checkpoint.spec)
         oracle = Oracle(working, resident=False, products=dtype)
-        statistics = streams.run_full(oracle, layer, self.recipe, keys, step)
+        statistics, experts = streams.run_full(oracle, layer, self.recipe, keys, step)
         linears: dict[str, LoweredLinear] = {}
         compared: dict[str, LoweredLinear] = {}
         other = finer(self.recipe) if streams.finer else None
-        for name in list(statistics):
+        for name in names:
             done += 1
             weight, bias = working.linear(name)
-            seen, sensitivity = statistics.pop(name), self._sensitivity(work, name)
+            recipe, sensitivity = self.recipe, self._sensitivity(work, name)
+            if experts is None or expert_of(name) is None:
+                seen = statistics.pop(name)
+            else:
+                seen, recipe = experts.statistics(name)
             own = clips if name.endswith(".qkv") else None
-            packed = quantize_matrix(name, weight, bias, self.recipe, seen, step, sensitivity, own)
+            packed = quantize_matrix(name, weight, bias, recipe, seen, step, sensitivity, own)
             linears[name] = LoweredLinear(packed, dtype)
             if other is not None:
                 compared[name] = LoweredLinear(quantize_matrix(name, weight, bias, other, seen, step), dtype)
@@ -263,7 +272,10 @@ class Pipeline:
             run_low(oracle, layer, batches, own_linears, tried, step)
             for lowered in own_linears.values():
                 lowered.release()
-        tensors = {name: working.vector(name).numpy() for name in checkpoint.spec.block_norms(layer)}
+        vectors = (*checkpoint.spec.block_vectors(layer), *checkpoint.spec.routers(layer))
+        tensors: dict[str, Array] = {name: working.vector(name).numpy() for name in vectors}
+        if experts is not None:
+            tensors[layout.expert_tokens(layer)] = experts.tokens
         for lowered in linears.values():
             tensors |= stored_tensors(lowered.linear)
         tensors |= keys.tensors()
@@ -302,9 +314,18 @@ class Pipeline:
             work.save(layout.LOSSES, [json_bytes(found.to_json())])
         work.save_tensors(layout.OUTER, outer.tensors)
         quality = Quality.judge(outer.perplexity_before, outer.perplexities, self.recipe)
+        quality = quality.with_experts(self._experts_tokens(work), self.recipe)
         made = {**self.identity, "recipe": self.recipe.to_json()}
         work.save(layout.RECIPE, [recipe_file(made, quality.to_json())])
         return quality
+
+    def _experts_tokens(self, work: Work) -> list[int]:
+        """Calibration tokens that reached each expert of the model."""
+        found: list[int] = []
+        for layer in filter(self.checkpoint.spec.has_experts, range(self.checkpoint.spec.num_layers)):
+            file = MappedTensors(work.folder / layout.block_file(layer))
+            found += file[layout.expert_tokens(layer)].tolist()
+        return found
 
     def _publish(self, name: str, work: Work) -> None:
         """Clean up, read everything once more, and move the model into its place."""

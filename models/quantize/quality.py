@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from models.quantize.chat import Trial, trials, usual
+from models.quantize.experts import FEWEST_TOKENS, reached
+from models.quantizers import SECOND_MOMENTS
 from models.recipe import SMALLEST_BITS, Recipe
 from models.spec import ModelSpec
 from models.store import layout
@@ -43,6 +45,22 @@ class Quality:
         after = measured[Trial(k_chunk=usual(recipe))]
         warning = None if after <= LIMIT * before else _warning(before, measured, recipe)
         return cls(perplexity_before=before, perplexity_after=after if math.isfinite(after) else None, warning=warning)
+
+    def with_experts(self, tokens: Sequence[int], recipe: Recipe) -> Quality:
+        """The same with a word on experts that too few of the calibration text's tokens reached, if there are any.
+
+        Args:
+            tokens: Those that reached each expert; nothing without experts.
+            recipe: How it was quantized.
+        """
+        few = sum(not reached(count) for count in tokens)
+        if not few or recipe.method not in SECOND_MOMENTS:
+            return self
+        note = (
+            f"{few:,} of {len(tokens):,} experts were chosen for fewer than {FEWEST_TOKENS} tokens of the calibration "
+            "text, so they are rounded plainly"
+        )
+        return replace(self, warning=note if self.warning is None else f"{self.warning}; {note}")
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object with the same fields."""
@@ -81,13 +99,14 @@ def summarize(spec: ModelSpec, recipe: Recipe, quality: Quality, files: Mapping[
     """
     weights, sizes = 0, layout.sizes(spec, recipe)
     for name in spec.linear_names():
-        weights += math.prod(spec.linear_shape(name.rsplit(".", 1)[-1]))
+        weights += math.prod(spec.linear_shape(name))
     return Summary(
         family=spec.family,
         parameters=spec.parameters,
         context=spec.max_context,
         bits_per_weight=round(8 * sizes.codes / weights, 4),
         gpu_bytes=sizes.device,
+        active_bytes=None if spec.mixture is None else sizes.active,
         residual_bytes=sizes.residuals,
         disk_bytes=sum(entry.bytes for entry in files.values()),
         perplexity_before=quality.perplexity_before,

@@ -17,13 +17,14 @@ from models.calibration import InputStatistics
 from models.checkpoint import Checkpoint
 from models.oracle import Oracle, Weights
 from models.quantize.chat import ChatLinear, Layout, Trial, branched
+from models.quantize.experts import ExpertInputs
 from models.quantize.keys import KeyMoments
 from models.quantize.lowered import LoweredLinear
 from models.quantize.precision import fast_products, products
 from models.quantizers import SECOND_MOMENTS
 from models.quantizers.groups import FloatArray
 from models.recipe import Recipe
-from models.spec import LAYER_TYPES, ModelSpec
+from models.spec import ModelSpec, expert_of
 from models.store.tensors import Array, MappedTensors
 
 Batches = list[torch.Tensor]
@@ -140,7 +141,7 @@ class Streams:
 
     def run_full(
         self, oracle: Oracle, layer: int, recipe: Recipe, keys: KeyMoments, watch: Callable[[], None]
-    ) -> dict[str, InputStatistics]:
+    ) -> tuple[dict[str, InputStatistics], ExpertInputs | None]:
         """Pass the full-precision streams through a block.
 
         Args:
@@ -151,15 +152,17 @@ class Streams:
             watch: Called after each batch; may raise to stop.
 
         Returns:
-            Statistics of the calibration text at the input of each of the block's linear layers.
+            Statistics of the calibration text at the input of each of the block's linear layers but experts, and the
+            inputs of those, if it has any.
 
         Raises:
             QuantizationError: an activation is NaN or infinite.
         """
         statistics = _no_statistics(oracle.spec, layer, recipe)
-        self.calibration = _look(oracle, layer, self.calibration, statistics, watch, keys)
+        experts = ExpertInputs(oracle.spec, layer, recipe) if oracle.spec.has_experts(layer) else None
+        self.calibration = _look(oracle, layer, self.calibration, statistics, watch, keys, experts)
         self.full = _pass(oracle, layer, self.full, watch)
-        return statistics
+        return statistics, experts
 
 
 def run_low(
@@ -180,7 +183,7 @@ def run_low(
         tried: The trials.
         watch: Called after each batch; may raise to stop.
     """
-    oracle.replace = {name: ChatLinear(linear, tried) for name, linear in linears.items()}
+    oracle.replace = {name: ChatLinear(linear, tried, oracle) for name, linear in linears.items()}
     for x in batches:
         places = Layout.of(x.shape[1], len(tried)).places(len(tried))
         for part in torch.split(x, max(1, _TOGETHER // x.shape[1])):
@@ -206,12 +209,13 @@ def _pass(oracle: Oracle, layer: int, batches: Batches, watch: Callable[[], None
 
 def _no_statistics(spec: ModelSpec, layer: int, recipe: Recipe) -> dict[str, InputStatistics]:
     return {
-        f"layers.{layer}.{kind}": InputStatistics.empty(
-            spec.linear_shape(kind)[1],
+        name: InputStatistics.empty(
+            spec.linear_shape(name)[1],
             second_moments=recipe.method in SECOND_MOMENTS,
             expected_k_chunk=recipe.left_out,
         )
-        for kind in LAYER_TYPES
+        for name in spec.block_linears(layer)
+        if expert_of(name) is None
     }
 
 
@@ -222,34 +226,62 @@ def _look(
     statistics: Mapping[str, InputStatistics],
     watch: Callable[[], None],
     keys: KeyMoments | None = None,
+    experts: ExpertInputs | None = None,
 ) -> Batches:
     """Pass batches through a block, and count the inputs of its linear layers, queries and keys in their statistics.
 
     Tokens count by `models.salience`: as often as they are looked at, once by themselves and then by the attention they
-    receive; and what a layer adds to the residual stream is relative to the stream, the output of `o` to the block's
-    input and that of `down` to its output. A norm behind such a layer divides by the size of the layer's output.
+    receive, if there is any; and what a layer adds to the residual stream is relative to the stream, the output of `o`
+    to the block's input and that of `down` to its output. A norm behind such a layer divides by the size of the layer's
+    output.
     """
     inputs: dict[str, torch.Tensor] = {}
+    rows: dict[str, torch.Tensor] = {}
     received: list[torch.Tensor] = []
-    oracle.observe = inputs.__setitem__
+
+    def observe(name: str, x: torch.Tensor) -> None:
+        inputs[name] = x
+        if oracle.rows is not None:
+            rows[name] = oracle.rows.places
+
+    oracle.observe = observe
     oracle.observe_keys = None if keys is None else keys.observe
     oracle.observe_attention = lambda _, attention: received.append(attention)
     outputs = []
     for x in batches:
         with fast_products(oracle.spec):
             y = oracle.block(layer, x)
-        looked_at = 1 + received.pop()  # [B, S]
+        looked_at = 1 + received.pop() if received else torch.ones(x.shape[:2])  # [B, S]
         streams = {"o": x, "down": y}
         behind = {name.removesuffix("_norm"): inputs.pop(name) for name in list(inputs) if name.endswith("_norm")}
-        for name, seen in inputs.items():
-            stream = streams.get(name.rpartition(".")[2])
-            square = torch.ones(()) if stream is None else stream.square().mean(-1)
-            if name in behind:
-                square = square * behind[name].square().mean(-1)
-            with fast_products(oracle.spec):
-                statistics[name].add(seen.numpy(), name, (looked_at / square).nan_to_num(0, 0, 0).numpy())
+
+        with fast_products(oracle.spec):
+            for name, own in statistics.items():
+                own.add(inputs[name].numpy(), name, _counts(name, looked_at, streams, behind).numpy())
+            if experts is not None:
+                kinds = (f"layers.{layer}.gate_up", f"layers.{layer}.down")
+                experts.add(inputs, rows, *(_counts(kind, looked_at, streams, behind).flatten() for kind in kinds))
         inputs.clear()
+        rows.clear()
         outputs.append(y)
         watch()
     oracle.observe = oracle.observe_keys = oracle.observe_attention = None
     return outputs
+
+
+def _counts(
+    name: str, looked_at: torch.Tensor, streams: Mapping[str, torch.Tensor], behind: Mapping[str, torch.Tensor]
+) -> torch.Tensor:
+    """How much a squared error of each token's output of a layer weighs, float32 [B, S].
+
+    Args:
+        name: The layer.
+        looked_at: float32 [B, S], how often the token is looked at.
+        streams: The residual stream float32 [B, S, C] that a layer adds to, by its type.
+        behind: The output float32 [B, S, C] of layers with a norm behind them, by name.
+    """
+    stream = streams.get(name.rpartition(".")[2])
+    square = torch.ones(()) if stream is None else stream.square().mean(-1)
+    if name in behind:
+        square = square * behind[name].square().mean(-1)
+    return (looked_at / square).nan_to_num(0, 0, 0)

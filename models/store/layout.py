@@ -11,7 +11,7 @@ import numpy as np
 from models.keys import tensor_names, tensor_shape
 from models.packing import packed_width
 from models.recipe import Recipe
-from models.spec import LAYER_TYPES, ModelSpec
+from models.spec import ModelSpec
 
 MANIFEST = "manifest.json"
 """Sizes and checksums of all other files, and the summary that a listing shows."""
@@ -30,7 +30,7 @@ TensorTypes = dict[str, tuple[np.dtype[Any], tuple[int, ...]]]
 """Type and shape of each tensor of a file."""
 
 _CODES = frozenset({"codes", "scales", "zeros", "codebook", "group_scales"})
-_NOT_ON_DEVICE = frozenset({"embed", "rank_maximum", "mean_square"})
+_NOT_ON_DEVICE = frozenset({"embed", "rank_maximum", "mean_square", "tokens"})
 """Last parts of tensors' names: those of weights, and those that no device needs."""
 _I32, _F32, _F16 = np.dtype(np.int32), np.dtype(np.float32), np.dtype(np.float16)
 _U8, _I8 = np.dtype(np.uint8), np.dtype(np.int8)
@@ -41,10 +41,15 @@ def block_file(layer: int) -> str:
     return f"block-{layer:05d}.safetensors"
 
 
+def expert_tokens(layer: int) -> str:
+    """Tensor with the number of calibration tokens that reached each expert of a block."""
+    return f"layers.{layer}.experts.tokens"
+
+
 def file_of(name: str) -> str:
     """File in which a linear layer or a norm (`layers.3.qkv`, `norm`, `head`, `embed`) is stored."""
     parts = name.split(".")
-    return block_file(int(parts[1])) if len(parts) == 3 and parts[0] == "layers" else OUTER
+    return block_file(int(parts[1])) if parts[0] == "layers" else OUTER
 
 
 def tensor_files(spec: ModelSpec) -> tuple[str, ...]:
@@ -54,7 +59,7 @@ def tensor_files(spec: ModelSpec) -> tuple[str, ...]:
 
 def linear_tensors(spec: ModelSpec, recipe: Recipe, name: str) -> TensorTypes:
     """Tensors of one linear layer."""
-    rows, width = spec.linear_shape(name.rsplit(".", 1)[-1])
+    rows, width = spec.linear_shape(name)
     bits = recipe.layer_bits(name)
     tensors: TensorTypes = {f"{name}.codes": (_I32, (rows, packed_width(width, bits)))}
     if recipe.codebook:
@@ -88,9 +93,11 @@ def file_tensors(spec: ModelSpec, recipe: Recipe, file: str) -> TensorTypes:
             **linear_tensors(spec, recipe, "head"),
         }
     layer = int(file.removeprefix("block-").removesuffix(".safetensors"))
-    tensors: TensorTypes = {name: (_F32, (width,)) for name, width in spec.block_norms(layer).items()}
-    for kind in LAYER_TYPES:
-        tensors |= linear_tensors(spec, recipe, f"layers.{layer}.{kind}")
+    tensors: TensorTypes = {name: (_F32, (width,)) for name, width in spec.block_vectors(layer).items()}
+    for name, shape in spec.routers(layer).items():
+        tensors |= {name: (_F32, shape), expert_tokens(layer): (_I32, shape[:1])}
+    for name in spec.block_linears(layer):
+        tensors |= linear_tensors(spec, recipe, name)
     return tensors
 
 
@@ -102,6 +109,8 @@ def optional_tensors(spec: ModelSpec, file: str) -> TensorTypes:
     if file == OUTER:
         return {}
     layer = int(file.removeprefix("block-").removesuffix(".safetensors"))
+    if spec.mixer(layer) != "attention":
+        return {}
     return {name: (_F32, tensor_shape(spec)) for name in tensor_names(layer)}
 
 
@@ -115,6 +124,8 @@ class Sizes:
     """Device memory: `codes`, norms, biases and scales of residuals."""
     residuals: int
     """Codes of the residuals."""
+    active: int
+    """Of `device`, what a token reads if all experts are alike."""
 
 
 def sizes(spec: ModelSpec, recipe: Recipe) -> Sizes:
@@ -125,6 +136,7 @@ def sizes(spec: ModelSpec, recipe: Recipe) -> Sizes:
         recipe: How it is quantized, with the bits of every block.
     """
     codes = device = residuals = 0
+    active = 0.0
     for file in tensor_files(spec):
         for tensor, (dtype, shape) in file_tensors(spec, recipe, file).items():
             size, kind = dtype.itemsize * math.prod(shape), tensor.rsplit(".", 1)[-1]
@@ -133,4 +145,5 @@ def sizes(spec: ModelSpec, recipe: Recipe) -> Sizes:
                 residuals += size
             elif kind not in _NOT_ON_DEVICE:
                 device += size
-    return Sizes(codes=codes, device=device, residuals=residuals)
+                active += size * spec.share_read(tensor.rpartition(".")[0])
+    return Sizes(codes=codes, device=device, residuals=residuals, active=round(active))

@@ -11,7 +11,7 @@ import json
 import os
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +29,15 @@ _PIECE = 1 << 20
 _MAX_REASON = 200
 _KINDS: Mapping[str, tuple[type, ...]] = {
     "int": (int,),
+    "int | None": (int, type(None)),
     "str": (str,),
     "float": (int, float),
     "float | None": (int, float, type(None)),
     "str | None": (str, type(None)),
 }
 """The accepted value types for each annotation of a field."""
+_LATER = "active_bytes"
+"""The field of a summary that is left out where it is None, so that earlier versions read the model."""
 _AGAIN = "quantize the model again"
 
 
@@ -75,6 +78,8 @@ class Summary:
     """The same of the low-bit model: prompts without compensation, then about what the default budget buys."""
     warning: str | None
     """A warning to read before using the model, for example that it collapsed."""
+    active_bytes: int | None = None
+    """Of `gpu_bytes`, what a token reads of a mixture of experts; None: all of them. Absent in older models."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +100,7 @@ class Manifest:
         body = {
             "format": FORMAT,
             "version": VERSION,
-            "summary": asdict(self.summary),
+            "summary": {name: value for name, value in asdict(self.summary).items() if name != _LATER or value},
             "files": {name: asdict(self.files[name]) for name in sorted(self.files)},
         }
         write_file(folder / MANIFEST, [json_bytes({**body, "sha256": _digest(body)})])
@@ -133,6 +138,7 @@ class Manifest:
 
 
 def _read(kind: type[Any], data: dict[str, Any]) -> Any:
+    data = {field.name: field.default for field in fields(kind) if field.default is not MISSING} | data
     if data.keys() != {field.name for field in fields(kind)}:
         raise ValueError(f"keys of {kind.__name__}: {', '.join(sorted(data))}"[:_MAX_REASON])
     for field in fields(kind):

@@ -129,7 +129,7 @@ class StoredModel:
         if name not in self._linear_names:
             raise KeyError(name)
         file = self._files[layout.file_of(name)]
-        shape = self.spec.linear_shape(name.rsplit(".", 1)[-1])
+        shape = self.spec.linear_shape(name)
         return PackedLinear(
             name=name,
             shape=shape,
@@ -154,7 +154,7 @@ class StoredModel:
         return PackedResidual(bits=self.recipe.residual_bits, codes=codes, scales=file.get(f"{name}.residual_scales"))
 
     def vector(self, name: str) -> npt.NDArray[np.float32]:
-        """A norm's weight (`layers.0.input_norm`, `norm`), float32 [width].
+        """A norm's weight (`layers.0.input_norm`, `norm`), float32 [width], or a router's, float32 [E, C].
 
         Raises:
             StoreError: the model has no vector of that name.

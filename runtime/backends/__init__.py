@@ -133,6 +133,9 @@ class Backend(Protocol[D]):
             spec: The architecture.
             sizes: Sizes of its stored weights.
             compensated: Whether error compensation will be used.
+
+        Raises:
+            BackendError: it cannot run a model of this architecture.
         """
         ...
 

@@ -248,9 +248,7 @@ def layers_of(decoder: Decoder) -> list[LayerShape]:
     from tuner.shapes import LayerShape
 
     spec = decoder.spec
-    return [
-        LayerShape(kind, *spec.linear_shape(kind), 1 if kind == "head" else spec.num_layers) for kind in LAYER_KINDS
-    ]
+    return [LayerShape(kind, *spec.linear_shape(kind), spec.products(kind)) for kind in LAYER_KINDS]
 
 
 def _keep(profiles: ProfileStore, profile: Profile) -> None:

@@ -16,6 +16,7 @@ from runtime.backends import Footprint
 from runtime.backends.decoder import KVKind
 from runtime.errors import OutOfMemoryError, RequestError, size
 from runtime.kv.kinds import DEFAULT_KV, KINDS, CacheKind, bytes_per_token, cache_bytes, page_bytes
+from runtime.kv.states import states_bytes
 from runtime.wire.answers import CacheFacts
 from tuner.detect import MemoryInfo, detect_memory
 
@@ -64,7 +65,7 @@ class MemoryPlan:
     residuals_beside: bool
     """Whether residuals must fit beside the weights, and count in `needed_bytes`."""
     kv_bytes: int
-    """The KV cache at `context`."""
+    """The KV cache at `context`, and the states of layers without one."""
     buffer_bytes: int
     """Activations of the widest step, logits and rotary tables."""
     margin_bytes: int
@@ -85,9 +86,18 @@ class MemoryPlan:
 
 
 def buffer_bytes(spec: ModelSpec, context: int, rows: int) -> int:
-    """Bytes of the working buffers of a step: activations, one row of logits and rotary tables, fp32."""
+    """Bytes of the working buffers of a step: activations, one row of logits and rotary tables, fp32.
+
+    Rows that go to experts stand in row blocks of 16 for each: gate, up and their product in fp32, channels chosen, and
+    INT8 activations.
+    """
     widths = 3 * spec.hidden_size + spec.q_width + 2 * spec.kv_width + 3 * spec.intermediate_size + spec.q_width
-    return 4 * (rows * widths + 2 * spec.vocab_size) + table_bytes(spec, context)
+    found = 4 * (rows * widths + 2 * spec.vocab_size) + table_bytes(spec, context)
+    if spec.mixture is None:
+        return found
+    pairs = rows * spec.mixture.chosen
+    slots = pairs + 15 * min(spec.mixture.experts, pairs)
+    return found + slots * (16 * spec.mixture.width + 2 * max(spec.hidden_size, spec.mixture.width))
 
 
 def plan(
@@ -139,7 +149,8 @@ def plan(
             weight_bytes=footprint.weight_bytes,
             residual_bytes=footprint.residual_bytes,
             residuals_beside=footprint.residuals_beside,
-            kv_bytes=cache_bytes(kind, spec, context=tokens, slots=count, max_rows=rows, pages=pages),
+            kv_bytes=cache_bytes(kind, spec, context=tokens, slots=count, max_rows=rows, pages=pages)
+            + states_bytes(spec, count),
             buffer_bytes=buffers(tokens, rows),
             margin_bytes=_MARGIN + footprint.overhead_bytes,
             available_bytes=free.available_bytes,
@@ -177,7 +188,7 @@ def cache_facts(spec: ModelSpec, planned: MemoryPlan, rows: int = 128) -> dict[s
     def fitting(kind: CacheKind) -> int:
         def taken(tokens: int) -> int:
             pages = kind.max_pages(tokens)
-            cache = cache_bytes(kind, spec, context=tokens, slots=1, max_rows=rows, pages=pages)
+            cache = cache_bytes(kind, spec, context=tokens, slots=1, max_rows=rows, pages=pages) + states_bytes(spec, 1)
             return cache + planned.buffer_bytes + table_bytes(spec, tokens - planned.context)
 
         if taken(spec.max_context) <= room:

@@ -65,7 +65,7 @@ def plan_load(
     parallel: int = 1,
     memory: MemoryInfo | None = None,
 ) -> LoadPlan:
-    """Choose a backend that the model fits: a model too large for the GPU may fit the CPU.
+    """Choose a backend that the model fits: a model too large for the GPU, or whose layers it lacks, may fit the CPU.
 
     Args:
         model: The stored model.
@@ -90,13 +90,19 @@ def plan_load(
         whole=CHUNK in compensation.by_type.values(),
         recipe=model.recipe,
     )
-    full: OutOfMemoryError | None = None
+    full: OutOfMemoryError | BackendError | None = None
     for candidate in candidates(backend_name):
         backend, free = candidate.backend, candidate.presence.memory
+        try:
+            footprint = backend.footprint(spec, sizes, compensated=compensation.possible)
+        except BackendError as error:
+            full = error
+            logger.info("%s is passed over: %s", backend.label, error)
+            continue
         plan_of = partial(
             plan,
             spec,
-            backend.footprint(spec, sizes, compensated=compensation.possible),
+            footprint,
             kv=kv,
             context=context,
             slots=slots,

@@ -94,7 +94,7 @@ def _prospect(model: CatalogueModel, room: Room) -> Prospect:
         chosen = bits
         if context >= min(usual, _ENOUGH_CONTEXT):
             break
-    speed = _speed(spec, chosen or BITS[-1], taken[chosen or BITS[-1]].device, room)
+    speed = _speed(spec, chosen or BITS[-1], taken[chosen or BITS[-1]].active, room)
     return Prospect(
         title=model.title,
         source=model.source,
@@ -143,11 +143,10 @@ def _planned(spec: ModelSpec, bits: float, size: tuple[int, int], room: Room) ->
     return planned.context, planned.needed_bytes
 
 
-def _speed(spec: ModelSpec, bits: float, weight_bytes: int, room: Room) -> float | None:
-    counts = {kind: 1 if kind == "head" else spec.num_layers for kind in LAYER_KINDS}
-    layers = [LayerShape(kind, *spec.linear_shape(kind), count) for kind, count in counts.items()]
+def _speed(spec: ModelSpec, bits: float, active_bytes: int, room: Room) -> float | None:
+    layers = [LayerShape(kind, *spec.linear_shape(kind), spec.products(kind)) for kind in LAYER_KINDS]
     if room.card is not None:
         return card_tokens_per_s(layers, room.card, bits)
     if room.backend != "cpu" or room.read_gb_s is None:
         return None
-    return processor_tokens_per_s(weight_bytes, sum(layer.count for layer in layers), room.read_gb_s)
+    return processor_tokens_per_s(active_bytes, sum(layer.count for layer in layers), room.read_gb_s)

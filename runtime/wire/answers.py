@@ -115,6 +115,8 @@ class ModelEntry:
     """Architecture."""
     context: int
     """Longest context in tokens."""
+    active_bytes: int | None = None
+    """Of `gpu_bytes`, what a token reads of a mixture of experts; None: all of them."""
     method: str = DEFAULT_METHOD
     """Base quantizer."""
     smooth_attention: bool = False

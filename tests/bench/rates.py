@@ -101,7 +101,7 @@ def of_shape(spec: ModelSpec, method: str, bits: float, blocks: tuple[int, int],
 
 def weights_of(spec: ModelSpec) -> int:
     """Weights of all linear layers."""
-    shapes = [spec.linear_shape(name.rsplit(".", 1)[-1]) for name in spec.linear_names()]
+    shapes = [spec.linear_shape(name) for name in spec.linear_names()]
     return sum(rows * width for rows, width in shapes)
 
 

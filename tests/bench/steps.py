@@ -77,7 +77,7 @@ def read_bytes(model: Weights, decoder: Decoder, way: Way) -> int:
     """Bytes of weights and residuals that a step has to read; salient channels as if all rows had the same."""
     total = decoder.weight_bytes
     for name in model.spec.linear_names():
-        residual, (N, K) = model.linear(name).residual, model.spec.linear_shape(name.rsplit(".", 1)[-1])
+        residual, (N, K) = model.linear(name).residual, model.spec.linear_shape(name)
         if residual is None:
             continue
         shared = way.together and name != "head"
@@ -89,7 +89,7 @@ def read_bytes(model: Weights, decoder: Decoder, way: Way) -> int:
 def operations(spec: ModelSpec, way: Way, rows: int) -> int:
     """Multiplications and additions of a step's products; those with residuals count where all are used."""
     head = 2 * spec.vocab_size * spec.hidden_size
-    sizes = [spec.linear_shape(name.rsplit(".", 1)[-1]) for name in spec.linear_names() if name != "head"]
+    sizes = [spec.linear_shape(name) for name in spec.linear_names() if name != "head"]
     return head + sum(2 * N * K * rows * (2 if way.together else 1) for N, K in sizes)
 
 

@@ -51,7 +51,7 @@ def try_checkpoint(checkpoint: Checkpoint) -> None:
     """Read every weight."""
     frequencies(checkpoint.spec.rope, checkpoint.spec.max_context)
     checkpoint.embedding()
-    for name in checkpoint.spec.norm_names():
+    for name in checkpoint.spec.vector_names():
         checkpoint.vector(name)
     for name in checkpoint.spec.linear_names():
         checkpoint.linear(name)

@@ -7,20 +7,27 @@ import json
 import math
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
+from models import architecture
 from models.checkpoint import Checkpoint
 from models.families import spec_from_config
 from models.oracle import Oracle
+from models.spec import ModelSpec, expert_of
 from tests.close import assert_close
 from tests.models.random_models import (
     CASES,
     DRAWN_FAMILIES,
+    GEMMA,
+    MINISTRAL3,
+    MIXED,
     SIZES,
     drawn_changes,
     random_case,
@@ -116,11 +123,12 @@ def test_cached_decode_equals_cached_decode_of_transformers(pair: tuple[Any, Che
 def test_spec_follows_the_config_of_transformers(pair: tuple[Any, Checkpoint]) -> None:
     model, checkpoint = pair
     spec, config = checkpoint.spec, model.config
-    attentions = [layer.self_attn for layer in model.model.layers]
+    attentions = [layer.self_attn for layer in model.model.layers if hasattr(layer, "self_attn")]
     window = getattr(config, "sliding_window", None)
     windows = [getattr(attention, "sliding_window", window) for attention in attentions]
     everywhere = [getattr(attention, "is_sliding", True) for attention in attentions]
-    assert spec.windows == tuple(own if there else None for own, there in zip(windows, everywhere, strict=True))
+    expected = [own if there else None for own, there in zip(windows, everywhere, strict=True)]
+    assert [spec.windows[layer] for layer in spec.attention_layers] == expected
     assert spec.head_dim == attentions[0].head_dim
     assert spec.tied == (model.lm_head.weight is model.model.embed_tokens.weight)
     eos = config.eos_token_id
@@ -223,16 +231,14 @@ def test_observer_sees_what_modules_of_transformers_receive(pair: tuple[Any, Che
     model, checkpoint = pair
     seen: list[tuple[str, torch.Tensor]] = []
     expected: dict[str, torch.Tensor] = {}
-    sources = checkpoint.files.family.linear_sources
-    modules = {"lm_head": "head"}
-    for layer in range(checkpoint.spec.num_layers):
-        parts = {
-            sources["qkv"][0]: "qkv",
-            "self_attn.o_proj": "o",
-            sources["gate_up"][0]: "gate_up",
-            "mlp.down_proj": "down",
-        }
-        modules |= {f"model.layers.{layer}.{module}": f"layers.{layer}.{name}" for module, name in parts.items()}
+    modules, spec, family = {}, checkpoint.spec, checkpoint.files.family
+    router = "block_sparse_moe.router" if spec.family == "granitemoe" else "mlp.gate"
+    for name in spec.linear_names():
+        layer = None if name == "head" else int(name.split(".")[1])
+        if layer is None or len(name.split(".")) == 3:
+            modules[family.sources(name, "attention" if layer is None else spec.mixer(layer))[0]] = name
+        else:
+            modules[f"model.layers.{layer}.{router}"] = f"layers.{layer}.router"
     hooks = [
         model.get_submodule(module).register_forward_pre_hook(
             lambda _, arguments, name=name: expected.update({name: arguments[0]})
@@ -243,13 +249,37 @@ def test_observer_sees_what_modules_of_transformers_receive(pair: tuple[Any, Che
     for hook in hooks:
         hook.remove()
     Oracle(checkpoint, observe=lambda name, x: seen.append((name, x))).logits(tokens_of(6))
-    if checkpoint.spec.norm_after:
-        assert sum(name.endswith("_norm") for name, _ in seen) == 2 * checkpoint.spec.num_layers
+    if spec.norm_after:
+        assert sum(name.endswith("_norm") for name, _ in seen) == 2 * spec.num_layers
         seen = [(name, x) for name, x in seen if not name.endswith("_norm")]
-    assert tuple(name for name, _ in seen) == checkpoint.spec.linear_names()
+    assert [name for name, _ in seen if expert_of(name) is None] == list(modules.values())
     expected["head"] = expected["head"] * checkpoint.files.multipliers.get("norm", 1.0)
     for name, x in seen:
-        assert_close(x, expected[name], "model")
+        if expert_of(name) is None:
+            assert_close(x, expected[name].view_as(x), "model")
+
+
+@pytest.mark.parametrize("case", ["mixtral", "qwen3-moe-dense"])
+def test_experts_are_shown_the_rows_that_were_routed_to_them(case: str, tmp_path: Path) -> None:
+    random_case(case).save_pretrained(tmp_path)
+    checkpoint = Checkpoint.open(tmp_path)
+    mixture, routed = checkpoint.spec.mixture, dict[str, int]()
+    assert mixture is not None
+    whole = torch.empty(0)
+
+    def observe(name: str, x: torch.Tensor) -> None:
+        nonlocal whole
+        if name.endswith("router"):
+            whole = x.flatten(0, 1)
+        elif name.endswith("gate_up") and oracle.rows is not None:
+            routed[name] = len(x)
+            torch.testing.assert_close(x, whole[oracle.rows.places])
+
+    oracle = Oracle(checkpoint, observe=observe)
+    oracle.logits(tokens_of(9))
+    blocks = sum(map(checkpoint.spec.has_experts, range(checkpoint.spec.num_layers)))
+    assert sum(routed.values()) == blocks * 2 * 9 * mixture.chosen
+    assert set(routed) <= set(checkpoint.spec.linear_names())
 
 
 def test_the_keys_shown_are_those_that_transformers_caches(pair: tuple[Any, Checkpoint]) -> None:
@@ -258,7 +288,7 @@ def test_the_keys_shown_are_those_that_transformers_caches(pair: tuple[Any, Chec
     Oracle(checkpoint, observe_keys=lambda layer, _, keys: seen.append((layer, keys))).logits(tokens_of(3))
     cache = DynamicCache(config=model.config)
     theirs(model, tokens_of(3), cache)
-    assert [layer for layer, _ in seen] == list(range(checkpoint.spec.num_layers))
+    assert tuple(layer for layer, _ in seen) == checkpoint.spec.attention_layers
     order = torch.arange(checkpoint.spec.head_dim)
     if checkpoint.files.family.interleaved:  # here, halves of a head rotate with each other
         turning = checkpoint.spec.rope.rotary_dim
@@ -302,10 +332,11 @@ def test_block_by_block_holds_one_block_and_gives_the_same_logits(pair: tuple[An
     states = [oracle.embed(tokens) for tokens in batches]
     for layer in range(checkpoint.spec.num_layers):
         states = [oracle.block(layer, x, torch.arange(x.shape[1])) for x in states]
-        assert {name.rpartition(".")[0] for name in weights.alive()} == {f"layers.{layer}"}
+        assert {".".join(name.split(".")[:2]) for name in weights.alive()} == {f"layers.{layer}"}
+        assert len({expert_of(name) for name in weights.alive()} - {None}) <= 1, "one expert at a time"
     for tokens, x in zip(batches, states, strict=True):
         assert_close(oracle.head(x), Oracle(checkpoint).logits(tokens))
-    blocks = [name for name, _ in weights.given if name.startswith("layers.")]
+    blocks = [name for name, _ in weights.given if name.startswith("layers.") and expert_of(name) is None]
     assert len(blocks) == len(set(blocks)), "a block's weights are read once for all batches"
 
 
@@ -313,10 +344,11 @@ def test_resident_weights_are_read_once(pair: tuple[Any, Checkpoint]) -> None:
     weights = SpiedWeights(pair[1])
     oracle = Oracle(weights)
     oracle.logits(tokens_of(3))
-    once = [name for name, _ in weights.given]
+    once = [name for name, _ in weights.given if expert_of(name) is None]
     oracle.logits(tokens_of(4))
-    assert [name for name, _ in weights.given] == once
-    assert len([name for name in once if name.startswith("layers.")]) == len(set(once) - {"embed", "norm", "head"})
+    assert [name for name, _ in weights.given if expert_of(name) is None] == once
+    given = [name for name, _ in weights.given if name.startswith("layers.")]
+    assert len(given) == len(set(given))
 
 
 @pytest.mark.parametrize("case", ["llama3", "llama3.2"])
@@ -423,3 +455,78 @@ def test_real_model_has_the_perplexity_independent_code_found(shared_data: Path,
         if scored == len(ids):
             break
     assert math.exp(total / (len(ids) - 1)) == pytest.approx(expected[key][text], rel=1e-4)
+
+
+def multimodal(family: str) -> Any:
+    """A random model of transformers that sees pictures, too."""
+    import transformers
+
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"image_size": 28, "patch_size": 14}
+    if family == "Gemma3":
+        text = transformers.Gemma3TextConfig(**{**SIZES, **GEMMA, "layer_types": MIXED})
+        parts = {"vision_config": transformers.SiglipVisionConfig(**vision), "mm_tokens_per_image": 4}
+        config = transformers.Gemma3Config(text_config=text, **parts, image_token_index=66)
+        return transformers.Gemma3ForConditionalGeneration(config).eval()
+    text = transformers.Ministral3Config(**{**SIZES, "head_dim": 16, "rope_parameters": MINISTRAL3})
+    parts = {"vision_config": transformers.PixtralVisionConfig(**vision, head_dim=8), "image_token_index": 66}
+    return transformers.Mistral3ForConditionalGeneration(transformers.Mistral3Config(text_config=text, **parts)).eval()
+
+
+@pytest.mark.parametrize("older", [False, True], ids=["as-saved", "older-names"])
+@pytest.mark.parametrize("family", ["Gemma3", "Mistral3"])
+def test_the_text_part_of_a_multimodal_checkpoint_loads_by_itself(family: str, older: bool, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = multimodal(family)
+    model.save_pretrained(tmp_path)
+    if older:
+        tensors = safetensors.torch.load_file(tmp_path / "model.safetensors")
+        named = {name.replace("model.language_model.", "language_model.model."): x for name, x in tensors.items()}
+        named = {f"language_model.{name}" if name.startswith("lm_head") else name: x for name, x in named.items()}
+        safetensors.torch.save_file(named, tmp_path / "model.safetensors", {"format": "pt"})
+    checkpoint = Checkpoint.open(tmp_path)
+    assert checkpoint.spec.family in ("gemma3_text", "ministral3")
+    tokens = tokens_of(20) % 60
+    assert_close(Oracle(checkpoint).logits(tokens), theirs(model, tokens).logits, "model")
+
+
+class GivenWeights:
+    """Weights by their names."""
+
+    def __init__(self, spec: ModelSpec, tensors: dict[str, Any]) -> None:
+        self.spec = spec
+        self.tensors = tensors
+
+    def vector(self, name: str) -> torch.Tensor:
+        return self.tensors[name]
+
+    def linear(self, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return self.tensors[name]
+
+    def embedding(self) -> torch.Tensor:
+        raise NotImplementedError
+
+
+def test_sinks_are_those_of_gpt_oss() -> None:
+    """Attention alone, without the norm before it: the rest of the block is a mixture of experts."""
+    from transformers import GptOssConfig
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssAttention, GptOssRotaryEmbedding
+
+    layers = {"head_dim": 16, "sliding_window": 4, "layer_types": ["sliding_attention"] * 3, "num_local_experts": 2}
+    config = GptOssConfig(**{**SIZES, **layers}, attn_implementation="eager")
+    module, x = GptOssAttention(config, 0).eval(), torch.randn(2, 9, 32, generator=torch.Generator().manual_seed(0))
+    distance = torch.arange(9)[:, None] - torch.arange(9)
+    mask = torch.where((distance >= 0) & (distance < 4), 0.0, -torch.inf)[None, None]
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.normal_(0.0, 1.0 if parameter.ndim == 1 else 0.3)
+        expected, _ = module(x, GptOssRotaryEmbedding(config)(x, torch.arange(9)[None]), mask)
+    llama = {**SIZES, "architectures": ["LlamaForCausalLM"], "head_dim": 16, "attention_bias": True}
+    read = spec_from_config({**llama, "rope_parameters": config.rope_parameters})
+    spec = replace(read, windows=(4,) * 3, sinks=True, norm_before=False)
+    q, k, v, o = (getattr(module, f"{name}_proj") for name in "qkvo")
+    qkv = tuple(torch.cat([getattr(part, what) for part in (q, k, v)]) for what in ("weight", "bias"))
+    tensors = {"layers.0.qkv": qkv, "layers.0.o": (o.weight, o.bias), "layers.0.sinks": module.sinks}
+    operations = Oracle(GivenWeights(spec, tensors))._operations(torch.arange(9), None)
+    with torch.inference_mode():
+        assert_close(architecture.attention(operations, spec, 0, x) - x, expected, "model")

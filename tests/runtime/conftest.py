@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ import pytest
 from models.keys import KeyStatistics
 from models.packed import PackedLinear, PackedResidual
 from models.packing import pack
-from models.spec import ModelSpec, RopeSpec
+from models.spec import ModelSpec, RopeSpec, first_expert
 
 
 def pack_linear(
@@ -143,6 +143,8 @@ BOTH_SIDES: dict[str, Any] = {
     "logit_cap": 3.0,
 }
 """Options of Gemma's kind."""
+SINKS: dict[str, Any] = {"sinks": True, "qkv_bias": True, "o_bias": True}
+"""Options of the attention of gpt-oss's kind."""
 BEHIND: dict[str, Any] = {"norm_before": False, "norm_after": True, "qk_norm": True, "qk_norm_form": "all"}
 """Options of OLMo's kind."""
 TURNED: dict[str, Any] = {
@@ -190,8 +192,7 @@ def make_model(
     rng = np.random.default_rng(seed)
     linears, full = {}, {}
     for name in spec.linear_names():
-        kind = name.rsplit(".", 1)[-1]
-        N, K = spec.linear_shape(kind)
+        N, K = spec.linear_shape(name)
         full[name] = (rng.standard_normal((N, K)) * 1.5 / np.sqrt(K)).astype(np.float32)
         linears[name] = (pack_codebook_linear if codebook else pack_linear)(
             full[name],
@@ -201,10 +202,18 @@ def make_model(
             residual_bits=residual_bits,
             bias=rng.standard_normal(N).astype(np.float32) if spec.has_bias(name) else None,
         )
-    norms = {"norm": spec.hidden_size}
+    for name, linear in linears.items():
+        first = linears[first_expert(name)]  # experts read the same activations, so statistics of them are the same
+        linears[name] = replace(linear, rank_maximum=first.rank_maximum)
+        if name.endswith("gate_up"):
+            linears[name] = replace(linears[name], mean_square=first.mean_square)
+    sizes = {"norm": spec.hidden_size}
     for layer in range(spec.num_layers):
-        norms |= spec.block_norms(layer)
-    vectors = {name: (1 + 0.1 * rng.standard_normal(size)).astype(np.float32) for name, size in norms.items()}
+        sizes |= spec.block_vectors(layer)
+    vectors = {name: (1 + 0.1 * rng.standard_normal(size)).astype(np.float32) for name, size in sizes.items()}
+    for name in spec.router_names():
+        shape = spec.routers(int(name.split(".")[1]))[name]
+        vectors[name] = (rng.standard_normal(shape) * 8 / np.sqrt(shape[1])).astype(np.float32)
     table = rng.standard_normal((spec.vocab_size, spec.hidden_size)).astype(np.float16)
     return TinyModel(spec=spec, linears=linears, vectors=vectors, table=table, full=full)
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from models.spec import ModelSpec, expert_of
 from models.weights import Weights
 from runtime.backends.cpu import units
 from runtime.backends.cpu.data import instructions as op
@@ -51,6 +52,17 @@ def needed(kind: CacheKind) -> list[Unit]:
     ]
 
 
+def state_units(spec: ModelSpec) -> list[Unit]:
+    """Units of layers with a state.
+
+    Args:
+        spec: The model.
+    """
+    if not spec.state_layers:
+        return []
+    return [units.convolve] if spec.delta is None else [*units.DELTA.values()]
+
+
 def units_of(model: Weights, kind: CacheKind, *, compensated: bool) -> list[Unit]:
     """Units to compile before a model is opened: what it needs, except `paging_units` and `few_rows_units`.
 
@@ -59,8 +71,14 @@ def units_of(model: Weights, kind: CacheKind, *, compensated: bool) -> list[Unit
         kind: The kind of cache.
         compensated: Whether channels are selected by the paper's approximation, and compensated.
     """
-    found = {*needed(kind), *([units.settle] if model.spec.norm_after or model.spec.qk_norm_form == "all" else [])}
+    found = {*needed(kind), *state_units(model.spec)}
+    if model.spec.norm_after or model.spec.qk_norm_form == "all":
+        found.add(units.settle)
+    if model.spec.mixture is not None:
+        found |= _for_experts(model, compensated=compensated)
     for name in model.spec.linear_names():
+        if expert_of(name) is not None:
+            continue
         linear = model.linear(name)
         stored = _STORED_W4A8 if linear.per_token else _STORED if linear.codebook is None else _STORED_CODEBOOK
         found |= {own[linear.bits] for own in stored if linear.bits in own}
@@ -70,13 +88,24 @@ def units_of(model: Weights, kind: CacheKind, *, compensated: bool) -> list[Unit
     return sorted(found, key=lambda unit: unit.name)
 
 
+def _for_experts(model: Weights, *, compensated: bool) -> set[Unit]:
+    """Units that the experts of a model need."""
+    found = {*units.ROUTING.values()}
+    for linear in map(model.linear, (name for name in model.spec.linear_names() if expert_of(name) == 0)):
+        found |= {units.EXPERTS[linear.bits], units.REPACK_UNIFORM[linear.bits]}
+        if compensated and linear.residual is not None:
+            bits = linear.residual.bits
+            found |= {units.COMPENSATE_EXPERTS[bits], units.SHARE_EXPERTS[bits], units.SELECT[op.SELECT_APPROX]}
+    return found
+
+
 def few_rows_units(model: Weights) -> list[Unit]:
     """Units that compensate a few rows of a prompt, so not those of a usual first prompt.
 
     Args:
         model: The stored model.
     """
-    linears = map(model.linear, model.spec.linear_names())
+    linears = (model.linear(name) for name in model.spec.linear_names() if expert_of(name) is None)
     return [units.SHARE[bits] for bits in {own.residual.bits for own in linears if own.residual is not None}]
 
 
@@ -136,6 +165,11 @@ def _units(instruction: op.Instruction) -> tuple[Unit, Unit | None]:
             return own, units.SHARE[residual.bits] if kept else units.COMPENSATE[residual.bits] if total else None
         case op.Panel(residual=residual):
             return units.multiply_panel, units.PANEL[residual.bits]
+        case op.Experts(sizes=sizes, total=total, kept=shared):
+            inner = units.SHARE_EXPERTS if shared else units.COMPENSATE_EXPERTS
+            return units.EXPERTS[sizes.bits], inner[sizes.residual_bits] if shared or total else None
+        case op.Score() | op.Route() | op.Spread() | op.GateExperts():
+            return units.ROUTING[type(instruction)], None
         case op.Select(mode=mode, measure=measure):
             return units.SELECT[mode], units.add_recall if measure else None
         case op.Heads(stored=stored):
@@ -148,6 +182,10 @@ def _units(instruction: op.Instruction) -> tuple[Unit, Unit | None]:
             return units.flush_unit(int(cache_of(of.cache)["rank"])), None
         case op.Restore():
             return units.restore, None
+        case op.Convolve():
+            return units.convolve, None
+        case op.Mix() | op.Recur() | op.Finish():
+            return units.DELTA[type(instruction)], None
         case op.Settle():
             return units.settle, None
     return units.INPUTS[type(instruction)], None

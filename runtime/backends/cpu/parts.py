@@ -17,6 +17,10 @@ _ALONE_CHANNELS = 4096
 """Channels that one thread normalizes, gates or rotates in less time than another needs to join."""
 _MANY = 4
 """Parts per thread of a product with several rows."""
+_UNEVEN = 16
+"""The same of a product with experts, which have different numbers of rows."""
+_DOT = 16
+"""Products of a router that take as long as a channel's norm."""
 
 
 def parts_of(instruction: op.Instruction, threads: int) -> tuple[int, int]:
@@ -34,6 +38,18 @@ def parts_of(instruction: op.Instruction, threads: int) -> tuple[int, int]:
             return (_shared(weights, residual, threads),) * 2
         case op.Linear(weights=weights) | op.Panel(weights=weights):
             return _product(weights, threads)
+        case op.Experts():
+            return _experts(instruction, threads)
+        case op.Score(experts=experts, channels=channels):
+            return _even(experts * channels // _DOT, threads), threads * _MANY
+        case op.Route():
+            return 1, 1
+        case op.Spread():
+            return 1, threads
+        case op.Select(routes=routes, measure=measure) if routes.counts:
+            return (1, 1) if measure else (threads, threads)
+        case op.GateExperts():
+            return threads, threads
         case op.Attend():
             return 0, 0
         case op.Norm(to=to) | op.Gate(to=to):
@@ -42,6 +58,12 @@ def parts_of(instruction: op.Instruction, threads: int) -> tuple[int, int]:
             return 1 if measure else op.BESIDE, threads
         case op.Heads(heads=heads, kv_heads=kv_heads, dim=dim):
             return _even((heads + 2 * kv_heads) * dim, threads), threads
+        case op.Convolve(to=to):
+            return (1, 1) if to.per_token else (_even(to.width, threads), threads)
+        case op.Mix(channels=channels):
+            return _even(channels, threads), threads
+        case op.Recur(heads=heads):
+            return min(heads, threads), min(heads, threads * _MANY)
         case op.Flush() | op.Restore():
             return threads, threads
     return 1, threads
@@ -55,6 +77,14 @@ def _shared(weights: op.Weights, residual: op.Residual, threads: int) -> int:
     """Parts that read whole cache lines of the residual rows, several lines each."""
     lines = -(-weights.tiles // tiles_of_line(residual.bits))
     return min(lines, threads * min(_MANY, max(1, lines // (2 * threads))))
+
+
+def _experts(of: op.Experts, threads: int) -> tuple[int, int]:
+    """Parts of a product with experts. Those that add up are divided by tiles, and each needs its own."""
+    sizes = of.sizes
+    most = -(-sizes.tiles // tiles_of_line(sizes.residual_bits)) if of.kept else sizes.tiles
+    most = most if of.sum.at else 1 << 16
+    return min(most, PARTS_OF_WEIGHTS * threads if threads > 1 else 1), min(most, threads * _UNEVEN)
 
 
 def _product(weights: op.Weights, threads: int) -> tuple[int, int]:

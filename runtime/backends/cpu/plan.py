@@ -18,13 +18,15 @@ import numpy.typing as npt
 from models.architecture import forward
 from models.packed import PackedLinear, PackedResidual
 from models.rope import query_growth, tables
-from models.spec import ModelSpec
+from models.spec import MixtureSpec, ModelSpec, router_of
 from models.weights import Weights
 from runtime.backends.cpu.arena import LINE, Arena, aligned_zeros
 from runtime.backends.cpu.cache import CpuCache
 from runtime.backends.cpu.data import instructions as op
+from runtime.backends.cpu.data.experts import COUNTS, PAIR, SEGMENT, Routes
 from runtime.backends.cpu.data.instructions import SELECT_APPROX, SELECT_EXACT, SELECT_RANDOM, SELECT_STATIC
 from runtime.backends.cpu.data.sizes import BLOCK, LANES, PIECE, RUN_ROWS
+from runtime.backends.cpu.expert_tables import ExpertTables, Source, Table
 from runtime.backends.cpu.link import link_written, most_scratch
 from runtime.backends.cpu.tiles import TiledLinear, padded, tile_linear, tile_residual
 from runtime.backends.decoder import DecoderOptions
@@ -32,8 +34,11 @@ from runtime.backends.operations.channels import CHUNK, buckets, k_chunk_of, lay
 from runtime.backends.operations.panel import residual_scales
 from runtime.errors import RequestError
 from runtime.kv.basis import key_bases
+from runtime.kv.states import SMALL_STEP
 
 MODES = {"approx": SELECT_APPROX, "exact": SELECT_EXACT, "static": SELECT_STATIC, "random": SELECT_RANDOM}
+NOWHERE = op.Matrix(0, 0)
+"""No rows."""
 ROW_PADDING = 16
 """Buffer rows are padded to whole row blocks."""
 
@@ -54,8 +59,14 @@ class Activations:
     """The linear layer that wrote it, if it can still be changed to add instead."""
     partial: int = 0
     """Address of unmerged attention results, if this is the result of `attend`."""
+    sinks: int = 0
+    """Address of the sinks that take a share of them; 0: none."""
     gated: bool = False
     """Whether gate and up are still to be multiplied."""
+    layer: int = -1
+    """The layer whose convolution is still to be applied, or whose delta rule's norm is."""
+    gates: op.Matrix = NOWHERE
+    """Gates of attention or of a delta rule that are still to be applied."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +115,10 @@ class PlanOperations:
         self._buffers: dict[str, npt.NDArray[Any]] = {}
         self._rows = padded(options.max_rows, ROW_PADDING)
         self._names = {name: i for i, name in enumerate(self._spec.linear_names())}
+        self._widest_input = max(self._spec.linear_shape(name)[1] for name in self._names)
+        blocks = range(self._spec.num_layers)
+        self._widest_qkv = max(self._spec.linear_shape(f"layers.{layer}.qkv")[0] for layer in blocks)
+        self._tables = ExpertTables(Source(linear=model.linear, tiled=self._tiled, residual=self._scaled_of))
         self._turned = {rope: tables(rope, options.context) for rope in self._spec.ropes}
         growth = query_growth(self._spec, np.arange(options.context))
         self._growth = 0 if growth is None else _address(self._constant("growth", partial(np.asarray, growth)))
@@ -146,8 +161,8 @@ class PlanOperations:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the repacked matrices."""
-        return sum(tiled.nbytes for tiled in self._tiles.values())
+        """Bytes of the repacked matrices that a token reads."""
+        return round(sum(tiled.nbytes * self._spec.share_read(name) for name, tiled in self._tiles.items()))
 
     @property
     def stream(self) -> npt.NDArray[np.float32]:
@@ -179,16 +194,8 @@ class PlanOperations:
     def linear(self, x: Activations, name: str) -> Activations:
         """See `models.architecture.Operations`."""
         packed = self._model.linear(name)
-        if name not in self._tiles:
-            self._tiles[name] = tile_linear(packed, self._arena)
-        tiled = self._tiles[name]
-        k_chunk, shared = self._channels(name)
-        lacking = packed.residual is None or packed.rank_maximum is None or packed.mean_square is None
-        if max(k_chunk, shared) and lacking:
-            raise RequestError(
-                f"k_chunk is {max(k_chunk, shared)}, but {name} was stored without residuals; use k_chunk 0, or "
-                "quantize the model again with residual bits"
-            )
+        tiled = self._tiled(packed)
+        k_chunk, shared = self._channels(packed)
         values = self._prepare(x, tiled)
         if shared and not self._few and not packed.per_token:
             return self._panel(packed, tiled, shared)
@@ -196,8 +203,28 @@ class PlanOperations:
             return self._product(values, packed, tiled, 0, CHUNK)
         total = total_budget(packed.shape[1], k_chunk)
         if total:
-            self._select(values, packed, k_chunk, total)
+            self._emit(self._selection(values, packed, k_chunk, total), kind=layer_kind(name))
         return self._product(values, packed, tiled, total, shared)
+
+    def experts(self, x: Activations, layer: int) -> Activations:
+        """See `models.architecture.Operations`."""
+        mixture = self._spec.mixture
+        assert mixture is not None
+        gate_up, down = self._table(layer, "gate_up"), self._table(layer, "down")
+        values = self._prepare(x, self._tiled(gate_up.first))
+        routes = self._route(values, layer, mixture)
+        slots = slots_of(self._rows, mixture)
+        rounded = self._rounded("expert ", slots, max(self._spec.hidden_size, mixture.width))
+        to = op.Input(values.width, False, op.Matrix(0, 0), rounded, gate_up.sizes.group_blocks)
+        self._emit(op.Spread(values.place, routes, to))
+        both = _matrix(self._buffer("expert gate_up", (slots, padded(2 * mixture.width, BLOCK)), np.float32))
+        self._multiply(gate_up, values.place, routes, rounded, both, by_row=True)
+        inside = _matrix(self._buffer("expert input", (slots, padded(mixture.width, BLOCK)), np.float32))
+        to = op.Input(mixture.width, False, inside, rounded, down.sizes.group_blocks)
+        self._emit(op.GateExperts(both, routes, to))
+        out = self._matrix("expert output", down.first.shape[0])
+        self._multiply(down, inside, routes, rounded, out.place, by_row=False)
+        return replace(out, instruction=len(self._program) - 1)
 
     def split(self, x: Activations, widths: tuple[int, ...]) -> tuple[Activations, ...]:
         """See `models.architecture.Operations`."""
@@ -260,10 +287,65 @@ class PlanOperations:
                 rows=RUN_ROWS,
                 stored=stored,
                 out=_address(partial),
+                exact=self._cache.exact(layer),
                 cap=spec.score_cap or 0.0,
             )
         )
-        return Activations(op.Matrix(0, 0), spec.q_width, partial=_address(partial))
+        sinks = self._vector(f"layers.{layer}.sinks") if spec.sinks else 0
+        return Activations(op.Matrix(0, 0), spec.q_width, partial=_address(partial), sinks=sinks)
+
+    def convolve(self, x: Activations, layer: int) -> Activations:
+        """See `models.architecture.StateOperations`. Written by the linear layer that reads it."""
+        return replace(x, width=x.width // 3, layer=layer, instruction=-1)
+
+    def shut(self, x: Activations, gate: Activations) -> Activations:
+        """See `models.architecture.StateOperations`. Applied where the splits of attention are joined."""
+        return replace(x, gates=gate.place)
+
+    def recur(self, x: Activations, layer: int) -> Activations:
+        """See `models.architecture.StateOperations`. The linear layer that reads it writes its norm and gates."""
+        delta, prefix, taps = self._spec.delta, f"layers.{layer}", self._spec.taps
+        assert delta is not None
+        width, heads = padded(delta.channels, LANES), padded(delta.value_heads, LANES)
+        mixed = self._matrix("mixed", width + 2 * heads)
+        waiting = 2 * SMALL_STEP
+        before = _matrix(self._buffer("before", (self._options.slots * waiting, width + 2 * heads), np.float32))
+        out, state = self._matrix("recurred", delta.value_width), self._cache.state(layer)
+        weight = self._taps(f"{prefix}.conv", taps, width)
+        self._emit(
+            op.Mix(
+                x=x.place,
+                out=mixed.place,
+                before=before,
+                waiting=waiting,
+                channels=delta.channels,
+                keys=delta.key_width,
+                heads=delta.value_heads,
+                taps=taps,
+                weight=weight,
+                decay=self._vector(f"{prefix}.decay"),
+                dt=self._vector(f"{prefix}.dt"),
+                state=state,
+            )
+        )
+        self._emit(
+            op.Recur(
+                x=mixed.place,
+                before=before,
+                waiting=waiting,
+                out=out.place,
+                channels=delta.channels,
+                key_heads=delta.key_heads,
+                heads=delta.value_heads,
+                key_dim=delta.key_dim,
+                dim=delta.value_dim,
+                scale=delta.key_dim**-0.5,
+                rows=self._rows + waiting,
+                state=state,
+            )
+        )
+        gates = op.Matrix(x.place.at + 4 * delta.inputs, x.place.stride)
+        return replace(out, layer=layer, gates=gates)
 
     def gate(self, gate: Activations, up: Activations) -> Activations:
         """See `models.architecture.Operations`. Written by the linear layer that reads it."""
@@ -271,11 +353,14 @@ class PlanOperations:
         return replace(gate, gated=True)
 
     def add(self, x: Activations, y: Activations, norm: str = "") -> Activations:
-        """See `models.architecture.Operations`. Without a norm, the layer that wrote y is told to add to x instead."""
+        """See `models.architecture.Operations`. Without a norm, what wrote y is told to add to x instead."""
         if norm:
             self._settle(y, norm, x.place, accumulate=True)
             return x
         linear = self._program[y.instruction]
+        if isinstance(linear, op.Experts):
+            self._program[y.instruction] = linear._replace(sum=x.place)
+            return x
         assert isinstance(linear, op.Linear | op.Panel)
         self._program[y.instruction] = linear._replace(out=x.place, accumulate=True)
         return x
@@ -305,18 +390,100 @@ class PlanOperations:
         cos, sin = self._turned[rope]
         return rope.rotary_dim // 2, _address(cos), _address(sin)
 
-    def _channels(self, name: str) -> tuple[int, int]:
-        """Channels per 1024 chosen per row, and those shared by all rows of a prompt."""
-        k_chunk = k_chunk_of(self._k_chunk, name)
-        if self._prompt is None:
-            return k_chunk, 0
-        shared = k_chunk_of(self._prompt, name)
-        return (k_chunk if shared else 0, 0) if layer_kind(name) == "head" else (0, shared)
+    def _tiled(self, packed: PackedLinear) -> TiledLinear:
+        """A matrix in tiles; repacked the first time only."""
+        if packed.name not in self._tiles:
+            self._tiles[packed.name] = tile_linear(packed, self._arena)
+        return self._tiles[packed.name]
+
+    def _channels(self, packed: PackedLinear) -> tuple[int, int]:
+        """Channels per 1024 chosen per row, and those shared by all rows of a prompt.
+
+        Raises:
+            RequestError: there are some, and no residuals.
+        """
+        name = packed.name
+        k_chunk, shared = k_chunk_of(self._k_chunk, name), 0
+        if self._prompt is not None:
+            shared = k_chunk_of(self._prompt, name)
+            k_chunk, shared = (k_chunk if shared else 0, 0) if layer_kind(name) == "head" else (0, shared)
+        lacking = packed.residual is None or packed.rank_maximum is None or packed.mean_square is None
+        if max(k_chunk, shared) and lacking:
+            raise RequestError(
+                f"k_chunk is {max(k_chunk, shared)}, but {name} was stored without residuals; use k_chunk 0, or "
+                "quantize the model again with residual bits"
+            )
+        return k_chunk, shared
+
+    def _table(self, layer: int, kind: str) -> Table:
+        """The experts of a block. If all channels are compensated, rows share them."""
+        names = self._expert_names(layer, kind)
+        k_chunk, shared = self._channels(self._model.linear(names[0]))
+        if k_chunk == CHUNK and not self._options.measure_recall:
+            k_chunk, shared = 0, CHUNK
+        return self._tables.table(names, k_chunk, shared)
+
+    def _expert_names(self, layer: int, kind: str) -> list[str]:
+        assert self._spec.mixture is not None
+        return [f"layers.{layer}.experts.{expert}.{kind}" for expert in range(self._spec.mixture.experts)]
+
+    def _route(self, x: Activations, layer: int, mixture: MixtureSpec) -> Routes:
+        """Write the instructions that send rows to experts."""
+        experts, chosen, pairs = mixture.experts, mixture.chosen, self._rows * mixture.chosen
+
+        def make() -> npt.NDArray[np.float32]:
+            wide: npt.NDArray[np.float32] = self._arena.zeros((experts, padded(x.width, BLOCK)), np.float32)
+            wide[:, : x.width] = self._model.vector(router_of(layer))
+            return wide
+
+        weight = _address(self._constant(router_of(layer), make))
+        logits = _matrix(self._buffer("router logits", (self._rows, padded(experts, LANES)), np.float32))
+        self._emit(op.Score(x.place, padded(x.width, BLOCK), weight, experts, logits))
+        records = (("counts", 1, COUNTS), ("segments", min(experts, pairs), SEGMENT), ("pairs", pairs, PAIR))
+        routes = Routes(*(_address(self._buffer(f"router {name}", (count,), kind)) for name, count, kind in records))
+        numbers = _address(self._buffer("router chosen", (pairs,), np.int64))
+        shares = _address(self._buffer("router shares", (pairs,), np.float32))
+        self._emit(op.Route(logits, experts, chosen, mixture.normalized, numbers, shares, routes))
+        return routes
+
+    def _multiply(
+        self,
+        table: Table,
+        values: op.Matrix,
+        routes: Routes,
+        x: op.Quantized,
+        out: op.Matrix,
+        *,
+        by_row: bool,
+    ) -> None:
+        """Write the product of rows with their experts, and the choice of channels before it."""
+        packed, total = table.first, total_budget(table.first.shape[1], table.k_chunk)
+        kind = layer_kind(packed.name)
+        experts = op.Experts(table.address, table.sizes, routes, x, by_row, out, kept=table.shared > 0)
+        if total:
+            select = self._selection(Activations(values, packed.shape[1]), packed, table.k_chunk, total)
+            if not by_row:
+                select = self._selection_by_slot(select, table, routes)
+            self._emit(select, kind=kind)
+            experts = experts._replace(total=total, values=values, chosen=select.chosen)
+        self._emit(experts, kind=kind)
+
+    def _selection_by_slot(self, select: op.Select, table: Table, routes: Routes) -> op.Select:
+        """The choice of channels of rows that each belong to one expert."""
+        assert self._spec.mixture is not None
+        self._selections[False] += self._spec.mixture.chosen - 1
+        shape = (slots_of(self._rows, self._spec.mixture), padded(select.width, LANES))
+        chosen = _matrix(self._buffer("expert chosen", shape, np.int32))
+        if select.static:
+            layer, kind = int(table.first.name.split(".")[1]), layer_kind(table.first.name)
+            static = self._tables.static(self._expert_names(layer, kind), table.k_chunk)
+            select = select._replace(static=static)
+        return select._replace(chosen=chosen, routes=routes)
 
     def _prepare(self, x: Activations, tiled: TiledLinear) -> Activations:
         """Write the instruction that computes x in float32 and INT8: norm, gate, or merge of attention's splits."""
         assert tiled.groups == -(-padded(x.width, BLOCK) // (BLOCK * tiled.group_blocks))
-        out = replace(self._matrix("input", self._widest()), width=x.width, wanted=x.wanted)
+        out = replace(self._matrix("input", self._widest_input), width=x.width, wanted=x.wanted)
         per_token, rounded = tiled.group_scales is not None, self._rounded()
         to = op.Input(
             width=x.width,
@@ -327,23 +494,56 @@ class PlanOperations:
             per_token=per_token,
         )
         if x.partial:
-            self._emit(op.Merge(x.partial, to, self._spec.num_heads, self._spec.head_dim))
+            self._emit(op.Merge(x.partial, to, self._spec.num_heads, self._spec.head_dim, x.gates, x.sinks))
         elif x.gated:
             self._emit(op.Gate(x.place, to, self._spec.activation == "gelu_tanh"))
+        elif x.layer >= 0:
+            self._emit(self._convolution(x, to) if self._spec.delta is None else self._finish(x, to))
         else:
             weight = self._vector(x.norm) if x.norm else 0
             self._emit(op.Norm(x.place, to, weight, self._spec.norm_eps))
         return out
 
-    def _rounded(self) -> op.Quantized:
-        """Buffers of INT8 activations, with room for groups of one block."""
-        width = padded(self._widest(), BLOCK)
-        codes = self._buffer("codes", (self._rows, padded(width, PIECE)), np.int8)
+    def _convolution(self, x: Activations, to: op.Input) -> op.Convolve:
+        """The gated short convolution of a layer."""
+        prefix, taps = f"layers.{x.layer}", self._spec.taps
+        return op.Convolve(
+            x=x.place,
+            to=to,
+            weight=self._taps(f"{prefix}.conv", taps, padded(x.width, BLOCK)),
+            bias=self._vector(f"{prefix}.conv_bias") if self._spec.conv_bias else 0,
+            taps=taps,
+            state=self._cache.state(x.layer),
+        )
+
+    def _finish(self, x: Activations, to: op.Input) -> op.Finish:
+        """Norm and gates of a delta rule's outputs."""
+        delta = self._spec.delta
+        assert delta is not None
+        gain = self._vector(f"layers.{x.layer}.gain")
+        return op.Finish(x.place, x.gates, to, gain, delta.value_heads, delta.value_dim, self._spec.norm_eps)
+
+    def _taps(self, name: str, taps: int, width: int) -> int:
+        """Address of a convolution's weight, float32 [taps, width], zero-padded."""
+
+        def widen() -> npt.NDArray[np.float32]:
+            weight = np.asarray(self._model.vector(name)).reshape(taps, -1)
+            wide: npt.NDArray[np.float32] = aligned_zeros((taps, width), np.float32)
+            wide[:, : weight.shape[1]] = weight
+            return wide
+
+        return _address(self._constant(name, widen))
+
+    def _rounded(self, owner: str = "", rows: int = 0, most: int = 0) -> op.Quantized:
+        """Buffers of INT8 activations, with room for groups of one block; by default those of a step's rows."""
+        rows, width = rows or self._rows, padded(most or self._widest_input, BLOCK)
+        codes = self._buffer(f"{owner}codes", (rows, padded(width, PIECE)), np.int8)
         kinds = {"scales": np.float32, "shifts": np.float32, "sums": np.int32}
-        factors = (self._buffer(name, (self._rows, width // BLOCK), kind) for name, kind in kinds.items())
+        factors = (self._buffer(f"{owner}{name}", (rows, width // BLOCK), kind) for name, kind in kinds.items())
         return op.Quantized(_address(codes), *map(_address, factors))
 
-    def _select(self, values: Activations, packed: PackedLinear, k_chunk: int, total: int) -> None:
+    def _selection(self, values: Activations, packed: PackedLinear, k_chunk: int, total: int) -> op.Select:
+        """The instruction that chooses channels."""
         static, border, options = 0, op.Border(0.0, 0.0, 0.0), self._options
         if options.select == "static" and (mean_square := packed.mean_square) is not None:
             key = f"{packed.name}.static.{k_chunk}"
@@ -352,23 +552,20 @@ class PlanOperations:
             found = buckets(np.asarray(packed.rank_maximum), total)
             border = op.Border(found.b15, found.upper_scale, found.lower_scale)
         self._selections[values.wanted] += 1
-        self._emit(
-            op.Select(
-                x=values.place,
-                width=packed.shape[1],
-                wanted=values.wanted,
-                k_chunk=k_chunk,
-                total=total,
-                chosen=self._chosen(),
-                mode=MODES[options.select],
-                border=border,
-                static=static,
-                seed=options.seed % 2**63,
-                layer=self._names[packed.name],
-                measure=options.measure_recall,
-                hits=_address(self.recall_sums),
-            ),
-            kind=layer_kind(packed.name),
+        return op.Select(
+            x=values.place,
+            width=packed.shape[1],
+            wanted=values.wanted,
+            k_chunk=k_chunk,
+            total=total,
+            chosen=self._chosen(),
+            mode=MODES[options.select],
+            border=border,
+            static=static,
+            seed=options.seed % 2**63,
+            layer=self._names[packed.name],
+            measure=options.measure_recall,
+            hits=_address(self.recall_sums),
         )
 
     def _product(
@@ -378,7 +575,7 @@ class PlanOperations:
         whole = packed.residual if shared == CHUNK and not self._few else None
         if whole is not None and whole.bits != op.WHOLE_BITS:
             whole = None
-        out = replace(self._matrix("logits" if kind == "head" else kind, packed.shape[0]), wanted=values.wanted)
+        out = replace(self._output(kind, packed.shape[0]), wanted=values.wanted)
         linear = op.Linear(
             weights=tiled.weights,
             x=self._rounded(),
@@ -400,7 +597,7 @@ class PlanOperations:
     def _panel(self, packed: PackedLinear, tiled: TiledLinear, k_chunk: int) -> Activations:
         """Write the product of prompt rows with the matrix and the residuals of some channels."""
         kind, columns = layer_kind(packed.name), tiled.tiles * LANES
-        out = self._matrix(kind, packed.shape[0])
+        out = self._output(kind, packed.shape[0])
         self._emit(
             op.Panel(
                 weights=tiled.weights,
@@ -457,19 +654,25 @@ class PlanOperations:
             residual = residual._replace(scales=self._widened(f"{packed.name}.residual_scales", scales, columns))
         return residual
 
+    def _scaled_of(self, packed: PackedLinear) -> op.Residual:
+        """The residuals of a matrix with the scales of its tiles."""
+        return self._scaled(packed, self._tiled(packed).tiles * LANES)
+
     def _basis(self, layer: int) -> tuple[int, int]:
         """Addresses of a layer's reflection and mean key; 0 where keys are not turned."""
         if not self._bases:
             return 0, 0
-        basis, prefix = self._bases[layer], f"layers.{layer}"
+        basis, prefix = self._bases[self._spec.attention_layers.index(layer)], f"layers.{layer}"
         reflection = self._constant(f"{prefix}.reflection", lambda: basis.reflection)
         return _address(reflection), _address(self._constant(f"{prefix}.mean", lambda: basis.mean))
 
-    def _widest(self) -> int:
-        return max(self._spec.linear_shape(kind)[1] for kind in ("qkv", "o", "down"))
+    def _output(self, kind: str, width: int) -> Activations:
+        """The buffer of a layer type's outputs; that of `qkv` is as wide as the widest of all blocks needs."""
+        most = self._widest_qkv if kind == "qkv" else width
+        return replace(self._matrix("logits" if kind == "head" else kind, most), width=width)
 
     def _chosen(self) -> op.Matrix:
-        return _matrix(self._buffer("chosen", (self._rows, padded(self._widest(), LANES)), np.int32))
+        return _matrix(self._buffer("chosen", (self._rows, padded(self._widest_input, LANES)), np.int32))
 
     def _matrix(self, name: str, width: int) -> Activations:
         """The named activation buffer, zero-padded to whole blocks of channels."""
@@ -505,6 +708,12 @@ class PlanOperations:
     def _emit(self, instruction: op.Instruction, *, kind: str = "") -> None:
         self._program.append(instruction)
         self._kinds.append(kind)
+
+
+def slots_of(rows: int, mixture: MixtureSpec) -> int:
+    """Most slots that rows take in the order of experts, each expert's in row blocks of its own."""
+    pairs = rows * mixture.chosen
+    return pairs + (ROW_PADDING - 1) * min(mixture.experts, pairs)
 
 
 def _matrix(array: npt.NDArray[Any]) -> op.Matrix:

@@ -17,8 +17,8 @@ from runtime.backends.cpu.decoder import CpuDecoder
 from runtime.backends.decoder import Step
 from runtime.measure.timing import undisturbed
 
-_LEAST, _MOST = 15, 151
-"""Passes per measurement."""
+_LEAST, _MOST = 5, 151
+"""Passes per measurement. Callers take the median of several."""
 _PASS_S = 5e-4
 """A pass is repeated until it takes about this many seconds, so that its start-up cost is negligible."""
 
@@ -28,7 +28,7 @@ class CpuTimer:
 
     Args:
         decoder: The loaded model.
-        seconds: Time limit of one measurement; at least fifteen passes are made.
+        seconds: Time limit of one measurement; at least five passes are made.
     """
 
     measured = True
@@ -50,7 +50,7 @@ class CpuTimer:
         """
         if kind not in self._plain:
             program = self._decoder.layer_program(kind, 0)
-            count = 1 if kind == "head" else self._decoder.spec.num_layers
+            count = self._decoder.spec.products(kind)
             self._plain[kind] = program, undisturbed(self._passes(program)[0]) / count
         plain, base = self._plain[kind]
         if k_chunk == 0:

@@ -14,6 +14,7 @@ def attend(
     positions: torch.Tensor,
     window: int | None,
     cap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """softmax(q k^T / sqrt(D)) v over the keys at positions p - window < t <= p of every query at position p.
 
@@ -26,6 +27,7 @@ def attend(
         positions: int64 [M], each < T.
         window: Visible tokens, including the query's own; None = all before it.
         cap: Soft cap of q k^T / sqrt(D); None = none.
+        sinks: float32 [H], a score of each query head that takes a share of the softmax and adds nothing; None = none.
 
     Returns:
         float32 [M, H, D].
@@ -40,5 +42,8 @@ def attend(
     visible = keys <= positions[:, None]  # [M, T]
     if window is not None:
         visible &= keys > positions[:, None] - window
-    weights = torch.softmax(scores.masked_fill(~visible, float("-inf")), dim=-1)
+    scores = scores.masked_fill(~visible, float("-inf"))
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.view(H_kv, -1, 1, 1).expand(*scores.shape[:3], 1)], dim=-1)
+    weights = torch.softmax(scores, dim=-1)[..., :T]
     return torch.einsum("hgmt,thd->mhgd", weights, v).reshape(M, H, D)

@@ -9,7 +9,6 @@ from models.spec import ModelSpec
 from models.weights import Weights
 from runtime.backends import Device, Footprint, ModelSizes, Presence
 from runtime.backends.decoder import Decoder, DecoderOptions
-from runtime.backends.operations.channels import layer_kind
 from runtime.errors import BackendError, Problem
 from runtime.kv.kinds import KINDS, KVKind
 
@@ -35,7 +34,7 @@ class ReferenceBackend:
 
     def footprint(self, spec: ModelSpec, sizes: ModelSizes, *, compensated: bool) -> Footprint:
         """See `runtime.backends.Backend.footprint`. Weights, and residuals in use, are unpacked to float32."""
-        shapes = (spec.linear_shape(layer_kind(name)) for name in spec.linear_names())
+        shapes = (spec.linear_shape(name) for name in spec.linear_names())
         values = sum(N * K for N, K in shapes)
         weights = 4 * values * (2 if compensated else 1) + 2 * spec.vocab_size * spec.hidden_size
         return Footprint(weight_bytes=weights, residual_bytes=sizes.residual_bytes if compensated else 0)

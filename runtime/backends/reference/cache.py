@@ -71,6 +71,12 @@ class ReferenceCache(PagedCache):
         """The buffers."""
         super().__init__(kind, spec, self.store, context=context, slots=slots, max_rows=max_rows, pages=pages)
         self._D, self._cap = spec.head_dim, spec.score_cap
+        self._places = {layer: place for place, layer in enumerate(spec.attention_layers)}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers."""
+        return self.store.nbytes + (0 if self.states is None else self.states.nbytes)
 
     def close(self) -> None:
         """Release the buffers. Safe to call twice."""
@@ -88,6 +94,7 @@ class ReferenceCache(PagedCache):
             k: float32 [M, H_kv, D], rotated.
             v: float32 [M, H_kv, D].
         """
+        layer = self._places[layer]
         for part, x in zip(PARTS, (k, v), strict=True):
             if self.kind.windowed:
                 for slot in sorted(set(slots.tolist())):
@@ -114,6 +121,7 @@ class ReferenceCache(PagedCache):
         Returns:
             float32 [length, H_kv, D].
         """
+        layer = self._places[layer]
         stored = self.store.stored(part, layer, self.table.held(slot))
         paged = dequantize(self.kind, part, stored, self._D, draft=draft)  # [pages, H_kv, page, D]
         paged = paged.transpose(1, 2).flatten(0, 1)[: self.paged_length(slot)]
@@ -131,6 +139,7 @@ class ReferenceCache(PagedCache):
         window: int | None,
         *,
         draft: bool = False,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Causal attention of a step's rows over their own slots, including the step's own tokens.
 
@@ -141,6 +150,7 @@ class ReferenceCache(PagedCache):
             positions: int64 [M].
             window: Visible tokens, including the query's own; None = all before it.
             draft: As in `read`.
+            sinks: float32 [H], of the layer; None where it has none.
 
         Returns:
             float32 [M, H, D].
@@ -150,5 +160,5 @@ class ReferenceCache(PagedCache):
             rows = (slots == slot).nonzero().flatten()
             length = int(positions[rows].max()) + 1
             k, v = (self.read(part, layer, slot, length, draft=draft) for part in PARTS)
-            out[rows] = attend(q[rows], k, v, positions[rows], window, self._cap)
+            out[rows] = attend(q[rows], k, v, positions[rows], window, self._cap, sinks)
         return out

@@ -10,10 +10,9 @@ from models.spec import ModelSpec
 from models.weights import Weights
 from runtime.backends import Device, Footprint, ModelSizes, Presence
 from runtime.backends.decoder import Decoder, DecoderOptions
-from runtime.backends.operations.channels import layer_kind
 from runtime.backends.triton import gpu
 from runtime.backends.triton.failures import first_line
-from runtime.backends.triton.sizes import COPIED_BYTES, buffer_bytes, weight_bytes
+from runtime.backends.triton.sizes import COPIED_BYTES, NO_EXPERTS, buffer_bytes, weight_bytes
 from runtime.errors import BackendError, Problem
 from runtime.kv.kinds import KINDS, KVKind
 
@@ -54,7 +53,10 @@ class TritonBackend:
 
         Residuals stay in main memory, except two layers' for prompts, and what several rows share of one.
         """
-        values = [N * K for N, K in (spec.linear_shape(layer_kind(name)) for name in spec.linear_names())]
+        _check_layers(spec)
+        if spec.mixture is not None:
+            raise BackendError(NO_EXPERTS)
+        values = [N * K for N, K in (spec.linear_shape(name) for name in spec.linear_names())]
         largest = sizes.residual_bytes * max(values[:-1], default=0) // sum(values)
         staged = 2 * largest + min(largest, COPIED_BYTES)
         weights, recipe = sizes.weight_bytes, sizes.recipe
@@ -78,6 +80,7 @@ class TritonBackend:
 
     def open(self, model: Weights, options: DecoderOptions, progress: ProgressCallback = ignore_progress) -> Decoder:
         """See `runtime.backends.Backend.open`."""
+        _check_layers(model.spec)
         try:
             from runtime.backends.triton.decoder import TritonDecoder
             from runtime.backends.triton.warmup import warm_up
@@ -109,6 +112,15 @@ class TritonBackend:
     def link_gb_s(self) -> float | None:
         """See `runtime.backends.Backend.link_gb_s`."""
         return gpu.link_gb_s()
+
+
+def _check_layers(spec: ModelSpec) -> None:
+    """Raise BackendError if a model has layers that this backend does not run."""
+    if spec.state_layers:
+        raise BackendError(
+            f"the GPU backend has no kernels for the {len(spec.state_layers)} layers of this model that have a state "
+            "instead of a cache: use the CPU backend"
+        )
 
 
 BACKEND = TritonBackend()

@@ -14,7 +14,7 @@ Source: QDEC §4.1 (Fig. 6), §4.3.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
 import torch
@@ -34,9 +34,10 @@ from runtime.backends.triton.kernels.tokens import Tokens, round_tokens
 from runtime.backends.triton.kernels.w4a8 import gemm_w4a8
 from runtime.backends.triton.launch_check import refused_cooperation
 from runtime.backends.triton.model import GpuModel, Linear
-from runtime.backends.triton.sizes import SUMMED_ROWS, buffer_sizes, pieces, token_width
+from runtime.backends.triton.sizes import NO_EXPERTS, SUMMED_ROWS, buffer_sizes, pieces, token_width
 from runtime.backends.triton.w4a8_layout import W4A8Linear
 from runtime.backends.triton.workspace import Workspace
+from runtime.errors import BackendError
 
 Watch = Callable[[Linear, torch.Tensor, torch.Tensor], None]
 
@@ -161,6 +162,7 @@ class Pass(Operations[Value]):
         R: Rows whose logits are wanted.
         way: Compensation mode.
         draft: Whether attention reads only what drafts read.
+        sensitive: Layers in which drafts read everything.
         side: The second stream; None runs everything on the current one.
         watch: Called with every selecting layer's input, and the positions of its rows.
     """
@@ -174,11 +176,12 @@ class Pass(Operations[Value]):
         R: int,
         way: Way,
         draft: bool,
+        sensitive: Collection[int] = (),
         side: torch.cuda.Stream | None,
         watch: Watch | None = None,
     ) -> None:
         self._model, self._spec, self._buffers = model, model.spec, buffers
-        self._M, self._R, self._way, self._draft = M, R, way, draft
+        self._M, self._R, self._way, self._draft, self._sensitive = M, R, way, draft, sensitive
         self._side, self._watch = side, watch
         if way == "shared":
             model.staging.begin()
@@ -252,12 +255,27 @@ class Pass(Operations[Value]):
         norms = HeadNorms(q_norm, k_norm, spec.eps_of(f"layers.{layer}.q_norm"))
         rope, basis = model.ropes[layer], model.bases[layer]
         heads(v.tensor, v.dec, norms, rope, basis, rows, pages, queries, norm_last=spec.qk_norm_form == "turned")
-        context, draft = model.options.context, self._draft
-        sums = attend(queries, pages, rows, window, out, buffers.main, context=context, draft=draft, cap=spec.score_cap)
+        context, draft = model.options.context, self._draft and layer not in self._sensitive
+        sums = attend(
+            queries,
+            pages,
+            rows,
+            window,
+            out,
+            buffers.main,
+            context=context,
+            draft=draft,
+            cap=spec.score_cap,
+            sinks=model.norms[f"layers.{layer}.sinks"] if spec.sinks else None,
+        )
         rounded = buffers.rounded(M, spec.q_width)
         if rounded is not None:
             round_tokens(out, rounded)
         return Value(out, sums=sums, rounded=rounded)
+
+    def experts(self, x: Value, layer: int) -> Value:  # noqa: ARG002  no kernels for it
+        """See `models.architecture.Operations`."""
+        raise BackendError(NO_EXPERTS)
 
     def gate(self, gate_value: Value, up: Value) -> Value:
         """See `models.architecture.Operations`."""

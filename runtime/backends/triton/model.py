@@ -90,7 +90,7 @@ class GpuModel:
         """Copies residuals of a prompt's layers to the device."""
         self.copied = torch.empty(0, dtype=torch.int32, device=device)
         """int32, where several rows of a step share the residuals that they fetch."""
-        self.norms = {name: self._move(np.array(weights.vector(name), np.float32)) for name in spec.norm_names()}
+        self.norms = {name: self._move(np.array(weights.vector(name), np.float32)) for name in spec.vector_names()}
         self._unlocked: npt.NDArray[np.float16] | None = None
         """The embedding table, if its memory could not be page-locked."""
         self.table = self._table(weights)

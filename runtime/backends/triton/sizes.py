@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from models.recipe import Recipe
 from models.rope import table_bytes
 from models.spec import ModelSpec
-from runtime.backends.operations.channels import layer_kind
+
+NO_EXPERTS = "the GPU backend does not run mixtures of experts; the CPU backend does"
+"""Why a model with experts is refused."""
 
 BLOCK = 512
 """Input channels of a block."""
@@ -157,10 +159,10 @@ def linear_bytes(shape: tuple[int, int], bits: int, group_size: int, *, bias: bo
 
 def weight_bytes(spec: ModelSpec, recipe: Recipe, *, compensated: bool) -> int:
     """Bytes of a model's weights on the device: linear layers, norms, and the scales of residuals that are used."""
-    total = 4 * sum(width for layer in range(spec.num_layers) for width in spec.block_norms(layer).values())
+    total = 4 * sum(width for layer in range(spec.num_layers) for width in spec.block_vectors(layer).values())
     total += 4 * spec.hidden_size
     for name in spec.linear_names():
-        shape = spec.linear_shape(layer_kind(name))
+        shape = spec.linear_shape(name)
         if recipe.per_token:
             total += w4a8_bytes(shape, recipe.group_size) + (4 * shape[0] if spec.has_bias(name) else 0)
         else:

@@ -88,6 +88,7 @@ def model_entry(info: StoredModelInfo, *, bundled: bool = False) -> ModelEntry:
         bits_per_weight=summary.bits_per_weight,
         disk_bytes=summary.disk_bytes,
         gpu_bytes=summary.gpu_bytes,
+        active_bytes=summary.active_bytes,
         residual_bytes=summary.residual_bytes,
         parameters=summary.parameters,
         family=summary.family,

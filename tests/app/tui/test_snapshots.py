@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from textual.widgets import OptionList
 
+from app.conversation import Extras, Passage, Source
 from app.tui.messages import QuantizeAsked
+from app.tui.screens import attach
 from runtime.wire.requests import QuantizeRequest
 from tests.app.tui.kept import keep_chats
 from tests.grid import grid
@@ -120,6 +123,11 @@ def offers(app: Any) -> Callable[[], object]:
     return lambda: app.screen.query("ModelTable") and app.screen.query_one("ModelTable").row_count > 2
 
 
+def table_full(app: Any) -> bool:
+    """Whether the table of tools shows both servers."""
+    return any(table.row_count == 6 for table in app.screen.query("ToolTable"))
+
+
 @in_every_look
 def test_empty(snap_compare: Any, app_of: Any, runtime: Any, look: Look) -> None:
     app = app_of(runtime, theme=look[1])
@@ -215,6 +223,28 @@ def test_chats(snap_compare: Any, app_of: Any, runtime: Any, look: Look, kept: P
 
 
 @in_every_look
+def test_tools(snap_compare: Any, app_of: Any, runtime: Any, look: Look, served: Any) -> None:
+    served("good", "lies")
+    app = app_of(runtime, theme=look[1])
+
+    def settled() -> bool:
+        box = app.session.tools.box
+        return box is not None and all(one.state in ("ready", "failed") for one in box.servers) and table_full(app)
+
+    play = Play(app, keys=("ctrl+l",), shown=settled, then=("down",))
+    assert snap_compare(app, terminal_size=look[0], run_before=play)
+
+
+@in_every_look
+def test_a_call_is_asked_for(snap_compare: Any, app_of: Any, runtime: Any, look: Look, served: Any) -> None:
+    served("good")
+    runtime.answers = ['Let me see.\nCALL echo {"text": "hello"}']
+    app = app_of(runtime, theme=look[1])
+    play = Play(app, keys=(*"Go", "enter"), shown=lambda: app.screen.query("#ask-arguments"))
+    assert snap_compare(app, terminal_size=look[0], run_before=play)
+
+
+@in_every_look
 def test_keys(snap_compare: Any, app_of: Any, runtime: Any, look: Look) -> None:
     app = app_of(runtime, theme=look[1])
     assert snap_compare(app, terminal_size=look[0], run_before=Play(app, keys=("f1",)))
@@ -236,3 +266,37 @@ def test_setting_up_a_model(snap_compare: Any, app_of: Any, runtime: Any, look: 
         return stopped()
 
     assert snap_compare(app, terminal_size=look[0], run_before=Play(app, shown=begin))
+
+
+@in_every_look
+def test_attaching(snap_compare: Any, app_of: Any, runtime: Any, look: Look, monkeypatch: pytest.MonkeyPatch) -> None:
+    listed = ["‥/", "papers/", "src/", "alice.md", "contract.docx", "minutes.pdf", "notes 日本語.txt"]
+    monkeypatch.setattr(attach, "names", lambda _text: listed)
+    monkeypatch.setattr(Path, "cwd", lambda: Path("/home/you"))
+    app = app_of(runtime, theme=look[1])
+    app.session.conversation.extras = Extras(sources=[Source(path="/home/you/book.md", name="book.md", tokens=36_000)])
+
+    def shown() -> bool:
+        names = app.screen.query("#attach-names").results(OptionList)
+        return any(one.option_count == len(listed) for one in names)
+
+    play = Play(app, keys=("ctrl+o",), shown=shown, then=("down", "down"))
+    assert snap_compare(app, terminal_size=look[0], run_before=play)
+
+
+@in_every_look
+def test_passages(snap_compare: Any, app_of: Any, runtime: Any, look: Look) -> None:
+    runtime.answers = ["Osgood keeps the lighthouse."]
+    app = app_of(runtime, theme=look[1])
+    conversation = app.session.conversation
+    conversation.extras = Extras(model="demo", sources=[Source(path="/gone/book.md", name="book.md", tokens=36_000)])
+    text = "The lighthouse keeper was called Osgood.\nHe had a dog."
+    found = [Passage(file="book.md", unit="line", first=12, last=13, text=text)]
+    found.append(Passage(file="minutes.pdf", unit="page", first=4, last=4, text="The lamp was cleaned."))
+
+    async def find(*_: object) -> list[Passage]:
+        return found
+
+    app.session.documents.find = find
+    play = Play(app, prompt="Who keeps the lighthouse?", keys=("ctrl+up", "p"))
+    assert snap_compare(app, terminal_size=look[0], run_before=play)

@@ -10,7 +10,6 @@ import torch
 from models.recipe import Recipe
 from runtime.backends import ModelSizes, backend
 from runtime.backends.decoder import DecoderOptions
-from runtime.backends.operations.channels import layer_kind
 from runtime.backends.triton import gpu
 from runtime.backends.triton.decoder import TritonDecoder
 from runtime.backends.triton.warmup import warm_up
@@ -47,7 +46,7 @@ def measure(part: Part, amount: Amount, device: torch.device) -> None:
     on_gpu = device.type == "cuda"
     if on_gpu:
         gpu.launch_once()
-    values = [N * K for N, K in (spec.linear_shape(layer_kind(name)) for name in spec.linear_names())]
+    values = [N * K for N, K in (spec.linear_shape(name) for name in spec.linear_names())]
     recipe = Recipe(bits=4, group_size=GROUP_SIZE)
     sizes = ModelSizes(weight_bytes=0, residual_bytes=sum(values) * RESIDUAL_BITS // 8, recipe=recipe)
     plain, footprint = (backend("triton").footprint(spec, sizes, compensated=how) for how in (False, True))

@@ -103,7 +103,7 @@ def limit_bytes(spec: ModelSpec, recipe: Recipe, folder: Path) -> int:
         recipe: How it is quantized.
         folder: The checkpoint.
     """
-    shapes = [spec.linear_shape(name.rsplit(".", 1)[-1]) for name in spec.linear_names()[:-1]]
+    shapes = [spec.linear_shape(name) for name in spec.linear_names()[:-1]]
     block = 4 * sum(rows * width for rows, width in shapes) // spec.num_layers
     shard = max(file.stat().st_size for file in folder.glob("*.safetensors"))
     moments = 0

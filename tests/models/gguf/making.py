@@ -17,6 +17,9 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 ARCHITECTURES = {
     **{name: name for name in ("llama", "qwen2", "qwen3", "phi3", "gemma2", "olmo2", "exaone4", "glm4", "ernie4_5")},
     "mistral": "llama",
+    "mixtral": "llama",
+    "qwen3_moe": "qwen3moe",
+    "olmoe": "olmoe",
     "gemma3_text": "gemma3",
     "olmo3": "olmo2",
     "ministral3": "mistral3",
@@ -118,6 +121,11 @@ def describe(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_feed_forward_length(config.intermediate_size)
+    if experts := getattr(config, "num_experts", None):
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        if config.model_type == "qwen3_moe":
+            writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
@@ -188,7 +196,12 @@ def tensors_of(model: Any) -> dict[str, np.ndarray[Any, Any]]:
             heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
             halves = array.reshape(heads, 2, len(array) // heads // 2, *array.shape[1:])
             array = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(array.shape)
-        found[name] = array
+        if name.endswith("experts.gate_up_proj"):
+            prefix = name.removesuffix("gate_up_proj")
+            for at, part in enumerate(("gate_proj", "up_proj")):
+                found[f"{prefix}{part}.weight"] = np.ascontiguousarray(np.split(array, 2, axis=1)[at])
+        else:
+            found[f"{name}.weight" if name.endswith("experts.down_proj") else name] = array
     return found
 
 

@@ -42,6 +42,7 @@ LONGROPE = {
     "partial_rotary_factor": 0.75,
     "original_max_position_embeddings": 16,
 }
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 MIXED = ["sliding_attention", "full_attention"]
 GEMMA_CASE = {**{key: value for key, value in GEMMA.items() if key != "query_pre_attn_scalar"}, "layer_types": MIXED}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -76,6 +77,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", {}),
     "qwen2-tied": ("Qwen2", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
     "qwen3": ("Qwen3", {"head_dim": 16}),
+    "mixtral": ("Mixtral", {"num_local_experts": 3, "num_experts_per_tok": 2}),
+    "olmoe": ("Olmoe", {"num_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3-moe": (
+        "Qwen3Moe",
+        {**EXPERTS, "norm_topk_prob": True, "head_dim": 16},
+    ),
     "phi3": ("Phi3", {}),
     "phi3-window": ("Phi3", {"sliding_window": 5}),
     "phi4-mini": (
@@ -126,7 +133,7 @@ def test_it_is_what_the_folder_is(case: str, tmp_path: Path) -> None:
     folder = Checkpoint.open(tmp_path / "folder")
     file = Checkpoint.open(write_gguf(tmp_path / "model.gguf", model))
     assert torch.equal(file.embedding(), folder.embedding())
-    for name in folder.spec.norm_names():
+    for name in (*folder.spec.vector_names(), *folder.spec.router_names()):
         assert torch.equal(file.vector(name), folder.vector(name))
     for name in folder.spec.linear_names():
         for ours, theirs in zip(file.linear(name), folder.linear(name), strict=True):
@@ -183,7 +190,7 @@ FOREIGN: dict[str, tuple[dict[str, Any], str]] = {
     "architecture": ({"general.architecture": "gemma"}, "'gemma' is not supported.* The nearest .* is gemma3"),
     "adapter": ({"general.type": "adapter"}, "no model, but 'adapter'"),
     "split": ({"split.count": 3, "split.no": 1}, "one of 3 parts"),
-    "experts": ({"llama.expert_count": 8}, "'llama.expert_count' is 8"),
+    "experts": ({"llama.expert_shared_count": 1}, "'llama.expert_shared_count' is 1"),
     "softcap": ({"llama.attn_logit_softcapping": 50.0}, "softcapping' is 50.0"),
     "scaling": ({"llama.rope.scaling.type": "su", "llama.rope.scaling.factor": 4.0}, "rotary scaling 'su'"),
     "pre-tokenizer": ({"tokenizer.ggml.pre": "martian"}, "the pre-tokenizer 'martian'"),

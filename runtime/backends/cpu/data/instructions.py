@@ -13,6 +13,7 @@ from typing import Any, Final, NamedTuple, get_type_hints
 import numpy as np
 import numpy.typing as npt
 
+from runtime.backends.cpu.data.experts import Routes
 from runtime.backends.cpu.data.records import record_of
 
 WIDTH: Final = 40
@@ -167,6 +168,10 @@ class Merge(NamedTuple):
     """H."""
     dim: int
     """D."""
+    gate: Matrix = Matrix(0, 0)
+    """float32, by whose sigmoid each channel is multiplied; at 0: none."""
+    sinks: int = 0
+    """Address of float32 [H], scores that take a share of each head's attention; 0 = none."""
 
 
 class Border(NamedTuple):
@@ -198,7 +203,7 @@ class Select(NamedTuple):
     border: Border
     """Parameters of the approximate mode."""
     static: int
-    """Address of int32 [total], of the static mode."""
+    """Address of int32 [total], of the static mode; of int32 [E, total] by slot."""
     seed: int
     """Seed of the random mode."""
     layer: int
@@ -207,6 +212,8 @@ class Select(NamedTuple):
     """Whether recall is measured."""
     hits: int
     """Address of float32 [rows], where each row's recall is accumulated."""
+    routes: Routes = Routes()
+    """Which rows go to which experts, if the rows are by slot (`runtime.backends.cpu.data.experts`)."""
     chosen_in: int = -1
     """Number of the turn in which the channels were chosen, if that is part of the next instruction."""
 
@@ -310,6 +317,104 @@ class Panel(NamedTuple):
     """Address of uint8 [K padded to 32]: 255 for a compensated input channel, otherwise 0."""
 
 
+class Score(NamedTuple):
+    """Compute the logits of a router."""
+
+    x: Matrix
+    """float32, all rows."""
+    channels: int
+    """C, padded to whole blocks."""
+    weight: int
+    """Address of float32 [E, C padded]."""
+    experts: int
+    """E."""
+    out: Matrix
+    """float32."""
+
+
+class Route(NamedTuple):
+    """Choose the experts of each row, and group the rows by expert."""
+
+    logits: Matrix
+    """float32."""
+    experts: int
+    """E."""
+    chosen: int
+    """Experts of a row."""
+    normalized: bool
+    """Whether a row's shares add up to 1."""
+    chosen_at: int
+    """Address of int64 [rows, chosen], written."""
+    shares_at: int
+    """Address of float32 [rows, chosen], written."""
+    to: Routes
+    """Written."""
+
+
+class Spread(NamedTuple):
+    """Quantize the rows that each expert reads, in the order of experts."""
+
+    x: Matrix
+    """float32, all rows."""
+    routes: Routes
+    """Which rows go where."""
+    to: Input
+    """The output; of `out` and `wanted` nothing is used."""
+
+
+class GateExperts(NamedTuple):
+    """SiLU(gate) * up times an expert's share, and quantization of the result."""
+
+    x: Matrix
+    """float32, by slot: gate, then up."""
+    routes: Routes
+    """Which rows go where."""
+    to: Input
+    """The output, by slot."""
+
+
+class ExpertSizes(NamedTuple):
+    """What the matrices of a block's experts have in common."""
+
+    bits: int
+    """As of `Weights`, and so the next four."""
+    tiles: int
+    blocks: int
+    groups: int
+    group_blocks: int
+    residual_bits: int = 0
+    """As of `Residual`, and so the next two."""
+    stride: int = 0
+    rows: int = 0
+
+
+class Experts(NamedTuple):
+    """Products of rows with the matrices of their experts, and the compensation of the outputs."""
+
+    table: int
+    """Address of `Expert` for each of the block's experts."""
+    sizes: ExpertSizes
+    """Of each."""
+    routes: Routes
+    """Which rows go where."""
+    x: Quantized
+    """The quantized activations, by slot; a single row's once, if `by_row`."""
+    by_row: bool
+    """Whether all experts of a row read the same activations."""
+    out: Matrix
+    """float32, by slot; if there is a `sum`, those of one segment."""
+    sum: Matrix = Matrix(0, 0)
+    """float32, the rows that the products are added to; 0: none."""
+    total: int = 0
+    """Number of channels that each row is compensated by; 0 = none."""
+    values: Matrix = Matrix(0, 0)
+    """The activations in float32, by row if `by_row`, otherwise by slot."""
+    chosen: Matrix = Matrix(0, 0)
+    """int32, the channels, likewise."""
+    kept: bool = False
+    """Whether all rows share their compensated channels."""
+
+
 class Stored(NamedTuple):
     """A layer of the cache: addresses."""
 
@@ -379,8 +484,123 @@ class Attend(NamedTuple):
     """The keys and values."""
     out: int
     """Address of the partial results: float32 [rows, H, splits, D padded to 16 + 16]."""
+    exact: int
+    """Address of int32: whether drafts read both planes of the pages, too."""
     cap: float = 0.0
     """Soft cap of the scores; 0 = none."""
+
+
+class State(NamedTuple):
+    """A layer's states (`runtime.kv.states`): addresses."""
+
+    recent: int
+    """Address of float32 [slots, ring, inputs]."""
+    ring: int
+    """Recent tokens of a slot."""
+    inputs: int
+    """Numbers kept of each recent token, a multiple of 16."""
+    matrices: int
+    """Address of float32 [slots, Hv, Dk, Dv padded to 16]."""
+    absorbed: int
+    """Address of int32 [slots]: tokens that matrices have absorbed before the step."""
+    absorbs: int
+    """Address of int32 [slots]: whether they absorb the tokens up to the step (1), and its rows (2)."""
+
+
+class Mix(NamedTuple):
+    """What a delta rule reads of a step's rows and of the tokens before that are not absorbed.
+
+    A row is the channels of q, k and v after a short convolution and SiLU, padded to 16; beta of each value head,
+    padded likewise; and the decay of each.
+    """
+
+    x: Matrix
+    """float32: what enters the state of the step's rows."""
+    out: Matrix
+    """float32, of the step's rows."""
+    before: Matrix
+    """float32, of the tokens before: `waiting` rows for each slot."""
+    waiting: int
+    """Most tokens of a slot that are not absorbed."""
+    channels: int
+    """Channels of q, k and v."""
+    keys: int
+    """Channels of q, which tokens before do not need."""
+    heads: int
+    """Value heads."""
+    taps: int
+    """Tokens that the convolution sees, its own included."""
+    weight: int
+    """Address of float32 [taps, channels padded to 16]."""
+    decay: int
+    """Address of float32 [heads padded]."""
+    dt: int
+    """Likewise."""
+    state: State
+    """The tokens before, which the rows join."""
+
+
+class Recur(NamedTuple):
+    """The gated delta rule of a step's rows."""
+
+    x: Matrix
+    """`Mix.out`."""
+    before: Matrix
+    """`Mix.before`."""
+    waiting: int
+    """As there, and so below."""
+    out: Matrix
+    """float32 [heads * dim]."""
+    channels: int
+    key_heads: int
+    """Query heads, and key heads."""
+    heads: int
+    key_dim: int
+    """Dk."""
+    dim: int
+    """Dv."""
+    scale: float
+    """Of queries."""
+    rows: int
+    """Most rows of a step, and of tokens before it."""
+    state: State
+    """The matrices."""
+
+
+class Finish(NamedTuple):
+    """RMSNorm of each head's outputs, times silu(gate), and quantization."""
+
+    x: Matrix
+    """float32, overwritten."""
+    gate: Matrix
+    """float32."""
+    to: Input
+    """The output."""
+    gain: int
+    """Address of float32 [dim], weight of the norm."""
+    heads: int
+    """Number of heads."""
+    dim: int
+    """Dv."""
+    eps: float
+    """Of the norm."""
+
+
+class Convolve(NamedTuple):
+    """The gated short convolution of a step's rows, and quantization of its output."""
+
+    x: Matrix
+    """float32: the gate before, the gate after, and the input."""
+    to: Input
+    """The output."""
+    weight: int
+    """Address of float32 [taps, C padded to whole blocks]."""
+    bias: int
+    """Address of float32 [C padded]; 0 = none."""
+    taps: int
+    """Tokens that it sees, its own included."""
+    state: State
+    """The tokens before, which the rows join."""
 
 
 class Page(NamedTuple):
@@ -426,7 +646,7 @@ class Restore(NamedTuple):
 
 Instruction = (
     Embed | Gather | Check | Norm | Settle | Gate | Merge | Select | Linear | Panel | Heads | Attend | Flush | Restore
-)
+) | (Score | Route | Spread | GateExperts | Experts | Convolve | Mix | Recur | Finish)
 OPERATIONS: Final[tuple[type[Instruction], ...]] = (
     Embed,
     Gather,
@@ -442,6 +662,15 @@ OPERATIONS: Final[tuple[type[Instruction], ...]] = (
     Attend,
     Flush,
     Restore,
+    Score,
+    Route,
+    Spread,
+    GateExperts,
+    Experts,
+    Convolve,
+    Mix,
+    Recur,
+    Finish,
 )
 """By number."""
 HEADER: Final = record_of(Header)

@@ -6,6 +6,7 @@ from typing import Any
 
 from runtime.backends.cpu.data import instructions as op
 from runtime.backends.cpu.data import step as steps
+from runtime.backends.cpu.data.experts import COUNTS, EXPERT, PAIR, SEGMENT
 from runtime.backends.cpu.data.pages import CACHE
 from runtime.backends.cpu.data.step import FIRST, PARAMETERS, Parameters
 from runtime.backends.cpu.machine.kernel import kernel, routine
@@ -25,6 +26,13 @@ embed_at, gather_at, check_at = map(_view, (op.Embed, op.Gather, op.Check))
 norm_at, settle_at, gate_at, merge_at = map(_view, (op.Norm, op.Settle, op.Gate, op.Merge))
 select_at, linear_at, heads_at, attend_at = map(_view, (op.Select, op.Linear, op.Heads, op.Attend))
 panel_at, flush_at, restore_at = map(_view, (op.Panel, op.Flush, op.Restore))
+convolve_at, mix_at, recur_at, finish_at = map(_view, (op.Convolve, op.Mix, op.Recur, op.Finish))
+score_at, route_at, spread_at = map(_view, (op.Score, op.Route, op.Spread))
+gate_experts_at, experts_at = map(_view, (op.GateExperts, op.Experts))
+
+expert_at, counts_at = view("expert", EXPERT), view("counts", COUNTS)
+"""Records of a mixture of experts at an address; so are the others."""
+segment_at, pair_at = view("segment", SEGMENT), view("pair", PAIR)
 
 cache_at = view("cache", CACHE)
 """The description of a cache at an address."""

@@ -5,12 +5,14 @@ from __future__ import annotations
 import ctypes
 import functools
 import sys
+import threading
 from dataclasses import dataclass
 from typing import Any
 
 import llvmlite.binding as llvm
 
 from runtime.backends.cpu.machine.isa import arm_features
+from runtime.system.heap import release_code
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,8 @@ WINDOWS_CALLS = ("WaitOnAddress", "WakeByAddressAll")
 """Functions outside the libraries that LLVM searches on Windows; compiled code calls them by name."""
 _held: list[LoadedCode] = []
 """All loaded code. Programs contain addresses, so code is never unloaded."""
+_awake = threading.Event()
+"""Whether LLVM has run since `rest`."""
 
 
 _STAND_INS = {"oryon-1": "neoverse-n1"}
@@ -53,6 +57,13 @@ def target_machine() -> llvm.TargetMachine:
     )
 
 
+def rest() -> None:
+    """Take LLVM's own code, some 40 MB, out of memory, if something was loaded since the last time."""
+    if _awake.is_set():
+        _awake.clear()
+        release_code("libllvmlite")
+
+
 @functools.cache
 def _name_windows_calls() -> None:
     """Tell LLVM where `WINDOWS_CALLS` are."""
@@ -68,6 +79,7 @@ def load_code(code: bytes, symbol: str) -> LoadedCode:
         code: A complete object file: LLVM aborts the process on a damaged one. It may only refer to the C library.
         symbol: The function in it.
     """
+    _awake.set()
     if sys.platform == "win32":
         _name_windows_calls()
     # Separate engines keep the names of units apart.

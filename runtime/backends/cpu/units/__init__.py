@@ -28,6 +28,18 @@ INPUTS = {
     op.Gate: _named("units.inputs.gate"),
     op.Merge: _named("units.inputs.merge"),
 }
+ROUTING = {
+    op.Score: _named("units.experts.score_experts"),
+    op.Route: _named("units.experts.route"),
+    op.Spread: _named("units.experts.spread"),
+    op.GateExperts: _named("units.experts.gate_experts"),
+}
+"""The same of a mixture of experts."""
+EXPERTS = {3: _named("units.experts.multiply_experts_3"), 4: _named("units.experts.multiply_experts_4")}
+"""Products with experts, by the bits of their matrices."""
+COMPENSATE_EXPERTS = {bits: _named(f"units.experts.compensate_experts_{bits}") for bits in (2, 4, 8, 16)}
+"""Compensation of an expert's rows by their own channels, by the residuals' bits; as are the next."""
+SHARE_EXPERTS = {bits: _named(f"units.experts.share_experts_{bits}") for bits in (2, 4, 8, 16)}
 """Instructions implemented by one unit in all cases."""
 settle = _named("units.inputs.settle")
 """Norms whose results stay in float32."""
@@ -56,6 +68,14 @@ add_recall = _named("units.selection.add_recall")
 """Measures a selection."""
 attend = _named("units.attention.attend")
 """Attention."""
+convolve = _named("units.states.convolve")
+"""The gated short convolution."""
+DELTA = {
+    op.Mix: _named("units.delta.mix"),
+    op.Recur: _named("units.delta.recur"),
+    op.Finish: _named("units.delta.finish"),
+}
+"""The gated delta rule, by the instruction."""
 restore = _named("units.paging.restore")
 """Restores a page into a window."""
 _PAGES = {

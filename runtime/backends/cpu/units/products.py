@@ -141,8 +141,8 @@ def _codebook(bits: int, decode: Any, one: Any) -> tuple[Any, Any]:
     return _product_of(tile_of, prepare, (one, gemm_entries_tile_4, gemm_entries_tile_8, gemm_entries_tile_16))
 
 
-_one_3, _several_3 = _uniform(3, gemv_tile_3, gemm_tile_3x4, gemm_tile_3x8, gemm_tile_3x16)
-_one_4, _several_4 = _uniform(4, gemv_tile_4, gemm_tile_4x4, gemm_tile_4x8, gemm_tile_4x16)
+one_3, several_3 = _uniform(3, gemv_tile_3, gemm_tile_3x4, gemm_tile_3x8, gemm_tile_3x16)
+one_4, several_4 = _uniform(4, gemv_tile_4, gemm_tile_4x4, gemm_tile_4x8, gemm_tile_4x16)
 _one_codebook_3, _several_codebook_3 = _codebook(3, decode_tile_3, gemv_codebook_tile_3)
 _one_codebook_4, _several_codebook_4 = _codebook(4, decode_tile_4, gemv_codebook_tile_4)
 
@@ -186,13 +186,13 @@ def multiply_linear(one_row: Any, several_rows: Any, i: int, control: int, part:
 @compiled_unit
 def multiply_uniform_3(i: int, control: int, part: int, parts: int, scratch: int) -> None:
     """Run the LINEAR instruction at address i: uniform codes of 3 bits."""
-    multiply_linear(_one_3, _several_3, i, control, part, parts, scratch)
+    multiply_linear(one_3, several_3, i, control, part, parts, scratch)
 
 
 @compiled_unit
 def multiply_uniform_4(i: int, control: int, part: int, parts: int, scratch: int) -> None:
     """Run the LINEAR instruction at address i: uniform codes of 4 bits."""
-    multiply_linear(_one_4, _several_4, i, control, part, parts, scratch)
+    multiply_linear(one_4, several_4, i, control, part, parts, scratch)
 
 
 @compiled_unit
@@ -216,9 +216,9 @@ def add_whole(i: int, rows: int, first: int, last: int, scratch: int) -> None:
     weights = Weights(by.codes, by.scales, by.zeros, 0, *sizes, 0)
     linear = Linear(weights, of.x, of.wanted, of.out, 0, 1, 0, of.residual, of.values, of.chosen, 0, by)
     if rows == 1:
-        _one_4(linear, first, last, False, MADE_BEFORE)
+        one_4(linear, first, last, False, MADE_BEFORE)
     else:
-        _several_4(linear, first, last, rows, scratch)
+        several_4(linear, first, last, rows, scratch)
 
 
 @compiled_unit

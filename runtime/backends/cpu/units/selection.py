@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numba
 
 from runtime.backends.cpu.data.control import FAILED, TURN
+from runtime.backends.cpu.data.experts import PAIR_BYTES
 from runtime.backends.cpu.data.instructions import BESIDE, CHOSEN_IN, WIDTH, Select
 from runtime.backends.cpu.data.step import Parameters
 from runtime.backends.cpu.kernels.select import (
@@ -20,7 +21,15 @@ from runtime.backends.cpu.kernels.select import (
     select_exact,
     select_random,
 )
-from runtime.backends.cpu.kernels.views import header_at, parameters_at, rows_of, select_at, share_of
+from runtime.backends.cpu.kernels.views import (
+    counts_at,
+    header_at,
+    pair_at,
+    parameters_at,
+    rows_of,
+    select_at,
+    share_of,
+)
 from runtime.backends.cpu.machine.calls import call_3, call_5
 from runtime.backends.cpu.machine.kernel import kernel, routine
 from runtime.backends.cpu.machine.sync import number_of, read_word, write_word
@@ -32,25 +41,25 @@ _FAILED = 8 * FAILED
 
 
 @routine
-def _approx(select: Select, _step: Parameters, _row: int, chunk: Chunk) -> bool:
+def _approx(select: Select, _step: Parameters, _row: int, _expert: int, chunk: Chunk) -> bool:
     return select_approx(chunk, select.border)
 
 
 @routine
-def _exact(_select: Select, _step: Parameters, _row: int, chunk: Chunk) -> bool:
+def _exact(_select: Select, _step: Parameters, _row: int, _expert: int, chunk: Chunk) -> bool:
     return select_exact(chunk)
 
 
 @routine
-def _static(select: Select, _step: Parameters, _row: int, chunk: Chunk) -> bool:
-    chosen = select.static + 4 * (chunk.start // CHUNK * min(CHUNK, select.k_chunk))
+def _static(select: Select, _step: Parameters, _row: int, expert: int, chunk: Chunk) -> bool:
+    chosen = select.static + 4 * (expert * select.total + chunk.start // CHUNK * min(CHUNK, select.k_chunk))
     for c in range(chunk.k):
         set_int(chunk.out + 4 * c, get_int(chosen + 4 * c))
     return True
 
 
 @routine
-def _random(select: Select, step: Parameters, row: int, chunk: Chunk) -> bool:
+def _random(select: Select, step: Parameters, row: int, _expert: int, chunk: Chunk) -> bool:
     if select.wanted != 0:
         row = numba.int64(get_int(step.logit_rows + 4 * row))
     position = numba.int64(get_int(step.positions + 4 * row))
@@ -73,17 +82,24 @@ def _select(choose: Any, i: int, control: int, part: int, parts: int, scratch: i
     select, step = select_at(i), parameters_at(control)
     if step.compensate == 0:
         return
+    by_slot = select.routes.counts != 0
     rows, chunks = rows_of(control, select.wanted), (select.width + CHUNK - 1) // CHUNK
+    if by_slot:
+        rows = counts_at(select.routes.counts).pairs
     # To measure recall a row must stay in one part.
     first, last = share_of(rows if select.measure != 0 else rows * chunks, part, parts)
     if select.measure != 0:
         first, last = first * chunks, last * chunks
     for item in range(first, last):
         row, number = item // chunks, item % chunks
-        if not choose(select, step, row, _chunk_of(select, row, number)):
+        place, expert = row, 0
+        if by_slot:
+            pair = pair_at(select.routes.pairs + PAIR_BYTES * row)
+            row, place, expert = pair.row, pair.slot, pair.expert
+        if not choose(select, step, row, expert, _chunk_of(select, place, number)):
             write_word(control + _FAILED, 1)
         if select.measure != 0 and number == chunks - 1:
-            call_3(header_at(i).inner, i, row, scratch)
+            call_3(header_at(i).inner, i, item // chunks, scratch)
 
 
 @compiled_unit
@@ -112,11 +128,14 @@ def select_any(i: int, control: int, part: int, parts: int, scratch: int) -> Non
 
 @compiled_unit
 def add_recall(i: int, row: int, scratch: int) -> None:
-    """Add a row's recall: the share of its `total` largest channels that were chosen."""
-    select = select_at(i)
+    """Add a row's recall: the share of its `total` largest channels that were chosen; by slot, a pair's to its row."""
+    select, of = select_at(i), row
+    if select.routes.counts != 0:
+        pair = pair_at(select.routes.pairs + PAIR_BYTES * row)
+        row, of = pair.slot, pair.row
     x, chosen, total = select.x.at + row * select.x.stride, select.chosen.at + row * select.chosen.stride, select.total
     hits = numba.float32(count_hits(x, select.width, chosen, total, scratch)) / numba.float32(total)
-    to = select.hits + 4 * row
+    to = select.hits + 4 * of
     set_float(to, numba.float32(get_float(to) + hits))
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from models.spec import RopeSpec
+from models.spec import MixtureSpec, RopeSpec, expert_of
 from runtime.backends.cpu.decoder import FEW_ROWS, CpuDecoder
 from runtime.backends.cpu.link import most_scratch, paging_units
 from runtime.backends.cpu.machine.isa import VARIANT, choose_variant, supported_variants
@@ -29,7 +30,7 @@ from runtime.errors import BackendError, InvalidActivationError, RequestError
 from runtime.kv.kinds import KINDS
 from tests.close import Tolerance, assert_close
 from tests.grid import grid
-from tests.runtime.conftest import BEHIND, BOTH_SIDES, LOCAL, TURNED
+from tests.runtime.conftest import BEHIND, BOTH_SIDES, LOCAL, SINKS, TURNED
 
 ROOT = Path(__file__).resolve().parents[4]
 
@@ -52,7 +53,7 @@ class Int8Linear(ReferenceLinear):
         rounded = activation.dequantize(*activation.quantize(x, self._group_size), self._group_size)
         if way == "shared" and self._shared is not None and not self._by_rows:
             channels = self._shared.numpy()
-            if x.shape[0] <= FEW_ROWS:
+            if x.shape[0] <= FEW_ROWS or expert_of(self._packed.name) is not None:
                 return gemv(rounded, self._weight + torch.from_numpy(restored(self._packed, channels)), self._bias)
             return gemv(rounded, torch.from_numpy(panel(self._packed, channels).weights()), self._bias)
         every = (self._drafted if draft else self._rows).k_chunk == CHUNK
@@ -68,6 +69,7 @@ def with_int8_activations(decoder: ReferenceDecoder, group_size: int) -> Referen
     return decoder
 
 
+MIXTURE = MixtureSpec(experts=5, chosen=3, width=80, normalized=True, dense=(1,))
 SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "ragged": ({"bits": 4}, {}),
     "3bit": ({"bits": 3, "residual_bits": 4}, {"num_kv_heads": 4}),
@@ -80,9 +82,15 @@ SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "norms-on-both-sides": ({"bits": 4}, {**BOTH_SIDES, "window_rope": LOCAL, "windows": (5, None)}),
     "norms-behind": ({"bits": 4}, {**BEHIND, "head_dim": 8, "num_heads": 5, "num_kv_heads": 1}),
     "norms-of-turned-heads": ({"bits": 4}, {**TURNED, "num_kv_heads": 1}),
+    "sinks": ({"bits": 4}, {**SINKS, "windows": (5, None), "num_kv_heads": 1}),
     "head-dim-512": ({"bits": 4}, {"head_dim": 512, "num_heads": 2, "num_kv_heads": 1, "num_layers": 1}),
     "codebooks": ({"bits": 4, "codebook": True}, {"qkv_bias": True}),
     "codebooks-3bit": ({"bits": 3, "codebook": True, "residual_bits": 4, "group_size": 64}, {"num_kv_heads": 1}),
+    "experts": ({"bits": 4, "seed": 4}, {"mixture": MIXTURE}),
+    "experts-3bit": (
+        {"bits": 3, "residual_bits": 4, "seed": 4},
+        {"mixture": replace(MIXTURE, experts=9, chosen=2, normalized=False), "num_layers": 3},
+    ),
     "wide-groups": ({"bits": 3, "group_size": 128}, {"hidden_size": 256, "head_dim": 64}),
 }
 
@@ -95,7 +103,7 @@ SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         SHAPES,
         {
             *("ragged", "3bit", "biases-qknorm-window", "codebooks-3bit", "head-dim-80"),
-            *("norms-on-both-sides", "norms-behind", "norms-of-turned-heads"),
+            *("norms-on-both-sides", "norms-behind", "norms-of-turned-heads", "sinks", "experts-3bit"),
         },
     ),
 )
@@ -106,7 +114,7 @@ def test_logits_match_the_reference(tiny_model: Any, tiny_spec: Any, shape: str,
     group's largest value: 1.5 % of the spread on average, 15 % at the worst. Attention over INT8 codes is an integer
     product, 6e-5 off by itself (`test_cpu_attention` holds it to 4e-4), which moves codes in every step: 1 to 2 % for
     any seed. A wrong mask, rotation or scale is off by the spread itself. Static selection, for the dynamic selectors
-    flip near-equal channels in the same way.
+    flip near-equal channels in the same way. Of 91 rows a few may go to another of two experts that are nearly equal.
     """
     model_changes, spec_changes = SHAPES[shape]
     model = tiny_model(tiny_spec(**spec_changes), **model_changes)
@@ -123,10 +131,12 @@ def test_logits_match_the_reference(tiny_model: Any, tiny_spec: Any, shape: str,
         one = step(tokens[position : position + count], position, prefill=prompt > 0)
         expected, actual = reference.forward(one), decoder.forward(one)
         assert actual.shape == expected.shape
-        errors.append(np.abs(actual - expected).ravel() / expected.std())
+        errors.append(np.abs(actual - expected) / expected.std())
         position += count
-    assert np.concatenate(errors).mean() <= (0.015 if kv == "fp16" else 0.03)
-    assert max(error.max() for error in errors) <= 0.15
+    rows = np.concatenate(errors)
+    others = rows.max(1) > 0.15
+    assert rows[~others].mean() <= (0.015 if kv == "fp16" else 0.03)
+    assert np.count_nonzero(others) <= (0 if model.spec.mixture is None else 4)
 
 
 @pytest.mark.parametrize("kv", ["fp16", "int8"])
@@ -233,6 +243,22 @@ def test_the_number_of_threads_does_not_change_prefill(tiny_model: Any) -> None:
     ]
     assert np.array_equal(results[0], results[1])
     assert np.array_equal(results[0], results[2])
+
+
+@pytest.mark.parametrize("k_chunk", [0, 200, 1024])
+def test_a_row_has_the_same_bits_alone_and_in_a_batch(tiny_model: Any, tiny_spec: Any, k_chunk: int) -> None:
+    """Through experts too, where a step of one row reads matrices one by one and other steps group rows by expert."""
+    options = DecoderOptions(context=32, k_chunk=k_chunk, slots=5, max_rows=8, threads=2)
+    model = tiny_model(tiny_spec(mixture=MIXTURE), residual_bits=4, seed=4)
+    single, batched = CpuDecoder(model, options), CpuDecoder(model, options)
+    for position in range(4):
+        tokens = np.random.default_rng(position).integers(0, model.spec.vocab_size, 5).astype(np.int32)
+        slots, positions = np.arange(5, dtype=np.int32), np.full(5, position, np.int32)
+        together = Step(tokens=tokens, slots=slots, positions=positions, logit_rows=slots)
+        expected = [
+            single.forward(Step.of(tokens[slot : slot + 1], position, [0], slot=slot)).copy() for slot in range(5)
+        ]
+        np.testing.assert_array_equal(batched.forward(together), np.concatenate(expected))
 
 
 def test_wrong_steps_are_refused(tiny_model: Any) -> None:

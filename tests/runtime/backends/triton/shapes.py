@@ -13,7 +13,6 @@ from models.packed import PackedLinear, PackedResidual
 from models.recipe import Recipe
 from models.spec import ModelSpec, RopeSpec
 from models.store import StoredModel
-from runtime.backends.operations.channels import layer_kind
 from runtime.backends.triton.layout import GpuLinear
 from runtime.backends.triton.residual import GpuResidual, LoadedResiduals, row_lines
 from runtime.backends.triton.sizes import code_words
@@ -54,7 +53,7 @@ class Shapes:
     recipe: Recipe
 
     def linear(self, name: str) -> PackedLinear:
-        N, K = self.spec.linear_shape(layer_kind(name))
+        N, K = self.spec.linear_shape(name)
         nothing = np.zeros(0, np.int32)
         residual = PackedResidual(bits=self.recipe.residual_bits, codes=nothing, scales=None)
         return PackedLinear(

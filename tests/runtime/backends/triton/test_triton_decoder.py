@@ -20,7 +20,7 @@ from runtime.errors import InvalidActivationError, RequestError
 from runtime.kv.kinds import PARTS
 from runtime.text.sampling import Sampler, SamplingOptions, log_probabilities
 from tests.close import Tolerance, assert_close
-from tests.runtime.conftest import BEHIND, BOTH_SIDES, LOCAL, TURNED
+from tests.runtime.conftest import BEHIND, BOTH_SIDES, LOCAL, SINKS, TURNED
 
 SMALL = {
     "hidden_size": 32,
@@ -46,6 +46,7 @@ SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "unrotated": ({"bits": 4}, {"num_layers": 2, "unrotated": (0,)}),
     "norms-on-both-sides": ({"bits": 4}, {"num_layers": 2, **BOTH_SIDES, "window_rope": LOCAL, "windows": (3, None)}),
     "norms-behind": ({"bits": 4}, {**BEHIND, "num_layers": 2, "num_heads": 3}),
+    "sinks": ({"bits": 4}, {**SINKS, "num_layers": 2, "windows": (3, None)}),
     "norms-of-turned-heads": ({"bits": 4}, {**TURNED, "num_layers": 2, "head_dim": 48}),
     "codebooks-3bit": ({"bits": 3, "residual_bits": 8, "codebook": True}, {}),
 }
@@ -186,6 +187,10 @@ def test_a_draft_reads_the_upper_plane_alone(tiny_model: Any, tiny_spec: Any, de
     tokens = [[17], [33, 34]]
     full = [np.array(ours.forward(step(each, 256))) for each in tokens]
     draft = [np.array(ours.forward(step(each, 256, draft=True))) for each in tokens]
+    ours.set_sensitive_layers(range(model.spec.num_layers))
+    assert np.array_equal(full[0], ours.forward(step(tokens[0], 256, draft=True)))
+    ours.set_sensitive_layers([])
+    assert np.array_equal(draft[0], ours.forward(step(tokens[0], 256, draft=True)))
     for part in PARTS:
         ours.cache.store.fields(part, ours.cache.store.pools[part])["lower"].zero_()
     for each, whole, half in zip(tokens, full, draft, strict=True):

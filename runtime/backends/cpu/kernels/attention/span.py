@@ -238,20 +238,21 @@ def attend_span(queries: Queries, span: Span, sums: Sums, scores: int) -> None:
 
 
 @kernel
-def merge_splits(sums: int, splits: int, dim: int, out: int) -> None:
+def merge_splits(sums: int, splits: int, dim: int, sink: float, out: int) -> None:
     """Join the partial results of one row and query head and normalize: float32 [D] at `out`.
 
     Args:
         sums: Address of the first split's partial result, the others behind it.
         splits: Number of splits.
         dim: D.
+        sink: A score that takes a share and adds nothing; LOWEST = none.
         out: Address of float32 [D].
     """
     padded, split_step = padded_channels(dim), part_bytes(dim)
-    top = numba.float32(LOWEST)
+    top = numba.float32(sink)
     for split in range(splits):
         top = max(top, get_float(sums + split * split_step + 4 * padded))
-    total = numba.float32(0.0)
+    total = numba.float32(math.exp(sink - top)) if sink > LOWEST else numba.float32(0.0)
     for split in range(splits):
         state = sums + split * split_step + 4 * padded
         total += numba.float32(math.exp(get_float(state) - top)) * get_float(state + 4)

@@ -245,12 +245,12 @@ def _attend_kernel(
 
 @triton.jit(do_not_specialize=["summed", "M", "splits", "rows"])
 def _merge_kernel(
-    partial_ptr, used_ptr, x_ptr, sums_ptr, summed, M, splits, rows,
+    partial_ptr, used_ptr, x_ptr, sums_ptr, sinks_ptr, summed, M, splits, rows,
     H: tl.constexpr, D: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """Program (m, h) merges the splits of query head h of row m, in a tile of `rows` rows; partial as `_leave` says.
 
-    x [M, H, D]; sums [M, H, D / 32], of the pieces of x, where they are asked for, and D is a multiple.
+    x [M, H, D]; sums [M, H, D / 32], of the pieces of x, where they are asked for, and D is a multiple; sinks [H].
     """
     BLOCK_D: tl.constexpr = triton.next_power_of_2(D)
     head = tl.program_id(0).to(tl.int64) * H + tl.program_id(1)
@@ -261,6 +261,9 @@ def _merge_kernel(
     used = tl.load(used_ptr + tl.program_id(0) // rows)
     top = float("-inf")
     weights = 0.0
+    if sinks_ptr is not None:
+        top = tl.load(sinks_ptr + tl.program_id(1)) * 1.4426950408889634
+        weights = 1.0
     acc = tl.zeros([BLOCK_D], tl.float32)
     for start in range(0, used, BLOCK_S):
         offs_s = start + tl.arange(0, BLOCK_S)
@@ -293,6 +296,7 @@ def attend(
     context: int,
     draft: bool = False,
     cap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
     """softmax(q k^T / sqrt(D)) v over the cached positions p - window < t <= p of the slot of every row at position p.
 
@@ -308,6 +312,7 @@ def attend(
         context: Most tokens of a slot.
         draft: Whether to read only the upper plane, if there are two.
         cap: Soft cap of q k^T / sqrt(D); None = none.
+        sinks: float32 [H], a score of each query head that takes a share of the softmax and adds nothing; None = none.
 
     Returns:
         float32 [M, H * D / 32], the sums of the pieces of x (`runtime.backends.triton.kernels.sums`), in the workspace
@@ -334,8 +339,8 @@ def attend(
             num_warps=config.num_warps, num_stages=config.num_stages,
         )  # fmt: skip
         _merge_kernel[(some, H)](
-            partial, used, x[start:], partial if sums is None else sums[start:], int(sums is not None), some, splits,
-            config.rows, H=H, D=D, BLOCK_S=_MERGED, num_warps=_MERGE_WARPS,
+            partial, used, x[start:], partial if sums is None else sums[start:], sinks, int(sums is not None), some,
+            splits, config.rows, H=H, D=D, BLOCK_S=_MERGED, num_warps=_MERGE_WARPS,
         )  # fmt: skip
     return sums
 
