@@ -131,6 +131,7 @@ def run(*command: str) -> None:
 def inside(root: Path, *arguments: str) -> list[str]:
     """The command that runs Python with some arguments in the root."""
     environment = ("PYTHONPATH=/packages:/program", "HOME=/home", "LOWBIT_CHAT_HOME=/home/lowbit-chat")
+    environment += ("LOWBIT_CHAT_BUDGET=0", "LOWBIT_CHAT_PROMPT_BUDGET=0")  # tuning would take an hour
     return ["chroot", str(root), "/usr/bin/env", "-C", "/program", *environment, "/usr/bin/python3", *arguments]
 
 

@@ -46,7 +46,7 @@ def test_only_these_functions_import_what_windows_lacks() -> None:
         ("app/tui/terminal.py", "termios"),
         ("runtime/backends/triton/residual.py", "resource"),
         ("runtime/measure/speed.py", "resource"),
-        ("runtime/text/chat_template.py", "resource"),
+        ("runtime/system/limits.py", "resource"),
     }
 
 
