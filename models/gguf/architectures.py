@@ -53,13 +53,11 @@ def _llama(fields: Fields, name: str, config: Mapping[str, Any], tensors: frozen
     return {"sliding_window": None} | found if "sliding_window" not in config else found
 
 
-def _qwen3moe(fields: Fields, name: str, config: Mapping[str, Any], tensors: frozenset[str]) -> dict[str, Any]:
-    layers = range(config["num_hidden_layers"])
+def _qwen3moe(fields: Fields, name: str, _config: Mapping[str, Any], _tensors: frozenset[str]) -> dict[str, Any]:
     return {
         **_experts(fields, name),
         "moe_intermediate_size": fields.integer(f"{name}.expert_feed_forward_length"),
         "norm_topk_prob": fields.flag(f"{name}.expert_weights_norm", True),
-        "mlp_only_layers": [at for at in layers if f"model.layers.{at}.mlp.down_proj.weight" in tensors],
     }
 
 
