@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import numba
 
@@ -51,62 +51,73 @@ def inverse_length(x: int, width: int) -> float:
     return numba.float32(1.0 / math.sqrt(total))
 
 
-@kernel
-def copy_columns(source: int, stride: int, target: int, rows: int) -> None:
-    """Copy sixteen columns float32 [rows], `stride` bytes apart, side by side."""
-    for i in range(rows):
-        store_floats(target + 64 * i, load_floats(source + stride * i))
+class Columns(NamedTuple):
+    """Sixteen columns of a matrix."""
+
+    at: int
+    """Address of float32 [rows, 16]."""
+    stride: int
+    """Bytes between rows."""
+    rows: int
+    """Dk."""
+
+
+class Token(NamedTuple):
+    """What the delta rule reads of a token, but the values."""
+
+    k: int
+    """Address of float32 [Dk]."""
+    length: float
+    """A factor of k."""
+    q: int
+    """Address of float32 [Dk]."""
+    factor: float
+    """A factor of q."""
+    beta: float
+    """How much of the old values the new ones replace."""
+    decay: float
+    """How much of the matrix is left."""
 
 
 @kernel
-def learn(
-    columns: int,
-    stride: int,
-    rows: int,
-    k: int,
-    length: float,
-    v: Any,
-    beta: float,
-    decay: float,
-    q: int,
-    factor: float,
-) -> Any:
-    """Sixteen columns S become decay S + k beta (v - decay Sᵀk), in place.
+def copy_columns(source: Columns, target: int) -> None:
+    """Copy columns side by side, float32 [rows, 16]."""
+    for i in range(source.rows):
+        store_floats(target + 64 * i, load_floats(source.at + source.stride * i))
+
+
+@kernel
+def learn(columns: Columns, token: Token, v: Any) -> Any:
+    """Columns S become decay S + k beta (v - decay Sᵀk), in place.
 
     Args:
-        columns: Address of float32 [rows, 16].
-        stride: Bytes between rows.
-        rows: Dk.
-        k: Address of float32 [rows], times `length`.
-        length: A factor of k.
-        v: Sixteen values.
-        beta: How much of the old values they replace.
-        decay: How much of S is left.
-        q: Address of float32 [rows], times `factor`.
-        factor: A factor of q.
+        columns: S.
+        token: The token.
+        v: Sixteen of its values.
 
     Returns:
         Sᵀq afterwards.
     """
+    at, stride, rows, k, q = columns.at, columns.stride, columns.rows, token.k, token.q
     even, odd = zero_floats(), zero_floats()
     for i in range(0, rows - 1, 2):
-        even = fma(load_floats(columns + stride * i), broadcast(k + 4 * i), even)
-        odd = fma(load_floats(columns + stride * (i + 1)), broadcast(k + 4 * i + 4), odd)
+        even = fma(load_floats(at + stride * i), broadcast(k + 4 * i), even)
+        odd = fma(load_floats(at + stride * (i + 1)), broadcast(k + 4 * i + 4), odd)
     if rows % 2 != 0:
-        even = fma(load_floats(columns + stride * (rows - 1)), broadcast(k + 4 * rows - 4), even)
-    left = fill(numba.float32(decay))
-    known = mul(add(even, odd), fill(numba.float32(decay * length)))
-    change = mul(sub(v, known), fill(numba.float32(beta * length)))
+        even = fma(load_floats(at + stride * (rows - 1)), broadcast(k + 4 * rows - 4), even)
+    left = fill(numba.float32(token.decay))
+    known = mul(add(even, odd), fill(numba.float32(token.decay * token.length)))
+    change = mul(sub(v, known), fill(numba.float32(token.beta * token.length)))
     even, odd = zero_floats(), zero_floats()
     for i in range(0, rows - 1, 2):
-        one = fma(broadcast(k + 4 * i), change, mul(left, load_floats(columns + stride * i)))
-        other = fma(broadcast(k + 4 * i + 4), change, mul(left, load_floats(columns + stride * (i + 1))))
-        store_floats(columns + stride * i, one)
-        store_floats(columns + stride * (i + 1), other)
+        one = fma(broadcast(k + 4 * i), change, mul(left, load_floats(at + stride * i)))
+        other = fma(broadcast(k + 4 * i + 4), change, mul(left, load_floats(at + stride * (i + 1))))
+        store_floats(at + stride * i, one)
+        store_floats(at + stride * (i + 1), other)
         even, odd = fma(one, broadcast(q + 4 * i), even), fma(other, broadcast(q + 4 * i + 4), odd)
     if rows % 2 != 0:
-        at = columns + stride * (rows - 1)
-        one = fma(broadcast(k + 4 * rows - 4), change, mul(left, load_floats(at)))
-        store_floats(at, one)
+        last = at + stride * (rows - 1)
+        one = fma(broadcast(k + 4 * rows - 4), change, mul(left, load_floats(last)))
+        store_floats(last, one)
         even = fma(one, broadcast(q + 4 * rows - 4), even)
-    return mul(add(even, odd), fill(numba.float32(factor)))
+    return mul(add(even, odd), fill(numba.float32(token.factor)))

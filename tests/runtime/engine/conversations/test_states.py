@@ -13,6 +13,7 @@ from models.spec import DeltaSpec, ModelSpec
 from runtime.backends.cpu.decoder import CpuDecoder
 from runtime.backends.decoder import DecoderOptions, Step
 from runtime.backends.reference.decoder import ReferenceDecoder
+from runtime.drafting import LARGEST_GAMMA
 from runtime.engine.conversations.conversations import Conversations
 from runtime.errors import RequestError
 from runtime.kv import states
@@ -139,6 +140,7 @@ def test_any_history_gives_what_a_fresh_prefill_gives(
 
 
 def test_drafts_are_cut_back_and_long_steps_are_not(tiny_spec: Any) -> None:
+    assert SMALL_STEP == LARGEST_GAMMA + 1
     own = States(hybrid(tiny_spec), 2)
     own.begin(0, 0, 100, draft=False)
     assert (own.reach(0, 100), own.reach(0, 99)) == (100, 0)
