@@ -232,7 +232,7 @@ class Oracle:
         if not self._resident:
             self._loaded = {key: held for key, held in self._loaded.items() if _stay_together(key, name)}
         bias: Tensor | None = None
-        in_full = name in (*self.spec.vector_names(), *self.spec.router_names())
+        in_full = name.endswith("router") or name in self.spec.vector_names()
         if in_full:
             weight = self._weights.vector(name)
         else:

@@ -51,8 +51,15 @@ def inverse_length(x: int, width: int) -> float:
     return numba.float32(1.0 / math.sqrt(total))
 
 
+@kernel
+def copy_columns(source: int, stride: int, target: int, rows: int) -> None:
+    """Copy sixteen columns float32 [rows], `stride` bytes apart, side by side."""
+    for i in range(rows):
+        store_floats(target + 64 * i, load_floats(source + stride * i))
+
+
 class Columns(NamedTuple):
-    """Sixteen columns of a matrix."""
+    """Sixteen columns of a head's matrix."""
 
     at: int
     """Address of float32 [rows, 16]."""
@@ -62,62 +69,50 @@ class Columns(NamedTuple):
     """Dk."""
 
 
-class Token(NamedTuple):
-    """What the delta rule reads of a token, but the values."""
+class Scaled(NamedTuple):
+    """A query or key of a head, Dk channels."""
 
-    k: int
-    """Address of float32 [Dk]."""
-    length: float
-    """A factor of k."""
-    q: int
+    at: int
     """Address of float32 [Dk]."""
     factor: float
-    """A factor of q."""
-    beta: float
-    """How much of the old values the new ones replace."""
-    decay: float
-    """How much of the matrix is left."""
+    """What they are to be multiplied by."""
 
 
 @kernel
-def copy_columns(source: Columns, target: int) -> None:
-    """Copy columns side by side, float32 [rows, 16]."""
-    for i in range(source.rows):
-        store_floats(target + 64 * i, load_floats(source.at + source.stride * i))
-
-
-@kernel
-def learn(columns: Columns, token: Token, v: Any) -> Any:
-    """Columns S become decay S + k beta (v - decay Sᵀk), in place.
+def learn(columns: Columns, k: Scaled, v: Any, beta: float, decay: float, q: Scaled) -> Any:
+    """Sixteen columns S become decay S + k beta (v - decay Sᵀk), in place.
 
     Args:
         columns: S.
-        token: The token.
-        v: Sixteen of its values.
+        k: The key.
+        v: Sixteen values.
+        beta: How much of the old values they replace.
+        decay: How much of S is left.
+        q: The query.
 
     Returns:
         Sᵀq afterwards.
     """
-    at, stride, rows, k, q = columns.at, columns.stride, columns.rows, token.k, token.q
+    at, stride, rows = columns
     even, odd = zero_floats(), zero_floats()
     for i in range(0, rows - 1, 2):
-        even = fma(load_floats(at + stride * i), broadcast(k + 4 * i), even)
-        odd = fma(load_floats(at + stride * (i + 1)), broadcast(k + 4 * i + 4), odd)
+        even = fma(load_floats(at + stride * i), broadcast(k.at + 4 * i), even)
+        odd = fma(load_floats(at + stride * (i + 1)), broadcast(k.at + 4 * i + 4), odd)
     if rows % 2 != 0:
-        even = fma(load_floats(at + stride * (rows - 1)), broadcast(k + 4 * rows - 4), even)
-    left = fill(numba.float32(token.decay))
-    known = mul(add(even, odd), fill(numba.float32(token.decay * token.length)))
-    change = mul(sub(v, known), fill(numba.float32(token.beta * token.length)))
+        even = fma(load_floats(at + stride * (rows - 1)), broadcast(k.at + 4 * rows - 4), even)
+    left = fill(numba.float32(decay))
+    known = mul(add(even, odd), fill(numba.float32(decay * k.factor)))
+    change = mul(sub(v, known), fill(numba.float32(beta * k.factor)))
     even, odd = zero_floats(), zero_floats()
     for i in range(0, rows - 1, 2):
-        one = fma(broadcast(k + 4 * i), change, mul(left, load_floats(at + stride * i)))
-        other = fma(broadcast(k + 4 * i + 4), change, mul(left, load_floats(at + stride * (i + 1))))
+        one = fma(broadcast(k.at + 4 * i), change, mul(left, load_floats(at + stride * i)))
+        other = fma(broadcast(k.at + 4 * i + 4), change, mul(left, load_floats(at + stride * (i + 1))))
         store_floats(at + stride * i, one)
         store_floats(at + stride * (i + 1), other)
-        even, odd = fma(one, broadcast(q + 4 * i), even), fma(other, broadcast(q + 4 * i + 4), odd)
+        even, odd = fma(one, broadcast(q.at + 4 * i), even), fma(other, broadcast(q.at + 4 * i + 4), odd)
     if rows % 2 != 0:
         last = at + stride * (rows - 1)
-        one = fma(broadcast(k + 4 * rows - 4), change, mul(left, load_floats(last)))
+        one = fma(broadcast(k.at + 4 * rows - 4), change, mul(left, load_floats(last)))
         store_floats(last, one)
-        even = fma(one, broadcast(q + 4 * rows - 4), even)
-    return mul(add(even, odd), fill(numba.float32(token.factor)))
+        even = fma(one, broadcast(q.at + 4 * rows - 4), even)
+    return mul(add(even, odd), fill(numba.float32(q.factor)))

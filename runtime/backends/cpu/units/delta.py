@@ -9,7 +9,7 @@ import numba
 from runtime.backends.cpu.data.instructions import Mix, Recur, State
 from runtime.backends.cpu.kernels.delta import (
     Columns,
-    Token,
+    Scaled,
     copy_columns,
     decays_of,
     inverse_length,
@@ -164,12 +164,18 @@ def _recur_head(recur: Recur, slot: int, position: int, row: int, rows: int, hea
         at, step = state.matrices + (slot * recur.heads + head) * Dk * stride + c, stride
         for i in range(-before, rows):
             if (i == -before and absorbs == 0) or (i == 0 and absorbs == 1):
-                copy_columns(Columns(at, step, Dk), columns)
+                copy_columns(at, step, columns, Dk)
                 at, step = columns, numba.int64(64)
             x, lengths = _read(recur, slot, before, row, i), scratch + 8 * (before + i)
             factor = get_float(lengths + 4) if i >= 0 else numba.float32(0.0)
-            token = Token(x + k, get_float(lengths), x + q, factor, get_float(x + beta), get_float(x + decay))
-            y = learn(Columns(at, step, Dk), token, load_floats(x + v + c))
+            y = learn(
+                Columns(at, step, Dk),
+                Scaled(x + k, get_float(lengths)),
+                load_floats(x + v + c),
+                get_float(x + beta),
+                get_float(x + decay),
+                Scaled(x + q, factor),
+            )
             if i >= 0:
                 out = recur.out.at + (row + i) * recur.out.stride + 4 * Dv * head + c
                 _store(out, y, Dv - c // 4, columns + 64 * Dk)

@@ -196,3 +196,7 @@ def test_saved_states_that_do_not_fit_leave_the_slot_empty(tiny_model: Any, tiny
         assert (decoder.cache.length(0), decoder.cache.states.reach(0, 0)) == (0, 0)
     decoder.cache.load(0, 31, 31, pieces)
     assert decoder.cache.reach(0, 30) == 30
+
+
+def test_a_verification_is_a_small_step() -> None:
+    assert SMALL_STEP == LARGEST_GAMMA + 1
