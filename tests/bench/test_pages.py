@@ -81,7 +81,7 @@ def test_a_digest_misses_no_file_that_was_moved() -> None:
     assert origin.code_of_patterns("runtime", ("errors.py", "kv/*.py")) != origin.code_of_patterns(
         "runtime", ("kv/*.py",)
     )
-    with pytest.raises(ValueError, match="runtime has no nowhere.py"):
+    with pytest.raises(ValueError, match=r"runtime has no nowhere\.py"):
         origin.code_of_patterns("runtime", ("errors.py", "nowhere.py"))
     assert Codes.now().cpu
     assert tuning_code()

@@ -22,6 +22,7 @@ FIELDS = {
     "k_chunk",
     "speculation",
     "passages",
+    "tool_calls",
 }
 Answer = Callable[..., dict[str, Any]]
 

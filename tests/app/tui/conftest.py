@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
+import sys
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -13,8 +15,9 @@ from typing import Any
 
 import pytest
 
+from app import paths
 from app.errors import ClientError, ContextLengthError
-from app.protocol import ChatDelta, ChatOptions
+from app.protocol import CallDelta, ChatDelta, ChatOptions
 from app.settings import Settings
 from app.tui.app import ChatApp
 from models.catalogue import CATALOGUE
@@ -28,6 +31,7 @@ from runtime.wire.requests import LoadRequest, QuantizeRequest, TuneRequest
 from tuner.curve import Curve
 
 MEGABYTE = 1_000_000
+HOSTILE = Path(__file__).parents[1] / "tools" / "hostile.py"
 
 
 def entry(name: str, **changes: Any) -> ModelEntry:
@@ -352,7 +356,7 @@ class Client:
         gone, self.runtime.saved = self.runtime.saved, Holding()
         return gone
 
-    async def chat(self, messages: Sequence[Mapping[str, str]], options: ChatOptions) -> AsyncIterator[ChatDelta]:
+    async def chat(self, messages: Sequence[Mapping[str, Any]], options: ChatOptions) -> AsyncIterator[ChatDelta]:
         self._check()
         runtime = self.runtime
         number = len(runtime.named("chat"))
@@ -361,6 +365,7 @@ class Client:
             runtime.too_long -= 1
             raise ContextLengthError("the prompt is too long", status=400)
         text = runtime.answers[min(number, len(runtime.answers) - 1)]
+        text, *called = text.split("\nCALL ")  # a line `CALL name {"argument": 1}` is a call
         pieces = re.findall(r"\s*\S+|\s+$", text)
         try:
             async with runtime.turn:
@@ -377,6 +382,11 @@ class Client:
                         raise ClientError(error)
                     yield ChatDelta(text=piece, model=runtime.answers_as or options.model)
                     await asyncio.sleep(runtime.delay_s)
+                for at, line in enumerate(called):
+                    name, _, arguments = line.partition(" ")
+                    yield ChatDelta(text="", calls=[CallDelta(index=at, id=f"id{number}-{at}", name=name)])
+                    for piece in re.findall(r".{1,7}", arguments):
+                        yield ChatDelta(text="", calls=[CallDelta(index=at, arguments=piece)])
         except (asyncio.CancelledError, GeneratorExit):
             runtime.cancelled.append("chat")
             raise
@@ -548,3 +558,18 @@ def stage() -> Callable[..., Any]:
 def app_of() -> Callable[..., ChatApp]:
     """`app_of(runtime, **settings)` makes an application that does not run yet."""
     return make_app
+
+
+@pytest.fixture
+def served() -> Callable[..., None]:
+    """`served("good", ...)` writes mcp.json with servers of `hostile.py`; new chats use their tools."""
+
+    def write(*kinds: str, use: bool = True) -> None:
+        file = paths.settings_file().with_name("mcp.json")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        servers = {kind: {"command": sys.executable, "args": [str(HOSTILE), kind]} for kind in kinds}
+        file.write_text(json.dumps({"mcpServers": servers}))
+        usual = [f"{kind}/{name}" for kind in kinds for name in ("echo", "write")] if use else []
+        file.with_name("tools.json").write_text(json.dumps({"usual": usual}))
+
+    return write
