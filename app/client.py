@@ -179,12 +179,12 @@ class RuntimeClient:
         await self._json("POST", "/runtime/shutdown", {})
 
     async def chat(
-        self, messages: Sequence[Mapping[str, str]], options: ChatOptions
+        self, messages: Sequence[Mapping[str, Any]], options: ChatOptions
     ) -> AsyncGenerator[ChatDelta, None]:
         """Generate an answer to a conversation.
 
         Args:
-            messages: `{"role": ..., "content": ...}`.
+            messages: `{"role": ..., "content": ...}`, with `tool_calls` and their results.
             options: Sampling options.
         """
         model = options.model or self._model or (await self.status()).model
@@ -202,7 +202,8 @@ class RuntimeClient:
                 for choice in read_items(event.get("choices")):
                     finished = finished or choice.get("finish_reason") is not None
                     delta = read_delta(choice, event.get("timings"), event.get("model"))
-                    if (length := length + len(delta.text)) > MAX_TEXT:
+                    length += len(delta.text) + sum(len(call.arguments) for call in delta.calls)
+                    if length > MAX_TEXT:
                         raise ProtocolError(f"{self.who} sent an endless answer: more than {MAX_TEXT:,} characters")
                     yield delta
         if not finished:

@@ -25,6 +25,8 @@ REASONING = ("<think>", "</think>")
 """The tags that reasoning models write around their reasoning."""
 Role = Literal["user", "assistant"]
 State = Literal["streaming", "done", "stopped", "failed"]
+CallState = Literal["asked", "running", "done", "failed", "refused", "stopped"]
+NOT_RUN = "The call was stopped before it had a result."
 Unit = Literal["line", "page", "paragraph"]
 MAX_TEXT = 2**24
 """Maximum length in characters of a message from outside the program."""
@@ -63,6 +65,28 @@ class Statistics:
     """Number of messages at the beginning of the chat that the model did not see, because they did not fit."""
     estimated: bool = False
     """Whether these are the UI's own counts, because the answer ended before the runtime reported."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """A call of a tool, in the answer that made it."""
+
+    id: str
+    """What its result refers to."""
+    name: str
+    """The tool, as the model knows it."""
+    arguments: str
+    """JSON."""
+    server: str = ""
+    """Where the tool is."""
+    state: CallState = "asked"
+    result: str = ""
+    """What the model gets: the result, or why there is none."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether it has a result."""
+        return self.state not in ("asked", "running")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,14 +131,23 @@ class Message:
     model: str | None = None
     """Name of the model that answered."""
     statistics: Statistics | None = None
+    calls: Sequence[Call] = ()
+    """The tools that this answer called. The answer that uses their results is the next message."""
     passages: Sequence[Passage] | None = None
     """The passages of documents that the answer was given, none if nothing was found; None if nothing was searched."""
     created: datetime = field(default_factory=_now)
 
     @property
+    def length(self) -> int:
+        """Characters that the model reads of it."""
+        return len(self.text) + sum(len(call.name) + len(call.arguments) + len(call.result) for call in self.calls)
+
+    @property
     def resumable(self) -> bool:
         """Whether it is an answer that ended early and can be continued."""
         cut = self.statistics is not None and self.statistics.cut
+        if self.calls:
+            return False  # its next message is what goes on
         return self.role == "assistant" and (self.state in ("stopped", "failed") or cut)
 
 
@@ -132,6 +165,8 @@ class Extras:
     """Id of the first message that the model still sees; earlier ones no longer fit. None if it sees all."""
     summary: str = ""
     """The summary of the messages before `since` that the model is given."""
+    tools: Sequence[str] | None = None
+    """Keys of the tools that it may use; None: those that a new chat begins with."""
     sources: Sequence[Source] = ()
     """The documents that are searched for every prompt."""
 
@@ -259,16 +294,19 @@ class Conversation:
         self.head = head if head in ids else messages[-1].id if messages else None
 
 
-def prompt_of(path: Sequence[Message], system_prompt: str = "") -> list[Mapping[str, str]]:
+def prompt_of(path: Sequence[Message], system_prompt: str = "") -> list[Mapping[str, Any]]:
     """The messages in the form that the model receives.
 
     Answers that failed before their first word are left out. Prompts that then follow each other are merged, because
-    chat templates require alternating turns.
+    chat templates require alternating turns. Calls of tools are followed by their results.
     """
-    prompt: list[Mapping[str, str]] = []
+    prompt: list[Mapping[str, Any]] = []
     if system_prompt.strip():
         prompt.append({"role": "system", "content": system_prompt})
     for message in path:
+        if message.calls:
+            prompt += _called(message)
+            continue
         if message.role == "assistant" and not message.text:
             continue
         content = message.text if message is path[-1] or message.role == "user" else split_reasoning(message.text)[1]
@@ -276,6 +314,20 @@ def prompt_of(path: Sequence[Message], system_prompt: str = "") -> list[Mapping[
             content = f"{prompt.pop()['content']}\n\n{content}"
         prompt.append({"role": message.role, "content": content})
     return prompt
+
+
+def _called(message: Message) -> list[Mapping[str, Any]]:
+    """An answer with calls, and their results."""
+    calls = [
+        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+        for call in message.calls
+    ]
+    said = {"role": "assistant", "content": split_reasoning(message.text)[1], "tool_calls": calls}
+    results = [
+        {"role": "tool", "tool_call_id": call.id, "content": call.result if call.ended else NOT_RUN}
+        for call in message.calls
+    ]
+    return [said, *results]
 
 
 def split_reasoning(text: str) -> tuple[str, str]:

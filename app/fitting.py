@@ -41,12 +41,12 @@ def fit(path: Sequence[Message], context: int, *, first: int = 0, answer: int | 
         context: size of the context in tokens.
         first: index of the first message that it saw last time.
         answer: maximum length of the answer in tokens, if set.
-        system: the system prompt.
+        system: the system prompt, and as many characters as the descriptions of tools have.
 
     Returns:
         The choice. It always contains the user's last message, whether that fits or not.
     """
-    rate = rate_of(path)
+    rate = rate_of(path, len(system))
     costs = [message_tokens(message, rate) for message in path]
     fixed = len(system) * rate + (TOKENS_PER_MESSAGE if system else 0)
     free = context - min(ANSWER_SHARE * context, answer or context)
@@ -66,11 +66,17 @@ def later(path: Sequence[Message], first: int) -> int | None:
     return None if found == first else found
 
 
-def rate_of(path: Sequence[Message]) -> float:
-    """Tokens per character of this conversation, by the runtime's last count."""
-    characters, rate = 0, TOKENS_PER_CHARACTER
+def rate_of(path: Sequence[Message], fixed: int = 0, usual: float = TOKENS_PER_CHARACTER) -> float:
+    """Tokens per character of this conversation, by the runtime's last count.
+
+    Args:
+        path: its messages.
+        fixed: characters that every prompt holds besides: the system prompt, and what describes tools.
+        usual: what to assume before anything was counted.
+    """
+    characters, rate = fixed, usual
     for message in path:
-        characters += len(message.text)
+        characters += message.length
         counted = message.statistics
         if counted is not None and counted.context_used and not counted.left_out and characters:
             rate = counted.context_used / characters
@@ -79,7 +85,7 @@ def rate_of(path: Sequence[Message]) -> float:
 
 def message_tokens(message: Message, rate: float) -> float:
     """Estimated number of tokens of a message."""
-    return len(message.text) * rate + TOKENS_PER_MESSAGE
+    return message.length * rate + TOKENS_PER_MESSAGE * (1 + len(message.calls))
 
 
 def _later(path: Sequence[Message], first: int) -> int:

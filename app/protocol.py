@@ -21,6 +21,8 @@ MAX_MESSAGE = 1000
 """Maximum length in characters of a server's error message."""
 MAX_NAME = 300
 """Maximum length in characters of a model's name."""
+MAX_CALLS = 64
+"""Maximum number of calls in an answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +51,22 @@ class ChatOptions:
     """The conversation's name in the runtime; `RuntimeClient.forget` takes it."""
     continue_final: bool = False
     """Whether to continue the last message, the assistant's, instead of answering it."""
+    tools: Sequence[Mapping[str, Any]] | None = None
+    """Functions that the model may call, in OpenAI's format."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallDelta:
+    """A piece of a call."""
+
+    index: int
+    """Its number among the answer's calls."""
+    id: str = ""
+    """In the first piece."""
+    name: str = ""
+    """In the first piece."""
+    arguments: str = ""
+    """More of the arguments' JSON."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +81,8 @@ class ChatDelta:
     """Statistics; in the last piece only."""
     model: str | None = None
     """The model that answers."""
+    calls: Sequence[CallDelta] = ()
+    """Pieces of calls."""
 
 
 def status_error(status: int, content: bytes) -> ClientError:
@@ -133,7 +153,28 @@ def read_delta(choice: Mapping[str, Any], timings: object, model: object = None)
         finish_reason=finish if isinstance(finish, str) else None,
         timings=_timings(timings),
         model=model[:MAX_NAME] if isinstance(model, str) else None,
+        calls=_calls(delta.get("tool_calls")) if isinstance(delta, dict) else (),
     )
+
+
+def _calls(found: object) -> Sequence[CallDelta]:
+    """Pieces of calls; malformed ones are ignored."""
+    calls = []
+    for at, one in enumerate(found if isinstance(found, list) else ()):
+        function = one.get("function") if isinstance(one, dict) else None
+        if not isinstance(one, dict) or not isinstance(function, dict):
+            continue
+        index = one.get("index")
+        id_, name, arguments = one.get("id"), function.get("name"), function.get("arguments")
+        calls.append(
+            CallDelta(
+                index=index if type(index) is int and 0 <= index < MAX_CALLS else at,
+                id=id_[:MAX_NAME] if isinstance(id_, str) else "",
+                name=name[:MAX_NAME] if isinstance(name, str) else "",
+                arguments=arguments if isinstance(arguments, str) else "",
+            )
+        )
+    return calls
 
 
 def _timings(found: object) -> Timings | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from app.client import CONNECT_S, TURN_S, RuntimeClient
@@ -190,7 +190,7 @@ class RemoteClient(RuntimeClient):
         return Holding()
 
     async def chat(
-        self, messages: Sequence[Mapping[str, str]], options: ChatOptions
+        self, messages: Sequence[Mapping[str, Any]], options: ChatOptions
     ) -> AsyncGenerator[ChatDelta, None]:
         """Generate an answer. Only options that servers understand and that have an effect are sent."""
         plain = replace(

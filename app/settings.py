@@ -156,6 +156,11 @@ class Settings:
     gamma: Annotated[int, Within(1, LARGEST_GAMMA)] | None = _setting(
         "tokens that the model drafts per round of speculation; auto: the fastest number", reload=True
     )
+    sensitive_layers: Annotated[int, Within(0, 1000)] = _setting(
+        "layers, the most sensitive ones, whose cache the model's drafts read at 8 bits instead of 4; 0: none",
+        0,
+        reload=True,
+    )
     num_parallel: Annotated[int, Within(1, 64)] | None = _setting(
         "requests answered at the same time; auto: up to 4, as memory allows", reload=True
     )
@@ -206,7 +211,8 @@ class Settings:
     @property
     def speculation(self) -> Speculate | None:
         """The drafts of the model that override any measurement; None if there are none, see `drafts`."""
-        return Speculate(gamma=self.gamma) if self.speculate == "on" else None
+        found = Speculate(gamma=self.gamma, sensitive_layers=self.sensitive_layers)
+        return found if self.speculate == "on" else None
 
     @property
     def drafts(self) -> Drafts:

@@ -8,6 +8,7 @@ import importlib
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -20,6 +21,7 @@ from models.files import private_folder
 from runtime import program_version
 from runtime.server.lock import LockRecord, is_alive, lock_path, read_lock, remove_lock
 from runtime.system.child import child_command
+from runtime.system.job import Job, own_job
 
 START_TIMEOUT_S = 60.0
 """Maximum wait for a new process to respond, in seconds."""
@@ -33,6 +35,9 @@ LOG_NAME = "runtime.log"
 OLD_LOG_NAME = "runtime.old.log"
 """The log file of the previous runtime."""
 _POLL_S = 0.02
+_SIGKILL = 9
+_WITHOUT_CONSOLE = getattr(subprocess, "CREATE_NO_WINDOW", 0) | getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0)
+"""Windows: no window of its own, and no Ctrl-C of the terminal's."""
 
 
 class Supervisor:
@@ -69,6 +74,7 @@ class Supervisor:
         self._child: subprocess.Popen[bytes] | None = None
         self._record: LockRecord | None = None
         self._client: RuntimeClient | None = None
+        self._job: Job | None = None
         self._noted = 0  # the process whose end is already logged
 
     @property
@@ -197,7 +203,7 @@ class Supervisor:
         if self._child is None or self._child.pid == self._noted:
             return
         self._noted = self._child.pid
-        why = "; possibly out of memory, see the system log" if code == -signal.SIGKILL else ""
+        why = "; possibly out of memory, see the system log" if code == -_SIGKILL else ""
         with contextlib.suppress(OSError), self.log_file.open("a", encoding="utf-8") as log:
             log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} the process {self._child.pid} {_ending(code)}{why}\n")
 
@@ -214,14 +220,19 @@ class Supervisor:
         try:
             self._child = subprocess.Popen(
                 [*(self._command or own_command()), *arguments],
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,  # closes when this process ends, however it does
                 stdout=log,
                 stderr=log,
                 env={"LOWBIT_CHAT_KERNEL_CACHE": str(cache_dir() / "kernels"), **os.environ},
                 start_new_session=True,  # Ctrl-C at the terminal goes to the UI, which stops the runtime cleanly
+                creationflags=_WITHOUT_CONSOLE,
             )
         finally:
             os.close(log)
+        with contextlib.suppress(OSError):  # the pipe and the runtime's own look at its parent remain
+            self._job = self._job or own_job()
+            if self._job is not None:
+                self._job.add(self._child.pid)
 
     async def _disconnect(self) -> None:
         """Close the client, and stop the process if it is ours."""
@@ -235,8 +246,11 @@ class Supervisor:
         child, self._child = self._child, None
         if child is None:
             return
+        if child.stdin is not None:
+            child.stdin.close()  # asks it to end, on every system
         if child.poll() is None:
-            child.terminate()
+            if sys.platform != "win32":  # there, terminating is killing
+                child.terminate()
             try:
                 await asyncio.to_thread(child.wait, END_TIMEOUT_S)
             except subprocess.TimeoutExpired:

@@ -7,10 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
+
+_TRIES, _PAUSE_S = 20, 0.05
+"""Attempts to replace a file on Windows, and seconds between them."""
 
 
 @contextlib.contextmanager
@@ -41,11 +46,21 @@ def replacing(
             if synced:
                 file.flush()
                 os.fsync(file.fileno())
-        temporary.replace(path)
+        _replace(temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise
+
+
+def _replace(temporary: Path, path: Path) -> None:
+    """Rename over a file. Windows refuses while another program reads it, which takes moments: it is tried again."""
+    for _ in range(_TRIES if sys.platform == "win32" else 0):
+        with contextlib.suppress(PermissionError):
+            temporary.replace(path)
+            return
+        time.sleep(_PAUSE_S)
+    temporary.replace(path)
 
 
 def private_folder(folder: Path) -> Path:

@@ -14,7 +14,7 @@ _RANGES: Mapping[str, tuple[float, float]] = {
     "repetition_penalty": (1.0, 2.0),
 }
 """Keys that are taken, as transformers' `GenerationConfig` calls them, and the values that the settings accept."""
-_GGUF_KEYS: Mapping[str, str] = {
+GGUF_KEYS: Mapping[str, str] = {
     "temp": "temperature",
     "top_p": "top_p",
     "top_k": "top_k",
@@ -48,5 +48,5 @@ def recommended_sampling(table: Mapping[str, Any]) -> dict[str, float]:
 
 def gguf_generation_config(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """A GGUF file's `general.sampling` keys as a generation_config.json; empty where it has none."""
-    found = {name: metadata.get(f"general.sampling.{key}") for key, name in _GGUF_KEYS.items()}
+    found = {name: metadata.get(f"general.sampling.{key}") for key, name in GGUF_KEYS.items()}
     return {name: value for name, value in found.items() if isinstance(value, (int, float))}

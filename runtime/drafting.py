@@ -16,16 +16,21 @@ class Speculate:
     """A request that the model drafts for itself.
 
     Raises:
-        RequestError: gamma is out of range.
+        RequestError: a number is out of range.
     """
 
     gamma: int | None = None
     """Tokens to draft in each round, without copying; None: chosen by measured costs and adapted during answers, along
     with copied drafts."""
+    sensitive_layers: int = 0
+    """Layers whose cache drafts read at 8 bits instead of 4 (QuantSpec, Algorithm 1: L_S): those in which 4 bits change
+    drafts most, which is measured when the model is loaded."""
 
     def __post_init__(self) -> None:
         if self.gamma is not None and not 1 <= self.gamma <= LARGEST_GAMMA:
             raise RequestError(f"gamma is {self.gamma}; it must be from 1 to {LARGEST_GAMMA}")
+        if self.sensitive_layers < 0:
+            raise RequestError(f"sensitive_layers is {self.sensitive_layers}; it must be 0 or more")
 
 
 Drafts = Speculate | Literal[False] | None

@@ -28,7 +28,7 @@ from tests.architecture import (
     way,
 )
 
-LONGEST = {"runtime.backends.cpu": 8, "runtime.backends.triton": 12, "": 22}
+LONGEST = {"runtime.backends.cpu": 8, "runtime.backends.triton": 12, "": 24}
 """Most parameters of a function, by where it stands: the last are those of a command with its options."""
 
 

@@ -17,6 +17,7 @@ from typing import Literal
 
 from tuner.cgroups import memory_limit, processor_limit
 from tuner.gpu import ROOT, GpuInfo, detect_gpus
+from tuner.sysctl import performance_cores
 
 X86_FEATURES = ("sse4_2", "avx", "f16c", "fma", "avx2", "avx_vnni", "avx512f", "avx512bw", "avx512vl", "avx512_vnni",
                 "avx512_bf16", "avx512_fp16", "amx_int8", "amx_bf16")  # fmt: skip
@@ -207,7 +208,7 @@ def _other_cpu() -> CpuInfo:
         architecture=platform.machine(),
         physical_cores=physical,
         logical_cores=logical,
-        usable_cores=physical,
+        usable_cores=performance_cores() or physical,
         features=tuple(feature for feature in (*X86_FEATURES, *ARM_FEATURES) if feature in present),
         caches=(),
     )

@@ -125,8 +125,13 @@ def spend_budgets(lend: Lend, plan: LoadPlan, choices: LoadChoices, services: Se
     return spent
 
 
-def speculate(engine: Engine, wanted: Drafts) -> None:
+def speculate(engine: Engine, wanted: Drafts, services: Services) -> None:
     """Turn on speculation for a loaded model.
+
+    Args:
+        engine: The loaded model.
+        wanted: The request.
+        services: The text on which sensitive layers are found.
 
     Raises:
         KeyboardInterrupt: the user stopped it.
@@ -136,6 +141,7 @@ def speculate(engine: Engine, wanted: Drafts) -> None:
 
     with Interrupt() as interrupt:
         try:
-            start(engine, wanted, cancelled=interrupt.cancelled)
+            text = services.evaluation_text
+            start(engine, wanted, text=lambda: engine.tokenizer.encode(text()), cancelled=interrupt.cancelled)
         except Cancelled:
             interrupt.raise_if_pressed()

@@ -18,6 +18,7 @@ from app.cli import (
     config,
     doctor,
     evaluate,
+    export,
     manual,
     pull,
     quantize,
@@ -28,7 +29,7 @@ from app.cli import (
     tune_device,
 )
 from app.cli.errors import CliError, explained, in_one_line
-from app.cli.output import NAME, at_a_terminal, sanitize_streams
+from app.cli.output import NAME, at_a_terminal, prepare_streams, sanitize_streams
 
 PIPE_STATUS = 141
 """Exit status when the reader of a pipe left: 128 and the number of SIGPIPE, as a shell reports it."""
@@ -90,6 +91,7 @@ app.command("list")(stored.list_models)
 app.command("ls", hidden=True)(stored.list_models)
 app.command("show")(stored.show)
 app.command("rm")(stored.remove)
+app.command("export")(export.export)
 app.command("serve")(serve.serve)
 app.command("eval")(evaluate.evaluate)
 app.command("bench")(bench.bench)
@@ -104,9 +106,7 @@ app.add_typer(config.app, name="config")
 
 def main() -> None:
     """The command line of the `lowbit-chat` program."""
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")  # a terminal that lacks a character must not abort an answer
+    prepare_streams()
     sanitize_streams()
     try:
         app(prog_name=NAME)

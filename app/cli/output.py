@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from io import TextIOWrapper
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from app.amounts import Estimate, byte_count
@@ -50,6 +51,14 @@ class SanitizedStream:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)
+
+
+def prepare_streams() -> None:
+    """Let no character that a terminal lacks abort an answer, and have pipes carry UTF-8 on Windows, too."""
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            piped = sys.platform == "win32" and not stream.isatty()
+            stream.reconfigure(encoding="utf-8" if piped else None, errors="replace")
 
 
 def sanitize_streams() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from app.amounts import byte_count
 from app.cli.errors import CliError
@@ -18,6 +18,7 @@ from models.files import private_folder
 
 if TYPE_CHECKING:
     from app.cli.attachments import Attachments
+    from app.cli.tools import RunTools
     from runtime.engine.engine import Engine
     from runtime.engine.generation import Usage
     from runtime.text.sampling import SamplingOptions
@@ -55,6 +56,7 @@ class Repl:
         engine: The loaded model.
         sampling: Initial sampling options, changed by `/set`.
         attachments: The documents, to which `/attach` adds.
+        tools: The tools that the model may call.
         system: The system prompt; empty for none.
         raw: Whether each line is continued as plain text, without a chat template.
         read: Shows a prompt and returns the user's line; raises EOFError at the end.
@@ -65,6 +67,7 @@ class Repl:
         engine: Engine,
         sampling: SamplingOptions,
         attachments: Attachments,
+        tools: RunTools,
         *,
         system: str = "",
         raw: bool = False,
@@ -73,11 +76,12 @@ class Repl:
         self._engine = engine
         self._sampling = sampling
         self._attachments = attachments
+        self._tools = tools
         self._system = system
         self._raw = raw
         self._read = read or _typed_line
         self._output = Output()
-        self._messages: list[dict[str, str]] = []
+        self._messages: list[Mapping[str, Any]] = []
         self._usage: Usage | None = None
         self._commands: Mapping[str, Callable[[str], None]] = {
             "/set": self._set,
@@ -136,24 +140,22 @@ class Repl:
         return "\n".join(lines)
 
     def _answer(self, text: str) -> None:
+        from app.cli.tools import continued, converse
+
         told, passages = (text, None) if self._raw else self._attachments.prompt(text)
-        messages = [*self._messages, {"role": "user", "content": told}]
-        sampling = self._sampling
-        if self._raw:
-            prompt = self._engine.text_prompt(text)
-        else:
-            system = [{"role": "system", "content": self._system}] if self._system else []
-            prompt = self._engine.chat_prompt([*system, *messages])
-            sampling = replace(sampling, stop=(*sampling.stop, *self._engine.chat_stops))
-        said: list[str] = []
+        sampling, show = self._sampling, self._output.stream
         with Interrupt() as interrupt:
-            for piece in self._engine.generate(prompt, sampling, interrupt.cancelled):
-                said.append(piece.text)
-                self._output.stream(piece.text)
+            if self._raw:
+                found = continued(self._engine, text, sampling, interrupt.cancelled, show)
+            else:
+                system = [{"role": "system", "content": self._system}] if self._system else []
+                asked = [*system, *self._messages, {"role": "user", "content": told}]
+                found = converse(self._engine, asked, sampling, interrupt.cancelled, show, self._tools)
+                self._messages = list(found.messages[len(system) :])
+        piece = found.last
         self._output.text()
         self._attachments.tell(passages)
         self._usage = piece.usage
-        self._messages = [*messages, {"role": "assistant", "content": "".join(said)}]
         if piece.finish_reason == "cancelled":
             self._output.note("stopped")
         elif piece.finish_reason == "length" and sampling.max_tokens is None:
@@ -183,6 +185,7 @@ class Repl:
             ("context", f"{self._engine.context} tokens"),
             ("system", self._system or "none"),
             ("stop", " ".join(map(repr, self._sampling.stop)) or "none"),
+            ("tools", " ".join(self._tools.named) or "none"),
             *((name, _value(getattr(self._sampling, name))) for name in _KINDS),
         ]
         for name, value in rows:

@@ -20,6 +20,7 @@ from app.cli.services import services_of
 
 if TYPE_CHECKING:
     from app.cli.attachments import Attachments
+    from app.cli.tools import RunTools
     from app.conversation import Passage
     from models.store import StoredModel
     from runtime.engine.engine import Engine
@@ -95,6 +96,23 @@ def run(
             show_default=False,
         ),
     ] = None,
+    mcp: Annotated[
+        Path | None,
+        typer.Option(
+            "--mcp",
+            metavar="FILE",
+            exists=True,
+            dir_okay=False,
+            help="A file with mcpServers, whose tools the model may call. You are asked before each call.",
+            show_default=False,
+        ),
+    ] = None,
+    yes_tools: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--yes-tools", metavar="NAME", help="A tool that runs without asking; may be repeated.", show_default=False
+        ),
+    ] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without a chat template.")] = False,
     k_chunk: options.KChunk = None,
     budget: options.Budget = None,
@@ -109,8 +127,10 @@ def run(
     """Answer a prompt, or talk on a terminal."""
     if raw and system is not None:
         raise typer.BadParameter("--raw continues plain text, which has no system prompt: leave out --system")
-    if raw and attach:
-        raise typer.BadParameter("--raw continues plain text: leave out --attach")
+    if raw and (attach or mcp):
+        raise typer.BadParameter("--raw continues plain text: leave out --attach and --mcp")
+    if yes_tools and mcp is None:
+        raise typer.BadParameter("it only applies with --mcp", param_hint="--yes-tools")
     compensation = options.compensation(budget, k_chunk)
     options.check_speculation(speculation, gamma, kv)
     output, services = Output(as_json=as_json), services_of(ctx)
@@ -119,6 +139,7 @@ def run(
         raise typer.BadParameter("nothing to answer: give a PROMPT, or text on standard input", param_hint="PROMPT")
 
     from app.cli.attachments import Attachments
+    from app.cli.tools import RunTools
     from app.settings import load
     from runtime.text.sampling import SamplingOptions
 
@@ -147,17 +168,22 @@ def run(
     plan = load_plan(stored, choices, services, output)
     with output.progress() as progress:
         engine = services.open_engine(plan, progress)
-    with contextlib.closing(engine), contextlib.closing(Attachments(engine, output)) as attachments:
+    with (
+        contextlib.closing(engine),
+        contextlib.closing(RunTools(mcp, yes_tools or (), output)) as tools,
+        contextlib.closing(Attachments(engine, output)) as attachments,
+    ):
         for path in attach or ():
             attachments.add(path)
-        speculate(engine, spend_budgets(engine.borrow, plan, choices, services, output).speculation)
+        speculate(engine, spend_budgets(engine.borrow, plan, choices, services, output).speculation, services)
         if text:
-            _answer(engine, stored, output, text, sampling, "" if raw else settings.system_prompt, attachments, raw=raw)
+            system = None if raw else settings.system_prompt
+            _answer(engine, stored, output, text, sampling, system, attachments, tools)
         else:
             from app.cli.repl import Repl, line_history
 
             with line_history(services.home() / "lines"):
-                Repl(engine, sampling, attachments, system=settings.system_prompt, raw=raw).loop()
+                Repl(engine, sampling, attachments, tools, system=settings.system_prompt, raw=raw).loop()
 
 
 def _answer(
@@ -166,39 +192,34 @@ def _answer(
     output: Output,
     text: str,
     sampling: SamplingOptions,
-    system: str,
+    system: str | None,
     attachments: Attachments,
-    *,
-    raw: bool,
+    tools: RunTools,
 ) -> None:
-    """Print one answer, or its JSON object."""
-    from dataclasses import replace
-
+    """Print one answer, or its JSON object. Without even an empty system prompt, the text is continued as it is."""
+    from app.cli.tools import continued, converse
     from runtime.wire.codec import to_json
 
     passages: Sequence[Passage] | None = None
-    if raw:
-        prompt = engine.text_prompt(text)
-    else:
-        messages = [{"role": "system", "content": system}] if system else []
-        told, passages = attachments.prompt(text)
-        prompt = engine.chat_prompt([*messages, {"role": "user", "content": told}])
-        sampling = replace(sampling, stop=(*sampling.stop, *engine.chat_stops))
-    said: list[str] = []
+    show = (lambda _: None) if output.as_json else output.stream
     with Interrupt() as interrupt:
-        for piece in engine.generate(prompt, sampling, interrupt.cancelled):
-            said.append(piece.text)
-            if not output.as_json:
-                output.stream(piece.text)
-    if not output.as_json and not "".join(said).endswith("\n"):
+        if system is None:
+            found = continued(engine, text, sampling, interrupt.cancelled, show)
+        else:
+            messages = [{"role": "system", "content": system}] if system else []
+            told, passages = attachments.prompt(text)
+            asked = [*messages, {"role": "user", "content": told}]
+            found = converse(engine, asked, sampling, interrupt.cancelled, show, tools)
+    said, piece = found.text, found.last
+    if not output.as_json and not said.endswith("\n"):
         output.stream("\n")
     interrupt.raise_if_pressed()
     assert piece.finish_reason is not None, "an answer ends with a reason"
     assert piece.usage is not None, "an answer ends with its counts"
     if output.as_json:
         cited = None if passages is None else [to_json(passage) for passage in passages]
-        summary = _summary(engine, model, "".join(said), piece.finish_reason, piece.usage)
-        output.result({**summary, "passages": cited})
+        summary = _summary(engine, model, said, piece.finish_reason, piece.usage)
+        output.result({**summary, "passages": cited, "tool_calls": list(found.calls)})
         return
     attachments.tell(passages)
     if piece.finish_reason == "length" and sampling.max_tokens is None:

@@ -17,7 +17,7 @@ from typing import Any
 
 from app.conversation import Passage
 from app.documents.folders import File, survey
-from app.documents.prompt import BYTES_PER_TOKEN
+from app.documents.prompt import BYTES_PER_TOKEN, shortened
 from app.documents.reader import Reader
 from app.documents.search import Match, best, subject
 from app.documents.sections import Section, chunks
@@ -196,18 +196,18 @@ class Index:
             )
             forget_words(database, "chunk_words")
 
-    def search(self, chat: str, questions: Sequence[str], room: int) -> list[Passage]:
-        """The passages of a chat's sources that its last question is about, best first.
+    def search(self, sources: Iterable[Path], questions: Sequence[str], room: int) -> list[Passage]:
+        """The passages of some sources that the last question is about, best first.
 
         Args:
-            chat: The chat's id.
+            sources: Files and folders; of one that was never read, nothing is found.
             questions: The user's prompts, the last one last. One that names no subject ("and then?") is about that of
                 the one before.
             room: Maximum length of all passages in characters.
         """
         try:
             with self._lock:
-                return self._passages(best(self._database, chat, subject(questions)), room)
+                return self._passages(best(self._database, list(map(str, sources)), subject(questions)), room)
         except sqlite3.Error as error:
             raise HistoryError(database_error(self._path, error)) from error
 
@@ -222,11 +222,11 @@ class Index:
             )
             if found and len(text) > room:
                 break
-            text = text[:room]
-            room -= len(text)
             top = Path(folder).name
             file = name if name == top else f"{top}/{name}"
-            found.append(Passage(file=printable_name(file), unit=unit, first=first, last=last, text=text))
+            passage = Passage(file=printable_name(file), unit=unit, first=first, last=last, text=text)
+            found.append(shortened(passage, room))
+            room -= len(text)
         return found
 
     def _read(self, query: str, *values: object) -> list[tuple[Any, ...]]:

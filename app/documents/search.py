@@ -27,6 +27,7 @@ mentioned
 """
 STOP = frozenset(_STOP_WORDS.split())
 """Words that questions are made of, which say nothing about the subject."""
+_OWN = "source IN (SELECT number FROM sources WHERE path IN (SELECT value FROM json_each(?)))"
 _WORD = re.compile(r"\w+")
 _FENCED = re.compile(r"^(`{3,}).*?^\1$", re.MULTILINE | re.DOTALL)
 """What was pasted or attached, which is not part of the question."""
@@ -60,20 +61,20 @@ def subject(questions: Sequence[str]) -> list[str]:
     return next((words for question in reversed(questions) if (words := terms(_FENCED.sub("", question)))), [])
 
 
-def best(database: sqlite3.Connection, chat: str, words: Sequence[str]) -> list[Match]:
-    """The passages of a chat's sources that contain enough of these words, best first.
+def best(database: sqlite3.Connection, paths: Sequence[str], words: Sequence[str]) -> list[Match]:
+    """The passages of some sources that contain enough of these words, best first.
 
     Args:
         database: Has the index.
-        chat: The chat's id.
+        paths: The sources.
         words: From `terms`.
     """
-    own = "source IN (SELECT source FROM attached WHERE chat = ?)"
-    ((total,),) = database.execute(f"SELECT count(*) FROM chunks WHERE {own}", (chat,)).fetchall()  # noqa: S608
+    among = json.dumps(list(paths))
+    ((total,),) = database.execute(f"SELECT count(*) FROM chunks WHERE {_OWN}", (among,)).fetchall()  # noqa: S608
     covered: dict[int, float] = {}
     whole = 0.0
     for word in words:
-        hits = _hits(database, chat, word, own)
+        hits = _hits(database, among, word)
         count = max(1, len(hits))  # a word that is nowhere counts as the rarest, not as rarer than any
         weight = math.log(1 + (total - count + 0.5) / (count + 0.5))
         whole += weight
@@ -85,14 +86,14 @@ def best(database: sqlite3.Connection, chat: str, words: Sequence[str]) -> list[
     return [Match(chunk, covered[chunk] / whole) for chunk in enough[:MATCHES]]
 
 
-def _hits(database: sqlite3.Connection, chat: str, word: str, own: str) -> list[tuple[int]]:
+def _hits(database: sqlite3.Connection, paths: str, word: str) -> list[tuple[int]]:
     """The passages with a word."""
     if word[0] >= _IDEOGRAPH:
-        return database.execute(f"SELECT number FROM chunks WHERE {own} AND instr(text, ?)", (chat, word)).fetchall()  # noqa: S608
+        return database.execute(f"SELECT number FROM chunks WHERE {_OWN} AND instr(text, ?)", (paths, word)).fetchall()  # noqa: S608
     query = (
-        f"SELECT number FROM chunk_words JOIN chunks ON number = chunk_words.rowid WHERE chunk_words MATCH ? AND {own}"  # noqa: S608
+        f"SELECT number FROM chunk_words JOIN chunks ON number = chunk_words.rowid WHERE chunk_words MATCH ? AND {_OWN}"  # noqa: S608
     )
-    return database.execute(query, (f'"{word}"', chat)).fetchall()
+    return database.execute(query, (f'"{word}"', paths)).fetchall()
 
 
 def _ranks(database: sqlite3.Connection, words: Sequence[str], among: Sequence[int]) -> dict[int, float]:

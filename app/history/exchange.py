@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from typing import Annotated, Any, cast
 
-from app.conversation import MAX_TEXT, Conversation, Message, Role, State, Statistics
+from app.conversation import MAX_TEXT, Call, Conversation, Message, Passage, Role, State, Statistics
 from app.errors import HistoryError
 from app.history import markdown
 from app.history.markdown import FORMAT, moment_of
-from app.history.store import Chat, History, statistics_json, title_of
+from app.history.store import Chat, History, calls_json, statistics_json, title_of
 from runtime.system.foreign import read_json
 from runtime.wire.codec import WireError, Within, from_json
 
@@ -24,6 +24,8 @@ REMEDY = (
 )
 _STATES = ("done", "stopped", "failed")
 MODEL_LENGTH = 300
+MAX_CALLS = 256
+"""Most calls in a message."""
 Name = Annotated[str, Within(1, MODEL_LENGTH)]
 Text = Annotated[str, Within(0, MAX_TEXT)]
 Seconds = Annotated[float, Within(0, 200_000_000_000)]
@@ -90,6 +92,8 @@ def to_json(chat: Chat, messages: Sequence[Message]) -> dict[str, Any]:
                 "error": message.error,
                 "model": message.model,
                 "statistics": None if message.statistics is None else statistics_json(message.statistics),
+                "passages": None if message.passages is None else [asdict(passage) for passage in message.passages],
+                **({"calls": calls_json(message.calls)} if message.calls else {}),
                 "created": message.created.isoformat(),
             }
             for message in messages
@@ -168,6 +172,8 @@ class _Message:
     error: Text | None = None
     model: Name | None = None
     statistics: Statistics | None = None
+    passages: Annotated[Sequence[Passage], Within(0, MAX_CHATS)] | None = None
+    calls: Annotated[Sequence[Call], Within(0, MAX_CALLS)] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,6 +210,8 @@ def _of_json(found: _Chat, where: str) -> ImportedChat:
                 error=one.error,
                 model=one.model,
                 statistics=one.statistics,
+                passages=one.passages,
+                calls=one.calls if one.role == "assistant" else (),
                 created=created,
             )
         )

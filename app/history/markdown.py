@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING
 
-from app.conversation import Message, State
+from app.conversation import Call, Message, State
 from app.errors import HistoryError
 from app.printable import printable, printable_name
 from runtime.system.foreign import read_json
@@ -46,6 +46,8 @@ class _About:
     """Whether each line of the text is quoted."""
     fence: str | None = None
     """The fence around the text, if any."""
+    calls: Sequence[Call] = ()
+    """The tools that the answer called, with their results."""
 
 
 def write(title: str, path: Sequence[Message]) -> str:
@@ -77,6 +79,7 @@ def read(text: str) -> tuple[str | None, list[Message]]:
                     state=about.state,
                     error=about.error,
                     model=about.model,
+                    calls=about.calls if mark[1] == "assistant" else (),
                     created=moment_of(mark[2]),
                 )
             )
@@ -109,8 +112,16 @@ def _turn(message: Message) -> str:
         text = f"{fence}text\n{text}\n{fence}"
     elif form == "quoted":
         quoted, text = True, "\n".join(f"> {line}" for line in text.split("\n"))
-    about = _About(model=message.model, state=message.state, error=message.error, quoted=quoted, fence=fence)
-    told = json.dumps({name: value for name, value in asdict(about).items() if value != getattr(_About(), name)})
+    about = _About(
+        model=message.model,
+        state=message.state,
+        error=message.error,
+        quoted=quoted,
+        fence=fence,
+        calls=message.calls,
+    )
+    usual = asdict(_About())
+    told = json.dumps({name: value for name, value in asdict(about).items() if value != usual[name]})
     told = told.replace("<", "\\u003c").replace(">", "\\u003e")
     who = "You" if message.role == "user" else _in_line(printable_name(message.model or "")) or "Assistant"
     if message.role == "assistant" and who.casefold() == "you":
@@ -120,7 +131,11 @@ def _turn(message: Message) -> str:
 
 
 def _ended(about: _About) -> str:
-    """The reader's note on how an answer ended."""
+    """The reader's notes on the tools that an answer called, and how it ended."""
+    return "".join(f"\n\n*called {_in_line(printable_name(call.name))}*" for call in about.calls) + _end(about)
+
+
+def _end(about: _About) -> str:
     if about.state == "failed":
         return f"\n\n*failed: {_in_line(printable(about.error or ''))}*"
     return "\n\n*stopped*" if about.state == "stopped" else ""

@@ -106,6 +106,9 @@ MIGRATIONS: Sequence[str] = (
         INSERT INTO chunk_words (chunk_words, rowid, text) VALUES ('delete', old.number, old.text);
     END;
     """,
+    """
+    ALTER TABLE messages ADD COLUMN calls TEXT;
+    """,
 )
 """Migrations from each version to the next; an empty file is version 0."""
 

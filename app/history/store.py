@@ -17,7 +17,7 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from app.conversation import Extras, Message, Passage, Statistics
+from app.conversation import NOT_RUN, Call, Extras, Message, Passage, Statistics
 from app.errors import HistoryError
 from app.history.schema import database_error, forget_words, open_database, transaction
 from runtime.system.foreign import encodable
@@ -120,10 +120,10 @@ class History:
             )
             database.executemany(
                 "INSERT INTO messages (id, chat, parent, role, text, state, error, model, statistics, passages, "
-                "created) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) "
+                "created, calls) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) "
                 "ON CONFLICT (id) DO UPDATE SET text = excluded.text, state = excluded.state, "
                 "error = excluded.error, model = excluded.model, "
-                "statistics = excluded.statistics, passages = excluded.passages",
+                "statistics = excluded.statistics, passages = excluded.passages, calls = excluded.calls",
                 [_row(chat, message) for message in kept],
             )
 
@@ -226,7 +226,7 @@ class History:
     def messages(self, chat: str) -> list[Message]:
         """A chat's messages of all branches, oldest first. An unfinished answer counts as stopped."""
         query = (
-            "SELECT id, parent, role, text, state, error, model, statistics, passages, created FROM messages "
+            "SELECT id, parent, role, text, state, error, model, statistics, passages, created, calls FROM messages "
             "WHERE chat = ? ORDER BY number"
         )
         return [_message(row) for row in self._read(query, (chat,))]
@@ -325,7 +325,22 @@ def _row(chat: str, message: Message) -> tuple[object, ...]:
         statistics,
         None if message.passages is None else json.dumps(to_json(message.passages)),
         message.created.isoformat(),
+        json.dumps(calls_json(message.calls)) if message.calls else None,
     )
+
+
+def calls_json(calls: Sequence[Call]) -> list[dict[str, Any]]:
+    """Calls as a JSON list."""
+    return [dataclasses.asdict(call) for call in calls]
+
+
+def calls_of(found: object) -> tuple[Call, ...]:
+    """Inverse of `calls_json`; none if malformed. A call that has not ended counts as stopped."""
+    try:
+        calls: Sequence[Call] = from_json(Sequence[Call], found)  # type: ignore[type-abstract]  # it reads annotations
+    except WireError:
+        return ()
+    return tuple(call if call.ended else dataclasses.replace(call, state="stopped", result=NOT_RUN) for call in calls)
 
 
 def statistics_json(statistics: Statistics) -> dict[str, Any]:
@@ -373,7 +388,7 @@ def _moment(text: str) -> datetime:
 
 
 def _message(row: tuple[Any, ...]) -> Message:
-    number, parent, role, text, state, error, model, statistics, passages, created = row
+    number, parent, role, text, state, error, model, statistics, passages, created, calls = row
     return Message(
         id=number,
         parent=parent,
@@ -384,6 +399,7 @@ def _message(row: tuple[Any, ...]) -> Message:
         model=model,
         statistics=None if statistics is None else statistics_of(json.loads(statistics)),
         passages=None if passages is None else passages_of(json.loads(passages)),
+        calls=() if calls is None else calls_of(json.loads(calls)),
         created=_moment(created),
     )
 

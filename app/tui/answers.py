@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from app.conversation import Conversation, Message, State
+from app.conversation import Call, Conversation, Message, State
 from app.errors import ClientError, ContextLengthError
 from app.tui.connection import Connection
 from app.tui.recent import Recent
 from app.tui.tally import Tally, reported, tallied
 
 if TYPE_CHECKING:
-    from app.protocol import ChatDelta, ChatOptions
+    from app.protocol import CallDelta, ChatDelta, ChatOptions
 
-Prompt = tuple[Sequence[Mapping[str, str]], "ChatOptions"]
+Prompt = tuple[Sequence[Mapping[str, Any]], "ChatOptions"]
 
 
 class Writing:
@@ -26,7 +27,11 @@ class Writing:
     def __init__(self, conversation: Conversation, answer: str, started: float) -> None:
         self.conversation = conversation
         self.answer = answer
-        """Its message."""
+        """Its message; another one after tools were called, since their results are answered by the next message."""
+        self.moved = asyncio.Event()
+        """Set when `answer` becomes another message."""
+        self.on_calls: Callable[[], object] | None = None
+        """Called when a call of the answer on screen changes."""
         self.tally = Tally(started=started)
         """What the UI has counted so far."""
         self.on_text: Callable[[str], object] | None = None
@@ -48,6 +53,7 @@ class Answers:
         ready: Callable[[Conversation], Awaitable[str | None]],
         prompt: Callable[[Conversation, str, bool], Awaitable[Prompt]],
         shorten: Callable[[Conversation, str], bool],
+        run_calls: Callable[[Writing], Awaitable[bool]],
         ended: Callable[[Writing], Awaitable[object]],
     ) -> None:
         """Start with none.
@@ -59,10 +65,12 @@ class Answers:
             ready: waits until a conversation's model can answer; returns why it can't, or None.
             prompt: the prompt and options for an answer: (conversation, answer id, whether it is continued).
             shorten: drops more of a conversation so that the prompt fits; returns whether there was more to drop.
+            run_calls: runs the tools that an answer called; returns whether the model is to answer their results.
             ended: called after each answer.
         """
         self._connection, self._recent, self._clock = connection, recent, clock
         self._ready, self._prompt, self._shorten, self._ended = ready, prompt, shorten, ended
+        self._run_calls = run_calls
         self._writing: dict[str, Writing] = {}
 
     @property
@@ -105,8 +113,8 @@ class Answers:
 
     async def _write(self, writing: Writing, *, resume: bool) -> Message:
         """Read the stream to its end and record how it ended."""
-        conversation, answer = writing.conversation, writing.answer
-        reader = writing.reader = asyncio.create_task(self._read(writing, resume=resume))
+        conversation = writing.conversation
+        reader = writing.reader = asyncio.create_task(self._rounds(writing, resume=resume))
         if writing.stopping:
             reader.cancel()
         state: State = "failed"
@@ -121,12 +129,25 @@ class Answers:
                 raise
         finally:
             self._writing.pop(conversation.id, None)
-            message = conversation.revise(answer, state=state, error=error)
+            message = conversation.revise(writing.answer, state=state, error=error)
         if message.statistics is None and writing.tally.pieces:
             statistics = tallied(writing.tally, self._connection.last_status)
-            message = conversation.revise(answer, statistics=statistics)
+            message = conversation.revise(writing.answer, statistics=statistics)
         await self._ended(writing)
         return message
+
+    async def _rounds(self, writing: Writing, *, resume: bool) -> str | None:
+        """Read an answer, run what it calls, and read the answer to that, until nothing is called."""
+        conversation = writing.conversation
+        while (error := await self._read(writing, resume=resume)) is None:
+            if not conversation[writing.answer].calls or not await self._run_calls(writing):
+                break
+            before = conversation.revise(writing.answer, state="done", error=None)
+            following = conversation.add("assistant", "", parent=before.id, state="streaming", model=before.model)
+            writing.answer, writing.tally, resume = following.id, Tally(started=self._clock()), False
+            writing.on_text = writing.on_calls = None  # they show the message before
+            writing.moved.set()
+        return error
 
     async def _read(self, writing: Writing, *, resume: bool) -> str | None:
         """Read the stream to its end; returns why it failed, or None. A prompt that does not fit is shortened."""
@@ -161,6 +182,11 @@ class Answers:
             conversation.revise(answer, text=conversation[answer].text + delta.text)
             if writing.on_text is not None:
                 writing.on_text(delta.text)
+        if delta.calls:
+            writing.tally.count(self._clock())
+            conversation.revise(answer, calls=joined(conversation[answer].calls, delta.calls))
+            if writing.on_calls is not None:
+                writing.on_calls()
         if delta.timings is not None:
             statistics = reported(delta.timings, self._connection.last_status)
             statistics = replace(
@@ -168,6 +194,18 @@ class Answers:
             )
             self._recent.last_speed = statistics.tokens_per_s
             conversation.revise(answer, statistics=statistics)
+
+
+def joined(calls: Sequence[Call], deltas: Sequence[CallDelta]) -> tuple[Call, ...]:
+    """The calls of an answer with more pieces of them. A call without an id gets one."""
+    found = list(calls)
+    for delta in deltas:
+        if delta.name or delta.index >= len(found):
+            found.append(Call(id=delta.id or uuid.uuid4().hex, name=delta.name, arguments=delta.arguments))
+        else:
+            before = found[delta.index]
+            found[delta.index] = replace(before, arguments=before.arguments + delta.arguments)
+    return tuple(found)
 
 
 def _left_out(conversation: Conversation, answer: str) -> int | None:

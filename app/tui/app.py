@@ -27,7 +27,18 @@ from app.settings import Settings
 from app.tui import clipboard, endpoint, themes
 from app.tui.background_history import BackgroundHistory
 from app.tui.keys import KEYS
-from app.tui.messages import ChatAsked, ChatEnded, JobChanged, LeftOut, LoadAsked, NotKept, NotSearched, StatusChanged
+from app.tui.messages import (
+    CallAsked,
+    ChatAsked,
+    ChatEnded,
+    JobChanged,
+    LeftOut,
+    LoadAsked,
+    NotKept,
+    NotSearched,
+    StatusChanged,
+    ToolsChanged,
+)
 from app.tui.palette import commands
 from app.tui.preload import preload
 from app.tui.runtime import SupervisorLike
@@ -205,6 +216,22 @@ class ChatApp(WorkApp):
         """Mark where the part of the chat that the model still reads begins."""
         self.chat.transcript.mark()
 
+    @on(CallAsked)
+    def ask_for_call(self, event: CallAsked) -> None:
+        """Ask whether a call may run; later, if its chat is not on screen."""
+        if event.conversation == self.session.conversation.id:
+            self.chat.ask_next()
+        else:
+            self.notify("Another chat asks whether it may call a tool.")
+
+    @on(ToolsChanged)
+    def show_tools(self) -> None:
+        """Update the screen of tools."""
+        for screen in self.screen_stack:
+            show = getattr(screen, "show_tools", None)
+            if show is not None:
+                show()
+
     # Keys
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:  # noqa: ARG002
@@ -221,6 +248,7 @@ class ChatApp(WorkApp):
                 return (
                     self.screen.editing
                     or self.screen.busy
+                    or self.screen.attaching
                     or (self.session.job is not None and self.session.job.outcome != "done")
                 )
             if action in ("copy_answer", "edit"):
@@ -327,10 +355,8 @@ class ChatApp(WorkApp):
             self._open(LogScreen())
 
     async def action_stop(self) -> None:
-        """Cancel an edit, else stop the answer, else the running work, else dismiss a failure."""
-        if self.chat.cancel_edit():
-            return
-        if await self.chat.stop():
+        """Cancel an edit, else stop the answer, a document, the running work, else dismiss a failure."""
+        if self.chat.cancel_edit() or await self.chat.stop() or self.chat.stop_attaching():
             return
         await self.action_stop_work()
 
@@ -354,6 +380,13 @@ class ChatApp(WorkApp):
 
         if not isinstance(self.screen, SettingsScreen):
             self._open(SettingsScreen(self.session))
+
+    def action_tools(self) -> None:
+        """Open the tools screen."""
+        from app.tui.screens.tools import ToolsScreen
+
+        if not isinstance(self.screen, ToolsScreen):
+            self._open(ToolsScreen(self.session, self.chat.composer))
 
     def action_device(self) -> None:
         """Open the device screen."""

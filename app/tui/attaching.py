@@ -41,13 +41,18 @@ class Attaching:
         self._reading = ""
 
     @property
+    def reading(self) -> bool:
+        """Whether something is being read."""
+        return bool(self._reading)
+
+    @property
     def status(self) -> str:
         """What is being read or searched, for the composer's title; empty if nothing is."""
         sources = self._session.conversation.extras.sources
         searched = f"searches {', '.join(source.name for source in sources)}" if sources else ""
         if sources and (remote := self._session.remote) is not None:
             searched += f"; only passages go to {host_of(remote)}"
-        return self._reading or searched
+        return f"{self._reading} · Esc stops" if self._reading else searched
 
     async def attach(self, path: Path, *, typed: str = "") -> None:
         """Attach a file or folder.
@@ -81,6 +86,8 @@ class Attaching:
         self._composer().attach(f"{name}: {lines:,} lines, ≈ {token_count(tokens)} tokens", attached(name, text))
         if problem:
             self._screen.notify(f"{problem}.", severity="warning", timeout=10)
+        if (remote := self._session.remote) is not None:
+            self._screen.notify(f"All of {name} goes to {host_of(remote)} with your message.", timeout=10)
         return True
 
     async def _search(self, conversation: Conversation, path: Path) -> None:

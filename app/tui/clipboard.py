@@ -10,6 +10,8 @@ import shutil
 from collections.abc import Mapping, Sequence
 
 TOOL_TIMEOUT_S = 2.0
+_ENCODINGS = {"clip.exe": "utf-16"}
+"""Encodings that tools read, other than UTF-8."""
 
 
 def osc52(text: str, *, inside_tmux: bool = False) -> str:
@@ -50,7 +52,7 @@ async def copy_with_tools(text: str, commands: Sequence[Sequence[str]] | None = 
             )
             try:
                 async with asyncio.timeout(TOOL_TIMEOUT_S):
-                    await process.communicate(text.encode("utf-8", "replace"))
+                    await process.communicate(text.encode(_ENCODINGS.get(command[0], "utf-8"), "replace"))
             except TimeoutError:
                 process.kill()
                 await process.wait()

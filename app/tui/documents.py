@@ -97,7 +97,7 @@ class Documents:
             for path in sources:
                 with contextlib.suppress(DocumentError):  # it is gone: what was read of it still holds
                     index.update(conversation.id, path, stopped=self._stop.is_set)
-            return index.search(conversation.id, questions, room)
+            return index.search(sources, questions, room)
 
         return await self._run(search)
 

@@ -76,6 +76,15 @@ KEYS = (
         show=False,
     ),
     Binding(
+        "ctrl+l",
+        "tools",
+        "tools",
+        tooltip="Servers of tools, and what this chat may use",
+        id="app.tools",
+        priority=True,
+        show=False,
+    ),
+    Binding(
         "ctrl+t",
         "stop_work",
         "stop the work",

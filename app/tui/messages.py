@@ -49,6 +49,18 @@ class LeftOut(Message):
 
 
 @dataclass
+class CallAsked(Message):
+    """A call of a tool waits for permission."""
+
+    conversation: str
+
+
+@dataclass
+class ToolsChanged(Message):
+    """A server of tools started, ended, or changed its lists."""
+
+
+@dataclass
 class MessageAct(Message):
     """The user wants to act on one message: see `ChatScreen.act`."""
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from textual.message import Message as Event
 
 from app.conversation import Conversation, Message, prompt_of, split_reasoning
-from app.documents.prompt import grounded, passage_room
+from app.documents.prompt import BYTES_PER_TOKEN, grounded, passage_room
 from app.errors import ClientError, HistoryError
 from app.fitting import USUAL_CONTEXT, Fit, fit, later, rate_of
 from app.settings import Settings
@@ -31,6 +31,18 @@ class Note(Protocol):
         """Change `Extras` by its fields."""
 
 
+class OffersTools(Protocol):
+    """The part of `app.tui.tools.ChatTools` used here."""
+
+    async def records(self, conversation: Conversation, path: Sequence[Message]) -> Sequence[Mapping[str, Any]]:
+        """The tools that an answer may call, in OpenAI's format."""
+        ...
+
+    def size(self, conversation: Conversation) -> int:
+        """Characters of their descriptions."""
+        ...
+
+
 class Prompts:
     """Makes prompts."""
 
@@ -42,6 +54,7 @@ class Prompts:
         post: Callable[[Event], object],
         summarizes: Callable[[], bool],
         documents: Documents,
+        tools: OffersTools,
     ) -> None:
         """Start.
 
@@ -52,9 +65,10 @@ class Prompts:
             post: receives the event that messages are left out.
             summarizes: whether the user asked for a summary this time, whatever the settings say.
             documents: searches the documents of conversations.
+            tools: the tools that conversations may use.
         """
         self._connection, self._settings, self._note, self._post = connection, settings, note, post
-        self._summarizes, self._documents = summarizes, documents
+        self._summarizes, self._documents, self._tools = summarizes, documents, tools
 
     @property
     def _status(self) -> Status | None:
@@ -78,7 +92,7 @@ class Prompts:
             context,
             first=first,
             answer=self.setting_of(conversation, "max_tokens"),
-            system=str(self.setting_of(conversation, "system_prompt")),
+            system=str(self.setting_of(conversation, "system_prompt")) + " " * self._tools.size(conversation),
         )
 
     def will_leave_out(self, conversation: Conversation, typed: str) -> int:
@@ -105,28 +119,38 @@ class Prompts:
             await self._search(conversation, answer)
         path = grounded(conversation.path(answer))
         path = path if resume else path[:-1]
+        tools = () if resume else await self._tools.records(conversation, path)
         found = self.fit(conversation, path)
         if found.first and path[found.first].id != conversation.extras.since:
             await self._leave_out(conversation, path, found.first)
         system = str(self.setting_of(conversation, "system_prompt"))
         prompt = prompt_of(path[found.first :], self._with_summary(conversation, system, found.first))
         return prompt, ChatOptions(
-            **sampling, model=conversation.extras.model, chat=conversation.id, continue_final=resume
+            **sampling,
+            model=conversation.extras.model,
+            chat=conversation.id,
+            continue_final=resume,
+            tools=tools or None,
         )
 
     async def _search(self, conversation: Conversation, answer: str) -> None:
         """Find the passages for an answer in the conversation's documents, and keep them with it."""
         if not conversation.extras.sources or conversation[answer].passages is not None:
             return
+        parent = conversation[answer].parent
+        if parent is not None and conversation[parent].role == "assistant":
+            return  # it answers results of tools; the prompt has its passages
         path = grounded(conversation.path(answer))[:-1]
         context = (self._status.context if self._status is not None else None) or USUAL_CONTEXT
         questions = [message.text for message in conversation.path(answer) if message.role == "user"]
         try:
-            found = await self._documents.find(conversation, questions, passage_room(context, rate_of(path)))
+            found = await self._documents.find(
+                conversation, questions, passage_room(context, rate_of(path, 1 / BYTES_PER_TOKEN))
+            )
         except HistoryError as error:
             self._post(NotSearched(str(error)))
         else:
-            conversation.revise(answer, passages=found)
+            conversation.revise(answer, passages=tuple(found))
 
     @staticmethod
     def _with_summary(conversation: Conversation, system: str, first: int) -> str:
@@ -134,7 +158,7 @@ class Prompts:
         summary = conversation.extras.summary
         return f"{system}\n\nEarlier in this conversation: {summary}".strip() if first and summary else system
 
-    def read_before(self, conversation: Conversation, answer: str) -> list[Mapping[str, str]]:
+    def read_before(self, conversation: Conversation, answer: str) -> list[Mapping[str, Any]]:
         """The messages that the model saw when it wrote an answer, as far as that is known now."""
         path = grounded(conversation.path(answer))
         statistics = path[-1].statistics

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from app.protocol import ChatDelta, ChatOptions
@@ -42,7 +42,7 @@ class ClientLike(Protocol):
     def quantize(self, request: QuantizeRequest) -> AsyncGenerator[Progress, None]:
         """Quantize a checkpoint."""
 
-    def chat(self, messages: Sequence[Mapping[str, str]], options: ChatOptions) -> AsyncGenerator[ChatDelta, None]:
+    def chat(self, messages: Sequence[Mapping[str, Any]], options: ChatOptions) -> AsyncGenerator[ChatDelta, None]:
         """Answer a conversation."""
 
     def inspect(self, request: InspectRequest) -> AsyncGenerator[Progress | Inspection, None]:

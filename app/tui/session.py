@@ -12,6 +12,7 @@ from textual.message import Message as Event
 
 from app.conversation import Conversation
 from app.errors import ClientError
+from app.fitting import rate_of
 from app.settings import Settings
 from app.tui.answers import Answers, Writing
 from app.tui.background_history import BackgroundHistory
@@ -26,6 +27,7 @@ from app.tui.prompts import Prompts
 from app.tui.recent import Recent
 from app.tui.runtime import ClientLike, SupervisorLike
 from app.tui.tally import Tally
+from app.tui.tools import ChatTools
 from app.tui.work import Work
 
 if TYPE_CHECKING:
@@ -80,8 +82,16 @@ class Session:
         self.summarizes = False
         """Whether the messages left out next are summarized, because the user asked for it this time."""
         self.documents = Documents(history.path if history is not None else None, lambda: self.saves)
+        self.tools = ChatTools(post, self.note, lambda: None if self.status is None else self.status.context)
+        """Servers of tools, and what chats may do with them."""
         self._prompts = Prompts(
-            self._connection, lambda: self.settings, self.note, post, self._wants_summary, self.documents
+            self._connection,
+            lambda: self.settings,
+            self.note,
+            post,
+            self._wants_summary,
+            self.documents,
+            self.tools,
         )
         self.answers = Answers(
             self._connection,
@@ -90,6 +100,7 @@ class Session:
             ready=self._ready_to_answer,
             prompt=self._prompts.make,
             shorten=self._prompts.shorten,
+            run_calls=self.tools.run,
             ended=self._answer_ended,
         )
         self._chats = OpenChats(
@@ -109,6 +120,7 @@ class Session:
         """Stop all work and the runtime that was started. Unsaved chats are lost. Safe to call twice."""
         await self.answers.stop()
         await self.stop_work()
+        await self.tools.close()
         await self.documents.close()
         self.note(self.conversation)
         self._chats.begin()
@@ -158,6 +170,7 @@ class Session:
         await self._connect(restart=False)
         if (request := unfinished()) is not None:
             self._work.recall(Job(title=title_of(request), stages=STAGES, outcome="stopped"))
+        await self.tools.open()
 
     async def recover(self) -> None:
         """Restart the runtime after it was lost, and load the same model again."""
@@ -284,6 +297,7 @@ class Session:
             kv=settings.cache(),
             speculate=None if settings.drafts is None else bool(settings.drafts),
             gamma=settings.gamma,
+            sensitive_layers=settings.sensitive_layers,
             k_chunk=wanted.k_chunk,
             budget=wanted.budget_percent,
             prompt_budget=wanted.prompt_budget_percent,
@@ -463,9 +477,15 @@ class Session:
 
     @property
     def context_used(self) -> int | None:
-        """Tokens of the chat on screen, as the runtime last counted them."""
-        counted = [message.statistics.context_used for message in self.conversation.path() if message.statistics]
-        return next((used for used in reversed(counted) if used is not None), None)
+        """Tokens of the chat on screen, as the runtime last counted them, and an estimate of later results of tools."""
+        path = self.conversation.path()
+        for message in reversed(path):
+            if message.statistics is not None and message.statistics.context_used is not None:
+                results = sum(len(call.result) for call in message.calls)
+                fixed = len(str(self.setting_of(self.conversation, "system_prompt")))
+                rate = rate_of(path, fixed + self.tools.size(self.conversation))
+                return message.statistics.context_used + round(results * rate)
+        return None
 
     async def _ready_to_answer(self, conversation: Conversation) -> str | None:
         """Wait until the model of a conversation can answer; returns why it can't, or None."""
@@ -509,7 +529,10 @@ class Session:
             raise ClientError("no model is loaded")
         if message.model not in (None, model):
             raise ClientError(f"{message.model} wrote this answer, but {model} is loaded; load {message.model} with F2")
-        before = [InspectedMessage(**said) for said in self._prompts.read_before(self.conversation, answer)]
+        read = self._prompts.read_before(self.conversation, answer)
+        if any(said["role"] == "tool" for said in read):
+            raise ClientError("the tokens of an answer can't be inspected after tools were called")
+        before = [InspectedMessage(**said) for said in read]
         request = InspectRequest(model=model, messages=before, answer=message.text)
         async with contextlib.aclosing(self._connection.require().inspect(request)) as reports:
             async for report in reports:

@@ -1,7 +1,7 @@
 """OLMo 2 and 3: norms behind attention and MLP instead of before them, and of all queries and all keys together.
 
-OLMo 3 has windows in three blocks of four, whose rotary embedding is not scaled. OLMoE, of before, has norms of
-queries and keys like those, others before attention and experts, and shares that do not add up to 1.
+OLMo 3 has windows in three blocks of four, whose rotary embedding is not scaled. OLMoE is older: it has such norms of
+queries and keys, but others before attention and experts, and shares that do not add up to 1.
 """
 
 from __future__ import annotations

@@ -7,15 +7,18 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from models.errors import CheckpointError, UnsupportedModelError
 from models.families.family import Family
 from models.gguf.header import DOWNLOAD_AGAIN, WHOLE_TYPES, Header, TensorInfo
 
-_READ_AS = dict(zip(WHOLE_TYPES, (torch.float32, torch.float16, torch.bfloat16), strict=True))
+if TYPE_CHECKING:
+    import torch
+
+_READ_AS = dict(zip(WHOLE_TYPES, ("float32", "float16", "bfloat16"), strict=True))
 """The dtypes of weights that are not low-bit. Others are read as float16, whose rounding error is far below theirs."""
 LOW_BIT_TYPES = (
     *("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"),
@@ -117,13 +120,14 @@ class GgufTensor:
             UnsupportedModelError: its type cannot be read.
             CheckpointError: the file is gone, or shorter than it was.
         """
+        import torch
         from gguf import GGMLQuantizationType, dequantize
 
         self.check_readable()
         kind = GGMLQuantizationType[self.dtype]
         width = self.shape[-1]
         rows = math.prod(self.shape[:-1])
-        tensor = torch.empty(rows, width, dtype=_READ_AS.get(self.dtype, torch.float16))
+        tensor = torch.empty(rows, width, dtype=getattr(torch, _READ_AS.get(self.dtype, "float16")))
         stored = self._mapped().reshape(rows, -1)
         step = max(1, _PIECE // width)
         for start in range(0, rows, step):

@@ -14,7 +14,7 @@ from models.errors import CheckpointError, UnsupportedModelError
 from models.families.fields import Fields
 from models.foreign import panics_raised
 from models.gguf.header import Header
-from models.gguf.pretokenizers import PRE_TOKENIZERS
+from models.gguf.pretokenizers import PRE_TOKENIZERS, PreTokenizer
 from models.gguf.vocabulary import UNKNOWN, Vocabulary, list_of, read_vocabulary
 from models.sound_tokenizer import check_sound
 
@@ -99,19 +99,30 @@ def _made(header: Header, vocabulary: Vocabulary, kind: str) -> Tokenizer:
 
 def _byte_level(header: Header, vocabulary: Vocabulary) -> tuple[Tokenizer, bool, bool]:
     """BPE over bytes. Returns the tokenizer, and whether texts begin and end with special tokens by default."""
-    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+    from tokenizers import Tokenizer, decoders, models
 
     way = PRE_TOKENIZERS[_fields(header).text("tokenizer.ggml.pre")]
     merges = [(left, right) for left, _, right in (m.partition(" ") for m in list_of(header, "merges", str))]
     tokenizer = Tokenizer(models.BPE(vocabulary.ids, merges, ignore_merges=way.ignore_merges))
-    if way.nfc:
-        tokenizer.normalizer = normalizers.NFC()
-    cuts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in way.patterns]
-    space = _flag(header, "add_space_prefix", False)
-    last = pre_tokenizers.ByteLevel(add_prefix_space=space, use_regex=way.gpt2)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*cuts, last])
+    normalizer, tokenizer.pre_tokenizer = cutter(way, space=_flag(header, "add_space_prefix", False))
+    if normalizer is not None:
+        tokenizer.normalizer = normalizer
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer, way.add_bos, False
+
+
+def cutter(way: PreTokenizer, *, space: bool) -> tuple[Any, Any]:
+    """Normalizer, or None, and pre-tokenizer of a way of splitting texts.
+
+    Args:
+        way: One of `PRE_TOKENIZERS`.
+        space: Whether a text gets a space in front.
+    """
+    from tokenizers import Regex, normalizers, pre_tokenizers
+
+    cuts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in way.patterns]
+    last = pre_tokenizers.ByteLevel(add_prefix_space=space, use_regex=way.gpt2)
+    return normalizers.NFC() if way.nfc else None, pre_tokenizers.Sequence([*cuts, last])
 
 
 def _sentencepiece_bpe(header: Header, vocabulary: Vocabulary) -> tuple[Tokenizer, bool, bool]:

@@ -10,8 +10,8 @@ from models.errors import CheckpointError
 from models.families.fields import Fields
 from models.gguf.header import Header
 
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
-"""Types of tokens, by those values of `tokenizer.ggml.token_type` that matter here."""
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
+"""Types of tokens, by the values of `tokenizer.ggml.token_type`."""
 ENDS = frozenset(
     {
         *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|end_of_text|>", "<|endoftext|>", "</s>"),
@@ -23,7 +23,7 @@ ENDS = frozenset(
 _REMEDY = "Take another conversion of the model."
 _MAX_TOKENS = 1 << 22
 """The longest list of what belongs to tokens: their texts, types, scores or merges."""
-_NAMED = {
+NAMED = {
     "bos_token": "bos_token_id",
     "eos_token": "eos_token_id",
     "unk_token": "unknown_token_id",
@@ -88,7 +88,7 @@ def read_vocabulary(header: Header) -> Vocabulary:
         )
     fields = _fields(header)
     named: dict[str, str] = {}
-    for name, key in _NAMED.items():
+    for name, key in NAMED.items():
         for index in fields.token_ids(f"tokenizer.ggml.{key}"):
             if index >= len(tokens):
                 raise fields.wrong(f"tokenizer.ggml.{key}", index, f"the number of one of {len(tokens)} tokens")

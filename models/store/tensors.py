@@ -32,7 +32,7 @@ DTYPES: Mapping[str, np.dtype[Any]] = {
     "I8": np.dtype("i1"),
 }
 """Types that a stored model uses, by their safetensors names."""
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_NAMES = {**{dtype: name for name, dtype in DTYPES.items()}, np.dtype("<i8"): "I64"}
 _ALIGNMENT = 64
 
 

@@ -48,6 +48,9 @@ class DecoderOptions:
     the last row is compensated like a decoded token."""
     draft_k_chunk: Mapping[str, int] | int = 0
     """Channels per 1024 compensated in drafted tokens, counted like `k_chunk`."""
+    sensitive_layers: tuple[int, ...] = ()
+    """Layers whose pages drafts read as the target does, if the kind of cache has a draft (QuantSpec, Algorithm 1: L_S
+    of them)."""
     n_tb: Mapping[str, int] = field(default_factory=dict)
     """Thread blocks for compensation on a GPU, by layer type (QDEC §4.4); unused on CPUs."""
     select: Selector = "approx"
@@ -81,7 +84,8 @@ class Step:
     """Whether these are rows of a prompt, which are compensated together; see `compensation_of`."""
     draft: bool = False
     """Whether these rows are drafts that a later step verifies. They are compensated by `draft_k_chunk`, and attention
-    reads only the upper plane of the pages if the cache has two (`CacheKind.has_draft`), otherwise everything."""
+    reads only the upper plane of the pages if the cache has two (`CacheKind.has_draft`) and the layer is not one of
+    `DecoderOptions.sensitive_layers`, otherwise everything."""
     flush: bool = True
     """Whether pages may be flushed from windows before this step; see `KVCache.begin`."""
 
@@ -153,6 +157,18 @@ def check_step(step: Step, spec: ModelSpec, options: DecoderOptions) -> None:
         low, high = (values.item(),) * 2 if values.size == 1 else (values.min(), values.max())
         if low < 0 or high >= limit:
             raise RequestError(f"{name} {int(high)} is out of range: it must be from 0 to {limit - 1}")
+
+
+def sensitive(layers: Sequence[int], spec: ModelSpec) -> tuple[int, ...]:
+    """The value of `DecoderOptions.sensitive_layers` for some layers: each once, in ascending order.
+
+    Raises:
+        RequestError: the model has no such layer.
+    """
+    found = tuple(sorted(set(layers)))
+    if found and not 0 <= found[0] <= found[-1] < spec.num_layers:
+        raise RequestError(f"sensitive layers are {found}; the model's layers are 0 to {spec.num_layers - 1}")
+    return found
 
 
 class Decoder(Protocol):
@@ -235,6 +251,17 @@ class Decoder(Protocol):
         Raises:
             RequestError: it is malformed, or compensation was requested for a model without residuals, or the backend
                 only drafts without compensation.
+        """
+        ...
+
+    def set_sensitive_layers(self, layers: Sequence[int]) -> None:
+        """Change the layers whose pages drafts read as the target does, from the next step on. The cache is kept.
+
+        Args:
+            layers: As in `DecoderOptions`.
+
+        Raises:
+            RequestError: the model has no such layer.
         """
         ...
 

@@ -6,6 +6,7 @@ stored as its ratio to the plain product, timed together with it, and the plain 
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -16,8 +17,9 @@ from runtime.backends.decoder import Decoder
 if TYPE_CHECKING:
     from tuner.timer import Timer
 
-READING_S = 0.04
-"""Time limit of one reading of a layer type; a large model's takes longer, since it needs a few passes."""
+READING_S, READINGS = 0.013, 3
+"""Time limit of one reading of a layer type, and readings of a point, of which the median counts; a large model's take
+longer, since each needs a few passes."""
 DECODING_S = 0.3
 """Time limit of one comparison of decoding with and without compensation, for a small model."""
 NOISE_PERCENT = 2.0
@@ -92,11 +94,12 @@ class Readings:
         self.measured = ratios.measured
 
     def seconds(self, kind: str, n_tb: int, k_chunk: int) -> float:
-        """See `tuner.timer.Timer`. Each point is read once: a reading is a median already."""
+        """See `tuner.timer.Timer`. Each point is the median of `READINGS`, and read only when it is first asked for."""
         point = (kind, n_tb if k_chunk else 0, k_chunk)
         if point not in self._known:
             self._tell(kind, k_chunk)
-            self._known[point] = self._ratios.seconds(*point)
+            count = READINGS if k_chunk and self.measured else 1
+            self._known[point] = statistics.median([self._ratios.seconds(*point) for _ in range(count)])
         ratio = self._known[point]
         return ratio * self.seconds(kind, 0, 0) if k_chunk else ratio
 

@@ -10,31 +10,33 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from runtime.backends.decoder import Decoder, DecoderOptions
 from runtime.compensation import CHUNK, k_chunk_by_type
 from runtime.measure.evaluate import FloatArray, Int64Array, Window, scores, windows
+from runtime.text.divergence import Outline
 
 WINDOW, TOKENS = 128, 1024
 """Tokens of a window and of the text at most; half of each window is scored."""
 _MIN_WINDOWS, _PARAMETERS = 3, 1080e6
 """Windows times parameters that a pass over the text has about: larger models read fewer windows. By their size, not by
 a clock, so that they read the same ones again."""
-_BYTES = 128 << 20
-"""Most memory for the distributions that are compared with."""
+_OUTLINED = 256
+"""Tokens of a distribution that are told apart; all others count as one. Whole distributions would take 100 MB."""
 _MOST_ROWS, _ROW_PARAMETERS = 32, 8e9
 """Rows of a step, at most and times parameters: a step takes some 50 ms, between which work can be interrupted."""
 _MOST = CHUNK // 2
-"""Residuals that are compared with where there is no copy that all of them can be read from: prompts have one, unless
-they are not compensated, and not of the head. Making it takes memory, and up to a second."""
+"""Residuals that are compared with where prompts do not have all of them, and of the head. A decoded token reads all
+from a copy, which would take as much memory as the residuals, and up to a second to make."""
 
 
 def text_id(text: str, options: DecoderOptions) -> str:
     """Identity of a text, and of how a decoder reads it."""
     prompts = sorted(k_chunk_by_type(options.prompt_k_chunk).items())
-    how = f"{min(WINDOW, options.context)} {prompts} {options.select} {text[: 8 * TOKENS]}"
+    how = f"{min(WINDOW, options.context)} {prompts} {options.select} {_OUTLINED} {text[: 8 * TOKENS]}"
     return hashlib.sha256(how.encode()).hexdigest()[:16]
 
 
@@ -52,12 +54,11 @@ class TextLoss:
         window = min(WINDOW, decoder.options.context)
         self._text = np.asarray(tokens[:TOKENS], np.int64)
         most = max(_MIN_WINDOWS, round(_PARAMETERS / decoder.spec.parameters))
-        most = min(most, _BYTES // (2 * window * decoder.spec.vocab_size) + 1)
         parts = windows(self._text.size, window, window, as_chat=True)
         self._parts = [part for part in parts if part.prompt > part.start][:most]
         rows = min(_MOST_ROWS, int(_ROW_PARAMETERS / decoder.spec.parameters))
         self._rows = 1 << max(1, rows.bit_length() - 1)
-        self._reference: list[FloatArray] = []
+        self._reference: list[Outline] = []
 
     def __call__(self, k_chunk: Mapping[str, int]) -> float:
         """Nats per token; the decoder's k_chunk is restored afterwards.
@@ -79,11 +80,12 @@ class TextLoss:
             self._decoder.set_k_chunk(before.k_chunk, before.n_tb)
 
     def _refer(self) -> None:
-        """Run the model with all residuals, once."""
+        """Run the model with all residuals, once: as a prompt, where prompts have all of them."""
         all_there = k_chunk_by_type(self._decoder.options.prompt_k_chunk)["qkv"] == CHUNK
-        self._decoder.set_k_chunk({**k_chunk_by_type(CHUNK if all_there else _MOST), "head": _MOST})
+        self._decoder.set_k_chunk({**k_chunk_by_type(0 if all_there else _MOST), "head": _MOST})
         for part in self._parts[len(self._reference) :]:
-            self._reference.append(np.concatenate([_probabilities(logits) for logits, _ in self._scores(part)]))
+            read = replace(part, prompt=part.end - 1) if all_there else part
+            self._reference.append(Outline.joined([Outline.of(each, _OUTLINED) for each, _ in self._scores(read)]))
 
     def _measure(self) -> float:
         """Mean divergence from the reference, in nats."""
@@ -91,30 +93,10 @@ class TextLoss:
         for part, reference in zip(self._parts, self._reference, strict=True):
             at = 0
             for logits, _ in self._scores(part):
-                total += _divergence(reference[at : at + len(logits)], logits)
+                total += reference.rows(at, at + len(logits)).divergence(logits)
                 at += len(logits)
             count += at
         return total / count
 
     def _scores(self, part: Window) -> Iterator[tuple[FloatArray, Int64Array]]:
         return scores(self._decoder, self._text, part, self._rows, self._cancelled, prefilled=self._rows)
-
-
-def _probabilities(logits: FloatArray) -> FloatArray:
-    """float32 [R, V]: softmax."""
-    found: FloatArray = np.exp(logits.astype(np.float32) - logits.max(axis=1, keepdims=True))
-    found /= found.sum(axis=1, keepdims=True)
-    return found
-
-
-def _divergence(reference: FloatArray, logits: FloatArray) -> float:
-    """Sum over rows of the Kullback-Leibler divergence from `reference`, in nats.
-
-    Args:
-        reference: float32 [R, V] probabilities.
-        logits: floating point [R, V].
-    """
-    shifted = logits.astype(np.float32) - logits.max(axis=1, keepdims=True)
-    normalizers = np.log(np.exp(shifted).sum(axis=1, dtype=np.float64))
-    entropy = np.einsum("rv,rv->r", reference, np.log(np.maximum(reference, np.float32(1e-30))))
-    return float((entropy - np.einsum("rv,rv->r", reference, shifted) + normalizers).sum())

@@ -34,8 +34,7 @@ from runtime.engine.speculation.drafting import Drafting
 from runtime.engine.speculation.gamma import Costs
 from runtime.engine.speculation.rounds import Rounds
 from runtime.errors import BackendError, ContextOverflowError, RequestError
-from runtime.text.call_grammar import calls_constraint
-from runtime.text.constraint import Constraints
+from runtime.text.call_constraint import AnswerConstraints
 from runtime.text.sampling import SamplingOptions
 from runtime.text.tokenizer import Tokenizer
 from runtime.wire.inspection import Inspection
@@ -67,7 +66,7 @@ class Engine:
         self.name = name
         self.reason = reason
         self._eos = frozenset(eos_token_ids)
-        self._constraints = Constraints(tokenizer, vocab_size=decoder.spec.vocab_size, eos=self._eos)
+        self._constraints = AnswerConstraints(tokenizer, vocab_size=decoder.spec.vocab_size, eos=self._eos)
         self._drafting = Drafting()
         self._conversations = Conversations(decoder.cache, slots=decoder.options.slots, context=self.context)
         self._scheduler = Scheduler(decoder, self._conversations)
@@ -271,11 +270,8 @@ class Engine:
         tokens = self._checked(prompt)
         room = self.context - len(tokens)
         run = Run(prompt=tokens, options=options, trim=trim, chat=chat, begin=time.perf_counter())
-        if options.grammar is not None:
-            run.constraint = self._constraints.begin(options.grammar)
-        elif options.calls is not None:
-            run.constraint = calls_constraint(options.calls, self.tokenizer, self._constraints.begin)
         limit = room if options.max_tokens is None else min(room, options.max_tokens)
+        run.constraint = self._constraints.of(options.grammar, options.calls, limit)
         answer = Answer(run, Language(tokenizer=self.tokenizer, ends=self._eos), limit, receive)
         return Request(answer, cancelled, lambda slot: self._rounds(run, slot))
 

@@ -1,7 +1,8 @@
 """The runtime process: `python -m runtime.server.process --home DIR [--parent-pid N] [--model NAME] ...`.
 
 It listens on loopback, on a port chosen by the system and published in the lock file. It exits on request (SIGTERM,
-Ctrl-C, `POST /runtime/shutdown`) or when its parent is gone, and cleans up socket, model and lock file.
+Ctrl-C, `POST /runtime/shutdown`), or when its parent is gone or closes the pipe on its standard input, and cleans up
+socket, model and lock file.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from runtime.server.listening import GRACE_S, UNLOAD_S, bind, listen, stopped_by
 from runtime.server.lock import LockRecord, lock_path, remove_lock, write_lock
 from runtime.server.security import Security
 from runtime.server.service.service import Service
-from runtime.system.parent import ParentWatch, own_record_time
+from runtime.system.parent import ParentWatch, leash_on_stdin, own_record_time
 from runtime.wire.requests import LoadRequest
 
 HOST = "127.0.0.1"
@@ -115,7 +116,7 @@ async def _run(service: Service, home: Path, parent_pid: int | None, model: str 
         end(f"it was sent {signal.Signals(number).name}")
 
     logger.info("process %d serves %s:%d, version %s", record.pid, record.host, record.port, record.version)
-    watch = nullcontext() if parent_pid is None else ParentWatch(parent_pid).watching(parent_gone)
+    watch = nullcontext() if parent_pid is None else ParentWatch(parent_pid, leash_on_stdin()).watching(parent_gone)
     loading = asyncio.create_task(_load(service, model)) if model is not None else None
     with watch, stopped_by_signals(signalled), _last_resort(stop, path, record):
         try:
@@ -171,7 +172,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m runtime.server.process", description="The process that runs models."
     )
     parser.add_argument("--home", type=Path, required=True, help="the program's folder: lock file and stored models")
-    parser.add_argument("--parent-pid", type=int, help="end when this process is gone")
+    parser.add_argument("--parent-pid", type=int, help="end when this process is gone, or closes the pipe on our input")
     parser.add_argument("--model", help="a model to load at the start")
     parser.add_argument(
         "--idle-unload", type=float, metavar="MINUTES", help="unload the model after this much idle time"

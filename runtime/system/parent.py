@@ -3,45 +3,43 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import queue
-import signal
-import sys
+import stat
 import threading
 from collections.abc import Callable, Iterator
 
 POLL_S = 0.5
-"""Polling interval in seconds, if the system does not signal the parent's end."""
-_PR_SET_PDEATHSIG = 1
+"""Seconds between two looks at the parent."""
 
 
 class ParentWatch:
     """Tracks whether the parent is alive: the very process, not another one with its id."""
 
-    def __init__(self, pid: int) -> None:
-        """Watch a process that is expected to be alive."""
-        self._pid = pid
+    def __init__(self, pid: int, leash: int | None = None) -> None:
+        """Watch a process that is expected to be alive.
+
+        Args:
+            pid: The parent.
+            leash: Descriptor of a pipe whose other end only the parent holds; it closes when the parent ends, or when
+                it wants this process to. None: the parent is only looked at every now and then.
+        """
+        self._pid, self._leash = pid, leash
         self._created = process_create_time(pid)
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
-        """Pipe that a signal handler may write to. An event's lock is not reentrant: the end of a parent with several
-        threads sends several signals, and the second would deadlock inside the first."""
-        self._ended = False
+        self._ended = self._let_go = False
 
     def gone(self) -> bool:
-        """Whether it has ended; a zombie counts as ended."""
-        return self._created is None or process_create_time(self._pid) != self._created
+        """Whether it has ended or let go; a zombie counts as ended."""
+        return self._let_go or self._created is None or process_create_time(self._pid) != self._created
 
     @contextlib.contextmanager
     def watching(self, lost: Callable[[], object]) -> Iterator[None]:
-        """Context manager: calls `lost` in a separate thread once the parent is gone.
-
-        On Linux the system also sends a signal. It is sent, too, when the parent's thread that started this process
-        ends, so it only triggers a check.
-        """
+        """Context manager: calls `lost` in a separate thread once the parent is gone."""
         thread = threading.Thread(target=self._watch, args=(lost,), name="parent-watch", daemon=True)
-        self._ask_for_signal()
         thread.start()
+        if self._leash is not None:  # this thread may wait until the process ends
+            threading.Thread(target=self._hold, args=(self._leash,), name="leash", daemon=True).start()
         try:
             yield
         finally:
@@ -57,12 +55,20 @@ class ParentWatch:
             with contextlib.suppress(queue.Empty):
                 self._wake.get(timeout=POLL_S)
 
-    def _ask_for_signal(self) -> None:
-        if not sys.platform.startswith("linux") or threading.current_thread() is not threading.main_thread():
-            return
-        signal.signal(signal.SIGUSR1, lambda _number, _frame: self._wake.put(None))
-        with contextlib.suppress(OSError, AttributeError):  # another C library: the thread polls anyway
-            ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGUSR1), 0, 0, 0)
+    def _hold(self, leash: int) -> None:
+        with contextlib.suppress(OSError):
+            while os.read(leash, 1):
+                pass
+        self._let_go = True
+        self._wake.put(None)
+
+
+def leash_on_stdin() -> int | None:
+    """The descriptor of standard input if it is a pipe, for `ParentWatch`."""
+    with contextlib.suppress(OSError):
+        if stat.S_ISFIFO(os.fstat(0).st_mode):
+            return 0
+    return None
 
 
 def own_record_time() -> float:

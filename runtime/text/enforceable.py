@@ -46,7 +46,8 @@ _INSIDE_ONE = ("items", "additionalProperties")
 _INSIDE_LIST = ("anyOf", "oneOf", "allOf", "prefixItems")
 _INSIDE_NAMED = ("properties", "$defs", "definitions", "patternProperties")
 _COUNTED = ("minLength", "maxLength", "minItems", "maxItems")
-_REPEAT = re.compile(r"\{(\d*),?(\d*)\}")
+_REPEAT = re.compile(r"\{(\d{1,9})?(,)?(\d{1,9})?\}")
+_AROUND = re.compile(r"\(\?<?[=!]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +130,10 @@ def _plain(node: Any, where: str, relaxed: list[str], *, closed: bool = True) ->
     for key, value in node.items():
         if key in SILENT:
             continue
-        if key not in KNOWN or _too_large(key, value):
+        if key == "pattern" and isinstance(value, str) and (plainer := _plainer(value)) != value:
+            leave_out(key)
+            found[key] = plainer
+        elif key not in KNOWN or _too_large(key, value):
             leave_out(key)
         else:
             found[key] = value
@@ -140,12 +144,45 @@ def _plain(node: Any, where: str, relaxed: list[str], *, closed: bool = True) ->
     return _inside(found, lambda one, key: _plain(one, f"{where}.{key}", relaxed, closed=not key.startswith("allOf")))
 
 
+def _plainer(pattern: str) -> str:
+    """A pattern that matches at least as much, without lookarounds and without large repetitions."""
+    found, at = "", 0
+    while at < len(pattern):
+        around = _AROUND.match(pattern, at)
+        if around is not None:
+            at = _group_end(pattern, around.end())
+        elif pattern[at] == "\\":
+            found, at = found + pattern[at : at + 2], at + 2
+        elif (repeat := _REPEAT.match(pattern, at)) is not None:
+            low, most = repeat[1] or "0", repeat[3] if repeat[2] else repeat[1]
+            large = max(int(low), int(most or 0)) > MAX_REPEAT
+            found += f"{{{low if int(low) <= MAX_REPEAT else MAX_REPEAT},}}" if large else repeat[0]
+            at = repeat.end()
+        else:
+            found, at = found + pattern[at], at + 1
+    return found
+
+
+def _group_end(pattern: str, at: int) -> int:
+    """Where a group ends whose contents begin at a place."""
+    depth, inside = 1, False
+    while at < len(pattern) and depth:
+        letter = pattern[at]
+        if letter == "\\":
+            at += 1
+        elif inside:
+            inside = letter != "]"
+        elif letter == "[":
+            inside = True
+        else:
+            depth += (letter == "(") - (letter == ")")
+        at += 1
+    return at
+
+
 def _too_large(key: str, value: Any) -> bool:
     if key in _COUNTED:
         return not isinstance(value, int) or value > MAX_REPEAT
-    if key == "pattern":
-        counts = (int(number) for pair in _REPEAT.findall(str(value)) for number in pair if number)
-        return max(counts, default=0) > MAX_REPEAT
     return key == "enum" and isinstance(value, list) and len(value) > MAX_ENUM
 
 

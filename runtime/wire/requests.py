@@ -38,6 +38,8 @@ class LoadRequest:
     hierarchical and drafting was measured to pay. Drafts are copied from the text unless this is False."""
     gamma: Annotated[int, Within(1, LARGEST_GAMMA)] | None = None
     """Tokens that the model drafts per round; None: chosen by measured costs and acceptance."""
+    sensitive_layers: Annotated[int, Within(0)] = 0
+    """Layers whose cache the model's drafts read at 8 bits instead of 4, with `speculate`."""
     context: Annotated[int, Within(1)] | None = None
     """Tokens of context."""
     num_parallel: Annotated[int, Within(1, 64)] | None = None
@@ -48,7 +50,7 @@ class LoadRequest:
     @property
     def speculation(self) -> Speculate | None:
         """The requested drafting mode; None: see `speculate`."""
-        return Speculate(gamma=self.gamma) if self.speculate else None
+        return Speculate(gamma=self.gamma, sensitive_layers=self.sensitive_layers) if self.speculate else None
 
     @property
     def compensation(self) -> Compensation | None:

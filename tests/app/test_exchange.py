@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
-from app.conversation import Conversation, Message, Statistics
+from app.conversation import Conversation, Message, Passage, Statistics
 from app.errors import HistoryError
 from app.history import exchange
 from app.history.exchange import document, to_json, to_markdown
@@ -29,13 +29,16 @@ def empty(tmp_path: Path) -> Iterator[History]:
         yield history
 
 
+PASSAGE = Passage(file="book.md", unit="line", first=3, last=9, text="## You")
+
+
 @pytest.fixture
 def history(tmp_path: Path) -> Iterator[History]:
     """One chat with two branches."""
     conversation = Conversation()
     first = conversation.add("user", "Show me a fence", parent=None)
     one = conversation.add("assistant", "```md\n## You\n```", parent=first.id, model="demo")
-    conversation.revise(one.id, statistics=Statistics(tokens=5, k_chunk={"qkv": 2}))
+    conversation.revise(one.id, statistics=Statistics(tokens=5, k_chunk={"qkv": 2}), passages=(PASSAGE,))
     other = conversation.add("assistant", "no", parent=first.id, model="demo")
     conversation.revise(other.id, state="failed", error="it broke")
     conversation.head = one.id
@@ -104,6 +107,11 @@ STATISTICS = st.builds(
     slowdown_percent=st.none() | st.floats(-5, 5), memory_bytes=COUNTS, left_out=COUNTS, cut=st.booleans(),
 )  # fmt: skip
 
+PASSAGES = st.builds(
+    Passage, file=TEXTS, unit=st.sampled_from(["line", "page", "paragraph"]), first=st.integers(1, 9),
+    last=st.integers(10, 99), text=TEXTS,
+)  # fmt: skip
+
 
 @st.composite
 def messages(draw: st.DrawFn, *, branches: bool) -> list[Message]:
@@ -123,6 +131,7 @@ def messages(draw: st.DrawFn, *, branches: bool) -> list[Message]:
                 error=draw(TEXTS) if state == "failed" else None,
                 model=draw(st.none() | st.sampled_from(["you", "demo\n\n## You"]) | TEXTS.filter(bool)),
                 statistics=draw(st.none() | STATISTICS),
+                passages=draw(st.none() | st.lists(PASSAGES, max_size=2).map(tuple)) if answers else None,
                 created=draw(st.datetimes(datetime(1971, 1, 1), datetime(8000, 1, 1), timezones=ZONES)),  # noqa: DTZ001
             )
         )
@@ -149,7 +158,7 @@ def test_markdown_comes_back_as_it_was_and_holds_the_turns_that_were(found: list
     ids = [None, *(message.id for message in brought.messages)]
     assert [message.parent for message in brought.messages] == ids[:-1]
     came = [replace(one, id=was.id, parent=was.parent) for one, was in zip(brought.messages, found, strict=True)]
-    assert came == [replace(message, statistics=None) for message in found]
+    assert came == [replace(message, statistics=None, passages=None) for message in found]
 
     tokens = MarkdownIt("commonmark").parse(text)
     tops = [at for at, token in enumerate(tokens) if token.type == "heading_open" and token.level == 0]

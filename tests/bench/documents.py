@@ -6,13 +6,14 @@
 - `pdf`: a PDF file of 300 pages, made here: read and searched for one sentence, and for something that is not in it.
 - `found`: questions about two books, and about what is in neither (`tests.bench.document_questions`): how often the
   answer's passage is the first, or among the first five; how many questions about nothing get nothing.
-- with `--embeddings`, a stored model: the same by the model's embeddings of question and passages, and by both ranks
-  together (reciprocal rank fusion), with the time that the passages take.
+- with `--embeddings` and a stored model, only this: the same by the model's embeddings of question and passages, and by
+  both ranks together (reciprocal rank fusion), with the time that the passages take.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 import statistics
 import sysconfig
@@ -77,10 +78,12 @@ def timed(act: Callable[[], object]) -> float:
     return time.perf_counter() - begun
 
 
-def searched(index: Index, questions: Mapping[str, str]) -> dict[str, float]:
+def searched(index: Index, source: Path, questions: Mapping[str, str]) -> dict[str, float]:
     """Median milliseconds of searches, by their names."""
     return {
-        name: round(1e3 * statistics.median(timed(lambda q=q: index.search(CHAT, [q], ROOM)) for _ in range(ROUNDS)), 1)
+        name: round(
+            1e3 * statistics.median(timed(lambda q=q: index.search([source], [q], ROOM)) for _ in range(ROUNDS)), 1
+        )
         for name, q in questions.items()
     }
 
@@ -88,6 +91,7 @@ def searched(index: Index, questions: Mapping[str, str]) -> dict[str, float]:
 def folder(home: Path) -> dict[str, Any]:
     """A folder of 100,000 lines of Python."""
     place = home / "code"
+    place.mkdir()
     lines = files = 0
     for file in sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py")):
         if lines >= LINES:
@@ -104,6 +108,7 @@ def folder(home: Path) -> dict[str, Any]:
         state = index.update(CHAT, place)
         times = searched(
             index,
+            place,
             {
                 "three words": "Where is the quopri encoding of a header decoded?",
                 "common words": "self return none import def class",
@@ -134,9 +139,11 @@ def pages(home: Path) -> dict[str, Any]:
 
         sections = list(looked())
         first = timed(lambda: index.update(CHAT, file, peak.look))
-        found = index.search(CHAT, ["Who is the custodian of the observatory?"], ROOM)
-        absent = index.search(CHAT, ["How do I reset the router password?"], ROOM)
-        times = searched(index, {"there": "Who is the custodian of the observatory?", "absent": "router password?"})
+        found = index.search([file], ["Who is the custodian of the observatory?"], ROOM)
+        absent = index.search([file], ["How do I reset the router password?"], ROOM)
+        times = searched(
+            index, file, {"there": "Who is the custodian of the observatory?", "absent": "router password?"}
+        )
     return {
         "pages": len(sections), "bytes": file.stat().st_size, "read_s": round(first, 2), "peak_mb": rounded(peak),
         "found_on_page": next((one.first for one in found if SENTENCE in one.text), None),
@@ -179,9 +186,14 @@ def found_by_words(home: Path) -> dict[str, Any]:
         place.mkdir()
         with opened(place) as (index, _):
             index.update(CHAT, DATA / "text" / name)
-            refused = sum(not index.search(CHAT, [question], ROOM) for question in NOWHERE)
+            refused = sum(not index.search([DATA / "text" / name], [question], ROOM) for question in NOWHERE)
             rows[name] = {
-                **quality(lambda question, index=index: texts(index.search(CHAT, [question], ROOM)), questions),
+                **quality(
+                    lambda question, index=index, name=name: texts(
+                        index.search([DATA / "text" / name], [question], ROOM)
+                    ),
+                    questions,
+                ),
                 "about_nothing": len(NOWHERE),
                 "nothing_found": refused,
             }
@@ -222,7 +234,7 @@ def found_by_embeddings(home: Path, model: Path) -> dict[str, Any]:
                     return [cut[at] for at in np.argsort(-(turned @ asked))[:40]]
 
                 def by_words(question: str, name: str = name, index: Index = index) -> list[str]:
-                    return texts(index.search(name, [question], 40 * MOST))
+                    return texts(index.search([DATA / "text" / name], [question], 40 * MOST))
 
                 def fused(question: str, words: Rank = by_words, vectors: Rank = by_vector) -> list[str]:
                     score: dict[str, float] = {}
@@ -245,14 +257,14 @@ def main() -> None:
     parser.add_argument("--embeddings", type=Path, help="folder of a stored model")
     parser.add_argument("--out", type=Path, default=OUT, help="the JSON file")
     asked = parser.parse_args()
-    report: dict[str, Any] = {"about": about_run("python -m tests.bench.documents", ("app", *ROOMS))}
+    report: dict[str, Any] = json.loads(asked.out.read_text(encoding="utf-8")) if asked.out.is_file() else {}
+    about = about_run("python -m tests.bench.documents", ("app", *ROOMS))
     parts: dict[str, Callable[[Path], dict[str, Any]]] = {"folder": folder, "pdf": pages, "found": found_by_words}
     if asked.embeddings is not None:
-        parts["embeddings"] = lambda home: found_by_embeddings(home, asked.embeddings)
+        parts = {"embeddings": lambda home: found_by_embeddings(home, asked.embeddings)}
     for name, measure in parts.items():
         with tempfile.TemporaryDirectory() as place:
-            (Path(place) / "code").mkdir()
-            report[name] = measure(Path(place))
+            report[name] = {"about": about, **measure(Path(place))}
         print(name, report[name], flush=True)
     write_report(asked.out, report)
 

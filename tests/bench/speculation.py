@@ -1,4 +1,4 @@
-"""Gain of speculation: acceptance by draft and target, step durations by context, and measured speed.
+"""Gain of speculation: acceptance by draft, target and sensitive layers, memory and step durations by context, speed.
 
     make bench-speculation SMOLLM2="smollm2-3=FOLDER smollm2-4=FOLDER"
     python -m tests.bench.speculation --stored NAME=FOLDER --only acceptance --out FILE
@@ -10,6 +10,7 @@ random: what its steps cost does not depend on them, what is accepted would.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 from collections.abc import Iterator, Sequence
@@ -24,11 +25,13 @@ from runtime.backends.decoder import Decoder, DecoderOptions
 from runtime.engine.speculation.costs import measure_costs
 from runtime.engine.speculation.gamma import AdaptiveGamma, Costs, FixedGamma, best_gamma, break_even, speedup
 from runtime.engine.speculation.measure import continued
+from runtime.engine.speculation.sensitivity import sensitivities
 from runtime.kv.kinds import KVKind
 from runtime.load.open import open_decoder
 from runtime.measure.speed import fill
 from runtime.text.sampling import SamplingOptions
 from runtime.text.tokenizer import Tokenizer
+from tests.bench.caches.memory import asked
 from tests.bench.copied import copied, copied_table
 from tests.bench.reporting.cases import ROOT
 from tests.bench.reporting.markdown import table
@@ -47,6 +50,16 @@ QUESTIONS = (
 LONG_PROMPT, ANSWER = 1000, 128
 """Tokens of the long prompt, and of an answer."""
 COST_CONTEXTS, SHAPE_CONTEXTS = (1024, 8000), (1024, 8192, 32768)
+SENSITIVE_GAMMA, SENSITIVE_PROMPTS = 3, ("1k text",)
+"""How sensitive layers are measured: tokens of a round, and prompts, which must be long enough to lie in pages."""
+MEMORY_WAYS: tuple[tuple[KVKind, int, bool], ...] = (
+    ("fp16", 0, False),
+    ("int4", 0, False),
+    ("hierarchical", 0, True),
+    ("fp16", 1024, False),
+    ("hierarchical", 1024, True),
+)
+"""Ways to decode whose memory is compared: kind of cache, k_chunk, and whether the model drafts."""
 _ROOM, _TURNS = 32, 3
 """Positions behind a context, and how often all ways are timed there in turns; the fastest of each counts."""
 DOCUMENT, RESULTS = ROOT / "docs" / "speculation.md", ROOT / "tests" / "bench" / "results" / "speculation.json"
@@ -137,7 +150,7 @@ def speed(name: str, model: StoredModel, rounds: int) -> Iterator[dict[str, Any]
     decoder, prompts = decoder_of(model, LONG_PROMPT + ANSWER), prompts_of(model)
     for target, k_chunk in TARGETS.items():
         decoder.set_k_chunk(k_chunk)
-        gamma = AdaptiveGamma(measure_costs(decoder))
+        gamma = AdaptiveGamma(_costs_of_chats(decoder, prompts["chat"]))
         for temperature in (0.0, 0.7):
             plain, speculated, ratios, rates, alike = [], [], [], [], True
             for turn in range(rounds):
@@ -162,6 +175,54 @@ def speed(name: str, model: StoredModel, rounds: int) -> Iterator[dict[str, Any]
                 "same_tokens": alike if temperature == 0 else None,
             }
     decoder.close()
+
+
+def _costs_of_chats(decoder: Decoder, prompts: Sequence[Sequence[int]]) -> Costs:
+    """Costs of steps in the middle of an answer, where they are used."""
+    position = max(map(len, prompts)) + ANSWER // 2
+    fill(decoder, position)
+    return measure_costs(decoder, position=position)
+
+
+def sensitive(name: str, model: StoredModel) -> Iterator[dict[str, Any]]:
+    """What is accepted where drafts read some layers' cache as the target does (QuantSpec, Algorithm 1: L_S)."""
+    decoder, prompts = decoder_of(model, LONG_PROMPT + ANSWER), prompts_of(model)
+    text = Tokenizer(model.tokenizer_path).encode(evaluation_text())
+    moved = sensitivities(decoder, text)
+    order = sorted(range(len(moved)), key=lambda layer: -moved[layer])
+    halves = [0, 1, 2, 4, 8, len(moved)]
+    for target, where in itertools.product(("residual", "base"), SENSITIVE_PROMPTS):
+        decoder.set_k_chunk(TARGETS[target])
+        for count in halves:
+            decoder.set_sensitive_layers(order[:count])
+            drafted = accepted = rounds = 0.0
+            for prompt, temperature in itertools.product(prompts[where], TEMPERATURES):
+                sampling = SamplingOptions(temperature=temperature, top_p=0.95, seed=0)
+                did = continued(decoder, prompt, ANSWER, sampling, FixedGamma(SENSITIVE_GAMMA)).speculation
+                drafted, rounds = drafted + did.drafted, rounds + did.rounds
+                accepted += did.acceptance_rate * did.drafted
+            yield {
+                "model": name,
+                "target": target,
+                "prompt": where,
+                "sensitive_layers": sorted(order[:count]),
+                "layers": len(moved),
+                "kl_at_4_bits": sum(moved[layer] for layer in order[count:]),
+                "gamma": SENSITIVE_GAMMA,
+                "acceptance_rate": accepted / drafted,
+                "tokens_per_verify": (accepted + rounds) / rounds,
+            }
+    decoder.close()
+
+
+def memory(name: str, about: dict[str, Any], contexts: Sequence[int]) -> Iterator[dict[str, Any]]:
+    """Peak memory by context, of plain decoding and of drafts (QuantSpec, Tables 4 and 5)."""
+    for context in contexts:
+        for kind, k_chunk, drafts in MEMORY_WAYS:
+            yield {
+                "model": name,
+                **asked({**about, "kind": kind, "context": context, "k_chunk": k_chunk, "drafts": drafts}),
+            }
 
 
 def read_costs(row: dict[str, Any]) -> Costs:
@@ -220,7 +281,55 @@ def speed_table(rows: Rows) -> str:
     )
 
 
-TABLES = {"acceptance": acceptance_table, "costs": costs_table, "speed": speed_table, "copied": copied_table}
+def sensitive_table(rows: Rows) -> str:
+    """What sensitive layers do to acceptance."""
+    head = ("model", "prompt", "target", "layers at 8 bits", "accepted", "tokens a verify", "which")
+    return table(
+        head,
+        (
+            (
+                row["model"],
+                row["prompt"],
+                row["target"],
+                f"{len(row['sensitive_layers'])} of {row['layers']}",
+                f"{100 * row['acceptance_rate']:.1f} %",
+                f"{row['tokens_per_verify']:.2f}",
+                "" if len(row["sensitive_layers"]) == row["layers"] else ", ".join(map(str, row["sensitive_layers"])),
+            )
+            for row in rows
+        ),
+    )
+
+
+def memory_table(rows: Rows) -> str:
+    """Peak memory by context."""
+    targets = {k_chunk: target for target, k_chunk in TARGETS.items()}
+    head = ("model", "context", "cache", "target", "drafts", "weights MB", "residuals MB", "cache MB", "peak MB")
+    sizes = ("weight_bytes", "residual_bytes", "kv_bytes", "peak_bytes")
+    return table(
+        head,
+        (
+            (
+                row["model"],
+                f"{row['context']:,}",
+                row["kind"],
+                targets[row["k_chunk"]],
+                "yes" if row["drafts"] else "no",
+                *(f"{row[size] / 1e6:.0f}" for size in sizes),
+            )
+            for row in rows
+        ),
+    )
+
+
+TABLES = {
+    "acceptance": acceptance_table,
+    "sensitive": sensitive_table,
+    "memory": memory_table,
+    "costs": costs_table,
+    "speed": speed_table,
+    "copied": copied_table,
+}
 
 
 def measure(
@@ -233,10 +342,16 @@ def measure(
             rows += acceptance(name, model)
         elif part == "speed":
             rows += speed(name, model, rounds)
+        elif part == "sensitive":
+            rows += sensitive(name, model)
+        elif part == "memory":
+            rows += memory(name, {"stored": str(model.path)}, COST_CONTEXTS)
         elif part == "copied":
             rows += copied(name, model, rounds, one_thread=one_thread)
         else:
             rows += costs(name, model, COST_CONTEXTS, tuple(TARGETS))
+    for bits in shape_bits if part == "memory" else ():
+        rows += memory(f"1.1 B shape, {bits} bits", {"shape": bits}, SHAPE_CONTEXTS)
     if part == "costs":
         for bits in shape_bits:
             spec = replace(llama_1b(), max_context=SHAPE_CONTEXTS[-1] + _ROOM)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,9 @@ from models.checkpoint import Checkpoint
 from models.oracle import Oracle
 from models.store import Store
 from runtime.backends.decoder import DecoderOptions
-from runtime.kv.kinds import KINDS, KVKind, page_bytes
+from runtime.kv.kinds import KINDS, PARTS, SINKS, SPARSITY, KVKind, Part, page_bytes
 from runtime.measure.evaluate import perplexity
-from tests.bench.caches import drift, gear, judge, reasons, size, smooth, summary
+from tests.bench.caches import corrected, drift, gear, judge, memory, reasons, size, smooth, summary
 from tests.bench.caches import perplexity as losses
 from tests.bench.caches.extent import CONTEXTS, ORDER, paged_share, window
 from tests.bench.caches.full import STEP, FullDecoder, feed, rows
@@ -290,6 +292,59 @@ def test_an_evaluation_reads_the_compressed_cache_as_decoding_does(demo: Checkpo
         found.append(perplexity(decoder, text, 460, 460).nll_sum / 459)
     assert found[0] == pytest.approx(found[1], abs=1e-4)
     assert abs(found[0] - found[2]) > 4e-4
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_only_the_latest_pages_of_a_prompt_are_corrected(demo: Checkpoint, part: Part) -> None:
+    """Of two pages of a prompt the first one stands as the backbone leaves it; pages behind the prompt have both."""
+    text, window = DEMO.text(520), 768
+    page = KINDS["gear2"].page
+    ways = (corrected.Way(share=0.5), corrected.Way(), corrected.Way(rank=0))
+    partly, whole, plain = (corrected.decoder_of(demo, None, window, way) for way in ways)
+    for decoder in (partly, whole, plain):
+        for at in range(0, len(text), STEP):
+            rows(decoder, text[at : at + STEP], at)
+    read = [decoder.cache.read(part, 0, 0)[SINKS : SINKS + 3 * page] for decoder in (partly, whole, plain)]
+    first, later = slice(0, page), slice(page, 3 * page)
+    assert torch.equal(read[0][first], read[2][first])
+    assert not torch.equal(read[0][first], read[1][first])
+    assert torch.equal(read[0][later], read[1][later])
+    assert not torch.equal(read[0][later], read[2][later])
+
+
+def test_every_way_to_correct_is_measured_once() -> None:
+    ways = corrected.ways()
+    assert len(ways) == len(set(ways)) == len(corrected.RANKS) + len(corrected.SPARSITIES) + len(corrected.SHARES) - 2
+    assert corrected.Way(sparsity=SPARSITY).kind == replace(KINDS["gear2"], name="gear2")
+
+
+def test_what_corrects_and_what_is_held_stand_in_tables(tmp_path: Path) -> None:
+    found = results(tmp_path / "results.json")
+    about = {"model": "smollm2", "window": 2048, "rank": None, "sparsity": None, "share": None}
+    found.add("corrected", 0, "", entry(3.0, **about, bytes=100.0))
+    for number, way in enumerate(corrected.ways()):
+        named = {"rank": way.rank, "sparsity": way.sparsity, "share": way.share}
+        nats = 3.3 - 0.02 * way.rank - way.sparsity - 0.01 * way.share
+        found.add("corrected", number + 1, "", entry(nats, **{**about, **named}, bytes=20.0 + way.rank))
+    for kind, context in itertools.product(("fp16", "int4"), (1024, 8192)):
+        sizes = {"kv_bytes": 5 * context * 1000, "peak_bytes": 9 * context * 1000, "weight_bytes": 600_000_000}
+        found.add("memory", [kind, context], "", {"model": "a shape", "kind": kind, "context": context, **sizes})
+    write(View(found), tmp_path / "kv.md")
+    text = (tmp_path / "kv.md").read_text(encoding="utf-8")
+    lines = {tuple(cell.strip() for cell in line.strip("| ").split("|"))[:2] for line in text.splitlines()}
+    assert {("0", "20.0"), ("8", "28.0"), ("4 %", "24.0"), ("50 %", f"{math.exp(3.215):.3f}")} <= lines
+    assert "| fp16 | 5 | 9 | 41 | 74 |" in text
+    assert "a shape, 600 MB of weights" in text
+
+
+@pytest.mark.slow
+def test_a_longer_context_holds_more_and_peaks_higher() -> None:
+    """In processes of their own: the cache's buffers are in the peak, and so are the weights."""
+    short, long = (memory.asked({"shape": 4, "kind": "fp16", "context": context}) for context in (256, 4096))
+    assert long["kv_bytes"] == 16 * short["kv_bytes"]
+    grown = long["peak_bytes"] - short["peak_bytes"]
+    assert grown == pytest.approx(long["kv_bytes"] - short["kv_bytes"], rel=0.3)
+    assert short["peak_bytes"] > short["weight_bytes"] > 4e8
 
 
 def test_the_share_that_is_read_compressed() -> None:

@@ -50,7 +50,7 @@ def test_a_section_says_what_was_measured_and_whether_the_order_holds(tmp_path: 
         about["backend"] = variant.backend
         results.add("points", [number], code_of("points", variant.backend), {**about, **numbers})
     found = section(results, tmp_path)
-    assert found.count("| holds |") == 2
+    assert found.count("| holds |") == 4
     assert found.count("| **broken** |") == 1
     assert "W4A8 QoQ, per channel" in found
     assert "Fig. 12" not in found

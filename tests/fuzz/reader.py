@@ -22,6 +22,7 @@ READERS = {
     "history": "tests.fuzz.talk:history",
     "requests": "tests.fuzz.talk:requests",
     "stream": "tests.fuzz.talk:stream",
+    "documents": "tests.fuzz.documents:documents",
 }
 """Where each reader is found; importing one brings in the room that it reads for."""
 

@@ -55,7 +55,7 @@ class AttachDialog(FormDialog[Attachment]):
     def compose(self) -> ComposeResult:
         """A path, the names in its folder, the sources, buttons."""
         with Vertical(classes="dialog"):
-            yield Plain("A file to send, or a folder to search: text, code, PDF, HTML or Word")
+            yield Plain("A file to send, or a folder to search")
             yield Input(f"{self._folder}{os.sep}", placeholder="/path/to/file", compact=True, select_on_focus=False)
             yield OptionList(compact=True, markup=False, id="attach-names")
             yield Plain("", classes="dialog-problem")

@@ -19,6 +19,7 @@ from textual.widgets import Footer, TextArea
 
 from app.conversation import Message
 from app.errors import ClientError, HistoryError
+from app.printable import printable_name
 from app.tui.answers import Writing
 from app.tui.attaching import Attaching
 from app.tui.figures import SEPARATOR
@@ -28,6 +29,7 @@ from app.tui.plain import plain
 from app.tui.pump import Pump
 from app.tui.screens.sidebar import MIN_COLUMNS, Sidebar
 from app.tui.session import Session
+from app.tui.tools import MOST_ROUNDS, rounds
 from app.tui.widgets.composer import Composer, remembered
 from app.tui.widgets.header import HeaderBar, model_line
 from app.tui.widgets.message_view import MessageView
@@ -36,6 +38,7 @@ from app.tui.widgets.transcript import Transcript
 
 if TYPE_CHECKING:
     from app.history.store import Chat
+    from app.tools.permissions import Answer
     from app.tui.screens.attach import Attachment
     from app.tui.screens.chat_dialogs import Overflow
 
@@ -257,27 +260,42 @@ class ChatScreen(Screen[None]):
         self.run_worker(self._stream(writing), group="answer", exclusive=True, exit_on_error=False)
 
     async def _stream(self, writing: Writing) -> None:
-        if (view := self.transcript.view(writing.answer)) is None:
+        """Stream an answer, and those that follow when it called tools."""
+        while True:
+            writing.moved.clear()
+            answer = writing.answer
+            await self._stream_one(writing, answer)
+            if writing.answer == answer:
+                break
+            await self.transcript.extend()
+            self._writing = writing
+        self.show_session()
+
+    async def _stream_one(self, writing: Writing, answer: str) -> None:
+        if (view := self.transcript.view(answer)) is None:
             await self.transcript.reopen()
-            view = self.transcript.view(writing.answer)
+            view = self.transcript.view(answer)
         assert view is not None
         assert view.body is not None
         assert writing.task is not None
         conversation = writing.conversation
         shown = view.message.text
         pump = Pump(view.body, written=shown)
-        pump.write(conversation[writing.answer].text[len(shown) :])
+        pump.write(conversation[answer].text[len(shown) :])
         writing.on_text = pump.write
+        writing.on_calls = lambda: view.show(conversation[answer])
         pumping = asyncio.create_task(pump.run())
+        moved = asyncio.create_task(writing.moved.wait())
         if self._ticker is not None:
             self._ticker.resume()
+        self.ask_next()
         try:
-            view.show(conversation[writing.answer])
-            await asyncio.wait([writing.task])
+            view.show(conversation[answer])
+            await asyncio.wait([writing.task, moved], return_when=asyncio.FIRST_COMPLETED)
         finally:
+            moved.cancel()
             await self._finish(writing, pump, pumping)
-            view.show(conversation[writing.answer])
-        self.show_session()
+            view.show(conversation[answer])
 
     async def _finish(self, writing: Writing, pump: Pump, pumping: asyncio.Task[None]) -> None:
         """Flush the remaining text, however the answer ended, unless the chat was left or the program is quitting."""
@@ -285,7 +303,7 @@ class ChatScreen(Screen[None]):
         if task is not None and task.cancelling():
             pumping.cancel()
             if writing.on_text == pump.write:
-                writing.on_text = None
+                writing.on_text = writing.on_calls = None
             if self._writing is writing:
                 self._writing = None
             return
@@ -304,7 +322,9 @@ class ChatScreen(Screen[None]):
         if view is None:
             return
         tally = self._session.tally
-        if not self._session.ready:
+        if (line := self._calls_line(view.message)) is not None:
+            view.show_live(line)
+        elif not self._session.ready:
             view.show_live("waiting for the model · Esc stops")
         elif self._session.tuning and not tally.pieces:
             view.show_live("waiting for the tuning to end · Esc stops · ^T stops the tuning")
@@ -315,6 +335,40 @@ class ChatScreen(Screen[None]):
         else:
             speed = f" · {tally.per_s:.1f} tok/s" if tally.per_s else ""
             view.show_live(f"≈ {tally.pieces} tokens{speed} · Esc stops")
+
+    # Tools
+
+    def _calls_line(self, message: Message) -> str | None:
+        """What a call is doing, and how many rounds of calls there may be; None if nothing is called."""
+        call = next((call for call in message.calls if not call.ended), None)
+        if call is None or message.state != "streaming":
+            return None
+        session = self._session
+        number = rounds(session.conversation.path(message.id))
+        words = session.tools.live.get(session.conversation.id, "")
+        doing = "waiting for your permission" if call.state == "asked" else f"running{f': {words}' if words else ''}"
+        return f"{printable_name(call.name)} {doing} · round {number} of at most {MOST_ROUNDS} · Esc stops"
+
+    def ask_next(self) -> None:
+        """Ask whether a call may run, if one waits for that in this chat."""
+        from app.tui.screens.tool_dialogs import AskDialog
+
+        ask = self._session.tools.ask_of(self._session.conversation.id)
+        if ask is None or ask.stopped or ask.answer.done() or self.app.screen is not self:
+            return
+
+        def decided(answer: Answer | None) -> None:
+            if answer is None:
+                ask.stopped = True
+                self.run_worker(self.stop(), group="stop", exit_on_error=False)
+            elif not ask.answer.done():
+                ask.answer.set_result(answer)
+
+        self.app.push_screen(AskDialog(ask), decided)
+
+    def on_screen_resume(self) -> None:
+        """Ask what could not be asked while another screen was open."""
+        self.call_later(self.ask_next)
 
     # Messages and composer
 
@@ -475,6 +529,17 @@ class ChatScreen(Screen[None]):
         """Attach a file whose path was dropped on the terminal."""
         event.stop()
         self._run_attaching(self._attaching.attach(event.path, typed=event.typed))
+
+    @property
+    def attaching(self) -> bool:
+        """Whether a document is being read."""
+        return self._attaching.reading
+
+    def stop_attaching(self) -> bool:
+        """Stop reading a document. Returns whether one was being read."""
+        reading = self.attaching
+        self.workers.cancel_group(self, "attach")
+        return reading
 
     def _run_attaching(self, work: Coroutine[None, None, None]) -> None:
         self.run_worker(work, group="attach", exit_on_error=False)

@@ -30,7 +30,15 @@ if TYPE_CHECKING:
     from runtime.wire.device import DeviceReport
 
 GROUPS = {
-    "Quality and speed": ("budget", "prompt_budget", "k_chunk", "speculate", "gamma", "num_parallel"),
+    "Quality and speed": (
+        "budget",
+        "prompt_budget",
+        "k_chunk",
+        "speculate",
+        "gamma",
+        "sensitive_layers",
+        "num_parallel",
+    ),
     "Memory": ("kv", "context"),
     "Chat": (
         "system_prompt",
@@ -55,7 +63,7 @@ REMOTE_NOTE = (
 
 
 class SettingsScreen(Screen[None]):
-    """All settings except the model, which F2 picks."""
+    """All settings except the model, which F2 picks, and `sensitive_layers`, which is for comparison with the paper."""
 
     AUTO_FOCUS = "#setting-budget RadioSet, #settings TextArea"
     HORIZONTAL_BREAKPOINTS = [(0, "-slim"), (75, "-narrow"), (90, "-wide"), (110, "-broad")]  # noqa: RUF012  declared so by Textual

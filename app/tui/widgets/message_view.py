@@ -16,6 +16,7 @@ from app.printable import printable_name
 from app.tui.figures import SEPARATOR, details, fitting, statistics_line
 from app.tui.messages import MessageAct
 from app.tui.plain import Links, Plain
+from app.tui.widgets.call_view import CallView
 
 if TYPE_CHECKING:
     from app.tui.widgets.markdown_body import MarkdownBody
@@ -27,6 +28,8 @@ MAX_LINES = 30
 FOLDED_LINES = 12
 """Lines of a folded prompt that stay visible."""
 MAX_CHARACTERS = 6000
+MIN_LINKS = 60
+"""Cells of width from which the line under an answer has a link to its passages."""
 
 
 class ActionLine(Links):
@@ -70,7 +73,9 @@ class MessageView(Vertical, can_focus=True):
         Binding(
             "p", "toggle_passages", "passages", tooltip="Read the passages used", id="message.passages", show=False
         ),
-        Binding("f", "toggle_fold", "fold", tooltip="Fold or unfold a long prompt", id="message.fold", show=False),
+        Binding(
+            "f", "toggle_fold", "fold", tooltip="Fold or unfold a long prompt, or calls", id="message.fold", show=False
+        ),
         Binding("escape", "screen.to_composer", "back", tooltip="Back to the composer", id="message.back"),
     ]
 
@@ -109,6 +114,7 @@ class MessageView(Vertical, can_focus=True):
 
             self.body = MarkdownBody(message.text)
             yield self.body
+            yield Vertical(classes="message-calls")
             yield Plain("", classes="message-error")
             yield Plain("", classes="message-passages")
             yield ActionLine("", classes="message-statistics")
@@ -171,8 +177,10 @@ class MessageView(Vertical, can_focus=True):
         self._refresh_lines()
 
     def action_toggle_fold(self) -> None:
-        """Unfold or fold a long prompt."""
+        """Unfold or fold a long prompt, or the calls of an answer."""
         self._folded = not self._folded
+        for call in self.query(CallView):
+            call.unfold(not self._folded)
         self._refresh_lines()
 
     def _refresh_lines(self) -> None:
@@ -187,6 +195,7 @@ class MessageView(Vertical, can_focus=True):
         if message.role == "user":
             self._refresh_text()
             return
+        self._refresh_calls()
         failed = message.state == "failed"
         self._fill(".message-error", (message.error or "the answer failed") if failed else "")
         self._fill(".message-passages", self._passages())
@@ -194,6 +203,15 @@ class MessageView(Vertical, can_focus=True):
         counted = message.statistics
         self._fill(".message-details", "\n".join(details(counted)) if counted and self._detailed else "")
         self._fill(".message-actions", self._actions())
+
+    def _refresh_calls(self) -> None:
+        """Show the tools that the answer called."""
+        shown = {view.call.id: view for view in self.query(CallView)}
+        for call in self.message.calls:
+            if call.id in shown:
+                shown[call.id].show(call)
+            else:
+                self.query_one(".message-calls", Vertical).mount(CallView(call))
 
     def _refresh_text(self) -> None:
         """Show the prompt, folded if it is long."""
@@ -217,7 +235,7 @@ class MessageView(Vertical, can_focus=True):
         if message.statistics is None:
             return fitting(before, self.content_size.width)
         links = {"details": "toggle_details"} if details(message.statistics) else {}
-        links |= {"passages": "toggle_passages"} if message.passages else {}
+        links |= {"passages": "toggle_passages"} if message.passages and self.content_size.width >= MIN_LINKS else {}
         links |= {"tokens": "act('inspect')"} if self._inspects() else {}
         room = self.content_size.width - len(SEPARATOR.join(links)) - len(SEPARATOR)
         line = statistics_line(message.statistics, room, before)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -18,10 +18,11 @@ from runtime.backends.cpu.data.step import parameters_of
 from runtime.backends.cpu.link import few_rows_units, link, paging_units
 from runtime.backends.cpu.machine.build import build_later
 from runtime.backends.cpu.machine.isa import VARIANT
+from runtime.backends.cpu.machine.loader import rest
 from runtime.backends.cpu.plan import PlanOperations, Program
 from runtime.backends.cpu.pool import Pool, default_threads
 from runtime.backends.cpu.tiles import padded
-from runtime.backends.decoder import DecoderOptions, Float32Array, Step, check_step, compensation_of
+from runtime.backends.decoder import DecoderOptions, Float32Array, Step, check_step, compensation_of, sensitive
 from runtime.backends.operations.channels import LAYER_KINDS, k_chunk_of
 from runtime.compensation import k_chunk_by_type
 from runtime.errors import InvalidActivationError, RequestError
@@ -56,6 +57,7 @@ class CpuDecoder:
         """Instruction set of the kernels."""
         if options.context < 1 or options.slots < 1 or options.max_rows < 1:
             raise RequestError("context, slots and max_rows must be at least 1")
+        options = replace(options, sensitive_layers=sensitive(options.sensitive_layers, model.spec))
         threads = options.threads or default_threads()
         self.cache = CpuCache(model.spec, options, threads)
         self._control = aligned_zeros((CONTROL_WORDS,), np.int64)
@@ -79,7 +81,7 @@ class CpuDecoder:
         self._pool.prepare()
         self.cache.store.use(self._pool)
         self._selections = 0
-        self.kv_bytes = self.cache.store.nbytes
+        self.kv_bytes = self.cache.nbytes
         self.weight_bytes = self._plan.weight_bytes
 
     @property
@@ -97,8 +99,11 @@ class CpuDecoder:
     @contextmanager
     def session(self) -> Iterator[None]:
         """Keep the threads ready between steps; a generation runs inside a session."""
-        with self._pool.session():
-            yield
+        try:
+            with self._pool.session():
+                yield
+        finally:
+            self._plan.release()  # rows of the embedding table
 
     def forward(self, step: Step) -> Float32Array:
         """See `runtime.backends.decoder.Decoder.forward`."""
@@ -106,7 +111,7 @@ class CpuDecoder:
         check_step(step, self.spec, self.options)
         for array, values in zip(self._inputs, (step.tokens, step.slots, step.positions, step.logit_rows), strict=True):
             array[: values.size] = values
-        self.cache.begin(step.slots, step.positions, flush=step.flush)
+        self.cache.begin(step.slots, step.positions, flush=step.flush, draft=step.draft)
         if not self._plan.paged and any(self.cache.paged_length(int(slot)) for slot in np.unique(step.slots)):
             self._link_pages()
         runs = self._write_runs(step)
@@ -160,6 +165,12 @@ class CpuDecoder:
         self._drafts = self._recorded(draft_k_chunk)
         self.options = replace(self.options, draft_k_chunk=draft_k_chunk)
 
+    def set_sensitive_layers(self, layers: Sequence[int]) -> None:
+        """See `runtime.backends.decoder.Decoder.set_sensitive_layers`."""
+        wanted = sensitive(layers, self.spec)
+        self.cache.read_exactly(wanted)
+        self.options = replace(self.options, sensitive_layers=wanted)
+
     def layer_program(self, kind: str, k_chunk: int) -> npt.NDArray[np.int64]:
         """The products of one layer type in all blocks, with their selections, for timing.
 
@@ -204,6 +215,7 @@ class CpuDecoder:
                 del self._programs[next(iter(self._programs))]
             self._programs[key] = self._plan.record(k_chunk, prompt, few=few)
             self._plan.release()
+            rest()
         self._make_room(self._programs[key].scratch)
         return self._programs[key]
 
@@ -213,6 +225,7 @@ class CpuDecoder:
         programs = (*self._programs.values(), self._program, self._drafts, self._prompts)
         for program in {id(program): program for program in programs}.values():
             link(program.words, self._threads)
+        rest()
 
     def _make_room(self, scratch: int) -> None:
         """Ensure this many bytes of scratch per thread."""

@@ -20,12 +20,13 @@ from runtime.backends.cpu.data.step import parameters_of
 from runtime.backends.cpu.link import is_linked, link, most_scratch
 from runtime.backends.cpu.thread_tuner import ThreadTuner
 from runtime.backends.cpu.units import execute, set_active
+from tuner.sysctl import performance_cores
 
 
 def default_threads() -> int:
-    """Physical cores available to this process."""
+    """Physical cores available to this process; of an Apple processor the fast ones."""
     allowed = len(psutil.Process().cpu_affinity()) if hasattr(psutil.Process, "cpu_affinity") else psutil.cpu_count()
-    return max(1, min(psutil.cpu_count(logical=False) or 1, allowed or 1))
+    return max(1, min(performance_cores() or psutil.cpu_count(logical=False) or 1, allowed or 1))
 
 
 class Pool:

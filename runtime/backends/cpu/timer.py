@@ -17,8 +17,8 @@ from runtime.backends.cpu.decoder import CpuDecoder
 from runtime.backends.decoder import Step
 from runtime.measure.timing import undisturbed
 
-_LEAST, _MOST = 15, 151
-"""Passes per measurement."""
+_LEAST, _MOST = 5, 151
+"""Passes per measurement. Callers take the median of several."""
 _PASS_S = 5e-4
 """A pass is repeated until it takes about this many seconds, so that its start-up cost is negligible."""
 
@@ -28,7 +28,7 @@ class CpuTimer:
 
     Args:
         decoder: The loaded model.
-        seconds: Time limit of one measurement; at least fifteen passes are made.
+        seconds: Time limit of one measurement; at least five passes are made.
     """
 
     measured = True

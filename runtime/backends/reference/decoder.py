@@ -6,7 +6,7 @@ meant for small models and for checking the other backends.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -14,13 +14,13 @@ from functools import partial
 import numpy as np
 import torch
 
-from models.architecture import Operations, body, forward
+from models.architecture import StateOperations, body, forward
 from models.packed import PackedLinear
 from models.rope import query_growth, tables
 from models.routing import route
 from models.spec import first_expert, router_of
 from models.weights import Weights
-from runtime.backends.decoder import DecoderOptions, Float32Array, Step, check_step, compensation_of
+from runtime.backends.decoder import DecoderOptions, Float32Array, Step, check_step, compensation_of, sensitive
 from runtime.backends.operations.basis import to_basis
 from runtime.backends.operations.cap import soft_cap
 from runtime.backends.operations.gate import gelu_gate, silu_gate
@@ -29,6 +29,7 @@ from runtime.backends.operations.norm import rms_norm
 from runtime.backends.operations.rope import rotate
 from runtime.backends.reference.cache import ReferenceCache
 from runtime.backends.reference.linear import ReferenceLinear
+from runtime.backends.reference.states import StateMixers
 from runtime.drafting import LARGEST_GAMMA
 from runtime.errors import InvalidActivationError
 from runtime.kv.basis import key_bases
@@ -52,7 +53,7 @@ class ReferenceDecoder:
 
     def __init__(self, model: Weights, options: DecoderOptions) -> None:
         self.spec = model.spec
-        self.options = options
+        self.options = replace(options, sensitive_layers=sensitive(options.sensitive_layers, model.spec))
         self.weight_bytes = 0
         self.linears: dict[str, ReferenceLinear] = {}
         names = {name: index for index, name in enumerate(self.spec.linear_names())}
@@ -60,27 +61,33 @@ class ReferenceDecoder:
             packed = model.linear(name)
             self.weight_bytes += int(_packed_bytes(packed) * self.spec.share_read(name))
             self.linears[name] = ReferenceLinear(packed, names[first_expert(name)], options)
-        self.norms, self.routers = (
+        self.vectors, self.routers = (
             {name: torch.from_numpy(np.array(model.vector(name), np.float32)) for name in names}
             for names in (self.spec.vector_names(), self.spec.router_names())
         )
-        self.weight_bytes += sum(weight.nbytes for weight in (*self.norms.values(), *self.routers.values()))
+        self.weight_bytes += sum(weight.nbytes for weight in (*self.vectors.values(), *self.routers.values()))
         self.embedding = torch.from_numpy(np.array(model.embedding(), np.float16))
+        self._remember(model)
+
+    def _remember(self, model: Weights | None) -> None:
+        """Prepare all that depends on positions: rotations and the cache, in the basis that `model` knows."""
+        spec, options = self.spec, self.options
         self.turns = {
-            rope: tuple(torch.from_numpy(table) for table in tables(rope, options.context)) for rope in self.spec.ropes
+            rope: tuple(torch.from_numpy(table) for table in tables(rope, options.context)) for rope in spec.ropes
         }
-        growth = query_growth(self.spec, np.arange(options.context))
+        growth = query_growth(spec, np.arange(options.context))
         self.growth = None if growth is None else torch.from_numpy(growth)
         self.cache = ReferenceCache(
             KINDS[options.kv],
-            self.spec,
+            spec,
             context=options.context,
             slots=options.slots,
             max_rows=options.max_rows,
             pages=options.pages,
         )
-        self.kv_bytes = self.cache.store.nbytes
-        self.bases = bases_of(self.cache.kind, model)
+        self.kv_bytes = self.cache.nbytes
+        self.bases = [] if model is None else bases_of(self.cache.kind, model)
+        self.mixers = StateMixers(self.spec, self.vectors, self.cache.states) if self.cache.states else None
 
     @property
     def recall(self) -> float | None:
@@ -134,6 +141,10 @@ class ReferenceDecoder:
             linear.set_draft_k_chunk(draft_k_chunk)
         self.options = replace(self.options, draft_k_chunk=draft_k_chunk)
 
+    def set_sensitive_layers(self, layers: Sequence[int]) -> None:
+        """See `runtime.backends.decoder.Decoder.set_sensitive_layers`."""
+        self.options = replace(self.options, sensitive_layers=sensitive(layers, self.spec))
+
     def session(self) -> AbstractContextManager[None]:
         """Nothing to keep ready: torch manages its own threads."""
         return nullcontext()
@@ -155,12 +166,12 @@ def _finite(found: torch.Tensor, step: Step) -> Float32Array:
 
 
 def bases_of(kind: CacheKind, model: Weights) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Reflection and mean key of each layer, float32 [H_kv, D]; none if the kind stores keys unturned."""
+    """Reflection and mean key of each layer with a cache, float32 [H_kv, D]; none if the kind stores keys unturned."""
     bases = key_bases(kind, model)
     return [(torch.from_numpy(basis.reflection), torch.from_numpy(basis.mean)) for basis in bases]
 
 
-class _Pass(Operations[torch.Tensor]):
+class _Pass(StateOperations[torch.Tensor]):
     """The operations of one step.
 
     A few rows outside a prompt are computed one by one, so that each has the same bits as alone: torch's products sum
@@ -169,7 +180,9 @@ class _Pass(Operations[torch.Tensor]):
     """
 
     def __init__(self, decoder: ReferenceDecoder, step: Step) -> None:
-        decoder.cache.begin(step.slots, step.positions, flush=step.flush)
+        decoder.cache.begin(step.slots, step.positions, flush=step.flush, draft=step.draft)
+        if decoder.mixers is not None:
+            decoder.mixers.absorb(step.slots, step.positions)
         self._decoder = decoder
         self._spec = decoder.spec
         self._way, self._draft = compensation_of(step, decoder.options), step.draft
@@ -184,7 +197,7 @@ class _Pass(Operations[torch.Tensor]):
         return self._decoder.embedding[self._tokens].float()
 
     def norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        return rms_norm(x, self._decoder.norms[name], self._spec.eps_of(name))
+        return rms_norm(x, self._decoder.vectors[name], self._spec.eps_of(name))
 
     def plain(self, x: torch.Tensor) -> torch.Tensor:
         return x
@@ -212,16 +225,28 @@ class _Pass(Operations[torch.Tensor]):
         if self._decoder.growth is not None:
             q = q * self._decoder.growth[self._positions, None, None]
         if self._decoder.bases:
-            reflection, mean = self._decoder.bases[layer]
+            reflection, mean = self._decoder.bases[self._spec.attention_layers.index(layer)]
             q = to_basis(q, reflection.repeat_interleave(self._spec.num_heads // self._spec.num_kv_heads, dim=0))
             k = to_basis(k, reflection) - mean
         cache.append(layer, self._slots, self._positions, k, self._heads(v))
-        slots, positions, draft = self._slots, self._positions, self._draft
-        sinks = self._decoder.norms[f"layers.{layer}.sinks"] if self._spec.sinks else None
+        slots, positions = self._slots, self._positions
+        draft = self._draft and layer not in self._decoder.options.sensitive_layers
+        sinks = self._decoder.vectors[f"layers.{layer}.sinks"] if self._spec.sinks else None
         return self._by_rows(
             q,
             lambda row: cache.attend(layer, q[row], slots[row], positions[row], window, draft=draft, sinks=sinks),
         ).flatten(1)
+
+    def shut(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        return x * gate.sigmoid()
+
+    def recur(self, x: torch.Tensor, layer: int) -> torch.Tensor:
+        assert self._decoder.mixers is not None
+        return self._decoder.mixers.recur(x, layer, self._slots, self._positions)
+
+    def convolve(self, x: torch.Tensor, layer: int) -> torch.Tensor:
+        assert self._decoder.mixers is not None
+        return self._decoder.mixers.convolve(x, layer, self._slots, self._positions)
 
     def experts(self, x: torch.Tensor, layer: int) -> torch.Tensor:
         return self._by_rows(x, lambda row: self._mixture(x[row], self._positions[row], layer))

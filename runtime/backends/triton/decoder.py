@@ -16,7 +16,7 @@ from triton.errors import TritonError
 
 from models.architecture import body, forward
 from models.weights import Weights
-from runtime.backends.decoder import DecoderOptions, Float32Array, Step, Way, check_step, compensation_of
+from runtime.backends.decoder import DecoderOptions, Float32Array, Step, Way, check_step, compensation_of, sensitive
 from runtime.backends.operations.channels import LAYER_KINDS, k_chunk_of
 from runtime.backends.triton.failures import explained, first_line
 from runtime.backends.triton.forward import Buffers, Pass
@@ -89,6 +89,8 @@ class _Shape(NamedTuple):
     """Mode of compensation."""
     draft: bool
     """Whether attention reads only what drafts read."""
+    sensitive: tuple[int, ...] = ()
+    """Layers in which a draft reads everything."""
 
 
 class TritonDecoder:
@@ -115,6 +117,7 @@ class TritonDecoder:
         if options.context < 1 or options.slots < 1 or options.max_rows < 1:
             raise RequestError("context, slots and max_rows must be at least 1")
         _check_draft(options.draft_k_chunk)
+        options = replace(options, sensitive_layers=sensitive(options.sensitive_layers, model.spec))
         self.spec, self.options = model.spec, options
         self._device = torch.device(device)
         self._model = GpuModel(model, options, self._device)
@@ -219,11 +222,12 @@ class TritonDecoder:
     def _begin(self, step: Step) -> _Shape:
         """Check a step, let the cache prepare for it, and put its inputs where `_launch` copies them from."""
         check_step(step, self.spec, self.options)
-        self.cache.begin(step.slots, step.positions, flush=step.flush)
+        self.cache.begin(step.slots, step.positions, flush=step.flush, draft=step.draft)
         tokens = self._model.rows_of(step.tokens)
         for own, values in zip(self._inputs, (tokens, step.slots, step.positions, step.logit_rows), strict=True):
             own[: values.size] = torch.from_numpy(np.ascontiguousarray(values))
-        return _Shape(step.tokens.size, step.logit_rows.size, compensation_of(step, self.options), step.draft)
+        way, layers = compensation_of(step, self.options), self.options.sensitive_layers if step.draft else ()
+        return _Shape(step.tokens.size, step.logit_rows.size, way, step.draft, layers)
 
     def _captures(self, step: Step) -> bool:
         """Whether a step is captured once it comes again."""
@@ -267,6 +271,10 @@ class TritonDecoder:
         """See `runtime.backends.decoder.Decoder.set_draft_k_chunk`. Drafts are never compensated here."""
         _check_draft(draft_k_chunk)
 
+    def set_sensitive_layers(self, layers: Sequence[int]) -> None:
+        """See `runtime.backends.decoder.Decoder.set_sensitive_layers`."""
+        self.options = replace(self.options, sensitive_layers=sensitive(layers, self.spec))
+
     def session(self) -> AbstractContextManager[None]:
         """Nothing to keep ready: waiting for the device costs nothing."""
         return nullcontext()
@@ -294,8 +302,10 @@ class TritonDecoder:
     def _pass(self, shape: _Shape) -> Pass:
         """The launcher of a step's kernels."""
         watch = self._measure if self.options.measure_recall else None
-        M, R, way, draft = shape
-        return Pass(self._model, self._buffers, M=M, R=R, way=way, draft=draft, side=self._side, watch=watch)
+        M, R, way, draft, layers = shape
+        return Pass(
+            self._model, self._buffers, M=M, R=R, way=way, draft=draft, sensitive=layers, side=self._side, watch=watch
+        )
 
     def _measure(self, linear: Linear, x: torch.Tensor, positions: torch.Tensor) -> None:
         """Compare a selection with exact top-k."""

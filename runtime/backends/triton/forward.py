@@ -14,7 +14,7 @@ Source: QDEC §4.1 (Fig. 6), §4.3.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
 import torch
@@ -162,6 +162,7 @@ class Pass(Operations[Value]):
         R: Rows whose logits are wanted.
         way: Compensation mode.
         draft: Whether attention reads only what drafts read.
+        sensitive: Layers in which drafts read everything.
         side: The second stream; None runs everything on the current one.
         watch: Called with every selecting layer's input, and the positions of its rows.
     """
@@ -175,11 +176,12 @@ class Pass(Operations[Value]):
         R: int,
         way: Way,
         draft: bool,
+        sensitive: Collection[int] = (),
         side: torch.cuda.Stream | None,
         watch: Watch | None = None,
     ) -> None:
         self._model, self._spec, self._buffers = model, model.spec, buffers
-        self._M, self._R, self._way, self._draft = M, R, way, draft
+        self._M, self._R, self._way, self._draft, self._sensitive = M, R, way, draft, sensitive
         self._side, self._watch = side, watch
         if way == "shared":
             model.staging.begin()
@@ -253,7 +255,7 @@ class Pass(Operations[Value]):
         norms = HeadNorms(q_norm, k_norm, spec.eps_of(f"layers.{layer}.q_norm"))
         rope, basis = model.ropes[layer], model.bases[layer]
         heads(v.tensor, v.dec, norms, rope, basis, rows, pages, queries, norm_last=spec.qk_norm_form == "turned")
-        context, draft = model.options.context, self._draft
+        context, draft = model.options.context, self._draft and layer not in self._sensitive
         sums = attend(
             queries,
             pages,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -13,6 +14,7 @@ from models.progress import never_cancelled
 from runtime.backends.decoder import Decoder, Step
 from runtime.drafting import Drafts
 from runtime.engine.speculation.gamma import MAX_SEARCHED, Costs
+from runtime.engine.speculation.sensitivity import TOKENS, most_sensitive
 from runtime.errors import Cancelled, RequestError
 from runtime.kv.kinds import KINDS
 
@@ -22,6 +24,7 @@ MIN_CONTEXT = _FIRST + MAX_SEARCHED + 1
 """Positions a decoder needs for the timings."""
 _REPEATS, _SECONDS = 7, 1.5
 """Rounds of timings, and the time limit in seconds after which no further round begins."""
+logger = logging.getLogger(__name__)
 
 
 class Speculating(Protocol):
@@ -36,24 +39,42 @@ class Speculating(Protocol):
         ...
 
 
-def start(engine: Speculating, wanted: Drafts, *, cancelled: Callable[[], bool] = never_cancelled) -> None:
+def start(
+    engine: Speculating,
+    wanted: Drafts,
+    *,
+    text: Callable[[], Sequence[int]] = list,
+    cancelled: Callable[[], bool] = never_cancelled,
+) -> None:
     """Turn an engine's speculation on or off. Call again whenever its compensation changes.
 
     Args:
         engine: A loaded model.
         wanted: The request. None: drafts are only copied, as for a `Speculate` with a cache that has no draft.
+        text: Gives the tokens on which sensitive layers are found, if there are to be any.
         cancelled: Polled between timings.
 
     Raises:
-        RequestError: the context is too short to time steps in.
+        RequestError: the context is too short to time steps in, or text or context to find sensitive layers.
         Cancelled: `cancelled` said so.
     """
     costs: int | Costs | None = None
     if wanted:
-        with engine.borrow(MIN_CONTEXT) as decoder:
+        with engine.borrow(TOKENS if wanted.sensitive_layers else MIN_CONTEXT) as decoder:
             if KINDS[decoder.options.kv].has_draft:
+                _read_exactly(decoder, wanted.sensitive_layers, text, cancelled)
                 costs = wanted.gamma or measure_costs(decoder, cancelled=cancelled)
     engine.speculate(costs, copied=wanted is not False)
+
+
+def _read_exactly(
+    decoder: Decoder, count: int, text: Callable[[], Sequence[int]], cancelled: Callable[[], bool]
+) -> None:
+    """Let drafts read so many layers as the target does: the most sensitive ones."""
+    if len(decoder.options.sensitive_layers) != count:
+        layers = most_sensitive(decoder, text() if count else (), count, cancelled=cancelled)
+        decoder.set_sensitive_layers(layers)
+        logger.info("drafts read the cache of layers %s as the target does", ", ".join(map(str, layers)) or "(none)")
 
 
 def measure_costs(

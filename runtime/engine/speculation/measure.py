@@ -13,7 +13,7 @@ from runtime.engine.rows import run_alone
 from runtime.engine.speculation.copying import StepTimes
 from runtime.engine.speculation.costs import measure_costs
 from runtime.engine.speculation.counts import Speculation
-from runtime.engine.speculation.gamma import AdaptiveGamma, Costs, FixedGamma, Gamma, break_even
+from runtime.engine.speculation.gamma import MAX_SEARCHED, AdaptiveGamma, Costs, FixedGamma, Gamma, break_even
 from runtime.engine.speculation.rounds import DecodeContext, Rounds
 from runtime.errors import Cancelled, RequestError
 from runtime.text.sampling import Drawn, Sampler, SamplingOptions
@@ -45,7 +45,7 @@ class SpeculationSpeed:
     speculated: Continuation
     """With drafts."""
     costs: Costs
-    """Step durations with a short context."""
+    """Step durations behind the prompt."""
 
     @property
     def speedup(self) -> float:
@@ -54,7 +54,7 @@ class SpeculationSpeed:
 
     @property
     def break_even(self) -> float | None:
-        """The lowest acceptance at which speculation pays with a short context; None: it never does."""
+        """The lowest acceptance at which speculation pays behind the prompt; None: it never does."""
         return break_even(self.costs)
 
 
@@ -80,12 +80,26 @@ def measure_speculation(
         Cancelled: `cancelled` said so.
     """
     sampling = SamplingOptions(temperature=0)
-    costs = measure_costs(decoder, cancelled=cancelled)
+    costs = _costs_behind(decoder, prompt, cancelled)
     chosen = AdaptiveGamma(costs) if gamma is None else FixedGamma(gamma)
     plain, speculated = (
         continued(decoder, prompt, count, sampling, each, cancelled=cancelled) for each in (FixedGamma(0), chosen)
     )
     return SpeculationSpeed(plain=plain, speculated=speculated, costs=costs)
+
+
+def _costs_behind(decoder: Decoder, prompt: Sequence[int], cancelled: Callable[[], bool]) -> Costs:
+    """Step durations behind a prompt, or as far into it as leaves room for the rows of a step."""
+
+    def check() -> None:
+        if cancelled():
+            raise Cancelled("the measurement was stopped")
+
+    position = min(len(prompt), decoder.options.context - MAX_SEARCHED - 1)
+    if position > 0:
+        with decoder.session():
+            _prefill(decoder, prompt[:position], check)
+    return measure_costs(decoder, position=position, cancelled=cancelled)
 
 
 def continued(

@@ -8,7 +8,7 @@ is, because a small model would otherwise be asked forever.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
@@ -68,6 +68,27 @@ def _calls(reader: CallReader, piece: Piece) -> list[ToolCall]:
 
 def _again(wanted: GenerationRequest, rules: CallRules, calls: Sequence[ToolCall]) -> GenerationRequest | None:
     """The request with what is wrong with the calls; None if nothing is."""
+    again = corrected(wanted.messages, rules, calls)
+    if again is None:
+        return None
+    messages, once_more = again
+
+    def prompt(engine: EngineLike) -> Sequence[int]:
+        return engine.chat_prompt(messages, tools=list(rules.tools))
+
+    return replace(wanted, prompt=prompt, options=replace(wanted.options, calls=once_more))
+
+
+def corrected(
+    messages: Sequence[Mapping[str, Any]], rules: CallRules, calls: Sequence[ToolCall]
+) -> tuple[list[Mapping[str, Any]], CallRules] | None:
+    """A conversation in which the model sees what is wrong with its calls, and must call again; None if nothing is.
+
+    Args:
+        messages: The conversation so far.
+        rules: What the model could call.
+        calls: What it called.
+    """
     schemas = {tool.name: tool.parameters for tool in rules.tools}
     problems = [problem_of(call.arguments, schemas[call.name]) for call in calls]
     if not any(problems):
@@ -77,18 +98,9 @@ def _again(wanted: GenerationRequest, rules: CallRules, calls: Sequence[ToolCall
         for at, call in enumerate(calls)
     ]
     results = [
-        {
-            "role": "tool",
-            "tool_call_id": f"call{at}",
-            "content": f"Error: {problem or 'not called, because of the other call'}",
-        }
+        {"role": "tool", "tool_call_id": f"call{at}", "content": f"Error: {problem or 'not called; call it again'}"}
         for at, problem in enumerate(problems)
     ]
-    messages = [*wanted.messages, {"role": "assistant", "content": "", "tool_calls": said}, *results]
     wrong = {call.name for call, problem in zip(calls, problems, strict=True) if problem}
     once_more = CallRules.of([tool for tool in rules.tools if tool.name in wrong], required=True, several=rules.several)
-
-    def prompt(engine: EngineLike) -> Sequence[int]:
-        return engine.chat_prompt(messages, tools=list(rules.tools))
-
-    return replace(wanted, prompt=prompt, options=replace(wanted.options, calls=once_more))
+    return [*messages, {"role": "assistant", "content": "", "tool_calls": said}, *results], once_more

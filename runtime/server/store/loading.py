@@ -270,7 +270,11 @@ class StoreLoader:
             progress=progress,
             cancelled=cancelled,
         )
-        start_speculation(engine, spent.speculation, cancelled=cancelled)
+
+        def text() -> list[int]:
+            return engine.tokenizer.encode(self._text() or "")
+
+        start_speculation(engine, spent.speculation, text=text, cancelled=cancelled)
         return replace(
             loaded,
             k_chunk=k_chunk_by_type(engine.decoder.options.k_chunk),

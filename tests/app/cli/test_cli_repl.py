@@ -12,6 +12,7 @@ import pytest
 from app.cli.attachments import Attachments
 from app.cli.output import Output
 from app.cli.repl import Repl, line_history
+from app.cli.tools import RunTools
 from runtime.backends.decoder import DecoderOptions
 from runtime.engine.generation import Piece, Usage
 from runtime.errors import ContextOverflowError
@@ -69,7 +70,7 @@ def talk(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[str, str]]:
             raise line
 
         with closing(Attachments(engine, Output())) as attachments:  # type: ignore[arg-type]
-            Repl(engine, SamplingOptions(), attachments, read=read, **options).loop()  # type: ignore[arg-type]
+            Repl(engine, SamplingOptions(), attachments, RunTools(None, (), Output()), read=read, **options).loop()  # type: ignore[arg-type]
         captured = capsys.readouterr()
         return captured.out, captured.err
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from app.errors import ClientError, ContextLengthError
-from app.protocol import ChatDelta, ChatOptions
+from app.protocol import CallDelta, ChatDelta, ChatOptions
 from app.settings import Settings
 from app.tui.app import ChatApp
 from models.catalogue import CATALOGUE
@@ -352,7 +352,7 @@ class Client:
         gone, self.runtime.saved = self.runtime.saved, Holding()
         return gone
 
-    async def chat(self, messages: Sequence[Mapping[str, str]], options: ChatOptions) -> AsyncIterator[ChatDelta]:
+    async def chat(self, messages: Sequence[Mapping[str, Any]], options: ChatOptions) -> AsyncIterator[ChatDelta]:
         self._check()
         runtime = self.runtime
         number = len(runtime.named("chat"))
@@ -361,6 +361,7 @@ class Client:
             runtime.too_long -= 1
             raise ContextLengthError("the prompt is too long", status=400)
         text = runtime.answers[min(number, len(runtime.answers) - 1)]
+        text, *called = text.split("\nCALL ")  # a line `CALL name {"argument": 1}` is a call
         pieces = re.findall(r"\s*\S+|\s+$", text)
         try:
             async with runtime.turn:
@@ -377,6 +378,11 @@ class Client:
                         raise ClientError(error)
                     yield ChatDelta(text=piece, model=runtime.answers_as or options.model)
                     await asyncio.sleep(runtime.delay_s)
+                for at, line in enumerate(called):
+                    name, _, arguments = line.partition(" ")
+                    yield ChatDelta(text="", calls=[CallDelta(index=at, id=f"id{number}-{at}", name=name)])
+                    for piece in re.findall(r".{1,7}", arguments):
+                        yield ChatDelta(text="", calls=[CallDelta(index=at, arguments=piece)])
         except (asyncio.CancelledError, GeneratorExit):
             runtime.cancelled.append("chat")
             raise

@@ -255,7 +255,26 @@ async def test_the_picker_opens_folders_and_attaches_files(stage: Stage, runtime
         await s.until(lambda: s.composer.text.startswith("⟦notes.txt"))
 
 
-async def test_stopping_while_documents_are_read(stage: Stage, runtime: Any, book: Path) -> None:
+async def test_reading_a_document_can_be_stopped(
+    stage: Stage, runtime: Any, book: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = reader.Reader.read
+    killed = threading.Event()
+    monkeypatch.setattr(reader.Reader, "kill", lambda _self: killed.set())
+    monkeypatch.setattr(reader.Reader, "read", lambda self, path: [killed.wait(20), *original(self, path)][1:])
+    async with stage(runtime, size=(120, 40)) as s:
+        s.app.chat._run_attaching(s.app.chat._attaching.attach(book))
+        await s.shows("reading book.md · Esc stops")
+        await s.pilot.press("escape")
+        await s.hides("reading book.md")
+        assert killed.is_set()
+        await s.until(lambda: not s.app.session.documents.busy)
+        assert sources(s) == []
+        await attach(s, book)
+        await s.shows("searches book.md")
+
+
+async def test_stopping_while_documents_are_searched(stage: Stage, runtime: Any, book: Path) -> None:
     async with stage(runtime, size=(120, 40)) as s:
         await attach(s, book)
         documents = s.app.session.documents

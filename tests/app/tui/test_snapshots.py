@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from textual.widgets import OptionList
 
+from app.conversation import Extras, Passage, Source
 from app.tui.messages import QuantizeAsked
+from app.tui.screens import attach
 from runtime.wire.requests import QuantizeRequest
 from tests.app.tui.kept import keep_chats
 from tests.grid import grid
@@ -236,3 +239,37 @@ def test_setting_up_a_model(snap_compare: Any, app_of: Any, runtime: Any, look: 
         return stopped()
 
     assert snap_compare(app, terminal_size=look[0], run_before=Play(app, shown=begin))
+
+
+@in_every_look
+def test_attaching(snap_compare: Any, app_of: Any, runtime: Any, look: Look, monkeypatch: pytest.MonkeyPatch) -> None:
+    listed = ["‥/", "papers/", "src/", "alice.md", "contract.docx", "minutes.pdf", "notes 日本語.txt"]
+    monkeypatch.setattr(attach, "names", lambda _text: listed)
+    monkeypatch.setattr(Path, "cwd", lambda: Path("/home/you"))
+    app = app_of(runtime, theme=look[1])
+    app.session.conversation.extras = Extras(sources=[Source(path="/home/you/book.md", name="book.md", tokens=36_000)])
+
+    def shown() -> bool:
+        names = app.screen.query("#attach-names").results(OptionList)
+        return any(one.option_count == len(listed) for one in names)
+
+    play = Play(app, keys=("ctrl+o",), shown=shown, then=("down", "down"))
+    assert snap_compare(app, terminal_size=look[0], run_before=play)
+
+
+@in_every_look
+def test_passages(snap_compare: Any, app_of: Any, runtime: Any, look: Look) -> None:
+    runtime.answers = ["Osgood keeps the lighthouse."]
+    app = app_of(runtime, theme=look[1])
+    conversation = app.session.conversation
+    conversation.extras = Extras(model="demo", sources=[Source(path="/gone/book.md", name="book.md", tokens=36_000)])
+    text = "The lighthouse keeper was called Osgood.\nHe had a dog."
+    found = [Passage(file="book.md", unit="line", first=12, last=13, text=text)]
+    found.append(Passage(file="minutes.pdf", unit="page", first=4, last=4, text="The lamp was cleaned."))
+
+    async def find(*_: object) -> list[Passage]:
+        return found
+
+    app.session.documents.find = find
+    play = Play(app, prompt="Who keeps the lighthouse?", keys=("ctrl+up", "p"))
+    assert snap_compare(app, terminal_size=look[0], run_before=play)

@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any
 
 from models.store import Store
-from tests.bench.caches import attention, drift, gear, perplexity, size, smooth, speed
+from tests.bench.caches import attention, corrected, drift, gear, memory, perplexity, size, smooth, speed
 from tests.bench.caches.extent import FIRST, QUICK, REAL, SECTIONS, Extent, cases, known_cases
 from tests.bench.caches.laboratory import Laboratory, Notebook
 from tests.bench.caches.report import write
@@ -120,8 +120,10 @@ def _parts(
 
     return {
         "gear": each(gear.measure, real=(FIRST,)),
+        "corrected": each(corrected.measure, real=(FIRST,)),
         "size": lambda: size.measure(notebook),
-        "drift": each(lambda one: drift.measure(one, extent.drift_steps)),
+        "memory": lambda: memory.measure(notebook),
+        "drift": each(lambda one: drift.measure(one, extent.drift_steps), real=(FIRST,)),
         "perplexity": each(
             *(partial(perplexity.measure, kinds=extent.kinds, way=way) for way in perplexity.WAYS), real=REAL
         ),

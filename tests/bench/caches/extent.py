@@ -10,7 +10,7 @@ from runtime.kv.kinds import KINDS, KVKind
 from runtime.text.tokenizer import Tokenizer
 from tests.bench.reporting.cases import CASES, DATA, SMOLLM2, Case, smollm2
 
-SECTIONS = ("gear", "size", "drift", "perplexity", "smooth", "attention", "speed")
+SECTIONS = ("gear", "corrected", "size", "memory", "drift", "perplexity", "smooth", "attention", "speed")
 """Parts of the report, in the order in which they are measured."""
 ORDER: tuple[KVKind, ...] = (
     "fp16",
@@ -70,7 +70,7 @@ REAL = {"smollm2": 1024, "smollm2-book": 1024, "smollm2-2k": 2048, "smollm2-4k":
 """A real chat model, with tokens of a window: on WikiText-2 in short and long windows, and on another book."""
 FIRST = "smollm2"
 """The one of them whose keys and values are looked at, too."""
-_LONG: tuple[KVKind, ...] = ("fp16", "int8", "int4", "gear4", "gear2")
+_LONG: tuple[KVKind, ...] = ("fp16", "int8", "hierarchical", "int4", "gear4", "gear2")
 REAL_KINDS: Mapping[str, Sequence[KVKind]] = {"smollm2-2k": _LONG, "smollm2-4k": _LONG, "smollm2-8k": _LONG}
 """Kinds that are measured there; all where nothing is said. Long windows take minutes a kind."""
 TOYS = ("english3m", "demo")

@@ -13,12 +13,9 @@ import torch
 from torch.nn import functional
 
 from models.checkpoint import Checkpoint
-from models.rope import tables
 from models.weights import Weights
 from runtime.backends.decoder import DecoderOptions, Step, Way
-from runtime.backends.reference.cache import ReferenceCache
-from runtime.backends.reference.decoder import ReferenceDecoder, bases_of
-from runtime.kv.kinds import KINDS
+from runtime.backends.reference.decoder import ReferenceDecoder
 
 PAGE = 128
 """Tokens of the longest page; all others divide it."""
@@ -53,23 +50,9 @@ class FullDecoder(ReferenceDecoder):
         self.spec, self.options, self.weight_bytes = spec, options, 0
         linears = {name: _FullLinear(*checkpoint.linear(name)) for name in spec.linear_names()}
         self.linears = linears  # type: ignore[assignment]  # of these, the decoder only calls them
-        norms = [f"layers.{i}.{name}" for i in range(spec.num_layers) for name in ("input_norm", "post_norm")]
-        if spec.qk_norm:
-            norms += [f"layers.{i}.{name}" for i in range(spec.num_layers) for name in ("q_norm", "k_norm")]
-        self.norms = {name: checkpoint.vector(name).float() for name in [*norms, "norm"]}
+        self.vectors = {name: checkpoint.vector(name).float() for name in spec.vector_names()}
         self.embedding = checkpoint.embedding()
-        cos, sin = tables(spec.rope, options.context)
-        self.cos, self.sin = torch.from_numpy(cos), torch.from_numpy(sin)
-        self.cache = ReferenceCache(
-            KINDS[options.kv],
-            spec,
-            context=options.context,
-            slots=options.slots,
-            max_rows=options.max_rows,
-            pages=options.pages,
-        )
-        self.kv_bytes = self.cache.store.nbytes
-        self.bases = bases_of(self.cache.kind, stored) if stored is not None else []
+        self._remember(stored)
 
 
 def feed(decoder: ReferenceDecoder, tokens: Sequence[int], start: int = 0) -> npt.NDArray[np.float32]:

@@ -6,8 +6,9 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from runtime.kv.kinds import KINDS, PARTS, SINKS
+from runtime.kv.kinds import KINDS, LOW_RANK, PARTS, SINKS
 from tests.bench.caches import judge, reasons, summary, timing
+from tests.bench.caches.corrected import RANKS, SHARES, SPARSITIES
 from tests.bench.caches.drift import WAYS as CONTINUATIONS
 from tests.bench.caches.extent import DRIFT_PROMPT, ORDER
 from tests.bench.caches.gear import STEPS
@@ -20,6 +21,7 @@ from tests.bench.caches.view import View, way_name
 from tests.bench.reporting.losses import difference
 from tests.bench.reporting.markdown import legend, table
 from tests.bench.reporting.page import Pictures, write_page
+from tests.bench.reporting.results import Entry
 from tests.bench.reporting.verdicts import Claim, Verdict
 
 _ALT = {
@@ -46,7 +48,9 @@ def write(view: View, file: Path) -> None:
         _promises(view, found),
         _perplexity(view, pictures),
         _gear(view, pictures),
+        _corrected(view),
         _sizes(view),
+        _memory(view),
         _drift(view, pictures),
         _smooth(view),
         timing.section(view, pictures),
@@ -230,6 +234,79 @@ the error of {name}'s keys and values for these lengths and ranks, and the size 
 vector, but at least one at each end, which makes short buffers large:
 
 {table(head, rows)}"""
+
+
+def _corrected(view: View) -> str:
+    """Figure 4a and 4b of GEAR."""
+    base = next((entry for entry in view.corrected if entry["rank"] is None), None)
+    if base is None:
+        return ""
+    usual = {"rank": LOW_RANK, "sparsity": 0.0, "share": 1.0}
+    parts = []
+    for what, values, head, shown in (
+        ("rank", RANKS, "rank", "{:d}"),
+        ("sparsity", SPARSITIES, "outliers", "{:.0%}"),
+        ("share", SHARES, "corrected tokens of the prompt", "{:.0%}"),
+    ):
+        others = {name: value for name, value in usual.items() if name != what}
+        found = [entry for entry in view.corrected if all(entry[name] == value for name, value in others.items())]
+        if {entry[what] for entry in found} != {*values}:
+            continue  # half a table says nothing
+        sized = what != "share"
+        rows = [
+            (
+                shown.format(entry[what]).replace("%", " %"),
+                *([f"{entry['bytes']:.1f}"] if sized else []),
+                f"{entry['perplexity']:.3f}{view.mark(entry)}",
+                judge.percent(difference(entry, base)),
+            )
+            for entry in sorted(found, key=lambda entry: float(entry[what]))
+        ]
+        parts.append(table((head, *(["bytes, % of fp16"] if sized else []), "perplexity", "over fp16"), rows))
+    if not parts:
+        return ""
+    return f"""## How much correction is needed
+
+As in GEAR's Figure 4, at 2 bits: {base["model"]} in full precision over a cache of 2 bits, in windows of
+{base["window"]:,} tokens. The first half of a window is a prompt, the second half is decoded and scored
+({base["tokens"]:,} tokens; over the fp16 cache {base["perplexity"]:.3f}). By the rank of the low-rank matrix, without
+outliers; by the share of outliers, with rank {LOW_RANK}; and by the share of the prompt's tokens, the latest ones,
+whose pages have a low-rank matrix of rank {LOW_RANK} (pages after the prompt always have one).
+
+{(chr(10) * 2).join(parts)}
+
+{view.origin("corrected")}"""
+
+
+def _memory(view: View) -> str:
+    """Peak memory by context."""
+    if not view.memory:
+        return ""
+    parts = []
+    for model in dict.fromkeys(entry["model"] for entry in view.memory):
+        own = {(entry["kind"], entry["context"]): entry for entry in view.memory if entry["model"] == model}
+        contexts = sorted({context for _, context in own})
+        rows = []
+        for kind in [kind for kind in ORDER if (kind, contexts[0]) in own]:
+            found = [own.get((kind, context)) for context in contexts]
+            cells = [("", "") if one is None else _held(view, one) for one in found]
+            rows.append((kind, *(cell for pair in cells for cell in pair)))
+        heads = [f"{context:,}, {what}" for context in contexts for what in ("cache", "peak")]
+        weights = own[rows[0][0], contexts[0]]["weight_bytes"]
+        parts.append(f"### {model}, {weights / 1e6:.0f} MB of weights\n\n{table(('cache', *heads), rows)}")
+    return f"""## Peak memory
+
+MB by tokens of context: the buffers of a cache for one sequence of that length, windows included, and the most memory
+that the process held while it decoded at the end of a full context, with Python, the machine code and all weights.
+What only loading needs is left out. The contexts are synthetic, as below.
+
+{(chr(10) * 2).join(parts)}
+
+{view.origin("memory")}"""
+
+
+def _held(view: View, entry: Entry) -> tuple[str, str]:
+    return f"{entry['kv_bytes'] / 1e6:.0f}", f"{entry['peak_bytes'] / 1e6:.0f}{view.mark(entry)}"
 
 
 def _above(ratio: dict[str, float]) -> str:

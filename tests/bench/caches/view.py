@@ -31,6 +31,8 @@ class View(Measured):
             if entry["window"] == window(entry["model"], entry["window"])[0]  # not a leftover of other windows
         }
         self.gear = {entry["model"]: entry for entry in results.all("gear")}
+        self.corrected = results.all("corrected")
+        self.memory = results.all("memory")
         self.size = {(entry["kind"], entry["head_dim"]): entry for entry in results.all("size")}
         self.drift = {(entry["model"], entry["way"], entry["kind"]): entry for entry in results.all("drift")}
         self.channels = {entry["model"]: entry for entry in results.all("channels")}

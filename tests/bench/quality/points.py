@@ -20,8 +20,10 @@ SMALL = "english3m"
 """Name of the case beside it."""
 BITS: tuple[float, ...] = (3, 4, 3.5)
 """Bits of the blocks' weights, in the order in which they are measured."""
-CURVE = (0, 16, 64)
-"""k_chunk of the curves (QDEC Fig. 12)."""
+CURVE, FINE = (0, 16, 64), (0, 8, 16, 32, 64, 128)
+"""k_chunk of the curves (QDEC Fig. 12): of all methods, and of the detailed ones."""
+DETAILED = (DEFAULT_METHOD, "rtn")
+"""Methods whose curves are finer, and of which compensated prompts and compensated decoding are told apart."""
 REFERENCE_K = 64
 """k_chunk at which single numbers are quoted."""
 BUDGETS = (5.0, 10.0)
@@ -95,6 +97,11 @@ def chat(point: Point) -> Point:
     return replace(point, as_chat=True, prompt_k_chunk=ALL_RESIDUALS if point.k_chunk else 0)
 
 
+def one_sided(point: Point) -> Point:
+    """The same model as a chat gets it where only decoding is compensated; with k_chunk 0, where only prompts are."""
+    return replace(point, as_chat=True, prompt_k_chunk=0 if point.k_chunk else ALL_RESIDUALS)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extent:
     """How much is measured of a model."""
@@ -105,6 +112,8 @@ class Extent:
     """Bits of the blocks' weights."""
     curve: Sequence[int] = CURVE
     """k_chunk of the curves."""
+    fine: Sequence[int] = FINE
+    """k_chunk of the curves of `DETAILED` methods."""
     as_chat: bool = False
     """Whether every point is measured as a chat gets it too."""
     selected: Sequence[int] = (16, 64)
@@ -115,14 +124,15 @@ class Extent:
     """Most tokens of each text; None for the case's own number."""
 
 
-EXTENTS: Mapping[str, Extent] = {REAL: Extent(as_chat=True, places=()), SMALL: Extent(bits=(3,))}
-"""By model. The small one is there for llama.cpp's 3-bit types, which need rows of a multiple of 256, for widths of the
-residuals, each of which takes a model of its own, and to show how far effects differ between models."""
+EXTENTS: Mapping[str, Extent] = {REAL: Extent(as_chat=True), SMALL: Extent(bits=(3,))}
+"""By model. The small one is there for llama.cpp's 3-bit types, which need rows of a multiple of 256, and to show how
+far effects differ between models."""
 
 
 def quick(extent: Extent) -> Extent:
     """Enough to see that everything works; the numbers are noisy."""
-    return replace(extent, methods=(DEFAULT_METHOD, "rtn"), bits=(3,), selected=(64,), places=(1,), tokens=700)
+    few = {"methods": DETAILED, "bits": (3,), "fine": CURVE, "selected": (64,), "places": (1,), "tokens": 700}
+    return replace(extent, **few)
 
 
 def points(case: Case, extent: Extent) -> list[Point]:
@@ -138,14 +148,14 @@ def points(case: Case, extent: Extent) -> list[Point]:
 def _curves(case: Case, extent: Extent) -> Iterator[Point]:
     for bits in extent.bits:
         for method in extent.methods:
-            for k_chunk in extent.curve:
+            for k_chunk in extent.fine if method in DETAILED else extent.curve:
                 point = Point(model=case.name, method=method, bits=bits, group_size=case.group_size, k_chunk=k_chunk)
                 yield point
                 if not extent.as_chat:
                     continue
                 yield chat(point)
-                if k_chunk and method == DEFAULT_METHOD:
-                    yield replace(point, as_chat=True)
+                if method in DETAILED:
+                    yield one_sided(point)
 
 
 def _comparisons(case: Case, extent: Extent) -> Iterator[Point]:

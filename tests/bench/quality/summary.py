@@ -8,7 +8,7 @@ from pathlib import Path
 
 from models.recipe import DEFAULT_METHOD
 from tests.bench.quality import answers
-from tests.bench.quality.points import REAL, REFERENCE_K
+from tests.bench.quality.points import BUDGETS, REAL, REFERENCE_K
 from tests.bench.quality.view import View
 from tests.bench.reporting.cases import Case
 from tests.bench.reporting.markdown import between, number, table
@@ -16,6 +16,8 @@ from tests.bench.reporting.markdown import between, number, table
 _TITLES = {"rtn": "plain rounding", DEFAULT_METHOD: f"{DEFAULT_METHOD.upper()}, the default"}
 _METHODS = (DEFAULT_METHOD, "rtn")
 """Methods of the table; the report has all."""
+SHOWN = (16, REFERENCE_K)
+"""k_chunk of the table."""
 _WIDTH = 130
 """Characters of a line."""
 
@@ -41,42 +43,46 @@ def section(view: View) -> str:
     case = view.real
     if case is None or case.name not in view.chat_full:
         return ""
-    numbers = view.numbers() or [0]
     full = view.chat_full[case.name]["perplexity"]
-    head = ("SmolLM2-135M-Instruct", "MB", *(f"k_chunk {count}" for count in numbers), "× full precision")
-    rows = [*_ours(view, case, numbers, full), *_theirs(view, case, numbers, full)]
-    body = table(head, rows)
+    alone, both = (f"{what} {{}}".format for what in ("decoding alone,", "both,"))
+    head = ("SmolLM2-135M-Instruct", "MB", "nothing", "prompts alone", *map(alone, SHOWN), *map(both, SHOWN), "× full")
+    rows = [*_ours(view, case, full), *_theirs(view, case, full)]
+    body = table((*head, f"within {BUDGETS[0]:g} %"), rows)
     words = (textwrap.fill(part, _WIDTH, break_on_hyphens=False) for part in _sentences(view, case))
     return "\n\n".join(["## In short", body, view.origin("points", "full", "peers", "budgets"), *words])
 
 
-def _ours(view: View, case: Case, numbers: list[int], full: float) -> Iterator[tuple[str, ...]]:
+def _ours(view: View, case: Case, full: float) -> Iterator[tuple[str, ...]]:
     for bits in view.bits():
         for method in _METHODS:
-            entries = [view.chat(case, method, bits, k_chunk) for k_chunk in numbers]
+            both = [view.chat(case, method, bits, k_chunk) for k_chunk in (0, *SHOWN)]
             held = view.gpu_bytes(case, method, bits)
-            if held is None or entries[-1] is None:
+            if held is None or both[-1] is None:
                 continue
-            cells = (view.shown(entry) for entry in entries)
-            ratio = f"{entries[-1]['perplexity'] / full:.3f}"
-            yield f"{bits:g}-bit, {_TITLES[method]}", f"{held / 1e6:.1f}", *cells, ratio
+            alone = [view.one_sided(case, method, bits, k_chunk) for k_chunk in (0, *SHOWN)]
+            bought = view.budgets.get((case.name, bits, BUDGETS[0])) if method == DEFAULT_METHOD else None
+            cells = map(view.shown, (both[0], *alone, *both[1:]))
+            ratio = f"{both[-1]['perplexity'] / full:.3f}"
+            yield f"{bits:g}-bit, {_TITLES[method]}", f"{held / 1e6:.1f}", *cells, ratio, view.shown(bought)
 
 
-def _theirs(view: View, case: Case, numbers: list[int], full: float) -> Iterator[tuple[str, ...]]:
+def _theirs(view: View, case: Case, full: float) -> Iterator[tuple[str, ...]]:
     peers = view.peers.get(case.name)
     for row in sorted(peers["rows"], key=lambda row: row["gpu_bytes"]) if peers else ():
         if row["kind"] != "F32":
             value = row["chat"]["perplexity"]
-            cells = (number(value) + view.mark(peers), *("" for _ in numbers[1:]))
-            yield f"llama.cpp {row['kind']}", f"{row['gpu_bytes'] / 1e6:.1f}", *cells, f"{value / full:.3f}"
+            cells = (number(value) + view.mark(peers), *[""] * (1 + 2 * len(SHOWN)))
+            yield f"llama.cpp {row['kind']}", f"{row['gpu_bytes'] / 1e6:.1f}", *cells, f"{value / full:.3f}", ""
 
 
 def _sentences(view: View, case: Case) -> Iterator[str]:
     """What to know beside the table, in words that follow from the numbers."""
     full = view.chat_full[case.name]["perplexity"]
     yield (
-        f"Perplexity as a chat gets it (lower is better; full precision has {number(full)}). The last column is the "
-        "perplexity at the largest k_chunk over that of full precision. llama.cpp's types were made with an importance "
+        f"Perplexity as a chat gets it (lower is better; full precision has {number(full)}). What is compensated: "
+        f"nothing; prompts alone, by all residuals; decoding alone, by so many of 1024 channels; or both. '× full' is "
+        f"the perplexity of both at {SHOWN[-1]} channels over that of full precision. The last column is what a budget "
+        f"of {BUDGETS[0]:g} % buys on this processor. llama.cpp's types were made with an importance "
         "matrix. This model's width is not a multiple of 256, so they fall back to larger types than their names say."
     )
     for bits in (3, 4):

@@ -12,7 +12,7 @@ import numpy as np
 from models.recipe import DEFAULT_METHOD
 from models.recipe import WEIGHT_ONLY_METHODS as METHODS
 from tests.bench.quality import measure, peers
-from tests.bench.quality.points import REAL, Point, chat
+from tests.bench.quality.points import REAL, Point, chat, one_sided
 from tests.bench.reporting.cases import Case
 from tests.bench.reporting.losses import piece_losses
 from tests.bench.reporting.page import Measured
@@ -69,6 +69,11 @@ class View(Measured):
         """A point's numbers as a chat gets it by default."""
         point = Point(model=case.name, method=method, bits=bits, k_chunk=k_chunk, group_size=case.group_size)
         return self.points.get(chat(point))
+
+    def one_sided(self, case: Case, method: str, bits: float, k_chunk: int) -> Entry | None:
+        """A point's numbers as a chat gets it where only decoding is compensated; with k_chunk 0, only prompts."""
+        point = Point(model=case.name, method=method, bits=bits, k_chunk=k_chunk, group_size=case.group_size)
+        return self.points.get(one_sided(point))
 
     def gpu_bytes(self, case: Case, method: str, bits: float) -> int | None:
         """Bytes that stay on the device."""

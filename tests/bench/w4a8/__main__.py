@@ -11,31 +11,34 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from models.quantize import quantize
 from models.recipe import Recipe
-from models.store import Store
-from runtime.backends.decoder import DecoderOptions, KVKind
+from models.store import Store, StoredModel
+from runtime.backends.decoder import Decoder, DecoderOptions, KVKind
+from runtime.backends.reference.decoder import ReferenceDecoder
 from runtime.load.open import open_decoder
 from runtime.measure.evaluate import full_precision_perplexity, perplexity
 from tests.bench.reporting.cases import CASES, ROOT, SMOLLM2, Case, smollm2
 from tests.bench.reporting.losses import numbers
 from tests.bench.reporting.markdown import between
+from tests.bench.reporting.page import listed
 from tests.bench.reporting.results import Entry, Results, digest
 from tests.bench.reporting.run import about_run, teller
 from tests.bench.w4a8 import folding
-from tests.bench.w4a8.models import ablation, alone, code_of, compared, group_of
+from tests.bench.w4a8.models import ROUNDED, ablation, alone, code_of, compared, group_of
 from tests.bench.w4a8.report import section
+from tests.bench.w4a8.rounded import RoundedInput
 
 RESULTS = ROOT / "docs" / "quality" / "w4a8.json"
 REPORT = ROOT / "docs" / "quality.md"
 _CALIBRATION = 6000
-"""Characters of the calibration text that models are made by: a quarter of what `quantize` would use, in a quarter of
-the time."""
-_NONE = 600
-"""The same of those that depend on no calibration."""
+"""Characters of the calibration text that all models are made by, for caches of 4 bits depend on it too: a quarter of
+what `quantize` would use, in a quarter of the time."""
+PARTS = ("compared", "steps", "alone")
+"""What is measured: Table 2's comparison, the ablation, and single changes of the whole."""
 
 
 def main() -> None:
@@ -44,6 +47,7 @@ def main() -> None:
     parser.add_argument("--smollm2", type=Path, default=SMOLLM2, help="Hugging Face folder of SmolLM2-135M-Instruct")
     parser.add_argument("--models", default="smollm2", help="names, with commas; the report shows smollm2")
     parser.add_argument("--store", type=Path, default=ROOT / "build" / "w4a8", help="where models are kept")
+    parser.add_argument("--only", type=listed, default=PARTS, help=f"some of {', '.join(PARTS)}")
     parser.add_argument("--report", action="store_true", help="measure nothing")
     given = parser.parse_args()
     results = Results(RESULTS)
@@ -51,7 +55,7 @@ def main() -> None:
     if not given.report:
         for name in given.models.split(","):
             if cases[name].there():
-                measure(cases[name], results, Store(given.store))
+                measure(cases[name], results, Store(given.store), given.only)
         results.save()
     write(results)
 
@@ -62,23 +66,23 @@ def write(results: Results) -> None:
     REPORT.write_text(between(text, "w4a8", section(results, RESULTS.parent)), encoding="utf-8")
 
 
-def wanted(case: Case) -> Iterator[tuple[Recipe, KVKind, bool, str]]:
-    """Recipe, cache, whether as a chat, and backend, of everything that is measured of a model."""
+def wanted(case: Case, parts: Collection[str]) -> Iterator[tuple[Recipe, KVKind, bool, str]]:
+    """Recipe, cache, whether as a chat, and backend, of everything that is measured of a model in some of `PARTS`."""
     real, group = case.name == "smollm2", group_of(case)
-    for variant in compared(group):
+    for variant in compared(group) if "compared" in parts else ():
         for kv in ("fp16", "int4"):
             for as_chat in (False, True):
                 yield variant.recipe, kv, as_chat, variant.backend  # type: ignore[misc]
-    if real:
+    if real and "steps" in parts:
         for step in (*ablation(group, rotated=True), *ablation(group, rotated=False)):
             for as_chat in (False, True):
                 yield step.recipe, step.kv, as_chat, "cpu"  # type: ignore[misc]
-    for recipe in alone(group).values():
+    for recipe in alone(group).values() if "alone" in parts else ():
         for as_chat in (False, True):
             yield recipe, "int4", as_chat, "cpu"
 
 
-def measure(case: Case, results: Results, store: Store) -> None:
+def measure(case: Case, results: Results, store: Store, parts: Collection[str] = PARTS) -> None:
     """Fill the gaps of one model."""
     tell = teller(time.monotonic())
     tokens = case.text()
@@ -99,8 +103,8 @@ def measure(case: Case, results: Results, store: Store) -> None:
             ways = {way: value for way, value in errors.items() if way not in facts}
             results.add("folding", [case.name, kind], code, {"kind": kind, "errors": ways, **facts})
             results.save()
-    for recipe, kv, as_chat, backend in wanted(case):
-        identity = key(case, recipe, kv, as_chat=as_chat)
+    for recipe, kv, as_chat, backend in wanted(case, parts):
+        identity = key(case, recipe, kv, as_chat=as_chat, backend=backend)
         code = code_of("points", backend)
         if results.find("points", identity, code) is None:
             entry = point(case, store, recipe, kv, as_chat=as_chat, backend=backend, tokens=tokens)
@@ -110,28 +114,37 @@ def measure(case: Case, results: Results, store: Store) -> None:
             tell(f"{case.name} {recipe.to_json()} {kv} {'chat' if as_chat else 'plain'}: {entry['perplexity']}")
 
 
-def key(case: Case, recipe: Recipe, kv: str, *, as_chat: bool) -> list[object]:
+def key(case: Case, recipe: Recipe, kv: str, *, as_chat: bool, backend: str) -> list[object]:
     """What decides a number."""
-    return [case.name, case.window, case.stride, recipe.to_json(), kv, as_chat]
+    rounded = [ROUNDED] if backend == ROUNDED else []
+    return [case.name, case.window, case.stride, recipe.to_json(), kv, as_chat, _CALIBRATION, *rounded]
+
+
+def opened(model: StoredModel, options: DecoderOptions, backend: str) -> Decoder:
+    """A model on one of the backends that `Variant` names."""
+    decoder, _ = open_decoder(model, options, "reference" if backend == ROUNDED else backend)
+    if backend == ROUNDED:
+        assert isinstance(decoder, ReferenceDecoder)
+        decoder.linears = {name: RoundedInput(linear) for name, linear in decoder.linears.items()}  # type: ignore[misc]
+    return decoder
 
 
 def point(
     case: Case, store: Store, recipe: Recipe, kv: KVKind, *, as_chat: bool, backend: str, tokens: list[int]
 ) -> Entry:
     """Perplexity of one model with one cache."""
-    name = f"{case.name}-{digest([recipe.to_json(), code_of('folding')])}"
+    name = f"{case.name}-{digest([recipe.to_json(), code_of('folding'), _CALIBRATION])}"
     if name not in store:
-        looks = recipe.method == "awq" or recipe.clip or recipe.smooth_outputs or recipe.smooth_attention
-        text = case.calibration()[: _CALIBRATION if looks else _NONE]
-        quantize(case.folder, store, recipe, name=name, calibration=text)
+        quantize(case.folder, store, recipe, name=name, calibration=case.calibration()[:_CALIBRATION])
     model = store.open(name)
-    decoder, _ = open_decoder(model, DecoderOptions(context=case.window, kv=kv), backend)
+    decoder = opened(model, DecoderOptions(context=case.window, kv=kv), backend)
     try:
         found = perplexity(decoder, tokens, case.window, case.stride, as_chat=as_chat)
     finally:
         decoder.close()
     about = {"model": case.name, "recipe": recipe.to_json(), "kv": kv, "as_chat": as_chat, "backend": backend}
-    return {**about, "bits_per_weight": model.info.summary.bits_per_weight, **numbers(found)}
+    about |= {"bits_per_weight": model.info.summary.bits_per_weight, "calibration": _CALIBRATION}
+    return {**about, **numbers(found)}
 
 
 if __name__ == "__main__":

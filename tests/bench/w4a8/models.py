@@ -15,6 +15,9 @@ from tests.bench.quality.measure import oracle_code
 from tests.bench.reporting.cases import Case
 from tests.bench.reporting.results import digest
 
+ROUNDED = "reference, activations of 8 bits"
+"""The reference backend with every product's input rounded to 8 bits with one scale a token, as QoQ rounds it: W4A8 of
+weights that are made for activations of any precision."""
 OFF: Mapping[str, bool] = dict.fromkeys(QOQ_STEPS, False)
 """No step of QoQ: round-to-nearest."""
 
@@ -47,7 +50,7 @@ class Variant:
     recipe: Recipe
     """How it is made."""
     backend: str = "cpu"
-    """What runs it."""
+    """What runs it: `cpu`, `reference`, or `ROUNDED`."""
 
 
 def _qoq(group_size: int, *steps: str) -> Recipe:
@@ -64,6 +67,7 @@ def compared(group_size: int) -> Sequence[Variant]:
     return (
         Variant(name="W4A16 AWQ, groups", recipe=awq, backend="reference"),
         Variant(name="W4A8 QoQ, groups", recipe=Recipe.usual("qoq", group_size=group_size)),
+        Variant(name="W4A8 AWQ, groups", recipe=awq, backend=ROUNDED),
         Variant(name="W4A8 QoQ, per channel", recipe=Recipe.usual("qoq", group_size=0)),
         Variant(name="W4A8 RTN, groups", recipe=_qoq(group_size)),
         Variant(name="W4A8 RTN, per channel", recipe=_qoq(0)),

@@ -13,13 +13,21 @@ from tests.bench.reporting.markdown import number, table
 from tests.bench.reporting.page import Measured
 from tests.bench.reporting.results import Entry, Results
 from tests.bench.reporting.style import figure
-from tests.bench.w4a8.models import Step, ablation, alone, code_of, compared, group_of
+from tests.bench.w4a8.models import ROUNDED, Step, Variant, ablation, alone, code_of, compared, group_of
 
 REAL = "smollm2"
 """The model that decides."""
 _GROUP = 128
 _FEW_STEPS = 4
 """Steps of the ablation that make a table."""
+PROMISED = (
+    ("W4A16 AWQ, groups", "W4A8 QoQ, groups"),
+    ("W4A8 QoQ, groups", "W4A8 AWQ, groups"),
+    ("W4A8 AWQ, groups", "W4A8 RTN, groups"),
+    ("W4A8 QoQ, groups", "W4A8 QoQ, per channel"),
+    ("W4A8 QoQ, per channel", "W4A8 RTN, per channel"),
+)
+"""Pairs of Table 2, the one expected to be no worse first."""
 ROTATED_STEP = "+ rotated block inputs"
 """The step of the ablation that is only one with rotation."""
 
@@ -42,17 +50,21 @@ class _View(Measured):
         return bool(entry["code"] != code_of(section, entry.get("backend", "")))
 
 
-def find(results: Results, model: str, recipe: Recipe, kv: str, *, as_chat: bool) -> Entry | None:
-    """What was measured of a model."""
-    return next(
-        (
-            entry
-            for entry in results.all("points")
-            if (entry["model"], entry["recipe"], entry["kv"], entry["as_chat"])
-            == (model, recipe.to_json(), kv, as_chat)
-        ),
-        None,
-    )
+def find(
+    results: Results, model: str, recipe: Recipe, kv: str, *, as_chat: bool, rounded: bool = False
+) -> Entry | None:
+    """What was measured of a model, last; `rounded`: with the input of its products rounded to 8 bits."""
+    found = [
+        entry
+        for entry in results.all("points")
+        if (entry["model"], entry["recipe"], entry["kv"], entry["as_chat"], entry["backend"] == ROUNDED)
+        == (model, recipe.to_json(), kv, as_chat, rounded)
+    ]
+    return max(found, key=lambda entry: str(entry.get("date", "")), default=None)
+
+
+def _of(results: Results, model: str, variant: Variant, kv: str, *, as_chat: bool) -> Entry | None:
+    return find(results, model, variant.recipe, kv, as_chat=as_chat, rounded=variant.backend == ROUNDED)
 
 
 def _full(results: Results, model: str, *, as_chat: bool) -> Entry | None:
@@ -65,11 +77,21 @@ def _opening(results: Results) -> str:
     return f"""## W4A8KV4
 
 QServe's precision: 4-bit weights, 8-bit activations and a 4-bit KV cache (`quantize --method qoq`, `--kv int4`), beside
-4-bit weights alone (AWQ on the reference backend, activations unquantized). There are no residuals and no compensation.
-Groups have {_GROUP} channels. RTN is QoQ with every step off; rotation is off unless requested (`--with rotate`). This
-section is written by `python -m tests.bench.w4a8 --smollm2 FOLDER`, last run on {about.get("date", "?")}
-({about.get("cpu", "?")}, {about.get("threads", "?")} threads, {about.get("variant", "?")});
+4-bit weights alone (AWQ on the reference backend, activations unquantized) and AWQ's weights with the input of every
+product rounded to 8 bits per token, as in QServe's Table 2. {_calibration(results)} There are no residuals and no
+compensation. Groups have {_GROUP} channels. RTN is QoQ with every step off; rotation is off unless requested (`--with
+rotate`). This section is written by `python -m tests.bench.w4a8 --smollm2 FOLDER`, last run on
+{about.get("date", "?")} ({about.get("cpu", "?")}, {about.get("threads", "?")} threads, {about.get("variant", "?")});
 [decisions.md](decisions.md#quantizing) explains the numbers."""
+
+
+def _calibration(results: Results) -> str:
+    """With how much of the calibration text the compared models were made."""
+    found = [_of(results, REAL, variant, "int4", as_chat=True) for variant in compared(_GROUP)]
+    sizes = {entry.get("calibration") for entry in found if entry is not None}
+    if len(sizes) == 1 and None not in sizes:
+        return f"All models are made with the same {sizes.pop():,} characters of the calibration text."
+    return "RTN's models were made with a tenth of the others' calibration text, which only the 4-bit cache notices."
 
 
 def _methods(measured: _View) -> str:
@@ -81,7 +103,7 @@ def _methods(measured: _View) -> str:
         ("full precision", "16", *(cell(_full(results, REAL, as_chat=c)) if kv == "fp16" else "" for c, kv in ways))
     ]
     for variant in compared(_GROUP):
-        found = [find(results, REAL, variant.recipe, kv, as_chat=as_chat) for as_chat, kv in ways]
+        found = [_of(results, REAL, variant, kv, as_chat=as_chat) for as_chat, kv in ways]
         if not any(found):
             rows.append((f"{variant.name} (not measured yet)", *[""] * 5))
             continue
@@ -93,9 +115,10 @@ def _methods(measured: _View) -> str:
 def _pairs(results: Results, model: str, group: int) -> Iterator[tuple[str, str, str, str, str]]:
     """Neighbours of the promised order: model, the first, the second, their difference with KV4, the verdict."""
     variants = compared(group)
-    order = [variants[0], variants[1], variants[2], variants[4]]
-    for better, worse in itertools.pairwise(order):
-        pair = [find(results, model, variant.recipe, "int4", as_chat=True) for variant in (better, worse)]
+    named = {variant.name: variant for variant in variants}
+    for pair_of in PROMISED:
+        better, worse = (named[name] for name in pair_of)
+        pair = [_of(results, model, variant, "int4", as_chat=True) for variant in (better, worse)]
         if pair[0] is None or pair[1] is None:
             continue
         apart = difference(pair[1], pair[0])
@@ -191,7 +214,7 @@ def _small(measured: _View) -> str:
     names = [variant.name for variant in compared(_GROUP)]
     rows = []
     for (model, group), as_chat in itertools.product(models.items(), (False, True)):
-        found = [find(results, model, each.recipe, "int4", as_chat=as_chat) for each in compared(group)]
+        found = [_of(results, model, each, "int4", as_chat=as_chat) for each in compared(group)]
         cells = map(measured.shown, [_full(results, model, as_chat=as_chat), *found])
         rows.append((f"{model}, {'as a chat' if as_chat else 'plain'}", *cells))
     shown = "Small models with KV4; they decide nothing:\n\n" + table(("model", "full precision", *names), rows)

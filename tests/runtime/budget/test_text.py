@@ -34,7 +34,8 @@ def test_more_compensation_loses_less_and_all_of_it_nothing(decoder: Any) -> Non
     loss = loss_of(decoder)
     whole = {**k_chunk_by_type(CHUNK), "head": CHUNK // 2}
     found = [loss(k_chunk) for k_chunk in (k_chunk_by_type(0), k_chunk_by_type(256), whole)]
-    assert found[0] > found[1] > found[2] == pytest.approx(0, abs=1e-5)
+    assert found[0] > found[1] > found[2] >= 0
+    assert found[2] < 0.02 * found[0], "a prompt's weights with residuals are rounded to 8 bits"
     assert decoder.options.k_chunk == 5, "it must stay as it was"
 
 

@@ -88,6 +88,14 @@ class Told:
         return getattr(self.model, name)
 
 
+@dataclass
+class Noisy:
+    """A timer with a script."""
+
+    seconds: Callable[[str, int, int], float]
+    measured: bool
+
+
 def device_is(monkeypatch: pytest.MonkeyPatch, device: Device) -> None:
     for name in ("cpu", "triton"):
         monkeypatch.setattr(backend(name), "device", lambda _options: device)
@@ -362,6 +370,22 @@ def test_ratios_use_one_plain_time(lab: Lab) -> None:
     readings = Readings(ratios, lambda kind, k_chunk: told.append((kind, k_chunk)))
     assert [readings.seconds("qkv", 0, 100) for _ in range(3)] == pytest.approx([1.04e-3] * 3)
     assert told == [("qkv", 100), ("qkv", 0)]
+
+
+def test_a_point_is_the_median_of_its_readings(lab: Lab) -> None:
+    """One reading beside another program moves nothing, be it too long or too short; simulated times are read once."""
+    noisy = iter([1.04, 9.0, 1.05, 0.1, 1.1, 1.2])
+
+    def seconds(_kind: str, _n_tb: int, k_chunk: int) -> float:
+        return next(noisy) if k_chunk else 1e-3
+
+    for measured, found in ((True, (1.05, 1.1)), (False, (9.0,))):
+        readings = Readings(Noisy(seconds, measured), lambda _kind, _k_chunk: None)
+        if not measured:
+            noisy = iter([9.0])
+        for k_chunk, ratio in zip((8, 16), found, strict=False):
+            assert readings.seconds("qkv", 0, k_chunk) == pytest.approx(1e-3 * ratio)
+        assert readings.curve("qkv", 0)[1:] == tuple(zip((8, 16), found, strict=False))
 
 
 @pytest.mark.parametrize(("slowdown", "measured"), [(4.4, 3), (5.5, 3), (30.0, 1), (0.1, 1), (-0.5, 1), (-20.0, 3)])

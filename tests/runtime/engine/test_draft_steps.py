@@ -15,10 +15,12 @@ import torch
 from runtime.backends.cpu.decoder import CpuDecoder
 from runtime.backends.decoder import DecoderOptions, Step
 from runtime.backends.reference.decoder import ReferenceDecoder
+from runtime.errors import RequestError
 from runtime.kv.kinds import PARTS, KVKind
 
 torch.set_num_threads(1)
 Factory = Callable[..., Any]
+OPTIONS: Any = {"context": 280, "max_rows": 128, "kv": "hierarchical"}
 PROMPT = np.random.default_rng(3).integers(0, 96, 280).tolist()
 
 
@@ -68,6 +70,40 @@ def test_a_draft_reads_the_upper_plane_alone(prompted: Factory, backend: type, r
     assert rms(draft - upper) <= rounding * rms(full)
     assert rms(draft - full) > 2 * rounding * rms(full)
     assert np.array_equal(again, full)
+
+
+@pytest.mark.parametrize("backend", [ReferenceDecoder, CpuDecoder])
+def test_a_draft_reads_both_planes_of_sensitive_layers(prompted: Factory, backend: type) -> None:
+    """With all layers it is a step without compensation; each layer alone takes it part of the way."""
+    decoder = prompted(backend, "hierarchical")
+
+    def drafted(*layers: int) -> np.ndarray[Any, Any]:
+        decoder.set_sensitive_layers(layers)
+        return np.array(decoder.forward(rows(256, 1, draft=True)))
+
+    plain, first, second, both, again = (drafted(*own) for own in ((), (0,), (1,), (1, 0, 1), ()))
+    assert decoder.options.sensitive_layers == ()
+    full = np.array(decoder.forward(rows(256, 1)))
+    assert np.array_equal(both, full)
+    assert np.array_equal(again, plain)
+    assert 0 < rms(first - full) != rms(second - full) > 0
+    assert rms(first - plain) > 0 < rms(second - plain)
+    with pytest.raises(RequestError, match="layers are 0 to 1"):
+        decoder.set_sensitive_layers([2])
+
+
+@pytest.mark.parametrize("backend", [ReferenceDecoder, CpuDecoder])
+def test_sensitive_layers_are_an_option_too(tiny_model: Factory, tiny_spec: Factory, backend: type) -> None:
+    model = tiny_model(tiny_spec(max_context=512), bits=4)
+    decoders = [backend(model, DecoderOptions(**OPTIONS, sensitive_layers=layers)) for layers in ((), (1, 0))]
+    for decoder in decoders:
+        for start in (0, 128):
+            decoder.forward(rows(start, 128))
+    without, with_all = (np.array(decoder.forward(rows(256, 1, draft=True))) for decoder in decoders)
+    assert not np.array_equal(without, with_all)
+    assert np.array_equal(with_all, decoders[0].forward(rows(256, 1)))
+    with pytest.raises(RequestError, match="layers are 0 to 1"):
+        backend(model, DecoderOptions(**OPTIONS, sensitive_layers=(-1,)))
 
 
 @pytest.mark.parametrize("backend", [ReferenceDecoder, CpuDecoder])

@@ -1,13 +1,14 @@
-"""The C library's heap gives back what was freed."""
+"""The C library's heap gives back what was freed, and code that has run its pages."""
 
 from __future__ import annotations
 
 import platform
+import sys
 
 import psutil
 import pytest
 
-from runtime.system.heap import trim
+from runtime.system.heap import release_code, trim
 
 BLOCK, COUNT = 64 << 10, 400
 
@@ -22,3 +23,22 @@ def test_freed_memory_goes_back() -> None:
     trim()
     assert before - process.memory_info().rss > BLOCK * COUNT // 2
     assert last[0] == ord("x")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux says where a library's code is mapped")
+def test_code_that_has_run_leaves_memory_and_runs_again() -> None:
+    import llvmlite.binding as llvm
+
+    def compiled() -> str:
+        llvm.initialize_native_target()
+        llvm.initialize_native_asmprinter()
+        module = llvm.parse_assembly("define i32 @f(i32 %x) { %y = add i32 %x, 1 ret i32 %y }")
+        machine = llvm.Target.from_default_triple().create_target_machine()
+        return machine.emit_assembly(module)
+
+    process, first = psutil.Process(), compiled()
+    before = process.memory_info().rss
+    release_code("libllvmlite")
+    assert before - process.memory_info().rss > 4 << 20
+    assert compiled() == first
+    release_code("no such library")

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from assets import demo_path
 from runtime.errors import RequestError
+from runtime.text.call_constraint import AnswerConstraints, CallConstraint, Closers
 from runtime.text.call_format import TOLD, CallFormat
-from runtime.text.call_grammar import CallConstraint, CallRules
+from runtime.text.call_grammar import CallRules
 from runtime.text.call_reader import CallPart, CallReader
 from runtime.text.constraint import Constraints
 from runtime.text.sampling import Sampler, SamplingOptions
@@ -150,6 +151,10 @@ def constraints_of(tokenizer: Tokenizer) -> Constraints:
     return Constraints(tokenizer, vocab_size=tokenizer.vocab_size, eos=[tokenizer.eos_token_id or 0])
 
 
+def closers(tokenizer: Tokenizer) -> Closers:
+    return Closers(tokenizer, [tokenizer.eos_token_id or 0])
+
+
 FORMS = {
     "tags": TOLD,
     "a list after a marker": CallFormat(mark="[TOOL_CALLS]", begin=" [", between=", ", end="]"),
@@ -185,18 +190,43 @@ BEGUN = {"tags": "Well.\n<tool_call>", "a list after a marker": "[TOOL_CALLS]", 
 def test_a_call_that_has_begun_is_enforced(tokenizer: Tokenizer, form: str) -> None:
     rules, begin = CallRules.of(TOOLS, required=False, several=False), constraints_of(tokenizer).begin
     for seed in range(6):
-        constraint = CallConstraint(rules, FORMS[form], None, begin, tokenizer.piece)
+        constraint = CallConstraint(rules, FORMS[form], tokenizer, begin, closers(tokenizer), 600)
         answer = written(tokenizer, constraint, seed, BEGUN[form])
         text, (call,) = read([answer])
         assert text.strip() == ("Well." if form == "tags" else "")
         assert call.name == "add" or json.loads(call.arguments)["city"] in ("Paris", "Rome")
 
 
+@pytest.mark.parametrize("circle", [False, True], ids=["few tokens are left", "the model repeats itself"])
+def test_a_call_ends_well(tokenizer: Tokenizer, circle: bool) -> None:
+    """However long a model would go on with a text, its call is closed, and complete."""
+    wanted = {"properties": {"text": {"type": "string"}, "n": {"type": "integer"}}, "required": ["text", "n"]}
+    rules = CallRules.of([Tool(name="say", parameters=wanted)], required=True)
+    limit = 4000 if circle else 150
+    eos = [tokenizer.eos_token_id or 0]
+    constraint = AnswerConstraints(tokenizer, vocab_size=tokenizer.vocab_size, eos=eos).of(None, rules, limit)
+    assert constraint is not None
+    letters = [tokenizer.encode(letter, special=False)[-1] for letter in "abcdefghijklmnopqrstuvwxyz}'"]
+    logits, tokens = np.zeros(tokenizer.vocab_size, np.float32), list[int]()
+    random = np.random.default_rng(1)
+    while len(tokens) < limit:
+        logits[letters] = 10 if circle else random.normal(10, 1, len(letters))
+        token = int(constraint.masked(logits).argmax())
+        if token == tokenizer.eos_token_id:
+            break
+        constraint.take(token)
+        tokens.append(token)
+    reader = CallReader(["say"])
+    found = reader.feed(tokenizer.decode(tokens))[1] + reader.finish()[1]
+    assert set(json.loads(found[0].arguments)) == {"text", "n"}
+    assert len(tokens) < (400 if circle else limit)
+
+
 def test_text_is_free(tokenizer: Tokenizer) -> None:
     """Before a call, the logits pass as they are, and no grammar is built."""
     built: list[Any] = []
     rules = CallRules.of(TOOLS, required=False)
-    constraint = CallConstraint(rules, TOLD, None, built.append, tokenizer.piece)  # type: ignore[arg-type]
+    constraint = CallConstraint(rules, TOLD, tokenizer, built.append, closers(tokenizer), 600)  # type: ignore[arg-type]
     logits = np.zeros(tokenizer.vocab_size, np.float32)
     for token in tokenizer.encode("The <tool is sharp, and { is a brace.", special=False):
         constraint.take(token)

@@ -28,7 +28,7 @@ class Parameters(NamedTuple):
     compensate: bool
     """Whether products are compensated."""
     draft: bool
-    """Whether attention reads only the upper plane of a two-plane cache."""
+    """Whether attention reads only the upper plane of a two-plane cache, in layers that are not sensitive."""
     tokens: int
     """Address of int32 [M]."""
     slots: int

@@ -12,10 +12,15 @@ import llvmlite.binding as llvm
 from numba import types
 
 from runtime.backends.cpu.machine.kernel import kernel
-from runtime.backends.cpu.machine.loader import target_machine
+from runtime.backends.cpu.machine.loader import WINDOWS_CALLS, target_machine
 
-_OUTSIDE = frozenset({"sched_yield", "usleep", "nanosleep", "syscall", "SwitchToThread", "Sleep", "sqrtf"})
-"""C library functions that kernels call by name."""
+_OUTSIDE = frozenset(
+    {
+        *("sqrtf", "sched_yield", "syscall", "usleep", "SwitchToThread", *WINDOWS_CALLS),
+        *("os_sync_wait_on_address", "os_sync_wake_by_address_all"),
+    }
+)
+"""Functions of the C library and of the system that kernels call by name."""
 
 
 def machine_code(function: Callable[..., None], symbol: str) -> bytes:

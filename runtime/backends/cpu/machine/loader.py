@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import sys
+import threading
 from dataclasses import dataclass
 from typing import Any
 
 import llvmlite.binding as llvm
+
+from runtime.system.heap import release_code
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,8 +24,12 @@ class LoadedCode:
     """Owner of its memory."""
 
 
+WINDOWS_CALLS = ("WaitOnAddress", "WakeByAddressAll")
+"""Functions outside the libraries that LLVM searches on Windows; compiled code calls them by name."""
 _held: list[LoadedCode] = []
 """All loaded code. Programs contain addresses, so code is never unloaded."""
+_awake = threading.Event()
+"""Whether LLVM has run since `rest`."""
 
 
 def target_machine() -> llvm.TargetMachine:
@@ -37,6 +47,21 @@ def target_machine() -> llvm.TargetMachine:
     )
 
 
+def rest() -> None:
+    """Take LLVM's own code, some 40 MB, out of memory, if something was loaded since the last time."""
+    if _awake.is_set():
+        _awake.clear()
+        release_code("libllvmlite")
+
+
+@functools.cache
+def _name_windows_calls() -> None:
+    """Tell LLVM where `WINDOWS_CALLS` are."""
+    library = ctypes.WinDLL("api-ms-win-core-synch-l1-2-0.dll")  # type: ignore[attr-defined, unused-ignore]
+    for name in WINDOWS_CALLS:
+        llvm.add_symbol(name, ctypes.cast(getattr(library, name), ctypes.c_void_p).value)
+
+
 def load_code(code: bytes, symbol: str) -> LoadedCode:
     """Load an object file.
 
@@ -44,6 +69,9 @@ def load_code(code: bytes, symbol: str) -> LoadedCode:
         code: A complete object file: LLVM aborts the process on a damaged one. It may only refer to the C library.
         symbol: The function in it.
     """
+    _awake.set()
+    if sys.platform == "win32":
+        _name_windows_calls()
     # Separate engines keep the names of units apart.
     engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), target_machine())
     engine.add_object_file(llvm.ObjectFileRef.from_data(code))

@@ -15,20 +15,18 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 
 from runtime.backends.cpu.data.control import ACTIVE, CLOSED, SLEEPERS, TURN
-from runtime.backends.cpu.machine.emit import I32, I64, Builder, call, define, pointer
+from runtime.backends.cpu.machine.emit import I64, Builder, call, define, pointer
 from runtime.backends.cpu.machine.kernel import kernel
+from runtime.backends.cpu.machine.sleeping import macos_waits, sleeping
 
 _NUMBERS = (1 << 32) - 1
 _SPINS = 2000
 """Number of polls of an unchanged turn before a thread sleeps: some 20 to 70 microseconds, a few parts of work."""
-_X86 = platform.machine().lower() in ("x86_64", "amd64")
-_FUTEX = {"x86_64": 202, "aarch64": 98, "riscv64": 98}.get(platform.machine()) if sys.platform == "linux" else None
-"""Number of Linux's futex system call; None on other systems."""
-_FUTEX_WAIT, _FUTEX_WAKE = 128, 129
-"""Operation flags within one process."""
+_MACHINE = platform.machine().lower()
+_X86 = _MACHINE in ("x86_64", "amd64")
+_SYSTEM = sleeping(sys.platform, _MACHINE, waits=macos_waits())
 
 
 @define(types.int64, types.int64)
@@ -56,41 +54,22 @@ def relax(b: Builder) -> None:
         call(b, "llvm.x86.sse2.pause", ir.VoidType())
 
 
-def _system_call(b: Builder, *arguments: Any) -> None:
-    function = ir.FunctionType(I64, [I64], var_arg=True)
-    b.call(cgutils.get_or_insert_function(b.module, function, "syscall"), list(arguments))
-
-
 @define(types.void, types.int64, types.int64)
 def sleep_while(b: Builder, address: Any, value: Any) -> None:
-    """Sleep while the 32-bit word at the address has a value; may wake early. Without futex: sleeps briefly."""
-    if _FUTEX is not None:
-        zero = ir.Constant(I64, 0)
-        code, wait = ir.Constant(I64, _FUTEX), ir.Constant(I64, _FUTEX_WAIT)
-        _system_call(b, code, address, wait, b.and_(value, ir.Constant(I64, _NUMBERS)), zero, zero, zero)
-    elif sys.platform == "win32":
-        b.call(cgutils.get_or_insert_function(b.module, ir.FunctionType(I32, []), "SwitchToThread"), [])
-    else:
-        function = ir.FunctionType(I32, [I32])
-        b.call(cgutils.get_or_insert_function(b.module, function, "usleep"), [ir.Constant(I32, 20)])
+    """Sleep while the 32-bit word at the address has a value; may wake early."""
+    _SYSTEM.sleep(b, address, value)
 
 
 @define(types.void, types.int64)
 def wake_all(b: Builder, address: Any) -> None:
     """Wake every thread sleeping at the address."""
-    if _FUTEX is not None:
-        zero, everybody = ir.Constant(I64, 0), ir.Constant(I64, (1 << 31) - 1)
-        code, wake = ir.Constant(I64, _FUTEX), ir.Constant(I64, _FUTEX_WAKE)
-        _system_call(b, code, address, wake, everybody, zero, zero, zero)
+    _SYSTEM.wake(b, address)
 
 
 @define(types.void)
 def give_way(b: Builder) -> None:
     """Yield the core to another thread."""
-    if sys.platform == "win32":
-        b.call(cgutils.get_or_insert_function(b.module, ir.FunctionType(I32, []), "SwitchToThread"), [])
-    else:
-        b.call(cgutils.get_or_insert_function(b.module, ir.FunctionType(I32, []), "sched_yield"), [])
+    _SYSTEM.give_way(b)
 
 
 @kernel

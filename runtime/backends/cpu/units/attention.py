@@ -290,8 +290,8 @@ def pages_8(i: int, control: int, number: int, scratch: int) -> None:
 
 @compiled_unit
 def pages_planes(i: int, control: int, number: int, scratch: int) -> None:
-    """The same for two planes of 4 bits, of which a draft reads only the upper."""
-    if parameters_at(control).draft != 0:
+    """The same for two planes of 4 bits, of which a draft reads only the upper, but in sensitive layers."""
+    if parameters_at(control).draft != 0 and get_int(attend_at(i).exact) == 0:
         _attend_4(i, control, number, scratch)
     else:
         _attend_planes(i, control, number, scratch)

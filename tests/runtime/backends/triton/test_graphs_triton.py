@@ -94,7 +94,12 @@ def test_a_shape_is_all_that_launches_bake_in(recorded: Any) -> None:
         captured.forward(shape)
         captured.forward(shape)
     assert recorder.captured == 4
-    for k_chunk, expected in ((100, 5), (0, 5), (100, 5)):
+    captured.set_sensitive_layers([0])
+    for shape, expected in ((draft, 5), (alone, 5)):
+        captured.forward(shape)
+        captured.forward(shape)
+        assert recorder.captured == expected
+    for k_chunk, expected in ((100, 6), (0, 6), (100, 6)):
         captured.set_k_chunk(k_chunk)
         captured.forward(alone)
         captured.forward(alone)

@@ -187,6 +187,10 @@ def test_a_draft_reads_the_upper_plane_alone(tiny_model: Any, tiny_spec: Any, de
     tokens = [[17], [33, 34]]
     full = [np.array(ours.forward(step(each, 256))) for each in tokens]
     draft = [np.array(ours.forward(step(each, 256, draft=True))) for each in tokens]
+    ours.set_sensitive_layers(range(model.spec.num_layers))
+    assert np.array_equal(full[0], ours.forward(step(tokens[0], 256, draft=True)))
+    ours.set_sensitive_layers([])
+    assert np.array_equal(draft[0], ours.forward(step(tokens[0], 256, draft=True)))
     for part in PARTS:
         ours.cache.store.fields(part, ours.cache.store.pools[part])["lower"].zero_()
     for each, whole, half in zip(tokens, full, draft, strict=True):
