@@ -142,8 +142,8 @@ def test_experts_of_one_tensor_are_read_one_by_one(tmp_path: Path) -> None:
 def test_the_peak_grows_by_packed_experts_alone(tmp_path: Path, method: str) -> None:
     """64 experts of 1.3 million weights beside 8 of them, in the same process.
 
-    Codes and residuals of 4 bits with their scales are 1.3 bytes a weight, and the allocator keeps up to 1.7 between them.
-    Experts held in float32 would add 4.
+    Codes and residuals of 4 bits with their scales are 1.3 bytes a weight, and the allocator keeps up to 1.7 between
+    them. Experts held in float32 would add 4.
     """
     folders = {"few": 8, "many": 64}
     for name, count in folders.items():
