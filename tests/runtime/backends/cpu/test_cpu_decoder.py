@@ -263,7 +263,7 @@ def test_a_row_has_the_same_bits_alone_and_in_a_batch(tiny_model: Any, tiny_spec
 
 
 def test_experts_are_timed_with_the_layer_types_of_other_models(tiny_model: Any, tiny_spec: Any) -> None:
-    """One block has an MLP, the other goes to three experts: four products of a type, each after a choice of channels."""
+    """One block has an MLP, the other three experts: four products of a type, each after a choice of channels."""
     decoder = CpuDecoder(tiny_model(tiny_spec(mixture=MIXTURE), seed=4), DecoderOptions(context=32, threads=2))
     timer = CpuTimer(decoder, seconds=0.0)
     for kind in ("gate_up", "down"):
