@@ -66,14 +66,15 @@ def later(path: Sequence[Message], first: int) -> int | None:
     return None if found == first else found
 
 
-def rate_of(path: Sequence[Message], fixed: int = 0) -> float:
+def rate_of(path: Sequence[Message], fixed: int = 0, usual: float = TOKENS_PER_CHARACTER) -> float:
     """Tokens per character of this conversation, by the runtime's last count.
 
     Args:
         path: its messages.
         fixed: characters that every prompt holds besides: the system prompt, and what describes tools.
+        usual: what to assume before anything was counted.
     """
-    characters, rate = fixed, TOKENS_PER_CHARACTER
+    characters, rate = fixed, usual
     for message in path:
         characters += message.length
         counted = message.statistics

@@ -5,14 +5,15 @@ backend records it into a program once. So a family's quirks (biases, norms, win
 
 Weights are named `embed`, `layers.{i}.input_norm`, `layers.{i}.qkv`, `layers.{i}.q_norm`, `layers.{i}.k_norm`,
 `layers.{i}.sinks`, `layers.{i}.o`, `layers.{i}.o_norm`, `layers.{i}.post_norm`, `layers.{i}.gate_up`,
-`layers.{i}.down`, `layers.{i}.down_norm`, `norm`, `head`; a bias belongs to its linear layer. q, k and v are fused
-along the output in that order, and so are gate and up. Experts have `layers.{i}.experts.{e}.gate_up` and
+`layers.{i}.down`, `layers.{i}.down_norm`, `norm`, `head`; a bias belongs to its linear layer. q, k, v and the gate of
+attention are fused along the output in that order, and so are gate and up, and what a convolution or a delta rule
+reads; these have more vectors (`ModelSpec.block_vectors`). Experts have `layers.{i}.experts.{e}.gate_up` and
 `layers.{i}.experts.{e}.down`, and their router is `layers.{i}.router`.
 """
 
 from __future__ import annotations
 
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, cast
 
 from models.spec import ModelSpec
 
@@ -85,16 +86,41 @@ class Operations(Protocol[T]):
         ...
 
 
+class StateOperations(Operations[T], Protocol[T]):
+    """The operations of models with states. A backend without them refuses such models when it opens them."""
+
+    def shut(self, x: T, gate: T) -> T:
+        """X * sigmoid(gate), where x is the output of `attend`. Both [M, H * D]."""
+        ...
+
+    def recur(self, x: T, layer: int) -> T:
+        """The gated delta rule of `layer` over the step's rows and the tokens before; the rows enter its state.
+
+        x is [M, inputs + Hv * Dv]: what enters the state (`DeltaSpec.inputs`), then gates. The outputs of each value
+        head pass an RMSNorm and are multiplied by silu(gate). Returns [M, Hv * Dv].
+        """
+        ...
+
+    def convolve(self, x: T, layer: int) -> T:
+        """The gated short convolution of `layer` over the step's rows and the tokens before; the rows enter its state.
+
+        x is [M, 3 C]: B, G and u side by side. Returns G * conv(B * u), [M, C].
+        """
+        ...
+
+
 def block(ops: Operations[T], spec: ModelSpec, layer: int, x: T) -> T:
     """One decoder block. [M, C] -> [M, C]."""
-    return mlp(ops, spec, layer, attention(ops, spec, layer, x))
+    mix = attention if spec.mixer(layer) == "attention" else recurrence
+    return mlp(ops, spec, layer, mix(ops, spec, layer, x))
 
 
 def attention(ops: Operations[T], spec: ModelSpec, layer: int, x: T) -> T:
     """The residual stream after attention. [M, C] -> [M, C]."""
     prefix = f"layers.{layer}"
     qkv = ops.linear(read(ops, spec, x, f"{prefix}.input_norm"), f"{prefix}.qkv")
-    q, k, v = ops.split(qkv, (spec.q_width, spec.kv_width, spec.kv_width))
+    gate_widths = (spec.q_width,) if spec.gated else ()
+    q, k, v, *gates = ops.split(qkv, (spec.q_width, spec.kv_width, spec.kv_width, *gate_widths))
     if spec.qk_norm and spec.qk_norm_form != "turned":
         q, k = ops.head_norm(q, f"{prefix}.q_norm"), ops.head_norm(k, f"{prefix}.k_norm")
     if spec.rope_of(layer) is not None:
@@ -102,7 +128,18 @@ def attention(ops: Operations[T], spec: ModelSpec, layer: int, x: T) -> T:
     if spec.qk_norm and spec.qk_norm_form == "turned":
         q, k = ops.head_norm(q, f"{prefix}.q_norm"), ops.head_norm(k, f"{prefix}.k_norm")
     attended = ops.attend(q, k, v, layer)
+    if spec.gated:
+        attended = cast("StateOperations[T]", ops).shut(attended, gates[0])
     return ops.add(x, ops.linear(attended, f"{prefix}.o"), f"{prefix}.o_norm" if spec.norm_after else "")
+
+
+def recurrence(ops: Operations[T], spec: ModelSpec, layer: int, x: T) -> T:
+    """The residual stream after a gated short convolution, or a gated delta rule. [M, C] -> [M, C]."""
+    prefix = f"layers.{layer}"
+    inputs = ops.linear(read(ops, spec, x, f"{prefix}.input_norm"), f"{prefix}.qkv")
+    own = cast("StateOperations[T]", ops)
+    mixed = own.convolve(inputs, layer) if spec.mixer(layer) == "convolution" else own.recur(inputs, layer)
+    return ops.add(x, ops.linear(mixed, f"{prefix}.o"), f"{prefix}.o_norm" if spec.norm_after else "")
 
 
 def mlp(ops: Operations[T], spec: ModelSpec, layer: int, x: T) -> T:

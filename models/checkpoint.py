@@ -14,7 +14,7 @@ import torch
 from models.checkpoint_files import CheckpointFiles, read_folder
 from models.errors import CheckpointError
 from models.gguf.checkpoint import read_gguf
-from models.spec import ModelSpec
+from models.spec import Mixer, ModelSpec
 
 
 @dataclass(slots=True, kw_only=True)
@@ -50,11 +50,16 @@ class Checkpoint:
         return self.files.path
 
     def vector(self, name: str) -> torch.Tensor:
-        """A weight that stays in float32: a norm's or sinks [width], `layers.0.input_norm`, or a router's [E, C]."""
-        weight = self.files.entries[self.files.family.vector(name)].read().to(torch.float32)
-        if name.endswith("norm"):
+        """A weight that stays in float32: a router's [E, C], or a vector [width] of `ModelSpec.block_vectors`."""
+        weight = self.files.entries[self._vector_key(name)].read().to(torch.float32)
+        kind = name.rsplit(".", 1)[-1]
+        if kind == "conv":
+            weight = weight.squeeze(1).T.flatten()
+        if kind == "decay":
+            weight = -weight.exp()
+        if kind.endswith("norm"):
             weight = weight + self.files.norm_offset
-        return weight * self.files.multipliers.get(name.rsplit(".", 1)[-1], 1.0)
+        return weight * self.files.multipliers.get(kind, 1.0)
 
     def linear(self, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
         """A linear layer by its name in `ModelSpec.linear_names()`; q, k, v and gate, up are fused.
@@ -65,11 +70,11 @@ class Checkpoint:
         """
         if name == "head" and self.spec.tied:
             return self._table(), None
-        weights = [self.files.entries[f"{module}.weight"].read() for module in self.files.family.sources(name)]
+        weights = [self.files.entries[f"{module}.weight"].read() for module in self._sources(name)]
         weight = weights[0] if len(weights) == 1 else torch.cat(weights)
         bias = None
         if self.spec.has_bias(name):
-            biases = [self.files.entries[f"{module}.bias"].read() for module in self.files.family.sources(name)]
+            biases = [self.files.entries[f"{module}.bias"].read() for module in self._sources(name)]
             bias = torch.cat([each.to(torch.float32) for each in biases])
         return self._multiplied(name, weight), None if bias is None else self._multiplied(name, bias)
 
@@ -78,12 +83,21 @@ class Checkpoint:
         kind = name.rsplit(".", 1)[-1]
         if kind == "qkv" and self.files.family.interleaved:
             rows = rows[self._halves()]
+        if kind == "qkv" and self.spec.gated and self.spec.mixer(int(name.split(".")[1])) == "attention":
+            rows = rows[self._gates_last()]
         of_all, of_queries = (self.files.multipliers.get(part, 1.0) for part in (kind, "q" if kind == "qkv" else ""))
         if of_all == of_queries == 1:
             return rows
         rows = rows.to(torch.float32) * of_all
         rows[: self.spec.q_width if kind == "qkv" else 0] *= of_queries
         return rows
+
+    def _gates_last(self) -> torch.Tensor:
+        """Rows of q, k, v and gates, by the places at which each head's q is followed by its gate. int64 [N]."""
+        spec = self.spec
+        q = torch.arange(2 * spec.q_width).view(spec.num_heads, 2, spec.head_dim)
+        rest = torch.arange(2 * spec.q_width, 2 * spec.q_width + 2 * spec.kv_width)
+        return torch.cat((q[:, 0].flatten(), rest, q[:, 1].flatten()))
 
     def _halves(self) -> torch.Tensor:
         """Rows of q, k and v, by the places at which channel i of a head rotates with i + rotary_dim / 2. int64 [N]."""
@@ -98,6 +112,17 @@ class Checkpoint:
     def embedding(self) -> torch.Tensor:
         """The embedding table [V, C] in the checkpoint's own dtype."""
         return self._table()
+
+    def _sources(self, name: str) -> tuple[str, ...]:
+        """Modules of a linear layer."""
+        return self.files.family.sources(name, self._mixer(name))
+
+    def _vector_key(self, name: str) -> str:
+        """Name of a vector's or router's tensor."""
+        return self.files.family.vector(name, self._mixer(name))
+
+    def _mixer(self, name: str) -> Mixer:
+        return self.spec.mixer(int(name.split(".")[1])) if name.startswith("layers.") else "attention"
 
     def _table(self) -> torch.Tensor:
         return self.files.entries[f"{self._embedding_module()}.weight"].read()
@@ -147,20 +172,21 @@ class Checkpoint:
 
     def _expected_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every tensor that the architecture needs, by its name in the file."""
-        spec, family = self.spec, self.files.family
+        spec = self.spec
         shapes: dict[str, tuple[int, ...]] = {
             f"{self._embedding_module()}.weight": (spec.vocab_size, spec.hidden_size),
-            "model.norm.weight": (spec.hidden_size,),
+            self._vector_key("norm"): (spec.hidden_size,),
         }
         if not spec.tied:
             shapes["lm_head.weight"] = (spec.vocab_size, spec.hidden_size)
         for layer in range(spec.num_layers):
-            for norm, width in spec.block_vectors(layer).items():
-                shapes[family.vector(norm)] = (width,)
+            for vector, width in spec.block_vectors(layer).items():
+                taps = vector.endswith(".conv")
+                shapes[self._vector_key(vector)] = (width // spec.taps, 1, spec.taps) if taps else (width,)
             for router, shape in spec.routers(layer).items():
-                shapes[family.vector(router)] = shape
+                shapes[self._vector_key(router)] = shape
             for name in spec.block_linears(layer):
-                modules = family.sources(name)
+                modules = self._sources(name)
                 for module, rows in zip(modules, _rows(spec, name, len(modules)), strict=True):
                     shapes[f"{module}.weight"] = (rows, spec.linear_shape(name)[1])
                     if spec.has_bias(name):
@@ -173,7 +199,11 @@ def _rows(spec: ModelSpec, name: str, parts: int) -> tuple[int, ...]:
     rows = spec.linear_shape(name)[0]
     if parts == 1:
         return (rows,)
-    return (spec.q_width, spec.kv_width, spec.kv_width) if name.endswith("qkv") else (rows // parts,) * parts
+    if not name.endswith("qkv"):
+        return (rows // parts,) * parts
+    if spec.mixer(int(name.split(".")[1])) == "delta" and (delta := spec.delta) is not None:
+        return delta.channels, delta.value_heads, delta.value_heads, delta.value_width
+    return (2 if spec.gated else 1) * spec.q_width, spec.kv_width, spec.kv_width
 
 
 def _names(shards: tuple[Path, ...]) -> str:

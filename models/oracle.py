@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from models import architecture, rope
+from models import architecture, recurrent, rope
 from models.routing import route
 from models.spec import ModelSpec, RopeSpec, expert_of, router_of
 
@@ -49,7 +49,7 @@ class Weights(Protocol):
         ...
 
     def vector(self, name: str) -> Tensor:
-        """A norm's weight, float32 [width], or a router's, float32 [E, C]."""
+        """A norm's weight or another of a block's vectors, float32 [width], or a router's, float32 [E, C]."""
         ...
 
     def linear(self, name: str) -> tuple[Tensor, Tensor | None]:
@@ -74,12 +74,20 @@ class Rows(NamedTuple):
 
 @dataclass(slots=True)
 class KVCache:
-    """Keys (rotated) and values of all blocks for B sequences of the same length."""
+    """Keys (rotated) and values of all blocks for B sequences of the same length.
+
+    Blocks with a state keep all their inputs, from which the state is computed again at every step: slow, and exact
+    however far the sequences are cut back.
+    """
 
     keys: Tensor
-    """[layers, B, H_kv, context, D]."""
+    """[layers, B, H_kv, context, D]; blocks without attention have none."""
     values: Tensor
     """[layers, B, H_kv, context, D]."""
+    inputs: Mapping[int, Tensor]
+    """[B, context, width] by block, of those with a state."""
+    places: Mapping[int, int]
+    """Where blocks with attention stand in `keys` and `values`."""
     length: int = 0
     """T, positions filled. Setting it lower cuts all sequences back."""
 
@@ -137,8 +145,14 @@ class Oracle:
     def cache(self, batch: int, context: int) -> KVCache:
         """An empty KV cache for `batch` sequences of up to `context` tokens."""
         spec = self.spec
-        shape = (spec.num_layers, batch, spec.num_kv_heads, context, spec.head_dim)
-        return KVCache(torch.zeros(shape, dtype=self.dtype), torch.zeros(shape, dtype=self.dtype))
+        shape = (len(spec.attention_layers), batch, spec.num_kv_heads, context, spec.head_dim)
+        widths = {layer: spec.linear_shape(f"layers.{layer}.qkv")[0] for layer in spec.state_layers}
+        return KVCache(
+            torch.zeros(shape, dtype=self.dtype),
+            torch.zeros(shape, dtype=self.dtype),
+            {layer: torch.zeros(batch, context, width, dtype=self.dtype) for layer, width in widths.items()},
+            {layer: place for place, layer in enumerate(spec.attention_layers)},
+        )
 
     @torch.inference_mode()
     def logits(self, tokens: Tensor, cache: KVCache | None = None, *, rows: Sequence[int] | None = None) -> Tensor:
@@ -207,7 +221,7 @@ class Oracle:
         return architecture.output(self._operations(torch.arange(x.shape[1]), None), self.spec, x)
 
     def parameters(self, name: str) -> tuple[Tensor, Tensor | None]:
-        """Weight and bias of a linear layer, a norm or a router.
+        """Weight and bias of a linear layer; or a norm's weight, another vector, or a router's weight.
 
         They stay in memory if the oracle is resident, otherwise until those of another block are needed, or of another
         expert. They have the oracle's dtype, except that the head of a non-resident oracle has the checkpoint's (see
@@ -218,7 +232,7 @@ class Oracle:
         if not self._resident:
             self._loaded = {key: held for key, held in self._loaded.items() if _stay_together(key, name)}
         bias: Tensor | None = None
-        in_full = name in (*self.spec.vector_names(), *self.spec.router_names())
+        in_full = name.endswith("router") or name in self.spec.vector_names()
         if in_full:
             weight = self._weights.vector(name)
         else:
@@ -247,7 +261,7 @@ class Oracle:
         return found[2:]
 
 
-class _Operations(architecture.Operations[Tensor]):
+class _Operations(architecture.StateOperations[Tensor]):
     """The operations of one pass. Activations are [B, S, width] rather than [M, width]."""
 
     tokens: Tensor
@@ -317,9 +331,10 @@ class _Operations(architecture.Operations[Tensor]):
         first = int(self.positions[0]) if self.cache is None else 0  # position of the first key
         if self.cache is not None:
             end = int(self.positions[-1]) + 1
-            self.cache.keys[layer, :, :, self.positions] = keys
-            self.cache.values[layer, :, :, self.positions] = values
-            keys, values = self.cache.keys[layer, :, :, :end], self.cache.values[layer, :, :, :end]
+            place = self.cache.places[layer]
+            self.cache.keys[place, :, :, self.positions] = keys
+            self.cache.values[place, :, :, self.positions] = values
+            keys, values = self.cache.keys[place, :, :, :end], self.cache.values[place, :, :, :end]
         mask = self._mask(first, keys.shape[2], self.spec.windows[layer])
         sinks = self.oracle.parameters(f"layers.{layer}.sinks")[0] if self.spec.sinks else None
         if self.oracle.observe_attention is not None:
@@ -331,6 +346,49 @@ class _Operations(architecture.Operations[Tensor]):
             shares = _shares(queries, keys, mask, self.spec.score_cap, sinks).to(values.dtype)
             attended = shares @ values.repeat_interleave(queries.shape[1] // values.shape[1], dim=1)
         return attended.transpose(1, 2).flatten(-2)
+
+    def convolve(self, x: Tensor, layer: int) -> Tensor:
+        prefix, spec = f"layers.{layer}", self.spec
+        weight, _ = self.oracle.parameters(f"{prefix}.conv")
+        bias = self.oracle.parameters(f"{prefix}.conv_bias")[0] if spec.conv_bias else None
+
+        def mixed(inputs: Tensor) -> Tensor:
+            before, after, u = inputs.chunk(3, dim=-1)
+            history = functional.pad(before * u, (0, 0, spec.taps - 1, 0))
+            return after * recurrent.convolve(history, weight.view(spec.taps, -1), bias)
+
+        return self._from_the_beginning(x.to(self.oracle.dtype), layer, mixed)
+
+    def shut(self, x: Tensor, gate: Tensor) -> Tensor:
+        return x * gate.to(self.oracle.dtype).sigmoid()
+
+    def recur(self, x: Tensor, layer: int) -> Tensor:
+        spec, delta = self.spec, self.spec.delta
+        assert delta is not None
+        names = ("conv", "decay", "dt", "gain")
+        conv, decay, dt, gain = (self.oracle.parameters(f"layers.{layer}.{name}")[0] for name in names)
+
+        def mixed(inputs: Tensor) -> Tensor:
+            history = functional.pad(inputs[..., : delta.inputs], (0, 0, spec.taps - 1, 0))
+            read = recurrent.delta_inputs(delta, history, conv.view(spec.taps, -1), decay, dt)
+            y, _ = recurrent.recur_chunked(read, read.v.new_zeros(len(inputs), *spec.state_shape[2]))
+            return recurrent.finish(y, inputs[..., delta.inputs :], gain, spec.norm_eps)
+
+        return self._from_the_beginning(x.to(self.oracle.dtype), layer, mixed)
+
+    def _from_the_beginning(self, x: Tensor, layer: int, mixed: Callable[[Tensor], Tensor]) -> Tensor:
+        """What a block with a state makes of x [B, S, width], given its function of a whole sequence [B, T, width]."""
+        if self.branches is not None:
+            y = mixed(x[:, self.branches == 0])
+            parts = [y]
+            for branch in range(1, int(self.branches.max()) + 1):
+                seen = (self.branches == 0) | (self.branches == branch)
+                parts.append(mixed(x[:, seen])[:, y.shape[1] :])
+            return torch.cat(parts, dim=1)
+        if self.cache is None:
+            return mixed(x)
+        self.cache.inputs[layer][:, self.positions] = x
+        return mixed(self.cache.inputs[layer][:, : int(self.positions[-1]) + 1])[:, -x.shape[1] :]
 
     def experts(self, x: Tensor, layer: int) -> Tensor:
         mixture, name = self.spec.mixture, router_of(layer)

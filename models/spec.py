@@ -8,9 +8,12 @@ from typing import Literal
 RopeKind = Literal["default", "linear", "llama3", "longrope", "yarn"]
 Activation = Literal["silu", "gelu_tanh"]
 NormForm = Literal["head", "all", "turned"]
+Mixer = Literal["attention", "convolution", "delta"]
+"""What mixes the tokens of a block: attention, with a cache; the others have a state instead."""
 
 LAYER_TYPES = ("qkv", "o", "gate_up", "down")
-"""The linear layers of a block, by the names of QDEC §4.4."""
+"""The linear layers of a block, by the names of QDEC §4.4: `qkv` is what a block's mixer reads the stream by, `o` what
+it writes by, also where it is no attention."""
 LAYER_KINDS = (*LAYER_TYPES, "head")
 """All kinds of linear layers: those of a block, and the output head."""
 _OF_MLP = ("gate_up", "down")
@@ -52,6 +55,40 @@ class RopeSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaSpec:
+    """Heads of a gated delta rule; several value heads share a query and a key."""
+
+    key_heads: int
+    """Query heads, and key heads."""
+    value_heads: int
+    """Value heads, a multiple of that; each has a matrix."""
+    key_dim: int
+    """Dk, width of a query or key, and rows of a matrix."""
+    value_dim: int
+    """Dv, width of a value, and columns of a matrix."""
+
+    @property
+    def key_width(self) -> int:
+        """Channels of all keys."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def value_width(self) -> int:
+        """Channels of all values."""
+        return self.value_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """Channels of queries, keys and values, which pass a short convolution."""
+        return 2 * self.key_width + self.value_width
+
+    @property
+    def inputs(self) -> int:
+        """What enters the state of each token: these channels, and two numbers a value head, beta's and the decay's."""
+        return self.channels + 2 * self.value_heads
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MixtureSpec:
     """Experts, gated MLPs of which a router chooses a few for each token, in place of a block's MLP."""
 
@@ -87,7 +124,7 @@ def first_expert(name: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """A decoder-only transformer: blocks of grouped-query attention and a gated MLP, or a mixture of those."""
+    """A decoder-only transformer: blocks of a mixer, mostly grouped-query attention, and a gated MLP or several."""
 
     family: str
     """`model_type` of its family, see `models.families`."""
@@ -117,6 +154,16 @@ class ModelSpec:
     """Per block: sliding window in tokens (a query sees itself and the window - 1 tokens before it), or None."""
     unrotated: tuple[int, ...] = ()
     """Blocks without a rotary embedding (SmolLM3)."""
+    mixers: tuple[Mixer, ...] = ()
+    """Per block: what mixes its tokens; empty: attention in all of them."""
+    taps: int = 0
+    """Tokens that a short convolution sees, its own included."""
+    delta: DeltaSpec | None = None
+    """Heads of the blocks with a gated delta rule."""
+    gated: bool = False
+    """Whether what attention gives is multiplied by the sigmoid of a gate, channel by channel (Qwen3.5)."""
+    conv_bias: bool = False
+    """Whether short convolutions, and the linear layers around them, have biases."""
     norm_before: bool = True
     """Whether attention and MLP read the residual stream through an RMSNorm (not in OLMo 2)."""
     norm_after: bool = False
@@ -164,6 +211,20 @@ class ModelSpec:
         """Channels of all key (or value) heads, H_kv * D."""
         return self.num_kv_heads * self.head_dim
 
+    def mixer(self, layer: int) -> Mixer:
+        """What mixes the tokens of a block."""
+        return self.mixers[layer] if self.mixers else "attention"
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """Blocks with attention: those that have a cache."""
+        return tuple(layer for layer in range(self.num_layers) if self.mixer(layer) == "attention")
+
+    @property
+    def state_layers(self) -> tuple[int, ...]:
+        """Blocks that have a state instead of a cache."""
+        return tuple(layer for layer in range(self.num_layers) if self.mixer(layer) != "attention")
+
     @property
     def parameters(self) -> int:
         """Weights of the full-precision model; a tied embedding counts once."""
@@ -192,22 +253,39 @@ class ModelSpec:
         return 1.0 if expert_of(name) is None or self.mixture is None else self.mixture.chosen / self.mixture.experts
 
     def block_vectors(self, layer: int) -> dict[str, int]:
-        """Widths of a block's norms and sinks by their names, `layers.3.input_norm`."""
-        norms = {"input_norm": self.hidden_size, "post_norm": self.hidden_size} if self.norm_before else {}
+        """Widths of a block's norms and of what else its mixer has, by their names, `layers.3.input_norm`.
+
+        A convolution's `conv` is [taps, C], tap by tap, and `conv_bias` [C]. A delta rule's `conv` is [taps, channels];
+        `decay` and `dt` have a number for each value head, -exp(A) and the step's bias; `gain` [Dv] is the weight of
+        the norm of each head's output.
+        """
+        vectors = {"input_norm": self.hidden_size, "post_norm": self.hidden_size} if self.norm_before else {}
+        if self.mixer(layer) == "attention":
+            vectors |= self._attention_vectors()
+        elif self.mixer(layer) == "convolution":
+            vectors["conv"] = self.taps * self.hidden_size
+            if self.conv_bias:
+                vectors["conv_bias"] = self.hidden_size
+        elif self.delta is not None:
+            vectors["conv"] = self.taps * self.delta.channels
+            vectors |= dict.fromkeys(("decay", "dt"), self.delta.value_heads) | {"gain": self.delta.value_dim}
+        if self.norm_after:
+            vectors |= {"o_norm": self.hidden_size, "down_norm": self.hidden_size}
+        return {f"layers.{layer}.{name}": width for name, width in vectors.items()}
+
+    def _attention_vectors(self) -> dict[str, int]:
+        """Widths of the norms of queries and keys, and of sinks."""
+        vectors: dict[str, int] = {}
         if self.qk_norm:
             wide = self.qk_norm_form == "all"
-            norms |= {
-                "q_norm": self.q_width if wide else self.head_dim,
-                "k_norm": self.kv_width if wide else self.head_dim,
-            }
-        if self.norm_after:
-            norms |= {"o_norm": self.hidden_size, "down_norm": self.hidden_size}
+            vectors["q_norm"] = self.q_width if wide else self.head_dim
+            vectors["k_norm"] = self.kv_width if wide else self.head_dim
         if self.sinks:
-            norms["sinks"] = self.num_heads
-        return {f"layers.{layer}.{norm}": width for norm, width in norms.items()}
+            vectors["sinks"] = self.num_heads
+        return vectors
 
     def vector_names(self) -> tuple[str, ...]:
-        """Names of all norms and sinks, the norm before the head last."""
+        """Names of all vectors, the norm before the head last."""
         return (*(name for layer in range(self.num_layers) for name in self.block_vectors(layer)), "norm")
 
     def routers(self, layer: int) -> dict[str, tuple[int, int]]:
@@ -236,32 +314,56 @@ class ModelSpec:
         """The rotary embeddings that there are, each once."""
         return tuple(dict.fromkeys(rope for rope in map(self.rope_of, range(self.num_layers)) if rope is not None))
 
+    @property
+    def state_shape(self) -> tuple[int, int, tuple[int, int, int]]:
+        """State of a block that has one.
+
+        Channels of its convolution; tokens that this reads before its own; heads, rows and columns of its matrix, zeros
+        if it has none.
+        """
+        if self.delta is not None:
+            return self.delta.inputs, self.taps - 1, (self.delta.value_heads, self.delta.key_dim, self.delta.value_dim)
+        return self.hidden_size, self.taps - 1, (0, 0, 0)
+
     def has_bias(self, name: str) -> bool:
         """Whether a linear layer, `layers.3.qkv`, has a bias; those of experts have none."""
         if expert_of(name) is not None:
             return False
         kind = name.rsplit(".", 1)[-1]
         biased = {"qkv": self.qkv_bias, "o": self.o_bias, "gate_up": self.mlp_bias, "down": self.mlp_bias}
-        return biased.get(kind, False)
+        mixer = self.mixer(int(name.split(".")[1])) if kind in ("qkv", "o") else "attention"
+        return biased.get(kind, False) if mixer == "attention" else self.conv_bias
 
     def linear_shape(self, name: str) -> tuple[int, int]:
         """Shape [N, K] of a linear layer (fused, as stored).
 
         Args:
             name: Its name, or its type: `qkv`, `o`, `gate_up`, `down` or `head`. In a mixture, `gate_up` and
-                `down` alone are those of an expert.
+                `down` alone are those of an expert. Where blocks differ, `qkv` and `o` alone are the average.
         """
         width, kind = self.intermediate_size, name.rsplit(".", 1)[-1]
         if self.mixture is not None and (name == kind or expert_of(name) is not None):
             width = self.mixture.width
         shapes = {
-            "qkv": (self.q_width + 2 * self.kv_width, self.hidden_size),
-            "o": (self.hidden_size, self.q_width),
             "gate_up": (2 * width, self.hidden_size),
             "down": (self.hidden_size, width),
             "head": (self.vocab_size, self.hidden_size),
         }
-        return shapes[kind]
+        if kind in shapes:
+            return shapes[kind]
+        layers = [int(name.split(".")[1])] if name != kind else range(self.num_layers)
+        inner = [self._mixer_widths(layer)[kind == "o"] for layer in layers]
+        mean = round(sum(inner) / len(inner))
+        return (mean, self.hidden_size) if kind == "qkv" else (self.hidden_size, mean)
+
+    def _mixer_widths(self, layer: int) -> tuple[int, int]:
+        """Output channels of a block's `qkv`, and input channels of its `o`."""
+        mixer = self.mixer(layer)
+        if mixer == "convolution":
+            return 3 * self.hidden_size, self.hidden_size
+        if mixer == "delta" and self.delta is not None:
+            return self.delta.inputs + self.delta.value_width, self.delta.value_width
+        return (2 if self.gated else 1) * self.q_width + 2 * self.kv_width, self.q_width
 
     def block_linears(self, layer: int) -> tuple[str, ...]:
         """Names of a block's linear layers in the order they run; of experts, in that of their numbers."""

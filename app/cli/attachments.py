@@ -9,9 +9,16 @@ from typing import TYPE_CHECKING
 from app.cli.output import Output
 from app.conversation import Passage
 from app.documents.citation import cited
-from app.documents.prompt import WHOLE_SHARE, attached, passage_room, with_passages
+from app.documents.prompt import (
+    BYTES_PER_TOKEN,
+    PASSAGE_SHARE,
+    WHOLE_SHARE,
+    attached,
+    passage_room,
+    shortened,
+    with_passages,
+)
 from app.errors import DocumentError
-from app.fitting import TOKENS_PER_CHARACTER
 from app.printable import printable_name
 
 if TYPE_CHECKING:
@@ -101,11 +108,20 @@ class Attachments:
         passages = None
         told = question
         if self._index is not None and self._sources:
-            room = passage_room(self._engine.context, TOKENS_PER_CHARACTER)
+            room = passage_room(self._engine.context, 1 / BYTES_PER_TOKEN)
             self._questions.append(question)
             passages = self._index.search(self._sources, self._questions, room)
+            while passages and not self._fits("".join(one.text for one in passages)):
+                *passages, last = passages
+                if not passages:
+                    passages = [shortened(last, len(last.text) // 2)]
             told = with_passages(question, passages)
         return "\n\n".join([*given, told]), passages
+
+    def _fits(self, text: str) -> bool:
+        """Whether passages take no more of the context than they may; a model's tokens may be short."""
+        tokens = self._tokens(text)
+        return tokens is not None and tokens <= PASSAGE_SHARE * self._engine.context
 
     def tell(self, passages: Sequence[Passage] | None) -> None:
         """Say which passages an answer was given."""

@@ -71,10 +71,10 @@ def versions() -> dict[str, str | None]:
 
 
 def check_packages(found: dict[str, str | None]) -> list[Problem]:
-    """Missing packages. Triton is only needed on Linux."""
-    import sys
+    """Missing packages, apart from those without which stored models run on a processor."""
+    from models.needed import LEFT_OUT
 
-    needed = [name for name in found if name != "triton" or sys.platform == "linux"]
+    needed = [name for name in found if name not in LEFT_OUT]
     return [
         Problem(what=f"the package {name} is not installed", fix="reinstall the program with its dependencies")
         for name in needed

@@ -17,6 +17,7 @@ from app.cli.model import find_checkpoint, open_model
 from app.cli.output import Output
 from app.cli.quantize import read_text
 from app.cli.services import Services, services_of
+from models.needed import check_needed
 
 if TYPE_CHECKING:
     from runtime.backends.decoder import DecoderOptions
@@ -203,6 +204,7 @@ def _full_precision(
     name: str, text: str, span: _Span, services: Services, output: Output
 ) -> tuple[EvalResult, dict[str, Any]]:
     """Perplexity of the checkpoint named by MODEL."""
+    check_needed("measuring in full precision")
     from models.checkpoint import Checkpoint
     from runtime.measure.evaluate import full_precision_perplexity
     from runtime.text.tokenizer import Tokenizer

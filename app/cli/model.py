@@ -11,6 +11,7 @@ from app.cli.interrupt import Interrupt
 from app.cli.output import Output
 from app.cli.services import DEMO, Services
 from models.catalogue import KNOWN
+from models.needed import MAKING, check_needed
 
 if TYPE_CHECKING:
     from models.catalogue import KnownModel
@@ -45,6 +46,8 @@ def open_model(name: str, services: Services, output: Output) -> StoredModel:
         from models.store.names import made_of_hub
 
         ready = [info for info in store.list() if made_of_hub(info.source, name) and info.recipe == recipe]
+        if not ready:
+            check_needed(MAKING)  # before anything is downloaded
         info = ready[0] if ready else _make(_hub_checkpoint(name, services, output), recipe, services, output)
     else:
         raise CliError(unknown(name, services))
@@ -212,4 +215,5 @@ def _made_of_known(model: KnownModel, recipe: Recipe, services: Services, output
     ready = [info for info in candidates if model.sha256 in recorded(info).values()]
     if ready:
         return ready[0]
+    check_needed(MAKING)
     return _make(fetched(model, services, output), recipe, services, output, name=model.name)

@@ -15,6 +15,7 @@ from app.cli.errors import CliError
 from app.cli.model import find_checkpoint, quantized
 from app.cli.output import Output
 from app.cli.services import DEMO, services_of
+from models.needed import MAKING, check_needed
 from models.recipe import DEFAULT_GROUP_SIZE, DEFAULT_METHOD, EXPECTED_K_CHUNK, GOOD_FOR, QOQ_GROUP_SIZE, Method
 
 METHODS_HELP = ", ".join(f"{method} ({words})" for method, words in GOOD_FOR.items())
@@ -116,6 +117,7 @@ def quantize(
         raise typer.BadParameter(str(error)) from error
     if name == DEMO:
         raise typer.BadParameter(f"{DEMO} is the name of the bundled model: choose another", param_hint="--name")
+    check_needed(MAKING)  # before anything is downloaded
     output, services = Output(as_json=as_json), services_of(ctx)
     text = None if calibration is None else read_text(calibration)
     begin = time.perf_counter()

@@ -17,7 +17,7 @@ from typing import Any
 
 from app.conversation import Passage
 from app.documents.folders import File, survey
-from app.documents.prompt import BYTES_PER_TOKEN
+from app.documents.prompt import BYTES_PER_TOKEN, shortened
 from app.documents.reader import Reader
 from app.documents.search import Match, best, subject
 from app.documents.sections import Section, chunks
@@ -222,11 +222,11 @@ class Index:
             )
             if found and len(text) > room:
                 break
-            text = text[:room]
-            room -= len(text)
             top = Path(folder).name
             file = name if name == top else f"{top}/{name}"
-            found.append(Passage(file=printable_name(file), unit=unit, first=first, last=last, text=text))
+            passage = Passage(file=printable_name(file), unit=unit, first=first, last=last, text=text)
+            found.append(shortened(passage, room))
+            room -= len(text)
         return found
 
     def _read(self, query: str, *values: object) -> list[tuple[Any, ...]]:

@@ -92,8 +92,8 @@ def to_json(chat: Chat, messages: Sequence[Message]) -> dict[str, Any]:
                 "error": message.error,
                 "model": message.model,
                 "statistics": None if message.statistics is None else statistics_json(message.statistics),
-                **({"calls": calls_json(message.calls)} if message.calls else {}),
                 "passages": None if message.passages is None else [asdict(passage) for passage in message.passages],
+                **({"calls": calls_json(message.calls)} if message.calls else {}),
                 "created": message.created.isoformat(),
             }
             for message in messages
@@ -172,8 +172,8 @@ class _Message:
     error: Text | None = None
     model: Name | None = None
     statistics: Statistics | None = None
-    calls: Annotated[Sequence[Call], Within(0, MAX_CALLS)] = ()
     passages: Annotated[Sequence[Passage], Within(0, MAX_CHATS)] | None = None
+    calls: Annotated[Sequence[Call], Within(0, MAX_CALLS)] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,8 +210,8 @@ def _of_json(found: _Chat, where: str) -> ImportedChat:
                 error=one.error,
                 model=one.model,
                 statistics=one.statistics,
-                calls=one.calls if one.role == "assistant" else (),
                 passages=one.passages,
+                calls=one.calls if one.role == "assistant" else (),
                 created=created,
             )
         )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from textual.message import Message as Event
 
 from app.conversation import Conversation, Message, prompt_of, split_reasoning
-from app.documents.prompt import grounded, passage_room
+from app.documents.prompt import BYTES_PER_TOKEN, grounded, passage_room
 from app.errors import ClientError, HistoryError
 from app.fitting import USUAL_CONTEXT, Fit, fit, later, rate_of
 from app.settings import Settings
@@ -144,7 +144,9 @@ class Prompts:
         context = (self._status.context if self._status is not None else None) or USUAL_CONTEXT
         questions = [message.text for message in conversation.path(answer) if message.role == "user"]
         try:
-            found = await self._documents.find(conversation, questions, passage_room(context, rate_of(path)))
+            found = await self._documents.find(
+                conversation, questions, passage_room(context, rate_of(path, usual=1 / BYTES_PER_TOKEN))
+            )
         except HistoryError as error:
             self._post(NotSearched(str(error)))
         else:

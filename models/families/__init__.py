@@ -16,12 +16,14 @@ from models.families.gemma import GEMMA2, GEMMA3
 from models.families.glm4 import GLM4
 from models.families.granite import GRANITE, GRANITE_MOE
 from models.families.hunyuan import HUNYUAN
+from models.families.lfm2 import LFM2
 from models.families.llama import LLAMA
 from models.families.mistral import MINISTRAL, MINISTRAL3, MISTRAL
 from models.families.mixtral import MIXTRAL
 from models.families.olmo import OLMO2, OLMO3, OLMOE
 from models.families.phi3 import PHI3
 from models.families.qwen import QWEN2, QWEN3, QWEN3_MOE
+from models.families.qwen3_5 import QWEN35
 from models.families.seed_oss import SEED_OSS
 from models.families.smollm3 import SMOLLM3
 from models.spec import ModelSpec
@@ -30,15 +32,15 @@ FAMILIES: Mapping[str, Family] = {
     family.model_type: family
     for family in (
         *(LLAMA, MISTRAL, MINISTRAL, MINISTRAL3, QWEN2, QWEN3, PHI3, SMOLLM3, GRANITE, SEED_OSS),
-        *(GEMMA2, GEMMA3, OLMO2, OLMO3, EXAONE4, GLM4, HUNYUAN, ERNIE4_5),
+        *(GEMMA2, GEMMA3, OLMO2, OLMO3, EXAONE4, GLM4, HUNYUAN, ERNIE4_5, LFM2, QWEN35),
         *(MIXTRAL, QWEN3_MOE, GRANITE_MOE, OLMOE),
     )
 }
 """Every supported family by its `model_type`."""
 
 SUPPORTED = (
-    "Llama 2/3/3.1/3.2, Mistral, Ministral 8B and 3, Qwen2/2.5, Qwen3, Phi-3/3.5, SmolLM3, Granite 3, Seed-OSS, "
-    "Gemma 2/3, OLMo 2/3, EXAONE 4, GLM-4, Hunyuan and ERNIE 4.5"
+    "Llama 2/3/3.1/3.2, Mistral, Ministral 8B and 3, Qwen2/2.5, Qwen3, Qwen3.5, Phi-3/3.5, SmolLM3, Granite 3, "
+    "Seed-OSS, Gemma 2/3, OLMo 2/3, EXAONE 4, GLM-4, Hunyuan, ERNIE 4.5 and LFM2"
 )
 """The families as an error message names them."""
 MIXTURES = "Mixtral, Qwen3-MoE, OLMoE and Granite-MoE"

@@ -8,7 +8,7 @@ from typing import TypedDict
 
 from models.errors import CheckpointError, UnsupportedModelError
 from models.families.fields import Fields
-from models.spec import Activation, MixtureSpec, ModelSpec
+from models.spec import Activation, Mixer, MixtureSpec, ModelSpec
 
 SEPARATE_LINEAR_SOURCES: Mapping[str, tuple[str, ...]] = {
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -34,6 +34,8 @@ NORMS_AFTER: Mapping[str, str] = {
     "down_norm": "post_feedforward_layernorm",
 }
 """The same in families with norms behind attention and MLP."""
+_PARTS = {"sinks": "", "decay": "", "dt": "", "conv_bias": ".bias"}
+"""How tensors of vectors are called behind the name of their module, if not `.weight`."""
 _ACTIVATIONS: Mapping[str, Activation] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 DEEPEST, WIDEST, LARGEST_VOCABULARY, MOST_EXPERTS = 1000, 1 << 20, 1 << 24, 4096
 """Maximum numbers of blocks, channels, tokens and experts of a model: ten times those of the largest known ones."""
@@ -51,8 +53,12 @@ class Family:
     """Builds the specification, without token ids."""
     linear_sources: Mapping[str, tuple[str, ...]]
     """Modules of a block that make up each linear layer, in the order they are fused."""
+    mixer_sources: Mapping[Mixer, Mapping[str, tuple[str, ...]]] = field(default_factory=dict)
+    """The same for blocks with other mixers than attention, and the modules of their vectors."""
     norms: Mapping[str, str] = field(default_factory=lambda: NORMS)
     """Modules of a block's norms."""
+    last_norm: str = "model.norm"
+    """Module of the norm before the head."""
     multipliers: Callable[[Fields], Mapping[str, float]] = lambda _: {}
     """Multipliers of config.json that fold into weights: factors of `q`, `o`, `down` and of norms."""
     norm_offset: float = 0.0
@@ -66,25 +72,30 @@ class Family:
     renamed: Mapping[str, str] = field(default_factory=dict)
     """Parts of tensors' names in its checkpoints, and what they are called here (`models.experts`)."""
 
-    def sources(self, name: str) -> tuple[str, ...]:
+    def sources(self, name: str, mixer: Mixer = "attention") -> tuple[str, ...]:
         """Modules of the checkpoint whose tensors make up what `models.architecture` calls `name`.
 
         Several are fused along the output. A tensor is called `{module}.weight` or `{module}.bias`.
+
+        Args:
+            name: The linear layer, norm or vector.
+            mixer: That of its block.
         """
         if not name.startswith("layers."):
-            return {"embed": ("model.embed_tokens",), "norm": ("model.norm",), "head": ("lm_head",)}[name]
+            return {"embed": ("model.embed_tokens",), "norm": (self.last_norm,), "head": ("lm_head",)}[name]
         _, layer, *expert, part = name.split(".")
         if expert:
             return tuple(f"model.layers.{layer}.mlp.experts.{expert[-1]}.{module}" for module in PROJECTIONS[part])
         if part == "router":
             return (f"model.layers.{layer}.mlp.gate",)
-        modules = (self.norms[part],) if part in self.norms else self.linear_sources[part]
-        return tuple(f"model.layers.{layer}.{module}" for module in modules)
+        modules = {**self.linear_sources, **self.mixer_sources.get(mixer, {})}
+        found = modules[part] if part in modules else (self.norms[part],)
+        return tuple(f"model.layers.{layer}.{module}" for module in found)
 
-    def vector(self, name: str) -> str:
-        """The tensor of a norm, or of sinks, by its name in `models.architecture`."""
-        (module,) = self.sources(name)
-        return module if name.endswith(".sinks") else f"{module}.weight"
+    def vector(self, name: str, mixer: Mixer = "attention") -> str:
+        """The tensor of a norm or another vector, or of a router, by its name in `models.architecture`."""
+        (module,) = self.sources(name, mixer)
+        return module + _PARTS.get(name.rsplit(".", 1)[-1], ".weight")
 
 
 class Common(TypedDict):
@@ -103,12 +114,13 @@ class Common(TypedDict):
     activation: Activation
 
 
-def read_common(fields: Fields, *, head_dim: int | None = None) -> Common:
+def read_common(fields: Fields, *, head_dim: int | None = None, eps: str = "rms_norm_eps") -> Common:
     """Read sizes, and refuse options that change a block's arithmetic in unsupported ways.
 
     Args:
         fields: config.json.
         head_dim: What an absent `head_dim` means; None = hidden_size / num_attention_heads.
+        eps: The key of the norms' epsilon.
 
     Raises:
         UnsupportedModelError: An activation that no backend has.
@@ -140,7 +152,7 @@ def read_common(fields: Fields, *, head_dim: int | None = None) -> Common:
         head_dim=width,
         vocab_size=fields.integer("vocab_size", most=LARGEST_VOCABULARY),
         max_context=fields.integer("max_position_embeddings"),
-        norm_eps=fields.number("rms_norm_eps"),
+        norm_eps=fields.number(eps),
         tied=fields.flag("tie_word_embeddings", False),
         activation=_ACTIVATIONS[activation],
     )

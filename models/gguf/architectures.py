@@ -18,8 +18,10 @@ tensors in Hugging Face's format."""
 Q_BIAS, GATE_BIAS = "model.layers.0.self_attn.q_proj.bias", "model.layers.0.mlp.gate_proj.bias"
 CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 """Keys of soft caps, of scores and of logits."""
-_LARGEST = {"gemma2": 46, "gemma3": 62}
-"""Blocks of the models of 27 billion parameters, which divide scores by another number than the others."""
+_LARGEST = {"gemma2": 46, "gemma3": 62, "exaone4": 64}
+"""Blocks of the largest models. Gemma's divide scores by another number than the others, EXAONE's alone has windows."""
+_EXAONE_WINDOW = 4096
+"""That of the largest EXAONE 4, where a file doesn't say."""
 _LOCAL_THETA = 1e4
 _INTERVALS = {"gemma2": 2, "gemma3": 6, "exaone4": 4, "olmo2": 4}
 """Every so many blocks one has no window, where a file doesn't say."""
@@ -51,13 +53,11 @@ def _llama(fields: Fields, name: str, config: Mapping[str, Any], tensors: frozen
     return {"sliding_window": None} | found if "sliding_window" not in config else found
 
 
-def _qwen3moe(fields: Fields, name: str, config: Mapping[str, Any], tensors: frozenset[str]) -> dict[str, Any]:
-    layers = range(config["num_hidden_layers"])
+def _qwen3moe(fields: Fields, name: str, _config: Mapping[str, Any], _tensors: frozenset[str]) -> dict[str, Any]:
     return {
         **_experts(fields, name),
         "moe_intermediate_size": fields.integer(f"{name}.expert_feed_forward_length"),
         "norm_topk_prob": fields.flag(f"{name}.expert_weights_norm", True),
-        "mlp_only_layers": [at for at in layers if f"model.layers.{at}.mlp.down_proj.weight" in tensors],
     }
 
 
@@ -106,9 +106,12 @@ def _olmo(fields: Fields, name: str, config: Mapping[str, Any], tensors: frozens
 
 
 def _exaone(fields: Fields, name: str, config: Mapping[str, Any], _tensors: frozenset[str]) -> dict[str, Any]:
-    if fields.table.get(f"{name}.attention.sliding_window"):
-        return _layers(fields, name, config["num_hidden_layers"])
-    return {"sliding_window": None, "layer_types": ["full_attention"] * config["num_hidden_layers"]}
+    key, blocks = f"{name}.attention.sliding_window", config["num_hidden_layers"]
+    if blocks == _LARGEST[name]:
+        fields = fields.with_defaults({key: _EXAONE_WINDOW})
+    if fields.table.get(key):
+        return _layers(fields, name, blocks)
+    return {"sliding_window": None, "layer_types": ["full_attention"] * blocks}
 
 
 def _ministral(fields: Fields, name: str, config: Mapping[str, Any], _tensors: frozenset[str]) -> dict[str, Any]:

@@ -49,7 +49,7 @@ _DIGITS = PreTokenizer(patterns=(r"\p{N}",), gpt2=True)
 
 PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
     **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "granite-docling"), _GPT2),
-    **dict.fromkeys(("a.x-4.0", "mellum"), _GPT2),
+    **dict.fromkeys(("a.x-4.0", "mellum", "exaone4"), _GPT2),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), _DIGITS),
     **dict.fromkeys(
         ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "midm-2.0"),

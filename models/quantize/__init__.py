@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from models.needed import MAKING, check_needed
 from models.progress import Cancelled, ProgressCallback, ignore_progress, never_cancelled
 from models.recipe import Recipe
 from models.store import Store, StoredModelInfo
@@ -56,6 +57,7 @@ def quantize(
         StoreError: the name is taken or invalid, or the disk is full or read-only.
         CancelledError: `cancelled` returned True; progress is kept.
     """
+    check_needed(MAKING)
     from models.quantize.pipeline import Pipeline
 
     pipeline = Pipeline(

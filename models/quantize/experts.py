@@ -22,7 +22,7 @@ from models.quantizers import SECOND_MOMENTS
 from models.recipe import Recipe
 from models.spec import ModelSpec, expert_of, router_of
 
-FEWEST_TOKENS = 64
+FEWEST_TOKENS = 16
 """Calibration tokens below which an expert is rounded plainly."""
 
 

@@ -167,7 +167,8 @@ class _Run:
         """Sensitivities of a block, and the gradient by its input."""
         layers = self.spec.num_layers
         states, gradients = self._load(_INPUT, layer), self._load(_GRADIENT, layer + 1)
-        sums = {f"layers.{layer}.{kind}": torch.zeros(self.spec.linear_shape(kind)) for kind in LAYER_TYPES}
+        names = [f"layers.{layer}.{kind}" for kind in LAYER_TYPES]
+        sums = {name: torch.zeros(self.spec.linear_shape(name)) for name in names}
 
         def add(name: str, x: torch.Tensor, gradient: torch.Tensor) -> None:
             squares = gradient.flatten(0, -2).square()

@@ -238,7 +238,7 @@ class Pipeline:
         clips = None
         if self.recipe.per_token:
             clips = prepare(working, streams, self.recipe, step)
-        elif self.recipe.smooth_attention:
+        elif self.recipe.smooth_attention and checkpoint.spec.mixer(layer) == "attention":
             smooth_attention(working, streams.largest_keys(working, layer, step))
         if self.recipe.method in SCALED:
             scale_block(working, streams.observe(working, layer, self.recipe, step), self.recipe, step)

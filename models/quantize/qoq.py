@@ -63,14 +63,15 @@ def prepare(working: WorkingBlock, streams: Streams, recipe: Recipe, watch: Watc
         magnitude = _inputs(working, batches)["down"].abs().amax(0)
         working.reorder(np.argsort(-magnitude.numpy(), kind="stable"))
         watch()
-    if recipe.smooth_attention:
+    attends = working.spec.mixer(working.layer) == "attention"
+    if recipe.smooth_attention and attends:
         smooth_attention(working, streams.largest_keys(working, working.layer, watch))
     if recipe.smooth_outputs:
         seen = _inputs(working, batches)
         for kind in ("o", "down"):
             working.scale_inputs(kind, smoothing(working, kind, seen[kind], recipe))
             watch()
-    return clip_heads(working, batches, recipe, watch) if recipe.clip else None
+    return clip_heads(working, batches, recipe, watch) if recipe.clip and attends else None
 
 
 def _inputs(working: WorkingBlock, batches: Batches) -> dict[str, torch.Tensor]:
@@ -104,7 +105,7 @@ def smoothing(working: WorkingBlock, kind: str, x: torch.Tensor, recipe: Recipe)
     seen = x[:: max(1, len(x) // _TOKENS)]
     part = weight[torch.from_numpy(sample(rows, width))]
     exact = seen @ part.T
-    tied = sources(working.spec, kind)
+    tied = sources(working.spec, f"layers.{working.layer}.{kind}")
     best, least = np.ones(width, np.float32), np.inf
     for scales in _candidates(x.abs().amax(0).numpy(), weight.abs().amax(0).numpy(), tied):
         factors = torch.from_numpy(scales)

@@ -50,7 +50,7 @@ class RotatedCheckpoint(Checkpoint):
     def vector(self, name: str) -> torch.Tensor:
         """See `Checkpoint.vector`."""
         weight = Checkpoint.vector(self, name)
-        return weight if name.endswith(("q_norm", "k_norm")) else torch.ones_like(weight)
+        return torch.ones_like(weight) if name == "norm" or name.endswith(("input_norm", "post_norm")) else weight
 
     def linear(self, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See `Checkpoint.linear`; float32."""

@@ -55,7 +55,7 @@ def scale_block(
         weight, _ = working.linear(name)
         part = weight[sample(*weight.shape)].numpy()
         try:
-            found[kind] = search(part, seen, recipe.layer_bits(name), recipe.group_size, sources(working.spec, kind))
+            found[kind] = search(part, seen, recipe.layer_bits(name), recipe.group_size, sources(working.spec, name))
         except QuantizationError as error:
             raise QuantizationError(f"{name}: {error}") from error
         watch()

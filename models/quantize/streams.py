@@ -231,8 +231,9 @@ def _look(
     """Pass batches through a block, and count the inputs of its linear layers, queries and keys in their statistics.
 
     Tokens count by `models.salience`: as often as they are looked at, once by themselves and then by the attention they
-    receive; and what a layer adds to the residual stream is relative to the stream, the output of `o` to the block's
-    input and that of `down` to its output. A norm behind such a layer divides by the size of the layer's output.
+    receive, if there is any; and what a layer adds to the residual stream is relative to the stream, the output of `o`
+    to the block's input and that of `down` to its output. A norm behind such a layer divides by the size of the layer's
+    output.
     """
     inputs: dict[str, torch.Tensor] = {}
     rows: dict[str, torch.Tensor] = {}
@@ -250,7 +251,7 @@ def _look(
     for x in batches:
         with fast_products(oracle.spec):
             y = oracle.block(layer, x)
-        looked_at = 1 + received.pop()  # [B, S]
+        looked_at = 1 + received.pop() if received else torch.ones(x.shape[:2])  # [B, S]
         streams = {"o": x, "down": y}
         behind = {name.removesuffix("_norm"): inputs.pop(name) for name in list(inputs) if name.endswith("_norm")}
 

@@ -104,7 +104,8 @@ class WorkingBlock:
         """Multiply the input channels of a linear layer, and have what feeds them divide by the same.
 
         Inputs of `qkv` and `gate_up` come from a norm (or cannot be scaled, see `scalable`), those of `o` from the rows
-        of v (attention mixes tokens, not channels), those of `down` from the rows of up.
+        of v (attention mixes tokens, not channels), of a convolution's last gate or of the norm of a delta rule's
+        heads, those of `down` from the rows of up.
 
         Args:
             kind: `qkv`, `o`, `gate_up` or `down`.
@@ -117,10 +118,17 @@ class WorkingBlock:
             name = f"{prefix}.{NORM_BEFORE[kind]}"
             self._vectors[name] = self._vectors[name] / factors
             return
-        if kind == "o":
+        if kind == "o" and spec.mixer(self.layer) == "delta" and (delta := spec.delta) is not None:
+            self._vectors[f"{prefix}.gain"] = self._vectors[f"{prefix}.gain"] / factors[: delta.value_dim]
+            return
+        if kind == "o" and spec.mixer(self.layer) == "convolution":
+            divisors, rows = factors, slice(spec.hidden_size, 2 * spec.hidden_size)
+            weight, bias = self._linears[f"{prefix}.qkv"]
+        elif kind == "o":
             divisors = torch.empty(spec.kv_width)
-            divisors[torch.from_numpy(sources(spec, kind))] = factors
-            rows, (weight, bias) = slice(spec.q_width + spec.kv_width, None), self._linears[f"{prefix}.qkv"]
+            divisors[torch.from_numpy(sources(spec, f"{prefix}.o"))] = factors
+            first, (weight, bias) = spec.q_width + spec.kv_width, self._linears[f"{prefix}.qkv"]
+            rows = slice(first, first + spec.kv_width)
         else:
             divisors = factors
             rows, (weight, bias) = slice(spec.intermediate_size, None), self._linears[f"{prefix}.gate_up"]
@@ -134,17 +142,24 @@ def scalable(spec: ModelSpec, kind: str) -> bool:
     return kind not in NORM_BEFORE or spec.norm_before
 
 
-def sources(spec: ModelSpec, kind: str) -> npt.NDArray[np.intp]:
-    """What feeds each input channel of a linear layer: a channel of the norm, of up, or of v.
+def sources(spec: ModelSpec, name: str) -> npt.NDArray[np.intp]:
+    """What feeds each input channel of a linear layer: a channel of the norm, of up, of v, or of a gate.
 
-    Query heads that share a key-value head read the same channels of v, so these have to be scaled alike.
+    Query heads that share a key-value head read the same channels of v, and the heads of a delta rule share a norm, so
+    these have to be scaled alike.
+
+    Args:
+        spec: The architecture.
+        name: The linear layer, `layers.3.o`.
 
     Returns:
         [K]: the number of the source.
     """
-    width = spec.linear_shape(kind)[1]
-    channels = np.arange(width)
-    if kind != "o":
+    _, layer, kind = name.split(".")
+    channels = np.arange(spec.linear_shape(name)[1])
+    if kind == "o" and spec.mixer(int(layer)) == "delta" and spec.delta is not None:
+        return channels % spec.delta.value_dim
+    if kind != "o" or spec.mixer(int(layer)) != "attention":
         return channels
     head, channel = np.divmod(channels, spec.head_dim)
     return head // (spec.num_heads // spec.num_kv_heads) * spec.head_dim + channel

@@ -109,6 +109,8 @@ def optional_tensors(spec: ModelSpec, file: str) -> TensorTypes:
     if file == OUTER:
         return {}
     layer = int(file.removeprefix("block-").removesuffix(".safetensors"))
+    if spec.mixer(layer) != "attention":
+        return {}
     return {name: (_F32, tensor_shape(spec)) for name in tensor_names(layer)}
 
 

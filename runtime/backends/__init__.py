@@ -135,7 +135,7 @@ class Backend(Protocol[D]):
             compensated: Whether error compensation will be used.
 
         Raises:
-            BackendError: it cannot run this architecture.
+            BackendError: it cannot run a model of this architecture.
         """
         ...
 

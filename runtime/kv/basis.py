@@ -78,9 +78,9 @@ def key_basis(found: KeyStatistics | None, kv_heads: int, head_dim: int) -> KeyB
 
 
 def key_bases(kind: CacheKind, model: Weights) -> tuple[KeyBasis, ...]:
-    """The bases of all layers; none if the kind stores keys unturned."""
+    """The bases of all layers with a cache; none if the kind stores keys unturned."""
     spec: ModelSpec = model.spec
     if not kind.turned:
         return ()
-    statistics = (model.key_statistics(layer) for layer in range(spec.num_layers))
+    statistics = (model.key_statistics(layer) for layer in spec.attention_layers)
     return tuple(key_basis(found, spec.num_kv_heads, spec.head_dim) for found in statistics)

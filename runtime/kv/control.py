@@ -1,5 +1,9 @@
 """KV cache control: the interface of every backend's cache, and the shared bookkeeping of lengths, pages and windows.
 
+A model's memory of a sequence is a cache in layers with attention, and a state in others (`runtime.kv.states`). Both
+begin steps, are cut back, forked, saved and loaded together, as one `KVCache`; its users don't know which it is. They
+ask only how far a slot can be cut back, which is anywhere in a cache, and here and there in a state.
+
 A slot's tokens are stored in this order: its first `sinks` tokens in the window, whole pages, and the rest in the
 window after the sinks. As long as there is no page, all of them are in the window.
 
@@ -19,6 +23,7 @@ from models.spec import ModelSpec
 from runtime.errors import RequestError
 from runtime.kv.kinds import CacheKind, page_bytes, window_token_bytes
 from runtime.kv.pages import PageTable
+from runtime.kv.states import SMALL_STEP, States
 from runtime.kv.transfer import Arrays as Arrays
 from runtime.kv.transfer import checked, chunks
 
@@ -43,6 +48,10 @@ class KVCache(Protocol):
 
     def paged_length(self, slot: int) -> int:
         """Tokens of a slot that are in pages; during a step they precede the window's recent ones."""
+        ...
+
+    def reach(self, slot: int, length: int) -> int:
+        """Most tokens, at most `length`, to which `trim` and `fork` can go, and at which a step can begin."""
         ...
 
     def exact_from(self, slot: int) -> int:
@@ -103,7 +112,7 @@ class KVCache(Protocol):
         """
         ...
 
-    def begin(self, slots: Int32Array, positions: Int32Array, *, flush: bool = True) -> None:
+    def begin(self, slots: Int32Array, positions: Int32Array, *, flush: bool = True, draft: bool = False) -> None:
         """Prepare a step: truncate, flush due pages, allocate. The rows count as tokens from now on.
 
         A slot whose first row is below its length is truncated to there. Then, if `flush`, pages are cut off windows
@@ -115,9 +124,11 @@ class KVCache(Protocol):
             flush: Whether pages may be flushed. Speculation passes False from its second drafted token on, so that
                 drafts and their verification see the same pages and no drafted token is quantized before it is
                 verified.
+            draft: Whether the rows are drafted, so that the slot is soon cut back to the first of them.
 
         Raises:
-            RequestError: a gap before a slot's first row or between rows, or more tokens than there is room for.
+            RequestError: a gap before a slot's first row or between rows, more tokens than there is room for, or a
+                slot cannot be cut back to its first row.
             OutOfMemoryError: no page is free.
         """
         ...
@@ -128,7 +139,7 @@ class KVCache(Protocol):
         If that ends inside a quantized page, the remaining tokens of the page return to the window, dequantized.
 
         Raises:
-            RequestError: the slot has fewer tokens.
+            RequestError: the slot has fewer tokens, or `reach` is less.
         """
         ...
 
@@ -136,7 +147,7 @@ class KVCache(Protocol):
         """Start `target` from the first `length` tokens of `source`, replacing its contents. Pages are shared.
 
         Raises:
-            RequestError: the source has fewer tokens.
+            RequestError: the source has fewer tokens, or its `reach` is less.
         """
         ...
 
@@ -213,6 +224,9 @@ class PagedCache:
         pages: Pages that the slots share; None = enough for every slot.
     """
 
+    states: States | None
+    """The states of layers without a cache; None if all have one."""
+
     def __init__(
         self,
         kind: CacheKind,
@@ -231,6 +245,7 @@ class PagedCache:
         self._page_bytes = page_bytes(kind, spec)
         self._token_bytes = window_token_bytes(kind, spec)
         self._lengths = [0] * slots
+        self.states = States(spec, slots) if spec.state_layers else None
         self.table = PageTable(slots, kind.max_pages(context), pages)
         """The pages of each slot."""
 
@@ -245,7 +260,9 @@ class PagedCache:
 
     def slot_bytes(self, slot: int) -> int:
         """See `KVCache.slot_bytes`."""
-        return self.table.count(slot) * self._page_bytes + self.window_length(slot) * self._token_bytes
+        paged = self.table.count(slot) * self._page_bytes
+        state = 0 if self.states is None else self.states.slot_bytes
+        return paged + self.window_length(slot) * self._token_bytes + state
 
     def paged_length(self, slot: int) -> int:
         """See `KVCache.paged_length`."""
@@ -254,6 +271,11 @@ class PagedCache:
     def window_length(self, slot: int) -> int:
         """Tokens of a slot that are in its window, sinks included."""
         return self._lengths[slot] - self.paged_length(slot)
+
+    def reach(self, slot: int, length: int) -> int:
+        """See `KVCache.reach`."""
+        length = min(length, self._lengths[slot])
+        return length if self.states is None else self.states.reach(slot, length)
 
     def exact_from(self, slot: int) -> int:
         """See `KVCache.exact_from`."""
@@ -270,7 +292,8 @@ class PagedCache:
 
     def rows_alike(self, slot: int) -> int:
         """See `KVCache.rows_alike`."""
-        return self.rows_until_flush(slot)
+        rows = self.rows_until_flush(slot)
+        return rows if self.states is None else min(rows, SMALL_STEP)
 
     def has_room(self, slot: int, end: int) -> bool:
         """See `KVCache.has_room`."""
@@ -294,6 +317,8 @@ class PagedCache:
         yield self._store.read_window(slot, self.window_length(slot))
         for pages in chunks(self.table.held(slot)):
             yield self._store.read_pages(pages)
+        if self.states is not None:
+            yield from self.states.export(slot)
 
     def load(self, slot: int, length: int, paged: int, pieces: Iterable[Arrays]) -> None:
         """See `KVCache.load`."""
@@ -309,16 +334,20 @@ class PagedCache:
             store.write_window(slot, window, checked(next(incoming, {}), store.read_window(slot, window)))
             for pages in chunks(self.table.held(slot)):
                 store.write_pages(pages, checked(next(incoming, {}), store.read_pages(pages)))
+            if self.states is not None:
+                self.states.load(slot, length, incoming)
         except BaseException:
             self.clear(slot)
             raise
         self._lengths[slot] = length
 
-    def begin(self, slots: Int32Array, positions: Int32Array, *, flush: bool = True) -> None:
+    def begin(self, slots: Int32Array, positions: Int32Array, *, flush: bool = True, draft: bool = False) -> None:
         """See `KVCache.begin`."""
         runs = list(_runs(slots, positions))
         for slot, start, end in runs:
             self._check_run(slot, start, end, flush=flush)
+            if self.states is not None:
+                self.states.check(slot, start, end, draft=draft)
         for slot, start, end in runs:
             if start < self._lengths[slot]:
                 self.trim(slot, start)
@@ -327,10 +356,15 @@ class PagedCache:
             elif flush:
                 self._flush(slot)
             self._lengths[slot] = end
+        if self.states is not None:  # last: nothing can fail any more, and rows that stay are absorbed once
+            for slot, start, end in runs:
+                self.states.begin(slot, start, end, draft=draft)
 
     def trim(self, slot: int, length: int) -> None:
         """See `KVCache.trim`."""
         self._check_length(slot, length)
+        if self.states is not None:
+            self.states.trim(slot, length)
         page = self._kind.page
         if not self._kind.windowed:
             self.table.truncate(slot, -(-length // page))
@@ -348,6 +382,8 @@ class PagedCache:
             self.trim(source, length)
             return
         self.clear(target)
+        if self.states is not None:
+            self.states.fork(source, target, length)
         page, paged = self._kind.page, self.paged_length(source)
         if not self._kind.windowed:
             self.table.share(source, target, -(-length // page))
@@ -379,12 +415,16 @@ class PagedCache:
         except BaseException:
             self.table.truncate(slot, len(copied))
             raise
+        if self.states is not None:
+            self.states.shift(slot, length - self._lengths[slot])
         self._lengths[slot] = length
 
     def clear(self, slot: int) -> None:
         """See `KVCache.clear`."""
         self.table.truncate(slot, 0)
         self._lengths[slot] = 0
+        if self.states is not None:
+            self.states.clear(slot)
 
     def _lacking(self, slot: int, end: int) -> int:
         """Pages that a slot still needs to grow to `end` tokens."""
@@ -423,9 +463,11 @@ class PagedCache:
             raise RequestError(f"the window of slot {slot} is full: let a step flush it before drafting further")
 
     def _check_length(self, slot: int, length: int) -> None:
-        """Raise RequestError if a slot has fewer tokens."""
+        """Raise RequestError if a slot has fewer tokens, or cannot be cut back to so many."""
         if not 0 <= length <= self._lengths[slot]:
             raise RequestError(f"slot {slot} has {self._lengths[slot]} tokens and cannot be cut back to {length}")
+        if (reach := self.reach(slot, length)) != length:
+            raise RequestError(f"slot {slot} has states, and can be cut back to {reach} tokens, not to {length}")
 
 
 def _runs(slots: Int32Array, positions: Int32Array) -> Iterator[tuple[int, int, int]]:

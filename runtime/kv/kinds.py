@@ -241,13 +241,15 @@ def record_bytes(kind: CacheKind, part: Part, head_dim: int) -> int:
 
 
 def page_bytes(kind: CacheKind, spec: ModelSpec) -> int:
-    """Bytes of a page: keys and values of all layers and key-value heads."""
-    return spec.num_layers * spec.num_kv_heads * sum(record_bytes(kind, part, spec.head_dim) for part in PARTS)
+    """Bytes of a page: keys and values of all layers with a cache, and all key-value heads."""
+    return (
+        len(spec.attention_layers) * spec.num_kv_heads * sum(record_bytes(kind, part, spec.head_dim) for part in PARTS)
+    )
 
 
 def window_token_bytes(kind: CacheKind, spec: ModelSpec) -> int:
-    """Bytes of one token in the window: half precision in all layers; 0 where the kind has no window."""
-    return 4 * spec.num_layers * spec.num_kv_heads * spec.head_dim if kind.windowed else 0
+    """Bytes of one token in the window: half precision in all layers with a cache; 0 where the kind has no window."""
+    return 4 * len(spec.attention_layers) * spec.num_kv_heads * spec.head_dim if kind.windowed else 0
 
 
 def bytes_per_token(kind: CacheKind, spec: ModelSpec) -> float:
@@ -263,7 +265,7 @@ def bytes_per_token(kind: CacheKind, spec: ModelSpec) -> float:
 def cache_bytes(
     kind: CacheKind, spec: ModelSpec, *, context: int, slots: int, max_rows: int, pages: int | None = None
 ) -> int:
-    """Bytes of all buffers of a cache: all pages and every slot's window.
+    """Bytes of all buffers of a cache: all pages and every slot's window. States are counted by `runtime.kv.states`.
 
     Args:
         kind: The kind of cache.

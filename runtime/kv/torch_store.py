@@ -34,8 +34,8 @@ class TorchStore:
     def __init__(
         self, kind: CacheKind, spec: ModelSpec, *, pages: int, slots: int, window: int, device: torch.device | str
     ) -> None:
-        self._kind, self._D, self._layers = kind, spec.head_dim, spec.num_layers
-        L, H_kv, D = spec.num_layers, spec.num_kv_heads, spec.head_dim
+        self._kind, self._D, self._layers = kind, spec.head_dim, len(spec.attention_layers)
+        L, H_kv, D = self._layers, spec.num_kv_heads, spec.head_dim
         fields = {part: page_fields(kind, part, D) for part in PARTS}
         self.saved_layout = layout_name(self.backend, fields)
         """See `PageStore.saved_layout`."""

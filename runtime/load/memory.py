@@ -16,6 +16,7 @@ from runtime.backends import Footprint
 from runtime.backends.decoder import KVKind
 from runtime.errors import OutOfMemoryError, RequestError, size
 from runtime.kv.kinds import DEFAULT_KV, KINDS, CacheKind, bytes_per_token, cache_bytes, page_bytes
+from runtime.kv.states import states_bytes
 from runtime.wire.answers import CacheFacts
 from tuner.detect import MemoryInfo, detect_memory
 
@@ -64,7 +65,7 @@ class MemoryPlan:
     residuals_beside: bool
     """Whether residuals must fit beside the weights, and count in `needed_bytes`."""
     kv_bytes: int
-    """The KV cache at `context`."""
+    """The KV cache at `context`, and the states of layers without one."""
     buffer_bytes: int
     """Activations of the widest step, logits and rotary tables."""
     margin_bytes: int
@@ -148,7 +149,8 @@ def plan(
             weight_bytes=footprint.weight_bytes,
             residual_bytes=footprint.residual_bytes,
             residuals_beside=footprint.residuals_beside,
-            kv_bytes=cache_bytes(kind, spec, context=tokens, slots=count, max_rows=rows, pages=pages),
+            kv_bytes=cache_bytes(kind, spec, context=tokens, slots=count, max_rows=rows, pages=pages)
+            + states_bytes(spec, count),
             buffer_bytes=buffers(tokens, rows),
             margin_bytes=_MARGIN + footprint.overhead_bytes,
             available_bytes=free.available_bytes,
@@ -186,7 +188,7 @@ def cache_facts(spec: ModelSpec, planned: MemoryPlan, rows: int = 128) -> dict[s
     def fitting(kind: CacheKind) -> int:
         def taken(tokens: int) -> int:
             pages = kind.max_pages(tokens)
-            cache = cache_bytes(kind, spec, context=tokens, slots=1, max_rows=rows, pages=pages)
+            cache = cache_bytes(kind, spec, context=tokens, slots=1, max_rows=rows, pages=pages) + states_bytes(spec, 1)
             return cache + planned.buffer_bytes + table_bytes(spec, tokens - planned.context)
 
         if taken(spec.max_context) <= room:

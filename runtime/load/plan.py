@@ -65,7 +65,7 @@ def plan_load(
     parallel: int = 1,
     memory: MemoryInfo | None = None,
 ) -> LoadPlan:
-    """Choose a backend that the model fits: a model too large for the GPU may fit the CPU.
+    """Choose a backend that the model fits: a model too large for the GPU, or whose layers it lacks, may fit the CPU.
 
     Args:
         model: The stored model.

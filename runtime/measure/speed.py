@@ -231,10 +231,11 @@ def _kv_read(kind: CacheKind, spec: ModelSpec, position: int) -> int:
     paged = bytes_per_token(kind, spec)
     recent, half = (kind.unpaged + kind.page // 2, window_token_bytes(kind, spec)) if kind.windowed else (0, 0)
     total = 0.0
-    for window in spec.windows:
+    windows = [spec.windows[layer] for layer in spec.attention_layers]
+    for window in windows:
         seen = min(position + 1, window or position + 1)
         total += min(seen, recent) * half + max(0, seen - recent) * paged
-    return round(total / len(spec.windows))
+    return round(total / max(1, len(windows)))
 
 
 class _Runner:

@@ -11,6 +11,7 @@ from typing import Any
 
 from models.errors import ModelError
 from models.foreign import check_folder, panics_raised, read_json
+from models.needed import check_needed
 from models.plain_tokenizer import NAMED, TokenizerFiles, plain_tokenizer
 from models.sound_tokenizer import check_sound
 from runtime.errors import BackendError
@@ -52,6 +53,7 @@ def _of_gguf(file: Path) -> TokenizerFiles:
 
 def _by_transformers(folder: Path) -> TokenizerFiles:
     """Read a folder with transformers; first with its fast class alone, which does not need torch."""
+    check_needed("reading this tokenizer", "transformers")
     check_folder(folder)
     _check_keys(folder)
     if (folder / "tokenizer.json").is_file():

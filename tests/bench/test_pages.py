@@ -10,8 +10,10 @@ import pytest
 
 from tests.bench import pages
 from tests.bench.caches import report as caches_report
+from tests.bench.caches.laboratory import Codes
 from tests.bench.caches.view import View as CachesView
 from tests.bench.quality import report as quality_report
+from tests.bench.quality.measure import tuning_code
 from tests.bench.quality.points import cases
 from tests.bench.quality.view import View as QualityView
 from tests.bench.reporting import origin
@@ -73,6 +75,16 @@ def test_a_report_is_what_its_results_file_makes(tmp_path: Path, name: str) -> N
 def without_code(text: str) -> str:
     """A report without what it says of the code, which changes with it."""
     return re.sub(r"\S*\d+( of \d+)? entries[^.;]*[.;][^.]*\.?", "", without_origin(text)).replace(origin.OLD, "")
+
+
+def test_a_digest_misses_no_file_that_was_moved() -> None:
+    assert origin.code_of_patterns("runtime", ("errors.py", "kv/*.py")) != origin.code_of_patterns(
+        "runtime", ("kv/*.py",)
+    )
+    with pytest.raises(ValueError, match=r"runtime has no nowhere\.py"):
+        origin.code_of_patterns("runtime", ("errors.py", "nowhere.py"))
+    assert Codes.now().cpu
+    assert tuning_code()
 
 
 def test_a_digest_is_of_what_code_does(tmp_path: Path) -> None:

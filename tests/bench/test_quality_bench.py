@@ -366,7 +366,14 @@ def test_points_of_a_place_fetch_the_same_bits() -> None:
         assert len({bits * numbers[place] for bits, numbers in points.RESIDUALS.items()}) == 1
     found = points.points(CASE, EXTENT)
     assert len(found) == len(set(found))
-    assert all(point.prompt_k_chunk == 0 for point in found if not point.as_chat or not point.k_chunk)
+    assert all(point.prompt_k_chunk == 0 for point in found if not point.as_chat)
+    assert {point.method for point in found if point.prompt_k_chunk and not point.k_chunk} == set(points.DETAILED)
+    for method in points.METHODS:
+        ways = {(point.k_chunk, point.prompt_k_chunk) for point in found if point.as_chat and point.method == method}
+        fine = points.FINE if method in points.DETAILED else points.CURVE
+        together = {(k_chunk, points.ALL_RESIDUALS if k_chunk else 0) for k_chunk in fine}
+        apart = {(k_chunk, 0 if k_chunk else points.ALL_RESIDUALS) for k_chunk in fine}
+        assert ways == (together | apart if method in points.DETAILED else together)
 
 
 def test_results_are_found_again_unless_the_code_changed(tmp_path: Path) -> None:

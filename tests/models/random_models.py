@@ -39,6 +39,13 @@ LAYERED_ROPE = {
 GEMMA = {"hidden_activation": "gelu_pytorch_tanh", "sliding_window": 5, "head_dim": 16, "query_pre_attn_scalar": 12}
 CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 1.5}
 MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
+DELTA = {
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 8,
+}
 GRANITE = {"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.6, "logits_scaling": 1.7}
 MIXTURE = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "decoder_sparse_step": 2}
 
@@ -120,6 +127,35 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {**GRANITE, "num_local_experts": 4, "num_experts_per_tok": 2, "tie_word_embeddings": True},
     ),
     "seed-oss": ("SeedOss", {"head_dim": 16}),
+    "qwen3.5": ("Qwen3_5", {**DELTA, "layer_types": ["linear_attention", "full_attention", "linear_attention"]}),
+    "qwen3.5-biases": (
+        "Qwen3_5",
+        {
+            **DELTA,
+            "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+            "attention_bias": True,
+            "linear_num_key_heads": 3,
+            "linear_num_value_heads": 3,
+            "linear_value_head_dim": 20,
+            "linear_conv_kernel_dim": 3,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "lfm2": (
+        "Lfm2",
+        {"norm_eps": 0.01, "layer_types": ["conv", "full_attention", "conv"], "block_auto_adjust_ff_dim": False},
+    ),
+    "lfm2-biases": (
+        "Lfm2",
+        {
+            "norm_eps": 0.01,
+            "layer_types": ["full_attention", "conv", "conv"],
+            "conv_bias": True,
+            "conv_L_cache": 4,
+            "block_multiple_of": 16,
+            "tie_word_embeddings": False,
+        },
+    ),
     "gemma2": ("Gemma2", {**GEMMA, **CAPS, "layer_types": MIXED, "tie_word_embeddings": True}),
     "gemma2-uncapped": (
         "Gemma2",
@@ -159,7 +195,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 DRAWN_FAMILIES = (
-    *("Llama", "Mistral", "Ministral", "Qwen2", "Qwen3", "Phi3", "SmolLM3", "Granite", "SeedOss"),
+    *("Llama", "Mistral", "Ministral", "Qwen2", "Qwen3", "Phi3", "SmolLM3", "Granite", "SeedOss", "Lfm2", "Qwen3_5"),
     *("Gemma2", "Gemma3", "Olmo2", "Olmo3", "Exaone4", "Glm4", "Ministral3", "HunYuanDenseV1", "Ernie4_5"),
     *("Mixtral", "Qwen3Moe", "GraniteMoe", "Olmoe"),
 )
@@ -213,6 +249,24 @@ NEW_DRAWN: dict[str, Callable[[random.Random, int, list[str], int], dict[str, An
         "rope_parameters": {"rope_type": "dynamic", "rope_theta": 100.0, "alpha": own.uniform(1, 9), "factor": 1.0},
     },
     "Ernie4_5": lambda own, *_: {"use_bias": own.random() < 0.5, "rope_parameters": _drawn_rope(own)},
+    "Lfm2": lambda own, _window, mask, _: {
+        "layer_types": [own.choice(["conv", "full_attention"]) for _ in mask],
+        "conv_L_cache": own.randint(2, 5),
+        "conv_bias": own.random() < 0.5,
+        "block_auto_adjust_ff_dim": own.random() < 0.5,
+        "block_multiple_of": own.randint(1, 20),
+        "block_ffn_dim_multiplier": own.uniform(0.5, 2),
+    },
+    "Qwen3_5": lambda own, _window, mask, dim: {
+        "layer_types": [own.choice(["linear_attention", "full_attention"]) for _ in mask],
+        "linear_num_key_heads": (key_heads := own.randint(1, 3)),
+        "linear_num_value_heads": key_heads * own.randint(1, 3),
+        "linear_key_head_dim": own.randint(3, 20),
+        "linear_value_head_dim": own.randint(3, 20),
+        "linear_conv_kernel_dim": own.randint(2, 5),
+        "attention_bias": own.random() < 0.5,
+        "rope_parameters": {**_drawn_rope(own), "partial_rotary_factor": 2 * own.randint(1, dim // 2) / dim},
+    },
 }
 """Options of families, by a generator, the window, the kinds of blocks, and the width of a head."""
 
@@ -261,7 +315,7 @@ def drawn_changes(family: str, seed: int) -> dict[str, Any]:
     if family in NEW_DRAWN:
         own[family] = NEW_DRAWN[family](generator, window or 4, mask, dim)
     # Heads of these are as wide as the hidden size says; the others take any width.
-    divided = family in ("Qwen2", "Phi3", "SmolLM3", "Granite", "GraniteMoe", "Olmoe")
+    divided = family in ("Qwen2", "Phi3", "SmolLM3", "Granite", "GraniteMoe", "Olmoe", "Lfm2")
     hidden = heads * dim if divided else heads * generator.randint(2, 20)
     width = {} if divided else {"head_dim": dim}
     return {
@@ -287,7 +341,7 @@ def random_model(family: str, *, seed: str = "", **changes: Any) -> Any:
     import transformers
 
     torch.manual_seed(sum(map(ord, seed or family)))
-    kind = "Gemma3Text" if family == "Gemma3" else family
+    kind = f"{family}Text" if family in ("Gemma3", "Qwen3_5") else family
     config = getattr(transformers, f"{kind}Config")(**{**SIZES, **changes})
     # Only there are scores capped.
     eager = {"attn_implementation": "eager"} if getattr(config, "attn_logit_softcapping", None) else {}
@@ -297,7 +351,8 @@ def random_model(family: str, *, seed: str = "", **changes: Any) -> Any:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
-                parameter.normal_(0.0 if "Gemma" in family else 1.0, 0.3)
+                offset = "Gemma" in family or (family == "Qwen3_5" and "linear_attn" not in name)
+                parameter.normal_(0.0 if offset else 1.0, 0.3)
             else:
                 parameter.normal_(0.0, 0.5 if parameter.ndim == 1 else 1.5 / math.sqrt(parameter.shape[-1]))
     return model

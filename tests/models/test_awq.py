@@ -28,11 +28,20 @@ from tests.models.random_models import random_case
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-CASES = ("llama2", "llama-biases", "mistral-head-dim", "qwen2", "qwen2-tied", "qwen3-biases-tied", "phi3-partial")
+CASES = (
+    "llama2",
+    "llama-biases",
+    "mistral-head-dim",
+    "qwen2",
+    "qwen2-tied",
+    "qwen3-biases-tied",
+    "phi3-partial",
+    "lfm2-biases",
+)
 
 
 def random_scales(spec: architecture.ModelSpec, kind: str, seed: int) -> np.ndarray:
-    found = sources(spec, kind)
+    found = sources(spec, f"layers.1.{kind}")
     return np.exp(np.random.default_rng(seed).normal(0, 1, found.max() + 1))[found].astype(np.float32)
 
 
@@ -58,11 +67,11 @@ def test_a_block_computes_the_same_with_scales_folded(case: str, kind: str, tmp_
 
 def test_query_heads_that_share_a_value_head_are_tied(tmp_path: Path, checkpoint_maker: Callable[..., Path]) -> None:
     spec = Checkpoint.open(checkpoint_maker(tmp_path / "model")).spec  # 4 heads of 16 channels, 2 key-value heads
-    found = sources(spec, "o").reshape(4, 16)
+    found = sources(spec, "layers.0.o").reshape(4, 16)
     np.testing.assert_array_equal(found[0], np.arange(16))
     np.testing.assert_array_equal(found[1], found[0])
     np.testing.assert_array_equal(found[2], np.arange(16, 32))
-    np.testing.assert_array_equal(sources(spec, "down"), np.arange(spec.intermediate_size))
+    np.testing.assert_array_equal(sources(spec, "layers.0.down"), np.arange(spec.intermediate_size))
 
 
 def statistics_of(x: np.ndarray) -> InputStatistics:

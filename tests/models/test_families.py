@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from models.errors import CheckpointError, UnsupportedModelError
-from models.families import FAMILIES, spec_from_config
+from models.families import FAMILIES, spec_from_config, text_part
+from models.families.fields import Fields
 from models.spec import RopeSpec
 
 TINY: dict[str, Any] = {
@@ -123,6 +124,55 @@ def test_phi_3_5_as_published() -> None:
     assert spec.windows == (262144,) * 4
     old_name = {**config, "rope_scaling": {**config["rope_scaling"], "type": "su"}}
     assert spec_from_config(old_name) == spec
+
+
+def test_gemma_3_4b_as_published() -> None:
+    """What is usual is left out of its text part, and the rest is of pictures."""
+    text = {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    }
+    config = {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "eos_token_id": [1, 106],
+        "model_type": "gemma3",
+        "text_config": text,
+        "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model"},
+    }
+    spec = spec_from_config(config)
+    assert (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.vocab_size) == (8, 4, 256, 262208)
+    assert [layer for layer, window in enumerate(spec.windows) if window is None] == [5, 11, 17, 23, 29]
+    assert spec.rope == RopeSpec(theta=1e6, rotary_dim=256, kind="linear", factor=8.0)
+    assert spec.rope_of(0) == RopeSpec(theta=1e4, rotary_dim=256)
+    assert (spec.activation, spec.score_cap, spec.logit_cap, spec.tied) == ("gelu_tanh", None, None, True)
+    assert (spec.norm_eps, spec.eps_of("layers.3.q_norm")) == (1e-6 / 2560, 1e-6)
+    assert spec.eos_token_ids == (1, 106)
+    fields = Fields(table=text_part(config), source="config.json")
+    assert FAMILIES[spec.family].multipliers(fields) == {"o_norm": 2560**-0.5, "down_norm": 2560**-0.5, "q_norm": 1.0}
+
+
+def test_gemma_2_has_caps_unless_told() -> None:
+    spec = spec_from_config(tiny("gemma2"))
+    assert (spec.score_cap, spec.logit_cap, spec.windows) == (50.0, 30.0, (4096, None, 4096, None))
+    told = tiny("gemma2", attn_logit_softcapping=None, final_logit_softcapping=5)
+    assert (spec_from_config(told).score_cap, spec_from_config(told).logit_cap) == (None, 5.0)
+
+
+def test_yarn_sharpens_attention_unless_undone() -> None:
+    yarn = {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 8}
+    assert spec_from_config(tiny("llama", rope_scaling=yarn)).rope.attention_factor == 1 + 0.1 * math.log(16)
+    undone = {**yarn, "mscale": 1.0, "mscale_all_dim": 1.0}
+    assert spec_from_config(tiny("llama", rope_scaling=undone)).rope.attention_factor == 1.0
+
+
+@pytest.mark.parametrize(("pattern", "whole"), [(2, [1, 3]), ("LLG", [2]), (None, [3])])
+def test_exaone_4_rotates_where_it_has_windows(pattern: Any, whole: list[int]) -> None:
+    spec = spec_from_config(tiny("exaone4", sliding_window=9, sliding_window_pattern=pattern))
+    assert [layer for layer, window in enumerate(spec.windows) if window is None] == whole == list(spec.unrotated)
 
 
 def test_phi_4_mini_rotates_three_quarters_of_a_head() -> None:
@@ -328,7 +378,20 @@ LONGROPE = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [1.0] 
         ("qwen3", {"layer_types": ["sliding_attention"] * 4}, "layer_types.*use_sliding_window"),
         ("ministral", {"layer_types": ["sliding_attention"] * 4, "sliding_window": None}, "layer_types.*width"),
         ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers.*list of 4"),
+        ("lfm2", {}, "norm_eps' is missing"),
+        ("lfm2", {"norm_eps": 1e-5, "layer_types": ["conv", "sliding_attention"] * 2}, "layer_types.*list of 4"),
+        ("lfm2", {"norm_eps": 1e-5, "full_attn_idxs": [4]}, "full_attn_idxs.*0 to 3"),
         ("granite", {"embedding_multiplier": 0}, "embedding_multiplier.*above 0"),
+        ("gemma3_text", {"layer_types": ["full_attention"]}, "layer_types.*list of 4"),
+        (
+            "gemma3_text",
+            {"rope_parameters": {"full_attention": {"rope_theta": 0}}},
+            "full_attention: 'rope_theta'.*above",
+        ),
+        ("olmo3", {"sliding_window": 0}, "sliding_window.*from 1 to"),
+        ("exaone4", {"sliding_window": 4, "sliding_window_pattern": "LGL"}, "sliding_window_pattern.*whole number"),
+        ("hunyuan_v1_dense", {"rope_scaling": {"type": "dynamic", "alpha": -2}}, "alpha.*above 0"),
+        ("llama", {"rope_scaling": {"type": "yarn", "factor": 2.0, "beta_slow": 40.0}}, "beta_slow.*below beta_f"),
         ("qwen3", {"use_sliding_window": True, "max_window_layers": "all"}, "max_window_layers"),
     ],
 )

@@ -15,7 +15,7 @@ from models.quantize import fisher
 from models.quantize.work import Work
 from models.store.durable import private_folder
 from tests.close import assert_close
-from tests.models.random_models import SIZES, random_model
+from tests.models.random_models import CAPS, GEMMA, MIXED, SIZES, random_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -26,6 +26,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", {}),
     "qwen3": ("Qwen3", {"head_dim": 16}),
     "phi3": ("Phi3", {"partial_rotary_factor": 0.5}),
+    "gemma2": ("Gemma2", {**GEMMA, **CAPS, "layer_types": MIXED, "tie_word_embeddings": True}),
 }
 MODULES = {
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.qkv_proj"),

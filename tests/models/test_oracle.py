@@ -123,11 +123,12 @@ def test_cached_decode_equals_cached_decode_of_transformers(pair: tuple[Any, Che
 def test_spec_follows_the_config_of_transformers(pair: tuple[Any, Checkpoint]) -> None:
     model, checkpoint = pair
     spec, config = checkpoint.spec, model.config
-    attentions = [layer.self_attn for layer in model.model.layers]
+    attentions = [layer.self_attn for layer in model.model.layers if hasattr(layer, "self_attn")]
     window = getattr(config, "sliding_window", None)
     windows = [getattr(attention, "sliding_window", window) for attention in attentions]
     everywhere = [getattr(attention, "is_sliding", True) for attention in attentions]
-    assert spec.windows == tuple(own if there else None for own, there in zip(windows, everywhere, strict=True))
+    expected = [own if there else None for own, there in zip(windows, everywhere, strict=True)]
+    assert [spec.windows[layer] for layer in spec.attention_layers] == expected
     assert spec.head_dim == attentions[0].head_dim
     assert spec.tied == (model.lm_head.weight is model.model.embed_tokens.weight)
     eos = config.eos_token_id
@@ -230,17 +231,14 @@ def test_observer_sees_what_modules_of_transformers_receive(pair: tuple[Any, Che
     model, checkpoint = pair
     seen: list[tuple[str, torch.Tensor]] = []
     expected: dict[str, torch.Tensor] = {}
-    sources = checkpoint.files.family.linear_sources
-    modules = {"lm_head": "head"}
-    spec = checkpoint.spec
+    modules, spec, family = {}, checkpoint.spec, checkpoint.files.family
     router = "block_sparse_moe.router" if spec.family == "granitemoe" else "mlp.gate"
-    for layer in range(spec.num_layers):
-        parts = {sources["qkv"][0]: "qkv", "self_attn.o_proj": "o"}
-        if spec.has_experts(layer):
-            parts[router] = "router"
+    for name in spec.linear_names():
+        layer = None if name == "head" else int(name.split(".")[1])
+        if layer is None or len(name.split(".")) == 3:
+            modules[family.sources(name, "attention" if layer is None else spec.mixer(layer))[0]] = name
         else:
-            parts |= {sources["gate_up"][0]: "gate_up", "mlp.down_proj": "down"}
-        modules |= {f"model.layers.{layer}.{module}": f"layers.{layer}.{name}" for module, name in parts.items()}
+            modules[f"model.layers.{layer}.{router}"] = f"layers.{layer}.router"
     hooks = [
         model.get_submodule(module).register_forward_pre_hook(
             lambda _, arguments, name=name: expected.update({name: arguments[0]})
@@ -254,7 +252,7 @@ def test_observer_sees_what_modules_of_transformers_receive(pair: tuple[Any, Che
     if spec.norm_after:
         assert sum(name.endswith("_norm") for name, _ in seen) == 2 * spec.num_layers
         seen = [(name, x) for name, x in seen if not name.endswith("_norm")]
-    assert [name for name, _ in seen if expert_of(name) is None] == [*list(modules.values())[1:], "head"]
+    assert [name for name, _ in seen if expert_of(name) is None] == list(modules.values())
     expected["head"] = expected["head"] * checkpoint.files.multipliers.get("norm", 1.0)
     for name, x in seen:
         if expert_of(name) is None:
@@ -290,7 +288,7 @@ def test_the_keys_shown_are_those_that_transformers_caches(pair: tuple[Any, Chec
     Oracle(checkpoint, observe_keys=lambda layer, _, keys: seen.append((layer, keys))).logits(tokens_of(3))
     cache = DynamicCache(config=model.config)
     theirs(model, tokens_of(3), cache)
-    assert [layer for layer, _ in seen] == list(range(checkpoint.spec.num_layers))
+    assert tuple(layer for layer, _ in seen) == checkpoint.spec.attention_layers
     order = torch.arange(checkpoint.spec.head_dim)
     if checkpoint.files.family.interleaved:  # here, halves of a head rotate with each other
         turning = checkpoint.spec.rope.rotary_dim

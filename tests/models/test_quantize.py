@@ -30,10 +30,12 @@ from models.quantize.chat import Layout, Trial, trials
 from models.quantize.quality import Quality
 from models.quantize.text import token_windows
 from models.quantizers.dequantize import dequantize, dequantize_residual
-from models.recipe import Method, Recipe
+from models.recipe import METHODS, Method, Recipe
 from models.store import Store, StoredModel, StoredModelInfo
 from models.store import durable as durable_module
 from tests.close import assert_close
+from tests.models.conftest import write_tokenizer
+from tests.models.random_models import random_case
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -229,12 +231,10 @@ def test_the_low_bit_stream_begins_with_the_stored_embedding(
     assert torch.equal(start.finer[0], stored)
 
 
-@pytest.mark.parametrize("window", [None, 3], ids=["whole", "window"])
-def test_branches_behind_a_common_beginning_are_the_texts_they_stand_for(
-    tmp_path: Path, checkpoint_maker: Callable[..., Path], window: int | None
-) -> None:
-    checkpoint = Checkpoint.open(checkpoint_maker(tmp_path / "source", dtype=torch.float32))
-    checkpoint.spec = replace(checkpoint.spec, windows=(window,) * checkpoint.spec.num_layers)
+@pytest.mark.parametrize("case", ["llama3", "mistral-window", "lfm2"])
+def test_branches_behind_a_common_beginning_are_the_texts_they_stand_for(tmp_path: Path, case: str) -> None:
+    random_case(case).save_pretrained(tmp_path)
+    checkpoint = Checkpoint.open(tmp_path)
     oracle, texts = Oracle(checkpoint), torch.randn(2, 9, checkpoint.spec.hidden_size)
     texts[1, :4] = texts[0, :4]  # alike in the first half
     layout = Layout.of(14, 2)
@@ -332,6 +332,18 @@ def test_blocks_whose_states_were_not_saved_are_made_again(
     reports = []
     assert content(run(folder, name="stopped", progress=reports.append).path) == expected
     assert min(report.done for report in reports if report.phase == "quantize") == 1
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_blocks_with_states_are_quantized_by_every_method(tmp_path: Path, short_text: str, method: Method) -> None:
+    random_case("lfm2").save_pretrained(tmp_path / "source")
+    write_tokenizer(tmp_path / "source", 67)
+    store, recipe = Store(tmp_path / "store"), Recipe.usual(method, group_size=32, smooth_attention=True)
+    info = quantize(tmp_path / "source", store, recipe, calibration=short_text, evaluation=short_text[:200])
+    model = store.open(info.name)
+    assert model.vector("layers.0.conv").shape == (3 * 32,)
+    assert [model.key_statistics(layer) is None for layer in range(3)] == [True, False, True]
+    assert info.summary.perplexity_after == pytest.approx(info.summary.perplexity_before, rel=0.5)
 
 
 @pytest.mark.parametrize("method", ["rtn", "gptq"])

@@ -49,7 +49,7 @@ class RandomModel:
     def linear(self, name: str) -> PackedLinear:
         """A matrix of random codes with scales that keep activations of the order of one."""
         kind = name.rsplit(".", 1)[-1]
-        N, K = self.spec.linear_shape(kind)
+        N, K = self.spec.linear_shape(name)
         bits = HEAD_BITS if kind == "head" else self._bits
         G = -(-K // GROUP_SIZE)
         step = np.float16(2.0 / (2**bits * np.sqrt(K)))
@@ -72,9 +72,12 @@ class RandomModel:
             mean_square=np.ones(K, np.float32) if self._residuals else None,
         )
 
-    def vector(self, _name: str) -> npt.NDArray[np.float32]:
-        """A norm's weight."""
-        return np.ones(self.spec.hidden_size, np.float32)
+    def vector(self, name: str) -> npt.NDArray[np.float32]:
+        """A norm's weight, or a router's, which chooses all experts about equally often."""
+        if not name.endswith("router"):
+            return np.ones(self.spec.hidden_size, np.float32)
+        shape = self.spec.routers(int(name.split(".")[1]))[name]
+        return self._rng.standard_normal(shape, np.float32) / np.float32(shape[1] ** 0.5)
 
     def key_statistics(self, _layer: int) -> None:
         """Nothing is known of the keys of random weights."""

@@ -207,13 +207,13 @@ def make_model(
         linears[name] = replace(linear, rank_maximum=first.rank_maximum)
         if name.endswith("gate_up"):
             linears[name] = replace(linears[name], mean_square=first.mean_square)
-    norms = {"norm": spec.hidden_size}
+    sizes = {"norm": spec.hidden_size}
     for layer in range(spec.num_layers):
-        norms |= spec.block_vectors(layer)
-    vectors = {name: (1 + 0.1 * rng.standard_normal(size)).astype(np.float32) for name, size in norms.items()}
+        sizes |= spec.block_vectors(layer)
+    vectors = {name: (1 + 0.1 * rng.standard_normal(size)).astype(np.float32) for name, size in sizes.items()}
     for name in spec.router_names():
         shape = spec.routers(int(name.split(".")[1]))[name]
-        vectors[name] = (rng.standard_normal(shape) * 2 / np.sqrt(shape[1])).astype(np.float32)
+        vectors[name] = (rng.standard_normal(shape) * 8 / np.sqrt(shape[1])).astype(np.float32)
     table = rng.standard_normal((spec.vocab_size, spec.hidden_size)).astype(np.float16)
     return TinyModel(spec=spec, linears=linears, vectors=vectors, table=table, full=full)
 

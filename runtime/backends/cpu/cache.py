@@ -27,6 +27,7 @@ from runtime.backends.decoder import DecoderOptions
 from runtime.kv.control import Int32Array, PagedCache
 from runtime.kv.kinds import KINDS, PARTS, CacheKind, Part
 from runtime.kv.low_rank import start
+from runtime.kv.states import RING
 from runtime.kv.transfer import Arrays
 
 _DITHER_BITS = 8
@@ -50,7 +51,7 @@ class CpuStore:
         self.saved_layout = f"cpu-3-{self.layout.name}"
         """Version of the byte format; increase it when bytes change their meaning. The name also covers their
         positions."""
-        layers, heads = spec.num_layers, spec.num_kv_heads
+        layers, heads = len(spec.attention_layers), spec.num_kv_heads
         self.records = _by_layer((pages, layers, heads, self.layout.record), np.uint8)
         """uint8 [layers, pages, H_kv, bytes]."""
         self._keys = _by_layer((slots, layers, heads, window // LANES, spec.head_dim, LANES), np.float16)
@@ -72,7 +73,7 @@ class CpuStore:
         return self.records.nbytes + self._keys.nbytes + self._values.nbytes
 
     def addresses(self, layer: int) -> tuple[int, int, int]:
-        """Addresses of a layer's records, and of the keys and values in its windows."""
+        """Addresses of the records of a layer with a cache, counted among those, and of keys and values in windows."""
         records, keys, values = (array[layer].ctypes.data for array in (self.records, self._keys, self._values))
         return int(records), int(keys), int(values)
 
@@ -199,14 +200,15 @@ class CpuCache(PagedCache):
         )
         self.max_splits = max(1, min(8, 2 * threads))
         """Most splits of one head's context."""
-        self._windows = set(spec.windows)
+        self._places = {layer: place for place, layer in enumerate(spec.attention_layers)}
+        self._windows = {spec.windows[layer] for layer in spec.attention_layers}
         self._paged = aligned_zeros((options.slots,), np.int32)
         self._exact = aligned_zeros((spec.num_layers,), np.int32)
         self.read_exactly(options.sensitive_layers)
         self._dither = aligned_zeros((kind.page,), np.float32)
         self._dither[:] = _dither(kind.page)
         self._description = self.store.layout.description(
-            layers=spec.num_layers,
+            layers=len(spec.attention_layers),
             dither=int(self._dither.ctypes.data),
             tables=int(self.table.tables.ctypes.data),
             table_step=self.table.tables.strides[0],
@@ -216,7 +218,7 @@ class CpuCache(PagedCache):
 
     def stored(self, layer: int) -> op.Stored:
         """The addresses of a layer, for instructions."""
-        return op.Stored(int(self._description.ctypes.data), *self.store.addresses(layer))
+        return op.Stored(int(self._description.ctypes.data), *self.store.addresses(self._places[layer]))
 
     def exact(self, layer: int) -> int:
         """Address of int32: whether drafts read both planes of a layer's pages; for instructions."""
@@ -227,9 +229,22 @@ class CpuCache(PagedCache):
         self._exact[:] = 0
         self._exact[list(layers)] = 1
 
-    def begin(self, slots: Int32Array, positions: Int32Array, *, flush: bool = True) -> None:
+    def state(self, layer: int) -> op.State:
+        """The addresses of the states of a layer that has them, for instructions."""
+        assert self.states is not None
+        own = self.states
+        arrays = (own.matrices[layer], own.absorbed, own.absorbs)
+        addresses = (int(array.ctypes.data) for array in arrays)
+        return op.State(int(own.recent[layer].ctypes.data), RING, own.shapes[layer].inputs, *addresses)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers."""
+        return self.store.nbytes + (0 if self.states is None else self.states.nbytes)
+
+    def begin(self, slots: Int32Array, positions: Int32Array, *, flush: bool = True, draft: bool = False) -> None:
         """See `runtime.kv.control.KVCache.begin`."""
-        super().begin(slots, positions, flush=flush)
+        super().begin(slots, positions, flush=flush, draft=draft)
         for slot in set(slots.tolist()):
             self._paged[slot] = self.paged_length(slot)
 
@@ -239,7 +254,7 @@ class CpuCache(PagedCache):
         if kind.windowed:
             paged += max(0, length - paged - kind.unpaged) // kind.page * kind.page  # flushed first in the step
         firsts = [max(0, length + 1 - window) for window in self._windows if window]
-        return min(self.rows_until_flush(slot), *(self._rest_of_unit(at, paged) for at in (length, *firsts)))
+        return min(super().rows_alike(slot), *(self._rest_of_unit(at, paged) for at in (length, *firsts)))
 
     def _rest_of_unit(self, position: int, paged: int) -> int:
         """Tokens from a position to the end of its page, or of its span in the window."""

@@ -81,7 +81,7 @@ class CpuDecoder:
         self._pool.prepare()
         self.cache.store.use(self._pool)
         self._selections = 0
-        self.kv_bytes = self.cache.store.nbytes
+        self.kv_bytes = self.cache.nbytes
         self.weight_bytes = self._plan.weight_bytes
 
     @property
@@ -111,7 +111,7 @@ class CpuDecoder:
         check_step(step, self.spec, self.options)
         for array, values in zip(self._inputs, (step.tokens, step.slots, step.positions, step.logit_rows), strict=True):
             array[: values.size] = values
-        self.cache.begin(step.slots, step.positions, flush=step.flush)
+        self.cache.begin(step.slots, step.positions, flush=step.flush, draft=step.draft)
         if not self._plan.paged and any(self.cache.paged_length(int(slot)) for slot in np.unique(step.slots)):
             self._link_pages()
         runs = self._write_runs(step)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from models.spec import expert_of
+from models.spec import ModelSpec, expert_of
 from models.weights import Weights
 from runtime.backends.cpu import units
 from runtime.backends.cpu.data import instructions as op
@@ -52,6 +52,17 @@ def needed(kind: CacheKind) -> list[Unit]:
     ]
 
 
+def state_units(spec: ModelSpec) -> list[Unit]:
+    """Units of layers with a state.
+
+    Args:
+        spec: The model.
+    """
+    if not spec.state_layers:
+        return []
+    return [units.convolve] if spec.delta is None else [*units.DELTA.values()]
+
+
 def units_of(model: Weights, kind: CacheKind, *, compensated: bool) -> list[Unit]:
     """Units to compile before a model is opened: what it needs, except `paging_units` and `few_rows_units`.
 
@@ -60,7 +71,9 @@ def units_of(model: Weights, kind: CacheKind, *, compensated: bool) -> list[Unit
         kind: The kind of cache.
         compensated: Whether channels are selected by the paper's approximation, and compensated.
     """
-    found = {*needed(kind), *([units.settle] if model.spec.norm_after or model.spec.qk_norm_form == "all" else [])}
+    found = {*needed(kind), *state_units(model.spec)}
+    if model.spec.norm_after or model.spec.qk_norm_form == "all":
+        found.add(units.settle)
     if model.spec.mixture is not None:
         found |= _for_experts(model, compensated=compensated)
     for name in model.spec.linear_names():
@@ -169,6 +182,10 @@ def _units(instruction: op.Instruction) -> tuple[Unit, Unit | None]:
             return units.flush_unit(int(cache_of(of.cache)["rank"])), None
         case op.Restore():
             return units.restore, None
+        case op.Convolve():
+            return units.convolve, None
+        case op.Mix() | op.Recur() | op.Finish():
+            return units.DELTA[type(instruction)], None
         case op.Settle():
             return units.settle, None
     return units.INPUTS[type(instruction)], None

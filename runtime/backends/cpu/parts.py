@@ -58,6 +58,12 @@ def parts_of(instruction: op.Instruction, threads: int) -> tuple[int, int]:
             return 1 if measure else op.BESIDE, threads
         case op.Heads(heads=heads, kv_heads=kv_heads, dim=dim):
             return _even((heads + 2 * kv_heads) * dim, threads), threads
+        case op.Convolve(to=to):
+            return (1, 1) if to.per_token else (_even(to.width, threads), threads)
+        case op.Mix(channels=channels):
+            return _even(channels, threads), threads
+        case op.Recur(heads=heads):
+            return min(heads, threads), min(heads, threads * _MANY)
         case op.Flush() | op.Restore():
             return threads, threads
     return 1, threads

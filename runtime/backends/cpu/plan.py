@@ -34,8 +34,11 @@ from runtime.backends.operations.channels import CHUNK, buckets, k_chunk_of, lay
 from runtime.backends.operations.panel import residual_scales
 from runtime.errors import RequestError
 from runtime.kv.basis import key_bases
+from runtime.kv.states import SMALL_STEP
 
 MODES = {"approx": SELECT_APPROX, "exact": SELECT_EXACT, "static": SELECT_STATIC, "random": SELECT_RANDOM}
+NOWHERE = op.Matrix(0, 0)
+"""No rows."""
 ROW_PADDING = 16
 """Buffer rows are padded to whole row blocks."""
 
@@ -60,6 +63,10 @@ class Activations:
     """Address of the sinks that take a share of them; 0: none."""
     gated: bool = False
     """Whether gate and up are still to be multiplied."""
+    layer: int = -1
+    """The layer whose convolution is still to be applied, or whose delta rule's norm is."""
+    gates: op.Matrix = NOWHERE
+    """Gates of attention or of a delta rule that are still to be applied."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +116,8 @@ class PlanOperations:
         self._rows = padded(options.max_rows, ROW_PADDING)
         self._names = {name: i for i, name in enumerate(self._spec.linear_names())}
         self._widest_input = max(self._spec.linear_shape(name)[1] for name in self._names)
+        blocks = range(self._spec.num_layers)
+        self._widest_qkv = max(self._spec.linear_shape(f"layers.{layer}.qkv")[0] for layer in blocks)
         self._tables = ExpertTables(Source(linear=model.linear, tiled=self._tiled, residual=self._scaled_of))
         self._turned = {rope: tables(rope, options.context) for rope in self._spec.ropes}
         growth = query_growth(self._spec, np.arange(options.context))
@@ -285,6 +294,59 @@ class PlanOperations:
         sinks = self._vector(f"layers.{layer}.sinks") if spec.sinks else 0
         return Activations(op.Matrix(0, 0), spec.q_width, partial=_address(partial), sinks=sinks)
 
+    def convolve(self, x: Activations, layer: int) -> Activations:
+        """See `models.architecture.StateOperations`. Written by the linear layer that reads it."""
+        return replace(x, width=x.width // 3, layer=layer, instruction=-1)
+
+    def shut(self, x: Activations, gate: Activations) -> Activations:
+        """See `models.architecture.StateOperations`. Applied where the splits of attention are joined."""
+        return replace(x, gates=gate.place)
+
+    def recur(self, x: Activations, layer: int) -> Activations:
+        """See `models.architecture.StateOperations`. The linear layer that reads it writes its norm and gates."""
+        delta, prefix, taps = self._spec.delta, f"layers.{layer}", self._spec.taps
+        assert delta is not None
+        width, heads = padded(delta.channels, LANES), padded(delta.value_heads, LANES)
+        mixed = self._matrix("mixed", width + 2 * heads)
+        waiting = 2 * SMALL_STEP
+        before = _matrix(self._buffer("before", (self._options.slots * waiting, width + 2 * heads), np.float32))
+        out, state = self._matrix("recurred", delta.value_width), self._cache.state(layer)
+        weight = self._taps(f"{prefix}.conv", taps, width)
+        self._emit(
+            op.Mix(
+                x=x.place,
+                out=mixed.place,
+                before=before,
+                waiting=waiting,
+                channels=delta.channels,
+                keys=delta.key_width,
+                heads=delta.value_heads,
+                taps=taps,
+                weight=weight,
+                decay=self._vector(f"{prefix}.decay"),
+                dt=self._vector(f"{prefix}.dt"),
+                state=state,
+            )
+        )
+        self._emit(
+            op.Recur(
+                x=mixed.place,
+                before=before,
+                waiting=waiting,
+                out=out.place,
+                channels=delta.channels,
+                key_heads=delta.key_heads,
+                heads=delta.value_heads,
+                key_dim=delta.key_dim,
+                dim=delta.value_dim,
+                scale=delta.key_dim**-0.5,
+                rows=self._rows + waiting,
+                state=state,
+            )
+        )
+        gates = op.Matrix(x.place.at + 4 * delta.inputs, x.place.stride)
+        return replace(out, layer=layer, gates=gates)
+
     def gate(self, gate: Activations, up: Activations) -> Activations:
         """See `models.architecture.Operations`. Written by the linear layer that reads it."""
         assert up.place.at == gate.place.at + 4 * gate.width
@@ -432,13 +494,45 @@ class PlanOperations:
             per_token=per_token,
         )
         if x.partial:
-            self._emit(op.Merge(x.partial, to, self._spec.num_heads, self._spec.head_dim, x.sinks))
+            self._emit(op.Merge(x.partial, to, self._spec.num_heads, self._spec.head_dim, x.gates, x.sinks))
         elif x.gated:
             self._emit(op.Gate(x.place, to, self._spec.activation == "gelu_tanh"))
+        elif x.layer >= 0:
+            self._emit(self._convolution(x, to) if self._spec.delta is None else self._finish(x, to))
         else:
             weight = self._vector(x.norm) if x.norm else 0
             self._emit(op.Norm(x.place, to, weight, self._spec.norm_eps))
         return out
+
+    def _convolution(self, x: Activations, to: op.Input) -> op.Convolve:
+        """The gated short convolution of a layer."""
+        prefix, taps = f"layers.{x.layer}", self._spec.taps
+        return op.Convolve(
+            x=x.place,
+            to=to,
+            weight=self._taps(f"{prefix}.conv", taps, padded(x.width, BLOCK)),
+            bias=self._vector(f"{prefix}.conv_bias") if self._spec.conv_bias else 0,
+            taps=taps,
+            state=self._cache.state(x.layer),
+        )
+
+    def _finish(self, x: Activations, to: op.Input) -> op.Finish:
+        """Norm and gates of a delta rule's outputs."""
+        delta = self._spec.delta
+        assert delta is not None
+        gain = self._vector(f"layers.{x.layer}.gain")
+        return op.Finish(x.place, x.gates, to, gain, delta.value_heads, delta.value_dim, self._spec.norm_eps)
+
+    def _taps(self, name: str, taps: int, width: int) -> int:
+        """Address of a convolution's weight, float32 [taps, width], zero-padded."""
+
+        def widen() -> npt.NDArray[np.float32]:
+            weight = np.asarray(self._model.vector(name)).reshape(taps, -1)
+            wide: npt.NDArray[np.float32] = aligned_zeros((taps, width), np.float32)
+            wide[:, : weight.shape[1]] = weight
+            return wide
+
+        return _address(self._constant(name, widen))
 
     def _rounded(self, owner: str = "", rows: int = 0, most: int = 0) -> op.Quantized:
         """Buffers of INT8 activations, with room for groups of one block; by default those of a step's rows."""
@@ -481,7 +575,7 @@ class PlanOperations:
         whole = packed.residual if shared == CHUNK and not self._few else None
         if whole is not None and whole.bits != op.WHOLE_BITS:
             whole = None
-        out = replace(self._matrix("logits" if kind == "head" else kind, packed.shape[0]), wanted=values.wanted)
+        out = replace(self._output(kind, packed.shape[0]), wanted=values.wanted)
         linear = op.Linear(
             weights=tiled.weights,
             x=self._rounded(),
@@ -503,7 +597,7 @@ class PlanOperations:
     def _panel(self, packed: PackedLinear, tiled: TiledLinear, k_chunk: int) -> Activations:
         """Write the product of prompt rows with the matrix and the residuals of some channels."""
         kind, columns = layer_kind(packed.name), tiled.tiles * LANES
-        out = self._matrix(kind, packed.shape[0])
+        out = self._output(kind, packed.shape[0])
         self._emit(
             op.Panel(
                 weights=tiled.weights,
@@ -568,9 +662,14 @@ class PlanOperations:
         """Addresses of a layer's reflection and mean key; 0 where keys are not turned."""
         if not self._bases:
             return 0, 0
-        basis, prefix = self._bases[layer], f"layers.{layer}"
+        basis, prefix = self._bases[self._spec.attention_layers.index(layer)], f"layers.{layer}"
         reflection = self._constant(f"{prefix}.reflection", lambda: basis.reflection)
         return _address(reflection), _address(self._constant(f"{prefix}.mean", lambda: basis.mean))
+
+    def _output(self, kind: str, width: int) -> Activations:
+        """The buffer of a layer type's outputs; that of `qkv` is as wide as the widest of all blocks needs."""
+        most = self._widest_qkv if kind == "qkv" else width
+        return replace(self._matrix("logits" if kind == "head" else kind, most), width=width)
 
     def _chosen(self) -> op.Matrix:
         return _matrix(self._buffer("chosen", (self._rows, padded(self._widest_input, LANES)), np.int32))

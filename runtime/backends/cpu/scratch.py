@@ -41,9 +41,18 @@ def scratch_of(instruction: op.Instruction) -> int:
             return _select_scratch(instruction)
         case op.Attend(stored=stored):
             return _attend_scratch(instruction, cache_of(stored.cache))
+        case op.Mix():
+            return LINE
+        case op.Recur():
+            return recur_scratch(instruction.rows, instruction.key_dim)
         case op.Flush(page=of) | op.Restore(page=of):
             return _paging_scratch(cache_of(of.cache))
     return 0
+
+
+def recur_scratch(rows: int, key_dim: int) -> int:
+    """Bytes of scratch per thread for RECUR: two factors of each row, sixteen columns of a matrix, a vector."""
+    return (8 * rows + LINE - 1) // LINE * LINE + 64 * key_dim + LINE
 
 
 def _linear_scratch(linear: op.Linear) -> int:

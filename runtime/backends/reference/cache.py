@@ -71,6 +71,12 @@ class ReferenceCache(PagedCache):
         """The buffers."""
         super().__init__(kind, spec, self.store, context=context, slots=slots, max_rows=max_rows, pages=pages)
         self._D, self._cap = spec.head_dim, spec.score_cap
+        self._places = {layer: place for place, layer in enumerate(spec.attention_layers)}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers."""
+        return self.store.nbytes + (0 if self.states is None else self.states.nbytes)
 
     def close(self) -> None:
         """Release the buffers. Safe to call twice."""
@@ -88,6 +94,7 @@ class ReferenceCache(PagedCache):
             k: float32 [M, H_kv, D], rotated.
             v: float32 [M, H_kv, D].
         """
+        layer = self._places[layer]
         for part, x in zip(PARTS, (k, v), strict=True):
             if self.kind.windowed:
                 for slot in sorted(set(slots.tolist())):
@@ -114,6 +121,7 @@ class ReferenceCache(PagedCache):
         Returns:
             float32 [length, H_kv, D].
         """
+        layer = self._places[layer]
         stored = self.store.stored(part, layer, self.table.held(slot))
         paged = dequantize(self.kind, part, stored, self._D, draft=draft)  # [pages, H_kv, page, D]
         paged = paged.transpose(1, 2).flatten(0, 1)[: self.paged_length(slot)]

@@ -14,7 +14,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from models.architecture import Operations, body, forward
+from models.architecture import StateOperations, body, forward
 from models.packed import PackedLinear
 from models.rope import query_growth, tables
 from models.routing import route
@@ -29,6 +29,7 @@ from runtime.backends.operations.norm import rms_norm
 from runtime.backends.operations.rope import rotate
 from runtime.backends.reference.cache import ReferenceCache
 from runtime.backends.reference.linear import ReferenceLinear
+from runtime.backends.reference.states import StateMixers
 from runtime.drafting import LARGEST_GAMMA
 from runtime.errors import InvalidActivationError
 from runtime.kv.basis import key_bases
@@ -60,11 +61,11 @@ class ReferenceDecoder:
             packed = model.linear(name)
             self.weight_bytes += int(_packed_bytes(packed) * self.spec.share_read(name))
             self.linears[name] = ReferenceLinear(packed, names[first_expert(name)], options)
-        self.norms, self.routers = (
+        self.vectors, self.routers = (
             {name: torch.from_numpy(np.array(model.vector(name), np.float32)) for name in names}
             for names in (self.spec.vector_names(), self.spec.router_names())
         )
-        self.weight_bytes += sum(weight.nbytes for weight in (*self.norms.values(), *self.routers.values()))
+        self.weight_bytes += sum(weight.nbytes for weight in (*self.vectors.values(), *self.routers.values()))
         self.embedding = torch.from_numpy(np.array(model.embedding(), np.float16))
         self._remember(model)
 
@@ -84,8 +85,9 @@ class ReferenceDecoder:
             max_rows=options.max_rows,
             pages=options.pages,
         )
-        self.kv_bytes = self.cache.store.nbytes
+        self.kv_bytes = self.cache.nbytes
         self.bases = [] if model is None else bases_of(self.cache.kind, model)
+        self.mixers = StateMixers(self.spec, self.vectors, self.cache.states) if self.cache.states else None
 
     @property
     def recall(self) -> float | None:
@@ -164,12 +166,12 @@ def _finite(found: torch.Tensor, step: Step) -> Float32Array:
 
 
 def bases_of(kind: CacheKind, model: Weights) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Reflection and mean key of each layer, float32 [H_kv, D]; none if the kind stores keys unturned."""
+    """Reflection and mean key of each layer with a cache, float32 [H_kv, D]; none if the kind stores keys unturned."""
     bases = key_bases(kind, model)
     return [(torch.from_numpy(basis.reflection), torch.from_numpy(basis.mean)) for basis in bases]
 
 
-class _Pass(Operations[torch.Tensor]):
+class _Pass(StateOperations[torch.Tensor]):
     """The operations of one step.
 
     A few rows outside a prompt are computed one by one, so that each has the same bits as alone: torch's products sum
@@ -178,7 +180,9 @@ class _Pass(Operations[torch.Tensor]):
     """
 
     def __init__(self, decoder: ReferenceDecoder, step: Step) -> None:
-        decoder.cache.begin(step.slots, step.positions, flush=step.flush)
+        decoder.cache.begin(step.slots, step.positions, flush=step.flush, draft=step.draft)
+        if decoder.mixers is not None:
+            decoder.mixers.absorb(step.slots, step.positions)
         self._decoder = decoder
         self._spec = decoder.spec
         self._way, self._draft = compensation_of(step, decoder.options), step.draft
@@ -193,7 +197,7 @@ class _Pass(Operations[torch.Tensor]):
         return self._decoder.embedding[self._tokens].float()
 
     def norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        return rms_norm(x, self._decoder.norms[name], self._spec.eps_of(name))
+        return rms_norm(x, self._decoder.vectors[name], self._spec.eps_of(name))
 
     def plain(self, x: torch.Tensor) -> torch.Tensor:
         return x
@@ -221,17 +225,28 @@ class _Pass(Operations[torch.Tensor]):
         if self._decoder.growth is not None:
             q = q * self._decoder.growth[self._positions, None, None]
         if self._decoder.bases:
-            reflection, mean = self._decoder.bases[layer]
+            reflection, mean = self._decoder.bases[self._spec.attention_layers.index(layer)]
             q = to_basis(q, reflection.repeat_interleave(self._spec.num_heads // self._spec.num_kv_heads, dim=0))
             k = to_basis(k, reflection) - mean
         cache.append(layer, self._slots, self._positions, k, self._heads(v))
         slots, positions = self._slots, self._positions
         draft = self._draft and layer not in self._decoder.options.sensitive_layers
-        sinks = self._decoder.norms[f"layers.{layer}.sinks"] if self._spec.sinks else None
+        sinks = self._decoder.vectors[f"layers.{layer}.sinks"] if self._spec.sinks else None
         return self._by_rows(
             q,
             lambda row: cache.attend(layer, q[row], slots[row], positions[row], window, draft=draft, sinks=sinks),
         ).flatten(1)
+
+    def shut(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        return x * gate.sigmoid()
+
+    def recur(self, x: torch.Tensor, layer: int) -> torch.Tensor:
+        assert self._decoder.mixers is not None
+        return self._decoder.mixers.recur(x, layer, self._slots, self._positions)
+
+    def convolve(self, x: torch.Tensor, layer: int) -> torch.Tensor:
+        assert self._decoder.mixers is not None
+        return self._decoder.mixers.convolve(x, layer, self._slots, self._positions)
 
     def experts(self, x: torch.Tensor, layer: int) -> torch.Tensor:
         return self._by_rows(x, lambda row: self._mixture(x[row], self._positions[row], layer))

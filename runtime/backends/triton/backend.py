@@ -53,6 +53,7 @@ class TritonBackend:
 
         Residuals stay in main memory, except two layers' for prompts, and what several rows share of one.
         """
+        _check_layers(spec)
         if spec.mixture is not None:
             raise BackendError(NO_EXPERTS)
         values = [N * K for N, K in (spec.linear_shape(name) for name in spec.linear_names())]
@@ -79,6 +80,7 @@ class TritonBackend:
 
     def open(self, model: Weights, options: DecoderOptions, progress: ProgressCallback = ignore_progress) -> Decoder:
         """See `runtime.backends.Backend.open`."""
+        _check_layers(model.spec)
         try:
             from runtime.backends.triton.decoder import TritonDecoder
             from runtime.backends.triton.warmup import warm_up
@@ -110,6 +112,15 @@ class TritonBackend:
     def link_gb_s(self) -> float | None:
         """See `runtime.backends.Backend.link_gb_s`."""
         return gpu.link_gb_s()
+
+
+def _check_layers(spec: ModelSpec) -> None:
+    """Raise BackendError if a model has layers that this backend does not run."""
+    if spec.state_layers:
+        raise BackendError(
+            f"the GPU backend has no kernels for the {len(spec.state_layers)} layers of this model that have a state "
+            "instead of a cache: use the CPU backend"
+        )
 
 
 BACKEND = TritonBackend()

@@ -88,12 +88,12 @@ class GpuCache(PagedCache):
         self.layers = tuple(self.store.layer(layer, self.tables, self.paged) for layer in range(spec.num_layers))
         """Each layer as kernels read it."""
 
-    def begin(self, slots: Int32Array, positions: Int32Array, *, flush: bool = True) -> None:
+    def begin(self, slots: Int32Array, positions: Int32Array, *, flush: bool = True, draft: bool = False) -> None:
         """See `KVCache.begin`. Afterwards the tables that the step's kernels read are on the device.
 
         Tables only change when a page fills up; nothing is copied in other steps.
         """
-        super().begin(slots, positions, flush=flush)
+        super().begin(slots, positions, flush=flush, draft=draft)
         paged = [self.paged_length(slot) for slot in range(self._paged.numel())] if self.kind.windowed else [0]
         for host, there, now in (
             (self._tables, self.tables, self.table.tables),

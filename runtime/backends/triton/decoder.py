@@ -222,7 +222,7 @@ class TritonDecoder:
     def _begin(self, step: Step) -> _Shape:
         """Check a step, let the cache prepare for it, and put its inputs where `_launch` copies them from."""
         check_step(step, self.spec, self.options)
-        self.cache.begin(step.slots, step.positions, flush=step.flush)
+        self.cache.begin(step.slots, step.positions, flush=step.flush, draft=step.draft)
         tokens = self._model.rows_of(step.tokens)
         for own, values in zip(self._inputs, (tokens, step.slots, step.positions, step.logit_rows), strict=True):
             own[: values.size] = torch.from_numpy(np.ascontiguousarray(values))

@@ -173,10 +173,10 @@ class Conversations:
         self.saved.save(self._cache, [(slot, self._tokens[slot], self._chats[slot]) for slot in slots])
 
     def _longest(self, wanted: Sequence[int]) -> tuple[int, int]:
-        """The slot with the longest common prefix, and its length; prefers one that truncates without loss."""
+        """The slot with most of a prompt's first tokens, and how many can be used; prefers one that loses nothing."""
         found = []
         for slot, tokens in enumerate(self._tokens):
-            shared = common_prefix(tokens, wanted)
+            shared = self._cache.reach(slot, common_prefix(tokens, wanted))
             exact = self._is_exact(slot, shared)
             found.append((shared if exact or shared >= _WORTH_OPENING else 0, exact, self._used[slot], slot))
         shared, _, _, slot = max(found)
@@ -216,10 +216,14 @@ class Conversations:
         self._touch(slot)
 
     def cut(self, slot: int, length: int) -> None:
-        """Truncate a slot to its first `length` tokens, including anything left there by a draft or a failed step."""
-        del self._tokens[slot][length:]
+        """Truncate a slot to its first `length` tokens, including anything left there by a draft or a failed step.
+
+        Behind a failed step fewer may stay, if the memory cannot go back to where that began.
+        """
         if self._cache.length(slot) > length:
+            length = self._cache.reach(slot, length)
             self._cache.trim(slot, length)
+        del self._tokens[slot][length:]
 
     def _touch(self, slot: int) -> None:
         """Mark a slot as used now."""

@@ -69,7 +69,7 @@ def sensitivities(
     """
     kind, options = KINDS[decoder.options.kv], decoder.options
     text = list(tokens[: min(TOKENS, options.context)])
-    rows = min(ROWS, options.max_rows, len(text))
+    rows = min(ROWS, options.max_rows)
     before = len(text) - rows
     if not kind.has_draft:
         raise RequestError(f"the cache {kind.name} has one precision only, so no layer is sensitive to the draft's")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from models.catalogue import KNOWN
 from models.errors import CheckpointError
+from models.needed import MAKING, check_needed
 from models.progress import Cancelled, ProgressCallback
 from models.recipe import Recipe
 from models.store import Store
@@ -37,6 +38,7 @@ class StoreWorkshop:
         Raises:
             ModelError: the checkpoint, the recipe or the name is invalid, or the work was stopped.
         """
+        check_needed(MAKING)  # before anything is downloaded
         from models.quantize import quantize
 
         asked = {name: getattr(request, name) for name in ("group_size", "residual_bits", "smooth_attention")}

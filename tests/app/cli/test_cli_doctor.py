@@ -256,6 +256,7 @@ def test_missing_packages() -> None:
     assert [problem.what for problem in checks.check_packages({**found, "numba": None})] == [
         "the package numba is not installed"
     ]
+    assert checks.check_packages({**found, "torch": None, "transformers": None, "triton": None}) == []
 
 
 def test_torch_is_asked_without_importing_it() -> None:

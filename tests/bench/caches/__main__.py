@@ -122,7 +122,7 @@ def _parts(
         "gear": each(gear.measure, real=(FIRST,)),
         "corrected": each(corrected.measure, real=(FIRST,)),
         "size": lambda: size.measure(notebook),
-        "memory": lambda: memory.measure(notebook),
+        "memory": each(memory.measure, real=(FIRST,)),
         "drift": each(lambda one: drift.measure(one, extent.drift_steps), real=(FIRST,)),
         "perplexity": each(
             *(partial(perplexity.measure, kinds=extent.kinds, way=way) for way in perplexity.WAYS), real=REAL

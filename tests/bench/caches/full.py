@@ -50,7 +50,7 @@ class FullDecoder(ReferenceDecoder):
         self.spec, self.options, self.weight_bytes = spec, options, 0
         linears = {name: _FullLinear(*checkpoint.linear(name)) for name in spec.linear_names()}
         self.linears = linears  # type: ignore[assignment]  # of these, the decoder only calls them
-        self.norms = {name: checkpoint.vector(name).float() for name in spec.norm_names()}
+        self.vectors = {name: checkpoint.vector(name).float() for name in spec.vector_names()}
         self.embedding = checkpoint.embedding()
         self._remember(stored)
 

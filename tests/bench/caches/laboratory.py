@@ -16,8 +16,8 @@ from models.recipe import Recipe
 from models.store import Store, StoredModel
 from tests.bench.caches.shape_sizes import described
 from tests.bench.quality.measure import making_code
-from tests.bench.reporting.cases import ROOT, Case
-from tests.bench.reporting.origin import digest_code
+from tests.bench.reporting.cases import Case
+from tests.bench.reporting.origin import code_of_patterns
 from tests.bench.reporting.results import Entry, Results, digest, digest_files
 from tests.bench.reporting.run import Tell
 
@@ -26,15 +26,18 @@ BITS = 4
 K_CHUNK = 64
 """Salient channels per 1024 that they are compensated by."""
 _STORING = ("kv/kinds.py", "kv/control.py", "kv/oracle/*.py", "kv/torch_store.py")
-_REFERENCE = (*_STORING, "evaluate.py", "backends/reference/*.py", "operations/*.py")
-_CPU = ("kv/kinds.py", "kv/control.py", "evaluate.py", "backends/cpu/**/*.py", "operations/channels.py")
+_REFERENCE = (*_STORING, "measure/evaluate.py", "backends/reference/*.py", "backends/operations/*.py")
+_CPU = (
+    *("kv/kinds.py", "kv/control.py", "measure/evaluate.py"),
+    *("backends/cpu/**/*.py", "backends/operations/channels.py"),
+)
 _SAVE_S = 10
 """Seconds of work that a kill may cost."""
 
 
 @cache
 def _code(patterns: tuple[str, ...]) -> str:
-    return digest_code(file for pattern in patterns for file in (ROOT / "runtime").glob(pattern))
+    return code_of_patterns("runtime", patterns)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

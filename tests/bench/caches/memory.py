@@ -6,6 +6,7 @@ only loading needed to the system, fills the cache, decodes, and reports the siz
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import subprocess
@@ -22,29 +23,32 @@ from runtime.backends.decoder import DecoderOptions, Step
 from runtime.kv.kinds import KVKind
 from runtime.measure.speed import fill, peak_memory_bytes
 from runtime.system.heap import trim
-from tests.bench.caches.extent import ORDER
-from tests.bench.caches.laboratory import Notebook
+from tests.bench.caches.extent import FIRST, ORDER
+from tests.bench.caches.laboratory import Laboratory
 from tests.bench.reporting.cases import ROOT
 from tests.peers.shape import RESIDUAL_BITS, RandomModel, llama_1b
 
-SHAPE, SHAPE_BITS, CONTEXTS = "1.1 B shape", 4, (1024, 8192, 32768)
-"""The model with random weights, its bits, and the contexts."""
+CONTEXTS = (1024, 8192)
+"""Tokens of the contexts."""
 TOKENS, DRAFTED = 32, 3
 """Tokens decoded at the end of the context, and those drafted in each round where there are drafts."""
 _RESET = Path("/proc/self/clear_refs")
 
 
-def measure(notebook: Notebook) -> None:
-    """Measure what is missing: every kind of cache, without compensation and drafts."""
-    for kind in ORDER:
-        for context in CONTEXTS:
-            request = {"shape": SHAPE_BITS, "kind": kind, "context": context}
+def measure(laboratory: Laboratory) -> None:
+    """Measure what is missing for the real model: every kind of cache, without compensation and drafts."""
+    if laboratory.case.name != FIRST:
+        return
+    notebook = laboratory.notebook
+    for kind, context in itertools.product(ORDER, CONTEXTS):
+        identity = {"source": laboratory.source, "kind": kind, "context": context}
 
-            def run(request: Mapping[str, Any] = request) -> Mapping[str, Any]:
-                notebook.tell(f"memory: {SHAPE}, {request}")
-                return {"model": SHAPE, **asked(request)}
+        def run(kind: KVKind = kind, context: int = context) -> dict[str, Any]:
+            notebook.tell(f"{laboratory.case.name}: memory of {kind} at {context} tokens")
+            request = {"stored": str(laboratory.low_bit().path), "kind": kind, "context": context}
+            return {"model": laboratory.case.name, **asked(request)}
 
-            notebook.known("memory", request, notebook.codes.cpu, run)
+        notebook.known("memory", identity, notebook.codes.cpu, run)
 
 
 def asked(request: Mapping[str, Any]) -> dict[str, Any]:
@@ -69,7 +73,7 @@ def asked(request: Mapping[str, Any]) -> dict[str, Any]:
 def _model(request: Mapping[str, Any]) -> Weights:
     if "stored" in request:
         return StoredModel.open_folder(Path(request["stored"]), "stored")
-    spec = replace(llama_1b(), max_context=max(CONTEXTS))
+    spec = replace(llama_1b(), max_context=request["context"])
     return RandomModel(spec, request["shape"], residuals=bool(request.get("k_chunk")))
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from runtime.kv.kinds import KINDS, LOW_RANK, PARTS, SINKS
 from tests.bench.caches import judge, reasons, summary, timing
+from tests.bench.caches.corrected import RANKS, SHARES, SPARSITIES
 from tests.bench.caches.drift import WAYS as CONTINUATIONS
 from tests.bench.caches.extent import DRIFT_PROMPT, ORDER
 from tests.bench.caches.gear import STEPS
@@ -242,13 +243,15 @@ def _corrected(view: View) -> str:
         return ""
     usual = {"rank": LOW_RANK, "sparsity": 0.0, "share": 1.0}
     parts = []
-    for what, head, shown in (
-        ("rank", "rank", "{:d}"),
-        ("sparsity", "outliers", "{:.0%}"),
-        ("share", "corrected tokens of the prompt", "{:.0%}"),
+    for what, values, head, shown in (
+        ("rank", RANKS, "rank", "{:d}"),
+        ("sparsity", SPARSITIES, "outliers", "{:.0%}"),
+        ("share", SHARES, "corrected tokens of the prompt", "{:.0%}"),
     ):
         others = {name: value for name, value in usual.items() if name != what}
         found = [entry for entry in view.corrected if all(entry[name] == value for name, value in others.items())]
+        if {entry[what] for entry in found} != {*values}:
+            continue  # half a table says nothing
         sized = what != "share"
         rows = [
             (
@@ -260,13 +263,15 @@ def _corrected(view: View) -> str:
             for entry in sorted(found, key=lambda entry: float(entry[what]))
         ]
         parts.append(table((head, *(["bytes, % of fp16"] if sized else []), "perplexity", "over fp16"), rows))
+    if not parts:
+        return ""
     return f"""## How much correction is needed
 
 As in GEAR's Figure 4, at 2 bits: {base["model"]} in full precision over a cache of 2 bits, in windows of
 {base["window"]:,} tokens. The first half of a window is a prompt, the second half is decoded and scored
-({base["tokens"]:,} tokens; over the fp16 cache {base["perplexity"]:.3f}). First by the rank of the low-rank matrix,
-without outliers; then by the share of outliers, with rank {LOW_RANK}; then by the share of the prompt's tokens, the
-latest ones, whose pages have a low-rank matrix of rank {LOW_RANK}; pages after the prompt always have one.
+({base["tokens"]:,} tokens; over the fp16 cache {base["perplexity"]:.3f}). By the rank of the low-rank matrix, without
+outliers; by the share of outliers, with rank {LOW_RANK}; and by the share of the prompt's tokens, the latest ones,
+whose pages have a low-rank matrix of rank {LOW_RANK} (pages after the prompt always have one).
 
 {(chr(10) * 2).join(parts)}
 

@@ -44,6 +44,7 @@ _ROUNDED = {"enable_fp_fusion": False}
 _LLAMA = {"H": 32, "H_kv": 8, "D": 128}
 """Heads of Llama-3-8B."""
 _PADDED = {"H": 32, "H_kv": 32, "D": 96}
+_GEMMA = {"H": 16, "H_kv": 8, "D": 256}
 """Heads whose width is no power of two."""
 
 
@@ -301,25 +302,30 @@ def _gate() -> Iterator[Specialization]:
 
 
 def _heads() -> Iterator[Specialization]:
-    """Llama-3-8B's heads, Qwen3-8B's with norms, and heads of 96 channels of which 72 rotate; all with compensation."""
-    cases: tuple[tuple[KVKind, dict[str, int], int, bool], ...] = (
-        ("fp16", _LLAMA, 64, False),
-        ("fp16", _LLAMA, 64, True),
-        ("fp16", _PADDED, 36, False),
-        ("int8", _LLAMA, 64, True),
-        ("int4", _LLAMA, 64, True),
-        ("gear2", _PADDED, 36, False),
-        ("hierarchical", _LLAMA, 64, False),
+    """Llama-3-8B's heads, Qwen3-8B's with norms, heads of 96 channels of which 72 rotate, norms of all heads together
+    and of turned heads; all with compensation."""
+    cases: tuple[tuple[KVKind, dict[str, int], int, str], ...] = (
+        ("fp16", _LLAMA, 64, ""),
+        ("fp16", _LLAMA, 64, " norm"),
+        ("fp16", _PADDED, 36, ""),
+        ("int8", _LLAMA, 64, " norm"),
+        ("int4", _LLAMA, 64, " norm"),
+        ("int4", _LLAMA, 64, " norm of all"),
+        ("int4", _LLAMA, 64, " norm of turned"),
+        ("gear2", _PADDED, 36, ""),
+        ("hierarchical", _LLAMA, 64, ""),
     )
     for kv, sizes, half, normed in cases:
         weight, turned = ("*fp32" if there else _ABSENT for there in (normed, KINDS[kv].turned))
+        growth = "*fp32" if normed == " norm of turned" else _ABSENT
+        shape = rope._shape(*sizes.values(), half)
         yield Specialization(
-            name=f"heads {kv} {_heads_name(**sizes)} r{2 * half}{' norm' if normed else ''}",
+            name=f"heads {kv} {_heads_name(**sizes)} r{2 * half}{normed}",
             kernel=rope._heads_kernel,
             types={
                 "projected": rope.Projected("*fp32", "*fp32"),
                 "norms": rope.HeadNorms(weight, weight, "fp32"),
-                "rope": rope.Rope("*fp32", "*fp32", _ABSENT),
+                "rope": rope.Rope("*fp32", "*fp32", growth),
                 "basis": rope.Basis(turned, turned),
                 "rows": _ROWS,
                 "layer": _LAYER,
@@ -327,7 +333,7 @@ def _heads() -> Iterator[Specialization]:
                 **_types(i32="compensated stride per_slot"),
             },
             constants={
-                "shape": rope._shape(*sizes.values(), half),
+                "shape": shape._replace(WIDE=normed == " norm of all", LAST=normed == " norm of turned"),
                 "layout": page_layout(KINDS[kv], sizes["D"], window=KINDS[kv].window_capacity(128)),
             },
             num_warps=1,
@@ -339,7 +345,8 @@ def _heads_name(H: int, H_kv: int, D: int) -> str:
 
 
 def _attention() -> Iterator[Specialization]:
-    """Decode of Llama-3-8B at 8192 positions over many kinds of cache, other shapes, drafts, verification, prefill."""
+    """Decode of Llama-3-8B at 8192 positions over many kinds of cache, other shapes, drafts, verification, prefill;
+    Gemma 2 9B's soft caps and windows."""
     for use, M, sizes, kinds in (
         ("decode", 1, _LLAMA, ("fp16", "int8", "int4", "hierarchical", "kivi2", "gear4", "gear2")),
         ("decode", 1, _PADDED, ("fp16",)),
@@ -350,6 +357,8 @@ def _attention() -> Iterator[Specialization]:
     ):
         for name in kinds:
             yield _attend(use, name, M, **sizes)
+    for use, M in (("decode", 1), ("verify", 5), ("prefill", 128)):
+        yield _attend(use, "int4", M, **_GEMMA, cap=50.0)
     for H, D, sinks in ((32, 128, _ABSENT), (16, 256, _ABSENT), (64, 64, "*fp32")):
         yield Specialization(
             name=f"attend merge {_heads_name(H, 8, D)}{'' if sinks == _ABSENT else ' sinks'}",
@@ -367,12 +376,12 @@ def _attention() -> Iterator[Specialization]:
         )
 
 
-def _attend(use: str, name: str, M: int, H: int, H_kv: int, D: int) -> Specialization:
+def _attend(use: str, name: str, M: int, H: int, H_kv: int, D: int, cap: float | None = None) -> Specialization:
     """One specialization of the attention kernel."""
     kind, draft = KINDS[name], use == "draft"
     config = attention._config(kind, M, H, H_kv, D, 8192, draft=draft, room=Room())
     return Specialization(
-        name=f"attend {name} {use} {_heads_name(H, H_kv, D)}",
+        name=f"attend {name} {use} {_heads_name(H, H_kv, D)}{'' if cap is None else ' cap'}",
         kernel=attention._attend_kernel,
         types={
             "step": attention.Step("*fp16", _ROWS, "*fp32", "*i32"),
@@ -381,7 +390,7 @@ def _attend(use: str, name: str, M: int, H: int, H_kv: int, D: int) -> Specializ
             **_types(i32="M splits stride per_slot window"),
         },
         constants={
-            "tile": attention._tile(H, H_kv, config, sliding=False),
+            "tile": attention._tile(H, H_kv, config, sliding=cap is not None, cap=cap),
             "layout": page_layout(kind, D, window=kind.window_capacity(128), draft=draft),
         },
         num_warps=config.num_warps,

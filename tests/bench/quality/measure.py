@@ -8,27 +8,31 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
+from assets import evaluation_text
 from models.checkpoint import Checkpoint
 from models.store import Store, StoredModel
 from runtime.backends.decoder import DecoderOptions
 from runtime.backends.operations.channels import total_budget
 from runtime.budget.prompt_tuning import tune_prompts
+from runtime.budget.refining import refine
 from runtime.budget.tuning import tune
 from runtime.compensation import DEFAULT_PROMPT_BUDGET_PERCENT
 from runtime.load.open import open_decoder
 from runtime.measure.evaluate import full_precision_perplexity, perplexity
+from runtime.text.tokenizer import Tokenizer
 from tests.bench.quality.making import make, weights_of
 from tests.bench.quality.points import Point
-from tests.bench.reporting.cases import ROOT, Case
+from tests.bench.reporting.cases import Case
 from tests.bench.reporting.losses import numbers
-from tests.bench.reporting.origin import digest_code
+from tests.bench.reporting.origin import code_of_patterns
 from tests.bench.reporting.results import Entry, Results, digest, digest_files
 from tests.bench.reporting.run import Tell
 from tuner.profiles import ProfileStore
 
 _ORACLE = ("oracle.py", "architecture.py", "rope.py")
 _MAKING = (*_ORACLE, "calibration.py", "packing.py", "salience.py", "quantize/*.py", "quantizers/*.py")
-_RUNNING = ("evaluate.py", "backends/cpu/**/*.py", "operations/channels.py")
+_RUNNING = ("measure/evaluate.py", "backends/cpu/**/*.py", "backends/operations/channels.py")
+_TUNING = tuple(f"budget/{name}.py" for name in ("clocks", "prompt_tuning", "refining", "text", "tuning"))
 _SAVE_S = 10
 """Seconds of work that a kill may cost."""
 
@@ -50,12 +54,12 @@ def running_code() -> str:
 
 def tuning_code() -> str:
     """Digest of the code that decides what a budget buys."""
-    return digest([running_code(), _code("tuner", ("*.py",)), _code("runtime", ("tuning.py", "prompt_tuning.py"))])
+    return digest([running_code(), _code("tuner", ("*.py",)), _code("runtime", _TUNING)])
 
 
 @cache
 def _code(package: str, patterns: tuple[str, ...]) -> str:
-    return digest_code(file for pattern in patterns for file in (ROOT / package).glob(pattern))
+    return code_of_patterns(package, patterns)
 
 
 def point_code(weights: str, running: str) -> str:
@@ -131,6 +135,8 @@ class Laboratory:
     def budget(self, point: Point, percent: float, *, again: bool = False) -> Entry:
         """What a chat gets of a point's model where a budget decides k_chunk, and the default budget prompts.
 
+        The budget is tuned and refined, as the program does it in the first minutes of a model on a device.
+
         Args:
             point: The model; how it is run does not count.
             percent: Slowdown of decoding that compensation may cost.
@@ -155,6 +161,8 @@ class Laboratory:
             prompts = tune_prompts(
                 decoder, model, budget_percent=DEFAULT_PROMPT_BUDGET_PERCENT, profiles=profiles, force=True
             )
+            encode = Tokenizer(model.tokenizer_path).encode
+            tuned = refine(decoder, model, tuned, profiles=profiles, text=evaluation_text(), encode=encode, force=again)
             result = perplexity(decoder, self.tokens, self.case.window, self.case.stride, as_chat=True)
         finally:
             decoder.close()

@@ -41,6 +41,21 @@ def code_of(*rooms: str) -> str:
     return digest_code(file for room in rooms for file in (ROOT / room).rglob("*.py"))
 
 
+def code_of_patterns(folder: str, patterns: Sequence[str]) -> str:
+    """Digest of the Python files in a folder of the repository that match patterns, as `Path.glob` has them.
+
+    Raises:
+        ValueError: a pattern matches nothing: its file was moved.
+    """
+    files: list[Path] = []
+    for pattern in patterns:
+        found = list((ROOT / folder).glob(pattern))
+        if not found:
+            raise ValueError(f"{folder} has no {pattern}")
+        files += found
+    return digest_code(files)
+
+
 def _meaning(source: str) -> str:
     """A source's syntax tree without texts that nothing reads, and without the modules that names come from."""
     tree = ast.parse(source)

@@ -143,7 +143,8 @@ def point(
     finally:
         decoder.close()
     about = {"model": case.name, "recipe": recipe.to_json(), "kv": kv, "as_chat": as_chat, "backend": backend}
-    return {**about, "bits_per_weight": model.info.summary.bits_per_weight, **numbers(found)}
+    about |= {"bits_per_weight": model.info.summary.bits_per_weight, "calibration": _CALIBRATION}
+    return {**about, **numbers(found)}
 
 
 if __name__ == "__main__":

@@ -78,11 +78,20 @@ def _opening(results: Results) -> str:
 
 QServe's precision: 4-bit weights, 8-bit activations and a 4-bit KV cache (`quantize --method qoq`, `--kv int4`), beside
 4-bit weights alone (AWQ on the reference backend, activations unquantized) and AWQ's weights with the input of every
-product rounded to 8 bits per token, as in QServe's Table 2. All models are made with the same part of the calibration
-text. There are no residuals and no compensation. Groups have {_GROUP} channels. RTN is QoQ with every step off;
-rotation is off unless requested (`--with rotate`). This section is written by `python -m tests.bench.w4a8 --smollm2
-FOLDER`, last run on {about.get("date", "?")} ({about.get("cpu", "?")}, {about.get("threads", "?")} threads,
-{about.get("variant", "?")}); [decisions.md](decisions.md#quantizing) explains the numbers."""
+product rounded to 8 bits per token, as in QServe's Table 2. {_calibration(results)} There are no residuals and no
+compensation. Groups have {_GROUP} channels. RTN is QoQ with every step off; rotation is off unless requested (`--with
+rotate`). This section is written by `python -m tests.bench.w4a8 --smollm2 FOLDER`, last run on
+{about.get("date", "?")} ({about.get("cpu", "?")}, {about.get("threads", "?")} threads, {about.get("variant", "?")});
+[decisions.md](decisions.md#quantizing) explains the numbers."""
+
+
+def _calibration(results: Results) -> str:
+    """With how much of the calibration text the compared models were made."""
+    found = [_of(results, REAL, variant, "int4", as_chat=True) for variant in compared(_GROUP)]
+    sizes = {entry.get("calibration") for entry in found if entry is not None}
+    if len(sizes) == 1 and None not in sizes:
+        return f"All models are made with the same {sizes.pop():,} characters of the calibration text."
+    return "RTN's models were made with a tenth of the others' calibration text, which only the 4-bit cache notices."
 
 
 def _methods(measured: _View) -> str:

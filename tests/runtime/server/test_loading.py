@@ -460,6 +460,19 @@ def test_speculation_is_asked_for_with_the_load_and_stays_with_another_budget(
     assert not engine.speculates, "such a cache has no draft"
 
 
+def test_sensitive_layers_are_found_on_the_evaluation_text(
+    catalogue: StoreCatalogue, loader: StoreLoader, tmp_path: Path
+) -> None:
+    reading = StoreLoader(catalogue, tmp_path / "profiles", evaluation=evaluation_file())
+    how: Any = {"k_chunk": 0, "prompt_budget": 0, "context": 512, "speculate": True, "gamma": 2, "sensitive_layers": 2}
+    loaded = reading.load(LoadRequest(model="demo", **how), ignore_progress, never_cancelled)
+    engine: Any = loaded.engine
+    engine.close()
+    assert len(engine.decoder.options.sensitive_layers) == 2
+    with pytest.raises(RequestError, match="320 tokens of text at least"):
+        loader.load(LoadRequest(model="demo", **how), ignore_progress, never_cancelled)
+
+
 @pytest.mark.parametrize(("speculate", "drafts"), [(None, True), (False, False)])
 def test_what_was_measured_to_be_best_is_taken_with_the_load_and_with_another_budget(
     loader: StoreLoader, clock: Clock, tmp_path: Path, speculate: bool | None, drafts: bool

@@ -73,7 +73,7 @@ def test_a_tokenizer_has_its_template_stopped(tmp_path: Path, monkeypatch: pytes
 
 def test_a_process_that_was_killed_is_started_again(process: TemplateProcess) -> None:
     process.render("", MESSAGES, tokens={})
-    child = process._child
+    child = process._child._child
     assert child is not None
     child.kill()
     child.wait()

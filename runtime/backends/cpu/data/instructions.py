@@ -168,6 +168,8 @@ class Merge(NamedTuple):
     """H."""
     dim: int
     """D."""
+    gate: Matrix = Matrix(0, 0)
+    """float32, by whose sigmoid each channel is multiplied; at 0: none."""
     sinks: int = 0
     """Address of float32 [H], scores that take a share of each head's attention; 0 = none."""
 
@@ -488,6 +490,119 @@ class Attend(NamedTuple):
     """Soft cap of the scores; 0 = none."""
 
 
+class State(NamedTuple):
+    """A layer's states (`runtime.kv.states`): addresses."""
+
+    recent: int
+    """Address of float32 [slots, ring, inputs]."""
+    ring: int
+    """Recent tokens of a slot."""
+    inputs: int
+    """Numbers kept of each recent token, a multiple of 16."""
+    matrices: int
+    """Address of float32 [slots, Hv, Dk, Dv padded to 16]."""
+    absorbed: int
+    """Address of int32 [slots]: tokens that matrices have absorbed before the step."""
+    absorbs: int
+    """Address of int32 [slots]: whether they absorb the tokens up to the step (1), and its rows (2)."""
+
+
+class Mix(NamedTuple):
+    """What a delta rule reads of a step's rows and of the tokens before that are not absorbed.
+
+    A row is the channels of q, k and v after a short convolution and SiLU, padded to 16; beta of each value head,
+    padded likewise; and the decay of each.
+    """
+
+    x: Matrix
+    """float32: what enters the state of the step's rows."""
+    out: Matrix
+    """float32, of the step's rows."""
+    before: Matrix
+    """float32, of the tokens before: `waiting` rows for each slot."""
+    waiting: int
+    """Most tokens of a slot that are not absorbed."""
+    channels: int
+    """Channels of q, k and v."""
+    keys: int
+    """Channels of q, which tokens before do not need."""
+    heads: int
+    """Value heads."""
+    taps: int
+    """Tokens that the convolution sees, its own included."""
+    weight: int
+    """Address of float32 [taps, channels padded to 16]."""
+    decay: int
+    """Address of float32 [heads padded]."""
+    dt: int
+    """Likewise."""
+    state: State
+    """The tokens before, which the rows join."""
+
+
+class Recur(NamedTuple):
+    """The gated delta rule of a step's rows."""
+
+    x: Matrix
+    """`Mix.out`."""
+    before: Matrix
+    """`Mix.before`."""
+    waiting: int
+    """As there, and so below."""
+    out: Matrix
+    """float32 [heads * dim]."""
+    channels: int
+    key_heads: int
+    """Query heads, and key heads."""
+    heads: int
+    key_dim: int
+    """Dk."""
+    dim: int
+    """Dv."""
+    scale: float
+    """Of queries."""
+    rows: int
+    """Most rows of a step, and of tokens before it."""
+    state: State
+    """The matrices."""
+
+
+class Finish(NamedTuple):
+    """RMSNorm of each head's outputs, times silu(gate), and quantization."""
+
+    x: Matrix
+    """float32, overwritten."""
+    gate: Matrix
+    """float32."""
+    to: Input
+    """The output."""
+    gain: int
+    """Address of float32 [dim], weight of the norm."""
+    heads: int
+    """Number of heads."""
+    dim: int
+    """Dv."""
+    eps: float
+    """Of the norm."""
+
+
+class Convolve(NamedTuple):
+    """The gated short convolution of a step's rows, and quantization of its output."""
+
+    x: Matrix
+    """float32: the gate before, the gate after, and the input."""
+    to: Input
+    """The output."""
+    weight: int
+    """Address of float32 [taps, C padded to whole blocks]."""
+    bias: int
+    """Address of float32 [C padded]; 0 = none."""
+    taps: int
+    """Tokens that it sees, its own included."""
+    state: State
+    """The tokens before, which the rows join."""
+
+
 class Page(NamedTuple):
     """A slot's window, and a page in all layers."""
 
@@ -531,7 +646,7 @@ class Restore(NamedTuple):
 
 Instruction = (
     Embed | Gather | Check | Norm | Settle | Gate | Merge | Select | Linear | Panel | Heads | Attend | Flush | Restore
-) | (Score | Route | Spread | GateExperts | Experts)
+) | (Score | Route | Spread | GateExperts | Experts | Convolve | Mix | Recur | Finish)
 OPERATIONS: Final[tuple[type[Instruction], ...]] = (
     Embed,
     Gather,
@@ -552,6 +667,10 @@ OPERATIONS: Final[tuple[type[Instruction], ...]] = (
     Spread,
     GateExperts,
     Experts,
+    Convolve,
+    Mix,
+    Recur,
+    Finish,
 )
 """By number."""
 HEADER: Final = record_of(Header)

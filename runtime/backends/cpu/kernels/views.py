@@ -26,6 +26,7 @@ embed_at, gather_at, check_at = map(_view, (op.Embed, op.Gather, op.Check))
 norm_at, settle_at, gate_at, merge_at = map(_view, (op.Norm, op.Settle, op.Gate, op.Merge))
 select_at, linear_at, heads_at, attend_at = map(_view, (op.Select, op.Linear, op.Heads, op.Attend))
 panel_at, flush_at, restore_at = map(_view, (op.Panel, op.Flush, op.Restore))
+convolve_at, mix_at, recur_at, finish_at = map(_view, (op.Convolve, op.Mix, op.Recur, op.Finish))
 score_at, route_at, spread_at = map(_view, (op.Score, op.Route, op.Spread))
 gate_experts_at, experts_at = map(_view, (op.GateExperts, op.Experts))
 

@@ -68,6 +68,14 @@ add_recall = _named("units.selection.add_recall")
 """Measures a selection."""
 attend = _named("units.attention.attend")
 """Attention."""
+convolve = _named("units.states.convolve")
+"""The gated short convolution."""
+DELTA = {
+    op.Mix: _named("units.delta.mix"),
+    op.Recur: _named("units.delta.recur"),
+    op.Finish: _named("units.delta.finish"),
+}
+"""The gated delta rule, by the instruction."""
 restore = _named("units.paging.restore")
 """Restores a page into a window."""
 _PAGES = {

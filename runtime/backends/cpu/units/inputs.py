@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import numba
 
-from runtime.backends.cpu.data.instructions import Input
-from runtime.backends.cpu.kernels.activation import GroupPlace, code_bytes, quantize_group, step_of
 from runtime.backends.cpu.kernels.attention.run import LOWEST, part_bytes
 from runtime.backends.cpu.kernels.attention.span import merge_splits
 from runtime.backends.cpu.kernels.gate import gate as silu_channels
-from runtime.backends.cpu.kernels.gate import gelu_gate
-from runtime.backends.cpu.kernels.gemm import row_block
+from runtime.backends.cpu.kernels.gate import gelu_gate, shut
 from runtime.backends.cpu.kernels.norm import inverse_rms, scale_by, settle_row
+from runtime.backends.cpu.kernels.rounding import round_groups, sizes_of
 from runtime.backends.cpu.kernels.views import (
     embed_at,
     gate_at,
@@ -68,40 +66,12 @@ def gather(i: int, control: int, part: int, parts: int, _scratch: int) -> None:
             store_floats(out + 4 * c, load_floats(source + 4 * c))
 
 
-@kernel
-def _sizes(to: Input) -> tuple[int, int, int]:
-    """Channels padded to whole blocks, channels of a group, and number of groups."""
-    padded, group = (to.width + 31) // 32 * 32, 32 * to.group_blocks
-    return padded, group, (padded + group - 1) // group
-
-
-@kernel
-def _round(to: Input, row: int, rows: int, start: int, stop: int) -> None:
-    """Quantize groups start .. stop - 1 of a row of `to` into the layout of its row block.
-
-    If groups share a scale, the whole row must be complete.
-    """
-    padded, group, groups = _sizes(to)
-    side, x = row_block(rows), to.out.at + row * to.out.stride
-    block, lane = row // side, row % side
-    codes = to.rounded.codes + block * side * code_bytes(padded)
-    shared = step_of(x, padded) if to.per_token != 0 else numba.float32(0.0)
-    for g in range(start, stop):
-        at, factor = g * group, 4 * (side * (block * groups + g) + lane)
-        own, width, total = to.rounded, min(group, padded - at), 0
-        if own.sums != 0:
-            total = own.sums + factor
-        place = GroupPlace(codes, side, lane, at, own.scales + factor, own.shifts + factor, total)
-        step = shared if to.per_token != 0 else step_of(x + 4 * at, width)
-        quantize_group(x + 4 * at, width, step, place)
-
-
 @compiled_unit
 def norm(i: int, control: int, part: int, parts: int, _scratch: int) -> None:
     """RMSNorm, and quantization of its output."""
     norm = norm_at(i)
     to, rows = norm.to, rows_of(control, norm.to.wanted)
-    padded, group, groups = _sizes(to)
+    padded, group, groups = sizes_of(to)
     # Few rows: every thread computes the sum of squares, and takes its share of the groups.
     alone = rows >= parts or to.per_token != 0
     first, last = share_of(rows, part, parts) if alone else (0, rows)
@@ -115,7 +85,7 @@ def norm(i: int, control: int, part: int, parts: int, _scratch: int) -> None:
         else:
             factor = inverse_rms(source, to.width, norm.eps)
             scale_by(source, norm.weight, out, start, stop, factor)
-        _round(to, row, rows, g0, g1)
+        round_groups(to, row, rows, g0, g1)
 
 
 @compiled_unit
@@ -142,7 +112,7 @@ def gate(i: int, control: int, part: int, parts: int, _scratch: int) -> None:
     """SiLU(gate) * up or GELU(gate) * up, and quantization of its output."""
     gate = gate_at(i)
     to, rows = gate.to, rows_of(control, gate.to.wanted)
-    padded, group, groups = _sizes(to)
+    padded, group, groups = sizes_of(to)
     if to.per_token != 0:  # a token's scale depends on all its channels
         first, last = share_of(rows, part, parts)
         for row in range(first, last):
@@ -150,7 +120,7 @@ def gate(i: int, control: int, part: int, parts: int, _scratch: int) -> None:
             _gate_channels(gate.gelu, source, source + 4 * to.width, out, 0, padded)
             for c in range(to.width, padded):
                 set_float(out + 4 * c, numba.float32(0.0))
-            _round(to, row, rows, 0, groups)
+            round_groups(to, row, rows, 0, groups)
         return
     first, last = share_of(rows * groups, part, parts)
     for item in range(first, last):
@@ -160,7 +130,7 @@ def gate(i: int, control: int, part: int, parts: int, _scratch: int) -> None:
         _gate_channels(gate.gelu, source, source + 4 * to.width, out, start, stop)
         for c in range(max(start, to.width), stop):
             set_float(out + 4 * c, numba.float32(0.0))
-        _round(to, row, rows, g, g + 1)
+        round_groups(to, row, rows, g, g + 1)
 
 
 @compiled_unit
@@ -168,7 +138,7 @@ def merge(i: int, control: int, part: int, parts: int, _scratch: int) -> None:
     """Join the splits of attention, and quantize the result."""
     merge, splits = merge_at(i), parameters_at(control).splits
     to, rows, dim = merge.to, rows_of(control, merge.to.wanted), merge.dim
-    padded, _, groups = _sizes(to)
+    padded, _, groups = sizes_of(to)
     size = part_bytes(dim)
     # A group may span two heads, so one thread merges all heads of a row.
     first, last = share_of(rows, part, parts)
@@ -178,6 +148,8 @@ def merge(i: int, control: int, part: int, parts: int, _scratch: int) -> None:
             at = merge.partial + (row * merge.heads + head) * splits * size
             sink = get_float(merge.sinks + 4 * head) if merge.sinks != 0 else numba.float32(LOWEST)
             merge_splits(at, splits, dim, sink, out + 4 * head * dim)
+        if merge.gate.at != 0:
+            shut(out, merge.gate.at + row * merge.gate.stride, to.width)
         for c in range(to.width, padded):
             set_float(out + 4 * c, numba.float32(0.0))
-        _round(to, row, rows, 0, groups)
+        round_groups(to, row, rows, 0, groups)
