@@ -123,12 +123,17 @@ def delta_inputs(spec: DeltaSpec, x: Tensor, conv: Tensor, decay: Tensor, dt: Te
         dt: [Hv].
     """
     mixed = functional.silu(convolve(x[..., : spec.channels], conv))
-    q, k, v = mixed.split((spec.key_width, spec.key_width, spec.value_width), dim=-1)
+    q, k, v = torch.split(mixed, [spec.key_width, spec.key_width, spec.value_width], dim=-1)
     shared = spec.value_heads // spec.key_heads
-    q, k = (normalized(each.unflatten(-1, (-1, spec.key_dim))).repeat_interleave(shared, -2) for each in (q, k))
+    q, k = (normalized(_heads(each, spec.key_dim)).repeat_interleave(shared, -2) for each in (q, k))
     b, a = x[..., len(conv) - 1 :, spec.channels :].chunk(2, dim=-1)
     log_decay = decay * functional.softplus(a + dt)
-    return DeltaInputs(q * spec.key_dim**-0.5, k, v.unflatten(-1, (-1, spec.value_dim)), log_decay, b.sigmoid())
+    return DeltaInputs(q * spec.key_dim**-0.5, k, _heads(v, spec.value_dim), log_decay, b.sigmoid())
+
+
+def _heads(x: Tensor, dim: int) -> Tensor:
+    """[..., H * dim] -> [..., H, dim]."""
+    return x.reshape(*x.shape[:-1], -1, dim)
 
 
 def finish(y: Tensor, gate: Tensor, gain: Tensor, eps: float) -> Tensor:

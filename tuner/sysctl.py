@@ -18,7 +18,8 @@ def number(name: str, library: Any = None) -> int | None:
         library: The C library, replaceable in tests.
     """
     if library is None:
-        if sys.platform != "darwin":
+        system: str = sys.platform  # a variable, so that type checkers also look at what follows
+        if system != "darwin":
             return None
         library = ctypes.CDLL(None)
     value, size = ctypes.c_int64(0), ctypes.c_size_t(8)

@@ -145,7 +145,7 @@ class Prompts:
         questions = [message.text for message in conversation.path(answer) if message.role == "user"]
         try:
             found = await self._documents.find(
-                conversation, questions, passage_room(context, rate_of(path, 1 / BYTES_PER_TOKEN))
+                conversation, questions, passage_room(context, rate_of(path, usual=1 / BYTES_PER_TOKEN))
             )
         except HistoryError as error:
             self._post(NotSearched(str(error)))

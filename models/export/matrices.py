@@ -33,7 +33,7 @@ def rows_of(linear: PackedLinear, rows: slice) -> PackedLinear:
         columns = rows if scales is None else slice(packed_width(rows.start, bits), packed_width(rows.stop, bits))
         residual = PackedResidual(
             bits=bits,
-            codes=np.ascontiguousarray(residual.codes[:, columns]),
+            codes=residual.codes[:, columns].copy(),
             scales=None if scales is None else scales[rows],
         )
     return replace(

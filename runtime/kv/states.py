@@ -18,12 +18,12 @@ import numpy as np
 import numpy.typing as npt
 
 from models.spec import ModelSpec
-from runtime.drafting import LARGEST_GAMMA
 from runtime.errors import RequestError
 from runtime.kv.transfer import Arrays, checked
 
-SMALL_STEP = LARGEST_GAMMA + 1
-"""Most rows of a slot in a step that are absorbed when the next step begins: those of a verification."""
+SMALL_STEP = 16
+"""Most rows of a slot in a step that are absorbed when the next step begins: those of a verification, one more than
+`runtime.drafting.LARGEST_GAMMA`."""
 RING = 2 * SMALL_STEP + 8
 """Recent tokens of a slot: those not absorbed, of a verification and of the drafts after it, and up to 8 before."""
 LONGEST_TAPS = RING - 2 * SMALL_STEP + 1

@@ -77,6 +77,7 @@ class Job:
 
 def own_job() -> Job | None:
     """A job for children of this process; None on other systems than Windows."""
-    if sys.platform != "win32":
+    system: str = sys.platform  # a variable, so that type checkers also look at what follows
+    if system != "win32":
         return None
-    return Job(ctypes.WinDLL("kernel32"))
+    return Job(ctypes.WinDLL("kernel32"))  # type: ignore[attr-defined, unused-ignore]

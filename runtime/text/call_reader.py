@@ -23,6 +23,7 @@ BARE_KEYS = frozenset({"name", "function", "type", "id", "arguments", "parameter
 _FIRST_KEY = re.compile(r'\s*\[?\s*\{\s*"([^"\\]*)"')
 _MAYBE_KEY = re.compile(r'\s*\[?\s*(\{\s*("[^"\\]{0,40})?)?')
 _HEAD = re.compile(r'[\s,\[]*\{\s*"name"\s*:\s*"([^"\\]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
+_QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
 _TAIL = re.compile(r"[\s}\]]*")
 
 
@@ -151,12 +152,19 @@ class CallReader:
         body = place + len(mark)
         if (begun := self._stream(body)) is not None:
             return begun
-        end = self._held.find(CLOSE, body) if mark == OPEN else -1
+        end = self._close(body) if mark == OPEN else -1
         if end < 0 and not last:
             return None
         inside = self._held[body : end if end >= 0 else len(self._held)]
         whole = self._cut(end + len(CLOSE) if end >= 0 else len(self._held))
         return list(self._calls(inside)) or [whole]
+
+    def _close(self, body: int) -> int:
+        """Where the closing tag of a call is; -1 if there is none yet. In a text of its JSON it is a text."""
+        end = self._held.find(CLOSE, body)
+        while end >= 0 and len(_QUOTED.sub("", self._held[body:end]).split('"')) > 1:
+            end = self._held.find(CLOSE, end + 1)
+        return end
 
     def _bare(self, *, last: bool) -> list[str | Found] | None:
         """An answer that begins as JSON: a call, or text. None if more input is needed."""

@@ -59,7 +59,7 @@ class Decoding:
         self.decoder = CpuDecoder(RandomModel(spec, bits, residuals=k_chunk > 0), options)
         self.ways = {0: 0, k_chunk: k_chunk}
         self.times: dict[int, list[float]] = {way: [] for way in self.ways}
-        self._position = 0
+        self._position = -1
 
     def turn(self, k_chunk: int) -> None:
         """Time some tokens."""

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from models.recipe import DEFAULT_METHOD
-from tests.bench import fit_tuner, installations, rates, speculation, speed_page, tuned
+from tests.bench import fit_tuner, installations, rates, speculation, speed_page, tool_calls, tool_servers, tuned
 from tests.bench.caches import report as caches_report
 from tests.bench.caches import summary as caches_summary
 from tests.bench.caches.view import View as CachesView
@@ -97,6 +97,9 @@ def tables() -> Iterator[Table]:
         text=lambda found: tuned.report(found["models"]),
         runs=lambda found: [own["run"] for own in found["models"].values() if "run" in own],
     )
+    for name, made in (("tool-calls", tool_calls), ("tool-servers", tool_servers)):
+        file = _BENCH / f"{name.replace('-', '_')}.json"
+        yield Table(page=DOCS / "tools.md", name=name, files=(file,), text=made.written)
 
 
 def _part(part: str, make: Callable[[Any], str], found: Found) -> str:

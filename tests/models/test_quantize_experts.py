@@ -47,7 +47,7 @@ def test_an_expert_that_few_tokens_reach_is_rounded_plainly(
     store = Store(tmp_path)
     quantize(checkpoint, store, GPTQ, name="usual", calibration=TEXT, evaluation=TEXT)
     tokens = MappedTensors(store.open("usual").path / block_file(1))[expert_tokens(1)]
-    assert tokens.sum() == 3 * 677  # each of the text's tokens has three experts
+    assert tokens.sum() == 3 * 688  # each of the text's tokens has three experts
     limit = int(np.sort(tokens)[2])
     monkeypatch.setattr(experts, "FEWEST_TOKENS", limit)
     monkeypatch.setattr("models.quantize.quality.FEWEST_TOKENS", limit)
@@ -139,23 +139,22 @@ def test_experts_of_one_tensor_are_read_one_by_one(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the peak from /proc")
 @pytest.mark.parametrize("method", ["rtn", "gptq"])
-def test_peak_is_far_below_a_block_of_experts(tmp_path: Path, method: str) -> None:
-    """Against the peak of a tiny model in the same process. A block has 84 million weights, 336 MB in float32."""
-    sizes = {**MIXTURE, "decoder_sparse_step": 1, "num_experts": 64, "num_hidden_layers": 2}
-    folders = {"tiny": {}, "large": {"hidden_size": 512, "moe_intermediate_size": 852}}
-    for name, changes in folders.items():
-        model = random_model("Qwen3Moe", **{**sizes, **changes, "max_position_embeddings": 512})
+def test_the_peak_grows_by_packed_experts_alone(tmp_path: Path, method: str) -> None:
+    """64 experts of 1.3 million weights beside 8 of them, in the same process.
+
+    Codes and residuals of 4 bits with their scales are 1.3 bytes a weight; what the allocator keeps between them was 0.5
+    to 0.9 when this was written. Experts held in float32 would add 4.
+    """
+    folders = {"few": 8, "many": 64}
+    for name, count in folders.items():
+        changes = {"num_experts": count, "hidden_size": 512, "moe_intermediate_size": 852, "num_hidden_layers": 2}
+        model = random_model(
+            "Qwen3Moe", **{**MIXTURE, "decoder_sparse_step": 1, "max_position_embeddings": 512, **changes}
+        )
         model.to(torch.bfloat16).save_pretrained(tmp_path / name, max_shard_size="30MB")
         write_tokenizer(tmp_path / name, SIZES["vocab_size"])
-    weights = 64 * 3 * 512 * 852
     (tmp_path / "text").write_text(TEXT)
-    arguments = [
-        str(tmp_path / "large"),
-        str(tmp_path / "store"),
-        str(tmp_path / "text"),
-        method,
-        str(tmp_path / "tiny"),
-    ]
+    arguments = [str(tmp_path / "many"), str(tmp_path / "store"), str(tmp_path / "text"), method, str(tmp_path / "few")]
     done = subprocess.run(
         [sys.executable, "-c", MEASURE, *arguments],
         cwd=Path(__file__).parents[2],
@@ -163,7 +162,5 @@ def test_peak_is_far_below_a_block_of_experts(tmp_path: Path, method: str) -> No
         text=True,
         check=True,
     )
-    tiny, large = json.loads(done.stdout)
-    packed = 1.3 * weights  # codes and residuals of 4 bits, scales, zero-points
-    assert large - tiny <= packed + 96 * 2**20
-    assert packed + 96 * 2**20 < 0.65 * 4 * weights, "the limit would not notice a block in float32"
+    few, many = json.loads(done.stdout)
+    assert many - few <= 2.5 * (folders["many"] - folders["few"]) * 3 * 512 * 852

@@ -34,6 +34,8 @@ NONE = (
     "There are no servers of tools yet. I imports a file with mcpServers, as other programs have one; or write {file} "
     "and press R."
 )
+SLIM_NAME = 18
+"""Maximum characters of a name on a slim terminal."""
 TOKENS_PER_CHARACTER = 0.3
 """Approximate number of tokens of a tool's description, which every prompt carries."""
 STATES = {"off": "○ off", "starting": "◌ starting", "ready": "● ready", "failed": "✕ failed"}
@@ -121,26 +123,28 @@ class ToolsScreen(Screen[None]):
         return f"This chat may use {used} tools; their descriptions take about {about:,} tokens of its context."
 
     def _cells(self, one: Server | ServerTool | Offered) -> list[str]:
+        cells = self._all_cells(one)
+        if self.has_class("-slim"):
+            cells[1] = cells[1] if len(cells[1]) <= SLIM_NAME else f"{cells[1][: SLIM_NAME - 1]}…"
+            return cells[:3]
+        return cells
+
+    def _all_cells(self, one: Server | ServerTool | Offered) -> list[str]:
         from app.tools.server import Server, ServerTool
 
-        slim = self.has_class("-slim")
         if isinstance(one, Server):
             state = "off (disabled)" if one.config.disabled else STATES[one.state]
             count = f"{len(one.tools)} tools" if one.state == "ready" else ""
-            return [" ", printable_name(one.name), state] + (
-                [] if slim else [count or printable_name(one.config.shown)]
-            )
+            return [" ", printable_name(one.name), state, count or printable_name(one.config.shown)]
         if not isinstance(one, ServerTool):
             kind = "resource" if "://" in one.name else "prompt"
-            return [" ", f"  {printable(one.title)[:60]}", kind] + ([] if slim else ["Enter puts it into the message"])
+            return [" ", f"  {printable(one.title)[:60]}", kind, "Enter puts it into the message"]
         tools = self._session.tools
         on = one.key in tools.keys(self._session.conversation)
         always = one.print in tools.permissions.always
         here = tools.permissions.allows(one.print, self._session.conversation.id)
         asks = "runs unasked" if always else "unasked in this chat" if here else "asks first"
-        return ["[x]" if on else "[ ]", f"  {one.name}", "reads" if one.reads else "may write"] + (
-            [] if slim else [asks]
-        )
+        return ["[x]" if on else "[ ]", f"  {one.name}", "reads" if one.reads else "may write", asks]
 
     @property
     def _chosen(self) -> Server | ServerTool | Offered | None:

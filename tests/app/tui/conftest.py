@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
+import sys
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -13,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from app import paths
 from app.errors import ClientError, ContextLengthError
 from app.protocol import CallDelta, ChatDelta, ChatOptions
 from app.settings import Settings
@@ -28,6 +31,7 @@ from runtime.wire.requests import LoadRequest, QuantizeRequest, TuneRequest
 from tuner.curve import Curve
 
 MEGABYTE = 1_000_000
+HOSTILE = Path(__file__).parents[1] / "tools" / "hostile.py"
 
 
 def entry(name: str, **changes: Any) -> ModelEntry:
@@ -554,3 +558,18 @@ def stage() -> Callable[..., Any]:
 def app_of() -> Callable[..., ChatApp]:
     """`app_of(runtime, **settings)` makes an application that does not run yet."""
     return make_app
+
+
+@pytest.fixture
+def served() -> Callable[..., None]:
+    """`served("good", ...)` writes mcp.json with servers of `hostile.py`; new chats use their tools."""
+
+    def write(*kinds: str, use: bool = True) -> None:
+        file = paths.settings_file().with_name("mcp.json")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        servers = {kind: {"command": sys.executable, "args": [str(HOSTILE), kind]} for kind in kinds}
+        file.write_text(json.dumps({"mcpServers": servers}))
+        usual = [f"{kind}/{name}" for kind in kinds for name in ("echo", "write")] if use else []
+        file.with_name("tools.json").write_text(json.dumps({"usual": usual}))
+
+    return write

@@ -123,6 +123,11 @@ def offers(app: Any) -> Callable[[], object]:
     return lambda: app.screen.query("ModelTable") and app.screen.query_one("ModelTable").row_count > 2
 
 
+def table_full(app: Any) -> bool:
+    """Whether the table of tools shows both servers."""
+    return any(table.row_count == 6 for table in app.screen.query("ToolTable"))
+
+
 @in_every_look
 def test_empty(snap_compare: Any, app_of: Any, runtime: Any, look: Look) -> None:
     app = app_of(runtime, theme=look[1])
@@ -214,6 +219,28 @@ def test_chats(snap_compare: Any, app_of: Any, runtime: Any, look: Look, kept: P
     app = app_of(runtime, theme=look[1], kept=kept)
     wide = look[0][0] >= 100  # the chats are beside the messages then
     play = Play(app, keys=("ctrl+b",), shown=lambda: wide or any(t.row_count for t in app.screen.query("ChatTable")))
+    assert snap_compare(app, terminal_size=look[0], run_before=play)
+
+
+@in_every_look
+def test_tools(snap_compare: Any, app_of: Any, runtime: Any, look: Look, served: Any) -> None:
+    served("good", "lies")
+    app = app_of(runtime, theme=look[1])
+
+    def settled() -> bool:
+        box = app.session.tools.box
+        return box is not None and all(one.state in ("ready", "failed") for one in box.servers) and table_full(app)
+
+    play = Play(app, keys=("ctrl+l",), shown=settled, then=("down",))
+    assert snap_compare(app, terminal_size=look[0], run_before=play)
+
+
+@in_every_look
+def test_a_call_is_asked_for(snap_compare: Any, app_of: Any, runtime: Any, look: Look, served: Any) -> None:
+    served("good")
+    runtime.answers = ['Let me see.\nCALL echo {"text": "hello"}']
+    app = app_of(runtime, theme=look[1])
+    play = Play(app, keys=(*"Go", "enter"), shown=lambda: app.screen.query("#ask-arguments"))
     assert snap_compare(app, terminal_size=look[0], run_before=play)
 
 

@@ -20,21 +20,6 @@ HOSTILE = Path(__file__).parents[1] / "tools" / "hostile.py"
 ECHO = 'Let me see.\nCALL echo {"text": "hello"}'
 
 
-@pytest.fixture
-def served() -> Callable[..., None]:
-    """`served("good", ...)` writes mcp.json with servers of `hostile.py`; new chats use their tools."""
-
-    def write(*kinds: str, use: bool = True) -> None:
-        file = paths.settings_file().with_name("mcp.json")
-        file.parent.mkdir(parents=True, exist_ok=True)
-        servers = {kind: {"command": sys.executable, "args": [str(HOSTILE), kind]} for kind in kinds}
-        file.write_text(json.dumps({"mcpServers": servers}))
-        usual = [f"{kind}/{name}" for kind in kinds for name in ("echo", "write")] if use else []
-        file.with_name("tools.json").write_text(json.dumps({"usual": usual}))
-
-    return write
-
-
 def calls(s: Any) -> list[Any]:
     """All calls of the chat."""
     return [call for message in s.app.session.conversation.path() for call in message.calls]

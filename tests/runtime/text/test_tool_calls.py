@@ -42,6 +42,11 @@ ANSWERS: dict[str, tuple[str, str, list[ToolCall]]] = {
     "a list alone": (f"[{W}]", "", [PARIS]),
     "wrapped": (f'{{"type": "function", "function": {W}}}', "", [PARIS]),
     "arguments as text": ('{"name": "add", "arguments": "{\\"a\\": 1, \\"b\\": 2}"}', "", [SUM]),
+    "a tag in a text": (
+        '<tool_call>{"name": "weather", "arguments": {"city": "</tool_call>"}}</tool_call>',
+        "",
+        [ToolCall(name="weather", arguments='{"city": "</tool_call>"}')],
+    ),
     "plain text": ("The sky is < blue [here].", "The sky is < blue [here].", []),
     "other JSON": ('{"answer": [1, 2]}', '{"answer": [1, 2]}', []),
     "a list": ("[1, 2, 3] is a list", "[1, 2, 3] is a list", []),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import numba
 
@@ -58,55 +58,61 @@ def copy_columns(source: int, stride: int, target: int, rows: int) -> None:
         store_floats(target + 64 * i, load_floats(source + stride * i))
 
 
+class Columns(NamedTuple):
+    """Sixteen columns of a head's matrix."""
+
+    at: int
+    """Address of float32 [rows, 16]."""
+    stride: int
+    """Bytes between rows."""
+    rows: int
+    """Dk."""
+
+
+class Scaled(NamedTuple):
+    """A query or key of a head, Dk channels."""
+
+    at: int
+    """Address of float32 [Dk]."""
+    factor: float
+    """What they are to be multiplied by."""
+
+
 @kernel
-def learn(
-    columns: int,
-    stride: int,
-    rows: int,
-    k: int,
-    length: float,
-    v: Any,
-    beta: float,
-    decay: float,
-    q: int,
-    factor: float,
-) -> Any:
+def learn(columns: Columns, k: Scaled, v: Any, beta: float, decay: float, q: Scaled) -> Any:
     """Sixteen columns S become decay S + k beta (v - decay Sᵀk), in place.
 
     Args:
-        columns: Address of float32 [rows, 16].
-        stride: Bytes between rows.
-        rows: Dk.
-        k: Address of float32 [rows], times `length`.
-        length: A factor of k.
+        columns: S.
+        k: The key.
         v: Sixteen values.
         beta: How much of the old values they replace.
         decay: How much of S is left.
-        q: Address of float32 [rows], times `factor`.
-        factor: A factor of q.
+        q: The query.
 
     Returns:
         Sᵀq afterwards.
     """
+    at, stride, rows = columns
     even, odd = zero_floats(), zero_floats()
     for i in range(0, rows - 1, 2):
-        even = fma(load_floats(columns + stride * i), broadcast(k + 4 * i), even)
-        odd = fma(load_floats(columns + stride * (i + 1)), broadcast(k + 4 * i + 4), odd)
+        even = fma(load_floats(at + stride * i), broadcast(k.at + 4 * i), even)
+        odd = fma(load_floats(at + stride * (i + 1)), broadcast(k.at + 4 * i + 4), odd)
     if rows % 2 != 0:
-        even = fma(load_floats(columns + stride * (rows - 1)), broadcast(k + 4 * rows - 4), even)
+        even = fma(load_floats(at + stride * (rows - 1)), broadcast(k.at + 4 * rows - 4), even)
     left = fill(numba.float32(decay))
-    known = mul(add(even, odd), fill(numba.float32(decay * length)))
-    change = mul(sub(v, known), fill(numba.float32(beta * length)))
+    known = mul(add(even, odd), fill(numba.float32(decay * k.factor)))
+    change = mul(sub(v, known), fill(numba.float32(beta * k.factor)))
     even, odd = zero_floats(), zero_floats()
     for i in range(0, rows - 1, 2):
-        one = fma(broadcast(k + 4 * i), change, mul(left, load_floats(columns + stride * i)))
-        other = fma(broadcast(k + 4 * i + 4), change, mul(left, load_floats(columns + stride * (i + 1))))
-        store_floats(columns + stride * i, one)
-        store_floats(columns + stride * (i + 1), other)
-        even, odd = fma(one, broadcast(q + 4 * i), even), fma(other, broadcast(q + 4 * i + 4), odd)
+        one = fma(broadcast(k.at + 4 * i), change, mul(left, load_floats(at + stride * i)))
+        other = fma(broadcast(k.at + 4 * i + 4), change, mul(left, load_floats(at + stride * (i + 1))))
+        store_floats(at + stride * i, one)
+        store_floats(at + stride * (i + 1), other)
+        even, odd = fma(one, broadcast(q.at + 4 * i), even), fma(other, broadcast(q.at + 4 * i + 4), odd)
     if rows % 2 != 0:
-        at = columns + stride * (rows - 1)
-        one = fma(broadcast(k + 4 * rows - 4), change, mul(left, load_floats(at)))
-        store_floats(at, one)
-        even = fma(one, broadcast(q + 4 * rows - 4), even)
-    return mul(add(even, odd), fill(numba.float32(factor)))
+        last = at + stride * (rows - 1)
+        one = fma(broadcast(k.at + 4 * rows - 4), change, mul(left, load_floats(last)))
+        store_floats(last, one)
+        even = fma(one, broadcast(q.at + 4 * rows - 4), even)
+    return mul(add(even, odd), fill(numba.float32(q.factor)))

@@ -7,7 +7,15 @@ from typing import Any
 import numba
 
 from runtime.backends.cpu.data.instructions import Mix, Recur, State
-from runtime.backends.cpu.kernels.delta import copy_columns, decays_of, inverse_length, learn, shares_of
+from runtime.backends.cpu.kernels.delta import (
+    Columns,
+    Scaled,
+    copy_columns,
+    decays_of,
+    inverse_length,
+    learn,
+    shares_of,
+)
 from runtime.backends.cpu.kernels.gate import gate as gate_channels
 from runtime.backends.cpu.kernels.norm import norm_head
 from runtime.backends.cpu.kernels.rounding import round_groups, sizes_of
@@ -161,16 +169,12 @@ def _recur_head(recur: Recur, slot: int, position: int, row: int, rows: int, hea
             x, lengths = _read(recur, slot, before, row, i), scratch + 8 * (before + i)
             factor = get_float(lengths + 4) if i >= 0 else numba.float32(0.0)
             y = learn(
-                at,
-                step,
-                Dk,
-                x + k,
-                get_float(lengths),
+                Columns(at, step, Dk),
+                Scaled(x + k, get_float(lengths)),
                 load_floats(x + v + c),
                 get_float(x + beta),
                 get_float(x + decay),
-                x + q,
-                factor,
+                Scaled(x + q, factor),
             )
             if i >= 0:
                 out = recur.out.at + (row + i) * recur.out.stride + 4 * Dv * head + c

@@ -13,6 +13,7 @@ from models.spec import DeltaSpec, ModelSpec
 from runtime.backends.cpu.decoder import CpuDecoder
 from runtime.backends.decoder import DecoderOptions, Step
 from runtime.backends.reference.decoder import ReferenceDecoder
+from runtime.drafting import LARGEST_GAMMA
 from runtime.engine.conversations.conversations import Conversations
 from runtime.errors import RequestError
 from runtime.kv import states
@@ -194,3 +195,7 @@ def test_saved_states_that_do_not_fit_leave_the_slot_empty(tiny_model: Any, tiny
         assert (decoder.cache.length(0), decoder.cache.states.reach(0, 0)) == (0, 0)
     decoder.cache.load(0, 31, 31, pieces)
     assert decoder.cache.reach(0, 30) == 30
+
+
+def test_a_verification_is_a_small_step() -> None:
+    assert SMALL_STEP == LARGEST_GAMMA + 1
