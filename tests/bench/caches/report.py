@@ -31,8 +31,10 @@ _ALT = {
     "speed": "Decoded tokens a second by tokens in the cache",
     "attention": "Time and bytes of attention relative to fp16",
 }
-_LATEST = f"""By the share of the prompt's tokens, the latest ones, whose pages have a low-rank matrix of rank {LOW_RANK};
-pages after the prompt always have one:"""
+_LATEST = (
+    f"By the share of the prompt's tokens, the latest ones, whose pages have a low-rank matrix of rank {LOW_RANK} (pages "
+    "after the prompt always have one):"
+)
 
 
 def write(view: View, file: Path) -> None:
