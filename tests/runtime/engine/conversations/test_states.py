@@ -140,6 +140,7 @@ def test_any_history_gives_what_a_fresh_prefill_gives(
 
 
 def test_drafts_are_cut_back_and_long_steps_are_not(tiny_spec: Any) -> None:
+    assert SMALL_STEP == LARGEST_GAMMA + 1
     own = States(hybrid(tiny_spec), 2)
     own.begin(0, 0, 100, draft=False)
     assert (own.reach(0, 100), own.reach(0, 99)) == (100, 0)
