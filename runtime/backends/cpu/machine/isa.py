@@ -83,7 +83,7 @@ def arm_features() -> set[str]:
     if system == "darwin":
         return {name for name, (*_, key) in _ARM_FEATURES.items() if sysctl.number(key)}
     if system == "win32":
-        present = ctypes.WinDLL("kernel32").IsProcessorFeaturePresent(_WINDOWS_DOT_PRODUCT)
+        present = ctypes.WinDLL("kernel32").IsProcessorFeaturePresent(_WINDOWS_DOT_PRODUCT)  # type: ignore[attr-defined, unused-ignore]
         return {"dotprod"} if present else set()
     return set()
 
