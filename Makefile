@@ -9,7 +9,7 @@ VERSION := $(shell $(USED) -c 'import sys; print(*sys.version_info[:2], sep=".")
 READY := $(VENV)/.ready-$(VERSION)
 PREPARED := $(VENV)/.prepared
 
-.PHONY: chat demo test test-all check format bench bench-start bench-killing bench-soak pictures bench-tuned bench-prompts bench-speculation bench-rates bench-gpu first-light first-light-more quality kv pages mutations fuzz sanitize-gpu kernels clean
+.PHONY: chat demo test test-all test-arm check format bench bench-start bench-killing bench-soak pictures bench-tuned bench-prompts bench-speculation bench-rates bench-gpu first-light first-light-more quality kv pages mutations fuzz sanitize-gpu kernels clean
 
 chat: $(PREPARED)
 	$(BIN)/lowbit-chat
@@ -21,6 +21,10 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test: $(READY)
 	$(PYTEST) -m "not slow"
+
+# The program on aarch64 Linux under emulation; needs root, qemu-user-static and debootstrap, and says so.
+test-arm: $(READY)
+	$(BIN)/python -m tests.emulated
 
 # Long grids, every picture, other processors' code, kills, benchmarks and reports too.
 test-all: $(READY)

@@ -66,6 +66,7 @@ def bench(
     from app.settings import load
     from runtime.kv.kinds import KINDS, SPECULATIVE_KV
     from runtime.measure.speed import default_lengths, measure, measure_at, peak_memory_bytes
+    from runtime.system.power import power_words
 
     options.check_speculation(speculation, gamma, kv)
     if speculation and kv is not None and not KINDS[kv].has_draft:
@@ -122,7 +123,7 @@ def bench(
     finally:
         decoder.close()
     limit = services.bandwidth(fresh=True).gb_s
-    cpu = services.machine().cpu
+    cpu, power = services.machine().cpu, power_words()
     device = f"{cpu.name}, {cpu.usable_cores} core{'s' if cpu.usable_cores > 1 else ''}"
     if as_json:
         output.result(
@@ -136,6 +137,7 @@ def bench(
                 "peak_memory_bytes": peak,
                 "kv_bytes_per_token": speed.kv_bytes_per_token,
                 "device": device,
+                "power": power,
                 **({"at": [_at(speed_at) for speed_at in speeds_at]} if at else {}),
                 **(compensation or {}),
                 **(prompts or {}),
@@ -144,6 +146,8 @@ def bench(
         )
         return
     output.text(f"{stored.name} on {device} ({decoder.backend})")
+    if power is not None:
+        output.text(f"power         {power}")
     output.text(f"first token   {1000 * speed.ttft_s:.0f} ms after {speed.prompt_tokens} prompt tokens")
     output.text(f"prefill       {speed.prefill_tokens_per_s:.0f} tokens/s")
     output.text(f"decode        {speed.decode_tokens_per_s:.1f} tokens/s (median of {speed.decode_tokens} steps)")

@@ -27,3 +27,7 @@ def main() -> None:
         print(f"{NAME}: {in_one_line(error)}", file=sys.stderr)
         status = 1
     sys.exit(status)
+
+
+if __name__ == "__main__":
+    main()

@@ -66,6 +66,7 @@ def machine_lines(machine: Mapping[str, Any], bandwidth_gb_s: float | None) -> L
     memory = _part(machine, "memory")
     lines.append(("memory", _room(memory.get("available_bytes"), memory.get("total_bytes"))))
     lines.append(("bandwidth", f"{bandwidth_gb_s:.1f} GB/s read, measured" if bandwidth_gb_s else "not measured yet"))
+    lines.append(("power", str(machine.get("power") or "")))
     lines.append(("runs on", _joined([machine.get("backend"), machine.get("reason")])))
     return [(name, words) for name, words in lines if words]
 

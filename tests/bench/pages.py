@@ -17,7 +17,17 @@ from pathlib import Path
 from typing import Any
 
 from models.recipe import DEFAULT_METHOD
-from tests.bench import fit_tuner, installations, rates, speculation, speed_page, tool_calls, tool_servers, tuned
+from tests.bench import (
+    cpu_code,
+    fit_tuner,
+    installations,
+    rates,
+    speculation,
+    speed_page,
+    tool_calls,
+    tool_servers,
+    tuned,
+)
 from tests.bench.caches import report as caches_report
 from tests.bench.caches import summary as caches_summary
 from tests.bench.caches.view import View as CachesView
@@ -80,6 +90,7 @@ def tables() -> Iterator[Table]:
         yield Table(page=speed, name=name, files=(_BENCH / f"{file}.json",), text=getattr(speed_page, name))
     both = tuple(_BENCH / f"{_DAY}-prompts{end}.json" for end in ("", "-1b"))
     yield Table(page=speed, name="prompts", files=both, text=speed_page.prompts)
+    yield Table(page=DOCS / "cpu.md", name="cpu-code", files=(cpu_code.RESULTS,), text=cpu_code.table)
     yield Table(page=README, name="installations", files=(installations.RESULTS,), text=installations.table)
     yield Table(page=rates.DOCUMENT, name="rates", files=(rates.RESULTS,), text=rates.stored_table)
     for part, make in speculation.TABLES.items():

@@ -9,6 +9,7 @@ from typing import Any
 
 from runtime.backends import backends
 from runtime.errors import Problem
+from runtime.system.power import power_words
 from runtime.wire.device import DeviceReport
 from tuner.gpu import GpuInfo
 
@@ -56,6 +57,7 @@ class MachineInspector:
         return DeviceReport(
             machine={
                 "cpu": asdict(machine.cpu),
+                "power": power_words(),
                 "memory": asdict(machine.memory),
                 "gpu": None if gpu is None else asdict(gpu),
                 "pcie": self._link(gpu, idle=idle),

@@ -221,6 +221,7 @@ def test_bench(answer: Answer, run: Callable[..., Any]) -> None:
         "peak_memory_bytes",
         "kv_bytes_per_token",
         "device",
+        "power",
     }
     assert found["kv_bytes_per_token"] == 2 * 2 * 32 * 2  # keys and values, layers, width, bytes
     assert found["bandwidth_limit_gb_s"] == 10.0

@@ -21,6 +21,7 @@ from runtime.backends.cpu.machine.emit import (
     constant,
     define,
     emit_dot4,
+    emit_dot4_i8mm,
     emit_fma,
     floats16,
     pointer,
@@ -46,9 +47,11 @@ def emit_join_high(b: Builder, upper: Any, lower: Any) -> Any:
 
 def emit_dot4_bytes(b: Builder, total: Any, unsigned: Any, signed: Any) -> Any:
     """Per lane: total + four products of unsigned bytes, up to 255, and signed bytes."""
-    if isa.VECTORS != "avx2":
+    if isa.VARIANT == "neon-i8mm":
+        return emit_dot4_i8mm(b, total, unsigned, signed)
+    if isa.VECTORS not in ("avx2", "neon"):
         return emit_dot4(b, total, unsigned, signed)
-    # Products of whole bytes overflow the 16-bit step, so their halves are multiplied one by one.
+    # Products of whole bytes overflow the 16-bit step of AVX2, and Neon's bytes are signed: by halves, one by one.
     high = b.and_(shift_right(b, unsigned, 4), constant(BYTES, _FEW_BITS))
     upper = emit_dot4(b, constant(WORDS, 0), high, signed)
     total = emit_dot4(b, total, b.and_(unsigned, constant(BYTES, _FEW_BITS)), signed)

@@ -193,10 +193,34 @@ def emit_dot4_plain(b: Builder, total: Any, unsigned: Any, signed: Any) -> Any:
     return total
 
 
+def _by_quarters(b: Builder, name: str, result: Any, *vectors: Any) -> Any:
+    """An intrinsic of 128-bit vectors, for each quarter of some vectors."""
+    quarters = []
+    for i in range(4):
+        parts = [_half(b, vector, ir.VectorType(vector.type.element, vector.type.count // 4), i) for vector in vectors]
+        quarters.append(call(b, name, result, *parts))
+    while len(quarters) > 1:
+        count = quarters[0].type.count
+        mask = ir.Constant(ir.VectorType(I32, 2 * count), list(range(2 * count)))
+        quarters = [b.shuffle_vector(*pair, mask) for pair in zip(quarters[::2], quarters[1::2], strict=True)]
+    return quarters[0]
+
+
+def _dot4_neon(b: Builder, total: Any, x: Any, y: Any) -> Any:
+    # Of signed bytes: weights of up to 7 bits are the same in both forms.
+    return _by_quarters(b, "llvm.aarch64.neon.sdot.v4i32.v16i8", ir.VectorType(I32, 4), total, x, y)
+
+
+def emit_dot4_i8mm(b: Builder, total: Any, unsigned: Any, signed: Any) -> Any:
+    """The result of `emit_dot4`, for unsigned bytes up to 255, on a processor with i8mm."""
+    return _by_quarters(b, "llvm.aarch64.neon.usdot.v4i32.v16i8", ir.VectorType(I32, 4), total, unsigned, signed)
+
+
 emit_dot4: Emit = {
     "avx512": _dot4_avx512,
     "avxvnni": _dot4_avxvnni,
     "avx2": _dot4_avx2,
+    "neon": _dot4_neon,
     "generic": emit_dot4_plain,
 }[isa.VECTORS]
 """total[i] + sum of unsigned[4i + j] * signed[4i + j] over j in 0..3, for weights up to 4 bits."""
@@ -236,6 +260,7 @@ emit_dot4_entries: Emit = {
     "avx512": emit_dot4,
     "avxvnni": emit_dot4,
     "avx2": _entries_avx2,
+    "neon": _dot4_neon,
     "generic": _entries_generic,
 }[isa.VECTORS]
 """total[i] + sum of entries[4i + j] * x[4i + j] over j in 0..3: entries of a table of `emit_table`, x signed."""
@@ -254,6 +279,10 @@ def _lookup_avx2(b: Builder, table: Any, places: Any) -> Any:
     return b.shuffle_vector(*parts, ir.Constant(ir.VectorType(I32, 64), list(range(64))))
 
 
+def _lookup_neon(b: Builder, table: Any, places: Any) -> Any:
+    return _by_quarters(b, "llvm.aarch64.neon.tbl1.v16i8", ir.VectorType(I8, 16), table, places)
+
+
 def _lookup_generic(b: Builder, table: Any, places: Any) -> Any:
     # A tree of selections, bit after bit of the place: plain lane arithmetic that every target has.
     undefined = ir.Constant(BYTES, ir.Undefined)
@@ -269,6 +298,7 @@ emit_lookup: Emit = {
     "avx512": _lookup_avx512,
     "avxvnni": _lookup_avx2,
     "avx2": _lookup_avx2,
+    "neon": _lookup_neon,
     "generic": _lookup_generic,
 }[isa.VECTORS]
 """table[16 l + places[16 l + i]] for every byte i of every 128-bit lane l: places below 16."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import llvmlite.binding as llvm
 
+from runtime.backends.cpu.machine.isa import arm_features
 from runtime.system.heap import release_code
 
 
@@ -32,14 +33,23 @@ _awake = threading.Event()
 """Whether LLVM has run since `rest`."""
 
 
+_STAND_INS = {"oryon-1": "neoverse-n1"}
+"""Processors whose timing LLVM describes in part, so that compiling for them ends the process, and others like them."""
+
+
+def processor(name: str) -> str:
+    """The processor that code is compiled for, by LLVM's name of the one at hand."""
+    return _STAND_INS.get(name, name)
+
+
 def target_machine() -> llvm.TargetMachine:
     """The LLVM target machine that compiles and loads code for this processor."""
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     target = llvm.Target.from_triple(llvm.get_process_triple())
     return target.create_target_machine(
-        cpu=llvm.get_host_cpu_name(),
-        features=llvm.get_host_cpu_features().flatten(),
+        cpu=processor(llvm.get_host_cpu_name()),
+        features=",".join([llvm.get_host_cpu_features().flatten(), *(f"+{name}" for name in sorted(arm_features()))]),
         opt=3,
         reloc="static" if target.name.startswith("x86") else "default",
         codemodel="jitdefault",
