@@ -153,9 +153,10 @@ class GgufTensor:
 def _block(family: Family) -> dict[str, str]:
     """Modules of a family's blocks in Hugging Face's format, by their names in a file."""
     norms = {own: family.norms[part] for own, part in _NORMS.items() if part in family.norms}
-    gate, up = (family.linear_sources["gate_up"][at] for at in (0, -1))  # in some families one matrix
-    (o,), (down,) = family.linear_sources["o"], family.linear_sources["down"]
-    own = {"attn_output": o, "ffn_gate": gate, "ffn_up": up, "ffn_down": down}
+    (o,), (*gate, up), (down,) = (family.linear_sources[kind] for kind in ("o", "gate_up", "down"))
+    own = {"attn_output": o, "ffn_down": down, "ffn_up": up}  # with gate, where these are one matrix
+    if gate:
+        own["ffn_gate"] = gate[0]
     convolution = {f"shortconv.{last}": f"conv.{last}" for last in ("conv", "in_proj", "out_proj")}
     return {**_LINEAR, **norms, **own, **(convolution if "convolution" in family.mixer_sources else {})}
 
