@@ -75,14 +75,15 @@ def arm_features() -> set[str]:
     """
     if platform.machine().lower() not in _ARM:
         return set()
-    if sys.platform == "linux":
+    system: str = sys.platform  # a variable, so that type checkers look at every branch
+    if system == "linux":
         look = ctypes.CDLL(None).getauxval
         look.argtypes, look.restype = (ctypes.c_ulong,), ctypes.c_ulong
         return {name for name, (vector, bit, _) in _ARM_FEATURES.items() if look(vector) & bit}
-    if sys.platform == "darwin":
+    if system == "darwin":
         return {name for name, (*_, key) in _ARM_FEATURES.items() if sysctl.number(key)}
-    if sys.platform == "win32":
-        present = ctypes.WinDLL("kernel32").IsProcessorFeaturePresent(_WINDOWS_DOT_PRODUCT)
+    if system == "win32":
+        present = ctypes.WinDLL("kernel32").IsProcessorFeaturePresent(_WINDOWS_DOT_PRODUCT)  # type: ignore[attr-defined, unused-ignore]
         return {"dotprod"} if present else set()
     return set()
 
