@@ -32,8 +32,8 @@ _ALT = {
     "attention": "Time and bytes of attention relative to fp16",
 }
 _LATEST = (
-    f"By the share of the prompt's tokens, the latest ones, whose pages have a low-rank matrix of rank {LOW_RANK} (pages "
-    "after the prompt always have one):"
+    f"By the share of the prompt's tokens, the latest ones, whose pages have a low-rank matrix of rank {LOW_RANK} "
+    "(pages after the prompt always have one):"
 )
 
 
