@@ -14,7 +14,7 @@ from models.catalogue import CatalogueModel
 from models.recipe import Recipe
 from models.spec import LAYER_KINDS, ModelSpec
 from runtime.backends import ModelSizes, backend
-from runtime.errors import OutOfMemoryError
+from runtime.errors import BackendError, OutOfMemoryError
 from runtime.load.memory import DEFAULT_CONTEXT, plan
 from runtime.wire.answers import Status
 from runtime.wire.device import DeviceReport
@@ -88,7 +88,7 @@ def _prospect(model: CatalogueModel, room: Room) -> Prospect:
     for bits, size in taken.items():
         try:
             context, needed = _planned(spec, bits, (size.device, size.residuals), room)
-        except OutOfMemoryError:
+        except (OutOfMemoryError, BackendError):  # or the backend does not run such models
             needed = size.device + size.residuals
             continue
         chosen = bits

@@ -31,7 +31,7 @@ from runtime.load.open import open_decoder
 from runtime.measure.speed import fill
 from runtime.text.sampling import SamplingOptions
 from runtime.text.tokenizer import Tokenizer
-from tests.bench.caches.memory import asked
+from tests.bench.caches.peak import asked
 from tests.bench.copied import copied, copied_table
 from tests.bench.reporting.cases import ROOT
 from tests.bench.reporting.markdown import table

@@ -18,7 +18,7 @@ from models.store import Store
 from runtime.backends.decoder import DecoderOptions
 from runtime.kv.kinds import KINDS, PARTS, SINKS, SPARSITY, KVKind, Part, page_bytes
 from runtime.measure.evaluate import perplexity
-from tests.bench.caches import corrected, drift, gear, judge, memory, reasons, size, smooth, summary
+from tests.bench.caches import corrected, drift, gear, judge, peak, reasons, size, smooth, summary
 from tests.bench.caches import perplexity as losses
 from tests.bench.caches.extent import CONTEXTS, ORDER, paged_share, window
 from tests.bench.caches.full import STEP, FullDecoder, feed, rows
@@ -340,7 +340,7 @@ def test_what_corrects_and_what_is_held_stand_in_tables(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_longer_context_holds_more_and_peaks_higher() -> None:
     """In processes of their own: the cache's buffers are in the peak, and so are the weights."""
-    short, long = (memory.asked({"shape": 4, "kind": "fp16", "context": context}) for context in (256, 4096))
+    short, long = (peak.asked({"shape": 4, "kind": "fp16", "context": context}) for context in (256, 4096))
     assert long["kv_bytes"] == 16 * short["kv_bytes"]
     grown = long["peak_bytes"] - short["peak_bytes"]
     assert grown == pytest.approx(long["kv_bytes"] - short["kv_bytes"], rel=0.3)

@@ -211,7 +211,7 @@ def written(found: Mapping[str, Any]) -> str:
     """The table of docs/tools.md."""
     rows = {row["kind"]: row for row in found["rows"]}
     head = ["", "called", "asked again", "valid", "the right tool", "right in every argument"]
-    kinds = {"required": "100 requests, a call required", "auto": "100 requests, the model decides"}
+    kinds = {"required": "a call is required", "auto": "the model decides"}
     body = [
         [
             words,

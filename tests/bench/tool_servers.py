@@ -15,7 +15,9 @@ import subprocess
 import sys
 import tempfile
 import time
+import uuid
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,7 @@ HOSTILE = Path(__file__).parents[1] / "app" / "tools" / "hostile.py"
 ROOMS = ("app/tools", "runtime/text")
 START_S, CALL_S = 20.0, 5.0
 """Limits of this run; the program's own are a minute and two."""
+MARK = "TOOL_SERVERS_RUN"
 KINDS = {
     "wrong-json": "answers with half a message and then with one that is no result",
     "endless": "returns a million characters",
@@ -90,20 +93,12 @@ def hostile() -> Iterator[Case]:
         )
 
 
-def descendants() -> set[int]:
-    """Processes that this one or its children started, and that run."""
-    found = set()
+def left_of(mark: str) -> int:
+    """How many processes run that were started with a mark in their environment."""
+    found = 0
     for process in psutil.process_iter():
         try:
-            words = " ".join(process.cmdline())
-            ours = (
-                "hostile.py" in words
-                or "of a hostile server" in words
-                or "mcp-server" in words
-                or "server-filesystem" in words
-            )
-            if ours and process.status() != psutil.STATUS_ZOMBIE and process.pid != psutil.Process().pid:
-                found.add(process.pid)
+            found += process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE
         except psutil.Error:
             continue
     return found
@@ -112,9 +107,9 @@ def descendants() -> set[int]:
 def tried(case: Case) -> dict[str, Any]:
     """Start a server, call a tool, end it."""
     config, name, arguments, words = case
-    before = descendants()
+    mark = uuid.uuid4().hex
     begin = time.monotonic()
-    box = Toolbox([config])
+    box = Toolbox([replace(config, env={MARK: mark})])
     box.open()
     while not box.settled:
         time.sleep(0.01)
@@ -140,7 +135,7 @@ def tried(case: Case) -> dict[str, Any]:
     return {
         "name": config.name, "what": words, "tools": len(tools), "relaxed": relaxed, "start_s": round(started, 2),
         "call_s": round(called, 2), "end_s": round(ended, 2), "outcome": " ".join(outcome.split())[:120],
-        "notes": notes[:3], "left": len(descendants() - before),
+        "notes": notes[:3], "left": left_of(mark),
     }  # fmt: skip
 
 

@@ -37,6 +37,8 @@ CASES = (
     "qwen3-biases-tied",
     "phi3-partial",
     "lfm2-biases",
+    "qwen3.5",
+    "qwen3.5-biases",
 )
 
 

@@ -24,6 +24,7 @@ from models.spec import ModelSpec, expert_of
 from tests.close import assert_close
 from tests.models.random_models import (
     CASES,
+    DELTA,
     DRAWN_FAMILIES,
     GEMMA,
     MINISTRAL3,
@@ -468,13 +469,18 @@ def multimodal(family: str) -> Any:
         parts = {"vision_config": transformers.SiglipVisionConfig(**vision), "mm_tokens_per_image": 4}
         config = transformers.Gemma3Config(text_config=text, **parts, image_token_index=66)
         return transformers.Gemma3ForConditionalGeneration(config).eval()
+    if family == "Qwen3_5":
+        sizes = {"hidden_size": 16, "intermediate_size": 16, "depth": 1, "num_heads": 2, "out_hidden_size": 32}
+        return transformers.Qwen3_5ForConditionalGeneration(
+            transformers.Qwen3_5Config(text_config={**SIZES, **DELTA, "num_hidden_layers": 4}, vision_config=sizes)
+        ).eval()
     text = transformers.Ministral3Config(**{**SIZES, "head_dim": 16, "rope_parameters": MINISTRAL3})
     parts = {"vision_config": transformers.PixtralVisionConfig(**vision, head_dim=8), "image_token_index": 66}
     return transformers.Mistral3ForConditionalGeneration(transformers.Mistral3Config(text_config=text, **parts)).eval()
 
 
 @pytest.mark.parametrize("older", [False, True], ids=["as-saved", "older-names"])
-@pytest.mark.parametrize("family", ["Gemma3", "Mistral3"])
+@pytest.mark.parametrize("family", ["Gemma3", "Mistral3", "Qwen3_5"])
 def test_the_text_part_of_a_multimodal_checkpoint_loads_by_itself(family: str, older: bool, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = multimodal(family)
@@ -485,7 +491,7 @@ def test_the_text_part_of_a_multimodal_checkpoint_loads_by_itself(family: str, o
         named = {f"language_model.{name}" if name.startswith("lm_head") else name: x for name, x in named.items()}
         safetensors.torch.save_file(named, tmp_path / "model.safetensors", {"format": "pt"})
     checkpoint = Checkpoint.open(tmp_path)
-    assert checkpoint.spec.family in ("gemma3_text", "ministral3")
+    assert checkpoint.spec.family in ("gemma3_text", "ministral3", "qwen3_5_text")
     tokens = tokens_of(20) % 60
     assert_close(Oracle(checkpoint).logits(tokens), theirs(model, tokens).logits, "model")
 

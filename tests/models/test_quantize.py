@@ -231,7 +231,7 @@ def test_the_low_bit_stream_begins_with_the_stored_embedding(
     assert torch.equal(start.finer[0], stored)
 
 
-@pytest.mark.parametrize("case", ["llama3", "mistral-window", "lfm2"])
+@pytest.mark.parametrize("case", ["llama3", "mistral-window", "lfm2", "qwen3.5"])
 def test_branches_behind_a_common_beginning_are_the_texts_they_stand_for(tmp_path: Path, case: str) -> None:
     random_case(case).save_pretrained(tmp_path)
     checkpoint = Checkpoint.open(tmp_path)
@@ -335,13 +335,16 @@ def test_blocks_whose_states_were_not_saved_are_made_again(
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_blocks_with_states_are_quantized_by_every_method(tmp_path: Path, short_text: str, method: Method) -> None:
-    random_case("lfm2").save_pretrained(tmp_path / "source")
+@pytest.mark.parametrize("case", ["lfm2", "qwen3.5"])
+def test_blocks_with_states_are_quantized_by_every_method(
+    tmp_path: Path, short_text: str, case: str, method: Method
+) -> None:
+    random_case(case).save_pretrained(tmp_path / "source")
     write_tokenizer(tmp_path / "source", 67)
     store, recipe = Store(tmp_path / "store"), Recipe.usual(method, group_size=32, smooth_attention=True)
     info = quantize(tmp_path / "source", store, recipe, calibration=short_text, evaluation=short_text[:200])
     model = store.open(info.name)
-    assert model.vector("layers.0.conv").shape == (3 * 32,)
+    assert model.vector("layers.0.conv").shape == ((3 * 32,) if case == "lfm2" else (4 * 80,))
     assert [model.key_statistics(layer) is None for layer in range(3)] == [True, False, True]
     assert info.summary.perplexity_after == pytest.approx(info.summary.perplexity_before, rel=0.5)
 

@@ -76,7 +76,7 @@ class CallView(Vertical):
         size = f", {lines:,} lines" if call.state == "done" and lines > 1 else ""
         why = f": {' '.join(printable(call.result).split())[:120]}" if call.state == "failed" else ""
         sign = "▾" if self.unfolded else "▸"
-        return f"{sign} {place}{printable_name(call.name)} {arguments} · {WORDS[call.state]}{size}{why}"
+        return f"{sign} {place}{printable_name(call.name)} · {WORDS[call.state]}{size}{why} · {arguments}"
 
     def _body(self) -> str:
         call = self.call

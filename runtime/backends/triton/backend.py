@@ -54,8 +54,6 @@ class TritonBackend:
         Residuals stay in main memory, except two layers' for prompts, and what several rows share of one.
         """
         _check_layers(spec)
-        if spec.mixture is not None:
-            raise BackendError(NO_EXPERTS)
         values = [N * K for N, K in (spec.linear_shape(name) for name in spec.linear_names())]
         largest = sizes.residual_bytes * max(values[:-1], default=0) // sum(values)
         staged = 2 * largest + min(largest, COPIED_BYTES)
@@ -116,6 +114,8 @@ class TritonBackend:
 
 def _check_layers(spec: ModelSpec) -> None:
     """Raise BackendError if a model has layers that this backend does not run."""
+    if spec.mixture is not None:
+        raise BackendError(NO_EXPERTS)
     if spec.state_layers:
         raise BackendError(
             f"the GPU backend has no kernels for the {len(spec.state_layers)} layers of this model that have a state "

@@ -200,6 +200,13 @@ def test_scripts_without_spaces_are_found(index: Index, tmp_path: Path) -> None:
     assert index.search([folder], ["火车时刻"], ROOM) == []
 
 
+def test_a_passage_with_one_common_word_of_a_question_is_no_answer(index: Index, tmp_path: Path) -> None:
+    folder = write(tmp_path / "p", {f"{n}.txt": f"the lamp of day {n}" for n in range(20)})
+    index.update("a", folder)
+    assert index.search([folder], ["Which lamp shows that the router password of Kazakhstan expired?"], ROOM) == []
+    assert len(index.search([folder], ["Which lamp?"], ROOM)) == 20
+
+
 def test_words_are_found_in_other_forms(index: Index, tmp_path: Path) -> None:
     folder = write(tmp_path / "p", {"a.txt": "Two whales were hunted, Éclair.", "b.py": "def read_file(): ..."})
     index.update("a", folder)

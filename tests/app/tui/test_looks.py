@@ -12,9 +12,9 @@ Stage = Callable[..., Any]
 SCREENS = {
     "chat": (), "message": ("ctrl+up", "d"), "chats": ("ctrl+b",), "help": ("f1",), "models": ("f2",),
     "settings": ("f3",), "device": ("f4",), "this-chat": ("f5",), "log": ("f6",), "palette": ("ctrl+p",),
-    "tokens": ("f7",),
+    "tokens": ("f7",), "attach": ("ctrl+o",),
 }  # fmt: skip
-ABOVE = ("help", "this-chat", "palette")
+ABOVE = ("help", "this-chat", "palette", "attach")
 """Shown above the chat, which is dimmed on purpose."""
 LEAST_CONTRAST = 4.5
 """WCAG 2.2, 1.4.3, level AA."""

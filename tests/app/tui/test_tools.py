@@ -44,7 +44,7 @@ async def test_a_call_runs_when_it_is_allowed(stage: Callable[..., Any], runtime
         (call,) = calls(s)
         assert (call.state, call.result, call.server) == ("done", "hello", "good")
         assert s.last.text == "It said hello."
-        await s.shows('▸ good · echo {"text": "hello"} · done')
+        await s.shows('▸ good · echo · done · {"text": "hello"}')
         first, second = runtime.named("chat")
         assert [tool["function"]["name"] for tool in first[1].tools] == ["echo", "write"]
         said, result = second[0][-2:]

@@ -31,6 +31,10 @@ _ALT = {
     "speed": "Decoded tokens a second by tokens in the cache",
     "attention": "Time and bytes of attention relative to fp16",
 }
+_LATEST = (
+    f"By the share of the prompt's tokens, the latest ones, whose pages have a low-rank matrix of rank {LOW_RANK} "
+    "(pages after the prompt always have one):"
+)
 
 
 def write(view: View, file: Path) -> None:
@@ -243,10 +247,10 @@ def _corrected(view: View) -> str:
         return ""
     usual = {"rank": LOW_RANK, "sparsity": 0.0, "share": 1.0}
     parts = []
-    for what, values, head, shown in (
-        ("rank", RANKS, "rank", "{:d}"),
-        ("sparsity", SPARSITIES, "outliers", "{:.0%}"),
-        ("share", SHARES, "corrected tokens of the prompt", "{:.0%}"),
+    for what, values, head, shown, caption in (
+        ("rank", RANKS, "rank", "{:d}", "By the rank of the low-rank matrix, without outliers:"),
+        ("sparsity", SPARSITIES, "outliers", "{:.0%}", f"By the share of outliers, with rank {LOW_RANK}:"),
+        ("share", SHARES, "corrected tokens of the prompt", "{:.0%}", _LATEST),
     ):
         others = {name: value for name, value in usual.items() if name != what}
         found = [entry for entry in view.corrected if all(entry[name] == value for name, value in others.items())]
@@ -262,16 +266,15 @@ def _corrected(view: View) -> str:
             )
             for entry in sorted(found, key=lambda entry: float(entry[what]))
         ]
-        parts.append(table((head, *(["bytes, % of fp16"] if sized else []), "perplexity", "over fp16"), rows))
+        found_table = table((head, *(["bytes, % of fp16"] if sized else []), "perplexity", "over fp16"), rows)
+        parts.append(f"{caption}\n\n{found_table}")
     if not parts:
         return ""
     return f"""## How much correction is needed
 
 As in GEAR's Figure 4, at 2 bits: {base["model"]} in full precision over a cache of 2 bits, in windows of
 {base["window"]:,} tokens. The first half of a window is a prompt, the second half is decoded and scored
-({base["tokens"]:,} tokens; over the fp16 cache {base["perplexity"]:.3f}). By the rank of the low-rank matrix, without
-outliers; by the share of outliers, with rank {LOW_RANK}; and by the share of the prompt's tokens, the latest ones,
-whose pages have a low-rank matrix of rank {LOW_RANK} (pages after the prompt always have one).
+({base["tokens"]:,} tokens; over the fp16 cache {base["perplexity"]:.3f}).
 
 {(chr(10) * 2).join(parts)}
 

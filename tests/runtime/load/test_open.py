@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from assets import demo_path
+from models.recipe import Recipe
+from models.spec import MixtureSpec
 from models.weights import Weights
-from runtime.backends import backend
+from runtime.backends import Presence, backend
 from runtime.backends.decoder import Decoder, DecoderOptions
+from runtime.compensation import Compensation
 from runtime.errors import BackendError, RequestError
 from runtime.load import open as opening
+from runtime.load.plan import plan_load
 
 
 def options(**changes: Any) -> DecoderOptions:
@@ -40,6 +45,24 @@ def test_auto_falls_back_to_the_reference_and_says_why(
     assert "no compiler for this processor" in reason
     with pytest.raises(BackendError, match="no compiler"):
         opening.open_decoder(tiny_model(), options(), "cpu")
+
+
+def test_auto_passes_over_a_backend_that_does_not_run_the_architecture(
+    tiny_spec: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mixture of experts on a machine with a card: the CPU takes it, and the card's backend says why it doesn't."""
+    mixture = MixtureSpec(experts=4, chosen=2, width=32, normalized=True)
+    summary = SimpleNamespace(gpu_bytes=1 << 20, residual_bytes=1 << 20)
+    model: Any = SimpleNamespace(
+        spec=tiny_spec(mixture=mixture), info=SimpleNamespace(summary=summary), recipe=Recipe()
+    )
+    monkeypatch.setattr(backend("triton"), "probe", lambda: Presence(usable=True, reason="there is a card"))
+    planned = plan_load(model, Compensation(k_chunk=0))
+    assert planned.backend.name == planned.backend_name == "cpu"
+    with pytest.raises(BackendError, match="does not run mixtures of experts; the CPU backend does"):
+        plan_load(model, Compensation(k_chunk=0), backend_name="triton")
+    with pytest.raises(BackendError, match="does not run mixtures of experts"):
+        backend("triton").open(model, options())
 
 
 def test_an_answer_ends_where_the_model_or_its_tokenizer_says(

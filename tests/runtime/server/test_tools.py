@@ -127,6 +127,58 @@ def test_wishes_reach_the_engine(client: openai.OpenAI, house: FakeHouse) -> Non
     assert calls[:5] == [None] * 5
 
 
+CHECKED: Any = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "parameters": {"type": "object", "properties": {"city": {"type": "string", "pattern": "^(?!Rome)"}}},
+        },
+    }
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("city", "times"), [("Paris", 1), ("Rome", 2)])
+def test_a_call_that_does_not_fit_is_asked_for_once_more(
+    client: openai.OpenAI, house: FakeHouse, city: str, times: int, stream: bool
+) -> None:
+    call = f'<tool_call>{{"name": "weather", "arguments": {{"city": "{city}"}}}}</tool_call>'
+    ask: Any = [{"role": "user", "content": f"echo {call}"}]
+    if stream:
+        with client.chat.completions.stream(model="small", messages=ask, tools=CHECKED) as events:
+            answer = events.get_final_completion()
+    else:
+        answer = client.chat.completions.create(model="small", messages=ask, tools=CHECKED)  # type: ignore[assignment]
+    given = [options.calls for options in house.engine.options]
+    assert [rules.required for rules in given] == [False, True][:times]
+    message = answer.choices[0].message
+    if times == 1:
+        (found,) = message.tool_calls or ()
+        assert found.function.arguments == '{"city": "Paris"}'
+    else:
+        assert message.content == "I do not know"  # the scripted model has nothing else to say to its error
+
+
+def test_text_before_a_call_that_is_checked_comes_at_once(client: openai.OpenAI, house: FakeHouse) -> None:
+    ask: Any = [{"role": "user", "content": f"echo Well then. {CALL.replace('Rome', 'Paris')}"}]
+    chunks = client.chat.completions.create(model="small", messages=ask, tools=CHECKED, stream=True)
+    texts = [chunk.choices[0].delta.content for chunk in chunks if chunk.choices and chunk.choices[0].delta.content]
+    assert len(texts) > 1
+    assert "".join(texts).strip() == "Well then."
+
+
+def test_arguments_are_streamed(client: openai.OpenAI) -> None:
+    chunks = client.chat.completions.create(model="small", messages=ASK, tools=TOOLS, stream=True)
+    parts = [
+        call.function.arguments
+        for chunk in chunks
+        for call in (chunk.choices[0].delta.tool_calls or () if chunk.choices else ())
+    ]
+    assert len(parts) > 2
+    assert json.loads("".join(filter(None, parts))) == {"city": "Rome", "days": 2}
+
+
 @pytest.mark.parametrize("temperature", [0, 1.2])
 def test_the_bundled_model_fits_a_pydantic_class(real: openai.OpenAI, temperature: float) -> None:
     ask: Any = [{"role": "user", "content": "Invent a pet."}]

@@ -73,18 +73,19 @@ def arm_features() -> set[str]:
     Source: Linux, Documentation/arch/arm64/elf_hwcaps.rst; macOS, https://developer.apple.com/documentation/kernel/
     1387446-sysctlbyname/determining_instruction_set_characteristics; Windows, IsProcessorFeaturePresent.
     """
-    found: set[str] = set()
     if platform.machine().lower() not in _ARM:
-        return found
-    if sys.platform == "linux":
+        return set()
+    system: str = sys.platform  # a variable, so that type checkers look at every branch
+    if system == "linux":
         look = ctypes.CDLL(None).getauxval
         look.argtypes, look.restype = (ctypes.c_ulong,), ctypes.c_ulong
-        found = {name for name, (vector, bit, _) in _ARM_FEATURES.items() if look(vector) & bit}
-    elif sys.platform == "darwin":
-        found = {name for name, (*_, key) in _ARM_FEATURES.items() if sysctl.number(key)}
-    elif sys.platform == "win32" and ctypes.WinDLL("kernel32").IsProcessorFeaturePresent(_WINDOWS_DOT_PRODUCT):
-        found = {"dotprod"}
-    return found
+        return {name for name, (vector, bit, _) in _ARM_FEATURES.items() if look(vector) & bit}
+    if system == "darwin":
+        return {name for name, (*_, key) in _ARM_FEATURES.items() if sysctl.number(key)}
+    if system == "win32":
+        present = ctypes.WinDLL("kernel32").IsProcessorFeaturePresent(_WINDOWS_DOT_PRODUCT)  # type: ignore[attr-defined, unused-ignore]
+        return {"dotprod"} if present else set()
+    return set()
 
 
 def tile_registers_permitted() -> bool:

@@ -20,6 +20,7 @@ from tests.close import Tolerance, assert_close
 from tests.guarded import aligned_zeros
 from tests.runtime.backends.contract.kernels import HeadOptions, Selector
 from tests.runtime.backends.cpu.machine import Activations, Machine, PlacedResidual, address, matrix, vector, wide
+from tests.runtime.conftest import make_spec
 
 MODES = {
     "approx": op.SELECT_APPROX,
@@ -133,8 +134,7 @@ def check_quantized(quantized: Activations, values: torch.Tensor) -> None:
 
 
 def _cache(how: HeadOptions) -> CpuCache:
-    facts = {"num_layers": 2, "num_kv_heads": how.kv_heads, "head_dim": how.dim, "windows": (None, None)}
-    spec: Any = type("Spec", (), facts)()
+    spec = make_spec(num_heads=how.heads, num_kv_heads=how.kv_heads, head_dim=how.dim)
     return CpuCache(spec, DecoderOptions(kv="int4", context=64, slots=max(how.slots) + 1, max_rows=16), 2)
 
 

@@ -49,7 +49,8 @@ def test_gate(kernels: Kernels, M: int, width: int) -> None:
     y = 4 * normal(M, 2 * width, seed=width)
     y[0, : min(4, width)] = torch.tensor([90.0, -90.0, 0.0, -1e-3])[:width]
     assert_close(kernels.gate(y), silu_gate(y[:, :width], y[:, width:]), kernels.written)
-    assert_close(kernels.gate(y, gelu=True), gelu_gate(y[:, :width], y[:, width:]), kernels.written)
+    exact = gelu_gate(y[:, :width].double(), y[:, width:].double()).float()  # in float32, 1 + tanh cancels
+    assert_close(kernels.gate(y, gelu=True), exact, kernels.written)
 
 
 SLOTS, POSITIONS = (1, 1, 0, 0, 0), (0, 1, 0, 1, 2)

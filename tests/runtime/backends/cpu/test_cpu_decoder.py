@@ -19,6 +19,7 @@ from runtime.backends.cpu.decoder import FEW_ROWS, CpuDecoder
 from runtime.backends.cpu.link import most_scratch, paging_units
 from runtime.backends.cpu.machine.isa import VARIANT, choose_variant, supported_variants
 from runtime.backends.cpu.machine.unit import Unit
+from runtime.backends.cpu.timer import CpuTimer
 from runtime.backends.decoder import DecoderOptions, Step, Way
 from runtime.backends.operations import activation
 from runtime.backends.operations.linear import gemv
@@ -259,6 +260,17 @@ def test_a_row_has_the_same_bits_alone_and_in_a_batch(tiny_model: Any, tiny_spec
             single.forward(Step.of(tokens[slot : slot + 1], position, [0], slot=slot)).copy() for slot in range(5)
         ]
         np.testing.assert_array_equal(batched.forward(together), np.concatenate(expected))
+
+
+def test_experts_are_timed_with_the_layer_types_of_other_models(tiny_model: Any, tiny_spec: Any) -> None:
+    """One block has an MLP, the other three experts: four products of a type, each after a choice of channels."""
+    decoder = CpuDecoder(tiny_model(tiny_spec(mixture=MIXTURE), seed=4), DecoderOptions(context=32, threads=2))
+    timer = CpuTimer(decoder, seconds=0.0)
+    for kind in ("gate_up", "down"):
+        assert decoder.spec.products(kind) == 4
+        assert len(decoder.layer_program(kind, 0)) == 2
+        assert len(decoder.layer_program(kind, 200)) == 4
+        assert timer.seconds(kind, 1, 200) > 0
 
 
 def test_wrong_steps_are_refused(tiny_model: Any) -> None:
