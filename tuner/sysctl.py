@@ -22,8 +22,11 @@ def number(name: str, library: Any = None) -> int | None:
         if system != "darwin":
             return None
         library = ctypes.CDLL(None)
+    ask = getattr(library, "sysctlbyname", None)
+    if ask is None:
+        return None
     value, size = ctypes.c_int64(0), ctypes.c_size_t(8)
-    failed = library.sysctlbyname(name.encode(), ctypes.byref(value), ctypes.byref(size), None, ctypes.c_size_t(0))
+    failed = ask(name.encode(), ctypes.byref(value), ctypes.byref(size), None, ctypes.c_size_t(0))
     return None if failed or not 0 < size.value <= 8 else value.value
 
 

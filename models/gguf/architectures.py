@@ -81,6 +81,18 @@ def _ernie(_fields: Fields, _name: str, _config: Mapping[str, Any], tensors: fro
     return {"use_bias": Q_BIAS in tensors}
 
 
+def _lfm2(fields: Fields, name: str, config: Mapping[str, Any], tensors: frozenset[str]) -> dict[str, Any]:
+    """Blocks with a convolution have its tensor, and files state the width of the MLP as it is."""
+    convolves = [f"model.layers.{block}.conv.conv.weight" in tensors for block in range(config["num_hidden_layers"])]
+    return {
+        "norm_eps": config["rms_norm_eps"],
+        "conv_L_cache": fields.integer(f"{name}.shortconv.l_cache"),
+        "conv_bias": any(each.endswith("conv.conv.bias") for each in tensors),
+        "layer_types": ["conv" if convolved else "full_attention" for convolved in convolves],
+        "block_auto_adjust_ff_dim": False,
+    }
+
+
 def _gemma(fields: Fields, name: str, config: Mapping[str, Any], _tensors: frozenset[str]) -> dict[str, Any]:
     width, heads, blocks = (config[key] for key in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
     largest = blocks == _LARGEST[name]
@@ -149,6 +161,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "glm4": Architecture(model_type="glm4", options=_attention_bias),
     "mistral3": Architecture(model_type="ministral3", pairs=True, options=_ministral),
     "hunyuan-dense": Architecture(model_type="hunyuan_v1_dense", options=_attention_bias),
+    "lfm2": Architecture(model_type="lfm2", options=_lfm2),
     "ernie4_5": Architecture(model_type="ernie4_5", options=_ernie),
 }
 """Supported values of `general.architecture`. Mistral and Mixtral models call themselves llama, OLMo 3 olmo2."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -102,7 +103,7 @@ def config_of(header: Header, tensors: Mapping[str, GgufTensor]) -> dict[str, An
         "intermediate_size": fields.integer(f"{name}.feed_forward_length"),
         "num_hidden_layers": blocks,
         "num_attention_heads": heads,
-        "num_key_value_heads": fields.integer(f"{name}.attention.head_count_kv", heads),
+        "num_key_value_heads": _kv_heads(fields, name, heads),
         "vocab_size": _rows(tensors, "model.embed_tokens.weight") or fields.integer(f"{name}.vocab_size"),
         "max_position_embeddings": fields.integer(f"{name}.context_length"),
         "rms_norm_eps": _short(fields.number(f"{name}.attention.layer_norm_rms_epsilon")),
@@ -126,6 +127,18 @@ def config_of(header: Header, tensors: Mapping[str, GgufTensor]) -> dict[str, An
     if end:
         config["eos_token_id"] = list(end)
     return config
+
+
+def _kv_heads(fields: Fields, name: str, heads: int) -> int:
+    """Key-value heads; a list has those of every block, 0 where there is no attention."""
+    key = f"{name}.attention.head_count_kv"
+    listed = fields.table.get(key)
+    if not isinstance(listed, list | memoryview):
+        return fields.integer(key, heads)
+    counts = {int(count) for count in listed} - {0}
+    if len(counts) != 1:
+        raise fields.wrong(key, listed, "the same in all blocks that have attention")
+    return replace(fields, table={key: counts.pop()}).integer(key)
 
 
 def _factors(tensor: GgufTensor) -> list[float]:

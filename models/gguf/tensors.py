@@ -27,11 +27,6 @@ LOW_BIT_TYPES = (
 )
 """Types that the `gguf` package dequantizes."""
 
-_OUTER = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-}
 _LINEAR = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
@@ -57,7 +52,7 @@ _NORMS = {
 """Norms by the names of `models.architecture`."""
 _FACTORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
 """Tensors that are not weights but tables, which Hugging Face's format keeps in config.json."""
-_NAME = re.compile(r"(?:blk\.(?P<layer>0|[1-9]\d{0,4})\.)?(?P<module>\w+)\.(?P<part>weight|bias)", re.ASCII)
+_NAME = re.compile(r"(?:blk\.(?P<layer>0|[1-9]\d{0,4})\.)?(?P<module>[\w.]+)\.(?P<part>weight|bias)", re.ASCII)
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 """What the name of an expert's tensor has, and that of all experts has not."""
 _PIECE = 1 << 20
@@ -74,6 +69,8 @@ class GgufTensor:
     """Its location and type."""
     heads: int = 0
     """Number of heads whose rows llama.cpp reorders; 0 if it keeps the usual order."""
+    convolves: bool = False
+    """Whether it is the weight of a convolution."""
 
     @property
     def name(self) -> str:
@@ -82,8 +79,9 @@ class GgufTensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its shape."""
-        return self.info.shape
+        """Its shape; in Hugging Face's format, a convolution's weight has one more axis."""
+        shape = self.info.shape
+        return (shape[0], 1, *shape[1:]) if self.convolves else shape
 
     @property
     def dtype(self) -> str:
@@ -155,8 +153,18 @@ class GgufTensor:
 def _block(family: Family) -> dict[str, str]:
     """Modules of a family's blocks in Hugging Face's format, by their names in a file."""
     norms = {own: family.norms[part] for own, part in _NORMS.items() if part in family.norms}
-    up = family.linear_sources["gate_up"][-1]  # with gate, where these are one matrix
-    return {**_LINEAR, **norms, "ffn_up": up}
+    (o,), (*gate, up), (down,) = (family.linear_sources[kind] for kind in ("o", "gate_up", "down"))
+    own = {"attn_output": o, "ffn_down": down, "ffn_up": up}  # with gate, where these are one matrix
+    if gate:
+        own["ffn_gate"] = gate[0]
+    convolution = {f"shortconv.{last}": f"conv.{last}" for last in ("conv", "in_proj", "out_proj")}
+    return {**_LINEAR, **norms, **own, **(convolution if "convolution" in family.mixer_sources else {})}
+
+
+def _outer(family: Family) -> dict[str, str]:
+    """Modules outside of blocks; where the last norm is named for the embedding, it is in a file, too."""
+    norm = "token_embd_norm" if family.last_norm.endswith("embedding_norm") else "output_norm"
+    return {"token_embd": "model.embed_tokens", norm: family.last_norm, "output": "lm_head"}
 
 
 def tensors_of(header: Header, architecture: str, family: Family, heads: Mapping[str, int]) -> dict[str, GgufTensor]:
@@ -180,7 +188,7 @@ def tensors_of(header: Header, architecture: str, family: Family, heads: Mapping
         match = _NAME.fullmatch(name)
         module = None
         if match is not None:
-            module = (_OUTER if match["layer"] is None else blocks).get(match["module"])
+            module = (_outer(family) if match["layer"] is None else blocks).get(match["module"])
         if match is None or module is None:
             raise CheckpointError(
                 f"{header.path}: the tensor '{name}' has no place in a {architecture} model as this program knows "
@@ -188,7 +196,10 @@ def tensors_of(header: Header, architecture: str, family: Family, heads: Mapping
             )
         prefix = "" if match["layer"] is None else f"model.layers.{int(match['layer'])}."
         tensors[f"{prefix}{module}.{match['part']}"] = GgufTensor(
-            path=header.path, info=info, heads=heads.get(module, 0)
+            path=header.path,
+            info=info,
+            heads=heads.get(module, 0),
+            convolves=module == "conv.conv" and match["part"] == "weight",
         )
     return tensors
 
@@ -196,7 +207,7 @@ def tensors_of(header: Header, architecture: str, family: Family, heads: Mapping
 def name_in_file(name: str, family: Family) -> str:
     """The name in a GGUF file of a tensor with a given name in Hugging Face's format."""
     blocks = _block(family)
-    for own, module in _OUTER.items():
+    for own, module in _outer(family).items():
         if name.startswith(f"{module}."):
             return own + name.removeprefix(module)
     _, _, layer, rest = name.split(".", 3)

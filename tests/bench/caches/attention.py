@@ -45,7 +45,9 @@ class Attention:
     """
 
     def __init__(self, kind: KVKind, tokens: int, threads: int, *, draft: bool = False) -> None:
-        spec: Any = SimpleNamespace(num_layers=LAYERS, num_kv_heads=KV_HEADS, head_dim=D)
+        layers = {"num_layers": LAYERS, "attention_layers": tuple(range(LAYERS)), "state_layers": ()}
+        layers["windows"] = (None,) * LAYERS
+        spec: Any = SimpleNamespace(**layers, num_kv_heads=KV_HEADS, head_dim=D)
         self.cache = CpuCache(spec, DecoderOptions(kv=kind, context=tokens + 256, slots=1, max_rows=1), threads)
         self._fill(tokens)
         H = KV_HEADS * SHARE
@@ -65,7 +67,8 @@ class Attention:
         q, out = op.Matrix(int(self._q.ctypes.data), self._q.nbytes), int(self._out.ctypes.data)
         for layer, words in enumerate(self._program):
             stored = self.cache.stored(layer)
-            op.write(words, op.Attend(q, H, KV_HEADS, D, window=0, rows=RUN_ROWS, stored=stored, out=out))
+            own = op.Attend(q, H, KV_HEADS, D, 0, RUN_ROWS, stored, out, exact=self.cache.exact(layer))
+            op.write(words, own)
         link(self._program, threads)
         self._scratch = aligned_zeros((threads, padded(most_scratch(self._program), 64)), np.uint8)
         step["scratch"], step["scratch_stride"] = self._scratch.ctypes.data, self._scratch.strides[0]

@@ -15,7 +15,10 @@ from tests.models import random_models
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 ARCHITECTURES = {
-    **{name: name for name in ("llama", "qwen2", "qwen3", "phi3", "gemma2", "olmo2", "exaone4", "glm4", "ernie4_5")},
+    **{
+        name: name
+        for name in ("llama", "qwen2", "qwen3", "phi3", "gemma2", "olmo2", "exaone4", "glm4", "ernie4_5", "lfm2")
+    },
     "mistral": "llama",
     "mixtral": "llama",
     "qwen3_moe": "qwen3moe",
@@ -87,7 +90,8 @@ def write_gguf(
         own = names(name)
         assert own is not None
         if own not in left_out:
-            dtype = gguf.GGMLQuantizationType[kind if tensor.ndim > 1 else "F32"]
+            whole = tensor.ndim == 1 or "conv.conv" in name
+            dtype = gguf.GGMLQuantizationType["F32" if whole else kind]
             writer.add_tensor(own, gguf.quantize(tensor, dtype), raw_dtype=dtype)
     factors = {f"{name}.weight": factors for name, factors in rotary_factors(config).items()}
     for name, tensor in {**factors, **(extra or {})}.items():
@@ -121,14 +125,17 @@ def describe(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_feed_forward_length(config.intermediate_size)
+    if config.model_type == "lfm2":
+        writer.add_shortconv_l_cache(config.conv_L_cache)
     if experts := getattr(config, "num_experts", None):
         writer.add_expert_count(experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
         if config.model_type == "qwen3_moe":
             writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    kv_heads, types = config.num_key_value_heads, getattr(config, "layer_types", None) or []
+    writer.add_head_count_kv([kv_heads * (kind != "conv") for kind in types] if "conv" in types else kv_heads)
+    writer.add_layer_norm_rms_eps(config.norm_eps if config.model_type == "lfm2" else config.rms_norm_eps)
     writer.add_rope_freq_base(rope["rope_theta"])
     if local is not None and config.model_type == "gemma3_text":
         writer.add_float32("gemma3.rope.freq_base_swa", local["rope_theta"])
@@ -190,6 +197,8 @@ def tensors_of(model: Any) -> dict[str, np.ndarray[Any, Any]]:
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         array = tensor.float().numpy()
+        if name.endswith("conv.conv.weight"):
+            array = array.squeeze(1)
         if "gemma" in config.model_type and "norm" in name:
             array = array + 1
         if ARCHITECTURES[config.model_type] in ("llama", "mistral3") and ("q_proj" in name or "k_proj" in name):

@@ -83,6 +83,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3Moe",
         {**EXPERTS, "norm_topk_prob": True, "head_dim": 16},
     ),
+    "lfm2": ("Lfm2", {"norm_eps": 0.01, "layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False}),
+    "lfm2-biases": (
+        "Lfm2",
+        {
+            "layer_types": ["full_attention", "conv"],
+            "conv_L_cache": 4,
+            "conv_bias": True,
+            "tie_word_embeddings": False,
+            "block_auto_adjust_ff_dim": False,
+        },
+    ),
     "phi3": ("Phi3", {}),
     "phi3-window": ("Phi3", {"sliding_window": 5}),
     "phi4-mini": (
@@ -166,16 +177,13 @@ def test_the_configuration_names_ends_that_the_file_does_not(llama: Any, tmp_pat
 def test_names_are_those_of_the_package() -> None:
     for name, architecture in ARCHITECTURES.items():
         family, names = FAMILIES[architecture.model_type], names_of(name, 7)
-        modules = [
-            "self_attn.o_proj",
-            "mlp.down_proj",
-            *family.linear_sources["qkv"],
-            *family.linear_sources["gate_up"],
-        ]
+        kinds = ("qkv", "o") if name in ("olmoe", "qwen3moe") else ("qkv", "o", "gate_up", "down")  # experts alone
+        sources = [family.linear_sources[kind] for kind in kinds]
+        sources += [own[kind] for own in family.mixer_sources.values() for kind in ("qkv", "o", "conv")]
         if name not in ("olmo2", "exaone4"):
-            modules.append("input_layernorm")
-        in_blocks = [f"model.layers.6.{module}.weight" for module in modules]
-        for own in ("model.embed_tokens.weight", "model.norm.weight", *in_blocks):
+            sources.append((family.norms["input_norm"],))
+        in_blocks = [f"model.layers.6.{module}.weight" for modules in sources for module in modules]
+        for own in ("model.embed_tokens.weight", f"{family.last_norm}.weight", *in_blocks):
             assert name_in_file(own, family) == names(own)
 
 

@@ -20,6 +20,7 @@ from runtime.kv.kinds import KINDS, PARTS, KVKind
 from tests.close import Tolerance, assert_close
 from tests.guarded import aligned_zeros
 from tests.runtime.backends.cpu.machine import Activations, Machine, matrix
+from tests.runtime.conftest import make_spec
 
 CORRECTIONS = Tolerance(rtol=2e-3, atol=2e-3, why="factors in half precision, from sums in another order")
 
@@ -35,8 +36,8 @@ class Attention:
         options = DecoderOptions(
             kv=kind, context=sizes.get("context", 1024), slots=sizes.get("slots", 2), max_rows=sizes.get("max_rows", 16)
         )
-        facts = {"num_layers": self.layers, "num_kv_heads": self.kv_heads, "head_dim": self.dim}
-        spec: Any = type("Spec", (), {**facts, "windows": (self.window,) * self.layers})()
+        heads = {"num_heads": self.heads, "num_kv_heads": self.kv_heads, "head_dim": self.dim}
+        spec = make_spec(num_layers=self.layers, windows=(self.window,) * self.layers, **heads)
         self.cpu = CpuCache(spec, options, 2)
         self.reference = ReferenceCache(
             KINDS[kind], spec, context=options.context, slots=options.slots, max_rows=options.max_rows
@@ -106,7 +107,7 @@ class Attention:
         partial = aligned_zeros((M * self.splits * H * (padded(D, 16) + 16),), np.float32)
         partial[:] = np.nan
         at = int(partial.ctypes.data)
-        machine.run(op.Attend(rows, H, K, D, self.window or 0, RUN_ROWS, stored, at))
+        machine.run(op.Attend(rows, H, K, D, self.window or 0, RUN_ROWS, stored, at, self.cpu.exact(layer)))
         out, rounded = aligned_zeros((M, padded(H * D, 32)), np.float32), Activations(M, H * D, 32)
         machine.run(op.Merge(at, op.Input(H * D, False, matrix(out), rounded.places, 1), H, D))
         return out[:, : H * D].reshape(M, H, D)

@@ -26,6 +26,7 @@ from runtime.kv.oracle.page import dequantize, quantize
 from runtime.text.tokenizer import Tokenizer
 from tests.close import Tolerance, assert_close
 from tests.guarded import aligned_zeros
+from tests.runtime.conftest import make_spec
 
 torch.set_num_threads(1)
 
@@ -41,7 +42,7 @@ Windows = Mapping[Part, npt.NDArray[np.float16]]
 def filled(name: KVKind, windows: Windows) -> CpuStore:
     """A store whose slot 1 has these tokens in its window: float16 [layers, heads, tokens, D]."""
     layers, heads, tokens, dim = windows["keys"].shape
-    spec: Any = type("Spec", (), {"num_layers": layers, "num_kv_heads": heads, "head_dim": dim})()
+    spec = make_spec(num_layers=layers, num_heads=heads, num_kv_heads=heads, head_dim=dim)
     store = CpuStore(KINDS[name], spec, pages=PAGE + 1, slots=2, window=-(-tokens // 64) * 64)
     for part in PARTS:
         store._write_window(part, SLOT, windows[part])
@@ -196,7 +197,7 @@ def test_the_cpu_path_needs_no_torch() -> None:
         "from types import SimpleNamespace\n"
         "from runtime.backends.cpu.cache import CpuStore\n"
         "from runtime.kv.kinds import KINDS\n"
-        "spec = SimpleNamespace(num_layers=1, num_kv_heads=1, head_dim=64)\n"
+        "spec = SimpleNamespace(attention_layers=(0,), state_layers=(), num_layers=1, num_kv_heads=1, head_dim=64)\n"
         "for name in ('hierarchical', 'gear2'):\n"
         "    store = CpuStore(KINDS[name], spec, pages=1, slots=1, window=256)\n"
         "    store.flush(0, 0, 0)\n"

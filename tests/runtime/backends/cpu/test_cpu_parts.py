@@ -49,5 +49,5 @@ def test_parts_grow_with_the_weights_and_are_tiles_at_least():
 
 
 def test_attention_says_itself_how_it_is_cut():
-    attend = op.Attend(NONE, 9, 3, 64, 0, 8, op.Stored(0, 0, 0, 0), 0)
+    attend = op.Attend(NONE, 9, 3, 64, 0, 8, op.Stored(0, 0, 0, 0), 0, exact=0)
     assert parts_of(attend, 4) == (0, 0)

@@ -43,6 +43,8 @@ from runtime.backends.cpu.machine.view import view
 from runtime.backends.cpu.pool import Pool
 from runtime.backends.cpu.units import (
     attention,
+    delta,
+    experts,
     inputs,
     outputs,
     paging,
@@ -51,6 +53,7 @@ from runtime.backends.cpu.units import (
     repacking,
     residuals,
     selection,
+    states,
     w4a8,
 )
 from runtime.errors import BackendError
@@ -200,7 +203,8 @@ def test_the_instruction_set_names_every_unit_and_no_other() -> None:
     named |= {units.flush_unit(rank) for rank in (0, 4)}
     for value in vars(units).values():
         named |= {own for own in (value.values() if isinstance(value, dict) else [value]) if isinstance(own, Unit)}
-    modules = (attention, executor, inputs, outputs, paging, panels, products, repacking, residuals, selection, w4a8)
+    modules = (attention, delta, executor, experts, inputs, outputs, paging, panels, products, repacking, residuals)
+    modules += (selection, states, w4a8)
     assert named == {own for module in modules for own in vars(module).values() if isinstance(own, Unit)}
     assert all(own and own.function.__name__ == own.name for own in named)
 

@@ -29,6 +29,7 @@ from runtime.backends.triton.workspace import Workspace
 from runtime.kv.kinds import KINDS, PARTS, KVKind
 from runtime.text.tokenizer import Tokenizer
 from tests.grid import QUICK_CACHES, grid
+from tests.runtime.conftest import make_spec
 
 KERNEL = 4e-3
 """What the kernel may add: 2^-11 for each of value, weight and output, of values of size 1."""
@@ -46,7 +47,7 @@ class Written:
     ) -> None:
         self.histories, self.device, self.context = histories, device, context
         _, _, H_kv, D = histories[0].shape
-        spec: Any = type("Spec", (), {"num_layers": 1, "num_kv_heads": H_kv, "head_dim": D})()
+        spec = make_spec(num_layers=1, num_heads=H_kv, num_kv_heads=H_kv, head_dim=D)
         self.cache = ReferenceCache(KINDS[kv], spec, context=context, slots=len(histories), max_rows=rows)
         for slot, history in enumerate(histories):
             for start in range(0, history.shape[1], rows):

@@ -120,11 +120,18 @@ def snapshots_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("snapshots_everywhere")
-@pytest.mark.parametrize("backend", DECODERS)
+@pytest.mark.parametrize(
+    ("backend", "seeds"),
+    [
+        pytest.param("reference", range(8), id="reference-few"),
+        pytest.param("cpu", range(8), id="cpu-few"),
+        pytest.param("reference", range(8, 40), id="reference-many", marks=pytest.mark.slow),
+        pytest.param("cpu", range(8, 200), id="cpu-many", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("mixer", HYBRIDS)
-@pytest.mark.parametrize("seeds", [range(8), pytest.param(range(8, 200), marks=pytest.mark.slow)], ids=["few", "many"])
 def test_any_history_gives_what_a_fresh_prefill_gives(
-    tiny_model: Any, tiny_spec: Any, backend: str, mixer: str, seeds: range
+    tiny_model: Any, tiny_spec: Any, backend: str, seeds: range, mixer: str
 ) -> None:
     model, reused = tiny_model(hybrid(tiny_spec, mixer), residual_bits=0), 0
     for name in model.vectors:
