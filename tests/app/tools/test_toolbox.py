@@ -28,7 +28,9 @@ def box(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Toolbox]]:
     def start(*kinds: str, settled: bool = True) -> Toolbox:
         made = Toolbox(
             [
-                ServerConfig(name=kind, command=sys.executable, args=(str(HOSTILE), kind), env={"TOKEN": SECRET})
+                ServerConfig(
+                    name=kind, command=sys.executable, args=(str(HOSTILE), kind), env={"TOKEN": SECRET, "MARK": MARK}
+                )
                 for kind in kinds
             ]
         )
@@ -45,16 +47,15 @@ def box(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Toolbox]]:
     assert left() == []
 
 
-def left() -> list[str]:
-    """Processes of hostile servers that still run."""
+def left() -> list[int]:
+    """Processes that still run of those that servers here were started as, or started themselves."""
     found = []
     for process in psutil.process_iter():
         try:
-            words = " ".join(process.cmdline())
+            if process.environ().get("MARK") == MARK and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process.pid)
         except psutil.Error:
             continue
-        if process.status() != psutil.STATUS_ZOMBIE and ("hostile.py" in words or "of a hostile server" in words):
-            found.append(words)
     return found
 
 
