@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from app.tools.toolbox import Toolbox
 
 HOSTILE = Path(__file__).parent / "hostile.py"
 SECRET = "s3cr3t-value"
+MARK = uuid.uuid4().hex
+"""In the environment of the servers that this process starts; others may run the same ones."""
 
 
 @pytest.fixture
