@@ -47,6 +47,9 @@ def box(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Toolbox]]:
     yield start
     for one in opened:
         one.close()
+    deadline = time.monotonic() + 5  # what was killed takes a moment to be gone
+    while left() and time.monotonic() < deadline:
+        time.sleep(0.02)
     assert left() == []
 
 
