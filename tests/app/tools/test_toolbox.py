@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from app.tools.toolbox import Toolbox
 
 HOSTILE = Path(__file__).parent / "hostile.py"
 SECRET = "s3cr3t-value"
+MARK = uuid.uuid4().hex
+"""In the environment of the servers that this process starts; others may run the same ones."""
 
 
 @pytest.fixture
@@ -44,6 +47,9 @@ def box(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Toolbox]]:
     yield start
     for one in opened:
         one.close()
+    deadline = time.monotonic() + 5  # what was killed takes a moment to be gone
+    while left() and time.monotonic() < deadline:
+        time.sleep(0.02)
     assert left() == []
 
 
