@@ -22,7 +22,7 @@ from runtime.backends.triton.kernels import (
     w4a8,
 )
 from runtime.backends.triton.kernels.attention import kernel as attention
-from runtime.backends.triton.kernels.attention.configs import Room
+from runtime.backends.triton.kernels.attention.configs import Room, options
 from runtime.backends.triton.kernels.cache import kernel as cache
 from runtime.backends.triton.kernels.cache.pages import LayerTensors, Record, Rows, page_layout, record_layout
 from runtime.backends.triton.sizes import BLOCK
@@ -395,6 +395,7 @@ def _attend(use: str, name: str, M: int, H: int, H_kv: int, D: int, cap: float |
         },
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        options_of=partial(options, config),
     )
 
 

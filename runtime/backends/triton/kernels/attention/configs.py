@@ -43,6 +43,10 @@ for blocks on their way: half the rows with half the warps take an eighth fewer 
 WIDE_TILE_ROWS = 32
 """The same for heads wider than 128 channels: more rows would not fit in registers."""
 
+REGISTERS = {10: 255, 12: 255}
+"""Registers of a thread that the assembler may use for heads wider than 128 channels, by major compute capability: of
+its own accord it stops at 168 there, and spills."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchConfig:
@@ -166,3 +170,8 @@ def _stages(M: int, block_m: int, bits: int, planes: int, *, corrected: bool) ->
     if corrected or (M > SPLIT_ROWS and bits == 8):  # with more, registers spill
         return 2
     return 5
+
+
+def options(config: LaunchConfig, major: int) -> dict[str, int]:
+    """Further options of the compiler, for a device of this major compute capability."""
+    return {"maxnreg": REGISTERS[major]} if config.block_d > 128 and major in REGISTERS else {}

@@ -31,6 +31,7 @@ from runtime.backends.triton.kernels.attention.configs import (
     Reading,
     Room,
     launch_config,
+    options,
 )
 from runtime.backends.triton.kernels.attention.visit import Blocks, HeadCache, Queries, Softmax, visit_slot
 from runtime.backends.triton.kernels.cache.kernel import moved
@@ -39,7 +40,7 @@ from runtime.backends.triton.kernels.cache.pages import (
     LayerTensors,
     Rows,
 )
-from runtime.backends.triton.kernels.gemv import ROWS
+from runtime.backends.triton.kernels.gemv import ROWS, capability
 from runtime.backends.triton.kernels.sums import store_sums
 from runtime.backends.triton.sizes import PIECE
 from runtime.kv.kinds import CacheKind
@@ -336,7 +337,7 @@ def attend(
         _attend_kernel[(tiles, H_kv, splits)](
             Step(q[start:], of, partial, used), pages.tensors, some, splits, pages.stride, pages.per_slot, seen, scale,
             tile=_tile(H, H_kv, config, sliding=seen < context, cap=cap), layout=pages.layout(draft=draft),
-            num_warps=config.num_warps, num_stages=config.num_stages,
+            num_warps=config.num_warps, num_stages=config.num_stages, **options(config, capability(q.device)),
         )  # fmt: skip
         _merge_kernel[(some, H)](
             partial, used, x[start:], partial if sums is None else sums[start:], sinks, int(sums is not None), some,
