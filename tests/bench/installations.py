@@ -1,6 +1,6 @@
 """What an installation downloads, on each system: resolved by uv with wheels alone.
 
-    python -m tests.bench.installations          writes results/installations.json, and the table of the README
+    python -m tests.bench.installations          writes results/installations.json, and the table of docs/install.md
 
 Nothing is downloaded but the index's pages; the sizes of wheels are theirs.
 """
