@@ -71,7 +71,7 @@ def show(
         output.result(entry)
         return
     for key, value in entry.items():
-        shown = byte_count(value) if key.endswith("_bytes") else "-" if value is None else value
+        shown = "-" if value is None else byte_count(value) if key.endswith("_bytes") else value
         if key == "source_types" and value is not None:
             shown = _types(value)
         output.text(f"{key.replace('_', ' '):<20}{shown}")

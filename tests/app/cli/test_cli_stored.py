@@ -15,6 +15,7 @@ ENTRY = {
     "bits_per_weight",
     "disk_bytes",
     "gpu_bytes",
+    "active_bytes",
     "residual_bytes",
     "parameters",
     "family",
