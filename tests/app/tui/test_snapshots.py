@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from textual.widgets import OptionList
+from textual.widgets import Markdown, OptionList
 
 from app.conversation import Extras, Passage, Source
 from app.tui.messages import QuantizeAsked
@@ -240,7 +240,12 @@ def test_a_call_is_asked_for(snap_compare: Any, app_of: Any, runtime: Any, look:
     served("good")
     runtime.answers = ['Let me see.\nCALL echo {"text": "hello"}']
     app = app_of(runtime, theme=look[1])
-    play = Play(app, keys=(*"Go", "enter"), shown=lambda: app.screen.query("#ask-arguments"))
+
+    def asked() -> bool:
+        said = app.chat.query(Markdown)
+        return bool(app.screen.query("#ask-arguments")) and bool(said) and said.last().source.strip() == "Let me see."
+
+    play = Play(app, keys=(*"Go", "enter"), shown=asked)
     assert snap_compare(app, terminal_size=look[0], run_before=play)
 
 

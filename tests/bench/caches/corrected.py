@@ -124,9 +124,9 @@ class _PartlyCorrected(ReferenceCache):
         pages = self.kind.whole_pages(prompt)
         self._plain = 0 if way.rank == 0 else round((1 - way.share) * pages)
 
-    def begin(self, slots: Int32Array, positions: Int32Array, *, flush: bool = True) -> None:
+    def begin(self, slots: Int32Array, positions: Int32Array, *, flush: bool = True, draft: bool = False) -> None:
         """See `runtime.kv.control.KVCache.begin`."""
-        super().begin(slots, positions, flush=flush)
+        super().begin(slots, positions, flush=flush, draft=draft)
         if plain := self.table.held(0)[: self._plain]:
             for part in PARTS:
                 self.store.fields(part, self.store.pools[part])["a"][plain] = 0
