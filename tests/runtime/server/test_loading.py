@@ -347,7 +347,7 @@ def test_the_machine(tmp_path: Path) -> None:
     assert inspector(False).bandwidth_gb_s is None
     facts = inspector(False)
     assert facts.machine["cpu"]["name"]
-    assert facts.machine.keys() == {"cpu", "memory", "gpu", "pcie"}
+    assert facts.machine.keys() == {"cpu", "memory", "gpu", "pcie", "power"}
 
 
 async def test_the_bundled_model_answers_over_http(tmp_path: Path) -> None:
