@@ -91,7 +91,9 @@ def tables() -> Iterator[Table]:
     both = tuple(_BENCH / f"{_DAY}-prompts{end}.json" for end in ("", "-1b"))
     yield Table(page=speed, name="prompts", files=both, text=speed_page.prompts)
     yield Table(page=DOCS / "cpu.md", name="cpu-code", files=(cpu_code.RESULTS,), text=cpu_code.table)
-    yield Table(page=DOCS / "install.md", name="installations", files=(installations.RESULTS,), text=installations.table)
+    yield Table(
+        page=DOCS / "install.md", name="installations", files=(installations.RESULTS,), text=installations.table
+    )
     yield Table(page=rates.DOCUMENT, name="rates", files=(rates.RESULTS,), text=rates.stored_table)
     for part, make in speculation.TABLES.items():
         yield Table(

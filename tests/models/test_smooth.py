@@ -50,10 +50,10 @@ def spec_of(
     )
 
 
-def watched(weights: object, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def watched(weights: object, layer: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """A block's output, and its keys [B, H_kv, S, D]."""
     keys: list[torch.Tensor] = []
-    output = Oracle(weights, observe_keys=lambda _, _q, seen: keys.append(seen.clone())).block(1, x)  # type: ignore[arg-type]
+    output = Oracle(weights, observe_keys=lambda _, _q, seen: keys.append(seen.clone())).block(layer, x)  # type: ignore[arg-type]
     return output, keys[0]
 
 
@@ -66,15 +66,16 @@ def test_a_block_computes_the_same_with_even_keys(case: str, tmp_path: Path) -> 
     random_case(case).save_pretrained(tmp_path)
     checkpoint = Checkpoint.open(tmp_path)
     spec = checkpoint.spec
+    layer = max(spec.attention_layers)
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(2, 9, spec.hidden_size, generator=generator)
-    plain, keys = watched(checkpoint, x)
-    working = WorkingBlock(checkpoint, 1)
-    magnitude = Streams(calibration=[x], full=[], low=[]).largest_keys(working, 1, nothing)
+    plain, keys = watched(checkpoint, layer, x)
+    working = WorkingBlock(checkpoint, layer)
+    magnitude = Streams(calibration=[x], full=[], low=[]).largest_keys(working, layer, nothing)
     np.testing.assert_array_equal(magnitude, keys.abs().amax((0, 2)).numpy())
     uneven = magnitude * np.exp(np.random.default_rng(2).normal(0, 3, magnitude.shape)).astype(np.float32)
     smooth_attention(working, uneven)
-    smooth, even = watched(working, x)
+    smooth, even = watched(working, layer, x)
     assert_close(smooth, plain, "model")
     scales = torch.from_numpy(smoothing(spec, uneven))
     assert scales.max() > 2 * scales.min()

@@ -301,11 +301,10 @@ class TritonDecoder:
 
     def _pass(self, shape: _Shape) -> Pass:
         """The launcher of a step's kernels."""
-        watch = self._measure if self.options.measure_recall else None
         M, R, way, draft, layers = shape
-        return Pass(
-            self._model, self._buffers, M=M, R=R, way=way, draft=draft, sensitive=layers, side=self._side, watch=watch
-        )
+        run = Pass(self._model, self._buffers, M=M, R=R, way=way, draft=draft, sensitive=layers, side=self._side)
+        run.watch = self._measure if self.options.measure_recall else None
+        return run
 
     def _measure(self, linear: Linear, x: torch.Tensor, positions: torch.Tensor) -> None:
         """Compare a selection with exact top-k."""

@@ -29,7 +29,7 @@ from runtime.backends.triton.kernels.gemm import gemm
 from runtime.backends.triton.kernels.gemv import ROWS, few_rows
 from runtime.backends.triton.kernels.norm import RowNorms, add_norm, embed_norm
 from runtime.backends.triton.kernels.residual_gemm import multiply
-from runtime.backends.triton.kernels.rope import HeadNorms, heads
+from runtime.backends.triton.kernels.rope import HeadNorms, TurnedNorms, heads
 from runtime.backends.triton.kernels.tokens import Tokens, round_tokens
 from runtime.backends.triton.kernels.w4a8 import gemm_w4a8
 from runtime.backends.triton.launch_check import refused_cooperation
@@ -164,7 +164,6 @@ class Pass(Operations[Value]):
         draft: Whether attention reads only what drafts read.
         sensitive: Layers in which drafts read everything.
         side: The second stream; None runs everything on the current one.
-        watch: Called with every selecting layer's input, and the positions of its rows.
     """
 
     def __init__(
@@ -178,11 +177,12 @@ class Pass(Operations[Value]):
         draft: bool,
         sensitive: Collection[int] = (),
         side: torch.cuda.Stream | None,
-        watch: Watch | None = None,
     ) -> None:
         self._model, self._spec, self._buffers = model, model.spec, buffers
         self._M, self._R, self._way, self._draft, self._sensitive = M, R, way, draft, sensitive
-        self._side, self._watch = side, watch
+        self._side = side
+        self.watch: Watch | None = None
+        """Called with every selecting layer's input, and the positions of its rows."""
         if way == "shared":
             model.staging.begin()
 
@@ -227,8 +227,8 @@ class Pass(Operations[Value]):
             product(linear, x, out, self._buffers)
             return Value(out)
         dec, positions = self._buffers.compensation(M, N), self._positions(x)
-        if self._watch is not None:
-            self._watch(linear, x.tensor, positions)
+        if self.watch is not None:
+            self.watch(linear, x.tensor, positions)
         compensated_product(linear, x, positions, out, dec, self._buffers, self._side, copied=self._model.copied)
         return Value(out, dec)
 
@@ -252,9 +252,10 @@ class Pass(Operations[Value]):
         rows = Rows(buffers.positions[:M], buffers.slots[:M])
         queries, out = buffers.queries(M, spec.q_width), buffers.input(M, spec.q_width)
         q_norm, k_norm = (model.norms[x.norm] if x.norm else None for x in (q, k))
-        norms = HeadNorms(q_norm, k_norm, spec.eps_of(f"layers.{layer}.q_norm"))
+        form = TurnedNorms if spec.qk_norm_form == "turned" else HeadNorms
+        norms = form(q_norm, k_norm, spec.eps_of(f"layers.{layer}.q_norm"))
         rope, basis = model.ropes[layer], model.bases[layer]
-        heads(v.tensor, v.dec, norms, rope, basis, rows, pages, queries, norm_last=spec.qk_norm_form == "turned")
+        heads(v.tensor, v.dec, norms, rope, basis, rows, pages, queries)
         context, draft = model.options.context, self._draft and layer not in self._sensitive
         sums = attend(
             queries,

@@ -136,7 +136,7 @@ def test_a_gguf_file_comes_back(make: Maker, case: str, residuals: bool, tmp_pat
     assert made.bytes == made.path.stat().st_size
     assert set(made.weights) == {"F16", "Q8_0" if residuals else "Q4_1"}
     assert torch.equal(file.embedding().float(), expected.embedding())
-    for name in model.spec.norm_names():
+    for name in model.spec.vector_names():
         assert torch.equal(file.vector(name), expected.vector(name))
     for name in model.spec.linear_names():
         (ours, own_bias), (theirs, their_bias) = expected.linear(name), file.linear(name)

@@ -61,6 +61,10 @@ class HeadNorms(NamedTuple):
     """Epsilon."""
 
 
+class TurnedNorms(HeadNorms):
+    """Norms behind the rotation instead of before it."""
+
+
 class Rope(NamedTuple):
     """Tables of the rotation of the first r <= D channels, where each half is rotated with the other."""
 
@@ -200,8 +204,6 @@ def heads(
     rows: Rows,
     pages: LayerPages,
     q: torch.Tensor,
-    *,
-    norm_last: bool = False,
 ) -> None:
     """Split y + dec into heads, normalize and rotate queries and keys, and append keys and values to the cache.
 
@@ -210,13 +212,12 @@ def heads(
     Args:
         y: float32 [M, (H + 2 H_kv) * D], output of the fused projection: queries, keys, values.
         dec: float32, shaped like y, its compensation, or None.
-        norms: Both weights, or none.
+        norms: Both weights, or none; `TurnedNorms` if heads are rotated first.
         rope: With a row for every position.
         basis: Of the layer.
         rows: Each with a page or a place in the window.
         pages: Cache of one layer.
         q: float16 [M, H * D]; overwritten.
-        norm_last: Whether heads are rotated first, and normalized then.
     """
     assert (norms.q is None) == (norms.k is None), "queries and keys are normalized together or not at all"
     D, H_kv = pages.head_dim, pages.kv_heads
@@ -224,9 +225,9 @@ def heads(
     projected, compensated = Projected(y, y if dec is None else dec), int(dec is not None)
     normed = norms.q is not None
     shape = _shape(H, H_kv, D, rope.cos.shape[1])
-    shape = shape._replace(WIDE=normed and norms.q.numel() > D, LAST=normed and norm_last)
+    shape = shape._replace(WIDE=normed and norms.q.numel() > D, LAST=normed and isinstance(norms, TurnedNorms))
     _heads_kernel[(M, H + 2 * H_kv)](
-        projected, compensated, norms, rope, basis, rows, pages.tensors, q, pages.stride, pages.per_slot,
+        projected, compensated, HeadNorms(*norms), rope, basis, rows, pages.tensors, q, pages.stride, pages.per_slot,
         shape=shape, layout=pages.layout(), num_warps=1,
     )  # fmt: skip
 

@@ -12,7 +12,7 @@ from runtime.backends.triton.kernels.gate import gate
 from runtime.backends.triton.kernels.gemm import gemm
 from runtime.backends.triton.kernels.gemv import few_rows, gemv
 from runtime.backends.triton.kernels.norm import RowNorms, add_norm
-from runtime.backends.triton.kernels.rope import Basis, HeadNorms, Rope, heads
+from runtime.backends.triton.kernels.rope import Basis, HeadNorms, Rope, TurnedNorms, heads
 from runtime.backends.triton.kernels.select import Selection, make_selection, select
 from runtime.backends.triton.kernels.tokens import Tokens
 from runtime.backends.triton.kernels.w4a8 import gemm_w4a8
@@ -64,9 +64,10 @@ class TritonKernels:
         q = torch.full((M, H * D), torch.nan, dtype=torch.float16, device=self.device)
         slots, positions = torch.tensor(how.slots, dtype=torch.int32), torch.tensor(how.positions, dtype=torch.int32)
         growth = None if how.growth is None else how.growth.to(self.device)
-        norms, rope = HeadNorms(*there(*how.norms or ()), how.eps), Rope(*there(how.cos, how.sin), growth)
+        form = TurnedNorms if how.norm_last else HeadNorms
+        norms, rope = form(*there(*how.norms or ()), how.eps), Rope(*there(how.cos, how.sin), growth)
         rows, basis = Rows(*there(positions, slots)), Basis(*there(*how.basis or ()))
-        heads(y.to(self.device), None, norms, rope, basis, rows, pages.pages, q, norm_last=how.norm_last)
+        heads(y.to(self.device), None, norms, rope, basis, rows, pages.pages, q)
         keys, values = pages.read().float()[:, slots.long(), :, positions.long()].transpose(0, 1)
         return q.cpu().float().view(M, H, D), keys, values
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, Unpack
 
 import torch
 import triton
@@ -286,6 +286,17 @@ def _merge_kernel(
         store_sums(sums_ptr + head * (D // 32), x, 0, D, BLOCK_D)
 
 
+class How(TypedDict, total=False):
+    """Options of attention; what is absent is off."""
+
+    draft: bool
+    """Whether to read only the upper plane, if there are two."""
+    cap: float | None
+    """Soft cap of q k^T / sqrt(D); None = none."""
+    sinks: torch.Tensor | None
+    """float32 [H], a score of each query head that takes a share of the softmax and adds nothing; None = none."""
+
+
 def attend(
     q: torch.Tensor,
     pages: LayerPages,
@@ -295,9 +306,7 @@ def attend(
     workspace: Workspace,
     *,
     context: int,
-    draft: bool = False,
-    cap: float | None = None,
-    sinks: torch.Tensor | None = None,
+    **how: Unpack[How],
 ) -> torch.Tensor | None:
     """softmax(q k^T / sqrt(D)) v over the cached positions p - window < t <= p of the slot of every row at position p.
 
@@ -311,9 +320,7 @@ def attend(
         x: float16 [M, H * D]; overwritten.
         workspace: Its scratch stores the splits until they are merged.
         context: Most tokens of a slot.
-        draft: Whether to read only the upper plane, if there are two.
-        cap: Soft cap of q k^T / sqrt(D); None = none.
-        sinks: float32 [H], a score of each query head that takes a share of the softmax and adds nothing; None = none.
+        how: See `How`.
 
     Returns:
         float32 [M, H * D / 32], the sums of the pieces of x (`runtime.backends.triton.kernels.sums`), in the workspace
@@ -321,6 +328,7 @@ def attend(
 
     Source: the running softmax of Milakov and Gimelshein (2018), split over the keys as in Flash-Decoding (2023).
     """
+    draft, cap, sinks = how.get("draft", False), how.get("cap"), how.get("sinks")
     D, H_kv, kind = pages.head_dim, pages.kv_heads, pages.kind
     M, H = q.shape[0], q.shape[1] // D
     seen = context if window is None else min(window, context)
