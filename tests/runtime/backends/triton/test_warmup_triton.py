@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -73,7 +74,9 @@ def test_the_model_answers_as_it_does_without(tiny_model: Any, tiny_spec: Any, d
 
 
 @pytest.mark.parametrize("error", [BackendError("no compiler"), OutOfMemoryError("full"), KeyboardInterrupt()])
-def test_a_first_step_that_fails_closes_the_model(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+def test_a_first_step_that_fails_closes_the_model(
+    monkeypatch: pytest.MonkeyPatch, tiny_spec: Any, error: BaseException
+) -> None:
     closed = []
 
     class Opened:
@@ -87,7 +90,7 @@ def test_a_first_step_that_fails_closes_the_model(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr("runtime.backends.triton.decoder.TritonDecoder", Opened)
     monkeypatch.setattr("runtime.backends.triton.warmup.warm_up", fail)
-    model: Any = None
+    model: Any = SimpleNamespace(spec=tiny_spec())
     with pytest.raises(type(error)):
         entrance.BACKEND.open(model, DecoderOptions())
     assert len(closed) == 1
