@@ -30,17 +30,15 @@ pytestmark = [pytest.mark.data, pytest.mark.slow, pytest.mark.timeout(1800)]  # 
 OLD_S = 7 * 24 * 3600
 """So long a model of other code is kept: another checkout may use it."""
 
-TOKENS = 512
-"""Tokens of the evaluation text; the first half is a prompt, the second half decoded and scored."""
 MEASURED: dict[tuple[int, KVKind, int], float] = {
-    (4, "fp16", 0): 32.99,
-    (4, "int4", 0): 33.00,
-    (4, "fp16", 64): 31.32,
-    (3, "fp16", 0): 50.21,  # on a Xeon with AMX, where earlier code had 51.01; that code had 48.81 on an AMD EPYC
+    (4, "fp16", 0): 23.37,
+    (4, "int4", 0): 23.44,
+    (4, "fp16", 64): 20.59,
+    (3, "fp16", 0): 34.14,
 }
-"""Perplexity by bits, kind of cache and k_chunk."""
+"""Perplexity by bits, kind of cache and k_chunk, on an AMD EPYC: half the text is a prompt, half is scored."""
 MARGIN = 1.02
-"""Other processors and thread counts round otherwise; a default that is 3 % worse is seen."""
+"""GPTQ's bytes differ by processor and thread count, which moves these by up to 0.6 % (by 2 % on 512 tokens)."""
 
 
 @pytest.fixture(scope="module")
@@ -66,10 +64,10 @@ def stored(smollm2_hf: Path) -> Callable[[int], StoredModel]:
 @pytest.mark.parametrize(("bits", "kv", "k_chunk"), MEASURED)
 def test_perplexity_is_as_measured(stored: Callable[[int], StoredModel], bits: int, kv: KVKind, k_chunk: int) -> None:
     model = stored(bits)
-    tokens = Tokenizer(model.tokenizer_path).encode(evaluation_text())[:TOKENS]
-    decoder, _ = open_decoder(model, DecoderOptions(kv=kv, context=TOKENS, k_chunk=k_chunk), "cpu")
+    tokens = Tokenizer(model.tokenizer_path).encode(evaluation_text())
+    decoder, _ = open_decoder(model, DecoderOptions(kv=kv, context=len(tokens), k_chunk=k_chunk), "cpu")
     try:
-        found = perplexity(decoder, tokens, TOKENS, TOKENS, as_chat=True).perplexity
+        found = perplexity(decoder, tokens, len(tokens), len(tokens), as_chat=True).perplexity
     finally:
         decoder.close()
     assert found < MARGIN * MEASURED[bits, kv, k_chunk]

@@ -265,11 +265,11 @@ class ChatScreen(Screen[None]):
             writing.moved.clear()
             answer = writing.answer
             await self._stream_one(writing, answer)
+            self.show_session()
             if writing.answer == answer:
                 break
             await self.transcript.extend()
             self._writing = writing
-        self.show_session()
 
     async def _stream_one(self, writing: Writing, answer: str) -> None:
         if (view := self.transcript.view(answer)) is None:
@@ -364,6 +364,7 @@ class ChatScreen(Screen[None]):
             elif not ask.answer.done():
                 ask.answer.set_result(answer)
 
+        self.show_session()
         self.app.push_screen(AskDialog(ask), decided)
 
     def on_screen_resume(self) -> None:
