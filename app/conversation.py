@@ -14,6 +14,7 @@ from datetime import datetime
 from typing import Any, Literal
 
 from runtime.system.foreign import encodable
+from runtime.text.reasoning import split_reasoning
 from runtime.wire.codec import Count, Number
 
 
@@ -21,8 +22,6 @@ def _now() -> datetime:
     return datetime.now().astimezone()
 
 
-REASONING = ("<think>", "</think>")
-"""The tags that reasoning models write around their reasoning."""
 Role = Literal["user", "assistant"]
 State = Literal["streaming", "done", "stopped", "failed"]
 CallState = Literal["asked", "running", "done", "failed", "refused", "stopped"]
@@ -328,12 +327,3 @@ def _called(message: Message) -> list[Mapping[str, Any]]:
         for call in message.calls
     ]
     return [said, *results]
-
-
-def split_reasoning(text: str) -> tuple[str, str]:
-    """Split a text into reasoning and answer. Unfinished reasoning has no answer yet."""
-    if not text.lstrip().startswith(REASONING[0]):
-        return "", text
-    inside = text.lstrip().removeprefix(REASONING[0])
-    thought, ended, answer = inside.partition(REASONING[1])
-    return thought.strip("\n"), answer.lstrip("\n") if ended else ""

@@ -53,6 +53,8 @@ class ChatOptions:
     """Whether to continue the last message, the assistant's, instead of answering it."""
     tools: Sequence[Mapping[str, Any]] | None = None
     """Functions that the model may call, in OpenAI's format."""
+    chat_template_kwargs: Mapping[str, bool] | None = None
+    """Variables of the model's chat template, by vLLM's name for them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -186,6 +186,9 @@ class Settings:
         "maximum length of an answer in tokens; auto: what fits"
     )
     system_prompt: str = _setting("instructions to the model before every chat", "")
+    thinking: Annotated[str, OneOf(("auto", "on", "off"))] = _setting(
+        "whether a model that can reason does so before it answers; auto: as its maker has it", "auto"
+    )
     overflow: Annotated[str, OneOf(("drop", "summarize", "ask"))] = _setting(
         "what happens when a chat exceeds the context: its oldest messages are dropped, are "
         "summarized, or you are asked each time",

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
+
+from models.packing import packed_width
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,3 +65,25 @@ class PackedLinear:
     [0] is b0, [k - 1] is b15 for k channels). None when the recipe keeps no residuals."""
     mean_square: npt.NDArray[np.float32] | None
     """float32 [K]: mean of x² over calibration tokens, the static selector's metric. None as above."""
+
+
+def rows_of(linear: PackedLinear, rows: slice) -> PackedLinear:
+    """Some output channels of a matrix, as views of its arrays. `rows` starts at a multiple of 32."""
+    residual = linear.residual
+    if residual is not None:
+        bits, scales = residual.bits, residual.scales
+        columns = rows if scales is None else slice(packed_width(rows.start, bits), packed_width(rows.stop, bits))
+        residual = PackedResidual(
+            bits=bits, codes=residual.codes[:, columns], scales=None if scales is None else scales[rows]
+        )
+    return replace(
+        linear,
+        shape=(rows.stop - rows.start, linear.shape[1]),
+        codes=linear.codes[rows],
+        scales=linear.scales[rows],
+        zeros=None if linear.zeros is None else linear.zeros[rows],
+        codebook=None if linear.codebook is None else linear.codebook[rows],
+        group_scales=None if linear.group_scales is None else linear.group_scales[rows],
+        bias=None if linear.bias is None else linear.bias[rows],
+        residual=residual,
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -141,6 +141,7 @@ def run(
     from app.cli.attachments import Attachments
     from app.cli.tools import RunTools
     from app.settings import load
+    from runtime.text.reasoning import switch
     from runtime.text.sampling import SamplingOptions
 
     settings = load(
@@ -155,6 +156,7 @@ def run(
     )
     stored = open_model(model, services, output)
     drawn: dict[str, Any] = settings.sampling(stored.sampling)
+    variables = switch(settings.thinking)
     sampling = SamplingOptions(max_tokens=settings.max_tokens, seed=seed, stop=tuple(stop or ()), **drawn)
     choices = LoadChoices(
         kv=kv,
@@ -178,12 +180,13 @@ def run(
         speculate(engine, spend_budgets(engine.borrow, plan, choices, services, output).speculation, services)
         if text:
             system = None if raw else settings.system_prompt
-            _answer(engine, stored, output, text, sampling, system, attachments, tools)
+            _answer(engine, stored, output, text, sampling, system, attachments, tools, variables)
         else:
             from app.cli.repl import Repl, line_history
 
             with line_history(services.home() / "lines"):
-                Repl(engine, sampling, attachments, tools, system=settings.system_prompt, raw=raw).loop()
+                system = settings.system_prompt
+                Repl(engine, sampling, attachments, tools, variables, system=system, raw=raw).loop()
 
 
 def _answer(
@@ -195,6 +198,7 @@ def _answer(
     system: str | None,
     attachments: Attachments,
     tools: RunTools,
+    variables: Mapping[str, bool] | None,
 ) -> None:
     """Print one answer, or its JSON object. Without even an empty system prompt, the text is continued as it is."""
     from app.cli.tools import continued, converse
@@ -209,7 +213,7 @@ def _answer(
             messages = [{"role": "system", "content": system}] if system else []
             told, passages = attachments.prompt(text)
             asked = [*messages, {"role": "user", "content": told}]
-            found = converse(engine, asked, sampling, interrupt.cancelled, show, tools)
+            found = converse(engine, asked, sampling, interrupt.cancelled, show, tools, variables)
     said, piece = found.text, found.last
     if not output.as_json and not said.endswith("\n"):
         output.stream("\n")

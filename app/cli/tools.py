@@ -165,6 +165,7 @@ def converse(
     cancelled: Callable[[], bool],
     show: Callable[[str], object],
     tools: RunTools,
+    variables: Mapping[str, Any] | None = None,
 ) -> Conversed:
     """Answer a conversation; what the model calls is run, and its results are answered.
 
@@ -175,6 +176,7 @@ def converse(
         cancelled: Polled between steps.
         show: Gets the text as it is generated.
         tools: The tools that may be called.
+        variables: Of the chat template.
     """
     from runtime.text.call_grammar import CallRules
     from runtime.text.call_reader import CallReader
@@ -186,8 +188,10 @@ def converse(
         offered = tools.tools if number < MOST_ROUNDS else []
         rules = CallRules.of(offered, required=False) if offered else None
         reader = CallReader([tool.name for tool in offered]) if offered else None
-        said, calls = "", list[ToolCall]()
-        prompt = engine.chat_prompt(told, tools=offered) if offered else engine.chat_prompt(told)
+        calls = list[ToolCall]()
+        prompt = engine.chat_prompt(told, tools=offered, variables=variables)
+        said = engine.reasoning_opened(prompt)
+        show(said)
         for piece in engine.generate(prompt, replace(sampling, calls=rules), cancelled):
             fed = [(piece.text, list[Any]())] if reader is None else [reader.feed(piece.text)]
             if reader is not None and piece.finish_reason is not None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from textual.message import Message as Event
 
-from app.conversation import Conversation, Message, prompt_of, split_reasoning
+from app.conversation import Conversation, Message, prompt_of
 from app.documents.prompt import BYTES_PER_TOKEN, grounded, passage_room
 from app.errors import ClientError, HistoryError
 from app.fitting import USUAL_CONTEXT, Fit, fit, later, rate_of
@@ -17,6 +17,7 @@ from app.tui.answers import Prompt
 from app.tui.connection import Connection
 from app.tui.documents import Documents
 from app.tui.messages import LeftOut, NotSearched
+from runtime.text.reasoning import split_reasoning, switch
 
 if TYPE_CHECKING:
     from runtime.wire.answers import Status
@@ -131,6 +132,7 @@ class Prompts:
             chat=conversation.id,
             continue_final=resume,
             tools=tools or None,
+            chat_template_kwargs=switch(self.setting_of(conversation, "thinking")),
         )
 
     async def _search(self, conversation: Conversation, answer: str) -> None:

@@ -18,10 +18,10 @@ import numpy as np
 from models.errors import UnsupportedModelError
 from models.export import int4
 from models.export.formats import ExportFormat, Step
-from models.export.matrices import parts, pieces, restored, rows_of, uniform_groups
+from models.export.matrices import parts, pieces, restored, uniform_groups
 from models.families import FAMILIES
 from models.foreign import read_json
-from models.packed import PackedLinear
+from models.packed import PackedLinear, rows_of
 from models.quantizers.groups import GroupCodes, round_to_grid, search
 from models.spec import LAYER_TYPES
 from models.store import StoredModel, layout

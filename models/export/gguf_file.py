@@ -20,12 +20,12 @@ import numpy.typing as npt
 from models.errors import UnsupportedModelError
 from models.export.formats import Step
 from models.export.gguf_tokenizer import check_read_back, write_tokenizer
-from models.export.matrices import parts, pieces, restored, rows_of, uniform_groups
+from models.export.matrices import parts, pieces, restored, uniform_groups
 from models.families import FAMILIES
 from models.generation_config import GGUF_KEYS
 from models.gguf.architectures import ARCHITECTURES
 from models.gguf.tensors import name_in_file
-from models.packed import PackedLinear
+from models.packed import PackedLinear, rows_of
 from models.quantizers.groups import GroupCodes
 from models.rope import frequencies
 from models.spec import LAYER_TYPES

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import numpy as np
 
 from models.families.family import Family
-from models.packed import PackedLinear, PackedResidual
-from models.packing import RUN, packed_width, unpack
+from models.packed import PackedLinear
+from models.packing import RUN, unpack
 from models.quantizers.dequantize import dequantize, dequantize_residual
 from models.quantizers.groups import FloatArray, GroupCodes
 from models.spec import ModelSpec
@@ -23,30 +22,6 @@ def pieces(linear: PackedLinear) -> Iterator[slice]:
     rows, width = linear.shape
     step = max(RUN, _PIECE // width // RUN * RUN)
     yield from (slice(start, min(start + step, rows)) for start in range(0, rows, step))
-
-
-def rows_of(linear: PackedLinear, rows: slice) -> PackedLinear:
-    """Some rows of a matrix. `rows` starts at a multiple of 32."""
-    residual = linear.residual
-    if residual is not None:
-        bits, scales = residual.bits, residual.scales
-        columns = rows if scales is None else slice(packed_width(rows.start, bits), packed_width(rows.stop, bits))
-        residual = PackedResidual(
-            bits=bits,
-            codes=residual.codes[:, columns].copy(),
-            scales=None if scales is None else scales[rows],
-        )
-    return replace(
-        linear,
-        shape=(rows.stop - rows.start, linear.shape[1]),
-        codes=linear.codes[rows],
-        scales=linear.scales[rows],
-        zeros=None if linear.zeros is None else linear.zeros[rows],
-        codebook=None if linear.codebook is None else linear.codebook[rows],
-        group_scales=None if linear.group_scales is None else linear.group_scales[rows],
-        bias=None if linear.bias is None else linear.bias[rows],
-        residual=residual,
-    )
 
 
 def restored(linear: PackedLinear, residuals: bool) -> FloatArray:

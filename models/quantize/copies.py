@@ -21,10 +21,10 @@ import torch
 from models.checkpoint import Checkpoint
 from models.losses import TypeLosses
 from models.oracle import Oracle
-from models.packed import PackedLinear
+from models.packed import PackedLinear, rows_of
 from models.packing import RUN
 from models.quantize.allocation import Divergence
-from models.quantize.lowered import LoweredLinear, rows_of
+from models.quantize.lowered import LoweredLinear
 from models.quantize.precision import fast_products
 from models.quantize.streams import Batches, normed
 from models.spec import LAYER_TYPES

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from models import per_token
-from models.packed import PackedLinear, PackedResidual
+from models.packed import PackedLinear, PackedResidual, rows_of
 from models.packing import RUN
 from models.quantizers.dequantize import dequantize, dequantize_residual
 from models.quantizers.rows import CHUNK
@@ -54,29 +54,6 @@ def salient(x: torch.Tensor, k_chunk: int) -> torch.Tensor:
     """Activations float32 [..., K] of which the salient ones alone are left."""
     rows = x.reshape(-1, x.shape[-1])
     return (rows - torch.from_numpy(without_salient(rows.numpy(), k_chunk))).view_as(x)
-
-
-def rows_of(linear: PackedLinear, rows: slice) -> PackedLinear:
-    """Some outputs of a linear layer, without bias; a slice that begins at a multiple of 32."""
-    residual = linear.residual
-    if residual is None:
-        part = None
-    elif residual.scales is None:
-        part = replace(residual, codes=residual.codes[:, rows])
-    else:
-        words = slice(rows.start // RUN * residual.bits, -(-rows.stop // RUN) * residual.bits)
-        part = replace(residual, codes=residual.codes[:, words], scales=residual.scales[rows])
-    return replace(
-        linear,
-        shape=(rows.stop - rows.start, linear.shape[1]),
-        codes=linear.codes[rows],
-        scales=linear.scales[rows],
-        zeros=None if linear.zeros is None else linear.zeros[rows],
-        codebook=None if linear.codebook is None else linear.codebook[rows],
-        group_scales=None if linear.group_scales is None else linear.group_scales[rows],
-        bias=None,
-        residual=part,
-    )
 
 
 def _weight(linear: PackedLinear, dtype: torch.dtype) -> torch.Tensor:

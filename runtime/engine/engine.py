@@ -61,10 +61,8 @@ class Engine:
             eos_token_ids: Every token that ends a generation.
             reason: Why this backend was chosen, for reports.
         """
-        self.decoder = decoder
-        self.tokenizer = tokenizer
-        self.name = name
-        self.reason = reason
+        self.decoder, self.tokenizer = decoder, tokenizer
+        self.name, self.reason = name, reason
         self._eos = frozenset(eos_token_ids)
         self._constraints = AnswerConstraints(tokenizer, vocab_size=decoder.spec.vocab_size, eos=self._eos)
         self._drafting = Drafting()
@@ -104,12 +102,15 @@ class Engine:
         """Tokens of a conversation; see `Tokenizer.chat`."""
         return self.tokenizer.chat(messages, most=self.context, **options)
 
+    def reasoning_opened(self, prompt: Sequence[int]) -> str:
+        """The tag of reasoning that belongs before the answer to a prompt of a chat; see `runtime.text.reasoning`."""
+        return self.tokenizer.reasoning_opened(prompt)
+
     def text_prompt(self, text: str) -> list[int]:
         """Tokens of a text to be continued. An empty text gives the beginning-of-sequence token, if there is one."""
         tokens = self.tokenizer.encode(text, most=self.context)
-        if not tokens and self.decoder.spec.bos_token_id is not None:
-            tokens = [self.decoder.spec.bos_token_id]
-        return tokens
+        bos = self.decoder.spec.bos_token_id
+        return tokens if tokens or bos is None else [bos]
 
     def generate(
         self,

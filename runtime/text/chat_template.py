@@ -68,6 +68,7 @@ def render(
     tokens: Mapping[str, str],
     continue_final: bool = False,
     tools: Sequence[Mapping[str, Any]] = (),
+    variables: Mapping[str, Any] | None = None,
 ) -> str:
     """Render a conversation, ready for the assistant's answer.
 
@@ -77,6 +78,7 @@ def render(
         tokens: Special tokens by their names in templates (`bos_token`, ...).
         continue_final: Whether the last message is to be continued rather than answered.
         tools: Functions that the model may call, in OpenAI's format.
+        variables: Further variables of the template. None replaces one that is given here otherwise.
 
     Raises:
         jinja2.TemplateError: the template is broken, or refuses these messages.
@@ -86,9 +88,8 @@ def render(
     final = str(chat[-1]["content"])
     if continue_final:
         chat[-1]["content"] = final + _MARK
-    text = _compiled(template).render(
-        messages=chat, tools=list(tools) or None, documents=None, add_generation_prompt=not continue_final, **tokens
-    )
+    own = {"messages": chat, "tools": list(tools) or None, "add_generation_prompt": not continue_final}
+    text = _compiled(template).render({**(variables or {}), "documents": None, **own, **tokens})
     if not continue_final:
         return text
     place = text.rfind(_MARK.strip())

@@ -79,6 +79,11 @@ class SamplingOptions:
             raise RequestError(f"stop must hold at most {MAX_STOPS} texts, none of them empty")
 
     @property
+    def formed(self) -> bool:
+        """Whether the whole answer has a given form, which leaves no room for reasoning."""
+        return self.grammar is not None or (self.calls is not None and self.calls.required)
+
+    @property
     def greedy(self) -> bool:
         """Whether the most likely token is always taken."""
         return self.temperature < GREEDY_BELOW or self.top_k == 1

@@ -46,6 +46,7 @@ class TemplateProcess:
         tokens: Mapping[str, str],
         continue_final: bool = False,
         tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] | None = None,
     ) -> str:
         """Render a conversation; see `runtime.text.chat_template.render`.
 
@@ -53,7 +54,8 @@ class TemplateProcess:
             RequestError: the template is broken, refuses these messages, or takes too much time or memory.
         """
         request = {"messages": list(messages), "tokens": dict(tokens), "tools": list(tools)}
-        return str(self._ask({"template": template, "continue_final": continue_final, **request}))
+        more = {"continue_final": continue_final, "variables": dict(variables or {})}
+        return str(self._ask({"template": template, **request, **more}))
 
     def knows_tools(self, template: str) -> bool:
         """Whether a template renders the tools it is given.

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +16,7 @@ from models.foreign import panics_raised
 from runtime.errors import ContextOverflowError, RequestError, RuntimeFailure
 from runtime.system.foreign import encodable
 from runtime.text.call_format import TOLD, CallFormat
+from runtime.text.reasoning import opened
 from runtime.text.template_process import template_process
 from runtime.text.tokenizer_files import read_tokenizer
 from runtime.text.tool_calls import Tool, describe_tools
@@ -28,6 +29,8 @@ PLAIN_STOPS = ("\nUser:",)
 """The stop string of the plain fallback: the model starting the user's next turn."""
 USUAL_CHARACTERS = 4
 """Characters per token: a longer text is counted slice by slice before it is encoded."""
+_TAG_TOKENS = 8
+"""Most tokens of a tag of reasoning and the white space behind it."""
 SLICE, EDGE = 2**16, 64
 """Characters of such a slice, and most extra tokens caused by a cut."""
 
@@ -136,9 +139,12 @@ class Tokenizer:
         *,
         continue_final: bool = False,
         tools: Sequence[Tool] = (),
+        variables: Mapping[str, Any] | None = None,
         most: int | None = None,
     ) -> list[int]:
         """Tokens of a conversation, ready for the assistant's answer.
+
+        A special token in a message is text: a space after its first character keeps it from ending the message.
 
         Args:
             messages: `{"role": ..., "content": ...}`, with roles system, user, assistant (and any others the template
@@ -146,6 +152,7 @@ class Tokenizer:
             continue_final: Whether the last message, the assistant's, is to be continued rather than answered.
             tools: Functions that the model may call; described in a system message if its template does not support
                 tools.
+            variables: Further variables of the template, such as `enable_thinking`.
             most: Tokens that there is room for; see `encode`.
 
         Raises:
@@ -153,9 +160,7 @@ class Tokenizer:
             RequestError: no messages, one without role or text, or a sequence that the model's template refuses.
         """
         _check(messages, continue_final)
-        messages = [
-            {**one, "content": self._inert(one["content"])} if one["role"] == "tool" else one for one in messages
-        ]
+        messages = [one if one["role"] == "assistant" else {**one, "content": self._inert(one)} for one in messages]
         if self._template is None:
             return self.encode(plain_chat(describe_tools(messages, tools), continue_final=continue_final), most=most)
         told = tools or any("tool_calls" in message or message["role"] == "tool" for message in messages)
@@ -167,18 +172,30 @@ class Tokenizer:
             tokens=self._special,
             continue_final=continue_final,
             tools=[tool.record() for tool in tools],
+            variables=variables or {},
         )
         return self.encode(text, special=False, most=most)
 
-    def _inert(self, result: str) -> str:
-        """A tool's result without special tokens and closing tags, which could end its message and begin another."""
-        return self._marks.sub(lambda found: f"{found[0][0]} {found[0][1:]}", result)
+    def reasoning_opened(self, prompt: Sequence[int]) -> str:
+        """The tag of reasoning that the template of a chat's prompt wrote, and the answer therefore lacks; else ""."""
+        return opened("".join(map(self.piece, prompt[-_TAG_TOKENS:])))
+
+    def _inert(self, message: Mapping[str, Any]) -> str:
+        """A message's text without what could end it and begin another.
+
+        In a tool's result, which nobody here wrote, those are all added tokens and the closing tag.
+        """
+        marks = self._tool_marks if message["role"] == "tool" else self._special_marks
+        return marks.sub(lambda found: f"{found[0][0]} {found[0][1:]}", message["content"])
 
     @cached_property
-    def _marks(self) -> re.Pattern[str]:
-        added = [token.content for token in self._fast.get_added_tokens_decoder().values()]
-        texts = {text for text in (*added, "</tool_response>") if len(text) > 1 and not text.isspace()}
-        return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))))
+    def _special_marks(self) -> re.Pattern[str]:
+        return _any_of(token.content for token in self._fast.get_added_tokens_decoder().values() if token.special)
+
+    @cached_property
+    def _tool_marks(self) -> re.Pattern[str]:
+        added = self._fast.get_added_tokens_decoder().values()
+        return _any_of([*(token.content for token in added), "</tool_response>"])
 
     def _refuse_longer(self, text: str, most: int) -> None:
         """Raise if a text certainly has no room, without encoding all of it."""
@@ -249,6 +266,12 @@ class Detokenizer:
         self._given += text
         self._read = len(self._window)
         return text
+
+
+def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
+    """A pattern of the longest of several texts, without those of a single character or of spaces."""
+    kept = {text for text in texts if len(text) > 1 and not text.isspace()}
+    return re.compile("|".join(map(re.escape, sorted(kept, key=len, reverse=True))) or r"(?!)")
 
 
 @contextmanager

@@ -32,6 +32,7 @@ from models.progress import Progress
 from runtime.server.app import create_app
 from runtime.server.listening import bind, listen
 from runtime.server.security import Security
+from runtime.text.reasoning import switch
 from runtime.wire.answers import Holding, Quantized
 from runtime.wire.codec import to_json
 from runtime.wire.inspection import InspectedMessage, Inspection, InspectRequest
@@ -118,6 +119,12 @@ async def test_the_last_message_is_continued(client: RuntimeClient, house: FakeH
     messages = [*HELLO, {"role": "assistant", "content": "echo on"}]
     await collect(client.chat(messages, ChatOptions(model="small", continue_final=True)))
     assert house.engine.trims == [False]
+
+
+async def test_reasoning_is_switched_on_and_its_tag_received(client: RuntimeClient) -> None:
+    options = ChatOptions(model="small", chat_template_kwargs=switch("on"))
+    deltas = await collect(client.chat(HELLO, options))
+    assert "".join(delta.text for delta in deltas) == "<think>\nhello there"
 
 
 async def test_a_model_that_rested_answers_again(client: RuntimeClient) -> None:

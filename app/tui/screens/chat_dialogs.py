@@ -18,8 +18,8 @@ from app.tui.screens.dialogs import FormDialog
 from app.tui.screens.presets import ask_for_preset
 from app.tui.session import Session
 
-CHAT_KEYS = (*SAMPLING_DEFAULTS, "max_tokens")
-"""Sampling settings that a chat can override, besides its system prompt."""
+CHAT_KEYS = ("thinking", *SAMPLING_DEFAULTS, "max_tokens")
+"""Settings that a chat can override, besides its system prompt."""
 Overflow = Literal["drop", "summarize", "new", "keep"]
 
 
@@ -147,4 +147,5 @@ def _general(session: Session) -> dict[str, str]:
         if settings.get(key) is None:
             words[key] += " (the model's)"
     tokens = settings.max_tokens
-    return {**words, "max_tokens": "auto" if tokens is None else str(tokens), "system_prompt": settings.system_prompt}
+    own = {"thinking": settings.thinking, "system_prompt": settings.system_prompt}
+    return {**words, **own, "max_tokens": "auto" if tokens is None else str(tokens)}

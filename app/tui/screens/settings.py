@@ -42,6 +42,7 @@ GROUPS = {
     "Memory": ("kv", "context"),
     "Chat": (
         "system_prompt",
+        "thinking",
         "temperature",
         "top_p",
         "top_k",

@@ -14,10 +14,10 @@ from textual.containers import Horizontal, Vertical
 from textual.widgets import Collapsible, Label, Markdown  # noqa: TID251  the label gets code that is styled already
 from textual.widgets.markdown import MarkdownBlock, MarkdownFence
 
-from app.conversation import split_reasoning
 from app.printable import printable
 from app.tui.plain import Plain
 from app.tui.widgets.flat_blocks import LIST, TABLE, FlatList, FlatTable, Parser
+from runtime.text.reasoning import split_reasoning
 
 SETTLE_S = 0.5
 """Maximum wait for a layout, in seconds."""

@@ -74,7 +74,7 @@ def _again(wanted: GenerationRequest, rules: CallRules, calls: Sequence[ToolCall
     messages, once_more = again
 
     def prompt(engine: EngineLike) -> Sequence[int]:
-        return engine.chat_prompt(messages, tools=list(rules.tools))
+        return engine.chat_prompt(messages, tools=list(rules.tools), variables=wanted.variables)
 
     return replace(wanted, prompt=prompt, options=replace(wanted.options, calls=once_more))
 

@@ -75,10 +75,10 @@ class PublicInterface:
         asked, messages = await self.reader.read(request, _chat)
         options = await asyncio.to_thread(asked.sampling)
         resume = bool(asked.continue_final_message)
-        tools = list(asked.tool_use.tools)
+        tools, variables = list(asked.tool_use.tools), asked.chat_template_kwargs
 
         def prompt(engine: EngineLike) -> Sequence[int]:
-            return engine.chat_prompt(messages, continue_final=resume, tools=tools)
+            return engine.chat_prompt(messages, continue_final=resume, tools=tools, variables=variables)
 
         wanted = GenerationRequest(
             model=asked.model,
@@ -89,6 +89,7 @@ class PublicInterface:
             trim=not resume,
             field="messages",
             messages=() if resume else messages,
+            variables=variables,
         )
 
         def begin(accepted: Accepted) -> Writer:

@@ -31,6 +31,8 @@ COMPLETION_TOKENS = 16
 MAX_SEED = 2**63
 MAX_COUNT = 2**31 - 1
 MAX_BIASES = 1024
+MAX_VARIABLES = 32
+_RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 
 Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 Stops = Annotated[str, Field(min_length=1)]
@@ -194,6 +196,8 @@ class ChatRequest(Sampling):
     function_call: Any = None
     modalities: Items[str] | None = None
     audio: Any = None
+    chat_template_kwargs: Annotated[JsonObject, at_most(MAX_VARIABLES)] | None = None
+    """vLLM's extension: further variables of the chat template, such as `enable_thinking`."""
     prompt_cache_key: Annotated[str, Field(min_length=1, max_length=200)] | None = None
     """OpenAI's field, used as the name of the conversation: its cached data is deleted by that name."""
     continue_final_message: StrictBool | None = None
@@ -208,6 +212,8 @@ class ChatRequest(Sampling):
         super().check()
         if self.function_call not in (None, "none", "auto"):
             raise refused("function_call", "functions are an older form that is not supported: use tools")
+        if taken := sorted(_RESERVED & (self.chat_template_kwargs or {}).keys()):
+            raise refused("chat_template_kwargs", f"chat_template_kwargs can't set {taken[0]}: the request itself does")
         if self.modalities not in (None, ["text"]):
             raise refused("modalities", "modalities other than 'text' are not supported", code="unsupported_parameter")
         if self.top_logprobs is not None and not self.logprobs:

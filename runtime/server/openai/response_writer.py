@@ -21,6 +21,7 @@ class ResponseWriter:
     def __init__(self, asked: ResponsesRequest, accepted: Accepted, calls: CallReader | None) -> None:
         """Start a response; `calls` parses tool calls, if there are tools."""
         self._calls = calls
+        self._opening = accepted.opening
         self._events = 0
         self._growing: Body | None = None  # the message that text is appended to
         self._calling: Body | None = None  # the call whose arguments are being written
@@ -39,7 +40,8 @@ class ResponseWriter:
 
     def opening(self) -> list[Body]:
         """Events before the first text."""
-        return [self._event(f"response.{state}", response=self._now()) for state in ("created", "in_progress")]
+        events = [self._event(f"response.{state}", response=self._now()) for state in ("created", "in_progress")]
+        return [*events, *self._add_text(self._opening)] if self._opening else events
 
     def chunks(self, piece: Piece) -> list[Body]:
         """Events of a piece; empty if it adds nothing."""
@@ -47,6 +49,7 @@ class ResponseWriter:
 
     def body(self, pieces: Sequence[Piece]) -> Body:
         """The body of a non-streaming response."""
+        self.opening()
         for piece in pieces:
             self.chunks(piece)
         return self._body

@@ -125,7 +125,7 @@ class ChatWriter(_Answer):
 
     def opening(self) -> list[Body]:
         """The chunk with the role."""
-        return [self._choice({"role": "assistant", "content": ""}, None)]
+        return [self._choice({"role": "assistant", "content": self._accepted.opening}, None)]
 
     def chunks(self, piece: Piece) -> list[Body]:
         """The chunks of a piece; empty if it adds nothing."""
@@ -144,7 +144,7 @@ class ChatWriter(_Answer):
     def body(self, pieces: Sequence[Piece]) -> Body:
         """The body of a non-streaming response."""
         parts = [read_piece(piece, self._calls) for piece in pieces]
-        text = "".join(text for text, _ in parts)
+        text = self._accepted.opening + "".join(text for text, _ in parts)
         calls: list[Body] = []
         for call in (call for _, found in parts for call in found):
             if call.name is not None:

@@ -30,6 +30,10 @@ class EngineLike(Protocol):
         """Stop strings for chat answers, in addition to the caller's own."""
         ...
 
+    def reasoning_opened(self, prompt: Sequence[int]) -> str:
+        """The tag of reasoning that a prompt ends with."""
+        ...
+
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
         """Tokens of a conversation; options are those of `runtime.text.tokenizer.Tokenizer.chat`."""
         ...

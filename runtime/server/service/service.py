@@ -55,6 +55,8 @@ class GenerationRequest:
     """The request's name for its prompt, for errors."""
     messages: Sequence[Mapping[str, Any]] = ()
     """The conversation, if the prompt is one: a call that does not fit its schema is asked for again."""
+    variables: Mapping[str, Any] | None = None
+    """Further variables of the chat template."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +81,8 @@ class Accepted:
     """Name of the backend."""
     prompt_tokens: int
     """Tokens of the prompt."""
+    opening: str = ""
+    """The answer's beginning that the prompt already has: the tag of the model's reasoning."""
     k_chunk: Mapping[str, int] = field(default_factory=dict)
     """Compensated channels per 1024, by layer type."""
     slowdown_percent: float | None = None
@@ -390,6 +394,7 @@ class Service:
                 model=loaded.name,
                 backend=loaded.backend,
                 prompt_tokens=len(prompt),
+                opening=loaded.engine.reasoning_opened(prompt) if request.trim and not options.formed else "",
                 k_chunk=loaded.k_chunk,
                 slowdown_percent=loaded.tuning.measured_slowdown_percent if loaded.tuning else None,
                 prompt_slowdown_percent=loaded.prompts.measured_slowdown_percent
@@ -414,6 +419,7 @@ class Service:
         with self._slot.generating():
             try:
                 prompt = loaded.engine.chat_prompt([to_json(message) for message in request.messages])
-                stream.put(loaded.engine.inspect(prompt, request.answer, stream.put, stream.cancelled))
+                answer = request.answer.removeprefix(loaded.engine.reasoning_opened(prompt))
+                stream.put(loaded.engine.inspect(prompt, answer, stream.put, stream.cancelled))
             except (RequestError, ContextOverflowError) as error:
                 raise api_error(error, prompt="answer") from error

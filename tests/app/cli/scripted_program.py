@@ -28,8 +28,11 @@ class CountingEngine:
     def __init__(self, options: Any) -> None:
         self.decoder = SimpleNamespace(backend="cpu", options=options, kv_bytes=0)
 
-    def chat_prompt(self, _messages: Sequence[Any]) -> list[int]:
+    def chat_prompt(self, _messages: Sequence[Any], **_options: Any) -> list[int]:
         return [1]
+
+    def reasoning_opened(self, _prompt: list[int]) -> str:
+        return ""
 
     def text_prompt(self, _text: str) -> list[int]:
         return [1]

@@ -36,7 +36,10 @@ class ScriptedEngine:
         self.tokenizer = SimpleNamespace(note=note, encode=lambda text, **_: text.split())
         self.decoder = SimpleNamespace(backend="cpu", options=DecoderOptions(), kv_bytes=1 << 20)
 
-    def chat_prompt(self, messages: Sequence[Any]) -> list[int]:
+    def reasoning_opened(self, _prompt: Sequence[int]) -> str:
+        return ""
+
+    def chat_prompt(self, messages: Sequence[Any], **_options: Any) -> list[int]:
         if len(messages[-1]["content"]) > self.longest:
             raise ContextOverflowError("too long")
         self.asked.append([(message["role"], message["content"]) for message in messages])

@@ -15,6 +15,7 @@ from app.cli.errors import CliError
 from app.cli.output import Output
 from app.cli.tools import RunTools, converse
 from runtime.engine.generation import Piece, Usage
+from runtime.text.reasoning import switch
 from runtime.text.sampling import SamplingOptions
 
 HOSTILE = Path(__file__).parents[1] / "tools" / "hostile.py"
@@ -33,9 +34,15 @@ class Scripted:
         self._texts = list(texts)
         self.prompts: list[tuple[list[Mapping[str, Any]], list[str]]] = []
 
-    def chat_prompt(self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Any] = ()) -> list[int]:
+    def chat_prompt(
+        self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Any] = (), variables: object = None
+    ) -> list[int]:
         self.prompts.append((list(messages), [tool.name for tool in tools]))
+        self.variables = variables
         return [1]
+
+    def reasoning_opened(self, _prompt: Sequence[int]) -> str:
+        return "<think>\n" if self.variables else ""
 
     def generate(self, _prompt: Any, _options: Any, _cancelled: Any) -> Iterator[Piece]:
         text = self._texts.pop(0)
@@ -86,6 +93,15 @@ def test_the_terminal_is_asked(file: Path, monkeypatch: pytest.MonkeyPatch, answ
     found = talk(Scripted(call("echo", "hello"), call("echo", "hello"), "Done."), tools)
     assert [one["result"] for one in found.calls].count("hello") == results
     assert next(typed, None) is None
+
+
+def test_reasoning_that_the_prompt_began_is_shown_from_its_tag_on(capsys: pytest.CaptureFixture[str]) -> None:
+    said: list[str] = []
+    asked, sampling = [{"role": "user", "content": "Go."}], SamplingOptions()
+    engine, tools = Scripted("Hm.\n</think>\nYes."), RunTools(None, [], Output())
+    found = converse(engine, asked, sampling, lambda: False, said.append, tools, switch("on"))  # type: ignore[arg-type]
+    assert "".join(said) == found.text == "<think>\nHm.\n</think>\nYes."
+    assert engine.variables == {"enable_thinking": True, "thinking": True}
 
 
 def test_a_loop_of_calls_has_a_limit(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

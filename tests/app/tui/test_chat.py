@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import pytest
 from textual.widgets import Markdown
 
 from app.tui.widgets.message_view import MessageView
@@ -108,6 +109,20 @@ async def test_escape_stops_and_keeps_what_came_which_can_be_continued(stage: Ca
         assert messages[-1] == {"role": "assistant", "content": "one two"}
         assert options.continue_final
         assert markdown_of(s.transcript.view(stopped.id)) == s.last.text
+
+
+@pytest.mark.parametrize(
+    ("general", "own", "sent"), [("auto", None, None), ("off", None, False), ("off", "on", True), ("on", "auto", None)]
+)
+async def test_a_chat_switches_reasoning(
+    stage: Callable[..., Any], runtime: Any, general: str, own: str | None, sent: bool | None
+) -> None:
+    async with stage(runtime, thinking=general) as s:
+        if own is not None:
+            s.app.session.note(s.app.session.conversation, settings={"thinking": own})
+        await s.say("go")
+        variables = runtime.named("chat")[0][1].chat_template_kwargs
+        assert (variables and variables["enable_thinking"]) is sent
 
 
 async def test_regenerate_makes_a_sibling(stage: Callable[..., Any], runtime: Any) -> None:

@@ -59,6 +59,7 @@ class FakeEngine:
         self.threads: set[int] = set()
         self.options: list[SamplingOptions] = []
         self.tools: list[Tool] = []
+        self.variables: Mapping[str, Any] | None = None
         self.trims: list[bool] = []
         self.chats: list[str | None] = []
         self.forgotten: list[str | None] = []
@@ -69,12 +70,20 @@ class FakeEngine:
         self._running: list[tuple[Iterator[Piece], Callable[[Piece | Exception], None]]] = []
 
     def chat_prompt(
-        self, messages: Sequence[Mapping[str, Any]], *, continue_final: bool = False, tools: Sequence[Tool] = ()
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        continue_final: bool = False,
+        tools: Sequence[Tool] = (),
+        variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        self.tools = list(tools)
+        self.tools, self.variables = list(tools), variables
         if continue_final and messages[-1]["role"] != "assistant":
             raise RequestError("only an assistant's message can be continued")
         return self.text_prompt(messages[-1]["content"], sum(len(m["content"].split()) for m in messages[:-1]))
+
+    def reasoning_opened(self, prompt: Sequence[int]) -> str:
+        return "<think>\n" if (self.variables or {}).get("enable_thinking") else ""
 
     def text_prompt(self, text: str, before: int = 0) -> list[int]:
         tokens = [*range(1, before + len(text.split()) + 1)] or [1]

@@ -224,6 +224,20 @@ async def test_the_last_message_can_be_continued(client: httpx.AsyncClient, hous
     assert response.json()["error"]["param"] == "messages"
 
 
+async def test_an_answer_has_the_tag_of_reasoning_that_its_prompt_ends_with(client: httpx.AsyncClient) -> None:
+    def said(body: dict[str, Any]) -> str:
+        return str(body["choices"][0]["message"]["content"])
+
+    asked = chat("echo so", chat_template_kwargs={"enable_thinking": True})
+    streamed = (await client.post("/v1/chat/completions", json={**asked, "stream": True})).text
+    assert '"content":"<think>\\n"' in streamed.replace(": ", ":")
+    assert said((await client.post("/v1/chat/completions", json=asked)).json()) == "<think>\nso"
+    form = {"response_format": {"type": "json_object"}}
+    assert not said((await client.post("/v1/chat/completions", json={**asked, **form})).json()).startswith("<think>")
+    silent = chat("echo so", chat_template_kwargs={"enable_thinking": False})
+    assert said((await client.post("/v1/chat/completions", json=silent)).json()) == "so"
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("change", "status", "code", "param"),

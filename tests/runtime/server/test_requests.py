@@ -137,6 +137,9 @@ def message(**fields: Any) -> dict[str, Any]:
         ({"presence_penalty": 3}, "presence_penalty"),
         ({"logit_bias": {"5": 100}}, "logit_bias"),
         ({"continue_final_message": 1}, "continue_final_message"),
+        ({"chat_template_kwargs": {"messages": "none"}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": ["enable_thinking"]}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {str(at): at for at in range(33)}}, "chat_template_kwargs"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

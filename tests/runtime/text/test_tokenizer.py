@@ -19,6 +19,7 @@ from tokenizers import Tokenizer as Fast
 from models.plain_tokenizer import plain_tokenizer
 from runtime.errors import BackendError, ContextOverflowError, RequestError
 from runtime.text.chat_template import render
+from runtime.text.reasoning import split_reasoning, switch
 from runtime.text.tokenizer import SLICE, Detokenizer, Tokenizer, plain_chat
 from runtime.text.tool_calls import Tool
 
@@ -159,6 +160,47 @@ def test_the_chat_template_is_the_models_own(bytes_tokenizer: Tokenizer) -> None
     continued = bytes_tokenizer.chat(final, continue_final=True)
     assert bytes_tokenizer.decode(continued).endswith("I am")
     assert continued[-1] != ids["<|end|>"]
+
+
+REASONING = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}<|assistant|>"
+    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% else %}<think>\n{% endif %}"
+)
+"""A template that begins the reasoning itself, as those of Qwen3.5 and DeepSeek R1 do."""
+
+
+@pytest.mark.parametrize(
+    ("template", "thinking", "tag"),
+    [
+        (REASONING, "auto", "<think>\n"),
+        (REASONING, "on", "<think>\n"),
+        (REASONING, "off", ""),
+        (TEMPLATE, "on", ""),
+    ],
+)
+def test_reasoning_is_switched_and_its_tag_known(tmp_path: Path, template: str, thinking: str, tag: str) -> None:
+    tokenizer = save(byte_level(), tmp_path, chat_template=template)
+    prompt = tokenizer.chat([{"role": "user", "content": "<think>"}], variables=switch(thinking))
+    assert tokenizer.reasoning_opened(prompt) == tag
+
+
+def test_variables_replace_nothing_of_the_request(bytes_tokenizer: Tokenizer) -> None:
+    messages = [{"role": "user", "content": "the sea"}]
+    taken = {"messages": [], "bos_token": "", "add_generation_prompt": False}
+    assert bytes_tokenizer.chat(messages, variables=taken) == bytes_tokenizer.chat(messages)
+
+
+@pytest.mark.parametrize(
+    ("text", "thought", "answer"),
+    [
+        ("plain", "", "plain"),
+        ("<think>\nhm", "hm", ""),
+        ("<think>\nhm\n</think>\n\nyes", "hm", "yes"),
+        ("a <think> b", "", "a <think> b"),
+    ],
+)
+def test_reasoning_is_split_from_its_answer(text: str, thought: str, answer: str) -> None:
+    assert split_reasoning(text) == (thought, answer)
 
 
 def test_without_a_template_turns_are_plain(pieces_tokenizer: Tokenizer) -> None:
@@ -307,7 +349,7 @@ def test_transformers_reads_what_tokenizer_json_does_not_say(
     assert (plain_tokenizer(tmp_path) is not None) == plainly
     text = "the <|user|> sea <|more|> and <|pad|> <|cls|> </s> time"
     assert tokenizer.encode(text) == peer(text).input_ids
-    messages = [{"role": "user", "content": text}]
+    messages = [{"role": "user", "content": "the sea and time"}]  # special tokens in it would be broken up
     assert tokenizer.chat(messages) == peer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (peer.bos_token_id, peer.eos_token_id)
     assert tokenizer.vocab_size == len(peer)
