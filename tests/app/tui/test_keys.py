@@ -101,7 +101,7 @@ def test_ctrl_z_goes_to_the_shell_and_fg_comes_back(tmp_path: Path) -> None:
     root = Path(__file__).resolve().parents[3]
     program = f"LOWBIT_CHAT_HOME={tmp_path} {sys.executable} -c 'from app.cli.start import main; main()'"
     try:
-        tmux("new-session", "-d", "-x", "90", "-y", "30", "-c", str(root), "bash", "--norc", "-i")
+        tmux("new-session", "-d", "-x", "90", "-y", "30", "-c", str(root), "env", "PS1=bash$ ", "bash", "--norc", "-i")
         tmux("send-keys", "-l", program)
         tmux("send-keys", "Enter")
         shows("Ask anything")
