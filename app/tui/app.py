@@ -205,10 +205,7 @@ class ChatApp(WorkApp):
         """Update every screen. None is left when the program is ending."""
         if not self.screen_stack:
             return
-        for screen in self.screen_stack:
-            show = getattr(screen, "show_session", None)
-            if show is not None:
-                show()
+        self._show("show_session")
         self.refresh_bindings()
 
     @on(LeftOut)
@@ -227,9 +224,13 @@ class ChatApp(WorkApp):
     @on(ToolsChanged)
     def show_tools(self) -> None:
         """Update the screen of tools."""
+        self._show("show_tools")
+
+    def _show(self, what: str) -> None:
+        """Call a method of every screen that has it, but of none that is being removed: parts of it are gone."""
         for screen in self.screen_stack:
-            show = getattr(screen, "show_tools", None)
-            if show is not None:
+            show = getattr(screen, what, None)
+            if show is not None and screen.display:
                 show()
 
     # Keys

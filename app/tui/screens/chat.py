@@ -90,8 +90,8 @@ class ChatScreen(Screen[None]):
 
     def show_session(self) -> None:
         """Update header, progress and context meter."""
-        if not all(self.query(kind) for kind in (HeaderBar, ProgressPanel, Sidebar, Composer)):
-            return  # the screen is being built, or removed
+        if not self.query(Composer):
+            return
         session = self._session
         self.query_one(HeaderBar).show(session)
         self.query_one(ProgressPanel).show(session.job)

@@ -16,6 +16,7 @@ from app.tui.screens.dialogs import CheckpointSuggester, ConfirmDialog, Quantize
 from app.tui.screens.models import ModelsScreen
 from app.tui.screens.settings import SettingsScreen
 from app.tui.themes import LIGHT
+from app.tui.widgets.header import HeaderBar
 from runtime.wire.requests import LoadRequest, QuantizeRequest
 
 
@@ -332,3 +333,20 @@ async def test_a_known_model_is_fetched_made_and_loaded(stage: Callable[..., Any
         await open_models(s)
         await s.shows("SmolLM2 360M")
         assert "SmolLM2 135M" not in s.screen_text()
+
+
+@pytest.mark.parametrize("key", ["", "f2", "f3", "f4"])
+async def test_a_screen_that_is_being_removed_is_not_updated(
+    stage: Callable[..., Any], runtime: Any, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    removed: list[HeaderBar] = []
+
+    def update(bar: HeaderBar) -> None:
+        removed.append(bar)
+        bar.app.show_session()  # type: ignore[attr-defined]
+
+    async with stage(runtime) as s:
+        if key:
+            await s.pilot.press(key)
+        monkeypatch.setattr(HeaderBar, "on_unmount", update, raising=False)
+    assert len(removed) == (2 if key else 1)
