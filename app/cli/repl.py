@@ -57,7 +57,7 @@ class Repl:
         sampling: Initial sampling options, changed by `/set`.
         attachments: The documents, to which `/attach` adds.
         tools: The tools that the model may call.
-        variables: Of the chat template.
+        variables: Further variables of the chat template.
         system: The system prompt; empty for none.
         raw: Whether each line is continued as plain text, without a chat template.
         read: Shows a prompt and returns the user's line; raises EOFError at the end.
@@ -153,8 +153,7 @@ class Repl:
             else:
                 system = [{"role": "system", "content": self._system}] if self._system else []
                 asked = [*system, *self._messages, {"role": "user", "content": told}]
-                cancelled, tools = interrupt.cancelled, self._tools
-                found = converse(self._engine, asked, sampling, cancelled, show, tools, self._variables)
+                found = converse(self._engine, asked, sampling, interrupt.cancelled, show, self._tools, self._variables)
                 self._messages = list(found.messages[len(system) :])
         piece = found.last
         self._output.text()

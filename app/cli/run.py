@@ -185,8 +185,7 @@ def run(
             from app.cli.repl import Repl, line_history
 
             with line_history(services.home() / "lines"):
-                system = settings.system_prompt
-                Repl(engine, sampling, attachments, tools, variables, system=system, raw=raw).loop()
+                Repl(engine, sampling, attachments, tools, variables, system=settings.system_prompt, raw=raw).loop()
 
 
 def _answer(

@@ -176,7 +176,7 @@ def converse(
         cancelled: Polled between steps.
         show: Gets the text as it is generated.
         tools: The tools that may be called.
-        variables: Of the chat template.
+        variables: Further variables of the chat template.
     """
     from runtime.text.call_grammar import CallRules
     from runtime.text.call_reader import CallReader

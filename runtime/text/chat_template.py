@@ -78,7 +78,7 @@ def render(
         tokens: Special tokens by their names in templates (`bos_token`, ...).
         continue_final: Whether the last message is to be continued rather than answered.
         tools: Functions that the model may call, in OpenAI's format.
-        variables: Further variables of the template. None replaces one that is given here otherwise.
+        variables: Further variables of the template; those above go before.
 
     Raises:
         jinja2.TemplateError: the template is broken, or refuses these messages.

@@ -29,10 +29,12 @@ PLAIN_STOPS = ("\nUser:",)
 """The stop string of the plain fallback: the model starting the user's next turn."""
 USUAL_CHARACTERS = 4
 """Characters per token: a longer text is counted slice by slice before it is encoded."""
-_TAG_TOKENS = 8
-"""Most tokens of a tag of reasoning and the white space behind it."""
 SLICE, EDGE = 2**16, 64
 """Characters of such a slice, and most extra tokens caused by a cut."""
+_TAG_TOKENS = 8
+"""Most tokens of a tag of reasoning and the white space behind it."""
+_BEGINNING = 8
+"""Characters of a beginning that special tokens may share."""
 
 
 class Tokenizer:
@@ -172,7 +174,7 @@ class Tokenizer:
             tokens=self._special,
             continue_final=continue_final,
             tools=[tool.record() for tool in tools],
-            variables=variables or {},
+            variables=variables,
         )
         return self.encode(text, special=False, most=most)
 
@@ -269,9 +271,16 @@ class Detokenizer:
 
 
 def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
-    """A pattern of the longest of several texts, without those of a single character or of spaces."""
-    kept = {text for text in texts if len(text) > 1 and not text.isspace()}
-    return re.compile("|".join(map(re.escape, sorted(kept, key=len, reverse=True))) or r"(?!)")
+    """A pattern of the longest of several texts, without those of a single character or of spaces.
+
+    Gemma has 6,242 texts `<unused...>`. Those with one beginning share a branch, so that few are tried at each `<`.
+    """
+    kept = sorted((text for text in set(texts) if len(text) > 1 and not text.isspace()), key=len, reverse=True)
+    branches: dict[str, list[str]] = {}
+    for text in kept:
+        branches.setdefault(text[:_BEGINNING], []).append(re.escape(text[_BEGINNING:]))
+    found = (f"{re.escape(head)}(?:{'|'.join(branches[head])})" for head in sorted(branches, key=len, reverse=True))
+    return re.compile("|".join(found) or r"(?!)")
 
 
 @contextmanager

@@ -146,6 +146,5 @@ def _general(session: Session) -> dict[str, str]:
     for key in recommended.keys() & words.keys():
         if settings.get(key) is None:
             words[key] += " (the model's)"
-    tokens = settings.max_tokens
-    own = {"thinking": settings.thinking, "system_prompt": settings.system_prompt}
-    return {**words, **own, "max_tokens": "auto" if tokens is None else str(tokens)}
+    tokens = "auto" if settings.max_tokens is None else str(settings.max_tokens)
+    return {**words, "thinking": settings.thinking, "max_tokens": tokens, "system_prompt": settings.system_prompt}
