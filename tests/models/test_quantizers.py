@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from models.errors import QuantizationError
-from models.packed import PackedLinear, PackedResidual
+from models.packed import PackedLinear, PackedResidual, rows_of
 from models.packing import pack
 from models.quantizers import quantizer, rows
 from models.quantizers.dequantize import dequantize, dequantize_residual
@@ -174,6 +174,36 @@ def test_fused_residuals_equal_those_of_the_parts(bits: int) -> None:
         np.testing.assert_array_equal(residual.codes[rows_of_part], residual_alone.codes)
         np.testing.assert_array_equal(residual.scales[rows_of_part], residual_alone.scales)
         start += part.shape[0]
+
+
+@pytest.mark.parametrize("half", [False, True], ids=["4 bits", "16 bits"])
+@pytest.mark.parametrize("rows", [slice(0, 32), slice(32, 77), slice(64, 64)], ids=str)
+def test_rows_of_a_stored_matrix_are_those_of_the_whole(rows: slice, half: bool) -> None:
+    weight, shape = random_weights((77, 64)), (77, 64)
+    base = quantize(weight, 3, 32)
+    quantized = quantize_residual(weight - base.dequantize(), 4)
+    whole = PackedLinear(
+        name="head",
+        shape=shape,
+        bits=3,
+        group_size=32,
+        codes=pack(base.codes, 3),
+        scales=base.scales,
+        zeros=base.zeros,
+        bias=np.arange(77, dtype=np.float32),
+        residual=PackedResidual(bits=16, codes=weight.T.astype(np.float16), scales=None)
+        if half
+        else PackedResidual(bits=4, codes=pack(quantized.codes.T, 4), scales=quantized.scales),
+        rank_maximum=None,
+        mean_square=None,
+    )
+    part = rows_of(whole, rows)
+    assert whole.residual is not None
+    assert part.residual is not None
+    np.testing.assert_array_equal(dequantize(part), dequantize(whole)[rows])
+    np.testing.assert_array_equal(part.bias, whole.bias[rows])  # type: ignore[index]
+    residual = dequantize_residual(part.residual, part.shape)
+    np.testing.assert_array_equal(residual, dequantize_residual(whole.residual, shape)[:, rows])
 
 
 @pytest.mark.parametrize("shape", [(5, 100), (7, 128)], ids=str)

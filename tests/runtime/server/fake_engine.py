@@ -49,6 +49,9 @@ ASKED: dict[str, Callable[[list[str]], list[str]]] = {
 class FakeEngine:
     """Does what the last message (or the prompt) says: `echo WORDS`, `count N`, `slow N`, `break`, `die`."""
 
+    reasons = False
+    """Whether its template begins the reasoning unless a request says otherwise."""
+
     def __init__(self, name: str) -> None:
         self.name = name
         self.context = CONTEXT
@@ -83,7 +86,7 @@ class FakeEngine:
         return self.text_prompt(messages[-1]["content"], sum(len(m["content"].split()) for m in messages[:-1]))
 
     def reasoning_opened(self, prompt: Sequence[int]) -> str:
-        return "<think>\n" if (self.variables or {}).get("enable_thinking") else ""
+        return "<think>\n" if (self.variables or {}).get("enable_thinking", self.reasons) else ""
 
     def text_prompt(self, text: str, before: int = 0) -> list[int]:
         tokens = [*range(1, before + len(text.split()) + 1)] or [1]

@@ -5,7 +5,7 @@ from typing import Any
 
 import httpx
 import pytest
-from fake_engine import FakeHouse
+from fake_engine import FakeEngine, FakeHouse
 
 from runtime.wire.requests import LoadRequest, QuantizeRequest, TuneRequest
 
@@ -187,6 +187,15 @@ async def test_the_tokens_of_an_answer_are_told(manager: httpx.AsyncClient) -> N
     assert report["message"] == "reading the answer"
     assert [token["text"] for token in told["tokens"]] == ["one", "two"]
     assert (told["phase"], told["model"]) == ("done", "small")
+
+
+async def test_the_tag_of_reasoning_is_no_token_of_an_answer(
+    manager: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FakeEngine, "reasons", True)
+    asked = {"model": "small", "messages": [{"role": "user", "content": "hi"}], "answer": "<think>\none two"}
+    *_, told = events(await manager.post("/runtime/inspect", json=asked))
+    assert [token["text"] for token in told["tokens"]] == ["one", "two"]
 
 
 @pytest.mark.parametrize(

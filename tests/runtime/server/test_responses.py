@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from fake_engine import FakeHouse
+from fake_engine import FakeEngine, FakeHouse
 from pydantic import BaseModel
 
 from runtime.server.errors import ApiError
@@ -54,6 +54,13 @@ def test_a_text(client: openai.OpenAI, house: FakeHouse) -> None:
     options = house.engine.options[-1]
     assert (options.temperature, options.max_tokens) == (0.5, 9)
     assert options.stop == ("<turn>",)
+
+
+def test_reasoning_that_the_prompt_begins_has_its_tag(client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeEngine, "reasons", True)
+    assert client.responses.create(model="small", input="echo so").output_text == "<think>\nso"
+    with client.responses.stream(model="small", input="echo so") as stream:
+        assert stream.get_final_response().output_text == "<think>\nso"
 
 
 def test_a_cut_text_is_incomplete(client: openai.OpenAI) -> None:

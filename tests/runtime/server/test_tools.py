@@ -145,11 +145,13 @@ def test_a_call_that_does_not_fit_is_asked_for_once_more(
 ) -> None:
     call = f'<tool_call>{{"name": "weather", "arguments": {{"city": "{city}"}}}}</tool_call>'
     ask: Any = [{"role": "user", "content": f"echo {call}"}]
+    more: Any = {"tools": CHECKED, "extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}
     if stream:
-        with client.chat.completions.stream(model="small", messages=ask, tools=CHECKED) as events:
+        with client.chat.completions.stream(model="small", messages=ask, **more) as events:
             answer = events.get_final_completion()
     else:
-        answer = client.chat.completions.create(model="small", messages=ask, tools=CHECKED)  # type: ignore[assignment]
+        answer = client.chat.completions.create(model="small", messages=ask, **more)
+    assert house.engine.variables == {"enable_thinking": False}
     given = [options.calls for options in house.engine.options]
     assert [rules.required for rules in given] == [False, True][:times]
     message = answer.choices[0].message
