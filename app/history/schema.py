@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sqlite3
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -146,7 +147,7 @@ def open_database(path: Path | None) -> sqlite3.Connection:
     try:
         connection.execute("PRAGMA foreign_keys = ON")
         connection.execute("PRAGMA secure_delete = ON")
-        connection.execute("PRAGMA journal_mode = WAL")
+        _keep_log(connection)
         connection.execute("PRAGMA synchronous = NORMAL")
         _migrate(connection, path)
     except sqlite3.Error as error:
@@ -156,6 +157,22 @@ def open_database(path: Path | None) -> sqlite3.Connection:
         connection.close()
         raise
     return connection
+
+
+def _keep_log(connection: sqlite3.Connection) -> None:
+    """Switch the database to a write-ahead log.
+
+    SQLite does not wait for another connection that switches a new file, whatever the timeout: it is tried again.
+    """
+    given_up = time.monotonic() + BUSY_S
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode = WAL")
+            return
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > given_up:
+                raise
+            time.sleep(0.01)
 
 
 def version_of(connection: sqlite3.Connection) -> int:

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -219,6 +220,18 @@ def test_a_migration_is_all_or_nothing(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(schema, "MIGRATIONS", (*schema.MIGRATIONS[:before], "CREATE TABLE more (a TEXT);"))
     with closing(open_database(path)) as database:
         assert version_of(database) == before + 1
+
+
+def test_a_new_file_may_be_opened_by_many_at_once(tmp_path: Path) -> None:
+    ready = threading.Barrier(4)
+
+    def opened(path: Path) -> None:
+        ready.wait()
+        open_database(path).close()
+
+    with ThreadPoolExecutor(4) as pool:
+        for number in range(60):
+            list(pool.map(opened, [tmp_path / f"{number}.db"] * 4))
 
 
 def test_an_unwritable_place_is_told(tmp_path: Path) -> None:
