@@ -23,6 +23,8 @@ class ChildProcess:
     def __init__(self, module: str, *arguments: str) -> None:
         self._command = child_command(module, *arguments)
         self._child: subprocess.Popen[bytes] | None = None
+        self._ending = False
+        """Whether it was killed or closed its output, so that it will end although it may still be there."""
 
     def start(self) -> None:
         """Start it unless it is running; it gets ready in the background.
@@ -48,13 +50,16 @@ class ChildProcess:
             child.stdin.write(request + b"\n")
             child.stdin.flush()
         except OSError:
+            self._ending = True
             return
         while (line := child.stdout.readline()).endswith(b"\n"):
             yield line
+        self._ending = True
 
     def kill(self) -> None:
         """Kill the process, from any thread. Safe to call twice."""
         if (child := self._child) is not None:
+            self._ending = True
             child.kill()
 
     def close(self) -> None:
@@ -72,8 +77,9 @@ class ChildProcess:
                 child.kill()
 
     def _running(self) -> subprocess.Popen[bytes]:
-        if self._child is None or self._child.poll() is not None:
+        if self._child is None or self._ending or self._child.poll() is not None:
             self.close()
+            self._ending = False
             self._child = subprocess.Popen(
                 self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
             )
