@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 import sys
+import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -14,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import textual.app
+import textual.pilot
 
 from app import paths
 from app.errors import ClientError, ContextLengthError
@@ -433,6 +436,18 @@ def make_app(runtime: Runtime, *, kept: Path | None = None, **settings: Any) -> 
     return app
 
 
+async def idle(_least: float = 0.0, most: float = 1.0) -> None:
+    """Wait until the event loop has had nothing to do three times in a row, at most `most` seconds.
+
+    Textual's own function for this measures processor time, which takes 20 ms at least, and a second beside threads.
+    """
+    loop: Any = asyncio.get_running_loop()
+    end, quiet = time.monotonic() + most, 0
+    while quiet < 3 and time.monotonic() < end:
+        await asyncio.sleep(0.002)
+        quiet = 0 if loop._ready else quiet + 1
+
+
 class Stage:
     """A running application, its script, and ways to act and to wait."""
 
@@ -514,6 +529,13 @@ class Stage:
         return "\n".join(
             "".join(segment.text for segment in strip) for strip in self.app.screen._compositor.render_strips()
         )
+
+
+@pytest.fixture(autouse=True)
+def waits_for_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pilot waits by `idle`."""
+    monkeypatch.setattr(textual.pilot, "wait_for_idle", idle)
+    monkeypatch.setattr(textual.app, "wait_for_idle", idle)
 
 
 @pytest.fixture

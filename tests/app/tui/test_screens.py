@@ -211,11 +211,13 @@ async def test_what_is_kept_of_chats_is_shown_and_deleted(stage: Callable[..., A
         button = s.app.screen.query_one("#saved-delete", Button)
         for key, calls in (("n", []), ("y", [None])):
             button.focus()
+            await s.until(lambda: not button.has_class("-active"), "the button to be shown as pressed no more")
             await s.open(ConfirmDialog, "enter")
             await s.open(SettingsScreen, key)
             await s.until(lambda expected=calls: runtime.named("forget") == expected)
         await s.until(lambda: str(s.app.screen.query_one("#saved-amount", Static).content) == "none")
         runtime.forget_error = "cannot delete the saved cache x.kv"
+        await s.until(lambda: not button.has_class("-active"))
         await s.open(ConfirmDialog, "enter")
         await s.pilot.press("y")
         await s.until(lambda: any("x.kv" in note.message for note in s.app._notifications))

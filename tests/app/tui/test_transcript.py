@@ -149,11 +149,11 @@ async def test_resizing_keeps_everything_usable(stage: Callable[..., Any], runti
         assert s.composer.region.width > 0
         assert s.composer.region.bottom <= size[1]
         slim = size[0] < 60
-        assert s.app.screen.query_one("HeaderBar").display is not slim
+        await s.until(lambda: s.app.screen.query_one("HeaderBar").display is not slim, "the header to fit")
         assert s.app.screen.query_one("Footer").display is not slim
         runtime.answers = ["after the resize"]
         await s.say("more")
         assert s.last.text == "after the resize"
         await s.pilot.resize_terminal(120, 40)
         await s.shows("after the resize")
-        assert s.app.screen.query_one("HeaderBar").display
+        await s.until(lambda: s.app.screen.query_one("HeaderBar").display, "the header")
