@@ -50,9 +50,11 @@ class Checkpoint:
         return self.files.path
 
     def vector(self, name: str) -> torch.Tensor:
-        """A weight that stays in float32: a router's [E, C], or a vector [width] of `ModelSpec.block_vectors`."""
-        weight = self.files.entries[self._vector_key(name)].read().to(torch.float32)
+        """A weight that stays in float32: a router's [scores, C], or a vector [width] of `ModelSpec.block_vectors`."""
         kind = name.rsplit(".", 1)[-1]
+        if kind == "router":
+            return torch.cat([self.files.entries[key].read().to(torch.float32) for key in self._router_keys(name)])
+        weight = self.files.entries[self._vector_key(name)].read().to(torch.float32)
         if kind == "conv":
             weight = weight.squeeze(1).T.flatten()
         if kind == "decay":
@@ -118,8 +120,12 @@ class Checkpoint:
         return self.files.family.sources(name, self._mixer(name))
 
     def _vector_key(self, name: str) -> str:
-        """Name of a vector's or router's tensor."""
+        """Name of a vector's tensor."""
         return self.files.family.vector(name, self._mixer(name))
+
+    def _router_keys(self, name: str) -> tuple[str, ...]:
+        """Names of a router's tensors."""
+        return tuple(f"{module}.weight" for module in self._sources(name))
 
     def _mixer(self, name: str) -> Mixer:
         return self.spec.mixer(int(name.split(".")[1])) if name.startswith("layers.") else "attention"
@@ -183,8 +189,9 @@ class Checkpoint:
             for vector, width in spec.block_vectors(layer).items():
                 taps = vector.endswith(".conv")
                 shapes[self._vector_key(vector)] = (width // spec.taps, 1, spec.taps) if taps else (width,)
-            for router, shape in spec.routers(layer).items():
-                shapes[self._vector_key(router)] = shape
+            for router, (scores, width) in spec.routers(layer).items():
+                first, *others = self._router_keys(router)
+                shapes |= {first: (scores - len(others), width)} | dict.fromkeys(others, (1, width))
             for name in spec.block_linears(layer):
                 modules = self._sources(name)
                 for module, rows in zip(modules, _rows(spec, name, len(modules)), strict=True):

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, Self
 
 import torch
 
 from models.errors import CheckpointError
-from models.experts import separate
+from models.experts import name_in_checkpoint, separate
 from models.families import family_of, spec_from_config, text_part
 from models.families.family import Family
 from models.families.fields import Fields
@@ -62,6 +63,10 @@ class StoredTensor(Protocol):
 
     def rows(self, first: int, count: int) -> Self:
         """Rows of the tensor as a matrix: all dimensions but the last count rows."""
+        ...
+
+    def columns(self, first: int, count: int) -> Self:
+        """Columns of a matrix."""
         ...
 
     def read(self) -> torch.Tensor:
@@ -124,7 +129,7 @@ def read_folder(folder: Path) -> CheckpointFiles:
     entries = _read_entries(folder)
     if text is not config:
         entries = _text_tensors(entries)
-    entries = separate(entries, family.renamed)
+    entries = separate(entries, family.renamed, spec.mixture)
     return CheckpointFiles(
         path=folder,
         configuration={name: read_file(path) for name, path in small.items() if path.exists()},
@@ -136,6 +141,7 @@ def read_folder(folder: Path) -> CheckpointFiles:
         remedy=f"Weights and {CONFIG} must come from the same model. {_DOWNLOAD_AGAIN}",
         entries=entries,
         weights=tuple(sorted({entry.path for entry in entries.values()})),
+        own_name=partial(name_in_checkpoint, mixture=spec.mixture),
     )
 
 

@@ -3,7 +3,11 @@
 A softmax over the chosen experts alone is the same as one over all of them whose shares are divided by their sum, so
 one flag describes both orders of choosing and softmax.
 
-Source: Shazeer et al. 2017, §2.1 (top-k of a softmax); `normalized` as in Mixtral (Jiang et al. 2024, §2.1).
+Shared experts, to which every row goes, all have the sigmoid of the router's last logit as their share. One that is
+wider than the others counts as several: a gated MLP is the sum of the parts that its channels are divided into.
+
+Sources: Shazeer et al. 2017, §2.1 (top-k of a softmax); `normalized` as in Mixtral (Jiang et al. 2024, §2.1); shared
+experts, DeepSeekMoE (Dai et al. 2024, §3.2), with the gate of Qwen1.5-MoE.
 """
 
 from __future__ import annotations
@@ -17,13 +21,17 @@ def route(logits: torch.Tensor, mixture: MixtureSpec) -> tuple[torch.Tensor, tor
     """Choose experts.
 
     Args:
-        logits: float32 [M, E], the router's.
+        logits: float32 [M, scores], the router's.
         mixture: The mixture.
 
     Returns:
-        The chosen experts int64 [M, chosen] in ascending order, and their shares float32 [M, chosen].
+        The experts that each row goes to, int64 [M, read] in ascending order, shared ones last; and their shares,
+        float32 [M, read].
     """
+    logits, of_shared = logits[:, : mixture.experts], logits[:, mixture.experts :]
     chosen = logits.topk(mixture.chosen, dim=-1).indices.sort(dim=-1).values
-    if mixture.normalized:
-        return chosen, logits.gather(-1, chosen).softmax(-1)
-    return chosen, logits.softmax(-1).gather(-1, chosen)
+    shares = logits.gather(-1, chosen).softmax(-1) if mixture.normalized else logits.softmax(-1).gather(-1, chosen)
+    if not mixture.shared:
+        return chosen, shares
+    shared = torch.arange(mixture.experts, mixture.held).expand(len(logits), -1)
+    return torch.cat((chosen, shared), dim=-1), torch.cat((shares, of_shared.sigmoid().expand(-1, mixture.shared)), -1)

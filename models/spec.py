@@ -93,9 +93,9 @@ class MixtureSpec:
     """Experts, gated MLPs of which a router chooses a few for each token, in place of a block's MLP."""
 
     experts: int
-    """E, experts of a block."""
+    """E, experts of a block of which a token's are chosen."""
     chosen: int
-    """Experts that a token goes to."""
+    """How many are."""
     width: int
     """Width of an expert."""
     normalized: bool
@@ -103,6 +103,23 @@ class MixtureSpec:
     (OLMoE)."""
     dense: tuple[int, ...] = ()
     """Blocks that have an MLP instead."""
+    shared: int = 0
+    """Experts that every token goes to, numbered behind the others (Qwen2-MoE)."""
+
+    @property
+    def held(self) -> int:
+        """Experts of a block, shared ones included."""
+        return self.experts + self.shared
+
+    @property
+    def read(self) -> int:
+        """Experts that a token goes to, shared ones included."""
+        return self.chosen + self.shared
+
+    @property
+    def scores(self) -> int:
+        """Rows of the router: one for each expert to choose from, and one whose sigmoid is the share of shared ones."""
+        return self.experts + (self.shared > 0)
 
 
 def router_of(layer: int) -> str:
@@ -246,11 +263,14 @@ class ModelSpec:
         if layer_type == "head":
             return 1
         mixtures = sum(map(self.has_experts, range(self.num_layers))) if layer_type in _OF_MLP else 0
-        return self.num_layers + mixtures * (0 if self.mixture is None else self.mixture.chosen - 1)
+        return self.num_layers + mixtures * (0 if self.mixture is None else self.mixture.read - 1)
 
     def share_read(self, name: str) -> float:
         """The share of tokens that read a linear layer or an expert's tensor, if all experts are alike."""
-        return 1.0 if expert_of(name) is None or self.mixture is None else self.mixture.chosen / self.mixture.experts
+        expert, mixture = expert_of(name), self.mixture
+        if expert is None or mixture is None or expert >= mixture.experts:
+            return 1.0
+        return mixture.chosen / mixture.experts
 
     def block_vectors(self, layer: int) -> dict[str, int]:
         """Widths of a block's norms and of what else its mixer has, by their names, `layers.3.input_norm`.
@@ -289,10 +309,10 @@ class ModelSpec:
         return (*(name for layer in range(self.num_layers) for name in self.block_vectors(layer)), "norm")
 
     def routers(self, layer: int) -> dict[str, tuple[int, int]]:
-        """Shape [E, C] of a block's router by its name, `layers.3.router`; empty where it has an MLP."""
+        """Shape [scores, C] of a block's router by its name, `layers.3.router`; empty where it has an MLP."""
         if self.mixture is None or not self.has_experts(layer):
             return {}
-        return {router_of(layer): (self.mixture.experts, self.hidden_size)}
+        return {router_of(layer): (self.mixture.scores, self.hidden_size)}
 
     def router_names(self) -> tuple[str, ...]:
         """Names of all routers."""
@@ -370,7 +390,7 @@ class ModelSpec:
         prefix = f"layers.{layer}"
         if self.mixture is None or not self.has_experts(layer):
             return tuple(f"{prefix}.{kind}" for kind in LAYER_TYPES)
-        experts = (f"{prefix}.experts.{expert}.{kind}" for expert in range(self.mixture.experts) for kind in _OF_MLP)
+        experts = (f"{prefix}.experts.{expert}.{kind}" for expert in range(self.mixture.held) for kind in _OF_MLP)
         return (f"{prefix}.qkv", f"{prefix}.o", *experts)
 
     def linear_names(self) -> tuple[str, ...]:

@@ -27,7 +27,7 @@ SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 
 def pytest_collection_finish() -> None:
-    """Collect all garbage less often, as the program does: scanning what imports made took a quarter of the UI's tests."""
+    """Collect all garbage less often, as the program does: that took a quarter of the time of the UI's tests."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(*gc.get_threshold()[:2], FULL_EVERY)

@@ -22,8 +22,8 @@ from models.families.mistral import MINISTRAL, MINISTRAL3, MISTRAL
 from models.families.mixtral import MIXTRAL
 from models.families.olmo import OLMO2, OLMO3, OLMOE
 from models.families.phi3 import PHI3
-from models.families.qwen import QWEN2, QWEN3, QWEN3_MOE
-from models.families.qwen3_5 import QWEN35
+from models.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
+from models.families.qwen3_5 import QWEN35, QWEN35_MOE
 from models.families.seed_oss import SEED_OSS
 from models.families.smollm3 import SMOLLM3
 from models.spec import ModelSpec
@@ -33,7 +33,7 @@ FAMILIES: Mapping[str, Family] = {
     for family in (
         *(LLAMA, MISTRAL, MINISTRAL, MINISTRAL3, QWEN2, QWEN3, PHI3, SMOLLM3, GRANITE, SEED_OSS),
         *(GEMMA2, GEMMA3, OLMO2, OLMO3, EXAONE4, GLM4, HUNYUAN, ERNIE4_5, LFM2, QWEN35),
-        *(MIXTRAL, QWEN3_MOE, GRANITE_MOE, OLMOE),
+        *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, QWEN35_MOE, GRANITE_MOE, OLMOE),
     )
 }
 """Every supported family by its `model_type`."""
@@ -43,7 +43,7 @@ SUPPORTED = (
     "Seed-OSS, Gemma 2/3, OLMo 2/3, EXAONE 4, GLM-4, Hunyuan, ERNIE 4.5 and LFM2"
 )
 """The families as an error message names them."""
-MIXTURES = "Mixtral, Qwen3-MoE, OLMoE and Granite-MoE"
+MIXTURES = "Mixtral, Qwen2-MoE, Qwen3-MoE, Qwen3.5-MoE, OLMoE and Granite-MoE"
 """Those with experts."""
 
 _EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_intermediate_size")

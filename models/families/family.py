@@ -19,6 +19,8 @@ SEPARATE_LINEAR_SOURCES: Mapping[str, tuple[str, ...]] = {
 """Modules of a block that make up each linear layer, in the order they are fused."""
 PROJECTIONS: Mapping[str, tuple[str, ...]] = {"gate_up": ("gate_proj", "up_proj"), "down": ("down_proj",)}
 """The same of an expert."""
+GATED_ROUTERS = ("mlp.gate", "mlp.shared_expert_gate")
+"""Modules of a router where the shared expert has a gate."""
 NORMS: Mapping[str, str] = {
     "input_norm": "input_layernorm",
     "post_norm": "post_attention_layernorm",
@@ -69,6 +71,8 @@ class Family:
     """The class of multimodal checkpoints whose text part is of this family."""
     mixture: bool = False
     """Whether its blocks may have experts."""
+    routers: tuple[str, ...] = ("mlp.gate",)
+    """Modules of a block's router: of the experts to choose from, and of the share of shared ones."""
     renamed: Mapping[str, str] = field(default_factory=dict)
     """Parts of tensors' names in its checkpoints, and what they are called here (`models.experts`)."""
 
@@ -87,13 +91,13 @@ class Family:
         if expert:
             return tuple(f"model.layers.{layer}.mlp.experts.{expert[-1]}.{module}" for module in PROJECTIONS[part])
         if part == "router":
-            return (f"model.layers.{layer}.mlp.gate",)
+            return tuple(f"model.layers.{layer}.{module}" for module in self.routers)
         modules = {**self.linear_sources, **self.mixer_sources.get(mixer, {})}
         found = modules[part] if part in modules else (self.norms[part],)
         return tuple(f"model.layers.{layer}.{module}" for module in found)
 
     def vector(self, name: str, mixer: Mixer = "attention") -> str:
-        """The tensor of a norm or another vector, or of a router, by its name in `models.architecture`."""
+        """The tensor of a norm or another vector by its name in `models.architecture`."""
         (module,) = self.sources(name, mixer)
         return module + _PARTS.get(name.rsplit(".", 1)[-1], ".weight")
 
@@ -158,7 +162,9 @@ def read_common(fields: Fields, *, head_dim: int | None = None, eps: str = "rms_
     )
 
 
-def read_mixture(fields: Fields, *, width: int, normalized: bool, dense: tuple[int, ...] = ()) -> MixtureSpec:
+def read_mixture(
+    fields: Fields, *, width: int, normalized: bool, dense: tuple[int, ...] = (), shared: str = ""
+) -> MixtureSpec:
     """Read the numbers of experts.
 
     Args:
@@ -166,6 +172,7 @@ def read_mixture(fields: Fields, *, width: int, normalized: bool, dense: tuple[i
         width: Of an expert.
         normalized: Whether the shares of a token's experts add up to 1.
         dense: Blocks that have an MLP instead.
+        shared: The key of the width of a shared expert, which counts as several if it is wider; "": there is none.
 
     Raises:
         CheckpointError: A value is missing or not acceptable.
@@ -175,7 +182,12 @@ def read_mixture(fields: Fields, *, width: int, normalized: bool, dense: tuple[i
     chosen = fields.integer("num_experts_per_tok")
     if chosen > experts:
         raise fields.wrong("num_experts_per_tok", chosen, f"at most {key} ({experts})")
-    return MixtureSpec(experts=experts, chosen=chosen, width=width, normalized=normalized, dense=dense)
+    wide = fields.integer(shared, most=WIDEST) if shared else 0
+    if wide % width:
+        raise fields.wrong(shared, wide, f"a multiple of the width of the other experts ({width})")
+    return MixtureSpec(
+        experts=experts, chosen=chosen, width=width, normalized=normalized, dense=dense, shared=wide // width
+    )
 
 
 def refuse_attention_bias(fields: Fields) -> None:

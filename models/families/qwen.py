@@ -1,12 +1,14 @@
-"""Qwen2 and Qwen2.5 (biases on q, k and v), Qwen3 (RMSNorm of each query and key head) and Qwen3-MoE (with experts)."""
+"""Qwen2 and Qwen2.5 (biases on q, k and v), Qwen3 (RMSNorm of each query and key head), and both with experts."""
 
 from __future__ import annotations
 
 from models.families.family import (
+    GATED_ROUTERS,
     SEPARATE_LINEAR_SOURCES,
     WIDEST,
     Family,
     layer_windows,
+    listed_windows,
     read_common,
     read_mixture,
 )
@@ -16,6 +18,8 @@ from models.spec import ModelSpec
 
 QWEN3_HEAD_DIM = 128
 """Width of a Qwen3 head where config.json doesn't say."""
+WINDOWS_UNTIL = 28
+"""The block of a Qwen2-MoE from which on none has a window, where config.json doesn't say."""
 
 
 def _read_qwen2(fields: Fields) -> ModelSpec:
@@ -40,6 +44,30 @@ def _read_qwen3(fields: Fields) -> ModelSpec:
         qkv_bias=attention_bias,
         o_bias=attention_bias,
         qk_norm=True,
+    )
+
+
+def _read_qwen2_moe(fields: Fields) -> ModelSpec:
+    common = read_common(fields)
+    layers = common["num_layers"]
+    window = fields.integer("sliding_window", 4096) if fields.flag("use_sliding_window", False) else None
+    windows = listed_windows(fields, layers, window)
+    if windows is None:
+        until = fields.integer("max_window_layers", WINDOWS_UNTIL)
+        windows = tuple(None if layer % 2 or layer >= until else window for layer in range(layers))
+    return ModelSpec(
+        **common,
+        family="qwen2_moe",
+        rope=rope_spec(fields, common["head_dim"], common["max_context"]),
+        windows=windows,
+        qkv_bias=fields.flag("qkv_bias", True),
+        mixture=read_mixture(
+            fields,
+            width=fields.integer("moe_intermediate_size", most=WIDEST),
+            normalized=fields.flag("norm_topk_prob", False),
+            dense=_dense(fields, layers),
+            shared="shared_expert_intermediate_size",
+        ),
     )
 
 
@@ -88,6 +116,16 @@ QWEN3 = Family(
     linear_sources=SEPARATE_LINEAR_SOURCES,
 )
 """Qwen3, dense models."""
+
+QWEN2_MOE = Family(
+    model_type="qwen2_moe",
+    architecture="Qwen2MoeForCausalLM",
+    read=_read_qwen2_moe,
+    linear_sources=SEPARATE_LINEAR_SOURCES,
+    mixture=True,
+    routers=GATED_ROUTERS,
+)
+"""Qwen1.5 and Qwen2, mixtures of experts."""
 
 QWEN3_MOE = Family(
     model_type="qwen3_moe",

@@ -1,15 +1,29 @@
-"""Qwen3.5: gated delta rules in three of four blocks, gated attention with norms of queries and keys in the fourth."""
+"""Qwen3.5: gated delta rules in three of four blocks, gated attention with norms of queries and keys in the fourth.
+
+The mixtures (35B-A3B) have experts and a shared one in every block.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from models.errors import UnsupportedModelError
-from models.families.family import SEPARATE_LINEAR_SOURCES, WIDEST, Family, read_common
+from models.families.family import (
+    GATED_ROUTERS,
+    SEPARATE_LINEAR_SOURCES,
+    WIDEST,
+    Family,
+    read_common,
+    read_mixture,
+)
 from models.families.fields import Fields
 from models.families.rotary import rope_spec
 from models.spec import DeltaSpec, Mixer, ModelSpec
 
 HEAD_DIM, ROTATING, INTERVAL = 256, 0.25, 4
 """Width of a head, how much of it rotates, and every how many blocks one has attention, by default."""
+EXPERT_WIDTH = 512
+"""Width of an expert, and of a shared one, by default."""
 MOST_TAPS = 9
 """Most tokens that a convolution may see: what a slot keeps of recent ones (`runtime.kv.states`)."""
 _MIXERS: dict[str, Mixer] = {"full_attention": "attention", "linear_attention": "delta"}
@@ -48,6 +62,13 @@ def _read(fields: Fields) -> ModelSpec:
     )
 
 
+def _read_moe(fields: Fields) -> ModelSpec:
+    width = fields.integer("moe_intermediate_size", EXPERT_WIDTH, most=WIDEST)
+    fields = fields.with_defaults({"intermediate_size": width, "shared_expert_intermediate_size": EXPERT_WIDTH})
+    mixture = read_mixture(fields, width=width, normalized=True, shared="shared_expert_intermediate_size")
+    return replace(_read(fields), family="qwen3_5_moe_text", mixture=mixture)
+
+
 def _mixers(fields: Fields, layers: int) -> tuple[Mixer, ...]:
     types = fields.table.get("layer_types")
     if types is None:
@@ -82,3 +103,14 @@ QWEN35 = Family(
     wrapper="Qwen3_5ForConditionalGeneration",
 )
 """Qwen3.5, dense models."""
+
+QWEN35_MOE = replace(
+    QWEN35,
+    model_type="qwen3_5_moe_text",
+    architecture="Qwen3_5MoeForCausalLM",
+    read=_read_moe,
+    mixture=True,
+    routers=GATED_ROUTERS,
+    wrapper="Qwen3_5MoeForConditionalGeneration",
+)
+"""Qwen3.5 and 3.6, mixtures of experts."""

@@ -53,6 +53,17 @@ def _llama(fields: Fields, name: str, config: Mapping[str, Any], tensors: frozen
     return {"sliding_window": None} | found if "sliding_window" not in config else found
 
 
+def _qwen2moe(fields: Fields, name: str, config: Mapping[str, Any], tensors: frozenset[str]) -> dict[str, Any]:
+    return {
+        **_experts(fields, name),
+        "qkv_bias": Q_BIAS in tensors,
+        "moe_intermediate_size": fields.integer(f"{name}.expert_feed_forward_length"),
+        "shared_expert_intermediate_size": fields.integer(
+            f"{name}.expert_shared_feed_forward_length", config["intermediate_size"]
+        ),
+    }
+
+
 def _qwen3moe(fields: Fields, name: str, _config: Mapping[str, Any], _tensors: frozenset[str]) -> dict[str, Any]:
     return {
         **_experts(fields, name),
@@ -152,6 +163,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "qwen2": Architecture(model_type="qwen2"),
     "qwen3": Architecture(model_type="qwen3"),
     "olmoe": Architecture(model_type="olmoe", experts=True, options=_olmoe),
+    "qwen2moe": Architecture(model_type="qwen2_moe", experts=True, options=_qwen2moe),
     "qwen3moe": Architecture(model_type="qwen3_moe", experts=True, options=_qwen3moe),
     "phi3": Architecture(model_type="phi3", windows=True),
     "gemma2": Architecture(model_type="gemma2", caps=CAPS, windows=True, options=_gemma),

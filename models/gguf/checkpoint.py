@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from models.checkpoint_files import CONFIG, GENERATION_CONFIG, CheckpointFiles
-from models.experts import separate
+from models.experts import name_in_checkpoint, separate
 from models.families import FAMILIES, family_of, spec_from_config
 from models.families.fields import Fields
 from models.generation_config import gguf_generation_config
@@ -39,19 +39,20 @@ def read_gguf(path: Path) -> CheckpointFiles:
     tensors = tensors_of(header, architecture, FAMILIES[known.model_type], heads)
     config = config_of(header, tensors)
     family = family_of(config, source=str(path))
-    types, tensors = weights_by_type(tensors.values()), separate(tensors, {})
+    spec = spec_from_config(config, source=str(path), remedy=REMEDY)
+    types, tensors = weights_by_type(tensors.values()), separate(tensors, {}, spec.mixture)
     tables = {CONFIG: config, GENERATION_CONFIG: gguf_generation_config(header.metadata)}
     return CheckpointFiles(
         path=path,
         configuration={name: json.dumps(table, indent=2).encode() for name, table in tables.items() if table},
-        spec=spec_from_config(config, source=str(path), remedy=REMEDY),
+        spec=spec,
         family=family,
         multipliers=family.multipliers(Fields(table=config, source=str(path))),
         described_in="the metadata",
         remedy=REMEDY,
         entries=tensors,
         weights=(path,),
-        own_name=partial(name_in_file, family=family),
+        own_name=lambda name: name_in_file(name_in_checkpoint(name, spec.mixture), family),
         tokenizer=partial(tokenizer_files, header),
         types=types,
     )

@@ -37,6 +37,10 @@ _LINEAR = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
     "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
     "ffn_gate_exps": "mlp.experts.gate_proj",
     "ffn_up_exps": "mlp.experts.up_proj",
     "ffn_down_exps": "mlp.experts.down_proj",
@@ -71,6 +75,8 @@ class GgufTensor:
     """Number of heads whose rows llama.cpp reorders; 0 if it keeps the usual order."""
     convolves: bool = False
     """Whether it is the weight of a convolution."""
+    part: slice | None = None
+    """Its columns among those that are stored; None: all."""
 
     @property
     def name(self) -> str:
@@ -81,6 +87,8 @@ class GgufTensor:
     def shape(self) -> tuple[int, ...]:
         """Its shape; in Hugging Face's format, a convolution's weight has one more axis."""
         shape = self.info.shape
+        if self.part is not None:
+            return (shape[0], self.part.stop - self.part.start)
         return (shape[0], 1, *shape[1:]) if self.convolves else shape
 
     @property
@@ -108,6 +116,10 @@ class GgufTensor:
         )
         return replace(self, info=info)
 
+    def columns(self, first: int, count: int) -> GgufTensor:
+        """Columns of a matrix. Reading them reads the whole."""
+        return replace(self, part=slice(first, first + count))
+
     def read(self) -> torch.Tensor:
         """Dequantize the tensor, a piece at a time. The file is mapped while that lasts.
 
@@ -123,14 +135,16 @@ class GgufTensor:
 
         self.check_readable()
         kind = GGMLQuantizationType[self.dtype]
-        width = self.shape[-1]
-        rows = math.prod(self.shape[:-1])
+        width = self.info.shape[-1]
+        rows = math.prod(self.info.shape[:-1])
         tensor = torch.empty(rows, width, dtype=getattr(torch, _READ_AS.get(self.dtype, "float16")))
         stored = self._mapped().reshape(rows, -1)
         step = max(1, _PIECE // width)
         for start in range(0, rows, step):
             piece = np.require(dequantize(stored[start : start + step], kind), requirements="W")
             tensor[start : start + step] = torch.from_numpy(piece).view(-1, width)
+        if self.part is not None:
+            return tensor[:, self.part].contiguous()
         return self._in_order(tensor.view(self.shape))
 
     def _mapped(self) -> np.memmap[tuple[int, ...], np.dtype[np.uint8]]:
@@ -195,12 +209,15 @@ def tensors_of(header: Header, architecture: str, family: Family, heads: Mapping
                 "them. Choose another conversion of the model."
             )
         prefix = "" if match["layer"] is None else f"model.layers.{int(match['layer'])}."
-        tensors[f"{prefix}{module}.{match['part']}"] = GgufTensor(
+        tensor = GgufTensor(
             path=header.path,
             info=info,
             heads=heads.get(module, 0),
             convolves=module == "conv.conv" and match["part"] == "weight",
         )
+        if module == "mlp.shared_expert_gate" and len(info.shape) == 1:
+            tensor = tensor.rows(0, 1)
+        tensors[f"{prefix}{module}.{match['part']}"] = tensor
     return tensors
 
 

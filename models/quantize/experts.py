@@ -46,8 +46,8 @@ class ExpertInputs:
         self._router = router_of(layer)
         self._layer = layer
         self._batches: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._rows: list[list[tuple[int, torch.Tensor]]] = [[] for _ in range(spec.mixture.experts)]
-        self._inside: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in range(spec.mixture.experts)]
+        self._rows: list[list[tuple[int, torch.Tensor]]] = [[] for _ in range(spec.mixture.held)]
+        self._inside: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in range(spec.mixture.held)]
         self._whole = {
             "gate_up": InputStatistics.empty(spec.hidden_size, expected_k_chunk=recipe.left_out),
             "down": InputStatistics.empty(spec.mixture.width, expected_k_chunk=recipe.left_out),
@@ -84,7 +84,7 @@ class ExpertInputs:
 
     @property
     def tokens(self) -> npt.NDArray[np.int32]:
-        """int32 [E]: the tokens that reached each expert."""
+        """int32 [held]: the tokens that reached each expert."""
         return np.array([sum(len(own) for _, own in parts) for parts in self._rows], np.int32)
 
     def statistics(self, name: str) -> tuple[InputStatistics, Recipe]:

@@ -94,8 +94,9 @@ def file_tensors(spec: ModelSpec, recipe: Recipe, file: str) -> TensorTypes:
         }
     layer = int(file.removeprefix("block-").removesuffix(".safetensors"))
     tensors: TensorTypes = {name: (_F32, (width,)) for name, width in spec.block_vectors(layer).items()}
-    for name, shape in spec.routers(layer).items():
-        tensors |= {name: (_F32, shape), expert_tokens(layer): (_I32, shape[:1])}
+    if spec.mixture is not None and spec.has_experts(layer):
+        tensors |= {name: (_F32, shape) for name, shape in spec.routers(layer).items()}
+        tensors[expert_tokens(layer)] = (_I32, (spec.mixture.held,))
     for name in spec.block_linears(layer):
         tensors |= linear_tensors(spec, recipe, name)
     return tensors

@@ -95,8 +95,8 @@ def buffer_bytes(spec: ModelSpec, context: int, rows: int) -> int:
     found = 4 * (rows * widths + 2 * spec.vocab_size) + table_bytes(spec, context)
     if spec.mixture is None:
         return found
-    pairs = rows * spec.mixture.chosen
-    slots = pairs + 15 * min(spec.mixture.experts, pairs)
+    pairs = rows * spec.mixture.read
+    slots = pairs + 15 * min(spec.mixture.held, pairs)
     return found + slots * (16 * spec.mixture.width + 2 * max(spec.hidden_size, spec.mixture.width))
 
 

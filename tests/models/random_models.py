@@ -47,6 +47,7 @@ DELTA = {
     "linear_value_head_dim": 8,
 }
 GRANITE = {"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.6, "logits_scaling": 1.7}
+DELTA_FIRST = ["linear_attention", "full_attention", "linear_attention"]
 MIXTURE = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "decoder_sparse_step": 2}
 
 
@@ -121,13 +122,21 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3Moe",
         {**MIXTURE, "mlp_only_layers": [1], "decoder_sparse_step": 1, "attention_bias": True},
     ),
+    "qwen2-moe": (
+        "Qwen2Moe",
+        {**MIXTURE, "shared_expert_intermediate_size": 40, "use_sliding_window": True, "sliding_window": 5},
+    ),
     "olmoe": ("Olmoe", {"num_experts": 5, "num_experts_per_tok": 2, "num_key_value_heads": 2}),
     "granite-moe": (
         "GraniteMoe",
         {**GRANITE, "num_local_experts": 4, "num_experts_per_tok": 2, "tie_word_embeddings": True},
     ),
     "seed-oss": ("SeedOss", {"head_dim": 16}),
-    "qwen3.5": ("Qwen3_5", {**DELTA, "layer_types": ["linear_attention", "full_attention", "linear_attention"]}),
+    "qwen3.5": ("Qwen3_5", {**DELTA, "layer_types": DELTA_FIRST}),
+    "qwen3.5-moe": (
+        "Qwen3_5Moe",
+        {**DELTA, **MIXTURE, "layer_types": DELTA_FIRST, "shared_expert_intermediate_size": 20},
+    ),
     "qwen3.5-biases": (
         "Qwen3_5",
         {
@@ -194,10 +203,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 """Family and what is special, by a name."""
 
 
+MIXTURES = ("Mixtral", "Qwen2Moe", "Qwen3Moe", "Qwen3_5Moe", "GraniteMoe", "Olmoe")
+"""Families with experts."""
 DRAWN_FAMILIES = (
     *("Llama", "Mistral", "Ministral", "Qwen2", "Qwen3", "Phi3", "SmolLM3", "Granite", "SeedOss", "Lfm2", "Qwen3_5"),
     *("Gemma2", "Gemma3", "Olmo2", "Olmo3", "Exaone4", "Glm4", "Ministral3", "HunYuanDenseV1", "Ernie4_5"),
-    *("Mixtral", "Qwen3Moe", "GraniteMoe", "Olmoe"),
+    *MIXTURES,
 )
 """Families whose configurations `drawn_changes` draws."""
 
@@ -311,11 +322,17 @@ def drawn_changes(family: str, seed: int) -> dict[str, Any]:
             **chosen,
         },
     }
+    of_qwen = own["Qwen3Moe"]
+    shared = {"shared_expert_intermediate_size": generator.randint(1, 3) * of_qwen["moe_intermediate_size"]}
+    own["Qwen2Moe"] = {**own["Qwen2"], **of_qwen, **shared, "qkv_bias": flag()}
     own["GraniteMoe"] = {**own["Granite"], "num_local_experts": experts, **chosen}
-    if family in NEW_DRAWN:
-        own[family] = NEW_DRAWN[family](generator, window or 4, mask, dim)
+    dense = family.removesuffix("Moe") if family == "Qwen3_5Moe" else family
+    if dense in NEW_DRAWN:
+        own[family] = NEW_DRAWN[dense](generator, window or 4, mask, dim)
+    if dense != family:
+        own[family] |= {key: of_qwen[key] for key in ("num_experts", "moe_intermediate_size")} | chosen | shared
     # Heads of these are as wide as the hidden size says; the others take any width.
-    divided = family in ("Qwen2", "Phi3", "SmolLM3", "Granite", "GraniteMoe", "Olmoe", "Lfm2")
+    divided = family in ("Qwen2", "Qwen2Moe", "Phi3", "SmolLM3", "Granite", "GraniteMoe", "Olmoe", "Lfm2")
     hidden = heads * dim if divided else heads * generator.randint(2, 20)
     width = {} if divided else {"head_dim": dim}
     return {
@@ -341,7 +358,7 @@ def random_model(family: str, *, seed: str = "", **changes: Any) -> Any:
     import transformers
 
     torch.manual_seed(sum(map(ord, seed or family)))
-    kind = f"{family}Text" if family in ("Gemma3", "Qwen3_5") else family
+    kind = f"{family}Text" if family in ("Gemma3", "Qwen3_5", "Qwen3_5Moe") else family
     config = getattr(transformers, f"{kind}Config")(**{**SIZES, **changes})
     # Only there are scores capped.
     eager = {"attn_implementation": "eager"} if getattr(config, "attn_logit_softcapping", None) else {}
@@ -351,7 +368,7 @@ def random_model(family: str, *, seed: str = "", **changes: Any) -> Any:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
-                offset = "Gemma" in family or (family == "Qwen3_5" and "linear_attn" not in name)
+                offset = "Gemma" in family or (family.startswith("Qwen3_5") and "linear_attn" not in name)
                 parameter.normal_(0.0 if offset else 1.0, 0.3)
             else:
                 parameter.normal_(0.0, 0.5 if parameter.ndim == 1 else 1.5 / math.sqrt(parameter.shape[-1]))

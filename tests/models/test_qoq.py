@@ -31,7 +31,7 @@ from runtime.measure.evaluate import perplexity
 from runtime.text.tokenizer import Tokenizer
 from tests.close import assert_close
 from tests.models.conftest import TEXT, write_checkpoint
-from tests.models.random_models import CASES, random_case
+from tests.models.random_models import CASES, MIXTURES, random_case
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -65,7 +65,7 @@ def nothing() -> None:
     pass
 
 
-DENSE = [case for case, (family, _) in CASES.items() if family not in ("Mixtral", "Qwen3Moe", "Olmoe", "GraniteMoe")]
+DENSE = [case for case, (family, _) in CASES.items() if family not in MIXTURES]
 """Mixtures are refused, see test_quantize_experts.py."""
 
 

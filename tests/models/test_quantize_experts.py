@@ -83,6 +83,22 @@ def test_experts_share_the_choice_of_channels_of_what_they_all_read(checkpoint: 
     assert model.vector("layers.1.router").shape == (6, 32)
 
 
+def test_every_token_reaches_a_shared_expert(tmp_path: Path) -> None:
+    changes = {**MIXTURE, "num_hidden_layers": 2, "shared_expert_intermediate_size": 40}
+    random_model("Qwen2Moe", **changes).save_pretrained(tmp_path / "folder")
+    write_tokenizer(tmp_path / "folder", SIZES["vocab_size"])
+    store = Store(tmp_path / "store")
+    quantize(tmp_path / "folder", store, GPTQ, name="m", calibration=TEXT, evaluation=TEXT)
+    model = store.open("m")
+    tokens = MappedTensors(model.path / block_file(1))[expert_tokens(1)]
+    assert tokens[:6].sum() == 3 * 688
+    assert tokens[6:].tolist() == [688, 688]
+    shares = [model.spec.share_read(f"layers.1.experts.{expert}.down") for expert in range(8)]
+    assert shares == [0.5] * 6 + [1.0] * 2
+    whole, part = model.linear("layers.1.experts.6.down"), model.linear("layers.1.experts.7.down")
+    assert whole.shape == part.shape == (32, 20)
+
+
 def test_an_interrupted_run_makes_the_same_model(checkpoint: Path, tmp_path: Path) -> None:
     whole, cut = Store(tmp_path / "whole"), Store(tmp_path / "cut")
     quantize(checkpoint, whole, GPTQ, name="m", calibration=TEXT, evaluation=TEXT)
@@ -134,6 +150,19 @@ def test_experts_of_one_tensor_are_read_one_by_one(tmp_path: Path) -> None:
     save_file(stacked, folder / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"experts\.5\.down_proj\.weight' is missing"):
         Checkpoint.open(folder)
+
+
+@pytest.mark.parametrize(("width", "said"), [(40, r"shared_expert\.down_proj\.weight' is missing"), (30, "a multiple")])
+def test_a_shared_expert_that_is_wrong(tmp_path: Path, width: int, said: str) -> None:
+    from safetensors.torch import load_file, save_file
+
+    model = random_model("Qwen2Moe", **{**MIXTURE, "num_hidden_layers": 2, "shared_expert_intermediate_size": width})
+    model.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.1.mlp.shared_expert.down_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=said):
+        Checkpoint.open(tmp_path)
 
 
 @pytest.mark.slow

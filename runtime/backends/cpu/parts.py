@@ -40,8 +40,8 @@ def parts_of(instruction: op.Instruction, threads: int) -> tuple[int, int]:
             return _product(weights, threads)
         case op.Experts():
             return _experts(instruction, threads)
-        case op.Score(experts=experts, channels=channels):
-            return _even(experts * channels // _DOT, threads), threads * _MANY
+        case op.Score(scores=scores, channels=channels):
+            return _even(scores * channels // _DOT, threads), threads * _MANY
         case op.Route():
             return 1, 1
         case op.Spread():

@@ -425,25 +425,25 @@ class PlanOperations:
 
     def _expert_names(self, layer: int, kind: str) -> list[str]:
         assert self._spec.mixture is not None
-        return [f"layers.{layer}.experts.{expert}.{kind}" for expert in range(self._spec.mixture.experts)]
+        return [f"layers.{layer}.experts.{expert}.{kind}" for expert in range(self._spec.mixture.held)]
 
     def _route(self, x: Activations, layer: int, mixture: MixtureSpec) -> Routes:
         """Write the instructions that send rows to experts."""
-        experts, chosen, pairs = mixture.experts, mixture.chosen, self._rows * mixture.chosen
+        experts, chosen, pairs = mixture.held, mixture.read, self._rows * mixture.read
 
         def make() -> npt.NDArray[np.float32]:
-            wide: npt.NDArray[np.float32] = self._arena.zeros((experts, padded(x.width, BLOCK)), np.float32)
+            wide: npt.NDArray[np.float32] = self._arena.zeros((mixture.scores, padded(x.width, BLOCK)), np.float32)
             wide[:, : x.width] = self._model.vector(router_of(layer))
             return wide
 
         weight = _address(self._constant(router_of(layer), make))
-        logits = _matrix(self._buffer("router logits", (self._rows, padded(experts, LANES)), np.float32))
-        self._emit(op.Score(x.place, padded(x.width, BLOCK), weight, experts, logits))
+        logits = _matrix(self._buffer("router logits", (self._rows, padded(mixture.scores, LANES)), np.float32))
+        self._emit(op.Score(x.place, padded(x.width, BLOCK), weight, mixture.scores, logits))
         records = (("counts", 1, COUNTS), ("segments", min(experts, pairs), SEGMENT), ("pairs", pairs, PAIR))
         routes = Routes(*(_address(self._buffer(f"router {name}", (count,), kind)) for name, count, kind in records))
         numbers = _address(self._buffer("router chosen", (pairs,), np.int64))
         shares = _address(self._buffer("router shares", (pairs,), np.float32))
-        self._emit(op.Route(logits, experts, chosen, mixture.normalized, numbers, shares, routes))
+        self._emit(op.Route(logits, experts, chosen, mixture.shared, mixture.normalized, numbers, shares, routes))
         return routes
 
     def _multiply(
@@ -471,7 +471,7 @@ class PlanOperations:
     def _selection_by_slot(self, select: op.Select, table: Table, routes: Routes) -> op.Select:
         """The choice of channels of rows that each belong to one expert."""
         assert self._spec.mixture is not None
-        self._selections[False] += self._spec.mixture.chosen - 1
+        self._selections[False] += self._spec.mixture.read - 1
         shape = (slots_of(self._rows, self._spec.mixture), padded(select.width, LANES))
         chosen = _matrix(self._buffer("expert chosen", shape, np.int32))
         if select.static:
@@ -712,8 +712,8 @@ class PlanOperations:
 
 def slots_of(rows: int, mixture: MixtureSpec) -> int:
     """Most slots that rows take in the order of experts, each expert's in row blocks of its own."""
-    pairs = rows * mixture.chosen
-    return pairs + (ROW_PADDING - 1) * min(mixture.experts, pairs)
+    pairs = rows * mixture.read
+    return pairs + (ROW_PADDING - 1) * min(mixture.held, pairs)
 
 
 def _matrix(array: npt.NDArray[Any]) -> op.Matrix:

@@ -104,6 +104,6 @@ async def test_a_real_runtime_unloads_and_wakes() -> None:
         await until(lambda: session.resting)
         app.chat.composer.load_text("hello")
         await pilot.press("enter")
-        await until(lambda: session.conversation.head and not app.chat.busy)
+        await until(lambda: session.conversation.head and session.conversation.path()[-1].state != "streaming")
         assert session.conversation.path()[-1].state == "done"
         assert session.conversation.path()[-1].text

@@ -21,6 +21,7 @@ ARCHITECTURES = {
     },
     "mistral": "llama",
     "mixtral": "llama",
+    "qwen2_moe": "qwen2moe",
     "qwen3_moe": "qwen3moe",
     "olmoe": "olmoe",
     "gemma3_text": "gemma3",
@@ -130,8 +131,10 @@ def describe(writer: gguf.GGUFWriter, config: Any) -> None:
     if experts := getattr(config, "num_experts", None):
         writer.add_expert_count(experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
-        if config.model_type == "qwen3_moe":
+        if config.model_type in ("qwen2_moe", "qwen3_moe"):
             writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+        if config.model_type == "qwen2_moe":
+            writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     kv_heads, types = config.num_key_value_heads, getattr(config, "layer_types", None) or []
     writer.add_head_count_kv([kv_heads * (kind != "conv") for kind in types] if "conv" in types else kv_heads)
@@ -199,6 +202,8 @@ def tensors_of(model: Any) -> dict[str, np.ndarray[Any, Any]]:
         array = tensor.float().numpy()
         if name.endswith("conv.conv.weight"):
             array = array.squeeze(1)
+        if name.endswith("shared_expert_gate.weight"):
+            array = array.squeeze(0)
         if "gemma" in config.model_type and "norm" in name:
             array = array + 1
         if ARCHITECTURES[config.model_type] in ("llama", "mistral3") and ("q_proj" in name or "k_proj" in name):

@@ -79,6 +79,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", {"head_dim": 16}),
     "mixtral": ("Mixtral", {"num_local_experts": 3, "num_experts_per_tok": 2}),
     "olmoe": ("Olmoe", {"num_experts": 4, "num_experts_per_tok": 2}),
+    "qwen2-moe": ("Qwen2Moe", {**EXPERTS, "shared_expert_intermediate_size": 64}),
     "qwen3-moe": (
         "Qwen3Moe",
         {**EXPERTS, "norm_topk_prob": True, "head_dim": 16},

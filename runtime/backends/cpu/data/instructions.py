@@ -325,9 +325,9 @@ class Score(NamedTuple):
     channels: int
     """C, padded to whole blocks."""
     weight: int
-    """Address of float32 [E, C padded]."""
-    experts: int
-    """E."""
+    """Address of float32 [scores, C padded]."""
+    scores: int
+    """Rows of the router: one for each expert to choose from, and one for the share of shared experts."""
     out: Matrix
     """float32."""
 
@@ -338,11 +338,13 @@ class Route(NamedTuple):
     logits: Matrix
     """float32."""
     experts: int
-    """E."""
+    """E, experts of the block."""
     chosen: int
     """Experts of a row."""
+    shared: int
+    """Those of either that every row goes to: the last ones. Their share is the sigmoid of the last logit."""
     normalized: bool
-    """Whether a row's shares add up to 1."""
+    """Whether the shares of the others add up to 1."""
     chosen_at: int
     """Address of int64 [rows, chosen], written."""
     shares_at: int

@@ -92,6 +92,13 @@ def choose_experts(logits: int, experts: int, chosen: int, normalized: int, out:
 
 
 @kernel
+def sigmoid(x: float) -> float:
+    """1 / (1 + exp(-x)), float32."""
+    one = numba.float32(1.0)
+    return numba.float32(one / (one + _exp(-numba.float32(x))))
+
+
+@kernel
 def _exp(x: float) -> float:
     """The exponential of a float32."""
     return max_lanes(exp(fill(numba.float32(x))))

@@ -27,7 +27,7 @@ from runtime.backends.cpu.kernels.compensate import (
 from runtime.backends.cpu.kernels.gate import gate as gate_channels
 from runtime.backends.cpu.kernels.gemm import row_block
 from runtime.backends.cpu.kernels.residual import few_rows
-from runtime.backends.cpu.kernels.routing import choose_experts, group_rows, score
+from runtime.backends.cpu.kernels.routing import choose_experts, group_rows, score, sigmoid
 from runtime.backends.cpu.kernels.views import (
     counts_at,
     expert_at,
@@ -49,7 +49,16 @@ from runtime.backends.cpu.machine.calls import call_5
 from runtime.backends.cpu.machine.kernel import kernel, routine
 from runtime.backends.cpu.machine.sync import wait_for
 from runtime.backends.cpu.machine.unit import compiled_unit
-from runtime.backends.cpu.machine.vector import add, fill, load_floats, mul, set_float, store_floats
+from runtime.backends.cpu.machine.vector import (
+    add,
+    fill,
+    get_float,
+    load_floats,
+    mul,
+    set_float,
+    set_word,
+    store_floats,
+)
 from runtime.backends.cpu.scratch import TILE_BYTES
 from runtime.backends.cpu.units.products import one_3, one_4, several_3, several_4
 from runtime.backends.cpu.units.rows import row_block_at
@@ -60,21 +69,26 @@ from runtime.backends.cpu.units.selection import MADE_BEFORE, choose
 def score_experts(i: int, control: int, part: int, parts: int, _scratch: int) -> None:
     """Compute the logits of a router."""
     score_of, rows = score_at(i), rows_of(control, 0)
-    first, last = share_of(rows * score_of.experts, part, parts)
+    first, last = share_of(rows * score_of.scores, part, parts)
     for item in range(first, last):
-        row, expert = item // score_of.experts, item % score_of.experts
+        row, number = item // score_of.scores, item % score_of.scores
         x = score_of.x.at + row * score_of.x.stride
-        weight = score_of.weight + 4 * score_of.channels * expert
-        set_float(score_of.out.at + row * score_of.out.stride + 4 * expert, score(x, weight, score_of.channels))
+        weight = score_of.weight + 4 * score_of.channels * number
+        set_float(score_of.out.at + row * score_of.out.stride + 4 * number, score(x, weight, score_of.channels))
 
 
 @compiled_unit
 def route(i: int, control: int, _part: int, _parts: int, scratch: int) -> None:
     """Choose each row's experts, and group the rows by expert; one part."""
     of, rows = route_at(i), rows_of(control, 0)
+    experts, count = of.experts - of.shared, of.chosen - of.shared
     for row in range(rows):
+        logits = of.logits.at + row * of.logits.stride
         chosen, shares = of.chosen_at + 8 * of.chosen * row, of.shares_at + 4 * of.chosen * row
-        choose_experts(of.logits.at + row * of.logits.stride, of.experts, of.chosen, of.normalized, chosen, shares)
+        choose_experts(logits, experts, count, of.normalized, chosen, shares)
+        for n in range(of.shared):
+            set_word(chosen + 8 * (count + n), experts + n)
+            set_float(shares + 4 * (count + n), sigmoid(get_float(logits + 4 * experts)))
     group_rows(of, rows, scratch)
 
 

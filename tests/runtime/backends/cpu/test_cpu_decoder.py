@@ -90,7 +90,7 @@ SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "experts": ({"bits": 4, "seed": 4}, {"mixture": MIXTURE}),
     "experts-3bit": (
         {"bits": 3, "residual_bits": 4, "seed": 4},
-        {"mixture": replace(MIXTURE, experts=9, chosen=2, normalized=False), "num_layers": 3},
+        {"mixture": replace(MIXTURE, experts=9, chosen=2, normalized=False, shared=2), "num_layers": 3},
     ),
     "wide-groups": ({"bits": 3, "group_size": 128}, {"hidden_size": 256, "head_dim": 64}),
 }
