@@ -102,7 +102,9 @@ class DecodeTimer:
             self._turn = max(1, min(int(self._turn_s / each), _LONGEST_TURN, room))
 
     def _tokens(self, count: int) -> list[float]:
-        """Seconds of each of `count` tokens."""
+        """Seconds of each of `count` tokens. States that cannot be cut back to the first one's begin anew."""
+        for position in range(self._decoder.cache.reach(0, _FIRST), _FIRST):
+            self._step(position)
         seconds = []
         for position in range(_FIRST, _FIRST + count):
             self._check()

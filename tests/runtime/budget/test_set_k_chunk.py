@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from runtime.backends.decoder import DecoderOptions, Step
 from runtime.backends.reference.decoder import ReferenceDecoder
 from runtime.errors import Cancelled, RequestError
 from runtime.measure.timing import DecodeTimer, undisturbed
+from tests.runtime.engine.conversations.test_states import hybrid
 
 BACKENDS = {"cpu": CpuDecoder, "reference": ReferenceDecoder}
 ROWS = np.arange(6, dtype=np.int32)
@@ -95,6 +97,7 @@ class Sleeper:
         self.each_s = each_s
         self.spec = type("Spec", (), {"vocab_size": 50})
         self.options = DecoderOptions(context=64, k_chunk={"qkv": 3}, n_tb={"qkv": 2})
+        self.cache = SimpleNamespace(reach=lambda _, length: length)
         self.k_chunk: Mapping[str, int] | int = 0
         self.set: list[Any] = []
 
@@ -127,6 +130,12 @@ def test_the_slowdown_of_a_decoder_whose_times_are_known() -> None:
     found = timer.slowdown(20)
     assert 30 < found < 300  # 100 % but for what else the machine does
     assert decoder.set[-1] == ({"qkv": 3}, {"qkv": 2})
+
+
+def test_a_decoder_with_states_is_timed(tiny_model: Any, tiny_spec: Any) -> None:
+    """In turns that are longer than what a state can be cut back by."""
+    decoder = ReferenceDecoder(tiny_model(hybrid(tiny_spec)), DecoderOptions(kv="fp16", context=32))
+    assert DecodeTimer(decoder, seconds=0.0, turn=1.0).slowdown(64) > -100
 
 
 def test_a_stopped_measurement_leaves_the_decoder_as_it_was() -> None:
