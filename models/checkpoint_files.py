@@ -21,6 +21,7 @@ from models.families import family_of, spec_from_config, text_part
 from models.families.family import Family
 from models.families.fields import Fields
 from models.foreign import read_file, read_json
+from models.low_bit_source import read_low_bit
 from models.shard import ShardTensor, read_header
 from models.spec import ModelSpec
 
@@ -129,7 +130,8 @@ def read_folder(folder: Path) -> CheckpointFiles:
     entries = _read_entries(folder)
     if text is not config:
         entries = _text_tensors(entries)
-    entries = separate(entries, family.renamed, spec.mixture)
+    tensors, types = read_low_bit(entries, text, source)
+    tensors = separate(tensors, family.renamed, spec.mixture)
     return CheckpointFiles(
         path=folder,
         configuration={name: read_file(path) for name, path in small.items() if path.exists()},
@@ -139,8 +141,9 @@ def read_folder(folder: Path) -> CheckpointFiles:
         norm_offset=family.norm_offset,
         described_in=CONFIG,
         remedy=f"Weights and {CONFIG} must come from the same model. {_DOWNLOAD_AGAIN}",
-        entries=entries,
+        entries=tensors,
         weights=tuple(sorted({entry.path for entry in entries.values()})),
+        types=types,
         own_name=partial(name_in_checkpoint, mixture=spec.mixture),
     )
 

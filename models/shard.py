@@ -19,6 +19,10 @@ from models.tensor_table import read_table
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Supported formats of weights, by their safetensors names."""
+FLOATS_OF_8_BITS = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
+INTEGERS = {"I32": torch.int32}
+"""Formats of which quantized weights are made (`models.low_bit_source`)."""
+_ALL = {**DTYPES, **FLOATS_OF_8_BITS, **INTEGERS}
 
 _DOWNLOAD_AGAIN = "Download the model again."
 
@@ -71,8 +75,16 @@ class ShardTensor:
             CheckpointError: The file is gone or was truncated.
         """
         self.check_readable()
+        return self.stored()
+
+    def stored(self) -> torch.Tensor:
+        """Read the tensor in any of the formats.
+
+        Raises:
+            CheckpointError: The file is gone or was truncated.
+        """
         first, stored = self.among or (0, self.shape[-1] if self.shape else 0)
-        tensor = torch.empty((*self.shape[:-1], stored) if self.among else self.shape, dtype=DTYPES[self.dtype])
+        tensor = torch.empty((*self.shape[:-1], stored) if self.among else self.shape, dtype=_ALL[self.dtype])
         rest = tensor.view(-1).view(torch.uint8).numpy().data
         try:
             with open_file(self.path) as file:

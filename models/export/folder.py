@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from models import integer_formats
 from models.errors import UnsupportedModelError
-from models.export import int4
 from models.export.formats import ExportFormat, Step
 from models.export.matrices import parts, pieces, restored, uniform_groups
 from models.families import FAMILIES
@@ -153,10 +153,10 @@ class FolderWriter:
             group_size=groups.group_size,
         )
         if self._kind == "awq":
-            return int4.awq(part)
+            return integer_formats.awq(part)
         if self._kind == "gptq":
-            return int4.gptq(part, less_one=self._less_one)
-        return int4.compressed_tensors(part)
+            return integer_formats.gptq(part, less_one=self._less_one)
+        return integer_formats.compressed_tensors(part)
 
     def _config(self) -> dict[str, Any]:
         """config.json: the checkpoint's own, with the format's description of its weights."""

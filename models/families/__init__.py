@@ -46,6 +46,8 @@ SUPPORTED = (
 MIXTURES = "Mixtral, Qwen2-MoE, Qwen3-MoE, Qwen3.5-MoE, OLMoE and Granite-MoE"
 """Those with experts."""
 
+READ_QUANTIZED = ("fp8", "awq", "gptq", "compressed-tensors")
+"""Methods of `quantization_config` whose weights can be read (`models.low_bit_source`)."""
 _EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_intermediate_size")
 
 
@@ -74,7 +76,7 @@ def family_of(config: Mapping[str, Any], *, source: str = "config.json") -> Fami
         source: What errors call it.
 
     Raises:
-        UnsupportedModelError: Another architecture, or weights that are quantized already.
+        UnsupportedModelError: Another architecture, or weights that are quantized in a way that is not read.
     """
     model_type, architectures = config.get("model_type"), config.get("architectures") or []
     names = [str(name) for name in architectures] if isinstance(architectures, list) else [str(architectures)]
@@ -93,10 +95,11 @@ def family_of(config: Mapping[str, Any], *, source: str = "config.json") -> Fami
     if config.get("quantization_config"):
         method = config["quantization_config"]
         name = method.get("quant_method", "unknown") if isinstance(method, dict) else "unknown"
-        raise UnsupportedModelError(
-            f"{source}: the weights are quantized already (quantization_config, method '{name}'). "
-            "Take the model's original checkpoint in 16 or 32 bits."
-        )
+        if name not in READ_QUANTIZED:
+            raise UnsupportedModelError(
+                f"{source}: the weights are quantized by the method '{name}' (quantization_config), which is not read "
+                f"({', '.join(READ_QUANTIZED)} are). Take the model's original checkpoint in 16 or 32 bits."
+            )
     expert_keys = [key for key in _EXPERT_KEYS if isinstance(config.get(key), int) and config[key] > 1]
     if expert_keys and not candidates[0].mixture:
         raise UnsupportedModelError(

@@ -315,6 +315,7 @@ class Pipeline:
         work.save_tensors(layout.OUTER, outer.tensors)
         quality = Quality.judge(outer.perplexity_before, outer.perplexities, self.recipe)
         quality = quality.with_experts(self._experts_tokens(work), self.recipe)
+        quality = quality.with_source(self.checkpoint.files.types)
         made = {**self.identity, "recipe": self.recipe.to_json()}
         work.save(layout.RECIPE, [recipe_file(made, quality.to_json())])
         return quality

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -17,6 +18,8 @@ from models.store.manifest import FileEntry, Summary
 
 LIMIT = 1.15
 """A model whose perplexity grows by more than this factor is warned about."""
+_LOSSLESS = 8
+"""Bits of a source that is as good as the original."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +63,23 @@ class Quality:
             f"{few:,} of {len(tokens):,} experts were chosen for fewer than {FEWEST_TOKENS} tokens of the calibration "
             "text, so they are rounded plainly"
         )
+        return self._with(note)
+
+    def with_source(self, types: Mapping[str, int] | None) -> Quality:
+        """The same with a word on a source of fewer than 8 bits, if it is one.
+
+        Args:
+            types: Number of weights by the type that the checkpoint stores them in, most first; None: as floating-point numbers.
+        """
+        common = next(iter(types), "") if types else ""
+        bits = re.search(r"\d+", common)
+        if bits is None or int(bits[0]) >= _LOSSLESS:
+            return self
+        return self._with(
+            f"made of {common} weights: residuals restore those, not the model before they were quantized"
+        )
+
+    def _with(self, note: str) -> Quality:
         return replace(self, warning=note if self.warning is None else f"{self.warning}; {note}")
 
     def to_json(self) -> dict[str, Any]:

@@ -299,7 +299,7 @@ def test_end_tokens_of_both_files_join(config_ids: Any, generation_ids: Any, exp
         ({"model_type": "mistral"}, ["LlamaForCausalLM", "mistral"]),
         ({"model_type": None, "architectures": None}, ["not given", "Llama 2/3"]),
         ({"hidden_act": "gelu"}, ["hidden_act", "gelu", "silu"]),
-        ({"quantization_config": {"quant_method": "awq"}}, ["quantization_config", "awq", "original checkpoint"]),
+        ({"quantization_config": {"quant_method": "hqq"}}, ["quantization_config", "hqq", "awq", "original"]),
         ({"num_local_experts": 8}, ["experts", "num_local_experts = 8"]),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, ["dynamic", "llama3"]),
         ({"rope_parameters": {"rope_type": "proportional", "factor": 2.0}}, ["proportional", "yarn", "longrope"]),

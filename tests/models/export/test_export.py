@@ -218,11 +218,12 @@ def test_a_folder_comes_back(make: Maker, family: str, changes: dict[str, Any], 
     model = make(family, **changes)
     export(model, tmp_path / "out", kind)
     state, config = whole(tmp_path / "out", kind)
-    expected = Restored(model, residuals=False)
+    expected, read = Restored(model, residuals=False), Checkpoint.open(tmp_path / "out")
     sources = FAMILIES[model.spec.family].sources
     for name in model.spec.linear_names()[:-1]:
         weight, _ = expected.linear(name)
         assert torch.equal(torch.cat([state[f"{module}.weight"] for module in sources(name)]), weight)
+        assert torch.equal(read.linear(name)[0], weight)
     theirs = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**config)).float().eval()
     theirs.load_state_dict(state)
     tokens = torch.arange(23)[None] * 7 % 300

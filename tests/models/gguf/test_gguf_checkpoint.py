@@ -178,7 +178,7 @@ def test_the_configuration_names_ends_that_the_file_does_not(llama: Any, tmp_pat
 def test_names_are_those_of_the_package() -> None:
     for name, architecture in ARCHITECTURES.items():
         family, names = FAMILIES[architecture.model_type], names_of(name, 7)
-        kinds = ("qkv", "o") if name in ("olmoe", "qwen3moe") else ("qkv", "o", "gate_up", "down")  # experts alone
+        kinds = ("qkv", "o") if name.endswith("moe") else ("qkv", "o", "gate_up", "down")  # experts alone
         sources = [family.linear_sources[kind] for kind in kinds]
         sources += [own[kind] for own in family.mixer_sources.values() for kind in ("qkv", "o", "conv")]
         if name not in ("olmo2", "exaone4"):

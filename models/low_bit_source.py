@@ -1,0 +1,313 @@
+"""Checkpoints whose weights are quantized already, read as if they were not: a matrix is dequantized as it is read.
+
+config.json says how under `quantization_config`:
+
+- `fp8`: 8-bit floating-point numbers, with a scale for each block, output channel or matrix (DeepSeek-V3, §3.3);
+- `awq`, `gptq` and `compressed-tensors`: integers in groups (`models.integer_formats`), or such floating-point numbers.
+
+What is then quantized here is what the checkpoint holds, so residuals restore that, and not the model before it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from models.errors import CheckpointError, UnsupportedModelError
+from models.families import READ_QUANTIZED
+from models.families.fields import Fields
+from models.integer_formats import from_awq, from_compressed_tensors, from_gptq
+from models.shard import DTYPES, FLOATS_OF_8_BITS, INTEGERS, ShardTensor
+
+Array = npt.NDArray[Any]
+Shape = tuple[int, int]
+
+_UNUSED = ("weight_shape", "input_scale", "activation_scale", "output_scale", "input_zero_point", "k_scale", "v_scale")
+"""Last names of tensors that say nothing about weights that others don't: of activations and caches, and a shape."""
+_ANOTHER = "Take another checkpoint of the model."
+_WORD = 32
+_GPTQ_BITS, _PACKED_BITS = (2, 3, 4, 8), (4, 8)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    """How the weights of a checkpoint are stored."""
+
+    name: str
+    """As users are told."""
+    main: str
+    """Last name of the tensor that every quantized matrix has."""
+    needed: tuple[str, ...]
+    """Last names of the others that it has."""
+    possible: tuple[str, ...] = ()
+    """Of those that it may have."""
+    shape: Callable[[Mapping[str, tuple[int, ...]]], Shape | None]
+    """Gives the shape [N, K] of the matrix by those of its tensors; None if they contradict each other."""
+    restore: Callable[[Mapping[str, torch.Tensor]], torch.Tensor]
+    """Gives the matrix, float32 [N, K]."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LowBitTensor:
+    """A matrix that several tensors of a checkpoint make up. See `checkpoint_files.StoredTensor`."""
+
+    form: Form
+    """How it is stored."""
+    parts: Mapping[str, ShardTensor]
+    """Its tensors by their last names."""
+    shape: tuple[int, ...]
+    """[N, K]."""
+    part: tuple[slice, slice] = (slice(None), slice(None))
+    """The rows and columns that are meant."""
+
+    @property
+    def path(self) -> Path:
+        """The file that holds its codes."""
+        return self.parts[self.form.main].path
+
+    @property
+    def name(self) -> str:
+        """The name of its codes in that file."""
+        return self.parts[self.form.main].name
+
+    @property
+    def dtype(self) -> str:
+        """The form's name."""
+        return self.form.name
+
+    def check_readable(self) -> None:
+        """Nothing: tensors of other types are refused before."""
+
+    def rows(self, first: int, count: int) -> LowBitTensor:
+        """Rows of the matrix. Reading them reads the whole."""
+        return replace(self, shape=(count, self.shape[1]), part=(slice(first, first + count), self.part[1]))
+
+    def columns(self, first: int, count: int) -> LowBitTensor:
+        """Columns of the matrix. Reading them reads the whole."""
+        return replace(self, shape=(self.shape[0], count), part=(self.part[0], slice(first, first + count)))
+
+    def read(self) -> torch.Tensor:
+        """Dequantize it: float32 [N, K].
+
+        Raises:
+            CheckpointError: the file is gone or was truncated, or a number in it is out of range.
+        """
+        try:
+            whole = self.form.restore({last: tensor.stored() for last, tensor in self.parts.items()})
+        except IndexError as error:
+            raise CheckpointError(
+                f"{self.path}: the groups of '{self.name}' are damaged ({error}). {_ANOTHER}"
+            ) from error
+        return whole[self.part].contiguous()
+
+
+def read_low_bit(
+    entries: Mapping[str, ShardTensor], config: Mapping[str, Any], source: str
+) -> tuple[dict[str, ShardTensor | LowBitTensor], dict[str, int] | None]:
+    """The tensors of a checkpoint, each quantized matrix as one under the name of its weight.
+
+    Args:
+        entries: By their names.
+        config: config.json, or its part on the language model.
+        source: What errors call it.
+
+    Returns:
+        The tensors; and the number of weights by type, most first, or None if config.json says of no quantization.
+
+    Raises:
+        UnsupportedModelError: a method or an option of it that is not read.
+        CheckpointError: a matrix lacks a tensor, or its tensors contradict each other.
+    """
+    about = config.get("quantization_config")
+    if not about:
+        return dict(entries), None
+    form = _form(Fields(table=about, source=f"{source}, quantization_config"))
+    found: dict[str, ShardTensor | LowBitTensor] = {}
+    used: set[str] = set()
+    types: dict[str, int] = {}
+    for name, entry in entries.items():
+        module, _, last = name.rpartition(".")
+        if last == form.main and (last != "weight" or entry.dtype in FLOATS_OF_8_BITS):
+            parts = {last: entry}
+            for other in (*form.needed, *form.possible):
+                if (own := entries.get(f"{module}.{other}")) is not None:
+                    parts[other] = own
+            used |= {f"{module}.{other}" for other in parts}
+            matrix = _matrix(form, parts)
+            found[f"{module}.weight"] = matrix
+            types[form.name] = types.get(form.name, 0) + math.prod(matrix.shape)
+    for name, entry in entries.items():
+        if name in used or name.rpartition(".")[2] in _UNUSED:
+            continue
+        found[name] = entry
+        if len(entry.shape) > 1:
+            types[entry.dtype] = types.get(entry.dtype, 0) + math.prod(entry.shape)
+    return found, dict(sorted(types.items(), key=lambda item: (-item[1], item[0])))
+
+
+def _matrix(form: Form, parts: Mapping[str, ShardTensor]) -> LowBitTensor:
+    main = parts[form.main]
+    if absent := [last for last in form.needed if last not in parts]:
+        raise CheckpointError(f"{main.path}: '{main.name}' has no '{absent[0]}' beside it ({form.name}). {_ANOTHER}")
+    for last, tensor in parts.items():
+        known = DTYPES if "scale" in last else FLOATS_OF_8_BITS if last == "weight" else INTEGERS
+        if tensor.dtype not in known:
+            raise UnsupportedModelError(
+                f"{tensor.path}: the tensor '{tensor.name}' is stored as {tensor.dtype} ({form.name} has it as "
+                f"{' or '.join(known)}). {_ANOTHER}"
+            )
+    shapes = {last: tensor.shape for last, tensor in parts.items()}
+    shape = form.shape(shapes)
+    if shape is None:
+        listed = ", ".join(f"{last} {list(each)}" for last, each in shapes.items())
+        raise CheckpointError(
+            f"{main.path}: the shapes of '{main.name}' and its scales contradict each other or {form.name}: {listed}. "
+            f"{_ANOTHER}"
+        )
+    return LowBitTensor(form=form, parts=parts, shape=shape)
+
+
+def _form(fields: Fields) -> Form:
+    """What `quantization_config` describes."""
+    method = fields.text("quant_method", "")
+    if method == "fp8":
+        return _floats(_block(fields, fields.table.get("weight_block_size")))
+    if method == "compressed-tensors":
+        return _compressed(fields)
+    bits = fields.integer("bits")
+    if method == "awq":
+        version = fields.text("version", "gemm").lower()
+        if bits != 4 or version != "gemm":
+            raise _refused(fields, f"AWQ of {bits} bits in the version '{version}'", "4 bits in the version gemm")
+        return Form(
+            name="AWQ int4", main="qweight", needed=("qzeros", "scales"), shape=_awq_shape, restore=_by(from_awq)
+        )
+    if method != "gptq":
+        raise _refused(fields, f"the method '{method}'", ", ".join(READ_QUANTIZED))
+    version = fields.text("checkpoint_format", "gptq")
+    if bits not in _GPTQ_BITS or version not in ("gptq", "gptq_v2"):
+        raise _refused(fields, f"GPTQ of {bits} bits in the format '{version}'", "2, 3, 4 and 8 bits, gptq and gptq_v2")
+    return Form(
+        name=f"GPTQ int{bits}",
+        main="qweight",
+        needed=("qzeros", "scales"),
+        possible=("g_idx",),
+        shape=partial(_gptq_shape, bits=bits),
+        restore=_by(partial(from_gptq, bits=bits, less_one=version == "gptq")),
+    )
+
+
+def _compressed(fields: Fields) -> Form:
+    """One of the formats of compressed-tensors."""
+    groups = fields.table.get("config_groups")
+    tables = [group.get("weights") for group in groups.values()] if isinstance(groups, dict) else []
+    if not tables or not all(isinstance(each, dict) for each in tables):
+        raise fields.wrong("config_groups", groups, "a table of groups with their weights")
+    kinds = {(each.get("type"), each.get("num_bits")) for each in tables}
+    layout = str(tables[0].get("format") or fields.table.get("format"))
+    if kinds == {("float", 8)}:
+        return _floats(_block(fields, tables[0].get("block_structure")))
+    bits = next(iter(kinds))[1]
+    if len(kinds) > 1 or kinds != {("int", bits)} or bits not in _PACKED_BITS or layout != "pack-quantized":
+        listed = ", ".join(f"{kind} of {bits} bits" for kind, bits in sorted(kinds, key=str))
+        raise _refused(fields, f"{listed} as '{layout}'", "int of 4 or 8 bits as 'pack-quantized', and float of 8 bits")
+    return Form(
+        name=f"compressed-tensors int{bits}",
+        main="weight_packed",
+        needed=("weight_scale",),
+        possible=("weight_zero_point", "weight_g_idx"),
+        shape=partial(_packed_shape, bits=bits),
+        restore=_by(partial(from_compressed_tensors, bits=bits)),
+    )
+
+
+def _floats(block: Shape | None) -> Form:
+    """Floating-point numbers of 8 bits, with scales for blocks of so many rows and columns."""
+    return Form(
+        name="FP8",
+        main="weight",
+        needed=(),
+        possible=("weight_scale_inv", "weight_scale"),
+        shape=partial(_float_shape, block=block),
+        restore=partial(_scaled, block=block),
+    )
+
+
+def _scaled(parts: Mapping[str, torch.Tensor], block: Shape | None) -> torch.Tensor:
+    """A matrix of floating-point numbers of 8 bits, multiplied by its scales."""
+    weight, (scale,) = parts["weight"].float(), [each.float() for last, each in parts.items() if last != "weight"]
+    if scale.numel() == 1:
+        return weight * scale.flatten()
+    if block is None or scale.numel() == len(weight):
+        return weight * scale.view(-1, 1)
+    whole = scale.repeat_interleave(block[0], 0)[: len(weight)].repeat_interleave(block[1], 1)
+    return weight * whole[:, : weight.shape[1]]
+
+
+def _float_shape(shapes: Mapping[str, tuple[int, ...]], block: Shape | None) -> Shape | None:
+    weight, scales = shapes["weight"], [shape for last, shape in shapes.items() if last != "weight"]
+    if len(weight) != 2 or len(scales) != 1:
+        return None
+    rows, width = weight
+    fits = [(), (1,), (1, 1), (rows,), (rows, 1)]
+    if block is not None:
+        fits.append((-(-rows // block[0]), -(-width // block[1])))
+    return (rows, width) if scales[0] in fits else None
+
+
+def _awq_shape(shapes: Mapping[str, tuple[int, ...]]) -> Shape | None:
+    words, zeros, scales = (shapes[last] for last in ("qweight", "qzeros", "scales"))
+    if not len(words) == len(zeros) == len(scales) == 2 or not all((*words, *scales)):
+        return None
+    width, rows = words[0], 8 * words[1]
+    fits = scales == (zeros[0], rows) and zeros[1] == words[1] and width % zeros[0] == 0
+    return (rows, width) if fits else None
+
+
+def _gptq_shape(shapes: Mapping[str, tuple[int, ...]], bits: int) -> Shape | None:
+    words, zeros, scales = (shapes[last] for last in ("qweight", "qzeros", "scales"))
+    if not len(words) == len(zeros) == len(scales) == 2 or words[0] * _WORD % bits or not all((*words, *scales)):
+        return None
+    width, rows = words[0] * _WORD // bits, words[1]
+    fits = scales == (zeros[0], rows) and zeros[1] == -(-rows * bits // _WORD) and zeros[0] <= width
+    return (rows, width) if fits and shapes.get("g_idx", (width,)) == (width,) else None
+
+
+def _packed_shape(shapes: Mapping[str, tuple[int, ...]], bits: int) -> Shape | None:
+    words, scales, side = shapes["weight_packed"], shapes["weight_scale"], _WORD // bits
+    if not len(words) == len(scales) == 2 or not all(words) or scales[0] != words[0]:
+        return None
+    zeros = (-(-words[0] // side), scales[1])
+    fits = 0 < scales[1] <= words[1] * side and shapes.get("weight_zero_point", zeros) == zeros
+    return (words[0], words[1] * side) if fits else None
+
+
+def _by(read: Callable[[Mapping[str, Array]], npt.NDArray[np.float32]]) -> Callable[..., torch.Tensor]:
+    """The same of tensors."""
+
+    def restore(parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        arrays = {last: (each.float() if each.is_floating_point() else each).numpy() for last, each in parts.items()}
+        return torch.from_numpy(np.ascontiguousarray(read(arrays)))
+
+    return restore
+
+
+def _block(fields: Fields, sides: object) -> Shape | None:
+    """Rows and columns that share a scale; None where config.json does not say."""
+    if sides is None:
+        return None
+    if not isinstance(sides, list) or len(sides) != 2 or any(type(side) is not int or side < 1 for side in sides):
+        raise fields.wrong("weight_block_size", sides, "a list of two numbers of channels")
+    return sides[0], sides[1]
+
+
+def _refused(fields: Fields, found: str, read: str) -> UnsupportedModelError:
+    return UnsupportedModelError(f"{fields.source}: {found} cannot be read (it can: {read}). {_ANOTHER}")

@@ -1,0 +1,215 @@
+"""Checkpoints that are quantized already: each form beside a folder with the same weights in float32."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from models.checkpoint import Checkpoint
+from models.errors import CheckpointError, UnsupportedModelError
+from models.quantize import quantize
+from models.recipe import Recipe
+from models.store import Store
+from tests.models.conftest import TEXT, write_tokenizer
+from tests.models.random_models import random_model
+
+GROUP = 32
+Tensors = dict[str, torch.Tensor]
+Encoder = Callable[[torch.Generator, int, int], tuple[Tensors, torch.Tensor]]
+"""Makes the tensors of a random matrix [N, K], and the matrix."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Matrices this small lose more by waiting for a second thread than they gain."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def stream(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Codes [R, L] as words [R, ceil(L * bits / 32)]: each row is one long number, the first code lowest."""
+    words = -(-codes.shape[1] * bits // 32)
+    rows = [sum(code << bits * at for at, code in enumerate(row)) for row in codes.tolist()]
+    split = [[row >> 32 * at & 0xFFFFFFFF for at in range(words)] for row in rows]
+    return torch.tensor([[word - (word >> 31 << 32) for word in row] for row in split], dtype=torch.int32)
+
+
+def integers(random: torch.Generator, shape: tuple[int, ...], low: int, high: int) -> torch.Tensor:
+    return torch.randint(low, high, shape, generator=random)
+
+
+def scales_of(random: torch.Generator, groups: int, rows: int) -> torch.Tensor:
+    return (torch.rand(groups, rows, generator=random) / 50 + 0.01).half()
+
+
+def gptq(bits: int, version: str, *, shuffled: bool) -> tuple[Encoder, dict[str, Any]]:
+    def encode(random: torch.Generator, rows: int, width: int) -> tuple[Tensors, torch.Tensor]:
+        codes = integers(random, (width, rows), 0, 1 << bits)
+        zeros = integers(random, (width // GROUP, rows), 1, 1 << bits)
+        scales, of = scales_of(random, width // GROUP, rows), torch.arange(width) // GROUP
+        if shuffled:
+            of = of[torch.randperm(width, generator=random)]
+        tensors = {
+            "qweight": stream(codes.T, bits).T.contiguous(),
+            "qzeros": stream(zeros - int(version == "gptq"), bits),
+            "scales": scales,
+        }
+        tensors |= {"g_idx": of.int()} if shuffled else {}
+        return tensors, ((codes.float() - zeros.float()[of]) * scales.float()[of]).T
+
+    return encode, {"quant_method": "gptq", "bits": bits, "checkpoint_format": version, "group_size": GROUP}
+
+
+def compressed(bits: int, *, symmetric: bool, groups: bool) -> tuple[Encoder, dict[str, Any]]:
+    def encode(random: torch.Generator, rows: int, width: int) -> tuple[Tensors, torch.Tensor]:
+        half, count = 1 << bits - 1, width // GROUP if groups else 1
+        codes, scales = integers(random, (rows, width), -half, half), scales_of(random, rows, count)
+        zeros = integers(random, (rows, count), -half, half) * (not symmetric)
+        tensors = {
+            "weight_packed": stream(codes + half, bits),
+            "weight_scale": scales,
+            "weight_shape": torch.tensor([rows, width]),
+        }
+        if not symmetric:
+            tensors["weight_zero_point"] = stream((zeros + half).T, bits).T.contiguous()
+        of = torch.arange(width) // (width // count)
+        return tensors, (codes - zeros[:, of]).float() * scales.float()[:, of]
+
+    weights = {"num_bits": bits, "type": "int", "symmetric": symmetric, "strategy": "group" if groups else "channel"}
+    about = {"quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head"]}
+    return encode, {**about, "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}}
+
+
+def floats(scale: str, block: list[int] | None, about: dict[str, Any]) -> tuple[Encoder, dict[str, Any]]:
+    def encode(random: torch.Generator, rows: int, width: int) -> tuple[Tensors, torch.Tensor]:
+        weight = (torch.randn(rows, width, generator=random) * 3).to(torch.float8_e4m3fn)
+        high, wide = block or [rows if scale == "weight_scale_inv" else 1, width]
+        scales = torch.rand(-(-rows // high), -(-width // wide), generator=random) / 50
+        row, column = torch.arange(rows) // high, torch.arange(width) // wide
+        if scale == "weight_scale_inv" and block is None:
+            scales, of = scales.flatten()[0], scales.flatten()[0]
+        else:
+            of = scales[row][:, column]
+        return {"weight": weight, scale: scales, "input_scale": torch.ones(1)}, weight.float() * of
+
+    return encode, about
+
+
+ROW_FLOATS = {"group_0": {"weights": {"num_bits": 8, "type": "float", "strategy": "channel"}}}
+FORMS: dict[str, tuple[Encoder, dict[str, Any]]] = {
+    "gptq-4": gptq(4, "gptq", shuffled=False),
+    "gptq-3-shuffled": gptq(3, "gptq_v2", shuffled=True),
+    "gptq-2": gptq(2, "gptq", shuffled=False),
+    "gptq-8": gptq(8, "gptq", shuffled=True),
+    "compressed-4": compressed(4, symmetric=True, groups=True),
+    "compressed-4-zeros": compressed(4, symmetric=False, groups=True),
+    "compressed-8-channels": compressed(8, symmetric=True, groups=False),
+    "fp8-blocks": floats("weight_scale_inv", [24, 32], {"quant_method": "fp8", "weight_block_size": [24, 32]}),
+    "fp8-matrix": floats("weight_scale_inv", None, {"quant_method": "fp8", "activation_scheme": "static"}),
+    "fp8-rows": floats("weight_scale", None, {"quant_method": "compressed-tensors", "config_groups": ROW_FLOATS}),
+}
+
+
+def write(folder: Path, form: str) -> tuple[Path, Path]:
+    """Two folders with one random model: its blocks' matrices in a form, and in float32."""
+    encode, about = FORMS[form]
+    model = random_model("Qwen2", hidden_size=64, intermediate_size=96, num_hidden_layers=2, tie_word_embeddings=False)
+    plain, low = folder / "plain", folder / "low"
+    model.save_pretrained(plain)
+    write_tokenizer(plain, model.config.vocab_size)
+    tensors, random = load_file(plain / "model.safetensors"), torch.Generator().manual_seed(7)
+    quantized: Tensors = {}
+    for name, tensor in tensors.items():
+        if not name.endswith("_proj.weight"):
+            quantized[name] = tensor
+            continue
+        parts, tensors[name] = encode(random, *tensor.shape)
+        quantized |= {f"{name.removesuffix('weight')}{last}": part for last, part in parts.items()}
+    low.mkdir()
+    for path in plain.iterdir():
+        (low / path.name).write_bytes(path.read_bytes())
+    config = json.loads((plain / "config.json").read_text())
+    (low / "config.json").write_text(json.dumps({**config, "quantization_config": about}))
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, plain / "model.safetensors")
+    save_file(quantized, low / "model.safetensors")
+    return plain, low
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_form_is_read_as_the_weights_that_it_holds(form: str, tmp_path: Path) -> None:
+    plain, low = map(Checkpoint.open, write(tmp_path, form))
+    assert low.spec == plain.spec
+    for name in plain.spec.linear_names():
+        (weight, bias), (expected, own) = low.linear(name), plain.linear(name)
+        assert torch.equal(weight, expected), name
+        assert bias is None if own is None else torch.equal(bias, own)
+    assert low.files.types is not None
+    first, *others = low.files.types
+    assert first.split()[0].lower().startswith(form.split("-")[0])
+    assert others == ["F32"]
+    entry = low.files.entries["model.layers.1.mlp.down_proj.weight"]
+    whole = entry.read()
+    assert torch.equal(entry.rows(3, 9).columns(40, 20).read(), whole[3:12, 40:60])
+
+
+def test_a_model_made_of_it_is_that_of_the_weights(tmp_path: Path) -> None:
+    plain, low = write(tmp_path, "compressed-4-zeros")
+    store, recipe = Store(tmp_path / "store"), Recipe.usual("rtn", bits=3, group_size=32)
+    for name, folder in (("plain", plain), ("low", low)):
+        quantize(folder, store, recipe, name=name, calibration=TEXT, evaluation=TEXT)
+    made, expected = store.open("low"), store.open("plain")
+    for path in expected.path.glob("*.safetensors"):
+        assert (made.path / path.name).read_bytes() == path.read_bytes(), path.name
+    info, other = store.info("low"), store.info("plain")
+    assert info.source_types is not None
+    assert next(iter(info.source_types)) == "compressed-tensors int4"
+    note = "made of compressed-tensors int4 weights: residuals restore those, not the model before they were quantized"
+    assert info.summary.warning == (f"{other.summary.warning}; {note}" if other.summary.warning else note)
+
+
+def spoiled(folder: Path, change: Callable[[Tensors, dict[str, Any]], object], form: str = "gptq-4") -> Path:
+    """A folder of a form with changed tensors or configuration."""
+    _, low = write(folder, form)
+    tensors, config = load_file(low / "model.safetensors"), json.loads((low / "config.json").read_text())
+    change(tensors, config["quantization_config"])
+    (low / "config.json").write_text(json.dumps(config))
+    save_file(tensors, low / "model.safetensors")
+    return low
+
+
+O = "model.layers.1.self_attn.o_proj"
+WRONG: dict[str, tuple[Callable[[Tensors, dict[str, Any]], object], str]] = {
+    "lacks": (lambda tensors, _: tensors.pop(f"{O}.scales"), r"o_proj.qweight' has no 'scales' beside it"),
+    "shape": (lambda tensors, _: tensors.update({f"{O}.scales": torch.ones(3, 3)}), r"contradict each other.*\[3, 3\]"),
+    "type": (lambda tensors, _: tensors.update({f"{O}.qzeros": torch.ones(2, 8)}), r"stored as F32 \(GPTQ int4 has"),
+    "bits": (lambda _, about: about.update(bits=5), r"GPTQ of 5 bits .*cannot be read .*2, 3, 4 and 8 bits"),
+    "version": (lambda _, about: about.update(checkpoint_format="marlin"), "in the format 'marlin' cannot be read"),
+    "awq": (lambda _, about: about.update(quant_method="awq", version="gemv"), "AWQ of 4 bits in the version 'gemv'"),
+    "method": (lambda _, about: about.update(quant_method="bitsandbytes"), "'bitsandbytes'.*fp8, awq, gptq"),
+    "no method": (lambda _, about: about.pop("quant_method"), "method 'unknown'"),
+    "groups": (lambda _, about: about.update(quant_method="compressed-tensors"), "config_groups"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_wrong_is_named(case: str, tmp_path: Path) -> None:
+    change, said = WRONG[case]
+    with pytest.raises((CheckpointError, UnsupportedModelError), match=said):
+        Checkpoint.open(spoiled(tmp_path, change))
+
+
+@pytest.mark.parametrize("group", [-1, 9])
+def test_a_group_that_there_is_not(group: int, tmp_path: Path) -> None:
+    def change(tensors: Tensors, _about: dict[str, Any]) -> None:
+        tensors[f"{O}.g_idx"] = torch.full((64,), group, dtype=torch.int32)
+
+    with pytest.raises(CheckpointError, match=r"groups of '.*o_proj.qweight' are damaged"):
+        Checkpoint.open(spoiled(tmp_path, change)).linear("layers.1.o")
