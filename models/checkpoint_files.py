@@ -11,9 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, Self
-
-import torch
+from typing import Any
 
 from models.errors import CheckpointError
 from models.experts import name_in_checkpoint, separate
@@ -24,6 +22,7 @@ from models.foreign import read_file, read_json
 from models.low_bit_source import read_low_bit
 from models.shard import ShardTensor, read_header
 from models.spec import ModelSpec
+from models.stored_tensor import StoredTensor
 
 SINGLE = "model.safetensors"
 """The weights of a checkpoint in one file."""
@@ -33,46 +32,6 @@ CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
 
 _DOWNLOAD_AGAIN = "Download the model again."
-
-
-class StoredTensor(Protocol):
-    """A tensor of a checkpoint that has not been read yet."""
-
-    @property
-    def path(self) -> Path:
-        """The file that holds it."""
-        ...
-
-    @property
-    def name(self) -> str:
-        """Its name in that file."""
-        ...
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Its shape."""
-        ...
-
-    @property
-    def dtype(self) -> str:
-        """Its format as the file calls it, `BF16` or `Q4_K`."""
-        ...
-
-    def check_readable(self) -> None:
-        """Check that its format is supported. Raises UnsupportedModelError if not."""
-        ...
-
-    def rows(self, first: int, count: int) -> Self:
-        """Rows of the tensor as a matrix: all dimensions but the last count rows."""
-        ...
-
-    def columns(self, first: int, count: int) -> Self:
-        """Columns of a matrix."""
-        ...
-
-    def read(self) -> torch.Tensor:
-        """Read it. Raises CheckpointError if the file is gone or was truncated."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +90,7 @@ def read_folder(folder: Path) -> CheckpointFiles:
     if text is not config:
         entries = _text_tensors(entries)
     tensors, types = read_low_bit(entries, text, source)
-    tensors = separate(tensors, family.renamed, spec.mixture)
+    tensors = separate(tensors, family, spec.mixture)
     return CheckpointFiles(
         path=folder,
         configuration={name: read_file(path) for name, path in small.items() if path.exists()},

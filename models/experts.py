@@ -2,39 +2,79 @@
 
 Checkpoints hold a tensor for each expert, or one of all experts, [E, rows, columns], in which gate and up may follow
 each other. Of the latter only the rows that are asked for are read. A shared expert, `mlp.shared_expert.gate_proj`,
-stands here behind the others; one that is wider than they are is divided into several (`models.routing`).
+stands here behind the others; one that is wider than they are is divided into several (`models.routing`). In gpt-oss
+gate and up alternate.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Protocol, Self, TypeVar
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Self
 
-from models.families.family import PROJECTIONS
+import torch
+
+from models.families.family import PROJECTIONS, Family
 from models.spec import MixtureSpec
+from models.stored_tensor import StoredTensor
 
 
-class Divisible(Protocol):
-    """A tensor of a checkpoint, of which some rows can be read alone."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alternating:
+    """A module's part of a matrix or bias whose outputs alternate with another's. See `StoredTensor`."""
+
+    tensor: StoredTensor
+    """The matrix, or the bias [1, outputs]."""
+    turned: bool
+    """Whether it is [inputs, outputs]."""
+    outputs: slice
+    """Those of the module."""
+    shape: tuple[int, ...]
+    """Shape of the part."""
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """Its shape."""
-        ...
+    def path(self) -> Path:
+        """The file that holds it."""
+        return self.tensor.path
+
+    @property
+    def name(self) -> str:
+        """Its name in that file."""
+        return self.tensor.name
+
+    @property
+    def dtype(self) -> str:
+        """Its format."""
+        return self.tensor.dtype
+
+    def check_readable(self) -> None:
+        """Raise UnsupportedModelError if its format is not supported."""
+        self.tensor.check_readable()
 
     def rows(self, first: int, count: int) -> Self:
-        """Rows of the tensor as a matrix: all dimensions but the last count rows."""
-        ...
+        """Rows of the part."""
+        first, step = self.outputs.start + first * self.outputs.step, self.outputs.step
+        outputs = slice(first, first + count * step, step)
+        return replace(self, outputs=outputs, shape=(count, *self.shape[1:]))
 
     def columns(self, first: int, count: int) -> Self:
-        """Columns of a matrix."""
-        ...
+        """Columns of the part."""
+        part = self.tensor.rows(first, count) if self.turned else self.tensor.columns(first, count)
+        return replace(self, tensor=part, shape=(self.shape[0], count))
 
+    def read(self) -> torch.Tensor:
+        """Read the whole, and return the part: [outputs, inputs], or [outputs]."""
+        whole = self.tensor.read()
+        outputs = whole.T if self.turned or len(self.shape) == 1 else whole
+        return outputs[self.outputs].reshape(self.shape).contiguous()
 
-T = TypeVar("T", bound=Divisible)
 
 _STACKED = re.compile(r"(?P<experts>model\.layers\.\d+\.mlp\.experts)\.(?P<name>[a-z_]+)(?:\.weight)?")
+_STACKED_OR_BIAS = re.compile(
+    r"(?P<experts>model\.layers\.\d+\.mlp\.experts)\.(?P<name>gate_up_proj|down_proj)(?P<weight>\.weight)?(?P<bias>_bias)?"
+)
 _SHARED = re.compile(r"(?P<mlp>model\.layers\.\d+\.mlp)\.shared_expert\.(?P<name>[a-z]+_proj)\.weight")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _MODULES: Mapping[str, tuple[str, ...]] = {
@@ -44,24 +84,29 @@ _MODULES: Mapping[str, tuple[str, ...]] = {
 """The modules whose weights a tensor of all experts holds, by its name."""
 
 
-def separate(tensors: Mapping[str, T], renamed: Mapping[str, str], mixture: MixtureSpec | None) -> dict[str, T]:
+def separate(
+    tensors: Mapping[str, StoredTensor], family: Family, mixture: MixtureSpec | None
+) -> dict[str, StoredTensor]:
     """The tensors of a checkpoint with one for each expert and module.
 
     Args:
         tensors: By their names in the checkpoint.
-        renamed: Parts of those names, and what stands for them here; tried in order.
+        family: Theirs.
         mixture: The experts; None: there are none.
 
     Returns:
         The same by their names here. A tensor of all experts that cannot be divided stays as it is.
     """
-    found: dict[str, T] = {}
+    found: dict[str, StoredTensor] = {}
     for own, tensor in tensors.items():
         name = own
-        for old, new in renamed.items():
+        for old, new in family.renamed.items():
             name = name.replace(old, new)
         if mixture is not None and mixture.shared and (own_one := _SHARED.fullmatch(name)):
             found |= _of_shared(tensor, own_one["mlp"], own_one["name"], mixture)
+            continue
+        if family.alternating and mixture is not None and (parts := _of_alternating(tensor, name)):
+            found |= parts
             continue
         match = _STACKED.fullmatch(name)
         modules = _MODULES.get(match["name"], ()) if match else ()
@@ -84,7 +129,30 @@ def name_in_checkpoint(name: str, mixture: MixtureSpec | None) -> str:
     return name.replace(match[0], ".shared_expert.")
 
 
-def _of_shared(tensor: T, mlp: str, module: str, mixture: MixtureSpec) -> dict[str, T]:
+def _of_alternating(tensor: StoredTensor, name: str) -> dict[str, StoredTensor]:
+    """The tensors of experts, of one of all of them in which gate and up alternate; nothing if it isn't one.
+
+    Parameters are [E, inputs, outputs], and biases [E, outputs]; a weight, which was MXFP4, is [E, outputs, inputs].
+    """
+    match = _STACKED_OR_BIAS.fullmatch(name)
+    if match is None or len(tensor.shape) != (2 if match["bias"] else _DIMENSIONS):
+        return {}
+    modules, turned = _MODULES[match["name"]], not match["bias"] and not match["weight"]
+    each, kind = 1 if match["bias"] else tensor.shape[1], "bias" if match["bias"] else "weight"
+    outputs = tensor.shape[1] if match["weight"] else tensor.shape[-1]
+    found: dict[str, StoredTensor] = {}
+    for expert in range(tensor.shape[0]):
+        own = tensor.rows(expert * each, each)
+        for at, module in enumerate(modules):
+            count = len(range(at, outputs, len(modules)))
+            shape = (count,) if match["bias"] else (count, tensor.shape[1] if turned else tensor.shape[2])
+            found[f"{match['experts']}.{expert}.{module}.{kind}"] = Alternating(
+                tensor=own, turned=turned, outputs=slice(at, outputs, len(modules)), shape=shape
+            )
+    return found
+
+
+def _of_shared(tensor: StoredTensor, mlp: str, module: str, mixture: MixtureSpec) -> dict[str, StoredTensor]:
     """The tensors of shared experts, of one that holds them all."""
     names = [f"{mlp}.experts.{mixture.experts + at}.{module}.weight" for at in range(mixture.shared)]
     inner = 1 if module in PROJECTIONS["down"] else 0

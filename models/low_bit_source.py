@@ -3,6 +3,7 @@
 config.json says how under `quantization_config`:
 
 - `fp8`: 8-bit floating-point numbers, with a scale for each block, output channel or matrix (DeepSeek-V3, §3.3);
+- `mxfp4`: floating-point numbers of 4 bits (`models.block_floats`);
 - `awq`, `gptq` and `compressed-tensors`: integers in groups (`models.integer_formats`), or such floating-point numbers.
 
 What is then quantized here is what the checkpoint holds, so residuals restore that, and not the model before it.
@@ -21,11 +22,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from models.block_floats import BLOCKS, SCALES, read_block_floats
 from models.errors import CheckpointError, UnsupportedModelError
 from models.families import READ_QUANTIZED
 from models.families.fields import Fields
 from models.integer_formats import from_awq, from_compressed_tensors, from_gptq
 from models.shard import DTYPES, FLOATS_OF_8_BITS, INTEGERS, ShardTensor
+from models.stored_tensor import StoredTensor
 
 Array = npt.NDArray[Any]
 Shape = tuple[int, int]
@@ -111,7 +114,7 @@ class LowBitTensor:
 
 def read_low_bit(
     entries: Mapping[str, ShardTensor], config: Mapping[str, Any], source: str
-) -> tuple[dict[str, ShardTensor | LowBitTensor], dict[str, int] | None]:
+) -> tuple[dict[str, StoredTensor], dict[str, int] | None]:
     """The tensors of a checkpoint, each quantized matrix as one under the name of its weight.
 
     Args:
@@ -129,10 +132,14 @@ def read_low_bit(
     about = config.get("quantization_config")
     if not about:
         return dict(entries), None
-    form = _form(Fields(table=about, source=f"{source}, quantization_config"))
-    found: dict[str, ShardTensor | LowBitTensor] = {}
+    fields = Fields(table=about, source=f"{source}, quantization_config")
+    found: dict[str, StoredTensor] = {}
+    if fields.text("quant_method", "") == "mxfp4":
+        found |= read_block_floats(entries)
+        whole = {name: entry for name, entry in entries.items() if not name.endswith((BLOCKS, SCALES))}
+        return found | whole, _counted(found | whole)
+    form = _form(fields)
     used: set[str] = set()
-    types: dict[str, int] = {}
     for name, entry in entries.items():
         module, _, last = name.rpartition(".")
         if last == form.main and (last != "weight" or entry.dtype in FLOATS_OF_8_BITS):
@@ -141,16 +148,20 @@ def read_low_bit(
                 if (own := entries.get(f"{module}.{other}")) is not None:
                     parts[other] = own
             used |= {f"{module}.{other}" for other in parts}
-            matrix = _matrix(form, parts)
-            found[f"{module}.weight"] = matrix
-            types[form.name] = types.get(form.name, 0) + math.prod(matrix.shape)
+            found[f"{module}.weight"] = _matrix(form, parts)
     for name, entry in entries.items():
-        if name in used or name.rpartition(".")[2] in _UNUSED:
-            continue
-        found[name] = entry
-        if len(entry.shape) > 1:
-            types[entry.dtype] = types.get(entry.dtype, 0) + math.prod(entry.shape)
-    return found, dict(sorted(types.items(), key=lambda item: (-item[1], item[0])))
+        if name not in used and name.rpartition(".")[2] not in _UNUSED:
+            found[name] = entry
+    return found, _counted(found)
+
+
+def _counted(tensors: Mapping[str, StoredTensor]) -> dict[str, int]:
+    """Number of weights by type, most first; vectors are left out."""
+    types: dict[str, int] = {}
+    for tensor in tensors.values():
+        if len(tensor.shape) > 1:
+            types[tensor.dtype] = types.get(tensor.dtype, 0) + math.prod(tensor.shape)
+    return dict(sorted(types.items(), key=lambda item: (-item[1], item[0])))
 
 
 def _matrix(form: Form, parts: Mapping[str, ShardTensor]) -> LowBitTensor:

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from models import architecture, recurrent, rope
 from models.routing import route
-from models.spec import ModelSpec, RopeSpec, expert_of, router_of
+from models.spec import CLAMPED_GAIN, ModelSpec, RopeSpec, expert_of, router_of
 
 _HEAD_ROWS = 8192
 """Output channels of the head converted at a time, if it isn't kept in memory."""
@@ -396,7 +396,8 @@ class _Operations(architecture.StateOperations[Tensor]):
         if self.oracle.observe is not None:
             self.oracle.observe(name, x)
         flat, (weight, _) = x.flatten(0, -2), self.oracle.parameters(name)
-        chosen, shares = route(functional.linear(flat, weight).float(), mixture)
+        bias = self.oracle.parameters(f"{name}_bias")[0] if mixture.bias else None
+        chosen, shares = route(functional.linear(flat, weight, bias).float(), mixture)
         total = torch.zeros_like(flat)
         for expert in torch.unique(chosen).tolist():
             rows, places = (chosen == expert).nonzero(as_tuple=True)
@@ -405,13 +406,19 @@ class _Operations(architecture.StateOperations[Tensor]):
             # A share counts before `down`, whose input then shows how much the expert matters.
             inside = self.gate(*self.split(gate_up, (mixture.width, mixture.width)))
             inside = inside * shares[rows, places, None].to(inside.dtype)
-            total = total.index_add(0, rows, self.linear(inside, f"layers.{layer}.experts.{expert}.down").to(x.dtype))
+            out = self.linear(inside, down := f"layers.{layer}.experts.{expert}.down")
+            if mixture.bias and (own := self.oracle.parameters(down)[1]) is not None:
+                out = out + (shares[rows, places, None] - 1).to(out.dtype) * own
+            total = total.index_add(0, rows, out.to(x.dtype))
         self.oracle.rows = None
         return total.view_as(x)
 
     def gate(self, gate: Tensor, up: Tensor) -> Tensor:
-        x = gate.to(self.oracle.dtype)
-        return (functional.silu(x) if self.spec.activation == "silu" else functional.gelu(x, approximate="tanh")) * up
+        x, spec = gate.to(self.oracle.dtype), self.spec
+        if spec.activation == "clamped_silu":
+            x, up = x.clamp(max=spec.gate_limit), up.clamp(-spec.gate_limit, spec.gate_limit) + 1
+            return x * (CLAMPED_GAIN * x).sigmoid() * up
+        return (functional.silu(x) if spec.activation == "silu" else functional.gelu(x, approximate="tanh")) * up
 
     def add(self, x: Tensor, y: Tensor, norm: str = "") -> Tensor:
         if norm and self.oracle.observe is not None:

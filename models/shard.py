@@ -21,8 +21,9 @@ DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Supported formats of weights, by their safetensors names."""
 FLOATS_OF_8_BITS = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
 INTEGERS = {"I32": torch.int32}
+OCTETS = {"U8": torch.uint8}
 """Formats of which quantized weights are made (`models.low_bit_source`)."""
-_ALL = {**DTYPES, **FLOATS_OF_8_BITS, **INTEGERS}
+_ALL = {**DTYPES, **FLOATS_OF_8_BITS, **INTEGERS, **OCTETS}
 
 _DOWNLOAD_AGAIN = "Download the model again."
 

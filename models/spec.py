@@ -6,7 +6,10 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 RopeKind = Literal["default", "linear", "llama3", "longrope", "yarn"]
-Activation = Literal["silu", "gelu_tanh"]
+Activation = Literal["silu", "gelu_tanh", "clamped_silu"]
+"""The last is gpt-oss's: (up + 1) * g * sigmoid(1.702 g), with g and up within limits (`ModelSpec.gate_limit`)."""
+CLAMPED_GAIN = 1.702
+"""Of its sigmoid."""
 NormForm = Literal["head", "all", "turned"]
 Mixer = Literal["attention", "convolution", "delta"]
 """What mixes the tokens of a block: attention, with a cache; the others have a state instead."""
@@ -106,6 +109,9 @@ class MixtureSpec:
     shared: int = 0
     """Experts that every token goes to, numbered behind the others (Qwen2-MoE)."""
 
+    bias: bool = False
+    """Whether the router and the experts' layers have biases (gpt-oss)."""
+
     @property
     def held(self) -> int:
         """Experts of a block, shared ones included."""
@@ -123,7 +129,7 @@ class MixtureSpec:
 
 
 def router_of(layer: int) -> str:
-    """Name of the router of a block."""
+    """Name of the router of a block. Its bias is called `layers.3.router_bias`."""
     return f"layers.{layer}.router"
 
 
@@ -209,6 +215,8 @@ class ModelSpec:
     """So do logits."""
     activation: Activation = "silu"
     """Of the MLP's gate."""
+    gate_limit: float = 0.0
+    """`clamped_silu`: most of g and of up, whose least is its negative."""
     mixture: MixtureSpec | None = None
     """The experts of its blocks; None: every block has an MLP."""
     tied: bool = False
@@ -289,6 +297,8 @@ class ModelSpec:
         elif self.delta is not None:
             vectors["conv"] = self.taps * self.delta.channels
             vectors |= dict.fromkeys(("decay", "dt"), self.delta.value_heads) | {"gain": self.delta.value_dim}
+        if self.mixture is not None and self.mixture.bias and self.has_experts(layer):
+            vectors["router_bias"] = self.mixture.scores
         if self.norm_after:
             vectors |= {"o_norm": self.hidden_size, "down_norm": self.hidden_size}
         return {f"layers.{layer}.{name}": width for name, width in vectors.items()}
@@ -346,9 +356,9 @@ class ModelSpec:
         return self.hidden_size, self.taps - 1, (0, 0, 0)
 
     def has_bias(self, name: str) -> bool:
-        """Whether a linear layer, `layers.3.qkv`, has a bias; those of experts have none."""
+        """Whether a linear layer, `layers.3.qkv`, has a bias."""
         if expert_of(name) is not None:
-            return False
+            return self.mixture is not None and self.mixture.bias
         kind = name.rsplit(".", 1)[-1]
         biased = {"qkv": self.qkv_bias, "o": self.o_bias, "gate_up": self.mlp_bias, "down": self.mlp_bias}
         mixer = self.mixer(int(name.split(".")[1])) if kind in ("qkv", "o") else "attention"

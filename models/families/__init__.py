@@ -14,6 +14,7 @@ from models.families.family import Family
 from models.families.fields import PUBLISHED, Fields
 from models.families.gemma import GEMMA2, GEMMA3
 from models.families.glm4 import GLM4
+from models.families.gpt_oss import GPT_OSS
 from models.families.granite import GRANITE, GRANITE_MOE
 from models.families.hunyuan import HUNYUAN
 from models.families.lfm2 import LFM2
@@ -33,7 +34,7 @@ FAMILIES: Mapping[str, Family] = {
     for family in (
         *(LLAMA, MISTRAL, MINISTRAL, MINISTRAL3, QWEN2, QWEN3, PHI3, SMOLLM3, GRANITE, SEED_OSS),
         *(GEMMA2, GEMMA3, OLMO2, OLMO3, EXAONE4, GLM4, HUNYUAN, ERNIE4_5, LFM2, QWEN35),
-        *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, QWEN35_MOE, GRANITE_MOE, OLMOE),
+        *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, QWEN35_MOE, GRANITE_MOE, OLMOE, GPT_OSS),
     )
 }
 """Every supported family by its `model_type`."""
@@ -43,10 +44,10 @@ SUPPORTED = (
     "Seed-OSS, Gemma 2/3, OLMo 2/3, EXAONE 4, GLM-4, Hunyuan, ERNIE 4.5 and LFM2"
 )
 """The families as an error message names them."""
-MIXTURES = "Mixtral, Qwen2-MoE, Qwen3-MoE, Qwen3.5-MoE, OLMoE and Granite-MoE"
+MIXTURES = "gpt-oss, Mixtral, Qwen2-MoE, Qwen3-MoE, Qwen3.5-MoE, OLMoE and Granite-MoE"
 """Those with experts."""
 
-READ_QUANTIZED = ("fp8", "awq", "gptq", "compressed-tensors")
+READ_QUANTIZED = ("fp8", "mxfp4", "awq", "gptq", "compressed-tensors")
 """Methods of `quantization_config` whose weights can be read (`models.low_bit_source`)."""
 _EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_intermediate_size")
 

@@ -27,8 +27,9 @@ NORMS: Mapping[str, str] = {
     "q_norm": "self_attn.q_norm",
     "k_norm": "self_attn.k_norm",
     "sinks": "self_attn.sinks",
+    "router_bias": "mlp.router",
 }
-"""Modules of a block's norms, and its sinks, as most families call them."""
+"""Modules of a block's norms, and its other vectors, as most families call them."""
 NORMS_AFTER: Mapping[str, str] = {
     **NORMS,
     "o_norm": "post_attention_layernorm",
@@ -36,7 +37,7 @@ NORMS_AFTER: Mapping[str, str] = {
     "down_norm": "post_feedforward_layernorm",
 }
 """The same in families with norms behind attention and MLP."""
-_PARTS = {"sinks": "", "decay": "", "dt": "", "conv_bias": ".bias"}
+_PARTS = {"sinks": "", "decay": "", "dt": "", "conv_bias": ".bias", "router_bias": ".bias"}
 """How tensors of vectors are called behind the name of their module, if not `.weight`."""
 _ACTIVATIONS: Mapping[str, Activation] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 DEEPEST, WIDEST, LARGEST_VOCABULARY, MOST_EXPERTS = 1000, 1 << 20, 1 << 24, 4096
@@ -73,6 +74,8 @@ class Family:
     """Whether its blocks may have experts."""
     routers: tuple[str, ...] = ("mlp.gate",)
     """Modules of a block's router: of the experts to choose from, and of the share of shared ones."""
+    alternating: bool = False
+    """Whether gate and up alternate in tensors of all experts, which are [E, inputs, outputs] (`models.experts`)."""
     renamed: Mapping[str, str] = field(default_factory=dict)
     """Parts of tensors' names in its checkpoints, and what they are called here (`models.experts`)."""
 
@@ -163,7 +166,13 @@ def read_common(fields: Fields, *, head_dim: int | None = None, eps: str = "rms_
 
 
 def read_mixture(
-    fields: Fields, *, width: int, normalized: bool, dense: tuple[int, ...] = (), shared: str = ""
+    fields: Fields,
+    *,
+    width: int,
+    normalized: bool,
+    dense: tuple[int, ...] = (),
+    shared: str = "",
+    bias: bool = False,
 ) -> MixtureSpec:
     """Read the numbers of experts.
 
@@ -173,6 +182,7 @@ def read_mixture(
         normalized: Whether the shares of a token's experts add up to 1.
         dense: Blocks that have an MLP instead.
         shared: The key of the width of a shared expert, which counts as several if it is wider; "": there is none.
+        bias: Whether router and experts have biases.
 
     Raises:
         CheckpointError: A value is missing or not acceptable.
@@ -186,7 +196,13 @@ def read_mixture(
     if wide % width:
         raise fields.wrong(shared, wide, f"a multiple of the width of the other experts ({width})")
     return MixtureSpec(
-        experts=experts, chosen=chosen, width=width, normalized=normalized, dense=dense, shared=wide // width
+        experts=experts,
+        chosen=chosen,
+        width=width,
+        normalized=normalized,
+        dense=dense,
+        shared=wide // width,
+        bias=bias,
     )
 
 

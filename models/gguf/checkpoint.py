@@ -40,7 +40,6 @@ def read_gguf(path: Path) -> CheckpointFiles:
     config = config_of(header, tensors)
     family = family_of(config, source=str(path))
     spec = spec_from_config(config, source=str(path), remedy=REMEDY)
-    types, tensors = weights_by_type(tensors.values()), separate(tensors, {}, spec.mixture)
     tables = {CONFIG: config, GENERATION_CONFIG: gguf_generation_config(header.metadata)}
     return CheckpointFiles(
         path=path,
@@ -50,9 +49,9 @@ def read_gguf(path: Path) -> CheckpointFiles:
         multipliers=family.multipliers(Fields(table=config, source=str(path))),
         described_in="the metadata",
         remedy=REMEDY,
-        entries=tensors,
+        entries=separate(tensors, family, spec.mixture),
         weights=(path,),
         own_name=lambda name: name_in_file(name_in_checkpoint(name, spec.mixture), family),
         tokenizer=partial(tokenizer_files, header),
-        types=types,
+        types=weights_by_type(tensors.values()),
     )

@@ -69,7 +69,7 @@ class Quality:
         """The same with a word on a source of fewer than 8 bits, if it is one.
 
         Args:
-            types: Number of weights by the type that the checkpoint stores them in, most first; None: as floating-point numbers.
+            types: Number of weights by the type that the checkpoint stores them in, most first; None: as floats.
         """
         common = next(iter(types), "") if types else ""
         bits = re.search(r"\d+", common)

@@ -122,6 +122,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3Moe",
         {**MIXTURE, "mlp_only_layers": [1], "decoder_sparse_step": 1, "attention_bias": True},
     ),
+    "gpt-oss": (
+        "GptOss",
+        {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 5, "head_dim": 16, "swiglu_limit": 0.7},
+    ),
     "qwen2-moe": (
         "Qwen2Moe",
         {**MIXTURE, "shared_expert_intermediate_size": 40, "use_sliding_window": True, "sliding_window": 5},
@@ -203,7 +207,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 """Family and what is special, by a name."""
 
 
-MIXTURES = ("Mixtral", "Qwen2Moe", "Qwen3Moe", "Qwen3_5Moe", "GraniteMoe", "Olmoe")
+MIXTURES = ("Mixtral", "GptOss", "Qwen2Moe", "Qwen3Moe", "Qwen3_5Moe", "GraniteMoe", "Olmoe")
 """Families with experts."""
 DRAWN_FAMILIES = (
     *("Llama", "Mistral", "Ministral", "Qwen2", "Qwen3", "Phi3", "SmolLM3", "Granite", "SeedOss", "Lfm2", "Qwen3_5"),
@@ -312,6 +316,15 @@ def drawn_changes(family: str, seed: int) -> dict[str, Any]:
         | {"attention_bias": flag()},
         "SeedOss": {"attention_bias": flag(), "attention_out_bias": flag(), "mlp_bias": flag()},
         "Mixtral": {"num_local_experts": experts, "sliding_window": window, **chosen},
+        "GptOss": {
+            "num_local_experts": experts,
+            "sliding_window": window or 4,
+            "layer_types": mask,
+            "attention_bias": flag(),
+            "swiglu_limit": generator.choice([0.5, 7.0]),
+            "rope_parameters": _drawn_rope(generator),
+            **chosen,
+        },
         "Olmoe": {"num_experts": experts, "norm_topk_prob": flag(), **chosen},
         "Qwen3Moe": {
             "num_experts": experts,

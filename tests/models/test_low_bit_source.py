@@ -193,7 +193,7 @@ WRONG: dict[str, tuple[Callable[[Tensors, dict[str, Any]], object], str]] = {
     "bits": (lambda _, about: about.update(bits=5), r"GPTQ of 5 bits .*cannot be read .*2, 3, 4 and 8 bits"),
     "version": (lambda _, about: about.update(checkpoint_format="marlin"), "in the format 'marlin' cannot be read"),
     "awq": (lambda _, about: about.update(quant_method="awq", version="gemv"), "AWQ of 4 bits in the version 'gemv'"),
-    "method": (lambda _, about: about.update(quant_method="bitsandbytes"), "'bitsandbytes'.*fp8, awq, gptq"),
+    "method": (lambda _, about: about.update(quant_method="bitsandbytes"), "'bitsandbytes'.*fp8, mxfp4, awq, gptq"),
     "no method": (lambda _, about: about.pop("quant_method"), "method 'unknown'"),
     "groups": (lambda _, about: about.update(quant_method="compressed-tensors"), "config_groups"),
 }
@@ -213,3 +213,52 @@ def test_a_group_that_there_is_not(group: int, tmp_path: Path) -> None:
 
     with pytest.raises(CheckpointError, match=r"groups of '.*o_proj.qweight' are damaged"):
         Checkpoint.open(spoiled(tmp_path, change)).linear("layers.1.o")
+
+
+def write_gpt_oss(folder: Path) -> tuple[Path, Path]:
+    """A gpt-oss with the experts that transformers makes of random MXFP4 tensors, and with these tensors."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_local_experts": 3, "num_experts_per_tok": 2}
+    plain, low = folder / "plain", folder / "low"
+    random_model("GptOss", **sizes, num_hidden_layers=2).save_pretrained(plain)
+    tensors, random = load_file(plain / "model.safetensors"), torch.Generator().manual_seed(7)
+    packed = dict(tensors)
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts, width, rows = tensors[name].shape
+        blocks = integers(random, (experts, rows, width // 32, 16), 0, 256).to(torch.uint8)
+        scales = integers(random, (experts, rows, width // 32), 118, 126).to(torch.uint8)
+        del packed[name]
+        packed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        tensors[name] = convert_moe_packed_tensors(blocks.clone(), scales.clone(), dtype=torch.float32).contiguous()
+    low.mkdir()
+    config = json.loads((plain / "config.json").read_text())
+    (low / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "mxfp4"}}))
+    save_file(tensors, plain / "model.safetensors")
+    save_file(packed, low / "model.safetensors")
+    return plain, low
+
+
+def test_experts_in_mxfp4(tmp_path: Path) -> None:
+    plain, low = map(Checkpoint.open, write_gpt_oss(tmp_path))
+    for name in plain.spec.linear_names():
+        (weight, bias), (expected, own) = low.linear(name), plain.linear(name)
+        assert torch.equal(weight.float(), expected), name
+        assert bias is None if own is None else torch.equal(bias, own)
+    assert low.files.types is not None
+    assert next(iter(low.files.types)) == "MXFP4"
+    entry = low.files.entries["model.layers.1.mlp.experts.2.up_proj.weight"]
+    assert torch.equal(entry.rows(3, 9).columns(40, 20).read(), entry.read()[3:12, 40:60])
+    entry = plain.files.entries["model.layers.1.mlp.experts.2.up_proj.weight"]
+    assert torch.equal(entry.rows(3, 9).columns(40, 20).read(), entry.read()[3:12, 40:60])
+
+
+@pytest.mark.parametrize("change", ["absent", "short", "type"])
+def test_damaged_mxfp4(change: str, tmp_path: Path) -> None:
+    _, low = write_gpt_oss(tmp_path)
+    tensors, name = load_file(low / "model.safetensors"), "model.layers.0.mlp.experts.down_proj_scales"
+    changed = {"short": tensors[name][:, :5].contiguous(), "type": tensors[name].int()}
+    del tensors[name]
+    save_file(tensors if change == "absent" else {**tensors, name: changed[change]}, low / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"down_proj_blocks' .*Download the model again"):
+        Checkpoint.open(low)

@@ -233,7 +233,7 @@ def test_observer_sees_what_modules_of_transformers_receive(pair: tuple[Any, Che
     seen: list[tuple[str, torch.Tensor]] = []
     expected: dict[str, torch.Tensor] = {}
     modules, spec, family = {}, checkpoint.spec, checkpoint.files.family
-    router = "block_sparse_moe.router" if spec.family == "granitemoe" else "mlp.gate"
+    router = "block_sparse_moe.router" if spec.family == "granitemoe" else family.routers[0]
     for name in spec.linear_names():
         layer = None if name == "head" else int(name.split(".")[1])
         if layer is None or len(name.split(".")) == 3:

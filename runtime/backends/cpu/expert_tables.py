@@ -31,6 +31,8 @@ class Source:
     """The same, repacked."""
     residual: Callable[[PackedLinear], op.Residual]
     """Its residuals, with scales."""
+    bias: Callable[[PackedLinear], int]
+    """Address of its bias, padded; 0: it has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +115,7 @@ class ExpertTables:
 
     def _record(self, packed: PackedLinear, compensated: bool, masks: npt.NDArray[np.uint8] | None, at: int) -> Expert:
         own = self._source.tiled(packed).weights
-        expert = Expert(own.codes, own.scales, own.zeros)
+        expert = Expert(own.codes, own.scales, own.zeros, bias=self._source.bias(packed))
         if compensated:
             residual = self._source.residual(packed)
             expert = expert._replace(residual=residual.codes, residual_scales=residual.scales)

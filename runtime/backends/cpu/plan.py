@@ -118,7 +118,9 @@ class PlanOperations:
         self._widest_input = max(self._spec.linear_shape(name)[1] for name in self._names)
         blocks = range(self._spec.num_layers)
         self._widest_qkv = max(self._spec.linear_shape(f"layers.{layer}.qkv")[0] for layer in blocks)
-        self._tables = ExpertTables(Source(linear=model.linear, tiled=self._tiled, residual=self._scaled_of))
+        self._tables = ExpertTables(
+            Source(linear=model.linear, tiled=self._tiled, residual=self._scaled_of, bias=self._bias)
+        )
         self._turned = {rope: tables(rope, options.context) for rope in self._spec.ropes}
         growth = query_growth(self._spec, np.arange(options.context))
         self._growth = 0 if growth is None else _address(self._constant("growth", partial(np.asarray, growth)))
@@ -221,7 +223,7 @@ class PlanOperations:
         self._multiply(gate_up, values.place, routes, rounded, both, by_row=True)
         inside = _matrix(self._buffer("expert input", (slots, padded(mixture.width, BLOCK)), np.float32))
         to = op.Input(mixture.width, False, inside, rounded, down.sizes.group_blocks)
-        self._emit(op.GateExperts(both, routes, to))
+        self._emit(op.GateExperts(both, routes, to, self._spec.gate_limit))
         out = self._matrix("expert output", down.first.shape[0])
         self._multiply(down, inside, routes, rounded, out.place, by_row=False)
         return replace(out, instruction=len(self._program) - 1)
@@ -438,7 +440,8 @@ class PlanOperations:
 
         weight = _address(self._constant(router_of(layer), make))
         logits = _matrix(self._buffer("router logits", (self._rows, padded(mixture.scores, LANES)), np.float32))
-        self._emit(op.Score(x.place, padded(x.width, BLOCK), weight, mixture.scores, logits))
+        bias = self._vector(f"{router_of(layer)}_bias") if mixture.bias else 0
+        self._emit(op.Score(x.place, padded(x.width, BLOCK), weight, mixture.scores, logits, bias))
         records = (("counts", 1, COUNTS), ("segments", min(experts, pairs), SEGMENT), ("pairs", pairs, PAIR))
         routes = Routes(*(_address(self._buffer(f"router {name}", (count,), kind)) for name, count, kind in records))
         numbers = _address(self._buffer("router chosen", (pairs,), np.int64))
@@ -496,7 +499,7 @@ class PlanOperations:
         if x.partial:
             self._emit(op.Merge(x.partial, to, self._spec.num_heads, self._spec.head_dim, x.gates, x.sinks))
         elif x.gated:
-            self._emit(op.Gate(x.place, to, self._spec.activation == "gelu_tanh"))
+            self._emit(op.Gate(x.place, to, self._spec.activation == "gelu_tanh", self._spec.gate_limit))
         elif x.layer >= 0:
             self._emit(self._convolution(x, to) if self._spec.delta is None else self._finish(x, to))
         else:
@@ -581,7 +584,7 @@ class PlanOperations:
             x=self._rounded(),
             wanted=values.wanted,
             out=out.place,
-            bias=0 if packed.bias is None else self._widened(f"{packed.name}.bias", packed.bias, columns),
+            bias=self._bias(packed),
             accumulate=False,
         )
         if total and packed.residual is not None:
@@ -603,7 +606,7 @@ class PlanOperations:
                 weights=tiled.weights,
                 x=self._rounded(),
                 out=out.place,
-                bias=0 if packed.bias is None else self._widened(f"{packed.name}.bias", packed.bias, columns),
+                bias=self._bias(packed),
                 accumulate=False,
                 residual=self._scaled(packed, columns),
                 kept=self._kept(packed, k_chunk),
@@ -683,6 +686,11 @@ class PlanOperations:
             self._buffers[name] = self._arena.zeros(shape, dtype)
         assert self._buffers[name].shape == shape
         return self._buffers[name]
+
+    def _bias(self, packed: PackedLinear) -> int:
+        """Address of a matrix's bias, padded to whole tiles; 0: it has none."""
+        columns = padded(packed.shape[0], LANES)
+        return 0 if packed.bias is None else self._widened(f"{packed.name}.bias", packed.bias, columns)
 
     def _vector(self, name: str) -> int:
         """Address of a norm's weight, padded to whole blocks."""

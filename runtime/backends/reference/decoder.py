@@ -23,7 +23,7 @@ from models.weights import Weights
 from runtime.backends.decoder import DecoderOptions, Float32Array, Step, check_step, compensation_of, sensitive
 from runtime.backends.operations.basis import to_basis
 from runtime.backends.operations.cap import soft_cap
-from runtime.backends.operations.gate import gelu_gate, silu_gate
+from runtime.backends.operations.gate import clamped_gate, gelu_gate, silu_gate
 from runtime.backends.operations.linear import gemv
 from runtime.backends.operations.norm import rms_norm
 from runtime.backends.operations.rope import rotate
@@ -254,7 +254,8 @@ class _Pass(StateOperations[torch.Tensor]):
     def _mixture(self, x: torch.Tensor, positions: torch.Tensor, layer: int) -> torch.Tensor:
         """The experts of some rows, one after the other. float32 [M, C] -> the same."""
         assert self._spec.mixture is not None
-        chosen, shares = route(gemv(x, self._decoder.routers[router_of(layer)]), self._spec.mixture)
+        bias = self._decoder.vectors.get(f"{router_of(layer)}_bias")
+        chosen, shares = route(gemv(x, self._decoder.routers[router_of(layer)], bias), self._spec.mixture)
         total = torch.zeros_like(x)
         for expert in torch.unique(chosen).tolist():
             rows, places = (chosen == expert).nonzero(as_tuple=True)
@@ -267,11 +268,16 @@ class _Pass(StateOperations[torch.Tensor]):
                 )
                 for kind in ("gate_up", "down")
             )
-            inside = self.gate(*gate_up(x[rows]).chunk(2, dim=1)) * shares[rows, places, None]
-            total = total.index_add(0, rows, down(inside))
+            share = shares[rows, places, None]
+            out = down(self.gate(*gate_up(x[rows]).chunk(2, dim=1)) * share)
+            if (own := self._decoder.linears[f"layers.{layer}.experts.{expert}.down"].bias) is not None:
+                out = out + (share - 1) * own
+            total = total.index_add(0, rows, out)
         return total
 
     def gate(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        if self._spec.activation == "clamped_silu":
+            return clamped_gate(gate, up, self._spec.gate_limit)
         return (silu_gate if self._spec.activation == "silu" else gelu_gate)(gate, up)
 
     def add(self, x: torch.Tensor, y: torch.Tensor, norm: str = "") -> torch.Tensor:

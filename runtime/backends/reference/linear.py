@@ -44,7 +44,8 @@ class ReferenceLinear:
         self._by_rows = budget.layer_kind(packed.name) == "head"  # for prompts as well
         self._options = options
         self._weight = integer_weights(packed) if packed.per_token else dequantize(packed)
-        self._bias = None if packed.bias is None else torch.from_numpy(np.array(packed.bias, np.float32))
+        self.bias = None if packed.bias is None else torch.from_numpy(np.array(packed.bias, np.float32))
+        """float32 [N], or None."""
         self._packed = packed
         self._residual: torch.Tensor | None = None
         self.recall_sum = 0.0
@@ -154,7 +155,7 @@ class ReferenceLinear:
         """The layer's output without compensation, float32 [M, N]."""
         if self._packed.per_token:
             return gemm_w4a8(*per_token.quantize(x), self._weight, self._packed)
-        return gemv(x, self._weight, self._bias)
+        return gemv(x, self._weight, self.bias)
 
     def _select(self, own: _ByRow, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Selected channels of every row. Returns int64 [M, k]."""

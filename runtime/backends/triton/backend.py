@@ -116,6 +116,8 @@ def _check_layers(spec: ModelSpec) -> None:
     """Raise BackendError if a model has layers that this backend does not run."""
     if spec.mixture is not None:
         raise BackendError(NO_EXPERTS)
+    if spec.activation == "clamped_silu":
+        raise BackendError("the GPU backend has no kernel for this model's gate: use the CPU backend")
     if spec.state_layers:
         raise BackendError(
             f"the GPU backend has no kernels for the {len(spec.state_layers)} layers of this model that have a state "

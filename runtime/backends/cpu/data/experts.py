@@ -22,6 +22,8 @@ class Expert(NamedTuple):
     """float16."""
     kept: int = 0
     """uint8 [K padded to 32]: 255 for an input channel that all rows are compensated by, otherwise 0."""
+    bias: int = 0
+    """float32 [N padded to 16]; 0: none."""
 
 
 class Counts(NamedTuple):

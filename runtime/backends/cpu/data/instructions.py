@@ -147,7 +147,7 @@ class Settle(NamedTuple):
 
 
 class Gate(NamedTuple):
-    """SiLU(gate) * up or GELU(gate) * up, and quantization of its output."""
+    """SiLU(gate) * up, GELU(gate) * up or gpt-oss's gate, and quantization of its output."""
 
     x: Matrix
     """float32: gate, then up."""
@@ -155,6 +155,8 @@ class Gate(NamedTuple):
     """The output."""
     gelu: bool = False
     """Whether it is GELU, by its tanh form."""
+    limit: float = 0.0
+    """Most of gate and up of gpt-oss's gate; 0: another."""
 
 
 class Merge(NamedTuple):
@@ -330,6 +332,8 @@ class Score(NamedTuple):
     """Rows of the router: one for each expert to choose from, and one for the share of shared experts."""
     out: Matrix
     """float32."""
+    bias: int = 0
+    """Address of float32 [scores]; 0: none."""
 
 
 class Route(NamedTuple):
@@ -365,7 +369,7 @@ class Spread(NamedTuple):
 
 
 class GateExperts(NamedTuple):
-    """SiLU(gate) * up times an expert's share, and quantization of the result."""
+    """SiLU(gate) * up, or gpt-oss's gate, times an expert's share, and quantization of the result."""
 
     x: Matrix
     """float32, by slot: gate, then up."""
@@ -373,6 +377,8 @@ class GateExperts(NamedTuple):
     """Which rows go where."""
     to: Input
     """The output, by slot."""
+    limit: float = 0.0
+    """Most of gate and up of gpt-oss's gate; 0: SiLU."""
 
 
 class ExpertSizes(NamedTuple):

@@ -1,11 +1,13 @@
-"""The MLP's gate: silu(gate) * up, or gelu(gate) * up."""
+"""The MLP's gate: silu(gate) * up, gelu(gate) * up, or gpt-oss's."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numba
 
+from models.spec import CLAMPED_GAIN
 from runtime.backends.cpu.machine.kernel import kernel
 from runtime.backends.cpu.machine.vector import (
     add,
@@ -14,6 +16,7 @@ from runtime.backends.cpu.machine.vector import (
     fill,
     fma,
     load_floats,
+    maximum,
     mul,
     store_floats,
     sub,
@@ -50,3 +53,20 @@ def gelu_gate(gates: int, ups: int, out: int, start: int, stop: int) -> None:
         x = load_floats(gates + 4 * i)
         falling = exp(mul(x, fma(mul(x, x), cubic, linear)))
         store_floats(out + 4 * i, mul(div(x, add(one, falling)), load_floats(ups + 4 * i)))
+
+
+@kernel
+def clamped_gate(gates: int, ups: int, out: int, start: int, stop: int, limit: float) -> None:
+    """The same for (u + 1) * g / (1 + exp(-1.702 g)), g being at most `limit`, and u within -limit and limit."""
+    one, gain, most = fill(numba.float32(1.0)), fill(numba.float32(-CLAMPED_GAIN)), fill(numba.float32(limit))
+    least = sub(zero_floats(), most)
+    for i in range(start, stop, 16):
+        x = _at_most(load_floats(gates + 4 * i), most)
+        up = add(one, maximum(_at_most(load_floats(ups + 4 * i), most), least))
+        store_floats(out + 4 * i, mul(div(x, add(one, exp(mul(x, gain)))), up))
+
+
+@kernel
+def _at_most(x: Any, most: Any) -> Any:
+    """The smaller of two vectors, lane by lane."""
+    return sub(zero_floats(), maximum(sub(zero_floats(), x), sub(zero_floats(), most)))

@@ -24,6 +24,7 @@ from runtime.backends.cpu.kernels.compensate import (
     gather_4,
     gather_8,
 )
+from runtime.backends.cpu.kernels.gate import clamped_gate
 from runtime.backends.cpu.kernels.gate import gate as gate_channels
 from runtime.backends.cpu.kernels.gemm import row_block
 from runtime.backends.cpu.kernels.residual import few_rows
@@ -52,6 +53,7 @@ from runtime.backends.cpu.machine.unit import compiled_unit
 from runtime.backends.cpu.machine.vector import (
     add,
     fill,
+    fma,
     get_float,
     load_floats,
     mul,
@@ -74,7 +76,10 @@ def score_experts(i: int, control: int, part: int, parts: int, _scratch: int) ->
         row, number = item // score_of.scores, item % score_of.scores
         x = score_of.x.at + row * score_of.x.stride
         weight = score_of.weight + 4 * score_of.channels * number
-        set_float(score_of.out.at + row * score_of.out.stride + 4 * number, score(x, weight, score_of.channels))
+        found = score(x, weight, score_of.channels)
+        if score_of.bias != 0:
+            found += get_float(score_of.bias + 4 * number)
+        set_float(score_of.out.at + row * score_of.out.stride + 4 * number, found)
 
 
 @compiled_unit
@@ -119,7 +124,7 @@ def spread(i: int, _control: int, part: int, parts: int, _scratch: int) -> None:
 
 @compiled_unit
 def gate_experts(i: int, _control: int, part: int, parts: int, _scratch: int) -> None:
-    """SiLU(gate) * up times an expert's share, and quantization of the result."""
+    """The gate times an expert's share, and quantization of the result."""
     of = gate_experts_at(i)
     counts, to = counts_at(of.routes.counts), of.to
     padded, group = (to.width + 31) // 32 * 32, 32 * to.group_blocks
@@ -129,7 +134,10 @@ def gate_experts(i: int, _control: int, part: int, parts: int, _scratch: int) ->
         pair, g = pair_at(of.routes.pairs + PAIR_BYTES * (item // groups)), item % groups
         source, out = of.x.at + pair.slot * of.x.stride, to.out.at + pair.slot * to.out.stride
         start, stop = g * group, min((g + 1) * group, padded)
-        gate_channels(source, source + 4 * to.width, out, start, stop)
+        if of.limit != 0:
+            clamped_gate(source, source + 4 * to.width, out, start, stop, of.limit)
+        else:
+            gate_channels(source, source + 4 * to.width, out, start, stop)
         share = fill(numba.float32(pair.share))
         for c in range(start, stop, 16):
             store_floats(out + 4 * c, mul(load_floats(out + 4 * c), share))
@@ -159,7 +167,8 @@ def _linear_of(of: Experts, number: int) -> Linear:
     values = Matrix(of.values.at + at * of.values.stride, of.values.stride)
     chosen = Matrix(of.chosen.at + at * of.chosen.stride, of.chosen.stride)
     residual = Residual(own.residual, own.residual_scales, sizes.residual_bits, sizes.stride, sizes.rows)
-    return Linear(weights, x, 0, out, 0, 0, of.total, residual, values, chosen, own.kept, Whole(0, 0, 0))
+    bias = own.bias if of.sum.at == 0 else 0
+    return Linear(weights, x, 0, out, bias, 0, of.total, residual, values, chosen, own.kept, Whole(0, 0, 0))
 
 
 @kernel
@@ -203,14 +212,18 @@ def _multiply(one_row: Any, several_rows: Any, i: int, control: int, part: int, 
 
 @kernel
 def _add_to_rows(of: Experts, number: int, start: int, stop: int) -> None:
-    """Add tiles of a segment's products to the rows of the step."""
+    """Add tiles of a segment's products, and each row's share of the bias, to the rows of the step."""
     segment: Segment = segment_at(of.routes.segments + SEGMENT_BYTES * number)
+    bias = expert_at(of.table + EXPERT_BYTES * segment.expert).bias
     for n in range(segment.rows):
         pair: Pair = pair_at(of.routes.pairs + PAIR_BYTES * (segment.pair + n))
         to, source = of.sum.at + pair.row * of.sum.stride, of.out.at + n * of.out.stride
+        share = fill(numba.float32(pair.share))
         for tile in range(start, stop):
-            at = to + 64 * tile
-            store_floats(at, add(load_floats(at), load_floats(source + 64 * tile)))
+            at, found = to + 64 * tile, load_floats(source + 64 * tile)
+            if bias != 0:
+                found = fma(share, load_floats(bias + 64 * tile), found)
+            store_floats(at, add(load_floats(at), found))
 
 
 @compiled_unit

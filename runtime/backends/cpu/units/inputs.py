@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import numba
 
+from runtime.backends.cpu.data.instructions import Gate
 from runtime.backends.cpu.kernels.attention.run import LOWEST, part_bytes
 from runtime.backends.cpu.kernels.attention.span import merge_splits
+from runtime.backends.cpu.kernels.gate import clamped_gate, gelu_gate, shut
 from runtime.backends.cpu.kernels.gate import gate as silu_channels
-from runtime.backends.cpu.kernels.gate import gelu_gate, shut
 from runtime.backends.cpu.kernels.norm import inverse_rms, scale_by, settle_row
 from runtime.backends.cpu.kernels.rounding import round_groups, sizes_of
 from runtime.backends.cpu.kernels.views import (
@@ -99,9 +100,11 @@ def settle(i: int, control: int, part: int, parts: int, _scratch: int) -> None:
 
 
 @kernel
-def _gate_channels(gelu: int, gates: int, ups: int, out: int, start: int, stop: int) -> None:
+def _gate_channels(of: Gate, gates: int, ups: int, out: int, start: int, stop: int) -> None:
     """Write channels start .. stop - 1 of a row."""
-    if gelu != 0:
+    if of.limit != 0:
+        clamped_gate(gates, ups, out, start, stop, of.limit)
+    elif of.gelu != 0:
         gelu_gate(gates, ups, out, start, stop)
     else:
         silu_channels(gates, ups, out, start, stop)
@@ -117,7 +120,7 @@ def gate(i: int, control: int, part: int, parts: int, _scratch: int) -> None:
         first, last = share_of(rows, part, parts)
         for row in range(first, last):
             source, out = gate.x.at + row * gate.x.stride, to.out.at + row * to.out.stride
-            _gate_channels(gate.gelu, source, source + 4 * to.width, out, 0, padded)
+            _gate_channels(gate, source, source + 4 * to.width, out, 0, padded)
             for c in range(to.width, padded):
                 set_float(out + 4 * c, numba.float32(0.0))
             round_groups(to, row, rows, 0, groups)
@@ -127,7 +130,7 @@ def gate(i: int, control: int, part: int, parts: int, _scratch: int) -> None:
         row, g = item // groups, item % groups
         source, out = gate.x.at + row * gate.x.stride, to.out.at + row * to.out.stride
         start, stop = g * group, min((g + 1) * group, padded)
-        _gate_channels(gate.gelu, source, source + 4 * to.width, out, start, stop)
+        _gate_channels(gate, source, source + 4 * to.width, out, start, stop)
         for c in range(max(start, to.width), stop):
             set_float(out + 4 * c, numba.float32(0.0))
         round_groups(to, row, rows, g, g + 1)

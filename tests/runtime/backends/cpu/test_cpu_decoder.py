@@ -55,8 +55,8 @@ class Int8Linear(ReferenceLinear):
         if way == "shared" and self._shared is not None and not self._by_rows:
             channels = self._shared.numpy()
             if x.shape[0] <= FEW_ROWS or expert_of(self._packed.name) is not None:
-                return gemv(rounded, self._weight + torch.from_numpy(restored(self._packed, channels)), self._bias)
-            return gemv(rounded, torch.from_numpy(panel(self._packed, channels).weights()), self._bias)
+                return gemv(rounded, self._weight + torch.from_numpy(restored(self._packed, channels)), self.bias)
+            return gemv(rounded, torch.from_numpy(panel(self._packed, channels).weights()), self.bias)
         every = (self._drafted if draft else self._rows).k_chunk == CHUNK
         if every and way != "none" and not self._options.measure_recall:
             return super().__call__(rounded, positions, way=way, draft=draft)
@@ -87,7 +87,10 @@ SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "head-dim-512": ({"bits": 4}, {"head_dim": 512, "num_heads": 2, "num_kv_heads": 1, "num_layers": 1}),
     "codebooks": ({"bits": 4, "codebook": True}, {"qkv_bias": True}),
     "codebooks-3bit": ({"bits": 3, "codebook": True, "residual_bits": 4, "group_size": 64}, {"num_kv_heads": 1}),
-    "experts": ({"bits": 4, "seed": 4}, {"mixture": MIXTURE}),
+    "experts": (
+        {"bits": 4, "seed": 4},
+        {"mixture": replace(MIXTURE, bias=True), "activation": "clamped_silu", "gate_limit": 1.0},
+    ),
     "experts-3bit": (
         {"bits": 3, "residual_bits": 4, "seed": 4},
         {"mixture": replace(MIXTURE, experts=9, chosen=2, normalized=False, shared=2), "num_layers": 3},
@@ -104,7 +107,7 @@ SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         SHAPES,
         {
             *("ragged", "3bit", "biases-qknorm-window", "codebooks-3bit", "head-dim-80"),
-            *("norms-on-both-sides", "norms-behind", "norms-of-turned-heads", "sinks", "experts-3bit"),
+            *("norms-on-both-sides", "norms-behind", "norms-of-turned-heads", "sinks", "experts", "experts-3bit"),
         },
     ),
 )
