@@ -105,7 +105,7 @@ def separate(
         if mixture is not None and mixture.shared and (own_one := _SHARED.fullmatch(name)):
             found |= _of_shared(tensor, own_one["mlp"], own_one["name"], mixture)
             continue
-        if family.alternating and mixture is not None and (parts := _of_alternating(tensor, name)):
+        if family.alternating and (parts := _of_alternating(tensor, name)):
             found |= parts
             continue
         match = _STACKED.fullmatch(name)

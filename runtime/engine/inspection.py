@@ -18,7 +18,7 @@ from models.progress import Progress, ProgressCallback
 from runtime.backends.decoder import Decoder, Float32Array, Step
 from runtime.compensation import k_chunk_by_type
 from runtime.errors import Cancelled
-from runtime.text.tokenizer import Detokenizer, Tokenizer
+from runtime.text.tokenizer import Tokenizer
 from runtime.wire.inspection import Candidate, InspectedToken, Inspection
 
 ALTERNATIVES = 6
@@ -90,7 +90,7 @@ def inspect(
     drafted: list[int | None] = []
     rows = reader.read(drafted=drafted if drafts else None)
     found = [_view(row, token) for row, token in zip(rows, answer, strict=True)]
-    detokenizer = Detokenizer(tokenizer, prompt[-CONTEXT_TOKENS:])
+    detokenizer = tokenizer.detokenizer(prompt[-CONTEXT_TOKENS:])
     texts = [detokenizer.add(token) for token in answer]
     texts[-1] += detokenizer.flush()
     told = [

@@ -25,12 +25,16 @@ def opened(prompt: str) -> str:
     return f"{TAGS[0]}\n" if prompt.rstrip().endswith(TAGS[0]) else ""
 
 
-def switch(thinking: str) -> Mapping[str, bool] | None:
+def switch(thinking: str) -> Mapping[str, bool | str] | None:
     """The variables of chat templates that turn reasoning on or off; None leaves it to the template.
 
-    Qwen3, SmolLM3 and GLM read the first one, Granite and DeepSeek the second.
+    Qwen3, SmolLM3 and GLM read the first one, Granite and DeepSeek the second. gpt-oss reads the third: it always
+    reasons, a little or a lot.
 
     Args:
         thinking: `auto`, `on` or `off`.
     """
-    return None if thinking == "auto" else dict.fromkeys(("enable_thinking", "thinking"), thinking == "on")
+    if thinking == "auto":
+        return None
+    on = thinking == "on"
+    return {"enable_thinking": on, "thinking": on, "reasoning_effort": "high" if on else "low"}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from models.foreign import panics_raised
 from runtime.errors import ContextOverflowError, RequestError, RuntimeFailure
 from runtime.system.foreign import encodable
 from runtime.text.call_format import TOLD, CallFormat
+from runtime.text.channels import CHANNEL_MARKS, ChannelReader, Pieces
 from runtime.text.reasoning import opened
 from runtime.text.template_process import template_process
 from runtime.text.tokenizer_files import read_tokenizer
@@ -80,12 +81,26 @@ class Tokenizer:
     @cached_property
     def call_format(self) -> CallFormat | None:
         """How the model writes tool calls; None if its template writes them in a form that is not JSON."""
-        if self._template is None or not self._knows_tools:
+        if self._template is None or not self._knows_tools or self._channels is not None:
             return TOLD
         template = self._template
         return CallFormat.of_template(
             lambda messages, tools: template_process().render(template, messages, tokens=self._special, tools=tools)
         )
+
+    @cached_property
+    def _channels(self) -> tuple[int, int, int, int] | None:
+        """The tokens that begin and end the channels of an answer; None if it has none."""
+        start, channel, message, end = map(self.special_token, CHANNEL_MARKS)
+        if start is None or channel is None or message is None or end is None:
+            return None
+        return start, channel, message, end
+
+    def detokenizer(self, context: Sequence[int] = ()) -> Pieces:
+        """Decodes an answer token by token; `context` are the tokens before it, or the last few of them."""
+        if self._channels is None:
+            return Detokenizer(self, context)
+        return ChannelReader(self._channels, partial(Detokenizer, self), context)
 
     def special_token(self, text: str) -> int | None:
         """The token of a text that is a special token, which decoding leaves out; None if it is none."""

@@ -9,7 +9,7 @@ from runtime.backends.decoder import Float32Array
 from runtime.engine.generation import FinishReason, Piece, Run
 from runtime.text.sampling import Drawn, token_logprob
 from runtime.text.stopping import StopMatcher
-from runtime.text.tokenizer import Detokenizer, Tokenizer
+from runtime.text.tokenizer import Tokenizer
 
 CONTEXT_TOKENS = 8
 """Prompt tokens shown to the detokenizer before the answer, so that a continuation keeps its leading space."""
@@ -41,7 +41,7 @@ class Answer:
         self.run, self.limit, self._language, self._receive = run, limit, language, receive
         self._stops = StopMatcher(run.options.stop)
         self._blank = run.trim  # whether leading white space is still to be stripped
-        self._text = Detokenizer(language.tokenizer, run.prompt[-CONTEXT_TOKENS:])
+        self._text = language.tokenizer.detokenizer(run.prompt[-CONTEXT_TOKENS:])
         self.ended = False
         """Whether the last item was delivered."""
 

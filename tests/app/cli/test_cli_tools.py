@@ -101,7 +101,7 @@ def test_reasoning_that_the_prompt_began_is_shown_from_its_tag_on(capsys: pytest
     engine, tools = Scripted("Hm.\n</think>\nYes."), RunTools(None, [], Output())
     found = converse(engine, asked, sampling, lambda: False, said.append, tools, switch("on"))  # type: ignore[arg-type]
     assert "".join(said) == found.text == "<think>\nHm.\n</think>\nYes."
-    assert engine.variables == {"enable_thinking": True, "thinking": True}
+    assert engine.variables == {"enable_thinking": True, "thinking": True, "reasoning_effort": "high"}
 
 
 def test_a_loop_of_calls_has_a_limit(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
