@@ -53,7 +53,7 @@ class ChatOptions:
     """Whether to continue the last message, the assistant's, instead of answering it."""
     tools: Sequence[Mapping[str, Any]] | None = None
     """Functions that the model may call, in OpenAI's format."""
-    chat_template_kwargs: Mapping[str, bool] | None = None
+    chat_template_kwargs: Mapping[str, bool | str] | None = None
     """Variables of the model's chat template, by vLLM's name for them."""
 
 

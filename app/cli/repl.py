@@ -69,7 +69,7 @@ class Repl:
         sampling: SamplingOptions,
         attachments: Attachments,
         tools: RunTools,
-        variables: Mapping[str, bool] | None = None,
+        variables: Mapping[str, bool | str] | None = None,
         *,
         system: str = "",
         raw: bool = False,

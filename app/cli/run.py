@@ -197,7 +197,7 @@ def _answer(
     system: str | None,
     attachments: Attachments,
     tools: RunTools,
-    variables: Mapping[str, bool] | None,
+    variables: Mapping[str, bool | str] | None,
 ) -> None:
     """Print one answer, or its JSON object. Without even an empty system prompt, the text is continued as it is."""
     from app.cli.tools import continued, converse

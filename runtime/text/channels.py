@@ -58,9 +58,9 @@ class ChannelReader:
     def add(self, token: int) -> str:
         """Add a token, and return the text that is now certain, maybe empty."""
         if token == self._message:
-            header = (self._header or "") + self._pieces.flush()
+            whole = (self._header or "") + self._pieces.flush()
             self._header, self._pieces = None, self._make(())
-            return self._opening(header)
+            return self._opening(whole)
         if token in (self._start, self._channel, self._end):
             rest, header = self._pieces.flush(), self._header
             self._pieces = self._make(())
