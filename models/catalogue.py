@@ -10,11 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from models.spec import ModelSpec, RopeSpec
+from models.spec import DeltaSpec, Mixer, MixtureSpec, ModelSpec, RopeSpec
 
 Form = Literal["GGUF", "Hugging Face"]
 _SOURCE_BYTES: Mapping[Form, float] = {"Hugging Face": 2, "GGUF": 34 / 32}
 """Bytes per weight: bfloat16, and Q8_0, whose blocks of 32 share a scale."""
+_MXFP4_BYTES = 17 / 32
+"""The same of MXFP4."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +80,8 @@ class CatalogueModel:
     """Its architecture."""
     gated: bool = False
     """Whether the hub requires a login that has accepted the licence."""
+    mxfp4: bool = False
+    """Whether its experts are stored in MXFP4."""
     sampling: Mapping[str, float] = field(default_factory=dict)
     """The sampling that its maker recommends, where the file does not hold it: keys of generation_config.json."""
 
@@ -96,7 +100,15 @@ class CatalogueModel:
         """Size of the download in bytes; for a folder, only its weights."""
         if isinstance(self.origin, KnownModel):
             return self.origin.bytes
-        return int(_SOURCE_BYTES[self.form] * self.spec.parameters)
+        spec, packed = self.spec, 0
+        if self.mxfp4 and spec.mixture is not None:
+            packed = spec.num_layers * spec.mixture.held * 3 * spec.hidden_size * spec.mixture.width
+        return int(_SOURCE_BYTES[self.form] * (spec.parameters - packed) + _MXFP4_BYTES * packed)
+
+    @property
+    def verified(self) -> bool:
+        """Whether its source was seen, and not only read of: the rest could not be reached."""
+        return isinstance(self.origin, KnownModel)
 
 
 _SMOLLM2_135M = KnownModel(
@@ -141,9 +153,15 @@ def _spec(
     )
 
 
+def _mixers(blocks: int, others: Mixer, attention: Sequence[int]) -> tuple[Mixer, ...]:
+    """What mixes the tokens of each block, of which some have attention."""
+    return tuple("attention" if layer in attention else others for layer in range(blocks))
+
+
 _SMOLLM2: dict[str, Any] = {"vocab_size": 49152, "max_context": 8192, "tied": True}
 _QWEN2: dict[str, Any] = {"max_context": 32768, "qkv_bias": True}
 _QWEN3: dict[str, Any] = {"vocab_size": 151936, "max_context": 40960, "qk_norm": True}
+_GEMMA3: dict[str, Any] = {"tied": True, "norm_after": True, "qk_norm": True, "activation": "gelu_tanh"}
 _LLAMA3: dict[str, Any] = {"vocab_size": 128256, "max_context": 131072, "tied": True}
 
 CATALOGUE: Sequence[CatalogueModel] = (
@@ -180,6 +198,33 @@ CATALOGUE: Sequence[CatalogueModel] = (
         sampling=_QWEN3_SAMPLING,
     ),
     CatalogueModel(
+        title="Gemma 3 1B",
+        origin="google/gemma-3-1b-it",
+        maker="Google",
+        license="Gemma",
+        spec=_spec("gemma3_text", 1152, 6912, 26, (4, 1, 256), vocab_size=262144, max_context=32768, **_GEMMA3),
+        gated=True,
+    ),
+    CatalogueModel(
+        title="LFM2 1.2B",
+        origin="LiquidAI/LFM2-1.2B",
+        maker="Liquid AI",
+        license="LFM Open 1.0",
+        spec=_spec(
+            "lfm2",
+            2048,
+            8192,
+            16,
+            (32, 8, 64),
+            vocab_size=65536,
+            max_context=128000,
+            tied=True,
+            qk_norm=True,
+            taps=3,
+            mixers=_mixers(16, "convolution", (2, 5, 8, 10, 12, 14)),
+        ),
+    ),
+    CatalogueModel(
         title="Llama 3.2 1B",
         origin="meta-llama/Llama-3.2-1B-Instruct",
         maker="Meta",
@@ -211,6 +256,13 @@ CATALOGUE: Sequence[CatalogueModel] = (
         sampling=_QWEN3_SAMPLING,
     ),
     CatalogueModel(
+        title="SmolLM3 3B",
+        origin="HuggingFaceTB/SmolLM3-3B",
+        maker="Hugging Face",
+        license="Apache-2.0",
+        spec=_spec("smollm3", 2048, 11008, 36, (16, 4, 128), vocab_size=128256, max_context=65536, tied=True),
+    ),
+    CatalogueModel(
         title="Llama 3.2 3B",
         origin="meta-llama/Llama-3.2-3B-Instruct",
         maker="Meta",
@@ -226,12 +278,45 @@ CATALOGUE: Sequence[CatalogueModel] = (
         spec=_spec("phi3", 3072, 8192, 32, (32, 32, 96), vocab_size=32064, max_context=131072),
     ),
     CatalogueModel(
+        title="Phi-4 mini",
+        origin="microsoft/Phi-4-mini-instruct",
+        maker="Microsoft",
+        license="MIT",
+        spec=_spec("phi3", 3072, 8192, 32, (24, 8, 128), vocab_size=200064, max_context=131072, tied=True),
+    ),
+    CatalogueModel(
+        title="Gemma 3 4B",
+        origin="google/gemma-3-4b-it",
+        maker="Google",
+        license="Gemma",
+        spec=_spec("gemma3_text", 2560, 10240, 34, (8, 4, 256), vocab_size=262208, max_context=131072, **_GEMMA3),
+        gated=True,
+    ),
+    CatalogueModel(
         title="Qwen3 4B",
         origin="Qwen/Qwen3-4B-GGUF",
         maker="Qwen",
         license="Apache-2.0",
         spec=_spec("qwen3", 2560, 9728, 36, (32, 8, 128), tied=True, **_QWEN3),
         sampling=_QWEN3_SAMPLING,
+    ),
+    CatalogueModel(
+        title="OLMoE 1B-7B",
+        origin="allenai/OLMoE-1B-7B-0924-Instruct",
+        maker="Ai2",
+        license="Apache-2.0",
+        spec=_spec(
+            "olmoe",
+            2048,
+            1024,
+            16,
+            (16, 16, 128),
+            vocab_size=50304,
+            max_context=4096,
+            qk_norm=True,
+            qk_norm_form="all",
+            mixture=MixtureSpec(experts=64, chosen=8, width=1024, normalized=False),
+        ),
     ),
     CatalogueModel(
         title="Mistral 7B v0.3",
@@ -248,12 +333,87 @@ CATALOGUE: Sequence[CatalogueModel] = (
         spec=_spec("qwen2", 3584, 18944, 28, (28, 4, 128), vocab_size=152064, **_QWEN2),
     ),
     CatalogueModel(
+        title="Llama 3.1 8B",
+        origin="meta-llama/Llama-3.1-8B-Instruct",
+        maker="Meta",
+        license="Llama 3.1",
+        spec=_spec("llama", 4096, 14336, 32, (32, 8, 128), **{**_LLAMA3, "tied": False}),
+        gated=True,
+    ),
+    CatalogueModel(
         title="Qwen3 8B",
         origin="Qwen/Qwen3-8B-GGUF",
         maker="Qwen",
         license="Apache-2.0",
         spec=_spec("qwen3", 4096, 12288, 36, (32, 8, 128), **_QWEN3),
         sampling=_QWEN3_SAMPLING,
+    ),
+    CatalogueModel(
+        title="Qwen3 14B",
+        origin="Qwen/Qwen3-14B-GGUF",
+        maker="Qwen",
+        license="Apache-2.0",
+        spec=_spec("qwen3", 5120, 17408, 40, (40, 8, 128), **_QWEN3),
+        sampling=_QWEN3_SAMPLING,
+    ),
+    CatalogueModel(
+        title="gpt-oss 20B",
+        origin="openai/gpt-oss-20b",
+        maker="OpenAI",
+        license="Apache-2.0",
+        spec=_spec(
+            "gpt_oss",
+            2880,
+            2880,
+            24,
+            (64, 8, 64),
+            vocab_size=201088,
+            max_context=131072,
+            sinks=True,
+            qkv_bias=True,
+            o_bias=True,
+            activation="clamped_silu",
+            gate_limit=7.0,
+            mixture=MixtureSpec(experts=32, chosen=4, width=2880, normalized=True, bias=True),
+        ),
+        mxfp4=True,
+    ),
+    CatalogueModel(
+        title="Qwen3 30B-A3B",
+        origin="Qwen/Qwen3-30B-A3B-GGUF",
+        maker="Qwen",
+        license="Apache-2.0",
+        spec=_spec(
+            "qwen3_moe",
+            2048,
+            6144,
+            48,
+            (32, 4, 128),
+            **_QWEN3,
+            mixture=MixtureSpec(experts=128, chosen=8, width=768, normalized=True),
+        ),
+        sampling=_QWEN3_SAMPLING,
+    ),
+    CatalogueModel(
+        title="Qwen3.5 35B-A3B",
+        origin="Qwen/Qwen3.5-35B-A3B",
+        maker="Qwen",
+        license="Apache-2.0",
+        spec=_spec(
+            "qwen3_5_moe_text",
+            2048,
+            512,
+            40,
+            (16, 2, 256),
+            vocab_size=248320,
+            max_context=262144,
+            qk_norm=True,
+            gated=True,
+            taps=4,
+            delta=DeltaSpec(key_heads=16, value_heads=32, key_dim=128, value_dim=128),
+            mixers=_mixers(40, "delta", range(3, 40, 4)),
+            mixture=MixtureSpec(experts=256, chosen=8, width=512, normalized=True, shared=1),
+        ),
     ),
 )
 """The catalogue, smallest first. Source: the models' published configurations and licences."""

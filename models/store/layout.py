@@ -11,7 +11,7 @@ import numpy as np
 from models.keys import tensor_names, tensor_shape
 from models.packing import packed_width
 from models.recipe import Recipe
-from models.spec import ModelSpec
+from models.spec import ModelSpec, expert_of
 
 MANIFEST = "manifest.json"
 """Sizes and checksums of all other files, and the summary that a listing shows."""
@@ -84,8 +84,8 @@ def linear_tensors(spec: ModelSpec, recipe: Recipe, name: str) -> TensorTypes:
     return tensors
 
 
-def file_tensors(spec: ModelSpec, recipe: Recipe, file: str) -> TensorTypes:
-    """All tensors of one of `tensor_files`."""
+def file_tensors(spec: ModelSpec, recipe: Recipe, file: str, *, every_expert: bool = True) -> TensorTypes:
+    """All tensors of one of `tensor_files`; of a block's experts, which are alike, only the first's if asked so."""
     if file == OUTER:
         return {
             "embed": (_F16, (spec.vocab_size, spec.hidden_size)),
@@ -98,7 +98,8 @@ def file_tensors(spec: ModelSpec, recipe: Recipe, file: str) -> TensorTypes:
         tensors |= {name: (_F32, shape) for name, shape in spec.routers(layer).items()}
         tensors[expert_tokens(layer)] = (_I32, (spec.mixture.held,))
     for name in spec.block_linears(layer):
-        tensors |= linear_tensors(spec, recipe, name)
+        if every_expert or not expert_of(name):
+            tensors |= linear_tensors(spec, recipe, name)
     return tensors
 
 
@@ -136,15 +137,17 @@ def sizes(spec: ModelSpec, recipe: Recipe) -> Sizes:
         spec: The architecture.
         recipe: How it is quantized, with the bits of every block.
     """
-    codes = device = residuals = 0
-    active = 0.0
+    codes = device = residuals = active = 0
     for file in tensor_files(spec):
-        for tensor, (dtype, shape) in file_tensors(spec, recipe, file).items():
-            size, kind = dtype.itemsize * math.prod(shape), tensor.rsplit(".", 1)[-1]
-            codes += size if kind in _CODES else 0
+        for tensor, (dtype, shape) in file_tensors(spec, recipe, file, every_expert=False).items():
+            size, (name, _, kind) = dtype.itemsize * math.prod(shape), tensor.rpartition(".")
+            held = read = 1
+            if spec.mixture is not None and expert_of(name) is not None:
+                held, read = spec.mixture.held, spec.mixture.read
+            codes += held * size if kind in _CODES else 0
             if kind == "residual":
-                residuals += size
+                residuals += held * size
             elif kind not in _NOT_ON_DEVICE:
-                device += size
-                active += size * spec.share_read(tensor.rpartition(".")[0])
-    return Sizes(codes=codes, device=device, residuals=residuals, active=round(active))
+                device += held * size
+                active += read * size
+    return Sizes(codes=codes, device=device, residuals=residuals, active=active)

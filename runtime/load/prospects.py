@@ -85,25 +85,28 @@ def _prospect(model: CatalogueModel, room: Room) -> Prospect:
     taken = {bits: sizes(spec, _recipe(spec, bits)) for bits in BITS}
     usual = min(spec.max_context, DEFAULT_CONTEXT)
     chosen, context, needed = None, 0, 0
-    for bits, size in taken.items():
+    for bits, own in taken.items():
         try:
-            context, needed = _planned(spec, bits, (size.device, size.residuals), room)
+            context, needed = _planned(spec, bits, (own.device, own.residuals), room)
         except (OutOfMemoryError, BackendError):  # or the backend does not run such models
-            needed = size.device + size.residuals
+            needed = own.device + own.residuals
             continue
         chosen = bits
         if context >= min(usual, _ENOUGH_CONTEXT):
             break
-    speed = _speed(spec, chosen or BITS[-1], taken[chosen or BITS[-1]].active, room)
+    size = taken[chosen or BITS[-1]]
+    speed = _speed(spec, chosen or BITS[-1], size.active, room)
     return Prospect(
         title=model.title,
         source=model.source,
         maker=model.maker,
         license=model.license,
         gated=model.gated,
+        verified=model.verified,
         form=model.form,
         download_bytes=model.download_bytes,
         parameters=spec.parameters,
+        active_share=size.active / size.device,
         max_context=spec.max_context,
         sizes=tuple(taken[bits].device for bits in sorted(BITS)),
         residual_bytes=taken[BITS[0]].residuals,

@@ -25,12 +25,16 @@ class Prospect:
     """Short name of its licence."""
     gated: bool
     """Whether downloading requires a hub account that accepted the licence."""
+    verified: bool
+    """Whether the source was checked; the catalogue's other entries are as published."""
     form: Form
     """Form of the download."""
     download_bytes: int
     """Size of the download in bytes."""
     parameters: int
     """Its weights."""
+    active_share: float
+    """Share of its device memory that a token reads: 1 but for mixtures of experts."""
     max_context: int
     """Longest context in tokens."""
     sizes: Sequence[int]

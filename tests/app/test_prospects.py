@@ -27,10 +27,21 @@ PUBLISHED = {
     "Qwen3 8B": 8_190_735_360,
     "Llama 3.2 1B": 1_235_814_400,
     "Llama 3.2 3B": 3_212_749_824,
+    "Llama 3.1 8B": 8_030_261_248,
+    "SmolLM3 3B": 3_075_098_624,
+    "Gemma 3 1B": 999_885_952,
+    "Gemma 3 4B": 3_880_263_168,
+    "LFM2 1.2B": 1_170_340_608,
+    "Phi-4 mini": 3_836_021_760,
+    "Qwen3 14B": 14_768_307_200,
+    "OLMoE 1B-7B": 6_919_161_856,
+    "gpt-oss 20B": 20_914_757_184,
+    "Qwen3 30B-A3B": 30_532_122_624,
+    "Qwen3.5 35B-A3B": 34_660_610_688,
     "Phi-3.5 mini": 3_821_079_552,
     "Mistral 7B v0.3": 7_248_023_552,
 }
-"""Weights as published with each model."""
+"""Weights as published with each model; of Qwen3.5 35B-A3B, what its configuration makes, for none were found."""
 GB = 10**9
 EMPTY = Status(state="empty")
 CARD = "NVIDIA GeForce RTX 4050 Laptop GPU"

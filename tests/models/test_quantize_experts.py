@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -20,7 +21,7 @@ from models.quantizers import rtn
 from models.quantizers.dequantize import dequantize
 from models.recipe import Recipe
 from models.store import Store
-from models.store.layout import block_file, expert_tokens
+from models.store.layout import block_file, expert_tokens, file_tensors, sizes, tensor_files
 from models.store.tensors import MappedTensors
 from tests.models.conftest import TEXT, write_tokenizer
 from tests.models.random_models import MIXTURE, SIZES, random_model
@@ -97,6 +98,13 @@ def test_every_token_reaches_a_shared_expert(tmp_path: Path) -> None:
     assert shares == [0.5] * 6 + [1.0] * 2
     whole, part = model.linear("layers.1.experts.6.down"), model.linear("layers.1.experts.7.down")
     assert whole.shape == part.shape == (32, 20)
+    stored = [file_tensors(model.spec, model.recipe, file) for file in tensor_files(model.spec)]
+    bytes_of = {name: kind.itemsize * math.prod(shape) for each in stored for name, (kind, shape) in each.items()}
+    sized = sizes(model.spec, model.recipe)
+    assert sized.residuals == sum(size for name, size in bytes_of.items() if name.endswith(".residual"))
+    apart = ("residual", "rank_maximum", "mean_square")
+    expert = [name for name in bytes_of if name.startswith("layers.1.experts.0.") and not name.endswith(apart)]
+    assert sized.device - sized.active == 3 * sum(map(bytes_of.__getitem__, expert)), "half of six experts"
 
 
 def test_an_interrupted_run_makes_the_same_model(checkpoint: Path, tmp_path: Path) -> None:
