@@ -290,6 +290,15 @@ def test_end_tokens_of_both_files_join(config_ids: Any, generation_ids: Any, exp
             {"model_type": "gemma", "architectures": ["GemmaForCausalLM"]},
             ["gemma", "GemmaForCausalLM", "nearest that is supported is gemma3", "Qwen3", "Phi-3"],
         ),
+        ({"model_type": "gemma4_text"}, ["model_type 'gemma4_text'", "nearest that is supported is gemma3"]),
+        (
+            {
+                "model_type": "gemma4",
+                "architectures": ["Gemma4ForConditionalGeneration"],
+                "text_config": {"model_type": "gemma4_text"},
+            },
+            ["Gemma4ForConditionalGeneration", "nearest that is supported is gemma3"],
+        ),
         (
             {"model_type": "rwkv", "architectures": ["RwkvForCausalLM"]},
             ["(model_type 'rwkv'", "). Supported are Llama"],
