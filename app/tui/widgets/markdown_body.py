@@ -145,8 +145,9 @@ class MarkdownBody(Vertical):
         yield self._tail
 
     async def on_mount(self) -> None:
-        """Show the reasoning that is already there."""
+        """Show the reasoning that is already there; unfolded if there is nothing else."""
         await self._show_thought(self._thought, ended=True)
+        self._unfold_alone()
 
     @property
     def code_blocks(self) -> list[str]:
@@ -186,6 +187,12 @@ class MarkdownBody(Vertical):
             await self._show_thought(thought, ended=True)
             await self._markdown.update(printable(answer))
             await self.show_tail("")
+        self._unfold_alone()
+
+    def _unfold_alone(self) -> None:
+        """Unfold a thought that was never answered: it is all that there is to read."""
+        if self._reasoning is not None and not self._answer:
+            self._reasoning.collapsed = False
 
     async def _show_thought(self, text: str, *, ended: bool) -> None:
         if text and self._reasoning is None:

@@ -52,7 +52,7 @@ async def test_a_first_run_tells_what_was_found_and_what_to_get(stage: Callable[
         await s.shows("Ask anything.")
         await s.say("Hello")
         await s.pilot.press("f2")
-        await s.shows("Enter downloads it at 4 bits")
+        await s.shows("Enter downloads it")
         table = s.app.screen.query_one("ModelTable")
         assert table.get_row_at(table.cursor_row)[1].plain == "Qwen3 4B"
 
@@ -103,7 +103,7 @@ async def test_models_are_offered_with_what_they_take_here(stage: Callable[..., 
         await s.shows("best here")
         await point_at(s, "Qwen3 0.6B")
         await s.shows("Qwen/Qwen3-0.6B-GGUF by Qwen · Apache-2.0 · GGUF, 633 MB to download")
-        await s.shows("Enter downloads it at 4 bits")
+        await s.shows("Enter downloads it")
         await point_at(s, "Llama 3.2 1B")
         await s.shows("needs a login")
 

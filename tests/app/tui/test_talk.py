@@ -317,6 +317,13 @@ class TestReading:
             s.transcript.query("CollapsibleTitle").first().action_toggle_collapsible()
             await s.shows("hm, let me see")
 
+    async def test_a_thought_that_was_never_answered_is_unfolded(self, stage: Stage, runtime: Any) -> None:
+        runtime.answers = ["<think>\nhm, let me see"]
+        async with stage(runtime) as s:
+            await s.say("capital?")
+            await s.shows("thought · 4 words")
+            await s.shows("hm, let me see")
+
     async def test_long_lines_of_code_are_wrapped(self, stage: Stage, runtime: Any) -> None:
         runtime.answers = ["```python\nvalue = " + " + ".join(f"part{n}" for n in range(20)) + "\n```"]
         async with stage(runtime, size=(60, 24)) as s:

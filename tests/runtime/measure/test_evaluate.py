@@ -19,7 +19,7 @@ from runtime.engine.engine import Engine
 from runtime.errors import Cancelled, RequestError
 from runtime.measure.evaluate import full_precision_perplexity, negative_log_likelihood, perplexity, safe_exp, windows
 from runtime.text.sampling import SamplingOptions
-from runtime.text.tokenizer import Tokenizer
+from runtime.text.tokenizer import Detokenizer, Tokenizer
 
 TOKENS = [int(token) for token in np.random.default_rng(0).integers(3, 96, 57)]
 
@@ -153,6 +153,9 @@ def test_as_a_chat_steps_are_those_of_the_engine(tiny_model: Callable[..., Any])
 
         def piece(self, token: int) -> str:
             return str(token)
+
+        def detokenizer(self, context: list[int]) -> Detokenizer:
+            return Detokenizer(cast("Tokenizer", self), context)
 
     def recorder() -> Recorder:
         decoder = Recorder(model, DecoderOptions(context=64, max_rows=7, k_chunk=64))
