@@ -21,6 +21,7 @@ COUNT = 200
 SEED = 23
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", READERS)
 def test_a_reader_reads_or_refuses(name: str, tmp_path: Path) -> None:
     with opener(name)(tmp_path) as reader:

@@ -14,6 +14,7 @@ from models.quantizers import gptq, quantizer, rows, rtn
 from models.quantizers.groups import round_to_grid, search
 from models.recipe import Recipe
 from models.store import Store, StoredModel
+from tests.grid import grid
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -68,7 +69,7 @@ def plain(weight: np.ndarray, bits: int, group_size: int, hessian: np.ndarray) -
     return codes
 
 
-@pytest.mark.parametrize("bits", [3, 4])
+@pytest.mark.parametrize("bits", grid([3, 4], {3}))
 @pytest.mark.parametrize(("shape", "group_size"), [((6, 40), 32), ((9, 300), 64), ((4, 256), 128)], ids=str)
 def test_codes_are_those_of_optimal_brain_rounding(shape: tuple[int, int], group_size: int, bits: int) -> None:
     """Equal but where float32 sums fall on the other side of a tie, after which a row may go its own way."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +19,12 @@ from models.store import Store
 from tests.models.conftest import TEXT, write_tokenizer
 from tests.models.random_models import random_model
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 GROUP = 32
 Tensors = dict[str, torch.Tensor]
 Encoder = Callable[[torch.Generator, int, int], tuple[Tensors, torch.Tensor]]
 """Makes the tensors of a random matrix [N, K], and the matrix."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Matrices this small lose more by waiting for a second thread than they gain."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def stream(codes: torch.Tensor, bits: int) -> torch.Tensor:

@@ -6,7 +6,6 @@ import inspect
 import json
 import math
 import weakref
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,17 +34,10 @@ from tests.models.random_models import (
     random_model,
 )
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 TOLERANCE = 1e-4
 """Largest difference of a logit in fp32. Logits of the random models are of the order of 1."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Matrices this small lose more by waiting for a second thread than they gain."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module", params=CASES)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,19 +28,12 @@ from tests.models.conftest import TEXT, write_tokenizer
 from tests.models.random_models import CASES, LLAMA3_ROPE, longrope, random_model
 from tests.models.restored import Restored
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SIZES = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
 RTN = Recipe.usual("rtn", bits=4, group_size=32)
 FOLDERS = ("awq", "gptq", "compressed-tensors")
 Maker = Callable[..., StoredModel]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Matrices this small lose more by waiting for a second thread than they gain."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def write_bpe(folder: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,8 @@ from models.oracle import Oracle
 from tests.close import Tolerance, assert_close
 from tests.models.gguf.making import SIZES, names_of, random_model, write_gguf
 from tests.models.random_models import CAPS, GEMMA, LAYERED_ROPE, MINISTRAL3, YARN
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -102,15 +103,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"rope_parameters": LONGROPE, "tie_word_embeddings": True, "original_max_position_embeddings": 16},
     ),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Matrices this small lose more by waiting for a second thread than they gain."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

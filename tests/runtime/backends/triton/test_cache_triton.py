@@ -21,6 +21,7 @@ from runtime.backends.triton.workspace import Workspace
 from runtime.kv.kinds import KINDS, PARTS, KVKind, cache_bytes
 from runtime.kv.oracle.page import dequantize
 from tests.close import TOLERANCES, Tolerance, assert_close
+from tests.grid import QUICK_CACHES, grid
 
 WINDOWED: list[KVKind] = [name for name, kind in KINDS.items() if kind.windowed]
 TOKENWISE: list[KVKind] = [name for name, kind in KINDS.items() if not kind.windowed]
@@ -202,7 +203,7 @@ def test_equal_numbers_have_scale_zero(pair: Any) -> None:
         assert torch.isfinite(caches.attended(np.array([0], np.int32), np.array([384], np.int32))[0]).all()
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", grid(KINDS, QUICK_CACHES))
 def test_attention_over_every_kind(pair: Any, name: KVKind) -> None:
     """A decoded token and a few drafted ones behind pages and a window, with a planted outlier channel."""
     caches = pair(name, context=700)
