@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 EMPTY = "There are no models yet. Q makes one from a checkpoint: a name on the hub, a folder or a GGUF file."
 SLIM_NAME = 18
 """Maximum characters of a name on a slim terminal."""
-ROOMY = 110
+ROOMY = 116
 """Minimum width in cells at which every figure has its own column."""
 _WORDS = {"yes": "fits", "tight": "tight", "no": "too large"}
 
