@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
 READABLE = 10.0
 """Tokens per second of reading speed; slower models are not recommended."""
-_WHOLE = 0.99
-"""Share of the weights from which on a token reads all."""
 _MAX_MAKING_S = 45 * 60
 """Maximum time in seconds to quantize a recommended model."""
 
@@ -34,7 +32,7 @@ def words(one: Prospect) -> str:
     """A model's origin, licence and requirements."""
     effort = f"{byte_count(one.download_bytes)} to download, about {duration(one.making_s)} to quantize"
     parts = [f"{one.source} by {one.maker}", one.license, f"{one.form}, {effort}", room(one)]
-    if one.active_share < _WHOLE:
+    if one.active_share < 1:
         parts.append(f"a token reads {one.active_share:.0%} of its weights")
     if not one.verified:
         parts.append("not verified")

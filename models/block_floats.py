@@ -35,9 +35,7 @@ class BlockFloats:
     scales: ShardTensor
     """Exponents."""
     shape: tuple[int, ...]
-    """[.., rows, 32 G], or fewer columns."""
-    first: int = 0
-    """The first column."""
+    """[.., rows, 32 G]."""
 
     @property
     def path(self) -> Path:
@@ -67,10 +65,6 @@ class BlockFloats:
             shape=(count, self.shape[-1]),
         )
 
-    def columns(self, first: int, count: int) -> BlockFloats:
-        """Columns of a matrix. Reading them reads the whole."""
-        return replace(self, shape=(*self.shape[:-1], count), first=self.first + first)
-
     def read(self) -> torch.Tensor:
         """Its numbers in bfloat16, which holds them exactly.
 
@@ -80,9 +74,7 @@ class BlockFloats:
         numbers = torch.tensor((*_NUMBERS, *(-number for number in _NUMBERS)))
         codes, exponents = self.blocks.stored(), self.scales.stored().flatten().int() - _BIAS
         both = torch.stack((numbers[(codes & 15).int()], numbers[(codes >> 4).int()]), dim=-1)
-        found = torch.ldexp(both.view(-1, _LENGTH), exponents[:, None]).to(torch.bfloat16)
-        whole = found.view(*self.shape[:-1], -1)
-        return whole[..., self.first : self.first + self.shape[-1]].contiguous()
+        return torch.ldexp(both.view(-1, _LENGTH), exponents[:, None]).to(torch.bfloat16).view(self.shape)
 
 
 def read_block_floats(entries: Mapping[str, ShardTensor]) -> dict[str, BlockFloats]:

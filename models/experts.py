@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -22,17 +23,19 @@ from models.stored_tensor import StoredTensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Alternating:
-    """A module's part of a matrix or bias whose outputs alternate with another's. See `StoredTensor`."""
+class Part:
+    """A module's part of a matrix or bias: some outputs and inputs. See `StoredTensor`."""
 
     tensor: StoredTensor
     """The matrix, or the bias [1, outputs]."""
-    turned: bool
-    """Whether it is [inputs, outputs]."""
-    outputs: slice
-    """Those of the module."""
     shape: tuple[int, ...]
     """Shape of the part."""
+    turned: bool = False
+    """Whether the matrix is [inputs, outputs]."""
+    outputs: slice = field(default_factory=partial(slice, None))
+    """Those of the module."""
+    inputs: slice = field(default_factory=partial(slice, None))
+    """Likewise."""
 
     @property
     def path(self) -> Path:
@@ -55,20 +58,15 @@ class Alternating:
 
     def rows(self, first: int, count: int) -> Self:
         """Rows of the part."""
-        first, step = self.outputs.start + first * self.outputs.step, self.outputs.step
-        outputs = slice(first, first + count * step, step)
+        begin, step = (self.outputs.start or 0), (self.outputs.step or 1)
+        outputs = slice(begin + first * step, begin + (first + count) * step, step)
         return replace(self, outputs=outputs, shape=(count, *self.shape[1:]))
-
-    def columns(self, first: int, count: int) -> Self:
-        """Columns of the part."""
-        part = self.tensor.rows(first, count) if self.turned else self.tensor.columns(first, count)
-        return replace(self, tensor=part, shape=(self.shape[0], count))
 
     def read(self) -> torch.Tensor:
         """Read the whole, and return the part: [outputs, inputs], or [outputs]."""
         whole = self.tensor.read()
         outputs = whole.T if self.turned or len(self.shape) == 1 else whole
-        return outputs[self.outputs].reshape(self.shape).contiguous()
+        return outputs[self.outputs, self.inputs].reshape(self.shape).contiguous()
 
 
 _STACKED = re.compile(r"(?P<experts>model\.layers\.\d+\.mlp\.experts)\.(?P<name>[a-z_]+)(?:\.weight)?")
@@ -146,7 +144,7 @@ def _of_alternating(tensor: StoredTensor, name: str) -> dict[str, StoredTensor]:
         for at, module in enumerate(modules):
             count = len(range(at, outputs, len(modules)))
             shape = (count,) if match["bias"] else (count, tensor.shape[1] if turned else tensor.shape[2])
-            found[f"{match['experts']}.{expert}.{module}.{kind}"] = Alternating(
+            found[f"{match['experts']}.{expert}.{module}.{kind}"] = Part(
                 tensor=own, turned=turned, outputs=slice(at, outputs, len(modules)), shape=shape
             )
     return found
@@ -158,8 +156,14 @@ def _of_shared(tensor: StoredTensor, mlp: str, module: str, mixture: MixtureSpec
     inner = 1 if module in PROJECTIONS["down"] else 0
     if mixture.shared == 1 or len(tensor.shape) != 2 or tensor.shape[inner] != mixture.shared * mixture.width:
         return {names[0]: tensor}
-    part = tensor.columns if inner else tensor.rows
-    return {name: part(at * mixture.width, mixture.width) for at, name in enumerate(names)}
+    width = mixture.width
+    if not inner:
+        return {name: tensor.rows(at * width, width) for at, name in enumerate(names)}
+    shape = (tensor.shape[0], width)
+    return {
+        name: Part(tensor=tensor, shape=shape, inputs=slice(at * width, (at + 1) * width))
+        for at, name in enumerate(names)
+    }
 
 
 _DIMENSIONS = 3

@@ -11,9 +11,8 @@ What is then quantized here is what the checkpoint holds, so residuals restore t
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,11 +23,10 @@ import torch
 
 from models.block_floats import BLOCKS, SCALES, read_block_floats
 from models.errors import CheckpointError, UnsupportedModelError
-from models.families import READ_QUANTIZED
 from models.families.fields import Fields
 from models.integer_formats import from_awq, from_compressed_tensors, from_gptq
 from models.shard import DTYPES, FLOATS_OF_8_BITS, INTEGERS, ShardTensor
-from models.stored_tensor import StoredTensor
+from models.stored_tensor import StoredTensor, weights_by_type
 
 Array = npt.NDArray[Any]
 Shape = tuple[int, int]
@@ -60,7 +58,7 @@ class Form:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LowBitTensor:
-    """A matrix that several tensors of a checkpoint make up. See `checkpoint_files.StoredTensor`."""
+    """A matrix that several tensors of a checkpoint make up. See `models.stored_tensor.StoredTensor`."""
 
     form: Form
     """How it is stored."""
@@ -68,8 +66,8 @@ class LowBitTensor:
     """Its tensors by their last names."""
     shape: tuple[int, ...]
     """[N, K]."""
-    part: tuple[slice, slice] = (slice(None), slice(None))
-    """The rows and columns that are meant."""
+    part: slice = field(default_factory=partial(slice, None))
+    """The rows that are meant."""
 
     @property
     def path(self) -> Path:
@@ -91,11 +89,7 @@ class LowBitTensor:
 
     def rows(self, first: int, count: int) -> LowBitTensor:
         """Rows of the matrix. Reading them reads the whole."""
-        return replace(self, shape=(count, self.shape[1]), part=(slice(first, first + count), self.part[1]))
-
-    def columns(self, first: int, count: int) -> LowBitTensor:
-        """Columns of the matrix. Reading them reads the whole."""
-        return replace(self, shape=(self.shape[0], count), part=(self.part[0], slice(first, first + count)))
+        return replace(self, shape=(count, self.shape[1]), part=slice(first, first + count))
 
     def read(self) -> torch.Tensor:
         """Dequantize it: float32 [N, K].
@@ -137,7 +131,7 @@ def read_low_bit(
     if fields.text("quant_method", "") == "mxfp4":
         found |= read_block_floats(entries)
         whole = {name: entry for name, entry in entries.items() if not name.endswith((BLOCKS, SCALES))}
-        return found | whole, _counted(found | whole)
+        return found | whole, weights_by_type((found | whole).values())
     form = _form(fields)
     used: set[str] = set()
     for name, entry in entries.items():
@@ -152,16 +146,7 @@ def read_low_bit(
     for name, entry in entries.items():
         if name not in used and name.rpartition(".")[2] not in _UNUSED:
             found[name] = entry
-    return found, _counted(found)
-
-
-def _counted(tensors: Mapping[str, StoredTensor]) -> dict[str, int]:
-    """Number of weights by type, most first; vectors are left out."""
-    types: dict[str, int] = {}
-    for tensor in tensors.values():
-        if len(tensor.shape) > 1:
-            types[tensor.dtype] = types.get(tensor.dtype, 0) + math.prod(tensor.shape)
-    return dict(sorted(types.items(), key=lambda item: (-item[1], item[0])))
+    return found, weights_by_type(found.values())
 
 
 def _matrix(form: Form, parts: Mapping[str, ShardTensor]) -> LowBitTensor:
@@ -187,7 +172,7 @@ def _matrix(form: Form, parts: Mapping[str, ShardTensor]) -> LowBitTensor:
 
 
 def _form(fields: Fields) -> Form:
-    """What `quantization_config` describes."""
+    """What `quantization_config` describes; its method is one of `models.families.READ_QUANTIZED`."""
     method = fields.text("quant_method", "")
     if method == "fp8":
         return _floats(_block(fields, fields.table.get("weight_block_size")))
@@ -201,8 +186,6 @@ def _form(fields: Fields) -> Form:
         return Form(
             name="AWQ int4", main="qweight", needed=("qzeros", "scales"), shape=_awq_shape, restore=_by(from_awq)
         )
-    if method != "gptq":
-        raise _refused(fields, f"the method '{method}'", ", ".join(READ_QUANTIZED))
     version = fields.text("checkpoint_format", "gptq")
     if bits not in _GPTQ_BITS or version not in ("gptq", "gptq_v2"):
         raise _refused(fields, f"GPTQ of {bits} bits in the format '{version}'", "2, 3, 4 and 8 bits, gptq and gptq_v2")

@@ -44,8 +44,6 @@ class ShardTensor:
     """First byte in the file."""
     size: int
     """Bytes."""
-    among: tuple[int, int] | None = None
-    """The first of its columns among those that are stored, and how many those are; None: all."""
 
     def check_readable(self) -> None:
         """Check that the format is one of DTYPES.
@@ -64,10 +62,6 @@ class ShardTensor:
         row = self.size // max(1, math.prod(self.shape[:-1]))
         return replace(self, shape=(count, self.shape[-1]), offset=self.offset + first * row, size=count * row)
 
-    def columns(self, first: int, count: int) -> ShardTensor:
-        """Columns of a matrix. Reading them reads the whole."""
-        return replace(self, shape=(self.shape[0], count), among=(first, self.shape[1]))
-
     def read(self) -> torch.Tensor:
         """Read the tensor.
 
@@ -84,8 +78,7 @@ class ShardTensor:
         Raises:
             CheckpointError: The file is gone or was truncated.
         """
-        first, stored = self.among or (0, self.shape[-1] if self.shape else 0)
-        tensor = torch.empty((*self.shape[:-1], stored) if self.among else self.shape, dtype=_ALL[self.dtype])
+        tensor = torch.empty(self.shape, dtype=_ALL[self.dtype])
         rest = tensor.view(-1).view(torch.uint8).numpy().data
         try:
             with open_file(self.path) as file:
@@ -96,7 +89,7 @@ class ShardTensor:
             raise CheckpointError(f"{self.path}: cannot be read ({error.strerror}). {_DOWNLOAD_AGAIN}") from error
         if rest:
             raise CheckpointError(f"{self.path}: ends within the tensor '{self.name}'. {_DOWNLOAD_AGAIN}")
-        return tensor[..., first : first + self.shape[-1]].contiguous() if self.among else tensor
+        return tensor
 
 
 def read_header(path: Path) -> dict[str, ShardTensor]:

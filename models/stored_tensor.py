@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol, Self
 
@@ -39,10 +41,15 @@ class StoredTensor(Protocol):
         """Rows of the tensor as a matrix: all dimensions but the last count rows."""
         ...
 
-    def columns(self, first: int, count: int) -> Self:
-        """Columns of a matrix."""
-        ...
-
     def read(self) -> torch.Tensor:
         """Read it. Raises CheckpointError if the file is gone or was truncated."""
         ...
+
+
+def weights_by_type(tensors: Iterable[StoredTensor]) -> dict[str, int]:
+    """Number of weights that are stored in each type, most first; vectors are left out."""
+    counts: dict[str, int] = {}
+    for tensor in tensors:
+        if len(tensor.shape) > 1:
+            counts[tensor.dtype] = counts.get(tensor.dtype, 0) + math.prod(tensor.shape)
+    return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))

@@ -14,8 +14,9 @@ from models.generation_config import gguf_generation_config
 from models.gguf.architectures import ARCHITECTURES
 from models.gguf.config import REMEDY, check_kind, config_of
 from models.gguf.header import read_header
-from models.gguf.tensors import name_in_file, tensors_of, weights_by_type
+from models.gguf.tensors import name_in_file, tensors_of
 from models.gguf.tokenizer import check_tokenizer, tokenizer_files
+from models.stored_tensor import weights_by_type
 
 
 def read_gguf(path: Path) -> CheckpointFiles:

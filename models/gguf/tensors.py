@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -75,8 +75,6 @@ class GgufTensor:
     """Number of heads whose rows llama.cpp reorders; 0 if it keeps the usual order."""
     convolves: bool = False
     """Whether it is the weight of a convolution."""
-    part: slice | None = None
-    """Its columns among those that are stored; None: all."""
 
     @property
     def name(self) -> str:
@@ -87,8 +85,6 @@ class GgufTensor:
     def shape(self) -> tuple[int, ...]:
         """Its shape; in Hugging Face's format, a convolution's weight has one more axis."""
         shape = self.info.shape
-        if self.part is not None:
-            return (shape[0], self.part.stop - self.part.start)
         return (shape[0], 1, *shape[1:]) if self.convolves else shape
 
     @property
@@ -116,10 +112,6 @@ class GgufTensor:
         )
         return replace(self, info=info)
 
-    def columns(self, first: int, count: int) -> GgufTensor:
-        """Columns of a matrix. Reading them reads the whole."""
-        return replace(self, part=slice(first, first + count))
-
     def read(self) -> torch.Tensor:
         """Dequantize the tensor, a piece at a time. The file is mapped while that lasts.
 
@@ -135,16 +127,14 @@ class GgufTensor:
 
         self.check_readable()
         kind = GGMLQuantizationType[self.dtype]
-        width = self.info.shape[-1]
-        rows = math.prod(self.info.shape[:-1])
+        width = self.shape[-1]
+        rows = math.prod(self.shape[:-1])
         tensor = torch.empty(rows, width, dtype=getattr(torch, _READ_AS.get(self.dtype, "float16")))
         stored = self._mapped().reshape(rows, -1)
         step = max(1, _PIECE // width)
         for start in range(0, rows, step):
             piece = np.require(dequantize(stored[start : start + step], kind), requirements="W")
             tensor[start : start + step] = torch.from_numpy(piece).view(-1, width)
-        if self.part is not None:
-            return tensor[:, self.part].contiguous()
         return self._in_order(tensor.view(self.shape))
 
     def _mapped(self) -> np.memmap[tuple[int, ...], np.dtype[np.uint8]]:
@@ -230,12 +220,3 @@ def name_in_file(name: str, family: Family) -> str:
     _, _, layer, rest = name.split(".", 3)
     module, _, part = _EXPERT.sub(".experts.", rest).rpartition(".")
     return f"blk.{layer}.{next(own for own, theirs in blocks.items() if theirs == module)}.{part}"
-
-
-def weights_by_type(tensors: Iterable[GgufTensor]) -> dict[str, int]:
-    """Number of weights that are stored in each type, most first; vectors are left out."""
-    counts: dict[str, int] = {}
-    for tensor in tensors:
-        if len(tensor.shape) > 1:
-            counts[tensor.dtype] = counts.get(tensor.dtype, 0) + math.prod(tensor.shape)
-    return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))

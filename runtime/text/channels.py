@@ -12,12 +12,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
-from typing import Literal, Protocol
+from typing import Protocol
 
 from runtime.text.reasoning import TAGS
 from runtime.text.tool_calls import CLOSE, OPEN
 
-Part = Literal["thought", "text", "call"]
 CHANNEL_MARKS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>")
 """Special tokens of tokenizers for answers with channels."""
 _TO = re.compile(r"\bto=(?:functions\.)?(\S+)")
@@ -52,8 +51,7 @@ class ChannelReader:
         self._make = pieces
         self._pieces = pieces(context)
         self._header: str | None = None
-        self._part: Part = "text"
-        self._thinks = self._speaks = False
+        self._thinks = self._speaks = self._calls = False
 
     def add(self, token: int) -> str:
         """Add a token, and return the text that is now certain, maybe empty."""
@@ -67,9 +65,8 @@ class ChannelReader:
             if header is not None:
                 self._header = f"{header}{rest} "
                 return ""
-            closing = "}" + CLOSE if self._part == "call" else ""
-            self._header, self._part = "", "text"
-            return rest + closing
+            self._header = ""
+            return rest + self._closing()
         text = self._pieces.add(token)
         if self._header is None:
             return text
@@ -79,21 +76,21 @@ class ChannelReader:
     def flush(self) -> str:
         """The held-back text, and the end of what was not ended."""
         rest = self._pieces.flush()
-        if self._header is not None:
-            rest = ""
-        if self._part == "call":
-            rest, self._part = rest + "}" + CLOSE, "text"
-        return rest
+        return ("" if self._header is not None else rest) + self._closing()
+
+    def _closing(self) -> str:
+        """What a call ends with; nothing if none is open."""
+        called, self._calls = self._calls, False
+        return "}" + CLOSE if called else ""
 
     def _opening(self, header: str) -> str:
         """What a part begins with."""
         call = _TO.search(header)
         if call is None and _ANALYSIS.search(header):
-            self._part = "thought"
             begun, self._thinks = self._thinks, True
             return "\n\n" if begun else f"{TAGS[0]}\n"
         ended = f"\n{TAGS[1]}\n\n" if self._thinks else "\n\n" if self._speaks else ""
-        self._thinks, self._speaks, self._part = False, True, "text" if call is None else "call"
+        self._thinks, self._speaks, self._calls = False, True, call is not None
         if call is None:
             return ended
         return f'{ended}{OPEN}{{"name": {json.dumps(call[1])}, "arguments": '

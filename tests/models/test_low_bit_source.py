@@ -13,9 +13,11 @@ from safetensors.torch import load_file, save_file
 
 from models.checkpoint import Checkpoint
 from models.errors import CheckpointError, UnsupportedModelError
+from models.experts import Part
 from models.quantize import quantize
 from models.recipe import Recipe
 from models.store import Store
+from models.stored_tensor import StoredTensor
 from tests.models.conftest import TEXT, write_tokenizer
 from tests.models.random_models import random_model
 
@@ -150,7 +152,7 @@ def test_a_form_is_read_as_the_weights_that_it_holds(form: str, tmp_path: Path) 
     assert others == ["F32"]
     entry = low.files.entries["model.layers.1.mlp.down_proj.weight"]
     whole = entry.read()
-    assert torch.equal(entry.rows(3, 9).columns(40, 20).read(), whole[3:12, 40:60])
+    assert torch.equal(columns(entry.rows(3, 9)).read(), whole[3:12, 40:60])
 
 
 def test_a_model_made_of_it_is_that_of_the_weights(tmp_path: Path) -> None:
@@ -176,6 +178,11 @@ def spoiled(folder: Path, change: Callable[[Tensors, dict[str, Any]], object], f
     (low / "config.json").write_text(json.dumps(config))
     save_file(tensors, low / "model.safetensors")
     return low
+
+
+def columns(tensor: StoredTensor) -> StoredTensor:
+    """Columns 40 to 59."""
+    return Part(tensor=tensor, shape=(tensor.shape[0], 20), inputs=slice(40, 60))
 
 
 O = "model.layers.1.self_attn.o_proj"
@@ -241,9 +248,9 @@ def test_experts_in_mxfp4(tmp_path: Path) -> None:
     assert low.files.types is not None
     assert next(iter(low.files.types)) == "MXFP4"
     entry = low.files.entries["model.layers.1.mlp.experts.2.up_proj.weight"]
-    assert torch.equal(entry.rows(3, 9).columns(40, 20).read(), entry.read()[3:12, 40:60])
+    assert torch.equal(columns(entry.rows(3, 9)).read(), entry.read()[3:12, 40:60])
     entry = plain.files.entries["model.layers.1.mlp.experts.2.up_proj.weight"]
-    assert torch.equal(entry.rows(3, 9).columns(40, 20).read(), entry.read()[3:12, 40:60])
+    assert torch.equal(columns(entry.rows(3, 9)).read(), entry.read()[3:12, 40:60])
 
 
 @pytest.mark.parametrize("change", ["absent", "short", "type"])
