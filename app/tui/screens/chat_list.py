@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Awaitable
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from textual import on, work
 from textual.binding import Binding, BindingType
 from textual.widget import Widget
 from textual.widgets import Input
+from textual.worker import Worker, WorkerCancelled, WorkerFailed
 
 from app.errors import HistoryError
 from app.tui.session import Session
@@ -46,6 +49,7 @@ class ChatList(Widget):
         self._chats: list[Chat] = []
         self._snippets: dict[str, str] = {}
         self._deleted: list[str] = []
+        self._search: Worker[None] | None = None
 
     @abstractmethod
     def _chosen(self) -> Chat | None:
@@ -56,8 +60,18 @@ class ChatList(Widget):
         """Leave the list."""
 
     @abstractmethod
+    def open(self) -> None:
+        """Open the chat under the cursor; from a search, the first match."""
+
+    @abstractmethod
+    async def _refill(self) -> None:
+        """Find the chats and list them."""
+
+    @on(Input.Changed)
     def refill(self) -> None:
-        """Update the list."""
+        """Update the list if it is shown."""
+        if self.display:
+            self._search = self.run_worker(self._refill, group="chats", exclusive=True, exit_on_error=False)
 
     async def _find(self, text: str) -> None:
         """Fill `_chats` with the latest chats, or with those that contain the words of a text.
@@ -65,16 +79,28 @@ class ChatList(Widget):
         Raises:
             HistoryError: they can't be read; `_chats` is then empty.
         """
-        self._chats, self._snippets = [], {}
-        history = self._session.history
-        if history is None:
-            return
-        if not text:
-            self._chats = list(await history.chats(MAX_CHATS))
-            return
-        found = await history.search(text)
-        self._snippets = {one.chat.id: one.snippet for one in reversed(found)}
-        self._chats = list({one.chat.id: one.chat for one in found}.values())
+        history, chats, snippets = self._session.history, [], {}
+        try:
+            if history is not None and text:
+                found = await history.search(text)
+                snippets = {one.chat.id: one.snippet for one in reversed(found)}
+                chats = list({one.chat.id: one.chat for one in found}.values())
+            elif history is not None:
+                chats = list(await history.chats(MAX_CHATS))
+        except HistoryError:
+            self._chats, self._snippets = [], {}
+            raise
+        # Only now: meanwhile a key means a row that is still shown.
+        self._chats, self._snippets = chats, snippets
+
+    @on(Input.Submitted)
+    @work(group="found", exclusive=True)
+    async def open_found(self) -> None:
+        """Open the first match, once the search has ended."""
+        while self._search is not None and not self._search.is_finished:
+            with suppress(WorkerCancelled, WorkerFailed):
+                await self._search.wait()
+        self.open()
 
     def action_search(self) -> None:
         """Go to the search line."""

@@ -70,11 +70,6 @@ class ChatsScreen(Screen[None], ChatList):
         if self.query(HeaderBar):
             self.query_one(HeaderBar).show(self._session)
 
-    @on(Input.Changed, "#chats-search")
-    def refill(self) -> None:
-        """List the chats, or those that match the search."""
-        self.run_worker(self._refill(), group="chats", exclusive=True, exit_on_error=False)
-
     async def _refill(self) -> None:
         text, note = self.query_one(Input).value.strip(), ""
         try:
@@ -117,7 +112,6 @@ class ChatsScreen(Screen[None], ChatList):
         chat = self._chosen()
         self._note(self._said if chat is None else self._snippets.get(chat.id, self._said))
 
-    @on(Input.Submitted, "#chats-search")
     @on(PlainTable.RowSelected)
     def open(self) -> None:
         """Open the chat under the cursor."""

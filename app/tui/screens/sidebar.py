@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from rich.cells import cell_len, set_cell_size
 from rich.text import Text
-from textual import on, work
+from textual import on
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical
@@ -56,13 +56,6 @@ class Sidebar(Vertical, ChatList):
         self.display = wanted and self._session.history is not None and columns >= MIN_COLUMNS
         self.refill()
 
-    @on(Input.Changed, "#sidebar-search")
-    def refill(self) -> None:
-        """List the chats, or those that match the search."""
-        if self.display:
-            self._refill()
-
-    @work(group="sidebar", exclusive=True, exit_on_error=False)
     async def _refill(self) -> None:
         text, note = self.query_one(Input).value.strip(), ""
         try:
@@ -113,7 +106,6 @@ class Sidebar(Vertical, ChatList):
         return next((chat for chat in self._chats if chat.id == chosen), None)
 
     @on(OptionList.OptionSelected)
-    @on(Input.Submitted, "#sidebar-search")
     def open(self) -> None:
         """Open the chat under the cursor; from a search, the first match."""
         chat = self._chosen() or (self._chats[0] if self._chats else None)

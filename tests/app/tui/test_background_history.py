@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -94,6 +95,34 @@ async def test_a_chat_is_found_as_one_types(stage: Stage, runtime: Any, kept: Pa
         await s.until(lambda: not isinstance(s.app.screen, ChatsScreen), "the chat")
         await s.shows("Rayleigh scattering.")
         await told(s, "This chat uses tiny-3bit, which is loaded when you send a message.")
+
+
+async def test_a_key_is_kept_while_the_chats_are_read(stage: Stage, runtime: Any, kept: Path) -> None:
+    """Enter means the match of what was typed, even before it is found, and in the table the row that is shown."""
+    async with stage(runtime, kept=kept) as s:
+        history, read = s.app.session.history, asyncio.Event()
+
+        def slowly(call: Callable[..., Any]) -> Callable[..., Any]:
+            async def held(*args: Any) -> Any:
+                await read.wait()
+                return await call(*args)
+
+            return held
+
+        await listed(s)
+        history.search, history.chats = slowly(history.search), slowly(history.chats)
+        await s.pilot.press(*"rayl", "enter")
+        assert isinstance(s.app.screen, ChatsScreen)
+        read.set()
+        await s.until(lambda: not isinstance(s.app.screen, ChatsScreen), "the chat")
+        await s.shows("Rayleigh scattering.")
+        await listed(s)
+        read.clear()
+        await s.pilot.press("down")
+        s.app.screen.refill()
+        await s.pilot.press("enter")
+        await s.until(lambda: not isinstance(s.app.screen, ChatsScreen), "the chat")
+        await s.shows("Take the tram.")
 
 
 async def test_a_deleted_chat_comes_back(stage: Stage, runtime: Any, kept: Path) -> None:
