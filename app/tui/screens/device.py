@@ -133,8 +133,8 @@ class DeviceScreen(Screen[None]):
         )
         self.query_one("#device-layers", Plain).update(Text() if tuning is None else tabled(layer_rows(tuning)))
         if tuning != self._drawn:
-            self._drawn = tuning
             await self._draw_curves(tuning)
+            self._drawn = tuning
 
     def _untuned(self) -> str:
         session = self._session
