@@ -3,7 +3,7 @@
     python -m tests.peers.make_gguf FOLDER [--source MODEL.gguf]
     python -m tests.peers.compare FOLDER --peer-python PATH --out tests/peers/results/NAME.json
     python -m tests.peers.compare FOLDER --stored 3=STORE/name --stored 4=STORE/name --spinners 0,1,2,4
-    python -m tests.peers.compare FOLDER --before TREE
+    python -m tests.peers.compare --before TREE             without llama.cpp
 
 Without `--stored` the model is a Llama shape of 1.1 billion parameters with random weights. Each round runs every
 program once, so that what else the machine does hits all alike; medians over the rounds. The percentage is the bytes
@@ -76,11 +76,13 @@ class Worker:
 _RANDOM = "a Llama shape of 1.1 billion parameters, random weights"
 
 
-def programs(folder: Path, stored: Mapping[str, str], peer_python: str, before: Path | None) -> dict[str, Worker]:
+def programs(
+    folder: Path | None, stored: Mapping[str, str], peer_python: str, before: Path | None
+) -> dict[str, Worker]:
     """Every program that is compared, started.
 
     Args:
-        folder: Where `make_gguf` wrote its files.
+        folder: Where `make_gguf` wrote its files; None: llama.cpp stays out.
         stored: Folders of stored models by bits; none: random weights.
         peer_python: Interpreter that has llama-cpp-python.
         before: Checkout of another version of this program.
@@ -94,8 +96,8 @@ def programs(folder: Path, stored: Mapping[str, str], peer_python: str, before: 
             for name, tree in trees.items():
                 worker = Worker(sys.executable, "ours", model, str(k_chunk), tree=tree)
                 found[f"{name} {bits}-bit{compensated}"] = worker
-    for kind in PEERS:
-        found[f"llama.cpp {kind}"] = Worker(peer_python, "llama", str(folder / f"{kind}.gguf"))
+    for file in (folder / f"{kind}.gguf" for kind in PEERS if folder is not None):
+        found[f"llama.cpp {file.stem}"] = Worker(peer_python, "llama", str(file))
     return found
 
 
@@ -154,7 +156,7 @@ def measure(workers: Mapping[str, Worker], spinners: int, arguments: argparse.Na
 def main() -> None:
     """Run the comparison and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path, help="where make_gguf wrote its files")
+    parser.add_argument("folder", type=Path, nargs="?", help="where make_gguf wrote its files; none: without llama.cpp")
     parser.add_argument("--stored", action="append", default=[], metavar="BITS=FOLDER")
     parser.add_argument("--peer-python", default=sys.executable, help="interpreter that has llama-cpp-python")
     parser.add_argument("--before", type=Path, metavar="TREE", help="checkout of another version, to compare with")
@@ -174,7 +176,7 @@ def main() -> None:
         worker.close()
     options = f"--rounds {arguments.rounds} --tokens {arguments.tokens} --spinners {arguments.spinners}"
     report = {
-        "command": f"python -m tests.peers.compare FOLDER {options}",
+        "command": f"python -m tests.peers.compare {'FOLDER ' if arguments.folder else ''}{options}",
         "date": dt.datetime.now(tz=dt.UTC).date().isoformat(),
         "model": arguments.model or (", ".join(stored.values()) if stored else _RANDOM),
         "cpu": detect_cpu().name,
