@@ -8,7 +8,8 @@ Weights are named `embed`, `layers.{i}.input_norm`, `layers.{i}.qkv`, `layers.{i
 `layers.{i}.down`, `layers.{i}.down_norm`, `norm`, `head`; a bias belongs to its linear layer. q, k, v and the gate of
 attention are fused along the output in that order, and so are gate and up, and what a convolution or a delta rule
 reads; these have more vectors (`ModelSpec.block_vectors`). Experts have `layers.{i}.experts.{e}.gate_up` and
-`layers.{i}.experts.{e}.down`, and their router is `layers.{i}.router`, its bias `layers.{i}.router_bias`.
+`layers.{i}.experts.{e}.down`, and their router is `layers.{i}.router`, with its `router_bias`
+and `router_correction`.
 """
 
 from __future__ import annotations

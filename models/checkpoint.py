@@ -168,9 +168,12 @@ class Checkpoint:
                     f"asks for {list(shape)}. {files.remedy}"
                 )
             entry.check_readable()
+        further = f"model.layers.{self.spec.num_layers}."
         for key, entry in files.entries.items():
             # Old Llama checkpoints store the rotary frequencies, which follow from config.json.
-            if key.startswith("model.layers.") and key not in expected and not key.endswith("rotary_emb.inv_freq"):
+            needless = key.endswith("rotary_emb.inv_freq")
+            needless = needless or (files.family.predicts_further and key.startswith(further))
+            if key.startswith("model.layers.") and key not in expected and not needless:
                 raise CheckpointError(
                     f"{entry.path}: the tensor '{entry.name}' has no place in a {self.spec.family} model of "
                     f"{self.spec.num_layers} layers as {files.described_in} describes it. {files.remedy}"

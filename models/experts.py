@@ -17,7 +17,7 @@ from typing import Self
 
 import torch
 
-from models.families.family import PROJECTIONS, Family
+from models.families.family import CORRECTION, PROJECTIONS, Family
 from models.spec import MixtureSpec
 from models.stored_tensor import StoredTensor
 
@@ -73,7 +73,7 @@ _STACKED = re.compile(r"(?P<experts>model\.layers\.\d+\.mlp\.experts)\.(?P<name>
 _STACKED_OR_BIAS = re.compile(
     r"(?P<experts>model\.layers\.\d+\.mlp\.experts)\.(?P<name>gate_up_proj|down_proj)(?P<weight>\.weight)?(?P<bias>_bias)?"
 )
-_SHARED = re.compile(r"(?P<mlp>model\.layers\.\d+\.mlp)\.shared_expert\.(?P<name>[a-z]+_proj)\.weight")
+_SHARED = re.compile(r"(?P<mlp>model\.layers\.\d+\.mlp)\.shared_expert\.(?P<name>[a-z_]+_proj)\.weight")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _MODULES: Mapping[str, tuple[str, ...]] = {
     "gate_up_proj": PROJECTIONS["gate_up"],
@@ -100,8 +100,16 @@ def separate(
         name = own
         for old, new in family.renamed.items():
             name = name.replace(old, new)
+        if name.endswith(CORRECTION):
+            # ERNIE has it as a row.
+            found[name] = Part(tensor=tensor, shape=tensor.shape[1:]) if len(tensor.shape) > 1 else tensor
+            continue
         if mixture is not None and mixture.shared and (own_one := _SHARED.fullmatch(name)):
-            found |= _of_shared(tensor, own_one["mlp"], own_one["name"], mixture)
+            modules = _MODULES.get(own_one["name"], ())
+            rows = tensor.shape[0] // len(modules) if modules else 0
+            for at, module in enumerate(modules):
+                half = tensor.rows(at * rows, rows) if len(modules) > 1 else tensor
+                found |= _of_shared(half, own_one["mlp"], module, mixture)
             continue
         if family.alternating and (parts := _of_alternating(tensor, name)):
             found |= parts

@@ -397,7 +397,8 @@ class _Operations(architecture.StateOperations[Tensor]):
             self.oracle.observe(name, x)
         flat, (weight, _) = x.flatten(0, -2), self.oracle.parameters(name)
         bias = self.oracle.parameters(f"{name}_bias")[0] if mixture.bias else None
-        chosen, shares = route(functional.linear(flat, weight, bias).float(), mixture)
+        correction = self.oracle.parameters(f"{name}_correction")[0].float() if mixture.corrected else None
+        chosen, shares = route(functional.linear(flat, weight, bias).float(), mixture, correction)
         total = torch.zeros_like(flat)
         for expert in torch.unique(chosen).tolist():
             rows, places = (chosen == expert).nonzero(as_tuple=True)

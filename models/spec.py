@@ -11,6 +11,7 @@ Activation = Literal["silu", "gelu_tanh", "clamped_silu"]
 CLAMPED_GAIN = 1.702
 """Of its sigmoid."""
 NormForm = Literal["head", "all", "turned"]
+Scoring = Literal["softmax", "sigmoid"]
 Mixer = Literal["attention", "convolution", "delta"]
 """What mixes the tokens of a block: attention, with a cache; the others have a state instead."""
 
@@ -111,6 +112,14 @@ class MixtureSpec:
 
     bias: bool = False
     """Whether the router and the experts' layers have biases (gpt-oss)."""
+    scoring: Scoring = "softmax"
+    """What makes scores of the router's logits: a softmax over all, or the sigmoid of each (DeepSeek-V3, GLM-4.5)."""
+    corrected: bool = False
+    """Whether a vector is added to the scores for the choice, but not to the shares (DeepSeek-V3, §2.1.2)."""
+    scale: float = 1.0
+    """Factor of the shares of the experts that are chosen."""
+    gated: bool = True
+    """Whether the share of shared experts is the sigmoid of another logit of the router; else it is 1."""
 
     @property
     def held(self) -> int:
@@ -124,12 +133,12 @@ class MixtureSpec:
 
     @property
     def scores(self) -> int:
-        """Rows of the router: one for each expert to choose from, and one whose sigmoid is the share of shared ones."""
-        return self.experts + (self.shared > 0)
+        """Rows of the router: one for each expert to choose from, and one for a gated share of shared ones."""
+        return self.experts + (self.shared > 0 and self.gated)
 
 
 def router_of(layer: int) -> str:
-    """Name of the router of a block. Its bias is called `layers.3.router_bias`."""
+    """Name of the router of a block. It may have `layers.3.router_bias` and `layers.3.router_correction`."""
     return f"layers.{layer}.router"
 
 
@@ -299,6 +308,8 @@ class ModelSpec:
             vectors |= dict.fromkeys(("decay", "dt"), self.delta.value_heads) | {"gain": self.delta.value_dim}
         if self.mixture is not None and self.mixture.bias and self.has_experts(layer):
             vectors["router_bias"] = self.mixture.scores
+        if self.mixture is not None and self.mixture.corrected and self.has_experts(layer):
+            vectors["router_correction"] = self.mixture.experts
         if self.norm_after:
             vectors |= {"o_norm": self.hidden_size, "down_norm": self.hidden_size}
         return {f"layers.{layer}.{name}": width for name, width in vectors.items()}

@@ -8,14 +8,14 @@ from difflib import get_close_matches
 from typing import Any
 
 from models.errors import UnsupportedModelError
-from models.families.ernie4_5 import ERNIE4_5
+from models.families.ernie4_5 import ERNIE4_5, ERNIE4_5_MOE
 from models.families.exaone4 import EXAONE4
 from models.families.family import Family
 from models.families.fields import PUBLISHED, Fields
 from models.families.gemma import GEMMA2, GEMMA3
-from models.families.glm4 import GLM4
+from models.families.glm4 import GLM4, GLM4_MOE
 from models.families.gpt_oss import GPT_OSS
-from models.families.granite import GRANITE, GRANITE_MOE
+from models.families.granite import GRANITE, GRANITE_MOE, GRANITE_MOE_SHARED
 from models.families.hunyuan import HUNYUAN
 from models.families.lfm2 import LFM2
 from models.families.llama import LLAMA
@@ -34,7 +34,8 @@ FAMILIES: Mapping[str, Family] = {
     for family in (
         *(LLAMA, MISTRAL, MINISTRAL, MINISTRAL3, QWEN2, QWEN3, PHI3, SMOLLM3, GRANITE, SEED_OSS),
         *(GEMMA2, GEMMA3, OLMO2, OLMO3, EXAONE4, GLM4, HUNYUAN, ERNIE4_5, LFM2, QWEN35),
-        *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, QWEN35_MOE, GRANITE_MOE, OLMOE, GPT_OSS),
+        *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, QWEN35_MOE, GRANITE_MOE, GRANITE_MOE_SHARED, OLMOE, GPT_OSS),
+        *(GLM4_MOE, ERNIE4_5_MOE),
     )
 }
 """Every supported family by its `model_type`."""
@@ -44,7 +45,7 @@ SUPPORTED = (
     "Seed-OSS, Gemma 2/3, OLMo 2/3, EXAONE 4, GLM-4, Hunyuan, ERNIE 4.5 and LFM2"
 )
 """The families as an error message names them."""
-MIXTURES = "gpt-oss, Mixtral, Qwen2-MoE, Qwen3-MoE, Qwen3.5-MoE, OLMoE and Granite-MoE"
+MIXTURES = "gpt-oss, Mixtral, Qwen2-MoE, Qwen3-MoE, Qwen3.5-MoE, GLM-4.5, ERNIE 4.5, OLMoE and Granite-MoE"
 """Those with experts."""
 
 READ_QUANTIZED = ("fp8", "mxfp4", "awq", "gptq", "compressed-tensors")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TypedDict
+from typing import TypedDict, Unpack
 
 from models.errors import CheckpointError, UnsupportedModelError
 from models.families.fields import Fields
-from models.spec import Activation, Mixer, MixtureSpec, ModelSpec
+from models.spec import Activation, Mixer, MixtureSpec, ModelSpec, Scoring
 
 SEPARATE_LINEAR_SOURCES: Mapping[str, tuple[str, ...]] = {
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -28,6 +28,7 @@ NORMS: Mapping[str, str] = {
     "k_norm": "self_attn.k_norm",
     "sinks": "self_attn.sinks",
     "router_bias": "mlp.router",
+    "router_correction": "mlp.gate",
 }
 """Modules of a block's norms, and its other vectors, as most families call them."""
 NORMS_AFTER: Mapping[str, str] = {
@@ -37,9 +38,20 @@ NORMS_AFTER: Mapping[str, str] = {
     "down_norm": "post_feedforward_layernorm",
 }
 """The same in families with norms behind attention and MLP."""
-_PARTS = {"sinks": "", "decay": "", "dt": "", "conv_bias": ".bias", "router_bias": ".bias"}
+CORRECTION = ".e_score_correction_bias"
+"""How the tensor of a router's correction is called behind its module."""
+_PARTS = {
+    "sinks": "",
+    "decay": "",
+    "dt": "",
+    "conv_bias": ".bias",
+    "router_bias": ".bias",
+    "router_correction": CORRECTION,
+}
 """How tensors of vectors are called behind the name of their module, if not `.weight`."""
 _ACTIVATIONS: Mapping[str, Activation] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+"""Keys of the number of experts."""
 DEEPEST, WIDEST, LARGEST_VOCABULARY, MOST_EXPERTS = 1000, 1 << 20, 1 << 24, 4096
 """Maximum numbers of blocks, channels, tokens and experts of a model: ten times those of the largest known ones."""
 
@@ -76,6 +88,8 @@ class Family:
     """Modules of a block's router: of the experts to choose from, and of the share of shared ones."""
     alternating: bool = False
     """Whether gate and up alternate in tensors of all experts, which are [E, inputs, outputs] (`models.experts`)."""
+    predicts_further: bool = False
+    """Whether more blocks may follow the last, which predict further tokens (MTP). They are left out."""
     renamed: Mapping[str, str] = field(default_factory=dict)
     """Parts of tensors' names in its checkpoints, and what they are called here (`models.experts`)."""
 
@@ -103,6 +117,16 @@ class Family:
         """The tensor of a norm or another vector by its name in `models.architecture`."""
         (module,) = self.sources(name, mixer)
         return module + _PARTS.get(name.rsplit(".", 1)[-1], ".weight")
+
+
+class Routing(TypedDict, total=False):
+    """The fields of `MixtureSpec` of the same names."""
+
+    bias: bool
+    scoring: Scoring
+    corrected: bool
+    scale: float
+    gated: bool
 
 
 class Common(TypedDict):
@@ -172,7 +196,8 @@ def read_mixture(
     normalized: bool,
     dense: tuple[int, ...] = (),
     shared: str = "",
-    bias: bool = False,
+    counted: str = "",
+    **how: Unpack[Routing],
 ) -> MixtureSpec:
     """Read the numbers of experts.
 
@@ -182,27 +207,29 @@ def read_mixture(
         normalized: Whether the shares of a token's experts add up to 1.
         dense: Blocks that have an MLP instead.
         shared: The key of the width of a shared expert, which counts as several if it is wider; "": there is none.
-        bias: Whether router and experts have biases.
+        counted: Instead, the key of the number of shared experts.
+        how: How experts are chosen and weighed.
 
     Raises:
         CheckpointError: A value is missing or not acceptable.
     """
-    key = "num_experts" if fields.table.get("num_local_experts") is None else "num_local_experts"
-    experts = fields.integer(key, most=MOST_EXPERTS)
-    chosen = fields.integer("num_experts_per_tok")
+    key = next((key for key in EXPERTS if fields.table.get(key) is not None), "num_experts")
+    per_token = "moe_k" if fields.table.get("moe_k") is not None else "num_experts_per_tok"
+    experts, chosen = fields.integer(key, most=MOST_EXPERTS), fields.integer(per_token)
     if chosen > experts:
-        raise fields.wrong("num_experts_per_tok", chosen, f"at most {key} ({experts})")
-    wide = fields.integer(shared, most=WIDEST) if shared else 0
+        raise fields.wrong(per_token, chosen, f"at most {key} ({experts})")
+    wide = fields.integer(shared, most=WIDEST) if shared and fields.table.get(shared) != 0 else 0
     if wide % width:
         raise fields.wrong(shared, wide, f"a multiple of the width of the other experts ({width})")
+    number = fields.integer(counted, most=MOST_EXPERTS) if counted and fields.table.get(counted) != 0 else 0
     return MixtureSpec(
         experts=experts,
         chosen=chosen,
         width=width,
         normalized=normalized,
         dense=dense,
-        shared=wide // width,
-        bias=bias,
+        shared=number or wide // width,
+        **how,
     )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 
 from models.families.family import SEPARATE_LINEAR_SOURCES, Family, read_common, read_mixture
 from models.families.fields import Fields
@@ -42,11 +43,22 @@ def _multipliers(fields: Fields) -> Mapping[str, float]:
     }
 
 
-def _read_mixture(fields: Fields) -> ModelSpec:
+def _read_mixture(fields: Fields, family: str) -> ModelSpec:
     spec = _read(fields)
-    mixture = read_mixture(fields, width=spec.intermediate_size, normalized=True)
-    return replace(spec, family="granitemoe", mixture=mixture)
+    shared = "shared_intermediate_size" if family == "granitemoeshared" else ""
+    mixture = read_mixture(fields, width=spec.intermediate_size, normalized=True, shared=shared, gated=False)
+    return replace(spec, family=family, mixture=mixture)
 
+
+_RENAMED: Mapping[str, str] = {
+    "block_sparse_moe.input_linear.weight": "mlp.experts.gate_up_proj",
+    "block_sparse_moe.output_linear.weight": "mlp.experts.down_proj",
+    "block_sparse_moe.router.layer.": "mlp.gate.",
+    "block_sparse_moe.router.": "mlp.gate.",
+    "block_sparse_moe.": "mlp.",
+    "shared_mlp.input_linear.": "mlp.shared_expert.gate_up_proj.",
+    "shared_mlp.output_linear.": "mlp.shared_expert.down_proj.",
+}
 
 GRANITE = Family(
     model_type="granite",
@@ -60,16 +72,21 @@ GRANITE = Family(
 GRANITE_MOE = Family(
     model_type="granitemoe",
     architecture="GraniteMoeForCausalLM",
-    read=_read_mixture,
+    read=partial(_read_mixture, family="granitemoe"),
     linear_sources=SEPARATE_LINEAR_SOURCES,
     multipliers=_multipliers,
     mixture=True,
-    renamed={
-        "block_sparse_moe.input_linear.weight": "mlp.experts.gate_up_proj",
-        "block_sparse_moe.output_linear.weight": "mlp.experts.down_proj",
-        "block_sparse_moe.router.layer.": "mlp.gate.",
-        "block_sparse_moe.router.": "mlp.gate.",
-        "block_sparse_moe.": "mlp.",
-    },
+    renamed=_RENAMED,
 )
 """Granite 3.0 and 3.1, 1B-A400M and 3B-A800M."""
+
+GRANITE_MOE_SHARED = Family(
+    model_type="granitemoeshared",
+    architecture="GraniteMoeSharedForCausalLM",
+    read=partial(_read_mixture, family="granitemoeshared"),
+    linear_sources=SEPARATE_LINEAR_SOURCES,
+    multipliers=_multipliers,
+    mixture=True,
+    renamed=_RENAMED,
+)
+"""Granite mixtures with a shared expert."""

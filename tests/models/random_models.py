@@ -50,6 +50,8 @@ GRANITE = {"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_m
 DELTA_FIRST = ["linear_attention", "full_attention", "linear_attention"]
 MIXTURE = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "decoder_sparse_step": 2}
 
+SIGMOIDS = {"n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "head_dim": 16}
+
 
 def longrope(pairs: int, **more: float) -> dict[str, Any]:
     """Rotary parameters of Phi-3.5's kind for a head with `pairs` rotating pairs of channels."""
@@ -135,6 +137,19 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "GraniteMoe",
         {**GRANITE, "num_local_experts": 4, "num_experts_per_tok": 2, "tie_word_embeddings": True},
     ),
+    "granite-moe-shared": (
+        "GraniteMoeShared",
+        {**GRANITE, "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 96},
+    ),
+    "glm4-moe": ("Glm4Moe", {**SIGMOIDS, "n_shared_experts": 2, "use_qk_norm": True, "routed_scaling_factor": 1.8}),
+    "glm4-moe-biases": (
+        "Glm4Moe",
+        {**SIGMOIDS, "head_dim": 12, "first_k_dense_replace": 0, "norm_topk_prob": False, "attention_bias": True},
+    ),
+    "ernie-moe": (
+        "Ernie4_5_Moe",
+        {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 20, "moe_layer_interval": 2, "head_dim": 12},
+    ),
     "seed-oss": ("SeedOss", {"head_dim": 16}),
     "qwen3.5": ("Qwen3_5", {**DELTA, "layer_types": DELTA_FIRST}),
     "qwen3.5-moe": (
@@ -207,7 +222,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 """Family and what is special, by a name."""
 
 
-MIXTURES = ("Mixtral", "GptOss", "Qwen2Moe", "Qwen3Moe", "Qwen3_5Moe", "GraniteMoe", "Olmoe")
+MIXTURES = (
+    *("Mixtral", "GptOss", "Qwen2Moe", "Qwen3Moe", "Qwen3_5Moe", "GraniteMoe", "GraniteMoeShared", "Olmoe"),
+    *("Glm4Moe", "Ernie4_5_Moe"),
+)
 """Families with experts."""
 DRAWN_FAMILIES = (
     *("Llama", "Mistral", "Ministral", "Qwen2", "Qwen3", "Phi3", "SmolLM3", "Granite", "SeedOss", "Lfm2", "Qwen3_5"),
@@ -271,6 +289,28 @@ NEW_DRAWN: dict[str, Callable[[random.Random, int, list[str], int], dict[str, An
         "block_auto_adjust_ff_dim": own.random() < 0.5,
         "block_multiple_of": own.randint(1, 20),
         "block_ffn_dim_multiplier": own.uniform(0.5, 2),
+    },
+    "Glm4Moe": lambda own, _window, mask, dim: {
+        # Not one alone: transformers adds up the two best of its group.
+        "n_routed_experts": (experts := own.randint(2, 9)),
+        "num_experts_per_tok": own.randint(1, experts),
+        "moe_intermediate_size": own.randint(3, 40),
+        "n_shared_experts": own.randint(1, 3),
+        "first_k_dense_replace": own.randint(0, len(mask)),
+        "norm_topk_prob": own.random() < 0.5,
+        "routed_scaling_factor": own.uniform(0.5, 2),
+        "use_qk_norm": own.random() < 0.5,
+        "attention_bias": own.random() < 0.5,
+        "partial_rotary_factor": 2 * own.randint(1, dim // 2) / dim,
+    },
+    "Ernie4_5_Moe": lambda own, _window, mask, _: {
+        "moe_num_experts": (experts := own.randint(1, 9)),
+        "moe_k": own.randint(1, experts),
+        "moe_intermediate_size": own.randint(3, 40),
+        "moe_num_shared_experts": own.randint(0, 2),
+        "moe_layer_interval": own.randint(1, 2),
+        "moe_layer_start_index": own.randint(0, 1),
+        "moe_layer_end_index": own.choice([-1, len(mask) - 1]),
     },
     "Qwen3_5": lambda own, _window, mask, dim: {
         "layer_types": [own.choice(["linear_attention", "full_attention"]) for _ in mask],
@@ -339,15 +379,17 @@ def drawn_changes(family: str, seed: int) -> dict[str, Any]:
     shared = {"shared_expert_intermediate_size": generator.randint(1, 3) * of_qwen["moe_intermediate_size"]}
     own["Qwen2Moe"] = {**own["Qwen2"], **of_qwen, **shared, "qkv_bias": flag()}
     own["GraniteMoe"] = {**own["Granite"], "num_local_experts": experts, **chosen}
+    own["GraniteMoeShared"] = {**own["GraniteMoe"], "intermediate_size": 24, "shared_intermediate_size": 24 * experts}
     dense = family.removesuffix("Moe") if family == "Qwen3_5Moe" else family
     if dense in NEW_DRAWN:
         own[family] = NEW_DRAWN[dense](generator, window or 4, mask, dim)
     if dense != family:
         own[family] |= {key: of_qwen[key] for key in ("num_experts", "moe_intermediate_size")} | chosen | shared
     # Heads of these are as wide as the hidden size says; the others take any width.
-    divided = family in ("Qwen2", "Qwen2Moe", "Phi3", "SmolLM3", "Granite", "GraniteMoe", "Olmoe", "Lfm2")
+    divided = family in ("Qwen2", "Qwen2Moe", "Phi3", "SmolLM3", "Granite", "Olmoe", "Lfm2")
+    divided = divided or family.startswith("GraniteMoe")
     hidden = heads * dim if divided else heads * generator.randint(2, 20)
-    width = {} if divided else {"head_dim": dim}
+    of_heads = {} if divided else {"head_dim": dim}
     return {
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
@@ -355,7 +397,7 @@ def drawn_changes(family: str, seed: int) -> dict[str, Any]:
         "hidden_size": hidden,
         "intermediate_size": generator.randint(5, 90),
         "tie_word_embeddings": flag(),
-        **width,
+        **of_heads,
         **own[family],
     }
 
@@ -385,6 +427,9 @@ def random_model(family: str, *, seed: str = "", **changes: Any) -> Any:
                 parameter.normal_(0.0 if offset else 1.0, 0.3)
             else:
                 parameter.normal_(0.0, 0.5 if parameter.ndim == 1 else 1.5 / math.sqrt(parameter.shape[-1]))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0.0, 0.5)
     return model
 
 

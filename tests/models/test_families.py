@@ -331,6 +331,55 @@ def test_attention_bias_is_refused_where_the_family_has_none(family: str) -> Non
         spec_from_config(tiny(family, attention_bias=True))
 
 
+MIXED: dict[str, Any] = {"moe_intermediate_size": 16, "num_experts_per_tok": 2, "n_routed_experts": 4}
+"""Experts of GLM-4.5."""
+ERNIE: dict[str, Any] = {"moe_intermediate_size": 16, "moe_k": 2, "moe_num_experts": 4}
+
+
+def test_glm_4_5_has_experts_behind_its_first_blocks() -> None:
+    spec = spec_from_config(tiny("glm4_moe", **MIXED, first_k_dense_replace=2, routed_scaling_factor=1.5))
+    assert [spec.has_experts(layer) for layer in range(4)] == [False, False, True, True]
+    assert spec.mixture is not None
+    assert (spec.mixture.scoring, spec.mixture.scale, spec.mixture.held, spec.mixture.scores) == ("sigmoid", 1.5, 5, 4)
+
+
+def test_ernie_4_5_has_experts_in_every_so_many_blocks() -> None:
+    spec = spec_from_config(tiny("ernie4_5_moe", **ERNIE, moe_layer_interval=2, moe_layer_start_index=2))
+    assert [spec.has_experts(layer) for layer in range(4)] == [False, False, False, True]
+    assert spec.tied
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "word"),
+    [
+        ("glm4_moe", {**MIXED, "n_group": 2}, "n_group"),
+        ("ernie4_5_moe", {**ERNIE, "use_bias": True}, "use_bias"),
+        ("ernie4_5_moe", {**ERNIE, "moe_norm_min": 0.5}, "moe_norm_min"),
+    ],
+)
+def test_other_routers_are_refused(family: str, changes: dict[str, Any], word: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=rf"{word}.*Choose another model\."):
+        spec_from_config(tiny(family, **changes))
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "word"),
+    [
+        ("glm4_moe", {**MIXED, "num_experts_per_tok": 5}, r"at most n_routed_experts \(4\)"),
+        ("glm4_moe", {**MIXED, "n_shared_experts": -1}, "n_shared_experts"),
+        ("ernie4_5_moe", {**ERNIE, "moe_layer_end_index": "all"}, "moe_layer_end_index.*number of a layer"),
+        (
+            "granitemoeshared",
+            {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 97},
+            "multiple",
+        ),
+    ],
+)
+def test_wrong_numbers_of_experts_are_named(family: str, changes: dict[str, Any], word: str) -> None:
+    with pytest.raises(CheckpointError, match=word):
+        spec_from_config(tiny(family, **changes))
+
+
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
 

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from models import architecture
 from models.checkpoint import Checkpoint
+from models.errors import CheckpointError
 from models.families import spec_from_config
 from models.oracle import Oracle
 from models.spec import ModelSpec, expert_of
@@ -225,7 +226,7 @@ def test_observer_sees_what_modules_of_transformers_receive(pair: tuple[Any, Che
     seen: list[tuple[str, torch.Tensor]] = []
     expected: dict[str, torch.Tensor] = {}
     modules, spec, family = {}, checkpoint.spec, checkpoint.files.family
-    router = "block_sparse_moe.router" if spec.family == "granitemoe" else family.routers[0]
+    router = "block_sparse_moe.router" if spec.family.startswith("granitemoe") else family.routers[0]
     for name in spec.linear_names():
         layer = None if name == "head" else int(name.split(".")[1])
         if layer is None or len(name.split(".")) == 3:
@@ -250,6 +251,23 @@ def test_observer_sees_what_modules_of_transformers_receive(pair: tuple[Any, Che
     for name, x in seen:
         if expert_of(name) is None:
             assert_close(x, expected[name].view_as(x), "model")
+
+
+def test_blocks_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
+    model = random_case("glm4-moe")
+    model.save_pretrained(tmp_path)
+    held = safetensors.torch.load_file(tmp_path / "model.safetensors")
+    block = {name: tensor for name, tensor in held.items() if name.startswith("model.layers.2.")}
+    further = {name.replace("layers.2.", "layers.3."): tensor.clone() for name, tensor in block.items()}
+    safetensors.torch.save_file(
+        held | further | {"model.layers.3.eh_proj.weight": torch.ones(4, 8)}, tmp_path / "model.safetensors"
+    )
+    assert_close(Oracle(Checkpoint.open(tmp_path)).logits(tokens_of(5)), theirs(model, tokens_of(5)).logits, "model")
+    safetensors.torch.save_file(
+        held | {"model.layers.4.eh_proj.weight": torch.ones(4, 8)}, tmp_path / "model.safetensors"
+    )
+    with pytest.raises(CheckpointError, match=r"model\.layers\.4\.eh_proj.*has no place"):
+        Checkpoint.open(tmp_path)
 
 
 @pytest.mark.parametrize("case", ["mixtral", "qwen3-moe-dense"])

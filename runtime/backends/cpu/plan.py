@@ -446,7 +446,22 @@ class PlanOperations:
         routes = Routes(*(_address(self._buffer(f"router {name}", (count,), kind)) for name, count, kind in records))
         numbers = _address(self._buffer("router chosen", (pairs,), np.int64))
         shares = _address(self._buffer("router shares", (pairs,), np.float32))
-        self._emit(op.Route(logits, experts, chosen, mixture.shared, mixture.normalized, numbers, shares, routes))
+        self._emit(
+            op.Route(
+                logits,
+                experts,
+                chosen,
+                mixture.shared,
+                gated=mixture.gated,
+                sigmoids=mixture.scoring == "sigmoid",
+                correction=self._vector(f"{router_of(layer)}_correction") if mixture.corrected else 0,
+                scale=mixture.scale,
+                normalized=mixture.normalized,
+                chosen_at=numbers,
+                shares_at=shares,
+                to=routes,
+            )
+        )
         return routes
 
     def _multiply(

@@ -254,8 +254,9 @@ class _Pass(StateOperations[torch.Tensor]):
     def _mixture(self, x: torch.Tensor, positions: torch.Tensor, layer: int) -> torch.Tensor:
         """The experts of some rows, one after the other. float32 [M, C] -> the same."""
         assert self._spec.mixture is not None
-        bias = self._decoder.vectors.get(f"{router_of(layer)}_bias")
-        chosen, shares = route(gemv(x, self._decoder.routers[router_of(layer)], bias), self._spec.mixture)
+        name = router_of(layer)
+        bias, correction = (self._decoder.vectors.get(f"{name}_{kind}") for kind in ("bias", "correction"))
+        chosen, shares = route(gemv(x, self._decoder.routers[name], bias), self._spec.mixture, correction)
         total = torch.zeros_like(x)
         for expert in torch.unique(chosen).tolist():
             rows, places = (chosen == expert).nonzero(as_tuple=True)

@@ -346,7 +346,15 @@ class Route(NamedTuple):
     chosen: int
     """Experts of a row."""
     shared: int
-    """Those of either that every row goes to: the last ones. Their share is the sigmoid of the last logit."""
+    """Those of either that every row goes to: the last ones."""
+    gated: bool
+    """Whether their share is the sigmoid of the last logit; else it is 1."""
+    sigmoids: bool
+    """Whether scores are sigmoids of the logits; else they are their softmax."""
+    correction: int
+    """Address of float32 [experts that are chosen from], added to scores for the choice; 0: there is none."""
+    scale: float
+    """Factor of the shares of those that are chosen."""
     normalized: bool
     """Whether the shares of the others add up to 1."""
     chosen_at: int

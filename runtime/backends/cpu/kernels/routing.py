@@ -49,21 +49,42 @@ def score(x: int, weight: int, channels: int) -> float:
 
 
 @kernel
-def choose_experts(logits: int, experts: int, chosen: int, normalized: int, out: int, shares: int) -> None:
-    """Choose the experts with the largest logits; the first of equal ones.
+def rank_experts(logits: int, correction: int, experts: int, sigmoids: int, ranks: int) -> None:
+    """Add a correction to the scores of all experts.
 
     Args:
         logits: Address of float32 [experts].
+        correction: Likewise.
+        experts: E.
+        sigmoids: Whether scores are sigmoids, else a softmax.
+        ranks: Address of float32 [experts], written.
+    """
+    highest = get_float(logits)
+    for e in range(1, experts):
+        highest = max(highest, get_float(logits + 4 * e))
+    total = numba.float32(0.0)
+    for e in range(experts):
+        total += _exp(get_float(logits + 4 * e) - highest)
+    for e in range(experts):
+        logit = get_float(logits + 4 * e)
+        scored = sigmoid(logit) if sigmoids != 0 else numba.float32(_exp(logit - highest) / total)
+        set_float(ranks + 4 * e, numba.float32(scored + get_float(correction + 4 * e)))
+
+
+@kernel
+def choose_experts(ranks: int, experts: int, chosen: int, out: int) -> None:
+    """Choose the experts with the highest ranks; the first of equal ones.
+
+    Args:
+        ranks: Address of float32 [experts].
         experts: E.
         chosen: Number of experts to choose.
-        normalized: Whether the shares add up to 1.
         out: Address of int64 [chosen], ascending, written.
-        shares: Address of float32 [chosen], written.
     """
     for n in range(chosen):
         best, largest = -1, numba.float32(0.0)
         for e in range(experts):
-            value = get_float(logits + 4 * e)
+            value = get_float(ranks + 4 * e)
             if best < 0 or value > largest:
                 taken = False
                 for other in range(n):
@@ -75,20 +96,39 @@ def choose_experts(logits: int, experts: int, chosen: int, normalized: int, out:
             set_word(out + 8 * at, get_word(out + 8 * (at - 1)))
             at -= 1
         set_word(out + 8 * at, best)
-    highest = get_float(logits + 4 * get_word(out))
+
+
+@kernel
+def share_out(
+    logits: int, experts: int, chosen: int, sigmoids: int, normalized: int, scale: float, numbers: int, shares: int
+) -> None:
+    """Compute the shares of chosen experts.
+
+    Args:
+        logits: Address of float32 [experts].
+        experts: E.
+        chosen: Number of chosen experts.
+        sigmoids: Whether scores are sigmoids, else a softmax.
+        normalized: Whether the shares add up to 1 before they are scaled.
+        scale: Their factor.
+        numbers: Address of int64 [chosen], the chosen ones.
+        shares: Address of float32 [chosen], written.
+    """
+    highest = get_float(logits + 4 * get_word(numbers))
     for n in range(1, chosen):
-        highest = max(highest, get_float(logits + 4 * get_word(out + 8 * n)))
+        highest = max(highest, get_float(logits + 4 * get_word(numbers + 8 * n)))
     total = numba.float32(0.0)
     for n in range(chosen):
-        share = _exp(get_float(logits + 4 * get_word(out + 8 * n)) - highest)
+        logit = get_float(logits + 4 * get_word(numbers + 8 * n))
+        share = sigmoid(logit) if sigmoids != 0 else _exp(logit - highest)
         set_float(shares + 4 * n, share)
         total += share
     if normalized == 0:
-        total = numba.float32(0.0)
-        for e in range(experts):
+        total = numba.float32(1.0 if sigmoids != 0 else 0.0)
+        for e in range(0 if sigmoids != 0 else experts):
             total += _exp(get_float(logits + 4 * e) - highest)
     for n in range(chosen):
-        set_float(shares + 4 * n, numba.float32(get_float(shares + 4 * n) / total))
+        set_float(shares + 4 * n, numba.float32(get_float(shares + 4 * n) / total * scale))
 
 
 @kernel

@@ -28,7 +28,7 @@ from runtime.backends.cpu.kernels.gate import clamped_gate
 from runtime.backends.cpu.kernels.gate import gate as gate_channels
 from runtime.backends.cpu.kernels.gemm import row_block
 from runtime.backends.cpu.kernels.residual import few_rows
-from runtime.backends.cpu.kernels.routing import choose_experts, group_rows, score, sigmoid
+from runtime.backends.cpu.kernels.routing import choose_experts, group_rows, rank_experts, score, share_out, sigmoid
 from runtime.backends.cpu.kernels.views import (
     counts_at,
     expert_at,
@@ -90,10 +90,16 @@ def route(i: int, control: int, _part: int, _parts: int, scratch: int) -> None:
     for row in range(rows):
         logits = of.logits.at + row * of.logits.stride
         chosen, shares = of.chosen_at + 8 * of.chosen * row, of.shares_at + 4 * of.chosen * row
-        choose_experts(logits, experts, count, of.normalized, chosen, shares)
+        ranks = logits
+        if of.correction != 0:
+            rank_experts(logits, of.correction, experts, of.sigmoids, scratch)
+            ranks = scratch
+        choose_experts(ranks, experts, count, chosen)
+        share_out(logits, experts, count, of.sigmoids, of.normalized, of.scale, chosen, shares)
         for n in range(of.shared):
             set_word(chosen + 8 * (count + n), experts + n)
-            set_float(shares + 4 * (count + n), sigmoid(get_float(logits + 4 * experts)))
+            share = sigmoid(get_float(logits + 4 * experts)) if of.gated else numba.float32(1.0)
+            set_float(shares + 4 * (count + n), share)
     group_rows(of, rows, scratch)
 
 
