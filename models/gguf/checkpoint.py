@@ -13,21 +13,21 @@ from models.families.fields import Fields
 from models.generation_config import gguf_generation_config
 from models.gguf.architectures import ARCHITECTURES
 from models.gguf.config import REMEDY, check_kind, config_of
-from models.gguf.header import read_header
+from models.gguf.parts import read_model
 from models.gguf.tensors import name_in_file, tensors_of
 from models.gguf.tokenizer import check_tokenizer, tokenizer_files
 from models.stored_tensor import weights_by_type
 
 
 def read_gguf(path: Path) -> CheckpointFiles:
-    """Read the description of a GGUF file.
+    """Read the description of a GGUF file, or of a model in several; any of them may be given.
 
     Raises:
-        UnsupportedModelError: the architecture, or an option of it, is not one this program runs; or the file is a part
-            of a model.
-        CheckpointError: the file is cut off, damaged, or something else.
+        UnsupportedModelError: the architecture, or an option of it, is not one this program runs.
+        CheckpointError: a file is cut off, damaged, missing, or something else.
     """
-    header = read_header(path)
+    header = read_model(path)
+    path = header.path
     architecture = check_kind(header)
     check_tokenizer(header)  # fail before hours of work are wasted
     heads: dict[str, int] = {}
@@ -51,7 +51,7 @@ def read_gguf(path: Path) -> CheckpointFiles:
         described_in="the metadata",
         remedy=REMEDY,
         entries=separate(tensors, family, spec.mixture),
-        weights=(path,),
+        weights=header.files,
         own_name=lambda name: name_in_file(name_in_checkpoint(name, spec.mixture), family),
         tokenizer=partial(tokenizer_files, header),
         types=weights_by_type(tensors.values()),

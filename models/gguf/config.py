@@ -52,12 +52,6 @@ def check_kind(header: Header) -> str:
         CheckpointError: the architecture is missing.
     """
     fields = Fields(table=header.metadata, source=str(header.path), remedy=REMEDY)
-    parts = header.metadata.get("split.count", 0)
-    if isinstance(parts, int) and parts > 1:
-        raise UnsupportedModelError(
-            f"{header.path}: is one of {parts} parts of a split model. Join them with llama.cpp's "
-            f"`llama-gguf-split --merge FIRST-PART.gguf WHOLE.gguf`, and give the whole."
-        )
     kind = fields.text("general.type", "model")
     if kind != "model":
         raise UnsupportedModelError(f"{header.path}: holds no model, but '{kind}' (general.type). Give a model's file.")

@@ -48,8 +48,10 @@ Value = bool | int | float | str | list[str] | memoryview
 class TensorInfo:
     """A tensor's location and type."""
 
+    path: Path
+    """The file."""
     name: str
-    """Its name in the file, `blk.0.attn_q.weight`."""
+    """Its name there, `blk.0.attn_q.weight`."""
     shape: tuple[int, ...]
     """The slowest dimension first, as numpy and safetensors have it (a file lists them the other way round)."""
     kind: str
@@ -65,7 +67,9 @@ class Header:
     """The part of a GGUF file before its weights."""
 
     path: Path
-    """The file."""
+    """The file; of several, the first."""
+    files: tuple[Path, ...]
+    """All files (`models.gguf.parts`)."""
     metadata: Mapping[str, Value]
     """Every value by its key."""
     tensors: Mapping[str, TensorInfo]
@@ -122,7 +126,7 @@ class _Reader:
         if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
             raise self._damaged(f"its alignment is {alignment!r}, which is no power of two")
         begin = -(-self._position // alignment) * alignment
-        return Header(path=self._path, metadata=metadata, tensors=self._placed(listed, begin))
+        return Header(path=self._path, files=(self._path,), metadata=metadata, tensors=self._placed(listed, begin))
 
     def _check_version(self) -> None:
         version: int = self._scalar("I")
@@ -151,7 +155,9 @@ class _Reader:
                     f"{self._path}: is cut off: the tensor '{name}' ends at byte {begin + offset + size}, the file at "
                     f"{len(self._data)}. {DOWNLOAD_AGAIN}"
                 )
-            tensors[name] = TensorInfo(name=name, shape=shape, kind=kind, offset=begin + offset, size=size)
+            tensors[name] = TensorInfo(
+                path=self._path, name=name, shape=shape, kind=kind, offset=begin + offset, size=size
+            )
         return tensors
 
     def _tensor(self) -> tuple[str, tuple[int, ...], str, int, int]:

@@ -67,14 +67,17 @@ _PIECE = 1 << 20
 class GgufTensor:
     """A tensor of a GGUF file as a Hugging Face checkpoint holds it."""
 
-    path: Path
-    """The file."""
     info: TensorInfo
     """Its location and type."""
     heads: int = 0
     """Number of heads whose rows llama.cpp reorders; 0 if it keeps the usual order."""
     convolves: bool = False
     """Whether it is the weight of a convolution."""
+
+    @property
+    def path(self) -> Path:
+        """The file."""
+        return self.info.path
 
     @property
     def name(self) -> str:
@@ -187,7 +190,7 @@ def tensors_of(header: Header, architecture: str, family: Family, heads: Mapping
     blocks = _block(family)
     for name, info in header.tensors.items():
         if name in _FACTORS:
-            tensors[name] = GgufTensor(path=header.path, info=info)
+            tensors[name] = GgufTensor(info=info)
             continue
         match = _NAME.fullmatch(name)
         module = None
@@ -200,7 +203,6 @@ def tensors_of(header: Header, architecture: str, family: Family, heads: Mapping
             )
         prefix = "" if match["layer"] is None else f"model.layers.{int(match['layer'])}."
         tensor = GgufTensor(
-            path=header.path,
             info=info,
             heads=heads.get(module, 0),
             convolves=module == "conv.conv" and match["part"] == "weight",

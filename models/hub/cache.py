@@ -129,7 +129,7 @@ class RepositoryCache:
             return None
         if gguf_type is not None or not (folder / CONFIG).is_file():
             try:
-                return folder / choose(self.name, [path.name for path in folder.glob("*.gguf")], gguf_type)
+                return folder / choose(self.name, [path.name for path in folder.glob("*.gguf")], gguf_type)[0]
             except CheckpointError:
                 return None
         try:

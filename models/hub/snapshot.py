@@ -1,6 +1,6 @@
 """The download of a checkpoint: its files, their order, and the step that makes the result visible.
 
-A repository of GGUF files gives one of them. Otherwise configuration and the index of shards come first, so that a
+A repository of GGUF files gives one model. Otherwise configuration and the index of shards come first, so that a
 gated repository, or one without safetensors, is detected before gigabytes are downloaded. Names and the revision's
 reference are written after every file is complete and verified, so that nobody finds half a checkpoint.
 """
@@ -36,8 +36,8 @@ def pull(
     """Download a checkpoint's files into the Hugging Face cache unless they are there.
 
     These are configuration, tokenizer, chat template and safetensors (the set in model.safetensors.index.json if there
-    are several), or one GGUF file (see `models.gguf_files`), never formats that can execute code. Earlier downloads are
-    resumed, even within a file. If the hub does not respond, a complete copy in the cache is used.
+    are several), or a GGUF file, maybe in parts (see `models.gguf_files`), never formats that can execute code. Earlier
+    downloads are resumed, even within a file. If the hub does not respond, a complete copy in the cache is used.
 
     Args:
         name: `owner/name`, or `owner/name:TYPE` for a GGUF file with weights of that type.
@@ -50,7 +50,7 @@ def pull(
         policy: Timeouts and retries.
 
     Returns:
-        The folder of the snapshot, `<cache>/models--owner--name/snapshots/<commit>`, or the GGUF file in it.
+        The folder of the snapshot, `<cache>/models--owner--name/snapshots/<commit>`, or the (first) GGUF file in it.
 
     Raises:
         HubError: the name or revision is invalid, the hub refuses, or it sent something other than it listed.
@@ -84,7 +84,7 @@ def pull(
         download = _Pull(cache, listing, revision, transport, progress)
         if gguf_type is None and not listing.is_gguf:
             return download.safetensors()
-        return download.gguf(listing.gguf[choose(repository, listing.gguf, gguf_type)])
+        return download.gguf([listing.gguf[file] for file in choose(repository, listing.gguf, gguf_type)])
 
 
 class _Pull:
@@ -105,10 +105,10 @@ class _Pull:
         self._progress = progress
         self._fresh: set[str] = set()
 
-    def gguf(self, file: RemoteFile) -> Path:
-        """Download one GGUF file. Returns its path in the snapshot."""
+    def gguf(self, files: list[RemoteFile]) -> Path:
+        """Download a GGUF model. Returns the path of its first file in the snapshot."""
         self._cache.prepare()
-        return self._weights([file]) / file.name
+        return self._weights(files) / files[0].name
 
     def safetensors(self) -> Path:
         """Download a checkpoint in safetensors. Returns the snapshot's folder."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from models.catalogue import KNOWN
 from models.errors import StoreError
-from models.gguf_files import DEFAULT_TYPES, type_of
+from models.gguf_files import DEFAULT_TYPES, PART, type_of
 from models.recipe import QOQ_STEPS, Recipe
 
 _PART = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9])?")
@@ -61,7 +61,8 @@ def source_name(checkpoint: Path) -> str:
     if folder.parent.name == "snapshots" and (match := _SNAPSHOT.fullmatch(folder.parent.parent.name)):
         kind = None if folder is path else type_of(path.name)
         return match["name"].replace("--", "/", 1) + (f":{kind}" if kind not in (None, DEFAULT_TYPES[0]) else "")
-    return path.name
+    match = PART.fullmatch(path.name)
+    return path.name if match is None else f"{match['model']}{GGUF}"
 
 
 def made_of_hub(source: str, asked: str) -> bool:

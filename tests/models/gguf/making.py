@@ -11,6 +11,7 @@ import gguf
 import numpy as np
 import torch
 
+from models.gguf.header import Header
 from tests.models import random_models
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -217,6 +218,23 @@ def tensors_of(model: Any) -> dict[str, np.ndarray[Any, Any]]:
         else:
             found[f"{name}.weight" if name.endswith("experts.down_proj") else name] = array
     return found
+
+
+def write_part(path: Path, header: Header, number: int, count: int) -> None:
+    """Write every so many tensors of a float32 file, and in the first part its metadata, as `llama-gguf-split` does."""
+    writer = gguf.GGUFWriter(path, str(header.metadata.get("general.architecture", "llama")))
+    for key, value in header.metadata.items() if number == 0 else ():
+        if key != "general.architecture":
+            add(writer, key, list(value) if isinstance(value, memoryview) else value)
+    writer.add_uint16("split.no", number)
+    writer.add_uint16("split.count", count)
+    writer.add_int32("split.tensors.count", len(header.tensors))
+    for name in sorted(header.tensors)[number::count]:
+        info = header.tensors[name]
+        writer.add_tensor(
+            name, np.fromfile(info.path, np.float32, info.size // 4, offset=info.offset).reshape(info.shape)
+        )
+    finish(writer)
 
 
 def add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:

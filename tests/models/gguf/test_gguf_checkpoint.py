@@ -19,10 +19,14 @@ from models.errors import CheckpointError, UnsupportedModelError
 from models.families import FAMILIES
 from models.gguf.architectures import ARCHITECTURES
 from models.gguf.checkpoint import read_gguf
+from models.gguf.header import read_header
 from models.gguf.tensors import name_in_file
+from models.gguf_files import part_names
 from models.oracle import Oracle
+from models.recipe import Recipe
+from models.store.names import default_name
 from tests.close import Tolerance, assert_close
-from tests.models.gguf.making import SIZES, names_of, random_model, write_gguf
+from tests.models.gguf.making import SIZES, names_of, random_model, write_gguf, write_part
 from tests.models.random_models import CAPS, GEMMA, LAYERED_ROPE, MINISTRAL3, YARN
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -190,7 +194,6 @@ def test_rotating_channels_come_back_to_the_last_one(tmp_path: Path) -> None:
 FOREIGN: dict[str, tuple[dict[str, Any], str]] = {
     "architecture": ({"general.architecture": "gemma"}, "'gemma' is not supported.* The nearest .* is gemma3"),
     "adapter": ({"general.type": "adapter"}, "no model, but 'adapter'"),
-    "split": ({"split.count": 3, "split.no": 1}, "one of 3 parts"),
     "experts": ({"llama.expert_shared_count": 1}, "'llama.expert_shared_count' is 1"),
     "softcap": ({"llama.attn_logit_softcapping": 50.0}, "softcapping' is 50.0"),
     "scaling": ({"llama.rope.scaling.type": "su", "llama.rope.scaling.factor": 4.0}, "rotary scaling 'su'"),
@@ -207,6 +210,52 @@ def test_what_is_not_run_here(case: str, llama: Any, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match=said) as raised:
         Checkpoint.open(file)
     assert str(file) in str(raised.value)
+
+
+@pytest.fixture
+def parts(llama: Any, tmp_path: Path) -> list[Path]:
+    """A model in three files, as llama.cpp would write it; model.gguf beside them is the whole."""
+    whole = read_header(write_gguf(tmp_path / "model.gguf", llama))
+    paths = [tmp_path / name for name in part_names("tiny-F32-00001-of-00003.gguf")]
+    for number, path in enumerate(paths):
+        write_part(path, whole, number, len(paths))
+    return paths
+
+
+@pytest.mark.parametrize("given", range(3))
+def test_parts_are_read_as_one_whichever_is_given(given: int, parts: list[Path]) -> None:
+    whole, joined = Checkpoint.open(parts[0].with_name("model.gguf")), Checkpoint.open(parts[given])
+    assert joined.spec == whole.spec
+    assert joined.files.weights == tuple(parts)
+    assert joined.files.path == parts[0]
+    for name in whole.spec.linear_names():
+        assert torch.equal(joined.linear(name)[0], whole.linear(name)[0])
+    assert default_name(parts[given], Recipe(method="rtn", bits=3)) == "tiny-F32-rtn-3bit"
+
+
+def test_a_part_that_is_missing_is_named(parts: list[Path]) -> None:
+    parts[1].unlink()
+    with pytest.raises(CheckpointError, match=r"1 of 3 parts .* missing: tiny-F32-00002-of-00003\.gguf\."):
+        Checkpoint.open(parts[0])
+
+
+def test_a_part_with_another_name_cannot_be_placed(parts: list[Path]) -> None:
+    other = parts[0].rename(parts[0].with_name("model-1.gguf"))
+    with pytest.raises(CheckpointError, match=r"one of 3 parts.*NAME-00001-of-00003\.gguf"):
+        Checkpoint.open(other)
+
+
+def test_a_part_in_the_place_of_another_is_noticed(parts: list[Path]) -> None:
+    parts[1].write_bytes(parts[2].read_bytes())
+    with pytest.raises(CheckpointError, match="is not part 2 of 3"):
+        Checkpoint.open(parts[0])
+
+
+@pytest.mark.parametrize(("of", "said"), [(1, "is not part 3 of 3"), (2, "3 parts hold .* tensors, not")])
+def test_a_part_of_another_model_is_noticed(of: int, said: str, parts: list[Path]) -> None:
+    write_part(parts[2], read_header(parts[of]), 2, 3)
+    with pytest.raises(CheckpointError, match=said):
+        Checkpoint.open(parts[0])
 
 
 def test_windows_of_qwen_are_not_guessed(tmp_path: Path) -> None:

@@ -222,7 +222,7 @@ def test_a_type_that_is_no_weight(tmp_path: Path) -> None:
 
 
 def _read(header: Header, name: str) -> torch.Tensor:
-    return GgufTensor(path=header.path, info=header.tensors[name]).read()
+    return GgufTensor(info=header.tensors[name]).read()
 
 
 READ = """
@@ -235,7 +235,7 @@ from models.gguf.tensors import GgufTensor
 torch.set_num_threads(1)
 peak = lambda: int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
 header = read_header(Path(sys.argv[1]))
-small, large = (GgufTensor(path=header.path, info=header.tensors[name]) for name in ("small", "large"))
+small, large = (GgufTensor(info=header.tensors[name]) for name in ("small", "large"))
 small.read()
 before = peak()
 held = large.read()

@@ -34,6 +34,7 @@ FILES = {
         ("m-UD-Q4_K_XL.gguf", "Q4_K_XL"),
         ("m-IQ2_XXS.gguf", "IQ2_XXS"),
         ("gpt-oss-mxfp4.gguf", "MXFP4"),
+        ("m-Q8_0-00002-of-00003.gguf", "Q8_0"),
         ("model.gguf", None),
         ("m-Q8_0.safetensors", None),
         ("Q8_0.gguf", None),
@@ -66,6 +67,22 @@ def test_one_file_is_taken(hub: Any, cache: Path, asked: str, there: dict[str, b
     assert made_of_hub(source_name(path), NAME + asked) or taken == "model.gguf"
 
 
+def test_a_model_in_parts_comes_whole(hub: Any, cache: Path) -> None:
+    parts = {f"Tiny-Q8_0-0000{number}-of-00003.gguf": bytes([number]) * 9 for number in (1, 2, 3)}
+    hub.add(NAME, {**parts, "Tiny-BF16-00001-of-00002.gguf": b"half", "Tiny-Q4_0.gguf": b"four"})
+
+    path = pull(NAME, endpoint=hub.url, cache_dir=cache)
+
+    assert path.name == "Tiny-Q8_0-00001-of-00003.gguf"
+    assert contents(path.parent) == parts
+    assert cached(NAME, cache_dir=cache) == path
+    assert source_name(path) == NAME
+    with pytest.raises(CheckpointError, match=r"no GGUF file of type BF16 \(there are: Q4_0, Q8_0\)"):
+        pull(f"{NAME}:BF16", endpoint=hub.url, cache_dir=cache)
+    (path.parent / "Tiny-Q8_0-00002-of-00003.gguf").unlink()
+    assert cached(NAME, cache_dir=cache) is None
+
+
 def test_safetensors_come_first(hub: Any, cache: Path) -> None:
     hub.add(NAME, {**FILES, "config.json": b"{}", "model.safetensors": b"weights"})
 
@@ -78,7 +95,7 @@ def test_safetensors_come_first(hub: Any, cache: Path) -> None:
 def test_a_type_that_is_not_there_is_named_with_those_that_are(hub: Any, cache: Path) -> None:
     hub.add(NAME, FILES)
 
-    with pytest.raises(CheckpointError, match=r"no single GGUF file of type Q6_K \(there are: BF16, Q4_K_M, Q8_0\)"):
+    with pytest.raises(CheckpointError, match=r"no GGUF file of type Q6_K \(there are: BF16, Q4_K_M, Q8_0\)"):
         pull(f"{NAME}:Q6_K", endpoint=hub.url, cache_dir=cache)
     assert not hub.sent()
 
