@@ -8,6 +8,7 @@ gate and up alternate.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -69,7 +70,7 @@ class Part:
         return outputs[self.outputs, self.inputs].reshape(self.shape).contiguous()
 
 
-_STACKED = re.compile(r"(?P<experts>model\.layers\.\d+\.mlp\.experts)\.(?P<name>[a-z_]+)(?:\.weight)?")
+_STACKED = re.compile(r"(?P<experts>model\.layers\.\d+\.mlp\.experts)\.(?P<name>[a-z_]+)(?:\.weight|(?P<bias>\.bias))?")
 _STACKED_OR_BIAS = re.compile(
     r"(?P<experts>model\.layers\.\d+\.mlp\.experts)\.(?P<name>gate_up_proj|down_proj)(?P<weight>\.weight)?(?P<bias>_bias)?"
 )
@@ -116,10 +117,16 @@ def separate(
             continue
         match = _STACKED.fullmatch(name)
         modules = _MODULES.get(match["name"], ()) if match else ()
-        if match is None or not modules or len(tensor.shape) != _DIMENSIONS or tensor.shape[1] % len(modules):
+        dimensions = 2 if match and match["bias"] else _DIMENSIONS
+        if match is None or not modules or len(tensor.shape) != dimensions or tensor.shape[1] % len(modules):
             found[name] = tensor
             continue
-        experts, rows, _ = tensor.shape
+        experts, rows = tensor.shape[:2]
+        if match["bias"]:
+            for expert, module in itertools.product(range(experts), modules):
+                own_bias = Part(tensor=tensor.rows(expert, 1), shape=(rows,))
+                found[f"{match['experts']}.{expert}.{module}.bias"] = own_bias
+            continue
         count = rows // len(modules)
         for expert in range(experts):
             for at, module in enumerate(modules):

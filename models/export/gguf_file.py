@@ -136,7 +136,7 @@ class GgufWriter:
             for kind in LAYER_TYPES:
                 tensors = [
                     _Tensor(
-                        name=name_in_file(f"model.layers.{layer}.{module}.weight", self._family),
+                        name=name_in_file(f"model.layers.{layer}.{module}.weight", self._architecture, self._family),
                         rows=rows,
                         heads=heads.get(module, 0) if self._architecture == "llama" else 0,
                     )
@@ -152,7 +152,10 @@ class GgufWriter:
         yield "token_embd.weight", np.ascontiguousarray(model.embedding())
         for name in spec.vector_names():
             (module,) = self._family.sources(name)
-            yield name_in_file(f"{module}.weight", self._family), np.ascontiguousarray(model.vector(name))
+            yield (
+                name_in_file(f"{module}.weight", self._architecture, self._family),
+                np.ascontiguousarray(model.vector(name)),
+            )
         for linear, tensors in self._matrices():
             if linear.bias is not None:
                 for tensor in tensors:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from models.errors import UnsupportedModelError
 from models.families.fields import Fields
 
 Options = Callable[[Fields, str, Mapping[str, Any], frozenset[str]], dict[str, Any]]
@@ -23,6 +24,8 @@ _LARGEST = {"gemma2": 46, "gemma3": 62, "exaone4": 64}
 _EXAONE_WINDOW = 4096
 """That of the largest EXAONE 4, where a file doesn't say."""
 _LOCAL_THETA = 1e4
+_SIGMOID = 2
+"""Number of the function that makes scores of a router's logits."""
 _INTERVALS = {"gemma2": 2, "gemma3": 6, "exaone4": 4, "olmo2": 4}
 """Every so many blocks one has no window, where a file doesn't say."""
 
@@ -39,6 +42,10 @@ class Architecture:
     """Whether it may have a sliding window."""
     experts: bool = False
     """Whether it may have experts."""
+    shared: bool = False
+    """Whether some of them may be shared."""
+    post_norm: str = "ffn_norm"
+    """Name of the norm before the MLP."""
     pairs: bool = False
     """Whether the rows of q and k stand in llama.cpp's order, which rotates neighbours."""
     options: Options = lambda *_: {}
@@ -76,12 +83,59 @@ def _olmoe(fields: Fields, name: str, _config: Mapping[str, Any], _tensors: froz
     return {**_experts(fields, name), "norm_topk_prob": fields.flag(f"{name}.expert_weights_norm", False)}
 
 
+def _gpt_oss(fields: Fields, name: str, config: Mapping[str, Any], tensors: frozenset[str]) -> dict[str, Any]:
+    """Files leave out what all these models have in common; llama.cpp cuts YaRN's borders to whole channels."""
+    found = {**_experts(fields, name), "attention_bias": Q_BIAS in tensors}
+    found["intermediate_size"] = fields.integer(f"{name}.expert_feed_forward_length", config["intermediate_size"])
+    scaling = config.get("rope_scaling", {"rope_type": "default"})
+    return found | {"rope_scaling": {**scaling, "truncate": False} if scaling["rope_type"] == "yarn" else scaling}
+
+
+def _glm4moe(fields: Fields, name: str, config: Mapping[str, Any], tensors: frozenset[str]) -> dict[str, Any]:
+    function = fields.integer(f"{name}.expert_gating_func", _SIGMOID)
+    if function != _SIGMOID:
+        raise UnsupportedModelError(
+            f"{fields.source}: '{name}.expert_gating_func' is {function}; {_SIGMOID} alone, a sigmoid, is supported. "
+            "Choose another model."
+        )
+    counts = {key: fields.table.get(f"{name}.{key}", 0) for key in ("expert_shared_count", "leading_dense_block_count")}
+    return {
+        "n_routed_experts": fields.integer(f"{name}.expert_count"),
+        "num_experts_per_tok": fields.integer(f"{name}.expert_used_count"),
+        "moe_intermediate_size": fields.integer(f"{name}.expert_feed_forward_length"),
+        "n_shared_experts": counts["expert_shared_count"],
+        "first_k_dense_replace": counts["leading_dense_block_count"],
+        "routed_scaling_factor": fields.number(f"{name}.expert_weights_scale", 1.0),
+        "norm_topk_prob": fields.flag(f"{name}.expert_weights_norm", False),
+        "use_qk_norm": any(tensor.endswith("q_norm.weight") for tensor in tensors),
+        "attention_bias": Q_BIAS in tensors,
+        "partial_rotary_factor": config.get("partial_rotary_factor", 1.0),
+    }
+
+
+def _ernie_moe(fields: Fields, name: str, _config: Mapping[str, Any], _tensors: frozenset[str]) -> dict[str, Any]:
+    counts = {key: fields.table.get(f"{name}.{key}", 0) for key in ("expert_shared_count", "leading_dense_block_count")}
+    return {
+        "moe_num_experts": fields.integer(f"{name}.expert_count"),
+        "moe_k": fields.integer(f"{name}.expert_used_count"),
+        "moe_intermediate_size": fields.integer(f"{name}.expert_feed_forward_length"),
+        "moe_num_shared_experts": counts["expert_shared_count"],
+        "moe_layer_start_index": counts["leading_dense_block_count"],
+        "moe_layer_interval": fields.integer(f"{name}.interleave_moe_layer_step", 1),
+    }
+
+
 def _experts(fields: Fields, name: str) -> dict[str, Any]:
     """Numbers of experts."""
     return {
         "num_local_experts": fields.integer(f"{name}.expert_count"),
         "num_experts_per_tok": fields.integer(f"{name}.expert_used_count"),
     }
+
+
+def _glm(_fields: Fields, _name: str, config: Mapping[str, Any], tensors: frozenset[str]) -> dict[str, Any]:
+    rotating = config.get("partial_rotary_factor", 1.0)
+    return {"attention_bias": Q_BIAS in tensors, "partial_rotary_factor": rotating}
 
 
 def _attention_bias(_fields: Fields, _name: str, _config: Mapping[str, Any], tensors: frozenset[str]) -> dict[str, Any]:
@@ -170,10 +224,17 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "gemma3": Architecture(model_type="gemma3_text", caps=CAPS[1:], windows=True, options=_gemma),
     "olmo2": Architecture(model_type="olmo2", windows=True, options=_olmo),
     "exaone4": Architecture(model_type="exaone4", windows=True, options=_exaone),
-    "glm4": Architecture(model_type="glm4", options=_attention_bias),
+    "glm4": Architecture(model_type="glm4", options=_glm),
+    "glm4moe": Architecture(
+        model_type="glm4_moe", experts=True, shared=True, post_norm="post_attention_norm", options=_glm4moe
+    ),
+    "gpt-oss": Architecture(
+        model_type="gpt_oss", windows=True, experts=True, post_norm="post_attention_norm", options=_gpt_oss
+    ),
     "mistral3": Architecture(model_type="ministral3", pairs=True, options=_ministral),
     "hunyuan-dense": Architecture(model_type="hunyuan_v1_dense", options=_attention_bias),
     "lfm2": Architecture(model_type="lfm2", options=_lfm2),
     "ernie4_5": Architecture(model_type="ernie4_5", options=_ernie),
+    "ernie4_5-moe": Architecture(model_type="ernie4_5_moe", experts=True, shared=True, options=_ernie_moe),
 }
 """Supported values of `general.architecture`. Mistral and Mixtral models call themselves llama, OLMo 3 olmo2."""

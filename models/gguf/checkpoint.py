@@ -52,7 +52,7 @@ def read_gguf(path: Path) -> CheckpointFiles:
         remedy=REMEDY,
         entries=separate(tensors, family, spec.mixture),
         weights=header.files,
-        own_name=lambda name: name_in_file(name_in_checkpoint(name, spec.mixture), family),
+        own_name=lambda name: name_in_file(name_in_checkpoint(name, spec.mixture), architecture, family),
         tokenizer=partial(tokenizer_files, header),
         types=weights_by_type(tensors.values()),
     )

@@ -20,7 +20,7 @@ from models.families import FAMILIES, nearest
 from models.families.fields import Fields
 from models.gguf.architectures import ARCHITECTURES, CAPS
 from models.gguf.header import Header
-from models.gguf.tensors import GgufTensor
+from models.gguf.tensors import GgufTensor, further_blocks
 from models.gguf.vocabulary import ends_of_generation, read_vocabulary
 
 REMEDY = "Take the file from the model's publisher, or another conversion of the model."
@@ -31,7 +31,7 @@ _FOREIGN = (
     "attention.max_alibi_bias",
     "attention.scale",
     "embedding_scale",
-    "expert_shared_count",
+    "expert_group_count",
     "logit_scale",
     "residual_scale",
     "use_parallel_residual",
@@ -63,7 +63,8 @@ def check_kind(header: Header) -> str:
         )
     known = ARCHITECTURES[architecture]
     caps = (cap for cap in CAPS if cap not in known.caps)
-    for name in (*_FOREIGN, *caps, *(() if known.experts else ("expert_count",))):
+    experts = [*(() if known.experts else ("expert_count",)), *(() if known.shared else ("expert_shared_count",))]
+    for name in (*_FOREIGN, *caps, *experts):
         value = header.metadata.get(f"{architecture}.{name}")
         if value:
             raise UnsupportedModelError(
@@ -88,6 +89,7 @@ def config_of(header: Header, tensors: Mapping[str, GgufTensor]) -> dict[str, An
     name = fields.text("general.architecture")
     known = ARCHITECTURES[name]
     heads, blocks = fields.integer(f"{name}.attention.head_count"), fields.integer(f"{name}.block_count")
+    blocks -= further_blocks(header)
     if blocks > len(tensors):  # the following code would allocate memory for all of them
         raise fields.wrong(f"{name}.block_count", blocks, f"the number of blocks that {len(tensors)} tensors make up")
     config: dict[str, Any] = {

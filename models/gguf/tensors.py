@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from models.errors import CheckpointError, UnsupportedModelError
-from models.families.family import Family
+from models.families.family import CORRECTION, Family
+from models.gguf.architectures import ARCHITECTURES
 from models.gguf.header import DOWNLOAD_AGAIN, WHOLE_TYPES, Header, TensorInfo
 
 if TYPE_CHECKING:
@@ -36,8 +37,6 @@ _LINEAR = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
-    "ffn_gate_inp": "mlp.gate",
-    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
     "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
@@ -50,10 +49,11 @@ _NORMS = {
     "attn_q_norm": "q_norm",
     "attn_k_norm": "k_norm",
     "post_attention_norm": "o_norm",
-    "ffn_norm": "post_norm",
     "post_ffw_norm": "down_norm",
 }
 """Norms by the names of `models.architecture`."""
+_VECTORS = {"attn_sinks": "sinks", "exp_probs_b": "router_correction"}
+"""Other vectors, likewise."""
 _FACTORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
 """Tensors that are not weights but tables, which Hugging Face's format keeps in config.json."""
 _NAME = re.compile(r"(?:blk\.(?P<layer>0|[1-9]\d{0,4})\.)?(?P<module>[\w.]+)\.(?P<part>weight|bias)", re.ASCII)
@@ -157,15 +157,39 @@ class GgufTensor:
         return pairs.transpose(1, 2).reshape(self.shape)
 
 
-def _block(family: Family) -> dict[str, str]:
+def further_blocks(header: Header) -> int:
+    """Blocks behind the last that predict further tokens (MTP)."""
+    count = header.metadata.get(f"{header.metadata.get('general.architecture')}.nextn_predict_layers", 0)
+    return count if isinstance(count, int) else 0
+
+
+def _whole(family: Family) -> dict[str, str]:
+    """Vectors of a block whose names in Hugging Face's format do not end like others, by their names in a file."""
+    return {
+        own: family.vector(f"layers.0.{part}").removeprefix("model.layers.0.")
+        for own, part in _VECTORS.items()
+        if part in family.norms
+    }
+
+
+def _block(architecture: str, family: Family) -> dict[str, str]:
     """Modules of a family's blocks in Hugging Face's format, by their names in a file."""
     norms = {own: family.norms[part] for own, part in _NORMS.items() if part in family.norms}
+    norms[ARCHITECTURES[architecture].post_norm] = family.norms.get("post_norm", "")
+    routers = dict(zip(("ffn_gate_inp", "ffn_gate_inp_shexp"), family.routers, strict=False))
     (o,), (*gate, up), (down,) = (family.linear_sources[kind] for kind in ("o", "gate_up", "down"))
     own = {"attn_output": o, "ffn_down": down, "ffn_up": up}  # with gate, where these are one matrix
     if gate:
         own["ffn_gate"] = gate[0]
     convolution = {f"shortconv.{last}": f"conv.{last}" for last in ("conv", "in_proj", "out_proj")}
-    return {**_LINEAR, **norms, **own, **(convolution if "convolution" in family.mixer_sources else {})}
+    return {
+        **_LINEAR,
+        **norms,
+        **own,
+        **routers,
+        **_whole(family),
+        **(convolution if "convolution" in family.mixer_sources else {}),
+    }
 
 
 def _outer(family: Family) -> dict[str, str]:
@@ -187,12 +211,16 @@ def tensors_of(header: Header, architecture: str, family: Family, heads: Mapping
         CheckpointError: there is a tensor that the architecture does not know.
     """
     tensors: dict[str, GgufTensor] = {}
-    blocks = _block(family)
+    blocks, whole = _block(architecture, family), _whole(family)
+    count = header.metadata.get(f"{architecture}.block_count")
+    further = count - further_blocks(header) if family.predicts_further and isinstance(count, int) else math.inf
     for name, info in header.tensors.items():
         if name in _FACTORS:
             tensors[name] = GgufTensor(info=info)
             continue
         match = _NAME.fullmatch(name)
+        if match is not None and match["layer"] is not None and int(match["layer"]) >= further:
+            continue
         module = None
         if match is not None:
             module = (_outer(family) if match["layer"] is None else blocks).get(match["module"])
@@ -209,16 +237,19 @@ def tensors_of(header: Header, architecture: str, family: Family, heads: Mapping
         )
         if module == "mlp.shared_expert_gate" and len(info.shape) == 1:
             tensor = tensor.rows(0, 1)
-        tensors[f"{prefix}{module}.{match['part']}"] = tensor
+        tensors[prefix + (module if module in whole.values() else f"{module}.{match['part']}")] = tensor
     return tensors
 
 
-def name_in_file(name: str, family: Family) -> str:
+def name_in_file(name: str, architecture: str, family: Family) -> str:
     """The name in a GGUF file of a tensor with a given name in Hugging Face's format."""
-    blocks = _block(family)
+    blocks = _block(architecture, family)
     for own, module in _outer(family).items():
         if name.startswith(f"{module}."):
             return own + name.removeprefix(module)
     _, _, layer, rest = name.split(".", 3)
+    for own, vector in _whole(family).items():
+        if rest == vector:
+            return f"blk.{layer}.{own}.{'bias' if rest.endswith(CORRECTION) else 'weight'}"
     module, _, part = _EXPERT.sub(".experts.", rest).rpartition(".")
     return f"blk.{layer}.{next(own for own, theirs in blocks.items() if theirs == module)}.{part}"

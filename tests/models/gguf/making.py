@@ -24,6 +24,9 @@ ARCHITECTURES = {
     "mixtral": "llama",
     "qwen2_moe": "qwen2moe",
     "qwen3_moe": "qwen3moe",
+    "gpt_oss": "gpt-oss",
+    "glm4_moe": "glm4moe",
+    "ernie4_5_moe": "ernie4_5-moe",
     "olmoe": "olmoe",
     "gemma3_text": "gemma3",
     "olmo3": "olmo2",
@@ -31,6 +34,7 @@ ARCHITECTURES = {
     "hunyuan_v1_dense": "hunyuan-dense",
 }
 """`general.architecture` by `model_type`."""
+KNOWN = {name: architecture for architecture, name in gguf.MODEL_ARCH_NAMES.items()}
 _AFTER_LAYER = {"post_self_attn_layernorm": "post_attention_norm", "post_mlp_layernorm": "post_ffw_norm"}
 """Names of GLM-4's norms; the package takes one of the others for two."""
 SIZES: dict[str, Any] = {
@@ -92,7 +96,7 @@ def write_gguf(
         own = names(name)
         assert own is not None
         if own not in left_out:
-            whole = tensor.ndim == 1 or "conv.conv" in name
+            whole = tensor.ndim == 1 or "conv.conv" in name or name.endswith("bias")
             dtype = gguf.GGMLQuantizationType["F32" if whole else kind]
             writer.add_tensor(own, gguf.quantize(tensor, dtype), raw_dtype=dtype)
     factors = {f"{name}.weight": factors for name, factors in rotary_factors(config).items()}
@@ -104,11 +108,13 @@ def write_gguf(
 
 def names_of(architecture: str, blocks: int) -> Callable[[str], str | None]:
     """Names in a file by those in Hugging Face's format."""
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper().replace("-", "_")], blocks)
+    names = gguf.get_tensor_name_map(KNOWN[architecture], blocks)
 
     def name_of(name: str) -> str | None:
         module, _, part = name.rpartition(".")
         layer, _, last = module.removeprefix("model.layers.").partition(".")
+        if part in ("sinks", "e_score_correction_bias"):
+            return f"blk.{layer}." + ("attn_sinks.weight" if part == "sinks" else "exp_probs_b.bias")
         if architecture == "glm4" and last.endswith("_layernorm"):
             after = {**_AFTER_LAYER, "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}
             return f"blk.{layer}.{after[last]}.{part}"
@@ -129,11 +135,23 @@ def describe(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_feed_forward_length(config.intermediate_size)
     if config.model_type == "lfm2":
         writer.add_shortconv_l_cache(config.conv_L_cache)
-    if experts := getattr(config, "num_experts", None):
+    if experts := getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None):
         writer.add_expert_count(experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
-        if config.model_type in ("qwen2_moe", "qwen3_moe"):
+        if config.model_type in ("qwen2_moe", "qwen3_moe", "glm4_moe", "ernie4_5_moe"):
             writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+        if config.model_type == "gpt_oss":
+            writer.add_expert_feed_forward_length(config.intermediate_size)
+        if config.model_type == "glm4_moe":
+            writer.add_expert_shared_count(config.n_shared_experts)
+            writer.add_leading_dense_block_count(config.first_k_dense_replace)
+            writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+            writer.add_expert_weights_scale(config.routed_scaling_factor)
+            writer.add_expert_weights_norm(config.norm_topk_prob)
+        if config.model_type == "ernie4_5_moe":
+            writer.add_expert_shared_count(config.moe_num_shared_experts)
+            writer.add_leading_dense_block_count(config.moe_layer_start_index)
+            writer.add_interleave_moe_layer_step(config.moe_layer_interval)
         if config.model_type == "qwen2_moe":
             writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
     writer.add_head_count(config.num_attention_heads)
@@ -149,7 +167,7 @@ def describe(writer: gguf.GGUFWriter, config: Any) -> None:
         writer.add_value_length(head_dim)
     writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
     window = getattr(config, "sliding_window", None)
-    if config.model_type in ("phi3", "mistral"):
+    if config.model_type in ("phi3", "mistral", "gpt_oss"):
         writer.add_sliding_window(window or 0)
     elif window and config.model_type in ("gemma2", "gemma3_text", "olmo3", "exaone4"):
         writer.add_sliding_window(window)
@@ -211,7 +229,17 @@ def tensors_of(model: Any) -> dict[str, np.ndarray[Any, Any]]:
             heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
             halves = array.reshape(heads, 2, len(array) // heads // 2, *array.shape[1:])
             array = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(array.shape)
-        if name.endswith("experts.gate_up_proj"):
+        prefix, _, last = name.rpartition(".")
+        if config.model_type == "gpt_oss" and prefix.endswith("experts"):
+            # [E, inputs, outputs], gate and up in turns.
+            bias, kind = last.endswith("_bias"), "bias" if last.endswith("_bias") else "weight"
+            turned = array if bias else array.swapaxes(1, 2)
+            parts = ("gate_proj", "up_proj") if last.startswith("gate_up") else ("down_proj",)
+            for at, part in enumerate(parts):
+                found[f"{prefix}.{part}.{kind}"] = np.ascontiguousarray(turned[:, at :: len(parts)])
+        elif name.endswith("e_score_correction_bias"):
+            found[name] = array.reshape(-1)
+        elif name.endswith("experts.gate_up_proj"):
             prefix = name.removesuffix("gate_up_proj")
             for at, part in enumerate(("gate_proj", "up_proj")):
                 found[f"{prefix}{part}.weight"] = np.ascontiguousarray(np.split(array, 2, axis=1)[at])

@@ -89,6 +89,45 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3Moe",
         {**EXPERTS, "norm_topk_prob": True, "head_dim": 16},
     ),
+    "gpt-oss": (
+        "GptOss",
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 5,
+            "head_dim": 16,
+            "rope_parameters": {**YARN, "truncate": False},
+        },
+    ),
+    "glm4-moe": (
+        "Glm4Moe",
+        {
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "n_shared_experts": 2,
+            "routed_scaling_factor": 1.5,
+            "use_qk_norm": True,
+            "head_dim": 16,
+        },
+    ),
+    "glm4-moe-biases": (
+        "Glm4Moe",
+        {
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 1,
+            "moe_intermediate_size": 64,
+            "first_k_dense_replace": 0,
+            "attention_bias": True,
+            "norm_topk_prob": False,
+            "partial_rotary_factor": 1.0,
+            "head_dim": 32,
+        },
+    ),
+    "ernie-moe": (
+        "Ernie4_5_Moe",
+        {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32, "head_dim": 16, "moe_layer_interval": 2},
+    ),
     "lfm2": ("Lfm2", {"norm_eps": 0.01, "layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False}),
     "lfm2-biases": (
         "Lfm2",
@@ -174,14 +213,16 @@ def test_the_configuration_names_ends_that_the_file_does_not(llama: Any, tmp_pat
 def test_names_are_those_of_the_package() -> None:
     for name, architecture in ARCHITECTURES.items():
         family, names = FAMILIES[architecture.model_type], names_of(name, 7)
-        kinds = ("qkv", "o") if name.endswith("moe") else ("qkv", "o", "gate_up", "down")  # experts alone
+        kinds = (
+            ("qkv", "o") if architecture.experts and name != "llama" else ("qkv", "o", "gate_up", "down")
+        )  # experts alone
         sources = [family.linear_sources[kind] for kind in kinds]
         sources += [own[kind] for own in family.mixer_sources.values() for kind in ("qkv", "o", "conv")]
         if name not in ("olmo2", "exaone4"):
             sources.append((family.norms["input_norm"],))
         in_blocks = [f"model.layers.6.{module}.weight" for modules in sources for module in modules]
         for own in ("model.embed_tokens.weight", f"{family.last_norm}.weight", *in_blocks):
-            assert name_in_file(own, family) == names(own)
+            assert name_in_file(own, name, family) == names(own)
 
 
 def test_rotating_channels_come_back_to_the_last_one(tmp_path: Path) -> None:
@@ -210,6 +251,30 @@ def test_what_is_not_run_here(case: str, llama: Any, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match=said) as raised:
         Checkpoint.open(file)
     assert str(file) in str(raised.value)
+
+
+def test_blocks_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
+    model = random_model("Glm4Moe", **CASES["glm4-moe"][1])
+    whole = Checkpoint.open(write_gguf(tmp_path / "whole.gguf", model))
+    metadata = {"glm4moe.block_count": 3, "glm4moe.nextn_predict_layers": 1}
+    extra = {"blk.2.nextn.eh_proj.weight": np.ones((64, 128), np.float32)}
+    longer = write_gguf(tmp_path / "longer.gguf", model, metadata=metadata, extra=extra)
+    assert Checkpoint.open(longer).spec == whole.spec
+
+
+@pytest.mark.parametrize(("case", "tensor"), [("gpt-oss", "attn_sinks.weight"), ("glm4-moe", "exp_probs_b.bias")])
+def test_missing_vectors_are_named_as_in_the_file(case: str, tensor: str, tmp_path: Path) -> None:
+    family, changes = CASES[case]
+    file = write_gguf(tmp_path / "model.gguf", random_model(family, **changes), left_out=(f"blk.1.{tensor}",))
+    with pytest.raises(CheckpointError, match=rf"'blk\.1\.{tensor}' is missing"):
+        Checkpoint.open(file)
+
+
+def test_another_router_is_refused(tmp_path: Path) -> None:
+    metadata = {"glm4moe.expert_gating_func": 1}
+    file = write_gguf(tmp_path / "model.gguf", random_model("Glm4Moe", **CASES["glm4-moe"][1]), metadata=metadata)
+    with pytest.raises(UnsupportedModelError, match="expert_gating_func' is 1"):
+        Checkpoint.open(file)
 
 
 @pytest.fixture
