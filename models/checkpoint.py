@@ -57,7 +57,7 @@ class Checkpoint:
         weight = self.files.entries[self._vector_key(name)].read().to(torch.float32)
         if kind == "conv":
             weight = weight.squeeze(1).T.flatten()
-        if kind == "decay":
+        if kind == "decay" and not self.files.decay_made:
             weight = -weight.exp()
         if kind.endswith("norm"):
             weight = weight + self.files.norm_offset

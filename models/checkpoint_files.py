@@ -58,6 +58,8 @@ class CheckpointFiles:
     """Factors of weights that the configuration asks for, see `Family.multipliers`."""
     norm_offset: float = 0.0
     """What is added to stored weights of norms, see `Family.norm_offset`."""
+    decay_made: bool = False
+    """Whether a delta rule's decays are stored as -exp(A), in place of A."""
     own_name: Callable[[str], str] = str
     """Returns the tensor's name in the files for its name in Hugging Face's format."""
     tokenizer: Callable[[], Mapping[str, bytes]] | None = None

@@ -100,6 +100,7 @@ QWEN35 = Family(
         }
     },
     norm_offset=1.0,
+    predicts_further=True,
     wrapper="Qwen3_5ForConditionalGeneration",
 )
 """Qwen3.5, dense models."""

@@ -44,6 +44,8 @@ class Architecture:
     """Whether it may have experts."""
     shared: bool = False
     """Whether some of them may be shared."""
+    delta: bool = False
+    """Whether it has delta rules."""
     post_norm: str = "ffn_norm"
     """Name of the norm before the MLP."""
     pairs: bool = False
@@ -123,6 +125,40 @@ def _ernie_moe(fields: Fields, name: str, _config: Mapping[str, Any], _tensors: 
         "moe_layer_start_index": counts["leading_dense_block_count"],
         "moe_layer_interval": fields.integer(f"{name}.interleave_moe_layer_step", 1),
     }
+
+
+def delta_sizes(fields: Fields, name: str) -> tuple[int, int, int, int]:
+    """Key heads of a delta rule and their width, value heads and theirs."""
+    heads, whole = fields.integer(f"{name}.ssm.time_step_rank"), fields.integer(f"{name}.ssm.inner_size")
+    if whole % heads:
+        raise fields.wrong(f"{name}.ssm.inner_size", whole, f"a multiple of {name}.ssm.time_step_rank ({heads})")
+    key_heads = fields.integer(f"{name}.ssm.group_count")
+    if heads % key_heads:
+        raise fields.wrong(f"{name}.ssm.time_step_rank", heads, f"a multiple of {name}.ssm.group_count ({key_heads})")
+    return key_heads, fields.integer(f"{name}.ssm.state_size"), heads, whole // heads
+
+
+def _qwen35(fields: Fields, name: str, config: Mapping[str, Any], tensors: frozenset[str]) -> dict[str, Any]:
+    """Blocks with a delta rule have its decays."""
+    blocks = range(config["num_hidden_layers"])
+    delta = [f"model.layers.{block}.linear_attn.A_log" in tensors for block in blocks]
+    key_heads, key_dim, value_heads, value_dim = delta_sizes(fields, name)
+    found = {
+        "linear_num_key_heads": key_heads,
+        "linear_key_head_dim": key_dim,
+        "linear_num_value_heads": value_heads,
+        "linear_value_head_dim": value_dim,
+        "linear_conv_kernel_dim": fields.integer(f"{name}.ssm.conv_kernel"),
+        "layer_types": ["linear_attention" if own else "full_attention" for own in delta],
+        "attention_bias": any(tensor.endswith("q_proj.bias") for tensor in tensors),
+        "partial_rotary_factor": config.get("partial_rotary_factor", 1.0),
+    }
+    if not ARCHITECTURES[name].experts:
+        return found
+    width = fields.integer(f"{name}.expert_feed_forward_length")
+    shared = fields.integer(f"{name}.expert_shared_feed_forward_length", width)
+    widths = {"moe_intermediate_size": width, "shared_expert_intermediate_size": shared}
+    return {**found, **_experts(fields, name), **widths}
 
 
 def _experts(fields: Fields, name: str) -> dict[str, Any]:
@@ -233,6 +269,10 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     ),
     "mistral3": Architecture(model_type="ministral3", pairs=True, options=_ministral),
     "hunyuan-dense": Architecture(model_type="hunyuan_v1_dense", options=_attention_bias),
+    "qwen35": Architecture(model_type="qwen3_5_text", delta=True, post_norm="post_attention_norm", options=_qwen35),
+    "qwen35moe": Architecture(
+        model_type="qwen3_5_moe_text", delta=True, experts=True, post_norm="post_attention_norm", options=_qwen35
+    ),
     "lfm2": Architecture(model_type="lfm2", options=_lfm2),
     "ernie4_5": Architecture(model_type="ernie4_5", options=_ernie),
     "ernie4_5-moe": Architecture(model_type="ernie4_5_moe", experts=True, shared=True, options=_ernie_moe),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -11,10 +12,10 @@ from models.experts import name_in_checkpoint, separate
 from models.families import FAMILIES, family_of, spec_from_config
 from models.families.fields import Fields
 from models.generation_config import gguf_generation_config
-from models.gguf.architectures import ARCHITECTURES
+from models.gguf.architectures import ARCHITECTURES, delta_sizes
 from models.gguf.config import REMEDY, check_kind, config_of
 from models.gguf.parts import read_model
-from models.gguf.tensors import name_in_file, tensors_of
+from models.gguf.tensors import Order, name_in_file, tensors_of
 from models.gguf.tokenizer import check_tokenizer, tokenizer_files
 from models.stored_tensor import weights_by_type
 
@@ -30,14 +31,9 @@ def read_gguf(path: Path) -> CheckpointFiles:
     path = header.path
     architecture = check_kind(header)
     check_tokenizer(header)  # fail before hours of work are wasted
-    heads: dict[str, int] = {}
     known = ARCHITECTURES[architecture]
-    if known.pairs:
-        fields = Fields(table=header.metadata, source=str(path), remedy=REMEDY)
-        count = fields.integer(f"{architecture}.attention.head_count")
-        heads["self_attn.q_proj"] = count
-        heads["self_attn.k_proj"] = fields.integer(f"{architecture}.attention.head_count_kv", count)
-    tensors = tensors_of(header, architecture, FAMILIES[known.model_type], heads)
+    fields = Fields(table=header.metadata, source=str(path), remedy=REMEDY)
+    tensors = tensors_of(header, architecture, FAMILIES[known.model_type], _orders(fields, architecture))
     config = config_of(header, tensors)
     family = family_of(config, source=str(path))
     spec = spec_from_config(config, source=str(path), remedy=REMEDY)
@@ -55,4 +51,27 @@ def read_gguf(path: Path) -> CheckpointFiles:
         own_name=lambda name: name_in_file(name_in_checkpoint(name, spec.mixture), architecture, family),
         tokenizer=partial(tokenizer_files, header),
         types=weights_by_type(tensors.values()),
+        decay_made=True,
     )
+
+
+def _orders(fields: Fields, name: str) -> dict[str, Order]:
+    """Modules whose rows llama.cpp puts into another order.
+
+    Where it rotates neighbours (0, 1), Hugging Face rotates halves (0, D / 2). And the value heads of a delta rule are
+    those of all key heads in turns, where Hugging Face has those of a key head together.
+    """
+    if ARCHITECTURES[name].pairs:
+        heads = fields.integer(f"{name}.attention.head_count")
+        kv_heads = fields.integer(f"{name}.attention.head_count_kv", heads)
+        return {"self_attn.q_proj": Order(outer=heads, inner=2), "self_attn.k_proj": Order(outer=kv_heads, inner=2)}
+    if not ARCHITECTURES[name].delta:
+        return {}
+    key_heads, key_dim, value_heads, value_dim = delta_sizes(fields, name)
+    if key_heads == value_heads:
+        return {}
+    values, each = Order(inner=key_heads, width=value_dim), Order(inner=key_heads)
+    behind = replace(values, first=2 * key_heads * key_dim)
+    orders = {"in_proj_qkv": behind, "conv1d": behind, "in_proj_z": values, "out_proj": replace(values, columns=True)}
+    orders |= dict.fromkeys(("in_proj_b", "in_proj_a", "A_log", "dt_bias"), each)
+    return {f"linear_attn.{module}": order for module, order in orders.items()}

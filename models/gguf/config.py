@@ -90,13 +90,14 @@ def config_of(header: Header, tensors: Mapping[str, GgufTensor]) -> dict[str, An
     known = ARCHITECTURES[name]
     heads, blocks = fields.integer(f"{name}.attention.head_count"), fields.integer(f"{name}.block_count")
     blocks -= further_blocks(header)
+    width = fields.optional_integer(f"{name}.expert_feed_forward_length")
     if blocks > len(tensors):  # the following code would allocate memory for all of them
         raise fields.wrong(f"{name}.block_count", blocks, f"the number of blocks that {len(tensors)} tensors make up")
     config: dict[str, Any] = {
         "architectures": [FAMILIES[known.model_type].architecture],
         "model_type": known.model_type,
         "hidden_size": fields.integer(f"{name}.embedding_length"),
-        "intermediate_size": fields.integer(f"{name}.feed_forward_length"),
+        "intermediate_size": fields.integer(f"{name}.feed_forward_length", width if known.experts else None),
         "num_hidden_layers": blocks,
         "num_attention_heads": heads,
         "num_key_value_heads": _kv_heads(fields, name, heads),

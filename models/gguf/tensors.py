@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from models.errors import CheckpointError, UnsupportedModelError
-from models.families.family import CORRECTION, Family
+from models.families.family import Family
 from models.gguf.architectures import ARCHITECTURES
 from models.gguf.header import DOWNLOAD_AGAIN, WHOLE_TYPES, Header, TensorInfo
 
 if TYPE_CHECKING:
     import torch
+
+    from models.spec import Mixer
 
 _READ_AS = dict(zip(WHOLE_TYPES, ("float32", "float16", "bfloat16"), strict=True))
 """The dtypes of weights that are not low-bit. Others are read as float16, whose rounding error is far below theirs."""
@@ -52,15 +54,59 @@ _NORMS = {
     "post_ffw_norm": "down_norm",
 }
 """Norms by the names of `models.architecture`."""
-_VECTORS = {"attn_sinks": "sinks", "exp_probs_b": "router_correction"}
-"""Other vectors, likewise."""
+_VECTORS = {
+    "attn_sinks.weight": "sinks",
+    "exp_probs_b.bias": "router_correction",
+    "ssm_a": "decay",
+    "ssm_dt.bias": "dt",
+}
+"""Other vectors, likewise, by their whole names."""
+_MIXERS = {
+    "shortconv.conv": "conv.conv",
+    "shortconv.in_proj": "conv.in_proj",
+    "shortconv.out_proj": "conv.out_proj",
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+}
+"""Modules of blocks with another mixer than attention."""
 _FACTORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
 """Tensors that are not weights but tables, which Hugging Face's format keeps in config.json."""
-_NAME = re.compile(r"(?:blk\.(?P<layer>0|[1-9]\d{0,4})\.)?(?P<module>[\w.]+)\.(?P<part>weight|bias)", re.ASCII)
+_NAME = re.compile(r"(?:blk\.(?P<layer>0|[1-9]\d{0,4})\.)?(?P<module>[\w.]+?)(?:\.(?P<part>weight|bias))?", re.ASCII)
+_CONVOLUTIONS = ("conv.conv", "linear_attn.conv1d")
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 """What the name of an expert's tensor has, and that of all experts has not."""
 _PIECE = 1 << 20
 """Number of weights dequantized at a time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """An order of rows that differs from Hugging Face's: as [outer, ..., inner, width], with two axes swapped there."""
+
+    outer: int = 1
+    """Length of the outer axis."""
+    inner: int
+    """Length of the inner one of the axes that are swapped."""
+    width: int = 1
+    """Rows that stay together."""
+    first: int = 0
+    """The first row that it concerns."""
+    columns: bool = False
+    """Whether it is that of columns."""
+
+    def undone(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The rows in Hugging Face's order."""
+        import torch
+
+        rows = tensor.T if self.columns else tensor
+        axes = rows[self.first :].reshape(self.outer, -1, self.inner, self.width, *rows.shape[1:])
+        rows = torch.cat((rows[: self.first], axes.transpose(1, 2).reshape(-1, *rows.shape[1:])))
+        return rows.T.contiguous() if self.columns else rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,8 +115,8 @@ class GgufTensor:
 
     info: TensorInfo
     """Its location and type."""
-    heads: int = 0
-    """Number of heads whose rows llama.cpp reorders; 0 if it keeps the usual order."""
+    order: Order | None = None
+    """Its order of rows; None: the usual one."""
     convolves: bool = False
     """Whether it is the weight of a convolution."""
 
@@ -138,7 +184,8 @@ class GgufTensor:
         for start in range(0, rows, step):
             piece = np.require(dequantize(stored[start : start + step], kind), requirements="W")
             tensor[start : start + step] = torch.from_numpy(piece).view(-1, width)
-        return self._in_order(tensor.view(self.shape))
+        whole = tensor.view(self.shape)
+        return whole if self.order is None else self.order.undone(whole)
 
     def _mapped(self) -> np.memmap[tuple[int, ...], np.dtype[np.uint8]]:
         """Its bytes."""
@@ -149,13 +196,6 @@ class GgufTensor:
         except OSError as error:
             raise CheckpointError(f"{self.path}: cannot be read ({error.strerror}). {DOWNLOAD_AGAIN}") from error
 
-    def _in_order(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Undo llama.cpp's order of rows: it rotates neighbours (0, 1), Hugging Face halves (0, D / 2)."""
-        if not self.heads:
-            return tensor
-        pairs = tensor.view(self.heads, -1, 2, *self.shape[1:])
-        return pairs.transpose(1, 2).reshape(self.shape)
-
 
 def further_blocks(header: Header) -> int:
     """Blocks behind the last that predict further tokens (MTP)."""
@@ -165,11 +205,13 @@ def further_blocks(header: Header) -> int:
 
 def _whole(family: Family) -> dict[str, str]:
     """Vectors of a block whose names in Hugging Face's format do not end like others, by their names in a file."""
-    return {
-        own: family.vector(f"layers.0.{part}").removeprefix("model.layers.0.")
-        for own, part in _VECTORS.items()
-        if part in family.norms
-    }
+    mixers: tuple[Mixer, ...] = ("attention", *family.mixer_sources)
+    found: dict[str, str] = {}
+    for own, part in _VECTORS.items():
+        for mixer in mixers:
+            if part in family.norms or part in family.mixer_sources.get(mixer, {}):
+                found[own] = family.vector(f"layers.0.{part}", mixer).removeprefix("model.layers.0.")
+    return found
 
 
 def _block(architecture: str, family: Family) -> dict[str, str]:
@@ -181,15 +223,10 @@ def _block(architecture: str, family: Family) -> dict[str, str]:
     own = {"attn_output": o, "ffn_down": down, "ffn_up": up}  # with gate, where these are one matrix
     if gate:
         own["ffn_gate"] = gate[0]
-    convolution = {f"shortconv.{last}": f"conv.{last}" for last in ("conv", "in_proj", "out_proj")}
-    return {
-        **_LINEAR,
-        **norms,
-        **own,
-        **routers,
-        **_whole(family),
-        **(convolution if "convolution" in family.mixer_sources else {}),
-    }
+    mixing = {module for sources in family.mixer_sources.values() for modules in sources.values() for module in modules}
+    mixers = {name: module for name, module in _MIXERS.items() if module in mixing}
+    fused = {} if family.alternating else {"ffn_gate_up_exps": "mlp.experts.gate_up_proj"}
+    return {**_LINEAR, **norms, **own, **routers, **mixers, **fused}
 
 
 def _outer(family: Family) -> dict[str, str]:
@@ -198,20 +235,20 @@ def _outer(family: Family) -> dict[str, str]:
     return {"token_embd": "model.embed_tokens", norm: family.last_norm, "output": "lm_head"}
 
 
-def tensors_of(header: Header, architecture: str, family: Family, heads: Mapping[str, int]) -> dict[str, GgufTensor]:
+def tensors_of(header: Header, architecture: str, family: Family, orders: Mapping[str, Order]) -> dict[str, GgufTensor]:
     """All tensors of a file under their names in Hugging Face's format; tables of rotary factors under their own.
 
     Args:
         header: The file's.
         architecture: `general.architecture`.
         family: Its family, which names norms and fuses matrices.
-        heads: Number of heads by module (`self_attn.q_proj`) where their rows stand in llama.cpp's order.
+        orders: By module (`self_attn.q_proj`), where rows stand in llama.cpp's order.
 
     Raises:
         CheckpointError: there is a tensor that the architecture does not know.
     """
     tensors: dict[str, GgufTensor] = {}
-    blocks, whole = _block(architecture, family), _whole(family)
+    blocks, whole, outer = _block(architecture, family), _whole(family), _outer(family)
     count = header.metadata.get(f"{architecture}.block_count")
     further = count - further_blocks(header) if family.predicts_further and isinstance(count, int) else math.inf
     for name, info in header.tensors.items():
@@ -221,23 +258,22 @@ def tensors_of(header: Header, architecture: str, family: Family, heads: Mapping
         match = _NAME.fullmatch(name)
         if match is not None and match["layer"] is not None and int(match["layer"]) >= further:
             continue
-        module = None
-        if match is not None:
-            module = (_outer(family) if match["layer"] is None else blocks).get(match["module"])
+        module = own = None
+        if match is not None and match["layer"] is not None and (rest := name.split(".", 2)[2]) in whole:
+            module = own = whole[rest]
+        elif match is not None and match["part"] is not None:
+            module = (outer if match["layer"] is None else blocks).get(match["module"])
+            own = f"{module}.{match['part']}"
         if match is None or module is None:
             raise CheckpointError(
                 f"{header.path}: the tensor '{name}' has no place in a {architecture} model as this program knows "
                 "them. Choose another conversion of the model."
             )
-        prefix = "" if match["layer"] is None else f"model.layers.{int(match['layer'])}."
-        tensor = GgufTensor(
-            info=info,
-            heads=heads.get(module, 0),
-            convolves=module == "conv.conv" and match["part"] == "weight",
-        )
+        convolves = module in _CONVOLUTIONS and match["part"] == "weight"
+        tensor = GgufTensor(info=info, order=orders.get(module), convolves=convolves)
         if module == "mlp.shared_expert_gate" and len(info.shape) == 1:
             tensor = tensor.rows(0, 1)
-        tensors[prefix + (module if module in whole.values() else f"{module}.{match['part']}")] = tensor
+        tensors[("" if match["layer"] is None else f"model.layers.{int(match['layer'])}.") + str(own)] = tensor
     return tensors
 
 
@@ -250,6 +286,6 @@ def name_in_file(name: str, architecture: str, family: Family) -> str:
     _, _, layer, rest = name.split(".", 3)
     for own, vector in _whole(family).items():
         if rest == vector:
-            return f"blk.{layer}.{own}.{'bias' if rest.endswith(CORRECTION) else 'weight'}"
+            return f"blk.{layer}.{own}"
     module, _, part = _EXPERT.sub(".experts.", rest).rpartition(".")
     return f"blk.{layer}.{next(own for own, theirs in blocks.items() if theirs == module)}.{part}"

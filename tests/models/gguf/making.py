@@ -25,6 +25,8 @@ ARCHITECTURES = {
     "qwen2_moe": "qwen2moe",
     "qwen3_moe": "qwen3moe",
     "gpt_oss": "gpt-oss",
+    "qwen3_5_text": "qwen35",
+    "qwen3_5_moe_text": "qwen35moe",
     "glm4_moe": "glm4moe",
     "ernie4_5_moe": "ernie4_5-moe",
     "olmoe": "olmoe",
@@ -96,7 +98,7 @@ def write_gguf(
         own = names(name)
         assert own is not None
         if own not in left_out:
-            whole = tensor.ndim == 1 or "conv.conv" in name or name.endswith("bias")
+            whole = tensor.ndim == 1 or "conv.conv" in name or "conv1d" in name or name.endswith("bias")
             dtype = gguf.GGMLQuantizationType["F32" if whole else kind]
             writer.add_tensor(own, gguf.quantize(tensor, dtype), raw_dtype=dtype)
     factors = {f"{name}.weight": factors for name, factors in rotary_factors(config).items()}
@@ -113,6 +115,8 @@ def names_of(architecture: str, blocks: int) -> Callable[[str], str | None]:
     def name_of(name: str) -> str | None:
         module, _, part = name.rpartition(".")
         layer, _, last = module.removeprefix("model.layers.").partition(".")
+        if part == "dt_bias":
+            return f"blk.{layer}.ssm_dt.bias"
         if part in ("sinks", "e_score_correction_bias"):
             return f"blk.{layer}." + ("attn_sinks.weight" if part == "sinks" else "exp_probs_b.bias")
         if architecture == "glm4" and last.endswith("_layernorm"):
@@ -133,12 +137,18 @@ def describe(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_feed_forward_length(config.intermediate_size)
+    if config.model_type.startswith("qwen3_5"):
+        writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
+        writer.add_ssm_state_size(config.linear_key_head_dim)
+        writer.add_ssm_group_count(config.linear_num_key_heads)
+        writer.add_ssm_time_step_rank(config.linear_num_value_heads)
+        writer.add_ssm_inner_size(config.linear_value_head_dim * config.linear_num_value_heads)
     if config.model_type == "lfm2":
         writer.add_shortconv_l_cache(config.conv_L_cache)
     if experts := getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None):
         writer.add_expert_count(experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
-        if config.model_type in ("qwen2_moe", "qwen3_moe", "glm4_moe", "ernie4_5_moe"):
+        if config.model_type in ("qwen2_moe", "qwen3_moe", "qwen3_5_moe_text", "glm4_moe", "ernie4_5_moe"):
             writer.add_expert_feed_forward_length(config.moe_intermediate_size)
         if config.model_type == "gpt_oss":
             writer.add_expert_feed_forward_length(config.intermediate_size)
@@ -152,7 +162,7 @@ def describe(writer: gguf.GGUFWriter, config: Any) -> None:
             writer.add_expert_shared_count(config.moe_num_shared_experts)
             writer.add_leading_dense_block_count(config.moe_layer_start_index)
             writer.add_interleave_moe_layer_step(config.moe_layer_interval)
-        if config.model_type == "qwen2_moe":
+        if config.model_type in ("qwen2_moe", "qwen3_5_moe_text"):
             writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     kv_heads, types = config.num_key_value_heads, getattr(config, "layer_types", None) or []
@@ -221,6 +231,10 @@ def tensors_of(model: Any) -> dict[str, np.ndarray[Any, Any]]:
         array = tensor.float().numpy()
         if name.endswith("conv.conv.weight"):
             array = array.squeeze(1)
+        if "linear_attn" in name:
+            array = _delta_tensor(config, name, array)
+        elif config.model_type.startswith("qwen3_5") and name.endswith("norm.weight"):
+            array = array + 1
         if name.endswith("shared_expert_gate.weight"):
             array = array.squeeze(0)
         if "gemma" in config.model_type and "norm" in name:
@@ -263,6 +277,24 @@ def write_part(path: Path, header: Header, number: int, count: int) -> None:
             name, np.fromfile(info.path, np.float32, info.size // 4, offset=info.offset).reshape(info.shape)
         )
     finish(writer)
+
+
+def _delta_tensor(config: Any, name: str, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """A tensor of a delta rule as files have it: value heads in turns of key heads, -exp(A) in place of A."""
+    keys, heads, width = config.linear_num_key_heads, config.linear_num_value_heads, config.linear_value_head_dim
+    numbers = np.arange(heads).reshape(keys, -1).T.flatten()
+    channels = (numbers[:, None] * width + np.arange(width)).flatten()
+    kind, first = name.split("linear_attn.")[1], 2 * keys * config.linear_key_head_dim
+    if kind in ("in_proj_qkv.weight", "conv1d.weight"):
+        array = np.concatenate((array[:first], array[first:][channels]))
+        return array.squeeze(1) if kind.startswith("conv") else array
+    if kind == "in_proj_z.weight":
+        return array[channels]
+    if kind == "out_proj.weight":
+        return np.ascontiguousarray(array[:, channels])
+    if kind in ("A_log", "dt_bias", "in_proj_a.weight", "in_proj_b.weight"):
+        array = array[numbers]
+    return -torch.from_numpy(array).exp().numpy() if kind == "A_log" else array
 
 
 def add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:

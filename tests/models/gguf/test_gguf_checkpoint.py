@@ -27,7 +27,7 @@ from models.recipe import Recipe
 from models.store.names import default_name
 from tests.close import Tolerance, assert_close
 from tests.models.gguf.making import SIZES, names_of, random_model, write_gguf, write_part
-from tests.models.random_models import CAPS, GEMMA, LAYERED_ROPE, MINISTRAL3, YARN
+from tests.models.random_models import CAPS, DELTA, GEMMA, LAYERED_ROPE, MINISTRAL3, YARN
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -127,6 +127,27 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "ernie-moe": (
         "Ernie4_5_Moe",
         {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32, "head_dim": 16, "moe_layer_interval": 2},
+    ),
+    "qwen3.5": ("Qwen3_5", {**DELTA, "layer_types": ["linear_attention", "full_attention"]}),
+    "qwen3.5-even": (
+        "Qwen3_5",
+        {
+            **DELTA,
+            "linear_num_key_heads": 4,
+            "layer_types": ["full_attention", "linear_attention"],
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "linear_conv_kernel_dim": 3,
+        },
+    ),
+    "qwen3.5-moe": (
+        "Qwen3_5Moe",
+        {
+            **DELTA,
+            **EXPERTS,
+            "layer_types": ["linear_attention", "full_attention"],
+            "shared_expert_intermediate_size": 32,
+        },
     ),
     "lfm2": ("Lfm2", {"norm_eps": 0.01, "layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False}),
     "lfm2-biases": (
@@ -267,6 +288,22 @@ def test_missing_vectors_are_named_as_in_the_file(case: str, tensor: str, tmp_pa
     family, changes = CASES[case]
     file = write_gguf(tmp_path / "model.gguf", random_model(family, **changes), left_out=(f"blk.1.{tensor}",))
     with pytest.raises(CheckpointError, match=rf"'blk\.1\.{tensor}' is missing"):
+        Checkpoint.open(file)
+
+
+def test_a_mixture_needs_no_width_of_an_mlp(tmp_path: Path) -> None:
+    metadata = {"qwen35moe.feed_forward_length": None}
+    file = write_gguf(tmp_path / "model.gguf", random_model("Qwen3_5Moe", **CASES["qwen3.5-moe"][1]), metadata=metadata)
+    spec = Checkpoint.open(file).spec
+    assert spec.mixture is not None
+    assert spec.intermediate_size == spec.mixture.width == 32
+
+
+@pytest.mark.parametrize(("key", "value"), [("inner_size", 33), ("time_step_rank", 3), ("group_count", 0)])
+def test_value_heads_that_do_not_divide_are_named(key: str, value: int, tmp_path: Path) -> None:
+    metadata = {f"qwen35.ssm.{key}": value}
+    file = write_gguf(tmp_path / "model.gguf", random_model("Qwen3_5", **CASES["qwen3.5"][1]), metadata=metadata)
+    with pytest.raises(CheckpointError, match=rf"qwen35\.ssm\.(inner_size|{key})'? is"):
         Checkpoint.open(file)
 
 
