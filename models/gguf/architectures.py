@@ -6,9 +6,12 @@ llama.cpp makes of a file that lacks them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from models.errors import UnsupportedModelError
 from models.families.fields import Fields
@@ -42,6 +45,8 @@ class Architecture:
     """Whether it may have a sliding window."""
     experts: bool = False
     """Whether it may have experts."""
+    multipliers: bool = False
+    """Whether it has Granite's multipliers."""
     shared: bool = False
     """Whether some of them may be shared."""
     delta: bool = False
@@ -52,6 +57,12 @@ class Architecture:
     """Whether the rows of q and k stand in llama.cpp's order, which rotates neighbours."""
     options: Options = lambda *_: {}
     """Its own options."""
+
+
+def shortest(value: float) -> float:
+    """The shortest decimal number that is the same in 32 bits: 1e-05, not 9.999999747378752e-06."""
+    with np.errstate(over="ignore"):  # readers refuse infinity
+        return float(str(np.float32(value)))
 
 
 def _llama(fields: Fields, name: str, config: Mapping[str, Any], tensors: frozenset[str]) -> dict[str, Any]:
@@ -182,6 +193,27 @@ def _ernie(_fields: Fields, _name: str, _config: Mapping[str, Any], tensors: fro
     return {"use_bias": Q_BIAS in tensors}
 
 
+def _granite(fields: Fields, name: str, config: Mapping[str, Any], tensors: frozenset[str]) -> dict[str, Any]:
+    """One that has experts has other tensors; with a shared one, it is another model."""
+    width = config.get("head_dim") or config["hidden_size"] / config["num_attention_heads"]
+    found: dict[str, Any] = {
+        "attention_multiplier": shortest(fields.number(f"{name}.attention.scale", 1 / math.sqrt(width))),
+        "embedding_multiplier": shortest(fields.number(f"{name}.embedding_scale", 1.0)),
+        "residual_multiplier": shortest(fields.number(f"{name}.residual_scale", 1.0)),
+        "logits_scaling": shortest(fields.number(f"{name}.logit_scale", 1.0)),
+    }
+    found |= {"attention_bias": Q_BIAS in tensors, "mlp_bias": GATE_BIAS in tensors}
+    if not ARCHITECTURES[name].experts:
+        return found
+    shared = fields.optional_integer(f"{name}.expert_shared_feed_forward_length")
+    other = {"model_type": "granitemoeshared", "architectures": ["GraniteMoeSharedForCausalLM"]}
+    return {
+        **found,
+        **_experts(fields, name),
+        **({} if shared is None else {**other, "shared_intermediate_size": shared}),
+    }
+
+
 def _lfm2(fields: Fields, name: str, config: Mapping[str, Any], tensors: frozenset[str]) -> dict[str, Any]:
     """Blocks with a convolution have its tensor, and files state the width of the MLP as it is."""
     convolves = [f"model.layers.{block}.conv.conv.weight" in tensors for block in range(config["num_hidden_layers"])]
@@ -273,6 +305,10 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "qwen35moe": Architecture(
         model_type="qwen3_5_moe_text", delta=True, experts=True, post_norm="post_attention_norm", options=_qwen35
     ),
+    "granite": Architecture(model_type="granite", multipliers=True, pairs=True, options=_granite),
+    "granitemoe": Architecture(model_type="granitemoe", multipliers=True, experts=True, pairs=True, options=_granite),
+    "smollm3": Architecture(model_type="smollm3", pairs=True, options=_attention_bias),
+    "seed_oss": Architecture(model_type="seed_oss", post_norm="post_attention_norm", options=_attention_bias),
     "lfm2": Architecture(model_type="lfm2", options=_lfm2),
     "ernie4_5": Architecture(model_type="ernie4_5", options=_ernie),
     "ernie4_5-moe": Architecture(model_type="ernie4_5_moe", experts=True, shared=True, options=_ernie_moe),

@@ -13,12 +13,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from models.errors import CheckpointError, UnsupportedModelError
 from models.families import FAMILIES, nearest
 from models.families.fields import Fields
-from models.gguf.architectures import ARCHITECTURES, CAPS
+from models.gguf.architectures import ARCHITECTURES, CAPS, shortest
 from models.gguf.header import Header
 from models.gguf.tensors import GgufTensor, further_blocks
 from models.gguf.vocabulary import ends_of_generation, read_vocabulary
@@ -29,15 +27,13 @@ REMEDY = "Take the file from the model's publisher, or another conversion of the
 _FOREIGN = (
     "attention.clamp_kqv",
     "attention.max_alibi_bias",
-    "attention.scale",
-    "embedding_scale",
     "expert_group_count",
-    "logit_scale",
-    "residual_scale",
     "use_parallel_residual",
 )
 """Keys of an architecture that change a block's arithmetic in unsupported ways unless they are 0."""
-_USUAL_HEADS = ("llama", "qwen2", "phi3")
+_MULTIPLIERS = ("attention.scale", "embedding_scale", "residual_scale", "logit_scale")
+"""Likewise, unless the architecture has multipliers."""
+_USUAL_HEADS = ("llama", "qwen2", "phi3", "granite", "granitemoe", "smollm3")
 """Architectures whose heads are as wide as the hidden size says where config.json doesn't."""
 _MAX_FACTORS = 1 << 16
 _SCALINGS = ("none", "linear", "yarn")
@@ -64,7 +60,8 @@ def check_kind(header: Header) -> str:
     known = ARCHITECTURES[architecture]
     caps = (cap for cap in CAPS if cap not in known.caps)
     experts = [*(() if known.experts else ("expert_count",)), *(() if known.shared else ("expert_shared_count",))]
-    for name in (*_FOREIGN, *caps, *experts):
+    multipliers = () if known.multipliers else _MULTIPLIERS
+    for name in (*_FOREIGN, *multipliers, *caps, *experts):
         value = header.metadata.get(f"{architecture}.{name}")
         if value:
             raise UnsupportedModelError(
@@ -103,8 +100,8 @@ def config_of(header: Header, tensors: Mapping[str, GgufTensor]) -> dict[str, An
         "num_key_value_heads": _kv_heads(fields, name, heads),
         "vocab_size": _rows(tensors, "model.embed_tokens.weight") or fields.integer(f"{name}.vocab_size"),
         "max_position_embeddings": fields.integer(f"{name}.context_length"),
-        "rms_norm_eps": _short(fields.number(f"{name}.attention.layer_norm_rms_epsilon")),
-        "rope_theta": _short(fields.number(f"{name}.rope.freq_base", 10000.0)),
+        "rms_norm_eps": shortest(fields.number(f"{name}.attention.layer_norm_rms_epsilon")),
+        "rope_theta": shortest(fields.number(f"{name}.rope.freq_base", 10000.0)),
         "hidden_act": "silu",
         "tie_word_embeddings": "lm_head.weight" not in tensors,
     }
@@ -145,17 +142,11 @@ def _factors(tensor: GgufTensor) -> list[float]:
             f"{tensor.path}: the tensor '{tensor.name}' has {math.prod(tensor.shape):,} numbers, and a head has fewer "
             f"channels. {REMEDY}"
         )
-    return [_short(x) for x in tensor.read().flatten().tolist()]
+    return [shortest(x) for x in tensor.read().flatten().tolist()]
 
 
 def _rows(tensors: Mapping[str, GgufTensor], name: str) -> int | None:
     return tensors[name].shape[0] if name in tensors else None
-
-
-def _short(value: float) -> float:
-    """The shortest decimal number that is the same in 32 bits: 1e-05, not 9.999999747378752e-06."""
-    with np.errstate(over="ignore"):  # readers refuse infinity
-        return float(str(np.float32(value)))
 
 
 def _heads(fields: Fields, name: str, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -214,7 +205,7 @@ def _rope_scaling(fields: Fields, name: str, tensors: Mapping[str, GgufTensor]) 
                 "rope_type": "longrope",
                 "short_factor": _factors(short),
                 "long_factor": _factors(long),
-                "attention_factor": _short(fields.number(f"{name}.rope.scaling.attn_factor", 1.0)),
+                "attention_factor": shortest(fields.number(f"{name}.rope.scaling.attn_factor", 1.0)),
                 "original_max_position_embeddings": original,
             }
         }
@@ -229,19 +220,19 @@ def _rope_scaling(fields: Fields, name: str, tensors: Mapping[str, GgufTensor]) 
         return {}
     if kind == "yarn":
         return {"rope_scaling": _yarn(fields, f"{name}.rope.scaling", factor, original)}
-    return {"rope_scaling": {"rope_type": "linear", "factor": _short(factor)}}
+    return {"rope_scaling": {"rope_type": "linear", "factor": shortest(factor)}}
 
 
 def _yarn(fields: Fields, prefix: str, factor: float, original: int) -> dict[str, Any]:
     """YaRN's parameters. A logarithmic multiplier undoes the sharpening of attention."""
     found = {
         "rope_type": "yarn",
-        "factor": _short(factor),
+        "factor": shortest(factor),
         "original_max_position_embeddings": original,
-        "beta_fast": _short(fields.number(f"{prefix}.yarn_beta_fast", 32.0)),
-        "beta_slow": _short(fields.number(f"{prefix}.yarn_beta_slow", 1.0)),
+        "beta_fast": shortest(fields.number(f"{prefix}.yarn_beta_fast", 32.0)),
+        "beta_slow": shortest(fields.number(f"{prefix}.yarn_beta_slow", 1.0)),
     }
     multiplier = fields.table.get(f"{prefix}.yarn_log_multiplier")
     if multiplier:
-        found |= {"mscale": 1.0, "mscale_all_dim": _short(fields.number(f"{prefix}.yarn_log_multiplier"))}
+        found |= {"mscale": 1.0, "mscale_all_dim": shortest(fields.number(f"{prefix}.yarn_log_multiplier"))}
     return found

@@ -25,6 +25,11 @@ ARCHITECTURES = {
     "qwen2_moe": "qwen2moe",
     "qwen3_moe": "qwen3moe",
     "gpt_oss": "gpt-oss",
+    "granite": "granite",
+    "granitemoe": "granitemoe",
+    "granitemoeshared": "granitemoe",
+    "smollm3": "smollm3",
+    "seed_oss": "seed_oss",
     "qwen3_5_text": "qwen35",
     "qwen3_5_moe_text": "qwen35moe",
     "glm4_moe": "glm4moe",
@@ -36,6 +41,8 @@ ARCHITECTURES = {
     "hunyuan_v1_dense": "hunyuan-dense",
 }
 """`general.architecture` by `model_type`."""
+PAIRED = ("llama", "mistral3", "smollm3", "granite", "granitemoe")
+"""Those whose rows of q and k are in llama.cpp's order."""
 KNOWN = {name: architecture for architecture, name in gguf.MODEL_ARCH_NAMES.items()}
 _AFTER_LAYER = {"post_self_attn_layernorm": "post_attention_norm", "post_mlp_layernorm": "post_ffw_norm"}
 """Names of GLM-4's norms; the package takes one of the others for two."""
@@ -164,6 +171,13 @@ def describe(writer: gguf.GGUFWriter, config: Any) -> None:
             writer.add_interleave_moe_layer_step(config.moe_layer_interval)
         if config.model_type in ("qwen2_moe", "qwen3_5_moe_text"):
             writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+    if config.model_type.startswith("granite"):
+        writer.add_attention_scale(config.attention_multiplier)
+        writer.add_embedding_scale(config.embedding_multiplier)
+        writer.add_residual_scale(config.residual_multiplier)
+        writer.add_logit_scale(config.logits_scaling)
+    if config.model_type == "granitemoeshared":
+        writer.add_expert_shared_feed_forward_length(config.shared_intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     kv_heads, types = config.num_key_value_heads, getattr(config, "layer_types", None) or []
     writer.add_head_count_kv([kv_heads * (kind != "conv") for kind in types] if "conv" in types else kv_heads)
@@ -239,11 +253,19 @@ def tensors_of(model: Any) -> dict[str, np.ndarray[Any, Any]]:
             array = array.squeeze(0)
         if "gemma" in config.model_type and "norm" in name:
             array = array + 1
-        if ARCHITECTURES[config.model_type] in ("llama", "mistral3") and ("q_proj" in name or "k_proj" in name):
+        if ARCHITECTURES[config.model_type] in PAIRED and ("q_proj" in name or "k_proj" in name):
             heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
             halves = array.reshape(heads, 2, len(array) // heads // 2, *array.shape[1:])
             array = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(array.shape)
+        name = name.replace("block_sparse_moe.router.", "mlp.gate.").replace("block_sparse_moe.", "mlp.")
+        name = name.replace("shared_mlp.input_linear.", "mlp.shared_expert.gate_up_proj.")
+        name = name.replace("shared_mlp.output_linear.", "mlp.shared_expert.down_proj.")
         prefix, _, last = name.rpartition(".")
+        if prefix.endswith("shared_expert.gate_up_proj"):
+            gate, up = np.split(array, 2)
+            own = prefix.removesuffix("gate_up_proj")
+            found |= {f"{own}gate_proj.weight": gate, f"{own}up_proj.weight": np.ascontiguousarray(up)}
+            continue
         if config.model_type == "gpt_oss" and prefix.endswith("experts"):
             # [E, inputs, outputs], gate and up in turns.
             bias, kind = last.endswith("_bias"), "bias" if last.endswith("_bias") else "weight"

@@ -27,7 +27,7 @@ from models.recipe import Recipe
 from models.store.names import default_name
 from tests.close import Tolerance, assert_close
 from tests.models.gguf.making import SIZES, names_of, random_model, write_gguf, write_part
-from tests.models.random_models import CAPS, DELTA, GEMMA, LAYERED_ROPE, MINISTRAL3, YARN
+from tests.models.random_models import CAPS, DELTA, GEMMA, GRANITE, LAYERED_ROPE, MINISTRAL3, YARN
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -149,6 +149,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "shared_expert_intermediate_size": 32,
         },
     ),
+    "granite": ("Granite", {**GRANITE, "attention_bias": True}),
+    "granite-moe": ("GraniteMoe", {**GRANITE, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "granite-moe-shared": (
+        "GraniteMoeShared",
+        {**GRANITE, "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 192},
+    ),
+    "smollm3": ("SmolLM3", {"num_hidden_layers": 5, "tie_word_embeddings": True}),
+    "seed-oss": ("SeedOss", {"head_dim": 16, "attention_bias": True}),
     "lfm2": ("Lfm2", {"norm_eps": 0.01, "layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False}),
     "lfm2-biases": (
         "Lfm2",
