@@ -153,14 +153,23 @@ def _spec(
     )
 
 
-def _mixers(blocks: int, others: Mixer, attention: Sequence[int]) -> tuple[Mixer, ...]:
-    """What mixes the tokens of each block, of which some have attention."""
+def _mixers(blocks: int, others: Mixer, attention: Sequence[int] | None = None) -> tuple[Mixer, ...]:
+    """What mixes the tokens of each block, of which some have attention; every fourth, unless they are given."""
+    attention = range(3, blocks, 4) if attention is None else attention
     return tuple("attention" if layer in attention else others for layer in range(blocks))
 
 
 _SMOLLM2: dict[str, Any] = {"vocab_size": 49152, "max_context": 8192, "tied": True}
 _QWEN2: dict[str, Any] = {"max_context": 32768, "qkv_bias": True}
 _QWEN3: dict[str, Any] = {"vocab_size": 151936, "max_context": 40960, "qk_norm": True}
+_QWEN35: dict[str, Any] = {
+    "vocab_size": 248320,
+    "max_context": 262144,
+    "qk_norm": True,
+    "gated": True,
+    "taps": 4,
+    "delta": DeltaSpec(key_heads=16, value_heads=32, key_dim=128, value_dim=128),
+}
 _GEMMA3: dict[str, Any] = {"tied": True, "norm_after": True, "qk_norm": True, "activation": "gelu_tanh"}
 _LLAMA3: dict[str, Any] = {"vocab_size": 128256, "max_context": 131072, "tied": True}
 
@@ -301,6 +310,13 @@ CATALOGUE: Sequence[CatalogueModel] = (
         sampling=_QWEN3_SAMPLING,
     ),
     CatalogueModel(
+        title="Qwen3.5 4B",
+        origin="Qwen/Qwen3.5-4B",
+        maker="Qwen",
+        license="Apache-2.0",
+        spec=_spec("qwen3_5_text", 2560, 9216, 32, (16, 4, 256), tied=True, mixers=_mixers(32, "delta"), **_QWEN35),
+    ),
+    CatalogueModel(
         title="OLMoE 1B-7B",
         origin="allenai/OLMoE-1B-7B-0924-Instruct",
         maker="Ai2",
@@ -349,6 +365,20 @@ CATALOGUE: Sequence[CatalogueModel] = (
         sampling=_QWEN3_SAMPLING,
     ),
     CatalogueModel(
+        title="Ministral 3 8B",
+        origin="mistralai/Ministral-3-8B-Instruct-2512-GGUF",
+        maker="Mistral AI",
+        license="Apache-2.0",
+        spec=_spec("ministral3", 4096, 14336, 34, (32, 8, 128), vocab_size=131072, max_context=262144),
+    ),
+    CatalogueModel(
+        title="Qwen3.5 9B",
+        origin="Qwen/Qwen3.5-9B",
+        maker="Qwen",
+        license="Apache-2.0",
+        spec=_spec("qwen3_5_text", 4096, 12288, 32, (16, 4, 256), mixers=_mixers(32, "delta"), **_QWEN35),
+    ),
+    CatalogueModel(
         title="Qwen3 14B",
         origin="Qwen/Qwen3-14B-GGUF",
         maker="Qwen",
@@ -379,6 +409,32 @@ CATALOGUE: Sequence[CatalogueModel] = (
         mxfp4=True,
     ),
     CatalogueModel(
+        title="ERNIE 4.5 21B-A3B",
+        origin="baidu/ERNIE-4.5-21B-A3B-PT",
+        maker="Baidu",
+        license="Apache-2.0",
+        spec=_spec(
+            "ernie4_5_moe",
+            2560,
+            12288,
+            28,
+            (20, 4, 128),
+            vocab_size=103424,
+            max_context=131072,
+            tied=True,
+            mixture=MixtureSpec(
+                experts=64,
+                chosen=6,
+                width=1536,
+                normalized=True,
+                dense=(0,),
+                shared=2,
+                corrected=True,
+                gated=False,
+            ),
+        ),
+    ),
+    CatalogueModel(
         title="Qwen3 30B-A3B",
         origin="Qwen/Qwen3-30B-A3B-GGUF",
         maker="Qwen",
@@ -405,13 +461,8 @@ CATALOGUE: Sequence[CatalogueModel] = (
             512,
             40,
             (16, 2, 256),
-            vocab_size=248320,
-            max_context=262144,
-            qk_norm=True,
-            gated=True,
-            taps=4,
-            delta=DeltaSpec(key_heads=16, value_heads=32, key_dim=128, value_dim=128),
-            mixers=_mixers(40, "delta", range(3, 40, 4)),
+            mixers=_mixers(40, "delta"),
+            **_QWEN35,
             mixture=MixtureSpec(experts=256, chosen=8, width=512, normalized=True, shared=1),
         ),
     ),
