@@ -1,11 +1,13 @@
-"""Decoding of a mixture of experts with random weights, beside what reading the chosen ones takes at least.
+"""Decoding of a mixture of experts, or with states, with random weights, beside what reading them takes at least.
 
     python -m tests.bench.experts [--layers 6] [--bits 4] [--k-chunk 16] [--out FILE.json]
+    python -m tests.bench.experts --states               blocks of Qwen3.5 4B, three of four with a delta rule
 
-The shape is the issue's: 2048 channels, 64 experts of 768, 8 of them for a token, with fewer blocks than the 24 of the
-whole, so that it fits a small machine. A turn is a few tokens without compensation, a few with it, and the read
-bandwidth of the memory, and of each the fastest tenth counts. Beside it stands a dense model of the same code whose
-blocks have about as many weights as a token reads of a mixture's: what it lacks of the limit is not the experts' doing.
+The mixture has 2048 channels and 64 experts of 768, 8 of them for a token, with fewer blocks than the 24 of the whole, so
+that it fits a small machine. A turn is a few tokens without compensation, a few with it, and the read bandwidth of the
+memory, and of each the fastest tenth counts. Beside it stands a dense model of the same code whose blocks have about as
+many weights as a token reads of a mixture's, or attention in place of delta rules: what it lacks of the limit is not the
+experts' or the states' doing.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from models.catalogue import CATALOGUE
 from models.spec import MixtureSpec, ModelSpec, RopeSpec
 from runtime.backends.cpu.decoder import CpuDecoder
 from runtime.backends.decoder import DecoderOptions, Step
@@ -51,6 +54,20 @@ def shape(layers: int) -> ModelSpec:
     )
 
 
+def with_states(layers: int) -> ModelSpec:
+    """Blocks of Qwen3.5 4B."""
+    whole = next(model.spec for model in CATALOGUE if model.title == "Qwen3.5 4B")
+    return replace(
+        whole,
+        num_layers=layers,
+        vocab_size=4096,
+        max_context=2048,
+        rope=RopeSpec(rotary_dim=64),
+        windows=(None,) * layers,
+        mixers=whole.mixers[:layers],
+    )
+
+
 class Decoding:
     """A model, and the times of its tokens."""
 
@@ -80,11 +97,13 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--bits", type=int, default=4, choices=(3, 4))
     parser.add_argument("--k-chunk", type=int, default=16)
+    parser.add_argument("--states", action="store_true", help="delta rules instead of experts")
     parser.add_argument("--turns", type=int, default=40)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    spec = shape(arguments.layers)
-    kinds = {"mixture": spec, "dense": replace(spec, mixture=None)}
+    spec = with_states(arguments.layers) if arguments.states else shape(arguments.layers)
+    name, other = ("states", "attention") if arguments.states else ("mixture", "dense")
+    kinds = {name: spec, other: replace(spec, mixture=None, mixers=(), delta=None)}
     models = {name: Decoding(own, arguments.bits, arguments.k_chunk) for name, own in kinds.items()}
     reads: list[float] = []
     for _ in range(arguments.turns):

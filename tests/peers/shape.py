@@ -73,9 +73,12 @@ class RandomModel:
         )
 
     def vector(self, name: str) -> npt.NDArray[np.float32]:
-        """A norm's weight, or a router's, which chooses all experts about equally often."""
-        if not name.endswith("router"):
+        """A norm's weight or another vector; or a router's, which chooses all experts about equally often."""
+        if name == "norm":
             return np.ones(self.spec.hidden_size, np.float32)
+        if not name.endswith("router"):
+            sign = -1 if name.endswith("decay") else 1
+            return np.full(self.spec.block_vectors(int(name.split(".")[1]))[name], sign, np.float32)
         shape = self.spec.routers(int(name.split(".")[1]))[name]
         return self._rng.standard_normal(shape, np.float32) / np.float32(shape[1] ** 0.5)
 
