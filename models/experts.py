@@ -70,9 +70,8 @@ class Part:
         return outputs[self.outputs, self.inputs].reshape(self.shape).contiguous()
 
 
-_STACKED = re.compile(r"(?P<experts>model\.layers\.\d+\.mlp\.experts)\.(?P<name>[a-z_]+)(?:\.weight|(?P<bias>\.bias))?")
-_STACKED_OR_BIAS = re.compile(
-    r"(?P<experts>model\.layers\.\d+\.mlp\.experts)\.(?P<name>gate_up_proj|down_proj)(?P<weight>\.weight)?(?P<bias>_bias)?"
+_STACKED = re.compile(
+    r"(?P<experts>model\.layers\.\d+\.mlp\.experts)\.(?P<name>[a-z_]+?)(?P<weight>\.weight)?(?P<bias>[._]bias)?"
 )
 _SHARED = re.compile(r"(?P<mlp>model\.layers\.\d+\.mlp)\.shared_expert\.(?P<name>[a-z_]+_proj)\.weight")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
@@ -112,25 +111,16 @@ def separate(
                 half = tensor.rows(at * rows, rows) if len(modules) > 1 else tensor
                 found |= _of_shared(half, own_one["mlp"], module, mixture)
             continue
-        if family.alternating and (parts := _of_alternating(tensor, name)):
-            found |= parts
-            continue
         match = _STACKED.fullmatch(name)
         modules = _MODULES.get(match["name"], ()) if match else ()
-        dimensions = 2 if match and match["bias"] else _DIMENSIONS
-        if match is None or not modules or len(tensor.shape) != dimensions or tensor.shape[1] % len(modules):
+        if match is None or not modules or len(tensor.shape) != (2 if match["bias"] else 3):
             found[name] = tensor
-            continue
-        experts, rows = tensor.shape[:2]
-        if match["bias"]:
-            for expert, module in itertools.product(range(experts), modules):
-                own_bias = Part(tensor=tensor.rows(expert, 1), shape=(rows,))
-                found[f"{match['experts']}.{expert}.{module}.bias"] = own_bias
-            continue
-        count = rows // len(modules)
-        for expert in range(experts):
-            for at, module in enumerate(modules):
-                found[f"{match['experts']}.{expert}.{module}.weight"] = tensor.rows(expert * rows + at * count, count)
+        elif family.alternating:
+            found |= _of_alternating(tensor, match, modules)
+        elif tensor.shape[1] % len(modules):
+            found[name] = tensor
+        else:
+            found |= _of_all(tensor, match, modules)
     return found
 
 
@@ -142,15 +132,26 @@ def name_in_checkpoint(name: str, mixture: MixtureSpec | None) -> str:
     return name.replace(match[0], ".shared_expert.")
 
 
-def _of_alternating(tensor: StoredTensor, name: str) -> dict[str, StoredTensor]:
-    """The tensors of experts, of one of all of them in which gate and up alternate; nothing if it isn't one.
+def _of_all(tensor: StoredTensor, match: re.Match[str], modules: tuple[str, ...]) -> dict[str, StoredTensor]:
+    """The tensors of experts, of one of all of them, [E, outputs, inputs], or of their biases, [E, outputs]."""
+    experts, outputs = tensor.shape[:2]
+    count, found = outputs // len(modules), dict[str, StoredTensor]()
+    for expert, (at, module) in itertools.product(range(experts), enumerate(modules)):
+        name = f"{match['experts']}.{expert}.{module}"
+        if match["bias"]:
+            own = slice(at * count, (at + 1) * count)
+            found[f"{name}.bias"] = Part(tensor=tensor.rows(expert, 1), outputs=own, shape=(count,))
+        else:
+            found[f"{name}.weight"] = tensor.rows(expert * outputs + at * count, count)
+    return found
+
+
+def _of_alternating(tensor: StoredTensor, match: re.Match[str], modules: tuple[str, ...]) -> dict[str, StoredTensor]:
+    """The same where the outputs of the modules alternate.
 
     Parameters are [E, inputs, outputs], and biases [E, outputs]; a weight, which was MXFP4, is [E, outputs, inputs].
     """
-    match = _STACKED_OR_BIAS.fullmatch(name)
-    if match is None or len(tensor.shape) != (2 if match["bias"] else _DIMENSIONS):
-        return {}
-    modules, turned = _MODULES[match["name"]], not match["bias"] and not match["weight"]
+    turned = not match["bias"] and not match["weight"]
     each, kind = 1 if match["bias"] else tensor.shape[1], "bias" if match["bias"] else "weight"
     outputs = tensor.shape[1] if match["weight"] else tensor.shape[-1]
     found: dict[str, StoredTensor] = {}
@@ -179,7 +180,3 @@ def _of_shared(tensor: StoredTensor, mlp: str, module: str, mixture: MixtureSpec
         name: Part(tensor=tensor, shape=shape, inputs=slice(at * width, (at + 1) * width))
         for at, name in enumerate(names)
     }
-
-
-_DIMENSIONS = 3
-"""Of a tensor of all experts."""

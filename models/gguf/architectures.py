@@ -45,10 +45,10 @@ class Architecture:
     """Whether it may have a sliding window."""
     experts: bool = False
     """Whether it may have experts."""
-    multipliers: bool = False
-    """Whether it has Granite's multipliers."""
     shared: bool = False
     """Whether some of them may be shared."""
+    multipliers: bool = False
+    """Whether it has Granite's multipliers."""
     delta: bool = False
     """Whether it has delta rules."""
     post_norm: str = "ffn_norm"

@@ -3,11 +3,11 @@
     python -m tests.bench.experts [--layers 6] [--bits 4] [--k-chunk 16] [--out FILE.json]
     python -m tests.bench.experts --states               blocks of Qwen3.5 4B, three of four with a delta rule
 
-The mixture has 2048 channels and 64 experts of 768, 8 of them for a token, with fewer blocks than the 24 of the whole, so
-that it fits a small machine. A turn is a few tokens without compensation, a few with it, and the read bandwidth of the
-memory, and of each the fastest tenth counts. Beside it stands a dense model of the same code whose blocks have about as
-many weights as a token reads of a mixture's, or attention in place of delta rules: what it lacks of the limit is not the
-experts' or the states' doing.
+The mixture has 2048 channels and 64 experts of 768, 8 of them for a token, with fewer blocks than the 24 of the whole,
+so that it fits a small machine. A turn is a few tokens without compensation, a few with it, and the read bandwidth of
+the memory, and of each the fastest tenth counts. Beside it stands a dense model of the same code whose blocks have
+about as many weights as a token reads of a mixture's, or attention in place of delta rules: what it lacks of the limit
+is not the experts' or the states' doing.
 """
 
 from __future__ import annotations
