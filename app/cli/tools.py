@@ -187,7 +187,7 @@ def converse(
     for number in range(MOST_ROUNDS + 1):
         offered = tools.tools if number < MOST_ROUNDS else []
         rules = CallRules.of(offered, required=False) if offered else None
-        reader = CallReader([tool.name for tool in offered]) if offered else None
+        reader = CallReader(offered) if offered else None
         calls = list[ToolCall]()
         prompt = engine.chat_prompt(told, tools=offered, variables=variables)
         said = engine.reasoning_opened(prompt)

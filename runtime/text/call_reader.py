@@ -1,7 +1,8 @@
 """Call reader: finds tool calls in a streamed answer.
 
-All common formats are JSON with a name and arguments: between tags (Hermes, Qwen, SmolLM2), after a marker (Mistral,
-Granite), or alone (Llama 3). Text that may become a call is held back. The arguments of a call that a grammar enforces
+Most formats are JSON with a name and arguments: between tags (Hermes, Qwen, SmolLM2), after a marker (Mistral,
+Granite), or alone (Llama 3). Between tags, arguments may also be written out (Qwen3.5, GLM-4.5; see
+`runtime.text.written_calls`). Text that may become a call is held back. The arguments of a call that a grammar enforces
 are passed on as they are written, since they cannot turn out to be something else.
 """
 
@@ -14,7 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from runtime.system.foreign import read_json
-from runtime.text.tool_calls import CLOSE, OPEN, ToolCall
+from runtime.text.tool_calls import CLOSE, OPEN, Tool, ToolCall
+from runtime.text.written_calls import written_call
 
 MARKS = ("[TOOL_CALLS]", "<|python_tag|>", "<|tool_call|>")
 """Markers before calls without an end marker. Most tokenizers omit these special tokens from the text."""
@@ -43,15 +45,15 @@ Found = ToolCall | CallPart
 class CallReader:
     """Separates calls from text in a streamed answer. Text that may become a call is held back."""
 
-    def __init__(self, names: Sequence[str], *, most: int | None = None, enforced: Collection[str] = ()) -> None:
+    def __init__(self, tools: Sequence[Tool], *, most: int | None = None, enforced: Collection[str] = ()) -> None:
         """Begin an answer.
 
         Args:
-            names: The tools; a call of any other name is text.
+            tools: The tools; a call of any other is text.
             most: Most calls to parse; later ones are dropped. None: all.
             enforced: The tools whose calls a grammar enforces to the last letter; their arguments are streamed.
         """
-        self._names, self._most, self._enforced = frozenset(names), most, frozenset(enforced)
+        self._tools, self._most, self._enforced = {tool.name: tool for tool in tools}, most, frozenset(enforced)
         self._held = ""
         self._arguments: _Object | None = None  # of the call that is being streamed
         self._behind = False  # whether a streamed call has just ended
@@ -157,7 +159,8 @@ class CallReader:
             return None
         inside = self._held[body : end if end >= 0 else len(self._held)]
         whole = self._cut(end + len(CLOSE) if end >= 0 else len(self._held))
-        return list(self._calls(inside)) or [whole]
+        written = written_call(inside, self._tools) if end >= 0 or last else None
+        return [written] if written is not None else list(self._calls(inside)) or [whole]
 
     def _close(self, body: int) -> int:
         """Where the closing tag of a call is; -1 if there is none yet. In a text of its JSON it is a text."""
@@ -196,7 +199,7 @@ class CallReader:
         except ValueError:
             return
         calls = [_call(item) for item in (data if isinstance(data, list) else [data])]
-        if all(call is not None and call.name in self._names for call in calls):
+        if all(call is not None and call.name in self._tools for call in calls):
             yield from (call for call in calls if call is not None)
 
     def _cut(self, count: int) -> str:

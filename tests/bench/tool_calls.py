@@ -172,7 +172,7 @@ class Asker:
         prompt = self.engine.chat_prompt(messages, tools=list(TOOLS))
         most = LONGEST if rules.required else LONGEST_FREE
         options = SamplingOptions(temperature=0, max_tokens=most, calls=rules)
-        reader, said, calls = CallReader([tool.name for tool in TOOLS]), "", list[ToolCall]()
+        reader, said, calls = CallReader(TOOLS), "", list[ToolCall]()
         texts = [piece.text for piece in self.engine.generate(prompt, options)]
         for more, found in (*map(reader.feed, texts), reader.finish()):
             said, calls = said + more, calls + [one for one in found if isinstance(one, ToolCall)]

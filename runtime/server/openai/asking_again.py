@@ -36,7 +36,7 @@ async def answered(service: Service, wanted: GenerationRequest) -> AsyncGenerato
                 yield item
         return
     held: list[Piece] = []
-    reader, calls = CallReader([tool.name for tool in rules.tools]), list[ToolCall]()
+    reader, calls = CallReader(rules.tools), list[ToolCall]()
     async with aclosing(service.generate(wanted)) as items:
         async for item in items:
             if isinstance(item, Accepted):

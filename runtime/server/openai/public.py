@@ -220,9 +220,8 @@ def _reader(rules: CallRules | None) -> CallReader | None:
     """A parser of calls in an answer, if there are tools. Calls that are checked afterwards are not streamed."""
     if rules is None:
         return None
-    names = [tool.name for tool in rules.tools]
-    enforced = [name for name in names if name not in rules.relaxed]
-    return CallReader(names, most=None if rules.several else 1, enforced=enforced)
+    enforced = [tool.name for tool in rules.tools if tool.name not in rules.relaxed]
+    return CallReader(rules.tools, most=None if rules.several else 1, enforced=enforced)
 
 
 async def _accepted(items: AsyncGenerator[Accepted | Piece, None]) -> Accepted:

@@ -24,6 +24,10 @@ from runtime.text.tokenizer import Tokenizer
 from runtime.text.tool_calls import Tool, ToolCall, describe_tools
 
 NAMES = ("weather", "add")
+OFFERED = (
+    Tool(name="weather", parameters={"type": "object", "properties": {"city": {"type": "string"}}}),
+    Tool(name="add", parameters={"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "number"}}}),
+)
 PARIS = ToolCall(name="weather", arguments='{"city": "Paris"}')
 SUM = ToolCall(name="add", arguments='{"a": 1, "b": 2}')
 W, A = '{"name": "weather", "arguments": {"city": "Paris"}}', '{"name": "add", "parameters": {"a": 1, "b": 2}}'
@@ -47,6 +51,43 @@ ANSWERS: dict[str, tuple[str, str, list[ToolCall]]] = {
         "",
         [ToolCall(name="weather", arguments='{"city": "</tool_call>"}')],
     ),
+    "written out": (
+        "<tool_call>\n<function=weather>\n<parameter=city>\nParis\n</parameter>\n</function>\n</tool_call>",
+        "",
+        [PARIS],
+    ),
+    "written out, several": (
+        (
+            "Sure.\n<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\n2\n</parameter>\n"
+            "</function>\n</tool_call>\n<tool_call><function=weather><parameter=city>3</parameter></function></tool_call>"
+        ),
+        "Sure.\n",
+        [SUM, ToolCall(name="weather", arguments='{"city": "3"}')],
+    ),
+    "written out in lines": (
+        "<tool_call>\n<function=weather>\n<parameter=city>\nNew\n\nYork <3\n</parameter>\n</function>\n</tool_call>",
+        "",
+        [ToolCall(name="weather", arguments='{"city": "New\\n\\nYork <3"}')],
+    ),
+    "with keys and values": (
+        (
+            "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n<arg_key>b</arg_key>\n<arg_value>2</arg_value>\n"
+            "</tool_call>"
+        ),
+        "",
+        [SUM],
+    ),
+    "without arguments": ("<tool_call>weather\n</tool_call>", "", [ToolCall(name="weather", arguments="{}")]),
+    "an unknown tool written out": (
+        "<tool_call><function=rm></function></tool_call>",
+        "<tool_call><function=rm></function></tool_call>",
+        [],
+    ),
+    "a broken argument": (
+        "<tool_call><function=add><parameter=a>1<parameter></function></tool_call>",
+        "<tool_call><function=add><parameter=a>1<parameter></function></tool_call>",
+        [],
+    ),
     "plain text": ("The sky is < blue [here].", "The sky is < blue [here].", []),
     "other JSON": ('{"answer": [1, 2]}', '{"answer": [1, 2]}', []),
     "a list": ("[1, 2, 3] is a list", "[1, 2, 3] is a list", []),
@@ -62,7 +103,7 @@ ANSWERS: dict[str, tuple[str, str, list[ToolCall]]] = {
 
 
 def read(pieces: list[str], **options: Any) -> tuple[str, list[ToolCall]]:
-    reader = CallReader(NAMES, **options)
+    reader = CallReader(OFFERED, **options)
     parts = [*(reader.feed(piece) for piece in pieces), reader.finish()]
     return "".join(text for text, _ in parts), [call for _, calls in parts for call in calls]
 
@@ -81,7 +122,7 @@ def test_text_that_is_no_call_is_never_lost(pieces: list[str]) -> None:
 
 
 def test_text_is_not_held_back_without_need() -> None:
-    reader = CallReader(NAMES)
+    reader = CallReader(OFFERED)
     assert reader.feed("Hello <b") == ("Hello <b", [])
     assert reader.feed("> and <tool") == ("> and ", [])
     assert reader.feed("box>") == ("<toolbox>", [])
@@ -221,7 +262,7 @@ def test_a_call_ends_well(tokenizer: Tokenizer, circle: bool) -> None:
             break
         constraint.take(token)
         tokens.append(token)
-    reader = CallReader(["say"])
+    reader = CallReader([Tool(name="say")])
     found = reader.feed(tokenizer.decode(tokens))[1] + reader.finish()[1]
     assert set(json.loads(found[0].arguments)) == {"text", "n"}
     assert len(tokens) < (400 if circle else limit)
@@ -241,7 +282,7 @@ def test_text_is_free(tokenizer: Tokenizer) -> None:
 
 def test_arguments_are_streamed_where_a_grammar_enforces_them() -> None:
     answer = f"So: <tool_call>\n{W}\n</tool_call>\n<tool_call>{A}</tool_call> Done."
-    reader = CallReader(NAMES, enforced=NAMES)
+    reader = CallReader(OFFERED, enforced=NAMES)
     parts = [*(reader.feed(letter) for letter in answer), reader.finish()]
     calls = [call for _, found in parts for call in found]
     assert all(isinstance(call, CallPart) for call in calls)
