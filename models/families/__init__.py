@@ -10,7 +10,7 @@ from typing import Any
 from models.errors import UnsupportedModelError
 from models.families.ernie4_5 import ERNIE4_5, ERNIE4_5_MOE
 from models.families.exaone4 import EXAONE4
-from models.families.family import Family
+from models.families.family import EXPERTS, Family
 from models.families.fields import PUBLISHED, Fields
 from models.families.gemma import GEMMA2, GEMMA3
 from models.families.glm4 import GLM4, GLM4_MOE
@@ -50,7 +50,7 @@ MIXTURES = "gpt-oss, Mixtral, Qwen2-MoE, Qwen3-MoE, Qwen3.5-MoE, GLM-4.5, ERNIE 
 
 READ_QUANTIZED = ("fp8", "mxfp4", "awq", "gptq", "compressed-tensors")
 """Methods of `quantization_config` whose weights can be read (`models.low_bit_source`)."""
-_EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_intermediate_size")
+_EXPERT_KEYS = (*EXPERTS, "moe_intermediate_size")
 
 
 def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:

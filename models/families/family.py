@@ -89,7 +89,7 @@ class Family:
     alternating: bool = False
     """Whether gate and up alternate in tensors of all experts, which are [E, inputs, outputs] (`models.experts`)."""
     predicts_further: bool = False
-    """Whether more blocks may follow the last, which predict further tokens (MTP). They are left out."""
+    """Whether another block may follow the last, which predicts a further token (MTP). It is left out."""
     renamed: Mapping[str, str] = field(default_factory=dict)
     """Parts of tensors' names in its checkpoints, and what they are called here (`models.experts`)."""
 

@@ -111,13 +111,12 @@ def _glm4moe(fields: Fields, name: str, config: Mapping[str, Any], tensors: froz
             f"{fields.source}: '{name}.expert_gating_func' is {function}; {_SIGMOID} alone, a sigmoid, is supported. "
             "Choose another model."
         )
-    counts = {key: fields.table.get(f"{name}.{key}", 0) for key in ("expert_shared_count", "leading_dense_block_count")}
     return {
         "n_routed_experts": fields.integer(f"{name}.expert_count"),
         "num_experts_per_tok": fields.integer(f"{name}.expert_used_count"),
         "moe_intermediate_size": fields.integer(f"{name}.expert_feed_forward_length"),
-        "n_shared_experts": counts["expert_shared_count"],
-        "first_k_dense_replace": counts["leading_dense_block_count"],
+        "n_shared_experts": _number(fields, f"{name}.expert_shared_count"),
+        "first_k_dense_replace": _number(fields, f"{name}.leading_dense_block_count"),
         "routed_scaling_factor": fields.number(f"{name}.expert_weights_scale", 1.0),
         "norm_topk_prob": fields.flag(f"{name}.expert_weights_norm", False),
         "use_qk_norm": any(tensor.endswith("q_norm.weight") for tensor in tensors),
@@ -127,13 +126,12 @@ def _glm4moe(fields: Fields, name: str, config: Mapping[str, Any], tensors: froz
 
 
 def _ernie_moe(fields: Fields, name: str, _config: Mapping[str, Any], _tensors: frozenset[str]) -> dict[str, Any]:
-    counts = {key: fields.table.get(f"{name}.{key}", 0) for key in ("expert_shared_count", "leading_dense_block_count")}
     return {
         "moe_num_experts": fields.integer(f"{name}.expert_count"),
         "moe_k": fields.integer(f"{name}.expert_used_count"),
         "moe_intermediate_size": fields.integer(f"{name}.expert_feed_forward_length"),
-        "moe_num_shared_experts": counts["expert_shared_count"],
-        "moe_layer_start_index": counts["leading_dense_block_count"],
+        "moe_num_shared_experts": _number(fields, f"{name}.expert_shared_count"),
+        "moe_layer_start_index": _number(fields, f"{name}.leading_dense_block_count"),
         "moe_layer_interval": fields.integer(f"{name}.interleave_moe_layer_step", 1),
     }
 
@@ -170,6 +168,11 @@ def _qwen35(fields: Fields, name: str, config: Mapping[str, Any], tensors: froze
     shared = fields.integer(f"{name}.expert_shared_feed_forward_length", width)
     widths = {"moe_intermediate_size": width, "shared_expert_intermediate_size": shared}
     return {**found, **_experts(fields, name), **widths}
+
+
+def _number(fields: Fields, key: str) -> int:
+    """A number that may be missing, or 0."""
+    return fields.integer(key) if fields.table.get(key) else 0
 
 
 def _experts(fields: Fields, name: str) -> dict[str, Any]:
