@@ -17,6 +17,7 @@ from runtime.errors import RequestError
 from runtime.text.call_format import CallFormat
 from runtime.text.call_grammar import CallRules
 from runtime.text.constraint import Constraint, Constraints, Float32Array, Grammar, HasJson
+from runtime.text.written_calls import ENDS
 
 BARE_TOKENS = 64
 """Tokens within which an answer without a marker must have named its tool to be a call."""
@@ -46,6 +47,10 @@ class WritesCalls(HasJson, Protocol):
         """The text of a token."""
         ...
 
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """The tokens of a text."""
+        ...
+
 
 Begin = Callable[[Grammar], Constraint]
 """Begins a constraint; see `runtime.text.constraint.Constraints.begin`."""
@@ -61,29 +66,33 @@ class Closers:
 
     def __init__(self, tokenizer: WritesCalls, ends: Collection[int]) -> None:
         self._tokenizer, self._ends = tokenizer, ends
-        self._masks: tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]] | None = None
+        self._masks: tuple[npt.NDArray[np.bool_], ...] | None = None
 
-    def only(self, logits: Float32Array) -> Float32Array:
+    def only(self, logits: Float32Array, *first: int) -> Float32Array:
         """Logits [V] of nothing but these tokens, if any of them is allowed; else as they are.
 
-        Those that begin with a quotation mark come first: in a text, a brace would only be one more letter.
+        The end of the answer comes first, then the tokens that are given, then those that begin with a quotation mark:
+        in a text, a brace would only be one more letter.
         """
         if self._masks is None:
             self._masks = self._found(logits.size)
-        for mask in self._masks:
+        ends, *others = self._masks
+        given = np.zeros(logits.size, np.bool_)
+        given[list(first)] = True
+        for mask in (ends, given, *others):
             closing = np.where(mask, logits, np.float32(-np.inf))
             if np.isfinite(closing.max()):
                 return closing
         return logits
 
-    def _found(self, size: int) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-        texts, others = np.zeros(size, np.bool_), np.zeros(size, np.bool_)
+    def _found(self, size: int) -> tuple[npt.NDArray[np.bool_], ...]:
+        ends, texts, others = np.zeros((3, size), np.bool_)
         for token in range(min(size, self._tokenizer.vocab_size)):
             text = self._tokenizer.piece(token)
             if text.strip() and set(text) <= CLOSING:
                 (texts if text.startswith('"') else others)[token] = True
-        others[[token for token in self._ends if token < size]] = True
-        return texts, others
+        ends[[token for token in self._ends if token < size]] = True
+        return ends, texts, others
 
 
 class AnswerConstraints(Constraints):
@@ -135,12 +144,16 @@ class CallConstraint(Constraint):
             limit: Most tokens of the answer.
         """
         self._rules, self._form, self._begin, self._closers = rules, form, begin, closers
-        self._special, self._piece = tokenizer.special_token(form.mark), tokenizer.piece
+        self._special = tokenizer.special_token(form.mark)
+        self._piece, self._encode = tokenizer.piece, tokenizer.encode
         self._left = limit
-        self._margin = min(limit // 2, SPARE + PER_ARGUMENT * rules.fewest)
+        # Arguments that are written out stand between two tags each.
+        tags = 0 if form.style == "json" else 2 * len(tokenizer.encode(ENDS[form.style], special=False))
+        self._margin = min(limit // 2, SPARE + tags + (PER_ARGUMENT + tags) * rules.fewest)
         self._tokens: list[int] = []  # since the first call began
         self._texts: list[str] = []
         self._inner: Constraint | None = None
+        self._rest: list[int] = []  # of the end of an argument that is being closed
         self._over = False  # whether nothing is enforced any more
         names = "|".join(re.escape(tool.name) for tool in rules.tools)
         self._bare = re.compile(rf'\s*\{{\s*"name"\s*:\s*"(?:{names})"')
@@ -163,9 +176,18 @@ class CallConstraint(Constraint):
             if not self._enter(loose=True):
                 return logits
             allowed = self._inner.masked(logits)
-        if self._left <= self._margin or self._repeats():
-            return self._closers.only(allowed)
+        if self._rest or self._left <= self._margin or self._repeats():
+            return self._closing(allowed)
         return allowed
+
+    def _closing(self, allowed: Float32Array) -> Float32Array:
+        """Logits [V] of nothing but what leads to the end of the call, where that is allowed."""
+        if self._form.style == "json":
+            return self._closers.only(allowed)
+        # A text that is written out ends with several tokens.
+        rest = self._rest or self._encode(ENDS[self._form.style], special=False)
+        self._rest = rest if np.isfinite(allowed[rest[0]]) else []
+        return self._closers.only(allowed, *self._rest[:1])
 
     def take(self, token: int) -> None:
         """Advance by a sampled token."""
@@ -173,6 +195,8 @@ class CallConstraint(Constraint):
         if self._over:
             return
         self._tokens.append(token)
+        if self._rest:
+            self._rest = self._rest[1:] if token == self._rest[0] else []
         if self._inner is not None:
             try:
                 self._inner.take(token)

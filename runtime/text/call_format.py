@@ -1,7 +1,8 @@
 """Call formats: how a model writes tool calls, read off its chat template.
 
 A template that supports tools writes an assistant's earlier calls the way the model was trained to write its own. So a
-conversation with a made-up call is rendered, and what stands before, between and behind the JSON is the format.
+conversation with a made-up call is rendered, and what stands before, between and behind the call is the format. The
+call itself is JSON, or its arguments are written out in one of two styles (`runtime.text.written_calls`).
 """
 
 from __future__ import annotations
@@ -10,20 +11,22 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from runtime.errors import RequestError
 from runtime.text.tool_calls import CLOSE, OPEN
 
 Render = Callable[[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]], str]
 """Renders messages with tools by a chat template."""
+Style = Literal["json", "tags", "keys"]
+"""JSON; or arguments written out, each in a tag of its name (Qwen3.5), or as a key and a value (GLM-4.5)."""
 _NAMES = ("probe_call_one", "probe_call_two")
 _MARK = re.compile(r"(<[^<>\s]{1,40}>|\[[A-Z_]{1,40}\])?([ \n]*\[?[ \n]*)\Z")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallFormat:
-    """What stands around the JSON of calls, and the name of the arguments in it."""
+    """What stands around calls, and how they are written."""
 
     mark: str = ""
     """The marker before the first call; empty where calls are bare JSON."""
@@ -34,11 +37,13 @@ class CallFormat:
     end: str = ""
     """What follows the last call."""
     arguments: str = "arguments"
-    """The key of the arguments."""
+    """The key of the arguments in JSON."""
+    style: Style = "json"
+    """How a call is written."""
 
     @classmethod
     def of_template(cls, render: Render) -> CallFormat | None:
-        """Read the format off a template that supports tools; None if its calls are not JSON."""
+        """Read the format off a template that supports tools; None if its calls have none of the styles."""
         try:
             one = _rendered(render, 1)
             prompt = render([_ASKED], [_tool(_NAMES[0])])
@@ -47,7 +52,7 @@ class CallFormat:
         place = _call_at(one, _NAMES[0])
         if place is None:
             return None
-        start, stop, key = place
+        start, stop, key, style = place
         before = _MARK.search(one[:start])
         assert before is not None, "it may be empty"
         mark, begin = before[1] or "", before[2]
@@ -56,7 +61,7 @@ class CallFormat:
         closing = [re.escape(f"{sign}/{mark.removeprefix(sign)}") for sign in ("<|", "<") if mark.startswith(sign)]
         after = re.compile(rf"[ \n]*\]?[ \n]*({'|'.join(closing)})?" if closing else r"[ \n]*\]?").match(one, stop)
         end = after[0].rstrip(" \n") if after is not None else ""
-        return cls(mark=mark, begin=begin, between=_between(render), end=end, arguments=key)
+        return cls(mark=mark, begin=begin, between=_between(render), end=end, arguments=key, style=style)
 
 
 TOLD = CallFormat(mark=OPEN, between=f"{CLOSE}\n{OPEN}", end=CLOSE)
@@ -78,8 +83,28 @@ def _tool(name: str) -> Mapping[str, Any]:
     return {"type": "function", "function": {"name": name, "description": "Tries.", "parameters": parameters}}
 
 
-def _call_at(text: str, name: str) -> tuple[int, int, str] | None:
-    """Where the JSON of a call begins and ends, and the key of its arguments."""
+class _Place(NamedTuple):
+    """A call in a rendered conversation."""
+
+    start: int
+    stop: int
+    key: str = "arguments"
+    """That of its arguments in JSON."""
+    style: Style = "json"
+
+
+_WRITTEN: Mapping[Style, str] = {
+    "tags": r"<function={name}>\n<parameter=x>\n\d\n</parameter>\n</function>",
+    "keys": r"{name}\n<arg_key>x</arg_key>\n<arg_value>\d</arg_value>",
+}
+"""The made-up call by style."""
+
+
+def _call_at(text: str, name: str) -> _Place | None:
+    """The call of a function; None if it has none of the styles."""
+    for style, written in _WRITTEN.items():
+        if (found := re.search(written.format(name=name), text)) is not None:
+            return _Place(found.start(), found.end(), style=style)
     place = text.rfind(f'"{name}"')
     start = text.rfind("{", 0, max(0, place))
     if place < 0 or start < 0:
@@ -89,7 +114,7 @@ def _call_at(text: str, name: str) -> tuple[int, int, str] | None:
     except ValueError:
         return None
     keys = [key for key in ("arguments", "parameters") if isinstance(call.get(key), dict) and "x" in call[key]]
-    return (start, start + length, keys[0]) if keys and call.get("name") == name else None
+    return _Place(start, start + length, keys[0]) if keys and call.get("name") == name else None
 
 
 def _between(render: Render) -> str:
@@ -99,4 +124,4 @@ def _between(render: Render) -> str:
     except RequestError:
         return ""
     first, second = _call_at(both, _NAMES[0]), _call_at(both, _NAMES[1])
-    return both[first[1] : second[0]] if first is not None and second is not None and first[1] < second[0] else ""
+    return both[first.stop : second.start] if first and second and first.stop < second.start else ""

@@ -14,15 +14,14 @@ from typing import Any
 
 from runtime.errors import RequestError
 from runtime.text.call_format import CallFormat
-from runtime.text.constraint import ANY_OBJECT, MAX_CHARACTERS, Grammar
+from runtime.text.constraint import ANY_OBJECT, COMPACT, MAX_CHARACTERS, Grammar
 from runtime.text.enforceable import enforceable
 from runtime.text.tool_calls import Tool
+from runtime.text.written_calls import written_rules
 
 MOST_CALLS = 16
 """Most calls in a row. A small model may otherwise never stop calling."""
 _SPACES = re.compile(r"([ \n]+)")
-_COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""JSON as templates write it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,11 +101,17 @@ class CallRules:
         return self._grammar("\n".join(lines), form, loose=loose)
 
     def _grammar(self, start: str, form: CallFormat, *, loose: bool = False) -> Grammar:
+        if form.style != "json":
+            kinds_of = [ANY_OBJECT if loose else kind for kind in self.arguments]
+            text = "\n".join(written_rules(self.tools, kinds_of, form.style))
+            if len(text) > MAX_CHARACTERS // 2 and not loose:
+                return self._grammar(start, form, loose=True)
+            return Grammar.of_lark(f"%llguidance {{}}\n{start}\n{text}\n")
         kinds = [
             _call(tool, ANY_OBJECT if loose else kind, form)
             for tool, kind in zip(self.tools, self.arguments, strict=True)
         ]
-        text = json.dumps({"anyOf": kinds, "x-guidance": _COMPACT})
+        text = json.dumps({"anyOf": kinds, "x-guidance": COMPACT})
         if len(text) > MAX_CHARACTERS // 2 and not loose:
             return self._grammar(start, form, loose=True)
         return Grammar.of_lark(f"%llguidance {{}}\n{start}\ncall: %json {text}\n")

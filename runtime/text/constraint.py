@@ -27,6 +27,8 @@ T = TypeVar("T")
 Float32Array = npt.NDArray[np.float32]
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 """The schema of any JSON object."""
+COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""JSON as chat templates write it, for `x-guidance`."""
 WHITE_SPACE = r"[ \n]{0,12}"
 """White space between JSON tokens: as models usually write it, but bounded."""
 MAX_CHARACTERS = 2**17

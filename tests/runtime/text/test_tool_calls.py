@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from assets import demo_path
 from runtime.errors import RequestError
-from runtime.text.call_constraint import AnswerConstraints, CallConstraint, Closers
+from runtime.text.call_constraint import CallConstraint, Closers
 from runtime.text.call_format import TOLD, CallFormat
 from runtime.text.call_grammar import CallRules
 from runtime.text.call_reader import CallPart, CallReader
@@ -185,7 +185,7 @@ def written(tokenizer: Tokenizer, constraint: Any, seed: int, text: str = "") ->
     random, tokens = np.random.default_rng(seed), tokenizer.encode(text, special=False)
     for token in tokens:
         sampler.note(token)
-    for _ in range(600):
+    for _ in range(4000):
         token = sampler.draw(random.normal(0, 2, tokenizer.vocab_size).astype(np.float32))
         if token == tokenizer.eos_token_id:
             return tokenizer.decode(tokens)
@@ -201,10 +201,16 @@ def closers(tokenizer: Tokenizer) -> Closers:
     return Closers(tokenizer, [tokenizer.eos_token_id or 0])
 
 
+WRITTEN = CallFormat(
+    mark="<tool_call>", begin="\n", between="\n</tool_call>\n<tool_call>\n", end="\n</tool_call>", style="tags"
+)
+KEYS = CallFormat(mark="<tool_call>", between="\n</tool_call>\n<tool_call>", end="\n</tool_call>", style="keys")
 FORMS = {
     "tags": TOLD,
     "a list after a marker": CallFormat(mark="[TOOL_CALLS]", begin=" [", between=", ", end="]"),
     "bare": CallFormat(arguments="parameters"),
+    "written in tags": WRITTEN,
+    "written as keys": KEYS,
 }
 
 
@@ -229,7 +235,13 @@ def test_what_a_strict_tool_asks_for_is_enforced_or_refused() -> None:
     assert CallRules.of(TOOLS, required=True).relaxed == {"add": ("properties.a.uniqueItems",)}
 
 
-BEGUN = {"tags": "Well.\n<tool_call>", "a list after a marker": "[TOOL_CALLS]", "bare": '{"name": "weather"'}
+BEGUN = {
+    "tags": "Well.\n<tool_call>",
+    "a list after a marker": "[TOOL_CALLS]",
+    "bare": '{"name": "weather"',
+    "written in tags": "<tool_call>",
+    "written as keys": "<tool_call>",
+}
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -244,14 +256,14 @@ def test_a_call_that_has_begun_is_enforced(tokenizer: Tokenizer, form: str) -> N
 
 
 @pytest.mark.parametrize("circle", [False, True], ids=["few tokens are left", "the model repeats itself"])
-def test_a_call_ends_well(tokenizer: Tokenizer, circle: bool) -> None:
+@pytest.mark.parametrize("form", ["tags", "written in tags", "written as keys"])
+def test_a_call_ends_well(tokenizer: Tokenizer, form: str, circle: bool) -> None:
     """However long a model would go on with a text, its call is closed, and complete."""
     wanted = {"properties": {"text": {"type": "string"}, "n": {"type": "integer"}}, "required": ["text", "n"]}
     rules = CallRules.of([Tool(name="say", parameters=wanted)], required=True)
-    limit = 4000 if circle else 150
-    eos = [tokenizer.eos_token_id or 0]
-    constraint = AnswerConstraints(tokenizer, vocab_size=tokenizer.vocab_size, eos=eos).of(None, rules, limit)
-    assert constraint is not None
+    limit = 4000 if circle else 200
+    begin = constraints_of(tokenizer).begin
+    constraint = CallConstraint(rules, FORMS[form], tokenizer, begin, closers(tokenizer), limit)
     letters = [tokenizer.encode(letter, special=False)[-1] for letter in "abcdefghijklmnopqrstuvwxyz}'"]
     logits, tokens = np.zeros(tokenizer.vocab_size, np.float32), list[int]()
     random = np.random.default_rng(1)
@@ -262,7 +274,7 @@ def test_a_call_ends_well(tokenizer: Tokenizer, circle: bool) -> None:
             break
         constraint.take(token)
         tokens.append(token)
-    reader = CallReader([Tool(name="say")])
+    reader = CallReader(rules.tools)
     found = reader.feed(tokenizer.decode(tokens))[1] + reader.finish()[1]
     assert set(json.loads(found[0].arguments)) == {"text", "n"}
     assert len(tokens) < (400 if circle else limit)
@@ -304,7 +316,17 @@ ALONE = """{% for m in messages %}<|h|>{{ m.role }}<|e|>{% if m.tool_calls %}{% 
 {%- else %}{{ m.content }}{% endif %}<|eot|>{% endfor %}<|h|>assistant<|e|>{{ tools and '' }}"""
 OTHER = """{% for m in messages %}{% for c in m.tool_calls or () %}<function={{ c.function.name }}>{% endfor %}
 {{ m.content }}{% endfor %}{{ tools and '' }}"""
+OUT = """{% for m in messages %}<|h|>{{ m.role }}{{ m.content }}{% for c in m.tool_calls or () %}
+{% if not loop.first %}{{ '\\n' }}{% endif %}{{ '<tool_call>\\n<function=' + c.function.name + '>\\n' }}
+{%- for k in c.function.arguments %}{{ '<parameter=' + k + '>\\n' }}{{ c.function.arguments[k] }}
+{{- '\\n</parameter>\\n' }}{% endfor %}{{ '</function>\\n</tool_call>' }}{% endfor %}{% endfor %}{{ tools and '' }}"""
+AS_KEYS = """{% for m in messages %}<|h|>{{ m.role }}{{ m.content }}{% for c in m.tool_calls or () %}
+{{- '\\n<tool_call>' + c.function.name }}{% for k in c.function.arguments %}{{ '\\n<arg_key>' + k + '</arg_key>\\n' }}
+{{- '<arg_value>' }}{{ c.function.arguments[k] }}{{ '</arg_value>' }}{% endfor %}{{ '\\n</tool_call>' }}{% endfor %}
+{% endfor %}{{ tools and '' }}"""
 TEMPLATES = {
+    "written in tags": (OUT, WRITTEN),
+    "written as keys": (AS_KEYS, KEYS),
     "a marker and a list": (LIST, CallFormat(mark="[TOOL_CALLS]", begin=" [", between=", ", end="]")),
     "bare, one at a time": (ALONE, CallFormat(arguments="parameters")),
     "not JSON": (OTHER, None),
