@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,10 +24,20 @@ from tests.models.gguf.making import SIZES, random_model, write_gguf
 from tests.models.gguf.test_gguf_checkpoint import CASES
 from tests.peers.exported import differences
 
+AS_WIDE = {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
+CHANGES: dict[str, dict[str, Any]] = {
+    "gpt-oss": {"rope_parameters": {"rope_type": "default", "rope_theta": 1000.0}},
+    "qwen3.5": AS_WIDE,
+    "qwen3.5-even": AS_WIDE,
+    "qwen3.5-moe": AS_WIDE,
+}
+"""What llama.cpp does otherwise: it cuts YaRN's borders, and takes a delta rule's keys and values for equally wide."""
+
 
 def beside(case: str, peer_python: str) -> str:
     """How far llama.cpp's logits are from ours, or how it refused the file."""
     family, changes = CASES[case]
+    changes = {**changes, **CHANGES.get(case, {})}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         file = write_gguf(folder / "model.gguf", random_model(family, **changes))

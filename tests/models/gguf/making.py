@@ -150,6 +150,8 @@ def describe(writer: gguf.GGUFWriter, config: Any) -> None:
         writer.add_ssm_group_count(config.linear_num_key_heads)
         writer.add_ssm_time_step_rank(config.linear_num_value_heads)
         writer.add_ssm_inner_size(config.linear_value_head_dim * config.linear_num_value_heads)
+        writer.add_full_attention_interval(1 + config.layer_types.index("full_attention"))
+        writer.add_rope_dimension_sections([1, 1, 0, 0])
     if config.model_type == "lfm2":
         writer.add_shortconv_l_cache(config.conv_L_cache)
     if experts := getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None):
@@ -169,6 +171,8 @@ def describe(writer: gguf.GGUFWriter, config: Any) -> None:
             writer.add_expert_shared_count(config.moe_num_shared_experts)
             writer.add_leading_dense_block_count(config.moe_layer_start_index)
             writer.add_interleave_moe_layer_step(config.moe_layer_interval)
+            shared = config.moe_intermediate_size * config.moe_num_shared_experts
+            writer.add_expert_shared_feed_forward_length(shared)
         if config.model_type in ("qwen2_moe", "qwen3_5_moe_text"):
             writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
     if config.model_type.startswith("granite"):
