@@ -164,8 +164,8 @@ class CallReader:
 
     def _close(self, body: int) -> int:
         """Where the closing tag of a call is; -1 if there is none yet. In a text of its JSON it is a text."""
-        end = self._held.find(CLOSE, body)
-        while end >= 0 and len(_QUOTED.sub("", self._held[body:end]).split('"')) > 1:
+        end, json_like = self._held.find(CLOSE, body), self._held[body:].lstrip()[:1] in ("{", "[")
+        while json_like and end >= 0 and len(_QUOTED.sub("", self._held[body:end]).split('"')) > 1:
             end = self._held.find(CLOSE, end + 1)
         return end
 

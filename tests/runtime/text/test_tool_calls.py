@@ -69,6 +69,11 @@ ANSWERS: dict[str, tuple[str, str, list[ToolCall]]] = {
         "",
         [ToolCall(name="weather", arguments='{"city": "New\\n\\nYork <3"}')],
     ),
+    "written out with a quotation mark": (
+        '<tool_call>\n<function=weather>\n<parameter=city>\n5" Rome\n</parameter>\n</function>\n</tool_call> Well.',
+        " Well.",
+        [ToolCall(name="weather", arguments='{"city": "5\\" Rome"}')],
+    ),
     "with keys and values": (
         (
             "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n<arg_key>b</arg_key>\n<arg_value>2</arg_value>\n"
