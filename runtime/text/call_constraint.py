@@ -7,7 +7,7 @@ when few tokens are left, or the model repeats itself, only what closes the call
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Protocol
 
 import numpy as np
@@ -39,8 +39,9 @@ class WritesCalls(HasJson, Protocol):
         """How the model writes calls."""
         ...
 
-    def special_token(self, text: str) -> int | None:
-        """The token of a special text."""
+    @property
+    def added_tokens(self) -> Mapping[str, int]:
+        """Tokens beside the vocabulary proper, by their texts."""
         ...
 
     def piece(self, token: int) -> str:
@@ -144,7 +145,8 @@ class CallConstraint(Constraint):
             limit: Most tokens of the answer.
         """
         self._rules, self._form, self._begin, self._closers = rules, form, begin, closers
-        self._special = tokenizer.special_token(form.mark)
+        self._added = tokenizer.added_tokens
+        self._mark = self._added.get(form.mark)
         self._piece, self._encode = tokenizer.piece, tokenizer.encode
         self._left = limit
         # Arguments that are written out stand between two tags each.
@@ -158,7 +160,7 @@ class CallConstraint(Constraint):
         names = "|".join(re.escape(tool.name) for tool in rules.tools)
         self._bare = re.compile(rf'\s*\{{\s*"name"\s*:\s*"(?:{names})"')
         if rules.required:
-            self._inner = begin(rules.answer(form, self._special))
+            self._inner = begin(rules.answer(form, self._added))
 
     @property
     def free(self) -> bool:
@@ -220,8 +222,8 @@ class CallConstraint(Constraint):
                 self._over = True
                 return None
             return 0 if self._bare.match("".join(self._texts)) else None
-        if self._special is not None:
-            return len(self._tokens) - 1 if token == self._special else None
+        if self._mark is not None:
+            return len(self._tokens) - 1 if token == self._mark else None
         tail, at = "", len(self._texts)
         while at and len(tail) < 2 * len(self._form.mark) + len(self._texts[-1]):
             at -= 1
@@ -241,7 +243,7 @@ class CallConstraint(Constraint):
         """
         grammar = self._rules.answer if self._rules.required else self._rules.calls
         try:
-            self._inner = self._begin(grammar(self._form, self._special, loose=loose))
+            self._inner = self._begin(grammar(self._form, self._added, loose=loose))
             for token in self._tokens:
                 self._inner.take(token)
         except RequestError:

@@ -64,48 +64,47 @@ class CallRules:
         lists = (kind.get("required") for kind in self.arguments)
         return max((len(one) for one in lists if isinstance(one, list)), default=0)
 
-    def answer(self, form: CallFormat, special: int | None, *, loose: bool = False) -> Grammar:
+    def answer(self, form: CallFormat, tokens: Mapping[str, int], *, loose: bool = False) -> Grammar:
         """The grammar of an answer that is nothing but calls.
 
         Args:
             form: The model's format.
-            special: The marker's token, if it is a special one.
+            tokens: The tokenizer's added tokens by their texts.
             loose: Whether arguments may be any object, because the schemas turned out too complex.
         """
-        mark = _mark(form, special)
         last = MOST_CALLS - 1 if self.several and form.between else 0
         more = f"({_literal(form.between)} call){{0,{last}}}" if last else ""
-        start = f"start: {mark} {_literal(form.begin)} call {more} {_literal(form.end)}"
-        return self._grammar(start, form, loose=loose)
+        start = f"start: {_literal(form.mark)} {_literal(form.begin)} call {more} {_literal(form.end)}"
+        return self._grammar(start, form, tokens, loose=loose)
 
-    def calls(self, form: CallFormat, special: int | None, *, loose: bool = False) -> Grammar:
+    def calls(self, form: CallFormat, tokens: Mapping[str, int], *, loose: bool = False) -> Grammar:
         """The grammar of an answer from the beginning of its first call on.
 
         Args:
             form: The model's format.
-            special: The marker's token, if it is a special one.
+            tokens: The tokenizer's added tokens by their texts.
             loose: Whether arguments may be any object, because the schemas turned out too complex.
         """
         if not form.mark:
-            return self._grammar("start: SPACE call\nSPACE: /[ \\n]{0,4}/", form, loose=loose)
+            return self._grammar("start: SPACE call\nSPACE: /[ \\n]{0,4}/", form, tokens, loose=loose)
         last = MOST_CALLS - 1 if self.several and form.between else 0
         more = f"({_flexible(form.between)} call){{0,{last}}}" if last else ""
-        head = f"head[lazy]: TEXT {_literal(form.mark)}" if special is None else f"head: TEXT <[{special}]>"
         lines = [
             f"start: tag{{1,{MOST_CALLS}}} TEXT" if self.several else "start: tag",
             f"tag: head {_flexible(form.begin)} call {more} {_flexible(form.end)}",
-            head,
+            f"head[lazy]: TEXT {_literal(form.mark)}",
             "TEXT: /(.|\\n)*/",
             "SPACE: /[ \\n]{0,4}/",
         ]
-        return self._grammar("\n".join(lines), form, loose=loose)
+        return self._grammar("\n".join(lines), form, tokens, loose=loose)
 
-    def _grammar(self, start: str, form: CallFormat, *, loose: bool = False) -> Grammar:
+    def _grammar(self, start: str, form: CallFormat, tokens: Mapping[str, int], *, loose: bool = False) -> Grammar:
+        start = _with_tokens(start, tokens)
         if form.style != "json":
             kinds_of = [ANY_OBJECT if loose else kind for kind in self.arguments]
-            text = "\n".join(written_rules(self.tools, kinds_of, form.style))
+            text = _with_tokens("\n".join(written_rules(self.tools, kinds_of, form.style)), tokens)
             if len(text) > MAX_CHARACTERS // 2 and not loose:
-                return self._grammar(start, form, loose=True)
+                return self._grammar(start, form, tokens, loose=True)
             return Grammar.of_lark(f"%llguidance {{}}\n{start}\n{text}\n")
         kinds = [
             _call(tool, ANY_OBJECT if loose else kind, form)
@@ -113,7 +112,7 @@ class CallRules:
         ]
         text = json.dumps({"anyOf": kinds, "x-guidance": COMPACT})
         if len(text) > MAX_CHARACTERS // 2 and not loose:
-            return self._grammar(start, form, loose=True)
+            return self._grammar(start, form, tokens, loose=True)
         return Grammar.of_lark(f"%llguidance {{}}\n{start}\ncall: %json {text}\n")
 
 
@@ -140,5 +139,22 @@ def _flexible(text: str) -> str:
     return "SPACE " + " ".join("SPACE" if part.isspace() else _literal(part) for part in parts).removeprefix("SPACE ")
 
 
-def _mark(form: CallFormat, special: int | None) -> str:
-    return _literal(form.mark) if special is None else f"<[{special}]>"
+_TEXT = re.compile(r'"(?:[^"\\]|\\.)*"')
+_LAZY = re.compile(r'(\w+)\[lazy\]: (\w+) (?:"(?:[^"\\]|\\.)*" )?(<\[\d+\]>.*)')
+
+
+def _with_tokens(rules: str, tokens: Mapping[str, int]) -> str:
+    """Rules whose texts name added tokens as such: to llguidance, their text is none that a grammar's text can match.
+
+    What runs up to a text that is one need not be lazy.
+    """
+    if not tokens:
+        return rules
+    parts = re.compile(f"({'|'.join(map(re.escape, sorted(tokens, key=len, reverse=True)))})")
+
+    def named(match: re.Match[str]) -> str:
+        found = [part for part in parts.split(json.loads(match[0])) if part]
+        return " ".join(f"<[{tokens[part]}]>" if part in tokens else json.dumps(part) for part in found)
+
+    lines = (line if "%json" in line else _TEXT.sub(named, line) for line in rules.split("\n"))
+    return "\n".join(_LAZY.sub(r"\1: \2 \3", line) for line in lines)

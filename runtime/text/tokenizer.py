@@ -102,6 +102,11 @@ class Tokenizer:
             return Detokenizer(self, context)
         return ChannelReader(self._channels, partial(Detokenizer, self), context)
 
+    @cached_property
+    def added_tokens(self) -> Mapping[str, int]:
+        """Tokens beside the vocabulary, by their texts: special ones, and others such as Qwen's `<tool_call>`."""
+        return {added.content: token for token, added in self._fast.get_added_tokens_decoder().items()}
+
     def special_token(self, text: str) -> int | None:
         """The token of a text that is a special token, which decoding leaves out; None if it is none."""
         token = self._fast.token_to_id(text) if text else None

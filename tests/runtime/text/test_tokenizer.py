@@ -530,6 +530,9 @@ def test_a_text_without_room_is_refused_before_it_is_encoded(
             read.append(len(text))
             return fast.encode(text, **options)
 
+        def __getattr__(self, name: str) -> object:
+            return getattr(fast, name)
+
     monkeypatch.setattr(pieces_tokenizer, "_fast", Watched())
     text = of * (3 * SLICE // len(of))
     with pytest.raises(ContextOverflowError, match="far more tokens than the 1000 that the context holds"):

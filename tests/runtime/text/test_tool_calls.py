@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -176,6 +177,7 @@ PLACE: dict[str, Any] = {
     "$defs": {"city": {"enum": ["Paris", "Rome"]}},
 }
 LOOSE: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+SAID = {"properties": {"text": {"type": "string"}, "n": {"type": "integer"}}, "required": ["text", "n"]}
 TOOLS = [Tool(name="weather", parameters=PLACE), Tool(name="add", parameters=LOOSE)]
 
 
@@ -221,7 +223,7 @@ FORMS = {
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_call_can_be_demanded(tokenizer: Tokenizer, form: str) -> None:
-    grammar = CallRules.of(TOOLS, required=True).answer(FORMS[form], None)
+    grammar = CallRules.of(TOOLS, required=True).answer(FORMS[form], {})
     constraints, names, most = constraints_of(tokenizer), set(), 0
     for seed in range(8):
         text, calls = read([written(tokenizer, constraints.begin(grammar), seed)])
@@ -232,6 +234,51 @@ def test_a_call_can_be_demanded(tokenizer: Tokenizer, form: str) -> None:
         assert all(call.name == "add" or json.loads(call.arguments)["city"] in ("Paris", "Rome") for call in calls)
     assert names == {"weather", "add"}
     assert (most > 1) == bool(FORMS[form].between)
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["special", "added"])
+def tagged(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """A tokenizer whose tags of calls are tokens, special ones or not; Qwen's are not."""
+    folder = tmp_path_factory.mktemp("tagged")
+    for file in demo_path().iterdir():
+        if "tokenizer" in file.name:
+            shutil.copy(file, folder)
+    table = json.loads((folder / "tokenizer.json").read_text())
+    first, flags = (
+        Tokenizer(demo_path()).vocab_size,
+        dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False),
+    )
+    for number, tag in enumerate(("<tool_call>", "</tool_call>", "<arg_value>", "</arg_value>", "</parameter>")):
+        added = {"id": first + number, "content": tag, "special": request.param, **flags}
+        table["added_tokens"].append(added)
+    (folder / "tokenizer.json").write_text(json.dumps(table))
+    return Tokenizer(folder)
+
+
+@pytest.mark.parametrize("required", [True, False])
+@pytest.mark.parametrize("form", ["in tags", "written in tags", "written as keys"])
+def test_tags_that_are_tokens_are_enforced(tagged: Tokenizer, form: str, required: bool) -> None:
+    """To llguidance, the text of an added token is none that a grammar's text can match."""
+    rules = CallRules.of([Tool(name="say", parameters=SAID)], required=required, several=False)
+    begin, how = constraints_of(tagged).begin, CallFormat(mark="<tool_call>", begin="\n", end="\n</tool_call>")
+    for seed in range(4):
+        constraint = CallConstraint(rules, FORMS.get(form, how), tagged, begin, closers(tagged), 200)
+        letters = [tagged.encode(letter, special=False)[-1] for letter in "abcdefghijklmnopqrstuvwxyz"]
+        random, tokens = np.random.default_rng(seed), [] if required else tagged.encode("<tool_call>", special=False)
+        assert required or len(tokens) == 1
+        for token in tokens:
+            constraint.take(token)
+        while len(tokens) < 200:
+            logits = np.zeros(tagged.vocab_size, np.float32)
+            logits[letters] = random.normal(10, 1, len(letters))
+            if (token := int(constraint.masked(logits).argmax())) == tagged.eos_token_id:
+                break
+            constraint.take(token)
+            tokens.append(token)
+        reader = CallReader(rules.tools)
+        text = "".join(map(tagged.piece, tokens))
+        found = reader.feed(text)[1] + reader.finish()[1]
+        assert [set(json.loads(call.arguments)) for call in found] == [{"text", "n"}], text
 
 
 def test_what_a_strict_tool_asks_for_is_enforced_or_refused() -> None:
@@ -264,8 +311,7 @@ def test_a_call_that_has_begun_is_enforced(tokenizer: Tokenizer, form: str) -> N
 @pytest.mark.parametrize("form", ["tags", "written in tags", "written as keys"])
 def test_a_call_ends_well(tokenizer: Tokenizer, form: str, circle: bool) -> None:
     """However long a model would go on with a text, its call is closed, and complete."""
-    wanted = {"properties": {"text": {"type": "string"}, "n": {"type": "integer"}}, "required": ["text", "n"]}
-    rules = CallRules.of([Tool(name="say", parameters=wanted)], required=True)
+    rules = CallRules.of([Tool(name="say", parameters=SAID)], required=True)
     limit = 4000 if circle else 200
     begin = constraints_of(tokenizer).begin
     constraint = CallConstraint(rules, FORMS[form], tokenizer, begin, closers(tokenizer), limit)
@@ -349,7 +395,7 @@ def test_the_format_is_read_off_the_template(kind: str) -> None:
 def test_the_format_of_a_real_template(shared_data: Path) -> None:
     found = Tokenizer(shared_data / "tokenizers" / "qwen2.5")
     tags = CallFormat(mark="<tool_call>", begin="\n", between="\n</tool_call>\n<tool_call>\n", end="\n</tool_call>")
-    assert (found.call_format, found.special_token("<tool_call>")) == (tags, None)
+    assert (found.call_format, found.added_tokens["<tool_call>"]) == (tags, 151657)
 
 
 def test_a_result_cannot_pose_as_another_turn(tokenizer: Tokenizer) -> None:
