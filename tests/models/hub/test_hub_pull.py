@@ -367,7 +367,7 @@ def test_no_revisions(revision: str, cache: Path) -> None:
     [
         ({"config.json": b"{}", "pytorch_model.bin": b"x"}, r"in safetensors or GGUF \(found: pytorch_model.bin\)"),
         ({"config.json": b"{}", "Tiny-Q4_K_M.gguf": b"x", "Tiny-Q3_K_S.gguf": b"x"}, r"few bits \(Q3_K_S, Q4_K_M\)"),
-        ({"Tiny-Q8_0-00001-of-00002.gguf": b"x"}, "in parts"),
+        ({"Tiny-Q8_0-00001-of-00002.gguf": b"x"}, "of which parts are missing"),
         ({"mmproj-Tiny-F16.gguf": b"x"}, "no GGUF file"),
         ({"config.json": b"{}", "adapter_model.safetensors": b"x"}, r"neither .* \(found: adapter_model.safetensors\)"),
         ({"model.safetensors": b"x"}, "no config.json"),
