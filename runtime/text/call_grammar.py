@@ -148,9 +148,12 @@ def _with_tokens(rules: str, tokens: Mapping[str, int]) -> str:
 
     What runs up to a text that is one need not be lazy.
     """
-    if not tokens:
+    # Few of thousands occur, and one pattern of all would be slow.
+    texts = [json.loads(text) for line in rules.split("\n") if "%json" not in line for text in _TEXT.findall(line)]
+    known = [token for token in tokens if any(token in text for text in texts)]
+    if not known:
         return rules
-    parts = re.compile(f"({'|'.join(map(re.escape, sorted(tokens, key=len, reverse=True)))})")
+    parts = re.compile(f"({'|'.join(map(re.escape, sorted(known, key=len, reverse=True)))})")
 
     def named(match: re.Match[str]) -> str:
         found = [part for part in parts.split(json.loads(match[0])) if part]
