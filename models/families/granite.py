@@ -50,16 +50,6 @@ def _read_mixture(fields: Fields, family: str) -> ModelSpec:
     return replace(spec, family=family, mixture=mixture)
 
 
-_RENAMED: Mapping[str, str] = {
-    "block_sparse_moe.input_linear.weight": "mlp.experts.gate_up_proj",
-    "block_sparse_moe.output_linear.weight": "mlp.experts.down_proj",
-    "block_sparse_moe.router.layer.": "mlp.gate.",
-    "block_sparse_moe.router.": "mlp.gate.",
-    "block_sparse_moe.": "mlp.",
-    "shared_mlp.input_linear.": "mlp.shared_expert.gate_up_proj.",
-    "shared_mlp.output_linear.": "mlp.shared_expert.down_proj.",
-}
-
 GRANITE = Family(
     model_type="granite",
     architecture="GraniteForCausalLM",
@@ -76,17 +66,22 @@ GRANITE_MOE = Family(
     linear_sources=SEPARATE_LINEAR_SOURCES,
     multipliers=_multipliers,
     mixture=True,
-    renamed=_RENAMED,
+    renamed={
+        "block_sparse_moe.input_linear.weight": "mlp.experts.gate_up_proj",
+        "block_sparse_moe.output_linear.weight": "mlp.experts.down_proj",
+        "block_sparse_moe.router.layer.": "mlp.gate.",
+        "block_sparse_moe.router.": "mlp.gate.",
+        "block_sparse_moe.": "mlp.",
+        "shared_mlp.input_linear.": "mlp.shared_expert.gate_up_proj.",
+        "shared_mlp.output_linear.": "mlp.shared_expert.down_proj.",
+    },
 )
 """Granite 3.0 and 3.1, 1B-A400M and 3B-A800M."""
 
-GRANITE_MOE_SHARED = Family(
+GRANITE_MOE_SHARED = replace(
+    GRANITE_MOE,
     model_type="granitemoeshared",
     architecture="GraniteMoeSharedForCausalLM",
     read=partial(_read_mixture, family="granitemoeshared"),
-    linear_sources=SEPARATE_LINEAR_SOURCES,
-    multipliers=_multipliers,
-    mixture=True,
-    renamed=_RENAMED,
 )
 """Granite mixtures with a shared expert."""
