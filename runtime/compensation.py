@@ -33,7 +33,7 @@ class Compensation:
     """
 
     k_chunk: Mapping[str, int] | int | None = None
-    """Salient channels per 1024 input channels: one number, or one by layer type; 0 is none."""
+    """Salient channels per 1024 input channels: one number, or one by layer type (`k_chunk_of`); 0 is none."""
     budget_percent: float | None = None
     """Slowdown of decoding that compensation may cause, in [0, 100]; 0 is no compensation."""
     prompt_budget_percent: float | None = None
@@ -107,30 +107,64 @@ def layer_kind(name: str) -> str:
     return name.rsplit(".", 1)[-1]
 
 
+def in_block(block: int, kind: str) -> str:
+    """Key of a layer type in one block, `layers.3.qkv`: its k_chunk instead of the type's."""
+    return f"layers.{block}.{kind}"
+
+
+def layer_words(key: str) -> str:
+    """A layer type, or a type in one block, as people read it: `down`, `down of block 29`."""
+    *block, kind = key.removeprefix("layers.").split(".")
+    return f"{kind} of block {block[0]}" if block else kind
+
+
 def k_chunk_of(k_chunk: Mapping[str, int] | int, name: str) -> int:
     """Salient channels per 1024 input channels of a linear layer.
 
     Args:
-        k_chunk: One number for every layer, or one by layer type; absent types are not compensated.
-        name: Name of the layer, as in `ModelSpec.linear_names`.
+        k_chunk: One number for every layer, or one by layer type; absent types are not compensated. A type in one
+            block (`in_block`) may have its own, which all experts of the block share.
+        name: Name of the layer, as in `ModelSpec.linear_names`, or a layer type.
 
     Raises:
         RequestError: an unknown layer type, or a number outside [0, 1024].
     """
     if not isinstance(k_chunk, int):
-        unknown = sorted(set(k_chunk) - set(LAYER_KINDS))
-        if unknown:
-            raise RequestError(f"k_chunk names the layer type {unknown[0]!r}; the types are {', '.join(LAYER_KINDS)}")
-        k_chunk = k_chunk.get(layer_kind(name), 0)
-    if not 0 <= k_chunk <= CHUNK:
-        raise RequestError(f"k_chunk is {k_chunk}; it counts channels of {CHUNK}, so give a number from 0 to {CHUNK}")
-    return k_chunk
+        for key in k_chunk:
+            _place(key)
+        kind, block = layer_kind(name), name.split(".")[1:2]
+        own = k_chunk.get(in_block(int(block[0]), kind)) if block else None
+        k_chunk = k_chunk.get(kind, 0) if own is None else own
+    return _checked(k_chunk)
 
 
 def k_chunk_by_type(k_chunk: Mapping[str, int] | int) -> dict[str, int]:
-    """k_chunk of every layer type.
+    """k_chunk of every layer type, and behind them of types in single blocks that have their own.
 
     Raises:
         RequestError: as `k_chunk_of`.
     """
-    return {kind: k_chunk_of(k_chunk, kind) for kind in LAYER_KINDS}
+    if isinstance(k_chunk, int):
+        return dict.fromkeys(LAYER_KINDS, _checked(k_chunk))
+    wanted = dict.fromkeys(LAYER_KINDS, 0) | {key: k_chunk[key] for key in sorted(k_chunk, key=_place)}
+    return {key: _checked(number) for key, number in wanted.items()}
+
+
+def _place(key: str) -> tuple[int, int]:
+    """What a layer type, or a type in a block, is sorted by.
+
+    Raises:
+        RequestError: it is neither.
+    """
+    kind, block = layer_kind(key), key.removeprefix("layers.").split(".")[0]
+    if kind in LAYER_KINDS and key == kind:
+        return -1, LAYER_KINDS.index(kind)
+    if kind in LAYER_KINDS and block.isdecimal() and key == in_block(int(block), kind):
+        return int(block), LAYER_KINDS.index(kind)
+    raise RequestError(f"k_chunk names the layer type {key!r}; the types are {', '.join(LAYER_KINDS)}")
+
+
+def _checked(k_chunk: int) -> int:
+    if not 0 <= k_chunk <= CHUNK:
+        raise RequestError(f"k_chunk is {k_chunk}; it counts channels of {CHUNK}, so give a number from 0 to {CHUNK}")
+    return k_chunk

@@ -17,10 +17,10 @@ from tuner.candidates import CHUNK
 from tuner.profiles import KeyedStore, ProfileKey, count_of
 
 Channels = tuple[tuple[str, int], ...]
-"""`k_chunk` by layer type, sorted by type."""
+"""`k_chunk` by layer type, and by the types of single blocks; sorted."""
 FEWEST = 3
 """A configuration counts from so many readings of its slowdown on; their median counts."""
-_FORMAT = 1
+_FORMAT = 2
 
 
 def channels_of(k_chunk: Mapping[str, int]) -> Channels:

@@ -4,6 +4,9 @@ The times of single layers do not add up to a token's, and losses measured besid
 a low-bit model. So each layer type is compensated alone: what it recovers is read off a text, and what it costs off
 whole steps. Both add up well enough to rank combinations; those that are taken are measured themselves.
 
+The MLP of the last block is chosen by itself: massive activations leave the residual stream there, so that its errors
+weigh many times those of other blocks (docs/decisions.md), while it costs no more than they do.
+
 The text repeats exactly. Times do not, so each type's cost is a line through all its readings, and a configuration's
 slowdown is a median of up to nine readings. Everything measured is kept: an interrupted refinement continues.
 """
@@ -70,12 +73,12 @@ class Refinement:
     """Refines choices of a loaded model; `findings` are complete to the last measurement at any time.
 
     Args:
-        layers: Layer types that a token passes.
+        layers: Layer types that a token passes, those of single blocks behind the others.
         findings: What is known already.
         loss: Reads the text.
         slowdown: Times decoding once.
         n_tb: Thread blocks by layer type.
-        limits: Largest `k_chunk` by layer type.
+        limits: Largest `k_chunk` by layer type, without blocks.
         progress: Called before every measurement.
         cancelled: Called before every measurement.
     """
@@ -110,7 +113,7 @@ class Refinement:
         Args:
             limit_percent: Largest measured slowdown.
             budget_percent: The budget that counts as refined afterwards.
-            start: The choice so far, which is measured too.
+            start: The choice so far by layer type, which is measured too.
 
         Raises:
             TimerError: decoding could not be timed.
@@ -118,7 +121,10 @@ class Refinement:
         """
         losses, costs = priced(self._layers, self._read), self._costs(limit_percent)
         fits = self._walk(self._front(costs, losses), limit_percent)
-        for k_chunk in (start, self._mapping(fits)):
+        for k_chunk in (
+            {layer.kind: start.get(layer.kind, start[layer.type]) for layer in self._layers},
+            self._mapping(fits),
+        ):
             self._judge(k_chunk, limit_percent)
         rivals = self._rivals(costs, losses, max(fits.cost, limit_percent / 2))
         for k_chunk in sorted(rivals, key=self._read):
@@ -140,13 +146,13 @@ class Refinement:
         Args:
             costs: Costs of the layer types.
             losses: Their losses.
-            compensated: The types that all combinations compensate, and no others; None: any.
+            compensated: The types that all combinations compensate, and no others but in single blocks; None: any.
             most: Largest cost.
         """
         front = [_Point(0.0, 0.0, ())]
         for layer in self._layers:
-            grid = [k for k in GRID if k <= self._limits[layer.kind]]
-            if compensated is not None:
+            grid = [k for k in GRID if k <= self._limits[layer.type]]
+            if compensated is not None and layer.kind == layer.type:
                 grid = grid[1:] if layer.kind in compensated else [0]
             own = [(costs[layer.kind](k), type_loss(losses, layer, k), k) for k in grid]
             front = _pareto(
@@ -158,20 +164,26 @@ class Refinement:
         return front
 
     def _costs(self, limit: float) -> Costs:
-        """What whole steps cost by each type's `k_chunk`, in percent."""
+        """What whole steps cost by each type's `k_chunk`, in percent; a single block costs its share of its type."""
+        types = {layer.type: layer for layer in self._layers if layer.kind == layer.type}
         for wanted in range(1, ROUNDS + 1):
-            for layer in self._layers:
+            for kind in types:
                 for k in TIMED:
-                    if k > self._limits[layer.kind]:
+                    if k > self._limits[kind]:
                         break
-                    found = self._timed(self._alone(layer.kind, k), wanted)
+                    found = self._timed(self._alone(kind, k), wanted)
                     if sorted(found)[len(found) // 2] > _FAR * limit:
                         break
-        costs = {}
-        for layer in self._layers:
-            readings = [(k, self._finding(self._alone(layer.kind, k)).slowdowns) for k in TIMED]
-            costs[layer.kind] = line([(k, percent) for k, found in readings for percent in found])
-        return costs
+        lines = {}
+        for kind in types:
+            readings = [(k, self._finding(self._alone(kind, k)).slowdowns) for k in TIMED]
+            lines[kind] = line([(k, percent) for k, found in readings for percent in found])
+
+        def cost(layer: LayerShape) -> Callable[[int], float]:
+            share, whole = layer.count / types[layer.type].count, lines[layer.type]
+            return lambda k: share * whole(k)
+
+        return {layer.kind: cost(layer) for layer in self._layers}
 
     def _walk(self, points: Sequence[_Point], limit: float) -> _Point:
         """The last point whose measured slowdown is within the limit, up where there is room and down where not."""
@@ -196,7 +208,7 @@ class Refinement:
 
     def _rivals(self, costs: Costs, losses: Losses, most: float) -> list[dict[str, int]]:
         """The best predictions up to a cost, each of another set of layer types."""
-        kinds, found = [layer.kind for layer in self._layers], []
+        kinds, found = [layer.kind for layer in self._layers if layer.kind == layer.type], []
         for count in range(1, len(kinds) + 1):
             for compensated in itertools.combinations(kinds, count):
                 check(self._cancelled)
@@ -210,7 +222,8 @@ class Refinement:
             return False
         spare, more = limit - best.slowdown_percent, []
         for kind, k in best.k_chunk.items():
-            fitting = [at for at in GRID if k < at <= self._limits[kind] and costs[kind](at) - costs[kind](k) <= spare]
+            limit_k = self._limits[kind.rsplit(".", 1)[-1]]
+            fitting = [at for at in GRID if k < at <= limit_k and costs[kind](at) - costs[kind](k) <= spare]
             if k and fitting:
                 more.append({**best.k_chunk, kind: fitting[-1]})
         for k_chunk in sorted(more, key=self._read):
@@ -269,7 +282,8 @@ class Refinement:
 
     def _tell(self, k_chunk: Mapping[str, int], work: str) -> None:
         check(self._cancelled)
-        total = len(self._layers) * len(TIMED) * (ROUNDS + 1) + _STEPS
+        types = sum(layer.kind == layer.type for layer in self._layers)
+        total = (types * ROUNDS + len(self._layers)) * len(TIMED) + _STEPS
         shown = " / ".join(str(k_chunk[layer.kind]) for layer in self._layers)
         self._progress(Report(done=min(self._done, total - 1), total=total, message=f"{work} with k_chunk {shown}"))
         self._done += 1

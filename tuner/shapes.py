@@ -13,7 +13,7 @@ class LayerShape:
     """One type of linear layer."""
 
     kind: str
-    """`qkv`, `o`, `gate_up`, `down`, or `head`."""
+    """`qkv`, `o`, `gate_up`, `down`, or `head`; `layers.3.qkv` if it is chosen apart from the other blocks."""
     n: int
     """Output channels N."""
     k: int
@@ -24,6 +24,11 @@ class LayerShape:
     def __post_init__(self) -> None:
         if not self.kind or min(self.n, self.k, self.count) < 1:
             raise ShapeError(f"a layer needs a name and sizes of at least 1, not {self}")
+
+    @property
+    def type(self) -> str:
+        """The layer type without its block."""
+        return self.kind.rsplit(".", 1)[-1]
 
     @property
     def weights(self) -> int:

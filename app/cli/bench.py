@@ -14,7 +14,7 @@ from app.cli.load import LoadChoices, load_plan, spend_budgets
 from app.cli.model import open_model
 from app.cli.output import Output
 from app.cli.services import DEMO, Services, services_of
-from runtime.compensation import Compensation
+from runtime.compensation import Compensation, layer_words
 
 if TYPE_CHECKING:
     from models.progress import Cancelled
@@ -163,7 +163,7 @@ def bench(
             "(filled with copies of pages, without a prompt)"
         )
     if compensation is not None:
-        chosen = ", ".join(f"{kind} {count}" for kind, count in compensation["k_chunk"].items())
+        chosen = ", ".join(f"{layer_words(kind)} {count}" for kind, count in compensation["k_chunk"].items())
         output.text(f"compensation  {compensation['slowdown_percent']:.1f} % slower than without; k_chunk: {chosen}")
     if prompts is not None:
         slower, tokens = prompts["prompt_slowdown_percent"], prompts["prompt_slowdown_tokens"]

@@ -300,6 +300,7 @@ def _measured(
 
 def _show(result: _Result, output: Output) -> None:
     """Show a result to the user."""
+    from runtime.compensation import layer_kind, layer_words
     from tuner.plot import terminal
 
     found = result.found
@@ -308,12 +309,12 @@ def _show(result: _Result, output: Output) -> None:
     output.text()
     rows = [["layer", "outputs", "inputs", "k_chunk", *(["n_tb"] if blocks else []), "slower"]]
     chosen = [curve for curve in result.curves if curve.n_tb == found.n_tb[curve.kind]]
-    at = {curve.kind: _between(curve.points, found.k_chunk[curve.kind]) for curve in chosen}
-    for layer in result.layers:
-        k_chunk = found.k_chunk[layer.kind]
-        extra = [str(found.n_tb[layer.kind])] if blocks else []
-        share = f"{100 * (at[layer.kind] - 1):.1f} %"
-        rows.append([layer.kind, str(layer.n), str(layer.k), str(k_chunk), *extra, share])
+    layers, curves = {layer.kind: layer for layer in result.layers}, {curve.kind: curve for curve in chosen}
+    for key, k_chunk in found.k_chunk.items():
+        kind = layer_kind(key)
+        extra = [str(found.n_tb[kind])] if blocks else []
+        share = f"{100 * (_between(curves[kind].points, k_chunk) - 1):.1f} %"
+        rows.append([layer_words(key), str(layers[kind].n), str(layers[kind].k), str(k_chunk), *extra, share])
     output.table(rows)
     output.text()
     size = shutil.get_terminal_size()

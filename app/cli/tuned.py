@@ -38,6 +38,7 @@ def profile_report(services: Services, backend_name: str) -> dict[str, Any] | No
     from runtime.budget.profile_key import profile_key
     from runtime.budget.refining import as_stored
     from runtime.budget.tuning import obstacle, tuning_of
+    from runtime.compensation import layer_words
     from runtime.errors import BackendError
 
     compensation = settings.compensation()
@@ -75,7 +76,7 @@ def profile_report(services: Services, backend_name: str) -> dict[str, Any] | No
         )
         return {**report, "reason": reason}
     found = as_stored(tuning_of(profile, cached=True), key, services.profiles())
-    chosen = ", ".join(f"{kind} {count}" for kind, count in found.k_chunk.items())
+    chosen = ", ".join(f"{layer_words(kind)} {count}" for kind, count in found.k_chunk.items())
     measured = found.measured_slowdown_percent
     return {
         **report,

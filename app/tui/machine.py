@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from app.amounts import byte_count, duration
 from app.prospects import recommended
 from app.tui.figures import SEPARATOR, percent
+from runtime.compensation import layer_kind, layer_words
 
 if TYPE_CHECKING:
     from runtime.wire.device import DeviceReport, PromptTuning, Tuning
@@ -128,8 +129,8 @@ def layer_rows(tuning: Tuning) -> list[list[str]]:
     blocks = any(tuning.n_tb.values())
     rows = [["layer", "n_tb", "k_chunk"] if blocks else ["layer", "k_chunk"]]
     for kind, k_chunk in tuning.k_chunk.items():
-        n_tb = [str(tuning.n_tb.get(kind, "–"))] if blocks else []
-        rows.append([kind, *n_tb, str(k_chunk)])
+        n_tb = [str(tuning.n_tb.get(layer_kind(kind), "–"))] if blocks else []
+        rows.append([layer_words(kind), *n_tb, str(k_chunk)])
     return rows
 
 

@@ -22,6 +22,7 @@ from runtime.budget.clocks import refined_slowdown
 from runtime.budget.profile_key import TunedModel, profile_key
 from runtime.budget.text import TOKENS, TextLoss, text_id
 from runtime.budget.tuning import layers_of
+from runtime.compensation import in_block, k_chunk_by_type
 from runtime.errors import Cancelled
 from runtime.wire.device import Tuning
 
@@ -29,9 +30,12 @@ if TYPE_CHECKING:
     from tuner.findings import Findings
     from tuner.profiles import ProfileKey, ProfileStore
     from tuner.progress import Report
+    from tuner.shapes import LayerShape
 
 MARGIN = 0.95
 """Share of the budget that a refined choice may use. Its slowdown is a median of up to nine readings."""
+_APART, _FEWEST = ("gate_up", "down"), 4
+"""Layer types of which the last block is chosen by itself, in a model of at least so many blocks."""
 logger = logging.getLogger(__name__)
 
 
@@ -121,9 +125,9 @@ def refine(
             )
         )
 
-    layers, shared = layers_of(decoder), backend(decoder.backend).device(decoder.options).shared_bytes
+    layers, shared = refined_layers(decoder), backend(decoder.backend).device(decoder.options).shared_bytes
     limits = {
-        layer.kind: CHUNK if shared is None else k_chunk_limit(layer.n, layer.k, tuning.n_tb[layer.kind], shared)
+        layer.type: CHUNK if shared is None else k_chunk_limit(layer.n, layer.k, tuning.n_tb[layer.type], shared)
         for layer in layers
     }
     refinement = Refinement(
@@ -147,6 +151,16 @@ def refine(
     return found
 
 
+def refined_layers(decoder: Decoder) -> list[LayerShape]:
+    """The layer types of a loaded model; those of its last block's MLP stand apart, behind the others."""
+    layers, spec, last = layers_of(decoder), decoder.spec, decoder.spec.num_layers - 1
+    mixture = spec.mixture if spec.has_experts(last) else None
+    count = 1 if mixture is None else mixture.read
+    apart = [layer for layer in layers if layer.kind in _APART and layer.count >= _FEWEST * count]
+    others = [replace(layer, count=layer.count - count) if layer in apart else layer for layer in layers]
+    return others + [replace(layer, kind=in_block(last, layer.kind), count=count) for layer in apart]
+
+
 def _known(decoder: Decoder, model: TunedModel, tuning: Tuning, profiles: ProfileStore, text: str) -> Findings:
     from tuner.findings import FindingsStore
 
@@ -163,7 +177,7 @@ def _told(tuning: Tuning, findings: Findings) -> Tuning:
         return tuning
     return replace(
         tuning,
-        k_chunk={kind: found.k_chunk[kind] for kind in LAYER_KINDS if kind in found.k_chunk},
+        k_chunk=k_chunk_by_type(found.k_chunk),
         n_tb={kind: found.n_tb[kind] for kind in LAYER_KINDS if kind in found.n_tb},
         predicted_slowdown_percent=found.slowdown_percent,
         measured_slowdown_percent=found.slowdown_percent,

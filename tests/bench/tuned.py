@@ -37,7 +37,7 @@ from runtime.budget.clocks import NOISE_PERCENT, refined_slowdown
 from runtime.budget.profile_key import content_id, profile_key
 from runtime.budget.refining import MARGIN, refine
 from runtime.budget.tuning import layers_of, tune
-from runtime.compensation import CHUNK, k_chunk_by_type
+from runtime.compensation import CHUNK, k_chunk_by_type, layer_words
 from runtime.load.open import open_decoder
 from runtime.measure.evaluate import perplexity
 from runtime.measure.timing import DecodeTimer
@@ -280,7 +280,7 @@ def _perplexities(subject: Subject, own: dict[str, Any], tell: Tell) -> None:
 
 
 def _key(k_chunk: Mapping[str, int]) -> str:
-    return "/".join(str(k_chunk[kind]) for kind in LAYER_KINDS)
+    return _listed(k_chunk, "/")
 
 
 def report(models: Mapping[str, Any]) -> str:
@@ -372,7 +372,12 @@ def fails(models: Mapping[str, Any]) -> list[str]:
 
 
 def _shown(k_chunk: Mapping[str, int]) -> str:
-    return " / ".join(str(k_chunk[kind]) for kind in LAYER_KINDS)
+    return _listed(k_chunk, " / ")
+
+
+def _listed(k_chunk: Mapping[str, int], between: str) -> str:
+    types = between.join(str(k_chunk[kind]) for kind in LAYER_KINDS)
+    return ", ".join([types, *(f"{layer_words(key)} {k}" for key, k in k_chunk.items() if key not in LAYER_KINDS)])
 
 
 def best_uniform(slowdowns: Mapping[str, float], nats: Mapping[str, float], budget: float) -> tuple[int, float]:

@@ -5,7 +5,7 @@
     python -m tests.peers.compare FOLDER --stored 3=STORE/name --stored 4=STORE/name --spinners 0,1,2,4
     python -m tests.peers.compare --before TREE             without llama.cpp
 
-Without `--stored` the model is a Llama shape of 1.1 billion parameters with random weights. Each round runs every
+Without `--stored` the weights are random, and the shape is that of FOLDER/f16.gguf. Each round runs every
 program once, so that what else the machine does hits all alike; medians over the rounds. The percentage is the bytes
 of weights read for a token times tokens per second, over this machine's read bandwidth, measured in every round.
 TREE is a checkout of another version of lowbit-chat, which takes its turns too. Spinners are processes that do nothing
@@ -89,8 +89,9 @@ def programs(
     """
     found = {}
     trees = {"lowbit-chat": None} | ({"lowbit-chat before": before} if before else {})
+    like = f":{folder / 'f16.gguf'}" if folder is not None and (folder / "f16.gguf").exists() else ""
     for bits in ("4", "3"):
-        model = stored.get(bits, bits)
+        model = stored.get(bits, bits + like)
         for k_chunk in (0, *K_CHUNKS):
             compensated = f", k_chunk {k_chunk}" if k_chunk else ""
             for name, tree in trees.items():

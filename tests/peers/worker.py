@@ -2,6 +2,7 @@
 
     python -m tests.peers.worker ours 4          python -m tests.peers.worker llama Q4_K_M.gguf
     python -m tests.peers.worker ours FOLDER 16  a stored model, with 16 of 1024 channels compensated
+    python -m tests.peers.worker ours 4:FILE.gguf   random weights of the shape of that file
 
 Each input line is `prefill N` (N tokens into an empty context) or `decode N` (N tokens, one by one, after 256); the
 answer is one JSON line: a list of seconds, one for the prompt or one for each token. Between lines a program is idle.
@@ -14,6 +15,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -24,12 +26,17 @@ PROMPT = 256
 
 def ours(which: str, k_chunk: int) -> tuple[Callable[[int], list[float]], Callable[[int], list[float]], int]:
     """This project's CPU backend: random weights of so many bits, or a stored model by its folder."""
+    from models.checkpoint import Checkpoint
     from models.store import StoredModel
     from runtime.backends.cpu.decoder import CpuDecoder
     from runtime.backends.decoder import DecoderOptions, Step
     from tests.peers.shape import RandomModel, llama_1b
 
-    random = RandomModel(llama_1b(), int(which), residuals=k_chunk > 0) if which.isdecimal() else None
+    bits, _, like = which.partition(":")
+    random = None
+    if bits.isdecimal():
+        spec = replace(Checkpoint.open(Path(like)).spec, max_context=2 * CONTEXT) if like else llama_1b()
+        random = RandomModel(spec, int(bits), residuals=k_chunk > 0)
     model = random or StoredModel.open_folder(Path(which), which)
     decoder = CpuDecoder(model, DecoderOptions(context=CONTEXT, k_chunk=k_chunk, max_rows=128))
 
@@ -72,10 +79,14 @@ def llama(path: str) -> tuple[Callable[[int], list[float]], Callable[[int], list
     parameters.n_threads = parameters.n_threads_batch = 2
     context = llama_cpp.llama_init_from_model(model, parameters)
     memory = llama_cpp.llama_get_memory(context)
-    tensors = gguf.GGUFReader(path).tensors
+    reader = gguf.GGUFReader(path)
+    tensors = reader.tensors
+    numbers = {key.rpartition(".")[2]: field.contents() for key, field in reader.fields.items() if "expert" in key}
+    share = numbers.get("expert_used_count", 1) / numbers.get("expert_count", 1)
     # A table that is the output head too is read for every token.
     tied = all(t.name != "output.weight" for t in tensors)
-    read = sum(int(t.n_bytes) for t in tensors if tied or t.name != "token_embd.weight")
+    weights = [t for t in tensors if tied or t.name != "token_embd.weight"]
+    read = round(sum(int(t.n_bytes) * (share if "_exps" in t.name else 1) for t in weights))
 
     def run(count: int) -> None:
         tokens = (llama_cpp.llama_token * count)(*range(1, count + 1))

@@ -8,7 +8,14 @@ from typing import Any
 import pytest
 
 from runtime import compensation
-from runtime.compensation import DEFAULT_BUDGET_PERCENT, Compensation, of_settings
+from runtime.compensation import (
+    DEFAULT_BUDGET_PERCENT,
+    Compensation,
+    k_chunk_by_type,
+    k_chunk_of,
+    layer_words,
+    of_settings,
+)
 from runtime.errors import RequestError
 from runtime.wire.requests import LoadRequest, TuneRequest
 
@@ -26,6 +33,17 @@ def test_one_of_them_decides() -> None:
     paid = Compensation(budget_percent=2.5)
     assert (paid.k_chunk, paid.by_type) == (None, dict.fromkeys(KINDS, 0))
     assert Compensation() == Compensation(budget_percent=DEFAULT_BUDGET_PERCENT)
+
+
+def test_a_type_in_one_block_may_have_its_own() -> None:
+    """Also in a block of experts, which share it."""
+    wanted = {"layers.12.down": 0, "layers.3.qkv": 9, "layers.3.down": 64, "down": 7}
+    names = ("layers.2.down", "layers.3.down", "layers.3.experts.5.down", "layers.12.down", "layers.3.qkv", "head")
+    assert [k_chunk_of(wanted, name) for name in names] == [7, 64, 64, 0, 9, 0]
+    spelled = k_chunk_by_type(wanted)
+    assert list(spelled) == [*KINDS, "layers.3.qkv", "layers.3.down", "layers.12.down"]
+    assert spelled == {**dict.fromkeys(KINDS, 0), **wanted}
+    assert layer_words("layers.12.down") == "down of block 12"
 
 
 @pytest.mark.parametrize(
@@ -55,6 +73,10 @@ def test_whether_anything_is_compensated(given: dict[str, Any], possible: bool) 
         ({"k_chunk": 1025}, "k_chunk is 1025"),
         ({"k_chunk": {"o": -1}}, "k_chunk is -1"),
         ({"k_chunk": {"dwon": 7}}, "dwon"),
+        ({"k_chunk": {"layers.3.dwon": 7}}, "layers.3.dwon"),
+        ({"k_chunk": {"layers.x.down": 7}}, "layers.x.down"),
+        ({"k_chunk": {"layers.03.down": 7}}, "layers.03.down"),
+        ({"k_chunk": {"layers.3.down": 1025}}, "k_chunk is 1025"),
     ],
     ids=str,
 )

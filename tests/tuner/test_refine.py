@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -56,9 +56,15 @@ class Device:
     def stopped(self) -> bool:
         return len(self.timed) + len(self.read) >= self.stop_after
 
-    def refine(self, findings: Findings, budget: float, start: Mapping[str, int] = NONE) -> Findings:
+    def refine(
+        self,
+        findings: Findings,
+        budget: float,
+        start: Mapping[str, int] = NONE,
+        layers: Sequence[LayerShape] = tuple(LAYERS),
+    ) -> Findings:
         refinement = Refinement(
-            LAYERS,
+            layers,
             findings,
             self.loss,
             self.slowdown,
@@ -102,6 +108,44 @@ def test_the_same_device_buys_the_same_twice(seed: int) -> None:
             loss_within(Device(0.5, 2 * seed + half).refine(Findings(key=KEY), budget), budget) for half in (0, 1)
         ]
         assert losses[0] == pytest.approx(losses[1], abs=0.01)
+
+
+class LastBlock(Device):
+    """`down` of block 29 is worth six times its share, and costs its share."""
+
+    LAYERS = (
+        LAYERS[0],
+        LayerShape("down", 576, 1536, 29),
+        LAYERS[2],
+        LayerShape("layers.29.down", 576, 1536, 1),
+    )
+
+    def true(self, k_chunk: Mapping[str, int]) -> float:
+        own, k = dict(k_chunk), k_chunk["layers.29.down"]
+        del own["layers.29.down"]
+        return super().true(own) + ((FIXED["down"] + EACH["down"] * k) / 29 if k else 0)
+
+    def loss(self, k_chunk: Mapping[str, int]) -> float:
+        own, k = dict(k_chunk), k_chunk["layers.29.down"]
+        del own["layers.29.down"]
+        return super().loss(own) - 6 / 30 * WORTH["down"] * (k / 1024) ** 0.3
+
+
+def test_the_last_block_is_compensated_before_the_others() -> None:
+    """Its cost is not timed: it is a share of its type's."""
+    device = LastBlock(0.1)
+    found = device.refine(Findings(key=KEY), 1.5, layers=device.LAYERS)
+    best = found.best(1.5)
+    assert best is not None
+    assert best.k_chunk["layers.29.down"] >= 64
+    assert best.k_chunk["down"] == 0
+    assert {"qkv": 0, "down": 0, "head": 0, "layers.29.down": 8} not in device.timed
+
+
+def test_a_choice_so_far_by_type_holds_for_every_block() -> None:
+    device = LastBlock()
+    found = device.refine(Findings(key=KEY), 5, {"qkv": 0, "down": 7, "head": 0}, layers=device.LAYERS)
+    assert {"qkv": 0, "down": 7, "head": 0, "layers.29.down": 7} in [dict(own.k_chunk) for own in found.measured]
 
 
 @pytest.mark.parametrize("order", [(2, 5, 10, 20), (20, 10, 5, 2)])

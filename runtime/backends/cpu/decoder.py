@@ -23,7 +23,7 @@ from runtime.backends.cpu.plan import PlanOperations, Program
 from runtime.backends.cpu.pool import Pool, default_threads
 from runtime.backends.cpu.tiles import padded
 from runtime.backends.decoder import DecoderOptions, Float32Array, Step, check_step, compensation_of, sensitive
-from runtime.backends.operations.channels import LAYER_KINDS, k_chunk_of
+from runtime.backends.operations.channels import k_chunk_of
 from runtime.compensation import k_chunk_by_type
 from runtime.errors import InvalidActivationError, RequestError
 
@@ -73,7 +73,7 @@ class CpuDecoder:
         pages = paging_units(self.cache.kind)
         self._plan.paged = all(unit.is_compiled for unit in pages)
         build_later([*few_rows_units(model), *pages])
-        self._programs: dict[tuple[int, ...], Program] = {}
+        self._programs: dict[tuple[object, ...], Program] = {}
         self._program = self._recorded(options.k_chunk)
         self._drafts = self._recorded(options.draft_k_chunk)
         self._prompts = self._recorded_together(options)
@@ -208,8 +208,7 @@ class CpuDecoder:
         self, k_chunk: Mapping[str, int] | int, prompt: Mapping[str, int] | int | None = None, *, few: bool = False
     ) -> Program:
         """The program for a k_chunk; recent ones are kept, so that a timer can alternate."""
-        kinds = [k_chunk_of(own, kind) for own in (k_chunk, prompt) if own is not None for kind in LAYER_KINDS]
-        key = (few, *kinds)
+        key = (few, *(tuple(k_chunk_by_type(own).items()) for own in (k_chunk, prompt) if own is not None))
         if key not in self._programs:
             while len(self._programs) >= _PROGRAMS:
                 del self._programs[next(iter(self._programs))]

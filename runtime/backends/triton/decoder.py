@@ -17,7 +17,6 @@ from triton.errors import TritonError
 from models.architecture import body, forward
 from models.weights import Weights
 from runtime.backends.decoder import DecoderOptions, Float32Array, Step, Way, check_step, compensation_of, sensitive
-from runtime.backends.operations.channels import LAYER_KINDS, k_chunk_of
 from runtime.backends.triton.failures import explained, first_line
 from runtime.backends.triton.forward import Buffers, Pass
 from runtime.backends.triton.graphs import Graphs, capture
@@ -318,7 +317,7 @@ class TritonDecoder:
     @staticmethod
     def _setting(
         k_chunk: Mapping[str, int] | int, applies: bool, n_tb: Mapping[str, int] | None = None
-    ) -> tuple[int, ...]:
+    ) -> tuple[tuple[str, int], ...]:
         """Compensation as part of a graph's shape; nothing where it does not apply."""
         blocks = n_tb or {}
-        return tuple(v for kind in LAYER_KINDS for v in (k_chunk_of(k_chunk, kind), blocks.get(kind, 0)) if applies)
+        return (*k_chunk_by_type(k_chunk).items(), *sorted(blocks.items())) if applies else ()

@@ -50,6 +50,24 @@ def test_a_changed_k_chunk_is_as_good_as_a_fresh_load(model: Any, backend: str, 
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_one_block_has_a_k_chunk_of_its_own(model: Any, backend: str) -> None:
+    loaded = BACKENDS[backend](model, DecoderOptions(context=32))
+    assert loaded.spec.num_layers == 2
+
+    def with_k_chunk(**first_and_second: int) -> np.ndarray[Any, Any]:
+        loaded.set_k_chunk({key.replace("_", "."): k for key, k in first_and_second.items()})
+        return decode(loaded)
+
+    both, none = with_k_chunk(down=64), with_k_chunk(down=0)
+    assert np.array_equal(both, with_k_chunk(layers_0_down=64, layers_1_down=64))
+    first, second = with_k_chunk(layers_0_down=64), with_k_chunk(layers_1_down=64)
+    assert np.array_equal(first, with_k_chunk(down=64, layers_1_down=0))
+    assert np.array_equal(second, with_k_chunk(down=64, layers_0_down=0))
+    different = [both, none, first, second]
+    assert not any(np.array_equal(a, b) for i, a in enumerate(different) for b in different[:i])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_what_cannot_be_compensated_changes_nothing(tiny_model: Any, tiny_spec: Any, backend: str) -> None:
     bare = BACKENDS[backend](tiny_model(tiny_spec(), bits=3, residual_bits=0), DecoderOptions(context=32))
     before = decode(bare)
