@@ -209,7 +209,7 @@ class Refinement:
     def _rivals(self, costs: Costs, losses: Losses, most: float) -> list[dict[str, int]]:
         """The best predictions up to a cost, each of another set of layer types."""
         kinds, found = [layer.kind for layer in self._layers if layer.kind == layer.type], []
-        for count in range(1, len(kinds) + 1):
+        for count in range(len(kinds) + 1):
             for compensated in itertools.combinations(kinds, count):
                 check(self._cancelled)
                 found += self._front(costs, losses, compensated, most)[-1:]

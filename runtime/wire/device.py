@@ -36,7 +36,7 @@ class Tuning:
     n_tb: Mapping[str, int]
     """Thread blocks by layer type; 0 on a CPU."""
     k_chunk: Mapping[str, int]
-    """Compensated channels per 1024, by layer type."""
+    """Compensated channels per 1024, by layer type; the last block may have its own, `layers.29.down`."""
     predicted_slowdown_percent: float
     """Predicted from the times of the layers; of a refined choice, as measured."""
     measured_slowdown_percent: float

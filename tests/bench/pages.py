@@ -80,10 +80,9 @@ def _origin(runs: Sequence[Found]) -> str:
 def tables() -> Iterator[Table]:
     """All tables of pages that hold other words, too."""
     speed = DOCS / "speed.md"
-    peers = [("decoding", "smollm2"), ("decoding-1b", "1b"), ("busy", "spinners")]
-    for name, file in peers:
-        text = speed_page.busy if name == "busy" else speed_page.decoding
-        yield Table(page=speed, name=name, files=(_PEERS / f"{_DAY}-{file}.json",), text=text)
+    for model in ("smollm2", "1b", "mixture", "qwen3.5", "gemma3"):
+        yield Table(page=speed, name=f"decoding-{model}", files=(_PEERS / f"{model}.json",), text=speed_page.decoding)
+    yield Table(page=speed, name="busy", files=(_PEERS / "spinners.json",), text=speed_page.busy)
     own = {"throughput": "throughput", "servers": "servers", "starts": "start"}
     own |= {"products": "prefill", "prefills": "prefill", "steps": f"{_DAY}-steps"}
     for name, file in own.items():
@@ -149,7 +148,7 @@ def numbers() -> str:
     """The six numbers of the README, each with the command that measures it."""
     quality = QualityView(Results(DOCS / "quality" / "results.json"), cases())
     caches = CachesView(Results(DOCS / "kv" / "results.json"))
-    peers, served, started = _stored(_PEERS / f"{_DAY}-smollm2.json", _BENCH / "servers.json", _BENCH / "start.json")
+    peers, served, started = _stored(_PEERS / "smollm2.json", _BENCH / "servers.json", _BENCH / "start.json")
     programs = {row["program"]: row for row in peers["rows"]}
     alone = programs["lowbit-chat 4-bit"], programs["llama.cpp Q4_K_M"]
     eight = next((row["ours"], row["llama.cpp"]) for row in served["rows"] if row["in_flight"] == 8)

@@ -5,9 +5,10 @@
     python -m tests.peers.compare FOLDER --stored 3=STORE/name --stored 4=STORE/name --spinners 0,1,2,4
     python -m tests.peers.compare --before TREE             without llama.cpp
 
-Without `--stored` the weights are random, and the shape is that of FOLDER/f16.gguf. Each round runs every
-program once, so that what else the machine does hits all alike; medians over the rounds. The percentage is the bytes
-of weights read for a token times tokens per second, over this machine's read bandwidth, measured in every round.
+Without `--stored` the weights are random, and the shape is that of FOLDER/shape.gguf, or a Llama's of 1.1 billion
+parameters. Each round runs every program once, so that what else the machine does hits all alike; medians over the
+rounds. The percentage is the bytes of weights read for a token times tokens per second, over this machine's read
+bandwidth, measured in every round.
 TREE is a checkout of another version of lowbit-chat, which takes its turns too. Spinners are processes that do nothing
 but take processor time; a machine of C cores and C threads leaves each thread C / (C + spinners) of a core.
 """
@@ -89,7 +90,8 @@ def programs(
     """
     found = {}
     trees = {"lowbit-chat": None} | ({"lowbit-chat before": before} if before else {})
-    like = f":{folder / 'f16.gguf'}" if folder is not None and (folder / "f16.gguf").exists() else ""
+    shape = None if folder is None else folder / "shape.gguf"
+    like = f":{shape}" if shape is not None and shape.exists() else ""
     for bits in ("4", "3"):
         model = stored.get(bits, bits + like)
         for k_chunk in (0, *K_CHUNKS):

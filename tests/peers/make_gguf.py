@@ -2,10 +2,10 @@
 
     python -m tests.peers.make_gguf FOLDER            writes f16.gguf (2.2 GB), Q4_K_M.gguf and Q3_K_M.gguf
     python -m tests.peers.make_gguf FOLDER --source MODEL.gguf     the last two, of a real model
-    python -m tests.peers.make_gguf FOLDER --shape gemma3          f16.gguf alone, of another shape
+    python -m tests.peers.make_gguf FOLDER --shape gemma3          shape.gguf alone, of another shape
 
 Another shape wants transformers and not llama.cpp, so this project's interpreter writes it. The peer's then finds
-f16.gguf, and quantizes it.
+shape.gguf, and quantizes it.
 """
 
 from __future__ import annotations
@@ -132,14 +132,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--source", type=Path, help="a model to quantize instead of random weights")
-    parser.add_argument("--shape", choices=SHAPES, help="write f16.gguf of this shape")
+    parser.add_argument("--shape", choices=SHAPES, help="write shape.gguf of this shape")
     arguments = parser.parse_args()
     folder: Path = arguments.folder
     folder.mkdir(parents=True, exist_ok=True)
-    source: Path = arguments.source or folder / "f16.gguf"
+    shape = folder / "shape.gguf"
     if arguments.shape:
-        write_shape(source, arguments.shape)
+        write_shape(shape, arguments.shape)
         return
+    source: Path = arguments.source or (shape if shape.exists() else folder / "f16.gguf")
     if not source.exists():
         write_half_precision(source)
     from tests.bench.quality.llama_worker import quantize  # needs llama.cpp
