@@ -180,6 +180,8 @@ def test_thread_blocks_are_shown_where_there_are_any(runtime: Any, tuned_to: Cal
     assert layer_rows(found)[:3] == [["layer", "n_tb", "k_chunk"], ["qkv", "8", "48"], ["o", "4", "41"]]
     assert layer_rows(found)[3][1] == "–"
     assert layer_rows(tuned_to(5.0))[0] == ["layer", "k_chunk"]
+    apart = replace(found, k_chunk={**found.k_chunk, "layers.29.qkv": 64})
+    assert layer_rows(apart)[-1] == ["qkv of block 29", "8", "64"]
     assert dict(tuning_lines(found))["slowdown"] == "4.6 % predicted · 4.2 % measured"
     assert "prompts" not in dict(tuning_lines(found))
     prompts = PromptTuning(budget_percent=20, k_chunk=1024, measured_slowdown_percent=7.64, tokens=512)

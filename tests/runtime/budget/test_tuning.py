@@ -15,12 +15,14 @@ from assets import demo_path
 from models.errors import StoreError
 from models.losses import TypeLosses
 from models.progress import Progress
+from models.spec import MixtureSpec
 from models.store import StoredModel
 from runtime.backends import Device, backend
 from runtime.backends.decoder import DecoderOptions
 from runtime.budget import profile_key as keys
 from runtime.budget import tuning
 from runtime.budget.clocks import NOISE_PERCENT, Clocks, Decided, Ratios, Readings
+from runtime.budget.refining import refined_layers
 from runtime.compensation import k_chunk_by_type
 from runtime.errors import BackendError, Cancelled, RequestError
 from runtime.wire.codec import to_json
@@ -40,6 +42,26 @@ class FakeDecoder:
 
     def set_k_chunk(self, k_chunk: Mapping[str, int] | int, n_tb: Mapping[str, int] | None = None) -> None:
         self.options = dataclasses.replace(self.options, k_chunk=k_chunk, n_tb=dict(n_tb or {}))
+
+
+@pytest.mark.parametrize(("blocks", "read"), [(4, 0), (12, 0), (4, 3)])
+def test_the_last_mlp_is_refined_apart_from_the_others(tiny_spec: Any, blocks: int, read: int) -> None:
+    """Of a mixture, all the experts of a token."""
+    mixture = MixtureSpec(experts=8, chosen=read, width=32, normalized=True) if read else None
+    decoder: Any = FakeDecoder(tiny_spec(num_layers=blocks, windows=(None,) * blocks, mixture=mixture))
+    whole, each = tuning.layers_of(decoder), max(1, read)
+    found = {layer.kind: layer for layer in refined_layers(decoder)}
+    assert list(found)[:5] == [layer.kind for layer in whole]
+    assert list(found)[5:] == [f"layers.{blocks - 1}.gate_up", f"layers.{blocks - 1}.down"]
+    for layer in whole:
+        apart = found.get(f"layers.{blocks - 1}.{layer.kind}")
+        assert found[layer.kind].count == layer.count - (each if apart else 0)
+        assert apart is None or (apart.n, apart.k, apart.count) == (layer.n, layer.k, each)
+
+
+def test_a_model_of_few_blocks_is_refined_by_types_alone(tiny_spec: Any) -> None:
+    decoder: Any = FakeDecoder(tiny_spec(num_layers=3, windows=(None,) * 3))
+    assert refined_layers(decoder) == tuning.layers_of(decoder)
 
 
 @dataclass
