@@ -20,7 +20,7 @@ LAYER_TYPES = ("qkv", "o", "gate_up", "down")
 it writes by, also where it is no attention."""
 LAYER_KINDS = (*LAYER_TYPES, "head")
 """All kinds of linear layers: those of a block, and the output head."""
-_OF_MLP = ("gate_up", "down")
+MLP_TYPES = ("gate_up", "down")
 """Those of an MLP, and of an expert."""
 _EXPERT_PARTS = 5
 """Parts of the name of an expert's layer."""
@@ -279,7 +279,7 @@ class ModelSpec:
         """Linear layers of a type that a token passes: `head` is one, `down` one of each block or chosen expert."""
         if layer_type == "head":
             return 1
-        mixtures = sum(map(self.has_experts, range(self.num_layers))) if layer_type in _OF_MLP else 0
+        mixtures = sum(map(self.has_experts, range(self.num_layers))) if layer_type in MLP_TYPES else 0
         return self.num_layers + mixtures * (0 if self.mixture is None else self.mixture.read - 1)
 
     def share_read(self, name: str) -> float:
@@ -411,7 +411,7 @@ class ModelSpec:
         prefix = f"layers.{layer}"
         if self.mixture is None or not self.has_experts(layer):
             return tuple(f"{prefix}.{kind}" for kind in LAYER_TYPES)
-        experts = (f"{prefix}.experts.{expert}.{kind}" for expert in range(self.mixture.held) for kind in _OF_MLP)
+        experts = (f"{prefix}.experts.{expert}.{kind}" for expert in range(self.mixture.held) for kind in MLP_TYPES)
         return (f"{prefix}.qkv", f"{prefix}.o", *experts)
 
     def linear_names(self) -> tuple[str, ...]:

@@ -107,15 +107,15 @@ def layer_kind(name: str) -> str:
     return name.rsplit(".", 1)[-1]
 
 
-def in_block(block: int, kind: str) -> str:
+def in_block(block: int | str, kind: str) -> str:
     """Key of a layer type in one block, `layers.3.qkv`: its k_chunk instead of the type's."""
     return f"layers.{block}.{kind}"
 
 
 def layer_words(key: str) -> str:
     """A layer type, or a type in one block, as people read it: `down`, `down of block 29`."""
-    *block, kind = key.removeprefix("layers.").split(".")
-    return f"{kind} of block {block[0]}" if block else kind
+    block = _block(key)
+    return f"{layer_kind(key)} of block {block}" if block else key
 
 
 def k_chunk_of(k_chunk: Mapping[str, int] | int, name: str) -> int:
@@ -132,9 +132,8 @@ def k_chunk_of(k_chunk: Mapping[str, int] | int, name: str) -> int:
     if not isinstance(k_chunk, int):
         for key in k_chunk:
             _place(key)
-        kind, block = layer_kind(name), name.split(".")[1:2]
-        own = k_chunk.get(in_block(int(block[0]), kind)) if block else None
-        k_chunk = k_chunk.get(kind, 0) if own is None else own
+        kind = layer_kind(name)
+        k_chunk = k_chunk.get(in_block(_block(name), kind), k_chunk.get(kind, 0))
     return _checked(k_chunk)
 
 
@@ -150,15 +149,20 @@ def k_chunk_by_type(k_chunk: Mapping[str, int] | int) -> dict[str, int]:
     return {key: _checked(number) for key, number in wanted.items()}
 
 
+def _block(name: str) -> str:
+    """The number in a name, `3` of `layers.3.qkv` and `layers.3.experts.5.down`; empty outside blocks."""
+    return name.split(".")[1] if name.startswith("layers.") else ""
+
+
 def _place(key: str) -> tuple[int, int]:
     """What a layer type, or a type in a block, is sorted by.
 
     Raises:
         RequestError: it is neither.
     """
-    kind, block = layer_kind(key), key.removeprefix("layers.").split(".")[0]
-    if kind in LAYER_KINDS and key == kind:
-        return -1, LAYER_KINDS.index(kind)
+    kind, block = layer_kind(key), _block(key)
+    if key in LAYER_KINDS:
+        return -1, LAYER_KINDS.index(key)
     if kind in LAYER_KINDS and block.isdecimal() and key == in_block(int(block), kind):
         return int(block), LAYER_KINDS.index(kind)
     raise RequestError(f"k_chunk names the layer type {key!r}; the types are {', '.join(LAYER_KINDS)}")

@@ -78,7 +78,7 @@ class Refinement:
         loss: Reads the text.
         slowdown: Times decoding once.
         n_tb: Thread blocks by layer type.
-        limits: Largest `k_chunk` by layer type, without blocks.
+        limits: Largest `k_chunk` by layer type.
         progress: Called before every measurement.
         cancelled: Called before every measurement.
     """
@@ -96,6 +96,7 @@ class Refinement:
         cancelled: Cancel = never,
     ) -> None:
         self._layers, self._loss, self._slowdown = layers, loss, slowdown
+        self._types = {layer.kind: layer for layer in layers if layer.kind == layer.type}
         self._n_tb, self._limits = dict(n_tb), limits
         self._progress, self._cancelled = progress, cancelled
         self._start = findings
@@ -121,10 +122,8 @@ class Refinement:
         """
         losses, costs = priced(self._layers, self._read), self._costs(limit_percent)
         fits = self._walk(self._front(costs, losses), limit_percent)
-        for k_chunk in (
-            {layer.kind: start.get(layer.kind, start[layer.type]) for layer in self._layers},
-            self._mapping(fits),
-        ):
+        so_far = {layer.kind: start.get(layer.kind, start[layer.type]) for layer in self._layers}
+        for k_chunk in (so_far, self._mapping(fits)):
             self._judge(k_chunk, limit_percent)
         rivals = self._rivals(costs, losses, max(fits.cost, limit_percent / 2))
         for k_chunk in sorted(rivals, key=self._read):
@@ -151,8 +150,8 @@ class Refinement:
         """
         front = [_Point(0.0, 0.0, ())]
         for layer in self._layers:
-            grid = [k for k in GRID if k <= self._limits[layer.type]]
-            if compensated is not None and layer.kind == layer.type:
+            grid = [k for k in GRID if k <= self._limits[layer.kind]]
+            if compensated is not None and layer.kind in self._types:
                 grid = grid[1:] if layer.kind in compensated else [0]
             own = [(costs[layer.kind](k), type_loss(losses, layer, k), k) for k in grid]
             front = _pareto(
@@ -165,9 +164,8 @@ class Refinement:
 
     def _costs(self, limit: float) -> Costs:
         """What whole steps cost by each type's `k_chunk`, in percent; a single block costs its share of its type."""
-        types = {layer.type: layer for layer in self._layers if layer.kind == layer.type}
         for wanted in range(1, ROUNDS + 1):
-            for kind in types:
+            for kind in self._types:
                 for k in TIMED:
                     if k > self._limits[kind]:
                         break
@@ -175,12 +173,12 @@ class Refinement:
                     if sorted(found)[len(found) // 2] > _FAR * limit:
                         break
         lines = {}
-        for kind in types:
+        for kind in self._types:
             readings = [(k, self._finding(self._alone(kind, k)).slowdowns) for k in TIMED]
             lines[kind] = line([(k, percent) for k, found in readings for percent in found])
 
         def cost(layer: LayerShape) -> Callable[[int], float]:
-            share, whole = layer.count / types[layer.type].count, lines[layer.type]
+            share, whole = layer.count / self._types[layer.type].count, lines[layer.type]
             return lambda k: share * whole(k)
 
         return {layer.kind: cost(layer) for layer in self._layers}
@@ -208,9 +206,9 @@ class Refinement:
 
     def _rivals(self, costs: Costs, losses: Losses, most: float) -> list[dict[str, int]]:
         """The best predictions up to a cost, each of another set of layer types."""
-        kinds, found = [layer.kind for layer in self._layers if layer.kind == layer.type], []
-        for count in range(len(kinds) + 1):
-            for compensated in itertools.combinations(kinds, count):
+        found = []
+        for count in range(len(self._types) + 1):
+            for compensated in itertools.combinations(self._types, count):
                 check(self._cancelled)
                 found += self._front(costs, losses, compensated, most)[-1:]
         return [self._mapping(point) for point in sorted(found, key=lambda own: own.loss)[:_RIVALS]]
@@ -222,8 +220,7 @@ class Refinement:
             return False
         spare, more = limit - best.slowdown_percent, []
         for kind, k in best.k_chunk.items():
-            limit_k = self._limits[kind.rsplit(".", 1)[-1]]
-            fitting = [at for at in GRID if k < at <= limit_k and costs[kind](at) - costs[kind](k) <= spare]
+            fitting = [at for at in GRID if k < at <= self._limits[kind] and costs[kind](at) - costs[kind](k) <= spare]
             if k and fitting:
                 more.append({**best.k_chunk, kind: fitting[-1]})
         for k_chunk in sorted(more, key=self._read):
@@ -282,8 +279,7 @@ class Refinement:
 
     def _tell(self, k_chunk: Mapping[str, int], work: str) -> None:
         check(self._cancelled)
-        types = sum(layer.kind == layer.type for layer in self._layers)
-        total = (types * ROUNDS + len(self._layers)) * len(TIMED) + _STEPS
+        total = (len(self._types) * ROUNDS + len(self._layers)) * len(TIMED) + _STEPS
         shown = " / ".join(str(k_chunk[layer.kind]) for layer in self._layers)
         self._progress(Report(done=min(self._done, total - 1), total=total, message=f"{work} with k_chunk {shown}"))
         self._done += 1

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from models.progress import Progress, ProgressCallback, ignore_progress, never_cancelled
-from models.spec import LAYER_KINDS
+from models.spec import LAYER_KINDS, MLP_TYPES
 from runtime.backends import backend
 from runtime.backends.decoder import Decoder
 from runtime.budget.clocks import refined_slowdown
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 MARGIN = 0.95
 """Share of the budget that a refined choice may use. Its slowdown is a median of up to nine readings."""
-_APART, _FEWEST = ("gate_up", "down"), 4
-"""Layer types of which the last block is chosen by itself, in a model of at least so many blocks."""
+_FEWEST = 4
+"""The last block's MLP is chosen by itself in a model of at least so many blocks."""
 logger = logging.getLogger(__name__)
 
 
@@ -127,7 +127,7 @@ def refine(
 
     layers, shared = refined_layers(decoder), backend(decoder.backend).device(decoder.options).shared_bytes
     limits = {
-        layer.type: CHUNK if shared is None else k_chunk_limit(layer.n, layer.k, tuning.n_tb[layer.type], shared)
+        layer.kind: CHUNK if shared is None else k_chunk_limit(layer.n, layer.k, tuning.n_tb[layer.type], shared)
         for layer in layers
     }
     refinement = Refinement(
@@ -156,7 +156,7 @@ def refined_layers(decoder: Decoder) -> list[LayerShape]:
     layers, spec, last = layers_of(decoder), decoder.spec, decoder.spec.num_layers - 1
     mixture = spec.mixture if spec.has_experts(last) else None
     count = 1 if mixture is None else mixture.read
-    apart = [layer for layer in layers if layer.kind in _APART and layer.count >= _FEWEST * count]
+    apart = [layer for layer in layers if layer.kind in MLP_TYPES and layer.count >= _FEWEST * count]
     others = [replace(layer, count=layer.count - count) if layer in apart else layer for layer in layers]
     return others + [replace(layer, kind=in_block(last, layer.kind), count=count) for layer in apart]
 

@@ -74,7 +74,13 @@ class Worker:
         return json.loads(line)
 
 
-_RANDOM = "a Llama shape of 1.1 billion parameters, random weights"
+_LLAMA, _OTHER = "a Llama shape of 1.1 billion parameters, random weights", "random weights of the shape in FOLDER"
+
+
+def _shape_in(folder: Path | None) -> Path | None:
+    """The file whose shape our random weights have; None: a Llama's of 1.1 billion parameters."""
+    file = None if folder is None else folder / "shape.gguf"
+    return file if file is not None and file.exists() else None
 
 
 def programs(
@@ -90,8 +96,8 @@ def programs(
     """
     found = {}
     trees = {"lowbit-chat": None} | ({"lowbit-chat before": before} if before else {})
-    shape = None if folder is None else folder / "shape.gguf"
-    like = f":{shape}" if shape is not None and shape.exists() else ""
+    shape = _shape_in(folder)
+    like = f":{shape}" if shape else ""
     for bits in ("4", "3"):
         model = stored.get(bits, bits + like)
         for k_chunk in (0, *K_CHUNKS):
@@ -177,11 +183,13 @@ def main() -> None:
         rows += measure(workers, spinners, arguments)
     for worker in workers.values():
         worker.close()
-    options = f"--rounds {arguments.rounds} --tokens {arguments.tokens} --spinners {arguments.spinners}"
+    counts = f"--rounds {arguments.rounds} --tokens {arguments.tokens} --prompt {arguments.prompt}"
+    options = f"{'FOLDER ' if arguments.folder else ''}{counts} --spinners {arguments.spinners}"
+    random = _OTHER if _shape_in(arguments.folder) else _LLAMA
     report = {
-        "command": f"python -m tests.peers.compare {'FOLDER ' if arguments.folder else ''}{options}",
+        "command": f"python -m tests.peers.compare {options}",
         "date": dt.datetime.now(tz=dt.UTC).date().isoformat(),
-        "model": arguments.model or (", ".join(stored.values()) if stored else _RANDOM),
+        "model": arguments.model or (", ".join(stored.values()) if stored else random),
         "cpu": detect_cpu().name,
         "cores": detect_cpu().physical_cores,
         "rounds": arguments.rounds,

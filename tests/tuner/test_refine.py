@@ -69,7 +69,7 @@ class Device:
             self.loss,
             self.slowdown,
             n_tb=N_TB,
-            limits=dict.fromkeys(N_TB, 1024),
+            limits={layer.kind: 1024 for layer in layers},
             cancelled=self.stopped,
         )
         with contextlib.suppress(Cancelled):
