@@ -502,6 +502,11 @@ class Stage:
         await self.pilot.press(*keys)
         await self.until(lambda: isinstance(self.app.screen, screen), screen.__name__)
 
+    async def click(self, *target: Any, **how: Any) -> None:
+        """Click where a widget is once everything is drawn; arguments as those of the pilot's own click."""
+        await self.settled()
+        await self.pilot.click(*target, **how)
+
     async def say(self, *prompts: str) -> None:
         """Send prompts, each when the one before has its answer, and wait for the last answer."""
         for prompt in prompts:

@@ -309,7 +309,7 @@ async def test_an_offer_is_taken_up(stage: Callable[..., Any], runtime: Any) -> 
     async with stage(runtime, size=(120, 40)) as s:
         screen = await open_settings(s)
         await s.shows("within 0.3 % of full precision at 0.9 x the low-bit speed")
-        await s.pilot.click("#offer-take")
+        await s.click("#offer-take")
         await s.shows("in use: within 0.3 %")
         assert screen.query_one("#offer-take", Button).disabled
         await s.shows("the model is reloaded when you leave this screen")

@@ -152,9 +152,9 @@ async def test_a_tuning_refined_in_the_background_appears(
 
 async def test_the_header_opens_it(stage: Callable[..., Any], runtime: Any) -> None:
     async with stage(runtime, size=(100, 30)) as s:
-        await s.pilot.click("#header-device")
+        await s.click("#header-device")
         await s.until(lambda: isinstance(s.app.screen, DeviceScreen))
-        await s.pilot.click("#header-settings")
+        await s.click("#header-settings")
         await s.until(lambda: not isinstance(s.app.screen, DeviceScreen))
 
 

@@ -133,7 +133,7 @@ async def test_what_only_our_own_runtime_has_is_not_shown(stage: Stage, runtime:
         field.value = "0.3"
         await s.pilot.press("escape")
         await s.until(lambda: s.app.session.settings.temperature == 0.3)
-        await s.pilot.click("#header-device")
+        await s.click("#header-device")
         await s.shows("Address of an OpenAI")
         s.app.screen.query_one("#endpoint-url", Input).value = ""
         await s.pilot.press("enter")

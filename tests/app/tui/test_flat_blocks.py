@@ -123,11 +123,11 @@ async def test_links_in_them_are_followed(stage: Stage, runtime: Any, monkeypatc
         monkeypatch.setattr(s.app, "open_url", opened.append)
         text = "- see [here](https://a.b)\n- run [this](app.exit)\n\n| x |\n|---|\n| [there](https://c.d) |\n"
         shown = await answered(s, runtime, text)
-        await s.pilot.click(FlatList, offset=(7, 1))
+        await s.click(FlatList, offset=(7, 1))
         await s.until(lambda: "link not opened: app.exit" in [one.message for one in s.app._notifications])
-        await s.pilot.click(FlatList, offset=(7, 0))
+        await s.click(FlatList, offset=(7, 0))
         await s.until(lambda: opened == ["https://a.b"])
-        await s.pilot.click(FlatTable, offset=(2, 2))
+        await s.click(FlatTable, offset=(2, 2))
         await s.until(lambda: opened == ["https://a.b", "https://c.d"])
         assert [type(one) for one in shown.children] == [FlatList, FlatTable]
 

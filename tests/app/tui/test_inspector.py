@@ -81,9 +81,9 @@ async def test_the_mouse_picks_a_token(stage: Callable[..., Any], runtime: Any) 
     runtime.answers = [ANSWER]
     async with stage(runtime) as s:
         text = await opened(s)
-        await s.pilot.click(TokenText, offset=(9, 0))
+        await s.click(TokenText, offset=(9, 0))
         await s.until(lambda: text.cursor == 2, "the token under the mouse")
-        await s.pilot.click(TokenStrip, offset=(6, 0))
+        await s.click(TokenStrip, offset=(6, 0))
         await s.until(lambda: text.cursor == 6, "the token of the strip")
 
 

@@ -158,7 +158,7 @@ async def test_a_setup_is_stopped_and_resumed(stage: Callable[..., Any], runtime
         await s.shows("finished steps are kept")
         assert runtime.cancelled == ["quantize"]
         runtime.load_delay_s = 0.0
-        await s.pilot.click(".progress-action", offset=(1, 0))
+        await s.click(".progress-action", offset=(1, 0))
         await s.until(lambda: s.app.session.status.model == "some-model")
         assert len(runtime.named("quantize")) == 2
         assert unfinished() is None

@@ -273,7 +273,7 @@ async def test_every_command_is_in_the_palette_and_every_key_has_an_id(stage: Ca
 
 async def test_the_header_opens_the_models(stage: Callable[..., Any], runtime: Any) -> None:
     async with stage(runtime) as s:
-        await s.pilot.click("#header-model")
+        await s.click("#header-model")
         await s.until(lambda: isinstance(s.app.screen, ModelsScreen))
         await s.pilot.press("escape")
         await s.until(lambda: s.app.screen is s.app.chat)

@@ -89,7 +89,7 @@ async def test_chats_are_opened_by_key_and_mouse_and_marked(stage: Stage, runtim
         first = s.app.session.conversation.id
         lines = [line[:28] for line in s.screen_text().split("\n")]
         row = next(y for y, line in enumerate(lines) if ("sky" in line or "Porto" in line) and "▸" not in line)
-        await s.pilot.click(offset=(6, row))
+        await s.click(offset=(6, row))
         await s.until(lambda: s.app.session.conversation.id != first, "the other one")
         await s.until(lambda: s.app.focused is s.composer, "the composer to have the keys")
 

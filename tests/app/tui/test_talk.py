@@ -97,7 +97,7 @@ class TestBranches:
         runtime.answers = ["```python\nx = 1\n```"]
         async with stage(runtime) as s:
             await s.say("go")
-            await s.pilot.click(".code-copy")
+            await s.click(".code-copy")
             await s.until(lambda: s.app.clipboard.strip() == "x = 1")
 
     async def test_details_are_shown_on_demand(self, stage: Stage, runtime: Any) -> None:
