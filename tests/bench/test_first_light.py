@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,8 +23,9 @@ import tests.runtime.backends.triton.interpreter  # noqa: F401 - before any kern
 
 # isort: split
 from runtime.backends.triton.decoder import TritonDecoder
+from tests.bench.first_light import __main__ as command
 from tests.bench.first_light import link, tune
-from tests.bench.first_light.__main__ import EXPECTED, MODULE, SECONDS, SLOTS, WHOLE_S, counted
+from tests.bench.first_light.__main__ import EXPECTED, MODULE, SECONDS, SLOTS, TOGETHER, WHOLE_S, counted
 from tests.bench.first_light.runner import ROOT, run_parts
 from tests.bench.first_light.sizes import DRY, Amount
 from tests.bench.first_light.verdict import PURPOSE, broken, not_shown, verdict
@@ -113,6 +115,28 @@ def test_everything_ends_within_nine_minutes() -> None:
     assert all(sum(seconds for _, seconds in slot) <= WHOLE_S for slot in SLOTS.values())
     assert set(SECONDS) | {"tests", "oracle", "bench"} == set(PURPOSE)
     assert set(EXPECTED) == set(SLOTS)
+
+
+def test_parts_that_judge_no_time_run_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And in the time of all of them; every other part runs alone."""
+    met, ran = threading.Barrier(len(TOGETHER)), dict[str, float]()
+
+    def part(_module: str, names: list[str], seconds: float, *, each: Callable[..., None], **_: Any) -> None:
+        (name,) = names
+        if name in TOGETHER:
+            met.wait(20)
+        else:
+            assert not met.n_waiting
+        ran[name] = seconds
+        each({name: entry({"what": name, "correct": True})})
+
+    monkeypatch.setattr(command, "run_parts", part)
+    report: dict[str, Any] = {"parts": {}, "device": None, "date": "", "expected": list(SECONDS)}
+    command._look(list(SECONDS), report, tmp_path / "result.json")
+    assert set(ran) == set(report["parts"]) == set(SECONDS)
+    assert not broken(report["parts"])
+    assert ran["draw"] == sum(SECONDS[name] for name in TOGETHER)
+    assert ran["link"] == SECONDS["link"]
 
 
 def test_a_part_that_hangs_is_stopped_with_all_it_started(hanging: Callable[[], int]) -> None:

@@ -290,6 +290,11 @@ class TritonDecoder:
         with suppress(RuntimeError):  # a card that stopped working releases nothing
             return_cached()
 
+    @_explained
+    def start(self, step: Step) -> torch.Tensor:
+        """Start a step's kernels one by one. Returns its logits on the device, float32 [R, V], until the next step."""
+        return self._launch(self._begin(step))
+
     def _launch(self, shape: _Shape) -> torch.Tensor:
         """Start a step's kernels, from the inputs in page-locked memory to the logits on the device."""
         self._buffers.inputs.copy_(self._inputs, non_blocking=True)

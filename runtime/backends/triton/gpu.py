@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 MIN_CAPABILITY = (8, 0)
 """Minimum compute capability of the kernels (Ampere)."""
+STACK = 1024
+"""Bytes of a thread's stack, CUDA's default limit."""
 
 
 def probe() -> Presence:
@@ -103,6 +105,23 @@ def launch_once() -> None:
 def is_started() -> bool:
     """Whether this process has used the card, so that the driver's memory is already allocated."""
     return launch_once.cache_info().currsize > 0
+
+
+def stack_bytes() -> int:
+    """Device memory for stacks, which the driver takes for a kernel that can stop its launch; 0 before a start.
+
+    Such a kernel calls a function, so there are `STACK` bytes for every thread that the card can hold: 36 MiB on an RTX
+    4060 Laptop GPU, 264 on an H200.
+    """
+    if not is_started():
+        return 0
+    import torch
+
+    try:
+        found = torch.cuda.get_device_properties(0)
+    except (RuntimeError, AssertionError):  # probing says why
+        return 0
+    return STACK * found.multi_processor_count * found.max_threads_per_multi_processor
 
 
 def _too_old(card: GpuInfo) -> bool:

@@ -16,7 +16,10 @@ import os
 import re
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +46,9 @@ SECONDS = {
     "tune": 45,
 }
 """The parts in their order, what tells most first, and the time that each has before it is killed."""
+TOGETHER = ("graph", "tokens", "shapes", "draw")
+"""Parts that judge numbers, not times: they run at the same time, so that one compiles while another computes. Each may
+take the time of all of them."""
 WHOLE_S = 520
 """Nothing runs longer than that: a slot has nine minutes."""
 _LEAVE = 0.75
@@ -102,14 +108,32 @@ def _keep(found: dict[str, Entry], report: dict[str, Any], out: Path) -> None:
 
 def _look(parts: list[str], report: dict[str, Any], out: Path) -> None:
     """Each part in a process of its own; what follows a card that runs no kernel is left out."""
-    began = time.monotonic()
-    for part in parts:
+    began, lock = time.monotonic(), threading.Lock()
+
+    def keep(found: dict[str, Entry]) -> None:
+        with lock:
+            _keep(found, report, out)
+
+    for turn in _turns(parts):
+        print(f"{', '.join(turn)} ...", flush=True)
         left = WHOLE_S - (time.monotonic() - began)
-        print(f"{part} ...", flush=True)
-        seconds = max(1.0, min(SECONDS[part], left))
-        run_parts(MODULE, [part], seconds, dry=False, each=lambda found: _keep(found, report, out))
-        if part == "start" and broken(report["parts"]):
+        seconds = max(1.0, min(sum(SECONDS[part] for part in turn), left))
+        with ThreadPoolExecutor(len(turn)) as pool:
+            waiting = [pool.submit(run_parts, MODULE, [part], seconds, dry=False, each=keep) for part in turn]
+            for one in waiting:
+                one.result()
+        if turn == ["start"] and broken(report["parts"]):
             return
+
+
+def _turns(parts: Sequence[str]) -> Iterator[list[str]]:
+    """The parts in their order, those of `TOGETHER` in one turn."""
+    together = [part for part in parts if part in TOGETHER]
+    for part in parts:
+        if part not in TOGETHER:
+            yield [part]
+        elif part == together[0]:
+            yield together
 
 
 def _continue(slot: str, report: dict[str, Any], out: Path, *, dry: bool) -> None:

@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 ROOT = Path(__file__).resolve().parents[3]
 _PR_SET_PDEATHSIG = 1
@@ -38,8 +38,8 @@ class Child:
         folder: Where what it says is kept.
     """
 
-    running: Child | None = None
-    """The one that runs now, for whoever is told to stop."""
+    running: ClassVar[set[Child]] = set()
+    """Those that run now, for whoever is told to stop."""
 
     def __init__(self, command: Sequence[str], seconds: float, environment: dict[str, str], folder: Path) -> None:
         self._seconds, self._began = seconds, time.monotonic()
@@ -56,7 +56,7 @@ class Child:
                 stderr=errors,
                 start_new_session=True,
             )
-        Child.running = self
+        Child.running.add(self)
 
     def wait(self, each: Callable[[], object] = lambda: None) -> str | None:
         """Wait for its end, calling `each` now and then. Returns what went wrong, or None."""
@@ -70,7 +70,7 @@ class Child:
                 time.sleep(_POLL_S)
         finally:
             self.kill()
-            Child.running = None
+            Child.running.discard(self)
             self.took = round(self.seconds, 1)
         if not self._process.returncode:
             return None
@@ -139,11 +139,11 @@ def die_with(parent: int) -> None:
 
 
 def stop_with_children() -> None:
-    """Take the running part along when this process is asked to end."""
+    """Take the running parts along when this process is asked to end."""
 
     def stop(number: int, _frame: object) -> None:
-        if Child.running is not None:
-            Child.running.kill()
+        for child in tuple(Child.running):
+            child.kill()
         raise SystemExit(128 + number)
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):

@@ -25,7 +25,11 @@ _LARGEST_OF = 16
 
 
 def random_linear(name: str, shape: tuple[int, int], bits: int, *, residual: bool = True) -> PackedLinear:
-    """A matrix of random codes whose product with activations of variance 1 has about variance 1."""
+    """A matrix of random codes whose product with activations of variance 1 has about variance 1.
+
+    Zeros are on both sides of the codes' middle: otherwise all outputs would share a multiple of the activations' sum,
+    which shifts all logits and says nothing.
+    """
     N, K = shape
     rng = np.random.default_rng([N, K, bits])
     groups = -(-K // GROUP_SIZE)
@@ -38,7 +42,7 @@ def random_linear(name: str, shape: tuple[int, int], bits: int, *, residual: boo
         group_size=GROUP_SIZE,
         codes=_words(rng, N, packed_width(K, bits)),
         scales=np.full((N, groups), 1 / (spread * K**0.5), np.float16),
-        zeros=np.full((N, groups), 1 << (bits - 1), np.uint8),
+        zeros=rng.integers((1 << (bits - 1)) - 1, (1 << (bits - 1)) + 1, (N, groups), dtype=np.uint8),
         bias=None,
         residual=PackedResidual(
             bits=RESIDUAL_BITS,

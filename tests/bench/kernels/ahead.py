@@ -86,10 +86,13 @@ class Compiled:
 
     @property
     def programs(self) -> int:
-        """Programs that a multiprocessor holds at the same time: what is left by registers, shared memory and warps."""
+        """Programs that a multiprocessor holds at the same time: what is left by registers, shared memory and warps.
+
+        Each of its four parts has a quarter of the registers, and takes whole warps.
+        """
         shared_kib, warps, most = MULTIPROCESSOR[self.target]
         each = self.threads // 32
-        by_registers = 65536 // (-(-self.registers // 8) * 8 * self.threads)
+        by_registers = 4 * (16384 // (-(-self.registers // 8) * 8 * 32)) // each
         by_shared = (shared_kib << 10) // (self.shared_bytes + 1024)
         return min(by_registers, by_shared, warps // each, most)
 

@@ -83,18 +83,20 @@ def _gemv() -> Iterator[Specialization]:
 
 
 def _gemm() -> Iterator[Specialization]:
-    """Prompts with groups of 128 at 3 and 4 bits, with 576 channels, and with a codebook."""
-    for name, form in (
-        ("gemm b4", _form(4)),
-        ("gemm b3", _form(3)),
-        ("gemm b3 K576", _form(3, group_size=64, tail=2)),
-        ("gemm b3 codebook", _form(3, codebook=True)),
+    """Prompts with groups of 128 at 3 and 4 bits, with 576 channels, and with a codebook; Hopper's taller tiles."""
+    for name, form, block_m in (
+        ("gemm b4", _form(4), gemm.BLOCK_M),
+        ("gemm b3", _form(3), gemm.BLOCK_M),
+        ("gemm b3 K576", _form(3, group_size=64, tail=2), gemm.BLOCK_M),
+        ("gemm b3 codebook", _form(3, codebook=True), gemm.BLOCK_M),
+        ("gemm b4 tall", _form(4), gemm.TALL),
+        ("gemm b3 tall", _form(3), gemm.TALL),
     ):
         yield Specialization(
             name=name,
             kernel=gemm._gemm_kernel,
             types={"x_ptr": "*fp16", "matrix": _MATRIX, "out_ptr": "*fp32", **_types(i32="biased M")},
-            constants={"form": form, "tile": gemm.Tile(gemm.DOT, gemm.BLOCK_M, gemm.BLOCK_N, gemm.WARPS)},
+            constants={"form": form, "tile": gemm.Tile(gemm.DOT, block_m, gemm.BLOCK_N, gemm.WARPS)},
             num_warps=gemm.WARPS,
             num_stages=gemm.STAGES,
             weights=BLOCK * gemm.BLOCK_N // gemm.WARPS,

@@ -38,6 +38,8 @@ WARPS = 4
 """Warps of a program."""
 STAGES = 3
 """Stages of the loop's pipeline."""
+RESIDENT = 6
+"""Programs for few rows that a multiprocessor holds at the same time, by registers (docs/kernels.md)."""
 
 
 class Matrix(NamedTuple):
@@ -182,7 +184,7 @@ def gemm_w4a8(
     if workspace is None or M > FEW:
         split = 1
     elif split is None:
-        split = configure(N, K, sm_count(out.device)).split
+        split = configure(N, K, sm_count(out.device), RESIDENT).split
     if workspace is not None and split > 1:
         parts, counters = workspace.scratch(split * M * N, torch.int32), workspace.counters(triton.cdiv(N, BLOCK_N))
     grid = (triton.cdiv(M, block_m), triton.cdiv(N, BLOCK_N), split)

@@ -275,21 +275,21 @@ def test_a_captured_launch_replays_at_any_position(cuda: str, half_pages: Any) -
     workspace = Workspace(cuda)
     static = {name: getattr(cases[1], name).to(cuda) for name in ("q", "positions", "slots")}
     x = torch.zeros(1, 8 * 64, dtype=torch.float16, device=cuda)
-    caches = [half_pages(case.cache, cuda).pages for case in cases]
+    pages, *others = [half_pages(case.cache, cuda).pages for case in (cases[1], *cases)]
 
     def launch() -> None:
         q = static["q"].view(1, 512)
-        attend(q, caches[1], Rows(static["positions"], static["slots"]), None, x, workspace, context=600)
+        attend(q, pages, Rows(static["positions"], static["slots"]), None, x, workspace, context=600)
 
     launch()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         launch()
-    for case, pages in zip(cases, caches, strict=True):
+    for case, other in zip(cases, others, strict=True):
         for name, tensor in static.items():
             tensor.copy_(getattr(case, name))
-        for part, pool in caches[1].pools.items():
-            pool.copy_(pages.pools[part])
+        for part, pool in pages.pools.items():
+            pool.copy_(other.pools[part])
         graph.replay()
         assert_close(x.cpu().float().view(1, 8, 64), case.expected(), "half attention")

@@ -42,4 +42,4 @@ def test_a_decoder_with_many_blocks_replays_what_it_launches(cuda: str, tiny_mod
         values = {"tokens": [(7 * position) % 4096], "slots": [0], "positions": [position], "logit_rows": [0]}
         step = Step(**{name: np.array(value, np.int32) for name, value in values.items()})
         found = np.array(captured.forward(step))
-        assert np.array_equal(found, launched._launch(launched._begin(step)).cpu().numpy()), position
+        assert np.array_equal(found, launched.start(step).cpu().numpy()), position

@@ -147,7 +147,8 @@ def test_rows_that_share_what_they_fetch_have_the_bits_of_each_alone(
         alone = one.run(x[row : row + 1], positions=positions[row : row + 1], copied=copied)
         assert torch.equal(found[row : row + 1], alone)
     chosen = torch.zeros(rows, one.selection.k, dtype=torch.int32, device=device)
-    select(x.to(device), one.selection, chosen, chosen.float(), torch.zeros(1, dtype=torch.int32), positions=positions)
+    flag = torch.zeros(1, dtype=torch.int32, device=device)
+    select(x.to(device), one.selection, chosen, chosen.float(), flag, positions=positions)
     assert listed == [sorted(set(chosen.flatten().tolist()))]
     assert len(listed[0]) < chosen.numel()
 

@@ -10,6 +10,7 @@ from safetensors import safe_open
 from models.packed import PackedLinear
 from models.packing import pack
 from models.quantizers import rtn
+from runtime.backends.triton.kernels import gemm as kernels
 from runtime.backends.triton.kernels.gemm import gemm
 from runtime.backends.triton.layout import GpuLinear, dequantize, repack, repack_codebook
 from runtime.backends.triton.workspace import Workspace
@@ -91,6 +92,19 @@ def test_many_rows(M, N, K, bits, group_size, bias, device):
     x, out = _activations(M, K, device), torch.full((M, N), float("nan"), device=device)
     gemm(x, weight, out)
     _assert_rounded(out, x, weight)
+
+
+@pytest.mark.parametrize(
+    ("M", "N", "K", "bits", "group_size", "codebooks"),
+    [(130, 70, 576, 3, 64, False), (129, 64, 512, 4, 128, False), (200, 33, 600, 4, 0, True)],
+)
+def test_taller_tiles_of_hopper(M, N, K, bits, group_size, codebooks, device, monkeypatch):
+    monkeypatch.setattr(kernels, "capability", lambda _: kernels.HOPPER)
+    monkeypatch.setattr(kernels, "TALL_FROM", kernels.TALL)
+    weight = _linear(N, K, bits, group_size, device, codebooks=codebooks)
+    x, out = _activations(M, K, device), torch.full((M, N), float("nan"), device=device)
+    gemm(x, weight, out)
+    (_assert_exact if codebooks else _assert_rounded)(out, x, weight)
 
 
 @pytest.mark.parametrize("bits", [3, 4])

@@ -39,6 +39,11 @@ CARD = GpuInfo(
 
 @pytest.fixture
 def cards(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Shows the program these cards, whatever is in this machine."""
+
+    def silent() -> tuple[int, int]:
+        raise RuntimeError("a card that is not there does not say what is free")
+
     def install(
         *found: GpuInfo,
         missing: tuple[str | None, str | None] = (None, None),
@@ -49,6 +54,7 @@ def cards(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         monkeypatch.setattr(gpu, "_missing", lambda driver: missing)
         monkeypatch.setattr(gpu, "_first_uuid", lambda: uuid)
         monkeypatch.setattr(gpu, "launch_once", functools.cache(launch))
+        monkeypatch.setattr(torch.cuda, "mem_get_info", silent)
 
     return install
 
@@ -210,7 +216,7 @@ def test_a_card_that_runs_no_kernel_is_out_and_it_is_said_why(
 
     launch = gpu.launch_once.__wrapped__
     monkeypatch.setattr("runtime.backends.triton.launch_check.launch", fail)
-    monkeypatch.setattr(failures.sysconfig, "get_paths", lambda: {"include": "/nowhere"})
+    monkeypatch.setattr(failures, "sysconfig", SimpleNamespace(get_paths=lambda: {"include": "/nowhere"}))
     cards(CARD, launch=launch)
     found = backend("triton").probe()
     assert not found.usable
@@ -231,7 +237,7 @@ def test_a_card_that_runs_no_kernel_is_out_and_it_is_said_why(
 
 def test_a_compiler_that_fails_for_another_reason_is_shown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "Python.h").touch()
-    monkeypatch.setattr(failures.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+    monkeypatch.setattr(failures, "sysconfig", SimpleNamespace(get_paths=lambda: {"include": str(tmp_path)}))
     found = failures.explained(subprocess.CalledProcessError(1, ["gcc", "main.c", "-lcuda"]))
     assert "gcc main.c -lcuda" in str(found)
 
@@ -332,11 +338,13 @@ def test_what_triton_compiles_is_kept_where_only_this_user_can_write(
     from runtime.backends.triton.launch_check import launch
 
     monkeypatch.setenv("LOWBIT_CHAT_KERNEL_CACHE", str(tmp_path / "kernels"))
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)  # an earlier launch sets it
     if mode is not None:
         (tmp_path / "named").mkdir()
         (tmp_path / "named").chmod(mode)
         monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "named"))
     with knobs.cache.scope():
+        knobs.cache.reset()
         with contextlib.suppress(RuntimeError, AssertionError):  # there may be no card
             launch("cuda")
         found = Path(knobs.cache.dir)

@@ -365,7 +365,7 @@ def test_a_replayed_graph_computes_what_launches_do(tiny_model: Any, tiny_spec: 
             launched.set_k_chunk(k_chunk, {"down": 4})
         one = step([position % 60], position)
         found = np.array(captured.forward(one))
-        assert np.array_equal(found, launched._launch(launched._begin(one)).cpu().numpy()), position
+        assert np.array_equal(found, launched.start(one).cpu().numpy()), position
         options = SamplingOptions(seed=position, temperature=0.9, top_k=30)
         (drawn,) = captured.draw(one, [Sampler(options).order()])
         assert drawn.token == Sampler(options).draw(found[0])

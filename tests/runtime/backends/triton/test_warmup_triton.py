@@ -59,7 +59,28 @@ def test_every_size_of_step_comes_once(
     assert decoder.cache.length(0) == 0
     assert [report.done for report in said] == list(range(len(recorded.steps)))
     assert {(report.phase, report.total) for report in said} == {("compile", len(recorded.steps))}
+
+
+def test_on_a_card_kernels_are_compiled_together_first(
+    tiny_model: Any, tiny_spec: Any, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder = TritonDecoder(tiny_model(tiny_spec(**SMALL), bits=4), DecoderOptions(context=100, max_rows=64), device)
+    recorded, said, rows = Recorded(decoder, monkeypatch), list[Progress](), list[int]()
+
+    def together(launches: Any, done: Any) -> None:
+        for launch in launches:
+            launch()
+        rows.extend(step.tokens.size for step in recorded.steps)
+        done(3, 9)
+
+    monkeypatch.setattr(decoder, "start", decoder.forward)
+    monkeypatch.setattr(decoder, "_side", "a stream")
+    monkeypatch.setattr(warmup, "compile_together", together)
+    warmup.warm_up(decoder, said.append)
+    assert rows == [1, 2, 1, 2, 16, 32]
+    assert (said[0].done, said[0].total, said[0].unit) == (3, 9, "kernels")
     assert "first time" in said[0].message
+    assert recorded.steps[len(rows)].positions[0] == 0
 
 
 def test_the_model_answers_as_it_does_without(tiny_model: Any, tiny_spec: Any, device: str) -> None:
