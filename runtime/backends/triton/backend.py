@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from tuner.timer import Timer
 
 _DRIVER_BYTES = 256 << 20
-"""GPU memory that the driver takes in this process, stacks included."""
+"""GPU memory that the driver takes in this process, for its context and what it keeps."""
 _MODULE_BYTES = 128 << 20
 """GPU memory of kernels and graphs."""
 
@@ -57,7 +57,7 @@ class TritonBackend:
         values = [N * K for N, K in (spec.linear_shape(name) for name in spec.linear_names())]
         largest = sizes.residual_bytes * max(values[:-1], default=0) // sum(values)
         staged = 2 * largest + min(largest, COPIED_BYTES)
-        driver = gpu.stack_bytes() if gpu.is_started() else _DRIVER_BYTES
+        driver = gpu.kept_bytes() if gpu.is_started() else _DRIVER_BYTES
         weights, recipe = sizes.weight_bytes, sizes.recipe
         token_group = recipe.group_size if recipe is not None and recipe.per_token else None
         if recipe is not None:

@@ -23,8 +23,8 @@ logger = logging.getLogger(__name__)
 
 MIN_CAPABILITY = (8, 0)
 """Minimum compute capability of the kernels (Ampere)."""
-STACK = 1024
-"""Bytes of a thread's stack, CUDA's default limit."""
+KEPT = 1024
+"""Bytes of each of a card's threads that the driver keeps; see `kept_bytes`."""
 
 
 def probe() -> Presence:
@@ -107,11 +107,11 @@ def is_started() -> bool:
     return launch_once.cache_info().currsize > 0
 
 
-def stack_bytes() -> int:
-    """Device memory for stacks, which the driver takes for a kernel that can stop its launch; 0 before a start.
+def kept_bytes() -> int:
+    """Device memory that the driver takes for a model's kernels once and keeps; 0 before a start.
 
-    Such a kernel calls a function, so there are `STACK` bytes for every thread that the card can hold: 36 MiB on an RTX
-    4060 Laptop GPU, 264 on an H200.
+    An H200 kept 240 MiB. It is taken to grow with the threads that a card can hold, as stacks do: 36 MiB on an RTX 4060
+    Laptop GPU.
     """
     if not is_started():
         return 0
@@ -121,7 +121,7 @@ def stack_bytes() -> int:
         found = torch.cuda.get_device_properties(0)
     except (RuntimeError, AssertionError):  # probing says why
         return 0
-    return STACK * found.multi_processor_count * found.max_threads_per_multi_processor
+    return KEPT * found.multi_processor_count * found.max_threads_per_multi_processor
 
 
 def _too_old(card: GpuInfo) -> bool:

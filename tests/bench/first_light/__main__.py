@@ -28,7 +28,7 @@ from tests.bench.first_light.verdict import broken, not_shown, verdict
 from tests.bench.gpu.machine import describe, device_name
 from tests.bench.gpu.report import Part
 from tests.bench.gpu.tests import bare_pytest
-from tests.bench.reporting.run import write_report
+from tests.bench.reporting.run import shown, write_report
 
 MODULE = "tests.bench.first_light"
 RESULTS = ROOT / "tests" / "bench" / "results"
@@ -86,7 +86,11 @@ def main() -> None:
     slot = f"-slot-{arguments.slot}" if arguments.slot else ""
     name = re.sub(r"[^a-z0-9]+", "-", (device_name() or "dry").lower()).strip("-")
     out = arguments.out or RESULTS / f"first-light-{name}{slot}.json"
-    report: dict[str, Any] = {"command": " ".join(["python -m", MODULE, *sys.argv[1:]]), **describe(), "parts": {}}
+    report: dict[str, Any] = {
+        "command": " ".join(["python -m", MODULE, *shown(sys.argv[1:])]),
+        **describe(),
+        "parts": {},
+    }
     report["expected"] = EXPECTED[arguments.slot] if arguments.slot else list(SECONDS)
     if arguments.slot:
         _continue(arguments.slot, report, out, dry=arguments.dry)
@@ -119,8 +123,8 @@ def _look(parts: list[str], report: dict[str, Any], out: Path) -> None:
         left = WHOLE_S - (time.monotonic() - began)
         seconds = max(1.0, min(sum(SECONDS[part] for part in turn), left))
         with ThreadPoolExecutor(len(turn)) as pool:
-            waiting = [pool.submit(run_parts, MODULE, [part], seconds, dry=False, each=keep) for part in turn]
-            for one in waiting:
+            how = {"dry": False, "each": keep, "beside": len(turn)}
+            for one in [pool.submit(run_parts, MODULE, [part], seconds, **how) for part in turn]:
                 one.result()
         if turn == ["start"] and broken(report["parts"]):
             return

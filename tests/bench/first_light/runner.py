@@ -95,7 +95,13 @@ class Child:
 
 
 def run_parts(
-    module: str, parts: Sequence[str], seconds: float, *, dry: bool, each: Callable[[dict[str, Entry]], object]
+    module: str,
+    parts: Sequence[str],
+    seconds: float,
+    *,
+    dry: bool,
+    each: Callable[[dict[str, Entry]], object],
+    beside: int = 1,
 ) -> None:
     """Run some parts in one process, one after another.
 
@@ -105,8 +111,10 @@ def run_parts(
         seconds: When the process is killed.
         dry: Whether to run them on the CPU.
         each: Is given what is known of these parts, now and then and in the end.
+        beside: Processes that share the processor, this one included.
     """
-    environment = dict(os.environ) | ({"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""} if dry else {})
+    threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // beside))} if beside > 1 else {}
+    environment = threads | dict(os.environ) | ({"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""} if dry else {})
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         command = [sys.executable, "-m", module, "--part", ",".join(parts), "--out", name, *(["--dry"] * dry)]

@@ -25,8 +25,8 @@ PURPOSE = {
 """What each part shows, in the order in which a failure matters."""
 _LENGTH = 400
 """Characters of a row that are shown."""
-_OVERLAP, _COPY = 1.1, 70.0
-"""Both by the longer of the two, at most; percent of the copy bandwidth, at least."""
+_OVERLAP, _READS = 1.1, 70.0
+"""Both by the longer of the two, at most; percent of the bandwidth of reads, at least."""
 
 
 def broken(parts: Mapping[str, Any]) -> list[str]:
@@ -112,9 +112,9 @@ def _overlap(rows: Iterable[Row]) -> Iterable[str]:
 
 def _product(rows: Iterable[Row]) -> Iterable[str]:
     for row in rows:
-        if row.get("percent_of_copy") is not None:
-            low = " (low)" if row["percent_of_copy"] < _COPY else ""
-            share = f"{row['percent_of_copy']} % of copies{low}"
+        if row.get("percent_of_reads") is not None:
+            low = " (low)" if row["percent_of_reads"] < _READS else ""
+            share = f"{row['percent_of_reads']} % of reads{low}"
             yield f"{row['kind']} at {row['bits']} bits: {row['us']} µs, {row['gb_s']} GB/s, {share}"
 
 

@@ -24,7 +24,7 @@ from runtime.backends.triton.kernels.attention.kernel import attend
 from runtime.backends.triton.kernels.cache.pages import LayerPages, Rows
 from runtime.backends.triton.workspace import Workspace
 from runtime.kv.kinds import KINDS, PARTS, CacheKind, KVKind, record_bytes
-from tests.bench.gpu.bandwidth import copy_gb_s
+from tests.bench.gpu.bandwidth import read_gb_s
 from tests.bench.gpu.clock import copies_past_cache, race
 from tests.bench.gpu.peers import Peer
 from tests.bench.gpu.report import Part, Row
@@ -44,8 +44,8 @@ TARGET_CONTEXT = 65536
 
 def measure(part: Part, sizes: Sizes, device: torch.device) -> None:
     """A row for each length and kind of cache, all of a length in one race."""
-    limit = copy_gb_s(sizes, device)
-    part.add({"what": "copy", "gb_s": limit})
+    limit = read_gb_s(sizes, device)
+    part.add({"what": "read", "gb_s": limit})
     for kind in TARGETS:
         part.add(_check(KINDS[kind], sizes.attention_contexts[0], sizes, device))
     for context in sizes.attention_contexts:
@@ -69,7 +69,7 @@ def _compare(
     for name, time in times.items():
         gb_s = contestants[name].nbytes / time.p50 / 1e9
         row = {"what": name, "context": context, **time.microseconds(), "cache_bytes": contestants[name].nbytes}
-        row |= {"gb_s": round(gb_s, 1), "percent_of_copy": round(100 * gb_s / limit, 1) if limit else None}
+        row |= {"gb_s": round(gb_s, 1), "percent_of_reads": round(100 * gb_s / limit, 1) if limit else None}
         if FLASH in times:
             row["times_as_fast_as_torch"] = round(times[FLASH].p50 / time.p50, 2)
         if name in TARGETS and FLASH in times and context >= TARGET_CONTEXT:

@@ -38,7 +38,8 @@ which writes this page, with Triton {triton}; its own ptxas {ptxas} generated th
 - **registers**: 32-bit registers of a thread. A multiprocessor has 65,536, so a program of 128 threads with 128
   registers each leaves room for three more, one of 128 threads with 255 each for only one more.
 - **shared**: bytes of shared memory per program.
-- **spills**: bytes of a thread's registers spilled to local memory. Anything but zero is a defect.
+- **spills**: bytes of a thread's registers spilled to local memory. Anything but zero is a defect, except 8
+  bytes where they buy two programs more (`gemv.REGISTERS`).
 - **programs**: concurrent programs per multiprocessor, limited by registers, shared memory and warps.
 - **instructions**: machine instructions in the kernel's code, including unrolled loops and padding. The number shows
   growth of a kernel, not its speed.
@@ -63,7 +64,7 @@ Of the kernels, four are for steps of several rows: drafts and parallel answers.
 TIMES = """
 ## A model of a token's time
 
-By `python -m tests.bench.kernels.token_time`; nothing of it is measured on a card.
+By `python -m tests.bench.kernels.token_time`.
 
 """
 PRODUCTS = """
