@@ -124,11 +124,10 @@ def compile_ahead(specialization: Specialization, target: str) -> Compiled:
         **specialization.options,
     }
     try:
-        capability = int(target.removeprefix("sm_"))
         built = build(
             ASTSource(specialization.kernel, signature, constants, aligned),
-            GPUTarget("cuda", capability, 32),
-            options | specialization.options_of(capability // 10),
+            GPUTarget("cuda", int(target.removeprefix("sm_")), 32),
+            options | specialization.options_of(major(target)),
         )
     except (TritonError, RuntimeError, ValueError, TypeError, AssertionError) as error:
         raise BackendError(f"{specialization.name} does not compile for {target}: {error}") from error
@@ -153,8 +152,16 @@ def compile_ahead(specialization: Specialization, target: str) -> Compiled:
 
 
 def pairs(names: Sequence[str] = (), targets: Sequence[str] = TARGETS) -> tuple[tuple[str, str], ...]:
-    """Specializations, all of them where none are named, each with every target: what `compile_all` takes."""
-    return tuple((name, target) for name in specializations() if not names or name in names for target in targets)
+    """Specializations, all of them where none are named, each with its targets: what `compile_all` takes."""
+    known = {name: one for name, one in specializations().items() if not names or name in names}
+    return tuple(
+        (name, target) for name, one in known.items() for target in targets if one.only in (None, major(target))
+    )
+
+
+def major(target: str) -> int:
+    """The major compute capability of a target: 9 for `sm_90`."""
+    return int(target.removeprefix("sm_")) // 10
 
 
 def compile_all(

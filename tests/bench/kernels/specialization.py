@@ -38,6 +38,8 @@ class Specialization:
 
     options_of: Callable[[int], Mapping[str, Any]] = lambda _major: {}
     """Others still, by the device's major compute capability."""
+    only: int | None = None
+    """The one major compute capability whose devices launch it; None: all do."""
 
     def __post_init__(self) -> None:
         """Check what would otherwise surface as an obscure compiler error."""

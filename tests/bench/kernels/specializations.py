@@ -100,6 +100,7 @@ def _gemm() -> Iterator[Specialization]:
             num_warps=gemm.WARPS,
             num_stages=gemm.STAGES,
             weights=BLOCK * gemm.BLOCK_N // gemm.WARPS,
+            only=gemm.HOPPER if block_m == gemm.TALL else None,
         )
 
 
