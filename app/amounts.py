@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import deque
 
 WINDOW_S = 10.0
-"""The displayed speed is the mean over this time, in seconds."""
+"""The displayed speed is the mean over this time, in seconds, and over a whole unit: its parts differ."""
 SETTLING_S = 1.0
 """Minimum time in seconds before a speed is known."""
 SHOWN_AFTER_S = 3.0
 """Seconds that a step must run before the time left is shown."""
+FIRST = 0.25
+"""Share of a unit that must be done before that: a large unit, such as a block of a model, begins slowly."""
 SHORTEST_S = 5.0
 """Shorter times are not shown: the last unit of a step often takes longer than the previous ones."""
 
@@ -39,12 +41,13 @@ class Estimate:
             self._phase, self._first = phase, (now, done)
             self._points.clear()
         self._points.append((now, done))
-        while len(self._points) > 2 and now - self._points[0][0] > WINDOW_S:
+        unit = min(1.0, total / 8) if total else 1.0
+        while len(self._points) > 2 and now - self._points[0][0] > WINDOW_S and done - self._points[1][1] >= unit:
             self._points.popleft()
         self.speed = _speed(self._points[0], (now, done), SETTLING_S)
         whole = _speed(self._first, (now, done), SHOWN_AFTER_S)
         self.left_s = None
-        if total and whole and self.speed:
+        if total and whole and self.speed and done - self._first[1] >= FIRST * unit:
             self.left_s = (total - done) / min(whole, self.speed)
 
     @property

@@ -47,6 +47,20 @@ def test_the_slower_of_late_and_whole_speed_counts() -> None:
     assert estimate.left_s == pytest.approx(20 / (80 / 70))
 
 
+def test_the_parts_of_a_unit_differ() -> None:
+    """Blocks of 60 seconds, the first 20 of which do a hundredth of each: what is told stays near the truth."""
+    estimate, told = Estimate(), list[float]()
+    for second in range(600):
+        block, within = divmod(second, 60)
+        done = block + (within / 2000 if within < 20 else 0.01 + 0.99 * (within - 20) / 40)
+        estimate.take(float(second), "quantize", done, 24)
+        if estimate.left_s is not None:
+            told.append(estimate.left_s / (24 * 60 - second))
+    assert len(told) > 560
+    assert all(0.9 < share < 2 for share in told[:30])
+    assert all(0.95 < share < 1.4 for share in told[30:])
+
+
 def test_another_step_begins_anew() -> None:
     estimate = Estimate()
     for second in range(10):
