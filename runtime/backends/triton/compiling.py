@@ -7,6 +7,7 @@ steps start nothing; their kernels are compiled in threads, as Triton's compiler
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
@@ -17,6 +18,8 @@ from triton.runtime.jit import JITFunction
 
 MOST = 16
 """Threads at most: the steps of a model need about as many kernels."""
+_ALONE = threading.Lock()
+"""One thread at a time has its launches replaced."""
 
 
 def compile_together(
@@ -41,7 +44,7 @@ def compile_together(
         compiled += not cache_hit
 
     first, *others = launches
-    with ThreadPoolExecutor(min(MOST, os.cpu_count() or 1)) as pool, _noted(note):
+    with _ALONE, ThreadPoolExecutor(min(MOST, os.cpu_count() or 1)) as pool, _noted(note):
         for some in ([first], others):
             with _nothing_launched(), AsyncCompileMode(pool, ignore_errors=True) as mode:
                 try:
@@ -62,12 +65,15 @@ def compile_together(
 
 @contextmanager
 def _nothing_launched() -> Iterator[None]:
-    """Within, a launch of a kernel only asks for its code. What fails or is stopped is compiled at its next launch."""
-    run, asked = JITFunction.run, set[JITFunction[Any]]()
+    """Within, this thread's launches only ask for code. What fails or is stopped is compiled at its next launch."""
+    run, asked, mine = JITFunction.run, set[JITFunction[Any]](), threading.get_ident()
 
-    def ask(kernel: JITFunction[Any], *arguments: Any, **options: Any) -> None:
+    def ask(kernel: JITFunction[Any], *arguments: Any, **options: Any) -> Any:
+        if threading.get_ident() != mine:
+            return run(kernel, *arguments, **options)
         asked.add(kernel)
         run(kernel, *arguments, **options | {"warmup": True})
+        return None
 
     JITFunction.run = ask
     try:

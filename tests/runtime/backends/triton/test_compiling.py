@@ -64,8 +64,8 @@ def together(folder: Path, steps: str, behind: str = "") -> dict[str, Any]:
     file.write_text(KERNELS + TOGETHER.format(steps=steps) + behind)
     done = subprocess.run([sys.executable, str(file)], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[0])
-    return answer
+    first, *rest = done.stdout.splitlines()
+    return json.loads(first) | {"said": rest}
 
 
 def test_kernels_are_compiled_and_nothing_is_launched(tmp_path: Path) -> None:
@@ -77,6 +77,25 @@ def test_kernels_are_compiled_and_nothing_is_launched(tmp_path: Path) -> None:
     assert found["told"] == [[1, 1], [1, 2], [2, 2]]
     again = together(tmp_path, "[[(add, 32)], [(add, 64)]]")
     assert (again["compiled"], len(again["launched"])) == (0, 1)
+
+
+def test_other_threads_go_on_launching(tmp_path: Path) -> None:
+    """This driver can launch nothing, and says so."""
+    behind = """
+from concurrent.futures import ThreadPoolExecutor
+elsewhere = ThreadPoolExecutor(1)
+
+def beside(done, total):
+    try:
+        elsewhere.submit(lambda: add[(1,)](x, N=32)).result()
+    except AttributeError as error:
+        print("launched")
+    else:
+        raise AssertionError("swallowed")
+
+assert compile_together([lambda: add[(1,)](x, N=256)], beside) == 1
+"""
+    assert "launched" in together(tmp_path, "[[(add, 32)], []]", behind)["said"]
 
 
 def test_a_kernel_that_does_not_compile_says_so_when_it_is_launched(tmp_path: Path) -> None:
