@@ -118,6 +118,22 @@ def layer_words(key: str) -> str:
     return f"{layer_kind(key)} of block {block}" if block else key
 
 
+def is_layer(key: str) -> bool:
+    """Whether a key of a k_chunk is a layer type, or one in a block."""
+    try:
+        _place(key)
+    except RequestError:
+        return False
+    return True
+
+
+def check_blocks(k_chunk: Mapping[str, int], blocks: int) -> None:
+    """Raise a `RequestError` if a k_chunk names a block that a model with so many does not have."""
+    for key in k_chunk:
+        if _block(key) and int(_block(key)) >= blocks:
+            raise RequestError(f"k_chunk names {key}; the model's blocks are 0 to {blocks - 1}")
+
+
 def k_chunk_of(k_chunk: Mapping[str, int] | int, name: str) -> int:
     """Salient channels per 1024 input channels of a linear layer.
 

@@ -8,15 +8,27 @@ from typing import Annotated
 
 from models.recipe import DEFAULT_GROUP_SIZE, DEFAULT_METHOD, LARGEST_BITS, SMALLEST_BITS, Method
 from models.spec import LAYER_KINDS
-from runtime.compensation import CHUNK, LARGEST_BUDGET_PERCENT, Compensation, of_settings
+from runtime.compensation import CHUNK, LARGEST_BUDGET_PERCENT, Compensation, in_block, is_layer, of_settings
 from runtime.drafting import LARGEST_GAMMA, Speculate
 from runtime.kv.kinds import KVKind
-from runtime.wire.codec import OneOf, Within
+from runtime.wire.codec import Within
 
 Name = Annotated[str, Within(1, 300)]
 Chunk = Annotated[int, Within(0, CHUNK)]
 Budget = Annotated[float, Within(0, LARGEST_BUDGET_PERCENT)]
-LayerKind = Annotated[str, OneOf(LAYER_KINDS)]
+
+
+class _Layer:
+    """Allowed keys of a k_chunk."""
+
+    def __contains__(self, value: str) -> bool:
+        return is_layer(value)
+
+    def __str__(self) -> str:
+        return f"one of {', '.join(LAYER_KINDS)}, or one of them in a block, such as {in_block(3, 'down')}"
+
+
+Layer = Annotated[str, _Layer()]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,8 +39,9 @@ class LoadRequest:
     """Name of a stored or bundled model."""
     kv: KVKind | None = None
     """Precision of the KV cache."""
-    k_chunk: Chunk | Mapping[LayerKind, Chunk] | None = None
-    """Compensated channels per 1024: one number, or one by layer type; None: decided by the budget."""
+    k_chunk: Chunk | Mapping[Layer, Chunk] | None = None
+    """Compensated channels per 1024: one number, or one by layer type, and for types in single blocks; None: decided by
+    the budget."""
     budget: Budget | None = None
     """Slowdown budget of decoding in percent; 0 is no compensation. Ignored if there is a k_chunk."""
     prompt_budget: Budget | None = None
@@ -66,7 +79,7 @@ class TuneRequest:
 
     budget: Budget | None = None
     """Slowdown budget of decoding in percent; None is the default, 0 no compensation."""
-    k_chunk: Chunk | Mapping[LayerKind, Chunk] | None = None
+    k_chunk: Chunk | Mapping[Layer, Chunk] | None = None
     """Compensated channels per 1024, instead of a budget."""
     prompt_budget: Budget | None = None
     """Slowdown budget of prompts in percent; None is the default, 0 no compensation."""

@@ -14,7 +14,7 @@ from runtime.backends import AUTO, backend
 from runtime.backends.decoder import Decoder
 from runtime.budget.spending import spend
 from runtime.budget.tuning import PROFILES
-from runtime.compensation import Compensation, k_chunk_by_type
+from runtime.compensation import Compensation, check_blocks, k_chunk_by_type
 from runtime.drafting import Drafts
 from runtime.engine.conversations.saved_folder import SavedCaches, forget, holding
 from runtime.engine.speculation.costs import start as start_speculation
@@ -101,6 +101,7 @@ class StoreLoader:
         model = self._catalogue.open(request.model)
         defaults = self._defaults
         compensation = request.compensation or defaults.compensation
+        check_blocks(compensation.by_type, model.spec.num_layers)
         asked = request.speculation or (defaults.speculation if request.speculate is None else False)
         parallel = request.num_parallel or defaults.num_parallel or PARALLEL
         context = request.context or defaults.context
@@ -192,6 +193,7 @@ class StoreLoader:
         before = decoder.options
         try:
             if wanted.budget_percent is None:
+                check_blocks(wanted.by_type, model.spec.num_layers)
                 decoder.set_k_chunk(wanted.by_type)
                 loaded = replace(loaded, k_chunk=wanted.by_type, tuning=None, problems=_lacking(decoder))
             loaded = self._spend(loaded, model, wanted, progress, cancelled, force=request.force)

@@ -40,6 +40,7 @@ from runtime.server.store.loading import LoadDefaults, StoreLoader, open_service
 from runtime.server.store.making import StoreWorkshop
 from runtime.text.sampling import SamplingOptions
 from runtime.wire.answers import Holding
+from runtime.wire.codec import from_json
 from runtime.wire.requests import LoadRequest, QuantizeRequest, TuneRequest
 from tests.models.gguf.making import random_model, write_gguf
 from tuner.offers import Offers, OfferStore, Way
@@ -252,8 +253,20 @@ def test_a_load_is_tuned_to_its_budget(loader: StoreLoader, clock: Clock) -> Non
         fixed = loader.tune(back, TuneRequest(k_chunk={"down": 5}), ignore_progress, never_cancelled)
         assert (fixed.tuning, fixed.k_chunk["down"], fixed.k_chunk["qkv"]) == (None, 5, 0)
         assert fixed.engine.decoder.options.k_chunk == fixed.k_chunk  # type: ignore[attr-defined]
+        apart = from_json(TuneRequest, {"k_chunk": {**fixed.k_chunk, "layers.1.down": 64}})
+        fixed = loader.tune(fixed, apart, ignore_progress, never_cancelled)
+        assert (fixed.k_chunk["down"], fixed.k_chunk["layers.1.down"]) == (5, 64)
+        with pytest.raises(RequestError, match=r"k_chunk names layers\.99\.down; the model's blocks are 0 to 3"):
+            loader.tune(fixed, TuneRequest(k_chunk={"layers.99.down": 64}), ignore_progress, never_cancelled)
+        assert fixed.engine.decoder.options.k_chunk == fixed.k_chunk  # type: ignore[attr-defined]
     finally:
         loaded.engine.close()
+
+
+def test_a_block_that_the_model_lacks_is_refused(loader: StoreLoader) -> None:
+    request = LoadRequest(model="demo", k_chunk={"layers.4.o": 1})
+    with pytest.raises(RequestError, match=r"k_chunk names layers\.4\.o; the model's blocks are 0 to 3"):
+        loader.load(request, ignore_progress, never_cancelled)
 
 
 @pytest.mark.parametrize(

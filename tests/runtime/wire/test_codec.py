@@ -93,6 +93,7 @@ def test_an_unknown_field_is_left_out_or_refused() -> None:
         (LoadRequest, {"model": "m", "k_chunk": {"qkv": -1}}, "k_chunk.qkv", "k_chunk.qkv must be"),
         (LoadRequest, {"model": "m", "k_chunk": {"x" * 10**6: 1}}, f"k_chunk.{'x' * 59}…", "one of qkv, o"),
         (LoadRequest, {"model": "m", "k_chunk": {"nose": 1}}, "k_chunk.nose", "one of qkv, o, gate_up, down, head"),
+        (LoadRequest, {"model": "m", "k_chunk": {"layers.x.o": 1}}, "k_chunk.layers.x.o", r"such as layers\.3\.down"),
         (LoadRequest, {"model": "m", "context": 0}, "context", "context must be a whole number of 1 or more or null"),
         (LoadRequest, {"model": "m", "context": 2**63}, "context", "not 9223372036854775808"),
         (LoadRequest, {"model": "m", "k_chunk": [0] * 10**6}, "k_chunk", r"not \[0, 0, "),
