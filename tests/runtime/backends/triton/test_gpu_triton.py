@@ -351,7 +351,10 @@ def test_what_triton_compiles_is_kept_where_only_this_user_can_write(
     assert found == tmp_path / used if used else not found.is_relative_to(tmp_path)
 
 
-def test_a_started_driver_is_not_planned_for_twice(cards: Callable[..., None], tiny_spec: Callable[..., Any]) -> None:
+def test_a_started_driver_is_not_planned_for_twice(
+    cards: Callable[..., None], tiny_spec: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But what it will keep for kernels is: 1 KiB for each thread that the card can hold."""
     sizes = ModelSizes(weight_bytes=1 << 20)
 
     def overhead() -> int:
@@ -360,7 +363,9 @@ def test_a_started_driver_is_not_planned_for_twice(cards: Callable[..., None], t
     cards(CARD)
     before = overhead()
     gpu.launch_once()
-    assert 0 < overhead() < before
+    card = SimpleNamespace(multi_processor_count=20, max_threads_per_multi_processor=1536)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card)
+    assert before - overhead() == (256 << 20) - (30 << 20)
 
 
 def test_a_card_that_stopped_working_is_out_until_the_program_is_restarted(
