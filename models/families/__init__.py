@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from difflib import get_close_matches
+from string import digits
 from typing import Any
 
 from models.errors import UnsupportedModelError
@@ -12,7 +13,7 @@ from models.families.ernie4_5 import ERNIE4_5, ERNIE4_5_MOE
 from models.families.exaone4 import EXAONE4
 from models.families.family import EXPERTS, Family
 from models.families.fields import PUBLISHED, Fields
-from models.families.gemma import GEMMA2, GEMMA3
+from models.families.gemma import GEMMA, GEMMA2, GEMMA3
 from models.families.glm4 import GLM4, GLM4_MOE
 from models.families.gpt_oss import GPT_OSS
 from models.families.granite import GRANITE, GRANITE_MOE, GRANITE_MOE_SHARED
@@ -33,7 +34,7 @@ FAMILIES: Mapping[str, Family] = {
     family.model_type: family
     for family in (
         *(LLAMA, MISTRAL, MINISTRAL, MINISTRAL3, QWEN2, QWEN3, PHI3, SMOLLM3, GRANITE, SEED_OSS),
-        *(GEMMA2, GEMMA3, OLMO2, OLMO3, EXAONE4, GLM4, HUNYUAN, ERNIE4_5, LFM2, QWEN35),
+        *(GEMMA, GEMMA2, GEMMA3, OLMO2, OLMO3, EXAONE4, GLM4, HUNYUAN, ERNIE4_5, LFM2, QWEN35),
         *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, QWEN35_MOE, GRANITE_MOE, GRANITE_MOE_SHARED, OLMOE, GPT_OSS),
         *(GLM4_MOE, ERNIE4_5_MOE),
     )
@@ -42,7 +43,7 @@ FAMILIES: Mapping[str, Family] = {
 
 SUPPORTED = (
     "Llama 2/3/3.1/3.2, Mistral, Ministral 8B and 3, Qwen2/2.5, Qwen3, Qwen3.5, Phi-3/3.5, SmolLM3, Granite 3, "
-    "Seed-OSS, Gemma 2/3, OLMo 2/3, EXAONE 4, GLM-4, Hunyuan, ERNIE 4.5 and LFM2"
+    "Seed-OSS, Gemma 1/2/3, OLMo 2/3, EXAONE 4, GLM-4, Hunyuan, ERNIE 4.5 and LFM2"
 )
 """The families as an error message names them."""
 MIXTURES = "gpt-oss, Mixtral, Qwen2-MoE, Qwen3-MoE, Qwen3.5-MoE, GLM-4.5, ERNIE 4.5, OLMoE and Granite-MoE"
@@ -112,9 +113,14 @@ def family_of(config: Mapping[str, Any], *, source: str = "config.json") -> Fami
 
 
 def nearest(name: str) -> str:
-    """A sentence about the supported family whose name is most like that of an unsupported one; "" if none is."""
+    """A sentence about the supported family whose name is most like that of an unsupported one; "" if none is.
+
+    Where names differ in their numbers alone, that is the last: of gemma4 gemma3, although gemma is more like it.
+    """
     known = [family.removesuffix("_text") for family in FAMILIES]
-    found = get_close_matches(name.lower().removesuffix("_text")[:64], known, n=1, cutoff=0.7)
+    asked = name.lower().removesuffix("_text")[:64]
+    alike = [family for family in known if family.rstrip(digits) == asked.rstrip(digits)]
+    found = [max(alike)] if alike and asked not in known else get_close_matches(asked, known, n=1, cutoff=0.7)
     return f" The nearest that is supported is {found[0]}." if found else ""
 
 

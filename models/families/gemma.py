@@ -3,6 +3,8 @@
 They multiply embeddings by √C, and norms by 1 + w. The first folds into the norms behind attention and MLP: with their
 weights divided by √C the residual stream is 1 / √C of Gemma's, and eps / C has the place of eps in the norms that read
 it. Scores are divided by the root of `query_pre_attn_scalar` instead of √D, which folds into queries or their norm.
+
+The first Gemma is Llama's block with tanh-GELU. It has no norms behind, so 1 / √C folds into o and down instead.
 """
 
 from __future__ import annotations
@@ -25,6 +27,16 @@ _BOTH: Mapping[str, Any] = {
     "tie_word_embeddings": True,
     "query_pre_attn_scalar": 256,
     "sliding_window": 4096,
+}
+_GEMMA: Mapping[str, Any] = {
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "head_dim": 256,
+    "hidden_act": "gelu_pytorch_tanh",
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+    "vocab_size": 256000,
+    "max_position_embeddings": 8192,
 }
 _GEMMA2 = {**_BOTH, "vocab_size": 256000, "max_position_embeddings": 8192}
 _GEMMA3 = {**_BOTH, "vocab_size": 262208, "max_position_embeddings": 131072, "sliding_window_pattern": 6}
@@ -53,6 +65,22 @@ def _read(full: Fields, family: str, interval: int, **own: Any) -> ModelSpec:
 def _capped(fields: Fields, key: str, absent: float) -> float | None:
     """A soft cap; null means none, absent the usual one."""
     return fields.optional_number(key) if key in fields.table else absent
+
+
+def _read_gemma(fields: Fields) -> ModelSpec:
+    full = fields.with_defaults(_GEMMA)
+    if full.table["hidden_act"] == "gelu":  # so published configurations call the approximation, too
+        full = full.with_defaults({"hidden_activation": _GEMMA["hidden_act"]})
+    common, attention_bias = read_common(full), fields.flag("attention_bias", False)
+    common["norm_eps"] /= common["hidden_size"]
+    return ModelSpec(
+        **common,
+        family="gemma",
+        rope=rope_spec(full, common["head_dim"], common["max_context"]),
+        windows=(None,) * common["num_layers"],
+        qkv_bias=attention_bias,
+        o_bias=attention_bias,
+    )
 
 
 def _read_gemma2(fields: Fields) -> ModelSpec:
@@ -89,6 +117,16 @@ def _multipliers(fields: Fields, queries: str) -> Mapping[str, float]:
     scale = math.sqrt(full.integer("head_dim") / full.number("query_pre_attn_scalar"))
     return {"o_norm": added, "down_norm": added, queries: scale}
 
+
+GEMMA = Family(
+    model_type="gemma",
+    architecture="GemmaForCausalLM",
+    read=_read_gemma,
+    linear_sources=SEPARATE_LINEAR_SOURCES,
+    norm_offset=1.0,
+    multipliers=lambda fields: dict.fromkeys(("o", "down"), fields.integer("hidden_size") ** -0.5),
+)
+"""Gemma of 2 and 7 billion parameters, and CodeGemma."""
 
 GEMMA2 = Family(
     model_type="gemma2",

@@ -229,6 +229,10 @@ def _lfm2(fields: Fields, name: str, config: Mapping[str, Any], tensors: frozens
     }
 
 
+def _first_gemma(_fields: Fields, _name: str, _config: Mapping[str, Any], _tensors: frozenset[str]) -> dict[str, Any]:
+    return {"hidden_act": "gelu_pytorch_tanh"}
+
+
 def _gemma(fields: Fields, name: str, config: Mapping[str, Any], _tensors: frozenset[str]) -> dict[str, Any]:
     width, heads, blocks = (config[key] for key in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
     largest = blocks == _LARGEST[name]
@@ -291,6 +295,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "qwen2moe": Architecture(model_type="qwen2_moe", experts=True, options=_qwen2moe),
     "qwen3moe": Architecture(model_type="qwen3_moe", experts=True, options=_qwen3moe),
     "phi3": Architecture(model_type="phi3", windows=True),
+    "gemma": Architecture(model_type="gemma", options=_first_gemma),
     "gemma2": Architecture(model_type="gemma2", caps=CAPS, windows=True, options=_gemma),
     "gemma3": Architecture(model_type="gemma3_text", caps=CAPS[1:], windows=True, options=_gemma),
     "olmo2": Architecture(model_type="olmo2", windows=True, options=_olmo),

@@ -184,6 +184,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": False,
         },
     ),
+    "gemma": ("Gemma", {"head_dim": 16}),
+    "gemma-biases": ("Gemma", {"head_dim": 12, "attention_bias": True, "tie_word_embeddings": False}),
     "gemma2": ("Gemma2", {**GEMMA, **CAPS, "layer_types": MIXED, "tie_word_embeddings": True}),
     "gemma2-uncapped": (
         "Gemma2",
@@ -229,7 +231,7 @@ MIXTURES = (
 """Families with experts."""
 DRAWN_FAMILIES = (
     *("Llama", "Mistral", "Ministral", "Qwen2", "Qwen3", "Phi3", "SmolLM3", "Granite", "SeedOss", "Lfm2", "Qwen3_5"),
-    *("Gemma2", "Gemma3", "Olmo2", "Olmo3", "Exaone4", "Glm4", "Ministral3", "HunYuanDenseV1", "Ernie4_5"),
+    *("Gemma", "Gemma2", "Gemma3", "Olmo2", "Olmo3", "Exaone4", "Glm4", "Ministral3", "HunYuanDenseV1", "Ernie4_5"),
     *MIXTURES,
 )
 """Families whose configurations `drawn_changes` draws."""
@@ -252,6 +254,7 @@ def _drawn_gemma(generator: random.Random, window: int, mask: list[str]) -> dict
 
 
 NEW_DRAWN: dict[str, Callable[[random.Random, int, list[str], int], dict[str, Any]]] = {
+    "Gemma": lambda own, *_: {"attention_bias": own.random() < 0.5, "rope_parameters": _drawn_rope(own)},
     "Gemma2": lambda own, window, mask, _: {
         **_drawn_gemma(own, window, mask),
         "attn_logit_softcapping": own.choice([None, 1.0, 20.0]),

@@ -155,6 +155,19 @@ def test_gemma_3_4b_as_published() -> None:
     assert FAMILIES[spec.family].multipliers(fields) == {"o_norm": 2560**-0.5, "down_norm": 2560**-0.5, "q_norm": 1.0}
 
 
+@pytest.mark.parametrize("own", [{"hidden_act": "gelu"}, {"hidden_act": "gelu_pytorch_tanh"}, {"hidden_act": None}])
+def test_gemma_2b_as_published(own: dict[str, Any]) -> None:
+    """The first configurations say gelu and mean its approximation; all leave out that the head is tied."""
+    sizes = {"hidden_size": 2048, "intermediate_size": 16384, "num_hidden_layers": 18, "num_attention_heads": 8}
+    told = {"num_key_value_heads": 1, "max_position_embeddings": 8192, "rms_norm_eps": 1e-6}
+    config = tiny("gemma", **sizes, **told, hidden_activation=None, rope_scaling=None, **own)
+    spec = spec_from_config(without(config, "vocab_size"))
+    assert (spec.num_kv_heads, spec.head_dim, spec.vocab_size, spec.tied) == (1, 256, 256000, True)
+    assert (spec.activation, spec.norm_after, spec.norm_eps) == ("gelu_tanh", False, 1e-6 / 2048)
+    multipliers = FAMILIES["gemma"].multipliers(Fields(table=config, source="config.json"))
+    assert multipliers == {"o": 2048**-0.5, "down": 2048**-0.5}
+
+
 def test_gemma_2_has_caps_unless_told() -> None:
     spec = spec_from_config(tiny("gemma2"))
     assert (spec.score_cap, spec.logit_cap, spec.windows) == (50.0, 30.0, (4096, None, 4096, None))
@@ -287,8 +300,8 @@ def test_end_tokens_of_both_files_join(config_ids: Any, generation_ids: Any, exp
     ("changes", "words"),
     [
         (
-            {"model_type": "gemma", "architectures": ["GemmaForCausalLM"]},
-            ["gemma", "GemmaForCausalLM", "nearest that is supported is gemma3", "Qwen3", "Phi-3"],
+            {"model_type": "olmo", "architectures": ["OlmoForCausalLM"]},
+            ["olmo", "OlmoForCausalLM", "nearest that is supported is olmo3", "Qwen3", "Phi-3"],
         ),
         ({"model_type": "gemma4_text"}, ["model_type 'gemma4_text'", "nearest that is supported is gemma3"]),
         (
@@ -440,6 +453,7 @@ LONGROPE = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [1.0] 
         ("lfm2", {"norm_eps": 1e-5, "layer_types": ["conv", "sliding_attention"] * 2}, "layer_types.*list of 4"),
         ("lfm2", {"norm_eps": 1e-5, "full_attn_idxs": [4]}, "full_attn_idxs.*0 to 3"),
         ("granite", {"embedding_multiplier": 0}, "embedding_multiplier.*above 0"),
+        ("gemma", {"attention_bias": "no"}, "attention_bias.*true or false"),
         ("gemma3_text", {"layer_types": ["full_attention"]}, "layer_types.*list of 4"),
         (
             "gemma3_text",

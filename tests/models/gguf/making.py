@@ -20,6 +20,7 @@ ARCHITECTURES = {
         name: name
         for name in ("llama", "qwen2", "qwen3", "phi3", "gemma2", "olmo2", "exaone4", "glm4", "ernie4_5", "lfm2")
     },
+    "gemma": "gemma",
     "mistral": "llama",
     "mixtral": "llama",
     "qwen2_moe": "qwen2moe",

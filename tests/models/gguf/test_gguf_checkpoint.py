@@ -51,6 +51,7 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 MIXED = ["sliding_attention", "full_attention"]
 GEMMA_CASE = {**{key: value for key, value in GEMMA.items() if key != "query_pre_attn_scalar"}, "layer_types": MIXED}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma": ("Gemma", {"head_dim": 12}),
     "gemma2": ("Gemma2", {**GEMMA_CASE, **CAPS, "query_pre_attn_scalar": 16}),
     "gemma3": ("Gemma3", {**GEMMA_CASE, "query_pre_attn_scalar": 16, "rope_parameters": LAYERED_ROPE}),
     "olmo2": ("Olmo2", {"attention_bias": True}),
@@ -262,7 +263,7 @@ def test_rotating_channels_come_back_to_the_last_one(tmp_path: Path) -> None:
 
 
 FOREIGN: dict[str, tuple[dict[str, Any], str]] = {
-    "architecture": ({"general.architecture": "gemma"}, "'gemma' is not supported.* The nearest .* is gemma3"),
+    "architecture": ({"general.architecture": "olmo"}, "'olmo' is not supported.* The nearest .* is olmo3"),
     "adapter": ({"general.type": "adapter"}, "no model, but 'adapter'"),
     "experts": ({"llama.expert_shared_count": 1}, "'llama.expert_shared_count' is 1"),
     "softcap": ({"llama.attn_logit_softcapping": 50.0}, "softcapping' is 50.0"),
