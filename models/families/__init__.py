@@ -103,6 +103,11 @@ def family_of(config: Mapping[str, Any], *, source: str = "config.json") -> Fami
                 f"{source}: the weights are quantized by the method '{name}' (quantization_config), which is not read "
                 f"({', '.join(READ_QUANTIZED)} are). Take the model's original checkpoint in 16 or 32 bits."
             )
+    if config.get("use_bidirectional_attention"):
+        raise UnsupportedModelError(
+            f"{source}: use_bidirectional_attention is set: this model makes embeddings, and its tokens see those "
+            "behind them. Take one that generates text."
+        )
     expert_keys = [key for key in _EXPERT_KEYS if isinstance(config.get(key), int) and config[key] > 1]
     if expert_keys and not candidates[0].mixture:
         raise UnsupportedModelError(

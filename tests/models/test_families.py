@@ -300,6 +300,10 @@ def test_end_tokens_of_both_files_join(config_ids: Any, generation_ids: Any, exp
     ("changes", "words"),
     [
         (
+            tiny("gemma3_text", use_bidirectional_attention=True),
+            ["use_bidirectional_attention is set", "generates text"],
+        ),
+        (
             {"model_type": "olmo", "architectures": ["OlmoForCausalLM"]},
             ["olmo", "OlmoForCausalLM", "nearest that is supported is olmo3", "Qwen3", "Phi-3"],
         ),
