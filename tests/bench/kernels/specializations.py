@@ -362,7 +362,7 @@ def _attention() -> Iterator[Specialization]:
             yield _attend(use, name, M, **sizes)
     for use, M in (("decode", 1), ("verify", 5), ("prefill", 128)):
         yield _attend(use, "int4", M, **_GEMMA, cap=50.0)
-    for H, D, sinks in ((32, 128, _ABSENT), (16, 256, _ABSENT), (64, 64, "*fp32")):
+    for H, D, sinks in ((32, 128, _ABSENT), (16, 256, _ABSENT), (64, 64, "*fp32"), (16, 8, _ABSENT)):
         yield Specialization(
             name=f"attend merge {_heads_name(H, 8, D)}{'' if sinks == _ABSENT else ' sinks'}",
             kernel=attention._merge_kernel,
