@@ -22,9 +22,7 @@ _ALONE = threading.Lock()
 """One thread at a time has its launches replaced."""
 
 
-def compile_together(
-    launches: Iterable[Callable[[], object]], done: Callable[[int, int], object] = lambda _done, _total: None
-) -> int:
+def compile_together(launches: Iterable[Callable[[], object]], done: Callable[[int, int], object]) -> int:
     """Compile the kernels that some launches need and that are not in the cache on disk.
 
     What does not compile is left: its first launch says why.

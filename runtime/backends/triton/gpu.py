@@ -108,13 +108,11 @@ def is_started() -> bool:
 
 
 def kept_bytes() -> int:
-    """Device memory that the driver takes for a model's kernels once and keeps; 0 before a start.
+    """Device memory that the driver takes for a model's kernels once and keeps, of a card that has started.
 
     An H200 kept 240 MiB. It is taken to grow with the threads that a card can hold, as stacks do: 36 MiB on an RTX 4060
     Laptop GPU.
     """
-    if not is_started():
-        return 0
     import torch
 
     try:

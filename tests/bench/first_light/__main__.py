@@ -28,6 +28,7 @@ from tests.bench.first_light.verdict import broken, not_shown, verdict
 from tests.bench.gpu.machine import describe, device_name
 from tests.bench.gpu.report import Part
 from tests.bench.gpu.tests import bare_pytest
+from tests.bench.reporting.origin import stamp
 from tests.bench.reporting.run import shown, write_report
 
 MODULE = "tests.bench.first_light"
@@ -89,6 +90,7 @@ def main() -> None:
     report: dict[str, Any] = {
         "command": " ".join(["python -m", MODULE, *shown(sys.argv[1:])]),
         **describe(),
+        **stamp(("runtime/backends/triton",)),
         "parts": {},
     }
     report["expected"] = EXPECTED[arguments.slot] if arguments.slot else list(SECONDS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import itertools
 import json
 import os
 import re
@@ -43,9 +42,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 def sample() -> tuple[tuple[str, str], ...]:
     """Every specialization for one device, the devices in turn: all of them for all would take minutes."""
-    turns = itertools.cycle(range(len(TARGETS)))
-    own = {name: [target for one, target in pairs() if one == name] for name in specializations()}
-    return tuple((name, targets[next(turns) % len(targets)]) for name, targets in own.items())
+    own = enumerate(pairs([name]) for name in specializations())
+    return tuple(found[turn % len(TARGETS) % len(found)] for turn, found in own)
 
 
 @pytest.fixture(scope="module")

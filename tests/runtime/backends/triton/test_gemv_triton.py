@@ -233,7 +233,16 @@ def test_the_cut_keeps_multiprocessors_busy(N, K, sm_count, held):
     blocks = -(-K // BLOCK)
     programs = -(-N // config.block_n) * config.split
     assert 1 <= config.split <= blocks
-    assert programs >= min(min(BUSY, held) * sm_count // 2, -(-N // config.block_n) * blocks)
+    assert programs >= min(min(BUSY, held) * sm_count * 2 // 3, -(-N // config.block_n) * blocks)
+
+
+@pytest.mark.parametrize("sm_count", [128, 132])
+@pytest.mark.parametrize("held", [4, 6])
+def test_few_programs_make_no_second_wave(sm_count, held):
+    """On a large device. Gate and up gain by one where six programs are held: 29.8 µs instead of 30.8 on an H200."""
+    for N, K in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)):
+        config = configure(N, K, sm_count, held)
+        assert -(-N // config.block_n) * config.split <= held * sm_count or (N, held) == (28672, 6)
 
 
 @pytest.mark.parametrize(
