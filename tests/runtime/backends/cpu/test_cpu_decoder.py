@@ -149,26 +149,36 @@ def test_logits_match_the_reference(tiny_model: Any, tiny_spec: Any, shape: str,
     assert np.count_nonzero(others) <= (0 if model.spec.mixture is None else 4)
 
 
-@pytest.mark.parametrize("kv", grid(KINDS, {"int4", "hierarchical"}))
+LOST = {2: 0.25, 4: 0.1, 8: 0.05, 16: 0.01}
+"""Largest mean error of a logit, of the spread, that a cache of so many bits costs here; they are half of that or less,
+and pages of one width that hold nothing cost 0.29."""
+
+
+@pytest.mark.parametrize("kv", grid(KINDS, {"int4"}))
 def test_heads_of_two_widths_in_every_cache(tiny_model: Any, tiny_spec: Any, kv: Any) -> None:
     """A prompt over several pages, tokens behind it, cut back into a page, saved, and loaded into another slot."""
     model = tiny_model(tiny_spec(**SHARED, max_context=400), residual_bits=0, seed=4)
     options = DecoderOptions(kv=kv, context=400, slots=2, max_rows=160, threads=2)
+    exact = with_int8_activations(ReferenceDecoder(model, replace(options, kv="fp16")), 32)
     reference, decoder = with_int8_activations(ReferenceDecoder(model, options), 32), CpuDecoder(model, options)
-    tokens = np.random.default_rng(3).integers(0, model.spec.vocab_size, 320)
-    found: list[list[Any]] = [[], []]
-    for own, one in zip(found, (reference, decoder), strict=True):
+    tokens = np.random.default_rng(3).integers(0, model.spec.vocab_size, 330)
+    found: list[list[Any]] = [[], [], []]
+    for own, one in zip(found, (exact, reference, decoder), strict=True):
         for start in (0, 160):
             own.append(one.forward(step(tokens[start : start + 160], start, prefill=True, rows=[159])).copy())
-        own.append(one.forward(step(tokens[:1], 320)).copy())
+        own.append(one.forward(step(tokens[320:321], 320)).copy())
         one.cache.trim(0, 170)
         pieces = [{name: np.array(x) for name, x in piece.items()} for piece in one.cache.export(0)]
         paged = one.cache.paged_length(0)
         one.cache.clear(0)
+        for start in (0, 150):  # into the pages that are free now
+            one.forward(step(tokens[start : start + 150][::-1], start, rows=[0]))
         one.cache.load(1, 170, paged, pieces)
-        own += [one.forward(step(tokens[at : at + 1], at, slot=1)).copy() for at in range(170, 174)]
-    errors = np.abs(np.concatenate(found[0]) - np.concatenate(found[1])) / np.concatenate(found[0]).std()
-    assert errors.mean() <= 0.03, errors.mean(1)
+        own += [one.forward(step(tokens[at : at + 1], at, slot=1)).copy() for at in range(170, 180)]
+    logits = [np.concatenate(own) for own in found]
+    spread = logits[0].std()
+    assert np.abs(logits[1] - logits[2]).mean() <= 0.03 * spread
+    assert np.abs(logits[1] - logits[0]).mean() <= LOST[KINDS[kv].keys.bits] * spread
 
 
 @pytest.mark.parametrize("kv", ["fp16", "int8"])
