@@ -16,8 +16,8 @@ MANY: Final = 4 * LANES if VARIANT.startswith("amx") else LANES
 TILE_BYTES: Final = 64 * MANY
 """Bytes at the start of the scratch: a tile's outputs of as many rows as are multiplied at a time. A tile's entries and
 compensation's sums follow."""
-BLOCK_TILES: Final = 96
-"""Tiles of 16 output channels that are compensated at a time."""
+BLOCK_TILES: Final = 192
+"""Most tiles of 16 output channels that are compensated at a time."""
 NOTE_BYTES: Final = 64 + 64 * BLOCK_TILES
 """Bytes of what a row is compensated with: eight words, and a block's sums between two groups of residual rows."""
 SUMS: Final = 16

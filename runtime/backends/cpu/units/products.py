@@ -3,7 +3,8 @@
 For one row, the salient channels are chosen concurrently with the product, which does not need them: whoever takes the
 first part runs the preceding SELECT and sets a flag in it, which the other parts await before they compensate.
 
-Each width of codes has a unit of its own, uniform and with codebooks, as has compensation for each width of residuals.
+Each width of codes has a unit of its own, uniform and with codebooks. For each block of tiles they call one of
+`units.compensation`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from runtime.backends.cpu.data.instructions import WHOLE_BITS, Linear, Residual, Weights
-from runtime.backends.cpu.data.sizes import BLOCK_BYTES
+from runtime.backends.cpu.data.sizes import BLOCK, BLOCK_BYTES
 from runtime.backends.cpu.kernels.compensate import Salient, fetch, note
 from runtime.backends.cpu.kernels.gemm import (
     gemm_entries_tile_4,
@@ -42,6 +43,11 @@ from runtime.backends.cpu.machine.unit import compiled_unit
 from runtime.backends.cpu.scratch import BLOCK_TILES, TILE_BYTES
 from runtime.backends.cpu.units.rows import times_rows, write_tile
 from runtime.backends.cpu.units.selection import MADE_BEFORE, Choice, choose, is_made
+
+_PASSING = 1 << 20
+"""Bytes of weights that may pass while residuals wait in the second-level cache."""
+_LEAST_TILES = 32
+"""Tiles that are compensated at a time even if more weights pass: memory is read in runs."""
 
 
 class Compensation(NamedTuple):
@@ -87,15 +93,18 @@ def one_row_of(tile_of: Any, one: Any) -> Any:
     @routine
     def one_row(linear: Linear, first: int, last: int, by: Compensation) -> None:
         asked, done, noted = first, first, False
+        passing = _PASSING // (2 * BLOCK * linear.weights.bits * linear.weights.blocks)
+        block = max(_LEAST_TILES, min(BLOCK_TILES, passing))
         for tile in range(first, last):
             if by.unit != 0 and asked <= tile and is_made(by.choice):
                 if not noted:
                     note(linear.residual, _salient(linear, 0), linear.out.at, by.note)
                     noted = True
-                asked = min(last, tile + BLOCK_TILES)
+                asked = min(last, tile + block)
                 fetch(by.note, linear.residual.bits, done, asked)
             write_tile(linear, 0, tile, one(tile_of(linear.weights, tile), linear.x))
             if tile + 1 == asked and noted:
+                fetch(by.note, linear.residual.bits, done, asked)  # a burst drops some; most are there now
                 for start in range(done, asked, BLOCK_TILES):
                     call_3(by.unit, by.note, start, min(start + BLOCK_TILES, asked))
                 done = asked
