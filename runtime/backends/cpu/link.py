@@ -95,7 +95,7 @@ def _for_experts(model: Weights, *, compensated: bool) -> set[Unit]:
         found |= {units.EXPERTS[linear.bits], units.REPACK_UNIFORM[linear.bits]}
         if compensated and linear.residual is not None:
             bits = linear.residual.bits
-            found |= {units.COMPENSATE_EXPERTS[bits], units.SHARE_EXPERTS[bits], units.SELECT[op.SELECT_APPROX]}
+            found |= {units.COMPENSATE[bits], units.SHARE_EXPERTS[bits], units.SELECT[op.SELECT_APPROX]}
     return found
 
 
@@ -166,7 +166,7 @@ def _units(instruction: op.Instruction) -> tuple[Unit, Unit | None]:
         case op.Panel(residual=residual):
             return units.multiply_panel, units.PANEL[residual.bits]
         case op.Experts(sizes=sizes, total=total, kept=shared):
-            inner = units.SHARE_EXPERTS if shared else units.COMPENSATE_EXPERTS
+            inner = units.SHARE_EXPERTS if shared else units.COMPENSATE
             return units.EXPERTS[sizes.bits], inner[sizes.residual_bits] if shared or total else None
         case op.Score() | op.Route() | op.Spread() | op.GateExperts():
             return units.ROUTING[type(instruction)], None

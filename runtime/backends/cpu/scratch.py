@@ -16,6 +16,10 @@ MANY: Final = 4 * LANES if VARIANT.startswith("amx") else LANES
 TILE_BYTES: Final = 64 * MANY
 """Bytes at the start of the scratch: a tile's outputs of as many rows as are multiplied at a time. A tile's entries and
 compensation's sums follow."""
+BLOCK_TILES: Final = 192
+"""Most tiles of 16 output channels that are compensated at a time."""
+NOTE_BYTES: Final = 64 + 64 * BLOCK_TILES
+"""Bytes of what a row is compensated with: eight words, and a block's sums between two groups of residual rows."""
 SUMS: Final = 16
 """Sums of a slice of residuals, held in registers until it ends."""
 FACTOR_BYTES: Final = 2 * 64
@@ -33,8 +37,8 @@ def scratch_of(instruction: op.Instruction) -> int:
             return _linear_scratch(instruction)
         case op.Panel():
             return _panel_scratch(instruction)
-        case op.Experts(sizes=sizes, total=total):
-            return TILE_BYTES + max(4 * (LANES * sizes.tiles + 128) if total else 64 * SUMS, TILE_BYTES)
+        case op.Experts(total=total):
+            return TILE_BYTES + max(NOTE_BYTES if total else 64 * SUMS, TILE_BYTES)
         case op.Route(experts=experts):
             return 16 * experts
         case op.Select():
@@ -58,7 +62,7 @@ def recur_scratch(rows: int, key_dim: int) -> int:
 def _linear_scratch(linear: op.Linear) -> int:
     """Bytes of scratch per thread for the instruction."""
     entries = entries_bytes(linear.weights.blocks) if linear.weights.codebooks or linear.weights.group_scales else 0
-    sums = 4 * (LANES * linear.weights.tiles + 128) if linear.total else 64 * SUMS if linear.kept else 0
+    sums = NOTE_BYTES if linear.total else 64 * SUMS if linear.kept else 0
     return TILE_BYTES + max(entries, sums, TILE_BYTES if linear.whole.codes else 0)
 
 

@@ -3,9 +3,11 @@
 Residuals stay in the canonical packing of the file (input-channel-major, so one salient channel is one contiguous row),
 copied once into huge pages (`runtime.backends.cpu.arena`): a row is short and lies anywhere.
 
-Rows are added four at a time while the next four come into the cache. At 4 bits, the usual width, 128 outputs of a row
-are a vector of 16 words: field j of all of them, shifted to the top of a float's mantissa under the exponent of 1, is
-the number 1 + code / 16 without any conversion, three operations for 16 products.
+Tiles are compensated a block at a time. What a block reads is asked for before its product, row by row; afterwards rows
+are added a few at a time, and the sums of four tiles stay in registers meanwhile.
+
+At 4 bits, 16 outputs of a residual row are two words, which are loaded into all pairs of lanes. Lanes 2 i and 2 i + 1
+keep field i of theirs where it is: a number times 2^4i is as exact as the number, and the sum is divided once.
 
 Source: QDEC §4.1, steps 2 to 4.
 """
@@ -20,40 +22,42 @@ from numba import types
 
 from runtime.backends.cpu.arena import LINE
 from runtime.backends.cpu.data.instructions import Residual
+from runtime.backends.cpu.data.sizes import LANES
 from runtime.backends.cpu.machine.emit import (
     FLOATS,
     I32,
+    I64,
     WORDS,
     Builder,
-    call,
     constant,
     define,
     emit_fma,
     floats16,
     load,
-    offset,
-    pointer,
     splat,
-    words16,
 )
 from runtime.backends.cpu.machine.kernel import kernel, routine
 from runtime.backends.cpu.machine.vector import (
     add,
-    fill,
+    as_float,
+    broadcast,
     fma,
     get_float,
     get_int,
+    get_word,
     load_floats,
     load_halves,
     load_unsigned,
     mul,
-    prefetch,
+    prefetch_2,
+    set_float,
+    set_word,
     store_floats,
     zero_floats,
 )
 
-_MANTISSA_TOP, _ONE = 23, 0x3F800000
-"""Bits of a float32's mantissa, and the bits of 1.0."""
+_ROWS = 12
+"""Residual rows that are added at a time: the processor follows a few at once."""
 
 
 class Salient(NamedTuple):
@@ -67,59 +71,96 @@ class Salient(NamedTuple):
     """k."""
 
 
-class Columns(NamedTuple):
-    """A range of output channels, multiples of 16."""
+class Note(NamedTuple):
+    """What a row is compensated with: words in scratch, before the sums between two groups of residual rows."""
 
-    start: int
-    stop: int
+    out: int
+    """Address of float32 [N], the products."""
+    codes: int
+    """Address of the residuals [K, N]."""
+    stride: int
+    """Bytes of one of their rows."""
+    scales: int
+    """Address of float16 [N]; 0: none."""
+    x: int
+    """Address of float32 [K]."""
+    chosen: int
+    """Address of int32 [k], the salient channels."""
+    count: int
+    """k."""
+    total: int
+    """Sum of the salient activations: the bits of a float32."""
 
 
-class Ahead(NamedTuple):
-    """What compensation will read, to be asked for while the product runs, whose time hides that of memory.
+_SUMS = 8 * len(Note._fields)
 
-    Rows lie apart in main memory: read one by one they cost more than they weigh, and asked for all at once they hold
-    up the weights.
+
+@kernel
+def _note_at(at: int) -> Note:
+    """The note at an address."""
+    return Note(
+        get_word(at),
+        get_word(at + 8),
+        get_word(at + 16),
+        get_word(at + 24),
+        get_word(at + 32),
+        get_word(at + 40),
+        get_word(at + 48),
+        get_word(at + 56),
+    )
+
+
+@kernel
+def _channel(chosen: int, i: int) -> int:
+    """The i-th chosen channel."""
+    return numba.int64(get_int(chosen + 4 * i))
+
+
+@kernel
+def note(residual: Residual, salient: Salient, out: int, at: int) -> None:
+    """Note in scratch what a row is compensated with.
+
+    Args:
+        residual: The residuals [K, N].
+        salient: The channels.
+        out: Address of the products, float32 [N].
+        at: Address of the scratch, `NOTE_BYTES`.
     """
-
-    residual: Residual
-    salient: Salient
-    first: int
-    """Byte of a row that its part begins at."""
-    lines: int
-    """Cache lines of a row's part."""
-
-
-@kernel
-def ahead_of(residual: Residual, salient: Salient, columns: Columns) -> Ahead:
-    """What compensation will read for some columns."""
-    first, last = columns.start * residual.bits // 8 & -LINE, columns.stop * residual.bits // 8
-    return Ahead(residual, salient, first, (last - first + LINE - 1) // LINE)
-
-
-@kernel
-def fetch(ahead: Ahead, start: int, stop: int) -> None:
-    """Ask for lines start .. stop - 1, counted row by row."""
-    row, line = start // ahead.lines, start % ahead.lines
-    at = _row(ahead, row) + LINE * line
-    for _ in range(start, stop):
-        prefetch(at)
-        line, at = line + 1, at + LINE
-        if line == ahead.lines:
-            row, line = row + 1, 0
-            at = _row(ahead, row)
+    set_word(at, out)
+    set_word(at + 8, residual.codes)
+    set_word(at + 16, residual.stride)
+    set_word(at + 24, residual.scales)
+    set_word(at + 32, salient.x)
+    set_word(at + 40, salient.chosen)
+    set_word(at + 48, salient.count)
+    even, odd = numba.float32(0.0), numba.float32(0.0)
+    for i in range(0, salient.count - 1, 2):
+        even += get_float(salient.x + 4 * _channel(salient.chosen, i))
+        odd += get_float(salient.x + 4 * _channel(salient.chosen, i + 1))
+    if salient.count % 2 != 0:
+        even += get_float(salient.x + 4 * _channel(salient.chosen, salient.count - 1))
+    set_float(at + 56, even + odd)
 
 
 @kernel
-def fetch_scales(residual: Residual, columns: Columns) -> None:
-    """Ask for the scales of some columns."""
-    if residual.scales != 0:
-        for at in range(2 * columns.start, 2 * columns.stop, LINE):
-            prefetch(residual.scales + at)
+def fetch(at: int, bits: int, first: int, last: int) -> None:
+    """Ask for what tiles first .. last - 1 are compensated with, row by row.
 
-
-@kernel
-def _row(ahead: Ahead, row: int) -> int:
-    return ahead.residual.codes + ahead.first + ahead.residual.stride * _channel(ahead.salient, row)
+    Args:
+        at: Address of the note.
+        bits: Of the residuals.
+        first: The first tile.
+        last: The tile behind the last one.
+    """
+    own = _note_at(at)
+    start, stop = own.codes + (2 * bits * first & -LINE), own.codes + 2 * bits * last
+    for i in range(own.count):
+        row = own.stride * _channel(own.chosen, i)
+        for line in range(row + start, row + stop, LINE):
+            prefetch_2(line)
+    if own.scales != 0:
+        for line in range(own.scales + 32 * first, own.scales + 32 * last, LINE):
+            prefetch_2(line)
 
 
 @define(floats16, types.int64)
@@ -130,171 +171,117 @@ def _codes_2(b: Builder, address: Any) -> Any:
     return b.sitofp(b.and_(b.lshr(word, shifts), constant(WORDS, 3)), FLOATS)
 
 
-def _emit_field(b: Builder, words: Any, j: int) -> Any:
-    """Field j of sixteen words of eight 4-bit codes, as 1 + code / 16."""
-    up = _MANTISSA_TOP - 4 * (j + 1)
-    moved = b.shl(words, constant(WORDS, up)) if up >= 0 else b.lshr(words, constant(WORDS, -up))
-    code = b.and_(moved, constant(WORDS, 15 << (_MANTISSA_TOP - 4)))
-    return b.bitcast(b.or_(code, constant(WORDS, _ONE)), FLOATS)
+@define(floats16, types.int64)
+def _codes_4(b: Builder, address: Any) -> Any:
+    """Sixteen 4-bit codes of two words, lane 2 i + w times 2^4i being that of output 8 w + i; the last pair, 8 less."""
+    words = b.bitcast(splat(b, load(b, I64, address, 8), ir.VectorType(I64, 8)), WORDS)
+    fields = b.and_(words, ir.Constant(WORDS, [_word(15 << 4 * (lane // 2)) for lane in range(LANES)]))
+    # A word whose top bit is set would be negative: the other value of that bit makes it the code less 8.
+    turned = b.xor(fields, ir.Constant(WORDS, [0] * (LANES - 2) + [_word(1 << 31)] * 2))
+    return b.sitofp(turned, FLOATS)
 
 
-@define(words16, types.int64, types.int64)
-def _load_words(b: Builder, address: Any, count: Any) -> Any:
-    """The first `count` of sixteen words, zeros for the rest."""
-    wide = splat(b, b.trunc(count, I32), WORDS)
-    mask = b.icmp_signed("<", ir.Constant(WORDS, list(range(16))), wide)
-    return call(
-        b, "llvm.masked.load.v16i32.p0", WORDS, pointer(b, address), ir.Constant(I32, 4), mask, constant(WORDS, 0)
-    )
+def _word(bits: int) -> int:
+    """A 32-bit word as a signed number."""
+    return bits - (1 << 32) if bits >> 31 else bits
 
 
-@define(types.void, types.int64, *[words16] * 4, *[floats16] * 4)
-def _add_rows(b: Builder, sums: Any, *rows: Any) -> None:
-    """Add four rows of a block to its eight sums: value * (1 + code / 16), row after row."""
-    for j in range(8):
-        at = pointer(b, offset(b, sums, 64 * j))
-        total = b.load(at, typ=FLOATS, align=4)
-        for words, value in zip(rows[:4], rows[4:], strict=True):
-            total = emit_fma(b, _emit_field(b, words, j), value, total)
-        b.store(total, at, align=4)
+@define(floats16, floats16, types.float32)
+def _outputs_4(b: Builder, sums: Any, total: Any) -> Any:
+    """Sums of `_codes_4` times activations, whose sum is `total`, as outputs in their order."""
+    divisors = ir.Constant(FLOATS, [2.0 ** (-4 * (lane // 2)) for lane in range(LANES)])
+    offsets = ir.Constant(FLOATS, [-8.0] * (LANES - 2) + [0.0] * 2)
+    sums = emit_fma(b, sums, divisors, b.fmul(splat(b, total, FLOATS), offsets))
+    order = ir.Constant(ir.VectorType(I32, LANES), [2 * (n % 8) + n // 8 for n in range(LANES)])
+    return b.shuffle_vector(sums, ir.Constant(FLOATS, ir.Undefined), order)
 
 
-@define(types.void, types.int64)
-def _order_fields(b: Builder, sums: Any) -> None:
-    """Bring the sums of a block, lane w of sum j belonging to output 8 w + j, into the outputs' order."""
-    parts = [load(b, FLOATS, offset(b, sums, 64 * j), 4) for j in range(8)]
-    while len(parts) > 1:  # interleave what stands half the list apart: the last round has all in place
-        half, lanes = len(parts) // 2, parts[0].type.count
-        mask = ir.Constant(ir.VectorType(I32, 2 * lanes), [i // 2 + i % 2 * lanes for i in range(2 * lanes)])
-        parts = [b.shuffle_vector(parts[i], parts[i + half], mask) for i in range(half)]
-    b.store(parts[0], pointer(b, sums), align=4)
+def _outputs_of(bits: int) -> Any:
+    offset = -(2.0 ** (bits - 1))
 
+    def emit(b: Builder, sums: Any, total: Any) -> Any:
+        return b.fadd(sums, b.fmul(splat(b, total, FLOATS), constant(FLOATS, offset)))
 
-@kernel
-def _channel(salient: Salient, i: int) -> int:
-    """The i-th chosen channel; the last one beyond the end."""
-    return numba.int64(get_int(salient.chosen + 4 * min(i, salient.count - 1)))
-
-
-@kernel
-def _value(salient: Salient, i: int) -> Any:
-    """The activation of the i-th chosen channel."""
-    return get_float(salient.x + 4 * _channel(salient, i))
+    emit.__name__ = f"outputs{bits}"
+    emit.__doc__ = "Sums of codes times activations, whose sum is `total`, as outputs."
+    return define(floats16, floats16, types.float32)(emit)
 
 
 @routine
-def gather_4(residual: Residual, salient: Salient, columns: Columns, sums: int) -> None:
-    """As the others, but sums[n] = sum over chosen channels c of 16 x[c] (1 + code[c, n] / 16)."""
-    width, count, stride = columns.stop - columns.start, salient.count, residual.stride
-    first, blocks = residual.codes + columns.start // 2, (width + 127) // 128
-    for t in range(8 * blocks):
-        store_floats(sums + 64 * t, zero_floats())
-    for i in range(0, count, 4):
-        rows = min(4, count - i)
-        sixteen, none = numba.float32(16.0), numba.float32(0.0)
-        x0, x1 = fill(sixteen * _value(salient, i)), fill(sixteen * _value(salient, i + 1) if rows > 1 else none)
-        x2 = fill(sixteen * _value(salient, i + 2) if rows > 2 else none)
-        x3 = fill(sixteen * _value(salient, i + 3) if rows > 3 else none)
-        r0, r1 = first + _channel(salient, i) * stride, first + _channel(salient, i + 1) * stride
-        r2, r3 = first + _channel(salient, i + 2) * stride, first + _channel(salient, i + 3) * stride
-        n0, n1 = first + _channel(salient, i + 4) * stride, first + _channel(salient, i + 5) * stride
-        n2, n3 = first + _channel(salient, i + 6) * stride, first + _channel(salient, i + 7) * stride
-        for t in range(blocks):
-            at, words = 64 * t, min(16, width // 8 - 16 * t)
-            prefetch(n0 + at)  # the next four rows come in while these are added
-            prefetch(n1 + at)
-            prefetch(n2 + at)
-            prefetch(n3 + at)
-            _add_rows(
-                sums + 512 * t,
-                _load_words(r0 + at, words),
-                _load_words(r1 + at, words),
-                _load_words(r2 + at, words),
-                _load_words(r3 + at, words),
-                x0,
-                x1,
-                x2,
-                x3,
-            )
-    for t in range(blocks):
-        _order_fields(sums + 512 * t)
+def _scaled(value: Any, scales: int) -> Any:
+    return mul(value, load_halves(scales))
 
 
-def _gather(load_codes: Any, bits: int) -> Any:
+@routine
+def _plain(value: Any, _scales: int) -> Any:
+    return value
+
+
+@routine
+def _no_offset(sums: Any, _total: Any) -> Any:
+    return sums
+
+
+def _adder(bits: int, codes: Any, outputs: Any, scaled: Any) -> Any:
     step = 2 * bits
-    """Bytes of 16 columns."""
 
     @routine
-    def gather(residual: Residual, salient: Salient, columns: Columns, sums: int) -> None:
-        first, last = residual.codes + columns.start // 16 * step, (columns.stop - columns.start) // 16
-        count, stride = salient.count, residual.stride
-        for t in range(last):
-            store_floats(sums + 64 * t, zero_floats())
-        i = 0
-        while i + 4 <= count:
-            x0, x1 = fill(_value(salient, i)), fill(_value(salient, i + 1))
-            x2, x3 = fill(_value(salient, i + 2)), fill(_value(salient, i + 3))
-            r0, r1 = first + _channel(salient, i) * stride, first + _channel(salient, i + 1) * stride
-            r2, r3 = first + _channel(salient, i + 2) * stride, first + _channel(salient, i + 3) * stride
-            n0, n1, n2, n3 = r0, r1, r2, r3
-            if i + 8 <= count:  # the next four rows come in while these are added
-                n0, n1 = first + _channel(salient, i + 4) * stride, first + _channel(salient, i + 5) * stride
-                n2, n3 = first + _channel(salient, i + 6) * stride, first + _channel(salient, i + 7) * stride
-            for t in range(last):
-                at = t * step
-                if at % 64 == 0:
-                    prefetch(n0 + at)
-                    prefetch(n1 + at)
-                    prefetch(n2 + at)
-                    prefetch(n3 + at)
-                total = fma(load_codes(r0 + at), x0, load_floats(sums + 64 * t))
-                total = fma(load_codes(r1 + at), x1, total)
-                total = fma(load_codes(r2 + at), x2, total)
-                store_floats(sums + 64 * t, fma(load_codes(r3 + at), x3, total))
-            i += 4
-        while i < count:
-            value, row = fill(_value(salient, i)), first + _channel(salient, i) * stride
-            for t in range(last):
-                store_floats(sums + 64 * t, fma(load_codes(row + t * step), value, load_floats(sums + 64 * t)))
-            i += 1
+    def begun(sums: int, start: int) -> Any:
+        return load_floats(sums) if start > 0 else zero_floats()
 
-    return gather
+    @routine
+    def put(own: Note, sums: int, value: Any, tile: int, ended: bool) -> None:
+        if ended:
+            out = own.out + 64 * tile
+            value = scaled(outputs(value, as_float(own.total)), own.scales + 32 * tile)
+            store_floats(out, add(load_floats(out), value))
+        else:
+            store_floats(sums, value)
 
+    @kernel
+    def compensate(at: int, first: int, last: int) -> None:
+        own = _note_at(at)
+        for start in range(0, own.count, _ROWS):
+            stop = min(start + _ROWS, own.count)
+            ended = stop == own.count
+            sums, tile = at + _SUMS, first
+            while tile + 4 <= last:
+                codes_at = own.codes + step * tile
+                s0, s1, s2, s3 = (
+                    begun(sums, start),
+                    begun(sums + 64, start),
+                    begun(sums + 128, start),
+                    begun(sums + 192, start),
+                )
+                for i in range(start, stop):
+                    channel = _channel(own.chosen, i)
+                    row, value = codes_at + own.stride * channel, broadcast(own.x + 4 * channel)
+                    s0 = fma(codes(row), value, s0)
+                    s1 = fma(codes(row + step), value, s1)
+                    s2 = fma(codes(row + 2 * step), value, s2)
+                    s3 = fma(codes(row + 3 * step), value, s3)
+                put(own, sums, s0, tile, ended)
+                put(own, sums + 64, s1, tile + 1, ended)
+                put(own, sums + 128, s2, tile + 2, ended)
+                put(own, sums + 192, s3, tile + 3, ended)
+                tile, sums = tile + 4, sums + 256
+            while tile < last:
+                total = begun(sums, start)
+                for i in range(start, stop):
+                    channel = _channel(own.chosen, i)
+                    row = own.codes + own.stride * channel + step * tile
+                    total = fma(codes(row), broadcast(own.x + 4 * channel), total)
+                put(own, sums, total, tile, ended)
+                tile, sums = tile + 1, sums + 64
 
-gather_2, gather_8, _gather_16 = _gather(_codes_2, 2), _gather(load_unsigned, 8), _gather(load_halves, 16)
-"""Sums of 2-bit, of 8-bit codes and of halves, times the activations of their channels."""
-
-
-@kernel
-def compensate(
-    gather: Any, bits: int, residual: Residual, salient: Salient, columns: Columns, out: int, sums: int
-) -> None:
-    """out[n] += sum over chosen channels c of x[c] * R̂[c, n] for the columns n.
-
-    Args:
-        gather: `gather_2`, `gather_4` or `gather_8`.
-        bits: 2, 4 or 8.
-        residual: The residuals [K, N].
-        salient: The channels.
-        columns: The output channels.
-        out: Address of the output row, float32.
-        sums: Address of scratch, `sums_bytes`.
-    """
-    gather(residual, salient, columns, sums)
-    # Codes are stored with an offset of 2^(bits-1), the same for every channel: its share is subtracted once, and that
-    # of the 1 beside a 4-bit code / 16.
-    total = numba.float32(0.0)
-    for i in range(salient.count):
-        total += _value(salient, i)
-    shift = fill(numba.float32(-total * numba.float32(24 if bits == 4 else 1 << (bits - 1))))
-    for n in range(columns.start, columns.stop, 16):
-        value = mul(add(load_floats(sums + 4 * (n - columns.start)), shift), load_halves(residual.scales + 2 * n))
-        store_floats(out + 4 * n, add(load_floats(out + 4 * n), value))
+    return compensate
 
 
-@kernel
-def compensate_halves(residual: Residual, salient: Salient, columns: Columns, out: int, sums: int) -> None:
-    """As `compensate`, with residuals float16 [K, N'] and no scales."""
-    _gather_16(residual, salient, columns, sums)
-    for n in range(columns.start, columns.stop, 16):
-        store_floats(out + 4 * n, add(load_floats(out + 4 * n), load_floats(sums + 4 * (n - columns.start))))
+compensate_tiles_2 = _adder(2, _codes_2, _outputs_of(2), _scaled)
+compensate_tiles_4 = _adder(4, _codes_4, _outputs_4, _scaled)
+"""Adds to tiles first .. last - 1 of a row what its salient channels' residuals, of 4 bits, give.
+
+Args: the address of the note, first and last.
+"""
+compensate_tiles_8 = _adder(8, load_unsigned, _outputs_of(8), _scaled)
+compensate_tiles_16 = _adder(16, load_halves, _no_offset, _plain)

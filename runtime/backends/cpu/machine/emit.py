@@ -318,7 +318,7 @@ def emit_fma(b: Builder, x: Any, y: Any, z: Any) -> Any:
     return call(b, "llvm.fma.v16f32", FLOATS, x, y, z)
 
 
-def emit_prefetch(b: Builder, address: Any) -> None:
-    """Prefetch the cache line at the address, which may be invalid."""
-    values = (pointer(b, address), ir.Constant(I32, 0), ir.Constant(I32, 3), ir.Constant(I32, 1))
+def emit_prefetch(b: Builder, address: Any, level: int) -> None:
+    """Prefetch the cache line at the address, which may be invalid, to a level of the caches."""
+    values = (pointer(b, address), ir.Constant(I32, 0), ir.Constant(I32, 4 - level), ir.Constant(I32, 1))
     call(b, "llvm.prefetch.p0", ir.VoidType(), *values)

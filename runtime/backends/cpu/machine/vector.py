@@ -305,7 +305,13 @@ def lowest_bit(b: Builder, x: Any) -> Any:
 @define(types.void, types.int64)
 def prefetch(b: Builder, address: Any) -> None:
     """Prefetch the cache line at the address."""
-    emit_prefetch(b, address)
+    emit_prefetch(b, address, 1)
+
+
+@define(types.void, types.int64)
+def prefetch_2(b: Builder, address: Any) -> None:
+    """The same to the second-level cache, for many lines that are needed in a while."""
+    emit_prefetch(b, address, 2)
 
 
 @define(floats16, floats16)

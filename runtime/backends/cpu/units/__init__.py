@@ -37,10 +37,8 @@ ROUTING = {
 """The same of a mixture of experts."""
 EXPERTS = {3: _named("units.experts.multiply_experts_3"), 4: _named("units.experts.multiply_experts_4")}
 """Products with experts, by the bits of their matrices."""
-COMPENSATE_EXPERTS = {bits: _named(f"units.experts.compensate_experts_{bits}") for bits in (2, 4, 8, 16)}
-"""Compensation of an expert's rows by their own channels, by the residuals' bits; as are the next."""
 SHARE_EXPERTS = {bits: _named(f"units.experts.share_experts_{bits}") for bits in (2, 4, 8, 16)}
-"""Instructions implemented by one unit in all cases."""
+"""Compensation of an expert's rows by channels that they share, by the residuals' bits."""
 settle = _named("units.inputs.settle")
 """Norms whose results stay in float32."""
 UNIFORM = {3: _named("units.products.multiply_uniform_3"), 4: _named("units.products.multiply_uniform_4")}
@@ -51,7 +49,7 @@ REPACK_UNIFORM = {3: _named("units.repacking.repack_uniform_3"), 4: _named("unit
 """Repacking of a matrix, by its bits."""
 REPACK_CODEBOOK = {3: _named("units.repacking.repack_codebook_3"), 4: _named("units.repacking.repack_codebook_4")}
 """Repacking of a matrix with codebooks."""
-COMPENSATE = {bits: _named(f"units.products.compensate_{bits}") for bits in (2, 4, 8, 16)}
+COMPENSATE = {bits: _named(f"units.compensation.compensate_{bits}") for bits in (2, 4, 8, 16)}
 """Compensation of a row by its own channels, by the residuals' bits; as are the next."""
 SHARE = {bits: _named(f"units.residuals.share_{bits}") for bits in (2, 4, 8, 16)}
 PANEL = {bits: _named(f"units.panels.panel_{bits}") for bits in (2, 4, 8, 16)}

@@ -15,15 +15,7 @@ from runtime.backends.cpu.data.experts import EXPERT_BYTES, PAIR_BYTES, SEGMENT_
 from runtime.backends.cpu.data.instructions import Experts, Input, Linear, Matrix, Quantized, Residual, Weights, Whole
 from runtime.backends.cpu.data.sizes import BLOCK
 from runtime.backends.cpu.kernels.activation import GroupPlace, code_bytes, quantize_group, step_of
-from runtime.backends.cpu.kernels.compensate import (
-    Columns,
-    Salient,
-    compensate,
-    compensate_halves,
-    gather_2,
-    gather_4,
-    gather_8,
-)
+from runtime.backends.cpu.kernels.compensate import Salient
 from runtime.backends.cpu.kernels.gate import gate_by
 from runtime.backends.cpu.kernels.gemm import row_block
 from runtime.backends.cpu.kernels.residual import few_rows
@@ -46,8 +38,7 @@ from runtime.backends.cpu.kernels.views import (
     tiles_of_line,
 )
 from runtime.backends.cpu.machine.calls import call_5
-from runtime.backends.cpu.machine.kernel import kernel, routine
-from runtime.backends.cpu.machine.sync import wait_for
+from runtime.backends.cpu.machine.kernel import kernel
 from runtime.backends.cpu.machine.unit import compiled_unit
 from runtime.backends.cpu.machine.vector import (
     add,
@@ -62,7 +53,15 @@ from runtime.backends.cpu.machine.vector import (
     zero_floats,
 )
 from runtime.backends.cpu.scratch import TILE_BYTES
-from runtime.backends.cpu.units.products import one_3, one_4, several_3, several_4
+from runtime.backends.cpu.units.products import (
+    NO_COMPENSATION,
+    Compensation,
+    compensate_row,
+    one_3,
+    one_4,
+    several_3,
+    several_4,
+)
 from runtime.backends.cpu.units.rows import row_block_at
 from runtime.backends.cpu.units.selection import MADE_BEFORE, choose
 
@@ -187,9 +186,10 @@ def _multiply(one_row: Any, several_rows: Any, i: int, control: int, part: int, 
     lines = (of.sizes.tiles + side - 1) // side
     adds = of.sum.at != 0
     compensated = parameters_at(control).compensate != 0 and of.kept + of.total != 0
-    choice = MADE_BEFORE
-    if compensated and of.kept == 0 and of.by_row != 0:
-        choice = choose(i, control, part, scratch)
+    by = NO_COMPENSATION
+    if compensated and of.kept == 0:
+        choice = choose(i, control, part, scratch) if of.by_row != 0 else MADE_BEFORE
+        by = Compensation(header_at(i).inner, choice, scratch + TILE_BYTES)
     items = lines if adds else lines * counts.segments
     first, last = share_of_weights(items, part, parts) if counts.alone != 0 else share_of(items, part, parts)
     if first == last:
@@ -204,12 +204,12 @@ def _multiply(one_row: Any, several_rows: Any, i: int, control: int, part: int, 
         start, stop = side * low, min(side * high, of.sizes.tiles)
         linear, rows = _linear_of(of, number), segment_at(of.routes.segments + SEGMENT_BYTES * number).rows
         if rows == 1:
-            one_row(linear, start, stop, compensated and of.kept == 0, choice)
+            one_row(linear, start, stop, by)
         else:
             several_rows(linear, start, stop, rows, scratch)
-        if compensated:
-            if choice.at != 0:
-                wait_for(choice.at, choice.number)
+            if by.unit != 0:
+                _compensate_rows(of, linear, number, start, stop, by)
+        if compensated and of.kept != 0:
             call_5(header_at(i).inner, i, number, start, stop, scratch + TILE_BYTES)
         if adds:
             _add_to_rows(of, number, start, stop)
@@ -221,6 +221,17 @@ def _clear_rows(of: Experts, rows: int, start: int, stop: int) -> None:
     for row in range(rows):
         for tile in range(start, stop):
             store_floats(of.sum.at + row * of.sum.stride + 64 * tile, zero_floats())
+
+
+@kernel
+def _compensate_rows(of: Experts, linear: Linear, number: int, start: int, stop: int, by: Compensation) -> None:
+    """Compensate tiles start .. stop - 1 of a segment, each row by its own channels."""
+    segment: Segment = segment_at(of.routes.segments + SEGMENT_BYTES * number)
+    for n in range(segment.rows):
+        pair: Pair = pair_at(of.routes.pairs + PAIR_BYTES * (segment.pair + n))
+        at = pair.row if of.by_row != 0 else pair.slot
+        salient = Salient(of.values.at + at * of.values.stride, of.chosen.at + at * of.chosen.stride, of.total)
+        compensate_row(linear.residual, salient, linear.out.at + n * linear.out.stride, start, stop, by)
 
 
 @kernel
@@ -249,63 +260,6 @@ def multiply_experts_3(i: int, control: int, part: int, parts: int, scratch: int
 def multiply_experts_4(i: int, control: int, part: int, parts: int, scratch: int) -> None:
     """Run the EXPERTS instruction at address i: uniform codes of 4 bits."""
     _multiply(one_4, several_4, i, control, part, parts, scratch)
-
-
-@kernel
-def _compensate(by: Any, i: int, number: int, first: int, last: int, sums: int) -> None:
-    """Compensate tiles first .. last - 1 of a segment, each row by its own channels."""
-    of = experts_at(i)
-    linear: Linear = _linear_of(of, number)
-    segment: Segment = segment_at(of.routes.segments + SEGMENT_BYTES * number)
-    for n in range(segment.rows):
-        pair: Pair = pair_at(of.routes.pairs + PAIR_BYTES * (segment.pair + n))
-        at = pair.row if of.by_row != 0 else pair.slot
-        salient = Salient(of.values.at + at * of.values.stride, of.chosen.at + at * of.chosen.stride, of.total)
-        by(linear.residual, salient, Columns(16 * first, 16 * last), linear.out.at + n * linear.out.stride, sums)
-
-
-@routine
-def _by_2(residual: Residual, salient: Salient, columns: Columns, out: int, sums: int) -> None:
-    compensate(gather_2, 2, residual, salient, columns, out, sums)
-
-
-@routine
-def _by_4(residual: Residual, salient: Salient, columns: Columns, out: int, sums: int) -> None:
-    compensate(gather_4, 4, residual, salient, columns, out, sums)
-
-
-@routine
-def _by_8(residual: Residual, salient: Salient, columns: Columns, out: int, sums: int) -> None:
-    compensate(gather_8, 8, residual, salient, columns, out, sums)
-
-
-@routine
-def _by_16(residual: Residual, salient: Salient, columns: Columns, out: int, sums: int) -> None:
-    compensate_halves(residual, salient, columns, out, sums)
-
-
-@compiled_unit
-def compensate_experts_2(i: int, number: int, first: int, last: int, sums: int) -> None:
-    """Compensate tiles first .. last - 1 of a segment of the EXPERTS instruction at address i, with 2-bit residuals."""
-    _compensate(_by_2, i, number, first, last, sums)
-
-
-@compiled_unit
-def compensate_experts_4(i: int, number: int, first: int, last: int, sums: int) -> None:
-    """The same for residuals of 4 bits."""
-    _compensate(_by_4, i, number, first, last, sums)
-
-
-@compiled_unit
-def compensate_experts_8(i: int, number: int, first: int, last: int, sums: int) -> None:
-    """The same for residuals of 8 bits."""
-    _compensate(_by_8, i, number, first, last, sums)
-
-
-@compiled_unit
-def compensate_experts_16(i: int, number: int, first: int, last: int, sums: int) -> None:
-    """The same for residuals in half precision."""
-    _compensate(_by_16, i, number, first, last, sums)
 
 
 _few_2, _few_4, _few_8, _few_16 = map(few_rows, (2, 4, 8, 16))

@@ -3,27 +3,17 @@
 For one row, the salient channels are chosen concurrently with the product, which does not need them: whoever takes the
 first part runs the preceding SELECT and sets a flag in it, which the other parts await before they compensate.
 
-Each width of codes has a unit of its own, uniform and with codebooks, as has compensation for each width of residuals.
+Each width of codes has a unit of its own, uniform and with codebooks. For each block of tiles they call one of
+`units.compensation`.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
-from runtime.backends.cpu.data.instructions import WHOLE_BITS, Linear, Weights
-from runtime.backends.cpu.data.sizes import BLOCK_BYTES
-from runtime.backends.cpu.kernels.compensate import (
-    Columns,
-    Salient,
-    ahead_of,
-    compensate,
-    compensate_halves,
-    fetch,
-    fetch_scales,
-    gather_2,
-    gather_4,
-    gather_8,
-)
+from runtime.backends.cpu.data.instructions import WHOLE_BITS, Linear, Residual, Weights
+from runtime.backends.cpu.data.sizes import BLOCK, BLOCK_BYTES
+from runtime.backends.cpu.kernels.compensate import Salient, fetch, note
 from runtime.backends.cpu.kernels.gemm import (
     gemm_entries_tile_4,
     gemm_entries_tile_8,
@@ -46,13 +36,33 @@ from runtime.backends.cpu.kernels.views import (
     share_of_weights,
     tiles_of_line,
 )
-from runtime.backends.cpu.machine.calls import call_5
+from runtime.backends.cpu.machine.calls import call_3, call_5
 from runtime.backends.cpu.machine.kernel import kernel, routine
 from runtime.backends.cpu.machine.sync import wait_for
 from runtime.backends.cpu.machine.unit import compiled_unit
-from runtime.backends.cpu.scratch import TILE_BYTES
+from runtime.backends.cpu.scratch import BLOCK_TILES, TILE_BYTES
 from runtime.backends.cpu.units.rows import times_rows, write_tile
 from runtime.backends.cpu.units.selection import MADE_BEFORE, Choice, choose, is_made
+
+_PASSING = 1 << 20
+"""Bytes of weights that may pass while residuals wait in the second-level cache."""
+_LEAST_TILES = 32
+"""Tiles that are compensated at a time even if more weights pass: memory is read in runs."""
+
+
+class Compensation(NamedTuple):
+    """How a row is compensated while it is multiplied."""
+
+    unit: int
+    """Address of the unit; 0: not compensated here."""
+    choice: Choice
+    """Announcement of its channels."""
+    note: int
+    """Address of scratch, `NOTE_BYTES`."""
+
+
+NO_COMPENSATION = Compensation(0, MADE_BEFORE, 0)
+"""Of rows that are multiplied only."""
 
 
 @kernel
@@ -60,6 +70,16 @@ def _salient(linear: Linear, row: int) -> Salient:
     """The compensated channels of a row."""
     x, chosen = linear.values.at + row * linear.values.stride, linear.chosen.at + row * linear.chosen.stride
     return Salient(x, chosen, linear.total)
+
+
+@kernel
+def compensate_row(residual: Residual, salient: Salient, out: int, first: int, last: int, by: Compensation) -> None:
+    """Compensate tiles first .. last - 1 of a row that has been multiplied, at an address."""
+    note(residual, salient, out, by.note)
+    for start in range(first, last, BLOCK_TILES):
+        stop = min(start + BLOCK_TILES, last)
+        fetch(by.note, residual.bits, start, stop)
+        call_3(by.unit, by.note, start, stop)
 
 
 def one_row_of(tile_of: Any, one: Any) -> Any:
@@ -71,19 +91,26 @@ def one_row_of(tile_of: Any, one: Any) -> Any:
     """
 
     @routine
-    def one_row(linear: Linear, first: int, last: int, compensated: bool, choice: Choice) -> None:
-        ahead = ahead_of(linear.residual, _salient(linear, 0), Columns(16 * first, 16 * last))
-        lines, asked, since = ahead.lines * linear.total if compensated else 0, 0, -1
-        if compensated:
-            fetch_scales(linear.residual, Columns(16 * first, 16 * last))
+    def one_row(linear: Linear, first: int, last: int, by: Compensation) -> None:
+        asked, done, noted = first, first, False
+        passing = _PASSING // (2 * BLOCK * linear.weights.bits * linear.weights.blocks)
+        block = max(_LEAST_TILES, min(BLOCK_TILES, passing))
         for tile in range(first, last):
-            if compensated and since < 0 and is_made(choice):
-                since = tile
-            wanted = 0 if since < 0 else min(lines, lines * (tile - since + 2) // (last - since))
-            if wanted > asked:
-                fetch(ahead, asked, wanted)
-                asked = wanted
+            if by.unit != 0 and asked <= tile and is_made(by.choice):
+                if not noted:
+                    note(linear.residual, _salient(linear, 0), linear.out.at, by.note)
+                    noted = True
+                asked = min(last, tile + block)
+                fetch(by.note, linear.residual.bits, done, asked)
             write_tile(linear, 0, tile, one(tile_of(linear.weights, tile), linear.x))
+            if tile + 1 == asked and noted:
+                fetch(by.note, linear.residual.bits, done, asked)  # a burst drops some; most are there now
+                for start in range(done, asked, BLOCK_TILES):
+                    call_3(by.unit, by.note, start, min(start + BLOCK_TILES, asked))
+                done = asked
+        if by.unit != 0 and done < last:
+            wait_for(by.choice.at, by.choice.number)
+            compensate_row(linear.residual, _salient(linear, 0), linear.out.at, first, last, by)
 
     return one_row
 
@@ -164,23 +191,21 @@ def multiply_linear(one_row: Any, several_rows: Any, i: int, control: int, part:
     linear = linear_at(i)
     rows = rows_of(control, linear.wanted)
     first, last = _tiles(linear, rows, part, parts)
-    compensate, choice = parameters_at(control).compensate != 0, MADE_BEFORE
+    compensate, shared = parameters_at(control).compensate != 0, linear.kept != 0 or linear.whole.codes != 0
+    by = NO_COMPENSATION
+    if compensate and not shared and linear.total > 0:
+        choice = choose(i, control, part, scratch) if rows == 1 else MADE_BEFORE
+        by = Compensation(header_at(i).inner, choice, scratch + TILE_BYTES)
     if rows == 1:
-        compensated = compensate and linear.total > 0
-        if compensated:
-            choice = choose(i, control, part, scratch)
-        one_row(linear, first, last, compensated, choice)
+        one_row(linear, first, last, by)
     else:
         several_rows(linear, first, last, rows, scratch)
-    if not compensate or first == last:
-        return
-    if linear.kept != 0 or linear.whole.codes != 0:
+        if by.unit != 0:
+            for row in range(rows):
+                out = linear.out.at + row * linear.out.stride
+                compensate_row(linear.residual, _salient(linear, row), out, first, last, by)
+    if compensate and shared and first < last:
         call_5(header_at(i).inner, i, rows, first, last, scratch + TILE_BYTES)
-    elif linear.total > 0:
-        if choice.at != 0:
-            wait_for(choice.at, choice.number)
-        for row in range(rows):
-            call_5(header_at(i).inner, i, row, first, last, scratch + TILE_BYTES)
 
 
 @compiled_unit
@@ -216,38 +241,6 @@ def add_whole(i: int, rows: int, first: int, last: int, scratch: int) -> None:
     weights = Weights(by.codes, by.scales, by.zeros, 0, *sizes, 0)
     linear = Linear(weights, of.x, of.wanted, of.out, 0, 1, 0, of.residual, of.values, of.chosen, 0, by)
     if rows == 1:
-        one_4(linear, first, last, False, MADE_BEFORE)
+        one_4(linear, first, last, NO_COMPENSATION)
     else:
         several_4(linear, first, last, rows, scratch)
-
-
-@compiled_unit
-def compensate_2(i: int, row: int, first: int, last: int, sums: int) -> None:
-    """Compensate tiles first .. last - 1 of a row of the LINEAR instruction at address i, by residuals of 2 bits."""
-    linear = linear_at(i)
-    out, columns = linear.out.at + row * linear.out.stride, Columns(16 * first, 16 * last)
-    compensate(gather_2, 2, linear.residual, _salient(linear, row), columns, out, sums)
-
-
-@compiled_unit
-def compensate_4(i: int, row: int, first: int, last: int, sums: int) -> None:
-    """The same for residuals of 4 bits."""
-    linear = linear_at(i)
-    out, columns = linear.out.at + row * linear.out.stride, Columns(16 * first, 16 * last)
-    compensate(gather_4, 4, linear.residual, _salient(linear, row), columns, out, sums)
-
-
-@compiled_unit
-def compensate_8(i: int, row: int, first: int, last: int, sums: int) -> None:
-    """The same for residuals of 8 bits."""
-    linear = linear_at(i)
-    out, columns = linear.out.at + row * linear.out.stride, Columns(16 * first, 16 * last)
-    compensate(gather_8, 8, linear.residual, _salient(linear, row), columns, out, sums)
-
-
-@compiled_unit
-def compensate_16(i: int, row: int, first: int, last: int, sums: int) -> None:
-    """The same for residuals in half precision."""
-    linear = linear_at(i)
-    out, columns = linear.out.at + row * linear.out.stride, Columns(16 * first, 16 * last)
-    compensate_halves(linear.residual, _salient(linear, row), columns, out, sums)

@@ -115,6 +115,8 @@ PackLinear = Callable[..., PackedLinear]
         (1, 70, 2500, 20),
         (2, 1030, 64, 100),
         (1, 16, 64, 1),
+        (1, 6500, 96, 300),  # parts of several blocks of tiles, and several groups of residual rows
+        (2, 6500, 96, 300),
     ],
     ids=str,
 )

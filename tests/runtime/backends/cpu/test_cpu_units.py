@@ -43,6 +43,7 @@ from runtime.backends.cpu.machine.view import view
 from runtime.backends.cpu.pool import Pool
 from runtime.backends.cpu.units import (
     attention,
+    compensation,
     delta,
     experts,
     inputs,
@@ -130,10 +131,10 @@ def test_a_function_inside_another_is_no_unit() -> None:
 
 
 def test_a_digest_is_the_same_in_every_process() -> None:
-    names = "attention.pages_4.symbol, products.compensate_4.symbol"
-    script = f"from runtime.backends.cpu.units import attention, products; print({names})"
+    names = "attention.pages_4.symbol, compensation.compensate_4.symbol"
+    script = f"from runtime.backends.cpu.units import attention, compensation; print({names})"
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
-    assert found == [attention.pages_4.symbol, products.compensate_4.symbol]
+    assert found == [attention.pages_4.symbol, compensation.compensate_4.symbol]
 
 
 _MEETING = """
@@ -203,7 +204,20 @@ def test_the_instruction_set_names_every_unit_and_no_other() -> None:
     named |= {units.flush_unit(rank) for rank in (0, 4)}
     for value in vars(units).values():
         named |= {own for own in (value.values() if isinstance(value, dict) else [value]) if isinstance(own, Unit)}
-    modules = (attention, delta, executor, experts, inputs, outputs, paging, panels, products, repacking, residuals)
+    modules = (
+        attention,
+        compensation,
+        delta,
+        executor,
+        experts,
+        inputs,
+        outputs,
+        paging,
+        panels,
+        products,
+        repacking,
+        residuals,
+    )
     modules += (selection, states, w4a8)
     assert named == {own for module in modules for own in vars(module).values() if isinstance(own, Unit)}
     assert all(own and own.function.__name__ == own.name for own in named)
@@ -244,7 +258,7 @@ def test_linking_writes_the_unit_and_the_one_inside_it() -> None:
     headers = [op.header_of(own) for own in words]
     assert is_linked(words)
     assert [header["unit"] for header in headers] == [products.multiply_uniform_4.address] * 2
-    assert [header["inner"] for header in headers] == [0, products.compensate_2.address]
+    assert [header["inner"] for header in headers] == [0, compensation.compensate_2.address]
     assert most_scratch(words) == headers[1]["scratch"] > headers[0]["scratch"]
 
 
@@ -603,7 +617,7 @@ def test_a_model_needs_the_products_of_its_weights_only(stored: StoredModel) -> 
     products_of = {3: products.multiply_uniform_3, 4: products.multiply_uniform_4}
     weights = {unit for own in bits for unit in (products_of[own], repack_of[own])}
     assert plain == {*needed(KINDS["fp16"]), *weights}
-    decoding = {products.compensate_4, selection.select_by_buckets}
+    decoding = {compensation.compensate_4, selection.select_by_buckets}
     assert compensated - plain == decoding | {panels.multiply_panel, panels.panel_4}
     assert few_rows_units(stored) == [residuals.share_4]
 

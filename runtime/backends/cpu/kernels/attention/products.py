@@ -195,7 +195,7 @@ def _block(rows: int, reader: Reader, size: int, places: range, dot: Any) -> Any
             at = b.add(codes.at, b.mul(loop.index, ir.Constant(I64, size)))
             fields, lines = reader(b, at, codes.lower, codes.stride)
             for line in lines:
-                emit_prefetch(b, b.add(line, codes.ahead))
+                emit_prefetch(b, b.add(line, codes.ahead), 1)
             moved = b.mul(loop.index, ir.Constant(I64, 4 * len(places)))
             for place, row in itertools.product(places, range(rows)):
                 four = b.bitcast(splat(b, load(b, I32, offset(b, b.add(starts[row], moved), place), 4), WORDS), BYTES)
