@@ -17,7 +17,6 @@ from functools import partial
 
 import torch
 
-from models.spec import ModelSpec
 from runtime.backends.operations.channels import layer_kind
 from runtime.backends.triton.buffers import Value
 from runtime.backends.triton.decoder import TritonDecoder
@@ -94,7 +93,11 @@ class CudaTimer:
         self._plain: dict[str, Replay] = {}
         self._emptied: dict[int, Replay] = {}
         self._readings: dict[str, list[float]] = {}
-        widest = max(_width(linear, decoder.spec) for linear in decoder.model.linears.values())
+        mixture = decoder.spec.mixture
+        read = 1 if mixture is None else mixture.read
+        self._chosen = torch.arange(read, dtype=torch.int32, device=self._device)[None]
+        layers = decoder.model.linears.values()
+        widest = max(linear.packed.shape[1] * (read if linear.experts else 1) for linear in layers)
         decoder.buffers.input(1, widest).normal_()
 
     def seconds(self, kind: str, n_tb: int, k_chunk: int) -> float:
@@ -178,22 +181,19 @@ class CudaTimer:
         for linear in layers:
             if flush:
                 self._flush.zero_()
-            launch(self._decoder, linear)
+            launch(self._decoder, linear, self._chosen)
 
 
-def launch(decoder: TritonDecoder, linear: Linear) -> Value:
-    """The product of one token with a layer, and its compensation; of experts with as many as a token goes to."""
-    buffers, (N, K), mixture = decoder.buffers, linear.packed.shape, decoder.spec.mixture
-    if linear.experts and mixture is not None:
-        chosen = torch.arange(mixture.read, dtype=torch.int32, device=buffers.positions.device)[None]
-        run = Mixture(
-            decoder.model, buffers, side=decoder.side, way="rows", positions=buffers.positions[:1], watch=None
-        )
+def launch(decoder: TritonDecoder, linear: Linear, chosen: torch.Tensor) -> Value:
+    """The product of one token with a layer, and its compensation; `chosen` are its experts, int32 [1, read]."""
+    buffers, (N, K) = decoder.buffers, linear.packed.shape
+    if linear.experts:
+        positions, read = buffers.positions[:1], chosen.shape[1]
+        run = Mixture(decoder.model, buffers, side=decoder.side, way="rows", positions=positions, watch=None)
         if layer_kind(linear.packed.name) == "gate_up":
-            x, out = Value(buffers.input(1, K), sums=buffers.sums(1, K)), buffers.output(mixture.read, N)
+            x, out = Value(buffers.input(1, K), sums=buffers.sums(1, K)), buffers.output(read, N)
             return run.product(linear, x, chosen, out, summed=False)
-        sums = buffers.sums(1, K, each=mixture.read)
-        x, out = Value(buffers.input(mixture.read, K), sums=sums), buffers.output(1, N)
+        x, out = Value(buffers.input(read, K), sums=buffers.sums(1, K, each=read)), buffers.output(1, N)
         return run.product(linear, x, chosen, out, summed=True)
     x, out = Value(buffers.input(1, K), sums=buffers.sums(1, K)), buffers.output(1, N)
     if linear.selection is None:
@@ -202,12 +202,6 @@ def launch(decoder: TritonDecoder, linear: Linear) -> Value:
     dec = buffers.compensation(1, N)
     compensated_product(linear, x, buffers.positions[:1], out, dec, buffers, decoder.side)
     return Value(out, dec)
-
-
-def _width(linear: Linear, spec: ModelSpec) -> int:
-    """Activations that a layer reads of a token."""
-    each = spec.mixture.read if linear.experts and spec.mixture is not None else 1
-    return linear.packed.shape[1] * each
 
 
 def _replayed(graph: torch.cuda.CUDAGraph) -> float:

@@ -173,6 +173,19 @@ def test_large_blocks_multiply_as_small_ones_do(
     assert_near(np.array(TritonDecoder(model, options, device).forward(one)), small)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 3, 20])
+def test_a_replayed_graph_goes_to_other_experts(tiny_model: Any, tiny_spec: Any, cuda: str, rows: int) -> None:
+    """A token, a few rows, and a full step of a prompt: the numbers of experts are read when the graph runs."""
+    model = model_of(tiny_model, tiny_spec, "gated")
+    options = DecoderOptions(context=100, max_rows=20, k_chunk=128, prompt_k_chunk=256)
+    captured, launched = TritonDecoder(model, options, cuda), TritonDecoder(model, options, cuda)
+    for turn in range(5):
+        one = step([(11 * turn + i) % 61 for i in range(rows)], rows * turn, prefill=rows == options.max_rows)
+        expected = launched.start(one).cpu().numpy()
+        assert np.array_equal(captured.forward(one), expected)
+
+
 def test_the_timer_multiplies_with_as_many_experts_as_a_token_goes_to(
     tiny_model: Any, tiny_spec: Any, device: str
 ) -> None:
@@ -185,13 +198,14 @@ def test_the_timer_multiplies_with_as_many_experts_as_a_token_goes_to(
         if ".experts." in name
     }
     x = torch.randn(read, 40, generator=torch.Generator().manual_seed(2)).half()
+    chosen = torch.arange(read, dtype=torch.int32, device=device)[None]
     for kind, width, rows in (("gate_up", 32, 1), ("down", 40, read)):
         inputs = x[:rows, :width].contiguous()
         decoder.buffers.input(rows, width).copy_(inputs)
         sums = decoder.buffers.sums(1, width, each=rows)
         assert sums is not None
         piece_sums(inputs.to(device), sums)
-        found = launch(decoder, decoder.model.linears[f"layers.0.experts.0.{kind}"])
+        found = launch(decoder, decoder.model.linears[f"layers.0.experts.0.{kind}"], chosen)
         assert found.dec is not None
         own = [weights[f"layers.0.experts.{expert}.{kind}"] for expert in range(read)]
         wanted = torch.stack([inputs[row % rows].float() @ own[row].T for row in range(read)])
