@@ -24,6 +24,7 @@ from runtime.errors import BackendError
 from tests.close import Tolerance, assert_close
 from tests.runtime.backends.triton.test_triton_decoder import SMALL, reference, step
 
+SLOW = pytest.mark.slow
 MIXTURE = MixtureSpec(experts=5, chosen=2, width=40, normalized=True)
 SHAPES: dict[str, tuple[MixtureSpec, dict[str, Any]]] = {
     "3bit": (MIXTURE, {"bits": 3, "residual_bits": 4}),
@@ -87,7 +88,7 @@ def test_logits_match_the_reference(tiny_model: Any, tiny_spec: Any, device: str
 
 
 @pytest.mark.parametrize("prompt", [{"qkv": 300, "gate_up": 700, "down": 300, "head": 1}, {"down": 1024}, 1024])
-@pytest.mark.parametrize("shape", ["3bit", pytest.param("dense-first", marks=pytest.mark.slow), "gated"])
+@pytest.mark.parametrize("shape", ["3bit", pytest.param("dense-first", marks=SLOW), "gated"])
 def test_prompts_match_the_reference(
     tiny_model: Any, tiny_spec: Any, device: str, shape: str, prompt: Mapping[str, int] | int
 ) -> None:
@@ -105,6 +106,23 @@ def test_prompts_match_the_reference(
     plain = np.array(ours.forward(steps[0]))
     ours.set_prompt_k_chunk(prompt)
     assert np.abs(plain - np.array(ours.forward(steps[0]))).max() > 0
+
+
+@pytest.mark.parametrize(("kv", "tolerance"), [("int8", 3e-2), ("int4", 0.1), pytest.param("gear4", 6e-2, marks=SLOW)])
+def test_experts_read_what_every_cache_gives(
+    tiny_model: Any, tiny_spec: Any, device: str, kv: Any, tolerance: float
+) -> None:
+    """Within the tolerances of models without experts: a prompt, a decoded token, and two in place of it."""
+    options = DecoderOptions(context=48, max_rows=6, kv=kv)
+    model = model_of(tiny_model, tiny_spec, "dense-first")
+    ours, theirs = TritonDecoder(model, options, device), reference(model, options)
+    for one in (
+        step([5, 9, 3, 47, 12], 0, rows=[4], prefill=True),
+        step([17], 5),
+        step([33, 34], 5, rows=[0, 1]),
+    ):
+        found, wanted = np.array(ours.forward(one)), theirs.forward(one)
+        assert np.abs(found - wanted).max() <= tolerance * wanted.std()
 
 
 @pytest.mark.parametrize("select", ["approx", "exact", "random"])
