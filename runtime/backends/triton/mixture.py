@@ -165,7 +165,7 @@ class Mixture:
         """Fetch what rows choose of their experts' residuals."""
         assert linear.residual is not None
         positions, each = self._positions, chosen.shape[1]
-        own = x.shape[0] > chosen.shape[0]
+        own = x.shape[0] == chosen.numel()
         if self._watch is not None and self._way == "rows":
             of_rows = positions.repeat_interleave(each) if own else positions
             self._watch(linear, x, of_rows, chosen.view(-1) if own else None)
