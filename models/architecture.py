@@ -7,9 +7,11 @@ Weights are named `embed`, `layers.{i}.input_norm`, `layers.{i}.qkv`, `layers.{i
 `layers.{i}.sinks`, `layers.{i}.o`, `layers.{i}.o_norm`, `layers.{i}.post_norm`, `layers.{i}.gate_up`,
 `layers.{i}.down`, `layers.{i}.down_norm`, `norm`, `head`; a bias belongs to its linear layer. q, k, v and the gate of
 attention are fused along the output in that order, and so are gate and up, and what a convolution or a delta rule
-reads; these have more vectors (`ModelSpec.block_vectors`). Experts have `layers.{i}.experts.{e}.gate_up` and
-`layers.{i}.experts.{e}.down`, and their router is `layers.{i}.router`, with its `router_bias`
-and `router_correction`.
+reads; these have more vectors (`ModelSpec.block_vectors`). A block that shares an earlier one's cache has q alone.
+One with embeddings of its own also has the layers of `models.spec.TOKEN_LINEARS`, and norms behind two. Experts have
+`layers.{i}.experts.{e}.gate_up` and `layers.{i}.experts.{e}.down`, and their router is `layers.{i}.router`, with its
+`router_bias` and `router_correction`; beside an MLP, also norms: `router_norm`, `mlp_norm`, `experts_norm` and
+`experts_down_norm`.
 """
 
 from __future__ import annotations
@@ -24,8 +26,8 @@ T = TypeVar("T")
 class Operations(Protocol[T]):
     """The operations of a backend, on which `forward` runs. `T` stands for a [M, width] matrix of activations."""
 
-    def embed(self) -> T:
-        """Rows of the embedding table for the step's tokens. Returns [M, C]."""
+    def embed(self, layer: int | None = None) -> T:
+        """Rows of the embedding table for the step's tokens, or of the own table of `layer`. Returns [M, C or P]."""
         ...
 
     def norm(self, x: T, name: str) -> T:
@@ -52,29 +54,35 @@ class Operations(Protocol[T]):
         """Rotary position embedding of each head, that of `layer`. [M, heads * D] -> the same."""
         ...
 
-    def attend(self, q: T, k: T, v: T, layer: int) -> T:
+    def attend(self, q: T, k: T | None, v: T | None, layer: int) -> T:
         """Append k and v to the cache of `layer`, then causal attention of q over it, within spec.windows[layer].
 
-        Queries grow with their positions, scores are capped and sinks take a share as the specification says. q is
-        [M, H * D], k and v [M, H_kv * D]. Returns [M, H * D].
+        Without k and v, the cache is an earlier block's (`ModelSpec.cache_of`), which has the step's tokens. Queries
+        grow with their positions, values pass a norm, scores are capped and sinks take a share as the specification
+        says. q is [M, H * D], k and v [M, H_kv * D]. Returns [M, H * D].
         """
         ...
 
-    def experts(self, x: T, layer: int) -> T:
+    def experts(self, x: T, layer: int, routed: T | None = None) -> T:
         """What the experts that the router of `layer` chooses for each row make of it, weighed and summed up.
 
-        [M, C] -> [M, C]. See `models.routing`.
+        The router reads `routed`, or x as well. [M, C] -> [M, C]. See `models.routing`.
         """
+        ...
+
+    def settle(self, y: T, norm: str) -> T:
+        """RMSNorm of y, the output of a linear layer that nothing else reads, in its place. [M, C] -> the same."""
         ...
 
     def gate(self, gate: T, up: T) -> T:
-        """f(gate) * up, or what else spec.activation says. Both [M, intermediate_size]."""
+        """f(gate) * up, or what else spec.activation says. Both [M, width]."""
         ...
 
-    def add(self, x: T, y: T, norm: str = "") -> T:
+    def add(self, x: T, y: T, norm: str = "", scale: str = "") -> T:
         """Sum of x and y, where y is the output of a linear layer or of experts that nothing else reads.
 
-        With a `norm`, y first passes the RMSNorm with that weight.
+        With a `norm`, y first passes the RMSNorm with that weight. With a `scale`, a vector of one number, which only
+        comes with a norm, the sum is multiplied by it.
         """
         ...
 
@@ -112,26 +120,35 @@ class StateOperations(Operations[T], Protocol[T]):
 
 def block(ops: Operations[T], spec: ModelSpec, layer: int, x: T) -> T:
     """One decoder block. [M, C] -> [M, C]."""
-    mix = attention if spec.mixer(layer) == "attention" else recurrence
-    return mlp(ops, spec, layer, mix(ops, spec, layer, x))
+    mix = attention if spec.mixer(layer) in ("attention", "shared") else recurrence
+    x = mlp(ops, spec, layer, mix(ops, spec, layer, x))
+    return inner(ops, spec, layer, x) if spec.token_width else x
 
 
 def attention(ops: Operations[T], spec: ModelSpec, layer: int, x: T) -> T:
     """The residual stream after attention. [M, C] -> [M, C]."""
-    prefix = f"layers.{layer}"
+    prefix, heads = f"layers.{layer}", spec.heads_of(layer)
     qkv = ops.linear(read(ops, spec, x, f"{prefix}.input_norm"), f"{prefix}.qkv")
-    gate_widths = (spec.q_width,) if spec.gated else ()
-    q, k, v, *gates = ops.split(qkv, (spec.q_width, spec.kv_width, spec.kv_width, *gate_widths))
-    if spec.qk_norm and spec.qk_norm_form != "turned":
-        q, k = ops.head_norm(q, f"{prefix}.q_norm"), ops.head_norm(k, f"{prefix}.k_norm")
-    if spec.rope_of(layer) is not None:
-        q, k = ops.rotate(q, layer), ops.rotate(k, layer)
-    if spec.qk_norm and spec.qk_norm_form == "turned":
-        q, k = ops.head_norm(q, f"{prefix}.q_norm"), ops.head_norm(k, f"{prefix}.k_norm")
+    own = (heads.kv_width, heads.kv_width) if spec.mixer(layer) == "attention" else ()
+    q, *others = ops.split(qkv, (heads.q_width, *own, *((heads.q_width,) if spec.gated else ())))
+    q, k, v = turned(ops, spec, layer, q, "q_norm"), None, None
+    if own:
+        k, v, *others = others
+        k = turned(ops, spec, layer, k, "k_norm")
     attended = ops.attend(q, k, v, layer)
     if spec.gated:
-        attended = cast("StateOperations[T]", ops).shut(attended, gates[0])
+        attended = cast("StateOperations[T]", ops).shut(attended, others[0])
     return ops.add(x, ops.linear(attended, f"{prefix}.o"), f"{prefix}.o_norm" if spec.norm_after else "")
+
+
+def turned(ops: Operations[T], spec: ModelSpec, layer: int, x: T, norm: str) -> T:
+    """Queries or keys after their norm and rotation, where the block has them. [M, heads * D] -> the same."""
+    norm = f"layers.{layer}.{norm}"
+    if spec.qk_norm and spec.qk_norm_form != "turned":
+        x = ops.head_norm(x, norm)
+    if spec.rope_of(layer) is not None:
+        x = ops.rotate(x, layer)
+    return ops.head_norm(x, norm) if spec.qk_norm and spec.qk_norm_form == "turned" else x
 
 
 def recurrence(ops: Operations[T], spec: ModelSpec, layer: int, x: T) -> T:
@@ -145,14 +162,28 @@ def recurrence(ops: Operations[T], spec: ModelSpec, layer: int, x: T) -> T:
 
 def mlp(ops: Operations[T], spec: ModelSpec, layer: int, x: T) -> T:
     """The residual stream after the gated MLP. [M, C] -> [M, C]."""
-    prefix = f"layers.{layer}"
-    inner, behind = read(ops, spec, x, f"{prefix}.post_norm"), f"{prefix}.down_norm" if spec.norm_after else ""
-    if spec.has_experts(layer):
-        return ops.add(x, ops.experts(inner, layer), behind)
-    gate_up = ops.linear(inner, f"{prefix}.gate_up")
-    gate, up = ops.split(gate_up, (spec.intermediate_size, spec.intermediate_size))
+    prefix, width, mixture = f"layers.{layer}", spec.mlp_width(layer), spec.has_experts(layer)
+    inside, behind = read(ops, spec, x, f"{prefix}.post_norm"), f"{prefix}.down_norm" if spec.norm_after else ""
+    beside = mixture and spec.mixture is not None and spec.mixture.beside
+    if mixture and not beside:
+        return ops.add(x, ops.experts(inside, layer), behind)
+    gate, up = ops.split(ops.linear(inside, f"{prefix}.gate_up"), (width, width))
     down = ops.linear(ops.gate(gate, up), f"{prefix}.down")
-    return ops.add(x, down, f"{prefix}.down_norm" if spec.norm_after else "")
+    if beside:
+        down, routed = ops.settle(down, f"{prefix}.mlp_norm"), ops.norm(x, f"{prefix}.router_norm")
+        chosen = ops.experts(ops.norm(x, f"{prefix}.experts_norm"), layer, routed)
+        down = ops.add(down, chosen, f"{prefix}.experts_down_norm")
+    return ops.add(x, down, behind, f"{prefix}.scale" if spec.scaled and not spec.token_width else "")
+
+
+def inner(ops: Operations[T], spec: ModelSpec, layer: int, x: T) -> T:
+    """The residual stream after a block's own embeddings of the tokens. [M, C] -> [M, C]."""
+    prefix = f"layers.{layer}"
+    gate = ops.linear(ops.plain(x), f"{prefix}.inner.gate_up")
+    context = ops.linear(ops.plain(ops.embed()), f"{prefix}.tokens.gate_up")
+    tokens = ops.add(ops.embed(layer), context, f"{prefix}.tokens.gate_up_norm")
+    down = ops.linear(ops.gate(gate, tokens), f"{prefix}.inner.down")
+    return ops.add(x, down, f"{prefix}.inner.down_norm", f"{prefix}.scale" if spec.scaled else "")
 
 
 def read(ops: Operations[T], spec: ModelSpec, x: T, norm: str) -> T:

@@ -7,10 +7,10 @@ module is cheap to import; `models.fetch` and `models.hub` download the files.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from models.spec import DeltaSpec, Mixer, MixtureSpec, ModelSpec, RopeSpec
+from models.spec import DeltaSpec, HeadShape, Mixer, MixtureSpec, ModelSpec, RopeSpec
 
 Form = Literal["GGUF", "Hugging Face"]
 _SOURCE_BYTES: Mapping[Form, float] = {"Hugging Face": 2, "GGUF": 34 / 32}
@@ -171,6 +171,32 @@ _QWEN35: dict[str, Any] = {
     "delta": DeltaSpec(key_heads=16, value_heads=32, key_dim=128, value_dim=128),
 }
 _GEMMA3: dict[str, Any] = {"tied": True, "norm_after": True, "qk_norm": True, "activation": "gelu_tanh"}
+_GEMMA4: dict[str, Any] = {**_GEMMA3, "v_norm": True, "scaled": True, "logit_cap": 30.0, "vocab_size": 262144}
+
+
+def _gemma4(
+    hidden: int,
+    intermediate: int,
+    blocks: int,
+    heads: tuple[int, int],
+    *,
+    interval: int = 6,
+    wide: int | None = None,
+    shared: int = 0,
+    **others: Any,
+) -> ModelSpec:
+    """Gemma 4; `heads` are query and key-value heads, `wide` key-value heads of the blocks without a window."""
+    local = 512 if shared else 1024
+    plain = _spec("gemma4_text", hidden, intermediate, blocks, (*heads, 256), **{**_GEMMA4, **others})
+    return replace(
+        plain,
+        windows=tuple(None if (layer + 1) % interval == 0 else local for layer in range(blocks)),
+        wide_heads=HeadShape(heads[0], wide or heads[1], 512),
+        mixers=_mixers(blocks, "shared", range(blocks - shared)) if shared else (),
+        token_width=256 if shared else 0,
+    )
+
+
 _LLAMA3: dict[str, Any] = {"vocab_size": 128256, "max_context": 131072, "tied": True}
 
 CATALOGUE: Sequence[CatalogueModel] = (
@@ -300,6 +326,20 @@ CATALOGUE: Sequence[CatalogueModel] = (
         license="Gemma",
         spec=_spec("gemma3_text", 2560, 10240, 34, (8, 4, 256), vocab_size=262208, max_context=131072, **_GEMMA3),
         gated=True,
+    ),
+    CatalogueModel(
+        title="Gemma 4 E2B",
+        origin="google/gemma-4-E2B-it",
+        maker="Google",
+        license="Apache-2.0",
+        spec=_gemma4(1536, 6144, 35, (8, 1), interval=5, shared=20, shared_width=12288, max_context=131072),
+    ),
+    CatalogueModel(
+        title="Gemma 4 E4B",
+        origin="google/gemma-4-E4B-it",
+        maker="Google",
+        license="Apache-2.0",
+        spec=_gemma4(2560, 10240, 42, (8, 2), shared=18, max_context=131072),
     ),
     CatalogueModel(
         title="Qwen3 4B",
@@ -435,6 +475,21 @@ CATALOGUE: Sequence[CatalogueModel] = (
         ),
     ),
     CatalogueModel(
+        title="Gemma 4 26B-A4B",
+        origin="google/gemma-4-26B-A4B-it",
+        maker="Google",
+        license="Apache-2.0",
+        spec=_gemma4(
+            2816,
+            2112,
+            30,
+            (16, 8),
+            wide=2,
+            max_context=262144,
+            mixture=MixtureSpec(experts=128, chosen=8, width=704, normalized=True, beside=True),
+        ),
+    ),
+    CatalogueModel(
         title="Qwen3 30B-A3B",
         origin="Qwen/Qwen3-30B-A3B-GGUF",
         maker="Qwen",
@@ -449,6 +504,13 @@ CATALOGUE: Sequence[CatalogueModel] = (
             mixture=MixtureSpec(experts=128, chosen=8, width=768, normalized=True),
         ),
         sampling=_QWEN3_SAMPLING,
+    ),
+    CatalogueModel(
+        title="Gemma 4 31B",
+        origin="google/gemma-4-31B-it",
+        maker="Google",
+        license="Apache-2.0",
+        spec=_gemma4(5376, 21504, 60, (32, 16), wide=4, max_context=262144),
     ),
     CatalogueModel(
         title="Qwen3.5 35B-A3B",

@@ -6,7 +6,8 @@ A GGUF file's low-bit weights are dequantized as they are read.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import re
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -14,7 +15,9 @@ import torch
 from models.checkpoint_files import CheckpointFiles, read_folder
 from models.errors import CheckpointError
 from models.gguf.checkpoint import read_gguf
-from models.spec import Mixer, ModelSpec
+from models.spec import Mixer, ModelSpec, expert_of
+
+_OWN_KEYS = re.compile(r"model\.layers\.(\d{1,5})\.self_attn\.[kv]_(?:proj|norm)\.")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -25,6 +28,7 @@ class Checkpoint:
     """Its files."""
     spec: ModelSpec
     """The architecture."""
+    _token_rows: dict[int, torch.Tensor] = field(default_factory=dict, repr=False)
 
     @classmethod
     def open(cls, path: Path) -> Checkpoint:
@@ -61,7 +65,9 @@ class Checkpoint:
             weight = -weight.exp()
         if kind.endswith("norm"):
             weight = weight + self.files.norm_offset
-        return weight * self.files.multipliers.get(kind, 1.0)
+        if kind in ("q_norm", "k_norm") and self.files.family.proportional:
+            weight = weight[self._turning_first(int(name.split(".")[1]))]
+        return weight * self._multiplier(name)
 
     def linear(self, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
         """A linear layer by its name in `ModelSpec.linear_names()`; q, k, v and gate, up are fused.
@@ -72,7 +78,11 @@ class Checkpoint:
         """
         if name == "head" and self.spec.tied:
             return self._table(), None
-        weights = [self.files.entries[f"{module}.weight"].read() for module in self._sources(name)]
+        entries = [self.files.entries[f"{module}.weight"] for module in self._sources(name)]
+        if name.endswith("tokens.gate_up"):
+            width = self.spec.token_width
+            entries = [entry.rows(int(name.split(".")[1]) * width, width) for entry in entries]
+        weights = [entry.read() for entry in entries]
         weight = weights[0] if len(weights) == 1 else torch.cat(weights)
         bias = None
         if self.spec.has_bias(name):
@@ -85,14 +95,44 @@ class Checkpoint:
         kind = name.rsplit(".", 1)[-1]
         if kind == "qkv" and self.files.family.interleaved:
             rows = rows[self._halves()]
+        if kind == "qkv" and self.files.family.proportional:
+            rows = rows[self._turning_rows(int(name.split(".")[1]))]
         if kind == "qkv" and self.spec.gated and self.spec.mixer(int(name.split(".")[1])) == "attention":
             rows = rows[self._gates_last()]
-        of_all, of_queries = (self.files.multipliers.get(part, 1.0) for part in (kind, "q" if kind == "qkv" else ""))
+        of_all = self._multiplier(name) * self._expert_scale(name)
+        of_queries = self.files.multipliers.get("q", 1.0) if kind == "qkv" else 1.0
         if of_all == of_queries == 1:
             return rows
         rows = rows.to(torch.float32) * of_all
         rows[: self.spec.q_width if kind == "qkv" else 0] *= of_queries
         return rows
+
+    def _multiplier(self, name: str) -> float:
+        """The factor of a linear layer or a vector."""
+        own, factors = name.split(".", 2)[-1], self.files.multipliers
+        return factors.get(name, factors.get(own, factors.get(own.rsplit(".", 1)[-1], 1.0)))
+
+    def _expert_scale(self, name: str) -> float:
+        """The factor of an expert's `down`."""
+        expert = expert_of(name)
+        if expert is None or not name.endswith("down") or not self.files.family.expert_scales:
+            return 1.0
+        scales = self.files.entries[f"model.layers.{name.split('.')[1]}.{self.files.family.expert_scales}"].read()
+        return float(scales[expert])
+
+    def _turning_first(self, layer: int) -> torch.Tensor:
+        """Channels of a head, those that rotate first where they are a share of all pairs. int64 [D]."""
+        rope, D = self.spec.rope_of(layer), self.spec.heads_of(layer).dim
+        pairs = torch.arange(D).view(2, -1)  # the first and the second of each
+        turning = (D if rope is None else rope.rotary_dim) // 2
+        return torch.cat((pairs[:, :turning].flatten(), pairs[:, turning:].flatten()))
+
+    def _turning_rows(self, layer: int) -> torch.Tensor:
+        """Rows of q, k and v in that order; values keep theirs. int64 [N]."""
+        heads, rows = self.spec.heads_of(layer), self.spec.linear_shape(f"layers.{layer}.qkv")[0]
+        turning = heads.q_width + (heads.kv_width if rows > heads.q_width else 0)
+        first = torch.arange(0, turning, heads.dim)[:, None]
+        return torch.cat(((first + self._turning_first(layer)).flatten(), torch.arange(turning, rows)))
 
     def _gates_last(self) -> torch.Tensor:
         """Rows of q, k, v and gates, by the places at which each head's q is followed by its gate. int64 [N]."""
@@ -115,9 +155,33 @@ class Checkpoint:
         """The embedding table [V, C] in the checkpoint's own dtype."""
         return self._table()
 
+    def token_rows(self, tokens: torch.Tensor, layer: int) -> torch.Tensor:
+        """Rows of a block's own embedding table, float32. int64 [...] -> [..., P].
+
+        A row of the file's table has the embeddings of all blocks. Those that were asked for stay in memory.
+        """
+        width, wanted = self.spec.token_width, tokens.flatten().tolist()
+        table = self.files.entries[self._token_table()]
+        for token in set(wanted) - self._token_rows.keys():
+            self._token_rows[token] = table.rows(token, 1).read()[0]
+        own = slice(layer * width, (layer + 1) * width)
+        rows = torch.stack([self._token_rows[token][own] for token in wanted]).to(torch.float32)
+        return rows.view(*tokens.shape, width) * self.files.multipliers.get("tokens", 1.0)
+
+    def token_table(self, first: int, count: int) -> torch.Tensor:
+        """Rows of the table of all blocks' own embeddings, float32 [count, blocks * P]."""
+        rows = self.files.entries[self._token_table()].rows(first, count).read()
+        return rows.to(torch.float32) * self.files.multipliers.get("tokens", 1.0)
+
+    def _token_table(self) -> str:
+        return f"{self.files.family.outer['tokens']}.weight"
+
     def _sources(self, name: str) -> tuple[str, ...]:
         """Modules of a linear layer."""
-        return self.files.family.sources(name, self._mixer(name))
+        found = self.files.family.sources(name, self._mixer(name))
+        if self.files.keys_as_values and name.endswith("qkv") and self.spec.windows[int(name.split(".")[1])] is None:
+            return (*found[:2], *found[1:2])
+        return found
 
     def _vector_key(self, name: str) -> str:
         """Name of a vector's tensor."""
@@ -173,11 +237,18 @@ class Checkpoint:
             # Old Llama checkpoints store the rotary frequencies, which follow from config.json.
             needless = key.endswith("rotary_emb.inv_freq")
             needless = needless or (files.family.predicts_further and key.startswith(further))
+            needless = needless or self._shared_away(key)
             if key.startswith("model.layers.") and key not in expected and not needless:
                 raise CheckpointError(
                     f"{entry.path}: the tensor '{entry.name}' has no place in a {self.spec.family} model of "
                     f"{self.spec.num_layers} layers as {files.described_in} describes it. {files.remedy}"
                 )
+
+    def _shared_away(self, key: str) -> bool:
+        """Whether a tensor makes keys or values of a block that reads another's."""
+        found = _OWN_KEYS.match(key)
+        layer = int(found[1]) if found else self.spec.num_layers
+        return layer < self.spec.num_layers and self.spec.mixer(layer) == "shared"
 
     def _expected_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every tensor that the architecture needs, by its name in the file."""
@@ -186,19 +257,24 @@ class Checkpoint:
             f"{self._embedding_module()}.weight": (spec.vocab_size, spec.hidden_size),
             self._vector_key("norm"): (spec.hidden_size,),
         }
+        if spec.token_width:
+            shapes[self._token_table()] = (spec.vocab_size, spec.num_layers * spec.token_width)
         if not spec.tied:
             shapes["lm_head.weight"] = (spec.vocab_size, spec.hidden_size)
         for layer in range(spec.num_layers):
             for vector, width in spec.block_vectors(layer).items():
                 taps = vector.endswith(".conv")
                 shapes[self._vector_key(vector)] = (width // spec.taps, 1, spec.taps) if taps else (width,)
+            if spec.has_experts(layer) and spec.mixture is not None and self.files.family.expert_scales:
+                shapes[f"model.layers.{layer}.{self.files.family.expert_scales}"] = (spec.mixture.held,)
             for router, (scores, width) in spec.routers(layer).items():
                 first, *others = self._router_keys(router)
                 shapes |= {first: (scores - len(others), width)} | dict.fromkeys(others, (1, width))
             for name in spec.block_linears(layer):
                 modules = self._sources(name)
                 for module, rows in zip(modules, _rows(spec, name, len(modules)), strict=True):
-                    shapes[f"{module}.weight"] = (rows, spec.linear_shape(name)[1])
+                    every = spec.num_layers if name.endswith("tokens.gate_up") else 1
+                    shapes[f"{module}.weight"] = (every * rows, spec.linear_shape(name)[1])
                     if spec.has_bias(name):
                         shapes[f"{module}.bias"] = (rows,)
         return shapes
@@ -213,7 +289,8 @@ def _rows(spec: ModelSpec, name: str, parts: int) -> tuple[int, ...]:
         return (rows // parts,) * parts
     if spec.mixer(int(name.split(".")[1])) == "delta" and (delta := spec.delta) is not None:
         return delta.channels, delta.value_heads, delta.value_heads, delta.value_width
-    return (2 if spec.gated else 1) * spec.q_width, spec.kv_width, spec.kv_width
+    heads = spec.heads_of(int(name.split(".")[1]))
+    return (2 if spec.gated else 1) * heads.q_width, heads.kv_width, heads.kv_width
 
 
 def _names(shards: tuple[Path, ...]) -> str:

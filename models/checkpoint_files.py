@@ -56,6 +56,8 @@ class CheckpointFiles:
     """The files that hold them, in the order of their names."""
     multipliers: Mapping[str, float]
     """Factors of weights that the configuration asks for, see `Family.multipliers`."""
+    keys_as_values: bool = False
+    """Whether values are made by the weights of keys, see `Family.keys_as_values`."""
     norm_offset: float = 0.0
     """What is added to stored weights of norms, see `Family.norm_offset`."""
     decay_made: bool = False
@@ -93,12 +95,14 @@ def read_folder(folder: Path) -> CheckpointFiles:
         entries = _text_tensors(entries)
     tensors, types = read_low_bit(entries, text, source)
     tensors = separate(tensors, family, spec.mixture)
+    fields = Fields(table=text, source=source)
     return CheckpointFiles(
         path=folder,
         configuration={name: read_file(path) for name, path in small.items() if path.exists()},
         spec=spec,
         family=family,
-        multipliers=family.multipliers(Fields(table=text, source=source)),
+        multipliers=family.multipliers(fields),
+        keys_as_values=bool(family.keys_as_values) and fields.flag(family.keys_as_values, False),
         norm_offset=family.norm_offset,
         described_in=CONFIG,
         remedy=f"Weights and {CONFIG} must come from the same model. {_DOWNLOAD_AGAIN}",

@@ -99,7 +99,7 @@ def separate(
     for own, tensor in tensors.items():
         name = own
         for old, new in family.renamed.items():
-            name = name.replace(old, new)
+            name = name if new in name else name.replace(old, new)
         if name.endswith(CORRECTION):
             # ERNIE has it as a row.
             found[name] = Part(tensor=tensor, shape=tensor.shape[1:]) if len(tensor.shape) > 1 else tensor

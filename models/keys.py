@@ -31,6 +31,7 @@ def tensor_names(layer: int) -> tuple[str, str]:
     return f"layers.{layer}.key_mean", f"layers.{layer}.query_axis"
 
 
-def tensor_shape(spec: ModelSpec) -> tuple[int, int]:
+def tensor_shape(spec: ModelSpec, layer: int) -> tuple[int, int]:
     """Shape of both: [H_kv, D]."""
-    return spec.num_kv_heads, spec.head_dim
+    heads = spec.heads_of(layer)
+    return heads.kv_heads, heads.dim

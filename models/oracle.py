@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from models import architecture, recurrent, rope
+from models.carried import Carried, begin, carry
 from models.routing import route
 from models.spec import CLAMPED_GAIN, ModelSpec, RopeSpec, expert_of, router_of
 
@@ -32,7 +33,8 @@ Trace = Callable[[str, Tensor, Tensor], None]
 
 
 KeyObserver = Callable[[int, Tensor, Tensor], None]
-"""Called with a block's number, its queries [B, H, S, D] and its keys [B, H_kv, S, D], both rotated."""
+"""Called with a block's number, its queries [B, H, S, D] and its keys [B, H_kv, S, D], both rotated; not where keys are
+another block's."""
 
 
 AttentionObserver = Callable[[int, Tensor], None]
@@ -60,6 +62,10 @@ class Weights(Protocol):
         """The embedding table [V, C]."""
         ...
 
+    def token_rows(self, tokens: Tensor, layer: int) -> Tensor:
+        """Rows of a block's own embedding table. int64 [B, S] -> [B, S, P]."""
+        ...
+
 
 class Rows(NamedTuple):
     """Some rows of a batch [B, S, ...]."""
@@ -80,21 +86,16 @@ class KVCache:
     however far the sequences are cut back.
     """
 
-    keys: Tensor
-    """[layers, B, H_kv, context, D]; blocks without attention have none."""
-    values: Tensor
-    """[layers, B, H_kv, context, D]."""
+    keys: Mapping[int, Tensor]
+    """[B, H_kv, context, D] by block, of those with a cache."""
+    values: Mapping[int, Tensor]
+    """[B, H_kv, context, D] by block."""
     inputs: Mapping[int, Tensor]
     """[B, context, width] by block, of those with a state."""
-    places: Mapping[int, int]
-    """Where blocks with attention stand in `keys` and `values`."""
+    context: int
+    """Positions there is room for."""
     length: int = 0
     """T, positions filled. Setting it lower cuts all sequences back."""
-
-    @property
-    def context(self) -> int:
-        """Positions there is room for."""
-        return self.keys.shape[3]
 
 
 class Oracle:
@@ -145,14 +146,17 @@ class Oracle:
     def cache(self, batch: int, context: int) -> KVCache:
         """An empty KV cache for `batch` sequences of up to `context` tokens."""
         spec = self.spec
-        shape = (len(spec.attention_layers), batch, spec.num_kv_heads, context, spec.head_dim)
         widths = {layer: spec.linear_shape(f"layers.{layer}.qkv")[0] for layer in spec.state_layers}
-        return KVCache(
-            torch.zeros(shape, dtype=self.dtype),
-            torch.zeros(shape, dtype=self.dtype),
-            {layer: torch.zeros(batch, context, width, dtype=self.dtype) for layer, width in widths.items()},
-            {layer: place for place, layer in enumerate(spec.attention_layers)},
+        heads = {layer: spec.heads_of(layer) for layer in spec.attention_layers}
+        keys, values = (
+            {
+                layer: torch.zeros(batch, own.kv_heads, context, own.dim, dtype=self.dtype)
+                for layer, own in heads.items()
+            }
+            for _ in range(2)
         )
+        inputs = {layer: torch.zeros(batch, context, width, dtype=self.dtype) for layer, width in widths.items()}
+        return KVCache(keys, values, inputs, context)
 
     @torch.inference_mode()
     def logits(self, tokens: Tensor, cache: KVCache | None = None, *, rows: Sequence[int] | None = None) -> Tensor:
@@ -180,11 +184,19 @@ class Oracle:
 
     @torch.inference_mode()
     def embed(self, tokens: Tensor) -> Tensor:
-        """Rows of the embedding table. int64 [B, S] -> [B, S, C]."""
+        """The input of the first block, see `models.carried`. int64 [B, S] -> [B, S, C] in most models."""
+        return begin(self.spec, tokens, self.table(), self.dtype)
+
+    def table(self) -> Tensor:
+        """The embedding table [V, C]; it stays in memory if the oracle is resident."""
         table = self._table if self._table is not None else self._weights.embedding()
         if self._resident:
             self._table = table
-        return functional.embedding(tokens, table).to(self.dtype)
+        return table
+
+    def token_rows(self, tokens: Tensor, layer: int) -> Tensor:
+        """Rows of a block's own embedding table. int64 [B, S] -> [B, S, P]."""
+        return self._weights.token_rows(tokens, layer).to(self.dtype)
 
     def block(
         self,
@@ -198,7 +210,7 @@ class Oracle:
 
         Args:
             layer: Which block.
-            x: [B, S, C] its input.
+            x: [B, S, C] its input; in a model whose blocks need more than that, what `embed` or the block before gave.
             positions: int64 [S] consecutive positions of the tokens; None = from the cache's length, or 0.
             cache: Holds the tokens before these. Its length is the caller's to advance, after the last block.
             branches: int64 [S]: which continuation of a common beginning (0) a token belongs to. It sees its own and
@@ -213,12 +225,14 @@ class Oracle:
         with torch.inference_mode(self.trace is None):
             operations = self._operations(positions, cache)
             operations.branches = branches
-            return architecture.block(operations, self.spec, layer, x)
+            stream = operations.take(x)
+            return operations.give(architecture.block(operations, self.spec, layer, stream), x)
 
     @torch.inference_mode()
     def head(self, x: Tensor) -> Tensor:
         """Final norm and output head. [B, S, C] -> logits [B, S, V]."""
-        return architecture.output(self._operations(torch.arange(x.shape[1]), None), self.spec, x)
+        stream = x[..., : self.spec.hidden_size]
+        return architecture.output(self._operations(torch.arange(x.shape[1]), None), self.spec, stream)
 
     def parameters(self, name: str) -> tuple[Tensor, Tensor | None]:
         """Weight and bias of a linear layer; or a norm's weight, another vector, or a router's weight.
@@ -277,9 +291,24 @@ class _Operations(architecture.StateOperations[Tensor]):
         self.turns = {of: (cos.to(oracle.dtype), sin.to(oracle.dtype)) for of, (cos, sin) in turns.items()}
         self.cache = cache
         self.masks: dict[int | None, Tensor] = {}
+        self.lent: dict[int, tuple[Tensor, Tensor]] = {}  # [B, H_kv, S, D], of blocks whose cache others read
 
-    def embed(self) -> Tensor:
-        return self.oracle.embed(self.tokens)
+    def take(self, x: Tensor) -> Tensor:
+        """The residual stream of a block's input, from which the rest is taken."""
+        carried = Carried.of(self.spec, x)
+        if carried.tokens is not None:
+            self.tokens = carried.tokens
+        self.lent = dict(carried.lent)
+        return carried.stream
+
+    def give(self, y: Tensor, x: Tensor) -> Tensor:
+        """A block's output, with what it took of its input x, or has made."""
+        return carry(self.spec, y, x, self.lent)
+
+    def embed(self, layer: int | None = None) -> Tensor:
+        if layer is not None:
+            return self.oracle.token_rows(self.tokens, layer)
+        return functional.embedding(self.tokens, self.oracle.table()).to(self.oracle.dtype)
 
     def norm(self, x: Tensor, name: str) -> Tensor:
         weight, _ = self.oracle.parameters(name)
@@ -310,31 +339,41 @@ class _Operations(architecture.StateOperations[Tensor]):
         return tuple(x[..., end - width : end] for end, width in zip(ends, widths, strict=True))
 
     def head_norm(self, x: Tensor, name: str) -> Tensor:
-        return self.norm(x, name) if self.spec.qk_norm_form == "all" else self.norm(self._heads(x), name).flatten(-2)
+        if self.spec.qk_norm_form == "all":
+            return self.norm(x, name)
+        return self.norm(self._heads(x, int(name.split(".")[1])), name).flatten(-2)
 
     def rotate(self, x: Tensor, layer: int) -> Tensor:
         of = self.spec.rope_of(layer)
         assert of is not None
-        half, heads = of.rotary_dim // 2, self._heads(x)
+        half, heads = of.rotary_dim // 2, self._heads(x, layer)
         first, second, rest = heads[..., :half], heads[..., half : 2 * half], heads[..., 2 * half :]
         cos, sin = (table[:, None] for table in self.turns[of])  # [S, 1, rotary_dim / 2]
         return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1).flatten(-2)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
-        heads = (self._heads(x).transpose(1, 2) for x in (q, k, v.to(self.oracle.dtype)))
-        queries, keys, values = heads  # [B, H or H_kv, S, D]
+    def attend(self, q: Tensor, k: Tensor | None, v: Tensor | None, layer: int) -> Tensor:
+        queries, owner = self._heads(q, layer).transpose(1, 2), self.spec.cache_of(layer)  # [B, H, S, D]
+        if k is not None and v is not None:
+            keys, values = (self._heads(x, layer).transpose(1, 2) for x in (k, v.to(self.oracle.dtype)))
+            if self.spec.v_norm:
+                values = values * torch.rsqrt(
+                    values.float().square().mean(-1, keepdim=True) + self.spec.eps_of("v_norm")
+                )
+            if owner in self.spec.lent_layers:
+                self.lent[owner] = keys, values
+        else:
+            keys, values = self.lent[owner]
         growth = rope.query_growth(self.spec, self.positions.numpy())
         if growth is not None:
             queries = queries * torch.from_numpy(growth).to(queries.dtype)[:, None]
-        if self.oracle.observe_keys is not None:
+        if self.oracle.observe_keys is not None and owner == layer:
             self.oracle.observe_keys(layer, queries, keys)
         first = int(self.positions[0]) if self.cache is None else 0  # position of the first key
         if self.cache is not None:
             end = int(self.positions[-1]) + 1
-            place = self.cache.places[layer]
-            self.cache.keys[place, :, :, self.positions] = keys
-            self.cache.values[place, :, :, self.positions] = values
-            keys, values = self.cache.keys[place, :, :, :end], self.cache.values[place, :, :, :end]
+            self.cache.keys[owner][:, :, self.positions] = keys
+            self.cache.values[owner][:, :, self.positions] = values
+            keys, values = self.cache.keys[owner][:, :, :end], self.cache.values[owner][:, :, :end]
         mask = self._mask(first, keys.shape[2], self.spec.windows[layer])
         sinks = self.oracle.parameters(f"layers.{layer}.sinks")[0] if self.spec.sinks else None
         if self.oracle.observe_attention is not None:
@@ -390,7 +429,12 @@ class _Operations(architecture.StateOperations[Tensor]):
         self.cache.inputs[layer][:, self.positions] = x
         return mixed(self.cache.inputs[layer][:, : int(self.positions[-1]) + 1])[:, -x.shape[1] :]
 
-    def experts(self, x: Tensor, layer: int) -> Tensor:
+    def settle(self, y: Tensor, norm: str) -> Tensor:
+        if self.oracle.observe is not None:
+            self.oracle.observe(norm, y)
+        return self.norm(y, norm)
+
+    def experts(self, x: Tensor, layer: int, routed: Tensor | None = None) -> Tensor:
         mixture, name = self.spec.mixture, router_of(layer)
         assert mixture is not None
         if self.oracle.observe is not None:
@@ -398,7 +442,8 @@ class _Operations(architecture.StateOperations[Tensor]):
         flat, (weight, _) = x.flatten(0, -2), self.oracle.parameters(name)
         bias = self.oracle.parameters(f"{name}_bias")[0] if mixture.bias else None
         correction = self.oracle.parameters(f"{name}_correction")[0].float() if mixture.corrected else None
-        chosen, shares = route(functional.linear(flat, weight, bias).float(), mixture, correction)
+        read = flat if routed is None else routed.flatten(0, -2)
+        chosen, shares = route(functional.linear(read, weight, bias).float(), mixture, correction)
         total = torch.zeros_like(flat)
         for expert in torch.unique(chosen).tolist():
             rows, places = (chosen == expert).nonzero(as_tuple=True)
@@ -421,10 +466,11 @@ class _Operations(architecture.StateOperations[Tensor]):
             return x * (CLAMPED_GAIN * x).sigmoid() * up
         return (functional.silu(x) if spec.activation == "silu" else functional.gelu(x, approximate="tanh")) * up
 
-    def add(self, x: Tensor, y: Tensor, norm: str = "") -> Tensor:
+    def add(self, x: Tensor, y: Tensor, norm: str = "", scale: str = "") -> Tensor:
         if norm and self.oracle.observe is not None:
             self.oracle.observe(norm, y)
-        return x + (self.norm(y, norm) if norm else y)
+        total = x + (self.norm(y, norm) if norm else y)
+        return total * self.oracle.parameters(scale)[0] if scale else total
 
     def logit_rows(self, x: Tensor) -> Tensor:
         return x if self.rows is None else x[:, list(self.rows)]
@@ -433,9 +479,9 @@ class _Operations(architecture.StateOperations[Tensor]):
         assert self.spec.logit_cap is not None
         return capped(logits, self.spec.logit_cap)
 
-    def _heads(self, x: Tensor) -> Tensor:
+    def _heads(self, x: Tensor, layer: int) -> Tensor:
         """[B, S, heads * D] -> [B, S, heads, D]."""
-        return x.reshape(*x.shape[:-1], -1, self.spec.head_dim)
+        return x.reshape(*x.shape[:-1], -1, self.spec.heads_of(layer).dim)
 
     def _mask(self, first: int, count: int, window: int | None) -> Tensor:
         """Which of `count` keys from position `first` on each query sees. Returns bool [S, count]."""

@@ -12,8 +12,10 @@ CLAMPED_GAIN = 1.702
 """Of its sigmoid."""
 NormForm = Literal["head", "all", "turned"]
 Scoring = Literal["softmax", "sigmoid"]
-Mixer = Literal["attention", "convolution", "delta"]
-"""What mixes the tokens of a block: attention, with a cache; the others have a state instead."""
+Mixer = Literal["attention", "shared", "convolution", "delta"]
+"""What mixes the tokens of a block: attention, with a cache, or over an earlier block's, which is `shared`; the others
+have a state instead."""
+_STATES = ("convolution", "delta")
 
 LAYER_TYPES = ("qkv", "o", "gate_up", "down")
 """The linear layers of a block, by the names of QDEC §4.4: `qkv` is what a block's mixer reads the stream by, `o` what
@@ -22,6 +24,9 @@ LAYER_KINDS = (*LAYER_TYPES, "head")
 """All kinds of linear layers: those of a block, and the output head."""
 MLP_TYPES = ("gate_up", "down")
 """Those of an MLP, and of an expert."""
+TOKEN_LINEARS = ("inner.gate_up", "tokens.gate_up", "inner.down")
+"""Further linear layers of a block with embeddings of its own: of the stream, of the tokens' first embeddings, and back
+to the stream."""
 _EXPERT_PARTS = 5
 """Parts of the name of an expert's layer."""
 
@@ -118,6 +123,8 @@ class MixtureSpec:
     """Whether a vector is added to the scores for the choice, but not to the shares (DeepSeek-V3, §2.1.2)."""
     scale: float = 1.0
     """Factor of the shares of the experts that are chosen."""
+    beside: bool = False
+    """Whether they are beside the MLP, which stays, and not in its place: each has norms of its own (Gemma 4)."""
     gated: bool = True
     """Whether the share of shared experts is the sigmoid of another logit of the router; else it is 1."""
 
@@ -148,10 +155,37 @@ def expert_of(name: str) -> int | None:
     return int(parts[3]) if len(parts) == _EXPERT_PARTS else None
 
 
+def is_of_tokens(name: str) -> bool:
+    """Whether a linear layer is one of `TOKEN_LINEARS`."""
+    return name.endswith(TOKEN_LINEARS)
+
+
 def first_expert(name: str) -> str:
     """The linear layer that stands for an expert's in a choice of channels: that of the block's first expert."""
     parts = name.split(".")
     return name if len(parts) != _EXPERT_PARTS else ".".join((*parts[:3], "0", parts[4]))
+
+
+@dataclass(frozen=True, slots=True)
+class HeadShape:
+    """Heads of a block with attention."""
+
+    heads: int
+    """H, query heads."""
+    kv_heads: int
+    """H_kv, key-value heads; divides H."""
+    dim: int
+    """D."""
+
+    @property
+    def q_width(self) -> int:
+        """Channels of all query heads, H * D."""
+        return self.heads * self.dim
+
+    @property
+    def kv_width(self) -> int:
+        """Channels of all key (or value) heads, H_kv * D."""
+        return self.kv_heads * self.dim
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,6 +206,8 @@ class ModelSpec:
     """H_kv, key-value heads; divides H."""
     head_dim: int
     """D."""
+    wide_heads: HeadShape | None = None
+    """Heads of the blocks without a window, where they are others (Gemma 4)."""
     vocab_size: int
     """V."""
     max_context: int
@@ -187,7 +223,8 @@ class ModelSpec:
     unrotated: tuple[int, ...] = ()
     """Blocks without a rotary embedding (SmolLM3)."""
     mixers: tuple[Mixer, ...] = ()
-    """Per block: what mixes its tokens; empty: attention in all of them."""
+    """Per block: what mixes its tokens; empty: attention in all of them. One that is `shared` reads the cache of the
+    last block before the first such one that has a window, or has none, as it does."""
     taps: int = 0
     """Tokens that a short convolution sees, its own included."""
     delta: DeltaSpec | None = None
@@ -210,6 +247,8 @@ class ModelSpec:
     """Whether gate, up and down have biases."""
     qk_norm: bool = False
     """Whether queries and keys pass an RMSNorm, each head by itself and before the rotation (Qwen3)."""
+    v_norm: bool = False
+    """Whether values pass one without a weight, each head by itself (Gemma 4)."""
     qk_norm_form: NormForm = "head"
     """Whether that is so, or it is over `all` heads together (OLMo 2), or over each once it is `turned` (Hunyuan)."""
     query_growth: float = 0.0
@@ -226,6 +265,12 @@ class ModelSpec:
     """Of the MLP's gate."""
     gate_limit: float = 0.0
     """`clamped_silu`: most of g and of up, whose least is its negative."""
+    shared_width: int | None = None
+    """Width of the MLP in blocks that share a cache, where it is another one (Gemma 4)."""
+    token_width: int = 0
+    """P, width of a token's embeddings for each block, which it adds behind its MLP (Gemma 4); 0: there are none."""
+    scaled: bool = False
+    """Whether the residual stream is multiplied by a number of each block at its end (Gemma 4)."""
     mixture: MixtureSpec | None = None
     """The experts of its blocks; None: every block has an MLP."""
     tied: bool = False
@@ -237,13 +282,23 @@ class ModelSpec:
 
     @property
     def q_width(self) -> int:
-        """Channels of all query heads, H * D."""
+        """Channels of all query heads, H * D, where blocks do not differ."""
         return self.num_heads * self.head_dim
 
     @property
     def kv_width(self) -> int:
-        """Channels of all key (or value) heads, H_kv * D."""
+        """Channels of all key (or value) heads, H_kv * D, where blocks do not differ."""
         return self.num_kv_heads * self.head_dim
+
+    def heads_of(self, layer: int) -> HeadShape:
+        """Heads of a block with attention."""
+        if self.wide_heads is not None and self.windows[layer] is None:
+            return self.wide_heads
+        return HeadShape(self.num_heads, self.num_kv_heads, self.head_dim)
+
+    def mlp_width(self, layer: int) -> int:
+        """Width of a block's MLP."""
+        return self.shared_width if self.shared_width and self.mixer(layer) == "shared" else self.intermediate_size
 
     def mixer(self, layer: int) -> Mixer:
         """What mixes the tokens of a block."""
@@ -251,18 +306,32 @@ class ModelSpec:
 
     @property
     def attention_layers(self) -> tuple[int, ...]:
-        """Blocks with attention: those that have a cache."""
+        """Blocks that have a cache: those with attention of their own."""
         return tuple(layer for layer in range(self.num_layers) if self.mixer(layer) == "attention")
 
     @property
     def state_layers(self) -> tuple[int, ...]:
         """Blocks that have a state instead of a cache."""
-        return tuple(layer for layer in range(self.num_layers) if self.mixer(layer) != "attention")
+        return tuple(layer for layer in range(self.num_layers) if self.mixer(layer) in _STATES)
+
+    def cache_of(self, layer: int) -> int:
+        """The block whose cache a block with attention reads: itself, or where that is shared, an earlier one."""
+        if self.mixer(layer) != "shared":
+            return layer
+        alike = (own for own in self.attention_layers if (self.windows[own] is None) == (self.windows[layer] is None))
+        return max(alike)
+
+    @property
+    def lent_layers(self) -> tuple[int, ...]:
+        """Blocks whose cache others read, in their order."""
+        shared = (layer for layer in range(self.num_layers) if self.mixer(layer) == "shared")
+        return tuple(sorted({self.cache_of(layer) for layer in shared}))
 
     @property
     def parameters(self) -> int:
         """Weights of the full-precision model; a tied embedding counts once."""
         count = self.vocab_size * self.hidden_size * (1 if self.tied else 2) + self.hidden_size
+        count += self.token_weights
         for name in self.linear_names()[:-1]:
             rows, width = self.linear_shape(name)
             count += rows * width + (rows if self.has_bias(name) else 0)
@@ -270,6 +339,11 @@ class ModelSpec:
             count += sum(self.block_vectors(layer).values())
             count += sum(rows * width for rows, width in self.routers(layer).values())
         return count
+
+    @property
+    def token_weights(self) -> int:
+        """Of these, the embeddings of blocks' own, of which a token reads a row."""
+        return self.vocab_size * self.num_layers * self.token_width
 
     def has_experts(self, layer: int) -> bool:
         """Whether a block has a mixture of experts in place of an MLP."""
@@ -279,8 +353,10 @@ class ModelSpec:
         """Linear layers of a type that a token passes: `head` is one, `down` one of each block or chosen expert."""
         if layer_type == "head":
             return 1
-        mixtures = sum(map(self.has_experts, range(self.num_layers))) if layer_type in MLP_TYPES else 0
-        return self.num_layers + mixtures * (0 if self.mixture is None else self.mixture.read - 1)
+        if self.mixture is None or layer_type not in MLP_TYPES:
+            return self.num_layers
+        mixtures = sum(map(self.has_experts, range(self.num_layers)))
+        return self.num_layers + mixtures * (self.mixture.read - (not self.mixture.beside))
 
     def share_read(self, name: str) -> float:
         """The share of tokens that read a linear layer or an expert's tensor, if all experts are alike."""
@@ -294,11 +370,11 @@ class ModelSpec:
 
         A convolution's `conv` is [taps, C], tap by tap, and `conv_bias` [C]. A delta rule's `conv` is [taps, channels];
         `decay` and `dt` have a number for each value head, -exp(A) and the step's bias; `gain` [Dv] is the weight of
-        the norm of each head's output.
+        the norm of each head's output. `scale` is what the stream is multiplied by.
         """
         vectors = {"input_norm": self.hidden_size, "post_norm": self.hidden_size} if self.norm_before else {}
-        if self.mixer(layer) == "attention":
-            vectors |= self._attention_vectors()
+        if self.mixer(layer) not in _STATES:
+            vectors |= self._attention_vectors(layer)
         elif self.mixer(layer) == "convolution":
             vectors["conv"] = self.taps * self.hidden_size
             if self.conv_bias:
@@ -312,15 +388,22 @@ class ModelSpec:
             vectors["router_correction"] = self.mixture.experts
         if self.norm_after:
             vectors |= {"o_norm": self.hidden_size, "down_norm": self.hidden_size}
+        if self.mixture is not None and self.mixture.beside and self.has_experts(layer):
+            vectors |= dict.fromkeys(("router_norm", "mlp_norm", "experts_norm", "experts_down_norm"), self.hidden_size)
+        if self.token_width:
+            vectors |= {"tokens.gate_up_norm": self.token_width, "inner.down_norm": self.hidden_size}
+        if self.scaled:
+            vectors["scale"] = 1
         return {f"layers.{layer}.{name}": width for name, width in vectors.items()}
 
-    def _attention_vectors(self) -> dict[str, int]:
+    def _attention_vectors(self, layer: int) -> dict[str, int]:
         """Widths of the norms of queries and keys, and of sinks."""
         vectors: dict[str, int] = {}
         if self.qk_norm:
-            wide = self.qk_norm_form == "all"
-            vectors["q_norm"] = self.q_width if wide else self.head_dim
-            vectors["k_norm"] = self.kv_width if wide else self.head_dim
+            all_together, heads = self.qk_norm_form == "all", self.heads_of(layer)
+            vectors["q_norm"] = heads.q_width if all_together else heads.dim
+            if self.mixer(layer) != "shared":
+                vectors["k_norm"] = heads.kv_width if all_together else heads.dim
         if self.sinks:
             vectors["sinks"] = self.num_heads
         return vectors
@@ -341,7 +424,7 @@ class ModelSpec:
 
     def eps_of(self, name: str) -> float:
         """Epsilon of a norm, `layers.3.q_norm`."""
-        inner = name.endswith(("q_norm", "k_norm", "o_norm", "down_norm"))
+        inner = name.endswith(("q_norm", "k_norm", "v_norm", "o_norm", "down_norm", "gate_up_norm", "mlp_norm"))
         return self.norm_eps if self.inner_eps is None or not inner else self.inner_eps
 
     def rope_of(self, layer: int) -> RopeSpec | None:
@@ -372,8 +455,8 @@ class ModelSpec:
             return self.mixture is not None and self.mixture.bias
         kind = name.rsplit(".", 1)[-1]
         biased = {"qkv": self.qkv_bias, "o": self.o_bias, "gate_up": self.mlp_bias, "down": self.mlp_bias}
-        mixer = self.mixer(int(name.split(".")[1])) if kind in ("qkv", "o") else "attention"
-        return biased.get(kind, False) if mixer == "attention" else self.conv_bias
+        state = kind in ("qkv", "o") and self.mixer(int(name.split(".")[1])) in _STATES
+        return self.conv_bias if state else biased.get(kind, False) and not is_of_tokens(name)
 
     def linear_shape(self, name: str) -> tuple[int, int]:
         """Shape [N, K] of a linear layer (fused, as stored).
@@ -383,7 +466,12 @@ class ModelSpec:
                 `down` alone are those of an expert. Where blocks differ, `qkv` and `o` alone are the average.
         """
         width, kind = self.intermediate_size, name.rsplit(".", 1)[-1]
-        if self.mixture is not None and (name == kind or expert_of(name) is not None):
+        if name != kind and kind in MLP_TYPES:
+            width = self.mlp_width(int(name.split(".")[1]))
+        if is_of_tokens(name):
+            inside = (self.token_width, self.hidden_size)
+            return inside if kind == "gate_up" else inside[::-1]
+        if self.mixture is not None and (expert_of(name) is not None or (name == kind and not self.mixture.beside)):
             width = self.mixture.width
         shapes = {
             "gate_up": (2 * width, self.hidden_size),
@@ -404,15 +492,19 @@ class ModelSpec:
             return 3 * self.hidden_size, self.hidden_size
         if mixer == "delta" and self.delta is not None:
             return self.delta.inputs + self.delta.value_width, self.delta.value_width
-        return (2 if self.gated else 1) * self.q_width + 2 * self.kv_width, self.q_width
+        heads = self.heads_of(layer)
+        own = 0 if mixer == "shared" else 2 * heads.kv_width
+        return (2 if self.gated else 1) * heads.q_width + own, heads.q_width
 
     def block_linears(self, layer: int) -> tuple[str, ...]:
         """Names of a block's linear layers in the order they run; of experts, in that of their numbers."""
         prefix = f"layers.{layer}"
+        plain = tuple(f"{prefix}.{kind}" for kind in LAYER_TYPES)
+        last = tuple(f"{prefix}.{kind}" for kind in (TOKEN_LINEARS if self.token_width else ()))
         if self.mixture is None or not self.has_experts(layer):
-            return tuple(f"{prefix}.{kind}" for kind in LAYER_TYPES)
+            return (*plain, *last)
         experts = (f"{prefix}.experts.{expert}.{kind}" for expert in range(self.mixture.held) for kind in MLP_TYPES)
-        return (f"{prefix}.qkv", f"{prefix}.o", *experts)
+        return (*(plain if self.mixture.beside else plain[:2]), *experts, *last)
 
     def linear_names(self) -> tuple[str, ...]:
         """Names of all linear layers in the order they run, `layers.0.qkv` to `head`."""

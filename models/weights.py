@@ -36,6 +36,10 @@ class Weights(Protocol):
         """The embedding table. float16 [V, C]."""
         ...
 
+    def token_table(self) -> npt.NDArray[np.float16]:
+        """Embeddings of the blocks' own, side by side. float16 [V, blocks * P]."""
+        ...
+
     def release(self) -> None:
         """Free the memory of what was read, as far as it can be read again; arrays stay valid."""
         ...

@@ -14,6 +14,7 @@ from models.families.exaone4 import EXAONE4
 from models.families.family import EXPERTS, Family
 from models.families.fields import PUBLISHED, Fields
 from models.families.gemma import GEMMA, GEMMA2, GEMMA3
+from models.families.gemma4 import GEMMA4
 from models.families.glm4 import GLM4, GLM4_MOE
 from models.families.gpt_oss import GPT_OSS
 from models.families.granite import GRANITE, GRANITE_MOE, GRANITE_MOE_SHARED
@@ -34,7 +35,7 @@ FAMILIES: Mapping[str, Family] = {
     family.model_type: family
     for family in (
         *(LLAMA, MISTRAL, MINISTRAL, MINISTRAL3, QWEN2, QWEN3, PHI3, SMOLLM3, GRANITE, SEED_OSS),
-        *(GEMMA, GEMMA2, GEMMA3, OLMO2, OLMO3, EXAONE4, GLM4, HUNYUAN, ERNIE4_5, LFM2, QWEN35),
+        *(GEMMA, GEMMA2, GEMMA3, GEMMA4, OLMO2, OLMO3, EXAONE4, GLM4, HUNYUAN, ERNIE4_5, LFM2, QWEN35),
         *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, QWEN35_MOE, GRANITE_MOE, GRANITE_MOE_SHARED, OLMOE, GPT_OSS),
         *(GLM4_MOE, ERNIE4_5_MOE),
     )
@@ -43,10 +44,10 @@ FAMILIES: Mapping[str, Family] = {
 
 SUPPORTED = (
     "Llama 2/3/3.1/3.2, Mistral, Ministral 8B and 3, Qwen2/2.5, Qwen3, Qwen3.5, Phi-3/3.5, SmolLM3, Granite 3, "
-    "Seed-OSS, Gemma 1/2/3, OLMo 2/3, EXAONE 4, GLM-4, Hunyuan, ERNIE 4.5 and LFM2"
+    "Seed-OSS, Gemma 1 to 4, OLMo 2/3, EXAONE 4, GLM-4, Hunyuan, ERNIE 4.5 and LFM2"
 )
 """The families as an error message names them."""
-MIXTURES = "gpt-oss, Mixtral, Qwen2-MoE, Qwen3-MoE, Qwen3.5-MoE, GLM-4.5, ERNIE 4.5, OLMoE and Granite-MoE"
+MIXTURES = "gpt-oss, Mixtral, Qwen2-MoE, Qwen3-MoE, Qwen3.5-MoE, Gemma 4, GLM-4.5, ERNIE 4.5, OLMoE and Granite-MoE"
 """Those with experts."""
 
 READ_QUANTIZED = ("fp8", "mxfp4", "awq", "gptq", "compressed-tensors")

@@ -42,6 +42,8 @@ CORRECTION = ".e_score_correction_bias"
 """How the tensor of a router's correction is called behind its module."""
 _PARTS = {
     "sinks": "",
+    "scale": "",
+    "router_norm": "",
     "decay": "",
     "dt": "",
     "conv_bias": ".bias",
@@ -72,20 +74,30 @@ class Family:
     """The same for blocks with other mixers than attention, and the modules of their vectors."""
     norms: Mapping[str, str] = field(default_factory=lambda: NORMS)
     """Modules of a block's norms."""
+    outer: Mapping[str, str] = field(default_factory=dict)
+    """Modules that blocks share, by what each calls its part of them, and the table of `tokens`."""
     last_norm: str = "model.norm"
     """Module of the norm before the head."""
     multipliers: Callable[[Fields], Mapping[str, float]] = lambda _: {}
-    """Multipliers of config.json that fold into weights: factors of `q`, `o`, `down` and of norms."""
+    """Multipliers of config.json that fold into weights: factors of `q`, `o`, `down`, of norms and others; of all
+    blocks, or with its name of one."""
     norm_offset: float = 0.0
     """What is added to the stored weights of all norms: 1 in families that store w and multiply by 1 + w."""
     interleaved: bool = False
     """Whether channels 2i and 2i + 1 of a head rotate together. The rows of q and k are then read in another order."""
+    proportional: bool = False
+    """Whether a share of all pairs i and i + D / 2 of a head rotates. Those rows of q and k, and of their norms, are
+    then read first."""
+    keys_as_values: str = ""
+    """The key of config.json that says whether values are made by the weights of keys in blocks without a window."""
     wrapper: str = ""
     """The class of multimodal checkpoints whose text part is of this family."""
     mixture: bool = False
     """Whether its blocks may have experts."""
     routers: tuple[str, ...] = ("mlp.gate",)
     """Modules of a block's router: of the experts to choose from, and of the share of shared ones."""
+    expert_scales: str = ""
+    """Vector of a block with a factor of each expert, which folds into its `down`."""
     alternating: bool = False
     """Whether gate and up alternate in tensors of all experts, which are [E, inputs, outputs] (`models.experts`)."""
     predicts_further: bool = False
@@ -105,12 +117,15 @@ class Family:
         if not name.startswith("layers."):
             return {"embed": ("model.embed_tokens",), "norm": (self.last_norm,), "head": ("lm_head",)}[name]
         _, layer, *expert, part = name.split(".")
-        if expert:
+        own = ".".join((*expert, part))
+        if own in self.outer:
+            return (self.outer[own],)
+        if expert and expert[0] == "experts":
             return tuple(f"model.layers.{layer}.mlp.experts.{expert[-1]}.{module}" for module in PROJECTIONS[part])
         if part == "router":
             return tuple(f"model.layers.{layer}.{module}" for module in self.routers)
         modules = {**self.linear_sources, **self.mixer_sources.get(mixer, {})}
-        found = modules[part] if part in modules else (self.norms[part],)
+        found = modules[own] if own in modules else (self.norms[own],)
         return tuple(f"model.layers.{layer}.{module}" for module in found)
 
     def vector(self, name: str, mixer: Mixer = "attention") -> str:
@@ -127,6 +142,7 @@ class Routing(TypedDict, total=False):
     corrected: bool
     scale: float
     gated: bool
+    beside: bool
 
 
 class Common(TypedDict):

@@ -15,6 +15,8 @@ from models.spec import RopeKind, RopeSpec
 
 KINDS: Mapping[str, RopeKind] = {kind: kind for kind in ("default", "linear", "llama3", "longrope", "yarn")}
 """Supported values of `rope_type`."""
+_PROPORTIONAL = "proportional"
+"""Another one, of Gemma 4."""
 
 
 def rope_spec(
@@ -41,7 +43,7 @@ def rope_spec(
 
 
 def rope_specs(
-    fields: Fields, head_dim: int, max_context: int, *, theta: float, local: float | None
+    fields: Fields, head_dim: int, max_context: int, *, theta: float, local: float | None, wide: int | None = None
 ) -> tuple[RopeSpec, RopeSpec]:
     """Read the rotary embeddings of a model whose blocks with a window have another one.
 
@@ -53,6 +55,7 @@ def rope_specs(
         max_context: `max_position_embeddings`.
         theta: Base of the blocks that see everything, where config.json doesn't say.
         local: Base of those with a window, where config.json doesn't say; None: the same as of the others.
+        wide: D of the blocks that see everything, where it is another one.
 
     Returns:
         That of the blocks that see everything, and that of those with a window.
@@ -71,7 +74,11 @@ def rope_specs(
         (part or replace(table, table={})).with_defaults({"rope_theta": base})
         for part, base in zip(parts, (theta, theta if local is None else local), strict=True)
     ]
-    full, sliding = (_read(fields, part, head_dim, max_context, None) for part in both)
+    aliases: Mapping[str, RopeKind] = {_PROPORTIONAL: "default"} if wide else {}
+    full, sliding = (
+        _read(fields, part, dim, max_context, aliases)
+        for part, dim in zip(both, (wide or head_dim, head_dim), strict=True)
+    )
     return full, sliding
 
 
@@ -92,6 +99,8 @@ def _read(
             f"{table.source}: rope_type '{name}' is not supported (supported: {', '.join(known)}). "
             "Choose another model."
         )
+    if name == _PROPORTIONAL:
+        return _proportional(fields, table, head_dim)
     kind = known[name]
     theta = table.number("rope_theta", fields.number("rope_theta", 10000.0))
     rotary_dim = _rotary_dim(fields, table, head_dim)
@@ -104,6 +113,17 @@ def _read(
     if kind == "yarn":
         return _yarn(fields, table, theta, rotary_dim, max_context)
     return _longrope(fields, table, theta, rotary_dim, max_context)
+
+
+def _proportional(fields: Fields, table: Fields, head_dim: int) -> RopeSpec:
+    """The first pairs of all D / 2, at the frequencies that they have among those, rotate (`Family.proportional`)."""
+    share = table.number("partial_rotary_factor", 1.0)
+    rotary_dim = 2 * int(share * head_dim // 2)
+    if not 2 <= rotary_dim <= head_dim:
+        raise table.wrong("partial_rotary_factor", share, f"a share of {head_dim // 2} pairs of channels")
+    theta, factor = table.number("rope_theta", fields.number("rope_theta", 10000.0)), table.number("factor", 1.0)
+    kind: RopeKind = "default" if factor == 1 else "linear"
+    return RopeSpec(theta=theta ** (rotary_dim / head_dim), rotary_dim=rotary_dim, kind=kind, factor=factor)
 
 
 def _rotary_dim(fields: Fields, table: Fields, head_dim: int) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -29,7 +29,7 @@ _EXAONE_WINDOW = 4096
 _LOCAL_THETA = 1e4
 _SIGMOID = 2
 """Number of the function that makes scores of a router's logits."""
-_INTERVALS = {"gemma2": 2, "gemma3": 6, "exaone4": 4, "olmo2": 4}
+_INTERVALS = {"gemma2": 2, "gemma3": 6, "gemma4": 6, "exaone4": 4, "olmo2": 4}
 """Every so many blocks one has no window, where a file doesn't say."""
 
 
@@ -53,6 +53,8 @@ class Architecture:
     """Whether it has delta rules."""
     post_norm: str = "ffn_norm"
     """Name of the norm before the MLP."""
+    wide: bool = False
+    """Whether blocks without a window have heads of their own, and others, too, may differ."""
     pairs: bool = False
     """Whether the rows of q and k stand in llama.cpp's order, which rotates neighbours."""
     options: Options = lambda *_: {}
@@ -248,6 +250,65 @@ def _gemma(fields: Fields, name: str, config: Mapping[str, Any], _tensors: froze
     return found
 
 
+def _gemma4(fields: Fields, name: str, config: Mapping[str, Any], tensors: frozenset[str]) -> dict[str, Any]:
+    """Sizes by block are read off lists; values are made by keys where the first block without a window has none."""
+    blocks, head_dim = config["num_hidden_layers"], config["head_dim"]
+    layers = _layers(fields, name, blocks)
+    types = [*layers["layer_types"][:-1], "full_attention"]
+    widths = each_block(fields, f"{name}.feed_forward_length", blocks)
+    kv_heads = each_block(fields, f"{name}.attention.head_count_kv", blocks)
+    first = {kind: types.index(kind) for kind in dict.fromkeys(types)}
+    wide = first["full_attention"]
+    full = {
+        "rope_type": "proportional",
+        "partial_rotary_factor": config.get("partial_rotary_factor", 1.0),
+        "rope_theta": config["rope_theta"],
+    }
+    narrow = fields.integer(f"{name}.attention.key_length_swa", head_dim)
+    local = {
+        "rope_type": "default",
+        "partial_rotary_factor": fields.integer(f"{name}.rope.dimension_count_swa", narrow) / narrow,
+        "rope_theta": shortest(fields.number(f"{name}.rope.freq_base_swa", _LOCAL_THETA)),
+    }
+    experts: dict[str, Any] = {}
+    if fields.table.get(f"{name}.expert_count"):
+        experts = {
+            "enable_moe_block": True,
+            "num_experts": fields.integer(f"{name}.expert_count"),
+            "top_k_experts": fields.integer(f"{name}.expert_used_count"),
+            "moe_intermediate_size": fields.integer(f"{name}.expert_feed_forward_length"),
+        }
+    return {
+        **layers,
+        **experts,
+        "layer_types": types,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "head_dim": narrow,
+        "global_head_dim": head_dim,
+        "intermediate_size": widths[0],
+        "use_double_wide_mlp": widths[-1] == 2 * widths[0],
+        "num_key_value_heads": kv_heads[first.get("sliding_attention", wide)],
+        "num_global_key_value_heads": kv_heads[wide],
+        "attention_k_eq_v": f"model.layers.{wide}.self_attn.v_proj.weight" not in tensors,
+        "num_kv_shared_layers": fields.table.get(f"{name}.attention.shared_kv_layers") or 0,
+        "hidden_size_per_layer_input": fields.table.get(f"{name}.embedding_length_per_layer_input") or 0,
+        "vocab_size_per_layer_input": config["vocab_size"],
+        "attention_bias": Q_BIAS in tensors,
+        "final_logit_softcapping": fields.optional_number(f"{name}.final_logit_softcapping"),
+        "rope_parameters": {"full_attention": full, "sliding_attention": local},
+    }
+
+
+def each_block(fields: Fields, key: str, blocks: int) -> list[int]:
+    """A size of each block: a list, or one number for all."""
+    listed = fields.table.get(key)
+    if not isinstance(listed, list | memoryview):
+        return [fields.integer(key)] * blocks
+    if len(listed) != blocks:
+        raise fields.wrong(key, listed, f"a number, or a list of {blocks}")
+    return [replace(fields, table={key: own}).integer(key) for own in listed]
+
+
 def _olmo(fields: Fields, name: str, config: Mapping[str, Any], tensors: frozenset[str]) -> dict[str, Any]:
     """An OLMo 2 that has a window is an OLMo 3."""
     found = _attention_bias(fields, name, config, tensors)
@@ -298,6 +359,9 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "gemma": Architecture(model_type="gemma", options=_first_gemma),
     "gemma2": Architecture(model_type="gemma2", caps=CAPS, windows=True, options=_gemma),
     "gemma3": Architecture(model_type="gemma3_text", caps=CAPS[1:], windows=True, options=_gemma),
+    "gemma4": Architecture(
+        model_type="gemma4_text", caps=CAPS[1:], windows=True, wide=True, experts=True, options=_gemma4
+    ),
     "olmo2": Architecture(model_type="olmo2", windows=True, options=_olmo),
     "exaone4": Architecture(model_type="exaone4", windows=True, options=_exaone),
     "glm4": Architecture(model_type="glm4", options=_glm),

@@ -37,13 +37,15 @@ def read_gguf(path: Path) -> CheckpointFiles:
     config = config_of(header, tensors)
     family = family_of(config, source=str(path))
     spec = spec_from_config(config, source=str(path), remedy=REMEDY)
+    described = Fields(table=config, source=str(path))
     tables = {CONFIG: config, GENERATION_CONFIG: gguf_generation_config(header.metadata)}
     return CheckpointFiles(
         path=path,
         configuration={name: json.dumps(table, indent=2).encode() for name, table in tables.items() if table},
         spec=spec,
         family=family,
-        multipliers=family.multipliers(Fields(table=config, source=str(path))),
+        multipliers=family.multipliers(described),
+        keys_as_values=bool(family.keys_as_values) and described.flag(family.keys_as_values, False),
         described_in="the metadata",
         remedy=REMEDY,
         entries=separate(tensors, family, spec.mixture),

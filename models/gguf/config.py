@@ -16,7 +16,7 @@ from typing import Any
 from models.errors import CheckpointError, UnsupportedModelError
 from models.families import FAMILIES, nearest
 from models.families.fields import Fields
-from models.gguf.architectures import ARCHITECTURES, CAPS, shortest
+from models.gguf.architectures import ARCHITECTURES, CAPS, each_block, shortest
 from models.gguf.header import Header
 from models.gguf.tensors import GgufTensor, further_blocks
 from models.gguf.vocabulary import ends_of_generation, read_vocabulary
@@ -36,6 +36,8 @@ _MULTIPLIERS = ("attention.scale", "embedding_scale", "residual_scale", "logit_s
 _USUAL_HEADS = ("llama", "qwen2", "phi3", "granite", "granitemoe", "smollm3")
 """Architectures whose heads are as wide as the hidden size says where config.json doesn't."""
 _MAX_FACTORS = 1 << 16
+_NEVER = 1e20
+"""Divisor of a frequency that makes it nothing."""
 _SCALINGS = ("none", "linear", "yarn")
 """Kinds of rotary scaling that metadata alone describe; longrope and llama3 come as tensors of factors."""
 
@@ -94,7 +96,7 @@ def config_of(header: Header, tensors: Mapping[str, GgufTensor]) -> dict[str, An
         "architectures": [FAMILIES[known.model_type].architecture],
         "model_type": known.model_type,
         "hidden_size": fields.integer(f"{name}.embedding_length"),
-        "intermediate_size": fields.integer(f"{name}.feed_forward_length", width if known.experts else None),
+        "intermediate_size": _width(fields, name, blocks, width if known.experts else None),
         "num_hidden_layers": blocks,
         "num_attention_heads": heads,
         "num_key_value_heads": _kv_heads(fields, name, heads),
@@ -107,7 +109,9 @@ def config_of(header: Header, tensors: Mapping[str, GgufTensor]) -> dict[str, An
     }
     config |= _heads(fields, name, config)
     config |= _window(fields, name, config["max_position_embeddings"])
-    config |= _rope_scaling(fields, name, tensors)
+    config |= _share(tensors) if known.wide else _rope_scaling(fields, name, tensors)
+    if known.wide:
+        fields = fields.with_defaults({f"{name}.attention.head_count_kv": heads})
     config |= known.options(fields, name, config, frozenset(tensors))
     vocabulary = read_vocabulary(header)
     if len(vocabulary.tokens) > config["vocab_size"]:
@@ -123,12 +127,35 @@ def config_of(header: Header, tensors: Mapping[str, GgufTensor]) -> dict[str, An
     return config
 
 
+def _width(fields: Fields, name: str, blocks: int, absent: int | None) -> int:
+    """Width of the MLP, where it differs that of the first block."""
+    key = f"{name}.feed_forward_length"
+    return each_block(fields, key, blocks)[0] if ARCHITECTURES[name].wide else fields.integer(key, absent)
+
+
+def _share(tensors: Mapping[str, GgufTensor]) -> dict[str, Any]:
+    """The share of pairs that rotate in blocks without a window: the others' frequencies are divided to nothing."""
+    divided = tensors.get("rope_freqs.weight")
+    factors = [1.0] if divided is None else _factors(divided)
+    turning = [factor for factor in factors if factor < _NEVER]
+    if set(turning) != {1.0} or factors[: len(turning)] != turning:
+        raise UnsupportedModelError(
+            "rope_freqs.weight: rotary factors other than 1 for the first pairs, and so many that the others never "
+            "turn, are not supported. Choose another conversion of the model."
+        )
+    share = len(turning) / len(factors)
+    exact = int(share * 2 * len(factors) // 2) == len(turning)  # readers truncate
+    return {"partial_rotary_factor": share if exact else math.nextafter(share, 1.0)}
+
+
 def _kv_heads(fields: Fields, name: str, heads: int) -> int:
     """Key-value heads; a list has those of every block, 0 where there is no attention."""
     key = f"{name}.attention.head_count_kv"
     listed = fields.table.get(key)
     if not isinstance(listed, list | memoryview):
         return fields.integer(key, heads)
+    if ARCHITECTURES[name].wide:
+        return replace(fields, table={key: listed[0] if len(listed) else None}).integer(key)
     counts = {int(count) for count in listed} - {0}
     if len(counts) != 1:
         raise fields.wrong(key, listed, "the same in all blocks that have attention")

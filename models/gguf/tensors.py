@@ -52,10 +52,16 @@ _NORMS = {
     "attn_k_norm": "k_norm",
     "post_attention_norm": "o_norm",
     "post_ffw_norm": "down_norm",
+    "post_norm": "inner.down_norm",
+    "post_ffw_norm_1": "mlp_norm",
+    "pre_ffw_norm_2": "experts_norm",
+    "post_ffw_norm_2": "experts_down_norm",
 }
 """Norms by the names of `models.architecture`."""
 _VECTORS = {
     "attn_sinks.weight": "sinks",
+    "layer_output_scale.weight": "scale",
+    "ffn_gate_inp.scale": "router_norm",
     "exp_probs_b.bias": "router_correction",
     "ssm_a": "decay",
     "ssm_dt.bias": "dt",
@@ -74,9 +80,19 @@ _MIXERS = {
     "ssm_out": "linear_attn.out_proj",
 }
 """Modules of blocks with another mixer than attention."""
+_TOKENS = {"inp_gate": "inner.gate_up", "proj": "inner.down"}
+"""Linear layers of blocks with embeddings of their own, by the names of `models.architecture`."""
+_OUTER = {
+    "per_layer_token_embd": "tokens",
+    "per_layer_model_proj": "tokens.gate_up",
+    "per_layer_proj_norm": "tokens.gate_up_norm",
+}
+"""What these blocks share."""
 _FACTORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
 """Tensors that are not weights but tables, which Hugging Face's format keeps in config.json."""
-_NAME = re.compile(r"(?:blk\.(?P<layer>0|[1-9]\d{0,4})\.)?(?P<module>[\w.]+?)(?:\.(?P<part>weight|bias))?", re.ASCII)
+_NAME = re.compile(
+    r"(?:blk\.(?P<layer>0|[1-9]\d{0,4})\.)?(?P<module>[\w.]+?)(?:\.(?P<part>weight|bias|scale))?", re.ASCII
+)
 _CONVOLUTIONS = ("conv.conv", "linear_attn.conv1d")
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 """What the name of an expert's tensor has, and that of all experts has not."""
@@ -211,7 +227,7 @@ def _whole(family: Family) -> dict[str, str]:
         for mixer in mixers:
             if part in family.norms or part in family.mixer_sources.get(mixer, {}):
                 found[own] = family.vector(f"layers.0.{part}", mixer).removeprefix("model.layers.0.")
-    return found
+    return found | ({"ffn_down_exps.scale": family.expert_scales} if family.expert_scales else {})
 
 
 def _block(architecture: str, family: Family) -> dict[str, str]:
@@ -225,14 +241,16 @@ def _block(architecture: str, family: Family) -> dict[str, str]:
         own["ffn_gate"] = gate[0]
     mixing = {module for sources in family.mixer_sources.values() for modules in sources.values() for module in modules}
     mixers = {name: module for name, module in _MIXERS.items() if module in mixing}
+    tokens = {own: family.linear_sources[name][0] for own, name in _TOKENS.items() if name in family.linear_sources}
     fused = {} if family.alternating else {"ffn_gate_up_exps": "mlp.experts.gate_up_proj"}
-    return {**_LINEAR, **norms, **own, **routers, **mixers, **fused}
+    return {**_LINEAR, **norms, **own, **routers, **mixers, **fused, **tokens}
 
 
 def _outer(family: Family) -> dict[str, str]:
     """Modules outside of blocks; where the last norm is named for the embedding, it is in a file, too."""
     norm = "token_embd_norm" if family.last_norm.endswith("embedding_norm") else "output_norm"
-    return {"token_embd": "model.embed_tokens", norm: family.last_norm, "output": "lm_head"}
+    others = {own: family.outer[name] for own, name in _OUTER.items() if name in family.outer}
+    return {"token_embd": "model.embed_tokens", norm: family.last_norm, "output": "lm_head", **others}
 
 
 def tensors_of(header: Header, architecture: str, family: Family, orders: Mapping[str, Order]) -> dict[str, GgufTensor]:

@@ -1,7 +1,7 @@
 """The tokenizer of a GGUF file as the tokenizer.json and tokenizer_config.json of Hugging Face's format.
 
-Three kinds exist in models of the supported architectures: byte-level BPE (`gpt2`), sentencepiece's BPE, which merges
-by scores (`llama`), and sentencepiece's Unigram (`t5`).
+Four kinds exist in models of the supported architectures: byte-level BPE (`gpt2`), sentencepiece's BPE, which merges
+by scores (`llama`) or by a list (`gemma4`), and sentencepiece's Unigram (`t5`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TOKENIZER_CONFIG = "tokenizer_config.json"
 _REMEDY = "Take another conversion of the model."
 _SPACE = "▁"
 """Sentencepiece's character for a space."""
-_KINDS = ("gpt2", "llama", "t5")
+_KINDS = ("gpt2", "llama", "gemma4", "t5")
 _MAX_TOKEN, _MAX_MERGES = 512, 1 << 21
 """Limits at four times the largest known sentencepiece vocabularies, since time and memory grow with both."""
 
@@ -88,8 +88,8 @@ def _made(header: Header, vocabulary: Vocabulary, kind: str) -> Tokenizer:
     """The tokenizer of a file."""
     if kind == "gpt2":
         tokenizer, begins, ends = _byte_level(header, vocabulary)
-    elif kind == "llama":
-        tokenizer, begins, ends = _sentencepiece_bpe(header, vocabulary)
+    elif kind in ("llama", "gemma4"):
+        tokenizer, begins, ends = _sentencepiece_bpe(header, vocabulary, listed=kind == "gemma4")
     else:
         tokenizer, begins, ends = _unigram(header, vocabulary)
     _add_tokens(tokenizer, header, vocabulary, kind)
@@ -102,8 +102,7 @@ def _byte_level(header: Header, vocabulary: Vocabulary) -> tuple[Tokenizer, bool
     from tokenizers import Tokenizer, decoders, models
 
     way = PRE_TOKENIZERS[_fields(header).text("tokenizer.ggml.pre")]
-    merges = [(left, right) for left, _, right in (m.partition(" ") for m in list_of(header, "merges", str))]
-    tokenizer = Tokenizer(models.BPE(vocabulary.ids, merges, ignore_merges=way.ignore_merges))
+    tokenizer = Tokenizer(models.BPE(vocabulary.ids, _listed(header), ignore_merges=way.ignore_merges))
     normalizer, tokenizer.pre_tokenizer = cutter(way, space=_flag(header, "add_space_prefix", False))
     if normalizer is not None:
         tokenizer.normalizer = normalizer
@@ -125,12 +124,12 @@ def cutter(way: PreTokenizer, *, space: bool) -> tuple[Any, Any]:
     return normalizers.NFC() if way.nfc else None, pre_tokenizers.Sequence([*cuts, last])
 
 
-def _sentencepiece_bpe(header: Header, vocabulary: Vocabulary) -> tuple[Tokenizer, bool, bool]:
-    """BPE that merges the pair whose token has the best score; unknown characters become bytes."""
+def _sentencepiece_bpe(header: Header, vocabulary: Vocabulary, *, listed: bool) -> tuple[Tokenizer, bool, bool]:
+    """BPE that merges the pair whose token has the best score, or is listed first; unknown characters become bytes."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     ids = vocabulary.ids
-    merges = _merges(ids, _scores(header, vocabulary))
+    merges = _listed(header) if listed else _merges(ids, _scores(header, vocabulary))
     tokenizer = Tokenizer(models.BPE(ids, merges, unk_token=_unknown(vocabulary), fuse_unk=True, byte_fallback=True))
     prefix = _flag(header, "add_space_prefix", True)
     before = [normalizers.Prepend(_SPACE)] if prefix else []
@@ -140,6 +139,11 @@ def _sentencepiece_bpe(header: Header, vocabulary: Vocabulary) -> tuple[Tokenize
         [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *after]
     )
     return tokenizer, True, False
+
+
+def _listed(header: Header) -> list[tuple[str, str]]:
+    """Pairs in the order in which they are merged, as the file lists them."""
+    return [(left, right) for left, _, right in (pair.partition(" ") for pair in list_of(header, "merges", str))]
 
 
 def _merges(ids: Mapping[str, int], scores: list[float]) -> list[tuple[str, str]]:

@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from models import carried
 from models.checkpoint import Checkpoint
 from models.errors import QuantizationError
 from models.oracle import Oracle, capped
@@ -109,7 +110,7 @@ def divergences(
     for layer in range(spec.num_layers):
         _advance(checkpoint, group_size, layer, states)
         watch(sum(passes[: layer + 1]) / total)
-    norm = checkpoint.vector("norm")
+    norm, states = checkpoint.vector("norm"), [state[..., : spec.hidden_size] for state in states]
     for state in states:
         for copy in state:
             copy.mul_(torch.rsqrt(copy.square().mean(-1, keepdim=True) + spec.norm_eps)).mul_(norm)
@@ -124,7 +125,7 @@ def _large_blocks(bits: float, blocks: int) -> int:
 
 def _token_limit(spec: ModelSpec) -> int:
     """Tokens for which time and memory suffice."""
-    fitting = STATES_BYTES // (4 * (spec.num_layers + 1) * spec.hidden_size)
+    fitting = STATES_BYTES // (4 * (spec.num_layers + 1) * carried.carried_width(spec))
     weights = sum(math.prod(spec.linear_shape(kind)) * spec.products(kind) for kind in LAYER_TYPES)
     affordable = int(MAX_WORK / (weights * (spec.num_layers + 1) / 2))
     return max(_FEWEST_TOKENS, min(MAX_TOKENS, max(ENOUGH_TOKENS, affordable), fitting))
@@ -140,12 +141,12 @@ def _sample(windows: Batches, limit: int) -> list[torch.Tensor]:
 
 
 def _embed(checkpoint: Checkpoint, tokens: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Hidden states of each sequence, float32 [1 + blocks, S, C]: the untouched model's, and room for the copies'."""
-    table = checkpoint.embedding()
+    """Inputs of the first block, float32 [1 + blocks, S, ...]: of the untouched model, and room for the copies."""
+    spec, table = checkpoint.spec, checkpoint.embedding()
     states = []
     for sequence in tokens:
-        state = torch.zeros(checkpoint.spec.num_layers + 1, len(sequence), table.shape[1])
-        state[0] = table[sequence]
+        state = torch.zeros(spec.num_layers + 1, len(sequence), carried.carried_width(spec))
+        state[0] = carried.begin(spec, sequence, table)
         states.append(state)
     return states
 
@@ -263,3 +264,7 @@ class _CoarseBlock:
     def embedding(self) -> torch.Tensor:
         """The embedding table [V, C]."""
         return self._checkpoint.embedding()
+
+    def token_rows(self, tokens: torch.Tensor, layer: int) -> torch.Tensor:
+        """Rows of a block's own embedding table."""
+        return self._checkpoint.token_rows(tokens, layer)

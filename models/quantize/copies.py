@@ -18,6 +18,7 @@ from functools import partial
 import numpy as np
 import torch
 
+from models import carried
 from models.checkpoint import Checkpoint
 from models.losses import TypeLosses
 from models.oracle import Oracle
@@ -59,12 +60,12 @@ def start(checkpoint: Checkpoint, windows: Batches) -> Batches:
         return []
     table = checkpoint.embedding()
     copies = 1 + len(LAYER_TYPES) * len(K_CHUNKS)
-    fitting = max(2, min(TOKENS, STATES_BYTES // (4 * copies * table.shape[1])))
+    fitting = max(2, min(TOKENS, STATES_BYTES // (4 * copies * carried.carried_width(checkpoint.spec))))
     length = min(LENGTH, fitting, max(map(len, sequences)))
     complete = [sequence[:length] for sequence in sequences if len(sequence) >= length]
     wanted = min(len(complete), fitting // length)
     chosen = [complete[index * len(complete) // wanted] for index in range(wanted)]
-    return [table[tokens].to(torch.float32).repeat(copies, 1, 1) for tokens in chosen]
+    return [carried.begin(checkpoint.spec, tokens, table).repeat(copies, 1, 1) for tokens in chosen]
 
 
 def advance(
@@ -122,7 +123,7 @@ def losses(
         watch: Called with the share that is done; may raise to stop.
     """
     spec = checkpoint.spec
-    states = torch.cat(copies, 1)  # [1 + copies, T, C]
+    states = torch.cat([own[..., : spec.hidden_size] for own in copies], 1)  # [1 + copies, T, C]
     inputs = normed(states, checkpoint.vector("norm"), spec.norm_eps)
     own = normed(states[0], norm, spec.norm_eps).expand(1 + len(K_CHUNKS), *states.shape[1:])
     blocks, outer = Divergence(inputs, spec.logit_cap), Divergence(own, spec.logit_cap)

@@ -22,8 +22,9 @@ class KeyMoments:
     def __init__(self, spec: ModelSpec, layer: int) -> None:
         self.layer = layer
         self._count = 0
-        self._keys = torch.zeros(spec.num_kv_heads, spec.head_dim, dtype=torch.float64)
-        self._queries = torch.zeros(spec.num_kv_heads, spec.head_dim, spec.head_dim, dtype=torch.float64)
+        heads = spec.heads_of(layer)
+        self._keys = torch.zeros(heads.kv_heads, heads.dim, dtype=torch.float64)
+        self._queries = torch.zeros(heads.kv_heads, heads.dim, heads.dim, dtype=torch.float64)
 
     def observe(self, _layer: int, queries: torch.Tensor, keys: torch.Tensor) -> None:
         """Count a batch: float32 [B, H, S, D] and [B, H_kv, S, D], rotated. See `models.oracle.KeyObserver`."""

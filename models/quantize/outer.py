@@ -92,7 +92,7 @@ def quantize_outer(
     Raises:
         QuantizationError: a weight or activation is NaN or infinite, or out of range.
     """
-    spec = checkpoint.spec
+    spec, streams = checkpoint.spec, streams.alone(checkpoint.spec)
     shape = (spec.vocab_size, spec.hidden_size)
     norm = checkpoint.vector("norm")
     weight, bias = checkpoint.linear("head")
@@ -118,6 +118,7 @@ def quantize_outer(
     return Outer(
         tensors={
             "embed": _half(checkpoint.embedding()),
+            **({"tokens": _token_table(checkpoint)} if spec.token_width else {}),
             "norm": stored_norm.numpy(),
             **stored_tensors(head),
         },
@@ -218,13 +219,24 @@ def _answer(x: torch.Tensor) -> torch.Tensor:
 
 def _half(table: torch.Tensor) -> PiecewiseTensor:
     """An embedding table as float16 [V, C], converted piece by piece while it is written."""
-    step = max(1, _PIECE // max(1, table.shape[1]))
+    return _halves(tuple(table.shape), lambda first, count: table[first : first + count])
+
+
+def _token_table(checkpoint: Checkpoint) -> PiecewiseTensor:
+    """The embeddings of the blocks' own as float16 [V, blocks * P], likewise; read piece by piece, too."""
+    spec = checkpoint.spec
+    return _halves((spec.vocab_size, spec.num_layers * spec.token_width), checkpoint.token_table)
+
+
+def _halves(shape: tuple[int, ...], rows: Callable[[int, int], torch.Tensor]) -> PiecewiseTensor:
+    """A table of which `rows` gives those from a first one on, so many."""
+    step = max(1, _PIECE // max(1, shape[1]))
 
     def pieces() -> Iterator[Array]:
-        for start in range(0, table.shape[0], step):
-            piece = table[start : start + step].to(torch.float16)
+        for start in range(0, shape[0], step):
+            piece = rows(start, min(step, shape[0] - start)).to(torch.float16)
             if not torch.isfinite(piece).all():
                 raise QuantizationError("the embedding table holds NaN, infinity or numbers beyond fp16's range")
             yield piece.numpy()
 
-    return PiecewiseTensor(dtype=np.dtype(np.float16), shape=tuple(table.shape), pieces=pieces)
+    return PiecewiseTensor(dtype=np.dtype(np.float16), shape=shape, pieces=pieces)

@@ -40,7 +40,7 @@ from models.quantize.text import (
 )
 from models.quantize.work import Work, recipe_file
 from models.quantize.working import WorkingBlock
-from models.quantizers import FOR_EXPERTS, SCALED, SECOND_MOMENTS, SENSITIVITIES
+from models.quantizers import MATRIX_BY_MATRIX, SCALED, SECOND_MOMENTS, SENSITIVITIES
 from models.recipe import LARGEST_BITS, Recipe
 from models.spec import expert_of
 from models.store import Store, StoredModelInfo, layout
@@ -79,9 +79,14 @@ class Pipeline:
         if calibration is None and recipe.smooth_attention:
             raise QuantizationError("smooth_attention needs a calibration text; give one, or leave it out")
         checkpoint = Checkpoint.open(folder)
-        if checkpoint.spec.mixture is not None and recipe.method not in FOR_EXPERTS:
+        spec = checkpoint.spec
+        if recipe.method not in MATRIX_BY_MATRIX and (spec.mixture is not None or spec.v_norm):
+            what = "mixtures of experts" if spec.mixture is not None else f"{spec.family} models"
+            raise QuantizationError(f"{recipe.method} does not quantize {what}; choose {' or '.join(MATRIX_BY_MATRIX)}")
+        if recipe.smooth_attention and spec.wide_heads is not None:
             raise QuantizationError(
-                f"{recipe.method} does not quantize mixtures of experts; choose {' or '.join(FOR_EXPERTS)}"
+                f"keys of {spec.family} models cannot be smoothed, because blocks have them in two widths or share "
+                "them; leave the step out"
             )
         self.checkpoint = RotatedCheckpoint.of(checkpoint) if recipe.rotate else checkpoint
         self.store = store

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from models import carried
 from models.calibration import InputStatistics
 from models.checkpoint import Checkpoint
 from models.oracle import Oracle, Weights
@@ -38,7 +39,7 @@ _STREAMS = ("calibration", "full", "low", "finer", "copies")
 
 @dataclass(slots=True, kw_only=True)
 class Streams:
-    """Inputs of the next block, each batch float32 [B, S, C]."""
+    """Inputs of the next block, each batch float32 [B, S, C], or wider: see `models.carried`."""
 
     calibration: Batches
     """The calibration text in full precision."""
@@ -65,17 +66,23 @@ class Streams:
             copies: Embedded already.
             tried: How the low-bit model is tried.
         """
-        table = checkpoint.embedding()
-        full = [table[tokens].to(torch.float32) for tokens in evaluation]
+        spec, table = checkpoint.spec, checkpoint.embedding()
+        full = [carried.begin(spec, tokens, table) for tokens in evaluation]
         finer = sum(trial.finer for trial in tried)
-        stored = [x.to(torch.float16).to(torch.float32) for x in full]
+        half = table.to(torch.float16) if evaluation else table
+        stored = [carried.begin(spec, tokens, half) for tokens in evaluation]
         return cls(
-            calibration=[table[tokens].to(torch.float32) for tokens in calibration],
+            calibration=[carried.begin(spec, tokens, table) for tokens in calibration],
             full=full,
             low=[branched(x, len(tried) - finer) for x in stored],
             finer=[branched(x, finer) for x in stored] if finer else [],
             copies=copies,
         )
+
+    def alone(self, spec: ModelSpec) -> Streams:
+        """The residual streams, [..., C], without what passes beside them."""
+        parts = {stream: [x[..., : spec.hidden_size] for x in getattr(self, stream)] for stream in _STREAMS}
+        return Streams(**parts)
 
     def tensors(self) -> dict[str, Array]:
         """The streams as they are saved."""
@@ -127,8 +134,8 @@ class Streams:
             float32 [H_kv, D]: the largest magnitude of each channel of the rotated keys; NaN or infinite where the
             model computes that.
         """
-        spec = weights.spec
-        largest = torch.zeros(spec.num_kv_heads, spec.head_dim)
+        heads = weights.spec.heads_of(layer)
+        largest = torch.zeros(heads.kv_heads, heads.dim)
 
         def look(_: int, _queries: torch.Tensor, keys: torch.Tensor) -> None:
             torch.maximum(largest, keys.abs().amax((0, 2)), out=largest)
@@ -252,7 +259,8 @@ def _look(
         with fast_products(oracle.spec):
             y = oracle.block(layer, x)
         looked_at = 1 + received.pop() if received else torch.ones(x.shape[:2])  # [B, S]
-        streams = {"o": x, "down": y}
+        C = oracle.spec.hidden_size
+        streams = {"o": x[..., :C], "down": y[..., :C]}
         behind = {name.removesuffix("_norm"): inputs.pop(name) for name in list(inputs) if name.endswith("_norm")}
 
         with fast_products(oracle.spec):

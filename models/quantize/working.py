@@ -66,7 +66,8 @@ class WorkingBlock:
         """
         prefix, spec = f"layers.{self.layer}", self.spec
         keys = torch.from_numpy(scales)
-        queries = keys.repeat_interleave(spec.num_heads // spec.num_kv_heads, dim=0)
+        heads = spec.heads_of(self.layer)
+        queries = keys.repeat_interleave(heads.heads // heads.kv_heads, dim=0)
         if spec.qk_norm:
             alone = spec.qk_norm_form == "all"
             own = (queries.flatten(), keys.flatten()) if alone else (keys[0], keys[0])
@@ -99,6 +100,10 @@ class WorkingBlock:
     def embedding(self) -> torch.Tensor:
         """The embedding table [V, C]."""
         return self._checkpoint.embedding()
+
+    def token_rows(self, tokens: torch.Tensor, layer: int) -> torch.Tensor:
+        """Rows of the block's own embedding table. int64 [B, S] -> [B, S, P]."""
+        return self._checkpoint.token_rows(tokens, layer)
 
     def scale_inputs(self, kind: str, scales: FloatArray) -> None:
         """Multiply the input channels of a linear layer, and have what feeds them divide by the same.

@@ -26,7 +26,7 @@ SECOND_MOMENTS = frozenset({"gptq", "awq", "awq-gptq", "qoq"})
 """The methods that need the layer's Hessian, the second moments of its inputs."""
 SCALED = frozenset({"awq", "awq-gptq"})
 """The methods whose matrices have their input channels scaled first."""
-FOR_EXPERTS = ("gptq", "rtn")
+MATRIX_BY_MATRIX = ("gptq", "rtn")
 """The methods that quantize experts, the best first."""
 SENSITIVITIES = frozenset({"squeezellm"})
 """The methods that need the sensitivity of the loss to each weight."""

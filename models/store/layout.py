@@ -87,8 +87,10 @@ def linear_tensors(spec: ModelSpec, recipe: Recipe, name: str) -> TensorTypes:
 def file_tensors(spec: ModelSpec, recipe: Recipe, file: str, *, every_expert: bool = True) -> TensorTypes:
     """All tensors of one of `tensor_files`; of a block's experts, which are alike, only the first's if asked so."""
     if file == OUTER:
+        own = {"tokens": (_F16, (spec.vocab_size, spec.num_layers * spec.token_width))} if spec.token_width else {}
         return {
             "embed": (_F16, (spec.vocab_size, spec.hidden_size)),
+            **own,
             "norm": (_F32, (spec.hidden_size,)),
             **linear_tensors(spec, recipe, "head"),
         }
@@ -113,7 +115,7 @@ def optional_tensors(spec: ModelSpec, file: str) -> TensorTypes:
     layer = int(file.removeprefix("block-").removesuffix(".safetensors"))
     if spec.mixer(layer) != "attention":
         return {}
-    return {name: (_F32, tensor_shape(spec)) for name in tensor_names(layer)}
+    return {name: (_F32, tensor_shape(spec, layer)) for name in tensor_names(layer)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -170,6 +170,10 @@ class StoredModel:
         """The embedding table, float16 [V, C]."""
         return self._files[layout.OUTER]["embed"]
 
+    def token_table(self) -> npt.NDArray[np.float16]:
+        """Embeddings of the blocks' own, side by side: float16 [V, blocks * P]."""
+        return self._files[layout.OUTER]["tokens"]
+
     def release(self) -> None:
         """See `models.weights.Weights.release`."""
         for file in self._files.values():

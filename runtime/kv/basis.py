@@ -82,5 +82,5 @@ def key_bases(kind: CacheKind, model: Weights) -> tuple[KeyBasis, ...]:
     spec: ModelSpec = model.spec
     if not kind.turned:
         return ()
-    statistics = (model.key_statistics(layer) for layer in spec.attention_layers)
-    return tuple(key_basis(found, spec.num_kv_heads, spec.head_dim) for found in statistics)
+    layers = ((model.key_statistics(layer), spec.heads_of(layer)) for layer in spec.attention_layers)
+    return tuple(key_basis(found, heads.kv_heads, heads.dim) for found, heads in layers)

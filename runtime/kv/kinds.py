@@ -242,14 +242,13 @@ def record_bytes(kind: CacheKind, part: Part, head_dim: int) -> int:
 
 def page_bytes(kind: CacheKind, spec: ModelSpec) -> int:
     """Bytes of a page: keys and values of all layers with a cache, and all key-value heads."""
-    return (
-        len(spec.attention_layers) * spec.num_kv_heads * sum(record_bytes(kind, part, spec.head_dim) for part in PARTS)
-    )
+    heads = map(spec.heads_of, spec.attention_layers)
+    return sum(own.kv_heads * sum(record_bytes(kind, part, own.dim) for part in PARTS) for own in heads)
 
 
 def window_token_bytes(kind: CacheKind, spec: ModelSpec) -> int:
     """Bytes of one token in the window: half precision in all layers with a cache; 0 where the kind has no window."""
-    return 4 * len(spec.attention_layers) * spec.num_kv_heads * spec.head_dim if kind.windowed else 0
+    return 4 * sum(spec.heads_of(layer).kv_width for layer in spec.attention_layers) if kind.windowed else 0
 
 
 def bytes_per_token(kind: CacheKind, spec: ModelSpec) -> float:

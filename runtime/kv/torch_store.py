@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from models.spec import ModelSpec
+from models.spec import HeadShape, ModelSpec
 from runtime.kv.kinds import PARTS, CacheKind, Part, page_fields, record_bytes
 from runtime.kv.oracle import correction
 from runtime.kv.oracle.page import LowRank, Stored, dequantize, quantize
@@ -25,6 +25,7 @@ class TorchStore:
         slots: Number of windows.
         window: Capacity of a window in tokens.
         device: Device of the buffers.
+        layers: The layers that it keeps, whose heads are alike; None: all that have a cache.
     """
 
     _low_rank: LowRank = staticmethod(correction.low_rank)
@@ -32,10 +33,20 @@ class TorchStore:
     """Prefix of a saved layout's name."""
 
     def __init__(
-        self, kind: CacheKind, spec: ModelSpec, *, pages: int, slots: int, window: int, device: torch.device | str
+        self,
+        kind: CacheKind,
+        spec: ModelSpec,
+        *,
+        pages: int,
+        slots: int,
+        window: int,
+        device: torch.device | str,
+        layers: Sequence[int] | None = None,
     ) -> None:
-        self._kind, self._D, self._layers = kind, spec.head_dim, len(spec.attention_layers)
-        L, H_kv, D = self._layers, spec.num_kv_heads, spec.head_dim
+        own = spec.attention_layers if layers is None else layers
+        heads = spec.heads_of(own[0]) if own else HeadShape(spec.num_heads, spec.num_kv_heads, spec.head_dim)
+        self._kind, self._D, self._layers = kind, heads.dim, len(own)
+        L, H_kv, D = self._layers, heads.kv_heads, heads.dim
         fields = {part: page_fields(kind, part, D) for part in PARTS}
         self.saved_layout = layout_name(self.backend, fields)
         """See `PageStore.saved_layout`."""

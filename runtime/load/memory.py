@@ -91,7 +91,11 @@ def buffer_bytes(spec: ModelSpec, context: int, rows: int) -> int:
     Rows that go to experts stand in row blocks of 16 for each: gate, up and their product in fp32, channels chosen, and
     INT8 activations.
     """
-    widths = 3 * spec.hidden_size + spec.q_width + 2 * spec.kv_width + 3 * spec.intermediate_size + spec.q_width
+    blocks = range(spec.num_layers)
+    heads = max(2 * own.q_width + 2 * own.kv_width for own in map(spec.heads_of, blocks))
+    widths = 3 * spec.hidden_size + heads + 3 * max(map(spec.mlp_width, blocks))
+    if spec.token_width:
+        widths += spec.hidden_size + 4 * spec.token_width
     found = 4 * (rows * widths + 2 * spec.vocab_size) + table_bytes(spec, context)
     if spec.mixture is None:
         return found

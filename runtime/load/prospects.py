@@ -106,7 +106,7 @@ def _prospect(model: CatalogueModel, room: Room) -> Prospect:
         form=model.form,
         download_bytes=model.download_bytes,
         parameters=spec.parameters,
-        active_share=size.active / size.device,
+        active_share=size.active / size.device * (1 - spec.token_weights / spec.parameters),
         max_context=spec.max_context,
         sizes=tuple(taken[bits].device for bits in sorted(BITS)),
         residual_bytes=taken[BITS[0]].residuals,

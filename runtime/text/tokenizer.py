@@ -17,6 +17,7 @@ from runtime.errors import ContextOverflowError, RequestError, RuntimeFailure
 from runtime.system.foreign import encodable
 from runtime.text.call_format import TOLD, CallFormat
 from runtime.text.channels import CHANNEL_MARKS, ChannelReader, Pieces
+from runtime.text.gemma_marks import GEMMA_MARKS, GemmaReader
 from runtime.text.reasoning import opened
 from runtime.text.template_process import template_process
 from runtime.text.tokenizer_files import read_tokenizer
@@ -81,7 +82,7 @@ class Tokenizer:
     @cached_property
     def call_format(self) -> CallFormat | None:
         """How the model writes tool calls; None if its template writes them in a form that is not JSON."""
-        if self._template is None or not self._knows_tools or self._channels is not None:
+        if self._template is None or not self._knows_tools or self._channels is not None or self._gemma is not None:
             return TOLD
         template = self._template
         return CallFormat.of_template(
@@ -96,8 +97,19 @@ class Tokenizer:
             return None
         return start, channel, message, end
 
+    @cached_property
+    def _gemma(self) -> tuple[int, int, int, int, int] | None:
+        """The tokens of Gemma 4's reasoning and calls; None if it has none."""
+        found = [self.added_tokens.get(mark) for mark in GEMMA_MARKS]
+        begin, end, call, called, quote = found
+        if begin is None or end is None or call is None or called is None or quote is None:
+            return None
+        return begin, end, call, called, quote
+
     def detokenizer(self, context: Sequence[int] = ()) -> Pieces:
         """Decodes an answer token by token; `context` are the tokens before it, or the last few of them."""
+        if self._gemma is not None:
+            return GemmaReader(self._gemma, partial(Detokenizer, self), context)
         if self._channels is None:
             return Detokenizer(self, context)
         return ChannelReader(self._channels, partial(Detokenizer, self), context)

@@ -31,6 +31,10 @@ PUBLISHED = {
     "SmolLM3 3B": 3_075_098_624,
     "Gemma 3 1B": 999_885_952,
     "Gemma 3 4B": 3_880_263_168,
+    "Gemma 4 E2B": 4_628_578_083,
+    "Gemma 4 E4B": 7_463_023_914,
+    "Gemma 4 26B-A4B": 25_247_555_870,
+    "Gemma 4 31B": 30_807_445_820,
     "LFM2 1.2B": 1_170_340_608,
     "Phi-4 mini": 3_836_021_760,
     "Qwen3 14B": 14_768_307_200,
@@ -45,8 +49,8 @@ PUBLISHED = {
     "Phi-3.5 mini": 3_821_079_552,
     "Mistral 7B v0.3": 7_248_023_552,
 }
-"""Weights as published with each model; of Qwen3.5, Ministral 3 and ERNIE what their configurations make, for no exact
-numbers were found."""
+"""Weights as published with each model; of Qwen3.5, Ministral 3, ERNIE and Gemma 4 what their configurations make, for
+no exact numbers were found."""
 GB = 10**9
 EMPTY = Status(state="empty")
 CARD = "NVIDIA GeForce RTX 4050 Laptop GPU"

@@ -2,12 +2,13 @@
 
     python -m tests.bench.experts [--layers 6] [--bits 4] [--k-chunk 16] [--out FILE.json]
     python -m tests.bench.experts --states               blocks of Qwen3.5 4B, three of four with a delta rule
+    python -m tests.bench.experts --shared               Gemma 4 E2B, whole: shared caches, embeddings by block
 
 The mixture has 2048 channels and 64 experts of 768, 8 of them for a token, with fewer blocks than the 24 of the whole,
 so that it fits a small machine. A turn is a few tokens without compensation, a few with it, and the read bandwidth of
-the memory, and of each the fastest tenth counts. Beside it stands a dense model of the same code whose blocks have
-about as many weights as a token reads of a mixture's, or attention in place of delta rules: what it lacks of the limit
-is not the experts' or the states' doing.
+the memory, and of each the fastest tenth counts. Beside it stands a plain model of the same code: dense, with about as
+many weights as a token reads of a mixture's; or with attention in place of delta rules; or with caches and heads of its
+own and no further embeddings. What it lacks of the limit is not the doing of experts, states or shared caches.
 """
 
 from __future__ import annotations
@@ -68,6 +69,14 @@ def with_states(layers: int) -> ModelSpec:
     )
 
 
+def with_shared_caches() -> ModelSpec:
+    """Gemma 4 E2B with a small vocabulary."""
+    whole = next(model.spec for model in CATALOGUE if model.title == "Gemma 4 E2B")
+    return replace(
+        whole, vocab_size=4096, max_context=2048, rope=RopeSpec(rotary_dim=128), window_rope=RopeSpec(rotary_dim=256)
+    )
+
+
 class Decoding:
     """A model, and the times of its tokens."""
 
@@ -98,12 +107,17 @@ def main() -> None:
     parser.add_argument("--bits", type=int, default=4, choices=(3, 4))
     parser.add_argument("--k-chunk", type=int, default=16)
     parser.add_argument("--states", action="store_true", help="delta rules instead of experts")
+    parser.add_argument("--shared", action="store_true", help="caches and embeddings of Gemma 4 E2B instead")
     parser.add_argument("--turns", type=int, default=40)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    spec = with_states(arguments.layers) if arguments.states else shape(arguments.layers)
-    name, other = ("states", "attention") if arguments.states else ("mixture", "dense")
-    kinds = {name: spec, other: replace(spec, mixture=None, mixers=(), delta=None)}
+    name, other, spec = "mixture", "dense", shape(arguments.layers)
+    if arguments.states:
+        name, other, spec = "states", "attention", with_states(arguments.layers)
+    if arguments.shared:
+        name, other, spec = "shared", "own", with_shared_caches()
+    plain = replace(spec, mixture=None, mixers=(), delta=None, token_width=0, wide_heads=None, shared_width=None)
+    kinds = {name: spec, other: plain}
     models = {name: Decoding(own, arguments.bits, arguments.k_chunk) for name, own in kinds.items()}
     reads: list[float] = []
     for _ in range(arguments.turns):

@@ -37,6 +37,9 @@ LAYERED_ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
 }
 GEMMA = {"hidden_activation": "gelu_pytorch_tanh", "sliding_window": 5, "head_dim": 16, "query_pre_attn_scalar": 12}
+GEMMA4 = {"sliding_window": 5, "head_dim": 16, "global_head_dim": 24, "num_hidden_layers": 4}
+OF_GEMMA4 = {"enable_moe_block": True, "num_experts": 5, "top_k_experts": 2, "moe_intermediate_size": 20}
+SHARING = {"num_kv_shared_layers": 2, "use_double_wide_mlp": True, "hidden_size_per_layer_input": 12}
 CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 1.5}
 MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 DELTA = {
@@ -193,6 +196,31 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gemma3": ("Gemma3", {**GEMMA, "layer_types": MIXED, "rope_parameters": LAYERED_ROPE}),
     "gemma3-untied": ("Gemma3", {**GEMMA, "sliding_window_pattern": 2, "tie_word_embeddings": False}),
+    "gemma4-shared": (
+        "Gemma4",
+        {**GEMMA4, **SHARING, "vocab_size_per_layer_input": 67, "layer_types": [*MIXED[:2], *MIXED[:2]]},
+    ),
+    "gemma4-values": (
+        "Gemma4",
+        {
+            **GEMMA4,
+            "hidden_size_per_layer_input": 0,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "final_logit_softcapping": 1.5,
+            "layer_types": [*MIXED[:2], *MIXED[:2]],
+        },
+    ),
+    "gemma4-experts": (
+        "Gemma4",
+        {
+            **GEMMA4,
+            **OF_GEMMA4,
+            "hidden_size_per_layer_input": 0,
+            "num_hidden_layers": 2,
+            "layer_types": MIXED[:2],
+        },
+    ),
     "olmo2": ("Olmo2", {}),
     "olmo2-biases": ("Olmo2", {"attention_bias": True, "num_key_value_heads": 1, "tie_word_embeddings": True}),
     "olmo3": (
@@ -231,7 +259,19 @@ MIXTURES = (
 """Families with experts."""
 DRAWN_FAMILIES = (
     *("Llama", "Mistral", "Ministral", "Qwen2", "Qwen3", "Phi3", "SmolLM3", "Granite", "SeedOss", "Lfm2", "Qwen3_5"),
-    *("Gemma", "Gemma2", "Gemma3", "Olmo2", "Olmo3", "Exaone4", "Glm4", "Ministral3", "HunYuanDenseV1", "Ernie4_5"),
+    *(
+        "Gemma",
+        "Gemma2",
+        "Gemma3",
+        "Gemma4",
+        "Olmo2",
+        "Olmo3",
+        "Exaone4",
+        "Glm4",
+        "Ministral3",
+        "HunYuanDenseV1",
+        "Ernie4_5",
+    ),
     *MIXTURES,
 )
 """Families whose configurations `drawn_changes` draws."""
@@ -253,6 +293,39 @@ def _drawn_gemma(generator: random.Random, window: int, mask: list[str]) -> dict
     }
 
 
+def _drawn_gemma4(generator: random.Random, window: int, mask: list[str], dim: int) -> dict[str, Any]:
+    mask = [*mask[:-1], "full_attention"]
+    fewest = max(mask.index(kind) for kind in set(mask)) + 1  # so many blocks keep a cache of each kind
+    tokens = generator.choice([0, 5, 16])
+    wide = 2 * generator.randint(2, 12)
+    return {
+        "sliding_window": window,
+        "layer_types": mask,
+        "global_head_dim": wide,
+        "attention_k_eq_v": generator.random() < 0.5,
+        "num_global_key_value_heads": generator.choice([None, 1]),
+        # transformers takes caches that are shared only with embeddings of each block's own.
+        "num_kv_shared_layers": generator.randint(0, len(mask) - fewest) if tokens else 0,
+        "use_double_wide_mlp": generator.random() < 0.5,
+        "hidden_size_per_layer_input": tokens,
+        "vocab_size_per_layer_input": SIZES["vocab_size"],
+        "attention_bias": generator.random() < 0.5,
+        "enable_moe_block": generator.random() < 0.4,
+        "num_experts": (experts := generator.randint(1, 7)),
+        "top_k_experts": generator.randint(1, experts),
+        "moe_intermediate_size": generator.randint(3, 40),
+        "final_logit_softcapping": generator.choice([None, 2.0]),
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "proportional",
+                "rope_theta": generator.choice([50.0, 1e4]),
+                "partial_rotary_factor": generator.uniform(2 / wide, 1),
+            },
+            "sliding_attention": _drawn_rope(generator),
+        },
+    }
+
+
 NEW_DRAWN: dict[str, Callable[[random.Random, int, list[str], int], dict[str, Any]]] = {
     "Gemma": lambda own, *_: {"attention_bias": own.random() < 0.5, "rope_parameters": _drawn_rope(own)},
     "Gemma2": lambda own, window, mask, _: {
@@ -264,6 +337,7 @@ NEW_DRAWN: dict[str, Callable[[random.Random, int, list[str], int], dict[str, An
         **_drawn_gemma(own, window, mask),
         "rope_parameters": {"full_attention": _drawn_rope(own), "sliding_attention": _drawn_rope(own)},
     },
+    "Gemma4": _drawn_gemma4,
     "Olmo2": lambda own, *_: {"attention_bias": own.random() < 0.5, "rope_parameters": _drawn_rope(own)},
     "Olmo3": lambda own, window, mask, _: {
         "sliding_window": window,
@@ -416,7 +490,7 @@ def random_model(family: str, *, seed: str = "", **changes: Any) -> Any:
     import transformers
 
     torch.manual_seed(sum(map(ord, seed or family)))
-    kind = f"{family}Text" if family in ("Gemma3", "Qwen3_5", "Qwen3_5Moe") else family
+    kind = f"{family}Text" if family in ("Gemma3", "Gemma4", "Qwen3_5", "Qwen3_5Moe") else family
     config = getattr(transformers, f"{kind}Config")(**{**SIZES, **changes})
     # Only there are scores capped.
     eager = {"attn_implementation": "eager"} if getattr(config, "attn_logit_softcapping", None) else {}
@@ -426,13 +500,19 @@ def random_model(family: str, *, seed: str = "", **changes: Any) -> Any:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
-                offset = "Gemma" in family or (family.startswith("Qwen3_5") and "linear_attn" not in name)
+                offset = family in ("Gemma", "Gemma2", "Gemma3") or (
+                    family.startswith("Qwen3_5") and "linear_attn" not in name
+                )
                 parameter.normal_(0.0 if offset else 1.0, 0.3)
+                if family == "Gemma4" and "q_norm" in name:
+                    parameter.mul_(0.3)  # scores are not divided by the root of D
             else:
                 parameter.normal_(0.0, 0.5 if parameter.ndim == 1 else 1.5 / math.sqrt(parameter.shape[-1]))
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(0.0, 0.5)
+            if name.endswith("layer_scalar"):
+                buffer.uniform_(0.3, 1.5)
     return model
 
 

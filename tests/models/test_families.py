@@ -307,14 +307,14 @@ def test_end_tokens_of_both_files_join(config_ids: Any, generation_ids: Any, exp
             {"model_type": "olmo", "architectures": ["OlmoForCausalLM"]},
             ["olmo", "OlmoForCausalLM", "nearest that is supported is olmo3", "Qwen3", "Phi-3"],
         ),
-        ({"model_type": "gemma4_text"}, ["model_type 'gemma4_text'", "nearest that is supported is gemma3"]),
+        ({"model_type": "gemma5_text"}, ["model_type 'gemma5_text'", "nearest that is supported is gemma4"]),
         (
             {
-                "model_type": "gemma4",
-                "architectures": ["Gemma4ForConditionalGeneration"],
-                "text_config": {"model_type": "gemma4_text"},
+                "model_type": "gemma5",
+                "architectures": ["Gemma5ForConditionalGeneration"],
+                "text_config": {"model_type": "gemma5_text"},
             },
-            ["Gemma4ForConditionalGeneration", "nearest that is supported is gemma3"],
+            ["Gemma5ForConditionalGeneration", "nearest that is supported is gemma4"],
         ),
         (
             {"model_type": "rwkv", "architectures": ["RwkvForCausalLM"]},

@@ -61,7 +61,7 @@ def nothing() -> None:
     pass
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [case for case, (family, _) in CASES.items() if family != "Gemma4"])
 def test_a_block_computes_the_same_with_even_keys(case: str, tmp_path: Path) -> None:
     random_case(case).save_pretrained(tmp_path)
     checkpoint = Checkpoint.open(tmp_path)

@@ -89,6 +89,11 @@ class RandomModel:
         """The embedding table."""
         return self._rng.standard_normal((self.spec.vocab_size, self.spec.hidden_size)).astype(np.float16)
 
+    def token_table(self) -> npt.NDArray[np.float16]:
+        """Embeddings of the blocks' own."""
+        shape = (self.spec.vocab_size, self.spec.num_layers * self.spec.token_width)
+        return self._rng.standard_normal(shape).astype(np.float16)
+
     def release(self) -> None:
         """Nothing here can be read again."""
 

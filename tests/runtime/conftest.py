@@ -13,7 +13,7 @@ import pytest
 from models.keys import KeyStatistics
 from models.packed import PackedLinear, PackedResidual
 from models.packing import pack
-from models.spec import ModelSpec, RopeSpec, first_expert
+from models.spec import HeadShape, ModelSpec, RopeSpec, first_expert
 
 
 def pack_linear(
@@ -114,6 +114,7 @@ class TinyModel:
     full: dict[str, npt.NDArray[np.float32]] = field(default_factory=dict)
     name: str = "tiny"
     keys: list[KeyStatistics] = field(default_factory=list)
+    tokens: npt.NDArray[np.float16] = field(default_factory=lambda: np.zeros((0, 0), np.float16))
 
     def linear(self, name: str) -> PackedLinear:
         return self.linears[name]
@@ -126,6 +127,9 @@ class TinyModel:
 
     def embedding(self) -> npt.NDArray[np.float16]:
         return self.table
+
+    def token_table(self) -> npt.NDArray[np.float16]:
+        return self.tokens
 
     def release(self) -> None:
         pass
@@ -154,6 +158,26 @@ TURNED: dict[str, Any] = {
     "query_growth_context": 2,
 }
 """Options of Hunyuan's kind, and queries that grow."""
+
+
+SHARED: dict[str, Any] = {
+    "norm_after": True,
+    "norm_eps": 1e-3,
+    "inner_eps": 1e-2,
+    "qk_norm": True,
+    "v_norm": True,
+    "activation": "gelu_tanh",
+    "num_layers": 4,
+    "windows": (5, None, 5, None),
+    "mixers": ("attention", "attention", "shared", "shared"),
+    "wide_heads": HeadShape(4, 1, 40),
+    "rope": RopeSpec(rotary_dim=12),
+    "window_rope": LOCAL,
+    "shared_width": 100,
+    "token_width": 24,
+    "scaled": True,
+}
+"""Options of Gemma 4's kind: heads of two widths, shared caches, embeddings of the blocks' own."""
 
 
 def make_spec(**changes: Any) -> ModelSpec:
@@ -215,7 +239,8 @@ def make_model(
         shape = spec.routers(int(name.split(".")[1]))[name]
         vectors[name] = (rng.standard_normal(shape) * 8 / np.sqrt(shape[1])).astype(np.float32)
     table = rng.standard_normal((spec.vocab_size, spec.hidden_size)).astype(np.float16)
-    return TinyModel(spec=spec, linears=linears, vectors=vectors, table=table, full=full)
+    tokens = rng.standard_normal((spec.vocab_size, spec.num_layers * spec.token_width)).astype(np.float16)
+    return TinyModel(spec=spec, linears=linears, vectors=vectors, table=table, full=full, tokens=tokens)
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from models.spec import ModelSpec
+from models.spec import HeadShape, ModelSpec
 from runtime.backends.cpu.arena import aligned_zeros
 from runtime.backends.cpu.data import instructions as op
 from runtime.backends.cpu.data.control import CONTROL_WORDS
@@ -25,6 +25,7 @@ from runtime.backends.cpu.scratch import scratch_of
 from runtime.backends.cpu.tiles import padded
 from runtime.backends.decoder import DecoderOptions
 from runtime.kv.control import Int32Array, PagedCache
+from runtime.kv.joint import joined, layers_alike
 from runtime.kv.kinds import KINDS, PARTS, CacheKind, Part
 from runtime.kv.low_rank import start
 from runtime.kv.states import RING
@@ -42,25 +43,38 @@ class CpuStore:
         pages: Number of pages.
         slots: Number of windows.
         window: Capacity of a window in tokens, a multiple of SPAN.
+        layers: The layers that it keeps, whose heads are alike; by default all that have a cache.
     """
 
-    def __init__(self, kind: CacheKind, spec: ModelSpec, *, pages: int, slots: int, window: int) -> None:
-        self._kind = kind
-        self.layout = PageLayout(kind, spec.head_dim)
+    def __init__(
+        self,
+        kind: CacheKind,
+        spec: ModelSpec,
+        *,
+        pages: int,
+        slots: int,
+        window: int,
+        layers: Sequence[int] | None = None,
+    ) -> None:
+        own = spec.attention_layers if layers is None else tuple(layers)
+        shape = spec.heads_of(own[0]) if own else HeadShape(spec.num_heads, spec.num_kv_heads, spec.head_dim)
+        self._kind, self.layers = kind, own
+        """The layers, in their order."""
+        self.layout = PageLayout(kind, shape.dim)
         """The layout of a record."""
         self.saved_layout = f"cpu-3-{self.layout.name}"
         """Version of the byte format; increase it when bytes change their meaning. The name also covers their
         positions."""
-        layers, heads = len(spec.attention_layers), spec.num_kv_heads
-        self.records = _by_layer((pages, layers, heads, self.layout.record), np.uint8)
+        count, heads, dim = len(own), shape.kv_heads, shape.dim
+        self.records = _by_layer((pages, count, heads, self.layout.record), np.uint8)
         """uint8 [layers, pages, H_kv, bytes]."""
-        self._keys = _by_layer((slots, layers, heads, window // LANES, spec.head_dim, LANES), np.float16)
-        self._values = _by_layer((slots, layers, heads, window, padded(spec.head_dim, LANES)), np.float16)
-        self._description = self.layout.description(layers=layers, window=window)
+        self._keys = _by_layer((slots, count, heads, window // LANES, dim, LANES), np.float16)
+        self._values = _by_layer((slots, count, heads, window, padded(dim, LANES)), np.float16)
+        self._description = self.layout.description(layers=count, window=window)
         self.scratch_bytes = 0
         """Bytes of scratch per thread for flushing and restoring pages."""
         if kind.windowed:
-            self._prepare_paging(spec)
+            self._prepare_paging(dim)
 
     @property
     def page_bytes(self) -> int:
@@ -90,12 +104,12 @@ class CpuStore:
         """Fields of some pages, by the names of `runtime.kv.kinds.page_fields`: each [layers, pages, H_kv, ...]."""
         return self.layout.read(self.records[:, pages], part)
 
-    def _prepare_paging(self, spec: ModelSpec) -> None:
+    def _prepare_paging(self, head_dim: int) -> None:
         """Prepare flushing and restoring of pages: initial factors, scratch, a program and a pool."""
-        wide, rank = self.layout.padded, min(self._kind.rank, spec.head_dim)
+        wide, rank = self.layout.padded, min(self._kind.rank, head_dim)
         self._start = aligned_zeros((max(1, rank), wide), np.float32)
         if rank:
-            self._start[:, : spec.head_dim] = start(spec.head_dim, rank).T
+            self._start[:, :head_dim] = start(head_dim, rank).T
         self._program = aligned_zeros((1, op.WIDTH), np.int64)
         self.scratch_bytes = scratch_of(self._flush(0, 0, 0))
         self._scratch = aligned_zeros((self.scratch_bytes,), np.uint8)
@@ -187,12 +201,15 @@ class CpuCache(PagedCache):
         kind = KINDS[options.kv]
         window = padded(kind.window_capacity(options.max_rows), SPAN)
         pages = options.slots * kind.max_pages(options.context) if options.pages is None else options.pages
-        self.store = CpuStore(kind, spec, pages=pages, slots=options.slots, window=window)
-        """The buffers."""
+        self.stores = tuple(
+            CpuStore(kind, spec, pages=pages, slots=options.slots, window=window, layers=layers)
+            for layers in layers_alike(spec)
+        )
+        """The buffers, for each shape of heads."""
         super().__init__(
             kind,
             spec,
-            self.store,
+            joined(self.stores),
             context=options.context,
             slots=options.slots,
             max_rows=options.max_rows,
@@ -200,25 +217,48 @@ class CpuCache(PagedCache):
         )
         self.max_splits = max(1, min(8, 2 * threads))
         """Most splits of one head's context."""
-        self._places = {layer: place for place, layer in enumerate(spec.attention_layers)}
         self._windows = {spec.windows[layer] for layer in spec.attention_layers}
         self._paged = aligned_zeros((options.slots,), np.int32)
         self._exact = aligned_zeros((spec.num_layers,), np.int32)
         self.read_exactly(options.sensitive_layers)
         self._dither = aligned_zeros((kind.page,), np.float32)
         self._dither[:] = _dither(kind.page)
-        self._description = self.store.layout.description(
-            layers=len(spec.attention_layers),
-            dither=int(self._dither.ctypes.data),
-            tables=int(self.table.tables.ctypes.data),
-            table_step=self.table.tables.strides[0],
-            paged=int(self._paged.ctypes.data),
-            window=window,
-        )
+        self._descriptions = [
+            store.layout.description(
+                layers=len(store.layers),
+                dither=int(self._dither.ctypes.data),
+                tables=int(self.table.tables.ctypes.data),
+                table_step=self.table.tables.strides[0],
+                paged=int(self._paged.ctypes.data),
+                window=window,
+            )
+            for store in self.stores
+        ]
+        self._stored = {
+            layer: op.Stored(int(description.ctypes.data), *store.addresses(place))
+            for store, description in zip(self.stores, self._descriptions, strict=True)
+            for place, layer in enumerate(store.layers)
+        }
+
+    @property
+    def store(self) -> CpuStore:
+        """The buffers of a model whose heads are all alike."""
+        (store,) = self.stores
+        return store
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes of scratch per thread for flushing and restoring pages."""
+        return max(store.scratch_bytes for store in self.stores)
+
+    def use(self, pool: Pool) -> None:
+        """See `CpuStore.use`."""
+        for store in self.stores:
+            store.use(pool)
 
     def stored(self, layer: int) -> op.Stored:
-        """The addresses of a layer, for instructions."""
-        return op.Stored(int(self._description.ctypes.data), *self.store.addresses(self._places[layer]))
+        """The addresses of a layer with a cache, for instructions."""
+        return self._stored[layer]
 
     def exact(self, layer: int) -> int:
         """Address of int32: whether drafts read both planes of a layer's pages; for instructions."""
@@ -240,7 +280,7 @@ class CpuCache(PagedCache):
     @property
     def nbytes(self) -> int:
         """Bytes of all buffers."""
-        return self.store.nbytes + (0 if self.states is None else self.states.nbytes)
+        return sum(store.nbytes for store in self.stores) + (0 if self.states is None else self.states.nbytes)
 
     def begin(self, slots: Int32Array, positions: Int32Array, *, flush: bool = True, draft: bool = False) -> None:
         """See `runtime.kv.control.KVCache.begin`."""

@@ -60,6 +60,7 @@ class CpuDecoder:
         options = replace(options, sensitive_layers=sensitive(options.sensitive_layers, model.spec))
         threads = options.threads or default_threads()
         self.cache = CpuCache(model.spec, options, threads)
+        self._kv_heads = min([model.spec.heads_of(layer).kv_heads for layer in model.spec.attention_layers] or [1])
         self._control = aligned_zeros((CONTROL_WORDS,), np.int64)
         self._parameters = parameters_of(self._control)
         self._inputs = aligned_zeros((4, options.max_rows), np.int32)
@@ -68,7 +69,7 @@ class CpuDecoder:
             self._parameters[name] = array.ctypes.data
         self._parameters["run_rows"] = self._runs.ctypes.data
         self._threads = threads
-        self._make_room(self.cache.store.scratch_bytes)
+        self._make_room(self.cache.scratch_bytes)
         self._plan = PlanOperations(model, options, self.cache, self._threads)
         pages = paging_units(self.cache.kind)
         self._plan.paged = all(unit.is_compiled for unit in pages)
@@ -79,7 +80,7 @@ class CpuDecoder:
         self._prompts = self._recorded_together(options)
         self._pool = Pool(self._control, threads)
         self._pool.prepare()
-        self.cache.store.use(self._pool)
+        self.cache.use(self._pool)
         self._selections = 0
         self.kv_bytes = self.cache.nbytes
         self.weight_bytes = self._plan.weight_bytes
@@ -119,7 +120,7 @@ class CpuDecoder:
         parameters["rows"], parameters["wanted_rows"], parameters["runs"] = M, R, runs
         # Few rows, and all rows outside prompts, are split as if alone, whatever else is in the step.
         splits = self._splits(1 if M <= FEW_ROWS or not step.prefill else runs)
-        parameters["splits"], parameters["items"] = splits, runs * self.spec.num_kv_heads * splits
+        parameters["splits"], parameters["items"] = splits, runs * self._kv_heads * splits
         way = compensation_of(step, self.options)
         program = self._drafts if step.draft else self._program
         if way == "shared":
@@ -250,5 +251,5 @@ class CpuDecoder:
 
     def _splits(self, runs: int) -> int:
         """Splits of a head's context, enough to occupy every thread; short contexts are split less."""
-        items = runs * self.spec.num_kv_heads
+        items = runs * self._kv_heads
         return max(1, min(-(-2 * self._pool.threads // items), self.cache.max_splits))

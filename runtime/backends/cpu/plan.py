@@ -18,7 +18,7 @@ import numpy.typing as npt
 from models.architecture import forward
 from models.packed import PackedLinear, PackedResidual
 from models.rope import query_growth, tables
-from models.spec import MixtureSpec, ModelSpec, router_of
+from models.spec import MixtureSpec, ModelSpec, expert_of, is_of_tokens, router_of
 from models.weights import Weights
 from runtime.backends.cpu.arena import LINE, Arena, aligned_zeros
 from runtime.backends.cpu.cache import CpuCache
@@ -116,8 +116,11 @@ class PlanOperations:
         self._rows = padded(options.max_rows, ROW_PADDING)
         self._names = {name: i for i, name in enumerate(self._spec.linear_names())}
         self._widest_input = max(self._spec.linear_shape(name)[1] for name in self._names)
-        blocks = range(self._spec.num_layers)
-        self._widest_qkv = max(self._spec.linear_shape(f"layers.{layer}.qkv")[0] for layer in blocks)
+        self._widest: dict[str, int] = {}
+        for name in filter(lambda name: expert_of(name) is None, self._names):
+            kind = _buffer_of(name)
+            self._widest[kind] = max(self._widest.get(kind, 0), self._spec.linear_shape(name)[0])
+        self._embedded: Activations | None = None
         self._tables = ExpertTables(
             Source(linear=model.linear, tiled=self._tiled, residual=self._scaled_of, bias=self._bias)
         )
@@ -146,7 +149,7 @@ class PlanOperations:
             BackendError: a kernel cannot be compiled here.
         """
         self._k_chunk, self._prompt, self._few = k_chunk, prompt, few
-        self._program, self._kinds, self._selections = [], [], [0, 0]
+        self._program, self._kinds, self._selections, self._embedded = [], [], [0, 0], None
         forward(self, self._spec)
         logits, cap = _matrix(self._buffers["logits"]), self._spec.logit_cap
         self._emit(op.Check(logits, padded(self._spec.vocab_size, LANES), cap or 0.0))
@@ -178,11 +181,23 @@ class PlanOperations:
 
     # Operations, in the order of models.architecture.Operations
 
-    def embed(self) -> Activations:
-        """See `models.architecture.Operations`."""
+    def embed(self, layer: int | None = None) -> Activations:
+        """See `models.architecture.Operations`. The stream begins with the first; later ones are kept beside it."""
+        C, P = self._spec.hidden_size, self._spec.token_width
+        if layer is not None:
+            table = self._constant("tokens", lambda: np.asarray(self._model.token_table()))
+            inner = self._matrix("inner", 2 * P)
+            out = replace(inner, place=op.Matrix(inner.place.at + 4 * P, inner.place.stride), width=P)
+            self._emit(op.Embed(_address(table) + 2 * layer * P, table.strides[0], P, out.place))
+            return out
         table = self._constant("embed", lambda: np.asarray(self._model.embedding()))
-        out = self._matrix("stream", self._spec.hidden_size)
-        self._emit(op.Embed(_address(table), self._spec.hidden_size, out.place))
+        if self._embedded is not None:
+            return self._embedded
+        out = self._matrix("stream", C)
+        self._emit(op.Embed(_address(table), table.strides[0], C, out.place))
+        if P:
+            self._embedded = self._matrix("embedded", C)
+            self._emit(op.Embed(_address(table), table.strides[0], C, self._embedded.place))
         return out
 
     def norm(self, x: Activations, name: str) -> Activations:
@@ -208,13 +223,20 @@ class PlanOperations:
             self._emit(self._selection(values, packed, k_chunk, total), kind=layer_kind(name))
         return self._product(values, packed, tiled, total, shared)
 
-    def experts(self, x: Activations, layer: int) -> Activations:
+    def settle(self, y: Activations, norm: str) -> Activations:
+        """See `models.architecture.Operations`."""
+        self._settle(y, norm, y.place, accumulate=False)
+        return y
+
+    def experts(self, x: Activations, layer: int, routed: Activations | None = None) -> Activations:
         """See `models.architecture.Operations`."""
         mixture = self._spec.mixture
         assert mixture is not None
         gate_up, down = self._table(layer, "gate_up"), self._table(layer, "down")
-        values = self._prepare(x, self._tiled(gate_up.first))
-        routes = self._route(values, layer, mixture)
+        first = self._tiled(gate_up.first)
+        read = None if routed is None else self._route(self._prepare(routed, first), layer, mixture)
+        values = self._prepare(x, first)
+        routes = self._route(values, layer, mixture) if read is None else read
         slots = slots_of(self._rows, mixture)
         rounded = self._rounded("expert ", slots, max(self._spec.hidden_size, mixture.width))
         to = op.Input(values.width, False, op.Matrix(0, 0), rounded, gate_up.sizes.group_blocks)
@@ -223,7 +245,7 @@ class PlanOperations:
         self._multiply(gate_up, values.place, routes, rounded, both, by_row=True)
         inside = _matrix(self._buffer("expert input", (slots, padded(mixture.width, BLOCK)), np.float32))
         to = op.Input(mixture.width, False, inside, rounded, down.sizes.group_blocks)
-        self._emit(op.GateExperts(both, routes, to, self._spec.gate_limit))
+        self._emit(op.GateExperts(both, routes, to, self._spec.activation == "gelu_tanh", self._spec.gate_limit))
         out = self._matrix("expert output", down.first.shape[0])
         self._multiply(down, inside, routes, rounded, out.place, by_row=False)
         return replace(out, instruction=len(self._program) - 1)
@@ -239,52 +261,53 @@ class PlanOperations:
 
     def head_norm(self, x: Activations, name: str) -> Activations:
         """See `models.architecture.Operations`. Applied by `attend`'s first instruction, if it is one of each head."""
-        if self._spec.qk_norm_form != "all":
-            return replace(x, norm=name)
-        self._settle(x, name, x.place, accumulate=False)
-        return x
+        return self.settle(x, name) if self._spec.qk_norm_form == "all" else replace(x, norm=name)
 
     def rotate(self, x: Activations, _layer: int, /) -> Activations:
         """See `models.architecture.Operations`. Applied by `attend`'s first instruction."""
         return x
 
-    def attend(self, q: Activations, k: Activations, v: Activations, layer: int) -> Activations:
+    def attend(self, q: Activations, k: Activations | None, v: Activations | None, layer: int) -> Activations:
         """See `models.architecture.Operations`."""
-        spec = self._spec
-        assert k.place.at == q.place.at + 4 * q.width
-        assert v.place.at == k.place.at + 4 * k.width
-        q_norm, k_norm = (self._vector(x.norm) if x.norm else 0 for x in (q, k))
-        stored = self._cache.stored(layer)
-        reflection, mean = self._basis(layer)
+        spec, heads, alone = self._spec, self._spec.heads_of(layer), k is None
+        if k is not None and v is not None:
+            assert k.place.at == q.place.at + 4 * q.width
+            assert v.place.at == k.place.at + 4 * k.width
+        q_norm, k_norm = (self._vector(x.norm) if x is not None and x.norm else 0 for x in (q, k))
+        stored = self._cache.stored(spec.cache_of(layer))
+        reflection, mean = self._basis(spec.cache_of(layer))
         half, cos, sin = self._turns(layer)
         self._emit(
             op.Heads(
                 qkv=q.place,
-                heads=spec.num_heads,
-                kv_heads=spec.num_kv_heads,
-                dim=spec.head_dim,
+                heads=heads.heads,
+                kv_heads=heads.kv_heads,
+                dim=heads.dim,
                 half=half,
                 cos=cos,
                 sin=sin,
                 q_norm=q_norm,
                 k_norm=k_norm,
                 eps=spec.eps_of(f"layers.{layer}.q_norm"),
-                scale=spec.head_dim**-0.5,
+                scale=heads.dim**-0.5,
                 stored=stored,
                 reflection=reflection,
                 mean=mean,
                 norm_last=spec.qk_norm_form == "turned",
                 growth=self._growth,
+                v_norm=_address(self._constant("ones", self._ones)) if spec.v_norm else 0,
+                alone=alone,
             )
         )
-        part = padded(spec.head_dim, LANES) + LANES
+        widest = max(spec.heads_of(own).dim for own in spec.attention_layers)
+        part = padded(widest, LANES) + LANES
         partial = self._buffer("partial", (self._rows * self._cache.max_splits * spec.num_heads * part,), np.float32)
         self._emit(
             op.Attend(
                 qkv=q.place,
-                heads=spec.num_heads,
-                kv_heads=spec.num_kv_heads,
-                dim=spec.head_dim,
+                heads=heads.heads,
+                kv_heads=heads.kv_heads,
+                dim=heads.dim,
                 window=spec.windows[layer] or 0,
                 rows=RUN_ROWS,
                 stored=stored,
@@ -294,7 +317,11 @@ class PlanOperations:
             )
         )
         sinks = self._vector(f"layers.{layer}.sinks") if spec.sinks else 0
-        return Activations(op.Matrix(0, 0), spec.q_width, partial=_address(partial), sinks=sinks)
+        return Activations(op.Matrix(0, 0), heads.q_width, partial=_address(partial), sinks=sinks)
+
+    def _ones(self) -> npt.NDArray[np.float32]:
+        """As many as the widest head has channels."""
+        return np.ones(max(self._spec.heads_of(layer).dim for layer in self._spec.attention_layers), np.float32)
 
     def convolve(self, x: Activations, layer: int) -> Activations:
         """See `models.architecture.StateOperations`. Written by the linear layer that reads it."""
@@ -354,10 +381,14 @@ class PlanOperations:
         assert up.place.at == gate.place.at + 4 * gate.width
         return replace(gate, gated=True)
 
-    def add(self, x: Activations, y: Activations, norm: str = "") -> Activations:
+    def add(self, x: Activations, y: Activations, norm: str = "", scale: str = "") -> Activations:
         """See `models.architecture.Operations`. Without a norm, what wrote y is told to add to x instead."""
+        if norm and isinstance(experts := self._program[y.instruction], op.Experts) and y.instruction >= 0:
+            total = self._matrix("experts", self._spec.hidden_size)
+            self._program[y.instruction] = experts._replace(sum=total.place, fresh=True)
+            y = total
         if norm:
-            self._settle(y, norm, x.place, accumulate=True)
+            self._settle(y, norm, x.place, accumulate=True, scale=scale)
             return x
         linear = self._program[y.instruction]
         if isinstance(linear, op.Experts):
@@ -379,10 +410,10 @@ class PlanOperations:
 
     # Writing instructions
 
-    def _settle(self, x: Activations, norm: str, out: op.Matrix, *, accumulate: bool) -> None:
+    def _settle(self, x: Activations, norm: str, out: op.Matrix, *, accumulate: bool, scale: str = "") -> None:
         """Write the norm of activations that stay in float32."""
-        weight, eps = self._vector(norm), self._spec.eps_of(norm)
-        self._emit(op.Settle(x.place, x.width, weight, eps, out, accumulate))
+        weight, eps, factor = self._vector(norm), self._spec.eps_of(norm), self._vector(scale) if scale else 0
+        self._emit(op.Settle(x.place, x.width, weight, eps, out, accumulate, factor))
 
     def _turns(self, layer: int) -> tuple[int, int, int]:
         """Half the rotating channels of a layer, and the addresses of their cosines and sines; 0 where none rotate."""
@@ -512,7 +543,8 @@ class PlanOperations:
             per_token=per_token,
         )
         if x.partial:
-            self._emit(op.Merge(x.partial, to, self._spec.num_heads, self._spec.head_dim, x.gates, x.sinks))
+            heads = self._spec.num_heads
+            self._emit(op.Merge(x.partial, to, heads, x.width // heads, x.gates, x.sinks))
         elif x.gated:
             self._emit(op.Gate(x.place, to, self._spec.activation == "gelu_tanh", self._spec.gate_limit))
         elif x.layer >= 0:
@@ -593,7 +625,7 @@ class PlanOperations:
         whole = packed.residual if shared == CHUNK and not self._few else None
         if whole is not None and whole.bits != op.WHOLE_BITS:
             whole = None
-        out = replace(self._output(kind, packed.shape[0]), wanted=values.wanted)
+        out = replace(self._output(packed), wanted=values.wanted)
         linear = op.Linear(
             weights=tiled.weights,
             x=self._rounded(),
@@ -615,7 +647,7 @@ class PlanOperations:
     def _panel(self, packed: PackedLinear, tiled: TiledLinear, k_chunk: int) -> Activations:
         """Write the product of prompt rows with the matrix and the residuals of some channels."""
         kind, columns = layer_kind(packed.name), tiled.tiles * LANES
-        out = self._output(kind, packed.shape[0])
+        out = self._output(packed)
         self._emit(
             op.Panel(
                 weights=tiled.weights,
@@ -684,10 +716,11 @@ class PlanOperations:
         reflection = self._constant(f"{prefix}.reflection", lambda: basis.reflection)
         return _address(reflection), _address(self._constant(f"{prefix}.mean", lambda: basis.mean))
 
-    def _output(self, kind: str, width: int) -> Activations:
-        """The buffer of a layer type's outputs; that of `qkv` is as wide as the widest of all blocks needs."""
-        most = self._widest_qkv if kind == "qkv" else width
-        return replace(self._matrix("logits" if kind == "head" else kind, most), width=width)
+    def _output(self, packed: PackedLinear) -> Activations:
+        """The buffer of a layer's outputs, as wide as the widest of its type needs; that of `inner` is twice that."""
+        kind = _buffer_of(packed.name)
+        most = self._widest[kind] * (2 if kind == "inner" else 1)
+        return replace(self._matrix(kind, most), width=packed.shape[0])
 
     def _chosen(self) -> op.Matrix:
         return _matrix(self._buffer("chosen", (self._rows, padded(self._widest_input, LANES)), np.int32))
@@ -731,6 +764,13 @@ class PlanOperations:
     def _emit(self, instruction: op.Instruction, *, kind: str = "") -> None:
         self._program.append(instruction)
         self._kinds.append(kind)
+
+
+def _buffer_of(name: str) -> str:
+    """The buffer of a linear layer's outputs."""
+    if is_of_tokens(name) and name.endswith("gate_up"):
+        return name.split(".")[2]
+    return {"head": "logits"}.get(kind := layer_kind(name), kind)
 
 
 def slots_of(rows: int, mixture: MixtureSpec) -> int:

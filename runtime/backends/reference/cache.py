@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from models.spec import ModelSpec
 from runtime.backends.operations.attention import attend
 from runtime.kv.control import PagedCache
+from runtime.kv.joint import joined, layers_alike
 from runtime.kv.kinds import PARTS, CacheKind, Part
 from runtime.kv.oracle.page import Stored, dequantize, quantize
 from runtime.kv.torch_store import TorchStore
@@ -17,8 +20,22 @@ class ReferenceStore(TorchStore):
 
     backend = "reference-3"
 
-    def __init__(self, kind: CacheKind, spec: ModelSpec, *, pages: int, slots: int, window: int) -> None:
-        super().__init__(kind, spec, pages=pages, slots=slots, window=window, device="cpu")
+    def __init__(
+        self,
+        kind: CacheKind,
+        spec: ModelSpec,
+        *,
+        pages: int,
+        slots: int,
+        window: int,
+        layers: Sequence[int] | None = None,
+    ) -> None:
+        super().__init__(kind, spec, pages=pages, slots=slots, window=window, device="cpu", layers=layers)
+
+    @property
+    def head_dim(self) -> int:
+        """D."""
+        return self._D
 
     def records(self, part: Part) -> torch.Tensor:
         """All pages: uint8 [pages, layers, H_kv, bytes]."""
@@ -61,26 +78,32 @@ class ReferenceCache(PagedCache):
         max_rows: int,
         pages: int | None = None,
     ) -> None:
-        self.store = ReferenceStore(
-            kind,
-            spec,
-            pages=slots * kind.max_pages(context) if pages is None else pages,
-            slots=slots,
-            window=kind.window_capacity(max_rows),
-        )
-        """The buffers."""
-        super().__init__(kind, spec, self.store, context=context, slots=slots, max_rows=max_rows, pages=pages)
-        self._D, self._cap = spec.head_dim, spec.score_cap
-        self._places = {layer: place for place, layer in enumerate(spec.attention_layers)}
+        count, window = slots * kind.max_pages(context) if pages is None else pages, kind.window_capacity(max_rows)
+        self._places: dict[int, tuple[ReferenceStore, int]] = {}
+        stores = []
+        for layers in layers_alike(spec):
+            stores.append(ReferenceStore(kind, spec, pages=count, slots=slots, window=window, layers=layers))
+            self._places |= {layer: (stores[-1], place) for place, layer in enumerate(layers)}
+        self.stores = tuple(stores)
+        """The buffers, for each shape of heads."""
+        super().__init__(kind, spec, joined(stores), context=context, slots=slots, max_rows=max_rows, pages=pages)
+        self._cap = spec.score_cap
+
+    @property
+    def store(self) -> ReferenceStore:
+        """The buffers of a model whose heads are all alike."""
+        (store,) = self.stores
+        return store
 
     @property
     def nbytes(self) -> int:
         """Bytes of all buffers."""
-        return self.store.nbytes + (0 if self.states is None else self.states.nbytes)
+        return sum(store.nbytes for store in self.stores) + (0 if self.states is None else self.states.nbytes)
 
     def close(self) -> None:
         """Release the buffers. Safe to call twice."""
-        self.store.close()
+        for store in self.stores:
+            store.close()
 
     def append(
         self, layer: int, slots: torch.Tensor, positions: torch.Tensor, k: torch.Tensor, v: torch.Tensor
@@ -94,17 +117,17 @@ class ReferenceCache(PagedCache):
             k: float32 [M, H_kv, D], rotated.
             v: float32 [M, H_kv, D].
         """
-        layer = self._places[layer]
+        store, layer = self._places[layer]
         for part, x in zip(PARTS, (k, v), strict=True):
             if self.kind.windowed:
                 for slot in sorted(set(slots.tolist())):
                     rows = slots == slot
                     places = positions[rows] - self.paged_length(slot)
-                    self.store.window(part, slot)[layer][:, places] = x[rows].transpose(0, 1).to(torch.float16)
+                    store.window(part, slot)[layer][:, places] = x[rows].transpose(0, 1).to(torch.float16)
             else:
                 tables = torch.from_numpy(self.table.tables)
                 pages = tables[slots, positions // self.kind.page].long()
-                self.store.write_tokens(part, layer, pages, positions % self.kind.page, x)
+                store.write_tokens(part, layer, pages, positions % self.kind.page, x)
 
     def read(
         self, part: Part, layer: int, slot: int, length: int | None = None, *, draft: bool = False
@@ -121,12 +144,12 @@ class ReferenceCache(PagedCache):
         Returns:
             float32 [length, H_kv, D].
         """
-        layer = self._places[layer]
-        stored = self.store.stored(part, layer, self.table.held(slot))
-        paged = dequantize(self.kind, part, stored, self._D, draft=draft)  # [pages, H_kv, page, D]
+        store, layer = self._places[layer]
+        stored = store.stored(part, layer, self.table.held(slot))
+        paged = dequantize(self.kind, part, stored, store.head_dim, draft=draft)  # [pages, H_kv, page, D]
         paged = paged.transpose(1, 2).flatten(0, 1)[: self.paged_length(slot)]
         if self.kind.windowed:
-            window = self.store.window(part, slot)[layer, :, : self.window_length(slot)].float().transpose(0, 1)
+            window = store.window(part, slot)[layer, :, : self.window_length(slot)].float().transpose(0, 1)
             paged = torch.cat([window[: self.kind.sinks], paged, window[self.kind.sinks :]])
         return paged[:length]
 

@@ -67,6 +67,7 @@ class ReferenceDecoder:
         )
         self.weight_bytes += sum(weight.nbytes for weight in (*self.vectors.values(), *self.routers.values()))
         self.embedding = torch.from_numpy(np.array(model.embedding(), np.float16))
+        self.tokens = torch.from_numpy(np.array(model.token_table(), np.float16)) if self.spec.token_width else None
         self._remember(model)
 
     def _remember(self, model: Weights | None) -> None:
@@ -193,8 +194,12 @@ class _Pass(StateOperations[torch.Tensor]):
         self._linear_positions = self._positions
         self._singly = not step.prefill and len(step.tokens) <= LARGEST_GAMMA + 1
 
-    def embed(self) -> torch.Tensor:
-        return self._decoder.embedding[self._tokens].float()
+    def embed(self, layer: int | None = None) -> torch.Tensor:
+        if layer is None:
+            return self._decoder.embedding[self._tokens].float()
+        assert self._decoder.tokens is not None
+        width = self._spec.token_width
+        return self._decoder.tokens[self._tokens, layer * width : (layer + 1) * width].float()
 
     def norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
         return rms_norm(x, self._decoder.vectors[name], self._spec.eps_of(name))
@@ -211,30 +216,37 @@ class _Pass(StateOperations[torch.Tensor]):
         return tuple(x[:, end - width : end] for width, end in zip(widths, ends, strict=True))
 
     def head_norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        return self.norm(x, name) if self._spec.qk_norm_form == "all" else self.norm(self._heads(x), name).flatten(1)
+        if self._spec.qk_norm_form == "all":
+            return self.norm(x, name)
+        return self.norm(self._heads(x, int(name.split(".")[1])), name).flatten(1)
 
     def rotate(self, x: torch.Tensor, layer: int) -> torch.Tensor:
         rope = self._spec.rope_of(layer)
         assert rope is not None
         cos, sin = (table[self._positions] for table in self._decoder.turns[rope])
-        return rotate(self._heads(x), cos, sin).flatten(1)
+        return rotate(self._heads(x, layer), cos, sin).flatten(1)
 
-    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int) -> torch.Tensor:
-        cache, window = self._decoder.cache, self._spec.windows[layer]
-        q, k = self._heads(q), self._heads(k)
+    def attend(self, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, layer: int) -> torch.Tensor:
+        cache, window, owner = self._decoder.cache, self._spec.windows[layer], self._spec.cache_of(layer)
+        q, reflection, mean = self._heads(q, layer), None, torch.zeros(())
         if self._decoder.growth is not None:
             q = q * self._decoder.growth[self._positions, None, None]
         if self._decoder.bases:
-            reflection, mean = self._decoder.bases[self._spec.attention_layers.index(layer)]
-            q = to_basis(q, reflection.repeat_interleave(self._spec.num_heads // self._spec.num_kv_heads, dim=0))
-            k = to_basis(k, reflection) - mean
-        cache.append(layer, self._slots, self._positions, k, self._heads(v))
+            reflection, mean = self._decoder.bases[self._spec.attention_layers.index(owner)]
+            heads = self._spec.heads_of(owner)
+            q = to_basis(q, reflection.repeat_interleave(heads.heads // heads.kv_heads, dim=0))
+        if k is not None and v is not None:
+            k, v = self._heads(k, layer), self._heads(v, layer)
+            if self._spec.v_norm:
+                v = rms_norm(v, torch.ones(()), self._spec.eps_of("v_norm"))
+            k = k if reflection is None else to_basis(k, reflection) - mean
+            cache.append(layer, self._slots, self._positions, k, v)
         slots, positions = self._slots, self._positions
         draft = self._draft and layer not in self._decoder.options.sensitive_layers
         sinks = self._decoder.vectors[f"layers.{layer}.sinks"] if self._spec.sinks else None
         return self._by_rows(
             q,
-            lambda row: cache.attend(layer, q[row], slots[row], positions[row], window, draft=draft, sinks=sinks),
+            lambda row: cache.attend(owner, q[row], slots[row], positions[row], window, draft=draft, sinks=sinks),
         ).flatten(1)
 
     def shut(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
@@ -248,15 +260,19 @@ class _Pass(StateOperations[torch.Tensor]):
         assert self._decoder.mixers is not None
         return self._decoder.mixers.convolve(x, layer, self._slots, self._positions)
 
-    def experts(self, x: torch.Tensor, layer: int) -> torch.Tensor:
-        return self._by_rows(x, lambda row: self._mixture(x[row], self._positions[row], layer))
+    def settle(self, y: torch.Tensor, norm: str) -> torch.Tensor:
+        return self.norm(y, norm)
 
-    def _mixture(self, x: torch.Tensor, positions: torch.Tensor, layer: int) -> torch.Tensor:
-        """The experts of some rows, one after the other. float32 [M, C] -> the same."""
+    def experts(self, x: torch.Tensor, layer: int, routed: torch.Tensor | None = None) -> torch.Tensor:
+        read = x if routed is None else routed
+        return self._by_rows(x, lambda row: self._mixture(x[row], read[row], self._positions[row], layer))
+
+    def _mixture(self, x: torch.Tensor, read: torch.Tensor, positions: torch.Tensor, layer: int) -> torch.Tensor:
+        """The experts of some rows, one after the other; the router reads `read`. float32 [M, C] -> the same."""
         assert self._spec.mixture is not None
         name = router_of(layer)
         bias, correction = (self._decoder.vectors.get(f"{name}_{kind}") for kind in ("bias", "correction"))
-        chosen, shares = route(gemv(x, self._decoder.routers[name], bias), self._spec.mixture, correction)
+        chosen, shares = route(gemv(read, self._decoder.routers[name], bias), self._spec.mixture, correction)
         total = torch.zeros_like(x)
         for expert in torch.unique(chosen).tolist():
             rows, places = (chosen == expert).nonzero(as_tuple=True)
@@ -281,8 +297,9 @@ class _Pass(StateOperations[torch.Tensor]):
             return clamped_gate(gate, up, self._spec.gate_limit)
         return (silu_gate if self._spec.activation == "silu" else gelu_gate)(gate, up)
 
-    def add(self, x: torch.Tensor, y: torch.Tensor, norm: str = "") -> torch.Tensor:
-        return x + (self.norm(y, norm) if norm else y)
+    def add(self, x: torch.Tensor, y: torch.Tensor, norm: str = "", scale: str = "") -> torch.Tensor:
+        total = x + (self.norm(y, norm) if norm else y)
+        return total * self._decoder.vectors[scale] if scale else total
 
     def logit_rows(self, x: torch.Tensor) -> torch.Tensor:
         self._linear_positions = self._positions[self._logit_rows]
@@ -298,6 +315,6 @@ class _Pass(StateOperations[torch.Tensor]):
             return compute(slice(None))
         return torch.cat([compute(slice(i, i + 1)) for i in range(len(x))])
 
-    def _heads(self, x: torch.Tensor) -> torch.Tensor:
+    def _heads(self, x: torch.Tensor, layer: int) -> torch.Tensor:
         """[M, heads * D] -> [M, heads, D]."""
-        return x.reshape(x.shape[0], -1, self._spec.head_dim)
+        return x.reshape(x.shape[0], -1, self._spec.heads_of(layer).dim)

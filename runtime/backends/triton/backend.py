@@ -13,7 +13,7 @@ from runtime.backends import Device, Footprint, ModelSizes, Presence
 from runtime.backends.decoder import Decoder, DecoderOptions
 from runtime.backends.triton import gpu
 from runtime.backends.triton.failures import first_line
-from runtime.backends.triton.sizes import COPIED_BYTES, buffer_bytes, weight_bytes
+from runtime.backends.triton.sizes import BESIDE, COPIED_BYTES, buffer_bytes, weight_bytes
 from runtime.errors import BackendError, Problem
 from runtime.kv.kinds import KINDS, KVKind
 
@@ -124,8 +124,12 @@ def _check_layers(spec: ModelSpec) -> None:
     """Raise BackendError if a model has layers that this backend does not run."""
     if spec.mixture is not None and spec.mixture.bias:
         raise BackendError("the GPU backend has no kernels for experts with biases: use the CPU backend")
+    if spec.mixture is not None and spec.mixture.beside:
+        raise BackendError(BESIDE)
     if spec.activation == "clamped_silu":
         raise BackendError("the GPU backend has no kernel for this model's gate: use the CPU backend")
+    if spec.wide_heads is not None or spec.v_norm or spec.scaled or spec.token_width or spec.lent_layers:
+        raise BackendError(f"the GPU backend has no kernels for the heads of {spec.family} models: use the CPU backend")
     if spec.state_layers:
         raise BackendError(
             f"the GPU backend has no kernels for the {len(spec.state_layers)} layers of this model that have a state "

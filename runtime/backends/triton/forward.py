@@ -32,7 +32,8 @@ from runtime.backends.triton.kernels.tokens import round_tokens
 from runtime.backends.triton.mixture import Mixture, Watch
 from runtime.backends.triton.model import GpuModel
 from runtime.backends.triton.products import compensated_product, product
-from runtime.backends.triton.sizes import SUMMED_ROWS
+from runtime.backends.triton.sizes import BESIDE, SUMMED_ROWS
+from runtime.errors import BackendError
 
 
 class Pass(Operations[Value]):
@@ -69,8 +70,9 @@ class Pass(Operations[Value]):
         if way == "shared":
             model.staging.begin(few=M <= SUMMED_ROWS)
 
-    def embed(self) -> Value:
+    def embed(self, layer: int | None = None) -> Value:
         """See `models.architecture.Operations`. Deferred to the first norm."""
+        assert layer is None  # such models are refused (`backend.py`)
         return Value(self._buffers.stream(self._M, self._spec.hidden_size), tokens=self._buffers.tokens[: self._M])
 
     def norm(self, x: Value, name: str) -> Value:
@@ -127,9 +129,11 @@ class Pass(Operations[Value]):
         """See `models.architecture.Operations`. Applied by `attend`'s first kernel."""
         return x
 
-    def attend(self, q: Value, k: Value, v: Value, layer: int) -> Value:
+    def attend(self, q: Value, k: Value | None, v: Value | None, layer: int) -> Value:
         """See `models.architecture.Operations`."""
         model, spec, buffers, M = self._model, self._spec, self._buffers, self._M
+        assert k is not None
+        assert v is not None
         assert q.tensor is v.tensor
         pages, window = model.cache.layers[layer], spec.windows[layer]
         rows = Rows(buffers.positions[:M], buffers.slots[:M])
@@ -157,8 +161,13 @@ class Pass(Operations[Value]):
             round_tokens(out, rounded)
         return Value(out, sums=sums, rounded=rounded)
 
-    def experts(self, x: Value, layer: int) -> Value:
+    def settle(self, y: Value, norm: str) -> Value:  # noqa: ARG002  no kernels for it
         """See `models.architecture.Operations`."""
+        raise BackendError(BESIDE)
+
+    def experts(self, x: Value, layer: int, routed: Value | None = None) -> Value:
+        """See `models.architecture.Operations`."""
+        assert routed is None  # such models are refused (`backend.py`)
         positions = self._buffers.positions[: self._M]
         mixture = Mixture(
             self._model, self._buffers, side=self._side, way=self._way, positions=positions, watch=self.watch
@@ -174,8 +183,9 @@ class Pass(Operations[Value]):
         gate(up.tensor, up.dec, out, sums, rounded, gelu=self._spec.activation == "gelu_tanh")
         return Value(out, sums=sums, rounded=rounded)
 
-    def add(self, x: Value, y: Value, norm: str = "") -> Value:
+    def add(self, x: Value, y: Value, norm: str = "", scale: str = "") -> Value:
         """See `models.architecture.Operations`. Deferred to the norm that reads the sum."""
+        assert not scale
         return Value(x.tensor, added=replace(y, norm=norm))
 
     def logit_rows(self, x: Value) -> Value:

@@ -11,6 +11,9 @@ from models.recipe import Recipe
 from models.rope import table_bytes
 from models.spec import ModelSpec, expert_of
 
+BESIDE = "the GPU backend has no kernels for experts beside an MLP: use the CPU backend"
+"""Why a model with such blocks is refused."""
+
 BLOCK = 512
 """Input channels of a block."""
 PIECE = 32

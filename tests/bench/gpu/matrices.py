@@ -117,6 +117,10 @@ class RandomModel:
         rows = np.random.default_rng(0).standard_normal((1024, self.spec.hidden_size), np.float32).astype(np.float16)
         return np.resize(rows, (self.spec.vocab_size, self.spec.hidden_size))
 
+    def token_table(self) -> npt.NDArray[np.float16]:
+        """No block has embeddings of its own."""
+        return np.zeros((self.spec.vocab_size, 0), np.float16)
+
     def release(self) -> None:
         """Nothing here can be read again."""
 

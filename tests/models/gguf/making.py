@@ -37,6 +37,7 @@ ARCHITECTURES = {
     "ernie4_5_moe": "ernie4_5-moe",
     "olmoe": "olmoe",
     "gemma3_text": "gemma3",
+    "gemma4_text": "gemma4",
     "olmo3": "olmo2",
     "ministral3": "mistral3",
     "hunyuan_v1_dense": "hunyuan-dense",
@@ -95,6 +96,8 @@ def write_gguf(
         extra: Further tensors, by their names in the file.
     """
     config = model.config
+    if config.model_type == "gemma4_text":
+        config.allow_global_per_layer_attribute_access = True
     writer = gguf.GGUFWriter(path, ARCHITECTURES[config.model_type])
     writer.add_type("model")
     describe(writer, config)
@@ -123,6 +126,10 @@ def names_of(architecture: str, blocks: int) -> Callable[[str], str | None]:
     def name_of(name: str) -> str | None:
         module, _, part = name.rpartition(".")
         layer, _, last = module.removeprefix("model.layers.").partition(".")
+        if last == "router" and part != "weight":
+            return f"blk.{layer}." + ("ffn_gate_inp.scale" if part == "scale" else "ffn_down_exps.scale")
+        if part == "layer_scalar":
+            return f"blk.{layer}.layer_output_scale.weight"
         if part == "dt_bias":
             return f"blk.{layer}.ssm_dt.bias"
         if part in ("sinks", "e_score_correction_bias"):
@@ -157,8 +164,15 @@ def describe(writer: gguf.GGUFWriter, config: Any) -> None:
         writer.add_shortconv_l_cache(config.conv_L_cache)
     if experts := getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None):
         writer.add_expert_count(experts)
-        writer.add_expert_used_count(config.num_experts_per_tok)
-        if config.model_type in ("qwen2_moe", "qwen3_moe", "qwen3_5_moe_text", "glm4_moe", "ernie4_5_moe"):
+        writer.add_expert_used_count(getattr(config, "top_k_experts", None) or config.num_experts_per_tok)
+        if config.model_type in (
+            "gemma4_text",
+            "qwen2_moe",
+            "qwen3_moe",
+            "qwen3_5_moe_text",
+            "glm4_moe",
+            "ernie4_5_moe",
+        ):
             writer.add_expert_feed_forward_length(config.moe_intermediate_size)
         if config.model_type == "gpt_oss":
             writer.add_expert_feed_forward_length(config.intermediate_size)
@@ -195,6 +209,8 @@ def describe(writer: gguf.GGUFWriter, config: Any) -> None:
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
     writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
+    if config.model_type == "gemma4_text":
+        _describe_gemma4(writer, config)
     window = getattr(config, "sliding_window", None)
     if config.model_type in ("phi3", "mistral", "gpt_oss"):
         writer.add_sliding_window(window or 0)
@@ -225,12 +241,43 @@ def describe(writer: gguf.GGUFWriter, config: Any) -> None:
         writer.add_rope_scaling_attn_factors(math.sqrt(1 + math.log(stretch) / math.log(original)))
 
 
+def _describe_gemma4(writer: gguf.GGUFWriter, config: Any) -> None:
+    """Sizes that differ between blocks. Keys that are written for the second time hold what counts."""
+    layers, local = range(config.num_hidden_layers), [kind == "sliding_attention" for kind in config.layer_types]
+    wide = config.per_layer_config[local.index(False)]
+    own = {
+        "attention.key_length": wide.head_dim,
+        "attention.value_length": wide.head_dim,
+        "attention.key_length_swa": config.head_dim,
+        "attention.value_length_swa": config.head_dim,
+        "attention.shared_kv_layers": config.num_kv_shared_layers,
+        "embedding_length_per_layer_input": config.hidden_size_per_layer_input or 0,
+        "rope.dimension_count": wide.head_dim,
+        "rope.dimension_count_swa": config.head_dim,
+    }
+    for key in (*own, "feed_forward_length", "attention.head_count_kv"):
+        writer.kv_data[0].pop(f"gemma4.{key}", None)
+    for key, value in own.items():
+        writer.add_uint32(f"gemma4.{key}", value)
+    shared = [layer >= config.num_hidden_layers - config.num_kv_shared_layers for layer in layers]
+    double = [1 + (config.use_double_wide_mlp and each) for each in shared]
+    writer.add_feed_forward_length([config.intermediate_size * factor for factor in double])
+    writer.add_head_count_kv([config.per_layer_config[layer].num_key_value_heads for layer in layers])
+    writer.add_float32("gemma4.rope.freq_base_swa", config.rope_parameters["sliding_attention"]["rope_theta"])
+    writer.add_sliding_window(config.sliding_window)
+    writer.add_sliding_window_pattern(local)
+
+
 def rotary_factors(config: Any) -> dict[str, np.ndarray[Any, Any]]:
     """Tables of factors by the names that files give them."""
     rope = config.rope_parameters
     rope = rope.get("full_attention", rope)
     if rope["rope_type"] == "longrope":
         return {f"rope_factors_{side}": np.array(rope[f"{side}_factor"], np.float32) for side in ("short", "long")}
+    if rope["rope_type"] == "proportional":
+        pairs = config.per_layer_config["full_attention"].head_dim // 2
+        turning = int(rope["partial_rotary_factor"] * pairs)
+        return {"rope_freqs": np.array([1.0] * turning + [1e30] * (pairs - turning), np.float32)}
     if rope["rope_type"] != "llama3":
         return {}
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -256,7 +303,7 @@ def tensors_of(model: Any) -> dict[str, np.ndarray[Any, Any]]:
             array = array + 1
         if name.endswith("shared_expert_gate.weight"):
             array = array.squeeze(0)
-        if "gemma" in config.model_type and "norm" in name:
+        if config.model_type in ("gemma", "gemma2", "gemma3_text") and "norm" in name:
             array = array + 1
         if ARCHITECTURES[config.model_type] in PAIRED and ("q_proj" in name or "k_proj" in name):
             heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
@@ -280,12 +327,12 @@ def tensors_of(model: Any) -> dict[str, np.ndarray[Any, Any]]:
                 found[f"{prefix}.{part}.{kind}"] = np.ascontiguousarray(turned[:, at :: len(parts)])
         elif name.endswith("e_score_correction_bias"):
             found[name] = array.reshape(-1)
-        elif name.endswith("experts.gate_up_proj"):
+        elif name.endswith("experts.gate_up_proj") and config.model_type != "gemma4_text":
             prefix = name.removesuffix("gate_up_proj")
             for at, part in enumerate(("gate_proj", "up_proj")):
                 found[f"{prefix}{part}.weight"] = np.ascontiguousarray(np.split(array, 2, axis=1)[at])
         else:
-            found[f"{name}.weight" if name.endswith("experts.down_proj") else name] = array
+            found[f"{name}.weight" if "experts" in name and name.endswith("_proj") else name] = array
     return found
 
 

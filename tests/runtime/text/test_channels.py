@@ -1,4 +1,4 @@
-"""Answers with channels, as gpt-oss writes them, become the text that other models write."""
+"""Answers with channels, as gpt-oss and Gemma 4 write them, become the text that other models write."""
 
 from __future__ import annotations
 
@@ -10,19 +10,21 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Fast
 
 from runtime.text.channels import CHANNEL_MARKS
+from runtime.text.gemma_marks import GEMMA_MARKS
 from runtime.text.reasoning import split_reasoning
 from runtime.text.tokenizer import Detokenizer, Tokenizer
 
 MARKS = (*CHANNEL_MARKS, "<|constrain|>", "<|call|>", "<|return|>")
 
 
-def folder(path: Path, marks: tuple[str, ...] = MARKS) -> Path:
-    """A byte-level tokenizer without merges, with special tokens."""
+def folder(path: Path, marks: tuple[str, ...] = MARKS, *, special: bool = True) -> Path:
+    """A byte-level tokenizer without merges, with special tokens, or others that are whole."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     fast = Fast(models.BPE({letter: at for at, letter in enumerate(letters)}, []))
     fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     fast.decoder = decoders.ByteLevel()
-    fast.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in marks])
+    added = [AddedToken(mark, special=special, normalized=False) for mark in marks]
+    fast.add_special_tokens(added) if special else fast.add_tokens(added)
     fast.save(str(path / "tokenizer.json"))
     (path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
     return path
@@ -60,6 +62,41 @@ def test_channels_become_tags(case: str, tmp_path: Path) -> None:
     assert "".join(map(reader.add, tokenizer.encode(written, special=False))) + reader.flush() == expected
     thought, _ = split_reasoning(expected)
     assert bool(thought) == expected.startswith("<think>")
+
+
+SUM = 'call:add{a:2,of:[<|"|>one, {x}<|"|>,{in:{b:null,c:-1.5}}],why:<|"|>"it\nis"<|"|>}'
+ADDED = (
+    '{"name": "add", "arguments": {"a": 2, "of": ["one, {x}", {"in": {"b": null, "c": -1.5}}], "why": "\\"it\\nis\\""}}'
+)
+NO_ARGUMENTS = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+A_WORD = '<tool_call>{"name": "a-b.c", "arguments": {"x": "yes"}}</tool_call>'
+OF_GEMMA = {
+    "answer": ("Four.", "Four."),
+    "thought": ("<|channel>thought\nTwo – four.<channel|>Four 🙂.", "<think>\nTwo – four.\n</think>\n\nFour 🙂."),
+    "no thought": ("<|channel>thought\n<channel|>Four.", "Four."),
+    "cut off": ("<|channel>thought\nTwo and", "<think>\nTwo and"),
+    "header cut off": ("<|channel>thou", ""),
+    "call": (f"I add. <|tool_call>{SUM}<tool_call|>", f"I add. <tool_call>{ADDED}</tool_call>"),
+    "thought and two calls": (
+        "<|channel>thought\nHm.<channel|><|tool_call>call:f{}<tool_call|><|tool_call>call:a-b.c{x:yes}<tool_call|>",
+        f"<think>\nHm.\n</think>\n\n{NO_ARGUMENTS}{A_WORD}",
+    ),
+    "call not ended": ("<|tool_call>call:f{a:1}", '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'),
+    "call cut off": ('<|tool_call>call:f{a:<|"|>b', 'call:f{a:"b'),
+    "no call": ('<|tool_call>f(<|"|>b<|"|>)<tool_call|>', 'f("b")'),
+    "too deep": ("<|tool_call>call:f{a:" + "[" * 99 + "<tool_call|>", "call:f{a:" + "[" * 99),
+    "quote outside": ('Say <|"|>b<|"|>.', 'Say "b".'),
+}
+
+
+@pytest.mark.parametrize("special", [True, False])
+@pytest.mark.parametrize("case", OF_GEMMA)
+def test_marks_of_gemma_become_tags(case: str, special: bool, tmp_path: Path) -> None:
+    """Whether its tokens are special ones, as in folders, or not, as in GGUF files."""
+    written, expected = OF_GEMMA[case]
+    tokenizer = Tokenizer(folder(tmp_path, GEMMA_MARKS, special=special))
+    reader = tokenizer.detokenizer()
+    assert "".join(map(reader.add, tokenizer.encode(written, special=False))) + reader.flush() == expected
 
 
 def test_other_tokenizers_have_none(tmp_path: Path) -> None:

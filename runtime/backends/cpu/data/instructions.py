@@ -71,6 +71,8 @@ class Embed(NamedTuple):
 
     table: int
     """Address of float16 [V, C]."""
+    stride: int
+    """Bytes between the rows of consecutive tokens."""
     channels: int
     """C."""
     out: Matrix
@@ -144,6 +146,8 @@ class Settle(NamedTuple):
     """float32; may be x."""
     accumulate: bool
     """Whether the result is added to the contents of `out`."""
+    scale: int = 0
+    """Address of float32, by which `out` is multiplied at the end; 0: it is not."""
 
 
 class Gate(NamedTuple):
@@ -377,7 +381,7 @@ class Spread(NamedTuple):
 
 
 class GateExperts(NamedTuple):
-    """SiLU(gate) * up, or gpt-oss's gate, times an expert's share, and quantization of the result."""
+    """The gate of GATE times an expert's share, and quantization of the result."""
 
     x: Matrix
     """float32, by slot: gate, then up."""
@@ -385,8 +389,9 @@ class GateExperts(NamedTuple):
     """Which rows go where."""
     to: Input
     """The output, by slot."""
+    gelu: bool = False
+    """As of `Gate`, and so the next one."""
     limit: float = 0.0
-    """Most of gate and up of gpt-oss's gate; 0: SiLU."""
 
 
 class ExpertSizes(NamedTuple):
@@ -421,6 +426,8 @@ class Experts(NamedTuple):
     """float32, by slot; if there is a `sum`, those of one segment."""
     sum: Matrix = Matrix(0, 0)
     """float32, the rows that the products are added to; 0: none."""
+    fresh: bool = False
+    """Whether these are zeros at first."""
     total: int = 0
     """Number of channels that each row is compensated by; 0 = none."""
     values: Matrix = Matrix(0, 0)
@@ -479,6 +486,10 @@ class Heads(NamedTuple):
     """Whether the norms come behind the rotation."""
     growth: int = 0
     """Address of float32 [context], factors of queries by their positions; 0 = none."""
+    v_norm: int = 0
+    """Address of float32 [D], for values; 0 = none."""
+    alone: bool = False
+    """Whether there are queries alone, for a cache that is another layer's."""
 
 
 class Attend(NamedTuple):

@@ -67,6 +67,17 @@ def clamped_gate(gates: int, ups: int, out: int, start: int, stop: int, limit: f
 
 
 @kernel
+def gate_by(gelu: int, limit: float, gates: int, ups: int, out: int, start: int, stop: int) -> None:
+    """One of the three, as GATE says."""
+    if limit != 0:
+        clamped_gate(gates, ups, out, start, stop, limit)
+    elif gelu != 0:
+        gelu_gate(gates, ups, out, start, stop)
+    else:
+        gate(gates, ups, out, start, stop)
+
+
+@kernel
 def _at_most(x: Any, most: Any) -> Any:
     """The smaller of two vectors, lane by lane."""
     return sub(zero_floats(), maximum(sub(zero_floats(), x), sub(zero_floats(), most)))

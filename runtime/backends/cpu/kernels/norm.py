@@ -81,6 +81,16 @@ def settle_row(x: int, width: int, weight: int, eps: float, out: int, accumulate
 
 
 @kernel
+def scale_row(x: int, width: int, factor: float) -> None:
+    """Multiply float32 [width] at x by a number; any width."""
+    factors, whole = fill(numba.float32(factor)), width // 16 * 16
+    for i in range(0, whole, 16):
+        store_floats(x + 4 * i, mul(load_floats(x + 4 * i), factors))
+    for i in range(whole, width):
+        set_float(x + 4 * i, get_float(x + 4 * i) * numba.float32(factor))
+
+
+@kernel
 def norm_head(x: int, weight: int, width: int, eps: float) -> None:
     """RMSNorm of one head in place: float32 [width] at x, weight float32 [width]; any width."""
     total = numba.float32(0.0)

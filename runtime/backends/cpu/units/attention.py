@@ -110,7 +110,7 @@ def _finish_heads(write: Any, i: int, control: int, part: int, parts: int) -> No
     heads, step = heads_at(i), parameters_at(control)
     dim, half, keys = heads.dim, heads.half, heads.heads
     values = keys + heads.kv_heads
-    all_heads = values + heads.kv_heads
+    all_heads = keys if heads.alone != 0 else values + heads.kv_heads
     first, last = share_of(rows_of(control, 0) * all_heads, part, parts)
     for work in range(first, last):
         row, head = work // all_heads, work % all_heads
@@ -125,6 +125,8 @@ def _finish_heads(write: Any, i: int, control: int, part: int, parts: int) -> No
                 norm_head(x, norm, dim, heads.eps)
             if heads.reflection != 0:
                 _turn(heads, x, head)
+        elif heads.v_norm != 0:
+            norm_head(x, heads.v_norm, dim, heads.eps)
         if head < keys:
             scale = heads.scale
             if heads.growth != 0:

@@ -24,8 +24,7 @@ from runtime.backends.cpu.kernels.compensate import (
     gather_4,
     gather_8,
 )
-from runtime.backends.cpu.kernels.gate import clamped_gate
-from runtime.backends.cpu.kernels.gate import gate as gate_channels
+from runtime.backends.cpu.kernels.gate import gate_by
 from runtime.backends.cpu.kernels.gemm import row_block
 from runtime.backends.cpu.kernels.residual import few_rows
 from runtime.backends.cpu.kernels.routing import choose_experts, group_rows, rank_experts, score, share_out, sigmoid
@@ -60,6 +59,7 @@ from runtime.backends.cpu.machine.vector import (
     set_float,
     set_word,
     store_floats,
+    zero_floats,
 )
 from runtime.backends.cpu.scratch import TILE_BYTES
 from runtime.backends.cpu.units.products import one_3, one_4, several_3, several_4
@@ -140,10 +140,7 @@ def gate_experts(i: int, _control: int, part: int, parts: int, _scratch: int) ->
         pair, g = pair_at(of.routes.pairs + PAIR_BYTES * (item // groups)), item % groups
         source, out = of.x.at + pair.slot * of.x.stride, to.out.at + pair.slot * to.out.stride
         start, stop = g * group, min((g + 1) * group, padded)
-        if of.limit != 0:
-            clamped_gate(source, source + 4 * to.width, out, start, stop, of.limit)
-        else:
-            gate_channels(source, source + 4 * to.width, out, start, stop)
+        gate_by(of.gelu, of.limit, source, source + 4 * to.width, out, start, stop)
         share = fill(numba.float32(pair.share))
         for c in range(start, stop, 16):
             store_floats(out + 4 * c, mul(load_floats(out + 4 * c), share))
@@ -197,6 +194,8 @@ def _multiply(one_row: Any, several_rows: Any, i: int, control: int, part: int, 
     first, last = share_of_weights(items, part, parts) if counts.alone != 0 else share_of(items, part, parts)
     if first == last:
         return
+    if of.fresh != 0:
+        _clear_rows(of, rows_of(control, 0), side * first, min(side * last, of.sizes.tiles))
     begin, end = (0, counts.segments) if adds else (first // lines, (last - 1) // lines + 1)
     for number in range(begin, end):
         low, high = first, last
@@ -214,6 +213,14 @@ def _multiply(one_row: Any, several_rows: Any, i: int, control: int, part: int, 
             call_5(header_at(i).inner, i, number, start, stop, scratch + TILE_BYTES)
         if adds:
             _add_to_rows(of, number, start, stop)
+
+
+@kernel
+def _clear_rows(of: Experts, rows: int, start: int, stop: int) -> None:
+    """Set tiles of the rows that products are added to to zero."""
+    for row in range(rows):
+        for tile in range(start, stop):
+            store_floats(of.sum.at + row * of.sum.stride + 64 * tile, zero_floats())
 
 
 @kernel

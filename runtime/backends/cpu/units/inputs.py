@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import numba
 
-from runtime.backends.cpu.data.instructions import Gate
 from runtime.backends.cpu.kernels.attention.run import LOWEST, part_bytes
 from runtime.backends.cpu.kernels.attention.span import merge_splits
-from runtime.backends.cpu.kernels.gate import clamped_gate, gelu_gate, shut
-from runtime.backends.cpu.kernels.gate import gate as silu_channels
-from runtime.backends.cpu.kernels.norm import inverse_rms, scale_by, settle_row
+from runtime.backends.cpu.kernels.gate import gate_by, shut
+from runtime.backends.cpu.kernels.norm import inverse_rms, scale_by, scale_row, settle_row
 from runtime.backends.cpu.kernels.rounding import round_groups, sizes_of
 from runtime.backends.cpu.kernels.views import (
     embed_at,
@@ -25,7 +23,6 @@ from runtime.backends.cpu.kernels.views import (
     settle_at,
     share_of,
 )
-from runtime.backends.cpu.machine.kernel import kernel
 from runtime.backends.cpu.machine.unit import compiled_unit
 from runtime.backends.cpu.machine.vector import (
     get_float,
@@ -45,7 +42,7 @@ def embed(i: int, control: int, part: int, parts: int, _scratch: int) -> None:
     tokens, channels = parameters_at(control).tokens, embed.channels
     first, last = share_of(rows_of(control, 0), part, parts)
     for row in range(first, last):
-        source = embed.table + 2 * channels * numba.int64(get_int(tokens + 4 * row))
+        source = embed.table + embed.stride * numba.int64(get_int(tokens + 4 * row))
         out, c = embed.out.at + row * embed.out.stride, 0
         while c + 16 <= channels:
             store_floats(out + 4 * c, load_halves(source + 2 * c))
@@ -97,17 +94,8 @@ def settle(i: int, control: int, part: int, parts: int, _scratch: int) -> None:
     for row in range(first, last):
         x, out = settle.x.at + row * settle.x.stride, settle.out.at + row * settle.out.stride
         settle_row(x, settle.width, settle.weight, settle.eps, out, settle.accumulate)
-
-
-@kernel
-def _gate_channels(of: Gate, gates: int, ups: int, out: int, start: int, stop: int) -> None:
-    """Write channels start .. stop - 1 of a row."""
-    if of.limit != 0:
-        clamped_gate(gates, ups, out, start, stop, of.limit)
-    elif of.gelu != 0:
-        gelu_gate(gates, ups, out, start, stop)
-    else:
-        silu_channels(gates, ups, out, start, stop)
+        if settle.scale != 0:
+            scale_row(out, settle.width, get_float(settle.scale))
 
 
 @compiled_unit
@@ -120,7 +108,7 @@ def gate(i: int, control: int, part: int, parts: int, _scratch: int) -> None:
         first, last = share_of(rows, part, parts)
         for row in range(first, last):
             source, out = gate.x.at + row * gate.x.stride, to.out.at + row * to.out.stride
-            _gate_channels(gate, source, source + 4 * to.width, out, 0, padded)
+            gate_by(gate.gelu, gate.limit, source, source + 4 * to.width, out, 0, padded)
             for c in range(to.width, padded):
                 set_float(out + 4 * c, numba.float32(0.0))
             round_groups(to, row, rows, 0, groups)
@@ -130,7 +118,7 @@ def gate(i: int, control: int, part: int, parts: int, _scratch: int) -> None:
         row, g = item // groups, item % groups
         source, out = gate.x.at + row * gate.x.stride, to.out.at + row * to.out.stride
         start, stop = g * group, min((g + 1) * group, padded)
-        _gate_channels(gate, source, source + 4 * to.width, out, start, stop)
+        gate_by(gate.gelu, gate.limit, source, source + 4 * to.width, out, start, stop)
         for c in range(max(start, to.width), stop):
             set_float(out + 4 * c, numba.float32(0.0))
         round_groups(to, row, rows, g, g + 1)

@@ -31,7 +31,7 @@ from runtime.errors import BackendError, InvalidActivationError, RequestError
 from runtime.kv.kinds import KINDS
 from tests.close import Tolerance, assert_close
 from tests.grid import grid
-from tests.runtime.conftest import BEHIND, BOTH_SIDES, LOCAL, SINKS, TURNED
+from tests.runtime.conftest import BEHIND, BOTH_SIDES, LOCAL, SHARED, SINKS, TURNED
 
 ROOT = Path(__file__).resolve().parents[4]
 
@@ -85,6 +85,7 @@ SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "norms-of-turned-heads": ({"bits": 4}, {**TURNED, "num_kv_heads": 1}),
     "sinks": ({"bits": 4}, {**SINKS, "windows": (5, None), "num_kv_heads": 1}),
     "head-dim-512": ({"bits": 4}, {"head_dim": 512, "num_heads": 2, "num_kv_heads": 1, "num_layers": 1}),
+    "shared-caches": ({"bits": 4, "seed": 4}, SHARED),
     "codebooks": ({"bits": 4, "codebook": True}, {"qkv_bias": True}),
     "codebooks-3bit": ({"bits": 3, "codebook": True, "residual_bits": 4, "group_size": 64}, {"num_kv_heads": 1}),
     "experts": (
@@ -94,6 +95,10 @@ SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "experts-3bit": (
         {"bits": 3, "residual_bits": 4, "seed": 4},
         {"mixture": replace(MIXTURE, experts=9, chosen=2, normalized=False, shared=2), "num_layers": 3},
+    ),
+    "experts-beside": (
+        {"bits": 4, "seed": 4},
+        {**BOTH_SIDES, "scaled": True, "mixture": replace(MIXTURE, beside=True), "num_layers": 3},
     ),
     "wide-groups": ({"bits": 3, "group_size": 128}, {"hidden_size": 256, "head_dim": 64}),
 }
@@ -108,6 +113,7 @@ SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {
             *("ragged", "3bit", "biases-qknorm-window", "codebooks-3bit", "head-dim-80"),
             *("norms-on-both-sides", "norms-behind", "norms-of-turned-heads", "sinks", "experts", "experts-3bit"),
+            *("shared-caches", "experts-beside"),
         },
     ),
 )
@@ -141,6 +147,38 @@ def test_logits_match_the_reference(tiny_model: Any, tiny_spec: Any, shape: str,
     others = rows.max(1) > 0.15
     assert rows[~others].mean() <= (0.015 if kv == "fp16" else 0.03)
     assert np.count_nonzero(others) <= (0 if model.spec.mixture is None else 4)
+
+
+LOST = {2: 0.25, 4: 0.1, 8: 0.05, 16: 0.01}
+"""Largest mean error of a logit, of the spread, that a cache of so many bits costs here; they are half of that or less,
+and pages of one width that hold nothing cost 0.29."""
+
+
+@pytest.mark.parametrize("kv", grid(KINDS, {"int4"}))
+def test_heads_of_two_widths_in_every_cache(tiny_model: Any, tiny_spec: Any, kv: Any) -> None:
+    """A prompt over several pages, tokens behind it, cut back into a page, saved, and loaded into another slot."""
+    model = tiny_model(tiny_spec(**SHARED, max_context=400), residual_bits=0, seed=4)
+    options = DecoderOptions(kv=kv, context=400, slots=2, max_rows=160, threads=2)
+    exact = with_int8_activations(ReferenceDecoder(model, replace(options, kv="fp16")), 32)
+    reference, decoder = with_int8_activations(ReferenceDecoder(model, options), 32), CpuDecoder(model, options)
+    tokens = np.random.default_rng(3).integers(0, model.spec.vocab_size, 330)
+    found: list[list[Any]] = [[], [], []]
+    for own, one in zip(found, (exact, reference, decoder), strict=True):
+        for start in (0, 160):
+            own.append(one.forward(step(tokens[start : start + 160], start, prefill=True, rows=[159])).copy())
+        own.append(one.forward(step(tokens[320:321], 320)).copy())
+        one.cache.trim(0, 170)
+        pieces = [{name: np.array(x) for name, x in piece.items()} for piece in one.cache.export(0)]
+        paged = one.cache.paged_length(0)
+        one.cache.clear(0)
+        for start in (0, 150):  # into the pages that are free now
+            one.forward(step(tokens[start : start + 150][::-1], start, rows=[0]))
+        one.cache.load(1, 170, paged, pieces)
+        own += [one.forward(step(tokens[at : at + 1], at, slot=1)).copy() for at in range(170, 180)]
+    logits = [np.concatenate(own) for own in found]
+    spread = logits[0].std()
+    assert np.abs(logits[1] - logits[2]).mean() <= 0.03 * spread
+    assert np.abs(logits[1] - logits[0]).mean() <= LOST[KINDS[kv].keys.bits] * spread
 
 
 @pytest.mark.parametrize("kv", ["fp16", "int8"])

@@ -1,5 +1,5 @@
-"""Conversations with models whose layers have states: whatever was said, cut back, forked, drafted or saved before, the
-next token is the one that a fresh prefill gives."""
+"""Conversations with models whose layers have states, or read each other's caches: whatever was said, cut back, forked,
+drafted or saved before, the next token is the one that a fresh prefill gives."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from runtime.engine.conversations.conversations import Conversations
 from runtime.errors import RequestError
 from runtime.kv import states
 from runtime.kv.states import RING, SMALL_STEP, States, states_bytes
+from tests.runtime.conftest import SHARED
 
 Tokens = list[int]
 CONTEXT, ROWS, SLOTS = 256, 40, 3
@@ -38,6 +39,8 @@ HYBRIDS: dict[str, dict[str, Any]] = {
 
 
 def hybrid(tiny_spec: Callable[..., ModelSpec], mixer: str = "convolution") -> ModelSpec:
+    if mixer == "shared":
+        return tiny_spec(max_context=CONTEXT, **SHARED)
     return tiny_spec(num_layers=3, taps=4, qk_norm=True, max_context=CONTEXT, **HYBRIDS[mixer])
 
 
@@ -129,7 +132,7 @@ def snapshots_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.param("cpu", range(8, 200), id="cpu-many", marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize("mixer", HYBRIDS)
+@pytest.mark.parametrize("mixer", [*HYBRIDS, "shared"])
 def test_any_history_gives_what_a_fresh_prefill_gives(
     tiny_model: Any, tiny_spec: Any, backend: str, seeds: range, mixer: str
 ) -> None:
