@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import partial
 from typing import TYPE_CHECKING
 
 from models.progress import ProgressCallback, ignore_progress
-from models.spec import ModelSpec
+from models.spec import ModelSpec, first_expert
 from models.weights import Weights
 from runtime.backends import Device, Footprint, ModelSizes, Presence
 from runtime.backends.decoder import Decoder, DecoderOptions
 from runtime.backends.triton import gpu
 from runtime.backends.triton.failures import first_line
-from runtime.backends.triton.sizes import COPIED_BYTES, NO_EXPERTS, buffer_bytes, weight_bytes
+from runtime.backends.triton.sizes import BESIDE, COPIED_BYTES, buffer_bytes, weight_bytes
 from runtime.errors import BackendError, Problem
 from runtime.kv.kinds import KINDS, KVKind
 
@@ -51,11 +52,17 @@ class TritonBackend:
     def footprint(self, spec: ModelSpec, sizes: ModelSizes, *, compensated: bool) -> Footprint:
         """See `runtime.backends.Backend.footprint`.
 
-        Residuals stay in main memory, except two layers' for prompts, and what several rows share of one.
+        Residuals stay in main memory, except two layers' for prompts (of experts, those of all in a block), and what
+        several rows share of one.
         """
         _check_layers(spec)
-        values = [N * K for N, K in (spec.linear_shape(name) for name in spec.linear_names())]
-        largest = sizes.residual_bytes * max(values[:-1], default=0) // sum(values)
+        copied = Counter[str]()  # those of a block's experts together
+        for name in spec.linear_names():
+            N, K = spec.linear_shape(name)
+            copied[first_expert(name)] += N * K
+        total = copied.total()
+        del copied["head"]
+        largest = sizes.residual_bytes * max(copied.values(), default=0) // total
         staged = 2 * largest + min(largest, COPIED_BYTES)
         driver = gpu.kept_bytes() if gpu.is_started() else _DRIVER_BYTES
         weights, recipe = sizes.weight_bytes, sizes.recipe
@@ -115,8 +122,10 @@ class TritonBackend:
 
 def _check_layers(spec: ModelSpec) -> None:
     """Raise BackendError if a model has layers that this backend does not run."""
-    if spec.mixture is not None:
-        raise BackendError(NO_EXPERTS)
+    if spec.mixture is not None and spec.mixture.bias:
+        raise BackendError("the GPU backend has no kernels for experts with biases: use the CPU backend")
+    if spec.mixture is not None and spec.mixture.beside:
+        raise BackendError(BESIDE)
     if spec.activation == "clamped_silu":
         raise BackendError("the GPU backend has no kernel for this model's gate: use the CPU backend")
     if spec.wide_heads is not None or spec.v_norm or spec.scaled or spec.token_width or spec.lent_layers:

@@ -17,8 +17,9 @@ from triton.errors import TritonError
 from models.architecture import body, forward
 from models.weights import Weights
 from runtime.backends.decoder import DecoderOptions, Float32Array, Step, Way, check_step, compensation_of, sensitive
+from runtime.backends.triton.buffers import Buffers
 from runtime.backends.triton.failures import explained, first_line
-from runtime.backends.triton.forward import Buffers, Pass
+from runtime.backends.triton.forward import Pass
 from runtime.backends.triton.graphs import Graphs, capture
 from runtime.backends.triton.kernels.select import Selection, recall, select
 from runtime.backends.triton.model import GpuModel, Linear
@@ -310,12 +311,13 @@ class TritonDecoder:
         run.watch = self._measure if self.options.measure_recall else None
         return run
 
-    def _measure(self, linear: Linear, x: torch.Tensor, positions: torch.Tensor) -> None:
-        """Compare a selection with exact top-k."""
+    def _measure(self, linear: Linear, x: torch.Tensor, positions: torch.Tensor, experts: torch.Tensor | None) -> None:
+        """Compare a selection with exact top-k; `experts` are those of rows that each belong to one."""
         assert linear.selection is not None
         indices = torch.empty((x.shape[0], linear.selection.k), dtype=torch.int32, device=x.device)
         values = torch.empty_like(indices, dtype=torch.float32)
-        select(x, linear.selection, indices, values, self._buffers.flag, positions=positions)
+        flag = self._buffers.flag
+        select(x, linear.selection, indices, values, flag, positions=positions, experts=experts)
         self._recall_sum += float(recall(x, indices).sum())
         self._selections += x.shape[0]
 

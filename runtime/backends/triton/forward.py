@@ -14,142 +14,26 @@ Source: QDEC §4.1 (Fig. 6), §4.3.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from collections.abc import Collection
+from dataclasses import replace
 
 import torch
 
 from models.architecture import Operations
 from runtime.backends.decoder import Way
+from runtime.backends.triton.buffers import Buffers, Value
 from runtime.backends.triton.kernels.attention.kernel import attend
 from runtime.backends.triton.kernels.cache.pages import Rows
-from runtime.backends.triton.kernels.compensate import LaunchConfig, Output, compensate
 from runtime.backends.triton.kernels.gate import gate
-from runtime.backends.triton.kernels.gemm import gemm
-from runtime.backends.triton.kernels.gemv import ROWS, few_rows
 from runtime.backends.triton.kernels.norm import RowNorms, add_norm, embed_norm
 from runtime.backends.triton.kernels.residual_gemm import multiply
 from runtime.backends.triton.kernels.rope import HeadNorms, TurnedNorms, heads
-from runtime.backends.triton.kernels.tokens import Tokens, round_tokens
-from runtime.backends.triton.kernels.w4a8 import gemm_w4a8
-from runtime.backends.triton.launch_check import refused_cooperation
-from runtime.backends.triton.model import GpuModel, Linear
-from runtime.backends.triton.sizes import NO_EXPERTS, SUMMED_ROWS, buffer_sizes, pieces, token_width
-from runtime.backends.triton.w4a8_layout import W4A8Linear
-from runtime.backends.triton.workspace import Workspace
+from runtime.backends.triton.kernels.tokens import round_tokens
+from runtime.backends.triton.mixture import Mixture, Watch
+from runtime.backends.triton.model import GpuModel
+from runtime.backends.triton.products import compensated_product, product
+from runtime.backends.triton.sizes import BESIDE, SUMMED_ROWS
 from runtime.errors import BackendError
-
-Watch = Callable[[Linear, torch.Tensor, torch.Tensor], None]
-
-
-class Buffers:
-    """Activations of the widest step, the step's inputs on the device, and auxiliary buffers of kernels.
-
-    A linear layer's output is only read by the next kernel, so all layers share one buffer. Compensations, which run
-    concurrently with products, have a buffer of their own for a few rows. Logits of more than one row, which only
-    evaluation requests, may allocate memory that is released after the step.
-
-    Args:
-        model: The model.
-        rows: Most rows of a step (M).
-    """
-
-    def __init__(self, model: GpuModel, rows: int) -> None:
-        spec, device = model.spec, model.device
-        sizes = buffer_sizes(spec, rows, model.token_group)
-        self._token_group = model.token_group
-        self._tokens = torch.zeros(sizes.tokens, dtype=torch.int8, device=device)
-        self._token_sums = torch.zeros(sizes.token_sums, dtype=torch.int32, device=device)
-        self._token_scales = torch.zeros(sizes.token_scales, device=device)
-        self._inputs = torch.zeros(sizes.inputs, dtype=torch.float16, device=device)
-        self._sums = torch.zeros(sizes.sums, device=device)
-        self._queries = torch.zeros(sizes.queries, dtype=torch.float16, device=device)
-        self._stream = torch.zeros(sizes.stream, device=device)
-        self._output = torch.zeros(sizes.output, device=device)
-        self._compensation = torch.zeros(sizes.compensation, device=device)
-        self.inputs = torch.zeros((4, rows), dtype=torch.int32, device=device)
-        """int32 [4, rows], a step's inputs, which are the next four."""
-        self.tokens: torch.Tensor = self.inputs[0]
-        self.slots: torch.Tensor = self.inputs[1]
-        self.positions: torch.Tensor = self.inputs[2]
-        self.logit_rows: torch.Tensor = self.inputs[3]
-        self.status = torch.zeros(2, dtype=torch.int32, device=device)
-        """int32 [2], inputs of the next two."""
-        self.flag = self.status[:1]
-        """int32 [1], 1 once compensation found NaN or infinity."""
-        self.total = self.status[1:].view(torch.float32)
-        """float32 [1], the sum of a step's logits: NaN or infinity if any of them is."""
-        self.main, self.side = Workspace(device, sizes.scratch), Workspace(device)
-        """Workspaces of the two streams."""
-        self.alone: str | None = refused_cooperation(device) if device.type == "cuda" else "programs run in turn"
-        """Why a row's compensation takes two launches; None if one, whose programs wait for each other."""
-
-    def stream(self, M: int, C: int) -> torch.Tensor:
-        """float32 [M, C], the residual stream."""
-        return self._stream[: M * C].view(M, C)
-
-    def input(self, M: int, K: int) -> torch.Tensor:
-        """float16 [M, K], the input of a linear layer."""
-        return self._inputs[: M * K].view(M, K)
-
-    def sums(self, M: int, K: int) -> torch.Tensor | None:
-        """float32 [M, ceil(K / 32)], the sums of the pieces of that input; None if not needed.
-
-        They are not needed for many rows, nor by products that read INT8 tokens.
-        """
-        each = pieces(K)
-        return None if M > SUMMED_ROWS or self._token_group is not None else self._sums[: M * each].view(M, each)
-
-    def rounded(self, M: int, K: int) -> Tokens | None:
-        """That input as INT8 tokens [M, K]; None if products read half precision."""
-        group = self._token_group
-        if group is None:
-            return None
-        width = token_width(K, group)
-        groups = width // group if group else 1
-        codes, sums = self._tokens[: M * width].view(M, width), self._token_sums[: M * groups].view(M, groups)
-        return Tokens(codes, self._token_scales[:M], sums, group)
-
-    def queries(self, M: int, width: int) -> torch.Tensor:
-        """float16 [M, H * D]."""
-        return self._queries[: M * width].view(M, width)
-
-    def output(self, M: int, N: int) -> torch.Tensor:
-        """float32 [M, N], the output of a linear layer, valid until the next one is requested."""
-        if self._output.numel() < M * N:
-            return torch.empty(M, N, device=self._output.device)
-        return self._output[: M * N].view(M, N)
-
-    def compensation(self, M: int, N: int) -> torch.Tensor | None:
-        """float32 [M, N], the compensation of an output; None if there are so many rows that it is added in place.
-
-        The side stream writes it after all earlier launches, including the last reader of its old contents.
-        """
-        if self._compensation.numel() < M * N:
-            return None
-        return self._compensation[: M * N].view(M, N)
-
-
-@dataclass(frozen=True, slots=True)
-class Value:
-    """A [rows, width] matrix of activations, with its pending operations."""
-
-    tensor: torch.Tensor
-    """The residual stream (float32), the input of a linear layer (float16), or its output (float32)."""
-    dec: torch.Tensor | None = None
-    """Compensation still to be added."""
-    added: Value | None = None
-    """An output still to be added to this residual stream."""
-    sums: torch.Tensor | None = None
-    """Sums of the pieces of an input, if the kernel that wrote it computed them."""
-    rounded: Tokens | None = None
-    """An input as INT8 tokens, if products read these."""
-    norm: str = ""
-    """Norm of heads, or of an output to be added, still to be applied."""
-    tokens: torch.Tensor | None = None
-    """Tokens int32 [M] whose embeddings will become this residual stream."""
-    gathered: bool = False
-    """Whether these are only the rows whose logits are wanted."""
 
 
 class Pass(Operations[Value]):
@@ -184,7 +68,7 @@ class Pass(Operations[Value]):
         self.watch: Watch | None = None
         """Called with every selecting layer's input, and the positions of its rows."""
         if way == "shared":
-            model.staging.begin()
+            model.staging.begin(few=M <= SUMMED_ROWS)
 
     def embed(self, layer: int | None = None) -> Value:
         """See `models.architecture.Operations`. Deferred to the first norm."""
@@ -229,7 +113,7 @@ class Pass(Operations[Value]):
             return Value(out)
         dec, positions = self._buffers.compensation(M, N), self._positions(x)
         if self.watch is not None:
-            self.watch(linear, x.tensor, positions)
+            self.watch(linear, x.tensor, positions, None)
         compensated_product(linear, x, positions, out, dec, self._buffers, self._side, copied=self._model.copied)
         return Value(out, dec)
 
@@ -279,11 +163,16 @@ class Pass(Operations[Value]):
 
     def settle(self, y: Value, norm: str) -> Value:  # noqa: ARG002  no kernels for it
         """See `models.architecture.Operations`."""
-        raise BackendError(NO_EXPERTS)
+        raise BackendError(BESIDE)
 
-    def experts(self, x: Value, layer: int, routed: Value | None = None) -> Value:  # noqa: ARG002  no kernels for it
+    def experts(self, x: Value, layer: int, routed: Value | None = None) -> Value:
         """See `models.architecture.Operations`."""
-        raise BackendError(NO_EXPERTS)
+        assert routed is None  # such models are refused (`backend.py`)
+        positions = self._buffers.positions[: self._M]
+        mixture = Mixture(
+            self._model, self._buffers, side=self._side, way=self._way, positions=positions, watch=self.watch
+        )
+        return mixture.run(x, layer)
 
     def gate(self, gate_value: Value, up: Value) -> Value:
         """See `models.architecture.Operations`."""
@@ -323,71 +212,3 @@ class Pass(Operations[Value]):
         if not x.gathered or self._M == 1:
             return positions
         return positions[self._buffers.logit_rows[: self._R].long()]
-
-
-def product(linear: Linear, x: Value, out: torch.Tensor, buffers: Buffers) -> None:
-    """The base product.
-
-    Args:
-        linear: The layer.
-        x: float16 [M, K], with the sums of its pieces if known; or its INT8 tokens.
-        out: float32 [M, N]; overwritten.
-        buffers: For the workspace.
-    """
-    if isinstance(linear.weight, W4A8Linear):
-        assert x.rounded is not None
-        gemm_w4a8(x.rounded, linear.weight, out, buffers.main)
-    elif x.tensor.shape[0] <= ROWS:
-        few_rows(x.tensor, linear.weight, out, buffers.main, sums=x.sums)
-    else:
-        gemm(x.tensor, linear.weight, out, buffers.main)
-
-
-def compensated_product(
-    linear: Linear,
-    x: Value,
-    positions: torch.Tensor,
-    out: torch.Tensor,
-    dec: torch.Tensor | None,
-    buffers: Buffers,
-    side: torch.cuda.Stream | None,
-    *,
-    copied: torch.Tensor | None = None,
-) -> None:
-    """The base product, and concurrently its compensation on another stream; the current stream waits for both.
-
-    The bits do not depend on where the two are added: each output is one sum of the two.
-
-    Args:
-        linear: The layer, with residual and selection.
-        x: As in `product`.
-        positions: int32 [M].
-        out: float32 [M, N], receives the base product.
-        dec: float32 [M, N], receives the compensation; None adds it to `out`, after the product.
-        buffers: Workspaces and the flag.
-        side: Stream of the compensation; None runs it before the product.
-        copied: As in `LaunchConfig`.
-    """
-    assert linear.selection is not None
-    assert linear.residual is not None
-    selection, residual, rest = linear.selection, linear.residual, {"flag": buffers.flag, "positions": positions}
-    if dec is None:
-        product(linear, x, out, buffers)
-        config, output = LaunchConfig(n_tb=linear.n_tb, fused=False, copied=copied), Output(out, out)
-        compensate(x.tensor, selection, residual, output, config, buffers.main, **rest)
-        return
-    if side is not None:
-        side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):  # first, so that its blocks find room before the product occupies the device
-        compensate(
-            x.tensor,
-            selection,
-            residual,
-            Output(dec),
-            LaunchConfig(n_tb=linear.n_tb, fused=buffers.alone is None and x.tensor.shape[0] == 1, copied=copied),
-            buffers.side,
-            **rest,
-        )
-    product(linear, x, out, buffers)
-    if side is not None:
-        torch.cuda.current_stream().wait_stream(side)

@@ -12,13 +12,15 @@ import torch
 
 from models.packed import PackedLinear
 from models.rope import query_growth, tables
-from models.spec import RopeSpec
+from models.spec import RopeSpec, expert_of, first_expert, router_of
 from models.weights import Weights
 from runtime.backends.decoder import DecoderOptions, Int32Array
-from runtime.backends.operations.channels import k_chunk_of, layer_kind, static_channels
+from runtime.backends.operations.channels import k_chunk_of, layer_kind
 from runtime.backends.triton.cache import GpuCache
+from runtime.backends.triton.expert_layout import GpuExperts, stack
 from runtime.backends.triton.kernels.rope import Basis, Rope
-from runtime.backends.triton.kernels.select import Selection, make_selection
+from runtime.backends.triton.kernels.routing import GpuRouter
+from runtime.backends.triton.kernels.select import Selection, make_selection, static_table
 from runtime.backends.triton.layout import GpuLinear, repack
 from runtime.backends.triton.residual import (
     REMEDY,
@@ -44,14 +46,16 @@ _DEFAULT_N_TB = 8
 
 @dataclass(slots=True)
 class Linear:
-    """A linear layer on the device."""
+    """A linear layer on the device, or one type of layer of all experts of a block."""
 
     packed: PackedLinear
-    """The stored matrix (mapped)."""
+    """The stored matrix (mapped); of experts the first one's."""
     index: int
     """Its index in `ModelSpec.linear_names`."""
-    weight: GpuLinear | W4A8Linear
-    """The matrix in the kernels' layout."""
+    weight: GpuLinear | W4A8Linear | GpuExperts
+    """The matrix in the kernels' layout, or those of a block's experts."""
+    experts: tuple[PackedLinear, ...] = ()
+    """The stored matrices of a block's experts; empty: it is no layer of experts."""
     residual: GpuResidual | None = None
     """Residuals in host memory; None until the layer is first compensated, or if memory could not be page-locked."""
     selection: Selection | None = None
@@ -79,11 +83,8 @@ class GpuModel:
         self._refused: set[str] = set()
         self.problems: tuple[Problem, ...] = ()
         """Problems with page-locking, with advice."""
-        packed = [weights.linear(name) for name in spec.linear_names()]
-        self.linears = {
-            stored.name: Linear(stored, index, weight)
-            for index, (stored, weight) in enumerate(zip(packed, _placed(packed, device), strict=True))
-        }
+        self.linears = self._place(weights)
+        """By name; those of a block's experts by the first one's."""
         self.token_group = next((w.group_size for w in self._weights() if isinstance(w, W4A8Linear)), None)
         """Channels per sum of INT8 tokens, 0 = the whole row; None if products read half precision."""
         self.staging = Staging([], device, None)
@@ -91,6 +92,10 @@ class GpuModel:
         self.copied = torch.empty(0, dtype=torch.int32, device=device)
         """int32, where several rows of a step share the residuals that they fetch."""
         self.norms = {name: self._move(np.array(weights.vector(name), np.float32)) for name in spec.vector_names()}
+        self.routers = {
+            layer: self._router(weights, layer) for layer in range(spec.num_layers) if spec.has_experts(layer)
+        }
+        """Of each block with experts."""
         self._unlocked: npt.NDArray[np.float16] | None = None
         """The embedding table, if its memory could not be page-locked."""
         self.table = self._table(weights)
@@ -112,9 +117,12 @@ class GpuModel:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of weights that one decoded token reads on the device."""
-        linears = sum(weight.nbytes for weight in self._weights())
-        return linears + sum(norm.nbytes for norm in self.norms.values())
+        """Bytes of weights that one decoded token reads on the device; of experts, on average."""
+        mixture = self.spec.mixture
+        share = 1.0 if mixture is None else mixture.read / mixture.held
+        linears = sum(w.nbytes * (share if isinstance(w, GpuExperts) else 1) for w in self._weights())
+        routers = sum(router.weight.nbytes for router in self.routers.values())
+        return round(linears) + routers + sum(norm.nbytes for norm in self.norms.values())
 
     def set_k_chunk(self, k_chunk: Mapping[str, int] | int, n_tb: Mapping[str, int]) -> None:
         """Change the compensation of decoded tokens; residuals needed for the first time are loaded.
@@ -138,6 +146,7 @@ class GpuModel:
                     seed=options.seed,
                     layer=linear.index,
                     device=self.device,
+                    experts=_choosing(linear),
                 )
 
     def set_prompt_k_chunk(self, prompt_k_chunk: Mapping[str, int] | int, stream: torch.cuda.Stream | None) -> None:
@@ -168,13 +177,15 @@ class GpuModel:
         """Allocate `copied` when decoded tokens are first compensated; it stays, as graphs contain its address."""
         if self.copied.numel() or self.options.max_rows < 2 or not any(wanted.values()):
             return
-        sizes = [linear.residual.codes.numel() for linear in self.linears.values() if linear.residual is not None]
+        alone = [linear for linear in self.linears.values() if not linear.experts]
+        sizes = [linear.residual.codes.numel() for linear in alone if linear.residual is not None]
         self.copied = torch.empty(min(max(sizes, default=0), COPIED_BYTES // 4), dtype=torch.int32, device=self.device)
 
     def close(self) -> None:
         """Release every tensor, so that a reference to the closed model holds no memory."""
         self.linears.clear()
         self.norms.clear()
+        self.routers.clear()
         self.bases.clear()
         self.ropes.clear()
         self.staging = Staging([], self.device, None)
@@ -182,8 +193,32 @@ class GpuModel:
         self._unlocked = None
         self.cache.close()
 
-    def _weights(self) -> list[GpuLinear | W4A8Linear]:
+    def _weights(self) -> list[GpuLinear | W4A8Linear | GpuExperts]:
         return [linear.weight for linear in self.linears.values()]
+
+    def _place(self, weights: Weights) -> dict[str, Linear]:
+        """The model's matrices in the layouts of their kernels."""
+        grouped: dict[str, list[PackedLinear]] = {}
+        indices = {name: index for index, name in enumerate(self.spec.linear_names())}
+        for name in indices:
+            grouped.setdefault(first_expert(name), []).append(weights.linear(name))
+        found = {}
+        for name, packed in grouped.items():
+            experts = tuple(packed) if expert_of(name) is not None else ()
+            weight = stack(packed, self.device, repack) if experts else _placed(packed[0], self.device)
+            found[name] = Linear(packed[0], indices[name], weight, experts)
+        tail = max((linear.weight.tail for linear in found.values() if isinstance(linear.weight, GpuLinear)), default=0)
+        for linear in found.values():
+            if isinstance(linear.weight, GpuLinear):
+                linear.weight = replace(linear.weight, other_tail=tail)
+        return found
+
+    def _router(self, weights: Weights, layer: int) -> GpuRouter:
+        assert self.spec.mixture is not None
+        name = router_of(layer)
+        weight = self._move(np.array(weights.vector(name), np.float32))
+        correction = self.norms.get(f"{name}_correction")
+        return GpuRouter(mixture=self.spec.mixture, weight=weight, correction=correction)
 
     def _check_residuals(self, wanted: Mapping[str, int]) -> None:
         """Raise a `RequestError` if a layer to be compensated has no residuals."""
@@ -198,18 +233,24 @@ class GpuModel:
         """The residuals of a layer shared by prompt rows; None if they have no page-locked memory."""
         if linear.residual is None:
             return None
-        assert linear.packed.mean_square is not None
-        chosen = static_channels(np.asarray(linear.packed.mean_square), k_chunk)
-        whole = chosen.size == linear.packed.shape[1]
-        channels = None if whole else torch.from_numpy(chosen).to(self.device)
-        return Shared(residual=linear.residual, channels=channels)
+        table, width = static_table(linear.experts or (linear.packed,), k_chunk), linear.packed.shape[1]
+        whole = table.shape[1] == width
+        rows = (table + width * torch.arange(len(table))[:, None]).int().flatten()
+        selection = None
+        if linear.experts:
+            selection = make_selection(
+                linear.packed, k_chunk=k_chunk, mode="static", device=self.device, experts=_choosing(linear)
+            )
+        channels = None if whole else rows.to(self.device)
+        return Shared(residual=linear.residual, channels=channels, selection=selection)
 
     def _load_residuals(self, names: Sequence[str]) -> None:
         """Load residuals needed for the first time into page-locked memory."""
         missing = [name for name in names if self.linears[name].residual is None and name not in self._refused]
         if not missing:
             return
-        loaded = load_residuals([self.linears[name].packed for name in missing], self.device)
+        experts = {name: linear.experts for name, linear in self.linears.items() if linear.experts}
+        loaded = load_residuals([self.linears[name].packed for name in missing], self.device, experts)
         for name in missing:
             self.linears[name].residual = loaded.layers.get(name)
         if loaded.warning:
@@ -270,8 +311,11 @@ class GpuModel:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
 
 
-def _placed(packed: Sequence[PackedLinear], device: torch.device) -> list[GpuLinear | W4A8Linear]:
-    """A model's matrices in the layouts of their kernels."""
-    placed = [repack_w4a8(each, device) if each.per_token else repack(each, device) for each in packed]
-    tail = max((each.tail for each in placed if isinstance(each, GpuLinear)), default=0)
-    return [replace(each, other_tail=tail) if isinstance(each, GpuLinear) else each for each in placed]
+def _placed(packed: PackedLinear, device: torch.device) -> GpuLinear | W4A8Linear:
+    """A matrix in the layout of its kernels."""
+    return repack_w4a8(packed, device) if packed.per_token else repack(packed, device)
+
+
+def _choosing(linear: Linear) -> tuple[PackedLinear, ...]:
+    """The experts whose rows choose channels by statistics of their own: at `down`, as all read the same before."""
+    return linear.experts if layer_kind(linear.packed.name) == "down" else ()

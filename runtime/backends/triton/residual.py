@@ -6,10 +6,11 @@ run without compensation, which only costs quality, and one warning says how man
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from models.packed import PackedLinear, PackedResidual
@@ -23,6 +24,8 @@ _WORD_BITS = 32
 _MARGIN = 512 << 20
 """Bytes of free memory to leave to the rest of the system, which cannot reclaim locked pages."""
 _BITS = (2, 4, 8, 16)
+_HALVES = 16
+"""Bits of residuals that are halves, without scales."""
 REMEDY = "To compensate all"
 """Beginning of the advice in a warning."""
 
@@ -36,17 +39,18 @@ class PageLockError(BackendError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuResidual:
-    """Residuals of one linear layer, input-channel-major, in the kernels' layout."""
+    """Residuals of one linear layer, input-channel-major, in the kernels' layout; or those of a block's experts."""
 
     bits: int
     """2, 4, 8 or 16."""
     shape: tuple[int, int]
-    """(N, K) of the layer."""
+    """(N, K) of the layer, or of an expert's."""
     codes: torch.Tensor
     """int32 [K, lines * 32] in page-locked memory of the CPU: [K, N] in canonical packing (`models.packing`), two
-    halves to a word at 16 bits, each row filled up with zeros to whole lines of 128 bytes."""
+    halves to a word at 16 bits, each row filled up with zeros to whole lines of 128 bytes. Of experts [E * K, lines *
+    32], one behind the other."""
     scales: torch.Tensor | None
-    """float16 [N] on the device; None at 16 bits."""
+    """float16 [N] on the device, of experts [E, N]; None at 16 bits."""
 
     @property
     def lines(self) -> int:
@@ -106,10 +110,10 @@ def row_lines(N: int, bits: int) -> int:
     return -(-N * bits // (_WORD_BITS * LINE_WORDS))
 
 
-def locked_bytes(shape: tuple[int, int], bits: int) -> int:
-    """Bytes locked for a layer's residuals: torch allocates page-locked memory in powers of two."""
+def locked_bytes(shape: tuple[int, int], bits: int, count: int = 1) -> int:
+    """Bytes locked for the residuals of a layer, or of `count` experts: torch page-locks powers of two."""
     N, K = shape
-    return 1 << max(0, K * row_lines(N, bits) * LINE_WORDS * 4 - 1).bit_length()
+    return 1 << max(0, count * K * row_lines(N, bits) * LINE_WORDS * 4 - 1).bit_length()
 
 
 def fitting(sizes: Mapping[str, int], limits: LockLimits) -> tuple[str, ...]:
@@ -149,10 +153,21 @@ def ordinary(nbytes: int) -> torch.Tensor:
 def residual_to_device(
     packed: PackedResidual, shape: tuple[int, int], device: torch.device | str, *, allocate: Allocate | None = None
 ) -> GpuResidual:
-    """Load one layer's residuals: codes into page-locked memory, scales onto the device.
+    """Load one layer's residuals; see `residuals_to_device`."""
+    return residuals_to_device([packed], shape, device, allocate=allocate)
+
+
+def residuals_to_device(
+    packed: Sequence[PackedResidual],
+    shape: tuple[int, int],
+    device: torch.device | str,
+    *,
+    allocate: Allocate | None = None,
+) -> GpuResidual:
+    """Load the residuals of one layer, or of a block's experts: codes into page-locked memory, scales onto the device.
 
     Args:
-        packed: The stored residuals.
+        packed: The stored residuals: one layer's, or each expert's.
         shape: (N, K) of the layer.
         device: The kernels' device; with `cpu`, under the interpreter, codes are in ordinary memory.
         allocate: Allocator of host memory; None: the device's default.
@@ -162,33 +177,52 @@ def residual_to_device(
         ValueError: the codes do not match the layer.
     """
     N, K = shape
-    bits = packed.bits
-    if bits not in _BITS:
-        raise ValueError(f"residuals have 2, 4, 8 or 16 bits, not {bits}")
-    stored = np.ascontiguousarray(packed.codes)
-    kind, width = (np.dtype(np.float16), N) if bits == 16 else (np.dtype(np.int32), packed_width(N, bits))
-    if stored.dtype != kind or stored.shape != (K, width):
-        raise ValueError(f"{stored.dtype} {list(stored.shape)} are not the {bits}-bit residuals of a layer {[N, K]}")
-    if bits == 16:
-        stored = np.pad(stored, ((0, 0), (0, N % 2))).view(np.int32)
+    bits = packed[0].bits
+    if bits not in _BITS or any(each.bits != bits for each in packed):
+        raise ValueError(f"residuals have 2, 4, 8 or 16 bits, not {bits}, and those of all experts the same")
     lines = row_lines(N, bits)
     if allocate is None:
         allocate = ordinary if torch.device(device).type == "cpu" else page_locked
-    codes = allocate(K * lines * LINE_WORDS * 4).view(torch.int32).view(K, lines * LINE_WORDS)
-    target = codes.numpy()
-    target[:, : stored.shape[1]] = stored
-    target[:, stored.shape[1] :] = 0
+    codes = allocate(len(packed) * K * lines * LINE_WORDS * 4).view(torch.int32).view(-1, lines * LINE_WORDS)
+    for number, each in enumerate(packed):
+        stored = _words(each, shape)
+        target = codes[number * K : (number + 1) * K].numpy()
+        target[:, : stored.shape[1]] = stored
+        target[:, stored.shape[1] :] = 0
     scales = None
-    if bits != 16:
-        if packed.scales is None or packed.scales.shape != (N,):
-            raise ValueError(f"{bits}-bit residuals need a scale for each of the {N} outputs")
-        scales = torch.from_numpy(np.array(packed.scales, dtype=np.float16)).to(device)
+    if bits != _HALVES:
+        found = [_scales(each, N) for each in packed]
+        scales = torch.from_numpy(found[0] if len(packed) == 1 else np.stack(found)).to(device)
     return GpuResidual(bits=bits, shape=shape, codes=codes, scales=scales)
+
+
+def _words(packed: PackedResidual, shape: tuple[int, int]) -> npt.NDArray[np.int32]:
+    """The stored words of residuals, int32 [K, words].
+
+    Raises:
+        ValueError: they do not match the layer.
+    """
+    (N, K), bits = shape, packed.bits
+    stored = np.ascontiguousarray(packed.codes)
+    kind, width = (np.dtype(np.float16), N) if bits == _HALVES else (np.dtype(np.int32), packed_width(N, bits))
+    if stored.dtype != kind or stored.shape != (K, width):
+        raise ValueError(f"{stored.dtype} {list(stored.shape)} are not the {bits}-bit residuals of a layer {[N, K]}")
+    padded = np.pad(stored, ((0, 0), (0, N % 2))) if bits == _HALVES else stored
+    words: npt.NDArray[np.int32] = padded.view(np.int32)
+    return words
+
+
+def _scales(packed: PackedResidual, N: int) -> npt.NDArray[np.float16]:
+    """Their scales, float16 [N]; raises ValueError where there are none."""
+    if packed.scales is None or packed.scales.shape != (N,):
+        raise ValueError(f"{packed.bits}-bit residuals need a scale for each of the {N} outputs")
+    return np.array(packed.scales, dtype=np.float16)
 
 
 def load_residuals(
     linears: Iterable[PackedLinear],
     device: torch.device | str,
+    experts: Mapping[str, Sequence[PackedLinear]] | None = None,
     *,
     limits: LockLimits | None = None,
     allocate: Allocate | None = None,
@@ -199,14 +233,16 @@ def load_residuals(
     memory that is left.
 
     Args:
-        linears: The layers to compensate, in the model's order.
+        linears: The layers to compensate, in the model's order; the first expert's for all of a block.
         device: The kernels' device.
+        experts: All experts of a block by the name of the first one's layer.
         limits: The limits; looked up if None.
-        allocate: See `residual_to_device`.
+        allocate: See `residuals_to_device`.
     """
+    of = {} if experts is None else experts
     wanted = {packed.name: packed for packed in linears if packed.residual is not None}
     sizes = {
-        name: locked_bytes(packed.shape, packed.residual.bits)
+        name: locked_bytes(packed.shape, packed.residual.bits, len(of.get(name, (packed,))))
         for name, packed in wanted.items()
         if packed.residual is not None
     }
@@ -214,10 +250,9 @@ def load_residuals(
     placed: dict[str, GpuResidual] = {}
     reason = f"only {size(max(0, limits.available_bytes))} of memory are free"
     for name in fitting(sizes, limits):
-        residual = wanted[name].residual
-        assert residual is not None
+        found = [packed.residual for packed in of.get(name, (wanted[name],)) if packed.residual is not None]
         try:
-            placed[name] = residual_to_device(residual, wanted[name].shape, device, allocate=allocate)
+            placed[name] = residuals_to_device(found, wanted[name].shape, device, allocate=allocate)
         except PageLockError as error:
             reason = str(error)
             break

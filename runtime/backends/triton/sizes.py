@@ -5,14 +5,14 @@ Does not import torch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from models.recipe import Recipe
 from models.rope import table_bytes
-from models.spec import ModelSpec
+from models.spec import ModelSpec, expert_of
 
-NO_EXPERTS = "the GPU backend does not run mixtures of experts; the CPU backend does"
-"""Why a model with experts is refused."""
+BESIDE = "the GPU backend has no kernels for experts beside an MLP: use the CPU backend"
+"""Why a model with such blocks is refused."""
 
 BLOCK = 512
 """Input channels of a block."""
@@ -24,6 +24,8 @@ WORDS = {3: 3, 4: 4}
 """Words of a block by bits."""
 SHORT = 2
 """Most pieces of a short word."""
+EXPERT_WORDS = 32
+"""An expert's codes begin at a multiple of so many words, 128 bytes."""
 CONCURRENT_ROWS = 8
 """Most rows of a step (a decoded token or a few drafted ones) whose compensation runs concurrently with the product.
 For more rows, it follows the product and is added in place, without extra memory."""
@@ -37,7 +39,8 @@ SUMMED_ROWS = 16
 """Rows of a step whose inputs come with the sums of their pieces, for products of few rows."""
 DRAW_BYTES = 48
 """Temporary bytes per vocabulary token for sampling: weights, their order and sums."""
-_BLOCK_KINDS = ("qkv", "o", "gate_up", "down")
+SMALLEST_BLOCK = 32
+"""Pairs of a row and one of its experts that a prompt's product takes together, at least."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,35 +76,85 @@ class BufferSizes:
         return self.tokens + 2 * bytes_2 + 4 * (bytes_4 + self.scratch)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutingSizes:
+    """Element counts of the buffers of a mixture, 32 bits each."""
+
+    pairs: int
+    """Rows times experts of each, chosen, and again for their shares."""
+    logits: int
+    """The router's."""
+    order: int
+    """The pairs of a prompt by expert."""
+    blocks: int
+    """Three numbers for each block of these."""
+    mixed: int
+    """What the experts of a prompt's rows add up to."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of them."""
+        return 4 * (2 * self.pairs + self.logits + self.order + self.blocks + self.mixed)
+
+
+def routing_sizes(spec: ModelSpec, rows: int) -> RoutingSizes:
+    """The buffers of a model's mixture, which it has, for steps of so many rows."""
+    of = spec.mixture
+    assert of is not None
+    pairs, grouped = rows * of.read, rows > SUMMED_ROWS
+    return RoutingSizes(
+        pairs=pairs,
+        logits=rows * of.scores,
+        order=pairs if grouped else 0,
+        blocks=3 * (pairs // SMALLEST_BLOCK + of.held) if grouped else 0,
+        mixed=rows * spec.hidden_size if grouped else 0,
+    )
+
+
 def buffer_sizes(spec: ModelSpec, rows: int, token_group: int | None = None) -> BufferSizes:
-    """The buffers of a model.
+    """The buffers of a model, without those of `routing_sizes`.
 
     Args:
         spec: Its architecture.
         rows: Most rows of a step.
         token_group: Channels per sum of INT8 tokens, 0 = the whole row; None if products read half precision.
     """
-    shapes = [spec.linear_shape(kind) for kind in _BLOCK_KINDS]
-    widest = max(N for N, _ in shapes)
-    longest = max(K for _, K in shapes)
+    shapes = [spec.linear_shape(kind) for kind in ("qkv", "o")]
+    if not all(map(spec.has_experts, range(spec.num_layers))):
+        shapes += [(2 * spec.intermediate_size, spec.hidden_size), (spec.hidden_size, spec.intermediate_size)]
+    widest, longest = max(N for N, _ in shapes), max(K for _, K in shapes)
     token = 0 if token_group is None else token_width(longest, token_group)
-    return BufferSizes(
+    few, concurrent = min(rows, SUMMED_ROWS), min(rows, CONCURRENT_ROWS)
+    sizes = BufferSizes(
         inputs=rows * longest,
-        sums=min(rows, SUMMED_ROWS) * pieces(longest) if token_group is None else 0,
+        sums=few * pieces(longest) if token_group is None else 0,
         tokens=rows * token,
         token_sums=rows * (token // (token_group or max(1, token))),
         token_scales=rows if token else 0,
         queries=rows * spec.q_width,
         stream=rows * spec.hidden_size,
         output=max(rows * widest, min(rows, LOGIT_ROWS) * spec.vocab_size),
-        compensation=max(min(rows, CONCURRENT_ROWS) * widest, spec.vocab_size),
+        compensation=max(concurrent * widest, spec.vocab_size),
         scratch=SPLIT_ROWS * (spec.head_dim + 2),
+    )
+    if spec.mixture is None:
+        return sizes
+    read, width, C = spec.mixture.read, spec.mixture.width, spec.hidden_size
+    pairs, parts = rows * read, rows * read * C if rows > SUMMED_ROWS else 0
+    return replace(
+        sizes,
+        inputs=max(sizes.inputs, pairs * width),
+        sums=max(sizes.sums, few * read * pieces(width)),
+        output=max(sizes.output, 2 * pairs * width, parts),
+        compensation=max(sizes.compensation, 2 * concurrent * read * width),
+        scratch=max(sizes.scratch, few * read * C),
     )
 
 
 def buffer_bytes(spec: ModelSpec, context: int, rows: int, token_group: int | None = None) -> int:
     """Bytes of buffers and rotary tables, including sampling's temporary ones."""
-    return buffer_sizes(spec, rows, token_group).nbytes + table_bytes(spec, context) + DRAW_BYTES * spec.vocab_size
+    found = buffer_sizes(spec, rows, token_group).nbytes + table_bytes(spec, context) + DRAW_BYTES * spec.vocab_size
+    return found if spec.mixture is None else found + routing_sizes(spec, rows).nbytes
 
 
 def pieces(K: int) -> int:
@@ -122,6 +175,11 @@ def code_words(shape: tuple[int, int], bits: int) -> int:
     blocks, left = divmod(pieces(K), BLOCK // PIECE)
     whole, short = tail_words(bits, left)
     return (blocks * WORDS[bits] + whole) * N * LANES + short * N * LANES // 2
+
+
+def expert_words(shape: tuple[int, int], bits: int) -> int:
+    """32-bit words from one expert's codes to the next's, for matrices [N, K]."""
+    return -(-code_words(shape, bits) // EXPERT_WORDS) * EXPERT_WORDS
 
 
 def half_of(group_size: int) -> int:
@@ -158,15 +216,19 @@ def linear_bytes(shape: tuple[int, int], bits: int, group_size: int, *, bias: bo
 
 
 def weight_bytes(spec: ModelSpec, recipe: Recipe, *, compensated: bool) -> int:
-    """Bytes of a model's weights on the device: linear layers, norms, and the scales of residuals that are used."""
+    """Bytes of a model's weights on the device: linear layers, routers, norms, and scales of residuals in use."""
     total = 4 * sum(width for layer in range(spec.num_layers) for width in spec.block_vectors(layer).values())
     total += 4 * spec.hidden_size
+    total += 4 * sum(scores * C for layer in range(spec.num_layers) for scores, C in spec.routers(layer).values())
     for name in spec.linear_names():
         shape = spec.linear_shape(name)
         if recipe.per_token:
             total += w4a8_bytes(shape, recipe.group_size) + (4 * shape[0] if spec.has_bias(name) else 0)
         else:
             group_size = 0 if recipe.codebook else recipe.group_size
-            total += linear_bytes(shape, recipe.layer_bits(name), group_size, bias=spec.has_bias(name))
+            bits = recipe.layer_bits(name)
+            total += linear_bytes(shape, bits, group_size, bias=spec.has_bias(name))
+            if expert_of(name) is not None:
+                total += 4 * (expert_words(shape, bits) - code_words(shape, bits))
         total += 2 * shape[0] if compensated and recipe.residual_bits not in (0, 16) else 0
     return total

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from runtime.backends.triton.kernels.residual_gemm import stage
+from runtime.backends.triton.kernels.select import Selection
 from runtime.backends.triton.residual import GpuResidual
 
 
@@ -22,7 +23,9 @@ class Shared:
     residual: GpuResidual
     """The residuals."""
     channels: torch.Tensor | None
-    """int32 [k] on the device, ascending; None: all channels."""
+    """int32 [k] on the device, ascending; None: all channels. Of experts the rows of `residual.codes`, [E * k]."""
+    selection: Selection | None = None
+    """Of experts: the same channels as a selection, with which a few rows fetch those of their experts alone."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -48,6 +51,7 @@ class Staging:
         largest = max((rows * words for rows, words in (layer.shape for layer in layers)), default=0)
         self._buffers = [torch.empty(largest, dtype=torch.int32, device=device) for _ in range(2)]
         self._arrived: list[torch.cuda.Event | None] = [None, None]
+        self._step: Sequence[Shared] = ()
         self._next = 0
 
     @property
@@ -55,10 +59,15 @@ class Staging:
         """Bytes of the buffers."""
         return sum(buffer.nbytes for buffer in self._buffers)
 
-    def begin(self) -> None:
-        """Begin a step: start copying the first layer's residuals, if any layer has some."""
+    def begin(self, *, few: bool = False) -> None:
+        """Begin a step: start copying the first layer's residuals, if any layer has some.
+
+        Args:
+            few: Whether the step's rows are so few that they fetch experts' residuals by themselves.
+        """
         self._next = 0
-        if self._layers:
+        self._step = [layer for layer in self._layers if layer.selection is None or not few]
+        if self._step:
             self._fetch(0)
 
     def take(self) -> torch.Tensor:
@@ -68,17 +77,17 @@ class Staging:
         if arrived is not None:
             torch.cuda.current_stream().wait_event(arrived)
         self._next += 1
-        if self._next < len(self._layers):
+        if self._next < len(self._step):
             self._fetch(self._next)
         return self._place(own)
 
     def _place(self, number: int) -> torch.Tensor:
-        rows, words = self._layers[number].shape
+        rows, words = self._step[number].shape
         return self._buffers[number % 2][: rows * words].view(rows, words)
 
     def _fetch(self, number: int) -> None:
         """Start copying a layer's residuals after all earlier launches, including the last reader of its buffer."""
-        layer, to = self._layers[number], self._place(number)
+        layer, to = self._step[number], self._place(number)
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):

@@ -18,10 +18,12 @@ from functools import partial
 import torch
 
 from runtime.backends.operations.channels import layer_kind
+from runtime.backends.triton.buffers import Value
 from runtime.backends.triton.decoder import TritonDecoder
-from runtime.backends.triton.forward import Value, compensated_product, product
 from runtime.backends.triton.graphs import CAPTURE_MODE
+from runtime.backends.triton.mixture import Mixture
 from runtime.backends.triton.model import Linear
+from runtime.backends.triton.products import compensated_product, product
 from tuner.errors import TimerError
 
 _REPLAYS = 20
@@ -91,7 +93,12 @@ class CudaTimer:
         self._plain: dict[str, Replay] = {}
         self._emptied: dict[int, Replay] = {}
         self._readings: dict[str, list[float]] = {}
-        decoder.buffers.input(1, max(linear.packed.shape[1] for linear in decoder.model.linears.values())).normal_()
+        mixture = decoder.spec.mixture
+        read = 1 if mixture is None else mixture.read
+        self._chosen = torch.arange(read, dtype=torch.int32, device=self._device)[None]
+        layers = decoder.model.linears.values()
+        widest = max(linear.packed.shape[1] * (read if linear.experts else 1) for linear in layers)
+        decoder.buffers.input(1, widest).normal_()
 
     def seconds(self, kind: str, n_tb: int, k_chunk: int) -> float:
         """Seconds of one product of a layer type.
@@ -135,21 +142,24 @@ class CudaTimer:
         return compensated / plain * statistics.median(self._readings[kind])
 
     def _medians(self, kind: str, replays: Sequence[Replay]) -> list[float]:
-        """Median seconds of a layer for each graph, without the clearing of the cache."""
-        count = len(self._layers(kind))
+        """Median seconds of a product for each graph, without the clearing of the cache."""
+        count, products = len(self._layers(kind)), self._decoder.spec.products(kind)
         empty = [self._clearing(count)] if self._small(kind) else []
         self._pace.warm(self._plain[kind])
         times = [statistics.median(each) for each in in_turns([*replays, *empty], _REPLAYS)]
         self._pace.worked()
         cleared = times.pop() if empty else 0.0
-        return [max(seconds - cleared, 1e-9) / count for seconds in times]
+        return [max(seconds - cleared, 1e-9) / products for seconds in times]
 
     def _layers(self, kind: str) -> list[Linear]:
         return [linear for name, linear in self._decoder.model.linears.items() if layer_kind(name) == kind]
 
     def _small(self, kind: str) -> bool:
         """Whether a type's layers would stay in the cache between replays."""
-        return sum(linear.weight.nbytes for linear in self._layers(kind)) < _L2_FACTOR * self._l2_bytes
+        mixture = self._decoder.spec.mixture
+        share = 1.0 if mixture is None else mixture.read / mixture.held
+        sizes = (linear.weight.nbytes * (share if linear.experts else 1) for linear in self._layers(kind))
+        return sum(sizes) < _L2_FACTOR * self._l2_bytes
 
     def _clearing(self, count: int) -> Replay:
         """Seconds for clearing the cache a number of times."""
@@ -168,17 +178,30 @@ class CudaTimer:
         return partial(_replayed, graph)
 
     def _run(self, layers: list[Linear], *, flush: bool) -> None:
-        buffers = self._decoder.buffers
         for linear in layers:
             if flush:
                 self._flush.zero_()
-            N, K = linear.packed.shape
-            x, out = Value(buffers.input(1, K), sums=buffers.sums(1, K)), buffers.output(1, N)
-            if linear.selection is None:
-                product(linear, x, out, buffers)
-            else:
-                dec = buffers.compensation(1, N)
-                compensated_product(linear, x, buffers.positions[:1], out, dec, buffers, self._decoder.side)
+            launch(self._decoder, linear, self._chosen)
+
+
+def launch(decoder: TritonDecoder, linear: Linear, chosen: torch.Tensor) -> Value:
+    """The product of one token with a layer, and its compensation; `chosen` are its experts, int32 [1, read]."""
+    buffers, (N, K) = decoder.buffers, linear.packed.shape
+    if linear.experts:
+        positions, read = buffers.positions[:1], chosen.shape[1]
+        run = Mixture(decoder.model, buffers, side=decoder.side, way="rows", positions=positions, watch=None)
+        if layer_kind(linear.packed.name) == "gate_up":
+            x, out = Value(buffers.input(1, K), sums=buffers.sums(1, K)), buffers.output(read, N)
+            return run.product(linear, x, chosen, out, summed=False)
+        x, out = Value(buffers.input(read, K), sums=buffers.sums(1, K, each=read)), buffers.output(1, N)
+        return run.product(linear, x, chosen, out, summed=True)
+    x, out = Value(buffers.input(1, K), sums=buffers.sums(1, K)), buffers.output(1, N)
+    if linear.selection is None:
+        product(linear, x, out, buffers)
+        return Value(out)
+    dec = buffers.compensation(1, N)
+    compensated_product(linear, x, buffers.positions[:1], out, dec, buffers, decoder.side)
+    return Value(out, dec)
 
 
 def _replayed(graph: torch.cuda.CUDAGraph) -> float:

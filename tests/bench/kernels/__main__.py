@@ -56,7 +56,7 @@ LOADS = """
 Specializations that Triton's own lookup distinguishes in the first steps of a load (one to three seconds each the
 first time on a machine), and launches of Triton kernels in a decoded token. torch adds two launches: the head's
 compensation, and the sum that detects NaN and infinity. Decoding is compensated; compensated prompts add two kernels.
-Of the kernels, four are for steps of several rows: drafts and parallel answers.
+Of the kernels, four are for steps of several rows: drafts and parallel answers. Experts take ten more.
 
 | model | cache | kernels compiled | of them products, attention | launches of a token |
 |---|---|--:|--:|--:|
@@ -133,10 +133,10 @@ def _loads() -> Iterator[str]:
     """The table of what loads compile."""
     yield LOADS
     cases = counted_apart([(name, kv, 0) for name in MODELS for kv in ("fp16", "int8", "int4", "hierarchical")])
-    for (name, kv, _), found in cases.items():
-        products = found.variants["_gemv_kernel"] + found.variants["_gemm_kernel"]
+    for (model, kv, _), found in cases.items():
+        products = sum(found.variants.get(f"_{name}_kernel", 0) for name in ("gemv", "gemm", "few", "many"))
         attention = found.variants["_attend_kernel"] + found.variants["_merge_kernel"]
-        yield f"| {name} | {kv} | {found.total} | {products}, {attention} | {found.launches} |\n"
+        yield f"| {model} | {kv} | {found.total} | {products}, {attention} | {found.launches} |\n"
 
 
 def _in_flight(row: Compiled) -> str:

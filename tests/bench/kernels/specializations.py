@@ -27,12 +27,13 @@ from runtime.backends.triton.kernels.cache import kernel as cache
 from runtime.backends.triton.kernels.cache.pages import LayerTensors, Record, Rows, page_layout, record_layout
 from runtime.backends.triton.sizes import BLOCK
 from runtime.kv.kinds import KINDS, PARTS, KVKind
+from tests.bench.kernels import expert_specializations
 from tests.bench.kernels.specialization import Specialization, Types
 
 _ABSENT = "constexpr"
 """The type of a tensor that isn't there."""
 _MATRIX = Matrix("*i32", "*i32", "*fp16", "*fp32", "i32", "i32", "i32")
-_SOURCE = select.Source("*fp16", _ABSENT, _ABSENT)
+_SOURCE = select.Source("*fp16", _ABSENT, _ABSENT, _ABSENT)
 _CHOSEN = select.Chosen("*i32", "*fp32", "*i32")
 _SEARCH = select.Search("i32", "fp32", "fp32", "fp32")
 _TOKENS = tokens.Operands("*i8", "*fp32", "*i32")
@@ -74,7 +75,7 @@ def _gemv() -> Iterator[Specialization]:
             name=name,
             kernel=gemv._gemv_kernel,
             types=types,
-            constants={"form": form, "tile": gemv._tile(M, form)} | ({"sums_ptr": None} if form.CODEBOOK else {}),
+            constants={"form": form, "tile": gemv.tile_of(M, form)} | ({"sums_ptr": None} if form.CODEBOOK else {}),
             num_warps=gemv.WARPS,
             num_stages=1,
             weights=BLOCK * 64 // gemv.WARPS,
@@ -217,8 +218,8 @@ def _residual_gemm() -> Iterator[Specialization]:
             kernel=residual_gemm._multiply_kernel,
             types={"factors": factors, "out_ptr": "*fp32", **_types(i32="M N K k words")},
             constants={"form": residual_gemm.Form(BITS=4, ALL=every)},
-            num_warps=residual_gemm._WARPS,
-            num_stages=residual_gemm._STAGES,
+            num_warps=residual_gemm.WARPS,
+            num_stages=residual_gemm.STAGES,
         )
 
 
@@ -285,13 +286,13 @@ def _gate() -> Iterator[Specialization]:
         name="gate I14336",
         kernel=gate._gate_kernel,
         types={**types, "sums_ptr": "*fp32"},
-        constants={"WIDTH": 14336, "BLOCK_I": gate.BLOCK_I, "GELU": False},
+        constants={"WIDTH": 14336, "BLOCK_I": gate.BLOCK_I, "GELU": False, "factors_ptr": None},
     )
     yield Specialization(
         name="gate I14336 gelu",
         kernel=gate._gate_kernel,
         types={**types, "sums_ptr": "*fp32"},
-        constants={"WIDTH": 14336, "BLOCK_I": gate.BLOCK_I, "GELU": True},
+        constants={"WIDTH": 14336, "BLOCK_I": gate.BLOCK_I, "GELU": True, "factors_ptr": None},
     )
     shape, warps = tokens.rounding_shape(14336, 128)
     yield Specialization(
@@ -440,6 +441,8 @@ def _low_rank() -> Iterator[Specialization]:
 _OPERATIONS: tuple[Callable[[], Iterator[Specialization]], ...] = (
     *(_attention, _flush, _compensate, _gate, _gemm, _gemv, _low_rank),
     *(_norm, _heads, _select, _sums, _residual_gemm, _round, _union, _w4a8),
+    *(expert_specializations.route, expert_specializations.group, expert_specializations.products),
+    expert_specializations.residuals,
 )
 
 

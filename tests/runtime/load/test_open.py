@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +20,7 @@ from runtime.compensation import Compensation
 from runtime.errors import BackendError, RequestError
 from runtime.load import open as opening
 from runtime.load.plan import plan_load
+from tuner.detect import MemoryInfo
 
 
 def options(**changes: Any) -> DecoderOptions:
@@ -50,18 +52,22 @@ def test_auto_falls_back_to_the_reference_and_says_why(
 def test_auto_passes_over_a_backend_that_does_not_run_the_architecture(
     tiny_spec: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A mixture of experts on a machine with a card: the CPU takes it, and the card's backend says why it doesn't."""
+    """On a machine with a card, it takes a mixture of experts; one whose experts have biases goes to the CPU."""
     mixture = MixtureSpec(experts=4, chosen=2, width=32, normalized=True)
     summary = SimpleNamespace(gpu_bytes=1 << 20, residual_bytes=1 << 20)
     model: Any = SimpleNamespace(
         spec=tiny_spec(mixture=mixture), info=SimpleNamespace(summary=summary), recipe=Recipe()
     )
-    monkeypatch.setattr(backend("triton"), "probe", lambda: Presence(usable=True, reason="there is a card"))
+    memory = MemoryInfo(total_bytes=8 << 30, available_bytes=8 << 30, limit_bytes=None)
+    there = Presence(usable=True, reason="there is a card", memory=memory)
+    monkeypatch.setattr(backend("triton"), "probe", lambda: there)
+    assert plan_load(model, Compensation(k_chunk=0)).backend.name == "triton"
+    model.spec = tiny_spec(mixture=replace(mixture, bias=True))
     planned = plan_load(model, Compensation(k_chunk=0))
     assert planned.backend.name == planned.backend_name == "cpu"
-    with pytest.raises(BackendError, match="does not run mixtures of experts; the CPU backend does"):
+    with pytest.raises(BackendError, match="no kernels for experts with biases: use the CPU backend"):
         plan_load(model, Compensation(k_chunk=0), backend_name="triton")
-    with pytest.raises(BackendError, match="does not run mixtures of experts"):
+    with pytest.raises(BackendError, match="no kernels for experts with biases"):
         backend("triton").open(model, options())
 
 

@@ -104,7 +104,7 @@ class Fetch(NamedTuple):
 
 
 @triton.jit
-def _load_rows(chosen, tile, k, ROWS: tl.constexpr):
+def load_rows(chosen, tile, k, ROWS: tl.constexpr):
     """Channels int32 [ROWS], -1 where there is none, and activations float32 [ROWS] of a tile of the chosen channels.
 
     Other programs of the same launch may have written them just before. The first-level cache is not kept coherent
@@ -118,7 +118,7 @@ def _load_rows(chosen, tile, k, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _load_words(codes_ptr, channels, line, lines):
+def load_words(codes_ptr, channels, line, lines):
     """One line of each row of a tile, int32 [ROWS, 32, 1]; nothing is fetched for channel -1.
 
     The axis of length 1 is where the values of a word will lie: so the compiler keeps all of a word's values in the
@@ -176,8 +176,8 @@ def _fetch_rows(chosen, residual, output, k, N, lines, fetch: tl.constexpr):
     for step in tl.range(0, total, num_stages=DEPTH):
         tile = step % tiles
         line = first + step // tiles
-        channels, x = _load_rows(chosen, tile, k, ROWS)
-        words = _load_words(residual.codes, channels, line, lines)
+        channels, x = load_rows(chosen, tile, k, ROWS)
+        words = load_words(residual.codes, channels, line, lines)
         sums += unpack_residuals(words, BITS) * x[:, None, None]
         if tile == tiles - 1:
             _write_line(tl.sum(sums, axis=0), residual.scales, output, line, N, BITS)

@@ -19,15 +19,19 @@ _COMPENSATED, _SUMMED = tl.constexpr(1), tl.constexpr(2)
 
 @triton.jit(do_not_specialize=["given"])
 def _gate_kernel(
-    y_ptr, dec_ptr, x_ptr, sums_ptr, given, WIDTH: tl.constexpr, BLOCK_I: tl.constexpr, GELU: tl.constexpr
+    y_ptr, dec_ptr, x_ptr, sums_ptr, factors_ptr, given,
+    WIDTH: tl.constexpr, BLOCK_I: tl.constexpr, GELU: tl.constexpr,
 ):  # fmt: skip
     """Program (m, block) handles channels [block * BLOCK_I, ...) of row m. y, dec [M, 2 WIDTH], x [M, WIDTH].
 
-    sums [M, ceil(WIDTH / 32)].
+    sums [M, ceil(WIDTH / 32)], factors [M] or None.
     """
     row = tl.program_id(0).to(tl.int64)
     offs_i = tl.program_id(1) * BLOCK_I + tl.arange(0, BLOCK_I)
-    x = _gated(y_ptr, dec_ptr, row, offs_i, given, WIDTH, GELU).to(tl.float16)
+    x = _gated(y_ptr, dec_ptr, row, offs_i, given, WIDTH, GELU)
+    if factors_ptr is not None:
+        x *= tl.load(factors_ptr + row)
+    x = x.to(tl.float16)
     tl.store(x_ptr + row * WIDTH + offs_i, x, mask=offs_i < WIDTH)
     if (given & _SUMMED) != 0:
         first = tl.program_id(1) * (BLOCK_I // 32)
@@ -71,6 +75,7 @@ def gate(
     sums: torch.Tensor | None = None,
     tokens: Tokens | None = None,
     *,
+    factors: torch.Tensor | None = None,
     gelu: bool = False,
 ) -> None:
     """Write silu(g) * u, or gelu(g) * u, to x, rounded to half precision, where g and u are the halves of y + dec.
@@ -83,11 +88,13 @@ def gate(
             (`runtime.backends.triton.kernels.sums`). None: not needed.
         tokens: INT8 [M, intermediate_size], of the same rows before half precision; overwritten, instead of `sums`. A
             program then handles a whole row, for its scale. None: not needed.
+        factors: float32 [M], a factor of each row before it is rounded: an expert's share. None: 1; none with `tokens`.
         gelu: Whether it is GELU, by its tanh form, instead of SiLU.
     """
     M, width = x.shape
     assert y.shape == (M, 2 * width)
     if tokens is not None:
+        assert factors is None
         shape, warps = rounding_shape(width, tokens.group_size)
         given = int(dec is not None)
         _gate_round_kernel[(M,)](
@@ -98,4 +105,4 @@ def gate(
     grid = (M, triton.cdiv(width, BLOCK_I))
     given = (dec is not None) | (sums is not None) << 1
     dec, sums = y if dec is None else dec, y if sums is None else sums
-    _gate_kernel[grid](y, dec, x, sums, given, WIDTH=width, BLOCK_I=BLOCK_I, GELU=gelu, num_warps=4)
+    _gate_kernel[grid](y, dec, x, sums, factors, given, WIDTH=width, BLOCK_I=BLOCK_I, GELU=gelu, num_warps=4)

@@ -69,24 +69,22 @@ def _add_block(acc, words, ops, rows, block, PIECES: tl.constexpr, form: tl.cons
     return acc
 
 
-@triton.jit(do_not_specialize=["biased", "M"])
-def _gemm_kernel(x_ptr, matrix, biased, out_ptr, M, form: tl.constexpr, tile: tl.constexpr):
-    """Program (i, j): rows of block i, output channels of block j. Programs of one weight tile run side by side."""
+@triton.jit
+def multiply_rows(rows, matrix, pid_n, form: tl.constexpr, tile: tl.constexpr):
+    """Output channels of block pid_n for rows of activations, which the pointers [BLOCK_M] begin.
+
+    Returns float32 [BLOCK_N, BLOCK_M], channels in the order of `natural_rows`.
+    """
     N, K = matrix.N, matrix.K
     BITS: tl.constexpr = form.BITS
     BLOCK_M: tl.constexpr = tile.BLOCK_M
     BLOCK_N: tl.constexpr = tile.BLOCK_N
     WARPS: tl.constexpr = tile.WARPS
-    pid_m, pid_n = tl.program_id(0), tl.program_id(1)
-    # Rows beyond the end read the last row again, and are not stored.
+    # Channels beyond the end read the last one again, and are not stored.
     load_n = tl.minimum(pid_n * BLOCK_N + tl.arange(0, BLOCK_N), N - 1)
-    offs_n = pid_n * BLOCK_N + natural_rows(BLOCK_N, WARPS)
     half = tl.arange(0, BLOCK_N // 2)
     first_n = pid_n * BLOCK_N + half // (8 * WARPS) * (16 * WARPS) + half // 8 % WARPS * 8 + half % 8
-    offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    stride_xm = K // 32 * 32 if form.EVEN_K else K  # the same, but seen to keep rows aligned
-    rows = x_ptr + tl.minimum(offs_m, M - 1).to(tl.int64) * stride_xm
-    ops = Operands(x_ptr, None, matrix, matrix.book + (load_n << BITS)[:, None], first_n, M)
+    ops = Operands(None, None, matrix, matrix.book + (load_n << BITS)[:, None], first_n, None)
     codes = matrix.codes + load_n[:, None] * 16 + tl.arange(0, 16)[None, :]
     acc = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
     blocks = tl.cdiv(K, 32) // 16
@@ -96,6 +94,23 @@ def _gemm_kernel(x_ptr, matrix, biased, out_ptr, M, form: tl.constexpr, tile: tl
         if tl.cdiv(K, 32) % 16 > 0:
             words = tail_words(matrix.codes, load_n, N, blocks, form)
             acc = _add_block(acc, words, ops, rows, blocks, form.TAIL, form, tail_tile(form, tile))
+    return acc
+
+
+@triton.jit(do_not_specialize=["biased", "M"])
+def _gemm_kernel(x_ptr, matrix, biased, out_ptr, M, form: tl.constexpr, tile: tl.constexpr):
+    """Program (i, j): rows of block i, output channels of block j. Programs of one weight tile run side by side."""
+    N, K = matrix.N, matrix.K
+    BLOCK_M: tl.constexpr = tile.BLOCK_M
+    BLOCK_N: tl.constexpr = tile.BLOCK_N
+    WARPS: tl.constexpr = tile.WARPS
+    pid_m, pid_n = tl.program_id(0), tl.program_id(1)
+    offs_n = pid_n * BLOCK_N + natural_rows(BLOCK_N, WARPS)
+    offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    stride_xm = K // 32 * 32 if form.EVEN_K else K  # the same, but seen to keep rows aligned
+    # Rows beyond the end read the last row again, and are not stored.
+    rows = x_ptr + tl.minimum(offs_m, M - 1).to(tl.int64) * stride_xm
+    acc = multiply_rows(rows, matrix, pid_n, form, tile)
     acc += tl.load(matrix.bias + offs_n, mask=(offs_n < N) & (biased != 0), other=0.0)[:, None]
     mask = (offs_n < N)[:, None] & (offs_m < M)[None, :]
     tl.store(out_ptr + offs_m.to(tl.int64)[None, :] * N + offs_n[:, None], acc, mask)

@@ -253,23 +253,23 @@ def _add_block(acc, words, ops, block, following, PIECES: tl.constexpr, form: tl
     return acc, (w0, w1, w2, w3)
 
 
-@triton.jit(do_not_specialize=["biased", "M", "split"])
-def _gemv_kernel(
-    x_ptr, sums_ptr, matrix, biased, out_ptr, parts_ptr, counters_ptr, M, split, form: tl.constexpr, tile: tl.constexpr
-):
-    """Program (i, j): output channels of block i, part j of the input channels, up to BLOCK_M tokens."""
+@triton.jit
+def multiply_part(given, pid_n, part, split, form: tl.constexpr, tile: tl.constexpr):
+    """Output channels of block pid_n, of one part of the input channels: float32 [BLOCK_N, BLOCK_M].
+
+    Their order is that of `natural_rows`; the `Operands` are given without what belongs to the block.
+    """
+    matrix = given.matrix
     N = matrix.N
-    BITS: tl.constexpr = form.BITS
     BLOCK_M: tl.constexpr = tile.BLOCK_M
+    BITS: tl.constexpr = form.BITS
     BLOCK_N: tl.constexpr = tile.BLOCK_N
     WARPS: tl.constexpr = tile.WARPS
-    pid_n, part = tl.program_id(0), tl.program_id(1)
     # Rows beyond the end read the last row again, and are not stored.
     load_n = tl.minimum(pid_n * BLOCK_N + tl.arange(0, BLOCK_N), N - 1)
-    offs_n = pid_n * BLOCK_N + natural_rows(BLOCK_N, WARPS)
     half = tl.arange(0, BLOCK_N // 2)
     first_n = pid_n * BLOCK_N + half // (8 * WARPS) * (16 * WARPS) + half // 8 % WARPS * 8 + half % 8
-    ops = Operands(x_ptr, sums_ptr, matrix, matrix.book + (load_n << BITS)[:, None], first_n, M)
+    ops = Operands(given.x, given.sums, matrix, matrix.book + (load_n << BITS)[:, None], first_n, given.M)
     codes = matrix.codes + load_n[:, None] * 16 + tl.arange(0, 16)[None, :]
     acc = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
     blocks = tl.cdiv(matrix.K, 32) // 16
@@ -289,6 +289,21 @@ def _gemv_kernel(
         if (rest > 0) & (begin <= blocks) & (blocks < behind):
             words = tail_words(matrix.codes, load_n, N, blocks, form)
             acc, words = _add_block(acc, words, ops, blocks, None, form.TAIL, form, tail_tile(form, tile))
+    return acc
+
+
+@triton.jit(do_not_specialize=["biased", "M", "split"])
+def _gemv_kernel(
+    x_ptr, sums_ptr, matrix, biased, out_ptr, parts_ptr, counters_ptr, M, split, form: tl.constexpr, tile: tl.constexpr
+):
+    """Program (i, j): output channels of block i, part j of the input channels, up to BLOCK_M tokens."""
+    N = matrix.N
+    BLOCK_M: tl.constexpr = tile.BLOCK_M
+    BLOCK_N: tl.constexpr = tile.BLOCK_N
+    WARPS: tl.constexpr = tile.WARPS
+    pid_n, part = tl.program_id(0), tl.program_id(1)
+    offs_n = pid_n * BLOCK_N + natural_rows(BLOCK_N, WARPS)
+    acc = multiply_part(Operands(x_ptr, sums_ptr, matrix, None, None, M), pid_n, part, split, form, tile)
     offs_m = tl.arange(0, BLOCK_M)
     at_out = offs_m[None, :] * N + offs_n[:, None]
     mask = (offs_n < N)[:, None] & (offs_m < M)[None, :]
@@ -388,7 +403,7 @@ def _launch(
         parts, counters = workspace.scratch(config.split * M * N), workspace.counters(across)
     launched = _gemv_kernel[across, config.split](
         x, sums, matrix_of(weight, out), int(weight.bias is not None), out, parts, counters, M, config.split,
-        form=form, tile=_tile(M, form, config.block_n), num_warps=WARPS, num_stages=1,
+        form=form, tile=tile_of(M, form, config.block_n), num_warps=WARPS, num_stages=1,
         **options(M, form, capability(x.device)),
     )  # fmt: skip
     leave_room(launched, x.device, "product")
@@ -408,7 +423,7 @@ def capability(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).major if device.type == "cuda" else 0
 
 
-def _tile(M: int, form: Form, block_n: int = 64) -> Tile:
+def tile_of(M: int, form: Form, block_n: int = 64) -> Tile:
     """The tile for a number of tokens."""
     block_m = 1 if M == 1 else TILE_ROWS
     return Tile(DOT=32 if M == 1 else min(form.SPAN, DOT_ROWS), BLOCK_M=block_m, BLOCK_N=block_n, WARPS=WARPS)

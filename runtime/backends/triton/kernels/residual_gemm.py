@@ -26,7 +26,7 @@ _DEPTH = 4
 """Pipeline stages of the fetch."""
 BLOCK_M, BLOCK_N, BLOCK_K = 64, 64, 32
 """Rows, output channels and input channels of a product's tile."""
-_FETCH_WARPS, _WARPS, _STAGES = 2, 4, 3
+_FETCH_WARPS, WARPS, STAGES = 2, 4, 3
 
 
 class Form(NamedTuple):
@@ -67,19 +67,18 @@ def _stage_kernel(codes_ptr, channels_ptr, staged_ptr, k, words, BLOCK: tl.const
         tl.store(staged_ptr + row.to(tl.int64) * words + offs, values, mask=offs < words)
 
 
-@triton.jit(do_not_specialize=["M", "k"])
-def _multiply_kernel(factors, out_ptr, M, N, K, k, words, form: tl.constexpr):
-    """Program (i, j): rows of block i, output channels of block j."""
+@triton.jit
+def residual_product(rows, factors, k, words, form: tl.constexpr):
+    """The product of rows of activations, which the pointers [BLOCK_M, 1] begin, with a block of output channels.
+
+    Returns float32 [BLOCK_M, BLOCK_N], not yet scaled; the block is that of program axis 1.
+    """
     BITS: tl.constexpr = form.BITS
     BLOCK_M: tl.constexpr = form.BLOCK_M
     BLOCK_N: tl.constexpr = form.BLOCK_N
     BLOCK_K: tl.constexpr = form.BLOCK_K
     EACH: tl.constexpr = BLOCK_N * BITS // 32
-    offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    offs_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     offs_w = tl.program_id(1) * EACH + tl.arange(0, EACH)
-    # Rows beyond the end read the last row again, and are not stored.
-    rows = factors.x + tl.minimum(offs_m, M - 1).to(tl.int64)[:, None] * K
     acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
     for start in range(0, k, BLOCK_K):
         offs_k = start + tl.arange(0, BLOCK_K)
@@ -92,6 +91,19 @@ def _multiply_kernel(factors, out_ptr, M, N, K, k, words, form: tl.constexpr):
         codes = tl.load(place, mask=inside[:, None] & (offs_w < words)[None, :], other=0)
         residuals = tl.reshape(unpack_residuals(codes[:, :, None], BITS).to(tl.float16), [BLOCK_K, BLOCK_N])
         acc = tl.dot(x, residuals, acc)
+    return acc
+
+
+@triton.jit(do_not_specialize=["M", "k"])
+def _multiply_kernel(factors, out_ptr, M, N, K, k, words, form: tl.constexpr):
+    """Program (i, j): rows of block i, output channels of block j."""
+    BLOCK_M: tl.constexpr = form.BLOCK_M
+    BLOCK_N: tl.constexpr = form.BLOCK_N
+    offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    # Rows beyond the end read the last row again, and are not stored.
+    rows = factors.x + tl.minimum(offs_m, M - 1).to(tl.int64)[:, None] * K
+    acc = residual_product(rows, factors, k, words, form)
     if factors.scales is not None:
         acc *= tl.load(factors.scales + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)[None, :]
     mask = (offs_m < M)[:, None] & (offs_n < N)[None, :]
@@ -142,5 +154,5 @@ def multiply(
         raise BackendError(f"{N} output channels are more than a launch can cover")
     form = Form(BITS=bits, ALL=channels is None)
     _multiply_kernel[grid](
-        Factors(x, channels, staged, scales), out, M, N, K, k, words, form=form, num_warps=_WARPS, num_stages=_STAGES
+        Factors(x, channels, staged, scales), out, M, N, K, k, words, form=form, num_warps=WARPS, num_stages=STAGES
     )  # fmt: skip

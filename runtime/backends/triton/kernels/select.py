@@ -12,9 +12,11 @@ has an order like any other, so a damaged activation never causes reads out of b
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -42,6 +44,8 @@ class Source(NamedTuple):
     """`Selection.channels`, or None."""
     positions: Any
     """int32 [M], position of every row in its sequence, for the random selector; or None."""
+    experts: Any = None
+    """int32 [M], the expert whose channels each row takes from the table, which then is [E, k]; None: all the same."""
 
 
 class Chosen(NamedTuple):
@@ -83,7 +87,8 @@ class Selection:
     lower_scale: float = 0.0
     """Buckets per unit below b15."""
     channels: torch.Tensor | None = None
-    """int32 [k] on the device, ascending: the channels of the static selector, else None."""
+    """int32 [k] on the device, ascending: the channels of the static selector, else None. [E, k] where experts have
+    inputs of their own."""
     seed: int = 0
     """`DecoderOptions.seed`, for the random selector; its low 64 bits count."""
     layer: int = 0
@@ -134,6 +139,7 @@ def make_selection(
     seed: int = 0,
     layer: int = 0,
     device: torch.device | str,
+    experts: Sequence[PackedLinear] = (),
 ) -> Selection:
     """The selection of one stored linear layer.
 
@@ -144,6 +150,7 @@ def make_selection(
         seed: `DecoderOptions.seed`, for the random selector.
         layer: Index of the layer in `ModelSpec.linear_names`, for the random selector.
         device: Where the kernels run.
+        experts: Those whose rows are selected by their own statistics, the layer's among them; empty: there are none.
 
     Raises:
         ValueError: the layer has no statistics, or a number is out of range.
@@ -153,7 +160,7 @@ def make_selection(
     width = packed.shape[1]
     k = total_budget(width, k_chunk)
     edges = buckets(packed.rank_maximum, k) if k and mode == "approx" else None
-    table = torch.from_numpy(static_channels(packed.mean_square, k_chunk)).to(device) if mode == "static" else None
+    table = static_table(experts or (packed,), k_chunk) if mode == "static" else None
     return Selection(
         width=width,
         k_chunk=k_chunk,
@@ -162,10 +169,19 @@ def make_selection(
         b15=edges.b15 if edges else 0.0,
         upper_scale=edges.upper_scale if edges else 0.0,
         lower_scale=edges.lower_scale if edges else 0.0,
-        channels=table,
+        channels=None if table is None else (table if experts else table[0]).to(device),
         seed=seed,
         layer=layer,
     )
+
+
+def static_table(packed: Sequence[PackedLinear], k_chunk: int) -> torch.Tensor:
+    """The channels that the static selector takes in each of some layers, int32 [layers, k], ascending."""
+    rows = []
+    for each in packed:
+        assert each.mean_square is not None
+        rows.append(static_channels(np.asarray(each.mean_square), k_chunk))
+    return torch.from_numpy(np.stack(rows))
 
 
 def _mix_number(state: int) -> int:
@@ -269,7 +285,10 @@ def _select_kernel(source, chosen, search, k, k_chunk, stream, MODE: tl.constexp
     position = tl.full([], 0, tl.int32)
     if MODE == RANDOM:
         position = tl.load(source.positions + row)
-    source = Source(source.x + row * search.K, source.table, source.positions)
+    table = source.table
+    if source.experts is not None:
+        table += tl.load(source.experts + row) * k
+    source = Source(source.x + row * search.K, table, source.positions)
     chosen = Chosen(chosen.channels + row * k, chosen.x + row * k, chosen.flag)
     select_chunk(source, chosen, search, tl.program_id(0), k_chunk, stream, position, MODE)
 
@@ -282,6 +301,7 @@ def select(
     flag: torch.Tensor,
     *,
     positions: torch.Tensor | None = None,
+    experts: torch.Tensor | None = None,
 ) -> None:
     """Choose the salient channels of every row; never waits for the device, so it can be captured in a graph.
 
@@ -293,6 +313,7 @@ def select(
         flag: int32 [1]; set to 1 if x contains NaN or infinity, otherwise unchanged. The reader raises
             `InvalidActivationError`.
         positions: int32 [M], position of every row in its sequence, for the random selector.
+        experts: int32 [M], the expert of every row, for a static selector whose channels are [E, k].
 
     Raises:
         ValueError: inconsistent shapes or types, or no positions for the random selector.
@@ -306,8 +327,9 @@ def select(
             raise ValueError(
                 f"{name} must be contiguous {dtype} [{rows}, {selection.k}], not {tensor.dtype} {list(tensor.shape)}"
             )
+    each = selection.channels is not None and selection.channels.ndim > 1
     _select_kernel[(selection.chunks, rows)](
-        Source(x, selection.channels, positions),
+        Source(x, selection.channels, positions, experts if each else None),
         Chosen(indices, values, flag),
         selection.search,
         selection.k,

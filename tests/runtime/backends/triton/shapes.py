@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ import torch
 from assets import demo_path
 from models.packed import PackedLinear, PackedResidual
 from models.recipe import Recipe
-from models.spec import ModelSpec, RopeSpec
+from models.spec import MixtureSpec, ModelSpec, RopeSpec
 from models.store import StoredModel
 from runtime.backends.triton.layout import GpuLinear
 from runtime.backends.triton.residual import GpuResidual, LoadedResiduals, row_lines
@@ -36,12 +36,22 @@ PHI = spec_of(
 SMOL = spec_of(
     hidden_size=576, intermediate_size=1536, num_layers=30, num_heads=9, num_kv_heads=3, head_dim=64, vocab_size=49152,
 )  # fmt: skip
+QWEN3_MOE = replace(
+    spec_of(
+        hidden_size=2048, intermediate_size=6144, num_layers=48, num_heads=32, num_kv_heads=4, head_dim=128,
+        vocab_size=151936,
+    ),
+    mixture=MixtureSpec(experts=128, chosen=8, width=768, normalized=True),
+    qk_norm=True,
+)  # fmt: skip
+"""Qwen3-30B-A3B."""
 DEMO = StoredModel.open_folder(demo_path(), "demo")
 MODELS: dict[str, tuple[ModelSpec, Recipe]] = {
     "demo": (DEMO.spec, DEMO.recipe),
     "smollm2-3bit": (SMOL, Recipe(bits=3, group_size=64)),
     "llama-3-8b-3bit": (LLAMA, Recipe(bits=3)),
     "phi-3-4bit": (PHI, Recipe(bits=4)),
+    "qwen3-30b-a3b-4bit": (QWEN3_MOE, Recipe(bits=4)),
 }
 
 
@@ -63,7 +73,8 @@ class Shapes:
         )  # fmt: skip
 
     def vector(self, name: str) -> Any:
-        return np.ones(self.spec.hidden_size, np.float32)
+        routers = self.spec.routers(int(name.split(".")[1])) if name in self.spec.router_names() else {}
+        return np.ones(routers.get(name, self.spec.hidden_size), np.float32)
 
     def key_statistics(self, _layer: int) -> None:
         return None
@@ -80,12 +91,12 @@ def without_numbers(packed: PackedLinear, device: torch.device) -> GpuLinear:
     )  # fmt: skip
 
 
-def residuals(linears: Any, device: Any) -> LoadedResiduals:
+def residuals(linears: Any, device: Any, experts: Any) -> LoadedResiduals:
     """As `load_residuals`; the codes are in main memory, so only scales count."""
     layers = {}
     for packed in linears:
-        N, K = packed.shape
-        codes = torch.empty(1, dtype=torch.int32).expand(K, row_lines(N, 4) * 32)
-        scales = torch.empty(N, dtype=torch.float16, device=device)
+        (N, K), count = packed.shape, len(experts.get(packed.name, ()))
+        codes = torch.empty(1, dtype=torch.int32).expand(K * max(1, count), row_lines(N, 4) * 32)
+        scales = torch.empty((count, N) if count else (N,), dtype=torch.float16, device=device)
         layers[packed.name] = GpuResidual(bits=4, shape=packed.shape, codes=codes, scales=scales)
     return LoadedResiduals(layers=layers, warning=None)

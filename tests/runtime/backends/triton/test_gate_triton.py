@@ -28,6 +28,15 @@ def test_what_compensates_the_product_is_added(device: str, M: int, width: int) 
     assert_close(x.cpu().float(), silu_gate(total[:, :width], total[:, width:]), "half")
 
 
+def test_an_expert_s_share_counts_before_rounding(device: str) -> None:
+    """One of 1e-4 would leave three bits of a small half."""
+    y, shares = torch.randn(3, 80, generator=torch.Generator().manual_seed(4)), torch.tensor([0.5, 1e4, 1e-4])
+    y[1] *= 1e-3
+    x = torch.full((3, 40), torch.nan, dtype=torch.float16, device=device)
+    gate(y.to(device), None, x, factors=shares.to(device))
+    assert_close(x.cpu().float(), silu_gate(y[:, :40], y[:, 40:]) * shares[:, None], "half")
+
+
 def test_large_magnitudes_saturate_and_broken_ones_stay_visible(device: str) -> None:
     gates = [-200.0, 200.0, torch.nan, torch.inf, 0.0]
     y = torch.tensor([[*gates, 2.0, 2.0, 1.0, 1.0, torch.nan]], device=device)

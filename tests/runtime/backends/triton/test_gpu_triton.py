@@ -17,7 +17,8 @@ import torch
 from app.cli import checks
 from runtime.backends import ModelSizes, backend
 from runtime.backends.decoder import DecoderOptions
-from runtime.backends.triton import bandwidth, failures, forward, gpu, launch_check
+from runtime.backends.triton import bandwidth, failures, gpu, launch_check, products
+from runtime.backends.triton.buffers import Value
 from runtime.backends.triton.decoder import TritonDecoder
 from runtime.compensation import Compensation
 from runtime.errors import BackendError, OutOfMemoryError
@@ -316,12 +317,12 @@ def test_compensation_then_takes_two_launches(
     decoder = TritonDecoder(tiny_model(tiny_spec(), bits=4), options, device)
     decoder.buffers.alone = refused
     found: list[bool] = []
-    monkeypatch.setattr(forward, "compensate", lambda *operands, **_: found.append(operands[4].fused))
+    monkeypatch.setattr(products, "compensate", lambda *operands, **_: found.append(operands[4].fused))
     linear = next(iter(decoder.model.linears.values()))
     N, K = linear.packed.shape
     buffers = decoder.buffers
-    x, out, dec = forward.Value(buffers.input(1, K)), buffers.output(1, N), buffers.compensation(1, N)
-    forward.compensated_product(linear, x, buffers.positions[:1], out, dec, buffers, None)
+    x, out, dec = Value(buffers.input(1, K)), buffers.output(1, N), buffers.compensation(1, N)
+    products.compensated_product(linear, x, buffers.positions[:1], out, dec, buffers, None)
     assert found == [refused is None]
     monkeypatch.setattr(decoder, "_on_gpu", True)
     assert [refused in problem.what for problem in decoder.problems if refused] == [True] * bool(refused)

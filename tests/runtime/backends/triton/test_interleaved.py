@@ -12,11 +12,15 @@ import triton
 import triton.language as tl
 
 from models import per_token
+from models.spec import MixtureSpec
 from runtime.backends.triton.kernels import compensate as kernels
 from runtime.backends.triton.kernels.compensate import LaunchConfig, Output, compensate
+from runtime.backends.triton.kernels.experts import few
 from runtime.backends.triton.kernels.gemv import LaunchConfig as GemvConfig
 from runtime.backends.triton.kernels.gemv import gemv
+from runtime.backends.triton.kernels.routing import GpuRouter, Routed, route
 from runtime.backends.triton.kernels.select import make_selection
+from runtime.backends.triton.kernels.sums import piece_sums
 from runtime.backends.triton.kernels.union import room_of
 from runtime.backends.triton.kernels.w4a8 import gemm_w4a8
 from runtime.backends.triton.layout import repack
@@ -30,6 +34,7 @@ if torch.cuda.is_available():
 from tests.runtime.backends.contract.on_triton import placed
 from tests.runtime.backends.contract.operands import uneven_activations, whole_matrix
 from tests.runtime.backends.triton.interleaving import interleaved
+from tests.runtime.backends.triton.test_experts_triton import experts
 
 N_TB, LAUNCHES, SCHEDULES = 3, 3, 12
 """Programs; launches one after another, over the same counters and buffers; seeds."""
@@ -197,6 +202,45 @@ def test_a_split_product_of_tokens_is_merged_once_all_its_parts_are_there(fences
             gemm_w4a8(tokens, weight, out, workspace, 3)
         right.append(torch.equal(out, expected) and not workspace.counters(1).any())
         workspace.scratch(3 * 2 * 20, torch.int32).fill_(12345)
+    assert all(right) == fences
+
+
+@pytest.mark.parametrize("fences", [True, False])
+def test_a_row_s_experts_are_summed_once_all_their_parts_are_there(fences: bool) -> None:
+    """Two rows, two experts each, in two parts: eight programs, of which the last of a row's four adds up."""
+    weight, chosen = experts(3, 20, 1030, 4, 128, "cpu"), torch.tensor([[0, 2], [1, 2]], dtype=torch.int32)
+    x, sums = torch.randn(4, 1030, generator=torch.Generator().manual_seed(5)).half(), torch.empty(4, 33)
+    piece_sums(x, sums)
+    expected, right, workspace = torch.empty(2, 20), [], Workspace("cpu")
+    few(x, sums, weight, chosen, expected, workspace, summed=True, split=2)
+    for seed in range(4):
+        out = torch.full((2, 20), torch.nan)
+        workspace.scratch(160).fill_(torch.nan)
+        with interleaved(seed, fences=fences):
+            few(x, sums, weight, chosen, out, workspace, summed=True, split=2)
+        right.append(torch.equal(out, expected) and not workspace.counters(2).any())
+    assert all(right) == fences
+
+
+@pytest.mark.parametrize("fences", [True, False])
+def test_a_router_chooses_once_all_its_logits_are_there(fences: bool) -> None:
+    """Ten logits of four programs a row."""
+    mixture = MixtureSpec(experts=9, chosen=3, width=1, normalized=True, shared=1)
+    weight = torch.randn(10, 40, generator=torch.Generator().manual_seed(6))
+    router = GpuRouter(mixture=mixture, weight=weight, correction=None)
+    x = torch.randn(2, 40, generator=torch.Generator().manual_seed(7)).half()
+
+    def empty() -> Routed:
+        return Routed(torch.zeros(2, 4, dtype=torch.int32), torch.zeros(2, 4), torch.full((2, 10), torch.nan))
+
+    expected, right, workspace = empty(), [], Workspace("cpu")
+    route(x, router, expected, workspace)
+    for seed in range(4):
+        found = empty()
+        with interleaved(seed, fences=fences):
+            route(x, router, found, workspace)
+        same = all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+        right.append(same and not workspace.counters(2).any())
     assert all(right) == fences
 
 

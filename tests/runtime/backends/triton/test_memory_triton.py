@@ -94,7 +94,15 @@ def test_the_plan_is_what_is_allocated(card: Card, case: str) -> None:
     held = card.requested
     steps(decoder)
     scales = [linear.residual.scales for linear in decoder.model.linears.values() if linear.residual is not None]
-    weights = decoder.weight_bytes + sum(scale.nbytes for scale in scales if scale is not None)
+    model = decoder.model
+    weights = sum(linear.weight.nbytes for linear in model.linears.values())
+    weights += sum(router.weight.nbytes for router in model.routers.values())
+    weights += sum(norm.nbytes for norm in model.norms.values())
+    if spec.mixture is None:
+        assert weights == decoder.weight_bytes, "a token reads all weights"
+    else:
+        assert weights > 5 * decoder.weight_bytes, "a token reads those of its experts"
+    weights += sum(scale.nbytes for scale in scales if scale is not None)
     within(planned.weight_bytes, weights)
     within(planned.kv_bytes, decoder.kv_bytes)
     shared = decoder.model.copied.nbytes

@@ -21,6 +21,14 @@ ALWAYS = {
 """Kernels of one specialization, whatever is loaded."""
 TOGETHER = {"_multiply_kernel", "_stage_kernel"}
 """Further ones where the rows of prompts are compensated together: the fetch, and the product."""
+MIXED = {
+    **dict.fromkeys(("_group_kernel", "_sum_kernel"), 1),
+    **dict.fromkeys(("_few_kernel", "_many_kernel", "_fetch_experts_kernel", "_route_kernel"), 2),
+}
+"""Further ones of a mixture: products and fetches of `gate_up` and `down`, and routers of a few rows and of many."""
+MIXED_TOGETHER = {"_multiply_experts_kernel": 1, "_select_kernel": 3, "_fetch_experts_kernel": 3}
+"""Of a mixture whose prompts are compensated together: few rows select among channels of all experts or of each, and
+16 add to the product in place."""
 Cases = dict[Case, Counts]
 
 
@@ -40,12 +48,14 @@ def by_rows() -> Cases:
 @pytest.mark.parametrize("model", MODELS)
 def test_a_load_compiles_fifteen_to_nineteen_kernels(cases: Cases, model: str, kv: str, prompt: int) -> None:
     """Attention takes three and products two; one more where the head has other bits than the blocks, one where a
-    window's pages are quantized, and two where prompts are compensated together: docs/decisions.md."""
+    window's pages are quantized, and two where prompts are compensated together: docs/decisions.md. Experts take ten,
+    and four more in prompts."""
     recipe = MODELS[model][1]
     single = ALWAYS | (TOGETHER if prompt else set()) | ({"_flush_kernel"} if kv in ("int4", "hierarchical") else set())
     products = 2 + (recipe.layer_bits("head") != recipe.bits)
+    mixed = (MIXED | (MIXED_TOGETHER if prompt else {})) if MODELS[model][0].mixture is not None else {}
     found = cases[model, kv, prompt]
-    assert found.variants == {**dict.fromkeys(single, 1), "_attend_kernel": 3, "_gemv_kernel": products}
+    assert found.variants == {**dict.fromkeys(single, 1), "_attend_kernel": 3, "_gemv_kernel": products, **mixed}
 
 
 @pytest.mark.slow
@@ -53,8 +63,9 @@ def test_a_load_compiles_fifteen_to_nineteen_kernels(cases: Cases, model: str, k
 @pytest.mark.parametrize("model", MODELS)
 def test_a_token_launches_fourteen_kernels_a_layer(cases: Cases, model: str, kv: str) -> None:
     """Four products and their compensations, two norms, heads, attention and its merge, the gate; the last norm and the
-    head with its compensation."""
-    assert cases[model, kv, 0].launches == 14 * MODELS[model][0].num_layers + 3
+    head with its compensation. With experts a router, and two compensations that take two launches."""
+    each = 14 if MODELS[model][0].mixture is None else 17
+    assert cases[model, kv, 0].launches == each * MODELS[model][0].num_layers + 3
 
 
 @pytest.mark.slow

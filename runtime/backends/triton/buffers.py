@@ -1,0 +1,167 @@
+"""Activations of the GPU backend: buffers, whose addresses stay, and matrices in them with pending operations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from models.spec import ModelSpec
+from runtime.backends.triton.kernels.grouping import Groups, most_blocks
+from runtime.backends.triton.kernels.routing import Routed
+from runtime.backends.triton.kernels.tokens import Tokens
+from runtime.backends.triton.launch_check import refused_cooperation
+from runtime.backends.triton.model import GpuModel
+from runtime.backends.triton.sizes import SUMMED_ROWS, buffer_sizes, pieces, routing_sizes, token_width
+from runtime.backends.triton.workspace import Workspace
+
+
+class Buffers:
+    """Activations of the widest step, the step's inputs on the device, and auxiliary buffers of kernels.
+
+    A linear layer's output is only read by the next kernel, so all layers share one buffer. Compensations, which run
+    concurrently with products, have a buffer of their own for a few rows. Logits of more than one row, which only
+    evaluation requests, may allocate memory that is released after the step.
+
+    Args:
+        model: The model.
+        rows: Most rows of a step (M).
+    """
+
+    def __init__(self, model: GpuModel, rows: int) -> None:
+        spec, device = model.spec, model.device
+        sizes = buffer_sizes(spec, rows, model.token_group)
+        self._token_group = model.token_group
+        self._tokens = torch.zeros(sizes.tokens, dtype=torch.int8, device=device)
+        self._token_sums = torch.zeros(sizes.token_sums, dtype=torch.int32, device=device)
+        self._token_scales = torch.zeros(sizes.token_scales, device=device)
+        self._inputs = torch.zeros(sizes.inputs, dtype=torch.float16, device=device)
+        self._sums = torch.zeros(sizes.sums, device=device)
+        self._queries = torch.zeros(sizes.queries, dtype=torch.float16, device=device)
+        self._stream = torch.zeros(sizes.stream, device=device)
+        self._output = torch.zeros(sizes.output, device=device)
+        self._compensation = torch.zeros(sizes.compensation, device=device)
+        self.inputs = torch.zeros((4, rows), dtype=torch.int32, device=device)
+        """int32 [4, rows], a step's inputs, which are the next four."""
+        self.tokens: torch.Tensor = self.inputs[0]
+        self.slots: torch.Tensor = self.inputs[1]
+        self.positions: torch.Tensor = self.inputs[2]
+        self.logit_rows: torch.Tensor = self.inputs[3]
+        self.status = torch.zeros(2, dtype=torch.int32, device=device)
+        """int32 [2], inputs of the next two."""
+        self.flag = self.status[:1]
+        """int32 [1], 1 once compensation found NaN or infinity."""
+        self.total = self.status[1:].view(torch.float32)
+        """float32 [1], the sum of a step's logits: NaN or infinity if any of them is."""
+        self.main, self.side = Workspace(device, sizes.scratch), Workspace(device)
+        """Workspaces of the two streams."""
+        self.routing = RoutingBuffers(spec, rows, device) if spec.mixture is not None else None
+        """Of a mixture; None if the model has none."""
+        self.alone: str | None = refused_cooperation(device) if device.type == "cuda" else "programs run in turn"
+        """Why a row's compensation takes two launches; None if one, whose programs wait for each other."""
+
+    def stream(self, M: int, C: int) -> torch.Tensor:
+        """float32 [M, C], the residual stream."""
+        return self._stream[: M * C].view(M, C)
+
+    def input(self, M: int, K: int) -> torch.Tensor:
+        """float16 [M, K], the input of a linear layer."""
+        return self._inputs[: M * K].view(M, K)
+
+    def sums(self, M: int, K: int, *, each: int = 1) -> torch.Tensor | None:
+        """float32 [M * each, ceil(K / 32)], the sums of the pieces of such an input; None if not needed.
+
+        They are not needed for many rows, nor by products that read INT8 tokens. A row may have inputs of `each`
+        expert.
+        """
+        if M > SUMMED_ROWS or self._token_group is not None:
+            return None
+        return self._sums[: M * each * pieces(K)].view(M * each, pieces(K))
+
+    def rounded(self, M: int, K: int) -> Tokens | None:
+        """That input as INT8 tokens [M, K]; None if products read half precision."""
+        group = self._token_group
+        if group is None:
+            return None
+        width = token_width(K, group)
+        groups = width // group if group else 1
+        codes, sums = self._tokens[: M * width].view(M, width), self._token_sums[: M * groups].view(M, groups)
+        return Tokens(codes, self._token_scales[:M], sums, group)
+
+    def queries(self, M: int, width: int) -> torch.Tensor:
+        """float16 [M, H * D]."""
+        return self._queries[: M * width].view(M, width)
+
+    def output(self, M: int, N: int) -> torch.Tensor:
+        """float32 [M, N], the output of a linear layer, valid until the next one is requested."""
+        if self._output.numel() < M * N:
+            return torch.empty(M, N, device=self._output.device)
+        return self._output[: M * N].view(M, N)
+
+    def compensation(self, M: int, N: int) -> torch.Tensor | None:
+        """float32 [M, N], the compensation of an output; None if there are so many rows that it is added in place.
+
+        The side stream writes it after all earlier launches, including the last reader of its old contents.
+        """
+        if self._compensation.numel() < M * N:
+            return None
+        return self._compensation[: M * N].view(M, N)
+
+
+class RoutingBuffers:
+    """Where a step's rows find their experts, and the sum of what these give.
+
+    Args:
+        spec: Of a model with a mixture.
+        rows: Most rows of a step (M).
+        device: Of the buffers.
+    """
+
+    def __init__(self, spec: ModelSpec, rows: int, device: torch.device) -> None:
+        assert spec.mixture is not None
+        sizes = routing_sizes(spec, rows)
+        self._mixture, self._width = spec.mixture, spec.hidden_size
+        self._chosen = torch.zeros(sizes.pairs, dtype=torch.int32, device=device)
+        self._shares = torch.zeros(sizes.pairs, device=device)
+        self._logits = torch.zeros(sizes.logits, device=device)
+        self._order = torch.zeros(sizes.order, dtype=torch.int32, device=device)
+        self._blocks = torch.zeros(sizes.blocks, dtype=torch.int32, device=device)
+        self._mixed = torch.zeros(sizes.mixed, device=device)
+
+    def routed(self, M: int) -> Routed:
+        """Output of the router for M rows."""
+        read, scores = self._mixture.read, self._mixture.scores
+        chosen, shares = (buffer[: M * read].view(M, read) for buffer in (self._chosen, self._shares))
+        return Routed(chosen, shares, self._logits[: M * scores].view(M, scores))
+
+    def groups(self, M: int, block_m: int) -> Groups:
+        """The pairs of M rows, in blocks of `block_m`."""
+        pairs = M * self._mixture.read
+        most = most_blocks(pairs, self._mixture.held, block_m)
+        return Groups(self._order[:pairs], self._blocks[: 3 * most].view(3, most))
+
+    def mixed(self, M: int) -> torch.Tensor:
+        """float32 [M, C], the sums of a prompt's rows."""
+        return self._mixed[: M * self._width].view(M, self._width)
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A [rows, width] matrix of activations, with its pending operations."""
+
+    tensor: torch.Tensor
+    """The residual stream (float32), the input of a linear layer (float16), or its output (float32)."""
+    dec: torch.Tensor | None = None
+    """Compensation still to be added."""
+    added: Value | None = None
+    """An output still to be added to this residual stream."""
+    sums: torch.Tensor | None = None
+    """Sums of the pieces of an input, if the kernel that wrote it computed them."""
+    rounded: Tokens | None = None
+    """An input as INT8 tokens, if products read these."""
+    norm: str = ""
+    """Norm of heads, or of an output to be added, still to be applied."""
+    tokens: torch.Tensor | None = None
+    """Tokens int32 [M] whose embeddings will become this residual stream."""
+    gathered: bool = False
+    """Whether these are only the rows whose logits are wanted."""

@@ -1,0 +1,240 @@
+"""Products with the matrices of the experts that a step's rows go to, in one launch for all of them.
+
+A row and one of its experts are a *pair*, numbered row by row. For a few rows a program has one pair and some output
+channels, and multiplies as `runtime.backends.triton.kernels.gemv` does; so a row has the same bits alone and among
+others. Programs of the same channels of all pairs run side by side: an expert that several rows chose is read from
+memory once, and then from the cache. A prompt's pairs are grouped by expert
+(`runtime.backends.triton.kernels.grouping`), and a program multiplies a block of them as
+`runtime.backends.triton.kernels.gemm` does.
+
+Either way the experts' numbers are read on the device, so a captured graph replays whatever the router chooses. `down`
+adds up what a row's experts give in ascending order of their numbers: in the program that finishes last, or, for
+prompts, in a launch of its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from runtime.backends.triton.carveout import leave_room
+from runtime.backends.triton.codes import Matrix, Tile, matrix_of, natural_rows, weight_form
+from runtime.backends.triton.expert_layout import GpuExperts
+from runtime.backends.triton.kernels.gemm import BLOCK_N, DOT, STAGES, multiply_rows
+from runtime.backends.triton.kernels.gemm import WARPS as GEMM_WARPS
+from runtime.backends.triton.kernels.gemv import (
+    WARPS,
+    Operands,
+    capability,
+    configure,
+    multiply_part,
+    options,
+    resident,
+    sm_count,
+    tile_of,
+)
+from runtime.backends.triton.kernels.grouping import Groups
+from runtime.backends.triton.sizes import EXPERT_WORDS, SMALLEST_BLOCK
+from runtime.backends.triton.workspace import Workspace
+from runtime.errors import BackendError
+
+SMALL, LARGE = SMALLEST_BLOCK, 64
+"""Pairs of a block."""
+LARGE_FROM = 48
+"""Pairs of an expert, on average, from which on large blocks pay: below, most of one would be empty."""
+_SUM_CHANNELS = 512
+"""Channels of a program that adds up."""
+_RUN = tl.constexpr(EXPERT_WORDS)
+
+
+class Strides(NamedTuple):
+    """Distances from one expert's matrix to the next (`GpuExperts.strides`)."""
+
+    codes: Any
+    groups: Any
+
+
+class Choice(NamedTuple):
+    """The experts that rows go to."""
+
+    chosen: Any
+    """int32 [M, each]."""
+    each: Any
+    """Experts of a row."""
+
+
+@triton.jit
+def _matrix_of(matrix, strides, expert):
+    """An expert's matrix, from the first one's."""
+    expert = expert.to(tl.int64)
+    codes = matrix.codes + expert * strides.codes * _RUN
+    groups = matrix.groups + expert * strides.groups
+    return Matrix(codes, groups, matrix.book, matrix.bias, matrix.N, matrix.K, matrix.exponent)
+
+
+@triton.jit(do_not_specialize=["split"])
+def _few_kernel(
+    x_ptr, sums_ptr, matrix, strides, choice, out_ptr, parts_ptr, counters_ptr, split,
+    SUMMED: tl.constexpr, form: tl.constexpr, tile: tl.constexpr,
+):  # fmt: skip
+    """Program (p, i, j): pair p, output channels of block i, part j of the input channels.
+
+    x [M, K] and out [P, N]; or, if a row's experts are summed, x [P, K] and out [M, N].
+    """
+    N, K = matrix.N, matrix.K
+    pair, pid_n, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row = pair // choice.each
+    own = _matrix_of(matrix, strides, tl.load(choice.chosen + pair))
+    stride = K // 32 * 32 if form.EVEN_K else K  # the same, but visibly keeps rows aligned
+    source = (pair if SUMMED else row).to(tl.int64)
+    given = Operands(x_ptr + source * stride, sums_ptr + source * tl.cdiv(K, 32), own, None, None, 1)
+    acc = multiply_part(given, pid_n, part, split, form, tile)
+    BLOCK_N: tl.constexpr = tile.BLOCK_N
+    offs_n = pid_n * BLOCK_N + natural_rows(BLOCK_N, tile.WARPS)
+    to, rows, number, parts = pair, tl.num_programs(0), part, split
+    if SUMMED:
+        to, rows = row, tl.num_programs(0) // choice.each
+        number, parts = pair % choice.each * split + part, choice.each * split
+    at_out = to * N + offs_n[:, None]
+    mask = (offs_n < N)[:, None]
+    if parts == 1:
+        tl.store(out_ptr + at_out, acc, mask)
+    else:
+        tl.store(parts_ptr + number * rows * N + at_out, acc, mask)
+        tl.debug_barrier()  # all of the program's part is written before its arrival is counted
+        counter = counters_ptr + to * tl.num_programs(1) + pid_n
+        if tl.atomic_add(counter, 1, sem="acq_rel") == parts - 1:
+            total = tl.zeros([BLOCK_N, 1], dtype=tl.float32)
+            for other in range(parts):
+                # Past the first-level cache, which doesn't see what other multiprocessors write.
+                total += tl.load(parts_ptr + other * rows * N + at_out, mask, other=0.0, cache_modifier=".cg")
+            tl.store(out_ptr + at_out, total, mask)
+            tl.store(counter, 0)
+
+
+@triton.jit(do_not_specialize=["each", "most"])
+def _many_kernel(x_ptr, matrix, strides, groups, out_ptr, each, most, form: tl.constexpr, tile: tl.constexpr):
+    """Program (i, j): pairs of block i, output channels of block j. x [P / each, K], out [P, N]; `Groups`."""
+    N, K = matrix.N, matrix.K
+    pid_m, pid_n = tl.program_id(0), tl.program_id(1)
+    count = tl.load(groups.blocks + 2 * most + pid_m)
+    if count > 0:
+        own = _matrix_of(matrix, strides, tl.load(groups.blocks + pid_m))
+        offs_m = tl.arange(0, tile.BLOCK_M)
+        # Pairs beyond the end are the last one again, and are not stored.
+        order = groups.order + tl.load(groups.blocks + most + pid_m)
+        pairs = tl.load(order + tl.minimum(offs_m, count - 1))
+        stride = K // 32 * 32 if form.EVEN_K else K  # the same, but seen to keep rows aligned
+        acc = multiply_rows(x_ptr + (pairs // each).to(tl.int64) * stride, own, pid_n, form, tile)
+        offs_n = pid_n * tile.BLOCK_N + natural_rows(tile.BLOCK_N, tile.WARPS)
+        mask = (offs_n < N)[:, None] & (offs_m < count)[None, :]
+        tl.store(out_ptr + pairs.to(tl.int64)[None, :] * N + offs_n[:, None], acc, mask)
+
+
+@triton.jit(do_not_specialize=["each", "N"])
+def _sum_kernel(parts_ptr, out_ptr, each, N, BLOCK: tl.constexpr):
+    """Program (m, i): channels of block i of row m. parts [M, each, N], out [M, N]."""
+    row = tl.program_id(0).to(tl.int64)
+    offs_n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for number in range(each):
+        total += tl.load(parts_ptr + (row * each + number) * N + offs_n, mask=offs_n < N, other=0.0)
+    tl.store(out_ptr + row * N + offs_n, total, mask=offs_n < N)
+
+
+def block_of(pairs: int, experts: int) -> int:
+    """Pairs of a block, by how many an expert has on average."""
+    return LARGE if pairs >= LARGE_FROM * experts else SMALL
+
+
+def few(
+    x: torch.Tensor,
+    sums: torch.Tensor,
+    weight: GpuExperts,
+    chosen: torch.Tensor,
+    out: torch.Tensor,
+    workspace: Workspace,
+    *,
+    summed: bool,
+    split: int | None = None,
+) -> None:
+    """Products of a few rows with their experts' matrices, each expert's by itself or summed.
+
+    Args:
+        x: float16 [M, K], contiguous; or [P, K], a row for each pair, if summed.
+        sums: float32 [M or P, ceil(K / 32)], the sums of its pieces (`runtime.backends.triton.kernels.sums`).
+        weight: The matrices.
+        chosen: int32 [M, each], the experts of every row, on the device: each below `weight.count`.
+        out: float32 [P, N], written; or [M, N], if summed.
+        workspace: Memory for parts, belonging to the current stream.
+        summed: Whether what a row's experts give is added up.
+        split: Parts along the input channels; chosen by `gemv.configure` if None.
+
+    Raises:
+        BackendError: operands of the wrong type or shape.
+    """
+    (M, each), (N, K), form = chosen.shape, weight.shape, weight_form(weight.first)
+    pairs = M * each
+    _check(x, weight, out, (pairs, M) if summed else (M, pairs))
+    major = capability(x.device)
+    if split is None:
+        split = configure(N * pairs, K, sm_count(x.device), resident(1, form, major)).split
+    tile, parts, counters = tile_of(1, form), out, chosen  # of the types that parts have: they share a kernel
+    across = triton.cdiv(N, tile.BLOCK_N)
+    if split * (each if summed else 1) > 1:
+        parts, counters = workspace.scratch(split * pairs * N), workspace.counters(out.shape[0] * across)
+    launched = _few_kernel[pairs, across, split](
+        x, sums, matrix_of(weight.first, out), Strides(*weight.strides), Choice(chosen, each), out, parts, counters,
+        split, SUMMED=summed, form=form, tile=tile, num_warps=WARPS, num_stages=1, **options(1, form, major),
+    )  # fmt: skip
+    leave_room(launched, x.device, "product")
+
+
+def many(x: torch.Tensor, weight: GpuExperts, groups: Groups, out: torch.Tensor, *, each: int, block_m: int) -> None:
+    """Products of a prompt's pairs with their experts' matrices.
+
+    Args:
+        x: float16 [P / each, K], contiguous.
+        weight: The matrices.
+        groups: The pairs, grouped.
+        out: float32 [P, N], written.
+        each: Pairs that read the same row of x: 1, or the experts of a row.
+        block_m: Pairs of a block of `groups`.
+
+    Raises:
+        BackendError: operands of the wrong type or shape.
+    """
+    N, form, most = weight.shape[0], weight_form(weight.first), groups.blocks.shape[1]
+    pairs = groups.order.numel()
+    _check(x, weight, out, (pairs // each, pairs))
+    tile = Tile(DOT=min(DOT, form.SPAN), BLOCK_M=block_m, BLOCK_N=BLOCK_N, WARPS=GEMM_WARPS)
+    _many_kernel[most, triton.cdiv(N, BLOCK_N)](
+        x, matrix_of(weight.first, out), Strides(*weight.strides), groups, out, each, most,
+        form=form, tile=tile, num_warps=GEMM_WARPS, num_stages=STAGES,
+    )  # fmt: skip
+
+
+def sum_up(parts: torch.Tensor, out: torch.Tensor) -> None:
+    """Sum of what each row's experts give, in their order.
+
+    Args:
+        parts: float32 [P, N], contiguous.
+        out: float32 [M, N], contiguous, overwritten; M divides P.
+    """
+    M, N = out.shape
+    _sum_kernel[M, triton.cdiv(N, _SUM_CHANNELS)](parts, out, parts.shape[0] // M, N, BLOCK=_SUM_CHANNELS, num_warps=4)
+
+
+def _check(x: torch.Tensor, weight: GpuExperts, out: torch.Tensor, rows: tuple[int, int]) -> None:
+    """Raise BackendError if operands are not contiguous float16 [rows, K] and float32 [rows, N]."""
+    N, K = weight.shape
+    wanted = (("x", x, torch.float16, (rows[0], K)), ("out", out, torch.float32, (rows[1], N)))
+    for name, tensor, dtype, shape in wanted:
+        if tensor.dtype != dtype or tensor.shape != shape or not tensor.is_contiguous():
+            raise BackendError(
+                f"{weight.first.name}: {name} must be contiguous {dtype} {list(shape)}, "
+                f"not {tensor.dtype} {list(tensor.shape)}"
+            )

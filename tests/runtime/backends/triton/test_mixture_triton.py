@@ -1,0 +1,242 @@
+"""Mixtures of experts on the GPU decoder against the reference decoder: interpreted without a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from models.spec import MixtureSpec
+from runtime.backends.decoder import DecoderOptions, Step
+from runtime.backends.operations.compensate import dequantize_residual
+from runtime.backends.operations.linear import dequantize
+from runtime.backends.reference import decoder as reference_decoder
+from runtime.backends.triton.backend import BACKEND
+from runtime.backends.triton.decoder import TritonDecoder
+from runtime.backends.triton.kernels import experts as products
+from runtime.backends.triton.kernels.sums import piece_sums
+from runtime.backends.triton.timer import launch
+from runtime.errors import BackendError
+from tests.close import Tolerance, assert_close
+from tests.runtime.backends.triton.test_triton_decoder import SMALL, reference, step
+
+SLOW = pytest.mark.slow
+MIXTURE = MixtureSpec(experts=5, chosen=2, width=40, normalized=True)
+SHAPES: dict[str, tuple[MixtureSpec, dict[str, Any]]] = {
+    "3bit": (MIXTURE, {"bits": 3, "residual_bits": 4}),
+    "dense-first": (replace(MIXTURE, dense=(0,), normalized=False), {"bits": 4, "residual_bits": 2}),
+    "gated": (replace(MIXTURE, experts=4, shared=2), {"bits": 4, "residual_bits": 16}),
+    "sigmoids": (
+        replace(MIXTURE, scoring="sigmoid", corrected=True, scale=1.8, shared=1, gated=False),
+        {"bits": 4, "residual_bits": 8},
+    ),
+    "one": (replace(MIXTURE, chosen=1), {"bits": 4, "residual_bits": 4}),
+}
+
+
+@pytest.fixture(autouse=True)
+def _half_routers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reference's routers as the GPU's, which read inputs of half precision."""
+    gemv = reference_decoder.gemv
+    monkeypatch.setattr(reference_decoder, "gemv", lambda x, *weights: gemv(x.half().float(), *weights))
+
+
+def model_of(tiny_model: Any, tiny_spec: Any, shape: str) -> Any:
+    mixture, build = SHAPES[shape]
+    model = tiny_model(tiny_spec(**{**SMALL, "num_layers": 1 + len(mixture.dense), "mixture": mixture}), **build)
+    rng = np.random.default_rng(0)
+    for name, linear in model.linears.items():
+        if ".experts." in name and name.endswith("down"):  # whose inputs are not those of the other experts
+            model.linears[name] = replace(linear, mean_square=rng.random(linear.shape[1]).astype(np.float32))
+    return model
+
+
+def assert_near(found: np.ndarray[Any, Any], wanted: np.ndarray[Any, Any]) -> None:
+    """As `assert_logits`, and routers turn what half precision rounds into shares.
+
+    A logit of 8, as here, is off by 2^-11 of itself then, and so is a share by 0.4 %. A wrong expert, share or residual
+    is off by the logits' spread.
+    """
+    spread = Tolerance(atol=3e-2 * float(wanted.std()), why="shares of logits of half precision")
+    assert_close(found, wanted, spread)
+
+
+def compare(model: Any, options: DecoderOptions, device: str, steps: list[Step]) -> TritonDecoder:
+    """Logits of both, step by step."""
+    ours, theirs = TritonDecoder(model, options, device), reference(model, options)
+    for one in steps:
+        assert_near(np.array(ours.forward(one)), theirs.forward(one))
+    return ours
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_logits_match_the_reference(tiny_model: Any, tiny_spec: Any, device: str, shape: str) -> None:
+    """A few rows, a token, and a prompt's many rows: each of them compensated and not."""
+    options = DecoderOptions(context=48, max_rows=18, k_chunk=300, select="static")
+    many = [(7 * i) % 61 for i in range(18)]
+    compare(
+        model_of(tiny_model, tiny_spec, shape),
+        options,
+        device,
+        [
+            step([5, 9, 3, 47, 12], 0, rows=[1, 4], compensate=False),
+            step([17], 5),
+            step([33, 34], 4, rows=[0, 1]),
+            step(many, 6, rows=[0, 17], compensate=False),
+            step(many[:17], 24, rows=[2, 16]),
+        ],
+    )
+
+
+@pytest.mark.parametrize("prompt", [{"qkv": 300, "gate_up": 700, "down": 300, "head": 1}, {"down": 1024}, 1024])
+@pytest.mark.parametrize("shape", ["3bit", pytest.param("dense-first", marks=SLOW), "gated"])
+def test_prompts_match_the_reference(
+    tiny_model: Any, tiny_spec: Any, device: str, shape: str, prompt: Mapping[str, int] | int
+) -> None:
+    """Many rows from copies of the residuals, a few that fetch by themselves, one, and a decoded token behind them."""
+    options = DecoderOptions(context=48, max_rows=17, k_chunk=300, prompt_k_chunk=prompt, select="static")
+    model, many = model_of(tiny_model, tiny_spec, shape), [(7 * i) % 61 for i in range(17)]
+    steps = [
+        step(many, 0, rows=[1, 16], prefill=True),
+        step([17, 4, 9], 17, prefill=True),
+        step([18], 20, prefill=True),
+        step([17], 21),
+    ]
+    ours = compare(model, options, device, steps)
+    ours.set_prompt_k_chunk(0)
+    plain = np.array(ours.forward(steps[0]))
+    ours.set_prompt_k_chunk(prompt)
+    assert np.abs(plain - np.array(ours.forward(steps[0]))).max() > 0
+
+
+@pytest.mark.parametrize(("kv", "tolerance"), [("int8", 3e-2), ("int4", 0.1), pytest.param("gear4", 6e-2, marks=SLOW)])
+def test_experts_read_what_every_cache_gives(
+    tiny_model: Any, tiny_spec: Any, device: str, kv: Any, tolerance: float
+) -> None:
+    """Within the tolerances of models without experts: a prompt, a decoded token, and two in place of it."""
+    options = DecoderOptions(context=48, max_rows=6, kv=kv)
+    model = model_of(tiny_model, tiny_spec, "dense-first")
+    ours, theirs = TritonDecoder(model, options, device), reference(model, options)
+    for one in (
+        step([5, 9, 3, 47, 12], 0, rows=[4], prefill=True),
+        step([17], 5),
+        step([33, 34], 5, rows=[0, 1]),
+    ):
+        found, wanted = np.array(ours.forward(one)), theirs.forward(one)
+        assert np.abs(found - wanted).max() <= tolerance * wanted.std()
+
+
+@pytest.mark.parametrize("select", ["approx", "exact", "random"])
+def test_every_selector_compensates_experts(tiny_model: Any, tiny_spec: Any, device: str, select: Any) -> None:
+    """A token in whose place another choice of channels would be seen; `random` counts a row's position for each."""
+    options = DecoderOptions(context=16, max_rows=3, k_chunk=512, select=select, seed=5)
+    model = model_of(tiny_model, tiny_spec, "gated")
+    ours, theirs = TritonDecoder(model, options, device), reference(model, options)
+    for one in (step([5, 9, 3], 0, rows=[2]), step([17], 3)):
+        found, wanted = np.array(ours.forward(one)), theirs.forward(one)
+        plain = np.array(ours.forward(replace(one, compensate=False)))
+        ours.forward(one)
+        # Of two channels that are equal but for the last bit, either may be taken.
+        assert np.abs(found - wanted).mean() < 0.3 * np.abs(plain - wanted).mean()
+
+
+def test_a_row_has_the_same_bits_alone_and_in_a_batch(tiny_model: Any, tiny_spec: Any, device: str) -> None:
+    """As drafts must, to be checked by several rows at once."""
+    model = model_of(tiny_model, tiny_spec, "sigmoids")
+    decoder = TritonDecoder(model, DecoderOptions(context=16, slots=2, max_rows=4, k_chunk=300), device)
+    run = decoder._pass(decoder._begin(step([7, 8, 9], 0, rows=[0, 1, 2])))
+    x = run.norm(run.embed(), "layers.0.input_norm")
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(3, 32, generator=generator).half().to(device)
+    found = []
+    for rows in (slice(0, 3), slice(1, 2)):
+        run = decoder._pass(decoder._begin(step([7] * (rows.stop - rows.start), 0)))
+        x = run.norm(run.embed(), "layers.0.post_norm")
+        x.tensor.copy_(inputs[rows])
+        assert x.sums is not None
+        x.sums.copy_(inputs[rows].float().sum(1, keepdim=True))
+        out = run.experts(x, 0)
+        assert out.dec is not None
+        found.append((out.tensor.clone(), out.dec.clone()))
+    assert torch.equal(found[0][0][1], found[1][0][0])
+    assert torch.equal(found[0][1][1], found[1][1][0])
+
+
+@pytest.mark.parametrize("shape", ["3bit", "one"])
+def test_recall_is_measured_for_every_pair(tiny_model: Any, tiny_spec: Any, device: str, shape: str) -> None:
+    """Of `gate_up` once a row, of `down` once for each of its experts; theirs are those that they choose from."""
+    model, chosen = model_of(tiny_model, tiny_spec, shape), SHAPES[shape][0].chosen
+    options = DecoderOptions(context=16, k_chunk={"gate_up": 400, "down": 400}, select="static", measure_recall=True)
+    ours, theirs = TritonDecoder(model, options, device), reference(model, options)
+    for one in (step([5, 9], 0), step([7, 33, 50], 2)):
+        ours.forward(one)
+        theirs.forward(one)
+    assert ours._selections == 5 * model.spec.num_layers * (1 + chosen)
+    assert ours.recall is not None
+    assert theirs.recall is not None
+    down = [theirs.linears[name] for name in theirs.linears if name.endswith("down")]
+    gate_up = [theirs.linears[name] for name in theirs.linears if name.endswith("gate_up")]
+    wanted = sum(linear.recall_sum for linear in down) + sum(linear.recall_sum for linear in gate_up) / chosen
+    assert ours.recall == pytest.approx(wanted / ours._selections, abs=1e-3)
+
+
+def test_large_blocks_multiply_as_small_ones_do(
+    tiny_model: Any, tiny_spec: Any, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which size a step takes depends on how many pairs an expert has."""
+    model = model_of(tiny_model, tiny_spec, "3bit")
+    options = DecoderOptions(context=48, max_rows=40, prompt_k_chunk=300)
+    one = step([(7 * i) % 61 for i in range(40)], 0, prefill=True)
+    small = np.array(TritonDecoder(model, options, device).forward(one))
+    monkeypatch.setattr(products, "LARGE_FROM", 1)
+    assert products.block_of(80, 5) == products.LARGE
+    assert_near(np.array(TritonDecoder(model, options, device).forward(one)), small)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 3, 20])
+def test_a_replayed_graph_goes_to_other_experts(tiny_model: Any, tiny_spec: Any, cuda: str, rows: int) -> None:
+    """A token, a few rows, and a full step of a prompt: the numbers of experts are read when the graph runs."""
+    model = model_of(tiny_model, tiny_spec, "gated")
+    options = DecoderOptions(context=100, max_rows=20, k_chunk=128, prompt_k_chunk=256)
+    captured, launched = TritonDecoder(model, options, cuda), TritonDecoder(model, options, cuda)
+    for turn in range(5):
+        one = step([(11 * turn + i) % 61 for i in range(rows)], rows * turn, prefill=rows == options.max_rows)
+        expected = launched.start(one).cpu().numpy()
+        assert np.array_equal(captured.forward(one), expected)
+
+
+def test_the_timer_multiplies_with_as_many_experts_as_a_token_goes_to(
+    tiny_model: Any, tiny_spec: Any, device: str
+) -> None:
+    """Different ones, or their weights would come from the cache; with their compensation."""
+    model, read = model_of(tiny_model, tiny_spec, "gated"), SHAPES["gated"][0].read
+    decoder = TritonDecoder(model, DecoderOptions(context=16, k_chunk=1024, select="exact"), device)
+    weights = {
+        name: dequantize(packed) + dequantize_residual(packed.residual, packed.shape[0]).T
+        for name, packed in model.linears.items()
+        if ".experts." in name
+    }
+    x = torch.randn(read, 40, generator=torch.Generator().manual_seed(2)).half()
+    chosen = torch.arange(read, dtype=torch.int32, device=device)[None]
+    for kind, width, rows in (("gate_up", 32, 1), ("down", 40, read)):
+        inputs = x[:rows, :width].contiguous()
+        decoder.buffers.input(rows, width).copy_(inputs)
+        sums = decoder.buffers.sums(1, width, each=rows)
+        assert sums is not None
+        piece_sums(inputs.to(device), sums)
+        found = launch(decoder, decoder.model.linears[f"layers.0.experts.0.{kind}"], chosen)
+        assert found.dec is not None
+        own = [weights[f"layers.0.experts.{expert}.{kind}"] for expert in range(read)]
+        wanted = torch.stack([inputs[row % rows].float() @ own[row].T for row in range(read)])
+        assert_close((found.tensor + found.dec).cpu(), wanted if rows == 1 else wanted.sum(0, keepdim=True), "float32")
+
+
+def test_experts_with_biases_are_refused(tiny_spec: Any, tiny_model: Any) -> None:
+    model = tiny_model(tiny_spec(**{**SMALL, "mixture": replace(MIXTURE, bias=True)}))
+    with pytest.raises(BackendError, match="no kernels for experts with biases: use the CPU backend"):
+        BACKEND.open(model, DecoderOptions())
