@@ -88,6 +88,8 @@ def _read(fields: Fields) -> ModelSpec:
     wide = _wide_heads(full, common["num_heads"], common["num_kv_heads"])
     if wide.heads % wide.kv_heads:
         raise full.wrong("num_global_key_value_heads", wide.kv_heads, f"a divisor of {wide.heads}")
+    if wide.dim % 2:
+        raise full.wrong("global_head_dim", wide.dim, "an even number")
     rope, local = _ropes(full, common["head_dim"], wide.dim, common["max_context"])
     shared, bias = _count(full, "num_kv_shared_layers", layers), full.flag("attention_bias", False)
     mixers: tuple[Mixer, ...] = (*_OWN * (layers - shared), *_SHARED * shared)

@@ -138,10 +138,10 @@ def _share(tensors: Mapping[str, GgufTensor]) -> dict[str, Any]:
     divided = tensors.get("rope_freqs.weight")
     factors = [1.0] if divided is None else _factors(divided)
     turning = [factor for factor in factors if factor < _NEVER]
-    if set(turning) != {1.0} or factors[: len(turning)] != turning:
+    if divided is not None and (set(turning) != {1.0} or factors[: len(turning)] != turning):
         raise UnsupportedModelError(
-            "rope_freqs.weight: rotary factors other than 1 for the first pairs, and so many that the others never "
-            "turn, are not supported. Choose another conversion of the model."
+            f"{divided.path}: '{divided.name}' has other rotary factors than 1 for the first pairs and so much for the "
+            f"rest that they never turn, which is not supported. {REMEDY}"
         )
     share = len(turning) / len(factors)
     exact = int(share * 2 * len(factors) // 2) == len(turning)  # readers truncate
