@@ -48,13 +48,13 @@ async def test_a_first_run_tells_what_was_found_and_what_to_get(stage: Callable[
     async with stage(newcomer, size=(100, 30), model=None, ready=False) as s:
         await s.shows("Example 7840U, 8 cores")
         await s.shows("You are chatting with demo, a tiny bundled model")
-        await s.shows("Qwen3.5 4B suits this machine best")
+        await s.shows("Gemma 4 E4B suits this machine best")
         await s.shows("Ask anything.")
         await s.say("Hello")
         await s.pilot.press("f2")
         await s.shows("Enter downloads it")
         table = s.app.screen.query_one("ModelTable")
-        assert table.get_row_at(table.cursor_row)[1].plain == "Qwen3.5 4B"
+        assert table.get_row_at(table.cursor_row)[1].plain == "Gemma 4 E4B"
 
 
 async def test_the_first_model_takes_the_greeting_s_place(stage: Callable[..., Any], newcomer: Any) -> None:
