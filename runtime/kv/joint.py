@@ -17,6 +17,12 @@ def layers_alike(spec: ModelSpec) -> tuple[tuple[int, ...], ...]:
     return tuple(map(tuple, found.values())) or ((),)
 
 
+def kept_by(spec: ModelSpec, layers: Sequence[int] | None) -> tuple[tuple[int, ...], HeadShape]:
+    """The layers that a store keeps, and the shape of their heads. None: all that have a cache."""
+    own = spec.attention_layers if layers is None else tuple(layers)
+    return own, spec.heads_of(own[0] if own else 0)
+
+
 def joined(stores: Sequence[PageStore]) -> PageStore:
     """One store of several; a single one stays as it is."""
     return stores[0] if len(stores) == 1 else JointStore(tuple(stores))

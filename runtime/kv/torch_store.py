@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from models.spec import HeadShape, ModelSpec
+from models.spec import ModelSpec
+from runtime.kv.joint import kept_by
 from runtime.kv.kinds import PARTS, CacheKind, Part, page_fields, record_bytes
 from runtime.kv.oracle import correction
 from runtime.kv.oracle.page import LowRank, Stored, dequantize, quantize
@@ -43,8 +44,7 @@ class TorchStore:
         device: torch.device | str,
         layers: Sequence[int] | None = None,
     ) -> None:
-        own = spec.attention_layers if layers is None else layers
-        heads = spec.heads_of(own[0]) if own else HeadShape(spec.num_heads, spec.num_kv_heads, spec.head_dim)
+        own, heads = kept_by(spec, layers)
         self._kind, self._D, self._layers = kind, heads.dim, len(own)
         L, H_kv, D = self._layers, heads.kv_heads, heads.dim
         fields = {part: page_fields(kind, part, D) for part in PARTS}

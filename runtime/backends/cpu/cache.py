@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from models.spec import HeadShape, ModelSpec
+from models.spec import ModelSpec
 from runtime.backends.cpu.arena import aligned_zeros
 from runtime.backends.cpu.data import instructions as op
 from runtime.backends.cpu.data.control import CONTROL_WORDS
@@ -25,7 +25,7 @@ from runtime.backends.cpu.scratch import scratch_of
 from runtime.backends.cpu.tiles import padded
 from runtime.backends.decoder import DecoderOptions
 from runtime.kv.control import Int32Array, PagedCache
-from runtime.kv.joint import joined, layers_alike
+from runtime.kv.joint import joined, kept_by, layers_alike
 from runtime.kv.kinds import KINDS, PARTS, CacheKind, Part
 from runtime.kv.low_rank import start
 from runtime.kv.states import RING
@@ -56,8 +56,7 @@ class CpuStore:
         window: int,
         layers: Sequence[int] | None = None,
     ) -> None:
-        own = spec.attention_layers if layers is None else tuple(layers)
-        shape = spec.heads_of(own[0]) if own else HeadShape(spec.num_heads, spec.num_kv_heads, spec.head_dim)
+        own, shape = kept_by(spec, layers)
         self._kind, self.layers = kind, own
         """The layers, in their order."""
         self.layout = PageLayout(kind, shape.dim)
