@@ -137,6 +137,11 @@ class Settings:
     model: str | None = _setting("model to load at start")
     kv: KVKind = _setting("precision of the key-value cache", DEFAULT_KV, reload=True)  # noqa: RUF009 -- makes a field
     context: Annotated[int, Within(1, 10_000_000)] | None = _setting("context length in tokens", reload=True)
+    experts_on_device: Annotated[int, Within(0, 10_000)] | None = _setting(
+        "experts of each block of a mixture that are kept on the graphics card, the others are read from main memory; "
+        "auto: as many as fit",
+        reload=True,
+    )
     budget: Annotated[float, Within(0, LARGEST_BUDGET_PERCENT)] | None = _setting(
         f"slowdown that compensation may cost, in percent; 0 is off; auto: {DEFAULT_BUDGET_PERCENT:g}"
     )

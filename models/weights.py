@@ -40,6 +40,10 @@ class Weights(Protocol):
         """Embeddings of the blocks' own, side by side. float16 [V, blocks * P]."""
         ...
 
+    def expert_tokens(self, layer: int) -> npt.NDArray[np.int32]:
+        """Calibration tokens that went to each expert of a block. int32 [held]."""
+        ...
+
     def release(self) -> None:
         """Free the memory of what was read, as far as it can be read again; arrays stay valid."""
         ...

@@ -12,10 +12,12 @@ from collections.abc import Sequence
 
 from tuner.devices import DEVICES, DeviceSpec
 from tuner.shapes import LayerShape
-from tuner.simulate import SimulatedTimer
+from tuner.simulate import FITTED, SimulatedTimer
 
 READ_SHARE = 0.82
 """Share of the measured read bandwidth that products reach."""
+EXPERT_KINDS = ("gate_up", "down")
+"""Layer types that a mixture's experts have."""
 START_US = 5.3
 """Overhead of a product besides reading its weights, in microseconds."""
 
@@ -31,16 +33,28 @@ def processor_tokens_per_s(weight_bytes: int, products: int, read_gb_s: float) -
     return 1 / (weight_bytes / (1e9 * read_gb_s * READ_SHARE) + products * START_US / 1e6)
 
 
-def card_tokens_per_s(layers: Sequence[LayerShape], spec: DeviceSpec, bits: float) -> float:
+def card_tokens_per_s(
+    layers: Sequence[LayerShape], spec: DeviceSpec, bits: float, *, missed: float = 0.0, link_gb_s: float | None = None
+) -> float:
     """Decoding speed on a graphics card, without compensation.
 
     Args:
         layers: All types of linear layers.
         spec: The card.
         bits: Bits per weight: 3, 3.5 or 4.
+        missed: Of a mixture, the share of what a token reads of experts that is not on the card, but read over its
+            link.
+        link_gb_s: Measured bandwidth of the link, in 10^9 bytes per second; None: that of the data sheet, of which
+            single requests reach a share (`tuner.simulate.Constants.pcie_efficiency`).
     """
     timer = SimulatedTimer(spec, layers, bits)
-    return 1 / sum(layer.count * timer.seconds(layer.kind, 0, 0) for layer in layers)
+    link = link_gb_s or spec.pcie_gb_s * FITTED.pcie_efficiency
+    total = 0.0
+    for layer in layers:
+        over = missed if layer.type in EXPERT_KINDS else 0.0
+        one = (1 - over) * timer.seconds(layer.kind, 0, 0) + over * timer.weight_bytes(layer) / (1e9 * link)
+        total += layer.count * one
+    return 1 / total
 
 
 def card_named(name: str) -> DeviceSpec | None:

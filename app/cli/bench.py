@@ -60,6 +60,7 @@ def bench(
     budget: options.Budget = None,
     prompt_budget: options.PromptBudget = None,
     backend: options.BackendOption = None,
+    experts_on_device: options.ExpertsOnDevice = None,
     as_json: options.Json = False,
 ) -> None:
     """Measure time to the first token, prefill and decode speed, and compare them with the memory's bandwidth."""
@@ -91,6 +92,7 @@ def bench(
         speculate=bool(speculation),
         gamma=gamma,
         backend=backend,
+        experts_on_device=experts_on_device,
     )
     plan = load_plan(stored, choices, services, output)
     with output.progress() as progress:

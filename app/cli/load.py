@@ -39,6 +39,8 @@ class LoadChoices:
     """Draft tokens per round."""
     backend: str | None = None
     """The backend."""
+    experts_on_device: str | None = None
+    """Experts of each block on the card, or `auto`."""
     select: Selector = "approx"
     """Selection of salient channels."""
 
@@ -69,6 +71,7 @@ def load_plan(model: StoredModel, choices: LoadChoices, services: Services, outp
         # A context on the command line is binding; one in the settings is reduced to the model's maximum.
         context=choices.context or (settings.context and min(settings.context, maximum)),
         backend_name=settings.backend,
+        experts_on_device=settings.experts_on_device,
         select=choices.select,
         memory=services.memory(),
     )
@@ -86,7 +89,15 @@ def _settings(choices: LoadChoices) -> Settings:
     from app.settings import load
 
     speculate = options.speculate_setting(choices.speculate)
-    return load({"kv": choices.kv, "backend": choices.backend, "speculate": speculate, "gamma": choices.gamma})
+    return load(
+        {
+            "kv": choices.kv,
+            "backend": choices.backend,
+            "experts_on_device": choices.experts_on_device,
+            "speculate": speculate,
+            "gamma": choices.gamma,
+        }
+    )
 
 
 def spend_budgets(lend: Lend, plan: LoadPlan, choices: LoadChoices, services: Services, output: Output) -> Spent:

@@ -173,6 +173,17 @@ Context = Annotated[
         show_default=False,
     ),
 ]
+ExpertsOnDevice = Annotated[
+    str | None,
+    typer.Option(
+        "--experts-on-device",
+        metavar="N|auto",
+        callback=set_within,
+        help="Of a mixture, the experts of each block that are kept on the graphics card; the others are read from "
+        "main memory. Default: auto, as many as fit.",
+        show_default=False,
+    ),
+]
 BackendOption = Annotated[
     Backend | None, typer.Option("--backend", help="Backend that runs the model.", show_default=False)
 ]

@@ -43,6 +43,7 @@ def serve(
     ] = None,
     kv: options.KVOption = None,
     context: options.Context = None,
+    experts_on_device: options.ExpertsOnDevice = None,
     k_chunk: options.KChunk = None,
     budget: options.Budget = None,
     prompt_budget: options.PromptBudget = None,
@@ -60,13 +61,23 @@ def serve(
     from runtime.wire.requests import LoadRequest
 
     speculate = options.speculate_setting(speculation)
-    settings = load({"model": model, "kv": kv, "context": context, "speculate": speculate, "gamma": gamma})
+    settings = load(
+        {
+            "model": model,
+            "kv": kv,
+            "context": context,
+            "experts_on_device": experts_on_device,
+            "speculate": speculate,
+            "gamma": gamma,
+        }
+    )
     defaults = LoadDefaults(
         compensation=settings.compensation(asked, prompt_budget),
         speculation=settings.drafts,
         kv=settings.cache(kv),
         context=settings.context,
         backend=settings.backend,
+        experts_on_device=settings.experts_on_device,
         num_parallel=settings.num_parallel,
     )
     first = None if settings.model is None else open_model(settings.model, services, output).name

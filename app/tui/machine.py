@@ -57,8 +57,9 @@ def welcome_words(found: Sequence[Prospect], *, offline: bool, model: str) -> st
     )
 
 
-def machine_lines(machine: Mapping[str, Any], bandwidth_gb_s: float | None) -> Lines:
+def machine_lines(report: DeviceReport) -> Lines:
     """The detected and measured facts; unknown ones are left out."""
+    machine, bandwidth_gb_s = report.machine, report.bandwidth_gb_s
     lines = [("CPU", _cpu(_part(machine, "cpu")))]
     gpu = _part(machine, "gpu")
     lines.append(("GPU", _gpu(gpu) if gpu else "none found"))
@@ -69,6 +70,7 @@ def machine_lines(machine: Mapping[str, Any], bandwidth_gb_s: float | None) -> L
     lines.append(("bandwidth", f"{bandwidth_gb_s:.1f} GB/s read, measured" if bandwidth_gb_s else "not measured yet"))
     lines.append(("power", str(machine.get("power") or "")))
     lines.append(("runs on", _joined([machine.get("backend"), machine.get("reason")])))
+    lines.append(("experts", report.experts.words if report.experts is not None else ""))
     return [(name, words) for name, words in lines if words]
 
 

@@ -304,6 +304,7 @@ class Session:
             context=settings.context,
             num_parallel=settings.num_parallel or _ANSWERS,
             backend=settings.backend,
+            experts_on_device=settings.experts_on_device,
         )
 
     async def get(self, request: QuantizeRequest) -> ModelSetup | None:

@@ -174,6 +174,10 @@ class StoredModel:
         """Embeddings of the blocks' own, side by side: float16 [V, blocks * P]."""
         return self._files[layout.OUTER]["tokens"]
 
+    def expert_tokens(self, layer: int) -> npt.NDArray[np.int32]:
+        """Calibration tokens that went to each expert of a block: int32 [held]."""
+        return self._files[layout.block_file(layer)][layout.expert_tokens(layer)]
+
     def release(self) -> None:
         """See `models.weights.Weights.release`."""
         for file in self._files.values():

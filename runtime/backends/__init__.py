@@ -103,6 +103,10 @@ class Footprint:
     """Memory of the backend itself, such as a driver's context."""
     buffer_bytes: BufferBytes | None = None
     """Memory of its buffers; None: estimated by `runtime.load.memory.buffer_bytes`."""
+    experts: int = 0
+    """Experts of a block, each of which may stay in main memory instead; 0: all weights must fit."""
+    expert_bytes: int = 0
+    """Of `weight_bytes`, one expert's of every block."""
 
 
 class Backend(Protocol[D]):

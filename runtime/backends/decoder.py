@@ -21,6 +21,7 @@ from runtime.errors import RequestError
 from runtime.kv.control import KVCache
 from runtime.kv.kinds import KVKind as KVKind
 from runtime.text.sampling import Draw, Drawn
+from runtime.wire.device import ExpertPlacement
 
 Int32Array = npt.NDArray[np.int32]
 Float32Array = npt.NDArray[np.float32]
@@ -53,6 +54,9 @@ class DecoderOptions:
     of them)."""
     n_tb: Mapping[str, int] = field(default_factory=dict)
     """Thread blocks for compensation on a GPU, by layer type (QDEC §4.4); unused on CPUs."""
+    experts_on_device: int | None = None
+    """Experts of each block, shared ones among them, whose weights are on a GPU; the others' are read from page-locked
+    main memory. None: all. Unused on CPUs."""
     select: Selector = "approx"
     """Selector of salient channels (QDEC §4.3): bucketed approximate top-k, exact top-k, static, random."""
     max_rows: int = 128
@@ -296,4 +300,14 @@ class DrawsTokens(Protocol):
         Raises:
             InvalidActivationError: a NaN or infinity reached the logits.
         """
+        ...
+
+
+@runtime_checkable
+class PlacesExperts(Protocol):
+    """Optional property of a decoder: where experts are, if they can be in more than one place."""
+
+    @property
+    def experts(self) -> ExpertPlacement | None:
+        """Where they are; None if all are on the device, or the model has none."""
         ...

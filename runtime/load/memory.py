@@ -7,6 +7,7 @@ design decision 14. Does not import torch.
 from __future__ import annotations
 
 import os
+from bisect import bisect
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -59,7 +60,7 @@ class MemoryPlan:
     contexts: int
     """Number of full contexts that these pages hold."""
     weight_bytes: int
-    """Weights in the backend's layout."""
+    """Weights in the backend's layout, without `host_bytes`."""
     residual_bytes: int
     """Residuals, in main memory."""
     residuals_beside: bool
@@ -72,6 +73,12 @@ class MemoryPlan:
     """Unplanned reserve."""
     available_bytes: int
     """Free memory."""
+    experts: int = 0
+    """Experts of a block that may be in main memory instead; 0 if none may."""
+    experts_on_device: int = 0
+    """Those of them that are not."""
+    host_bytes: int = 0
+    """Weights of experts in main memory."""
 
     @property
     def needed_bytes(self) -> int:
@@ -115,8 +122,12 @@ def plan(
     parallel: int = 1,
     rows: int = 128,
     memory: MemoryInfo | None = None,
+    experts_on_device: int | None = None,
+    main: MemoryInfo | None = None,
 ) -> MemoryPlan:
-    """Plan a load, and choose the context if none is given.
+    """Plan a load, and choose the context if none is given, and how many experts are kept where weights are.
+
+    Experts are moved to main memory before the context is shortened: a token reads few of them.
 
     Args:
         spec: The architecture.
@@ -130,9 +141,12 @@ def plan(
             left.
         rows: Most rows of one step.
         memory: Free memory where weights and cache must fit; None: looked up in main memory.
+        experts_on_device: Experts of each block that are kept there; None: as many as fit.
+        main: Free main memory, for the other experts; None: looked up.
 
     Raises:
-        RequestError: the context is not positive or longer than the model's.
+        RequestError: the context is not positive or longer than the model's, or more experts are asked for than the
+            model has.
         OutOfMemoryError: it does not fit; the message has numbers and advice.
     """
     if context is not None and not 0 < context <= spec.max_context:
@@ -143,14 +157,18 @@ def plan(
     kind = KINDS[kv]
     buffers = footprint.buffer_bytes or (lambda tokens, most: buffer_bytes(spec, tokens, most))
 
-    def with_slots(tokens: int, count: int, contexts: int = 1) -> MemoryPlan:
+    held = footprint.experts
+    if experts_on_device is not None and experts_on_device > (spec.mixture.held if spec.mixture else 0):
+        raise RequestError(_too_many(experts_on_device, spec))
+
+    def with_slots(tokens: int, here: int, count: int, contexts: int = 1) -> MemoryPlan:
         pages = contexts * kind.max_pages(tokens) if shared else None
         return MemoryPlan(
             context=tokens,
             slots=count,
             pages=pages,
             contexts=contexts if shared else count,
-            weight_bytes=footprint.weight_bytes,
+            weight_bytes=footprint.weight_bytes - (held - here) * footprint.expert_bytes,
             residual_bytes=footprint.residual_bytes,
             residuals_beside=footprint.residuals_beside,
             kv_bytes=cache_bytes(kind, spec, context=tokens, slots=count, max_rows=rows, pages=pages)
@@ -158,25 +176,56 @@ def plan(
             buffer_bytes=buffers(tokens, rows),
             margin_bytes=_MARGIN + footprint.overhead_bytes,
             available_bytes=free.available_bytes,
+            experts=held,
+            experts_on_device=here,
+            host_bytes=(held - here) * footprint.expert_bytes,
         )
 
-    def at(tokens: int) -> MemoryPlan:
-        found = with_slots(tokens, slots)
+    def at(tokens: int, here: int) -> MemoryPlan:
+        found = with_slots(tokens, here, slots)
         while shared and not found.fits and found.slots > 1:
-            found = with_slots(tokens, found.slots - 1)
+            found = with_slots(tokens, here, found.slots - 1)
         one = max(1, kind.max_pages(tokens) * page_bytes(kind, spec))
         spare = max(0, found.available_bytes - found.needed_bytes) // _SHARE_OF_SPARE
         more = min(parallel - 1, found.slots - 1, spare // one)
-        return with_slots(tokens, found.slots, 1 + more) if shared and more > 0 else found
+        return with_slots(tokens, here, found.slots, 1 + more) if shared and more > 0 else found
 
     wanted = context if context is not None else min(spec.max_context, DEFAULT_CONTEXT)
-    if at(wanted).fits:
-        return at(wanted)
+    choices = range(held + 1) if experts_on_device is None else (min(experts_on_device, held),)
+    here = choices[max(0, bisect(choices, 0, key=lambda count: not at(wanted, count).fits) - 1)]
+    if at(wanted, here).fits:
+        return _beside(at(wanted, here), main)
     smallest = min(SMALLEST_CONTEXT, spec.max_context)
-    largest = _largest_fitting(at, smallest, wanted)
+    largest = _largest_fitting(lambda tokens: at(tokens, here), smallest, wanted)
     if context is None and largest is not None:
-        return at(largest)
-    raise OutOfMemoryError(_explain(at(wanted if context is not None else smallest), largest, kind, spec, free))
+        return _beside(at(largest, here), main)
+    least = at(wanted if context is not None else smallest, here)
+    raise OutOfMemoryError(_explain(least, largest, kind, spec, free))
+
+
+def _beside(planned: MemoryPlan, main: MemoryInfo | None) -> MemoryPlan:
+    """The same plan, if main memory holds the experts that it leaves there, and residuals.
+
+    Raises:
+        OutOfMemoryError: it does not.
+    """
+    wanted = planned.host_bytes + planned.residual_bytes + _MARGIN
+    if not planned.host_bytes:
+        return planned
+    free = (main if main is not None else detect_memory()).available_bytes
+    if wanted <= free:
+        return planned
+    raise OutOfMemoryError(
+        f"not enough main memory: {planned.experts - planned.experts_on_device} of {planned.experts} experts of each "
+        f"block do not fit the card and take {size(planned.host_bytes)}, residuals {size(planned.residual_bytes)}, but "
+        f"{size(free)} is free now; use fewer bits or a smaller model, or close other programs"
+    )
+
+
+def _too_many(asked: int, spec: ModelSpec) -> str:
+    if spec.mixture is None:
+        return f"{asked} experts on the device were requested, but the model has no experts: leave the number out"
+    return f"{asked} experts on the device were requested, but a block has {spec.mixture.held}: choose 0 to that many"
 
 
 def cache_facts(spec: ModelSpec, planned: MemoryPlan, rows: int = 128) -> dict[str, CacheFacts]:
@@ -215,6 +264,11 @@ def describe(planned: MemoryPlan) -> str:
     inside = f", {residuals}" if residuals and planned.residuals_beside else ""
     mapped = f"; in addition {residuals}, mapped" if residuals and not planned.residuals_beside else ""
     times = f"{planned.contexts} x " if planned.pages is not None and planned.contexts > 1 else ""
+    if planned.host_bytes:
+        mapped += (
+            f"; in addition {size(planned.host_bytes)} of experts in main memory, "
+            f"{planned.experts_on_device} of {planned.experts} on the device"
+        )
     return (
         f"{size(planned.needed_bytes)} (weights {size(planned.weight_bytes)}{inside}, "
         f"cache {size(planned.kv_bytes)} for {times}{planned.context} tokens, buffers {size(planned.buffer_bytes)}, "

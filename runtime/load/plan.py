@@ -15,6 +15,7 @@ from runtime.compensation import CHUNK, Compensation
 from runtime.engine.engine import Engine
 from runtime.errors import BackendError, OutOfMemoryError
 from runtime.kv.kinds import DEFAULT_KV
+from runtime.load.expected import processor_is_faster
 from runtime.load.memory import MemoryPlan, plan
 from runtime.load.open import candidates, open_decoder, open_engine
 from tuner.detect import MemoryInfo
@@ -38,6 +39,8 @@ class LoadPlan:
     """The memory plan."""
     options: DecoderOptions
     """Options of the decoder; without compensation if a budget is applied later."""
+    passed_over: str | None = None
+    """Why a better backend that can run here is not used; None: none was passed over."""
 
     def prepare(self, progress: ProgressCallback, *, ahead: bool = False) -> None:
         """See `Backend.prepare`."""
@@ -50,7 +53,10 @@ class LoadPlan:
 
     def open_engine(self, progress: ProgressCallback = ignore_progress) -> Engine:
         """See `runtime.load.open.open_engine`."""
-        return open_engine(self.model, self.options, self.backend_name, progress)
+        engine = open_engine(self.model, self.options, self.backend_name, progress)
+        if self.passed_over is not None:
+            engine.reason = f"{self.passed_over}; so {self.backend.label} runs the model"
+        return engine
 
 
 def plan_load(
@@ -64,6 +70,7 @@ def plan_load(
     slots: int = 1,
     parallel: int = 1,
     memory: MemoryInfo | None = None,
+    experts_on_device: int | None = None,
 ) -> LoadPlan:
     """Choose a backend that the model fits: a model too large for the GPU, or whose layers it lacks, may fit the CPU.
 
@@ -77,6 +84,7 @@ def plan_load(
         slots: Number of cached sequences, which share the pages of one context; fewer if memory is short.
         parallel: Most full contexts of pages they share; fewer if memory is short.
         memory: Free main memory; None: looked up.
+        experts_on_device: Experts of each block on a GPU; None: as many as fit.
 
     Raises:
         BackendError: an unknown backend, or one that cannot run here.
@@ -90,33 +98,32 @@ def plan_load(
         whole=CHUNK in compensation.by_type.values(),
         recipe=model.recipe,
     )
-    full: OutOfMemoryError | BackendError | None = None
+    failure: OutOfMemoryError | BackendError | None = None
+    passed_over: str | None = None
+    slower: LoadPlan | None = None
     for candidate in candidates(backend_name):
         backend, free = candidate.backend, candidate.presence.memory
-        try:
-            footprint = backend.footprint(spec, sizes, compensated=compensation.possible)
-        except BackendError as error:
-            full = error
-            logger.info("%s is passed over: %s", backend.label, error)
-            continue
         plan_of = partial(
             plan,
             spec,
-            footprint,
             kv=kv,
             context=context,
             slots=slots,
             shared=True,
             parallel=parallel,
             memory=free or memory,
+            experts_on_device=experts_on_device,
+            main=memory,
         )
         try:
-            rows, planned = _most_rows(plan_of, backend.step_rows)
-        except OutOfMemoryError as error:
-            full = error
-            if free is None:
+            footprint = backend.footprint(spec, sizes, compensated=compensation.possible)
+            rows, planned = _most_rows(partial(plan_of, footprint), backend.step_rows)
+        except (BackendError, OutOfMemoryError) as error:
+            failure, passed_over = error, str(error)
+            if isinstance(error, OutOfMemoryError) and free is None:
                 break  # no other backend needs less main memory
-            logger.warning("the model does not fit %s: %s", backend.label, error)
+            level = logging.WARNING if isinstance(error, OutOfMemoryError) else logging.INFO
+            logger.log(level, "%s is passed over: %s", backend.label, error)
             continue
         options = DecoderOptions(
             kv=kv,
@@ -124,18 +131,30 @@ def plan_load(
             slots=planned.slots,
             pages=planned.pages,
             k_chunk=compensation.by_type,
+            experts_on_device=planned.experts_on_device if planned.experts else None,
             select=select,
             max_rows=rows,
         )
-        return LoadPlan(
+        found = LoadPlan(
             model=model,
             compensation=compensation,
-            backend_name=backend_name if full is None else backend.name,
+            backend_name=backend_name if passed_over is None else backend.name,
             backend=backend,
             memory=planned,
             options=options,
+            passed_over=passed_over,
         )
-    raise full or BackendError("no backend can run here")
+        gpu = candidate.presence.gpu
+        if planned.host_bytes and backend_name == AUTO and experts_on_device is None and gpu is not None:
+            faster = processor_is_faster(model, planned, gpu.name, backend.link_gb_s())
+            if faster is not None:
+                slower, passed_over = found, faster
+                logger.info("%s is passed over: %s", backend.label, faster)
+                continue
+        return found
+    if slower is not None:
+        return slower
+    raise failure or BackendError("no backend can run here")
 
 
 def _most_rows(plan_of: Callable[..., MemoryPlan], choices: Sequence[int]) -> tuple[int, MemoryPlan]:

@@ -12,17 +12,17 @@ from typing import Any
 
 from models.catalogue import CatalogueModel
 from models.recipe import Recipe
-from models.spec import LAYER_KINDS, ModelSpec
+from models.spec import ModelSpec
 from runtime.backends import ModelSizes, backend
 from runtime.errors import BackendError, OutOfMemoryError
-from runtime.load.memory import DEFAULT_CONTEXT, plan
+from runtime.load.expected import missed_share, on_card, on_processor
+from runtime.load.memory import DEFAULT_CONTEXT, MemoryPlan, plan
 from runtime.wire.answers import Status
 from runtime.wire.device import DeviceReport
 from runtime.wire.prospects import Prospect
 from tuner.detect import MemoryInfo
 from tuner.devices import DeviceSpec
-from tuner.expectation import card_named, card_tokens_per_s, processor_tokens_per_s
-from tuner.shapes import LayerShape
+from tuner.expectation import card_named
 
 BITS = (4.0, 3.5, 3.0)
 """Bits per weight to choose from, best first."""
@@ -85,17 +85,19 @@ def _prospect(model: CatalogueModel, room: Room) -> Prospect:
     taken = {bits: sizes(spec, _recipe(spec, bits)) for bits in BITS}
     usual = min(spec.max_context, DEFAULT_CONTEXT)
     chosen, context, needed = None, 0, 0
+    planned: MemoryPlan | None = None
     for bits, own in taken.items():
         try:
-            context, needed = _planned(spec, bits, (own.device, own.residuals), room)
+            planned = _planned(spec, bits, (own.device, own.residuals), room)
         except (OutOfMemoryError, BackendError):  # or the backend does not run such models
             needed = own.device + own.residuals
             continue
-        chosen = bits
+        chosen, context, needed = bits, planned.context, planned.needed_bytes
         if context >= min(usual, _ENOUGH_CONTEXT):
             break
     size = taken[chosen or BITS[-1]]
-    speed = _speed(spec, chosen or BITS[-1], size.active, room)
+    whole = chosen == BITS[0] and context == usual and not (planned and planned.host_bytes)
+    speed = _speed(spec, chosen or BITS[-1], size.active, planned, room)
     return Prospect(
         title=model.title,
         source=model.source,
@@ -111,7 +113,7 @@ def _prospect(model: CatalogueModel, room: Room) -> Prospect:
         sizes=tuple(taken[bits].device for bits in sorted(BITS)),
         residual_bytes=taken[BITS[0]].residuals,
         bits=chosen,
-        fits="no" if chosen is None else "yes" if (chosen, context) == (BITS[0], usual) else "tight",
+        fits="no" if chosen is None else "yes" if whole else "tight",
         needed_bytes=needed,
         context=context,
         tokens_per_s=speed,
@@ -125,8 +127,8 @@ def _recipe(spec: ModelSpec, bits: float) -> Recipe:
     return Recipe(bits=bits, block_bits=mixed)
 
 
-def _planned(spec: ModelSpec, bits: float, size: tuple[int, int], room: Room) -> tuple[int, int]:
-    """Context and bytes of a load's memory plan.
+def _planned(spec: ModelSpec, bits: float, size: tuple[int, int], room: Room) -> MemoryPlan:
+    """A load's memory plan.
 
     Raises:
         OutOfMemoryError: it does not fit now.
@@ -138,18 +140,29 @@ def _planned(spec: ModelSpec, bits: float, size: tuple[int, int], room: Room) ->
         ModelSizes(weight_bytes=weights, residual_bytes=residuals, recipe=_recipe(spec, bits)),
         compensated=True,
     )
-    free = room.available_bytes
-    memory = MemoryInfo(total_bytes=free, available_bytes=free, limit_bytes=None)
-    planned = plan(spec, footprint, shared=True, rows=found.step_rows[-1], memory=memory)
+    planned = plan(
+        spec,
+        footprint,
+        shared=True,
+        rows=found.step_rows[-1],
+        memory=_free(room.available_bytes),
+        main=_free(room.main_bytes),
+    )
     if residuals > room.main_bytes:
         raise OutOfMemoryError("the residuals do not fit main memory")
-    return planned.context, planned.needed_bytes
+    return planned
 
 
-def _speed(spec: ModelSpec, bits: float, active_bytes: int, room: Room) -> float | None:
-    layers = [LayerShape(kind, *spec.linear_shape(kind), spec.products(kind)) for kind in LAYER_KINDS]
-    if room.card is not None:
-        return card_tokens_per_s(layers, room.card, bits)
-    if room.backend != "cpu" or room.read_gb_s is None:
-        return None
-    return processor_tokens_per_s(active_bytes, sum(layer.count for layer in layers), room.read_gb_s)
+def _free(nbytes: int) -> MemoryInfo:
+    return MemoryInfo(total_bytes=nbytes, available_bytes=nbytes, limit_bytes=None)
+
+
+def _speed(spec: ModelSpec, bits: float, active_bytes: int, planned: MemoryPlan | None, room: Room) -> float | None:
+    """Expected tokens per second; of experts that do not all fit a card, on what is faster (`plan_load`)."""
+    processor = None if room.read_gb_s is None else on_processor(spec, active_bytes, room.read_gb_s)
+    if room.card is None:
+        return processor if room.backend == "cpu" else None
+    if planned is None or not planned.host_bytes or spec.mixture is None:
+        return on_card(spec, bits, room.card)
+    card = on_card(spec, bits, room.card, missed=missed_share(spec.mixture, planned.experts_on_device))
+    return max(card, processor or 0.0)

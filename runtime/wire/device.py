@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from runtime.compensation import CHUNK
-from runtime.errors import Problem
+from runtime.errors import Problem, size
 from tuner.curve import Curve
 
 
@@ -101,6 +101,29 @@ class PromptTuning:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertPlacement:
+    """Where a mixture's experts are, of which some did not fit the card."""
+
+    on_device: int
+    """Experts of each block on the card."""
+    held: int
+    """All of them."""
+    host_bytes: int
+    """Bytes of the others, in main memory."""
+    hit_rate: float | None = None
+    """Share of recently chosen experts that were on the card; None before the first count."""
+
+    @property
+    def words(self) -> str:
+        """For the user."""
+        found = (
+            "" if self.hit_rate is None else f"; {100 * self.hit_rate:.0f} % of those chosen lately were on the card"
+        )
+        beside = f"{size(self.host_bytes)} of others in main memory"
+        return f"{self.on_device} of {self.held} of each block on the card, {beside}{found}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceReport:
     """`GET /runtime/device`."""
 
@@ -112,5 +135,7 @@ class DeviceReport:
     """Tuning of the loaded model; None if it was not tuned."""
     prompts: PromptTuning | None = None
     """Tuning of its prompts; None if they have no budget."""
+    experts: ExpertPlacement | None = None
+    """Where the loaded model's experts are; None if all are on the card, or there is none, or no card."""
     problems: Sequence[Problem] = ()
     """Problems of the device and of the loaded model."""

@@ -59,6 +59,8 @@ class LoadRequest:
     """Most requests answered at the same time."""
     backend: Annotated[str, Within(1, 40)] = "auto"
     """Which backend."""
+    experts_on_device: Annotated[int, Within(0)] | None = None
+    """Experts of each block on a GPU, of a mixture; None: as many as fit."""
 
     @property
     def speculation(self) -> Speculate | None:

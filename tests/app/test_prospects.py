@@ -13,6 +13,8 @@ from models.hub import is_hub_name
 from runtime.load.prospects import Room, prospects, room_of
 from runtime.wire.answers import Status
 from runtime.wire.device import DeviceReport
+from runtime.wire.prospects import Prospect
+from tuner.expectation import card_named
 
 PUBLISHED = {
     "SmolLM2 135M": 134_515_008,
@@ -144,3 +146,25 @@ def test_a_card_is_judged_by_its_own_memory_and_cost_model() -> None:
     less = DeviceReport(machine=machine(name=CARD, vendor="nvidia", memory_free_bytes=round(5.2 * GB)))
     assert {one.title: one.fits for one in prospects(CATALOGUE, room_of(less, EMPTY))}["Qwen3 8B"] == "tight"
     assert found["Qwen3 1.7B"].tokens_per_s == pytest.approx(168, rel=0.05)  # of the simulated card
+
+
+def test_a_mixture_s_experts_stay_in_main_memory_where_a_card_is_too_small() -> None:
+    """The speed is that of the card with them, or the processor's, whichever is chosen."""
+
+    def found(card_gb: float, main_gb: float, read_gb_s: float | None) -> Prospect:
+        small = room(
+            card_gb, backend="triton", main_bytes=round(main_gb * GB), card=card_named(CARD), read_gb_s=read_gb_s
+        )
+        return next(one for one in prospects(CATALOGUE, small) if one.title == "Qwen3 30B-A3B")
+
+    some = found(5.2, 40, None)
+    assert (some.fits, some.bits, some.context) == ("tight", 4, 8192)
+    assert some.needed_bytes <= 5.2 * GB
+    assert some.tokens_per_s is not None
+    more = found(12, 40, None).tokens_per_s
+    assert more is not None
+    assert found(24, 40, None).fits == "yes"
+    assert some.tokens_per_s < more < (found(24, 40, None).tokens_per_s or 0)
+    assert found(5.2, 40, 500.0).tokens_per_s > 2 * some.tokens_per_s
+    assert found(5.2, 40, 1.0).tokens_per_s == some.tokens_per_s
+    assert found(5.2, 8, None).fits == "no", "main memory does not hold the rest"

@@ -94,6 +94,10 @@ class RandomModel:
         shape = (self.spec.vocab_size, self.spec.num_layers * self.spec.token_width)
         return self._rng.standard_normal(shape).astype(np.float16)
 
+    def expert_tokens(self, _layer: int) -> npt.NDArray[np.int32]:
+        """Nothing is known of where tokens go."""
+        return np.zeros(self.spec.mixture.held if self.spec.mixture else 0, np.int32)
+
     def release(self) -> None:
         """Nothing here can be read again."""
 

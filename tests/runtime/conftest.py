@@ -131,6 +131,11 @@ class TinyModel:
     def token_table(self) -> npt.NDArray[np.float16]:
         return self.tokens
 
+    def expert_tokens(self, _layer: int) -> npt.NDArray[np.int32]:
+        """The later, the more."""
+        assert self.spec.mixture is not None
+        return np.arange(self.spec.mixture.held, dtype=np.int32)
+
     def release(self) -> None:
         pass
 

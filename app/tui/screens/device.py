@@ -123,7 +123,7 @@ class DeviceScreen(Screen[None]):
         await self._show(report)
 
     async def _show(self, report: DeviceReport) -> None:
-        self.query_one("#device-machine", Plain).update(listed(machine_lines(report.machine, report.bandwidth_gb_s)))
+        self.query_one("#device-machine", Plain).update(listed(machine_lines(report)))
         problems = self.query_one("#device-problems", Plain)
         problems.display = bool(report.problems)
         problems.update("\n".join(f"! {problem.what}\n  → {problem.fix}" for problem in report.problems))

@@ -39,7 +39,7 @@ GROUPS = {
         "sensitive_layers",
         "num_parallel",
     ),
-    "Memory": ("kv", "context"),
+    "Memory": ("kv", "context", "experts_on_device"),
     "Chat": (
         "system_prompt",
         "thinking",
@@ -64,7 +64,7 @@ REMOTE_NOTE = (
 
 
 class SettingsScreen(Screen[None]):
-    """All settings except the model, which F2 picks, and `sensitive_layers`, which is for comparison with the paper."""
+    """All settings except the model, which F2 picks, and another server, which ^P does."""
 
     AUTO_FOCUS = "#setting-budget RadioSet, #settings TextArea"
     HORIZONTAL_BREAKPOINTS = [(0, "-slim"), (75, "-narrow"), (90, "-wide"), (110, "-broad")]  # noqa: RUF012  declared so by Textual

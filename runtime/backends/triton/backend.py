@@ -13,7 +13,7 @@ from runtime.backends import Device, Footprint, ModelSizes, Presence
 from runtime.backends.decoder import Decoder, DecoderOptions
 from runtime.backends.triton import gpu
 from runtime.backends.triton.failures import first_line
-from runtime.backends.triton.sizes import BESIDE, COPIED_BYTES, buffer_bytes, weight_bytes
+from runtime.backends.triton.sizes import BESIDE, COPIED_BYTES, buffer_bytes, expert_bytes, weight_bytes
 from runtime.errors import BackendError, Problem
 from runtime.kv.kinds import KINDS, KVKind
 
@@ -67,13 +67,16 @@ class TritonBackend:
         driver = gpu.kept_bytes() if gpu.is_started() else _DRIVER_BYTES
         weights, recipe = sizes.weight_bytes, sizes.recipe
         token_group = recipe.group_size if recipe is not None and recipe.per_token else None
+        one = 0
         if recipe is not None:
-            weights = weight_bytes(spec, recipe, compensated=compensated)
+            weights, one = weight_bytes(spec, recipe, compensated=compensated), expert_bytes(spec, recipe)
         return Footprint(
             weight_bytes=weights,
             residual_bytes=sizes.residual_bytes if compensated else 0,
             overhead_bytes=_MODULE_BYTES + driver + (staged if compensated else 0),
             buffer_bytes=partial(buffer_bytes, spec, token_group=token_group),
+            experts=spec.mixture.held if spec.mixture is not None and one else 0,
+            expert_bytes=one,
         )
 
     def prepare(

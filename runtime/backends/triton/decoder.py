@@ -29,6 +29,7 @@ from runtime.backends.triton.sizes import LOGIT_ROWS
 from runtime.compensation import k_chunk_by_type
 from runtime.errors import BackendError, InvalidActivationError, OutOfMemoryError, Problem, RequestError
 from runtime.text.sampling import Draw, Drawn, SamplingOptions
+from runtime.wire.device import ExpertPlacement
 
 _NOT_FINITE = (
     "the model produced a number that is not finite (NaN or infinity): its weights are damaged, or its activations "
@@ -164,13 +165,19 @@ class TritonDecoder:
         """Mean recall of all selections so far, against exact top-k of the whole row; None if unmeasured."""
         return self._recall_sum / self._selections if self._selections else None
 
+    @property
+    def experts(self) -> ExpertPlacement | None:
+        """See `runtime.backends.decoder.PlacesExperts`."""
+        placed = self._model.placement
+        return None if placed is None or placed.whole else placed.report
+
     @_explained
     def forward(self, step: Step) -> Float32Array:
         """See `runtime.backends.decoder.Decoder.forward`."""
         logits = self._run(step)
         few = len(logits) <= len(self._logits)
         host = self._logits[: len(logits)].copy_(logits, non_blocking=True) if few else logits.to("cpu")
-        self._wait()
+        self._end(step)
         return host.numpy()
 
     @_explained
@@ -193,7 +200,7 @@ class TritonDecoder:
         logits = self._run(step)
         for row, (draw, room) in enumerate(zip(draws, rooms, strict=True)):
             self._draw(row, draw.options, room, logits)
-        self._wait()
+        self._end(step)
         return [self._draws.result(row, draw.options) for row, draw in enumerate(draws)]
 
     def _draw(self, row: int, options: SamplingOptions, room: int, logits: torch.Tensor) -> None:
@@ -246,14 +253,16 @@ class TritonDecoder:
         what = f"compensation selects and fetches in two launches, as the card refuses one ({self._buffers.alone})"
         return Problem(what=what, fix="update NVIDIA's driver; a card that is shared or virtual may not allow it")
 
-    def _wait(self) -> None:
-        """Wait for the step, and raise if it computed NaN or infinity."""
+    def _end(self, step: Step) -> None:
+        """Wait for a step, raise if it computed NaN or infinity, and let experts exchange their places."""
         if self._on_gpu:
             torch.cuda.current_stream(self._device).synchronize()
         flag, total = int(self._status[0]), float(self._status[1:].view(torch.float32)[0])
         if flag or not math.isfinite(total):
             self._buffers.status.zero_()
             raise InvalidActivationError(_NOT_FINITE)
+        if self._model.placement is not None:
+            self._model.placement.after(step.tokens.size)
 
     def set_k_chunk(self, k_chunk: Mapping[str, int] | int, n_tb: Mapping[str, int] | None = None) -> None:
         """See `runtime.backends.decoder.Decoder.set_k_chunk`."""

@@ -1,24 +1,59 @@
-"""Matrices of a block's experts on the GPU, one behind the other, so that a kernel finds each by its number.
+"""Matrices of a block's experts on the GPU, each of which may lie on the device or in page-locked main memory.
 
-An expert's matrix is laid out as any other (`runtime.backends.triton.layout`). All experts of a block have the same
-shape, bits and groups, so that one launch multiplies with those that the router chose, whose numbers it reads on the
-device.
+An expert's codes and groups are one *record*, laid out as any other matrix (`runtime.backends.triton.layout`). A table
+on the device says where each expert's record is, so that one launch multiplies with those that the router chose,
+wherever they are: a kernel reads a record in main memory as it reads residuals, over the bus, without a copy. All
+experts of a block have the same shape, bits and groups. A record and one elsewhere can exchange their places between
+two steps; what a kernel computes does not depend on it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from models.packed import PackedLinear
 from runtime.backends.triton.layout import GpuLinear
-from runtime.backends.triton.sizes import EXPERT_WORDS, expert_words
+from runtime.backends.triton.residual import Allocate
+from runtime.backends.triton.sizes import EXPERT_WORDS, RecordSizes, record_sizes
 from runtime.errors import BackendError
+
+SLAB_BYTES = 256 << 20
+"""Records in main memory are page-locked so many bytes at a time: torch locks powers of two."""
+_WORD = 4
+_RUN_BYTES = _WORD * EXPERT_WORDS
 
 Repack = Callable[[PackedLinear, torch.device], GpuLinear]
 """`runtime.backends.triton.layout.repack`."""
+
+
+class HostRecords:
+    """Page-locked memory for records, which all blocks share.
+
+    Args:
+        allocate: Allocates it.
+    """
+
+    def __init__(self, allocate: Allocate) -> None:
+        self._allocate = allocate
+        self._slabs: list[torch.Tensor] = []  # what is left of each
+
+    def take(self, words: int) -> torch.Tensor:
+        """int32 [words], a multiple of `EXPERT_WORDS`, that begins at a whole line.
+
+        Raises:
+            PageLockError: the system refused.
+        """
+        for at, slab in enumerate(self._slabs):
+            if slab.numel() >= words:
+                self._slabs[at] = slab[words:]
+                return slab[:words]
+        size = max(SLAB_BYTES, 1 << (_WORD * words + _RUN_BYTES - 1).bit_length())
+        fresh = _from_a_line(self._allocate(size).view(torch.int32))
+        self._slabs.append(fresh[words:])
+        return fresh[:words]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,11 +61,16 @@ class GpuExperts:
     """The matrices of one layer type of a block's experts."""
 
     first: GpuLinear
-    """That of the first expert, a view; all have its shape, bits and group size."""
-    codes: torch.Tensor
-    """int32 [E, words], words a multiple of `EXPERT_WORDS`: each expert's `GpuLinear.codes`, padded."""
-    groups: torch.Tensor
-    """int32 [E, G, N]: each expert's `GpuLinear.groups`."""
+    """That of the first expert where it was loaded, a view; all have its shape, bits and group size."""
+    records: list[torch.Tensor]
+    """By expert, int32 [words]: `GpuLinear.codes` and `GpuLinear.groups`, both filled up to multiples of
+    `EXPERT_WORDS`."""
+    resident: list[bool]
+    """By expert, whether its record is on the device."""
+    places: torch.Tensor
+    """int64 [E] on the device: runs of `EXPERT_WORDS` words from `first`'s codes to each record."""
+    sizes: RecordSizes
+    """Of a record."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -40,48 +80,99 @@ class GpuExperts:
     @property
     def count(self) -> int:
         """E, experts."""
-        return self.codes.shape[0]
-
-    @property
-    def strides(self) -> tuple[int, int]:
-        """From one expert to the next: runs of `EXPERT_WORDS` words of codes, and words of groups."""
-        return self.codes.shape[1] // EXPERT_WORDS, self.groups[0].numel()
+        return len(self.records)
 
     @property
     def nbytes(self) -> int:
         """Bytes on the device."""
-        return self.codes.nbytes + self.groups.nbytes
+        return sum(self.resident) * self.sizes.nbytes + self.places.nbytes
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes in main memory."""
+        return (self.count - sum(self.resident)) * self.sizes.nbytes
 
     def of(self, expert: int) -> GpuLinear:
         """An expert's matrix, a view."""
-        codes = self.codes[expert, : self.first.codes.numel()]
-        return replace(self.first, codes=codes, groups=self.groups[expert])
+        return _matrix(self.first, self.records[expert], self.sizes)
+
+    def exchange(self, leaving: int, coming: int) -> None:
+        """Exchange the places of an expert on the device and one in main memory, after all earlier launches.
+
+        Never waits for the device.
+        """
+        assert self.resident[leaving]
+        assert not self.resident[coming]
+        here, there = self.records[leaving], self.records[coming]
+        left = here.clone()
+        here.copy_(there, non_blocking=True)
+        there.copy_(left, non_blocking=True)
+        self.records[leaving], self.records[coming] = there, here
+        self.resident[leaving], self.resident[coming] = False, True
+        place = self.places[leaving].clone()
+        self.places[leaving].copy_(self.places[coming])
+        self.places[coming].copy_(place)
 
 
-def stack(experts: Sequence[PackedLinear], device: torch.device, repack: Repack) -> GpuExperts:
-    """Copy the matrices of a block's experts to the device, one at a time.
+def stack(
+    experts: Sequence[PackedLinear],
+    device: torch.device,
+    repack: Repack,
+    *,
+    resident: Collection[int] | None = None,
+    host: HostRecords | None = None,
+) -> GpuExperts:
+    """Load the matrices of a block's experts, one at a time.
 
     Args:
         experts: The stored matrices, by the experts' numbers.
         device: The destination.
         repack: Lays out one of them.
+        resident: The experts to be kept on the device; None: all of them.
+        host: Memory for the others.
 
     Raises:
         BackendError: they differ in shape, bits or groups, or have what only other layers have.
+        PageLockError: there is no page-locked memory for them.
     """
     one = experts[0]
     if one.per_token or one.codebook is not None or any(packed.bias is not None for packed in experts):
         raise BackendError(f"{one.name}: the GPU takes experts of uniform codes, without biases: use the CPU backend")
     if any((each.shape, each.bits, each.group_size) != (one.shape, one.bits, one.group_size) for each in experts):
         raise BackendError(f"{one.name}: experts of a block differ in shape, bits or groups: use the CPU backend")
-    codes = groups = torch.empty(0)
-    for number, packed in enumerate(experts):
+    kept = [resident is None or expert in resident for expert in range(len(experts))]
+    sizes = record_sizes(one.shape, one.bits, one.group_size)
+    words = sum(kept) * sizes.words
+    own = _from_a_line(torch.zeros(words + EXPERT_WORDS, dtype=torch.int32, device=device))
+    records, first = [], None
+    for packed, here in zip(experts, kept, strict=True):
         placed = repack(packed, device)
         assert placed.groups is not None
-        if not number:
-            codes = torch.zeros(len(experts), expert_words(one.shape, one.bits), dtype=torch.int32, device=device)
-            groups = torch.empty(len(experts), *placed.groups.shape, dtype=torch.int32, device=device)
-        codes[number, : placed.codes.numel()].copy_(placed.codes)
-        groups[number].copy_(placed.groups)
-    first = replace(placed, name=one.name, codes=codes[0, : placed.codes.numel()], groups=groups[0])
-    return GpuExperts(first=first, codes=codes, groups=groups)
+        if here:
+            record, own = own[: sizes.words], own[sizes.words :]
+        else:
+            assert host is not None
+            record = host.take(sizes.words)
+        matrix = _matrix(replace(placed, name=one.name), record, sizes)
+        matrix.codes.copy_(placed.codes)
+        assert matrix.groups is not None
+        matrix.groups.copy_(placed.groups)
+        first = first or matrix
+        records.append(record)
+    assert first is not None
+    base = first.codes.data_ptr()
+    places = torch.tensor([(record.data_ptr() - base) // _RUN_BYTES for record in records], dtype=torch.int64)
+    return GpuExperts(first=first, records=records, resident=kept, places=places.to(device), sizes=sizes)
+
+
+def _matrix(like: GpuLinear, record: torch.Tensor, sizes: RecordSizes) -> GpuLinear:
+    """The matrix of a record, a view; `like` has its shape, bits and group size, and tensors of such sizes."""
+    assert like.groups is not None
+    G, N = like.groups.shape
+    groups = record[sizes.code_words : sizes.code_words + G * N].view(G, N)
+    return replace(like, codes=record[: like.codes.numel()], groups=groups)
+
+
+def _from_a_line(words: torch.Tensor) -> torch.Tensor:
+    """The same memory from its first whole run of `EXPERT_WORDS` words on."""
+    return words[-words.data_ptr() % _RUN_BYTES // _WORD :]

@@ -15,13 +15,15 @@ from models.rope import query_growth, tables
 from models.spec import RopeSpec, expert_of, first_expert, router_of
 from models.weights import Weights
 from runtime.backends.decoder import DecoderOptions, Int32Array
+from runtime.backends.experts import hottest
 from runtime.backends.operations.channels import k_chunk_of, layer_kind
 from runtime.backends.triton.cache import GpuCache
-from runtime.backends.triton.expert_layout import GpuExperts, stack
+from runtime.backends.triton.expert_layout import GpuExperts, HostRecords, stack
 from runtime.backends.triton.kernels.rope import Basis, Rope
 from runtime.backends.triton.kernels.routing import GpuRouter
 from runtime.backends.triton.kernels.select import Selection, make_selection, static_table
 from runtime.backends.triton.layout import GpuLinear, repack
+from runtime.backends.triton.placement import Placement
 from runtime.backends.triton.residual import (
     REMEDY,
     GpuResidual,
@@ -92,6 +94,8 @@ class GpuModel:
         self.copied = torch.empty(0, dtype=torch.int32, device=device)
         """int32, where several rows of a step share the residuals that they fetch."""
         self.norms = {name: self._move(np.array(weights.vector(name), np.float32)) for name in spec.vector_names()}
+        self.placement = self._placement()
+        """Where experts are; None if the model has none."""
         self.routers = {
             layer: self._router(weights, layer) for layer in range(spec.num_layers) if spec.has_experts(layer)
         }
@@ -186,6 +190,7 @@ class GpuModel:
         self.linears.clear()
         self.norms.clear()
         self.routers.clear()
+        self.placement = None
         self.bases.clear()
         self.ropes.clear()
         self.staging = Staging([], self.device, None)
@@ -193,19 +198,28 @@ class GpuModel:
         self._unlocked = None
         self.cache.close()
 
+    def _allocate(self, nbytes: int) -> torch.Tensor:
+        """Main memory that kernels can read; raises PageLockError."""
+        return ordinary(nbytes) if self.device.type == "cpu" else page_locked(nbytes)
+
     def _weights(self) -> list[GpuLinear | W4A8Linear | GpuExperts]:
         return [linear.weight for linear in self.linears.values()]
 
     def _place(self, weights: Weights) -> dict[str, Linear]:
         """The model's matrices in the layouts of their kernels."""
         grouped: dict[str, list[PackedLinear]] = {}
+        host = HostRecords(self._allocate)
         indices = {name: index for index, name in enumerate(self.spec.linear_names())}
         for name in indices:
             grouped.setdefault(first_expert(name), []).append(weights.linear(name))
         found = {}
         for name, packed in grouped.items():
             experts = tuple(packed) if expert_of(name) is not None else ()
-            weight = stack(packed, self.device, repack) if experts else _placed(packed[0], self.device)
+            weight = (
+                stack(packed, self.device, repack, resident=self._resident(weights, name), host=host)
+                if experts
+                else _placed(packed[0], self.device)
+            )
             found[name] = Linear(packed[0], indices[name], weight, experts)
         tail = max((linear.weight.tail for linear in found.values() if isinstance(linear.weight, GpuLinear)), default=0)
         for linear in found.values():
@@ -213,12 +227,28 @@ class GpuModel:
                 linear.weight = replace(linear.weight, other_tail=tail)
         return found
 
+    def _resident(self, weights: Weights, name: str) -> tuple[int, ...] | None:
+        """The experts to be kept on the device, of the block that a layer belongs to; None: all."""
+        mixture, most = self.spec.mixture, self.options.experts_on_device
+        assert mixture is not None
+        if most is None or most >= mixture.held:
+            return None
+        return hottest(weights.expert_tokens(int(name.split(".")[1])), most, mixture)
+
+    def _placement(self) -> Placement | None:
+        blocks: dict[int, list[GpuExperts]] = {}
+        for name, linear in self.linears.items():
+            if isinstance(linear.weight, GpuExperts):
+                blocks.setdefault(int(name.split(".")[1]), []).append(linear.weight)
+        return Placement(blocks, self.spec.mixture, self.device) if self.spec.mixture is not None else None
+
     def _router(self, weights: Weights, layer: int) -> GpuRouter:
         assert self.spec.mixture is not None
         name = router_of(layer)
         weight = self._move(np.array(weights.vector(name), np.float32))
         correction = self.norms.get(f"{name}_correction")
-        return GpuRouter(mixture=self.spec.mixture, weight=weight, correction=correction)
+        counts = None if self.placement is None else self.placement.counts_of(layer)
+        return GpuRouter(mixture=self.spec.mixture, weight=weight, correction=correction, counts=counts)
 
     def _check_residuals(self, wanted: Mapping[str, int]) -> None:
         """Raise a `RequestError` if a layer to be compensated has no residuals."""
@@ -281,9 +311,8 @@ class GpuModel:
         every step's rows are copied.
         """
         table = np.asarray(weights.embedding(), np.float16)
-        allocate = ordinary if self.device.type == "cpu" else page_locked
         try:
-            locked = allocate(table.nbytes).view(torch.float16).view(table.shape)
+            locked = self._allocate(table.nbytes).view(torch.float16).view(table.shape)
         except PageLockError as error:
             what = f"every step copies its rows of the embedding table to the GPU: {error}"
             logger.warning("%s", what)

@@ -25,7 +25,7 @@ WORDS = {3: 3, 4: 4}
 SHORT = 2
 """Most pieces of a short word."""
 EXPERT_WORDS = 32
-"""An expert's codes begin at a multiple of so many words, 128 bytes."""
+"""An expert's codes and groups begin at multiples of so many words, 128 bytes."""
 CONCURRENT_ROWS = 8
 """Most rows of a step (a decoded token or a few drafted ones) whose compensation runs concurrently with the product.
 For more rows, it follows the product and is added in place, without extra memory."""
@@ -39,6 +39,8 @@ SUMMED_ROWS = 16
 """Rows of a step whose inputs come with the sums of their pieces, for products of few rows."""
 DRAW_BYTES = 48
 """Temporary bytes per vocabulary token for sampling: weights, their order and sums."""
+_PLACE_BYTES = 8
+"""Bytes of an expert's place in the table of its layer."""
 SMALLEST_BLOCK = 32
 """Pairs of a row and one of its experts that a prompt's product takes together, at least."""
 
@@ -177,9 +179,28 @@ def code_words(shape: tuple[int, int], bits: int) -> int:
     return (blocks * WORDS[bits] + whole) * N * LANES + short * N * LANES // 2
 
 
-def expert_words(shape: tuple[int, int], bits: int) -> int:
-    """32-bit words from one expert's codes to the next's, for matrices [N, K]."""
-    return -(-code_words(shape, bits) // EXPERT_WORDS) * EXPERT_WORDS
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordSizes:
+    """32-bit words of an expert's record, both multiples of `EXPERT_WORDS`."""
+
+    code_words: int
+    """Of its codes, behind which its groups begin."""
+    words: int
+    """Of all of it."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a record."""
+        return 4 * self.words
+
+
+def record_sizes(shape: tuple[int, int], bits: int, group_size: int) -> RecordSizes:
+    """The record of an expert's matrix [N, K] with uniform groups."""
+    N, K = shape
+    codes, groups = (
+        -(-words // EXPERT_WORDS) * EXPERT_WORDS for words in (code_words(shape, bits), N * -(-K // group_size))
+    )
+    return RecordSizes(code_words=codes, words=codes + groups)
 
 
 def half_of(group_size: int) -> int:
@@ -224,11 +245,18 @@ def weight_bytes(spec: ModelSpec, recipe: Recipe, *, compensated: bool) -> int:
         shape = spec.linear_shape(name)
         if recipe.per_token:
             total += w4a8_bytes(shape, recipe.group_size) + (4 * shape[0] if spec.has_bias(name) else 0)
+        elif expert_of(name) is not None and not recipe.codebook:
+            total += record_sizes(shape, recipe.layer_bits(name), recipe.group_size).nbytes + _PLACE_BYTES
         else:
             group_size = 0 if recipe.codebook else recipe.group_size
-            bits = recipe.layer_bits(name)
-            total += linear_bytes(shape, bits, group_size, bias=spec.has_bias(name))
-            if expert_of(name) is not None:
-                total += 4 * (expert_words(shape, bits) - code_words(shape, bits))
+            total += linear_bytes(shape, recipe.layer_bits(name), group_size, bias=spec.has_bias(name))
         total += 2 * shape[0] if compensated and recipe.residual_bits not in (0, 16) else 0
     return total
+
+
+def expert_bytes(spec: ModelSpec, recipe: Recipe) -> int:
+    """Bytes of one expert's records in all blocks; 0 where experts can't be elsewhere than on the device."""
+    if spec.mixture is None or recipe.codebook or recipe.per_token:
+        return 0
+    names = [name for name in spec.linear_names() if expert_of(name) == 0]
+    return sum(record_sizes(spec.linear_shape(n), recipe.layer_bits(n), recipe.group_size).nbytes for n in names)

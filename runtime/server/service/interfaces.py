@@ -12,7 +12,7 @@ from runtime.engine.generation import Piece
 from runtime.errors import Problem
 from runtime.text.sampling import Float32Array, SamplingOptions
 from runtime.wire.answers import CacheFacts, Holding, ModelEntry
-from runtime.wire.device import DeviceReport, PromptTuning, Tuning
+from runtime.wire.device import DeviceReport, ExpertPlacement, PromptTuning, Tuning
 from runtime.wire.inspection import Inspection
 from runtime.wire.requests import LoadRequest, QuantizeRequest, TuneRequest
 
@@ -132,6 +132,8 @@ class LoadedModel:
     """Problems: why a budget has no effect, or what could not be page-locked."""
     caches: Mapping[str, CacheFacts] = field(default_factory=dict)
     """Sizes of every kind of cache for it."""
+    experts: Callable[[], ExpertPlacement | None] = lambda: None
+    """Where its experts are now; see `DeviceReport.experts`."""
 
 
 class Catalogue(Protocol):

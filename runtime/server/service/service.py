@@ -156,6 +156,7 @@ class Service:
             machine={**report.machine, "backend": loaded.backend, "reason": loaded.reason},
             tuning=loaded.tuning,
             prompts=loaded.prompts,
+            experts=loaded.experts(),
             problems=(*report.problems, *loaded.problems),
         )
 

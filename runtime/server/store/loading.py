@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,7 @@ from models.progress import Cancelled as CancelledCheck
 from models.progress import Progress, ProgressCallback
 from models.store import Store, StoredModel
 from runtime.backends import AUTO, backend
-from runtime.backends.decoder import Decoder
+from runtime.backends.decoder import Decoder, PlacesExperts
 from runtime.budget.spending import spend
 from runtime.budget.tuning import PROFILES
 from runtime.compensation import Compensation, check_blocks, k_chunk_by_type
@@ -28,6 +29,7 @@ from runtime.server.store.making import StoreWorkshop
 from runtime.system.heap import trim
 from runtime.system.power import on_battery
 from runtime.wire.answers import Holding
+from runtime.wire.device import ExpertPlacement
 from runtime.wire.requests import LoadRequest, TuneRequest
 from tuner.profiles import ProfileStore
 
@@ -51,6 +53,8 @@ class LoadDefaults:
     """Tokens; None: as many as fit, up to a default."""
     backend: str = AUTO
     """Which backend."""
+    experts_on_device: int | None = None
+    """Experts of each block on a GPU; None: as many as fit."""
     num_parallel: int | None = None
     """Most requests answered at the same time; None: `PARALLEL`."""
 
@@ -113,6 +117,9 @@ class StoreLoader:
             backend_name=defaults.backend if request.backend == AUTO else request.backend,
             slots=max(CONVERSATIONS, parallel),
             parallel=parallel,
+            experts_on_device=request.experts_on_device
+            if request.experts_on_device is not None
+            else defaults.experts_on_device,
         )
         plan.prepare(progress)
         report("load", f"loading {request.model}: {describe(plan.memory)}")
@@ -137,6 +144,7 @@ class StoreLoader:
             drafts=asked,
             problems=_lacking(engine.decoder),
             caches=cache_facts(model.spec, plan.memory, plan.options.max_rows),
+            experts=partial(_experts, engine.decoder),
         )
         try:
             loaded = self._spend(loaded, model, compensation, progress, cancelled)
@@ -293,6 +301,11 @@ def _engine(loaded: LoadedModel) -> Engine:
 
     assert isinstance(loaded.engine, Engine)
     return loaded.engine
+
+
+def _experts(decoder: Decoder) -> ExpertPlacement | None:
+    """Where a decoder's experts are."""
+    return decoder.experts if isinstance(decoder, PlacesExperts) else None
 
 
 def _lacking(decoder: Decoder) -> tuple[Problem, ...]:

@@ -121,6 +121,10 @@ class RandomModel:
         """No block has embeddings of its own."""
         return np.zeros((self.spec.vocab_size, 0), np.float16)
 
+    def expert_tokens(self, _layer: int) -> npt.NDArray[np.int32]:
+        """No block has experts."""
+        return np.zeros(0, np.int32)
+
     def release(self) -> None:
         """Nothing here can be read again."""
 

@@ -25,7 +25,7 @@ ABSENT = "constexpr"
 """The type of a tensor that isn't there."""
 MATRIX = Matrix("*i32", "*i32", "*fp32", "*fp32", "i32", "i32", "i32")
 """Absent tensors are replaced by the output."""
-STRIDES = experts.Strides("i32", "i32")
+PLACES = experts.Places("*i64", "i32")
 MIXTURE = MixtureSpec(experts=128, chosen=8, width=768, normalized=True)
 CORRECTED = MixtureSpec(
     experts=128, chosen=8, width=1408, normalized=True, scoring="sigmoid", corrected=True, shared=1, gated=False
@@ -45,11 +45,13 @@ def form(bits: int, K: int) -> Form:
 
 
 def route() -> Iterator[Specialization]:
-    """A token and a prompt; a token's with scores, a correction and a shared expert."""
-    for name, mixture, tile in (
-        ("route E128", MIXTURE, routing.ONE),
-        ("route E128 prompt", MIXTURE, routing.SEVERAL),
-        ("route E128 sigmoid", CORRECTED, routing.ONE),
+    """A token and a prompt, counted and not; a token's with scores, a correction and a shared expert."""
+    for name, mixture, tile, counted in (
+        ("route E128", MIXTURE, routing.ONE, False),
+        ("route E128 counted", MIXTURE, routing.ONE, True),
+        ("route E128 prompt", MIXTURE, routing.SEVERAL, False),
+        ("route E128 prompt counted", MIXTURE, routing.SEVERAL, True),
+        ("route E128 sigmoid", CORRECTED, routing.ONE, False),
     ):
         weight = routing.torch.empty(0)
         yield Specialization(
@@ -59,6 +61,7 @@ def route() -> Iterator[Specialization]:
                 "x_ptr": "*fp16",
                 "weight_ptr": "*fp32",
                 "correction_ptr": "*fp32",
+                **({"counts_ptr": "*i32"} if counted else {}),
                 "routed": routing.Routed("*i32", "*fp32", "*fp32"),
                 "counters_ptr": "*i32",
                 "scale": "fp32",
@@ -67,6 +70,7 @@ def route() -> Iterator[Specialization]:
             constants={
                 "form": routing.GpuRouter(mixture=mixture, weight=weight, correction=None).form,
                 "tile": tile,
+                **({} if counted else {"counts_ptr": None}),
             },
             num_warps=routing.WARPS,
         )
@@ -94,7 +98,7 @@ def products() -> Iterator[Specialization]:
                 types={
                     "x_ptr": "*fp16",
                     "matrix": MATRIX,
-                    "strides": STRIDES,
+                    "places": PLACES,
                     "choice": experts.Choice("*i32", "i32"),
                     "counters_ptr": "*i32",
                     **types(**{"*fp32": "sums_ptr out_ptr parts_ptr", "i32": "split"}),
@@ -113,7 +117,7 @@ def products() -> Iterator[Specialization]:
                 types={
                     "x_ptr": "*fp16",
                     "matrix": MATRIX,
-                    "strides": STRIDES,
+                    "places": PLACES,
                     "groups": grouping.Groups("*i32", "*i32"),
                     "out_ptr": "*fp32",
                     **types(i32="each most"),

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from assets import demo_path
 from models.progress import ProgressCallback, ignore_progress
+from models.spec import MixtureSpec
 from models.store import StoredModel
-from runtime.backends import Presence, backend
+from runtime.backends import Footprint, Presence, backend
 from runtime.compensation import Compensation
 from runtime.errors import BackendError, OutOfMemoryError, RequestError
 from runtime.kv.kinds import KINDS, cache_bytes
@@ -18,6 +20,7 @@ from runtime.load import plan as loading
 from runtime.load.open import Candidate
 from runtime.load.plan import LoadPlan, plan_load
 from tuner.detect import MemoryInfo
+from tuner.gpu import GpuInfo
 
 KINDS_OF_LAYERS = ("qkv", "o", "gate_up", "down", "head")
 
@@ -78,6 +81,41 @@ def test_a_model_that_does_not_fit_a_card_is_opened_by_the_next_backend(monkeypa
     small, large = found(100), found(8 << 10)
     assert (small.backend.name, small.backend_name, small.memory.available_bytes) == ("reference", "reference", 8 << 30)
     assert (large.backend.name, large.backend_name) == ("cpu", "auto")
+
+
+@pytest.mark.parametrize("faster", [None, "the processor is faster"])
+@pytest.mark.parametrize("asked", [None, 2])
+def test_experts_that_do_not_fit_a_card_are_read_by_what_is_expected_to_be_faster(
+    monkeypatch: pytest.MonkeyPatch, faster: str | None, asked: int | None
+) -> None:
+    """A number that was asked for decides; so does the card where the processor can't run the model."""
+    model = StoredModel.open_folder(demo_path(), "demo")
+    model.spec = replace(model.spec, mixture=MixtureSpec(experts=4, chosen=2, width=8, normalized=True))
+    monkeypatch.setattr(loading, "processor_is_faster", lambda *_: faster)
+    footprints = {
+        "reference": Footprint(weight_bytes=8 << 20, experts=4, expert_bytes=2 << 20),
+        "cpu": Footprint(weight_bytes=8 << 20),
+    }
+    for name, weighed in footprints.items():
+        monkeypatch.setattr(backend(name), "footprint", lambda *_, found=weighed, **__: found)
+    gpu = GpuInfo(
+        vendor="nvidia", name="card", driver="1", memory_total_bytes=None, memory_free_bytes=None,
+        compute_capability="8.9", pcie=None,
+    )  # fmt: skip
+    card = Presence(usable=True, reason="a card", memory=room(264), gpu=gpu)
+    beside = Presence(usable=True, reason="beside")
+
+    def found(main_mib: int) -> LoadPlan:
+        offered = (("reference", card), ("cpu", beside))
+        every = [Candidate(backend=backend(name), presence=one, reason="") for name, one in offered]
+        monkeypatch.setattr(loading, "candidates", lambda _asked: iter(every))
+        return plan_load(model, Compensation(k_chunk=0), context=64, memory=room(main_mib), experts_on_device=asked)
+
+    plan, card_s = found(1000), faster is None or asked is not None
+    assert plan.backend.name == ("reference" if card_s else "cpu")
+    assert plan.passed_over == (None if card_s else faster)
+    assert plan.options.experts_on_device == (plan.memory.experts_on_device if card_s else None)
+    assert found(262).backend.name == "reference", "the processor has no room for the whole model"
 
 
 def test_before_a_budget_is_spent_nothing_is_compensated() -> None:

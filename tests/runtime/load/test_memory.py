@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models.spec import ModelSpec, RopeSpec
+from models.spec import MixtureSpec, ModelSpec, RopeSpec
 from runtime.backends import Footprint
 from runtime.backends.decoder import KVKind
 from runtime.errors import OutOfMemoryError, RequestError, size
@@ -202,3 +202,51 @@ def test_what_every_kind_of_cache_would_mean_agrees_with_the_plan() -> None:
     assert facts["fp16"].context < facts["int8"].context < spec().max_context
     assert {fact.context for fact in cache_facts(spec(), planned(60_000)).values()} == {spec().max_context}
     assert {fact.context for fact in cache_facts(spec(), replace(found, available_bytes=0)).values()} == {0}
+
+
+MIXED = replace(spec(), mixture=MixtureSpec(experts=16, chosen=4, width=1024, normalized=True))
+EXPERTS = Footprint(weight_bytes=2000 * MIB, residual_bytes=300 * MIB, experts=16, expert_bytes=100 * MIB)
+"""Of which all but 400 MiB are experts'."""
+
+
+def mixed(card_mib: int, main_mib: int = 16_000, asked: int | None = None, context: int | None = None) -> MemoryPlan:
+    return plan(
+        MIXED, EXPERTS, context=context, memory=free(card_mib), experts_on_device=asked, main=free(main_mib)
+    )  # fmt: skip
+
+
+def test_experts_that_do_not_fit_stay_in_main_memory_before_the_context_is_shortened() -> None:
+    whole = mixed(16_000)
+    assert (whole.experts_on_device, whole.host_bytes, whole.weight_bytes) == (16, 0, 2000 * MIB)
+    some = mixed(2000)
+    assert some.context == DEFAULT_CONTEXT
+    assert some.fits
+    assert 0 < some.experts_on_device < 16
+    assert some.host_bytes == (16 - some.experts_on_device) * 100 * MIB
+    assert some.weight_bytes + some.host_bytes == whole.weight_bytes
+    assert some.needed_bytes + 100 * MIB > some.available_bytes, "one more would not have fitted"
+    assert f"{some.experts_on_device} of 16 on the device" in describe(some)
+    none = mixed(720)
+    assert none.experts_on_device == 0
+    assert none.context < DEFAULT_CONTEXT
+    with pytest.raises(OutOfMemoryError, match="not enough memory"):
+        mixed(600)
+
+
+def test_as_many_experts_as_asked_for_are_on_the_device() -> None:
+    assert [mixed(16_000, asked=count).experts_on_device for count in (0, 5, 16)] == [0, 5, 16]
+    assert mixed(2000, asked=3).host_bytes == 1300 * MIB
+    assert mixed(1020, asked=3).context < DEFAULT_CONTEXT, "and the context gives way"
+    with pytest.raises(OutOfMemoryError):
+        mixed(2000, asked=16)
+    with pytest.raises(RequestError, match=r"17 experts on the device .* a block has 16"):
+        mixed(16_000, asked=17)
+    with pytest.raises(RequestError, match="the model has no experts"):
+        plan(spec(), WEIGHTS, memory=free(16_000), experts_on_device=1)
+
+
+def test_experts_must_fit_main_memory_too() -> None:
+    away = mixed(2000).host_bytes // MIB
+    assert mixed(2000, main_mib=away + 300 + 256).fits
+    with pytest.raises(OutOfMemoryError, match=r"not enough main memory: \d+ of 16 experts .* residuals 300 MiB"):
+        mixed(2000, main_mib=away + 300 + 255)

@@ -50,11 +50,13 @@ _SUM_CHANNELS = 512
 _RUN = tl.constexpr(EXPERT_WORDS)
 
 
-class Strides(NamedTuple):
-    """Distances from one expert's matrix to the next (`GpuExperts.strides`)."""
+class Places(NamedTuple):
+    """Where each expert's record is."""
 
-    codes: Any
+    table: Any
+    """`GpuExperts.places`."""
     groups: Any
+    """Runs of `EXPERT_WORDS` words from a record's codes to its groups."""
 
 
 class Choice(NamedTuple):
@@ -67,17 +69,16 @@ class Choice(NamedTuple):
 
 
 @triton.jit
-def _matrix_of(matrix, strides, expert):
-    """An expert's matrix, from the first one's."""
-    expert = expert.to(tl.int64)
-    codes = matrix.codes + expert * strides.codes * _RUN
-    groups = matrix.groups + expert * strides.groups
+def _matrix_of(matrix, places, expert):
+    """An expert's matrix, from the first one's; addresses of the device and of page-locked memory are one space."""
+    codes = matrix.codes + tl.load(places.table + expert) * _RUN
+    groups = codes + places.groups * _RUN
     return Matrix(codes, groups, matrix.book, matrix.bias, matrix.N, matrix.K, matrix.exponent)
 
 
 @triton.jit(do_not_specialize=["split"])
 def _few_kernel(
-    x_ptr, sums_ptr, matrix, strides, choice, out_ptr, parts_ptr, counters_ptr, split,
+    x_ptr, sums_ptr, matrix, places, choice, out_ptr, parts_ptr, counters_ptr, split,
     SUMMED: tl.constexpr, form: tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
     """Program (p, i, j): pair p, output channels of block i, part j of the input channels.
@@ -87,7 +88,7 @@ def _few_kernel(
     N, K = matrix.N, matrix.K
     pair, pid_n, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = pair // choice.each
-    own = _matrix_of(matrix, strides, tl.load(choice.chosen + pair))
+    own = _matrix_of(matrix, places, tl.load(choice.chosen + pair))
     stride = K // 32 * 32 if form.EVEN_K else K  # the same, but visibly keeps rows aligned
     source = (pair if SUMMED else row).to(tl.int64)
     given = Operands(x_ptr + source * stride, sums_ptr + source * tl.cdiv(K, 32), own, None, None, 1)
@@ -116,13 +117,13 @@ def _few_kernel(
 
 
 @triton.jit(do_not_specialize=["each", "most"])
-def _many_kernel(x_ptr, matrix, strides, groups, out_ptr, each, most, form: tl.constexpr, tile: tl.constexpr):
+def _many_kernel(x_ptr, matrix, places, groups, out_ptr, each, most, form: tl.constexpr, tile: tl.constexpr):
     """Program (i, j): pairs of block i, output channels of block j. x [P / each, K], out [P, N]; `Groups`."""
     N, K = matrix.N, matrix.K
     pid_m, pid_n = tl.program_id(0), tl.program_id(1)
     count = tl.load(groups.blocks + 2 * most + pid_m)
     if count > 0:
-        own = _matrix_of(matrix, strides, tl.load(groups.blocks + pid_m))
+        own = _matrix_of(matrix, places, tl.load(groups.blocks + pid_m))
         offs_m = tl.arange(0, tile.BLOCK_M)
         # Pairs beyond the end are the last one again, and are not stored.
         order = groups.order + tl.load(groups.blocks + most + pid_m)
@@ -143,6 +144,10 @@ def _sum_kernel(parts_ptr, out_ptr, each, N, BLOCK: tl.constexpr):
     for number in range(each):
         total += tl.load(parts_ptr + (row * each + number) * N + offs_n, mask=offs_n < N, other=0.0)
     tl.store(out_ptr + row * N + offs_n, total, mask=offs_n < N)
+
+
+def _places(weight: GpuExperts) -> Places:
+    return Places(weight.places, weight.sizes.code_words // EXPERT_WORDS)
 
 
 def block_of(pairs: int, experts: int) -> int:
@@ -187,7 +192,7 @@ def few(
     if split * (each if summed else 1) > 1:
         parts, counters = workspace.scratch(split * pairs * N), workspace.counters(out.shape[0] * across)
     launched = _few_kernel[pairs, across, split](
-        x, sums, matrix_of(weight.first, out), Strides(*weight.strides), Choice(chosen, each), out, parts, counters,
+        x, sums, matrix_of(weight.first, out), _places(weight), Choice(chosen, each), out, parts, counters,
         split, SUMMED=summed, form=form, tile=tile, num_warps=WARPS, num_stages=1, **options(1, form, major),
     )  # fmt: skip
     leave_room(launched, x.device, "product")
@@ -212,7 +217,7 @@ def many(x: torch.Tensor, weight: GpuExperts, groups: Groups, out: torch.Tensor,
     _check(x, weight, out, (pairs // each, pairs))
     tile = Tile(DOT=min(DOT, form.SPAN), BLOCK_M=block_m, BLOCK_N=BLOCK_N, WARPS=GEMM_WARPS)
     _many_kernel[most, triton.cdiv(N, BLOCK_N)](
-        x, matrix_of(weight.first, out), Strides(*weight.strides), groups, out, each, most,
+        x, matrix_of(weight.first, out), _places(weight), groups, out, each, most,
         form=form, tile=tile, num_warps=GEMM_WARPS, num_stages=STAGES,
     )  # fmt: skip
 

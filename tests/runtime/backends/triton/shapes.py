@@ -79,6 +79,9 @@ class Shapes:
     def key_statistics(self, _layer: int) -> None:
         return None
 
+    def expert_tokens(self, _layer: int) -> Any:
+        return np.zeros(self.spec.mixture.held if self.spec.mixture else 0, np.int32)
+
 
 def without_numbers(packed: PackedLinear, device: torch.device) -> GpuLinear:
     """As `repack`, of the bytes that `linear_bytes` counts; that those are the layout's own is tested below."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Collection
 from dataclasses import replace
 
 import numpy as np
@@ -10,12 +12,14 @@ import torch
 
 from models.packed import PackedLinear
 from models.packing import pack
-from runtime.backends.triton.expert_layout import GpuExperts, stack
+from runtime.backends.triton import expert_layout
+from runtime.backends.triton.expert_layout import GpuExperts, HostRecords, stack
 from runtime.backends.triton.kernels.experts import block_of, few, many, sum_up
 from runtime.backends.triton.kernels.grouping import Groups, group, most_blocks
 from runtime.backends.triton.kernels.sums import piece_sums
 from runtime.backends.triton.layout import dequantize, repack
-from runtime.backends.triton.sizes import expert_words, linear_bytes
+from runtime.backends.triton.residual import ordinary, page_locked
+from runtime.backends.triton.sizes import EXPERT_WORDS, linear_bytes, record_sizes
 from runtime.backends.triton.workspace import Workspace
 from runtime.errors import BackendError
 from tests.close import assert_close
@@ -41,8 +45,12 @@ def packed(N: int, K: int, bits: int, group_size: int, seed: int) -> PackedLinea
     )
 
 
-def experts(count: int, N: int, K: int, bits: int, group_size: int, device: str) -> GpuExperts:
-    return stack([packed(N, K, bits, group_size, seed) for seed in range(count)], torch.device(device), repack)
+def experts(
+    count: int, N: int, K: int, bits: int, group_size: int, device: str, resident: Collection[int] | None = None
+) -> GpuExperts:
+    host = HostRecords(ordinary if device == "cpu" else page_locked)
+    stored = [packed(N, K, bits, group_size, seed) for seed in range(count)]
+    return stack(stored, torch.device(device), repack, resident=resident, host=host)
 
 
 def choice(M: int, each: int, count: int, device: str) -> torch.Tensor:
@@ -134,15 +142,63 @@ def test_blocks_are_large_where_experts_have_many_pairs() -> None:
     assert block_of(512 * 2, 8) == 64
 
 
-def test_a_stack_holds_every_expert_s_matrix() -> None:
-    """Codes begin at whole lines, and sizes are those of the plan."""
-    weight = experts(3, 7, 96, 3, 32, "cpu")
-    for number in range(3):
+@pytest.mark.parametrize("resident", [None, (0, 2), ()], ids=str)
+def test_a_stack_holds_every_expert_s_matrix(resident: tuple[int, ...] | None) -> None:
+    """Records begin at whole lines, and sizes are those of the plan."""
+    weight = experts(3, 7, 96, 3, 32, "cpu", resident)
+    for number, record in enumerate(weight.records):
         assert torch.equal(dequantize(weight.of(number)), dequantize(repack(packed(7, 96, 3, 32, number), "cpu")))
-    words = expert_words((7, 96), 3)
-    assert words % 32 == 0
-    padding = 4 * words - (linear_bytes((7, 96), 3, 32, bias=False) - 4 * 7 * 3)
-    assert weight.nbytes == 3 * (linear_bytes((7, 96), 3, 32, bias=False) + padding)
+        assert record.data_ptr() % 128 == 0
+    sizes, exact = record_sizes((7, 96), 3, 32), linear_bytes((7, 96), 3, 32, bias=False)
+    assert exact <= sizes.nbytes < exact + 2 * 4 * EXPERT_WORDS
+    here = 3 if resident is None else len(resident)
+    assert (weight.nbytes, weight.host_bytes) == (here * sizes.nbytes + 3 * 8, (3 - here) * sizes.nbytes)
+
+
+@pytest.mark.parametrize("rows", ["few", "many"])
+def test_products_have_the_same_bits_wherever_experts_are(rows: str, device: str) -> None:
+    """Experts on the device, in main memory, and after some of them have exchanged their places, twice."""
+    count, N, K, M, each = 5, 70, 768, 9, 2
+    chosen, x = choice(M, each, count, device), activations(M, K, device, 5)
+    pairs, sums = M * each, torch.empty(M, K // 32, device=device)
+    piece_sums(x, sums)
+    most = most_blocks(pairs, count, 32)
+    groups = Groups(*(torch.zeros(shape, dtype=torch.int32, device=device) for shape in ((pairs,), (3, most))))
+    group(chosen, count, groups, 32)
+
+    def product(weight: GpuExperts) -> torch.Tensor:
+        out = torch.full((pairs, N), float("nan"), device=device)
+        if rows == "few":
+            few(x, sums, weight, chosen, out, Workspace(device), summed=False)
+        else:
+            many(x, weight, groups, out, each=each, block_m=32)
+        return out
+
+    wanted = product(experts(count, N, K, 4, 128, device))
+    assert torch.isfinite(wanted).all()
+    for resident in ((1, 3), (0,), ()):
+        assert torch.equal(product(experts(count, N, K, 4, 128, device, resident)), wanted)
+    weight = experts(count, N, K, 4, 128, device, (1, 3))
+    for leaving, coming, kept in ((3, 0, [0, 1]), (1, 4, [0, 4]), (0, 3, [3, 4])):
+        before = (weight.nbytes, weight.host_bytes)
+        weight.exchange(leaving, coming)
+        assert [expert for expert in range(count) if weight.resident[expert]] == kept
+        assert (weight.nbytes, weight.host_bytes) == before
+        assert torch.equal(product(weight), wanted)
+        assert torch.equal(dequantize(weight.of(coming)), dequantize(repack(packed(N, K, 4, 128, coming), device)))
+
+
+def test_records_of_all_blocks_share_page_locked_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of powers of two, which torch would round up to; what is left of a slab serves smaller records."""
+    monkeypatch.setattr(expert_layout, "SLAB_BYTES", 4096)
+    asked: list[int] = []
+    host = HostRecords(lambda nbytes: (asked.append(nbytes), ordinary(nbytes))[1])
+    taken = [host.take(words) for words in (320, 320, 640, 320, 2048, 96)]
+    assert asked == [4096, 4096, 16384]
+    for record in taken:
+        assert record.data_ptr() % 128 == 0
+    spans = sorted((record.data_ptr(), record.data_ptr() + record.nbytes) for record in taken)
+    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
 
 
 def test_experts_that_differ_or_have_what_kernels_do_not_know_are_refused() -> None:

@@ -10,15 +10,19 @@ import numpy as np
 import pytest
 import torch
 
+from models.recipe import Recipe
 from models.spec import MixtureSpec
 from runtime.backends.decoder import DecoderOptions, Step
 from runtime.backends.operations.compensate import dequantize_residual
 from runtime.backends.operations.linear import dequantize
 from runtime.backends.reference import decoder as reference_decoder
+from runtime.backends.triton import placement
 from runtime.backends.triton.backend import BACKEND
 from runtime.backends.triton.decoder import TritonDecoder
+from runtime.backends.triton.expert_layout import GpuExperts
 from runtime.backends.triton.kernels import experts as products
 from runtime.backends.triton.kernels.sums import piece_sums
+from runtime.backends.triton.sizes import expert_bytes
 from runtime.backends.triton.timer import launch
 from runtime.errors import BackendError
 from tests.close import Tolerance, assert_close
@@ -198,13 +202,56 @@ def test_large_blocks_multiply_as_small_ones_do(
     assert_near(np.array(TritonDecoder(model, options, device).forward(one)), small)
 
 
+@pytest.mark.parametrize("shape", grid(["3bit", "gated", "dense-first"], {"gated"}))
+def test_logits_have_the_same_bits_wherever_experts_are(
+    tiny_model: Any, tiny_spec: Any, device: str, shape: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While experts exchange their places, with and without compensation, for tokens and for prompts."""
+    monkeypatch.setattr(placement, "WINDOW", 2)
+    monkeypatch.setattr(placement, "MARGIN", -1000)  # some move in every window
+    moved: list[Any] = []
+    exchange = GpuExperts.exchange
+    monkeypatch.setattr(GpuExperts, "exchange", lambda *own: (moved.append(own[1:]), exchange(*own)))
+    model = model_of(tiny_model, tiny_spec, shape)
+    options = DecoderOptions(context=64, max_rows=18, k_chunk=300, prompt_k_chunk=300)
+    steps = [
+        step([(7 * i) % 61 for i in range(18)], 0, rows=[0, 17], prefill=True),
+        *(step([(11 * i) % 61], 18 + i) for i in range(4)),
+        step([33, 34, 5], 22, rows=[0, 2], compensate=False),
+    ]
+    whole = TritonDecoder(model, options, device)
+    assert whole.experts is None
+    wanted = [np.array(whole.forward(one)) for one in steps]
+    for most in (SHAPES[shape][0].shared + 2, 0):
+        ours = TritonDecoder(model, replace(options, experts_on_device=most), device)
+        placed = ours.experts
+        assert placed is not None
+        assert (placed.on_device, placed.held, placed.hit_rate) == (most, SHAPES[shape][0].held, None)
+        moved.clear()
+        for one, logits in zip(steps, wanted, strict=True):
+            assert np.array_equal(ours.forward(one), logits)
+        assert bool(moved) == (most > 0), "some experts come for others"
+        after = ours.experts
+        assert after is not None
+        assert after.hit_rate is not None
+        assert (after.hit_rate > 0) == (most > 0)
+        assert after == replace(placed, hit_rate=after.hit_rate)
+        one = expert_bytes(model.spec, Recipe(bits=SHAPES[shape][1]["bits"], group_size=32))
+        assert placed.host_bytes == (placed.held - most) * one, "as planned"
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 3, 20])
-def test_a_replayed_graph_goes_to_other_experts(tiny_model: Any, tiny_spec: Any, cuda: str, rows: int) -> None:
-    """A token, a few rows, and a full step of a prompt: the numbers of experts are read when the graph runs."""
+def test_a_replayed_graph_goes_to_other_experts(
+    tiny_model: Any, tiny_spec: Any, cuda: str, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A token, a few rows, and a full step of a prompt: numbers and places of experts are read when the graph runs."""
+    monkeypatch.setattr(placement, "WINDOW", rows)
+    monkeypatch.setattr(placement, "MARGIN", -1000)
     model = model_of(tiny_model, tiny_spec, "gated")
     options = DecoderOptions(context=100, max_rows=20, k_chunk=128, prompt_k_chunk=256)
-    captured, launched = TritonDecoder(model, options, cuda), TritonDecoder(model, options, cuda)
+    launched = TritonDecoder(model, options, cuda)
+    captured = TritonDecoder(model, replace(options, experts_on_device=3), cuda)
     for turn in range(5):
         one = step([(11 * turn + i) % 61 for i in range(rows)], rows * turn, prefill=rows == options.max_rows)
         expected = launched.start(one).cpu().numpy()

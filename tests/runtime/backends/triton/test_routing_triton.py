@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -60,6 +62,19 @@ def test_experts_and_shares_are_the_reference_s(case: str, M: int, device: str) 
     torch.testing.assert_close(routed.shares.cpu(), shares, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(routed.logits.cpu(), logits, rtol=1e-5, atol=1e-5)
     assert not workspace.counters(2).any(), "a captured launch must find its counters as the first one did"
+
+
+@pytest.mark.parametrize("M", [1, 3, 19])
+def test_choices_are_counted(M: int, device: str) -> None:
+    """On top of those of earlier steps, and without those of shared experts."""
+    mixture = MIXTURES["gated"]
+    counts = torch.full((mixture.held,), 7, dtype=torch.int32, device=device)
+    router, routed = replace(_router(mixture, 72, device), counts=counts), _routed(mixture, M, device)
+    x = torch.randn(M, 72, generator=torch.Generator().manual_seed(M)).half().to(device)
+    for _ in range(2):
+        route(x, router, routed, Workspace(device))
+    own = routed.chosen[:, : mixture.chosen].flatten().cpu()
+    assert torch.equal(counts.cpu(), 7 + 2 * torch.bincount(own, minlength=mixture.held).int())
 
 
 def test_a_prompt_s_rows_choose_as_they_do_alone(device: str) -> None:

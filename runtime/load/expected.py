@@ -1,0 +1,67 @@
+"""Expected decoding speed of a model on a card or a processor, without compensation."""
+
+from __future__ import annotations
+
+from models.spec import LAYER_KINDS, MixtureSpec, ModelSpec
+from models.store import StoredModel
+from runtime.backends.experts import hit_rate
+from runtime.load.memory import MemoryPlan
+from tuner.bandwidth import read_bandwidth
+from tuner.devices import DeviceSpec
+from tuner.expectation import card_named, card_tokens_per_s, processor_tokens_per_s
+from tuner.shapes import LayerShape
+
+
+def layer_shapes(spec: ModelSpec) -> list[LayerShape]:
+    """The linear layers that a token passes."""
+    return [LayerShape(kind, *spec.linear_shape(kind), spec.products(kind)) for kind in LAYER_KINDS]
+
+
+def missed_share(mixture: MixtureSpec, on_device: int) -> float:
+    """Share of the experts that a token goes to that are not on the device, if it goes to all alike.
+
+    Args:
+        mixture: Shared experts are on the device first.
+        on_device: Experts of a block that are.
+    """
+    rest = max(0, mixture.shared - on_device) + mixture.chosen * (
+        1 - max(0, on_device - mixture.shared) / mixture.experts
+    )
+    return rest / mixture.read
+
+
+def on_card(
+    spec: ModelSpec, bits: float, card: DeviceSpec, *, missed: float = 0.0, link_gb_s: float | None = None
+) -> float:
+    """Tokens per second on a card; see `tuner.expectation.card_tokens_per_s`."""
+    return card_tokens_per_s(layer_shapes(spec), card, bits, missed=missed, link_gb_s=link_gb_s)
+
+
+def on_processor(spec: ModelSpec, active_bytes: int, read_gb_s: float) -> float:
+    """Tokens per second on a processor; a token reads `active_bytes`, at `read_gb_s`."""
+    return processor_tokens_per_s(active_bytes, sum(layer.count for layer in layer_shapes(spec)), read_gb_s)
+
+
+def processor_is_faster(model: StoredModel, planned: MemoryPlan, card: str, link_gb_s: float | None) -> str | None:
+    """Why the processor is expected to be faster than a card that some experts do not fit; None if it is not.
+
+    The memory's bandwidth is measured for that. Nothing is expected of a card whose data sheet is unknown.
+
+    Args:
+        model: The stored model.
+        planned: The plan of loading it on the card.
+        card: The card's name.
+        link_gb_s: Measured bandwidth of its link, in 10^9 bytes per second; None: that of its data sheet.
+    """
+    found, summary = card_named(card), model.info.summary
+    if not planned.host_bytes or found is None:
+        return None
+    missed = 1 - hit_rate(model, planned.experts_on_device)
+    ours = on_card(model.spec, model.recipe.bits, found, missed=missed, link_gb_s=link_gb_s)
+    others = on_processor(model.spec, summary.active_bytes or summary.gpu_bytes, read_bandwidth(None).gb_s)
+    if ours >= others:
+        return None
+    return (
+        f"{planned.experts_on_device} of {planned.experts} experts of each block fit {card}, which would read the "
+        f"others from main memory: {ours:.0f} tokens/s are expected there, {others:.0f} of the processor"
+    )
