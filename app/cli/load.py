@@ -59,11 +59,13 @@ def load_plan(model: StoredModel, choices: LoadChoices, services: Services, outp
         RuntimeFailure: the choices conflict, or there is not enough memory.
     """
     from runtime.kv.kinds import cache_for
-    from runtime.load.memory import DEFAULT_CONTEXT
+    from runtime.load.memory import DEFAULT_CONTEXT, experts_within
     from runtime.load.plan import plan_load
 
     settings = _settings(choices)
-    maximum = model.spec.max_context
+    maximum, experts = model.spec.max_context, settings.experts_on_device
+    if choices.experts_on_device is None:  # what the settings say is for any model
+        experts = experts_within(experts, model.spec)
     plan = plan_load(
         model,
         settings.compensation(choices.compensation, choices.prompt_budget),
@@ -71,7 +73,7 @@ def load_plan(model: StoredModel, choices: LoadChoices, services: Services, outp
         # A context on the command line is binding; one in the settings is reduced to the model's maximum.
         context=choices.context or (settings.context and min(settings.context, maximum)),
         backend_name=settings.backend,
-        experts_on_device=settings.experts_on_device,
+        experts_on_device=experts,
         select=choices.select,
         memory=services.memory(),
     )

@@ -228,6 +228,11 @@ def _too_many(asked: int, spec: ModelSpec) -> str:
     return f"{asked} experts on the device were requested, but a block has {spec.mixture.held}: choose 0 to that many"
 
 
+def experts_within(asked: int | None, spec: ModelSpec) -> int | None:
+    """A number of experts on the device that is meant for any model, as this one can have it; None: as many as fit."""
+    return None if asked is None or spec.mixture is None else min(asked, spec.mixture.held)
+
+
 def cache_facts(spec: ModelSpec, planned: MemoryPlan, rows: int = 128) -> dict[str, CacheFacts]:
     """Sizes of every kind of cache for a model, given the memory that was free when it was planned.
 

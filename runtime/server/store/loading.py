@@ -86,14 +86,14 @@ class StoreLoader:
         self._chats = chats
 
     def load(self, request: LoadRequest, progress: ProgressCallback, cancelled: CancelledCheck) -> LoadedModel:
-        """Load a model, and tune it to its budget. The context is limited to the model's own.
+        """Load a model, and tune it to its budget. Context and experts on the device are limited to the model's own.
 
         Raises:
             Cancelled: `cancelled` said so.
             ModelError: the model is missing or damaged.
             RuntimeFailure: not enough memory, or the backend cannot run it.
         """
-        from runtime.load.memory import CONVERSATIONS, PARALLEL, cache_facts, describe
+        from runtime.load.memory import CONVERSATIONS, PARALLEL, cache_facts, describe, experts_within
         from runtime.load.plan import plan_load
 
         def report(phase: str, message: str) -> None:
@@ -109,6 +109,7 @@ class StoreLoader:
         asked = request.speculation or (defaults.speculation if request.speculate is None else False)
         parallel = request.num_parallel or defaults.num_parallel or PARALLEL
         context = request.context or defaults.context
+        experts = defaults.experts_on_device if request.experts_on_device is None else request.experts_on_device
         plan = plan_load(
             model,
             compensation,
@@ -117,9 +118,7 @@ class StoreLoader:
             backend_name=defaults.backend if request.backend == AUTO else request.backend,
             slots=max(CONVERSATIONS, parallel),
             parallel=parallel,
-            experts_on_device=request.experts_on_device
-            if request.experts_on_device is not None
-            else defaults.experts_on_device,
+            experts_on_device=experts_within(experts, model.spec),
         )
         plan.prepare(progress)
         report("load", f"loading {request.model}: {describe(plan.memory)}")

@@ -181,12 +181,14 @@ async def test_what_needs_a_reload_says_so_and_reloads_once(stage: Callable[...,
         await s.open(SettingsScreen, "f3")
         s.app.screen.query_one("#setting-kv Select", Select).value = "int8"
         s.app.screen.query_one("#setting-k_chunk Input", Input).value = "64"
+        s.app.screen.query_one("#setting-experts_on_device Input", Input).value = "9"
         await s.shows("reloaded when you leave")
         assert len(runtime.named("load")) == 1
         await s.pilot.press("escape")
         await s.until(lambda: len(runtime.named("load")) == 2)
         await s.ready()
-        assert runtime.named("load")[1] == LoadRequest(model="demo", kv="int8", k_chunk=64, num_parallel=2)
+        wanted = LoadRequest(model="demo", kv="int8", k_chunk=64, num_parallel=2, experts_on_device=9)
+        assert runtime.named("load")[1] == wanted
         await s.shows("k_chunk 64 · KV int8")
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -18,6 +19,7 @@ from models import fetch
 from models.catalogue import KNOWN
 from models.errors import CheckpointError, QuantizationError, StoreError
 from models.progress import Progress, ignore_progress, never_cancelled
+from models.spec import MixtureSpec
 from models.store import Store, StoredModel
 from models.store.manifest import content_of
 from runtime.backends import backend
@@ -30,6 +32,7 @@ from runtime.drafting import Speculate
 from runtime.engine.engine import Engine
 from runtime.errors import BackendError, Cancelled, RequestError
 from runtime.kv.kinds import DEFAULT_KV, KINDS, KVKind
+from runtime.load import plan as planning
 from runtime.server.app import create_app
 from runtime.server.errors import ApiError
 from runtime.server.security import Security
@@ -120,6 +123,27 @@ def test_defaults_apply_where_a_request_says_nothing(catalogue: StoreCatalogue, 
         found.append((loaded.kv, loaded.context, loaded.backend))
         loaded.engine.close()
     assert found == [("int8", 128, "reference"), ("fp16", 64, "cpu")]
+
+
+def test_experts_on_the_device_are_those_of_the_request_and_else_of_the_defaults(
+    catalogue: StoreCatalogue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As far as the model has them."""
+    loader = StoreLoader(catalogue, tmp_path / "profiles", LoadDefaults(backend="reference", experts_on_device=7))
+    mixture = MixtureSpec(experts=8, chosen=2, width=8, normalized=True, shared=1)
+    planned: list[int | None] = []
+
+    def plan(*_: Any, experts_on_device: int | None, **__: Any) -> None:
+        planned.append(experts_on_device)
+        raise Cancelled("enough")
+
+    monkeypatch.setattr(planning, "plan_load", plan)
+    for spec in (replace(loader._catalogue.open("demo").spec, mixture=mixture), loader._catalogue.open("demo").spec):
+        monkeypatch.setattr(loader._catalogue, "open", lambda _, own=spec: SimpleNamespace(spec=own))
+        for asked in (None, 3, 0, 100):
+            with pytest.raises(Cancelled):
+                loader.load(LoadRequest(model="demo", experts_on_device=asked), ignore_progress, never_cancelled)
+    assert planned == [7, 3, 0, 9, None, None, None, None]
 
 
 def test_nobody_asks_for_a_cache_and_it_has_4_bits(loader: StoreLoader) -> None:
