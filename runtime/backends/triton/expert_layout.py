@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from models.packed import PackedLinear
@@ -26,11 +27,13 @@ class GpuExperts:
     """The matrices of one layer type of a block's experts."""
 
     first: GpuLinear
-    """That of the first expert, a view; all have its shape, bits and group size."""
+    """That of the first expert without its bias, a view; all have its shape, bits and group size."""
     codes: torch.Tensor
     """int32 [E, words], words a multiple of `EXPERT_WORDS`: each expert's `GpuLinear.codes`, padded."""
     groups: torch.Tensor
     """int32 [E, G, N]: each expert's `GpuLinear.groups`."""
+    bias: torch.Tensor | None = None
+    """float32 [E, N], always on the device; None: they have none."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -50,12 +53,13 @@ class GpuExperts:
     @property
     def nbytes(self) -> int:
         """Bytes on the device."""
-        return self.codes.nbytes + self.groups.nbytes
+        return self.codes.nbytes + self.groups.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
     def of(self, expert: int) -> GpuLinear:
         """An expert's matrix, a view."""
         codes = self.codes[expert, : self.first.codes.numel()]
-        return replace(self.first, codes=codes, groups=self.groups[expert])
+        bias = None if self.bias is None else self.bias[expert]
+        return replace(self.first, codes=codes, groups=self.groups[expert], bias=bias)
 
 
 def stack(experts: Sequence[PackedLinear], device: torch.device, repack: Repack) -> GpuExperts:
@@ -67,16 +71,20 @@ def stack(experts: Sequence[PackedLinear], device: torch.device, repack: Repack)
         repack: Lays out one of them.
 
     Raises:
-        BackendError: they differ in shape, bits or groups, or have what only other layers have.
+        BackendError: they differ in shape, bits, groups or having a bias, or have what only other layers have.
     """
     one = experts[0]
-    if one.per_token or one.codebook is not None or any(packed.bias is not None for packed in experts):
-        raise BackendError(f"{one.name}: the GPU takes experts of uniform codes, without biases: use the CPU backend")
-    if any((each.shape, each.bits, each.group_size) != (one.shape, one.bits, one.group_size) for each in experts):
-        raise BackendError(f"{one.name}: experts of a block differ in shape, bits or groups: use the CPU backend")
+    if one.per_token or one.codebook is not None:
+        raise BackendError(f"{one.name}: the GPU takes experts of uniform codes: use the CPU backend")
+    if len({(each.shape, each.bits, each.group_size, each.bias is None) for each in experts}) > 1:
+        raise BackendError(
+            f"{one.name}: experts of a block differ in shape, bits, groups or having a bias: use the CPU backend"
+        )
+    biases = [each.bias for each in experts if each.bias is not None]
+    bias = torch.from_numpy(np.stack(biases)).to(device) if biases else None
     codes = groups = torch.empty(0)
     for number, packed in enumerate(experts):
-        placed = repack(packed, device)
+        placed = repack(replace(packed, bias=None), device)
         assert placed.groups is not None
         if not number:
             codes = torch.zeros(len(experts), expert_words(one.shape, one.bits), dtype=torch.int32, device=device)
@@ -84,4 +92,4 @@ def stack(experts: Sequence[PackedLinear], device: torch.device, repack: Repack)
         codes[number, : placed.codes.numel()].copy_(placed.codes)
         groups[number].copy_(placed.groups)
     first = replace(placed, name=one.name, codes=codes[0, : placed.codes.numel()], groups=groups[0])
-    return GpuExperts(first=first, codes=codes, groups=groups)
+    return GpuExperts(first=first, codes=codes, groups=groups, bias=bias)

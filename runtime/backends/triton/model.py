@@ -217,8 +217,8 @@ class GpuModel:
         assert self.spec.mixture is not None
         name = router_of(layer)
         weight = self._move(np.array(weights.vector(name), np.float32))
-        correction = self.norms.get(f"{name}_correction")
-        return GpuRouter(mixture=self.spec.mixture, weight=weight, correction=correction)
+        bias, correction = (self.norms.get(f"{name}_{kind}") for kind in ("bias", "correction"))
+        return GpuRouter(mixture=self.spec.mixture, weight=weight, bias=bias, correction=correction)
 
     def _check_residuals(self, wanted: Mapping[str, int]) -> None:
         """Raise a `RequestError` if a layer to be compensated has no residuals."""
