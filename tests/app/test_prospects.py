@@ -144,3 +144,13 @@ def test_a_card_is_judged_by_its_own_memory_and_cost_model() -> None:
     less = DeviceReport(machine=machine(name=CARD, vendor="nvidia", memory_free_bytes=round(5.2 * GB)))
     assert {one.title: one.fits for one in prospects(CATALOGUE, room_of(less, EMPTY))}["Qwen3 8B"] == "tight"
     assert found["Qwen3 1.7B"].tokens_per_s == pytest.approx(168, rel=0.05)  # of the simulated card
+
+
+@pytest.mark.parametrize(("free", "fits", "bits"), [(13.5, "yes", 4), (11.8, "tight", 3.5), (10.0, "no", None)])
+def test_a_mixture_is_judged_by_what_all_its_experts_take_on_a_card(free: float, fits: str, bits: float | None) -> None:
+    """Experts with biases: 20.9 billion weights, of which a token reads 18 %; their residuals stay in main memory."""
+    model = next(model for model in CATALOGUE if model.title == "gpt-oss 20B")
+    report = DeviceReport(machine=machine(name=CARD, vendor="nvidia", memory_free_bytes=round(free * GB)))
+    (found,) = prospects([model], room_of(report, EMPTY))
+    assert (found.fits, found.bits) == (fits, bits)
+    assert found.active_share == pytest.approx(0.18, abs=0.01)

@@ -63,9 +63,9 @@ def _gated(y_ptr, dec_ptr, row, offs_i, given, WIDTH: tl.constexpr, GELU: tl.con
     compensated = mask_i & ((given & _COMPENSATED) != 0)
     gate += tl.load(dec_ptr + offs_gate, mask=compensated, other=0.0)
     up += tl.load(dec_ptr + offs_gate + WIDTH, mask=compensated, other=0.0)
-    if LIMIT > 0:  # NaN stays what it is
-        gate = tl.minimum(gate, LIMIT, propagate_nan=tl.PropagateNan.ALL)
-        up = tl.clamp(up, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL) + 1.0
+    if LIMIT > 0:  # by comparisons, which leave NaN alone
+        gate = tl.where(gate > LIMIT, LIMIT, gate)
+        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up)) + 1.0
     slope = gate * _GAIN if LIMIT > 0 else gate
     if GELU:  # x / 2 * (1 + tanh(t)) is x times the sigmoid of 2 t, t = sqrt(2 / pi) * (x + 0.044715 x³)
         slope = gate * (1.5957691216057308 + 0.07135481282925037 * gate * gate)
