@@ -125,12 +125,8 @@ class TritonBackend:
 
 def _check_layers(spec: ModelSpec) -> None:
     """Raise BackendError if a model has layers that this backend does not run."""
-    if spec.mixture is not None and spec.mixture.bias:
-        raise BackendError("the GPU backend has no kernels for experts with biases: use the CPU backend")
     if spec.mixture is not None and spec.mixture.beside:
         raise BackendError(BESIDE)
-    if spec.activation == "clamped_silu":
-        raise BackendError("the GPU backend has no kernel for this model's gate: use the CPU backend")
     if spec.wide_heads is not None or spec.v_norm or spec.scaled or spec.token_width or spec.lent_layers:
         raise BackendError(f"the GPU backend has no kernels for the heads of {spec.family} models: use the CPU backend")
     if spec.state_layers:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from models.packed import PackedLinear
@@ -61,7 +62,7 @@ class GpuExperts:
     """The matrices of one layer type of a block's experts."""
 
     first: GpuLinear
-    """That of the first expert where it was loaded, a view; all have its shape, bits and group size."""
+    """That of the first expert where it was loaded, a view without bias; all have its shape, bits and group size."""
     records: list[torch.Tensor]
     """By expert, int32 [words]: `GpuLinear.codes` and `GpuLinear.groups`, both filled up to multiples of
     `EXPERT_WORDS`."""
@@ -71,6 +72,8 @@ class GpuExperts:
     """int64 [E] on the device: runs of `EXPERT_WORDS` words from `first`'s codes to each record."""
     sizes: RecordSizes
     """Of a record."""
+    bias: torch.Tensor | None = None
+    """float32 [E, N], always on the device; None: they have none."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -85,7 +88,8 @@ class GpuExperts:
     @property
     def nbytes(self) -> int:
         """Bytes on the device."""
-        return sum(self.resident) * self.sizes.nbytes + self.places.nbytes
+        biases = 0 if self.bias is None else self.bias.nbytes
+        return sum(self.resident) * self.sizes.nbytes + self.places.nbytes + biases
 
     @property
     def host_bytes(self) -> int:
@@ -94,7 +98,8 @@ class GpuExperts:
 
     def of(self, expert: int) -> GpuLinear:
         """An expert's matrix, a view."""
-        return _matrix(self.first, self.records[expert], self.sizes)
+        bias = None if self.bias is None else self.bias[expert]
+        return replace(_matrix(self.first, self.records[expert], self.sizes), bias=bias)
 
     def exchange(self, leaving: int, coming: int) -> None:
         """Exchange the places of an expert on the device and one in main memory, after all earlier launches.
@@ -132,21 +137,25 @@ def stack(
         host: Memory for the others.
 
     Raises:
-        BackendError: they differ in shape, bits or groups, or have what only other layers have.
+        BackendError: they differ in shape, bits, groups or having a bias, or have what only other layers have.
         PageLockError: there is no page-locked memory for them.
     """
     one = experts[0]
-    if one.per_token or one.codebook is not None or any(packed.bias is not None for packed in experts):
-        raise BackendError(f"{one.name}: the GPU takes experts of uniform codes, without biases: use the CPU backend")
-    if any((each.shape, each.bits, each.group_size) != (one.shape, one.bits, one.group_size) for each in experts):
-        raise BackendError(f"{one.name}: experts of a block differ in shape, bits or groups: use the CPU backend")
+    if one.per_token or one.codebook is not None:
+        raise BackendError(f"{one.name}: the GPU takes experts of uniform codes: use the CPU backend")
+    if len({(each.shape, each.bits, each.group_size, each.bias is None) for each in experts}) > 1:
+        raise BackendError(
+            f"{one.name}: experts of a block differ in shape, bits, groups or having a bias: use the CPU backend"
+        )
+    biases = [each.bias for each in experts if each.bias is not None]
+    bias = torch.from_numpy(np.stack(biases)).to(device) if biases else None
     kept = [resident is None or expert in resident for expert in range(len(experts))]
     sizes = record_sizes(one.shape, one.bits, one.group_size)
     words = sum(kept) * sizes.words
     own = _from_a_line(torch.zeros(words + EXPERT_WORDS, dtype=torch.int32, device=device))
     records, first = [], None
     for packed, here in zip(experts, kept, strict=True):
-        placed = repack(packed, device)
+        placed = repack(replace(packed, bias=None), device)
         assert placed.groups is not None
         if here:
             record, own = own[: sizes.words], own[sizes.words :]
@@ -162,7 +171,7 @@ def stack(
     assert first is not None
     base = first.codes.data_ptr()
     places = torch.tensor([(record.data_ptr() - base) // _RUN_BYTES for record in records], dtype=torch.int64)
-    return GpuExperts(first=first, records=records, resident=kept, places=places.to(device), sizes=sizes)
+    return GpuExperts(first=first, records=records, resident=kept, places=places.to(device), sizes=sizes, bias=bias)
 
 
 def _matrix(like: GpuLinear, record: torch.Tensor, sizes: RecordSizes) -> GpuLinear:

@@ -177,10 +177,11 @@ class Pass(Operations[Value]):
     def gate(self, gate_value: Value, up: Value) -> Value:
         """See `models.architecture.Operations`."""
         assert gate_value.tensor is up.tensor
-        width = self._spec.intermediate_size
+        spec, width = self._spec, self._spec.intermediate_size
         out, sums = self._buffers.input(self._M, width), self._buffers.sums(self._M, width)
         rounded = self._buffers.rounded(self._M, width)
-        gate(up.tensor, up.dec, out, sums, rounded, gelu=self._spec.activation == "gelu_tanh")
+        gelu, limit = spec.activation == "gelu_tanh", spec.gate_limit
+        gate(up.tensor, up.dec, out, sums, rounded, gelu=gelu, limit=limit)
         return Value(out, sums=sums, rounded=rounded)
 
     def add(self, x: Value, y: Value, norm: str = "", scale: str = "") -> Value:

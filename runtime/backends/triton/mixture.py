@@ -75,12 +75,13 @@ class Mixture:
         if M > SUMMED_ROWS:
             return self._many(x, gate_up, down, routed, buffers.routing)
         pairs = routed.chosen.numel()
-        inner = self.product(gate_up, x, routed.chosen, buffers.output(pairs, gate_up.weight.shape[0]), summed=False)
-        return self.product(
-            down, self._gate(inner, routed), routed.chosen, buffers.output(M, self._spec.hidden_size), summed=True
-        )
+        inner = self.product(gate_up, x, routed.chosen, buffers.output(pairs, gate_up.weight.shape[0]))
+        out = buffers.output(M, self._spec.hidden_size)
+        return self.product(down, self._gate(inner, routed), routed.chosen, out, shares=routed.shares)
 
-    def product(self, linear: Linear, x: Value, chosen: torch.Tensor, out: torch.Tensor, *, summed: bool) -> Value:
+    def product(
+        self, linear: Linear, x: Value, chosen: torch.Tensor, out: torch.Tensor, *, shares: torch.Tensor | None = None
+    ) -> Value:
         """The product of a few rows with their experts' matrices, and concurrently its compensation.
 
         Args:
@@ -88,7 +89,7 @@ class Mixture:
             x: As in `runtime.backends.triton.kernels.experts.few`, with sums.
             chosen: int32 [M, each], the experts of the rows.
             out: float32, receives the product.
-            summed: Whether what a row's experts give is added up.
+            shares: As there.
         """
         weight, buffers, side = linear.weight, self._buffers, self._side
         assert isinstance(weight, GpuExperts)
@@ -100,7 +101,7 @@ class Mixture:
                 side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
                 self._compensate(linear, selection, x.tensor, chosen, Output(dec), buffers.side)
-        few(x.tensor, x.sums, weight, chosen, out, buffers.main, summed=summed)
+        few(x.tensor, x.sums, weight, chosen, out, buffers.main, shares=shares)
         if selection is not None and dec is None:
             self._compensate(linear, selection, x.tensor, chosen, Output(out, out), buffers.main)
         elif selection is not None and side is not None:
@@ -122,7 +123,7 @@ class Mixture:
             self._compensate(gate_up, selection, x.tensor, routed.chosen, Output(out, out), buffers.main)
         inner = self._gate(Value(out), routed).tensor
         parts, mixed = buffers.output(pairs, width), routing.mixed(M)
-        self._grouped(down, inner, groups, parts, each=1, block_m=block_m)
+        self._grouped(down, inner, groups, parts, each=1, block_m=block_m, shares=routed.shares)
         sum_up(parts, mixed)
         selection = self._selection(down)
         if self._way == "rows" and selection is not None:
@@ -130,21 +131,29 @@ class Mixture:
         return Value(mixed)
 
     def _grouped(
-        self, linear: Linear, x: torch.Tensor, groups: Groups, out: torch.Tensor, *, each: int, block_m: int
+        self,
+        linear: Linear,
+        x: torch.Tensor,
+        groups: Groups,
+        out: torch.Tensor,
+        *,
+        each: int,
+        block_m: int,
+        shares: torch.Tensor | None = None,
     ) -> None:
         """Products of pairs, and those with the residuals that prompts share."""
         assert isinstance(linear.weight, GpuExperts)
-        many(x, linear.weight, groups, out, each=each, block_m=block_m)
+        many(x, linear.weight, groups, out, each=each, block_m=block_m, shares=shares)
         if self._way == "shared" and linear.shared is not None:
             staged = self._model.staging.take()
             multiply_experts(x, linear.shared, staged, groups, out, each=each, block_m=block_m)
 
     def _gate(self, inner: Value, routed: Routed) -> Value:
         """The gate of each pair, times its share."""
-        (M, each), width = routed.chosen.shape, inner.tensor.shape[1] // 2
+        (M, each), width, spec = routed.chosen.shape, inner.tensor.shape[1] // 2, self._spec
         out, sums = self._buffers.input(M * each, width), self._buffers.sums(M, width, each=each)
-        gelu = self._spec.activation == "gelu_tanh"
-        gate(inner.tensor, inner.dec, out, sums, factors=routed.shares.view(-1), gelu=gelu)
+        gelu, factors = spec.activation == "gelu_tanh", routed.shares.view(-1)
+        gate(inner.tensor, inner.dec, out, sums, factors=factors, gelu=gelu, limit=spec.gate_limit)
         return Value(out, sums=sums)
 
     def _selection(self, linear: Linear) -> Selection | None:

@@ -246,9 +246,9 @@ class GpuModel:
         assert self.spec.mixture is not None
         name = router_of(layer)
         weight = self._move(np.array(weights.vector(name), np.float32))
-        correction = self.norms.get(f"{name}_correction")
+        bias, correction = (self.norms.get(f"{name}_{kind}") for kind in ("bias", "correction"))
         counts = None if self.placement is None else self.placement.counts_of(layer)
-        return GpuRouter(mixture=self.spec.mixture, weight=weight, correction=correction, counts=counts)
+        return GpuRouter(mixture=self.spec.mixture, weight=weight, bias=bias, correction=correction, counts=counts)
 
     def _check_residuals(self, wanted: Mapping[str, int]) -> None:
         """Raise a `RequestError` if a layer to be compensated has no residuals."""

@@ -247,6 +247,7 @@ def weight_bytes(spec: ModelSpec, recipe: Recipe, *, compensated: bool) -> int:
             total += w4a8_bytes(shape, recipe.group_size) + (4 * shape[0] if spec.has_bias(name) else 0)
         elif expert_of(name) is not None and not recipe.codebook:
             total += record_sizes(shape, recipe.layer_bits(name), recipe.group_size).nbytes + _PLACE_BYTES
+            total += 4 * shape[0] if spec.has_bias(name) else 0
         else:
             group_size = 0 if recipe.codebook else recipe.group_size
             total += linear_bytes(shape, recipe.layer_bits(name), group_size, bias=spec.has_bias(name))

@@ -192,9 +192,10 @@ def launch(decoder: TritonDecoder, linear: Linear, chosen: torch.Tensor) -> Valu
         run = Mixture(decoder.model, buffers, side=decoder.side, way="rows", positions=positions, watch=None)
         if layer_kind(linear.packed.name) == "gate_up":
             x, out = Value(buffers.input(1, K), sums=buffers.sums(1, K)), buffers.output(read, N)
-            return run.product(linear, x, chosen, out, summed=False)
+            return run.product(linear, x, chosen, out)
         x, out = Value(buffers.input(read, K), sums=buffers.sums(1, K, each=read)), buffers.output(1, N)
-        return run.product(linear, x, chosen, out, summed=True)
+        assert buffers.routing is not None
+        return run.product(linear, x, chosen, out, shares=buffers.routing.routed(1).shares)
     x, out = Value(buffers.input(1, K), sums=buffers.sums(1, K)), buffers.output(1, N)
     if linear.selection is None:
         product(linear, x, out, buffers)

@@ -45,8 +45,11 @@ _ROUNDED = {"enable_fp_fusion": False}
 _LLAMA = {"H": 32, "H_kv": 8, "D": 128}
 """Heads of Llama-3-8B."""
 _PADDED = {"H": 32, "H_kv": 32, "D": 96}
-_GEMMA = {"H": 16, "H_kv": 8, "D": 256}
 """Heads whose width is no power of two."""
+_GEMMA = {"H": 16, "H_kv": 8, "D": 256}
+"""Of Gemma 2 9B."""
+_OSS = {"H": 64, "H_kv": 8, "D": 64}
+"""Of gpt-oss-20b."""
 
 
 def _types(**names: str) -> dict[str, Types]:
@@ -60,11 +63,13 @@ def _form(bits: int, *, codebook: bool = False, group_size: int = 128, tail: int
 
 
 def _gemv() -> Iterator[Specialization]:
-    """Groups of 128 at 3 and 4 bits, 576 channels, a codebook, and a few tokens at once."""
+    """Groups of 128 at 3 and 4 bits, 576 and 2880 channels, a codebook, and a few tokens at once."""
     for name, form, M in (
         ("gemv b4", _form(4), 1),
         ("gemv b3", _form(3), 1),
         ("gemv b3 K576", _form(3, group_size=64, tail=2), 1),
+        ("gemv b4 K2880", _form(4, tail=10), 1),
+        ("gemv b3 K2880", _form(3, tail=10), 1),
         ("gemv b3 codebook", _form(3, codebook=True), 1),
         ("gemv b4 rows", _form(4), 8),
         ("gemv b3 rows", _form(3), 8),
@@ -84,11 +89,12 @@ def _gemv() -> Iterator[Specialization]:
 
 
 def _gemm() -> Iterator[Specialization]:
-    """Prompts with groups of 128 at 3 and 4 bits, with 576 channels, and with a codebook; Hopper's taller tiles."""
+    """Prompts with groups of 128 at 3 and 4 bits, 576 and 2880 channels, a codebook; Hopper's taller tiles."""
     for name, form, block_m in (
         ("gemm b4", _form(4), gemm.BLOCK_M),
         ("gemm b3", _form(3), gemm.BLOCK_M),
         ("gemm b3 K576", _form(3, group_size=64, tail=2), gemm.BLOCK_M),
+        ("gemm b4 K2880", _form(4, tail=10), gemm.BLOCK_M),
         ("gemm b3 codebook", _form(3, codebook=True), gemm.BLOCK_M),
         ("gemm b4 tall", _form(4), gemm.TALL),
         ("gemm b3 tall", _form(3), gemm.TALL),
@@ -246,7 +252,7 @@ def _round() -> Iterator[Specialization]:
 
 
 def _norm() -> Iterator[Specialization]:
-    """Norms of 4096 channels, and of 5120, padded to 8192; each also rounded to INT8; norms on both sides."""
+    """Norms of 2880, 4096 and 5120 channels, padded to 4096 and 8192; also rounded to INT8, and on both sides."""
     types: dict[str, object] = dict.fromkeys(("h_ptr", "y_ptr", "dec_ptr"), "*fp32") | {"index_ptr": "*i32"}
     types |= {"table_ptr": "*fp16", "x_ptr": "*fp16", "given": "i32"}
     before, both = norm.RowNorms("*fp32", "fp32", _ABSENT, "fp32"), norm.RowNorms("*fp32", "fp32", "*fp32", "fp32")
@@ -259,7 +265,7 @@ def _norm() -> Iterator[Specialization]:
         num_warps=warps,
     )
     types["norms"] = before
-    for channels in (4096, 5120):
+    for channels, of_int8 in ((2880, False), (4096, True), (5120, True)):
         block, warps = norm._shape(channels)
         yield Specialization(
             name=f"add_norm C{channels}",
@@ -268,6 +274,8 @@ def _norm() -> Iterator[Specialization]:
             constants={"C": channels, "BLOCK_C": block},
             num_warps=warps,
         )
+        if not of_int8:
+            continue
         shape, warps = tokens.rounding_shape(channels, 128)
         yield Specialization(
             name=f"add_norm C{channels} int8",
@@ -280,26 +288,27 @@ def _norm() -> Iterator[Specialization]:
 
 
 def _gate() -> Iterator[Specialization]:
-    """Llama-3-8B's MLP, with compensation."""
+    """Llama-3-8B's MLP, with compensation; gpt-oss-20b's experts."""
     types = {"y_ptr": "*fp32", "dec_ptr": "*fp32", "x_ptr": "*fp16", "given": "i32"}
+    for name, gelu in (("gate I14336", False), ("gate I14336 gelu", True)):
+        yield Specialization(
+            name=name,
+            kernel=gate._gate_kernel,
+            types={**types, "sums_ptr": "*fp32"},
+            constants={"WIDTH": 14336, "BLOCK_I": gate.BLOCK_I, "GELU": gelu, "LIMIT": 0.0, "factors_ptr": None},
+        )
     yield Specialization(
-        name="gate I14336",
+        name="gate I2880 clamped",
         kernel=gate._gate_kernel,
-        types={**types, "sums_ptr": "*fp32"},
-        constants={"WIDTH": 14336, "BLOCK_I": gate.BLOCK_I, "GELU": False, "factors_ptr": None},
-    )
-    yield Specialization(
-        name="gate I14336 gelu",
-        kernel=gate._gate_kernel,
-        types={**types, "sums_ptr": "*fp32"},
-        constants={"WIDTH": 14336, "BLOCK_I": gate.BLOCK_I, "GELU": True, "factors_ptr": None},
+        types={**types, "sums_ptr": "*fp32", "factors_ptr": "*fp32"},
+        constants={"WIDTH": 2880, "BLOCK_I": gate.BLOCK_I, "GELU": False, "LIMIT": 7.0},
     )
     shape, warps = tokens.rounding_shape(14336, 128)
     yield Specialization(
         name="gate I14336 int8",
         kernel=gate._gate_round_kernel,
         types={**types, "tokens": _TOKENS},
-        constants={"WIDTH": 14336, "shape": shape, "GELU": False},
+        constants={"WIDTH": 14336, "shape": shape, "GELU": False, "LIMIT": 0.0},
         num_warps=warps,
         options=_ROUNDED,
     )
@@ -307,7 +316,7 @@ def _gate() -> Iterator[Specialization]:
 
 def _heads() -> Iterator[Specialization]:
     """Llama-3-8B's heads, Qwen3-8B's with norms, heads of 96 channels of which 72 rotate, norms of all heads together
-    and of turned heads; all with compensation."""
+    and of turned heads, gpt-oss-20b's heads; all with compensation."""
     cases: tuple[tuple[KVKind, dict[str, int], int, str], ...] = (
         ("fp16", _LLAMA, 64, ""),
         ("fp16", _LLAMA, 64, " norm"),
@@ -316,6 +325,7 @@ def _heads() -> Iterator[Specialization]:
         ("int4", _LLAMA, 64, " norm"),
         ("int4", _LLAMA, 64, " norm of all"),
         ("int4", _LLAMA, 64, " norm of turned"),
+        ("int4", _OSS, 32, ""),
         ("gear2", _PADDED, 36, ""),
         ("hierarchical", _LLAMA, 64, ""),
     )
@@ -350,7 +360,7 @@ def _heads_name(H: int, H_kv: int, D: int) -> str:
 
 def _attention() -> Iterator[Specialization]:
     """Decode of Llama-3-8B at 8192 positions over many kinds of cache, other shapes, drafts, verification, prefill;
-    Gemma 2 9B's soft caps and windows."""
+    Gemma 2 9B's soft caps and windows; gpt-oss-20b's windows."""
     for use, M, sizes, kinds in (
         ("decode", 1, _LLAMA, ("fp16", "int8", "int4", "hierarchical", "kivi2", "gear4", "gear2")),
         ("decode", 1, _PADDED, ("fp16",)),
@@ -363,6 +373,7 @@ def _attention() -> Iterator[Specialization]:
             yield _attend(use, name, M, **sizes)
     for use, M in (("decode", 1), ("verify", 5), ("prefill", 128)):
         yield _attend(use, "int4", M, **_GEMMA, cap=50.0)
+        yield _attend(use, "int4", M, **_OSS, sliding=True)
     for H, D, sinks in ((32, 128, _ABSENT), (16, 256, _ABSENT), (64, 64, "*fp32"), (16, 8, _ABSENT)):
         yield Specialization(
             name=f"attend merge {_heads_name(H, 8, D)}{'' if sinks == _ABSENT else ' sinks'}",
@@ -380,12 +391,15 @@ def _attention() -> Iterator[Specialization]:
         )
 
 
-def _attend(use: str, name: str, M: int, H: int, H_kv: int, D: int, cap: float | None = None) -> Specialization:
-    """One specialization of the attention kernel."""
+def _attend(
+    use: str, name: str, M: int, H: int, H_kv: int, D: int, *, cap: float | None = None, sliding: bool = False
+) -> Specialization:
+    """One specialization of the attention kernel; those with a cap have a window, too."""
     kind, draft = KINDS[name], use == "draft"
     config = attention._config(kind, M, H, H_kv, D, 8192, draft=draft, room=Room())
+    special = " cap" if cap is not None else " window" if sliding else ""
     return Specialization(
-        name=f"attend {name} {use} {_heads_name(H, H_kv, D)}{'' if cap is None else ' cap'}",
+        name=f"attend {name} {use} {_heads_name(H, H_kv, D)}{special}",
         kernel=attention._attend_kernel,
         types={
             "step": attention.Step("*fp16", _ROWS, "*fp32", "*i32"),
@@ -394,7 +408,7 @@ def _attend(use: str, name: str, M: int, H: int, H_kv: int, D: int, cap: float |
             **_types(i32="M splits stride per_slot window"),
         },
         constants={
-            "tile": attention._tile(H, H_kv, config, sliding=cap is not None, cap=cap),
+            "tile": attention._tile(H, H_kv, config, sliding=sliding or cap is not None, cap=cap),
             "layout": page_layout(kind, D, window=kind.window_capacity(128), draft=draft),
         },
         num_warps=config.num_warps,

@@ -9,7 +9,8 @@ memory once, and then from the cache. A prompt's pairs are grouped by expert
 
 Either way the experts' numbers are read on the device, so a captured graph replays whatever the router chooses. `down`
 adds up what a row's experts give in ascending order of their numbers: in the program that finishes last, or, for
-prompts, in a launch of its own.
+prompts, in a launch of its own. The gate has multiplied its input by the experts' shares, so its biases are multiplied
+by them here.
 """
 
 from __future__ import annotations
@@ -66,6 +67,8 @@ class Choice(NamedTuple):
     """int32 [M, each]."""
     each: Any
     """Experts of a row."""
+    shares: Any = None
+    """float32 [M, each], by which experts' biases are multiplied; None: they are not."""
 
 
 @triton.jit
@@ -74,6 +77,12 @@ def _matrix_of(matrix, places, expert):
     codes = matrix.codes + tl.load(places.table + expert) * _RUN
     groups = codes + places.groups * _RUN
     return Matrix(codes, groups, matrix.book, matrix.bias, matrix.N, matrix.K, matrix.exponent)
+
+
+@triton.jit
+def _bias_of(matrix, expert, offs_n):
+    """An expert's bias, float32 [BLOCK_N], 0 from N on; matrix.bias is that of all, [E, N]."""
+    return tl.load(matrix.bias + expert.to(tl.int64) * matrix.N + offs_n, mask=offs_n < matrix.N, other=0.0)
 
 
 @triton.jit(do_not_specialize=["split"])
@@ -88,13 +97,20 @@ def _few_kernel(
     N, K = matrix.N, matrix.K
     pair, pid_n, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = pair // choice.each
-    own = _matrix_of(matrix, places, tl.load(choice.chosen + pair))
+    expert = tl.load(choice.chosen + pair)
+    own = _matrix_of(matrix, places, expert)
     stride = K // 32 * 32 if form.EVEN_K else K  # the same, but visibly keeps rows aligned
     source = (pair if SUMMED else row).to(tl.int64)
     given = Operands(x_ptr + source * stride, sums_ptr + source * tl.cdiv(K, 32), own, None, None, 1)
     acc = multiply_part(given, pid_n, part, split, form, tile)
     BLOCK_N: tl.constexpr = tile.BLOCK_N
     offs_n = pid_n * BLOCK_N + natural_rows(BLOCK_N, tile.WARPS)
+    if matrix.bias is not None:  # noqa: SIM102 - a constant and a number of the device
+        if part == 0:  # a mask instead takes 28 registers more on sm_90, which then holds 4 programs instead of 6
+            bias = _bias_of(matrix, expert, offs_n)
+            if choice.shares is not None:
+                bias *= tl.load(choice.shares + pair)
+            acc += bias[:, None]
     to, rows, number, parts = pair, tl.num_programs(0), part, split
     if SUMMED:
         to, rows = row, tl.num_programs(0) // choice.each
@@ -117,13 +133,19 @@ def _few_kernel(
 
 
 @triton.jit(do_not_specialize=["each", "most"])
-def _many_kernel(x_ptr, matrix, places, groups, out_ptr, each, most, form: tl.constexpr, tile: tl.constexpr):
-    """Program (i, j): pairs of block i, output channels of block j. x [P / each, K], out [P, N]; `Groups`."""
+def _many_kernel(
+    x_ptr, matrix, places, groups, shares_ptr, out_ptr, each, most, form: tl.constexpr, tile: tl.constexpr
+):
+    """Program (i, j): pairs of block i, output channels of block j. x [P / each, K], out [P, N]; `Groups`.
+
+    shares [P], as in `Choice`.
+    """
     N, K = matrix.N, matrix.K
     pid_m, pid_n = tl.program_id(0), tl.program_id(1)
     count = tl.load(groups.blocks + 2 * most + pid_m)
     if count > 0:
-        own = _matrix_of(matrix, places, tl.load(groups.blocks + pid_m))
+        expert = tl.load(groups.blocks + pid_m)
+        own = _matrix_of(matrix, places, expert)
         offs_m = tl.arange(0, tile.BLOCK_M)
         # Pairs beyond the end are the last one again, and are not stored.
         order = groups.order + tl.load(groups.blocks + most + pid_m)
@@ -131,6 +153,11 @@ def _many_kernel(x_ptr, matrix, places, groups, out_ptr, each, most, form: tl.co
         stride = K // 32 * 32 if form.EVEN_K else K  # the same, but seen to keep rows aligned
         acc = multiply_rows(x_ptr + (pairs // each).to(tl.int64) * stride, own, pid_n, form, tile)
         offs_n = pid_n * tile.BLOCK_N + natural_rows(tile.BLOCK_N, tile.WARPS)
+        if matrix.bias is not None:
+            bias = _bias_of(matrix, expert, offs_n)[:, None]
+            if shares_ptr is not None:
+                bias = bias * tl.load(shares_ptr + pairs)[None, :]
+            acc += bias
         mask = (offs_n < N)[:, None] & (offs_m < count)[None, :]
         tl.store(out_ptr + pairs.to(tl.int64)[None, :] * N + offs_n[:, None], acc, mask)
 
@@ -163,10 +190,10 @@ def few(
     out: torch.Tensor,
     workspace: Workspace,
     *,
-    summed: bool,
+    shares: torch.Tensor | None = None,
     split: int | None = None,
 ) -> None:
-    """Products of a few rows with their experts' matrices, each expert's by itself or summed.
+    """Products of a few rows with their experts' matrices plus their biases, each expert's by itself or summed.
 
     Args:
         x: float16 [M, K], contiguous; or [P, K], a row for each pair, if summed.
@@ -175,14 +202,15 @@ def few(
         chosen: int32 [M, each], the experts of every row, on the device: each below `weight.count`.
         out: float32 [P, N], written; or [M, N], if summed.
         workspace: Memory for parts, belonging to the current stream.
-        summed: Whether what a row's experts give is added up.
+        shares: float32 [M, each], the experts' shares: x was multiplied by them, biases are here, and what a row's
+            experts give is summed. None: neither.
         split: Parts along the input channels; chosen by `gemv.configure` if None.
 
     Raises:
         BackendError: operands of the wrong type or shape.
     """
     (M, each), (N, K), form = chosen.shape, weight.shape, weight_form(weight.first)
-    pairs = M * each
+    pairs, summed = M * each, shares is not None
     _check(x, weight, out, (pairs, M) if summed else (M, pairs))
     major = capability(x.device)
     if split is None:
@@ -192,14 +220,24 @@ def few(
     if split * (each if summed else 1) > 1:
         parts, counters = workspace.scratch(split * pairs * N), workspace.counters(out.shape[0] * across)
     launched = _few_kernel[pairs, across, split](
-        x, sums, matrix_of(weight.first, out), _places(weight), Choice(chosen, each), out, parts, counters,
-        split, SUMMED=summed, form=form, tile=tile, num_warps=WARPS, num_stages=1, **options(1, form, major),
+        x, sums, _matrix_with(weight, out), _places(weight), Choice(chosen, each, shares), out,
+        parts, counters, split, SUMMED=summed, form=form, tile=tile, num_warps=WARPS, num_stages=1,
+        **options(1, form, major),
     )  # fmt: skip
     leave_room(launched, x.device, "product")
 
 
-def many(x: torch.Tensor, weight: GpuExperts, groups: Groups, out: torch.Tensor, *, each: int, block_m: int) -> None:
-    """Products of a prompt's pairs with their experts' matrices.
+def many(
+    x: torch.Tensor,
+    weight: GpuExperts,
+    groups: Groups,
+    out: torch.Tensor,
+    *,
+    each: int,
+    block_m: int,
+    shares: torch.Tensor | None = None,
+) -> None:
+    """Products of a prompt's pairs with their experts' matrices, plus their biases.
 
     Args:
         x: float16 [P / each, K], contiguous.
@@ -208,6 +246,7 @@ def many(x: torch.Tensor, weight: GpuExperts, groups: Groups, out: torch.Tensor,
         out: float32 [P, N], written.
         each: Pairs that read the same row of x: 1, or the experts of a row.
         block_m: Pairs of a block of `groups`.
+        shares: float32 [M, each], the experts' shares: x was multiplied by them, biases are here. None: they are not.
 
     Raises:
         BackendError: operands of the wrong type or shape.
@@ -217,8 +256,8 @@ def many(x: torch.Tensor, weight: GpuExperts, groups: Groups, out: torch.Tensor,
     _check(x, weight, out, (pairs // each, pairs))
     tile = Tile(DOT=min(DOT, form.SPAN), BLOCK_M=block_m, BLOCK_N=BLOCK_N, WARPS=GEMM_WARPS)
     _many_kernel[most, triton.cdiv(N, BLOCK_N)](
-        x, matrix_of(weight.first, out), _places(weight), groups, out, each, most,
-        form=form, tile=tile, num_warps=GEMM_WARPS, num_stages=STAGES,
+        x, _matrix_with(weight, out), _places(weight), groups, None if weight.bias is None else shares, out,
+        each, most, form=form, tile=tile, num_warps=GEMM_WARPS, num_stages=STAGES,
     )  # fmt: skip
 
 
@@ -231,6 +270,11 @@ def sum_up(parts: torch.Tensor, out: torch.Tensor) -> None:
     """
     M, N = out.shape
     _sum_kernel[M, triton.cdiv(N, _SUM_CHANNELS)](parts, out, parts.shape[0] // M, N, BLOCK=_SUM_CHANNELS, num_warps=4)
+
+
+def _matrix_with(weight: GpuExperts, unused: torch.Tensor) -> Matrix:
+    """The first expert's matrix as a kernel argument, with the biases of all, or None."""
+    return matrix_of(weight.first, unused)._replace(bias=weight.bias)
 
 
 def _check(x: torch.Tensor, weight: GpuExperts, out: torch.Tensor, rows: tuple[int, int]) -> None:

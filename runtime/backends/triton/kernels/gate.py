@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from models.spec import CLAMPED_GAIN
 from runtime.backends.triton.kernels.sums import store_sums
 from runtime.backends.triton.kernels.tokens import Tokens, rounding_shape, store_tokens
 
@@ -15,12 +16,13 @@ BLOCK_I = 512
 
 _COMPENSATED, _SUMMED = tl.constexpr(1), tl.constexpr(2)
 """Bits of `given`: whether dec is added, and whether sums are wanted. See `_add_norm_kernel`."""
+_GAIN = tl.constexpr(CLAMPED_GAIN)
 
 
 @triton.jit(do_not_specialize=["given"])
 def _gate_kernel(
     y_ptr, dec_ptr, x_ptr, sums_ptr, factors_ptr, given,
-    WIDTH: tl.constexpr, BLOCK_I: tl.constexpr, GELU: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK_I: tl.constexpr, GELU: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
     """Program (m, block) handles channels [block * BLOCK_I, ...) of row m. y, dec [M, 2 WIDTH], x [M, WIDTH].
 
@@ -28,7 +30,7 @@ def _gate_kernel(
     """
     row = tl.program_id(0).to(tl.int64)
     offs_i = tl.program_id(1) * BLOCK_I + tl.arange(0, BLOCK_I)
-    x = _gated(y_ptr, dec_ptr, row, offs_i, given, WIDTH, GELU)
+    x = _gated(y_ptr, dec_ptr, row, offs_i, given, WIDTH, GELU, LIMIT)
     if factors_ptr is not None:
         x *= tl.load(factors_ptr + row)
     x = x.to(tl.float16)
@@ -40,18 +42,19 @@ def _gate_kernel(
 
 @triton.jit(do_not_specialize=["given"])
 def _gate_round_kernel(
-    y_ptr, dec_ptr, x_ptr, tokens, given, WIDTH: tl.constexpr, shape: tl.constexpr, GELU: tl.constexpr
+    y_ptr, dec_ptr, x_ptr, tokens, given,
+    WIDTH: tl.constexpr, shape: tl.constexpr, GELU: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
     """Program m handles row m, which is also quantized to INT8."""
     row = tl.program_id(0).to(tl.int64)
     offs_i = tl.arange(0, shape.BLOCK_K)
-    x = _gated(y_ptr, dec_ptr, row, offs_i, given, WIDTH, GELU)
+    x = _gated(y_ptr, dec_ptr, row, offs_i, given, WIDTH, GELU, LIMIT)
     tl.store(x_ptr + row * WIDTH + offs_i, x.to(tl.float16), mask=offs_i < WIDTH)
     store_tokens(tokens, row, x, shape)
 
 
 @triton.jit
-def _gated(y_ptr, dec_ptr, row, offs_i, given, WIDTH: tl.constexpr, GELU: tl.constexpr):
+def _gated(y_ptr, dec_ptr, row, offs_i, given, WIDTH: tl.constexpr, GELU: tl.constexpr, LIMIT: tl.constexpr):
     """Channels of a row, float32 [BLOCK]; 0 from WIDTH on."""
     mask_i = offs_i < WIDTH
     offs_gate = row * 2 * WIDTH + offs_i
@@ -60,7 +63,10 @@ def _gated(y_ptr, dec_ptr, row, offs_i, given, WIDTH: tl.constexpr, GELU: tl.con
     compensated = mask_i & ((given & _COMPENSATED) != 0)
     gate += tl.load(dec_ptr + offs_gate, mask=compensated, other=0.0)
     up += tl.load(dec_ptr + offs_gate + WIDTH, mask=compensated, other=0.0)
-    slope = gate
+    if LIMIT > 0:  # by comparisons, which leave NaN alone
+        gate = tl.where(gate > LIMIT, LIMIT, gate)
+        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up)) + 1.0
+    slope = gate * _GAIN if LIMIT > 0 else gate
     if GELU:  # x / 2 * (1 + tanh(t)) is x times the sigmoid of 2 t, t = sqrt(2 / pi) * (x + 0.044715 x³)
         slope = gate * (1.5957691216057308 + 0.07135481282925037 * gate * gate)
     falling = tl.exp(-tl.abs(slope))  # never overflows
@@ -77,8 +83,12 @@ def gate(
     *,
     factors: torch.Tensor | None = None,
     gelu: bool = False,
+    limit: float = 0.0,
 ) -> None:
-    """Write silu(g) * u, or gelu(g) * u, to x, rounded to half precision, where g and u are the halves of y + dec.
+    """Write silu(g) * u, or one of the other gates, to x, rounded to half precision; g and u are the halves of y + dec.
+
+    The others are gelu(g) * u, and (u + 1) * g * sigmoid(1.702 g) within limits
+    (`runtime.backends.operations.gate.clamped_gate`).
 
     Args:
         y: float32 [M, 2 * intermediate_size], output of the fused projection: gate, then up.
@@ -90,6 +100,7 @@ def gate(
             program then handles a whole row, for its scale. None: not needed.
         factors: float32 [M], a factor of each row before it is rounded: an expert's share. None: 1; none with `tokens`.
         gelu: Whether it is GELU, by its tanh form, instead of SiLU.
+        limit: Most of g and of u, whose least is its negative, in the last of these; 0: it is another.
     """
     M, width = x.shape
     assert y.shape == (M, 2 * width)
@@ -99,10 +110,12 @@ def gate(
         given = int(dec is not None)
         _gate_round_kernel[(M,)](
             y, y if dec is None else dec, x, tokens.operands, given, WIDTH=width, shape=shape, GELU=gelu,
-            num_warps=warps, enable_fp_fusion=False,
+            LIMIT=limit, num_warps=warps, enable_fp_fusion=False,
         )  # fmt: skip
         return
     grid = (M, triton.cdiv(width, BLOCK_I))
     given = (dec is not None) | (sums is not None) << 1
     dec, sums = y if dec is None else dec, y if sums is None else sums
-    _gate_kernel[grid](y, dec, x, sums, factors, given, WIDTH=width, BLOCK_I=BLOCK_I, GELU=gelu, num_warps=4)
+    _gate_kernel[grid](
+        y, dec, x, sums, factors, given, WIDTH=width, BLOCK_I=BLOCK_I, GELU=gelu, LIMIT=limit, num_warps=4
+    )

@@ -79,6 +79,8 @@ class GpuRouter:
     """What it chooses from."""
     weight: torch.Tensor
     """float32 [scores, C]."""
+    bias: torch.Tensor | None
+    """float32 [scores], added to the logits; None: there is none."""
     correction: torch.Tensor | None
     """float32 [experts], added to the scores for the choice; None: there is none."""
     counts: torch.Tensor | None = None
@@ -94,7 +96,7 @@ class GpuRouter:
 
 
 @triton.jit
-def _logits(x_ptr, weight_ptr, offs_m, offs_s, M, C, S, tile: tl.constexpr):
+def _logits(x_ptr, weight_ptr, bias_ptr, offs_m, offs_s, M, C, S, tile: tl.constexpr):
     """Logits of some rows: float32 [BLOCK_M, BLOCK_S]."""
     BLOCK_M: tl.constexpr = tile.BLOCK_M
     BLOCK_S: tl.constexpr = tile.BLOCK_S
@@ -111,6 +113,8 @@ def _logits(x_ptr, weight_ptr, offs_m, offs_s, M, C, S, tile: tl.constexpr):
             acc += tl.sum(w * x, axis=1)[None, :]
         else:
             acc = tl.dot(x, tl.trans(w), acc, input_precision="ieee")
+    if bias_ptr is not None:
+        acc += tl.load(bias_ptr + offs_s, mask=offs_s < S, other=0.0)[None, :]
     return acc
 
 
@@ -158,7 +162,7 @@ def _choose(logits, correction_ptr, form: tl.constexpr):
 
 @triton.jit(do_not_specialize=["M", "C", "scale"])
 def _route_kernel(
-    x_ptr, weight_ptr, correction_ptr, counts_ptr, routed, counters_ptr, M, C, scale,
+    x_ptr, weight_ptr, bias_ptr, correction_ptr, counts_ptr, routed, counters_ptr, M, C, scale,
     form: tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
     """Program (i, j): logits of block i for the rows of block j; the last of a block's rows chooses. x [M, C]."""
@@ -170,7 +174,7 @@ def _route_kernel(
     offs_s = pid_s * tile.BLOCK_S + tl.arange(0, tile.BLOCK_S)
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     mask_m = (offs_m < M)[:, None]
-    found = _logits(x_ptr, weight_ptr, offs_m, offs_s, M, C, S, tile)
+    found = _logits(x_ptr, weight_ptr, bias_ptr, offs_m, offs_s, M, C, S, tile)
     own = routed.logits + offs_m[:, None] * S
     tl.store(own + offs_s[None, :], found, mask=mask_m & (offs_s < S)[None, :])
     tl.debug_barrier()  # all of the program's logits are written before its arrival is counted
@@ -211,6 +215,6 @@ def route(x: torch.Tensor, router: GpuRouter, routed: Routed, workspace: Workspa
     tile = ONE if M <= SUMMED_ROWS else SEVERAL
     grid = (triton.cdiv(router.weight.shape[0], tile.BLOCK_S), triton.cdiv(M, tile.BLOCK_M))
     _route_kernel[grid](
-        x, router.weight, router.correction, router.counts, routed, workspace.counters(grid[1]), M, C,
+        x, router.weight, router.bias, router.correction, router.counts, routed, workspace.counters(grid[1]), M, C,
         router.mixture.scale, form=form, tile=tile, num_warps=WARPS,
     )  # fmt: skip

@@ -74,8 +74,8 @@ class Kernels(Protocol):
     def norm(self, h: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """RMSNorm of float32 [M, C]."""
 
-    def gate(self, y: torch.Tensor, *, gelu: bool = False) -> torch.Tensor:
-        """SiLU(gate) * up, or GELU(gate) * up: float32 [M, I] of [M, 2 I]."""
+    def gate(self, y: torch.Tensor, *, gelu: bool = False, limit: float = 0.0) -> torch.Tensor:
+        """SiLU(gate) * up, GELU(gate) * up, or with a limit the clamped gate: float32 [M, I] of [M, 2 I]."""
 
     def heads(self, y: torch.Tensor, how: HeadOptions) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries [M, H, D], and keys and values [M, H_kv, D] as the cache has them, of y [M, (H + 2 H_kv) D]."""

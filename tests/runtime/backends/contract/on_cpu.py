@@ -40,9 +40,9 @@ class CpuKernels:
         source, weights = wide(h.numpy()), vector(weight.numpy())
         return _rounded(h.shape, 64, lambda to: op.Norm(matrix(source), to, address(weights), eps=eps))
 
-    def gate(self, y: torch.Tensor, *, gelu: bool = False) -> torch.Tensor:
+    def gate(self, y: torch.Tensor, *, gelu: bool = False, limit: float = 0.0) -> torch.Tensor:
         source = wide(y.numpy())
-        return _rounded((len(y), y.shape[1] // 2), 32, lambda to: op.Gate(matrix(source), to, gelu))
+        return _rounded((len(y), y.shape[1] // 2), 32, lambda to: op.Gate(matrix(source), to, gelu, limit))
 
     def heads(self, y: torch.Tensor, how: HeadOptions) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         (M, width), H, K, D = y.shape, how.heads, how.kv_heads, how.dim

@@ -49,9 +49,9 @@ class TritonKernels:
         assert_close(sums, sums_of(x), SUMS)
         return x.cpu().float()
 
-    def gate(self, y: torch.Tensor, *, gelu: bool = False) -> torch.Tensor:
+    def gate(self, y: torch.Tensor, *, gelu: bool = False, limit: float = 0.0) -> torch.Tensor:
         x, sums = self._activations(len(y), y.shape[1] // 2)
-        gate(y.to(self.device), None, x, sums, gelu=gelu)
+        gate(y.to(self.device), None, x, sums, gelu=gelu, limit=limit)
         assert_close(sums, sums_of(x), SUMS)
         return x.cpu().float()
 

@@ -8,7 +8,7 @@ import torch
 from models.rope import tables
 from models.spec import RopeSpec
 from runtime.backends.operations.basis import to_basis
-from runtime.backends.operations.gate import gelu_gate, silu_gate
+from runtime.backends.operations.gate import clamped_gate, gelu_gate, silu_gate
 from runtime.backends.operations.norm import rms_norm
 from runtime.backends.operations.rope import rotate
 from tests.close import assert_close
@@ -51,6 +51,16 @@ def test_gate(kernels: Kernels, M: int, width: int) -> None:
     assert_close(kernels.gate(y), silu_gate(y[:, :width], y[:, width:]), kernels.written)
     exact = gelu_gate(y[:, :width].double(), y[:, width:].double()).float()  # in float32, 1 + tanh cancels
     assert_close(kernels.gate(y, gelu=True), exact, kernels.written)
+
+
+@pytest.mark.parametrize(("M", "width", "limit"), [(1, 5, 7.0), (3, 520, 0.7)], ids=str)
+def test_the_clamped_gate(kernels: Kernels, M: int, width: int, limit: float) -> None:
+    """Gates and ups beyond both limits, at them and within; a gate has no least."""
+    y = 4 * normal(M, 2 * width, seed=width)
+    y[0, :5] = torch.tensor([limit, 90.0, -90.0, 0.0, limit])
+    y[0, width : width + 5] = torch.tensor([-limit, 90.0, -1.0, 3.0, -90.0])
+    exact = clamped_gate(y[:, :width].double(), y[:, width:].double(), limit).float()
+    assert_close(kernels.gate(y, limit=limit), exact, kernels.written)
 
 
 SLOTS, POSITIONS = (1, 1, 0, 0, 0), (0, 1, 0, 1, 2)

@@ -45,6 +45,21 @@ QWEN3_MOE = replace(
     qk_norm=True,
 )  # fmt: skip
 """Qwen3-30B-A3B."""
+_OSS = spec_of(
+    hidden_size=2880, intermediate_size=2880, num_layers=24, num_heads=64, num_kv_heads=8, head_dim=64,
+    vocab_size=201088,
+)  # fmt: skip
+GPT_OSS = replace(
+    _OSS,
+    mixture=MixtureSpec(experts=32, chosen=4, width=2880, normalized=True, bias=True),
+    windows=(128, None) * 12,
+    sinks=True,
+    qkv_bias=True,
+    o_bias=True,
+    activation="clamped_silu",
+    gate_limit=7.0,
+)
+"""gpt-oss-20b."""
 DEMO = StoredModel.open_folder(demo_path(), "demo")
 MODELS: dict[str, tuple[ModelSpec, Recipe]] = {
     "demo": (DEMO.spec, DEMO.recipe),
@@ -52,6 +67,7 @@ MODELS: dict[str, tuple[ModelSpec, Recipe]] = {
     "llama-3-8b-3bit": (LLAMA, Recipe(bits=3)),
     "phi-3-4bit": (PHI, Recipe(bits=4)),
     "qwen3-30b-a3b-4bit": (QWEN3_MOE, Recipe(bits=4)),
+    "gpt-oss-20b-4bit": (GPT_OSS, Recipe(bits=4)),
 }
 
 
@@ -68,13 +84,16 @@ class Shapes:
         residual = PackedResidual(bits=self.recipe.residual_bits, codes=nothing, scales=None)
         return PackedLinear(
             name=name, shape=(N, K), bits=self.recipe.layer_bits(name), group_size=self.recipe.group_size,
-            codes=nothing, scales=nothing, zeros=nothing, bias=None, residual=residual,
+            codes=nothing, scales=nothing, zeros=nothing, residual=residual,
+            bias=np.zeros(N, np.float32) if self.spec.has_bias(name) else None,
             rank_maximum=np.ones(K, np.float32), mean_square=np.ones(K, np.float32),
         )  # fmt: skip
 
     def vector(self, name: str) -> Any:
-        routers = self.spec.routers(int(name.split(".")[1])) if name in self.spec.router_names() else {}
-        return np.ones(routers.get(name, self.spec.hidden_size), np.float32)
+        if name == "norm":
+            return np.ones(self.spec.hidden_size, np.float32)
+        layer = int(name.split(".")[1])
+        return np.ones({**self.spec.block_vectors(layer), **self.spec.routers(layer)}[name], np.float32)
 
     def key_statistics(self, _layer: int) -> None:
         return None
@@ -88,9 +107,10 @@ def without_numbers(packed: PackedLinear, device: torch.device) -> GpuLinear:
     N, K = packed.shape
     codes = torch.empty(code_words(packed.shape, packed.bits), dtype=torch.int32, device=device)
     groups = torch.empty(-(-K // packed.group_size), N, dtype=torch.int32, device=device)
+    bias = None if packed.bias is None else torch.empty(N, device=device)
     return GpuLinear(
         name=packed.name, shape=packed.shape, bits=packed.bits, group_size=packed.group_size, codes=codes,
-        groups=groups, codebook=None, bias=None,
+        groups=groups, codebook=None, bias=bias,
     )  # fmt: skip
 
 

@@ -27,7 +27,7 @@ from tests.runtime.backends.triton.test_gemm_triton import ROUNDED
 from tests.runtime.backends.triton.test_gemv_triton import TOLERANCE, activations
 
 
-def packed(N: int, K: int, bits: int, group_size: int, seed: int) -> PackedLinear:
+def packed(N: int, K: int, bits: int, group_size: int, seed: int, *, biased: bool = False) -> PackedLinear:
     """A random matrix of uniform groups, as stored."""
     rng, G = np.random.default_rng(seed), -(-K // group_size)
     return PackedLinear(
@@ -38,7 +38,7 @@ def packed(N: int, K: int, bits: int, group_size: int, seed: int) -> PackedLinea
         codes=pack(rng.integers(0, 1 << bits, (N, K), dtype=np.uint8), bits),
         scales=rng.normal(0, 0.02, (N, G)).astype(np.float16),
         zeros=rng.integers(0, 1 << bits, (N, G), dtype=np.uint8),
-        bias=None,
+        bias=rng.normal(0, 1, N).astype(np.float32) if biased else None,
         residual=None,
         rank_maximum=None,
         mean_square=None,
@@ -46,10 +46,18 @@ def packed(N: int, K: int, bits: int, group_size: int, seed: int) -> PackedLinea
 
 
 def experts(
-    count: int, N: int, K: int, bits: int, group_size: int, device: str, resident: Collection[int] | None = None
+    count: int,
+    N: int,
+    K: int,
+    bits: int,
+    group_size: int,
+    device: str,
+    resident: Collection[int] | None = None,
+    *,
+    biased: bool = False,
 ) -> GpuExperts:
     host = HostRecords(ordinary if device == "cpu" else page_locked)
-    stored = [packed(N, K, bits, group_size, seed) for seed in range(count)]
+    stored = [packed(N, K, bits, group_size, seed, biased=biased) for seed in range(count)]
     return stack(stored, torch.device(device), repack, resident=resident, host=host)
 
 
@@ -60,12 +68,21 @@ def choice(M: int, each: int, count: int, device: str) -> torch.Tensor:
     return torch.stack(rows).to(torch.int32).to(device)
 
 
-def expected(x: torch.Tensor, weight: GpuExperts, chosen: torch.Tensor, rows: list[int]) -> torch.Tensor:
-    """Each pair's product, float64 [P, N]; `rows` are those of x that pairs read."""
-    found = [
-        x[row].cpu().double() @ dequantize(weight.of(int(expert))).double().T
-        for row, expert in zip(rows, chosen.flatten().tolist(), strict=True)
-    ]
+def shares_of(chosen: torch.Tensor) -> torch.Tensor:
+    """Shares of rows' experts, float32 [M, each]."""
+    return torch.rand(chosen.shape, generator=torch.Generator().manual_seed(7)).to(chosen.device)
+
+
+def expected(
+    x: torch.Tensor, weight: GpuExperts, chosen: torch.Tensor, rows: list[int], shares: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Each pair's product, plus its expert's bias times its share, float64 [P, N]; `rows` are those of x it reads."""
+    found = []
+    for pair, (row, expert) in enumerate(zip(rows, chosen.flatten().tolist(), strict=True)):
+        own = weight.of(int(expert))
+        found.append(x[row].cpu().double() @ dequantize(own).double().T)
+        if own.bias is not None:
+            found[-1] += own.bias.cpu().double() * (1.0 if shares is None else float(shares.flatten()[pair]))
     return torch.stack(found)
 
 
@@ -76,60 +93,73 @@ CASES = [
     (40, 1100, 3, 32, 3),
     (33, 20, 3, 32, 1),
 ]
+BIASED = [(case, biased) for case in CASES for biased in (False, True) if not biased or case[0] in (33, 40)]
+"""These and with biases, of one part and of several."""
 
 
 @pytest.mark.parametrize("summed", [False, True], ids=["each", "summed"])
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_a_few_rows(case: tuple[int, int, int, int, int], summed: bool, device: str) -> None:
+@pytest.mark.parametrize(("case", "biased"), BIASED, ids=str)
+def test_a_few_rows(case: tuple[int, int, int, int, int], biased: bool, summed: bool, device: str) -> None:
     N, K, bits, group_size, split = case
     M, each = 3, 2
-    weight, chosen = experts(4, N, K, bits, group_size, device), choice(M, each, 4, device)
+    weight, chosen = experts(4, N, K, bits, group_size, device, biased=biased), choice(M, each, 4, device)
+    shares = shares_of(chosen) if summed else None
     x = activations(M * each if summed else M, K, device, 1)
     sums, workspace = torch.empty(len(x), -(-K // 32), device=device), Workspace(device)
     piece_sums(x, sums)
     out = torch.full((M if summed else M * each, N), float("nan"), device=device)
-    few(x, sums, weight, chosen, out, workspace, summed=summed, split=split)
-    wanted = expected(x, weight, chosen, [pair if summed else pair // each for pair in range(M * each)])
+    few(x, sums, weight, chosen, out, workspace, shares=shares, split=split)
+    wanted = expected(x, weight, chosen, [pair if summed else pair // each for pair in range(M * each)], shares)
     assert_close(out, wanted.view(M, each, N).sum(1) if summed else wanted, TOLERANCE)
     assert not workspace.counters(8).any(), "a captured launch must find its counters as the first one did"
 
 
 def test_a_row_has_the_same_bits_alone_and_among_others(device: str) -> None:
-    weight, chosen = experts(4, 70, 600, 4, 128, device), choice(5, 2, 4, device)
+    weight, chosen = experts(4, 70, 600, 4, 128, device, biased=True), choice(5, 2, 4, device)
+    shares = shares_of(chosen)
     x = activations(10, 600, device, 2)
     sums = torch.empty(10, 19, device=device)
     piece_sums(x, sums)
     together, alone = torch.empty(5, 70, device=device), torch.empty(1, 70, device=device)
-    few(x, sums, weight, chosen, together, Workspace(device), summed=True, split=2)
-    few(x[6:8], sums[6:8], weight, chosen[3:4], alone, Workspace(device), summed=True, split=2)
+    few(x, sums, weight, chosen, together, Workspace(device), shares=shares, split=2)
+    few(x[6:8], sums[6:8], weight, chosen[3:4], alone, Workspace(device), shares=shares[3:4], split=2)
     assert torch.equal(together[3], alone[0])
 
 
 def test_one_expert_a_row_is_written_without_parts(device: str) -> None:
-    weight, chosen = experts(3, 40, 64, 4, 32, device), choice(2, 1, 3, device)
+    weight, chosen = experts(3, 40, 64, 4, 32, device, biased=True), choice(2, 1, 3, device)
+    shares = shares_of(chosen)
     x, sums = activations(2, 64, device, 3), torch.empty(2, 2, device=device)
     piece_sums(x, sums)
     out, workspace = torch.full((2, 40), float("nan"), device=device), Workspace(device)
-    few(x, sums, weight, chosen, out, workspace, summed=True, split=1)
-    assert_close(out, expected(x, weight, chosen, [0, 1]), TOLERANCE)
+    few(x, sums, weight, chosen, out, workspace, shares=shares, split=1)
+    assert_close(out, expected(x, weight, chosen, [0, 1], shares), TOLERANCE)
     assert not workspace.nbytes
 
 
 @pytest.mark.parametrize("each_reads", [False, True], ids=["a-row-each", "a-row-for-all"])
-@pytest.mark.parametrize(("case", "block_m"), [(CASES[0], 32), (CASES[1], 64), (CASES[2], 32)], ids=str)
-def test_a_prompt_s_rows(case: tuple[int, int, int, int, int], block_m: int, each_reads: bool, device: str) -> None:
-    """Blocks that are full and not, and an expert that no row goes to."""
+@pytest.mark.parametrize(
+    ("case", "block_m", "biased"),
+    [(CASES[0], 32, False), (CASES[1], 64, False), (CASES[2], 32, False), (CASES[3], 32, True)],
+    ids=str,
+)
+def test_a_prompt_s_rows(
+    case: tuple[int, int, int, int, int], block_m: int, biased: bool, each_reads: bool, device: str
+) -> None:
+    """Blocks that are full and not, and an expert that no row goes to; `down` reads a row each, and has shares."""
     N, K, bits, group_size, _ = case
     M, each, count = 40, 2, 4
-    weight, chosen = experts(count, N, K, bits, group_size, device), choice(M, each, count - 1, device)
+    weight = experts(count, N, K, bits, group_size, device, biased=biased)
+    chosen = choice(M, each, count - 1, device)
+    shares = None if each_reads else shares_of(chosen)
     pairs = M * each
     most = most_blocks(pairs, count, block_m)
     groups = Groups(*(torch.zeros(shape, dtype=torch.int32, device=device) for shape in ((pairs,), (3, most))))
     group(chosen, count, groups, block_m)
     x = activations(M if each_reads else pairs, K, device, 4)
     out = torch.full((pairs, N), float("nan"), device=device)
-    many(x, weight, groups, out, each=each if each_reads else 1, block_m=block_m)
-    wanted = expected(x, weight, chosen, [pair // each if each_reads else pair for pair in range(pairs)])
+    many(x, weight, groups, out, each=each if each_reads else 1, block_m=block_m, shares=shares)
+    wanted = expected(x, weight, chosen, [pair // each if each_reads else pair for pair in range(pairs)], shares)
     errors = out.cpu().double() - wanted
     assert float(errors.square().mean().sqrt()) < ROUNDED * float(wanted.square().mean().sqrt())
     summed = torch.full((M, N), float("nan"), device=device)
@@ -169,23 +199,25 @@ def test_products_have_the_same_bits_wherever_experts_are(rows: str, device: str
     def product(weight: GpuExperts) -> torch.Tensor:
         out = torch.full((pairs, N), float("nan"), device=device)
         if rows == "few":
-            few(x, sums, weight, chosen, out, Workspace(device), summed=False)
+            few(x, sums, weight, chosen, out, Workspace(device))
         else:
             many(x, weight, groups, out, each=each, block_m=32)
         return out
 
-    wanted = product(experts(count, N, K, 4, 128, device))
+    wanted = product(experts(count, N, K, 4, 128, device, biased=True))
     assert torch.isfinite(wanted).all()
     for resident in ((1, 3), (0,), ()):
-        assert torch.equal(product(experts(count, N, K, 4, 128, device, resident)), wanted)
-    weight = experts(count, N, K, 4, 128, device, (1, 3))
+        assert torch.equal(product(experts(count, N, K, 4, 128, device, resident, biased=True)), wanted)
+    weight = experts(count, N, K, 4, 128, device, (1, 3), biased=True)
     for leaving, coming, kept in ((3, 0, [0, 1]), (1, 4, [0, 4]), (0, 3, [3, 4])):
         before = (weight.nbytes, weight.host_bytes)
         weight.exchange(leaving, coming)
         assert [expert for expert in range(count) if weight.resident[expert]] == kept
         assert (weight.nbytes, weight.host_bytes) == before
         assert torch.equal(product(weight), wanted)
-        assert torch.equal(dequantize(weight.of(coming)), dequantize(repack(packed(N, K, 4, 128, coming), device)))
+        assert torch.equal(
+            dequantize(weight.of(coming)), dequantize(repack(packed(N, K, 4, 128, coming, biased=True), device))
+        )
 
 
 def test_records_of_all_blocks_share_page_locked_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,21 +233,33 @@ def test_records_of_all_blocks_share_page_locked_memory(monkeypatch: pytest.Monk
     assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
 
 
+def test_a_stack_holds_every_expert_s_bias() -> None:
+    weight = experts(3, 7, 96, 3, 32, "cpu", biased=True)
+    for number in range(3):
+        own, stored = weight.of(number), packed(7, 96, 3, 32, number, biased=True)
+        assert own.bias is not None
+        assert stored.bias is not None
+        assert own.bias.tolist() == stored.bias.tolist()
+        assert torch.equal(dequantize(own), dequantize(repack(stored, "cpu")))
+    assert weight.nbytes == experts(3, 7, 96, 3, 32, "cpu").nbytes + 3 * 7 * 4
+
+
 def test_experts_that_differ_or_have_what_kernels_do_not_know_are_refused() -> None:
     one = packed(8, 64, 4, 32, 0)
     for other, message in (
-        (packed(8, 64, 3, 32, 1), "differ in shape, bits or groups"),
-        (packed(8, 64, 4, 64, 1), "differ in shape, bits or groups"),
-        (replace(one, bias=np.zeros(8, np.float32)), "without biases"),
+        (packed(8, 64, 3, 32, 1), "differ in shape, bits, groups or having a bias"),
+        (packed(8, 64, 4, 64, 1), "differ in shape, bits, groups or having a bias"),
+        (replace(one, bias=np.zeros(8, np.float32)), "differ in shape, bits, groups or having a bias"),
+        (replace(one, per_token=True), "uniform codes"),
     ):
         with pytest.raises(BackendError, match=message):
-            stack([one, other], torch.device("cpu"), repack)
+            stack([other, one], torch.device("cpu"), repack)
 
 
 def test_other_operands_are_refused() -> None:
     weight, chosen = experts(2, 8, 64, 4, 32, "cpu"), torch.zeros(1, 2, dtype=torch.int32)
-    sums = torch.zeros(1, 2)
+    sums, shares = torch.zeros(1, 2), torch.ones(1, 2)
     with pytest.raises(BackendError, match=r"out must be contiguous torch\.float32 \[2, 8\], not .* \[1, 8\]"):
-        few(torch.zeros(1, 64).half(), sums, weight, chosen, torch.zeros(1, 8), Workspace("cpu"), summed=False)
+        few(torch.zeros(1, 64).half(), sums, weight, chosen, torch.zeros(1, 8), Workspace("cpu"))
     with pytest.raises(BackendError, match=r"x must be contiguous torch\.float16 \[2, 64\]"):
-        few(torch.zeros(1, 64).half(), sums, weight, chosen, torch.zeros(1, 8), Workspace("cpu"), summed=True)
+        few(torch.zeros(1, 64).half(), sums, weight, chosen, torch.zeros(1, 8), Workspace("cpu"), shares=shares)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from runtime.backends.operations.gate import silu_gate
+from runtime.backends.operations.gate import clamped_gate, silu_gate
 from runtime.backends.triton.kernels.gate import BLOCK_I, gate
 from tests.close import assert_close
 from tests.runtime.backends.triton.pieces import SUMS, sums_of
@@ -35,6 +35,25 @@ def test_an_expert_s_share_counts_before_rounding(device: str) -> None:
     x = torch.full((3, 40), torch.nan, dtype=torch.float16, device=device)
     gate(y.to(device), None, x, factors=shares.to(device))
     assert_close(x.cpu().float(), silu_gate(y[:, :40], y[:, 40:]) * shares[:, None], "half")
+
+
+def test_the_clamped_gate_limits_the_compensated_product(device: str) -> None:
+    """Within the limits before it is compensated, beyond them after, and the other way round; then with shares."""
+    generator, limit = torch.Generator().manual_seed(8), 1.5
+    y, dec, shares = (torch.randn(2, *of, generator=generator) for of in ((1200,), (1200,), ()))
+    x = torch.full((2, 600), torch.nan, dtype=torch.float16, device=device)
+    gate(y.to(device), dec.to(device), x, factors=shares.to(device), limit=limit)
+    wanted = clamped_gate(y[:, :600] + dec[:, :600], y[:, 600:] + dec[:, 600:], limit) * shares[:, None]
+    assert_close(x.cpu().float(), wanted, "half")
+
+
+def test_the_clamped_gate_keeps_broken_numbers_visible(device: str) -> None:
+    """NaN is no number to be limited; infinity is."""
+    y = torch.tensor([[torch.nan, 1.0, torch.inf, 1.0, torch.nan, torch.inf]], device=device)
+    x = torch.zeros(1, 3, dtype=torch.float16, device=device)
+    gate(y, None, x, limit=2.0)
+    assert torch.isfinite(x[0]).tolist() == [False, False, True]
+    assert_close(x[0, 2].cpu().float(), clamped_gate(torch.tensor(2.0), torch.tensor(2.0), 2.0), "half")
 
 
 def test_large_magnitudes_saturate_and_broken_ones_stay_visible(device: str) -> None:

@@ -209,15 +209,16 @@ def test_a_split_product_of_tokens_is_merged_once_all_its_parts_are_there(fences
 def test_a_row_s_experts_are_summed_once_all_their_parts_are_there(fences: bool) -> None:
     """Two rows, two experts each, in two parts: eight programs, of which the last of a row's four adds up."""
     weight, chosen = experts(3, 20, 1030, 4, 128, "cpu"), torch.tensor([[0, 2], [1, 2]], dtype=torch.int32)
+    shares = torch.ones(2, 2)
     x, sums = torch.randn(4, 1030, generator=torch.Generator().manual_seed(5)).half(), torch.empty(4, 33)
     piece_sums(x, sums)
     expected, right, workspace = torch.empty(2, 20), [], Workspace("cpu")
-    few(x, sums, weight, chosen, expected, workspace, summed=True, split=2)
+    few(x, sums, weight, chosen, expected, workspace, shares=shares, split=2)
     for seed in range(4):
         out = torch.full((2, 20), torch.nan)
         workspace.scratch(160).fill_(torch.nan)
         with interleaved(seed, fences=fences):
-            few(x, sums, weight, chosen, out, workspace, summed=True, split=2)
+            few(x, sums, weight, chosen, out, workspace, shares=shares, split=2)
         right.append(torch.equal(out, expected) and not workspace.counters(2).any())
     assert all(right) == fences
 
@@ -227,7 +228,7 @@ def test_a_router_chooses_once_all_its_logits_are_there(fences: bool) -> None:
     """Ten logits of four programs a row."""
     mixture = MixtureSpec(experts=9, chosen=3, width=1, normalized=True, shared=1)
     weight = torch.randn(10, 40, generator=torch.Generator().manual_seed(6))
-    router = GpuRouter(mixture=mixture, weight=weight, correction=None)
+    router = GpuRouter(mixture=mixture, weight=weight, bias=None, correction=None)
     x = torch.randn(2, 40, generator=torch.Generator().manual_seed(7)).half()
 
     def empty() -> Routed:

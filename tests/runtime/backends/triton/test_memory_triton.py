@@ -103,7 +103,7 @@ def test_the_plan_is_what_is_allocated(card: Card, case: str) -> None:
     else:
         assert weights > 5 * decoder.weight_bytes, "a token reads those of its experts"
     weights += sum(scale.nbytes for scale in scales if scale is not None)
-    within(planned.weight_bytes, weights)
+    assert planned.weight_bytes == weights
     within(planned.kv_bytes, decoder.kv_bytes)
     shared = decoder.model.copied.nbytes
     within(planned.buffer_bytes, card.peak - weights - decoder.kv_bytes - shared)

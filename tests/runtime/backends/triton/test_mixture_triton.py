@@ -17,17 +17,17 @@ from runtime.backends.operations.compensate import dequantize_residual
 from runtime.backends.operations.linear import dequantize
 from runtime.backends.reference import decoder as reference_decoder
 from runtime.backends.triton import placement
-from runtime.backends.triton.backend import BACKEND
 from runtime.backends.triton.decoder import TritonDecoder
 from runtime.backends.triton.expert_layout import GpuExperts
 from runtime.backends.triton.kernels import experts as products
 from runtime.backends.triton.kernels.sums import piece_sums
 from runtime.backends.triton.sizes import expert_bytes
 from runtime.backends.triton.timer import launch
-from runtime.errors import BackendError
+from runtime.kv.kinds import KINDS
 from tests.close import Tolerance, assert_close
 from tests.grid import grid
-from tests.runtime.backends.triton.test_triton_decoder import SMALL, reference, step
+from tests.runtime.backends.triton.test_triton_decoder import SMALL, copy_cache, reference, step
+from tests.runtime.conftest import SINKS
 
 SLOW = pytest.mark.slow
 MIXTURE = MixtureSpec(experts=5, chosen=2, width=40, normalized=True)
@@ -40,7 +40,16 @@ SHAPES: dict[str, tuple[MixtureSpec, dict[str, Any]]] = {
         {"bits": 4, "residual_bits": 8},
     ),
     "one": (replace(MIXTURE, chosen=1), {"bits": 4, "residual_bits": 4}),
+    "biases": (replace(MIXTURE, bias=True), {"bits": 4, "residual_bits": 8}),
 }
+CLAMPED: dict[str, Any] = {
+    **SINKS,
+    "num_layers": 2,
+    "windows": (3, None),
+    "activation": "clamped_silu",
+    "gate_limit": 1.0,
+}
+"""The rest of the block of models whose experts have biases."""
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +61,8 @@ def _half_routers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def model_of(tiny_model: Any, tiny_spec: Any, shape: str) -> Any:
     mixture, build = SHAPES[shape]
-    model = tiny_model(tiny_spec(**{**SMALL, "num_layers": 1 + len(mixture.dense), "mixture": mixture}), **build)
+    changes = CLAMPED if mixture.bias else {"num_layers": 1 + len(mixture.dense)}
+    model = tiny_model(tiny_spec(**{**SMALL, **changes, "mixture": mixture}), **build)
     rng = np.random.default_rng(0)
     for name, linear in model.linears.items():
         if ".experts." in name and name.endswith("down"):  # whose inputs are not those of the other experts
@@ -98,7 +108,7 @@ def test_logits_match_the_reference(tiny_model: Any, tiny_spec: Any, device: str
 
 
 @pytest.mark.parametrize("prompt", [{"qkv": 300, "gate_up": 700, "down": 300, "head": 1}, {"down": 1024}, 1024])
-@pytest.mark.parametrize("shape", grid(["3bit", "dense-first", "gated"], {"3bit"}))
+@pytest.mark.parametrize("shape", grid(["3bit", "dense-first", "gated", "biases"], {"3bit"}))
 def test_prompts_match_the_reference(
     tiny_model: Any, tiny_spec: Any, device: str, shape: str, prompt: Mapping[str, int] | int
 ) -> None:
@@ -133,6 +143,20 @@ def test_experts_read_what_every_cache_gives(
     ):
         found, wanted = np.array(ours.forward(one)), theirs.forward(one)
         assert np.abs(found - wanted).max() <= tolerance * wanted.std()
+
+
+@pytest.mark.parametrize("kv", grid(KINDS, {"int4"}))
+def test_experts_with_biases_read_pages_of_every_cache(tiny_model: Any, tiny_spec: Any, device: str, kv: Any) -> None:
+    """Behind a prompt that fills a page or cuts one off its window: a token, a few, and one in place of the last."""
+    model, kind = model_of(tiny_model, tiny_spec, "biases"), KINDS[kv]
+    prompt = [(7 * i) % 61 for i in range(kind.unpaged + kind.page + 2)]
+    options = DecoderOptions(context=300, max_rows=len(prompt), kv=kv, k_chunk=300, select="static")
+    ours, theirs = TritonDecoder(model, options, device), reference(model, options)
+    theirs.forward(step(prompt, 0, prefill=True))
+    copy_cache(theirs, ours)
+    at = len(prompt)
+    for one in (step([17], at), step([33, 34, 5], at + 1, rows=[0, 2]), step([21], at + 3)):
+        assert_near(np.array(ours.forward(one)), theirs.forward(one))
 
 
 @pytest.mark.parametrize("select", grid(["approx", "exact", "random"], {"approx"}))
@@ -282,9 +306,3 @@ def test_the_timer_multiplies_with_as_many_experts_as_a_token_goes_to(
         own = [weights[f"layers.0.experts.{expert}.{kind}"] for expert in range(read)]
         wanted = torch.stack([inputs[row % rows].float() @ own[row].T for row in range(read)])
         assert_close((found.tensor + found.dec).cpu(), wanted if rows == 1 else wanted.sum(0, keepdim=True), "float32")
-
-
-def test_experts_with_biases_are_refused(tiny_spec: Any, tiny_model: Any) -> None:
-    model = tiny_model(tiny_spec(**{**SMALL, "mixture": replace(MIXTURE, bias=True)}))
-    with pytest.raises(BackendError, match="no kernels for experts with biases: use the CPU backend"):
-        BACKEND.open(model, DecoderOptions())

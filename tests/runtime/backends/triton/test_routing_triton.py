@@ -25,6 +25,8 @@ MIXTURES = {
         experts=17, chosen=4, width=1, normalized=True, scoring="sigmoid", corrected=True, scale=1.8, shared=1,
         gated=False,
     ),
+    "biased": MixtureSpec(experts=20, chosen=4, width=1, normalized=True, bias=True),
+    "biased-gated": MixtureSpec(experts=6, chosen=2, width=1, normalized=False, shared=1, bias=True),
     "sigmoids-plain": MixtureSpec(experts=6, chosen=6, width=1, normalized=False, scoring="sigmoid", corrected=True),
 }  # fmt: skip
 
@@ -32,10 +34,9 @@ MIXTURES = {
 def _router(mixture: MixtureSpec, C: int, device: str, seed: int = 0) -> GpuRouter:
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(mixture.scores, C, generator=generator) * 4 / C**0.5
-    correction = torch.randn(mixture.experts, generator=generator) if mixture.corrected else None
-    return GpuRouter(
-        mixture=mixture, weight=weight.to(device), correction=None if correction is None else correction.to(device)
-    )
+    correction = torch.randn(mixture.experts, generator=generator).to(device) if mixture.corrected else None
+    bias = torch.randn(mixture.scores, generator=generator).to(device) if mixture.bias else None
+    return GpuRouter(mixture=mixture, weight=weight.to(device), bias=bias, correction=correction)
 
 
 def _routed(mixture: MixtureSpec, M: int, device: str) -> Routed:
@@ -56,7 +57,7 @@ def test_experts_and_shares_are_the_reference_s(case: str, M: int, device: str) 
     x = torch.randn(M, C, generator=torch.Generator().manual_seed(M)).half()
     route(x.to(device), router, routed, workspace)
     correction = None if router.correction is None else router.correction.cpu()
-    logits = x.float() @ router.weight.cpu().T
+    logits = x.float() @ router.weight.cpu().T + (0 if router.bias is None else router.bias.cpu())
     chosen, shares = reference(logits, mixture, correction)
     assert torch.equal(routed.chosen.cpu().long(), chosen)
     torch.testing.assert_close(routed.shares.cpu(), shares, rtol=1e-5, atol=1e-6)
