@@ -18,6 +18,8 @@ from runtime.backends.decoder import DecoderOptions, Int32Array
 from runtime.backends.operations.channels import k_chunk_of, layer_kind
 from runtime.backends.triton.cache import GpuCache
 from runtime.backends.triton.expert_layout import GpuExperts, stack
+from runtime.backends.triton.kernels.convolution import Recent
+from runtime.backends.triton.kernels.delta import DeltaLayer, Rates
 from runtime.backends.triton.kernels.rope import Basis, Rope
 from runtime.backends.triton.kernels.routing import GpuRouter
 from runtime.backends.triton.kernels.select import Selection, make_selection, static_table
@@ -110,10 +112,14 @@ class GpuModel:
             pages=options.pages,
             device=device,
         )
-        bases = key_bases(self.cache.kind, weights)
-        self.bases = [Basis(self._move(basis.reflection), self._move(basis.mean)) for basis in bases]
-        """Of each layer."""
-        self.bases = self.bases or [Basis(None, None)] * spec.num_layers
+        bases, own = key_bases(self.cache.kind, weights), spec.attention_layers
+        placed = [Basis(self._move(basis.reflection), self._move(basis.mean)) for basis in bases]
+        self.bases = dict(zip(own, placed or [Basis(None, None)] * len(own), strict=True))
+        """Of each layer with a cache."""
+        self.recent = {layer: self._recent(layer) for layer in spec.state_layers}
+        """Convolutions of layers with a state, and the tokens that these remember."""
+        self.deltas = {layer: self._delta(layer) for layer in spec.state_layers if spec.mixer(layer) == "delta"}
+        """Delta rules of layers."""
 
     @property
     def weight_bytes(self) -> int:
@@ -186,7 +192,8 @@ class GpuModel:
         self.linears.clear()
         self.norms.clear()
         self.routers.clear()
-        self.bases.clear()
+        for held in (self.bases, self.recent, self.deltas):
+            held.clear()
         self.ropes.clear()
         self.staging = Staging([], self.device, None)
         self.table = self.copied = torch.empty(0)
@@ -219,6 +226,18 @@ class GpuModel:
         weight = self._move(np.array(weights.vector(name), np.float32))
         correction = self.norms.get(f"{name}_correction")
         return GpuRouter(mixture=self.spec.mixture, weight=weight, correction=correction)
+
+    def _recent(self, layer: int) -> Recent:
+        assert self.cache.states is not None
+        weight, bias = (self.norms.get(f"layers.{layer}.{name}") for name in ("conv", "conv_bias"))
+        return Recent(self.cache.states.recent[layer], weight, bias)
+
+    def _delta(self, layer: int) -> DeltaLayer:
+        assert self.spec.delta is not None
+        assert self.cache.states is not None
+        decay, dt, gain = (self.norms[f"layers.{layer}.{name}"] for name in ("decay", "dt", "gain"))
+        matrices = self.cache.states.matrices[layer]
+        return DeltaLayer(self.spec.delta, self.recent[layer], Rates(decay, dt), gain, self.spec.norm_eps, matrices)
 
     def _check_residuals(self, wanted: Mapping[str, int]) -> None:
         """Raise a `RequestError` if a layer to be compensated has no residuals."""

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from assets import demo_path
+from models.catalogue import CATALOGUE
 from models.packed import PackedLinear, PackedResidual
 from models.recipe import Recipe
 from models.spec import MixtureSpec, ModelSpec, RopeSpec
@@ -45,6 +46,9 @@ QWEN3_MOE = replace(
     qk_norm=True,
 )  # fmt: skip
 """Qwen3-30B-A3B."""
+QWEN35, LFM2 = (
+    next(model.spec for model in CATALOGUE if model.title == title) for title in ("Qwen3.5 4B", "LFM2 1.2B")
+)
 DEMO = StoredModel.open_folder(demo_path(), "demo")
 MODELS: dict[str, tuple[ModelSpec, Recipe]] = {
     "demo": (DEMO.spec, DEMO.recipe),
@@ -52,6 +56,8 @@ MODELS: dict[str, tuple[ModelSpec, Recipe]] = {
     "llama-3-8b-3bit": (LLAMA, Recipe(bits=3)),
     "phi-3-4bit": (PHI, Recipe(bits=4)),
     "qwen3-30b-a3b-4bit": (QWEN3_MOE, Recipe(bits=4)),
+    "qwen3.5-4b-4bit": (QWEN35, Recipe(bits=4)),
+    "lfm2-1.2b-4bit": (LFM2, Recipe(bits=4)),
 }
 
 
@@ -73,8 +79,9 @@ class Shapes:
         )  # fmt: skip
 
     def vector(self, name: str) -> Any:
-        routers = self.spec.routers(int(name.split(".")[1])) if name in self.spec.router_names() else {}
-        return np.ones(routers.get(name, self.spec.hidden_size), np.float32)
+        layer = None if name == "norm" else int(name.split(".")[1])
+        shapes: dict[str, Any] = {} if layer is None else self.spec.block_vectors(layer) | self.spec.routers(layer)
+        return np.ones(shapes.get(name, self.spec.hidden_size), np.float32)
 
     def key_statistics(self, _layer: int) -> None:
         return None
