@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from triton.runtime import interpreter
 
 from models import recurrent
 from models.spec import DeltaSpec, ModelSpec
@@ -79,6 +80,21 @@ class Slots:
         return torch.cat([whole(self.read[slot])[start : start + count] for slot, start, count in runs])
 
 
+@pytest.fixture(params=["backwards", pytest.param("forwards", marks=pytest.mark.slow)])
+def _in_any_order(request: pytest.FixtureRequest, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter runs programs from the first on, or from the last: a card does as it likes."""
+    if request.param == "forwards" or device == "cuda":
+        return
+    builder = interpreter.interpreter_builder
+    forwards = builder.set_grid_idx
+
+    def backwards(*place: int) -> None:
+        forwards(*(count - 1 - at for count, at in zip(builder.grid_dim, place, strict=True)))
+
+    monkeypatch.setattr(builder, "set_grid_idx", backwards)
+
+
+@pytest.mark.usefixtures("_in_any_order")
 @pytest.mark.parametrize(
     ("compensated", "bias", "C"), [(True, True, 40), pytest.param(False, False, 300, marks=pytest.mark.slow)]
 )
@@ -159,6 +175,7 @@ def rule(tiny_spec: Any, device: str) -> Callable[..., Rule]:
     return make
 
 
+@pytest.mark.usefixtures("_in_any_order")
 @pytest.mark.parametrize(
     ("spec", "compensated"),
     [
@@ -194,7 +211,8 @@ def test_rows_that_wait_are_absorbed_once_and_only_if_they_stay(rule: Any) -> No
 
 
 def test_more_sequences_than_are_prepared_together(rule: Any) -> None:
-    own = rule()
+    """Two heads share each key."""
+    own = rule(DELTA)
     for position in range(3):
         own.step([(slot, position, 1) for slot in reversed(range(SLOTS))])
 
