@@ -23,7 +23,7 @@ from models.spec import ModelSpec
 from runtime.errors import RequestError
 from runtime.kv.kinds import CacheKind, page_bytes, window_token_bytes
 from runtime.kv.pages import PageTable
-from runtime.kv.states import SMALL_STEP, States
+from runtime.kv.states import SMALL_STEP, Memory, States
 from runtime.kv.transfer import Arrays as Arrays
 from runtime.kv.transfer import checked, chunks
 
@@ -222,6 +222,7 @@ class PagedCache:
         slots: Sequences kept at the same time.
         max_rows: Most rows of a step.
         pages: Pages that the slots share; None = enough for every slot.
+        memory: Where the numbers of states are kept; None: in main memory.
     """
 
     states: States | None
@@ -237,6 +238,7 @@ class PagedCache:
         slots: int,
         max_rows: int,
         pages: int | None = None,
+        memory: Memory | None = None,
     ) -> None:
         self._kind = kind
         self._store = store
@@ -245,7 +247,7 @@ class PagedCache:
         self._page_bytes = page_bytes(kind, spec)
         self._token_bytes = window_token_bytes(kind, spec)
         self._lengths = [0] * slots
-        self.states = States(spec, slots) if spec.state_layers else None
+        self.states = States(spec, slots, memory) if spec.state_layers else None
         self.table = PageTable(slots, kind.max_pages(context), pages)
         """The pages of each slot."""
 
@@ -343,7 +345,7 @@ class PagedCache:
 
     def begin(self, slots: Int32Array, positions: Int32Array, *, flush: bool = True, draft: bool = False) -> None:
         """See `KVCache.begin`."""
-        runs = list(_runs(slots, positions))
+        runs = list(runs_of(slots, positions))
         for slot, start, end in runs:
             self._check_run(slot, start, end, flush=flush)
             if self.states is not None:
@@ -470,7 +472,7 @@ class PagedCache:
             raise RequestError(f"slot {slot} has states, and can be cut back to {reach} tokens, not to {length}")
 
 
-def _runs(slots: Int32Array, positions: Int32Array) -> Iterator[tuple[int, int, int]]:
+def runs_of(slots: Int32Array, positions: Int32Array) -> Iterator[tuple[int, int, int]]:
     """Slot, first position and end of every slot's rows in a step.
 
     Raises:

@@ -6,13 +6,15 @@ when the next step begins, which says how many of them stay; until then a slot c
 speculation does. The rows of a large step, a prompt's, are absorbed at once. Further back a slot can go only to its
 snapshots, which are taken where prompts begin and as they go on.
 
-Backends read and write the arrays; everything here is numpy, and imports no torch.
+Backends read and write the arrays, which are numpy's, or like them on a device (`Memory`). Imports no torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from math import prod
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -24,9 +26,11 @@ from runtime.kv.transfer import Arrays, checked
 SMALL_STEP = 16
 """Most rows of a slot in a step that are absorbed when the next step begins: those of a verification, one more than
 `runtime.drafting.LARGEST_GAMMA`."""
-RING = 2 * SMALL_STEP + 8
+WAITING = 2 * SMALL_STEP
+"""Most tokens of a slot that are not absorbed: of a verification, and of the drafts after it."""
+RING = WAITING + 8
 """Recent tokens of a slot: those not absorbed, of a verification and of the drafts after it, and up to 8 before."""
-LONGEST_TAPS = RING - 2 * SMALL_STEP + 1
+LONGEST_TAPS = RING - WAITING + 1
 """Most taps of a convolution."""
 SNAPSHOT_GAP = 64
 """A snapshot is taken if the latest before it is at least so many tokens away."""
@@ -48,10 +52,14 @@ class StateShape:
     """Heads, Dk, and Dv rounded up to a multiple of 16; zeros where there is no matrix."""
 
     @property
+    def sizes(self) -> tuple[int, int]:
+        """Numbers in a snapshot: of recent tokens, and of the matrices."""
+        return self.before * self.inputs, prod(self.matrix)
+
+    @property
     def size(self) -> int:
         """Numbers in a snapshot."""
-        heads, rows, columns = self.matrix
-        return self.before * self.inputs + heads * rows * columns
+        return sum(self.sizes)
 
 
 def state_shapes(spec: ModelSpec) -> dict[int, StateShape]:
@@ -71,8 +79,40 @@ def states_bytes(spec: ModelSpec, slots: int) -> int:
     """Bytes of all states and snapshots."""
     shapes = state_shapes(spec).values()
     snapshots = snapshots_of_slot(spec) * sum(shape.size for shape in shapes)
-    own = sum(RING * shape.inputs + shape.matrix[0] * shape.matrix[1] * shape.matrix[2] for shape in shapes)
+    own = sum(RING * shape.inputs + prod(shape.matrix) for shape in shapes)
     return 4 * slots * (own + snapshots)
+
+
+class Memory(Protocol):
+    """Where the numbers of states are kept."""
+
+    def zeros(self, *shape: int) -> Any:
+        """A float32 array of zeros, with numpy's indexing, `shape`, `reshape`, `nbytes` and `len`."""
+        ...
+
+    def read(self, array: Any) -> Float32Array:
+        """Such an array, or a part of one, in main memory. It may be a view."""
+        ...
+
+    def made(self, array: Float32Array) -> Any:
+        """Such an array, with the numbers of one in main memory. It may be a view."""
+        ...
+
+
+class MainMemory:
+    """Arrays of numpy. Implements `Memory`."""
+
+    def zeros(self, *shape: int) -> Float32Array:
+        """See `Memory.zeros`."""
+        return np.zeros(shape, np.float32)
+
+    def read(self, array: Float32Array) -> Float32Array:
+        """See `Memory.read`."""
+        return array
+
+    def made(self, array: Float32Array) -> Float32Array:
+        """See `Memory.made`."""
+        return array
 
 
 class States:
@@ -81,17 +121,19 @@ class States:
     Args:
         spec: The model; it has at least one layer with a state.
         slots: Number of slots.
+        memory: Where their numbers are kept.
     """
 
-    def __init__(self, spec: ModelSpec, slots: int) -> None:
+    def __init__(self, spec: ModelSpec, slots: int, memory: Memory | None = None) -> None:
+        self._memory: Memory = MainMemory() if memory is None else memory
         self.shapes = state_shapes(spec)
         """By layer."""
-        self.recent: dict[int, Float32Array] = {
-            layer: np.zeros((slots, RING, shape.inputs), np.float32) for layer, shape in self.shapes.items()
+        self.recent: dict[int, Any] = {
+            layer: self._memory.zeros(slots, RING, shape.inputs) for layer, shape in self.shapes.items()
         }
         """float32 [slots, RING, inputs] by layer: the inputs of the token at position p are in row p % RING."""
-        self.matrices: dict[int, Float32Array] = {
-            layer: np.zeros((slots, *shape.matrix), np.float32) for layer, shape in self.shapes.items()
+        self.matrices: dict[int, Any] = {
+            layer: self._memory.zeros(slots, *shape.matrix) for layer, shape in self.shapes.items()
         }
         """float32 [slots, heads, Dk, Dv] by layer."""
         self.absorbed: npt.NDArray[np.int32] = np.zeros(slots, np.int32)
@@ -101,7 +143,7 @@ class States:
         """int32 [slots], for the step that has begun: 0: the matrices stay as they are; 1: they absorb the tokens
         before the step; 2: they absorb its rows, too."""
         self._most = snapshots_of_slot(spec)
-        self._pool = np.zeros((self._most * slots, sum(shape.size for shape in self.shapes.values())), np.float32)
+        self._pool = self._memory.zeros(self._most * slots, sum(shape.size for shape in self.shapes.values()))
         self._references = [0] * len(self._pool)
         self._bases = [0] * slots  # tokens absorbed once the step that has begun is done
         self._lengths = [0] * slots
@@ -112,12 +154,12 @@ class States:
     def nbytes(self) -> int:
         """Bytes of all buffers."""
         arrays = [*self.recent.values(), *self.matrices.values(), self._pool]
-        return sum(array.nbytes for array in arrays)
+        return int(sum(array.nbytes for array in arrays))
 
     @property
     def slot_bytes(self) -> int:
         """Bytes of a slot without its snapshots."""
-        return sum(array[0].nbytes for arrays in (self.recent, self.matrices) for array in arrays.values())
+        return int(sum(array[0].nbytes for arrays in (self.recent, self.matrices) for array in arrays.values()))
 
     def reach(self, slot: int, length: int) -> int:
         """Most tokens, at most `length`, to which a slot can be cut back."""
@@ -136,7 +178,7 @@ class States:
                 f"a step writes position {start} of slot {slot}, whose states have absorbed {self._bases[slot]} tokens "
                 f"and were kept at {sorted(self._snapshots[slot])}: it can be cut back to {self.reach(slot, start)}"
             )
-        if draft and (end - start > SMALL_STEP or end - min(self._bases[slot], start) > 2 * SMALL_STEP):
+        if draft and (end - start > SMALL_STEP or end - min(self._bases[slot], start) > WAITING):
             raise RequestError(f"{end - start} more rows of slot {slot} are too many to draft before one is verified")
 
     def begin(self, slot: int, start: int, end: int, *, draft: bool) -> None:
@@ -161,13 +203,13 @@ class States:
             self._drafted[slot] = start if draft else None
         self._lengths[slot] = end
 
-    def inputs(self, layer: int, slot: int, first: int, end: int) -> Float32Array:
+    def inputs(self, layer: int, slot: int, first: int, end: int) -> Any:
         """A layer's inputs of the tokens first .. end - 1, which are recent or before the sequence: float32 copies."""
-        found: Float32Array = self.recent[layer][slot][np.arange(first, end) % RING]
+        found = self.recent[layer][slot][np.arange(first, end) % RING]
         found[: max(0, -first)] = 0
         return found
 
-    def note(self, layer: int, slot: int, start: int, x: Float32Array) -> None:
+    def note(self, layer: int, slot: int, start: int, x: Any) -> None:
         """Keep a layer's inputs float32 [n, inputs or less] of tokens from `start` on."""
         end, rows = start + len(x), x[-RING:]
         self.recent[layer][slot][np.arange(end - len(rows), end) % RING, : x.shape[1]] = rows
@@ -210,7 +252,7 @@ class States:
     def shift(self, slot: int, more: int) -> None:
         """Move a slot's tokens to positions that are higher by `more`; its snapshots are dropped."""
         for array in self.recent.values():
-            array[slot] = np.roll(array[slot], more, axis=0)
+            array[slot] = array[slot][(np.arange(RING) - more) % RING]
         self._bases[slot] += more
         self._lengths[slot] += more
         self._forget(slot)
@@ -223,16 +265,22 @@ class States:
         for matrix in self.matrices.values():
             matrix[slot] = 0
 
+    def close(self) -> None:
+        """Release the numbers. Safe to call twice."""
+        self.recent.clear()
+        self.matrices.clear()
+        self._pool = self._memory.zeros(0, 0)
+
     def export(self, slot: int) -> Iterator[Arrays]:
         """A slot's states, then its snapshots."""
         base, length = self._bases[slot], self._lengths[slot]
         live: dict[str, npt.NDArray[np.generic]] = {"absorbed": np.array([base], np.int32)}
         for layer, shape in self.shapes.items():
-            live[f"recent.{layer}"] = self.inputs(layer, slot, base - shape.before, length)
-            live[f"matrix.{layer}"] = self.matrices[layer][slot]
+            live[f"recent.{layer}"] = self._memory.read(self.inputs(layer, slot, base - shape.before, length))
+            live[f"matrix.{layer}"] = self._memory.read(self.matrices[layer][slot])
         yield live
         for at, place in self._snapshots[slot].items():
-            yield {"absorbed": np.array([at], np.int32), "state": self._pool[place]}
+            yield {"absorbed": np.array([at], np.int32), "state": self._memory.read(self._pool[place])}
 
     def load(self, slot: int, length: int, pieces: Iterable[Arrays]) -> None:
         """Replace a slot's states by exported ones. On failure the slot is empty.
@@ -246,28 +294,29 @@ class States:
         base = _position(live, length)
         like: dict[str, npt.NDArray[np.generic]] = {"absorbed": np.zeros(1, np.int32)}
         for layer, shape in self.shapes.items():
-            like[f"recent.{layer}"] = np.zeros((length - base + shape.before, shape.inputs), np.float32)
-            like[f"matrix.{layer}"] = self.matrices[layer][slot]
+            like[f"recent.{layer}"] = _any(length - base + shape.before, shape.inputs)
+            like[f"matrix.{layer}"] = _any(*shape.matrix)
         checked(live, like)
-        if length - base > 2 * SMALL_STEP:
+        if length - base > WAITING:
             raise RequestError(f"saved states have absorbed {base} of {length} tokens, fewer than a slot may have")
         for layer, shape in self.shapes.items():
-            self.note(layer, slot, base - shape.before, live[f"recent.{layer}"])
-            self.matrices[layer][slot] = live[f"matrix.{layer}"]
+            self.note(layer, slot, base - shape.before, self._memory.made(live[f"recent.{layer}"]))
+            self.matrices[layer][slot] = self._memory.made(live[f"matrix.{layer}"])
         self._bases[slot], self._lengths[slot] = base, length
         for piece in incoming:
-            at = _position(checked(piece, {"absorbed": np.zeros(1, np.int32), "state": self._pool[0]}), length)
+            like = {"absorbed": np.zeros(1, np.int32), "state": _any(self._pool.shape[1])}
+            at = _position(checked(piece, like), length)
             self._snapshots[slot][at] = self._take(slot)
-            self._pool[self._snapshots[slot][at]] = piece["state"]
+            self._pool[self._snapshots[slot][at]] = self._memory.made(piece["state"])
 
     def _keep(self, slot: int) -> None:
         """Take a snapshot of what a slot has absorbed."""
         at, place, start = self._bases[slot], self._take(slot), 0
         for layer, shape in self.shapes.items():
-            recent, matrix = self.inputs(layer, slot, at - shape.before, at), self.matrices[layer][slot]
-            for part in (recent, matrix):
-                self._pool[place, start : start + part.size] = part.ravel()
-                start += part.size
+            parts = self.inputs(layer, slot, at - shape.before, at), self.matrices[layer][slot]
+            for part, size in zip(parts, shape.sizes, strict=True):
+                self._pool[place, start : start + size] = part.reshape(size)
+                start += size
         self._snapshots[slot][at] = place
 
     def _restore(self, slot: int, source: int, length: int) -> None:
@@ -280,12 +329,11 @@ class States:
             if place is None:
                 raise RequestError(f"slot {slot} cannot be cut back to {length} tokens: no snapshot was taken there")
             for layer, shape in self.shapes.items():
-                recent = self._pool[place, start : start + shape.before * shape.inputs]
+                middle, end = start + shape.sizes[0], start + shape.size
+                recent, matrix = self._pool[place, start:middle], self._pool[place, middle:end]
                 self.note(layer, slot, length - shape.before, recent.reshape(shape.before, shape.inputs))
-                start += recent.size
-                matrix = self.matrices[layer][slot]
-                matrix[:] = self._pool[place, start : start + matrix.size].reshape(matrix.shape)
-                start += matrix.size
+                self.matrices[layer][slot] = matrix.reshape(shape.matrix)
+                start = end
         self._bases[slot] = length
         self._drafted[slot] = None
 
@@ -310,6 +358,11 @@ class States:
 
     def _release(self, place: int) -> None:
         self._references[place] -= 1
+
+
+def _any(*shape: int) -> Float32Array:
+    """What an array of that shape is compared with; takes no memory."""
+    return np.broadcast_to(np.float32(0), shape)
 
 
 def _position(piece: Arrays, length: int) -> int:

@@ -129,11 +129,6 @@ def _check_layers(spec: ModelSpec) -> None:
         raise BackendError(BESIDE)
     if spec.wide_heads is not None or spec.v_norm or spec.scaled or spec.token_width or spec.lent_layers:
         raise BackendError(f"the GPU backend has no kernels for the heads of {spec.family} models: use the CPU backend")
-    if spec.state_layers:
-        raise BackendError(
-            f"the GPU backend has no kernels for the {len(spec.state_layers)} layers of this model that have a state "
-            "instead of a cache: use the CPU backend"
-        )
 
 
 BACKEND = TritonBackend()

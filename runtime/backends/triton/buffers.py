@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from models.spec import ModelSpec
+from runtime.backends.triton.kernels.delta import Mixed
 from runtime.backends.triton.kernels.grouping import Groups, most_blocks
 from runtime.backends.triton.kernels.routing import Routed
 from runtime.backends.triton.kernels.tokens import Tokens
@@ -38,6 +39,8 @@ class Buffers:
         self._inputs = torch.zeros(sizes.inputs, dtype=torch.float16, device=device)
         self._sums = torch.zeros(sizes.sums, device=device)
         self._queries = torch.zeros(sizes.queries, dtype=torch.float16, device=device)
+        self._waiting = torch.zeros(sizes.waiting, device=device)
+        self._mixed = torch.zeros(sizes.mixed, device=device)
         self._stream = torch.zeros(sizes.stream, device=device)
         self._output = torch.zeros(sizes.output, device=device)
         self._compensation = torch.zeros(sizes.compensation, device=device)
@@ -91,6 +94,10 @@ class Buffers:
     def queries(self, M: int, width: int) -> torch.Tensor:
         """float16 [M, H * D]."""
         return self._queries[: M * width].view(M, width)
+
+    def mixed(self, M: int, width: int) -> Mixed:
+        """What a delta rule reads, of `width` numbers for each of M rows."""
+        return Mixed(self._waiting.view(-1, width), self._mixed[: M * width].view(M, width))
 
     def output(self, M: int, N: int) -> torch.Tensor:
         """float32 [M, N], the output of a linear layer, valid until the next one is requested."""

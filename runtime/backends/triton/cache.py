@@ -9,7 +9,8 @@ from models.spec import ModelSpec
 from runtime.backends.triton.kernels.cache.kernel import flush
 from runtime.backends.triton.kernels.cache.pages import LayerPages
 from runtime.backends.triton.kernels.low_rank import low_rank
-from runtime.kv.control import Int32Array, PagedCache
+from runtime.backends.triton.states import DeviceMemory, RunTable
+from runtime.kv.control import Int32Array, PagedCache, runs_of
 from runtime.kv.kinds import CacheKind
 from runtime.kv.torch_store import TorchStore
 
@@ -20,10 +21,10 @@ class GpuStore(TorchStore):
     _low_rank = staticmethod(low_rank)
     backend = "triton-3"
 
-    def layer(self, layer: int, tables: torch.Tensor, paged: torch.Tensor) -> LayerPages:
-        """One layer as kernels read it; see `LayerPages`."""
-        pools = {part: pool[:, layer] for part, pool in self.pools.items()}
-        windows = {part: window[:, layer] for part, window in self.windows.items()}
+    def layer(self, place: int, tables: torch.Tensor, paged: torch.Tensor) -> LayerPages:
+        """One layer as kernels read it, by its place among those that have a cache; see `LayerPages`."""
+        pools = {part: pool[:, place] for part, pool in self.pools.items()}
+        windows = {part: window[:, place] for part, window in self.windows.items()}
         return LayerPages(
             kind=self._kind,
             head_dim=self._D,
@@ -77,7 +78,16 @@ class GpuCache(PagedCache):
             device=device,
         )
         """The buffers."""
-        super().__init__(kind, spec, self.store, context=context, slots=slots, max_rows=max_rows, pages=pages)
+        super().__init__(
+            kind,
+            spec,
+            self.store,
+            context=context,
+            slots=slots,
+            max_rows=max_rows,
+            pages=pages,
+            memory=DeviceMemory(device),
+        )
         shape = self.table.tables.shape
         self._tables = torch.full(shape, -1, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._paged = torch.zeros(slots, dtype=torch.int32, pin_memory=device.type == "cuda")
@@ -85,15 +95,25 @@ class GpuCache(PagedCache):
         """int32 [slots, pages of a slot], on the device."""
         self.paged = self._paged.to(device, copy=True)
         """int32 [slots], tokens in pages, on the device."""
-        self.layers = tuple(self.store.layer(layer, self.tables, self.paged) for layer in range(spec.num_layers))
-        """Each layer as kernels read it."""
+        own = enumerate(spec.attention_layers)
+        self.layers = {layer: self.store.layer(place, self.tables, self.paged) for place, layer in own}
+        """Each layer with a cache as kernels read it."""
+        self.runs = None if self.states is None else RunTable(self.states, slots, device)
+        """What a step does to states; None if all layers have a cache."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers but the tables."""
+        return self.store.nbytes + (0 if self.states is None else self.states.nbytes)
 
     def begin(self, slots: Int32Array, positions: Int32Array, *, flush: bool = True, draft: bool = False) -> None:
         """See `KVCache.begin`. Afterwards the tables that the step's kernels read are on the device.
 
-        Tables only change when a page fills up; nothing is copied in other steps.
+        Tables of pages only change when a page fills up; nothing is copied in other steps.
         """
         super().begin(slots, positions, flush=flush, draft=draft)
+        if self.runs is not None:
+            self.runs.write(runs_of(slots, positions))
         paged = [self.paged_length(slot) for slot in range(self._paged.numel())] if self.kind.windowed else [0]
         for host, there, now in (
             (self._tables, self.tables, self.table.tables),
@@ -105,6 +125,9 @@ class GpuCache(PagedCache):
 
     def close(self) -> None:
         """Release the buffers. Safe to call twice."""
-        self.layers = ()
+        self.layers.clear()
+        if self.states is not None:
+            self.states.close()
+        self.runs = None
         self._tables = self._paged = self.tables = self.paged = torch.empty(0, dtype=torch.int32)
         self.store.close()

@@ -136,7 +136,7 @@ class TritonDecoder:
         self._graphs, self._drawing = (Graphs(capture if self._on_gpu else None) for _ in range(2))
         self._recall_sum, self._selections, self._closed = 0.0, 0, False
         self.cache = self._model.cache
-        self.kv_bytes = self.cache.store.nbytes
+        self.kv_bytes = self.cache.nbytes
         self.weight_bytes = self._model.weight_bytes
 
     @property

@@ -1,8 +1,8 @@
-"""Forward pass: one step of a model as kernel launches. Implements `models.architecture.Operations` on the device.
+"""Forward pass: one step of a model as kernel launches. Implements `models.architecture.StateOperations` there.
 
 Related operations share a launch: the addition of a linear layer's output to the residual stream and the following
-norm; head norms, rotation and the cache's append. Launches are asynchronous and never wait for the host, so that a
-whole step can be captured in a CUDA graph.
+norm; head norms, rotation and the cache's append; attention and its gates. Launches are asynchronous and never wait for
+the host, so that a whole step can be captured in a CUDA graph.
 
 A linear layer's compensation runs on a second stream concurrently with the base product and writes to a separate
 buffer; the kernel that reads the layer's output adds the two. So the result does not depend on which finishes first.
@@ -19,24 +19,26 @@ from dataclasses import replace
 
 import torch
 
-from models.architecture import Operations
+from models.architecture import StateOperations
 from runtime.backends.decoder import Way
 from runtime.backends.triton.buffers import Buffers, Value
 from runtime.backends.triton.kernels.attention.kernel import attend
 from runtime.backends.triton.kernels.cache.pages import Rows
+from runtime.backends.triton.kernels.convolution import convolve
+from runtime.backends.triton.kernels.delta import recur
 from runtime.backends.triton.kernels.gate import gate
 from runtime.backends.triton.kernels.norm import RowNorms, add_norm, embed_norm
 from runtime.backends.triton.kernels.residual_gemm import multiply
-from runtime.backends.triton.kernels.rope import HeadNorms, TurnedNorms, heads
+from runtime.backends.triton.kernels.rope import HeadNorms, Projected, TurnedNorms, heads
 from runtime.backends.triton.kernels.tokens import round_tokens
 from runtime.backends.triton.mixture import Mixture, Watch
 from runtime.backends.triton.model import GpuModel
 from runtime.backends.triton.products import compensated_product, product
-from runtime.backends.triton.sizes import BESIDE, SUMMED_ROWS
+from runtime.backends.triton.sizes import BESIDE, PIECE, SUMMED_ROWS
 from runtime.errors import BackendError
 
 
-class Pass(Operations[Value]):
+class Pass(StateOperations[Value]):
     """Launches the kernels of one step.
 
     Args:
@@ -136,18 +138,17 @@ class Pass(Operations[Value]):
         assert v is not None
         assert q.tensor is v.tensor
         pages, window = model.cache.layers[layer], spec.windows[layer]
-        rows = Rows(buffers.positions[:M], buffers.slots[:M])
         queries, out = buffers.queries(M, spec.q_width), buffers.input(M, spec.q_width)
         q_norm, k_norm = (model.norms[x.norm] if x.norm else None for x in (q, k))
         form = TurnedNorms if spec.qk_norm_form == "turned" else HeadNorms
         norms = form(q_norm, k_norm, spec.eps_of(f"layers.{layer}.q_norm"))
         rope, basis = model.ropes[layer], model.bases[layer]
-        heads(v.tensor, v.dec, norms, rope, basis, rows, pages, queries)
+        heads(v.tensor, v.dec, norms, rope, basis, self._rows, pages, queries)
         context, draft = model.options.context, self._draft and layer not in self._sensitive
         sums = attend(
             queries,
             pages,
-            rows,
+            self._rows,
             window,
             out,
             buffers.main,
@@ -155,11 +156,39 @@ class Pass(Operations[Value]):
             draft=draft,
             cap=spec.score_cap,
             sinks=model.norms[f"layers.{layer}.sinks"] if spec.sinks else None,
+            gates=_gates(v, spec.q_width) if spec.gated else None,
         )
-        rounded = buffers.rounded(M, spec.q_width)
+        return self._mixed(out, sums)
+
+    def shut(self, x: Value, gate: Value) -> Value:  # noqa: ARG002  a part of what `attend` reads
+        """See `models.architecture.StateOperations`. Applied by `attend`'s last kernel."""
+        return x
+
+    def recur(self, x: Value, layer: int) -> Value:
+        """See `models.architecture.StateOperations`."""
+        model, buffers, M = self._model, self._buffers, self._M
+        own, runs = model.deltas[layer], model.cache.runs
+        assert runs is not None
+        width = own.spec.value_width
+        out, sums = buffers.input(M, width), None
+        if own.spec.value_dim % PIECE == 0:
+            sums = buffers.sums(M, width)
+        recur(x.tensor, x.dec, self._rows, runs.tensor, own, buffers.mixed(M, own.spec.inputs), out, sums)
+        return self._mixed(out, sums)
+
+    def convolve(self, x: Value, layer: int) -> Value:
+        """See `models.architecture.StateOperations`."""
+        M, C = self._M, self._spec.hidden_size
+        out, sums = self._buffers.input(M, C), self._buffers.sums(M, C)
+        convolve(x.tensor, x.dec, self._rows, self._model.recent[layer], out, sums)
+        return self._mixed(out, sums)
+
+    def _mixed(self, x: torch.Tensor, sums: torch.Tensor | None) -> Value:
+        """What a block's mixer gives, float16 [M, K], with the sums of its pieces if known, as the input of `o`."""
+        rounded = self._buffers.rounded(*x.shape)
         if rounded is not None:
-            round_tokens(out, rounded)
-        return Value(out, sums=sums, rounded=rounded)
+            round_tokens(x, rounded)
+        return Value(x, sums=sums, rounded=rounded)
 
     def settle(self, y: Value, norm: str) -> Value:  # noqa: ARG002  no kernels for it
         """See `models.architecture.Operations`."""
@@ -207,9 +236,19 @@ class Pass(Operations[Value]):
                 logits.tensor.div_(self._spec.logit_cap).tanh_().mul_(self._spec.logit_cap)
         return logits.tensor
 
+    @property
+    def _rows(self) -> Rows:
+        """Slots and positions of the step's rows."""
+        return Rows(self._buffers.positions[: self._M], self._buffers.slots[: self._M])
+
     def _positions(self, x: Value) -> torch.Tensor:
         """Positions of the rows of x, int32."""
         positions = self._buffers.positions[: self._M]
         if not x.gathered or self._M == 1:
             return positions
         return positions[self._buffers.logit_rows[: self._R].long()]
+
+
+def _gates(x: Value, width: int) -> Projected:
+    """The gates of attention's outputs, the last `width` channels of its projection."""
+    return Projected(x.tensor[:, -width:], None if x.dec is None else x.dec[:, -width:])

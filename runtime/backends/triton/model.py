@@ -19,6 +19,8 @@ from runtime.backends.experts import hottest
 from runtime.backends.operations.channels import k_chunk_of, layer_kind
 from runtime.backends.triton.cache import GpuCache
 from runtime.backends.triton.expert_layout import GpuExperts, HostRecords, stack
+from runtime.backends.triton.kernels.convolution import Recent
+from runtime.backends.triton.kernels.delta import DeltaLayer, Rates
 from runtime.backends.triton.kernels.rope import Basis, Rope
 from runtime.backends.triton.kernels.routing import GpuRouter
 from runtime.backends.triton.kernels.select import Selection, make_selection, static_table
@@ -114,10 +116,14 @@ class GpuModel:
             pages=options.pages,
             device=device,
         )
-        bases = key_bases(self.cache.kind, weights)
-        self.bases = [Basis(self._move(basis.reflection), self._move(basis.mean)) for basis in bases]
-        """Of each layer."""
-        self.bases = self.bases or [Basis(None, None)] * spec.num_layers
+        bases, own = key_bases(self.cache.kind, weights), spec.attention_layers
+        placed = [Basis(self._move(basis.reflection), self._move(basis.mean)) for basis in bases]
+        self.bases = dict(zip(own, placed or [Basis(None, None)] * len(own), strict=True))
+        """Of each layer with a cache."""
+        self.recent = {layer: self._recent(layer) for layer in spec.state_layers}
+        """Convolutions of layers with a state, and the tokens that these remember."""
+        self.deltas = {layer: self._delta(layer) for layer in spec.state_layers if spec.mixer(layer) == "delta"}
+        """Delta rules of layers."""
 
     @property
     def weight_bytes(self) -> int:
@@ -191,7 +197,8 @@ class GpuModel:
         self.norms.clear()
         self.routers.clear()
         self.placement = None
-        self.bases.clear()
+        for held in (self.bases, self.recent, self.deltas):
+            held.clear()
         self.ropes.clear()
         self.staging = Staging([], self.device, None)
         self.table = self.copied = torch.empty(0)
@@ -249,6 +256,18 @@ class GpuModel:
         bias, correction = (self.norms.get(f"{name}_{kind}") for kind in ("bias", "correction"))
         counts = None if self.placement is None else self.placement.counts_of(layer)
         return GpuRouter(mixture=self.spec.mixture, weight=weight, bias=bias, correction=correction, counts=counts)
+
+    def _recent(self, layer: int) -> Recent:
+        assert self.cache.states is not None
+        weight, bias = (self.norms.get(f"layers.{layer}.{name}") for name in ("conv", "conv_bias"))
+        return Recent(self.cache.states.recent[layer], weight, bias)
+
+    def _delta(self, layer: int) -> DeltaLayer:
+        assert self.spec.delta is not None
+        assert self.cache.states is not None
+        decay, dt, gain = (self.norms[f"layers.{layer}.{name}"] for name in ("decay", "dt", "gain"))
+        matrices = self.cache.states.matrices[layer]
+        return DeltaLayer(self.spec.delta, self.recent[layer], Rates(decay, dt), gain, self.spec.norm_eps, matrices)
 
     def _check_residuals(self, wanted: Mapping[str, int]) -> None:
         """Raise a `RequestError` if a layer to be compensated has no residuals."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from models.recipe import Recipe
 from models.rope import table_bytes
 from models.spec import ModelSpec, expert_of
+from runtime.kv.states import WAITING
 
 BESIDE = "the GPU backend has no kernels for experts beside an MLP: use the CPU backend"
 """Why a model with such blocks is refused."""
@@ -41,6 +42,9 @@ DRAW_BYTES = 48
 """Temporary bytes per vocabulary token for sampling: weights, their order and sums."""
 _PLACE_BYTES = 8
 """Bytes of an expert's place in the table of its layer."""
+RUNS_TOGETHER = 4
+"""Sequences of a step whose tokens that wait are prepared for a delta rule at the same time. More would need more
+memory: 1 MiB each for Qwen3.5 4B."""
 SMALLEST_BLOCK = 32
 """Pairs of a row and one of its experts that a prompt's product takes together, at least."""
 
@@ -61,6 +65,10 @@ class BufferSizes:
     """float32, a scale for each row."""
     queries: int
     """float16, rotated queries."""
+    waiting: int
+    """float32, what delta rules read of tokens that wait."""
+    mixed: int
+    """float32, and of a step's rows."""
     stream: int
     """float32, the residual stream."""
     output: int
@@ -75,7 +83,7 @@ class BufferSizes:
         """Bytes of all of them."""
         bytes_2 = self.inputs + self.queries
         bytes_4 = self.sums + self.token_sums + self.token_scales + self.stream + self.output + self.compensation
-        return self.tokens + 2 * bytes_2 + 4 * (bytes_4 + self.scratch)
+        return self.tokens + 2 * bytes_2 + 4 * (bytes_4 + self.scratch + self.waiting + self.mixed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,12 +129,13 @@ def buffer_sizes(spec: ModelSpec, rows: int, token_group: int | None = None) -> 
         rows: Most rows of a step.
         token_group: Channels per sum of INT8 tokens, 0 = the whole row; None if products read half precision.
     """
-    shapes = [spec.linear_shape(kind) for kind in ("qkv", "o")]
+    shapes = [spec.linear_shape(f"layers.{layer}.{kind}") for layer in range(spec.num_layers) for kind in ("qkv", "o")]
     if not all(map(spec.has_experts, range(spec.num_layers))):
         shapes += [(2 * spec.intermediate_size, spec.hidden_size), (spec.hidden_size, spec.intermediate_size)]
     widest, longest = max(N for N, _ in shapes), max(K for _, K in shapes)
     token = 0 if token_group is None else token_width(longest, token_group)
     few, concurrent = min(rows, SUMMED_ROWS), min(rows, CONCURRENT_ROWS)
+    inputs = 0 if spec.delta is None else spec.delta.inputs
     sizes = BufferSizes(
         inputs=rows * longest,
         sums=few * pieces(longest) if token_group is None else 0,
@@ -134,6 +143,8 @@ def buffer_sizes(spec: ModelSpec, rows: int, token_group: int | None = None) -> 
         token_sums=rows * (token // (token_group or max(1, token))),
         token_scales=rows if token else 0,
         queries=rows * spec.q_width,
+        waiting=min(rows, RUNS_TOGETHER) * WAITING * inputs,
+        mixed=rows * inputs,
         stream=rows * spec.hidden_size,
         output=max(rows * widest, min(rows, LOGIT_ROWS) * spec.vocab_size),
         compensation=max(concurrent * widest, spec.vocab_size),

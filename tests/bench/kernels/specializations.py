@@ -27,7 +27,7 @@ from runtime.backends.triton.kernels.cache import kernel as cache
 from runtime.backends.triton.kernels.cache.pages import LayerTensors, Record, Rows, page_layout, record_layout
 from runtime.backends.triton.sizes import BLOCK
 from runtime.kv.kinds import KINDS, PARTS, KVKind
-from tests.bench.kernels import expert_specializations
+from tests.bench.kernels import expert_specializations, state_specializations
 from tests.bench.kernels.specialization import Specialization, Types
 
 _ABSENT = "constexpr"
@@ -40,10 +40,13 @@ _TOKENS = tokens.Operands("*i8", "*fp32", "*i32")
 _RECORD = Record("*u8", "*fp16", "*i16")
 _LAYER = LayerTensors(_RECORD, _RECORD, "*fp16", "*fp16", "*i32", "*i32")
 _ROWS = Rows("*i32", "*i32")
+_PROJECTED = rope.Projected("*fp32", "*fp32")
 _ROUNDED = {"enable_fp_fusion": False}
 """Compiler options of kernels whose numbers are to be those of the reference, bit for bit."""
 _LLAMA = {"H": 32, "H_kv": 8, "D": 128}
 """Heads of Llama-3-8B."""
+_QWEN35 = {"H": 16, "H_kv": 4, "D": 256}
+"""Heads of Qwen3.5 4B."""
 _PADDED = {"H": 32, "H_kv": 32, "D": 96}
 """Heads whose width is no power of two."""
 _GEMMA = {"H": 16, "H_kv": 8, "D": 256}
@@ -316,7 +319,7 @@ def _gate() -> Iterator[Specialization]:
 
 def _heads() -> Iterator[Specialization]:
     """Llama-3-8B's heads, Qwen3-8B's with norms, heads of 96 channels of which 72 rotate, norms of all heads together
-    and of turned heads, gpt-oss-20b's heads; all with compensation."""
+    and of turned heads, gpt-oss-20b's heads, Qwen3.5 4B's with gates behind; all with compensation."""
     cases: tuple[tuple[KVKind, dict[str, int], int, str], ...] = (
         ("fp16", _LLAMA, 64, ""),
         ("fp16", _LLAMA, 64, " norm"),
@@ -328,6 +331,7 @@ def _heads() -> Iterator[Specialization]:
         ("int4", _OSS, 32, ""),
         ("gear2", _PADDED, 36, ""),
         ("hierarchical", _LLAMA, 64, ""),
+        ("int4", _QWEN35, 32, " norm gates"),
     )
     for kv, sizes, half, normed in cases:
         weight, turned = ("*fp32" if there else _ABSENT for there in (normed, KINDS[kv].turned))
@@ -337,7 +341,7 @@ def _heads() -> Iterator[Specialization]:
             name=f"heads {kv} {_heads_name(**sizes)} r{2 * half}{normed}",
             kernel=rope._heads_kernel,
             types={
-                "projected": rope.Projected("*fp32", "*fp32"),
+                "projected": _PROJECTED,
                 "norms": rope.HeadNorms(weight, weight, "fp32"),
                 "rope": rope.Rope("*fp32", "*fp32", growth),
                 "basis": rope.Basis(turned, turned),
@@ -347,7 +351,11 @@ def _heads() -> Iterator[Specialization]:
                 **_types(i32="compensated stride per_slot"),
             },
             constants={
-                "shape": shape._replace(WIDE=normed == " norm of all", LAST=normed == " norm of turned"),
+                "shape": shape._replace(
+                    WIDE=normed == " norm of all",
+                    LAST=normed == " norm of turned",
+                    GATES=sizes["H"] if normed == " norm gates" else 0,
+                ),
                 "layout": page_layout(KINDS[kv], sizes["D"], window=KINDS[kv].window_capacity(128)),
             },
             num_warps=1,
@@ -360,7 +368,7 @@ def _heads_name(H: int, H_kv: int, D: int) -> str:
 
 def _attention() -> Iterator[Specialization]:
     """Decode of Llama-3-8B at 8192 positions over many kinds of cache, other shapes, drafts, verification, prefill;
-    Gemma 2 9B's soft caps and windows; gpt-oss-20b's windows."""
+    Gemma 2 9B's soft caps and windows; gpt-oss-20b's windows; Qwen3.5 4B's and LFM2 1.2B's heads."""
     for use, M, sizes, kinds in (
         ("decode", 1, _LLAMA, ("fp16", "int8", "int4", "hierarchical", "kivi2", "gear4", "gear2")),
         ("decode", 1, _PADDED, ("fp16",)),
@@ -374,17 +382,25 @@ def _attention() -> Iterator[Specialization]:
     for use, M in (("decode", 1), ("verify", 5), ("prefill", 128)):
         yield _attend(use, "int4", M, **_GEMMA, cap=50.0)
         yield _attend(use, "int4", M, **_OSS, sliding=True)
-    for H, D, sinks in ((32, 128, _ABSENT), (16, 256, _ABSENT), (64, 64, "*fp32"), (16, 8, _ABSENT)):
+        yield _attend(use, "int4", M, **_QWEN35)
+        yield _attend(use, "int4", M, **{**_LLAMA, "D": 64})
+    gated = attention.Gates(_PROJECTED, "i32")
+    for H, H_kv, D, sinks, gates in (
+        (32, 8, 128, _ABSENT, _ABSENT),
+        (16, 8, 256, _ABSENT, _ABSENT),
+        (16, 4, 256, _ABSENT, gated),
+        (64, 8, 64, "*fp32", _ABSENT),
+        (16, 8, 8, _ABSENT, _ABSENT),
+    ):
+        more = f"{'' if sinks == _ABSENT else ' sinks'}{'' if gates == _ABSENT else ' gates'}"
         yield Specialization(
-            name=f"attend merge {_heads_name(H, 8, D)}{'' if sinks == _ABSENT else ' sinks'}",
+            name=f"attend merge {_heads_name(H, H_kv, D)}{more}",
             kernel=attention._merge_kernel,
             types={
-                "partial_ptr": "*fp32",
-                "sums_ptr": "*fp32",
-                "used_ptr": "*i32",
-                "x_ptr": "*fp16",
+                "merged": attention.Merged("*fp32", "*i32", "*fp16", "*fp32"),
                 "sinks_ptr": sinks,
-                **_types(i32="summed M splits rows"),
+                "gates": gates,
+                **_types(i32="given M splits rows"),
             },
             constants={"H": H, "D": D, "BLOCK_S": attention._MERGED},
             num_warps=attention._MERGE_WARPS,
@@ -456,7 +472,7 @@ _OPERATIONS: tuple[Callable[[], Iterator[Specialization]], ...] = (
     *(_attention, _flush, _compensate, _gate, _gemm, _gemv, _low_rank),
     *(_norm, _heads, _select, _sums, _residual_gemm, _round, _union, _w4a8),
     *(expert_specializations.route, expert_specializations.group, expert_specializations.products),
-    expert_specializations.residuals,
+    *(expert_specializations.residuals, state_specializations.convolve, state_specializations.recur),
 )
 
 

@@ -17,13 +17,13 @@ class Projected(NamedTuple):
     """Output of the fused projection."""
 
     y: Any
-    """float32 [M, (H + 2 H_kv) * D], its output: queries, keys, values."""
+    """float32 [M, N], its output; of attention queries, keys, values, and maybe gates."""
     dec: Any
     """float32, shaped like y, its compensation; or any tensor of that type, if there is none."""
 
 
 @triton.jit
-def _sum(projected, offsets, mask, compensated):
+def projected_at(projected, offsets, mask, compensated):
     """Output of the projection at the offsets, with its compensation if any. float32."""
     y = tl.load(projected.y + offsets, mask=mask, other=0.0)
     return y + tl.load(projected.dec + offsets, mask=mask & (compensated != 0), other=0.0)
@@ -48,6 +48,8 @@ class Shape(NamedTuple):
     """Whether norms are over all heads together."""
     LAST: bool = False
     """Whether norms come behind the rotation."""
+    GATES: int = 0
+    """Heads' widths behind the values that are left to others: gates."""
 
 
 class HeadNorms(NamedTuple):
@@ -108,7 +110,7 @@ def _mean_square(projected, row_start, first, end, mask_d, compensated, BLOCK_D:
     offs_d = tl.arange(0, BLOCK_D)
     total = tl.zeros([BLOCK_D], tl.float32)
     for head in range(first, end):
-        x = _sum(projected, row_start + head * D + offs_d, mask_d, compensated)
+        x = projected_at(projected, row_start + head * D + offs_d, mask_d, compensated)
         total += x * x
     return tl.sum(total, axis=0) / ((end - first) * D)
 
@@ -140,10 +142,11 @@ def _heads_kernel(
     partner = tl.where(first, offs_d + HALF, offs_d - HALF)
     position = tl.load(rows.positions + row).to(tl.int64)
     slot = tl.load(rows.slots + row).to(tl.int64)
-    start = (row * (H + 2 * H_KV) + head) * D
-    x = _sum(projected, start + offs_d, mask_d, compensated)
+    first_of_row = row * (H + 2 * H_KV + shape.GATES) * D
+    start = first_of_row + head * D
+    x = projected_at(projected, start + offs_d, mask_d, compensated)
     turns = head < H + H_KV  # queries and keys; values pass through
-    other = _sum(projected, start + partner, pairs & turns, compensated)
+    other = projected_at(projected, start + partner, pairs & turns, compensated)
     if norms.q is not None:
         norm_ptr = norms.q
         if head >= H:
@@ -152,8 +155,7 @@ def _heads_kernel(
             first_head, end_head = 0, H
             if head >= H:
                 first_head, end_head = H, H + H_KV
-            row_start = row * (H + 2 * H_KV) * D
-            mean = _mean_square(projected, row_start, first_head, end_head, mask_d, compensated, BLOCK_D, D)
+            mean = _mean_square(projected, first_of_row, first_head, end_head, mask_d, compensated, BLOCK_D, D)
             norm_ptr += tl.where(turns, head - first_head, 0) * D
         else:
             mean = tl.sum(x * x, axis=0) / D
@@ -210,7 +212,8 @@ def heads(
     Queries are *not* scaled by D^-0.5: `attend` does that, in float32. Kinds without a window quantize on the way.
 
     Args:
-        y: float32 [M, (H + 2 H_kv) * D], output of the fused projection: queries, keys, values.
+        y: float32 [M, (H + 2 H_kv) * D], output of the fused projection: queries, keys, values; or [M, (2 H + 2 H_kv) *
+            D], with gates behind, which are left alone.
         dec: float32, shaped like y, its compensation, or None.
         norms: Both weights, or none; `TurnedNorms` if heads are rotated first.
         rope: With a row for every position.
@@ -226,6 +229,7 @@ def heads(
     normed = norms.q is not None
     shape = _shape(H, H_kv, D, rope.cos.shape[1])
     shape = shape._replace(WIDE=normed and norms.q.numel() > D, LAST=normed and isinstance(norms, TurnedNorms))
+    shape = shape._replace(GATES=y.shape[1] // D - H - 2 * H_kv)
     _heads_kernel[(M, H + 2 * H_kv)](
         projected, compensated, HeadNorms(*norms), rope, basis, rows, pages.tensors, q, pages.stride, pages.per_slot,
         shape=shape, layout=pages.layout(), num_warps=1,

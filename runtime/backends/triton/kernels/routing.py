@@ -119,7 +119,7 @@ def _logits(x_ptr, weight_ptr, bias_ptr, offs_m, offs_s, M, C, S, tile: tl.const
 
 
 @triton.jit
-def _sigmoid(x):
+def sigmoid(x):
     """1 / (1 + exp(-x)), without an overflow."""
     falling = tl.exp(-tl.abs(x))
     return tl.where(x >= 0, 1.0, falling) / (1.0 + falling)
@@ -138,7 +138,7 @@ def _choose(logits, correction_ptr, form: tl.constexpr):
     inside = offs_e < form.EXPERTS
     logits = tl.where(inside, logits, float("-inf"))
     if form.SIGMOIDS:
-        scores = _sigmoid(logits)
+        scores = sigmoid(logits)
     else:
         scores = tl.exp(logits - tl.max(logits, axis=1)[:, None])
         scores = scores / tl.sum(scores, axis=1)[:, None]
@@ -193,7 +193,7 @@ def _route_kernel(
         if form.SHARED > 0:
             share = tl.full([BLOCK_M, 1], 1.0, tl.float32)
             if form.GATED:
-                share = _sigmoid(tl.load(own + form.EXPERTS, mask=mask_m, other=0.0, cache_modifier=".cg"))
+                share = sigmoid(tl.load(own + form.EXPERTS, mask=mask_m, other=0.0, cache_modifier=".cg"))
             behind = offs_m[:, None] * READ + form.CHOSEN
             for number in range(form.SHARED):
                 tl.store(routed.chosen + behind + number, form.EXPERTS + number, mask=mask_m)

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from assets import demo_path
+from models.catalogue import CATALOGUE
 from models.packed import PackedLinear, PackedResidual
 from models.recipe import Recipe
 from models.spec import MixtureSpec, ModelSpec, RopeSpec
@@ -60,6 +61,9 @@ GPT_OSS = replace(
     gate_limit=7.0,
 )
 """gpt-oss-20b."""
+QWEN35, LFM2 = (
+    next(model.spec for model in CATALOGUE if model.title == title) for title in ("Qwen3.5 4B", "LFM2 1.2B")
+)
 DEMO = StoredModel.open_folder(demo_path(), "demo")
 MODELS: dict[str, tuple[ModelSpec, Recipe]] = {
     "demo": (DEMO.spec, DEMO.recipe),
@@ -68,6 +72,8 @@ MODELS: dict[str, tuple[ModelSpec, Recipe]] = {
     "phi-3-4bit": (PHI, Recipe(bits=4)),
     "qwen3-30b-a3b-4bit": (QWEN3_MOE, Recipe(bits=4)),
     "gpt-oss-20b-4bit": (GPT_OSS, Recipe(bits=4)),
+    "qwen3.5-4b-4bit": (QWEN35, Recipe(bits=4)),
+    "lfm2-1.2b-4bit": (LFM2, Recipe(bits=4)),
 }
 
 
@@ -90,10 +96,9 @@ class Shapes:
         )  # fmt: skip
 
     def vector(self, name: str) -> Any:
-        if name == "norm":
-            return np.ones(self.spec.hidden_size, np.float32)
-        layer = int(name.split(".")[1])
-        return np.ones({**self.spec.block_vectors(layer), **self.spec.routers(layer)}[name], np.float32)
+        layer = None if name == "norm" else int(name.split(".")[1])
+        shapes: dict[str, Any] = {} if layer is None else self.spec.block_vectors(layer) | self.spec.routers(layer)
+        return np.ones(shapes.get(name, self.spec.hidden_size), np.float32)
 
     def key_statistics(self, _layer: int) -> None:
         return None

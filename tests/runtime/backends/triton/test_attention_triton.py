@@ -25,6 +25,7 @@ from runtime.backends.triton.kernels.attention.configs import (
 from runtime.backends.triton.kernels.attention.kernel import attend
 from runtime.backends.triton.kernels.cache.pages import Rows, power_of_two
 from runtime.backends.triton.kernels.gemv import ROWS
+from runtime.backends.triton.kernels.rope import Projected
 from runtime.backends.triton.workspace import Workspace
 from runtime.kv.kinds import KINDS, KVKind
 from tests.close import assert_close
@@ -57,14 +58,16 @@ class _Case:
             out[rows] = reference.attend(self.q[rows].float(), k, v, positions, self.window)
         return out
 
-    def run(self, device: str, half_pages: Any, workspace: Workspace | None = None) -> torch.Tensor:
+    def run(
+        self, device: str, half_pages: Any, workspace: Workspace | None = None, gates: Projected | None = None
+    ) -> torch.Tensor:
         """The same from the kernel."""
         M, H, D = self.shape
         x = torch.full((M, H * D), torch.nan, dtype=torch.float16, device=device)
         pages, T = half_pages(self.cache, device).pages, self.cache.shape[3]
         q, positions, slots = (one.to(device) for one in (self.q.view(M, H * D), self.positions, self.slots))
         rows = Rows(positions, slots)
-        sums = attend(q, pages, rows, self.window, x, workspace or Workspace(device), context=T)
+        sums = attend(q, pages, rows, self.window, x, workspace or Workspace(device), context=T, gates=gates)
         assert (sums is not None) == (M <= ROWS and D % 32 == 0)
         if sums is not None and bool(x.isfinite().all()):
             assert_close(sums, sums_of(x), SUMS)
@@ -183,6 +186,21 @@ def test_many_rows_are_launched_in_parts(device: str, half_pages: Any, monkeypat
     """The splits of all of them together would take more memory than is planned for."""
     monkeypatch.setattr(kernels, "KEPT_ROWS", 4 * 5)
     _Case(MIXED, 4, 2, 32, 150).check(device, half_pages)
+
+
+@pytest.mark.parametrize("compensated", [False, True])
+def test_outputs_are_multiplied_by_their_gates(
+    device: str, half_pages: Any, monkeypatch: pytest.MonkeyPatch, compensated: bool
+) -> None:
+    """The last channels of a wider projection, with and without its compensation, launched in parts."""
+    monkeypatch.setattr(kernels, "KEPT_ROWS", 4 * 5)
+    case = _Case(_run_of(0, 60, 7), 4, 2, 32, 150)
+    y = 3 * torch.randn(7, 300, generator=torch.Generator().manual_seed(1))
+    dec = torch.full_like(y, 0.5).to(device) if compensated else None
+    shares = (y + 0.5 if compensated else y)[:, -128:].view(7, 4, 32).sigmoid()
+    gates = Projected(y.to(device)[:, -128:], dec if dec is None else dec[:, -128:])
+    found = case.run(device, half_pages, gates=gates)
+    assert_close(found, case.expected() * shares, "half attention")
 
 
 LAPTOP, LARGE = Room(multiprocessors=20, shared_kib=100), Room(multiprocessors=132, shared_kib=228)

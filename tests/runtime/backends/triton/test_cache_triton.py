@@ -33,6 +33,17 @@ LARGE_KEYS = Tolerance(
 )
 
 
+def test_layers_with_attention_have_the_pages(tiny_spec: Any, device: str) -> None:
+    """One behind the other, whatever layers are between them."""
+    mixers = ("convolution", "attention", "convolution", "attention")
+    spec = tiny_spec(num_layers=4, mixers=mixers, taps=3)
+    cache = GpuCache(KINDS["int8"], spec, context=100, slots=1, max_rows=8, device=torch.device(device))
+    assert list(cache.layers) == [1, 3]
+    for part in PARTS:
+        for place, layer in enumerate(cache.layers.values()):
+            assert layer.pools[part].data_ptr() == cache.store.pools[part][:, place].data_ptr()
+
+
 class Pair:
     """The reference cache and the GPU's, given the same tokens."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from models.architecture import forward
+from models.spec import MixtureSpec
 from runtime.backends import ModelSizes, backend
 from runtime.backends.decoder import DecoderOptions
 from runtime.backends.triton import model as placing
@@ -17,12 +19,12 @@ from runtime.backends.triton.decoder import TritonDecoder
 from runtime.backends.triton.forward import Pass
 from runtime.backends.triton.layout import repack
 from runtime.backends.triton.sampling import numbers_of
-from runtime.backends.triton.sizes import COPIED_BYTES, linear_bytes
+from runtime.backends.triton.sizes import COPIED_BYTES, buffer_sizes, linear_bytes
 from runtime.errors import OutOfMemoryError
 from runtime.load.memory import MemoryPlan, plan
 from runtime.text.sampling import SamplingOptions
 from tests.runtime.backends.triton.counting import META, Card, counted
-from tests.runtime.backends.triton.shapes import MODELS, Shapes, residuals, without_numbers
+from tests.runtime.backends.triton.shapes import MODELS, QWEN35, Shapes, residuals, without_numbers
 from tuner.detect import MemoryInfo
 
 GROWTH = 1 << 20
@@ -139,6 +141,16 @@ def test_unloading_returns_everything_and_the_next_load_is_planned_with_it(
         held.append(decoder)
         assert (card.requested, card.reserved) == (0, 0)
     assert emptied == ["page-locked memory"] * 3
+
+
+def test_buffers_hold_the_widest_layer() -> None:
+    """Layers whose mixers differ, in a mixture, which has no wider MLP."""
+    mixture = MixtureSpec(experts=8, chosen=1, width=64, normalized=True)
+    spec = replace(QWEN35, mixture=mixture, vocab_size=1000)
+    sizes, rows = buffer_sizes(spec, 32), 32
+    N, K = spec.linear_shape("layers.0.qkv")
+    assert spec.linear_shape("qkv")[0] < N
+    assert (sizes.output, sizes.inputs) == (rows * N, rows * max(K, spec.linear_shape("layers.0.o")[1]))
 
 
 @pytest.mark.parametrize(

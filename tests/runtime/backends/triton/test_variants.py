@@ -29,6 +29,8 @@ MIXED = {
 MIXED_TOGETHER = {"_multiply_experts_kernel": 1, "_select_kernel": 3, "_fetch_experts_kernel": 3}
 """Of a mixture whose prompts are compensated together: few rows select among channels of all experts or of each, and
 16 add to the product in place."""
+STATES = {"delta": ("_mix_kernel", "_recur_kernel", "_finish_kernel"), "convolution": ("_convolve_kernel",)}
+"""Further ones of layers with a state, by what mixes their tokens."""
 Cases = dict[Case, Counts]
 
 
@@ -49,12 +51,13 @@ def by_rows() -> Cases:
 def test_a_load_compiles_fifteen_to_nineteen_kernels(cases: Cases, model: str, kv: str, prompt: int) -> None:
     """Attention takes three, and three more where only some blocks have a window, and products two; one more where the
     head has other bits than the blocks, one where a window's pages are quantized, and two where prompts are compensated
-    together: docs/decisions.md. Experts take ten, and four more in prompts."""
+    together: docs/decisions.md. Experts take ten, and four more in prompts, delta rules three, and convolutions one."""
     spec, recipe = MODELS[model]
     single = ALWAYS | (TOGETHER if prompt else set()) | ({"_flush_kernel"} if kv in ("int4", "hierarchical") else set())
     products = 2 + (recipe.layer_bits("head") != recipe.bits)
     mixed = (MIXED | (MIXED_TOGETHER if prompt else {})) if spec.mixture is not None else {}
-    attention = 3 * len({window is None for window in spec.windows})
+    single |= {kernel for mixer in {*spec.mixers} for kernel in STATES.get(mixer, ())}
+    attention = 3 * len({spec.windows[layer] is None for layer in spec.attention_layers})
     found = cases[model, kv, prompt]
     assert found.variants == {
         **dict.fromkeys(single, 1), "_attend_kernel": attention, "_gemv_kernel": products, **mixed,
@@ -66,9 +69,12 @@ def test_a_load_compiles_fifteen_to_nineteen_kernels(cases: Cases, model: str, k
 @pytest.mark.parametrize("model", MODELS)
 def test_a_token_launches_fourteen_kernels_a_layer(cases: Cases, model: str, kv: str) -> None:
     """Four products and their compensations, two norms, heads, attention and its merge, the gate; the last norm and the
-    head with its compensation. With experts a router, and two compensations that take two launches."""
-    each = 14 if MODELS[model][0].mixture is None else 17
-    assert cases[model, kv, 0].launches == each * MODELS[model][0].num_layers + 3
+    head with its compensation. With experts a router, and two compensations that take two launches. A delta rule takes
+    three launches as attention does, a convolution one."""
+    spec = MODELS[model][0]
+    each = 14 if spec.mixture is None else 17
+    saved = 2 * sum(spec.mixer(layer) == "convolution" for layer in range(spec.num_layers))
+    assert cases[model, kv, 0].launches == each * spec.num_layers - saved + 3
 
 
 @pytest.mark.slow

@@ -9,112 +9,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from models.spec import DeltaSpec, ModelSpec
 from runtime.backends.cpu.decoder import CpuDecoder
 from runtime.backends.decoder import DecoderOptions, Step
 from runtime.backends.reference.decoder import ReferenceDecoder
 from runtime.drafting import LARGEST_GAMMA
-from runtime.engine.conversations.conversations import Conversations
 from runtime.errors import RequestError
 from runtime.kv import states
 from runtime.kv.states import RING, SMALL_STEP, States, states_bytes
-from tests.runtime.conftest import SHARED
+from tests.runtime.engine.conversations.talking import CONTEXT, HYBRIDS, ROWS, Talk, decaying, hybrid
 
-Tokens = list[int]
-CONTEXT, ROWS, SLOTS = 256, 40, 3
 DECODERS: dict[str, Callable[..., Any]] = {"reference": ReferenceDecoder, "cpu": CpuDecoder}
 MEAN = {"reference": 0.002, "cpu": 0.05}
-"""Largest mean error of a logit, of the spread of logits: keys and values are half precision, and the CPU rounds
-activations to INT8. A wrong state is off by the spread."""
-
-
-HYBRIDS: dict[str, dict[str, Any]] = {
-    "convolution": {"mixers": ("convolution", "attention", "convolution"), "conv_bias": True},
-    "delta": {
-        "mixers": ("delta", "attention", "delta"),
-        "delta": DeltaSpec(key_heads=2, value_heads=4, key_dim=16, value_dim=24),
-        "gated": True,
-    },
-}
-
-
-def hybrid(tiny_spec: Callable[..., ModelSpec], mixer: str = "convolution") -> ModelSpec:
-    if mixer == "shared":
-        return tiny_spec(max_context=CONTEXT, **SHARED)
-    return tiny_spec(num_layers=3, taps=4, qk_norm=True, max_context=CONTEXT, **HYBRIDS[mixer])
-
-
-class Talk:
-    """Conversations in the slots of a decoder, of which each answer is compared with a fresh decoder's."""
-
-    def __init__(self, make: Callable[..., Any], model: Any, seed: int, error: float) -> None:
-        options = DecoderOptions(kv="fp16", context=CONTEXT, slots=SLOTS, max_rows=ROWS, threads=1)
-        self.decoder = make(model, options)
-        self.fresh = make(model, DecoderOptions(kv="fp16", context=CONTEXT, max_rows=CONTEXT, threads=1))
-        self.conversations = Conversations(self.decoder.cache, slots=SLOTS, context=CONTEXT)
-        self.random, self.error = np.random.default_rng(seed), error
-        self.said: list[Tokens] = []
-        self.reused = 0
-
-    def words(self, most: int) -> Tokens:
-        return self.random.integers(3, self.decoder.spec.vocab_size, self.random.integers(1, most)).tolist()
-
-    def forward(self, slot: int, tokens: Tokens, start: int, **how: bool) -> Any:
-        return self.decoder.forward(Step.of(tokens, start, slot=slot, **how)).copy()
-
-    def check(self, logits: Any, tokens: Tokens) -> None:
-        self.fresh.cache.clear(0)
-        expected = self.fresh.forward(Step.of(tokens, 0, [len(tokens) - 1], prefill=True))[0]
-        assert np.abs(logits - expected).mean() <= self.error * expected.std(), len(tokens)
-
-    def prompt(self) -> Tokens:
-        """A new chat, the next message, the last one again, an edited message, or a branch in an answer."""
-        if not self.said or self.random.random() < 0.15:
-            return self.words(90)
-        said = self.said[self.random.integers(len(self.said))]
-        kept = len(said) if self.random.random() < 0.5 else int(self.random.integers(1, len(said) + 1))
-        return [*said[:kept], *self.words(40)][: CONTEXT - 60]
-
-    def exchange(self) -> None:
-        """A prompt, read in parts, and an answer that is stopped somewhere."""
-        prompt = self.prompt()
-        slot, cached = self.conversations.begin(prompt)
-        held = self.conversations.tokens(slot)
-        assert self.decoder.cache.length(slot) == cached == len(held)
-        self.reused += cached
-        while len(held) < len(prompt):
-            part = prompt[len(held) : len(held) + int(self.random.integers(1, ROWS + 1))]
-            logits = self.forward(slot, part, len(held), prefill=True)
-            held.extend(part)
-        self.check(logits[-1], held)
-        for _ in range(self.random.integers(0, 5)):
-            self.round(slot, held)
-        self.said.append(list(held))
-        self.conversations.release(slot)
-
-    def round(self, slot: int, held: Tokens) -> None:
-        """A token of the answer, or several that verify a draft, of which some are rejected."""
-        token, draft = self.words(2)[0], self.words(SMALL_STEP) if self.random.random() < 0.7 else []
-        start = len(held)
-        if draft and self.random.random() < 0.5:  # by the model itself, a token at a time
-            for at, each in enumerate([token, *draft][:-1]):
-                self.forward(slot, [each], start + at, draft=True)
-        logits = self.forward(slot, [token, *draft], start)
-        accepted = int(self.random.integers(0, len(draft) + 1))
-        held.extend([token, *draft[:accepted]])
-        self.conversations.cut(slot, len(held))
-        self.check(logits[accepted], held)
-
-    def save_and_load(self) -> None:
-        """A conversation goes to a file and back, into another slot."""
-        slot = max(range(SLOTS), key=lambda slot: len(self.conversations.tokens(slot)))
-        cache, tokens = self.decoder.cache, list(self.conversations.tokens(slot))
-        pieces = [{name: np.array(x) for name, x in piece.items()} for piece in cache.export(slot)]
-        paged, other = cache.paged_length(slot), (slot + 1) % SLOTS
-        self.conversations.clear(other)
-        self.conversations.clear(slot)
-        cache.load(other, len(tokens), paged, pieces)
-        self.conversations.tokens(other).extend(tokens)
+"""See `Talk`: keys and values are half precision, and the CPU rounds activations to INT8."""
 
 
 @pytest.fixture
@@ -136,15 +42,10 @@ def snapshots_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_any_history_gives_what_a_fresh_prefill_gives(
     tiny_model: Any, tiny_spec: Any, backend: str, seeds: range, mixer: str
 ) -> None:
-    model, reused = tiny_model(hybrid(tiny_spec, mixer), residual_bits=0), 0
-    for name in model.vectors:
-        model.vectors[name] *= -0.3 if name.endswith("decay") else 1
+    model, reused = decaying(tiny_model(hybrid(tiny_spec, mixer), residual_bits=0)), 0
     for seed in seeds:
         talk = Talk(DECODERS[backend], model, seed, MEAN[backend])
-        for _ in range(6):
-            talk.exchange()
-            if talk.random.random() < 0.2:
-                talk.save_and_load()
+        talk.run(6)
         reused += talk.reused
     assert reused > 40 * len(seeds)
 
@@ -166,6 +67,15 @@ def test_drafts_are_cut_back_and_long_steps_are_not(tiny_spec: Any) -> None:
         own.check(0, 110, 111, draft=False)
     with pytest.raises(RequestError, match="too many to draft"):
         own.check(0, 120, 120 + 2 * SMALL_STEP + 1, draft=True)
+
+
+def test_a_shift_moves_what_is_recent_along(tiny_spec: Any) -> None:
+    own, rng = States(hybrid(tiny_spec), 2), np.random.default_rng(3)
+    x = rng.standard_normal((9, own.shapes[0].inputs)).astype(np.float32)
+    own.begin(1, 0, 9, draft=False)
+    own.note(0, 1, 0, x)
+    own.shift(1, RING + 7)
+    assert np.array_equal(own.inputs(0, 1, RING + 7, RING + 16), x)
 
 
 def test_snapshots_are_shared_thinned_and_freed(tiny_spec: Any) -> None:

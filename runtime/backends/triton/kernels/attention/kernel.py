@@ -41,6 +41,8 @@ from runtime.backends.triton.kernels.cache.pages import (
     Rows,
 )
 from runtime.backends.triton.kernels.gemv import ROWS, capability
+from runtime.backends.triton.kernels.rope import Projected, projected_at
+from runtime.backends.triton.kernels.routing import sigmoid
 from runtime.backends.triton.kernels.sums import store_sums
 from runtime.backends.triton.sizes import PIECE
 from runtime.kv.kinds import CacheKind
@@ -50,6 +52,8 @@ if TYPE_CHECKING:
 
 
 _MIN_BLOCKS = tl.constexpr(MIN_BLOCKS)
+_SUMMED, _COMPENSATED = tl.constexpr(1), tl.constexpr(2)
+"""Bits of `given`: whether a merge is asked for sums, and whether gates have a compensation."""
 _MERGED = 16
 """Splits that a merge loads at a time."""
 _MERGE_WARPS = 4
@@ -84,6 +88,28 @@ class Step(NamedTuple):
     """float32, the results of splits for `_merge_kernel`, see `_leave`."""
     used: Any
     """int32 [tiles], the number of splits with work for each tile of rows."""
+
+
+class Merged(NamedTuple):
+    """The tensors that `_merge_kernel` reads and writes."""
+
+    partial: Any
+    """See `Step`; as `_leave` writes it."""
+    used: Any
+    """See `Step`."""
+    x: Any
+    """float16 [M, H, D]."""
+    sums: Any
+    """float32 [M, H, D / 32], of the pieces of x, where they are asked for, and D is a multiple."""
+
+
+class Gates(NamedTuple):
+    """Gates of a step's outputs."""
+
+    projected: Projected
+    """[M, H, D], with rows further apart."""
+    stride: Any
+    """Numbers from a row to the next."""
 
 
 class Share(NamedTuple):
@@ -244,22 +270,18 @@ def _attend_kernel(
             _leave(step, state, M, splits, _heads(first_row, end_row, tile), tile, D)
 
 
-@triton.jit(do_not_specialize=["summed", "M", "splits", "rows"])
+@triton.jit(do_not_specialize=["given", "M", "splits", "rows"])
 def _merge_kernel(
-    partial_ptr, used_ptr, x_ptr, sums_ptr, sinks_ptr, summed, M, splits, rows,
-    H: tl.constexpr, D: tl.constexpr, BLOCK_S: tl.constexpr,
-):  # fmt: skip
-    """Program (m, h) merges the splits of query head h of row m, in a tile of `rows` rows; partial as `_leave` says.
-
-    x [M, H, D]; sums [M, H, D / 32], of the pieces of x, where they are asked for, and D is a multiple; sinks [H].
-    """
+    merged, sinks_ptr, gates, given, M, splits, rows, H: tl.constexpr, D: tl.constexpr, BLOCK_S: tl.constexpr
+):
+    """Program (m, h) merges the splits of query head h of row m, in a tile of `rows` rows. sinks [H]; see `Merged`."""
     BLOCK_D: tl.constexpr = triton.next_power_of_2(D)
     head = tl.program_id(0).to(tl.int64) * H + tl.program_id(1)
     offs_d = tl.arange(0, BLOCK_D)
     mask_d = offs_d < D
-    peak_ptr = partial_ptr + M.to(tl.int64) * H * splits * D + head * splits
+    peak_ptr = merged.partial + M.to(tl.int64) * H * splits * D + head * splits
     total_ptr = peak_ptr + M.to(tl.int64) * H * splits
-    used = tl.load(used_ptr + tl.program_id(0) // rows)
+    used = tl.load(merged.used + tl.program_id(0) // rows)
     top = float("-inf")
     weights = 0.0
     if sinks_ptr is not None:
@@ -271,7 +293,7 @@ def _merge_kernel(
         peak = tl.load(peak_ptr + offs_s, mask=offs_s < used, other=float("-inf"))
         total = tl.load(total_ptr + offs_s, mask=offs_s < used, other=0.0)
         seen = total != 0  # also true for NaN, which thus reaches the output
-        at = partial_ptr + (head * splits + offs_s[:, None]) * D + offs_d[None, :]
+        at = merged.partial + (head * splits + offs_s[:, None]) * D + offs_d[None, :]
         part = tl.load(at, mask=seen[:, None] & mask_d[None, :], other=0.0)
         highest = tl.maximum(top, tl.max(peak, axis=0))
         shift = tl.where(highest == float("-inf"), 0.0, highest)
@@ -280,11 +302,15 @@ def _merge_kernel(
         acc = acc * fade + tl.sum(part * weight[:, None], axis=0)
         weights = weights * fade + tl.sum(total * weight, axis=0)
         top = highest
-    x = tl.where(mask_d, acc / weights, 0.0).to(tl.float16)
-    tl.store(x_ptr + head * D + offs_d, x, mask=mask_d)
+    x = tl.where(mask_d, acc / weights, 0.0)
+    if gates is not None:
+        offs = tl.program_id(0).to(tl.int64) * gates.stride + tl.program_id(1) * D + offs_d
+        x *= sigmoid(projected_at(gates.projected, offs, mask_d, given & _COMPENSATED))
+    x = x.to(tl.float16)
+    tl.store(merged.x + head * D + offs_d, x, mask=mask_d)
     if D % 32 == 0:  # noqa: SIM102 - a constant and a number of the device
-        if summed != 0:
-            store_sums(sums_ptr + head * (D // 32), x, 0, D, BLOCK_D)
+        if (given & _SUMMED) != 0:
+            store_sums(merged.sums + head * (D // 32), x, 0, D, BLOCK_D)
 
 
 class How(TypedDict, total=False):
@@ -296,6 +322,9 @@ class How(TypedDict, total=False):
     """Soft cap of q k^T / sqrt(D); None = none."""
     sinks: torch.Tensor | None
     """float32 [H], a score of each query head that takes a share of the softmax and adds nothing; None = none."""
+    gates: Projected | None
+    """float32 [M, H * D], numbers whose sigmoids x is multiplied by, and their compensation, or None; None = none. Rows
+    may be further apart."""
 
 
 def attend(
@@ -329,7 +358,7 @@ def attend(
 
     Source: the running softmax of Milakov and Gimelshein (2018), split over the keys as in Flash-Decoding (2023).
     """
-    draft, cap, sinks = how.get("draft", False), how.get("cap"), how.get("sinks")
+    draft, cap, sinks, gates = how.get("draft", False), how.get("cap"), how.get("sinks"), how.get("gates")
     D, H_kv, kind = pages.head_dim, pages.kv_heads, pages.kind
     M, H = q.shape[0], q.shape[1] // D
     seen = context if window is None else min(window, context)
@@ -348,11 +377,19 @@ def attend(
             tile=_tile(H, H_kv, config, sliding=seen < context, cap=cap), layout=pages.layout(draft=draft),
             num_warps=config.num_warps, num_stages=config.num_stages, **options(config, capability(q.device)),
         )  # fmt: skip
+        merged = Merged(partial, used, x[start:], partial if sums is None else sums[start:])
+        given = (sums is not None) | (gates is not None and gates.dec is not None) << 1
         _merge_kernel[(some, H)](
-            partial, used, x[start:], partial if sums is None else sums[start:], sinks, int(sums is not None), some,
-            splits, config.rows, H=H, D=D, BLOCK_S=_MERGED, num_warps=_MERGE_WARPS,
+            merged, sinks, None if gates is None else _gates(gates, start), given, some, splits, config.rows, H=H, D=D,
+            BLOCK_S=_MERGED, num_warps=_MERGE_WARPS,
         )  # fmt: skip
     return sums
+
+
+def _gates(gates: Projected, start: int) -> Gates:
+    """Gates of the rows from one on, as a kernel argument."""
+    y, dec = (gates.y if each is None else each for each in gates)
+    return Gates(Projected(y[start:], dec[start:]), y.stride(0))
 
 
 @cache
