@@ -122,7 +122,6 @@ def run(
     gamma: options.Gamma = None,
     context: options.Context = None,
     backend: options.BackendOption = None,
-    experts_on_device: options.ExpertsOnDevice = None,
     as_json: options.Json = False,
 ) -> None:
     """Answer a prompt, or talk on a terminal."""
@@ -167,7 +166,6 @@ def run(
         speculate=speculation,
         gamma=gamma,
         backend=backend,
-        experts_on_device=experts_on_device,
     )
     plan = load_plan(stored, choices, services, output)
     with output.progress() as progress:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -304,7 +304,8 @@ def _engine(loaded: LoadedModel) -> Engine:
 
 def _experts(decoder: Decoder) -> ExpertPlacement | None:
     """Where a decoder's experts are."""
-    return decoder.experts if isinstance(decoder, PlacesExperts) else None
+    placed = decoder.experts if isinstance(decoder, PlacesExperts) else None
+    return None if placed is None else ExpertPlacement(**asdict(placed))
 
 
 def _lacking(decoder: Decoder) -> tuple[Problem, ...]:

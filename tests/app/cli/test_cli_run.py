@@ -181,8 +181,8 @@ def test_experts_on_the_device_are_an_error_where_a_model_has_none(
     error: Callable[..., str], run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a flag; the setting is for any model."""
-    assert "the model has no experts" in error("run", "demo", "hi", "--experts-on-device", 2)
-    wrong = run("run", "demo", "hi", "--experts-on-device", "all", code=2).stderr
+    assert "the model has no experts" in error("bench", "demo", "--experts-on-device", 2)
+    wrong = run("bench", "demo", "--experts-on-device", "all", code=2).stderr
     assert "allowed: a whole number from 0 to 10000, or auto" in " ".join(wrong.split())
     monkeypatch.setenv("LOWBIT_CHAT_EXPERTS_ON_DEVICE", "2")
     assert run("run", "demo", "hi", "--max-tokens", 1).exit_code == 0
