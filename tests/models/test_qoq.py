@@ -34,8 +34,6 @@ from tests.grid import grid
 from tests.models.conftest import TEXT, write_checkpoint
 from tests.models.random_models import CASES, MIXTURES, random_case
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 ALL = tuple(step for step in QOQ_STEPS if step != "clip")
 """The steps that change weights before they are rounded."""
 EVALUATION = TEXT[:300]

@@ -25,8 +25,6 @@ from models.store import Store
 from tests.close import Tolerance, assert_close
 from tests.models.random_models import CASES, random_case
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 TEXT = "The quick brown fox jumps over the lazy dog. Pack my box with five dozen liquor jugs!\n" * 8
 
 
