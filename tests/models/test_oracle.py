@@ -28,6 +28,7 @@ from tests.models.random_models import (
     DELTA,
     DRAWN_FAMILIES,
     GEMMA,
+    MECHANISMS,
     MINISTRAL3,
     MIXED,
     SIZES,
@@ -40,13 +41,8 @@ TOLERANCE = 1e-4
 """Largest difference of a logit in fp32. Logits of the random models are of the order of 1."""
 
 
-MECHANISMS = {
-    *("llama3.2", "phi3.5-longrope", "mistral-window", "qwen3-moe-dense", "gpt-oss", "glm4-moe"),
-    *("gemma2", "gemma4-shared", "gemma4-experts", "hunyuan", "lfm2", "qwen3.5-moe"),
-}
-"""Cases that have a rotary embedding, a window, experts, a state or a shared cache of each kind."""
 of_mechanisms = pytest.mark.parametrize("pair", grid(CASES, MECHANISMS), indirect=True)
-"""For tests of what the oracle does with any family: `make test` runs them on a case of each mechanism."""
+"""For tests of what the oracle does with any family."""
 
 
 @pytest.fixture(scope="module", params=CASES)
