@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any, Literal
 
 from models.spec import DeltaSpec, HeadShape, Mixer, MixtureSpec, ModelSpec, RopeSpec
@@ -96,6 +97,11 @@ class CatalogueModel:
         return "GGUF" if not isinstance(self.origin, str) or self.origin.endswith("-GGUF") else "Hugging Face"
 
     @property
+    def parameters(self) -> int:
+        """Its weights, as `ModelSpec.parameters`."""
+        return _parameters(self.spec)
+
+    @property
     def download_bytes(self) -> int:
         """Size of the download in bytes; for a folder, only its weights."""
         if isinstance(self.origin, KnownModel):
@@ -103,12 +109,18 @@ class CatalogueModel:
         spec, packed = self.spec, 0
         if self.mxfp4 and spec.mixture is not None:
             packed = spec.num_layers * spec.mixture.held * 3 * spec.hidden_size * spec.mixture.width
-        return int(_SOURCE_BYTES[self.form] * (spec.parameters - packed) + _MXFP4_BYTES * packed)
+        return int(_SOURCE_BYTES[self.form] * (self.parameters - packed) + _MXFP4_BYTES * packed)
 
     @property
     def verified(self) -> bool:
         """Whether its source was seen, and not only read of: the rest could not be reached."""
         return isinstance(self.origin, KnownModel)
+
+
+@lru_cache(maxsize=128)
+def _parameters(spec: ModelSpec) -> int:
+    """Counted once: a mixture has tens of thousands of matrices."""
+    return spec.parameters
 
 
 _SMOLLM2_135M = KnownModel(

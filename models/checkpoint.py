@@ -29,6 +29,7 @@ class Checkpoint:
     spec: ModelSpec
     """The architecture."""
     _token_rows: dict[int, torch.Tensor] = field(default_factory=dict, repr=False)
+    _expert_scales: dict[str, list[float]] = field(default_factory=dict, repr=False)
 
     @classmethod
     def open(cls, path: Path) -> Checkpoint:
@@ -113,12 +114,14 @@ class Checkpoint:
         return factors.get(name, factors.get(own, factors.get(own.rsplit(".", 1)[-1], 1.0)))
 
     def _expert_scale(self, name: str) -> float:
-        """The factor of an expert's `down`."""
+        """The factor of an expert's `down`. Those of a block are read together, and stay in memory."""
         expert = expert_of(name)
         if expert is None or not name.endswith("down") or not self.files.family.expert_scales:
             return 1.0
-        scales = self.files.entries[f"model.layers.{name.split('.')[1]}.{self.files.family.expert_scales}"].read()
-        return float(scales[expert])
+        key = f"model.layers.{name.split('.')[1]}.{self.files.family.expert_scales}"
+        if key not in self._expert_scales:
+            self._expert_scales[key] = self.files.entries[key].read().tolist()
+        return self._expert_scales[key][expert]
 
     def _turning_first(self, layer: int) -> torch.Tensor:
         """Channels of a head, those that rotate first where they are a share of all pairs. int64 [D]."""

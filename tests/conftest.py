@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,10 @@ from tests import smollm2
 os.environ.setdefault(
     "LOWBIT_CHAT_KERNEL_CACHE", str(Path(__file__).resolve().parents[1] / ".pytest_cache" / "kernels")
 )
+
+# Matrices in tests are small: to share one out takes longer than to multiply it, several times so beside other workers.
+# numpy and torch read this when they are imported, here and in the programs that tests start.
+os.environ |= {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 
 # How long an example takes says how busy the machine is.
 settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -60,10 +65,18 @@ def _available(find: Callable[[], Path]) -> Path:
         pytest.skip(str(error))
 
 
+@pytest.fixture(scope="session")
+def _homes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Paths of folders for `isolated_home`. `mktemp` would look through all earlier ones for the next number."""
+    folder = tmp_path_factory.mktemp("homes")
+    return (folder / str(number) for number in itertools.count())
+
+
 @pytest.fixture(autouse=True)
-def isolated_home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+def isolated_home(_homes: Iterator[Path], monkeypatch: pytest.MonkeyPatch) -> Path:
     """A private LOWBIT_CHAT_HOME for every test, so that none touches the person's own models or settings."""
-    home = tmp_path_factory.mktemp("home")
+    home = next(_homes)
+    home.mkdir()
     monkeypatch.setenv("LOWBIT_CHAT_HOME", str(home))
     return home
 

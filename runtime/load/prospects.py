@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
 
 from models.catalogue import CatalogueModel
 from models.recipe import Recipe
@@ -23,6 +24,9 @@ from runtime.wire.prospects import Prospect
 from tuner.detect import MemoryInfo
 from tuner.devices import DeviceSpec
 from tuner.expectation import card_named
+
+if TYPE_CHECKING:
+    from models.store.layout import Sizes
 
 BITS = (4.0, 3.5, 3.0)
 """Bits per weight to choose from, best first."""
@@ -74,15 +78,13 @@ def room_of(report: DeviceReport, status: Status) -> Room:
 
 
 def prospects(catalogue: Sequence[CatalogueModel], room: Room) -> list[Prospect]:
-    """The prospects of every model in a catalogue. Takes 0.1 s: call it in a worker thread."""
+    """The prospects of every model in a catalogue. Takes half a second at first: call it in a worker thread."""
     return [_prospect(model, room) for model in catalogue]
 
 
 def _prospect(model: CatalogueModel, room: Room) -> Prospect:
-    from models.store.layout import sizes
-
     spec = model.spec
-    taken = {bits: sizes(spec, _recipe(spec, bits)) for bits in BITS}
+    taken = _sizes(spec)
     usual = min(spec.max_context, DEFAULT_CONTEXT)
     chosen, context, needed = None, 0, 0
     planned: MemoryPlan | None = None
@@ -107,8 +109,8 @@ def _prospect(model: CatalogueModel, room: Room) -> Prospect:
         verified=model.verified,
         form=model.form,
         download_bytes=model.download_bytes,
-        parameters=spec.parameters,
-        active_share=size.active / size.device * (1 - spec.token_weights / spec.parameters),
+        parameters=model.parameters,
+        active_share=size.active / size.device * (1 - spec.token_weights / model.parameters),
         max_context=spec.max_context,
         sizes=tuple(taken[bits].device for bits in sorted(BITS)),
         residual_bytes=taken[BITS[0]].residuals,
@@ -117,8 +119,16 @@ def _prospect(model: CatalogueModel, room: Room) -> Prospect:
         needed_bytes=needed,
         context=context,
         tokens_per_s=speed,
-        making_s=_MAKING_CORE_S * spec.parameters / room.cores,
+        making_s=_MAKING_CORE_S * model.parameters / room.cores,
     )
+
+
+@lru_cache(maxsize=128)
+def _sizes(spec: ModelSpec) -> Mapping[float, Sizes]:
+    """What a model takes by bits per weight. Only the room changes, and a mixture has tens of thousands of matrices."""
+    from models.store.layout import sizes
+
+    return {bits: sizes(spec, _recipe(spec, bits)) for bits in BITS}
 
 
 def _recipe(spec: ModelSpec, bits: float) -> Recipe:
@@ -140,21 +150,13 @@ def _planned(spec: ModelSpec, bits: float, size: tuple[int, int], room: Room) ->
         ModelSizes(weight_bytes=weights, residual_bytes=residuals, recipe=_recipe(spec, bits)),
         compensated=True,
     )
-    planned = plan(
-        spec,
-        footprint,
-        shared=True,
-        rows=found.step_rows[-1],
-        memory=_free(room.available_bytes),
-        main=_free(room.main_bytes),
+    free, least = room.available_bytes, footprint.weight_bytes - footprint.experts * footprint.expert_bytes
+    if least > free or residuals > room.main_bytes:  # a plan would look for reasons and remedies
+        raise OutOfMemoryError("the weights do not fit")
+    memory, main = (
+        MemoryInfo(total_bytes=own, available_bytes=own, limit_bytes=None) for own in (free, room.main_bytes)
     )
-    if residuals > room.main_bytes:
-        raise OutOfMemoryError("the residuals do not fit main memory")
-    return planned
-
-
-def _free(nbytes: int) -> MemoryInfo:
-    return MemoryInfo(total_bytes=nbytes, available_bytes=nbytes, limit_bytes=None)
+    return plan(spec, footprint, shared=True, rows=found.step_rows[-1], memory=memory, main=main)
 
 
 def _speed(spec: ModelSpec, bits: float, active_bytes: int, planned: MemoryPlan | None, room: Room) -> float | None:

@@ -18,7 +18,7 @@ from runtime.text.reasoning import TAGS
 from runtime.text.tool_calls import CLOSE, OPEN
 
 CHANNEL_MARKS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>")
-"""Special tokens of tokenizers for answers with channels."""
+"""Added tokens of tokenizers for answers with channels."""
 _TO = re.compile(r"\bto=(?:functions\.)?(\S+)")
 _ANALYSIS = re.compile(r"\banalysis\b")
 
@@ -44,9 +44,7 @@ class ChannelReader:
         context: The tokens before the answer.
     """
 
-    def __init__(
-        self, marks: tuple[int, int, int, int], pieces: Callable[[Sequence[int]], Pieces], context: Sequence[int]
-    ) -> None:
+    def __init__(self, marks: Sequence[int], pieces: Callable[[Sequence[int]], Pieces], context: Sequence[int]) -> None:
         self._start, self._channel, self._message, self._end = marks
         self._make = pieces
         self._pieces = pieces(context)

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from runtime.errors import ContextOverflowError, RequestError, RuntimeFailure
 from runtime.system.foreign import encodable
 from runtime.text.call_format import TOLD, CallFormat
 from runtime.text.channels import CHANNEL_MARKS, ChannelReader, Pieces
-from runtime.text.gemma_marks import GEMMA_MARKS, GemmaReader
+from runtime.text.paired_marks import PAIRED_MARKS, PairedReader
 from runtime.text.reasoning import opened
 from runtime.text.template_process import template_process
 from runtime.text.tokenizer_files import read_tokenizer
@@ -37,6 +37,8 @@ _TAG_TOKENS = 8
 """Most tokens of a tag of reasoning and the white space behind it."""
 _BEGINNING = 8
 """Characters of a beginning that special tokens may share."""
+_MARKED = ((CHANNEL_MARKS, ChannelReader), (PAIRED_MARKS, PairedReader))
+"""Marks of answers, and what reads them."""
 
 
 class Tokenizer:
@@ -82,7 +84,7 @@ class Tokenizer:
     @cached_property
     def call_format(self) -> CallFormat | None:
         """How the model writes tool calls; None if its template writes them in a form that is not JSON."""
-        if self._template is None or not self._knows_tools or self._channels is not None or self._gemma is not None:
+        if self._template is None or not self._knows_tools or self._marked is not None:
             return TOLD
         template = self._template
         return CallFormat.of_template(
@@ -90,40 +92,21 @@ class Tokenizer:
         )
 
     @cached_property
-    def _channels(self) -> tuple[int, int, int, int] | None:
-        """The tokens that begin and end the channels of an answer; None if it has none."""
-        start, channel, message, end = map(self.special_token, CHANNEL_MARKS)
-        if start is None or channel is None or message is None or end is None:
-            return None
-        return start, channel, message, end
-
-    @cached_property
-    def _gemma(self) -> tuple[int, int, int, int, int] | None:
-        """The tokens of Gemma 4's reasoning and calls; None if it has none."""
-        found = [self.added_tokens.get(mark) for mark in GEMMA_MARKS]
-        begin, end, call, called, quote = found
-        if begin is None or end is None or call is None or called is None or quote is None:
-            return None
-        return begin, end, call, called, quote
+    def _marked(self) -> Callable[[Sequence[int]], Pieces] | None:
+        """Makes the reader of answers with marks, given the tokens before one; None if the tokenizer has no marks."""
+        for marks, reader in _MARKED:
+            if self.added_tokens.keys() >= set(marks):
+                return partial(reader, [self.added_tokens[mark] for mark in marks], partial(Detokenizer, self))
+        return None
 
     def detokenizer(self, context: Sequence[int] = ()) -> Pieces:
         """Decodes an answer token by token; `context` are the tokens before it, or the last few of them."""
-        if self._gemma is not None:
-            return GemmaReader(self._gemma, partial(Detokenizer, self), context)
-        if self._channels is None:
-            return Detokenizer(self, context)
-        return ChannelReader(self._channels, partial(Detokenizer, self), context)
+        return Detokenizer(self, context) if self._marked is None else self._marked(context)
 
     @cached_property
     def added_tokens(self) -> Mapping[str, int]:
         """Tokens beside the vocabulary, by their texts: special ones, and others such as Qwen's `<tool_call>`."""
         return {added.content: token for token, added in self._fast.get_added_tokens_decoder().items()}
-
-    def special_token(self, text: str) -> int | None:
-        """The token of a text that is a special token, which decoding leaves out; None if it is none."""
-        token = self._fast.token_to_id(text) if text else None
-        added = self._fast.get_added_tokens_decoder().get(token) if token is not None else None
-        return token if added is not None and added.special else None
 
     def to_json(self) -> str:
         """The tokenizer in the format of the `tokenizers` package, without chat template or special-token names."""

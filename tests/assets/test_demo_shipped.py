@@ -75,13 +75,8 @@ CONVERSATIONS = (
 
 
 @pytest.fixture(scope="module")
-def full() -> Iterator[FullPrecision]:
-    import torch
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the model is so small that threads only wait for each other
-    yield FullPrecision(assets.demo_checkpoint_path())
-    torch.set_num_threads(threads)
+def full() -> FullPrecision:
+    return FullPrecision(assets.demo_checkpoint_path())
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -122,15 +122,6 @@ def write_shards(folder: Path, tensors: dict[str, torch.Tensor], shards: int) ->
         save_file(held, folder / file)
         index |= dict.fromkeys(held, file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
-
-
-@pytest.fixture(scope="module")
-def one_thread() -> Iterator[None]:
-    """Matrices this small only lose by being shared out."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")

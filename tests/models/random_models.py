@@ -250,6 +250,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "seed-oss-biases": ("SeedOss", {"head_dim": 8, "attention_out_bias": True, "mlp_bias": True}),
 }
 """Family and what is special, by a name."""
+MECHANISMS = frozenset(
+    {
+        *("llama3.2", "phi3.5-longrope", "qwen2-window", "mistral-window", "granite", "gemma2", "olmo2", "hunyuan"),
+        *("qwen3-moe-dense", "gpt-oss", "glm4-moe", "gemma4-shared", "gemma4-experts", "lfm2", "qwen3.5-moe"),
+    }
+)
+"""Those that have norms, rotary embeddings, windows, experts, states and shared caches of each kind.
+
+`make test` runs tests of what holds for any family with them, and `make test-all` with all `CASES`."""
 
 
 MIXTURES = (

@@ -19,8 +19,6 @@ from models.quantizers import rtn
 from models.recipe import Recipe
 from tests.close import assert_close
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 SIZES: dict[str, Any] = {
     "vocab_size": 71,
     "hidden_size": 64,

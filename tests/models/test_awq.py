@@ -25,9 +25,6 @@ from models.store import Store
 from tests.close import assert_close
 from tests.models.random_models import random_case
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 CASES = (
     "llama2",
     "llama-biases",

@@ -21,8 +21,6 @@ from models.recipe import Recipe
 from models.spec import LAYER_TYPES
 from models.store import Store, StoredModel, layout
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 class OneTypeLow:
     """A checkpoint's weights, those of one layer type low-bit."""

@@ -17,8 +17,6 @@ from models.store.durable import private_folder
 from tests.close import assert_close
 from tests.models.random_models import CAPS, GEMMA, MIXED, SIZES, random_model
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"attention_bias": True, "mlp_bias": True}),
     "llama-tied": ("Llama", {"tie_word_embeddings": True, "head_dim": 16}),

@@ -16,8 +16,6 @@ from models.recipe import Recipe
 from models.store import Store, StoredModel
 from tests.grid import grid
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def correlated(tokens: int, width: int, seed: int = 0) -> np.ndarray:
     """Activations [tokens, width] with few directions, some large channels, and noise."""

@@ -20,8 +20,6 @@ from models.recipe import Recipe
 from models.store import Store
 from tests.close import assert_close
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def test_stored_statistics_are_those_of_the_calibration_text(
     tmp_path: Path, checkpoint_maker: Callable[..., Path], short_text: str

@@ -21,8 +21,6 @@ from models.stored_tensor import StoredTensor
 from tests.models.conftest import TEXT, write_tokenizer
 from tests.models.random_models import random_model
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 GROUP = 32
 Tensors = dict[str, torch.Tensor]
 Encoder = Callable[[torch.Generator, int, int], tuple[Tensors, torch.Tensor]]

@@ -22,11 +22,13 @@ from models.families import spec_from_config
 from models.oracle import Oracle
 from models.spec import ModelSpec, expert_of
 from tests.close import assert_close
+from tests.grid import grid
 from tests.models.random_models import (
     CASES,
     DELTA,
     DRAWN_FAMILIES,
     GEMMA,
+    MECHANISMS,
     MINISTRAL3,
     MIXED,
     SIZES,
@@ -35,10 +37,12 @@ from tests.models.random_models import (
     random_model,
 )
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 TOLERANCE = 1e-4
 """Largest difference of a logit in fp32. Logits of the random models are of the order of 1."""
+
+
+of_mechanisms = pytest.mark.parametrize("pair", grid(CASES, MECHANISMS), indirect=True)
+"""For tests of what the oracle does with any family."""
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -62,7 +66,7 @@ def theirs(model: Any, tokens: torch.Tensor, cache: DynamicCache | None = None) 
         return model(tokens, use_cache=cache is not None, **{name: cache})
 
 
-@pytest.mark.parametrize("length", [1, 4, 16, 23])
+@pytest.mark.parametrize("length", grid([1, 4, 16, 23], {16, 23}))
 def test_logits_equal_transformers(pair: tuple[Any, Checkpoint], length: int) -> None:
     model, checkpoint = pair
     expected = theirs(model, tokens_of(length)).logits
@@ -188,6 +192,7 @@ def test_bfloat16_norms_are_computed_in_float32(tmp_path: Path) -> None:
     assert (seen["layers.0.qkv"] != expected).double().mean() < 0.01  # float32 may round a tie the other way
 
 
+@of_mechanisms
 def test_one_oracle_goes_from_long_contexts_back_to_short_ones(pair: tuple[Any, Checkpoint]) -> None:
     model, checkpoint = pair
     oracle = Oracle(checkpoint)
@@ -196,12 +201,14 @@ def test_one_oracle_goes_from_long_contexts_back_to_short_ones(pair: tuple[Any, 
         assert_close(oracle.logits(tokens_of(length)), expected, "model")
 
 
+@of_mechanisms
 def test_rows_select_logits(pair: tuple[Any, Checkpoint]) -> None:
     oracle = Oracle(pair[1])
     tokens = tokens_of(7)
     assert_close(oracle.logits(tokens, rows=[2, -1]), oracle.logits(tokens)[:, [2, 6]])
 
 
+@of_mechanisms
 def test_shortened_cache_forgets(pair: tuple[Any, Checkpoint]) -> None:
     oracle = Oracle(pair[1])
     tokens = tokens_of(12)
@@ -215,6 +222,7 @@ def test_shortened_cache_forgets(pair: tuple[Any, Checkpoint]) -> None:
     assert_close(again, oracle.logits(tokens[:, 5:], fresh), "rounding")
 
 
+@of_mechanisms
 def test_full_cache_refuses_and_stays_as_it_was(pair: tuple[Any, Checkpoint]) -> None:
     oracle = Oracle(pair[1])
     cache = oracle.cache(2, 4)
@@ -357,6 +365,7 @@ class SpiedWeights:
         return {name for name, tensor in self.given if tensor() is not None}
 
 
+@of_mechanisms
 def test_block_by_block_holds_one_block_and_gives_the_same_logits(pair: tuple[Any, Checkpoint]) -> None:
     _, checkpoint = pair
     weights = SpiedWeights(checkpoint)
@@ -373,6 +382,7 @@ def test_block_by_block_holds_one_block_and_gives_the_same_logits(pair: tuple[An
     assert len(blocks) == len(set(blocks)), "a block's weights are read once for all batches"
 
 
+@of_mechanisms
 def test_resident_weights_are_read_once(pair: tuple[Any, Checkpoint]) -> None:
     weights = SpiedWeights(pair[1])
     oracle = Oracle(weights)
@@ -396,6 +406,7 @@ def test_head_converted_in_parts_gives_the_same_logits(
     assert_close(ours, expected)
 
 
+@of_mechanisms
 def test_block_depends_on_distances_of_positions_alone(pair: tuple[Any, Checkpoint]) -> None:
     oracle = Oracle(pair[1])
     x = oracle.embed(tokens_of(9))

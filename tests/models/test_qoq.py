@@ -32,9 +32,7 @@ from runtime.text.tokenizer import Tokenizer
 from tests.close import assert_close
 from tests.grid import grid
 from tests.models.conftest import TEXT, write_checkpoint
-from tests.models.random_models import CASES, MIXTURES, random_case
-
-pytestmark = pytest.mark.usefixtures("one_thread")
+from tests.models.random_models import CASES, MECHANISMS, MIXTURES, random_case
 
 ALL = tuple(step for step in QOQ_STEPS if step != "clip")
 """The steps that change weights before they are rounded."""
@@ -82,7 +80,7 @@ def prepared(checkpoint: Checkpoint, recipe: Recipe, tokens: torch.Tensor) -> _P
     return _Prepared(source, blocks)
 
 
-@pytest.mark.parametrize("case", DENSE)
+@pytest.mark.parametrize("case", grid(DENSE, MECHANISMS & set(DENSE)))
 @pytest.mark.parametrize("step", grid([*ALL, "all"], {"all"}))
 def test_logits_are_unchanged_before_rounding(case: str, step: str, tmp_path: Path) -> None:
     model = random_case(case)

@@ -37,8 +37,6 @@ from tests.close import assert_close
 from tests.models.conftest import write_tokenizer
 from tests.models.random_models import random_case
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 class StoredWeights:
     """A stored model's weights for the oracle; residuals are added if asked for."""

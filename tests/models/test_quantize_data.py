@@ -22,7 +22,7 @@ from models.quantizers.dequantize import dequantize, dequantize_residual
 from models.recipe import Recipe
 from models.store import Store, StoredModel
 
-pytestmark = [pytest.mark.data, pytest.mark.usefixtures("one_thread")]
+pytestmark = pytest.mark.data
 
 PLAIN = {"babyllama105": {4: (0.031, 0.060), 3: (0.210, None)}, "stories260k": {4: (0.091, 0.116), 3: (0.667, None)}}
 """Loss increase in nats of plain round-to-nearest with groups of 32 and 128 (README of the data)."""

@@ -20,14 +20,13 @@ from models.quantize import experts, quantize
 from models.quantizers import rtn
 from models.quantizers.dequantize import dequantize
 from models.recipe import Recipe
+from models.shard import ShardTensor
 from models.store import Store
 from models.store.layout import block_file, expert_tokens, file_tensors, sizes, tensor_files
 from models.store.tensors import MappedTensors
 from tests.models.conftest import TEXT, write_tokenizer
-from tests.models.random_models import MIXTURE, SIZES, random_model
+from tests.models.random_models import MIXTURE, SIZES, random_case, random_model
 from tests.models.test_quantize_memory import MEASURE
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 GPTQ = Recipe(method="gptq", bits=4, group_size=32)
 
@@ -39,6 +38,21 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     random_model("Qwen3Moe", **{**MIXTURE, "decoder_sparse_step": 1, "mlp_only_layers": [0]}).save_pretrained(folder)
     write_tokenizer(folder, SIZES["vocab_size"])
     return folder
+
+
+def test_factors_of_experts_are_read_once_a_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    random_case("gemma4-experts").save_pretrained(tmp_path)
+    checkpoint, read = Checkpoint.open(tmp_path), ShardTensor.read
+    names: list[str] = []
+
+    def noted(tensor: ShardTensor) -> torch.Tensor:
+        names.append(tensor.name)
+        return read(tensor)
+
+    monkeypatch.setattr(ShardTensor, "read", noted)
+    for name in checkpoint.spec.linear_names():
+        checkpoint.linear(name)
+    assert len([name for name in names if name.endswith("per_expert_scale")]) == checkpoint.spec.num_layers
 
 
 def test_an_expert_that_few_tokens_reach_is_rounded_plainly(

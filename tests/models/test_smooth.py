@@ -23,9 +23,8 @@ from models.recipe import Recipe
 from models.spec import ModelSpec, RopeSpec
 from models.store import Store
 from tests.close import Tolerance, assert_close
-from tests.models.random_models import CASES, random_case
-
-pytestmark = pytest.mark.usefixtures("one_thread")
+from tests.grid import grid
+from tests.models.random_models import CASES, MECHANISMS, random_case
 
 TEXT = "The quick brown fox jumps over the lazy dog. Pack my box with five dozen liquor jugs!\n" * 8
 
@@ -61,7 +60,11 @@ def nothing() -> None:
     pass
 
 
-@pytest.mark.parametrize("case", [case for case, (family, _) in CASES.items() if family != "Gemma4"])
+SMOOTHED = [case for case, (family, _) in CASES.items() if family != "Gemma4"]
+"""Cases whose keys can be smoothed."""
+
+
+@pytest.mark.parametrize("case", grid(SMOOTHED, MECHANISMS & set(SMOOTHED)))
 def test_a_block_computes_the_same_with_even_keys(case: str, tmp_path: Path) -> None:
     random_case(case).save_pretrained(tmp_path)
     checkpoint = Checkpoint.open(tmp_path)

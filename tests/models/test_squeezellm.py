@@ -17,8 +17,6 @@ from models.quantize.work import Work
 from models.quantizers import quantizer, rows, rtn, squeezellm
 from tests.close import Tolerance, assert_close
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 SHAPES = [(1, 1), (2, 5), (3, 32), (5, 100), (4, 172), (140, 33), (0, 64)]
 
 

@@ -23,9 +23,7 @@ from models.store import Store, StoredModel, durable, manifest
 
 
 @pytest.fixture(scope="module")
-def finished(
-    tmp_path_factory: pytest.TempPathFactory, checkpoint_maker: Callable[..., Path], short_text: str, one_thread: None
-) -> Path:
+def finished(tmp_path_factory: pytest.TempPathFactory, checkpoint_maker: Callable[..., Path], short_text: str) -> Path:
     """A store with the models `small` (files under 1 MiB) and `org/wide` (a head above 1 MiB)."""
     folder = tmp_path_factory.mktemp("finished")
     store = Store(folder / "store")

@@ -256,13 +256,7 @@ def tiny_spec() -> Callable[..., ModelSpec]:
 
 @pytest.fixture(scope="session")
 def tiny_model() -> Callable[..., TinyModel]:
-    """`make_model`: a stand-in for a stored model, random weights of a spec packed at `bits`.
-
-    For matrices this small, several torch threads cost more than they give, above all on a busy machine.
-    """
-    import torch
-
-    torch.set_num_threads(1)
+    """`make_model`: a stand-in for a stored model, random weights of a spec packed at `bits`."""
     return make_model
 
 

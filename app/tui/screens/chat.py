@@ -15,7 +15,7 @@ from textual.containers import Horizontal, Vertical
 from textual.content import Content
 from textual.screen import Screen
 from textual.timer import Timer
-from textual.widgets import Footer, TextArea
+from textual.widgets import TextArea
 
 from app.conversation import Message
 from app.errors import ClientError, HistoryError
@@ -32,6 +32,7 @@ from app.tui.session import Session
 from app.tui.tools import MOST_ROUNDS, rounds
 from app.tui.widgets.composer import Composer, remembered
 from app.tui.widgets.header import HeaderBar, model_line
+from app.tui.widgets.key_line import KeyLine
 from app.tui.widgets.message_view import MessageView
 from app.tui.widgets.progress_panel import ProgressPanel
 from app.tui.widgets.transcript import Transcript
@@ -74,7 +75,7 @@ class ChatScreen(Screen[None]):
                 yield Transcript(lambda: self._session.conversation, lambda: self._session.remote is None)
                 yield ProgressPanel()
                 yield Composer()
-        yield Footer(compact=True, show_command_palette=False)
+        yield KeyLine()
 
     def on_mount(self) -> None:
         """Show the session's state."""

@@ -11,7 +11,7 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.events import Key
 from textual.screen import Screen
-from textual.widgets import Footer, Input
+from textual.widgets import Input
 
 from app.errors import HistoryError
 from app.printable import printable, printable_name
@@ -20,6 +20,7 @@ from app.tui.plain import Plain
 from app.tui.screens.chat_list import MAX_CHATS, ChatList, list_bindings
 from app.tui.session import Session
 from app.tui.widgets.header import HeaderBar
+from app.tui.widgets.key_line import KeyLine
 from app.tui.widgets.plain_table import PlainTable
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ class ChatsScreen(Screen[None], ChatList):
         yield Input(placeholder="Search all messages …", compact=True, id="chats-search")
         yield ChatTable(cursor_type="row", show_header=False)
         yield Plain("", id="chats-note")
-        yield Footer(compact=True, show_command_palette=False)
+        yield KeyLine()
 
     def on_mount(self) -> None:
         """Fill the list."""

@@ -11,7 +11,7 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Grid, Vertical, VerticalScroll
 from textual.screen import Screen
-from textual.widgets import Footer, Sparkline
+from textual.widgets import Sparkline
 
 from app.amounts import byte_count
 from app.errors import ClientError
@@ -22,6 +22,7 @@ from app.tui.messages import TuneAsked
 from app.tui.plain import Plain
 from app.tui.session import Session
 from app.tui.widgets.header import HeaderBar
+from app.tui.widgets.key_line import KeyLine
 from app.tui.widgets.knee_chart import KneeChart
 from app.tui.widgets.progress_panel import ProgressPanel
 
@@ -73,7 +74,7 @@ class DeviceScreen(Screen[None]):
             )
             yield Grid(id="device-knees")
         yield ProgressPanel()
-        yield Footer(compact=True, show_command_palette=False)
+        yield KeyLine()
 
     def on_mount(self) -> None:
         """Show what is already known, and ask for the rest."""

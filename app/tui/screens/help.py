@@ -11,7 +11,7 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
 from textual.screen import ModalScreen, Screen
-from textual.widgets import Footer, TextArea
+from textual.widgets import TextArea
 
 from app import paths
 from app.printable import printable
@@ -19,6 +19,7 @@ from app.supervisor import OLD_LOG_NAME
 from app.tui.keys import KEYS, current_key
 from app.tui.plain import Plain
 from app.tui.widgets.composer import Composer
+from app.tui.widgets.key_line import KeyLine
 from app.tui.widgets.message_view import MessageView
 
 WRITING = (
@@ -68,7 +69,7 @@ class LogScreen(Screen[None]):
     def compose(self) -> ComposeResult:
         """The log, as text that can be copied."""
         yield TextArea("", read_only=True, compact=True, id="log", show_line_numbers=False)
-        yield Footer(compact=True, show_command_palette=False)
+        yield KeyLine()
 
     def on_mount(self) -> None:
         """Read the log."""

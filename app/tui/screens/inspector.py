@@ -11,7 +11,6 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Container, Vertical
 from textual.screen import Screen
-from textual.widgets import Footer
 
 from app.errors import ClientError
 from app.tui.figures import SEPARATOR, fitting
@@ -30,6 +29,7 @@ from app.tui.inspected import (
 )
 from app.tui.plain import Plain
 from app.tui.session import Session
+from app.tui.widgets.key_line import KeyLine
 from app.tui.widgets.token_text import LEVELS, TokenStrip, TokenText
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class InspectorScreen(Screen[None]):
                 yield Plain("", id="token-verdicts")
                 yield Plain("", id="token-candidates")
         yield Plain("", id="token-legend")
-        yield Footer(compact=True, show_command_palette=False)
+        yield KeyLine()
 
     def on_mount(self) -> None:
         """Ask the runtime."""

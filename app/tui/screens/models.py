@@ -9,7 +9,6 @@ from textual import on
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.screen import Screen
-from textual.widgets import Footer
 
 from app.amounts import byte_count
 from app.errors import ClientError
@@ -22,6 +21,7 @@ from app.tui.plain import Plain
 from app.tui.screens.dialogs import ConfirmDialog, QuantizeDialog
 from app.tui.session import Session
 from app.tui.widgets.header import HeaderBar
+from app.tui.widgets.key_line import KeyLine
 from app.tui.widgets.plain_table import PlainTable
 from app.tui.widgets.progress_panel import ProgressPanel
 from models.catalogue import KNOWN
@@ -75,7 +75,7 @@ class ModelsScreen(Screen[None]):
         yield ModelTable(cursor_type="row")
         yield Plain("", id="models-note")
         yield ProgressPanel()
-        yield Footer(compact=True, show_command_palette=False)
+        yield KeyLine()
 
     def on_mount(self) -> None:
         """Fill the table."""

@@ -9,7 +9,7 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
 from textual.screen import Screen
-from textual.widgets import Button, Footer, Input, RadioSet, Select, TextArea
+from textual.widgets import Button, Input, RadioSet, Select, TextArea
 
 from app.errors import ClientError
 from app.remote import host_of
@@ -20,6 +20,7 @@ from app.tui.screens.dialogs import ConfirmDialog
 from app.tui.session import Session
 from app.tui.widgets.budget_row import BudgetRow, effect
 from app.tui.widgets.header import HeaderBar
+from app.tui.widgets.key_line import KeyLine
 from app.tui.widgets.offer_row import OfferRow
 from app.tui.widgets.progress_panel import ProgressPanel
 from app.tui.widgets.saved_row import SavedRow, cache_effect
@@ -102,7 +103,7 @@ class SettingsScreen(Screen[None]):
                     yield SavedRow()
         yield Plain("", id="settings-note")
         yield ProgressPanel()
-        yield Footer(compact=True, show_command_palette=False)
+        yield KeyLine()
 
     def on_mount(self) -> None:
         """Show the running model."""

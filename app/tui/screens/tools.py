@@ -14,7 +14,6 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
 from textual.screen import Screen
-from textual.widgets import Footer
 
 from app.printable import printable, printable_name
 from app.tools import config
@@ -25,6 +24,7 @@ from app.tui.screens.tool_dialogs import ImportDialog, PromptDialog
 from app.tui.session import Session
 from app.tui.widgets.composer import Composer
 from app.tui.widgets.header import HeaderBar
+from app.tui.widgets.key_line import KeyLine
 from app.tui.widgets.plain_table import PlainTable
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class ToolsScreen(Screen[None]):
         yield ToolTable(cursor_type="row")
         with VerticalScroll(id="tools-about", can_focus=False):
             yield Plain("")
-        yield Footer(compact=True, show_command_palette=False)
+        yield KeyLine()
 
     async def on_mount(self) -> None:
         """Start the servers if that has not happened, and fill the table."""

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import textual.app
 import textual.pilot
+from textual.css.model import RuleSet
 
 from app import paths
 from app.errors import ClientError, ContextLengthError
@@ -541,6 +542,12 @@ def waits_for_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pilot waits by `idle`."""
     monkeypatch.setattr(textual.pilot, "wait_for_idle", idle)
     monkeypatch.setattr(textual.app, "wait_for_idle", idle)
+
+
+@pytest.fixture(autouse=True)
+def hashes_rules_by_identity(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Textual does, but not through Python: a million times where a test opens a screen of many widgets."""
+    monkeypatch.setattr(RuleSet, "__hash__", object.__hash__)
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from app.history.store import History
 from app.tui.background_history import BackgroundHistory
 from app.tui.screens.chats import ChatsScreen, ChatTable, when
 from tests.app.tui.kept import keep_chats
+from tests.grid import grid
 
 Stage = Callable[..., Any]
 
@@ -206,7 +207,7 @@ async def test_half_a_character_in_an_answer_does_not_end_the_history(
     history.close()
 
 
-@pytest.mark.parametrize("size", [(40, 15), (60, 18), (99, 60)])
+@pytest.mark.parametrize("size", grid([(40, 15), (60, 18), (99, 60)], {(40, 15)}))
 async def test_the_list_fits_the_terminal(stage: Stage, runtime: Any, kept: Path, size: tuple[int, int]) -> None:
     async with stage(runtime, kept=kept, size=size) as s:
         await listed(s)

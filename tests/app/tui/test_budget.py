@@ -19,6 +19,7 @@ from app.tui.widgets.offer_row import changes
 from app.tui.widgets.quality_chart import QualityChart, axis
 from runtime.wire.device import Offer
 from runtime.wire.requests import LoadRequest, QuantizeRequest, TuneRequest
+from tests.grid import grid
 
 
 async def open_settings(s: Any) -> Any:
@@ -334,7 +335,7 @@ def test_where_the_mark_of_a_budget_stands() -> None:
     assert all(len(axis(30, 12.0, budget / 4)) == 30 for budget in range(100))
 
 
-@pytest.mark.parametrize("size", [(80, 24), (40, 15)])
+@pytest.mark.parametrize("size", grid([(80, 24), (40, 15)], {(40, 15)}))
 async def test_the_first_field_is_the_budget(stage: Callable[..., Any], runtime: Any, size: tuple[int, int]) -> None:
     async with stage(runtime, size=size) as s:
         screen = await open_settings(s)

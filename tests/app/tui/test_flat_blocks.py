@@ -15,6 +15,7 @@ from textual.widgets import Markdown
 from app.tui.pump import Pump
 from app.tui.widgets.flat_blocks import MIN_COLUMN, FlatBlock, FlatList, FlatTable, Parser, shared
 from app.tui.widgets.markdown_body import AnswerMarkdown, CodeFence, MarkdownBody
+from tests.grid import grid
 
 Stage = Callable[..., Any]
 NESTED = """\
@@ -168,7 +169,7 @@ LONG = {
 }
 
 
-@pytest.mark.parametrize("name", LONG)
+@pytest.mark.parametrize("name", grid(LONG, {"list", "mixed"}))
 async def test_what_is_streamed_ends_as_a_full_render(stage: Stage, runtime: Any, name: str) -> None:
     text = LONG[name]
     async with stage(runtime, size=(80, 24)) as s:

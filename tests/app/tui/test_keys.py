@@ -19,6 +19,7 @@ from app import settings
 from app.settings import SettingsError
 from app.tui.keys import keymap_of
 from app.tui.screens.help import HelpScreen
+from app.tui.widgets.key_line import KeyLine
 from app.tui.work_app import CHANGEABLE
 
 Stage = Callable[..., Any]
@@ -119,3 +120,24 @@ def test_ctrl_z_goes_to_the_shell_and_fg_comes_back(tmp_path: Path) -> None:
         shows("bash")
     finally:
         tmux("kill-server")
+
+
+async def test_the_line_of_keys_is_made_anew_for_other_keys_alone(stage: Stage, runtime: Any) -> None:
+    runtime.answers, runtime.hold_after = ["one two three"], 1
+    async with stage(runtime) as s:
+        line = s.app.screen.query_one(KeyLine)
+
+        def words() -> list[str]:
+            return [key.description for key in line.query("FooterKey")]
+
+        await s.settled()
+        before = [*line.children]
+        assert "stop" not in words()
+        s.app.show_session()
+        await s.settled()
+        assert [*line.children] == before
+        await s.ask("count")
+        await s.until(lambda: "stop" in words(), "a key that stops the answer")
+        runtime.released.set()
+        await s.answered()
+        await s.until(lambda: "stop" not in words(), "that key to go")

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from tests.grid import grid
+
 Stage = Callable[..., Any]
 SCREENS = {
     "chat": (), "message": ("ctrl+up", "d"), "chats": ("ctrl+b",), "help": ("f1",), "models": ("f2",),
@@ -113,7 +115,7 @@ async def test_resized_while_an_answer_arrives(stage: Stage, runtime: Any, tmp_p
         await s.shows("details")
 
 
-@pytest.mark.parametrize("size", [(40, 15), (120, 40)], ids=str)
+@pytest.mark.parametrize("size", grid([(40, 15), (120, 40)], {(40, 15)}), ids=str)
 async def test_all_scripts_in_composer_transcript_and_tokens(
     stage: Stage, runtime: Any, tmp_path: Path, size: tuple[int, int]
 ) -> None:

@@ -11,6 +11,7 @@ from textual.widgets import Button, Input, OptionList, TextArea
 from app import presets
 from app.tui.screens.chat_dialogs import ChatSettingsDialog
 from app.tui.screens.presets import PresetDialog, PresetsDialog
+from tests.grid import grid
 
 Stage = Callable[..., Any]
 
@@ -127,7 +128,7 @@ async def test_a_file_that_cannot_be_read_is_told(stage: Stage, runtime: Any) ->
         assert isinstance(s.app.screen, PresetsDialog), "what is there is not written over"
 
 
-@pytest.mark.parametrize("size", [(40, 15), (60, 18), (120, 40)], ids=str)
+@pytest.mark.parametrize("size", grid([(40, 15), (60, 18), (120, 40)], {(40, 15)}), ids=str)
 async def test_it_fits(stage: Stage, runtime: Any, size: tuple[int, int]) -> None:
     async with stage(runtime, size=size) as s:
         await opened(s)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from app.tui import window
+from tests.grid import grid
 
 LONG = "\n\n".join(f"Paragraph {n} with a few words in it." for n in range(40))
 FIRST, STEP, MOST = 8, 4, 14
@@ -139,7 +140,7 @@ async def test_asking_from_far_above_returns_to_the_end(stage: Callable[..., Any
         await s.until(lambda: s.transcript.following)
 
 
-@pytest.mark.parametrize("size", [(200, 60), (60, 24), (59, 24), (10, 4)], ids=str)
+@pytest.mark.parametrize("size", grid([(200, 60), (60, 24), (59, 24), (10, 4)], {(59, 24), (10, 4)}), ids=str)
 async def test_resizing_keeps_everything_usable(stage: Callable[..., Any], runtime: Any, size: tuple[int, int]) -> None:
     runtime.answers = [LONG[:400]]
     async with stage(runtime, size=(120, 40)) as s:

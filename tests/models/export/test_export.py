@@ -28,8 +28,6 @@ from tests.models.conftest import TEXT, write_tokenizer
 from tests.models.random_models import CASES, LLAMA3_ROPE, longrope, random_model
 from tests.models.restored import Restored
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 SIZES = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
 RTN = Recipe.usual("rtn", bits=4, group_size=32)
 FOLDERS = ("awq", "gptq", "compressed-tensors")

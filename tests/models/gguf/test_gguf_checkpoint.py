@@ -40,8 +40,6 @@ from tests.models.random_models import (
     YARN,
 )
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 1000.0,

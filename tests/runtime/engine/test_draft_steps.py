@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from runtime.backends.cpu.decoder import CpuDecoder
 from runtime.backends.decoder import DecoderOptions, Step
@@ -18,7 +17,6 @@ from runtime.backends.reference.decoder import ReferenceDecoder
 from runtime.errors import RequestError
 from runtime.kv.kinds import PARTS, KVKind
 
-torch.set_num_threads(1)
 Factory = Callable[..., Any]
 OPTIONS: Any = {"context": 280, "max_rows": 128, "kv": "hierarchical"}
 PROMPT = np.random.default_rng(3).integers(0, 96, 280).tolist()

@@ -73,9 +73,6 @@ class Case:
 
 @pytest.fixture(scope="module", params=CASES)
 def case(request: pytest.FixtureRequest, shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    import torch
-
-    torch.set_num_threads(1)
     text, calibration, group_size = CASES[request.param]
     return Case(
         folder=shared_data / "models" / request.param,

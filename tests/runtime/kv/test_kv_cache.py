@@ -17,7 +17,6 @@ from runtime.kv.kinds import KINDS, PARTS, CacheKind, KVKind
 from runtime.kv.oracle.page import dequantize, quantize
 from tests.close import assert_close
 
-torch.set_num_threads(1)
 Factory = Callable[..., Any]
 WINDOWED: list[KVKind] = [name for name, kind in KINDS.items() if kind.windowed]
 H_KV, D, LAYERS = 2, 8, 1

@@ -13,7 +13,6 @@ from runtime.kv.oracle import correction, uniform
 from runtime.kv.oracle.page import dequantize, quantize
 from tests.close import assert_close
 
-torch.set_num_threads(1)
 QUANTIZED: list[KVKind] = [name for name in KINDS if name != "fp16"]
 GEAR: list[KVKind] = [name for name in KINDS if name.startswith("gear")]
 BACKBONES: dict[str, KVKind] = {"gear4": "kcvt4", "gear-l4": "kcvt4", "gear2": "kivi2", "gear-l2": "kivi2"}

@@ -15,7 +15,6 @@ from runtime.kv.kinds import KINDS, PARTS, KVKind, cache_bytes
 from runtime.kv.transfer import Arrays
 from tests.close import assert_close
 
-torch.set_num_threads(1)
 Factory = Callable[..., Any]
 SLOTS, CONTEXT, ROWS = 3, 700, 128
 SHAPE = {"num_layers": 2, "num_kv_heads": 2, "head_dim": 8}

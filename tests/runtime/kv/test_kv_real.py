@@ -39,7 +39,6 @@ class Cached:
 @pytest.fixture(scope="module", params=["demo", "babyllama105"])
 def cached(request: pytest.FixtureRequest, shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Cached:
     """The bundled model has heads of 64 channels, the other of 16."""
-    torch.set_num_threads(1)
     model, words = opened(request.param, shared_data, tmp_path_factory)
     tokens = Tokenizer(model.tokenizer_path).encode(words)[:TOKENS]
     decoder = ReferenceDecoder(model, DecoderOptions(context=TOKENS, max_rows=TOKENS))

@@ -10,7 +10,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Fast
 
 from runtime.text.channels import CHANNEL_MARKS
-from runtime.text.gemma_marks import GEMMA_MARKS
+from runtime.text.paired_marks import PAIRED_MARKS
 from runtime.text.reasoning import split_reasoning
 from runtime.text.tokenizer import Detokenizer, Tokenizer
 
@@ -54,10 +54,12 @@ CASES = {
 }
 
 
+@pytest.mark.parametrize("special", [True, False])
 @pytest.mark.parametrize("case", CASES)
-def test_channels_become_tags(case: str, tmp_path: Path) -> None:
+def test_channels_become_tags(case: str, special: bool, tmp_path: Path) -> None:
+    """Whether their marks are special tokens, as in folders, or not, as in GGUF files."""
     written, expected = CASES[case]
-    tokenizer = Tokenizer(folder(tmp_path))
+    tokenizer = Tokenizer(folder(tmp_path, special=special))
     reader = tokenizer.detokenizer(tokenizer.encode("<|start|>assistant", special=False))
     assert "".join(map(reader.add, tokenizer.encode(written, special=False))) + reader.flush() == expected
     thought, _ = split_reasoning(expected)
@@ -70,7 +72,7 @@ ADDED = (
 )
 NO_ARGUMENTS = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
 A_WORD = '<tool_call>{"name": "a-b.c", "arguments": {"x": "yes"}}</tool_call>'
-OF_GEMMA = {
+PAIRED = {
     "answer": ("Four.", "Four."),
     "thought": ("<|channel>thought\nTwo – four.<channel|>Four 🙂.", "<think>\nTwo – four.\n</think>\n\nFour 🙂."),
     "no thought": ("<|channel>thought\n<channel|>Four.", "Four."),
@@ -90,11 +92,10 @@ OF_GEMMA = {
 
 
 @pytest.mark.parametrize("special", [True, False])
-@pytest.mark.parametrize("case", OF_GEMMA)
-def test_marks_of_gemma_become_tags(case: str, special: bool, tmp_path: Path) -> None:
-    """Whether its tokens are special ones, as in folders, or not, as in GGUF files."""
-    written, expected = OF_GEMMA[case]
-    tokenizer = Tokenizer(folder(tmp_path, GEMMA_MARKS, special=special))
+@pytest.mark.parametrize("case", PAIRED)
+def test_marks_that_open_and_close_become_tags(case: str, special: bool, tmp_path: Path) -> None:
+    written, expected = PAIRED[case]
+    tokenizer = Tokenizer(folder(tmp_path, PAIRED_MARKS, special=special))
     reader = tokenizer.detokenizer()
     assert "".join(map(reader.add, tokenizer.encode(written, special=False))) + reader.flush() == expected
 

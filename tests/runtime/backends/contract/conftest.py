@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-import torch
 
 from tests.runtime.backends.contract.kernels import Kernels
 from tests.runtime.backends.triton.interpreter import DEVICE, patched_once
@@ -14,7 +13,6 @@ from tests.runtime.backends.triton.interpreter import DEVICE, patched_once
 @pytest.fixture(scope="module", params=["cpu", "triton"])
 def kernels(request: pytest.FixtureRequest) -> Iterator[Kernels]:
     """A backend's kernels; modules with kernels are imported only where they are asked for."""
-    torch.set_num_threads(1)
     if request.param == "cpu":
         from tests.runtime.backends.contract.on_cpu import CpuKernels
 

@@ -24,8 +24,6 @@ from tests.runtime.conftest import make_spec
 
 CORRECTIONS = Tolerance(rtol=2e-3, atol=2e-3, why="factors in half precision, from sums in another order")
 
-torch.set_num_threads(1)
-
 
 class Attention:
     """One layer's heads, cache and attention, run as instructions and by the reference."""

@@ -55,6 +55,12 @@ class Machine:
         return bool(self.control[FAILED])
 
 
+def unplaced(tiles: int, blocks: int, bits: int = 4) -> op.Linear:
+    """A product with weights of so many tiles and blocks of channels, and no operands in memory: it is never run."""
+    weights = op.Weights(0, 0, 0, 0, bits=bits, tiles=tiles, blocks=blocks, groups=1, group_blocks=blocks)
+    return op.Linear(weights, op.Quantized(0, 0, 0), False, op.Matrix(0, 0), bias=0, accumulate=False)
+
+
 def address(array: npt.NDArray[Any] | None) -> int:
     """Where an array begins; 0 for none."""
     return 0 if array is None else int(array.ctypes.data)

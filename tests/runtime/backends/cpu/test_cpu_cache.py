@@ -7,13 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from runtime.kv.kinds import KINDS, KVKind
 from tests.close import assert_close
 from tests.grid import QUICK_CACHES, grid
-
-torch.set_num_threads(1)
 
 # What integer queries and weights may add to the error of the output, as a share of the output's own size (root mean
 # square): one plane of INT8 where codes have 4 bits or fewer, two planes where they have 8.

@@ -35,14 +35,32 @@ from tests.guarded import aligned_zeros
 from tests.runtime.backends.cpu.machine import Activations, PlacedResidual, address, kept, matrix, wide
 
 
-def product(machine: Callable[..., Any], linear: PackedLinear, codes: Any, scales: Any) -> npt.NDArray[np.float32]:
-    """Run a LINEAR instruction on INT8 activations [M, K] with scales [M, G]. Returns float32 [M, N]."""
+def product(
+    machine: Callable[..., Any],
+    linear: PackedLinear,
+    codes: Any,
+    scales: Any,
+    before: npt.NDArray[np.float32] | None = None,
+    **operands: Any,
+) -> npt.NDArray[np.float32]:
+    """Run a LINEAR instruction on INT8 activations [M, K] with scales [M, G].
+
+    Args:
+        before: What the product is added to, float32 [M, N]; None: nothing.
+        operands: Further ones of the instruction.
+
+    Returns:
+        The product, float32 [M, N].
+    """
     rows, N = codes.shape[0], linear.shape[0]
-    inputs, out = Activations(rows, linear.shape[1], linear.group_size), wide(np.zeros((rows, N), np.float32))
+    inputs, tiled = Activations(rows, linear.shape[1], linear.group_size), tile_linear(linear, Arena())
     inputs.fill(codes, scales)
-    tiled = tile_linear(linear, Arena())
-    machine(rows).run(op.Linear(tiled.weights, inputs.places, False, matrix(out), bias=0, accumulate=False))
-    return out[:rows, :N]
+    out = wide(np.zeros((rows, N), np.float32) if before is None else before)
+    own = op.Linear(tiled.weights, inputs.places, False, matrix(out), bias=0, accumulate=before is not None)
+    machine(rows).run(own._replace(**operands))
+    assert np.isnan(out[rows:]).all()
+    found: npt.NDArray[np.float32] = out[:rows, :N]
+    return found
 
 
 def with_codebooks(
@@ -206,18 +224,9 @@ def product_beside(
     before: npt.NDArray[np.float32] | None = None,
 ) -> npt.NDArray[np.float32]:
     """The product of few rows, codes and scales, that share the residuals of some channels; added to `before`."""
-    assert linear.residual is not None
+    residual, chosen = PlacedResidual(linear), kept(channels, linear.shape[1])
     codes, scales = (part.numpy() for part in rounded)
-    (rows, K), N = codes.shape, linear.shape[0]
-    inputs, tiled = Activations(rows, K, linear.group_size), tile_linear(linear, Arena())
-    inputs.fill(codes, scales)
-    residual, chosen = PlacedResidual(linear), kept(channels, K)
-    out = wide(np.zeros((rows, N), np.float32) if before is None else before, rows)
-    own = op.Linear(tiled.weights, inputs.places, False, matrix(out), 0, before is not None)
-    machine(rows).run(own._replace(residual=residual.place, kept=address(chosen)))
-    assert np.isnan(out[rows:]).all()
-    found: npt.NDArray[np.float32] = out[:rows, :N]
-    return found
+    return product(machine, linear, codes, scales, before, residual=residual.place, kept=address(chosen))
 
 
 @pytest.mark.parametrize("kind", ["packed_linear", "packed_codebook_linear"])
@@ -239,26 +248,18 @@ def test_all_residuals_as_tiles(
     )
     rounded = activation.quantize(torch.from_numpy(rng.standard_normal((7, K)).astype(np.float32)), group)
     before = rng.standard_normal((7, N)).astype(np.float32)
-    tiled = tile_linear(linear, Arena())
-    residual = tile_residual(linear.residual, tiled, Arena())
-    whole = residual.weights
+    residual = tile_residual(linear.residual, tile_linear(linear, Arena()), Arena())
+    whole = op.Whole(residual.weights.codes, residual.weights.scales, residual.weights.zeros)
 
-    def product(first: int, last: int) -> npt.NDArray[np.float32]:
+    def rows(first: int, last: int) -> npt.NDArray[np.float32]:
         codes, scales = (part.numpy()[first:last] for part in rounded)
-        inputs = Activations(last - first, K, group)
-        inputs.fill(codes, scales)
-        out = wide(before[first:last], last - first)
-        own = op.Linear(tiled.weights, inputs.places, False, matrix(out), 0, True)
-        machine(last - first).run(own._replace(whole=op.Whole(whole.codes, whole.scales, whole.zeros)))
-        assert np.isnan(out[last - first :]).all()
-        found: npt.NDArray[np.float32] = out[: last - first, :N].copy()
-        return found
+        return product(machine, linear, codes, scales, before[first:last], whole=whole)
 
-    together = product(0, 7)
+    together = rows(0, 7)
     assert_close(together, product_beside(machine, linear, rounded, np.arange(K), before), "sums")
-    assert np.array_equal(together[2:5], product(2, 5))
+    assert np.array_equal(together[2:5], rows(2, 5))
     for row in range(7):
-        alone = product(row, row + 1)[0]
+        alone = rows(row, row + 1)[0]
         assert_close(alone, together[row], "sums")
         assert np.array_equal(alone, together[row]) or linear.codebook is not None
 

@@ -28,8 +28,6 @@ from tests.close import Tolerance, assert_close
 from tests.guarded import aligned_zeros
 from tests.runtime.conftest import make_spec
 
-torch.set_num_threads(1)
-
 WINDOWED: list[KVKind] = [name for name, kind in KINDS.items() if kind.windowed]
 LAYERS, HEADS, SLOT, PAGE = 2, 3, 1, 4
 HALF_STEP = 2**-10

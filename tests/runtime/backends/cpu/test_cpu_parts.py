@@ -9,14 +9,10 @@ import pytest
 from runtime.backends.cpu.data import instructions as op
 from runtime.backends.cpu.data.step import share_of, share_of_weights
 from runtime.backends.cpu.parts import parts_of
+from tests.runtime.backends.cpu.machine import unplaced
 
 NONE = op.Matrix(0, 0)
 ROUNDED = op.Quantized(0, 0, 0)
-
-
-def linear(tiles: int, blocks: int, bits: int = 4) -> op.Linear:
-    weights = op.Weights(0, 0, 0, 0, bits=bits, tiles=tiles, blocks=blocks, groups=1, group_blocks=blocks)
-    return op.Linear(weights, ROUNDED, False, NONE, bias=0, accumulate=False)
 
 
 @pytest.mark.parametrize("share", [share_of, share_of_weights])
@@ -36,16 +32,16 @@ def test_large_weights_are_read_in_long_runs_and_end_together():
 
 
 def test_what_is_little_is_done_by_one_thread():
-    assert parts_of(linear(2, 4), 8) == (1, 8)
+    assert parts_of(unplaced(2, 4), 8) == (1, 8)
     assert parts_of(op.Norm(NONE, op.Input(576, False, NONE, ROUNDED, 2), 0, 1e-5), 8)[0] == 1
     assert parts_of(op.Norm(NONE, op.Input(8192, False, NONE, ROUNDED, 2), 0, 1e-5), 8)[0] == 8
 
 
 def test_parts_grow_with_the_weights_and_are_tiles_at_least():
-    assert parts_of(linear(36, 18), 2)[0] == 2
-    assert parts_of(linear(704, 64), 2)[0] == 6
-    assert parts_of(linear(704, 64), 1)[0] == 1
-    assert parts_of(linear(5, 4096), 4) == (5, 5)
+    assert parts_of(unplaced(36, 18), 2)[0] == 2
+    assert parts_of(unplaced(704, 64), 2)[0] == 6
+    assert parts_of(unplaced(704, 64), 1)[0] == 1
+    assert parts_of(unplaced(5, 4096), 4) == (5, 5)
 
 
 def test_attention_says_itself_how_it_is_cut():

@@ -5,11 +5,13 @@ from __future__ import annotations
 import ast
 import math
 import os
+import pkgutil
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,21 +46,17 @@ from runtime.backends.cpu.pool import Pool
 from runtime.backends.cpu.units import (
     attention,
     compensation,
-    delta,
-    experts,
     inputs,
-    outputs,
     paging,
     panels,
     products,
     repacking,
     residuals,
     selection,
-    states,
-    w4a8,
 )
 from runtime.errors import BackendError
 from runtime.kv.kinds import KINDS
+from tests.runtime.backends.cpu.machine import unplaced
 
 _FILES = {
     "runtime/units/first.py": "from runtime.kernels import (\n    inner,\n    outer as other,\n)\n",
@@ -204,22 +202,8 @@ def test_the_instruction_set_names_every_unit_and_no_other() -> None:
     named |= {units.flush_unit(rank) for rank in (0, 4)}
     for value in vars(units).values():
         named |= {own for own in (value.values() if isinstance(value, dict) else [value]) if isinstance(own, Unit)}
-    modules = (
-        attention,
-        compensation,
-        delta,
-        executor,
-        experts,
-        inputs,
-        outputs,
-        paging,
-        panels,
-        products,
-        repacking,
-        residuals,
-    )
-    modules += (selection, states, w4a8)
-    assert named == {own for module in modules for own in vars(module).values() if isinstance(own, Unit)}
+    modules = [import_module(f"{units.__name__}.{found.name}") for found in pkgutil.iter_modules(units.__path__)]
+    assert named == {own for module in (executor, *modules) for own in vars(module).values() if isinstance(own, Unit)}
     assert all(own and own.function.__name__ == own.name for own in named)
 
 
@@ -248,9 +232,7 @@ def test_a_cache_needs_its_own_kernels_only() -> None:
 
 
 def test_linking_writes_the_unit_and_the_one_inside_it() -> None:
-    words, none = np.zeros((2, op.WIDTH), np.int64), op.Matrix(0, 0)
-    weights = op.Weights(0, 0, 0, 0, bits=4, tiles=6, blocks=3, groups=1, group_blocks=3)
-    plain = op.Linear(weights, op.Quantized(0, 0, 0), False, none, bias=0, accumulate=False)
+    words, plain = np.zeros((2, op.WIDTH), np.int64), unplaced(6, 3)
     op.write(words[0], plain)
     op.write(words[1], plain._replace(total=8, residual=op.Residual(0, 0, 2, 0)))
     assert not is_linked(words)
@@ -599,6 +581,7 @@ def test_without_other_processes_units_are_compiled_here(
 def test_a_load_says_how_many_kernels_it_compiles(
     uncompiled: list[Unit], monkeypatch: pytest.MonkeyPatch, stored: StoredModel
 ) -> None:
+    monkeypatch.setattr(building, "_cores", lambda: 1)  # here, which is faster for so few
     for unit in {*units_of(stored, KINDS["fp16"], compensated=True)} - set(uncompiled):
         monkeypatch.setattr(unit, "_loaded", object())
     told: list[Progress] = []

@@ -21,7 +21,7 @@ from runtime.backends.triton.workspace import Workspace
 from runtime.kv.kinds import KINDS, PARTS, KVKind, cache_bytes
 from runtime.kv.oracle.page import dequantize
 from tests.close import TOLERANCES, Tolerance, assert_close
-from tests.grid import QUICK_CACHES, grid
+from tests.grid import QUICK_CACHES, combined, grid
 
 WINDOWED: list[KVKind] = [name for name, kind in KINDS.items() if kind.windowed]
 TOKENWISE: list[KVKind] = [name for name, kind in KINDS.items() if not kind.windowed]
@@ -189,7 +189,7 @@ def test_tokens_are_stored_as_the_reference_stores_them(pair: Any, name: KVKind,
     caches.check_stored()
 
 
-@pytest.mark.parametrize("name", WINDOWED)
+@pytest.mark.parametrize("name", grid(WINDOWED, {"hierarchical", "kivi2", "gear4"}))
 def test_pages_are_flushed_as_the_reference_flushes_them(pair: Any, name: KVKind) -> None:
     """Whole pages leave the window; a cut that opens one brings its tokens back."""
     caches = pair(name, D=80 if name == "kivi2" else 40, H=1, H_kv=1, context=700)
@@ -225,8 +225,13 @@ def test_attention_over_every_kind(pair: Any, name: KVKind) -> None:
     caches.check_attended_to_large_keys(*caches.step(2, 385, 3))
 
 
-@pytest.mark.parametrize("D", [8, 80, 128])
-@pytest.mark.parametrize("name", ["int8", "int4", "hierarchical", "gear2"])
+@pytest.mark.parametrize(
+    *combined(
+        {("int8", 128), ("int4", 8), ("hierarchical", 80), ("gear2", 80)},
+        name=["int8", "int4", "hierarchical", "gear2"],
+        D=[8, 80, 128],
+    )
+)
 def test_attention_with_other_heads(pair: Any, name: KVKind, D: int) -> None:
     caches = pair(name, D=D, H=7, H_kv=1, layers=1)
     for start in (0, 128):
@@ -234,8 +239,9 @@ def test_attention_with_other_heads(pair: Any, name: KVKind, D: int) -> None:
     caches.check_attended(*caches.step(0, 256, 2))
 
 
-@pytest.mark.parametrize("window", [1, 70, 200])
-@pytest.mark.parametrize("name", ["int4", "kivi2"])
+@pytest.mark.parametrize(
+    *combined({("int4", 1), ("int4", 200), ("kivi2", 70)}, name=["int4", "kivi2"], window=[1, 70, 200])
+)
 def test_sliding_windows_begin_in_pages_and_in_the_window(pair: Any, name: KVKind, window: int) -> None:
     caches = pair(name, layers=1)
     for start in (0, 128):

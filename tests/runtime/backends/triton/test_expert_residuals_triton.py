@@ -28,6 +28,7 @@ from runtime.backends.triton.residual import (
 from runtime.backends.triton.staging import Shared, Staging
 from runtime.backends.triton.workspace import Workspace
 from tests.close import Tolerance, assert_close
+from tests.grid import combined
 from tests.runtime.backends.triton.test_experts_triton import choice
 
 EXPERTS = 4
@@ -129,8 +130,9 @@ def test_pairs_choose_and_a_row_s_experts_are_summed(
     assert_close(base, wanted + 1, SUMS)
 
 
-@pytest.mark.parametrize("k_chunk", [300, 1024])
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(
+    *combined([(case, 300) for case in CASES] + [((600, 40, 4), 1024)], case=CASES, k_chunk=[300, 1024]), ids=str
+)
 def test_a_prompt_s_pairs_multiply_with_copies(
     residuals: Any, case: tuple[int, int, int], k_chunk: int, device: str
 ) -> None:

@@ -20,6 +20,7 @@ from runtime.errors import InvalidActivationError, RequestError
 from runtime.kv.kinds import PARTS
 from runtime.text.sampling import Sampler, SamplingOptions, log_probabilities
 from tests.close import Tolerance, assert_close
+from tests.grid import combined, grid
 from tests.runtime.conftest import BEHIND, BOTH_SIDES, LOCAL, SINKS, TURNED
 
 SMALL = {
@@ -85,7 +86,11 @@ def assert_logits(found: np.ndarray[Any, Any], wanted: np.ndarray[Any, Any]) -> 
     assert_close(found, wanted, spread)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+QUICK = set(SHAPES) - {"head-dim-80", "norms-behind", "codebooks-3bit"}
+"""Prompts have two of the others, and norms on both sides stand for those behind."""
+
+
+@pytest.mark.parametrize("shape", grid(SHAPES, QUICK))
 def test_logits_match_the_reference(tiny_model: Any, tiny_spec: Any, device: str, shape: str) -> None:
     """Prompt, a decoded token, a position written again, and in the first shape a second sequence between them.
 
@@ -110,8 +115,18 @@ def test_logits_match_the_reference(tiny_model: Any, tiny_spec: Any, device: str
             assert_logits(found, wanted)
 
 
-@pytest.mark.parametrize("prompt", [{"qkv": 300, "o": 1024, "gate_up": 700, "down": 300, "head": 1}, {"o": 1024}])
-@pytest.mark.parametrize("shape", ["3bit", "head-dim-80", "codebooks-3bit"])
+SOME: dict[str, int] = {"qkv": 300, "o": 1024, "gate_up": 700, "down": 300, "head": 1}
+ALL = {"o": 1024}
+"""Channels that a prompt's rows share."""
+
+
+@pytest.mark.parametrize(
+    *combined(
+        [("3bit", SOME), ("head-dim-80", ALL), ("codebooks-3bit", SOME)],
+        shape=["3bit", "head-dim-80", "codebooks-3bit"],
+        prompt=[SOME, ALL],
+    )
+)
 def test_prompts_match_the_reference(
     tiny_model: Any, tiny_spec: Any, device: str, shape: str, prompt: dict[str, int]
 ) -> None:
@@ -144,7 +159,14 @@ def copy_cache(source: Any, target: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kv", "tolerance"), [("int8", 3e-2), ("int4", 0.1), ("hierarchical", 2e-2), ("kivi2", 0.1), ("gear4", 6e-2)]
+    ("kv", "tolerance"),
+    [
+        ("int8", 3e-2),
+        ("int4", 0.1),
+        ("hierarchical", 2e-2),
+        pytest.param("kivi2", 0.1, marks=pytest.mark.slow),
+        ("gear4", 6e-2),
+    ],
 )
 def test_logits_match_the_reference_on_every_cache(
     tiny_model: Any, tiny_spec: Any, device: str, kv: Any, tolerance: float

@@ -26,7 +26,6 @@ from runtime.errors import RequestError, SavedCacheError
 from runtime.kv.kinds import KINDS, PARTS, KVKind
 from runtime.wire.answers import Holding
 
-torch.set_num_threads(1)
 Factory = Callable[..., Any]
 CONTEXT, ROWS = 700, 128
 SHAPE = {"num_layers": 2, "num_kv_heads": 2, "head_dim": 8}

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from models.spec import ModelSpec
 from runtime.backends.cpu.decoder import CpuDecoder
@@ -21,7 +20,6 @@ from runtime.kv.kinds import KINDS, KVKind
 from runtime.text.sampling import SamplingOptions
 from runtime.text.tokenizer import Tokenizer
 
-torch.set_num_threads(1)
 V = 300
 Factory = Callable[..., Any]
 GREEDY = SamplingOptions(temperature=0, max_tokens=12)

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from runtime.backends.cpu.decoder import CpuDecoder
 from runtime.backends.decoder import DecoderOptions, Step
@@ -23,7 +22,6 @@ from runtime.kv.kinds import KVKind
 from runtime.text.sampling import Draw, Drawn, Sampler, SamplingOptions, log_probabilities
 from tests.grid import grid
 
-torch.set_num_threads(1)
 V = 96
 PROMPT = np.random.default_rng(3).integers(0, V, 300).tolist()
 GREEDY = SamplingOptions(temperature=0)

@@ -1,4 +1,4 @@
-"""Marks of Gemma 4: its reasoning and calls, written as other models write theirs.
+"""Marks that open and close (Gemma 4): its reasoning and calls, written as other models write theirs.
 
 Reasoning is `<|channel>thought`, a line break, the text and `<channel|>`; a call is
 `<|tool_call>call:NAME{KEY:VALUE,...}<tool_call|>`, in which texts stand between two `<|"|>` and other values are those
@@ -18,8 +18,8 @@ from runtime.text.channels import Pieces
 from runtime.text.reasoning import TAGS
 from runtime.text.tool_calls import CLOSE, OPEN
 
-GEMMA_MARKS = ("<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", '<|"|>')
-"""Tokens of tokenizers for such answers."""
+PAIRED_MARKS = ("<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", '<|"|>')
+"""Added tokens of tokenizers for such answers."""
 _QUOTE = "\0"
 """Stands for the last of them while a call is read."""
 _CALL = re.compile(r"\s*call:(?P<name>[^{}\s]+)\s*(?P<inside>\{.*\})\s*", re.DOTALL)
@@ -29,21 +29,16 @@ _PLAIN = re.compile(rf"[^,{{}}\[\]{_QUOTE}]+")
 _DEEPEST = 64
 
 
-class GemmaReader:
+class PairedReader:
     """Decodes an answer with such marks. See `Pieces`.
 
     Args:
-        marks: The tokens of `GEMMA_MARKS`.
+        marks: The tokens of `PAIRED_MARKS`.
         pieces: Makes the decoder of a part's tokens; its argument are those before.
         context: The tokens before the answer.
     """
 
-    def __init__(
-        self,
-        marks: tuple[int, int, int, int, int],
-        pieces: Callable[[Sequence[int]], Pieces],
-        context: Sequence[int],
-    ) -> None:
+    def __init__(self, marks: Sequence[int], pieces: Callable[[Sequence[int]], Pieces], context: Sequence[int]) -> None:
         self._begin, self._end, self._call, self._called, self._quote = marks
         self._make, self._pieces = pieces, pieces(context)
         self._header: str | None = None
