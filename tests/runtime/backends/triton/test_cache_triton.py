@@ -145,7 +145,7 @@ class Pair:
         rows = Rows(*(torch.tensor(each).to(self.device) for each in (positions, slots)))
         attend(
             q.view(M, H * D).to(self.device),
-            self.ours.layers[-1],
+            self.ours.layers[self.spec.num_layers - 1],
             rows,
             window,
             x,

@@ -16,7 +16,8 @@ from runtime.backends.reference.decoder import ReferenceDecoder
 from runtime.backends.triton.decoder import TritonDecoder
 from runtime.backends.triton.sizes import weight_bytes
 from runtime.backends.triton.w4a8_layout import W4A8Linear
-from tests.models.conftest import TEXT, write_checkpoint
+from tests.models.conftest import TEXT, write_checkpoint, write_tokenizer
+from tests.models.random_models import SIZES, random_case
 
 
 @pytest.mark.parametrize(("group_size", "residual_bits", "k_chunk"), [(128, 0, 0), (0, 4, 256)])
@@ -31,6 +32,22 @@ def test_the_decoder_answers_as_the_reference_does(
     assert all(isinstance(linear.weight, W4A8Linear) for linear in ours.model.linears.values())
     planned = weight_bytes(model.spec, recipe, compensated=False)
     assert ours.weight_bytes == planned
+    compare(ours, theirs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["lfm2", "qwen3.5"])
+def test_layers_with_states_answer_as_the_reference_does(tmp_path: Path, device: str, case: str) -> None:
+    random_case(case).save_pretrained(tmp_path / "checkpoint")
+    write_tokenizer(tmp_path / "checkpoint", SIZES["vocab_size"])
+    recipe = Recipe.usual("qoq", group_size=0, residual_bits=0)
+    folder = quantize(tmp_path / "checkpoint", Store(tmp_path / "store"), recipe, calibration=TEXT, evaluation=None)
+    model, options = StoredModel.open_folder(folder.path), DecoderOptions(context=32, max_rows=18)
+    compare(TritonDecoder(model, options, device), ReferenceDecoder(model, options))
+
+
+def compare(ours: TritonDecoder, theirs: ReferenceDecoder) -> None:
+    """Answers of both, which are closed then."""
     found = [np.concatenate([decoder.forward(step).copy() for step in steps()]) for decoder in (ours, theirs)]
     ours.close()
     theirs.close()
