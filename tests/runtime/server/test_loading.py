@@ -8,7 +8,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import numpy as np
@@ -23,7 +23,8 @@ from models.spec import MixtureSpec
 from models.store import Store, StoredModel
 from models.store.manifest import content_of
 from runtime.backends import backend
-from runtime.backends.decoder import DecoderOptions, Step
+from runtime.backends.decoder import Decoder, DecoderOptions, Step
+from runtime.backends.experts import Placed
 from runtime.budget import refining, tuning
 from runtime.budget.clocks import Clocks
 from runtime.budget.profile_key import profile_key
@@ -44,6 +45,7 @@ from runtime.server.store.making import StoreWorkshop
 from runtime.text.sampling import SamplingOptions
 from runtime.wire.answers import Holding
 from runtime.wire.codec import from_json
+from runtime.wire.device import ExpertPlacement
 from runtime.wire.requests import LoadRequest, QuantizeRequest, TuneRequest
 from tests.models.gguf.making import random_model, write_gguf
 from tuner.offers import Offers, OfferStore, Way
@@ -144,6 +146,15 @@ def test_experts_on_the_device_are_those_of_the_request_and_else_of_the_defaults
             with pytest.raises(Cancelled):
                 loader.load(LoadRequest(model="demo", experts_on_device=asked), ignore_progress, never_cancelled)
     assert planned == [7, 3, 0, 9, None, None, None, None]
+
+
+def test_where_experts_are_is_told() -> None:
+    """By decoders that can have them in two places."""
+    placed = Placed(on_device=3, held=8, host_bytes=5, hit_rate=0.5)
+    told = ExpertPlacement(on_device=3, held=8, host_bytes=5, hit_rate=0.5)
+    for experts, expected in ((placed, told), (None, None)):
+        assert loading._experts(cast("Decoder", SimpleNamespace(experts=experts))) == expected
+    assert loading._experts(cast("Decoder", SimpleNamespace())) is None
 
 
 def test_nobody_asks_for_a_cache_and_it_has_4_bits(loader: StoreLoader) -> None:
