@@ -45,7 +45,7 @@ def on_processor(spec: ModelSpec, active_bytes: int, read_gb_s: float) -> float:
 def processor_is_faster(model: StoredModel, planned: MemoryPlan, card: str, link_gb_s: float | None) -> str | None:
     """Why the processor is expected to be faster than a card that some experts do not fit; None if it is not.
 
-    The memory's bandwidth is measured for that. Nothing is expected of a card whose data sheet is unknown.
+    The memory's bandwidth is measured for that. Of a card whose data sheet is unknown only the link counts.
 
     Args:
         model: The stored model.
@@ -53,12 +53,16 @@ def processor_is_faster(model: StoredModel, planned: MemoryPlan, card: str, link
         card: The card's name.
         link_gb_s: Measured bandwidth of its link, in 10^9 bytes per second; None: that of its data sheet.
     """
-    found, summary = card_named(card), model.info.summary
-    if not planned.host_bytes or found is None:
+    found, spec, summary = card_named(card), model.spec, model.info.summary
+    if not planned.host_bytes or spec.mixture is None or (found is None and link_gb_s is None):
         return None
     missed = 1 - hit_rate(model, planned.experts_on_device)
-    ours = on_card(model.spec, model.recipe.bits, found, missed=missed, link_gb_s=link_gb_s)
-    others = on_processor(model.spec, summary.active_bytes or summary.gpu_bytes, read_bandwidth(None).gb_s)
+    if found is not None:
+        ours = on_card(spec, model.recipe.bits, found, missed=missed, link_gb_s=link_gb_s)
+    else:
+        each = planned.host_bytes / (planned.experts - planned.experts_on_device)
+        ours = 1e9 * (link_gb_s or 0.0) / max(1.0, missed * spec.mixture.read * each)
+    others = on_processor(spec, summary.active_bytes or summary.gpu_bytes, read_bandwidth(None).gb_s)
     if ours >= others:
         return None
     return (

@@ -1,0 +1,84 @@
+"""Expected speeds of mixtures whose experts are in two places."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from models.catalogue import CATALOGUE
+from models.spec import MixtureSpec
+from models.store import StoredModel
+from runtime.load import expected
+from runtime.load.expected import missed_share, on_card, on_processor, processor_is_faster
+from runtime.load.memory import MemoryPlan
+from tuner.devices import DEVICES
+
+SPEC = next(model.spec for model in CATALOGUE if model.title == "Qwen3 30B-A3B")
+CARD = DEVICES["rtx-4050m"]
+ACTIVE = 1_700_000_000
+
+
+def test_shared_experts_are_on_the_device_first() -> None:
+    mixture = MixtureSpec(experts=8, chosen=2, width=8, normalized=True, shared=2)
+    shares = {0: 1.0, 1: 0.75, 2: 0.5, 6: 0.25, 10: 0.0}
+    assert {count: missed_share(mixture, count) for count in shares} == shares
+
+
+def test_what_is_missed_is_read_at_the_speed_of_the_link() -> None:
+    """Each token reads 8 experts of 4.7 million weights in 48 blocks, of 4.25 bits."""
+    expert_bytes = 48 * 8 * 3 * 2048 * 768 * 4.25 / 8
+    whole, none = on_card(SPEC, 4, CARD), on_card(SPEC, 4, CARD, missed=1.0, link_gb_s=10.0)
+    assert on_card(SPEC, 4, CARD, missed=0.0, link_gb_s=1.0) == whole
+    dense = 1 / none - expert_bytes / 10e9
+    assert 0 < dense < 1 / whole
+    half = 1 / on_card(SPEC, 4, CARD, missed=0.5, link_gb_s=10.0)
+    assert half == pytest.approx((1 / whole + 1 / none) / 2)
+
+
+def _model(tokens: np.ndarray[Any, Any]) -> StoredModel:
+    """A model of which only sizes, and where calibration tokens went, are known."""
+    summary = SimpleNamespace(active_bytes=ACTIVE, gpu_bytes=17_000_000_000)
+    own = SimpleNamespace(
+        spec=SPEC, recipe=SimpleNamespace(bits=4.0), info=SimpleNamespace(summary=summary),
+        expert_tokens=lambda _: tokens,
+    )  # fmt: skip
+    return cast("StoredModel", own)
+
+
+def _plan(here: int) -> MemoryPlan:
+    sizes = dict.fromkeys(
+        ("context", "slots", "contexts", "weight_bytes", "residual_bytes", "kv_bytes", "buffer_bytes", "margin_bytes"),
+        1,
+    )
+    away = (128 - here) * 127_000_000
+    return MemoryPlan(
+        **sizes, pages=None, residuals_beside=False, available_bytes=1, experts=128, experts_on_device=here,
+        host_bytes=away,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("card", [CARD.name, "a card without a data sheet"])
+def test_the_processor_is_taken_where_it_reads_faster_than_the_link(monkeypatch: pytest.MonkeyPatch, card: str) -> None:
+    """Even: three quarters are missed with 32 of 128. Uneven: nearly none."""
+    even, uneven = np.ones(128, np.int32), np.zeros(128, np.int32)
+    uneven[:32] = 1000
+    speeds = {"slow": 5.0, "fast": 100.0}
+    for name, gb_s in speeds.items():
+        monkeypatch.setattr(expected, "read_bandwidth", lambda _, own=gb_s: SimpleNamespace(gb_s=own))
+        reasons = [processor_is_faster(_model(tokens), _plan(32), card, 12.0) for tokens in (even, uneven)]
+        assert [reason is not None for reason in reasons] == [name == "fast", False]
+        if reasons[0] is not None:
+            speed = on_processor(SPEC, ACTIVE, gb_s)
+            assert reasons[0].startswith(f"32 of 128 experts of each block fit {card}")
+            assert reasons[0].endswith(f"{speed:.0f} of the processor")
+
+
+def test_nothing_is_compared_where_all_experts_fit_or_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expected, "read_bandwidth", lambda _: pytest.fail("measured for nothing"))
+    model = _model(np.ones(128, np.int32))
+    assert processor_is_faster(model, replace(_plan(128), host_bytes=0), CARD.name, 12.0) is None
+    assert processor_is_faster(model, _plan(32), "a card without a data sheet", None) is None
