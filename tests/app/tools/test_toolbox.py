@@ -87,6 +87,9 @@ def test_a_server_that_behaves(box: Callable[..., Toolbox]) -> None:
     tools.stop("good").result(20)
     assert server.state == "off"
     tools.restart("good").result(20)
+    deadline = time.monotonic() + 20  # it returns when the server is about to be started
+    while not left() and time.monotonic() < deadline:
+        time.sleep(0.02)
     assert left()
 
 
