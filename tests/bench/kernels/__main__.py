@@ -56,8 +56,8 @@ LOADS = """
 Specializations that Triton's own lookup distinguishes in the first steps of a load (one to three seconds each the
 first time on a machine), and launches of Triton kernels in a decoded token. torch adds two launches: the head's
 compensation, and the sum that detects NaN and infinity. Decoding is compensated; compensated prompts add two kernels.
-Of the kernels, four are for steps of several rows: drafts and parallel answers. Experts take ten more,
-windows in some blocks alone three.
+Of the kernels, four are for steps of several rows: drafts and parallel answers. Experts take ten more, and
+windows that only some blocks have three.
 
 | model | cache | kernels compiled | of them products, attention | launches of a token |
 |---|---|--:|--:|--:|

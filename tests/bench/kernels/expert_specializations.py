@@ -50,11 +50,12 @@ def form(bits: int, K: int) -> Form:
 
 
 def route() -> Iterator[Specialization]:
-    """A token and a prompt, of two mixtures; a token's with scores, a correction and a shared expert."""
+    """A token and a prompt: as they are, with scores, a correction and a shared expert, and with biases."""
     for name, mixture, tile in (
         ("route E128", MIXTURE, routing.ONE),
         ("route E128 prompt", MIXTURE, routing.SEVERAL),
         ("route E128 sigmoid", CORRECTED, routing.ONE),
+        ("route E128 sigmoid prompt", CORRECTED, routing.SEVERAL),
         ("route E32 biased", BIASED, routing.ONE),
         ("route E32 biased prompt", BIASED, routing.SEVERAL),
     ):
