@@ -89,7 +89,7 @@ class Mixture:
             x: As in `runtime.backends.triton.kernels.experts.few`, with sums.
             chosen: int32 [M, each], the experts of the rows.
             out: float32, receives the product.
-            shares: As there.
+            shares: As in `few`.
         """
         weight, buffers, side = linear.weight, self._buffers, self._side
         assert isinstance(weight, GpuExperts)

@@ -50,13 +50,14 @@ def form(bits: int, K: int) -> Form:
 
 
 def route() -> Iterator[Specialization]:
-    """Tokens and prompts of two mixtures, counted and not; a token's with scores, a correction and a shared expert."""
+    """Tokens and prompts, counted and not: as they are; with scores, a correction and a shared expert; with biases."""
     for name, mixture, tile, counted in (
         ("route E128", MIXTURE, routing.ONE, False),
         ("route E128 counted", MIXTURE, routing.ONE, True),
         ("route E128 prompt", MIXTURE, routing.SEVERAL, False),
         ("route E128 prompt counted", MIXTURE, routing.SEVERAL, True),
         ("route E128 sigmoid", CORRECTED, routing.ONE, False),
+        ("route E128 sigmoid prompt", CORRECTED, routing.SEVERAL, False),
         ("route E32 biased", BIASED, routing.ONE, False),
         ("route E32 biased prompt", BIASED, routing.SEVERAL, False),
     ):

@@ -156,7 +156,9 @@ def _many_kernel(
         if matrix.bias is not None:
             bias = _bias_of(matrix, expert, offs_n)[:, None]
             if shares_ptr is not None:
-                bias = bias * tl.load(shares_ptr + pairs)[None, :]
+                # Read again: the pairs themselves would stay in registers, of which there are too few on sm_120.
+                pairs_again = tl.load(order + tl.minimum(offs_m, count - 1), volatile=True)
+                bias = bias * tl.load(shares_ptr + pairs_again)[None, :]
             acc += bias
         mask = (offs_n < N)[:, None] & (offs_m < count)[None, :]
         tl.store(out_ptr + pairs.to(tl.int64)[None, :] * N + offs_n[:, None], acc, mask)

@@ -96,8 +96,8 @@ class GpuRouter:
 
 
 @triton.jit
-def _logits(x_ptr, weight_ptr, bias_ptr, offs_m, offs_s, M, C, S, tile: tl.constexpr):
-    """Logits of some rows: float32 [BLOCK_M, BLOCK_S]."""
+def _logits(x_ptr, weight_ptr, offs_m, offs_s, M, C, S, tile: tl.constexpr):
+    """Logits of some rows without biases: float32 [BLOCK_M, BLOCK_S]."""
     BLOCK_M: tl.constexpr = tile.BLOCK_M
     BLOCK_S: tl.constexpr = tile.BLOCK_S
     BLOCK_K: tl.constexpr = tile.BLOCK_K
@@ -113,8 +113,6 @@ def _logits(x_ptr, weight_ptr, bias_ptr, offs_m, offs_s, M, C, S, tile: tl.const
             acc += tl.sum(w * x, axis=1)[None, :]
         else:
             acc = tl.dot(x, tl.trans(w), acc, input_precision="ieee")
-    if bias_ptr is not None:
-        acc += tl.load(bias_ptr + offs_s, mask=offs_s < S, other=0.0)[None, :]
     return acc
 
 
@@ -174,7 +172,9 @@ def _route_kernel(
     offs_s = pid_s * tile.BLOCK_S + tl.arange(0, tile.BLOCK_S)
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     mask_m = (offs_m < M)[:, None]
-    found = _logits(x_ptr, weight_ptr, bias_ptr, offs_m, offs_s, M, C, S, tile)
+    found = _logits(x_ptr, weight_ptr, offs_m, offs_s, M, C, S, tile)
+    if bias_ptr is not None:
+        found += tl.load(bias_ptr + offs_s, mask=offs_s < S, other=0.0)[None, :]
     own = routed.logits + offs_m[:, None] * S
     tl.store(own + offs_s[None, :], found, mask=mask_m & (offs_s < S)[None, :])
     tl.debug_barrier()  # all of the program's logits are written before its arrival is counted

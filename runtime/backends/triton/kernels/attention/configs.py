@@ -15,8 +15,10 @@ from runtime.backends.triton.kernels.cache.pages import power_of_two
 
 SPLIT_ROWS = 8
 """Steps of up to this many rows, such as decoded tokens and drafts to verify, are split finely along the context."""
-FEW_TILE_ROWS = 64
-"""Most rows of such a step's matrix products: its rows share a product, so that keys are read once for them."""
+FEW_TILE_ROWS = 32
+"""Most rows of such a step's matrix products: its rows share a product, so that keys are read once for them. Where a
+key-value head has eight query heads, steps of 5 to 8 rows read them twice: with 64, registers spilled, and a program
+over 128 channels took 105 KiB of shared memory, more than an RTX has."""
 MIN_BLOCKS = 2
 """Fewest blocks of the cache per split: smaller splits cost more to start and merge than they save. Read by kernels."""
 SPLIT_OVERHEAD = 1.0
