@@ -160,9 +160,13 @@ def _spec(
         head_dim=heads[2],
         norm_eps=1e-5,
         rope=RopeSpec(rotary_dim=heads[2]),
-        windows=(None,) * blocks,
-        **others,
+        **{"windows": (None,) * blocks, **others},
     )
+
+
+def _windows(blocks: int, window: int, interval: int) -> tuple[int | None, ...]:
+    """The window of each block, in tokens; the last of every `interval` blocks has none."""
+    return tuple(None if (layer + 1) % interval == 0 else window for layer in range(blocks))
 
 
 def _mixers(blocks: int, others: Mixer, attention: Sequence[int] | None = None) -> tuple[Mixer, ...]:
@@ -186,6 +190,14 @@ _GEMMA3: dict[str, Any] = {"tied": True, "norm_after": True, "qk_norm": True, "a
 _GEMMA4: dict[str, Any] = {**_GEMMA3, "v_norm": True, "scaled": True, "logit_cap": 30.0, "vocab_size": 262144}
 
 
+def _gemma3(
+    hidden: int, intermediate: int, blocks: int, heads: tuple[int, int], window: int, **others: Any
+) -> ModelSpec:
+    """Gemma 3; `heads` are query and key-value heads."""
+    local = _windows(blocks, window, 6)
+    return _spec("gemma3_text", hidden, intermediate, blocks, (*heads, 256), windows=local, **_GEMMA3, **others)
+
+
 def _gemma4(
     hidden: int,
     intermediate: int,
@@ -198,11 +210,10 @@ def _gemma4(
     **others: Any,
 ) -> ModelSpec:
     """Gemma 4; `heads` are query and key-value heads, `wide` key-value heads of the blocks without a window."""
-    local = 512 if shared else 1024
     plain = _spec("gemma4_text", hidden, intermediate, blocks, (*heads, 256), **{**_GEMMA4, **others})
     return replace(
         plain,
-        windows=tuple(None if (layer + 1) % interval == 0 else local for layer in range(blocks)),
+        windows=_windows(blocks, 512 if shared else 1024, interval),
         wide_heads=HeadShape(heads[0], wide or heads[1], 512),
         mixers=_mixers(blocks, "shared", range(blocks - shared)) if shared else (),
         token_width=256 if shared else 0,
@@ -249,7 +260,7 @@ CATALOGUE: Sequence[CatalogueModel] = (
         origin="google/gemma-3-1b-it",
         maker="Google",
         license="Gemma",
-        spec=_spec("gemma3_text", 1152, 6912, 26, (4, 1, 256), vocab_size=262144, max_context=32768, **_GEMMA3),
+        spec=_gemma3(1152, 6912, 26, (4, 1), 512, vocab_size=262144, max_context=32768),
         gated=True,
     ),
     CatalogueModel(
@@ -336,7 +347,7 @@ CATALOGUE: Sequence[CatalogueModel] = (
         origin="google/gemma-3-4b-it",
         maker="Google",
         license="Gemma",
-        spec=_spec("gemma3_text", 2560, 10240, 34, (8, 4, 256), vocab_size=262208, max_context=131072, **_GEMMA3),
+        spec=_gemma3(2560, 10240, 34, (8, 4), 1024, vocab_size=262208, max_context=131072),
         gated=True,
     ),
     CatalogueModel(
@@ -451,6 +462,7 @@ CATALOGUE: Sequence[CatalogueModel] = (
             (64, 8, 64),
             vocab_size=201088,
             max_context=131072,
+            windows=_windows(24, 128, 2),
             sinks=True,
             qkv_bias=True,
             o_bias=True,

@@ -2,10 +2,14 @@
 
 A model's memory of a sequence is a cache in layers with attention, and a state in others (`runtime.kv.states`). Both
 begin steps, are cut back, forked, saved and loaded together, as one `KVCache`; its users don't know which it is. They
-ask only how far a slot can be cut back, which is anywhere in a cache, and here and there in a state.
+ask only how far a slot can be cut back: anywhere in pages that hold all tokens, and here and there in a state, and in
+pages that hold only what a sliding window reads.
 
 A slot's tokens are stored in this order: its first `sinks` tokens in the window, whole pages, and the rest in the
 window after the sinks. As long as there is no page, all of them are in the window.
+
+Layers that keep the same tokens are a group (`runtime.kv.groups`) with pages and a table of its own. Entry i of every
+table holds the same tokens, so what follows is one bookkeeping for all; "a page" is one in each group.
 
 Each backend stores the numbers itself (`PageStore`). What is dropped, shared and copied when tokens move from the
 window into a page is decided here, so it is the same on every backend.
@@ -21,11 +25,13 @@ import numpy.typing as npt
 
 from models.spec import ModelSpec
 from runtime.errors import RequestError
+from runtime.kv.groups import page_groups
 from runtime.kv.kinds import CacheKind, page_bytes, window_token_bytes
 from runtime.kv.pages import PageTable
 from runtime.kv.states import SMALL_STEP, Memory, States
 from runtime.kv.transfer import Arrays as Arrays
 from runtime.kv.transfer import checked, chunks
+from runtime.kv.window_pages import WindowTable
 
 Int32Array = npt.NDArray[np.int32]
 
@@ -173,7 +179,7 @@ class KVCache(Protocol):
 
 
 class PageStore(Protocol):
-    """A backend's storage of pages and windows. Every call covers all layers, keys and values."""
+    """A backend's storage of a group's pages, and of windows. Every call covers all its layers, keys and values."""
 
     def flush(self, slot: int, page: int, rest: int) -> None:
         """Quantize the page of tokens after the sinks of a slot's window; the `rest` tokens after them move up."""
@@ -199,7 +205,7 @@ class PageStore(Protocol):
         ...
 
     def write_pages(self, pages: Sequence[int], arrays: Arrays) -> None:
-        """Set some pages to what `read_pages` gave for as many."""
+        """Set some pages to what `read_pages` gave for as many; a negative number skips a page."""
         ...
 
     def read_window(self, slot: int, count: int) -> Arrays:
@@ -217,11 +223,11 @@ class PagedCache:
     Args:
         kind: The kind of cache.
         spec: The model.
-        store: The backend's storage.
+        stores: The backend's storage of each of `runtime.kv.groups.page_groups`, in their order.
         context: Tokens of a slot.
         slots: Sequences kept at the same time.
         max_rows: Most rows of a step.
-        pages: Pages that the slots share; None = enough for every slot.
+        pages: Pages that the slots share where all tokens are kept; None = enough for every slot.
         memory: Where the numbers of states are kept; None: in main memory.
     """
 
@@ -232,8 +238,7 @@ class PagedCache:
         self,
         kind: CacheKind,
         spec: ModelSpec,
-        store: PageStore,
-        *,
+        *stores: PageStore,
         context: int,
         slots: int,
         max_rows: int,
@@ -241,20 +246,40 @@ class PagedCache:
         memory: Memory | None = None,
     ) -> None:
         self._kind = kind
-        self._store = store
         self._context = context
         self._max_rows = max_rows
-        self._page_bytes = page_bytes(kind, spec)
         self._token_bytes = window_token_bytes(kind, spec)
         self._lengths = [0] * slots
         self.states = States(spec, slots, memory) if spec.state_layers else None
-        self.table = PageTable(slots, kind.max_pages(context), pages)
-        """The pages of each slot."""
+        groups = page_groups(kind, spec, context=context, slots=slots, max_rows=max_rows, pages=pages)
+        most = kind.max_pages(context)
+        self.tables = tuple(
+            PageTable(slots, most, group.pages)
+            if group.window is None
+            else WindowTable(kind, group.window, slots, most, group.pages)
+            for group in groups
+        )
+        """The pages of each slot, for each group of layers."""
+        self._windowed = [table for table in self.tables if isinstance(table, WindowTable)]
+        self._parts = tuple(zip(self.tables, stores, strict=True))
+        self._page_bytes = [page_bytes(kind, spec, group.layers) for group in groups]
+        self._table_of = {
+            layer: table for group, table in zip(groups, self.tables, strict=True) for layer in group.layers
+        }
 
     @property
     def kind(self) -> CacheKind:
         """See `KVCache.kind`."""
         return self._kind
+
+    @property
+    def table(self) -> PageTable:
+        """The pages of the first group: those of all tokens, if any layer keeps them."""
+        return self.tables[0]
+
+    def table_of(self, layer: int) -> PageTable:
+        """The pages of a layer with a cache."""
+        return self._table_of[layer]
 
     def length(self, slot: int) -> int:
         """See `KVCache.length`."""
@@ -262,7 +287,8 @@ class PagedCache:
 
     def slot_bytes(self, slot: int) -> int:
         """See `KVCache.slot_bytes`."""
-        paged = self.table.count(slot) * self._page_bytes
+        sizes = zip(self.tables, self._page_bytes, strict=True)
+        paged = sum(len(table.held(slot)) * size for table, size in sizes)
         state = 0 if self.states is None else self.states.slot_bytes
         return paged + self.window_length(slot) * self._token_bytes + state
 
@@ -276,8 +302,14 @@ class PagedCache:
 
     def reach(self, slot: int, length: int) -> int:
         """See `KVCache.reach`."""
-        length = min(length, self._lengths[slot])
-        return length if self.states is None else self.states.reach(slot, length)
+        found, length = min(length, self._lengths[slot]), -1
+        while found != length:
+            length = found
+            for own in self._windowed:
+                found = own.reach(slot, found)
+            if self.states is not None:
+                found = self.states.reach(slot, found)
+        return found
 
     def exact_from(self, slot: int) -> int:
         """See `KVCache.exact_from`."""
@@ -299,10 +331,12 @@ class PagedCache:
 
     def has_room(self, slot: int, end: int) -> bool:
         """See `KVCache.has_room`."""
-        return self._lacking(slot, end) <= self.table.free
+        return self.table in self._windowed or self._lacking(slot, end) <= self.table.free
 
     def has_room_beside(self, ends: Mapping[int, int], end: int, *, source: int, shared: int) -> bool:
         """See `KVCache.has_room_beside`."""
+        if self.table in self._windowed:  # windows have pages for every slot
+            return True
         held = {page for slot in ends for page in self.table.held(slot)}
         lacking = sum(max(0, self._lacking(slot, its_end)) for slot, its_end in ends.items())
         paged = self.paged_length(source) // self._kind.page if source in ends else 0
@@ -312,30 +346,38 @@ class PagedCache:
     @property
     def layout(self) -> str:
         """See `KVCache.layout`."""
-        return self._store.saved_layout
+        groups = "+".join(store.saved_layout for _, store in self._parts)
+        return f"{groups}-windows{len(self._windowed)}" if self._windowed else groups
 
     def export(self, slot: int) -> Iterator[Arrays]:
-        """See `KVCache.export`."""
-        yield self._store.read_window(slot, self.window_length(slot))
-        for pages in chunks(self.table.held(slot)):
-            yield self._store.read_pages(pages)
+        """See `KVCache.export`. Pages of a group with a window are preceded by which of the slot's they are."""
+        for table, store in self._parts:
+            yield store.read_window(slot, self.window_length(slot))
+            if isinstance(table, WindowTable):
+                yield table.described(slot)
+            for pages in chunks(table.held(slot)):
+                yield store.read_pages(pages)
         if self.states is not None:
             yield from self.states.export(slot)
 
     def load(self, slot: int, length: int, paged: int, pieces: Iterable[Arrays]) -> None:
         """See `KVCache.load`."""
-        store, window, page = self._store, length - paged, self._kind.page
+        window, page = length - paged, self._kind.page
         self.clear(slot)
         fits = 0 <= window <= self._kind.window_capacity(self._max_rows) and (not window or paged % page == 0)
         if not (fits and 0 < length <= self._context):
             raise RequestError(f"a {self._kind.name} cache of {self._context} tokens cannot take {paged} + {window}")
         incoming = iter(pieces)
         try:
-            for _ in range(-(-paged // page)):
-                self.table.append(slot)
-            store.write_window(slot, window, checked(next(incoming, {}), store.read_window(slot, window)))
-            for pages in chunks(self.table.held(slot)):
-                store.write_pages(pages, checked(next(incoming, {}), store.read_pages(pages)))
+            for table, store in self._parts:
+                store.write_window(slot, window, checked(next(incoming, {}), store.read_window(slot, window)))
+                if isinstance(table, WindowTable):
+                    _load_some(slot, -(-paged // page), length, table, store, incoming)
+                    continue
+                for _ in range(-(-paged // page)):
+                    table.append(slot)
+                for pages in chunks(table.held(slot)):
+                    store.write_pages(pages, checked(next(incoming, {}), store.read_pages(pages)))
             if self.states is not None:
                 self.states.load(slot, length, incoming)
         except BaseException:
@@ -353,6 +395,8 @@ class PagedCache:
         for slot, start, end in runs:
             if start < self._lengths[slot]:
                 self.trim(slot, start)
+            for table in self._windowed:
+                table.advance(slot, start, end - start)
             if not self._kind.windowed:
                 self._make_room(slot, start, end)
             elif flush:
@@ -369,12 +413,16 @@ class PagedCache:
             self.states.trim(slot, length)
         page = self._kind.page
         if not self._kind.windowed:
-            self.table.truncate(slot, -(-length // page))
+            for table in self.tables:
+                table.truncate(slot, -(-length // page))
         elif length < self.exact_from(slot):
             whole, rest = divmod(max(0, length - self._kind.sinks), page)
-            if rest:
-                self._store.restore(self.table.held(slot)[whole], slot, rest)
-            self.table.truncate(slot, whole)
+            for table, store in self._parts:
+                if rest:
+                    store.restore(table.entries(slot)[whole], slot, rest)
+                table.truncate(slot, whole)
+        for own in self._windowed:
+            own.cut(slot, length)
         self._lengths[slot] = length
 
     def fork(self, source: int, target: int, length: int) -> None:
@@ -386,19 +434,22 @@ class PagedCache:
         self.clear(target)
         if self.states is not None:
             self.states.fork(source, target, length)
-        page, paged = self._kind.page, self.paged_length(source)
-        if not self._kind.windowed:
-            self.table.share(source, target, -(-length // page))
-        elif length >= self.exact_from(source):
-            self.table.share(source, target, paged // page)
-            self._store.copy_window(source, target, length - paged)
-        else:
-            sinks = self._kind.sinks
-            whole, rest = divmod(max(0, length - sinks), page)
-            self.table.share(source, target, whole)
-            self._store.copy_window(source, target, min(length, sinks))
-            if rest:
-                self._store.restore(self.table.held(source)[whole], target, rest)
+        page, paged, sinks = self._kind.page, self.paged_length(source), self._kind.sinks
+        exact = length >= self.exact_from(source)
+        whole, rest = divmod(max(0, length - sinks), page)
+        for table, store in self._parts:
+            if not self._kind.windowed:
+                table.share(source, target, -(-length // page))
+            elif exact:
+                table.share(source, target, paged // page)
+                store.copy_window(source, target, length - paged)
+            else:
+                table.share(source, target, whole)
+                store.copy_window(source, target, min(length, sinks))
+                if rest:
+                    store.restore(table.entries(source)[whole], target, rest)
+        for own in self._windowed:
+            own.inherit(source, target, length)
         self._lengths[target] = length
 
     def lengthen(self, slot: int, length: int) -> None:
@@ -410,20 +461,28 @@ class PagedCache:
                 f"slot {slot} has {self._lengths[slot]} tokens, {paged} of them in pages of {page}, and a context of "
                 f"{self._context}: it cannot be lengthened to {length}"
             )
-        copied = self.table.held(slot)
-        try:
-            for i in range(added):
-                self._store.copy_page(copied[i % len(copied)], self.table.append(slot))
-        except BaseException:
-            self.table.truncate(slot, len(copied))
-            raise
+        for table, store in self._parts:
+            if isinstance(table, WindowTable):
+                for old, new in table.lengthen(slot, table.count(slot) + added, length):
+                    store.copy_page(old, new)
+                continue
+            copied = table.held(slot)
+            try:
+                for i in range(added):
+                    store.copy_page(copied[i % len(copied)], table.append(slot))
+            except BaseException:
+                table.truncate(slot, len(copied))
+                raise
         if self.states is not None:
             self.states.shift(slot, length - self._lengths[slot])
         self._lengths[slot] = length
 
     def clear(self, slot: int) -> None:
         """See `KVCache.clear`."""
-        self.table.truncate(slot, 0)
+        for table in self.tables:
+            table.truncate(slot, 0)
+        for own in self._windowed:
+            own.cut(slot, 0)
         self._lengths[slot] = 0
         if self.states is not None:
             self.states.clear(slot)
@@ -441,15 +500,19 @@ class PagedCache:
         """Flush pages from a slot's window while it holds sinks + keep + page tokens or more."""
         page, sinks = self._kind.page, self._kind.sinks
         while (window := self.window_length(slot)) >= self._kind.unpaged + page:
-            self._store.flush(slot, self.table.append(slot), window - sinks - page)
+            for table, store in self._parts:
+                store.flush(slot, table.append(slot), window - sinks - page)
+            for own in self._windowed:
+                own.settle(slot)
 
     def _make_room(self, slot: int, start: int, end: int) -> None:
         """Allocate unshared pages for the tokens start .. end - 1 of a slot."""
         page = self._kind.page
-        if start % page and (copied := self.table.own(slot, start // page)):
-            self._store.copy_page(*copied)
-        while self.table.count(slot) * page < end:
-            self.table.append(slot)
+        for table, store in self._parts:
+            if start % page and (copied := table.own(slot, start // page)):
+                store.copy_page(*copied)
+            while table.count(slot) * page < end:
+                table.append(slot)
 
     def _check_run(self, slot: int, start: int, end: int, *, flush: bool) -> None:
         """Raise RequestError if a slot's rows do not continue its tokens, or do not fit."""
@@ -460,6 +523,8 @@ class PagedCache:
             )
         if end > self._context:
             raise RequestError(f"a step writes position {end - 1} of slot {slot}; the context is {self._context}")
+        if start < length:
+            self._check_length(slot, start)
         window = start - min(self.paged_length(slot), start)
         if self._kind.windowed and not flush and window + end - start > self._kind.window_capacity(self._max_rows):
             raise RequestError(f"the window of slot {slot} is full: let a step flush it before drafting further")
@@ -469,7 +534,20 @@ class PagedCache:
         if not 0 <= length <= self._lengths[slot]:
             raise RequestError(f"slot {slot} has {self._lengths[slot]} tokens and cannot be cut back to {length}")
         if (reach := self.reach(slot, length)) != length:
-            raise RequestError(f"slot {slot} has states, and can be cut back to {reach} tokens, not to {length}")
+            raise RequestError(
+                f"slot {slot} can be cut back to {reach} tokens, not to {length}: its states, or the pages of layers "
+                "with a window, were not kept there"
+            )
+
+
+def _load_some(
+    slot: int, count: int, length: int, table: WindowTable, store: PageStore, incoming: Iterator[Arrays]
+) -> None:
+    """Load the pages of a group with a window: of those that were exported, the ones for which there is room."""
+    described = next(incoming, {})
+    pages = table.rebuild(slot, count, length, described)
+    for each in chunks(pages):
+        store.write_pages(each, checked(next(incoming, {}), store.read_pages([0] * len(each))))
 
 
 def runs_of(slots: Int32Array, positions: Int32Array) -> Iterator[tuple[int, int, int]]:

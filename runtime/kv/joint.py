@@ -9,14 +9,6 @@ from runtime.kv.control import PageStore
 from runtime.kv.transfer import Arrays
 
 
-def layers_alike(spec: ModelSpec) -> tuple[tuple[int, ...], ...]:
-    """The blocks that have a cache, those with heads of one shape together."""
-    found: dict[HeadShape, list[int]] = {}
-    for layer in spec.attention_layers:
-        found.setdefault(spec.heads_of(layer), []).append(layer)
-    return tuple(map(tuple, found.values())) or ((),)
-
-
 def kept_by(spec: ModelSpec, layers: Sequence[int] | None) -> tuple[tuple[int, ...], HeadShape]:
     """The layers that a store keeps, and the shape of their heads. None: all that have a cache."""
     own = spec.attention_layers if layers is None else tuple(layers)

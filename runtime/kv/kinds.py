@@ -11,7 +11,7 @@ Source: QServe §4.3 (`int4`), QuantSpec §4.2-4.3 (`hierarchical`), KIVI as in 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
@@ -240,9 +240,9 @@ def record_bytes(kind: CacheKind, part: Part, head_dim: int) -> int:
     return sum(field.nbytes for field in page_fields(kind, part, head_dim))
 
 
-def page_bytes(kind: CacheKind, spec: ModelSpec) -> int:
-    """Bytes of a page: keys and values of all layers with a cache, and all key-value heads."""
-    heads = map(spec.heads_of, spec.attention_layers)
+def page_bytes(kind: CacheKind, spec: ModelSpec, layers: Sequence[int] | None = None) -> int:
+    """Bytes of a page: keys and values of some layers with a cache, by default all, and all key-value heads."""
+    heads = map(spec.heads_of, spec.attention_layers if layers is None else layers)
     return sum(own.kv_heads * sum(record_bytes(kind, part, own.dim) for part in PARTS) for own in heads)
 
 
@@ -252,30 +252,13 @@ def window_token_bytes(kind: CacheKind, spec: ModelSpec) -> int:
 
 
 def bytes_per_token(kind: CacheKind, spec: ModelSpec) -> float:
-    """Bytes per token once stored in a page, including its share of the page's common data.
+    """Bytes per token once stored in a page of every layer, including its share of the page's common data.
 
     Args:
         kind: The kind of cache.
         spec: The model.
     """
     return page_bytes(kind, spec) / kind.page
-
-
-def cache_bytes(
-    kind: CacheKind, spec: ModelSpec, *, context: int, slots: int, max_rows: int, pages: int | None = None
-) -> int:
-    """Bytes of all buffers of a cache: all pages and every slot's window. States are counted by `runtime.kv.states`.
-
-    Args:
-        kind: The kind of cache.
-        spec: The model.
-        context: Tokens of a slot.
-        slots: Number of sequences in the cache.
-        max_rows: Most rows of a step.
-        pages: Pages that the slots share; None = enough for every slot.
-    """
-    windows = slots * kind.window_capacity(max_rows) * window_token_bytes(kind, spec)
-    return (slots * kind.max_pages(context) if pages is None else pages) * page_bytes(kind, spec) + windows
 
 
 DEFAULT_KV: KVKind = "int4"

@@ -24,8 +24,8 @@ class PageTable:
         self.capacity = slots * pages_per_slot if pages is None else pages
         """Total number of pages."""
         self.tables: npt.NDArray[np.int32] = np.full((slots, pages_per_slot), -1, np.int32)
-        """int32 [slots, pages_per_slot] page numbers in the order of tokens, -1 after the last: read by kernels.
-        Changed in place."""
+        """int32 [slots, pages_per_slot] page numbers in the order of tokens, -1 after the last and where a page was
+        released (`runtime.kv.window_pages`): read by kernels. Changed in place."""
         self._counts = [0] * slots
         self._references = [0] * self.capacity
         self._free = list(range(self.capacity - 1, -1, -1))
@@ -41,13 +41,17 @@ class PageTable:
         return len(self._free)
 
     def count(self, slot: int) -> int:
-        """Number of a slot's pages."""
+        """Number of a slot's pages, released ones counted."""
         return self._counts[slot]
 
-    def held(self, slot: int) -> list[int]:
-        """Page numbers of a slot in the order of its tokens."""
+    def entries(self, slot: int) -> list[int]:
+        """Page numbers of a slot in the order of its tokens, -1 where one was released."""
         pages: list[int] = self.tables[slot, : self._counts[slot]].tolist()
         return pages
+
+    def held(self, slot: int) -> list[int]:
+        """Page numbers of a slot in the order of its tokens, without those released."""
+        return [page for page in self.entries(slot) if page >= 0]
 
     def references(self, page: int) -> int:
         """Number of slots that share a page."""
@@ -73,15 +77,17 @@ class PageTable:
             self._counts[slot] -= 1
             page = int(self.tables[slot, self._counts[slot]])
             self.tables[slot, self._counts[slot]] = -1
-            self._release(page)
+            if page >= 0:
+                self._release(page)
 
     def share(self, source: int, target: int, count: int) -> None:
         """Share the first `count` pages of a slot with a slot that has none."""
-        pages = self.held(source)[:count]
+        pages = self.entries(source)[:count]
         self.tables[target, : len(pages)] = pages
         self._counts[target] = len(pages)
         for page in pages:
-            self._references[page] += 1
+            if page >= 0:
+                self._references[page] += 1
 
     def own(self, slot: int, index: int) -> tuple[int, int] | None:
         """Unshare a slot's page, so that it may be written.

@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from models.spec import ModelSpec
 from runtime.errors import RequestError
+from runtime.kv.snapshots import MOST_SNAPSHOTS, is_due, least_needed
 from runtime.kv.transfer import Arrays, checked
 
 SMALL_STEP = 16
@@ -32,10 +33,8 @@ RING = WAITING + 8
 """Recent tokens of a slot: those not absorbed, of a verification and of the drafts after it, and up to 8 before."""
 LONGEST_TAPS = RING - WAITING + 1
 """Most taps of a convolution."""
-SNAPSHOT_GAP = 64
-"""A snapshot is taken if the latest before it is at least so many tokens away."""
-MOST_SNAPSHOTS, SNAPSHOTS_BYTES = 8, 64 << 20
-"""Most snapshots of a slot, and their size limit in bytes; there is always one."""
+SNAPSHOTS_BYTES = 64 << 20
+"""Size limit of a slot's snapshots in bytes; there is always one."""
 
 Float32Array = npt.NDArray[np.float32]
 
@@ -192,7 +191,7 @@ class States:
         """
         if start < self._lengths[slot]:
             self.trim(slot, start)
-        if end - start > SMALL_STEP and self._bases[slot] - max(self._snapshots[slot], default=0) >= SNAPSHOT_GAP:
+        if end - start > SMALL_STEP and is_due(self._snapshots[slot], self._bases[slot]):
             self._keep(slot)
         self.absorbed[slot] = self._bases[slot]
         waits = draft and self._drafted[slot] is not None
@@ -340,16 +339,11 @@ class States:
     def _take(self, slot: int) -> int:
         """A free place for one more snapshot of a slot; drops one of its own if it has as many as it may."""
         if len(self._snapshots[slot]) >= self._most:
-            self._release(self._snapshots[slot].pop(self._least(slot)))
+            least = least_needed(self._snapshots[slot], self._bases[slot])
+            self._release(self._snapshots[slot].pop(least))
         place = self._references.index(0)
         self._references[place] = 1
         return place
-
-    def _least(self, slot: int) -> int:
-        """The snapshot that a slot needs least: those near it are close, compared to its distance from the end."""
-        places = [0, *sorted(self._snapshots[slot]), self._bases[slot]]
-        between = zip(places, places[1:], places[2:], strict=False)
-        return min(between, key=lambda each: (each[2] - each[0]) / (places[-1] - each[1] + 1))[1]
 
     def _forget(self, slot: int) -> None:
         for place in self._snapshots[slot].values():

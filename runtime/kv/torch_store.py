@@ -106,8 +106,9 @@ class TorchStore:
 
     def write_pages(self, pages: Sequence[int], arrays: Arrays) -> None:
         """See `PageStore.write_pages`."""
+        kept = [place for place, page in enumerate(pages) if page >= 0]
         for part, pool in self.pools.items():
-            pool[list(pages)] = torch.tensor(arrays[part], device=pool.device)
+            pool[[pages[place] for place in kept]] = torch.tensor(arrays[part][kept], device=pool.device)
 
     def read_window(self, slot: int, count: int) -> Arrays:
         """See `PageStore.read_window`: float16 [layers, H_kv, count, D]."""

@@ -16,7 +16,8 @@ from models.spec import ModelSpec
 from runtime.backends import Footprint
 from runtime.backends.decoder import KVKind
 from runtime.errors import OutOfMemoryError, RequestError, size
-from runtime.kv.kinds import DEFAULT_KV, KINDS, CacheKind, bytes_per_token, cache_bytes, page_bytes
+from runtime.kv.groups import bytes_of_token, cache_bytes
+from runtime.kv.kinds import DEFAULT_KV, KINDS, CacheKind, bytes_per_token
 from runtime.kv.states import states_bytes
 from runtime.wire.answers import CacheFacts
 from tuner.detect import MemoryInfo, detect_memory
@@ -185,10 +186,12 @@ def plan(
         found = with_slots(tokens, here, slots)
         while shared and not found.fits and found.slots > 1:
             found = with_slots(tokens, here, found.slots - 1)
-        one = max(1, kind.max_pages(tokens) * page_bytes(kind, spec))
         spare = max(0, found.available_bytes - found.needed_bytes) // _SHARE_OF_SPARE
-        more = min(parallel - 1, found.slots - 1, spare // one)
-        return with_slots(tokens, here, found.slots, 1 + more) if shared and more > 0 else found
+        for contexts in range(min(parallel, found.slots), 1, -1) if shared else ():
+            roomy = with_slots(tokens, here, found.slots, contexts)
+            if roomy.needed_bytes - found.needed_bytes <= spare:
+                return roomy
+        return found
 
     wanted = context if context is not None else min(spec.max_context, DEFAULT_CONTEXT)
     choices = range(held + 1) if experts_on_device is None else (min(experts_on_device, held),)
@@ -258,7 +261,9 @@ def cache_facts(spec: ModelSpec, planned: MemoryPlan, rows: int = 128) -> dict[s
         return low * _STEP
 
     return {
-        name: CacheFacts(bytes_per_token=bytes_per_token(kind, spec), context=fitting(kind))
+        name: CacheFacts(
+            bytes_per_token=bytes_of_token(kind, spec, context=planned.context, max_rows=rows), context=fitting(kind)
+        )
         for name, kind in KINDS.items()
     }
 

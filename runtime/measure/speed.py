@@ -18,6 +18,7 @@ from models.progress import Progress, ProgressCallback, ignore_progress, never_c
 from models.spec import ModelSpec
 from runtime.backends.decoder import Decoder, Int32Array, Step
 from runtime.errors import Cancelled, ContextOverflowError, RequestError
+from runtime.kv.groups import bytes_of_token
 from runtime.kv.kinds import KINDS, CacheKind, bytes_per_token, window_token_bytes
 
 _WARM_STEPS = 3
@@ -42,7 +43,7 @@ class Speed:
     bytes_per_token: int
     """Bytes read per decoded token: all weights, and the cache at the middle of the decoded stretch."""
     kv_bytes_per_token: int
-    """Bytes of one token in the cache, once it is in a page."""
+    """Bytes of pages for each token of a conversation that fills the context."""
 
     def percent_of_limit(self, gb_s: float) -> float:
         """Decode speed as a percentage of a read bandwidth in 10^9 bytes per second."""
@@ -110,8 +111,8 @@ def measure(
         first = runner.prefill(prompt)
         ttft = time.perf_counter() - began
         steps = runner.decode(first, prompt_tokens, decode_tokens)
-    kind = KINDS[decoder.options.kv]
-    kv_per_token = round(bytes_per_token(kind, decoder.spec))
+    kind, options = KINDS[decoder.options.kv], decoder.options
+    kv_per_token = bytes_of_token(kind, decoder.spec, context=options.context, max_rows=options.max_rows)
     return Speed(
         prompt_tokens=prompt_tokens,
         decode_tokens=decode_tokens,
@@ -119,7 +120,7 @@ def measure(
         prefill_tokens_per_s=prompt_tokens / ttft,
         decode_tokens_per_s=1 / statistics.median(steps),
         bytes_per_token=decoder.weight_bytes + _kv_read(kind, decoder.spec, prompt_tokens + decode_tokens // 2),
-        kv_bytes_per_token=kv_per_token,
+        kv_bytes_per_token=round(kv_per_token),
     )
 
 

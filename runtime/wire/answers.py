@@ -187,7 +187,7 @@ class CacheFacts:
     """Sizes of a kind of cache for the loaded model."""
 
     bytes_per_token: float
-    """Bytes per token, once in a page."""
+    """Bytes per token of a conversation that fills the context, once in pages."""
     context: int
     """Tokens that fit in one conversation, at most the model's maximum; 0 if none do."""
 

@@ -25,7 +25,8 @@ from runtime.backends.cpu.scratch import scratch_of
 from runtime.backends.cpu.tiles import padded
 from runtime.backends.decoder import DecoderOptions
 from runtime.kv.control import Int32Array, PagedCache
-from runtime.kv.joint import joined, kept_by, layers_alike
+from runtime.kv.groups import layers_alike, page_groups
+from runtime.kv.joint import joined, kept_by
 from runtime.kv.kinds import KINDS, PARTS, CacheKind, Part
 from runtime.kv.low_rank import start
 from runtime.kv.states import RING
@@ -163,7 +164,8 @@ class CpuStore:
 
     def write_pages(self, pages: Sequence[int], arrays: Arrays) -> None:
         """See `runtime.kv.control.PageStore.write_pages`."""
-        self.records[:, list(pages)] = arrays["records"]
+        kept = [place for place, page in enumerate(pages) if page >= 0]
+        self.records[:, [pages[place] for place in kept]] = arrays["records"][:, kept]
 
     def read_window(self, slot: int, count: int) -> Arrays:
         """See `runtime.kv.control.PageStore.read_window`: float16 [layers, H_kv, count, D]."""
@@ -199,21 +201,23 @@ class CpuCache(PagedCache):
     def __init__(self, spec: ModelSpec, options: DecoderOptions, threads: int) -> None:
         kind = KINDS[options.kv]
         window = padded(kind.window_capacity(options.max_rows), SPAN)
-        pages = options.slots * kind.max_pages(options.context) if options.pages is None else options.pages
-        self.stores = tuple(
-            CpuStore(kind, spec, pages=pages, slots=options.slots, window=window, layers=layers)
-            for layers in layers_alike(spec)
-        )
-        """The buffers, for each shape of heads."""
-        super().__init__(
-            kind,
-            spec,
-            joined(self.stores),
-            context=options.context,
-            slots=options.slots,
-            max_rows=options.max_rows,
-            pages=options.pages,
-        )
+        slots = options.slots
+        sizes: dict[str, Any] = {
+            "context": options.context,
+            "slots": slots,
+            "max_rows": options.max_rows,
+            "pages": options.pages,
+        }
+        groups = [
+            [
+                CpuStore(kind, spec, pages=group.pages, slots=slots, window=window, layers=layers)
+                for layers in layers_alike(spec, group.layers)
+            ]
+            for group in page_groups(kind, spec, **sizes)
+        ]
+        self.stores = tuple(store for stores in groups for store in stores)
+        """The buffers, for each group and each shape of heads."""
+        super().__init__(kind, spec, *map(joined, groups), **sizes)
         self.max_splits = max(1, min(8, 2 * threads))
         """Most splits of one head's context."""
         self._windows = {spec.windows[layer] for layer in spec.attention_layers}
@@ -226,12 +230,13 @@ class CpuCache(PagedCache):
             store.layout.description(
                 layers=len(store.layers),
                 dither=int(self._dither.ctypes.data),
-                tables=int(self.table.tables.ctypes.data),
-                table_step=self.table.tables.strides[0],
+                tables=int(table.tables.ctypes.data),
+                table_step=table.tables.strides[0],
                 paged=int(self._paged.ctypes.data),
                 window=window,
             )
-            for store in self.stores
+            for table, stores in zip(self.tables, groups, strict=True)
+            for store in stores
         ]
         self._stored = {
             layer: op.Stored(int(description.ctypes.data), *store.addresses(place))
@@ -241,7 +246,7 @@ class CpuCache(PagedCache):
 
     @property
     def store(self) -> CpuStore:
-        """The buffers of a model whose heads are all alike."""
+        """The buffers of a model whose layers are all alike."""
         (store,) = self.stores
         return store
 

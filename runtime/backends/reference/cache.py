@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from models.spec import ModelSpec
 from runtime.backends.operations.attention import attend
 from runtime.kv.control import PagedCache
-from runtime.kv.joint import joined, layers_alike
+from runtime.kv.groups import layers_alike, page_groups
+from runtime.kv.joint import joined
 from runtime.kv.kinds import PARTS, CacheKind, Part
 from runtime.kv.oracle.page import Stored, dequantize, quantize
 from runtime.kv.torch_store import TorchStore
@@ -78,20 +80,24 @@ class ReferenceCache(PagedCache):
         max_rows: int,
         pages: int | None = None,
     ) -> None:
-        count, window = slots * kind.max_pages(context) if pages is None else pages, kind.window_capacity(max_rows)
+        sizes: dict[str, Any] = {"context": context, "slots": slots, "max_rows": max_rows, "pages": pages}
+        window = kind.window_capacity(max_rows)
         self._places: dict[int, tuple[ReferenceStore, int]] = {}
-        stores = []
-        for layers in layers_alike(spec):
-            stores.append(ReferenceStore(kind, spec, pages=count, slots=slots, window=window, layers=layers))
-            self._places |= {layer: (stores[-1], place) for place, layer in enumerate(layers)}
-        self.stores = tuple(stores)
-        """The buffers, for each shape of heads."""
-        super().__init__(kind, spec, joined(stores), context=context, slots=slots, max_rows=max_rows, pages=pages)
+        groups: list[list[ReferenceStore]] = []
+        for group in page_groups(kind, spec, **sizes):
+            groups.append([])
+            for layers in layers_alike(spec, group.layers):
+                store = ReferenceStore(kind, spec, pages=group.pages, slots=slots, window=window, layers=layers)
+                groups[-1].append(store)
+                self._places |= {layer: (store, place) for place, layer in enumerate(layers)}
+        self.stores = tuple(store for stores in groups for store in stores)
+        """The buffers, for each group and each shape of heads."""
+        super().__init__(kind, spec, *map(joined, groups), **sizes)
         self._cap = spec.score_cap
 
     @property
     def store(self) -> ReferenceStore:
-        """The buffers of a model whose heads are all alike."""
+        """The buffers of a model whose layers are all alike."""
         (store,) = self.stores
         return store
 
@@ -117,6 +123,7 @@ class ReferenceCache(PagedCache):
             k: float32 [M, H_kv, D], rotated.
             v: float32 [M, H_kv, D].
         """
+        tables = torch.from_numpy(self.table_of(layer).tables)
         store, layer = self._places[layer]
         for part, x in zip(PARTS, (k, v), strict=True):
             if self.kind.windowed:
@@ -125,14 +132,13 @@ class ReferenceCache(PagedCache):
                     places = positions[rows] - self.paged_length(slot)
                     store.window(part, slot)[layer][:, places] = x[rows].transpose(0, 1).to(torch.float16)
             else:
-                tables = torch.from_numpy(self.table.tables)
                 pages = tables[slots, positions // self.kind.page].long()
                 store.write_tokens(part, layer, pages, positions % self.kind.page, x)
 
     def read(
         self, part: Part, layer: int, slot: int, length: int | None = None, *, draft: bool = False
     ) -> torch.Tensor:
-        """Dequantized keys or values of a slot and layer.
+        """Dequantized keys or values of a slot and layer; zeros where a page was released.
 
         Args:
             part: Keys or values.
@@ -144,9 +150,12 @@ class ReferenceCache(PagedCache):
         Returns:
             float32 [length, H_kv, D].
         """
+        pages = self.table_of(layer).entries(slot)
         store, layer = self._places[layer]
-        stored = store.stored(part, layer, self.table.held(slot))
-        paged = dequantize(self.kind, part, stored, store.head_dim, draft=draft)  # [pages, H_kv, page, D]
+        stored = store.stored(part, layer, [page for page in pages if page >= 0])
+        held = dequantize(self.kind, part, stored, store.head_dim, draft=draft)  # [pages held, H_kv, page, D]
+        paged = held.new_zeros(len(pages), *held.shape[1:])
+        paged[[index for index, page in enumerate(pages) if page >= 0]] = held
         paged = paged.transpose(1, 2).flatten(0, 1)[: self.paged_length(slot)]
         if self.kind.windowed:
             window = store.window(part, slot)[layer, :, : self.window_length(slot)].float().transpose(0, 1)

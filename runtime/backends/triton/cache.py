@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -11,6 +13,7 @@ from runtime.backends.triton.kernels.cache.pages import LayerPages
 from runtime.backends.triton.kernels.low_rank import low_rank
 from runtime.backends.triton.states import DeviceMemory, RunTable
 from runtime.kv.control import Int32Array, PagedCache, runs_of
+from runtime.kv.groups import page_groups
 from runtime.kv.kinds import CacheKind
 from runtime.kv.torch_store import TorchStore
 
@@ -69,42 +72,39 @@ class GpuCache(PagedCache):
         device: torch.device,
         pages: int | None = None,
     ) -> None:
-        self.store = GpuStore(
-            kind,
-            spec,
-            pages=slots * kind.max_pages(context) if pages is None else pages,
-            slots=slots,
-            window=kind.window_capacity(max_rows),
-            device=device,
+        sizes: dict[str, Any] = {"context": context, "slots": slots, "max_rows": max_rows, "pages": pages}
+        groups, window = page_groups(kind, spec, **sizes), kind.window_capacity(max_rows)
+        self.stores = tuple(
+            GpuStore(kind, spec, pages=own.pages, slots=slots, window=window, device=device, layers=own.layers)
+            for own in groups
         )
-        """The buffers."""
-        super().__init__(
-            kind,
-            spec,
-            self.store,
-            context=context,
-            slots=slots,
-            max_rows=max_rows,
-            pages=pages,
-            memory=DeviceMemory(device),
-        )
-        shape = self.table.tables.shape
-        self._tables = torch.full(shape, -1, dtype=torch.int32, pin_memory=device.type == "cuda")
-        self._paged = torch.zeros(slots, dtype=torch.int32, pin_memory=device.type == "cuda")
-        self.tables = self._tables.to(device, copy=True)
-        """int32 [slots, pages of a slot], on the device."""
+        """The buffers, for each group."""
+        super().__init__(kind, spec, *self.stores, **sizes, memory=DeviceMemory(device))
+        pinned, shape = device.type == "cuda", self.table.tables.shape
+        self._tables = torch.full((len(groups), *shape), -1, dtype=torch.int32, pin_memory=pinned)
+        self._paged = torch.zeros(slots, dtype=torch.int32, pin_memory=pinned)
+        self._there = self._tables.to(device, copy=True)
         self.paged = self._paged.to(device, copy=True)
         """int32 [slots], tokens in pages, on the device."""
-        own = enumerate(spec.attention_layers)
-        self.layers = {layer: self.store.layer(place, self.tables, self.paged) for place, layer in own}
+        self.layers = {
+            layer: store.layer(place, tables, self.paged)
+            for group, store, tables in zip(groups, self.stores, self._there, strict=True)
+            for place, layer in enumerate(group.layers)
+        }
         """Each layer with a cache as kernels read it."""
         self.runs = None if self.states is None else RunTable(self.states, slots, device)
         """What a step does to states; None if all layers have a cache."""
 
     @property
+    def store(self) -> GpuStore:
+        """The buffers of a model whose layers are all alike."""
+        (store,) = self.stores
+        return store
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all buffers but the tables."""
-        return self.store.nbytes + (0 if self.states is None else self.states.nbytes)
+        return sum(store.nbytes for store in self.stores) + (0 if self.states is None else self.states.nbytes)
 
     def begin(self, slots: Int32Array, positions: Int32Array, *, flush: bool = True, draft: bool = False) -> None:
         """See `KVCache.begin`. Afterwards the tables that the step's kernels read are on the device.
@@ -115,10 +115,8 @@ class GpuCache(PagedCache):
         if self.runs is not None:
             self.runs.write(runs_of(slots, positions))
         paged = [self.paged_length(slot) for slot in range(self._paged.numel())] if self.kind.windowed else [0]
-        for host, there, now in (
-            (self._tables, self.tables, self.table.tables),
-            (self._paged, self.paged, np.asarray(paged, np.int32)),
-        ):
+        tables = zip(self._tables, self._there, (own.tables for own in self.tables), strict=True)
+        for host, there, now in (*tables, (self._paged, self.paged, np.asarray(paged, np.int32))):
             if not np.array_equal(host.numpy(), np.broadcast_to(now, host.shape)):
                 host.numpy()[...] = now
                 there.copy_(host, non_blocking=True)  # the following step completes before the next one begins
@@ -129,5 +127,6 @@ class GpuCache(PagedCache):
         if self.states is not None:
             self.states.close()
         self.runs = None
-        self._tables = self._paged = self.tables = self.paged = torch.empty(0, dtype=torch.int32)
-        self.store.close()
+        self._tables = self._paged = self._there = self.paged = torch.empty(0, dtype=torch.int32)
+        for store in self.stores:
+            store.close()

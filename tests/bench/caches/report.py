@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from runtime.kv.kinds import KINDS, LOW_RANK, PARTS, SINKS
-from tests.bench.caches import judge, reasons, summary, timing
+from tests.bench.caches import judge, reasons, summary, timing, windows
 from tests.bench.caches.corrected import RANKS, SHARES, SPARSITIES
 from tests.bench.caches.drift import WAYS as CONTINUATIONS
 from tests.bench.caches.extent import DRIFT_PROMPT, ORDER
@@ -54,6 +54,7 @@ def write(view: View, file: Path) -> None:
         _gear(view, pictures),
         _corrected(view),
         _sizes(view),
+        windows.section(),
         _memory(view),
         _drift(view, pictures),
         _smooth(view),

@@ -97,7 +97,8 @@ def _cache(backend: str, kind: CacheKind, spec: ModelSpec, length: int) -> tuple
 
 def _fill(cache: PagedCache, length: int) -> None:
     """Let slot 0 hold so many tokens of zeros, as steps of a page would."""
-    cache._store.flush = lambda slot, page, rest: None  # type: ignore[method-assign]  # zeros need no arithmetic
+    for _, store in cache._parts:
+        store.flush = lambda slot, page, rest: None  # type: ignore[method-assign]  # zeros need no arithmetic
     for start in range(0, length, _ROWS):
         rows = np.arange(start, min(start + _ROWS, length), dtype=np.int32)
         cache.begin(np.zeros_like(rows), rows)

@@ -7,7 +7,8 @@ from typing import Any, get_args
 
 import pytest
 
-from runtime.kv.kinds import KINDS, KVKind, bytes_per_token, cache_bytes, page_bytes, page_fields
+from runtime.kv.groups import cache_bytes
+from runtime.kv.kinds import KINDS, KVKind, bytes_per_token, page_bytes, page_fields
 
 Factory = Callable[..., Any]
 

@@ -11,7 +11,8 @@ import torch
 
 from runtime.backends.reference.cache import ReferenceCache
 from runtime.errors import OutOfMemoryError, RequestError
-from runtime.kv.kinds import KINDS, PARTS, KVKind, cache_bytes
+from runtime.kv.groups import cache_bytes
+from runtime.kv.kinds import KINDS, PARTS, KVKind
 from runtime.kv.transfer import Arrays
 from tests.close import assert_close
 

@@ -15,7 +15,8 @@ from models.store import StoredModel
 from runtime.backends import Footprint, Presence, backend
 from runtime.compensation import Compensation
 from runtime.errors import BackendError, OutOfMemoryError, RequestError
-from runtime.kv.kinds import KINDS, cache_bytes
+from runtime.kv.groups import cache_bytes
+from runtime.kv.kinds import KINDS
 from runtime.load import plan as loading
 from runtime.load.open import Candidate
 from runtime.load.plan import LoadPlan, plan_load

@@ -182,6 +182,26 @@ def test_the_cache_is_as_large_as_the_reference_backend_makes_it(kv: KVKind) -> 
     assert planned.kv_bytes == built.store.nbytes
 
 
+@pytest.mark.parametrize("kv", KINDS)
+@pytest.mark.parametrize("shared", [True, False])
+def test_so_it_is_where_layers_keep_what_their_windows_read(kv: KVKind, shared: bool) -> None:
+    from runtime.backends.reference.cache import ReferenceCache
+
+    model, sizes = replace(spec(layers=3), windows=(32, None, 90)), {"context": 3000, "slots": 3}
+    planned = plan(model, WEIGHTS, kv=kv, shared=shared, parallel=2, rows=20, memory=free(16_000), **sizes)
+    built = ReferenceCache(KINDS[kv], model, max_rows=20, pages=planned.pages, **sizes)
+    assert (planned.kv_bytes, len(built.tables)) == (built.nbytes, 3)
+
+
+def test_windows_let_a_longer_context_fit() -> None:
+    windowed = replace(spec(), windows=(512, 512, 512, None) * 5 + (512, 512))
+    assert planned(940, model=windowed).context > 1.5 * planned(940).context
+    found = planned(1000, model=windowed)
+    for kv, fact in cache_facts(windowed, found).items():
+        assert fact.bytes_per_token < bytes_per_token(KINDS[kv], windowed)
+        assert planned(1000, context=fact.context, kv=kv, model=windowed).fits
+
+
 @pytest.mark.parametrize(
     ("count", "text"), [(0, "0 KiB"), (12 << 10, "12 KiB"), (300 * MIB, "300 MiB"), (3 << 29, "1.5 GiB")]
 )

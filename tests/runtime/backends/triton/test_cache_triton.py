@@ -18,7 +18,8 @@ from runtime.backends.triton.kernels.attention.kernel import attend
 from runtime.backends.triton.kernels.cache.pages import Rows
 from runtime.backends.triton.kernels.rope import Basis, HeadNorms, Rope, heads
 from runtime.backends.triton.workspace import Workspace
-from runtime.kv.kinds import KINDS, PARTS, KVKind, cache_bytes
+from runtime.kv.groups import cache_bytes
+from runtime.kv.kinds import KINDS, PARTS, KVKind
 from runtime.kv.oracle.page import dequantize
 from tests.close import TOLERANCES, Tolerance, assert_close
 from tests.grid import QUICK_CACHES, combined, grid

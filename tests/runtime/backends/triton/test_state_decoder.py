@@ -12,7 +12,7 @@ from models.spec import MixtureSpec, ModelSpec, RopeSpec
 from runtime.backends.decoder import DecoderOptions
 from runtime.backends.reference.decoder import ReferenceDecoder
 from runtime.backends.triton.decoder import TritonDecoder
-from runtime.kv import states
+from runtime.kv import snapshots
 from runtime.kv.states import states_bytes
 from tests.runtime.backends.triton.test_states_triton import NARROW
 from tests.runtime.backends.triton.test_triton_decoder import SMALL, assert_logits, reference, step
@@ -112,7 +112,7 @@ def test_a_sequence_is_cut_back_forked_and_saved(
     tiny_model: Any, tiny_spec: Any, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a model of states alone; after everything the next token is the one that a fresh prefill gives."""
-    monkeypatch.setattr(states, "SNAPSHOT_GAP", 8)
+    monkeypatch.setattr(snapshots, "SNAPSHOT_GAP", 8)
     spec = spec_of(tiny_spec, "delta", num_layers=1, mixers=("delta",), windows=(None,))
     model = decaying(tiny_model(spec, residual_bits=0))
     ours = TritonDecoder(model, DecoderOptions(context=64, slots=2, max_rows=20), device)
@@ -150,7 +150,7 @@ def test_any_history_gives_what_a_fresh_prefill_gives(
     tiny_model: Any, tiny_spec: Any, device: str, monkeypatch: pytest.MonkeyPatch, shape: str
 ) -> None:
     """Prompts, edits, branches, rejected drafts, saved chats, each compared with the reference decoder's prefill."""
-    monkeypatch.setattr(states, "SNAPSHOT_GAP", 8)
+    monkeypatch.setattr(snapshots, "SNAPSHOT_GAP", 8)
     model, reused = decaying(tiny_model(spec_of(tiny_spec, shape, max_context=256), residual_bits=0)), 0
     for seed in range(HISTORIES):
         make = lambda *how: TritonDecoder(*how, device)  # noqa: E731

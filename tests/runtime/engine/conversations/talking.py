@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import numpy as np
 from models.spec import DeltaSpec, ModelSpec
 from runtime.backends.decoder import DecoderOptions, Step
 from runtime.engine.conversations.conversations import Conversations
+from runtime.kv.kinds import KVKind
 from runtime.kv.states import SMALL_STEP
 from tests.runtime.conftest import SHARED
 
@@ -49,6 +51,8 @@ class Talk:
         error: Largest mean error of a logit, of the spread of logits. A wrong state is off by the spread.
         fresh: Makes the decoder to compare with; None: as the first.
         longest: Most tokens of a chat's first prompt; of others less than half.
+        kv: The kind of cache.
+        context: Tokens of a slot.
     """
 
     def __init__(
@@ -60,11 +64,14 @@ class Talk:
         *,
         fresh: Callable[..., Any] | None = None,
         longest: int = 90,
+        kv: KVKind = "fp16",
+        context: int = CONTEXT,
     ) -> None:
-        options = DecoderOptions(kv="fp16", context=CONTEXT, slots=SLOTS, max_rows=ROWS, threads=1)
-        self.decoder, self.longest = make(model, options), longest
-        self.fresh = (fresh or make)(model, DecoderOptions(kv="fp16", context=CONTEXT, max_rows=CONTEXT, threads=1))
-        self.conversations = Conversations(self.decoder.cache, slots=SLOTS, context=CONTEXT)
+        options = DecoderOptions(kv=kv, context=context, slots=SLOTS, max_rows=ROWS, threads=1)
+        self.decoder, self.longest, self.context = make(model, options), longest, context
+        self.rows = context if kv == "fp16" else ROWS  # other kinds read a prompt's first parts from pages
+        self.fresh = (fresh or make)(model, replace(options, slots=1, max_rows=self.rows))
+        self.conversations = Conversations(self.decoder.cache, slots=SLOTS, context=context)
         self.random, self.error = np.random.default_rng(seed), error
         self.said: list[Tokens] = []
         self.reused = 0
@@ -77,7 +84,9 @@ class Talk:
 
     def check(self, logits: Any, tokens: Tokens) -> None:
         self.fresh.cache.clear(0)
-        expected = self.fresh.forward(Step.of(tokens, 0, [len(tokens) - 1], prefill=True))[0]
+        for start in range(0, len(tokens), self.rows):
+            part = tokens[start : start + self.rows]
+            expected = self.fresh.forward(Step.of(part, start, [len(part) - 1], prefill=True))[0]
         assert np.abs(logits - expected).mean() <= self.error * expected.std(), len(tokens)
 
     def prompt(self) -> Tokens:
@@ -86,7 +95,7 @@ class Talk:
             return self.words(self.longest)
         said = self.said[self.random.integers(len(self.said))]
         kept = len(said) if self.random.random() < 0.5 else int(self.random.integers(1, len(said) + 1))
-        return [*said[:kept], *self.words(4 * self.longest // 9)][: CONTEXT - 60]
+        return [*said[:kept], *self.words(4 * self.longest // 9)][: self.context - 60]
 
     def exchange(self) -> None:
         """A prompt, read in parts, and an answer that is stopped somewhere."""

@@ -14,7 +14,7 @@ from runtime.backends.decoder import DecoderOptions, Step
 from runtime.backends.reference.decoder import ReferenceDecoder
 from runtime.drafting import LARGEST_GAMMA
 from runtime.errors import RequestError
-from runtime.kv import states
+from runtime.kv import snapshots
 from runtime.kv.states import RING, SMALL_STEP, States, states_bytes
 from tests.runtime.engine.conversations.talking import CONTEXT, HYBRIDS, ROWS, Talk, decaying, hybrid
 
@@ -25,7 +25,7 @@ MEAN = {"reference": 0.002, "cpu": 0.05}
 
 @pytest.fixture
 def snapshots_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(states, "SNAPSHOT_GAP", 8)
+    monkeypatch.setattr(snapshots, "SNAPSHOT_GAP", 8)
 
 
 @pytest.mark.usefixtures("snapshots_everywhere")
@@ -83,7 +83,7 @@ def test_snapshots_are_shared_thinned_and_freed(tiny_spec: Any) -> None:
     for start in range(0, 2000, 64):
         own.begin(0, start, start + 64, draft=False)
     places = sorted(own._snapshots[0])
-    assert len(places) == states.MOST_SNAPSHOTS
+    assert len(places) == snapshots.MOST_SNAPSHOTS
     assert places[-1] == 1984
     gaps = np.diff(places)
     assert gaps[0] > gaps[-1]

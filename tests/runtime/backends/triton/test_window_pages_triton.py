@@ -1,0 +1,92 @@
+"""Pages of layers with a window on the GPU: kernels give what they give where all tokens are kept."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from runtime.backends.decoder import DecoderOptions
+from runtime.backends.reference.decoder import ReferenceDecoder
+from runtime.backends.triton.decoder import TritonDecoder
+from runtime.kv import groups, window_pages
+from runtime.kv.kinds import KINDS
+from tests.close import assert_close
+from tests.runtime.backends.triton.test_triton_decoder import SMALL, step
+from tests.runtime.engine.conversations.talking import SLOTS, Talk
+
+SLOW = pytest.mark.slow
+PROMPT = 600
+
+
+def poison(cache: Any, patch: pytest.MonkeyPatch) -> None:
+    """Let kernels find not a number wherever a page was released."""
+    page, begin = cache.tables[1]._take(), cache.begin
+    for pool in cache.stores[1].pools.values():
+        pool[page] = 255
+
+    def beginning(*given: Any, **how: Any) -> None:
+        begin(*given, **how)
+        there = cache._there[1]
+        there[there < 0] = page
+
+    patch.setattr(cache, "begin", beginning)
+
+
+@SLOW
+def test_any_history_gives_what_a_fresh_prefill_gives(
+    tiny_model: Any, tiny_spec: Any, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts, edits, branches, rejected drafts, saved chats, each compared with the reference decoder's prefill."""
+    monkeypatch.setattr(window_pages, "MOST_SNAPSHOTS", 2)
+    spec = tiny_spec(**{**SMALL, "num_layers": 2, "windows": (20, None), "max_context": 1024})
+    make = lambda *how: TritonDecoder(*how, device)  # noqa: E731
+    fresh = ReferenceDecoder
+    talk = Talk(make, tiny_model(spec, residual_bits=0), 1, 0.01, fresh=fresh, longest=300, context=1024)
+    talk.run(5)
+    assert talk.reused > 100
+    assert any(-1 in talk.decoder.cache.tables[1].entries(slot) for slot in range(SLOTS))
+
+
+@pytest.mark.parametrize("kv", [pytest.param(kv, marks=() if kv in ("fp16", "int4") else SLOW) for kv in KINDS])
+def test_released_pages_are_never_read(
+    tiny_model: Any, tiny_spec: Any, device: str, monkeypatch: pytest.MonkeyPatch, kv: Any
+) -> None:
+    """Tokens, drafts, their verification, a prompt's rows and a fork, behind a prompt that the reference read."""
+    monkeypatch.setattr(window_pages, "MOST_SNAPSHOTS", 1)
+    spec = tiny_spec(**{**SMALL, "num_layers": 2, "windows": (20, None), "max_context": 1024})
+    model = tiny_model(spec, residual_bits=0)
+    options = DecoderOptions(kv=kv, context=1024, slots=2, max_rows=20)
+    tokens = np.random.default_rng(3).integers(3, 61, PROMPT).tolist()
+
+    def opened() -> TritonDecoder:
+        theirs, ours = ReferenceDecoder(model, options), TritonDecoder(model, options, device)
+        for start in range(0, PROMPT, options.max_rows):
+            theirs.forward(step(tokens[start : start + options.max_rows], start))
+        pieces = [{name: array.copy() for name, array in piece.items()} for piece in theirs.cache.export(0)]
+        ours.cache.load(0, PROMPT, theirs.cache.paged_length(0), pieces)
+        return ours
+
+    own = opened()
+    with monkeypatch.context() as only_here:
+        only_here.setattr(groups, "_CLEARLY_LESS", 0.0)
+        whole = opened()
+    assert [len(each.cache.tables) for each in (own, whole)] == [2, 1]
+    assert own.kv_bytes < whole.kv_bytes
+    assert -1 in own.cache.tables[1].entries(0)
+    poison(own.cache, monkeypatch)
+    at = PROMPT
+    for one in (
+        step([17], at),
+        step([18], at + 1, draft=True),
+        step([19], at + 2, draft=True),
+        step([18, 20, 21], at + 1, rows=[0, 1, 2]),
+        step(tokens[:20], at + 2, rows=[0, 19], prefill=True),
+    ):
+        assert_close(np.array(own.forward(one)), np.array(whole.forward(one)), "exact")
+    for each in (own, whole):
+        each.cache.fork(0, 1, at + 20)
+    assert_close(
+        np.array(own.forward(step([5], at + 20, slot=1))), np.array(whole.forward(step([5], at + 20, slot=1))), "exact"
+    )
