@@ -46,8 +46,8 @@ WIDE_TILE_ROWS = 32
 """The same for heads wider than 128 channels: more rows would not fit in registers."""
 
 REGISTERS = {10: 255, 12: 255}
-"""Registers of a thread that the assembler may use for heads wider than 128 channels, by major compute capability: of
-its own accord it stops at 168 there, and spills."""
+"""Registers of a thread that the assembler may use for heads wider than 128 channels, and for a few rows of heads of up
+to 64, by major compute capability: of its own accord it stops at 168 there, and spills."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,4 +176,5 @@ def _stages(M: int, block_m: int, bits: int, planes: int, *, corrected: bool) ->
 
 def options(config: LaunchConfig, major: int) -> dict[str, int]:
     """Further options of the compiler, for a device of this major compute capability."""
-    return {"maxnreg": REGISTERS[major]} if config.block_d > 128 and major in REGISTERS else {}
+    few = config.block_d <= 64 and config.rows > 1 and config.block_m <= FEW_TILE_ROWS
+    return {"maxnreg": REGISTERS[major]} if (few or config.block_d > 128) and major in REGISTERS else {}
