@@ -216,7 +216,8 @@ def few(
     _check(x, weight, out, (pairs, M) if summed else (M, pairs))
     major = capability(x.device)
     if split is None:
-        split = configure(N * pairs, K, sm_count(x.device), resident(1, form, major)).split
+        # As for a single row, whatever else runs beside it: a row's sums have the same order in every step.
+        split = configure(N * each, K, sm_count(x.device), resident(1, form, major)).split
     tile, parts, counters = tile_of(1, form), out, chosen  # of the types that parts have: they share a kernel
     across = triton.cdiv(N, tile.BLOCK_N)
     if split * (each if summed else 1) > 1:

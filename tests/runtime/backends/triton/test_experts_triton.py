@@ -115,14 +115,15 @@ def test_a_few_rows(case: tuple[int, int, int, int, int], biased: bool, summed: 
 
 
 def test_a_row_has_the_same_bits_alone_and_among_others(device: str) -> None:
+    """Also where five rows fill the device, and one alone would be divided further."""
     weight, chosen = experts(4, 70, 600, 4, 128, device, biased=True), choice(5, 2, 4, device)
     shares = shares_of(chosen)
     x = activations(10, 600, device, 2)
     sums = torch.empty(10, 19, device=device)
     piece_sums(x, sums)
     together, alone = torch.empty(5, 70, device=device), torch.empty(1, 70, device=device)
-    few(x, sums, weight, chosen, together, Workspace(device), shares=shares, split=2)
-    few(x[6:8], sums[6:8], weight, chosen[3:4], alone, Workspace(device), shares=shares[3:4], split=2)
+    few(x, sums, weight, chosen, together, Workspace(device), shares=shares)
+    few(x[6:8], sums[6:8], weight, chosen[3:4], alone, Workspace(device), shares=shares[3:4])
     assert torch.equal(together[3], alone[0])
 
 

@@ -48,8 +48,8 @@ WIDE_TILE_ROWS = 32
 REGISTERS = {10: 255, 12: 255}
 """Registers of a thread that the assembler may use for heads wider than 128 channels, by major compute capability: of
 its own accord it stops at 168 there, and spills."""
-NARROW_REGISTERS = {9: 255}
-"""The same for a few rows over heads of up to 64 channels: there it spills 32 bytes of a thread."""
+NARROW_REGISTERS = {9: 255, **REGISTERS}
+"""The same for a few rows over heads of up to 64 channels."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,6 +178,6 @@ def _stages(M: int, block_m: int, bits: int, planes: int, *, corrected: bool) ->
 
 def options(config: LaunchConfig, major: int) -> dict[str, int]:
     """Further options of the compiler, for a device of this major compute capability."""
-    few = config.rows > 1 and config.block_m <= 2 * DOT_ROWS
-    registers = REGISTERS if config.block_d > 128 else NARROW_REGISTERS if few and config.block_d <= 64 else {}
+    few = config.block_d <= 64 and config.rows > 1 and config.block_m <= FEW_TILE_ROWS
+    registers = REGISTERS if config.block_d > 128 else NARROW_REGISTERS if few else {}
     return {"maxnreg": registers[major]} if major in registers else {}
