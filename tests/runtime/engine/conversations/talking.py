@@ -49,6 +49,7 @@ class Talk:
         error: Largest mean error of a logit, of the spread of logits. A wrong state is off by the spread.
         fresh: Makes the decoder to compare with; None: as the first.
         longest: Most tokens of a chat's first prompt; of others less than half.
+        checked: Most rows that check a draft.
     """
 
     def __init__(
@@ -60,9 +61,10 @@ class Talk:
         *,
         fresh: Callable[..., Any] | None = None,
         longest: int = 90,
+        checked: int = SMALL_STEP,
     ) -> None:
         options = DecoderOptions(kv="fp16", context=CONTEXT, slots=SLOTS, max_rows=ROWS, threads=1)
-        self.decoder, self.longest = make(model, options), longest
+        self.decoder, self.longest, self.checked = make(model, options), longest, checked
         self.fresh = (fresh or make)(model, DecoderOptions(kv="fp16", context=CONTEXT, max_rows=CONTEXT, threads=1))
         self.conversations = Conversations(self.decoder.cache, slots=SLOTS, context=CONTEXT)
         self.random, self.error = np.random.default_rng(seed), error
@@ -107,7 +109,7 @@ class Talk:
 
     def round(self, slot: int, held: Tokens) -> None:
         """A token of the answer, or several that verify a draft, of which some are rejected."""
-        token, draft = self.words(2)[0], self.words(SMALL_STEP) if self.random.random() < 0.7 else []
+        token, draft = self.words(2)[0], self.words(self.checked) if self.random.random() < 0.7 else []
         start = len(held)
         if draft and self.random.random() < 0.5:  # by the model itself, a token at a time
             for at, each in enumerate([token, *draft][:-1]):
