@@ -154,7 +154,7 @@ def test_any_history_gives_what_a_fresh_prefill_gives(
     model, reused = decaying(tiny_model(spec_of(tiny_spec, shape, max_context=256), residual_bits=0)), 0
     for seed in range(HISTORIES):
         make = lambda *how: TritonDecoder(*how, device)  # noqa: E731
-        talk = Talk(make, model, seed, 0.01, fresh=ReferenceDecoder, longest=27)
+        talk = Talk(make, model, seed, 0.01, fresh=ReferenceDecoder, longest=27, checked=6)
         talk.run(3)
         reused += talk.reused
     assert reused > 10 * HISTORIES

@@ -53,6 +53,7 @@ class Talk:
         longest: Most tokens of a chat's first prompt; of others less than half.
         kv: The kind of cache.
         context: Tokens of a slot.
+        checked: Most rows that check a draft.
     """
 
     def __init__(
@@ -66,9 +67,10 @@ class Talk:
         longest: int = 90,
         kv: KVKind = "fp16",
         context: int = CONTEXT,
+        checked: int = SMALL_STEP,
     ) -> None:
         options = DecoderOptions(kv=kv, context=context, slots=SLOTS, max_rows=ROWS, threads=1)
-        self.decoder, self.longest, self.context = make(model, options), longest, context
+        self.decoder, self.longest, self.context, self.checked = make(model, options), longest, context, checked
         self.rows = context if kv == "fp16" else ROWS  # other kinds read a prompt's first parts from pages
         self.fresh = (fresh or make)(model, replace(options, slots=1, max_rows=self.rows))
         self.conversations = Conversations(self.decoder.cache, slots=SLOTS, context=context)
@@ -116,7 +118,7 @@ class Talk:
 
     def round(self, slot: int, held: Tokens) -> None:
         """A token of the answer, or several that verify a draft, of which some are rejected."""
-        token, draft = self.words(2)[0], self.words(SMALL_STEP) if self.random.random() < 0.7 else []
+        token, draft = self.words(2)[0], self.words(self.checked) if self.random.random() < 0.7 else []
         start = len(held)
         if draft and self.random.random() < 0.5:  # by the model itself, a token at a time
             for at, each in enumerate([token, *draft][:-1]):
