@@ -207,21 +207,20 @@ def plan(
 
 
 def _beside(planned: MemoryPlan, main: MemoryInfo | None) -> MemoryPlan:
-    """The same plan, if main memory holds the experts that it leaves there, and residuals.
+    """The same plan, if main memory holds the experts that it leaves there; residuals are loaded as far as they fit.
 
     Raises:
         OutOfMemoryError: it does not.
     """
-    wanted = planned.host_bytes + planned.residual_bytes + _MARGIN
     if not planned.host_bytes:
         return planned
     free = (main if main is not None else detect_memory()).available_bytes
-    if wanted <= free:
+    if planned.host_bytes + _MARGIN <= free:
         return planned
     raise OutOfMemoryError(
         f"not enough main memory: {planned.experts - planned.experts_on_device} of {planned.experts} experts of each "
-        f"block do not fit the card and take {size(planned.host_bytes)}, residuals {size(planned.residual_bytes)}, but "
-        f"{size(free)} is free now; use fewer bits or a smaller model, or close other programs"
+        f"block do not fit the card and take {size(planned.host_bytes)}, but {size(free)} is free now; use fewer bits "
+        "or a smaller model, or close other programs"
     )
 
 
