@@ -15,7 +15,9 @@ from runtime.kv import groups, snapshots, window_pages
 from runtime.kv.control import PagedCache
 from runtime.kv.groups import cache_bytes, live_pages, page_groups
 from runtime.kv.kinds import KINDS, CacheKind, page_bytes
+from runtime.kv.transfer import chunks
 from runtime.kv.window_pages import WindowTable
+from tests.runtime.engine.nowhere import Nowhere
 from tests.runtime.kv.test_kv_control import ROWS, SMALL, ListStore
 
 Factory = Callable[..., Any]
@@ -205,6 +207,9 @@ def test_a_slot_goes_back_a_little_and_to_where_prompts_began(name: str, tiny_sp
     mixed.cache.fork(0, 1, 100)
     mixed.plain[1] = mixed.plain[0][:100]
     mixed.step(1, 100, 7)
+    with pytest.raises(RequestError, match="cut back"):
+        mixed.cache.begin(np.array([1, 0], np.int32), np.array([107, 60], np.int32))
+    assert mixed.cache.length(1) == 107, "nothing has begun"
     mixed.check(0)
 
 
@@ -223,6 +228,20 @@ def test_snapshots_go_when_pages_are_needed(tiny_spec: Factory) -> None:
 
 
 @pytest.mark.usefixtures("small")
+def test_a_page_that_no_row_reads_goes_at_once(tiny_spec: Factory) -> None:
+    """A long step leaves more tokens to flush than the next one reads."""
+    kind, rows = SMALL["keep 0"], 40
+    sizes = {**SIZES, "max_rows": rows}
+    (_, group) = page_groups(kind, tiny_spec(num_layers=2, windows=(None, 6)), **sizes)
+    cache = PagedCache(kind, tiny_spec(num_layers=2, windows=(None, 6)), Nowhere(), Nowhere(), **sizes)
+    for start in (0, rows, 2 * rows):
+        cache.begin(np.zeros(rows, np.int32), np.arange(start, start + rows, dtype=np.int32))
+    assert cache.table.used == 2 * rows // kind.page
+    assert group.window is not None
+    assert cache.tables[1].used <= 2 * live_pages(kind, group.window, rows)  # the step's own, and a snapshot's
+
+
+@pytest.mark.usefixtures("small")
 def test_windows_alone_always_have_room(tiny_spec: Factory) -> None:
     kind, spec = SMALL["token-wise"], tiny_spec(num_layers=2, windows=(6, 6))
     (group,) = page_groups(kind, spec, **SIZES)
@@ -235,8 +254,9 @@ def test_windows_alone_always_have_room(tiny_spec: Factory) -> None:
 
 
 @pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("tokens", [16, 60])
-@pytest.mark.parametrize("name", ["token-wise", "sinks 5, keep 3"])
+@pytest.mark.parametrize(
+    ("name", "tokens"), [("token-wise", 8), ("keep 0", 12), ("keep 0", 60), ("sinks 5, keep 3", 60)]
+)
 def test_a_slot_is_lengthened_by_what_is_read_next(name: str, tokens: int, tiny_spec: Factory) -> None:
     kind = SMALL[name]
     mixed = Mixed(kind, tiny_spec(num_layers=4, windows=WINDOWS))
@@ -297,6 +317,11 @@ def test_saved_pages_that_lack_one_are_refused(tiny_spec: Factory) -> None:
         with pytest.raises(RequestError, match="saved"):
             mixed.cache.load(1, 98, 98, [*pieces[:place], changed, *pieces[place + 1 :]])
         assert (mixed.cache.length(1), [table.count(1) for table in mixed.cache.tables]) == (0, [0, 0, 0])
+    end = place + 1 + sum(1 for _ in chunks(held.tolist()))
+    last = {"tokens": pieces[end - 1]["tokens"][:-1]}
+    lacking = [{**pieces[place], "held": held[:-1]}, *pieces[place + 1 : end - 1], last, *pieces[end:]]
+    with pytest.raises(RequestError, match="do not hold what the next token reads"):
+        mixed.cache.load(1, 98, 98, [*pieces[:place], *lacking])
     mixed.cache.load(1, 98, 98, pieces)
     mixed.plain[1] = list(mixed.plain[0])
     mixed.step(1, 98, 3)
