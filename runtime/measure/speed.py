@@ -151,13 +151,12 @@ def measure_at(
     if tokens < 1 or decode_tokens < 1:
         raise RequestError("at least one token in the cache and one decoded token are needed to measure a speed")
     _check_context(decoder, f"{tokens} tokens in the cache", tokens, decode_tokens)
-    runner, kind = _Runner(decoder, progress, cancelled, decode_tokens), KINDS[decoder.options.kv]
+    warm = min(_WARM_STEPS, decoder.options.context - tokens - decode_tokens)
+    runner, kind = _Runner(decoder, progress, cancelled, warm + decode_tokens), KINDS[decoder.options.kv]
     with decoder.session():
         first = fill(decoder, tokens, seed, cancelled)
         held = decoder.cache.slot_bytes(0)
-        runner.decode(first, tokens, min(_WARM_STEPS, decode_tokens))
-        runner.done = 0
-        steps = runner.decode(first, tokens, decode_tokens)
+        steps = runner.decode(first, tokens, warm + decode_tokens)[warm:]  # a state cannot go back to the first
     return SpeedAt(
         tokens=tokens,
         decode_tokens=decode_tokens,

@@ -3,6 +3,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,9 +11,11 @@ import pytest
 from models.progress import Progress
 from models.spec import ModelSpec, RopeSpec
 from runtime.backends.decoder import DecoderOptions, Float32Array, Step
+from runtime.backends.reference.decoder import ReferenceDecoder
 from runtime.errors import Cancelled, ContextOverflowError, RequestError
 from runtime.kv.kinds import KINDS, KVKind, bytes_per_token
-from runtime.measure.speed import Speed, default_lengths, measure, peak_memory_bytes
+from runtime.measure.speed import Speed, default_lengths, measure, measure_at, peak_memory_bytes
+from tests.runtime.engine.conversations.talking import hybrid
 
 
 class ScriptedDecoder:
@@ -172,3 +175,12 @@ def test_it_can_be_stopped_and_reports() -> None:
 
 def test_peak_memory_is_plausible() -> None:
     assert 10 << 20 < peak_memory_bytes() < 1 << 42
+
+
+@pytest.mark.parametrize("tokens", [20, 92])
+def test_models_with_states_are_measured_at_a_length(tiny_model: Any, tiny_spec: Any, tokens: int) -> None:
+    """A state cannot go back to where its first step began; 92 tokens leave no room for warm ones."""
+    decoder = ReferenceDecoder(tiny_model(hybrid(tiny_spec)), DecoderOptions(context=96, max_rows=32))
+    found = measure_at(decoder, tokens=tokens, decode_tokens=4)
+    assert (found.tokens, found.decode_tokens) == (tokens, 4)
+    assert decoder.cache.length(0) == min(96, tokens + 3 + 4)
