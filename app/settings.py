@@ -138,8 +138,7 @@ class Settings:
     kv: KVKind = _setting("precision of the key-value cache", DEFAULT_KV, reload=True)  # noqa: RUF009 -- makes a field
     context: Annotated[int, Within(1, 10_000_000)] | None = _setting("context length in tokens", reload=True)
     experts_on_device: Annotated[int, Within(0, 10_000)] | None = _setting(
-        "experts of each block of a mixture that are kept on the graphics card, the others are read from main memory; "
-        "auto: as many as fit",
+        "experts of each block of a mixture on the graphics card, the others stay in main memory; auto: all that fit",
         reload=True,
     )
     budget: Annotated[float, Within(0, LARGEST_BUDGET_PERCENT)] | None = _setting(

@@ -76,7 +76,7 @@ def _homes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def isolated_home(_homes: Iterator[Path], monkeypatch: pytest.MonkeyPatch) -> Path:
     """A private LOWBIT_CHAT_HOME for every test, so that none touches the person's own models or settings."""
     home = next(_homes)
-    home.mkdir()
+    home.mkdir(mode=0o700)
     monkeypatch.setenv("LOWBIT_CHAT_HOME", str(home))
     return home
 

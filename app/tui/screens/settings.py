@@ -40,7 +40,7 @@ GROUPS = {
         "sensitive_layers",
         "num_parallel",
     ),
-    "Memory": ("kv", "context", "experts_on_device"),
+    "Memory": ("kv", "context"),
     "Chat": (
         "system_prompt",
         "thinking",
@@ -54,7 +54,7 @@ GROUPS = {
         "history",
     ),
     "Look": ("theme", "sidebar", "keys"),
-    "Runtime": ("backend", "idle_unload"),
+    "Runtime": ("backend", "experts_on_device", "idle_unload"),
 }
 OF_ANY_RUNTIME = ("Chat", "Look")
 """Groups that also apply to a remote server."""

@@ -81,9 +81,9 @@ class GpuCache(PagedCache):
         """The buffers, for each group."""
         super().__init__(kind, spec, *self.stores, **sizes, memory=DeviceMemory(device))
         pinned, shape = device.type == "cuda", self.table.tables.shape
-        self._tables = torch.full((len(groups), *shape), -1, dtype=torch.int32, pin_memory=pinned)
+        self._tables = tuple(torch.full(shape, -1, dtype=torch.int32, pin_memory=pinned) for _ in groups)
         self._paged = torch.zeros(slots, dtype=torch.int32, pin_memory=pinned)
-        self._there = self._tables.to(device, copy=True)
+        self._there = tuple(tables.to(device, copy=True) for tables in self._tables)
         self.paged = self._paged.to(device, copy=True)
         """int32 [slots], tokens in pages, on the device."""
         self.layers = {
@@ -127,6 +127,7 @@ class GpuCache(PagedCache):
         if self.states is not None:
             self.states.close()
         self.runs = None
-        self._tables = self._paged = self._there = self.paged = torch.empty(0, dtype=torch.int32)
+        self._tables = self._there = ()
+        self._paged = self.paged = torch.empty(0, dtype=torch.int32)
         for store in self.stores:
             store.close()
