@@ -411,10 +411,12 @@ def _launch(
 
 def options(M: int, form: Form, major: int) -> dict[str, int]:
     """Further options of the compiler, for a device of this major compute capability."""
-    limit = REGISTERS.get((major, form.BITS))
-    if limit is None or M > 1 or form.CODEBOOK or (form.BITS == 3 and form.TAIL > 0):  # there, 40 bytes would spill
+    if M > 1 or form.CODEBOOK:
         return {}
-    return {"maxnreg": limit}
+    if form.BITS == 3 and form.TAIL > 0:  # 168 would spill, on Hopper 40 bytes; Ampere and Ada stop there otherwise
+        return {"maxnreg": 255} if major == 8 else {}
+    limit = REGISTERS.get((major, form.BITS))
+    return {} if limit is None else {"maxnreg": limit}
 
 
 @cache
