@@ -23,7 +23,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "convolution": {"mixers": ("convolution", "attention"), "num_layers": 2, "conv_bias": True, "taps": 3},
     "delta": {"mixers": ("delta", "attention"), "num_layers": 2, "delta": NARROW, "gated": True, "taps": 3},
 }
-HISTORIES = 12
+HISTORIES = 4
 """Of each shape, some ten seconds each."""
 HEADS = {"qk_norm": True, "rope": RopeSpec(rotary_dim=12), "num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
 
