@@ -196,14 +196,15 @@ def plan(
     wanted = context if context is not None else min(spec.max_context, DEFAULT_CONTEXT)
     choices = range(held + 1) if experts_on_device is None else (min(experts_on_device, held),)
     here = choices[max(0, bisect(choices, 0, key=lambda count: not at(wanted, count).fits) - 1)]
-    if at(wanted, here).fits:
-        return _beside(at(wanted, here), main)
+    found = at(wanted, here)
+    if found.fits:
+        return _beside(found, main)
     smallest = min(SMALLEST_CONTEXT, spec.max_context)
     largest = _largest_fitting(lambda tokens: at(tokens, here), smallest, wanted)
     if context is None and largest is not None:
         return _beside(at(largest, here), main)
-    least = at(wanted if context is not None else smallest, here)
-    raise OutOfMemoryError(_explain(least, largest, kind, spec, free))
+    lacking = found if context is not None else at(smallest, here)
+    raise OutOfMemoryError(_explain(lacking, largest, kind, spec, free))
 
 
 def _beside(planned: MemoryPlan, main: MemoryInfo | None) -> MemoryPlan:
