@@ -28,7 +28,8 @@ def everything(tmp_path_factory) -> dict:
     folder = tmp_path_factory.mktemp("benchmark")
     done, report = run_benchmark(folder / "result.json", "--parts", "bandwidth,tests")
     assert done.returncode == 0, done.stdout + done.stderr
-    rows = {part: folder / f"{part}.json" for part in ("gemv", "knee", "prefill", "w4a8", "attention", "decode")}
+    parts = ("gemv", "knee", "prefill", "w4a8", "attention", "decode", "families")
+    rows = {part: folder / f"{part}.json" for part in parts}
     code = "import pathlib, sys; from tests.bench.gpu.__main__ import _measure\n"
     code += "for part, file in zip(sys.argv[1::2], sys.argv[2::2]):\n    _measure(part, pathlib.Path(file), True)"
     command = [sys.executable, "-c", code, *(str(word) for pair in rows.items() for word in pair)]
@@ -53,6 +54,9 @@ def everything(tmp_path_factory) -> dict:
         ("w4a8", {"what", "batch", "tokens_per_second"}),
         ("attention", {"what", "context", "p50_us", "gb_s", "percent_of_reads", "times_as_fast_as_torch"}),
         ("decode", {"bits", "budget_percent", "tokens_per_second", "measured_slowdown_percent"}),
+        ("families", {"model", "k_chunk", "milliseconds", "percent_of_limit"}),
+        ("families", {"model", "rows", "rows_per_second"}),
+        ("families", {"model", "experts_on_device", "milliseconds", "hit_rate"}),
         ("tests", {"command", "exit_status", "passed"}),
     ],
 )

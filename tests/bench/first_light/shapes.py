@@ -1,5 +1,6 @@
 """Tokens at the widths of real models: heads of 128 channels, 4096 input channels, 3 and 4 bits, W4A8; steps of 2 to 16
-rows of one sequence and of several; prompts compensated together; and the approximate selection."""
+rows of one sequence and of several; prompts compensated together; the approximate selection; and blocks of families
+with experts, states, windows and sinks."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from runtime.backends.operations.channels import buckets
 from runtime.backends.triton.kernels.select import make_selection, select
 from tests.bench.first_light.sizes import Amount
 from tests.bench.first_light.tokens import Case, compared
-from tests.bench.gpu.matrices import RandomModel, random_linear
+from tests.bench.gpu.matrices import RandomModel, block_shapes, random_linear
 from tests.bench.gpu.report import Part, Row
 
 
@@ -46,6 +47,8 @@ def cases(amount: Amount) -> Iterator[tuple[str, Weights, Case]]:
     yield "some residuals of the prompt", model, replace(one, prompt_k_chunk=64)
     yield "approximate selection", model, replace(one, rows=rows[:1], select="approx")
     yield "W4A8", whole_model(spec), replace(one, rows=rows, slots=slots, k_chunk=0)
+    for title, blocks in amount.families.items():
+        yield f"blocks of {title}", RandomModel.of(blocks, 4), replace(one, rows=rows, slots=slots, prompt_k_chunk=64)
 
 
 def selected(K: int, k_chunk: int, device: torch.device) -> Row:
@@ -64,8 +67,8 @@ def selected(K: int, k_chunk: int, device: torch.device) -> Row:
 
 def whole_model(spec: ModelSpec) -> RandomModel:
     """A model of W4A8 matrices in groups of 128."""
-    kinds = ("qkv", "o", "gate_up", "down", "head")
-    return RandomModel(spec, {kind: _whole(kind, spec.linear_shape(kind)) for kind in kinds})
+    made = {shape: _whole("block", shape) for shape in block_shapes(spec)}
+    return RandomModel(spec, made, _whole("head", spec.linear_shape("head")))
 
 
 def _whole(name: str, shape: tuple[int, int]) -> PackedLinear:

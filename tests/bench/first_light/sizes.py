@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from models.spec import ModelSpec
+from models.spec import MixtureSpec, ModelSpec
 from runtime.kv.kinds import KVKind
 from tests.bench.gpu.sizes import FULL as GPU
-from tests.bench.gpu.sizes import SMOKE, Sizes, llama
+from tests.bench.gpu.sizes import SMOKE, Sizes, blocks, llama
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +43,8 @@ class Amount:
     """Rows of its further steps."""
     slots: int
     """Sequences that share these."""
+    families: Mapping[str, ModelSpec]
+    """Blocks of other families than Llama's, compared in the same way."""
     selected: tuple[int, ...]
     """Input channels of the selections that are compared with the oracle's."""
     tuned: ModelSpec
@@ -71,6 +74,10 @@ FULL = Amount(
     wide_decoded=2,
     rows=(2, 5, 8, 16),
     slots=3,
+    families={
+        title: blocks(title, count)
+        for title, count in {"Qwen3 30B-A3B": 1, "gpt-oss 20B": 1, "Qwen3.5 4B": 4, "Gemma 3 4B": 6}.items()
+    },
     selected=(4096, 14336),
     tuned=llama(hidden=4096, intermediate=14336, layers=6, heads=32, kv_heads=8, vocab=4096),
     context=8192,
@@ -93,6 +100,12 @@ DRY = Amount(
     wide_decoded=1,
     rows=(2,),
     slots=2,
+    families={
+        "experts": replace(
+            llama(hidden=32, intermediate=32, layers=1, heads=1, kv_heads=1, vocab=64),
+            mixture=MixtureSpec(experts=4, chosen=2, width=32, normalized=True),
+        )
+    },
     selected=(96,),
     tuned=llama(hidden=32, intermediate=32, layers=1, heads=1, kv_heads=1, vocab=64),
     context=32,

@@ -35,12 +35,13 @@ SECONDS = {
     "w4a8": 120,
     "attention": 180,
     "decode": 200,
+    "families": 120,
     "tests": 400,
 }
 """The parts in their order, and the time after which each begins no further measurement."""
 GRACE = 35
 """Seconds that a part may take beyond that before it is stopped."""
-DEFAULT_PARTS = ("bandwidth", "gemv", "knee", "prefill", "w4a8", "attention", "decode")
+DEFAULT_PARTS = ("bandwidth", "gemv", "knee", "prefill", "w4a8", "attention", "decode", "families")
 """What runs when nothing is named; `tests` runs the kernels' tests, compiled, on this device."""
 
 

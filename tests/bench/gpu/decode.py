@@ -117,9 +117,9 @@ def _budget(decoder: TritonDecoder, timer: Timer, budget: float, sizes: Sizes, s
     without, with_it = [], []
     for _ in range(sizes.turns):
         decoder.set_k_chunk(0)
-        without.append(_seconds_per_token(decoder, sizes.tokens))
+        without.append(seconds_per_token(decoder, sizes.tokens))
         decoder.set_k_chunk(k_chunk, n_tb)
-        with_it.append(_seconds_per_token(decoder, sizes.tokens))
+        with_it.append(seconds_per_token(decoder, sizes.tokens))
     ratio = statistics.median(a / b for a, b in zip(with_it, without, strict=True))
     seconds = statistics.median(with_it)
     return row | {
@@ -142,7 +142,7 @@ def _timer(decoder: TritonDecoder, bits: int, device: torch.device) -> Timer:
     return SimulatedTimer(DEVICES["rtx-4050m"], layers(decoder.spec), bits)
 
 
-def _seconds_per_token(decoder: TritonDecoder, tokens: int) -> float:
+def seconds_per_token(decoder: TritonDecoder, tokens: int) -> float:
     """Median seconds of a decoded token, from the host's step to the logits in its memory."""
     row = np.zeros(1, np.int32)
     seconds = []

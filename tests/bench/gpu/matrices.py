@@ -12,7 +12,6 @@ import torch
 from models.packed import PackedLinear, PackedResidual
 from models.packing import packed_width
 from models.spec import ModelSpec
-from runtime.backends.operations.channels import layer_kind
 from runtime.backends.triton.layout import GpuLinear, dequantize, repack
 from tests.bench.gpu.report import Row
 
@@ -92,22 +91,29 @@ class RandomModel:
 
     spec: ModelSpec
     """The architecture."""
-    made: dict[str, PackedLinear]
-    """One matrix by layer type."""
+    made: dict[tuple[int, int], PackedLinear]
+    """The matrices of blocks by their shapes."""
+    head: PackedLinear
+    """That of the head."""
 
     @classmethod
     def of(cls, spec: ModelSpec, bits: int) -> RandomModel:
         """A model whose block matrices have so many bits; its head 4, and no residuals there."""
-        made = {kind: random_linear(kind, spec.linear_shape(kind), bits) for kind in ("qkv", "o", "gate_up", "down")}
-        return cls(spec, made | {"head": random_linear("head", spec.linear_shape("head"), 4, residual=False)})
+        made = {shape: random_linear("block", shape, bits) for shape in block_shapes(spec)}
+        return cls(spec, made, random_linear("head", spec.linear_shape("head"), 4, residual=False))
 
     def linear(self, name: str) -> PackedLinear:
-        """The matrix of this layer type."""
-        return replace(self.made[layer_kind(name)], name=name)
+        """The matrix of this layer's shape."""
+        return replace(self.head if name == "head" else self.made[self.spec.linear_shape(name)], name=name)
 
     def vector(self, name: str) -> npt.NDArray[np.float32]:
-        """A norm's weight: ones."""
-        return np.ones(self.spec.head_dim if name.endswith(("q_norm", "k_norm")) else self.spec.hidden_size, np.float32)
+        """A norm's weight or another vector: ones, but what is left of a state decays. Routers choose all alike."""
+        if name == "norm":
+            return np.ones(self.spec.hidden_size, np.float32)
+        layer = int(name.split(".")[1])
+        if name in (routers := self.spec.routers(layer)):
+            return np.random.default_rng(layer).standard_normal(routers[name], np.float32) / self.spec.hidden_size**0.5
+        return np.full(self.spec.block_vectors(layer)[name], -1.0 if name.endswith("decay") else 1.0, np.float32)
 
     def key_statistics(self, _layer: int) -> None:
         """Nothing is known of the keys of random weights."""
@@ -122,11 +128,16 @@ class RandomModel:
         return np.zeros((self.spec.vocab_size, 0), np.float16)
 
     def expert_tokens(self, _layer: int) -> npt.NDArray[np.int32]:
-        """No block has experts."""
-        return np.zeros(0, np.int32)
+        """Nothing is known of where tokens go."""
+        return np.zeros(self.spec.mixture.held if self.spec.mixture else 0, np.int32)
 
     def release(self) -> None:
         """Nothing here can be read again."""
+
+
+def block_shapes(spec: ModelSpec) -> set[tuple[int, int]]:
+    """[N, K] of all linear layers of its blocks."""
+    return {spec.linear_shape(name) for name in spec.linear_names() if name != "head"}
 
 
 def _words(rng: np.random.Generator, rows: int, width: int) -> npt.NDArray[np.int32]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
-from models.spec import ModelSpec, RopeSpec
+from models.catalogue import CATALOGUE
+from models.spec import MixtureSpec, ModelSpec, RopeSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +43,14 @@ class Sizes:
     """Thread blocks that read host memory."""
     budgets: tuple[float, ...]
     """Slowdown budgets in percent; 0 = no compensation."""
+    families: Mapping[str, ModelSpec]
+    """Blocks of models of several families, whose steps are timed."""
+    family_k_chunks: tuple[int, ...]
+    """k_chunk of their decoded tokens."""
+    family_rows: int
+    """Rows of a step of their prompts."""
+    resident: tuple[float, ...]
+    """Shares of experts on the device, where others are read over the bus."""
     context: int
     """Positions of the KV cache while decoding."""
     tokens: int
@@ -76,6 +86,23 @@ def llama(*, hidden: int, intermediate: int, layers: int, heads: int, kv_heads: 
     )
 
 
+def blocks(title: str, count: int) -> ModelSpec:
+    """The first blocks of a model of the catalogue, with a small vocabulary, so that they are all that takes time."""
+    whole = next(model.spec for model in CATALOGUE if model.title == title)
+    mixture = whole.mixture
+    if mixture is not None:
+        mixture = replace(mixture, dense=tuple(layer for layer in mixture.dense if layer < count))
+    return replace(
+        whole,
+        num_layers=count,
+        vocab_size=4096,
+        windows=whole.windows[:count],
+        mixers=whole.mixers[:count],
+        unrotated=tuple(layer for layer in whole.unrotated if layer < count),
+        mixture=mixture,
+    )
+
+
 FULL = Sizes(
     spec=llama(hidden=4096, intermediate=14336, layers=32, heads=32, kv_heads=8, vocab=128256),
     kinds=("qkv", "o", "gate_up", "down"),
@@ -92,6 +119,13 @@ FULL = Sizes(
     knee_n_tbs=(2, 4, 8, 16),
     reading_n_tbs=(1, 2, 4, 8, 16, 32, 64, 128),
     budgets=(0.0, 2.5, 5.0, 10.0, 20.0),
+    families={
+        title: blocks(title, count)
+        for title, count in {"Qwen3 30B-A3B": 6, "gpt-oss 20B": 6, "Qwen3.5 4B": 8, "Gemma 3 4B": 12}.items()
+    },
+    family_k_chunks=(0, 16),
+    family_rows=512,
+    resident=(0.75, 0.5, 0.25),
     context=2048,
     tokens=64,
     turns=5,
@@ -115,6 +149,15 @@ SMOKE = Sizes(
     knee_n_tbs=(1,),
     reading_n_tbs=(1, 2),
     budgets=(0.0, 50.0),
+    families={
+        "experts": replace(
+            llama(hidden=32, intermediate=32, layers=1, heads=1, kv_heads=1, vocab=64),
+            mixture=MixtureSpec(experts=4, chosen=2, width=32, normalized=True),
+        )
+    },
+    family_k_chunks=(0,),
+    family_rows=4,
+    resident=(0.5,),
     context=32,
     tokens=1,
     turns=1,
