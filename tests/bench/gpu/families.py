@@ -13,7 +13,7 @@ from unittest import mock
 import numpy as np
 import torch
 
-from models.spec import ModelSpec
+from models.spec import LAYER_TYPES, ModelSpec
 from runtime.backends.decoder import DecoderOptions, Step
 from runtime.backends.triton.decoder import TritonDecoder
 from tests.bench.gpu.bandwidth import read_gb_s
@@ -37,7 +37,7 @@ def measure(part: Part, sizes: Sizes, device: torch.device) -> None:
         model, about = RandomModel.of(spec, BITS), {"model": title, "blocks": spec.num_layers, "bits": BITS}
         decoder = _loaded(model, sizes, device, None)
         for k_chunk in sizes.family_k_chunks:
-            decoder.set_k_chunk(k_chunk)
+            decoder.set_k_chunk(dict.fromkeys(LAYER_TYPES, k_chunk))
             part.add({"what": "token"} | about | {"k_chunk": k_chunk} | _token(decoder, sizes, limit))
         decoder.set_k_chunk(0)
         part.add({"what": "prompt"} | about | _prompt(decoder, sizes))

@@ -25,6 +25,7 @@ class Recorded:
 
     def __init__(self, decoder: TritonDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
         self.decoder, self.steps, self.drawn, self.flushed = decoder, [], 0, 0
+        monkeypatch.setattr(decoder, "_side", None)  # as without a card, where nothing is compiled beforehand
         monkeypatch.setattr(decoder, "forward", self.forward)
         monkeypatch.setattr(decoder, "draw", self.draw)
         monkeypatch.setattr(decoder.cache.store, "flush", self.flush)

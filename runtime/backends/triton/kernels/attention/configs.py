@@ -33,6 +33,9 @@ SHARED_KIB = {16: 72, 8: 40, 4: 72, 2: 72}
 limits the programs per multiprocessor. Programs of several rows take a fifth more."""
 DOT_ROWS = 16
 """Fewest rows of a tensor core product."""
+DOT_CHANNELS = 32
+"""Fewest channels of one: where codes of 4 bits become halves, Triton gives each of four threads 8 neighbouring
+channels, and a product over 16 of them came out wrong on a card, though not interpreted."""
 TILE_ROWS = 128
 """Rows of the matrix products in a step of many rows. At least as many rows as channels: the compiler then gives every
 warp rows of its own, and each holds only these of q."""
@@ -120,7 +123,7 @@ def launch_config(
         The configuration; it does not depend on positions.
     """
     bits, planes, corrected = reading
-    block_d = max(16, power_of_two(dim))
+    block_d = max(DOT_CHANNELS, power_of_two(dim))
     few = M <= SPLIT_ROWS
     light = (bits, planes, dim) == (8, 1, 128)
     narrow = block_d <= 64 or light
