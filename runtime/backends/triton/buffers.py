@@ -6,14 +6,22 @@ from dataclasses import dataclass
 
 import torch
 
-from models.spec import ModelSpec
-from runtime.backends.triton.kernels.delta import Mixed
+from models.spec import DeltaSpec, ModelSpec
+from runtime.backends.triton.kernels.delta.heads import Mixed
 from runtime.backends.triton.kernels.grouping import Groups, most_blocks
 from runtime.backends.triton.kernels.routing import Routed
 from runtime.backends.triton.kernels.tokens import Tokens
 from runtime.backends.triton.launch_check import refused_cooperation
 from runtime.backends.triton.model import GpuModel
-from runtime.backends.triton.sizes import SUMMED_ROWS, buffer_sizes, pieces, routing_sizes, token_width
+from runtime.backends.triton.sizes import (
+    CHUNK,
+    SUMMED_ROWS,
+    buffer_sizes,
+    chunk_numbers,
+    pieces,
+    routing_sizes,
+    token_width,
+)
 from runtime.backends.triton.workspace import Workspace
 
 
@@ -95,9 +103,11 @@ class Buffers:
         """float16 [M, H * D]."""
         return self._queries[: M * width].view(M, width)
 
-    def mixed(self, M: int, width: int) -> Mixed:
-        """What a delta rule reads, of `width` numbers for each of M rows."""
-        return Mixed(self._waiting.view(-1, width), self._mixed[: M * width].view(M, width))
+    def mixed(self, M: int, spec: DeltaSpec) -> Mixed:
+        """What a delta rule reads, for M rows. How rows depend on others of their chunk is in the main scratch."""
+        width, numbers = spec.inputs, chunk_numbers(spec)
+        chunks = self.main.scratch(M * numbers).view(M, spec.value_heads, 2, CHUNK)
+        return Mixed(self._waiting.view(-1, width), self._mixed[: M * width].view(M, width), chunks)
 
     def output(self, M: int, N: int) -> torch.Tensor:
         """float32 [M, N], the output of a linear layer, valid until the next one is requested."""

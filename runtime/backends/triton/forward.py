@@ -25,7 +25,7 @@ from runtime.backends.triton.buffers import Buffers, Value
 from runtime.backends.triton.kernels.attention.kernel import attend
 from runtime.backends.triton.kernels.cache.pages import Rows
 from runtime.backends.triton.kernels.convolution import convolve
-from runtime.backends.triton.kernels.delta import recur
+from runtime.backends.triton.kernels.delta.kernel import recur
 from runtime.backends.triton.kernels.gate import gate
 from runtime.backends.triton.kernels.norm import RowNorms, add_norm, embed_norm
 from runtime.backends.triton.kernels.residual_gemm import multiply
@@ -173,7 +173,7 @@ class Pass(StateOperations[Value]):
         out, sums = buffers.input(M, width), None
         if own.spec.value_dim % PIECE == 0:
             sums = buffers.sums(M, width)
-        recur(x.tensor, x.dec, self._rows, runs.tensor, own, buffers.mixed(M, own.spec.inputs), out, sums)
+        recur(x.tensor, x.dec, self._rows, runs.tensor, own, buffers.mixed(M, own.spec), out, sums)
         return self._mixed(out, sums)
 
     def convolve(self, x: Value, layer: int) -> Value:

@@ -20,7 +20,7 @@ from runtime.backends.operations.channels import k_chunk_of, layer_kind
 from runtime.backends.triton.cache import GpuCache
 from runtime.backends.triton.expert_layout import GpuExperts, HostRecords, stack
 from runtime.backends.triton.kernels.convolution import Recent
-from runtime.backends.triton.kernels.delta import DeltaLayer, Rates
+from runtime.backends.triton.kernels.delta.kernel import DeltaLayer, Rates
 from runtime.backends.triton.kernels.rope import Basis, Rope
 from runtime.backends.triton.kernels.routing import GpuRouter
 from runtime.backends.triton.kernels.select import Selection, make_selection, static_table

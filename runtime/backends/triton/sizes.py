@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from models.recipe import Recipe
 from models.rope import table_bytes
-from models.spec import ModelSpec, expert_of
+from models.spec import DeltaSpec, ModelSpec, expert_of
 from runtime.kv.states import WAITING
 
 BESIDE = "the GPU backend has no kernels for experts beside an MLP: use the CPU backend"
@@ -45,6 +45,8 @@ _PLACE_BYTES = 8
 RUNS_TOGETHER = 4
 """Sequences of a step whose tokens that wait are prepared for a delta rule at the same time. More would need more
 memory: 1 MiB each for Qwen3.5 4B."""
+CHUNK = 16
+"""Rows of a prompt that a delta rule reads together: with 32, registers spilled."""
 SMALLEST_BLOCK = 32
 """Pairs of a row and one of its experts that a prompt's product takes together, at least."""
 
@@ -136,6 +138,7 @@ def buffer_sizes(spec: ModelSpec, rows: int, token_group: int | None = None) -> 
     token = 0 if token_group is None else token_width(longest, token_group)
     few, concurrent = min(rows, SUMMED_ROWS), min(rows, CONCURRENT_ROWS)
     inputs = 0 if spec.delta is None else spec.delta.inputs
+    chunks = 0 if spec.delta is None else rows * chunk_numbers(spec.delta)
     sizes = BufferSizes(
         inputs=rows * longest,
         sums=few * pieces(longest) if token_group is None else 0,
@@ -148,7 +151,7 @@ def buffer_sizes(spec: ModelSpec, rows: int, token_group: int | None = None) -> 
         stream=rows * spec.hidden_size,
         output=max(rows * widest, min(rows, LOGIT_ROWS) * spec.vocab_size),
         compensation=max(concurrent * widest, spec.vocab_size),
-        scratch=SPLIT_ROWS * (spec.head_dim + 2),
+        scratch=max(SPLIT_ROWS * (spec.head_dim + 2), chunks),
     )
     if spec.mixture is None:
         return sizes
@@ -168,6 +171,11 @@ def buffer_bytes(spec: ModelSpec, context: int, rows: int, token_group: int | No
     """Bytes of buffers and rotary tables, including sampling's temporary ones."""
     found = buffer_sizes(spec, rows, token_group).nbytes + table_bytes(spec, context) + DRAW_BYTES * spec.vocab_size
     return found if spec.mixture is None else found + routing_sizes(spec, rows).nbytes
+
+
+def chunk_numbers(spec: DeltaSpec) -> int:
+    """Numbers that say how a row depends on those of its chunk: of each value head two for each of them."""
+    return spec.value_heads * 2 * CHUNK
 
 
 def pieces(K: int) -> int:

@@ -51,13 +51,16 @@ class RunTable:
         self._host = torch.zeros((slots, 4), dtype=torch.int32, pin_memory=device.type == "cuda")
         self.tensor = self._host.to(device, copy=True)
         """int32 [slots, 4], on the device: a run's first row, its number of rows, the tokens that the slot's matrices
-        have absorbed, and what they do next (`States.absorbs`). No rows: there is no such run."""
+        have absorbed, and what they do next (`States.absorbs`). Runs whose rows are absorbed at once come first. No
+        rows: there is no such run."""
 
     def write(self, runs: Iterable[tuple[int, int, int]]) -> None:
         """Describe a step that has begun, by the slot, first position and end of each run."""
-        table, row = self._host.numpy(), 0
-        table[:] = 0
-        for number, (slot, start, end) in enumerate(runs):
-            table[number] = row, end - start, self._states.absorbed[slot], self._states.absorbs[slot]
+        table, row, found = self._host.numpy(), 0, []
+        for slot, start, end in runs:
+            found.append((row, end - start, self._states.absorbed[slot], self._states.absorbs[slot]))
             row += end - start
+        found.sort(key=lambda run: -run[3])
+        table[:] = 0
+        table[: len(found)] = found
         self.tensor.copy_(self._host, non_blocking=True)  # the following step completes before the next one begins

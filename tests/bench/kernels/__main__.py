@@ -57,7 +57,7 @@ Specializations that Triton's own lookup distinguishes in the first steps of a l
 first time on a machine), and launches of Triton kernels in a decoded token. torch adds two launches: the head's
 compensation, and the sum that detects NaN and infinity. Decoding is compensated; compensated prompts add two kernels.
 Of the kernels, four are for steps of several rows: drafts and parallel answers. Experts take ten more, delta rules
-three, short convolutions one, windows in some blocks alone three.
+five, short convolutions one, windows in some blocks alone three.
 
 | model | cache | kernels compiled | of them products, attention | launches of a token |
 |---|---|--:|--:|--:|

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -22,9 +23,10 @@ if not HAS_CUDA:
 
 @contextmanager
 def patched_once() -> Iterator[None]:
-    """Has the interpreter replace Triton's language once a launch and module of the language.
+    """Has the interpreter replace Triton's language once a launch and module of the language, and round as cards do.
 
-    By itself it does so for every call of a function within a kernel; without, tests take a third less.
+    By itself it does the first for every call of a function within a kernel; without, tests take a third less. And it
+    cuts the last bits off where cards round to bfloat16.
     """
     if HAS_CUDA:
         yield
@@ -32,6 +34,7 @@ def patched_once() -> Iterator[None]:
     from triton.runtime import interpreter
 
     patch_language, run = interpreter._patch_lang, interpreter.GridExecutor.__call__
+    convert = interpreter._convert_float
     language = (interpreter.tl, interpreter.tl.core)
     patched: set[tuple[bool, ...]] = set()
 
@@ -46,7 +49,13 @@ def patched_once() -> Iterator[None]:
         patched.clear()
         return run(self, *arguments, **options)
 
+    def convert_rounded(x: Any, source: Any, target: Any, mode: Any) -> Any:
+        if (source, target) != (interpreter.tl.float32, interpreter.tl.bfloat16):
+            return convert(x, source, target, mode)
+        return torch.from_numpy(np.array(x)).bfloat16().view(torch.int16).numpy().view(np.uint16)
+
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter, "_convert_float", convert_rounded)
         patch.setattr(interpreter, "_patch_lang", patch_once)
         patch.setattr(interpreter.GridExecutor, "__call__", run_patched)
         yield

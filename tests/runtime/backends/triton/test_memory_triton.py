@@ -19,7 +19,7 @@ from runtime.backends.triton.decoder import TritonDecoder
 from runtime.backends.triton.forward import Pass
 from runtime.backends.triton.layout import repack
 from runtime.backends.triton.sampling import numbers_of
-from runtime.backends.triton.sizes import COPIED_BYTES, buffer_sizes, linear_bytes
+from runtime.backends.triton.sizes import COPIED_BYTES, buffer_sizes, chunk_numbers, linear_bytes
 from runtime.errors import OutOfMemoryError
 from runtime.load.memory import MemoryPlan, plan
 from runtime.text.sampling import SamplingOptions
@@ -151,6 +151,13 @@ def test_buffers_hold_the_widest_layer() -> None:
     N, K = spec.linear_shape("layers.0.qkv")
     assert spec.linear_shape("qkv")[0] < N
     assert (sizes.output, sizes.inputs) == (rows * N, rows * max(K, spec.linear_shape("layers.0.o")[1]))
+
+
+def test_scratch_holds_the_chunks_of_the_longest_step() -> None:
+    """Where attention, whose heads are narrow, needs less of it."""
+    assert QWEN35.delta is not None
+    narrow, rows = replace(QWEN35, head_dim=16), 1024
+    assert buffer_sizes(narrow, rows).scratch == rows * chunk_numbers(QWEN35.delta)
 
 
 @pytest.mark.parametrize(

@@ -172,3 +172,17 @@ def test_a_replayed_graph_reads_what_waits(tiny_model: Any, tiny_spec: Any, cuda
         one = step([(11 * turn) % 61], position, slot=slot)
         expected = launched.start(one).cpu().numpy()
         assert np.array_equal(captured.forward(one), expected)
+
+
+@pytest.mark.gpu
+def test_a_replayed_graph_of_a_prompt_reads_chunks_of_any_sequence(tiny_model: Any, tiny_spec: Any, cuda: str) -> None:
+    """One graph for whole steps of prompts, at the beginning, behind absorbed rows, and behind a token that waits."""
+    model = decaying(tiny_model(spec_of(tiny_spec, "delta"), bits=4))
+    options = DecoderOptions(context=100, slots=2, max_rows=20)
+    captured, launched = TritonDecoder(model, options, cuda), TritonDecoder(model, options, cuda)
+    places = [(0, 0, 20), (1, 0, 20), (0, 20, 20), (0, 40, 1), (0, 41, 20), (1, 20, 20)]
+    for turn, (slot, position, rows) in enumerate(places):
+        tokens = [(11 * turn + 7 * row) % 61 for row in range(rows)]
+        one = step(tokens, position, rows=[rows - 1], slot=slot, prefill=rows > 1)
+        expected = launched.start(one).cpu().numpy()
+        assert np.array_equal(captured.forward(one), expected)

@@ -18,8 +18,9 @@ from models import recurrent
 from models.spec import DeltaSpec, ModelSpec
 from runtime.backends.triton.kernels.cache.pages import Rows
 from runtime.backends.triton.kernels.convolution import ALONE, Recent, convolve
-from runtime.backends.triton.kernels.delta import DeltaLayer, Mixed, Rates, recur
-from runtime.backends.triton.sizes import RUNS_TOGETHER
+from runtime.backends.triton.kernels.delta.heads import Mixed
+from runtime.backends.triton.kernels.delta.kernel import DeltaLayer, Rates, recur
+from runtime.backends.triton.sizes import CHUNK, RUNS_TOGETHER
 from runtime.backends.triton.states import DeviceMemory, RunTable
 from runtime.kv.control import runs_of
 from runtime.kv.states import LONGEST_TAPS, RING, SMALL_STEP, WAITING, States
@@ -156,7 +157,8 @@ class Rule:
         y, dec, rows = self.slots.begin(runs, draft=draft)
         M, width = len(y), spec.value_width
         waiting = torch.full((min(M, RUNS_TOGETHER) * WAITING, spec.inputs), torch.nan, device=device)
-        mixed = Mixed(waiting, torch.full((M, spec.inputs), torch.nan, device=device))
+        chunks = torch.full((M, spec.value_heads, 2, CHUNK), torch.nan, device=device)
+        mixed = Mixed(waiting, torch.full((M, spec.inputs), torch.nan, device=device), chunks)
         x = torch.full((M, width), torch.nan, dtype=torch.float16, device=device)
         sums = torch.full((M, width // 32), torch.nan, device=device) if spec.value_dim % 32 == 0 else None
         recur(y, dec, rows, self.slots.table.tensor, self.layer, mixed, x, sums)
@@ -185,7 +187,7 @@ def rule(tiny_spec: Any, device: str) -> Callable[..., Rule]:
     ],
 )
 def test_delta_rules_are_those_of_whole_sequences(rule: Any, spec: DeltaSpec, compensated: bool) -> None:
-    """Rows across the border of a ring, as many as are absorbed at once and fewer, and two sequences at once."""
+    """Rows across the border of a ring, chunks of them and fewer, alone and in one step, and two sequences at once."""
     own, long = rule(spec, compensated=compensated), RING + 2
     steps = [[(0, 0, 3), (2, 0, 1)], [(2, 1, 2), (0, 3, 1)], [(0, 4, long)], [(2, 3, SMALL_STEP + 1), (0, long + 4, 1)]]
     for runs in (*steps, [(0, long + 5, SMALL_STEP)], [(0, long + SMALL_STEP + 5, 1), (2, SMALL_STEP + 4, 2)]):
@@ -225,3 +227,14 @@ def test_a_row_has_the_same_bits_alone_and_among_others(rule: Any) -> None:
     assert torch.equal(together.step([(0, 0, 6)]), torch.cat(single))
     assert torch.equal(together.step([(0, 6, 1)]), alone.step([(0, 6, 1)]))
     assert torch.equal(together.layer.matrices, alone.layer.matrices)
+
+
+def test_a_prompt_beside_it_leaves_a_row_its_bits(rule: Any) -> None:
+    """A step of so many rows has chunks, but not of a sequence of which it has one row."""
+    beside, alone = rule(), rule()
+    beside.slots.given = alone.slots.given = beside.slots.normal(SMALL_STEP + 1, beside.slots.width)
+    for each in (beside, alone):
+        each.step([(1, 0, 1)])
+    row = beside.step([(1, 1, 1), (0, 0, SMALL_STEP + 1)])[:1]
+    assert torch.equal(row, alone.step([(1, 1, 1)]))
+    assert torch.equal(beside.layer.matrices[1], alone.layer.matrices[1])

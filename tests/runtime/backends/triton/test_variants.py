@@ -29,7 +29,10 @@ MIXED = {
 MIXED_TOGETHER = {"_multiply_experts_kernel": 1, "_select_kernel": 3, "_fetch_experts_kernel": 3}
 """Of a mixture whose prompts are compensated together: few rows select among channels of all experts or of each, and
 16 add to the product in place."""
-STATES = {"delta": ("_mix_kernel", "_recur_kernel", "_finish_kernel"), "convolution": ("_convolve_kernel",)}
+STATES = {
+    "delta": ("_mix_kernel", "_recur_kernel", "_relate_kernel", "_chunk_kernel", "_finish_kernel"),
+    "convolution": ("_convolve_kernel",),
+}
 """Further ones of layers with a state, by what mixes their tokens."""
 Cases = dict[Case, Counts]
 
@@ -48,10 +51,10 @@ def by_rows() -> Cases:
 @pytest.mark.parametrize("prompt", PROMPTS)
 @pytest.mark.parametrize("kv", KINDS)
 @pytest.mark.parametrize("model", MODELS)
-def test_a_load_compiles_fifteen_to_nineteen_kernels(cases: Cases, model: str, kv: str, prompt: int) -> None:
+def test_a_load_compiles_fifteen_to_twenty_one_kernels(cases: Cases, model: str, kv: str, prompt: int) -> None:
     """Attention takes three, and three more where only some blocks have a window, and products two; one more where the
     head has other bits than the blocks, one where a window's pages are quantized, and two where prompts are compensated
-    together: docs/decisions.md. Experts take ten, and four more in prompts, delta rules three, and convolutions one.
+    together: docs/decisions.md. Experts take ten, and four more in prompts, delta rules five, and convolutions one.
     Over wide heads in half precision, attention of a few rows is that of many."""
     spec, recipe = MODELS[model]
     single = ALWAYS | (TOGETHER if prompt else set()) | ({"_flush_kernel"} if kv in ("int4", "hierarchical") else set())

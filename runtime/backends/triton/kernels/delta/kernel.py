@@ -1,9 +1,10 @@
 """The gated delta rule on the GPU: what it reads of a token, the matrices, and what becomes of their outputs.
 
 Matrices absorb the tokens that wait in the ring of recent ones (`runtime.kv.states`) and then meet the rows of a step,
-one after the other in the order of their positions, for prompts as for a single token: a row has the same bits alone
-and among others. Programs divide a matrix by its columns, which do not depend on one another. Which tokens wait, and
-what matrices keep, is read on the device.
+one after the other in the order of their positions: a row has the same bits alone and among others. Rows that are
+absorbed at once, more than `SMALL_STEP` of a sequence, are read in chunks instead
+(`runtime.backends.triton.kernels.delta.chunks`). Programs divide a matrix by its columns, which do not depend on one
+another. Which tokens wait, and what matrices keep, is read on the device.
 
 Source: Yang et al. 2024 (Gated Delta Networks), equation 10; `models.recurrent` is the oracle.
 """
@@ -29,11 +30,20 @@ from runtime.backends.triton.kernels.convolution import (
     taps_of,
     weights_of,
 )
+from runtime.backends.triton.kernels.delta.chunks import recur_chunked
+from runtime.backends.triton.kernels.delta.heads import (
+    Heads,
+    Mixed,
+    channels_of,
+    heads_of,
+    inputs_of,
+    stride_of,
+)
 from runtime.backends.triton.kernels.rope import Projected, projected_at
 from runtime.backends.triton.kernels.routing import sigmoid
 from runtime.backends.triton.kernels.sums import store_sums
 from runtime.backends.triton.sizes import RUNS_TOGETHER
-from runtime.kv.states import WAITING
+from runtime.kv.states import SMALL_STEP
 
 BLOCK_V = 16
 """Columns of a matrix in a program of one warp, whose sums over rows need no other: 128 rows take 64 registers."""
@@ -41,40 +51,6 @@ _COMPENSATED, _SUMMED = tl.constexpr(1), tl.constexpr(2)
 """Bits of `given`: whether the projection has a compensation, and whether sums are wanted."""
 _TINY = tl.constexpr(1e-6)
 """Added to the squared length of a query or key (`models.recurrent.normalized`)."""
-
-
-class Heads(NamedTuple):
-    """Compile-time parameters of a delta rule."""
-
-    KEYS: int
-    """Query heads, and as many key heads."""
-    VALUES: int
-    """Value heads, each of which has a matrix."""
-    DK: int
-    """Channels of a query or key, and rows of a matrix."""
-    DV: int
-    """Channels of a value."""
-    COLUMNS: int
-    """Columns of a matrix, as many padded to a multiple of `BLOCK_V`."""
-    SCALE: float
-    """One over the root of DK."""
-    BLOCK_K: int
-    """DK, padded to a power of two."""
-    BLOCK_D: int
-    """The larger of DK and DV, padded likewise."""
-    BLOCK_H: int
-    """Value heads, padded likewise."""
-    WAITING: int = WAITING
-    """Most tokens of a slot that wait."""
-
-
-class Mixed(NamedTuple):
-    """What the delta rule reads of tokens: normalized queries and keys, values, then beta and decay of each head."""
-
-    waiting: Any
-    """float32 [runs * WAITING, inputs], of those that wait, where queries are not written."""
-    rows: Any
-    """float32 [M, inputs], of a step's rows, where outputs take the places of values."""
 
 
 class Rates(NamedTuple):
@@ -125,40 +101,6 @@ class DeltaLayer:
     def taps(self) -> Taps:
         """Those of its convolution."""
         return taps_of(self.recent, self.spec.channels)
-
-
-def heads_of(spec: DeltaSpec, columns: int) -> Heads:
-    """The compile-time parameters of a delta rule, whose matrices have so many columns in memory."""
-    power = triton.next_power_of_2
-    return Heads(
-        KEYS=spec.key_heads,
-        VALUES=spec.value_heads,
-        DK=spec.key_dim,
-        DV=spec.value_dim,
-        COLUMNS=columns,
-        SCALE=spec.key_dim**-0.5,
-        BLOCK_K=power(spec.key_dim),
-        BLOCK_D=power(max(spec.key_dim, spec.value_dim)),
-        BLOCK_H=power(spec.value_heads),
-    )
-
-
-@triton.constexpr_function
-def channels_of(heads):
-    """Channels of all queries, keys and values."""
-    return 2 * heads.KEYS * heads.DK + heads.VALUES * heads.DV
-
-
-@triton.constexpr_function
-def inputs_of(heads):
-    """What enters the state of a token: these, and two numbers of each value head."""
-    return 2 * heads.KEYS * heads.DK + heads.VALUES * (heads.DV + 2)
-
-
-@triton.constexpr_function
-def stride_of(heads):
-    """Outputs of the projection for a token: what enters, and gates."""
-    return 2 * heads.KEYS * heads.DK + heads.VALUES * (2 * heads.DV + 2)
 
 
 @triton.jit
@@ -225,9 +167,9 @@ def _mix_kernel(
             a = _entered(source, row, back, CHANNELS + VALUES + offs_h, mask_h, taps, STRIDE)
             a += tl.load(rates.dt + offs_h, mask=mask_h, other=0.0)
             softplus = tl.maximum(a, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(a)))
-            decay = tl.exp(tl.load(rates.decay + offs_h, mask=mask_h, other=0.0) * softplus)
+            log_decay = tl.load(rates.decay + offs_h, mask=mask_h, other=0.0) * softplus
             tl.store(out + CHANNELS + offs_h, sigmoid(b), mask=mask_h)
-            tl.store(out + CHANNELS + VALUES + offs_h, decay, mask=mask_h)
+            tl.store(out + CHANNELS + VALUES + offs_h, log_decay, mask=mask_h)
         out += INPUTS
 
 
@@ -235,7 +177,8 @@ def _mix_kernel(
 def _recur_kernel(mixed, matrices_ptr, rows, runs_ptr, heads: tl.constexpr, BLOCK_V: tl.constexpr):
     """Program (i, h, block): columns [block * BLOCK_V, ...) of the matrix of value head h, for run i.
 
-    matrices [slots, VALUES, DK, COLUMNS]; mixed as `Mixed` says, runs as in `_mix_kernel`.
+    Of rows that are absorbed at once, only the tokens that wait before them. matrices [slots, VALUES, DK, COLUMNS];
+    mixed as `Mixed` says, runs as in `_mix_kernel`.
     """
     CHANNELS: tl.constexpr = channels_of(heads)
     INPUTS: tl.constexpr = inputs_of(heads)
@@ -244,9 +187,10 @@ def _recur_kernel(mixed, matrices_ptr, rows, runs_ptr, heads: tl.constexpr, BLOC
     head = tl.program_id(1)
     first = tl.load(runs_ptr + 4 * run).to(tl.int64)
     count = tl.load(runs_ptr + 4 * run + 1)
-    if count > 0:
-        waiting = tl.load(rows.positions + first) - tl.load(runs_ptr + 4 * run + 2)
-        absorbs = tl.load(runs_ptr + 4 * run + 3)
+    absorbs = tl.load(runs_ptr + 4 * run + 3)
+    waiting = tl.where(count > 0, tl.load(rows.positions + first) - tl.load(runs_ptr + 4 * run + 2), 0)
+    tokens = waiting + tl.where(absorbs == 2, 0, count)
+    if tokens > 0:
         slot = tl.load(rows.slots + first).to(tl.int64)
         offs_k = tl.arange(0, heads.BLOCK_K)
         offs_v = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -255,7 +199,7 @@ def _recur_kernel(mixed, matrices_ptr, rows, runs_ptr, heads: tl.constexpr, BLOC
         at = matrices_ptr + ((slot * heads.VALUES + head) * DK + offs_k[:, None]) * heads.COLUMNS + offs_v[None, :]
         matrix = tl.load(at, mask=mask_k[:, None], other=0.0)
         key = head // (heads.VALUES // heads.KEYS) * DK
-        for token in range(waiting + count):
+        for token in range(tokens):
             if (token == waiting) & (absorbs == 1):
                 tl.store(at, matrix, mask=mask_k[:, None])
             read = token >= waiting
@@ -266,7 +210,7 @@ def _recur_kernel(mixed, matrices_ptr, rows, runs_ptr, heads: tl.constexpr, BLOC
             k = tl.load(x + heads.KEYS * DK + key + offs_k, mask=mask_k, other=0.0)
             value = x + 2 * heads.KEYS * DK + head * heads.DV + offs_v
             v = tl.load(value, mask=mask_v, other=0.0)
-            matrix *= tl.load(x + CHANNELS + heads.VALUES + head)
+            matrix *= tl.exp(tl.load(x + CHANNELS + heads.VALUES + head))
             known = tl.sum(matrix * k[:, None], axis=0)
             matrix += k[:, None] * ((v - known) * tl.load(x + CHANNELS + head))[None, :]
             tl.store(value, tl.sum(matrix * q[:, None], axis=0), mask=mask_v & read)
@@ -344,6 +288,8 @@ def recur(
         _recur_kernel[(some, heads.VALUES, heads.COLUMNS // BLOCK_V)](
             mixed, layer.matrices, rows, of, heads=heads, BLOCK_V=BLOCK_V, num_warps=1
         )
+    if long := min(most, M // (SMALL_STEP + 1)):
+        recur_chunked(mixed, layer.matrices, rows, runs[:long], heads)
     _finish_kernel[(M, heads.VALUES)](
         projected, rows, layer.recent, layer.gain, mixed, x, y if sums is None else sums, M, layer.eps, given,
         taps=taps, heads=heads, num_warps=1,
