@@ -28,7 +28,7 @@ def everything(tmp_path_factory) -> dict:
     folder = tmp_path_factory.mktemp("benchmark")
     done, report = run_benchmark(folder / "result.json", "--parts", "bandwidth,tests")
     assert done.returncode == 0, done.stdout + done.stderr
-    parts = ("gemv", "knee", "prefill", "w4a8", "attention", "decode", "families")
+    parts = ("gemv", "knee", "prefill", "delta", "w4a8", "attention", "decode", "families")
     rows = {part: folder / f"{part}.json" for part in parts}
     code = "import pathlib, sys; from tests.bench.gpu.__main__ import _measure\n"
     code += "for part, file in zip(sys.argv[1::2], sys.argv[2::2]):\n    _measure(part, pathlib.Path(file), True)"
@@ -51,6 +51,8 @@ def everything(tmp_path_factory) -> dict:
         ("gemv", {"what", "kind", "bits", "chosen", "us"}),
         ("knee", {"kind", "bits", "n_tb", "k_chunk", "p50_us", "normalized", "fetched_gb_s"}),
         ("prefill", {"what", "kind", "M", "p50_us", "tflop_s"}),
+        ("delta", {"what", "rows", "p50_us", "us_a_row", "percent_of_limit"}),
+        ("delta", {"what", "rows", "largest_error", "correct"}),
         ("w4a8", {"what", "batch", "tokens_per_second"}),
         ("attention", {"what", "context", "p50_us", "gb_s", "percent_of_reads", "times_as_fast_as_torch"}),
         ("decode", {"bits", "budget_percent", "tokens_per_second", "measured_slowdown_percent"}),

@@ -32,6 +32,7 @@ SECONDS = {
     "gemv": 70,
     "knee": 80,
     "prefill": 30,
+    "delta": 30,
     "w4a8": 120,
     "attention": 180,
     "decode": 200,
@@ -41,7 +42,7 @@ SECONDS = {
 """The parts in their order, and the time after which each begins no further measurement."""
 GRACE = 35
 """Seconds that a part may take beyond that before it is stopped."""
-DEFAULT_PARTS = ("bandwidth", "gemv", "knee", "prefill", "w4a8", "attention", "decode", "families")
+DEFAULT_PARTS = ("bandwidth", "gemv", "knee", "prefill", "delta", "w4a8", "attention", "decode", "families")
 """What runs when nothing is named; `tests` runs the kernels' tests, compiled, on this device."""
 
 

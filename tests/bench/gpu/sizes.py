@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from models.catalogue import CATALOGUE
-from models.spec import MixtureSpec, ModelSpec, RopeSpec
+from models.spec import DeltaSpec, MixtureSpec, ModelSpec, RopeSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +29,10 @@ class Sizes:
     """Replays of each contestant."""
     prefill_rows: tuple[int, ...]
     """Rows of activations in a prefill step (M)."""
+    delta: DeltaSpec
+    """Heads of the delta rule that is measured."""
+    delta_rows: tuple[int, ...]
+    """Rows of a prompt's step that it reads."""
     batches: tuple[int, ...]
     """Rows of W4A8 products (M)."""
     attention_contexts: tuple[int, ...]
@@ -112,6 +116,8 @@ FULL = Sizes(
     rotated_bytes=512 << 20,
     rounds=60,
     prefill_rows=(16, 128, 512),
+    delta=DeltaSpec(key_heads=16, value_heads=32, key_dim=128, value_dim=128),
+    delta_rows=(512, 128),
     batches=(1, 16, 64, 512, 4, 8, 32, 128, 256, 2),
     attention_contexts=(65536, 262144, 8192),
     attention_launches=((16, 7), (32, 4), (32, 5), (32, 7), (32, 9), (64, 5), (64, 7), (64, 9)),
@@ -131,7 +137,7 @@ FULL = Sizes(
     turns=5,
     readings=3,
 )
-"""Llama-3-8B."""
+"""Llama-3-8B, and the delta rule of Qwen3.5 4B and 9B."""
 
 SMOKE = Sizes(
     spec=llama(hidden=64, intermediate=96, layers=1, heads=2, kv_heads=1, vocab=64),
@@ -142,6 +148,8 @@ SMOKE = Sizes(
     rotated_bytes=1,
     rounds=1,
     prefill_rows=(4,),
+    delta=DeltaSpec(key_heads=1, value_heads=2, key_dim=16, value_dim=16),
+    delta_rows=(20,),
     batches=(2,),
     attention_contexts=(256,),
     attention_launches=((2, 5),),
