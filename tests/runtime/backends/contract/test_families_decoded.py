@@ -17,9 +17,7 @@ from models.store import Store, StoredModel
 from runtime.backends.cpu.decoder import CpuDecoder
 from runtime.backends.decoder import DecoderOptions, Step
 from runtime.backends.reference.decoder import ReferenceDecoder
-from runtime.backends.triton.backend import BACKEND
 from runtime.backends.triton.decoder import TritonDecoder
-from runtime.errors import BackendError
 from tests.models.conftest import write_tokenizer
 from tests.models.random_models import CASES, SIZES, random_case
 from tests.runtime.backends.triton.conftest import DEVICE
@@ -51,12 +49,6 @@ def test_logits_are_those_of_transformers(pair: tuple[Any, StoredModel], backend
     """A prompt and tokens behind it, across the border of every window."""
     model, stored = pair
     options = DecoderOptions(kv="fp16", context=16, k_chunk=1024, prompt_k_chunk=1024, select="exact", max_rows=8)
-    spec = stored.spec
-    refused = spec.wide_heads is not None
-    if backend == "triton" and refused:
-        with pytest.raises(BackendError, match="the GPU backend"):
-            BACKEND.open(stored, options)
-        return
     decoder: Any = {
         "reference": lambda: ReferenceDecoder(stored, options),
         "cpu": lambda: CpuDecoder(stored, options),
