@@ -35,12 +35,15 @@ class Spaced(NamedTuple):
     projected: Projected
     """[M, channels], with rows further apart."""
     stride: Any
-    """Numbers from a row to the next."""
+    """Numbers from a row to the next, or heads, of which loads know that they are aligned."""
 
 
-def spaced(y: torch.Tensor, dec: torch.Tensor | None) -> Spaced:
-    """Channels of an output and its compensation, of rows that are equally far apart, as a kernel argument."""
-    return Spaced(Projected(y, y if dec is None else dec), y.stride(0))
+def spaced(y: torch.Tensor, dec: torch.Tensor | None, each: int = 1) -> Spaced:
+    """Channels of an output and its compensation, of rows that are equally far apart, as a kernel argument.
+
+    The distance is counted in runs of `each` number.
+    """
+    return Spaced(Projected(y, y if dec is None else dec), y.stride(0) // each)
 
 
 class Shape(NamedTuple):
@@ -134,7 +137,7 @@ def _heads_kernel(
     projected, compensated, norms, rope, basis, rows, layer, q_ptr, stride, per_slot,
     shape: tl.constexpr, layout: tl.constexpr,
 ):  # fmt: skip
-    """Program (m, head) handles one of the H + 2 H_kv heads of row m, or of the first H. `projected` is `Spaced`.
+    """Program (m, head) handles one of the H + 2 H_kv heads of row m, or of the first H; `Spaced` outputs by heads.
 
     The channels [0, HALF) rotate with the channels [HALF, 2 HALF), which every channel reads a second time; the rest
     pass through. Keys and values go to a window [slots, .., H_kv, tokens, D], or where there is none to a page. Twelve
@@ -156,7 +159,7 @@ def _heads_kernel(
     partner = tl.where(first, offs_d + HALF, offs_d - HALF)
     position = tl.load(rows.positions + row).to(tl.int64)
     slot = tl.load(rows.slots + row).to(tl.int64)
-    first_of_row = row * projected.stride
+    first_of_row = row * projected.stride * D
     projected = projected.projected
     start = first_of_row + head * D
     x = projected_at(projected, start + offs_d, mask_d, compensated)
@@ -247,7 +250,7 @@ def heads(
     shape = shape._replace(WIDE=normed and norms.q.numel() > D, LAST=normed and isinstance(norms, TurnedNorms))
     weights = HeadNorms(norms.q, norms.q if alone else norms.k, *norms[2:])
     _heads_kernel[(M, H if alone else H + 2 * H_kv)](
-        spaced(y, dec), int(dec is not None), weights, rope, basis, rows, pages.tensors, q, pages.stride,
+        spaced(y, dec, D), int(dec is not None), weights, rope, basis, rows, pages.tensors, q, pages.stride,
         pages.per_slot, shape=shape, layout=pages.layout(), num_warps=1,
     )  # fmt: skip
 

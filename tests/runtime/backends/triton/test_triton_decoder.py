@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from models.keys import KeyStatistics, tensor_shape
 from models.spec import HeadShape, RopeSpec
 from runtime.backends.decoder import DecoderOptions, DrawsTokens, Step, Way
 from runtime.backends.reference.decoder import ReferenceDecoder
@@ -229,6 +230,9 @@ def test_shared_caches_of_two_widths_are_read_from_every_cache(
     """Behind a prompt that fills a page or cuts one off its window: a token, drafts, a few rows in place of them, and
     one in place of the last, compensated."""
     model, kind = tiny_model(tiny_spec(**{**SMALL, **SHARED, "windows": (150, None, 150, None)})), KINDS[kv]
+    for shape in (tensor_shape(model.spec, layer) for layer in model.spec.attention_layers):
+        axis, mean = np.random.default_rng(shape).standard_normal((2, *shape)).astype(np.float32)
+        model.keys.append(KeyStatistics(mean, axis / np.linalg.norm(axis, axis=-1, keepdims=True)))
     prompt = [(7 * i) % 61 for i in range(kind.unpaged + kind.page + 2)]
     options = DecoderOptions(context=300, max_rows=len(prompt), kv=kv, k_chunk=300, select="static")
     ours, theirs = TritonDecoder(model, options, device), reference(model, options)

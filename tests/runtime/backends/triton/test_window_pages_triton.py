@@ -13,8 +13,7 @@ from runtime.backends.triton.decoder import TritonDecoder
 from runtime.kv import groups, snapshots, window_pages
 from runtime.kv.kinds import KINDS
 from tests.close import assert_close
-from tests.runtime.backends.triton.test_triton_decoder import SMALL, step
-from tests.runtime.conftest import SHARED
+from tests.runtime.backends.triton.test_triton_decoder import SHARING, SMALL, step
 from tests.runtime.engine.conversations.talking import SLOTS, Talk
 
 SLOW = pytest.mark.slow
@@ -36,7 +35,11 @@ def poison(cache: Any, patch: pytest.MonkeyPatch) -> None:
 
 
 @SLOW
-@pytest.mark.parametrize("changes", [{"num_layers": 2, "windows": (20, None)}, SHARED], ids=["windows", "shared"])
+@pytest.mark.parametrize(
+    "changes",
+    [{"num_layers": 2, "windows": (20, None)}, {**SHARING, "windows": (20, None, None)}],
+    ids=["windows", "shared"],
+)
 def test_any_history_gives_what_a_fresh_prefill_gives(
     tiny_model: Any, tiny_spec: Any, device: str, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
 ) -> None:
@@ -55,7 +58,7 @@ def test_any_history_gives_what_a_fresh_prefill_gives(
     [
         pytest.param("fp16", 3, {}, id="few"),
         *(pytest.param(kv, 1, {}, id=kv, marks=SLOW) for kv in KINDS),
-        *(pytest.param(kv, 1, SHARED, id=f"{kv}-shared", marks=SLOW) for kv in ("fp16", "int4")),
+        *(pytest.param(kv, 1, SHARING, id=f"{kv}-shared", marks=SLOW) for kv in ("fp16", "int4")),
     ],
 )
 def test_released_pages_are_never_read(
@@ -70,7 +73,7 @@ def test_released_pages_are_never_read(
     """A token, drafts, their verification, a prompt's rows and a fork, behind a prompt that the reference read."""
     monkeypatch.setattr(snapshots, "SNAPSHOT_GAP", 2048)  # they would keep pages that are to be kept anyway
     window = 150 if KINDS[kv].windowed else 20  # wider than the tokens in half precision, so that pages are read
-    kinds = {"num_layers": 2, **changes, "windows": (window, None) * (2 if changes else 1)}
+    kinds = {"num_layers": 2, **changes, "windows": (window, *changes.get("windows", (None, None))[1:])}
     spec = tiny_spec(**{**SMALL, **kinds, "max_context": 2048})
     model = tiny_model(spec, residual_bits=0)
     options = DecoderOptions(kv=kv, context=2048, slots=2, max_rows=20)
