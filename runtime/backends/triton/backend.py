@@ -13,7 +13,7 @@ from runtime.backends import Device, Footprint, ModelSizes, Presence
 from runtime.backends.decoder import Decoder, DecoderOptions
 from runtime.backends.triton import gpu
 from runtime.backends.triton.failures import first_line
-from runtime.backends.triton.sizes import BESIDE, COPIED_BYTES, buffer_bytes, expert_bytes, weight_bytes
+from runtime.backends.triton.sizes import COPIED_BYTES, buffer_bytes, expert_bytes, weight_bytes
 from runtime.errors import BackendError, Problem
 from runtime.kv.kinds import KINDS, KVKind
 
@@ -55,7 +55,6 @@ class TritonBackend:
         Residuals stay in main memory, except two layers' for prompts (of experts, those of all in a block), and what
         several rows share of one.
         """
-        _check_layers(spec)
         copied = Counter[str]()  # those of a block's experts together
         for name in spec.linear_names():
             N, K = spec.linear_shape(name)
@@ -89,7 +88,6 @@ class TritonBackend:
 
     def open(self, model: Weights, options: DecoderOptions, progress: ProgressCallback = ignore_progress) -> Decoder:
         """See `runtime.backends.Backend.open`."""
-        _check_layers(model.spec)
         try:
             from runtime.backends.triton.decoder import TritonDecoder
             from runtime.backends.triton.warmup import warm_up
@@ -121,14 +119,6 @@ class TritonBackend:
     def link_gb_s(self) -> float | None:
         """See `runtime.backends.Backend.link_gb_s`."""
         return gpu.link_gb_s()
-
-
-def _check_layers(spec: ModelSpec) -> None:
-    """Raise BackendError if a model has layers that this backend does not run."""
-    if spec.mixture is not None and spec.mixture.beside:
-        raise BackendError(BESIDE)
-    if spec.wide_heads is not None or spec.v_norm or spec.scaled or spec.token_width or spec.lent_layers:
-        raise BackendError(f"the GPU backend has no kernels for the heads of {spec.family} models: use the CPU backend")
 
 
 BACKEND = TritonBackend()

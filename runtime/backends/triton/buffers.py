@@ -28,7 +28,8 @@ from runtime.backends.triton.workspace import Workspace
 class Buffers:
     """Activations of the widest step, the step's inputs on the device, and auxiliary buffers of kernels.
 
-    A linear layer's output is only read by the next kernel, so all layers share one buffer. Compensations, which run
+    A linear layer's output is mostly read by the next kernel, so layers share one buffer, and another one where two
+    outputs are read together (`runtime.backends.triton.sizes.is_kept`). Compensations, which run
     concurrently with products, have a buffer of their own for a few rows. Logits of more than one row, which only
     evaluation requests, may allocate memory that is released after the step.
 
@@ -52,6 +53,12 @@ class Buffers:
         self._stream = torch.zeros(sizes.stream, device=device)
         self._output = torch.zeros(sizes.output, device=device)
         self._compensation = torch.zeros(sizes.compensation, device=device)
+        self._kept = torch.zeros(sizes.kept, device=device)
+        self._kept_compensation = torch.zeros(sizes.kept_compensation, device=device)
+        self._embedded = torch.zeros(sizes.embedded, dtype=torch.float16, device=device)
+        self._embedded_sums = torch.zeros(sizes.embedded_sums, device=device)
+        self.own_tokens = torch.zeros((rows, sizes.own_tokens // rows), dtype=torch.float16, device=device)
+        """float16 [rows, blocks * P], the tokens' embeddings of the blocks' own; another input of a step."""
         self.inputs = torch.zeros((4, rows), dtype=torch.int32, device=device)
         """int32 [4, rows], a step's inputs, which are the next four."""
         self.tokens: torch.Tensor = self.inputs[0]
@@ -109,20 +116,27 @@ class Buffers:
         chunks = self.main.scratch(M * numbers).view(M, spec.value_heads, 2, CHUNK)
         return Mixed(self._waiting.view(-1, width), self._mixed[: M * width].view(M, width), chunks)
 
-    def output(self, M: int, N: int) -> torch.Tensor:
-        """float32 [M, N], the output of a linear layer, valid until the next one is requested."""
+    def embedded(self, M: int, C: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """float16 [M, C], the tokens' embeddings, valid until a step ends, and the sums of their pieces, if needed."""
+        of = self.sums(M, C)
+        sums = None if of is None else self._embedded_sums[: of.numel()].view(of.shape)
+        return self._embedded[: M * C].view(M, C), sums
+
+    def output(self, M: int, N: int, *, kept: bool = False) -> torch.Tensor:
+        """float32 [M, N], the output of a linear layer, valid until the next one, `kept` or not, is requested."""
+        if kept:
+            return self._kept[: M * N].view(M, N)
         if self._output.numel() < M * N:
             return torch.empty(M, N, device=self._output.device)
         return self._output[: M * N].view(M, N)
 
-    def compensation(self, M: int, N: int) -> torch.Tensor | None:
+    def compensation(self, M: int, N: int, *, kept: bool = False) -> torch.Tensor | None:
         """float32 [M, N], the compensation of an output; None if there are so many rows that it is added in place.
 
         The side stream writes it after all earlier launches, including the last reader of its old contents.
         """
-        if self._compensation.numel() < M * N:
-            return None
-        return self._compensation[: M * N].view(M, N)
+        buffer = self._kept_compensation if kept else self._compensation
+        return None if buffer.numel() < M * N else buffer[: M * N].view(M, N)
 
 
 class RoutingBuffers:
@@ -178,6 +192,12 @@ class Value:
     """An input as INT8 tokens, if products read these."""
     norm: str = ""
     """Norm of heads, or of an output to be added, still to be applied."""
+    own_norm: str = ""
+    """Norm of an output that is to be added together with another, before both are."""
+    beside: Value | None = None
+    """That other output, with its own `norm`; the `norm` of the first is then that of their sum."""
+    scale: str = ""
+    """Number of a block by which this residual stream is multiplied, once the output is added."""
     tokens: torch.Tensor | None = None
     """Tokens int32 [M] whose embeddings will become this residual stream."""
     gathered: bool = False

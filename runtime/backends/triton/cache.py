@@ -13,7 +13,8 @@ from runtime.backends.triton.kernels.cache.pages import LayerPages
 from runtime.backends.triton.kernels.low_rank import low_rank
 from runtime.backends.triton.states import DeviceMemory, RunTable
 from runtime.kv.control import Int32Array, PagedCache, runs_of
-from runtime.kv.groups import page_groups
+from runtime.kv.groups import layers_alike, page_groups
+from runtime.kv.joint import joined
 from runtime.kv.kinds import CacheKind
 from runtime.kv.torch_store import TorchStore
 
@@ -73,13 +74,21 @@ class GpuCache(PagedCache):
         pages: int | None = None,
     ) -> None:
         sizes: dict[str, Any] = {"context": context, "slots": slots, "max_rows": max_rows, "pages": pages}
-        groups, window = page_groups(kind, spec, **sizes), kind.window_capacity(max_rows)
-        self.stores = tuple(
-            GpuStore(kind, spec, pages=own.pages, slots=slots, window=window, device=device, layers=own.layers)
-            for own in groups
+        window = kind.window_capacity(max_rows)
+        groups = [
+            {
+                layers: GpuStore(
+                    kind, spec, pages=group.pages, slots=slots, window=window, device=device, layers=layers
+                )
+                for layers in layers_alike(spec, group.layers)
+            }
+            for group in page_groups(kind, spec, **sizes)
+        ]
+        self.stores = tuple(store for stores in groups for store in stores.values())
+        """The buffers, for each group and each shape of heads."""
+        super().__init__(
+            kind, spec, *(joined([*stores.values()]) for stores in groups), **sizes, memory=DeviceMemory(device)
         )
-        """The buffers, for each group."""
-        super().__init__(kind, spec, *self.stores, **sizes, memory=DeviceMemory(device))
         pinned, shape = device.type == "cuda", self.table.tables.shape
         self._tables = tuple(torch.full(shape, -1, dtype=torch.int32, pin_memory=pinned) for _ in groups)
         self._paged = torch.zeros(slots, dtype=torch.int32, pin_memory=pinned)
@@ -88,8 +97,9 @@ class GpuCache(PagedCache):
         """int32 [slots], tokens in pages, on the device."""
         self.layers = {
             layer: store.layer(place, tables, self.paged)
-            for group, store, tables in zip(groups, self.stores, self._there, strict=True)
-            for place, layer in enumerate(group.layers)
+            for stores, tables in zip(groups, self._there, strict=True)
+            for layers, store in stores.items()
+            for place, layer in enumerate(layers)
         }
         """Each layer with a cache as kernels read it."""
         self.runs = None if self.states is None else RunTable(self.states, slots, device)

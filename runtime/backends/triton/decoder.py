@@ -130,6 +130,7 @@ class TritonDecoder:
         pinned = self._on_gpu
         rows, drawn = options.max_rows, min(options.max_rows, LOGIT_ROWS)
         self._inputs = torch.zeros((len(_INPUTS), rows), dtype=torch.int32, pin_memory=pinned)
+        self._own_tokens = torch.zeros(self._buffers.own_tokens.shape, dtype=torch.float16, pin_memory=pinned)
         self._logits = torch.zeros((drawn, self.spec.vocab_size), pin_memory=pinned)
         self._status = torch.zeros(2, dtype=torch.int32, pin_memory=pinned)
         self._draws = HostDraws(rows, self.spec.vocab_size, pinned=pinned)
@@ -184,7 +185,7 @@ class TritonDecoder:
     def hidden(self, step: Step) -> Float32Array:
         """See `runtime.backends.decoder.Decoder.hidden`."""
         shape = self._begin(step)
-        self._buffers.inputs.copy_(self._inputs, non_blocking=True)
+        self._bring(shape.M)
         run = self._pass(shape)
         found = run.norm(body(run, self.spec), "norm").tensor.to("cpu", torch.float32)
         if not bool(torch.isfinite(found).all()):
@@ -233,6 +234,8 @@ class TritonDecoder:
         tokens = self._model.rows_of(step.tokens)
         for own, values in zip(self._inputs, (tokens, step.slots, step.positions, step.logit_rows), strict=True):
             own[: values.size] = torch.from_numpy(np.ascontiguousarray(values))
+        if self._model.own_tokens is not None:
+            self._own_tokens.numpy()[: step.tokens.size] = self._model.own_tokens[step.tokens]
         way, layers = compensation_of(step, self.options), self.options.sensitive_layers if step.draft else ()
         return _Shape(step.tokens.size, step.logit_rows.size, way, step.draft, layers)
 
@@ -296,7 +299,7 @@ class TritonDecoder:
         self._graphs.clear()
         self._drawing.clear()
         self._model.close()
-        del self._buffers, self._inputs, self._logits, self._status, self._draws
+        del self._buffers, self._inputs, self._own_tokens, self._logits, self._status, self._draws
         with suppress(RuntimeError):  # a card that stopped working releases nothing
             return_cached()
 
@@ -307,11 +310,17 @@ class TritonDecoder:
 
     def _launch(self, shape: _Shape) -> torch.Tensor:
         """Start a step's kernels, from the inputs in page-locked memory to the logits on the device."""
-        self._buffers.inputs.copy_(self._inputs, non_blocking=True)
+        self._bring(shape.M)
         run = self._pass(shape)
         logits = run.finish(forward(run, self.spec))
         self._status.copy_(self._buffers.status, non_blocking=True)
         return logits
+
+    def _bring(self, M: int) -> None:
+        """Start copying a step's inputs to the device."""
+        self._buffers.inputs.copy_(self._inputs, non_blocking=True)
+        if self._own_tokens.numel():
+            self._buffers.own_tokens[:M].copy_(self._own_tokens[:M], non_blocking=True)
 
     def _pass(self, shape: _Shape) -> Pass:
         """The launcher of a step's kernels."""

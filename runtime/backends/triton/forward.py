@@ -26,16 +26,15 @@ from runtime.backends.triton.kernels.attention.kernel import attend
 from runtime.backends.triton.kernels.cache.pages import Rows
 from runtime.backends.triton.kernels.convolution import convolve
 from runtime.backends.triton.kernels.delta.kernel import recur
-from runtime.backends.triton.kernels.gate import gate
-from runtime.backends.triton.kernels.norm import RowNorms, add_norm, embed_norm
+from runtime.backends.triton.kernels.gate import OwnTokens, gate, token_gate
+from runtime.backends.triton.kernels.norm import Beside, RowNorms, add_norm, embed_norm
 from runtime.backends.triton.kernels.residual_gemm import multiply
 from runtime.backends.triton.kernels.rope import HeadNorms, Projected, TurnedNorms, heads
 from runtime.backends.triton.kernels.tokens import round_tokens
 from runtime.backends.triton.mixture import Mixture, Watch
 from runtime.backends.triton.model import GpuModel
 from runtime.backends.triton.products import compensated_product, product
-from runtime.backends.triton.sizes import BESIDE, PIECE, SUMMED_ROWS
-from runtime.errors import BackendError
+from runtime.backends.triton.sizes import PIECE, SUMMED_ROWS, is_kept
 
 
 class Pass(StateOperations[Value]):
@@ -67,41 +66,74 @@ class Pass(StateOperations[Value]):
         self._model, self._spec, self._buffers = model, model.spec, buffers
         self._M, self._R, self._way, self._draft, self._sensitive = M, R, way, draft, sensitive
         self._side = side
+        self._embedded: Value | None = None
+        """The tokens' embeddings, where every block reads them."""
+        self._applied: Value | None = None
+        """The residual stream whose pending operations have been applied."""
         self.watch: Watch | None = None
         """Called with every selecting layer's input, and the positions of its rows."""
         if way == "shared":
             model.staging.begin(few=M <= SUMMED_ROWS)
 
     def embed(self, layer: int | None = None) -> Value:
-        """See `models.architecture.Operations`. Deferred to the first norm."""
-        assert layer is None  # such models are refused (`backend.py`)
-        return Value(self._buffers.stream(self._M, self._spec.hidden_size), tokens=self._buffers.tokens[: self._M])
+        """See `models.architecture.Operations`. Deferred to the first norm, unless every block reads embeddings."""
+        M, C, P, buffers = self._M, self._spec.hidden_size, self._spec.token_width, self._buffers
+        if layer is not None:
+            return Value(buffers.own_tokens[:M, layer * P : (layer + 1) * P])
+        if self._embedded is not None:
+            return self._embedded
+        stream = Value(buffers.stream(M, C), tokens=buffers.tokens[:M])
+        if not P:
+            return stream
+        x, sums = buffers.embedded(M, C)
+        embed_norm(buffers.tokens[:M], self._model.table, stream.tensor, RowNorms(None, 0.0), x, sums)
+        self._embedded, self._applied = Value(x, sums=sums), stream
+        return stream
 
     def norm(self, x: Value, name: str) -> Value:
-        """See `models.architecture.Operations`. First adds pending outputs to the residual stream."""
-        h, C = x.tensor, self._spec.hidden_size
-        y, dec = (None, None) if x.added is None else (x.added.tensor, x.added.dec)
+        """See `models.architecture.Operations`. First adds pending outputs to the residual stream.
+
+        Norms of what routers read are left to these.
+        """
+        if name.endswith("router_norm"):
+            assert x is self._applied
+            return Value(x.tensor, norm=name)
+        h, C, y = x.tensor, self._spec.hidden_size, None if x is self._applied else x.added
         rows = self._buffers.logit_rows[: self._R] if x.gathered else None
         M = self._R if x.gathered else self._M
         out, sums, rounded = self._buffers.input(M, C), self._buffers.sums(M, C), self._buffers.rounded(M, C)
-        weight = self._model.norms[name] if name else None
-        added = self._model.norms[x.added.norm] if x.added is not None and x.added.norm else None
-        norms = RowNorms(weight, self._spec.norm_eps, added, self._spec.inner_eps or self._spec.norm_eps)
-        if x.tokens is not None:
-            embed_norm(x.tokens, self._model.table, h, norms, out, sums if rounded is None else rounded)
+        norms, left = self._row_norms(name, y, x.scale), sums if rounded is None else rounded
+        if x.tokens is not None and x is not self._applied:
+            embed_norm(x.tokens, self._model.table, h, norms, out, left)
         elif out.numel():
-            add_norm(h, y, dec, norms, out, rows, sums if rounded is None else rounded)
+            tensor, dec = (None, None) if y is None else (y.tensor, y.dec)
+            add_norm(h, tensor, dec, norms, out, rows, left)
+        if not x.gathered:
+            self._applied = x
         return Value(out, sums=sums, rounded=rounded, gathered=x.gathered)
+
+    def _row_norms(self, name: str, added: Value | None, scale: str) -> RowNorms:
+        """The norm `name` of the residual stream, if any, and what becomes of an output that is added before."""
+        norms, eps = self._model.norms, self._spec.norm_eps
+        found = RowNorms(norms[name] if name else None, eps, added_eps=self._spec.inner_eps or eps)
+        if added is None:
+            return found
+        both = added.beside
+        return found._replace(
+            added=norms[added.norm] if added.norm else None,
+            beside=None if both is None else Beside(both.tensor, both.dec, norms[both.norm], norms[added.own_norm]),
+            scale=norms[scale] if scale else self._model.one,
+        )
 
     def plain(self, x: Value) -> Value:
         """See `models.architecture.Operations`. First adds pending outputs to the residual stream."""
-        return self.norm(x, "")
+        return self._mixed(x.tensor, x.sums) if x is self._embedded else self.norm(x, "")
 
     def linear(self, x: Value, name: str) -> Value:
         """See `models.architecture.Operations`."""
         linear = self._model.linears[name]
-        M, N = x.tensor.shape[0], linear.packed.shape[0]
-        out = self._buffers.output(M, N)
+        (M, _), (N, _), kept = x.tensor.shape, linear.packed.shape, is_kept(self._spec, name)
+        out = self._buffers.output(M, N, kept=kept)
         if not M:
             return Value(out)
         if self._way == "shared" and linear.shared is not None:
@@ -113,7 +145,7 @@ class Pass(StateOperations[Value]):
         if not by_rows or linear.selection is None:
             product(linear, x, out, self._buffers)
             return Value(out)
-        dec, positions = self._buffers.compensation(M, N), self._positions(x)
+        dec, positions = self._buffers.compensation(M, N, kept=kept), self._positions(x)
         if self.watch is not None:
             self.watch(linear, x.tensor, positions, None)
         compensated_product(linear, x, positions, out, dec, self._buffers, self._side, copied=self._model.copied)
@@ -134,16 +166,14 @@ class Pass(StateOperations[Value]):
     def attend(self, q: Value, k: Value | None, v: Value | None, layer: int) -> Value:
         """See `models.architecture.Operations`."""
         model, spec, buffers, M = self._model, self._spec, self._buffers, self._M
-        assert k is not None
-        assert v is not None
-        assert q.tensor is v.tensor
-        pages, window = model.cache.layers[layer], spec.windows[layer]
-        queries, out = buffers.queries(M, spec.q_width), buffers.input(M, spec.q_width)
-        q_norm, k_norm = (model.norms[x.norm] if x.norm else None for x in (q, k))
+        assert v is None or q.tensor is v.tensor
+        owner, window, width = spec.cache_of(layer), spec.windows[layer], spec.heads_of(layer).q_width
+        pages, queries, out = model.cache.layers[owner], buffers.queries(M, width), buffers.input(M, width)
+        q_norm, k_norm = (model.norms[x.norm] if x is not None and x.norm else None for x in (q, k))
         form = TurnedNorms if spec.qk_norm_form == "turned" else HeadNorms
-        norms = form(q_norm, k_norm, spec.eps_of(f"layers.{layer}.q_norm"))
-        rope, basis = model.ropes[layer], model.bases[layer]
-        heads(v.tensor, v.dec, norms, rope, basis, self._rows, pages, queries)
+        value_eps = spec.eps_of(f"layers.{layer}.v_norm") if spec.v_norm else None
+        norms = form(q_norm, k_norm, spec.eps_of(f"layers.{layer}.q_norm"), value_eps)
+        heads(q.tensor, q.dec, norms, model.ropes[layer], model.bases[owner], self._rows, pages, queries)
         context, draft = model.options.context, self._draft and layer not in self._sensitive
         sums = attend(
             queries,
@@ -156,7 +186,7 @@ class Pass(StateOperations[Value]):
             draft=draft,
             cap=spec.score_cap,
             sinks=model.norms[f"layers.{layer}.sinks"] if spec.sinks else None,
-            gates=_gates(v, spec.q_width) if spec.gated else None,
+            gates=_gates(q, width) if spec.gated else None,
         )
         return self._mixed(out, sums)
 
@@ -184,39 +214,45 @@ class Pass(StateOperations[Value]):
         return self._mixed(out, sums)
 
     def _mixed(self, x: torch.Tensor, sums: torch.Tensor | None) -> Value:
-        """What a block's mixer gives, float16 [M, K], with the sums of its pieces if known, as the input of `o`."""
+        """Activations float16 [M, K], with the sums of their pieces if known, as the input of a linear layer."""
         rounded = self._buffers.rounded(*x.shape)
         if rounded is not None:
             round_tokens(x, rounded)
         return Value(x, sums=sums, rounded=rounded)
 
-    def settle(self, y: Value, norm: str) -> Value:  # noqa: ARG002  no kernels for it
-        """See `models.architecture.Operations`."""
-        raise BackendError(BESIDE)
+    def settle(self, y: Value, norm: str) -> Value:
+        """See `models.architecture.Operations`. Deferred to the norm that reads the sum with another output."""
+        return replace(y, own_norm=norm)
 
     def experts(self, x: Value, layer: int, routed: Value | None = None) -> Value:
         """See `models.architecture.Operations`."""
-        assert routed is None  # such models are refused (`backend.py`)
         positions = self._buffers.positions[: self._M]
         mixture = Mixture(
             self._model, self._buffers, side=self._side, way=self._way, positions=positions, watch=self.watch
         )
-        return mixture.run(x, layer)
+        return mixture.run(x, layer, x if routed is None else routed)
 
     def gate(self, gate_value: Value, up: Value) -> Value:
         """See `models.architecture.Operations`."""
-        assert gate_value.tensor is up.tensor
-        spec, width = self._spec, self._spec.intermediate_size
+        spec, context, width = self._spec, up.added, up.tensor.shape[1]
+        width = width if context is not None else width // 2
         out, sums = self._buffers.input(self._M, width), self._buffers.sums(self._M, width)
-        rounded = self._buffers.rounded(self._M, width)
         gelu, limit = spec.activation == "gelu_tanh", spec.gate_limit
+        if context is not None:
+            weight, eps = self._model.norms[context.norm], spec.eps_of(context.norm)
+            tokens = OwnTokens(up.tensor, up.tensor.stride(0), weight, eps)
+            own, other = (Projected(each.tensor, each.dec) for each in (gate_value, context))
+            token_gate(own, other, tokens, out, sums, gelu=gelu, limit=limit)
+            return self._mixed(out, sums)
+        assert gate_value.tensor is up.tensor
+        rounded = self._buffers.rounded(self._M, width)
         gate(up.tensor, up.dec, out, sums, rounded, gelu=gelu, limit=limit)
         return Value(out, sums=sums, rounded=rounded)
 
     def add(self, x: Value, y: Value, norm: str = "", scale: str = "") -> Value:
-        """See `models.architecture.Operations`. Deferred to the norm that reads the sum."""
-        assert not scale
-        return Value(x.tensor, added=replace(y, norm=norm))
+        """See `models.architecture.Operations`. Deferred to the norm, or the gate, that reads the sum."""
+        y = replace(y, norm=norm)
+        return replace(x, beside=y) if x.own_norm else Value(x.tensor, added=y, scale=scale)
 
     def logit_rows(self, x: Value) -> Value:
         """See `models.architecture.Operations`. Deferred to the norm that reads the rows."""

@@ -57,27 +57,28 @@ class Mixture:
         self._model, self._spec, self._buffers, self._side = model, model.spec, buffers, side
         self._way, self._positions, self._watch = way, positions, watch
 
-    def run(self, x: Value, layer: int) -> Value:
+    def run(self, x: Value, layer: int, routed: Value) -> Value:
         """The experts of a block.
 
         Args:
             x: float16 [M, C], with the sums of its pieces if there are few rows.
             layer: The block.
+            routed: [M, C], what the router reads: the same, or the residual stream.
 
         Returns:
             float32 [M, C], with compensation still to be added if it has a buffer of its own.
         """
         M, buffers = x.tensor.shape[0], self._buffers
         assert buffers.routing is not None
-        routed = buffers.routing.routed(M)
-        route(x.tensor, self._model.routers[layer], routed, buffers.main)
+        chosen = buffers.routing.routed(M)
+        route(routed.tensor, self._model.routers[layer], chosen, buffers.main)
         gate_up, down = (self._model.linears[f"layers.{layer}.experts.0.{kind}"] for kind in ("gate_up", "down"))
         if M > SUMMED_ROWS:
-            return self._many(x, gate_up, down, routed, buffers.routing)
-        pairs = routed.chosen.numel()
-        inner = self.product(gate_up, x, routed.chosen, buffers.output(pairs, gate_up.weight.shape[0]))
+            return self._many(x, gate_up, down, chosen, buffers.routing)
+        pairs = chosen.chosen.numel()
+        inner = self.product(gate_up, x, chosen.chosen, buffers.output(pairs, gate_up.weight.shape[0]))
         out = buffers.output(M, self._spec.hidden_size)
-        return self.product(down, self._gate(inner, routed), routed.chosen, out, shares=routed.shares)
+        return self.product(down, self._gate(inner, chosen), chosen.chosen, out, shares=chosen.shares)
 
     def product(
         self, linear: Linear, x: Value, chosen: torch.Tensor, out: torch.Tensor, *, shares: torch.Tensor | None = None

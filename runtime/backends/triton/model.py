@@ -96,6 +96,8 @@ class GpuModel:
         self.copied = torch.empty(0, dtype=torch.int32, device=device)
         """int32, where several rows of a step share the residuals that they fetch."""
         self.norms = {name: self._move(np.array(weights.vector(name), np.float32)) for name in spec.vector_names()}
+        self.one = torch.ones(1, device=device) if spec.scaled else None
+        """float32 [1], by which the stream is multiplied within a block, where it is by a number of each at its end."""
         self.placement = self._placement()
         """Where experts are; None if the model has none."""
         self.routers = {
@@ -105,6 +107,8 @@ class GpuModel:
         self._unlocked: npt.NDArray[np.float16] | None = None
         """The embedding table, if its memory could not be page-locked."""
         self.table = self._table(weights)
+        self.own_tokens = np.asarray(weights.token_table(), np.float16) if spec.token_width else None
+        """float16 [V, blocks * P], embeddings of the blocks' own, mapped; None if there are none."""
         self.ropes = self._ropes()
         """Of each layer; angles of 0 where it has none."""
         self.cache = GpuCache(
@@ -202,7 +206,7 @@ class GpuModel:
         self.ropes.clear()
         self.staging = Staging([], self.device, None)
         self.table = self.copied = torch.empty(0)
-        self._unlocked = None
+        self._unlocked = self.own_tokens = self.one = None
         self.cache.close()
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
@@ -252,10 +256,14 @@ class GpuModel:
     def _router(self, weights: Weights, layer: int) -> GpuRouter:
         assert self.spec.mixture is not None
         name = router_of(layer)
-        weight = self._move(np.array(weights.vector(name), np.float32))
+        weight, eps = self._move(np.array(weights.vector(name), np.float32)), None
+        if self.spec.mixture.beside:
+            weight, eps = weight * self.norms[f"{name}_norm"], self.spec.eps_of(f"{name}_norm")
         bias, correction = (self.norms.get(f"{name}_{kind}") for kind in ("bias", "correction"))
         counts = None if self.placement is None else self.placement.counts_of(layer)
-        return GpuRouter(mixture=self.spec.mixture, weight=weight, bias=bias, correction=correction, counts=counts)
+        return GpuRouter(
+            mixture=self.spec.mixture, weight=weight, bias=bias, correction=correction, counts=counts, eps=eps
+        )
 
     def _recent(self, layer: int) -> Recent:
         assert self.cache.states is not None

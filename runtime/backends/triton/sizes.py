@@ -9,11 +9,8 @@ from dataclasses import dataclass, replace
 
 from models.recipe import Recipe
 from models.rope import table_bytes
-from models.spec import DeltaSpec, ModelSpec, expert_of
+from models.spec import MLP_TYPES, TOKEN_LINEARS, DeltaSpec, ModelSpec, expert_of
 from runtime.kv.states import WAITING
-
-BESIDE = "the GPU backend has no kernels for experts beside an MLP: use the CPU backend"
-"""Why a model with such blocks is refused."""
 
 BLOCK = 512
 """Input channels of a block."""
@@ -79,12 +76,23 @@ class BufferSizes:
     """float32, the compensation of an output of few rows."""
     scratch: int
     """float32, split results of kernels until they are merged."""
+    kept: int
+    """float32, an output that is read together with another one's (`is_kept`)."""
+    kept_compensation: int
+    """float32, its compensation."""
+    embedded: int
+    """float16, the tokens' embeddings, where every block reads them."""
+    embedded_sums: int
+    """float32, their sums, of few rows."""
+    own_tokens: int
+    """float16, embeddings of the blocks' own."""
 
     @property
     def nbytes(self) -> int:
         """Bytes of all of them."""
-        bytes_2 = self.inputs + self.queries
+        bytes_2 = self.inputs + self.queries + self.embedded + self.own_tokens
         bytes_4 = self.sums + self.token_sums + self.token_scales + self.stream + self.output + self.compensation
+        bytes_4 += self.kept + self.kept_compensation + self.embedded_sums
         return self.tokens + 2 * bytes_2 + 4 * (bytes_4 + self.scratch + self.waiting + self.mixed)
 
 
@@ -131,12 +139,15 @@ def buffer_sizes(spec: ModelSpec, rows: int, token_group: int | None = None) -> 
         rows: Most rows of a step.
         token_group: Channels per sum of INT8 tokens, 0 = the whole row; None if products read half precision.
     """
-    shapes = [spec.linear_shape(f"layers.{layer}.{kind}") for layer in range(spec.num_layers) for kind in ("qkv", "o")]
-    if not all(map(spec.has_experts, range(spec.num_layers))):
-        shapes += [(2 * spec.intermediate_size, spec.hidden_size), (spec.hidden_size, spec.intermediate_size)]
+    blocks = range(spec.num_layers)
+    shapes = [spec.linear_shape(f"layers.{layer}.{kind}") for layer in blocks for kind in _kinds(spec, layer)]
+    heads = [spec.heads_of(layer) for layer in blocks]
     widest, longest = max(N for N, _ in shapes), max(K for _, K in shapes)
     token = 0 if token_group is None else token_width(longest, token_group)
     few, concurrent = min(rows, SUMMED_ROWS), min(rows, CONCURRENT_ROWS)
+    beside = spec.mixture is not None and spec.mixture.beside
+    kept = max(spec.token_width, spec.hidden_size if beside else 0)
+    embedded = spec.hidden_size if spec.token_width else 0
     inputs = 0 if spec.delta is None else spec.delta.inputs
     chunks = 0 if spec.delta is None else rows * chunk_numbers(spec.delta)
     sizes = BufferSizes(
@@ -145,13 +156,18 @@ def buffer_sizes(spec: ModelSpec, rows: int, token_group: int | None = None) -> 
         tokens=rows * token,
         token_sums=rows * (token // (token_group or max(1, token))),
         token_scales=rows if token else 0,
-        queries=rows * spec.q_width,
+        queries=rows * max(own.q_width for own in heads),
         waiting=min(rows, RUNS_TOGETHER) * WAITING * inputs,
         mixed=rows * inputs,
         stream=rows * spec.hidden_size,
         output=max(rows * widest, min(rows, LOGIT_ROWS) * spec.vocab_size),
         compensation=max(concurrent * widest, spec.vocab_size),
-        scratch=max(SPLIT_ROWS * (spec.head_dim + 2), chunks),
+        scratch=max(SPLIT_ROWS * (max(own.dim for own in heads) + 2), chunks),
+        kept=rows * kept,
+        kept_compensation=concurrent * kept,
+        embedded=rows * embedded,
+        embedded_sums=few * pieces(embedded),
+        own_tokens=rows * spec.num_layers * spec.token_width,
     )
     if spec.mixture is None:
         return sizes
@@ -165,6 +181,22 @@ def buffer_sizes(spec: ModelSpec, rows: int, token_group: int | None = None) -> 
         compensation=max(sizes.compensation, 2 * concurrent * read * width),
         scratch=max(sizes.scratch, few * read * C),
     )
+
+
+def _kinds(spec: ModelSpec, layer: int) -> tuple[str, ...]:
+    """The linear layers of a block but those of experts."""
+    replaced = spec.mixture is not None and spec.has_experts(layer) and not spec.mixture.beside
+    return ("qkv", "o", *(() if replaced else MLP_TYPES), *(TOKEN_LINEARS if spec.token_width else ()))
+
+
+def is_kept(spec: ModelSpec, name: str) -> bool:
+    """Whether the output of a linear layer, `layers.3.down`, is read when that of another one is there, too.
+
+    The stream's part of a gate waits for the tokens', and an MLP for the experts beside it.
+    """
+    if spec.mixture is not None and spec.mixture.beside and name.endswith(".down") and expert_of(name) is None:
+        return spec.has_experts(int(name.split(".")[1])) and not name.endswith("inner.down")
+    return name.endswith("inner.gate_up")
 
 
 def buffer_bytes(spec: ModelSpec, context: int, rows: int, token_group: int | None = None) -> int:

@@ -59,6 +59,16 @@ class Amount:
     """Tokens of the bundled model's answer."""
 
 
+_BLOCKS = {
+    "Qwen3 30B-A3B": 1,
+    "gpt-oss 20B": 1,
+    "Qwen3.5 4B": 4,
+    "Gemma 3 4B": 6,
+    "Gemma 4 E2B": 5,
+    "Gemma 4 26B-A4B": 1,
+}
+"""Models and how many blocks of each: the first ones have what is special about the family."""
+
 FULL = Amount(
     bench=replace(GPU, rounds=30, tokens=48, turns=3, readings=3, kinds=("qkv", "o", "gate_up", "down")),
     beside=("o", "gate_up"),
@@ -74,10 +84,7 @@ FULL = Amount(
     wide_decoded=2,
     rows=(2, 5, 8, 16),
     slots=3,
-    families={
-        title: blocks(title, count)
-        for title, count in {"Qwen3 30B-A3B": 1, "gpt-oss 20B": 1, "Qwen3.5 4B": 4, "Gemma 3 4B": 6}.items()
-    },
+    families={title: blocks(title, count) for title, count in _BLOCKS.items()},
     selected=(4096, 14336),
     tuned=llama(hidden=4096, intermediate=14336, layers=6, heads=32, kv_heads=8, vocab=4096),
     context=8192,

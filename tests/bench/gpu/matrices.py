@@ -120,12 +120,15 @@ class RandomModel:
 
     def embedding(self) -> npt.NDArray[np.float16]:
         """The embedding table: 1024 random rows, again and again."""
-        rows = np.random.default_rng(0).standard_normal((1024, self.spec.hidden_size), np.float32).astype(np.float16)
-        return np.resize(rows, (self.spec.vocab_size, self.spec.hidden_size))
+        return self._table(self.spec.hidden_size)
 
     def token_table(self) -> npt.NDArray[np.float16]:
-        """No block has embeddings of its own."""
-        return np.zeros((self.spec.vocab_size, 0), np.float16)
+        """Embeddings of the blocks' own, likewise."""
+        return self._table(self.spec.num_layers * self.spec.token_width)
+
+    def _table(self, width: int) -> npt.NDArray[np.float16]:
+        rows = np.random.default_rng(0).standard_normal((1024, width), np.float32).astype(np.float16)
+        return np.resize(rows, (self.spec.vocab_size, width))
 
     def expert_tokens(self, _layer: int) -> npt.NDArray[np.int32]:
         """Nothing is known of where tokens go."""

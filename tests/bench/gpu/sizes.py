@@ -127,7 +127,13 @@ FULL = Sizes(
     budgets=(0.0, 2.5, 5.0, 10.0, 20.0),
     families={
         title: blocks(title, count)
-        for title, count in {"Qwen3 30B-A3B": 6, "gpt-oss 20B": 6, "Qwen3.5 4B": 8, "Gemma 3 4B": 12}.items()
+        for title, count in {
+            "Qwen3 30B-A3B": 6,
+            "gpt-oss 20B": 6,
+            "Qwen3.5 4B": 8,
+            "Gemma 3 4B": 12,
+            "Gemma 4 E2B": 35,
+        }.items()
     },
     family_k_chunks=(0, 16),
     family_rows=512,

@@ -39,7 +39,8 @@ which writes this page, with Triton {triton}; its own ptxas {ptxas} generated th
   registers each leaves room for three more, one of 128 threads with 255 each for only one more.
 - **shared**: bytes of shared memory per program.
 - **spills**: bytes of a thread's registers spilled to local memory. Anything but zero is a defect, except 8
-  bytes where they buy two programs more (`gemv.REGISTERS`).
+  bytes where they buy two programs more (`gemv.REGISTERS`), and 56 of GEAR's attention over 512 channels from sm_100
+  on, where no tile spills less.
 - **programs**: concurrent programs per multiprocessor, limited by registers, shared memory and warps.
 - **instructions**: machine instructions in the kernel's code, including unrolled loops and padding. The number shows
   growth of a kernel, not its speed.
@@ -57,7 +58,8 @@ Specializations that Triton's own lookup distinguishes in the first steps of a l
 first time on a machine), and launches of Triton kernels in a decoded token. torch adds two launches: the head's
 compensation, and the sum that detects NaN and infinity. Decoding is compensated; compensated prompts add two kernels.
 Of the kernels, four are for steps of several rows: drafts and parallel answers. Experts take ten more, delta rules
-five, short convolutions one, windows in some blocks alone three.
+five, short convolutions one, windows in some blocks alone three; heads of two widths another one for the heads, for
+the merge and for flushed pages, norms behind one, and embeddings of the blocks' own four.
 
 | model | cache | kernels compiled | of them products, attention | launches of a token |
 |---|---|--:|--:|--:|

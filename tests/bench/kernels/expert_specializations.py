@@ -36,6 +36,8 @@ CORRECTED = MixtureSpec(
 
 BIASED = MixtureSpec(experts=32, chosen=4, width=2880, normalized=True, bias=True)
 """gpt-oss-20b's."""
+BESIDE = MixtureSpec(experts=128, chosen=8, width=704, normalized=True, beside=True)
+"""Gemma 4 26B-A4B's."""
 
 
 def types(**names: str) -> dict[str, Types]:
@@ -50,9 +52,12 @@ def form(bits: int, K: int) -> Form:
 
 
 def route() -> Iterator[Specialization]:
-    """Tokens and prompts, counted and not: as they are; with scores, a correction and a shared expert; with biases."""
+    """Tokens and prompts, counted and not: as they are; with scores, a correction and a shared expert; with biases; of
+    the residual stream, through a norm."""
     for name, mixture, tile, counted in (
         ("route E128", MIXTURE, routing.ONE, False),
+        ("route E128 normed", BESIDE, routing.ONE, False),
+        ("route E128 normed prompt", BESIDE, routing.SEVERAL, False),
         ("route E128 counted", MIXTURE, routing.ONE, True),
         ("route E128 prompt", MIXTURE, routing.SEVERAL, False),
         ("route E128 prompt counted", MIXTURE, routing.SEVERAL, True),
@@ -62,14 +67,13 @@ def route() -> Iterator[Specialization]:
         ("route E32 biased prompt", BIASED, routing.SEVERAL, False),
     ):
         weight = routing.torch.empty(0)
-        given = {"bias_ptr": mixture.bias, "correction_ptr": mixture.corrected}
+        bias, correction = ("*fp32" if there else ABSENT for there in (mixture.bias, mixture.corrected))
         yield Specialization(
             name=name,
             kernel=routing._route_kernel,
             types={
-                "x_ptr": "*fp16",
-                "weight_ptr": "*fp32",
-                **{name: "*fp32" for name, there in given.items() if there},
+                "x_ptr": "*fp32" if mixture.beside else "*fp16",
+                "weights": routing.RouterWeights("*fp32", bias, correction, "fp32" if mixture.beside else ABSENT),
                 **({"counts_ptr": "*i32"} if counted else {}),
                 "routed": routing.Routed("*i32", "*fp32", "*fp32"),
                 "counters_ptr": "*i32",
@@ -79,7 +83,6 @@ def route() -> Iterator[Specialization]:
             constants={
                 "form": routing.GpuRouter(mixture=mixture, weight=weight, bias=None, correction=None).form,
                 "tile": tile,
-                **{name: None for name, there in given.items() if not there},
                 **({} if counted else {"counts_ptr": None}),
             },
             num_warps=routing.WARPS,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -41,6 +42,7 @@ _RECORD = Record("*u8", "*fp16", "*i16")
 _LAYER = LayerTensors(_RECORD, _RECORD, "*fp16", "*fp16", "*i32", "*i32")
 _ROWS = Rows("*i32", "*i32")
 _PROJECTED = rope.Projected("*fp32", "*fp32")
+_SPACED = rope.Spaced(_PROJECTED, "i32")
 _ROUNDED = {"enable_fp_fusion": False}
 """Compiler options of kernels whose numbers are to be those of the reference, bit for bit."""
 _LLAMA = {"H": 32, "H_kv": 8, "D": 128}
@@ -53,6 +55,8 @@ _GEMMA = {"H": 16, "H_kv": 8, "D": 256}
 """Of Gemma 2 9B."""
 _OSS = {"H": 64, "H_kv": 8, "D": 64}
 """Of gpt-oss-20b."""
+_WIDE = {"H": 32, "H_kv": 4, "D": 512}
+"""Of Gemma 4 31B's blocks without a window."""
 
 
 def _types(**names: str) -> dict[str, Types]:
@@ -255,16 +259,27 @@ def _round() -> Iterator[Specialization]:
 
 
 def _norm() -> Iterator[Specialization]:
-    """Norms of 2880, 4096 and 5120 channels, padded to 4096 and 8192; also rounded to INT8, and on both sides."""
+    """Norms of 2880, 4096 and 5120 channels, padded to 4096 and 8192; also rounded to INT8, and on both sides; of 2816
+    channels with experts beside an MLP."""
     types: dict[str, object] = dict.fromkeys(("h_ptr", "y_ptr", "dec_ptr"), "*fp32") | {"index_ptr": "*i32"}
     types |= {"table_ptr": "*fp16", "x_ptr": "*fp16", "given": "i32"}
-    before, both = norm.RowNorms("*fp32", "fp32", _ABSENT, "fp32"), norm.RowNorms("*fp32", "fp32", "*fp32", "fp32")
+    before = norm.RowNorms("*fp32", "fp32", _ABSENT, "fp32", _ABSENT, _ABSENT)
+    both = before._replace(added="*fp32")
     block, warps = norm._shape(5120)
     yield Specialization(
         name="add_norm C5120 both",
         kernel=norm._add_norm_kernel,
         types={**types, "norms": both, "sums_ptr": "*fp32"},
         constants={"C": 5120, "BLOCK_C": block},
+        num_warps=warps,
+    )
+    block, warps = norm._shape(2816)
+    beside = norm.Beside("*fp32", "*fp32", "*fp32", "*fp32")
+    yield Specialization(
+        name="add_norm C2816 beside",
+        kernel=norm._add_norm_kernel,
+        types={**types, "norms": both._replace(beside=beside, scale="*fp32"), "sums_ptr": "*fp32"},
+        constants={"C": 2816, "BLOCK_C": block},
         num_warps=warps,
     )
     types["norms"] = before
@@ -291,7 +306,7 @@ def _norm() -> Iterator[Specialization]:
 
 
 def _gate() -> Iterator[Specialization]:
-    """Llama-3-8B's MLP, with compensation; gpt-oss-20b's experts."""
+    """Llama-3-8B's MLP, with compensation; gpt-oss-20b's experts; Gemma 4 E2B's embeddings of the blocks' own."""
     types = {"y_ptr": "*fp32", "dec_ptr": "*fp32", "x_ptr": "*fp16", "given": "i32"}
     for name, gelu in (("gate I14336", False), ("gate I14336 gelu", True)):
         yield Specialization(
@@ -306,6 +321,19 @@ def _gate() -> Iterator[Specialization]:
         types={**types, "sums_ptr": "*fp32", "factors_ptr": "*fp32"},
         constants={"WIDTH": 2880, "BLOCK_I": gate.BLOCK_I, "GELU": False, "LIMIT": 7.0},
     )
+    yield Specialization(
+        name="gate P256",
+        kernel=gate._token_gate_kernel,
+        types={
+            **dict.fromkeys(("gates", "context"), _PROJECTED),
+            "tokens": gate.OwnTokens("*fp16", "i32", "*fp32", "fp32"),
+            "x_ptr": "*fp16",
+            "sums_ptr": "*fp32",
+            "given": "i32",
+        },
+        constants={"WIDTH": 256, "BLOCK_I": 256, "GELU": True, "LIMIT": 0.0},
+        num_warps=gate.token_warps(256),
+    )
     shape, warps = tokens.rounding_shape(14336, 128)
     yield Specialization(
         name="gate I14336 int8",
@@ -319,7 +347,7 @@ def _gate() -> Iterator[Specialization]:
 
 def _heads() -> Iterator[Specialization]:
     """Llama-3-8B's heads, Qwen3-8B's with norms, heads of 96 channels of which 72 rotate, norms of all heads together
-    and of turned heads, gpt-oss-20b's heads, Qwen3.5 4B's with gates behind; all with compensation."""
+    and of turned heads, gpt-oss-20b's heads, Qwen3.5 4B's, Gemma 4's with norms of values; all with compensation."""
     cases: tuple[tuple[KVKind, dict[str, int], int, str], ...] = (
         ("fp16", _LLAMA, 64, ""),
         ("fp16", _LLAMA, 64, " norm"),
@@ -331,7 +359,9 @@ def _heads() -> Iterator[Specialization]:
         ("int4", _OSS, 32, ""),
         ("gear2", _PADDED, 36, ""),
         ("hierarchical", _LLAMA, 64, ""),
-        ("int4", _QWEN35, 32, " norm gates"),
+        ("int4", _QWEN35, 32, " norm"),
+        ("fp16", _WIDE, 64, " norm of values"),
+        ("int4", _WIDE, 64, " norm of values"),
     )
     for kv, sizes, half, normed in cases:
         weight, turned = ("*fp32" if there else _ABSENT for there in (normed, KINDS[kv].turned))
@@ -341,8 +371,8 @@ def _heads() -> Iterator[Specialization]:
             name=f"heads {kv} {_heads_name(**sizes)} r{2 * half}{normed}",
             kernel=rope._heads_kernel,
             types={
-                "projected": _PROJECTED,
-                "norms": rope.HeadNorms(weight, weight, "fp32"),
+                "projected": _SPACED,
+                "norms": rope.HeadNorms(weight, weight, "fp32", "fp32" if normed == " norm of values" else _ABSENT),
                 "rope": rope.Rope("*fp32", "*fp32", growth),
                 "basis": rope.Basis(turned, turned),
                 "rows": _ROWS,
@@ -351,11 +381,7 @@ def _heads() -> Iterator[Specialization]:
                 **_types(i32="compensated stride per_slot"),
             },
             constants={
-                "shape": shape._replace(
-                    WIDE=normed == " norm of all",
-                    LAST=normed == " norm of turned",
-                    GATES=sizes["H"] if normed == " norm gates" else 0,
-                ),
+                "shape": shape._replace(WIDE=normed == " norm of all", LAST=normed == " norm of turned"),
                 "layout": page_layout(KINDS[kv], sizes["D"], window=KINDS[kv].window_capacity(128)),
             },
             num_warps=1,
@@ -368,7 +394,8 @@ def _heads_name(H: int, H_kv: int, D: int) -> str:
 
 def _attention() -> Iterator[Specialization]:
     """Decode of Llama-3-8B at 8192 positions over many kinds of cache, other shapes, drafts, verification, prefill;
-    Gemma 2 9B's soft caps and windows; gpt-oss-20b's windows; Qwen3.5 4B's and LFM2 1.2B's heads."""
+    Gemma 2 9B's soft caps and windows; gpt-oss-20b's windows; Qwen3.5 4B's and LFM2 1.2B's heads; heads of 512 channels
+    as Gemma 4 31B has over many kinds of cache."""
     for use, M, sizes, kinds in (
         ("decode", 1, _LLAMA, ("fp16", "int8", "int4", "hierarchical", "kivi2", "gear4", "gear2")),
         ("decode", 1, _PADDED, ("fp16",)),
@@ -376,6 +403,9 @@ def _attention() -> Iterator[Specialization]:
         ("verify", 5, _LLAMA, ("int8", "int4", "hierarchical", "gear4")),
         ("prefill", 128, _LLAMA, ("fp16", "int8", "int4", "hierarchical", "gear2")),
         ("prefill", 128, {**_LLAMA, "D": 64}, ("fp16",)),
+        ("decode", 1, _WIDE, ("fp16", "int8", "int4", "hierarchical", "gear4", "gear2")),
+        ("verify", 5, _WIDE, ("int8", "hierarchical")),
+        ("prefill", 128, _WIDE, ("fp16", "int8", "int4", "hierarchical")),
     ):
         for name in kinds:
             yield _attend(use, name, M, **sizes)
@@ -384,11 +414,11 @@ def _attention() -> Iterator[Specialization]:
         yield _attend(use, "int4", M, **_OSS, sliding=True)
         yield _attend(use, "int4", M, **_QWEN35)
         yield _attend(use, "int4", M, **{**_LLAMA, "D": 64})
-    gated = attention.Gates(_PROJECTED, "i32")
     for H, H_kv, D, sinks, gates in (
         (32, 8, 128, _ABSENT, _ABSENT),
         (16, 8, 256, _ABSENT, _ABSENT),
-        (16, 4, 256, _ABSENT, gated),
+        (16, 4, 256, _ABSENT, _SPACED),
+        (32, 4, 512, _ABSENT, _ABSENT),
         (64, 8, 64, "*fp32", _ABSENT),
         (16, 8, 8, _ABSENT, _ABSENT),
     ):
@@ -434,11 +464,11 @@ def _attend(
 
 
 def _flush() -> Iterator[Specialization]:
-    """The kinds of cache with a window, with heads of 128 channels."""
-    for kind in (KINDS[name] for name in ("int4", "hierarchical", "kivi2")):
-        keys, values = (cache._cut(kind, record_layout(kind, part, 128)) for part in PARTS)
+    """The kinds of cache with a window, with heads of 128 and of 512 channels."""
+    for kind, D in itertools.product((KINDS[name] for name in ("int4", "hierarchical", "kivi2")), (128, 512)):
+        keys, values = (cache._cut(kind, record_layout(kind, part, D)) for part in PARTS)
         yield Specialization(
-            name=f"flush {kind.name} D128",
+            name=f"flush {kind.name} D{D}",
             kernel=cache._flush_kernel,
             types={
                 **dict.fromkeys(("k_window", "v_window"), "*fp16"),

@@ -1,12 +1,16 @@
-"""The gate of the MLP on the GPU."""
+"""The gate of the MLP on the GPU, and that of a block's own embeddings of the tokens."""
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from models.spec import CLAMPED_GAIN
+from runtime.backends.triton.kernels.norm import normalized
+from runtime.backends.triton.kernels.rope import Projected, projected_at
 from runtime.backends.triton.kernels.sums import store_sums
 from runtime.backends.triton.kernels.tokens import Tokens, rounding_shape, store_tokens
 
@@ -14,8 +18,9 @@ BLOCK_I = 512
 """Channels per program: 4 for each of its 128 threads, so that one row already occupies many multiprocessors."""
 
 
-_COMPENSATED, _SUMMED = tl.constexpr(1), tl.constexpr(2)
-"""Bits of `given`: whether dec is added, and whether sums are wanted. See `_add_norm_kernel`."""
+_COMPENSATED, _SUMMED, _BOTH = tl.constexpr(1), tl.constexpr(2), tl.constexpr(4)
+"""Bits of `given`: whether dec is added, and whether sums are wanted; whether the context has a compensation. See
+`_add_norm_kernel`."""
 _GAIN = tl.constexpr(CLAMPED_GAIN)
 
 
@@ -63,6 +68,12 @@ def _gated(y_ptr, dec_ptr, row, offs_i, given, WIDTH: tl.constexpr, GELU: tl.con
     compensated = mask_i & ((given & _COMPENSATED) != 0)
     gate += tl.load(dec_ptr + offs_gate, mask=compensated, other=0.0)
     up += tl.load(dec_ptr + offs_gate + WIDTH, mask=compensated, other=0.0)
+    return _activated(gate, up, GELU, LIMIT)
+
+
+@triton.jit
+def _activated(gate, up, GELU: tl.constexpr, LIMIT: tl.constexpr):
+    """The activation of a gate times what it lets through, float32; see `gate`."""
     if LIMIT > 0:  # by comparisons, which leave NaN alone
         gate = tl.where(gate > LIMIT, LIMIT, gate)
         up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up)) + 1.0
@@ -119,3 +130,71 @@ def gate(
     _gate_kernel[grid](
         y, dec, x, sums, factors, given, WIDTH=width, BLOCK_I=BLOCK_I, GELU=gelu, LIMIT=limit, num_warps=4
     )
+
+
+class OwnTokens(NamedTuple):
+    """A block's own embeddings of a step's tokens."""
+
+    rows: Any
+    """float16 [M, P], with rows further apart."""
+    stride: Any
+    """Numbers from a row to the next."""
+    weight: Any
+    """float32 [P], weight of the norm of what is added to them."""
+    eps: Any
+    """Its epsilon."""
+
+
+@triton.jit(do_not_specialize=["given"])
+def _token_gate_kernel(
+    gates, context, tokens, x_ptr, sums_ptr, given,
+    WIDTH: tl.constexpr, BLOCK_I: tl.constexpr, GELU: tl.constexpr, LIMIT: tl.constexpr,
+):  # fmt: skip
+    """Program m handles row m. Projected gates and context [M, WIDTH], x the same; sums [M, ceil(WIDTH / 32)]."""
+    row = tl.program_id(0).to(tl.int64)
+    offs_i = tl.arange(0, BLOCK_I)
+    mask_i = offs_i < WIDTH
+    offs = row * WIDTH + offs_i
+    gate = projected_at(gates, offs, mask_i, given & _COMPENSATED)
+    up = normalized(projected_at(context, offs, mask_i, given & _BOTH), tokens.weight, tokens.eps, WIDTH, BLOCK_I)
+    up += tl.load(tokens.rows + row * tokens.stride + offs_i, mask=mask_i, other=0.0).to(tl.float32)
+    x = tl.where(mask_i, _activated(gate, up, GELU, LIMIT), 0.0).to(tl.float16)
+    tl.store(x_ptr + offs, x, mask=mask_i)
+    if (given & _SUMMED) != 0:
+        store_sums(sums_ptr + row * ((WIDTH + 31) // 32), x, 0, WIDTH, BLOCK_I)
+
+
+def token_gate(
+    gates: Projected,
+    context: Projected,
+    tokens: OwnTokens,
+    x: torch.Tensor,
+    sums: torch.Tensor | None = None,
+    *,
+    gelu: bool = False,
+    limit: float = 0.0,
+) -> None:
+    """Write f(g) * (e + norm(c)), as `gate` does, where e is a block's own embedding of a row's token.
+
+    Args:
+        gates: g, float32 [M, P], and its compensation, or None.
+        context: c, likewise.
+        tokens: e and the norm.
+        x: float16 [M, P]; overwritten.
+        sums: As in `gate`.
+        gelu: As in `gate`.
+        limit: As in `gate`.
+    """
+    M, width = x.shape
+    given = (gates.dec is not None) | (sums is not None) << 1 | (context.dec is not None) << 2
+    both = (Projected(one.y, one.y if one.dec is None else one.dec) for one in (gates, context))
+    block = max(32, triton.next_power_of_2(width))
+    _token_gate_kernel[(M,)](
+        *both, tokens, x, gates.y if sums is None else sums, given, WIDTH=width, BLOCK_I=block, GELU=gelu, LIMIT=limit,
+        num_warps=token_warps(block),
+    )  # fmt: skip
+
+
+def token_warps(block: int) -> int:
+    """Warps of a program of `token_gate`, by its channels: 4 for each of their threads."""
+    return max(1, min(4, block // 128))

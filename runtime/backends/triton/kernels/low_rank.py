@@ -1,7 +1,8 @@
 """GEAR's low-rank correction of quantized pages on the GPU: all iterations of a head's page in one program.
 
 torch's batched QR takes tens of milliseconds for the pages flushed at once, one for each layer and head, and no token
-is decoded meanwhile. A page's residual fits in the registers of one program, so the subspace iteration is one launch.
+is decoded meanwhile. A page's residual fits in the registers of one program, so the subspace iteration is one launch;
+heads whose residuals do not fit leave it to torch.
 Columns are orthonormalized by applying Gram-Schmidt twice, which for four columns is as good as Householder. Their
 signs may differ from those of `runtime.kv.oracle.correction`, but their product does not.
 
@@ -18,9 +19,12 @@ import triton
 import triton.language as tl
 
 from runtime.kv.low_rank import ITERATIONS, start
+from runtime.kv.oracle import correction
 
 _VALUES_PER_WARP = 2048
 """Numbers of a residual per warp: 64 for each of its threads."""
+_MOST = 32768
+"""Most numbers of a residual: of twice as many a thread would hold 64, and has 64 registers in all."""
 MAX_WARPS = 32
 """Most warps of a thread block."""
 
@@ -98,9 +102,11 @@ def low_rank(residual: torch.Tensor, rank: int, *, alike: int = 0) -> tuple[torc
         alike: See there.
 
     Returns:
-        a float16 [..., T, r] and b float16 [..., D, r]; does not wait for the device.
+        a float16 [..., T, r] and b float16 [..., D, r]; does not wait for the device, unless torch computes them.
     """
     *records, T, D = residual.shape
+    if triton.next_power_of_2(T) * triton.next_power_of_2(D) > _MOST:
+        return correction.low_rank(residual, rank, alike=alike)
     residual = residual.contiguous()
     a = torch.empty(*records, T, rank, dtype=torch.float16, device=residual.device)
     b = torch.empty(*records, D, rank, dtype=torch.float16, device=residual.device)

@@ -1,8 +1,8 @@
 """Residual addition and the following RMSNorm, in one pass over a row, on the GPU.
 
 What is added may pass a norm of its own first, and what follows may be none: so norms before, behind and on both sides
-of attention and MLP take one launch. The first norm of a step also initializes the residual stream, with the embeddings
-of the step's tokens.
+of attention and MLP take one launch, and so do experts beside an MLP, whose outputs both pass a norm before they are
+added up. The first norm of a step also initializes the residual stream, with the embeddings of the step's tokens.
 """
 
 from __future__ import annotations
@@ -22,6 +22,19 @@ MAX_WARPS = 32
 """Most warps of a thread block."""
 
 
+class Beside(NamedTuple):
+    """An output that is added beside another, and the norms that both pass before."""
+
+    y: Any
+    """float32 [M, C]."""
+    dec: Any
+    """float32 [M, C], its compensation; None: there is none."""
+    weight: Any
+    """float32 [C], weight of its norm."""
+    other: Any
+    """float32 [C], weight of the norm of the other output."""
+
+
 class RowNorms(NamedTuple):
     """RMSNorms on both sides of an addition to the residual stream."""
 
@@ -32,12 +45,25 @@ class RowNorms(NamedTuple):
     added: Any = None
     """float32 [C], weight of the norm of what is added; None: that is added as it is."""
     added_eps: Any = 0.0
-    """Its epsilon."""
+    """Its epsilon, and that of the norms of `beside`."""
+    beside: Any = None
+    """`Beside`; None: one output is added."""
+    scale: Any = None
+    """float32 [1], by which the sum is multiplied before its norm; None: it is not."""
 
 
-_ADDED, _COMPENSATED, _GATHERED, _EMBEDDED, _SUMMED = (tl.constexpr(1 << place) for place in range(5))
+_ADDED, _COMPENSATED, _GATHERED, _EMBEDDED, _SUMMED, _BOTH = (tl.constexpr(1 << place) for place in range(6))
 """Bits of `given`: whether y, and dec, are added; whether `index` contains rows, or tokens of the table; whether sums
-are wanted. A run-time argument, so that a model needs one kernel; pointers that are not given are not read."""
+are wanted; whether the output beside y has a compensation. A run-time argument, so that a model needs one kernel;
+pointers that are not given are not read."""
+
+
+@triton.jit
+def normalized(x, weight_ptr, eps, C: tl.constexpr, BLOCK_C: tl.constexpr):
+    """RMSNorm of x float32 [BLOCK_C], 0 from C on. The weight is float32 [C]."""
+    offs_c = tl.arange(0, BLOCK_C)
+    weight = tl.load(weight_ptr + offs_c, mask=offs_c < C, other=0.0)
+    return x * tl.rsqrt(tl.sum(x * x, axis=0) / C + eps) * weight
 
 
 @triton.jit(do_not_specialize=["given"])
@@ -91,15 +117,19 @@ def _normed_row(pointers, norms, given, C: tl.constexpr, BLOCK_C: tl.constexpr):
     h += tl.load(table_ptr + index * C + offs_c, mask=mask_c & embedded, other=0.0).to(tl.float32)
     y = tl.load(y_ptr + offs, mask=mask_c & ((given & _ADDED) != 0), other=0.0)
     y += tl.load(dec_ptr + offs, mask=mask_c & ((given & _COMPENSATED) != 0), other=0.0)
+    if norms.beside is not None:
+        other = tl.load(norms.beside.y + offs, mask=mask_c, other=0.0)
+        other += tl.load(norms.beside.dec + offs, mask=mask_c & ((given & _BOTH) != 0), other=0.0)
+        y = normalized(y, norms.beside.other, norms.added_eps, C, BLOCK_C)
+        y += normalized(other, norms.beside.weight, norms.added_eps, C, BLOCK_C)
     if norms.added is not None:
-        added = tl.load(norms.added + offs_c, mask=mask_c, other=0.0)
-        y = y * tl.rsqrt(tl.sum(y * y, axis=0) / C + norms.added_eps) * added
+        y = normalized(y, norms.added, norms.added_eps, C, BLOCK_C)
     h += y
+    if norms.scale is not None:
+        h *= tl.load(norms.scale)
     tl.store(h_ptr + offs, h, mask=mask_c & ((given & _GATHERED) == 0))
     if norms.weight is not None:
-        weight = tl.load(norms.weight + offs_c, mask=mask_c, other=0.0)
-        scale = tl.rsqrt(tl.sum(h * h, axis=0) / C + norms.eps)
-        h = h * scale * weight
+        h = normalized(h, norms.weight, norms.eps, C, BLOCK_C)
     return h
 
 
@@ -114,7 +144,9 @@ def add_norm(
 ) -> None:
     """Add y + dec to the residual stream, then x = h / sqrt(mean(h²) + eps) * weight, rounded to half precision.
 
-    With `norms.added`, y + dec is normalized likewise before it is added; without `norms.weight`, x = h.
+    With `norms.added`, y + dec is normalized likewise before it is added; without `norms.weight`, x = h. With
+    `norms.beside`, what is added is the sum of that output and y + dec, both normalized. With `norms.scale`, h is the
+    sum times that.
 
     Args:
         h: float32 [M, C], the residual stream; updated in place, or unchanged with `rows`.
@@ -172,6 +204,10 @@ def _launch(
     """
     y, dec = added
     R, C = x.shape
+    if norms.beside is not None:
+        both = norms.beside
+        given |= 0 if both.dec is None else _BOTH.value
+        norms = norms._replace(beside=both._replace(dec=both.y if both.dec is None else both.dec))
     block, warps = _shape(C)
     y, dec, index = h if y is None else y, h if dec is None else dec, h.view(torch.int32) if index is None else index
     if isinstance(left, Tokens):

@@ -29,6 +29,23 @@ def projected_at(projected, offsets, mask, compensated):
     return y + tl.load(projected.dec + offsets, mask=mask & (compensated != 0), other=0.0)
 
 
+class Spaced(NamedTuple):
+    """Some channels of such an output."""
+
+    projected: Projected
+    """[M, channels], with rows further apart."""
+    stride: Any
+    """Numbers from a row to the next, or heads, of which loads know that they are aligned."""
+
+
+def spaced(y: torch.Tensor, dec: torch.Tensor | None, each: int = 1) -> Spaced:
+    """Channels of an output and its compensation, of rows that are equally far apart, as a kernel argument.
+
+    The distance is counted in runs of `each` number.
+    """
+    return Spaced(Projected(y, y if dec is None else dec), y.stride(0) // each)
+
+
 class Shape(NamedTuple):
     """The heads of a row, as a constant."""
 
@@ -48,12 +65,10 @@ class Shape(NamedTuple):
     """Whether norms are over all heads together."""
     LAST: bool = False
     """Whether norms come behind the rotation."""
-    GATES: int = 0
-    """Heads' widths behind the values that are left to others: gates."""
 
 
 class HeadNorms(NamedTuple):
-    """RMSNorms of heads: of queries and keys, or of neither."""
+    """RMSNorms of heads: of queries and keys, or of neither; and of values."""
 
     q: Any
     """float32 [D], weight for every query head; [H * D] if all heads are normalized together; or None."""
@@ -61,6 +76,8 @@ class HeadNorms(NamedTuple):
     """Likewise for key heads."""
     eps: Any
     """Epsilon."""
+    value_eps: Any = None
+    """Epsilon of the norm of every value head, which has no weight; None: there is none."""
 
 
 class TurnedNorms(HeadNorms):
@@ -120,7 +137,7 @@ def _heads_kernel(
     projected, compensated, norms, rope, basis, rows, layer, q_ptr, stride, per_slot,
     shape: tl.constexpr, layout: tl.constexpr,
 ):  # fmt: skip
-    """Program (m, head) handles one of the H + 2 H_kv heads of row m.
+    """Program (m, head) handles one of the H + 2 H_kv heads of row m, or of the first H; `Spaced` outputs by heads.
 
     The channels [0, HALF) rotate with the channels [HALF, 2 HALF), which every channel reads a second time; the rest
     pass through. Keys and values go to a window [slots, .., H_kv, tokens, D], or where there is none to a page. Twelve
@@ -142,7 +159,8 @@ def _heads_kernel(
     partner = tl.where(first, offs_d + HALF, offs_d - HALF)
     position = tl.load(rows.positions + row).to(tl.int64)
     slot = tl.load(rows.slots + row).to(tl.int64)
-    first_of_row = row * (H + 2 * H_KV + shape.GATES) * D
+    first_of_row = row * projected.stride * D
+    projected = projected.projected
     start = first_of_row + head * D
     x = projected_at(projected, start + offs_d, mask_d, compensated)
     turns = head < H + H_KV  # queries and keys; values pass through
@@ -170,6 +188,8 @@ def _heads_kernel(
     x = x * cos + tl.where(first, -other, other) * sin
     if shape.LAST:
         x = tl.where(turns, x * tl.rsqrt(tl.sum(x * x, axis=0) / D + norms.eps) * weight, x)
+    if norms.value_eps is not None:
+        x = tl.where(turns, x, x * tl.rsqrt(tl.sum(x * x, axis=0) / D + norms.value_eps))
     if rope.growth is not None:
         x = tl.where(head < H, x * tl.load(rope.growth + position), x)
     if basis.reflection is not None:
@@ -212,27 +232,26 @@ def heads(
     Queries are *not* scaled by D^-0.5: `attend` does that, in float32. Kinds without a window quantize on the way.
 
     Args:
-        y: float32 [M, (H + 2 H_kv) * D], output of the fused projection: queries, keys, values; or [M, (2 H + 2 H_kv) *
-            D], with gates behind, which are left alone.
+        y: float32 [M, (H + 2 H_kv) * D], output of the fused projection: queries, keys, values. What is behind these is
+            left alone. With [M, H * D] these are queries alone, and the cache is left as it is.
         dec: float32, shaped like y, its compensation, or None.
-        norms: Both weights, or none; `TurnedNorms` if heads are rotated first.
+        norms: Weights of queries and keys, or none; `TurnedNorms` if heads are rotated first.
         rope: With a row for every position.
         basis: Of the layer.
         rows: Each with a page or a place in the window.
         pages: Cache of one layer.
         q: float16 [M, H * D]; overwritten.
     """
-    assert (norms.q is None) == (norms.k is None), "queries and keys are normalized together or not at all"
     D, H_kv = pages.head_dim, pages.kv_heads
     M, H = q.shape[0], q.shape[1] // D
-    projected, compensated = Projected(y, y if dec is None else dec), int(dec is not None)
-    normed = norms.q is not None
+    alone, normed = y.shape[1] == H * D, norms.q is not None
+    assert alone or normed == (norms.k is not None), "queries and keys are normalized together or not at all"
     shape = _shape(H, H_kv, D, rope.cos.shape[1])
     shape = shape._replace(WIDE=normed and norms.q.numel() > D, LAST=normed and isinstance(norms, TurnedNorms))
-    shape = shape._replace(GATES=y.shape[1] // D - H - 2 * H_kv)
-    _heads_kernel[(M, H + 2 * H_kv)](
-        projected, compensated, HeadNorms(*norms), rope, basis, rows, pages.tensors, q, pages.stride, pages.per_slot,
-        shape=shape, layout=pages.layout(), num_warps=1,
+    weights = HeadNorms(norms.q, norms.q if alone else norms.k, *norms[2:])
+    _heads_kernel[(M, H if alone else H + 2 * H_kv)](
+        spaced(y, dec, D), int(dec is not None), weights, rope, basis, rows, pages.tensors, q, pages.stride,
+        pages.per_slot, shape=shape, layout=pages.layout(), num_warps=1,
     )  # fmt: skip
 
 

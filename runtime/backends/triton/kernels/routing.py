@@ -60,6 +60,15 @@ SEVERAL = Tile(16, 16, 64)
 """Of prompts, whose rows share what is read of the router."""
 
 
+class RouterWeights(NamedTuple):
+    """A router as a kernel argument; see `GpuRouter`."""
+
+    weight: Any
+    bias: Any
+    correction: Any
+    eps: Any
+
+
 class Routed(NamedTuple):
     """Output of a router."""
 
@@ -86,6 +95,8 @@ class GpuRouter:
     counts: torch.Tensor | None = None
     """int32 [held], to which every row's choices are added; None: nobody wants to know. Shared experts, which all rows
     go to, are not counted."""
+    eps: float | None = None
+    """Epsilon of an RMSNorm of the rows, whose weight is already in `weight`; None: there is none."""
 
     @property
     def form(self) -> Form:
@@ -96,12 +107,13 @@ class GpuRouter:
 
 
 @triton.jit
-def _logits(x_ptr, weight_ptr, offs_m, offs_s, M, C, S, tile: tl.constexpr):
-    """Logits of some rows without biases: float32 [BLOCK_M, BLOCK_S]."""
+def _logits(x_ptr, weight_ptr, eps, offs_m, offs_s, M, C, S, tile: tl.constexpr):
+    """Logits of some rows without biases: float32 [BLOCK_M, BLOCK_S]. With `eps`, of rows that pass an RMSNorm."""
     BLOCK_M: tl.constexpr = tile.BLOCK_M
     BLOCK_S: tl.constexpr = tile.BLOCK_S
     BLOCK_K: tl.constexpr = tile.BLOCK_K
     acc = tl.zeros([BLOCK_M, BLOCK_S], tl.float32)
+    squares = tl.zeros([BLOCK_M], tl.float32)
     for start in range(0, C, BLOCK_K):
         offs_k = start + tl.arange(0, BLOCK_K)
         mask_k = offs_k < C
@@ -113,6 +125,10 @@ def _logits(x_ptr, weight_ptr, offs_m, offs_s, M, C, S, tile: tl.constexpr):
             acc += tl.sum(w * x, axis=1)[None, :]
         else:
             acc = tl.dot(x, tl.trans(w), acc, input_precision="ieee")
+        if eps is not None:
+            squares += tl.sum(x * x, axis=1)
+    if eps is not None:
+        acc *= tl.rsqrt(squares / C + eps)[:, None]
     return acc
 
 
@@ -160,8 +176,7 @@ def _choose(logits, correction_ptr, form: tl.constexpr):
 
 @triton.jit(do_not_specialize=["M", "C", "scale"])
 def _route_kernel(
-    x_ptr, weight_ptr, bias_ptr, correction_ptr, counts_ptr, routed, counters_ptr, M, C, scale,
-    form: tl.constexpr, tile: tl.constexpr,
+    x_ptr, weights, counts_ptr, routed, counters_ptr, M, C, scale, form: tl.constexpr, tile: tl.constexpr
 ):  # fmt: skip
     """Program (i, j): logits of block i for the rows of block j; the last of a block's rows chooses. x [M, C]."""
     S: tl.constexpr = form.EXPERTS + (1 if form.SHARED > 0 and form.GATED else 0)
@@ -172,9 +187,9 @@ def _route_kernel(
     offs_s = pid_s * tile.BLOCK_S + tl.arange(0, tile.BLOCK_S)
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     mask_m = (offs_m < M)[:, None]
-    found = _logits(x_ptr, weight_ptr, offs_m, offs_s, M, C, S, tile)
-    if bias_ptr is not None:
-        found += tl.load(bias_ptr + offs_s, mask=offs_s < S, other=0.0)[None, :]
+    found = _logits(x_ptr, weights.weight, weights.eps, offs_m, offs_s, M, C, S, tile)
+    if weights.bias is not None:
+        found += tl.load(weights.bias + offs_s, mask=offs_s < S, other=0.0)[None, :]
     own = routed.logits + offs_m[:, None] * S
     tl.store(own + offs_s[None, :], found, mask=mask_m & (offs_s < S)[None, :])
     tl.debug_barrier()  # all of the program's logits are written before its arrival is counted
@@ -183,7 +198,7 @@ def _route_kernel(
         offs_e = tl.arange(0, BLOCK_E)[None, :]
         # Past the first-level cache, which doesn't see what other multiprocessors write.
         logits = tl.load(own + offs_e, mask=mask_m & (offs_e < form.EXPERTS), other=0.0, cache_modifier=".cg")
-        taken, shares = _choose(logits, correction_ptr, form)
+        taken, shares = _choose(logits, weights.correction, form)
         place = offs_m[:, None] * READ + tl.cumsum(taken.to(tl.int32), axis=1) - 1
         numbers = tl.broadcast_to(offs_e, [BLOCK_M, BLOCK_E])
         tl.store(routed.chosen + place, numbers, mask=mask_m & taken)
@@ -204,7 +219,7 @@ def route(x: torch.Tensor, router: GpuRouter, routed: Routed, workspace: Workspa
     """Choose the experts of every row; never waits for the device, so it can be captured in a graph.
 
     Args:
-        x: float16 [M, C], contiguous.
+        x: float16 or float32 [M, C], contiguous.
         router: The router.
         routed: Overwritten.
         workspace: Provides counters.
@@ -214,7 +229,8 @@ def route(x: torch.Tensor, router: GpuRouter, routed: Routed, workspace: Workspa
     (M, C), form = x.shape, router.form
     tile = ONE if M <= SUMMED_ROWS else SEVERAL
     grid = (triton.cdiv(router.weight.shape[0], tile.BLOCK_S), triton.cdiv(M, tile.BLOCK_M))
+    weights = RouterWeights(router.weight, router.bias, router.correction, router.eps)
     _route_kernel[grid](
-        x, router.weight, router.bias, router.correction, router.counts, routed, workspace.counters(grid[1]), M, C,
-        router.mixture.scale, form=form, tile=tile, num_warps=WARPS,
+        x, weights, router.counts, routed, workspace.counters(grid[1]), M, C, router.mixture.scale, form=form,
+        tile=tile, num_warps=WARPS,
     )  # fmt: skip

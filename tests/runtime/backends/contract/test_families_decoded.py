@@ -17,9 +17,7 @@ from models.store import Store, StoredModel
 from runtime.backends.cpu.decoder import CpuDecoder
 from runtime.backends.decoder import DecoderOptions, Step
 from runtime.backends.reference.decoder import ReferenceDecoder
-from runtime.backends.triton.backend import BACKEND
 from runtime.backends.triton.decoder import TritonDecoder
-from runtime.errors import BackendError
 from runtime.kv.states import SMALL_STEP
 from tests.models.conftest import write_tokenizer
 from tests.models.random_models import CASES, SIZES, random_case
@@ -56,11 +54,6 @@ def test_logits_are_those_of_transformers(pair: tuple[Any, StoredModel], backend
     options = DecoderOptions(
         kv="fp16", context=rows + 9, k_chunk=1024, prompt_k_chunk=1024, select="exact", max_rows=rows
     )
-    refused = spec.wide_heads is not None
-    if backend == "triton" and refused:
-        with pytest.raises(BackendError, match="the GPU backend"):
-            BACKEND.open(stored, options)
-        return
     decoder: Any = {
         "reference": lambda: ReferenceDecoder(stored, options),
         "cpu": lambda: CpuDecoder(stored, options),

@@ -61,9 +61,10 @@ GPT_OSS = replace(
     gate_limit=7.0,
 )
 """gpt-oss-20b."""
-QWEN35, LFM2 = (
-    next(model.spec for model in CATALOGUE if model.title == title) for title in ("Qwen3.5 4B", "LFM2 1.2B")
-)
+_LISTED = {model.title: model.spec for model in CATALOGUE}
+QWEN35, LFM2 = _LISTED["Qwen3.5 4B"], _LISTED["LFM2 1.2B"]
+WIDE, SHARING, BESIDE = (_LISTED[f"Gemma 4 {name}"] for name in ("31B", "E2B", "26B-A4B"))
+"""Heads of two widths; shared caches and embeddings of the blocks' own besides; experts beside an MLP."""
 DEMO = StoredModel.open_folder(demo_path(), "demo")
 MODELS: dict[str, tuple[ModelSpec, Recipe]] = {
     "demo": (DEMO.spec, DEMO.recipe),
@@ -74,6 +75,9 @@ MODELS: dict[str, tuple[ModelSpec, Recipe]] = {
     "gpt-oss-20b-4bit": (GPT_OSS, Recipe(bits=4)),
     "qwen3.5-4b-4bit": (QWEN35, Recipe(bits=4)),
     "lfm2-1.2b-4bit": (LFM2, Recipe(bits=4)),
+    "gemma-4-31b-4bit": (WIDE, Recipe(bits=4)),
+    "gemma-4-e2b-4bit": (SHARING, Recipe(bits=4)),
+    "gemma-4-26b-a4b-4bit": (BESIDE, Recipe(bits=4)),
 }
 
 
@@ -99,6 +103,9 @@ class Shapes:
         layer = None if name == "norm" else int(name.split(".")[1])
         shapes: dict[str, Any] = {} if layer is None else self.spec.block_vectors(layer) | self.spec.routers(layer)
         return np.ones(shapes.get(name, self.spec.hidden_size), np.float32)
+
+    def token_table(self) -> Any:
+        return np.zeros((0, self.spec.num_layers * self.spec.token_width), np.float16)
 
     def key_statistics(self, _layer: int) -> None:
         return None

@@ -91,6 +91,7 @@ HEADS = {
     "H8-1-D128": (8, 1, 128),
     "H6-2-D40": (6, 2, 40),
     "H2-1-D256": (2, 1, 256),
+    "H8-1-D512": (8, 1, 512),
     "H17-1-D32": (17, 1, 32),
     "H3-1-D8": (3, 1, 8),
 }
@@ -107,7 +108,7 @@ def test_decode_of_any_head_shape(device: str, half_pages: Any, heads: str) -> N
     _Case([(0, 140)], *HEADS[heads], 150).check(device, half_pages)
 
 
-@pytest.mark.parametrize("heads", ["H4-2-D64", "H7-1-D80", "H3-1-D8", "H2-1-D256", "H17-1-D32"])
+@pytest.mark.parametrize("heads", ["H4-2-D64", "H7-1-D80", "H3-1-D8", "H2-1-D256", "H8-1-D512", "H17-1-D32"])
 def test_many_rows_of_any_head_shape(device: str, half_pages: Any, heads: str) -> None:
     _Case(MIXED, *HEADS[heads], 150).check(device, half_pages)
 
@@ -209,7 +210,9 @@ LAPTOP, LARGE = Room(multiprocessors=20, shared_kib=100), Room(multiprocessors=1
 @pytest.mark.parametrize("room", [LAPTOP, LARGE], ids=["laptop", "large"])
 @pytest.mark.parametrize("seen", [1, 100, 8192, 131072])
 @pytest.mark.parametrize("M", [1, 2, 8, 9, 128, 512])
-@pytest.mark.parametrize(("group", "kv_heads", "dim"), [(1, 32, 96), (4, 8, 128), (7, 2, 64), (8, 1, 256), (24, 1, 64)])
+@pytest.mark.parametrize(
+    ("group", "kv_heads", "dim"), [(1, 32, 96), (4, 8, 128), (7, 2, 64), (8, 1, 256), (8, 4, 512), (24, 1, 64)]
+)
 def test_launches_cover_every_row_and_keep_to_the_limits(
     M: int, group: int, kv_heads: int, dim: int, seen: int, room: Room
 ) -> None:
@@ -264,7 +267,7 @@ class _Recorded:
 
 
 @pytest.mark.parametrize("kv", ["fp16", "int8", "int4", "hierarchical", "gear4"])
-@pytest.mark.parametrize(("group", "kv_heads", "dim"), [(4, 8, 128), (1, 32, 96), (3, 3, 64), (7, 2, 64)])
+@pytest.mark.parametrize(("group", "kv_heads", "dim"), [(4, 8, 128), (1, 32, 96), (3, 3, 64), (7, 2, 64), (8, 4, 512)])
 def test_what_a_load_compiles_of_attention(
     group: int, kv_heads: int, dim: int, kv: KVKind, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,9 +9,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from runtime.backends.operations.gate import clamped_gate, silu_gate
-from runtime.backends.triton.kernels.gate import BLOCK_I, gate
-from tests.close import assert_close
+from runtime.backends.operations.gate import clamped_gate, gelu_gate, silu_gate
+from runtime.backends.operations.norm import rms_norm
+from runtime.backends.triton.kernels.gate import BLOCK_I, OwnTokens, gate, token_gate
+from runtime.backends.triton.kernels.rope import Projected
+from tests.close import Tolerance, assert_close
 from tests.runtime.backends.triton.pieces import SUMS, sums_of
 
 
@@ -63,3 +65,28 @@ def test_large_magnitudes_saturate_and_broken_ones_stay_visible(device: str) -> 
     gate(y, None, x)
     assert x[0, :2].tolist() == [0.0, 400.0]
     assert not torch.isfinite(x[0, 2:]).any()
+
+
+@pytest.mark.parametrize("gelu", [False, True])
+@pytest.mark.parametrize("dec", [(False, False), (True, False), (False, True)], ids=["y", "gates", "context"])
+@pytest.mark.parametrize(("M", "P"), [(1, 24), (3, 256)])
+def test_a_block_s_own_embeddings_pass_its_gate(
+    device: str, M: int, P: int, dec: tuple[bool, bool], gelu: bool
+) -> None:
+    """Those of the second block of three, with the norm of their context; either output may have a compensation."""
+    generator, eps = torch.Generator().manual_seed(P + M), 0.1
+    outputs = torch.randn(2, 2, M, P, generator=generator)
+    rows, weight = torch.randn(M, 3 * P, generator=generator).half(), torch.rand(P, generator=generator) + 0.5
+    x = torch.full((M, P), torch.nan, dtype=torch.float16, device=device)
+    sums = torch.full((M, -(-P // 32)), torch.nan, device=device)
+    both = [
+        Projected(y.to(device), other.to(device) if own else None) for (y, other), own in zip(outputs, dec, strict=True)
+    ]
+    tokens = OwnTokens(rows.to(device)[:, P : 2 * P], 3 * P, weight.to(device), eps)
+    token_gate(*both, tokens, x, sums, gelu=gelu)
+    assert_close(sums, sums_of(x), SUMS)
+    g, context = (y + other if own else y for (y, other), own in zip(outputs, dec, strict=True))
+    up = rows[:, P : 2 * P].float() + rms_norm(context, weight, eps)
+    # A sum that cancels has the float32 error of its terms.
+    near = Tolerance(rtol=5e-4, atol=1e-6, why="rounded to half precision, after a sum of two float32 terms")
+    assert_close(x.cpu().float(), (gelu_gate if gelu else silu_gate)(g, up), near)

@@ -19,7 +19,7 @@ from runtime.backends.triton.kernels.cache.pages import Rows
 from runtime.backends.triton.kernels.rope import Basis, HeadNorms, Rope, heads
 from tests.close import assert_close
 
-EPS = 1e-6
+EPS, VALUE_EPS = 1e-6, 0.1
 
 
 class _Case:
@@ -36,6 +36,7 @@ class _Case:
         *,
         dec: bool,
         norm: bool,
+        values: bool = False,
     ):
         generator = torch.Generator().manual_seed(D + H)
 
@@ -47,6 +48,7 @@ class _Case:
         self.y = normal(M, width)
         self.dec = normal(M, width) if dec else None
         self.norms = (normal(D).abs() + 0.1, normal(D).abs() + 0.1) if norm else (None, None)
+        self.values = values
         self.cos, self.sin = (torch.from_numpy(table) for table in tables(RopeSpec(rotary_dim=r), T))
         self.slots, self.positions = torch.tensor(rows, dtype=torch.int32).T.contiguous()
         self.caches = normal(2, int(self.slots.max()) + 1, H_kv, T, D).half()
@@ -58,6 +60,8 @@ class _Case:
         q, k, v = total.view(len(total), -1, D).split((H, H_kv, H_kv), dim=1)
         if self.norms[0] is not None and self.norms[1] is not None:
             q, k = rms_norm(q, self.norms[0], EPS), rms_norm(k, self.norms[1], EPS)
+        if self.values:
+            v = rms_norm(v, torch.ones(D), VALUE_EPS)
         cos, sin = self.cos[self.positions.long()], self.sin[self.positions.long()]
         keys, values = self.caches.float()
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
@@ -74,7 +78,8 @@ class _Case:
 
         cache = half_pages(self.caches, device)
         q = torch.full((len(self.y), H * D), torch.nan, dtype=torch.float16, device=device)
-        norms, rope = HeadNorms(*map(there, self.norms), EPS), Rope(*map(there, (self.cos, self.sin)))
+        norms = HeadNorms(*map(there, self.norms), EPS, VALUE_EPS if self.values else None)
+        rope = Rope(*map(there, (self.cos, self.sin)))
         rows = Rows(*map(there, (self.positions, self.slots)))
         heads(*map(there, (self.y, self.dec)), norms, rope, Basis(None, None), rows, cache.pages, q)
         keys, values = cache.read().float()
@@ -109,3 +114,23 @@ def test_nothing_else_of_the_cache_is_touched(device: str, half_pages: Any) -> N
     untouched[case.slots, case.positions] = False
     for actual, before in zip((keys, values), case.caches.float(), strict=True):
         assert torch.equal(actual.transpose(1, 2)[untouched], before.transpose(1, 2)[untouched])
+
+
+@pytest.mark.parametrize("norm", [False, True], ids=["plain", "norm"])
+@pytest.mark.parametrize("shape", [(4, 2, 40, 16), (2, 1, 512, 128)])
+def test_values_may_pass_a_norm(device: str, half_pages: Any, shape: tuple[int, int, int, int], norm: bool) -> None:
+    """Each head by itself, without a weight; queries and keys with theirs, or none."""
+    _check(_Case(*shape, 9, ROWS[1:3], dec=True, norm=norm, values=True), device, half_pages)
+
+
+@pytest.mark.parametrize("norm", [False, True], ids=["plain", "norm"])
+def test_queries_alone_leave_the_cache_as_it_is(device: str, half_pages: Any, norm: bool) -> None:
+    """Of a block that reads another one's cache: they are what they are beside keys and values."""
+    case = _Case(4, 2, 40, 16, 9, ROWS, dec=True, norm=norm, values=True)
+    expected = case.expected()[0]
+    case.y, case.dec = (one[:, : 4 * 40].contiguous() for one in (case.y, case.dec))
+    case.norms = (case.norms[0], None)
+    queries, keys, values = case.run(device, half_pages)
+    assert_close(queries, expected, "heads")
+    for actual, before in zip((keys, values), case.caches.float(), strict=True):
+        assert torch.equal(actual, before)

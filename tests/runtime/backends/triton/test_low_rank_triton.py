@@ -21,7 +21,7 @@ def _random(*shape: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("alike", [0, 63])
-@pytest.mark.parametrize(("T", "D", "rank"), [(16, 8, 4), (48, 20, 3), (128, 32, 4)])
+@pytest.mark.parametrize(("T", "D", "rank"), [(16, 8, 4), (48, 20, 3), (128, 32, 4), (128, 500, 4)])
 def test_the_product_is_that_of_householder_s_factors(device: str, T: int, D: int, rank: int, alike: int) -> None:
     """Over a residual with that many large directions and noise beside them."""
     residual = _random(3, T, rank) @ _random(3, rank, D) + 0.1 * _random(3, T, D)

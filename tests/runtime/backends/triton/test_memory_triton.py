@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from runtime.backends import ModelSizes, backend
 from runtime.backends.decoder import DecoderOptions
 from runtime.backends.triton import model as placing
 from runtime.backends.triton import reclaim
+from runtime.backends.triton.buffers import Buffers
 from runtime.backends.triton.decoder import TritonDecoder
 from runtime.backends.triton.forward import Pass
 from runtime.backends.triton.layout import repack
@@ -141,6 +143,16 @@ def test_unloading_returns_everything_and_the_next_load_is_planned_with_it(
         held.append(decoder)
         assert (card.requested, card.reserved) == (0, 0)
     assert emptied == ["page-locked memory"] * 3
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_buffers_are_those_that_were_counted(case: str) -> None:
+    spec = MODELS[case][0]
+    model: Any = SimpleNamespace(spec=spec, device=META, token_group=None)
+    buffers = Buffers(model, 40)
+    own = {name: value for name, value in vars(buffers).items() if name.startswith("_") or name == "own_tokens"}
+    tensors = [value for value in own.values() if isinstance(value, torch.Tensor)]
+    assert sum(tensor.nbytes for tensor in tensors) + buffers.main.nbytes == buffer_sizes(spec, 40).nbytes
 
 
 def test_buffers_hold_the_widest_layer() -> None:

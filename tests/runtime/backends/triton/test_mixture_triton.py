@@ -41,6 +41,7 @@ SHAPES: dict[str, tuple[MixtureSpec, dict[str, Any]]] = {
     ),
     "one": (replace(MIXTURE, chosen=1), {"bits": 4, "residual_bits": 4}),
     "biases": (replace(MIXTURE, bias=True), {"bits": 4, "residual_bits": 8}),
+    "beside": (replace(MIXTURE, beside=True), {"bits": 4, "residual_bits": 4}),
 }
 CLAMPED: dict[str, Any] = {
     **SINKS,
@@ -50,6 +51,14 @@ CLAMPED: dict[str, Any] = {
     "gate_limit": 1.0,
 }
 """The rest of the block of models whose experts have biases."""
+NORMED: dict[str, Any] = {
+    "num_layers": 2,
+    "norm_after": True,
+    "inner_eps": 1e-2,
+    "activation": "gelu_tanh",
+    "scaled": True,
+}
+"""And of those whose experts are beside an MLP."""
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +70,7 @@ def _half_routers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def model_of(tiny_model: Any, tiny_spec: Any, shape: str) -> Any:
     mixture, build = SHAPES[shape]
-    changes = CLAMPED if mixture.bias else {"num_layers": 1 + len(mixture.dense)}
+    changes = CLAMPED if mixture.bias else NORMED if mixture.beside else {"num_layers": 1 + len(mixture.dense)}
     model = tiny_model(tiny_spec(**{**SMALL, **changes, "mixture": mixture}), **build)
     rng = np.random.default_rng(0)
     for name, linear in model.linears.items():
@@ -107,8 +116,14 @@ def test_logits_match_the_reference(tiny_model: Any, tiny_spec: Any, device: str
     )
 
 
+def test_experts_are_added_beside_an_mlp(tiny_model: Any, tiny_spec: Any, device: str) -> None:
+    """A token, compensated; longer tests are among those of all shapes."""
+    options = DecoderOptions(context=16, k_chunk=300, select="static")
+    compare(model_of(tiny_model, tiny_spec, "beside"), options, device, [step([17], 0)])
+
+
 @pytest.mark.parametrize("prompt", [{"qkv": 300, "gate_up": 700, "down": 300, "head": 1}, {"down": 1024}, 1024])
-@pytest.mark.parametrize("shape", grid(["3bit", "dense-first", "gated", "biases"], {"3bit"}))
+@pytest.mark.parametrize("shape", grid(["3bit", "dense-first", "gated", "biases", "beside"], {"3bit"}))
 def test_prompts_match_the_reference(
     tiny_model: Any, tiny_spec: Any, device: str, shape: str, prompt: Mapping[str, int] | int
 ) -> None:
@@ -268,14 +283,15 @@ def test_logits_have_the_same_bits_wherever_experts_are(
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("shape", ["gated", "beside"])
 @pytest.mark.parametrize("rows", [1, 3, 20])
 def test_a_replayed_graph_goes_to_other_experts(
-    tiny_model: Any, tiny_spec: Any, cuda: str, rows: int, monkeypatch: pytest.MonkeyPatch
+    tiny_model: Any, tiny_spec: Any, cuda: str, rows: int, shape: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A token, a few rows, and a full step of a prompt: numbers and places of experts are read when the graph runs."""
     monkeypatch.setattr(placement, "WINDOW", rows)
     monkeypatch.setattr(placement, "MARGIN", -1000)
-    model = model_of(tiny_model, tiny_spec, "gated")
+    model = model_of(tiny_model, tiny_spec, shape)
     options = DecoderOptions(context=100, max_rows=20, k_chunk=128, prompt_k_chunk=256)
     launched = TritonDecoder(model, options, cuda)
     captured = TritonDecoder(model, replace(options, experts_on_device=3), cuda)

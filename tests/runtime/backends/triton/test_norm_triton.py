@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from runtime.backends.operations.norm import rms_norm
-from runtime.backends.triton.kernels.norm import RowNorms, add_norm
+from runtime.backends.triton.kernels.norm import Beside, RowNorms, add_norm
 from tests.close import assert_close
 from tests.runtime.backends.triton.pieces import SUMS, sums_of
 
@@ -63,6 +63,30 @@ def test_what_is_added_may_pass_a_norm_of_its_own(device: str, dec: bool, before
     expected = case.h + rms_norm(case.sum - case.h, added, eps)
     assert_close(h, expected, "model")
     assert_close(x, rms_norm(expected, case.weight, EPS) if before else expected, "half")
+
+
+@pytest.mark.parametrize("dec", [(False, False), (True, False), (False, True)], ids=["y", "first", "second"])
+def test_two_outputs_pass_norms_before_their_sum_does(device: str, dec: tuple[bool, bool]) -> None:
+    """Either may have a compensation. Then the stream is multiplied."""
+    case, other = _Case(3, 100, True, dec[0]), _Case(4, 100, True, dec[1])
+    weights, eps, scale = torch.rand(3, 100, generator=torch.Generator().manual_seed(1)) + 0.5, 0.1, torch.tensor([0.7])
+    assert other.y is not None
+    second = (other.y[:3], None if other.dec is None else other.dec[:3])
+    there = [None if one is None else one.to(device) for one in second]
+    norms = RowNorms(
+        case.weight.to(device),
+        EPS,
+        weights[2].to(device),
+        eps,
+        Beside(*there, weights[0].to(device), weights[1].to(device)),
+        scale.to(device),
+    )
+    h, x = case.run(device, None, norms)
+    own = rms_norm(second[0] if second[1] is None else second[0] + second[1], weights[0], eps)
+    added = rms_norm(rms_norm(case.sum - case.h, weights[1], eps) + own, weights[2], eps)
+    expected = (case.h + added) * scale
+    assert_close(h, expected, "model")
+    assert_close(x, rms_norm(h, case.weight, EPS), "half")
 
 
 @pytest.mark.parametrize(("y", "dec"), [(False, False), (True, False), (True, True)], ids=["first", "y", "y+dec"])

@@ -10,6 +10,7 @@ import torch
 
 from models.routing import route as reference
 from models.spec import MixtureSpec
+from runtime.backends.operations.norm import rms_norm
 from runtime.backends.triton.kernels.grouping import Groups, group, most_blocks
 from runtime.backends.triton.kernels.routing import GpuRouter, Routed, route
 from runtime.backends.triton.workspace import Workspace
@@ -63,6 +64,20 @@ def test_experts_and_shares_are_the_reference_s(case: str, M: int, device: str) 
     torch.testing.assert_close(routed.shares.cpu(), shares, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(routed.logits.cpu(), logits, rtol=1e-5, atol=1e-5)
     assert not workspace.counters(2).any(), "a captured launch must find its counters as the first one did"
+
+
+@pytest.mark.parametrize("M", [1, 3, 19])
+def test_a_router_may_read_rows_through_a_norm(M: int, device: str) -> None:
+    """Of the residual stream, in float32; the weight of the norm is in the router's."""
+    mixture, eps = MIXTURES["after"], 0.1
+    router, routed = replace(_router(mixture, 1100, device), eps=eps), _routed(mixture, M, device)
+    x = 0.3 * torch.randn(M, 1100, generator=torch.Generator().manual_seed(M))
+    route(x.to(device), router, routed, Workspace(device))
+    logits = rms_norm(x, torch.ones(1100), eps) @ router.weight.cpu().T
+    chosen, shares = reference(logits, mixture, None)
+    assert torch.equal(routed.chosen.cpu().long(), chosen)
+    torch.testing.assert_close(routed.logits.cpu(), logits, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(routed.shares.cpu(), shares, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("M", [1, 3, 19])

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from models.spec import RopeSpec
+from models.keys import KeyStatistics, tensor_shape
+from models.spec import HeadShape, RopeSpec
 from runtime.backends.decoder import DecoderOptions, DrawsTokens, Step, Way
 from runtime.backends.reference.decoder import ReferenceDecoder
 from runtime.backends.reference.linear import ReferenceLinear
@@ -17,11 +18,11 @@ from runtime.backends.triton import model as placing
 from runtime.backends.triton.decoder import TritonDecoder
 from runtime.backends.triton.residual import LoadedResiduals, PageLockError
 from runtime.errors import InvalidActivationError, RequestError
-from runtime.kv.kinds import PARTS
+from runtime.kv.kinds import KINDS, PARTS
 from runtime.text.sampling import Sampler, SamplingOptions, log_probabilities
 from tests.close import Tolerance, assert_close
 from tests.grid import combined, grid
-from tests.runtime.conftest import BEHIND, BOTH_SIDES, LOCAL, SINKS, TURNED
+from tests.runtime.conftest import BEHIND, BOTH_SIDES, LOCAL, SHARED, SINKS, TURNED
 
 SMALL = {
     "hidden_size": 32,
@@ -33,6 +34,19 @@ SMALL = {
     "vocab_size": 64,
 }
 """As small as the kernels' tiles: the interpreter takes a tenth of a second for a program of a product."""
+WIDE: dict[str, Any] = {
+    **BOTH_SIDES,
+    "num_layers": 2,
+    "windows": (3, None),
+    "wide_heads": HeadShape(4, 1, 40),
+    "rope": RopeSpec(rotary_dim=12),
+    "window_rope": LOCAL,
+    "v_norm": True,
+    "scaled": True,
+}
+"""Options of the dense models of Gemma 4's kind."""
+SHARING: dict[str, Any] = {**SHARED, "num_layers": 3, "windows": (3, None, None), "mixers": SHARED["mixers"][:3]}
+"""Of the small ones."""
 SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "3bit": ({"bits": 3, "residual_bits": 4}, {"num_heads": 3, "num_kv_heads": 1}),
     "biases-qknorm-window": (
@@ -50,6 +64,8 @@ SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "sinks": ({"bits": 4}, {**SINKS, "num_layers": 2, "windows": (3, None)}),
     "norms-of-turned-heads": ({"bits": 4}, {**TURNED, "num_layers": 2, "head_dim": 48}),
     "codebooks-3bit": ({"bits": 3, "residual_bits": 8, "codebook": True}, {}),
+    "heads-of-two-widths": ({"bits": 4, "residual_bits": 4}, WIDE),
+    "shared-caches": ({"bits": 4, "residual_bits": 4}, SHARING),
 }
 
 
@@ -86,8 +102,8 @@ def assert_logits(found: np.ndarray[Any, Any], wanted: np.ndarray[Any, Any]) -> 
     assert_close(found, wanted, spread)
 
 
-QUICK = set(SHAPES) - {"head-dim-80", "norms-behind", "codebooks-3bit"}
-"""Prompts have two of the others, and norms on both sides stand for those behind."""
+QUICK = set(SHAPES) - {"head-dim-80", "norms-behind", "codebooks-3bit", "shared-caches"}
+"""Prompts have two of the others, and norms on both sides stand for those behind; shared caches have a shorter test."""
 
 
 @pytest.mark.parametrize("shape", grid(SHAPES, QUICK))
@@ -115,6 +131,15 @@ def test_logits_match_the_reference(tiny_model: Any, tiny_spec: Any, device: str
             assert_logits(found, wanted)
 
 
+def test_blocks_read_a_shared_cache_and_embeddings_of_their_own(tiny_model: Any, tiny_spec: Any, device: str) -> None:
+    """A token, and one behind it, compensated."""
+    model = tiny_model(tiny_spec(**{**SMALL, **SHARING}), bits=4)
+    options = DecoderOptions(context=16, k_chunk=300, select="static")
+    ours, theirs = TritonDecoder(model, options, device), reference(model, options)
+    for one in (step([5], 0), step([17], 1)):
+        assert_logits(np.array(ours.forward(one)), theirs.forward(one))
+
+
 SOME: dict[str, int] = {"qkv": 300, "o": 1024, "gate_up": 700, "down": 300, "head": 1}
 ALL = {"o": 1024}
 """Channels that a prompt's rows share."""
@@ -123,7 +148,7 @@ ALL = {"o": 1024}
 @pytest.mark.parametrize(
     *combined(
         [("3bit", SOME), ("head-dim-80", ALL), ("codebooks-3bit", SOME)],
-        shape=["3bit", "head-dim-80", "codebooks-3bit"],
+        shape=["3bit", "head-dim-80", "codebooks-3bit", "heads-of-two-widths", "shared-caches"],
         prompt=[SOME, ALL],
     )
 )
@@ -193,6 +218,37 @@ def test_logits_match_the_reference_on_every_cache(
     for one in (step([17], at), step([33, 34, 5], at + 1, rows=[0, 2]), step([21], at + 2)):
         found, wanted = np.array(ours.forward(one)), theirs.forward(one)
         assert np.abs(found - wanted).max() <= tolerance * wanted.std()
+    assert ours.cache.slot_bytes(0) == theirs.cache.slot_bytes(0)
+    assert ours.kv_bytes == theirs.kv_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kv", KINDS)
+def test_shared_caches_of_two_widths_are_read_from_every_cache(
+    tiny_model: Any, tiny_spec: Any, device: str, kv: Any
+) -> None:
+    """Behind a prompt that fills a page or cuts one off its window: a token, drafts, a few rows in place of them, and
+    one in place of the last, compensated."""
+    model, kind = tiny_model(tiny_spec(**{**SMALL, **SHARED, "windows": (150, None, 150, None)})), KINDS[kv]
+    for shape in (tensor_shape(model.spec, layer) for layer in model.spec.attention_layers):
+        axis, mean = np.random.default_rng(shape).standard_normal((2, *shape)).astype(np.float32)
+        model.keys.append(KeyStatistics(mean, axis / np.linalg.norm(axis, axis=-1, keepdims=True)))
+    prompt = [(7 * i) % 61 for i in range(kind.unpaged + kind.page + 2)]
+    options = DecoderOptions(context=300, max_rows=len(prompt), kv=kv, k_chunk=300, select="static")
+    ours, theirs = TritonDecoder(model, options, device), reference(model, options)
+    theirs.forward(step(prompt, 0, prefill=True))
+    copy_cache(theirs, ours)
+    at = len(prompt)
+    for one in (
+        step([17], at),
+        step([18], at + 1, draft=True),
+        step([19], at + 2, draft=True, flush=False),
+        step([33, 34, 5], at + 1, rows=[0, 2]),
+        step([21], at + 3),
+    ):
+        found, wanted = np.array(ours.forward(one)), theirs.forward(one)
+        # A key between two codes may be rounded to either: with 4 bits, that is a 15th of its vector's range.
+        assert np.abs(found - wanted).max() <= 3e-2 * wanted.std()
     assert ours.cache.slot_bytes(0) == theirs.cache.slot_bytes(0)
     assert ours.kv_bytes == theirs.kv_bytes
 
@@ -290,8 +346,11 @@ def test_a_number_that_is_not_finite_is_an_error_and_leaves_no_trace(
     assert np.array_equal(before, decoder.forward(step([1], 0)))
 
 
-def test_rows_behind_the_final_norm_match_the_reference(tiny_model: Any, tiny_spec: Any, device: str) -> None:
-    model = tiny_model(tiny_spec(**SMALL), bits=3)
+@pytest.mark.parametrize("shape", grid(["3bit", "shared-caches"], {"3bit"}))
+def test_rows_behind_the_final_norm_match_the_reference(
+    tiny_model: Any, tiny_spec: Any, device: str, shape: str
+) -> None:
+    model = tiny_model(tiny_spec(**{**SMALL, **SHAPES[shape][1]}), bits=3)
     model.table[7] = np.nan
     options = DecoderOptions(context=16, max_rows=6)
     ours, theirs = TritonDecoder(model, options, device), reference(model, options)
@@ -376,8 +435,9 @@ def test_a_refused_embedding_table_stays_in_main_memory(
 
 
 @pytest.mark.gpu
-def test_a_replayed_graph_computes_what_launches_do(tiny_model: Any, tiny_spec: Any, cuda: str) -> None:
-    model = tiny_model(tiny_spec(**SMALL, max_context=1024), bits=3)
+@pytest.mark.parametrize("shape", ["3bit", "heads-of-two-widths", "shared-caches"])
+def test_a_replayed_graph_computes_what_launches_do(tiny_model: Any, tiny_spec: Any, cuda: str, shape: str) -> None:
+    model = tiny_model(tiny_spec(**{**SMALL, **SHAPES[shape][1], "max_context": 1024}), bits=3)
     options = DecoderOptions(context=1024, k_chunk=128, n_tb={"down": 4})
     captured, launched = TritonDecoder(model, options, cuda), TritonDecoder(model, options, cuda)
     for position in range(300):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from runtime.backends.triton.sizes import COPIED_BYTES
+from models.spec import HeadShape, expert_of
+from runtime.backends.triton.kernels.attention.configs import SPLIT_ROWS, WIDE_TILE_ROWS, WIDEST
+from runtime.backends.triton.sizes import BLOCK, COPIED_BYTES, PIECE, pieces
 from tests.bench.kernels.token_time import ROWS, launches
 from tests.runtime.backends.triton.shapes import MODELS
 from tests.runtime.backends.triton.variants import Case, Counts, counted_apart
@@ -29,6 +31,11 @@ MIXED = {
 MIXED_TOGETHER = {"_multiply_experts_kernel": 1, "_select_kernel": 3, "_fetch_experts_kernel": 3}
 """Of a mixture whose prompts are compensated together: few rows select among channels of all experts or of each, and
 16 add to the product in place."""
+BESIDE = {"_add_norm_kernel": 3, "_gate_kernel": 2, "_gemm_kernel": 2, "_fetch_experts_kernel": 2}
+"""Of a mixture beside an MLP: a norm of what only experts read, gates and products of both; its large vocabulary leaves
+compensation room for 16 rows."""
+OF_TOKENS = {"_add_norm_kernel": 4, "_gate_kernel": 2, "_token_gate_kernel": 1}
+"""Of embeddings of the blocks' own, and MLPs of two widths: norms of the first embeddings and of the bare stream."""
 STATES = {
     "delta": ("_mix_kernel", "_recur_kernel", "_relate_kernel", "_chunk_kernel", "_finish_kernel"),
     "convolution": ("_convolve_kernel",),
@@ -47,6 +54,13 @@ def by_rows() -> Cases:
     return counted_apart([(name, "int4", 0, rows) for name in COUNTED for rows in ROWS])
 
 
+def alike(heads: HeadShape, kv: str) -> bool:
+    """Whether attention of a few rows is that of many."""
+    if kv == "fp16" and heads.dim > 128:
+        return SPLIT_ROWS * heads.heads // heads.kv_heads >= WIDE_TILE_ROWS
+    return heads.dim > WIDEST
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("prompt", PROMPTS)
 @pytest.mark.parametrize("kv", KINDS)
@@ -55,18 +69,24 @@ def test_a_load_compiles_fifteen_to_twenty_one_kernels(cases: Cases, model: str,
     """Attention takes three, and three more where only some blocks have a window, and products two; one more where the
     head has other bits than the blocks, one where a window's pages are quantized, and two where prompts are compensated
     together: docs/decisions.md. Experts take ten, and four more in prompts, delta rules five, and convolutions one.
-    Over wide heads in half precision, attention of a few rows is that of many."""
+    Over wide heads in half precision, and over the widest, attention of a few rows is that of many. Heads of two widths
+    have two kernels each, norms behind two, and products of rows that end at different places of a block, too."""
     spec, recipe = MODELS[model]
     single = ALWAYS | (TOGETHER if prompt else set()) | ({"_flush_kernel"} if kv in ("int4", "hierarchical") else set())
-    products = 2 + (recipe.layer_bits("head") != recipe.bits)
+    names = [name for name in spec.linear_names() if expert_of(name) is None]
+    tails = {pieces(spec.linear_shape(name)[1]) % (BLOCK // PIECE) for name in names} - {0}
+    products = 2 * max(1, len(tails)) + (recipe.layer_bits("head") != recipe.bits)
     mixed = (MIXED | (MIXED_TOGETHER if prompt else {})) if spec.mixture is not None else {}
     single |= {kernel for mixer in {*spec.mixers} for kernel in STATES.get(mixer, ())}
-    each = 2 if kv == "fp16" and spec.head_dim > 128 else 3
-    attention = each * len({spec.windows[layer] is None for layer in spec.attention_layers})
-    found = cases[model, kv, prompt]
-    assert found.variants == {
-        **dict.fromkeys(single, 1), "_attend_kernel": attention, "_gemv_kernel": products, **mixed,
-    }  # fmt: skip
+    shapes = {(spec.heads_of(layer), spec.windows[layer] is None) for layer in spec.attention_layers}
+    attention = sum(2 if alike(heads, kv) else 3 for heads, _ in shapes)
+    by_heads = {"_heads_kernel", "_merge_kernel", "_flush_kernel"} & {*single}
+    expected = dict.fromkeys(single, 1) | dict.fromkeys(by_heads, len({heads for heads, _ in shapes}))
+    expected |= {"_attend_kernel": attention, "_gemv_kernel": products, **mixed}
+    if spec.norm_after:
+        expected["_add_norm_kernel"] = 2
+    expected |= (OF_TOKENS if spec.token_width else {}) | (BESIDE if spec.mixture and spec.mixture.beside else {})
+    assert cases[model, kv, prompt].variants == expected
 
 
 @pytest.mark.slow
@@ -75,11 +95,14 @@ def test_a_load_compiles_fifteen_to_twenty_one_kernels(cases: Cases, model: str,
 def test_a_token_launches_fourteen_kernels_a_layer(cases: Cases, model: str, kv: str) -> None:
     """Four products and their compensations, two norms, heads, attention and its merge, the gate; the last norm and the
     head with its compensation. With experts a router, and two compensations that take two launches. A delta rule takes
-    three launches as attention does, a convolution one."""
+    three launches as attention does, a convolution one. Experts beside an MLP have that and a norm besides; embeddings
+    of the blocks' own three products, a norm and a gate, and a launch at the beginning. Heads of two widths, norms of
+    values and what multiplies a block take none."""
     spec = MODELS[model][0]
-    each = 14 if spec.mixture is None else 17
+    each = 14 if spec.mixture is None else 23 if spec.mixture.beside else 17
+    each += 8 if spec.token_width else 0
     saved = 2 * sum(spec.mixer(layer) == "convolution" for layer in range(spec.num_layers))
-    assert cases[model, kv, 0].launches == each * spec.num_layers - saved + 3
+    assert cases[model, kv, 0].launches == each * spec.num_layers - saved + 3 + (spec.token_width > 0)
 
 
 @pytest.mark.slow

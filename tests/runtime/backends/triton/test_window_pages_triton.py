@@ -13,7 +13,7 @@ from runtime.backends.triton.decoder import TritonDecoder
 from runtime.kv import groups, snapshots, window_pages
 from runtime.kv.kinds import KINDS
 from tests.close import assert_close
-from tests.runtime.backends.triton.test_triton_decoder import SMALL, step
+from tests.runtime.backends.triton.test_triton_decoder import SHARING, SMALL, step
 from tests.runtime.engine.conversations.talking import SLOTS, Talk
 
 SLOW = pytest.mark.slow
@@ -35,12 +35,17 @@ def poison(cache: Any, patch: pytest.MonkeyPatch) -> None:
 
 
 @SLOW
+@pytest.mark.parametrize(
+    "changes",
+    [{"num_layers": 2, "windows": (20, None)}, {**SHARING, "windows": (20, None, None)}],
+    ids=["windows", "shared"],
+)
 def test_any_history_gives_what_a_fresh_prefill_gives(
-    tiny_model: Any, tiny_spec: Any, device: str, monkeypatch: pytest.MonkeyPatch
+    tiny_model: Any, tiny_spec: Any, device: str, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
 ) -> None:
     """Prompts, edits, branches, rejected drafts, saved chats, each compared with the reference decoder's prefill."""
     monkeypatch.setattr(window_pages, "MOST_SNAPSHOTS", 2)
-    spec = tiny_spec(**{**SMALL, "num_layers": 2, "windows": (20, None), "max_context": 1024})
+    spec = tiny_spec(**{**SMALL, **changes, "max_context": 1024})
     make, model = lambda *how: TritonDecoder(*how, device), tiny_model(spec, residual_bits=0)
     talk = Talk(make, model, 1, 0.01, fresh=ReferenceDecoder, longest=300, context=1024)
     talk.run(5)
@@ -49,15 +54,27 @@ def test_any_history_gives_what_a_fresh_prefill_gives(
 
 
 @pytest.mark.parametrize(
-    ("kv", "every"), [pytest.param("fp16", 3, id="few"), *(pytest.param(kv, 1, id=kv, marks=SLOW) for kv in KINDS)]
+    ("kv", "every", "changes"),
+    [
+        pytest.param("fp16", 3, {}, id="few"),
+        *(pytest.param(kv, 1, {}, id=kv, marks=SLOW) for kv in KINDS),
+        *(pytest.param(kv, 1, SHARING, id=f"{kv}-shared", marks=SLOW) for kv in ("fp16", "int4")),
+    ],
 )
 def test_released_pages_are_never_read(
-    tiny_model: Any, tiny_spec: Any, device: str, monkeypatch: pytest.MonkeyPatch, kv: Any, every: int
+    tiny_model: Any,
+    tiny_spec: Any,
+    device: str,
+    monkeypatch: pytest.MonkeyPatch,
+    kv: Any,
+    every: int,
+    changes: dict[str, Any],
 ) -> None:
     """A token, drafts, their verification, a prompt's rows and a fork, behind a prompt that the reference read."""
     monkeypatch.setattr(snapshots, "SNAPSHOT_GAP", 2048)  # they would keep pages that are to be kept anyway
     window = 150 if KINDS[kv].windowed else 20  # wider than the tokens in half precision, so that pages are read
-    spec = tiny_spec(**{**SMALL, "num_layers": 2, "windows": (window, None), "max_context": 2048})
+    kinds = {"num_layers": 2, **changes, "windows": (window, *changes.get("windows", (None, None))[1:])}
+    spec = tiny_spec(**{**SMALL, **kinds, "max_context": 2048})
     model = tiny_model(spec, residual_bits=0)
     options = DecoderOptions(kv=kv, context=2048, slots=2, max_rows=20)
     tokens = np.random.default_rng(3).integers(3, 61, PROMPT).tolist()

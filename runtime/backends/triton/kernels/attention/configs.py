@@ -47,6 +47,12 @@ NARROW_TILE_ROWS = 64
 for blocks on their way: half the rows with half the warps take an eighth fewer instructions a row, too."""
 WIDE_TILE_ROWS = 32
 """The same for heads wider than 128 channels: more rows would not fit in registers."""
+WIDEST = 256
+"""Channels beyond which a program has twice the warps, and blocks of `WIDEST_BLOCK` positions: more do not fit in the
+99 KiB of shared memory that an RTX has. Numbers of two planes then leave registers for `DOT_ROWS` rows alone, and
+GEAR's corrections for one row of the step."""
+WIDEST_BLOCK = 16
+"""See there."""
 
 REGISTERS = {10: 255, 12: 255}
 """Registers of a thread that the assembler may use for heads wider than 128 channels, by major compute capability: of
@@ -131,11 +137,12 @@ def launch_config(
     if few:
         together = 1 if M == 1 else SPLIT_ROWS
         tile = min(max(DOT_ROWS, power_of_two(together * group)), tile, FEW_TILE_ROWS)
-    if corrected:
+    widest = block_d > WIDEST
+    if corrected or (widest and planes == 2):
         tile = DOT_ROWS
     block_m = max(tile, power_of_two(group))
-    rows = 1 if M == 1 else block_m // group
-    block_t = 64 if few and block_d <= 128 and not corrected else 32
+    rows = 1 if M == 1 or (widest and corrected) else block_m // group
+    block_t = WIDEST_BLOCK if widest else 64 if few and block_d <= 128 and not corrected else 32
     shared = SHARED_KIB[bits] * block_d / 128 * (1 if M == 1 else 1.2)
     programs = room.multiprocessors * max(1, int(room.shared_kib // shared))
     return LaunchConfig(
@@ -149,8 +156,8 @@ def launch_config(
             programs,
             KEPT_ROWS // (M * group * kv_heads),
         ),
-        num_warps=8 if block_m >= 128 or (few and bits == 8 and block_m == 2 * DOT_ROWS) else 4,
-        num_stages=5 if light and not few else _stages(M, block_m, bits, planes, corrected=corrected),
+        num_warps=8 if block_m >= 128 or widest or (few and bits == 8 and block_m == 2 * DOT_ROWS) else 4,
+        num_stages=5 if light and not few else _stages(M, block_m, reading, widest=widest),
     )
 
 
@@ -167,10 +174,13 @@ def _splits(tiles: int, blocks: int, programs: int, most: int) -> int:
     return min(range(1, max(1, min(most, MAX_SPLITS, blocks // MIN_BLOCKS)) + 1), key=cost)
 
 
-def _stages(M: int, block_m: int, bits: int, planes: int, *, corrected: bool) -> int:
+def _stages(M: int, block_m: int, reading: Reading, *, widest: bool) -> int:
     """Pipeline stages. A block is addressed through its page's number, so each prefetched block takes two stages."""
+    bits, planes, corrected = reading
     if planes == 2 and block_m >= TILE_ROWS:  # with two, joining the planes spills up to 40 bytes on sm_86 to sm_120
         return 1
+    if widest and (corrected or M > 1):  # with more, blocks of several rows do not fit in shared memory
+        return 2 if corrected or planes == 2 else 5
     verified = 1 < M <= SPLIT_ROWS and bits < 16 and not corrected
     if (M == 1 and block_m == DOT_ROWS) or (verified and block_m <= 2 * DOT_ROWS):
         return 2 * BLOCKS_AHEAD[bits] + 1

@@ -41,7 +41,7 @@ from runtime.backends.triton.kernels.cache.pages import (
     Rows,
 )
 from runtime.backends.triton.kernels.gemv import ROWS, capability
-from runtime.backends.triton.kernels.rope import Projected, projected_at
+from runtime.backends.triton.kernels.rope import Projected, projected_at, spaced
 from runtime.backends.triton.kernels.routing import sigmoid
 from runtime.backends.triton.kernels.sums import store_sums
 from runtime.backends.triton.sizes import PIECE
@@ -101,15 +101,6 @@ class Merged(NamedTuple):
     """float16 [M, H, D]."""
     sums: Any
     """float32 [M, H, D / 32], of the pieces of x, where they are asked for, and D is a multiple."""
-
-
-class Gates(NamedTuple):
-    """Gates of a step's outputs."""
-
-    projected: Projected
-    """[M, H, D], with rows further apart."""
-    stride: Any
-    """Numbers from a row to the next."""
 
 
 class Share(NamedTuple):
@@ -274,7 +265,10 @@ def _attend_kernel(
 def _merge_kernel(
     merged, sinks_ptr, gates, given, M, splits, rows, H: tl.constexpr, D: tl.constexpr, BLOCK_S: tl.constexpr
 ):
-    """Program (m, h) merges the splits of query head h of row m, in a tile of `rows` rows. sinks [H]; see `Merged`."""
+    """Program (m, h) merges the splits of query head h of row m, in a tile of `rows` rows. sinks [H]; see `Merged`.
+
+    `gates` is `Spaced`, or None.
+    """
     BLOCK_D: tl.constexpr = triton.next_power_of_2(D)
     head = tl.program_id(0).to(tl.int64) * H + tl.program_id(1)
     offs_d = tl.arange(0, BLOCK_D)
@@ -380,16 +374,15 @@ def attend(
         merged = Merged(partial, used, x[start:], partial if sums is None else sums[start:])
         given = (sums is not None) | (gates is not None and gates.dec is not None) << 1
         _merge_kernel[(some, H)](
-            merged, sinks, None if gates is None else _gates(gates, start), given, some, splits, config.rows, H=H, D=D,
-            BLOCK_S=_MERGED, num_warps=_MERGE_WARPS,
+            merged, sinks, None if gates is None else spaced(*(_from(start, each) for each in gates)), given, some,
+            splits, config.rows, H=H, D=D, BLOCK_S=_MERGED, num_warps=_MERGE_WARPS,
         )  # fmt: skip
     return sums
 
 
-def _gates(gates: Projected, start: int) -> Gates:
-    """Gates of the rows from one on, as a kernel argument."""
-    y, dec = (gates.y if each is None else each for each in gates)
-    return Gates(Projected(y[start:], dec[start:]), y.stride(0))
+def _from(start: int, x: torch.Tensor | None) -> torch.Tensor | None:
+    """The rows of a tensor from one on, if there is one."""
+    return None if x is None else x[start:]
 
 
 @cache

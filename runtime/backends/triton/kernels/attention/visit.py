@@ -118,7 +118,9 @@ def visit_window(queries, state, window, paged, blocks, in_pages, tile: tl.const
     offs_d = tl.arange(0, tile.BLOCK_D)
     mask_d = offs_d < D
     skipped = in_pages.end - in_pages.begin
-    for number in tl.range(blocks.begin, blocks.end - skipped, num_stages=3):
+    # Beside several rows of the widest heads, shared memory has no room for two more blocks.
+    AHEAD: tl.constexpr = 3 if tile.BLOCK_D <= 256 or tile.BLOCK_M == 16 else 2
+    for number in tl.range(blocks.begin, blocks.end - skipped, num_stages=AHEAD):
         block, before = number + skipped, paged
         if layout.sinks > 0:
             block = tl.where(number < in_pages.begin, number, block)
