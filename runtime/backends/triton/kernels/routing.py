@@ -107,8 +107,8 @@ class GpuRouter:
 
 
 @triton.jit
-def _logits(x_ptr, weight_ptr, eps, offs_m, offs_s, M, C, S, tile: tl.constexpr):
-    """Logits of some rows without biases: float32 [BLOCK_M, BLOCK_S]. With `eps`, of rows that pass an RMSNorm."""
+def _logits(x_ptr, weights, offs_m, offs_s, M, C, S, tile: tl.constexpr):
+    """Logits of some rows without biases: float32 [BLOCK_M, BLOCK_S]. With an epsilon, rows pass an RMSNorm first."""
     BLOCK_M: tl.constexpr = tile.BLOCK_M
     BLOCK_S: tl.constexpr = tile.BLOCK_S
     BLOCK_K: tl.constexpr = tile.BLOCK_K
@@ -117,7 +117,7 @@ def _logits(x_ptr, weight_ptr, eps, offs_m, offs_s, M, C, S, tile: tl.constexpr)
     for start in range(0, C, BLOCK_K):
         offs_k = start + tl.arange(0, BLOCK_K)
         mask_k = offs_k < C
-        at = weight_ptr + offs_s[:, None] * C + offs_k[None, :]
+        at = weights.weight + offs_s[:, None] * C + offs_k[None, :]
         w = tl.load(at, mask=(offs_s < S)[:, None] & mask_k[None, :], other=0.0)
         at = x_ptr + offs_m.to(tl.int64)[:, None] * C + offs_k[None, :]
         x = tl.load(at, mask=(offs_m < M)[:, None] & mask_k[None, :], other=0.0).to(tl.float32)
@@ -125,10 +125,10 @@ def _logits(x_ptr, weight_ptr, eps, offs_m, offs_s, M, C, S, tile: tl.constexpr)
             acc += tl.sum(w * x, axis=1)[None, :]
         else:
             acc = tl.dot(x, tl.trans(w), acc, input_precision="ieee")
-        if eps is not None:
+        if weights.eps is not None:
             squares += tl.sum(x * x, axis=1)
-    if eps is not None:
-        acc *= tl.rsqrt(squares / C + eps)[:, None]
+    if weights.eps is not None:
+        acc *= tl.rsqrt(squares / C + weights.eps)[:, None]
     return acc
 
 
@@ -187,7 +187,7 @@ def _route_kernel(
     offs_s = pid_s * tile.BLOCK_S + tl.arange(0, tile.BLOCK_S)
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     mask_m = (offs_m < M)[:, None]
-    found = _logits(x_ptr, weights.weight, weights.eps, offs_m, offs_s, M, C, S, tile)
+    found = _logits(x_ptr, weights, offs_m, offs_s, M, C, S, tile)
     if weights.bias is not None:
         found += tl.load(weights.bias + offs_s, mask=offs_s < S, other=0.0)[None, :]
     own = routed.logits + offs_m[:, None] * S
