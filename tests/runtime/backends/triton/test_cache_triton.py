@@ -240,6 +240,18 @@ def test_attention_with_other_heads(pair: Any, name: KVKind, D: int) -> None:
     caches.check_attended(*caches.step(0, 256, 2))
 
 
+@pytest.mark.parametrize("name", grid(KINDS, {"int4"}))
+def test_heads_of_512_channels(pair: Any, name: KVKind) -> None:
+    """Stored, and read by a token, a few rows, and those of a prompt."""
+    caches = pair(name, D=512, H=8, H_kv=1, layers=1)
+    for start in (0, 128):
+        caches.step(0, start, 128)
+    caches.check_attended(*caches.step(0, 256, 1, copied=False))
+    caches.check_attended(*caches.step(0, 257, 2))
+    caches.check_attended(*caches.step(0, 259, 10))
+    caches.check_stored()
+
+
 @pytest.mark.parametrize(
     *combined({("int4", 1), ("int4", 200), ("kivi2", 70)}, name=["int4", "kivi2"], window=[1, 70, 200])
 )
