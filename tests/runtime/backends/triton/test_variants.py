@@ -14,8 +14,9 @@ from tests.runtime.backends.triton.variants import Case, Counts, counted_apart
 KINDS = ("fp16", "int8", "int4", "hierarchical")
 COUNTED = ("demo", "llama-3-8b-3bit")
 """Models whose launches are counted by rows."""
-PROMPTS = (0, 16)
-"""Channels of 1024 by which the rows of prompts are compensated together."""
+WAYS = (*((kv, 0) for kv in KINDS), ("int4", 16))
+"""Kinds of caches, and channels of 1024 by which the rows of prompts are compensated together; that takes the same
+kernels over every kind."""
 ALWAYS = {
     *("_add_norm_kernel", "_compensate_kernel", "_gate_kernel", "_gemm_kernel", "_heads_kernel", "_merge_kernel"),
     *("_select_kernel", "_union_kernel", "_copy_kernel", "_fetch_kernel"),
@@ -46,7 +47,7 @@ Cases = dict[Case, Counts]
 
 @pytest.fixture(scope="module")
 def cases() -> Cases:
-    return counted_apart([(name, kv, prompt) for name in MODELS for kv in KINDS for prompt in PROMPTS])
+    return counted_apart([(name, kv, prompt) for name in MODELS for kv, prompt in WAYS])
 
 
 @pytest.fixture(scope="module")
@@ -62,8 +63,7 @@ def alike(heads: HeadShape, kv: str) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("prompt", PROMPTS)
-@pytest.mark.parametrize("kv", KINDS)
+@pytest.mark.parametrize(("kv", "prompt"), WAYS)
 @pytest.mark.parametrize("model", MODELS)
 def test_a_load_compiles_fifteen_to_twenty_one_kernels(cases: Cases, model: str, kv: str, prompt: int) -> None:
     """Attention takes three, and three more where only some blocks have a window, and products two; one more where the
