@@ -164,12 +164,11 @@ class WorkApp(PlainApp):
             self.apply_theme(self.session.settings)
         elif event.key == "keys":
             self.apply_keys()
-        elif event.key == "sidebar":
-            self.chat.show_session()
         elif event.key in ("k_chunk", "prompt_budget") or (
             event.key == "budget" and self.session.settings.k_chunk is None
         ):
             self._compensate(force=False)
+        self.show_session()
 
     def keep_settings(self, changes: dict[str, str | int | float | None]) -> None:
         """Write settings to the file."""

@@ -253,6 +253,7 @@ class ChatScreen(Screen[None]):
     def _write(self, answer: Message, *, resume: bool = False) -> None:
         session = self._session
         self._follow(session.answers.begin(session.conversation, answer.id, resume=resume))
+        self.query_one(Sidebar).refill()  # a new chat has a title now
 
     def _follow(self, writing: Writing) -> None:
         """Stream an answer to the screen."""

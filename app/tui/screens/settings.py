@@ -216,7 +216,6 @@ class SettingsScreen(Screen[None]):
         if row.take():
             self.app.post_message(SettingChanged(row.key, row.value))
             self._show_reload_note()
-            self.call_later(self._show_effect)
 
     def _to_reload(self) -> list[str]:
         return [

@@ -607,3 +607,9 @@ def served() -> Callable[..., None]:
         file.with_name("tools.json").write_text(json.dumps({"usual": usual}))
 
     return write
+
+
+@pytest.fixture(autouse=True)
+def _never_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is on the screen changes when something happens, not at the next look at the runtime."""
+    monkeypatch.setattr("app.tui.app.CHECK_INTERVAL_S", 3600.0)

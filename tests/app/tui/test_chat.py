@@ -32,7 +32,10 @@ async def test_a_prompt_is_answered_with_statistics(stage: Callable[..., Any], r
         assert options.temperature == 0.0
 
 
-async def test_the_makers_sampling_is_taken_and_shown(stage: Callable[..., Any], runtime: Any) -> None:
+async def test_the_makers_sampling_is_taken_and_shown(
+    stage: Callable[..., Any], runtime: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.tui.app.CHECK_INTERVAL_S", 0.1)
     async with stage(runtime, size=(100, 40), top_p=0.8) as s:
         runtime.status = replace(runtime.status, sampling={"temperature": 0.2, "top_p": 0.9})
         await s.until(lambda: s.app.session.status.sampling)

@@ -25,6 +25,7 @@ from runtime.backends.triton.sizes import COPIED_BYTES, buffer_sizes, chunk_numb
 from runtime.errors import OutOfMemoryError
 from runtime.load.memory import MemoryPlan, plan
 from runtime.text.sampling import SamplingOptions
+from tests.grid import grid
 from tests.runtime.backends.triton.counting import META, Card, counted
 from tests.runtime.backends.triton.shapes import MODELS, QWEN35, Shapes, residuals, without_numbers
 from tuner.detect import MemoryInfo
@@ -88,7 +89,7 @@ def planned_for(case: str, options: DecoderOptions, free: int) -> MemoryPlan:
     return plan(spec, footprint, kv=options.kv, context=options.context, memory=memory)
 
 
-@pytest.mark.parametrize("case", MODELS)
+@pytest.mark.parametrize("case", grid(MODELS, {"demo", "phi-3-4bit", "qwen3.5-4b-4bit", "gemma-4-e2b-4bit"}))
 def test_the_plan_is_what_is_allocated(card: Card, case: str) -> None:
     """Weights, cache and buffers each within 5 % of what was asked for, and all of it with the peak."""
     spec, recipe = MODELS[case]

@@ -14,6 +14,7 @@ from runtime.backends.reference.decoder import ReferenceDecoder
 from runtime.backends.triton.decoder import TritonDecoder
 from runtime.kv import snapshots
 from runtime.kv.states import states_bytes
+from tests.grid import grid
 from tests.runtime.backends.triton.test_states_triton import NARROW
 from tests.runtime.backends.triton.test_triton_decoder import SMALL, assert_logits, reference, step
 from tests.runtime.engine.conversations.talking import Talk, decaying
@@ -41,7 +42,7 @@ def compare(model: Any, options: DecoderOptions, device: str, steps: list[Any]) 
     return ours
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", grid(SHAPES, {"delta"}))
 def test_logits_match_the_reference(tiny_model: Any, tiny_spec: Any, device: str, shape: str) -> None:
     """A prompt, compensated tokens, two sequences at once in place of the latest, and a prompt absorbed at once."""
     model = decaying(tiny_model(spec_of(tiny_spec, shape), bits=4))

@@ -20,7 +20,9 @@ from tests.models.conftest import TEXT, write_checkpoint, write_tokenizer
 from tests.models.random_models import SIZES, random_case
 
 
-@pytest.mark.parametrize(("group_size", "residual_bits", "k_chunk"), [(128, 0, 0), (0, 4, 256)])
+@pytest.mark.parametrize(
+    ("group_size", "residual_bits", "k_chunk"), [pytest.param(128, 0, 0, marks=pytest.mark.slow), (0, 4, 256)]
+)
 def test_the_decoder_answers_as_the_reference_does(
     tmp_path: Path, device: str, group_size: int, residual_bits: int, k_chunk: int
 ) -> None:
