@@ -34,7 +34,7 @@ def low_rank(
     for _ in range(iterations):
         a = torch.linalg.qr(residual @ (b + alike * b.mean(-2, keepdim=True)))[0]
         b = residual.mT @ a
-    return a.to(torch.float16), b.to(torch.float16)
+    return a.to(torch.float16).contiguous(), b.to(torch.float16)
 
 
 def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

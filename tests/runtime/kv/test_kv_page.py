@@ -65,6 +65,7 @@ def test_fields_are_as_described(name: KVKind, D: int, part: Part) -> None:
     for field in fields:
         assert stored[field.name].shape == (2, 3, *field.shape)
         assert str(stored[field.name].dtype) == f"torch.{field.dtype}"
+        assert stored[field.name].is_contiguous(), "or what is read of it differs in last bits from what a cache reads"
 
 
 @pytest.mark.parametrize("outlier", [False, True])
