@@ -37,7 +37,7 @@ SECONDS = {
     "start": 45,
     "graph": 55,
     "tokens": 75,
-    "shapes": 105,
+    "shapes": 95,
     "chat": 45,
     "memory": 45,
     "overlap": 40,

@@ -27,7 +27,7 @@ BITS = 4
 
 def measure(part: Part, sizes: Sizes, device: torch.device) -> None:
     """Rows for each family: tokens by their compensation and by the experts on the device, and a prompt's step."""
-    limit = read_gb_s(sizes, device)
+    limit = max(read_gb_s(sizes, device), 0.01)  # an interpreted read is rounded to nothing on a busy machine
     part.add({"what": "read", "gb_s": limit})
     for title, spec in sizes.families.items():
         if part.late():
