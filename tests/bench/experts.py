@@ -21,11 +21,11 @@ from typing import Any
 
 import numpy as np
 
-from models.catalogue import CATALOGUE
 from models.spec import MixtureSpec, ModelSpec, RopeSpec
 from runtime.backends.cpu.decoder import CpuDecoder
 from runtime.backends.decoder import DecoderOptions, Step
 from runtime.measure.timing import undisturbed
+from tests.bench.gpu.sizes import blocks
 from tests.bench.reporting.run import about_run, write_report
 from tests.peers.shape import RandomModel
 from tuner.bandwidth import read_bandwidth
@@ -57,24 +57,13 @@ def shape(layers: int) -> ModelSpec:
 
 def with_states(layers: int) -> ModelSpec:
     """Blocks of Qwen3.5 4B."""
-    whole = next(model.spec for model in CATALOGUE if model.title == "Qwen3.5 4B")
-    return replace(
-        whole,
-        num_layers=layers,
-        vocab_size=4096,
-        max_context=2048,
-        rope=RopeSpec(rotary_dim=64),
-        windows=(None,) * layers,
-        mixers=whole.mixers[:layers],
-    )
+    return replace(blocks("Qwen3.5 4B", layers), max_context=2048, rope=RopeSpec(rotary_dim=64))
 
 
 def with_shared_caches() -> ModelSpec:
     """Gemma 4 E2B with a small vocabulary."""
-    whole = next(model.spec for model in CATALOGUE if model.title == "Gemma 4 E2B")
-    return replace(
-        whole, vocab_size=4096, max_context=2048, rope=RopeSpec(rotary_dim=128), window_rope=RopeSpec(rotary_dim=256)
-    )
+    ropes = {"rope": RopeSpec(rotary_dim=128), "window_rope": RopeSpec(rotary_dim=256)}
+    return replace(blocks("Gemma 4 E2B", 35), max_context=2048, **ropes)
 
 
 class Decoding:

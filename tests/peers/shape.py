@@ -32,6 +32,19 @@ def llama_1b() -> ModelSpec:
     )
 
 
+def vector_of(spec: ModelSpec, name: str) -> npt.NDArray[np.float32]:
+    """A vector of ones, but what is left of a state decays; or a router, which chooses all experts about equally often.
+
+    Always the same for a name.
+    """
+    if name == "norm":
+        return np.ones(spec.hidden_size, np.float32)
+    layer = int(name.split(".")[1])
+    if name in (routers := spec.routers(layer)):
+        return np.random.default_rng(layer).standard_normal(routers[name], np.float32) / spec.hidden_size**0.5
+    return np.full(spec.block_vectors(layer)[name], -1.0 if name.endswith("decay") else 1.0, np.float32)
+
+
 class RandomModel:
     """Random low-bit weights of a shape, made matrix by matrix when asked for; says nothing about quality.
 
@@ -73,14 +86,8 @@ class RandomModel:
         )
 
     def vector(self, name: str) -> npt.NDArray[np.float32]:
-        """A norm's weight or another vector; or a router's, which chooses all experts about equally often."""
-        if name == "norm":
-            return np.ones(self.spec.hidden_size, np.float32)
-        if not name.endswith("router"):
-            sign = -1 if name.endswith("decay") else 1
-            return np.full(self.spec.block_vectors(int(name.split(".")[1]))[name], sign, np.float32)
-        shape = self.spec.routers(int(name.split(".")[1]))[name]
-        return self._rng.standard_normal(shape, np.float32) / np.float32(shape[1] ** 0.5)
+        """A norm's weight or another vector, or a router."""
+        return vector_of(self.spec, name)
 
     def key_statistics(self, _layer: int) -> None:
         """Nothing is known of the keys of random weights."""

@@ -73,6 +73,10 @@ class ChatList(Widget):
         if self.display:
             self._search = self.run_worker(self._refill, group="chats", exclusive=True, exit_on_error=False)
 
+    def on_resize(self) -> None:
+        """Show what fits the width, which is known once the list is on the screen."""
+        self.call_after_refresh(self.refill)
+
     async def _find(self, text: str) -> None:
         """Fill `_chats` with the latest chats, or with those that contain the words of a text.
 

@@ -103,10 +103,6 @@ class ChatsScreen(Screen[None], ChatList):
         note.update(text)
         note.display = bool(text)
 
-    def on_resize(self) -> None:
-        """Show the columns that fit."""
-        self.call_after_refresh(self.refill)
-
     @on(PlainTable.RowHighlighted)
     def tell_about(self) -> None:
         """Show the match in the chat under the cursor."""

@@ -56,10 +56,6 @@ class Sidebar(Vertical, ChatList):
         self.display = wanted and self._session.history is not None and columns >= MIN_COLUMNS
         self.refill()
 
-    def on_resize(self) -> None:
-        """Fit the titles to the width, which is known once the sidebar is on the screen."""
-        self.refill()
-
     async def _refill(self) -> None:
         text, note = self.query_one(Input).value.strip(), ""
         try:

@@ -127,7 +127,7 @@ class Pass(StateOperations[Value]):
 
     def plain(self, x: Value) -> Value:
         """See `models.architecture.Operations`. First adds pending outputs to the residual stream."""
-        return self._mixed(x.tensor, x.sums) if x is self._embedded else self.norm(x, "")
+        return self._input(x.tensor, x.sums) if x is self._embedded else self.norm(x, "")
 
     def linear(self, x: Value, name: str) -> Value:
         """See `models.architecture.Operations`."""
@@ -188,7 +188,7 @@ class Pass(StateOperations[Value]):
             sinks=model.norms[f"layers.{layer}.sinks"] if spec.sinks else None,
             gates=_gates(q, width) if spec.gated else None,
         )
-        return self._mixed(out, sums)
+        return self._input(out, sums)
 
     def shut(self, x: Value, gate: Value) -> Value:  # noqa: ARG002  a part of what `attend` reads
         """See `models.architecture.StateOperations`. Applied by `attend`'s last kernel."""
@@ -204,16 +204,16 @@ class Pass(StateOperations[Value]):
         if own.spec.value_dim % PIECE == 0:
             sums = buffers.sums(M, width)
         recur(x.tensor, x.dec, self._rows, runs.tensor, own, buffers.mixed(M, own.spec), out, sums)
-        return self._mixed(out, sums)
+        return self._input(out, sums)
 
     def convolve(self, x: Value, layer: int) -> Value:
         """See `models.architecture.StateOperations`."""
         M, C = self._M, self._spec.hidden_size
         out, sums = self._buffers.input(M, C), self._buffers.sums(M, C)
         convolve(x.tensor, x.dec, self._rows, self._model.recent[layer], out, sums)
-        return self._mixed(out, sums)
+        return self._input(out, sums)
 
-    def _mixed(self, x: torch.Tensor, sums: torch.Tensor | None) -> Value:
+    def _input(self, x: torch.Tensor, sums: torch.Tensor | None) -> Value:
         """Activations float16 [M, K], with the sums of their pieces if known, as the input of a linear layer."""
         rounded = self._buffers.rounded(*x.shape)
         if rounded is not None:
@@ -243,7 +243,7 @@ class Pass(StateOperations[Value]):
             tokens = OwnTokens(up.tensor, up.tensor.stride(0), weight, eps)
             own, other = (Projected(each.tensor, each.dec) for each in (gate_value, context))
             token_gate(own, other, tokens, out, sums, gelu=gelu, limit=limit)
-            return self._mixed(out, sums)
+            return self._input(out, sums)
         assert gate_value.tensor is up.tensor
         rounded = self._buffers.rounded(self._M, width)
         gate(up.tensor, up.dec, out, sums, rounded, gelu=gelu, limit=limit)

@@ -14,6 +14,7 @@ from models.packing import packed_width
 from models.spec import ModelSpec
 from runtime.backends.triton.layout import GpuLinear, dequantize, repack
 from tests.bench.gpu.report import Row
+from tests.peers.shape import vector_of
 
 GROUP_SIZE = 128
 RESIDUAL_BITS = 4
@@ -107,13 +108,8 @@ class RandomModel:
         return replace(self.head if name == "head" else self.made[self.spec.linear_shape(name)], name=name)
 
     def vector(self, name: str) -> npt.NDArray[np.float32]:
-        """A norm's weight or another vector: ones, but what is left of a state decays. Routers choose all alike."""
-        if name == "norm":
-            return np.ones(self.spec.hidden_size, np.float32)
-        layer = int(name.split(".")[1])
-        if name in (routers := self.spec.routers(layer)):
-            return np.random.default_rng(layer).standard_normal(routers[name], np.float32) / self.spec.hidden_size**0.5
-        return np.full(self.spec.block_vectors(layer)[name], -1.0 if name.endswith("decay") else 1.0, np.float32)
+        """A norm's weight or another vector, or a router."""
+        return vector_of(self.spec, name)
 
     def key_statistics(self, _layer: int) -> None:
         """Nothing is known of the keys of random weights."""

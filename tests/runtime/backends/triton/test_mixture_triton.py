@@ -26,7 +26,7 @@ from runtime.backends.triton.timer import launch
 from runtime.kv.kinds import KINDS
 from tests.close import Tolerance, assert_close
 from tests.grid import grid
-from tests.runtime.backends.triton.test_triton_decoder import SMALL, copy_cache, reference, step
+from tests.runtime.backends.triton.test_triton_decoder import SMALL, behind_pages, reference, step
 from tests.runtime.conftest import SINKS
 
 SLOW = pytest.mark.slow
@@ -173,13 +173,7 @@ def test_experts_read_what_every_cache_gives(
 @pytest.mark.parametrize("kv", grid(KINDS, {"int4"}))
 def test_experts_with_biases_read_pages_of_every_cache(tiny_model: Any, tiny_spec: Any, device: str, kv: Any) -> None:
     """Behind a prompt that fills a page or cuts one off its window: a token, a few, and one in place of the last."""
-    model, kind = model_of(tiny_model, tiny_spec, "biases"), KINDS[kv]
-    prompt = [(7 * i) % 61 for i in range(kind.unpaged + kind.page + 2)]
-    options = DecoderOptions(context=300, max_rows=len(prompt), kv=kv, k_chunk=300, select="static")
-    ours, theirs = TritonDecoder(model, options, device), reference(model, options)
-    theirs.forward(step(prompt, 0, prefill=True))
-    copy_cache(theirs, ours)
-    at = len(prompt)
+    ours, theirs, at = behind_pages(model_of(tiny_model, tiny_spec, "biases"), kv, device)
     for one in (step([17], at), step([33, 34, 5], at + 1, rows=[0, 2]), step([21], at + 3)):
         assert_near(np.array(ours.forward(one)), theirs.forward(one))
 

@@ -183,6 +183,16 @@ def copy_cache(source: Any, target: Any) -> None:
     target.cache.load(0, cache.length(0), cache.paged_length(0), pieces)
 
 
+def behind_pages(model: Any, kv: Any, device: str) -> tuple[TritonDecoder, Any, int]:
+    """A decoder and the reference behind a prompt that fills a page or cuts one off its window, and its length."""
+    prompt = [(7 * i) % 61 for i in range(KINDS[kv].unpaged + KINDS[kv].page + 2)]
+    options = DecoderOptions(context=300, max_rows=len(prompt), kv=kv, k_chunk=300, select="static")
+    ours, theirs = TritonDecoder(model, options, device), reference(model, options)
+    theirs.forward(step(prompt, 0, prefill=True))
+    copy_cache(theirs, ours)
+    return ours, theirs, len(prompt)
+
+
 @pytest.mark.parametrize(
     ("kv", "tolerance"),
     [
@@ -229,16 +239,11 @@ def test_shared_caches_of_two_widths_are_read_from_every_cache(
 ) -> None:
     """Behind a prompt that fills a page or cuts one off its window: a token, drafts, a few rows in place of them, and
     one in place of the last, compensated."""
-    model, kind = tiny_model(tiny_spec(**{**SMALL, **SHARED, "windows": (150, None, 150, None)})), KINDS[kv]
+    model = tiny_model(tiny_spec(**{**SMALL, **SHARED, "windows": (150, None, 150, None)}))
     for shape in (tensor_shape(model.spec, layer) for layer in model.spec.attention_layers):
         axis, mean = np.random.default_rng(shape).standard_normal((2, *shape)).astype(np.float32)
         model.keys.append(KeyStatistics(mean, axis / np.linalg.norm(axis, axis=-1, keepdims=True)))
-    prompt = [(7 * i) % 61 for i in range(kind.unpaged + kind.page + 2)]
-    options = DecoderOptions(context=300, max_rows=len(prompt), kv=kv, k_chunk=300, select="static")
-    ours, theirs = TritonDecoder(model, options, device), reference(model, options)
-    theirs.forward(step(prompt, 0, prefill=True))
-    copy_cache(theirs, ours)
-    at = len(prompt)
+    ours, theirs, at = behind_pages(model, kv, device)
     for one in (
         step([17], at),
         step([18], at + 1, draft=True),
