@@ -17,7 +17,7 @@ from models.threads import each
 
 _CHUNK = 1 << 19
 """Activations processed at a time per thread."""
-_HESSIAN_ROWS = 512
+_HESSIAN_ROWS = 256
 """Rows of second moments computed at a time, right of the diagonal; the rest follows from symmetry."""
 _RESTORED_FLOOR = np.float32(0.1)
 """Added to every channel's restored share, in units of the mean, because other texts restore other channels."""
@@ -33,9 +33,8 @@ class InputStatistics:
     """float64 [K]: sum of x² over tokens."""
     restored_sum: npt.NDArray[np.float64]
     """float64 [K]: sum of x² over the tokens at which the channel is among those expected to be restored."""
-    hessian: FloatArray | None = None
-    """float32 [K, K]: second moments of x and of x without its salient channels, see `models.salience`: the Hessian of
-    what base quantizers minimize, but for a factor."""
+    moments: FloatArray | None = None
+    """float32 [K, K]: what `hessian` is right of the diagonal, and in blocks on it; None if it is not gathered."""
     expected_k_chunk: int = 0
     """Salient channels per 1024 that compensation is expected to restore."""
     shares: tuple[float, ...] | None = None
@@ -56,7 +55,7 @@ class InputStatistics:
             rank_maximum=np.zeros(width, np.float32),
             square_sum=np.zeros(width, np.float64),
             restored_sum=np.zeros(width, np.float64),
-            hessian=np.zeros((width, width), np.float32) if second_moments else None,
+            moments=np.zeros((width, width), np.float32) if second_moments else None,
             expected_k_chunk=expected_k_chunk,
         )
 
@@ -76,7 +75,7 @@ class InputStatistics:
         step = max(1, _CHUNK // max(1, rows.shape[1]))
         parts = [slice(start, min(start + step, len(rows))) for start in range(0, len(rows), step)]
         k_chunks = levels(self.expected_k_chunk)
-        if self.hessian is None:  # what is restored is all that is asked for
+        if self.moments is None:  # what is restored is all that is asked for
             k_chunks = tuple(sorted({0, self.expected_k_chunk}))
         weights = None if counts is None else np.sqrt(counts.reshape(-1))
 
@@ -85,7 +84,7 @@ class InputStatistics:
             magnitudes = np.abs(own)
             magnitudes.sort(axis=1)
             squares = np.square(own, dtype=np.float64).sum(0)
-            left = without_each(own, k_chunks) if self.expected_k_chunk or self.hessian is not None else []
+            left = without_each(own, k_chunks) if self.expected_k_chunk or self.moments is not None else []
             if weights is not None:
                 left = [level * weights[part, None] for level in left]
             return magnitudes.max(0)[::-1], squares, left
@@ -109,20 +108,31 @@ class InputStatistics:
         """Add the activations float32 [t, K] that remain at each level; the first level keeps all."""
         energies = [np.einsum("tk,tk->k", level, level).astype(np.float64) for level in left]
         self.restored_sum += energies[0] - energies[-1]
-        if self.hessian is None:
+        if self.moments is None:
             return
         if self.shares is None:
             totals = [float(energy.sum()) for energy in energies]
             self.shares = tuple(totals[0] / total if total > 0 else 0.0 for total in totals)
         import torch
 
-        hessian = torch.from_numpy(self.hessian)
-        for start in range(0, len(hessian), _HESSIAN_ROWS):
+        moments = torch.from_numpy(self.moments)
+        for start in range(0, len(moments), _HESSIAN_ROWS):
             rows = slice(start, start + _HESSIAN_ROWS)
             for level, share in zip(left, self.shares, strict=True):
                 x = torch.from_numpy(level)
-                hessian[rows, start:].add_(x[:, rows].T @ x[:, start:], alpha=share)
-            hessian[rows.stop :, rows] = hessian[rows, rows.stop :].T
+                moments[rows, start:].addmm_(x[:, rows].T, x[:, start:], alpha=share)
+
+    @property
+    def hessian(self) -> FloatArray | None:
+        """float32 [K, K]: second moments of x and of x without its salient channels, see `models.salience`.
+
+        It is the Hessian of what base quantizers minimize, but for a factor.
+        """
+        if self.moments is not None:
+            for start in range(0, len(self.moments), _HESSIAN_ROWS):
+                end = start + _HESSIAN_ROWS
+                self.moments[end:, start:end] = self.moments[start:end, end:].T
+        return self.moments
 
     def mean_square(self) -> FloatArray:
         """float32 [K]: mean of x² over tokens."""

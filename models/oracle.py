@@ -108,7 +108,8 @@ class Oracle:
         observe_keys: Sees the queries and keys of every block.
         observe_attention: Sees the attention that tokens receive in every block; takes [B, H, S, T] to compute.
         trace: Sees input and output of every linear layer; with it, what `block` does is recorded for autograd.
-        products: Of the operands of blocks' linear layers and of their outputs, where not `dtype`.
+        products: Of the operands of blocks' linear layers and of their outputs, where not `dtype`; of attention's too,
+            where nobody observes.
         resident: Whether weights stay in memory once used. If not, only those of the block (or table, or head) that
             ran last do.
     """
@@ -380,11 +381,13 @@ class _Operations(architecture.StateOperations[Tensor]):
             received = _shares(queries, keys, mask, self.spec.score_cap, sinks).sum(2).mean(1)
             self.oracle.observe_attention(layer, received)
         if self.spec.score_cap is None and sinks is None:
+            dtype = self.oracle.products if self.oracle.observe is None else self.oracle.dtype  # observed: precisely
+            queries, keys, values = queries.to(dtype), keys.to(dtype), values.to(dtype)
             attended = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=True)
         else:
             shares = _shares(queries, keys, mask, self.spec.score_cap, sinks).to(values.dtype)
             attended = shares @ values.repeat_interleave(queries.shape[1] // values.shape[1], dim=1)
-        return attended.transpose(1, 2).flatten(-2)
+        return attended.to(self.oracle.dtype).transpose(1, 2).flatten(-2)
 
     def convolve(self, x: Tensor, layer: int) -> Tensor:
         prefix, spec = f"layers.{layer}", self.spec

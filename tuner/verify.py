@@ -41,7 +41,7 @@ def hold(
         slowdown: Measures decoding with it.
         budget_percent: The budget, above 0 and at most 100 percent.
         smaller: Makes a smaller configuration (`Search.smaller`).
-        readings: Number of measurements, of which the median counts; odd.
+        readings: Number of measurements, of which the median counts; odd. Fewer, if those decide.
         progress: Called before every attempt.
         cancelled: Called before every measurement.
 
@@ -60,7 +60,7 @@ def hold(
     share, tries, tried = 1.0, 0, configuration
     while any(tried.k_chunk.values()):
         progress(Report(done=tries, total=None, message=f"decoding with {share:.0%} of the compensation found"))
-        measured = _median(slowdown, tried.k_chunk, tried.n_tb, readings, cancelled)
+        measured = _median(slowdown, tried.k_chunk, tried.n_tb, readings, budget_percent, cancelled)
         if measured <= budget_percent:
             return tried, measured
         share *= min(_GENTLEST, max(_STRONGEST, budget_percent / measured))
@@ -71,12 +71,20 @@ def hold(
 
 
 def _median(
-    slowdown: Slowdown, k_chunk: Mapping[str, int], n_tb: Mapping[str, int], readings: int, cancelled: Cancel
+    slowdown: Slowdown,
+    k_chunk: Mapping[str, int],
+    n_tb: Mapping[str, int],
+    readings: int,
+    budget_percent: float,
+    cancelled: Cancel,
 ) -> float:
-    found = []
-    for _ in range(readings):
+    """Median of the readings; the last ones are left out once the others say on which side of the budget it lies."""
+    found: list[float] = []
+    within = 0
+    while max(within, len(found) - within) <= readings // 2:
         check(cancelled)
         found.append(slowdown(k_chunk, n_tb))
-    if not all(math.isfinite(percent) for percent in found):
-        raise TimerError(f"the measured slowdown of decoding is {found} percent; tune again")
-    return sorted(found)[readings // 2]
+        if not math.isfinite(found[-1]):
+            raise TimerError(f"the measured slowdown of decoding is {found} percent; tune again")
+        within += found[-1] <= budget_percent
+    return sorted(found)[len(found) // 2]

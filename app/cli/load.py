@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -102,7 +103,15 @@ def _settings(choices: LoadChoices) -> Settings:
     )
 
 
-def spend_budgets(lend: Lend, plan: LoadPlan, choices: LoadChoices, services: Services, output: Output) -> Spent:
+def spend_budgets(
+    lend: Lend,
+    plan: LoadPlan,
+    choices: LoadChoices,
+    services: Services,
+    output: Output,
+    *,
+    prompts_later: bool = False,
+) -> Spent:
     """Apply the plan's budgets to a loaded model, and report those without effect.
 
     Args:
@@ -111,6 +120,7 @@ def spend_budgets(lend: Lend, plan: LoadPlan, choices: LoadChoices, services: Se
         choices: The command line's choices.
         services: The machine and its profiles.
         output: For progress and notes to the user.
+        prompts_later: Whether prompts that were never tuned are left to `spend_on_prompts`.
 
     Raises:
         KeyboardInterrupt: the user stopped the tuning; completed measurements are stored.
@@ -128,6 +138,7 @@ def spend_budgets(lend: Lend, plan: LoadPlan, choices: LoadChoices, services: Se
             drafts=drafts,
             profiles=services.profiles(),
             text=services.evaluation_text(),
+            prompts_later=prompts_later,
             progress=progress,
             cancelled=interrupt.cancelled,
         )
@@ -136,6 +147,32 @@ def spend_budgets(lend: Lend, plan: LoadPlan, choices: LoadChoices, services: Se
         if problem.failure or asked:
             output.note(f"{problem.what}; {problem.fix}")
     return spent
+
+
+def spend_on_prompts(engine: Engine, plan: LoadPlan, spent: Spent, services: Services, output: Output) -> None:
+    """Tune the prompts that `spend_budgets` left, for the next time; Ctrl-C leaves them to it.
+
+    Args:
+        engine: The loaded model.
+        plan: Its load plan.
+        spent: What was spent on it.
+        services: The machine and its profiles.
+        output: For progress to the user.
+    """
+    from runtime.budget import spending
+    from runtime.errors import Cancelled
+
+    if spent.prompts is None or not spent.prompts.pending:
+        return
+    with Interrupt() as interrupt, output.progress() as progress, contextlib.suppress(Cancelled):
+        spending.spend_on_prompts(
+            engine.borrow,
+            plan.model,
+            spent.prompts,
+            profiles=services.profiles(),
+            progress=progress,
+            cancelled=interrupt.cancelled,
+        )
 
 
 def speculate(engine: Engine, wanted: Drafts, services: Services) -> None:

@@ -13,7 +13,7 @@ import typer
 
 from app.cli import options
 from app.cli.interrupt import Interrupt
-from app.cli.load import LoadChoices, load_plan, speculate, spend_budgets
+from app.cli.load import LoadChoices, load_plan, speculate, spend_budgets, spend_on_prompts
 from app.cli.model import open_model
 from app.cli.output import Output
 from app.cli.services import services_of
@@ -177,10 +177,16 @@ def run(
     ):
         for path in attach or ():
             attachments.add(path)
-        speculate(engine, spend_budgets(engine.borrow, plan, choices, services, output).speculation, services)
+        repeats = (
+            seed is not None or temperature == 0
+        )  # such an answer waits for all of the tuning, to be the same again
+        later = bool(text) and not repeats
+        spent = spend_budgets(engine.borrow, plan, choices, services, output, prompts_later=later)
+        speculate(engine, spent.speculation, services)
         if text:
             system = None if raw else settings.system_prompt
             _answer(engine, stored, output, text, sampling, system, attachments, tools, variables)
+            spend_on_prompts(engine, plan, spent, services, output)
         else:
             from app.cli.repl import Repl, line_history
 

@@ -81,13 +81,14 @@ def search(
     Raises:
         QuantizationError: a weight is NaN or infinite, or out of range.
     """
-    assert statistics.hessian is not None
+    hessian = statistics.hessian
+    assert hessian is not None
     best, least = np.ones(weight.shape[1], np.float32), np.inf
-    for scales in _candidates(weight, np.sqrt(np.diagonal(statistics.hessian)), group_size, tied):
+    for scales in _candidates(weight, np.sqrt(np.diagonal(hessian)), group_size, tied):
         error = rtn.quantize(weight * scales, bits, group_size, _RATIOS).dequantize()
         error /= scales
         error -= weight
-        loss = float(np.vdot(error @ statistics.hessian, error))
+        loss = float(np.vdot(error @ hessian, error))
         if loss < least:
             best, least = scales, loss
     return best

@@ -10,6 +10,7 @@ Cheap to import.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
@@ -37,6 +38,8 @@ _PASS_S = 1.5
 _LEAST_ROUNDS, _MOST_ROUNDS, _ROUNDS_S = 4, 15, 3.0
 """Rounds of one measurement, each with and without compensation, and the time limit in seconds after which no further
 round begins."""
+_CLEAR_PERCENT = 5.0
+"""A slowdown this far from the limit is not measured in more than the fewest rounds."""
 logger = logging.getLogger(__name__)
 
 
@@ -54,13 +57,14 @@ class PromptTimer:
         """Of the prompt."""
         self._sized = False
 
-    def slowdown(self, k_chunk: Mapping[str, int] | int) -> float:
+    def slowdown(self, k_chunk: Mapping[str, int] | int, limit: float | None = None) -> float:
         """Slowdown of the prompt in percent; noise can make it negative.
 
         Restores the decoder's `prompt_k_chunk` afterwards.
 
         Args:
             k_chunk: Channels per 1024, as in `DecoderOptions.prompt_k_chunk`.
+            limit: The slowdown in percent that it is compared with; far from it a few rounds do.
 
         Raises:
             OutOfMemoryError: the device has no room for it.
@@ -73,7 +77,7 @@ class PromptTimer:
                 self._size()
                 for compensate in (True, False):
                     self.seconds(compensate=compensate)  # compiles new kernels
-                return 100 * (self._ratio() - 1)
+                return self._percent(limit)
         finally:
             self._decoder.set_prompt_k_chunk(before)
 
@@ -84,14 +88,21 @@ class PromptTimer:
             self._step(start, min(start + rows, self.tokens), compensate=compensate)
         return time.perf_counter() - began
 
-    def _ratio(self) -> float:
-        """Ratio of the fastest prefill with compensation to the fastest without; disturbances only slow one down."""
+    def _percent(self, limit: float | None) -> float:
+        """What the fastest prefill with compensation takes longer than the fastest without, in percent.
+
+        Disturbances only slow one down.
+        """
+        found = math.inf
         times: dict[bool, list[float]] = {False: [], True: []}
         end = time.perf_counter() + _ROUNDS_S
         while len(times[True]) < _LEAST_ROUNDS or (time.perf_counter() < end and len(times[True]) < _MOST_ROUNDS):
             for compensate in (False, True) if len(times[True]) % 2 else (True, False):
                 times[compensate].append(self.seconds(compensate=compensate))
-        return min(times[True]) / min(times[False])
+            found = 100 * (min(times[True]) / min(times[False]) - 1)
+            if limit is not None and len(times[True]) >= _LEAST_ROUNDS and abs(found - limit) > _CLEAR_PERCENT:
+                break
+        return found
 
     def _size(self) -> None:
         """Shorten the prompt to as many whole steps as fit the time limit."""
@@ -242,15 +253,15 @@ def _search(decoder: Decoder, key: ProfileKey, budget_percent: float, cancelled:
 
     began, timer = time.perf_counter(), PromptTimer(decoder, cancelled=cancelled)
     readings: list[Reading] = []
-    k_chunk = 0
+    k_chunk, limit = 0, MARGIN * budget_percent
     for level in backend(decoder.backend).prompt_levels:
         try:
-            slowdown = timer.slowdown(level)
+            slowdown = timer.slowdown(level, limit)
         except OutOfMemoryError as error:
             logger.warning("prompts are not compensated by %d channels per 1024: %s", level, error)
             continue
         readings.append(Reading(k_chunk=level, slowdown_percent=slowdown))
-        if slowdown <= MARGIN * budget_percent:
+        if slowdown <= limit:
             k_chunk = level
             break
     return PromptProfile(

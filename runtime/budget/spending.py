@@ -31,7 +31,7 @@ class Spent:
     tuning: Tuning | None
     """Tuning of decoding; None without a budget, or if a problem prevented it."""
     prompts: PromptTuning | None
-    """Tuning of prompts, likewise."""
+    """Tuning of prompts, likewise; `pending` if it is left to `spend_on_prompts`."""
     speculation: Drafts
     """Drafting mode: as requested, or by the model if that was measured to pay."""
     problems: tuple[Problem, ...]
@@ -47,6 +47,7 @@ def spend(
     profiles: ProfileStore,
     text: str | None = None,
     force: bool = False,
+    prompts_later: bool = False,
     progress: ProgressCallback = ignore_progress,
     cancelled: Callable[[], bool] = never_cancelled,
 ) -> Spent:
@@ -60,6 +61,7 @@ def spend(
         profiles: Folder of profiles.
         text: The text of refinements, whose results are applied; None applies none.
         force: Whether to repeat stored measurements.
+        prompts_later: Whether prompts that were never tuned wait for `spend_on_prompts`: a first answer need not.
         progress: Receives progress reports of the tuning.
         cancelled: Polled between measurements.
 
@@ -69,14 +71,19 @@ def spend(
     """
     common: Any = {"profiles": profiles, "force": force, "progress": progress, "cancelled": cancelled}
     tuning, problem = None, None
+    prompts: PromptTuning | None = None
+    of_prompts: Problem | None = None
     speculation = drafts
     with lend() as decoder:
         if compensation.budget_percent is not None:
             tuning, problem = within_budget(decoder, model, budget_percent=compensation.budget_percent, **common)
         percent = compensation.prompt_percent
         known = not force and is_known(decoder, model, budget_percent=percent, profiles=profiles)
-    with lend(0 if known else PROMPT_TOKENS) as decoder:
-        prompts, of_prompts = prompts_within_budget(decoder, model, budget_percent=percent, **common)
+    if prompts_later and not known:
+        prompts = PromptTuning.later(percent)
+    else:
+        prompts, of_prompts = _prompts(lend, model, percent, 0 if known else PROMPT_TOKENS, **common)
+    with lend(0) as decoder:
         if tuning is not None and tuning.budget_percent:
             if text is not None:
                 tuning = refined(decoder, model, tuning, profiles=profiles, text=text)
@@ -87,3 +94,40 @@ def spend(
         of_prompts = None  # already reported for decoding
     problems = tuple(found for found in (problem, of_prompts) if found is not None)
     return Spent(tuning=tuning, prompts=prompts, speculation=speculation, problems=problems)
+
+
+def spend_on_prompts(
+    lend: Lend,
+    model: TunedModel,
+    pending: PromptTuning,
+    *,
+    profiles: ProfileStore,
+    progress: ProgressCallback = ignore_progress,
+    cancelled: Callable[[], bool] = never_cancelled,
+) -> tuple[PromptTuning | None, Problem | None]:
+    """Apply the budget of prompts that `spend` left.
+
+    Args:
+        lend: As of `spend`.
+        model: What was loaded.
+        pending: `Spent.prompts`.
+        profiles: Folder of profiles.
+        progress: Receives progress reports.
+        cancelled: Polled between steps.
+
+    Returns:
+        The result, or the problem that makes the budget ineffective.
+
+    Raises:
+        Cancelled: `cancelled` said so.
+        BackendError: the device does not respond.
+    """
+    percent = pending.budget_percent
+    return _prompts(lend, model, percent, PROMPT_TOKENS, profiles=profiles, progress=progress, cancelled=cancelled)
+
+
+def _prompts(
+    lend: Lend, model: TunedModel, percent: float, tokens: int, **common: Any
+) -> tuple[PromptTuning | None, Problem | None]:
+    with lend(tokens) as decoder:
+        return prompts_within_budget(decoder, model, budget_percent=percent, **common)

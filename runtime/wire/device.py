@@ -89,10 +89,19 @@ class PromptTuning:
     """Date in UTC; empty if nothing was tuned."""
     cached: bool = False
     """Whether it came from a stored profile."""
+    pending: bool = False
+    """Whether it is still to be tuned: a first answer does not wait for that."""
+
+    @classmethod
+    def later(cls, budget_percent: float) -> PromptTuning:
+        """The tuning to a budget that is still to come; until then, prompts are not compensated."""
+        return cls(budget_percent=budget_percent, k_chunk=0, measured_slowdown_percent=0.0, tokens=0, pending=True)
 
     @property
     def words(self) -> str:
         """For the user: the compensation, and its cost."""
+        if self.pending:
+            return "prompts are not compensated yet; that is tuned while the runtime is idle"
         if not self.k_chunk:
             return "prompts are not compensated"
         much = "fully" if self.k_chunk == CHUNK else f"by {self.k_chunk} of {CHUNK} channels"

@@ -2,11 +2,11 @@
 
     make bench-start               or: python -m tests.bench.start --out FILE.json --beside before=OTHER/bin/lowbit-chat
 
-Every measurement is a process of its own, from its start to the end of the answer (or to the frame in which the chat
-screen's input stands). Programs take turns; medians and all seconds are written down. `cold` has an empty home and no
-compiled kernels, and includes compiling and tuning; `warm` has both. Python's own bytecode is there in all of them, as
-after an installation: a first round, which is not counted, writes it. Processor seconds are those of the process and
-its children.
+Every measurement is a process of its own, from its start to the last word of the answer (or to the frame in which the
+chat screen's input stands). Programs take turns; medians and all seconds are written down. `cold` has an empty home and
+no compiled kernels, and includes compiling and tuning, but for what follows the answer; `warm` has both. Python's own
+bytecode is there in all of them, as after an installation: a first round, which is not counted, writes it. Processor
+seconds are those of the process and its children, to their end.
 """
 
 from __future__ import annotations
@@ -98,16 +98,25 @@ class Program:
         return took
 
     def _run(self, *arguments: str) -> float:
-        began = time.perf_counter()
-        subprocess.run(
+        began = last = time.perf_counter()
+        program = subprocess.Popen(
             [self.path, *arguments],
             env=self.environment(),
             stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=PATIENCE_S,
-            check=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
         )
-        return time.perf_counter() - began
+        try:
+            assert program.stdout is not None
+            while os.read(program.stdout.fileno(), 1 << 16):
+                last = time.perf_counter()
+            program.wait(timeout=PATIENCE_S)
+        finally:
+            program.kill()
+            program.wait()
+        if program.returncode:
+            raise RuntimeError(f"{' '.join(map(str, program.args))} ended with {program.returncode}")
+        return last - began
 
 
 def _children_s() -> float:

@@ -56,7 +56,7 @@ class CpuBackend:
     ) -> None:
         """See `runtime.backends.Backend.prepare`."""
         try:
-            from runtime.backends.cpu.link import few_rows_units, paging_units, units_of
+            from runtime.backends.cpu.link import paging_units, prompt_units, units_of
             from runtime.backends.cpu.machine.build import build
         except (ImportError, OSError, BackendError):
             return
@@ -66,7 +66,7 @@ class CpuBackend:
             progress(Progress(phase="compile", done=done, total=total, unit="kernels", message=message))
 
         with contextlib.suppress(BackendError):
-            later = [*few_rows_units(model), *paging_units(KINDS[kv])] if ahead else []
+            later = [*prompt_units(model), *paging_units(KINDS[kv])] if ahead else []
             build([*units_of(model, KINDS[kv], compensated=compensated), *later], report)
 
     def open(self, model: Weights, options: DecoderOptions, progress: ProgressCallback = ignore_progress) -> Decoder:

@@ -15,7 +15,7 @@ from runtime.backends.cpu.cache import CpuCache
 from runtime.backends.cpu.data.control import CONTROL_WORDS, FAILED
 from runtime.backends.cpu.data.sizes import RUN_ROWS
 from runtime.backends.cpu.data.step import parameters_of
-from runtime.backends.cpu.link import few_rows_units, link, paging_units
+from runtime.backends.cpu.link import link, paging_units, prompt_units
 from runtime.backends.cpu.machine.build import build_later
 from runtime.backends.cpu.machine.isa import VARIANT
 from runtime.backends.cpu.machine.loader import rest
@@ -73,7 +73,7 @@ class CpuDecoder:
         self._plan = PlanOperations(model, options, self.cache, self._threads)
         pages = paging_units(self.cache.kind)
         self._plan.paged = all(unit.is_compiled for unit in pages)
-        build_later([*few_rows_units(model), *pages])
+        build_later([*prompt_units(model), *pages])
         self._programs: dict[tuple[object, ...], Program] = {}
         self._program = self._recorded(options.k_chunk)
         self._drafts = self._recorded(options.draft_k_chunk)

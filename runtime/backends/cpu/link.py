@@ -64,7 +64,7 @@ def state_units(spec: ModelSpec) -> list[Unit]:
 
 
 def units_of(model: Weights, kind: CacheKind, *, compensated: bool) -> list[Unit]:
-    """Units to compile before a model is opened: what it needs, except `paging_units` and `few_rows_units`.
+    """Units to compile before a model is opened: what it needs, except `paging_units` and `prompt_units`.
 
     Args:
         model: The stored model.
@@ -84,7 +84,6 @@ def units_of(model: Weights, kind: CacheKind, *, compensated: bool) -> list[Unit
         found |= {own[linear.bits] for own in stored if linear.bits in own}
         if compensated and linear.residual is not None:
             found |= {units.COMPENSATE[linear.residual.bits], units.SELECT[op.SELECT_APPROX]}
-            found |= {units.multiply_panel, units.PANEL[linear.residual.bits]}
     return sorted(found, key=lambda unit: unit.name)
 
 
@@ -99,14 +98,15 @@ def _for_experts(model: Weights, *, compensated: bool) -> set[Unit]:
     return found
 
 
-def few_rows_units(model: Weights) -> list[Unit]:
-    """Units that compensate a few rows of a prompt, so not those of a usual first prompt.
+def prompt_units(model: Weights) -> list[Unit]:
+    """Units that compensate prompts, which a first answer does without.
 
     Args:
         model: The stored model.
     """
     linears = (model.linear(name) for name in model.spec.linear_names() if expert_of(name) is None)
-    return [units.SHARE[bits] for bits in {own.residual.bits for own in linears if own.residual is not None}]
+    widths = {own.residual.bits for own in linears if own.residual is not None}
+    return [unit for bits in widths for unit in (units.multiply_panel, units.PANEL[bits], units.SHARE[bits])]
 
 
 def link(program: npt.NDArray[np.int64], threads: int) -> None:

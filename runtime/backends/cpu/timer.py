@@ -36,7 +36,10 @@ class CpuTimer:
     def __init__(self, decoder: CpuDecoder, *, seconds: float = 0.25) -> None:
         self._decoder = decoder
         self._seconds = seconds
-        self._plain: dict[str, tuple[npt.NDArray[np.int64], float]] = {}
+        self._plain: dict[str, tuple[npt.NDArray[np.int64], int, float]] = {}
+        """By layer type: the product's program, its repetitions in a pass, its seconds."""
+        self._compensated: dict[tuple[str, int], npt.NDArray[np.int64]] = {}
+        """Programs with compensation by layer type and k_chunk: recording one takes as long as a reading."""
         row = np.zeros(1, np.int32)
         decoder.forward(Step(tokens=row, slots=row, positions=row, logit_rows=row))  # finite numbers in every buffer
 
@@ -50,20 +53,24 @@ class CpuTimer:
         """
         if kind not in self._plain:
             program = self._decoder.layer_program(kind, 0)
-            count = self._decoder.spec.products(kind)
-            self._plain[kind] = program, undisturbed(self._passes(program)[0]) / count
-        plain, base = self._plain[kind]
+            with self._decoder.session():
+                self._decoder.run_layers(program)
+                repeats = max(1, int(_PASS_S / min(self._pass(program, 3) for _ in range(5))))
+            seconds = undisturbed(self._passes(repeats, program)[0]) / self._decoder.spec.products(kind)
+            self._plain[kind] = program, repeats, seconds
+        plain, repeats, base = self._plain[kind]
         if k_chunk == 0:
             return base
-        without, compensated = self._passes(plain, self._decoder.layer_program(kind, k_chunk))
+        if (kind, k_chunk) not in self._compensated:
+            self._compensated[kind, k_chunk] = self._decoder.layer_program(kind, k_chunk)
+        without, compensated = self._passes(repeats, plain, self._compensated[kind, k_chunk])
         return base * undisturbed(compensated) / undisturbed(without)
 
-    def _passes(self, *programs: npt.NDArray[np.int64]) -> list[list[float]]:
+    def _passes(self, repeats: int, *programs: npt.NDArray[np.int64]) -> list[list[float]]:
         """Seconds of the passes of each program; the programs alternate."""
         times: list[list[float]] = [[] for _ in programs]
         with self._decoder.session():
-            self._decoder.run_layers(programs[0])
-            repeats = max(1, int(_PASS_S / min(self._pass(programs[0], 3) for _ in range(5))))
+            self._decoder.run_layers(programs[-1])
             end = time.perf_counter() + self._seconds
             while len(times[0]) < _LEAST or (time.perf_counter() < end and len(times[0]) < _MOST):
                 for program, own in zip(programs, times, strict=True):

@@ -185,9 +185,10 @@ class Loader(Protocol):
         ...
 
     def refine(self, loaded: LoadedModel, cancelled: Cancelled) -> LoadedModel:
-        """Improve the tuning of a loaded model, as far as it gets until `cancelled`, which is polled every few steps.
+        """Take one step to a better tuning of a loaded model: its prompts, if they were put off, then its budget.
 
-        Called while nothing else runs. If cancelled, everything stays as it was, and the next call continues.
+        Called while nothing else runs, until it returns what it got. `cancelled` is polled every few steps; then
+        everything stays as it was, and the next call continues.
         """
         ...
 

@@ -170,15 +170,16 @@ class ModelSlot:
         return tuned
 
     def refine(self, cancelled: CancelledCheck) -> None:
-        """Improve the tuning of the loaded model, once it has answered something. Never raises."""
+        """Improve the tuning of the loaded model step by step, once it has answered something. Never raises."""
         loaded = self.loaded
         if loaded is None or not (self._answered and self._refines) or cancelled():
             return
         self.tuning = True
         try:
-            better = self._loader.refine(loaded, cancelled)
-            with self._lock:
-                self._loaded = better
+            while (better := self._loader.refine(loaded, cancelled)) is not loaded:
+                loaded = better
+                with self._lock:
+                    self._loaded = better
         except Exception:
             self._refines = False
             logger.exception("refining the slowdown budget failed")

@@ -12,8 +12,9 @@ from models.progress import Cancelled as CancelledCheck
 from models.progress import Progress, ProgressCallback
 from models.store import Store, StoredModel
 from runtime.backends import AUTO, backend
-from runtime.backends.decoder import Decoder, PlacesExperts
-from runtime.budget.spending import spend
+from runtime.backends.decoder import Decoder, DecoderOptions, PlacesExperts
+from runtime.budget.prompt_tuning import PROMPT_TOKENS
+from runtime.budget.spending import spend, spend_on_prompts
 from runtime.budget.tuning import PROFILES
 from runtime.compensation import Compensation, check_blocks, k_chunk_by_type
 from runtime.drafting import Drafts
@@ -29,7 +30,7 @@ from runtime.server.store.making import StoreWorkshop
 from runtime.system.heap import trim
 from runtime.system.power import on_battery
 from runtime.wire.answers import Holding
-from runtime.wire.device import ExpertPlacement
+from runtime.wire.device import ExpertPlacement, PromptTuning
 from runtime.wire.requests import LoadRequest, TuneRequest
 from tuner.profiles import ProfileStore
 
@@ -146,7 +147,7 @@ class StoreLoader:
             experts=partial(_experts, engine.decoder),
         )
         try:
-            loaded = self._spend(loaded, model, compensation, progress, cancelled)
+            loaded = self._spend(loaded, model, compensation, progress, cancelled, prompts_later=True)
             self._remember(engine, model)
         except BaseException:
             engine.close()
@@ -208,13 +209,44 @@ class StoreLoader:
             decoder.set_k_chunk(before.k_chunk, before.n_tb)
             decoder.set_prompt_k_chunk(before.prompt_k_chunk)
             raise
-        if decoder.options.prompt_k_chunk != before.prompt_k_chunk:
-            engine.forget()
-            self._remember(engine, model)
+        self._forget_other_prompts(engine, model, before)
         return loaded
 
+    def _forget_other_prompts(self, engine: Engine, model: StoredModel, before: DecoderOptions) -> None:
+        """Drop conversations whose prompts were compensated in another way than prompts are now."""
+        if engine.decoder.options.prompt_k_chunk != before.prompt_k_chunk:
+            engine.forget()
+            self._remember(engine, model)
+
     def refine(self, loaded: LoadedModel, cancelled: CancelledCheck) -> LoadedModel:
-        """Refine the budget of a loaded model; see `Loader.refine`.
+        """Tune the prompts of a loaded model if that was put off, else refine its budget; see `Loader.refine`."""
+        try:
+            if loaded.prompts is not None and loaded.prompts.pending:
+                return self._prompts_tuned(loaded, loaded.prompts, cancelled)
+            return self._refined(loaded, cancelled)
+        except Cancelled:
+            return loaded
+
+    def _prompts_tuned(self, loaded: LoadedModel, pending: PromptTuning, cancelled: CancelledCheck) -> LoadedModel:
+        """The model with its prompts tuned, if there is room. Its conversations are dropped."""
+        engine = _engine(loaded)
+        if not engine.has_spare(PROMPT_TOKENS):
+            return loaded
+        logger.info("tuning the prompts of %s", loaded.name)
+        model, before = self._catalogue.open(loaded.name), engine.decoder.options
+        prompts, problem = spend_on_prompts(
+            engine.borrow,
+            model,
+            pending,
+            profiles=ProfileStore(self._profiles),
+            cancelled=cancelled,
+        )
+        self._forget_other_prompts(engine, model, before)
+        problems = loaded.problems if problem is None else (*loaded.problems, problem)
+        return replace(loaded, prompts=prompts, problems=problems)
+
+    def _refined(self, loaded: LoadedModel, cancelled: CancelledCheck) -> LoadedModel:
+        """The model with its budget refined.
 
         Conversations stay cached: the compensation of prompts does not change. A model that drafts for itself, or that
         decodes in another way than its budget was tuned for, gets the result when it is loaded next.
@@ -230,18 +262,15 @@ class StoreLoader:
         model, before = self._catalogue.open(loaded.name), engine.decoder.options
         with engine.borrow(WINDOW) as decoder:
             logger.info("refining the slowdown budget of %s", loaded.name)
-            try:
-                found = refine(
-                    decoder,
-                    model,
-                    tuning,
-                    profiles=ProfileStore(self._profiles),
-                    text=text,
-                    encode=engine.tokenizer.encode,
-                    cancelled=cancelled,
-                )
-            except Cancelled:
-                return loaded
+            found = refine(
+                decoder,
+                model,
+                tuning,
+                profiles=ProfileStore(self._profiles),
+                text=text,
+                encode=engine.tokenizer.encode,
+                cancelled=cancelled,
+            )
             logger.info("the slowdown budget of %s is refined", loaded.name)
             if k_chunk_by_type(before.k_chunk) != k_chunk_by_type(tuning.k_chunk) or engine.speculates:
                 decoder.set_k_chunk(before.k_chunk, before.n_tb)
@@ -265,6 +294,7 @@ class StoreLoader:
         cancelled: CancelledCheck,
         *,
         force: bool = False,
+        prompts_later: bool = False,
     ) -> LoadedModel:
         """Apply the budgets to a loaded model, and let it speculate as requested or where that pays."""
         engine = _engine(loaded)
@@ -276,6 +306,7 @@ class StoreLoader:
             profiles=ProfileStore(self._profiles),
             text=self._text(),
             force=force,
+            prompts_later=prompts_later,
             progress=progress,
             cancelled=cancelled,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from app.cli import main as program
+from app.cli import run as running
 from runtime.budget import clocks as clocking
 from runtime.budget import refining, spending, tuning
 from runtime.compensation import Compensation
@@ -210,6 +212,34 @@ def test_run_is_tuned_once_and_says_so(answer: Answer, run: Callable[..., Any], 
     assert answer(*arguments, "--budget", 0)["k_chunk"] == dict.fromkeys(KINDS, 0)
 
 
+def test_a_single_answer_does_not_wait_for_the_tuning_of_prompts(
+    run: Callable[..., Any], clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It follows the answer, and Ctrl-C leaves it for the next time. An answer that is to repeat waits for it."""
+    order: list[str] = []
+    prompts_within_budget, answer = spending.prompts_within_budget, running._answer
+
+    def tuned(decoder: Any, *arguments: Any, **options: Any) -> Any:
+        order.append(f"prompts {decoder.options.prompt_k_chunk}")
+        if order == ["answer", "prompts 0"]:
+            signal.raise_signal(signal.SIGINT)
+        return prompts_within_budget(decoder, *arguments, **options)
+
+    def answered(*arguments: Any) -> None:
+        answer(*arguments)
+        order.append("answer")
+
+    monkeypatch.setattr(spending, "prompts_within_budget", tuned)
+    monkeypatch.setattr(running, "_answer", answered)
+    for _ in range(3):
+        run("run", "demo", "hi", "--max-tokens", 1, "--budget", 8)
+    assert order == ["answer", "prompts 0"] * 2 + ["prompts 0", "answer"], "the third time they are known"
+    for prompt_budget, option in enumerate((("--seed", 3), ("--temperature", 0)), 30):
+        order.clear()
+        run("run", "demo", "hi", "--max-tokens", 1, "--budget", 8, "--prompt-budget", prompt_budget, *option)
+        assert order == ["prompts 0", "answer"]
+
+
 def test_without_a_word_the_budget_is_5(answer: Answer, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LOWBIT_CHAT_BUDGET")
     asked: list[float] = []
@@ -242,8 +272,6 @@ def test_bench_compensates_only_where_it_is_asked_to(answer: Answer, monkeypatch
 
 
 def test_ctrl_c_while_tuning_is_130(run: Callable[..., Any], clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    import signal
-
     def pressed(*_: object) -> float:
         signal.raise_signal(signal.SIGINT)
         return 1e-3

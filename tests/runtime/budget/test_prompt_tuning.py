@@ -101,6 +101,18 @@ def test_a_slow_model_has_a_shorter_prompt(tiny_spec: Callable[..., Any], clock:
     assert PromptTimer(Prefiller(tiny_spec(), clock, context=40)).tokens == 40  # type: ignore[arg-type]
 
 
+def test_what_is_far_from_the_limit_takes_few_rounds(
+    tiny_spec: Callable[..., Any], clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompt_tuning, "_ROUNDS_S", 60.0)
+    steps = {}
+    for limit in (None, 24.0, 10.0, 60.0):
+        decoder: Any = Prefiller(tiny_spec(), clock)
+        assert PromptTimer(decoder).slowdown(1024, limit) == pytest.approx(25)
+        steps[limit] = len(decoder.steps)
+    assert steps[None] == steps[24.0] > steps[10.0] == steps[60.0]
+
+
 @pytest.mark.parametrize(
     ("budget", "level", "cost"), [(30, 1024, 25.0), (25, 256, 6.25), (20, 256, 6.25), (3, 64, 1.5625), (1, 0, 0.0)]
 )

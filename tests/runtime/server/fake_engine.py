@@ -318,7 +318,9 @@ class FakeHouse:
                 return loaded
         if loaded.name == "broken-by-refining":
             raise ValueError("a bug")
-        return loaded if loaded.tuning is None else replace(loaded, tuning=replace(loaded.tuning, refined=True))
+        if loaded.tuning is None or loaded.tuning.refined:
+            return loaded
+        return replace(loaded, tuning=replace(loaded.tuning, refined=True))
 
     def forget(self, chat: str | None) -> Holding:
         if chat == "stuck":

@@ -45,7 +45,7 @@ from runtime.server.store.making import StoreWorkshop
 from runtime.text.sampling import SamplingOptions
 from runtime.wire.answers import Holding
 from runtime.wire.codec import from_json
-from runtime.wire.device import ExpertPlacement
+from runtime.wire.device import ExpertPlacement, PromptTuning
 from runtime.wire.requests import LoadRequest, QuantizeRequest, TuneRequest
 from tests.models.gguf.making import random_model, write_gguf
 from tuner.offers import Offers, OfferStore, Way
@@ -347,7 +347,7 @@ def test_without_a_word_the_loaders_compensation_applies(
 def test_prompts_have_a_budget_of_their_own(catalogue: StoreCatalogue, clock: Clock, tmp_path: Path) -> None:
     loader = StoreLoader(catalogue, tmp_path / "profiles", chats=tmp_path / "chats")
     request = LoadRequest(model="demo", k_chunk=7, prompt_budget=100, context=256)
-    loaded = loader.load(request, ignore_progress, never_cancelled)
+    loaded = loader.refine(loader.load(request, ignore_progress, never_cancelled), never_cancelled)
     try:
         engine: Any = loaded.engine
         assert loaded.prompts is not None
@@ -568,11 +568,45 @@ def steady(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(refining, "refined_slowdown", lambda *_: slowdown)
 
 
+@pytest.mark.usefixtures("steady")
+def test_prompts_are_tuned_behind_the_first_answer(catalogue: StoreCatalogue, tmp_path: Path) -> None:
+    """On a battery too. Conversations read without compensation are forgotten; a tuning that is stopped begins anew."""
+    loader = StoreLoader(catalogue, tmp_path / "profiles", LoadDefaults(context=256))
+    loaded = loader.load(LoadRequest(model="demo"), ignore_progress, never_cancelled)
+    engine = loaded.engine
+    assert isinstance(engine, Engine)
+    try:
+        prompt = engine.chat_prompt([{"role": "user", "content": "What is a slowdown budget?"}])
+
+        def cached() -> int:
+            *_, last = engine.generate(prompt, SamplingOptions(temperature=0, max_tokens=1))
+            assert last.usage is not None
+            return last.usage.cached_tokens
+
+        assert (loaded.prompts, cached()) == (PromptTuning.later(20.0), 0)
+        assert "not compensated yet" in PromptTuning.later(20.0).words
+        assert engine.decoder.options.prompt_k_chunk == 0
+        polled = iter([False] * 3)
+        assert loader.refine(loaded, lambda: next(polled, True)) is loaded
+        assert engine.decoder.options.prompt_k_chunk == 0
+        assert cached() == len(prompt) - 1
+        tuned = loader.refine(loaded, never_cancelled)
+        assert tuned.prompts is not None
+        assert not tuned.prompts.pending
+        assert engine.decoder.options.prompt_k_chunk == tuned.prompts.k_chunk
+        assert cached() == (0 if tuned.prompts.k_chunk else len(prompt) - 1)
+    finally:
+        engine.close()
+    again = loader.load(LoadRequest(model="demo"), ignore_progress, never_cancelled)
+    again.engine.close()
+    assert again.prompts == replace(tuned.prompts, cached=True)
+
+
 def test_an_interrupted_refinement_leaves_the_decoder_as_it_was_and_continues(
     catalogue: StoreCatalogue, tmp_path: Path, steady: None
 ) -> None:
     """It keeps a conversation too: the same prompt is answered from the cache, with the same tokens."""
-    defaults = LoadDefaults(compensation=Compensation(budget_percent=10.0), context=256)
+    defaults = LoadDefaults(compensation=Compensation(budget_percent=10.0, prompt_budget_percent=0.0), context=256)
     loader = StoreLoader(catalogue, tmp_path / "profiles", defaults, evaluation=evaluation_file())
     loaded = loader.load(LoadRequest(model="demo"), ignore_progress, never_cancelled)
     try:
@@ -610,7 +644,7 @@ def test_an_interrupted_refinement_leaves_the_decoder_as_it_was_and_continues(
 def test_nothing_is_refined_on_a_battery_or_at_a_conversations_cost(
     hindered: str, catalogue: StoreCatalogue, tmp_path: Path, steady: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    defaults = LoadDefaults(compensation=Compensation(budget_percent=10.0), context=256)
+    defaults = LoadDefaults(compensation=Compensation(budget_percent=10.0, prompt_budget_percent=0.0), context=256)
     loader = StoreLoader(catalogue, tmp_path / "profiles", defaults, evaluation=evaluation_file())
     loaded = loader.load(LoadRequest(model="demo"), ignore_progress, never_cancelled)
     assert isinstance(loaded.engine, Engine)
