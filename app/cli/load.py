@@ -164,15 +164,17 @@ def spend_on_prompts(engine: Engine, plan: LoadPlan, spent: Spent, services: Ser
 
     if spent.prompts is None or not spent.prompts.pending:
         return
-    with Interrupt() as interrupt, output.progress() as progress, contextlib.suppress(Cancelled):
-        spending.spend_on_prompts(
-            engine.borrow,
-            plan.model,
-            spent.prompts,
-            profiles=services.profiles(),
-            progress=progress,
-            cancelled=interrupt.cancelled,
-        )
+    with contextlib.suppress(Cancelled, KeyboardInterrupt), output.progress() as progress:
+        plan.prepare(progress, ahead=True)  # what compiles in the background is waited for without Ctrl-C
+        with Interrupt() as interrupt:
+            spending.spend_on_prompts(
+                engine.borrow,
+                plan.model,
+                spent.prompts,
+                profiles=services.profiles(),
+                progress=progress,
+                cancelled=interrupt.cancelled,
+            )
 
 
 def speculate(engine: Engine, wanted: Drafts, services: Services) -> None:
