@@ -7,6 +7,7 @@ Hessian.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +15,9 @@ import numpy.typing as npt
 from models.errors import QuantizationError
 from models.salience import FloatArray, levels, without_each
 from models.threads import each
+
+if TYPE_CHECKING:
+    import torch
 
 _CHUNK = 1 << 19
 """Activations processed at a time per thread."""
@@ -35,6 +39,8 @@ class InputStatistics:
     """float64 [K]: sum of x² over the tokens at which the channel is among those expected to be restored."""
     moments: FloatArray | None = None
     """float32 [K, K]: what `hessian` is right of the diagonal, and in blocks on it; None if it is not gathered."""
+    products: torch.dtype | None = None
+    """Of the products that are summed up there; None: float32."""
     expected_k_chunk: int = 0
     """Salient channels per 1024 that compensation is expected to restore."""
     shares: tuple[float, ...] | None = None
@@ -43,12 +49,20 @@ class InputStatistics:
     """Tokens seen."""
 
     @classmethod
-    def empty(cls, width: int, *, second_moments: bool = False, expected_k_chunk: int = 0) -> InputStatistics:
+    def empty(
+        cls,
+        width: int,
+        *,
+        second_moments: bool = False,
+        products: torch.dtype | None = None,
+        expected_k_chunk: int = 0,
+    ) -> InputStatistics:
         """Statistics of no tokens.
 
         Args:
             width: K.
             second_moments: Whether to gather the Hessian too, 4 K² bytes.
+            products: As the field.
             expected_k_chunk: Salient channels per 1024 that compensation is expected to restore.
         """
         return cls(
@@ -56,6 +70,7 @@ class InputStatistics:
             square_sum=np.zeros(width, np.float64),
             restored_sum=np.zeros(width, np.float64),
             moments=np.zeros((width, width), np.float32) if second_moments else None,
+            products=products,
             expected_k_chunk=expected_k_chunk,
         )
 
@@ -116,11 +131,11 @@ class InputStatistics:
         import torch
 
         moments = torch.from_numpy(self.moments)
+        levels = [torch.from_numpy(level).to(self.products or torch.float32) for level in left]
         for start in range(0, len(moments), _HESSIAN_ROWS):
             rows = slice(start, start + _HESSIAN_ROWS)
-            for level, share in zip(left, self.shares, strict=True):
-                x = torch.from_numpy(level)
-                moments[rows, start:].addmm_(x[:, rows].T, x[:, start:], alpha=share)
+            for x, share in zip(levels, self.shares, strict=True):
+                moments[rows, start:].add_(x[:, rows].T @ x[:, start:], alpha=share)
 
     @property
     def hessian(self) -> FloatArray | None:

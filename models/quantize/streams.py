@@ -219,6 +219,7 @@ def _no_statistics(spec: ModelSpec, layer: int, recipe: Recipe) -> dict[str, Inp
         name: InputStatistics.empty(
             spec.linear_shape(name)[1],
             second_moments=recipe.method in SECOND_MOMENTS,
+            products=products(spec),
             expected_k_chunk=recipe.left_out,
         )
         for name in spec.block_linears(layer)

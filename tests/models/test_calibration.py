@@ -8,7 +8,35 @@ import pytest
 from models import calibration
 from models.calibration import InputStatistics
 from models.errors import QuantizationError
+from models.quantizers.gptq import DAMPING
 from tests.close import assert_close
+
+
+@pytest.mark.parametrize("alike", [0.0, 0.999])
+def test_second_moments_of_bfloat16_products_can_be_factored(alike: float) -> None:
+    """Of channels that are all alike, too, where rounding is largest beside the smallest eigenvalue.
+
+    A product is rounded to 8 bits, so off by 1/512 at most; a sum of twelve by less. GPTQ damps by half the mean.
+    """
+    import torch
+
+    random = np.random.default_rng(7)
+    exactly, fast = (
+        InputStatistics.empty(600, second_moments=True, expected_k_chunk=64, products=products)
+        for products in (None, torch.bfloat16)
+    )
+    for _ in range(4):
+        common, own = random.normal(size=(256, 1)), random.normal(size=(256, 600))
+        x = (alike * common + (1 - alike) * own).astype(np.float32) * 30
+        for statistics in (exactly, fast):
+            statistics.add(x, "layers.0.down")
+    assert exactly.hessian is not None
+    assert fast.hessian is not None
+    size = np.sqrt(np.outer(np.diag(exactly.hessian), np.diag(exactly.hessian)))
+    assert np.abs((fast.hessian - exactly.hessian) / size).max() < 1 / 512
+    np.testing.assert_array_equal(fast.hessian, fast.hessian.T)
+    damped = fast.hessian / np.diag(fast.hessian).mean() + DAMPING * np.eye(600)
+    assert np.linalg.eigvalsh(damped).min() > DAMPING / 2
 
 
 def test_statistics_follow_their_definition(monkeypatch: pytest.MonkeyPatch) -> None:
