@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from models.spec import ModelSpec
 from runtime.errors import RequestError
-from runtime.kv.groups import page_groups
+from runtime.kv.groups import PageGroup
 from runtime.kv.kinds import CacheKind, page_bytes, window_token_bytes
 from runtime.kv.pages import PageTable
 from runtime.kv.states import SMALL_STEP, Memory, States
@@ -223,11 +223,10 @@ class PagedCache:
     Args:
         kind: The kind of cache.
         spec: The model.
-        stores: The backend's storage of each of `runtime.kv.groups.page_groups`, in their order.
+        stores: The groups from `runtime.kv.groups.page_groups` in their order, each with its storage by the backend.
         context: Tokens of a slot.
         slots: Sequences kept at the same time.
         max_rows: Most rows of a step.
-        pages: Pages that the slots share where all tokens are kept; None = enough for every slot.
         memory: Where the numbers of states are kept; None: in main memory.
     """
 
@@ -238,11 +237,11 @@ class PagedCache:
         self,
         kind: CacheKind,
         spec: ModelSpec,
-        *stores: PageStore,
+        stores: Mapping[PageGroup, PageStore],
+        *,
         context: int,
         slots: int,
         max_rows: int,
-        pages: int | None = None,
         memory: Memory | None = None,
     ) -> None:
         self._kind = kind
@@ -251,20 +250,19 @@ class PagedCache:
         self._token_bytes = window_token_bytes(kind, spec)
         self._lengths = [0] * slots
         self.states = States(spec, slots, memory) if spec.state_layers else None
-        groups = page_groups(kind, spec, context=context, slots=slots, max_rows=max_rows, pages=pages)
         most = kind.max_pages(context)
         self.tables = tuple(
             PageTable(slots, most, group.pages)
             if group.window is None
             else WindowTable(kind, group.window, slots, most, group.pages)
-            for group in groups
+            for group in stores
         )
         """The pages of each slot, for each group of layers."""
         self._windowed = [table for table in self.tables if isinstance(table, WindowTable)]
-        self._parts = tuple(zip(self.tables, stores, strict=True))
-        self._page_bytes = [page_bytes(kind, spec, group.layers) for group in groups]
+        self._parts = tuple(zip(self.tables, stores.values(), strict=True))
+        self._page_bytes = [page_bytes(kind, spec, group.layers) for group in stores]
         self._table_of = {
-            layer: table for group, table in zip(groups, self.tables, strict=True) for layer in group.layers
+            layer: table for group, table in zip(stores, self.tables, strict=True) for layer in group.layers
         }
 
     @property

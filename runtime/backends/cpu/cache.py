@@ -202,22 +202,17 @@ class CpuCache(PagedCache):
         kind = KINDS[options.kv]
         window = padded(kind.window_capacity(options.max_rows), SPAN)
         slots = options.slots
-        sizes: dict[str, Any] = {
-            "context": options.context,
-            "slots": slots,
-            "max_rows": options.max_rows,
-            "pages": options.pages,
-        }
-        groups = [
-            [
+        sizes: dict[str, Any] = {"context": options.context, "slots": slots, "max_rows": options.max_rows}
+        groups = {
+            group: [
                 CpuStore(kind, spec, pages=group.pages, slots=slots, window=window, layers=layers)
                 for layers in layers_alike(spec, group.layers)
             ]
-            for group in page_groups(kind, spec, **sizes)
-        ]
-        self.stores = tuple(store for stores in groups for store in stores)
+            for group in page_groups(kind, spec, **sizes, pages=options.pages)
+        }
+        self.stores = tuple(store for stores in groups.values() for store in stores)
         """The buffers, for each group and each shape of heads."""
-        super().__init__(kind, spec, *map(joined, groups), **sizes)
+        super().__init__(kind, spec, {group: joined(stores) for group, stores in groups.items()}, **sizes)
         self.max_splits = max(1, min(8, 2 * threads))
         """Most splits of one head's context."""
         self._windows = {spec.windows[layer] for layer in spec.attention_layers}
@@ -235,7 +230,7 @@ class CpuCache(PagedCache):
                 paged=int(self._paged.ctypes.data),
                 window=window,
             )
-            for table, stores in zip(self.tables, groups, strict=True)
+            for table, stores in zip(self.tables, groups.values(), strict=True)
             for store in stores
         ]
         self._stored = {
