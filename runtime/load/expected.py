@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from models.spec import LAYER_KINDS, MixtureSpec, ModelSpec
+from models.spec import LAYER_KINDS, MLP_TYPES, MixtureSpec, ModelSpec
 from models.store import StoredModel
 from runtime.backends.experts import hit_rate
 from runtime.load.memory import MemoryPlan
@@ -33,8 +33,17 @@ def missed_share(mixture: MixtureSpec, on_device: int) -> float:
 def on_card(
     spec: ModelSpec, bits: float, card: DeviceSpec, *, missed: float = 0.0, link_gb_s: float | None = None
 ) -> float:
-    """Tokens per second on a card; see `tuner.expectation.card_tokens_per_s`."""
-    return card_tokens_per_s(layer_shapes(spec), card, bits, missed=missed, link_gb_s=link_gb_s)
+    """Tokens per second on a card; see `tuner.expectation.card_tokens_per_s`.
+
+    Args:
+        spec: The model.
+        bits: Bits per weight: 3, 3.5 or 4.
+        card: The card.
+        missed: Of a mixture, the share of the experts that a token goes to that are not on the card.
+        link_gb_s: Measured bandwidth of the card's link, in 10^9 bytes per second; None: that of the data sheet.
+    """
+    of_experts = dict.fromkeys(MLP_TYPES, missed)
+    return card_tokens_per_s(layer_shapes(spec), card, bits, missed=of_experts, link_gb_s=link_gb_s)
 
 
 def on_processor(spec: ModelSpec, active_bytes: int, read_gb_s: float) -> float:
