@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from models.spec import LAYER_KINDS, MLP_TYPES, MixtureSpec, ModelSpec
 from models.store import StoredModel
 from runtime.backends.experts import hit_rate
@@ -51,16 +53,19 @@ def on_processor(spec: ModelSpec, active_bytes: int, read_gb_s: float) -> float:
     return processor_tokens_per_s(active_bytes, sum(layer.count for layer in layer_shapes(spec)), read_gb_s)
 
 
-def processor_is_faster(model: StoredModel, planned: MemoryPlan, card: str, link_gb_s: float | None) -> str | None:
+def processor_is_faster(
+    model: StoredModel, planned: MemoryPlan, card: str, link_gb_s: float | None, measurements: Path | None
+) -> str | None:
     """Why the processor is expected to be faster than a card that some experts do not fit; None if it is not.
 
-    The memory's bandwidth is measured for that. Of a card whose data sheet is unknown only the link counts.
+    Of a card whose data sheet is unknown only the link counts.
 
     Args:
         model: The stored model.
         planned: The plan of loading it on the card.
         card: The card's name.
         link_gb_s: Measured bandwidth of its link, in 10^9 bytes per second; None: that of its data sheet.
+        measurements: Folder where the memory's measured bandwidth is stored, see `tuner.bandwidth.read_bandwidth`.
     """
     found, spec, summary = card_named(card), model.spec, model.info.summary
     if not planned.host_bytes or spec.mixture is None or (found is None and link_gb_s is None):
@@ -71,7 +76,7 @@ def processor_is_faster(model: StoredModel, planned: MemoryPlan, card: str, link
     else:
         each = planned.host_bytes / (planned.experts - planned.experts_on_device)
         ours = 1e9 * (link_gb_s or 0.0) / max(1.0, missed * spec.mixture.read * each)
-    others = on_processor(spec, summary.active_bytes or summary.gpu_bytes, read_bandwidth(None).gb_s)
+    others = on_processor(spec, summary.active_bytes or summary.gpu_bytes, read_bandwidth(measurements).gb_s)
     if ours >= others:
         return None
     return (

@@ -64,7 +64,7 @@ class StoreLoader:
 
     Args:
         catalogue: The catalogue.
-        profiles: Folder of tuning profiles.
+        profiles: Folder of tuning profiles and of the memory's measured bandwidth.
         defaults: Defaults of requests.
         chats: Folder for saving the caches of long conversations; None: they are not saved.
         evaluation: File with the text on which budgets are refined; None: they are not.
@@ -119,6 +119,7 @@ class StoreLoader:
             slots=max(CONVERSATIONS, parallel),
             parallel=parallel,
             experts_on_device=experts_within(experts, model.spec),
+            measurements=self._profiles,
         )
         plan.prepare(progress)
         report("load", f"loading {request.model}: {describe(plan.memory)}")

@@ -130,12 +130,13 @@ def test_defaults_apply_where_a_request_says_nothing(catalogue: StoreCatalogue, 
 def test_experts_on_the_device_are_those_of_the_request_and_else_of_the_defaults(
     catalogue: StoreCatalogue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As far as the model has them."""
+    """As far as the model has them. What was measured before is in the folder of profiles."""
     loader = StoreLoader(catalogue, tmp_path / "profiles", LoadDefaults(backend="reference", experts_on_device=7))
     mixture = MixtureSpec(experts=8, chosen=2, width=8, normalized=True, shared=1)
     planned: list[int | None] = []
 
-    def plan(*_: Any, experts_on_device: int | None, **__: Any) -> None:
+    def plan(*_: Any, experts_on_device: int | None, measurements: Path, **__: Any) -> None:
+        assert measurements == tmp_path / "profiles"
         planned.append(experts_on_device)
         raise Cancelled("enough")
 
