@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,8 +29,8 @@ from runtime.server.store.making import StoreWorkshop
 from runtime.system.heap import trim
 from runtime.system.power import on_battery
 from runtime.wire.answers import Holding
-from runtime.wire.device import ExpertPlacement
 from runtime.wire.requests import LoadRequest, TuneRequest
+from tuner.placement import ExpertPlacement
 from tuner.profiles import ProfileStore
 
 if TYPE_CHECKING:
@@ -305,8 +305,7 @@ def _engine(loaded: LoadedModel) -> Engine:
 
 def _experts(decoder: Decoder) -> ExpertPlacement | None:
     """Where a decoder's experts are."""
-    placed = decoder.experts if isinstance(decoder, PlacesExperts) else None
-    return None if placed is None else ExpertPlacement(**asdict(placed))
+    return decoder.experts if isinstance(decoder, PlacesExperts) else None
 
 
 def _lacking(decoder: Decoder) -> tuple[Problem, ...]:
