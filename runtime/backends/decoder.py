@@ -18,7 +18,7 @@ import numpy.typing as npt
 from models.spec import ModelSpec
 from runtime.compensation import k_chunk_by_type
 from runtime.errors import RequestError
-from runtime.kv.control import KVCache
+from runtime.kv.interfaces import KVCache
 from runtime.kv.kinds import KVKind as KVKind
 from runtime.text.sampling import Draw, Drawn
 from tuner.placement import ExpertPlacement

@@ -59,7 +59,7 @@ class ReferenceStore(TorchStore):
 
 
 class ReferenceCache(PagedCache):
-    """The KV cache of the reference backend. Implements `runtime.kv.control.KVCache`.
+    """The KV cache of the reference backend. Implements `runtime.kv.interfaces.KVCache`.
 
     Args:
         kind: The kind of cache.

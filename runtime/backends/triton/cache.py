@@ -12,8 +12,9 @@ from runtime.backends.triton.kernels.cache.kernel import flush
 from runtime.backends.triton.kernels.cache.pages import LayerPages
 from runtime.backends.triton.kernels.low_rank import low_rank
 from runtime.backends.triton.states import DeviceMemory, RunTable
-from runtime.kv.control import Int32Array, PagedCache, runs_of
+from runtime.kv.control import PagedCache, runs_of
 from runtime.kv.groups import layers_alike, page_groups
+from runtime.kv.interfaces import Int32Array
 from runtime.kv.joint import joined
 from runtime.kv.kinds import CacheKind
 from runtime.kv.torch_store import TorchStore
@@ -50,7 +51,7 @@ class GpuStore(TorchStore):
 
 
 class GpuCache(PagedCache):
-    """The KV cache of the GPU backend. Implements `runtime.kv.control.KVCache`.
+    """The KV cache of the GPU backend. Implements `runtime.kv.interfaces.KVCache`.
 
     Args:
         kind: The kind of cache.
