@@ -8,7 +8,7 @@ within 10 %. A graphics card uses the model of `tuner.simulate`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from tuner.devices import DEVICES, DeviceSpec
 from tuner.shapes import LayerShape
@@ -16,8 +16,6 @@ from tuner.simulate import FITTED, SimulatedTimer
 
 READ_SHARE = 0.82
 """Share of the measured read bandwidth that products reach."""
-EXPERT_KINDS = ("gate_up", "down")
-"""Layer types that a mixture's experts have."""
 START_US = 5.3
 """Overhead of a product besides reading its weights, in microseconds."""
 
@@ -34,7 +32,12 @@ def processor_tokens_per_s(weight_bytes: int, products: int, read_gb_s: float) -
 
 
 def card_tokens_per_s(
-    layers: Sequence[LayerShape], spec: DeviceSpec, bits: float, *, missed: float = 0.0, link_gb_s: float | None = None
+    layers: Sequence[LayerShape],
+    spec: DeviceSpec,
+    bits: float,
+    *,
+    missed: Mapping[str, float],
+    link_gb_s: float | None = None,
 ) -> float:
     """Decoding speed on a graphics card, without compensation.
 
@@ -42,8 +45,8 @@ def card_tokens_per_s(
         layers: All types of linear layers.
         spec: The card.
         bits: Bits per weight: 3, 3.5 or 4.
-        missed: Of a mixture, the share of what a token reads of experts that is not on the card, but read over its
-            link.
+        missed: By layer type, the share of what a token reads that is not on the card, but read over its link; none
+            of other types.
         link_gb_s: Measured bandwidth of the link, in 10^9 bytes per second; None: that of the data sheet, of which
             single requests reach a share (`tuner.simulate.Constants.pcie_efficiency`).
     """
@@ -51,7 +54,7 @@ def card_tokens_per_s(
     link = link_gb_s or spec.pcie_gb_s * FITTED.pcie_efficiency
     total = 0.0
     for layer in layers:
-        over = missed if layer.type in EXPERT_KINDS else 0.0
+        over = missed.get(layer.type, 0.0)
         one = (1 - over) * timer.seconds(layer.kind, 0, 0) + over * timer.weight_bytes(layer) / (1e9 * link)
         total += layer.count * one
     return 1 / total

@@ -59,6 +59,7 @@ def load_plan(model: StoredModel, choices: LoadChoices, services: Services, outp
         SettingsError: a setting is invalid.
         RuntimeFailure: the choices conflict, or there is not enough memory.
     """
+    from app.paths import profiles_dir
     from runtime.kv.kinds import cache_for
     from runtime.load.memory import DEFAULT_CONTEXT, experts_within
     from runtime.load.plan import plan_load
@@ -77,6 +78,7 @@ def load_plan(model: StoredModel, choices: LoadChoices, services: Services, outp
         experts_on_device=experts,
         select=choices.select,
         memory=services.memory(),
+        measurements=profiles_dir(),
     )
     planned = plan.options.context
     if choices.context is None and planned < min(maximum, settings.context or DEFAULT_CONTEXT):

@@ -196,11 +196,11 @@ class Services:
         return link_gb_s()
 
     def bandwidth(self, *, fresh: bool) -> ReadBandwidth:
-        """The memory read bandwidth of this machine."""
-        from app.paths import cache_dir
+        """The memory read bandwidth of this machine; the runtime stores it in the same folder."""
+        from app.paths import profiles_dir
         from tuner.bandwidth import read_bandwidth
 
-        return read_bandwidth(cache_dir(), fresh=fresh)
+        return read_bandwidth(profiles_dir(), fresh=fresh)
 
 
 def services_of(ctx: typer.Context) -> Services:

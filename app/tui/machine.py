@@ -9,11 +9,13 @@ from app.amounts import byte_count, duration
 from app.prospects import recommended
 from app.tui.figures import SEPARATOR, percent
 from runtime.compensation import layer_kind, layer_words
+from runtime.errors import size
 
 if TYPE_CHECKING:
     from runtime.wire.device import DeviceReport, PromptTuning, Tuning
     from runtime.wire.prospects import Prospect
     from tuner.curve import Curve
+    from tuner.placement import ExpertPlacement
 
 Lines = list[tuple[str, str]]
 
@@ -70,7 +72,7 @@ def machine_lines(report: DeviceReport) -> Lines:
     lines.append(("bandwidth", f"{bandwidth_gb_s:.1f} GB/s read, measured" if bandwidth_gb_s else "not measured yet"))
     lines.append(("power", str(machine.get("power") or "")))
     lines.append(("runs on", _joined([machine.get("backend"), machine.get("reason")])))
-    lines.append(("experts", report.experts.words if report.experts is not None else ""))
+    lines.append(("experts", _experts(report.experts) if report.experts is not None else ""))
     return [(name, words) for name, words in lines if words]
 
 
@@ -101,6 +103,14 @@ def _gpu(gpu: Mapping[str, Any]) -> str:
     return _joined(
         [gpu.get("name"), memory, f"compute {compute}" if compute else "", f"driver {driver}" if driver else ""]
     )
+
+
+def _experts(placed: ExpertPlacement) -> str:
+    beside = f"{size(placed.host_bytes)} of others in main memory"
+    where = f"{placed.on_device} of {placed.held} of each block on the card, {beside}"
+    if placed.hit_rate is None:
+        return where
+    return f"{where}; {100 * placed.hit_rate:.0f} % of those chosen lately were on the card"
 
 
 def _pcie(pcie: Mapping[str, Any]) -> str:

@@ -16,12 +16,12 @@ import numpy as np
 import numpy.typing as npt
 
 from models.spec import ModelSpec
-from runtime.backends.experts import Placed
 from runtime.compensation import k_chunk_by_type
 from runtime.errors import RequestError
-from runtime.kv.control import KVCache
+from runtime.kv.interfaces import KVCache
 from runtime.kv.kinds import KVKind as KVKind
 from runtime.text.sampling import Draw, Drawn
+from tuner.placement import ExpertPlacement
 
 Int32Array = npt.NDArray[np.int32]
 Float32Array = npt.NDArray[np.float32]
@@ -308,6 +308,6 @@ class PlacesExperts(Protocol):
     """Optional property of a decoder: where experts are, if they can be in more than one place."""
 
     @property
-    def experts(self) -> Placed | None:
+    def experts(self) -> ExpertPlacement | None:
         """Where they are; None if all are on the device, or the model has none."""
         ...

@@ -1,28 +1,12 @@
-"""Where experts are and where tokens go: which experts of a block are read most, by what calibration counted."""
+"""Where tokens go: which experts of a block are read most, by what calibration counted."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from models.spec import MixtureSpec
 from models.weights import Weights
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Placed:
-    """Where a mixture's experts are."""
-
-    on_device: int
-    """Experts of each block on the device."""
-    held: int
-    """All of them."""
-    host_bytes: int
-    """Bytes of the others, in main memory."""
-    hit_rate: float | None
-    """Share of recently chosen experts that were on the device; None before the first count."""
 
 
 def hottest(tokens: npt.NDArray[np.int32], most: int, mixture: MixtureSpec) -> tuple[int, ...]:

@@ -1,9 +1,4 @@
-"""KV cache control: the interface of every backend's cache, and the shared bookkeeping of lengths, pages and windows.
-
-A model's memory of a sequence is a cache in layers with attention, and a state in others (`runtime.kv.states`). Both
-begin steps, are cut back, forked, saved and loaded together, as one `KVCache`; its users don't know which it is. They
-ask only how far a slot can be cut back: anywhere in pages that hold all tokens, and here and there in a state, and in
-pages that hold only what a sliding window reads.
+"""KV cache control: the bookkeeping of lengths, pages and windows that all backends share.
 
 A slot's tokens are stored in this order: its first `sinks` tokens in the window, whole pages, and the rest in the
 window after the sinks. As long as there is no page, all of them are in the window.
@@ -11,223 +6,37 @@ window after the sinks. As long as there is no page, all of them are in the wind
 Layers that keep the same tokens are a group (`runtime.kv.groups`) with pages and a table of its own. Entry i of every
 table holds the same tokens, so what follows is one bookkeeping for all; "a page" is one in each group.
 
-Each backend stores the numbers itself (`PageStore`). What is dropped, shared and copied when tokens move from the
-window into a page is decided here, so it is the same on every backend.
+Each backend stores the numbers itself (`runtime.kv.interfaces.PageStore`). What is dropped, shared and copied when
+tokens move from the window into a page is decided here, so it is the same on every backend.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
-import numpy.typing as npt
 
 from models.spec import ModelSpec
 from runtime.errors import RequestError
-from runtime.kv.groups import page_groups
+from runtime.kv.groups import PageGroup
+from runtime.kv.interfaces import Int32Array, PageStore
 from runtime.kv.kinds import CacheKind, page_bytes, window_token_bytes
 from runtime.kv.pages import PageTable
 from runtime.kv.states import SMALL_STEP, Memory, States
-from runtime.kv.transfer import Arrays as Arrays
-from runtime.kv.transfer import checked, chunks
+from runtime.kv.transfer import Arrays, checked, chunks
 from runtime.kv.window_pages import WindowTable
-
-Int32Array = npt.NDArray[np.int32]
-
-
-class KVCache(Protocol):
-    """The cache of a loaded model, used between steps."""
-
-    @property
-    def kind(self) -> CacheKind:
-        """The kind of cache; `kind.has_draft` says whether a draft can read less."""
-        ...
-
-    def length(self, slot: int) -> int:
-        """Tokens of a slot."""
-        ...
-
-    def slot_bytes(self, slot: int) -> int:
-        """Bytes a slot uses, shared pages included."""
-        ...
-
-    def paged_length(self, slot: int) -> int:
-        """Tokens of a slot that are in pages; during a step they precede the window's recent ones."""
-        ...
-
-    def reach(self, slot: int, length: int) -> int:
-        """Most tokens, at most `length`, to which `trim` and `fork` can go, and at which a step can begin."""
-        ...
-
-    def exact_from(self, slot: int) -> int:
-        """The shortest length to which `trim` and `fork` can go without loss; below it, a page is reopened."""
-        ...
-
-    def rows_until_flush(self, slot: int) -> int:
-        """Most rows of the slot's next step for which all rows see what plain decoding would see."""
-        ...
-
-    def rows_alike(self, slot: int) -> int:
-        """Most rows of the slot's next step for which each is computed as it would be alone.
-
-        At most `rows_until_flush`, and fewer if a backend traverses the context differently for rows further on: sums
-        are then added in another order, which the rounding of activations makes visible.
-        """
-        ...
-
-    def has_room(self, slot: int, end: int) -> bool:
-        """Whether enough pages are free for a slot to grow to `end` tokens, at most the context."""
-        ...
-
-    def has_room_beside(self, ends: Mapping[int, int], end: int, *, source: int, shared: int) -> bool:
-        """Whether one more slot can grow to `end` tokens beside others if everything else is dropped.
-
-        Args:
-            ends: The length each of the others is to reach, in tokens, at most the context.
-            end: The length it is to reach, at most the context.
-            source: The slot from which it is to be forked.
-            shared: Tokens it shares with that slot.
-        """
-        ...
-
-    @property
-    def layout(self) -> str:
-        """Name of the layout of the arrays of `export`, which changes with it."""
-        ...
-
-    def export(self, slot: int) -> Iterator[Arrays]:
-        """The contents of a slot in pieces: its window, then a few pages at a time.
-
-        A piece may be a view of the cache: use it before the next.
-        """
-        ...
-
-    def load(self, slot: int, length: int, paged: int, pieces: Iterable[Arrays]) -> None:
-        """Replace a slot's contents by those from `export`. On failure the slot is empty.
-
-        Args:
-            slot: The slot.
-            length: Tokens that were exported.
-            paged: What `paged_length` was.
-            pieces: Pieces from `export`, of a cache of the same kind, model and layout.
-
-        Raises:
-            RequestError: the pieces do not match the number of tokens.
-            OutOfMemoryError: not enough pages are free.
-        """
-        ...
-
-    def begin(self, slots: Int32Array, positions: Int32Array, *, flush: bool = True, draft: bool = False) -> None:
-        """Prepare a step: truncate, flush due pages, allocate. The rows count as tokens from now on.
-
-        A slot whose first row is below its length is truncated to there. Then, if `flush`, pages are cut off windows
-        that hold sinks + keep + page tokens or more. The step's rows see pages and windows as they are after that.
-
-        Args:
-            slots: int32 [M] as in `runtime.backends.decoder.Step`.
-            positions: int32 [M], consecutive in each slot.
-            flush: Whether pages may be flushed. Speculation passes False from its second drafted token on, so that
-                drafts and their verification see the same pages and no drafted token is quantized before it is
-                verified.
-            draft: Whether the rows are drafted, so that the slot is soon cut back to the first of them.
-
-        Raises:
-            RequestError: a gap before a slot's first row or between rows, more tokens than there is room for, or a
-                slot cannot be cut back to its first row.
-            OutOfMemoryError: no page is free.
-        """
-        ...
-
-    def trim(self, slot: int, length: int) -> None:
-        """Truncate a slot to its first `length` tokens.
-
-        If that ends inside a quantized page, the remaining tokens of the page return to the window, dequantized.
-
-        Raises:
-            RequestError: the slot has fewer tokens, or `reach` is less.
-        """
-        ...
-
-    def fork(self, source: int, target: int, length: int) -> None:
-        """Start `target` from the first `length` tokens of `source`, replacing its contents. Pages are shared.
-
-        Raises:
-            RequestError: the source has fewer tokens, or its `reach` is less.
-        """
-        ...
-
-    def lengthen(self, slot: int, length: int) -> None:
-        """Lengthen a slot with copies of its pages, inserted after them and before its window.
-
-        For measuring at a length without a prompt of that length; the contents are not meaningful text.
-
-        Args:
-            slot: The slot; it has at least one page.
-            length: Resulting tokens; longer by a whole number of pages.
-
-        Raises:
-            RequestError: the slot has no whole page, the increase is not a whole number of pages, or the context is
-                exceeded.
-            OutOfMemoryError: not enough pages are free.
-        """
-        ...
-
-    def clear(self, slot: int) -> None:
-        """Drop all tokens of a slot."""
-        ...
-
-
-class PageStore(Protocol):
-    """A backend's storage of a group's pages, and of windows. Every call covers all its layers, keys and values."""
-
-    def flush(self, slot: int, page: int, rest: int) -> None:
-        """Quantize the page of tokens after the sinks of a slot's window; the `rest` tokens after them move up."""
-        ...
-
-    def restore(self, page: int, slot: int, count: int) -> None:
-        """Write the first `count` tokens of a page, dequantized, after the sinks of a slot's window."""
-        ...
-
-    def copy_window(self, source: int, target: int, count: int) -> None:
-        """Copy the first `count` tokens of a window to another slot's."""
-        ...
-
-    def copy_page(self, source: int, target: int) -> None:
-        """Copy a page."""
-        ...
-
-    saved_layout: str
-    """Name of the layout of what the following give: the backend, and a version that changes whenever an array does."""
-
-    def read_pages(self, pages: Sequence[int]) -> Arrays:
-        """Some pages, maybe none: all layers, keys and values, codes and scales. Shapes depend on len(pages) alone."""
-        ...
-
-    def write_pages(self, pages: Sequence[int], arrays: Arrays) -> None:
-        """Set some pages to what `read_pages` gave for as many; a negative number skips a page."""
-        ...
-
-    def read_window(self, slot: int, count: int) -> Arrays:
-        """The first `count` tokens of a window; no arrays where the kind has no window."""
-        ...
-
-    def write_window(self, slot: int, count: int, arrays: Arrays) -> None:
-        """Set the first `count` tokens of a window to what `read_window` gave for as many."""
-        ...
 
 
 class PagedCache:
-    """Implements `KVCache` over a backend's `PageStore`.
+    """Implements `runtime.kv.interfaces.KVCache` over a backend's `PageStore`.
 
     Args:
         kind: The kind of cache.
         spec: The model.
-        stores: The backend's storage of each of `runtime.kv.groups.page_groups`, in their order.
+        stores: The groups from `runtime.kv.groups.page_groups` in their order, each with its storage by the backend.
         context: Tokens of a slot.
         slots: Sequences kept at the same time.
         max_rows: Most rows of a step.
-        pages: Pages that the slots share where all tokens are kept; None = enough for every slot.
         memory: Where the numbers of states are kept; None: in main memory.
     """
 
@@ -238,11 +47,11 @@ class PagedCache:
         self,
         kind: CacheKind,
         spec: ModelSpec,
-        *stores: PageStore,
+        stores: Mapping[PageGroup, PageStore],
+        *,
         context: int,
         slots: int,
         max_rows: int,
-        pages: int | None = None,
         memory: Memory | None = None,
     ) -> None:
         self._kind = kind
@@ -251,20 +60,19 @@ class PagedCache:
         self._token_bytes = window_token_bytes(kind, spec)
         self._lengths = [0] * slots
         self.states = States(spec, slots, memory) if spec.state_layers else None
-        groups = page_groups(kind, spec, context=context, slots=slots, max_rows=max_rows, pages=pages)
         most = kind.max_pages(context)
         self.tables = tuple(
             PageTable(slots, most, group.pages)
             if group.window is None
             else WindowTable(kind, group.window, slots, most, group.pages)
-            for group in groups
+            for group in stores
         )
         """The pages of each slot, for each group of layers."""
         self._windowed = [table for table in self.tables if isinstance(table, WindowTable)]
-        self._parts = tuple(zip(self.tables, stores, strict=True))
-        self._page_bytes = [page_bytes(kind, spec, group.layers) for group in groups]
+        self._parts = tuple(zip(self.tables, stores.values(), strict=True))
+        self._page_bytes = [page_bytes(kind, spec, group.layers) for group in stores]
         self._table_of = {
-            layer: table for group, table in zip(groups, self.tables, strict=True) for layer in group.layers
+            layer: table for group, table in zip(stores, self.tables, strict=True) for layer in group.layers
         }
 
     @property

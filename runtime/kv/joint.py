@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from models.spec import HeadShape, ModelSpec
-from runtime.kv.control import PageStore
+from runtime.kv.interfaces import PageStore
 from runtime.kv.transfer import Arrays
 
 

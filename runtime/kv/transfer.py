@@ -17,7 +17,7 @@ _CHUNK_PAGES = 8
 
 
 def layout_name(backend: str, places: object) -> str:
-    """A name for `runtime.kv.control.PageStore.saved_layout` that changes with the layout.
+    """A name for `runtime.kv.interfaces.PageStore.saved_layout` that changes with the layout.
 
     Args:
         backend: The backend, with a version of its byte format.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from models.spec import LAYER_KINDS, MixtureSpec, ModelSpec
+from pathlib import Path
+
+from models.spec import LAYER_KINDS, MLP_TYPES, MixtureSpec, ModelSpec
 from models.store import StoredModel
 from runtime.backends.experts import hit_rate
 from runtime.load.memory import MemoryPlan
@@ -33,8 +35,17 @@ def missed_share(mixture: MixtureSpec, on_device: int) -> float:
 def on_card(
     spec: ModelSpec, bits: float, card: DeviceSpec, *, missed: float = 0.0, link_gb_s: float | None = None
 ) -> float:
-    """Tokens per second on a card; see `tuner.expectation.card_tokens_per_s`."""
-    return card_tokens_per_s(layer_shapes(spec), card, bits, missed=missed, link_gb_s=link_gb_s)
+    """Tokens per second on a card; see `tuner.expectation.card_tokens_per_s`.
+
+    Args:
+        spec: The model.
+        bits: Bits per weight: 3, 3.5 or 4.
+        card: The card.
+        missed: Of a mixture, the share of the experts that a token goes to that are not on the card.
+        link_gb_s: Measured bandwidth of the card's link, in 10^9 bytes per second; None: that of the data sheet.
+    """
+    of_experts = dict.fromkeys(MLP_TYPES, missed)
+    return card_tokens_per_s(layer_shapes(spec), card, bits, missed=of_experts, link_gb_s=link_gb_s)
 
 
 def on_processor(spec: ModelSpec, active_bytes: int, read_gb_s: float) -> float:
@@ -42,16 +53,19 @@ def on_processor(spec: ModelSpec, active_bytes: int, read_gb_s: float) -> float:
     return processor_tokens_per_s(active_bytes, sum(layer.count for layer in layer_shapes(spec)), read_gb_s)
 
 
-def processor_is_faster(model: StoredModel, planned: MemoryPlan, card: str, link_gb_s: float | None) -> str | None:
+def processor_is_faster(
+    model: StoredModel, planned: MemoryPlan, card: str, link_gb_s: float | None, measurements: Path | None
+) -> str | None:
     """Why the processor is expected to be faster than a card that some experts do not fit; None if it is not.
 
-    The memory's bandwidth is measured for that. Of a card whose data sheet is unknown only the link counts.
+    Of a card whose data sheet is unknown only the link counts.
 
     Args:
         model: The stored model.
         planned: The plan of loading it on the card.
         card: The card's name.
         link_gb_s: Measured bandwidth of its link, in 10^9 bytes per second; None: that of its data sheet.
+        measurements: Folder where the memory's measured bandwidth is stored, see `tuner.bandwidth.read_bandwidth`.
     """
     found, spec, summary = card_named(card), model.spec, model.info.summary
     if not planned.host_bytes or spec.mixture is None or (found is None and link_gb_s is None):
@@ -62,7 +76,7 @@ def processor_is_faster(model: StoredModel, planned: MemoryPlan, card: str, link
     else:
         each = planned.host_bytes / (planned.experts - planned.experts_on_device)
         ours = 1e9 * (link_gb_s or 0.0) / max(1.0, missed * spec.mixture.read * each)
-    others = on_processor(spec, summary.active_bytes or summary.gpu_bytes, read_bandwidth(None).gb_s)
+    others = on_processor(spec, summary.active_bytes or summary.gpu_bytes, read_bandwidth(measurements).gb_s)
     if ours >= others:
         return None
     return (

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from models.progress import ProgressCallback, ignore_progress
 from models.store import StoredModel
@@ -71,6 +72,7 @@ def plan_load(
     parallel: int = 1,
     memory: MemoryInfo | None = None,
     experts_on_device: int | None = None,
+    measurements: Path | None = None,
 ) -> LoadPlan:
     """Choose a backend that the model fits: a model too large for the GPU, or whose layers it lacks, may fit the CPU.
 
@@ -85,6 +87,7 @@ def plan_load(
         parallel: Most full contexts of pages they share; fewer if memory is short.
         memory: Free main memory; None: looked up.
         experts_on_device: Experts of each block on a GPU; None: as many as fit.
+        measurements: Folder where the memory's measured bandwidth is stored; None: where needed, it is measured again.
 
     Raises:
         BackendError: an unknown backend, or one that cannot run here.
@@ -146,7 +149,7 @@ def plan_load(
         )
         gpu = candidate.presence.gpu
         if planned.host_bytes and backend_name == AUTO and experts_on_device is None and gpu is not None:
-            faster = processor_is_faster(model, planned, gpu.name, backend.link_gb_s())
+            faster = processor_is_faster(model, planned, gpu.name, backend.link_gb_s(), measurements)
             if faster is not None:
                 slower, passed_over = found, faster
                 logger.info("%s is passed over: %s", backend.label, faster)

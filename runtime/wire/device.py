@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from runtime.compensation import CHUNK
-from runtime.errors import Problem, size
+from runtime.errors import Problem
 from tuner.curve import Curve
+from tuner.placement import ExpertPlacement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,29 +108,6 @@ class PromptTuning:
         much = "fully" if self.k_chunk == CHUNK else f"by {self.k_chunk} of {CHUNK} channels"
         cost = f"{self.measured_slowdown_percent:.1f} % more time to the first word, {self.budget_percent:g} % allowed"
         return f"prompts are compensated {much}; {cost}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertPlacement:
-    """Where a mixture's experts are, of which some did not fit the card."""
-
-    on_device: int
-    """Experts of each block on the card."""
-    held: int
-    """All of them."""
-    host_bytes: int
-    """Bytes of the others, in main memory."""
-    hit_rate: float | None = None
-    """Share of recently chosen experts that were on the card; None before the first count."""
-
-    @property
-    def words(self) -> str:
-        """For the user."""
-        found = (
-            "" if self.hit_rate is None else f"; {100 * self.hit_rate:.0f} % of those chosen lately were on the card"
-        )
-        beside = f"{size(self.host_bytes)} of others in main memory"
-        return f"{self.on_device} of {self.held} of each block on the card, {beside}{found}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -90,7 +90,13 @@ class ChatScreen(Screen[None]):
         return self._writing is not None or self._session.answers.of(self._session.conversation.id) is not None
 
     def show_session(self) -> None:
-        """Update header, progress and context meter."""
+        """Update header, sidebar, progress and context meter."""
+        if self.query(Composer):
+            self.query_one(Sidebar).refill()
+            self._lay_out()
+
+    def _lay_out(self) -> None:
+        """Show the session as the width allows. A sidebar that this shows fills itself."""
         if not self.query(Composer):
             return
         session = self._session
@@ -104,7 +110,7 @@ class ChatScreen(Screen[None]):
 
     def on_resize(self) -> None:
         """Lay the lines out for the new width."""
-        self.call_after_refresh(self.show_session)
+        self.call_after_refresh(self._lay_out)
 
     async def _send(self, text: str) -> None:
         """Add the prompt to the conversation and start the answer."""

@@ -74,7 +74,7 @@ class ChatList(Widget):
             self._search = self.run_worker(self._refill, group="chats", exclusive=True, exit_on_error=False)
 
     def on_resize(self) -> None:
-        """Show what fits the width, which is known once the list is on the screen."""
+        """Show what fits the width; also the first time, when the list comes onto the screen."""
         self.call_after_refresh(self.refill)
 
     async def _find(self, text: str) -> None:

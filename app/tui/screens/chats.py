@@ -62,9 +62,8 @@ class ChatsScreen(Screen[None], ChatList):
         yield KeyLine()
 
     def on_mount(self) -> None:
-        """Fill the list."""
+        """Show the session's state; the list fills itself."""
         self.show_session()
-        self.refill()
 
     def show_session(self) -> None:
         """Update the header."""

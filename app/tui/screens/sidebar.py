@@ -51,10 +51,9 @@ class Sidebar(Vertical, ChatList):
         yield OptionList(compact=True, markup=False, id="sidebar-chats")
 
     def fold(self, columns: int) -> None:
-        """Show or hide the sidebar, depending on setting and room, and update it."""
+        """Show or hide the sidebar, depending on setting and room."""
         wanted = self._session.settings.sidebar == "on"
         self.display = wanted and self._session.history is not None and columns >= MIN_COLUMNS
-        self.refill()
 
     async def _refill(self) -> None:
         text, note = self.query_one(Input).value.strip(), ""

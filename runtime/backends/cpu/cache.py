@@ -24,8 +24,9 @@ from runtime.backends.cpu.pool import Pool
 from runtime.backends.cpu.scratch import scratch_of
 from runtime.backends.cpu.tiles import padded
 from runtime.backends.decoder import DecoderOptions
-from runtime.kv.control import Int32Array, PagedCache
+from runtime.kv.control import PagedCache
 from runtime.kv.groups import layers_alike, page_groups
+from runtime.kv.interfaces import Int32Array
 from runtime.kv.joint import joined, kept_by
 from runtime.kv.kinds import KINDS, PARTS, CacheKind, Part
 from runtime.kv.low_rank import start
@@ -36,7 +37,7 @@ _DITHER_BITS = 8
 
 
 class CpuStore:
-    """The numbers of all pages and windows. Implements `runtime.kv.control.PageStore`.
+    """The numbers of all pages and windows. Implements `runtime.kv.interfaces.PageStore`.
 
     Args:
         kind: The kind of cache.
@@ -159,20 +160,20 @@ class CpuStore:
         self.records[:, target] = self.records[:, source]
 
     def read_pages(self, pages: Sequence[int]) -> Arrays:
-        """See `runtime.kv.control.PageStore.read_pages`: records uint8 [layers, pages, H_kv, bytes]."""
+        """See `runtime.kv.interfaces.PageStore.read_pages`: records uint8 [layers, pages, H_kv, bytes]."""
         return {"records": self.records[:, list(pages)]}
 
     def write_pages(self, pages: Sequence[int], arrays: Arrays) -> None:
-        """See `runtime.kv.control.PageStore.write_pages`."""
+        """See `runtime.kv.interfaces.PageStore.write_pages`."""
         kept = [place for place, page in enumerate(pages) if page >= 0]
         self.records[:, [pages[place] for place in kept]] = arrays["records"][:, kept]
 
     def read_window(self, slot: int, count: int) -> Arrays:
-        """See `runtime.kv.control.PageStore.read_window`: float16 [layers, H_kv, count, D]."""
+        """See `runtime.kv.interfaces.PageStore.read_window`: float16 [layers, H_kv, count, D]."""
         return {part: self.window(part, slot, count) for part in PARTS} if self._kind.windowed else {}
 
     def write_window(self, slot: int, count: int, arrays: Arrays) -> None:
-        """See `runtime.kv.control.PageStore.write_window`."""
+        """See `runtime.kv.interfaces.PageStore.write_window`."""
         if count:
             for part in PARTS:
                 self._write_window(part, slot, arrays[part])
@@ -190,7 +191,7 @@ class CpuStore:
 
 
 class CpuCache(PagedCache):
-    """The KV cache of the CPU backend. Implements `runtime.kv.control.KVCache`.
+    """The KV cache of the CPU backend. Implements `runtime.kv.interfaces.KVCache`.
 
     Args:
         spec: The model.
@@ -202,22 +203,17 @@ class CpuCache(PagedCache):
         kind = KINDS[options.kv]
         window = padded(kind.window_capacity(options.max_rows), SPAN)
         slots = options.slots
-        sizes: dict[str, Any] = {
-            "context": options.context,
-            "slots": slots,
-            "max_rows": options.max_rows,
-            "pages": options.pages,
-        }
-        groups = [
-            [
+        sizes: dict[str, Any] = {"context": options.context, "slots": slots, "max_rows": options.max_rows}
+        groups = {
+            group: [
                 CpuStore(kind, spec, pages=group.pages, slots=slots, window=window, layers=layers)
                 for layers in layers_alike(spec, group.layers)
             ]
-            for group in page_groups(kind, spec, **sizes)
-        ]
-        self.stores = tuple(store for stores in groups for store in stores)
+            for group in page_groups(kind, spec, **sizes, pages=options.pages)
+        }
+        self.stores = tuple(store for stores in groups.values() for store in stores)
         """The buffers, for each group and each shape of heads."""
-        super().__init__(kind, spec, *map(joined, groups), **sizes)
+        super().__init__(kind, spec, {group: joined(stores) for group, stores in groups.items()}, **sizes)
         self.max_splits = max(1, min(8, 2 * threads))
         """Most splits of one head's context."""
         self._windows = {spec.windows[layer] for layer in spec.attention_layers}
@@ -235,7 +231,7 @@ class CpuCache(PagedCache):
                 paged=int(self._paged.ctypes.data),
                 window=window,
             )
-            for table, stores in zip(self.tables, groups, strict=True)
+            for table, stores in zip(self.tables, groups.values(), strict=True)
             for store in stores
         ]
         self._stored = {
@@ -287,13 +283,13 @@ class CpuCache(PagedCache):
         return sum(store.nbytes for store in self.stores) + (0 if self.states is None else self.states.nbytes)
 
     def begin(self, slots: Int32Array, positions: Int32Array, *, flush: bool = True, draft: bool = False) -> None:
-        """See `runtime.kv.control.KVCache.begin`."""
+        """See `runtime.kv.interfaces.KVCache.begin`."""
         super().begin(slots, positions, flush=flush, draft=draft)
         for slot in set(slots.tolist()):
             self._paged[slot] = self.paged_length(slot)
 
     def rows_alike(self, slot: int) -> int:
-        """See `runtime.kv.control.KVCache.rows_alike`: attention is split by the units that rows see."""
+        """See `runtime.kv.interfaces.KVCache.rows_alike`: attention is split by the units that rows see."""
         length, paged, kind = self.length(slot), self.paged_length(slot), self.kind
         if kind.windowed:
             paged += max(0, length - paged - kind.unpaged) // kind.page * kind.page  # flushed first in the step

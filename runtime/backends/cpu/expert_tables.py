@@ -5,7 +5,6 @@ A matrix is repacked once; a table is made for each way to compensate.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,25 +13,12 @@ import numpy.typing as npt
 
 from models.packed import PackedLinear
 from runtime.backends.cpu.arena import aligned_zeros
+from runtime.backends.cpu.constants import Constants
 from runtime.backends.cpu.data import instructions as op
 from runtime.backends.cpu.data.experts import EXPERT, Expert
 from runtime.backends.cpu.data.sizes import BLOCK
-from runtime.backends.cpu.tiles import TiledLinear, padded
+from runtime.backends.cpu.tiles import padded
 from runtime.backends.operations.channels import CHUNK, static_channels
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
-    """Where tables get their contents."""
-
-    linear: Callable[[str], PackedLinear]
-    """A stored matrix by name."""
-    tiled: Callable[[PackedLinear], TiledLinear]
-    """The same, repacked."""
-    residual: Callable[[PackedLinear], op.Residual]
-    """Its residuals, with scales."""
-    bias: Callable[[PackedLinear], int]
-    """Address of its bias, padded; 0: it has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,11 +41,11 @@ class ExpertTables:
     """The tables of a model.
 
     Args:
-        source: Where they get their contents.
+        constants: The matrices, repacked.
     """
 
-    def __init__(self, source: Source) -> None:
-        self._source = source
+    def __init__(self, constants: Constants) -> None:
+        self._constants = constants
         self._made: dict[str, npt.NDArray[Any]] = {}
 
     def table(self, names: list[str], k_chunk: int, shared: int) -> Table:
@@ -70,18 +56,18 @@ class ExpertTables:
             k_chunk: Channels per 1024 that each row chooses.
             shared: Channels per 1024 that all rows share.
         """
-        first = self._source.linear(names[0])
-        tiled = self._source.tiled(first)
+        first = self._constants.linear(names[0])
+        tiled = self._constants.tiled(first)
         sizes = op.ExpertSizes(tiled.bits, tiled.tiles, tiled.blocks, tiled.groups, tiled.group_blocks)
         if k_chunk or shared:
-            of = self._source.residual(first)
+            of = self._constants.scaled(first)
             sizes = sizes._replace(residual_bits=of.bits, stride=of.stride, rows=of.rows)
         key = f"{names[0]}.{bool(k_chunk or shared)}.{shared}"
         if key not in self._made:
             compensated, masks = k_chunk > 0 or shared > 0, self._masks(names, shared)
             records = aligned_zeros((len(names),), EXPERT)
             for at, name in enumerate(names):
-                records[at] = self._record(self._source.linear(name), compensated, masks, at)
+                records[at] = self._record(self._constants.linear(name), compensated, masks, at)
             self._made[key] = records
         address = int(self._made[key].ctypes.data)
         return Table(first=first, address=address, sizes=sizes, k_chunk=k_chunk, shared=shared)
@@ -101,7 +87,7 @@ class ExpertTables:
         """Shared channels of each expert: uint8 [E, K padded to 32], 255 or 0; None if there are none."""
         if not shared:
             return None
-        width = self._source.linear(names[0]).shape[1]
+        width = self._constants.linear(names[0]).shape[1]
         masks: npt.NDArray[np.uint8] = aligned_zeros((len(names), padded(width, BLOCK)), np.uint8)
         for mask, name in zip(masks, names, strict=True):
             mask[slice(width) if shared == CHUNK else static_channels(self._mean_square(name), shared)] = 255
@@ -109,14 +95,14 @@ class ExpertTables:
         return masks
 
     def _mean_square(self, name: str) -> npt.NDArray[np.float32]:
-        found = self._source.linear(name).mean_square
+        found = self._constants.linear(name).mean_square
         assert found is not None
         return np.asarray(found)
 
     def _record(self, packed: PackedLinear, compensated: bool, masks: npt.NDArray[np.uint8] | None, at: int) -> Expert:
-        own = self._source.tiled(packed).weights
-        expert = Expert(own.codes, own.scales, own.zeros, bias=self._source.bias(packed))
+        own = self._constants.tiled(packed).weights
+        expert = Expert(own.codes, own.scales, own.zeros, bias=self._constants.bias(packed))
         if compensated:
-            residual = self._source.residual(packed)
+            residual = self._constants.scaled(packed)
             expert = expert._replace(residual=residual.codes, residual_scales=residual.scales)
         return expert if masks is None else expert._replace(kept=int(masks[at].ctypes.data))

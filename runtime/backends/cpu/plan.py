@@ -7,33 +7,30 @@ head norms, rotation and the cache's append; a linear layer and the following ad
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from models.architecture import forward
-from models.packed import PackedLinear, PackedResidual
-from models.rope import query_growth, tables
+from models.packed import PackedLinear
 from models.spec import MixtureSpec, ModelSpec, expert_of, is_of_tokens, router_of
 from models.weights import Weights
-from runtime.backends.cpu.arena import LINE, Arena, aligned_zeros
+from runtime.backends.cpu.arena import Arena, aligned_zeros
 from runtime.backends.cpu.cache import CpuCache
+from runtime.backends.cpu.constants import Constants, address_of
 from runtime.backends.cpu.data import instructions as op
 from runtime.backends.cpu.data.experts import COUNTS, PAIR, SEGMENT, Routes
 from runtime.backends.cpu.data.instructions import SELECT_APPROX, SELECT_EXACT, SELECT_RANDOM, SELECT_STATIC
 from runtime.backends.cpu.data.sizes import BLOCK, LANES, PIECE, RUN_ROWS
-from runtime.backends.cpu.expert_tables import ExpertTables, Source, Table
+from runtime.backends.cpu.expert_tables import ExpertTables, Table
 from runtime.backends.cpu.link import link_written, most_scratch
-from runtime.backends.cpu.tiles import TiledLinear, padded, tile_linear, tile_residual
+from runtime.backends.cpu.tiles import TiledLinear, padded
 from runtime.backends.decoder import DecoderOptions
-from runtime.backends.operations.channels import CHUNK, buckets, k_chunk_of, layer_kind, static_channels, total_budget
-from runtime.backends.operations.panel import residual_scales
+from runtime.backends.operations.channels import CHUNK, buckets, k_chunk_of, layer_kind, total_budget
 from runtime.errors import RequestError
-from runtime.kv.basis import key_bases
 from runtime.kv.states import SMALL_STEP
 
 MODES = {"approx": SELECT_APPROX, "exact": SELECT_EXACT, "static": SELECT_STATIC, "random": SELECT_RANDOM}
@@ -90,7 +87,7 @@ class PlanOperations:
     """Implements `models.architecture.Operations` by writing a program.
 
     Args:
-        model: The stored model; its matrices are repacked here, one at a time.
+        model: The stored model; its matrices are repacked, one at a time.
         options: Decoder options.
         cache: The KV cache that the program reads and writes.
         threads: Threads that will run the program.
@@ -109,9 +106,7 @@ class PlanOperations:
         self._program: list[op.Instruction] = []
         self._kinds: list[str] = []
         self._arena = Arena()
-        self._constants: dict[str, npt.NDArray[Any]] = {}
-        self._tiles: dict[str, TiledLinear] = {}
-        self._wholes: dict[str, TiledLinear] = {}
+        self._constants = Constants(model, cache.kind, options.context, self._arena)
         self._buffers: dict[str, npt.NDArray[Any]] = {}
         self._rows = padded(options.max_rows, ROW_PADDING)
         self._names = {name: i for i, name in enumerate(self._spec.linear_names())}
@@ -121,15 +116,9 @@ class PlanOperations:
             kind = _buffer_of(name)
             self._widest[kind] = max(self._widest.get(kind, 0), self._spec.linear_shape(name)[0])
         self._embedded: Activations | None = None
-        self._tables = ExpertTables(
-            Source(linear=model.linear, tiled=self._tiled, residual=self._scaled_of, bias=self._bias)
-        )
-        self._turned = {rope: tables(rope, options.context) for rope in self._spec.ropes}
-        growth = query_growth(self._spec, np.arange(options.context))
-        self._growth = 0 if growth is None else _address(self._constant("growth", partial(np.asarray, growth)))
-        self.recall_sums = self._constant("recall sums", lambda: np.zeros(self._rows, np.float32))
+        self._tables = ExpertTables(self._constants)
+        self.recall_sums: npt.NDArray[np.float32] = self._buffer("recall sums", (self._rows,), np.float32)
         self._selections = [0, 0]
-        self._bases = key_bases(cache.kind, model)
 
     def record(
         self, k_chunk: Mapping[str, int] | int, prompt: Mapping[str, int] | int | None = None, *, few: bool = False
@@ -167,7 +156,7 @@ class PlanOperations:
     @property
     def weight_bytes(self) -> int:
         """Bytes of the repacked matrices that a token reads."""
-        return round(sum(tiled.nbytes * self._spec.share_read(name) for name, tiled in self._tiles.items()))
+        return self._constants.weight_bytes
 
     @property
     def stream(self) -> npt.NDArray[np.float32]:
@@ -185,19 +174,19 @@ class PlanOperations:
         """See `models.architecture.Operations`. The stream begins with the first; later ones are kept beside it."""
         C, P = self._spec.hidden_size, self._spec.token_width
         if layer is not None:
-            table = self._constant("tokens", lambda: np.asarray(self._model.token_table()))
+            table = self._constants.array("tokens", lambda: np.asarray(self._model.token_table()))
             inner = self._matrix("inner", 2 * P)
             out = replace(inner, place=op.Matrix(inner.place.at + 4 * P, inner.place.stride), width=P)
-            self._emit(op.Embed(_address(table) + 2 * layer * P, table.strides[0], P, out.place))
+            self._emit(op.Embed(address_of(table) + 2 * layer * P, table.strides[0], P, out.place))
             return out
-        table = self._constant("embed", lambda: np.asarray(self._model.embedding()))
+        table = self._constants.array("embed", lambda: np.asarray(self._model.embedding()))
         if self._embedded is not None:
             return self._embedded
         out = self._matrix("stream", C)
-        self._emit(op.Embed(_address(table), table.strides[0], C, out.place))
+        self._emit(op.Embed(address_of(table), table.strides[0], C, out.place))
         if P:
             self._embedded = self._matrix("embedded", C)
-            self._emit(op.Embed(_address(table), table.strides[0], C, self._embedded.place))
+            self._emit(op.Embed(address_of(table), table.strides[0], C, self._embedded.place))
         return out
 
     def norm(self, x: Activations, name: str) -> Activations:
@@ -211,7 +200,7 @@ class PlanOperations:
     def linear(self, x: Activations, name: str) -> Activations:
         """See `models.architecture.Operations`."""
         packed = self._model.linear(name)
-        tiled = self._tiled(packed)
+        tiled = self._constants.tiled(packed)
         k_chunk, shared = self._channels(packed)
         values = self._prepare(x, tiled)
         if shared and not self._few and not packed.per_token:
@@ -233,7 +222,7 @@ class PlanOperations:
         mixture = self._spec.mixture
         assert mixture is not None
         gate_up, down = self._table(layer, "gate_up"), self._table(layer, "down")
-        first = self._tiled(gate_up.first)
+        first = self._constants.tiled(gate_up.first)
         read = None if routed is None else self._route(self._prepare(routed, first), layer, mixture)
         values = self._prepare(x, first)
         routes = self._route(values, layer, mixture) if read is None else read
@@ -273,10 +262,10 @@ class PlanOperations:
         if k is not None and v is not None:
             assert k.place.at == q.place.at + 4 * q.width
             assert v.place.at == k.place.at + 4 * k.width
-        q_norm, k_norm = (self._vector(x.norm) if x is not None and x.norm else 0 for x in (q, k))
+        q_norm, k_norm = (self._constants.vector(x.norm) if x is not None and x.norm else 0 for x in (q, k))
         stored = self._cache.stored(spec.cache_of(layer))
-        reflection, mean = self._basis(spec.cache_of(layer))
-        half, cos, sin = self._turns(layer)
+        reflection, mean = self._constants.basis(spec.cache_of(layer))
+        half, cos, sin = self._constants.turns(layer)
         self._emit(
             op.Heads(
                 qkv=q.place,
@@ -294,8 +283,8 @@ class PlanOperations:
                 reflection=reflection,
                 mean=mean,
                 norm_last=spec.qk_norm_form == "turned",
-                growth=self._growth,
-                v_norm=_address(self._constant("ones", self._ones)) if spec.v_norm else 0,
+                growth=self._constants.growth,
+                v_norm=self._constants.ones() if spec.v_norm else 0,
                 alone=alone,
             )
         )
@@ -311,17 +300,13 @@ class PlanOperations:
                 window=spec.windows[layer] or 0,
                 rows=RUN_ROWS,
                 stored=stored,
-                out=_address(partial),
+                out=address_of(partial),
                 exact=self._cache.exact(layer),
                 cap=spec.score_cap or 0.0,
             )
         )
-        sinks = self._vector(f"layers.{layer}.sinks") if spec.sinks else 0
-        return Activations(op.Matrix(0, 0), heads.q_width, partial=_address(partial), sinks=sinks)
-
-    def _ones(self) -> npt.NDArray[np.float32]:
-        """As many as the widest head has channels."""
-        return np.ones(max(self._spec.heads_of(layer).dim for layer in self._spec.attention_layers), np.float32)
+        sinks = self._constants.vector(f"layers.{layer}.sinks") if spec.sinks else 0
+        return Activations(op.Matrix(0, 0), heads.q_width, partial=address_of(partial), sinks=sinks)
 
     def convolve(self, x: Activations, layer: int) -> Activations:
         """See `models.architecture.StateOperations`. Written by the linear layer that reads it."""
@@ -340,7 +325,7 @@ class PlanOperations:
         waiting = 2 * SMALL_STEP
         before = _matrix(self._buffer("before", (self._options.slots * waiting, width + 2 * heads), np.float32))
         out, state = self._matrix("recurred", delta.value_width), self._cache.state(layer)
-        weight = self._taps(f"{prefix}.conv", taps, width)
+        weight = self._constants.taps(f"{prefix}.conv", taps, width)
         self._emit(
             op.Mix(
                 x=x.place,
@@ -352,8 +337,8 @@ class PlanOperations:
                 heads=delta.value_heads,
                 taps=taps,
                 weight=weight,
-                decay=self._vector(f"{prefix}.decay"),
-                dt=self._vector(f"{prefix}.dt"),
+                decay=self._constants.vector(f"{prefix}.decay"),
+                dt=self._constants.vector(f"{prefix}.dt"),
                 state=state,
             )
         )
@@ -412,22 +397,8 @@ class PlanOperations:
 
     def _settle(self, x: Activations, norm: str, out: op.Matrix, *, accumulate: bool, scale: str = "") -> None:
         """Write the norm of activations that stay in float32."""
-        weight, eps, factor = self._vector(norm), self._spec.eps_of(norm), self._vector(scale) if scale else 0
-        self._emit(op.Settle(x.place, x.width, weight, eps, out, accumulate, factor))
-
-    def _turns(self, layer: int) -> tuple[int, int, int]:
-        """Half the rotating channels of a layer, and the addresses of their cosines and sines; 0 where none rotate."""
-        rope = self._spec.rope_of(layer)
-        if rope is None:
-            return 0, 0, 0
-        cos, sin = self._turned[rope]
-        return rope.rotary_dim // 2, _address(cos), _address(sin)
-
-    def _tiled(self, packed: PackedLinear) -> TiledLinear:
-        """A matrix in tiles; repacked the first time only."""
-        if packed.name not in self._tiles:
-            self._tiles[packed.name] = tile_linear(packed, self._arena)
-        return self._tiles[packed.name]
+        weight, factor = self._constants.vector(norm), self._constants.vector(scale) if scale else 0
+        self._emit(op.Settle(x.place, x.width, weight, self._spec.eps_of(norm), out, accumulate, factor))
 
     def _channels(self, packed: PackedLinear) -> tuple[int, int]:
         """Channels per 1024 chosen per row, and those shared by all rows of a prompt.
@@ -463,20 +434,14 @@ class PlanOperations:
     def _route(self, x: Activations, layer: int, mixture: MixtureSpec) -> Routes:
         """Write the instructions that send rows to experts."""
         experts, chosen, pairs = mixture.held, mixture.read, self._rows * mixture.read
-
-        def make() -> npt.NDArray[np.float32]:
-            wide: npt.NDArray[np.float32] = self._arena.zeros((mixture.scores, padded(x.width, BLOCK)), np.float32)
-            wide[:, : x.width] = self._model.vector(router_of(layer))
-            return wide
-
-        weight = _address(self._constant(router_of(layer), make))
+        weight = self._constants.router(layer, mixture, x.width)
         logits = _matrix(self._buffer("router logits", (self._rows, padded(mixture.scores, LANES)), np.float32))
-        bias = self._vector(f"{router_of(layer)}_bias") if mixture.bias else 0
+        bias = self._constants.vector(f"{router_of(layer)}_bias") if mixture.bias else 0
         self._emit(op.Score(x.place, padded(x.width, BLOCK), weight, mixture.scores, logits, bias))
         records = (("counts", 1, COUNTS), ("segments", min(experts, pairs), SEGMENT), ("pairs", pairs, PAIR))
-        routes = Routes(*(_address(self._buffer(f"router {name}", (count,), kind)) for name, count, kind in records))
-        numbers = _address(self._buffer("router chosen", (pairs,), np.int64))
-        shares = _address(self._buffer("router shares", (pairs,), np.float32))
+        routes = Routes(*(address_of(self._buffer(f"router {name}", (count,), kind)) for name, count, kind in records))
+        numbers = address_of(self._buffer("router chosen", (pairs,), np.int64))
+        shares = address_of(self._buffer("router shares", (pairs,), np.float32))
         self._emit(
             op.Route(
                 logits,
@@ -485,7 +450,7 @@ class PlanOperations:
                 mixture.shared,
                 gated=mixture.gated,
                 sigmoids=mixture.scoring == "sigmoid",
-                correction=self._vector(f"{router_of(layer)}_correction") if mixture.corrected else 0,
+                correction=self._constants.vector(f"{router_of(layer)}_correction") if mixture.corrected else 0,
                 scale=mixture.scale,
                 normalized=mixture.normalized,
                 chosen_at=numbers,
@@ -550,7 +515,7 @@ class PlanOperations:
         elif x.layer >= 0:
             self._emit(self._convolution(x, to) if self._spec.delta is None else self._finish(x, to))
         else:
-            weight = self._vector(x.norm) if x.norm else 0
+            weight = self._constants.vector(x.norm) if x.norm else 0
             self._emit(op.Norm(x.place, to, weight, self._spec.norm_eps))
         return out
 
@@ -560,8 +525,8 @@ class PlanOperations:
         return op.Convolve(
             x=x.place,
             to=to,
-            weight=self._taps(f"{prefix}.conv", taps, padded(x.width, BLOCK)),
-            bias=self._vector(f"{prefix}.conv_bias") if self._spec.conv_bias else 0,
+            weight=self._constants.taps(f"{prefix}.conv", taps, padded(x.width, BLOCK)),
+            bias=self._constants.vector(f"{prefix}.conv_bias") if self._spec.conv_bias else 0,
             taps=taps,
             state=self._cache.state(x.layer),
         )
@@ -570,19 +535,8 @@ class PlanOperations:
         """Norm and gates of a delta rule's outputs."""
         delta = self._spec.delta
         assert delta is not None
-        gain = self._vector(f"layers.{x.layer}.gain")
+        gain = self._constants.vector(f"layers.{x.layer}.gain")
         return op.Finish(x.place, x.gates, to, gain, delta.value_heads, delta.value_dim, self._spec.norm_eps)
-
-    def _taps(self, name: str, taps: int, width: int) -> int:
-        """Address of a convolution's weight, float32 [taps, width], zero-padded."""
-
-        def widen() -> npt.NDArray[np.float32]:
-            weight = np.asarray(self._model.vector(name)).reshape(taps, -1)
-            wide: npt.NDArray[np.float32] = aligned_zeros((taps, width), np.float32)
-            wide[:, : weight.shape[1]] = weight
-            return wide
-
-        return _address(self._constant(name, widen))
 
     def _rounded(self, owner: str = "", rows: int = 0, most: int = 0) -> op.Quantized:
         """Buffers of INT8 activations, with room for groups of one block; by default those of a step's rows."""
@@ -590,14 +544,13 @@ class PlanOperations:
         codes = self._buffer(f"{owner}codes", (rows, padded(width, PIECE)), np.int8)
         kinds = {"scales": np.float32, "shifts": np.float32, "sums": np.int32}
         factors = (self._buffer(f"{owner}{name}", (rows, width // BLOCK), kind) for name, kind in kinds.items())
-        return op.Quantized(_address(codes), *map(_address, factors))
+        return op.Quantized(address_of(codes), *map(address_of, factors))
 
     def _selection(self, values: Activations, packed: PackedLinear, k_chunk: int, total: int) -> op.Select:
         """The instruction that chooses channels."""
         static, border, options = 0, op.Border(0.0, 0.0, 0.0), self._options
-        if options.select == "static" and (mean_square := packed.mean_square) is not None:
-            key = f"{packed.name}.static.{k_chunk}"
-            static = _address(self._constant(key, lambda: static_channels(np.asarray(mean_square), k_chunk)))
+        if options.select == "static":
+            static = self._constants.static(packed, k_chunk)
         if options.select == "approx" and packed.rank_maximum is not None:
             found = buckets(np.asarray(packed.rank_maximum), total)
             border = op.Border(found.b15, found.upper_scale, found.lower_scale)
@@ -615,13 +568,13 @@ class PlanOperations:
             seed=options.seed % 2**63,
             layer=self._names[packed.name],
             measure=options.measure_recall,
-            hits=_address(self.recall_sums),
+            hits=address_of(self.recall_sums),
         )
 
     def _product(
         self, values: Activations, packed: PackedLinear, tiled: TiledLinear, total: int, shared: int
     ) -> Activations:
-        kind, columns = layer_kind(packed.name), tiled.tiles * LANES
+        kind = layer_kind(packed.name)
         whole = packed.residual if shared == CHUNK and not self._few else None
         if whole is not None and whole.bits != op.WHOLE_BITS:
             whole = None
@@ -631,90 +584,36 @@ class PlanOperations:
             x=self._rounded(),
             wanted=values.wanted,
             out=out.place,
-            bias=self._bias(packed),
+            bias=self._constants.bias(packed),
             accumulate=False,
         )
         if total and packed.residual is not None:
-            residual = self._residual(packed.name, packed.residual, columns)
+            residual = self._constants.residual(packed)
             linear = linear._replace(total=total, residual=residual, values=values.place, chosen=self._chosen())
         elif whole is not None:
-            linear = linear._replace(whole=self._whole(packed.name, whole, tiled))
+            linear = linear._replace(whole=self._constants.whole(packed, whole))
         elif shared:
-            linear = linear._replace(residual=self._scaled(packed, columns), kept=self._kept(packed, shared))
+            linear = linear._replace(residual=self._constants.scaled(packed), kept=self._constants.kept(packed, shared))
         self._emit(linear, kind=kind)
         return replace(out, instruction=len(self._program) - 1)
 
     def _panel(self, packed: PackedLinear, tiled: TiledLinear, k_chunk: int) -> Activations:
         """Write the product of prompt rows with the matrix and the residuals of some channels."""
-        kind, columns = layer_kind(packed.name), tiled.tiles * LANES
+        kind = layer_kind(packed.name)
         out = self._output(packed)
         self._emit(
             op.Panel(
                 weights=tiled.weights,
                 x=self._rounded(),
                 out=out.place,
-                bias=self._bias(packed),
+                bias=self._constants.bias(packed),
                 accumulate=False,
-                residual=self._scaled(packed, columns),
-                kept=self._kept(packed, k_chunk),
+                residual=self._constants.scaled(packed),
+                kept=self._constants.kept(packed, k_chunk),
             ),
             kind=kind,
         )
         return replace(out, instruction=len(self._program) - 1)
-
-    def _whole(self, name: str, residual: PackedResidual, tiled: TiledLinear) -> op.Whole:
-        """A matrix's residuals as tiles; repacked the first time only."""
-        if name not in self._wholes:
-            self._wholes[name] = tile_residual(residual, tiled, self._arena)
-        weights = self._wholes[name].weights
-        return op.Whole(weights.codes, weights.scales, weights.zeros)
-
-    def _kept(self, packed: PackedLinear, k_chunk: int) -> int:
-        """Address of the mask of channels shared by prompt rows: uint8 [K padded to 32], 255 or 0."""
-
-        def make() -> npt.NDArray[np.uint8]:
-            assert packed.mean_square is not None
-            kept: npt.NDArray[np.uint8] = aligned_zeros((padded(packed.shape[1], BLOCK),), np.uint8)
-            kept[static_channels(np.asarray(packed.mean_square), k_chunk)] = 255
-            return kept
-
-        return _address(self._constant(f"{packed.name}.kept.{k_chunk}", make))
-
-    def _residual(self, name: str, residual: PackedResidual, columns: int) -> op.Residual:
-        """A matrix's residuals: rows aligned to cache lines, scales padded to whole tiles."""
-
-        def rows() -> npt.NDArray[Any]:
-            stored = np.asarray(residual.codes)
-            width = columns if residual.bits == 16 else stored.shape[1]
-            wide = self._arena.zeros((stored.shape[0], padded(width, LINE // stored.itemsize)), stored.dtype)
-            wide[:, : stored.shape[1]] = stored
-            return wide
-
-        codes = self._constant(f"{name}.residual", rows)
-        scales = 0 if residual.scales is None else self._widened(f"{name}.residual_scales", residual.scales, columns)
-        return op.Residual(_address(codes), scales, residual.bits, codes.strides[0], codes.shape[0])
-
-    def _scaled(self, packed: PackedLinear, columns: int) -> op.Residual:
-        """Residuals with scales, float16 ones included."""
-        stored = packed.residual
-        assert stored is not None
-        residual = self._residual(packed.name, stored, columns)
-        if stored.scales is None:
-            scales = self._constant(f"{packed.name}.derived", lambda: residual_scales(stored))
-            residual = residual._replace(scales=self._widened(f"{packed.name}.residual_scales", scales, columns))
-        return residual
-
-    def _scaled_of(self, packed: PackedLinear) -> op.Residual:
-        """The residuals of a matrix with the scales of its tiles."""
-        return self._scaled(packed, self._tiled(packed).tiles * LANES)
-
-    def _basis(self, layer: int) -> tuple[int, int]:
-        """Addresses of a layer's reflection and mean key; 0 where keys are not turned."""
-        if not self._bases:
-            return 0, 0
-        basis, prefix = self._bases[self._spec.attention_layers.index(layer)], f"layers.{layer}"
-        reflection = self._constant(f"{prefix}.reflection", lambda: basis.reflection)
-        return _address(reflection), _address(self._constant(f"{prefix}.mean", lambda: basis.mean))
 
     def _output(self, packed: PackedLinear) -> Activations:
         """The buffer of a layer's outputs, as wide as the widest of its type needs; that of `inner` is twice that."""
@@ -735,32 +634,6 @@ class PlanOperations:
         assert self._buffers[name].shape == shape
         return self._buffers[name]
 
-    def _bias(self, packed: PackedLinear) -> int:
-        """Address of a matrix's bias, padded to whole tiles; 0: it has none."""
-        columns = padded(packed.shape[0], LANES)
-        return 0 if packed.bias is None else self._widened(f"{packed.name}.bias", packed.bias, columns)
-
-    def _vector(self, name: str) -> int:
-        """Address of a norm's weight, padded to whole blocks."""
-        values = np.asarray(self._model.vector(name))
-        return self._widened(name, values, padded(values.size, BLOCK))
-
-    def _widened(self, key: str, values: npt.NDArray[Any], width: int) -> int:
-        """Address of a constant vector that is zero-padded to `width`."""
-
-        def widen() -> npt.NDArray[Any]:
-            wide = self._arena.zeros((width,), values.dtype)
-            wide[: values.size] = values
-            return wide
-
-        return _address(self._constant(key, widen))
-
-    def _constant(self, key: str, make: Callable[[], npt.NDArray[Any]]) -> npt.NDArray[Any]:
-        """A contiguous array, created once and kept."""
-        if key not in self._constants:
-            self._constants[key] = np.ascontiguousarray(make())
-        return self._constants[key]
-
     def _emit(self, instruction: op.Instruction, *, kind: str = "") -> None:
         self._program.append(instruction)
         self._kinds.append(kind)
@@ -780,8 +653,4 @@ def slots_of(rows: int, mixture: MixtureSpec) -> int:
 
 
 def _matrix(array: npt.NDArray[Any]) -> op.Matrix:
-    return op.Matrix(_address(array), array.strides[0])
-
-
-def _address(array: npt.NDArray[Any]) -> int:
-    return int(array.ctypes.data)
+    return op.Matrix(address_of(array), array.strides[0])

@@ -10,7 +10,7 @@ import torch
 from models.spec import ModelSpec
 from runtime.backends.operations.attention import attend
 from runtime.kv.control import PagedCache
-from runtime.kv.groups import layers_alike, page_groups
+from runtime.kv.groups import PageGroup, layers_alike, page_groups
 from runtime.kv.joint import joined
 from runtime.kv.kinds import PARTS, CacheKind, Part
 from runtime.kv.oracle.page import Stored, dequantize, quantize
@@ -59,7 +59,7 @@ class ReferenceStore(TorchStore):
 
 
 class ReferenceCache(PagedCache):
-    """The KV cache of the reference backend. Implements `runtime.kv.control.KVCache`.
+    """The KV cache of the reference backend. Implements `runtime.kv.interfaces.KVCache`.
 
     Args:
         kind: The kind of cache.
@@ -80,19 +80,19 @@ class ReferenceCache(PagedCache):
         max_rows: int,
         pages: int | None = None,
     ) -> None:
-        sizes: dict[str, Any] = {"context": context, "slots": slots, "max_rows": max_rows, "pages": pages}
+        sizes: dict[str, Any] = {"context": context, "slots": slots, "max_rows": max_rows}
         window = kind.window_capacity(max_rows)
         self._places: dict[int, tuple[ReferenceStore, int]] = {}
-        groups: list[list[ReferenceStore]] = []
-        for group in page_groups(kind, spec, **sizes):
-            groups.append([])
+        groups: dict[PageGroup, list[ReferenceStore]] = {}
+        for group in page_groups(kind, spec, **sizes, pages=pages):
+            groups[group] = []
             for layers in layers_alike(spec, group.layers):
                 store = ReferenceStore(kind, spec, pages=group.pages, slots=slots, window=window, layers=layers)
-                groups[-1].append(store)
+                groups[group].append(store)
                 self._places |= {layer: (store, place) for place, layer in enumerate(layers)}
-        self.stores = tuple(store for stores in groups for store in stores)
+        self.stores = tuple(store for stores in groups.values() for store in stores)
         """The buffers, for each group and each shape of heads."""
-        super().__init__(kind, spec, *map(joined, groups), **sizes)
+        super().__init__(kind, spec, {group: joined(stores) for group, stores in groups.items()}, **sizes)
         self._cap = spec.score_cap
 
     @property

@@ -109,7 +109,7 @@ class ReferenceDecoder:
 
         Raises:
             RequestError: a number is out of range, or the cache cannot take the rows: see
-                `runtime.kv.control.KVCache.begin`.
+                `runtime.kv.interfaces.KVCache.begin`.
             InvalidActivationError: a NaN or infinity reached a selection or the logits.
         """
         check_step(step, self.spec, self.options)

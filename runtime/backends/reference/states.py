@@ -8,7 +8,7 @@ import torch
 
 from models import recurrent
 from models.spec import ModelSpec
-from runtime.kv.control import Int32Array
+from runtime.kv.interfaces import Int32Array
 from runtime.kv.states import States
 
 

@@ -12,8 +12,9 @@ from runtime.backends.triton.kernels.cache.kernel import flush
 from runtime.backends.triton.kernels.cache.pages import LayerPages
 from runtime.backends.triton.kernels.low_rank import low_rank
 from runtime.backends.triton.states import DeviceMemory, RunTable
-from runtime.kv.control import Int32Array, PagedCache, runs_of
+from runtime.kv.control import PagedCache, runs_of
 from runtime.kv.groups import layers_alike, page_groups
+from runtime.kv.interfaces import Int32Array
 from runtime.kv.joint import joined
 from runtime.kv.kinds import CacheKind
 from runtime.kv.torch_store import TorchStore
@@ -50,7 +51,7 @@ class GpuStore(TorchStore):
 
 
 class GpuCache(PagedCache):
-    """The KV cache of the GPU backend. Implements `runtime.kv.control.KVCache`.
+    """The KV cache of the GPU backend. Implements `runtime.kv.interfaces.KVCache`.
 
     Args:
         kind: The kind of cache.
@@ -73,21 +74,25 @@ class GpuCache(PagedCache):
         device: torch.device,
         pages: int | None = None,
     ) -> None:
-        sizes: dict[str, Any] = {"context": context, "slots": slots, "max_rows": max_rows, "pages": pages}
+        sizes: dict[str, Any] = {"context": context, "slots": slots, "max_rows": max_rows}
         window = kind.window_capacity(max_rows)
-        groups = [
-            {
+        groups = {
+            group: {
                 layers: GpuStore(
                     kind, spec, pages=group.pages, slots=slots, window=window, device=device, layers=layers
                 )
                 for layers in layers_alike(spec, group.layers)
             }
-            for group in page_groups(kind, spec, **sizes)
-        ]
-        self.stores = tuple(store for stores in groups for store in stores.values())
+            for group in page_groups(kind, spec, **sizes, pages=pages)
+        }
+        self.stores = tuple(store for stores in groups.values() for store in stores.values())
         """The buffers, for each group and each shape of heads."""
         super().__init__(
-            kind, spec, *(joined([*stores.values()]) for stores in groups), **sizes, memory=DeviceMemory(device)
+            kind,
+            spec,
+            {group: joined([*stores.values()]) for group, stores in groups.items()},
+            **sizes,
+            memory=DeviceMemory(device),
         )
         pinned, shape = device.type == "cuda", self.table.tables.shape
         self._tables = tuple(torch.full(shape, -1, dtype=torch.int32, pin_memory=pinned) for _ in groups)
@@ -97,7 +102,7 @@ class GpuCache(PagedCache):
         """int32 [slots], tokens in pages, on the device."""
         self.layers = {
             layer: store.layer(place, tables, self.paged)
-            for stores, tables in zip(groups, self._there, strict=True)
+            for stores, tables in zip(groups.values(), self._there, strict=True)
             for layers, store in stores.items()
             for place, layer in enumerate(layers)
         }

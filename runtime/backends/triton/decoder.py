@@ -17,7 +17,6 @@ from triton.errors import TritonError
 from models.architecture import body, forward
 from models.weights import Weights
 from runtime.backends.decoder import DecoderOptions, Float32Array, Step, Way, check_step, compensation_of, sensitive
-from runtime.backends.experts import Placed
 from runtime.backends.triton.buffers import Buffers
 from runtime.backends.triton.failures import explained, first_line
 from runtime.backends.triton.forward import Pass
@@ -30,6 +29,7 @@ from runtime.backends.triton.sizes import LOGIT_ROWS
 from runtime.compensation import k_chunk_by_type
 from runtime.errors import BackendError, InvalidActivationError, OutOfMemoryError, Problem, RequestError
 from runtime.text.sampling import Draw, Drawn, SamplingOptions
+from tuner.placement import ExpertPlacement
 
 _NOT_FINITE = (
     "the model produced a number that is not finite (NaN or infinity): its weights are damaged, or its activations "
@@ -167,7 +167,7 @@ class TritonDecoder:
         return self._recall_sum / self._selections if self._selections else None
 
     @property
-    def experts(self) -> Placed | None:
+    def experts(self) -> ExpertPlacement | None:
         """See `runtime.backends.decoder.PlacesExperts`."""
         placed = self._model.placement
         return None if placed is None or placed.whole else placed.report

@@ -14,8 +14,8 @@ import numpy.typing as npt
 import torch
 
 from models.spec import MixtureSpec
-from runtime.backends.experts import Placed
 from runtime.backends.triton.expert_layout import GpuExperts
+from tuner.placement import ExpertPlacement
 
 WINDOW = 64
 """Rows between two exchanges. Counts are halved at each, so an expert's is about twice what it got in the last one."""
@@ -69,10 +69,10 @@ class Placement:
         """Whether all experts are on the device."""
 
     @property
-    def report(self) -> Placed:
+    def report(self) -> ExpertPlacement:
         """Where experts are, for the user."""
         layers = [layer for own in self._blocks.values() for layer in own]
-        return Placed(
+        return ExpertPlacement(
             on_device=sum(layers[0].resident),
             held=layers[0].count,
             host_bytes=sum(layer.host_bytes for layer in layers),

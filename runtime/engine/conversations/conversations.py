@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from runtime.engine.conversations.saved_folder import SavedCaches, SavedSequence
-from runtime.kv.control import KVCache
+from runtime.kv.interfaces import KVCache
 
 _WORTH_OPENING = 32
 """With fewer common tokens than this, reopening a quantized page is not worth it: the tokens are recomputed."""

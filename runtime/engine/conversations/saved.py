@@ -32,7 +32,7 @@ from models.store.durable import explained
 from runtime import program_version
 from runtime.compensation import k_chunk_by_type
 from runtime.errors import RequestError, SavedCacheError
-from runtime.kv.control import KVCache
+from runtime.kv.interfaces import KVCache
 from runtime.kv.transfer import Arrays
 
 ENDING = ".kv"

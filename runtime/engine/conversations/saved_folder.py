@@ -18,7 +18,7 @@ import numpy.typing as npt
 from models.store.manifest import content_of
 from runtime.engine.conversations import saved
 from runtime.errors import OutOfMemoryError, SavedCacheError, size
-from runtime.kv.control import KVCache
+from runtime.kv.interfaces import KVCache
 from runtime.wire.answers import Holding
 
 FOLDER_BYTES = 2 << 30

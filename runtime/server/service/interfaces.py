@@ -12,9 +12,10 @@ from runtime.engine.generation import Piece
 from runtime.errors import Problem
 from runtime.text.sampling import Float32Array, SamplingOptions
 from runtime.wire.answers import CacheFacts, Holding, ModelEntry
-from runtime.wire.device import DeviceReport, ExpertPlacement, PromptTuning, Tuning
+from runtime.wire.device import DeviceReport, PromptTuning, Tuning
 from runtime.wire.inspection import Inspection
 from runtime.wire.requests import LoadRequest, QuantizeRequest, TuneRequest
+from tuner.placement import ExpertPlacement
 
 
 class EngineLike(Protocol):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,8 +30,9 @@ from runtime.server.store.making import StoreWorkshop
 from runtime.system.heap import trim
 from runtime.system.power import on_battery
 from runtime.wire.answers import Holding
-from runtime.wire.device import ExpertPlacement, PromptTuning
+from runtime.wire.device import PromptTuning
 from runtime.wire.requests import LoadRequest, TuneRequest
+from tuner.placement import ExpertPlacement
 from tuner.profiles import ProfileStore
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ class StoreLoader:
 
     Args:
         catalogue: The catalogue.
-        profiles: Folder of tuning profiles.
+        profiles: Folder of tuning profiles and of the memory's measured bandwidth.
         defaults: Defaults of requests.
         chats: Folder for saving the caches of long conversations; None: they are not saved.
         evaluation: File with the text on which budgets are refined; None: they are not.
@@ -120,6 +121,7 @@ class StoreLoader:
             slots=max(CONVERSATIONS, parallel),
             parallel=parallel,
             experts_on_device=experts_within(experts, model.spec),
+            measurements=self._profiles,
         )
         plan.prepare(progress)
         report("load", f"loading {request.model}: {describe(plan.memory)}")
@@ -335,8 +337,7 @@ def _engine(loaded: LoadedModel) -> Engine:
 
 def _experts(decoder: Decoder) -> ExpertPlacement | None:
     """Where a decoder's experts are."""
-    placed = decoder.experts if isinstance(decoder, PlacesExperts) else None
-    return None if placed is None else ExpertPlacement(**asdict(placed))
+    return decoder.experts if isinstance(decoder, PlacesExperts) else None
 
 
 def _lacking(decoder: Decoder) -> tuple[Problem, ...]:

@@ -10,7 +10,12 @@ from typing import Any
 
 import pytest
 
+from app.cli.services import Services
 from models.recipe import GOOD_FOR
+from runtime.errors import OutOfMemoryError
+from runtime.load import plan as planning
+from tuner import bandwidth
+from tuner.bandwidth import ReadBandwidth
 
 Answer = Callable[..., dict[str, Any]]
 SENTENCE = "The quick brown fox jumps over the lazy dog.\n"
@@ -228,6 +233,23 @@ def test_bench(answer: Answer, run: Callable[..., Any]) -> None:
     expected = found["decode_tokens_per_s"] * found["bytes_per_token"] / 1e10 * 100
     assert math.isclose(found["percent_of_limit"], expected)
     assert "tokens/s" in run("bench", "--prompt-tokens", 4, "--decode-tokens", 4).stdout
+
+
+def test_loads_look_where_commands_store_the_speed_of_the_memory(
+    error: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = ReadBandwidth(gb_s=10.0, threads=1, buffer_bytes=1, boot="")
+    monkeypatch.setattr(bandwidth, "measure", lambda *_: measured)
+    folders: list[Path] = []
+
+    def refuse(*_: Any, measurements: Path, **__: Any) -> None:
+        folders.append(measurements)
+        raise OutOfMemoryError("no room")
+
+    monkeypatch.setattr(planning, "plan_load", refuse)
+    assert "no room" in error("bench", "demo")
+    assert Services().bandwidth(fresh=False) == measured
+    assert [file.name for file in folders[0].iterdir()] == ["bandwidth.json"]
 
 
 @pytest.mark.parametrize("kv", ["int4", "kivi2"])

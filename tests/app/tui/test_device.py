@@ -17,9 +17,10 @@ from app.tui.recent import KEPT, Recent
 from app.tui.screens.device import DeviceScreen
 from app.tui.widgets.knee_chart import KneeChart, at, axis, plot
 from runtime.errors import Problem
-from runtime.wire.device import DeviceReport, ExpertPlacement, PromptTuning
+from runtime.wire.device import DeviceReport, PromptTuning
 from runtime.wire.requests import TuneRequest
 from tuner.curve import Curve
+from tuner.placement import ExpertPlacement
 
 
 async def open_device(s: Any) -> Any:
@@ -168,15 +169,16 @@ def test_a_graphics_card_and_its_link_in_words() -> None:
         "cpu": {}, "memory": None, "backend": "triton",
     }  # fmt: skip
     experts = ExpertPlacement(on_device=34, held=128, host_bytes=12 << 30, hit_rate=0.714)
-    lines = dict(machine_lines(DeviceReport(machine=machine, bandwidth_gb_s=189.04, experts=experts)))
+    report = DeviceReport(machine=machine, bandwidth_gb_s=189.04, experts=experts)
+    lines = dict(machine_lines(report))
     assert lines["GPU"] == "RTX 4050M · 4.9 GB free of 6.0 GB · compute 8.9 · driver 570.1"
     assert lines["PCIe"] == "4.0 ×8 · 15.8 GB/s at most"
     assert lines["bandwidth"] == "189.0 GB/s read, measured"
     assert lines["runs on"] == "triton"
-    assert lines["experts"] == (
-        "34 of 128 of each block on the card, 12.0 GiB of others in main memory; "
-        "71 % of those chosen lately were on the card"
-    )
+    where = "34 of 128 of each block on the card, 12.0 GiB of others in main memory"
+    assert lines["experts"] == f"{where}; 71 % of those chosen lately were on the card"
+    uncounted = replace(report, experts=replace(experts, hit_rate=None))
+    assert dict(machine_lines(uncounted))["experts"] == where
     assert dict(machine_lines(DeviceReport(machine={}))) == {"GPU": "none found", "bandwidth": "not measured yet"}
 
 

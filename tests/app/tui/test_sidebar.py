@@ -60,6 +60,27 @@ async def test_it_stands_beside_the_chat_where_there_is_room(stage: Stage, runti
         await s.until(lambda: isinstance(s.app.screen, ChatsScreen), "the screen of its own")
 
 
+@pytest.mark.parametrize(("before", "after"), [(WIDE, (130, 40)), ((80, 24), WIDE)], ids=["larger", "room for it now"])
+async def test_another_size_of_the_terminal_fills_it_once(
+    stage: Stage, runtime: Any, kept: Path, monkeypatch: pytest.MonkeyPatch, before: Any, after: Any
+) -> None:
+    searched: list[str] = []
+    find = Sidebar._find
+
+    async def count(sidebar: Sidebar, text: str) -> None:
+        searched.append(text)
+        await find(sidebar, text)
+
+    async with stage(runtime, size=before, kept=kept) as s:
+        await s.ready()
+        await s.settled()
+        monkeypatch.setattr(Sidebar, "_find", count)
+        await s.pilot.resize_terminal(*after)
+        await s.shows("sky blue")
+        await s.settled()
+        assert searched == [""]
+
+
 async def test_whether_it_is_shown_is_remembered(stage: Stage, runtime: Any, kept: Path) -> None:
     async with stage(runtime, size=WIDE, kept=kept) as s:
         sidebar = await begun(s)

@@ -125,7 +125,7 @@ class _PartlyCorrected(ReferenceCache):
         self._plain = 0 if way.rank == 0 else round((1 - way.share) * pages)
 
     def begin(self, slots: Int32Array, positions: Int32Array, *, flush: bool = True, draft: bool = False) -> None:
-        """See `runtime.kv.control.KVCache.begin`."""
+        """See `runtime.kv.interfaces.KVCache.begin`."""
         super().begin(slots, positions, flush=flush, draft=draft)
         if plain := self.table.held(0)[: self._plain]:
             for part in PARTS:

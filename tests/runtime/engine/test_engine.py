@@ -19,6 +19,7 @@ from runtime.engine.engine import BORROWED_TOKENS, Engine
 from runtime.engine.generation import Piece
 from runtime.errors import BackendError, ContextOverflowError, InvalidActivationError, RequestError
 from runtime.kv.control import PagedCache
+from runtime.kv.groups import page_groups
 from runtime.kv.kinds import KINDS, KVKind
 from runtime.text.sampling import Draw, Drawn, SamplingOptions
 from runtime.text.tokenizer import Tokenizer
@@ -39,7 +40,8 @@ class Script:
         self.spec = spec
         self.options = DecoderOptions(**{"context": 64, "max_rows": 8, **options})
         sizes = {"context": self.options.context, "slots": self.options.slots, "max_rows": self.options.max_rows}
-        self.cache = PagedCache(KINDS[self.options.kv], spec, Nowhere(), **sizes)
+        kind = KINDS[self.options.kv]
+        self.cache = PagedCache(kind, spec, dict.fromkeys(page_groups(kind, spec, **sizes), Nowhere()), **sizes)
         self.answer, self.prompt = answer, prompt
         self.steps: list[Step] = []
         self.closed = self.sessions = 0

@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 
 from runtime.errors import RequestError
 from runtime.kv.control import PagedCache
+from runtime.kv.groups import page_groups
 from runtime.kv.kinds import KINDS, CacheKind, page_bytes
 
 Factory = Callable[..., Any]
 SLOTS, CONTEXT, ROWS = 3, 60, 7
+SIZES = {"context": CONTEXT, "slots": SLOTS, "max_rows": ROWS}
 
 SMALL = {
     "token-wise": replace(KINDS["int8"], page=4),
@@ -59,7 +61,7 @@ class Sut:
     def __init__(self, kind: CacheKind, spec: Any) -> None:
         self.kind = kind
         self.store = ListStore(kind, SLOTS * kind.max_pages(CONTEXT))
-        self.cache = PagedCache(kind, spec, self.store, context=CONTEXT, slots=SLOTS, max_rows=ROWS)
+        self.cache = PagedCache(kind, spec, dict.fromkeys(page_groups(kind, spec, **SIZES), self.store), **SIZES)
         self.plain: list[list[str]] = [[] for _ in range(SLOTS)]
         self.written = 0
 
@@ -255,9 +257,8 @@ def test_impossible_steps_are_refused_before_anything_changes(tiny_spec: Factory
 
 @pytest.mark.parametrize("name", SMALL)
 def test_a_slot_is_lengthened_by_copies_of_its_pages(name: str, tiny_spec: Factory) -> None:
-    kind = SMALL[name]
-    store = ListStore(kind, SLOTS * kind.max_pages(CONTEXT))
-    cache = PagedCache(kind, tiny_spec(), store, context=CONTEXT, slots=SLOTS, max_rows=ROWS)
+    sut = Sut(SMALL[name], tiny_spec())
+    kind, store, cache = sut.kind, sut.store, sut.cache
     store.flush = lambda slot, page, rest: store.pages.__setitem__(page, [f"page {page}"])  # type: ignore[method-assign]
     for start in range(0, 16, 4):
         cache.begin(np.zeros(4, np.int32), np.arange(start, start + 4, dtype=np.int32))

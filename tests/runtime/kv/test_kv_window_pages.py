@@ -54,7 +54,7 @@ class Mixed:
         self.kind, self.groups = kind, page_groups(kind, spec, **SIZES)
         assert [(group.layers, group.window) for group in self.groups] == [((0,), None), ((1, 3), 6), ((2,), 11)]
         self.stores = [SavedLists(kind, group.pages) for group in self.groups]
-        self.cache = PagedCache(kind, spec, *self.stores, **SIZES)
+        self.cache = PagedCache(kind, spec, dict(zip(self.groups, self.stores, strict=True)), **SIZES)
         self.plain: list[list[str]] = [[] for _ in range(SLOTS)]
         self.written = 0
 
@@ -232,8 +232,9 @@ def test_a_page_that_no_row_reads_goes_at_once(tiny_spec: Factory) -> None:
     """A long step leaves more tokens to flush than the next one reads."""
     kind, rows = SMALL["keep 0"], 40
     sizes = {**SIZES, "max_rows": rows}
-    (_, group) = page_groups(kind, tiny_spec(num_layers=2, windows=(None, 6)), **sizes)
-    cache = PagedCache(kind, tiny_spec(num_layers=2, windows=(None, 6)), Nowhere(), Nowhere(), **sizes)
+    spec = tiny_spec(num_layers=2, windows=(None, 6))
+    (whole, group) = page_groups(kind, spec, **sizes)
+    cache = PagedCache(kind, spec, {whole: Nowhere(), group: Nowhere()}, **sizes)
     for start in (0, rows, 2 * rows):
         cache.begin(np.zeros(rows, np.int32), np.arange(start, start + rows, dtype=np.int32))
     assert cache.table.used == 2 * rows // kind.page
@@ -245,7 +246,7 @@ def test_a_page_that_no_row_reads_goes_at_once(tiny_spec: Factory) -> None:
 def test_windows_alone_always_have_room(tiny_spec: Factory) -> None:
     kind, spec = SMALL["token-wise"], tiny_spec(num_layers=2, windows=(6, 6))
     (group,) = page_groups(kind, spec, **SIZES)
-    cache = PagedCache(kind, spec, ListStore(kind, group.pages), **SIZES)
+    cache = PagedCache(kind, spec, {group: ListStore(kind, group.pages)}, **SIZES)
     for start in range(0, CONTEXT - ROWS, ROWS):
         for slot in range(SLOTS):
             assert cache.has_room(slot, CONTEXT)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -15,6 +16,8 @@ from models.store import StoredModel
 from runtime.load import expected
 from runtime.load.expected import missed_share, on_card, on_processor, processor_is_faster
 from runtime.load.memory import MemoryPlan
+from tuner import bandwidth
+from tuner.bandwidth import ReadBandwidth
 from tuner.devices import DEVICES
 
 SPEC = next(model.spec for model in CATALOGUE if model.title == "Qwen3 30B-A3B")
@@ -69,7 +72,7 @@ def test_the_processor_is_taken_where_it_reads_faster_than_the_link(monkeypatch:
     speeds = {"slow": 5.0, "fast": 100.0}
     for name, gb_s in speeds.items():
         monkeypatch.setattr(expected, "read_bandwidth", lambda _, own=gb_s: SimpleNamespace(gb_s=own))
-        reasons = [processor_is_faster(_model(tokens), _plan(32), card, 12.0) for tokens in (even, uneven)]
+        reasons = [processor_is_faster(_model(tokens), _plan(32), card, 12.0, None) for tokens in (even, uneven)]
         assert [reason is not None for reason in reasons] == [name == "fast", False]
         if reasons[0] is not None:
             speed = on_processor(SPEC, ACTIVE, gb_s)
@@ -80,5 +83,14 @@ def test_the_processor_is_taken_where_it_reads_faster_than_the_link(monkeypatch:
 def test_nothing_is_compared_where_all_experts_fit_or_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(expected, "read_bandwidth", lambda _: pytest.fail("measured for nothing"))
     model = _model(np.ones(128, np.int32))
-    assert processor_is_faster(model, replace(_plan(128), host_bytes=0), CARD.name, 12.0) is None
-    assert processor_is_faster(model, _plan(32), "a card without a data sheet", None) is None
+    assert processor_is_faster(model, replace(_plan(128), host_bytes=0), CARD.name, 12.0, None) is None
+    assert processor_is_faster(model, _plan(32), "a card without a data sheet", None, None) is None
+
+
+def test_the_memory_is_measured_once_for_all_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [ReadBandwidth(gb_s=100.0, threads=1, buffer_bytes=1, boot="this one")]
+    monkeypatch.setattr(bandwidth, "boot_id", lambda: "this one")
+    monkeypatch.setattr(bandwidth, "measure", lambda *_: found.pop())
+    model = _model(np.ones(128, np.int32))
+    reasons = [processor_is_faster(model, _plan(32), CARD.name, 12.0, tmp_path) for _ in range(2)]
+    assert reasons[0] == reasons[1] is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -87,12 +88,18 @@ def test_a_model_that_does_not_fit_a_card_is_opened_by_the_next_backend(monkeypa
 @pytest.mark.parametrize("faster", [None, "the processor is faster"])
 @pytest.mark.parametrize("asked", [None, 2])
 def test_experts_that_do_not_fit_a_card_are_read_by_what_is_expected_to_be_faster(
-    monkeypatch: pytest.MonkeyPatch, faster: str | None, asked: int | None
+    monkeypatch: pytest.MonkeyPatch, faster: str | None, asked: int | None, tmp_path: Path
 ) -> None:
     """A number that was asked for decides; so does the card where the processor can't run the model."""
     model = StoredModel.open_folder(demo_path(), "demo")
     model.spec = replace(model.spec, mixture=MixtureSpec(experts=4, chosen=2, width=8, normalized=True))
-    monkeypatch.setattr(loading, "processor_is_faster", lambda *_: faster)
+    compared: list[Path | None] = []
+
+    def compare(*asked: Any) -> str | None:
+        compared.append(asked[-1])
+        return faster
+
+    monkeypatch.setattr(loading, "processor_is_faster", compare)
     footprints = {
         "reference": Footprint(weight_bytes=8 << 20, experts=4, expert_bytes=2 << 20),
         "cpu": Footprint(weight_bytes=8 << 20),
@@ -110,9 +117,11 @@ def test_experts_that_do_not_fit_a_card_are_read_by_what_is_expected_to_be_faste
         offered = (("reference", card), ("cpu", beside))
         every = [Candidate(backend=backend(name), presence=one, reason="") for name, one in offered]
         monkeypatch.setattr(loading, "candidates", lambda _asked: iter(every))
-        return plan_load(model, Compensation(k_chunk=0), context=64, memory=room(main_mib), experts_on_device=asked)
+        limits: dict[str, Any] = {"context": 64, "memory": room(main_mib), "experts_on_device": asked}
+        return plan_load(model, Compensation(k_chunk=0), **limits, measurements=tmp_path)
 
     plan, card_s = found(1000), faster is None or asked is not None
+    assert compared == ([tmp_path] if asked is None else [])
     assert plan.backend.name == ("reference" if card_s else "cpu")
     assert plan.passed_over == (None if card_s else faster)
     assert plan.options.experts_on_device == (plan.memory.experts_on_device if card_s else None)

@@ -24,7 +24,6 @@ from models.store import Store, StoredModel
 from models.store.manifest import content_of
 from runtime.backends import backend
 from runtime.backends.decoder import Decoder, DecoderOptions, Step
-from runtime.backends.experts import Placed
 from runtime.budget import refining, tuning
 from runtime.budget.clocks import Clocks
 from runtime.budget.profile_key import profile_key
@@ -45,10 +44,11 @@ from runtime.server.store.making import StoreWorkshop
 from runtime.text.sampling import SamplingOptions
 from runtime.wire.answers import Holding
 from runtime.wire.codec import from_json
-from runtime.wire.device import ExpertPlacement, PromptTuning
+from runtime.wire.device import PromptTuning
 from runtime.wire.requests import LoadRequest, QuantizeRequest, TuneRequest
 from tests.models.gguf.making import random_model, write_gguf
 from tuner.offers import Offers, OfferStore, Way
+from tuner.placement import ExpertPlacement
 
 BUNDLE = Bundle(models={"demo": demo_path()}, calibration=calibration_file(), evaluation=evaluation_file())
 
@@ -130,12 +130,13 @@ def test_defaults_apply_where_a_request_says_nothing(catalogue: StoreCatalogue, 
 def test_experts_on_the_device_are_those_of_the_request_and_else_of_the_defaults(
     catalogue: StoreCatalogue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As far as the model has them."""
+    """As far as the model has them. What was measured before is in the folder of profiles."""
     loader = StoreLoader(catalogue, tmp_path / "profiles", LoadDefaults(backend="reference", experts_on_device=7))
     mixture = MixtureSpec(experts=8, chosen=2, width=8, normalized=True, shared=1)
     planned: list[int | None] = []
 
-    def plan(*_: Any, experts_on_device: int | None, **__: Any) -> None:
+    def plan(*_: Any, experts_on_device: int | None, measurements: Path, **__: Any) -> None:
+        assert measurements == tmp_path / "profiles"
         planned.append(experts_on_device)
         raise Cancelled("enough")
 
@@ -150,10 +151,8 @@ def test_experts_on_the_device_are_those_of_the_request_and_else_of_the_defaults
 
 def test_where_experts_are_is_told() -> None:
     """By decoders that can have them in two places."""
-    placed = Placed(on_device=3, held=8, host_bytes=5, hit_rate=0.5)
-    told = ExpertPlacement(on_device=3, held=8, host_bytes=5, hit_rate=0.5)
-    for experts, expected in ((placed, told), (None, None)):
-        assert loading._experts(cast("Decoder", SimpleNamespace(experts=experts))) == expected
+    for experts in (ExpertPlacement(on_device=3, held=8, host_bytes=5, hit_rate=0.5), None):
+        assert loading._experts(cast("Decoder", SimpleNamespace(experts=experts))) is experts
     assert loading._experts(cast("Decoder", SimpleNamespace())) is None
 
 

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from runtime.backends.cpu.cache import CpuCache
+from runtime.backends.decoder import DecoderOptions
 from runtime.kv.kinds import KINDS, KVKind
 from tests.close import assert_close
 from tests.grid import QUICK_CACHES, grid
@@ -19,6 +21,12 @@ ONE_PLANE = 5e-2
 
 
 EVERY: list[KVKind] = list(KINDS)
+
+
+def test_slots_share_as_many_pages_as_the_options_say(tiny_spec: Callable[..., Any]) -> None:
+    options = DecoderOptions(kv="int8", context=200, slots=3, max_rows=8, pages=5)
+    cache = CpuCache(tiny_spec(), options, threads=1)
+    assert cache.table.capacity == cache.store.records.shape[1] == 5
 
 
 @pytest.mark.parametrize("kind", grid(EVERY, QUICK_CACHES))

@@ -35,10 +35,11 @@ LARGE_KEYS = Tolerance(
 
 
 def test_layers_with_attention_have_the_pages(tiny_spec: Any, device: str) -> None:
-    """One behind the other, whatever layers are between them."""
+    """One behind the other, whatever layers are between them, and as many as slots are to share."""
     mixers = ("convolution", "attention", "convolution", "attention")
     spec = tiny_spec(num_layers=4, mixers=mixers, taps=3)
-    cache = GpuCache(KINDS["int8"], spec, context=100, slots=1, max_rows=8, device=torch.device(device))
+    cache = GpuCache(KINDS["int8"], spec, context=100, slots=3, max_rows=8, device=torch.device(device), pages=5)
+    assert cache.table.capacity == 5
     assert list(cache.layers) == [1, 3]
     for part in PARTS:
         for place, layer in enumerate(cache.layers.values()):

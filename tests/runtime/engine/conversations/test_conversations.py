@@ -11,6 +11,7 @@ import pytest
 
 from runtime.engine.conversations.conversations import Conversations, common_prefix
 from runtime.kv.control import PagedCache
+from runtime.kv.groups import page_groups
 from runtime.kv.kinds import KINDS
 from tests.runtime.engine.nowhere import Nowhere
 
@@ -24,9 +25,9 @@ class Chats:
     def __init__(self, spec: Any, *, slots: int = 3, pages: int | None = None, kv: str = "int8") -> None:
         kind = replace(KINDS[kv], page=4, sinks=0)  # type: ignore[index]
         self.store = Nowhere()
-        self.cache = PagedCache(
-            kind, spec, self.store, context=CONTEXT, slots=slots, max_rows=ROWS, pages=pages or kind.max_pages(CONTEXT)
-        )
+        sizes = {"context": CONTEXT, "slots": slots, "max_rows": ROWS}
+        groups = page_groups(kind, spec, **sizes, pages=pages or kind.max_pages(CONTEXT))
+        self.cache = PagedCache(kind, spec, dict.fromkeys(groups, self.store), **sizes)
         self.known = Conversations(self.cache, slots=slots, context=CONTEXT)
 
     def say(self, prompt: list[int], answer: int = 0, chat: str | None = None) -> tuple[int, int]:
