@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from app.tools import pipe as pipe_module
 from app.tools import server as server_module
 from app.tools.config import ServerConfig, ToolsError
 from app.tools.toolbox import Toolbox
@@ -26,6 +27,7 @@ def box(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Toolbox]]:
     """Starts servers of `hostile.py`, and ends them."""
     monkeypatch.setattr(server_module, "START_S", 20.0)
     monkeypatch.setattr(server_module, "CALL_S", 1.5)
+    monkeypatch.setattr(pipe_module, "END_S", 0.3)
     opened: list[Toolbox] = []
 
     def start(*kinds: str, settled: bool = True) -> Toolbox:

@@ -449,6 +449,19 @@ async def idle(_least: float = 0.0, most: float = 1.0) -> None:
         quiet = 0 if loop._ready else quiet + 1
 
 
+async def emptied(_pilot: Any, most: float = 1.0) -> bool:
+    """Wait until no task of the event loop can go on: all widgets have done what was sent to them, and what that sent.
+
+    Pilot's own function sends a message to every widget of the screen; that of the settings has four hundred.
+    """
+    loop: Any = asyncio.get_running_loop()
+    end = time.monotonic() + most
+    while True:
+        await asyncio.sleep(0)
+        if not loop._ready or time.monotonic() > end:
+            return True
+
+
 class Stage:
     """A running application, its script, and ways to act and to wait."""
 
@@ -522,12 +535,8 @@ class Stage:
         await self.settled()
 
     async def settled(self) -> None:
-        """Wait until the widgets have done what was sent to them, and what that sent to others, and it is drawn.
-
-        Pilot's own pause only looks whether the process is idle, which it also seems to be while others have the CPU.
-        """
+        """Wait until the widgets have done what was sent to them, and what that sent to others, and it is drawn."""
         for _ in range(3):
-            await self.pilot._wait_for_screen()
             await self.pilot.pause()
 
     def screen_text(self) -> str:
@@ -539,7 +548,8 @@ class Stage:
 
 @pytest.fixture(autouse=True)
 def waits_for_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pilot waits by `idle`."""
+    """Pilot waits by `idle` and `emptied`."""
+    monkeypatch.setattr(textual.pilot.Pilot, "_wait_for_screen", emptied)
     monkeypatch.setattr(textual.pilot, "wait_for_idle", idle)
     monkeypatch.setattr(textual.app, "wait_for_idle", idle)
 
