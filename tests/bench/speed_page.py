@@ -13,8 +13,8 @@ PEER = "llama.cpp"
 FAIR = 0.7
 """Of the fair share of a busy machine's processors: the aim beside other processes."""
 STARTS = {
-    "cold": ("first answer of `run demo`, nothing compiled and no profile", 1, 10),
-    "warm": ("later answers", 1, 1.5),
+    "cold": ("first answer of `run demo`, nothing compiled and no profile", 1, 8),
+    "warm": ("later answers", 1, 1),
     "help": ("`--help`", 2, 0.15),
     "paint": ("the terminal UI is on the screen", 2, 0.3),
 }
