@@ -51,6 +51,22 @@ def busy(found: Found) -> str:
     )
 
 
+def versions(found: Found) -> str:
+    """What compensation costs over many starts, and what this version takes longer than one before."""
+    rows = [row for row in found["rows"] if "longer_than_before_percent" in row]
+    columns = ("longer_than_uncompensated_percent", "longer_than_before_percent", "prefill_longer_than_before_percent")
+    head = ("", "a token, than without compensation", "a token, than before", "a prompt, than before")
+    return table(head, [(row["program"], *(_quartiles(row.get(column)) for column in columns)) for row in rows])
+
+
+def _quartiles(percent: Sequence[float] | None) -> str:
+    """Median, and between what quartiles."""
+    if percent is None:
+        return ""
+    low, middle, high = percent
+    return f"{middle:+.1f} % ({low:+.1f} to {high:+.1f})"
+
+
 def throughput(found: Found) -> str:
     """Requests at once, in one process."""
     rows = []

@@ -263,6 +263,7 @@ def main() -> None:
         rows += measure(compared, spinners, arguments)
     counts = " ".join(f"--{name} {getattr(arguments, name)}" for name in ("starts", "rounds", "tokens", "prompt"))
     options = f"{'FOLDER ' if arguments.folder else ''}{counts} --spinners {arguments.spinners}"
+    options += " --before TREE" if arguments.before else ""
     weights = _OTHER if _shape_in(arguments.folder) else _LLAMA
     report = {
         "command": f"python -m tests.peers.compare {options}",
