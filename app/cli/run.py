@@ -177,10 +177,8 @@ def run(
     ):
         for path in attach or ():
             attachments.add(path)
-        repeats = (
-            seed is not None or temperature == 0
-        )  # such an answer waits for all of the tuning, to be the same again
-        later = bool(text) and not repeats
+        # An answer that is asked to repeat waits for all of the tuning, so as to be the same again.
+        later = bool(text) and seed is None and temperature != 0
         spent = spend_budgets(engine.borrow, plan, choices, services, output, prompts_later=later)
         speculate(engine, spent.speculation, services)
         if text:
