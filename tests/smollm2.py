@@ -43,7 +43,7 @@ def gguf_file() -> Path:
     Raises:
         UnavailableError: it is not in the cache, and can't be fetched.
     """
-    return kept(GGUF_NAME, lambda folder: _run(["sh", str(TOOLS / "smollm2"), str(folder)]))
+    return kept(GGUF_NAME, lambda folder: _run(["sh", str(TOOLS / "smollm2"), str(folder)]), with_tools=True)
 
 
 def hf_folder() -> Path:
@@ -54,15 +54,16 @@ def hf_folder() -> Path:
     """
     source = gguf_file()
     converter = [sys.executable, str(TOOLS / "gguf_to_hf.py"), str(source)]
-    return kept(HF_NAME, lambda folder: _run([*converter, str(folder / HF_NAME)]))
+    return kept(HF_NAME, lambda folder: _run([*converter, str(folder / HF_NAME)]), with_tools=True)
 
 
-def kept(name: str, make: Callable[[Path], None]) -> Path:
+def kept(name: str, make: Callable[[Path], None], *, with_tools: bool = False) -> Path:
     """The file or folder that the cache keeps under a name.
 
     Args:
         name: The name.
         make: Makes what is not there yet, under that name in the folder that it is given.
+        with_tools: Whether it takes `TOOLS` for that.
 
     Raises:
         UnavailableError: it is not in the cache, and can't be made.
@@ -71,7 +72,7 @@ def kept(name: str, make: Callable[[Path], None]) -> Path:
     found = folder / name
     if found.exists():
         return found
-    if not TOOLS.is_dir():
+    if with_tools and not TOOLS.is_dir():
         raise UnavailableError("needs SmolLM2-135M-Instruct, which ../shared/tools fetches")
     folder.mkdir(parents=True, exist_ok=True)
     refusal = folder / f"{name}.refused"

@@ -57,3 +57,5 @@ def test_without_the_tool_the_cache_will_do(cache: Path, monkeypatch: pytest.Mon
     cache.mkdir()
     (cache / smollm2.GGUF_NAME).write_text("weights")
     assert smollm2.gguf_file() == cache / smollm2.GGUF_NAME
+    made = smollm2.kept("made", lambda folder: (folder / "made").touch())
+    assert made.is_file(), "what takes no tools can be made"

@@ -135,17 +135,18 @@ def make_copy(folder: Path) -> Path:
 def run_tests(copy: Path, files: Sequence[str], longest_s: float = LONGEST_S) -> tuple[bool, str]:
     """Run test files of a copy until one fails. Returns whether all passed, and what pytest said at its end."""
     command = (sys.executable, "-m", "pytest", "-q", "-x", "--tb=line", "-p", "no:cacheprovider", "-p", "no:xdist")
-    environment = {**os.environ, "PYTHONPATH": str(copy)}
     try:
-        done = subprocess.run(
-            [*command, *files],
-            cwd=copy,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=longest_s,
-            check=False,
-        )
+        # Bytecode is told apart by a file's time and size, which a break may leave as they were.
+        with tempfile.TemporaryDirectory() as bytecode:
+            done = subprocess.run(
+                [*command, *files],
+                cwd=copy,
+                env={**os.environ, "PYTHONPATH": str(copy), "PYTHONPYCACHEPREFIX": bytecode},
+                capture_output=True,
+                text=True,
+                timeout=longest_s,
+                check=False,
+            )
     except subprocess.TimeoutExpired:
         return False, f"FAILED (still running after {longest_s:.0f} s)"
     if done.returncode < 0:
