@@ -84,6 +84,7 @@ def tables() -> Iterator[Table]:
         yield Table(page=speed, name=f"decoding-{model}", files=(_PEERS / f"{model}.json",), text=speed_page.decoding)
     yield Table(page=speed, name="busy", files=(_PEERS / "spinners.json",), text=speed_page.busy)
     yield Table(page=speed, name="versions", files=(_PEERS / "versions.json",), text=speed_page.versions)
+    yield Table(page=speed, name="starts-1b", files=(_PEERS / "1b-starts.json",), text=speed_page.compensated)
     own = {"throughput": "throughput", "servers": "servers", "starts": "start"}
     own |= {"products": "prefill", "prefills": "prefill", "steps": f"{_DAY}-steps"}
     for name, file in own.items():

@@ -59,6 +59,16 @@ def versions(found: Found) -> str:
     return table(head, [(row["program"], *(_quartiles(row.get(column)) for column in columns)) for row in rows])
 
 
+def compensated(found: Found) -> str:
+    """What compensation costs over many starts, and the share of the bandwidth."""
+    column = "longer_than_uncompensated_percent"
+    rows = [
+        (row["program"], f"{row['percent_of_read_bandwidth']:.0f} %", _quartiles(row.get(column)))
+        for row in found["rows"]
+    ]
+    return table(("", "of the limit", "a token, than without compensation"), rows)
+
+
 def _quartiles(percent: Sequence[float] | None) -> str:
     """Median, and between what quartiles."""
     if percent is None:
