@@ -71,7 +71,7 @@ def spend(
     """
     common: Any = {"profiles": profiles, "force": force, "progress": progress, "cancelled": cancelled}
     tuning, problem = None, None
-    prompts: PromptTuning | None = None
+    prompts: PromptTuning | None
     of_prompts: Problem | None = None
     speculation = drafts
     with lend() as decoder:
@@ -79,11 +79,12 @@ def spend(
             tuning, problem = within_budget(decoder, model, budget_percent=compensation.budget_percent, **common)
         percent = compensation.prompt_percent
         known = not force and is_known(decoder, model, budget_percent=percent, profiles=profiles)
-    if prompts_later and not known:
-        prompts = PromptTuning.later(percent)
-    else:
-        prompts, of_prompts = _prompts(lend, model, percent, 0 if known else PROMPT_TOKENS, **common)
-    with lend(0) as decoder:
+    later = prompts_later and not known
+    with lend(0 if known or later else PROMPT_TOKENS) as decoder:
+        if later:
+            prompts = PromptTuning.later(percent)
+        else:
+            prompts, of_prompts = prompts_within_budget(decoder, model, budget_percent=percent, **common)
         if tuning is not None and tuning.budget_percent:
             if text is not None:
                 tuning = refined(decoder, model, tuning, profiles=profiles, text=text)
@@ -122,12 +123,6 @@ def spend_on_prompts(
         Cancelled: `cancelled` said so.
         BackendError: the device does not respond.
     """
-    percent = pending.budget_percent
-    return _prompts(lend, model, percent, PROMPT_TOKENS, profiles=profiles, progress=progress, cancelled=cancelled)
-
-
-def _prompts(
-    lend: Lend, model: TunedModel, percent: float, tokens: int, **common: Any
-) -> tuple[PromptTuning | None, Problem | None]:
-    with lend(tokens) as decoder:
-        return prompts_within_budget(decoder, model, budget_percent=percent, **common)
+    common: Any = {"profiles": profiles, "progress": progress, "cancelled": cancelled}
+    with lend(PROMPT_TOKENS) as decoder:
+        return prompts_within_budget(decoder, model, budget_percent=pending.budget_percent, **common)

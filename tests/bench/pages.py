@@ -173,7 +173,12 @@ def numbers() -> str:
             f"at {caches.size['int4', 64]['reference 32768']:.0f} % of fp16's memory",
             "`make kv`",
         ),
-        ("`run demo hello`, start to end", seconds["warm"], f"the first time: {seconds['cold']}", "`make bench-start`"),
+        (
+            "`run demo hello`, start to last word",
+            seconds["warm"],
+            f"the first time: {seconds['cold']}",
+            "`make bench-start`",
+        ),
     ]
     runs = [peers, served, started, quality.results.about, caches.results.about]
     return f"{table(('', 'lowbit-chat', '', 'measured by'), rows)}\n\n{_origin(runs)}"

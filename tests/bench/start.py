@@ -24,6 +24,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -106,14 +107,15 @@ class Program:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
         )
+        patience = threading.Timer(PATIENCE_S, program.kill)
+        patience.start()
         try:
             assert program.stdout is not None
             while os.read(program.stdout.fileno(), 1 << 16):
                 last = time.perf_counter()
-            program.wait(timeout=PATIENCE_S)
-        finally:
-            program.kill()
             program.wait()
+        finally:
+            patience.cancel()
         if program.returncode:
             raise RuntimeError(f"{' '.join(map(str, program.args))} ended with {program.returncode}")
         return last - began
