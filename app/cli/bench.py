@@ -124,9 +124,7 @@ def bench(
         peak = peak_memory_bytes()
     finally:
         decoder.close()
-    limit = services.bandwidth(fresh=True).gb_s
-    cpu, power = services.machine().cpu, power_words()
-    device = f"{cpu.name}, {cpu.usable_cores} core{'s' if cpu.usable_cores > 1 else ''}"
+    device, limit, power = *_device(decoder.backend, services), power_words()
     if as_json:
         output.result(
             {
@@ -155,7 +153,7 @@ def bench(
     output.text(f"decode        {speed.decode_tokens_per_s:.1f} tokens/s (median of {speed.decode_tokens} steps)")
     output.text(
         f"memory read   {byte_count(speed.bytes_per_token)} per token, {speed.percent_of_limit(limit):.0f} % of the "
-        f"{limit:.1f} GB/s that this machine reads"
+        f"{limit:.1f} GB/s that this device reads"
     )
     output.text(f"peak memory   {byte_count(peak)}, {byte_count(speed.kv_bytes_per_token)} of cache per token")
     for speed_at in speeds_at:
@@ -181,6 +179,19 @@ def bench(
             f"of the same text; {100 * speculated['acceptance_rate']:.0f} % of drafts accepted ({pays}), "
             f"{speculated['tokens_per_verify']:.1f} tokens per verify, gamma {speculated['gamma']}"
         )
+
+
+def _device(name: str, services: Services) -> tuple[str, float]:
+    """The device that a backend computes on, and the read bandwidth of its memory in 10^9 bytes per second."""
+    from runtime.backends import backend
+
+    used = backend(name)
+    own, card = used.memory_gb_s(), used.probe().gpu
+    if own is not None and card is not None:
+        return card.name, own
+    cpu = services.machine().cpu
+    cores = f"{cpu.usable_cores} core{'s' if cpu.usable_cores > 1 else ''}"
+    return f"{cpu.name}, {cores}", services.bandwidth(fresh=True).gb_s
 
 
 def _speculation(

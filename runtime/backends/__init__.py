@@ -201,6 +201,14 @@ class Backend(Protocol[D]):
         """Measured bandwidth of the link that residuals cross, in 10^9 bytes per second; None without a link."""
         ...
 
+    def memory_gb_s(self) -> float | None:
+        """Measured read bandwidth of the device's own memory, in 10^9 bytes per second; None: it reads main memory.
+
+        Raises:
+            BackendError: the measurement failed.
+        """
+        ...
+
 
 AnyBackend = Backend[Any]
 """A backend whose decoder type is hidden: decoders are only passed back to the backend that made them."""

@@ -101,6 +101,10 @@ class CpuBackend:
         """See `runtime.backends.Backend.link_gb_s`. Residuals are in main memory already."""
         return None
 
+    def memory_gb_s(self) -> float | None:
+        """See `runtime.backends.Backend.memory_gb_s`."""
+        return None
+
 
 def _counted(kernels: int) -> str:
     return f"{kernels} kernel{'s' if kernels > 1 else ''}"

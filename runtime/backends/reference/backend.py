@@ -68,5 +68,9 @@ class ReferenceBackend:
         """See `runtime.backends.Backend.link_gb_s`."""
         return None
 
+    def memory_gb_s(self) -> float | None:
+        """See `runtime.backends.Backend.memory_gb_s`."""
+        return None
+
 
 BACKEND = ReferenceBackend()

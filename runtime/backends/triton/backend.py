@@ -120,5 +120,9 @@ class TritonBackend:
         """See `runtime.backends.Backend.link_gb_s`."""
         return gpu.link_gb_s()
 
+    def memory_gb_s(self) -> float | None:
+        """See `runtime.backends.Backend.memory_gb_s`."""
+        return gpu.memory_gb_s()
+
 
 BACKEND = TritonBackend()

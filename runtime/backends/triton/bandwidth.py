@@ -1,4 +1,4 @@
-"""Bandwidth measurement from main memory to this GPU.
+"""Bandwidth measurements: from main memory to this GPU, and of its own memory.
 
 Laptops often have fewer lanes than the data sheet says, and slots share lanes. Compensation depends on the measured
 value.
@@ -7,6 +7,8 @@ value.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -14,6 +16,8 @@ from runtime.backends.triton.reclaim import return_cached
 
 _BYTES = 64 << 20
 _REPEATS = 8
+_READ_BYTES = 512 << 20
+"""Several times the L2 cache of any card."""
 
 
 def host_to_device_gb_s(device: torch.device | str = "cuda", *, nbytes: int = _BYTES) -> float:
@@ -29,17 +33,47 @@ def host_to_device_gb_s(device: torch.device | str = "cuda", *, nbytes: int = _B
     Raises:
         RuntimeError: the driver refused page-locked memory, or the device does not respond.
     """
-    on_gpu = torch.device(device).type == "cuda"
-    source = torch.ones(nbytes, dtype=torch.uint8, pin_memory=on_gpu)
+    device = torch.device(device)
+    source = torch.ones(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
     target = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    seconds = _second_fastest(partial(target.copy_, source, non_blocking=True), device)
+    del source, target
+    if device.type == "cuda":
+        return_cached()
+    return nbytes / seconds / 1e9
+
+
+def device_read_gb_s(device: torch.device | str = "cuda", *, nbytes: int = _READ_BYTES) -> float:
+    """Add up and copy memory of the device a few times; returns the speed of the faster way.
+
+    Args:
+        device: A CUDA device, or `cpu` for tests.
+        nbytes: Bytes that are read at a time; as many again are written by a copy, and counted.
+
+    Returns:
+        10^9 bytes per second.
+
+    Raises:
+        RuntimeError: too little memory is free, or the device does not respond.
+    """
+    device = torch.device(device)
+    source = torch.ones(nbytes // 4, dtype=torch.float32, device=device)
+    target = torch.empty_like(source)
+    added = _second_fastest(source.sum, device)
+    copied = _second_fastest(partial(target.copy_, source), device)
+    del source, target
+    if device.type == "cuda":
+        return_cached()
+    return nbytes * max(1 / added, 2 / copied) / 1e9
+
+
+def _second_fastest(work: Callable[[], object], device: torch.device) -> float:
+    """Seconds of the second fastest of a few rounds."""
     seconds = []
     for _ in range(_REPEATS):
         began = time.perf_counter()
-        target.copy_(source, non_blocking=True)
-        if on_gpu:
+        work()
+        if device.type == "cuda":
             torch.cuda.synchronize(device)
         seconds.append(time.perf_counter() - began)
-    del source, target
-    if on_gpu:
-        return_cached()
-    return nbytes / sorted(seconds)[1] / 1e9
+    return sorted(seconds)[1]

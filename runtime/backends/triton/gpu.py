@@ -182,6 +182,18 @@ def link_gb_s() -> float | None:
         return None
 
 
+def memory_gb_s() -> float | None:
+    """See `runtime.backends.Backend.memory_gb_s`. None if no card can be used."""
+    if not probe().usable:
+        return None
+    from runtime.backends.triton.bandwidth import device_read_gb_s
+
+    try:
+        return device_read_gb_s()
+    except RuntimeError as error:
+        raise BackendError(f"the speed of the card's memory could not be measured: {error}") from error
+
+
 def _missing(driver: str) -> tuple[str | None, str | None]:
     """Requirements missing besides a driver of this version, and advice; (None, None) if nothing."""
     if importlib.util.find_spec("triton") is None:

@@ -12,10 +12,13 @@ import pytest
 
 from app.cli.services import Services
 from models.recipe import GOOD_FOR
+from runtime.backends import Presence
+from runtime.backends.cpu.backend import CpuBackend
 from runtime.errors import OutOfMemoryError
 from runtime.load import plan as planning
 from tuner import bandwidth
 from tuner.bandwidth import ReadBandwidth
+from tuner.gpu import GpuInfo
 
 Answer = Callable[..., dict[str, Any]]
 SENTENCE = "The quick brown fox jumps over the lazy dog.\n"
@@ -233,6 +236,22 @@ def test_bench(answer: Answer, run: Callable[..., Any]) -> None:
     expected = found["decode_tokens_per_s"] * found["bytes_per_token"] / 1e10 * 100
     assert math.isclose(found["percent_of_limit"], expected)
     assert "tokens/s" in run("bench", "--prompt-tokens", 4, "--decode-tokens", 4).stdout
+
+
+def test_bench_on_a_card_names_it_and_compares_with_its_memory(answer: Answer, monkeypatch: pytest.MonkeyPatch) -> None:
+    card = GpuInfo(
+        name="NVIDIA RTX",
+        vendor="nvidia",
+        memory_total_bytes=None,
+        memory_free_bytes=None,
+        compute_capability="8.9",
+        driver=None,
+        pcie=None,
+    )
+    monkeypatch.setattr(CpuBackend, "memory_gb_s", lambda self: 192.0)
+    monkeypatch.setattr(CpuBackend, "probe", lambda self: Presence(usable=True, reason="it runs", gpu=card))
+    found = answer("bench", "demo", "--prompt-tokens", 4, "--decode-tokens", 4, "--backend", "cpu")
+    assert (found["device"], found["bandwidth_limit_gb_s"]) == ("NVIDIA RTX", 192.0)
 
 
 def test_loads_look_where_commands_store_the_speed_of_the_memory(

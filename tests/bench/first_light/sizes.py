@@ -60,12 +60,12 @@ class Amount:
 
 
 _BLOCKS = {
+    "Gemma 4 E2B": 5,
+    "Gemma 4 26B-A4B": 1,
     "Qwen3 30B-A3B": 1,
     "gpt-oss 20B": 1,
     "Qwen3.5 4B": 4,
     "Gemma 3 4B": 6,
-    "Gemma 4 E2B": 5,
-    "Gemma 4 26B-A4B": 1,
 }
 """Models and how many blocks of each: the first ones have what is special about the family."""
 

@@ -39,7 +39,7 @@ which writes this page, with Triton {triton}; its own ptxas {ptxas} generated th
   registers each leaves room for three more, one of 128 threads with 255 each for only one more.
 - **shared**: bytes of shared memory per program.
 - **spills**: bytes of a thread's registers spilled to local memory. Anything but zero is a defect, except 8
-  bytes where they buy two programs more (`gemv.REGISTERS`), and 56 of GEAR's attention over 512 channels from sm_100
+  bytes where they buy two programs more (`gemv.REGISTERS`), and 40 of GEAR's attention over 512 channels from sm_100
   on, where no tile spills less.
 - **programs**: concurrent programs per multiprocessor, limited by registers, shared memory and warps.
 - **instructions**: machine instructions in the kernel's code, including unrolled loops and padding. The number shows

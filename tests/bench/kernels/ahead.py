@@ -83,6 +83,8 @@ class Compiled:
     """Rounds of the loop that such a load is on its way."""
     weights: int = 0
     """See `Specialization`."""
+    short_sums: int = 0
+    """Tensor core products whose sum is shorter than four threads take at once: wrong numbers (`short_sums`)."""
 
     @property
     def programs(self) -> int:
@@ -148,7 +150,15 @@ def compile_ahead(specialization: Specialization, target: str) -> Compiled:
         asynchronous=loop is not None and loop.asynchronous,
         in_flight=round(loop.ahead, 2) if loop else 0.0,
         weights=specialization.weights,
+        short_sums=short_sums(built.asm["ttgir"]),
     )
+
+
+def short_sums(ttgir: str) -> int:
+    """Products of a kernel that a card gets wrong: four threads take `kWidth` neighbours each along a sum, all of them
+    at once, but the sum is shorter than that. The interpreter knows no threads."""
+    products = re.findall(r"tensor<\d+x(\d+)x\w+, #ttg\.dot_op<\{opIdx = 0, parent = #\w+, kWidth = (\d+)\}>>", ttgir)
+    return sum(int(sum_of) < 4 * int(width) for sum_of, width in products)
 
 
 def pairs(names: Sequence[str] = (), targets: Sequence[str] = TARGETS) -> tuple[tuple[str, str], ...]:

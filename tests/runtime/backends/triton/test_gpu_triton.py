@@ -156,6 +156,21 @@ def test_the_link_is_measured_where_there_is_a_card(
     gpu.link_gb_s.cache_clear()
 
 
+def test_the_cards_memory_is_measured(cards: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> float:
+        raise RuntimeError("no memory is free")
+
+    cards()
+    assert gpu.memory_gb_s() is None
+    assert bandwidth.device_read_gb_s("cpu", nbytes=1 << 20) > 0
+    cards(CARD)
+    monkeypatch.setattr(bandwidth, "device_read_gb_s", lambda: 192.0)
+    assert gpu.memory_gb_s() == 192.0
+    monkeypatch.setattr(bandwidth, "device_read_gb_s", refuse)
+    with pytest.raises(BackendError, match="the card's memory could not be measured: no memory is free"):
+        gpu.memory_gb_s()
+
+
 def test_the_cards_of_this_machine_can_be_looked_at() -> None:
     assert gpu.probe().reason
 

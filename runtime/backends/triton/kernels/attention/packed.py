@@ -13,6 +13,10 @@ import triton.language as tl
 
 RANK_PADDED = tl.constexpr(16)
 """Fewest columns of a tensor core product: GEAR's factors are padded with zeros to this width."""
+PAIRED_BELOW = tl.constexpr(32)
+"""Positions of a block below which bytes of several codes are read in pairs. Where halves are made of such bytes,
+Triton gives each of four threads 8 neighbours along a product's sum, of pairs 4; a sum over fewer than these 32 comes
+out wrong on a card, though not interpreted."""
 
 
 @triton.jit
@@ -29,7 +33,8 @@ def codes_of(record, first, written, MASKED: tl.constexpr, tile: tl.constexpr, l
     D on always.
     """
     BITS: tl.constexpr = layout.bits
-    EACH: tl.constexpr = 1 if BITS >= 8 else 8 // BITS
+    PAIRED: tl.constexpr = BITS < 16 and (BITS < 8 or layout.planes == 2) and tile.BLOCK_T < PAIRED_BELOW
+    EACH: tl.constexpr = (1 if BITS >= 8 else 8 // BITS) * (2 if PAIRED else 1)
     ROW: tl.constexpr = (layout.D + EACH - 1) // EACH
     offs_j = tl.arange(0, tile.BLOCK_D // EACH)[None, :]
     mask = offs_j < ROW
@@ -39,21 +44,34 @@ def codes_of(record, first, written, MASKED: tl.constexpr, tile: tl.constexpr, l
     if BITS == 16:
         x = tl.load(record.halves + offs, mask=mask, other=0.0)
     else:
-        codes = tl.load(record.codes + offs, mask=mask, other=0)
-        if BITS == 8:
-            x = _exact(codes, 0.0)
-        elif layout.planes == 2:
-            lower = tl.load(record.codes + layout.at.lower + offs, mask=mask, other=0)
-            even = ((codes & 15) << 4) | ((lower & 15) ^ 8)
-            odd = (codes & 240) | ((lower >> 4) ^ 8)
+        at = record.codes
+        if PAIRED:
+            at = at.to(tl.pointer_type(tl.uint16), bitcast=True)
+        codes = tl.load(at + offs, mask=mask, other=0)
+        if layout.planes == 2:
+            lower = tl.load(at + layout.at.lower // (2 if PAIRED else 1) + offs, mask=mask, other=0)
+            even = (_part(codes, 0, 15, PAIRED) << 4) | (_part(lower, 0, 15, PAIRED) ^ 8)
+            odd = (_part(codes, 4, 15, PAIRED) << 4) | (_part(lower, 4, 15, PAIRED) ^ 8)
             x = tl.interleave(_exact(even, 8.0), _exact(odd, 8.0))
+        elif BITS == 8:
+            x = _exact(codes, 0.0)
         elif BITS == 4:
-            x = tl.interleave(_exact(codes & 15, 0.0), _exact(codes >> 4, 0.0))
+            even, odd = _part(codes, 0, 15, PAIRED), _part(codes, 4, 15, PAIRED)
+            x = tl.interleave(_exact(even, 0.0), _exact(odd, 0.0))
         else:
-            even = tl.interleave(_exact(codes & 3, 0.0), _exact((codes >> 4) & 3, 0.0))
-            odd = tl.interleave(_exact((codes >> 2) & 3, 0.0), _exact(codes >> 6, 0.0))
+            even = tl.interleave(_exact(_part(codes, 0, 3, PAIRED), 0.0), _exact(_part(codes, 4, 3, PAIRED), 0.0))
+            odd = tl.interleave(_exact(_part(codes, 2, 3, PAIRED), 0.0), _exact(_part(codes, 6, 3, PAIRED), 0.0))
             x = tl.interleave(even, odd)
     return x
+
+
+@triton.jit
+def _part(numbers, SHIFT: tl.constexpr, MASK: tl.constexpr, PAIRED: tl.constexpr):
+    """The part of each byte of `numbers` that is MASK behind SHIFT bits; of numbers of two bytes, twice as many."""
+    part = (numbers >> SHIFT) & MASK
+    if PAIRED:
+        part = tl.interleave(part, (numbers >> (8 + SHIFT)) & MASK)
+    return part
 
 
 @triton.jit
