@@ -98,8 +98,8 @@ class InputStatistics:
             own = rows[part]
             magnitudes = np.abs(own)
             magnitudes.sort(axis=1)
-            squares = np.square(own, dtype=np.float64).sum(0)
-            left = without_each(own, k_chunks) if self.expected_k_chunk or self.moments is not None else []
+            squares = np.einsum("tk,tk->k", own, own).astype(np.float64)
+            left = without_each(own, k_chunks, magnitudes) if self.expected_k_chunk or self.moments is not None else []
             if weights is not None:
                 left = [level * weights[part, None] for level in left]
             return magnitudes.max(0)[::-1], squares, left

@@ -47,16 +47,25 @@ def without_salient(x: FloatArray, k_chunk: int) -> FloatArray:
     return left
 
 
-def without_each(x: FloatArray, k_chunks: tuple[int, ...]) -> list[FloatArray]:
-    """`without_salient` for each of some k_chunk."""
+def without_each(x: FloatArray, k_chunks: tuple[int, ...], ordered: FloatArray | None = None) -> list[FloatArray]:
+    """`without_salient` for each of some k_chunk.
+
+    Args:
+        x: float32 [T, K].
+        k_chunks: Salient channels per 1024, each as there.
+        ordered: |x| float32 [T, K] with every row ascending, where that is known: a narrow matrix need not sort again.
+    """
+    if x.shape[1] > CHUNK:
+        ordered = None
     found = [np.empty_like(x) if k_chunk else x for k_chunk in k_chunks]
     for start in range(0, x.shape[1], CHUNK):
         part = x[:, start : start + CHUNK]
         magnitudes = np.abs(part)
         width = part.shape[1]
-        ordered = np.sort(magnitudes, axis=1)  # faster than numpy's partition at more than one place
+        # Sorting is faster than numpy's partition at more than one place.
+        sizes = np.sort(magnitudes, axis=1) if ordered is None else ordered
         for left, k_chunk in zip(found, k_chunks, strict=True):
             if k_chunk:
                 place = width - -(-width * k_chunk // CHUNK)
-                np.multiply(part, magnitudes < ordered[:, place, None], out=left[:, start : start + CHUNK])
+                np.multiply(part, magnitudes < sizes[:, place, None], out=left[:, start : start + CHUNK])
     return found

@@ -93,10 +93,11 @@ def restore_groups(codes: Any, size: int, scales: Any, zeros: Any, weight: Float
 def feed_back(left: FloatArray, groups: Any, factor: FloatArray, top: Any, grids: tuple[Any, Any], found: Any) -> None:
     """Round a block's channels one after the other, and hand each one's error on to those of the block that follow.
 
-    Rows of the matrix lie beside each other, so that many are rounded in one instruction.
+    Rows of the matrix lie beside each other, so that many are rounded in one instruction. A strip of them is copied:
+    channels of a whole matrix are so far apart that they displace each other in the processor's cache.
 
     Args:
-        left: float32 [B, n], the weights of n rows with channels in the order of rounding; used up.
+        left: float32 [B, n], the weights of n rows with channels in the order of rounding.
         groups: intp [B], the group of each of these channels.
         factor: float32 [B, B]: what an error of channel j takes off channel k > j stands at [j, k].
         top: float32, the largest code.
@@ -106,19 +107,26 @@ def feed_back(left: FloatArray, groups: Any, factor: FloatArray, top: Any, grids
     scales, zeros = grids
     codes, errors = found
     channels, rows = left.shape
+    own = np.empty((channels, _STRIP), np.float32)
     for begin in range(0, rows, _STRIP):
-        end = min(begin + _STRIP, rows)
+        count = min(_STRIP, rows - begin)
+        for j in range(channels):
+            for n in range(count):
+                own[j, n] = left[j, begin + n]
         for j in range(channels):
             group = groups[j]
-            for n in range(begin, end):
-                scale, zero = scales[group, n], zeros[group, n]
-                code = min(max(np.rint(left[j, n] / scale) + zero, np.float32(0)), top)
-                codes[j, n] = np.uint8(code)
-                errors[j, n] = left[j, n] - (code - zero) * scale
+            for n in range(count):
+                scale, zero = scales[group, begin + n], zeros[group, begin + n]
+                code = min(max(np.rint(own[j, n] / scale) + zero, np.float32(0)), top)
+                codes[j, begin + n] = np.uint8(code)
+                own[j, n] -= (code - zero) * scale  # its error, from here on
             for k in range(j + 1, channels):
                 share = factor[j, k]
-                for n in range(begin, end):
-                    left[k, n] -= errors[j, n] * share
+                for n in range(count):
+                    own[k, n] -= own[j, n] * share
+        for j in range(channels):
+            for n in range(count):
+                errors[j, begin + n] = own[j, n]
 
 
 @numba.njit(nogil=True, fastmath=_FAST)

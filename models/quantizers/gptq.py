@@ -34,6 +34,8 @@ _GATHERED = 256
 """Rows of the Hessian put into order together."""
 _FEEDBACK_BLOCK = 64
 """Number of channels whose errors are propagated to later channels in one matrix product."""
+_ROW_WORK = 256
+"""What a row of such a block counts for where rows are divided among threads, in weights of other loops."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,11 +74,16 @@ def feedback(hessian: FloatArray) -> Feedback:
     if lower is None:
         raise QuantizationError("the second moments of the calibration's activations are not positive semidefinite")
     _invert_lower(lower)
-    roots = lower.diagonal().clone()
-    lower /= roots[:, None]
-    curvature = np.empty(len(order), np.float32)
-    curvature[backwards] = (1 / roots.square()).numpy()
-    factor = np.ascontiguousarray(lower.numpy()[::-1, ::-1], np.float32)
+    turned, width = lower.numpy()[::-1, ::-1], len(order)
+    roots = turned.diagonal()
+    curvature = np.empty(width, np.float32)
+    curvature[order] = 1 / roots**2
+    factor = np.empty((width, width), np.float32)
+
+    def divide(rows: slice) -> None:
+        factor[rows] = turned[rows] / roots[rows, None]
+
+    each_chunk(width, width, divide)
     return Feedback(order=order, factor=factor, curvature=curvature)
 
 
@@ -131,21 +138,30 @@ def quantize(weight: FloatArray, bits: int, group_size: int, handed: Feedback) -
     scales, zeros = search(weight, handed.curvature[None], bits, group_size)
     grids = np.ascontiguousarray(scales.T), np.ascontiguousarray(zeros.T)
     codes = np.empty(weight.shape, np.uint8)
-    left = np.ascontiguousarray(weight.T[handed.order])  # [K, N]
+    left = np.empty(weight.shape[::-1], np.float32)  # [K, N] in the order of rounding, as what is found
+    found = np.empty(left.shape, np.uint8)
     errors = np.empty((_FEEDBACK_BLOCK, len(weight)), np.float32)
+
+    def turn(rows: slice) -> None:
+        left[:, rows] = np.take(weight[rows], handed.order, axis=1).T
+
+    def turn_back(rows: slice) -> None:
+        codes[rows] = np.take(found[:, rows], places, axis=0).T
+
+    each_chunk(len(weight), weight.shape[1], turn)
     groups, top = handed.order // group_size, np.float32(2**bits - 1)
     for first in range(0, len(left), _FEEDBACK_BLOCK):
         block = slice(first, min(first + _FEEDBACK_BLOCK, len(left)))
-        found = np.empty((block.stop - first, len(weight)), np.uint8)
 
-        def work(rows: slice, block: slice = block, found: npt.NDArray[np.uint8] = found) -> None:
+        def work(rows: slice, block: slice = block) -> None:
             own = grids[0][:, rows], grids[1][:, rows]
             channels = left[block, rows], groups[block], handed.factor[block, block]
-            feed_back(*channels, top, own, (found[:, rows], errors[:, rows]))
+            feed_back(*channels, top, own, (found[block, rows], errors[:, rows]))
 
-        each_chunk(weight.shape[0], block.stop - first, work)
-        codes[:, handed.order[block]] = found.T
+        each_chunk(weight.shape[0], _ROW_WORK, work)
         if block.stop < len(left):  # then the block is whole
             handed_on = torch.from_numpy(handed.factor[block, block.stop :]).mT
             torch.from_numpy(left[block.stop :]).addmm_(handed_on, torch.from_numpy(errors), alpha=-1)
+    places = np.argsort(handed.order)
+    each_chunk(len(weight), weight.shape[1], turn_back)
     return stored(codes, scales, zeros, group_size)
