@@ -131,10 +131,10 @@ class InputStatistics:
         import torch
 
         moments = torch.from_numpy(self.moments)
-        levels = [torch.from_numpy(level).to(self.products or torch.float32) for level in left]
+        operands = [torch.from_numpy(level).to(self.products or torch.float32) for level in left]
         for start in range(0, len(moments), _HESSIAN_ROWS):
             rows = slice(start, start + _HESSIAN_ROWS)
-            for x, share in zip(levels, self.shares, strict=True):
+            for x, share in zip(operands, self.shares, strict=True):
                 moments[rows, start:].add_(x[:, rows].T @ x[:, start:], alpha=share)
 
     @property

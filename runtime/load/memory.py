@@ -7,9 +7,11 @@ design decision 14. Does not import torch.
 from __future__ import annotations
 
 import os
+import time
 from bisect import bisect
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 from models.rope import table_bytes
 from models.spec import ModelSpec
@@ -44,6 +46,8 @@ _MARGIN = 256 * MIB
 """Reserve for unplanned memory: allocator slack, the tokenizer, the rest of the system."""
 _LARGE_CONTEXT = 1024
 """Advice does not suggest a shorter context below this length: it would hardly save anything."""
+_HOLDER_S = 5
+"""Advice names the process that held most memory at most so many seconds ago."""
 
 _PlanAt = Callable[[int], "MemoryPlan"]
 
@@ -308,7 +312,7 @@ def _explain(planned: MemoryPlan, largest: int | None, kind: CacheKind, spec: Mo
         advice.append(f"turn off compensation, whose residuals take {size(planned.residual_bytes)}")
     if largest is None or planned.context <= _LARGE_CONTEXT:
         advice.append("use fewer bits or a smaller model")
-    holder = largest_process()
+    holder = _recent_holder(int(time.monotonic() / _HOLDER_S))
     advice.append(f"close other programs{f' ({holder})' if holder else ''}")
     return (
         f"not enough memory: needs {describe(planned)}, but {size(free.available_bytes)}{limited} is free now; "
@@ -322,6 +326,12 @@ def _cheaper(kind: CacheKind, spec: ModelSpec) -> str | None:
     shares = {name: bytes_per_token(KINDS[name], spec) / now for name in _ADVISED}
     listed = [f"{name} {100 * share:.0f} %" for name, share in shares.items() if share < _CLEARLY_LESS]
     return f"another kind of cache takes less ({', '.join(listed)} of {kind.name}'s)" if listed else None
+
+
+@lru_cache(maxsize=1)
+def _recent_holder(_now: int) -> str | None:
+    """`largest_process`, asked at most once in `_HOLDER_S`: a list of models is planned in one go."""
+    return largest_process()
 
 
 def largest_process() -> str | None:

@@ -8,19 +8,13 @@ kind of KV cache and way of compensation: a prompt in chunks, greedy decoding ac
 a page, a draft, a check of several rows. Of every step it keeps a digest of the logits and the tokens they lead to.
 Runs of the same code on the same machine and instruction set agree exactly; the number of threads is fixed. The Triton
 kernels are interpreted.
-
-A tree from before the move of the backends runs it too: `PYTHONPATH=TREE python recorded.py --out before.json`.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
 import hashlib
-import importlib
-import importlib.util
 import json
-import os
 import sys
 import time
 from collections.abc import Iterator
@@ -29,17 +23,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 import assets
 from models.store import StoredModel
 from runtime.backends.decoder import Decoder, DecoderOptions, Step
 from runtime.kv.kinds import KINDS, KVKind
 from runtime.load.open import open_decoder
+from tests.runtime.backends.triton import interpreter
 from tests.runtime.conftest import make_model, make_spec
 
 BACKENDS = ("cpu", "reference", "triton")
-_TRITON = ("runtime.backends.triton.decoder", "runtime.triton.decoder")
-"""Where the GPU decoder is, and was: without a GPU `open_decoder` does not give it."""
 _DIGITS = 16
 
 
@@ -132,14 +126,9 @@ def opened(case: Case) -> Decoder:
     options = DecoderOptions(kv=case.kv, context=context, max_rows=case.rows, **chosen)
     if case.backend != "triton":
         return open_decoder(model, options, case.backend)[0]
-    for name in _TRITON:
-        try:
-            module = importlib.import_module(name)
-        except ModuleNotFoundError:
-            continue
-        decoder: Decoder = module.TritonDecoder(model, options, "cpu")
-        return decoder
-    raise SystemExit(f"the GPU decoder is in none of {', '.join(_TRITON)}")
+    from runtime.backends.triton.decoder import TritonDecoder  # without a GPU `open_decoder` does not give it
+
+    return TritonDecoder(model, options, torch.device("cpu"))
 
 
 class Run:
@@ -175,31 +164,6 @@ class Run:
             self.step([token], back + 5, draft=KINDS[case.kv].has_draft)
         self.decoder.close()
         return {"tokens": self.tokens, "steps": self.digests, "recall": self.decoder.recall}
-
-
-def prepare_triton() -> None:
-    """Have kernels interpreted, and the interpreter patch the language once a launch instead of for every function."""
-    os.environ["TRITON_INTERPRET"] = "1"
-    from triton.runtime import interpreter
-
-    patch_language, run = interpreter._patch_lang, interpreter.GridExecutor.__call__
-    patched: set[tuple[bool, ...]] = set()
-
-    def patch_once(function: Any) -> Any:
-        language = (interpreter.tl, interpreter.tl.core)
-        seen = tuple(any(value is module for value in function.__globals__.values()) for module in language)
-        if seen in patched:
-            return None
-        patched.add(seen)
-        return patch_language(function)
-
-    @functools.wraps(run)
-    def run_patched(self: Any, *arguments: Any, **options: Any) -> Any:
-        patched.clear()
-        return run(self, *arguments, **options)
-
-    interpreter._patch_lang = patch_once
-    interpreter.GridExecutor.__call__ = run_patched
 
 
 def record(chosen: list[Case]) -> dict[str, Any]:
@@ -239,13 +203,9 @@ def main() -> None:
     arguments = parser.parse_args()
     backends = arguments.backends.split(",")
     chosen = [case for case in cases(arguments.stored) if case.backend in backends and arguments.only in case.name]
-    if "triton" in backends:
-        prepare_triton()
-    if importlib.util.find_spec("torch"):
-        import torch
-
-        torch.set_num_threads(1)
-    found = record(chosen)
+    torch.set_num_threads(1)
+    with interpreter.patched_once():
+        found = record(chosen)
     if arguments.out:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
         arguments.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
