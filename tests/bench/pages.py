@@ -37,7 +37,7 @@ from tests.bench.quality.points import REAL, REFERENCE_K, cases
 from tests.bench.quality.view import View as QualityView
 from tests.bench.reporting.cases import ROOT
 from tests.bench.reporting.markdown import between, number, table
-from tests.bench.reporting.origin import is_old, line
+from tests.bench.reporting.origin import OLD, is_old, line
 from tests.bench.reporting.results import Results
 from tests.bench.w4a8 import __main__ as w4a8
 
@@ -157,23 +157,26 @@ def numbers() -> str:
     seconds = {row["what"]: f"{row['median_s']:.1f} s" for row in started["rows"] if row["program"] == "now"}
     points = {entry["k_chunk"]: number(entry["perplexity"]) for entry in _chats(quality)}
     exact = number(quality.chat_full[REAL]["perplexity"])
-    rows = [
-        ("decode, 4 bits", *_speeds(alone, "decode_tokens_per_s"), "`python -m tests.peers.compare`"),
-        ("prefill, 4 bits", *_speeds(alone, "prefill_tokens_per_s"), "the same"),
-        ("eight chats at once, over HTTP", *_speeds(eight, "tokens_per_s"), "`python -m tests.bench.servers`"),
+    measured = [
+        (peers, "decode, 4 bits", *_speeds(alone, "decode_tokens_per_s"), "`python -m tests.peers.compare`"),
+        (peers, "prefill, 4 bits", *_speeds(alone, "prefill_tokens_per_s"), "the same"),
+        (served, "eight chats at once, over HTTP", *_speeds(eight, "tokens_per_s"), "`python -m tests.bench.servers`"),
         (
+            quality.results.about,
             f"perplexity at 3 bits, compensated (full precision {exact})",
             points[REFERENCE_K],
             f"uncompensated: {points[0]}",
             "`make quality`",
         ),
         (
+            caches.results.about,
             "4-bit KV cache, 8,192 tokens: extra perplexity",
             caches_summary.cost(caches, "smollm2-8k", "int4"),
             f"at {caches.size['int4', 64]['reference 32768']:.0f} % of fp16's memory",
             "`make kv`",
         ),
         (
+            started,
             "`run demo hello`, start to last word",
             seconds["warm"],
             f"the first time: {seconds['cold']}",
@@ -181,6 +184,10 @@ def numbers() -> str:
         ),
     ]
     runs = [peers, served, started, quality.results.about, caches.results.about]
+    marked = not all(map(is_old, runs))
+    rows = [
+        (what, f"{ours}{OLD if marked and is_old(run) else ''}", beside, by) for run, what, ours, beside, by in measured
+    ]
     return f"{table(('', 'lowbit-chat', '', 'measured by'), rows)}\n\n{_origin(runs)}"
 
 
