@@ -124,7 +124,8 @@ def bench(
         peak = peak_memory_bytes()
     finally:
         decoder.close()
-    device, limit, power = *_device(decoder.backend, services), power_words()
+    device, limit = _device(decoder.backend, services)
+    power = power_words()
     if as_json:
         output.result(
             {

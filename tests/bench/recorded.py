@@ -18,6 +18,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -204,7 +205,7 @@ def main() -> None:
     backends = arguments.backends.split(",")
     chosen = [case for case in cases(arguments.stored) if case.backend in backends and arguments.only in case.name]
     torch.set_num_threads(1)
-    with interpreter.patched_once():
+    with interpreter.patched_once() if "triton" in backends else nullcontext():
         found = record(chosen)
     if arguments.out:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)

@@ -157,7 +157,9 @@ def compile_ahead(specialization: Specialization, target: str) -> Compiled:
 def short_sums(ttgir: str) -> int:
     """Products of a kernel that a card gets wrong: four threads take `kWidth` neighbours each along a sum, all of them
     at once, but the sum is shorter than that. The interpreter knows no threads."""
-    products = re.findall(r"tensor<\d+x(\d+)x\w+, #ttg\.dot_op<\{opIdx = 0, parent = #\w+, kWidth = (\d+)\}>>", ttgir)
+    products = re.findall(
+        r"tensor<\d+x(\d+)x\w+, #ttg\.dot_op<\{opIdx = 0, parent = #\w+, kWidth = (\d+)\}>> \* ", ttgir
+    )
     return sum(int(sum_of) < 4 * int(width) for sum_of, width in products)
 
 

@@ -224,15 +224,46 @@ for kernel, types in ((one_by_one, flat), (together, nested)):
 """512 numbers of 128 threads: copied 16 bytes at a time, where pointers are known to be aligned."""
 
 
-def test_a_tuple_of_arguments_compiles_to_what_they_do_one_by_one(tmp_path):
-    (tmp_path / "two_kernels.py").write_text(TWO_KERNELS, encoding="utf-8")
+SHORT_SUM = """
+import triton
+import triton.language as tl
+from tests.bench.kernels.ahead import compile_ahead
+from tests.bench.kernels.specialization import Specialization
+
+@triton.jit
+def product(x_ptr, codes_ptr, y_ptr, SUM: tl.constexpr):
+    rows, sums, pairs, columns = tl.arange(0, 16), tl.arange(0, SUM), tl.arange(0, 16), tl.arange(0, 32)
+    x = tl.load(x_ptr + rows[:, None] * SUM + sums[None, :])
+    codes = tl.load(codes_ptr + sums[:, None] * 16 + pairs[None, :])
+    weights = tl.interleave((codes & 15).to(tl.float16), (codes >> 4).to(tl.float16))
+    tl.store(y_ptr + rows[:, None] * 32 + columns[None, :], tl.dot(x, weights))
+
+for SUM in (16, 32):
+    types = {"x_ptr": "*fp16", "codes_ptr": "*u8", "y_ptr": "*fp32"}
+    one = Specialization(name="product", kernel=product, types=types, constants={"SUM": SUM})
+    print(compile_ahead(one, "sm_89").short_sums)
+"""
+"""Codes of 4 bits, multiplied over 16 and over 32."""
+
+
+def _said(folder, program):
+    """The lines that a program says in a process that compiles its kernels."""
+    (folder / "kernels.py").write_text(program, encoding="utf-8")
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(CACHE), "PYTHONPATH": str(PAGE.parents[1])}
-    said = subprocess.run(
-        [sys.executable, "two_kernels.py"], env=environment, cwd=tmp_path, capture_output=True, text=True, check=True
+    return subprocess.run(
+        [sys.executable, "kernels.py"], env=environment, cwd=folder, capture_output=True, text=True, check=True
     ).stdout.splitlines()
+
+
+def test_a_tuple_of_arguments_compiles_to_what_they_do_one_by_one(tmp_path):
+    said = _said(tmp_path, TWO_KERNELS)
     assert len(said) == 2
     assert said[0] == said[1]
+
+
+def test_a_sum_that_is_too_short_is_seen(tmp_path):
+    assert _said(tmp_path, SHORT_SUM) == ["1", "0"]
 
 
 def test_parameter_lists_are_short():
