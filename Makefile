@@ -9,7 +9,9 @@ VERSION := $(shell $(USED) -c 'import sys; print(*sys.version_info[:2], sep=".")
 READY := $(VENV)/.ready-$(VERSION)
 PREPARED := $(VENV)/.prepared
 
-.PHONY: chat demo test test-all test-arm check format bench bench-start bench-killing bench-soak pictures bench-tuned bench-prompts bench-speculation bench-rates bench-gpu first-light first-light-more quality kv pages mutations fuzz sanitize-gpu kernels clean
+LAB := measurements quality bench bench-gpu kernels starts servers mutations fuzz test-arm sanitize-gpu
+
+.PHONY: chat demo test test-all check format clean $(LAB)
 
 chat: $(PREPARED)
 	$(BIN)/lowbit-chat
@@ -22,11 +24,7 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 test: $(READY)
 	$(PYTEST) -m "not slow"
 
-# The program on aarch64 Linux under emulation; needs root, qemu-user-static and debootstrap, and says so.
-test-arm: $(READY)
-	$(BIN)/python -m tests.emulated
-
-# Long grids, every picture, other processors' code, kills, benchmarks and reports too.
+# Long grids, every picture, other processors' code and kills too.
 test-all: $(READY)
 	$(PYTEST)
 
@@ -40,64 +38,9 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(READY)
-	$(BIN)/python -m tests.bench.cpu
-
-bench-start: $(READY)
-	$(BIN)/python -m tests.bench.start
-
-bench-killing: $(READY)
-	$(BIN)/python -m tests.bench.killing
-
-pictures: $(READY)
-	$(BIN)/python -m tests.bench.pictures $(if $(MODEL),--model $(MODEL))
-
-bench-gpu: $(READY)
-	$(BIN)/python -m tests.bench.gpu
-
-first-light: $(READY)
-	$(BIN)/python -m tests.bench.first_light
-
-first-light-more: $(READY)
-	$(BIN)/python -m tests.bench.first_light --slot $(or $(SLOT),1)
-
-bench-soak: $(READY)
-	$(BIN)/python -m tests.bench.soak
-
-bench-tuned: $(READY)
-	$(BIN)/python -m tests.bench.tuned --write $(if $(SMOLLM2),--smollm2 $(SMOLLM2))
-
-bench-prompts: $(READY)
-	$(BIN)/python -m tests.bench.prompts $(if $(SMOLLM2),--stored smollm2=$(SMOLLM2))
-
-bench-rates: $(READY)
-	$(BIN)/python -m tests.bench.rates --write $(if $(SMOLLM2),--smollm2 $(SMOLLM2))
-
-bench-speculation: $(READY)
-	$(BIN)/python -m tests.bench.speculation --write --out tests/bench/results/speculation.json $(if $(SMOLLM2),--stored $(SMOLLM2))
-
-quality: $(READY)
-	$(BIN)/python -m tests.bench.quality $(if $(SMOLLM2),--smollm2 $(SMOLLM2)) $(if $(PEER_PYTHON),--peer-python $(PEER_PYTHON))
-
-kv: $(READY)
-	$(BIN)/python -m tests.bench.caches $(if $(SMOLLM2),--smollm2 $(SMOLLM2)) $(if $(PEER_PYTHON),--peer-python $(PEER_PYTHON))
-
-pages: $(READY)
-	$(BIN)/python -m tests.bench.pages
-
-mutations: $(READY)
-	$(BIN)/python -m tests.bench.mutations
-
-# READER="gguf template" names some; MINUTES is for each of them, 10 by default; SEED gives the same inputs again.
-fuzz: $(READY)
-	$(BIN)/python -m tests.fuzz $(READER) $(if $(MINUTES),--minutes $(MINUTES)) $(if $(SEED),--seed $(SEED))
-
-sanitize-gpu: $(READY)
-	compute-sanitizer --tool memcheck --error-exitcode 1 $(BIN)/python -m pytest -m gpu -x tests/runtime/backends/triton
-	compute-sanitizer --tool racecheck --error-exitcode 1 $(BIN)/python -m pytest -m gpu -x tests/runtime/backends/triton
-
-kernels: $(READY)
-	$(BIN)/python -m tests.bench.kernels
+# What measures, breaks and disturbs the program: `make quality`, `bench`, `mutations`, `fuzz` and others.
+$(LAB): $(READY)
+	$(MAKE) -C tests/lab $@
 
 $(READY): pyproject.toml
 	$(USED) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "lowbit-chat needs Python 3.11 or newer; set PYTHON=...")'

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from app.conversation import MAX_TEXT
 from app.errors import ClientError, ConnectionLostError, ProtocolError
 from app.protocol import (
+    AnswerLimits,
     ChatDelta,
     ChatOptions,
     check_place,
@@ -28,9 +29,10 @@ from app.protocol import (
 from models.progress import Progress
 from runtime.wire.answers import Caches, Holding, Loaded, ModelEntry, ModelList, Pulled, Quantized, Status
 from runtime.wire.codec import to_json
-from runtime.wire.inspection import Inspection, InspectRequest
 from runtime.wire.requests import (
     ForgetRequest,
+    Inspection,
+    InspectRequest,
     LoadRequest,
     PullRequest,
     QuantizeRequest,
@@ -41,10 +43,11 @@ from runtime.wire.requests import (
 if TYPE_CHECKING:
     import httpx
 
-    from runtime.wire.device import DeviceReport
-    from runtime.wire.prospects import Prospect
+    from runtime.wire.device import DeviceReport, Prospect
 
 PLAIN = "identity"
+_COMPLETION = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens", "seed", "stop")
+"""Options that a completion has, too."""
 D = TypeVar("D", Loaded, Quantized, Pulled, Inspection)
 
 CONNECT_S = 5.0
@@ -127,7 +130,7 @@ class RuntimeClient:
 
     async def prospects(self) -> Sequence[Prospect]:
         """The models that can be downloaded, judged for this machine as it is now."""
-        from runtime.wire.prospects import ProspectList
+        from runtime.wire.device import ProspectList
 
         return read(ProspectList, await self._json("GET", "/runtime/prospects")).prospects
 
@@ -145,7 +148,6 @@ class RuntimeClient:
                 yield progress if isinstance(progress, Progress) else _done(progress.path)
 
     async def remove(self, name: str) -> None:
-        """Delete a stored model."""
         await self._json("POST", "/runtime/remove", RemoveRequest(name=name), timeout_s=TURN_S)
         self._model = None if self._model == name else self._model
 
@@ -171,7 +173,6 @@ class RuntimeClient:
         return read(Holding, await self._json("POST", "/runtime/forget", ForgetRequest(chat=chat), timeout_s=TURN_S))
 
     async def unload(self) -> None:
-        """Unload the model."""
         await self._json("POST", "/runtime/unload", {}, timeout_s=TURN_S)
 
     async def shutdown(self) -> None:
@@ -187,22 +188,50 @@ class RuntimeClient:
             messages: `{"role": ..., "content": ...}`, with `tool_calls` and their results.
             options: Sampling options.
         """
-        model = options.model or self._model or (await self.status()).model
-        if model is None:
-            raise ClientError("no model is loaded; load one first")
+        model = await self._named(options)
         asked = {key: value for key, value in asdict(options).items() if value is not None}
         if "chat" in asked:
             asked["prompt_cache_key"] = asked.pop("chat")
         if asked.pop("continue_final"):
             asked |= {"continue_final_message": True, "add_generation_prompt": False}  # vLLM and SGLang require both
-        body = {**asked, "model": model, "messages": list(messages), "stream": True}
-        finished, length = False, 0
-        async with aclosing(self._events("/v1/chat/completions", body)) as events:
+        body = {**asked, "messages": list(messages)}
+        async with aclosing(self._answer("/v1/chat/completions", body, model)) as deltas:
+            async for delta in deltas:
+                yield delta
+
+    async def complete(self, text: str, options: ChatOptions) -> AsyncGenerator[ChatDelta, None]:
+        """Continue a text as it is, without a chat template.
+
+        Args:
+            text: The text.
+            options: Sampling options.
+        """
+        given = {name: value for name in _COMPLETION if (value := getattr(options, name)) is not None}
+        asked = {"max_tokens": -1, **given}  # as in a chat: up to the end of the context
+        body = {**asked, "prompt": text}
+        async with aclosing(self._answer("/v1/completions", body, await self._named(options))) as deltas:
+            async for delta in deltas:
+                yield delta
+
+    async def _named(self, options: ChatOptions) -> str:
+        """The model that is to answer."""
+        model = options.model or self._model or (await self.status()).model
+        if model is None:
+            raise ClientError("no model is loaded; load one first")
+        return model
+
+    async def _answer(self, path: str, asked: Mapping[str, Any], model: str) -> AsyncGenerator[ChatDelta, None]:
+        """The pieces of a streamed answer; raises if it ends early, or never."""
+        finished, length, limits = False, 0, AnswerLimits(self.who, self.patience_s)
+        async with aclosing(self._events(path, {**asked, "model": model, "stream": True})) as events:
             async for event in events:
-                for choice in read_items(event.get("choices")):
+                choices = read_items(event.get("choices"))
+                limits.check(choices)
+                for choice in choices:
                     finished = finished or choice.get("finish_reason") is not None
                     delta = read_delta(choice, event.get("timings"), event.get("model"))
-                    length += len(delta.text) + sum(len(call.arguments) for call in delta.calls)
+                    limits.count(delta.calls)
+                    length += len(delta.text) + sum(1 + len(call.arguments) for call in delta.calls)
                     if length > MAX_TEXT:
                         raise ProtocolError(f"{self.who} sent an endless answer: more than {MAX_TEXT:,} characters")
                     yield delta
@@ -237,7 +266,9 @@ class RuntimeClient:
         """The JSON objects of a stream of events."""
         async with (
             self._sent("POST", path, body, self.silence_s) as response,
-            aclosing(event_data(response, self.who, most=MAX_BYTES, patience_s=self.patience_s)) as events,
+            aclosing(
+                event_data(response, self.who, most=MAX_BYTES, silence_s=self.silence_s, patience_s=self.patience_s)
+            ) as events,
         ):
             async for data in events:
                 if data == "[DONE]":
@@ -257,7 +288,7 @@ class RuntimeClient:
             path,
             json=body,
             headers={"Accept-Encoding": PLAIN},
-            timeout=httpx.Timeout(silence_s, connect=CONNECT_S),
+            timeout=httpx.Timeout(None, connect=CONNECT_S),  # how long to wait for data is decided by who reads it
         )
         with translated(self.who):
             async with asyncio.timeout(silence_s):

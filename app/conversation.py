@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Literal
@@ -196,6 +196,10 @@ class Conversation:
     def __getitem__(self, message_id: str) -> Message:
         return self._messages[message_id]
 
+    def __iter__(self) -> Iterator[Message]:
+        """The messages of all branches, parents first."""
+        return iter(self._messages.values())
+
     def add(self, role: Role, text: str, *, parent: str | None, **fields: Any) -> Message:
         """Add a message under `parent` and make it the head. Lone surrogates in its text are replaced.
 
@@ -281,16 +285,24 @@ class Conversation:
 
         Args:
             conversation_id: Its name in the runtime.
-            messages: The messages of all branches. One whose parent is missing starts a branch of its own.
+            messages: The messages of all branches. One whose parent is missing, or follows it, starts a branch of its
+                own, so that every path ends.
             head: Id of the head; the newest message if that is missing.
         """
-        ids = {message.id for message in messages}
-        self._messages = {
-            message.id: message if message.parent in ids else dataclasses.replace(message, parent=None)
-            for message in messages
-        }
+        found = {message.id: message for message in messages}
+        self._messages = {}
+        for message in messages:
+            line: dict[str, Message] = {}
+            at: str | None = message.id
+            while at in found and at not in self._messages and at not in line:
+                line[at] = found[at]
+                at = found[at].parent
+            if line and at not in self._messages:
+                top = next(reversed(line))
+                line[top] = dataclasses.replace(line[top], parent=None)
+            self._messages |= dict(reversed(line.items()))
         self.id = conversation_id
-        self.head = head if head in ids else messages[-1].id if messages else None
+        self.head = head if head in found else messages[-1].id if messages else None
 
 
 def prompt_of(path: Sequence[Message], system_prompt: str = "") -> list[Mapping[str, Any]]:

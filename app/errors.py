@@ -2,6 +2,7 @@
 
     ClientError
      ├─ StartError            the runtime process could not be started
+     ├─ NotReadyError         no model can answer
      ├─ ConnectionLostError   the runtime does not respond, or disappeared in the middle of an answer
      ├─ ProtocolError         the response is not one that this program understands
      └─ AnswerError           the runtime responded with an error
@@ -35,6 +36,10 @@ class ClientError(Exception):
 
 class StartError(ClientError):
     """The runtime process could not be started; the message ends with the last lines it printed."""
+
+
+class NotReadyError(ClientError):
+    """No model can answer; the message says why."""
 
 
 class ConnectionLostError(ClientError):

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from app import paths
 from app.amounts import byte_count, duration
 
 if TYPE_CHECKING:
-    from runtime.wire.prospects import Prospect
+    from runtime.wire.device import Prospect
 
 READABLE = 10.0
 """Tokens per second of reading speed; slower models are not recommended."""
 _MAX_MAKING_S = 45 * 60
 """Maximum time in seconds to quantize a recommended model."""
+_LARGE_BYTES = 2e9
+"""Size from which a checkpoint on this machine is not quantized without a question."""
+_LINE_BYTES_S = 12.5e6
+"""Speed of the line for which downloads are estimated: 100 Mbit/s."""
 
 
 def recommended(found: Sequence[Prospect]) -> Prospect | None:
@@ -46,3 +53,46 @@ def room(one: Prospect) -> str:
     if one.bits is None:
         return f"needs {byte_count(one.needed_bytes)}, more than is free now"
     return f"takes {byte_count(one.needed_bytes)} at {one.bits:g} bits with {one.context:,} tokens of context"
+
+
+def question(source: str, bits: float, found: Sequence[Prospect]) -> str | None:
+    """The question to ask before a model is made: its size, the time and the disk that it takes; None if it is small.
+
+    Args:
+        source: The checkpoint, as requested.
+        bits: Bits per weight.
+        found: The models that can be downloaded.
+    """
+    one = next((one for one in found if one.source == source), None)
+    on_disk = 0 if one is not None else _bytes_in(Path(source))
+    if one is not None:
+        told = (
+            f"Download {one.title}, {byte_count(one.download_bytes)}, and quantize it to {bits:g} bits? It takes about "
+            f"{duration(one.download_bytes / _LINE_BYTES_S)} at 100 Mbit/s, and {duration(one.making_s)} to quantize."
+        )
+        needed = one.download_bytes + one.residual_bytes + one.sizes[min(2, max(0, round(2 * bits) - 6))]
+    elif on_disk is None:
+        told, needed = f"Download {source} and quantize it to {bits:g} bits? Its size shows once it is asked for.", 0
+    elif on_disk < _LARGE_BYTES:
+        return None
+    else:
+        rate = max((one.making_s / one.parameters for one in found), default=0)
+        takes = f" It takes about {duration(rate * on_disk / 2)}." if rate else ""
+        told, needed = f"Quantize {source}, {byte_count(on_disk)}, to {bits:g} bits?{takes}", on_disk // 2
+    free = f"{byte_count(_free_bytes())} of disk are free"
+    return f"{told} {f'It needs {byte_count(needed)} of disk; ' if needed else ''}{free}."
+
+
+def _bytes_in(path: Path) -> int | None:
+    """Size of a file or of a folder's files; None if it is not on this machine."""
+    if not path.exists():
+        return None
+    return sum(file.stat().st_size for file in (path.iterdir() if path.is_dir() else [path]) if file.is_file())
+
+
+def _free_bytes() -> int:
+    """Free bytes on the disk of the stored models."""
+    folder = paths.store_root()
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -23,6 +24,14 @@ MAX_NAME = 300
 """Maximum length in characters of a model's name."""
 MAX_CALLS = 64
 """Maximum number of calls in an answer."""
+MAX_IDLE = 100_000
+"""Maximum number of an answer's events that bring nothing."""
+MAX_STREAM = 2**30
+"""Maximum size of a stream of events in bytes."""
+LONGEST_ANSWER_S = 86_400.0
+"""Maximum time of an answer in seconds."""
+_STEPS = 20
+"""Parts in which a wait is counted; time for which the process was stopped falls into one of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,20 +157,74 @@ def read(kind: type[R], value: object) -> R:
 
 def read_delta(choice: Mapping[str, Any], timings: object, model: object = None) -> ChatDelta:
     """One choice of a chunk."""
-    delta, finish = choice.get("delta"), choice.get("finish_reason")
-    text = delta.get("content") if isinstance(delta, dict) else None
+    delta, finish = _delta(choice), choice.get("finish_reason")
+    text = delta.get("content")
     return ChatDelta(
         text=text if isinstance(text, str) else "",
         finish_reason=finish if isinstance(finish, str) else None,
         timings=_timings(timings),
         model=model[:MAX_NAME] if isinstance(model, str) else None,
-        calls=_calls(delta.get("tool_calls")) if isinstance(delta, dict) else (),
+        calls=_calls(delta.get("tool_calls")),
     )
 
 
+class AnswerLimits:
+    """Limits of an answer that comes in pieces, so that none goes on for ever.
+
+    Args:
+        who: Name of the other side.
+        patience_s: Maximum time of events that bring nothing, in seconds; None for no limit.
+    """
+
+    def __init__(self, who: str, patience_s: float | None) -> None:
+        self._who, self._patience_s = who, patience_s
+        self._begin = self._since = time.monotonic()
+        self._idle = self._calls = 0
+
+    def check(self, choices: Sequence[Mapping[str, Any]]) -> None:
+        """Count an event. Reasoning, which is not shown, counts as part of the answer.
+
+        Raises:
+            ClientError: it is one too many, or comes too late.
+        """
+        now = time.monotonic()
+        given = [value for one in choices for key, value in _delta(one).items() if key != "role"]
+        if any(isinstance(one, str | list) and one for one in given):
+            self._since = now
+        else:
+            self._idle += 1
+        if self._idle > MAX_IDLE or (self._patience_s is not None and now - self._since > self._patience_s):
+            raise ConnectionLostError(f"{self._who} sends events but no answer")
+        if now - self._begin > LONGEST_ANSWER_S:
+            raise ProtocolError(f"{self._who} needs more than {LONGEST_ANSWER_S:,.0f} s for an answer")
+
+    def count(self, calls: Sequence[CallDelta]) -> None:
+        """Count the calls that begin with these pieces.
+
+        Raises:
+            ProtocolError: they are too many.
+        """
+        for call in calls:
+            self._calls += bool(call.name) or call.index >= self._calls
+        if self._calls > MAX_CALLS:
+            raise ProtocolError(f"{self._who} calls more than {MAX_CALLS} tools in one answer")
+
+
+def _delta(choice: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a choice adds; the text itself in a completion."""
+    found = choice.get("delta") or {"content": choice.get("text")}
+    return found if isinstance(found, dict) else {}
+
+
 def _calls(found: object) -> Sequence[CallDelta]:
-    """Pieces of calls; malformed ones are ignored."""
+    """Pieces of calls; malformed ones are ignored.
+
+    Raises:
+        ProtocolError: there are too many.
+    """
     calls = []
+    if isinstance(found, list) and len(found) > MAX_CALLS:
+        raise ProtocolError(f"the runtime calls more than {MAX_CALLS} tools in one answer")
     for at, one in enumerate(found if isinstance(found, list) else ()):
         function = one.get("function") if isinstance(one, dict) else None
         if not isinstance(one, dict) or not isinstance(function, dict):
@@ -212,7 +275,7 @@ async def read_body(response: httpx.Response, most: int) -> bytes:
 
 
 async def event_data(
-    response: httpx.Response, who: str, *, most: int, patience_s: float | None
+    response: httpx.Response, who: str, *, most: int, silence_s: float, patience_s: float | None
 ) -> AsyncGenerator[str, None]:
     """The data of a stream of events, as they arrive. Comments and names are skipped.
 
@@ -220,17 +283,21 @@ async def event_data(
         response: The stream.
         who: Name of the other side.
         most: Maximum length of a line in bytes.
+        silence_s: Maximum wait in seconds for anything.
         patience_s: Maximum wait in seconds for data while only keep-alives arrive; None for no limit.
 
     Raises:
         ConnectionLostError: the network failed, or only keep-alives arrived.
-        ProtocolError: a line is too long, or the stream cannot be read.
+        ProtocolError: a line or the stream is too long, or the stream cannot be read.
     """
-    waiting, since = bytearray(), time.monotonic()
+    waiting, total, since = bytearray(), 0, time.monotonic()
     with translated(who):
-        async for chunk in response.aiter_bytes():
+        chunks = response.aiter_bytes()
+        while (chunk := await _within(silence_s, chunks)) is not None:
             at = len(waiting)
             waiting += chunk
+            if (total := total + len(chunk)) > MAX_STREAM:
+                raise ProtocolError(f"{who} sent a stream of more than {MAX_STREAM:,} bytes")
             while (end := waiting.find(b"\n", at)) >= 0:
                 line = bytes(waiting[:end])
                 del waiting[: end + 1]
@@ -244,6 +311,29 @@ async def event_data(
                 raise ConnectionLostError(f"{who} sends keep-alives but no answer")
     if waiting.startswith(b"data:"):
         yield _data(waiting)
+
+
+async def _within(silence_s: float, chunks: AsyncIterator[bytes]) -> bytes | None:
+    """The next chunk; None after the last one. Time for which this process was stopped does not count.
+
+    Raises:
+        TimeoutError: there was none in time.
+    """
+    loop, steps = asyncio.get_running_loop(), iter(range(_STEPS))
+    timer: asyncio.TimerHandle
+
+    def tick() -> None:
+        nonlocal timer
+        timer = loop.call_later(silence_s / _STEPS, tick)
+        if next(steps, None) is None:
+            limit.reschedule(loop.time())
+
+    async with asyncio.timeout(None) as limit:
+        timer = loop.call_later(silence_s / _STEPS, tick)
+        try:
+            return await anext(chunks, None)
+        finally:
+            timer.cancel()
 
 
 def _data(line: bytes | bytearray) -> str:

@@ -6,6 +6,7 @@ not available.
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -13,19 +14,20 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from app.client import CONNECT_S, TURN_S, RuntimeClient
+from app.documents.prompt import material
 from app.errors import AccessError, ClientError, ContextLengthError, NotFoundError, RequestRefusedError
 from app.protocol import MAX_NAME, ChatDelta, ChatOptions, read_items
+from runtime.system.foreign import read_json
 from runtime.system.hosts import is_loopback
+from runtime.text.reasoning import outside_tags
 from runtime.wire.answers import Caches, Holding, ModelEntry, Status
 
 if TYPE_CHECKING:
     import httpx
 
     from models.progress import Progress
-    from runtime.wire.device import DeviceReport
-    from runtime.wire.inspection import Inspection, InspectRequest
-    from runtime.wire.prospects import Prospect
-    from runtime.wire.requests import LoadRequest, PullRequest, QuantizeRequest, TuneRequest
+    from runtime.wire.device import DeviceReport, Prospect
+    from runtime.wire.requests import Inspection, InspectRequest, LoadRequest, PullRequest, QuantizeRequest, TuneRequest
 
 BACKEND = "remote"
 """The backend name of a remote server in `Status`."""
@@ -42,12 +44,14 @@ def endpoint_problem(url: str, token: str) -> str | None:
     try:
         parts = urlsplit(url)
         _ = parts.port
-    except ValueError as error:
-        return f"{url} is not an address: {error}"
+    except ValueError:
+        return "the endpoint is not an address; correct host and port"
+    if parts.username or parts.password or parts.query or parts.fragment:
+        return "the address must not contain a password or a query; the token has its own setting"
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        return f"{url} is not an address; enter http:// or https:// and a host"
-    if parts.username or parts.password:
-        return "the address must not contain a password; the token has its own setting"
+        return "the endpoint is not an address; enter http:// or https:// and a host"
+    if not (token.isascii() and token.isprintable()) or token != token.strip():
+        return "the token may only have ASCII's visible characters"
     if token and parts.scheme == "http" and not is_loopback(parts.hostname):
         return (
             f"the token would be sent to {parts.netloc} unencrypted; use https://, a tunnel from localhost, or no token"
@@ -58,6 +62,30 @@ def endpoint_problem(url: str, token: str) -> str | None:
 def host_of(url: str) -> str:
     """A server's display name: its host, with the port if one is given."""
     return urlsplit(url).netloc
+
+
+def _inert_message(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A message without control tokens, but for what the user wrote and the tags around an answer's reasoning."""
+    if message["role"] not in ("assistant", "tool"):
+        return message
+    return {**_inert(message), "content": outside_tags(message["content"], material)}
+
+
+def _inert(value: Any) -> Any:
+    """Data without control tokens; an escape in JSON may be one too."""
+    if isinstance(value, str):
+        return material(value)
+    if isinstance(value, Mapping):
+        return {material(key): (_inert_json if key == "arguments" else _inert)(inside) for key, inside in value.items()}
+    return [_inert(inside) for inside in value] if isinstance(value, list | tuple) else value
+
+
+def _inert_json(arguments: Any) -> Any:
+    try:
+        parsed = read_json(arguments)
+    except (TypeError, ValueError):
+        return _inert(arguments)
+    return arguments if (inert := _inert(parsed)) == parsed else json.dumps(inert, ensure_ascii=False)
 
 
 def _base(url: str) -> str:
@@ -154,21 +182,17 @@ class RemoteClient(RuntimeClient):
         yield  # type: ignore[unreachable]
 
     async def device(self) -> DeviceReport:
-        """Refused."""
         raise self._refused("device reports")
 
     async def quantize(self, request: QuantizeRequest) -> AsyncGenerator[Progress, None]:
-        """Refused."""
         raise self._refused(f"quantizing {request.source}")
         yield  # type: ignore[unreachable]
 
     async def pull(self, request: PullRequest) -> AsyncGenerator[Progress, None]:
-        """Refused."""
         raise self._refused(f"downloading {request.name}")
         yield  # type: ignore[unreachable]
 
     async def inspect(self, request: InspectRequest) -> AsyncGenerator[Progress | Inspection, None]:
-        """Refused."""
         raise self._refused(f"inspecting {request.model}")
         yield  # type: ignore[unreachable]
 
@@ -177,7 +201,6 @@ class RemoteClient(RuntimeClient):
         return ()
 
     async def remove(self, name: str) -> None:
-        """Refused."""
         raise self._refused(f"deleting {name}")
 
     async def caches(self) -> Caches:
@@ -196,12 +219,13 @@ class RemoteClient(RuntimeClient):
         plain = replace(
             options,
             chat=None,
+            tools=_inert(options.tools),
             top_k=options.top_k or None,
             min_p=options.min_p or None,
             repetition_penalty=None if options.repetition_penalty == 1 else options.repetition_penalty,
         )
         try:
-            async with aclosing(super().chat(messages, plain)) as deltas:
+            async with aclosing(super().chat([*map(_inert_message, messages)], plain)) as deltas:
                 async for delta in deltas:
                     yield delta
         except ClientError as error:
@@ -244,12 +268,10 @@ class RemoteSupervisor:
         return self._client
 
     async def restart(self) -> RemoteClient:
-        """A new client."""
         await self.close()
         return await self.ensure()
 
     async def close(self) -> None:
-        """Close the connection."""
         client, self._client = self._client, None
         if client is not None:
             await client.aclose()

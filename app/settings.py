@@ -301,7 +301,7 @@ def _checked(key: str, rule: Rule, value: object, where: str) -> Value:
     try:
         return rule.parse(value)
     except (ValueError, OverflowError):
-        shown = repr(value) if len(repr(value)) <= 60 else repr(value)[:57] + "…"
+        shown = "•••" if rule.secret else repr(value) if len(repr(value)) <= 60 else repr(value)[:57] + "…"
         raise SettingsError(f"{key} = {shown} (from {where}) is invalid; allowed: {rule.allowed}") from None
 
 

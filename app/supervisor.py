@@ -13,15 +13,20 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from app.client import RuntimeClient
 from app.errors import ClientError, StartError
 from app.paths import cache_dir, chats_dir
+from app.threads import run_to_end
 from models.files import private_folder
 from runtime import program_version
-from runtime.server.lock import LockRecord, is_alive, lock_path, read_lock, remove_lock
+from runtime.server.lock import LockRecord, lock_path, read_lock, remove_lock, running_record
 from runtime.system.child import child_command
-from runtime.system.job import Job, own_job
+from runtime.system.lifetimes import Job, own_job, running_process, still_runs
+
+if TYPE_CHECKING:
+    from psutil import Process
 
 START_TIMEOUT_S = 60.0
 """Maximum wait for a new process to respond, in seconds."""
@@ -72,7 +77,7 @@ class Supervisor:
         self._start_timeout_s = start_timeout_s
         self._lock = asyncio.Lock()
         self._child: subprocess.Popen[bytes] | None = None
-        self._record: LockRecord | None = None
+        self._process: Process | None = None  # the runtime's
         self._client: RuntimeClient | None = None
         self._job: Job | None = None
         self._noted = 0  # the process whose end is already logged
@@ -94,11 +99,7 @@ class Supervisor:
             StartError: a runtime could not be started.
         """
         async with self._lock:
-            if (
-                self._client is not None
-                and self._record is not None
-                and await asyncio.to_thread(is_alive, self._record)
-            ):
+            if self._client is not None and await asyncio.to_thread(still_runs, self._process):
                 return self._client  # it may be too busy to respond at once; callers that find it hanging call restart
             await self._disconnect()
             return await self._connect()
@@ -119,8 +120,11 @@ class Supervisor:
             await self._disconnect()
 
     def crash_report(self) -> str | None:
-        """How the process that this supervisor started ended, with the last lines of its log; None while it runs."""
-        code = None if self._child is None else self._child.poll()
+        """How the runtime in use ended, with the last lines of its log if it was started here; None while it runs."""
+        if self._child is None:
+            ended = self._process is not None and not still_runs(self._process)
+            return "the runtime, which another program started, has ended" if ended else None
+        code = self._child.poll()
         if code is not None and code != 0:
             self._note_killed(code)
         return None if code is None else f"the runtime {_ending(code)}{self._tail()}"
@@ -130,22 +134,22 @@ class Supervisor:
             await asyncio.to_thread(importlib.import_module, "httpx")  # slow enough to make a UI stutter
             private_folder(self.home)
             async with self._starting():
-                found = await asyncio.to_thread(self._running)
-                if found is not None and await self._usable(found):
-                    return self._use(found)
-                return self._use(await self._start(found))
+                running = await asyncio.to_thread(self._running)
+                if running is not None and await self._usable(running):
+                    return self._use(running)
+                return self._use(await self._start(running))
         except OSError as error:
             raise StartError(f"the runtime can't be started in {self.home}: {error.strerror or error}") from error
 
     def _use(self, record: LockRecord) -> RuntimeClient:
-        self._record = record
+        self._process = running_process(record.pid)
         self._client = RuntimeClient(record.base_url, record.token)
         return self._client
 
     def _running(self) -> LockRecord | None:
         """The runtime named in the lock file, if it is alive and has this version."""
-        record = read_lock(lock_path(self.home))
-        return record if record is not None and record.version == program_version() and is_alive(record) else None
+        record = running_record(self.home)
+        return record if record is not None and record.version == program_version() else None
 
     async def _usable(self, record: LockRecord) -> bool:
         """Whether the runtime of a record responds and is the recorded one."""
@@ -183,17 +187,19 @@ class Supervisor:
 
     async def _start(self, unusable: LockRecord | None) -> LockRecord:
         """Start a process and wait until it responds."""
-        await asyncio.to_thread(self._spawn)
         deadline = time.monotonic() + self._start_timeout_s
         try:
-            while time.monotonic() < deadline:
+            await run_to_end(self._spawn)
+            while True:
+                late = time.monotonic() > deadline  # before the look, in case this process was stopped for that long
                 if (report := self.crash_report()) is not None:
                     raise StartError(f"the runtime could not be started: {report}")
                 record = await asyncio.to_thread(self._running)
                 if record is not None and record != unusable and await self._usable(record):
                     return record
+                if late:
+                    raise StartError(f"the runtime did not respond within {self._start_timeout_s:g} s{self._tail()}")
                 await asyncio.sleep(_POLL_S)
-            raise StartError(f"the runtime did not respond within {self._start_timeout_s:g} s{self._tail()}")
         except BaseException:
             await self._end_child()
             raise
@@ -236,7 +242,7 @@ class Supervisor:
 
     async def _disconnect(self) -> None:
         """Close the client, and stop the process if it is ours."""
-        client, self._client, self._record = self._client, None, None
+        client, self._client, self._process = self._client, None, None
         if client is not None:
             await client.aclose()
         await self._end_child()

@@ -70,7 +70,7 @@ class Operations(Protocol[T]):
         """
         ...
 
-    def settle(self, y: T, norm: str) -> T:
+    def norm_inplace(self, y: T, norm: str) -> T:
         """RMSNorm of y, the output of a linear layer that nothing else reads, in its place. [M, C] -> the same."""
         ...
 
@@ -98,11 +98,11 @@ class Operations(Protocol[T]):
 class StateOperations(Operations[T], Protocol[T]):
     """The operations of models with states. A backend without them refuses such models when it opens them."""
 
-    def shut(self, x: T, gate: T) -> T:
+    def output_gate(self, x: T, gate: T) -> T:
         """X * sigmoid(gate), where x is the output of `attend`. Both [M, H * D]."""
         ...
 
-    def recur(self, x: T, layer: int) -> T:
+    def delta_rule(self, x: T, layer: int) -> T:
         """The gated delta rule of `layer` over the step's rows and the tokens before; the rows enter its state.
 
         x is [M, inputs + Hv * Dv]: what enters the state (`DeltaSpec.inputs`), then gates. The outputs of each value
@@ -122,7 +122,7 @@ def block(ops: Operations[T], spec: ModelSpec, layer: int, x: T) -> T:
     """One decoder block. [M, C] -> [M, C]."""
     mix = attention if spec.mixer(layer) in ("attention", "shared") else recurrence
     x = mlp(ops, spec, layer, mix(ops, spec, layer, x))
-    return inner(ops, spec, layer, x) if spec.token_width else x
+    return per_layer_embedding(ops, spec, layer, x) if spec.token_width else x
 
 
 def attention(ops: Operations[T], spec: ModelSpec, layer: int, x: T) -> T:
@@ -131,24 +131,24 @@ def attention(ops: Operations[T], spec: ModelSpec, layer: int, x: T) -> T:
     qkv = ops.linear(read(ops, spec, x, f"{prefix}.input_norm"), f"{prefix}.qkv")
     own = (heads.kv_width, heads.kv_width) if spec.mixer(layer) == "attention" else ()
     q, *others = ops.split(qkv, (heads.q_width, *own, *((heads.q_width,) if spec.gated else ())))
-    q, k, v = turned(ops, spec, layer, q, "q_norm"), None, None
+    q, k, v = norm_and_rope(ops, spec, layer, q, "q_norm"), None, None
     if own:
         k, v, *others = others
-        k = turned(ops, spec, layer, k, "k_norm")
+        k = norm_and_rope(ops, spec, layer, k, "k_norm")
     attended = ops.attend(q, k, v, layer)
     if spec.gated:
-        attended = cast("StateOperations[T]", ops).shut(attended, others[0])
+        attended = cast("StateOperations[T]", ops).output_gate(attended, others[0])
     return ops.add(x, ops.linear(attended, f"{prefix}.o"), f"{prefix}.o_norm" if spec.norm_after else "")
 
 
-def turned(ops: Operations[T], spec: ModelSpec, layer: int, x: T, norm: str) -> T:
+def norm_and_rope(ops: Operations[T], spec: ModelSpec, layer: int, x: T, norm: str) -> T:
     """Queries or keys after their norm and rotation, where the block has them. [M, heads * D] -> the same."""
     norm = f"layers.{layer}.{norm}"
-    if spec.qk_norm and spec.qk_norm_form != "turned":
+    if spec.qk_norm and spec.qk_norm_form != "after_rope":
         x = ops.head_norm(x, norm)
     if spec.rope_of(layer) is not None:
         x = ops.rotate(x, layer)
-    return ops.head_norm(x, norm) if spec.qk_norm and spec.qk_norm_form == "turned" else x
+    return ops.head_norm(x, norm) if spec.qk_norm and spec.qk_norm_form == "after_rope" else x
 
 
 def recurrence(ops: Operations[T], spec: ModelSpec, layer: int, x: T) -> T:
@@ -156,7 +156,7 @@ def recurrence(ops: Operations[T], spec: ModelSpec, layer: int, x: T) -> T:
     prefix = f"layers.{layer}"
     inputs = ops.linear(read(ops, spec, x, f"{prefix}.input_norm"), f"{prefix}.qkv")
     own = cast("StateOperations[T]", ops)
-    mixed = own.convolve(inputs, layer) if spec.mixer(layer) == "convolution" else own.recur(inputs, layer)
+    mixed = own.convolve(inputs, layer) if spec.mixer(layer) == "convolution" else own.delta_rule(inputs, layer)
     return ops.add(x, ops.linear(mixed, f"{prefix}.o"), f"{prefix}.o_norm" if spec.norm_after else "")
 
 
@@ -164,19 +164,19 @@ def mlp(ops: Operations[T], spec: ModelSpec, layer: int, x: T) -> T:
     """The residual stream after the gated MLP. [M, C] -> [M, C]."""
     prefix, width, mixture = f"layers.{layer}", spec.mlp_width(layer), spec.has_experts(layer)
     inside, behind = read(ops, spec, x, f"{prefix}.post_norm"), f"{prefix}.down_norm" if spec.norm_after else ""
-    beside = mixture and spec.mixture is not None and spec.mixture.beside
+    beside = mixture and spec.mixture is not None and spec.mixture.parallel_mlp
     if mixture and not beside:
         return ops.add(x, ops.experts(inside, layer), behind)
     gate, up = ops.split(ops.linear(inside, f"{prefix}.gate_up"), (width, width))
     down = ops.linear(ops.gate(gate, up), f"{prefix}.down")
     if beside:
-        down, routed = ops.settle(down, f"{prefix}.mlp_norm"), ops.norm(x, f"{prefix}.router_norm")
+        down, routed = ops.norm_inplace(down, f"{prefix}.mlp_norm"), ops.norm(x, f"{prefix}.router_norm")
         chosen = ops.experts(ops.norm(x, f"{prefix}.experts_norm"), layer, routed)
         down = ops.add(down, chosen, f"{prefix}.experts_down_norm")
     return ops.add(x, down, behind, f"{prefix}.scale" if spec.scaled and not spec.token_width else "")
 
 
-def inner(ops: Operations[T], spec: ModelSpec, layer: int, x: T) -> T:
+def per_layer_embedding(ops: Operations[T], spec: ModelSpec, layer: int, x: T) -> T:
     """The residual stream after a block's own embeddings of the tokens. [M, C] -> [M, C]."""
     prefix = f"layers.{layer}"
     gate = ops.linear(ops.plain(x), f"{prefix}.inner.gate_up")

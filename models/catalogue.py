@@ -35,13 +35,9 @@ class PackagedFile:
     """A file inside a wheel of a Python package index."""
 
     package: str
-    """Name of the distribution."""
     version: str
-    """Its version."""
     wheel_bytes: int
-    """Size of the wheel."""
     wheel_sha256: str
-    """SHA-256 of the wheel in hexadecimal."""
     member: str
     """The file's name inside it."""
 
@@ -51,17 +47,12 @@ class KnownModel:
     """A model with a short name: one GGUF file."""
 
     name: str
-    """The short name."""
     file: str
-    """Name of the file."""
     bytes: int
-    """Its size."""
     sha256: str
     """SHA-256 of the file in hexadecimal, from either source."""
     hub: HubFile
-    """The same file on the hub."""
     packaged: PackagedFile
-    """The same file on the package index."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,20 +60,15 @@ class CatalogueModel:
     """A model that can be downloaded."""
 
     title: str
-    """Its usual name."""
     origin: str | KnownModel
     """`owner/name` on the hub, or a file with a short name. Its maker's GGUF file in Q8_0 is preferred: half of what
     bfloat16 takes to download."""
     maker: str
-    """Its publisher."""
-    license: str
-    """Its licence, abbreviated."""
+    license: str = "Apache-2.0"
     spec: ModelSpec
-    """Its architecture."""
     gated: bool = False
     """Whether the hub requires a login that has accepted the licence."""
     mxfp4: bool = False
-    """Whether its experts are stored in MXFP4."""
     sampling: Mapping[str, float] = field(default_factory=dict)
     """The sampling that its maker recommends, where the file does not hold it: keys of generation_config.json."""
 
@@ -98,7 +84,6 @@ class CatalogueModel:
 
     @property
     def parameters(self) -> int:
-        """Its weights, as `ModelSpec.parameters`."""
         return _parameters(self.spec)
 
     @property
@@ -108,7 +93,7 @@ class CatalogueModel:
             return self.origin.bytes
         spec, packed = self.spec, 0
         if self.mxfp4 and spec.mixture is not None:
-            packed = spec.num_layers * spec.mixture.held * 3 * spec.hidden_size * spec.mixture.width
+            packed = spec.num_layers * spec.mixture.num_experts * 3 * spec.hidden_size * spec.mixture.width
         return int(_SOURCE_BYTES[self.form] * (self.parameters - packed) + _MXFP4_BYTES * packed)
 
     @property
@@ -183,7 +168,7 @@ _QWEN35: dict[str, Any] = {
     "max_context": 262144,
     "qk_norm": True,
     "gated": True,
-    "taps": 4,
+    "conv_kernel_size": 4,
     "delta": DeltaSpec(key_heads=16, value_heads=32, key_dim=128, value_dim=128),
 }
 _GEMMA3: dict[str, Any] = {"tied": True, "norm_after": True, "qk_norm": True, "activation": "gelu_tanh"}
@@ -222,53 +207,60 @@ def _gemma4(
 
 _LLAMA3: dict[str, Any] = {"vocab_size": 128256, "max_context": 131072, "tied": True}
 
+_MAKERS = {
+    "HuggingFaceTB": "Hugging Face",
+    "Qwen": "Qwen",
+    "google": "Google",
+    "LiquidAI": "Liquid AI",
+    "meta-llama": "Meta",
+    "microsoft": "Microsoft",
+    "allenai": "Ai2",
+    "mistralai": "Mistral AI",
+    "openai": "OpenAI",
+    "baidu": "Baidu",
+}
+"""Publishers by the owner of their repositories."""
+
+
+def _model(title: str, origin: str | KnownModel, spec: ModelSpec, **others: Any) -> CatalogueModel:
+    """A model, of the usual licence unless told otherwise."""
+    owner = origin.partition("/")[0] if isinstance(origin, str) else "HuggingFaceTB"
+    return CatalogueModel(title=title, origin=origin, maker=_MAKERS[owner], spec=spec, **others)
+
+
 CATALOGUE: Sequence[CatalogueModel] = (
-    CatalogueModel(
-        title="SmolLM2 135M",
-        origin=_SMOLLM2_135M,
-        maker="Hugging Face",
-        license="Apache-2.0",
-        spec=_spec("llama", 576, 1536, 30, (9, 3, 64), **_SMOLLM2),
+    _model(
+        "SmolLM2 135M", _SMOLLM2_135M, _spec("llama", 576, 1536, 30, (9, 3, 64), **_SMOLLM2), sampling=_SMOLLM2_SAMPLING
+    ),
+    _model(
+        "SmolLM2 360M",
+        "HuggingFaceTB/SmolLM2-360M-Instruct-GGUF",
+        _spec("llama", 960, 2560, 32, (15, 5, 64), **_SMOLLM2),
         sampling=_SMOLLM2_SAMPLING,
     ),
-    CatalogueModel(
-        title="SmolLM2 360M",
-        origin="HuggingFaceTB/SmolLM2-360M-Instruct-GGUF",
-        maker="Hugging Face",
-        license="Apache-2.0",
-        spec=_spec("llama", 960, 2560, 32, (15, 5, 64), **_SMOLLM2),
-        sampling=_SMOLLM2_SAMPLING,
-    ),
-    CatalogueModel(
-        title="Qwen2.5 0.5B",
-        origin="Qwen/Qwen2.5-0.5B-Instruct-GGUF",
-        maker="Qwen",
-        license="Apache-2.0",
-        spec=_spec("qwen2", 896, 4864, 24, (14, 2, 64), vocab_size=151936, tied=True, **_QWEN2),
+    _model(
+        "Qwen2.5 0.5B",
+        "Qwen/Qwen2.5-0.5B-Instruct-GGUF",
+        _spec("qwen2", 896, 4864, 24, (14, 2, 64), vocab_size=151936, tied=True, **_QWEN2),
         sampling=_QWEN25_SAMPLING,
     ),
-    CatalogueModel(
-        title="Qwen3 0.6B",
-        origin="Qwen/Qwen3-0.6B-GGUF",
-        maker="Qwen",
-        license="Apache-2.0",
-        spec=_spec("qwen3", 1024, 3072, 28, (16, 8, 128), tied=True, **_QWEN3),
+    _model(
+        "Qwen3 0.6B",
+        "Qwen/Qwen3-0.6B-GGUF",
+        _spec("qwen3", 1024, 3072, 28, (16, 8, 128), tied=True, **_QWEN3),
         sampling=_QWEN3_SAMPLING,
     ),
-    CatalogueModel(
-        title="Gemma 3 1B",
-        origin="google/gemma-3-1b-it",
-        maker="Google",
-        license="Gemma",
-        spec=_gemma3(1152, 6912, 26, (4, 1), 512, vocab_size=262144, max_context=32768),
+    _model(
+        "Gemma 3 1B",
+        "google/gemma-3-1b-it",
+        _gemma3(1152, 6912, 26, (4, 1), 512, vocab_size=262144, max_context=32768),
         gated=True,
+        license="Gemma",
     ),
-    CatalogueModel(
-        title="LFM2 1.2B",
-        origin="LiquidAI/LFM2-1.2B",
-        maker="Liquid AI",
-        license="LFM Open 1.0",
-        spec=_spec(
+    _model(
+        "LFM2 1.2B",
+        "LiquidAI/LFM2-1.2B",
+        _spec(
             "lfm2",
             2048,
             8192,
@@ -278,113 +270,85 @@ CATALOGUE: Sequence[CatalogueModel] = (
             max_context=128000,
             tied=True,
             qk_norm=True,
-            taps=3,
+            conv_kernel_size=3,
             mixers=_mixers(16, "convolution", (2, 5, 8, 10, 12, 14)),
         ),
+        license="LFM Open 1.0",
     ),
-    CatalogueModel(
-        title="Llama 3.2 1B",
-        origin="meta-llama/Llama-3.2-1B-Instruct",
-        maker="Meta",
-        license="Llama 3.2",
-        spec=_spec("llama", 2048, 8192, 16, (32, 8, 64), **_LLAMA3),
+    _model(
+        "Llama 3.2 1B",
+        "meta-llama/Llama-3.2-1B-Instruct",
+        _spec("llama", 2048, 8192, 16, (32, 8, 64), **_LLAMA3),
         gated=True,
+        license="Llama 3.2",
     ),
-    CatalogueModel(
-        title="Qwen2.5 1.5B",
-        origin="Qwen/Qwen2.5-1.5B-Instruct-GGUF",
-        maker="Qwen",
-        license="Apache-2.0",
-        spec=_spec("qwen2", 1536, 8960, 28, (12, 2, 128), vocab_size=151936, tied=True, **_QWEN2),
+    _model(
+        "Qwen2.5 1.5B",
+        "Qwen/Qwen2.5-1.5B-Instruct-GGUF",
+        _spec("qwen2", 1536, 8960, 28, (12, 2, 128), vocab_size=151936, tied=True, **_QWEN2),
         sampling=_QWEN25_SAMPLING,
     ),
-    CatalogueModel(
-        title="SmolLM2 1.7B",
-        origin="HuggingFaceTB/SmolLM2-1.7B-Instruct",
-        maker="Hugging Face",
-        license="Apache-2.0",
-        spec=_spec("llama", 2048, 8192, 24, (32, 32, 64), **_SMOLLM2),
+    _model(
+        "SmolLM2 1.7B", "HuggingFaceTB/SmolLM2-1.7B-Instruct", _spec("llama", 2048, 8192, 24, (32, 32, 64), **_SMOLLM2)
     ),
-    CatalogueModel(
-        title="Qwen3 1.7B",
-        origin="Qwen/Qwen3-1.7B-GGUF",
-        maker="Qwen",
-        license="Apache-2.0",
-        spec=_spec("qwen3", 2048, 6144, 28, (16, 8, 128), tied=True, **_QWEN3),
+    _model(
+        "Qwen3 1.7B",
+        "Qwen/Qwen3-1.7B-GGUF",
+        _spec("qwen3", 2048, 6144, 28, (16, 8, 128), tied=True, **_QWEN3),
         sampling=_QWEN3_SAMPLING,
     ),
-    CatalogueModel(
-        title="SmolLM3 3B",
-        origin="HuggingFaceTB/SmolLM3-3B",
-        maker="Hugging Face",
-        license="Apache-2.0",
-        spec=_spec("smollm3", 2048, 11008, 36, (16, 4, 128), vocab_size=128256, max_context=65536, tied=True),
+    _model(
+        "SmolLM3 3B",
+        "HuggingFaceTB/SmolLM3-3B",
+        _spec("smollm3", 2048, 11008, 36, (16, 4, 128), vocab_size=128256, max_context=65536, tied=True),
     ),
-    CatalogueModel(
-        title="Llama 3.2 3B",
-        origin="meta-llama/Llama-3.2-3B-Instruct",
-        maker="Meta",
+    _model(
+        "Llama 3.2 3B",
+        "meta-llama/Llama-3.2-3B-Instruct",
+        _spec("llama", 3072, 8192, 28, (24, 8, 128), **_LLAMA3),
+        gated=True,
         license="Llama 3.2",
-        spec=_spec("llama", 3072, 8192, 28, (24, 8, 128), **_LLAMA3),
+    ),
+    _model(
+        "Phi-3.5 mini",
+        "microsoft/Phi-3.5-mini-instruct",
+        _spec("phi3", 3072, 8192, 32, (32, 32, 96), vocab_size=32064, max_context=131072),
+        license="MIT",
+    ),
+    _model(
+        "Phi-4 mini",
+        "microsoft/Phi-4-mini-instruct",
+        _spec("phi3", 3072, 8192, 32, (24, 8, 128), vocab_size=200064, max_context=131072, tied=True),
+        license="MIT",
+    ),
+    _model(
+        "Gemma 3 4B",
+        "google/gemma-3-4b-it",
+        _gemma3(2560, 10240, 34, (8, 4), 1024, vocab_size=262208, max_context=131072),
         gated=True,
-    ),
-    CatalogueModel(
-        title="Phi-3.5 mini",
-        origin="microsoft/Phi-3.5-mini-instruct",
-        maker="Microsoft",
-        license="MIT",
-        spec=_spec("phi3", 3072, 8192, 32, (32, 32, 96), vocab_size=32064, max_context=131072),
-    ),
-    CatalogueModel(
-        title="Phi-4 mini",
-        origin="microsoft/Phi-4-mini-instruct",
-        maker="Microsoft",
-        license="MIT",
-        spec=_spec("phi3", 3072, 8192, 32, (24, 8, 128), vocab_size=200064, max_context=131072, tied=True),
-    ),
-    CatalogueModel(
-        title="Gemma 3 4B",
-        origin="google/gemma-3-4b-it",
-        maker="Google",
         license="Gemma",
-        spec=_gemma3(2560, 10240, 34, (8, 4), 1024, vocab_size=262208, max_context=131072),
-        gated=True,
     ),
-    CatalogueModel(
-        title="Gemma 4 E2B",
-        origin="google/gemma-4-E2B-it",
-        maker="Google",
-        license="Apache-2.0",
-        spec=_gemma4(1536, 6144, 35, (8, 1), interval=5, shared=20, shared_width=12288, max_context=131072),
+    _model(
+        "Gemma 4 E2B",
+        "google/gemma-4-E2B-it",
+        _gemma4(1536, 6144, 35, (8, 1), interval=5, shared=20, shared_width=12288, max_context=131072),
     ),
-    CatalogueModel(
-        title="Gemma 4 E4B",
-        origin="google/gemma-4-E4B-it",
-        maker="Google",
-        license="Apache-2.0",
-        spec=_gemma4(2560, 10240, 42, (8, 2), shared=18, max_context=131072),
-    ),
-    CatalogueModel(
-        title="Qwen3 4B",
-        origin="Qwen/Qwen3-4B-GGUF",
-        maker="Qwen",
-        license="Apache-2.0",
-        spec=_spec("qwen3", 2560, 9728, 36, (32, 8, 128), tied=True, **_QWEN3),
+    _model("Gemma 4 E4B", "google/gemma-4-E4B-it", _gemma4(2560, 10240, 42, (8, 2), shared=18, max_context=131072)),
+    _model(
+        "Qwen3 4B",
+        "Qwen/Qwen3-4B-GGUF",
+        _spec("qwen3", 2560, 9728, 36, (32, 8, 128), tied=True, **_QWEN3),
         sampling=_QWEN3_SAMPLING,
     ),
-    CatalogueModel(
-        title="Qwen3.5 4B",
-        origin="Qwen/Qwen3.5-4B",
-        maker="Qwen",
-        license="Apache-2.0",
-        spec=_spec("qwen3_5_text", 2560, 9216, 32, (16, 4, 256), tied=True, mixers=_mixers(32, "delta"), **_QWEN35),
+    _model(
+        "Qwen3.5 4B",
+        "Qwen/Qwen3.5-4B",
+        _spec("qwen3_5_text", 2560, 9216, 32, (16, 4, 256), tied=True, mixers=_mixers(32, "delta"), **_QWEN35),
     ),
-    CatalogueModel(
-        title="OLMoE 1B-7B",
-        origin="allenai/OLMoE-1B-7B-0924-Instruct",
-        maker="Ai2",
-        license="Apache-2.0",
-        spec=_spec(
+    _model(
+        "OLMoE 1B-7B",
+        "allenai/OLMoE-1B-7B-0924-Instruct",
+        _spec(
             "olmoe",
             2048,
             1024,
@@ -397,64 +361,49 @@ CATALOGUE: Sequence[CatalogueModel] = (
             mixture=MixtureSpec(experts=64, chosen=8, width=1024, normalized=False),
         ),
     ),
-    CatalogueModel(
-        title="Mistral 7B v0.3",
-        origin="mistralai/Mistral-7B-Instruct-v0.3",
-        maker="Mistral AI",
-        license="Apache-2.0",
-        spec=_spec("mistral", 4096, 14336, 32, (32, 8, 128), vocab_size=32768, max_context=32768),
+    _model(
+        "Mistral 7B v0.3",
+        "mistralai/Mistral-7B-Instruct-v0.3",
+        _spec("mistral", 4096, 14336, 32, (32, 8, 128), vocab_size=32768, max_context=32768),
     ),
-    CatalogueModel(
-        title="Qwen2.5 7B",
-        origin="Qwen/Qwen2.5-7B-Instruct",
-        maker="Qwen",
-        license="Apache-2.0",
-        spec=_spec("qwen2", 3584, 18944, 28, (28, 4, 128), vocab_size=152064, **_QWEN2),
+    _model(
+        "Qwen2.5 7B",
+        "Qwen/Qwen2.5-7B-Instruct",
+        _spec("qwen2", 3584, 18944, 28, (28, 4, 128), vocab_size=152064, **_QWEN2),
     ),
-    CatalogueModel(
-        title="Llama 3.1 8B",
-        origin="meta-llama/Llama-3.1-8B-Instruct",
-        maker="Meta",
-        license="Llama 3.1",
-        spec=_spec("llama", 4096, 14336, 32, (32, 8, 128), **{**_LLAMA3, "tied": False}),
+    _model(
+        "Llama 3.1 8B",
+        "meta-llama/Llama-3.1-8B-Instruct",
+        _spec("llama", 4096, 14336, 32, (32, 8, 128), **{**_LLAMA3, "tied": False}),
         gated=True,
+        license="Llama 3.1",
     ),
-    CatalogueModel(
-        title="Qwen3 8B",
-        origin="Qwen/Qwen3-8B-GGUF",
-        maker="Qwen",
-        license="Apache-2.0",
-        spec=_spec("qwen3", 4096, 12288, 36, (32, 8, 128), **_QWEN3),
+    _model(
+        "Qwen3 8B",
+        "Qwen/Qwen3-8B-GGUF",
+        _spec("qwen3", 4096, 12288, 36, (32, 8, 128), **_QWEN3),
         sampling=_QWEN3_SAMPLING,
     ),
-    CatalogueModel(
-        title="Ministral 3 8B",
-        origin="mistralai/Ministral-3-8B-Instruct-2512-GGUF",
-        maker="Mistral AI",
-        license="Apache-2.0",
-        spec=_spec("ministral3", 4096, 14336, 34, (32, 8, 128), vocab_size=131072, max_context=262144),
+    _model(
+        "Ministral 3 8B",
+        "mistralai/Ministral-3-8B-Instruct-2512-GGUF",
+        _spec("ministral3", 4096, 14336, 34, (32, 8, 128), vocab_size=131072, max_context=262144),
     ),
-    CatalogueModel(
-        title="Qwen3.5 9B",
-        origin="Qwen/Qwen3.5-9B",
-        maker="Qwen",
-        license="Apache-2.0",
-        spec=_spec("qwen3_5_text", 4096, 12288, 32, (16, 4, 256), mixers=_mixers(32, "delta"), **_QWEN35),
+    _model(
+        "Qwen3.5 9B",
+        "Qwen/Qwen3.5-9B",
+        _spec("qwen3_5_text", 4096, 12288, 32, (16, 4, 256), mixers=_mixers(32, "delta"), **_QWEN35),
     ),
-    CatalogueModel(
-        title="Qwen3 14B",
-        origin="Qwen/Qwen3-14B-GGUF",
-        maker="Qwen",
-        license="Apache-2.0",
-        spec=_spec("qwen3", 5120, 17408, 40, (40, 8, 128), **_QWEN3),
+    _model(
+        "Qwen3 14B",
+        "Qwen/Qwen3-14B-GGUF",
+        _spec("qwen3", 5120, 17408, 40, (40, 8, 128), **_QWEN3),
         sampling=_QWEN3_SAMPLING,
     ),
-    CatalogueModel(
-        title="gpt-oss 20B",
-        origin="openai/gpt-oss-20b",
-        maker="OpenAI",
-        license="Apache-2.0",
-        spec=_spec(
+    _model(
+        "gpt-oss 20B",
+        "openai/gpt-oss-20b",
+        _spec(
             "gpt_oss",
             2880,
             2880,
@@ -472,12 +421,10 @@ CATALOGUE: Sequence[CatalogueModel] = (
         ),
         mxfp4=True,
     ),
-    CatalogueModel(
-        title="ERNIE 4.5 21B-A3B",
-        origin="baidu/ERNIE-4.5-21B-A3B-PT",
-        maker="Baidu",
-        license="Apache-2.0",
-        spec=_spec(
+    _model(
+        "ERNIE 4.5 21B-A3B",
+        "baidu/ERNIE-4.5-21B-A3B-PT",
+        _spec(
             "ernie4_5_moe",
             2560,
             12288,
@@ -487,38 +434,27 @@ CATALOGUE: Sequence[CatalogueModel] = (
             max_context=131072,
             tied=True,
             mixture=MixtureSpec(
-                experts=64,
-                chosen=6,
-                width=1536,
-                normalized=True,
-                dense=(0,),
-                shared=2,
-                corrected=True,
-                gated=False,
+                experts=64, chosen=6, width=1536, normalized=True, dense=(0,), shared=2, corrected=True, gated=False
             ),
         ),
     ),
-    CatalogueModel(
-        title="Gemma 4 26B-A4B",
-        origin="google/gemma-4-26B-A4B-it",
-        maker="Google",
-        license="Apache-2.0",
-        spec=_gemma4(
+    _model(
+        "Gemma 4 26B-A4B",
+        "google/gemma-4-26B-A4B-it",
+        _gemma4(
             2816,
             2112,
             30,
             (16, 8),
             wide=2,
             max_context=262144,
-            mixture=MixtureSpec(experts=128, chosen=8, width=704, normalized=True, beside=True),
+            mixture=MixtureSpec(experts=128, chosen=8, width=704, normalized=True, parallel_mlp=True),
         ),
     ),
-    CatalogueModel(
-        title="Qwen3 30B-A3B",
-        origin="Qwen/Qwen3-30B-A3B-GGUF",
-        maker="Qwen",
-        license="Apache-2.0",
-        spec=_spec(
+    _model(
+        "Qwen3 30B-A3B",
+        "Qwen/Qwen3-30B-A3B-GGUF",
+        _spec(
             "qwen3_moe",
             2048,
             6144,
@@ -529,19 +465,11 @@ CATALOGUE: Sequence[CatalogueModel] = (
         ),
         sampling=_QWEN3_SAMPLING,
     ),
-    CatalogueModel(
-        title="Gemma 4 31B",
-        origin="google/gemma-4-31B-it",
-        maker="Google",
-        license="Apache-2.0",
-        spec=_gemma4(5376, 21504, 60, (32, 16), wide=4, max_context=262144),
-    ),
-    CatalogueModel(
-        title="Qwen3.5 35B-A3B",
-        origin="Qwen/Qwen3.5-35B-A3B",
-        maker="Qwen",
-        license="Apache-2.0",
-        spec=_spec(
+    _model("Gemma 4 31B", "google/gemma-4-31B-it", _gemma4(5376, 21504, 60, (32, 16), wide=4, max_context=262144)),
+    _model(
+        "Qwen3.5 35B-A3B",
+        "Qwen/Qwen3.5-35B-A3B",
+        _spec(
             "qwen3_5_moe_text",
             2048,
             512,

@@ -25,9 +25,7 @@ class Checkpoint:
     """The weights of a checkpoint under the names of `models.architecture`."""
 
     files: CheckpointFiles
-    """Its files."""
     spec: ModelSpec
-    """The architecture."""
     _token_rows: dict[int, torch.Tensor] = field(default_factory=dict, repr=False)
     _expert_scales: dict[str, list[float]] = field(default_factory=dict, repr=False)
 
@@ -109,7 +107,6 @@ class Checkpoint:
         return rows
 
     def _multiplier(self, name: str) -> float:
-        """The factor of a linear layer or a vector."""
         own, factors = name.split(".", 2)[-1], self.files.multipliers
         return factors.get(name, factors.get(own, factors.get(own.rsplit(".", 1)[-1], 1.0)))
 
@@ -180,18 +177,15 @@ class Checkpoint:
         return f"{self.files.family.outer['tokens']}.weight"
 
     def _sources(self, name: str) -> tuple[str, ...]:
-        """Modules of a linear layer."""
         found = self.files.family.sources(name, self._mixer(name))
         if self.files.keys_as_values and name.endswith("qkv") and self.spec.windows[int(name.split(".")[1])] is None:
             return (*found[:2], *found[1:2])
         return found
 
     def _vector_key(self, name: str) -> str:
-        """Name of a vector's tensor."""
         return self.files.family.vector(name, self._mixer(name))
 
     def _router_keys(self, name: str) -> tuple[str, ...]:
-        """Names of a router's tensors."""
         return tuple(f"{module}.weight" for module in self._sources(name))
 
     def _mixer(self, name: str) -> Mixer:
@@ -267,9 +261,11 @@ class Checkpoint:
         for layer in range(spec.num_layers):
             for vector, width in spec.block_vectors(layer).items():
                 taps = vector.endswith(".conv")
-                shapes[self._vector_key(vector)] = (width // spec.taps, 1, spec.taps) if taps else (width,)
+                shapes[self._vector_key(vector)] = (
+                    (width // spec.conv_kernel_size, 1, spec.conv_kernel_size) if taps else (width,)
+                )
             if spec.has_experts(layer) and spec.mixture is not None and self.files.family.expert_scales:
-                shapes[f"model.layers.{layer}.{self.files.family.expert_scales}"] = (spec.mixture.held,)
+                shapes[f"model.layers.{layer}.{self.files.family.expert_scales}"] = (spec.mixture.num_experts,)
             for router, (scores, width) in spec.routers(layer).items():
                 first, *others = self._router_keys(router)
                 shapes |= {first: (scores - len(others), width)} | dict.fromkeys(others, (1, width))

@@ -8,7 +8,7 @@ unpickled.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,8 @@ from models.families.family import Family
 from models.families.fields import Fields
 from models.foreign import read_file, read_json
 from models.low_bit_source import read_low_bit
-from models.shard import ShardTensor, read_header
+from models.shard import ShardTensor, StoredTensor, read_header
 from models.spec import ModelSpec
-from models.stored_tensor import StoredTensor
 
 SINGLE = "model.safetensors"
 """The weights of a checkpoint in one file."""
@@ -43,9 +42,7 @@ class CheckpointFiles:
     configuration: Mapping[str, bytes]
     """Content of config.json, and of generation_config.json if there is one."""
     spec: ModelSpec
-    """The architecture as they describe it."""
     family: Family
-    """Its family."""
     described_in: str
     """Name of the description in error messages."""
     remedy: str
@@ -90,9 +87,9 @@ def read_folder(folder: Path) -> CheckpointFiles:
     spec = spec_from_config(config, generation, source=source)
     text = text_part(config)
     family = family_of(text, source=source)
-    entries = _read_entries(folder)
-    if text is not config:
-        entries = _text_tensors(entries)
+    entries, headless = _text_tensors(_read_entries(folder))
+    if headless:
+        spec = replace(spec, tied=True)
     tensors, types = read_low_bit(entries, text, source)
     tensors = separate(tensors, family, spec.mixture)
     fields = Fields(table=text, source=source)
@@ -114,12 +111,10 @@ def read_folder(folder: Path) -> CheckpointFiles:
 
 
 def gguf_files(folder: Path) -> list[str]:
-    """Names of the GGUF files in a folder."""
     return sorted(path.name for path in folder.glob("*.gguf") if path.is_file())
 
 
 def _read_table(path: Path) -> dict[str, Any]:
-    """Parse a JSON file that holds an object."""
     try:
         table = read_json(path)
     except FileNotFoundError as error:
@@ -168,29 +163,35 @@ def _read_entries(folder: Path) -> dict[str, ShardTensor]:
     return entries
 
 
-_LANGUAGE_MODEL = {
-    "language_model.model.": "model.",
-    "language_model.lm_head.": "lm_head.",
-    "model.language_model.": "model.",
-    "lm_head.": "lm_head.",
-}
-"""How tensors of a multimodal checkpoint's language model begin, by older and newer releases of transformers, and how
-they would in one of its own."""
+_EMBEDDING, _NORM, _HEAD = "embed_tokens.weight", "norm.weight", "lm_head."
 
 
-def _text_tensors(entries: Mapping[str, ShardTensor]) -> dict[str, ShardTensor]:
-    """The tensors of a multimodal checkpoint's language model, by the names that one of its own has."""
-    found: dict[str, ShardTensor] = {}
+def _text_tensors(entries: Mapping[str, ShardTensor]) -> tuple[dict[str, ShardTensor], bool]:
+    """The tensors of a language model by the names that a checkpoint of its own has: `model.layers.0...`, `lm_head.`.
+
+    Their beginning differs where the model is a part of another (`model.language_model.`), was saved without its head
+    (none) or by a program that wraps it (`module.model.`, `_orig_mod.`). It is what stands before the embedding table,
+    or before the last norm where the table is stored as the head.
+
+    Returns:
+        The tensors, and whether there is a model without a head.
+    """
+    ends = _EMBEDDING if any(name.endswith(_EMBEDDING) for name in entries) else _NORM
+    begins = {name.removesuffix(ends) for name in entries if name.endswith(ends)}
+    begins = {begin for begin in begins if any(name.startswith(f"{begin}layers.") for name in entries)}
+    if "model." in begins or len(begins) != 1:
+        return dict(entries), False
+    (own,) = begins
+    found = {f"model.{name.removeprefix(own)}": entry for name, entry in entries.items() if name.startswith(own)}
+    heads = {}
     for name, entry in entries.items():
-        for prefix, own in _LANGUAGE_MODEL.items():
-            if name.startswith(prefix):
-                found[own + name.removeprefix(prefix)] = entry
-                break
-    return found
+        begin, head, last = name.rpartition(_HEAD)
+        if head and own.startswith(begin):
+            heads[head + last] = entry
+    return found | heads, not heads and ends == _EMBEDDING
 
 
 def _no_weights(folder: Path) -> str:
-    """The error message for a folder without readable safetensors."""
     present = {path.name for path in folder.iterdir() if path.is_file()}
     stray = sorted(name for name in present if name.endswith(".safetensors"))
     if stray:

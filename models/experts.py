@@ -19,8 +19,8 @@ from typing import Self
 import torch
 
 from models.families.family import CORRECTION, PROJECTIONS, Family
+from models.shard import StoredTensor
 from models.spec import MixtureSpec
-from models.stored_tensor import StoredTensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,35 +30,28 @@ class Part:
     tensor: StoredTensor
     """The matrix, or the bias [1, outputs]."""
     shape: tuple[int, ...]
-    """Shape of the part."""
     turned: bool = False
     """Whether the matrix is [inputs, outputs]."""
     outputs: slice = field(default_factory=partial(slice, None))
     """Those of the module."""
     inputs: slice = field(default_factory=partial(slice, None))
-    """Likewise."""
 
     @property
     def path(self) -> Path:
-        """The file that holds it."""
         return self.tensor.path
 
     @property
     def name(self) -> str:
-        """Its name in that file."""
         return self.tensor.name
 
     @property
     def dtype(self) -> str:
-        """Its format."""
         return self.tensor.dtype
 
     def check_readable(self) -> None:
-        """Raise UnsupportedModelError if its format is not supported."""
         self.tensor.check_readable()
 
     def rows(self, first: int, count: int) -> Self:
-        """Rows of the part."""
         begin, step = (self.outputs.start or 0), (self.outputs.step or 1)
         outputs = slice(begin + first * step, begin + (first + count) * step, step)
         return replace(self, outputs=outputs, shape=(count, *self.shape[1:]))

@@ -12,6 +12,8 @@ _RANGES: Mapping[str, tuple[float, float]] = {
     "top_k": (0, 10_000_000),
     "min_p": (0.0, 1.0),
     "repetition_penalty": (1.0, 2.0),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
 }
 """Keys that are taken, as transformers' `GenerationConfig` calls them, and the values that the settings accept."""
 GGUF_KEYS: Mapping[str, str] = {
@@ -30,11 +32,8 @@ def recommended_sampling(table: Mapping[str, Any]) -> dict[str, float]:
     Values that are missing, of another type or out of range are left out: a recommendation is no reason to refuse a
     model. `do_sample: false` recommends temperature 0.
 
-    Args:
-        table: The parsed file.
-
     Returns:
-        Some of `temperature`, `top_p`, `top_k` (an int), `min_p` and `repetition_penalty`.
+        Some of the keys of `_RANGES`; `top_k` is an int.
     """
     found: dict[str, float] = {}
     for key, (low, high) in _RANGES.items():

@@ -58,7 +58,6 @@ def gptq(groups: GroupCodes, *, less_one: bool) -> dict[str, Array]:
 
 
 def compressed_tensors(groups: GroupCodes) -> dict[str, Array]:
-    """Tensors of a module by their last names."""
     return {
         "weight_packed": _words(groups.codes, _IN_ORDER),
         "weight_zero_point": np.ascontiguousarray(_words(groups.zeros.T, _IN_ORDER).T),

@@ -17,7 +17,7 @@ VERSION = 1
 class TypeLosses:
     """The loss of a model in which only the layers of one type are low-bit, for a few `k_chunk`.
 
-    Losses of single types add up to that of the whole model within some percent (`docs/decisions.md`).
+    Losses of single types add up to that of the whole model within some percent (`docs/decisions/tuner.md`).
     """
 
     k_chunk: tuple[int, ...]
@@ -39,7 +39,6 @@ class TypeLosses:
             raise ValueError(f"losses of {self.tokens} tokens")
 
     def to_json(self) -> dict[str, Any]:
-        """The object of losses.json."""
         return {
             "format": FORMAT,
             "version": VERSION,
@@ -51,9 +50,6 @@ class TypeLosses:
     @classmethod
     def from_json(cls, content: bytes) -> TypeLosses | None:
         """Read losses.json.
-
-        Args:
-            content: The file's.
 
         Returns:
             The losses; None where another version of the program wrote them.

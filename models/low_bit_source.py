@@ -3,14 +3,18 @@
 config.json says how under `quantization_config`:
 
 - `fp8`: 8-bit floating-point numbers, with a scale for each block, output channel or matrix (DeepSeek-V3, §3.3);
-- `mxfp4`: floating-point numbers of 4 bits (`models.block_floats`);
-- `awq`, `gptq` and `compressed-tensors`: integers in groups (`models.integer_formats`), or such floating-point numbers.
+- `mxfp4`: floating-point numbers of 4 bits in blocks of 32, which share a power of two, as gpt-oss stores experts. A
+  module has `…_blocks` uint8 [.., rows, G, 16], the first of two numbers in the lower nibble, and `…_scales` uint8
+  [.., rows, G], exponents plus 127 (OCP Microscaling Formats (MX) Specification 1.0, §5.3.3 and §5.4);
+- `awq`, `gptq` and `compressed-tensors`: integers in groups (`models.integer_formats`), or floating-point numbers of 8
+  bits as above.
 
 What is then quantized here is what the checkpoint holds, so residuals restore that, and not the model before it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -21,12 +25,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from models.block_floats import BLOCKS, SCALES, read_block_floats
 from models.errors import CheckpointError, UnsupportedModelError
 from models.families.fields import Fields
 from models.integer_formats import from_awq, from_compressed_tensors, from_gptq
-from models.shard import DTYPES, FLOATS_OF_8_BITS, INTEGERS, ShardTensor
-from models.stored_tensor import StoredTensor, weights_by_type
+from models.shard import DTYPES, FLOATS_OF_8_BITS, INTEGERS, OCTETS, ShardTensor, StoredTensor, weights_by_type
 
 Array = npt.NDArray[Any]
 Shape = tuple[int, int]
@@ -47,9 +49,7 @@ class Form:
     main: str
     """Last name of the tensor that every quantized matrix has."""
     needed: tuple[str, ...]
-    """Last names of the others that it has."""
     possible: tuple[str, ...] = ()
-    """Of those that it may have."""
     shape: Callable[[Mapping[str, tuple[int, ...]]], Shape | None]
     """Gives the shape [N, K] of the matrix by those of its tensors; None if they contradict each other."""
     restore: Callable[[Mapping[str, torch.Tensor]], torch.Tensor]
@@ -58,30 +58,24 @@ class Form:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LowBitTensor:
-    """A matrix that several tensors of a checkpoint make up. See `models.stored_tensor.StoredTensor`."""
+    """A matrix that several tensors of a checkpoint make up. See `models.shard.StoredTensor`."""
 
     form: Form
-    """How it is stored."""
     parts: Mapping[str, ShardTensor]
-    """Its tensors by their last names."""
     shape: tuple[int, ...]
     """[N, K]."""
     part: slice = field(default_factory=partial(slice, None))
-    """The rows that are meant."""
 
     @property
     def path(self) -> Path:
-        """The file that holds its codes."""
         return self.parts[self.form.main].path
 
     @property
     def name(self) -> str:
-        """The name of its codes in that file."""
         return self.parts[self.form.main].name
 
     @property
     def dtype(self) -> str:
-        """The form's name."""
         return self.form.name
 
     def check_readable(self) -> None:
@@ -200,19 +194,21 @@ def _form(fields: Fields) -> Form:
 
 
 def _compressed(fields: Fields) -> Form:
-    """One of the formats of compressed-tensors."""
     groups = fields.table.get("config_groups")
-    tables = [group.get("weights") for group in groups.values()] if isinstance(groups, dict) else []
-    if not tables or not all(isinstance(each, dict) for each in tables):
-        raise fields.wrong("config_groups", groups, "a table of groups with their weights")
-    kinds = {(each.get("type"), each.get("num_bits")) for each in tables}
+    listed = list(groups.values()) if isinstance(groups, dict) else []
+    tables = [own for group in listed if isinstance(group, dict) and isinstance(own := group.get("weights"), dict)]
+    told = [(own.get("type"), own.get("num_bits")) for own in tables]
+    known = all((type(kind), type(bits)) == (str, int) for kind, bits in told)
+    if not told or len(told) < len(listed) or not known:
+        raise fields.wrong("config_groups", groups, "a table of groups with the type and the bits of their weights")
+    kinds = set(told)
     layout = str(tables[0].get("format") or fields.table.get("format"))
     if kinds == {("float", 8)}:
         return _floats(_block(fields, tables[0].get("block_structure")))
     bits = next(iter(kinds))[1]
     if len(kinds) > 1 or kinds != {("int", bits)} or bits not in _PACKED_BITS or layout != "pack-quantized":
-        listed = ", ".join(f"{kind} of {bits} bits" for kind, bits in sorted(kinds, key=str))
-        raise _refused(fields, f"{listed} as '{layout}'", "int of 4 or 8 bits as 'pack-quantized', and float of 8 bits")
+        words = ", ".join(f"{kind} of {bits} bits" for kind, bits in sorted(kinds, key=str))
+        raise _refused(fields, f"{words} as '{layout}'", "int of 4 or 8 bits as 'pack-quantized', and float of 8 bits")
     return Form(
         name=f"compressed-tensors int{bits}",
         main="weight_packed",
@@ -236,13 +232,13 @@ def _floats(block: Shape | None) -> Form:
 
 
 def _scaled(parts: Mapping[str, torch.Tensor], block: Shape | None) -> torch.Tensor:
-    """A matrix of floating-point numbers of 8 bits, multiplied by its scales."""
     weight, (scale,) = parts["weight"].float(), [each.float() for last, each in parts.items() if last != "weight"]
     if scale.numel() == 1:
         return weight * scale.flatten()
     if block is None or scale.numel() == len(weight):
         return weight * scale.view(-1, 1)
-    whole = scale.repeat_interleave(block[0], 0)[: len(weight)].repeat_interleave(block[1], 1)
+    rows, width = (min(side, own) for side, own in zip(block, weight.shape, strict=True))
+    whole = scale.repeat_interleave(rows, 0)[: len(weight)].repeat_interleave(width, 1)
     return weight * whole[:, : weight.shape[1]]
 
 
@@ -280,13 +276,12 @@ def _packed_shape(shapes: Mapping[str, tuple[int, ...]], bits: int) -> Shape | N
     if not len(words) == len(scales) == 2 or not all(words) or scales[0] != words[0]:
         return None
     zeros = (-(-words[0] // side), scales[1])
-    fits = 0 < scales[1] <= words[1] * side and shapes.get("weight_zero_point", zeros) == zeros
-    return (words[0], words[1] * side) if fits else None
+    width = words[1] * side
+    fits = 0 < scales[1] <= width and shapes.get("weight_zero_point", zeros) == zeros
+    return (words[0], width) if fits and shapes.get("weight_g_idx", (width,)) == (width,) else None
 
 
 def _by(read: Callable[[Mapping[str, Array]], npt.NDArray[np.float32]]) -> Callable[..., torch.Tensor]:
-    """The same of tensors."""
-
     def restore(parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
         arrays = {last: (each.float() if each.is_floating_point() else each).numpy() for last, each in parts.items()}
         return torch.from_numpy(np.ascontiguousarray(read(arrays)))
@@ -305,3 +300,77 @@ def _block(fields: Fields, sides: object) -> Shape | None:
 
 def _refused(fields: Fields, found: str, read: str) -> UnsupportedModelError:
     return UnsupportedModelError(f"{fields.source}: {found} cannot be read (it can: {read}). {_ANOTHER}")
+
+
+NAME = "MXFP4"
+BLOCKS, SCALES = "_blocks", "_scales"
+"""How the names of the tensors end."""
+_BYTES, _LENGTH, _BIAS = 16, 32, 127
+_NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""Those without a sign, by their codes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockFloats:
+    """A tensor of such numbers. See `models.shard.StoredTensor`."""
+
+    blocks: ShardTensor
+    scales: ShardTensor
+    shape: tuple[int, ...]
+    """[.., rows, 32 G]."""
+
+    @property
+    def path(self) -> Path:
+        return self.blocks.path
+
+    @property
+    def name(self) -> str:
+        return self.blocks.name
+
+    @property
+    def dtype(self) -> str:
+        return NAME
+
+    def check_readable(self) -> None:
+        """Nothing: other formats are refused before."""
+
+    def rows(self, first: int, count: int) -> BlockFloats:
+        groups = self.scales.shape[-1]
+        return replace(
+            self,
+            blocks=self.blocks.rows(first * groups, count * groups),
+            scales=self.scales.rows(first, count),
+            shape=(count, self.shape[-1]),
+        )
+
+    def read(self) -> torch.Tensor:
+        """Its numbers in bfloat16, which holds them exactly."""
+        numbers = torch.tensor((*_NUMBERS, *(-number for number in _NUMBERS)))
+        codes, exponents = self.blocks.stored(), self.scales.stored().flatten().int() - _BIAS
+        both = torch.stack((numbers[(codes & 15).int()], numbers[(codes >> 4).int()]), dim=-1)
+        return torch.ldexp(both.view(-1, _LENGTH), exponents[:, None]).to(torch.bfloat16).view(self.shape)
+
+
+def read_block_floats(entries: Mapping[str, ShardTensor]) -> dict[str, BlockFloats]:
+    """The tensors of a checkpoint that are stored so, as `{module}.weight`.
+
+    Raises:
+        CheckpointError: one has no scales, or they contradict its shape.
+    """
+    found = {}
+    for name, blocks in entries.items():
+        if not name.endswith(BLOCKS):
+            continue
+        module = name.removesuffix(BLOCKS)
+        scales = entries.get(module + SCALES)
+        if scales is None or blocks.shape != (*scales.shape, _BYTES) or not math.prod(blocks.shape):
+            listed = "missing" if scales is None else f"of shape {list(scales.shape)}"
+            raise CheckpointError(
+                f"{blocks.path}: '{name}' has shape {list(blocks.shape)}, and its scales are {listed}. "
+                "Download the model again."
+            )
+        if any(each.dtype not in OCTETS for each in (blocks, scales)):
+            raise CheckpointError(f"{blocks.path}: '{name}' or its scales are not {NAME}. Download the model again.")
+        shape = (*scales.shape[:-1], _LENGTH * scales.shape[-1])
+        found[f"{module}.weight"] = BlockFloats(blocks=blocks, scales=scales, shape=shape)
+    return found

@@ -46,9 +46,7 @@ class Weights(Protocol):
     """The source of the oracle's weights, such as `models.checkpoint.Checkpoint`."""
 
     @property
-    def spec(self) -> ModelSpec:
-        """The architecture."""
-        ...
+    def spec(self) -> ModelSpec: ...
 
     def vector(self, name: str) -> Tensor:
         """A norm's weight or another of a block's vectors, float32 [width], or a router's, float32 [E, C]."""
@@ -396,24 +394,24 @@ class _Operations(architecture.StateOperations[Tensor]):
 
         def mixed(inputs: Tensor) -> Tensor:
             before, after, u = inputs.chunk(3, dim=-1)
-            history = functional.pad(before * u, (0, 0, spec.taps - 1, 0))
-            return after * recurrent.convolve(history, weight.view(spec.taps, -1), bias)
+            history = functional.pad(before * u, (0, 0, spec.conv_kernel_size - 1, 0))
+            return after * recurrent.convolve(history, weight.view(spec.conv_kernel_size, -1), bias)
 
         return self._from_the_beginning(x.to(self.oracle.dtype), layer, mixed)
 
-    def shut(self, x: Tensor, gate: Tensor) -> Tensor:
+    def output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
         return x * gate.to(self.oracle.dtype).sigmoid()
 
-    def recur(self, x: Tensor, layer: int) -> Tensor:
+    def delta_rule(self, x: Tensor, layer: int) -> Tensor:
         spec, delta = self.spec, self.spec.delta
         assert delta is not None
         names = ("conv", "decay", "dt", "gain")
         conv, decay, dt, gain = (self.oracle.parameters(f"layers.{layer}.{name}")[0] for name in names)
 
         def mixed(inputs: Tensor) -> Tensor:
-            history = functional.pad(inputs[..., : delta.inputs], (0, 0, spec.taps - 1, 0))
-            read = recurrent.delta_inputs(delta, history, conv.view(spec.taps, -1), decay, dt)
-            y, _ = recurrent.recur_chunked(read, read.v.new_zeros(len(inputs), *spec.state_shape[2]))
+            history = functional.pad(inputs[..., : delta.inputs], (0, 0, spec.conv_kernel_size - 1, 0))
+            read = recurrent.delta_inputs(delta, history, conv.view(spec.conv_kernel_size, -1), decay, dt)
+            y, _ = recurrent.delta_rule_chunked(read, read.v.new_zeros(len(inputs), *spec.state_shape[2]))
             return recurrent.finish(y, inputs[..., delta.inputs :], gain, spec.norm_eps)
 
         return self._from_the_beginning(x.to(self.oracle.dtype), layer, mixed)
@@ -432,7 +430,7 @@ class _Operations(architecture.StateOperations[Tensor]):
         self.cache.inputs[layer][:, self.positions] = x
         return mixed(self.cache.inputs[layer][:, : int(self.positions[-1]) + 1])[:, -x.shape[1] :]
 
-    def settle(self, y: Tensor, norm: str) -> Tensor:
+    def norm_inplace(self, y: Tensor, norm: str) -> Tensor:
         if self.oracle.observe is not None:
             self.oracle.observe(norm, y)
         return self.norm(y, norm)

@@ -1,13 +1,15 @@
-"""A stored low-bit matrix as the backends receive it: canonical packing (see `models.packing`), memory-mapped."""
+"""A stored model's weights as the backends receive them, memory-mapped; matrices are packed by `models.packing`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from models.packing import packed_width
+from models.spec import ModelSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,3 +89,60 @@ def rows_of(linear: PackedLinear, rows: slice) -> PackedLinear:
         bias=None if linear.bias is None else linear.bias[rows],
         residual=residual,
     )
+
+
+Float32Array = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KeyStatistics:
+    """Of one block."""
+
+    mean: Float32Array
+    """float32 [H_kv, D]: the mean key of each head."""
+    axis: Float32Array
+    """float32 [H_kv, D], of length 1: the direction that the queries of a key-value head have most in common, the first
+    eigenvector of their second moments."""
+
+
+def tensor_names(layer: int) -> tuple[str, str]:
+    return f"layers.{layer}.key_mean", f"layers.{layer}.query_axis"
+
+
+def tensor_shape(spec: ModelSpec, layer: int) -> tuple[int, int]:
+    """Shape of both: [H_kv, D]."""
+    heads = spec.heads_of(layer)
+    return heads.kv_heads, heads.dim
+
+
+class Weights(Protocol):
+    """The weights of one model, by the names of `models.architecture`."""
+
+    @property
+    def spec(self) -> ModelSpec: ...
+
+    def linear(self, name: str) -> PackedLinear:
+        """A linear layer of `ModelSpec.linear_names`, packed."""
+        ...
+
+    def vector(self, name: str) -> npt.NDArray[np.float32]:
+        """A norm's weight, float32 [C] or [D], or a router's, float32 [E, C]."""
+        ...
+
+    def key_statistics(self, layer: int) -> KeyStatistics | None: ...
+
+    def embedding(self) -> npt.NDArray[np.float16]:
+        """The embedding table. float16 [V, C]."""
+        ...
+
+    def token_table(self) -> npt.NDArray[np.float16]:
+        """Embeddings of the blocks' own, side by side. float16 [V, blocks * P]."""
+        ...
+
+    def expert_tokens(self, layer: int) -> npt.NDArray[np.int32]:
+        """Calibration tokens that went to each expert of a block. int32 [held]."""
+        ...
+
+    def release(self) -> None:
+        """Free the memory of what was read, as far as it can be read again; arrays stay valid."""
+        ...

@@ -1,16 +1,21 @@
-"""The tokenizer of a folder that is fully described by `tokenizer.json`.
+"""The tokenizer of a folder that is fully described by `tokenizer.json`, and checks before it sees any text.
 
-The `tokenizers` package alone reads it, in a tenth of the time that importing transformers takes.
+The `tokenizers` package alone reads it, in a tenth of the time that importing transformers takes. It follows its file
+blindly, though: a file may replace each character by a thousand others, and those again, until the memory is exhausted
+and the process aborts. So growth of texts is bounded (`check_sound`).
 """
 
 from __future__ import annotations
 
+import base64
+import json
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from models.foreign import MAX_JSON, read_file, read_json
-from models.sound_tokenizer import check_sound
+from models.foreign import MAX_JSON, panics_raised, read_file, read_json
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -34,11 +39,9 @@ class TokenizerFiles:
     """The tokenizer described by a folder's files."""
 
     fast: Tokenizer
-    """The tokenizer."""
     special: dict[str, str]
     """Special tokens by their name, `bos_token` and so on."""
     template: str | None
-    """The chat template."""
 
 
 def plain_tokenizer(folder: Path) -> TokenizerFiles | None:
@@ -92,13 +95,11 @@ def _special_tokens(settings: dict[str, Any]) -> set[str] | None:
 
 
 def _text(token: Any) -> str | None:
-    """A token's text; None if it is not a token."""
     content = token.get("content") if isinstance(token, dict) else token
     return content if isinstance(content, str) else None
 
 
 def _is_known(index: int, token: Any, fast: Tokenizer) -> bool:
-    """Whether `tokenizer.json` has an added token exactly as the settings describe it."""
     own = fast.get_added_tokens_decoder().get(index)
     fields = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
     return own is not None and isinstance(token, dict) and all(token.get(key) == getattr(own, key) for key in fields)
@@ -107,3 +108,69 @@ def _is_known(index: int, token: Any, fast: Tokenizer) -> bool:
 def _json(path: Path) -> dict[str, Any]:
     """The JSON object in a file; empty if there is no file."""
     return dict(read_json(path)) if path.is_file() else {}
+
+
+_MAX_GROWTH = 1000
+"""Maximum growth factor of a text; known tokenizers reach 20 at most."""
+_MAX_COPIES, _MAX_ADDED = 1, 1000
+"""Likewise of tokens: known tokenizers add four at most."""
+_GROWTH = {"NFD": 4, "NFKD": 18, "NFKC": 18, "NFC": 3, "Lowercase": 3, "ByteLevel": 2, "BertNormalizer": 12}
+_TEXTS = ("The 2 quick foxes,\n\n\tjumped.", "naïve ﬁ É ½ 日本語 🙂👩‍👧 \u0301\u200b")
+
+
+def check_sound(tokenizer: Tokenizer) -> None:
+    """Check that a tokenizer neither inflates texts nor crashes.
+
+    Raises:
+        ValueError: it does.
+    """
+    for part in (tokenizer.normalizer, tokenizer.pre_tokenizer, tokenizer.decoder):
+        if part is not None and _growth(json.loads(part.__getstate__())) > _MAX_GROWTH:
+            raise ValueError(f"it makes texts more than {_MAX_GROWTH:,} times as long")
+    if tokenizer.post_processor is not None:
+        copies, added = _processed(json.loads(tokenizer.post_processor.__getstate__()))
+        if copies > _MAX_COPIES or added > _MAX_ADDED:
+            raise ValueError(f"it repeats texts, or adds more than {_MAX_ADDED:,} tokens to each")
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    for text in _TEXTS:
+        with panics_raised():
+            try:
+                tokenizer.decode(tokenizer.encode(text).ids)
+            except Exception:  # noqa: BLE001, S112 -- it need not be able to encode this text
+                continue
+
+
+def _processed(step: Mapping[str, Any]) -> tuple[int, int]:
+    """How often a post-processor repeats a text's tokens, and how many it adds."""
+    if step.get("type") == "Sequence":
+        copies, added = 1, 0
+        for inner in step["processors"]:
+            more, own = _processed(inner)
+            copies, added = copies * more, added * more + own
+        return copies, added
+    if step.get("type") != "TemplateProcessing":
+        return 1, 2
+    found = []
+    for form in ("single", "pair"):
+        names = [piece["SpecialToken"]["id"] for piece in step[form] if "SpecialToken" in piece]
+        added = sum(len(step["special_tokens"].get(name, {"ids": ()})["ids"]) for name in names)
+        found.append((max(1, (len(step[form]) - len(names)) // (1 + (form == "pair"))), added))
+    return max(copies for copies, _ in found), max(added for _, added in found)
+
+
+def _growth(step: Mapping[str, Any]) -> float:
+    kind = step.get("type")
+    if kind == "Sequence":
+        inner = [own for key in ("normalizers", "pretokenizers", "decoders") for own in step.get(key, ())]
+        return math.prod(map(_growth, inner))
+    if kind == "Replace":
+        pattern = step["pattern"].get("String")  # an expression may match the empty text before every character
+        return max(1.0, len(step["content"]) / len(pattern)) if pattern else 1.0 + len(step["content"])
+    if kind == "Prepend":
+        return 1.0 + len(step["prepend"])
+    if kind == "Precompiled":
+        content = base64.b64decode(step["precompiled_charsmap"])
+        texts = content[4 + int.from_bytes(content[:4], "little") :].split(b"\0")
+        return max(1, *map(len, texts))
+    return _GROWTH.get(str(kind), 1)

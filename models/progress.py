@@ -19,7 +19,6 @@ class Progress:
     unit: str
     """`bytes`, `blocks`, ..."""
     message: str
-    """A description for the user, in one line."""
 
 
 ProgressCallback = Callable[[Progress], None]
@@ -28,6 +27,11 @@ ProgressCallback = Callable[[Progress], None]
 
 Cancelled = Callable[[], bool]
 """Whether to stop; called between pieces of work, on the thread that does the work."""
+
+
+def note(progress: ProgressCallback, message: str) -> None:
+    """Report what happens while bytes cannot be counted yet."""
+    progress(Progress(phase="check", done=0.0, total=None, unit="bytes", message=message))
 
 
 def ignore_progress(progress: Progress) -> None:

@@ -45,7 +45,7 @@ QOQ_GROUP_SIZE = 128
 QOQ_STEPS = ("rotate", "reorder", "smooth_attention", "smooth_outputs", "clip")
 """The steps of `qoq` before rounding a block, in order; fields of `Recipe`."""
 QOQ_USUAL = frozenset(QOQ_STEPS) - {"rotate"}
-"""The default steps. Rotation raises SmolLM2's perplexity by a tenth: see docs/decisions.md."""
+"""The default steps. Rotation raises SmolLM2's perplexity by a tenth: see docs/decisions/models.md."""
 _OF_QOQ = frozenset(QOQ_STEPS) - {"smooth_attention"}
 _LATER = frozenset({"block_bits", *QOQ_STEPS})
 """Keys that a recipe's JSON object leaves out at their defaults."""
@@ -70,11 +70,10 @@ class Recipe:
     residual_bits: int = 4
     """Bits of the residuals W - Ŵ kept in RAM for error compensation: 0 (none), 2, 4, 8 or 16 (half precision)."""
     head_bits: int = 4
-    """Bits of the output head."""
     expected_k_chunk: int = EXPECTED_K_CHUNK
     """The most salient channels per 1024 that error compensation is expected to restore when the model runs: base
     quantizers that work with second moments minimize the error with none, a quarter and all of these restored (see
-    `models.salience`), and residuals are scaled for what is restored. Without residuals it counts as 0."""
+    `models.quantize.calibration`), and residuals are scaled for what is restored. Without residuals it counts as 0."""
     smooth_attention: bool = False
     """Whether key channels are smoothed for a low-bit KV cache, at no cost when the model runs."""
     rotate: bool = False
@@ -195,11 +194,9 @@ class Recipe:
 
     @property
     def codebook(self) -> bool:
-        """Whether matrices have a codebook for each output channel."""
         return self.method in CODEBOOK_METHODS
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object that `from_json` reads back."""
         data = asdict(self)
         return {key: value for key, value in data.items() if key not in _LATER or value != _DEFAULTS[key]}
 

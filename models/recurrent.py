@@ -53,7 +53,6 @@ class DeltaInputs:
     """[..., S, H], 0 to 1: how much of the old value of a key a new one replaces."""
 
     def part(self, tokens: slice) -> DeltaInputs:
-        """Some of the tokens."""
         q, k, v = (x[..., tokens, :, :] for x in (self.q, self.k, self.v))
         return DeltaInputs(q, k, v, self.log_decay[..., tokens, :], self.beta[..., tokens, :])
 
@@ -63,7 +62,7 @@ def normalized(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
 
 
-def recur(x: DeltaInputs, state: Tensor) -> tuple[Tensor, Tensor]:
+def delta_rule(x: DeltaInputs, state: Tensor) -> tuple[Tensor, Tensor]:
     """The gated delta rule, token by token.
 
     A token's state S is decay S + k ⊗ beta (v - decay Sᵀk), and its output Sᵀq.
@@ -87,8 +86,8 @@ def recur(x: DeltaInputs, state: Tensor) -> tuple[Tensor, Tensor]:
     return torch.stack(outputs, -3) if outputs else torch.zeros_like(x.v), state
 
 
-def recur_chunked(x: DeltaInputs, state: Tensor, chunk: int = CHUNK) -> tuple[Tensor, Tensor]:
-    """The same, a chunk of tokens at a time as matrix products; see `recur`.
+def delta_rule_chunked(x: DeltaInputs, state: Tensor, chunk: int = CHUNK) -> tuple[Tensor, Tensor]:
+    """The same, a chunk of tokens at a time as matrix products; see `delta_rule`.
 
     Within a chunk the replaced values u solve a triangular system: u_t = beta_t (v_t - what the old state and the
     chunk's earlier tokens hold for k_t).

@@ -40,10 +40,6 @@ def frequencies(rope: RopeSpec, context: int) -> npt.NDArray[np.float64]:
 def tables(rope: RopeSpec, context: int) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
     """Cosines and sines for positions 0 .. context - 1, `attention_factor` included.
 
-    Args:
-        rope: The model's rotary embedding.
-        context: Context in use, in tokens (see `frequencies`).
-
     Returns:
         (cos, sin), each float32 [context, rotary_dim / 2].
     """
@@ -94,5 +90,5 @@ def query_growth(spec: ModelSpec, positions: npt.NDArray[np.int64]) -> npt.NDArr
 
 def table_bytes(spec: ModelSpec, context: int) -> int:
     """Bytes of the rotary tables of so many positions, fp32; a GPU has more for blocks that don't rotate."""
-    still = max((rope.rotary_dim for rope in spec.ropes), default=0) if spec.unrotated else 0
+    still = max((rope.rotary_dim for rope in spec.ropes), default=0) if spec.nope_layers else 0
     return 4 * context * (sum(rope.rotary_dim for rope in spec.ropes) + still + bool(spec.query_growth))

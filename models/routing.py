@@ -45,6 +45,6 @@ def route(
     shares = shares * mixture.scale
     if not mixture.shared:
         return chosen, shares
-    shared = torch.arange(mixture.experts, mixture.held).expand(len(logits), -1)
+    shared = torch.arange(mixture.experts, mixture.num_experts).expand(len(logits), -1)
     of_each = of_shared.sigmoid() if mixture.gated else torch.ones(len(logits), 1)
     return torch.cat((chosen, shared), dim=-1), torch.cat((shares, of_each.expand(-1, mixture.shared)), -1)

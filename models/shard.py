@@ -1,21 +1,68 @@
-"""One safetensors file, read tensor by tensor.
+"""Tensors of a checkpoint that have not been read yet, and those of a safetensors file.
 
-Tensors are read into their own memory instead of being mapped. A mapping counts as used memory page by page, and a file
-that shrinks under it kills the process, whereas a read raises an error.
+The latter are read into their own memory instead of being mapped. A mapping counts as used memory page by page, and a
+file that shrinks under it kills the process, whereas a read raises an error.
 """
 
 from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol, Self
 
 import torch
 
 from models.errors import CheckpointError, UnsupportedModelError
-from models.foreign import open_file
-from models.tensor_table import read_table
+from models.foreign import open_file, read_table
+
+
+class StoredTensor(Protocol):
+    """A tensor of a checkpoint that has not been read yet."""
+
+    @property
+    def path(self) -> Path:
+        """The file that holds it."""
+        ...
+
+    @property
+    def name(self) -> str:
+        """Its name in that file."""
+        ...
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape."""
+        ...
+
+    @property
+    def dtype(self) -> str:
+        """Its format as the file calls it, `BF16` or `Q4_K`."""
+        ...
+
+    def check_readable(self) -> None:
+        """Check that its format is supported. Raises UnsupportedModelError if not."""
+        ...
+
+    def rows(self, first: int, count: int) -> Self:
+        """Rows of the tensor as a matrix: all dimensions but the last count rows."""
+        ...
+
+    def read(self) -> torch.Tensor:
+        """Read it. Raises CheckpointError if the file is gone or was truncated."""
+        ...
+
+
+def weights_by_type(tensors: Iterable[StoredTensor]) -> dict[str, int]:
+    """Number of weights that are stored in each type, most first; vectors are left out."""
+    counts: dict[str, int] = {}
+    for tensor in tensors:
+        if len(tensor.shape) > 1:
+            counts[tensor.dtype] = counts.get(tensor.dtype, 0) + math.prod(tensor.shape)
+    return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
+
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Supported formats of weights, by their safetensors names."""
@@ -33,11 +80,8 @@ class ShardTensor:
     """A tensor's location and type."""
 
     path: Path
-    """The safetensors file."""
     name: str
-    """The tensor's name in the file."""
     shape: tuple[int, ...]
-    """Its shape."""
     dtype: str
     """Its format, for example `BF16`."""
     offset: int
@@ -58,7 +102,6 @@ class ShardTensor:
             )
 
     def rows(self, first: int, count: int) -> ShardTensor:
-        """Rows of the tensor as a matrix: all dimensions but the last count rows."""
         row = self.size // max(1, math.prod(self.shape[:-1]))
         return replace(self, shape=(count, self.shape[-1]), offset=self.offset + first * row, size=count * row)
 
@@ -73,11 +116,7 @@ class ShardTensor:
         return self.stored()
 
     def stored(self) -> torch.Tensor:
-        """Read the tensor in any of the formats.
-
-        Raises:
-            CheckpointError: The file is gone or was truncated.
-        """
+        """Read the tensor in any of the formats."""
         tensor = torch.empty(self.shape, dtype=_ALL[self.dtype])
         rest = tensor.view(-1).view(torch.uint8).numpy().data
         try:
@@ -111,7 +150,6 @@ def read_header(path: Path) -> dict[str, ShardTensor]:
 
 
 def _why_unreadable(path: Path, error: Exception) -> str:
-    """The error message for a file whose header can't be read."""
     try:
         with open_file(path) as file:
             beginning = file.read(64)

@@ -10,7 +10,7 @@ Activation = Literal["silu", "gelu_tanh", "clamped_silu"]
 """The last is gpt-oss's: (up + 1) * g * sigmoid(1.702 g), with g and up within limits (`ModelSpec.gate_limit`)."""
 CLAMPED_GAIN = 1.702
 """Of its sigmoid."""
-NormForm = Literal["head", "all", "turned"]
+NormForm = Literal["head", "all", "after_rope"]
 Scoring = Literal["softmax", "sigmoid"]
 Mixer = Literal["attention", "shared", "convolution", "delta"]
 """What mixes the tokens of a block: attention, with a cache, or over an earlier block's, which is `shared`; the others
@@ -40,7 +40,6 @@ class RopeSpec:
     rotary_dim: int = 0
     """Leading dimensions of a head that rotate; the rest passes through (Phi's partial rotary factor)."""
     kind: RopeKind = "default"
-    """The rescaling of the frequencies."""
     factor: float = 1.0
     """Context extension factor of `linear`, `llama3` and `yarn`."""
     low_freq_factor: float = 1.0
@@ -68,7 +67,6 @@ class DeltaSpec:
     """Heads of a gated delta rule; several value heads share a query and a key."""
 
     key_heads: int
-    """Query heads, and key heads."""
     value_heads: int
     """Value heads, a multiple of that; each has a matrix."""
     key_dim: int
@@ -78,12 +76,10 @@ class DeltaSpec:
 
     @property
     def key_width(self) -> int:
-        """Channels of all keys."""
         return self.key_heads * self.key_dim
 
     @property
     def value_width(self) -> int:
-        """Channels of all values."""
         return self.value_heads * self.value_dim
 
     @property
@@ -104,9 +100,7 @@ class MixtureSpec:
     experts: int
     """E, experts of a block of which a token's are chosen."""
     chosen: int
-    """How many are."""
     width: int
-    """Width of an expert."""
     normalized: bool
     """Whether the shares of a token's experts add up to 1 (Mixtral); else they are those of a softmax over all experts
     (OLMoE)."""
@@ -123,18 +117,18 @@ class MixtureSpec:
     """Whether a vector is added to the scores for the choice, but not to the shares (DeepSeek-V3, §2.1.2)."""
     scale: float = 1.0
     """Factor of the shares of the experts that are chosen."""
-    beside: bool = False
+    parallel_mlp: bool = False
     """Whether they are beside the MLP, which stays, and not in its place: each has norms of its own (Gemma 4)."""
     gated: bool = True
     """Whether the share of shared experts is the sigmoid of another logit of the router; else it is 1."""
 
     @property
-    def held(self) -> int:
+    def num_experts(self) -> int:
         """Experts of a block, shared ones included."""
         return self.experts + self.shared
 
     @property
-    def read(self) -> int:
+    def experts_per_token(self) -> int:
         """Experts that a token goes to, shared ones included."""
         return self.chosen + self.shared
 
@@ -156,7 +150,6 @@ def expert_of(name: str) -> int | None:
 
 
 def is_of_tokens(name: str) -> bool:
-    """Whether a linear layer is one of `TOKEN_LINEARS`."""
     return name.endswith(TOKEN_LINEARS)
 
 
@@ -197,9 +190,7 @@ class ModelSpec:
     hidden_size: int
     """C."""
     intermediate_size: int
-    """Width of the MLP."""
     num_layers: int
-    """Number of blocks."""
     num_heads: int
     """H, query heads."""
     num_kv_heads: int
@@ -215,24 +206,21 @@ class ModelSpec:
     norm_eps: float
     """Epsilon of every RMSNorm, or of those that read the residual stream."""
     rope: RopeSpec
-    """Rotary embedding."""
     window_rope: RopeSpec | None = None
     """Rotary embedding of the blocks with a window, where it is another one (Gemma 3)."""
     windows: tuple[int | None, ...]
     """Per block: sliding window in tokens (a query sees itself and the window - 1 tokens before it), or None."""
-    unrotated: tuple[int, ...] = ()
+    nope_layers: tuple[int, ...] = ()
     """Blocks without a rotary embedding (SmolLM3)."""
     mixers: tuple[Mixer, ...] = ()
     """Per block: what mixes its tokens; empty: attention in all of them. One that is `shared` reads the cache of the
     last block before the first such one that has a window, or has none, as it does."""
-    taps: int = 0
+    conv_kernel_size: int = 0
     """Tokens that a short convolution sees, its own included."""
     delta: DeltaSpec | None = None
-    """Heads of the blocks with a gated delta rule."""
     gated: bool = False
     """Whether what attention gives is multiplied by the sigmoid of a gate, channel by channel (Qwen3.5)."""
     conv_bias: bool = False
-    """Whether short convolutions, and the linear layers around them, have biases."""
     norm_before: bool = True
     """Whether attention and MLP read the residual stream through an RMSNorm (not in OLMo 2)."""
     norm_after: bool = False
@@ -240,29 +228,23 @@ class ModelSpec:
     inner_eps: float | None = None
     """Epsilon of the norms that do not read the residual stream, where it is another one."""
     qkv_bias: bool = False
-    """Whether q, k and v have biases (Qwen2)."""
     o_bias: bool = False
-    """Whether the output projection has a bias."""
     mlp_bias: bool = False
-    """Whether gate, up and down have biases."""
     qk_norm: bool = False
     """Whether queries and keys pass an RMSNorm, each head by itself and before the rotation (Qwen3)."""
     v_norm: bool = False
     """Whether values pass one without a weight, each head by itself (Gemma 4)."""
     qk_norm_form: NormForm = "head"
-    """Whether that is so, or it is over `all` heads together (OLMo 2), or over each once it is `turned` (Hunyuan)."""
+    """Whether that is so, or it is over `all` heads together (OLMo 2), or over each `after_rope` (Hunyuan)."""
     query_growth: float = 0.0
     """Queries at position p are multiplied by 1 + this * ln(1 + p // query_growth_context) (Ministral 3)."""
     query_growth_context: int = 1
-    """See there."""
     sinks: bool = False
     """Whether each query head has a score of its own that takes a share of attention and adds nothing (gpt-oss)."""
     score_cap: float | None = None
     """Attention scores s become c * tanh(s / c) (Gemma 2)."""
     logit_cap: float | None = None
-    """So do logits."""
     activation: Activation = "silu"
-    """Of the MLP's gate."""
     gate_limit: float = 0.0
     """`clamped_silu`: most of g and of up, whose least is its negative."""
     shared_width: int | None = None
@@ -274,9 +256,7 @@ class ModelSpec:
     mixture: MixtureSpec | None = None
     """The experts of its blocks; None: every block has an MLP."""
     tied: bool = False
-    """Whether the output head is the embedding table."""
     bos_token_id: int | None = None
-    """Beginning-of-sequence token."""
     eos_token_ids: tuple[int, ...] = field(default=())
     """Every token that ends a generation, from config.json and generation_config.json."""
 
@@ -291,17 +271,14 @@ class ModelSpec:
         return self.num_kv_heads * self.head_dim
 
     def heads_of(self, layer: int) -> HeadShape:
-        """Heads of a block with attention."""
         if self.wide_heads is not None and self.windows[layer] is None:
             return self.wide_heads
         return HeadShape(self.num_heads, self.num_kv_heads, self.head_dim)
 
     def mlp_width(self, layer: int) -> int:
-        """Width of a block's MLP."""
         return self.shared_width if self.shared_width and self.mixer(layer) == "shared" else self.intermediate_size
 
     def mixer(self, layer: int) -> Mixer:
-        """What mixes the tokens of a block."""
         return self.mixers[layer] if self.mixers else "attention"
 
     @property
@@ -311,7 +288,6 @@ class ModelSpec:
 
     @property
     def state_layers(self) -> tuple[int, ...]:
-        """Blocks that have a state instead of a cache."""
         return tuple(layer for layer in range(self.num_layers) if self.mixer(layer) in _STATES)
 
     def cache_of(self, layer: int) -> int:
@@ -356,7 +332,7 @@ class ModelSpec:
         if self.mixture is None or layer_type not in MLP_TYPES:
             return self.num_layers
         mixtures = sum(map(self.has_experts, range(self.num_layers)))
-        return self.num_layers + mixtures * (self.mixture.read - (not self.mixture.beside))
+        return self.num_layers + mixtures * (self.mixture.experts_per_token - (not self.mixture.parallel_mlp))
 
     def share_read(self, name: str) -> float:
         """The share of tokens that read a linear layer or an expert's tensor, if all experts are alike."""
@@ -376,11 +352,11 @@ class ModelSpec:
         if self.mixer(layer) not in _STATES:
             vectors |= self._attention_vectors(layer)
         elif self.mixer(layer) == "convolution":
-            vectors["conv"] = self.taps * self.hidden_size
+            vectors["conv"] = self.conv_kernel_size * self.hidden_size
             if self.conv_bias:
                 vectors["conv_bias"] = self.hidden_size
         elif self.delta is not None:
-            vectors["conv"] = self.taps * self.delta.channels
+            vectors["conv"] = self.conv_kernel_size * self.delta.channels
             vectors |= dict.fromkeys(("decay", "dt"), self.delta.value_heads) | {"gain": self.delta.value_dim}
         if self.mixture is not None and self.mixture.bias and self.has_experts(layer):
             vectors["router_bias"] = self.mixture.scores
@@ -388,7 +364,7 @@ class ModelSpec:
             vectors["router_correction"] = self.mixture.experts
         if self.norm_after:
             vectors |= {"o_norm": self.hidden_size, "down_norm": self.hidden_size}
-        if self.mixture is not None and self.mixture.beside and self.has_experts(layer):
+        if self.mixture is not None and self.mixture.parallel_mlp and self.has_experts(layer):
             vectors |= dict.fromkeys(("router_norm", "mlp_norm", "experts_norm", "experts_down_norm"), self.hidden_size)
         if self.token_width:
             vectors |= {"tokens.gate_up_norm": self.token_width, "inner.down_norm": self.hidden_size}
@@ -397,7 +373,6 @@ class ModelSpec:
         return {f"layers.{layer}.{name}": width for name, width in vectors.items()}
 
     def _attention_vectors(self, layer: int) -> dict[str, int]:
-        """Widths of the norms of queries and keys, and of sinks."""
         vectors: dict[str, int] = {}
         if self.qk_norm:
             all_together, heads = self.qk_norm_form == "all", self.heads_of(layer)
@@ -419,23 +394,20 @@ class ModelSpec:
         return {router_of(layer): (self.mixture.scores, self.hidden_size)}
 
     def router_names(self) -> tuple[str, ...]:
-        """Names of all routers."""
         return tuple(name for layer in range(self.num_layers) for name in self.routers(layer))
 
     def eps_of(self, name: str) -> float:
-        """Epsilon of a norm, `layers.3.q_norm`."""
         inner = name.endswith(("q_norm", "k_norm", "v_norm", "o_norm", "down_norm", "gate_up_norm", "mlp_norm"))
         return self.norm_eps if self.inner_eps is None or not inner else self.inner_eps
 
     def rope_of(self, layer: int) -> RopeSpec | None:
         """Rotary embedding of a block; None where it has none."""
-        if layer in self.unrotated:
+        if layer in self.nope_layers:
             return None
         return self.rope if self.window_rope is None or self.windows[layer] is None else self.window_rope
 
     @property
     def ropes(self) -> tuple[RopeSpec, ...]:
-        """The rotary embeddings that there are, each once."""
         return tuple(dict.fromkeys(rope for rope in map(self.rope_of, range(self.num_layers)) if rope is not None))
 
     @property
@@ -446,11 +418,14 @@ class ModelSpec:
         if it has none.
         """
         if self.delta is not None:
-            return self.delta.inputs, self.taps - 1, (self.delta.value_heads, self.delta.key_dim, self.delta.value_dim)
-        return self.hidden_size, self.taps - 1, (0, 0, 0)
+            return (
+                self.delta.inputs,
+                self.conv_kernel_size - 1,
+                (self.delta.value_heads, self.delta.key_dim, self.delta.value_dim),
+            )
+        return self.hidden_size, self.conv_kernel_size - 1, (0, 0, 0)
 
     def has_bias(self, name: str) -> bool:
-        """Whether a linear layer, `layers.3.qkv`, has a bias."""
         if expert_of(name) is not None:
             return self.mixture is not None and self.mixture.bias
         kind = name.rsplit(".", 1)[-1]
@@ -471,7 +446,9 @@ class ModelSpec:
         if is_of_tokens(name):
             inside = (self.token_width, self.hidden_size)
             return inside if kind == "gate_up" else inside[::-1]
-        if self.mixture is not None and (expert_of(name) is not None or (name == kind and not self.mixture.beside)):
+        if self.mixture is not None and (
+            expert_of(name) is not None or (name == kind and not self.mixture.parallel_mlp)
+        ):
             width = self.mixture.width
         shapes = {
             "gate_up": (2 * width, self.hidden_size),
@@ -503,8 +480,10 @@ class ModelSpec:
         last = tuple(f"{prefix}.{kind}" for kind in (TOKEN_LINEARS if self.token_width else ()))
         if self.mixture is None or not self.has_experts(layer):
             return (*plain, *last)
-        experts = (f"{prefix}.experts.{expert}.{kind}" for expert in range(self.mixture.held) for kind in MLP_TYPES)
-        return (*(plain if self.mixture.beside else plain[:2]), *experts, *last)
+        experts = (
+            f"{prefix}.experts.{expert}.{kind}" for expert in range(self.mixture.num_experts) for kind in MLP_TYPES
+        )
+        return (*(plain if self.mixture.parallel_mlp else plain[:2]), *experts, *last)
 
     def linear_names(self) -> tuple[str, ...]:
         """Names of all linear layers in the order they run, `layers.0.qkv` to `head`."""

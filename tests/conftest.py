@@ -32,7 +32,7 @@ sys.dont_write_bytecode = False
 settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("unhurried")
 
-BENCH = Path(__file__).resolve().parent / "bench"
+LAB = Path(__file__).resolve().parent / "lab"
 SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 
@@ -120,7 +120,7 @@ LARGE = ("test_rounds.py", "test_cpu_decoder.py", "test_budget.py", "test_snapsh
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark tests of benchmarks and reports slow: the program does not depend on them. Large files come first."""
     for item in items:
-        if BENCH in item.path.parents:
+        if LAB in item.path.parents:
             item.add_marker(pytest.mark.slow)
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: (item.path.name not in LARGE, item.path not in slow))

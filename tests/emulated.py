@@ -25,8 +25,8 @@ import numpy as np
 from platformdirs import user_cache_path
 
 from tests.architecture import ROOT
-from tests.bench.installations import SMALL
 from tests.close import Tolerance, assert_close
+from tests.lab.installations import SMALL
 from tests.systems import ROOMS
 
 HOME = user_cache_path("lowbit-chat-tests") / "arm64"

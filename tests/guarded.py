@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from runtime.backends.cpu import arena
+from runtime.backends.cpu import tiles as arena
 
 PAGE = mmap.PAGESIZE
 
 
 def aligned_zeros(shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-    """As `runtime.backends.cpu.arena.aligned_zeros`; on Linux at most 63 bytes from the end of what may be touched."""
+    """As `runtime.backends.cpu.tiles.aligned_zeros`; on Linux at most 63 bytes from the end of what may be touched."""
     if sys.platform != "linux":
         return arena.aligned_zeros(shape, dtype)
     kind = np.dtype(dtype)

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from models.needed import LEFT_OUT
-from tests.bench.installations import PLATFORMS, SMALL, WHOLE, resolve
+from models.errors import LEFT_OUT
+from tests.lab.installations import PLATFORMS, SMALL, WHOLE, resolve
 
 SMALL_PROGRAM = """
 import sys

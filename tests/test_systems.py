@@ -18,8 +18,8 @@ from llvmlite import ir
 from app.cli import output
 from models import files
 from runtime.backends.cpu.machine.emit import I64
-from runtime.backends.cpu.machine.sleeping import sleeping
-from runtime.system.job import Job
+from runtime.backends.cpu.machine.sync import sleeping
+from runtime.system.lifetimes import Job
 from tests.architecture import ROOT
 from tests.systems import MACHINES, POSIX, ROOMS
 from tuner import sysctl
@@ -43,10 +43,11 @@ def test_only_these_functions_import_what_windows_lacks() -> None:
             found |= {(str(file.relative_to(ROOT)), name) for name in names if name in POSIX}
     assert found == {
         ("app/cli/repl.py", "readline"),
+        ("app/cli/talk.py", "termios"),
         ("app/tui/terminal.py", "termios"),
         ("runtime/backends/triton/residual.py", "resource"),
         ("runtime/measure/speed.py", "resource"),
-        ("runtime/system/limits.py", "resource"),
+        ("runtime/system/child_process.py", "resource"),
     }
 
 

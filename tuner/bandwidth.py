@@ -155,7 +155,7 @@ def _load(folder: Path | None) -> ReadBandwidth | None:
         if data.keys() != {field.name for field in fields(ReadBandwidth)}:
             return None
         return ReadBandwidth(**data)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None  # nothing stored by this version: measure again
 
 

@@ -5,17 +5,14 @@ Source: QDEC Fig. 17.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tuner.candidates import CHUNK, k_chunk_limit, n_tb_candidates
-from tuner.errors import TimerError
-from tuner.progress import Cancel, Progress, Report, check, never, silent
 from tuner.search import Configuration
 from tuner.shapes import LayerShape
 from tuner.timer import Timer
 
-_SAMPLES = 3
 _MIN_REACH = 16
 """Minimum right end of a curve; it also reaches twice the configuration's `k_chunk`."""
 
@@ -32,25 +29,6 @@ class Curve:
     """(`k_chunk`, time relative to no compensation), `k_chunk` ascending, starting with (0, 1)."""
 
 
-def knee_curve(kind: str, timer: Timer, n_tb: int, k_chunks: Sequence[int], *, cancelled: Cancel = never) -> Curve:
-    """Time one curve.
-
-    Args:
-        kind: Layer type.
-        timer: Times its product.
-        n_tb: Thread blocks.
-        k_chunks: The values to time, without 0, which is the reference.
-        cancelled: Called before every measurement.
-
-    Raises:
-        TimerError: a product could not be timed.
-        Cancelled: `cancelled` returned True.
-    """
-    base = _median(timer, kind, 0, 0, cancelled)
-    points = [(k, _median(timer, kind, n_tb, k, cancelled) / base) for k in sorted({*k_chunks} - {0})]
-    return Curve(kind=kind, n_tb=n_tb, points=((0, 1.0), *points))
-
-
 def knee_curves(
     layers: Sequence[LayerShape],
     timer: Timer,
@@ -58,10 +36,8 @@ def knee_curves(
     *,
     limit: int | None = None,
     others: bool = False,
-    progress: Progress = silent,
-    cancelled: Cancel = never,
 ) -> tuple[Curve, ...]:
-    """Time the curves around a configuration.
+    """Curves of a simulated device around a configuration, of eight points each.
 
     Args:
         layers: Layer types.
@@ -69,28 +45,20 @@ def knee_curves(
         configuration: Determines each type's `n_tb` and the curve's right end.
         limit: Shared memory of a block in bytes; None does not bound `k_chunk` below 1024.
         others: Whether to time other block counts up to the configuration's bound as well (powers of two).
-        progress: Called before every curve.
-        cancelled: Called before every measurement.
 
     Raises:
         TimerError: a product could not be timed.
-        Cancelled: `cancelled` returned True.
     """
-    wanted = [(layer, n_tb) for layer in layers for n_tb in _block_counts(layer, configuration, others)]
     curves = []
-    for done, (layer, n_tb) in enumerate(wanted):
-        progress(Report(done=done, total=len(wanted), message=f"curve of {layer.kind}"))
-        largest = CHUNK if limit is None else k_chunk_limit(layer.n, layer.k, max(1, n_tb), limit)
-        reach = min(largest, max(_MIN_REACH, 2 * configuration.k_chunk[layer.kind]))
-        curves.append(knee_curve(layer.kind, timer, n_tb, list(_spread(reach)), cancelled=cancelled))
+    for layer in layers:
+        for n_tb in _block_counts(layer, configuration, others):
+            largest = CHUNK if limit is None else k_chunk_limit(layer.n, layer.k, max(1, n_tb), limit)
+            reach = min(largest, max(_MIN_REACH, 2 * configuration.k_chunk[layer.kind]))
+            base = timer.seconds(layer.kind, 0, 0)
+            wanted = sorted({max(1, reach * eighth // 8) for eighth in range(1, 9)})
+            points = [(k, timer.seconds(layer.kind, n_tb, k) / base) for k in wanted]
+            curves.append(Curve(kind=layer.kind, n_tb=n_tb, points=((0, 1.0), *points)))
     return tuple(curves)
-
-
-def as_json(curves: Sequence[Curve]) -> list[Mapping[str, object]]:
-    """Curves as plain lists and dictionaries."""
-    return [
-        {"kind": curve.kind, "n_tb": curve.n_tb, "points": [list(point) for point in curve.points]} for curve in curves
-    ]
 
 
 def _block_counts(layer: LayerShape, configuration: Configuration, others: bool) -> list[int]:
@@ -100,20 +68,3 @@ def _block_counts(layer: LayerShape, configuration: Configuration, others: bool)
     bound = configuration.n_tb_max
     powers = {count for count in n_tb_candidates(layer.n, layer.k) if count.bit_count() == 1 and count <= bound}
     return sorted({chosen} | powers)
-
-
-def _spread(reach: int) -> Iterator[int]:
-    """Eight values up to `reach`, evenly."""
-    for eighth in range(1, 9):
-        yield max(1, reach * eighth // 8)
-
-
-def _median(timer: Timer, kind: str, n_tb: int, k_chunk: int, cancelled: Cancel) -> float:
-    readings = []
-    for _ in range(_SAMPLES if timer.measured else 1):
-        check(cancelled)
-        readings.append(timer.seconds(kind, n_tb, k_chunk))
-    seconds = sorted(readings)[len(readings) // 2]
-    if not 0 < seconds < float("inf"):
-        raise TimerError(f"the timer reports {seconds} s for {kind} with k_chunk {k_chunk}; tune again")
-    return seconds

@@ -7,17 +7,12 @@ time are measured. Without a full-precision loss to compare with, more compensat
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
-from pathlib import Path
-from typing import Any, Literal, cast, get_args
-
-from tuner.profiles import KeyedStore, ProfileKey, count_of
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 Target = Literal["plain", "compensated", "residual"]
-_TARGETS: tuple[Target, ...] = get_args(Target)
 """By rising quality."""
-_FORMAT = 1
 _IN_WORDS: dict[Target, str] = {
     "plain": "low bits alone",
     "compensated": "low bits, compensated within the budget",
@@ -26,7 +21,7 @@ _IN_WORDS: dict[Target, str] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
+class DecodingMode:
     """One way to decode."""
 
     target: Target
@@ -40,8 +35,12 @@ class Way:
     acceptance_rate: float | None = None
     """Share of the drafted tokens that were accepted; None without drafts."""
 
+    def __post_init__(self) -> None:
+        if not self.seconds > 0 or not self.perplexity > 0:
+            raise ValueError(f"not a measured way to decode: {self}")
 
-def best(ways: Sequence[Way], budget_percent: float, *, drafts: bool = True) -> Way:
+
+def best(ways: Sequence[DecodingMode], budget_percent: float, *, drafts: bool = True) -> DecodingMode:
     """The way with the lowest loss within the budget, relative to low bits alone.
 
     Of several ways with the same target, only the fastest counts. Perplexities within 0.1 % count as equal; the faster
@@ -61,7 +60,7 @@ def best(ways: Sequence[Way], budget_percent: float, *, drafts: bool = True) -> 
     return min((way for way in within if way.perplexity <= 1.001 * least), key=lambda way: way.seconds)
 
 
-def _plain(ways: Sequence[Way]) -> Way:
+def _plain(ways: Sequence[DecodingMode]) -> DecodingMode:
     return next(way for way in ways if way.target == "plain" and not way.gamma)
 
 
@@ -69,9 +68,9 @@ def _plain(ways: Sequence[Way]) -> Way:
 class Offers:
     """The ways to decode a model on a device, and the budget that chooses among them."""
 
-    key: ProfileKey
-    """The key of the measurement, with the budget."""
-    ways: tuple[Way, ...]
+    budget_percent: float
+    """The budget."""
+    ways: tuple[DecodingMode, ...]
     """All measured ways."""
     full: float | None
     """Perplexity of the full-precision model on the same text; None where it is not known."""
@@ -80,12 +79,18 @@ class Offers:
     date: str
     """Time of its end in ISO format."""
 
+    def __post_init__(self) -> None:
+        if not any(way.target == "plain" and not way.gamma for way in self.ways):
+            raise ValueError("there is nothing to compare the ways to decode with")
+        if self.full is not None and not self.full > 0:
+            raise ValueError(f"{self.full} is no perplexity")
+
     @property
-    def chosen(self) -> Way:
+    def chosen(self) -> DecodingMode:
         """The best within the budget."""
         return self.best()
 
-    def best(self, *, drafts: bool = True, residual: bool = True) -> Way:
+    def best(self, *, drafts: bool = True, residual: bool = True) -> DecodingMode:
         """The best allowed way within the budget.
 
         Args:
@@ -93,13 +98,13 @@ class Offers:
             residual: Whether ways that read every residual are allowed.
         """
         ways = [way for way in self.ways if residual or way.target != "residual"]
-        return best(ways, self.key.budget_percent, drafts=drafts)
+        return best(ways, self.budget_percent, drafts=drafts)
 
-    def slowdown_percent(self, way: Way) -> float:
+    def slowdown_percent(self, way: DecodingMode) -> float:
         """Slowdown of a token against low bits alone; negative where drafts make it faster."""
         return 100 * (way.seconds / _plain(self.ways).seconds - 1)
 
-    def words(self, way: Way) -> str:
+    def words(self, way: DecodingMode) -> str:
         """A description: `within 0.3 % of full precision at 0.9 x the low-bit speed (...)`."""
         speed = f"{_plain(self.ways).seconds / way.seconds:.2g} x the low-bit speed"
         if self.full is None:
@@ -116,52 +121,3 @@ class Offers:
 def _rounded_up(percent: float) -> str:
     """Rounded up, with one decimal below 10."""
     return f"{math.ceil(10 * percent) / 10:g}" if percent < 10 else f"{math.ceil(percent)}"
-
-
-class OfferStore(KeyedStore[Offers]):
-    """Offers in a folder, one file each, next to the profiles of decoding.
-
-    Args:
-        folder: The folder; created when the first one is saved.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder, _offers, form=_FORMAT, suffix=".offers.json")
-
-
-def _offers(key: ProfileKey, data: Mapping[str, Any]) -> Offers:
-    """Read what was saved.
-
-    Raises:
-        KeyError, TypeError, ValueError: it is malformed.
-    """
-    if data.keys() != {field.name for field in fields(Offers)} - {"key"}:
-        raise ValueError("not the fields of offers")
-    ways = tuple(_way(own) for own in data["ways"])
-    if not any(way.target == "plain" and not way.gamma for way in ways):
-        raise ValueError("nothing to compare with")
-    full = None if data["full"] is None else _positive(data["full"])
-    return Offers(key=key, ways=ways, full=full, seconds=float(data["seconds"]), date=str(data["date"]))
-
-
-def _way(data: Mapping[str, Any]) -> Way:
-    if data["target"] not in _TARGETS:
-        raise ValueError("not a target")
-    rate = data["acceptance_rate"]
-    way = Way(
-        target=cast("Target", data["target"]),
-        gamma=count_of(data["gamma"]),
-        seconds=_positive(data["seconds"]),
-        perplexity=_positive(data["perplexity"]),
-        acceptance_rate=None if rate is None else float(rate),
-    )
-    if asdict(way) != dict(data):
-        raise ValueError("not a way")
-    return way
-
-
-def _positive(value: object) -> float:
-    number = float(cast("float", value))
-    if not 0 < number < math.inf:
-        raise ValueError(f"{value!r} is not a positive number")
-    return number

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
+from io import BytesIO
 from typing import Any
 
 from tuner.curve import Curve
@@ -43,17 +43,15 @@ def terminal(curves: Sequence[Curve], *, width: int = 80, height: int = 20, colo
     return text
 
 
-def svg(curves: Sequence[Curve], file: Path, *, title: str = "") -> None:
-    """Draw the curves into an SVG file; the same curves give the same bytes.
+def svg(curves: Sequence[Curve], *, title: str = "") -> bytes:
+    """The curves as an SVG picture; the same curves give the same bytes.
 
     Args:
         curves: What to draw.
-        file: The file; an existing one is replaced atomically.
         title: The title.
 
     Raises:
         ShapeError: no curves.
-        OSError: the file can't be written.
     """
     _check(curves)
     import matplotlib as mpl
@@ -72,16 +70,9 @@ def svg(curves: Sequence[Curve], file: Path, *, title: str = "") -> None:
         axes.set(xlabel=_X_LABEL, ylabel=_Y_LABEL, title=title)
         axes.grid(alpha=0.3)
         axes.legend(frameon=False)
-        partial = file.with_name(f".{file.name}.partial")
-        try:
-            canvas(figure).print_svg(partial, metadata={"Date": None, "Creator": None})
-            partial.replace(file)
-        except OSError as error:
-            partial.unlink(missing_ok=True)
-            raise OSError(error.errno, error.strerror, str(file)) from error
-        except BaseException:
-            partial.unlink(missing_ok=True)
-            raise
+        picture = BytesIO()
+        canvas(figure).print_svg(picture, metadata={"Date": None, "Creator": None})
+        return picture.getvalue()
 
 
 def _check(curves: Sequence[Curve]) -> None:

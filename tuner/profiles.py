@@ -1,7 +1,7 @@
-"""Stored tuning results, and the journals of unfinished tunings.
+"""Profiles: everything measured of a model on a device, in one file for all budgets.
 
-A profile's key contains everything that its times depend on: device, driver, model, recipe, versions, budget. An
-unreadable profile, or one with another key, counts as absent, and tuning measures again.
+A profile's key contains everything that its times depend on: device, driver, model, recipe, versions. An unreadable
+profile, or one with another key, counts as absent, and everything is measured again.
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ import json
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar, cast
+from types import UnionType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from tuner.candidates import CHUNK
 from tuner.curve import Curve
 from tuner.errors import ProfileError
 from tuner.files import replacing
-from tuner.search import Configuration
-from tuner.timer import Timer
+from tuner.ladder import Setting, best, bound, scatter
+from tuner.offers import Offers
 
-_FORMAT = 2
+_FORMAT = 3
 _STALE_SECONDS = 3600
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileKey:
-    """Everything that a tuning's times depend on."""
+    """Everything that measured times depend on."""
 
     backend: str
     """`triton` or `cpu`."""
@@ -47,8 +47,6 @@ class ProfileKey:
     """How it was quantized."""
     versions: Mapping[str, str]
     """Versions of this program and of the libraries that compile its kernels, by name."""
-    budget_percent: float
-    """Slowdown budget."""
 
     def digest(self) -> str:
         """Short hash of the key, used as the file's name."""
@@ -57,77 +55,145 @@ class ProfileKey:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Profile:
-    """The result of a tuning."""
+class PromptReading:
+    """The measurement of one level of a prompt's compensation."""
 
-    key: ProfileKey
-    """The key of the result."""
-    configuration: Configuration
-    """The configuration that keeps within the budget."""
-    measured_slowdown_percent: float
-    """Slowdown of decoding, measured end to end."""
-    curve: tuple[Curve, ...]
-    """Knee curves around the configuration."""
+    k_chunk: int
+    """Compensated channels per 1024, shared by all rows of a prompt."""
+    slowdown_percent: float
+    """Slowdown of the prompt in percent; noise can make it negative."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptProfile:
+    """The compensation of prompts within a budget."""
+
+    budget_percent: float
+    """The budget of prompts."""
+    k_chunk: int
+    """Compensated channels per 1024; 0 if no level was within the budget."""
+    readings: tuple[PromptReading, ...]
+    """The measurements, in order."""
+    tokens: int
+    """Length of the timed prompt in tokens."""
     seconds: float
-    """Duration of the tuning in seconds."""
+    """Duration of the search in seconds."""
     date: str
     """Time of its end in ISO format."""
 
-
-class Keyed(Protocol):
-    """A stored result."""
+    def __post_init__(self) -> None:
+        if self.k_chunk and all(own.k_chunk != self.k_chunk for own in self.readings):
+            raise ValueError(f"{self.k_chunk} is no level that was tried")
 
     @property
-    def key(self) -> ProfileKey:
-        """The key of the result."""
-        ...
+    def measured_slowdown_percent(self) -> float:
+        """Measured slowdown of the chosen level; 0 without compensation."""
+        return next((own.slowdown_percent for own in self.readings if own.k_chunk == self.k_chunk), 0.0)
 
 
-K = TypeVar("K", bound=Keyed)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """Everything measured of a model on a device."""
+
+    key: ProfileKey
+    """What it is valid for."""
+    times: tuple[tuple[str, int, int, float], ...] = ()
+    """(layer type, `n_tb`, `k_chunk`, time relative to that without compensation); of `k_chunk` 0 in seconds."""
+    settings: tuple[Setting, ...] = ()
+    """The ladder."""
+    lost: float | None = None
+    """Nats per token lost without compensation by the losses of the layer types; None if unknown."""
+    text: str = ""
+    """Identity of the text on which losses were read, and of how it was read; empty before that."""
+    without: float | None = None
+    """Nats per token lost on the text without compensation; None if it was not read."""
+    tuned: tuple[float, ...] = ()
+    """Budgets in percent for which the ladder was measured."""
+    refined: tuple[float, ...] = ()
+    """Those of them that were refined on a text."""
+    prompts: tuple[PromptProfile, ...] = ()
+    """Compensation of prompts, by budget."""
+    offers: tuple[Offers, ...] = ()
+    """Ways to decode, by budget."""
+    seconds: float = 0.0
+    """Time that the ladder took, in seconds."""
+    date: str = ""
+    """Time of the ladder's last measurement in ISO format."""
+
+    def best(self, budget_percent: float) -> Setting | None:
+        """The choice for a budget; None if no compensation is the best."""
+        return best(self.settings, budget_percent, self.without)
+
+    def bound(self, setting: Setting) -> float:
+        """The slowdown in percent that one of the settings is held to."""
+        return bound(setting, scatter(self.settings))
+
+    def lost_and_won(self, setting: Setting | None) -> tuple[float | None, float | None]:
+        """Nats per token lost without compensation, and recovered by a setting: on the text, if it was read."""
+        if self.without is not None and (setting is None or setting.loss is not None):
+            return self.without, 0.0 if setting is None or setting.loss is None else self.without - setting.loss
+        if self.lost is None:
+            return None, None
+        return self.lost, 0.0 if setting is None else setting.predicted_won
+
+    def bought(self) -> tuple[tuple[float, float], ...]:
+        """Points (budget in percent, share of the loss recovered) at which a larger budget takes another setting."""
+        points = [(0.0, 0.0)]
+        for setting in sorted(self.settings, key=self.bound):
+            lost, won = self.lost_and_won(setting)
+            if not lost or won is None or math.isinf(self.bound(setting)):
+                continue
+            if won / lost > points[-1][1] and self.bound(setting) > points[-1][0]:
+                points.append((self.bound(setting), won / lost))
+        return tuple(points) if len(points) > 1 else ()
+
+    def curve(self, kind: str, n_tb: int) -> Curve:
+        """Time of a layer type's product against `k_chunk`, as far as it was timed; begins with (0, 1)."""
+        points = {k_chunk: ratio for name, blocks, k_chunk, ratio in self.times if (name, blocks) == (kind, n_tb)}
+        return Curve(kind=kind, n_tb=n_tb, points=tuple(sorted({**points, 0: 1.0}.items())))
 
 
-class KeyedStore(Generic[K]):
-    """Results of tunings in a folder, one file for each key.
+class ProfileStore:
+    """Profiles in a folder, one file for each model and device.
 
     Args:
         folder: The folder; created when the first one is saved.
-        read: Makes a result from its key and body; raises KeyError, TypeError or ValueError if the body is malformed.
-        form: Version of the file format.
-        suffix: Suffix of the files' names.
     """
 
-    def __init__(
-        self, folder: Path, read: Callable[[ProfileKey, Mapping[str, Any]], K], *, form: int, suffix: str
-    ) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._read, self._form, self._suffix = read, form, suffix
 
-    def find(self, key: ProfileKey) -> K | None:
-        """The result for a key; None if there is no readable one."""
+    def find(self, key: ProfileKey) -> Profile:
+        """The profile for a key; an empty one if there is no readable one."""
         try:
             data = json.loads(self._file(key).read_text(encoding="utf-8"))
-            if data["format"] != self._form or data["key"] != json.loads(json.dumps(asdict(key))):
-                return None
-            return self._read(key, data["profile"])
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            return None
+            if data["format"] != _FORMAT or data["key"] != json.loads(json.dumps(asdict(key))):
+                return Profile(key=key)
+            profile: Profile = _parsed(Profile, {**data["profile"], "key": data["key"]})
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            return Profile(key=key)
+        return profile
 
-    def save(self, profile: K) -> None:
-        """Save a result atomically: readers find the previous one or this one, never a part.
+    def update(self, key: ProfileKey, change: Callable[[Profile], Profile]) -> Profile:
+        """Change the stored profile, atomically: readers find the previous one or the new one, never a part.
 
         Raises:
             ProfileError: the folder can't be written.
         """
-        body = {name: value for name, value in asdict(cast("Any", profile)).items() if name != "key"}
-        text = json.dumps({"format": self._form, "key": asdict(profile.key), "profile": body}, indent=1, sort_keys=True)
+        profile = change(self.find(key))
+        body = {name: value for name, value in asdict(profile).items() if name != "key"}
+        text = json.dumps({"format": _FORMAT, "key": asdict(key), "profile": body}, indent=1, sort_keys=True)
         try:
             self._sweep()
-            _write(self._file(profile.key), text)
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with replacing(self._file(key)) as stream:
+                stream.write(text.encode())
         except OSError as error:
             raise ProfileError(f"the tuning can't be saved in {self.folder}: {error.strerror or error}") from error
+        return profile
 
     def _file(self, key: ProfileKey) -> Path:
-        return self.folder / f"{key.digest()}{self._suffix}"
+        return self.folder / f"{key.digest()}.json"
 
     def _sweep(self) -> None:
         """Remove the temporary files of processes that were killed while saving."""
@@ -137,147 +203,32 @@ class KeyedStore(Generic[K]):
                     stray.unlink()
 
 
-class ProfileStore(KeyedStore[Profile]):
-    """Profiles of decoding, and the journals of unfinished tunings.
-
-    Args:
-        folder: The folder; created when the first one is saved.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder, _profile, form=_FORMAT, suffix=".json")
-
-    def journal(self, key: ProfileKey) -> Path:
-        """The journal of an unfinished tuning; it is the same for every budget."""
-        return self.folder / f"{replace(key, budget_percent=0.0).digest()}.journal"
-
-
-def _write(file: Path, text: str) -> None:
-    """Write a file atomically, creating its folder if needed; raises OSError."""
-    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with replacing(file) as stream:
-        stream.write(text.encode())
-
-
-class JournalTimer:
-    """A timer that records every measured time and, after a restart, replays the recorded times first.
-
-    If the file can't be written, only resuming is lost. An incomplete line is ignored.
-
-    Args:
-        timer: Measures times that are not recorded.
-        file: The journal; one per device, model and versions (see `ProfileStore.journal`).
-    """
-
-    def __init__(self, timer: Timer, file: Path) -> None:
-        self._timer = timer
-        self._file = file
-        self._kept = _read_journal(file)
-        self.resumed = sum(len(times) for times in self._kept.values())
-        """Number of times found in the journal."""
-
-    @property
-    def measured(self) -> bool:
-        """Whether the times come from a clock."""
-        return self._timer.measured
-
-    def seconds(self, kind: str, n_tb: int, k_chunk: int) -> float:
-        """Time of one product (see `Timer`): its next recorded time, or a new one.
-
-        Raises:
-            TimerError: it could not be timed.
-        """
-        kept = self._kept.get((kind, n_tb, k_chunk))
-        if kept:
-            return kept.pop(0)
-        seconds = self._timer.seconds(kind, n_tb, k_chunk)
-        with contextlib.suppress(OSError):
-            self._file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with self._file.open("a", encoding="utf-8") as stream:
-                stream.write("\n" + json.dumps([kind, n_tb, k_chunk, seconds]))  # also after an incomplete line
-        return seconds
-
-    def discard(self) -> None:
-        """Remove the journal, once the tuning is done."""
-        with contextlib.suppress(OSError):
-            self._file.unlink(missing_ok=True)
-
-
-def _read_journal(file: Path) -> dict[tuple[str, int, int], list[float]]:
-    kept: dict[tuple[str, int, int], list[float]] = {}
-    try:
-        lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return kept
-    for line in lines:
-        try:
-            kind, n_tb, k_chunk, seconds = json.loads(line)
-        except (ValueError, TypeError):
-            continue
-        if isinstance(kind, str) and type(n_tb) is int and type(k_chunk) is int and _time(seconds):
-            kept.setdefault((kind, n_tb, k_chunk), []).append(seconds)
-    return kept
-
-
-def _profile(key: ProfileKey, data: Mapping[str, Any]) -> Profile:
-    """Read a profile's body.
+def _parsed(hint: Any, data: Any) -> Any:
+    """A value from a file as its type hint says.
 
     Raises:
-        KeyError, TypeError, ValueError: it is malformed.
+        KeyError, TypeError, ValueError: it is another one, not finite, or a negative count.
     """
-    if data.keys() != {field.name for field in fields(Profile)} - {"key"}:
-        raise ValueError("not the fields of a profile")
-    curve = tuple(
-        Curve(
-            kind=_text(line["kind"]),
-            n_tb=count_of(line["n_tb"]),
-            points=tuple((count_of(k_chunk), _number(value)) for k_chunk, value in line["points"]),
-        )
-        for line in data["curve"]
-    )
-    found = data["configuration"]
-    configuration = Configuration(
-        n_tb_max=None if found["n_tb_max"] is None else count_of(found["n_tb_max"]),
-        n_tb={_text(kind): count_of(count) for kind, count in found["n_tb"].items()},
-        k_chunk={_text(kind): count_of(count) for kind, count in found["k_chunk"].items()},
-        predicted_slowdown_percent=_number(found["predicted_slowdown_percent"]),
-        predicted_loss_won=_optional(found["predicted_loss_won"]),
-        loss_without=_optional(found["loss_without"]),
-    )
-    if configuration.n_tb.keys() != configuration.k_chunk.keys() or max(configuration.k_chunk.values()) > CHUNK:
-        raise ValueError("not a configuration")
-    return Profile(
-        key=key,
-        configuration=configuration,
-        measured_slowdown_percent=_number(data["measured_slowdown_percent"]),
-        curve=curve,
-        seconds=_number(data["seconds"]),
-        date=_text(data["date"]),
-    )
-
-
-def _time(value: object) -> bool:
-    return isinstance(value, float) and 0 < value < math.inf
-
-
-def _number(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"{value!r} is not a number")
-    return float(value)
-
-
-def _optional(value: object) -> float | None:
-    return None if value is None else _number(value)
-
-
-def count_of(value: object) -> int:
-    """Check that a value from a file is a count."""
-    if type(value) is not int or value < 0:
-        raise ValueError(f"{value!r} is not a count")
-    return value
-
-
-def _text(value: object) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"{value!r} is not text")
-    return value
+    if isinstance(hint, type) and is_dataclass(hint):
+        if data.keys() != {field.name for field in fields(hint)}:
+            raise ValueError(f"not the fields of {hint}")
+        return hint(**{name: _parsed(own, data[name]) for name, own in get_type_hints(hint).items()})
+    arguments = get_args(hint)
+    if get_origin(hint) is UnionType:
+        return None if data is None else _parsed(arguments[0], data)
+    if get_origin(hint) is tuple:
+        if not isinstance(data, list):
+            raise TypeError(f"{data!r} is not a list")
+        each = [arguments[0]] * len(data) if arguments[1:] == (...,) else arguments
+        return tuple(_parsed(own, one) for own, one in zip(each, data, strict=True))
+    if get_origin(hint) is Mapping:
+        return {str(name): _parsed(arguments[1], own) for name, own in data.items()}
+    if get_origin(hint) is Literal:
+        if data not in arguments:
+            raise ValueError(f"{data!r} is none of {arguments}")
+        return data
+    if hint is float and type(data) is int:
+        data = float(data)
+    if type(data) is not hint or (hint is int and data < 0) or (hint is float and not math.isfinite(data)):
+        raise ValueError(f"{data!r} is not of type {hint}")
+    return data

@@ -8,22 +8,16 @@ Source: QDEC §4.4, Fig. 11.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tuner.candidates import CHUNK, k_chunk_limit, n_tb_candidates
 from tuner.errors import BudgetError, TimerError
-from tuner.gain import best_choice
-from tuner.losses import Losses, check_losses, recovered_loss, total_loss
-from tuner.progress import Cancel, Progress, Report, check, never, silent
 from tuner.shapes import LayerShape, check_layers
-from tuner.timer import Timer
+from tuner.timer import Cancel, Timer, check, never
 
 _SAMPLES, _BASE_SAMPLES = 3, 9
 """Readings per point with a clock. The baseline affects every decision, so it is read more often."""
-_MIN_SHARE = 0.2
-"""Below this share of the time, compensation is scaled down instead of being chosen again."""
 _AGAIN = "the device disappeared or its clock is wrong; tune again"
 
 
@@ -39,10 +33,6 @@ class Configuration:
     """Compensated channels per 1024, by layer type; 0 for an uncompensated layer."""
     predicted_slowdown_percent: float
     """Slowdown of all linear layers together, by the search's times."""
-    predicted_loss_won: float | None = None
-    """Nats per token that compensation recovers, by the losses of the layer types; None if these are unknown."""
-    loss_without: float | None = None
-    """Nats per token that the low-bit model loses without compensation, likewise."""
 
 
 def check_budget(budget_percent: float) -> None:
@@ -62,7 +52,6 @@ def tune(
     budget_percent: float,
     sm_count: int | None,
     limit: int | None = None,
-    progress: Progress = silent,
     cancelled: Cancel = never,
 ) -> Configuration:
     """The paper's search: the largest `k_chunk` of every layer type within the budget, see `Search`.
@@ -73,7 +62,6 @@ def tune(
         budget_percent: Allowed slowdown of the linear layers, above 0 and at most 100 percent.
         sm_count: As for `Search`.
         limit: As for `Search`.
-        progress: As for `Search`.
         cancelled: As for `Search`.
 
     Raises:
@@ -85,7 +73,7 @@ def tune(
     Source: QDEC §4.4.
     """
     check_budget(budget_percent)
-    search = Search(layers, timer, sm_count=sm_count, limit=limit, progress=progress, cancelled=cancelled)
+    search = Search(layers, timer, sm_count=sm_count, limit=limit, cancelled=cancelled)
     return search.within(budget_percent)
 
 
@@ -97,13 +85,10 @@ class Search:
         timer: Times their products.
         sm_count: Multiprocessors of the device; None for a device without thread blocks (a CPU), where `n_tb` is 0.
         limit: Shared memory of a block in bytes; None does not bound `k_chunk` below 1024.
-        losses: Losses of the layer types. With them the search maximizes recovered loss; without them the number of
-            channels, by times alone, as in the paper.
-        progress: Called before every candidate.
         cancelled: Called before every measurement.
 
     Raises:
-        ShapeError: no layers, a type twice, or one without losses.
+        ShapeError: no layers, or a type twice.
         TimerError: a device without multiprocessors.
     """
 
@@ -114,20 +99,14 @@ class Search:
         *,
         sm_count: int | None,
         limit: int | None = None,
-        losses: Losses | None = None,
-        progress: Progress = silent,
         cancelled: Cancel = never,
     ) -> None:
         check_layers(layers)
-        if losses is not None:
-            check_losses(losses, layers)
         if sm_count is not None and sm_count < 1:
             raise TimerError(f"can't tune for a device with {sm_count} multiprocessors")
         self._layers = layers
         self._times = _Times(timer, cancelled)
         self._plans = _plans(layers, sm_count, limit)
-        self._losses = losses
-        self._progress = progress
 
     def within(self, budget_percent: float) -> Configuration:
         """Find the best configuration within a budget.
@@ -140,78 +119,28 @@ class Search:
             TimerError: a product could not be timed.
             Cancelled: `cancelled` returned True.
 
-        Source: QDEC §4.4; the choice by loss is ours.
+        Source: QDEC §4.4.
         """
         check_budget(budget_percent)
-        allowed = self._base * (1 + budget_percent / 100)
-        plan, k_chunk = self._plans[0], None
-        if self._losses is None or plan.n_tb_max is not None:
-            plan, start = _phase_1(self._layers, self._plans, self._times, allowed, self._progress)
-            self._report(len(self._plans), "k_chunk of each layer type")
-            k_chunk = _phase_2(self._layers, plan, self._times, allowed, start)
-        if self._losses is not None:
-            self._report(len(self._plans), "recovered loss of each layer type")
-            k_chunk = self._by_loss(self._losses, plan, allowed, k_chunk)
-        assert k_chunk is not None
-        self._report(len(self._plans) + 1, "tuned")
-        return self._found(plan, k_chunk)
-
-    def smaller(self, found: Configuration, share: float) -> Configuration:
-        """A configuration with less compensation, after one proved too slow.
-
-        Args:
-            found: The configuration that `within` found.
-            share: Share of its compensation time to use, above 0 and below 1.
-
-        Returns:
-            With losses, the configuration that recovers the most in that time. Without them, or if little is left to
-            choose from, every `k_chunk` times `share`.
-
-        Raises:
-            TimerError: a product could not be timed.
-            Cancelled: `cancelled` returned True.
-        """
-        plan = next(plan for plan in self._plans if plan.n_tb_max == found.n_tb_max)
-        k_chunk = {kind: math.floor(share * channels) for kind, channels in found.k_chunk.items()}
-        if self._losses is not None and share >= _MIN_SHARE:
-            allowed = self._base * (1 + share * found.predicted_slowdown_percent / 100)
-            chosen = self._by_loss(self._losses, plan, allowed, k_chunk)
-            if chosen != found.k_chunk:  # otherwise its times predict no cost, which proved wrong
-                k_chunk = chosen
-        return self._found(plan, k_chunk)
-
-    @property
-    def _base(self) -> float:
-        """Seconds of a token's linear layers without compensation."""
-        return sum(layer.count * self._times.base(layer.kind) for layer in self._layers)
-
-    def _by_loss(self, losses: Losses, plan: _Plan, allowed: float, other: Mapping[str, int] | None) -> dict[str, int]:
-        """The choice that recovers the most loss; the other one if that recovers more within the allowed time."""
-
-        def seconds(layer: LayerShape, k_chunk: int) -> float:
-            return self._times.at(layer.kind, plan.n_tb[layer.kind], k_chunk)
-
-        found = best_choice(self._layers, plan.limits, seconds, losses, allowed - self._base)
-        better = other is not None and recovered_loss(losses, self._layers, other) > recovered_loss(
-            losses, self._layers, found
-        )
-        if other is not None and better and self._times.total(self._layers, plan, other) <= allowed:
-            return dict(other)
-        return found
-
-    def _found(self, plan: _Plan, k_chunk: Mapping[str, int]) -> Configuration:
-        losses, layers = self._losses, self._layers
+        allowed = self.base * (1 + budget_percent / 100)
+        plan, start = _phase_1(self._layers, self._plans, self._times, allowed)
+        k_chunk = _phase_2(self._layers, plan, self._times, allowed, start)
+        slower = self._times.total(self._layers, plan, k_chunk) / self.base - 1
         return Configuration(
             n_tb_max=plan.n_tb_max,
             n_tb=dict(plan.n_tb),
             k_chunk=dict(k_chunk),
-            predicted_slowdown_percent=(self._times.total(layers, plan, k_chunk) / self._base - 1) * 100,
-            predicted_loss_won=None if losses is None else recovered_loss(losses, layers, k_chunk),
-            loss_without=None if losses is None else total_loss(losses, layers, {layer.kind: 0 for layer in layers}),
+            predicted_slowdown_percent=100 * slower,
         )
 
-    def _report(self, done: int, message: str) -> None:
-        self._progress(Report(done=done, total=len(self._plans) + 1, message=message))
+    @property
+    def base(self) -> float:
+        """Seconds of a token's linear layers without compensation."""
+        return sum(layer.count * self._times.base(layer.kind) for layer in self._layers)
+
+    def seconds(self, kind: str, n_tb: int, k_chunk: int) -> float:
+        """Seconds of one product; those of a layer type never fall as `k_chunk` rises."""
+        return self._times.at(kind, n_tb, k_chunk)
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,7 +227,7 @@ def _plans(layers: Sequence[LayerShape], sm_count: int | None, limit: int | None
 
 
 def _phase_1(
-    layers: Sequence[LayerShape], plans: Sequence[_Plan], times: _Times, allowed: float, progress: Progress
+    layers: Sequence[LayerShape], plans: Sequence[_Plan], times: _Times, allowed: float
 ) -> tuple[_Plan, dict[str, int]]:
     """The plan under which all layers can take the most steps together, and the resulting `k_chunk`.
 
@@ -308,9 +237,7 @@ def _phase_1(
     compensated = list(layers)
     while compensated:
         best, steps, seconds = plans[0], 0, float("inf")
-        for index, plan in enumerate(plans):
-            message = "k_chunk" if plan.n_tb_max is None else f"thread blocks up to {plan.n_tb_max}"
-            progress(Report(done=index, total=len(plans) + 1, message=message))
+        for plan in plans:
 
             def spent(step: int, plan: _Plan = plan) -> float:
                 return times.total(layers, plan, _uniform(layers, compensated, plan, step))

@@ -1,8 +1,29 @@
-"""`Timer`, the source of the times that a search compares."""
+"""`Timer`, the source of the times that a search compares, and how its readings are stopped."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
+
+from tuner.errors import Cancelled
+
+Cancel = Callable[[], bool]
+"""Whether the work should stop; called before every measurement."""
+
+
+def never() -> bool:
+    """Never stop; the default `Cancel`."""
+    return False
+
+
+def check(cancelled: Cancel) -> None:
+    """Raise if `cancelled` returns True.
+
+    Raises:
+        Cancelled: the work was asked to stop.
+    """
+    if cancelled():
+        raise Cancelled("the tuning was stopped. Its measurements are kept; start it again to continue")
 
 
 class Timer(Protocol):

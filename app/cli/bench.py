@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+import contextlib
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from app.amounts import byte_count
 from app.cli import options
-from app.cli.interrupt import Interrupt
-from app.cli.load import LoadChoices, load_plan, spend_budgets
+from app.cli.load import load_model, load_options
 from app.cli.model import open_model
-from app.cli.output import Output
+from app.cli.output import Interrupt, Output
 from app.cli.services import DEMO, Services, services_of
 from runtime.compensation import Compensation, layer_words
 
 if TYPE_CHECKING:
     from models.progress import Cancelled
-    from models.store import StoredModel
     from runtime.backends.decoder import Decoder
     from runtime.measure.speed import SpeedAt
 
@@ -84,7 +82,8 @@ def bench(
     context = -(-longest // _ROUND) * _ROUND
     if longest <= stored.spec.max_context:
         context = min(context, stored.spec.max_context)
-    choices = LoadChoices(
+    wanted = load_options(
+        stored,
         kv=kv,
         context=context,
         compensation=asked,
@@ -94,11 +93,8 @@ def bench(
         backend=backend,
         experts_on_device=experts_on_device,
     )
-    plan = load_plan(stored, choices, services, output)
-    with output.progress() as progress:
-        decoder = plan.open_decoder(progress)
-    try:
-        spend_budgets(lambda *_: nullcontext(decoder), plan, choices, services, output)
+    loaded = load_model(stored, wanted, services, output, budgets_asked=True)
+    with contextlib.closing(loaded.engine) as engine, engine.borrow(context) as decoder:
         with Interrupt() as interrupt, output.progress() as progress:
             speed = measure(
                 decoder,
@@ -120,10 +116,9 @@ def bench(
             speculated = None
             if speculation:
                 text = services.evaluation_text()
-                speculated = _speculation(decoder, stored, text, (prompt, decode), gamma, interrupt.cancelled)
+                tokens = engine.tokenizer.encode(text)[:prompt]
+                speculated = _speculation(decoder, tokens, decode, gamma, interrupt.cancelled)
         peak = peak_memory_bytes()
-    finally:
-        decoder.close()
     device, limit = _device(decoder.backend, services)
     power = power_words()
     if as_json:
@@ -196,29 +191,21 @@ def _device(name: str, services: Services) -> tuple[str, float]:
 
 
 def _speculation(
-    decoder: Decoder,
-    model: StoredModel,
-    text: str,
-    lengths: tuple[int, int],
-    gamma: int | None,
-    cancelled: Cancelled,
+    decoder: Decoder, tokens: list[int], count: int, gamma: int | None, cancelled: Cancelled
 ) -> dict[str, Any]:
     """Continue a real text with and without speculation: random prompts cannot be drafted."""
-    from runtime.engine.speculation.measure import measure_speculation
-    from runtime.text.tokenizer import Tokenizer
+    from runtime.engine.measure import measure_speculation
 
-    prompt, count = lengths
-    tokens = Tokenizer(model.tokenizer_path).encode(text)[:prompt]
-    found = measure_speculation(decoder, tokens, max(2, count), gamma=gamma, cancelled=cancelled)
-    did = found.speculated.speculation
+    speed = measure_speculation(decoder, tokens, max(2, count), gamma=gamma, cancelled=cancelled)
+    did = speed.speculated.speculation
     return {
         "gamma": did.gamma,
         "acceptance_rate": did.acceptance_rate,
         "tokens_per_verify": did.tokens_per_verify,
-        "tokens_per_s": found.speculated.tokens_per_s,
-        "plain_tokens_per_s": found.plain.tokens_per_s,
-        "speedup": found.speedup,
-        "break_even": found.break_even,
+        "tokens_per_s": speed.speculated.tokens_per_s,
+        "plain_tokens_per_s": speed.plain.tokens_per_s,
+        "speedup": speed.speedup,
+        "break_even": speed.break_even,
     }
 
 

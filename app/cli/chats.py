@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from app.cli import options
-from app.cli.errors import CliError
-from app.cli.output import Output
+from app.cli.output import CliError, Output, write_output
 
 if TYPE_CHECKING:
     from app.history.store import History
@@ -42,14 +41,14 @@ def list_chats(as_json: options.Json = False) -> None:
 
     output = Output(as_json=as_json)
     with _history() as history:
-        found = history.chats() if history else []
+        listed = history.chats() if history else []
     if as_json:
-        output.result({"chats": [about(chat) for chat in found]})
+        output.result({"chats": [about(chat) for chat in listed]})
         return
     rows = [("ID", "LAST", "MODEL", "TITLE")]
     rows += [
         (chat.id[:SHORT], f"{chat.updated:%Y-%m-%d %H:%M}", chat.model or "-", f"{'* ' * chat.pinned}{chat.title}")
-        for chat in found
+        for chat in listed
     ]
     output.table(rows)
 
@@ -64,12 +63,12 @@ def search(
 
     output = Output(as_json=as_json)
     with _history() as history:
-        found = history.search(text) if history else []
+        matches = history.search(text) if history else []
     if as_json:
-        entries = [{**about(one.chat), "message": one.message, "snippet": one.snippet} for one in found]
+        entries = [{**about(one.chat), "message": one.message, "snippet": one.snippet} for one in matches]
         output.result({"found": entries})
         return
-    output.table([("ID", "TITLE", "FOUND"), *((one.chat.id[:SHORT], one.chat.title, one.snippet) for one in found)])
+    output.table([("ID", "TITLE", "FOUND"), *((one.chat.id[:SHORT], one.chat.title, one.snippet) for one in matches)])
 
 
 @app.command("export")
@@ -86,24 +85,21 @@ def export(
 ) -> None:
     """Print a chat, or write it to a file."""
     from app.history import exchange
-    from models.store.durable import write_file
 
     with _history() as history:
         if history is None:
             raise CliError(f"there is no chat {chat}: none was kept yet")
-        found = history.find(chat)
-        messages = history.messages(found.id)
+        kept = history.find(chat)
+        messages = history.messages(kept.id)
     if form == "json" or as_json:
-        content = (
-            json.dumps(exchange.document([exchange.to_json(found, messages)]), ensure_ascii=False, indent=1) + "\n"
-        )
+        content = json.dumps(exchange.document([exchange.to_json(kept, messages)]), ensure_ascii=False, indent=1) + "\n"
     else:
-        content = exchange.to_markdown(found, messages)
+        content = exchange.to_markdown(kept, messages)
     if out is None:
         Output().stream(content)
     else:
-        write_file(out, [content.encode("utf-8")])
-        Output().note(f"{found.title} is written to {out}")
+        write_output(out, content.encode("utf-8"))
+        Output().note(f"{kept.title} is written to {out}")
 
 
 @app.command("import")

@@ -12,7 +12,6 @@ app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
 def complete_key(incomplete: str) -> list[str]:
-    """Complete names of settings."""
     from app.settings import RULES
 
     return [key for key in RULES if key.startswith(incomplete)]

@@ -1,23 +1,229 @@
-"""`lowbit-chat doctor`: this machine, the program's choices and their reasons, and problems."""
+"""`lowbit-chat doctor`: this machine, the program's choices and their reasons, problems with advice, tuning results."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from app.amounts import byte_count
-from app.cli import checks, options
+from app.cli import options
 from app.cli.output import Output
-from app.cli.services import Services, services_of
-from app.cli.tuned import profile_report
+from app.cli.services import DEMO, Services, services_of
+from runtime.errors import Problem
 
 if TYPE_CHECKING:
-    from runtime.backends import Presence
+    from models.store import Store, StoredModel
+    from runtime.backends import AnyBackend, Presence
     from tuner.detect import Machine
     from tuner.gpu import GpuInfo
+
+
+_GIB = 1 << 30
+_MIN_MEMORY = 1 * _GIB
+_MIN_DISK = 5 * _GIB
+_LARGE_REMAINS = 256 << 20
+_HUB_PATIENCE_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """The backend that would run a model here."""
+
+    backend: str
+    reason: str
+    """The reason, in one sentence."""
+    variant: str | None
+    """Instruction set of the CPU kernels; None if they cannot be built."""
+
+
+def choose(presences: Mapping[str, Presence]) -> tuple[Choice, list[Problem]]:
+    """The backend a model would get, and the problems of the others.
+
+    Args:
+        presences: Whether each backend can run here, best first.
+    """
+    from runtime.backends import backend
+
+    first = next(name for name, presence in presences.items() if presence.usable)
+    skipped = [presence.reason for presence in list(presences.values())[: list(presences).index(first)]]
+    problems = [
+        Problem(what=f"{backend(name).label} is not used: {presence.reason}", fix=presence.fix)
+        for name, presence in presences.items()
+        if not presence.usable and presence.fix is not None
+    ]
+    reason = "; ".join([*skipped, presences[first].reason])
+    return Choice(backend=first, reason=reason, variant=presences["cpu"].variant), problems
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of the dependencies, without importing them; None for those not installed."""
+    import platform
+    from importlib.metadata import PackageNotFoundError, version
+
+    installed: dict[str, str | None] = {"python": platform.python_version()}
+    for name in ("lowbit-chat", "torch", "numba", "triton", "transformers", "textual"):
+        try:
+            installed[name] = version(name)
+        except PackageNotFoundError:
+            installed[name] = None
+    return installed
+
+
+def check_packages(installed: dict[str, str | None]) -> list[Problem]:
+    """Missing packages, apart from those without which stored models run on a processor."""
+    from models.errors import LEFT_OUT
+
+    needed = [name for name in installed if name not in LEFT_OUT]
+    return [
+        Problem(what=f"the package {name} is not installed", fix="reinstall the program with its dependencies")
+        for name in needed
+        if installed[name] is None
+    ]
+
+
+def check_memory(machine: Machine) -> list[Problem]:
+    """Whether there is enough memory for even a small model."""
+    memory = machine.memory
+    if memory.available_bytes >= _MIN_MEMORY:
+        return []
+    from runtime.load.memory import largest_process
+
+    holder = largest_process()
+    return [
+        Problem(
+            what=f"only {byte_count(memory.available_bytes)} of {byte_count(memory.total_bytes)} memory is free",
+            fix=f"close other programs{f' ({holder})' if holder else ''}, or give the container more",
+        )
+    ]
+
+
+def check_link(used: Presence) -> list[Problem]:
+    """Whether the link of the card in use is fast enough for compensation, or unknown."""
+    from runtime.load.prospects import link_problems
+
+    return link_problems(used.gpu)
+
+
+def check_folders(folders: dict[str, Path]) -> Iterator[Problem]:
+    """Whether the program's folders are writable, have space, and are closed to others."""
+    for role, folder in folders.items():
+        existing = next(path for path in (folder, *folder.parents) if path.exists())
+        if not os.access(existing, os.W_OK | os.X_OK):
+            yield Problem(
+                what=f"the {role} folder {folder} can't be written",
+                fix=f"change the permissions of {existing}, or set LOWBIT_CHAT_HOME to another folder",
+            )
+        elif (free := shutil.disk_usage(existing).free) < _MIN_DISK and role == "model":
+            yield Problem(
+                what=f"only {byte_count(free)} of disk is free for models in {folder}",
+                fix="remove models (lowbit-chat rm NAME), or set LOWBIT_CHAT_HOME to a larger disk",
+            )
+        if os.name == "posix" and role != "cache" and folder.is_dir() and folder.stat().st_mode & 0o077:
+            yield Problem(
+                what=f"other users of this machine can look into the {role} folder {folder}",
+                fix=f"chmod 700 {folder}",
+            )
+
+
+def check_settings() -> list[Problem]:
+    """Whether the settings can be read."""
+    from app.paths import settings_file
+    from app.settings import SettingsError, load
+
+    try:
+        load()
+    except SettingsError as error:
+        return [Problem(what=str(error), fix=f"correct {settings_file()} or the variable that the message names")]
+    return []
+
+
+def check_store(store: Store) -> Iterator[Problem]:
+    """Whether stored models are complete, as far as a quick look can tell."""
+    from models.errors import ModelError
+
+    try:
+        infos, damaged = store.list(), store.damaged()
+    except ModelError as error:
+        yield Problem(what=str(error), fix="change the folder's permissions, or set LOWBIT_CHAT_HOME to another one")
+        return
+    for entry in damaged:
+        yield Problem(what=f"{entry.folder} is damaged: {entry.reason}", fix=f"delete it from {store.root}")
+    for info in infos:
+        try:
+            store.open(info.name)
+        except ModelError as error:
+            yield Problem(
+                what=f"{info.name} is damaged: {error}", fix=f"lowbit-chat rm {info.name}, and quantize it again"
+            )
+
+
+def check_remains(store: Store, lock_home: Path) -> Iterator[Problem]:
+    """Leftovers of crashed or killed processes."""
+    from runtime.server.lock import is_alive, lock_path, read_lock
+
+    lock = lock_path(lock_home)
+    record = read_lock(lock)
+    if lock.exists() and (record is None or not is_alive(record)):
+        yield Problem(
+            what=f"a runtime process that has ended left behind {lock}",
+            fix="start the program once, or delete the file",
+        )
+    work = store.root / ".work"
+    for folder in sorted(work.iterdir()) if work.is_dir() else []:
+        held = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+        if held >= _LARGE_REMAINS:
+            name = folder.name.replace("--", "/", 1)
+            yield Problem(
+                what=f"an unfinished {name} takes {byte_count(held)}",
+                fix=f"quantize it again to finish it, or lowbit-chat rm {name}",
+            )
+
+
+def check_hub() -> list[Problem]:
+    import httpx
+
+    from models.hub.transport import without_login
+
+    endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
+    if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
+        return [Problem(what="HF_HUB_OFFLINE forbids the hub", fix="unset HF_HUB_OFFLINE to download models")]
+    try:
+        httpx.head(f"{endpoint}/api/models", timeout=_HUB_PATIENCE_S, follow_redirects=True)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        return [
+            Problem(
+                what=f"{without_login(endpoint)} does not answer: {error}",
+                fix="check the network, HTTPS_PROXY and HF_ENDPOINT; models that are here already run without it",
+            )
+        ]
+    return []
+
+
+def all_problems(
+    services: Services, machine: Machine, used: Presence, found: dict[str, str | None], *, hub: bool
+) -> list[Problem]:
+    """All problems, in the order in which to look at them."""
+    from app import paths
+
+    store = services.store()
+    folders = {"home": paths.home(), "model": store.root, "cache": paths.cache_dir()}
+    checks: list[Callable[[], list[Problem]]] = [
+        lambda: check_packages(found),
+        lambda: check_memory(machine),
+        lambda: check_link(used),
+        lambda: list(check_folders(folders)),
+        check_settings,
+        lambda: list(check_store(store)),
+        lambda: list(check_remains(store, paths.home())),
+        *([check_hub] if hub else []),
+    ]
+    return [problem for check in checks for problem in check()]
 
 
 def doctor(
@@ -27,10 +233,10 @@ def doctor(
 ) -> None:
     """Show what this machine has, what the program chose and why, and what is wrong."""
     output, services = Output(as_json=as_json), services_of(ctx)
-    machine, versions = services.machine(), checks.versions()
+    machine, installed = services.machine(), versions()
     presences = services.presences()
-    choice, problems = checks.choose(presences)
-    problems += checks.all_problems(services, machine, presences[choice.backend], versions, hub=hub)
+    choice, problems = choose(presences)
+    problems += all_problems(services, machine, presences[choice.backend], installed, hub=hub)
     read_gb_s = services.bandwidth(fresh=False).gb_s
     gpus = _chosen_first(machine.gpus, presences)
     report = {
@@ -49,7 +255,7 @@ def doctor(
         return
     for line in _lines(replace(machine, gpus=gpus), report, services):
         output.text(line)
-    output.text("versions  " + ", ".join(f"{name} {version or 'missing'}" for name, version in versions.items()))
+    output.text("versions  " + ", ".join(f"{name} {version or 'missing'}" for name, version in installed.items()))
     for problem in problems:
         output.text(f"problem   {problem.what}")
         output.text(f"    fix   {problem.fix}")
@@ -96,3 +302,107 @@ def _lines(machine: Machine, report: dict[str, Any], services: Services) -> list
             lines.append(f"offer     {report['tuning']['model']}: {report['tuning']['offer']}")
     lines.append(f"models    {services.store().root}")
     return lines
+
+
+def profile_report(services: Services, backend_name: str) -> dict[str, Any] | None:
+    """The profile that the model of the settings (or the bundled one) would use here, and an explanation.
+
+    Args:
+        services: The program's stores.
+        backend_name: The backend that would run it.
+
+    Returns:
+        `model`, `budget_percent`, `k_chunk`, `measured_slowdown_percent`, `reason`, and as text `prompts` and `offer`,
+        the best way to decode within the budget (None if not measured); None if settings or model cannot be read, which
+        other checks report.
+    """
+    from app.settings import SettingsError, load
+    from models.errors import ModelError
+
+    try:
+        settings = load()
+        name = settings.model or DEMO
+        model = services.demo() if name == DEMO else services.store().open(name)
+    except (SettingsError, ModelError):
+        return None
+    from runtime.backends import backend
+    from runtime.backends.decoder import DecoderOptions
+    from runtime.budget.profile_key import profile_key
+    from runtime.budget.tuning import obstacle, tuning_of
+    from runtime.compensation import layer_words
+    from runtime.errors import BackendError
+
+    compensation = settings.compensation()
+    budget = compensation.budget_percent
+    report: dict[str, Any] = {
+        "model": name,
+        "budget_percent": budget,
+        "k_chunk": None,
+        "measured_slowdown_percent": None,
+        "reason": "",
+        "prompts": "prompts are not compensated",
+        "offer": None,
+    }
+    runner = backend(backend_name)
+    problem = obstacle(runner, model, model.spec.max_context)
+    if problem is None and budget:
+        report["offer"] = _offer(services, runner, model, budget)
+    if problem is None and compensation.prompt_percent:
+        report["prompts"] = _prompts(services, runner, model, compensation.prompt_percent)
+    if budget is None:
+        return {**report, "reason": f"k_chunk is fixed at {compensation.k_chunk} by the settings"}
+    if not budget:
+        return {**report, "reason": "the slowdown budget is 0, so nothing is compensated"}
+    if problem is not None:
+        return {**report, "reason": problem.what}
+    try:
+        device = runner.device(DecoderOptions())
+    except BackendError as error:
+        return {**report, "reason": str(error)}
+    profile = services.profiles().find(profile_key(device, backend_name, model))
+    if budget not in profile.tuned:
+        reason = (
+            f"not tuned yet for {budget:g} % slowdown; the first use tunes it, or run: lowbit-chat tune-device {name}"
+        )
+        return {**report, "reason": reason}
+    found = tuning_of(profile, budget, cached=True)
+    chosen = ", ".join(f"{layer_words(kind)} {count}" for kind, count in found.k_chunk.items())
+    measured = found.measured_slowdown_percent
+    return {
+        **report,
+        "k_chunk": dict(found.k_chunk),
+        "measured_slowdown_percent": measured,
+        "reason": f"k_chunk {chosen}; {measured:.1f} % slower, {budget:g} % allowed, measured on {profile.date[:10]}; "
+        f"{found.refinement}",
+    }
+
+
+def _prompts(services: Services, runner: AnyBackend, model: StoredModel, budget_percent: float) -> str:
+    """The stored tuning of prompts, as text."""
+    from runtime.backends.decoder import DecoderOptions
+    from runtime.budget.profile_key import profile_key
+    from runtime.budget.prompt_tuning import known_prompts, prompt_tuning_of
+    from runtime.errors import BackendError
+
+    try:
+        device = runner.device(DecoderOptions())
+    except BackendError as error:
+        return str(error)
+    profile = known_prompts(services.profiles().find(profile_key(device, runner.name, model)), budget_percent)
+    if profile is None:
+        return (
+            f"prompts are not tuned yet for {budget_percent:g} % more time to the first word; the first use tunes them"
+        )
+    return prompt_tuning_of(profile, cached=True).words
+
+
+def _offer(services: Services, runner: AnyBackend, model: StoredModel, budget_percent: float) -> str | None:
+    """The best way to decode within a budget, as text; None if `tune-device` has not measured any."""
+    from runtime.budget.offering import known
+    from runtime.errors import BackendError
+
+    try:
+        found = known(runner.name, model, budget_percent=budget_percent, profiles=services.profiles())
+    except BackendError:
+        return None
+    return None if found is None else found.words(found.chosen)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+import contextlib
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from app.cli import options
-from app.cli.errors import CliError
-from app.cli.interrupt import Interrupt
-from app.cli.load import LoadChoices, load_plan, spend_budgets
+from app.cli.load import load_model, load_options, load_plan
 from app.cli.model import find_checkpoint, open_model
-from app.cli.output import Output
-from app.cli.quantize import read_text
+from app.cli.models import read_text
+from app.cli.output import CliError, Interrupt, Output
 from app.cli.services import Services, services_of
-from models.needed import check_needed
+from models.errors import check_needed
+from runtime.compensation import k_chunk_by_type
 
 if TYPE_CHECKING:
-    from runtime.backends.decoder import DecoderOptions
-    from runtime.load.plan import LoadPlan
+    from models.store import StoredModel
+    from runtime.engine.engine import Engine
+    from runtime.load.plan import LoadOptions
     from runtime.measure.evaluate import EvalResult
 
 _WINDOW = 1024
@@ -84,14 +84,18 @@ def evaluate(
     if full_precision:
         result, about = _full_precision(model, content, span, services, output)
     else:
-        choices = LoadChoices(
+        stored = open_model(model, services, output)
+        asked = load_options(
+            stored,
             kv=kv,
+            context=span.window(stored.spec.max_context),
             compensation=compensation,
-            prompt_budget=prompt_budget,
+            prompt_budget=prompt_budget if as_chat else 0.0,  # it only matters if there are prompts
             backend=backend,
             select=select or "approx",
         )
-        result, about = _stored(model, content, span, choices, services, output)
+        budgets_asked = compensation is not None or prompt_budget is not None
+        result, about = _stored(stored, content, span, asked, services, output, budgets_asked=budgets_asked)
     if as_json:
         output.result(
             {
@@ -132,72 +136,53 @@ class _Span:
         return self._stride if self._stride is not None else max(1, self.window(maximum) // 2)
 
     def cut(self, tokens: list[int]) -> list[int]:
-        """The tokens to evaluate."""
         return tokens[: self._max_tokens]
 
 
 def _stored(
-    name: str, text: str, span: _Span, choices: LoadChoices, services: Services, output: Output
+    model: StoredModel,
+    text: str,
+    span: _Span,
+    asked: LoadOptions,
+    services: Services,
+    output: Output,
+    *,
+    budgets_asked: bool,
 ) -> tuple[EvalResult, dict[str, Any]]:
     """Perplexity of a stored model, with details for the JSON object."""
-    from runtime.compensation import k_chunk_by_type
     from runtime.measure.evaluate import perplexity
-    from runtime.text.tokenizer import Tokenizer
 
-    model = open_model(name, services, output)
     maximum = model.spec.max_context
     window = span.window(maximum)
-    choices = replace(choices, context=window)
-    plan = load_plan(model, choices, services, output)
-    load = _compensated(plan, span, choices, services, output)
-    k_chunk, prompts = k_chunk_by_type(load.k_chunk), k_chunk_by_type(load.prompt_k_chunk)
-    measure_recall = any(k_chunk.values()) and choices.select == "approx"
-    tokens = span.cut(Tokenizer(model.tokenizer_path).encode(text))
-    load = replace(load, measure_recall=measure_recall)
-    with output.progress() as progress:
-        decoder = replace(plan, options=load).open_decoder(progress)
-    try:
+    engine = _opened(model, asked, services, output, budgets_asked=budgets_asked)
+    with contextlib.closing(engine), engine.borrow(window) as decoder:
+        tokens = span.cut(engine.tokenizer.encode(text))
         with Interrupt() as interrupt, output.progress() as progress:
             result = perplexity(
                 decoder, tokens, window, span.stride(maximum), progress, interrupt.cancelled, as_chat=span.as_chat
             )
-    finally:
-        decoder.close()
+        load = decoder.options
+    k_chunk, prompts = k_chunk_by_type(load.k_chunk), k_chunk_by_type(load.prompt_k_chunk)
     about = {"kv": load.kv, "bits": model.recipe.bits, "k_chunk": k_chunk, "select": load.select}
     return result, {**about, "prompt_k_chunk": prompts}
 
 
-def _compensated(
-    plan: LoadPlan, span: _Span, choices: LoadChoices, services: Services, output: Output
-) -> DecoderOptions:
-    """The options to evaluate; budgets are tuned on a separate decoder, which need not measure recall.
-
-    The budget of prompts only matters if there are prompts.
-    """
-    from runtime.budget.tuning import obstacle
-
-    model, budget = plan.model, plan.compensation.budget_percent
-    prompts = plan.compensation.prompt_percent if span.as_chat else 0.0
-    if not budget and not prompts:
-        return plan.options
-    if (problem := obstacle(plan.backend, model, plan.options.context)) is not None:
-        if choices.compensation is not None:
-            output.note(f"{problem.what}; {problem.fix}")
-        return plan.options
+def _opened(
+    model: StoredModel, asked: LoadOptions, services: Services, output: Output, *, budgets_asked: bool
+) -> Engine:
+    """The model, compensated as asked. Budgets are tuned as `run` decodes: without other selections, and no recall."""
+    plan, select = load_plan(model, asked, services), asked.select
+    options = plan.options
+    if asked.compensation.budget_percent or asked.compensation.prompt_percent:
+        usual = replace(asked, select="approx")
+        loaded = load_model(model, usual, services, output, budgets_asked=budgets_asked)
+        tuned = loaded.engine.decoder.options
+        loaded.engine.close()
+        options = replace(options, k_chunk=tuned.k_chunk, n_tb=tuned.n_tb, prompt_k_chunk=tuned.prompt_k_chunk)
+    measure_recall = any(k_chunk_by_type(options.k_chunk).values()) and select == "approx"
     with output.progress() as progress:
-        decoder = replace(plan, options=replace(plan.options, select="approx")).open_decoder(progress)
-    try:
-        if budget and not services.is_tuned(decoder, model, budget):
-            output.note(
-                f"{model.name} is first tuned for a budget of {budget:g} % on this device, once, which takes a "
-                "while; --k-chunk N evaluates with N channels instead, --k-chunk 0 without compensation"
-            )
-        own = plan if prompts else replace(plan, compensation=replace(plan.compensation, prompt_budget_percent=0.0))
-        spend_budgets(lambda *_: nullcontext(decoder), own, choices, services, output)
-        tuned = decoder.options
-        return replace(plan.options, k_chunk=tuned.k_chunk, n_tb=tuned.n_tb, prompt_k_chunk=tuned.prompt_k_chunk)
-    finally:
-        decoder.close()
+        plan.prepare(progress)
+        return replace(plan, options=replace(options, measure_recall=measure_recall)).open_engine(progress)
 
 
 def _full_precision(

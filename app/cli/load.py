@@ -1,201 +1,125 @@
-"""Loading a model for a command: settings, memory plan, options."""
+"""Loading a model for a command: its flags and the settings become options of the one load (`runtime.load.loading`)."""
 
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from app.cli import options
-from app.cli.interrupt import Interrupt
-from app.cli.output import Output
+from app.cli.output import Interrupt, Output
 from app.cli.services import Services, prepare_folders
 
 if TYPE_CHECKING:
-    from app.settings import Settings
     from models.store import StoredModel
     from runtime.backends.decoder import KVKind, Selector
-    from runtime.budget.spending import Lend, Spent
     from runtime.compensation import Compensation
-    from runtime.drafting import Drafts
-    from runtime.engine.engine import Engine
-    from runtime.load.plan import LoadPlan
+    from runtime.load.loading import LoadedModel
+    from runtime.load.plan import LoadOptions, LoadPlan
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadChoices:
-    """Choices on the command line; None leaves them to the settings and the program."""
-
-    kv: KVKind | None = None
-    """The kind of cache."""
-    context: int | None = None
-    """Tokens of context."""
-    compensation: Compensation | None = None
-    """Compensation."""
-    prompt_budget: float | None = None
-    """Slowdown budget of prompts, in percent."""
-    speculate: bool | None = None
-    """Whether to speculate."""
-    gamma: int | None = None
-    """Draft tokens per round."""
-    backend: str | None = None
-    """The backend."""
-    experts_on_device: str | None = None
-    """Experts of each block on the card, or `auto`."""
-    select: Selector = "approx"
-    """Selection of salient channels."""
-
-
-def load_plan(model: StoredModel, choices: LoadChoices, services: Services, output: Output) -> LoadPlan:
-    """Plan loading a model by settings and free memory; compiles its kernels.
-
-    Args:
-        model: The stored model.
-        choices: The command line's choices.
-        services: The machine and its memory.
-        output: For notes to the user.
+def load_options(
+    model: StoredModel,
+    *,
+    kv: KVKind | None = None,
+    context: int | None = None,
+    compensation: Compensation | None = None,
+    prompt_budget: float | None = None,
+    speculate: bool | None = None,
+    gamma: int | None = None,
+    backend: str | None = None,
+    experts_on_device: str | None = None,
+    select: Selector = "approx",
+) -> LoadOptions:
+    """How to load a model: the command line's choices, else the settings', as far as they fit any model.
 
     Raises:
         SettingsError: a setting is invalid.
-        RuntimeFailure: the choices conflict, or there is not enough memory.
+    """
+    from app.settings import load
+    from runtime.load.memory import experts_within
+    from runtime.load.plan import LoadOptions
+
+    chosen = {"kv": kv, "backend": backend, "experts_on_device": experts_on_device, "gamma": gamma}
+    settings = load({**chosen, "speculate": options.speculate_setting(speculate)})
+    experts = settings.experts_on_device
+    if experts_on_device is None:  # what the settings say is for any model
+        experts = experts_within(experts, model.spec)
+    return LoadOptions(
+        compensation=settings.compensation(compensation, prompt_budget),
+        speculation=settings.drafts,
+        kv=settings.cache(kv),
+        # A context on the command line is binding; one in the settings is reduced to the model's maximum.
+        context=context or (settings.context and min(settings.context, model.spec.max_context)),
+        backend=settings.backend,
+        experts_on_device=experts,
+        select=select,
+    )
+
+
+def load_plan(model: StoredModel, asked: LoadOptions, services: Services) -> LoadPlan:
+    """Plan a load by the free memory.
+
+    Raises:
+        RuntimeFailure: the options conflict, or there is not enough memory.
     """
     from app.paths import profiles_dir
-    from runtime.kv.kinds import cache_for
-    from runtime.load.memory import DEFAULT_CONTEXT, experts_within
     from runtime.load.plan import plan_load
 
-    settings = _settings(choices)
-    maximum, experts = model.spec.max_context, settings.experts_on_device
-    if choices.experts_on_device is None:  # what the settings say is for any model
-        experts = experts_within(experts, model.spec)
-    plan = plan_load(
-        model,
-        settings.compensation(choices.compensation, choices.prompt_budget),
-        kv=cache_for(settings.cache(choices.kv), drafts=settings.speculation is not None),
-        # A context on the command line is binding; one in the settings is reduced to the model's maximum.
-        context=choices.context or (settings.context and min(settings.context, maximum)),
-        backend_name=settings.backend,
-        experts_on_device=experts,
-        select=choices.select,
-        memory=services.memory(),
-        measurements=profiles_dir(),
-    )
-    planned = plan.options.context
-    if choices.context is None and planned < min(maximum, settings.context or DEFAULT_CONTEXT):
-        output.note(f"the context is {planned} tokens: more does not fit in the free memory")
     prepare_folders()
-    with output.progress() as progress:
-        plan.prepare(progress)
-    return plan
+    return plan_load(model, asked, memory=services.memory(), measurements=profiles_dir())
 
 
-def _settings(choices: LoadChoices) -> Settings:
-    """The settings, overridden by the command line's choices."""
-    from app.settings import load
-
-    speculate = options.speculate_setting(choices.speculate)
-    return load(
-        {
-            "kv": choices.kv,
-            "backend": choices.backend,
-            "experts_on_device": choices.experts_on_device,
-            "speculate": speculate,
-            "gamma": choices.gamma,
-        }
-    )
-
-
-def spend_budgets(
-    lend: Lend,
-    plan: LoadPlan,
-    choices: LoadChoices,
+def load_model(
+    model: StoredModel,
+    asked: LoadOptions,
     services: Services,
     output: Output,
     *,
+    budgets_asked: bool = False,
     prompts_later: bool = False,
-) -> Spent:
-    """Apply the plan's budgets to a loaded model, and report those without effect.
+) -> LoadedModel:
+    """Load a model by the free memory, with progress; notes what the user should know.
 
     Args:
-        lend: Lends its decoder.
-        plan: Its load plan.
-        choices: The command line's choices.
-        services: The machine and its profiles.
+        model: The stored model.
+        asked: How to load it.
+        services: The machine, its memory and its profiles.
         output: For progress and notes to the user.
-        prompts_later: Whether prompts that were never tuned are left to `spend_on_prompts`.
+        budgets_asked: Whether the command line asks for compensation, so that what prevents it is worth a note.
+        prompts_later: Whether prompts that were never tuned are left to `tune_pending_prompts`.
 
     Raises:
-        KeyboardInterrupt: the user stopped the tuning; completed measurements are stored.
+        RuntimeFailure: the options conflict, or there is not enough memory.
+        KeyboardInterrupt: the user stopped it; completed measurements are stored.
     """
-    from runtime.budget.spending import Spent, spend
+    from runtime.load.memory import DEFAULT_CONTEXT
 
-    drafts = _settings(choices).drafts
-    if not plan.compensation.possible:
-        return Spent(tuning=None, prompts=None, speculation=drafts, problems=())
+    plan = load_plan(model, asked, services)
+    planned = plan.options.context
+    if planned < min(model.spec.max_context, asked.context or DEFAULT_CONTEXT):
+        output.note(f"the context is {planned} tokens: more does not fit in the free memory")
     with Interrupt() as interrupt, output.progress() as progress:
-        spent = spend(
-            lend,
-            plan.model,
-            plan.compensation,
-            drafts=drafts,
-            profiles=services.profiles(),
-            text=services.evaluation_text(),
-            prompts_later=prompts_later,
-            progress=progress,
-            cancelled=interrupt.cancelled,
-        )
-    asked = choices.compensation is not None or choices.prompt_budget is not None
-    for problem in spent.problems:
-        if problem.failure or asked:
+        loaded = services.load(plan, prompts_later=prompts_later, progress=progress, cancelled=interrupt.cancelled)
+    for problem in loaded.problems:
+        if problem.failure or budgets_asked:
             output.note(f"{problem.what}; {problem.fix}")
-    return spent
+    return loaded
 
 
-def spend_on_prompts(engine: Engine, plan: LoadPlan, spent: Spent, services: Services, output: Output) -> None:
-    """Tune the prompts that `spend_budgets` left, for the next time; Ctrl-C leaves them to it.
-
-    Args:
-        engine: The loaded model.
-        plan: Its load plan.
-        spent: What was spent on it.
-        services: The machine and its profiles.
-        output: For progress to the user.
-    """
-    from runtime.budget import spending
+def tune_pending_prompts(loaded: LoadedModel, services: Services, output: Output) -> None:
+    """Tune the prompts that `load_model` left, for the next time; Ctrl-C leaves them to it."""
     from runtime.errors import Cancelled
+    from runtime.load.loading import tune_prompts
 
-    if spent.prompts is None or not spent.prompts.pending:
+    if loaded.plan is None or loaded.prompts is None or not loaded.prompts.pending:
         return
     with contextlib.suppress(Cancelled, KeyboardInterrupt), output.progress() as progress:
-        plan.prepare(progress, ahead=True)  # what compiles in the background is waited for without Ctrl-C
+        loaded.plan.prepare(progress, ahead=True)  # what compiles in the background is waited for without Ctrl-C
         with Interrupt() as interrupt:
-            spending.spend_on_prompts(
-                engine.borrow,
-                plan.model,
-                spent.prompts,
+            tune_prompts(
+                loaded,
+                loaded.plan.model,
                 profiles=services.profiles(),
                 progress=progress,
                 cancelled=interrupt.cancelled,
             )
-
-
-def speculate(engine: Engine, wanted: Drafts, services: Services) -> None:
-    """Turn on speculation for a loaded model.
-
-    Args:
-        engine: The loaded model.
-        wanted: The request.
-        services: The text on which sensitive layers are found.
-
-    Raises:
-        KeyboardInterrupt: the user stopped it.
-    """
-    from runtime.engine.speculation.costs import start
-    from runtime.errors import Cancelled
-
-    with Interrupt() as interrupt:
-        try:
-            text = services.evaluation_text
-            start(engine, wanted, text=lambda: engine.tokenizer.encode(text()), cancelled=interrupt.cancelled)
-        except Cancelled:
-            interrupt.raise_if_pressed()

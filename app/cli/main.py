@@ -7,39 +7,91 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
-from app.cli import (
-    bench,
-    chats,
-    config,
-    doctor,
-    evaluate,
-    export,
-    manual,
-    pull,
-    quantize,
-    run,
-    running,
-    serve,
-    stored,
-    tune_device,
+from app.cli import bench, chats, config, doctor, evaluate, models, run, serve, tune_device
+from app.cli.output import (
+    NAME,
+    CliError,
+    Output,
+    at_a_terminal,
+    explained,
+    in_one_line,
+    prepare_streams,
+    sanitize_streams,
 )
-from app.cli.errors import CliError, explained, in_one_line
-from app.cli.output import NAME, at_a_terminal, prepare_streams, sanitize_streams
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+_FILES = (
+    ("settings.toml", "The settings; `lowbit-chat config path` prints where it is."),
+    ("LOWBIT_CHAT_HOME", "A single folder for everything that the program writes."),
+    ("LOWBIT_CHAT_KEY", "The setting KEY, in capitals; overrides the file, and is overridden by options."),
+)
 PIPE_STATUS = 141
 """Exit status when the reader of a pipe left: 128 and the number of SIGPIPE, as a shell reports it."""
+
+
+def man(ctx: typer.Context) -> None:
+    """Print the manual page; `lowbit-chat man | man -l -` reads it."""
+    assert ctx.parent is not None
+    Output().text("\n".join(page(ctx.parent.command, ctx.parent)))
+
+
+def page(command: Any, ctx: Any) -> Iterator[str]:
+    """The page in roff, line by line."""
+    yield f'.TH {NAME.upper()} 1 "" "{NAME}" "User Commands"'
+    yield from (".SH NAME", rf"{NAME} \- chat with low-bit language models on this machine")
+    yield from (".SH SYNOPSIS", f".B {NAME}", r"[\fICOMMAND\fR] [\fIOPTIONS\fR]")
+    yield from (".SH DESCRIPTION", *_text(command.help or ""))
+    yield ".SH COMMANDS"
+    yield from _commands(command, ctx, NAME)
+    yield ".SH ENVIRONMENT AND FILES"
+    for name, words in _FILES:
+        yield from (".TP", f".B {_escaped(name)}", *_text(words))
+    yield from (
+        ".SH EXIT STATUS",
+        *_text("0; 1 for an error that is explained in one line; 2 for wrong usage; 130 for"),
+    )
+    yield from _text("Ctrl-C; 141 if the reader of a pipe left.")
+
+
+def _commands(group: Any, ctx: Any, path: str) -> Iterator[str]:
+    for name, command in group.commands.items():
+        if command.hidden:
+            continue
+        context = type(ctx)(command, info_name=name, parent=ctx)
+        if getattr(command, "commands", None):
+            yield from (f".SS {path} {name}", *_text(command.help or ""))
+            yield from _commands(command, context, f"{path} {name}")
+            continue
+        usage = " ".join(command.collect_usage_pieces(context))
+        yield from (f".SS {path} {name} {_escaped(usage)}", *_text(command.help or ""))
+        for parameter in command.params:
+            if (record := parameter.get_help_record(context)) is not None:
+                yield from (".TP", f".B {_escaped(record[0])}", *_text(record[1] or ""))
+
+
+def _text(words: str) -> Iterator[str]:
+    """Words as roff lines; escapes those that would be requests."""
+    for line in words.splitlines():
+        if line.strip():
+            yield rf"\&{_escaped(line.strip())}"
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", r"\e").replace("-", r"\-")
 
 
 class Commands(TyperGroup):
     """The commands; an error caused by the user or a file becomes one line and exit code 1."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Run a command."""
         try:
             return super().invoke(ctx)
         except BrokenPipeError:
@@ -85,21 +137,21 @@ def ui(
 
 
 app.command("run")(run.run)
-app.command("pull")(pull.pull)
-app.command("quantize")(quantize.quantize)
-app.command("list")(stored.list_models)
-app.command("ls", hidden=True)(stored.list_models)
-app.command("show")(stored.show)
-app.command("rm")(stored.remove)
-app.command("export")(export.export)
+app.command("pull")(models.pull)
+app.command("quantize")(models.quantize)
+app.command("list")(models.list_models)
+app.command("ls", hidden=True)(models.list_models)
+app.command("show")(models.show)
+app.command("rm")(models.remove)
+app.command("export")(models.export)
 app.command("serve")(serve.serve)
 app.command("eval")(evaluate.evaluate)
 app.command("bench")(bench.bench)
 app.command("tune-device")(tune_device.tune_device)
 app.command("doctor")(doctor.doctor)
-app.command("ps")(running.ps)
-app.command("stop")(running.stop)
-app.command("man")(manual.man)
+app.command("ps")(serve.ps)
+app.command("stop")(serve.stop)
+app.command("man")(man)
 app.add_typer(chats.app, name="chats")
 app.add_typer(config.app, name="config")
 

@@ -1,22 +1,95 @@
-"""MODEL arguments: a stored name, `demo`, a checkpoint's folder or GGUF file, a short name, or a name on the hub."""
+"""MODEL arguments: a stored name, `demo`, a checkpoint's folder or GGUF file, a short name, or a name on the hub.
+
+Whether a stored model was made from a given checkpoint is told by the sha256 of every source file in its recipe.json,
+since names alone do not identify weights. Hashing gigabytes at every start would take seconds, so a match is cached
+together with the sizes and modification times of the files.
+"""
 
 from __future__ import annotations
 
 import difflib
+import hashlib
+import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from app.cli.errors import CliError
-from app.cli.interrupt import Interrupt
-from app.cli.output import Output
+from app.cli.output import CliError, Interrupt, Output
 from app.cli.services import DEMO, Services
 from models.catalogue import KNOWN
-from models.needed import MAKING, check_needed
+from models.errors import MAKING, check_needed
+from models.files import replacing
 
 if TYPE_CHECKING:
     from models.catalogue import KnownModel
     from models.recipe import Recipe
     from models.store import StoredModel, StoredModelInfo
+
+
+class Origins:
+    """Cached matches of checkpoints and stored models, in one file that may be deleted at any time."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    def made_from(self, info: StoredModelInfo, checkpoint: Path) -> bool:
+        """Whether a model was made from this folder or GGUF file."""
+        files = recorded(info)
+        if not files or (checkpoint.is_file() and list(files) != [checkpoint.name]):
+            return False
+        folder = checkpoint.parent if checkpoint.is_file() else checkpoint
+        stamps = _stamps(folder, files)
+        if stamps is None:
+            return False
+        key = f"{info.path.resolve()} {folder.resolve()}"
+        entry = {"stamps": stamps, "files": files}
+        known = self._read()
+        if known.get(key) == entry:
+            return True
+        if any(_sha256(folder / name) != sha256 for name, sha256 in files.items()):
+            return False
+        self._write({**known, key: entry})
+        return True
+
+    def _read(self) -> dict[str, Any]:
+        try:
+            data = json.loads(self._file.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError):
+            return {}  # nothing cached: hash the files
+        return data if isinstance(data, dict) else {}
+
+    def _write(self, known: dict[str, Any]) -> None:
+        """Save the cache. If that fails, files are hashed again next time."""
+        try:
+            self._file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with replacing(self._file, synced=False) as file:
+                file.write(json.dumps(known).encode())
+        except OSError:
+            return
+
+
+def recorded(info: StoredModelInfo) -> dict[str, str]:
+    """sha256 by name of the files that a model was made from; empty if not recorded."""
+    from models.store.layout import RECIPE
+
+    try:
+        files = json.loads((info.path / RECIPE).read_text(encoding="utf-8"))["source"]["files"]
+        return {str(name): str(entry["sha256"]) for name, entry in files.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return {}
+
+
+def _stamps(folder: Path, names: dict[str, str]) -> dict[str, list[int]] | None:
+    """Size and modification time of each file; None if any is missing."""
+    try:
+        statuses = {name: (folder / name).stat() for name in names}
+    except OSError:
+        return None
+    return {name: [status.st_size, status.st_mtime_ns] for name, status in statuses.items()}
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def open_model(name: str, services: Services, output: Output) -> StoredModel:
@@ -43,7 +116,7 @@ def open_model(name: str, services: Services, output: Output) -> StoredModel:
     elif name in KNOWN:
         info = _made_of_known(KNOWN[name], recipe, services, output)
     elif _is_hub_name(name):
-        from models.store.names import made_of_hub
+        from models.store.store import made_of_hub
 
         ready = [info for info in store.list() if made_of_hub(info.source, name) and info.recipe == recipe]
         if not ready:
@@ -198,8 +271,7 @@ def _make(
 
 def _made_from(checkpoint: Path, recipe: Recipe, services: Services) -> StoredModelInfo | None:
     """A stored model made from this very folder or file, with this recipe."""
-    from app.cli.origin import Origins
-    from models.store.names import source_name
+    from models.store.store import source_name
 
     source = source_name(checkpoint)
     candidates = [info for info in services.store().list() if info.source == source and info.recipe == recipe]
@@ -209,8 +281,6 @@ def _made_from(checkpoint: Path, recipe: Recipe, services: Services) -> StoredMo
 
 def _made_of_known(model: KnownModel, recipe: Recipe, services: Services, output: Output) -> StoredModelInfo:
     """A stored model made from a model with a short name, with this recipe; made now if there is none."""
-    from app.cli.origin import recorded
-
     candidates = [info for info in services.store().list() if info.recipe == recipe]
     ready = [info for info in candidates if model.sha256 in recorded(info).values()]
     if ready:

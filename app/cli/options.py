@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Annotated, Literal, TypeVar
 
 import typer
@@ -24,7 +25,10 @@ def _finite(value: float | None) -> float | None:
 
 
 def set_within(ctx: typer.Context, param: typer.CallbackParam, value: T) -> T:  # noqa: ARG001  typer gives both
-    """Check an option by the rule of the setting of the same name, so that ranges agree."""
+    """Check an option by the rule of the setting of the same name, so that ranges agree.
+
+    An option that takes text also takes `auto` where the setting does; whoever loads the settings converts it.
+    """
     from app.settings import RULES
 
     if value is not None and param.name is not None:
@@ -32,6 +36,7 @@ def set_within(ctx: typer.Context, param: typer.CallbackParam, value: T) -> T:  
         try:
             rule.parse(value)
         except (ValueError, OverflowError):
+            rule = rule if isinstance(value, str) else replace(rule, optional=False)
             raise typer.BadParameter(f"allowed: {rule.allowed}") from None
     return value
 

@@ -2,18 +2,26 @@
 
 The answer is one JSON object with `--json`, otherwise text. Notes, progress and errors go to standard error. Piped
 output is unchanged; output to a terminal is sanitized by `SanitizedStream`.
+
+Errors that users or files can cause are reported in one line; the first Ctrl-C stops the running work, the second the
+program.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import signal
+import stat
 import sys
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from io import TextIOWrapper
-from typing import TYPE_CHECKING, Any, TextIO, cast
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Self, TextIO, cast
 
 from app.amounts import Estimate, byte_count
 from app.printable import printable
@@ -28,6 +36,81 @@ LINE_S = 3.0
 """Seconds between two lines of progress if standard error is not a terminal."""
 
 
+class CliError(Exception):
+    """An error found by the command line itself. The message says what happened and what to do."""
+
+
+def explained() -> tuple[type[BaseException], ...]:
+    """Errors that users or files can cause; anything else is a bug and shows its traceback.
+
+    Only called after an error, so that no start pays for these imports.
+    """
+    from app.errors import ClientError, DocumentError, HistoryError
+    from app.settings import SettingsError
+    from models.errors import ModelError
+    from runtime.errors import RuntimeFailure
+    from tuner.errors import TunerError
+
+    return (
+        CliError,
+        ClientError,
+        DocumentError,
+        HistoryError,
+        SettingsError,
+        ModelError,
+        RuntimeFailure,
+        TunerError,
+        OSError,
+        MemoryError,
+    )
+
+
+def in_one_line(error: BaseException) -> str:
+    """The error's message without line breaks."""
+    if isinstance(error, MemoryError):
+        return "not enough memory: close other programs, or use a smaller model, fewer bits or a shorter context"
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+class Interrupt:
+    """Context manager: Ctrl-C sets `pressed` instead of raising; pressed again, it raises `KeyboardInterrupt`.
+
+    Work takes `cancelled` as its argument of that name. Outside the main thread it does nothing.
+    """
+
+    def __init__(self) -> None:
+        self.pressed = False
+        self._before: Any = None
+
+    def cancelled(self) -> bool:
+        return self.pressed
+
+    def raise_if_pressed(self) -> None:
+        """Raise as Ctrl-C does, now that the work has stopped."""
+        if self.pressed:
+            raise KeyboardInterrupt
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGINT, self._press)
+        return self
+
+    def __exit__(self, _type: object, error: BaseException | None, _traceback: object) -> None:
+        """Restore Ctrl-C. Work that failed because it was stopped ends as with Ctrl-C."""
+        if self._before is not None:
+            signal.signal(signal.SIGINT, self._before)
+            self._before = None
+        if error is not None:
+            self.raise_if_pressed()
+
+    def _press(self, _signal: int, _frame: FrameType | None) -> None:
+        if self.pressed:
+            raise KeyboardInterrupt
+        self.pressed = True
+
+
 class SanitizedStream:
     """A stream to a terminal that displays escape sequences in the text instead of executing them.
 
@@ -40,7 +123,6 @@ class SanitizedStream:
         """Writes the program's own sequences, such as colours."""
 
     def write(self, text: str) -> int:
-        """Write text."""
         self.stream.write(printable(text))
         return len(text)
 
@@ -51,6 +133,34 @@ class SanitizedStream:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)
+
+
+def write_output(path: Path, content: bytes) -> None:
+    """Write a file that the user named: atomically, a link's target in its place; a pipe or device is written into.
+
+    Raises:
+        StoreError: it can't be written.
+    """
+    from models.files import replacing
+    from models.store.durable import TEMPORARY, explained
+
+    with explained(f"cannot write {path}"):
+        try:
+            mode = path.stat().st_mode
+        except FileNotFoundError:
+            mode = None
+        # what /dev/stdout leads to may be a file that somebody else has open
+        opened = path.is_symlink() and path.absolute().parts[1:2] in (("dev",), ("proc",))
+        if opened or not (mode is None or stat.S_ISREG(mode)):
+            with path.open("ab") as file:
+                file.write(content)
+            return
+        target = path.resolve()
+        temporary = target.with_name(target.name + TEMPORARY)
+        with replacing(target, temporary) as file:
+            if mode is not None:
+                temporary.chmod(stat.S_IMODE(mode))
+            file.write(content)
 
 
 def prepare_streams() -> None:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from app.cli.errors import explained, in_one_line
-from app.cli.load import LoadChoices, load_plan
-from app.cli.output import NAME, Output, sanitize_streams
+from app.cli.load import load_options, load_plan
+from app.cli.output import NAME, Output, explained, in_one_line, sanitize_streams
 from app.cli.services import Services
 
 
@@ -17,7 +16,8 @@ def prepare(services: Services, output: Output) -> None:
         SettingsError: a setting is invalid.
         RuntimeFailure: nothing can run the model here.
     """
-    plan = load_plan(services.demo(), LoadChoices(), services, output)
+    demo = services.demo()
+    plan = load_plan(demo, load_options(demo), services)
     with output.progress() as progress:
         plan.prepare(progress, ahead=True)
 

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import os
+import select
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from app.amounts import byte_count
-from app.cli.errors import CliError
-from app.cli.interrupt import Interrupt
-from app.cli.output import Output
+from app.cli.output import CliError, Output
+from app.cli.serve import result_of
 from models.files import private_folder
 
 if TYPE_CHECKING:
-    from app.cli.attachments import Attachments
-    from app.cli.tools import RunTools
-    from runtime.engine.engine import Engine
-    from runtime.engine.generation import Usage
-    from runtime.text.sampling import SamplingOptions
+    from app.cli.talk import Talk
 
 HELP = """\
 /set NAME VALUE   change a setting: {names}
@@ -36,6 +31,8 @@ Ctrl-C            stop the answer"""
 LINES_KEPT = 1000
 """Lines saved for the next conversation."""
 _FENCE = '"""'
+PASTE_S = 0.05
+"""Lines that arrive closer together than this are pasted, not typed."""
 
 _KINDS: Mapping[str, Callable[[str], object]] = {
     "temperature": float,
@@ -53,39 +50,17 @@ class Repl:
     """An interactive conversation.
 
     Args:
-        engine: The loaded model.
-        sampling: Initial sampling options, changed by `/set`.
-        attachments: The documents, to which `/attach` adds.
-        tools: The tools that the model may call.
-        variables: Further variables of the chat template.
-        system: The system prompt; empty for none.
-        raw: Whether each line is continued as plain text, without a chat template.
+        talk: The conversation; its runtime is a `LocalRuntime`.
+        output: Gets the answers and notes.
+        note: What the user should know of the model's tokenizer.
         read: Shows a prompt and returns the user's line; raises EOFError at the end.
     """
 
     def __init__(
-        self,
-        engine: Engine,
-        sampling: SamplingOptions,
-        attachments: Attachments,
-        tools: RunTools,
-        variables: Mapping[str, bool | str] | None = None,
-        *,
-        system: str = "",
-        raw: bool = False,
-        read: Callable[[str], str] | None = None,
+        self, talk: Talk, output: Output, *, note: str | None = None, read: Callable[[str], str] | None = None
     ) -> None:
-        self._engine = engine
-        self._sampling = sampling
-        self._attachments = attachments
-        self._tools = tools
-        self._variables = variables
-        self._system = system
-        self._raw = raw
+        self._talk, self._output, self._note = talk, output, note
         self._read = read or _typed_line
-        self._output = Output()
-        self._messages: list[Mapping[str, Any]] = []
-        self._usage: Usage | None = None
         self._commands: Mapping[str, Callable[[str], None]] = {
             "/set": self._set,
             "/show": self._show,
@@ -98,9 +73,9 @@ class Repl:
 
     def loop(self) -> None:
         """Run until `/bye` or the end of the input."""
-        self._output.note(f"{self._engine.name}; /help lists the commands, /bye leaves")
-        if self._engine.tokenizer.note and not self._raw:
-            self._output.note(self._engine.tokenizer.note)
+        self._output.note(f"{self._talk.status.model}; /help lists the commands, /bye leaves")
+        if self._note and not self._talk.raw:
+            self._output.note(self._note)
         while True:
             try:
                 text = self._text()
@@ -132,10 +107,14 @@ class Repl:
             self._output.note(str(error))
 
     def _text(self) -> str:
-        """Read one line, or several between triple quotes."""
+        """Read one line, or several that were pasted or stand between triple quotes."""
         line = self._read(">>> ")
         if not line.lstrip().startswith(_FENCE):
-            return line
+            lines = [line]
+            with suppress(EOFError):
+                while not line.lstrip().startswith("/") and _more_is_pasted():
+                    lines.append(self._read("... "))
+            return "\n".join(lines)
         lines = [line.lstrip().removeprefix(_FENCE)]
         while _FENCE not in lines[-1]:
             lines.append(self._read("... "))
@@ -143,81 +122,64 @@ class Repl:
         return "\n".join(lines)
 
     def _answer(self, text: str) -> None:
-        from app.cli.tools import continued, converse
-
-        told, passages = (text, None) if self._raw else self._attachments.prompt(text)
-        sampling, show = self._sampling, self._output.stream
-        with Interrupt() as interrupt:
-            if self._raw:
-                found = continued(self._engine, text, sampling, interrupt.cancelled, show)
-            else:
-                system = [{"role": "system", "content": self._system}] if self._system else []
-                asked = [*system, *self._messages, {"role": "user", "content": told}]
-                found = converse(self._engine, asked, sampling, interrupt.cancelled, show, self._tools, self._variables)
-                self._messages = list(found.messages[len(system) :])
-        piece = found.last
-        self._output.text()
-        self._attachments.tell(passages)
-        self._usage = piece.usage
-        if piece.finish_reason == "cancelled":
+        talk = self._talk
+        if result_of(talk.ask(text))[-1].state == "stopped":
             self._output.note("stopped")
-        elif piece.finish_reason == "length" and sampling.max_tokens is None:
+        elif talk.cut:
             self._output.note(
-                f"the answer was cut: the context of {self._engine.context} tokens is full; /clear empties it"
+                f"the answer was cut: the context of {talk.status.context} tokens is full; /clear empties it"
             )
 
     def _set(self, rest: str) -> None:
         name, _, value = rest.partition(" ")
         value = value.strip()
         if name == "system":
-            self._system = value
+            self._talk.choose("system_prompt", value)
         elif name == "stop":
-            self._sampling = replace(self._sampling, stop=(value,) if value else ())
+            self._talk.choose("stop", (value,) if value else None)
         elif name in _KINDS and value:
-            change = _read_setting(name, value)
-            self._sampling = replace(self._sampling, **{name: change})  # type: ignore[arg-type]  # parsed to the field's type
+            self._talk.choose(name, _read_setting(name, value))
         else:
             raise CliError(f"use /set NAME VALUE with one of: {', '.join(_names())}")
 
     def _show(self, _rest: str) -> None:
-        decoder = self._engine.decoder
+        talk, status = self._talk, self._talk.status
+        sampling = {**(status.sampling or {}), **talk.sampling()}
         rows = [
-            ("model", self._engine.name),
-            ("backend", f"{decoder.backend} ({self._engine.reason})"),
-            ("kv", f"{decoder.options.kv}, {byte_count(decoder.kv_bytes)}"),
-            ("context", f"{self._engine.context} tokens"),
-            ("system", self._system or "none"),
-            ("stop", " ".join(map(repr, self._sampling.stop)) or "none"),
-            ("tools", " ".join(self._tools.named) or "none"),
-            *((name, _value(getattr(self._sampling, name))) for name in _KINDS),
+            ("model", status.model or ""),
+            ("backend", f"{status.backend} ({status.reason})"),
+            ("kv", f"{status.kv}, {byte_count(status.kv_bytes or 0)}"),
+            ("context", f"{status.context} tokens"),
+            ("system", talk.system_prompt or "none"),
+            ("stop", " ".join(map(repr, sampling.get("stop") or ())) or "none"),
+            ("tools", " ".join(talk.tools) or "none"),
+            *((name, _value(sampling.get(name))) for name in _KINDS),
         ]
         for name, value in rows:
             self._output.text(f"{name:<20}{value}")
 
     def _attach(self, rest: str) -> None:
-        if not rest or self._raw:
+        if not rest or self._talk.raw:
             raise CliError("--raw reads no documents" if rest else "use /attach PATH with a file or folder")
-        self._attachments.add(Path(rest.strip("'\"")))
+        result_of(self._talk.attach(Path(rest.strip("'\"")).expanduser().absolute()))
 
     def _clear(self, _rest: str) -> None:
-        self._messages = []
+        self._talk.conversation.head = None
 
     def _stats(self, _rest: str) -> None:
-        usage = self._usage
-        if usage is None:
+        timings = self._talk.timings
+        if timings is None:
             raise CliError("there is no answer yet")
-        used = usage.prompt_tokens + usage.completion_tokens
+        used = timings.prompt_tokens + timings.completion_tokens
         self._output.text(
-            f"first token after {usage.ttft_s:.2f} s, {usage.decode_tokens_per_s:.1f} tokens/s; "
-            f"{usage.prompt_tokens} prompt tokens ({usage.cached_tokens} reused), {usage.completion_tokens} generated; "
-            f"context {used} of {self._engine.context}"
+            f"first token after {timings.ttft_s:.2f} s, {timings.decode_tokens_per_s:.1f} tokens/s; "
+            f"{timings.prompt_tokens} prompt tokens ({timings.cached_tokens} reused), "
+            f"{timings.completion_tokens} generated; context {used} of {self._talk.status.context}"
         )
-        if usage.speculation is not None:
-            found = usage.speculation
-            does = f"{found.gamma} tokens drafted per round" if found.gamma else "speculation does not pay here"
-            self._output.text(
-                f"{does}; {100 * found.acceptance_rate:.0f} % accepted, {found.tokens_per_verify:.1f} tokens per verify"
-            )
+        if (drafted := timings.speculation) is not None:
+            does = f"{drafted.gamma} tokens drafted per round" if drafted.gamma else "speculation does not pay here"
+            accepted = f"{100 * drafted.acceptance_rate:.0f} % accepted"
+            self._output.text(f"{does}; {accepted}, {drafted.tokens_per_verify:.1f} tokens per verify")
 
     def _help(self, _rest: str) -> None:
         self._output.text(HELP.format(names=", ".join(_names())))
@@ -250,8 +212,17 @@ def _value(value: object) -> str:
 def _typed_line(prompt: str) -> str:
     """Read a line from the terminal, with line editing if Python supports it."""
     if sys.platform != "win32":
-        import readline  # noqa: F401  enables line editing in input()
+        import readline
+
+        readline.parse_and_bind("set enable-bracketed-paste on")  # Python turns it off
     return input(prompt)
+
+
+def _more_is_pasted() -> bool:
+    """Whether the line just read was followed at once by more, as in a paste that the terminal does not mark."""
+    if sys.platform == "win32" or not sys.stdin.isatty():
+        return False
+    return bool(select.select([sys.stdin], [], [], PASTE_S)[0])
 
 
 @contextmanager

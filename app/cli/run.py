@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
+import codecs
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from app.cli import options
-from app.cli.interrupt import Interrupt
-from app.cli.load import LoadChoices, load_plan, speculate, spend_budgets, spend_on_prompts
+from app.cli.load import load_model, load_options, tune_pending_prompts
 from app.cli.model import open_model
-from app.cli.output import Output
+from app.cli.output import CliError, Output
+from app.cli.serve import result_of, running
 from app.cli.services import services_of
 
 if TYPE_CHECKING:
-    from app.cli.attachments import Attachments
-    from app.cli.tools import RunTools
-    from app.conversation import Passage
+    from app.cli.services import Services
+    from app.cli.talk import Talk
+    from app.settings import Settings
     from models.store import StoredModel
-    from runtime.engine.engine import Engine
-    from runtime.engine.generation import Usage
-    from runtime.text.sampling import SamplingOptions
 
 _PATIENCE_S = 3.0
 """Seconds of silence on standard input after which the user is told that the program is waiting for it."""
@@ -45,34 +42,46 @@ def run(
         str | None, typer.Option("--system", metavar="TEXT", help="System prompt.", show_default=False)
     ] = None,
     max_tokens: Annotated[
-        int | None,
-        typer.Option("--max-tokens", callback=options.set_within, help="Longest answer.", show_default=False),
+        str | None,
+        typer.Option(
+            "--max-tokens", metavar="N", callback=options.set_within, help="Longest answer.", show_default=False
+        ),
     ] = None,
     temperature: Annotated[
-        float | None,
+        str | None,
         typer.Option(
-            "--temperature", callback=options.set_within, help="Sampling temperature; 0 is greedy.", show_default=False
+            "--temperature",
+            metavar="T",
+            callback=options.set_within,
+            help="Sampling temperature; 0 is greedy; auto is what the model's makers advise, as in the options below.",
+            show_default=False,
         ),
     ] = None,
     top_p: Annotated[
-        float | None,
+        str | None,
         typer.Option(
             "--top-p",
+            metavar="P",
             callback=options.set_within,
             help="Cumulative probability of the tokens sampled from; 1 is off.",
             show_default=False,
         ),
     ] = None,
     top_k: Annotated[
-        int | None,
+        str | None,
         typer.Option(
-            "--top-k", callback=options.set_within, help="Number of tokens sampled from; 0 is all.", show_default=False
+            "--top-k",
+            metavar="N",
+            callback=options.set_within,
+            help="Number of tokens sampled from; 0 is all.",
+            show_default=False,
         ),
     ] = None,
     min_p: Annotated[
-        float | None,
+        str | None,
         typer.Option(
             "--min-p",
+            metavar="P",
             callback=options.set_within,
             help="Minimum probability relative to the best token; 0 is off.",
             show_default=False,
@@ -138,11 +147,7 @@ def run(
     if not text and (as_json or not _on_terminal()):
         raise typer.BadParameter("nothing to answer: give a PROMPT, or text on standard input", param_hint="PROMPT")
 
-    from app.cli.attachments import Attachments
-    from app.cli.tools import RunTools
     from app.settings import load
-    from runtime.text.reasoning import switch
-    from runtime.text.sampling import SamplingOptions
 
     settings = load(
         {
@@ -155,10 +160,8 @@ def run(
         }
     )
     stored = open_model(model, services, output)
-    drawn: dict[str, Any] = settings.sampling(stored.sampling)
-    variables = switch(settings.thinking)
-    sampling = SamplingOptions(max_tokens=settings.max_tokens, seed=seed, stop=tuple(stop or ()), **drawn)
-    choices = LoadChoices(
+    asked = load_options(
+        stored,
         kv=kv,
         context=context,
         compensation=compensation,
@@ -167,107 +170,131 @@ def run(
         gamma=gamma,
         backend=backend,
     )
-    plan = load_plan(stored, choices, services, output)
-    with output.progress() as progress:
-        engine = services.open_engine(plan, progress)
-    with (
-        contextlib.closing(engine),
-        contextlib.closing(RunTools(mcp, yes_tools or (), output)) as tools,
-        contextlib.closing(Attachments(engine, output)) as attachments,
-    ):
+    own: dict[str, Any] = {"seed": seed, "stop": tuple(stop or ()) or None}
+    repeats = seed is not None or settings.temperature == 0
+    chosen = any(one is not None for one in (kv, context, compensation, prompt_budget, speculation, gamma, backend))
+    # How a runtime answers also depends on what it has cached, and how it has loaded a model is not for `run` to say.
+    shared = text and not (attach or mcp or repeats or chosen) and running(services) is not None
+    if shared and result_of(_answer_by_runtime(stored, services, output, text, settings, own, raw=raw)):
+        return
+    # An answer that is asked to repeat waits for all of the tuning, so as to be the same again.
+    later = bool(text) and not repeats
+    budgets_asked = compensation is not None or prompt_budget is not None
+    loaded = load_model(stored, asked, services, output, budgets_asked=budgets_asked, prompts_later=later)
+
+    from app.cli.talk import Talk
+    from app.local import LocalRuntime
+
+    runtime = LocalRuntime(loaded)
+    talk = Talk(runtime, result_of(runtime.status()), settings, own, output, raw=raw, count=runtime.tokens)
+    try:
+        if mcp is not None:
+            result_of(talk.open_tools(mcp, yes_tools or ()))
         for path in attach or ():
-            attachments.add(path)
-        # An answer that is asked to repeat waits for all of the tuning, so as to be the same again.
-        later = bool(text) and seed is None and temperature != 0
-        spent = spend_budgets(engine.borrow, plan, choices, services, output, prompts_later=later)
-        speculate(engine, spent.speculation, services)
+            result_of(talk.attach(path.absolute()))
         if text:
-            system = None if raw else settings.system_prompt
-            _answer(engine, stored, output, text, sampling, system, attachments, tools, variables)
-            spend_on_prompts(engine, plan, spent, services, output)
+            result_of(_answer(talk, stored, output, text))
+            tune_pending_prompts(loaded, services, output)
         else:
             from app.cli.repl import Repl, line_history
 
             with line_history(services.home() / "lines"):
-                Repl(engine, sampling, attachments, tools, variables, system=settings.system_prompt, raw=raw).loop()
+                Repl(talk, output, note=loaded.engine.tokenizer.note).loop()
+    finally:
+        result_of(talk.close())
 
 
-def _answer(
-    engine: Engine,
+async def _answer_by_runtime(
     model: StoredModel,
+    services: Services,
     output: Output,
     text: str,
-    sampling: SamplingOptions,
-    system: str | None,
-    attachments: Attachments,
-    tools: RunTools,
-    variables: Mapping[str, bool | str] | None,
-) -> None:
-    """Print one answer, or its JSON object. Without even an empty system prompt, the text is continued as it is."""
-    from app.cli.tools import continued, converse
+    settings: Settings,
+    own: Mapping[str, Any],
+    *,
+    raw: bool,
+) -> bool:
+    """Have the runtime that is up answer, if it has loaded this very model: its answer begins at once.
+
+    Returns:
+        Whether it has.
+    """
+    from app.cli.serve import running_client
+
+    client = await running_client(model.name, services)
+    if client is None:
+        return False
+    from app.cli.talk import Talk
+
+    talk = Talk(client, await client.status(), settings, own, output, raw=raw)
+    try:
+        await _answer(talk, model, output, text)
+    finally:
+        await talk.close()
+    return True
+
+
+async def _answer(talk: Talk, model: StoredModel, output: Output, text: str) -> None:
+    """Print one answer, or its JSON object.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C stopped it.
+    """
+    from dataclasses import asdict
+
+    from app.cli.talk import called
     from runtime.wire.codec import to_json
 
-    passages: Sequence[Passage] | None = None
-    show = (lambda _: None) if output.as_json else output.stream
-    with Interrupt() as interrupt:
-        if system is None:
-            found = continued(engine, text, sampling, interrupt.cancelled, show)
-        else:
-            messages = [{"role": "system", "content": system}] if system else []
-            told, passages = attachments.prompt(text)
-            asked = [*messages, {"role": "user", "content": told}]
-            found = converse(engine, asked, sampling, interrupt.cancelled, show, tools, variables)
-    said, piece = found.text, found.last
-    if not output.as_json and not said.endswith("\n"):
-        output.stream("\n")
-    interrupt.raise_if_pressed()
-    assert piece.finish_reason is not None, "an answer ends with a reason"
-    assert piece.usage is not None, "an answer ends with its counts"
+    messages = await talk.ask(text)
+    if messages[-1].state == "stopped":
+        raise KeyboardInterrupt
+    timings, status, passages = talk.timings, talk.status, messages[0].passages
+    assert timings is not None, "a runtime of this version tells them"
     if output.as_json:
-        cited = None if passages is None else [to_json(passage) for passage in passages]
-        summary = _summary(engine, model, said, piece.finish_reason, piece.usage)
-        output.result({**summary, "passages": cited, "tool_calls": list(found.calls)})
-        return
-    attachments.tell(passages)
-    if piece.finish_reason == "length" and sampling.max_tokens is None:
-        output.note(f"the answer was cut: the context of {engine.context} tokens is full")
-
-
-def _summary(engine: Engine, model: StoredModel, text: str, finish_reason: str, usage: Usage) -> dict[str, Any]:
-    """The JSON object of an answer."""
-    from runtime.compensation import k_chunk_by_type
-
-    decoder = engine.decoder
-    return {
-        "text": text,
-        "finish_reason": finish_reason,
-        "prompt_tokens": usage.prompt_tokens,
-        "completion_tokens": usage.completion_tokens,
-        "ttft_s": usage.ttft_s,
-        "decode_tokens_per_s": usage.decode_tokens_per_s,
-        "model": model.name,
-        "backend": decoder.backend,
-        "bits": model.recipe.bits,
-        "kv": decoder.options.kv,
-        "k_chunk": k_chunk_by_type(decoder.options.k_chunk),
-        "speculation": _speculation(usage),
-    }
-
-
-def _speculation(usage: Usage) -> dict[str, Any] | None:
-    """Speculation statistics of an answer."""
-    found = usage.speculation
-    if found is None:
-        return None
-    return {
-        "gamma": found.gamma,
-        "acceptance_rate": found.acceptance_rate,
-        "tokens_per_verify": found.tokens_per_verify,
-    }
+        output.result(
+            {
+                "text": "".join(message.text for message in messages),
+                "finish_reason": talk.finish_reason,
+                "prompt_tokens": timings.prompt_tokens,
+                "completion_tokens": timings.completion_tokens,
+                "ttft_s": timings.ttft_s,
+                "decode_tokens_per_s": timings.decode_tokens_per_s,
+                "model": model.name,
+                "backend": status.backend,
+                "bits": model.recipe.bits,
+                "kv": status.kv,
+                "k_chunk": timings.k_chunk,
+                "speculation": None if timings.speculation is None else asdict(timings.speculation),
+                "passages": None if passages is None else [to_json(passage) for passage in passages],
+                "tool_calls": called(messages),
+            }
+        )
+    elif talk.cut:
+        output.note(f"the answer was cut: the context of {status.context} tokens is full")
 
 
 def _on_terminal() -> bool:
     return bool(sys.stdin) and sys.stdin.isatty() and sys.stdout.isatty()
+
+
+def _text(data: bytes) -> str:
+    """Standard input as text.
+
+    Raises:
+        CliError: it is not text in UTF-8.
+    """
+    try:
+        text = data.removeprefix(codecs.BOM_UTF8).decode()
+    except UnicodeDecodeError as error:
+        text, where = "\0", error.start
+    else:
+        where = text.find("\0")
+    if "\0" in text:
+        raise CliError(
+            f"standard input is not text in UTF-8 (byte {where + 1:,}): give a document with --attach, and other text "
+            "through iconv -t UTF-8"
+        )
+    return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def _prompt(argument: str | None, output: Output) -> str:
@@ -278,7 +305,8 @@ def _prompt(argument: str | None, output: Output) -> str:
         waiting.daemon = True
         waiting.start()
         try:
-            piped = sys.stdin.read()
+            data = sys.stdin.buffer.read()
         finally:
             waiting.cancel()
+        piped = _text(data)
     return "\n\n".join(part for part in (argument or "", piped.rstrip("\n")) if part.strip())

@@ -1,15 +1,181 @@
-"""`lowbit-chat serve`: the OpenAI-compatible server."""
+"""`lowbit-chat serve`, `ps` and `stop`: the OpenAI-compatible server, and the runtime process in the background."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import time
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from datetime import datetime
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from app.amounts import byte_count
 from app.cli import options
 from app.cli.model import open_model
-from app.cli.output import Output
-from app.cli.services import services_of
+from app.cli.output import CliError, Output
+from app.cli.services import Services, services_of
+
+if TYPE_CHECKING:
+    from app.client import RuntimeClient
+    from runtime.server.lock import LockRecord
+    from runtime.wire.answers import Caches, Status
+
+
+END_S = 20.0
+"""Longest wait in seconds for a runtime to exit."""
+ANSWER_S = 2.0
+"""A runtime that does not report its status within this time is not asked for an answer."""
+_POLL_S = 0.1
+
+T = TypeVar("T")
+
+
+def result_of(work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine to its end. Imports asyncio here: other commands start 40 ms sooner without it."""
+    import asyncio
+
+    return asyncio.run(work)
+
+
+def ps(ctx: typer.Context, as_json: options.Json = False) -> None:
+    """Show the running runtime: its model, its memory, the saved caches of chats, its start time."""
+    output, services = Output(as_json=as_json), services_of(ctx)
+    record = running(services)
+    if record is None:
+        if as_json:
+            output.result({"running": False})
+        else:
+            output.text("no runtime is up")
+        return
+    status, caches = result_of(_asked(record))
+    since = datetime.fromtimestamp(record.create_time).astimezone()
+    if as_json:
+        output.result(
+            {
+                "running": True,
+                "pid": record.pid,
+                "version": record.version,
+                "state": status.state,
+                "model": status.model,
+                "backend": status.backend,
+                "context": status.context,
+                "memory_bytes": status.memory_bytes,
+                "answering": status.running,
+                "waiting": status.waiting,
+                "saved_chats": caches.files,
+                "saved_bytes": caches.bytes,
+                "since": since.isoformat(timespec="seconds"),
+            }
+        )
+        return
+    rows = [("PID", "STATE", "MODEL", "BACKEND", "MEMORY", "SAVED CHATS", "SINCE")]
+    memory = "-" if status.memory_bytes is None else byte_count(status.memory_bytes)
+    saved = f"{caches.files} ({byte_count(caches.bytes)})"
+    when = f"{since:%Y-%m-%d %H:%M}"
+    state = f"{status.state}, {status.running} answered" if status.running else status.state
+    state += f", {status.waiting} waiting" if status.waiting else ""
+    rows.append((str(record.pid), state, status.model or "-", status.backend or "-", memory, saved, when))
+    output.table(rows)
+
+
+def stop(ctx: typer.Context, as_json: options.Json = False) -> None:
+    """Stop the running runtime cleanly: answers end, the model is unloaded. A terminal UI restarts it."""
+    output, services = Output(as_json=as_json), services_of(ctx)
+    record = running(services)
+    if record is not None:
+        result_of(_ended(record))
+    if as_json:
+        output.result({"stopped": None if record is None else record.pid})
+    else:
+        output.text("no runtime is up" if record is None else f"the runtime (process {record.pid}) has ended")
+
+
+def running(services: Services) -> LockRecord | None:
+    """The lock record of the running runtime; None if there is none."""
+    from runtime.server.lock import running_record
+
+    return running_record(services.home())
+
+
+async def loaded_model(services: Services) -> str | None:
+    """The model loaded in the running runtime; None if there is none, or it does not respond."""
+    from app.errors import ClientError
+
+    record = running(services)
+    if record is None:
+        return None
+    try:
+        async with _client(record) as client:
+            return (await client.status()).model
+    except ClientError:
+        return None
+
+
+async def running_client(model: str, services: Services) -> RuntimeClient | None:
+    """A client of the running runtime; None if it has not loaded this model, is of another version, or too busy."""
+    from asyncio import timeout
+
+    from app.client import RuntimeClient
+    from app.errors import ClientError
+    from runtime import program_version
+
+    record = running(services)
+    if record is None or record.version != program_version():
+        return None
+    client = RuntimeClient(record.base_url, record.token)
+    try:
+        async with timeout(ANSWER_S):
+            status = await client.status()
+        if status.model == model and status.state in ("ready", "generating"):
+            return client
+    except (ClientError, TimeoutError):
+        pass
+    await client.aclose()
+    return None
+
+
+async def unload(services: Services) -> None:
+    """Ask the running runtime to unload its model.
+
+    Raises:
+        ClientError: it refused.
+    """
+    record = running(services)
+    if record is not None:
+        async with _client(record) as client:
+            await client.unload()
+
+
+@asynccontextmanager
+async def _client(record: LockRecord) -> AsyncIterator[RuntimeClient]:
+    from app.client import RuntimeClient
+
+    client = RuntimeClient(record.base_url, record.token)
+    try:
+        yield client
+    finally:
+        await client.aclose()
+
+
+async def _asked(record: LockRecord) -> tuple[Status, Caches]:
+    async with _client(record) as client:
+        return await client.status(), await client.caches()
+
+
+async def _ended(record: LockRecord) -> None:
+    """Ask it to exit, and wait for it."""
+    from asyncio import sleep
+
+    from runtime.server.lock import is_alive
+
+    async with _client(record) as client:
+        await client.shutdown()
+    deadline = time.monotonic() + END_S
+    while is_alive(record):
+        if time.monotonic() > deadline:
+            raise CliError(f"the runtime (process {record.pid}) does not exit: end it with `kill -9 {record.pid}`")
+        await sleep(_POLL_S)
 
 
 def serve(
@@ -56,8 +222,8 @@ def serve(
     output, services = Output(), services_of(ctx)
 
     from app.settings import load
+    from runtime.load.plan import LoadOptions
     from runtime.server import serve as server
-    from runtime.server.store.loading import LoadDefaults
     from runtime.wire.requests import LoadRequest
 
     speculate = options.speculate_setting(speculation)
@@ -71,7 +237,7 @@ def serve(
             "gamma": gamma,
         }
     )
-    defaults = LoadDefaults(
+    defaults = LoadOptions(
         compensation=settings.compensation(asked, prompt_budget),
         speculation=settings.drafts,
         kv=settings.cache(kv),

@@ -15,10 +15,9 @@ if TYPE_CHECKING:
     from models.store import Store, StoredModel, StoredModelInfo
     from runtime.backends import Presence
     from runtime.backends.decoder import Decoder
-    from runtime.engine.engine import Engine
-    from runtime.load.plan import LoadPlan
-    from runtime.server.service.service import Service
-    from runtime.server.store.loading import LoadDefaults
+    from runtime.load.loading import LoadedModel
+    from runtime.load.plan import LoadOptions, LoadPlan
+    from runtime.server.service import Service
     from tuner.bandwidth import ReadBandwidth
     from tuner.detect import Machine, MemoryInfo
     from tuner.profiles import ProfileStore
@@ -31,7 +30,6 @@ class Services:
     """The real services. A test subclasses them and passes its own as the context's object."""
 
     def store(self) -> Store:
-        """The user's store."""
         from app.paths import store_root
         from models.store import Store
 
@@ -50,7 +48,6 @@ class Services:
         return cache_dir() / "origins.json"
 
     def demo(self) -> StoredModel:
-        """The bundled low-bit model."""
         from assets import demo_path
         from models.store import StoredModel
 
@@ -112,7 +109,7 @@ class Services:
     ) -> StoredModelInfo:
         """Quantize a checkpoint; deletes the saved caches of a model that it replaces."""
         from models.quantize import quantize
-        from runtime.engine.conversations.saved_folder import forgetting
+        from runtime.engine.saved import forgetting
 
         store = self.store()
         with forgetting(self.chats(), store.root):
@@ -128,35 +125,36 @@ class Services:
                 cancelled=cancelled,
             )
 
-    def service(self, defaults: LoadDefaults) -> Service:
+    def service(self, defaults: LoadOptions) -> Service:
         """A service of the stored models and the bundled one, with these defaults."""
         prepare_folders()
         from app.paths import home
         from assets import demo_path
-        from runtime.server.store.catalogue import Bundle
-        from runtime.server.store.loading import open_service
+        from runtime.load.catalogue import Bundle
+        from runtime.server.service import open_service
 
         return open_service(home(), Bundle(models={DEMO: demo_path()}), defaults=defaults)
 
-    def open_engine(self, plan: LoadPlan, progress: ProgressCallback) -> Engine:
-        """Load a model with its tokenizer."""
-        return plan.open_engine(progress)
+    def load(
+        self, plan: LoadPlan, *, prompts_later: bool, progress: ProgressCallback, cancelled: Cancelled
+    ) -> LoadedModel:
+        """Load a planned model; see `runtime.load.loading.load`."""
+        from runtime.load.loading import load
+
+        return load(
+            plan,
+            profiles=self.profiles(),
+            text=self.evaluation_text,
+            prompts_later=prompts_later,
+            progress=progress,
+            cancelled=cancelled,
+        )
 
     def profiles(self) -> ProfileStore:
-        """Folder of tuning profiles."""
         from app.paths import profiles_dir
         from tuner.profiles import ProfileStore
 
         return ProfileStore(profiles_dir())
-
-    def is_tuned(self, decoder: Decoder, model: StoredModel, budget_percent: float) -> bool:
-        """Whether the result of tuning a model to a budget here is already stored."""
-        from runtime.backends import backend
-        from runtime.budget.profile_key import profile_key
-
-        device = backend(decoder.backend).device(decoder.options)
-        key = profile_key(device, decoder.backend, model, budget_percent)
-        return self.profiles().find(key) is not None
 
     def chats(self) -> Path:
         """Folder of the saved caches of long conversations."""
@@ -172,7 +170,6 @@ class Services:
         return timer.slowdown(decoder.options.k_chunk, decoder.options.n_tb)
 
     def memory(self) -> MemoryInfo:
-        """Current main memory."""
         from tuner.detect import detect_memory
 
         return detect_memory()
@@ -184,14 +181,13 @@ class Services:
         return {backend.name: backend.probe() for backend in backends()}
 
     def machine(self) -> Machine:
-        """The detected hardware."""
         from tuner.detect import detect
 
         return detect()
 
     def link_gb_s(self) -> float | None:
         """Measured bandwidth from main memory to the graphics card; None without a usable card."""
-        from runtime.server.store.inspecting import link_gb_s
+        from runtime.load.prospects import link_gb_s
 
         return link_gb_s()
 

@@ -11,14 +11,13 @@ from app.cli.output import NAME, at_a_terminal, sanitize_streams
 
 
 def main() -> None:
-    """The `lowbit-chat` program."""
     sanitize_streams()
     if len(sys.argv) > 1 or not at_a_terminal():
         from app.cli.main import main as command_line
 
         command_line()
         return
-    from app.cli.errors import explained, in_one_line
+    from app.cli.output import explained, in_one_line
     from app.tui import run
 
     try:

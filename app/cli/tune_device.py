@@ -1,12 +1,12 @@
-"""`tune-device` and `lowbit-chat tune-device`: the compensation that fits a slowdown budget on a device."""
+"""`tune-device` and `lowbit-chat tune-device`: compensation within a slowdown budget, and the ways to decode in it."""
 
 from __future__ import annotations
 
 import shutil
 import sys
 import time
-from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,21 +14,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from app.cli import options
-from app.cli.errors import CliError
-from app.cli.interrupt import Interrupt
-from app.cli.load import LoadChoices, load_plan
+from app.cli.load import load_options, load_plan
 from app.cli.model import open_model
-from app.cli.offered import as_json as offer_json
-from app.cli.offered import lines, offered
-from app.cli.output import Output
+from app.cli.output import CliError, Interrupt, Output, write_output
 from app.cli.services import DEMO, Services, services_of
 
 if TYPE_CHECKING:
+    from models.store import StoredModel
+    from runtime.load.plan import LoadOptions
     from runtime.wire.device import PromptTuning
     from tuner.curve import Curve
     from tuner.offers import Offers
     from tuner.search import Configuration
     from tuner.shapes import LayerShape
+
 
 _CONTEXT = 512
 """Context of a model that is loaded for tuning."""
@@ -51,6 +50,7 @@ class _Result:
     curves: Sequence[Curve]
     prompts: PromptTuning | None = None
     offers: Offers | None = None
+    won: float | None = None
     refined: bool = False
 
     def to_json(self) -> dict[str, Any]:
@@ -68,7 +68,7 @@ class _Result:
             "simulated" if simulated else "measured": True,
             "cached": self.cached,
             "prompts": None if self.prompts is None else asdict(self.prompts),
-            "offer": None if self.offers is None else offer_json(self.offers),
+            "offer": None if self.offers is None else offers_json(self.offers),
         }
 
 
@@ -133,7 +133,7 @@ def tune_device(
     if plot is not None:
         from tuner.plot import svg
 
-        svg(result.curves, plot, title=result.title)
+        write_output(plot, svg(result.curves, title=result.title))
     if as_json:
         output.result(result.to_json())
         return
@@ -249,16 +249,16 @@ def _measured(
     """
     from app.settings import load
     from runtime.budget.prompt_tuning import tune_prompts
-    from runtime.budget.refining import refine
-    from runtime.budget.tuning import layers_of, tune
+    from runtime.budget.tuning import layers_of, refine, tune
     from runtime.text.tokenizer import Tokenizer
     from tuner.search import Configuration
 
     stored = open_model(name or load().model or DEMO, services, output)
     context = min(_CONTEXT, stored.spec.max_context)
-    choices = LoadChoices(context=context, compensation=options.compensation(budgets.decode), backend=backend)
-    plan = load_plan(stored, choices, services, output)
+    asked = load_options(stored, context=context, compensation=options.compensation(budgets.decode), backend=backend)
+    plan = load_plan(stored, asked, services)
     with output.progress() as progress:
+        plan.prepare(progress)
         decoder = plan.open_decoder(progress)
     try:
         with Interrupt() as interrupt, output.progress() as progress:
@@ -271,12 +271,13 @@ def _measured(
             tuning = tune(decoder, stored, budget_percent=budgets.decode, **common)
             prompts = tune_prompts(decoder, stored, budget_percent=budgets.prompts, **common)
             encode, text = Tokenizer(stored.tokenizer_path).encode, services.evaluation_text()
+            common.pop("force")
             tuning = refine(decoder, stored, tuning, text=text, encode=encode, **common)
         layers = layers_of(decoder)
     finally:
         decoder.close()
     return _Result(
-        offers=offered(stored, decoder.backend, tuning.k_chunk, budgets.decode, choices, services, output, force=force),
+        offers=offered(stored, decoder.backend, tuning.k_chunk, budgets.decode, asked, services, output, force=force),
         title=f"{stored.name} at {stored.recipe.bits} bits on {tuning.device}",
         device=tuning.device,
         budget_percent=budgets.decode,
@@ -285,9 +286,10 @@ def _measured(
             n_tb=tuning.n_tb,
             k_chunk=tuning.k_chunk,
             predicted_slowdown_percent=tuning.predicted_slowdown_percent,
-            predicted_loss_won=tuning.predicted_loss_won,
-            loss_without=tuning.loss_without,
         ),
+        won=tuning.predicted_loss_won / tuning.loss_without
+        if tuning.loss_without and tuning.predicted_loss_won is not None
+        else None,
         measured_slowdown_percent=tuning.measured_slowdown_percent,
         seconds=tuning.seconds,
         cached=tuning.cached,
@@ -341,14 +343,13 @@ def _verdict(result: _Result) -> str:
     if result.measured_slowdown_percent is None:
         return f"predicted slowdown {predicted:.1f} % {budget}; simulated in {result.seconds:.2f} s"
     won = ""
-    if result.found.predicted_loss_won is not None and result.found.loss_without:
-        share = result.found.predicted_loss_won / result.found.loss_without
-        won = f"; recovers about {share:.0%} of what low bits lose"
-    whence = "from the saved profile, which took" if result.cached else "found in"
+    if result.won is not None:
+        won = f"; recovers about {result.won:.0%} of what low bits lose"
+    source = "from the saved profile, which took" if result.cached else "found in"
     how = "refined on a text" if result.refined else f"the layers alone: {predicted:.1f} %"
     return (
         f"measured slowdown {result.measured_slowdown_percent:.1f} % {budget} ({how})"
-        f"{won}; {whence} {result.seconds:.1f} s"
+        f"{won}; {source} {result.seconds:.1f} s"
     )
 
 
@@ -363,3 +364,64 @@ def _list_devices(output: Output) -> None:
         memory = f"{spec.memory_bytes / (1 << 30):.0f} GiB"
         rows.append([spec.id, memory, f"{spec.memory_gb_s:g}", f"{spec.pcie_gb_s:g}", str(spec.sm_count), spec.name])
     output.table(rows)
+
+
+def offered(
+    stored: StoredModel,
+    backend: str,
+    k_chunk: Mapping[str, int],
+    budget: float,
+    asked: LoadOptions,
+    services: Services,
+    output: Output,
+    *,
+    force: bool,
+) -> Offers | None:
+    """The ways to decode a model that the budget chooses from; None if drafts are not supported.
+
+    Raises:
+        RuntimeFailure, ModelError: the measurement failed.
+        KeyboardInterrupt: the user stopped it.
+    """
+    from assets import evaluation_text
+    from runtime.budget.offering import WINDOW, full_precision, known, offers
+    from runtime.kv.kinds import SPECULATIVE_KV
+    from runtime.text.tokenizer import Tokenizer
+
+    measured = None if force else known(backend, stored, budget_percent=budget, profiles=services.profiles())
+    if measured is not None or (asked.context or 0) < WINDOW:
+        return measured
+    plan = load_plan(stored, replace(asked, kv=SPECULATIVE_KV), services)
+    with output.progress() as progress:
+        plan.prepare(progress)
+        decoder = plan.open_decoder(progress)
+    try:
+        decoder.set_k_chunk(k_chunk)
+        with Interrupt() as interrupt, output.progress() as progress:
+            return offers(
+                decoder,
+                stored,
+                Tokenizer(stored.tokenizer_path).encode(evaluation_text()),
+                budget_percent=budget,
+                full=full_precision(stored, evaluation_text()),
+                profiles=services.profiles(),
+                progress=progress,
+                cancelled=interrupt.cancelled,
+            )
+    finally:
+        decoder.close()
+
+
+def offers_json(offers: Offers) -> dict[str, Any]:
+    """The best way to decode within the budget, and all measured ones."""
+    chosen = offers.chosen
+    ways = [{**asdict(way), "words": offers.words(way)} for way in offers.ways]
+    return {"target": chosen.target, "gamma": chosen.gamma, "words": offers.words(chosen), "ways": ways}
+
+
+def lines(offers: Offers) -> Iterator[str]:
+    """For the user: the best way first."""
+    yield f"best within the budget: {offers.words(offers.chosen)}"
+    for way in offers.ways:
+        if way != offers.chosen:
+            yield f"  also measured: {offers.words(way)}"

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import zip_longest
 
+from app.amounts import byte_count
 from app.conversation import Message, Passage
 from app.documents.citation import place
 
@@ -24,12 +25,20 @@ MISSING = (
     "contain it."
 )
 _SPECIAL = re.compile(
-    r"<(?=\|[^|<>\n]{1,60}\||｜|/?passage\b|/?(?:s|bos|eos|pad|unk|think|tool_call|tool_response|start_of_turn|end_of_turn)>)"
-    r"|\[(?=/?(?:INST|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_RESULTS|TOOL_CALLS)\])",
-    re.IGNORECASE,
+    r"<(?=[|｜][^<>\s]{1,80}>|[^<>\s]{1,40}[|｜]>|/?SYS>>|(?:PRE|SUF|MID|EOT)>)"
+    r"|(?i:<(?=/?passage\b|/?(?:s|bos|eos|pad|unk|cls|sep|mask|sop|eop|think|tools|tool_\w+|arg_key|arg_value|escape"
+    r"|(?:start|end)_(?:of|function)_\w+|fim_\w+|file_sep|filename|repo_?name|gh_stars|issue_(?:start|comment|closed)"
+    r"|commit_(?:before|msg|after)|jupyter_(?:start|text|code|output|script)|empty_output|function_calls?|unused_?\d+"
+    r"|special_\d+|extra_id_\d+|(?:seed|minimax|mask):\w+)>))"
+    r"|\[(?=/?(?:INST|SYSTEM_PROMPT|AVAILABLE_TOOLS|MODEL_SETTINGS|TOOL_\w+|ARGS|CALL_ID|THINK|IMG\w*|(?:BEGIN_)?AUDIO"
+    r"|TRANSCRIBE|PREFIX|MIDDLE|SUFFIX|REF|[gs]?MASK|CLS|SEP|PAD|UNK|BOS|EOS)\]|\|[^\[\]\s]{1,40}\|\]|e~\[)"
+    r"|\](?=~!?b[\[\]])"
 )
-"""The beginning of what tokenizers read as a special token, or what would end a passage."""
+"""The beginning of what some family's tokenizer reads as a control token, or what would end a passage."""
 _TICKS = re.compile("`+")
+TICKS = 4
+"""Fewest ticks of a fence by which a document in a message is known later; people type three."""
+_ATTACHED = re.compile(rf"^([^\n]{{1,300}}):\n(`{{{TICKS},}})\n(.*?)\n\2$", re.MULTILINE | re.DOTALL)
 
 
 def estimated_tokens(text: str) -> int:
@@ -48,19 +57,30 @@ def passage_room(context: int, rate: float) -> int:
 
 
 def material(text: str) -> str:
-    """A document's text without special tokens: a space separates their first character from the rest."""
-    return _SPECIAL.sub(lambda found: f"{found[0]} ", text)
+    """Data without the control tokens of any family, for a tokenizer that is not known here: a space breaks them."""
+    return _SPECIAL.sub(r"\g<0> ", text)
 
 
-def attached(name: str, text: str) -> str:
+def attached(name: str, text: str, ticks: int = 3) -> str:
     """A whole document as part of a message.
 
     Args:
         name: Its name on the screen.
         text: Its text.
+        ticks: Fewest ticks of its fence.
     """
-    fence = "`" * max(3, max((len(run) for run in _TICKS.findall(text)), default=0) + 1)
-    return f"{name}:\n{fence}\n{material(text).rstrip()}\n{fence}"
+    fence = "`" * max(ticks, max((len(run) for run in _TICKS.findall(text)), default=0) + 1)
+    return f"{material(name)}:\n{fence}\n{material(text).rstrip()}\n{fence}"
+
+
+def with_files_named(text: str) -> str:
+    """A message with each attached document as a line: its name and size."""
+
+    def named(found: re.Match[str]) -> str:
+        lines, size = found[3].count("\n") + 1, len(found[3].encode())
+        return f"▤ {found[1]} · {lines:,} line{'' if lines == 1 else 's'} · {byte_count(size)}"
+
+    return _ATTACHED.sub(named, text)
 
 
 def with_passages(question: str, passages: Sequence[Passage]) -> str:

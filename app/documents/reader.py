@@ -7,15 +7,18 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+from app.documents.folders import survey
 from app.documents.sections import Section, whole
 from app.errors import DocumentError
 from app.printable import printable_name
 from runtime.system.child_process import ChildProcess
 
-SECTION_S = 20.0
+SECTION_S = 15.0
 """Time limit in seconds of a page, or of a file of another kind."""
-DOCUMENT_S = 300.0
+DOCUMENT_S = 120.0
 """Time limit in seconds of a document."""
+MAX_TOGETHER = 50
+"""Files of a folder that are sent together at most."""
 
 
 class Reader:
@@ -51,7 +54,7 @@ class Reader:
                         if found:
                             raise DocumentError(f"{name} {found}")
                         return
-                    yield Section(*found)
+                    yield from (Section(*one) for one in found)
                 raise DocumentError(f"{name} was given up: reading it took too long or too much memory")
             except OSError as error:
                 raise DocumentError(f"no process could be started to read {name}: {error.strerror}") from error
@@ -76,6 +79,32 @@ class Reader:
         if not found:
             raise DocumentError(f"{printable_name(path.name)} has no text")
         return whole(found), ""
+
+    def texts(self, path: Path, most: int) -> tuple[dict[str, str], list[str]]:
+        """The text of a document, or of each in a small folder, by name, and why something is missing.
+
+        Args:
+            path: A file or folder.
+            most: Bytes from which the files of a folder are too large; then there are no texts.
+
+        Raises:
+            DocumentError: it can't be read.
+        """
+        if not path.is_dir():
+            text, problem = self.text(path)
+            return {path.name: text}, [problem] if problem else []
+        found = survey(path)
+        problems = [f"{count:,} {what} were left out" for what, count in found.skipped.items()]
+        if len(found.files) > MAX_TOGETHER or sum(file.size for file in found.files) > most:
+            return {}, problems
+        texts = {}
+        for file in found.files:
+            try:
+                texts[file.name], problem = self.text(file.path)
+                problems += [problem] if problem else []
+            except DocumentError as error:
+                problems.append(str(error))
+        return texts, problems
 
     def kill(self) -> None:
         """End what another thread is reading."""

@@ -13,6 +13,7 @@ import os
 import signal
 import stat
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -20,11 +21,15 @@ from typing import BinaryIO
 from app.documents.formats import MAX_BYTES, MAX_CHARACTERS, sections
 from app.documents.sections import Section
 from app.errors import DocumentError
-from runtime.system.limits import limit_memory
+from runtime.system.child_process import limit_memory
 
 MEMORY_BYTES = 1 << 30
 """Memory limit of the process, where the system supports one."""
+MAX_SECTIONS = 1 << 18
+"""Maximum number of sections of a document; the rest is left out."""
 _LONGEST_REASON = 200
+_BATCH, _SECTION_COST = 2**16, 100
+"""Characters that are written at a time, and as how many a section counts beside its text."""
 
 
 def read(path: Path) -> Iterator[Section]:
@@ -36,7 +41,9 @@ def read(path: Path) -> Iterator[Section]:
     with _opened(path) as stream:
         before = os.fstat(stream.fileno())
         left = MAX_CHARACTERS
-        for section in _guarded(stream, path.name):
+        for count, section in enumerate(_guarded(stream, path.name)):
+            if count == MAX_SECTIONS:
+                raise DocumentError(f"has more than {MAX_SECTIONS:,} paragraphs; the rest was left out")
             if len(section.text) > left:
                 yield Section(section.unit, section.first, section.text[:left])
                 raise DocumentError(f"is longer than {MAX_CHARACTERS:,} characters; the rest was left out")
@@ -88,7 +95,7 @@ def _guarded(stream: BinaryIO, name: str) -> Iterator[Section]:
 def serve(seconds: float) -> None:
     """Serve requests on standard input, one path in JSON a line, until it is closed.
 
-    The answer is a line for each section, `[unit, first, text]`, and then one that says why reading ended: an empty
+    The answer is lines of sections, `[[unit, first, text], ...]`, and then one that says why reading ended: an empty
     text, or what is wrong. A section that takes longer than the time limit ends the process.
 
     Args:
@@ -100,12 +107,21 @@ def serve(seconds: float) -> None:
         for line in sys.stdin.buffer:
             ended = ""
             faulthandler.dump_traceback_later(seconds, exit=True, file=nowhere)
+            held: list[list[object]] = []
+            size, since = 0, time.monotonic()
             try:
                 for section in read(Path(json.loads(line))):
-                    _write([section.unit, section.first, section.text])
-                    faulthandler.dump_traceback_later(seconds, exit=True, file=nowhere)
+                    held.append([section.unit, section.first, section.text])
+                    size += _SECTION_COST + len(section.text)
+                    if size > _BATCH:
+                        _write(held)
+                        held, size = [], 0
+                    if time.monotonic() - since > seconds / 10:
+                        since = time.monotonic()
+                        faulthandler.dump_traceback_later(seconds, exit=True, file=nowhere)
             except DocumentError as error:
                 ended = str(error)
+            _write(held)
             _write(ended)
             faulthandler.cancel_dump_traceback_later()
 

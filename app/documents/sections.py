@@ -65,11 +65,12 @@ def _lines(section: Section) -> Iterator[tuple[int, str]]:
     """The lines of a section with their numbers; long ones in pieces."""
     for at, line in enumerate(section.text.split("\n")):
         number = section.first + at if section.unit == "line" else section.first
-        while len(line) > MOST:
-            cut = line.rfind(" ", TARGET, MOST) + 1 or MOST
-            yield number, line[:cut]
-            line = line[cut:]
-        yield number, line
+        begin = 0  # a place, rather than what is left: cutting that off again and again would copy it each time
+        while len(line) - begin > MOST:
+            end = line.rfind(" ", begin + TARGET, begin + MOST) + 1 or begin + MOST
+            yield number, line[begin:end]
+            begin = end
+        yield number, line[begin:]
 
 
 def _chunk(unit: Unit, held: list[tuple[int, str]]) -> Iterator[Chunk]:

@@ -12,7 +12,7 @@ from app.conversation import MAX_TEXT, Call, Conversation, Message, Passage, Rol
 from app.errors import HistoryError
 from app.history import markdown
 from app.history.markdown import FORMAT, moment_of
-from app.history.store import Chat, History, calls_json, statistics_json, title_of
+from app.history.store import MODEL_LENGTH, Chat, History, calls_json, statistics_json, title_of
 from runtime.system.foreign import read_json
 from runtime.wire.codec import WireError, Within, from_json
 
@@ -23,7 +23,6 @@ REMEDY = (
     "nothing was imported: correct the file, or give one of `lowbit-chat chats export`, or ChatGPT's conversations.json"
 )
 _STATES = ("done", "stopped", "failed")
-MODEL_LENGTH = 300
 MAX_CALLS = 256
 """Most calls in a message."""
 Name = Annotated[str, Within(1, MODEL_LENGTH)]
@@ -60,9 +59,7 @@ def to_markdown(chat: Chat, messages: Sequence[Message]) -> str:
         chat: The chat.
         messages: Its messages of all branches.
     """
-    conversation = Conversation()
-    conversation.restore(chat.id, messages, chat.head)
-    return markdown.write(chat.title, conversation.path())
+    return markdown.write(chat.title, _restored(chat, messages).path())
 
 
 def about(chat: Chat) -> dict[str, Any]:
@@ -79,9 +76,10 @@ def about(chat: Chat) -> dict[str, Any]:
 
 def to_json(chat: Chat, messages: Sequence[Message]) -> dict[str, Any]:
     """A chat with all messages, as a JSON object."""
+    conversation = _restored(chat, messages)
     return {
         **about(chat),
-        "head": chat.head,
+        "head": conversation.head,
         "messages": [
             {
                 "id": message.id,
@@ -96,9 +94,15 @@ def to_json(chat: Chat, messages: Sequence[Message]) -> dict[str, Any]:
                 **({"calls": calls_json(message.calls)} if message.calls else {}),
                 "created": message.created.isoformat(),
             }
-            for message in messages
+            for message in conversation
         ],
     }
+
+
+def _restored(chat: Chat, messages: Sequence[Message]) -> Conversation:
+    conversation = Conversation()
+    conversation.restore(chat.id, messages, chat.head)
+    return conversation
 
 
 def document(chats: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -145,6 +145,7 @@ def open_database(path: Path | None) -> sqlite3.Connection:
     except (OSError, sqlite3.Error) as error:
         raise HistoryError(f"chats cannot be kept in {path}: {error}") from error
     try:
+        connection.text_factory = lambda text: text.decode("utf-8", "replace")
         connection.execute("PRAGMA foreign_keys = ON")
         connection.execute("PRAGMA secure_delete = ON")
         _keep_log(connection)

@@ -6,8 +6,10 @@ restored for an hour; then its text is overwritten.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import re
 import sqlite3
 import threading
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,22 +17,25 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, get_args
 
-from app.conversation import NOT_RUN, Call, Extras, Message, Passage, Statistics
+from app.conversation import NOT_RUN, Call, Extras, Message, Passage, Role, Statistics
 from app.errors import HistoryError
 from app.history.schema import database_error, forget_words, open_database, transaction
-from runtime.system.foreign import encodable
+from runtime.system.foreign import encodable, read_json
 from runtime.wire.codec import WireError, from_json, to_json
 
 TITLE_LENGTH = 60
 """Most characters of a title taken from the first message."""
+MODEL_LENGTH = 300
+"""Most characters of a model's name."""
 UNDO = timedelta(hours=1)
 """Time within which a deleted chat can be restored."""
 UNNAMED = "New chat"
 """Title of a chat without messages."""
 _FIRST_IDEOGRAPH = "\u2e80"
 """Scripts from this code point on have no spaces between words; they are searched by substring."""
+R = TypeVar("R")
 _COLUMNS = "chats.id, chats.title, chats.model, pinned, chats.created, updated, head, extras"
 
 
@@ -146,8 +151,9 @@ class History:
         """Delete chats without messages, drafts and documents."""
         with self._writing() as database:
             database.execute(
-                "DELETE FROM chats WHERE title = ? AND coalesce(json_extract(extras, '$.draft'), '') = '' "
-                "AND coalesce(json_array_length(extras, '$.sources'), 0) = 0 "
+                "DELETE FROM chats WHERE title = ? AND CASE WHEN extras IS NULL THEN 1 WHEN json_valid(extras) THEN "
+                "coalesce(json_extract(extras, '$.draft'), '') = '' "
+                "AND coalesce(json_array_length(extras, '$.sources'), 0) = 0 END "
                 "AND NOT EXISTS (SELECT 1 FROM messages WHERE messages.chat = chats.id)",
                 (UNNAMED,),
             )
@@ -335,11 +341,8 @@ def calls_json(calls: Sequence[Call]) -> list[dict[str, Any]]:
 
 
 def calls_of(found: object) -> tuple[Call, ...]:
-    """Inverse of `calls_json`; none if malformed. A call that has not ended counts as stopped."""
-    try:
-        calls: Sequence[Call] = from_json(Sequence[Call], found)  # type: ignore[type-abstract]  # it reads annotations
-    except WireError:
-        return ()
+    """Inverse of `calls_json`, without malformed ones. A call that has not ended counts as stopped."""
+    calls = _each(Call, found)
     return tuple(call if call.ended else dataclasses.replace(call, state="stopped", result=NOT_RUN) for call in calls)
 
 
@@ -358,33 +361,41 @@ def statistics_of(found: object) -> Statistics | None:
         return None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Quoted:
-    """The passages of a message, as `from_json` reads them."""
+def extras_of(packed: str | None) -> Extras:
+    """Inverse of `History.note`; ignores malformed parts."""
+    found = _parsed(packed)
+    while isinstance(found, dict):
+        try:
+            return from_json(Extras, found)
+        except WireError as error:
+            name = re.split(r"[.\[]", error.field)[0]
+            found = {key: part for key, part in found.items() if key != name} if name in found else None
+    return Extras()
 
-    passages: Sequence[Passage]
+
+def _each(kind: type[R], found: object) -> Iterator[R]:
+    """The records of a JSON list, without malformed ones."""
+    for one in found if isinstance(found, list) else ():
+        with contextlib.suppress(WireError):
+            yield from_json(kind, one)
 
 
-def passages_of(found: object) -> Sequence[Passage] | None:
-    """A message's passages from JSON; None if malformed."""
+def _parsed(packed: str | None) -> Any:
+    """What a column holds as JSON; None if it is not JSON."""
     try:
-        return from_json(_Quoted, {"passages": found}).passages
-    except WireError:
+        return None if packed is None else read_json(packed)
+    except ValueError:
         return None
 
 
-def extras_of(packed: str | None) -> Extras:
-    """Inverse of `History.note`; ignores malformed parts."""
-    try:
-        return from_json(Extras, json.loads(packed)) if packed else Extras()
-    except ValueError:
-        return Extras()
-
-
 def _moment(text: str) -> datetime:
-    """A time with its zone; times without one, imported by earlier versions, are local."""
-    moment = datetime.fromisoformat(text)
-    return moment if moment.tzinfo is not None else moment.astimezone()
+    """A time with its zone; times without one, imported by earlier versions, are local. What is no time is 1970."""
+    try:
+        moment = datetime.fromisoformat(text)
+        local = moment.astimezone()
+    except (ValueError, OverflowError, OSError):
+        return datetime.fromtimestamp(0).astimezone()
+    return local if moment.tzinfo is None else moment
 
 
 def _message(row: tuple[Any, ...]) -> Message:
@@ -392,14 +403,14 @@ def _message(row: tuple[Any, ...]) -> Message:
     return Message(
         id=number,
         parent=parent,
-        role=role,
+        role=role if role in get_args(Role) else "assistant",
         text=text,
-        state="stopped" if state == "streaming" else state,
+        state=state if state in ("done", "failed") else "stopped",
         error=error,
-        model=model,
-        statistics=None if statistics is None else statistics_of(json.loads(statistics)),
-        passages=None if passages is None else passages_of(json.loads(passages)),
-        calls=() if calls is None else calls_of(json.loads(calls)),
+        model=(model or "")[:MODEL_LENGTH] or None,
+        statistics=statistics_of(_parsed(statistics)),
+        passages=None if passages is None else tuple(_each(Passage, _parsed(passages))),
+        calls=calls_of(_parsed(calls)),
         created=_moment(created),
     )
 

@@ -16,12 +16,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, unquote, urlsplit
 
 from app import paths
 from app.printable import printable_name
 from runtime.system.foreign import read_json
 from runtime.system.hosts import is_loopback
+from runtime.system.private_files import read_trusted
 
 KEYS = ("mcpServers", "servers", "context_servers")
 """Where other programs list their servers."""
@@ -32,7 +33,26 @@ INHERITED = ("HOME", "LANG", "LC_ALL", "LOGNAME", "PATH", "SHELL", "TERM", "TMPD
 """Variables that every server gets: without them hardly any program starts."""
 SHORTEST_SECRET = 6
 """Values with fewer characters are not hidden: they would blacken ordinary words."""
+MAX_VALUE = 2**13
+"""Characters of a value in which secrets are looked for."""
 HIDDEN = "•••"
+_TELLING = re.compile(r"key|token|secret|pass|pwd|auth|credential|cookie|signature", re.IGNORECASE)
+_PAIRS = ("-e", "--env", "-H", "--header")
+"""Options whose argument is a name and a value."""
+_NAMED = re.compile(
+    rf"""(?:{_TELLING.pattern})[\w.-]*["']?\s*[:=]\s*["']?(?:(?:bearer|basic|token)\s+)?([^\s"'&,;}}]+)""",
+    re.IGNORECASE,
+)
+_LOGGED = re.compile(
+    r"""(?:api_?key|access_?key|token|secret|password|passwd|signature)=["']?([^\s"'&,;]+)""", re.IGNORECASE
+)
+"""The same in a log, where `KeyError: name` is no secret."""
+_QUERY = re.compile(r"://[^\s?#]*\?([^\s#]+)")
+_USER = re.compile(r"://([^/?#\s@:]*)(?::([^/?#\s]*))?@")
+_BEARER = re.compile(r"\b(?:bearer|basic)\s+([\w.~+/=-]{6,})", re.IGNORECASE)
+_TOKEN = re.compile(r"\b((?:sk-|gh[a-z]_|github_pat_|xox[a-z]-|glpat-|hf_|AKIA|eyJ)[\w.-]{8,})")
+_RANDOM = re.compile(r"(?=.*\d)(?=.*[A-Za-z])[\w.~-]{16,}")
+"""A part of a path that may be one."""
 _VARIABLE = re.compile(r"\$\{(?:env:)?([A-Za-z_]\w*)(?::-([^}]*))?\}")
 
 
@@ -48,15 +68,15 @@ class ServerConfig:
     """Its name in the file."""
     command: str = ""
     """The program to run; empty for a server on the network."""
-    args: tuple[str, ...] = ()
+    args: tuple[str, ...] = field(default=(), repr=False)
     """Its arguments."""
-    env: Mapping[str, str] = field(default_factory=dict)
+    env: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Variables that it gets besides `INHERITED`."""
     cwd: str | None = None
     """Its working folder; None: the user's home folder."""
-    url: str = ""
+    url: str = field(default="", repr=False)
     """Address of a server on the network; empty for a program."""
-    headers: Mapping[str, str] = field(default_factory=dict)
+    headers: Mapping[str, str] = field(default_factory=dict, repr=False)
     """HTTP headers sent to it."""
     disabled: bool = False
     """Whether it is not started."""
@@ -66,31 +86,44 @@ class ServerConfig:
     @property
     def shown(self) -> str:
         """How it is reached, without secrets: the command's name, or the host."""
-        return urlsplit(self.url).netloc if self.url else Path(self.command).name
+        return urlsplit(self.url).netloc.rpartition("@")[2] if self.url else Path(self.command).name
+
+    @property
+    def identity(self) -> list[Any]:
+        """What makes it this server: where a yes to one of its tools was given, it is not a yes to another's."""
+        program = [self.command, self.args, sorted(self.env.items()), self.cwd]
+        return [self.name, *program, self.url, sorted(map(str.lower, self.headers))]
 
     @property
     def secrets(self) -> list[str]:
-        """Values that must not be shown: of variables and headers, and arguments that look like a token."""
+        """What must not be shown: values of variables and headers, and whatever else looks like a secret."""
         found = [*self.env.values(), *self.headers.values()]
         found += [value.rpartition(" ")[2] for value in self.headers.values()]
-        parts = urlsplit(self.url)
-        found += [parts.password or "", *re.findall(r"=([^&]+)", parts.query)]
+        found += [one for text in (*found, *self.args, self.url) for one in _secrets_in(text)]
+        found += [part for part in urlsplit(self.url).path.split("/") if _RANDOM.fullmatch(part)]
         for before, argument in zip(("", *self.args), self.args, strict=False):
-            if (
-                re.search(r"(key|token|secret|password|auth)", before, re.IGNORECASE)
-                and before.startswith("-")
-                and "=" not in before
-            ):
+            name, _, value = before.partition("=") if before.startswith("-") else ("", "", "")
+            if not value and _TELLING.search(name):
                 found.append(argument)
-            name, _, value = argument.partition("=")
-            if value and re.search(r"(key|token|secret|password|auth)", name, re.IGNORECASE):
-                found.append(value)
+            elif name in _PAIRS:
+                found.append(re.split("[=:] *", argument, maxsplit=1)[-1])
+        found += [line for value in found if "\n" in value for line in value.splitlines()]
         return [value for value in dict.fromkeys(found) if len(value) >= SHORTEST_SECRET and not value.isspace()]
 
     def environment(self, own: Mapping[str, str] | None = None) -> dict[str, str]:
         """The environment that its program runs in."""
         own = os.environ if own is None else own
         return {**{key: own[key] for key in INHERITED if key in own}, **self.env}
+
+
+def _secrets_in(text: str) -> list[str]:
+    """Passwords and queries of addresses, tokens after their names, and what has the form of a token."""
+    text = text[:MAX_VALUE]
+    found = [one for pattern in (_NAMED, _BEARER, _TOKEN) for one in pattern.findall(text)]
+    found += [pair.rpartition("=")[2] for query in _QUERY.findall(text) for pair in query.split("&")]
+    for user, password in _USER.findall(text):
+        found += [password or user, f"{user}:{password}@" if password else f"{user}@"]
+    return found
 
 
 class Secrets:
@@ -103,12 +136,22 @@ class Secrets:
     def __init__(self, servers: Iterable[ServerConfig]) -> None:
         values = {value for server in servers for value in server.secrets}
         # As JSON and in URLs the same value may be written with escapes.
-        forms = {form for value in values for form in (value, json.dumps(value)[1:-1])}
+        forms = {
+            form for value in values for form in (value, json.dumps(value)[1:-1], quote(value, ""), unquote(value))
+        }
+        forms = {form for form in forms if len(form) >= SHORTEST_SECRET}
         self._pattern = re.compile("|".join(map(re.escape, sorted(forms, key=len, reverse=True)))) if forms else None
 
     def hide(self, text: str) -> str:
         """The text without them."""
         return self._pattern.sub(HIDDEN, text) if self._pattern is not None else text
+
+    def hide_all(self, text: str) -> str:
+        """A log or an error without them, and without whatever else looks like a secret."""
+        text = _USER.sub(f"://{HIDDEN}@", text)
+        for pattern in (_BEARER, _TOKEN, _LOGGED):
+            text = pattern.sub(lambda found: found[0].replace(found[1], HIDDEN), text)
+        return self.hide(text)
 
 
 def config_file() -> Path:
@@ -127,21 +170,28 @@ def load(file: Path | None = None, *, own: Mapping[str, str] | None = None) -> l
         All servers; a malformed entry has a `problem`.
 
     Raises:
-        ToolsError: the file can't be read, or lists no servers.
+        ToolsError: the file can't be read or trusted, or lists no servers.
     """
-    given = file is not None
-    file = file or config_file()
-    try:
-        if file.stat().st_size > MAX_FILE:
-            raise ToolsError(f"{file} is larger than {MAX_FILE:,} bytes, which no file of servers is")
-        text = file.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        if given:
-            raise ToolsError(f"there is no file {file}: name one with an object mcpServers") from None
+    if file is None and not config_file().exists():
         return []
+    file = file or config_file()
+    return parse(_text(file), str(file), own=own)
+
+
+def _text(file: Path) -> str:
+    """The text of a file of servers, which nobody else can have written."""
+    try:
+        content = read_trusted(file, MAX_FILE)
+        text = content.decode("utf-8-sig")
+    except FileNotFoundError:
+        raise ToolsError(f"there is no file {file}: name one with an object mcpServers") from None
+    except PermissionError as error:
+        raise ToolsError(f"{file} names programs to run, and is not used: {error}") from error
     except (OSError, UnicodeDecodeError) as error:
         raise ToolsError(f"{file} can't be read: {error}") from error
-    return parse(text, str(file), own=own)
+    if len(content) > MAX_FILE:
+        raise ToolsError(f"{file} is larger than {MAX_FILE:,} bytes, which no file of servers is")
+    return text
 
 
 def parse(text: str, where: str, *, own: Mapping[str, str] | None = None) -> list[ServerConfig]:
@@ -215,12 +265,14 @@ def url_problem(server: ServerConfig) -> str | None:
     try:
         parts = urlsplit(server.url)
         _ = parts.port
-    except ValueError as error:
-        return str(error)
+    except ValueError:
+        return "it is no address; correct host and port"
     if parts.scheme not in ("http", "https") or not parts.hostname:
         return "it must begin with http:// or https:// and name a host"
-    if server.headers and parts.scheme == "http" and not is_loopback(parts.hostname):
-        return "its headers would be sent unencrypted; use https://, or a tunnel from localhost"
+    if not all(text.isascii() and text.isprintable() for header in server.headers.items() for text in header):
+        return "its headers may only have ASCII's visible characters"
+    if (server.headers or parts.password) and parts.scheme == "http" and not is_loopback(parts.hostname):
+        return "its headers or password would be sent unencrypted; use https://, or a tunnel from localhost"
     return None
 
 
@@ -251,10 +303,11 @@ def import_from(source: Path, *, file: Path | None = None) -> list[str]:
         ToolsError: the other file is unusable, or ours can't be read or written; nothing has changed then.
     """
     file = file or config_file()
-    if wrong := next((server.problem for server in load(source, own=_Anything()) if server.problem), None):
+    text = _text(source)
+    if wrong := next((one.problem for one in parse(text, str(source), own=_Anything()) if one.problem), None):
         raise ToolsError(wrong)
-    entries = _entries(source)
-    known = _entries(file) if file.exists() else {}
+    entries = _entries(text, source)
+    known = _entries(_text(file), file) if file.exists() else {}
     text = json.dumps({KEYS[0]: {**known, **entries}}, indent=2, ensure_ascii=False) + "\n"
     try:
         paths.write_atomically(file, text)
@@ -263,10 +316,10 @@ def import_from(source: Path, *, file: Path | None = None) -> list[str]:
     return list(entries)
 
 
-def _entries(file: Path) -> dict[str, Any]:
+def _entries(text: str, file: Path) -> dict[str, Any]:
     try:
-        found = read_json(file.read_bytes())
-    except (OSError, ValueError) as error:
+        found = read_json(text)
+    except ValueError as error:
         raise ToolsError(f"{file} can't be read: {error}") from error
     return next((dict(found[key]) for key in KEYS if isinstance(found, dict) and isinstance(found.get(key), dict)), {})
 

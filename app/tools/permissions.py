@@ -1,7 +1,8 @@
 """Permissions: which tools a chat may use, and which of them may run without asking.
 
-A tool is identified by its server's command or address, its name, and a digest of what it says of itself. When a server
-changes a tool's description or schema, an earlier "always" no longer counts.
+A tool is identified by a digest of how its server is started or reached and of all that the server says of it. When
+anything of that changes, such as the server's variables or the tool's description, schema or annotations, an earlier
+"always" no longer counts.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from app import paths
-from app.tools.config import ToolsError
+from app.tools.config import MAX_FILE, ToolsError
 from runtime.system.foreign import read_json
+from runtime.system.private_files import read_trusted
 
 Answer = Literal["once", "chat", "always", "no"]
 """Answers to the question whether a call may run."""
@@ -26,16 +28,15 @@ def permissions_file() -> Path:
     return paths.settings_file().with_name("tools.json")
 
 
-def fingerprint(server: str, name: str, definition: Mapping[str, Any]) -> str:
+def fingerprint(server: Sequence[Any], definition: Mapping[str, Any]) -> str:
     """Sixteen digits for a tool.
 
     Args:
-        server: How its server is reached.
-        name: Its name there.
-        definition: What the server says of it.
+        server: Its server's identity.
+        definition: What the server says of it, its name included.
     """
-    text = json.dumps([server, name, definition], sort_keys=True, default=str)
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+    text = json.dumps([server, definition], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 @dataclass
@@ -50,21 +51,27 @@ class Permissions:
     """Fingerprints of the tools that run unasked in one chat, by the chat's id; gone when the program ends."""
     file: Path | None = None
     """Where the first two are stored; None: nowhere."""
+    problem: str = ""
+    """Why the file is not used."""
 
     @classmethod
     def load(cls, file: Path | None = None) -> Permissions:
-        """Read the stored permissions. A damaged file grants nothing."""
+        """Read the stored permissions. A damaged file grants nothing, nor does one that others can have written."""
         file = file or permissions_file()
+        found, problem = None, ""
         try:
-            found = read_json(file.read_bytes())
+            found = read_json(read_trusted(file, MAX_FILE))
+        except PermissionError as error:
+            problem = f"{file} says which tools run unasked, and is not used: {error}"
         except (OSError, ValueError):
-            found = {}
+            pass
         found = found if isinstance(found, dict) else {}
         always, usual = found.get("always"), found.get("usual")
         return cls(
             always={str(key): str(name) for key, name in always.items()} if isinstance(always, dict) else {},
             usual=[str(key) for key in usual] if isinstance(usual, list) else [],
             file=file,
+            problem=problem,
         )
 
     def allows(self, tool: str, chat: str) -> bool:
@@ -110,6 +117,8 @@ class Permissions:
         """
         if self.file is None:
             return
+        if self.problem:
+            raise ToolsError(self.problem)
         text = json.dumps({"always": self.always, "usual": self.usual}, indent=2, ensure_ascii=False) + "\n"
         try:
             paths.write_atomically(self.file, text)

@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from app.printable import printable_name
-from app.tools.config import ServerConfig, ToolsError
-from app.tools.contents import MAX_DESCRIPTION, clean, resource_text, text_of
+from app.tools.config import Secrets, ServerConfig, ToolsError
+from app.tools.contents import MAX_DESCRIPTION, clean, mended_schema, resource_text, text_of
 from app.tools.permissions import fingerprint
+from runtime.system.foreign import read_json
 
 if TYPE_CHECKING:
-    from mcp.client.session import ClientSession
+    from mcp.shared.jsonrpc_dispatcher import JSONRPCDispatcher
 
     from app.tools.pipe import Log
 
@@ -36,7 +39,9 @@ MAX_TOOLS, MAX_OTHERS, MAX_PAGES = 128, 500, 20
 """Most tools, and most prompts and resources, of a server; most pages of a list."""
 MAX_SCHEMA = 2**16
 """Most characters of a tool's schema."""
-_NAME = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_.-")
+MAX_NAME = 200
+"""Most characters of a tool's name."""
+logging.getLogger("mcp").setLevel(logging.CRITICAL)  # it would tell of every flaw, addresses included
 Progress = Callable[[str], object]
 """Receives words about a call that is running."""
 
@@ -92,23 +97,25 @@ class Server:
 
     Args:
         config: Its entry in mcp.json.
-        hide: Removes secrets from texts.
+        secrets: What is removed from texts.
         changed: Called whenever the state or a list changes.
     """
 
-    def __init__(self, config: ServerConfig, hide: Callable[[str], str], changed: Callable[[], object]) -> None:
+    def __init__(self, config: ServerConfig, secrets: Secrets, changed: Callable[[], object]) -> None:
         self.config = config
         self.state: State = "failed" if config.problem else "off"
-        self.problem = hide(config.problem)
+        self.problem = secrets.hide_all(config.problem)
         """Why it failed, in one sentence."""
         self.tools: Sequence[ServerTool] = ()
         self.prompts: Sequence[Offered] = ()
         self.resources: Sequence[Offered] = ()
         self.notes: tuple[str, ...] = ()
         """What is odd about its lists, a sentence each."""
-        self._hide, self._changed = hide, changed
+        self._secrets, self._changed = secrets, changed
         self._log: Log | None = None
-        self._session: ClientSession | None = None
+        self._wire: JSONRPCDispatcher[Any] | None = None
+        self._told: Mapping[str, Any] = {}  # what it said of itself in the handshake
+        self._headers: dict[str, str] = {}
         self._task: asyncio.Task[None] | None = None
         self._stop = asyncio.Event()
         self._stale = asyncio.Event()  # whether it said that a list changed
@@ -140,14 +147,12 @@ class Server:
                 task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
-    async def call(self, tool: str, arguments: Mapping[str, Any], tell: Progress) -> Result:
-        """Call a tool. Cancelling this tells the server so.
+    async def call(self, tool: ServerTool, arguments: Mapping[str, Any], tell: Progress) -> Result:
+        """Call a tool as it was when the caller saw it. Cancelling this tells the server so.
 
         Raises:
-            ToolsError: the server is gone, does not answer in time, or answers with nonsense.
+            ToolsError: the server is gone, has changed the tool, does not answer in time, or answers with nonsense.
         """
-        import mcp_types as types
-
         loop = asyncio.get_running_loop()
         heard = loop.time()
 
@@ -157,24 +162,34 @@ class Server:
             share = f"{progress:g} of {total:g}" if total else f"{progress:g}"
             tell(self._shown(f"{share} {message or ''}".strip(), 200))
 
-        request = types.CallToolRequest(params=types.CallToolRequestParams(name=tool, arguments=dict(arguments)))
+        wire = self._wire_or_raise()
+        if tool not in self.tools:
+            raise ToolsError(f"{self.name} has changed or withdrawn {printable_name(tool.name)}; it was not called")
+        try:
+            params = {"name": tool.name, "arguments": read_json(json.dumps(dict(arguments)))}
+        except (ValueError, RecursionError) as error:
+            raise ToolsError(f"the arguments for {printable_name(tool.name)} can't be sent: {error}") from None
+        what = f"the call of {printable_name(tool.name)}"
         work = asyncio.create_task(
-            self._session_or_raise().send_request(
-                request, types.CallToolResult, request_read_timeout_seconds=LONGEST_CALL_S, progress_callback=report
+            wire.send_raw_request(
+                "tools/call", params, {"timeout": LONGEST_CALL_S, "on_progress": report, "headers": self._headers}
             )
         )
         try:
             while not work.done():
                 await asyncio.wait([work], timeout=max(0.05, heard + CALL_S - loop.time()))
                 if not work.done() and loop.time() - heard >= CALL_S:
-                    raise ToolsError(f"{self.name} said nothing for {CALL_S:g} s in the call of {tool}; it was stopped")
-            answer = await self._answer(work, f"the call of {tool}")
+                    raise ToolsError(f"{self.name} said nothing for {CALL_S:g} s in {what}; it was stopped")
+            answer = await self._answer(work, what)
         finally:
             if not work.done():
                 work.cancel()
                 await asyncio.wait([work], timeout=2)
-        text = self._hide(text_of(answer.content, answer.structured_content))
-        return Result(text=clean(text) or "(empty)", failed=bool(answer.is_error))
+        structured = answer.get("structuredContent")
+        given = answer.get("content", [] if structured is not None else None)
+        contents = self._items([{"type": "text", "text": given}] if isinstance(given, str) else given, what)
+        text = self._secrets.hide(text_of(contents, structured))
+        return Result(text=clean(text) or "(empty)", failed=bool(answer.get("isError")))
 
     async def prompt(self, name: str, arguments: Mapping[str, str]) -> str:
         """The text of a prompt.
@@ -182,9 +197,10 @@ class Server:
         Raises:
             ToolsError: see `call`.
         """
-        request = self._session_or_raise().get_prompt(name, dict(arguments))
-        found = await self._answer(asyncio.wait_for(request, LIST_S), f"the prompt {name}")
-        return clean(self._hide("\n\n".join(text_of([message.content]) for message in found.messages)))
+        what = f"the prompt {printable_name(name)}"
+        found = await self._ask("prompts/get", {"name": name, "arguments": dict(arguments)}, what, LIST_S)
+        parts = [one.get("content") for one in self._items(found.get("messages"), what) if isinstance(one, dict)]
+        return clean(self._secrets.hide("\n\n".join(text_of(one if isinstance(one, list) else [one]) for one in parts)))
 
     async def resource(self, address: str) -> str:
         """The text of a resource.
@@ -192,14 +208,26 @@ class Server:
         Raises:
             ToolsError: see `call`.
         """
-        request = self._session_or_raise().read_resource(address)
-        found = await self._answer(asyncio.wait_for(request, CALL_S), f"the resource {address}")
-        return clean(self._hide(resource_text(found.contents)))
+        what = f"the resource {self._shown(address, 200)}"
+        found = await self._ask("resources/read", {"uri": address}, what, CALL_S)
+        return clean(self._secrets.hide(resource_text(self._items(found.get("contents"), what))))
 
-    def _session_or_raise(self) -> ClientSession:
-        if self._session is None:
+    def _wire_or_raise(self) -> JSONRPCDispatcher[Any]:
+        if self._wire is None:
             raise ToolsError(self.problem or f"{self.name} is not running")
-        return self._session
+        return self._wire
+
+    async def _ask(self, method: str, params: Mapping[str, Any] | None, what: str, most_s: float) -> dict[str, Any]:
+        """Send a request and wait for its result.
+
+        Raises:
+            ToolsError: see `call`.
+        """
+        begins = method == "initialize"  # a handshake can't be cancelled
+        request = self._wire_or_raise().send_raw_request(
+            method, params, {"headers": self._headers, "cancel_on_abandon": not begins}
+        )
+        return await self._answer(asyncio.wait_for(request, most_s), what)
 
     async def _answer(self, request: Awaitable[R], what: str) -> R:
         """Wait for an answer.
@@ -209,23 +237,30 @@ class Server:
         """
         import mcp_types as types
         from mcp import MCPError
-        from pydantic import ValidationError
 
         try:
             return await request
         except TimeoutError:
             raise ToolsError(f"{self.name} did not answer {what} in time") from None
-        except ValidationError:
-            raise ToolsError(f"{self.name} answered {what} in a form that MCP does not have") from None
         except MCPError as error:
             if error.code == types.CONNECTION_CLOSED:
                 raise ToolsError(f"{self.name} ended during {what}{self._last_words()}") from None
+            if error.code == types.PARSE_ERROR:
+                words = str(error).removeprefix("Failed to parse JSON response: ")
+                shown = "it is no message" if "validation error" in words else self._shown(words, 200)
+                raise ToolsError(f"{self.name} answered {what} with what can't be read: {shown}") from None
             raise ToolsError(f"{self.name} refused {what}: {self._shown(str(error))}") from None
         except (RuntimeError, OSError, ValueError, RecursionError) as error:
             raise ToolsError(f"{what} of {self.name} failed: {self._shown(str(error))}") from None
 
+    def _items(self, found: Any, what: str) -> list[Any]:
+        """A list of an answer; some languages write an empty one as an object."""
+        if not isinstance(found, list) and found != {}:
+            raise ToolsError(f"{self.name} answered {what} in a form that MCP does not have")
+        return list(found)
+
     def _shown(self, text: str, most: int = 300) -> str:
-        return " ".join(clean(self._hide(text), 4 * most).split())[:most]
+        return " ".join(clean(self._secrets.hide_all(text), 4 * most).split())[:most]
 
     def _last_words(self) -> str:
         last = self._log.last if self._log is not None else ""
@@ -239,11 +274,10 @@ class Server:
         """Connect, stay connected until the end, and say why it ended."""
         from app.tools.pipe import Log
 
-        self._log = log = Log(self._hide)
+        self._log = log = Log(self._secrets.hide_all)
         problem = ""
         try:
-            async with self._connected(log) as session:
-                self._session = session
+            async with self._connected(log):
                 await self._list()
                 self._set("ready")
                 await self._live()
@@ -253,7 +287,7 @@ class Server:
         except BaseException as error:  # noqa: BLE001 -- libraries wrap what a server did in groups of errors
             problem = self._why(_inner(error))
         finally:
-            self._session = None
+            self._wire = None
             self.tools = self.prompts = self.resources = ()
         stopped = self._stop.is_set()
         self._set(
@@ -272,8 +306,6 @@ class Server:
 
     async def _live(self) -> None:
         """Wait until it is to end, ends, or changes its lists."""
-        session = self._session
-        assert session is not None
         while not self._stop.is_set():
             waits = [asyncio.create_task(one.wait()) for one in (self._stop, self._stale)]
             await asyncio.wait(waits, timeout=2.0, return_when=asyncio.FIRST_COMPLETED)
@@ -283,33 +315,53 @@ class Server:
                 self._stale.clear()
                 await self._list()
                 self._changed()
-                await asyncio.sleep(1.0)  # a server may change its lists all the time
+                with contextlib.suppress(TimeoutError):  # a server may change its lists all the time
+                    await asyncio.wait_for(self._stop.wait(), 1.0)
             if self._ended():
                 raise ToolsError(f"{self.name} ended{self._last_words()}")
 
     @asynccontextmanager
-    async def _connected(self, log: Log) -> AsyncIterator[ClientSession]:
-        """A session with the server after its handshake."""
+    async def _connected(self, log: Log) -> AsyncIterator[None]:
+        """A connection with the server after its handshake."""
+        import anyio
         import mcp_types as types
-        from mcp.client.session import ClientSession
+        from mcp import MCPError
+        from mcp.shared.inbound import MCP_PROTOCOL_VERSION_HEADER
+        from mcp.shared.jsonrpc_dispatcher import JSONRPCDispatcher
+        from mcp_types.version import HANDSHAKE_PROTOCOL_VERSIONS, LATEST_HANDSHAKE_VERSION
 
         from runtime import program_version
 
-        async def heard(message: Any) -> None:
-            if type(message).__name__.endswith("ListChangedNotification"):
+        async def asked(_: object, method: str, _params: object) -> dict[str, Any]:
+            if method == "ping":
+                return {}
+            raise MCPError(code=types.METHOD_NOT_FOUND, message="this client has no such method")
+
+        async def heard(_: object, method: str, params: Mapping[str, Any] | None) -> None:
+            if method.endswith("/list_changed"):
                 self._stale.set()
+            elif method == "notifications/message":
+                log.add(f"{(params or {}).get('level')}: {str((params or {}).get('data'))[:500]}")
 
-        async def logged(params: Any) -> None:
-            log.add(f"{params.level}: {str(params.data)[:500]}")
-
-        client = types.Implementation(name="lowbit-chat", version=program_version())
-        async with self._transport(log) as (read, write):
+        client = {"name": "lowbit-chat", "version": program_version()}
+        hello = {"protocolVersion": LATEST_HANDSHAKE_VERSION, "capabilities": {}, "clientInfo": client}
+        async with self._transport(log) as (read, write), anyio.create_task_group() as group:
             self._ended = lambda: _closed(read)
-            session = ClientSession(read, write, logging_callback=logged, message_handler=heard, client_info=client)
-            async with session:
+            self._wire = wire = JSONRPCDispatcher(read, write)
+            self._headers = {}
+            await group.start(wire.run, asked, heard)
+            try:
                 async with asyncio.timeout(START_S):
-                    await self._answer(session.initialize(), "the handshake")
-                yield session
+                    self._told = await self._ask("initialize", hello, "the handshake", 2 * START_S)
+                    version = self._told.get("protocolVersion")
+                    if version not in HANDSHAKE_PROTOCOL_VERSIONS:
+                        shown = self._shown(str(version), 40)
+                        raise ToolsError(f"{self.name} speaks version {shown} of MCP, which this program does not")
+                    self._headers = {MCP_PROTOCOL_VERSION_HEADER: version}
+                    await wire.notify("notifications/initialized", None, {"headers": self._headers})
+                yield
+            finally:
+                group.cancel_scope.cancel()
 
     @asynccontextmanager
     async def _transport(self, log: Log) -> AsyncIterator[Any]:
@@ -328,82 +380,100 @@ class Server:
 
     async def _list(self) -> None:
         """Ask for tools, prompts and resources."""
-        session = self._session
-        assert session is not None
-        can = session.server_capabilities
-        self.notes = ()
+        can = self._told.get("capabilities")
         notes: list[str] = []
-        self.tools = self._checked_tools(await self._pages(session.list_tools, "tools", MAX_TOOLS, notes), notes)
-        if can is not None and can.prompts is not None:
-            self.prompts = [
-                Offered(
-                    server=self.name,
-                    name=one.name,
-                    title=self._title(one.title or one.name, one.description),
-                    arguments=tuple((str(a.name)[:80], bool(a.required)) for a in (one.arguments or ())[:20]),
-                )
-                for one in await self._pages(session.list_prompts, "prompts", MAX_OTHERS, notes)
-            ]
-        if can is not None and can.resources is not None:
-            self.resources = [
-                Offered(server=self.name, name=one.uri, title=self._title(one.title or one.name, one.uri))
-                for one in await self._pages(session.list_resources, "resources", MAX_OTHERS, notes)
-            ]
+        self.tools = self._checked_tools(await self._pages("tools", MAX_TOOLS, notes), notes)
+        for kind in ("prompts", "resources"):
+            if not isinstance(can, dict) or can.get(kind) in (None, False):
+                continue
+            try:
+                found = await self._pages(kind, MAX_OTHERS, notes)
+            except ToolsError as error:  # its tools work
+                notes.append(str(error))
+                continue
+            offered = [self._offered(one, "uri" if kind == "resources" else "name") for one in found]
+            if None in offered:
+                notes.append(f"{offered.count(None)} of its {kind} are left out: they have no name")
+            setattr(self, kind, [one for one in offered if one is not None])
         self.notes = tuple(notes)
 
-    async def _pages(self, ask: Callable[..., Awaitable[Any]], kind: str, most: int, notes: list[str]) -> list[Any]:
+    async def _pages(self, kind: str, most: int, notes: list[str]) -> list[Any]:
         """All entries of a list."""
-        import mcp_types as types
-
         found: list[Any] = []
-        cursor: str | None = None
+        cursor: Any = None
         for _ in range(MAX_PAGES):
-            params = types.PaginatedRequestParams(cursor=cursor) if cursor else None
-            page = await self._answer(asyncio.wait_for(ask(params=params), LIST_S), f"the list of {kind}")
-            found += getattr(page, kind)
-            cursor = page.next_cursor
-            if not cursor or len(found) > most:
+            what = f"the list of {kind}"
+            page = await self._ask(f"{kind}/list", {"cursor": cursor} if cursor else None, what, LIST_S)
+            found += self._items(page.get(kind), what)
+            cursor = page.get("nextCursor")
+            if not isinstance(cursor, str) or not cursor or len(found) > most:
                 break
-        if len(found) > most or cursor:
+        if len(found) > most or (isinstance(cursor, str) and cursor):
             notes.append(f"it lists more than {most} {kind}; the first {most} are used")
         return found[:most]
 
-    def _title(self, name: str, more: str | None) -> str:
-        return self._shown(f"{name} · {more}" if more and more != name else name, 200)
+    def _offered(self, entry: Any, key: str) -> Offered | None:
+        """A prompt or a resource; None if it has no name."""
+        name = entry.get(key) if isinstance(entry, dict) else None
+        if not isinstance(name, str) or not name:
+            return None
+        title = next((one for one in (entry.get("title"), entry.get("name")) if isinstance(one, str) and one), name)
+        more = entry.get("description") if key == "name" else name
+        arguments = entry.get("arguments")
+        return Offered(
+            server=self.name,
+            name=name,
+            title=self._shown(f"{title} · {more}" if isinstance(more, str) and more not in ("", title) else title, 200),
+            arguments=tuple(
+                (one["name"][:80], one.get("required") is True)
+                for one in (arguments if isinstance(arguments, list) else [])[:20]
+                if isinstance(one, dict) and isinstance(one.get("name"), str)
+            ),
+        )
 
     def _checked_tools(self, found: Sequence[Any], notes: list[str]) -> list[ServerTool]:
-        """The tools whose entries can be used."""
+        """The tools whose entries can be used; one that can't costs no other."""
         kept: dict[str, ServerTool] = {}
-        for tool in found:
-            problem = self._tool_problem(tool, kept)
-            if problem:
-                notes.append(problem)
+        for number, entry in enumerate(found, 1):
+            try:
+                tool = self._tool(entry, number)
+            except ToolsError as error:
+                notes.append(str(error))
                 continue
-            definition = {"description": tool.description, "schema": tool.input_schema}
-            kept[tool.name] = ServerTool(
-                server=self.name,
-                name=tool.name,
-                description=self._hide(clean(tool.description or "", MAX_DESCRIPTION)),
-                schema=tool.input_schema,
-                reads=bool(tool.annotations is not None and tool.annotations.read_only_hint),
-                print=fingerprint(f"{self.config.command} {self.config.args} {self.config.url}", tool.name, definition),
-            )
+            if tool.name in kept:
+                notes.append(f"the tool {tool.name} is listed twice; the first is used")
+            kept.setdefault(tool.name, tool)
         return list(kept.values())
 
-    def _tool_problem(self, tool: Any, kept: Mapping[str, ServerTool]) -> str:
-        name = printable_name(tool.name)[:60]
-        if not 0 < len(tool.name) <= 64 or not set(tool.name) <= _NAME:
-            return f"the tool {name!r} is left out: its name may only have letters, digits and . _ -"
-        if tool.name in kept:
-            return f"the tool {name} is listed twice; the first is used"
+    def _tool(self, entry: Any, number: int) -> ServerTool:
+        """A tool, its schema mended where it is clear what is meant.
+
+        Raises:
+            ToolsError: it can't be used.
+        """
+        name = entry.get("name") if isinstance(entry, dict) else None
+        if not isinstance(name, str) or not name:
+            raise ToolsError(f"the tool at place {number} of the list is left out: it has no name")
+        shown = self._shown(printable_name(name), 60)
+        if not name.isascii() or not name.isprintable() or name != " ".join(name.split()):
+            raise ToolsError(f"the tool {shown!r} is left out: its name may only have ASCII's visible characters")
+        if len(name) > MAX_NAME:
+            raise ToolsError(f"the tool {shown!r} is left out: its name has more than {MAX_NAME} characters")
         try:
-            size = len(str(tool.input_schema))
-        except RecursionError:
-            size = MAX_SCHEMA + 1
-        return (
-            f"the tool {name} is left out: its schema has more than {MAX_SCHEMA:,} characters"
-            if size > MAX_SCHEMA
-            else ""
+            schema = mended_schema(entry.get("inputSchema"), self._secrets.hide)
+        except ValueError as error:
+            raise ToolsError(f"the tool {shown!r} is left out: {error}") from None
+        if len(str(schema)) > MAX_SCHEMA:
+            raise ToolsError(f"the tool {shown!r} is left out: its schema has more than {MAX_SCHEMA:,} characters")
+        said, hints = entry.get("description"), entry.get("annotations")
+        definition = {key: value for key, value in entry.items() if key not in ("_meta", "icons")}
+        return ServerTool(
+            server=self.name,
+            name=name,
+            description=clean(self._secrets.hide(said if isinstance(said, str) else ""), MAX_DESCRIPTION),
+            schema=schema,
+            reads=isinstance(hints, dict) and hints.get("readOnlyHint") is True,
+            print=fingerprint(self.config.identity, definition),
         )
 
 

@@ -7,6 +7,9 @@ own neither holds up the screen. Methods may be called from any thread; `done` a
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
+import re
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
@@ -17,6 +20,11 @@ from app.tools.config import Secrets, ServerConfig, ToolsError
 from app.tools.server import Offered, Progress, Result, Server, ServerTool
 
 T = TypeVar("T")
+MAX_NAME = 64
+"""Most characters of a tool's name for the model."""
+DIGITS = 8
+_ODD = re.compile(r"[^A-Za-z0-9_.-]")
+_DIGEST = re.compile(rf"_[0-9a-f]{{{DIGITS}}}$")
 CLOSE_S = 8.0
 """Longest wait for all servers to end: they get a second to do so by themselves, and another after SIGTERM."""
 
@@ -26,7 +34,7 @@ class NamedTool:
     """A tool under the name that the model knows."""
 
     name: str
-    """Its own name, or with its server's where several servers have a tool of this name."""
+    """Its own name, with its server's before it where the file has several servers; see `model_name`."""
     tool: ServerTool
 
     def record(self) -> dict[str, Any]:
@@ -58,8 +66,7 @@ class Toolbox:
         begun: Future[asyncio.AbstractEventLoop] = Future()
 
         async def live() -> None:
-            hide = self.secrets.hide
-            self.servers = [Server(config, hide, self._changed) for config in self._configs]
+            self.servers = [Server(config, self.secrets, self._changed) for config in self._configs]
             self._stopped = asyncio.Event()
             for server in self.servers:
                 server.start()
@@ -119,9 +126,13 @@ class Toolbox:
 
     def named(self, keys: Sequence[str]) -> list[NamedTool]:
         """The tools with these keys (`server/tool`), by the names that the model is told."""
-        wanted = [tool for tool in self.tools if tool.key in set(keys)]
-        names = [tool.name for tool in wanted]
-        return [NamedTool(tool.name if names.count(tool.name) == 1 else _both(tool), tool) for tool in wanted]
+        alone = len(self._configs) == 1
+        named: dict[str, NamedTool] = {}
+        for tool in self.tools:
+            if tool.key in keys:
+                name = model_name("" if alone else tool.server, tool.name)
+                named.setdefault(name, NamedTool(name, tool))
+        return list(named.values())
 
     @property
     def prompts(self) -> list[Offered]:
@@ -137,7 +148,7 @@ class Toolbox:
         self, tool: ServerTool, arguments: Mapping[str, Any], progress: Progress = lambda _: None
     ) -> Future[Result]:
         """Call a tool; cancelling the future cancels the call. It fails with a ToolsError."""
-        return self._run(self._server(tool.server).call(tool.name, arguments, progress))
+        return self._run(self._server(tool.server).call(tool, arguments, progress))
 
     def prompt(self, one: Offered, arguments: Mapping[str, str]) -> Future[str]:
         """The text of a prompt. Fails with a ToolsError."""
@@ -160,7 +171,19 @@ class Toolbox:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
 
-def _both(tool: ServerTool) -> str:
-    """A tool's name with its server's, in the characters that the name of a function may have."""
-    server = "".join(letter if letter.isascii() and letter.isalnum() else "_" for letter in tool.server)
-    return f"{server}_{tool.name}"[:64]
+def model_name(server: str, tool: str) -> str:
+    """A tool's name for the model, in the characters and the length that the name of a function may have.
+
+    It follows from the two names alone, so that no server can take another's by what it lists or when it starts. Where
+    another pair could lead to the same name, it ends with a digest of the pair.
+
+    Args:
+        server: The server's name; empty where there is only one.
+        tool: The tool's name there.
+    """
+    whole = f"{server}_{tool}" if server else tool
+    plain = _ODD.sub("_", whole)
+    if plain == whole and "_" not in server and len(whole) <= MAX_NAME and not _DIGEST.search(whole):
+        return whole
+    digest = hashlib.sha256(json.dumps([server, tool]).encode()).hexdigest()[:DIGITS]
+    return f"{plain[: MAX_NAME - DIGITS - 1]}_{digest}"

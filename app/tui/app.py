@@ -14,17 +14,22 @@ from pathlib import Path
 from typing import ClassVar
 
 from textual import on
-from textual.app import SystemCommand
+from textual._context import active_message_pump
+from textual.app import App, SystemCommand
 from textual.binding import Binding, BindingType
+from textual.css.query import NoMatches
+from textual.dom import NoScreen
 from textual.driver import Driver
 from textual.screen import Screen
+from textual.widget import MountError, Widget
 from textual.worker import Worker, WorkerState
 
 from app import paths
 from app import settings as stored
 from app.conversation import Conversation
 from app.settings import Settings
-from app.tui import clipboard, endpoint, themes
+from app.tui import endpoint, themes
+from app.tui import terminal as clipboard
 from app.tui.background_history import BackgroundHistory
 from app.tui.keys import KEYS
 from app.tui.messages import (
@@ -44,11 +49,11 @@ from app.tui.preload import preload
 from app.tui.runtime import SupervisorLike
 from app.tui.screens.chat import ChatScreen
 from app.tui.session import Session
-from app.tui.suspend import SuspendDetector
-from app.tui.terminal import ensure_size, surviving, terminal_is_gone
+from app.tui.terminal import SuspendDetector, ensure_size, surviving, terminal_is_gone
 from app.tui.work_app import WorkApp
 
 CHECK_INTERVAL_S = 5.0
+WATCH_INTERVAL_S = 0.5
 REMOTE_CHECKS = 12
 """A remote server is checked only once per this many intervals."""
 QUIT_AGAIN_S = 2.0
@@ -150,7 +155,13 @@ class ChatApp(WorkApp):
                 asyncio.get_running_loop().add_signal_handler(number, self.exit)
         if self.session.settings.keys:
             self.apply_keys()
+        self.app_resume_signal.subscribe(self, self._repaint)
         self.call_after_refresh(self._start)
+
+    def _repaint(self, _app: App[object]) -> None:
+        """Draw all of every screen after `fg`: the shell has written over it."""
+        for screen in self.screen_stack:
+            screen.refresh(layout=True)
 
     def apply_theme(self, settings: Settings) -> None:
         """Apply the theme of the settings."""
@@ -165,10 +176,11 @@ class ChatApp(WorkApp):
             super().refresh_css(animate)
 
     def _start(self) -> None:
-        self.run_worker(self.session.start(), group="runtime", exit_on_error=False)
+        self.run_worker(self.session.start, group="runtime", exit_on_error=False)  # type: ignore[arg-type]  # mypy infers Never
         freeze = not self.is_headless  # tests make many applications in one process
         self.run_worker(partial(preload, freeze=freeze), group="preload", thread=True, exit_on_error=False)
         self.set_interval(CHECK_INTERVAL_S, self._check)
+        self.set_interval(WATCH_INTERVAL_S, self.session.watch)
 
     async def _check(self) -> None:
         if terminal_is_gone() and not self.is_headless:
@@ -185,6 +197,19 @@ class ChatApp(WorkApp):
         if event.state is WorkerState.ERROR:
             self.log.error(event.worker.error)
             self.notify(f"{type(event.worker.error).__name__}: {event.worker.error}", severity="error")
+
+    def _handle_exception(self, error: Exception) -> None:
+        """End the program, unless a widget that is being removed, or was before it had its parts, misses them.
+
+        While the program is ending, that holds for all of it.
+        """
+        widget = active_message_pump.get(self)
+        gone = widget._closing or widget._pruning if isinstance(widget, Widget) else False  # noqa: SLF001  no other way
+        gone = gone or self._exit or not widget.is_attached
+        if gone and isinstance(error, MountError | NoMatches | NoScreen):
+            self.log.warning(error)
+        else:
+            super()._handle_exception(error)
 
     async def on_unmount(self) -> None:
         """Close the session; only the draft stays."""
@@ -227,10 +252,10 @@ class ChatApp(WorkApp):
         self._show("show_tools")
 
     def _show(self, what: str) -> None:
-        """Call a method of every screen that has it, but of none that is being removed: parts of it are gone."""
+        """Call a method of every screen that has it, but of none that is being mounted or removed: it lacks parts."""
         for screen in self.screen_stack:
             show = getattr(screen, what, None)
-            if show is not None and screen.display:
+            if show is not None and screen.is_mounted and screen.display:
                 show()
 
     # Keys

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from app.conversation import Conversation, Source
-from app.documents.prompt import WHOLE_SHARE, attached, estimated_tokens
+from app.chat.documents import Whole
+from app.chat.prompts import USUAL_CONTEXT
+from app.conversation import Conversation
 from app.errors import DocumentError, HistoryError
-from app.fitting import USUAL_CONTEXT
 from app.printable import printable_name
 from app.remote import host_of
 from app.tui.figures import token_count
@@ -64,7 +63,12 @@ class Attaching:
         conversation = self._session.conversation
         self._show(f"reading {printable_name(path.name)}")
         try:
-            if await asyncio.to_thread(path.is_dir) or not await self._send_whole(conversation, path):
+            status = self._session.status
+            context = (status.context if status is not None else None) or USUAL_CONTEXT
+            whole = await self._session.documents.whole(path, context)
+            if whole is not None and conversation is self._session.conversation:
+                self._send(path, whole)
+            else:
                 await self._search(conversation, path)
         except (DocumentError, HistoryError) as error:
             self._screen.notify(f"{error}.", severity="error", timeout=10)
@@ -73,22 +77,16 @@ class Attaching:
         finally:
             self._show("")
 
-    async def _send_whole(self, conversation: Conversation, path: Path) -> bool:
-        """Put a file into the message; returns whether it is short enough for that."""
-        text, problem = await self._session.documents.read(path)
-        tokens = estimated_tokens(text)
-        status = self._session.status
-        context = (status.context if status is not None else None) or USUAL_CONTEXT
-        if tokens > WHOLE_SHARE * context or conversation is not self._session.conversation:
-            return False
+    def _send(self, path: Path, whole: Whole) -> None:
+        """Put a document into the message."""
         name = printable_name(path.name)
-        lines = text.count("\n") + 1
-        self._composer().attach(f"{name}: {lines:,} lines, ≈ {token_count(tokens)} tokens", attached(name, text))
-        if problem:
+        self._composer().attach(
+            f"{name}: {whole.lines:,} lines, ≈ {token_count(whole.tokens)} tokens", f"\n\n{whole.content}\n\n"
+        )
+        for problem in whole.problems[:3]:
             self._screen.notify(f"{problem}.", severity="warning", timeout=10)
         if (remote := self._session.remote) is not None:
             self._screen.notify(f"All of {name} goes to {host_of(remote)} with your message.", timeout=10)
-        return True
 
     async def _search(self, conversation: Conversation, path: Path) -> None:
         """Have a file or folder searched from now on."""
@@ -97,18 +95,7 @@ class Attaching:
         def report(done: int, of: int) -> None:
             self._show(f"reading {name}: {done:,} of {of:,} files" if of > 1 else f"reading {name}")
 
-        before = conversation.extras.sources
-        others = [source for source in before if source.path != str(path)]
-        self._session.note(conversation, sources=[*others, Source(path=str(path), name=name, tokens=0)])
-        try:
-            state = await self._session.documents.update(conversation.id, path, report)
-            if not state.passages:
-                await self._session.documents.detach(conversation.id, path)
-                raise DocumentError(state.problems[0] if state.problems else f"{name} has no text to search")
-        except BaseException:
-            self._session.note(conversation, sources=before)
-            raise
-        self._session.note(conversation, sources=[*others, Source(path=str(path), name=name, tokens=state.tokens)])
+        state = await self._session.documents.search(conversation, path, self._session.note, report)
         self._screen.notify(told(state), timeout=10, severity="warning" if state.problems else "information")
 
     async def remove(self, path: Path) -> None:

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from app.conversation import Conversation, Message
+from app.errors import HistoryError
+from app.threads import run_to_end
 
 if TYPE_CHECKING:
     from app.history.recorder import Recorder
@@ -30,6 +32,7 @@ class BackgroundHistory:
         self._on_error = on_error
         self._recorder: Recorder | None = None
         self._history: History | None = None
+        self._closed = False
         self._alone = asyncio.Lock()
 
     def record(self, conversation: Conversation, message: Message) -> None:
@@ -95,21 +98,28 @@ class BackgroundHistory:
 
     async def close(self) -> None:
         """Write what is still queued. Safe to call twice."""
+        async with self._alone:
+            await run_to_end(self._close)
+
+    def _close(self) -> None:
+        self._closed = True
         if self._recorder is not None:
-            await asyncio.to_thread(self._recorder.close)
+            self._recorder.close()
         if self._history is not None:
-            await asyncio.to_thread(self._history.close)
+            self._history.close()
 
     async def _do(self, act: Callable[[History], T]) -> T:
         """Run a function on the history after all queued writes."""
         async with self._alone:
-            return await asyncio.to_thread(self._with_history, act)
+            return await run_to_end(lambda: self._with_history(act))
 
     def _with_history(self, act: Callable[[History], T]) -> T:
         from app.history.store import History
 
         if self._recorder is not None:
             self._recorder.flush()
+        if self._closed:
+            raise HistoryError("the chats are closed")
         if self._history is None:
             self._history = History(self.path)
             self._history.purge()

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from app.errors import ClientError
+from app.errors import ClientError, ConnectionLostError
 from app.tui.runtime import ClientLike, SupervisorLike
 
 if TYPE_CHECKING:
     from runtime.wire.answers import Status
 
 CHECK_TIMEOUT_S = 5.0
-"""After a failure, a runtime that does not report its status within this time counts as gone."""
+"""Maximum wait for a status, in seconds. A runtime that takes longer is busy, not gone."""
+_ENDING_S, _POLL_S = 1.0, 0.02
+"""How long a process may take to end after its connections broke, and the interval between looks at it, in seconds."""
 
 
 class Connection:
@@ -89,16 +92,36 @@ class Connection:
             raise ClientError(self.problem or "the runtime is not running yet")
         return self.client
 
-    async def alive(self) -> Status | None:
-        """The runtime's status; None if it does not answer."""
-        client = self.client
+    async def gone(self) -> bool:
+        """Whether the runtime has ended; if it has not, its status is shown. One that does not answer is only busy."""
+        client, ending_s = self.client, 0.0
         if client is None:
-            return None
+            return True
         try:
             async with asyncio.timeout(CHECK_TIMEOUT_S):
-                return await client.status()
-        except (ClientError, OSError, TimeoutError):
-            return None
+                status = await client.status()
+        except TimeoutError:
+            return False
+        except (ClientError, OSError) as error:
+            ending_s = _ENDING_S if isinstance(error, ConnectionLostError) else 0.0
+        else:
+            if client is self.client:
+                self.show(status)
+            return False
+        until = time.monotonic() + ending_s
+        while client is self.client:
+            if self.ended:
+                return True
+            if time.monotonic() > until:
+                return False
+            await asyncio.sleep(_POLL_S)
+        return False  # another one is used by now
+
+    @property
+    def ended(self) -> bool:
+        """Whether the process of the runtime in use has ended. A remote server's is out of sight and counts."""
+        supervisor = self._supervisor
+        return self.client is not None and supervisor is not None and supervisor.crash_report() is not None
 
     def show(self, status: Status | None) -> None:
         """Store a new status and report the change."""
@@ -132,7 +155,7 @@ class Connection:
 
     async def why(self, error: Exception) -> str:
         """Why work failed: the runtime's error, or how the runtime ended."""
-        if await self.alive() is not None:
+        if not await self.gone():
             return str(error)
         reason = self.how_it_ended()
         self.drop(reason)

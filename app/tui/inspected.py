@@ -15,7 +15,7 @@ from rich.cells import cell_len, set_cell_size
 from app.printable import printable_name
 
 if TYPE_CHECKING:
-    from runtime.wire.inspection import Candidate, InspectedToken, Inspection
+    from runtime.wire.requests import Candidate, InspectedToken, Inspection
 
 View = Literal["certainty", "compensation", "drafts"]
 HEATS = 5

@@ -1,14 +1,36 @@
-"""The keys that work everywhere, with the ids by which users can change them. Screens and widgets add their own."""
+"""The keys that work everywhere, with the ids by which users can change them, and the order in which keys act.
+
+Screens and widgets add keys of their own.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import difflib
 import re
+from collections import deque
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
+from textual import on
+from textual.app import App, ScreenStackError
 from textual.binding import Binding, BindingType
+from textual.events import Event, Key, Paste
+from textual.message import Message
+from textual.widget import Widget
+from textual.widgets import Input, TextArea
 
 from app.settings import SettingsError
+
+BURST_S = 0.01
+"""Keys that arrive closer together than this come from a paste, or were typed while the program was busy."""
+ENTER_S = 0.03
+"""Seconds that Enter waits to see whether more of a paste follows."""
+ROUNDS = 3
+"""A key's action posts messages, whose handlers post others: so many generations act before the next key."""
+GONE_S = 0.05
+"""Seconds after which to check whether the widget that has the key still exists."""
 
 KEYS = (
     Binding("f1", "help", "help", tooltip="The keys", id="app.help", priority=True),
@@ -145,3 +167,117 @@ def keymap_of(text: str, bindings: Iterable[BindingType]) -> dict[str, str]:
 def current_key(binding: Binding, keymap: Mapping[str, str]) -> str:
     """The key of an action, taking the user's changes into account."""
     return keymap.get(binding.id or "", binding.key)
+
+
+_BREAKS = {"enter": "\r", "ctrl+j": "\n", "tab": "\t"}
+"""Keys that stand for a character of a text."""
+
+
+@dataclass
+class Passed(Message):
+    """Follows a key from widget to widget. Where it arrives, the key and what it set off have been handled."""
+
+    arrived: asyncio.Event
+
+
+class OrderedKeys(App[None]):
+    """An application in which a key acts only when the one before has.
+
+    Textual passes a key from the focused widget up to the application, which runs its binding, but a widget inserts a
+    character at once. Without this, text typed after Ctrl+U is inserted before it, and so deleted.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._keys: deque[Key | Paste] = deque()
+        self._key_came = asyncio.Event()
+        self._last_key_s = 0.0
+        self._typed = False
+        self._acting = False
+
+    async def on_event(self, event: Event) -> None:
+        """Queue keys and pastes."""
+        if not isinstance(event, Key | Paste) or event.is_forwarded:
+            await super().on_event(event)
+            return
+        self._keys.append(event)
+        self._key_came.set()
+        if not self._acting:
+            self._acting = True
+            self.run_worker(self._act(), group="keys")
+
+    async def _act(self) -> None:
+        """Let the queued keys act, one after the other."""
+        with contextlib.suppress(ScreenStackError):  # the program is ending
+            while self._keys:
+                await self._act_on(self._keys.popleft())
+        self._acting = False
+
+    async def _act_on(self, event: Key | Paste) -> None:
+        while not self.screen.is_mounted:  # noqa: ASYNC110  Textual tells nobody when it is
+            await asyncio.sleep(GONE_S / 10)
+        self.app_focus = True
+        if self.focused is None and self.screen.AUTO_FOCUS != "":  # of which nothing is to be focused unasked
+            self.screen.focus_next(self.screen.AUTO_FOCUS or "*")
+        field = self.focused if isinstance(self.focused, Input | TextArea) else None
+        if isinstance(event, Key):
+            event = await self._pasted(event, field)
+        if isinstance(event, Paste):
+            event.text = pasted_text(event.text, one_line=isinstance(field, Input))
+        await super().on_event(event)
+        if field is None or not (isinstance(event, Paste) or event.is_printable):
+            await self._handled(self.focused or self.screen)
+
+    async def _handled(self, target: Widget) -> None:
+        """Wait until a key that was sent to a widget has been handled by it or by those above it."""
+        for _ in range(ROUNDS):
+            passed = Passed(asyncio.Event())
+            target = target if target.is_attached else self.focused or self.screen
+            if not target.post_message(passed):
+                return
+            while target.is_attached and not passed.arrived.is_set():
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(passed.arrived.wait(), GONE_S)
+
+    @on(Passed)
+    def key_passed(self, event: Passed) -> None:
+        """Go on to the next key."""
+        event.arrived.set()
+
+    async def _pasted(self, key: Key, field: Widget | None) -> Key | Paste:
+        """The paste that an Enter belongs to if the terminal does not mark pastes: text follows the line break at once.
+
+        Text with other keys in between was typed.
+        """
+        self._typed = not _is_text(key) or (self._typed and key.time - self._last_key_s < BURST_S)
+        self._last_key_s = key.time
+        if key.key != "enter" or self._typed or not isinstance(field, TextArea):
+            return key
+        keys = [key]
+        while (following := await self._following(keys[-1])) is not None and _is_text(following):
+            keys.append(following)
+            self._keys.popleft()
+        if following is not None or len(keys) == 1:
+            self._keys.extendleft(reversed(keys[1:]))
+            self._typed = True
+            return key
+        self._last_key_s = keys[-1].time
+        return Paste("".join(_BREAKS.get(one.key, one.character or "") for one in keys))
+
+    async def _following(self, key: Key) -> Key | None:
+        """The next key of the same burst, which stays in the queue."""
+        self._key_came.clear()
+        if not self._keys:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._key_came.wait(), ENTER_S)
+        found = self._keys[0] if self._keys else None
+        return found if isinstance(found, Key) and found.time - key.time < BURST_S else None
+
+
+def _is_text(key: Key) -> bool:
+    return key.is_printable or key.key in _BREAKS
+
+
+def pasted_text(text: str, *, one_line: bool = False) -> str:
+    """A pasted text. Terminals send CR, CRLF or LF for a line break; a field of one line gets spaces instead."""
+    return " ".join(text.splitlines()) if one_line else re.sub("\r\n?", "\n", text)

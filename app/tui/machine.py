@@ -12,8 +12,7 @@ from runtime.compensation import layer_kind, layer_words
 from runtime.errors import size
 
 if TYPE_CHECKING:
-    from runtime.wire.device import DeviceReport, PromptTuning, Tuning
-    from runtime.wire.prospects import Prospect
+    from runtime.wire.device import DeviceReport, PromptTuning, Prospect, Tuning
     from tuner.curve import Curve
     from tuner.placement import ExpertPlacement
 

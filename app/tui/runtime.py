@@ -12,10 +12,8 @@ if TYPE_CHECKING:
     from app.protocol import ChatDelta, ChatOptions
     from models.progress import Progress
     from runtime.wire.answers import Caches, Holding, ModelEntry, Status
-    from runtime.wire.device import DeviceReport
-    from runtime.wire.inspection import Inspection, InspectRequest
-    from runtime.wire.prospects import Prospect
-    from runtime.wire.requests import LoadRequest, QuantizeRequest, TuneRequest
+    from runtime.wire.device import DeviceReport, Prospect
+    from runtime.wire.requests import Inspection, InspectRequest, LoadRequest, QuantizeRequest, TuneRequest
 
 
 class ClientLike(Protocol):
@@ -74,4 +72,4 @@ class SupervisorLike(Protocol):
         """Stop what was started."""
 
     def crash_report(self) -> str | None:
-        """How the process that was started ended; None while it runs."""
+        """How the runtime in use ended; None while its process runs."""

@@ -10,33 +10,29 @@ from typing import TYPE_CHECKING, Any
 
 from textual.message import Message as Event
 
+from app.chat.documents import Documents
+from app.chat.prompts import Prompts, rate_of
+from app.chat.tally import Tally
+from app.chat.tools import ChatTools
 from app.conversation import Conversation
-from app.errors import ClientError
-from app.fitting import rate_of
+from app.errors import ClientError, NotReadyError
 from app.settings import Settings
-from app.tui.answers import Answers, Writing
+from app.tui.answers import Answers, Recent
 from app.tui.background_history import BackgroundHistory
 from app.tui.connection import Connection
-from app.tui.documents import Documents
 from app.tui.figures import tuning_title
-from app.tui.jobs import STAGES, Job
-from app.tui.messages import ChatEnded, JobChanged, RuntimeLost, StatusChanged
+from app.tui.jobs import STAGES, Job, Work
+from app.tui.messages import ChatEnded, JobChanged, RuntimeLost, StatusChanged, ToolsChanged
 from app.tui.model_setup import ModelSetup, forget, title_of, unfinished
 from app.tui.open_chats import OpenChats
-from app.tui.prompts import Prompts
-from app.tui.recent import Recent
 from app.tui.runtime import ClientLike, SupervisorLike
-from app.tui.tally import Tally
-from app.tui.tools import ChatTools
-from app.tui.work import Work
 
 if TYPE_CHECKING:
     from app.history.store import Chat
     from models.progress import Progress
     from runtime.errors import Problem
     from runtime.wire.answers import Status
-    from runtime.wire.inspection import Inspection
-    from runtime.wire.requests import LoadRequest, QuantizeRequest
+    from runtime.wire.requests import Inspection, LoadRequest, QuantizeRequest
 
 FORGET_TIMEOUT_S = 3.0
 """Quitting waits at most this long for the runtime to delete the chat's caches."""
@@ -69,8 +65,7 @@ class Session:
             clock: returns seconds, for speeds.
         """
         self.settings = settings
-        self.wanted: str | None = None if settings.endpoint else settings.model
-        """The model that is loaded or will be."""
+        self._wanted: dict[str | None, str | None] = {None: settings.model}  # by endpoint
         self.newcomer = False
         """Whether the user never picked a model and has only the bundled ones."""
         self.recent = Recent()
@@ -79,30 +74,13 @@ class Session:
         self._work = Work(lambda job: post(JobChanged(job)), clock)
         self._tuned_by: object = None
         self._recovering = False
-        self.summarizes = False
-        """Whether the messages left out next are summarized, because the user asked for it this time."""
+        self._connecting = asyncio.Lock()
+        self._measured: tuple[str | None, str | None] | None = None  # the server and model that `recent` is about
         self.documents = Documents(history.path if history is not None else None, lambda: self.saves)
-        self.tools = ChatTools(post, self.note, lambda: None if self.status is None else self.status.context)
+        self.tools = ChatTools(self.note, changed=lambda: post(ToolsChanged()))
         """Servers of tools, and what chats may do with them."""
-        self._prompts = Prompts(
-            self._connection,
-            lambda: self.settings,
-            self.note,
-            post,
-            self._wants_summary,
-            self.documents,
-            self.tools,
-        )
-        self.answers = Answers(
-            self._connection,
-            self.recent,
-            clock,
-            ready=self._ready_to_answer,
-            prompt=self._prompts.make,
-            shorten=self._prompts.shorten,
-            run_calls=self.tools.run,
-            ended=self._answer_ended,
-        )
+        self._prompts = Prompts(self, self.documents, self.tools)
+        self.answers = Answers(self, self._prompts, self.tools, self.recent, post, self._answer_ended, clock)
         self._chats = OpenChats(
             Conversation() if conversation is None else conversation,
             history=history,
@@ -110,11 +88,6 @@ class Session:
             connection=self._connection,
             answers=self.answers,
         )
-
-    def _wants_summary(self) -> bool:
-        """Whether to summarize what is left out now; resets the request."""
-        wanted, self.summarizes = self.summarizes, False
-        return wanted
 
     async def close(self) -> None:
         """Stop all work and the runtime that was started. Unsaved chats are lost. Safe to call twice."""
@@ -137,9 +110,9 @@ class Session:
         """Switch to the server that the settings now name; answers and jobs of the previous one are stopped."""
         await self.answers.stop()
         await self.stop_work()
-        await self._connection.close()
-        self.wanted = None if self.remote else self.settings.model
-        await self._connect(restart=False)
+        async with self._connecting:  # what is being started may finish, and is closed then
+            await self._connection.close()
+            await self._connect(restart=False)
 
     async def wake(self) -> None:
         """Restart a runtime on a graphics card after a suspend, because drivers lose its memory."""
@@ -149,6 +122,15 @@ class Session:
             await self.recover()
 
     # The runtime
+
+    @property
+    def wanted(self) -> str | None:
+        """The model that is loaded or will be, on the server in use."""
+        return self._wanted.get(self.remote)
+
+    @wanted.setter
+    def wanted(self, name: str | None) -> None:
+        self._wanted[self.remote] = name
 
     @property
     def status(self) -> Status | None:
@@ -167,7 +149,8 @@ class Session:
 
     async def start(self) -> None:
         """Find or start the runtime, and load the model from the settings unless one is running."""
-        await self._connect(restart=False)
+        async with self._connecting:
+            await self._connect(restart=False)
         if (request := unfinished()) is not None:
             self._work.recall(Job(title=title_of(request), stages=STAGES, outcome="stopped"))
         await self.tools.open()
@@ -176,14 +159,18 @@ class Session:
         """Restart the runtime after it was lost, and load the same model again."""
         if not self._recovering:
             self._recovering = True
+            lost = self._connection.client
             try:
-                await self._connect(restart=True)
+                async with self._connecting:
+                    if self._connection.client is lost:  # otherwise it was connected while this waited
+                        await self._connect(restart=True)
             finally:
                 self._recovering = False
 
     async def _connect(self, *, restart: bool) -> None:
+        server = self.remote
         status = await self._connection.open(restart=restart)
-        if status is not None:
+        if status is not None and self.remote == server:  # otherwise another server is connected next
             running = status.model if status.state in ("ready", "generating") else None
             self.wanted = self.wanted or running or await self._only_model()
             if self.wanted and self.wanted != running:
@@ -231,15 +218,25 @@ class Session:
 
     async def _ask_status(self) -> None:
         connection = self._connection
-        if connection.client is None:
-            return
-        if (status := await connection.alive()) is not None:
-            connection.show(status)
-        elif not (self.generating or self.working):
-            connection.lose()
+        if connection.client is not None and await connection.gone():
+            self._lose()
+
+    def watch(self) -> None:
+        """Notice at once that the process of our own runtime has ended."""
+        if self.remote is None and not self._recovering and self._connection.ended:
+            self._lose()
+
+    def _lose(self) -> None:
+        """Report that the runtime is gone, unless an answer or a job notices it itself."""
+        if self._connection.client is not None and not (self.generating or self.working):
+            self._connection.lose()
 
     def _status_changed(self) -> None:
         if self.status is not None:
+            now = (self.remote, self.status.model)
+            if self.status.model is not None and self._measured != now:
+                self.recent.clear()
+                self._measured = now
             self.recent.hold(self.status.memory_bytes)
         self._post(StatusChanged())
 
@@ -488,22 +485,32 @@ class Session:
                 return message.statistics.context_used + round(results * rate)
         return None
 
-    async def _ready_to_answer(self, conversation: Conversation) -> str | None:
-        """Wait until the model of a conversation can answer; returns why it can't, or None."""
+    async def model_for(self, conversation: Conversation) -> ClientLike:
+        """Wait until the model of a conversation can answer; load it where it is not.
+
+        Raises:
+            NotReadyError: it can't.
+        """
         await self._connection.settled.wait()
         if self._connection.client is None:
             await self.recover()
         bound, status = conversation.extras.model, self.status
         if bound is not None and status is not None and status.model != bound and not self.working:
             if not await self._load(bound):
-                return f"{self.problem or f'{bound} is not loaded'}; F2 picks another model for this chat"
+                raise NotReadyError(f"{self.problem or f'{bound} is not loaded'}; F2 picks another model for this chat")
         elif self.resting and self.wanted is not None:
             await self._load(self.wanted)
         if self._connection.client is None or not self.ready:
-            return self.problem or "no model is loaded; pick one with F2"
+            raise NotReadyError(self.problem or "no model is loaded; pick one with F2")
         if bound is None and self.status is not None and self.status.model is not None:
             self.note(conversation, model=self.status.model)
-        return None
+        return self._connection.client
+
+    async def why(self, failure: Exception) -> str:
+        """Why an answer failed. A runtime that is gone is reported."""
+        if not await self._connection.gone():
+            return str(failure)
+        return f"{self._connection.lose()}; this chat is safe"
 
     def note(self, conversation: Conversation, **changes: Any) -> None:
         """Change a conversation's `Extras`, and save them with its head."""
@@ -523,7 +530,7 @@ class Session:
         Raises:
             ClientError: another model is loaded, or the runtime can't do it.
         """
-        from runtime.wire.inspection import InspectedMessage, InspectRequest
+        from runtime.wire.requests import InspectedMessage, InspectRequest
 
         message, model = self.conversation[answer], self.status.model if self.status is not None else None
         if not self.ready or model is None:
@@ -539,6 +546,6 @@ class Session:
             async for report in reports:
                 yield report
 
-    async def _answer_ended(self, _writing: Writing) -> None:
+    async def _answer_ended(self) -> None:
         if self._connection.client is not None:
             await self.refresh()

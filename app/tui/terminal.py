@@ -1,11 +1,23 @@
-"""Handling of a terminal that disappears: a closed window, a lost connection."""
+"""What a terminal does besides drawing: it disappears, sleeps with the machine, and has a clipboard.
+
+A suspend shows in one clock that advanced while the monotonic clock did not. Where both advance, the gap between two
+checks reveals it. On Linux, CLOCK_BOOTTIME differs from the monotonic clock by suspends alone: neither a stopped
+process nor a clock that was set looks like one. The clipboard is reached by OSC 52 and by the system's tools, since
+each fails somewhere.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import base64
 import contextlib
+import os
 import select
+import shutil
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
@@ -82,13 +94,105 @@ class Output:
 
 
 def surviving(driver: type[Driver]) -> type[Driver]:
-    """A driver class whose output survives the loss of the terminal, where Textual lets it be replaced."""
+    """A driver class that survives the loss of the terminal and any stop, where Textual lets its output be replaced."""
 
     class SurvivingDriver(driver):  # type: ignore[misc, valid-type]
         def start_application_mode(self) -> None:
             stream = getattr(self, "_file", None)
             if stream is not None and not isinstance(stream, Output):
                 self._file = Output(stream)
+            keys = getattr(self, "_key_thread", None)
+            if keys is not None and keys.is_alive():  # continued after SIGSTOP, of which nobody is told
+                self.suspend_application_mode()
+                self._must_signal_resume = True
             super().start_application_mode()
 
     return SurvivingDriver
+
+
+MIN_SUSPEND_S = 20.0
+"""Shorter gaps are ignored: a busy machine, or a clock that was set."""
+
+
+class SuspendDetector:
+    """Compares two clocks at regular checks."""
+
+    def __init__(
+        self, every_s: float, running: Callable[[], float] = time.monotonic, day: Callable[[], float] | None = None
+    ) -> None:
+        """Start.
+
+        Args:
+            every_s: Interval in seconds at which `suspended_s` is called.
+            running: Seconds that the machine has run.
+            day: Time of day in seconds; by default CLOCK_BOOTTIME where there is one.
+        """
+        self._every_s = every_s
+        self._exact = day is None and hasattr(time, "CLOCK_BOOTTIME")
+        if day is None:
+            day = partial(time.clock_gettime, time.CLOCK_BOOTTIME) if self._exact else time.time
+        self._running, self._day = running, day
+        self._seen = (running(), day())
+
+    def suspended_s(self) -> float | None:
+        """Seconds that the machine was suspended since the last check; None if it was not."""
+        now = (self._running(), self._day())
+        ran, passed = now[0] - self._seen[0], now[1] - self._seen[1]
+        self._seen = now
+        absence = passed - ran
+        if not self._exact:
+            absence = max(absence, min(ran, passed) - 2 * self._every_s)
+        return absence if absence >= MIN_SUSPEND_S else None
+
+
+TOOL_TIMEOUT_S = 2.0
+_ENCODINGS = {"clip.exe": "utf-16"}
+"""Encodings that tools read, other than UTF-8."""
+
+
+def osc52(text: str, *, inside_tmux: bool = False) -> str:
+    """The escape sequence that asks the terminal to put `text` on the clipboard.
+
+    Inside tmux it is sent twice: bare, for `set-clipboard on`, and wrapped, for `allow-passthrough on`.
+    """
+    payload = base64.b64encode(text.encode("utf-8", "surrogatepass")).decode("ascii")
+    bare = f"\x1b]52;c;{payload}\x07"
+    return f"{bare}\x1bPtmux;\x1b{bare}\x1b\\" if inside_tmux else bare
+
+
+def tools(environment: Mapping[str, str] | None = None) -> list[Sequence[str]]:
+    """The installed commands that copy stdin to the clipboard of this session."""
+    environment = os.environ if environment is None else environment
+    candidates: list[Sequence[str]] = []
+    if environment.get("WAYLAND_DISPLAY"):
+        candidates.append(("wl-copy",))
+    if environment.get("DISPLAY"):
+        candidates += [("xclip", "-selection", "clipboard"), ("xsel", "--clipboard", "--input")]
+    candidates += [("pbcopy",), ("clip.exe",), ("termux-clipboard-set",)]
+    return [command for command in candidates if shutil.which(command[0], path=environment.get("PATH"))]
+
+
+async def copy_with_tools(text: str, commands: Sequence[Sequence[str]] | None = None) -> bool:
+    """Copy `text` with the first tool that succeeds.
+
+    Returns:
+        Whether one succeeded.
+    """
+    for command in tools() if commands is None else commands:
+        with contextlib.suppress(OSError, TimeoutError):
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.DEVNULL,
+                stderr=asyncio.subprocess.DEVNULL,
+            )
+            try:
+                async with asyncio.timeout(TOOL_TIMEOUT_S):
+                    await process.communicate(text.encode(_ENCODINGS.get(command[0], "utf-8"), "replace"))
+            except TimeoutError:
+                process.kill()
+                await process.wait()
+                raise
+            if process.returncode == 0:
+                return True
+    return False

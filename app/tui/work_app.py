@@ -12,7 +12,7 @@ from textual import on
 from app import settings as stored
 from app.errors import ClientError
 from app.settings import Settings, SettingsError
-from app.tui.keys import KEYS, keymap_of
+from app.tui.keys import KEYS, OrderedKeys, keymap_of
 from app.tui.messages import (
     LoadAsked,
     QuantizeAsked,
@@ -39,7 +39,7 @@ CHANGEABLE = (*KEYS, *Composer.BINDINGS, *MessageView.BINDINGS)
 """Bindings whose keys can be changed."""
 
 
-class WorkApp(PlainApp):
+class WorkApp(PlainApp, OrderedKeys):
     """Runs the session's jobs in the background and reports how they ended."""
 
     session: Session

@@ -1,6 +1,6 @@
 """A score of the bundled model, from held-out questions: `python -m assets.demo_model.score`.
 
-Greedy answers of the full-precision checkpoint. `tests/bench/demo_table.py` asks the low-bit forms the same.
+Greedy answers of the full-precision checkpoint. `tests/lab/demo_table.py` asks the low-bit forms the same.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from models.errors import CancelledError, StoreError
-from models.export.formats import ExportFormat
+from models.export import ExportFormat
 from models.progress import Cancelled, Progress, ProgressCallback, ignore_progress, never_cancelled
 from models.store import StoredModel
 from models.store.durable import explained, move_folder, remove_folder, sync_folder
@@ -20,9 +20,7 @@ class Exported:
     """What was written."""
 
     path: Path
-    """The file or folder."""
     bytes: int
-    """Its size."""
     weights: dict[str, int]
     """Number of weights of matrices by the type that holds them, most first."""
     notes: tuple[str, ...]
@@ -112,7 +110,6 @@ def _in_place(target: Path) -> Iterator[Path]:
 
 
 def _sync(path: Path) -> None:
-    """Make a file, or the files of a folder, durable."""
     for file in path.iterdir() if path.is_dir() else [path]:
         with file.open("rb+") as opened:
             os.fsync(opened.fileno())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,11 @@ import numpy as np
 
 from models import integer_formats
 from models.errors import UnsupportedModelError
-from models.export.formats import ExportFormat, Step
-from models.export.matrices import parts, pieces, restored, uniform_groups
+from models.export import ExportFormat, Step
 from models.families import FAMILIES
 from models.foreign import read_json
 from models.packed import PackedLinear, rows_of
+from models.quantizers.dequantize import parts, pieces, restored, uniform_groups
 from models.quantizers.groups import GroupCodes, round_to_grid, search
 from models.spec import LAYER_TYPES
 from models.store import StoredModel, layout
@@ -68,11 +69,7 @@ class FolderWriter:
             self.notes.append("activations keep 16 bits there; qoq rounds them to 8")
 
     def write(self, folder: Path, step: Step) -> dict[str, int]:
-        """Write the folder, a file for each block, and return the number of weights by type.
-
-        Raises:
-            OSError: the disk refuses.
-        """
+        """Write the folder, a file for each block, and return the number of weights by type."""
         folder.mkdir()
         spec = self._spec
         shards = [partial(self._block, layer, step) for layer in range(spec.num_layers)]
@@ -129,7 +126,6 @@ class FolderWriter:
             yield restored(rows_of(head, piece), self._residuals).astype(np.float16)
 
     def _groups(self, linear: PackedLinear) -> GroupCodes:
-        """The whole matrix in groups of the common size."""
         if self._residuals:
             weight = restored(linear, residuals=True)
             scales, zeros = search(weight, None, _BITS, self._group_size)
@@ -138,20 +134,10 @@ class FolderWriter:
         assert found is not None  # refused before
         count = linear.shape[1] // self._group_size
         which = np.arange(count) * self._group_size // found.group_size
-        return GroupCodes(
-            codes=found.codes,
-            scales=found.scales[:, which],
-            zeros=found.zeros[:, which],
-            group_size=self._group_size,
-        )
+        return replace(found, scales=found.scales[:, which], zeros=found.zeros[:, which], group_size=self._group_size)
 
     def _packed(self, groups: GroupCodes, rows: slice) -> dict[str, Array]:
-        part = GroupCodes(
-            codes=groups.codes[rows],
-            scales=groups.scales[rows],
-            zeros=groups.zeros[rows],
-            group_size=groups.group_size,
-        )
+        part = replace(groups, codes=groups.codes[rows], scales=groups.scales[rows], zeros=groups.zeros[rows])
         if self._kind == "awq":
             return integer_formats.awq(part)
         if self._kind == "gptq":
@@ -181,7 +167,6 @@ class FolderWriter:
         return {**config, "dtype": "float16", "tie_word_embeddings": False, "quantization_config": about}
 
     def _block_matrices(self) -> Iterator[PackedLinear]:
-        """The matrices of all blocks."""
         for name in self._spec.linear_names()[:-1]:
             yield self._model.linear(name)
 
@@ -199,7 +184,6 @@ class FolderWriter:
         raise self._refusal(f"its matrices have {_listed(widths)} inputs, and groups of 32 must divide them all")
 
     def _check(self) -> None:
-        """Raise an UnsupportedModelError where the format cannot hold the model."""
         recipe, spec = self._model.recipe, self._spec
         config = read_json(self._model.path / layout.CONFIG)
         if spec.family not in _FAMILIES or "text_config" in config:

@@ -3,12 +3,17 @@
 A block of Q4_1 has 32 weights, a scale and a minimum: w = code * scale + minimum. Our groups are made of such blocks,
 so only the minimum, -zero * scale, is rounded (to half precision).
 
+A file names how texts are cut, and has no expression for it. So the name is found whose cuts are those of the
+tokenizer in a text with something of everything, and the finished file is read back and compared on that text.
+
 Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, and block_q4_1 in ggml/src/ggml-common.h.
 """
 
 from __future__ import annotations
 
+import json
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,14 +23,29 @@ import numpy as np
 import numpy.typing as npt
 
 from models.errors import UnsupportedModelError
-from models.export.formats import Step
-from models.export.gguf_tokenizer import check_read_back, write_tokenizer
-from models.export.matrices import parts, pieces, restored, uniform_groups
+from models.export import Step
 from models.families import FAMILIES
 from models.generation_config import GGUF_KEYS
 from models.gguf.architectures import ARCHITECTURES
+from models.gguf.header import read_header
 from models.gguf.tensors import name_in_file
+from models.gguf.tokenizer import (
+    BYTE,
+    CONTROL,
+    NAMED,
+    NORMAL,
+    PRE_TOKENIZERS,
+    TOKENIZER,
+    UNKNOWN,
+    UNUSED,
+    USER_DEFINED,
+    PreTokenizer,
+    cutter,
+    tokenizer_files,
+)
 from models.packed import PackedLinear, rows_of
+from models.plain_tokenizer import TokenizerFiles, plain_tokenizer
+from models.quantizers.dequantize import parts, pieces, restored, uniform_groups
 from models.quantizers.groups import GroupCodes
 from models.rope import frequencies
 from models.spec import LAYER_TYPES
@@ -33,6 +53,7 @@ from models.store import StoredModel
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter
+    from tokenizers import Tokenizer
 
 Array = npt.NDArray[Any]
 
@@ -49,9 +70,7 @@ class _Tensor:
     """A tensor to be written."""
 
     name: str
-    """Its name in the file."""
     rows: slice
-    """Its rows of the matrix that it is a part of."""
     heads: int = 0
     """Number of heads whose rows llama.cpp reorders; 0 if it keeps the order."""
 
@@ -123,13 +142,11 @@ class GgufWriter:
         return counts
 
     def _kind(self, linear: PackedLinear) -> str:
-        """The type that holds a matrix."""
         if linear.shape[1] % _BLOCK:
             return "F16"
         return "Q8_0" if self._residuals or linear.codebook is not None else "Q4_1"
 
     def _matrices(self) -> Iterator[tuple[PackedLinear, list[_Tensor]]]:
-        """All matrices with the tensors that they become."""
         spec = self._spec
         heads = {"self_attn.q_proj": spec.num_heads, "self_attn.k_proj": spec.num_kv_heads}
         for layer in range(spec.num_layers):
@@ -164,7 +181,6 @@ class GgufWriter:
             yield f"{name}.weight", np.asarray(factors, np.float32)
 
     def _describe(self, writer: GGUFWriter) -> None:
-        """Write the metadata of the architecture."""
         spec, rope = self._spec, self._spec.rope
         writer.add_type("model")
         writer.add_name(self._model.name)
@@ -191,6 +207,8 @@ class GgufWriter:
             writer.add_rope_scaling_attn_factors(rope.attention_factor)
         keys = {name: key for key, name in GGUF_KEYS.items()}
         for name, value in self._model.sampling.items():
+            if name not in keys:
+                continue
             if name == "top_k":
                 writer.add_int32(f"general.sampling.{keys[name]}", int(value))
             else:
@@ -222,7 +240,9 @@ class GgufWriter:
         if windows == {0}:
             return 0
         if len(windows) > 1 or not ARCHITECTURES[self._architecture].windows:
-            raise self._refusal(f"blocks of {self._architecture} models have no sliding windows of their own in it")
+            raise refusal(
+                self._model, f"blocks of {self._architecture} models have no sliding windows of their own in it"
+            )
         return windows.pop()
 
     def _checked_rope(self) -> dict[str, Any]:
@@ -239,14 +259,15 @@ class GgufWriter:
             return {"rope_freqs": rope.theta**-exponents / frequencies(rope, self._spec.max_context)}
         if rope.kind == "longrope" and self._architecture == "phi3":
             return {"rope_factors_short": short, "rope_factors_long": long}
-        raise self._refusal(f"the rotary scaling '{rope.kind}' of {self._architecture} models has no place in it")
+        raise refusal(
+            self._model, f"the rotary scaling '{rope.kind}' of {self._architecture} models has no place in it"
+        )
 
     def _refusal(self, reason: str) -> UnsupportedModelError:
-        return UnsupportedModelError(f"{self._model.name} cannot be exported as gguf: {reason}")
+        return refusal(self._model, reason)
 
 
 def _announce(writer: GGUFWriter, name: str, kind: str, shape: tuple[int, int]) -> None:
-    """Add a matrix's name, type and shape to the header."""
     from gguf import GGMLQuantizationType
 
     if kind == "F16":
@@ -312,3 +333,142 @@ def _reordered(rows: Array, heads: int) -> Array:
         return np.ascontiguousarray(rows)
     halves = rows.reshape(heads, 2, -1, *rows.shape[1:])
     return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(rows.shape)
+
+
+PROBE = (
+    "Hello, world!  It's 12345 o'clock, isn't it? WE'LL see.\n\n\tdef f(x):\n        return x**2 + 3.1e-9  # naïve\r\n"
+    "Der Fluß ist 1.024 km lang; l'été à l'école, mañana.  Привет, мир! 日本語のテキスト、中文文本。"
+    "한국어 문장 العربية हिन्दी 🙂👩\u200d👧 e\u0301 ﬁ ½ ² İstanbul ǅ\u00a0x   \n \n   end/of\\path "
+    "http://a.b/c?d=e&f=g ...!!! ---\n```json\n"
+    '{"key": [1, 22, 333, 4444], "ok": true}\n```\nCamelCaseWords snake_case_words UPPER lower 1st 2nd 0x1F $9.99 50%\n'
+)
+"""A text with something of everything."""
+_SPACE = "▁"
+_BYTES = re.compile("<0x[0-9A-F]{2}>")
+_NO_SCORE = -1e6
+"""Score of a token that no merge makes."""
+
+
+def write_tokenizer(writer: GGUFWriter, model: StoredModel) -> None:
+    """Write the metadata of a model's tokenizer.
+
+    Raises:
+        UnsupportedModelError: GGUF has no name for its kind, or for its way of cutting texts.
+    """
+    files = _files(model)
+    description = json.loads(files.fast.to_str())
+    bpe = description["model"]
+    if bpe["type"] != "BPE":
+        raise refusal(model, f"its tokenizer is of the kind {bpe['type']}, and only BPE can be written")
+    tokens, types = _vocabulary(files, bpe, model.spec.vocab_size)
+    merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in bpe["merges"]]
+    if bpe["byte_fallback"]:
+        writer.add_tokenizer_model("llama")
+        writer.add_tokenizer_pre("default")
+        writer.add_token_scores(_scores(tokens, merges))
+        writer.add_add_space_prefix(_prefixed(files.fast))
+    else:
+        name = _pre_tokenizer(files.fast, ignore_merges=bpe["ignore_merges"])
+        if name is None:
+            raise refusal(model, "GGUF has no name for the way in which its tokenizer cuts texts")
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre(name)
+        writer.add_token_merges(merges)
+        writer.add_add_space_prefix(files.fast.encode("a", add_special_tokens=False).tokens[0][0] != "a")
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    _write_special(writer, files, model)
+
+
+def check_read_back(path: Path, model: StoredModel) -> None:
+    """Read the tokenizer of a written file, and compare what it makes of `PROBE` with the model's own.
+
+    Raises:
+        UnsupportedModelError: they differ.
+    """
+    from tokenizers import Tokenizer
+
+    found = Tokenizer.from_str(tokenizer_files(read_header(path))[TOKENIZER].decode())
+    own = _files(model).fast
+    if any(found.encode(line).ids != own.encode(line).ids for line in (PROBE, *PROBE.splitlines())):
+        raise refusal(model, "what GGUF can say of its tokenizer encodes texts differently")
+
+
+def refusal(model: StoredModel, reason: str) -> UnsupportedModelError:
+    return UnsupportedModelError(f"{model.name} cannot be exported as gguf: {reason}")
+
+
+def _files(model: StoredModel) -> TokenizerFiles:
+    files = plain_tokenizer(model.tokenizer_path)
+    if files is None:
+        raise refusal(model, "its tokenizer is more than a tokenizer.json")
+    return files
+
+
+def _vocabulary(files: TokenizerFiles, bpe: dict[str, Any], size: int) -> tuple[list[str], list[int]]:
+    """Text and type of every token; ids without a token are unused."""
+    tokens, types = [f"[PAD{index}]" for index in range(size)], [UNUSED] * size
+    for token, index in files.fast.get_vocab().items():
+        if index < size:
+            byte = bpe["byte_fallback"] and _BYTES.fullmatch(token)
+            tokens[index], types[index] = token, BYTE if byte else NORMAL
+    for index, added in files.fast.get_added_tokens_decoder().items():
+        if index < size:
+            types[index] = CONTROL if added.special else USER_DEFINED
+    unknown = files.special.get("unk_token") or bpe["unk_token"]
+    if bpe["byte_fallback"] and unknown in tokens:
+        types[tokens.index(unknown)] = UNKNOWN
+    return tokens, types
+
+
+def _scores(tokens: list[str], merges: list[str]) -> list[float]:
+    """Scores by which sentencepiece merges in the same order: the first merge that makes a token, negated."""
+    ranks: dict[str, int] = {}
+    for rank, merge in enumerate(merges):
+        ranks.setdefault(merge.replace(" ", ""), rank)
+    return [-float(ranks[token]) if token in ranks else _NO_SCORE for token in tokens]
+
+
+def _prefixed(fast: Tokenizer) -> bool:
+    return str(fast.encode("a", add_special_tokens=False).tokens[0]).startswith(_SPACE)
+
+
+def _pre_tokenizer(fast: Tokenizer, *, ignore_merges: bool) -> str | None:
+    """The name of the way in which a byte-level tokenizer cuts texts; None if it has none."""
+    if fast.pre_tokenizer is None:
+        return None
+    expected = _cut(fast.normalizer, fast.pre_tokenizer)
+    names: dict[PreTokenizer, str] = {}
+    for name, way in PRE_TOKENIZERS.items():
+        names.setdefault(way, name)
+    for way, name in names.items():
+        if way.ignore_merges == ignore_merges and _cut(*cutter(way, space=False)) == expected:
+            return name
+    return None
+
+
+def _cut(normalizer: Any, pre_tokenizer: Any) -> list[list[str]]:
+    """Pieces of each line of `PROBE`, and of all of it."""
+    lines = (PROBE, *PROBE.splitlines())
+    normal = lines if normalizer is None else [normalizer.normalize_str(line) for line in lines]
+    return [[piece for piece, _ in pre_tokenizer.pre_tokenize_str(line)] for line in normal]
+
+
+def _write_special(writer: GGUFWriter, files: TokenizerFiles, model: StoredModel) -> None:
+    fast = files.fast
+    ids = {name: fast.token_to_id(text) for name, text in files.special.items() if name in NAMED}
+    ends = [token for token in model.spec.eos_token_ids if token < model.spec.vocab_size]
+    if ends and ids.get("eos_token") not in ends:
+        ids["eos_token"] = ends[0]
+    if model.spec.bos_token_id is not None:
+        ids.setdefault("bos_token", model.spec.bos_token_id)
+    for name, index in ids.items():
+        if index is not None:
+            writer.add_uint32(f"tokenizer.ggml.{NAMED[name]}", index)
+    if others := [token for token in ends if token != ids["eos_token"]]:
+        writer.add_eot_token_id(others[0])
+    plain, whole = (fast.encode("a", add_special_tokens=special).ids for special in (False, True))
+    writer.add_add_bos_token(len(whole) > len(plain) and whole[0] == ids.get("bos_token"))
+    writer.add_add_eos_token(len(whole) > len(plain) and whole[-1] == ids.get("eos_token"))
+    if files.template is not None:
+        writer.add_chat_template(files.template)

@@ -20,15 +20,11 @@ from models.families.gpt_oss import GPT_OSS
 from models.families.granite import GRANITE, GRANITE_MOE, GRANITE_MOE_SHARED
 from models.families.hunyuan import HUNYUAN
 from models.families.lfm2 import LFM2
-from models.families.llama import LLAMA
-from models.families.mistral import MINISTRAL, MINISTRAL3, MISTRAL
-from models.families.mixtral import MIXTRAL
+from models.families.llama import LLAMA, PHI3, SEED_OSS, SMOLLM3
+from models.families.mistral import MINISTRAL, MINISTRAL3, MISTRAL, MIXTRAL
 from models.families.olmo import OLMO2, OLMO3, OLMOE
-from models.families.phi3 import PHI3
 from models.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
 from models.families.qwen3_5 import QWEN35, QWEN35_MOE
-from models.families.seed_oss import SEED_OSS
-from models.families.smollm3 import SMOLLM3
 from models.spec import ModelSpec
 
 FAMILIES: Mapping[str, Family] = {
@@ -75,19 +71,16 @@ def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def family_of(config: Mapping[str, Any], *, source: str = "config.json") -> Family:
     """The family of a checkpoint.
 
-    Args:
-        config: Parsed config.json, or its `text_part`.
-        source: What errors call it.
-
     Raises:
         UnsupportedModelError: Another architecture, or weights that are quantized in a way that is not read.
     """
     model_type, architectures = config.get("model_type"), config.get("architectures") or []
     names = [str(name) for name in architectures] if isinstance(architectures, list) else [str(architectures)]
+    whole = [f"{name.removesuffix('Model')}ForCausalLM" if name.endswith("Model") else name for name in names]
     candidates = [
         family
         for family in FAMILIES.values()
-        if (family.architecture in names or not names) and model_type in (family.model_type, None)
+        if (family.architecture in whole or not names) and model_type in (family.model_type, None)
     ]
     if len(candidates) != 1:
         found = f"model_type '{model_type}', architectures {', '.join(names) or 'not given'}"
@@ -151,11 +144,17 @@ def spec_from_config(
     """
     config = text_part(config)
     fields = Fields(table=config, source=source, remedy=remedy)
-    spec = family_of(config, source=source).read(fields)
+    family = family_of(config, source=source)
+    spec = family.read(fields)
     tables = [
         fields,
         Fields(table=generation_config or {}, source=source.replace("config.json", "generation_config.json")),
     ]
     begin = [token for table in tables for token in table.token_ids("bos_token_id")]
     end = [token for table in tables for token in table.token_ids("eos_token_id")]
-    return replace(spec, bos_token_id=begin[0] if begin else None, eos_token_ids=tuple(dict.fromkeys(end)))
+    return replace(
+        spec,
+        family=family.model_type,
+        bos_token_id=begin[0] if begin else None,
+        eos_token_ids=tuple(dict.fromkeys(end)),
+    )

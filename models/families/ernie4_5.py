@@ -6,33 +6,24 @@ Mixtures have shared experts, and a correction of the choice; their router is a 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from models.errors import UnsupportedModelError
-from models.families.family import NORMS, SEPARATE_LINEAR_SOURCES, WIDEST, Family, read_common, read_mixture
+from models.families.family import NORMS, WIDEST, Family, read_mixture, read_spec
 from models.families.fields import Fields
-from models.families.rotary import rope_spec
 from models.spec import ModelSpec
 
 THETA, HEAD_DIM = 500000.0, 128
 """Rotary base, and width of a dense model's head, where config.json doesn't say."""
-
-
 _LEAST = 1e-6
 """Largest `moe_norm_min` that no sum of shares falls below."""
 
 
 def _read(fields: Fields, head_dim: int | None = HEAD_DIM) -> ModelSpec:
-    full = fields.with_defaults({"rope_theta": THETA, "tie_word_embeddings": True})
-    common = read_common(full, head_dim=None if "head_dim" in fields.table else head_dim)
-    bias = fields.flag("use_bias", False)
-    return ModelSpec(
-        **common,
-        family="ernie4_5",
-        rope=rope_spec(full, common["head_dim"], common["max_context"]),
-        windows=(None,) * common["num_layers"],
-        qkv_bias=bias,
-        o_bias=bias,
-        mlp_bias=bias,
+    bias: dict[str, Any] = dict.fromkeys(("qkv_bias", "o_bias", "mlp_bias"), fields.flag("use_bias", False))
+    head_dim = None if "head_dim" in fields.table else head_dim
+    return read_spec(
+        fields.with_defaults({"rope_theta": THETA, "tie_word_embeddings": True}), head_dim=head_dim, **bias
     )
 
 
@@ -51,7 +42,6 @@ def _read_mixture(fields: Fields) -> ModelSpec:
     last = spec.num_layers - 1 if last == -1 else last
     return replace(
         spec,
-        family="ernie4_5_moe",
         mixture=read_mixture(
             full,
             width=fields.integer("moe_intermediate_size", most=WIDEST),
@@ -64,20 +54,13 @@ def _read_mixture(fields: Fields) -> ModelSpec:
     )
 
 
-ERNIE4_5 = Family(
-    model_type="ernie4_5",
-    architecture="Ernie4_5ForCausalLM",
-    read=_read,
-    linear_sources=SEPARATE_LINEAR_SOURCES,
-    interleaved=True,
-)
+ERNIE4_5 = Family(model_type="ernie4_5", architecture="Ernie4_5ForCausalLM", read=_read, interleaved=True)
 """ERNIE 4.5 of 0.3 billion parameters."""
 
 ERNIE4_5_MOE = Family(
     model_type="ernie4_5_moe",
     architecture="Ernie4_5_MoeForCausalLM",
     read=_read_mixture,
-    linear_sources=SEPARATE_LINEAR_SOURCES,
     norms={**NORMS, "router_correction": "mlp.moe_statics"},
     interleaved=True,
     mixture=True,

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from models.families.family import NORMS_AFTER, SEPARATE_LINEAR_SOURCES, Family, every, listed_windows, read_common
+from models.families.family import NORMS_AFTER, Family, every, layers_of, listed_windows, read_spec
 from models.families.fields import Fields
-from models.families.rotary import rope_spec
 from models.spec import ModelSpec
 
 INTERVAL = 4
@@ -12,17 +11,14 @@ INTERVAL = 4
 
 
 def _read(fields: Fields) -> ModelSpec:
-    common = read_common(fields)
-    layers, window = common["num_layers"], fields.optional_integer("sliding_window")
+    layers, window = layers_of(fields), fields.optional_integer("sliding_window")
     windows = listed_windows(fields, layers, window)
     if windows is None:
         windows = every(_interval(fields), layers, window)
-    return ModelSpec(
-        **common,
-        family="exaone4",
-        rope=rope_spec(fields, common["head_dim"], common["max_context"]),
+    return read_spec(
+        fields,
         windows=windows,
-        unrotated=() if window is None else tuple(at for at, own in enumerate(windows) if own is None),
+        nope_layers=() if window is None else tuple(at for at, own in enumerate(windows) if own is None),
         norm_before=False,
         norm_after=True,
         qk_norm=True,
@@ -37,11 +33,5 @@ def _interval(fields: Fields) -> int:
     return fields.integer("sliding_window_pattern", INTERVAL)
 
 
-EXAONE4 = Family(
-    model_type="exaone4",
-    architecture="Exaone4ForCausalLM",
-    read=_read,
-    linear_sources=SEPARATE_LINEAR_SOURCES,
-    norms=NORMS_AFTER,
-)
+EXAONE4 = Family(model_type="exaone4", architecture="Exaone4ForCausalLM", read=_read, norms=NORMS_AFTER)
 """EXAONE 4.0 of 1.2 and 32 billion parameters."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TypedDict, Unpack
+from typing import Any
 
 from models.errors import CheckpointError, UnsupportedModelError
 from models.families.fields import Fields
-from models.spec import Activation, Mixer, MixtureSpec, ModelSpec, Scoring
+from models.families.rotary import rope_spec
+from models.spec import Activation, Mixer, MixtureSpec, ModelSpec, RopeKind
 
 SEPARATE_LINEAR_SOURCES: Mapping[str, tuple[str, ...]] = {
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -68,16 +69,14 @@ class Family:
     """The class that config.json names under `architectures`."""
     read: Callable[[Fields], ModelSpec]
     """Builds the specification, without token ids."""
-    linear_sources: Mapping[str, tuple[str, ...]]
+    linear_sources: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: SEPARATE_LINEAR_SOURCES)
     """Modules of a block that make up each linear layer, in the order they are fused."""
     mixer_sources: Mapping[Mixer, Mapping[str, tuple[str, ...]]] = field(default_factory=dict)
     """The same for blocks with other mixers than attention, and the modules of their vectors."""
     norms: Mapping[str, str] = field(default_factory=lambda: NORMS)
-    """Modules of a block's norms."""
     outer: Mapping[str, str] = field(default_factory=dict)
     """Modules that blocks share, by what each calls its part of them, and the table of `tokens`."""
     last_norm: str = "model.norm"
-    """Module of the norm before the head."""
     multipliers: Callable[[Fields], Mapping[str, float]] = lambda _: {}
     """Multipliers of config.json that fold into weights: factors of `q`, `o`, `down`, of norms and others; of all
     blocks, or with its name of one."""
@@ -93,7 +92,6 @@ class Family:
     wrapper: str = ""
     """The class of multimodal checkpoints whose text part is of this family."""
     mixture: bool = False
-    """Whether its blocks may have experts."""
     routers: tuple[str, ...] = ("mlp.gate",)
     """Modules of a block's router: of the experts to choose from, and of the share of shared ones."""
     expert_scales: str = ""
@@ -109,10 +107,6 @@ class Family:
         """Modules of the checkpoint whose tensors make up what `models.architecture` calls `name`.
 
         Several are fused along the output. A tensor is called `{module}.weight` or `{module}.bias`.
-
-        Args:
-            name: The linear layer, norm or vector.
-            mixer: That of its block.
         """
         if not name.startswith("layers."):
             return {"embed": ("model.embed_tokens",), "norm": (self.last_norm,), "head": ("lm_head",)}[name]
@@ -134,44 +128,15 @@ class Family:
         return module + _PARTS.get(name.rsplit(".", 1)[-1], ".weight")
 
 
-class Routing(TypedDict, total=False):
-    """The fields of `MixtureSpec` of the same names."""
+def read_common(fields: Fields, *, head_dim: int | None = None, eps: str = "rms_norm_eps") -> dict[str, Any]:
+    """The arguments of `ModelSpec` that every family reads alike; `spec_from_config` fills in the family.
 
-    bias: bool
-    scoring: Scoring
-    corrected: bool
-    scale: float
-    gated: bool
-    beside: bool
-
-
-class Common(TypedDict):
-    """The arguments of `ModelSpec` that every family reads alike."""
-
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
-    max_context: int
-    norm_eps: float
-    tied: bool
-    activation: Activation
-
-
-def read_common(fields: Fields, *, head_dim: int | None = None, eps: str = "rms_norm_eps") -> Common:
-    """Read sizes, and refuse options that change a block's arithmetic in unsupported ways.
+    Options that change a block's arithmetic in unsupported ways are refused.
 
     Args:
         fields: config.json.
         head_dim: What an absent `head_dim` means; None = hidden_size / num_attention_heads.
         eps: The key of the norms' epsilon.
-
-    Raises:
-        UnsupportedModelError: An activation that no backend has.
-        CheckpointError: A value is missing or not acceptable.
     """
     key = "hidden_activation" if fields.table.get("hidden_activation") is not None else "hidden_act"
     activation = fields.text(key, "silu")
@@ -190,19 +155,53 @@ def read_common(fields: Fields, *, head_dim: int | None = None, eps: str = "rms_
         if hidden % heads:
             raise fields.wrong("hidden_size", hidden, f"a multiple of num_attention_heads ({heads})")
         width = hidden // heads
-    return Common(
-        hidden_size=hidden,
-        intermediate_size=fields.integer("intermediate_size", most=WIDEST),
-        num_layers=fields.integer("num_hidden_layers", most=DEEPEST),
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=width,
-        vocab_size=fields.integer("vocab_size", most=LARGEST_VOCABULARY),
-        max_context=fields.integer("max_position_embeddings"),
-        norm_eps=fields.number(eps),
-        tied=fields.flag("tie_word_embeddings", False),
-        activation=_ACTIVATIONS[activation],
-    )
+    return {
+        "family": "",
+        "hidden_size": hidden,
+        "intermediate_size": fields.integer("intermediate_size", most=WIDEST),
+        "num_layers": layers_of(fields),
+        "num_heads": heads,
+        "num_kv_heads": kv_heads,
+        "head_dim": width,
+        "vocab_size": fields.integer("vocab_size", most=LARGEST_VOCABULARY),
+        "max_context": fields.integer("max_position_embeddings"),
+        "norm_eps": fields.number(eps),
+        "tied": fields.flag("tie_word_embeddings", False),
+        "activation": _ACTIVATIONS[activation],
+    }
+
+
+def read_spec(
+    fields: Fields,
+    *,
+    head_dim: int | None = None,
+    eps: str = "rms_norm_eps",
+    aliases: Mapping[str, RopeKind] | None = None,
+    **own: Any,
+) -> ModelSpec:
+    """The specification of blocks with one rotary embedding and no windows, but for what a family has of its own.
+
+    Args:
+        fields: config.json.
+        head_dim: As in `read_common`.
+        eps: As in `read_common`.
+        aliases: As in `rope_spec`.
+        own: Fields of `ModelSpec`, which win over those that all families read alike.
+    """
+    common = read_common(fields, head_dim=head_dim, eps=eps)
+    if "rope" not in own:
+        common["rope"] = rope_spec(fields, common["head_dim"], common["max_context"], aliases=aliases)
+    return ModelSpec(**{"windows": (None,) * common["num_layers"], **common, **own})
+
+
+def attention_biases(fields: Fields, default: bool = False) -> dict[str, Any]:
+    """Whether q, k, v and the output projection have biases, where one switch says it."""
+    biased = fields.flag("attention_bias", default)
+    return {"qkv_bias": biased, "o_bias": biased}
+
+
+def layers_of(fields: Fields) -> int:
+    return fields.integer("num_hidden_layers", most=DEEPEST)
 
 
 def read_mixture(
@@ -213,7 +212,7 @@ def read_mixture(
     dense: tuple[int, ...] = (),
     shared: str = "",
     counted: str = "",
-    **how: Unpack[Routing],
+    **how: Any,
 ) -> MixtureSpec:
     """Read the numbers of experts.
 
@@ -224,10 +223,7 @@ def read_mixture(
         dense: Blocks that have an MLP instead.
         shared: The key of the width of a shared expert, which counts as several if it is wider; "": there is none.
         counted: Instead, the key of the number of shared experts.
-        how: How experts are chosen and weighed.
-
-    Raises:
-        CheckpointError: A value is missing or not acceptable.
+        how: How experts are chosen and weighed: fields of `MixtureSpec`.
     """
     key = next((key for key in EXPERTS if fields.table.get(key) is not None), "num_experts")
     per_token = "moe_k" if fields.table.get("moe_k") is not None else "num_experts_per_tok"
@@ -267,13 +263,24 @@ def every(interval: int, num_layers: int, window: int | None) -> tuple[int | Non
     return tuple(None if (layer + 1) % interval == 0 else window for layer in range(num_layers))
 
 
-def listed_windows(fields: Fields, num_layers: int, window: int | None) -> tuple[int | None, ...] | None:
-    """Sliding windows by `layer_types`; None where config.json has no such list.
+def listed_mixers(fields: Fields, known: Mapping[str, Mixer], absent: Callable[[int], list[str]]) -> tuple[Mixer, ...]:
+    """What mixes the tokens of each block by `layer_types`, whose values are `known`.
 
     Args:
         fields: config.json.
-        num_layers: Number of blocks.
-        window: That of the blocks that have one.
+        known: Mixers by what config.json calls them.
+        absent: The list for so many blocks where config.json has none.
+    """
+    layers, types = layers_of(fields), fields.table.get("layer_types")
+    if types is None:
+        types = absent(layers)
+    if not isinstance(types, list) or len(types) != layers or any(kind not in known for kind in types):
+        raise fields.wrong("layer_types", types, f"a list of {layers} times one of {' or '.join(known)}")
+    return tuple(known[kind] for kind in types)
+
+
+def listed_windows(fields: Fields, num_layers: int, window: int | None) -> tuple[int | None, ...] | None:
+    """Sliding windows by `layer_types`; None where config.json has no such list.
 
     Raises:
         CheckpointError: The list is wrong, or asks for windows where there is none.
@@ -292,15 +299,16 @@ def listed_windows(fields: Fields, num_layers: int, window: int | None) -> tuple
     return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 
+def used_window(fields: Fields) -> int | None:
+    return fields.integer("sliding_window", 4096) if fields.flag("use_sliding_window", False) else None
+
+
 def layer_windows(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
     """Sliding windows of Qwen2 and Qwen3: off unless asked for, and then on some blocks.
 
     `layer_types` says which blocks; without it the blocks from `max_window_layers` on have a window.
-
-    Raises:
-        CheckpointError: A value is not acceptable, or the parts of the config contradict each other.
     """
-    window = fields.integer("sliding_window", 4096) if fields.flag("use_sliding_window", False) else None
+    window = used_window(fields)
     listed = listed_windows(fields, num_layers, window)
     if listed is not None:
         return listed

@@ -21,21 +21,18 @@ _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 60
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fields:
-    """A table of config.json. A key that is absent and one that is null mean the same: the default."""
+    """A table of config.json. A key that is absent and one that is null mean the same: the default.
+
+    A value that is missing without a default, or not acceptable, raises a CheckpointError.
+    """
 
     table: Mapping[str, Any]
-    """The parsed JSON object."""
     source: str
     """Its name in errors, for example the path of config.json."""
     remedy: str = PUBLISHED
-    """Advice for an invalid value."""
 
     def integer(self, key: str, default: int | None = None, *, most: int = LARGEST) -> int:
-        """A whole number of at least 1 and at most `most`: sizes become allocations before weights are looked at.
-
-        Raises:
-            CheckpointError: The key is missing without a default, or holds something else.
-        """
+        """A whole number of at least 1 and at most `most`: sizes become allocations before weights are looked at."""
         value = self._value(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
             raise self.wrong(key, value, f"a whole number from 1 to {most:,}")
@@ -46,11 +43,7 @@ class Fields:
         return None if self.table.get(key) is None else self.integer(key, most=most)
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A finite number above 0.
-
-        Raises:
-            CheckpointError: The key is missing without a default, or holds something else.
-        """
+        """A finite number above 0."""
         value = self._value(key, default)
         if not _is_positive(value):
             raise self.wrong(key, value, "a number above 0")
@@ -64,14 +57,12 @@ class Fields:
         return tuple(float(x) for x in value)
 
     def flag(self, key: str, default: bool) -> bool:
-        """True or false."""
         value = self._value(key, default)
         if not isinstance(value, bool):
             raise self.wrong(key, value, "true or false")
         return value
 
     def text(self, key: str, default: str | None = None) -> str:
-        """A string."""
         value = self._value(key, default)
         if not isinstance(value, str):
             raise self.wrong(key, value, "a string")
@@ -95,15 +86,14 @@ class Fields:
         return Fields(table=value, source=f"{self.source}, {key}", remedy=self.remedy)
 
     def token_ids(self, key: str) -> tuple[int, ...]:
-        """One token id or a list of them; () where the key is absent or null. Negative ids mean none."""
+        """One token id or a list of them; () where the key is absent or null. Negative ids and 2^32 - 1 mean none."""
         value = self.table.get(key)
-        ids = value if isinstance(value, list) else [] if value is None else [value]
+        ids = value if isinstance(value, list) else [] if value in (None, 2**32 - 1) else [value]
         if any(isinstance(x, bool) or not isinstance(x, int) or x > LARGEST for x in ids):
             raise self.wrong(key, value, "a token id or a list of token ids")
         return tuple(x for x in ids if x >= 0)
 
     def wrong(self, key: str, value: object, expected: str) -> CheckpointError:
-        """The error for an invalid value."""
         shown = _SHORT.repr(value[:9].tolist() if isinstance(value, memoryview) else value)
         shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
         return CheckpointError(f"{self.source}: '{key}' is {shown}, but must be {expected}. {self.remedy}")

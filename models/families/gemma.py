@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from models.families.family import NORMS_AFTER, SEPARATE_LINEAR_SOURCES, Family, every, listed_windows, read_common
+from models.families.family import NORMS_AFTER, Family, attention_biases, every, layers_of, listed_windows, read_spec
 from models.families.fields import Fields
-from models.families.rotary import rope_spec, rope_specs
+from models.families.rotary import rope_specs
 from models.spec import ModelSpec
 
 _BOTH: Mapping[str, Any] = {
@@ -47,19 +48,12 @@ _THETA, _LOCAL_THETA = 1e6, 1e4
 """Rotary bases of a Gemma 3 whose config.json doesn't say."""
 
 
-def _read(full: Fields, family: str, interval: int, **own: Any) -> ModelSpec:
+def _read(full: Fields, interval: int, **own: Any) -> ModelSpec:
     """What both have in common; `own` are further fields of the specification."""
-    common = read_common(full)
-    layers, window, eps = common["num_layers"], full.integer("sliding_window"), common["norm_eps"]
-    common["norm_eps"] = eps / common["hidden_size"]
-    return ModelSpec(
-        **common,
-        family=family,
-        windows=listed_windows(full, layers, window) or every(interval, layers, window),
-        norm_after=True,
-        inner_eps=eps,
-        **own,
-    )
+    layers, window = layers_of(full), full.integer("sliding_window")
+    windows = listed_windows(full, layers, window) or every(interval, layers, window)
+    spec = read_spec(full, windows=windows, norm_after=True, **own)
+    return replace(spec, norm_eps=spec.norm_eps / spec.hidden_size, inner_eps=spec.norm_eps)
 
 
 def _capped(fields: Fields, key: str, absent: float) -> float | None:
@@ -71,25 +65,15 @@ def _read_gemma(fields: Fields) -> ModelSpec:
     full = fields.with_defaults(_GEMMA)
     if full.table["hidden_act"] == "gelu":  # so published configurations call the approximation, too
         full = full.with_defaults({"hidden_activation": _GEMMA["hidden_act"]})
-    common, attention_bias = read_common(full), fields.flag("attention_bias", False)
-    common["norm_eps"] /= common["hidden_size"]
-    return ModelSpec(
-        **common,
-        family="gemma",
-        rope=rope_spec(full, common["head_dim"], common["max_context"]),
-        windows=(None,) * common["num_layers"],
-        qkv_bias=attention_bias,
-        o_bias=attention_bias,
-    )
+    spec = read_spec(full, **attention_biases(fields))
+    return replace(spec, norm_eps=spec.norm_eps / spec.hidden_size)
 
 
 def _read_gemma2(fields: Fields) -> ModelSpec:
     full = fields.with_defaults(_GEMMA2)
     return _read(
         full,
-        "gemma2",
         2,
-        rope=rope_spec(full, full.integer("head_dim"), full.integer("max_position_embeddings")),
         score_cap=_capped(fields, "attn_logit_softcapping", SCORE_CAP),
         logit_cap=_capped(fields, "final_logit_softcapping", LOGIT_CAP),
     )
@@ -101,7 +85,6 @@ def _read_gemma3(fields: Fields) -> ModelSpec:
     rope, local = rope_specs(full, *sizes, theta=_THETA, local=_LOCAL_THETA)
     return _read(
         full,
-        "gemma3_text",
         full.integer("sliding_window_pattern"),
         rope=rope,
         window_rope=local,
@@ -122,7 +105,6 @@ GEMMA = Family(
     model_type="gemma",
     architecture="GemmaForCausalLM",
     read=_read_gemma,
-    linear_sources=SEPARATE_LINEAR_SOURCES,
     norm_offset=1.0,
     multipliers=lambda fields: dict.fromkeys(("o", "down"), fields.integer("hidden_size") ** -0.5),
 )
@@ -132,7 +114,6 @@ GEMMA2 = Family(
     model_type="gemma2",
     architecture="Gemma2ForCausalLM",
     read=_read_gemma2,
-    linear_sources=SEPARATE_LINEAR_SOURCES,
     norms=NORMS_AFTER,
     norm_offset=1.0,
     multipliers=lambda fields: _multipliers(fields, "q"),
@@ -143,7 +124,6 @@ GEMMA3 = Family(
     model_type="gemma3_text",
     architecture="Gemma3ForCausalLM",
     read=_read_gemma3,
-    linear_sources=SEPARATE_LINEAR_SOURCES,
     norms=NORMS_AFTER,
     norm_offset=1.0,
     multipliers=lambda fields: _multipliers(fields, "q_norm"),

@@ -23,6 +23,7 @@ from models.families.family import (
     SEPARATE_LINEAR_SOURCES,
     WIDEST,
     Family,
+    attention_biases,
     every,
     listed_windows,
     read_common,
@@ -91,7 +92,7 @@ def _read(fields: Fields) -> ModelSpec:
     if wide.dim % 2:
         raise full.wrong("global_head_dim", wide.dim, "an even number")
     rope, local = _ropes(full, common["head_dim"], wide.dim, common["max_context"])
-    shared, bias = _count(full, "num_kv_shared_layers", layers), full.flag("attention_bias", False)
+    shared = _count(full, "num_kv_shared_layers", layers)
     mixers: tuple[Mixer, ...] = (*_OWN * (layers - shared), *_SHARED * shared)
     own = windows[: layers - shared]
     if any((seen is None) not in [each is None for each in own] for seen in windows[layers - shared :]):
@@ -102,7 +103,6 @@ def _read(fields: Fields) -> ModelSpec:
         raise full.wrong("vocab_size_per_layer_input", known, f"vocab_size ({vocabulary})")
     return ModelSpec(
         **common,
-        family="gemma4_text",
         wide_heads=wide,
         rope=rope,
         window_rope=local,
@@ -110,8 +110,7 @@ def _read(fields: Fields) -> ModelSpec:
         mixers=mixers if shared else (),
         norm_after=True,
         inner_eps=eps,
-        qkv_bias=bias,
-        o_bias=bias,
+        **attention_biases(full),
         qk_norm=True,
         v_norm=True,
         shared_width=2 * common["intermediate_size"] if full.flag("use_double_wide_mlp", False) else None,
@@ -125,11 +124,10 @@ def _read(fields: Fields) -> ModelSpec:
 def _mixture(fields: Fields) -> MixtureSpec:
     chosen = {"num_experts_per_tok": fields.integer("top_k_experts")}
     width = fields.integer("moe_intermediate_size", most=WIDEST)
-    return read_mixture(fields.with_defaults(chosen), width=width, normalized=True, beside=True)
+    return read_mixture(fields.with_defaults(chosen), width=width, normalized=True, parallel_mlp=True)
 
 
 def _ropes(fields: Fields, head_dim: int, wide: int, context: int) -> Any:
-    """Rotary embeddings of blocks without a window and with one."""
     if fields.section("rope_parameters") is None:
         full = {"rope_type": "proportional", "partial_rotary_factor": _SHARE, "rope_theta": _THETA}
         both = {"full_attention": full, "sliding_attention": {"rope_theta": _LOCAL_THETA}}

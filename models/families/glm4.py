@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from models.errors import UnsupportedModelError
-from models.families.family import SEPARATE_LINEAR_SOURCES, WIDEST, Family, read_common, read_mixture
+from models.families.family import SEPARATE_LINEAR_SOURCES, WIDEST, Family, layers_of, read_mixture, read_spec
 from models.families.fields import Fields
-from models.families.rotary import rope_spec
 from models.spec import ModelSpec
 
 ROTATING = 0.5
@@ -24,13 +23,9 @@ _NORMS: Mapping[str, str] = {
 
 
 def _read(fields: Fields) -> ModelSpec:
-    common = read_common(fields, head_dim=None if "head_dim" in fields.table else 128)
-    full = fields.with_defaults({"partial_rotary_factor": ROTATING})
-    return ModelSpec(
-        **common,
-        family="glm4",
-        rope=rope_spec(full, common["head_dim"], common["max_context"]),
-        windows=(None,) * common["num_layers"],
+    return read_spec(
+        fields.with_defaults({"partial_rotary_factor": ROTATING}),
+        head_dim=None if "head_dim" in fields.table else 128,
         qkv_bias=fields.flag("attention_bias", True),
         norm_after=True,
     )
@@ -42,20 +37,16 @@ def _read_mixture(fields: Fields) -> ModelSpec:
             f"{fields.source}: groups of experts ('n_group') are not supported. Choose another model."
         )
     full = fields.with_defaults({"partial_rotary_factor": ROTATING, "n_shared_experts": 1, "first_k_dense_replace": 1})
-    common = read_common(full)
     dense = full.integer("first_k_dense_replace") if full.table["first_k_dense_replace"] != 0 else 0
-    return ModelSpec(
-        **common,
-        family="glm4_moe",
-        rope=rope_spec(full, common["head_dim"], common["max_context"]),
-        windows=(None,) * common["num_layers"],
+    return read_spec(
+        full,
         qkv_bias=fields.flag("attention_bias", False),
         qk_norm=fields.flag("use_qk_norm", False),
         mixture=read_mixture(
             full,
             width=fields.integer("moe_intermediate_size", most=WIDEST),
             normalized=full.flag("norm_topk_prob", True),
-            dense=tuple(range(min(dense, common["num_layers"]))),
+            dense=tuple(range(min(dense, layers_of(fields)))),
             counted="n_shared_experts",
             scoring="sigmoid",
             corrected=True,
@@ -79,7 +70,6 @@ GLM4_MOE = Family(
     model_type="glm4_moe",
     architecture="Glm4MoeForCausalLM",
     read=_read_mixture,
-    linear_sources=SEPARATE_LINEAR_SOURCES,
     mixture=True,
     predicts_further=True,
     renamed={".shared_experts.": ".shared_expert."},

@@ -6,9 +6,8 @@ Checkpoints hold the experts' matrices in MXFP4, or as [inputs, outputs]; gate a
 from __future__ import annotations
 
 from models.errors import UnsupportedModelError
-from models.families.family import SEPARATE_LINEAR_SOURCES, Family, listed_windows, read_common, read_mixture
+from models.families.family import WIDEST, Family, attention_biases, layers_of, listed_windows, read_mixture, read_spec
 from models.families.fields import Fields
-from models.families.rotary import rope_spec
 from models.spec import CLAMPED_GAIN, ModelSpec
 
 HEAD_DIM, WINDOW, THETA, LIMIT = 64, 128, 150000.0, 7.0
@@ -28,26 +27,24 @@ def _read(fields: Fields) -> ModelSpec:
     if fields.table.get("rope_parameters") is None and fields.table.get("rope_scaling") is None:
         fields = fields.with_defaults({"rope_scaling": _YARN})
     fields = fields.with_defaults({"rope_theta": THETA})
-    common = read_common(fields, head_dim=HEAD_DIM)
-    common["activation"] = "clamped_silu"
-    gain, layers = fields.number("swiglu_alpha", CLAMPED_GAIN), common["num_layers"]
+    gain, layers = fields.number("swiglu_alpha", CLAMPED_GAIN), layers_of(fields)
     if gain != CLAMPED_GAIN:
         raise UnsupportedModelError(
             f"{fields.source}: 'swiglu_alpha' is {gain:g}, but {CLAMPED_GAIN} alone is supported. Choose another model."
         )
     window = fields.integer("sliding_window", WINDOW)
     windows = listed_windows(fields, layers, window)
-    attention_bias = fields.flag("attention_bias", True)
-    return ModelSpec(
-        **common,
-        family="gpt_oss",
-        rope=rope_spec(fields, common["head_dim"], common["max_context"]),
+    return read_spec(
+        fields,
+        head_dim=HEAD_DIM,
+        activation="clamped_silu",
         windows=windows or tuple(None if layer % 2 else window for layer in range(layers)),
         sinks=True,
-        qkv_bias=attention_bias,
-        o_bias=attention_bias,
+        **attention_biases(fields, True),
         gate_limit=fields.number("swiglu_limit", LIMIT),
-        mixture=read_mixture(fields, width=common["intermediate_size"], normalized=True, bias=True),
+        mixture=read_mixture(
+            fields, width=fields.integer("intermediate_size", most=WIDEST), normalized=True, bias=True
+        ),
     )
 
 
@@ -55,7 +52,6 @@ GPT_OSS = Family(
     model_type="gpt_oss",
     architecture="GptOssForCausalLM",
     read=_read,
-    linear_sources=SEPARATE_LINEAR_SOURCES,
     mixture=True,
     routers=("mlp.router",),
     alternating=True,

@@ -12,24 +12,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
-from models.families.family import SEPARATE_LINEAR_SOURCES, Family, read_common, read_mixture
+from models.families.family import Family, attention_biases, read_common, read_mixture, read_spec
 from models.families.fields import Fields
-from models.families.rotary import rope_spec
 from models.spec import ModelSpec
 
 
 def _read(fields: Fields) -> ModelSpec:
-    common = read_common(fields)
-    attention_bias = fields.flag("attention_bias", False)
-    spec = ModelSpec(
-        **common,
-        family="granite",
-        rope=rope_spec(fields, common["head_dim"], common["max_context"]),
-        windows=(None,) * common["num_layers"],
-        qkv_bias=attention_bias,
-        o_bias=attention_bias,
-        mlp_bias=fields.flag("mlp_bias", False),
-    )
+    spec = read_spec(fields, **attention_biases(fields), mlp_bias=fields.flag("mlp_bias", False))
     return replace(spec, norm_eps=spec.norm_eps / fields.number("embedding_multiplier", 1.0) ** 2)
 
 
@@ -43,27 +32,20 @@ def _multipliers(fields: Fields) -> Mapping[str, float]:
     }
 
 
-def _read_mixture(fields: Fields, family: str) -> ModelSpec:
+def _read_mixture(fields: Fields, shared: str = "") -> ModelSpec:
+    """`shared` is the key of the width of a shared expert."""
     spec = _read(fields)
-    shared = "shared_intermediate_size" if family == "granitemoeshared" else ""
     mixture = read_mixture(fields, width=spec.intermediate_size, normalized=True, shared=shared, gated=False)
-    return replace(spec, family=family, mixture=mixture)
+    return replace(spec, mixture=mixture)
 
 
-GRANITE = Family(
-    model_type="granite",
-    architecture="GraniteForCausalLM",
-    read=_read,
-    linear_sources=SEPARATE_LINEAR_SOURCES,
-    multipliers=_multipliers,
-)
+GRANITE = Family(model_type="granite", architecture="GraniteForCausalLM", read=_read, multipliers=_multipliers)
 """Granite 3.0 to 3.3, and the dense ones of 4."""
 
 GRANITE_MOE = Family(
     model_type="granitemoe",
     architecture="GraniteMoeForCausalLM",
-    read=partial(_read_mixture, family="granitemoe"),
-    linear_sources=SEPARATE_LINEAR_SOURCES,
+    read=_read_mixture,
     multipliers=_multipliers,
     mixture=True,
     renamed={
@@ -82,6 +64,6 @@ GRANITE_MOE_SHARED = replace(
     GRANITE_MOE,
     model_type="granitemoeshared",
     architecture="GraniteMoeSharedForCausalLM",
-    read=partial(_read_mixture, family="granitemoeshared"),
+    read=partial(_read_mixture, shared="shared_intermediate_size"),
 )
 """Granite mixtures with a shared expert."""

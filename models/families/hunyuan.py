@@ -5,44 +5,25 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from models.families.family import NORMS, SEPARATE_LINEAR_SOURCES, Family, read_common
+from models.families.family import NORMS, Family, attention_biases, read_spec
 from models.families.fields import Fields
-from models.families.rotary import rope_spec
-from models.spec import ModelSpec, RopeSpec
+from models.spec import ModelSpec, RopeKind
 
 _NORMS: Mapping[str, str] = {**NORMS, "q_norm": "self_attn.query_layernorm", "k_norm": "self_attn.key_layernorm"}
 
 
 def _read(fields: Fields) -> ModelSpec:
-    common = read_common(fields)
-    attention_bias = fields.flag("attention_bias", False)
-    return ModelSpec(
-        **common,
-        family="hunyuan_v1_dense",
-        rope=_rope(fields, common["head_dim"], common["max_context"]),
-        windows=(None,) * common["num_layers"],
-        qkv_bias=attention_bias,
-        o_bias=attention_bias,
-        qk_norm=True,
-        qk_norm_form="turned",
-    )
-
-
-def _rope(fields: Fields, head_dim: int, max_context: int) -> RopeSpec:
-    """Configurations call a base that is stretched once and for all "dynamic"."""
     table = fields.section("rope_scaling") or fields.section("rope_parameters")
     alpha = None if table is None else table.optional_number("alpha")
+    # Configurations call a base that is stretched once and for all "dynamic".
+    aliases: Mapping[str, RopeKind] | None = None if alpha is None else {"dynamic": "default"}
+    biases = attention_biases(fields)
+    spec = read_spec(fields, aliases=aliases, **biases, qk_norm=True, qk_norm_form="after_rope")
     if alpha is None:
-        return rope_spec(fields, head_dim, max_context)
-    rope = rope_spec(fields, head_dim, max_context, aliases={"dynamic": "default"})
-    return replace(rope, theta=rope.theta * alpha ** (head_dim / max(1, head_dim - 2)))
+        return spec
+    stretch = alpha ** (spec.head_dim / max(1, spec.head_dim - 2))
+    return replace(spec, rope=replace(spec.rope, theta=spec.rope.theta * stretch))
 
 
-HUNYUAN = Family(
-    model_type="hunyuan_v1_dense",
-    architecture="HunYuanDenseV1ForCausalLM",
-    read=_read,
-    linear_sources=SEPARATE_LINEAR_SOURCES,
-    norms=_NORMS,
-)
+HUNYUAN = Family(model_type="hunyuan_v1_dense", architecture="HunYuanDenseV1ForCausalLM", read=_read, norms=_NORMS)
 """Hunyuan of 0.5 to 7 billion parameters."""

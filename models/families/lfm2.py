@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from models.errors import UnsupportedModelError
-from models.families.family import WIDEST, Family, read_common
+from models.families.family import WIDEST, Family, listed_mixers, read_spec
 from models.families.fields import Fields
-from models.families.rotary import rope_spec
 from models.spec import Mixer, ModelSpec
 
 THETA = 1e6
@@ -16,40 +17,32 @@ _MIXERS: dict[str, Mixer] = {"full_attention": "attention", "conv": "convolution
 
 
 def _read(fields: Fields) -> ModelSpec:
-    common = read_common(fields, eps="norm_eps")
     taps = fields.integer("conv_L_cache", 3)
     if not 2 <= taps <= MOST_TAPS:
         raise UnsupportedModelError(
             f"{fields.source}: 'conv_L_cache' is {taps}; convolutions over 2 to {MOST_TAPS} tokens are supported. "
             "Choose another model."
         )
-    tied = fields.flag("tie_embedding", fields.flag("tie_word_embeddings", True))
-    common["intermediate_size"], common["tied"] = _mlp_width(fields), tied
-    return ModelSpec(
-        **common,
-        family="lfm2",
-        rope=rope_spec(fields.with_defaults({"rope_theta": THETA}), common["head_dim"], common["max_context"]),
-        windows=(None,) * common["num_layers"],
-        mixers=_mixers(fields, common["num_layers"]),
-        taps=taps,
+    return read_spec(
+        fields.with_defaults({"rope_theta": THETA}),
+        eps="norm_eps",
+        intermediate_size=_mlp_width(fields),
+        tied=fields.flag("tie_embedding", fields.flag("tie_word_embeddings", True)),
+        mixers=listed_mixers(fields, _MIXERS, partial(_usual, fields)),
+        conv_kernel_size=taps,
         conv_bias=fields.flag("conv_bias", False),
         qk_norm=True,
     )
 
 
-def _mixers(fields: Fields, layers: int) -> tuple[Mixer, ...]:
-    """By `layer_types`; older configurations list the blocks with attention instead."""
-    types = fields.table.get("layer_types")
-    if types is None:
-        attention = fields.table.get("full_attn_idxs")
-        if attention is None:
-            attention = list(range(layers))
-        if not isinstance(attention, list) or any(type(at) is not int or not 0 <= at < layers for at in attention):
-            raise fields.wrong("full_attn_idxs", attention, f"a list of numbers from 0 to {layers - 1}")
-        types = ["full_attention" if at in attention else "conv" for at in range(layers)]
-    if not isinstance(types, list) or len(types) != layers or any(kind not in _MIXERS for kind in types):
-        raise fields.wrong("layer_types", types, f"a list of {layers} times one of {' or '.join(_MIXERS)}")
-    return tuple(_MIXERS[kind] for kind in types)
+def _usual(fields: Fields, layers: int) -> list[str]:
+    """Older configurations list the blocks with attention."""
+    attention = fields.table.get("full_attn_idxs")
+    if attention is None:
+        attention = list(range(layers))
+    if not isinstance(attention, list) or any(type(at) is not int or not 0 <= at < layers for at in attention):
+        raise fields.wrong("full_attn_idxs", attention, f"a list of numbers from 0 to {layers - 1}")
+    return ["full_attention" if at in attention else "conv" for at in range(layers)]
 
 
 def _mlp_width(fields: Fields) -> int:

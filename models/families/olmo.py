@@ -11,15 +11,17 @@ from typing import Any
 from models.errors import UnsupportedModelError
 from models.families.family import (
     NORMS_AFTER,
-    SEPARATE_LINEAR_SOURCES,
+    WIDEST,
     Family,
+    attention_biases,
     every,
     listed_windows,
     read_common,
     read_mixture,
+    read_spec,
 )
 from models.families.fields import Fields
-from models.families.rotary import rope_spec, rope_specs
+from models.families.rotary import rope_specs
 from models.spec import ModelSpec
 
 THETA = 500000.0
@@ -30,23 +32,13 @@ WINDOW, INTERVAL = 4096, 4
 
 def _read(fields: Fields, **own: Any) -> ModelSpec:
     """What both have in common; `own` are further fields of the specification."""
-    attention_bias = fields.flag("attention_bias", False)
-    return ModelSpec(
-        **read_common(fields),
-        qkv_bias=attention_bias,
-        o_bias=attention_bias,
-        norm_before=False,
-        norm_after=True,
-        qk_norm=True,
-        qk_norm_form="all",
-        **own,
+    return read_spec(
+        fields, **attention_biases(fields), norm_before=False, norm_after=True, qk_norm=True, qk_norm_form="all", **own
     )
 
 
 def _read_olmo2(fields: Fields) -> ModelSpec:
-    common = read_common(fields)
-    rope = rope_spec(fields.with_defaults({"rope_theta": THETA}), common["head_dim"], common["max_context"])
-    return _read(fields, family="olmo2", rope=rope, windows=(None,) * common["num_layers"])
+    return _read(fields.with_defaults({"rope_theta": THETA}))
 
 
 def _read_olmo3(fields: Fields) -> ModelSpec:
@@ -54,51 +46,22 @@ def _read_olmo3(fields: Fields) -> ModelSpec:
     rope, local = rope_specs(fields, common["head_dim"], common["max_context"], theta=THETA, local=None)
     layers = common["num_layers"]
     windows = listed_windows(fields, layers, window) or every(INTERVAL, layers, window)
-    return _read(fields, family="olmo3", rope=rope, window_rope=local, windows=windows)
+    return _read(fields, rope=rope, window_rope=local, windows=windows)
 
 
 def _read_olmoe(fields: Fields) -> ModelSpec:
     if fields.table.get("clip_qkv") is not None:
         raise UnsupportedModelError(f"{fields.source}: 'clip_qkv' is not supported. Choose another model.")
-    common, attention_bias = read_common(fields), fields.flag("attention_bias", False)
-    return ModelSpec(
-        **common,
-        family="olmoe",
-        rope=rope_spec(fields, common["head_dim"], common["max_context"]),
-        windows=(None,) * common["num_layers"],
-        qkv_bias=attention_bias,
-        o_bias=attention_bias,
-        qk_norm=True,
-        qk_norm_form="all",
-        mixture=read_mixture(
-            fields, width=common["intermediate_size"], normalized=fields.flag("norm_topk_prob", False)
-        ),
-    )
+    width, normalized = fields.integer("intermediate_size", most=WIDEST), fields.flag("norm_topk_prob", False)
+    mixture = read_mixture(fields, width=width, normalized=normalized)
+    return read_spec(fields, **attention_biases(fields), qk_norm=True, qk_norm_form="all", mixture=mixture)
 
 
-OLMO2 = Family(
-    model_type="olmo2",
-    architecture="Olmo2ForCausalLM",
-    read=_read_olmo2,
-    linear_sources=SEPARATE_LINEAR_SOURCES,
-    norms=NORMS_AFTER,
-)
+OLMO2 = Family(model_type="olmo2", architecture="Olmo2ForCausalLM", read=_read_olmo2, norms=NORMS_AFTER)
 """OLMo 2."""
 
-OLMO3 = Family(
-    model_type="olmo3",
-    architecture="Olmo3ForCausalLM",
-    read=_read_olmo3,
-    linear_sources=SEPARATE_LINEAR_SOURCES,
-    norms=NORMS_AFTER,
-)
+OLMO3 = Family(model_type="olmo3", architecture="Olmo3ForCausalLM", read=_read_olmo3, norms=NORMS_AFTER)
 """OLMo 3."""
 
-OLMOE = Family(
-    model_type="olmoe",
-    architecture="OlmoeForCausalLM",
-    read=_read_olmoe,
-    linear_sources=SEPARATE_LINEAR_SOURCES,
-    mixture=True,
-)
+OLMOE = Family(model_type="olmoe", architecture="OlmoeForCausalLM", read=_read_olmoe, mixture=True)
 """OLMoE 1B-7B."""

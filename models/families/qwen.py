@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from models.families.family import (
     GATED_ROUTERS,
-    SEPARATE_LINEAR_SOURCES,
     WIDEST,
     Family,
+    attention_biases,
     layer_windows,
+    layers_of,
     listed_windows,
-    read_common,
     read_mixture,
+    read_spec,
+    used_window,
 )
 from models.families.fields import Fields
-from models.families.rotary import rope_spec
 from models.spec import ModelSpec
 
 QWEN3_HEAD_DIM = 128
@@ -23,42 +24,27 @@ WINDOWS_UNTIL = 28
 
 
 def _read_qwen2(fields: Fields) -> ModelSpec:
-    common = read_common(fields)
-    return ModelSpec(
-        **common,
-        family="qwen2",
-        rope=rope_spec(fields, common["head_dim"], common["max_context"]),
-        windows=layer_windows(fields, common["num_layers"]),
-        qkv_bias=True,
-    )
+    return read_spec(fields, windows=layer_windows(fields, layers_of(fields)), qkv_bias=True)
 
 
 def _read_qwen3(fields: Fields) -> ModelSpec:
-    common = read_common(fields, head_dim=None if "head_dim" in fields.table else QWEN3_HEAD_DIM)
-    attention_bias = fields.flag("attention_bias", False)
-    return ModelSpec(
-        **common,
-        family="qwen3",
-        rope=rope_spec(fields, common["head_dim"], common["max_context"]),
-        windows=layer_windows(fields, common["num_layers"]),
-        qkv_bias=attention_bias,
-        o_bias=attention_bias,
+    return read_spec(
+        fields,
+        head_dim=None if "head_dim" in fields.table else QWEN3_HEAD_DIM,
+        windows=layer_windows(fields, layers_of(fields)),
+        **attention_biases(fields),
         qk_norm=True,
     )
 
 
 def _read_qwen2_moe(fields: Fields) -> ModelSpec:
-    common = read_common(fields)
-    layers = common["num_layers"]
-    window = fields.integer("sliding_window", 4096) if fields.flag("use_sliding_window", False) else None
+    layers, window = layers_of(fields), used_window(fields)
     windows = listed_windows(fields, layers, window)
     if windows is None:
         until = fields.integer("max_window_layers", WINDOWS_UNTIL)
         windows = tuple(None if layer % 2 or layer >= until else window for layer in range(layers))
-    return ModelSpec(
-        **common,
-        family="qwen2_moe",
-        rope=rope_spec(fields, common["head_dim"], common["max_context"]),
+    return read_spec(
+        fields,
         windows=windows,
         qkv_bias=fields.flag("qkv_bias", True),
         mixture=read_mixture(
@@ -72,25 +58,15 @@ def _read_qwen2_moe(fields: Fields) -> ModelSpec:
 
 
 def _read_qwen3_moe(fields: Fields) -> ModelSpec:
-    common = read_common(fields)
-    attention_bias, layers = fields.flag("attention_bias", False), common["num_layers"]
-    window = fields.integer("sliding_window", 4096) if fields.flag("use_sliding_window", False) else None
+    layers = layers_of(fields)
     mixture = read_mixture(
         fields,
         width=fields.integer("moe_intermediate_size", most=WIDEST),
         normalized=fields.flag("norm_topk_prob", False),
         dense=_dense(fields, layers),
     )
-    return ModelSpec(
-        **common,
-        family="qwen3_moe",
-        rope=rope_spec(fields, common["head_dim"], common["max_context"]),
-        windows=(window,) * layers,
-        qkv_bias=attention_bias,
-        o_bias=attention_bias,
-        qk_norm=True,
-        mixture=mixture,
-    )
+    windows = (used_window(fields),) * layers
+    return read_spec(fields, windows=windows, **attention_biases(fields), qk_norm=True, mixture=mixture)
 
 
 def _dense(fields: Fields, layers: int) -> tuple[int, ...]:
@@ -101,37 +77,20 @@ def _dense(fields: Fields, layers: int) -> tuple[int, ...]:
     return tuple(layer for layer in range(layers) if layer in listed or (layer + 1) % step)
 
 
-QWEN2 = Family(
-    model_type="qwen2",
-    architecture="Qwen2ForCausalLM",
-    read=_read_qwen2,
-    linear_sources=SEPARATE_LINEAR_SOURCES,
-)
+QWEN2 = Family(model_type="qwen2", architecture="Qwen2ForCausalLM", read=_read_qwen2)
 """Qwen2 and Qwen2.5."""
 
-QWEN3 = Family(
-    model_type="qwen3",
-    architecture="Qwen3ForCausalLM",
-    read=_read_qwen3,
-    linear_sources=SEPARATE_LINEAR_SOURCES,
-)
+QWEN3 = Family(model_type="qwen3", architecture="Qwen3ForCausalLM", read=_read_qwen3)
 """Qwen3, dense models."""
 
 QWEN2_MOE = Family(
     model_type="qwen2_moe",
     architecture="Qwen2MoeForCausalLM",
     read=_read_qwen2_moe,
-    linear_sources=SEPARATE_LINEAR_SOURCES,
     mixture=True,
     routers=GATED_ROUTERS,
 )
 """Qwen1.5 and Qwen2, mixtures of experts."""
 
-QWEN3_MOE = Family(
-    model_type="qwen3_moe",
-    architecture="Qwen3MoeForCausalLM",
-    read=_read_qwen3_moe,
-    linear_sources=SEPARATE_LINEAR_SOURCES,
-    mixture=True,
-)
+QWEN3_MOE = Family(model_type="qwen3_moe", architecture="Qwen3MoeForCausalLM", read=_read_qwen3_moe, mixture=True)
 """Qwen3, mixtures of experts."""

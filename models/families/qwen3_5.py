@@ -6,18 +6,20 @@ The mixtures (35B-A3B) have experts and a shared one in every block.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from models.errors import UnsupportedModelError
 from models.families.family import (
     GATED_ROUTERS,
-    SEPARATE_LINEAR_SOURCES,
     WIDEST,
     Family,
+    attention_biases,
+    listed_mixers,
     read_common,
     read_mixture,
+    read_spec,
 )
 from models.families.fields import Fields
-from models.families.rotary import rope_spec
 from models.spec import DeltaSpec, Mixer, ModelSpec
 
 HEAD_DIM, ROTATING, INTERVAL = 256, 0.25, 4
@@ -31,11 +33,10 @@ _MIXERS: dict[str, Mixer] = {"full_attention": "attention", "linear_attention": 
 
 def _read(fields: Fields) -> ModelSpec:
     fields = fields.with_defaults({"head_dim": HEAD_DIM, "partial_rotary_factor": ROTATING})
-    common, attention_bias = read_common(fields), fields.flag("attention_bias", False)
-    taps = fields.integer("linear_conv_kernel_dim", 4)
-    if not 2 <= taps <= MOST_TAPS or common["activation"] != "silu":
+    activation, taps = read_common(fields)["activation"], fields.integer("linear_conv_kernel_dim", 4)
+    if not 2 <= taps <= MOST_TAPS or activation != "silu":
         raise UnsupportedModelError(
-            f"{fields.source}: convolutions over {taps} tokens with {common['activation']} are not supported (2 to "
+            f"{fields.source}: convolutions over {taps} tokens with {activation} are not supported (2 to "
             f"{MOST_TAPS} tokens with silu are). Choose another model."
         )
     delta = DeltaSpec(
@@ -47,17 +48,13 @@ def _read(fields: Fields) -> ModelSpec:
     if delta.value_heads % delta.key_heads:
         what = f"a multiple of linear_num_key_heads ({delta.key_heads})"
         raise fields.wrong("linear_num_value_heads", delta.value_heads, what)
-    return ModelSpec(
-        **common,
-        family="qwen3_5_text",
-        rope=rope_spec(fields, common["head_dim"], common["max_context"]),
-        windows=(None,) * common["num_layers"],
-        mixers=_mixers(fields, common["num_layers"]),
-        taps=taps,
+    return read_spec(
+        fields,
+        mixers=listed_mixers(fields, _MIXERS, partial(_usual, fields)),
+        conv_kernel_size=taps,
         delta=delta,
         gated=True,
-        qkv_bias=attention_bias,
-        o_bias=attention_bias,
+        **attention_biases(fields),
         qk_norm=True,
     )
 
@@ -66,24 +63,18 @@ def _read_moe(fields: Fields) -> ModelSpec:
     width = fields.integer("moe_intermediate_size", EXPERT_WIDTH, most=WIDEST)
     fields = fields.with_defaults({"intermediate_size": width, "shared_expert_intermediate_size": EXPERT_WIDTH})
     mixture = read_mixture(fields, width=width, normalized=True, shared="shared_expert_intermediate_size")
-    return replace(_read(fields), family="qwen3_5_moe_text", mixture=mixture)
+    return replace(_read(fields), mixture=mixture)
 
 
-def _mixers(fields: Fields, layers: int) -> tuple[Mixer, ...]:
-    types = fields.table.get("layer_types")
-    if types is None:
-        interval = fields.integer("full_attention_interval", INTERVAL)
-        types = ["linear_attention" if (at + 1) % interval else "full_attention" for at in range(layers)]
-    if not isinstance(types, list) or len(types) != layers or any(kind not in _MIXERS for kind in types):
-        raise fields.wrong("layer_types", types, f"a list of {layers} times one of {' or '.join(_MIXERS)}")
-    return tuple(_MIXERS[kind] for kind in types)
+def _usual(fields: Fields, layers: int) -> list[str]:
+    interval = fields.integer("full_attention_interval", INTERVAL)
+    return ["linear_attention" if (at + 1) % interval else "full_attention" for at in range(layers)]
 
 
 QWEN35 = Family(
     model_type="qwen3_5_text",
     architecture="Qwen3_5ForCausalLM",
     read=_read,
-    linear_sources=SEPARATE_LINEAR_SOURCES,
     mixer_sources={
         "delta": {
             "qkv": (

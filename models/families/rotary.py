@@ -29,10 +29,6 @@ def rope_spec(
         head_dim: D.
         max_context: `max_position_embeddings`.
         aliases: Further names of `rope_type` that the family knows.
-
-    Raises:
-        UnsupportedModelError: A kind of scaling that this program doesn't run.
-        CheckpointError: A value is missing or not acceptable.
     """
     table = _table(fields)
     if any(isinstance(value, dict) for value in table.table.values()):
@@ -59,10 +55,6 @@ def rope_specs(
 
     Returns:
         That of the blocks that see everything, and that of those with a window.
-
-    Raises:
-        UnsupportedModelError: A kind of scaling that this program doesn't run.
-        CheckpointError: A value is missing or not acceptable.
     """
     table = _table(fields)
     parts = [table.section(kind) for kind in ("full_attention", "sliding_attention")]
@@ -91,7 +83,6 @@ def _table(fields: Fields) -> Fields:
 def _read(
     fields: Fields, table: Fields, head_dim: int, max_context: int, aliases: Mapping[str, RopeKind] | None
 ) -> RopeSpec:
-    """See `rope_spec`; `table` has the rotary parameters."""
     known = {**KINDS, **(aliases or {})}
     name = table.text("rope_type", table.table.get("type") or "default")
     if name not in known:

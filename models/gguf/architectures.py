@@ -40,17 +40,12 @@ class Architecture:
     model_type: str
     """`model_type` of config.json."""
     caps: tuple[str, ...] = ()
-    """Keys of the soft caps that it may have."""
     windows: bool = False
-    """Whether it may have a sliding window."""
     experts: bool = False
-    """Whether it may have experts."""
     shared: bool = False
     """Whether some of them may be shared."""
     multipliers: bool = False
-    """Whether it has Granite's multipliers."""
     delta: bool = False
-    """Whether it has delta rules."""
     post_norm: str = "ffn_norm"
     """Name of the norm before the MLP."""
     wide: bool = False
@@ -58,7 +53,6 @@ class Architecture:
     pairs: bool = False
     """Whether the rows of q and k stand in llama.cpp's order, which rotates neighbours."""
     options: Options = lambda *_: {}
-    """Its own options."""
 
 
 def shortest(value: float) -> float:
@@ -178,7 +172,6 @@ def _number(fields: Fields, key: str) -> int:
 
 
 def _experts(fields: Fields, name: str) -> dict[str, Any]:
-    """Numbers of experts."""
     return {
         "num_local_experts": fields.integer(f"{name}.expert_count"),
         "num_experts_per_tok": fields.integer(f"{name}.expert_used_count"),

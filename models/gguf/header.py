@@ -1,4 +1,6 @@
-"""The header of a GGUF file: its metadata, and where each tensor is. Weights are not touched.
+"""GGUF files by their names, and their headers: the metadata, and where each tensor is. Weights are not touched.
+
+A large model comes in parts, `Qwen3-32B-Q8_0-00001-of-00002.gguf`, of which the first holds all metadata.
 
 Types and their block sizes are those of the `gguf` package. Its reader is not used: it makes an array of every token's
 bytes (2.3 s for a vocabulary of 49,152), and in a damaged file it follows counts beyond the end for ever.
@@ -10,14 +12,79 @@ from __future__ import annotations
 
 import math
 import mmap
+import re
 import struct
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from models.errors import CheckpointError
 from models.foreign import open_file
+
+DEFAULT_TYPES = ("Q8_0", "BF16", "F16", "F32")
+"""Types to take unless one is asked for, the best first. 8 bits are half the download of 16, and rounding them again to
+4 or 3 bits costs next to nothing; what has fewer bits is only taken on request."""
+_TYPE = re.compile(
+    r".*?[.-](?P<type>I?Q\d\w*|TQ\d_\d|MXFP4|NVFP4|BF16|F(?:P)?16|F(?:P)?32)(?:-\d{5}-of-\d{5})?\.gguf",
+    re.ASCII | re.IGNORECASE,
+)
+PART = re.compile(r"(?P<model>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.ASCII)
+"""Name of a part of a model."""
+_MOST_PARTS = 999
+_PROJECTOR = "mmproj"
+"""What the names of a vision model's image encoders begin with."""
+
+
+def type_of(file: str) -> str | None:
+    """The type of weights that a file's name ends with, as in `Qwen3-4B-Q8_0.gguf`; None if it names none."""
+    match = _TYPE.fullmatch(file)
+    return None if match is None else match["type"].upper().replace("FP16", "F16").replace("FP32", "F32")
+
+
+def part_names(file: str) -> tuple[str, ...]:
+    """Names of all files of a model, by the name of any."""
+    match = PART.fullmatch(file)
+    count = 0 if match is None else int(match["count"])
+    if match is None or not 1 <= count <= _MOST_PARTS:
+        return (file,)
+    return tuple(f"{match['model']}-{number:05}-of-{count:05}.gguf" for number in range(1, count + 1))
+
+
+def choose(name: str, files: Iterable[str], wanted: str | None) -> tuple[str, ...]:
+    """The GGUF files of the model to take: one, or all of its parts in order.
+
+    Args:
+        name: The repository, for messages.
+        files: Names of files.
+        wanted: A type of weights; the first of `DEFAULT_TYPES` that there is if None.
+
+    Raises:
+        CheckpointError: there is none of that type, or not all of its parts.
+    """
+    models = {file for file in files if file.endswith(".gguf") and not file.startswith(_PROJECTOR)}
+    whole = {parts for parts in map(part_names, models) if models.issuperset(parts)}
+    types = {kind: parts for parts in sorted(whole, reverse=True) if (kind := type_of(parts[0])) is not None}
+    for kind in DEFAULT_TYPES if wanted is None else (wanted.upper(),):
+        if kind in types:
+            return types[kind]
+    if wanted is None and len(whole) == 1 and not types:
+        return whole.pop()
+    if not models:
+        raise CheckpointError(f"{name} has no GGUF file: leave out ':{wanted}', or choose another repository.")
+    if not types:
+        raise CheckpointError(
+            f"{name} has GGUF files of which parts are missing, or without a type in their names "
+            f"({', '.join(sorted(models)[:3])}): choose another repository, or download one and give its path."
+        )
+    there = ", ".join(sorted(types))
+    if wanted is not None:
+        raise CheckpointError(f"{name} has no GGUF file of type {wanted} (there are: {there}): name one of them.")
+    raise CheckpointError(
+        f"{name} has only GGUF files of few bits ({there}), and quantizing one of them loses quality twice: choose a "
+        f"repository with Q8_0 or safetensors, or name a type all the same, as in {name}:{min(types)}."
+    )
+
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -49,7 +116,6 @@ class TensorInfo:
     """A tensor's location and type."""
 
     path: Path
-    """The file."""
     name: str
     """Its name there, `blk.0.attn_q.weight`."""
     shape: tuple[int, ...]
@@ -69,11 +135,9 @@ class Header:
     path: Path
     """The file; of several, the first."""
     files: tuple[Path, ...]
-    """All files (`models.gguf.parts`)."""
+    """All files (`models.gguf.header`)."""
     metadata: Mapping[str, Value]
-    """Every value by its key."""
     tensors: Mapping[str, TensorInfo]
-    """Every tensor by its name."""
 
 
 def read_header(path: Path) -> Header:
@@ -230,7 +294,6 @@ class _Reader:
         return begin
 
     def _holds(self, size: int, what: str) -> None:
-        """Check that a number of bytes remain."""
         if self._position + size > len(self._data):
             raise CheckpointError(f"{self._path}: is cut off: it ends within {what}. {DOWNLOAD_AGAIN}")
         if self._position + size > _MAX_BYTES:
@@ -238,3 +301,48 @@ class _Reader:
 
     def _damaged(self, reason: str) -> CheckpointError:
         return CheckpointError(f"{self._path}: is damaged: {reason}. {DOWNLOAD_AGAIN}")
+
+
+def read_model(path: Path) -> Header:
+    """Read the header of a GGUF file; where it is one of several parts, those of all of them as one.
+
+    Args:
+        path: The file, or any of the parts; the others lie beside it.
+
+    Raises:
+        CheckpointError: see `read_header`; or a part is missing, or belongs to another model.
+    """
+    given = read_header(path)
+    count = given.metadata.get("split.count", 0)
+    if not isinstance(count, int) or count < 2:
+        return given
+    match = PART.fullmatch(path.name)
+    if match is None or int(match["count"]) != count:
+        raise CheckpointError(
+            f"{path}: is one of {count} parts of a model, but its name does not say which. Give the parts their names "
+            f"back, NAME-00001-of-{count:05}.gguf and so on, in one folder."
+        )
+    paths = [path.with_name(name) for name in part_names(path.name)]
+    missing = [own.name for own in paths if not own.is_file()]
+    if missing:
+        raise CheckpointError(
+            f"{path}: {len(missing)} of {count} parts of the model are missing: {', '.join(missing[:4])}"
+            f"{', …' if len(missing) > 4 else ''}. Download them into the same folder."
+        )
+    parts = [given if own == path else read_header(own) for own in paths]
+    tensors: dict[str, TensorInfo] = {}
+    for number, part in enumerate(parts):
+        placed = (part.metadata.get("split.no"), part.metadata.get("split.count"))
+        if placed != (number, count) or tensors.keys() & part.tensors.keys():
+            raise CheckpointError(
+                f"{part.path}: is not part {number + 1} of {count} of the model that the other files beside it hold. "
+                "Download it again."
+            )
+        tensors |= part.tensors
+    promised = parts[0].metadata.get("split.tensors.count", len(tensors))
+    if promised != len(tensors):
+        raise CheckpointError(
+            f"{parts[0].path}: its {count} parts hold {len(tensors)} tensors, not {promised} as it says: they do not "
+            "belong together. Download them again."
+        )
+    return replace(parts[0], tensors=tensors, files=tuple(paths))

@@ -105,7 +105,6 @@ class Order:
     """An order of rows that differs from Hugging Face's: as [outer, ..., inner, width], with two axes swapped there."""
 
     outer: int = 1
-    """Length of the outer axis."""
     inner: int
     """Length of the inner one of the axes that are swapped."""
     width: int = 1
@@ -113,10 +112,8 @@ class Order:
     first: int = 0
     """The first row that it concerns."""
     columns: bool = False
-    """Whether it is that of columns."""
 
     def undone(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The rows in Hugging Face's order."""
         import torch
 
         rows = tensor.T if self.columns else tensor
@@ -130,20 +127,16 @@ class GgufTensor:
     """A tensor of a GGUF file as a Hugging Face checkpoint holds it."""
 
     info: TensorInfo
-    """Its location and type."""
     order: Order | None = None
     """Its order of rows; None: the usual one."""
     convolves: bool = False
-    """Whether it is the weight of a convolution."""
 
     @property
     def path(self) -> Path:
-        """The file."""
         return self.info.path
 
     @property
     def name(self) -> str:
-        """Its name in the file."""
         return self.info.name
 
     @property
@@ -154,7 +147,6 @@ class GgufTensor:
 
     @property
     def dtype(self) -> str:
-        """Its type, `Q4_K`."""
         return self.info.kind
 
     def check_readable(self) -> None:
@@ -170,7 +162,6 @@ class GgufTensor:
             )
 
     def rows(self, first: int, count: int) -> GgufTensor:
-        """Rows of the tensor as a matrix: all dimensions but the last count rows."""
         row = self.info.size // max(1, math.prod(self.shape[:-1]))
         info = replace(
             self.info, shape=(count, self.shape[-1]), offset=self.info.offset + first * row, size=count * row
@@ -204,7 +195,6 @@ class GgufTensor:
         return whole if self.order is None else self.order.undone(whole)
 
     def _mapped(self) -> np.memmap[tuple[int, ...], np.dtype[np.uint8]]:
-        """Its bytes."""
         try:
             if self.path.stat().st_size < self.info.offset + self.info.size:
                 raise CheckpointError(f"{self.path}: ends within the tensor '{self.name}'. {DOWNLOAD_AGAIN}")

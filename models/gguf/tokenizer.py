@@ -1,30 +1,206 @@
 """The tokenizer of a GGUF file as the tokenizer.json and tokenizer_config.json of Hugging Face's format.
 
 Four kinds exist in models of the supported architectures: byte-level BPE (`gpt2`), sentencepiece's BPE, which merges
-by scores (`llama`) or by a list (`gemma4`), and sentencepiece's Unigram (`t5`).
+by scores (`llama`) or by a list (`gemma4`), and sentencepiece's Unigram (`t5`). A file has no tokenizer.json, but the
+name that llama.cpp assigned to each way of splitting texts; `PRE_TOKENIZERS` has the corresponding settings of the
+models' tokenizer.json, in which each further expression splits the pieces of the previous ones.
+
+Source: src/llama-vocab.cpp of llama.cpp (names and expressions) and the models' own tokenizer.json.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from models.errors import CheckpointError, UnsupportedModelError
 from models.families.fields import Fields
 from models.foreign import panics_raised
 from models.gguf.header import Header
-from models.gguf.pretokenizers import PRE_TOKENIZERS, PreTokenizer
-from models.gguf.vocabulary import UNKNOWN, Vocabulary, list_of, read_vocabulary
-from models.sound_tokenizer import check_sound
+from models.plain_tokenizer import check_sound
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreTokenizer:
+    """A way of splitting texts, with the other settings that its name implies."""
+
+    patterns: tuple[str, ...] = ()
+    """Expressions whose matches are pieces, and so is what lies between."""
+    gpt2: bool = False
+    """Whether GPT-2's expression cuts last."""
+    nfc: bool = False
+    """Whether the text is brought into Unicode's composed form first."""
+    ignore_merges: bool = False
+    """Whether a piece that is a token is not merged from its bytes."""
+    add_bos: bool = False
+    """Whether texts begin with the beginning-of-sequence token where the file does not say."""
+
+
+_CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+_SIGNS = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
+_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_LLAMA3 = rf"{_CONTRACTIONS}|{_WORD}|\p{{N}}{{1,3}}|{_SIGNS}|{_SPACES}"
+_QWEN2 = rf"{_CONTRACTIONS}|{_WORD}|\p{{N}}|{_SIGNS}|{_SPACES}"
+_SEED_CODER = rf"{_CONTRACTIONS}|{_WORD}|\p{{N}}{{1}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_SPACES}"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_CASED = (rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+", rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*")
+_SIGNS_AND_SLASHES = r" ?[^\s\p{L}\p{N}]+[\r\n/]*"
+_TEKKEN = rf"{_CASED[0]}|{_CASED[1]}|\p{{N}}|{_SIGNS_AND_SLASHES}|{_SPACES}"
+_GPT_4O = rf"{_CASED[0]}{_CONTRACTIONS}?|{_CASED[1]}{_CONTRACTIONS}?|\p{{N}}{{1,3}}|{_SIGNS_AND_SLASHES}|{_SPACES}"
+_DEEPSEEK_V3_WORD = r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
+_DEEPSEEK_V3 = (r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+", rf"{_DEEPSEEK_V3_WORD}| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACES}")
+_DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}")
+
+_GPT2 = PreTokenizer(gpt2=True)
+_DIGITS = PreTokenizer(patterns=(r"\p{N}",), gpt2=True)
+
+PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
+    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "granite-docling"), _GPT2),
+    **dict.fromkeys(("a.x-4.0", "mellum", "exaone4"), _GPT2),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), _DIGITS),
+    **dict.fromkeys(
+        ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "midm-2.0", "lfm2"),
+        PreTokenizer(patterns=(_LLAMA3,), ignore_merges=True, add_bos=True),
+    ),
+    **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe", "glm4"), PreTokenizer(patterns=(_LLAMA3,))),
+    "qwen2": PreTokenizer(patterns=(_QWEN2,), nfc=True),
+    **dict.fromkeys(("deepseek-r1-qwen", "kormo", "megrez", "stablelm2"), PreTokenizer(patterns=(_QWEN2,))),
+    "seed-coder": PreTokenizer(patterns=(_SEED_CODER,)),
+    "tekken": PreTokenizer(patterns=(_TEKKEN,), ignore_merges=True, add_bos=True),
+    **dict.fromkeys(("gpt-4o", "llama4", "kanana2"), PreTokenizer(patterns=(_GPT_4O,))),
+    "deepseek-coder": PreTokenizer(patterns=_DEEPSEEK_CODER),
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "joyai-llm"), PreTokenizer(patterns=_DEEPSEEK_V3)),
+    "viking": PreTokenizer(patterns=(r" ?[^(\s|.,!?…。，、।۔،)]+", r"\p{N}")),
+}
+"""The known ways of splitting texts, by the value of `tokenizer.ggml.pre`."""
+
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
+"""Types of tokens, by the values of `tokenizer.ggml.token_type`."""
+ENDS = frozenset(
+    {
+        *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|end_of_text|>", "<|endoftext|>", "</s>"),
+        *("<EOT>", "<end_of_turn>", "<|return|>", "[EOT]", "<turn|>"),
+    }
+)
+"""Special tokens that end an answer in every model that has them; a file names only one or two of them."""
+
+_REMEDY = "Take another conversion of the model."
+_MAX_TOKENS = 1 << 22
+"""The longest list of what belongs to tokens: their texts, types, scores or merges."""
+NAMED = {
+    "bos_token": "bos_token_id",
+    "eos_token": "eos_token_id",
+    "unk_token": "unknown_token_id",
+    "sep_token": "seperator_token_id",
+    "pad_token": "padding_token_id",
+    "mask_token": "mask_token_id",
+}
+"""Keys of the ids of special tokens, by the names that templates and Hugging Face's format have for them. One is
+spelled so in the format."""
+_USED = ("bos_token", "eos_token")
+"""Those without which texts would be read or ended wrongly; the others may have any number."""
+_ENDING = ("eos_token_id", "eot_token_id", "eom_token_id")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vocabulary:
+    """The tokens of a file."""
+
+    tokens: tuple[str, ...]
+    """Text of each token by its id."""
+    types: tuple[int, ...]
+    named: Mapping[str, str]
+    """Text of the special tokens that have a name, `bos_token` and so on."""
+
+    @property
+    def special(self) -> list[str]:
+        """Tokens that stand for no text, by their ids."""
+        named = set(self.named.values())
+        return [
+            token
+            for token, kind in zip(self.tokens, self.types, strict=True)
+            if kind in (UNKNOWN, CONTROL) or token in named
+        ]
+
+    @property
+    def user_defined(self) -> list[str]:
+        """Tokens that stand for their text wherever it occurs, and are no special ones."""
+        named = set(self.named.values())
+        return [
+            token
+            for token, kind in zip(self.tokens, self.types, strict=True)
+            if kind == USER_DEFINED and token not in named
+        ]
+
+    @property
+    def ids(self) -> dict[str, int]:
+        """Ids by text; of tokens with the same text the first."""
+        return {token: index for index, token in reversed(list(enumerate(self.tokens)))}
+
+
+def read_vocabulary(header: Header) -> Vocabulary:
+    """Read the tokens of a file."""
+    tokens = list_of(header, "tokens", str)
+    types = list_of(header, "token_type", int, default=[NORMAL] * len(tokens))
+    if len(types) != len(tokens):
+        raise CheckpointError(
+            f"{header.path}: has {len(tokens)} tokens and {len(types)} types of tokens. They do not belong together. "
+            f"{_REMEDY}"
+        )
+    fields = _fields(header)
+    named: dict[str, str] = {}
+    for name, key in NAMED.items():
+        full = f"tokenizer.ggml.{key}"
+        for index in fields.token_ids(full) if name in _USED else [header.metadata.get(full)]:
+            if type(index) is int and 0 <= index < len(tokens):
+                named[name] = tokens[index]
+            elif name in _USED:
+                raise fields.wrong(full, index, f"the number of one of {len(tokens)} tokens")
+    return Vocabulary(tokens=tuple(tokens), types=tuple(types), named=named)
+
+
+def ends_of_generation(header: Header, vocabulary: Vocabulary) -> tuple[int, ...]:
+    """Ids of the tokens that end an answer: those that the file names, and those with that meaning in every model."""
+    fields = _fields(header)
+    said = [index for key in _ENDING for index in fields.token_ids(f"tokenizer.ggml.{key}")]
+    known = [
+        index
+        for index, (token, kind) in enumerate(zip(vocabulary.tokens, vocabulary.types, strict=True))
+        if token in ENDS and kind in (CONTROL, USER_DEFINED)
+    ]
+    return tuple(dict.fromkeys(index for index in (*said, *known) if index < len(vocabulary.tokens)))
+
+
+def list_of(header: Header, key: str, kind: type, default: list[Any] | None = None) -> list[Any]:
+    """A list of the tokenizer's metadata.
+
+    Args:
+        header: The file's.
+        key: Its key after `tokenizer.ggml.`.
+        kind: Type of its values.
+        default: What an absent one means; None: it must be there.
+    """
+    full = f"tokenizer.ggml.{key}"
+    value = header.metadata.get(full, default)
+    if value is None:
+        raise CheckpointError(f"{header.path}: has no tokenizer ('{full}' is missing). {_REMEDY}")
+    if not isinstance(value, list | memoryview) or len(value) > _MAX_TOKENS:
+        raise _fields(header).wrong(full, value, f"a list of {kind.__name__}, at most {_MAX_TOKENS:,}")
+    if not all(isinstance(entry, kind) for entry in value):
+        raise _fields(header).wrong(full, value, f"a list of {kind.__name__}")
+    return list(value)
+
+
 TOKENIZER = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 
-_REMEDY = "Take another conversion of the model."
 _SPACE = "▁"
 """Sentencepiece's character for a space."""
 _KINDS = ("gpt2", "llama", "gemma4", "t5")
@@ -85,7 +261,6 @@ def tokenizer_files(header: Header) -> dict[str, bytes]:
 
 
 def _made(header: Header, vocabulary: Vocabulary, kind: str) -> Tokenizer:
-    """The tokenizer of a file."""
     if kind == "gpt2":
         tokenizer, begins, ends = _byte_level(header, vocabulary)
     elif kind in ("llama", "gemma4"):
@@ -111,12 +286,6 @@ def _byte_level(header: Header, vocabulary: Vocabulary) -> tuple[Tokenizer, bool
 
 
 def cutter(way: PreTokenizer, *, space: bool) -> tuple[Any, Any]:
-    """Normalizer, or None, and pre-tokenizer of a way of splitting texts.
-
-    Args:
-        way: One of `PRE_TOKENIZERS`.
-        space: Whether a text gets a space in front.
-    """
     from tokenizers import Regex, normalizers, pre_tokenizers
 
     cuts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in way.patterns]
@@ -204,7 +373,6 @@ def _scores(header: Header, vocabulary: Vocabulary) -> list[float]:
 
 
 def _unknown(vocabulary: Vocabulary) -> str | None:
-    """The token for text outside the vocabulary."""
     if "unk_token" in vocabulary.named:
         return vocabulary.named["unk_token"]
     return next((t for t, kind in zip(vocabulary.tokens, vocabulary.types, strict=True) if kind == UNKNOWN), None)
@@ -224,7 +392,6 @@ def _add_tokens(tokenizer: Tokenizer, header: Header, vocabulary: Vocabulary, ki
 
 
 def _enclose(tokenizer: Tokenizer, vocabulary: Vocabulary, begins: bool, ends: bool) -> None:
-    """Add special tokens at the beginning and end of texts."""
     from tokenizers import processors
 
     begin = vocabulary.named.get("bos_token") if begins else None

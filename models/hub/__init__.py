@@ -6,9 +6,8 @@ A file in transit is `blobs/<digest>.incomplete`; the next run asks for the rest
 """
 
 from models.hub.cache import cached
-from models.hub.names import is_hub_name
-from models.hub.single import cached_file, pull_file
-from models.hub.snapshot import pull
+from models.hub.listing import is_hub_name
+from models.hub.snapshot import cached_file, pull, pull_file
 from models.hub.transport import Policy
 
 __all__ = ["Policy", "cached", "cached_file", "is_hub_name", "pull", "pull_file"]

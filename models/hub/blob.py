@@ -24,14 +24,13 @@ class DamagedError(Exception):
 
 
 class Partial:
-    """The downloaded part of a file, in `blobs/<digest>.incomplete`. A context manager."""
+    """The downloaded part of a file, in `blobs/<digest>.incomplete`. A context manager.
+
+    What touches the file raises a StoreError where the system refuses.
+    """
 
     def __init__(self, path: Path, file: RemoteFile) -> None:
-        """Open or create it.
-
-        Raises:
-            StoreError: a file operation failed.
-        """
+        """Open or create it."""
         self.path = path
         self.position = 0
         """Number of bytes on disk that are included in the checksum."""
@@ -48,15 +47,7 @@ class Partial:
         self._file.close()
 
     def take_up(self, found: Callable[[int], None], pause: Callable[[], None]) -> None:
-        """Read the part that an earlier run left; discard it if it is too long.
-
-        Args:
-            found: Receives the number of bytes after each piece.
-            pause: Called before each piece; raises to stop.
-
-        Raises:
-            StoreError: a file operation failed.
-        """
+        """Read the part that an earlier run left; discard it if it is too long."""
         with explained(f"cannot read {self.path}"):
             if os.fstat(self._file.fileno()).st_size > self._listed.size:
                 self._file.truncate(0)
@@ -84,11 +75,7 @@ class Partial:
                 view = view[written:]
 
     def restart(self) -> None:
-        """Discard the content.
-
-        Raises:
-            StoreError: a file operation failed.
-        """
+        """Discard the content."""
         with explained(f"cannot write {self.path}"):
             self._file.seek(0)
             self._file.truncate(0)
@@ -214,7 +201,6 @@ class BlobDownload:
             raise Interrupted(f"the connection was cut at {bytes_text(partial.position)}")
 
     def _check_version(self, head: Head, partial: Partial) -> None:
-        """Check that the hub still has the listed content."""
         promised = (head.linked_etag or "").removeprefix("W/").strip('"')
         if promised and promised != self._file.digest:
             partial.discard()
@@ -224,7 +210,6 @@ class BlobDownload:
             )
 
     def _place(self, head: Head, partial: Partial) -> None:
-        """Seek to the position of a response's body."""
         if head.status == 200:
             if partial.position:
                 self._restart(partial)

@@ -17,10 +17,19 @@ from pathlib import Path
 
 from models.errors import CheckpointError, StoreError
 from models.files import replacing
-from models.gguf_files import choose
-from models.hub.listing import CONFIG, INDEX, SINGLE, Listing, RemoteFile, shards_of
+from models.gguf.header import choose
+from models.hub.listing import (
+    CONFIG,
+    INDEX,
+    SINGLE,
+    Listing,
+    RemoteFile,
+    check_revision,
+    is_commit,
+    shards_of,
+    split_name,
+)
 from models.hub.meter import bytes_text
-from models.hub.names import check_revision, is_commit, split_name
 from models.hub.transport import stop_if
 from models.progress import Cancelled, never_cancelled
 from models.store.durable import explained, sync_folder
@@ -71,11 +80,9 @@ class RepositoryCache:
         self._locks = root / ".locks" / folder
 
     def blob(self, file: RemoteFile) -> Path:
-        """The path of a file's content, once it is complete."""
         return self.folder / "blobs" / file.digest
 
     def partial(self, file: RemoteFile) -> Path:
-        """The path of a file's content while it is downloaded."""
         return self.folder / "blobs" / (file.digest + INCOMPLETE)
 
     def pointer(self, commit: str, file: RemoteFile) -> Path:
@@ -83,7 +90,6 @@ class RepositoryCache:
         return self.snapshot(commit) / file.name
 
     def snapshot(self, commit: str) -> Path:
-        """The folder of a commit's files."""
         return self.folder / "snapshots" / commit
 
     def holds(self, commit: str, file: RemoteFile) -> bool:
@@ -97,9 +103,6 @@ class RepositoryCache:
 
         Returns:
             Whether there was one.
-
-        Raises:
-            StoreError: the system refuses.
         """
         damaged = [
             path
@@ -139,11 +142,7 @@ class RepositoryCache:
         return folder if all((folder / name).is_file() for name in weights) else None
 
     def prepare(self) -> None:
-        """Make the folders.
-
-        Raises:
-            StoreError: the system refuses.
-        """
+        """Make the folders."""
         with explained(f"cannot write to the Hugging Face cache {self.root}"):
             for folder in (self._locks, self.folder / "blobs", self.folder / "snapshots"):
                 folder.mkdir(parents=True, exist_ok=True)
@@ -162,18 +161,13 @@ class RepositoryCache:
         free = shutil.disk_usage(self.folder).free
         if need and need + _SPARE_BYTES > free:
             raise StoreError(
-                f"{bytes_text(need)} are still to come, and the disk of {self.root} has {bytes_text(free)} free: make "
-                "room, or set HF_HOME to a folder on another disk."
+                f"{bytes_text(need)} are still to come, {bytes_text(_SPARE_BYTES)} must stay free, and the disk of "
+                f"{self.root} has {bytes_text(free)} free: make room, or set HF_HOME to a folder on another disk."
             )
 
     @contextmanager
     def lock(self, key: str, cancelled: Cancelled, waiting: Callable[[], None]) -> Iterator[None]:
-        """Hold huggingface_hub's own lock of a blob against huggingface_hub and other runs of this program.
-
-        Raises:
-            CancelledError: `cancelled` returned True while waiting.
-            StoreError: locking failed.
-        """
+        """Hold huggingface_hub's own lock of a blob against huggingface_hub and other runs of this program."""
         path = self._locks / f"{key}.lock"
         with ExitStack() as stack:
             while not self._acquired(path, stack):
@@ -202,9 +196,6 @@ class RepositoryCache:
             files: All files of the checkpoint.
             revision: The requested revision.
             fresh: Digests of the blobs that this run made; without links these are moved instead of copied.
-
-        Raises:
-            StoreError: a file operation failed.
         """
         folder = self.snapshot(listing.commit)
         draft = self.folder / _DRAFT
@@ -265,7 +256,6 @@ class RepositoryCache:
 
 
 def is_intact(path: Path, file: RemoteFile) -> bool:
-    """Whether a file exists and matches its listed checksum."""
     if _size(path) != file.size:
         return False
     try:

@@ -38,11 +38,9 @@ class Meter:
 
     @property
     def done(self) -> int:
-        """Number of bytes on disk."""
         return self._done
 
     def begin(self, file: str) -> None:
-        """Set the current file."""
         self._file = file
 
     def found(self, count: int) -> None:
@@ -51,7 +49,6 @@ class Meter:
         self._report()
 
     def received(self, count: int) -> None:
-        """Count downloaded bytes."""
         self._done += count
         self._received += count
         self._report()
@@ -61,7 +58,6 @@ class Meter:
         self._done -= count
 
     def note(self, message: str) -> None:
-        """Report at once, with a message instead of the speed."""
         self._send(message)
 
     def finish(self) -> None:
@@ -102,6 +98,12 @@ def bytes_text(count: float) -> str:
         unit += 1
     digits = 2 if count < 9.995 else 1 if count < 99.95 else 0
     return f"{count:.{digits}f} {_UNITS[unit]}"
+
+
+def free_text(free: int, needed: int) -> str:
+    """What is free, beside what is needed: `4.97 GB`, or `12 kB less` where both would read the same."""
+    text = bytes_text(free)
+    return text if text != bytes_text(needed) else f"{bytes_text(needed - free)} less"
 
 
 def duration_text(seconds: float) -> str:

@@ -7,6 +7,7 @@ and hashes and writes while the next bytes arrive.
 from __future__ import annotations
 
 import queue
+import re
 import socket
 import threading
 import time
@@ -40,11 +41,9 @@ class Policy:
     """Timeouts and retries."""
 
     connect_s: float = 10.0
-    """Timeout of a connection attempt, in seconds."""
     stall_s: float = 30.0
     """A connection without data for this many seconds is replaced by a new one."""
     first_attempts: int = 3
-    """Number of attempts to reach the hub at all."""
     attempts: int = 10
     """Number of consecutive attempts without a new byte, once a download has started."""
     first_delay_s: float = 0.5
@@ -96,7 +95,6 @@ class Retries:
         self._failures = 0
 
     def progressed(self) -> None:
-        """Reset the count after progress."""
         self._failures = 0
 
     def failed(self, error: Interrupted, what: str) -> None:
@@ -133,7 +131,9 @@ class Transport:
         import httpx
 
         if urlsplit(endpoint).scheme not in _DEFAULT_PORTS or not urlsplit(endpoint).hostname:
-            raise HubError(f"HF_ENDPOINT is {endpoint!r}: give the hub's address, as in https://huggingface.co.")
+            raise HubError(
+                f"HF_ENDPOINT is {without_login(endpoint)!r}: give the hub's address, as in https://huggingface.co."
+            )
         self.endpoint = endpoint.rstrip("/")
         self.policy = policy
         self.cancelled = cancelled
@@ -232,12 +232,7 @@ class Exchange:
             raise
 
     def pieces(self) -> Iterator[bytes]:
-        """The pieces of the body; the caller checks that it is complete.
-
-        Raises:
-            Interrupted: the network failed.
-            CancelledError: `cancelled` returned True.
-        """
+        """The pieces of the body; the caller checks that it is complete."""
         while isinstance(piece := self._take(), bytes):
             yield piece
 
@@ -294,7 +289,7 @@ class Exchange:
         except HubError as error:
             outcome = error
         except (httpx.HTTPError, httpx.StreamError, httpx.InvalidURL, OSError, ValueError) as error:
-            outcome = explained(error, urlsplit(self._url).netloc)
+            outcome = explained(error, urlsplit(without_login(self._url)).netloc)
         finally:
             self._put(outcome)
 
@@ -311,29 +306,32 @@ class Exchange:
             if urlsplit(target).scheme not in _DEFAULT_PORTS or (
                 self._url.startswith("https:") and not target.startswith("https:")
             ):
-                raise HubError(f"{urlsplit(self._url).netloc} leads to an address that is not safe to follow.")
+                host = urlsplit(without_login(self._url)).netloc
+                raise HubError(f"{host} leads to an address that is not safe to follow.")
             if origin(target) != origin(self._url):
                 headers.pop("authorization", None)
             self._url = target
-        raise HubError(f"{self._endpoint} redirects without end; is HF_ENDPOINT right?")
+        raise HubError(f"{without_login(self._endpoint)} redirects without end; is HF_ENDPOINT right?")
 
 
 def stop_if(cancelled: Cancelled) -> None:
-    """Raise `CancelledError` if `cancelled` returns True."""
     if cancelled():
         raise CancelledError(
             "the download was stopped; what has come so far is kept, and the same command continues it"
         )
 
 
+def without_login(url: str) -> str:
+    """An address without user name and password, for messages."""
+    return re.sub(r"//[^/?#]*@", "//", url)
+
+
 def origin(url: str) -> tuple[str, str, int]:
-    """Scheme, host and port of an address."""
     parts = urlsplit(url)
     return parts.scheme, (parts.hostname or "").lower(), parts.port or _DEFAULT_PORTS.get(parts.scheme, 0)
 
 
 def raise_if_transient(head: Head) -> None:
-    """Raise `Interrupted` for a response that a retry may change."""
     asked = head.headers.get("retry-after", "")
     retry_after_s = float(asked) if asked.isascii() and asked.isdigit() else None
     if head.status in _TRANSIENT_STATUS or head.status >= 500:
@@ -344,7 +342,6 @@ def raise_if_transient(head: Head) -> None:
 
 
 def explained(error: Exception, host: str) -> Interrupted | HubError:
-    """The error for a network failure, with a short description."""
     import httpx
 
     text = str(error) or type(error).__name__

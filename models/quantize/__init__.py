@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from models.needed import MAKING, check_needed
+from models.errors import MAKING, check_needed
 from models.progress import Cancelled, ProgressCallback, ignore_progress, never_cancelled
 from models.recipe import Recipe
 from models.store import Store, StoredModelInfo
@@ -41,8 +41,8 @@ def quantize(
         name: Its name; derived from the folder and the recipe if None.
         calibration: Text for the statistics of salient channels and for the method; up to 2048 tokens of it are used,
             8192 where the method needs it. Round-to-nearest of whole bits without residuals needs none.
-        evaluation: Text for the perplexities before and after, as a chat gets them (`models.quantize.chat`); up to 1024
-            tokens of it are used. None measures none.
+        evaluation: Text for the perplexities before and after, as a chat gets them (`models.quantize.quality`); up to
+            1024 tokens of it are used. None measures none.
         force: Whether to replace a model of that name.
         progress: Receives reports.
         cancelled: Whether to stop; called between pieces of work.

@@ -27,7 +27,7 @@ from models.checkpoint import Checkpoint
 from models.errors import QuantizationError
 from models.oracle import Oracle, capped
 from models.quantize.streams import Batches
-from models.quantizers import rtn
+from models.quantizers.groups import rtn
 from models.recipe import LARGEST_BITS, SMALLEST_BITS, Recipe
 from models.spec import LAYER_TYPES, ModelSpec
 
@@ -71,12 +71,7 @@ def allocate(
 
 
 def most_sensitive(sensitivity: Sequence[float] | npt.NDArray[np.float64], bits: float) -> tuple[int, ...]:
-    """4 bits for the blocks with the largest sensitivities, the earlier of equals; 3 for the others.
-
-    Args:
-        sensitivity: Of every block.
-        bits: The average wanted, 3 to 4.
-    """
+    """4 bits for the blocks with the largest sensitivities, the earlier of equals; 3 for the others."""
     blocks = len(sensitivity)
     order = sorted(range(blocks), key=lambda block: (-sensitivity[block], block))
     chosen = set(order[: _large_blocks(bits, blocks)])
@@ -118,13 +113,11 @@ def divergences(
 
 
 def _large_blocks(bits: float, blocks: int) -> int:
-    """Number of blocks that get 4 bits."""
     exact = (bits - SMALLEST_BITS) * blocks
     return min(blocks, math.floor(round(exact, 6) + 0.5))
 
 
 def _token_limit(spec: ModelSpec) -> int:
-    """Tokens for which time and memory suffice."""
     fitting = STATES_BYTES // (4 * (spec.num_layers + 1) * carried.carried_width(spec))
     weights = sum(math.prod(spec.linear_shape(kind)) * spec.products(kind) for kind in LAYER_TYPES)
     affordable = int(MAX_WORK / (weights * (spec.num_layers + 1) / 2))
@@ -240,7 +233,6 @@ class _CoarseBlock:
 
     @property
     def spec(self) -> ModelSpec:
-        """The architecture."""
         return self._checkpoint.spec
 
     def vector(self, name: str) -> torch.Tensor:
@@ -255,7 +247,7 @@ class _CoarseBlock:
         try:
             for start in range(0, len(weight), step):
                 rows = weight[start : start + step].to(torch.float32).numpy()
-                codes = rtn.quantize(rows, SMALLEST_BITS, self._group_size)
+                codes = rtn(rows, SMALLEST_BITS, self._group_size)
                 rounded[start : start + step] = torch.from_numpy(codes.dequantize())
         except QuantizationError as error:
             raise QuantizationError(f"{name}: {error}") from error
@@ -266,5 +258,4 @@ class _CoarseBlock:
         return self._checkpoint.embedding()
 
     def token_rows(self, tokens: torch.Tensor, layer: int) -> torch.Tensor:
-        """Rows of a block's own embedding table."""
         return self._checkpoint.token_rows(tokens, layer)

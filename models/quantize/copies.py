@@ -4,7 +4,7 @@ Beside the untouched model there is one copy for every type of a block's linear 
 the layers of its type are low-bit, with so many salient channels compensated, and everything else is in full precision.
 How far its next-token distribution is from the untouched model's (KL divergence) is what the type loses. Added up, such
 losses predict the loss of the whole low-bit model within a few percent, even if types are compensated differently, so
-the tuner can weigh them against time (`docs/decisions.md` has the measurement).
+the tuner can weigh them against time (`docs/decisions/tuner.md` has the measurement).
 
 The head comes last, so its losses need no copies: the untouched model's states meet its low-bit weights.
 """
@@ -25,8 +25,7 @@ from models.oracle import Oracle
 from models.packed import PackedLinear, rows_of
 from models.packing import RUN
 from models.quantize.allocation import Divergence
-from models.quantize.lowered import LoweredLinear
-from models.quantize.precision import fast_products
+from models.quantize.lowered import LoweredLinear, fast_products
 from models.quantize.streams import Batches, normed
 from models.spec import LAYER_TYPES
 
@@ -71,15 +70,7 @@ def start(checkpoint: Checkpoint, windows: Batches) -> Batches:
 def advance(
     oracle: Oracle, layer: int, linears: Mapping[str, LoweredLinear], copies: Batches, watch: Callable[[], None]
 ) -> None:
-    """Pass all copies through a block, in place.
-
-    Args:
-        oracle: Has the block in full precision, as it was quantized.
-        layer: Which block.
-        linears: Its low-bit linear layers.
-        copies: What `start` made.
-        watch: Called now and then; may raise to stop.
-    """
+    """Pass all copies through a block, in place."""
     if not copies:
         return
     untouched = torch.stack([states[0] for states in copies])  # [B, S, C]

@@ -23,7 +23,7 @@ import torch
 from models.checkpoint import Checkpoint
 from models.errors import QuantizationError, StoreError
 from models.oracle import Oracle, capped
-from models.quantize.streams import Batches
+from models.quantize.streams import Batches, normed
 from models.quantize.work import Work
 from models.spec import LAYER_TYPES, ModelSpec
 from models.store.durable import write_file
@@ -44,10 +44,6 @@ def sensitivities(checkpoint: Checkpoint, windows: Batches, work: Work, watch: C
         windows: int64 [B, S] token windows of the calibration text, S >= 2.
         work: The work folder, which may have results of a killed run.
         watch: Called with the share that is done; may raise to stop.
-
-    Raises:
-        QuantizationError: an activation or a gradient is NaN or infinite.
-        StoreError: a disk operation failed.
     """
     run = _Run(checkpoint, windows, work, watch)
     layers = checkpoint.spec.num_layers
@@ -65,11 +61,7 @@ def sensitivities(checkpoint: Checkpoint, windows: Batches, work: Work, watch: C
 
 
 def load(work: Work, name: str) -> npt.NDArray[np.float16]:
-    """Sensitivities of a linear layer, float16 [N, K] mapped from its file; the largest of every row is 1.
-
-    Raises:
-        StoreError: they are missing or damaged.
-    """
+    """Sensitivities of a linear layer, float16 [N, K] mapped from its file; the largest of every row is 1."""
     array: npt.NDArray[np.float16] = MappedTensors(_path(work, _owner(name)))[name]
     return array
 
@@ -107,7 +99,6 @@ class _Run:
         self._total = (_BACKWARD + 1) * self.spec.num_layers + self._head_cost
 
     def missing(self) -> list[str]:
-        """Whose sensitivities are not there yet."""
         owners = [*(f"{layer:05d}" for layer in range(self.spec.num_layers)), "head"]
         return [owner for owner in owners if not _readable(_path(self.work, owner))]
 
@@ -116,7 +107,6 @@ class _Run:
         return next((layer for layer in layers if _readable(self._states(kind, layer))), None)
 
     def clean(self) -> None:
-        """Remove everything but the sensitivities."""
         for kind in (_INPUT, _GRADIENT):
             for path in self.work.folder.glob(f"{kind}-*"):
                 path.unlink(missing_ok=True)
@@ -138,12 +128,11 @@ class _Run:
             self._save(_INPUT, layer + 1, states)
 
     def head(self) -> None:
-        """Sensitivities of the head, and the gradient by the output of the last block."""
         layers = self.spec.num_layers
         states = self._load(_INPUT, layers)
         norm = self.checkpoint.vector("norm")
         head = _Head(
-            torch.cat([_normed(x[:, :-1], norm, self.spec.norm_eps).flatten(0, 1) for x in states]),
+            torch.cat([normed(x[:, :-1], norm, self.spec.norm_eps).flatten(0, 1) for x in states]),
             torch.cat([tokens[:, 1:].flatten() for tokens in self.windows]),
             self.checkpoint.linear("head")[0],
             lambda share: self._report(layers + share * self._head_cost),
@@ -156,7 +145,7 @@ class _Run:
         for x in states:
             count = x.shape[0] * (x.shape[1] - 1)
             x.requires_grad_()
-            y = _normed(x[:, :-1], norm, self.spec.norm_eps)
+            y = normed(x[:, :-1], norm, self.spec.norm_eps)
             (gradient,) = torch.autograd.grad(y, x, head.gradient[start : start + count].view_as(y))
             gradients.append(gradient)
             start += count
@@ -164,7 +153,6 @@ class _Run:
         self._states(_INPUT, layers).unlink()
 
     def backward(self, layer: int) -> None:
-        """Sensitivities of a block, and the gradient by its input."""
         layers = self.spec.num_layers
         states, gradients = self._load(_INPUT, layer), self._load(_GRADIENT, layer + 1)
         names = [f"layers.{layer}.{kind}" for kind in LAYER_TYPES]
@@ -270,13 +258,7 @@ def _relative(sums: torch.Tensor, name: str) -> npt.NDArray[np.float16]:
     return shares
 
 
-def _normed(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """RMSNorm. [..., C] -> the same."""
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
-
-
 def _readable(path: Path) -> bool:
-    """Whether a file is there whole."""
     try:
         MappedTensors(path)
     except StoreError:

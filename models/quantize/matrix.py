@@ -10,15 +10,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from models.calibration import InputStatistics
 from models.errors import QuantizationError
 from models.packed import PackedLinear, PackedResidual
 from models.packing import RUN, pack, packed_width
+from models.quantize.calibration import InputStatistics
 from models.quantizers import Codes, quantizer
-from models.quantizers.codebook import CodebookCodes
 from models.quantizers.groups import FloatArray
 from models.quantizers.progressive import ProgressiveCodes, Rounding
 from models.quantizers.residual import quantize_residual
+from models.quantizers.squeezellm import CodebookCodes
 from models.recipe import Recipe
 from models.store.tensors import Array
 from models.threads import each
@@ -98,9 +98,6 @@ class MatrixQuantizer:
 
         Returns:
             Ŵ of those rows, float32 [n, K], and R as it is stored, float32 [n, K], or None.
-
-        Raises:
-            QuantizationError: a weight is NaN or infinite, or out of range.
         """
         try:
             found = self._quantize(weight, rows, self.bits, self._group_size)
@@ -147,7 +144,6 @@ class MatrixQuantizer:
         return quantized.dequantize()
 
     def finish(self, bias: torch.Tensor | None) -> PackedLinear:
-        """The finished layer, as a backend would receive it."""
         statistics = self._statistics
         keep = self.recipe.residual_bits > 0
         residual = None
@@ -174,7 +170,6 @@ class MatrixQuantizer:
 
 
 def _part(found: Codes, rows: slice) -> Codes:
-    """Some rows of the result of a base method."""
     whole: Any = found
     arrays = {field.name: getattr(whole, field.name) for field in fields(whole)}
     part: Codes = replace(
@@ -223,7 +218,6 @@ def quantize_matrix(
 
 
 def stored_tensors(linear: PackedLinear) -> dict[str, Array]:
-    """A linear layer's arrays under the names they are stored by."""
     residual = linear.residual
     arrays: dict[str, Array | None] = {
         "codes": linear.codes,

@@ -11,15 +11,14 @@ import numpy.typing as npt
 import torch
 
 from models import per_token
-from models.calibration import InputStatistics
 from models.checkpoint import Checkpoint
 from models.errors import QuantizationError
 from models.oracle import capped
 from models.packed import PackedLinear
-from models.quantize.chat import Layout, trials
-from models.quantize.lowered import salient
+from models.quantize.calibration import InputStatistics
+from models.quantize.lowered import fast_products, salient
 from models.quantize.matrix import MatrixQuantizer, stored_tensors
-from models.quantize.precision import fast_products
+from models.quantize.quality import Layout, trials
 from models.quantize.scales import sample, search
 from models.quantize.streams import Batches, Streams, normed
 from models.quantizers import SCALED, SECOND_MOMENTS
@@ -35,9 +34,7 @@ class Outer:
     """The result for embedding, norm and head."""
 
     tensors: dict[str, Array | PiecewiseTensor]
-    """The content of outer.safetensors."""
     head: PackedLinear
-    """The head among them."""
     norm: torch.Tensor
     """The norm before it, as it is stored: float32 [C]."""
     perplexity_before: float | None
@@ -88,9 +85,6 @@ def quantize_outer(
         evaluation: int64 [B, S] token windows of the evaluation text.
         watch: Called with the share that is done; may raise to stop.
         sensitivity: Of the loss to each weight of the head [V, C], for a method that needs it.
-
-    Raises:
-        QuantizationError: a weight or activation is NaN or infinite, or out of range.
     """
     spec, streams = checkpoint.spec, streams.alone(checkpoint.spec)
     shape = (spec.vocab_size, spec.hidden_size)

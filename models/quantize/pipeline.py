@@ -14,22 +14,19 @@ import numpy.typing as npt
 
 from models.checkpoint import Checkpoint
 from models.errors import CancelledError, CheckpointError, QuantizationError, StoreError
+from models.hub.meter import bytes_text, free_text
 from models.oracle import Oracle
 from models.progress import Cancelled, Progress, ProgressCallback
 from models.quantize import copies, fisher
 from models.quantize.allocation import allocate
-from models.quantize.chat import finer, trials
-from models.quantize.keys import KeyMoments
-from models.quantize.lowered import LoweredLinear
+from models.quantize.calibration import KeyMoments
+from models.quantize.lowered import LoweredLinear, products
 from models.quantize.matrix import quantize_matrix, stored_tensors
 from models.quantize.outer import quantize_outer
-from models.quantize.precision import products
 from models.quantize.qoq import prepare
-from models.quantize.quality import Quality, summarize
+from models.quantize.quality import Quality, finer, summarize, trials
 from models.quantize.rotated import RotatedCheckpoint
-from models.quantize.scales import scale_block
-from models.quantize.smooth import smooth_attention
-from models.quantize.source import identity_of, read_source
+from models.quantize.scales import scale_block, smooth_attention
 from models.quantize.streams import Batches, Streams, run_low
 from models.quantize.text import (
     EVALUATION_TOKENS,
@@ -38,7 +35,7 @@ from models.quantize.text import (
     convert_tokenizer,
     token_windows,
 )
-from models.quantize.work import Work, recipe_file
+from models.quantize.work import Work, identity_of, read_source, recipe_file
 from models.quantize.working import WorkingBlock
 from models.quantizers import MATRIX_BY_MATRIX, SCALED, SECOND_MOMENTS, SENSITIVITIES
 from models.recipe import LARGEST_BITS, Recipe
@@ -46,7 +43,7 @@ from models.spec import expert_of
 from models.store import Store, StoredModelInfo, layout
 from models.store.durable import remove_folder
 from models.store.manifest import Manifest, json_bytes, verify
-from models.store.names import check_name, default_name
+from models.store.store import check_name, default_name
 from models.store.tensors import Array, MappedTensors
 
 _SENSITIVITIES = "sensitivities"
@@ -97,7 +94,6 @@ class Pipeline:
         self._next_keep = 0.0
 
     def run(self, name: str | None, *, force: bool) -> StoredModelInfo:
-        """Make the model under `name`."""
         name = default_name(self.checkpoint.path, self.recipe) if name is None else check_name(name)
         self._check_free(name, force=force)
         with self.store.lock(name):
@@ -159,12 +155,11 @@ class Pipeline:
         free = shutil.disk_usage(work.folder).free
         if needed > free:
             raise StoreError(
-                f"{name} needs {needed / 1e9:.2f} GB more on the disk of {self.store.root}, {free / 1e9:.2f} GB are "
-                "free; free some space and run the same command again"
+                f"{name} needs {bytes_text(needed)} more on the disk of {self.store.root}, and "
+                f"{free_text(free, needed)} is free; free some space and run the same command again"
             )
 
     def _save_small_files(self, work: Work) -> None:
-        """Copy the configuration, convert the tokenizer."""
         files = self.checkpoint.files
         for file, content in files.configuration.items():
             if not work.has(file):
@@ -190,7 +185,6 @@ class Pipeline:
         return windows[0], windows[1]
 
     def _allocate(self, work: Work, calibration: Batches) -> None:
-        """Find the bits of every block where the recipe says an average alone."""
         if not self.recipe.mixed or self.recipe.block_bits is not None:
             return
         found = work.block_bits()
@@ -228,7 +222,6 @@ class Pipeline:
         return layer, Streams.load(tensors)
 
     def _block(self, work: Work, layer: int, streams: Streams) -> None:
-        """Quantize one block and save it with the hidden states behind it."""
         checkpoint, done = self.checkpoint, 0
         names = checkpoint.spec.block_linears(layer)
 
@@ -299,7 +292,6 @@ class Pipeline:
         self._next_keep = saved + _BETWEEN * (saved - now)
 
     def _outer(self, work: Work, streams: Streams, evaluation: Batches) -> Quality:
-        """Quantize the head, measure, and save outer.safetensors and recipe.json."""
         recorded = work.saved_recipe().get("quality")
         if recorded is not None and work.has(layout.OUTER):
             return Quality(**recorded)
@@ -326,7 +318,6 @@ class Pipeline:
         return quality
 
     def _experts_tokens(self, work: Work) -> list[int]:
-        """Calibration tokens that reached each expert of the model."""
         found: list[int] = []
         for layer in filter(self.checkpoint.spec.has_experts, range(self.checkpoint.spec.num_layers)):
             file = MappedTensors(work.folder / layout.block_file(layer))
@@ -350,7 +341,6 @@ class Pipeline:
         self.progress(Progress(phase="quantize", done=total, total=total, unit="blocks", message=f"{name} is ready"))
 
     def _report(self, phase: str, done: float, total: float, unit: str, message: str) -> None:
-        """Tell how far the work is, and stop if asked to."""
         if self.cancelled():
             raise CancelledError("stopped; what is done so far is kept, and the same command continues it")
         self.progress(Progress(phase=phase, done=done, total=total, unit=unit, message=message))

@@ -4,7 +4,7 @@
 2. The MLP's channels are sorted by the largest magnitude of their activations, so that channels of similar salience
    share a group of `down`. Channels of the stream cannot be sorted block by block, for all blocks share them, and after
    the rotation they are alike; those of `o` belong to heads, which groups hold as a whole or cut the same way.
-3. SmoothAttention (`models.quantize.smooth`).
+3. SmoothAttention (`models.quantize.scales`).
 4. The inputs of `o` and `down` are divided by λ = max|X|^α / max|W|^(1 - α), which the weights are multiplied with. α
    is searched near 0, where λ evens out the weights; no smoothing competes.
 5. Clipping. Of most matrices the quantizer searches it by the layer's output error; of q and k it is searched here, a
@@ -23,9 +23,8 @@ import torch
 
 from models import per_token
 from models.oracle import Oracle
-from models.quantize.precision import fast_products
-from models.quantize.scales import SMALLEST_SHARE, sample
-from models.quantize.smooth import smooth_attention
+from models.quantize.lowered import fast_products
+from models.quantize.scales import SMALLEST_SHARE, sample, smooth_attention
 from models.quantize.streams import OBSERVED, Batches, Streams
 from models.quantize.working import WorkingBlock, sources
 from models.quantizers import progressive
@@ -46,17 +45,8 @@ Watch = Callable[[], None]
 def prepare(working: WorkingBlock, streams: Streams, recipe: Recipe, watch: Watch) -> FloatArray | None:
     """Do a recipe's steps to a block.
 
-    Args:
-        working: The block; changed in place.
-        streams: Have the calibration text before the block.
-        recipe: Says which steps.
-        watch: Called now and then; may raise to stop.
-
     Returns:
         Clip ratios of the rows of `qkv`, float32 [N], NaN for v; None where nothing is clipped.
-
-    Raises:
-        QuantizationError: the model computes NaN or infinity, or a weight is out of range.
     """
     batches = streams.calibration[::OBSERVED]
     if recipe.reorder:

@@ -1,4 +1,10 @@
-"""Quality of a new low-bit model, and the numbers that a listing shows of it."""
+"""Quality of a low-bit model in chat (prompts without compensation, decoded tokens with it), and what a listing shows.
+
+While a model is quantized, the evaluation text passes through it once for every *trial*: so many salient channels
+compensated, or more bits. The first half of a sequence is the prompt, the second half what is decoded and scored.
+Trials of the same weights share the prompt: decoded halves stand behind it one after the other, and see it and
+themselves.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +14,114 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from models.quantize.chat import Trial, trials, usual
-from models.quantize.experts import FEWEST_TOKENS, reached
+import torch
+
+from models.oracle import Oracle, Rows
+from models.quantize.calibration import FEWEST_TOKENS, levels, reached
+from models.quantize.lowered import LoweredLinear
 from models.quantizers import SECOND_MOMENTS
-from models.recipe import SMALLEST_BITS, Recipe
+from models.recipe import LARGEST_BITS, SMALLEST_BITS, Recipe
 from models.spec import ModelSpec
 from models.store import layout
 from models.store.manifest import FileEntry, Summary
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """One way to run the model."""
+
+    k_chunk: int
+    """Salient channels per 1024 that are compensated where tokens are decoded."""
+    finer: bool = False
+    """Whether the blocks have the bits of `finer` instead of the recipe's."""
+
+
+def trials(recipe: Recipe) -> tuple[Trial, ...]:
+    """The trials of a new model, in the order of its streams.
+
+    The recipe's levels, and where it has less than 4 bits, what 4 bits would give by plain rounding. The one that the
+    default budget is about to buy is `usual`.
+    """
+    found = [Trial(k_chunk=k_chunk) for k_chunk in levels(recipe.left_out)]
+    if finer(recipe) is not None:
+        found.append(Trial(k_chunk=usual(recipe), finer=True))
+    return tuple(found)
+
+
+def usual(recipe: Recipe) -> int:
+    """Salient channels per 1024 that the default budget buys, as a rule: the first of the recipe's levels but none."""
+    return levels(recipe.left_out)[:2][-1]
+
+
+def finer(recipe: Recipe) -> Recipe | None:
+    """The comparison for recipes of less than 4 bits: 4 bits by plain rounding, which takes little time."""
+    if recipe.bits >= LARGEST_BITS or recipe.codebook:
+        return None
+    return replace(recipe, method="rtn", bits=LARGEST_BITS, block_bits=None)
+
+
+def branched(x: torch.Tensor, branches: int) -> torch.Tensor:
+    """Windows [B, S, ...] with the decoded half once for each trial: [B, P + branches * D, ...]. Prompts are alike."""
+    prompt = x.shape[1] // 2
+    return torch.cat((x[:, :prompt], *[x[:, prompt:]] * branches), dim=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Where a window's parts lie in `branched`'s result."""
+
+    prompt: int
+    """P, tokens of the prompt."""
+    decoded: int
+    """D, tokens of each branch."""
+
+    @classmethod
+    def of(cls, length: int, branches: int) -> Layout:
+        prompt = length // (branches + 1)
+        return cls(prompt=prompt, decoded=(length - prompt) // branches)
+
+    def branch(self, index: int) -> slice:
+        return slice(self.prompt + index * self.decoded, self.prompt + (index + 1) * self.decoded)
+
+    def places(self, branches: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Each position's place in its sequence, and its branch from 1; 0 for the prompt. int64 [P + branches * D]."""
+        prompt, decoded = torch.arange(self.prompt), self.prompt + torch.arange(self.decoded)
+        numbers = torch.arange(1, branches + 1).repeat_interleave(self.decoded)
+        return torch.cat((prompt, decoded.repeat(branches))), torch.cat((torch.zeros_like(prompt), numbers))
+
+
+class ChatLinear:
+    """A linear layer in all trials of the same weights.
+
+    Args:
+        lowered: The layer; what is restored of an expert's is let go of after each use.
+        trials: Of its weights, in the order of the branches.
+        oracle: The model that it is a layer of.
+    """
+
+    def __init__(self, lowered: LoweredLinear, trials: Sequence[Trial], oracle: Oracle) -> None:
+        self._lowered, self._trials, self._oracle = lowered, trials, oracle
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Outputs [B, P + branches * D, N] of inputs float32 [B, P + branches * D, K]; or [n, N] of [n, K]."""
+        rows, y = self._oracle.rows, self._lowered.plain(x)
+        layout = Layout.of(x.shape[1] if rows is None else rows.length, len(self._trials))
+        for index, trial in enumerate(self._trials):
+            if trial.k_chunk:
+                own = layout.branch(index)
+                at = (slice(None), own) if rows is None else _within(rows, own)
+                y[at] += self._lowered.restored(x[at], trial.k_chunk)
+        if rows is not None:
+            self._lowered.release()
+        return y
+
+
+def _within(rows: Rows, positions: slice) -> torch.Tensor:
+    """Which of some rows are at these positions of their sequence: bool [n]."""
+    places = rows.places % rows.length
+    within: torch.Tensor = (places >= positions.start) & (places < positions.stop)
+    return within
+
 
 LIMIT = 1.15
 """A model whose perplexity grows by more than this factor is warned about."""
@@ -31,7 +138,6 @@ class Quality:
     perplexity_after: float | None
     """Of the low-bit model with what the default budget buys as a rule; None if not measured or not finite."""
     warning: str | None
-    """For the person, or None."""
 
     @classmethod
     def judge(cls, before: float | None, found: Sequence[float], recipe: Recipe) -> Quality:
@@ -39,7 +145,7 @@ class Quality:
 
         Args:
             before: Of the full-precision model, or None.
-            found: Of the low-bit model in every trial (`models.quantize.chat.trials`), or nothing.
+            found: Of the low-bit model in every trial (`models.quantize.quality.trials`), or nothing.
             recipe: How it was quantized.
         """
         if before is None or not found:
@@ -50,12 +156,7 @@ class Quality:
         return cls(perplexity_before=before, perplexity_after=after if math.isfinite(after) else None, warning=warning)
 
     def with_experts(self, tokens: Sequence[int], recipe: Recipe) -> Quality:
-        """The same with a word on experts that too few of the calibration text's tokens reached, if there are any.
-
-        Args:
-            tokens: Those that reached each expert; nothing without experts.
-            recipe: How it was quantized.
-        """
+        """The same with a word on experts that too few of the calibration text's tokens reached, if there are any."""
         few = sum(not reached(count) for count in tokens)
         if not few or recipe.method not in SECOND_MOMENTS:
             return self
@@ -83,7 +184,6 @@ class Quality:
         return replace(self, warning=note if self.warning is None else f"{self.warning}; {note}")
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object with the same fields."""
         return asdict(self)
 
 
@@ -109,14 +209,7 @@ def _shown(value: float) -> str:
 
 
 def summarize(spec: ModelSpec, recipe: Recipe, quality: Quality, files: Mapping[str, FileEntry]) -> Summary:
-    """Sizes by use, from the layout that the files follow.
-
-    Args:
-        spec: The architecture.
-        recipe: How it was quantized.
-        quality: Perplexities and warning.
-        files: All files except the manifest.
-    """
+    """Sizes by use, from the layout that the files follow."""
     weights, sizes = 0, layout.sizes(spec, recipe)
     for name in spec.linear_names():
         weights += math.prod(spec.linear_shape(name))

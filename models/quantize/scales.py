@@ -1,12 +1,18 @@
-"""AWQ's scales, which enlarge important input channels before rounding and shrink their inputs.
+"""Scales of channels, found before a block is rounded: AWQ's, and SmoothAttention's.
 
-A channel's weights keep the rounding step of their group, so multiplying them by s divides by s what their rounding
-does to the output, as long as the group's range does not grow. What makes a channel matter is the magnitude m of its
-inputs, the root of its second moment; u is how much of their group's range its weights use. Scales m^α and
-m^α / u^(1 - α) are tried for a grid of α, among them no scaling at all, and the layer's output error decides, with
-round-to-nearest for the rounding.
+AWQ's enlarge important input channels before rounding and shrink their inputs. A channel's weights keep the rounding
+step of their group, so multiplying them by s divides by s what their rounding does to the output, as long as the
+group's range does not grow. What makes a channel matter is the magnitude m of its inputs, the root of its second
+moment; u is how much of their group's range its weights use. Scales m^α and m^α / u^(1 - α) are tried for a grid of α,
+among them no scaling at all, and the layer's output error decides, with round-to-nearest for the rounding.
 
-Source: Lin et al. 2024 (AWQ) §3.2 for m^α (with mean magnitudes); its code for normalization and for u.
+SmoothAttention smooths key channels, which lose less in a low-bit KV cache. Keys tend to have a few channels much
+larger than the rest, always the same ones. Where a token's key shares one scale over its channels, these take the range
+and the others are rounded away. So every channel of the keys is divided by the root of its largest magnitude and the
+queries' channel, which is not quantized, multiplied by it: their product stays the same.
+
+Sources: Lin et al. 2024 (AWQ) §3.2 for m^α (with mean magnitudes); its code for normalization and for u. QServe §3.2,
+equations 3 to 5, for SmoothAttention.
 """
 
 from __future__ import annotations
@@ -16,12 +22,12 @@ from collections.abc import Callable, Iterator, Mapping
 import numpy as np
 import numpy.typing as npt
 
-from models.calibration import InputStatistics
 from models.errors import QuantizationError
+from models.quantize.calibration import InputStatistics
 from models.quantize.working import WorkingBlock, scalable, sources
-from models.quantizers import rtn
-from models.quantizers.groups import RATIOS, FloatArray
+from models.quantizers.groups import RATIOS, FloatArray, rtn
 from models.recipe import Recipe
+from models.spec import ModelSpec
 
 GRID = 10
 """Values of α tried, 0 to 1 - 1 / GRID."""
@@ -36,17 +42,6 @@ text may not be silent in others."""
 def scale_block(
     working: WorkingBlock, statistics: Mapping[str, InputStatistics], recipe: Recipe, watch: Callable[[], None]
 ) -> None:
-    """Scale the input channels of every linear layer of a block.
-
-    Args:
-        working: The block; changed in place.
-        statistics: Of the inputs of its linear layers, with second moments.
-        recipe: How it will be quantized.
-        watch: Called after each layer; may raise to stop.
-
-    Raises:
-        QuantizationError: a weight is NaN or infinite, or out of range.
-    """
     found = {}
     for name, seen in statistics.items():
         kind = name.rpartition(".")[2]
@@ -77,15 +72,12 @@ def search(
 
     Returns:
         float32 [K], positive; all ones where no scaling is better than any.
-
-    Raises:
-        QuantizationError: a weight is NaN or infinite, or out of range.
     """
     hessian = statistics.hessian
     assert hessian is not None
     best, least = np.ones(weight.shape[1], np.float32), np.inf
     for scales in _candidates(weight, np.sqrt(np.diagonal(hessian)), group_size, tied):
-        error = rtn.quantize(weight * scales, bits, group_size, _RATIOS).dequantize()
+        error = rtn(weight * scales, bits, group_size, _RATIOS).dequantize()
         error /= scales
         error -= weight
         loss = float(np.vdot(error @ hessian, error))
@@ -128,3 +120,51 @@ def _shared(values: FloatArray, tied: npt.NDArray[np.intp]) -> npt.NDArray[np.fl
     means = np.bincount(tied, values)[tied] / np.bincount(tied)[tied]
     mean = float(means.mean())
     return np.maximum(means, SMALLEST_SHARE * mean) if mean > 0 else np.ones(len(means))
+
+
+ALPHA = 0.5
+"""Power of a channel's magnitude that its keys are divided by."""
+SMALLEST_SHARE = 1e-3
+"""Minimum of a channel's magnitude in units of its head's largest, since a channel that is silent in the calibration
+text may not be silent in others."""
+
+
+def smooth_attention(working: WorkingBlock, magnitude: FloatArray) -> None:
+    """Smooth the keys of a block.
+
+    Args:
+        working: The block; changed in place.
+        magnitude: float32 [H_kv, D], the largest magnitude of each channel of the rotated keys in the calibration text.
+    """
+    if not np.isfinite(magnitude).all():
+        raise QuantizationError(
+            f"the full-precision model computes NaN or infinity in the keys of layers.{working.layer}; the checkpoint "
+            "is damaged, or its numbers leave the range of its format"
+        )
+    working.scale_keys(smoothing(working.spec, magnitude))
+
+
+def smoothing(spec: ModelSpec, magnitude: FloatArray) -> FloatArray:
+    """Divisors of the key channels.
+
+    Channels that rotate together get the same, so that scaling and rotation can change places; so do heads, where all
+    share the weight of a norm. The largest times the smallest of a head is 1: the largest magnitude
+    of keys does not grow, that of queries by less than 6 times.
+
+    Args:
+        spec: The architecture.
+        magnitude: float32 [H_kv, D], finite, not negative.
+
+    Returns:
+        float32 [H_kv, D], positive; ones in a head whose keys are all zero.
+    """
+    paired = magnitude.astype(np.float64)
+    for half in {rope.rotary_dim // 2 for rope in spec.ropes}:
+        paired[:, :half] = paired[:, half : 2 * half] = np.maximum(paired[:, :half], paired[:, half : 2 * half])
+    if spec.qk_norm and spec.qk_norm_form != "all":
+        paired[:] = paired.max(0)
+    largest = paired.max(1, keepdims=True)
+    share = np.maximum(paired / np.where(largest > 0, largest, 1), SMALLEST_SHARE)  # at most 1
+    scales = share**ALPHA
+    scales /= np.sqrt(scales.max(1, keepdims=True) * scales.min(1, keepdims=True))
+    return scales.astype(np.float32)

@@ -14,14 +14,11 @@ import numpy as np
 import torch
 
 from models import carried
-from models.calibration import InputStatistics
 from models.checkpoint import Checkpoint
 from models.oracle import Oracle, Weights
-from models.quantize.chat import ChatLinear, Layout, Trial, branched
-from models.quantize.experts import ExpertInputs
-from models.quantize.keys import KeyMoments
-from models.quantize.lowered import LoweredLinear
-from models.quantize.precision import fast_products, products
+from models.quantize.calibration import ExpertInputs, InputStatistics, KeyMoments
+from models.quantize.lowered import LoweredLinear, fast_products, products
+from models.quantize.quality import ChatLinear, Layout, Trial, branched
 from models.quantizers import SECOND_MOMENTS
 from models.quantizers.groups import FloatArray
 from models.recipe import Recipe
@@ -46,8 +43,8 @@ class Streams:
     full: Batches
     """The evaluation text in full precision."""
     low: Batches
-    """The evaluation text through the low-bit blocks, once for every trial (`models.quantize.chat`): [B, P + trials *
-    D, C]."""
+    """The evaluation text through the low-bit blocks, once for every trial (`models.quantize.quality`): [B, P + trials
+    * D, C]."""
     finer: Batches = field(default_factory=list)
     """The same through blocks of more bits, for the trial that asks for them; nothing where none does."""
     copies: Batches = field(default_factory=list)
@@ -85,16 +82,11 @@ class Streams:
         return Streams(**parts)
 
     def tensors(self) -> dict[str, Array]:
-        """The streams as they are saved."""
         return {f"{stream}.{index}": x.numpy() for stream in _STREAMS for index, x in enumerate(getattr(self, stream))}
 
     @classmethod
     def load(cls, file: MappedTensors) -> Streams:
-        """Undo `tensors`.
-
-        Raises:
-            StoreError: the file is damaged.
-        """
+        """Undo `tensors`."""
         streams: dict[str, Batches] = {stream: [] for stream in _STREAMS}
         for name in sorted(file.entries, key=lambda name: int(name.rpartition(".")[2])):
             streams[name.rpartition(".")[0]].append(torch.from_numpy(np.array(file[name])))
@@ -105,17 +97,8 @@ class Streams:
     ) -> dict[str, InputStatistics]:
         """Look at the inputs of a block's linear layers over a part of the calibration text, which stays before it.
 
-        Args:
-            weights: Have the block.
-            layer: Which block.
-            recipe: Says what the statistics are for.
-            watch: Called after each batch; may raise to stop.
-
         Returns:
             Statistics at the input of each of the block's linear layers.
-
-        Raises:
-            QuantizationError: an activation is NaN or infinite.
         """
         statistics = _no_statistics(weights.spec, layer, recipe)
         oracle = Oracle(weights, resident=False, products=products(weights.spec))
@@ -124,11 +107,6 @@ class Streams:
 
     def largest_keys(self, weights: Weights, layer: int, watch: Callable[[], None]) -> FloatArray:
         """Look at a block's keys over the calibration text, which stays before the block.
-
-        Args:
-            weights: Have the block.
-            layer: Which block.
-            watch: Called after each batch; may raise to stop.
 
         Returns:
             float32 [H_kv, D]: the largest magnitude of each channel of the rotated keys; NaN or infinite where the
@@ -151,19 +129,9 @@ class Streams:
     ) -> tuple[dict[str, InputStatistics], ExpertInputs | None]:
         """Pass the full-precision streams through a block.
 
-        Args:
-            oracle: Has the block.
-            layer: Which block.
-            recipe: Says what the statistics are for.
-            keys: Counts the calibration text's keys and queries.
-            watch: Called after each batch; may raise to stop.
-
         Returns:
             Statistics of the calibration text at the input of each of the block's linear layers but experts, and the
             inputs of those, if it has any.
-
-        Raises:
-            QuantizationError: an activation is NaN or infinite.
         """
         statistics = _no_statistics(oracle.spec, layer, recipe)
         experts = ExpertInputs(oracle.spec, layer, recipe) if oracle.spec.has_experts(layer) else None
@@ -180,16 +148,7 @@ def run_low(
     tried: Sequence[Trial],
     watch: Callable[[], None],
 ) -> None:
-    """Pass a low-bit stream through a block, in place.
-
-    Args:
-        oracle: Has the norms.
-        layer: Which block.
-        batches: Those of the stream, branched for the trials.
-        linears: The block's linear layers.
-        tried: The trials.
-        watch: Called after each batch; may raise to stop.
-    """
+    """Pass a low-bit stream through a block, in place."""
     oracle.replace = {name: ChatLinear(linear, tried, oracle) for name, linear in linears.items()}
     for x in batches:
         places = Layout.of(x.shape[1], len(tried)).places(len(tried))
@@ -238,10 +197,10 @@ def _look(
 ) -> Batches:
     """Pass batches through a block, and count the inputs of its linear layers, queries and keys in their statistics.
 
-    Tokens count by `models.salience`: as often as they are looked at, once by themselves and then by the attention they
-    receive, if there is any; and what a layer adds to the residual stream is relative to the stream, the output of `o`
-    to the block's input and that of `down` to its output. A norm behind such a layer divides by the size of the layer's
-    output.
+    Tokens count by `models.quantize.calibration`: as often as they are looked at, once by themselves and then by the
+    attention they receive, if there is any; and what a layer adds to the residual stream is relative to the stream, the
+    output of `o` to the block's input and that of `down` to its output. A norm behind such a layer divides by the size
+    of the layer's output.
     """
     inputs: dict[str, torch.Tensor] = {}
     rows: dict[str, torch.Tensor] = {}

@@ -23,7 +23,7 @@ CALIBRATION_TOKENS = 2048
 """Maximum number of calibration tokens."""
 SECOND_MOMENT_TOKENS = 4096
 """The same for methods that need more than one number per channel, such as a Hessian or sensitivities. Twice as many
-are no better (docs/decisions.md)."""
+are no better (docs/decisions/models.md)."""
 EVALUATION_TOKENS = 1024
 """Maximum number of evaluation tokens."""
 TOKENIZER_FILES = (
@@ -46,17 +46,11 @@ LAST_TOKENIZER_FILE = "tokenizer_config.json"
 
 
 def calibration_limit(method: str) -> int:
-    """Maximum number of calibration tokens that a method uses."""
     return SECOND_MOMENT_TOKENS if method in SECOND_MOMENTS | SENSITIVITIES else CALIBRATION_TOKENS
 
 
 def convert_tokenizer(checkpoint: Path, folder: Path, save: Callable[[str, bytes], None]) -> None:
     """Write the tokenizer of a checkpoint as tokenizer.json and tokenizer_config.json, whatever form it has there.
-
-    Args:
-        checkpoint: A folder with tokenizer files.
-        folder: Where a scratch folder may be made.
-        save: Stores a file by its name and content.
 
     Raises:
         CheckpointError: the checkpoint has no tokenizer, or one that cannot be read without running its code.

@@ -40,7 +40,6 @@ class WorkingBlock:
 
     @property
     def spec(self) -> ModelSpec:
-        """The architecture."""
         return self._checkpoint.spec
 
     def vector(self, name: str) -> torch.Tensor:
@@ -94,7 +93,6 @@ class WorkingBlock:
         self._linears[f"{prefix}.down"] = (weight[:, channels].contiguous(), bias)
 
     def release(self) -> None:
-        """Let go of the linear layers; the norms stay."""
         self._linears.clear()
 
     def embedding(self) -> torch.Tensor:
@@ -152,10 +150,6 @@ def sources(spec: ModelSpec, name: str) -> npt.NDArray[np.intp]:
 
     Query heads that share a key-value head read the same channels of v, and the heads of a delta rule share a norm, so
     these have to be scaled alike.
-
-    Args:
-        spec: The architecture.
-        name: The linear layer, `layers.3.o`.
 
     Returns:
         [K]: the number of the source.

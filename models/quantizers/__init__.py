@@ -11,10 +11,10 @@ import numpy as np
 import numpy.typing as npt
 
 from models.errors import QuantizationError
-from models.quantizers import clip, gptq, progressive, rtn, squeezellm
-from models.quantizers.codebook import CodebookCodes
-from models.quantizers.groups import FloatArray, GroupCodes
+from models.quantizers import gptq, progressive, squeezellm
+from models.quantizers.groups import FloatArray, GroupCodes, clipped, rtn
 from models.quantizers.progressive import ProgressiveCodes, Rounding
+from models.quantizers.squeezellm import CodebookCodes
 from models.recipe import METHODS
 
 Codes = GroupCodes | CodebookCodes | ProgressiveCodes
@@ -43,8 +43,8 @@ def quantizer(
 
     Args:
         method: One of `models.recipe.METHODS`.
-        hessian: float32 [K, K], see `models.calibration.InputStatistics`; for a method of `SECOND_MOMENTS`. Where the
-            matrix has had its channels scaled first, of the scaled inputs.
+        hessian: float32 [K, K], see `models.quantize.calibration.InputStatistics`; for a method of `SECOND_MOMENTS`.
+            Where the matrix has had its channels scaled first, of the scaled inputs.
         sensitivity: floating point [N, K], see `models.quantize.fisher`; for a method of `SENSITIVITIES`.
         rounding: How `qoq` rounds; None: as `Rounding` has it.
 
@@ -60,12 +60,12 @@ def quantizer(
         channels = squeezellm.channel_importance(sensitivity)
         return lambda weight, rows, bits, _: squeezellm.quantize(weight, sensitivity[rows], bits, channels)
     if method == "rtn":
-        return lambda weight, _, bits, group_size: rtn.quantize(weight, bits, group_size)
+        return lambda weight, _, bits, group_size: rtn(weight, bits, group_size)
     assert hessian is not None
     if method == "qoq":
         how = Rounding() if rounding is None else rounding
         return lambda weight, rows, _, group_size: progressive.quantize(weight, group_size, hessian, how.part(rows))
     if method == "awq":
-        return lambda weight, _, bits, group_size: clip.quantize(weight, bits, group_size, hessian)
+        return lambda weight, _, bits, group_size: clipped(weight, bits, group_size, hessian)
     handed = gptq.feedback(hessian)
     return lambda weight, _, bits, group_size: gptq.quantize(weight, bits, group_size, handed)

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from models.errors import QuantizationError
 from models.quantizers.groups import FloatArray, GroupCodes, search, stored
-from models.quantizers.rows import each_chunk
+from models.threads import each_chunk
 
 if TYPE_CHECKING:
     import torch
@@ -127,9 +127,6 @@ def quantize(weight: FloatArray, bits: int, group_size: int, handed: Feedback) -
         bits: Width of a code, 2 to 8.
         group_size: Input channels that share a scale.
         handed: From `feedback`.
-
-    Raises:
-        QuantizationError: a weight is NaN or infinite, or a scale would leave fp16's range.
     """
     import torch
 

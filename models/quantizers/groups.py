@@ -1,4 +1,13 @@
-"""Uniform group quantization, the result of every asymmetric base method, and the search for its scales."""
+"""Uniform group quantization, the result of every asymmetric base method, and the search for its scales.
+
+The range of every group is shrunk by each ratio of a grid. In `rtn` the ratio wins whose squared errors, weighted by
+the size of the weights (`by_size`), are the least. In `clipped` a weight's squared error counts by the second moment of
+its input channel, so the ratio wins whose errors move the output least, as far as errors are independent of each other.
+
+Weights that are NaN or infinite, or that no scale of half precision spans, are refused by a QuantizationError.
+
+Source: Lin et al. 2024 (AWQ), whose code clips by the error of the output, channel by channel and group by group.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from models.errors import QuantizationError
-from models.quantizers.rows import each_chunk
+from models.threads import each_chunk
 
 FloatArray = npt.NDArray[np.float32]
 
@@ -59,9 +68,6 @@ def search(
 
     Returns:
         Scales and zero-points, float32 [N, G]: scales are fp16 numbers, zero-points whole numbers in [0, 2^bits).
-
-    Raises:
-        QuantizationError: a weight is NaN or infinite, or a scale would leave fp16's range.
     """
     from models.quantizers.compiled import search_groups
 
@@ -72,7 +78,7 @@ def search(
 
     def work(chunk: slice) -> None:
         part = np.ascontiguousarray(weight[chunk])
-        _check_range(part, bits)
+        check_range(part, bits)
         if importance is None:
             counts = by_size(part, group_size)
         else:
@@ -126,14 +132,43 @@ def to_fp16_scale(scale: FloatArray) -> FloatArray:
     return np.maximum(scale.astype(np.float16).astype(np.float32), SMALLEST_SCALE)
 
 
-def _check_range(weight: FloatArray, bits: int) -> None:
-    """Refuse what fp16 scales cannot span.
-
-    Raises:
-        QuantizationError: a weight is NaN or infinite, or a scale could leave fp16's range.
-    """
+def check_range(weight: FloatArray, bits: int) -> None:
+    """Refuse what fp16 scales cannot span."""
     span = float(weight.max(initial=0.0)) - float(weight.min(initial=0.0))
     if not np.isfinite(span):
         raise QuantizationError("the weights hold NaN or infinity; the checkpoint is damaged")
     if span / (2**bits - 1) > LARGEST_SCALE:
         raise QuantizationError(f"weights spread over {span:.3g}, too far for fp16 scales")
+
+
+def rtn(weight: FloatArray, bits: int, group_size: int, ratios: tuple[float, ...] = RATIOS) -> GroupCodes:
+    """Quantize a matrix in groups along its input channels.
+
+    Args:
+        weight: float32 [N, K].
+        bits: Width of a code, 2 to 8.
+        group_size: Input channels that share a scale.
+        ratios: Shrink ratios to try.
+    """
+    scales, zeros = search(weight, None, bits, group_size, ratios)
+    return round_to_grid(weight, scales, zeros, bits, group_size)
+
+
+FLOOR = np.float32(0.01)
+"""Added to every channel's second moment, in units of their mean, since silent ones may be active elsewhere."""
+
+
+def clipped(weight: FloatArray, bits: int, group_size: int, hessian: FloatArray) -> GroupCodes:
+    """Quantize a matrix in groups along its input channels.
+
+    Args:
+        weight: float32 [N, K].
+        bits: Width of a code, 2 to 8.
+        group_size: Input channels that share a scale.
+        hessian: float32 [K, K], second moments of the inputs; any positive multiple gives the same.
+    """
+    moments = np.diagonal(hessian)
+    mean = moments.mean(dtype=np.float64) or 1.0
+    importance = (moments / np.float32(mean) + FLOOR)[None]
+    scales, zeros = search(weight, importance, bits, group_size)
+    return round_to_grid(weight, scales, zeros, bits, group_size)

@@ -20,8 +20,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from models.errors import QuantizationError
-from models.quantizers.groups import LARGEST_SCALE, FloatArray, GroupCodes, to_fp16_scale
+from models.quantizers.groups import FloatArray, GroupCodes, check_range, to_fp16_scale
 
 PROTECTIVE = 119
 """Largest magnitude of the first level: half of the largest scale, 8, less than INT8 has."""
@@ -80,7 +79,6 @@ class Rounding:
     """float32 [N], the share of its range that each row keeps; NaN where `clip` decides. None: it does everywhere."""
 
     def part(self, rows: slice) -> Rounding:
-        """The same for some rows."""
         return self if self.clips is None else replace(self, clips=self.clips[rows])
 
 
@@ -105,11 +103,7 @@ def quantize(
     """
     if not rounding.two_levels and group_size < weight.shape[1]:
         raise ValueError(f"one level needs groups of {weight.shape[1]} or more channels, not {group_size}")
-    span = float(weight.max(initial=0.0)) - float(weight.min(initial=0.0))
-    if not np.isfinite(span):
-        raise QuantizationError("the weights hold NaN or infinity; the checkpoint is damaged")
-    if span / TOP > LARGEST_SCALE:
-        raise QuantizationError(f"weights spread over {span:.3g}, too far for fp16 scales")
+    check_range(weight, 4)
     rows, width = weight.shape
     step = max(1, _WEIGHTS // max(1, width))
     parts = [slice(start, min(start + step, rows)) for start in range(0, rows, step)] or [slice(0, 0)]

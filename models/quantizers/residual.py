@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from models.errors import QuantizationError
 from models.quantizers.groups import LARGEST_SCALE, FloatArray
-from models.quantizers.rows import each_chunk
+from models.threads import each_chunk
 
 GRID = 32
 """Scales tried for each output channel, absmax / top / 32 to absmax / top."""
@@ -48,9 +48,6 @@ def quantize_residual(residual: FloatArray, bits: int, importance: FloatArray | 
         residual: float32 [N, K].
         bits: 2, 4 or 8. (Half precision needs no quantizer.)
         importance: float32 [K]: what a squared error of each column counts; None: all alike.
-
-    Raises:
-        QuantizationError: a residual is NaN or infinite, or a scale would leave fp16's range.
     """
     from models.quantizers.compiled import search_rows
 

@@ -23,9 +23,29 @@ import numpy as np
 import numpy.typing as npt
 
 from models.errors import QuantizationError
-from models.quantizers.codebook import CodebookCodes
 from models.quantizers.groups import LARGEST_SCALE, FloatArray, to_fp16_scale
-from models.quantizers.rows import CHUNK, each_chunk
+from models.threads import CHUNK, each_chunk
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CodebookCodes:
+    """Ŵ[n, k] = codebook[n, codes[n, k]] * scales[n, 0].
+
+    The entries are whole numbers, so that integer arithmetic computes with exactly the values that are stored.
+    """
+
+    codes: npt.NDArray[np.uint8]
+    """uint8 [N, K], each below 2^bits."""
+    scales: npt.NDArray[np.float16]
+    """float16 [N, 1], positive."""
+    codebook: npt.NDArray[np.int8]
+    """int8 [N, 2^bits], ascending in each row, in [-127, 127]."""
+
+    def dequantize(self) -> FloatArray:
+        """Ŵ as float32 [N, K]."""
+        values = self.codebook.astype(np.float32) * self.scales.astype(np.float32)
+        return np.take_along_axis(values, self.codes.astype(np.intp), axis=1)
+
 
 TOP = 127
 """Largest absolute entry."""
@@ -63,10 +83,7 @@ def channel_importance(sensitivity: npt.NDArray[np.floating[Any]]) -> FloatArray
 
 
 def quantize(
-    weight: FloatArray,
-    sensitivity: npt.NDArray[np.floating[Any]],
-    bits: int,
-    channels: FloatArray | None = None,
+    weight: FloatArray, sensitivity: npt.NDArray[np.floating[Any]], bits: int, channels: FloatArray | None = None
 ) -> CodebookCodes:
     """Quantize a matrix with a codebook for each row.
 
@@ -75,9 +92,6 @@ def quantize(
         sensitivity: [N, K], not negative: what a squared error of each weight costs, in any unit of each row's own.
         bits: Width of a code, 2 to 4.
         channels: From `channel_importance` of the whole layer, to be mixed in; None to take the sensitivities alone.
-
-    Raises:
-        QuantizationError: a weight or sensitivity is NaN or infinite, or a scale would leave fp16's range.
     """
     rows, width = weight.shape
     result = CodebookCodes(

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from models.keys import tensor_names, tensor_shape
+from models.packed import tensor_names, tensor_shape
 from models.packing import packed_width
 from models.recipe import Recipe
 from models.spec import ModelSpec, expert_of
@@ -37,7 +37,6 @@ _U8, _I8 = np.dtype(np.uint8), np.dtype(np.int8)
 
 
 def block_file(layer: int) -> str:
-    """File of one block."""
     return f"block-{layer:05d}.safetensors"
 
 
@@ -53,12 +52,10 @@ def file_of(name: str) -> str:
 
 
 def tensor_files(spec: ModelSpec) -> tuple[str, ...]:
-    """All safetensors files of a model."""
     return (*(block_file(layer) for layer in range(spec.num_layers)), OUTER)
 
 
 def linear_tensors(spec: ModelSpec, recipe: Recipe, name: str) -> TensorTypes:
-    """Tensors of one linear layer."""
     rows, width = spec.linear_shape(name)
     bits = recipe.layer_bits(name)
     tensors: TensorTypes = {f"{name}.codes": (_I32, (rows, packed_width(width, bits)))}
@@ -98,7 +95,7 @@ def file_tensors(spec: ModelSpec, recipe: Recipe, file: str, *, every_expert: bo
     tensors: TensorTypes = {name: (_F32, (width,)) for name, width in spec.block_vectors(layer).items()}
     if spec.mixture is not None and spec.has_experts(layer):
         tensors |= {name: (_F32, shape) for name, shape in spec.routers(layer).items()}
-        tensors[expert_tokens(layer)] = (_I32, (spec.mixture.held,))
+        tensors[expert_tokens(layer)] = (_I32, (spec.mixture.num_experts,))
     for name in spec.block_linears(layer):
         if every_expert or not expert_of(name):
             tensors |= linear_tensors(spec, recipe, name)
@@ -123,29 +120,22 @@ class Sizes:
     """Bytes of a model's tensors, by use."""
 
     codes: int
-    """Codes of all linear layers, with scales, zero-points and codebooks."""
     device: int
     """Device memory: `codes`, norms, biases and scales of residuals."""
     residuals: int
-    """Codes of the residuals."""
     active: int
     """Of `device`, what a token reads if all experts are alike."""
 
 
 def sizes(spec: ModelSpec, recipe: Recipe) -> Sizes:
-    """The exact sizes of a model of this architecture by this recipe; its files need not exist.
-
-    Args:
-        spec: The architecture.
-        recipe: How it is quantized, with the bits of every block.
-    """
+    """The exact sizes of a model of this architecture by this recipe; its files need not exist."""
     codes = device = residuals = active = 0
     for file in tensor_files(spec):
         for tensor, (dtype, shape) in file_tensors(spec, recipe, file, every_expert=False).items():
             size, (name, _, kind) = dtype.itemsize * math.prod(shape), tensor.rpartition(".")
             held = read = 1
             if spec.mixture is not None and expert_of(name) is not None:
-                held, read = spec.mixture.held, spec.mixture.read
+                held, read = spec.mixture.num_experts, spec.mixture.experts_per_token
             codes += held * size if kind in _CODES else 0
             if kind == "residual":
                 residuals += held * size

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from models.errors import StoreError
-from models.foreign import open_file, read_json
+from models.foreign import MAX_JSON, open_file, parse_json, read_file
 from models.store.durable import explained, write_file
 from models.store.layout import MANIFEST
 
@@ -46,7 +46,6 @@ class FileEntry:
     """One file of a stored model."""
 
     bytes: int
-    """Size."""
     sha256: str
     """Of the whole file, hexadecimal."""
     sample: str
@@ -68,7 +67,6 @@ class Summary:
     gpu_bytes: int
     """Bytes a device needs for the weights: linear layers, norms, residual scales; no embedding, no residuals."""
     residual_bytes: int
-    """Bytes of the residual codes, which stay in RAM."""
     disk_bytes: int
     """Bytes of all files except the manifest."""
     perplexity_before: float | None
@@ -87,16 +85,10 @@ class Manifest:
     """The content of manifest.json."""
 
     summary: Summary
-    """For listings."""
     files: Mapping[str, FileEntry]
-    """Every other file of the folder, by name."""
 
     def write(self, folder: Path) -> None:
-        """Write manifest.json into the folder.
-
-        Raises:
-            StoreError: the disk refuses.
-        """
+        """Write manifest.json into the folder."""
         body = {
             "format": FORMAT,
             "version": VERSION,
@@ -114,13 +106,9 @@ class Manifest:
         """
         path = folder / MANIFEST
         try:
-            body = read_json(path)
+            body = read_stored(path)
         except FileNotFoundError as error:
             raise StoreError(f"{folder} is not a stored model: it has no {MANIFEST}") from error
-        except OSError as error:
-            raise StoreError(f"cannot read {path}: {error.strerror}") from error
-        except ValueError as error:
-            raise StoreError(f"{path} is damaged ({error}); {_AGAIN}") from error
         if not isinstance(body, dict) or body.get("format") != FORMAT:
             raise StoreError(f"{path} belongs to another program")
         if body.get("version") != VERSION:
@@ -135,6 +123,23 @@ class Manifest:
             return cls(summary=_read(Summary, body["summary"]), files=files)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise StoreError(f"{path} is damaged ({error}); {_AGAIN}") from error
+
+
+def read_stored(path: Path, parse: Callable[[bytes], Any] = parse_json) -> Any:
+    """The parsed content of a stored model's file.
+
+    Raises:
+        FileNotFoundError: there is none.
+        StoreError: it cannot be read, or is damaged.
+    """
+    try:
+        return parse(read_file(path, MAX_JSON))
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise StoreError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise StoreError(f"{path} is damaged ({error}); {_AGAIN}") from error
 
 
 def _read(kind: type[Any], data: dict[str, Any]) -> Any:
@@ -163,9 +168,6 @@ def describe(path: Path, watch: Callable[[int], None] | None = None) -> FileEntr
     Args:
         path: The file.
         watch: Called with the bytes read so far after each piece; may raise to stop.
-
-    Raises:
-        StoreError: it cannot be read.
     """
     digest, size = hashlib.sha256(), 0
     with explained(f"cannot read {path}"), open_file(path) as file:
@@ -178,11 +180,7 @@ def describe(path: Path, watch: Callable[[int], None] | None = None) -> FileEntr
 
 
 def sample(path: Path) -> str:
-    """CRC-32 of a small file, or of both ends and 14 evenly spread pages of a large one, as 8 hexadecimal digits.
-
-    Raises:
-        StoreError: it cannot be read.
-    """
+    """CRC-32 of a small file, or of both ends and 14 evenly spread pages of a large one, as 8 hexadecimal digits."""
     with explained(f"cannot read {path}"), open_file(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size <= _PIECE:

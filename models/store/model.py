@@ -12,15 +12,13 @@ import numpy.typing as npt
 
 from models.catalogue import recommended
 from models.errors import ModelError, StoreError
-from models.foreign import read_file, read_json
 from models.generation_config import recommended_sampling
-from models.keys import KeyStatistics, tensor_names
 from models.losses import TypeLosses
-from models.packed import PackedLinear, PackedResidual
+from models.packed import KeyStatistics, PackedLinear, PackedResidual, tensor_names
 from models.recipe import Recipe
 from models.spec import ModelSpec
 from models.store import layout
-from models.store.manifest import Manifest, Summary, check_quickly, check_sizes, verify
+from models.store.manifest import Manifest, Summary, check_quickly, check_sizes, read_stored, verify
 from models.store.tensors import MappedTensors
 
 
@@ -31,13 +29,10 @@ class StoredModelInfo:
     name: str
     """Its name in the store (`name` or `org/name`)."""
     path: Path
-    """Its folder."""
     recipe: Recipe
-    """The recipe it was quantized by."""
     source: str
     """The checkpoint it was made from: `org/name`, a short name, or a folder's or file's name."""
     summary: Summary
-    """Sizes, perplexities, warning."""
     source_types: Mapping[str, int] | None = None
     """Number of weights by the type that a GGUF file stores them in, most first; None for other checkpoints."""
 
@@ -85,10 +80,6 @@ class StoredModel:
 
         Checks sizes, headers (names, types and shapes of all tensors) and sampled checksums, not every byte.
 
-        Args:
-            path: The folder.
-            name: The model's name; by default the folder's.
-
         Raises:
             StoreError: the folder is damaged, incomplete or foreign.
         """
@@ -110,11 +101,7 @@ class StoredModel:
 
     @property
     def sampling(self) -> dict[str, float]:
-        """The sampling that its maker recommends, by the keys of generation_config.json; empty where none is known.
-
-        Raises:
-            StoreError: the file is damaged.
-        """
+        """The sampling that its maker recommends, by the keys of generation_config.json; empty where none is known."""
         path = self.path / layout.GENERATION_CONFIG
         if path.exists() and (found := recommended_sampling(_read_json(path))):
             return found
@@ -179,33 +166,20 @@ class StoredModel:
         return self._files[layout.block_file(layer)][layout.expert_tokens(layer)]
 
     def release(self) -> None:
-        """See `models.weights.Weights.release`."""
         for file in self._files.values():
             file.release()
 
     @property
     def losses(self) -> TypeLosses | None:
-        """Losses of the layer types, by k_chunk; None where they were not measured.
-
-        Raises:
-            StoreError: losses.json is damaged.
-        """
-        path = self.path / layout.LOSSES
+        """Losses of the layer types, by k_chunk; None where they were not measured."""
         try:
-            return TypeLosses.from_json(read_file(path))
+            found: TypeLosses | None = read_stored(self.path / layout.LOSSES, TypeLosses.from_json)
         except FileNotFoundError:
             return None
-        except OSError as error:
-            raise StoreError(f"cannot read {path}: {error.strerror}") from error
-        except ValueError as error:
-            raise StoreError(f"{path} is damaged ({error}); quantize the model again") from error
+        return found
 
     def verify(self) -> None:
-        """Read every byte and compare sha256.
-
-        Raises:
-            StoreError: a file is damaged.
-        """
+        """Read every byte and compare sha256."""
         verify(self.path, Manifest.read(self.path))
 
 
@@ -237,11 +211,9 @@ def _read_spec(path: Path) -> ModelSpec:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        data = read_json(path)
-    except OSError as error:
+        data = read_stored(path)
+    except FileNotFoundError as error:
         raise StoreError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise StoreError(f"{path} is damaged ({error}); quantize the model again") from error
     if not isinstance(data, dict):
         raise StoreError(f"{path} is damaged (not a JSON object); quantize the model again")
     return data

@@ -19,8 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from models.errors import StoreError
-from models.foreign import open_file
-from models.tensor_table import read_table
+from models.foreign import open_file, read_table
 
 Array = npt.NDArray[Any]
 
@@ -41,20 +40,16 @@ class TensorEntry:
     """One tensor of a file's header."""
 
     dtype: np.dtype[Any]
-    """Type of the items."""
     shape: tuple[int, ...]
-    """Shape."""
     offset: int
     """Offset of its first byte in the file."""
 
     @property
     def count(self) -> int:
-        """Number of items."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes."""
         return self.count * self.dtype.itemsize
 
 
@@ -97,7 +92,6 @@ class MappedTensors:
             raise StoreError(f"cannot map {path}: {error.strerror}") from error
 
     def get(self, name: str) -> Array | None:
-        """The tensor of that name, or None."""
         return self[name] if name in self.entries else None
 
     def release(self) -> None:
@@ -119,9 +113,7 @@ class PiecewiseTensor:
     """A tensor to be written in pieces, without being in memory as a whole."""
 
     dtype: np.dtype[Any]
-    """Type of the items."""
     shape: tuple[int, ...]
-    """Shape."""
     pieces: Callable[[], Iterator[Array]]
     """Yields consecutive ranges of the first axis that make up the whole tensor."""
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from models.packed import Weights
 from models.progress import ProgressCallback, ignore_progress
 from models.recipe import Recipe
 from models.spec import ModelSpec
-from models.weights import Weights
 from runtime.backends.decoder import Decoder, DecoderOptions
 from runtime.errors import BackendError, Problem
 from runtime.kv.kinds import KVKind

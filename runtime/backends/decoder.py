@@ -18,7 +18,7 @@ import numpy.typing as npt
 from models.spec import ModelSpec
 from runtime.compensation import k_chunk_by_type
 from runtime.errors import RequestError
-from runtime.kv.interfaces import KVCache
+from runtime.kv.control import KVCache
 from runtime.kv.kinds import KVKind as KVKind
 from runtime.text.sampling import Draw, Drawn
 from tuner.placement import ExpertPlacement
@@ -116,10 +116,10 @@ class Step:
         )
 
 
-Way = Literal["none", "rows", "shared"]
+CompensationMode = Literal["none", "rows", "shared"]
 
 
-def compensation_of(step: Step, options: DecoderOptions) -> Way:
+def compensation_of(step: Step, options: DecoderOptions) -> CompensationMode:
     """The compensation mode of a step.
 
     Returns:
@@ -282,8 +282,8 @@ class Decoder(Protocol):
 class DrawsTokens(Protocol):
     """Optional ability of a decoder: sampling on the device, so that only a few numbers leave it.
 
-    Backends whose logits are in host memory do not need it; callers check with `isinstance`. Grammars
-    (`Sampler.constrained`) require the logits on the host.
+    Backends whose logits are in host memory do not need it; callers check with `isinstance`. What needs
+    them on the host, such as a grammar, says so (`Sampler.needs_logits`).
     """
 
     def draw(self, step: Step, draws: Sequence[Draw]) -> list[Drawn]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from models.packed import Weights
 from models.spec import MixtureSpec
-from models.weights import Weights
 
 
 def hottest(tokens: npt.NDArray[np.int32], most: int, mixture: MixtureSpec) -> tuple[int, ...]:
@@ -17,7 +17,7 @@ def hottest(tokens: npt.NDArray[np.int32], most: int, mixture: MixtureSpec) -> t
         most: How many.
         mixture: Shared experts, to which every token goes, come first.
     """
-    shared = range(mixture.experts, mixture.held)
+    shared = range(mixture.experts, mixture.num_experts)
     ranked = sorted(range(mixture.experts), key=lambda expert: -int(tokens[expert]))
     return tuple([*shared, *ranked][:most])
 
@@ -33,5 +33,7 @@ def hit_rate(weights: Weights, most: int) -> float:
     for layer in filter(spec.has_experts, range(spec.num_layers)):
         tokens = weights.expert_tokens(layer)
         counted = tokens.sum()
-        rates.append(tokens[list(hottest(tokens, most, mixture))].sum() / counted if counted else most / mixture.held)
+        rates.append(
+            tokens[list(hottest(tokens, most, mixture))].sum() / counted if counted else most / mixture.num_experts
+        )
     return float(np.mean(rates))

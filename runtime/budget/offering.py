@@ -20,16 +20,19 @@ from models.foreign import read_json
 from models.progress import Progress, ProgressCallback, ignore_progress, never_cancelled
 from runtime.backends import backend
 from runtime.backends.decoder import Decoder, DecoderOptions
-from runtime.budget.profile_key import TunedModel, profile_key
+from runtime.budget.profile_key import profile_key
 from runtime.compensation import CHUNK, k_chunk_by_type
 from runtime.errors import RequestError
 from runtime.kv.kinds import KINDS
 from runtime.text.sampling import SamplingOptions
+from runtime.wire.device import Tuning
+from tuner.detect import detect_memory
+from tuner.errors import ProfileError
+from tuner.offers import DecodingMode, Offers, Target
+from tuner.profiles import ProfileStore
 
 if TYPE_CHECKING:
-    from runtime.wire.device import Tuning
-    from tuner.offers import Offers, Target, Way
-    from tuner.profiles import ProfileStore
+    from models.store import StoredModel
 
 WINDOW, TOKENS = 256, 1024
 """Window and text length of perplexity measurements in tokens, the same as when quantizing."""
@@ -40,7 +43,7 @@ _SPARE_BYTES = 256 << 20
 logger = logging.getLogger(__name__)
 
 
-def full_precision(model: TunedModel, text: str) -> float | None:
+def full_precision(model: StoredModel, text: str) -> float | None:
     """Perplexity of the full-precision model on the evaluation text, as measured when it was quantized.
 
     Args:
@@ -62,7 +65,7 @@ def full_precision(model: TunedModel, text: str) -> float | None:
     return before if (texts.get("window"), texts.get("evaluation")) == (WINDOW, own) else None
 
 
-def known(name: str, model: TunedModel, *, budget_percent: float, profiles: ProfileStore) -> Offers | None:
+def known(name: str, model: StoredModel, *, budget_percent: float, profiles: ProfileStore) -> Offers | None:
     """The stored offers of a model; None if they were not measured.
 
     Args:
@@ -74,14 +77,12 @@ def known(name: str, model: TunedModel, *, budget_percent: float, profiles: Prof
     Raises:
         BackendError: the device does not respond.
     """
-    from tuner.offers import OfferStore
-
-    key = profile_key(backend(name).device(DecoderOptions()), name, model, budget_percent)
-    return OfferStore(profiles.folder).find(key)
+    profile = profiles.find(profile_key(backend(name).device(DecoderOptions()), name, model))
+    return next((own for own in profile.offers if own.budget_percent == budget_percent), None)
 
 
 def take(
-    decoder: Decoder, model: TunedModel, tuning: Tuning, *, profiles: ProfileStore, drafts: bool
+    decoder: Decoder, model: StoredModel, tuning: Tuning, *, profiles: ProfileStore, drafts: bool
 ) -> tuple[Tuning, bool]:
     """Switch a loaded model to the best measured way to decode within its budget, if any was measured.
 
@@ -111,10 +112,9 @@ def take(
     return tuning, way.gamma > 0
 
 
-def _has_room(model: TunedModel) -> bool:
+def _has_room(model: StoredModel) -> bool:
     """Whether main memory has room for the layout of residuals that are all read at every step."""
     from models.store import StoredModelInfo
-    from tuner.detect import detect_memory
 
     wanted = StoredModelInfo.read(model.path, model.name).summary.residual_bytes
     return detect_memory().available_bytes >= wanted + _SPARE_BYTES
@@ -122,7 +122,7 @@ def _has_room(model: TunedModel) -> bool:
 
 def offers(
     decoder: Decoder,
-    model: TunedModel,
+    model: StoredModel,
     tokens: Sequence[int],
     *,
     budget_percent: float,
@@ -147,25 +147,27 @@ def offers(
         RequestError: the kind of cache does not support drafts, or the context is too short.
         Cancelled: `cancelled` said so.
     """
-    from tuner.errors import ProfileError
-    from tuner.offers import Offers, OfferStore
-
     options = decoder.options
     if not KINDS[options.kv].has_draft or options.context < WINDOW:
         raise RequestError(
             f"the ways to decode are measured with a hierarchical cache of {WINDOW} tokens at least, not with "
             f"{options.kv} of {options.context}"
         )
-    key = profile_key(backend(decoder.backend).device(DecoderOptions()), decoder.backend, model, budget_percent)
+    key = profile_key(backend(decoder.backend).device(DecoderOptions()), decoder.backend, model)
     began, own = time.perf_counter(), options.k_chunk
     try:
         ways = tuple(_ways(decoder, tokens[:TOKENS], model.name, progress, cancelled))
     finally:
         decoder.set_k_chunk(own)
     seconds, date = time.perf_counter() - began, datetime.now(UTC).isoformat(timespec="seconds")
-    found = Offers(key=key, ways=ways, full=full, seconds=seconds, date=date)
+    found = Offers(budget_percent=budget_percent, ways=ways, full=full, seconds=seconds, date=date)
     try:
-        OfferStore(profiles.folder).save(found)
+        profiles.update(
+            key,
+            lambda stored: replace(
+                stored, offers=(*(own for own in stored.offers if own.budget_percent != budget_percent), found)
+            ),
+        )
     except ProfileError as error:
         logger.warning("%s; it will be measured again next time", error)
     return found
@@ -173,7 +175,7 @@ def offers(
 
 def _ways(
     decoder: Decoder, tokens: Sequence[int], name: str, progress: ProgressCallback, cancelled: Callable[[], bool]
-) -> Iterator[Way]:
+) -> Iterator[DecodingMode]:
     """Measure every way; those with drafts only if some draft length beats plain decoding."""
     targets: dict[Target, Mapping[str, int] | int] = {"plain": 0}
     tuned = k_chunk_by_type(decoder.options.k_chunk)
@@ -187,27 +189,28 @@ def _ways(
         yield from _measured(decoder, target, tokens, cancelled)
 
 
-def _measured(decoder: Decoder, target: Target, tokens: Sequence[int], cancelled: Callable[[], bool]) -> Iterator[Way]:
+def _measured(
+    decoder: Decoder, target: Target, tokens: Sequence[int], cancelled: Callable[[], bool]
+) -> Iterator[DecodingMode]:
     """Measure the decoder's compensation by itself, and with the best draft length if that is faster."""
-    from runtime.engine.speculation.costs import measure_costs
-    from runtime.engine.speculation.gamma import best_gamma, expected_tokens
+    from runtime.engine.costs import measure_costs
+    from runtime.engine.gamma import best_gamma, expected_tokens
     from runtime.measure.evaluate import perplexity
-    from tuner.offers import Way
 
     loses = perplexity(decoder, tokens, WINDOW, WINDOW, cancelled=cancelled, as_chat=True).perplexity
     costs = measure_costs(decoder, cancelled=cancelled)
-    yield Way(target=target, gamma=0, seconds=costs.plain, perplexity=loses)
+    yield DecodingMode(target=target, gamma=0, seconds=costs.plain, perplexity=loses)
     accepted = _acceptance(decoder, tokens, cancelled)
     gamma = best_gamma(costs, accepted)
     if gamma:
         seconds = costs.round_s(gamma) / expected_tokens(gamma, accepted)
-        yield Way(target=target, gamma=gamma, seconds=seconds, perplexity=loses, acceptance_rate=accepted)
+        yield DecodingMode(target=target, gamma=gamma, seconds=seconds, perplexity=loses, acceptance_rate=accepted)
 
 
 def _acceptance(decoder: Decoder, tokens: Sequence[int], cancelled: Callable[[], bool]) -> float:
     """Acceptance of drafted tokens, from rounds of one draft at a chat's temperature."""
-    from runtime.engine.speculation.gamma import FixedGamma
-    from runtime.engine.speculation.measure import continued
+    from runtime.engine.gamma import FixedGamma
+    from runtime.engine.measure import continued
 
     drafted = accepted = 0.0
     for text in range(_TEXTS):

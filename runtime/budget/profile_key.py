@@ -5,43 +5,19 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from models.errors import StoreError
-from models.losses import TypeLosses
-from models.recipe import Recipe
 from models.store.manifest import content_of
 from runtime.backends import Device
 from tuner.profiles import ProfileKey
 
-
-class TunedModel(Protocol):
-    """The parts of a stored model that the tuner reads, as in `models.store.StoredModel`."""
-
-    @property
-    def name(self) -> str:
-        """Its name."""
-        ...
-
-    @property
-    def path(self) -> Path:
-        """Its folder."""
-        ...
-
-    @property
-    def recipe(self) -> Recipe:
-        """Its quantization recipe."""
-        ...
-
-    @property
-    def losses(self) -> TypeLosses | None:
-        """Loss of each layer type by k_chunk; None if not measured."""
-        ...
+if TYPE_CHECKING:
+    from models.store import StoredModel
 
 
-def profile_key(device: Device, backend: str, model: TunedModel, budget_percent: float) -> ProfileKey:
-    """The key of a profile: if any part of it changes, the model is tuned again.
+def profile_key(device: Device, backend: str, model: StoredModel) -> ProfileKey:
+    """The key of a model's profile: if any part of it changes, the model is tuned again.
 
     Raises:
         StoreError: the model's manifest cannot be read.
@@ -55,11 +31,10 @@ def profile_key(device: Device, backend: str, model: TunedModel, budget_percent:
         recipe=_digest(model.recipe.to_json()),
         versions=versions(),
         backend=backend,
-        budget_percent=float(budget_percent),  # 5 and 5.0 are the same budget, but would be two files
     )
 
 
-def content_id(model: TunedModel) -> str:
+def content_id(model: StoredModel) -> str:
     """Identifier of a model's weights: the checksum of the manifest, which contains those of all files.
 
     Raises:

@@ -13,6 +13,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
@@ -21,16 +22,19 @@ import numpy as np
 from models.progress import Progress, ProgressCallback, ignore_progress, never_cancelled
 from runtime.backends import backend
 from runtime.backends.decoder import Decoder, Step
-from runtime.budget.profile_key import TunedModel, profile_key
-from runtime.budget.tuning import MARGIN, NoTuningError, obstacle, or_problem
+from runtime.budget.profile_key import profile_key
+from runtime.budget.tuning import NoTuningError, obstacle
 from runtime.compensation import check_budget
-from runtime.errors import Cancelled, OutOfMemoryError, Problem
+from runtime.errors import Cancelled, OutOfMemoryError
 from runtime.wire.device import PromptTuning
+from tuner.errors import ProfileError
+from tuner.profiles import Profile, ProfileStore, PromptProfile, PromptReading
 
 if TYPE_CHECKING:
-    from tuner.profiles import ProfileKey, ProfileStore
-    from tuner.prompts import PromptProfile
+    from models.store import StoredModel
 
+MARGIN = 0.9
+"""Share of the budget that a level may take: the next measurement may be a little higher."""
 PROMPT_TOKENS = 512
 """Length of the timed prompt in tokens, if context and time allow."""
 _PASS_S = 1.5
@@ -135,7 +139,7 @@ class PromptTimer:
 
 def tune_prompts(
     decoder: Decoder,
-    model: TunedModel,
+    model: StoredModel,
     *,
     budget_percent: float,
     profiles: ProfileStore,
@@ -160,9 +164,6 @@ def tune_prompts(
         Cancelled: `cancelled` said so.
         BackendError: the device does not respond.
     """
-    from tuner.errors import ProfileError
-    from tuner.prompts import PromptStore
-
     check_budget(budget_percent)
     runner = backend(decoder.backend)
     if budget_percent == 0:
@@ -172,72 +173,44 @@ def tune_prompts(
     if problem is not None:
         decoder.set_prompt_k_chunk(0)
         raise NoTuningError(problem)
-    key = profile_key(runner.device(decoder.options), decoder.backend, model, budget_percent)
-    store = PromptStore(profiles.folder)
-    found = None if force else store.find(key)
+    key = profile_key(runner.device(decoder.options), decoder.backend, model)
+    found = None if force else known_prompts(profiles.find(key), budget_percent)
     cached = found is not None
     if found is None:
         work = f"finding the compensation that {budget_percent:g} % more time to the first word allows; done once"
         progress(Progress(phase="tune", done=0, total=None, unit="prompts", message=f"tuning {model.name}: {work}"))
-        found = _search(decoder, key, budget_percent, cancelled)
+        found = _search(decoder, budget_percent, cancelled)
         try:
-            store.save(found)
+            profiles.update(key, lambda stored: _with(stored, found))
         except ProfileError as error:
             logger.warning("%s; it will be tuned again next time", error)
     decoder.set_prompt_k_chunk(found.k_chunk)
     return prompt_tuning_of(found, cached=cached)
 
 
-def prompts_within_budget(
-    decoder: Decoder,
-    model: TunedModel,
-    *,
-    budget_percent: float,
-    profiles: ProfileStore,
-    force: bool = False,
-    progress: ProgressCallback = ignore_progress,
-    cancelled: Callable[[], bool] = never_cancelled,
-) -> tuple[PromptTuning | None, Problem | None]:
-    """As `tune_prompts`, but failures are returned, and leave prompts uncompensated.
-
-    Returns:
-        The result, or the problem.
-
-    Raises:
-        Cancelled: `cancelled` said so.
-    """
-
-    def found() -> PromptTuning:
-        return tune_prompts(
-            decoder,
-            model,
-            budget_percent=budget_percent,
-            profiles=profiles,
-            force=force,
-            progress=progress,
-            cancelled=cancelled,
-        )
-
-    instead = f"the prompts of {model.name} are read without error compensation"
-    fix = "run `lowbit-chat tune-device --force`"
-    return or_problem(found, lambda: decoder.set_prompt_k_chunk(0), instead=instead, fix=fix)
+def known_prompts(profile: Profile, budget_percent: float) -> PromptProfile | None:
+    """What a profile says of a budget of prompts; None if that was not measured."""
+    return next((own for own in profile.prompts if own.budget_percent == budget_percent), None)
 
 
-def is_known(decoder: Decoder, model: TunedModel, *, budget_percent: float, profiles: ProfileStore) -> bool:
+def _with(profile: Profile, found: PromptProfile) -> Profile:
+    others = [own for own in profile.prompts if own.budget_percent != found.budget_percent]
+    return replace(profile, prompts=(*others, found))
+
+
+def is_known(decoder: Decoder, model: StoredModel, *, budget_percent: float, profiles: ProfileStore) -> bool:
     """Whether the result of tuning a model's prompts is already stored."""
-    from tuner.prompts import PromptStore
-
     runner = backend(decoder.backend)
     if not budget_percent or obstacle(runner, model, decoder.options.context) is not None:
         return True
-    key = profile_key(runner.device(decoder.options), decoder.backend, model, budget_percent)
-    return PromptStore(profiles.folder).find(key) is not None
+    key = profile_key(runner.device(decoder.options), decoder.backend, model)
+    return known_prompts(profiles.find(key), budget_percent) is not None
 
 
 def prompt_tuning_of(profile: PromptProfile, *, cached: bool) -> PromptTuning:
     """A profile as a wire record."""
     return PromptTuning(
-        budget_percent=profile.key.budget_percent,
+        budget_percent=profile.budget_percent,
         k_chunk=profile.k_chunk,
         measured_slowdown_percent=profile.measured_slowdown_percent,
         tokens=profile.tokens,
@@ -247,12 +220,10 @@ def prompt_tuning_of(profile: PromptProfile, *, cached: bool) -> PromptTuning:
     )
 
 
-def _search(decoder: Decoder, key: ProfileKey, budget_percent: float, cancelled: Callable[[], bool]) -> PromptProfile:
+def _search(decoder: Decoder, budget_percent: float, cancelled: Callable[[], bool]) -> PromptProfile:
     """The first level within the budget, starting from the largest."""
-    from tuner.prompts import PromptProfile, Reading
-
     began, timer = time.perf_counter(), PromptTimer(decoder, cancelled=cancelled)
-    readings: list[Reading] = []
+    readings: list[PromptReading] = []
     k_chunk, limit = 0, MARGIN * budget_percent
     for level in backend(decoder.backend).prompt_levels:
         try:
@@ -260,12 +231,12 @@ def _search(decoder: Decoder, key: ProfileKey, budget_percent: float, cancelled:
         except OutOfMemoryError as error:
             logger.warning("prompts are not compensated by %d channels per 1024: %s", level, error)
             continue
-        readings.append(Reading(k_chunk=level, slowdown_percent=slowdown))
+        readings.append(PromptReading(k_chunk=level, slowdown_percent=slowdown))
         if slowdown <= limit:
             k_chunk = level
             break
     return PromptProfile(
-        key=key,
+        budget_percent=budget_percent,
         k_chunk=k_chunk,
         readings=tuple(readings),
         tokens=timer.tokens,

@@ -1,31 +1,37 @@
-"""Applies the slowdown budgets to an opened model: tunes decoding, picks the best way to decode, tunes prompts."""
+"""The slowdown budgets of a loaded model: tunes decoding, picks the best way to decode, tunes prompts."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from models.errors import ModelError
 from models.progress import ProgressCallback, ignore_progress, never_cancelled
 from runtime.backends.decoder import Decoder
 from runtime.budget.offering import take
-from runtime.budget.profile_key import TunedModel
-from runtime.budget.prompt_tuning import PROMPT_TOKENS, is_known, prompts_within_budget
-from runtime.budget.refining import refined
-from runtime.budget.tuning import within_budget
+from runtime.budget.prompt_tuning import PROMPT_TOKENS, is_known, tune_prompts
+from runtime.budget.tuning import NoTuningError, tune
 from runtime.compensation import Compensation
 from runtime.drafting import Drafts, Speculate
-from runtime.errors import Problem
+from runtime.errors import Cancelled, Problem, RuntimeFailure
 from runtime.wire.device import PromptTuning, Tuning
+from tuner.errors import TunerError
 from tuner.profiles import ProfileStore
 
-Lend = Callable[..., AbstractContextManager[Decoder]]
+if TYPE_CHECKING:
+    from models.store import StoredModel
+
+Borrow = Callable[..., AbstractContextManager[Decoder]]
 """`Engine.borrow`: lends the decoder to a caller that needs this many tokens of slot 0."""
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Spent:
+class AppliedBudgets:
     """Result of applying the budgets; the decoder is already set."""
 
     tuning: Tuning | None
@@ -39,19 +45,18 @@ class Spent:
 
 
 def spend(
-    lend: Lend,
-    model: TunedModel,
+    lend: Borrow,
+    model: StoredModel,
     compensation: Compensation,
     *,
     drafts: Drafts,
     profiles: ProfileStore,
-    text: str | None = None,
     force: bool = False,
     prompts_later: bool = False,
     progress: ProgressCallback = ignore_progress,
     cancelled: Callable[[], bool] = never_cancelled,
-) -> Spent:
-    """Apply the budgets to a loaded model. A fixed `k_chunk` is kept.
+) -> AppliedBudgets:
+    """Apply the budgets to a loaded model. A fixed `k_chunk` is kept; where tuning fails, nothing is compensated.
 
     Args:
         lend: Lends the loaded model's decoder.
@@ -59,7 +64,6 @@ def spend(
         compensation: The budgets.
         drafts: The requested drafting mode.
         profiles: Folder of profiles.
-        text: The text of refinements, whose results are applied; None applies none.
         force: Whether to repeat stored measurements.
         prompts_later: Whether prompts that were never tuned wait for `spend_on_prompts`: a first answer need not.
         progress: Receives progress reports of the tuning.
@@ -70,51 +74,41 @@ def spend(
         BackendError: the device does not respond.
     """
     common: Any = {"profiles": profiles, "force": force, "progress": progress, "cancelled": cancelled}
+    budget, percent = compensation.budget_percent, compensation.prompt_percent
     tuning, problem = None, None
-    prompts: PromptTuning | None
-    of_prompts: Problem | None = None
-    speculation = drafts
     with lend() as decoder:
-        if compensation.budget_percent is not None:
-            tuning, problem = within_budget(decoder, model, budget_percent=compensation.budget_percent, **common)
-        percent = compensation.prompt_percent
+        if budget is not None:
+            tuning, problem = or_problem(
+                lambda: tune(decoder, model, budget_percent=budget, **common),
+                lambda: decoder.set_k_chunk(0),
+                instead=f"{model.name} runs without error compensation",
+                fix="run `lowbit-chat tune-device --force`, or choose a fixed k_chunk",
+            )
         known = not force and is_known(decoder, model, budget_percent=percent, profiles=profiles)
-    later = prompts_later and not known
-    with lend(0 if known or later else PROMPT_TOKENS) as decoder:
-        if later:
-            prompts = PromptTuning.later(percent)
-        else:
-            prompts, of_prompts = prompts_within_budget(decoder, model, budget_percent=percent, **common)
-        if tuning is not None and tuning.budget_percent:
-            if text is not None:
-                tuning = refined(decoder, model, tuning, profiles=profiles, text=text)
-            if not drafts:
-                tuning, pays = take(decoder, model, tuning, profiles=profiles, drafts=drafts is not False)
-                speculation = Speculate() if pays else drafts
+    prompts: PromptTuning | None = PromptTuning.later(percent)
+    of_prompts, speculation = None, drafts
+    if known or not prompts_later:
+        prompts, of_prompts = _prompts(lend, 0 if known else PROMPT_TOKENS, model, percent, common)
+    if tuning is not None and tuning.budget_percent and not drafts:
+        with lend() as decoder:
+            tuning, pays = take(decoder, model, tuning, profiles=profiles, drafts=drafts is not False)
+            speculation = Speculate() if pays else drafts
     if of_prompts is not None and not of_prompts.failure:
         of_prompts = None  # already reported for decoding
-    problems = tuple(found for found in (problem, of_prompts) if found is not None)
-    return Spent(tuning=tuning, prompts=prompts, speculation=speculation, problems=problems)
+    problems = tuple(each for each in (problem, of_prompts) if each is not None)
+    return AppliedBudgets(tuning=tuning, prompts=prompts, speculation=speculation, problems=problems)
 
 
 def spend_on_prompts(
-    lend: Lend,
-    model: TunedModel,
+    lend: Borrow,
+    model: StoredModel,
     pending: PromptTuning,
     *,
     profiles: ProfileStore,
     progress: ProgressCallback = ignore_progress,
     cancelled: Callable[[], bool] = never_cancelled,
 ) -> tuple[PromptTuning | None, Problem | None]:
-    """Apply the budget of prompts that `spend` left.
-
-    Args:
-        lend: As of `spend`.
-        model: What was loaded.
-        pending: `Spent.prompts`.
-        profiles: Folder of profiles.
-        progress: Receives progress reports.
-        cancelled: Polled between steps.
+    """Apply the budget of prompts that `spend` left; arguments as of `spend`.
 
     Returns:
         The result, or the problem that makes the budget ineffective.
@@ -124,5 +118,43 @@ def spend_on_prompts(
         BackendError: the device does not respond.
     """
     common: Any = {"profiles": profiles, "progress": progress, "cancelled": cancelled}
-    with lend(PROMPT_TOKENS) as decoder:
-        return prompts_within_budget(decoder, model, budget_percent=pending.budget_percent, **common)
+    return _prompts(lend, PROMPT_TOKENS, model, pending.budget_percent, common)
+
+
+def _prompts(
+    lend: Borrow, tokens: int, model: StoredModel, percent: float, common: Any
+) -> tuple[PromptTuning | None, Problem | None]:
+    with lend(tokens) as decoder:
+        return or_problem(
+            lambda: tune_prompts(decoder, model, budget_percent=percent, **common),
+            lambda: decoder.set_prompt_k_chunk(0),
+            instead=f"the prompts of {model.name} are read without error compensation",
+            fix="run `lowbit-chat tune-device --force`",
+        )
+
+
+def or_problem(
+    tuned: Callable[[], T], turn_off: Callable[[], None], *, instead: str, fix: str
+) -> tuple[T | None, Problem | None]:
+    """Run a tuning; on failure, turn compensation off and return the problem.
+
+    Args:
+        tuned: Runs the tuning.
+        turn_off: Removes any remaining compensation after a failure.
+        instead: The consequence of a failure, for the message.
+        fix: Advice.
+
+    Raises:
+        Cancelled: `tuned` was stopped.
+    """
+    try:
+        return tuned(), None
+    except Cancelled:
+        raise
+    except NoTuningError as error:
+        return None, error.problem
+    except (RuntimeFailure, ModelError, TunerError, OSError) as error:
+        turn_off()
+        problem = Problem(what=f"tuning failed, so {instead}: {error}", fix=fix, failure=True)
+        logger.warning("%s", problem.what)
+        return None, problem

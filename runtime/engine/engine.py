@@ -1,6 +1,6 @@
 """The engine: turns prompts into streams of text. It handles tokens, text and timing, so that decoders need not.
 
-It runs as many generations at once as the decoder has slots, step by step (`runtime.engine.scheduling`); further
+It runs as many generations at once as the decoder has slots, step by step (`runtime.engine.scheduler`); further
 requests wait. The KV cache of recent conversations is kept while slots and pages are free, and a prompt reuses the
 longest matching prefix. Switching between chats, regenerating and branching therefore compute only new tokens.
 
@@ -20,24 +20,47 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
+
 from models.progress import ProgressCallback, ignore_progress, never_cancelled
-from runtime.backends.decoder import Decoder, Float32Array
-from runtime.engine.conversations.conversations import Conversations
-from runtime.engine.conversations.saved_folder import SavedCaches
-from runtime.engine.embedding import embed
-from runtime.engine.generation import Piece, Run
+from runtime.backends.decoder import Decoder, Float32Array, Step
+from runtime.engine.conversations import Conversations
+from runtime.engine.gamma import Costs
+from runtime.engine.generation import Answer, Piece, Receive, Run
 from runtime.engine.inspection import MAX_TOKENS, inspect
-from runtime.engine.scheduling.answer import Answer, Language, Receive
-from runtime.engine.scheduling.request import Request
-from runtime.engine.scheduling.scheduler import Scheduler
-from runtime.engine.speculation.drafting import Drafting
-from runtime.engine.speculation.gamma import Costs
-from runtime.engine.speculation.rounds import Rounds
-from runtime.errors import BackendError, ContextOverflowError, RequestError
+from runtime.engine.rounds import Drafting, Rounds
+from runtime.engine.saved import SavedCaches
+from runtime.engine.scheduler import Request, Scheduler
+from runtime.errors import BackendError, Cancelled, ContextOverflowError, RequestError
 from runtime.text.call_constraint import AnswerConstraints
 from runtime.text.sampling import SamplingOptions
 from runtime.text.tokenizer import Tokenizer
-from runtime.wire.inspection import Inspection
+from runtime.wire.requests import Inspection
+
+
+def embed(decoder: Decoder, tokens: Sequence[int], cancelled: Callable[[], bool]) -> Float32Array:
+    """The embedding of a text.
+
+    Args:
+        decoder: The model; slot 0 is overwritten.
+        tokens: At least one, at most the context.
+        cancelled: Polled between steps.
+
+    Returns:
+        float32 [C], normalized: the mean over all tokens of the rows after the final norm.
+
+    Raises:
+        Cancelled: `cancelled` said so.
+        InvalidActivationError: the model computed NaN or infinity.
+    """
+    total = np.zeros(decoder.spec.hidden_size, np.float64)
+    for at in range(0, len(tokens), decoder.options.max_rows):
+        if cancelled():
+            raise Cancelled("the embedding was cancelled")
+        part = tokens[at : at + decoder.options.max_rows]
+        total += decoder.hidden(Step.of(part, at, [], prefill=True)).sum(axis=0, dtype=np.float64)
+    return (total / np.linalg.norm(total)).astype(np.float32)
+
 
 BORROWED_TOKENS = 128
 """Default number of tokens that a borrower of the decoder may write into slot 0."""
@@ -220,7 +243,7 @@ class Engine:
             self._conversations.clear(0)
 
     def embed(self, tokens: Sequence[int], cancelled: Callable[[], bool] = never_cancelled) -> Float32Array:
-        """See `runtime.engine.embedding.embed`; tokens are checked as `submit` does, the decoder is borrowed."""
+        """See `runtime.engine.engine.embed`; tokens are checked as `submit` does, the decoder is borrowed."""
         checked = self._checked(tokens)
         with self.borrow(len(checked)) as decoder, decoder.session():
             return embed(decoder, checked, cancelled)
@@ -245,7 +268,7 @@ class Engine:
             about: Any = {"name": self.name, "drafts": self.speculates, "progress": progress, "cancelled": cancelled}
             return inspect(decoder, self.tokenizer, prompt, spoken, **about)
 
-    def abandon(self, error: Exception) -> None:
+    def fail_all(self, error: Exception) -> None:
         """End all requests with an error."""
         self._scheduler.end(error)
 
@@ -273,7 +296,7 @@ class Engine:
         run = Run(prompt=tokens, options=options, trim=trim, chat=chat, begin=time.perf_counter())
         limit = room if options.max_tokens is None else min(room, options.max_tokens)
         run.constraint = self._constraints.of(options.grammar, options.calls, limit)
-        answer = Answer(run, Language(tokenizer=self.tokenizer, ends=self._eos), limit, receive)
+        answer = Answer(run, self.tokenizer, self._eos, limit, receive)
         return Request(answer, cancelled, lambda slot: self._rounds(run, slot))
 
     def _checked(self, prompt: Sequence[int]) -> list[int]:

@@ -1,17 +1,61 @@
-"""Results of a generation: pieces of text, and at the end its usage."""
+"""One generation: its tokens become pieces of text, its end is detected, and its usage counted."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from runtime.engine.speculation.counts import Speculation
+from runtime.backends.decoder import Float32Array
 from runtime.text.constraint import Constraint
-from runtime.text.sampling import SamplingOptions, TokenLogprob
+from runtime.text.sampling import Drawn, SamplingOptions, TokenLogprob, token_logprob
+from runtime.text.tokenizer import Tokenizer
 
 FinishReason = Literal["stop", "length", "cancelled"]
+CONTEXT_TOKENS = 8
+"""Prompt tokens shown to the detokenizer before the answer, so that a continuation keeps its leading space."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speculation:
+    """Speculation statistics of an answer or a measurement."""
+
+    gamma: int
+    """Tokens that the model drafts per round, at the end of the answer; 0: drafting did not pay, so decoding continued
+    without. If the model drafts none, the average number of copied tokens per round."""
+    acceptance_rate: float
+    """Accepted share of the drafted tokens; 0 if none was drafted."""
+    tokens_per_verify: float
+    """Tokens per round, including the one that verification adds; 0 if there was no round."""
+    rounds: int
+    drafted: int
+    """Tokens drafted."""
+    plain: int
+    """Tokens decoded one by one between rounds."""
+
+
+class Counts:
+    def __init__(self) -> None:
+        self.rounds = self.drafted = self.accepted = self.plain = 0
+
+    def add(self, drafted: int, accepted: int) -> None:
+        """Record a round; a round without drafted tokens is a plain step."""
+        self.rounds += drafted > 0
+        self.plain += drafted == 0
+        self.drafted += drafted
+        self.accepted += accepted
+
+    def result(self, gamma: int) -> Speculation:
+        """The statistics, with the next gamma."""
+        return Speculation(
+            gamma=gamma,
+            acceptance_rate=self.accepted / self.drafted if self.drafted else 0.0,
+            tokens_per_verify=(self.accepted + self.rounds) / self.rounds if self.rounds else 0.0,
+            rounds=self.rounds,
+            drafted=self.drafted,
+            plain=self.plain,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +121,6 @@ class Run:
         self._latest = begin
 
     def count(self) -> None:
-        """Count a generated token."""
         self._latest = time.perf_counter()
         if self.completion == 0:
             self._first = self._latest
@@ -96,3 +139,118 @@ class Run:
             speculation=self.speculation(),
         )
         return Piece(text=text, finish_reason=finish, usage=usage)
+
+
+class StopMatcher:
+    """Passes text through, holds back a possible beginning of a stop string, and ends at the first complete one.
+
+    The first stop string is the one whose match begins first; the text after it is dropped. The output does not depend
+    on how the text is split.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        """Watch for stop strings; empty ones are ignored."""
+        self._stops = tuple(stop for stop in stops if stop)
+        self._held = ""
+        self.stopped = False
+        """Whether a stop string was found; all further text is dropped."""
+
+    def add(self, text: str) -> str:
+        """Add text, and return what can be emitted."""
+        if self.stopped:
+            return ""
+        self._held += text
+        begin = min((at for stop in self._stops if (at := self._held.find(stop)) >= 0), default=-1)
+        waiting = self._earliest_beginning()
+        if begin >= 0 and begin <= waiting:
+            given, self._held, self.stopped = self._held[:begin], "", True
+            return given
+        given, self._held = self._held[:waiting], self._held[waiting:]
+        return given
+
+    def flush(self) -> str:
+        """The held-back text, once the input has ended without a stop string."""
+        begin = min((at for stop in self._stops if (at := self._held.find(stop)) >= 0), default=-1)
+        given, self._held = self._held if begin < 0 else self._held[:begin], ""
+        self.stopped = self.stopped or begin >= 0
+        return given
+
+    def _earliest_beginning(self) -> int:
+        """Position of a possible beginning of a stop string in the held-back text; its length if there is none."""
+        longest = max((len(stop) for stop in self._stops), default=1)
+        for at in range(max(0, len(self._held) - longest + 1), len(self._held)):
+            tail = self._held[at:]
+            if any(len(stop) > len(tail) and stop.startswith(tail) for stop in self._stops):
+                return at
+        return len(self._held)
+
+
+Receive = Callable[[Piece | Exception], None]
+"""Receives the pieces of an answer. The last item has a `finish_reason`, or is the error that ended the answer."""
+
+
+class Answer:
+    """One answer. Its receiver always gets exactly one last item.
+
+    Args:
+        run: The generation.
+        tokenizer: Decodes tokens.
+        ends: Tokens that end an answer.
+        limit: Most tokens of the answer.
+        receive: Gets the pieces.
+    """
+
+    def __init__(self, run: Run, tokenizer: Tokenizer, ends: Collection[int], limit: int, receive: Receive) -> None:
+        self.run, self.limit, self._receive = run, limit, receive
+        self._tokenizer, self._ends = tokenizer, ends
+        self._stops = StopMatcher(run.options.stop)
+        self._blank = run.trim  # whether leading white space is still to be stripped
+        self._text = tokenizer.detokenizer(run.prompt[-CONTEXT_TOKENS:])
+        self.ended = False
+        """Whether the last item was delivered."""
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that may still be generated."""
+        return self.limit - self.run.completion
+
+    def take(self, token: int, own: Float32Array | Drawn) -> bool:
+        """Take the next token.
+
+        Args:
+            token: The token.
+            own: The logits float32 [V] that it was sampled from, or the decoder's own sample.
+
+        Returns:
+            Whether to continue; otherwise the answer has ended.
+        """
+        self.run.count()
+        if token in self._ends:
+            self.end("stop")
+            return False
+        given = self._stops.add(self._text.add(token))
+        if self._blank:
+            given, self._blank = given.lstrip(), not given.strip()
+        logprob = token_logprob(own, token, self.run.options.logprobs, self._tokenizer.piece)
+        self._receive(Piece(text=given, token=token, logprob=logprob))
+        if not self._stops.stopped and self.remaining:
+            return True
+        self.end("stop" if self._stops.stopped else "length")
+        return False
+
+    def end(self, finish: FinishReason) -> None:
+        """Deliver the held-back text and the finish reason. Does nothing if the answer has ended."""
+        if self.ended:
+            return
+        rest = self._stops.add(self._text.flush()) + self._stops.flush()
+        finish = "stop" if self._stops.stopped and finish == "length" else finish
+        self._last(self.run.last(finish, rest.lstrip() if self._blank else rest))
+
+    def fail(self, error: Exception) -> None:
+        """End with an error. Does nothing if the answer has ended."""
+        if not self.ended:
+            self._last(error)
+
+    def _last(self, item: Piece | Exception) -> None:
+        self.ended = True
+        self._receive(item)

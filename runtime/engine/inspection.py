@@ -19,7 +19,7 @@ from runtime.backends.decoder import Decoder, Float32Array, Step
 from runtime.compensation import k_chunk_by_type
 from runtime.errors import Cancelled
 from runtime.text.tokenizer import Tokenizer
-from runtime.wire.inspection import Candidate, InspectedToken, Inspection
+from runtime.wire.requests import Candidate, InspectedToken, Inspection
 
 ALTERNATIVES = 6
 """Most likely tokens reported at each place."""
@@ -89,13 +89,13 @@ def inspect(
         base = [_view(row, token) for row, token in zip(reader.read(compensate=False), answer, strict=True)]
     drafted: list[int | None] = []
     rows = reader.read(drafted=drafted if drafts else None)
-    found = [_view(row, token) for row, token in zip(rows, answer, strict=True)]
+    views = [_view(row, token) for row, token in zip(rows, answer, strict=True)]
     detokenizer = tokenizer.detokenizer(prompt[-CONTEXT_TOKENS:])
     texts = [detokenizer.add(token) for token in answer]
     texts[-1] += detokenizer.flush()
     told = [
         _told(tokenizer, text, token, view, base[at] if base else None, drafted[at] if drafts else None)
-        for at, (text, token, view) in enumerate(zip(texts, answer, found, strict=True))
+        for at, (text, token, view) in enumerate(zip(texts, answer, views, strict=True))
     ]
     return Inspection(tokens=told, model=name, compensated=bool(base), complete=len(answer) < MAX_TOKENS)
 
@@ -148,7 +148,7 @@ class _Reader:
 
     def _most(self, *, drafts: bool) -> int:
         """Tokens of the next step: no more than see what they saw when they were written."""
-        most = min(self._decoder.options.max_rows, self._decoder.cache.rows_alike(0))
+        most = min(self._decoder.options.max_rows, self._decoder.cache.batch_invariant_rows(0))
         return min(most, DRAFTED_ROWS) if drafts else most
 
     def _forward(

@@ -6,29 +6,36 @@ window after the sinks. As long as there is no page, all of them are in the wind
 Layers that keep the same tokens are a group (`runtime.kv.groups`) with pages and a table of its own. Entry i of every
 table holds the same tokens, so what follows is one bookkeeping for all; "a page" is one in each group.
 
-Each backend stores the numbers itself (`runtime.kv.interfaces.PageStore`). What is dropped, shared and copied when
+Each backend stores the numbers itself (`runtime.kv.stores.PageStore`). What is dropped, shared and copied when
 tokens move from the window into a page is decided here, so it is the same on every backend.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Generic, TypeVar
 
 import numpy as np
 
 from models.spec import ModelSpec
 from runtime.errors import RequestError
-from runtime.kv.groups import PageGroup
-from runtime.kv.interfaces import Int32Array, PageStore
+from runtime.kv.groups import PageGroup, layers_alike, page_groups
 from runtime.kv.kinds import CacheKind, page_bytes, window_token_bytes
-from runtime.kv.pages import PageTable
+from runtime.kv.pages import PageTable, WindowTable
 from runtime.kv.states import SMALL_STEP, Memory, States
-from runtime.kv.transfer import Arrays, checked, chunks
-from runtime.kv.window_pages import WindowTable
+from runtime.kv.stores import Arrays, Int32Array, PageStore, checked, chunks, joined
+
+Store = TypeVar("Store", bound=PageStore)
+"""A backend's store."""
 
 
-class PagedCache:
-    """Implements `runtime.kv.interfaces.KVCache` over a backend's `PageStore`.
+class KVCache:
+    """The cache of a loaded model over a backend's stores, used between steps; backends subclass it.
+
+    A model's memory of a sequence is a cache in layers with attention, and a state in others (`runtime.kv.states`).
+    Both begin steps, are cut back, forked, saved and loaded together; users of the cache don't know which it is. They
+    ask only how far a slot can be cut back: anywhere in pages that hold all tokens, and here and there in a state, and
+    in pages that hold only what a sliding window reads.
 
     Args:
         kind: The kind of cache.
@@ -77,7 +84,7 @@ class PagedCache:
 
     @property
     def kind(self) -> CacheKind:
-        """See `KVCache.kind`."""
+        """The kind of cache; `kind.has_draft` says whether a draft can read less."""
         return self._kind
 
     @property
@@ -90,18 +97,18 @@ class PagedCache:
         return self._table_of[layer]
 
     def length(self, slot: int) -> int:
-        """See `KVCache.length`."""
+        """Tokens of a slot."""
         return self._lengths[slot]
 
     def slot_bytes(self, slot: int) -> int:
-        """See `KVCache.slot_bytes`."""
+        """Bytes a slot uses, shared pages included."""
         sizes = zip(self.tables, self._page_bytes, strict=True)
         paged = sum(len(table.held(slot)) * size for table, size in sizes)
         state = 0 if self.states is None else self.states.slot_bytes
         return paged + self.window_length(slot) * self._token_bytes + state
 
     def paged_length(self, slot: int) -> int:
-        """See `KVCache.paged_length`."""
+        """Tokens of a slot that are in pages; during a step they precede the window's recent ones."""
         return min(self.table.count(slot) * self._kind.page, self._lengths[slot])
 
     def window_length(self, slot: int) -> int:
@@ -109,7 +116,7 @@ class PagedCache:
         return self._lengths[slot] - self.paged_length(slot)
 
     def reach(self, slot: int, length: int) -> int:
-        """See `KVCache.reach`."""
+        """Most tokens, at most `length`, to which `trim` and `fork` can go, and at which a step can begin."""
         found, length = min(length, self._lengths[slot]), -1
         while found != length:
             length = found
@@ -120,29 +127,40 @@ class PagedCache:
         return found
 
     def exact_from(self, slot: int) -> int:
-        """See `KVCache.exact_from`."""
+        """The shortest length to which `trim` and `fork` can go without loss; below it, a page is reopened."""
         paged = self.paged_length(slot)
         return self._kind.sinks + paged if self._kind.windowed and paged else 0
 
     def rows_until_flush(self, slot: int) -> int:
-        """See `KVCache.rows_until_flush`."""
+        """Most rows of the slot's next step for which all rows see what plain decoding would see."""
         if not self._kind.windowed:
             return self._context - self._lengths[slot]
         kept, page = self._kind.unpaged, self._kind.page
         window = self.window_length(slot)
         return kept + page - window if window < kept + page else page - (window - kept) % page
 
-    def rows_alike(self, slot: int) -> int:
-        """See `KVCache.rows_alike`."""
+    def batch_invariant_rows(self, slot: int) -> int:
+        """Most rows of the slot's next step for which each is computed as it would be alone.
+
+        At most `rows_until_flush`, and fewer if a backend traverses the context differently for rows further on: sums
+        are then added in another order, which the rounding of activations makes visible.
+        """
         rows = self.rows_until_flush(slot)
         return rows if self.states is None else min(rows, SMALL_STEP)
 
     def has_room(self, slot: int, end: int) -> bool:
-        """See `KVCache.has_room`."""
+        """Whether enough pages are free for a slot to grow to `end` tokens, at most the context."""
         return self.table in self._windowed or self._lacking(slot, end) <= self.table.free
 
     def has_room_beside(self, ends: Mapping[int, int], end: int, *, source: int, shared: int) -> bool:
-        """See `KVCache.has_room_beside`."""
+        """Whether one more slot can grow to `end` tokens beside others if everything else is dropped.
+
+        Args:
+            ends: The length each of the others is to reach, in tokens, at most the context.
+            end: The length it is to reach, at most the context.
+            source: The slot from which it is to be forked.
+            shared: Tokens it shares with that slot.
+        """
         if self.table in self._windowed:  # windows have pages for every slot
             return True
         held = {page for slot in ends for page in self.table.held(slot)}
@@ -153,12 +171,17 @@ class PagedCache:
 
     @property
     def layout(self) -> str:
-        """See `KVCache.layout`."""
+        """Name of the layout of the arrays of `export`, which changes with it."""
         groups = "+".join(store.saved_layout for _, store in self._parts)
         return f"{groups}-windows{len(self._windowed)}" if self._windowed else groups
 
     def export(self, slot: int) -> Iterator[Arrays]:
-        """See `KVCache.export`. Pages of a group with a window are preceded by which of the slot's they are."""
+        """The contents of a slot in pieces: its window, then a few pages at a time.
+
+        Pages of a group with a window are preceded by which of the slot's they are.
+
+        A piece may be a view of the cache: use it before the next.
+        """
         for table, store in self._parts:
             yield store.read_window(slot, self.window_length(slot))
             if isinstance(table, WindowTable):
@@ -169,7 +192,18 @@ class PagedCache:
             yield from self.states.export(slot)
 
     def load(self, slot: int, length: int, paged: int, pieces: Iterable[Arrays]) -> None:
-        """See `KVCache.load`."""
+        """Replace a slot's contents by those from `export`. On failure the slot is empty.
+
+        Args:
+            slot: The slot.
+            length: Tokens that were exported.
+            paged: What `paged_length` was.
+            pieces: Pieces from `export`, of a cache of the same kind, model and layout.
+
+        Raises:
+            RequestError: the pieces do not match the number of tokens.
+            OutOfMemoryError: not enough pages are free.
+        """
         window, page = length - paged, self._kind.page
         self.clear(slot)
         fits = 0 <= window <= self._kind.window_capacity(self._max_rows) and (not window or paged % page == 0)
@@ -194,7 +228,24 @@ class PagedCache:
         self._lengths[slot] = length
 
     def begin(self, slots: Int32Array, positions: Int32Array, *, flush: bool = True, draft: bool = False) -> None:
-        """See `KVCache.begin`."""
+        """Prepare a step: truncate, flush due pages, allocate. The rows count as tokens from now on.
+
+        A slot whose first row is below its length is truncated to there. Then, if `flush`, pages are cut off windows
+        that hold sinks + keep + page tokens or more. The step's rows see pages and windows as they are after that.
+
+        Args:
+            slots: int32 [M] as in `runtime.backends.decoder.Step`.
+            positions: int32 [M], consecutive in each slot.
+            flush: Whether pages may be flushed. Speculation passes False from its second drafted token on, so that
+                drafts and their verification see the same pages and no drafted token is quantized before it is
+                verified.
+            draft: Whether the rows are drafted, so that the slot is soon cut back to the first of them.
+
+        Raises:
+            RequestError: a gap before a slot's first row or between rows, more tokens than there is room for, or a
+                slot cannot be cut back to its first row.
+            OutOfMemoryError: no page is free.
+        """
         runs = list(runs_of(slots, positions))
         for slot, start, end in runs:
             self._check_run(slot, start, end, flush=flush)
@@ -215,7 +266,13 @@ class PagedCache:
                 self.states.begin(slot, start, end, draft=draft)
 
     def trim(self, slot: int, length: int) -> None:
-        """See `KVCache.trim`."""
+        """Truncate a slot to its first `length` tokens.
+
+        If that ends inside a quantized page, the remaining tokens of the page return to the window, dequantized.
+
+        Raises:
+            RequestError: the slot has fewer tokens, or `reach` is less.
+        """
         self._check_length(slot, length)
         if self.states is not None:
             self.states.trim(slot, length)
@@ -234,7 +291,11 @@ class PagedCache:
         self._lengths[slot] = length
 
     def fork(self, source: int, target: int, length: int) -> None:
-        """See `KVCache.fork`."""
+        """Start `target` from the first `length` tokens of `source`, replacing its contents. Pages are shared.
+
+        Raises:
+            RequestError: the source has fewer tokens, or its `reach` is less.
+        """
         self._check_length(source, length)
         if source == target:
             self.trim(source, length)
@@ -261,7 +322,19 @@ class PagedCache:
         self._lengths[target] = length
 
     def lengthen(self, slot: int, length: int) -> None:
-        """See `KVCache.lengthen`."""
+        """Lengthen a slot with copies of its pages, inserted after them and before its window.
+
+        For measuring at a length without a prompt of that length; the contents are not meaningful text.
+
+        Args:
+            slot: The slot; it has at least one page.
+            length: Resulting tokens; longer by a whole number of pages.
+
+        Raises:
+            RequestError: the slot has no whole page, the increase is not a whole number of pages, or the context is
+                exceeded.
+            OutOfMemoryError: not enough pages are free.
+        """
         page, paged = self._kind.page, self.paged_length(slot)
         added, rest = divmod(length - self._lengths[slot], page)
         if rest or added < 0 or paged == 0 or paged % page or length > self._context:
@@ -286,7 +359,7 @@ class PagedCache:
         self._lengths[slot] = length
 
     def clear(self, slot: int) -> None:
-        """See `KVCache.clear`."""
+        """Drop all tokens of a slot."""
         for table in self.tables:
             table.truncate(slot, 0)
         for own in self._windowed:
@@ -346,6 +419,54 @@ class PagedCache:
                 f"slot {slot} can be cut back to {reach} tokens, not to {length}: its states, or the pages of layers "
                 "with a window, were not kept there"
             )
+
+
+class BackendCache(KVCache, Generic[Store]):
+    """A cache over stores that a backend makes, one for each group of layers and each shape of heads.
+
+    Args:
+        kind: The kind of cache.
+        spec: The model.
+        make: Makes the store of some layers, from the number of its pages and the layers.
+        context: Tokens of a slot.
+        slots: Sequences kept at the same time.
+        max_rows: Most rows of a step.
+        pages: Pages that the slots share; None = enough for every slot.
+        memory: Where the numbers of states are kept; None: in main memory.
+    """
+
+    def __init__(
+        self,
+        kind: CacheKind,
+        spec: ModelSpec,
+        make: Callable[[int, tuple[int, ...]], Store],
+        *,
+        context: int,
+        slots: int,
+        max_rows: int,
+        pages: int | None = None,
+        memory: Memory | None = None,
+    ) -> None:
+        found = page_groups(kind, spec, context=context, slots=slots, max_rows=max_rows, pages=pages)
+        self.groups = {
+            group: {layers: make(group.pages, layers) for layers in layers_alike(spec, group.layers)} for group in found
+        }
+        """The stores of each group, by their layers."""
+        self.stores = tuple(store for stores in self.groups.values() for store in stores.values())
+        """The buffers, for each group and each shape of heads."""
+        together = {group: joined([*stores.values()]) for group, stores in self.groups.items()}
+        super().__init__(kind, spec, together, context=context, slots=slots, max_rows=max_rows, memory=memory)
+
+    @property
+    def store(self) -> Store:
+        """The buffers of a model whose layers are all alike."""
+        (store,) = self.stores
+        return store
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers."""
+        return sum(store.nbytes for store in self.stores) + (0 if self.states is None else self.states.nbytes)
 
 
 def _load_some(

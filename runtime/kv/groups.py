@@ -1,7 +1,7 @@
 """Groups of layers that keep the same tokens: all of a sequence, or those that a sliding window still reads.
 
 A layer with a window of W tokens never reads a token further back. Its group has fewer pages, which move on with the
-sequence (`runtime.kv.window_pages`). Layers whose windows would hardly save anything stay with those that keep all
+sequence (`runtime.kv.pages`). Layers whose windows would hardly save anything stay with those that keep all
 tokens, so a model without useful windows has one group. Does not import torch.
 """
 

@@ -11,18 +11,35 @@ Backends read and write the arrays, which are numpy's, or like them on a device 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from models.spec import ModelSpec
 from runtime.errors import RequestError
-from runtime.kv.snapshots import MOST_SNAPSHOTS, is_due, least_needed
-from runtime.kv.transfer import Arrays, checked
+from runtime.kv.stores import Arrays, checked
+
+SNAPSHOT_GAP = 64
+"""A snapshot is taken if the latest before it is at least so many tokens away."""
+MOST_SNAPSHOTS = 8
+"""Most snapshots of a slot."""
+
+
+def is_due(places: Collection[int], at: int) -> bool:
+    """Whether to take a snapshot of a slot's first `at` tokens, given the places of those it has."""
+    return at - max(places, default=0) >= SNAPSHOT_GAP
+
+
+def least_needed(places: Collection[int], end: int) -> int:
+    """The snapshot that a slot of `end` tokens needs least: those near it are close, compared to how far back it is."""
+    ordered = [0, *sorted(places), end]
+    between = zip(ordered, ordered[1:], ordered[2:], strict=False)
+    return min(between, key=lambda each: (each[2] - each[0]) / (end - each[1] + 1))[1]
+
 
 SMALL_STEP = 16
 """Most rows of a slot in a step that are absorbed when the next step begins: those of a verification, one more than
@@ -82,35 +99,20 @@ def states_bytes(spec: ModelSpec, slots: int) -> int:
     return 4 * slots * (own + snapshots)
 
 
-class Memory(Protocol):
-    """Where the numbers of states are kept."""
+class Memory:
+    """Where the numbers of states are kept: arrays of numpy; a backend may have others, which are indexed alike."""
 
     def zeros(self, *shape: int) -> Any:
         """A float32 array of zeros, with numpy's indexing, `shape`, `reshape`, `nbytes` and `len`."""
-        ...
+        return np.zeros(shape, np.float32)
 
     def read(self, array: Any) -> Float32Array:
         """Such an array, or a part of one, in main memory. It may be a view."""
-        ...
+        numbers: Float32Array = array
+        return numbers
 
     def made(self, array: Float32Array) -> Any:
         """Such an array, with the numbers of one in main memory. It may be a view."""
-        ...
-
-
-class MainMemory:
-    """Arrays of numpy. Implements `Memory`."""
-
-    def zeros(self, *shape: int) -> Float32Array:
-        """See `Memory.zeros`."""
-        return np.zeros(shape, np.float32)
-
-    def read(self, array: Float32Array) -> Float32Array:
-        """See `Memory.read`."""
-        return array
-
-    def made(self, array: Float32Array) -> Float32Array:
-        """See `Memory.made`."""
         return array
 
 
@@ -124,7 +126,7 @@ class States:
     """
 
     def __init__(self, spec: ModelSpec, slots: int, memory: Memory | None = None) -> None:
-        self._memory: Memory = MainMemory() if memory is None else memory
+        self._memory = memory or Memory()
         self.shapes = state_shapes(spec)
         """By layer."""
         self.recent: dict[int, Any] = {

@@ -10,8 +10,8 @@ from runtime.backends.experts import hit_rate
 from runtime.load.memory import MemoryPlan
 from tuner.bandwidth import read_bandwidth
 from tuner.devices import DeviceSpec
-from tuner.expectation import card_named, card_tokens_per_s, processor_tokens_per_s
 from tuner.shapes import LayerShape
+from tuner.simulate import card_named, card_tokens_per_s, processor_tokens_per_s
 
 
 def layer_shapes(spec: ModelSpec) -> list[LayerShape]:
@@ -29,13 +29,13 @@ def missed_share(mixture: MixtureSpec, on_device: int) -> float:
     rest = max(0, mixture.shared - on_device) + mixture.chosen * (
         1 - max(0, on_device - mixture.shared) / mixture.experts
     )
-    return rest / mixture.read
+    return rest / mixture.experts_per_token
 
 
 def on_card(
     spec: ModelSpec, bits: float, card: DeviceSpec, *, missed: float = 0.0, link_gb_s: float | None = None
 ) -> float:
-    """Tokens per second on a card; see `tuner.expectation.card_tokens_per_s`.
+    """Tokens per second on a card; see `tuner.simulate.card_tokens_per_s`.
 
     Args:
         spec: The model.
@@ -67,15 +67,15 @@ def processor_is_faster(
         link_gb_s: Measured bandwidth of its link, in 10^9 bytes per second; None: that of its data sheet.
         measurements: Folder where the memory's measured bandwidth is stored, see `tuner.bandwidth.read_bandwidth`.
     """
-    found, spec, summary = card_named(card), model.spec, model.info.summary
-    if not planned.host_bytes or spec.mixture is None or (found is None and link_gb_s is None):
+    device, spec, summary = card_named(card), model.spec, model.info.summary
+    if not planned.host_bytes or spec.mixture is None or (device is None and link_gb_s is None):
         return None
     missed = 1 - hit_rate(model, planned.experts_on_device)
-    if found is not None:
-        ours = on_card(spec, model.recipe.bits, found, missed=missed, link_gb_s=link_gb_s)
+    if device is not None:
+        ours = on_card(spec, model.recipe.bits, device, missed=missed, link_gb_s=link_gb_s)
     else:
         each = planned.host_bytes / (planned.experts - planned.experts_on_device)
-        ours = 1e9 * (link_gb_s or 0.0) / max(1.0, missed * spec.mixture.read * each)
+        ours = 1e9 * (link_gb_s or 0.0) / max(1.0, missed * spec.mixture.experts_per_token * each)
     others = on_processor(spec, summary.active_bytes or summary.gpu_bytes, read_bandwidth(measurements).gb_s)
     if ours >= others:
         return None

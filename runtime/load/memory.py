@@ -59,7 +59,6 @@ class MemoryPlan:
     context: int
     """Context of each slot, in tokens."""
     slots: int
-    """Number of cached sequences."""
     pages: int | None
     """Pages shared by all slots; None = each slot has its own."""
     contexts: int
@@ -75,9 +74,7 @@ class MemoryPlan:
     buffer_bytes: int
     """Activations of the widest step, logits and rotary tables."""
     margin_bytes: int
-    """Unplanned reserve."""
     available_bytes: int
-    """Free memory."""
     experts: int = 0
     """Experts of a block that may be in main memory instead; 0 if none may."""
     experts_on_device: int = 0
@@ -87,13 +84,11 @@ class MemoryPlan:
 
     @property
     def needed_bytes(self) -> int:
-        """Bytes that must fit."""
         residuals = self.residual_bytes if self.residuals_beside else 0
         return self.weight_bytes + residuals + self.kv_bytes + self.buffer_bytes + self.margin_bytes
 
     @property
     def fits(self) -> bool:
-        """Whether they fit."""
         return self.needed_bytes <= self.available_bytes
 
 
@@ -104,16 +99,16 @@ def buffer_bytes(spec: ModelSpec, context: int, rows: int) -> int:
     INT8 activations.
     """
     blocks = range(spec.num_layers)
-    heads = max(2 * own.q_width + 2 * own.kv_width for own in map(spec.heads_of, blocks))
+    heads = max(2 * head.q_width + 2 * head.kv_width for head in map(spec.heads_of, blocks))
     widths = 3 * spec.hidden_size + heads + 3 * max(map(spec.mlp_width, blocks))
     if spec.token_width:
         widths += spec.hidden_size + 4 * spec.token_width
-    found = 4 * (rows * widths + 2 * spec.vocab_size) + table_bytes(spec, context)
+    total = 4 * (rows * widths + 2 * spec.vocab_size) + table_bytes(spec, context)
     if spec.mixture is None:
-        return found
-    pairs = rows * spec.mixture.read
-    slots = pairs + 15 * min(spec.mixture.held, pairs)
-    return found + slots * (16 * spec.mixture.width + 2 * max(spec.hidden_size, spec.mixture.width))
+        return total
+    pairs = rows * spec.mixture.experts_per_token
+    slots = pairs + 15 * min(spec.mixture.num_experts, pairs)
+    return total + slots * (16 * spec.mixture.width + 2 * max(spec.hidden_size, spec.mixture.width))
 
 
 def plan(
@@ -163,7 +158,7 @@ def plan(
     buffers = footprint.buffer_bytes or (lambda tokens, most: buffer_bytes(spec, tokens, most))
 
     held = footprint.experts
-    if experts_on_device is not None and experts_on_device > (spec.mixture.held if spec.mixture else 0):
+    if experts_on_device is not None and experts_on_device > (spec.mixture.num_experts if spec.mixture else 0):
         raise RequestError(_too_many(experts_on_device, spec))
 
     def with_slots(tokens: int, here: int, count: int, contexts: int = 1) -> MemoryPlan:
@@ -224,20 +219,21 @@ def _beside(planned: MemoryPlan, main: MemoryInfo | None) -> MemoryPlan:
         return planned
     raise OutOfMemoryError(
         f"not enough main memory: {planned.experts - planned.experts_on_device} of {planned.experts} experts of each "
-        f"block do not fit the card and take {size(planned.host_bytes)}, but {size(free)} is free now; use fewer bits "
-        "or a smaller model, or close other programs"
+        f"block do not fit the card and take {size(planned.host_bytes)}, and {size(_MARGIN)} as a margin, but "
+        f"{size(free)} is free now; use fewer bits or a smaller model, or close other programs"
     )
 
 
 def _too_many(asked: int, spec: ModelSpec) -> str:
     if spec.mixture is None:
         return f"{asked} experts on the device were requested, but the model has no experts: leave the number out"
-    return f"{asked} experts on the device were requested, but a block has {spec.mixture.held}: choose 0 to that many"
+    most = spec.mixture.num_experts
+    return f"{asked} experts on the device were requested, but a block has {most}: choose 0 to that many"
 
 
 def experts_within(asked: int | None, spec: ModelSpec) -> int | None:
     """A number of experts on the device that is meant for any model, as this one can have it; None: as many as fit."""
-    return None if asked is None or spec.mixture is None else min(asked, spec.mixture.held)
+    return None if asked is None or spec.mixture is None else min(asked, spec.mixture.num_experts)
 
 
 def cache_facts(spec: ModelSpec, planned: MemoryPlan, rows: int = 128) -> dict[str, CacheFacts]:
@@ -314,10 +310,10 @@ def _explain(planned: MemoryPlan, largest: int | None, kind: CacheKind, spec: Mo
         advice.append("use fewer bits or a smaller model")
     holder = _recent_holder(int(time.monotonic() / _HOLDER_S))
     advice.append(f"close other programs{f' ({holder})' if holder else ''}")
-    return (
-        f"not enough memory: needs {describe(planned)}, but {size(free.available_bytes)}{limited} is free now; "
-        + ", or ".join(advice)
-    )
+    free_now = f"{size(free.available_bytes)}{limited}"
+    if size(planned.needed_bytes) == size(free.available_bytes):  # which would not say why
+        free_now = f"{size(max(1 << 10, planned.needed_bytes - free.available_bytes))} less"
+    return f"not enough memory: needs {describe(planned)}, but {free_now} is free now; " + ", or ".join(advice)
 
 
 def _cheaper(kind: CacheKind, spec: ModelSpec) -> str | None:
@@ -338,10 +334,10 @@ def largest_process() -> str | None:
     """The other process that uses most memory, as `name holds 2.1 GiB`; None if none uses 256 MiB."""
     import psutil
 
-    found = []
+    processes = []
     for process in psutil.process_iter(["name", "memory_info"]):
         memory = process.info["memory_info"]
         if memory is not None and process.pid != os.getpid():
-            found.append((memory.rss, process.info["name"] or f"process {process.pid}"))
-    held, name = max(found, default=(0, ""))
+            processes.append((memory.rss, process.info["name"] or f"process {process.pid}"))
+    held, name = max(processes, default=(0, ""))
     return f"{name} holds {size(held)}" if held >= 256 * MIB else None

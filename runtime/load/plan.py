@@ -1,100 +1,210 @@
-"""Load plan: backend, memory, preparation and opening of a stored model."""
+"""Load plan of a stored model: backend and the reason for it, memory, preparation, opening."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from models.packed import Weights
 from models.progress import ProgressCallback, ignore_progress
 from models.store import StoredModel
-from runtime.backends import AUTO, AnyBackend, ModelSizes
+from runtime.backends import AUTO, AnyBackend, ModelSizes, Presence, backend, backends
 from runtime.backends.decoder import Decoder, DecoderOptions, KVKind, Selector
-from runtime.compensation import CHUNK, Compensation
+from runtime.compensation import CHUNK, Compensation, check_blocks
+from runtime.drafting import Drafts
 from runtime.engine.engine import Engine
-from runtime.errors import BackendError, OutOfMemoryError
-from runtime.kv.kinds import DEFAULT_KV
+from runtime.errors import BackendError, OutOfMemoryError, RequestError
+from runtime.kv.kinds import cache_for
 from runtime.load.expected import processor_is_faster
-from runtime.load.memory import MemoryPlan, plan
-from runtime.load.open import candidates, open_decoder, open_engine
+from runtime.load.memory import CONVERSATIONS, MemoryPlan, plan
+from runtime.text.tokenizer import Tokenizer
 from tuner.detect import MemoryInfo
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A backend that can run here."""
+
+    backend: AnyBackend
+    presence: Presence
+    reason: str
+    """The reason for this choice, in one sentence."""
+
+
+def candidates(backend_name: str = AUTO) -> Iterator[Candidate]:
+    """The backends that can run here, best first; probed lazily.
+
+    Args:
+        backend_name: Name of the only one to probe, or `auto` for all.
+
+    Raises:
+        BackendError: an unknown backend, or one requested by name that cannot run here.
+    """
+    if backend_name != AUTO:
+        yield _requested(backend(backend_name))
+        return
+    out: list[str] = []
+    for runner in backends():
+        presence = runner.probe()
+        if presence.usable:
+            yield Candidate(backend=runner, presence=presence, reason="; ".join([*out, presence.reason]))
+        else:
+            out.append(f"{presence.reason}, so {runner.label} is out")
+
+
+def _requested(runner: AnyBackend) -> Candidate:
+    presence = runner.probe()
+    if not presence.usable:
+        todo = f": {presence.fix}" if presence.fix else ""
+        raise BackendError(f"{runner.label} cannot run here, because {presence.reason}{todo}; or use another backend")
+    return Candidate(backend=runner, presence=presence, reason=f"{runner.label} was requested")
+
+
+def open_decoder(
+    model: Weights, options: DecoderOptions, backend_name: str = AUTO, progress: ProgressCallback = ignore_progress
+) -> tuple[Decoder, str]:
+    """Load a model on a backend.
+
+    Args:
+        model: The stored model.
+        options: How to run it.
+        backend_name: Name of a backend, or `auto`: the first that can run here and accepts the model.
+        progress: See `runtime.backends.Backend.open`.
+
+    Returns:
+        The decoder, and a sentence that explains the choice of the backend.
+
+    Raises:
+        BackendError: an unknown backend, or one that cannot run here.
+        OutOfMemoryError: the backend does not have enough memory.
+        RequestError: options that do not fit the model.
+    """
+    if not 1 <= options.context <= model.spec.max_context:
+        raise RequestError(
+            f"a context of {options.context} tokens was requested, and the model knows positions up to "
+            f"{model.spec.max_context}: choose a context from 1 to {model.spec.max_context}"
+        )
+    failure: BackendError | OutOfMemoryError | None = None
+    for candidate in candidates(backend_name):
+        label = candidate.backend.label
+        try:
+            decoder = candidate.backend.open(model, options, progress)
+        except (BackendError, OutOfMemoryError) as error:
+            if backend_name != AUTO:
+                raise
+            logger.warning("%s cannot run this model, so another one is tried: %s", label, error)
+            failure, failed = error, label
+            continue
+        if failure is None:
+            return decoder, candidate.reason
+        return decoder, f"{failed} cannot run this model ({failure}), so {label} does"
+    raise failure or BackendError("no backend can run here")
+
+
+def open_engine(
+    model: StoredModel, options: DecoderOptions, backend_name: str = AUTO, progress: ProgressCallback = ignore_progress
+) -> Engine:
+    """Load a model with its tokenizer, ready to answer.
+
+    Args:
+        model: The stored model.
+        options: How to run it.
+        backend_name: As in `open_decoder`.
+        progress: As in `open_decoder`.
+
+    Returns:
+        The engine; its `reason` explains the choice of the backend.
+
+    Raises:
+        BackendError: as `open_decoder`, or the tokenizer cannot be read.
+        OutOfMemoryError: as `open_decoder`.
+        RequestError: as `open_decoder`.
+    """
+    tokenizer = Tokenizer(model.tokenizer_path)
+    decoder, reason = open_decoder(model, options, backend_name, progress)
+    ends = {*model.spec.eos_token_ids, *([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])}
+    return Engine(decoder, tokenizer, name=model.name, eos_token_ids=sorted(ends), reason=reason)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOptions:
+    """How to load a model; None leaves a choice to the program."""
+
+    compensation: Compensation = field(default_factory=Compensation)
+    """A fixed k_chunk, or slowdown budgets."""
+    speculation: Drafts = None
+    """None: as measured to be best; False: no drafts."""
+    kv: KVKind | None = None
+    """Kind of KV cache; None: `runtime.kv.kinds.cache_for` chooses."""
+    context: int | None = None
+    """Tokens; None: as many as fit, up to a default."""
+    backend: str = AUTO
+    """Which backend; `auto`: the first that can run here and accepts the model."""
+    experts_on_device: int | None = None
+    """Experts of each block on a GPU; None: as many as fit."""
+    num_parallel: int | None = None
+    """Most requests answered at the same time, beside which further chats stay cached; None: one, and no other chat."""
+    select: Selector = "approx"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LoadPlan:
-    """The plan of a load: prepare it, then open it; a slowdown budget is applied to the opened model."""
+    """The plan of a load. `runtime.load.loading.load` carries it out."""
 
     model: StoredModel
-    """The model."""
-    compensation: Compensation
-    """Compensation settings."""
+    asked: LoadOptions
+    """How it is to be loaded."""
     backend_name: str
-    """Name of the backend for `runtime.load.open`."""
+    """Name of the backend to open; `auto` may fall back to another than the planned one."""
     backend: AnyBackend
-    """The backend planned for; opening may fall back to another."""
     memory: MemoryPlan
-    """The memory plan."""
     options: DecoderOptions
     """Options of the decoder; without compensation if a budget is applied later."""
     passed_over: str | None = None
     """Why a better backend that can run here is not used; None: none was passed over."""
 
     def prepare(self, progress: ProgressCallback, *, ahead: bool = False) -> None:
-        """See `Backend.prepare`."""
-        compensated = self.compensation.possible
+        """Compile what the model needs on its backend; `ahead` waits for what would compile in the background."""
+        compensated = self.asked.compensation.possible
         self.backend.prepare(self.model, self.options.kv, compensated=compensated, ahead=ahead, progress=progress)
 
     def open_decoder(self, progress: ProgressCallback = ignore_progress) -> Decoder:
-        """See `runtime.load.open.open_decoder`."""
+        """Open the decoder alone; arguments and errors as of the function `open_decoder`."""
         return open_decoder(self.model, self.options, self.backend_name, progress)[0]
 
     def open_engine(self, progress: ProgressCallback = ignore_progress) -> Engine:
-        """See `runtime.load.open.open_engine`."""
+        """Open the decoder with its tokenizer. Budgets are not applied yet."""
         engine = open_engine(self.model, self.options, self.backend_name, progress)
+        engine.parallel = min(self.asked.num_parallel or 1, self.options.slots)
         if self.passed_over is not None:
             engine.reason = f"{self.passed_over}; so {self.backend.label} runs the model"
         return engine
 
 
 def plan_load(
-    model: StoredModel,
-    compensation: Compensation,
-    *,
-    kv: KVKind = DEFAULT_KV,
-    context: int | None = None,
-    backend_name: str = AUTO,
-    select: Selector = "approx",
-    slots: int = 1,
-    parallel: int = 1,
-    memory: MemoryInfo | None = None,
-    experts_on_device: int | None = None,
-    measurements: Path | None = None,
+    model: StoredModel, asked: LoadOptions, *, memory: MemoryInfo | None = None, measurements: Path | None = None
 ) -> LoadPlan:
     """Choose a backend that the model fits: a model too large for the GPU, or whose layers it lacks, may fit the CPU.
 
     Args:
         model: The stored model.
-        compensation: Compensation settings.
-        kv: The kind of cache.
-        context: Tokens of context; None: as many as fit, up to a default.
-        backend_name: As in `runtime.load.open.open_decoder`.
-        select: Channel selection method.
-        slots: Number of cached sequences, which share the pages of one context; fewer if memory is short.
-        parallel: Most full contexts of pages they share; fewer if memory is short.
+        asked: How to load it.
         memory: Free main memory; None: looked up.
-        experts_on_device: Experts of each block on a GPU; None: as many as fit.
         measurements: Folder where the memory's measured bandwidth is stored; None: where needed, it is measured again.
 
     Raises:
         BackendError: an unknown backend, or one that cannot run here.
         OutOfMemoryError: not enough memory.
-        RequestError: as `runtime.load.memory.plan`.
+        RequestError: as `runtime.load.memory.plan`, or a k_chunk names blocks that the model lacks.
     """
-    spec, summary = model.spec, model.info.summary
+    spec, summary, compensation = model.spec, model.info.summary, asked.compensation
+    check_blocks(compensation.by_type, spec.num_layers)
+    kv = cache_for(asked.kv, drafts=bool(asked.speculation))
     sizes = ModelSizes(
         weight_bytes=summary.gpu_bytes,
         residual_bytes=summary.residual_bytes,
@@ -104,18 +214,18 @@ def plan_load(
     failure: OutOfMemoryError | BackendError | None = None
     passed_over: str | None = None
     slower: LoadPlan | None = None
-    for candidate in candidates(backend_name):
+    for candidate in candidates(asked.backend):
         backend, free = candidate.backend, candidate.presence.memory
         plan_of = partial(
             plan,
             spec,
             kv=kv,
-            context=context,
-            slots=slots,
+            context=asked.context,
+            slots=max(CONVERSATIONS, asked.num_parallel) if asked.num_parallel else 1,
             shared=True,
-            parallel=parallel,
+            parallel=asked.num_parallel or 1,
             memory=free or memory,
-            experts_on_device=experts_on_device,
+            experts_on_device=asked.experts_on_device,
             main=memory,
         )
         try:
@@ -135,26 +245,26 @@ def plan_load(
             pages=planned.pages,
             k_chunk=compensation.by_type,
             experts_on_device=planned.experts_on_device if planned.experts else None,
-            select=select,
+            select=asked.select,
             max_rows=rows,
         )
-        found = LoadPlan(
+        fitting = LoadPlan(
             model=model,
-            compensation=compensation,
-            backend_name=backend_name if passed_over is None else backend.name,
+            asked=asked,
+            backend_name=asked.backend if passed_over is None else backend.name,
             backend=backend,
             memory=planned,
             options=options,
             passed_over=passed_over,
         )
         gpu = candidate.presence.gpu
-        if planned.host_bytes and backend_name == AUTO and experts_on_device is None and gpu is not None:
+        if planned.host_bytes and asked.backend == AUTO and asked.experts_on_device is None and gpu is not None:
             faster = processor_is_faster(model, planned, gpu.name, backend.link_gb_s(), measurements)
             if faster is not None:
-                slower, passed_over = found, faster
+                slower, passed_over = fitting, faster
                 logger.info("%s is passed over: %s", backend.label, faster)
                 continue
-        return found
+        return fitting
     if slower is not None:
         return slower
     raise failure or BackendError("no backend can run here")

@@ -1,4 +1,4 @@
-"""Prospects: memory and speed of models before they are downloaded.
+"""This machine, and the memory and speed that models would have on it before they are downloaded.
 
 Sizes are exact, computed from the layout of stored models. Whether a model fits follows from the memory plan of a load
 and the memory that is free now. Speed comes from the tuner's cost model. Makes no requests, and does not import torch.
@@ -6,27 +6,31 @@ and the memory that is free now. Speed comes from the tuner's cost model. Makes 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from models.catalogue import CatalogueModel
 from models.recipe import Recipe
 from models.spec import ModelSpec
-from runtime.backends import ModelSizes, backend
-from runtime.errors import BackendError, OutOfMemoryError
+from runtime.backends import ModelSizes, backend, backends
+from runtime.errors import BackendError, OutOfMemoryError, Problem
 from runtime.load.expected import missed_share, on_card, on_processor
 from runtime.load.memory import DEFAULT_CONTEXT, MemoryPlan, plan
+from runtime.system.power import power_words
 from runtime.wire.answers import Status
-from runtime.wire.device import DeviceReport
-from runtime.wire.prospects import Prospect
+from runtime.wire.device import DeviceReport, Prospect
 from tuner.detect import MemoryInfo
 from tuner.devices import DeviceSpec
-from tuner.expectation import card_named
+from tuner.gpu import GpuInfo
+from tuner.simulate import card_named
 
 if TYPE_CHECKING:
     from models.store.layout import Sizes
+
 
 BITS = (4.0, 3.5, 3.0)
 """Bits per weight to choose from, best first."""
@@ -34,6 +38,7 @@ _ENOUGH_CONTEXT = 2048
 """Bits are reduced to reach a context of this many tokens, but not for a longer one."""
 _MAKING_CORE_S = 7.3e-7
 """Core-seconds to quantize a weight with the default recipe: SmolLM2-135M took 49 s on two cores."""
+_FEW_LANES = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,9 +50,7 @@ class Room:
     available_bytes: int
     """Free memory for weights and cache: on the card, or main memory."""
     main_bytes: int
-    """Free main memory."""
     cores: int
-    """Usable processor cores."""
     read_gb_s: float | None = None
     """Measured read bandwidth of main memory; None if unknown."""
     card: DeviceSpec | None = None
@@ -144,8 +147,8 @@ def _planned(spec: ModelSpec, bits: float, size: tuple[int, int], room: Room) ->
         OutOfMemoryError: it does not fit now.
     """
     weights, residuals = size
-    found = backend(room.backend)
-    footprint = found.footprint(
+    runner = backend(room.backend)
+    footprint = runner.footprint(
         spec,
         ModelSizes(weight_bytes=weights, residual_bytes=residuals, recipe=_recipe(spec, bits)),
         compensated=True,
@@ -154,9 +157,10 @@ def _planned(spec: ModelSpec, bits: float, size: tuple[int, int], room: Room) ->
     if least > free or residuals > room.main_bytes:  # a plan would look for reasons and remedies
         raise OutOfMemoryError("the weights do not fit")
     memory, main = (
-        MemoryInfo(total_bytes=own, available_bytes=own, limit_bytes=None) for own in (free, room.main_bytes)
+        MemoryInfo(total_bytes=free_bytes, available_bytes=free_bytes, limit_bytes=None)
+        for free_bytes in (free, room.main_bytes)
     )
-    return plan(spec, footprint, shared=True, rows=found.step_rows[-1], memory=memory, main=main)
+    return plan(spec, footprint, shared=True, rows=runner.step_rows[-1], memory=memory, main=main)
 
 
 def _speed(spec: ModelSpec, bits: float, active_bytes: int, planned: MemoryPlan | None, room: Room) -> float | None:
@@ -168,3 +172,70 @@ def _speed(spec: ModelSpec, bits: float, active_bytes: int, planned: MemoryPlan 
         return on_card(spec, bits, room.card)
     card = on_card(spec, bits, room.card, missed=missed_share(spec.mixture, planned.experts_on_device))
     return max(card, processor or 0.0)
+
+
+def link_problems(gpu: GpuInfo | None) -> list[Problem]:
+    """Problems of the link between a card and main memory, which compensation reads across."""
+    if gpu is None:
+        return []
+    if gpu.pcie is None:
+        what = f"how {gpu.name} is connected to main memory is unknown, so only measuring tells what its link can do"
+        return [Problem(what=what, fix="update the card's driver, or look with: nvidia-smi -q")]
+    if gpu.pcie.lanes < _FEW_LANES:
+        what = f"{gpu.name} uses {gpu.pcie.lanes} PCIe lanes, so little can be compensated"
+        return [Problem(what=what, fix="put it into a slot with more lanes, or look at the mainboard's settings")]
+    return []
+
+
+def link_gb_s() -> float | None:
+    """Measured bandwidth of the link that residuals cross; None if no usable backend has one."""
+    speeds = (backend.link_gb_s() for backend in backends())
+    return next((speed for speed in speeds if speed is not None), None)
+
+
+class MachineInspector:
+    """Inspects this machine. Thread-safe.
+
+    Args:
+        folder: Folder where the measured bandwidth is stored.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._lock = threading.Lock()
+        self._gb_s: float | None = None
+        self._link_gb_s: float | None = None
+
+    def __call__(self, idle: bool) -> DeviceReport:
+        """The report of this machine; the memory is measured once, when idle."""
+        from tuner.detect import detect
+
+        machine = detect()
+        gpu = machine.gpus[0] if machine.gpus else None
+        return DeviceReport(
+            machine={
+                "cpu": asdict(machine.cpu),
+                "power": power_words(),
+                "memory": asdict(machine.memory),
+                "gpu": None if gpu is None else asdict(gpu),
+                "pcie": self._link(gpu, idle=idle),
+            },
+            bandwidth_gb_s=self._bandwidth(idle=idle),
+            problems=link_problems(gpu),
+        )
+
+    def _link(self, gpu: GpuInfo | None, *, idle: bool) -> dict[str, Any] | None:
+        if gpu is None or gpu.pcie is None:
+            return None
+        with self._lock:
+            if self._link_gb_s is None and idle:
+                self._link_gb_s = link_gb_s()
+            return {**asdict(gpu.pcie), "measured_gb_s": self._link_gb_s}
+
+    def _bandwidth(self, *, idle: bool) -> float | None:
+        with self._lock:
+            if self._gb_s is None and idle:
+                from tuner.bandwidth import read_bandwidth
+
+                self._gb_s = read_bandwidth(self._folder).gb_s
+            return self._gb_s

@@ -8,18 +8,23 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from models.files import replacing
+from runtime.system.foreign import read_json
 from runtime.system.hosts import is_loopback
-from runtime.system.parent import process_create_time
+from runtime.system.lifetimes import process_create_time
 from runtime.system.private_files import ANY_ACCESS, is_private, read_private
 
 LOCK_NAME = "runtime.json"
 """Name of the lock file in the home folder."""
 _TIME_TOLERANCE_S = 0.05
 """Tolerance of creation times in seconds: they pass through JSON and a clock of 100 ticks a second."""
+_LARGEST_ID, _LATEST, _LARGEST = 2**31, 2**40, 2**16
+"""Limits of a process id, of a time in seconds, and of the file's size in bytes."""
+_WORD = re.compile(r"[\x21-\x7e]{1,512}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,8 +48,12 @@ class LockRecord:
         for field, kind in (("pid", int), ("host", str), ("port", int), ("token", str), ("version", str)):
             if type(getattr(self, field)) is not kind:
                 raise ValueError(f"{field} must be of type {kind.__name__}")
-        if type(self.create_time) not in (int, float) or self.pid < 1 or not 0 < self.port < 65536 or not self.token:
-            raise ValueError("pid, create_time, port or token is out of range")
+        if type(self.create_time) not in (int, float) or not 0 < self.create_time < _LATEST:
+            raise ValueError("create_time is no time")
+        if not 0 < self.pid < _LARGEST_ID or not 0 < self.port < 65536 or not _WORD.fullmatch(self.token):
+            raise ValueError("pid, port or token is out of range")
+        if not _WORD.fullmatch(self.version):
+            raise ValueError("version is no word")
         if not is_loopback(self.host):
             raise ValueError("a runtime listens on this machine alone")
 
@@ -53,7 +62,6 @@ class LockRecord:
 
     @property
     def base_url(self) -> str:
-        """Base URL of requests."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"http://{host}:{self.port}"
 
@@ -72,12 +80,20 @@ def is_alive(record: LockRecord) -> bool:
 def read_lock(path: Path) -> LockRecord | None:
     """Read a lock file; None if it does not exist, is malformed, or may have been written by another user."""
     try:
-        data = json.loads(read_private(path, ANY_ACCESS))
+        if path.lstat().st_size > _LARGEST:
+            return None
+        data = read_json(read_private(path, ANY_ACCESS))
         if not isinstance(data, dict) or data.keys() != {field.name for field in fields(LockRecord)}:
             return None
         return LockRecord(**data)
     except (OSError, ValueError):
         return None
+
+
+def running_record(home: Path) -> LockRecord | None:
+    """The record of the runtime that is up in a home folder, of whatever version; None if there is none."""
+    record = read_lock(lock_path(home))
+    return record if record is not None and is_alive(record) else None
 
 
 def write_lock(path: Path, record: LockRecord) -> None:

@@ -16,17 +16,16 @@ from starlette.routing import Route
 from models.catalogue import CATALOGUE
 from models.progress import Progress
 from runtime.errors import RequestError
-from runtime.server.answer import json_answer
+from runtime.server.bodies import INVALID, MISSING, Events, Reader, json_answer, read_object, refused, sse
 from runtime.server.errors import unknown_model
-from runtime.server.reading import INVALID, MISSING, Reader, read_object, refused
-from runtime.server.service.service import Service
-from runtime.server.streaming import Events, sse
+from runtime.server.service import Service
 from runtime.wire.answers import Caches, Loaded, ModelEntry, ModelList, Pulled, Quantized
 from runtime.wire.codec import WireError, from_json, to_json
-from runtime.wire.inspection import Inspection, InspectRequest
-from runtime.wire.prospects import Prospect, ProspectList
+from runtime.wire.device import Prospect, ProspectList
 from runtime.wire.requests import (
     ForgetRequest,
+    Inspection,
+    InspectRequest,
     LoadRequest,
     PullRequest,
     QuantizeRequest,
@@ -40,8 +39,6 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ManagementInterface:
-    """The handlers of `/runtime/*`."""
-
     service: Service
     ping_s: float
     reader: Reader
@@ -49,7 +46,6 @@ class ManagementInterface:
     """Stops the server after the response."""
 
     def routes(self) -> list[Route]:
-        """All routes."""
         return [
             Route("/runtime/status", self.status, methods=["GET"]),
             Route("/runtime/models", self.models, methods=["GET"]),
@@ -68,23 +64,19 @@ class ManagementInterface:
         ]
 
     async def status(self, _request: Request) -> Response:
-        """GET /runtime/status."""
         return json_answer(to_json(self.service.status()))
 
     async def models(self, _request: Request) -> Response:
-        """GET /runtime/models."""
         entries = await asyncio.to_thread(self.service.catalogue.entries)
         return json_answer(to_json(ModelList(models=[self._entry(entry) for entry in entries])))
 
     async def load(self, request: Request) -> Response:
-        """POST /runtime/load."""
         wanted = await self._read(request, LoadRequest)
         if await asyncio.to_thread(self.service.catalogue.find, wanted.model) is None:
             raise unknown_model(wanted.model)
         return await self._stream(self._done(self.service.load(wanted)))
 
     async def tune(self, request: Request) -> Response:
-        """POST /runtime/tune."""
         wanted = await self._read(request, TuneRequest)
         try:
             _ = wanted.compensation
@@ -93,11 +85,9 @@ class ManagementInterface:
         return await self._stream(self._done(self.service.tune(wanted)))
 
     async def device(self, _request: Request) -> Response:
-        """GET /runtime/device."""
         return json_answer(to_json(await asyncio.to_thread(self.service.device)))
 
     async def prospects(self, _request: Request) -> Response:
-        """GET /runtime/prospects."""
         return json_answer(to_json(ProspectList(prospects=await asyncio.to_thread(self._prospects))))
 
     def _prospects(self) -> Sequence[Prospect]:
@@ -106,20 +96,16 @@ class ManagementInterface:
         return prospects(CATALOGUE, room_of(self.service.device(), self.service.status()))
 
     async def unload(self, _request: Request) -> Response:
-        """POST /runtime/unload."""
         await self.service.unload()
         return json_answer({"status": to_json(self.service.status())})
 
     async def quantize(self, request: Request) -> Response:
-        """POST /runtime/quantize."""
         return await self._stream(self._quantizing(await self._read(request, QuantizeRequest)))
 
     async def pull(self, request: Request) -> Response:
-        """POST /runtime/pull."""
         return await self._stream(self._pulling(await self._read(request, PullRequest)))
 
     async def remove(self, request: Request) -> Response:
-        """POST /runtime/remove."""
         name = (await self._read(request, RemoveRequest)).name
         if self.service.holds(name):
             await self.service.unload()
@@ -140,7 +126,6 @@ class ManagementInterface:
         return await self._stream(_reported(self.service.inspect(await self._read(request, InspectRequest))))
 
     async def stop(self, _request: Request) -> Response:
-        """POST /runtime/shutdown."""
         logger.warning("ends: a program asked for it (POST /runtime/shutdown)")
         asyncio.get_running_loop().call_later(0.05, self.shutdown)
         return json_answer({"stopping": True})
@@ -170,18 +155,18 @@ class ManagementInterface:
         yield to_json(Loaded(status=self.service.status()))
 
     async def _quantizing(self, wanted: QuantizeRequest) -> Events:
-        workshop = self.service.workshop
+        builder = self.service.builder
         made: list[ModelEntry] = []
-        work = self.service.make(lambda stream: made.append(workshop.quantize(wanted, stream.put, stream.cancelled)))
+        work = self.service.make(lambda stream: made.append(builder.quantize(wanted, stream.put, stream.cancelled)))
         async for event in _reported(work):
             yield event
         yield to_json(Quantized(model=self._entry(made[0])))
 
     async def _pulling(self, wanted: PullRequest) -> Events:
-        workshop = self.service.workshop
+        builder = self.service.builder
         folders: list[str] = []
         work = self.service.make(
-            lambda stream: folders.append(workshop.pull(wanted.name, wanted.revision, stream.put, stream.cancelled))
+            lambda stream: folders.append(builder.pull(wanted.name, wanted.revision, stream.put, stream.cancelled))
         )
         async for event in _reported(work):
             yield event

@@ -23,11 +23,11 @@ from pathlib import Path
 
 from runtime import program_version
 from runtime.errors import RuntimeFailure
-from runtime.server.listening import GRACE_S, UNLOAD_S, bind, listen, stopped_by_signals
 from runtime.server.lock import LockRecord, lock_path, remove_lock, write_lock
 from runtime.server.security import Security
-from runtime.server.service.service import Service
-from runtime.system.parent import ParentWatch, leash_on_stdin, own_record_time
+from runtime.server.serve import GRACE_S, UNLOAD_S, bind, listen, stopped_by_signals
+from runtime.server.service import Service
+from runtime.system.lifetimes import ParentWatch, leash_on_stdin, own_record_time
 from runtime.wire.requests import LoadRequest
 
 HOST = "127.0.0.1"
@@ -38,8 +38,8 @@ logger = logging.getLogger(__name__)
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the runtime process. Returns its exit code."""
-    from runtime.server.store.catalogue import Bundle
-    from runtime.server.store.loading import open_service
+    from runtime.load.catalogue import Bundle
+    from runtime.server.service import open_service
 
     parsed = _parser().parse_args(arguments)
     prepare(parsed.home)
@@ -109,14 +109,16 @@ async def _run(service: Service, home: Path, parent_pid: int | None, model: str 
         stop.set()
 
     def parent_gone() -> None:
+        did = "closed the pipe to it" if parent is not None and parent.runs() else "is gone"
         with contextlib.suppress(RuntimeError):  # the loop has already ended
-            loop.call_soon_threadsafe(end, f"the program that started it, process {parent_pid}, is gone")
+            loop.call_soon_threadsafe(end, f"the program that started it, process {parent_pid}, {did}")
 
     def signalled(number: int) -> None:
         end(f"it was sent {signal.Signals(number).name}")
 
     logger.info("process %d serves %s:%d, version %s", record.pid, record.host, record.port, record.version)
-    watch = nullcontext() if parent_pid is None else ParentWatch(parent_pid, leash_on_stdin()).watching(parent_gone)
+    parent = None if parent_pid is None else ParentWatch(parent_pid, leash_on_stdin())
+    watch = nullcontext() if parent is None else parent.watching(parent_gone)
     loading = asyncio.create_task(_load(service, model)) if model is not None else None
     with watch, stopped_by_signals(signalled), _last_resort(stop, path, record):
         try:

@@ -40,12 +40,10 @@ class _OwnPackages(PathFinder):
         path: Sequence[str] | None = None,  # noqa: ARG003  # of packages inside others, which are found without this
         target: ModuleType | None = None,
     ) -> ModuleSpec | None:
-        """See `importlib.abc.MetaPathFinder.find_spec`."""
         return super().find_spec(fullname, [str(_FILE.parents[2])], target) if fullname in ROOMS else None
 
 
 def _run() -> None:
-    """Run as the child."""
     from runpy import run_module
 
     sys.meta_path.insert(0, _OwnPackages)

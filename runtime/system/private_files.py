@@ -1,4 +1,4 @@
-"""Private files: machine code and secrets that only this user can have written.
+"""Private files: machine code, secrets and what names programs to run, which only this user can have written.
 
 In a folder that other users can write to, they could substitute code or an address of their own. Windows has no owners
 and permissions of this kind: nothing is checked there.
@@ -10,6 +10,7 @@ import atexit
 import errno
 import logging
 import os
+import shlex
 import shutil
 import stat
 import tempfile
@@ -46,6 +47,38 @@ def read_private(file: Path, denied: int = WRITE_ACCESS) -> bytes:
             return stream.read()
     finally:
         os.close(descriptor)
+
+
+def read_trusted(file: Path, most: int) -> bytes:
+    """Read a file whose content leads to running programs: only this user, or root, can have written it.
+
+    Links are followed. The opened file is checked, and the folders in which it and a link to it could be exchanged.
+
+    Args:
+        file: The file.
+        most: Bytes that it may have.
+
+    Returns:
+        Its content, or one byte more than `most` of a larger file.
+
+    Raises:
+        PermissionError: somebody else can have written it; the message says how to mend that.
+        OSError: it cannot be read.
+    """
+    real = file.resolve(strict=True)
+    descriptor = os.open(real, os.O_RDONLY | _flag("O_NOFOLLOW") | _flag("O_NONBLOCK") | _flag("O_BINARY"))
+    with os.fdopen(descriptor, "rb") as stream:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, "it is no file", str(file))
+        problem = _trust_problem(real, status) or _trust_problem(file, file.lstat())
+        for folder in dict.fromkeys((real.parent, file.absolute().parent)):
+            problem = problem or _trust_problem(folder, folder.stat())
+            if problem is None and (above := _problem_above(folder)) is not None:
+                problem = f"{above}; take that from them, or keep the file elsewhere"
+        if problem is not None:
+            raise PermissionError(problem)
+        return stream.read(most + 1)
 
 
 def is_private(file: Path, denied: int = WRITE_ACCESS) -> bool:
@@ -97,9 +130,9 @@ def private_code_folder(folder: Path, variable: str = _VARIABLE) -> Path:
         problem,
         variable,
     )
-    found = temporary / folder.name
-    found.mkdir(mode=0o700)
-    return found
+    inside = temporary / folder.name
+    inside.mkdir(mode=0o700)
+    return inside
 
 
 def _flag(name: str) -> int:
@@ -127,10 +160,36 @@ def _folder_problem(folder: Path) -> str | None:
         return None
     if (problem := _problem(folder.stat(), WRITE_ACCESS)) is not None:
         return problem
+    return _problem_above(folder)
+
+
+def _problem_above(folder: Path) -> str | None:
+    """A description of others' access to the folders above one; None if they can't replace it."""
+    if not hasattr(os, "geteuid"):
+        return None
     for above in {*folder.absolute().parents, *folder.resolve().parents}:
         status = above.stat()
         if status.st_uid not in (os.geteuid(), 0, _UNMAPPED):
             return f"{above} belongs to another user"
         if status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX:
             return f"every user may write to {above}"
+    return None
+
+
+def _is_own_group(status: os.stat_result) -> bool:
+    """Whether nobody else is in a file's group: where users have one of the same number, it may write their files."""
+    return status.st_gid == status.st_uid != 0
+
+
+def _trust_problem(path: Path, status: os.stat_result) -> str | None:
+    """How others can have changed a file, folder or link, and what to do; None if only this user and root can."""
+    if not hasattr(os, "geteuid"):
+        return None
+    folder = stat.S_ISDIR(status.st_mode)
+    if status.st_uid not in (os.geteuid(), 0, *((_UNMAPPED,) if folder else ())):
+        return f"{path} belongs to another user; make it yours (chown), or use a copy that is yours"
+    safe = stat.S_ISLNK(status.st_mode) or (folder and status.st_mode & stat.S_ISVTX)
+    if status.st_mode & (stat.S_IWOTH if _is_own_group(status) else WRITE_ACCESS) and not safe:
+        mend = f"read what is in it, then chmod go-w {shlex.quote(str(path))}"
+        return f"other users may write to {path} (mode {stat.S_IMODE(status.st_mode):o}); {mend}"
     return None

@@ -7,17 +7,17 @@ when few tokens are left, or the model repeats itself, only what closes the call
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping
-from typing import Protocol
+from collections.abc import Callable, Collection
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 
 from runtime.errors import RequestError
-from runtime.text.call_format import CallFormat
 from runtime.text.call_grammar import CallRules
-from runtime.text.constraint import Constraint, Constraints, Float32Array, Grammar, HasJson
-from runtime.text.written_calls import ENDS
+from runtime.text.constraint import Constraint, Constraints, Float32Array, Grammar
+from runtime.text.tokenizer import Tokenizer
+from runtime.text.tool_calls import ENDS, CallFormat
 
 BARE_TOKENS = 64
 """Tokens within which an answer without a marker must have named its tool to be a call."""
@@ -27,30 +27,6 @@ RUN, PERIOD = 64, 16
 """The model repeats itself if its last tokens have a period of at most this many."""
 CLOSING = frozenset('"}] \n')
 """Characters of tokens that close texts, lists and objects."""
-
-
-class WritesCalls(HasJson, Protocol):
-    """The part of a tokenizer used here."""
-
-    vocab_size: int
-
-    @property
-    def call_format(self) -> CallFormat | None:
-        """How the model writes calls."""
-        ...
-
-    @property
-    def added_tokens(self) -> Mapping[str, int]:
-        """Tokens beside the vocabulary proper, by their texts."""
-        ...
-
-    def piece(self, token: int) -> str:
-        """The text of a token."""
-        ...
-
-    def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """The tokens of a text."""
-        ...
 
 
 Begin = Callable[[Grammar], Constraint]
@@ -65,7 +41,7 @@ class Closers:
         ends: Tokens that end an answer.
     """
 
-    def __init__(self, tokenizer: WritesCalls, ends: Collection[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, ends: Collection[int]) -> None:
         self._tokenizer, self._ends = tokenizer, ends
         self._masks: tuple[npt.NDArray[np.bool_], ...] | None = None
 
@@ -99,7 +75,7 @@ class Closers:
 class AnswerConstraints(Constraints):
     """Makes the constraints of a model's answers: of grammars, and of calls."""
 
-    def __init__(self, tokenizer: WritesCalls, *, vocab_size: int, eos: Collection[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, vocab_size: int, eos: Collection[int]) -> None:
         super().__init__(tokenizer, vocab_size=vocab_size, eos=eos)
         self._model, self._closers = tokenizer, Closers(tokenizer, eos)
 
@@ -107,19 +83,22 @@ class AnswerConstraints(Constraints):
         """The constraint of an answer; None if nothing is to be enforced, or can be.
 
         Args:
-            grammar: The grammar of the whole answer.
+            grammar: The grammar of the whole answer, unless it calls tools.
             rules: The tools that it may call, or must.
             limit: Most tokens of the answer.
 
         Raises:
             RequestError: the grammar is invalid, or the model's tokenizer is not supported.
         """
-        if grammar is not None:
-            return self.begin(grammar)
-        form = self._model.call_format if rules is not None else None
-        if rules is None or (form is None and not rules.required):
+        if rules is None:
+            return None if grammar is None else self.begin(grammar)
+        form = self._model.call_format
+        if form is None and grammar is None and not rules.required:
             return None
-        return CallConstraint(rules, form or CallFormat(), self._model, self.begin, self._closers, limit)
+        either = grammar is not None and not rules.required
+        rules = replace(rules, required=True) if either else rules
+        calls = CallConstraint(rules, form or CallFormat(), self._model, self.begin, self._closers, limit)
+        return FormOrCalls(self.begin(grammar), calls) if either and grammar is not None else calls
 
 
 class CallConstraint(Constraint):
@@ -129,7 +108,7 @@ class CallConstraint(Constraint):
         self,
         rules: CallRules,
         form: CallFormat,
-        tokenizer: WritesCalls,
+        tokenizer: Tokenizer,
         begin: Begin,
         closers: Closers,
         limit: int,
@@ -191,6 +170,10 @@ class CallConstraint(Constraint):
         self._rest = rest if np.isfinite(allowed[rest[0]]) else []
         return self._closers.only(allowed, *self._rest[:1])
 
+    def allows(self, token: int) -> bool:
+        """Whether a token may come next."""
+        return self._inner is None or self._inner.allows(token)
+
     def take(self, token: int) -> None:
         """Advance by a sampled token."""
         self._left -= 1
@@ -250,3 +233,44 @@ class CallConstraint(Constraint):
             self._inner = None
             self._over = loose or not self._enter(loose=True)
         return self._inner is not None
+
+
+class FormOrCalls(Constraint):
+    """The state of an answer that has a form, or is nothing but calls: its tokens decide."""
+
+    def __init__(self, form: Constraint, calls: CallConstraint) -> None:
+        """Start at the beginning of an answer.
+
+        Args:
+            form: The form.
+            calls: The calls, which are required.
+        """
+        self._sides: list[Constraint] = [form, calls]
+
+    @property
+    def free(self) -> bool:
+        """Whether the answer may end here as well as continue."""
+        return any(side.free for side in self._sides)
+
+    def masked(self, logits: Float32Array) -> Float32Array:
+        """Logits float32 [V], with minus infinity for tokens that neither allows.
+
+        Raises:
+            RequestError: the form's grammar has become too complex.
+        """
+        allowed: Float32Array = np.maximum.reduce([side.masked(logits) for side in self._sides])
+        return allowed
+
+    def allows(self, token: int) -> bool:
+        """Whether a token may come next."""
+        return any(side.allows(token) for side in self._sides)
+
+    def take(self, token: int) -> None:
+        """Advance by a sampled token.
+
+        Raises:
+            RequestError: the form's grammar has become too complex.
+        """
+        self._sides = [side for side in self._sides if side.allows(token)] or self._sides
+        for side in self._sides:
+            side.take(token)

@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from runtime.errors import RequestError
-from runtime.text.call_format import CallFormat
 from runtime.text.constraint import ANY_OBJECT, COMPACT, MAX_CHARACTERS, Grammar
-from runtime.text.enforceable import enforceable
-from runtime.text.tool_calls import Tool
-from runtime.text.written_calls import written_rules
+from runtime.text.enforceable import TOO_MUCH, Enforceable, enforceable
+from runtime.text.tool_calls import CallFormat, Tool, written_rules
 
 MOST_CALLS = 16
 """Most calls in a row. A small model may otherwise never stop calling."""
+MOST_STOPPED = 2
+"""Schemas that may take too much time before the rest of a request's tools is not looked at."""
 _SPACES = re.compile(r"([ \n]+)")
 
 
@@ -29,7 +29,6 @@ class CallRules:
     """What an answer may call, or must."""
 
     tools: tuple[Tool, ...]
-    """The tools."""
     arguments: tuple[Mapping[str, Any], ...]
     """The enforceable schema of each tool's arguments."""
     relaxed: Mapping[str, tuple[str, ...]]
@@ -46,10 +45,22 @@ class CallRules:
         Raises:
             RequestError: a strict tool has parameters that cannot be enforced.
         """
-        found = [enforceable(tool.parameters) for tool in tools]
-        for tool, one in zip(tools, found, strict=True):
-            if tool.strict and one.relaxed:
-                raise RequestError(f"the parameters of {tool.name} cannot be enforced: {', '.join(one.relaxed)}")
+        enforced: list[Enforceable] = []
+        for tool in tools:
+            patient = enforced.count(TOO_MUCH) < MOST_STOPPED
+            enforced.append(enforceable(tool.parameters) if patient else TOO_MUCH)
+        rules = cls._of(tools, enforced, required=required, several=several)
+        try:
+            rules.answer(CallFormat(), {}).checked("tools' schemas")  # each is fine, but all of them may not be
+        except RequestError:
+            rules = cls._of(tools, [TOO_MUCH] * len(tools), required=required, several=several)
+        for tool in tools:
+            if tool.strict and (places := rules.relaxed.get(tool.name)):
+                raise RequestError(f"the parameters of {tool.name} cannot be enforced: {', '.join(places)}")
+        return rules
+
+    @classmethod
+    def _of(cls, tools: Sequence[Tool], found: Sequence[Enforceable], *, required: bool, several: bool) -> CallRules:
         return cls(
             tools=tuple(tools),
             arguments=tuple(one.schema for one in found),
@@ -105,7 +116,7 @@ class CallRules:
             text = _with_tokens("\n".join(written_rules(self.tools, kinds_of, form.style)), tokens)
             if len(text) > MAX_CHARACTERS // 2 and not loose:
                 return self._grammar(start, form, tokens, loose=True)
-            return Grammar.of_lark(f"%llguidance {{}}\n{start}\n{text}\n")
+            return Grammar.unchecked(f"%llguidance {{}}\n{start}\n{text}\n")
         kinds = [
             _call(tool, ANY_OBJECT if loose else kind, form)
             for tool, kind in zip(self.tools, self.arguments, strict=True)
@@ -113,7 +124,7 @@ class CallRules:
         text = json.dumps({"anyOf": kinds, "x-guidance": COMPACT})
         if len(text) > MAX_CHARACTERS // 2 and not loose:
             return self._grammar(start, form, tokens, loose=True)
-        return Grammar.of_lark(f"%llguidance {{}}\n{start}\ncall: %json {text}\n")
+        return Grammar.unchecked(f"%llguidance {{}}\n{start}\ncall: %json {text}\n")
 
 
 def _call(tool: Tool, arguments: Mapping[str, Any], form: CallFormat) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 Most formats are JSON with a name and arguments: between tags (Hermes, Qwen, SmolLM2), after a marker (Mistral,
 Granite), or alone (Llama 3). Between tags, arguments may also be written out (Qwen3.5, GLM-4.5; see
-`runtime.text.written_calls`). Text that may become a call is held back. The arguments of a call that a grammar enforces
+`runtime.text.tool_calls`). Text that may become a call is held back. The arguments of a call that a grammar enforces
 are passed on as they are written, since they cannot turn out to be something else.
 """
 
@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from runtime.system.foreign import read_json
-from runtime.text.tool_calls import CLOSE, OPEN, Tool, ToolCall
-from runtime.text.written_calls import written_call
+from runtime.text.tool_calls import CLOSE, OPEN, Tool, ToolCall, written_call
 
 MARKS = ("[TOOL_CALLS]", "<|python_tag|>", "<|tool_call|>")
 """Markers before calls without an end marker. Most tokenizers omit these special tokens from the text."""
@@ -72,7 +71,6 @@ class CallReader:
         return self._take(last=False)
 
     def finish(self) -> tuple[str, list[Found]]:
-        """Return the rest."""
         return self._take(last=True)
 
     def _take(self, *, last: bool) -> tuple[str, list[Found]]:
@@ -144,11 +142,11 @@ class CallReader:
 
     def _tagged(self, *, last: bool) -> list[str | Found] | None:
         """Text up to the next tag or marker, or the call that begins with one; None if more input is needed."""
-        found = [(place, mark) for mark in (OPEN, *MARKS) if (place := self._held.find(mark)) >= 0]
-        if not found:
+        marks = [(place, mark) for mark in (OPEN, *MARKS) if (place := self._held.find(mark)) >= 0]
+        if not marks:
             sure = len(self._held) if last else len(self._held) - _overlap(self._held, (OPEN, *MARKS))
             return [self._cut(sure)] if sure else None
-        place, mark = min(found)
+        place, mark = min(marks)
         if self._held[:place].strip():
             return [self._cut(place)]
         body = place + len(mark)

@@ -2,20 +2,17 @@
 
 A template is untrusted code from the model's author, so it runs in jinja's sandbox, with the filters and functions that
 templates on the hub expect (those of transformers). The sandbox does not limit time or memory: a separate process does
-(`runtime.text.template_process`), and runs `serve`.
+(`runtime.text.template_process`), which runs this module.
 """
 
 from __future__ import annotations
 
-import faulthandler
 import json
-import os
-import signal
-import sys
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
-from pathlib import Path
+from hashlib import sha256
 from typing import Any, NoReturn
 
 from jinja2 import Template, TemplateError, nodes
@@ -26,13 +23,15 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-from runtime.system.limits import limit_memory
+from runtime.system.child_process import serve
 
 MAX_BYTES = 512 << 20
 """Memory limit of the process, where the system supports one."""
 MAX_CHARACTERS = 1 << 24
 """Most characters that a template may add to its input."""
-_LONGEST_REASON = 300
+_THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+"""Names of an assistant's reasoning in templates: Qwen's and most others', gpt-oss's."""
+_NINE = re.compile("[0-9A-Za-z]{9}")
 _MARK = "CONTINUE_FINAL_MESSAGE_TAG "
 """Appended to a last message that is to be continued; the space reveals whether the template trims messages."""
 
@@ -72,9 +71,12 @@ def render(
 ) -> str:
     """Render a conversation, ready for the assistant's answer.
 
+    What a template refuses, and a later system message that it leaves out, is tried in the forms of `_forms`.
+
     Args:
         template: A jinja template.
-        messages: `{"role": ..., "content": ...}` with text contents; an assistant's may have `tool_calls`.
+        messages: `{"role": ..., "content": ...}` with text contents; an assistant's may have `tool_calls`, and
+            `reasoning_content`, which the template gets by the name that it uses.
         tokens: Special tokens by their names in templates (`bos_token`, ...).
         continue_final: Whether the last message is to be continued rather than answered.
         tools: Functions that the model may call, in OpenAI's format.
@@ -84,18 +86,96 @@ def render(
         jinja2.TemplateError: the template is broken, or refuses these messages.
         ValueError: the template does not render the last message, so it cannot be continued.
     """
-    chat = [{key: value for key, value in message.items() if value is not None} for message in messages]
+    thought = next((name for name in _THOUGHTS if name in template), None)
+    chat = [_filled(message, thought) for message in messages]
     final = str(chat[-1]["content"])
     if continue_final:
         chat[-1]["content"] = final + _MARK
-    own = {"messages": chat, "tools": list(tools) or None, "add_generation_prompt": not continue_final}
-    text = _compiled(template).render({**(variables or {}), "documents": None, **own, **tokens})
+    own = {"tools": list(tools) or None, "add_generation_prompt": not continue_final}
+    values = {**(variables or {}), "documents": None, **own, **tokens}
+    begun = next((index for index, message in enumerate(chat) if message["role"] != "system"), len(chat))
+    told = {message["content"].strip() for message in chat[begun:] if message["role"] == "system"}
+    refusal: Exception | None = None
+    partial: str | None = None
+    for form in _forms(chat):
+        try:
+            text = _compiled(template).render({**values, "messages": form})
+        except TemplateError as error:
+            refusal = refusal or error
+            continue
+        if all(one in text for one in told):
+            break
+        partial = partial or text
+    else:
+        if partial is None:
+            raise refusal or TemplateError("it refuses them")
+        text = partial
     if not continue_final:
         return text
     place = text.rfind(_MARK.strip())
     if place < 0 or final.strip() not in text:
         raise ValueError("it leaves out parts of the last message, which was to be continued")
     return text[:place] if text[place:].startswith(_MARK) else text[:place].rstrip()
+
+
+def _filled(message: Mapping[str, Any], thought: str | None) -> dict[str, Any]:
+    """A message without empty fields, with its reasoning by the name of the template."""
+    filled = {key: value for key, value in message.items() if value is not None and key != _THOUGHTS[0]}
+    if thought is not None and message.get(_THOUGHTS[0]):
+        filled[thought] = message[_THOUGHTS[0]]
+    return filled
+
+
+def _forms(chat: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    """A conversation as it is, and as stricter templates take it.
+
+    System messages at the beginning are one. Then, in turn: later system messages stand before the next user message,
+    turns alternate, calls have ids of nine letters and digits; the first system message stands before the first user
+    message, too.
+    """
+    own = list(chat)
+    while len(own) > 1 and own[0]["role"] == own[1]["role"] == "system":
+        own[:2] = [_merged(own[0], own[1])]
+    yield own
+    for first in (1, 0):
+        strict = own[:first] if own[0]["role"] == "system" else []
+        waiting: dict[str, Any] | None = None
+        for message in own[len(strict) :]:
+            if message["role"] == "system":
+                waiting = message if waiting is None else _merged(waiting, message)
+                continue
+            message = _renamed(message)
+            if waiting is not None and message["role"] == "user":
+                message, waiting = _merged(waiting, message), None
+            alike = strict and strict[-1]["role"] == message["role"] and message["role"] != "tool"
+            if alike and not strict[-1].get("tool_calls"):
+                message = _merged(strict.pop(), message)
+            elif message["role"] == "assistant" and (not strict or strict[-1]["role"] == "system"):
+                strict.append({"role": "user", "content": ""})
+            strict.append(message)
+        if waiting is not None:
+            strict.append({**waiting, "role": "user"})
+        yield strict
+
+
+def _merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """Two messages as one, of the role of the second."""
+    texts = [text for text in (one["content"], other["content"]) if text]
+    return {**one, **other, "content": "\n\n".join(texts)}
+
+
+def _renamed(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message whose calls, and the call that it answers, have ids of nine letters and digits."""
+
+    def short(own: object) -> str:
+        return own if isinstance(own, str) and _NINE.fullmatch(own) else sha256(str(own).encode()).hexdigest()[:9]
+
+    renamed = dict(message)
+    if calls := message.get("tool_calls"):
+        renamed["tool_calls"] = [{**call, "id": short(call.get("id"))} for call in calls]
+    if message["role"] == "tool":
+        renamed["tool_call_id"] = short(message.get("tool_call_id"))
+    return renamed
 
 
 def knows_tools(template: str) -> bool:
@@ -107,38 +187,13 @@ def knows_tools(template: str) -> bool:
     return "tools" in find_undeclared_variables(_environment().parse(template))
 
 
-def serve(seconds: float) -> None:
-    """Serve requests on standard input, one JSON object a line, until it is closed.
-
-    A request has `template`, and the arguments of `render`, unless it is for `knows_tools`. An answer has `said`, or
-    `error`. A request that exceeds the time limit ends the process.
-
-    Args:
-        seconds: Time limit of a request.
-    """
-    limit_memory(MAX_BYTES)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
-    with Path(os.devnull).open("w", encoding="utf-8") as nowhere:
-        for line in sys.stdin.buffer:
-            faulthandler.dump_traceback_later(seconds, exit=True, file=nowhere)
-            sys.stdout.buffer.write(_answer(line))
-            sys.stdout.buffer.flush()
-            faulthandler.cancel_dump_traceback_later()
-
-
-def _answer(line: bytes) -> bytes:
-    try:
-        request = json.loads(line)
-        said = knows_tools(request["template"]) if len(request) == 1 else render(**request)
-        if isinstance(said, str) and len(said) > MAX_CHARACTERS + 2 * len(line):
-            raise ValueError("the text that it writes is far longer than the messages")
-        return json.dumps({"said": said}).encode() + b"\n"
-    except MemoryError:
-        return b'{"error": "it needs too much memory"}\n'
-    except RecursionError:
-        return b'{"error": "it is nested too deeply"}\n'
-    except Exception as error:  # noqa: BLE001  # a template may raise anything
-        return json.dumps({"error": str(error)[:_LONGEST_REASON] or repr(error)}).encode() + b"\n"
+def _answer(line: bytes) -> str | bool:
+    """What the process says to a request: `template`, and the arguments of `render`, unless it is for `knows_tools`."""
+    request = json.loads(line)
+    said = knows_tools(request["template"]) if len(request) == 1 else render(**request)
+    if isinstance(said, str) and len(said) > MAX_CHARACTERS + 2 * len(line):
+        raise ValueError("the text that it writes is far longer than the messages")
+    return said
 
 
 @lru_cache(maxsize=8)
@@ -182,4 +237,4 @@ def _refuse_private(name: object) -> None:
 
 
 if __name__ == "__main__":
-    serve(float(sys.argv[1]))
+    serve(_answer, memory=MAX_BYTES)

@@ -6,11 +6,13 @@ sequence is allowed where the grammar is complete, and forced where nothing else
 
 from __future__ import annotations
 
+import json
+import re
 import threading
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
@@ -18,10 +20,10 @@ import numpy.typing as npt
 
 from models.foreign import panics_raised
 from runtime.errors import RequestError
+from runtime.text.schema_process import ask
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
-    from llguidance._lib import JsonCompileOptions
 
 T = TypeVar("T")
 Float32Array = npt.NDArray[np.float32]
@@ -35,6 +37,7 @@ MAX_CHARACTERS = 2**17
 """Longest grammar, in llguidance's format."""
 STACK_BYTES = 2**11
 """Stack per character: llguidance recurses from rule to rule, using up to 1,150 bytes a character."""
+_TOKEN = re.compile(r"<(\[[\d, -]*\]|[^<>\s\"]+)>")
 _stacks = threading.Lock()
 
 
@@ -43,19 +46,19 @@ class Grammar:
     """The grammar of an answer."""
 
     text: str
-    """In llguidance's format."""
 
     @classmethod
     def of_schema(cls, schema: Mapping[str, Any]) -> Grammar:
-        """JSON that fits a schema.
+        """JSON that fits a schema; objects get the declared properties only (`runtime.text.enforceable`).
 
         Raises:
             RequestError: the schema is invalid, or cannot be enforced.
         """
-        from llguidance import LLMatcher
-
-        options: JsonCompileOptions = {"whitespace_flexible": True, "whitespace_pattern": WHITE_SPACE}
-        return cls(LLMatcher.grammar_from_json_schema(dict(schema), overrides=options)).checked("JSON schema")
+        try:
+            text = json.dumps(schema)
+        except (RecursionError, ValueError, TypeError) as error:
+            raise RequestError(f"the JSON schema cannot be enforced: {error}") from error
+        return cls(_asked("JSON schema", "schema", text))
 
     @classmethod
     def of_lark(cls, text: str) -> Grammar:
@@ -64,9 +67,14 @@ class Grammar:
         Raises:
             RequestError: the grammar is invalid.
         """
+        return cls.unchecked(text).checked("grammar")
+
+    @classmethod
+    def unchecked(cls, text: str) -> Grammar:
+        """As `of_lark`, of rules that this program wrote."""
         from llguidance import LLMatcher
 
-        return cls(LLMatcher.grammar_from_lark(text)).checked("grammar")
+        return cls(LLMatcher.grammar_from_lark(text))
 
     @classmethod
     def of_regex(cls, pattern: str) -> Grammar:
@@ -80,26 +88,41 @@ class Grammar:
         return cls(LLMatcher.grammar_from_regex(pattern)).checked("regular expression")
 
     def checked(self, kind: str) -> Grammar:
-        """Validate this grammar.
+        """Check this grammar in the schema process.
+
+        Raises:
+            RequestError: it is invalid, or takes too much time or memory.
+        """
+        _asked(kind, "grammar", self.text)
+        return self
+
+    def check(self) -> None:
+        """Check this grammar. That may take any time and memory: see `runtime.text.schema_process`.
 
         Raises:
             RequestError: it is invalid.
         """
-        from llguidance import LLMatcher
+        from llguidance import LLMatcher, LLTokenizer
+
+        def build() -> str:
+            wrong, messages = LLMatcher.validate_grammar_with_warnings(self.text)
+            if wrong:
+                return messages[0]
+            # Some grammars are valid, but take forever to begin with. Any tokenizer shows that, without others' tokens.
+            named = any("no tokenizer" in message for message in messages)
+            text = _TOKEN.sub('"x"', self.text) if named else self.text
+            error: str = LLMatcher(LLTokenizer("byte"), text, log_level=0).get_error()
+            return "" if named else error
 
         if len(self.text) > MAX_CHARACTERS:
-            raise RequestError(
-                f"the {kind} cannot be enforced: it has {len(self.text):,} characters, and at most {MAX_CHARACTERS:,} "
-                "are read"
-            )
+            raise RequestError(f"it has {len(self.text):,} characters, and at most {MAX_CHARACTERS:,} are read")
         try:
             with panics_raised():
-                wrong, messages = self.deep(lambda: LLMatcher.validate_grammar_with_warnings(self.text))
+                wrong = self.deep(build)
         except ValueError as error:
-            wrong, messages = True, [str(error)]
+            wrong = str(error)
         if wrong:
-            raise RequestError(f"the {kind} cannot be enforced: {' '.join(messages[0].split())}")
-        return self
+            raise RequestError(" ".join(wrong.split()))
 
     def deep(self, work: Callable[[], T]) -> T:
         """Run a function that may recurse as deeply as this grammar is long, on a sufficiently large stack.
@@ -121,6 +144,19 @@ class Grammar:
             finally:
                 threading.stack_size(before)
         return future.result()
+
+
+@lru_cache(maxsize=64)
+def _asked(kind: str, work: str, text: str) -> Any:
+    """What the schema process says; the same schema or grammar comes with every request of a client.
+
+    Raises:
+        RequestError: it is refused.
+    """
+    try:
+        return ask(work, text)
+    except RequestError as error:
+        raise RequestError(f"the {kind} cannot be enforced: {error}") from error
 
 
 class Constraint:
@@ -150,6 +186,10 @@ class Constraint:
     def free(self) -> bool:
         """Whether the answer may end here as well as continue, as where any text is allowed."""
         return bool(self._matcher.is_accepting()) and not self._matcher.is_stopped()
+
+    def allows(self, token: int) -> bool:
+        """Whether a token may come next."""
+        return bool(self._matcher.validate_tokens([token]))
 
     def take(self, token: int) -> None:
         """Advance by a sampled token.
@@ -209,4 +249,8 @@ class Constraints:
         from llguidance import LLMatcher
 
         tokenizer = self._tokenizer
-        return Constraint(grammar.deep(lambda: LLMatcher(tokenizer, grammar.text, log_level=0)))
+        try:
+            with panics_raised():
+                return Constraint(grammar.deep(lambda: LLMatcher(tokenizer, grammar.text, log_level=0)))
+        except ValueError as error:
+            raise RequestError(f"the grammar cannot be followed: {error}") from error

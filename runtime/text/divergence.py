@@ -34,9 +34,9 @@ class Outline:
         """
         most, parts = min(most, logits.shape[1] - 1), []
         for start in range(0, len(logits), _ROWS):
-            own = logits[start : start + _ROWS]
-            tokens = np.argpartition(own, -most, axis=1)[:, -most:].astype(np.int32)
-            parts.append(cls(tokens, np.exp(_outlined(own, tokens))))
+            rows = logits[start : start + _ROWS]
+            tokens = np.argpartition(rows, -most, axis=1)[:, -most:].astype(np.int32)
+            parts.append(cls(tokens, np.exp(_outlined(rows, tokens))))
         return cls.joined(parts)
 
     @classmethod

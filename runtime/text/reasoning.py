@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 TAGS = ("<think>", "</think>")
 """The tags that reasoning models write around their reasoning."""
@@ -15,6 +15,15 @@ def split_reasoning(text: str) -> tuple[str, str]:
     inside = text.lstrip().removeprefix(TAGS[0])
     thought, ended, answer = inside.partition(TAGS[1])
     return thought.strip("\n"), answer.lstrip("\n") if ended else ""
+
+
+def outside_tags(text: str, change: Callable[[str], str]) -> str:
+    """A text with all changed but the tags around its reasoning."""
+    before, begun, inside = text.partition(TAGS[0])
+    if not begun or before.strip():
+        return change(text)
+    thought, ended, answer = inside.partition(TAGS[1])
+    return before + begun + change(thought) + ended + change(answer)
 
 
 def opened(prompt: str) -> str:

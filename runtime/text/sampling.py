@@ -1,11 +1,12 @@
 """Sampling: penalties, filters, the draw of the next token, and log-probabilities. Plain numpy.
 
-Order, as in transformers: repetition penalty, temperature, top-k, top-p, min-p. No filter sorts the whole vocabulary.
+Order, as in transformers: penalties, temperature, top-k, top-p, min-p. No filter sorts the whole vocabulary.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -25,6 +26,8 @@ GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: dividing the logits by them would overflow."""
 MAX_STOPS = 16
 """Most stop strings of a request."""
+MIN_PENALTY, MAX_PENALTY = 0.1, 10.0
+"""Range of the repetition penalty: beyond it, it alone decides the answer."""
 
 Float32Array = npt.NDArray[np.float32]
 Float64Array = npt.NDArray[np.float64]
@@ -49,6 +52,10 @@ class SamplingOptions:
     """Only tokens at least this fraction as likely as the most likely one, in [0, 1]."""
     repetition_penalty: float = 1.0
     """Logits of tokens already in the answer are divided by it (multiplied if negative); 1 = none."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logits of tokens already in the answer, in [-2, 2]."""
+    frequency_penalty: float = 0.0
+    """The same, for each time that a token is in the answer."""
     seed: int | None = None
     """The same seed gives the same samples; None = random."""
     max_tokens: int | None = None
@@ -58,9 +65,9 @@ class SamplingOptions:
     logprobs: int | None = None
     """Number of alternatives to report with each token's log-probability; None = no log-probabilities."""
     grammar: Grammar | None = None
-    """Grammar of the answer; None = anything."""
+    """Grammar of the answer, unless it calls tools; None = anything."""
     calls: CallRules | None = None
-    """Tools that the answer may call, or must; None = none. They do not go together with a grammar."""
+    """Tools that the answer may call, or must; None = none."""
 
     def __post_init__(self) -> None:
         rules = (
@@ -68,7 +75,14 @@ class SamplingOptions:
             ("top_k", self.top_k, self.top_k >= 0, "0 (all) or a positive number"),
             ("top_p", self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1"),
             ("min_p", self.min_p, 0 <= self.min_p <= 1, "from 0 to 1"),
-            ("repetition_penalty", self.repetition_penalty, 0 < self.repetition_penalty < math.inf, "above 0"),
+            (
+                "repetition_penalty",
+                self.repetition_penalty,
+                MIN_PENALTY <= self.repetition_penalty <= MAX_PENALTY,
+                f"from {MIN_PENALTY:g} to {MAX_PENALTY:g}",
+            ),
+            ("presence_penalty", self.presence_penalty, -2 <= self.presence_penalty <= 2, "from -2 to 2"),
+            ("frequency_penalty", self.frequency_penalty, -2 <= self.frequency_penalty <= 2, "from -2 to 2"),
             ("max_tokens", self.max_tokens, self.max_tokens is None or self.max_tokens >= 1, "at least 1"),
             ("logprobs", self.logprobs, self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, "from 0 to 20"),
         )
@@ -88,13 +102,20 @@ class SamplingOptions:
         """Whether the most likely token is always taken."""
         return self.temperature < GREEDY_BELOW or self.top_k == 1
 
+    @property
+    def counts(self) -> bool:
+        """Whether it matters how often a token is in the answer."""
+        return self.presence_penalty != 0 or self.frequency_penalty != 0
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether it matters which tokens are in the answer."""
+        return self.repetition_penalty != 1 or self.counts
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alternative:
-    """A candidate token."""
-
     token: int
-    """Token id."""
     text: str
     """The token on its own."""
     logprob: float
@@ -106,7 +127,6 @@ class TokenLogprob:
     """The log-probability of a sampled token, and of the most likely ones."""
 
     token: int
-    """Token id."""
     text: str
     """The token on its own."""
     logprob: float
@@ -132,7 +152,6 @@ class Drawn:
     """A token sampled on the device; the logits stay there."""
 
     token: int
-    """Token id."""
     logprob: float | None = None
     """Its log-probability, as from `log_probabilities`; None unless requested."""
     ranked: Sequence[tuple[int, float]] = ()
@@ -172,13 +191,18 @@ class Sampler:
         """
         self._options, self._constraint = options, constraint
         self._random = np.random.Generator(np.random.PCG64(None if options.seed is None else options.seed % 2**64))
-        self._seen = np.array(sorted({*seen}) if options.repetition_penalty != 1 else [], np.int64)
-        self._known = set(self._seen.tolist())
+        self._seen, times = np.unique(np.array(seen if options.penalizes else [], np.int64), return_counts=True)
+        self._times = dict(zip(self._seen.tolist(), times.tolist(), strict=True))
 
     @property
     def constrained(self) -> bool:
         """Whether a grammar decides what may be drawn: token by token, on the host."""
         return self._constraint is not None
+
+    @property
+    def needs_logits(self) -> bool:
+        """Whether tokens are drawn on the host: by a grammar, or by penalties that the device does not know."""
+        return self.constrained or self._options.counts
 
     @property
     def greedy(self) -> bool:
@@ -215,16 +239,21 @@ class Sampler:
         return Distribution(*filtered(logits, self._options))
 
     def _penalized(self, logits: Float32Array, since: Sequence[int] = ()) -> Float32Array:
-        """Logits [V] after the repetition penalty and the grammar's mask, if any."""
+        """Logits [V] after the grammar's mask and the penalties, if any."""
         if self._constraint is not None:
             logits = self._constraint.masked(logits)
-        penalty = self._options.repetition_penalty
-        if penalty == 1 or not (self._seen.size or since):
+        options = self._options
+        if not options.penalizes or not (self._seen.size or since):
             return logits
-        return _penalize(logits, np.concatenate((self._seen, np.array(since, np.int64))), penalty)
+        seen = np.concatenate((self._seen, np.array(since, np.int64)))
+        logits = _penalize(logits, seen, options.repetition_penalty)
+        if options.counts:
+            seen, more = np.unique(seen), Counter(since)
+            times = np.fromiter((self._times.get(token, 0) + more[token] for token in seen.tolist()), np.float32)
+            logits[seen] -= options.presence_penalty + options.frequency_penalty * times
+        return logits
 
     def pick(self, distribution: Distribution) -> int:
-        """Sample from a distribution."""
         cumulative = distribution.weights.cumsum()
         place = int(np.searchsorted(cumulative, self.uniform() * cumulative[-1], side="right"))
         return int(distribution.tokens[min(place, distribution.tokens.size - 1)])
@@ -237,9 +266,10 @@ class Sampler:
         """Count a token as seen."""
         if self._constraint is not None:
             self._constraint.take(token)
-        if self._options.repetition_penalty != 1 and token not in self._known:
-            self._known.add(token)
-            self._seen = np.append(self._seen, token)
+        if self._options.penalizes:
+            if token not in self._times:
+                self._seen = np.append(self._seen, token)
+            self._times[token] = self._times.get(token, 0) + 1
 
 
 def _penalize(logits: Float32Array, seen: Int64Array, penalty: float) -> Float32Array:

@@ -7,21 +7,18 @@ prevent endless loops or memory exhaustion, and no check in the same process cou
 
 from __future__ import annotations
 
-import contextlib
-import json
-import threading
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
 from runtime.errors import RequestError
-from runtime.system.child_process import ChildProcess
+from runtime.system.child_process import LimitedProcess
 
 SECONDS = 5.0
 """Time limit in seconds: a hundred times what the longest chat needs."""
 
 
-class TemplateProcess:
+class TemplateProcess(LimitedProcess):
     """A child process that renders chat templates; started when first needed, and restarted after it was killed.
 
     Args:
@@ -29,14 +26,7 @@ class TemplateProcess:
     """
 
     def __init__(self, seconds: float = SECONDS) -> None:
-        self._seconds = seconds
-        self._lock = threading.Lock()
-        self._child = ChildProcess("runtime.text.chat_template", str(seconds))
-
-    def start(self) -> None:
-        """Start the process unless it is running; it gets ready in the background."""
-        with self._lock, contextlib.suppress(OSError):
-            self._child.start()
+        super().__init__("runtime.text.chat_template", seconds)
 
     def render(
         self,
@@ -65,35 +55,25 @@ class TemplateProcess:
         """
         return bool(self._ask({"template": template}))
 
-    def close(self) -> None:
-        """End the process. Safe to call twice."""
-        with self._lock:
-            self._child.close()
-
     def _ask(self, request: Mapping[str, Any]) -> Any:
         try:
-            line = json.dumps(request).encode()
+            answer = self.ask(request)
         except RecursionError as error:
             raise RequestError(
                 "the model's chat template does not accept these messages: they are nested too deeply"
             ) from error
-        with self._lock:
-            try:
-                answer = next(self._child.lines(line), None)
-            except OSError as error:
-                raise RequestError(
-                    f"no process could be started to apply the model's chat template ({error.strerror})"
-                ) from error
-            if answer is None:
-                self._child.close()
-                raise RequestError(
-                    f"the model's chat template was stopped: it took more than {self._seconds:g} s, or crashed. "
-                    "Choose another model, or another version of this one"
-                )
-        found = json.loads(answer)
-        if "error" in found:
-            raise RequestError(f"the model's chat template does not accept these messages: {found['error']}")
-        return found["said"]
+        except OSError as error:
+            raise RequestError(
+                f"no process could be started to apply the model's chat template ({error.strerror})"
+            ) from error
+        if answer is None:
+            raise RequestError(
+                f"the model's chat template was stopped: it took more than {self.seconds:g} s, or crashed. "
+                "Choose another model, or another version of this one"
+            )
+        if "error" in answer:
+            raise RequestError(f"the model's chat template does not accept these messages: {answer['error']}")
+        return answer["said"]
 
 
 @lru_cache(maxsize=1)

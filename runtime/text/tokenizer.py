@@ -1,30 +1,36 @@
 """Tokenizer: encodes text, decodes tokens incrementally, and applies the chat template.
 
-`runtime.text.tokenizer_files` reads its files, `runtime.text.template_process` renders its template.
+Most need only the `tokenizers` package (`models.plain_tokenizer`); transformers reads the others.
+`runtime.text.template_process` renders the template.
 """
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from models.foreign import panics_raised
-from runtime.errors import ContextOverflowError, RequestError, RuntimeFailure
+from models.errors import ModelError, check_needed
+from models.foreign import check_folder, panics_raised, read_json
+from models.plain_tokenizer import NAMED, TokenizerFiles, check_sound, plain_tokenizer
+from runtime.errors import BackendError, ContextOverflowError, RequestError, RuntimeFailure
 from runtime.system.foreign import encodable
-from runtime.text.call_format import TOLD, CallFormat
-from runtime.text.channels import CHANNEL_MARKS, ChannelReader, Pieces
-from runtime.text.paired_marks import PAIRED_MARKS, PairedReader
-from runtime.text.reasoning import opened
+from runtime.text.channels import CHANNEL_MARKS, PAIRED_MARKS, ChannelReader, PairedReader, Pieces
+from runtime.text.reasoning import TAGS, opened, outside_tags
 from runtime.text.template_process import template_process
-from runtime.text.tokenizer_files import read_tokenizer
-from runtime.text.tool_calls import Tool, describe_tools
+from runtime.text.tool_calls import TOLD, CallFormat, Tool, describe_tools
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 """The decoder's replacement for bytes that are not, or not yet, UTF-8."""
+CUT = "\ufdd0"
+"""Where the text of a conversation is cut before it is encoded: a noncharacter, which stands in no text."""
+RESULT_END = "</tool_response>"
+"""What ends a tool's result in many templates, whether or not it is a token."""
 PLAIN_TURN = {"user": "User: ", "assistant": "Assistant: "}
 """The beginning of a turn in the plain fallback."""
 PLAIN_STOPS = ("\nUser:",)
@@ -37,8 +43,88 @@ _TAG_TOKENS = 8
 """Most tokens of a tag of reasoning and the white space behind it."""
 _BEGINNING = 8
 """Characters of a beginning that special tokens may share."""
+_ORDINARY = re.compile(r"</?[a-z]+[0-9]?>|\w[\w ]*")
+"""Added tokens that are mere text: words, and the HTML tags of Gemma."""
+_TURN = re.compile(rf"^(?={'|'.join(turn.rstrip() for turn in PLAIN_TURN.values())})", re.MULTILINE)
 _MARKED = ((CHANNEL_MARKS, ChannelReader), (PAIRED_MARKS, PairedReader))
 """Marks of answers, and what reads them."""
+
+
+def read_tokenizer(folder: Path) -> TokenizerFiles:
+    """Read the tokenizer of a folder, without accessing anything else, or of a GGUF file.
+
+    Raises:
+        BackendError: no readable tokenizer was found.
+        ModelError: a GGUF file is damaged, or its tokenizer is unknown.
+    """
+    if not folder.exists():
+        raise BackendError(f"no tokenizer: the folder {folder} is missing")
+    try:
+        with panics_raised():
+            return _of_gguf(folder) if folder.is_file() else plain_tokenizer(folder) or _by_transformers(folder)
+    except (BackendError, ModelError):
+        raise
+    except Exception as error:  # tokenizers raises Exception itself, transformers whatever its parsers do
+        reason = " ".join(str(error).split())[:300]
+        raise BackendError(f"the tokenizer in {folder} cannot be read: {reason}") from error
+
+
+def _of_gguf(file: Path) -> TokenizerFiles:
+    """Read the tokenizer from a GGUF file's metadata."""
+    from tokenizers import Tokenizer
+
+    from models.gguf.header import read_header
+    from models.gguf.tokenizer import TOKENIZER, TOKENIZER_CONFIG, tokenizer_files
+
+    files = tokenizer_files(read_header(file))
+    settings = json.loads(files[TOKENIZER_CONFIG])
+    fast = Tokenizer.from_str(files[TOKENIZER].decode())
+    return TokenizerFiles(
+        fast, {name: settings[name] for name in NAMED if name in settings}, settings.get("chat_template")
+    )
+
+
+def _by_transformers(folder: Path) -> TokenizerFiles:
+    """Read a folder with transformers; first with its fast class alone, which does not need torch."""
+    check_needed("reading this tokenizer", "transformers")
+    check_folder(folder)
+    _check_keys(folder)
+    if (folder / "tokenizer.json").is_file():
+        from transformers import PreTrainedTokenizerFast
+
+        tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+    else:
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    if not hasattr(tokenizer, "backend_tokenizer"):
+        raise BackendError(f"the tokenizer in {folder} has no fast form; add its tokenizer.json to the folder")
+    check_sound(tokenizer.backend_tokenizer)
+    template = tokenizer.chat_template
+    if isinstance(template, dict):
+        template = template.get("default")
+    return TokenizerFiles(tokenizer.backend_tokenizer, dict(tokenizer.special_tokens_map), template)
+
+
+def _check_keys(folder: Path) -> None:
+    """Check that no token's settings have a name with terminal escapes: `tokenizers` prints unknown names.
+
+    Raises:
+        ValueError: one has.
+    """
+    for name in ("tokenizer_config.json", "special_tokens_map.json", "tokenizer.json"):
+        settings = read_json(folder / name) if (folder / name).is_file() else None
+        if name == "tokenizer.json" and isinstance(settings, dict):
+            settings = settings.get("added_tokens")  # the keys of the vocabulary are tokens
+        waiting = [settings]
+        while waiting:
+            inside = waiting.pop()
+            if isinstance(inside, dict):
+                if odd := [key for key in inside if not key.isprintable()]:
+                    raise ValueError(f"{name} has a key that cannot be printed: {odd[0][:60]!a}")
+                waiting += inside.values()
+            elif isinstance(inside, list):
+                waiting += inside
 
 
 class Tokenizer:
@@ -127,8 +213,7 @@ class Tokenizer:
         """
         text = encodable(text)
         with _contained(f"cannot encode this text of {len(text):,} characters"):
-            if most is not None and len(text) > USUAL_CHARACTERS * most + SLICE:
-                self._refuse_longer(text, most)
+            self._check_length(text, most)
             ids = list(self._fast.encode(text, add_special_tokens=special).ids)
         bos = self.bos_token_id
         if special and bos is not None and ids[:2] == [bos, bos]:
@@ -161,7 +246,8 @@ class Tokenizer:
     ) -> list[int]:
         """Tokens of a conversation, ready for the assistant's answer.
 
-        A special token in a message is text: a space after its first character keeps it from ending the message.
+        Control tokens are the template's alone. In data their texts stay as they are, but are encoded in two parts; an
+        answer's tags of reasoning are the exception.
 
         Args:
             messages: `{"role": ..., "content": ...}`, with roles system, user, assistant (and any others the template
@@ -177,9 +263,25 @@ class Tokenizer:
             RequestError: no messages, one without role or text, or a sequence that the model's template refuses.
         """
         _check(messages, continue_final)
-        messages = [one if one["role"] == "assistant" else {**one, "content": self._inert(one)} for one in messages]
+        try:
+            messages = [self._inert_message(message) for message in messages]
+            tools = [
+                replace(
+                    tool,
+                    name=self._inert(tool.name),
+                    description=self._inert(tool.description),
+                    parameters=self._inert(tool.parameters),
+                )
+                for tool in tools
+            ]
+            variables = self._inert(variables or {})
+        except RecursionError as error:
+            raise RequestError(
+                "the model's chat template does not accept these messages: they are nested too deeply"
+            ) from error
         if self._template is None:
-            return self.encode(plain_chat(describe_tools(messages, tools), continue_final=continue_final), most=most)
+            turns = plain_chat(describe_tools(messages, tools), continue_final=continue_final)
+            return self.encode(turns.replace(CUT, " "), most=most)
         told = tools or any("tool_calls" in message or message["role"] == "tool" for message in messages)
         if told and not self._knows_tools:
             messages, tools = describe_tools(messages, tools), ()
@@ -191,39 +293,115 @@ class Tokenizer:
             tools=[tool.record() for tool in tools],
             variables=variables,
         )
-        return self.encode(text, special=False, most=most)
+        return self._encode_parts(text.split(CUT), most)
 
     def reasoning_opened(self, prompt: Sequence[int]) -> str:
         """The tag of reasoning that the template of a chat's prompt wrote, and the answer therefore lacks; else ""."""
         return opened("".join(map(self.piece, prompt[-_TAG_TOKENS:])))
 
-    def _inert(self, message: Mapping[str, Any]) -> str:
-        """A message's text without what could end it and begin another.
+    def _inert_message(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """A message without control tokens, but for the tags around an answer's reasoning."""
+        said = self._inert({key: value for key, value in message.items() if key != "content"})
+        if message["role"] == "assistant":
+            return {**said, "content": outside_tags(message["content"], self._inert_text)}
+        content = self._inert_text(message["content"])
+        if message["role"] == "tool":
+            content = content.replace(RESULT_END, f"{RESULT_END[0]} {RESULT_END[1:]}")
+        return {**said, "content": content}
 
-        In a tool's result, which nobody here wrote, those are all added tokens and the closing tag.
-        """
-        marks = self._tool_marks if message["role"] == "tool" else self._special_marks
-        return marks.sub(lambda found: f"{found[0][0]} {found[0][1:]}", message["content"])
+    def _inert(self, value: Any) -> Any:
+        """Data with a `CUT` in each text that the tokenizer would read as a control token."""
+        if isinstance(value, str):
+            return self._inert_text(value)
+        if isinstance(value, Mapping):
+            return {self._inert(key): self._inert(inside) for key, inside in value.items()}
+        if isinstance(value, list | tuple):
+            return [self._inert(inside) for inside in value]
+        return value
+
+    def _inert_text(self, text: str) -> str:
+        text = self._marks.sub(rf"\g<0>{CUT}", encodable(text).replace(CUT, REPLACEMENT))
+        if self._normalizes and self._marks.search(normal := self._normal(text)):
+            text = self._marks.sub(rf"\g<0>{CUT}", normal)
+        end = len(text.rstrip())
+        tail = self._normal(text[max(0, end - self._longest) : end]).casefold()
+        if any(tail[-length:] in self._begun for length in range(1, len(tail) + 1)):
+            return text[:end] + CUT + text[end:]  # or what comes next might complete a control token
+        return text
 
     @cached_property
-    def _special_marks(self) -> re.Pattern[str]:
-        return _any_of(token.content for token in self._fast.get_added_tokens_decoder().values() if token.special)
+    def _control(self) -> frozenset[str]:
+        """The texts of control tokens: of added tokens but words, and HTML tags that the template does not write."""
+        known = "".join((self._template or "", *TAGS))
+        added = [
+            token.content
+            for token in self._fast.get_added_tokens_decoder().values()
+            if token.special
+            or not _ORDINARY.fullmatch(token.content)
+            or (not token.content[0].isalnum() and token.content in known)
+        ]
+        texts = {*added, *self._special.values()}
+        return frozenset(text for text in texts | set(map(self._normal, texts)) if len(text) > 1 and not text.isspace())
 
     @cached_property
-    def _tool_marks(self) -> re.Pattern[str]:
+    def _marks(self) -> re.Pattern[str]:
+        return _first_of(self._control)
+
+    @cached_property
+    def _begun(self) -> frozenset[str]:
+        """The beginnings of control tokens; a word's are those of ordinary words."""
+        return frozenset(
+            text[:length].casefold()
+            for text in self._control
+            if not text[0].isalnum()
+            for length in range(1, len(text))
+        )
+
+    @cached_property
+    def _longest(self) -> int:
+        return max(map(len, self._control), default=0)
+
+    @cached_property
+    def _normalizes(self) -> bool:
+        """Whether other texts may become a control token."""
         added = self._fast.get_added_tokens_decoder().values()
-        return _any_of([*(token.content for token in added), "</tool_response>"])
+        return self._fast.normalizer is not None and any(token.normalized for token in added)
 
-    def _refuse_longer(self, text: str, most: int) -> None:
+    def _normal(self, text: str) -> str:
+        if not self._normalizes:
+            return text
+        with _contained("cannot normalize this text"):
+            return str(self._fast.normalizer.normalize_str(text))
+
+    def _encode_parts(self, parts: Sequence[str], most: int | None) -> list[int]:
+        """Tokens of a text's parts, each encoded by itself."""
+        with _contained("cannot encode this conversation"):
+            self._check_length("".join(parts), most)
+        if most is not None and len(parts) > most + 1:
+            raise _too_long(most)
+        first, *rest = parts
+        known = {part: self._encode_further(part) for part in set(rest)}
+        return self.encode(first, special=False) + [token for part in rest for token in known[part]]
+
+    def _encode_further(self, text: str) -> list[int]:
+        """Tokens of a text that follows another, without the space that some tokenizers put in front."""
+        line = self._line_break
+        both = self.encode(f"\n{text}", special=False)
+        return both[len(line) :] if both[: len(line)] == line else self.encode(text, special=False)
+
+    @cached_property
+    def _line_break(self) -> list[int]:
+        return self.encode("\n", special=False)
+
+    def _check_length(self, text: str, most: int | None) -> None:
         """Raise if a text certainly has no room, without encoding all of it."""
+        if most is None or len(text) <= USUAL_CHARACTERS * most + SLICE:
+            return
         count = 0
         for begin in range(0, len(text), SLICE):
             count += len(self._fast.encode(text[begin : begin + SLICE], add_special_tokens=False).ids) - EDGE
             if count > most:
-                raise ContextOverflowError(
-                    f"the prompt has far more tokens than the {most} that the context holds, the answer included: "
-                    "shorten the conversation, or load the model with a longer context"
-                )
+                raise _too_long(most)
 
     @cached_property
     def _knows_tools(self) -> bool:
@@ -239,9 +417,9 @@ def plain_chat(messages: Sequence[Mapping[str, Any]], *, continue_final: bool) -
     """A conversation as plain text, for models without a chat template.
 
     A system message comes first as a paragraph of its own, then `User: ...` and `Assistant: ...` lines; the last line
-    is an open `Assistant:`.
+    is an open `Assistant:`. A message's own lines that begin like a turn get a space in front.
     """
-    lines = [PLAIN_TURN.get(message["role"], "") + message["content"].strip() for message in messages]
+    lines = [PLAIN_TURN.get(message["role"], "") + _TURN.sub(" ", message["content"].strip()) for message in messages]
     separators = ["\n" if message["role"] in PLAIN_TURN else "\n\n" for message in messages]
     if continue_final:
         separators[-1] = ""
@@ -285,17 +463,23 @@ class Detokenizer:
         return text
 
 
-def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
-    """A pattern of the longest of several texts, without those of a single character or of spaces.
+def _first_of(texts: Collection[str]) -> re.Pattern[str]:
+    """A pattern of the first character of any of these texts, in upper or lower case, wherever one stands.
 
     Gemma has 6,242 texts `<unused...>`. Those with one beginning share a branch, so that few are tried at each `<`.
     """
-    kept = sorted((text for text in set(texts) if len(text) > 1 and not text.isspace()), key=len, reverse=True)
     branches: dict[str, list[str]] = {}
-    for text in kept:
+    for text in texts:
         branches.setdefault(text[:_BEGINNING], []).append(re.escape(text[_BEGINNING:]))
-    found = (f"{re.escape(head)}(?:{'|'.join(branches[head])})" for head in sorted(branches, key=len, reverse=True))
-    return re.compile("|".join(found) or r"(?!)")
+    parts = (f"{re.escape(head[0])}(?={re.escape(head[1:])}(?:{'|'.join(rest)}))" for head, rest in branches.items())
+    return re.compile("|".join(parts) or r"(?!)", re.IGNORECASE)
+
+
+def _too_long(most: int) -> ContextOverflowError:
+    return ContextOverflowError(
+        f"the prompt has far more tokens than the {most} that the context holds, the answer included: "
+        "shorten the conversation, or load the model with a longer context"
+    )
 
 
 @contextmanager

@@ -34,7 +34,6 @@ class ErrorRecord:
     type: str
     """`invalid_request_error`, `server_error`, ..."""
     param: str | None = None
-    """The request's faulty field."""
     code: str | None = None
     """Short name of the error."""
 
@@ -44,11 +43,9 @@ class Status:
     """`GET /runtime/status`: the runtime's state. Fields about a model are None while none is loaded."""
 
     state: State
-    """Its activity."""
     model: str | None = None
     """The model that is loaded or being loaded."""
     backend: str | None = None
-    """Name of the backend."""
     reason: str | None = None
     """The reason for this backend."""
     bits: float | None = None
@@ -80,7 +77,6 @@ class Status:
     speculates: bool = False
     """Whether the model drafts for itself."""
     running: int = 0
-    """Requests being answered."""
     waiting: int = 0
     """Requests waiting for a slot, for room in the cache, or for other work."""
     slots: int = 0
@@ -88,7 +84,6 @@ class Status:
     pid: int = 0
     """Process id of the runtime."""
     version: str = ""
-    """Version of its program."""
     error: ErrorRecord | None = None
     """The error of the last load."""
 
@@ -98,13 +93,11 @@ class ModelEntry:
     """A model that can be loaded."""
 
     name: str
-    """Its name."""
     bits: float
     """Bits of its base weights."""
     bits_per_weight: float
     """Bits of all linear layers, including scales, divided by the number of weights."""
     disk_bytes: int
-    """Size on disk."""
     gpu_bytes: int
     """Device memory of the weights in bytes."""
     residual_bytes: int
@@ -112,13 +105,11 @@ class ModelEntry:
     parameters: int
     """Weights of the full-precision model."""
     family: str
-    """Architecture."""
     context: int
     """Longest context in tokens."""
     active_bytes: int | None = None
     """Of `gpu_bytes`, what a token reads of a mixture of experts; None: all of them."""
     method: str = DEFAULT_METHOD
-    """Base quantizer."""
     smooth_attention: bool = False
     """Whether its key channels were equalized for low-bit KV caches."""
     bundled: bool = False
@@ -132,7 +123,6 @@ class ModelEntry:
     created: int = 0
     """When its files were written, in seconds since 1970."""
     loaded: bool = False
-    """Whether it is loaded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,7 +130,6 @@ class ModelList:
     """`GET /runtime/models`."""
 
     models: Sequence[ModelEntry]
-    """All loadable models."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,7 +137,6 @@ class Loaded:
     """The last item of a load's or a tuning's progress."""
 
     status: Status
-    """The new status."""
     phase: Literal["done"] = "done"
 
 
@@ -166,9 +154,7 @@ class Pulled:
     """The last item of a download's progress."""
 
     name: str
-    """The checkpoint."""
     path: str
-    """Its folder."""
     phase: Literal["done"] = "done"
 
 
@@ -177,7 +163,6 @@ class Holding:
     """Count and size of saved conversation caches; `POST /runtime/forget` returns those it deleted."""
 
     files: int = 0
-    """Number of files."""
     bytes: int = 0
     """Bytes on disk."""
 
@@ -220,9 +205,7 @@ class Timings:
     ttft_s: Number
     """Seconds from the request to the first token."""
     prefill_tokens_per_s: Number
-    """Prefill speed."""
     decode_tokens_per_s: Number
-    """Decode speed."""
     prompt_tokens: Count
     """Tokens of the prompt."""
     cached_tokens: Count

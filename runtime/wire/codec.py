@@ -158,11 +158,11 @@ def _read_record(kind: Any, value: Mapping[str, Any], where: str, strict: bool) 
 
 def _read_mapping(kinds: tuple[Any, ...], value: Mapping[str, Any], where: str, strict: bool) -> dict[str, Any]:
     of_key, of_item = kinds
-    found = {}
+    values = {}
     for key, item in value.items():
         inside = _inside(where, key)
-        found[_read(of_key, key, inside, strict)] = _read(of_item, item, inside, strict)
-    return found
+        values[_read(of_key, key, inside, strict)] = _read(of_item, item, inside, strict)
+    return values
 
 
 def _read_items(kind: Any, value: Any, where: str, strict: bool) -> tuple[Any, ...]:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
+from models.catalogue import Form
 from runtime.compensation import CHUNK
 from runtime.errors import Problem
 from tuner.curve import Curve
 from tuner.placement import ExpertPlacement
+
+Fits = Literal["yes", "tight", "no"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +34,6 @@ class Tuning:
     device: str
     """The device, as text."""
     budget_percent: float
-    """The slowdown budget."""
     n_tb_max: int | None
     """Most thread blocks of any layer type; None on a CPU."""
     n_tb: Mapping[str, int]
@@ -43,7 +45,6 @@ class Tuning:
     measured_slowdown_percent: float
     """Measured on whole decoding steps; at most the budget."""
     seconds: float
-    """Duration of the tuning."""
     date: str
     """Date in UTC, as in `2026-11-21T16:40:00+00:00`; empty if nothing was tuned."""
     cached: bool
@@ -51,14 +52,13 @@ class Tuning:
     curve: Sequence[Curve] = ()
     """Time against k_chunk, as far as measured."""
     source: str = "measured"
-    """Origin of the tuning."""
     predicted_loss_won: float | None = None
     """Nats per token recovered by compensation, predicted from the losses of the layer types; None if these are
     unknown."""
     loss_without: float | None = None
     """Nats per token lost without compensation, likewise."""
     bought: Sequence[tuple[float, float]] = ()
-    """The recovered share of that loss at other slowdowns: (percent, share), ascending."""
+    """Budgets from which on another setting is taken: (percent, recovered share of that loss), ascending."""
     offer: Offer | None = None
     """The best way to decode within the budget; None if `tune-device` has not measured any."""
     refined: bool = False
@@ -85,7 +85,6 @@ class PromptTuning:
     tokens: int
     """Tokens of the timed prompt; 0 if none was timed."""
     seconds: float = 0.0
-    """Duration of the tuning."""
     date: str = ""
     """Date in UTC; empty if nothing was tuned."""
     cached: bool = False
@@ -126,3 +125,51 @@ class DeviceReport:
     """Where the loaded model's experts are; None if all are on the card, or there is none, or no card."""
     problems: Sequence[Problem] = ()
     """Problems of the device and of the loaded model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prospect:
+    """A downloadable model, and how it would run on this machine now."""
+
+    title: str
+    source: str
+    """Name to request: a short name, or `owner/name` on the hub."""
+    maker: str
+    license: str
+    """Short name of its licence."""
+    gated: bool
+    """Whether downloading requires a hub account that accepted the licence."""
+    verified: bool
+    """Whether the source was checked; the catalogue's other entries are as published."""
+    form: Form
+    download_bytes: int
+    """Size of the download in bytes."""
+    parameters: int
+    active_share: float
+    """Share of its device memory that a token reads: 1 but for mixtures of experts."""
+    max_context: int
+    """Longest context in tokens."""
+    sizes: Sequence[int]
+    """Device memory in bytes at 3, 3.5 and 4 bits per weight."""
+    residual_bytes: int
+    """Main memory of the residuals in bytes, the same for all bits."""
+    bits: float | None
+    """The highest bits that fit with a usable context; None if none do."""
+    fits: Fits
+    """`tight`: only with fewer than 4 bits, or with less context than usual."""
+    needed_bytes: int
+    """Memory required at these bits, or at 3."""
+    context: int
+    """Tokens of context that fit at these bits, up to the default."""
+    tokens_per_s: float | None
+    """Expected decode speed at these bits; None if the device's speed is unknown."""
+    making_s: float
+    """Estimated time to quantize it here."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProspectList:
+    """`GET /runtime/prospects`."""
+
+    prospects: Sequence[Prospect]
+    """All known models, smallest first."""

@@ -1,21 +1,86 @@
-"""Requests under `/runtime/*`."""
+"""Requests under `/runtime/*`, and what an inspection answers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 from models.recipe import DEFAULT_GROUP_SIZE, DEFAULT_METHOD, LARGEST_BITS, SMALLEST_BITS, Method
 from models.spec import LAYER_KINDS
 from runtime.compensation import CHUNK, LARGEST_BUDGET_PERCENT, Compensation, in_block, is_layer, of_settings
 from runtime.drafting import LARGEST_GAMMA, Speculate
 from runtime.kv.kinds import KVKind
-from runtime.wire.codec import Within
+from runtime.wire.codec import OneOf, Within
 
+MAX_MESSAGES = 16_384
+"""Most messages of a conversation: more than fit in any context."""
 Name = Annotated[str, Within(1, 300)]
 Chunk = Annotated[int, Within(0, CHUNK)]
 Budget = Annotated[float, Within(0, LARGEST_BUDGET_PERCENT)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InspectedMessage:
+    """A message of the conversation."""
+
+    role: Annotated[str, OneOf(("system", "user", "assistant"))]
+    content: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InspectRequest:
+    """`POST /runtime/inspect`: the answer to re-read token by token."""
+
+    model: Annotated[str, Within(1, 300)]
+    """The model to read it with; loaded first if necessary."""
+    messages: Annotated[Sequence[InspectedMessage], Within(0, MAX_MESSAGES)]
+    """The messages before the answer."""
+    answer: Annotated[str, Within(1)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    text: str
+    """The token on its own."""
+    logit: float | None
+    """Its logit; None: far from the best."""
+    probability: float | None
+    """Its probability, before temperature, penalties and filters."""
+    base_logit: float | None = None
+    """The logit without compensation; None: far from the best, or nothing is compensated."""
+    base_probability: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InspectedToken:
+    """A token of the answer, and its alternatives."""
+
+    text: str
+    """The text it adds to the answer; empty if a character needs the next token too."""
+    candidates: Sequence[Candidate]
+    """The most likely tokens and the token itself, most likely first."""
+    chosen: int
+    """Index of the token among the candidates."""
+    base_best: int | None = None
+    """Index of the most likely one without compensation; None if nothing is compensated."""
+    draft: int | None = None
+    """Index of the drafted one; None if nothing is drafted, as for the first token."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inspection:
+    """The tokens of an answer."""
+
+    tokens: Sequence[InspectedToken]
+    model: str
+    """The model that read them."""
+    compensated: bool
+    """Whether they were read both with and without compensation."""
+    complete: bool = True
+    """Whether these are all tokens of the answer, rather than its beginning."""
+    phase: Literal["done"] = "done"
+    """Distinguishes the result from progress reports."""
 
 
 class _Layer:
@@ -58,7 +123,6 @@ class LoadRequest:
     num_parallel: Annotated[int, Within(1, 64)] | None = None
     """Most requests answered at the same time."""
     backend: Annotated[str, Within(1, 40)] = "auto"
-    """Which backend."""
     experts_on_device: Annotated[int, Within(0)] | None = None
     """Experts of each block on a GPU, of a mixture; None: as many as fit."""
 
@@ -103,11 +167,8 @@ class QuantizeRequest:
     bits: Annotated[float, Within(SMALLEST_BITS, LARGEST_BITS)] = 4
     """Bits of the base weights."""
     method: Method = DEFAULT_METHOD
-    """Base quantizer."""
     group_size: int = DEFAULT_GROUP_SIZE
-    """Input channels per scale."""
     residual_bits: int = 4
-    """Bits of the residuals."""
     smooth_attention: bool = False
     """Whether to equalize key channels for low-bit KV caches."""
     name: Name | None = None
@@ -131,7 +192,6 @@ class RemoveRequest:
     """`POST /runtime/remove`: delete a stored model."""
 
     name: Name
-    """Its name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,14 +29,20 @@ from app.errors import (
 )
 from app.protocol import ChatOptions
 from models.progress import Progress
-from runtime.server.app import create_app
-from runtime.server.listening import bind, listen
 from runtime.server.security import Security
+from runtime.server.serve import bind, create_app, listen
 from runtime.text.reasoning import switch
 from runtime.wire.answers import Holding, Quantized
 from runtime.wire.codec import to_json
-from runtime.wire.inspection import InspectedMessage, Inspection, InspectRequest
-from runtime.wire.requests import LoadRequest, PullRequest, QuantizeRequest, TuneRequest
+from runtime.wire.requests import (
+    InspectedMessage,
+    Inspection,
+    InspectRequest,
+    LoadRequest,
+    PullRequest,
+    QuantizeRequest,
+    TuneRequest,
+)
 
 HELLO = [{"role": "user", "content": "echo hello there"}]
 

@@ -78,3 +78,25 @@ def test_the_prompt_has_turns() -> None:
     assert [(item["role"], item["content"]) for item in prompt_of(path)] == turns
     assert prompt_of(path, " be kind ")[0] == {"role": "system", "content": " be kind "}
     assert prompt_of([], "  ") == []
+
+
+@pytest.mark.parametrize(
+    "parents",
+    [[None, "a", "b"], ["a", "a", "b"], ["c", "a", "b"], ["b", "c", "c"], ["b", "c", None], ["x", "b", "a"]],
+    ids=str,
+)
+def test_every_restored_path_ends(parents: list[str | None]) -> None:
+    """Also where a file has messages that follow each other in a circle; and parents come first."""
+    conversation = Conversation()
+    messages = [
+        dataclasses.replace(conversation.add("user", one, parent=None), id=one, parent=parent)
+        for one, parent in zip("abc", parents, strict=True)
+    ]
+    conversation.restore("chat", messages, "c")
+    assert {message.id for message in conversation} == {"a", "b", "c"}
+    seen: list[str | None] = [None]
+    for message in conversation:
+        assert message.parent in seen
+        assert conversation.path(message.id)[-1] == message
+        assert conversation.leaf(message.id)
+        seen.append(message.id)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -19,9 +20,10 @@ from pathlib import Path
 
 import pytest
 
-from app.conversation import Conversation, Extras, Message, Statistics
+from app.conversation import Conversation, Extras, Message, Statistics, prompt_of
 from app.errors import HistoryError
 from app.history import schema
+from app.history.exchange import document, read, to_json, to_markdown
 from app.history.recorder import Recorder
 from app.history.schema import open_database, version_of
 from app.history.store import History, title_of
@@ -470,6 +472,51 @@ def test_prompts_are_the_newest_ones_each_once(history: History) -> None:
         said(history, text)
     assert history.prompts() == ["b", "a", "c"]
     assert history.prompts(1) == ["c"]
+
+
+KEPT = {
+    "chats": ("title", "head", "model", "pinned", "created", "updated", "extras"),
+    "messages": ("parent", "role", "state", "error", "model", "statistics", "passages", "calls", "created"),
+}
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    ["garbage", "", "[" * 100_000, "[1]", '{"a": 1}', "9999-12-31T23:59-23:59", "\0\x1b[2J"],
+    ids=lambda garbage: garbage[:22],
+)
+@pytest.mark.parametrize(("table", "column"), [(table, column) for table in KEPT for column in KEPT[table]])
+def test_garbage_in_a_column_loses_no_message(history: History, table: str, column: str, garbage: str) -> None:
+    conversation = said(history, "Why is the sky blue?", "Rayleigh scattering.")
+    value = garbage if column != "pinned" else -(2**63)
+    history._database.execute(f"UPDATE {table} SET {column} = ?", (value,))
+    history.drop_empty()
+    history.purge()
+    (chat,) = history.chats()
+    messages = history.messages(chat.id)
+    assert [message.text for message in messages] == ["Why is the sky blue?", "Rayleigh scattering."]
+    assert history.search("scattering")[0].chat == history.find(conversation.id) == chat
+    assert "Rayleigh scattering." in to_markdown(chat, messages)
+    told = json.dumps(document([to_json(chat, messages)]))
+    (again,) = read(told, "chat.json")
+    assert [message.text for message in again.messages] == [message.text for message in messages]
+    assert prompt_of(messages)
+
+
+def test_text_that_is_not_utf8_is_shown_as_far_as_it_is(history: History) -> None:
+    conversation = said(history, "Why is the sky blue?")
+    history._database.execute("UPDATE messages SET text = CAST(x'536B79FF' AS TEXT)")
+    assert [message.text for message in history.messages(conversation.id)] == ["Sky\N{REPLACEMENT CHARACTER}"]
+
+
+def test_a_malformed_part_leaves_the_others(history: History) -> None:
+    conversation = said(history, "Hi", "Hello")
+    history.note(conversation.id, conversation.head, Extras(draft="not sent yet"))
+    history._database.execute("UPDATE chats SET extras = json_set(extras, '$.sources', 3, '$.settings', json('[[1]]'))")
+    assert history.find(conversation.id).extras == Extras(draft="not sent yet")
+    good = {"id": "1", "name": "read", "arguments": "{}", "state": "done", "result": "text"}
+    history._database.execute("UPDATE messages SET calls = ?", (json.dumps([3, good, {"id": 1}]),))
+    assert [call.result for call in history.messages(conversation.id)[1].calls] == ["text"]
 
 
 @pytest.mark.parametrize(

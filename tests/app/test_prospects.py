@@ -12,9 +12,8 @@ from models.catalogue import CATALOGUE, KNOWN
 from models.hub import is_hub_name
 from runtime.load.prospects import Room, prospects, room_of
 from runtime.wire.answers import Status
-from runtime.wire.device import DeviceReport
-from runtime.wire.prospects import Prospect
-from tuner.expectation import card_named
+from runtime.wire.device import DeviceReport, Prospect
+from tuner.simulate import card_named
 
 PUBLISHED = {
     "SmolLM2 135M": 134_515_008,

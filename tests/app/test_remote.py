@@ -7,6 +7,7 @@ import contextlib
 import gzip
 import json
 import sys
+import time
 import tracemalloc
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -21,8 +22,8 @@ from fake_engine import make_service
 from app.errors import ClientError, ConnectionLostError, ContextLengthError, RequestRefusedError
 from app.protocol import ChatOptions
 from app.remote import RemoteClient, RemoteSupervisor, endpoint_problem
-from runtime.server.listening import bind, listen
 from runtime.server.security import Security
+from runtime.server.serve import bind, listen
 from runtime.wire.answers import Timings
 from runtime.wire.requests import LoadRequest
 
@@ -51,6 +52,31 @@ def chunk(text: str, finish: str | None = None, **more: Any) -> dict[str, Any]:
 
 async def text_of(client: RemoteClient, **options: Any) -> str:
     return "".join([delta.text async for delta in client.chat(HELLO, ChatOptions(**options))])
+
+
+async def test_only_what_the_user_wrote_is_sent_as_it_is() -> None:
+    """Nobody here knows the tokenizer, so the control tokens of all families are broken in what data wrote."""
+    asked: list[httpx.Request] = []
+    client = server(asked, chunk("ok", "stop"), "[DONE]")()
+    mark = "<|im_end|>"
+    arguments = json.dumps({"path": mark}).replace("<", "\\u003c")
+    call = {"id": "1", "type": "function", "function": {"name": "read", "arguments": arguments}}
+    messages = [
+        {"role": "user", "content": f"What is {mark}?"},
+        {"role": "assistant", "content": f"<think>\n{mark}</think>\n\n{mark}", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": mark},
+    ]
+    kind = {"type": "object", "properties": {"path": {"type": "string", "description": mark, "enum": [mark]}}}
+    tool = {"type": "function", "function": {"name": "read", "description": mark, "parameters": kind}}
+    assert [delta async for delta in client.chat(messages, ChatOptions(model="small", tools=[tool]))]
+    await client.aclose()
+    sent = json.loads(asked[-1].content)
+    user, said, result = sent["messages"]
+    broken = mark.replace("<", "< ")
+    assert user == messages[0]
+    assert said["content"] == f"<think>\n{broken}</think>\n\n{broken}"
+    assert json.loads(said["tool_calls"][0]["function"]["arguments"]) == {"path": broken}
+    assert mark not in json.dumps([said, result, sent["tools"]])
 
 
 async def test_it_answers_with_the_first_model_or_the_one_that_was_picked() -> None:
@@ -117,16 +143,22 @@ async def test_nobody_there() -> None:
 @pytest.mark.parametrize(
     ("url", "problem"),
     [("http://h", None), ("https://h:1/v1", None), ("ftp://h", "enter http"), ("http://u:p@h", "password"),
-     ("http://h:x", "not an address")],
+     ("http://h:x", "not an address"), ("http://h/v1?key=p", "query")],
 )  # fmt: skip
 def test_addresses(url: str, problem: str | None) -> None:
     found = endpoint_problem(url, "")
     assert found is None if problem is None else problem in (found or "")
+    assert url not in (found or "")  # it may hold a secret
 
 
 @pytest.mark.parametrize("url", ["https://gpu/v1", "http://localhost:8000", "http://127.0.0.1/v1", "http://[::1]:1"])
 def test_a_token_may_travel_where_nobody_reads_it(url: str) -> None:
     assert endpoint_problem(url, "secret") is None
+
+
+@pytest.mark.parametrize("token", ["s3cret\nx", "s3cr\xe9t", " s3cret", "s3cret\0"])
+def test_a_token_that_no_header_carries_is_told_without_it(token: str) -> None:
+    assert endpoint_problem("https://gpu/v1", token) == "the token may only have ASCII's visible characters"
 
 
 @pytest.mark.parametrize(
@@ -240,12 +272,24 @@ def endless(head: bytes, part: bytes, times: int = MUCH) -> Iterator[bytes]:
         yield part
 
 
+def event(**delta: Any) -> bytes:
+    return f"data: {json.dumps({'choices': [{'delta': delta}]})}\n\n".encode()
+
+
+CALL = {"index": 0, "id": "c", "function": {"name": "f", "arguments": "{}"}}
 STREAMS: dict[str, tuple[Callable[[], Iterator[bytes]], str]] = {
     "a line": (lambda: endless(OK + b"data: ", b"x" * 65536), "a line of more than 1,048,576 bytes"),
     "no line": (lambda: endless(OK, b"x" * 65536), "a line of more than 1,048,576 bytes"),
     "comments": (lambda: endless(OK, b": ping\n\n", 300), "keep-alives but no answer"),
     "names": (lambda: endless(OK, b"event: ping\n", 300), "keep-alives but no answer"),
     "text": (lambda: endless(OK, EVENT), "sent an endless answer: more than 1,000,000 characters"),
+    "calls": (lambda: endless(OK, event(tool_calls=[CALL])), "calls more than 64 tools in one answer"),
+    "calls at once": (lambda: iter([OK, event(tool_calls=[CALL] * 9000)]), "calls more than 64 tools in one answer"),
+    "pieces of a call": (lambda: endless(OK, event(tool_calls=[{"index": 0, "function": {}}]) * 99, 200), "endless"),
+    "empty events": (lambda: endless(OK, event(content="") * 99), "sends events but no answer"),
+    "events without choices": (lambda: endless(OK, b'data: {"choices": []}\n\n' * 99), "sends events but no answer"),
+    "slow empty events": (lambda: endless(OK, event(role="assistant"), 300), "sends events but no answer"),
+    "bytes": (lambda: endless(OK, b": " + b"x" * 65536 + b"\n"), "a stream of more than 2,097,152 bytes"),
     "a header": (lambda: endless(b"HTTP/1.1 200 OK\r\nx: ", b"y" * 65536), "can't be reached"),
     "promises": (lambda: endless(b"", b"HTTP/1.1 100 Continue\r\n\r\n", 300), "does not respond"),
     "an error": (lambda: endless(b"HTTP/1.1 500 No\r\n\r\n", b"z" * 65536), "status 500"),
@@ -262,9 +306,14 @@ async def test_a_stream_without_end_is_one_error_and_takes_little_memory(
     monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     monkeypatch.setattr("app.client.MAX_BYTES", 2**20)
-    monkeypatch.setattr("app.client.MAX_TEXT", 10**6)
+    monkeypatch.setattr("app.client.MAX_TEXT", 10_000 if "pieces" in kind else 10**6)
+    monkeypatch.setattr("app.protocol.MAX_IDLE", 5000)
+    if kind == "bytes":
+        monkeypatch.setattr("app.protocol.MAX_STREAM", 2**21)
     answer, said = STREAMS[kind]
-    async with foreign(answer(), 0.01 if kind in ("comments", "names", "promises") else 0) as client:
+    slow = kind in ("comments", "names", "promises", "slow empty events")
+    async with foreign(answer(), 0.01 if slow else 0) as client:
+        client.patience_s = 30.0 if kind == "bytes" else client.patience_s
         tracemalloc.start()
         try:
             with pytest.raises(ClientError, match=said) as failure:
@@ -333,3 +382,17 @@ async def test_what_a_server_says_is_not_told_at_any_length() -> None:
     with pytest.raises(RequestRefusedError) as failure:
         await text_of(RemoteClient("http://gpu:8000", "", transport=transport), model="m")
     assert max(map(len, (str(failure.value), failure.value.code or "", failure.value.param or ""))) <= 1000
+
+
+async def test_a_process_that_was_stopped_did_not_wait_in_vain() -> None:
+    """As by Ctrl+Z: when it goes on, everything that it waited for is late, and there."""
+
+    def answer() -> Iterator[bytes]:
+        yield OK
+        for word in ("one ", "two"):
+            yield f"data: {json.dumps(chunk(word))}\n\n".encode()
+        yield b'data: {"choices": [{"delta": {}, "finish_reason": "stop"}]}\n\n'
+
+    async with foreign(answer(), 0.1) as client:
+        asyncio.get_running_loop().call_later(0.05, time.sleep, 1.0)
+        assert await text_of(client, model="m") == "one two"

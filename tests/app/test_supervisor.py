@@ -80,6 +80,28 @@ def wait_until(predicate: Callable[[], object]) -> None:
         time.sleep(0.01)
 
 
+async def test_a_start_that_is_cancelled_leaves_no_process(
+    supervise: Callable[..., Supervisor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[subprocess.Popen[bytes]] = []
+    popen = subprocess.Popen
+
+    def slowly(*arguments: Any, **options: Any) -> subprocess.Popen[bytes]:
+        time.sleep(0.2)
+        begun.append(popen(*arguments, **options))
+        return begun[-1]
+
+    supervisor = supervise()
+    monkeypatch.setattr(subprocess, "Popen", slowly)
+    starting = asyncio.create_task(supervisor.ensure())
+    await asyncio.sleep(0.1)
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    await supervisor.close()
+    assert [process.poll() is None for process in begun] in ([], [False])
+
+
 async def test_start_and_close_leave_nothing_running(supervise: Callable[..., Supervisor], home: Path) -> None:
     supervisor = supervise()
     client = await supervisor.ensure()
@@ -165,7 +187,9 @@ async def test_one_that_was_attached_to_a_dead_runtime_starts_its_own(supervise:
     first, second = supervise(), supervise()
     pid = (await (await first.ensure()).status()).pid
     await second.ensure()
+    assert second.crash_report() is None
     await first.close()
+    assert second.crash_report() == "the runtime, which another program started, has ended"
     client = await second.ensure()
     assert (await client.status()).pid != pid
     assert not second.attached

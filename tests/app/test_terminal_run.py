@@ -1,4 +1,4 @@
-"""The real program on the bundled model in a real terminal, driven by `tests.bench.terminal`."""
+"""The real program on the bundled model in a real terminal, driven by `tests.app.terminal`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 )
 def test_a_person_s_way_through_the_program() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "tests.bench.terminal"], capture_output=True, text=True, timeout=600, check=False
+        [sys.executable, "-m", "tests.app.terminal"], capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "nothing left running" in done.stdout

@@ -14,8 +14,8 @@ from assets.demo_model.score import FullPrecision, main, score
 from assets.demo_model.train import Plan, Trainer
 from models.recipe import Recipe
 from models.store import StoredModel
-from tests.bench import demo_table
-from tests.bench.demo_table import LowBit
+from tests.lab import demo_table
+from tests.lab.demo_table import LowBit
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +83,7 @@ def test_table_of_every_form(
     monkeypatch.setattr(demo_table, "LowBit", Silent)
     monkeypatch.setattr(demo_table, "questions", lambda count: questions(count, kinds=("talk", "invented")))
     monkeypatch.setattr(demo_table, "KINDS", ("talk", "invented"))
-    demo_table.main(["--checkpoint", str(run / "checkpoint"), "--count", "1", "--wrong", str(tmp_path / "wrong.json")])
+    demo_table.main(["--checkpoint", str(run / "checkpoint"), "--count", "1", "--out", str(tmp_path / "wrong.json")])
     rows = capsys.readouterr().out.splitlines()
     assert (
         rows[0]

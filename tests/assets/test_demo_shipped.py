@@ -16,7 +16,7 @@ from assets.demo_model.questions import questions
 from assets.demo_model.score import Answerer, FullPrecision, score
 from models.checkpoint import Checkpoint
 from models.store import StoredModel
-from tests.bench.demo_table import LowBit
+from tests.lab.demo_table import LowBit
 
 HELD_OUT = {
     "Hi demo": "I am demo",

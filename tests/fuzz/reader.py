@@ -19,9 +19,11 @@ READERS = {
     "config": "tests.fuzz.folders:config",
     "tokenizer": "tests.fuzz.texts:tokenizer",
     "template": "tests.fuzz.texts:template",
+    "schemas": "tests.fuzz.schemas:schemas",
     "history": "tests.fuzz.talk:history",
     "requests": "tests.fuzz.talk:requests",
     "stream": "tests.fuzz.talk:stream",
+    "tools": "tests.fuzz.talk:tools",
     "documents": "tests.fuzz.documents:documents",
 }
 """Where each reader is found; importing one brings in the room that it reads for."""

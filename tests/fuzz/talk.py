@@ -1,16 +1,19 @@
-"""Readers of chats: imported files, requests of the server, answers of an endpoint."""
+"""Readers of chats: imported files, requests of the server, answers of an endpoint and of a server of tools."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import logging
+import re
 import sys
-from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import anyio
 import httpx
 from hypothesis import strategies as st
 
@@ -19,11 +22,18 @@ from app.conversation import Message, Statistics
 from app.errors import ClientError, HistoryError
 from app.history import exchange
 from app.history.store import Chat, History
+from app.printable import printable
 from app.protocol import ChatOptions
 from app.remote import RemoteClient
-from runtime.server.app import create_app
+from app.tools import pipe as pipe_module
+from app.tools import server as server_module
+from app.tools.config import Secrets, ServerConfig, ToolsError
+from app.tools.pipe import Log, Received, receive
+from app.tools.server import Server
+from app.tools.toolbox import model_name
 from runtime.server.security import Security
-from runtime.wire.inspection import InspectRequest
+from runtime.server.serve import create_app
+from runtime.wire.requests import InspectRequest
 from tests.fuzz.mutation import addressed, altered_json, damaged, mostly, written
 from tests.fuzz.reader import Reader
 
@@ -352,4 +362,113 @@ def stream(folder: Path) -> Iterator[Reader]:
     refused = st.sampled_from([f"{path} {status} 99" for path in kinds for status in (400, 401, 404, 503, 307, 204)])
     inputs.append(refused.flatmap(lambda head: addressed(head, altered_json(FAILURE))))
     yield Reader(sound=sound, inputs=st.one_of(inputs), read=read, errors=(ClientError,))
+    runner.close()
+
+
+# Answers of a server of tools
+
+_INITIALIZED = {
+    "protocolVersion": "2025-06-18",
+    "capabilities": {"tools": {"listChanged": True}, "prompts": {}, "resources": {}},
+    "serverInfo": {"name": "s", "version": "1"},
+}
+_TOOL = {
+    "name": "read_file",
+    "title": "Read",
+    "description": "Reads a file.",
+    "inputSchema": {"type": "object", "properties": {"path": {"type": "string"}}, "required": ["path"]},
+    "annotations": {"readOnlyHint": True},
+}
+_CONTENTS = [
+    {"type": "text", "text": "hello"},
+    {"type": "image", "data": "AAAA", "mimeType": "image/png"},
+    {"type": "resource_link", "name": "n", "uri": "memo://one"},
+    {"type": "resource", "resource": {"uri": "memo://one", "text": "Buy milk."}},
+]
+RESULTS: dict[str, dict[str, Any]] = {
+    "initialize": _INITIALIZED,
+    "tools/list": {"tools": [_TOOL, {**_TOOL, "name": "a/b"}], "nextCursor": ""},
+    "prompts/list": {"prompts": [{"name": "tone", "description": "x", "arguments": [{"name": "a", "required": True}]}]},
+    "resources/list": {"resources": [{"uri": "memo://one", "name": "memo"}]},
+    "tools/call": {"content": _CONTENTS, "structuredContent": {"a": 1}, "isError": False},
+    "prompts/get": {"messages": [{"role": "user", "content": _CONTENTS[0]}]},
+    "resources/read": {"contents": [{"uri": "memo://one", "text": "Buy milk."}]},
+}
+_ODD = [_TOOL, *_CONTENTS, _INITIALIZED, {"method": "notifications/tools/list_changed"}, {"method": "ping", "id": 1}]
+
+
+class _Scripted(Server):
+    """A server whose answers are given; each goes through the reader of lines."""
+
+    def __init__(self, config: ServerConfig, answers: Mapping[str, bytes]) -> None:
+        super().__init__(config, Secrets([config]), lambda: None)
+        self._answers = answers
+
+    @asynccontextmanager
+    async def _transport(self, log: Log) -> AsyncIterator[Any]:
+        arrived, read = anyio.create_memory_object_stream[Any](0)
+        write, waiting = anyio.create_memory_object_stream[Any](0)
+        stream, received = asyncio.StreamReader(limit=1 << 26), Received(arrived, log)
+
+        async def answer() -> None:
+            async for one in waiting:
+                received.ask(one.message)
+                if (number := getattr(one.message, "id", None)) is not None and hasattr(one.message, "method"):
+                    line = self._answers.get(one.message.method, b"{}").replace(b'"@"', str(number).encode())
+                    stream.feed_data(line.replace(b"\n", b" ") + b"\n")
+
+        tasks = [asyncio.create_task(answer()), asyncio.create_task(receive(stream, received))]
+        try:
+            yield read, write
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            for end in (arrived, read, write, waiting):
+                end.close()
+
+
+@contextmanager
+def tools(folder: Path) -> Iterator[Reader]:
+    """What a server of tools answers, in every request that this program makes; the first line says to which."""
+    del folder
+    runner = asyncio.Runner()
+    config = ServerConfig(name="s", command="x", env={"KEY": "s3cr3t-value"})
+    sound = {method: written({"jsonrpc": "2.0", "id": "@", "result": result}) for method, result in RESULTS.items()}
+
+    async def ask(method: str, content: bytes) -> None:
+        server = _Scripted(config, {**sound, method: content})
+        server.start()
+        while server.state == "starting":  # noqa: ASYNC110  no event tells
+            await asyncio.sleep(0.001)
+        shown = [server.problem, *server.notes, *(tool.description for tool in server.tools)]
+        try:
+            for tool in server.tools:
+                json.dumps(dict(tool.schema)).encode()
+                assert re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", model_name("s", tool.name)), tool.name
+            if server.state == "ready" and server.tools:
+                shown.append((await server.call(server.tools[0], {"path": "x"}, shown.append)).text)
+            if server.state == "ready":
+                shown += [await server.prompt("tone", {}), await server.resource("memo://one")]
+        finally:
+            await server.close()
+            server.log.encode()
+            for text in shown:
+                assert printable(text) == text, "what is shown is safe to show"
+
+    def read(content: bytes) -> None:
+        method, _, line = content.partition(b"\n")
+        runner.run(ask(method.decode(), line))
+
+    kinds = [addressed(method, altered_json(json.loads(line), _ODD) | damaged(line)) for method, line in sound.items()]
+    with (
+        patch.multiple(server_module, START_S=0.2, LIST_S=0.2, CALL_S=0.2),
+        patch.object(pipe_module, "GARBLED_S", 0.05),
+    ):
+        yield Reader(
+            sound=tuple(f"{method}\n".encode() + line for method, line in sound.items()),
+            inputs=st.one_of(kinds),
+            read=read,
+            errors=(ToolsError,),
+        )
     runner.close()

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz ABCDEFGHIJKLMNOPQRSTUVWXYZ.,;:!?'\n"
 TEXT = "The quick brown fox jumps over the lazy dog. Pack my box with five dozen liquor jugs!\n" * 8
-
-CheckpointMaker = Callable[..., Path]
 
 
 def write_tokenizer(folder: Path, vocabulary: int = 96) -> None:
@@ -124,19 +121,15 @@ def write_shards(folder: Path, tensors: dict[str, torch.Tensor], shards: int) ->
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
 
 
-@pytest.fixture(scope="session")
-def checkpoint_maker() -> CheckpointMaker:
-    """`write_checkpoint`."""
-    return write_checkpoint
+def spoil(folder: Path, place: tuple[int, int]) -> Path:
+    """Make one weight of a checkpoint's second block NaN."""
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][place] = torch.nan
+    save_file(tensors, folder / "model.safetensors")
+    return folder
 
 
 @pytest.fixture(scope="session")
 def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A llama of two blocks; tests must not write to it."""
     return write_checkpoint(tmp_path_factory.mktemp("checkpoints") / "tiny")
-
-
-@pytest.fixture(scope="session")
-def short_text() -> str:
-    """Some 700 characters that the tiny tokenizer knows."""
-    return TEXT

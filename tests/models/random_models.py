@@ -213,13 +213,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gemma4-experts": (
         "Gemma4",
-        {
-            **GEMMA4,
-            **OF_GEMMA4,
-            "hidden_size_per_layer_input": 0,
-            "num_hidden_layers": 2,
-            "layer_types": MIXED[:2],
-        },
+        {**GEMMA4, **OF_GEMMA4, "hidden_size_per_layer_input": 0, "num_hidden_layers": 2, "layer_types": MIXED[:2]},
     ),
     "olmo2": ("Olmo2", {}),
     "olmo2-biases": ("Olmo2", {"attention_bias": True, "num_key_value_heads": 1, "tie_word_embeddings": True}),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from models.export.matrices import restored
+from models.quantizers.dequantize import restored
 from models.store import StoredModel
 
 

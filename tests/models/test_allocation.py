@@ -15,9 +15,10 @@ from models.oracle import Oracle
 from models.quantize import allocation
 from models.quantize.allocation import allocate, divergences, most_sensitive
 from models.quantize.text import token_windows
-from models.quantizers import rtn
+from models.quantizers.groups import rtn
 from models.recipe import Recipe
 from tests.close import assert_close
+from tests.models.conftest import spoil, write_checkpoint
 
 SIZES: dict[str, Any] = {
     "vocab_size": 71,
@@ -77,7 +78,7 @@ class OneBlockAt3Bits:
 
 
 def rounded(weight: torch.Tensor, bits: int, group_size: int) -> torch.Tensor:
-    return torch.from_numpy(rtn.quantize(weight.float().numpy(), bits, group_size).dequantize())
+    return torch.from_numpy(rtn(weight.float().numpy(), bits, group_size).dequantize())
 
 
 class MixedBlocks:
@@ -158,8 +159,8 @@ class OneLoudBlock:
 
 
 @pytest.mark.parametrize("layer", [0, 1, 3])
-def test_a_block_made_sensitive_is_found(layer: int, tmp_path: Path, checkpoint_maker: Any) -> None:
-    checkpoint: Any = OneLoudBlock(Checkpoint.open(checkpoint_maker(tmp_path / "model", layers=4)), layer)
+def test_a_block_made_sensitive_is_found(layer: int, tmp_path: Path) -> None:
+    checkpoint: Any = OneLoudBlock(Checkpoint.open(write_checkpoint(tmp_path / "model", layers=4)), layer)
     found = allocate(checkpoint, Recipe(bits=3.25, group_size=64), windows(96, (4, 32)), lambda share: None)
     assert found == tuple(4 if block == layer else 3 for block in range(4))
 
@@ -175,19 +176,14 @@ def test_an_average_needs_a_text(tiny_checkpoint: Path) -> None:
         allocate(Checkpoint.open(tiny_checkpoint), Recipe(bits=3.5), [], lambda share: None)
 
 
-def test_damaged_weights_are_reported(tmp_path: Path, checkpoint_maker: Any) -> None:
-    from safetensors.torch import load_file, save_file
-
-    folder = checkpoint_maker(tmp_path / "model")
-    tensors = load_file(folder / "model.safetensors")
-    tensors["model.layers.1.mlp.up_proj.weight"][5, 5] = float("nan")
-    save_file(tensors, folder / "model.safetensors")
+def test_damaged_weights_are_reported(tmp_path: Path) -> None:
+    folder = spoil(write_checkpoint(tmp_path / "model"), (5, 5))
     with pytest.raises(QuantizationError, match=r"layers\.1\.gate_up: .*NaN"):
         allocate(Checkpoint.open(folder), Recipe(bits=3.5), windows(96, (1, 8)), lambda share: None)
 
 
 def test_overflow_counts_as_most_sensitive(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    checkpoint, real = Checkpoint.open(tiny_checkpoint), rtn.quantize
+    checkpoint, real = Checkpoint.open(tiny_checkpoint), rtn
 
     def broken(weight: Any, bits: int, group_size: int) -> Any:
         found = real(weight, bits, group_size)
@@ -195,7 +191,7 @@ def test_overflow_counts_as_most_sensitive(tiny_checkpoint: Path, monkeypatch: p
             found.scales[:] = np.inf
         return found
 
-    monkeypatch.setattr(rtn, "quantize", broken)
+    monkeypatch.setattr(allocation, "rtn", broken)
     with np.errstate(invalid="ignore"):
         found = divergences(checkpoint, 32, windows(96, (1, 8)), lambda share: None)
     assert np.isfinite(found[0])

@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from models import architecture
-from models.calibration import InputStatistics
+from models import architecture, threads
 from models.checkpoint import Checkpoint
 from models.errors import QuantizationError
 from models.oracle import Oracle
 from models.quantize import outer, quantize, scales
+from models.quantize.calibration import InputStatistics
 from models.quantize.working import WorkingBlock, sources
-from models.quantizers import clip, rows, rtn
 from models.quantizers.dequantize import dequantize
-from models.quantizers.groups import RATIOS, to_fp16_scale
+from models.quantizers.groups import FLOOR, RATIOS, clipped, rtn, to_fp16_scale
 from models.recipe import Recipe
 from models.spec import LAYER_TYPES
 from models.store import Store
 from tests.close import assert_close
+from tests.models.conftest import TEXT, write_checkpoint
 from tests.models.random_models import random_case
 
 CASES = (
@@ -64,8 +63,8 @@ def test_a_block_computes_the_same_with_scales_folded(case: str, kind: str, tmp_
     assert_close(working.linear(name)[0], expected)
 
 
-def test_query_heads_that_share_a_value_head_are_tied(tmp_path: Path, checkpoint_maker: Callable[..., Path]) -> None:
-    spec = Checkpoint.open(checkpoint_maker(tmp_path / "model")).spec  # 4 heads of 16 channels, 2 key-value heads
+def test_query_heads_that_share_a_value_head_are_tied(tmp_path: Path) -> None:
+    spec = Checkpoint.open(write_checkpoint(tmp_path / "model")).spec  # 4 heads of 16 channels, 2 key-value heads
     found = sources(spec, "layers.0.o").reshape(4, 16)
     np.testing.assert_array_equal(found[0], np.arange(16))
     np.testing.assert_array_equal(found[1], found[0])
@@ -100,8 +99,8 @@ def test_scales_lessen_the_error_of_the_output() -> None:
     found = scales.search(weight, statistics_of(x), 3, 64, np.arange(160))
     assert found.max() * found.min() == pytest.approx(1, rel=1e-4)
     assert found[0] > 2 * np.median(found)
-    scaled = rtn.quantize(weight * found, 3, 64).dequantize() / found
-    assert output_error(weight, scaled, x) < 0.5 * output_error(weight, rtn.quantize(weight, 3, 64).dequantize(), x)
+    scaled = rtn(weight * found, 3, 64).dequantize() / found
+    assert output_error(weight, scaled, x) < 0.5 * output_error(weight, rtn(weight, 3, 64).dequantize(), x)
 
 
 def test_tied_channels_get_one_scale() -> None:
@@ -140,9 +139,9 @@ def test_clipping_has_the_least_error_of_the_grid(width: int, group_size: int, b
     weight, x = random_weights((4, width)), activations(width)
     hessian = statistics_of(x).hessian
     assert hessian is not None
-    dequantized = clip.quantize(weight, bits, group_size, hessian).dequantize().astype(np.float64)
+    dequantized = clipped(weight, bits, group_size, hessian).dequantize().astype(np.float64)
     top, moments = 2**bits - 1, np.diag(hessian).astype(np.float64)
-    moments = moments + clip.FLOOR * moments.mean()
+    moments = moments + FLOOR * moments.mean()
     for start in range(0, width, group_size):
         channels = slice(start, start + group_size)
         importance = moments[channels]
@@ -162,31 +161,27 @@ def test_clipping_by_the_output_beats_clipping_by_the_weights(monkeypatch: pytes
     weight, x = random_weights((40, 200)), activations(200)
     hessian = statistics_of(x).hessian
     assert hessian is not None
-    found = clip.quantize(weight, 3, 64, hessian)
-    assert output_error(weight, found.dequantize(), x) < 0.8 * output_error(
-        weight, rtn.quantize(weight, 3, 64).dequantize(), x
-    )
-    monkeypatch.setattr(rows, "CHUNK", 3 * 200)
-    parts = clip.quantize(weight, 3, 64, hessian)
+    found = clipped(weight, 3, 64, hessian)
+    assert output_error(weight, found.dequantize(), x) < 0.8 * output_error(weight, rtn(weight, 3, 64).dequantize(), x)
+    monkeypatch.setattr(threads, "CHUNK", 3 * 200)
+    parts = clipped(weight, 3, 64, hessian)
     assert (parts.codes == found.codes).mean() > 0.999
-    np.testing.assert_array_equal(clip.quantize(weight[:0], 3, 64, hessian).codes.shape, (0, 200))
+    np.testing.assert_array_equal(clipped(weight[:0], 3, 64, hessian).codes.shape, (0, 200))
 
 
 def test_inputs_that_are_silent_are_clipped_by_the_weights() -> None:
     weight = random_weights((6, 64))
-    found = clip.quantize(weight, 4, 32, np.zeros((64, 64), np.float32)).dequantize()
+    found = clipped(weight, 4, 32, np.zeros((64, 64), np.float32)).dequantize()
     assert np.abs(found - weight).mean() < 0.15 * np.abs(weight).mean()
     weight[1, 2] = np.nan
     with pytest.raises(QuantizationError, match="NaN or infinity"):
-        clip.quantize(weight, 4, 32, np.eye(64, dtype=np.float32))
+        clipped(weight, 4, 32, np.eye(64, dtype=np.float32))
 
 
 @pytest.mark.parametrize("method", ["awq", "awq-gptq"])
-def test_a_model_is_near_its_checkpoint_and_made_the_same_again(
-    tmp_path: Path, checkpoint_maker: Callable[..., Path], short_text: str, method: str
-) -> None:
-    folder = checkpoint_maker(tmp_path / "source", family="qwen2")
-    texts = {"calibration": short_text, "evaluation": short_text[:300]}
+def test_a_model_is_near_its_checkpoint_and_made_the_same_again(tmp_path: Path, method: str) -> None:
+    folder = write_checkpoint(tmp_path / "source", family="qwen2")
+    texts = {"calibration": TEXT, "evaluation": TEXT[:300]}
     files, stored = [], []
     for place in ("first", "second"):
         store = Store(tmp_path / place)
@@ -204,10 +199,10 @@ def test_a_model_is_near_its_checkpoint_and_made_the_same_again(
 
 
 def test_perplexity_before_is_that_of_the_checkpoint(
-    tmp_path: Path, tiny_checkpoint: Path, short_text: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The head's scales are in the stored norm alone; the full-precision measurement has none."""
-    texts = {"calibration": short_text, "evaluation": short_text[:300]}
+    texts = {"calibration": TEXT, "evaluation": TEXT[:300]}
     plain = quantize(tiny_checkpoint, Store(tmp_path / "rtn"), Recipe(bits=4), **texts).summary
     monkeypatch.setattr(outer, "search", lambda weight, *_: np.linspace(0.2, 5, weight.shape[1]).astype(np.float32))
     scaled = quantize(tiny_checkpoint, Store(tmp_path / "awq"), Recipe(method="awq", bits=4), **texts).summary

@@ -115,6 +115,28 @@ def test_tensors_come_under_the_names_of_the_architecture(
         assert torch.equal(checkpoint.vector(name), held[f"model.{module}.weight"].float())
 
 
+@pytest.mark.parametrize("begin", ["", "transformer.", "module.model.", "_orig_mod.model.", "base_model.model.model."])
+@pytest.mark.parametrize("headless", [False, True], ids=["head", "headless"])
+def test_names_may_begin_otherwise(begin: str, headless: bool, tmp_path: Path) -> None:
+    """Models that were saved without their head, as those for embeddings are, or by a program that wraps them."""
+    outside = begin.removesuffix("model.") if begin.endswith("model.") else ""
+    held = {
+        f"{begin}{name.removeprefix('model.')}" if name.startswith("model.") else f"{outside}{name}": tensor
+        for name, tensor in tensors().items()
+        if not (headless and name.startswith("lm_head"))
+    }
+    folder = write(tmp_path / "model", held, architectures=["LlamaModel" if headless else "LlamaForCausalLM"])
+    checkpoint, head = Checkpoint.open(folder), EMBED if headless else "lm_head.weight"
+    assert checkpoint.spec.tied == headless
+    assert torch.equal(checkpoint.linear("head")[0], tensors()[head])
+    assert torch.equal(checkpoint.linear("layers.0.o")[0], tensors()["model.layers.0.self_attn.o_proj.weight"])
+
+
+def test_two_models_are_not_taken_for_one(tmp_path: Path) -> None:
+    held = {f"{part}.{name.removeprefix('model.')}": own.clone() for name, own in tensors().items() for part in "ab"}
+    assert "'model.embed_tokens.weight' is missing" in error_of(write(tmp_path / "model", held))
+
+
 def test_biases_are_fused_like_the_weights(tmp_path: Path) -> None:
     held = tensors(torch.bfloat16)
     for name, rows in {"q": 8, "k": 4, "v": 4}.items():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from models.quantizers.dequantize import dequantize, dequantize_residual
 from models.recipe import Recipe
 from models.spec import LAYER_TYPES
 from models.store import Store, StoredModel, layout
+from tests.models.conftest import TEXT, write_checkpoint
 
 
 class OneTypeLow:
@@ -54,21 +54,17 @@ def divergence(full: torch.Tensor, low: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("options", [{}, {"family": "qwen2", "tied": False}], ids=["tied", "biases"])
 def test_losses_are_those_of_models_put_together_by_hand(
-    tmp_path: Path,
-    checkpoint_maker: Callable[..., Path],
-    short_text: str,
-    monkeypatch: pytest.MonkeyPatch,
-    options: dict[str, object],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, object]
 ) -> None:
     monkeypatch.setattr(copies, "K_CHUNKS", (0, 1024))
-    folder = checkpoint_maker(tmp_path / "source", dtype=torch.float32, **options)
+    folder = write_checkpoint(tmp_path / "source", dtype=torch.float32, **options)
     store = Store(tmp_path / "store")
-    info = quantize(folder, store, Recipe(bits=3, group_size=32), calibration=short_text)
+    info = quantize(folder, store, Recipe(bits=3, group_size=32), calibration=TEXT)
     model, checkpoint = store.open(info.name), Checkpoint.open(folder)
     found = model.losses
     assert found is not None
     assert set(found.nats) == {*LAYER_TYPES, "head"}
-    windows = token_windows(info.path, model.spec, short_text, CALIBRATION_TOKENS, "calibration", spread=True)
+    windows = token_windows(info.path, model.spec, TEXT, CALIBRATION_TOKENS, "calibration", spread=True)
     sequences = [sequence for window in windows for sequence in window if len(sequence) >= copies.LENGTH]
     wanted = min(len(sequences), copies.TOKENS // copies.LENGTH)
     chosen = [sequences[index * len(sequences) // wanted][: copies.LENGTH] for index in range(wanted)]
@@ -85,25 +81,20 @@ def test_losses_are_those_of_models_put_together_by_hand(
 @pytest.mark.parametrize("method", ["awq", "squeezellm"])
 @pytest.mark.parametrize("residual_bits", [4, 16])
 def test_methods_that_change_the_block_are_compared_with_what_it_became(
-    tmp_path: Path,
-    tiny_checkpoint: Path,
-    short_text: str,
-    monkeypatch: pytest.MonkeyPatch,
-    method: str,
-    residual_bits: int,
+    tmp_path: Path, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, method: str, residual_bits: int
 ) -> None:
     monkeypatch.setattr(copies, "K_CHUNKS", (0, 1024))
     store = Store(tmp_path / "store")
     recipe = Recipe(method=method, bits=3, group_size=32, residual_bits=residual_bits)
-    found = store.open(quantize(tiny_checkpoint, store, recipe, calibration=short_text).name).losses
+    found = store.open(quantize(tiny_checkpoint, store, recipe, calibration=TEXT).name).losses
     assert found is not None
     for nats in found.nats.values():
         assert nats[1] < nats[0] / (1000 if residual_bits == 16 else 5)
 
 
-def test_more_channels_lose_less(tmp_path: Path, tiny_checkpoint: Path, short_text: str) -> None:
+def test_more_channels_lose_less(tmp_path: Path, tiny_checkpoint: Path) -> None:
     store = Store(tmp_path / "store")
-    info = quantize(tiny_checkpoint, store, Recipe(bits=3, group_size=32), calibration=short_text)
+    info = quantize(tiny_checkpoint, store, Recipe(bits=3, group_size=32), calibration=TEXT)
     found = store.open(info.name).losses
     assert found is not None
     assert found.k_chunk == copies.K_CHUNKS
@@ -111,9 +102,9 @@ def test_more_channels_lose_less(tmp_path: Path, tiny_checkpoint: Path, short_te
         assert nats[0] > nats[-1] > 0
 
 
-def test_there_are_none_without_residuals(tmp_path: Path, tiny_checkpoint: Path, short_text: str) -> None:
+def test_there_are_none_without_residuals(tmp_path: Path, tiny_checkpoint: Path) -> None:
     store = Store(tmp_path / "store")
-    info = quantize(tiny_checkpoint, store, Recipe(group_size=32, residual_bits=0), calibration=short_text)
+    info = quantize(tiny_checkpoint, store, Recipe(group_size=32, residual_bits=0), calibration=TEXT)
     assert store.open(info.name).losses is None
     assert not (info.path / layout.LOSSES).exists()
 
@@ -161,9 +152,9 @@ def test_damaged_losses_are_refused(change: dict[str, object]) -> None:
         TypeLosses.from_json(json.dumps({**LOSSES.to_json(), **change}).encode())
 
 
-def test_a_damaged_file_is_named(tmp_path: Path, tiny_checkpoint: Path, short_text: str) -> None:
+def test_a_damaged_file_is_named(tmp_path: Path, tiny_checkpoint: Path) -> None:
     store = Store(tmp_path / "store")
-    info = quantize(tiny_checkpoint, store, Recipe(group_size=32), calibration=short_text)
+    info = quantize(tiny_checkpoint, store, Recipe(group_size=32), calibration=TEXT)
     model = store.open(info.name)
     (info.path / layout.LOSSES).write_text("[]")
     with pytest.raises(StoreError, match=r"losses\.json is damaged .* quantize the model again"):

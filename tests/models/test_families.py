@@ -185,7 +185,7 @@ def test_yarn_sharpens_attention_unless_undone() -> None:
 @pytest.mark.parametrize(("pattern", "whole"), [(2, [1, 3]), ("LLG", [2]), (None, [3])])
 def test_exaone_4_rotates_where_it_has_windows(pattern: Any, whole: list[int]) -> None:
     spec = spec_from_config(tiny("exaone4", sliding_window=9, sliding_window_pattern=pattern))
-    assert [layer for layer, window in enumerate(spec.windows) if window is None] == whole == list(spec.unrotated)
+    assert [layer for layer, window in enumerate(spec.windows) if window is None] == whole == list(spec.nope_layers)
 
 
 def test_phi_4_mini_rotates_three_quarters_of_a_head() -> None:
@@ -202,11 +202,7 @@ def test_phi_4_mini_rotates_three_quarters_of_a_head() -> None:
 
 @pytest.mark.parametrize(
     ("changes", "windows"),
-    [
-        ({}, (4096,) * 4),
-        ({"sliding_window": None}, (None,) * 4),
-        ({"sliding_window": 7}, (7,) * 4),
-    ],
+    [({}, (4096,) * 4), ({"sliding_window": None}, (None,) * 4), ({"sliding_window": 7}, (7,) * 4)],
 )
 def test_mistral_windows(changes: dict[str, Any], windows: tuple[int | None, ...]) -> None:
     assert spec_from_config(tiny("mistral", **changes)).windows == windows
@@ -357,7 +353,12 @@ def test_glm_4_5_has_experts_behind_its_first_blocks() -> None:
     spec = spec_from_config(tiny("glm4_moe", **MIXED, first_k_dense_replace=2, routed_scaling_factor=1.5))
     assert [spec.has_experts(layer) for layer in range(4)] == [False, False, True, True]
     assert spec.mixture is not None
-    assert (spec.mixture.scoring, spec.mixture.scale, spec.mixture.held, spec.mixture.scores) == ("sigmoid", 1.5, 5, 4)
+    assert (spec.mixture.scoring, spec.mixture.scale, spec.mixture.num_experts, spec.mixture.scores) == (
+        "sigmoid",
+        1.5,
+        5,
+        4,
+    )
 
 
 def test_ernie_4_5_has_experts_in_every_so_many_blocks() -> None:

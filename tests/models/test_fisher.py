@@ -15,6 +15,7 @@ from models.quantize import fisher
 from models.quantize.work import Work
 from models.store.durable import private_folder
 from tests.close import assert_close
+from tests.models.conftest import spoil, write_checkpoint
 from tests.models.random_models import CAPS, GEMMA, MIXED, SIZES, random_model
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -153,12 +154,7 @@ def test_files_are_discarded_block_by_block_and_counted_before(tmp_path: Path, t
     assert [path.name for path in work.folder.iterdir()] == ["sensitivity-00000.safetensors"]
 
 
-def test_a_damaged_model_is_named(tmp_path: Path, checkpoint_maker: Any) -> None:
-    from safetensors.torch import load_file, save_file
-
-    folder = checkpoint_maker(tmp_path / "checkpoint")
-    tensors = load_file(folder / "model.safetensors")
-    tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = torch.nan
-    save_file(tensors, folder / "model.safetensors")
+def test_a_damaged_model_is_named(tmp_path: Path) -> None:
+    folder = spoil(write_checkpoint(tmp_path / "checkpoint"), (3, 5))
     with pytest.raises(QuantizationError, match=r"head: .* NaN or infinity"):
         fisher.sensitivities(Checkpoint.open(folder), text(), work_in(tmp_path / "work"), lambda share: None)

@@ -26,6 +26,7 @@ QWEN3 = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "eos
         ({"eos_token_id": 2}, {}),
         ({"temperature": 7, "top_p": 0, "top_k": True, "min_p": float("nan"), "repetition_penalty": "1.1"}, {}),
         ({"repetition_penalty": 1.1, "min_p": 0.05}, {"repetition_penalty": 1.1, "min_p": 0.05}),
+        ({"presence_penalty": 1.5, "frequency_penalty": 3}, {"presence_penalty": 1.5}),
     ],
 )
 def test_what_is_no_recommendation_is_left_out(table: dict[str, Any], expected: dict[str, float]) -> None:

@@ -7,14 +7,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from models.calibration import InputStatistics
+from models import threads
 from models.errors import QuantizationError
 from models.quantize import quantize as quantize_model
-from models.quantizers import gptq, quantizer, rows, rtn
-from models.quantizers.groups import round_to_grid, search
+from models.quantize.calibration import InputStatistics
+from models.quantizers import gptq, quantizer
+from models.quantizers.groups import round_to_grid, rtn, search
 from models.recipe import Recipe
 from models.store import Store, StoredModel
 from tests.grid import grid
+from tests.models.conftest import TEXT
 
 
 def correlated(tokens: int, width: int, seed: int = 0) -> np.ndarray:
@@ -96,7 +98,7 @@ def test_the_outputs_are_nearer_on_inputs_that_were_not_seen(tokens: int) -> Non
     x = correlated(2000, 256)
     weight, seen, unseen = weights((32, 256)), x[:tokens], x[1000:]
     found = gptq.quantize(weight, 3, 128, gptq.feedback(moments(seen))).dequantize()
-    plain_error = output_error(weight, rtn.quantize(weight, 3, 128).dequantize(), unseen)
+    plain_error = output_error(weight, rtn(weight, 3, 128).dequantize(), unseen)
     assert output_error(weight, found, unseen) < (0.7 if tokens > 256 else 0.95) * plain_error
 
 
@@ -113,7 +115,7 @@ def test_channels_that_are_always_zero_are_safe() -> None:
 def test_rows_do_not_depend_on_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, handed = weights((10, 160)), gptq.feedback(moments(correlated(400, 160)))
     whole = gptq.quantize(weight, 3, 32, handed)
-    monkeypatch.setattr(rows, "CHUNK", 320)
+    monkeypatch.setattr(threads, "CHUNK", 320)
     parts = [gptq.quantize(weight[:3], 3, 32, handed), gptq.quantize(weight[3:], 3, 32, handed)]
     assert (np.concatenate([part.codes for part in parts]) == whole.codes).mean() > 0.99
 
@@ -127,8 +129,8 @@ def test_what_cannot_be_used_is_refused() -> None:
         gptq.feedback(np.diag([1, 1, -5, 1]).astype(np.float32))
 
 
-def test_a_model_is_made_and_made_the_same_again(tmp_path: Path, tiny_checkpoint: Path, short_text: str) -> None:
-    recipe, texts = Recipe(method="gptq", bits=3, group_size=32), {"calibration": short_text, "evaluation": short_text}
+def test_a_model_is_made_and_made_the_same_again(tmp_path: Path, tiny_checkpoint: Path) -> None:
+    recipe, texts = Recipe(method="gptq", bits=3, group_size=32), {"calibration": TEXT, "evaluation": TEXT}
     made: list[StoredModel] = []
     for place in ("first", "second"):
         store = Store(tmp_path / place)

@@ -11,13 +11,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from models import low_bit_source
 from models.checkpoint import Checkpoint
 from models.errors import CheckpointError, UnsupportedModelError
 from models.experts import Part
 from models.quantize import quantize
 from models.recipe import Recipe
+from models.shard import StoredTensor
 from models.store import Store
-from models.stored_tensor import StoredTensor
 from tests.models.conftest import TEXT, write_tokenizer
 from tests.models.random_models import random_model
 
@@ -184,6 +185,8 @@ def columns(tensor: StoredTensor) -> StoredTensor:
 
 
 O = "model.layers.1.self_attn.o_proj"
+CT = {"quant_method": "compressed-tensors"}
+ODD: list[dict[str, Any]] = [{"type": ["int"], "num_bits": 4}, {"type": "int", "num_bits": {}}, {"num_bits": 4}]
 WRONG: dict[str, tuple[Callable[[Tensors, dict[str, Any]], object], str]] = {
     "lacks": (lambda tensors, _: tensors.pop(f"{O}.scales"), r"o_proj.qweight' has no 'scales' beside it"),
     "shape": (lambda tensors, _: tensors.update({f"{O}.scales": torch.ones(3, 3)}), r"contradict each other.*\[3, 3\]"),
@@ -194,6 +197,15 @@ WRONG: dict[str, tuple[Callable[[Tensors, dict[str, Any]], object], str]] = {
     "method": (lambda _, about: about.update(quant_method="bitsandbytes"), "'bitsandbytes'.*fp8, mxfp4, awq, gptq"),
     "no method": (lambda _, about: about.pop("quant_method"), "method 'unknown'"),
     "groups": (lambda _, about: about.update(quant_method="compressed-tensors"), "config_groups"),
+    **{
+        f"groups {number}": (
+            lambda _, about, own=own: about.update(CT, config_groups=own),
+            "'config_groups' is .*but must",
+        )
+        for number, own in enumerate(
+            [[1], {"a": 3}, {"a": None}, {"a": {"weights": [1]}}, *({"a": {"weights": own}} for own in ODD)]
+        )
+    },
 }
 
 
@@ -202,6 +214,24 @@ def test_what_is_wrong_is_named(case: str, tmp_path: Path) -> None:
     change, said = WRONG[case]
     with pytest.raises((CheckpointError, UnsupportedModelError), match=said):
         Checkpoint.open(spoiled(tmp_path, change))
+
+
+def test_groups_of_inputs_are_as_many_as_the_inputs(tmp_path: Path) -> None:
+    form = next(name for name in FORMS if name.startswith("compressed"))
+
+    def change(tensors: Tensors, _about: dict[str, Any]) -> None:
+        tensors[f"{O}.weight_g_idx"] = torch.zeros(65, dtype=torch.int32)
+
+    with pytest.raises(CheckpointError, match=r"contradict each other .*weight_g_idx \[65\]"):
+        Checkpoint.open(spoiled(tmp_path, change, form))
+
+
+def test_a_block_is_no_larger_than_its_matrix() -> None:
+    """Whatever config.json says: scales are repeated for as many channels as there are."""
+    for block in ((10**12, 1), (1, 10**12)):
+        scales = torch.full([2 if block[0] == 1 else 1, 1 if block[0] == 1 else 4], 3.0)
+        whole = low_bit_source._scaled({"weight": torch.ones(3, 4)[:2], "weight_scale": scales}, block)
+        assert whole.tolist() == [[3.0] * 4] * 2
 
 
 @pytest.mark.parametrize("group", [-1, 9])

@@ -245,7 +245,7 @@ def test_observer_sees_what_modules_of_transformers_receive(pair: tuple[Any, Che
             continue  # one module for all blocks
         if layer is None or expert_of(name) is None:
             modules[family.sources(name, "attention" if layer is None else spec.mixer(layer))[0]] = name
-        elif spec.mixture is not None and spec.mixture.beside:
+        elif spec.mixture is not None and spec.mixture.parallel_mlp:
             seen_alone.add(f"layers.{layer}.router")  # its module reads another norm than the experts
         else:
             modules[f"model.layers.{layer}.{router}"] = f"layers.{layer}.router"
@@ -260,7 +260,7 @@ def test_observer_sees_what_modules_of_transformers_receive(pair: tuple[Any, Che
         hook.remove()
     Oracle(checkpoint, observe=lambda name, x: seen.append((name, x))).logits(tokens_of(6))
     if spec.norm_after:
-        further = spec.token_width or (spec.mixture is not None and spec.mixture.beside)
+        further = spec.token_width or (spec.mixture is not None and spec.mixture.parallel_mlp)
         assert sum(name.endswith("_norm") for name, _ in seen) == (4 if further else 2) * spec.num_layers
         seen = [(name, x) for name, x in seen if not name.endswith("_norm")]
     context = [(name, x) for name, x in seen if name.endswith("tokens.gate_up")]
@@ -412,7 +412,7 @@ def test_block_depends_on_distances_of_positions_alone(pair: tuple[Any, Checkpoi
     x = oracle.embed(tokens_of(9))
     near, far = (oracle.block(1, x, torch.arange(9) + start) for start in (20, 40))
     spec = oracle.spec
-    if spec.query_growth or (spec.qk_norm and spec.qk_norm_form == "turned"):  # in some families, on more than that
+    if spec.query_growth or (spec.qk_norm and spec.qk_norm_form == "after_rope"):  # in some families, on more than that
         assert (near - far).abs().max() > 0.1
         return
     C = oracle.spec.hidden_size  # keys that pass to other blocks are rotated

@@ -11,14 +11,7 @@ from hypothesis.extra.numpy import arrays
 
 from models.errors import QuantizationError
 from models.quantizers.groups import GroupCodes
-from models.quantizers.progressive import (
-    LARGEST_GROUP_SCALE,
-    PROTECTIVE,
-    TOP,
-    ProgressiveCodes,
-    Rounding,
-    quantize,
-)
+from models.quantizers.progressive import LARGEST_GROUP_SCALE, PROTECTIVE, TOP, ProgressiveCodes, Rounding, quantize
 from tests.close import assert_close
 
 FloatArray = npt.NDArray[np.float32]

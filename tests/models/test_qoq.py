@@ -18,15 +18,14 @@ from models.oracle import Oracle
 from models.packing import unpack
 from models.quantize import quantize
 from models.quantize.qoq import CLIPS, clip_heads, prepare, smoothing
-from models.quantize.rotated import RotatedCheckpoint
+from models.quantize.rotated import RotatedCheckpoint, paley_matrix, rotation
 from models.quantize.streams import Streams
 from models.quantize.working import WorkingBlock, sources
 from models.recipe import QOQ_STEPS, Recipe
 from models.store import Store, StoredModel, StoredModelInfo
 from runtime.backends.decoder import DecoderOptions
-from runtime.backends.operations.activation import quantize as quantize_groups
-from runtime.backends.operations.linear import gemm_w4a8, integer_weights
-from runtime.load.open import open_decoder
+from runtime.backends.operations.linear import gemm_w4a8, integer_weights, quantize_groups
+from runtime.load.plan import open_decoder
 from runtime.measure.evaluate import perplexity
 from runtime.text.tokenizer import Tokenizer
 from tests.close import assert_close
@@ -241,3 +240,46 @@ def test_what_is_asked_for_has_to_go_together() -> None:
     assert Recipe.from_json(usual.to_json()) == usual
     assert not set(QOQ_STEPS) & Recipe().to_json().keys()
     assert replace(usual, clip=False).to_json().keys() >= {"smooth_outputs", "reorder"}
+
+
+@pytest.mark.parametrize("order", [12, 20, 24, 28, 36, 44, 60, 76])
+def test_paleys_matrices_are_hadamards(order: int) -> None:
+    matrix = paley_matrix(order)
+    assert set(matrix.unique().tolist()) == {-1.0, 1.0}
+    assert torch.equal(matrix @ matrix.T, order * torch.eye(order))
+
+
+@pytest.mark.parametrize("order", [1, 2, 6, 30, 92, 172])
+def test_orders_that_paley_lacks(order: int) -> None:
+    with pytest.raises(ValueError, match=f"no Hadamard matrix of order {order}"):
+        paley_matrix(order)
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 64, 92, 96, 288, 576, 896, 1536, 2048])
+def test_rotations_are_orthogonal(width: int) -> None:
+    found = rotation(width)
+    assert found.width == width
+    matrix = found(torch.eye(width))
+    assert_close(matrix @ matrix.T, torch.eye(width), "sums")
+    x = torch.randn(3, 5, width, generator=torch.Generator().manual_seed(0))
+    assert_close(found(x), x @ matrix, "sums")
+    assert_close(found.outputs(x[0].T.contiguous()), matrix.T @ x[0].T, "sums")
+
+
+@pytest.mark.parametrize(
+    ("width", "blocks", "paley"),
+    [(576, 1, 36), (1536, 1, 12), (3584, 1, 28), (11008, 1, 5504), (4096, 1, 1), (92, 23, 1)],
+)
+def test_a_rotation_mixes_all_channels_where_there_is_a_construction(width: int, blocks: int, paley: int) -> None:
+    found = rotation(width)
+    assert (found.blocks, found.paley) == (blocks, paley)
+    one = torch.zeros(1, width)
+    one[0, 0] = 1
+    spread = found(one)
+    assert_close(spread[spread != 0].abs(), (width / blocks) ** -0.5, "sums")
+    assert int((spread != 0).sum()) == width // blocks
+
+
+def test_no_channels_cannot_be_rotated() -> None:
+    with pytest.raises(ValueError, match="1 channel at least"):
+        rotation(0)

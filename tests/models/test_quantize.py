@@ -15,53 +15,26 @@ import pytest
 import torch
 
 from models.checkpoint import Checkpoint
-from models.errors import (
-    CancelledError,
-    CheckpointError,
-    QuantizationError,
-    StoreError,
-    UnsupportedModelError,
-)
+from models.errors import CancelledError, CheckpointError, QuantizationError, StoreError, UnsupportedModelError
 from models.oracle import Oracle
 from models.progress import Progress
-from models.quantize import matrix, outer, pipeline, precision, quantize, streams
+from models.quantize import lowered, matrix, outer, pipeline, quantize, streams
 from models.quantize import text as text_module
-from models.quantize.chat import Layout, Trial, trials
-from models.quantize.quality import Quality
+from models.quantize.quality import Layout, Quality, Trial, trials
 from models.quantize.text import token_windows
 from models.quantizers.dequantize import dequantize, dequantize_residual
 from models.recipe import METHODS, Method, Recipe
-from models.store import Store, StoredModel, StoredModelInfo
+from models.store import Store, StoredModelInfo
 from models.store import durable as durable_module
 from tests.close import assert_close
-from tests.models.conftest import write_tokenizer
+from tests.models.conftest import TEXT, spoil, write_checkpoint, write_tokenizer
 from tests.models.random_models import random_case
+from tests.models.restored import Restored
+
+Run = Callable[..., StoredModelInfo]
 
 
-class StoredWeights:
-    """A stored model's weights for the oracle; residuals are added if asked for."""
-
-    def __init__(self, model: StoredModel, *, compensated: bool = False) -> None:
-        self.model = model
-        self.spec = replace(model.spec, tied=False)
-        self.compensated = compensated
-
-    def vector(self, name: str) -> torch.Tensor:
-        return torch.from_numpy(np.array(self.model.vector(name)))
-
-    def linear(self, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
-        linear = self.model.linear(name)
-        weight = dequantize(linear)
-        if self.compensated:
-            assert linear.residual is not None
-            weight += dequantize_residual(linear.residual, linear.shape).T
-        return torch.from_numpy(weight), None if linear.bias is None else torch.from_numpy(np.array(linear.bias))
-
-    def embedding(self) -> torch.Tensor:
-        return torch.from_numpy(self.model.embedding().astype(np.float32))
-
-
-def perplexity(weights: StoredWeights | Checkpoint, folder: Path, text: str, k_chunk: int = 0) -> float:
+def perplexity(weights: Restored | Checkpoint, folder: Path, text: str, k_chunk: int = 0) -> float:
     """As a chat gets it: the first half of a window without compensation, the second half with it, in two steps."""
     total, count = 0.0, 0
     for tokens in token_windows(folder, weights.spec, text, 1024, "evaluation"):
@@ -69,7 +42,7 @@ def perplexity(weights: StoredWeights | Checkpoint, folder: Path, text: str, k_c
         cache = oracle.cache(*tokens.shape)
         first = oracle.logits(tokens[:, :half], cache)[:, -1:]
         if k_chunk:
-            assert isinstance(weights, StoredWeights)
+            assert isinstance(weights, Restored)
             names = weights.spec.linear_names()
             oracle.replace = {name: compensated(weights, name, k_chunk) for name in names}
         logits = torch.cat((first, oracle.logits(tokens[:, half:], cache)[:, :-1]), 1)
@@ -78,7 +51,7 @@ def perplexity(weights: StoredWeights | Checkpoint, folder: Path, text: str, k_c
     return float(np.exp(total / count))
 
 
-def compensated(weights: StoredWeights, name: str, k_chunk: int) -> Callable[[torch.Tensor], torch.Tensor]:
+def compensated(weights: Restored, name: str, k_chunk: int) -> Callable[[torch.Tensor], torch.Tensor]:
     """A linear layer narrower than 1024 channels whose largest inputs meet the residuals too."""
     weight, bias = weights.linear(name)
     packed = weights.model.linear(name)
@@ -98,10 +71,10 @@ def content(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Path, short_text: str) -> dict[str, bytes]:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Path) -> dict[str, bytes]:
     """Files of the model that `run()` makes."""
     store, recipe = Store(tmp_path_factory.mktemp("undisturbed")), Recipe(bits=3, group_size=32)
-    info = quantize(tiny_checkpoint, store, recipe, calibration=short_text, evaluation=short_text[:300])
+    info = quantize(tiny_checkpoint, store, recipe, calibration=TEXT, evaluation=TEXT[:300])
     return content(info.path)
 
 
@@ -111,9 +84,9 @@ def store(tmp_path: Path) -> Store:
 
 
 @pytest.fixture
-def run(store: Store, tiny_checkpoint: Path, short_text: str) -> Callable[..., StoredModelInfo]:
+def run(store: Store, tiny_checkpoint: Path) -> Run:
     def run(folder: Path = tiny_checkpoint, recipe: Recipe | None = None, **options: object) -> StoredModelInfo:
-        texts = {"calibration": short_text, "evaluation": short_text[:300]}
+        texts = {"calibration": TEXT, "evaluation": TEXT[:300]}
         return quantize(folder, store, recipe or Recipe(bits=3, group_size=32), **(texts | options))
 
     return run
@@ -130,14 +103,9 @@ def run(store: Store, tiny_checkpoint: Path, short_text: str) -> Callable[..., S
     ids=["tied", "biases-untied-sharded", "ragged"],
 )
 def test_stored_tensors_belong_to_the_checkpoint(
-    run: Callable[..., StoredModelInfo],
-    store: Store,
-    tmp_path: Path,
-    checkpoint_maker: Callable[..., Path],
-    options: dict[str, object],
-    residual_bits: int,
+    run: Run, store: Store, tmp_path: Path, options: dict[str, object], residual_bits: int
 ) -> None:
-    folder = checkpoint_maker(tmp_path / "source", **options)
+    folder = write_checkpoint(tmp_path / "source", **options)
     info = run(folder, Recipe(bits=3, group_size=32, residual_bits=residual_bits))
     model, checkpoint = store.open(info.name), Checkpoint.open(folder)
     assert model.spec == checkpoint.spec
@@ -163,14 +131,12 @@ def test_stored_tensors_belong_to_the_checkpoint(
         assert 0 < linear.mean_square.max() <= linear.rank_maximum[0] ** 2
 
 
-def test_statistics_are_those_of_the_full_precision_model(
-    run: Callable[..., StoredModelInfo], store: Store, tiny_checkpoint: Path, short_text: str
-) -> None:
+def test_statistics_are_those_of_the_full_precision_model(run: Run, store: Store, tiny_checkpoint: Path) -> None:
     model = store.open(run().name)
     checkpoint = Checkpoint.open(tiny_checkpoint)
     seen: dict[str, list[np.ndarray]] = {}
     oracle = Oracle(checkpoint, observe=lambda name, x: seen.setdefault(name, []).append(x.flatten(0, 1).numpy()))
-    for tokens in token_windows(tiny_checkpoint, checkpoint.spec, short_text, 2048, "calibration"):
+    for tokens in token_windows(tiny_checkpoint, checkpoint.spec, TEXT, 2048, "calibration"):
         oracle.logits(tokens)
     for name in model.spec.linear_names():
         x = np.concatenate(seen[name])
@@ -179,19 +145,17 @@ def test_statistics_are_those_of_the_full_precision_model(
         assert_close(linear.rank_maximum, (-np.sort(-np.abs(x), axis=1)).max(0), "relative")
 
 
-def test_perplexities_are_those_of_the_models(
-    run: Callable[..., StoredModelInfo], store: Store, tiny_checkpoint: Path, short_text: str
-) -> None:
+def test_perplexities_are_those_of_the_models(run: Run, store: Store, tiny_checkpoint: Path) -> None:
     info = run(recipe=Recipe(bits=3, group_size=32, expected_k_chunk=256))
-    before = perplexity(Checkpoint.open(tiny_checkpoint), tiny_checkpoint, short_text[:300])
-    after = perplexity(StoredWeights(store.open(info.name)), tiny_checkpoint, short_text[:300], k_chunk=64)
+    before = perplexity(Checkpoint.open(tiny_checkpoint), tiny_checkpoint, TEXT[:300])
+    after = perplexity(Restored(store.open(info.name), residuals=False), tiny_checkpoint, TEXT[:300], k_chunk=64)
     assert info.summary.perplexity_before == pytest.approx(before, rel=1e-4)
     assert info.summary.perplexity_after == pytest.approx(after, rel=1e-4)
     assert before != pytest.approx(after, rel=1e-3)
 
 
 def test_pieces_of_a_matrix_give_what_the_whole_gives(
-    run: Callable[..., StoredModelInfo], undisturbed: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+    run: Run, undisturbed: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Heads are handled a range of rows at a time; here 32 rows, so that perplexities are put together from three."""
     monkeypatch.setattr(matrix, "_PIECE", 32 * 64)
@@ -215,10 +179,8 @@ def test_likelihood_in_pieces_is_that_of_all_logits() -> None:
     assert likelihood.perplexity() == pytest.approx(float(expected), rel=1e-5)
 
 
-def test_the_low_bit_stream_begins_with_the_stored_embedding(
-    tmp_path: Path, checkpoint_maker: Callable[..., Path]
-) -> None:
-    checkpoint = Checkpoint.open(checkpoint_maker(tmp_path / "source", dtype=torch.float32))
+def test_the_low_bit_stream_begins_with_the_stored_embedding(tmp_path: Path) -> None:
+    checkpoint = Checkpoint.open(write_checkpoint(tmp_path / "source", dtype=torch.float32))
     tokens = torch.arange(3, 20)[None]
     start = streams.Streams.start(checkpoint, [], [tokens], [], trials(Recipe(bits=3)))
     table = checkpoint.embedding()
@@ -243,7 +205,7 @@ def test_branches_behind_a_common_beginning_are_the_texts_they_stand_for(tmp_pat
         torch.testing.assert_close(joined[0, layout.branch(index)], passed[4:])
 
 
-def test_summary_counts_real_bytes(run: Callable[..., StoredModelInfo], store: Store, tiny_checkpoint: Path) -> None:
+def test_summary_counts_real_bytes(run: Run, store: Store, tiny_checkpoint: Path) -> None:
     info = run()
     model = store.open(info.name)
     linears = [model.linear(name) for name in model.spec.linear_names()]
@@ -261,14 +223,14 @@ def test_summary_counts_real_bytes(run: Callable[..., StoredModelInfo], store: S
     assert info.summary.parameters == checkpoint.spec.parameters == count + norms // 4
 
 
-def test_name_says_source_and_recipe(run: Callable[..., StoredModelInfo], store: Store) -> None:
+def test_name_says_source_and_recipe(run: Run, store: Store) -> None:
     assert run().name == "tiny-gptq-3bit-g32"
     assert run(recipe=Recipe()).name == "tiny-gptq-4bit"
     assert run(recipe=Recipe(), name="org/mine").name == "org/mine"
     assert [info.name for info in store.list()] == ["org/mine", "tiny-gptq-3bit-g32", "tiny-gptq-4bit"]
 
 
-def test_an_existing_name_needs_force(run: Callable[..., StoredModelInfo], store: Store) -> None:
+def test_an_existing_name_needs_force(run: Run, store: Store) -> None:
     first = run(name="model")
     before = content(first.path)
     with pytest.raises(StoreError, match="--force"):
@@ -279,13 +241,11 @@ def test_an_existing_name_needs_force(run: Callable[..., StoredModelInfo], store
     assert list((store.root / ".work").iterdir()) == []
 
 
-def test_the_same_input_gives_the_same_bytes(
-    run: Callable[..., StoredModelInfo], undisturbed: dict[str, bytes]
-) -> None:
+def test_the_same_input_gives_the_same_bytes(run: Run, undisturbed: dict[str, bytes]) -> None:
     assert content(run(name="another").path) == undisturbed
 
 
-def test_progress_only_grows_and_ends_whole(run: Callable[..., StoredModelInfo]) -> None:
+def test_progress_only_grows_and_ends_whole(run: Run) -> None:
     reports: list[Progress] = []
     run(progress=reports.append)
     phases = list(dict.fromkeys(report.phase for report in reports))
@@ -298,7 +258,7 @@ def test_progress_only_grows_and_ends_whole(run: Callable[..., StoredModelInfo])
 
 @pytest.mark.parametrize("reports_before", [1, 3, 12, 25, 30, 34])
 def test_a_cancelled_run_goes_on_where_it_stopped(
-    run: Callable[..., StoredModelInfo], store: Store, undisturbed: dict[str, bytes], reports_before: int
+    run: Run, store: Store, undisturbed: dict[str, bytes], reports_before: int
 ) -> None:
     reports: list[Progress] = []
     with pytest.raises(CancelledError):
@@ -311,12 +271,9 @@ def test_a_cancelled_run_goes_on_where_it_stopped(
 
 
 def test_blocks_whose_states_were_not_saved_are_made_again(
-    run: Callable[..., StoredModelInfo],
-    checkpoint_maker: Callable[..., Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = checkpoint_maker(tmp_path / "source", layers=4)
+    folder = write_checkpoint(tmp_path / "source", layers=4)
     expected = content(run(folder, name="whole").path)
     monkeypatch.setattr(pipeline, "_BETWEEN", 1e9)  # after the first block and the last one alone
     reports: list[Progress] = []
@@ -334,13 +291,11 @@ def test_blocks_whose_states_were_not_saved_are_made_again(
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("case", ["lfm2", "qwen3.5"])
-def test_blocks_with_states_are_quantized_by_every_method(
-    tmp_path: Path, short_text: str, case: str, method: Method
-) -> None:
+def test_blocks_with_states_are_quantized_by_every_method(tmp_path: Path, case: str, method: Method) -> None:
     random_case(case).save_pretrained(tmp_path / "source")
     write_tokenizer(tmp_path / "source", 67)
     store, recipe = Store(tmp_path / "store"), Recipe.usual(method, group_size=32, smooth_attention=True)
-    info = quantize(tmp_path / "source", store, recipe, calibration=short_text, evaluation=short_text[:200])
+    info = quantize(tmp_path / "source", store, recipe, calibration=TEXT, evaluation=TEXT[:200])
     model = store.open(info.name)
     assert model.vector("layers.0.conv").shape == ((3 * 32,) if case == "lfm2" else (4 * 80,))
     assert [model.key_statistics(layer) is None for layer in range(3)] == [True, False, True]
@@ -349,14 +304,14 @@ def test_blocks_with_states_are_quantized_by_every_method(
 
 @pytest.mark.parametrize("method", ["rtn", "gptq"])
 def test_products_in_bfloat16_measure_the_same(
-    tmp_path: Path, tiny_checkpoint: Path, short_text: str, monkeypatch: pytest.MonkeyPatch, method: Method
+    tmp_path: Path, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, method: Method
 ) -> None:
     """GPTQ rounds other weights up where statistics differ in their last bits, so what follows is another model."""
     found = []
-    for small in (precision.SMALL, 0):
-        monkeypatch.setattr(precision, "SMALL", small)
+    for small in (lowered.SMALL, 0):
+        monkeypatch.setattr(lowered, "SMALL", small)
         store, recipe = Store(tmp_path / f"{small}"), Recipe(method=method, bits=3, group_size=32)
-        info = quantize(tiny_checkpoint, store, recipe, calibration=short_text, evaluation=short_text[:300])
+        info = quantize(tiny_checkpoint, store, recipe, calibration=TEXT, evaluation=TEXT[:300])
         found.append(store.open(info.name))
     exact, fast = found
     assert fast.info.summary.perplexity_before == pytest.approx(exact.info.summary.perplexity_before, rel=0.01)
@@ -369,7 +324,7 @@ def test_products_in_bfloat16_measure_the_same(
 
 
 @pytest.mark.parametrize("recipe", [Recipe(bits=3.5), Recipe(method="squeezellm"), Recipe(method="awq-gptq")], ids=str)
-def test_a_run_cancelled_in_any_phase_goes_on(run: Callable[..., StoredModelInfo], recipe: Recipe) -> None:
+def test_a_run_cancelled_in_any_phase_goes_on(run: Run, recipe: Recipe) -> None:
     """Bits of blocks and sensitivities are found before the blocks, and kept."""
     recipe = replace(recipe, group_size=32)
     reports: list[Progress] = []
@@ -394,7 +349,7 @@ def test_a_run_cancelled_in_any_phase_goes_on(run: Callable[..., StoredModelInfo
     assert info.recipe == expected.recipe
 
 
-def cancel_after_first_block(run: Callable[..., StoredModelInfo], name: str, **options: object) -> None:
+def cancel_after_first_block(run: Run, name: str, **options: object) -> None:
     reports: list[Progress] = []
     with pytest.raises(CancelledError):
         run(
@@ -407,28 +362,24 @@ def cancel_after_first_block(run: Callable[..., StoredModelInfo], name: str, **o
 
 @pytest.mark.parametrize("other", ["recipe", "text"])
 def test_unfinished_work_of_another_recipe_or_text_is_not_used(
-    run: Callable[..., StoredModelInfo], undisturbed: dict[str, bytes], short_text: str, other: str
+    run: Run, undisturbed: dict[str, bytes], other: str
 ) -> None:
-    options = {"recipe": {"recipe": Recipe(bits=3, group_size=64)}, "text": {"calibration": short_text[::-1]}}
+    options = {"recipe": {"recipe": Recipe(bits=3, group_size=64)}, "text": {"calibration": TEXT[::-1]}}
     cancel_after_first_block(run, "other", **options[other])
     assert content(run(name="other").path) == undisturbed
 
 
 def test_unfinished_work_on_another_checkpoint_is_not_used(
-    run: Callable[..., StoredModelInfo],
-    undisturbed: dict[str, bytes],
-    tmp_path: Path,
-    tiny_checkpoint: Path,
-    checkpoint_maker: Callable[..., Path],
+    run: Run, undisturbed: dict[str, bytes], tmp_path: Path, tiny_checkpoint: Path
 ) -> None:
-    folder = checkpoint_maker(tmp_path / "tiny", seed=1)
+    folder = write_checkpoint(tmp_path / "tiny", seed=1)
     cancel_after_first_block(run, "other", folder=folder)
     shutil.copytree(tiny_checkpoint, folder, dirs_exist_ok=True)
     assert content(run(folder, name="other").path) == undisturbed
 
 
 def test_a_damaged_block_of_unfinished_work_is_made_again(
-    run: Callable[..., StoredModelInfo], store: Store, undisturbed: dict[str, bytes]
+    run: Run, store: Store, undisturbed: dict[str, bytes]
 ) -> None:
     cancel_after_first_block(run, "damaged")
     block = store.work_folder("damaged") / "block-00000.safetensors"
@@ -439,10 +390,7 @@ def test_a_damaged_block_of_unfinished_work_is_made_again(
 
 
 def test_a_full_disk_is_explained_and_the_next_run_goes_on(
-    run: Callable[..., StoredModelInfo],
-    store: Store,
-    undisturbed: dict[str, bytes],
-    monkeypatch: pytest.MonkeyPatch,
+    run: Run, store: Store, undisturbed: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run(name="other")
     calls = iter(range(1000))
@@ -462,30 +410,26 @@ def test_a_full_disk_is_explained_and_the_next_run_goes_on(
     assert content(run(name="full").path) == undisturbed
 
 
-def test_too_little_space_is_noticed_before_the_work(
-    run: Callable[..., StoredModelInfo], store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_little_space_is_noticed_before_the_work(run: Run, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(total=10, used=9, free=1))
-    with pytest.raises(StoreError, match=r"needs 0\.00 GB more on the disk"):
+    with pytest.raises(StoreError, match=r"needs [\d.]+ kB more on the disk of .*, and 1 B is free"):
         run()
 
 
-def test_a_folder_that_cannot_be_written_is_explained(tiny_checkpoint: Path, tmp_path: Path, short_text: str) -> None:
+def test_a_folder_that_cannot_be_written_is_explained(tiny_checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a folder")
     with pytest.raises(StoreError, match="cannot create"):
-        quantize(tiny_checkpoint, Store(tmp_path / "file" / "store"), Recipe(), calibration=short_text)
+        quantize(tiny_checkpoint, Store(tmp_path / "file" / "store"), Recipe(), calibration=TEXT)
 
 
-def test_two_processes_do_not_make_the_same_model(run: Callable[..., StoredModelInfo], store: Store) -> None:
+def test_two_processes_do_not_make_the_same_model(run: Run, store: Store) -> None:
     with store.lock("model"), pytest.raises(StoreError, match="another process"):
         run(name="model")
     run(name="model")
 
 
-def test_checkpoint_without_tokenizer(
-    run: Callable[..., StoredModelInfo], store: Store, tmp_path: Path, checkpoint_maker: Callable[..., Path]
-) -> None:
-    folder = checkpoint_maker(tmp_path / "source")
+def test_checkpoint_without_tokenizer(run: Run, store: Store, tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "source")
     (folder / "tokenizer.json").unlink()
     with pytest.raises(CheckpointError, match="has no tokenizer"):
         run(folder)
@@ -495,23 +439,14 @@ def test_checkpoint_without_tokenizer(
     assert list((store.root / ".work").iterdir()) == []
 
 
-def test_tokenizer_of_another_model(
-    run: Callable[..., StoredModelInfo], tmp_path: Path, checkpoint_maker: Callable[..., Path]
-) -> None:
-    folder = checkpoint_maker(tmp_path / "source", vocabulary=32)
+def test_tokenizer_of_another_model(run: Run, tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "source", vocabulary=32)
     with pytest.raises(CheckpointError, match="do not belong together"):
         run(folder)
 
 
-def test_a_checkpoint_of_nans_is_refused(
-    run: Callable[..., StoredModelInfo], store: Store, tmp_path: Path, checkpoint_maker: Callable[..., Path]
-) -> None:
-    from safetensors.torch import load_file, save_file
-
-    folder = checkpoint_maker(tmp_path / "source")
-    tensors = load_file(folder / "model.safetensors")
-    tensors["model.layers.1.mlp.up_proj.weight"][3, 4] = torch.nan
-    save_file(tensors, folder / "model.safetensors")
+def test_a_checkpoint_of_nans_is_refused(run: Run, store: Store, tmp_path: Path) -> None:
+    folder = spoil(write_checkpoint(tmp_path / "source"), (3, 4))
     with pytest.raises(QuantizationError, match=r"before layers\.1\.down"):
         run(folder)
     with pytest.raises(QuantizationError, match=r"layers\.1\.gate_up: the weights hold NaN"):
@@ -527,19 +462,17 @@ def test_a_checkpoint_of_nans_is_refused(
         ({"evaluation": "x"}, "the evaluation text is too short"),
     ],
 )
-def test_texts_that_are_missing_or_too_short(
-    run: Callable[..., StoredModelInfo], options: dict[str, str | None], message: str
-) -> None:
+def test_texts_that_are_missing_or_too_short(run: Run, options: dict[str, str | None], message: str) -> None:
     with pytest.raises(QuantizationError, match=message):
         run(**options)
 
 
-def test_without_texts_nothing_is_measured(run: Callable[..., StoredModelInfo]) -> None:
+def test_without_texts_nothing_is_measured(run: Run) -> None:
     info = run(recipe=Recipe(method="rtn", residual_bits=0), calibration=None, evaluation=None)
     assert info.summary.perplexity_before is info.summary.perplexity_after is info.summary.warning is None
 
 
-def test_foreign_checkpoints_leave_nothing(run: Callable[..., StoredModelInfo], store: Store, tmp_path: Path) -> None:
+def test_foreign_checkpoints_leave_nothing(run: Run, store: Store, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert", "architectures": ["BertModel"]}))
     with pytest.raises(UnsupportedModelError):
         run(tmp_path)
@@ -549,9 +482,7 @@ def test_foreign_checkpoints_leave_nothing(run: Callable[..., StoredModelInfo], 
 
 
 @pytest.mark.parametrize("name", ["../up", "a/b/c", "/etc", "", ".hidden", "a--b", "a b", "x" * 200])
-def test_names_that_could_leave_the_store_are_refused(
-    run: Callable[..., StoredModelInfo], store: Store, name: str
-) -> None:
+def test_names_that_could_leave_the_store_are_refused(run: Run, store: Store, name: str) -> None:
     with pytest.raises(StoreError, match="not a good model name"):
         run(name=name)
     assert not store.root.exists()
@@ -579,10 +510,8 @@ def test_what_is_lost_is_said_with_what_would_lose_less() -> None:
     assert Quality.judge(None, (), recipe).warning is None
 
 
-def test_calibration_is_taken_from_all_over_a_long_text(
-    tiny_checkpoint: Path, short_text: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    spec, long = Checkpoint.open(tiny_checkpoint).spec, short_text * 4
+def test_calibration_is_taken_from_all_over_a_long_text(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec, long = Checkpoint.open(tiny_checkpoint).spec, TEXT * 4
     monkeypatch.setattr(text_module, "WINDOW", 32)
 
     def rows(text: str, limit: int, *, spread: bool) -> list[list[int]]:
@@ -594,4 +523,4 @@ def test_calibration_is_taken_from_all_over_a_long_text(
     assert len(everything) > 12
     assert beginning == everything[:4]
     assert spread == [everything[i * len(everything) // 4] for i in range(4)]
-    assert rows(short_text[:40], 128, spread=True) == rows(short_text[:40], 128, spread=False)
+    assert rows(TEXT[:40], 128, spread=True) == rows(TEXT[:40], 128, spread=False)

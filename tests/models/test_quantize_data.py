@@ -8,7 +8,6 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import sentencepiece
 import torch
@@ -18,9 +17,10 @@ from models.checkpoint import Checkpoint
 from models.oracle import Oracle
 from models.quantize import quantize
 from models.quantize.text import convert_tokenizer
-from models.quantizers.dequantize import dequantize, dequantize_residual
 from models.recipe import Recipe
 from models.store import Store, StoredModel
+from tests.models.conftest import TEXT
+from tests.models.restored import Restored
 
 pytestmark = pytest.mark.data
 
@@ -29,28 +29,16 @@ PLAIN = {"babyllama105": {4: (0.031, 0.060), 3: (0.210, None)}, "stories260k": {
 STORIES = 20
 
 
-class Weights:
+class Weights(Restored):
     """A stored model for the oracle; as in the table, the head may be the full-precision one."""
 
     def __init__(self, model: StoredModel, checkpoint: Checkpoint, *, head: bool, compensated: bool = False) -> None:
+        super().__init__(model, compensated)
         self.spec = replace(model.spec, tied=False)
-        self.model, self.checkpoint, self.head, self.compensated = model, checkpoint, head, compensated
-
-    def vector(self, name: str) -> torch.Tensor:
-        return torch.from_numpy(np.array(self.model.vector(name)))
+        self.checkpoint, self.head = checkpoint, head
 
     def linear(self, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if name == "head" and not self.head:
-            return self.checkpoint.linear("head")
-        linear = self.model.linear(name)
-        weight = dequantize(linear)
-        if self.compensated:
-            assert linear.residual is not None
-            weight += dequantize_residual(linear.residual, linear.shape).T
-        return torch.from_numpy(weight), None
-
-    def embedding(self) -> torch.Tensor:
-        return torch.from_numpy(self.model.embedding().astype(np.float32))
+        return self.checkpoint.linear("head") if name == "head" and not self.head else super().linear(name)
 
 
 def windows(tokenizer: Path, texts: list[str], window: int) -> list[torch.Tensor]:
@@ -125,7 +113,7 @@ def test_english3m_on_wikitext(shared_data: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("described", [False, True], ids=["model-alone", "with-config"])
 def test_a_sentencepiece_tokenizer_becomes_a_json_one(
-    shared_data: Path, tmp_path: Path, short_text: str, tiny_checkpoint: Path, described: bool
+    shared_data: Path, tmp_path: Path, tiny_checkpoint: Path, described: bool
 ) -> None:
     """A checkpoint without tokenizer.json, as old Llama and Mistral ones are."""
     source, target = tmp_path / "source", tmp_path / "target"
@@ -143,5 +131,5 @@ def test_a_sentencepiece_tokenizer_becomes_a_json_one(
     convert_tokenizer(source, target, save)
     original = sentencepiece.SentencePieceProcessor(model_file=str(source / "tokenizer.model"))
     converted = AutoTokenizer.from_pretrained(target)
-    for text in ("Hello, world! How are you?", "Zwölf Boxkämpfer jagen Viktor.\n", short_text):
+    for text in ("Hello, world! How are you?", "Zwölf Boxkämpfer jagen Viktor.\n", TEXT):
         assert converted(text).input_ids == [1, *original.encode(text)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -16,9 +17,9 @@ import torch
 from models.checkpoint import Checkpoint
 from models.errors import CancelledError, CheckpointError, QuantizationError
 from models.oracle import Oracle
-from models.quantize import experts, quantize
-from models.quantizers import rtn
+from models.quantize import calibration, quantize
 from models.quantizers.dequantize import dequantize
+from models.quantizers.groups import rtn
 from models.recipe import Recipe
 from models.shard import ShardTensor
 from models.store import Store
@@ -64,7 +65,7 @@ def test_an_expert_that_few_tokens_reach_is_rounded_plainly(
     tokens = MappedTensors(store.open("usual").path / block_file(1))[expert_tokens(1)]
     assert tokens.sum() == 3 * 688  # each of the text's tokens has three experts
     limit = int(np.sort(tokens)[2])
-    monkeypatch.setattr(experts, "FEWEST_TOKENS", limit)
+    monkeypatch.setattr(calibration, "FEWEST_TOKENS", limit)
     monkeypatch.setattr("models.quantize.quality.FEWEST_TOKENS", limit)
     info = quantize(checkpoint, store, GPTQ, name="few", calibration=TEXT, evaluation=TEXT)
     every = np.concatenate([MappedTensors(info.path / block_file(layer))[expert_tokens(layer)] for layer in (1, 2)])
@@ -74,7 +75,7 @@ def test_an_expert_that_few_tokens_reach_is_rounded_plainly(
     for expert, count in enumerate(tokens):
         name = f"layers.1.experts.{expert}.gate_up"
         weight = source.linear(name)[0].numpy()
-        plain = np.array_equal(dequantize(model.linear(name)), rtn.quantize(weight, 4, 32).dequantize())
+        plain = np.array_equal(dequantize(model.linear(name)), rtn(weight, 4, 32).dequantize())
         assert plain == (count < limit)
 
 
@@ -193,8 +194,9 @@ def test_a_shared_expert_that_is_wrong(tmp_path: Path, width: int, said: str) ->
 def test_the_peak_grows_by_packed_experts_alone(tmp_path: Path, method: str) -> None:
     """64 experts of 1.3 million weights beside 8 of them, in the same process.
 
-    Codes and residuals of 4 bits with their scales are 1.3 bytes a weight, and the allocator keeps up to 1.7 between
-    them. Experts held in float32 would add 4.
+    Codes and residuals of 4 bits with their scales are 1.3 bytes a weight, and the allocator keeps some between them.
+    Experts held in float32 would add 4. What oneDNN compiles for every shape, and there is one for each number of
+    tokens that reach an expert, is not counted: 1.6 more on a processor with AMX, none on others.
     """
     folders = {"few": 8, "many": 64}
     for name, count in folders.items():
@@ -208,9 +210,10 @@ def test_the_peak_grows_by_packed_experts_alone(tmp_path: Path, method: str) -> 
     done = subprocess.run(
         [sys.executable, "-c", MEASURE, *arguments],
         cwd=Path(__file__).parents[2],
+        env={**os.environ, "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "1"},
         capture_output=True,
         text=True,
         check=True,
     )
     few, many = json.loads(done.stdout)
-    assert many - few <= 3.5 * (folders["many"] - folders["few"]) * 3 * 512 * 852
+    assert many - few <= 2.8 * (folders["many"] - folders["few"]) * 3 * 512 * 852

@@ -11,13 +11,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from models.errors import ModelNotFoundError
 from models.store import Store
+from tests.models.conftest import TEXT, write_checkpoint
 
 KILLS = 30
 KILLS_OF_QOQ = 10
@@ -86,9 +87,9 @@ def content(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.fixture
-def attempts(tmp_path: Path, checkpoint_maker: Callable[..., Path], short_text: str) -> Iterator[Attempts]:
-    folder = checkpoint_maker(tmp_path / "source", layers=4, family="qwen2", tied=False)
-    (tmp_path / "text").write_text(short_text)
+def attempts(tmp_path: Path) -> Iterator[Attempts]:
+    folder = write_checkpoint(tmp_path / "source", layers=4, family="qwen2", tied=False)
+    (tmp_path / "text").write_text(TEXT)
     attempts = Attempts(folder, tmp_path / "store", tmp_path / "text")
     yield attempts
     attempts.close()
@@ -177,7 +178,7 @@ def test_killed_while_it_replaces_a_model(attempts: Attempts, tmp_path: Path) ->
 
 
 def test_a_kill_between_the_two_renames_keeps_the_old_model(
-    tmp_path: Path, tiny_checkpoint: Path, short_text: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from models.quantize import quantize
     from models.recipe import Recipe

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from models.checkpoint import Checkpoint
 from models.spec import LAYER_TYPES
+from tests.models.conftest import TEXT, write_checkpoint
 
 FEEDBACK = """
 import re
@@ -34,12 +34,12 @@ import json, re, sys
 from pathlib import Path
 import torch, transformers, tokenizers
 from models.quantize import quantize, scales
-from models.quantizers import clip, residual, rtn
+from models.quantizers import residual
 from models.recipe import Recipe
 from models.store import Store
 
 torch.set_num_threads(1)
-rtn.RATIOS = clip.RATIOS = scales._RATIOS = (1.0,)  # the searches take time, not memory
+scales._RATIOS = (1.0,)  # the searches take time, not memory
 scales.GRID = residual.GRID = 1
 text = Path(sys.argv[3]).read_text()
 method = sys.argv[4]
@@ -65,18 +65,16 @@ def test_error_feedback_is_prepared_in_place() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("method", "layers"), [("rtn", 26), ("awq", 28)])
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the peak from /proc")
-def test_peak_is_one_block_and_one_shard(
-    tmp_path: Path, checkpoint_maker: Callable[..., Path], short_text: str, method: str, layers: int
-) -> None:
+def test_peak_is_one_block_and_one_shard(tmp_path: Path, method: str, layers: int) -> None:
     """Against the peak of a tiny model in the same process, so that libraries and texts are not counted.
 
     The full-precision weights are 26 blocks or more of 15.7 MB (float32) in 10 shards: keeping them all would cost
     410 MB.
     """
     shape = {"hidden": 512, "intermediate": 2048, "layers": layers, "shards": 10, "tied": False, "vocabulary": 4096}
-    folder = checkpoint_maker(tmp_path / "large", **shape)
-    tiny = checkpoint_maker(tmp_path / "tiny")
-    (tmp_path / "text").write_text(short_text)
+    folder = write_checkpoint(tmp_path / "large", **shape)
+    tiny = write_checkpoint(tmp_path / "tiny")
+    (tmp_path / "text").write_text(TEXT)
     arguments = [str(folder), str(tmp_path / "store"), str(tmp_path / "text"), method, str(tiny)]
     done = subprocess.run(
         [sys.executable, "-c", MEASURE, *arguments],

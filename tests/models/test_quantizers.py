@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from models import threads
 from models.errors import QuantizationError
 from models.packed import PackedLinear, PackedResidual, rows_of
 from models.packing import pack
-from models.quantizers import quantizer, rows
+from models.quantizers import quantizer
 from models.quantizers.dequantize import dequantize, dequantize_residual
-from models.quantizers.groups import GroupCodes
-from models.quantizers.residual import GRID, quantize_residual
-from models.quantizers.rtn import RATIOS, quantize
+from models.quantizers.groups import RATIOS, GroupCodes, rtn
+from models.quantizers.residual import quantize_residual
 from models.threads import each
 from tests.close import assert_close
 
@@ -46,7 +46,7 @@ def best_group_error(group: np.ndarray, bits: int, ratios: tuple[float, ...]) ->
 @pytest.mark.parametrize("group_size", [32, 128])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_codes_scales_and_zeros_are_in_range(shape: tuple[int, int], group_size: int, bits: int) -> None:
-    result = quantize(random_weights(shape), bits, group_size)
+    result = rtn(random_weights(shape), bits, group_size)
     groups = -(-shape[1] // group_size)
     assert result.codes.shape == shape
     assert result.scales.shape == result.zeros.shape == (shape[0], groups)
@@ -60,7 +60,7 @@ def test_codes_scales_and_zeros_are_in_range(shape: tuple[int, int], group_size:
 @pytest.mark.parametrize("shape", [(2, 32), (3, 100), (2, 172)], ids=str)
 def test_error_of_each_group_is_the_least_of_the_grid(shape: tuple[int, int], bits: int) -> None:
     weight = random_weights(shape, seed=bits)
-    dequantized = quantize(weight, bits, 64).dequantize().astype(np.float64)
+    dequantized = rtn(weight, bits, 64).dequantize().astype(np.float64)
     for row in range(shape[0]):
         for start in range(0, shape[1], 64):
             columns = slice(start, start + 64)
@@ -71,7 +71,7 @@ def test_error_of_each_group_is_the_least_of_the_grid(shape: tuple[int, int], bi
 
 def test_clip_search_beats_plain_rounding() -> None:
     weight = random_weights((64, 128))
-    dequantized = quantize(weight, 3, 128).dequantize()
+    dequantized = rtn(weight, 3, 128).dequantize()
     error = sum(weighted_error(*rows) for rows in zip(dequantized, weight, strict=True))
     plain = sum(best_group_error(row.astype(np.float64), 3, (1.0,)) for row in weight)
     assert error < 0.92 * plain
@@ -81,7 +81,7 @@ def test_clip_search_beats_plain_rounding() -> None:
 @pytest.mark.parametrize("bits", [3, 4])
 def test_constant_groups_are_safe(value: float, bits: int) -> None:
     weight = np.full((2, 160), value, np.float32)
-    dequantized = quantize(weight, bits, 128).dequantize()
+    dequantized = rtn(weight, bits, 128).dequantize()
     assert np.isfinite(dequantized).all()
     assert_close(dequantized, weight, "stored half")
 
@@ -90,7 +90,7 @@ def test_constant_groups_are_safe(value: float, bits: int) -> None:
 @given(seed=st.integers(0, 2**32 - 1), bits=st.sampled_from([3, 4]), scale=st.sampled_from([1e-7, 1e-3, 1.0, 1e3]))
 def test_no_weight_inside_the_range_is_off_by_more_than_the_clip(seed: int, bits: int, scale: float) -> None:
     weight = (np.random.default_rng(seed).uniform(-1, 1, (3, 96)) * scale).astype(np.float32)
-    result = quantize(weight, bits, 64)
+    result = rtn(weight, bits, 64)
     dequantized = result.dequantize()
     assert np.isfinite(dequantized).all()
     step = 2 / (2**bits - 1)  # of the unclipped grid, in units of the peak
@@ -102,7 +102,7 @@ def test_weights_that_are_no_numbers_are_refused(bad: float) -> None:
     weight = random_weights((4, 64))
     weight[2, 5] = bad
     with pytest.raises(QuantizationError, match="NaN or infinity"):
-        quantize(weight, 4, 32)
+        rtn(weight, 4, 32)
     with pytest.raises(QuantizationError, match="NaN or infinity"):
         quantize_residual(weight, 4)
 
@@ -111,16 +111,16 @@ def test_weights_too_large_for_fp16_scales_are_refused() -> None:
     weight = random_weights((4, 64))
     weight[2, 5] = 1e7
     with pytest.raises(QuantizationError, match="too far for fp16"):
-        quantize(weight, 4, 32)
+        rtn(weight, 4, 32)
     with pytest.raises(QuantizationError, match="too far for fp16"):
         quantize_residual(weight, 4)
 
 
 def test_result_does_not_depend_on_how_rows_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = random_weights((70, 172))
-    whole, whole_residual = quantize(weight, 3, 64), quantize_residual(weight, 4)
-    monkeypatch.setattr(rows, "CHUNK", 3 * 172)
-    parts, parts_residual = quantize(weight, 3, 64), quantize_residual(weight, 4)
+    whole, whole_residual = rtn(weight, 3, 64), quantize_residual(weight, 4)
+    monkeypatch.setattr(threads, "CHUNK", 3 * 172)
+    parts, parts_residual = rtn(weight, 3, 64), quantize_residual(weight, 4)
     for field in ("codes", "scales", "zeros"):
         np.testing.assert_array_equal(getattr(whole, field), getattr(parts, field))
     np.testing.assert_array_equal(whole_residual.codes, parts_residual.codes)
@@ -128,9 +128,10 @@ def test_result_does_not_depend_on_how_rows_are_shared_out(monkeypatch: pytest.M
 
 
 def best_row_error(row: np.ndarray, top: int) -> float:
+    """Of 32 scales (QDEC §4.2)."""
     errors = []
-    for point in range(1, GRID + 1):
-        scale = max(float(np.float16(np.abs(row).max() * point / GRID / top)), 2.0**-24)
+    for point in range(1, 33):
+        scale = max(float(np.float16(np.abs(row).max() * point / 32 / top)), 2.0**-24)
         errors.append(float(((np.clip(np.rint(row / scale), -top, top) * scale - row) ** 2).sum()))
     return min(errors)
 
@@ -162,12 +163,12 @@ def test_fused_residuals_equal_those_of_the_parts(bits: int) -> None:
     """Source: QDEC; q, k and v of different magnitudes keep their own scales when they are quantized as one."""
     parts = [random_weights((48, 64), 1), 10 * random_weights((16, 64), 2), 0.1 * random_weights((16, 64), 3)]
     fused = np.concatenate(parts)
-    base = quantize(fused, 3, 32)
+    base = rtn(fused, 3, 32)
     residual = quantize_residual(fused - base.dequantize(), bits)
     start = 0
     for part in parts:
         rows_of_part = slice(start, start + part.shape[0])
-        alone = quantize(part, 3, 32)
+        alone = rtn(part, 3, 32)
         np.testing.assert_array_equal(base.codes[rows_of_part], alone.codes)
         np.testing.assert_array_equal(base.scales[rows_of_part], alone.scales)
         residual_alone = quantize_residual(part - alone.dequantize(), bits)
@@ -180,7 +181,7 @@ def test_fused_residuals_equal_those_of_the_parts(bits: int) -> None:
 @pytest.mark.parametrize("rows", [slice(0, 32), slice(32, 77), slice(64, 64)], ids=str)
 def test_rows_of_a_stored_matrix_are_those_of_the_whole(rows: slice, half: bool) -> None:
     weight, shape = random_weights((77, 64)), (77, 64)
-    base = quantize(weight, 3, 32)
+    base = rtn(weight, 3, 32)
     quantized = quantize_residual(weight - base.dequantize(), 4)
     whole = PackedLinear(
         name="head",
@@ -209,7 +210,7 @@ def test_rows_of_a_stored_matrix_are_those_of_the_whole(rows: slice, half: bool)
 @pytest.mark.parametrize("shape", [(5, 100), (7, 128)], ids=str)
 def test_stored_form_dequantizes_to_the_same_numbers(shape: tuple[int, int]) -> None:
     weight = random_weights(shape)
-    base = quantize(weight, 3, 64)
+    base = rtn(weight, 3, 64)
     quantized = quantize_residual(weight - base.dequantize(), 4)
     residual = PackedResidual(bits=4, codes=pack(quantized.codes.T, 4), scales=quantized.scales)
     linear = PackedLinear(

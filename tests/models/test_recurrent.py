@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from models.recurrent import DeltaInputs, convolve, normalized, recur, recur_chunked
+from models.recurrent import DeltaInputs, convolve, delta_rule, delta_rule_chunked, normalized
 from tests.close import assert_close
 
 
@@ -24,9 +24,9 @@ def drawn(tokens: int, seed: int = 0) -> tuple[DeltaInputs, torch.Tensor]:
 @pytest.mark.parametrize("tokens", [0, 1, 7, 64, 65, 150])
 def test_chunks_give_what_the_recurrent_form_gives(tokens: int) -> None:
     x, state = drawn(tokens)
-    expected, last = recur(x, state)
+    expected, last = delta_rule(x, state)
     for chunk in (64, 3):
-        found, left = recur_chunked(x, state, chunk)
+        found, left = delta_rule_chunked(x, state, chunk)
         assert_close(found, expected, "model")
         assert_close(left, last, "model")
 
@@ -36,7 +36,7 @@ def test_a_token_replaces_what_its_key_holds() -> None:
     key, other = torch.eye(5, dtype=torch.float64)[:2]
     value, state = torch.arange(4, dtype=torch.float64), torch.randn(1, 5, 4, dtype=torch.float64)
     x = DeltaInputs(key.view(1, 1, 5), key.view(1, 1, 5), value.view(1, 1, 4), torch.zeros(1, 1), torch.ones(1, 1))
-    y, after = recur(x, state)
+    y, after = delta_rule(x, state)
     assert_close(y[0, 0], value)
     assert_close(after[0].T @ key, value)
     assert_close(after[0].T @ other, state[0].T @ other)

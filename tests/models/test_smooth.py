@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from models.checkpoint import Checkpoint
 from models.errors import QuantizationError
 from models.oracle import Oracle
 from models.quantize import quantize
-from models.quantize.smooth import SMALLEST_SHARE, smooth_attention, smoothing
+from models.quantize.scales import SMALLEST_SHARE, smooth_attention, smoothing
 from models.quantize.streams import Streams
 from models.quantize.working import WorkingBlock
 from models.quantizers.dequantize import dequantize
@@ -24,6 +23,7 @@ from models.spec import ModelSpec, RopeSpec
 from models.store import Store
 from tests.close import Tolerance, assert_close
 from tests.grid import grid
+from tests.models.conftest import write_checkpoint
 from tests.models.random_models import CASES, MECHANISMS, random_case
 
 TEXT = "The quick brown fox jumps over the lazy dog. Pack my box with five dozen liquor jugs!\n" * 8
@@ -120,10 +120,8 @@ def test_silent_channels_get_bounded_scales(dead: slice, size: float) -> None:
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_keys_that_are_no_numbers_are_refused(
-    value: float, tmp_path: Path, checkpoint_maker: Callable[..., Path]
-) -> None:
-    working = WorkingBlock(Checkpoint.open(checkpoint_maker(tmp_path / "model")), 1)
+def test_keys_that_are_no_numbers_are_refused(value: float, tmp_path: Path) -> None:
+    working = WorkingBlock(Checkpoint.open(write_checkpoint(tmp_path / "model")), 1)
     magnitude = np.ones((2, 16), np.float32)
     magnitude[1, 3] = value
     with pytest.raises(QuantizationError, match=r"NaN or infinity in the keys of layers\.1"):
@@ -138,10 +136,8 @@ def rounded(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
-def test_a_planted_outlier_channel_costs_less(
-    family: str, tmp_path: Path, checkpoint_maker: Callable[..., Path]
-) -> None:
-    checkpoint = Checkpoint.open(checkpoint_maker(tmp_path / "model", family=family))
+def test_a_planted_outlier_channel_costs_less(family: str, tmp_path: Path) -> None:
+    checkpoint = Checkpoint.open(write_checkpoint(tmp_path / "model", family=family))
     spec, name = checkpoint.spec, "layers.1.qkv"
 
     class Planted(WorkingBlock):
@@ -171,8 +167,8 @@ def test_a_planted_outlier_channel_costs_less(
 
 
 @pytest.mark.parametrize("method", ["rtn", "gptq", "awq", "squeezellm"])
-def test_every_recipe_can_have_it(method: str, tmp_path: Path, checkpoint_maker: Callable[..., Path]) -> None:
-    folder = checkpoint_maker(tmp_path / "model", family="qwen2")
+def test_every_recipe_can_have_it(method: str, tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "model", family="qwen2")
     checkpoint, store = Checkpoint.open(folder), Store(tmp_path / "store")
     recipe = Recipe(method=method, group_size=32, smooth_attention=True)
     stored = [
@@ -193,7 +189,7 @@ def test_every_recipe_can_have_it(method: str, tmp_path: Path, checkpoint_maker:
         assert_close(queries[:, 1] * keys, torch.ones_like(keys), Tolerance(rtol=0.1, why="weights of 4 bits"))
 
 
-def test_it_needs_a_calibration_text(tmp_path: Path, checkpoint_maker: Callable[..., Path]) -> None:
-    folder, recipe = checkpoint_maker(tmp_path / "model"), Recipe(method="rtn", residual_bits=0, smooth_attention=True)
+def test_it_needs_a_calibration_text(tmp_path: Path) -> None:
+    folder, recipe = write_checkpoint(tmp_path / "model"), Recipe(method="rtn", residual_bits=0, smooth_attention=True)
     with pytest.raises(QuantizationError, match="smooth_attention needs a calibration text"):
         quantize(folder, Store(tmp_path / "store"), recipe, calibration=None, evaluation=None)

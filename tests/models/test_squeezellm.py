@@ -9,12 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from models import threads
 from models.checkpoint import Checkpoint
 from models.errors import QuantizationError
 from models.quantize import fisher
 from models.quantize.text import token_windows
 from models.quantize.work import Work
-from models.quantizers import quantizer, rows, rtn, squeezellm
+from models.quantizers import quantizer, squeezellm
+from models.quantizers.groups import rtn
 from tests.close import Tolerance, assert_close
 
 SHAPES = [(1, 1), (2, 5), (3, 32), (5, 100), (4, 172), (140, 33), (0, 64)]
@@ -80,7 +82,7 @@ def test_errors_are_near_the_least_there_are(bits: int, above: float) -> None:
     assert ratio.min() > 0.97  # sensitivities have a floor, which the reference does not know
     assert ratio.mean() < above
     assert ratio.max() < 1.2
-    rounded = errors(weight, rtn.quantize(weight, bits, 128).dequantize(), sensitivity)
+    rounded = errors(weight, rtn(weight, bits, 128).dequantize(), sensitivity)
     assert found.sum() < 0.7 * rounded.sum()
 
 
@@ -160,7 +162,7 @@ def test_random_rows_lie_between_the_least_error_and_plain_rounding(
 def test_result_does_not_depend_on_how_rows_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, sensitivity = weights((150, 172)), importance((150, 172))
     whole = squeezellm.quantize(weight, sensitivity, 3)
-    monkeypatch.setattr(rows, "CHUNK", 7 * 172)
+    monkeypatch.setattr(threads, "CHUNK", 7 * 172)
     monkeypatch.setattr(squeezellm, "_ROWS", 5)
     parts = squeezellm.quantize(weight, sensitivity, 3)
     for field in ("codes", "scales", "codebook"):
@@ -213,7 +215,7 @@ def test_real_weights_lose_less_than_by_rounding(tmp_path: Path, shared_data: Pa
     for name in checkpoint.spec.linear_names():
         weight, sensitivity = checkpoint.linear(name)[0].float().numpy(), fisher.load(work, name)
         found = errors(weight, squeezellm.quantize(weight, sensitivity, bits).dequantize(), sensitivity)
-        assert found.sum() < 0.8 * errors(weight, rtn.quantize(weight, bits, 128).dequantize(), sensitivity).sum()
+        assert found.sum() < 0.8 * errors(weight, rtn(weight, bits, 128).dequantize(), sensitivity).sum()
         rows_tried = range(0, len(weight), len(weight) // 4)
         least = [least_error(weight[row], sensitivity[row], 2**bits) for row in rows_tried]
         assert found[list(rows_tried)].sum() < 1.1 * sum(least)

@@ -14,22 +14,26 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from models.errors import ModelNotFoundError, StoreError
 from models.quantize import quantize
 from models.recipe import Recipe
 from models.store import Store, StoredModel, durable, manifest
+from models.store.store import check_name, default_name, folder_of, name_of
+from tests.models.conftest import TEXT, write_checkpoint
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory, checkpoint_maker: Callable[..., Path], short_text: str) -> Path:
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A store with the models `small` (files under 1 MiB) and `org/wide` (a head above 1 MiB)."""
     folder = tmp_path_factory.mktemp("finished")
     store = Store(folder / "store")
     for name, vocabulary in (("small", 96), ("org/wide", 12000)):
-        source = checkpoint_maker(folder / "source", vocabulary=vocabulary)
-        quantize(source, store, Recipe(bits=3, group_size=32), name=name, calibration=short_text)
+        source = write_checkpoint(folder / "source", vocabulary=vocabulary)
+        quantize(source, store, Recipe(bits=3, group_size=32), name=name, calibration=TEXT)
     return store.root
 
 
@@ -380,3 +384,51 @@ def test_nothing_here_imports_torch() -> None:
     root = Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
+
+
+@given(st.text(max_size=40))
+def test_a_folder_lies_directly_in_the_store_and_leads_back(name: str) -> None:
+    try:
+        folder = folder_of(name)
+    except StoreError:
+        return
+    assert Path(folder).name == folder
+    assert not folder.startswith(".")
+    assert (Path("/store") / folder).resolve().parent == Path("/store")
+    assert name_of(folder) == name
+
+
+@pytest.mark.parametrize("name", ["a", "Qwen/Qwen2.5-0.5B", "model_1.0-x", "9"])
+def test_good_names(name: str) -> None:
+    assert check_name(name) == name
+
+
+@pytest.mark.parametrize(
+    "name", ["a/", "/a", "-a", "a-", "a..b", "a--b", "a/b/c", "a\n", "a\0", "~", "con:", "x" * 151]
+)
+def test_bad_names(name: str) -> None:
+    with pytest.raises(StoreError, match="not a good model name"):
+        check_name(name)
+
+
+@pytest.mark.parametrize(
+    ("folder", "recipe", "name"),
+    [
+        ("english3m", Recipe(bits=3), "english3m-gptq-3bit"),
+        ("My Model (v2)", Recipe(), "My-Model-v2-gptq-4bit"),
+        ("...", Recipe(), "model-gptq-4bit"),
+        ("a--b..c", Recipe(), "a-b.c-gptq-4bit"),
+        ("m", Recipe(group_size=128, residual_bits=8, head_bits=3), "m-gptq-4bit-g128-r8-h3"),
+        ("m", Recipe(group_size=128, smooth_attention=True), "m-gptq-4bit-g128-sa"),
+        ("m", Recipe.usual("qoq"), "m-qoq-4bit"),
+        ("m", Recipe.usual("qoq", group_size=0, rotate=True), "m-qoq-4bit-g0-rotate"),
+        ("m", Recipe.usual("qoq", clip=False), "m-qoq-4bit-no-clip"),
+        ("models--Qwen--Qwen2.5-0.5B/snapshots/0123abc", Recipe(bits=3), "Qwen/Qwen2.5-0.5B-gptq-3bit"),
+        ("models--gpt/snapshots/0123abc", Recipe(), "gpt-gptq-4bit"),
+        ("models--a--b-GGUF/snapshots/0123abc/b-Q8_0.gguf", Recipe(), "a/b-GGUF-gptq-4bit"),
+        ("models--a--b-GGUF/snapshots/0123abc/b.Q4_K_M.gguf", Recipe(), "a/b-GGUF-Q4_K_M-gptq-4bit"),
+        ("x" * 200, Recipe(), "x" * 60 + "-gptq-4bit"),
+    ],
+)
+def test_default_names(tmp_path: Path, folder: str, recipe: Recipe, name: str) -> None:
+    assert default_name(tmp_path / folder, recipe) == name

@@ -10,8 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from models.keys import KeyStatistics
-from models.packed import PackedLinear, PackedResidual
+from models.packed import KeyStatistics, PackedLinear, PackedResidual
 from models.packing import pack
 from models.spec import HeadShape, ModelSpec, RopeSpec, first_expert
 
@@ -105,7 +104,7 @@ def _pack_residual(residual: npt.NDArray[np.float32], bits: int) -> PackedResidu
 
 @dataclass
 class TinyModel:
-    """Stands in for a stored model: everything that `models.weights.Weights` asks for, and the weights themselves."""
+    """Stands in for a stored model: everything that `models.packed.Weights` asks for, and the weights themselves."""
 
     spec: ModelSpec
     linears: dict[str, PackedLinear]
@@ -134,7 +133,7 @@ class TinyModel:
     def expert_tokens(self, _layer: int) -> npt.NDArray[np.int32]:
         """The later, the more."""
         assert self.spec.mixture is not None
-        return np.arange(self.spec.mixture.held, dtype=np.int32)
+        return np.arange(self.spec.mixture.num_experts, dtype=np.int32)
 
     def release(self) -> None:
         pass
@@ -158,7 +157,7 @@ BEHIND: dict[str, Any] = {"norm_before": False, "norm_after": True, "qk_norm": T
 """Options of OLMo's kind."""
 TURNED: dict[str, Any] = {
     "qk_norm": True,
-    "qk_norm_form": "turned",
+    "qk_norm_form": "after_rope",
     "query_growth": 0.5,
     "query_growth_context": 2,
 }

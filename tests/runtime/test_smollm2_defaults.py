@@ -14,15 +14,14 @@ from models.quantize import quantize
 from models.recipe import Recipe
 from models.store import Store, StoredModel
 from runtime.backends.decoder import DecoderOptions
-from runtime.engine.speculation.gamma import FixedGamma
-from runtime.engine.speculation.measure import continued
+from runtime.engine.gamma import FixedGamma
+from runtime.engine.measure import continued
 from runtime.kv.kinds import KVKind
-from runtime.load.open import open_decoder
+from runtime.load.plan import open_decoder
 from runtime.measure.evaluate import perplexity
 from runtime.text.sampling import SamplingOptions
 from runtime.text.tokenizer import Tokenizer
-from tests.bench.reporting.origin import code_of
-from tests.bench.reporting.results import digest
+from tests.lab.store import ROOT, digest
 from tests.smollm2 import HF_NAME, kept
 
 pytestmark = [pytest.mark.data, pytest.mark.slow, pytest.mark.timeout(1800)]  # quantizing on a busy machine
@@ -43,11 +42,12 @@ MARGIN = 1.02
 
 @pytest.fixture(scope="module")
 def stored(smollm2_hf: Path) -> Callable[[int], StoredModel]:
-    """SmolLM2 by the default recipe, by bits: kept in the tests' cache for as long as `models` does what it did."""
+    """SmolLM2 by the default recipe, by bits: kept in the tests' cache for as long as `models` stays as it is."""
 
     def opened(bits: int) -> StoredModel:
         recipe, calibration = Recipe(bits=bits), calibration_text()
-        name = f"{HF_NAME}-{digest([code_of('models'), recipe.to_json(), calibration])}"
+        sources = [file.read_text(encoding="utf-8") for file in sorted((ROOT / "models").rglob("*.py"))]
+        name = f"{HF_NAME}-{digest([sources, recipe.to_json(), calibration])}"
 
         def make(folder: Path) -> None:
             for old in folder.parent.glob(f"{HF_NAME}-*"):

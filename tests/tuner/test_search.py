@@ -10,7 +10,6 @@ import pytest
 from tuner.candidates import k_chunk_limit, n_tb_candidates
 from tuner.devices import DEVICES
 from tuner.errors import BudgetError, Cancelled, ShapeError, TimerError
-from tuner.progress import Report
 from tuner.search import Configuration, pooled, tune
 from tuner.shapes import SHAPES, LayerShape
 from tuner.simulate import SimulatedTimer
@@ -259,12 +258,3 @@ def test_it_stops_before_the_next_measurement() -> None:
     with pytest.raises(Cancelled, match="measurements are kept"):
         tune(LAYERS, timer, budget_percent=5, sm_count=20, cancelled=lambda: timer.asked.total() == 50)
     assert timer.asked.total() == 50
-
-
-def test_progress_is_told() -> None:
-    reports: list[Report] = []
-    tune(LAYERS, Formula(knees(2)), budget_percent=5, sm_count=20, progress=reports.append)
-    assert [report.done for report in reports] == sorted(report.done for report in reports)
-    assert reports[-1].done == reports[-1].total == len({count for layer in LAYERS
-        for count in n_tb_candidates(layer.n, layer.k) if count <= 10}) + 1  # fmt: skip
-    assert reports[0].message == "thread blocks up to 1"

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from tests.bench.table_3 import BUDGETS, KINDS, order_breaks, quantile, simulate
+from tests.tuner.table_3 import BUDGETS, KINDS, order_breaks, quantile, simulate
 from tuner.devices import DEVICES
 from tuner.errors import BudgetError, ShapeError, TimerError, UnknownDeviceError
 from tuner.shapes import SHAPES, LayerShape

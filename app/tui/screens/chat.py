@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Coroutine
+from collections.abc import AsyncGenerator, Coroutine
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,14 +13,18 @@ from textual import on
 from textual.app import ComposeResult
 from textual.containers import Horizontal, Vertical
 from textual.content import Content
+from textual.events import Paste
 from textual.screen import Screen
 from textual.timer import Timer
+from textual.widget import Widget
 from textual.widgets import TextArea
 
+from app.chat.answers import Continued, Event, Written
+from app.chat.tools import MOST_ROUNDS, CallChanged, rounds
 from app.conversation import Message
 from app.errors import ClientError, HistoryError
 from app.printable import printable_name
-from app.tui.answers import Writing
+from app.tui.answers import AnswerTask
 from app.tui.attaching import Attaching
 from app.tui.figures import SEPARATOR
 from app.tui.greeting import Greeting
@@ -29,7 +33,6 @@ from app.tui.plain import plain
 from app.tui.pump import Pump
 from app.tui.screens.sidebar import MIN_COLUMNS, Sidebar
 from app.tui.session import Session
-from app.tui.tools import MOST_ROUNDS, rounds
 from app.tui.widgets.composer import Composer, remembered
 from app.tui.widgets.header import HeaderBar, model_line
 from app.tui.widgets.key_line import KeyLine
@@ -40,8 +43,7 @@ from app.tui.widgets.transcript import Transcript
 if TYPE_CHECKING:
     from app.history.store import Chat
     from app.tools.permissions import Answer
-    from app.tui.screens.attach import Attachment
-    from app.tui.screens.chat_dialogs import Overflow
+    from app.tui.screens.chat_dialogs import Attachment, Overflow
 
 LIVE_INTERVAL_S = 0.5
 DRAFT_S = 1.0
@@ -61,7 +63,7 @@ class ChatScreen(Screen[None]):
         self._typing: Composer | None = None
         self._copied = ("", 0)
         self._draft: Timer | None = None
-        self._writing: Writing | None = None
+        self._writing: AnswerTask | None = None
         self._ticker: Timer | None = None
         self._greeting = Greeting(session)
         self._attaching = Attaching(self, session, lambda: self.composer, self.show_session)
@@ -82,7 +84,7 @@ class ChatScreen(Screen[None]):
         self._ticker = self.set_interval(LIVE_INTERVAL_S, self._tick, pause=True)
         self._typing = self.composer  # on_unmount can no longer query it
         self.show_session()
-        self.run_worker(self._recall_past(), group="past", exit_on_error=False)
+        self.run_worker(self._recall_past, group="past", exit_on_error=False)  # type: ignore[arg-type]  # mypy infers Never
 
     @property
     def busy(self) -> bool:
@@ -112,30 +114,36 @@ class ChatScreen(Screen[None]):
         """Lay the lines out for the new width."""
         self.call_after_refresh(self._lay_out)
 
-    async def _send(self, text: str) -> None:
-        """Add the prompt to the conversation and start the answer."""
+    async def _send(self, text: str, *, summarize: bool = False) -> None:
+        """Add the prompt to the conversation and start the answer. What is left out for it may be summarized."""
         session = self._session
         conversation = session.conversation
         parent = conversation.head
         if self._editing is not None:
             parent = conversation[self._editing].parent
-            self.cancel_edit()
+            self._editing = None
+            self.composer.border_title = self._title()
+            if self._unsent:
+                self.composer.give_back(self._unsent)
         self._remember(text)
         user = conversation.add("user", text, parent=parent)
         session.note(conversation, draft="")
-        await self._answer(user.id, rebuilt=self._branched(user))
+        await self._answer(user.id, rebuilt=self._branched(user), summarize=summarize)
 
     def _branched(self, message: Message) -> bool:
         """Whether a message has siblings, so that another path is shown now."""
         return len(self._session.conversation.siblings(message.id)) > 1
 
-    async def _answer(self, prompt: str, *, rebuilt: bool) -> None:
+    async def _answer(self, prompt: str, *, rebuilt: bool, summarize: bool = False) -> None:
         """Start an answer to an existing prompt."""
         session = self._session
         model = session.conversation.extras.model or session.wanted
         answer = session.conversation.add("assistant", "", parent=prompt, state="streaming", model=model)
+        # At once, so that no other one begins.
+        writing = session.answers.begin(session.conversation, answer.id, summarize=summarize)
         await (self.transcript.reopen() if rebuilt else self.transcript.extend())
-        self._write(answer)
+        if writing.conversation is session.conversation:
+            self._follow(writing)
 
     async def regenerate(self, message_id: str | None = None) -> None:
         """Start another answer to a prompt, by default the last one. The previous answer stays as a branch."""
@@ -152,7 +160,7 @@ class ChatScreen(Screen[None]):
         if not self.busy and conversation.head is not None:
             last = conversation[conversation.head]
             if last.resumable and last.text:
-                self._write(last, resume=True)
+                self._follow(self._session.answers.begin(conversation, last.id, resume=True))
 
     @on(Submitted)
     async def send(self, event: Submitted) -> None:
@@ -174,19 +182,18 @@ class ChatScreen(Screen[None]):
         from app.tui.screens.chat_dialogs import OverflowDialog
 
         def decided(answer: Overflow | None) -> None:
-            self.run_worker(self._overflow(answer or "keep", event.text), group="send", exit_on_error=False)
+            if answer is not None and answer != "keep":
+                self.run_worker(self._overflow(answer, event.text), group="send", exit_on_error=False)
 
+        self.composer.give_back(event.text)  # nothing is lost if the program ends before the answer
         self.app.push_screen(OverflowDialog(leaves_out), decided)
 
     async def _overflow(self, answer: Overflow, text: str) -> None:
         """Proceed with a full chat as the user chose."""
-        if answer == "keep":
-            self.composer.give_back(text)
-            return
+        self.composer.put(self.composer.value.removeprefix(text).removeprefix("\n"))
         if answer == "new":
             await self.new_chat()
-        self._session.summarizes = answer == "summarize"
-        await self._send(text)
+        await self._send(text, summarize=answer == "summarize")
 
     @property
     def unsaved(self) -> bool:
@@ -256,62 +263,55 @@ class ChatScreen(Screen[None]):
         await self.workers.wait_for_complete([worker for worker in self.workers if worker.group == "answer"])
         return True
 
-    def _write(self, answer: Message, *, resume: bool = False) -> None:
-        session = self._session
-        self._follow(session.answers.begin(session.conversation, answer.id, resume=resume))
-        self.query_one(Sidebar).refill()  # a new chat has a title now
-
-    def _follow(self, writing: Writing) -> None:
+    def _follow(self, writing: AnswerTask) -> None:
         """Stream an answer to the screen."""
         self._writing = writing
+        self.query_one(Sidebar).refill()  # a new chat has a title now
         self.app.refresh_bindings()
         self.run_worker(self._stream(writing), group="answer", exclusive=True, exit_on_error=False)
 
-    async def _stream(self, writing: Writing) -> None:
-        """Stream an answer, and those that follow when it called tools."""
-        while True:
-            writing.moved.clear()
-            answer = writing.answer
-            await self._stream_one(writing, answer)
-            self.show_session()
-            if writing.answer == answer:
-                break
-            await self.transcript.extend()
-            self._writing = writing
+    async def _stream(self, writing: AnswerTask) -> None:
+        """Draw the events of an answer, and of those that follow when it called tools."""
+        async with contextlib.aclosing(writing.follow()) as events:
+            while await self._stream_one(writing, writing.message, events):
+                self.show_session()
+                await self.transcript.extend()
+                self._writing = writing
+        self.show_session()
 
-    async def _stream_one(self, writing: Writing, answer: str) -> None:
+    async def _stream_one(self, writing: AnswerTask, answer: str, events: AsyncGenerator[Event, None]) -> bool:
+        """Draw the events of one message. Returns whether another one follows."""
         if (view := self.transcript.view(answer)) is None:
             await self.transcript.reopen()
             view = self.transcript.view(answer)
         assert view is not None
         assert view.body is not None
-        assert writing.task is not None
         conversation = writing.conversation
-        shown = view.message.text
-        pump = Pump(view.body, written=shown)
-        pump.write(conversation[answer].text[len(shown) :])
-        writing.on_text = pump.write
-        writing.on_calls = lambda: view.show(conversation[answer])
+        pump = Pump(view.body, written=view.message.text)
         pumping = asyncio.create_task(pump.run())
-        moved = asyncio.create_task(writing.moved.wait())
         if self._ticker is not None:
             self._ticker.resume()
         self.ask_next()
         try:
             view.show(conversation[answer])
-            await asyncio.wait([writing.task, moved], return_when=asyncio.FIRST_COMPLETED)
+            pump.write(conversation[answer].text[len(pump.text) :])
+            async for event in events:
+                if isinstance(event, Continued):
+                    return True
+                # What it brings is in the conversation already, and so may be what comes next.
+                if isinstance(event, CallChanged) or (isinstance(event, Written) and event.delta.calls):
+                    view.show(conversation[answer])
+                pump.write(conversation[answer].text[len(pump.text) :])
+            return False
         finally:
-            moved.cancel()
             await self._finish(writing, pump, pumping)
             view.show(conversation[answer])
 
-    async def _finish(self, writing: Writing, pump: Pump, pumping: asyncio.Task[None]) -> None:
+    async def _finish(self, writing: AnswerTask, pump: Pump, pumping: asyncio.Task[None]) -> None:
         """Flush the remaining text, however the answer ended, unless the chat was left or the program is quitting."""
         task = asyncio.current_task()
         if task is not None and task.cancelling():
             pumping.cancel()
-            if writing.on_text == pump.write:
-                writing.on_text = writing.on_calls = None
             if self._writing is writing:
                 self._writing = None
             return
@@ -326,7 +326,7 @@ class ChatScreen(Screen[None]):
 
     def _tick(self) -> None:
         """Show the answer's progress."""
-        view = self.transcript.view(self._writing.answer) if self._writing else None
+        view = self.transcript.view(self._writing.message) if self._writing else None
         if view is None:
             return
         tally = self._session.tally
@@ -359,9 +359,9 @@ class ChatScreen(Screen[None]):
 
     def ask_next(self) -> None:
         """Ask whether a call may run, if one waits for that in this chat."""
-        from app.tui.screens.tool_dialogs import AskDialog
+        from app.tui.screens.chat_dialogs import AskDialog
 
-        ask = self._session.tools.ask_of(self._session.conversation.id)
+        ask = self._session.tools.waiting(self._session.conversation.id)
         if ask is None or ask.stopped or ask.answer.done() or self.app.screen is not self:
             return
 
@@ -421,6 +421,21 @@ class ChatScreen(Screen[None]):
         self.composer.border_title = self._title()
         self.composer.put(self._unsent)
         return True
+
+    def _reset_focus(self, widget: Widget, avoiding: list[Widget] | None = None) -> None:
+        """Focus the composer when the focused widget goes, so that there is always somewhere to type."""
+        composer = self._typing
+        if self.focused is widget and composer is not None and composer.focusable and widget is not composer:
+            self.set_focus(composer)
+        else:
+            super()._reset_focus(widget, avoiding)
+
+    def on_paste(self, event: Paste) -> None:
+        """Take what was pasted where nothing can be typed."""
+        if event.is_forwarded:
+            event.stop()
+            self.composer.focus()
+            self.composer.post_message(Paste(event.text))
 
     @on(MessageAct)
     async def act(self, event: MessageAct) -> None:
@@ -529,7 +544,7 @@ class ChatScreen(Screen[None]):
             elif found is not None:
                 self._run_attaching(self._attaching.attach(found.path))
 
-        from app.tui.screens.attach import AttachDialog
+        from app.tui.screens.chat_dialogs import AttachDialog
 
         self.app.push_screen(AttachDialog(self._session.conversation.extras.sources, Path.cwd()), take)
 

@@ -1,22 +1,39 @@
-"""Dialogs about the current chat: its own settings, and what to do when it is full."""
+"""Dialogs about the current chat: its settings, a full context, a document to attach, a tool's call and its prompts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import ClassVar, Literal
+import asyncio
+import contextlib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-from textual import on
+from textual import on, work
 from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
-from textual.containers import Horizontal, Vertical
-from textual.screen import ModalScreen
-from textual.widgets import Button, Input, TextArea
+from textual.containers import Horizontal, Vertical, VerticalScroll
+from textual.events import Key
+from textual.widgets import Button, Input, OptionList, TextArea
+from textual.widgets.option_list import Option
 
+from app.conversation import Source
+from app.printable import printable_name
 from app.settings import RULES, SAMPLING_DEFAULTS, SettingsError, Value, check
 from app.tui.plain import Plain, plain
-from app.tui.screens.dialogs import FormDialog
+from app.tui.screens.dialogs import FormDialog, UnaskedDialog
 from app.tui.screens.presets import ask_for_preset
 from app.tui.session import Session
+from app.tui.widgets.call_view import pretty
+from app.tui.widgets.plain_table import PlainList
+
+if TYPE_CHECKING:
+    from app.chat.tools import CallAsked
+    from app.tools.permissions import Answer
+    from app.tools.server import Offered
+
 
 CHAT_KEYS = ("thinking", *SAMPLING_DEFAULTS, "max_tokens")
 """Settings that a chat can override, besides its system prompt."""
@@ -80,15 +97,13 @@ class ChatSettingsDialog(FormDialog[Mapping[str, Value]]):
         self.dismiss(found)
 
 
-class OverflowDialog(ModalScreen[Overflow]):
+class OverflowDialog(UnaskedDialog[Overflow]):
     """Asks what to do with a chat that no longer fits in the context."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape", "answer('keep')", "not now", id="overflow.keep"),
-        Binding("d", "answer('drop')", "drop", id="overflow.drop"),
-        Binding("s", "answer('summarize')", "summarize", id="overflow.summarize"),
-        Binding("n", "answer('new')", "new chat", id="overflow.new"),
     ]
+    letters = MappingProxyType({"d": "drop", "s": "summarize", "n": "new"})
 
     def __init__(self, count: int) -> None:
         super().__init__()
@@ -101,7 +116,7 @@ class OverflowDialog(ModalScreen[Overflow]):
             yield Plain(f"This chat no longer fits in the context. What should happen to the {oldest}?")
             yield Plain("They stay visible here, but the model will no longer see them.", classes="setting-name")
             with Horizontal(classes="dialog-buttons -many"):
-                yield Button("Drop (D)", id="drop", variant="primary", compact=True)
+                yield Button("Drop (D)", id="drop", compact=True)
                 yield Button("Summarize (S)", id="summarize", compact=True)
                 yield Button("New chat (N)", id="new", compact=True)
                 yield Button("Not now", id="keep", compact=True)
@@ -112,7 +127,7 @@ class OverflowDialog(ModalScreen[Overflow]):
         self.action_answer(event.button.id or "keep")
 
     def action_answer(self, answer: str) -> None:
-        """Answer with a key."""
+        """Answer."""
         answers: dict[str, Overflow] = {"drop": "drop", "summarize": "summarize", "new": "new"}
         self.dismiss(answers.get(answer, "keep"))
 
@@ -148,3 +163,234 @@ def _general(session: Session) -> dict[str, str]:
             words[key] += " (the model's)"
     tokens = "auto" if settings.max_tokens is None else str(settings.max_tokens)
     return {**words, "thinking": settings.thinking, "max_tokens": tokens, "system_prompt": settings.system_prompt}
+
+
+MOST = 200
+"""Names that are listed; typing narrows them down."""
+_LOOKED_AT = 20_000
+"""Entries of a folder that are looked at."""
+UP = "‥/"
+
+
+@dataclass(frozen=True, slots=True)
+class Attachment:
+    """What the user wants."""
+
+    path: Path
+    """A file or folder."""
+    remove: bool = False
+    """Whether it is no longer to be searched."""
+
+
+class AttachDialog(FormDialog[Attachment]):
+    """Asks for a file or folder, or for a source that is no longer to be searched."""
+
+    def __init__(self, sources: Sequence[Source], folder: Path) -> None:
+        """Make the dialog.
+
+        Args:
+            sources: What the chat searches.
+            folder: Where to begin.
+        """
+        super().__init__()
+        self._sources = list(sources)
+        self._folder = folder
+        self._names: list[str] = []
+
+    def compose(self) -> ComposeResult:
+        """A path, the names in its folder, the sources, buttons."""
+        with Vertical(classes="dialog"):
+            yield Plain("A file to send, or a folder to search")
+            yield Input(f"{self._folder}{os.sep}", placeholder="/path/to/file", compact=True, select_on_focus=False)
+            yield PlainList(compact=True, markup=False, id="attach-names")
+            yield Plain("", classes="dialog-problem")
+            if self._sources:
+                yield Plain("Searched in this chat; ⏎ removes one")
+                options = [Option(plain(f"{source.name} ✕")) for source in self._sources]
+                yield OptionList(*options, compact=True, markup=False, id="attach-sources")
+            with Horizontal(classes="dialog-buttons"):
+                yield Button("Attach", id="yes", variant="primary", compact=True)
+                yield Button("Cancel", id="no", compact=True)
+
+    @on(Input.Changed)
+    def list_names(self, event: Input.Changed) -> None:
+        """List the names that the path may go on with."""
+        self.query_one(".dialog-problem", Plain).display = False
+        self._list(event.value)
+
+    @work(exclusive=True, group="names", exit_on_error=False)
+    async def _list(self, text: str) -> None:
+        self._names = await asyncio.to_thread(names, text)
+        listed = self.query_one("#attach-names", PlainList)
+        before = listed.under
+        listed.fill([Option(plain(name), id=name) for name in self._names])
+        if self.focused is listed and listed.under != before:
+            self._go_to_first()
+
+    def on_key(self, event: Key) -> None:
+        """Go from the path down to the names."""
+        if event.key == "down" and isinstance(self.focused, Input):
+            self.query_one("#attach-names", PlainList).focus()
+            self._go_to_first()
+            event.stop()
+
+    def _go_to_first(self) -> None:
+        """Put the cursor on the first name that does not lead up."""
+        listed = self.query_one("#attach-names", PlainList)
+        listed.highlighted = min(int(self._names[:1] == [UP]), len(self._names) - 1) if self._names else None
+
+    @on(OptionList.OptionSelected, "#attach-names")
+    def take_name(self, event: OptionList.OptionSelected) -> None:
+        """Open the folder under the cursor, or attach the file."""
+        line = self.query_one(Input)
+        inside = Path(line.value.rpartition(os.sep)[0] + os.sep)
+        name = event.option_id or UP
+        line.value = f"{inside.parent}{os.sep}".replace("//", "/") if name == UP else f"{inside / name}"
+        if name.endswith(os.sep) or name == UP:
+            line.value = line.value.rstrip(os.sep) + os.sep
+            line.cursor_position = len(line.value)
+        else:
+            self.submit()
+
+    @on(OptionList.OptionSelected, "#attach-sources")
+    def remove_source(self, event: OptionList.OptionSelected) -> None:
+        """Search a source no longer."""
+        self.dismiss(Attachment(Path(self._sources[event.option_index].path), remove=True))
+
+    @on(Input.Submitted)
+    def submit(self) -> None:
+        """Accept the path if something is there."""
+        text = self.query_one(Input).value.strip()
+        with contextlib.suppress(OSError, RuntimeError, ValueError):
+            path = Path(text).expanduser().absolute()
+            if text and path.exists():
+                self.dismiss(Attachment(path))
+                return
+        problem = self.query_one(".dialog-problem", Plain)
+        problem.update("No such file or folder.")
+        problem.display = True
+
+
+def names(text: str) -> list[str]:
+    """Names that a path may go on with: folders first, hidden ones only where the text asks for them.
+
+    Args:
+        text: What was typed of a path.
+    """
+    head, slash, tail = text.rpartition(os.sep)
+    found: list[tuple[bool, str]] = []
+    with contextlib.suppress(OSError, RuntimeError, ValueError), os.scandir(Path(head + slash).expanduser()) as entries:
+        for _, entry in zip(range(_LOOKED_AT), entries, strict=False):
+            if entry.name.lower().startswith(tail.lower()) and (tail.startswith(".") or not entry.name.startswith(".")):
+                found.append((not entry.is_dir(), entry.name))
+    listed = [name + ("" if file else os.sep) for file, name in sorted(found)[:MOST]]
+    return listed if tail else [UP, *listed]
+
+
+MOST_SHOWN = 4000
+"""Characters of the arguments that are shown; the rest is counted."""
+
+
+class AskDialog(UnaskedDialog["Answer | None"]):
+    """Asks whether a call may run. None stops the answer."""
+
+    VERTICAL_BREAKPOINTS = [(0, "-low"), (22, "-high")]  # noqa: RUF012  declared so by Textual
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape", "answer('stop')", "stop", id="ask.stop"),
+    ]
+
+    def __init__(self, ask: CallAsked) -> None:
+        super().__init__()
+        self._ask = ask
+        always = {"a": "always"} if ask.tool.reads else {}
+        self.letters = {"y": "once", "c": "chat", "n": "no", **always}
+
+    def compose(self) -> ComposeResult:
+        """The call and the answers. "Always" is only offered for a tool that says it changes nothing."""
+        call, tool = self._ask.call, self._ask.tool
+        kind = "It says that it only reads." if tool.reads else "It may change something."
+        with Vertical(classes="dialog"):
+            yield Plain(f"May the model call {printable_name(call.name)} of {printable_name(tool.server)}? {kind}")
+            with VerticalScroll(id="ask-arguments"):
+                yield Plain(shortened(pretty(call.arguments)))
+            with Horizontal(classes="dialog-buttons -many"):
+                yield Button("Once (Y)", id="once", compact=True)
+                yield Button("This chat (C)", id="chat", compact=True)
+                if tool.reads:
+                    yield Button("Always (A)", id="always", compact=True)
+                yield Button("No (N)", id="no", compact=True)
+            yield Plain("Esc stops the answer. Letters count after a pause in typing.", classes="dialog-keys")
+
+    @on(Button.Pressed)
+    def decide(self, event: Button.Pressed) -> None:
+        """Answer with a button."""
+        self.action_answer(event.button.id or "no")
+
+    def action_answer(self, answer: str) -> None:
+        """Answer."""
+        answers: dict[str, Answer] = {"once": "once", "chat": "chat", "no": "no"}
+        if self._ask.tool.reads:
+            answers["always"] = "always"
+        if answer == "stop":
+            self.dismiss(None)
+        elif answer in answers:
+            self.dismiss(answers[answer])
+
+
+def shortened(text: str) -> str:
+    """A text, cut where it is too long for a dialog."""
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}\n… {len(text) - MOST_SHOWN:,} more characters"
+
+
+class ImportDialog(FormDialog[Path]):
+    """Asks for another program's file of servers."""
+
+    def compose(self) -> ComposeResult:
+        """An input line and buttons."""
+        with Vertical(classes="dialog"):
+            yield Plain("A file with mcpServers, such as another program's mcp.json. Its servers are added to yours.")
+            yield Input(placeholder="/path/to/mcp.json", compact=True)
+            with Horizontal(classes="dialog-buttons"):
+                yield Button("Import", id="yes", variant="primary", compact=True)
+                yield Button("Cancel", id="no", compact=True)
+
+    @on(Input.Submitted)
+    def submit(self) -> None:
+        """Accept a path."""
+        text = self.query_one(Input).value.strip()
+        self.dismiss(Path(text).expanduser() if text else None)
+
+
+class PromptDialog(FormDialog[Mapping[str, str]]):
+    """Asks for the arguments of a server's prompt."""
+
+    def __init__(self, prompt: Offered) -> None:
+        super().__init__()
+        self._prompt = prompt
+
+    def compose(self) -> ComposeResult:
+        """A line for each argument."""
+        with Vertical(classes="dialog"):
+            yield Plain(self._prompt.title)
+            for at, (name, required) in enumerate(self._prompt.arguments):
+                hint = f"{name}, required" if required else name
+                yield Input(placeholder=printable_name(hint), id=f"argument-{at}", compact=True)
+            yield Plain("", classes="dialog-problem")
+            with Horizontal(classes="dialog-buttons"):
+                yield Button("Insert", id="yes", variant="primary", compact=True)
+                yield Button("Cancel", id="no", compact=True)
+
+    @on(Input.Submitted)
+    def submit(self) -> None:
+        """Accept the arguments if no required one is missing."""
+        found = {}
+        for at, (name, required) in enumerate(self._prompt.arguments):
+            value = self.query_one(f"#argument-{at}", Input).value
+            if value:
+                found[name] = value
+            elif required:
+                problem = self.query_one(".dialog-problem", Plain)
+                problem.update(f"{name} is required.")
+                problem.display = True
+                return
+        self.dismiss(found)

@@ -2,27 +2,37 @@
 
 from __future__ import annotations
 
+import asyncio
+import math
 import re
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import ClassVar, TypeVar
 
 from textual import on
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical
+from textual.events import Key, Paste
+from textual.message import Message
 from textual.screen import ModalScreen
 from textual.suggester import Suggester
-from textual.widgets import Button, Input, RadioSet
+from textual.widgets import Button, Input, RadioSet, TextArea
 
 from app.tui.plain import Plain
-from app.tui.widgets.toggles import Box, Choice
+from app.tui.widgets.setting_row import Box, Choice
 from models.catalogue import KNOWN
 from models.recipe import DEFAULT_METHOD, GOOD_FOR, METHODS, Recipe
 from runtime.wire.requests import QuantizeRequest
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(:\w+)?")
+CALM_S = 0.7
+"""Pause in seconds after which a key may be an answer to a dialog that opened by itself."""
+ALONE_S = 0.3
+"""Seconds in which no other key may follow such an answer."""
 V = TypeVar("V")
 C = TypeVar("C")
 
@@ -91,6 +101,70 @@ def checkpoint_problem(text: str) -> str | None:
     return None
 
 
+class UnaskedDialog(ModalScreen[V]):
+    """A dialog that opens by itself, perhaps while the user is typing.
+
+    No answer has the focus at first. A key counts only if it follows a pause and no other key follows it. What belongs
+    to typing goes on to the widget below. Escape always counts: it is the answer that permits nothing.
+    """
+
+    AUTO_FOCUS = ""
+    letters: Mapping[str, str] = MappingProxyType({})
+    """The answers by their keys."""
+    _shown = math.inf
+    _typed = -math.inf
+    _pending: tuple[str, asyncio.TimerHandle] | None = None
+
+    @abstractmethod
+    def action_answer(self, answer: str) -> None:
+        """Answer."""
+
+    def on_mount(self) -> None:
+        """Begin to wait for a pause once the user can see the dialog."""
+        self.call_after_refresh(self._begin)
+
+    def _begin(self) -> None:
+        self._shown = Message().time
+
+    def on_key(self, event: Key) -> None:
+        """Tell an answer from typing."""
+        if event.key == "escape":
+            return
+        calm = event.time - max(self._shown, self._typed) >= CALM_S
+        if self._pending is not None:  # not alone, then
+            letter, timer = self._pending
+            timer.cancel()
+            self._pending, calm = None, False
+            self._pass_on(letter)
+        if calm and not event.is_printable and event.key != "backspace":
+            return
+        event.prevent_default().stop()
+        self._typed = event.time
+        letter = event.character if event.is_printable and event.character else event.key
+        if calm and letter in self.letters:
+            # Not Textual's timer: on a busy machine that skips a tick for which it is late, and this is its only one.
+            answer = partial(self.action_answer, self.letters[letter])
+            self._pending = letter, asyncio.get_running_loop().call_later(ALONE_S, self.call_next, answer)
+        else:
+            self._pass_on(letter)
+
+    def on_paste(self, event: Paste) -> None:
+        """Pass a paste on."""
+        event.stop()
+        if (below := self.app.screen_stack[-2].focused) is not None:
+            below.post_message(Paste(event.text))
+
+    def _pass_on(self, typed: str) -> None:
+        """Give a typed character, or a backspace, to the widget below."""
+        below = self.app.screen_stack[-2].focused
+        if isinstance(below, TextArea | Input) and typed == "backspace":
+            below.action_delete_left()
+        elif isinstance(below, TextArea) and len(typed) == 1:
+            below.replace(typed, *below.selection)
+        elif isinstance(below, Input) and len(typed) == 1:
+            below.insert_text_at_cursor(typed)
+
+
 class ConfirmDialog(ModalScreen[bool]):
     """A yes-or-no question."""
 
@@ -99,17 +173,17 @@ class ConfirmDialog(ModalScreen[bool]):
         Binding("y", "answer(True)", "yes", id="dialog.yes"),
     ]
 
-    def __init__(self, question: str, verb: str) -> None:
+    def __init__(self, question: str, verb: str, keep: str = "Keep") -> None:
         super().__init__()
         self._question = question
-        self._verb = verb
+        self._verb, self._keep = verb, keep
 
     def compose(self) -> ComposeResult:
         """The question and two buttons, the safe one first."""
         with Vertical(classes="dialog"):
             yield Plain(self._question)
             with Horizontal(classes="dialog-buttons"):
-                yield Button("Keep", id="no", compact=True)
+                yield Button(self._keep, id="no", compact=True)
                 yield Button(self._verb, id="yes", variant="error", compact=True)
 
     @on(Button.Pressed)

@@ -34,7 +34,7 @@ from app.tui.widgets.token_text import LEVELS, TokenStrip, TokenText
 
 if TYPE_CHECKING:
     from app.conversation import Message
-    from runtime.wire.inspection import Inspection
+    from runtime.wire.requests import Inspection
 
 LEGEND_CELLS = 80
 """Minimum width at which the legend has a title."""

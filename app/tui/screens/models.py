@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, cast
 
 from textual import on
@@ -13,7 +14,7 @@ from textual.screen import Screen
 from app.amounts import byte_count
 from app.errors import ClientError
 from app.printable import printable_name
-from app.prospects import recommended, room, words
+from app.prospects import question, recommended, room, words
 from app.tui.figures import SEPARATOR
 from app.tui.machine import found_words
 from app.tui.messages import LoadAsked, QuantizeAsked, RemoveAsked
@@ -30,7 +31,7 @@ from models.recipe import Recipe
 if TYPE_CHECKING:
     from models.recipe import Method
     from runtime.wire.answers import ModelEntry
-    from runtime.wire.prospects import Prospect
+    from runtime.wire.device import Prospect
     from runtime.wire.requests import QuantizeRequest
 
 EMPTY = "There are no models yet. Q makes one from a checkpoint: a name on the hub, a folder or a GGUF file."
@@ -66,7 +67,7 @@ class ModelsScreen(Screen[None]):
         self._models: Sequence[ModelEntry] = ()
         self._fetchable: Sequence[Prospect] = ()
         self._seen: tuple[object, ...] = ()
-        self._pointed = False
+        self._filled = False
 
     def compose(self) -> ComposeResult:
         """Header, detected machine, table, note on the selected model, progress, keys."""
@@ -103,9 +104,11 @@ class ModelsScreen(Screen[None]):
             note = "" if self._models else EMPTY
         except (ClientError, OSError) as error:
             self._models, note = (), str(error)
-        self._fill(note)
+        if note or self._filled or not self._session.newcomer:
+            self._fill(note)
         if not note:
             await self._look()
+        self._fill(note)
 
     async def _look(self) -> None:
         """Add the models that can be downloaded."""
@@ -118,19 +121,19 @@ class ModelsScreen(Screen[None]):
         line.display = True
         here = {model.name for model in self._models}
         self._fetchable = [one for one in found if not any(_made_of(one, name) for name in here)]
-        self._fill("")
-        best = recommended(self._fetchable)
-        if self._session.newcomer and best is not None and not self._pointed:
-            self._pointed = True
-            self.query_one(ModelTable).move_cursor(row=len(self._models) + self._fetchable.index(best))
 
     def _fill(self, note: str) -> None:
+        """Fill the table. Newcomers begin on the recommended model; what is found later does not move the cursor."""
         rows = {model.name: self._cells(model) for model in self._models}
         best = recommended(self._fetchable)
         for one in self._fetchable:
             fits = "best here" if one is best else _WORDS[one.fits]
             rows[f"↓{one.source}"] = self._cells_to_fetch(one, fits)
-        self.query_one(ModelTable).fill(rows, self._columns())
+        table = self.query_one(ModelTable)
+        table.fill(rows, self._columns())
+        if not self._filled and self._session.newcomer and best is not None:
+            table.move_cursor(row=table.get_row_index(f"↓{best.source}"))
+        self._filled = self._filled or bool(rows)
         if note:
             self._note(note, warning=True)
         else:
@@ -169,12 +172,12 @@ class ModelsScreen(Screen[None]):
         return [*cells, _sizes(one.sizes), *more, "", f"↓ {byte_count(one.download_bytes)}", fits]
 
     def _chosen(self) -> ModelEntry | None:
-        row = self.query_one(ModelTable).cursor_row
-        return self._models[row] if 0 <= row < len(self._models) else None
+        under = self.query_one(ModelTable).under
+        return next((model for model in self._models if model.name == under), None)
 
     def _chosen_to_fetch(self) -> Prospect | None:
-        row = self.query_one(ModelTable).cursor_row - len(self._models)
-        return self._fetchable[row] if 0 <= row < len(self._fetchable) else None
+        under = self.query_one(ModelTable).under
+        return next((one for one in self._fetchable if f"↓{one.source}" == under), None)
 
     def _about(self, model: ModelEntry | None) -> str:
         if model is None:
@@ -207,7 +210,7 @@ class ModelsScreen(Screen[None]):
 
     @on(PlainTable.RowSelected)
     def load(self) -> None:
-        """Load the model under the cursor, downloading it first if needed, and go back to the chat."""
+        """Load the model under the cursor, after a question if it is to be downloaded, and go back to the chat."""
         if (model := self._chosen()) is not None:
             self.app.post_message(LoadAsked(model.name))
             self.dismiss()
@@ -215,15 +218,29 @@ class ModelsScreen(Screen[None]):
             if one.bits is None:
                 self.notify(f"{one.title} {room(one)}.", severity="warning")
                 return
-            self.app.post_message(QuantizeAsked(_usual_request(one.source, one.bits)))
-            self.dismiss()
+            self._make(_usual_request(one.source, one.bits), self.dismiss)
+
+    def _make(self, request: QuantizeRequest, then: Callable[[], object] = lambda: None) -> None:
+        """Make a model. What costs gigabytes is asked first."""
+
+        def decided(confirmed: bool | None) -> None:
+            if confirmed:
+                self.app.post_message(QuantizeAsked(request))
+                then()
+
+        asked = question(request.source, request.bits, self._fetchable)
+        if asked is None:
+            decided(confirmed=True)
+        else:
+            verb = "Quantize" if Path(request.source).exists() else "Download"
+            self.app.push_screen(ConfirmDialog(asked, verb, "Cancel"), decided)
 
     def action_quantize(self) -> None:
         """Ask for a checkpoint and quantize it."""
 
         def begin(request: QuantizeRequest | None) -> None:
             if request is not None:
-                self.app.post_message(QuantizeAsked(request))
+                self._make(request)
 
         one = self._chosen_to_fetch()
         self.app.push_screen(QuantizeDialog("" if one is None else one.source), begin)
@@ -242,11 +259,11 @@ class ModelsScreen(Screen[None]):
                 self._seen = ()
                 self.app.post_message(RemoveAsked(model.name))
 
-        question = (
+        asked = (
             f"Delete {model.name} ({byte_count(model.disk_bytes)})? Caches of chats with it are deleted too; the "
             "checkpoint it was made from stays."
         )
-        self.app.push_screen(ConfirmDialog(question, "Delete"), delete)
+        self.app.push_screen(ConfirmDialog(asked, "Delete"), delete)
 
     async def action_dismiss(self, result: None = None) -> None:
         """Back to the chat."""

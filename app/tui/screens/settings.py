@@ -9,7 +9,7 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
 from textual.screen import Screen
-from textual.widgets import Button, Input, RadioSet, Select, TextArea
+from textual.widgets import Button, Collapsible, Input, RadioSet, Select, TextArea
 
 from app.errors import ClientError
 from app.remote import host_of
@@ -18,28 +18,17 @@ from app.tui.messages import ReloadAsked, SettingChanged
 from app.tui.plain import Plain
 from app.tui.screens.dialogs import ConfirmDialog
 from app.tui.session import Session
-from app.tui.widgets.budget_row import BudgetRow, effect
 from app.tui.widgets.header import HeaderBar
 from app.tui.widgets.key_line import KeyLine
-from app.tui.widgets.offer_row import OfferRow
 from app.tui.widgets.progress_panel import ProgressPanel
-from app.tui.widgets.saved_row import SavedRow, cache_effect
-from app.tui.widgets.setting_row import SettingRow
+from app.tui.widgets.setting_row import BudgetRow, OfferRow, SavedRow, SettingRow, cache_effect, effect
 
 if TYPE_CHECKING:
     from runtime.wire.answers import Caches
     from runtime.wire.device import DeviceReport
 
 GROUPS = {
-    "Quality and speed": (
-        "budget",
-        "prompt_budget",
-        "k_chunk",
-        "speculate",
-        "gamma",
-        "sensitive_layers",
-        "num_parallel",
-    ),
+    "Quality and speed": ("budget", "speculate"),
     "Memory": ("kv", "context"),
     "Chat": (
         "system_prompt",
@@ -54,8 +43,18 @@ GROUPS = {
         "history",
     ),
     "Look": ("theme", "sidebar", "keys"),
-    "Runtime": ("backend", "experts_on_device", "idle_unload"),
+    "Advanced": (
+        "prompt_budget",
+        "k_chunk",
+        "gamma",
+        "sensitive_layers",
+        "num_parallel",
+        "backend",
+        "experts_on_device",
+        "idle_unload",
+    ),
 }
+"""Settings by heading; the last ones are folded unless one of them was changed."""
 OF_ANY_RUNTIME = ("Chat", "Look")
 """Groups that also apply to a remote server."""
 REMOTE_NOTE = (
@@ -92,12 +91,18 @@ class SettingsScreen(Screen[None]):
             for group, keys in GROUPS.items():
                 if remote is not None and group not in OF_ANY_RUNTIME:
                     continue
+                if group == "Advanced":
+                    usual = all(self._before.get(key) == Settings().get(key) for key in keys)
+                    with Collapsible(title=group, collapsed=usual, id="settings-advanced"):
+                        for key in keys:
+                            yield SettingRow(key, self._before.get(key))
+                    continue
                 yield Plain(group, classes="setting-group")
                 for key in keys:
                     row = BudgetRow if key == "budget" else SettingRow
                     yield row(key, self._before.get(key))
-                    if key == "gamma":
-                        yield OfferRow()
+                if group == "Quality and speed":
+                    yield OfferRow()
                 if group == "Memory":
                     yield Plain("", id="cache-effect")
                     yield SavedRow()

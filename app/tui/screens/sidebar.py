@@ -14,15 +14,16 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical
 from textual.events import Key
-from textual.widgets import Input, OptionList
+from textual.widgets import Input
 from textual.widgets.option_list import Option
 
 from app.errors import HistoryError
 from app.printable import printable
 from app.tui.messages import ChatAsked
 from app.tui.plain import plain
-from app.tui.screens.chat_list import ChatList, list_bindings
+from app.tui.screens.chats import ChatList, list_bindings
 from app.tui.session import Session
+from app.tui.widgets.plain_table import PlainList
 
 if TYPE_CHECKING:
     from app.history.store import Chat
@@ -48,7 +49,7 @@ class Sidebar(Vertical, ChatList):
     def compose(self) -> ComposeResult:
         """Search line and list."""
         yield Input(placeholder="/ search", compact=True, id="sidebar-search")
-        yield OptionList(compact=True, markup=False, id="sidebar-chats")
+        yield PlainList(compact=True, markup=False, id="sidebar-chats")
 
     def fold(self, columns: int) -> None:
         """Show or hide the sidebar, depending on setting and room."""
@@ -67,27 +68,22 @@ class Sidebar(Vertical, ChatList):
 
     def _list(self, note: str, *, grouped: bool) -> None:
         """Fill the list if it changed; the chat under the cursor stays under it."""
-        session, listed = self._session, self.query_one(OptionList)
+        session, listed = self._session, self.query_one(PlainList)
         writing = [chat.id for chat in self._chats if session.answers.of(chat.id) is not None]
         seen = (self._chats, note, grouped, session.conversation.id, writing, self.size.width)
         if seen == self._seen:
             return
         self._seen = seen
-        under = self._chosen()
-        listed.clear_options()
+        options: list[Option] = []
         width = max(8, self.size.width - 3)
         groups = grouped_by_day(self._chats) if grouped else iter([("found", self._chats)])
         for name, chats in groups:
             if chats:
-                listed.add_option(Option(Text(name), disabled=True))
-            for chat in chats:
-                listed.add_option(Option(self._line(chat, width, writing=chat.id in writing), id=chat.id))
+                options.append(Option(Text(name), disabled=True))
+            options += [Option(self._line(chat, width, writing=chat.id in writing), id=chat.id) for chat in chats]
         if note:
-            listed.add_option(Option(plain(note), disabled=True))
-        ids = [chat.id for chat in self._chats]
-        stay = under.id if under is not None and listed.has_focus else session.conversation.id
-        if stay in ids:
-            listed.highlighted = listed.get_option_index(stay)
+            options.append(Option(plain(note), disabled=True))
+        listed.fill(options, None if listed.has_focus else session.conversation.id)
 
     def _line(self, chat: Chat, width: int, *, writing: bool) -> Text:
         current = chat.id == self._session.conversation.id
@@ -97,14 +93,10 @@ class Sidebar(Vertical, ChatList):
         return Text(mark + text, style="bold" if current else "", no_wrap=True)
 
     def _chosen(self) -> Chat | None:
-        listed = self.query_one(OptionList)
-        at = listed.highlighted
-        if at is None or at >= listed.option_count:
-            return None
-        chosen = listed.get_option_at_index(at).id
-        return next((chat for chat in self._chats if chat.id == chosen), None)
+        under = self.query_one(PlainList).under
+        return next((chat for chat in self._chats if chat.id == under), None)
 
-    @on(OptionList.OptionSelected)
+    @on(PlainList.OptionSelected)
     def open(self) -> None:
         """Open the chat under the cursor; from a search, the first match."""
         chat = self._chosen() or (self._chats[0] if self._chats else None)
@@ -116,7 +108,7 @@ class Sidebar(Vertical, ChatList):
         """Move from the search line down into the list."""
         if event.key == "down" and isinstance(self.screen.focused, Input):
             event.prevent_default().stop()
-            self.query_one(OptionList).focus()
+            self.query_one(PlainList).focus()
 
     def _back(self) -> None:
         self.call_later(self.run_action, "screen.to_composer")

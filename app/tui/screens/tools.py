@@ -19,8 +19,8 @@ from app.printable import printable, printable_name
 from app.tools import config
 from app.tools.config import ToolsError
 from app.tui.plain import Plain
+from app.tui.screens.chat_dialogs import ImportDialog, PromptDialog
 from app.tui.screens.dialogs import ConfirmDialog
-from app.tui.screens.tool_dialogs import ImportDialog, PromptDialog
 from app.tui.session import Session
 from app.tui.widgets.composer import Composer
 from app.tui.widgets.header import HeaderBar
@@ -34,6 +34,8 @@ NONE = (
     "There are no servers of tools yet. I imports a file with mcpServers, as other programs have one; or write {file} "
     "and press R."
 )
+LONG_NAME = 40
+"""Maximum characters of a tool's name in the table."""
 SLIM_NAME = 18
 """Maximum characters of a name on a slim terminal."""
 TOKENS_PER_CHARACTER = 0.3
@@ -144,12 +146,12 @@ class ToolsScreen(Screen[None]):
         always = one.print in tools.permissions.always
         here = tools.permissions.allows(one.print, self._session.conversation.id)
         asks = "runs unasked" if always else "unasked in this chat" if here else "asks first"
-        return ["[x]" if on else "[ ]", f"  {one.name}", "reads" if one.reads else "may write", asks]
+        name = one.name if len(one.name) <= LONG_NAME else f"{one.name[: LONG_NAME - 1]}…"
+        return ["[x]" if on else "[ ]", f"  {name}", "reads" if one.reads else "may write", asks]
 
     @property
     def _chosen(self) -> Server | ServerTool | Offered | None:
-        row = self.query_one(ToolTable).cursor_row
-        return list(self._rows.values())[row] if 0 <= row < len(self._rows) else None
+        return self._rows.get(self.query_one(ToolTable).under or "")
 
     @on(PlainTable.RowHighlighted)
     def tell_about(self) -> None:
@@ -166,7 +168,8 @@ class ToolsScreen(Screen[None]):
                 if self._session.tools.box
                 else ""
             )
-            text = f"{one.description or 'It has no description.'}\n\n{schema}"
+            name = f"{one.name}\n\n" if len(one.name) > LONG_NAME else ""
+            text = f"{name}{one.description or 'It has no description.'}\n\n{schema}"
         elif one is not None:
             text = one.title
         self.query_one("#tools-about", VerticalScroll).query_one(Plain).update(printable(text)[:20_000])

@@ -8,10 +8,10 @@ from typing import ClassVar
 
 from textual.binding import Binding, BindingType
 from textual.events import Key, Paste
-from textual.timer import Timer
 from textual.widgets import TextArea
 
 from app.tui.figures import token_count
+from app.tui.keys import pasted_text
 from app.tui.messages import AttachAsked, Submitted
 
 AMBER = 0.8
@@ -19,10 +19,6 @@ AMBER = 0.8
 METER_CELLS = 8
 BORDER_CELLS = 6
 """Cells of the composer's width that the border's text can't use."""
-BURST_S = 0.01
-"""Keys that arrive closer together than this are pasted, not typed."""
-ENTER_S = 0.03
-"""Seconds that Enter waits to see whether more of a paste follows."""
 FOLD_LINES = 20
 FOLD_CHARACTERS = 4000
 """A paste with more lines or characters is folded into a placeholder."""
@@ -55,9 +51,6 @@ class Composer(TextArea):
         self._recalled: int | None = None
         self._typed = ""
         self._attached: dict[str, str] = {}
-        self._key_time = 0.0
-        self._pasting = False
-        self._enter: Timer | None = None
 
     @property
     def value(self) -> str:
@@ -73,7 +66,7 @@ class Composer(TextArea):
         self._attached.clear()
         self.load_text("")
         if _is_large(text):
-            self.attach(f"{text.count(chr(10)) + 1:,} lines", text)
+            self.attach(_size(text), text)
         else:
             self.load_text(text)
         self.move_cursor(self.document.end)
@@ -92,52 +85,31 @@ class Composer(TextArea):
 
     def on_paste(self, event: Paste) -> None:
         """Fold a large paste; attach a file whose path is dropped on the terminal."""
+        event.stop()
+        event.text = pasted_text(event.text)
         file = _dropped(event.text)
         if file is not None:
             self.post_message(AttachAsked(file, event.text))
         elif _is_large(event.text):
-            self.attach(f"{event.text.count(chr(10)) + 1:,} lines", event.text.replace("\r\n", "\n"))
+            self.attach(_size(event.text), event.text)
         else:
             return
         event.prevent_default()
-        event.stop()
 
     def on_key(self, event: Key) -> None:
         """Send on Enter; a new line on Shift+Enter, Alt+Enter and Ctrl+J; recall with the arrow keys."""
-        burst, self._key_time = event.time - self._key_time < BURST_S, event.time
-        self._pasting = self._pasting and burst
-        if self._enter is not None:
-            self._settle_enter(pasted=burst)
         if event.key == "enter":
-            if self._pasting:
-                self._break_line()
-            else:
-                self._enter = self.set_timer(ENTER_S, self._send)
+            self._send()
         elif event.key in ("shift+enter", "alt+enter", "ctrl+j"):
-            self._break_line()
+            self.replace("\n", *self.selection)
+            self.scroll_cursor_visible()
         elif not (event.key == "up" and self._recall(-1)) and not (event.key == "down" and self._recall(1)):
             return
         event.prevent_default()
         event.stop()
 
-    def _settle_enter(self, *, pasted: bool) -> None:
-        """Resolve a pending Enter when another key arrives: a line break within a paste, otherwise a send."""
-        if self._enter is not None:
-            self._enter.stop()
-            self._enter = None
-        if pasted:
-            self._pasting = True
-            self._break_line()
-        else:
-            self._send()
-
-    def _break_line(self) -> None:
-        self.replace("\n", *self.selection)
-        self.scroll_cursor_visible()
-
     def _send(self) -> None:
         """Send the text and start an empty one."""
-        self._enter = None
         text = self.value.strip("\n")
         if text.strip():
             self.put("")
@@ -192,10 +164,14 @@ def _is_large(text: str) -> bool:
     return text.count("\n") >= FOLD_LINES or len(text) > FOLD_CHARACTERS
 
 
+def _size(text: str) -> str:
+    return f"{text.removesuffix(chr(10)).count(chr(10)) + 1:,} lines"
+
+
 def _dropped(text: str) -> Path | None:
     """The file whose path was dropped on the terminal, if the paste is one."""
     name = text.strip().strip("'\"").removeprefix("file://").replace("\\ ", " ")
-    if "\n" in name or not name.startswith("/"):
+    if "\n" in text.rstrip() or not name.startswith("/"):
         return None
     try:
         return Path(name) if Path(name).is_file() else None

@@ -4,16 +4,22 @@ Textual makes four widgets for every list item and one for every table cell. At 
 opened, a long list then blocks the program for seconds. These widgets lay out their text themselves: the parser passes
 each list or table as one token, for which Textual calls `Markdown.unhandled_token`. A list that contains more than
 paragraphs and lists, such as a code block, is left to Textual.
+
+Formulas are shown as written: Markdown would take backslashes, underscores and asterisks from their LaTeX.
 """
 
 from __future__ import annotations
 
+import re
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from markdown_it import MarkdownIt
+from markdown_it.rules_block import StateBlock
+from markdown_it.rules_core import StateCore
+from markdown_it.rules_inline import StateInline
 from markdown_it.token import Token
 from textual.content import Content
 from textual.css.styles import RulesMap
@@ -36,18 +42,130 @@ MIN_TEXT = 8
 """Minimum width of a list item in cells, at any depth."""
 
 
+FORMULA = "formula"
+"""Type of the tokens of LaTeX."""
+_FORMULA_START = re.compile(r"\\\(|\\\[|\$\$|\\begin\{\w+\*?\}")
+_FORMULA_ENDS = {"\\(": "\\)", "\\[": "\\]", "$$": "$$"}
+_BRACKETS = {"\\(": "()", "\\[": "[]"}
+_KEPT = ("\\\\", "\\,", "\\;", "\\:")
+"""What LaTeX means by these is more likely than an escape that Markdown doesn't need."""
+_DOLLARS = re.compile(r"\$((?:[^$`\\]|\\.)+)\$(?!\d)", re.DOTALL)
+
+
 class Parser(MarkdownIt):
-    """A parser that merges lists and tables into one token each, and shows raw HTML as text.
+    """A parser that merges lists and tables into one token each, and shows raw HTML and formulas as text.
 
     Textual would drop HTML, which is part of the model's answer.
     """
 
     def __init__(self) -> None:
         super().__init__("gfm-like", {"html": False})
+        self.block.ruler.before(
+            "fence", FORMULA, _formula_block, {"alt": ["paragraph", "reference", "blockquote", "list"]}
+        )
+        self.inline.ruler.before("escape", FORMULA, _formula)
+        self.core.ruler.push(FORMULA, _formulas_as_text)
 
     def parse(self, src: str, env: Any = None) -> list[Token]:
         """The blocks of a text as tokens."""
         return gathered(super().parse(src, env))
+
+
+def _formula_end(text: str, at: int, end: int) -> int | None:
+    """Where the formula ends that begins at a position; None if none does. An open one may still be being written."""
+    start = _FORMULA_START.match(text, at, end)
+    if start is None:
+        return _dollars_end(text, at, end)
+    opening = start[0]
+    closing = _FORMULA_ENDS.get(opening, opening.replace("begin", "end", 1))
+    found = text.find(closing, start.end(), end)
+    while found > 0 and closing[0] == "\\" and (found - len(text[:found].rstrip("\\"))) % 2:
+        found = text.find(closing, found + 1, end)
+    inside = text[start.end() : end if found < 0 else found]
+    if opening == "$$" and ("`" in inside or "**" in inside or (found < 0 and inside[:1] != "\n")):
+        return None
+    if found < 0 and opening in _BRACKETS and inside[:1] != "\n" and not _balanced(inside, *_BRACKETS[opening]):
+        return None  # an escaped bracket
+    return end if found < 0 else found + len(closing)
+
+
+def _dollars_end(text: str, at: int, end: int) -> int | None:
+    """Where a formula between single dollars ends. Those of prices and variables enclose nothing like one."""
+    match = _DOLLARS.match(text, at, end)
+    if match is None or "**" in match[1] or not match[1].strip():
+        return None
+    spaces = match[1][0].isspace() + match[1][-1].isspace()
+    return match.end() if spaces == 0 or (spaces == 2 and set(match[1]) & set("\\^_{=")) else None
+
+
+def _balanced(text: str, left: str, right: str) -> bool:
+    """Whether no bracket closes that was not opened."""
+    depth = 0
+    for found in re.finditer(r"\\.|.", text, re.DOTALL):
+        depth += (found[0] == left) - (found[0] == right)
+        if depth < 0:
+            return False
+    return True
+
+
+def _formula(state: StateInline, silent: bool) -> bool:
+    """Read a formula, or a LaTeX command that looks like an escape."""
+    at = state.pos
+    if state.src[at] not in "\\$":
+        return False
+    end = _formula_end(state.src, at, state.posMax)
+    if end is None and state.src.startswith(_KEPT, at, state.posMax):
+        end = at + 2
+    if end is None:
+        return False
+    if not silent:
+        state.push(FORMULA, "", 0).content = state.src[at:end]
+    state.pos = end
+    return True
+
+
+def _formula_block(state: StateBlock, start: int, end: int, silent: bool) -> bool:
+    """Read a formula of several lines as a paragraph, whatever its lines look like."""
+    first = state.src[state.bMarks[start] + state.tShift[start] : state.eMarks[start]].strip()
+    opening = _FORMULA_START.match(first)
+    if opening is None or opening[0] == "\\(" or state.is_code_block(start):
+        return False
+    closing = _FORMULA_ENDS.get(opening[0], opening[0].replace("begin", "end", 1))
+    if closing in first[opening.end() :]:
+        return False
+    alone, line, closed = opening.end() == len(first), start + 1, False
+    while line < end and not closed:
+        blank = state.isEmpty(line)
+        if (blank and not alone) or (not blank and state.sCount[line] < state.blkIndent):
+            break
+        closed = closing in state.src[state.bMarks[line] : state.eMarks[line]]
+        line += 1
+    if not closed and not alone:
+        return False
+    if silent:
+        return True
+    state.push("paragraph_open", "p", 1).map = [start, line]
+    inline = state.push("inline", "", 0)
+    inline.content, inline.children = state.getLines(start, line, state.blkIndent, False).strip(), []
+    inline.map = [start, line]
+    state.push("paragraph_close", "p", -1)
+    state.line = line
+    return True
+
+
+def _formulas_as_text(state: StateCore) -> None:
+    """Turn formulas into text. Textual merges the white space of a token, so each piece of it gets its own."""
+    for token in state.tokens:
+        if token.children is None:
+            continue
+        children = []
+        for child in token.children:
+            if child.type != FORMULA:
+                children.append(child)
+                continue
+            pieces = re.findall(r"\n|\s|\S+", child.content)
+            children += [Token("hardbreak" if piece == "\n" else "text", "", 0, content=piece) for piece in pieces]
+        token.children = children
 
 
 def gathered(tokens: Sequence[Token]) -> list[Token]:

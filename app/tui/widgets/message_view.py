@@ -12,6 +12,7 @@ from textual.events import Resize
 
 from app.conversation import Message
 from app.documents.citation import cited, place
+from app.documents.prompt import with_files_named
 from app.printable import printable_name
 from app.tui.figures import SEPARATOR, details, fitting, statistics_line
 from app.tui.messages import MessageAct
@@ -184,7 +185,7 @@ class MessageView(Vertical, can_focus=True):
         self._refresh_lines()
 
     def _refresh_lines(self) -> None:
-        if not self.query(".message-time"):
+        if not self.is_attached or not self.query(".message-time"):
             return
         message, (at, count) = self.message, self._branch
         self._fill(".message-since", self._since)
@@ -214,15 +215,15 @@ class MessageView(Vertical, can_focus=True):
                 self.query_one(".message-calls", Vertical).mount(CallView(call))
 
     def _refresh_text(self) -> None:
-        """Show the prompt, folded if it is long."""
-        text = self.message.text
-        lines = text.split("\n")
-        long = len(lines) > MAX_LINES or len(text) > MAX_CHARACTERS
-        folded = long and self._folded
-        shown = "\n".join(lines[:FOLDED_LINES])[:MAX_CHARACTERS] if folded else text
-        self.query_one(".message-text", Plain).update(shown)
-        verb = "unfold" if folded else "fold"
-        self._fill(".message-fold", f"{len(lines):,} lines · [@click=toggle_fold]{verb}[/] F" if long else "")
+        """Show the prompt, with attached documents by name, and folded if it is long."""
+        text, lines = self.message.text, self.message.text.count("\n") + 1
+        shown = with_files_named(text)
+        if shown.count("\n") >= MAX_LINES or len(shown) > MAX_CHARACTERS:
+            shown = "\n".join(shown.split("\n")[:FOLDED_LINES])[:MAX_CHARACTERS]
+        foldable = shown != text
+        self.query_one(".message-text", Plain).update(shown if self._folded else text)
+        verb = "unfold" if self._folded else "fold"
+        self._fill(".message-fold", f"{lines:,} lines · [@click=toggle_fold]{verb}[/] F" if foldable else "")
 
     def _fill(self, selector: str, text: str) -> None:
         line = self.query_one(selector, Plain)

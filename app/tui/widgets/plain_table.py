@@ -1,34 +1,43 @@
-"""A table of plain text whose columns fit their content."""
+"""A table of plain text, and a list. Neither moves under a hand when it is filled again."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest
 from typing import ClassVar
 
 from rich.text import Text
 from textual.binding import Binding, BindingType
-from textual.widgets import DataTable  # noqa: TID251  made harmless here
+from textual.geometry import Size
+from textual.widgets import DataTable, OptionList  # noqa: TID251  made harmless here
+from textual.widgets.option_list import Option
 
 from app.printable import printable
 
 
 class PlainTable(DataTable[Text]):
-    """A table whose cells are literal text. Home and End go to the first and the last row."""
+    """A table of literal text whose columns fit their content. Home and End go to the first and the last row."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("home", "scroll_top", show=False),
         Binding("end", "scroll_bottom", show=False),
     ]
 
-    def fill(self, rows: Mapping[str, Sequence[str]], labels: Sequence[str] = ()) -> None:
-        """Replace all rows; the cursor keeps its position.
+    @property
+    def under(self) -> str | None:
+        """The key of the row under the cursor; None if there is no row."""
+        row = self.cursor_row
+        return self.ordered_rows[row].key.value if 0 <= row < self.row_count else None
+
+    def fill(self, rows: Mapping[str, Sequence[str]], labels: Sequence[str] = (), *, top: bool = False) -> None:
+        """Replace all rows. The cursor stays on its row, and that where it is on the screen.
 
         Args:
             rows: the cells of each row, by key.
             labels: the column headings.
+            top: whether the rows are other ones, so that the cursor goes to the first.
         """
-        line = self.cursor_row
+        line, under, x, y = self.cursor_row, self.under, self.scroll_x, self.scroll_y
         shown = {key: [_cell(text) for text in cells] for key, cells in rows.items()}
         self.clear(columns=True)
         heads = [_cell(label) for label in labels]
@@ -37,7 +46,44 @@ class PlainTable(DataTable[Text]):
             self.add_column(column[0], width=max(cell.cell_len for cell in column))
         for key, cells in shown.items():
             self.add_row(*cells, key=key)
-        self.move_cursor(row=min(line, max(0, self.row_count - 1)))
+        if top or not rows:
+            return
+        row = list(rows).index(under) if under is not None and under in rows else min(line, len(rows) - 1)
+        width = sum(column.get_render_width(self) for column in self.ordered_columns)
+        header = self.header_height if self.show_header else 0
+        self.virtual_size = Size(width, len(rows) + header)
+        self.move_cursor(row=row, scroll=False)
+        self.scroll_to(x, y + row - line, animate=False)
+        if not 0 <= line - y < self.size.height - header:  # the table will scroll to its cursor, which nobody saw
+            self.call_after_refresh(self.scroll_to, x, y, animate=False)
+
+
+class PlainList(OptionList):
+    """A list of options that have ids."""
+
+    @property
+    def under(self) -> str | None:
+        """The id of the option under the cursor; None if there is none."""
+        return None if self.highlighted is None else self.options[self.highlighted].id
+
+    def fill(self, options: Iterable[Option], go_to: str | None = None) -> None:
+        """Replace all options. The cursor stays on its option, and that where it is on the screen.
+
+        Args:
+            options: the new ones.
+            go_to: id of the option to put the cursor on instead, if it is there.
+        """
+        under, line, y = self.under, self.highlighted, self.scroll_y
+        self.set_options(options)
+        places = {option.id: at for at, option in enumerate(self.options) if not option.disabled}
+        target = go_to if go_to in places else under
+        if target in places:
+            self.highlighted = places[target]
+        elif line is not None:
+            self.highlighted = next((at for at in places.values() if at >= line), None)
+        if target == under:
+            moved = 0 if line is None or self.highlighted is None else self.highlighted - line
+            self.scroll_to(y=y + moved, animate=False)
 
 
 def _cell(text: str) -> Text:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import ClassVar
 
 from rich.segment import Segment
@@ -32,7 +31,7 @@ class QualityChart(Widget):
         """Draw a curve.
 
         Args:
-            points: (slowdown in percent, share recovered), ascending from (0, 0); empty if unknown.
+            points: (budget in percent, share recovered), ascending from (0, 0); empty if unknown.
             budget: the chosen budget in percent; None if a fixed k_chunk overrides it.
         """
         if (points, budget) != (self._points, self._budget):
@@ -47,8 +46,6 @@ class QualityChart(Widget):
             return EMPTY
         if not budget:
             return "recovered loss against slowdown"
-        if budget > points[-1][0]:
-            return f"{percent(budget)} slower recovers {percent(100 * points[-1][1])} of the loss or more"
         return f"{percent(budget)} slower at most recovers {percent(100 * recovered_at(points, budget))} of the loss"
 
     def render_line(self, y: int) -> Strip:
@@ -78,12 +75,9 @@ class QualityChart(Widget):
         return Strip(segments).adjust_cell_length(width, self.rich_style)
 
 
-def recovered_at(points: Sequence[tuple[float, float]], slowdown: float) -> float:
-    """The share recovered at a slowdown, linear between points and constant after the last one."""
-    for (low, first), (high, last) in pairwise(points):
-        if slowdown <= high:
-            return first + (last - first) * (slowdown - low) / (high - low)
-    return points[-1][1]
+def recovered_at(points: Sequence[tuple[float, float]], budget: float) -> float:
+    """The share recovered within a budget: that of the last point that it reaches."""
+    return max(share for slowdown, share in points if slowdown <= budget)
 
 
 def axis(width: int, last: float, budget: float | None) -> str:

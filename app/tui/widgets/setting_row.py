@@ -1,16 +1,51 @@
-"""One setting on the settings screen."""
+"""Rows of the settings screen: a plain setting, the slowdown budget with its effect, the best offer, the KV cache."""
 
 from __future__ import annotations
 
-from textual import on
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from textual import events, on
 from textual.app import ComposeResult
 from textual.containers import Horizontal, Vertical
-from textual.widgets import Input, Select, TextArea
+from textual.widgets import Button, Checkbox, Input, RadioButton, RadioSet, Select, TextArea
 
-from app.settings import DEFAULT_IDLE_MINUTES, RULES, UNSET, SettingsError, Value, check
+from app.amounts import byte_count
+from app.settings import DEFAULT_IDLE_MINUTES, RULES, UNSET, Settings, SettingsError, Value, check
+from app.tui.figures import SEPARATOR, compensated, percent, token_count
 from app.tui.plain import Plain
-from runtime.compensation import DEFAULT_PROMPT_BUDGET_PERCENT
-from runtime.kv.kinds import CHAT_KINDS
+from app.tui.widgets.quality_chart import QualityChart
+from runtime.compensation import DEFAULT_BUDGET_PERCENT, DEFAULT_PROMPT_BUDGET_PERCENT
+from runtime.kv.kinds import CHAT_KINDS, DEFAULT_KV, SPECULATIVE_KV
+
+if TYPE_CHECKING:
+    from runtime.wire.answers import CacheFacts, Holding, Status
+    from runtime.wire.device import DeviceReport, Offer
+
+
+class Choice(RadioButton):
+    """One of several: `●` chosen, `○` not."""
+
+    BUTTON_LEFT = ""
+    BUTTON_RIGHT = ""
+
+    @property
+    def BUTTON_INNER(self) -> str:  # type: ignore[override]
+        """The symbol of the current state."""
+        return "●" if self.value else "○"
+
+
+class Box(Checkbox):
+    """Yes or no: `[x]`, `[ ]`."""
+
+    BUTTON_LEFT = ""
+    BUTTON_RIGHT = ""
+
+    @property
+    def BUTTON_INNER(self) -> str:  # type: ignore[override]
+        """The symbol of the current state."""
+        return "[x]" if self.value else "[ ]"
+
 
 MEANINGS = {
     "idle_unload": f"minutes until an unused model leaves memory; 0 is never; auto: {DEFAULT_IDLE_MINUTES}",
@@ -115,3 +150,237 @@ class SettingRow(Vertical):
     def value(self) -> Value:
         """The last valid value."""
         return self._value
+
+
+CHOICES = (0.0, 2.5, 5.0, 10.0, 20.0)
+"""The budgets in percent that have a button; any other number is custom."""
+MIN_SHOWN = 0.05
+"""Slowdowns below this percentage are shown as none."""
+CUSTOM = len(CHOICES)
+"""Index of the button for a custom number."""
+
+
+class BudgetRow(SettingRow):
+    """The setting `budget`. A button applies at once, a custom number when its field loses focus."""
+
+    def compose(self) -> ComposeResult:
+        """Buttons, the field for a custom number, the problem, the effect."""
+        value = self._value if isinstance(self._value, float) else DEFAULT_BUDGET_PERCENT
+        at = CHOICES.index(value) if value in CHOICES else CUSTOM
+        labels = [*(f"{choice:g} %" if choice else "off" for choice in CHOICES), "custom"]
+        with Vertical(classes="budget-body"):
+            with Horizontal(classes="setting-line"):
+                yield Plain("budget", classes="setting-name")
+                with Vertical(classes="budget-choice"):
+                    yield RadioSet(*(Choice(label, value=i == at) for i, label in enumerate(labels)), compact=True)
+                    with Horizontal(classes="budget-custom"):
+                        yield Input(f"{value:g}" if at == CUSTOM else "", placeholder="percent", compact=True)
+                        yield Plain("% slower at most", classes="setting-meaning")
+                    yield Plain("", classes="setting-problem")
+            yield Plain("", id="budget-effect")
+        yield QualityChart()
+
+    def on_mount(self) -> None:
+        """Show the field for a custom number only if that is chosen."""
+        self._show_custom()
+
+    def _show_custom(self) -> None:
+        self.query_one(".budget-custom").visible = self.query_one(RadioSet).pressed_index == CUSTOM
+
+    @on(RadioSet.Changed)
+    def choose(self, event: RadioSet.Changed) -> None:
+        """Show or hide the field for a custom number."""
+        self._show_custom()
+        if event.index == CUSTOM:
+            event.stop()  # nothing to apply until a number is typed
+            self.query_one(Input).focus()
+
+    def on_descendant_focus(self, event: events.DescendantFocus) -> None:
+        """Start the arrow keys at the chosen button."""
+        buttons = self.query_one(RadioSet)
+        if event.widget is buttons and buttons.pressed_button is not None:
+            buttons._selected = buttons.pressed_index  # noqa: SLF001  Textual has no other way to place its cursor
+
+    def typed(self) -> str:
+        """The chosen percentage; `auto` while the user has chosen nothing."""
+        at = self.query_one(RadioSet).pressed_index
+        if at == CUSTOM:
+            return self.query_one(Input).value.strip().removesuffix("%").rstrip()
+        return UNSET if self._value is None and CHOICES[at] == DEFAULT_BUDGET_PERCENT else str(CHOICES[at])
+
+    def show_effect(
+        self, lines: Sequence[str], points: Sequence[tuple[float, float]] = (), budget: float | None = None
+    ) -> None:
+        """Show the budget's effect.
+
+        Args:
+            lines: the effect in words.
+            points: the effect of other slowdowns, as for `QualityChart`.
+            budget: the chosen budget in percent; None if a fixed k_chunk overrides it.
+        """
+        self.query_one("#budget-effect", Plain).update("\n".join(lines))
+        self.query_one(QualityChart).show(points, budget)
+
+
+def effect(
+    settings: Settings,
+    status: Status | None,
+    report: DeviceReport | None,
+    *,
+    speed: float | None,
+    tuning: bool,
+) -> list[str]:
+    """The budget's present effect, as lines of text.
+
+    Args:
+        settings: the user's settings.
+        status: the runtime's status; None if no model is loaded.
+        report: the device and the tuning, if known.
+        speed: tokens per second of the last answer.
+        tuning: whether another budget is being applied.
+    """
+    if status is None:
+        return ["Its effect is shown here once a model is loaded."]
+    lines = []
+    wanted = settings.compensation()
+    if wanted.budget_percent is None:
+        lines.append(f"k_chunk {wanted.k_chunk}, set below, overrides the budget.")
+    elif tuning:
+        lines.append("A new budget is being applied; until then:")
+    elif status.budget_percent is not None and status.budget_percent != wanted.budget_percent:
+        lines.append(f"Not applied yet: still {status.budget_percent:g} %. F4, then R, tries again.")
+    lines.append(_quality(status, report))
+    if cost := _cost(status, report):
+        lines.append(cost)
+    lines.append(f"{speed:.1f} tok/s in the last answer" if speed is not None else "tok/s: after the next answer")
+    if report is not None and wanted.budget_percent is not None and status.budget_percent is None:
+        lines += [f"{problem.what} → {problem.fix}" for problem in report.problems]  # why the budget has no effect
+    return lines
+
+
+def _quality(status: Status, report: DeviceReport | None) -> str:
+    """The effect of compensation on quality, in words."""
+    if not compensated(status.k_chunk):
+        return "no compensation: plain low-bit model"
+    found = report.tuning if report is not None else None
+    if found is None or found.predicted_loss_won is None or not found.loss_without:
+        return "closer to full precision; details: F4"
+    share = percent(100 * found.predicted_loss_won / found.loss_without)
+    return f"recovers {share} of the lost quality"
+
+
+def _cost(status: Status, report: DeviceReport | None) -> str:
+    if not compensated(status.k_chunk):
+        return ""
+    if status.slowdown_percent is None:
+        found = report.tuning if report is not None else None
+        expected = None if found is None else percent(found.predicted_slowdown_percent)
+        return "slowdown not measured" if expected is None else f"{expected} slower expected, not measured"
+    slower = status.slowdown_percent
+    return f"{percent(slower) if slower >= MIN_SHOWN else 'no'} slower, measured"
+
+
+NONE = "none measured yet: `lowbit-chat tune-device MODEL` measures drafts and residuals on this device"
+OVERRIDDEN = "overridden by k_chunk; set that to auto to see the best offer within the budget"
+TAKEN = "in use: "
+
+
+class OfferRow(Horizontal):
+    """`offer  within 0.3 % of full precision at 0.9 x the low-bit speed (...)  [Use it]`."""
+
+    def __init__(self) -> None:
+        super().__init__(id="offer-row", classes="setting-line")
+        self.changes: Mapping[str, str] = {}
+        """Settings that apply the offer, by key, as a user would type them; empty if there is none."""
+        self._offer: Offer | None = None
+
+    def compose(self) -> ComposeResult:
+        """Name, words, button."""
+        yield Plain("offer", classes="setting-name")
+        yield Plain(NONE, id="offer-words")
+        yield Button("Use it", id="offer-take", compact=True)
+
+    def show(self, offer: Offer | None, settings: Settings) -> None:
+        """Show the offer, and whether it is applied.
+
+        Args:
+            offer: the best within the budget; None if none is known, or if a fixed k_chunk overrides it, in which
+                case the previous one stays.
+            settings: the user's settings.
+        """
+        if settings.k_chunk is not None:
+            offer = offer or self._offer
+        self._offer = offer
+        self.changes = {} if offer is None else changes(offer)
+        taken = bool(self.changes) and all(_typed(settings, key) == value for key, value in self.changes.items())
+        none = NONE if settings.k_chunk is None else OVERRIDDEN
+        words = none if offer is None else f"{TAKEN if taken else ''}{offer.words}"
+        self.query_one("#offer-words", Plain).update(words)
+        self.query_one(Button).disabled = offer is None or taken
+
+
+def changes(offer: Offer) -> dict[str, str]:
+    """The settings with which a load applies an offer, by key, as a user would type them."""
+    drafts = {"kv": SPECULATIVE_KV, "speculate": "auto"} if offer.gamma else {}
+    return {"k_chunk": UNSET, **drafts}
+
+
+def _typed(settings: Settings, key: str) -> str:
+    value = settings.get(key)
+    return UNSET if value is None else str(value)
+
+
+class SavedRow(Horizontal):
+    """The size of the saved caches, and a button that deletes them."""
+
+    def __init__(self) -> None:
+        super().__init__(id="saved-row", classes="setting-line")
+
+    def compose(self) -> ComposeResult:
+        """Name, amount, button."""
+        yield Plain("saved caches", classes="setting-name")
+        yield Plain("", id="saved-amount")
+        yield Button("Delete", id="saved-delete", compact=True)
+
+    def show(self, saved: Holding | None) -> None:
+        """Show the size; None if the runtime did not report it."""
+        words = "not known" if saved is None else "none" if not saved.files else _amount(saved)
+        self.query_one("#saved-amount", Plain).update(words)
+        self.query_one(Button).disabled = saved is None
+
+
+def _amount(saved: Holding) -> str:
+    chats = "1 chat" if saved.files == 1 else f"{saved.files} chats"
+    return f"{byte_count(saved.bytes)} of {chats} on disk"
+
+
+def cache_effect(caches: Mapping[str, CacheFacts], kv: str, context: int | None, status: Status | None) -> list[str]:
+    """The effect of the chosen kind of cache and context, as lines; empty if no model is loaded.
+
+    Args:
+        caches: the cost of each kind for the model.
+        kv: the chosen kind.
+        context: the chosen context in tokens; None for automatic.
+        status: the runtime's status.
+    """
+    chosen, plain = caches.get(kv), caches.get("fp16")
+    if chosen is None or plain is None or status is None:
+        return []
+    share = f" ({100 * chosen.bytes_per_token / plain.bytes_per_token:.0f} % of fp16)" if kv != "fp16" else ""
+    fits = f"{token_count(chosen.context)} tokens fit"
+    parts = [f"{byte_count(chosen.bytes_per_token)} per token{share}", fits]
+    tokens = min(context or status.context or 0, chosen.context)
+    if tokens:
+        parts.append(f"{byte_count(tokens * chosen.bytes_per_token)} for {token_count(tokens)}")
+    lines = [SEPARATOR.join(parts), _advice(caches, kv)]
+    if context is not None and context > chosen.context:
+        lines.append(
+            f"A context of {token_count(context)} exceeds this model or memory; it will be shortened or refused."
+        )
+    return lines
+
+
+def _advice(caches: Mapping[str, CacheFacts], kv: str) -> str:
+    if kv == DEFAULT_KV:
+        return f"Recommended here: {kv}, your current setting."
+    return f"Recommended here: {DEFAULT_KV}; it holds {token_count(caches[DEFAULT_KV].context)} tokens."

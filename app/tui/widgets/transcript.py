@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from textual.app import ComposeResult
 from textual.containers import Vertical, VerticalScroll
@@ -56,7 +57,8 @@ class Transcript(VerticalScroll):
 
     def view(self, message_id: str) -> MessageView | None:
         """The view of a message, if it is mounted."""
-        return self._views.get(message_id)
+        view = self._views.get(message_id)
+        return view if view is not None and view.is_mounted else None
 
     @property
     def mounted(self) -> list[str]:
@@ -65,6 +67,8 @@ class Transcript(VerticalScroll):
 
     async def reopen(self) -> None:
         """Show the newest messages and follow the end."""
+        if not self._column.is_attached:  # not mounted yet, or the program is ending
+            return
         messages = self._messages()
         self._window = Window.at_end(len(messages))
         async with self.batch():
@@ -96,10 +100,11 @@ class Transcript(VerticalScroll):
         if self._window.end != self._window.total or added <= 0:
             await self.reopen()
             return
-        for welcome in self.query("#welcome"):
-            await welcome.remove()
-        await self._column.mount_all([self._make(message) for message in messages[-added:]])
-        await self._move(self._window.grown(added), keep_place=False)
+        async with self.lock:  # scrolling mounts messages too
+            for welcome in self.query("#welcome"):
+                await welcome.remove()
+            await self._column.mount_all([self._make(message) for message in messages[-added:]])
+            await self._move(self._window.grown(added), keep_place=False)
         self.mark()
         self.anchor()
 
@@ -113,15 +118,16 @@ class Transcript(VerticalScroll):
             self.run_worker(self._earlier(), group="window", exit_on_error=False)
         elif self._window.end < self._window.total and new_value >= self.max_scroll_y - self.size.height / 2:
             self._moving = True
-            self.run_worker(self._move_and_release(self._window.later()), group="window", exit_on_error=False)
+            self.run_worker(self._move_and_release(Window.later), group="window", exit_on_error=False)
 
     async def _earlier(self) -> None:
         streaming = bool(self._messages()) and self._messages()[-1].state == "streaming"
-        await self._move_and_release(self._window.earlier(keep_end=streaming))
+        await self._move_and_release(partial(Window.earlier, keep_end=streaming))
 
-    async def _move_and_release(self, window: Window) -> None:
+    async def _move_and_release(self, moved: Callable[[Window], Window]) -> None:
         try:
-            await self._move(window)
+            async with self.lock:
+                await self._move(moved(self._window))
         finally:
             self.call_after_refresh(self._release)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING
 
+from models.packed import Weights
 from models.progress import Progress, ProgressCallback, ignore_progress
 from models.spec import ModelSpec
-from models.weights import Weights
 from runtime.backends import Device, Footprint, ModelSizes, Presence
 from runtime.backends.decoder import Decoder, DecoderOptions
 from runtime.compensation import CHUNK
@@ -30,7 +30,6 @@ class CpuBackend:
     prompt_levels = (CHUNK,)  # fewer cost the same: weights are unpacked as a whole
 
     def probe(self) -> Presence:
-        """See `runtime.backends.Backend.probe`."""
         try:
             from runtime.backends.cpu.machine.isa import VARIANT, supported_variants
         except (ImportError, OSError, BackendError) as error:
@@ -54,7 +53,6 @@ class CpuBackend:
     def prepare(
         self, model: Weights, kv: KVKind, *, compensated: bool, ahead: bool = False, progress: ProgressCallback
     ) -> None:
-        """See `runtime.backends.Backend.prepare`."""
         try:
             from runtime.backends.cpu.link import paging_units, prompt_units, units_of
             from runtime.backends.cpu.machine.build import build
@@ -70,7 +68,6 @@ class CpuBackend:
             build([*units_of(model, KINDS[kv], compensated=compensated), *later], report)
 
     def open(self, model: Weights, options: DecoderOptions, progress: ProgressCallback = ignore_progress) -> Decoder:
-        """See `runtime.backends.Backend.open`."""
         try:
             from runtime.backends.cpu.decoder import CpuDecoder
         except (ImportError, OSError) as error:
@@ -78,7 +75,6 @@ class CpuBackend:
         return CpuDecoder(model, options)
 
     def device(self, options: DecoderOptions) -> Device:
-        """See `runtime.backends.Backend.device`."""
         from runtime.backends.cpu.machine.isa import VARIANT
         from runtime.backends.cpu.pool import default_threads
         from tuner.detect import detect_cpu
@@ -88,13 +84,11 @@ class CpuBackend:
         return Device(name=detect_cpu().name, capability=capability, driver=None)
 
     def timer(self, decoder: CpuDecoder, *, seconds: float) -> Timer:
-        """See `runtime.backends.Backend.timer`."""
         from runtime.backends.cpu.timer import CpuTimer
 
         return CpuTimer(decoder, seconds=seconds)
 
     def problems(self, decoder: Decoder) -> tuple[Problem, ...]:
-        """See `runtime.backends.Backend.problems`."""
         return ()
 
     def link_gb_s(self) -> float | None:
@@ -102,7 +96,6 @@ class CpuBackend:
         return None
 
     def memory_gb_s(self) -> float | None:
-        """See `runtime.backends.Backend.memory_gb_s`."""
         return None
 
 

@@ -13,31 +13,25 @@ import numpy as np
 import numpy.typing as npt
 
 from models.spec import ModelSpec
-from runtime.backends.cpu.arena import aligned_zeros
 from runtime.backends.cpu.data import instructions as op
-from runtime.backends.cpu.data.control import CONTROL_WORDS
 from runtime.backends.cpu.data.pages import PageLayout
-from runtime.backends.cpu.data.sizes import LANES, SPAN
-from runtime.backends.cpu.data.step import parameters_of
+from runtime.backends.cpu.data.records import CONTROL_WORDS, LANES, SPAN, padded, parameters_of
 from runtime.backends.cpu.link import link
 from runtime.backends.cpu.pool import Pool
 from runtime.backends.cpu.scratch import scratch_of
-from runtime.backends.cpu.tiles import padded
+from runtime.backends.cpu.tiles import aligned_zeros
 from runtime.backends.decoder import DecoderOptions
-from runtime.kv.control import PagedCache
-from runtime.kv.groups import layers_alike, page_groups
-from runtime.kv.interfaces import Int32Array
-from runtime.kv.joint import joined, kept_by
+from runtime.kv.basis import low_rank_start
+from runtime.kv.control import BackendCache
 from runtime.kv.kinds import KINDS, PARTS, CacheKind, Part
-from runtime.kv.low_rank import start
 from runtime.kv.states import RING
-from runtime.kv.transfer import Arrays
+from runtime.kv.stores import Arrays, Int32Array, kept_by
 
 _DITHER_BITS = 8
 
 
 class CpuStore:
-    """The numbers of all pages and windows. Implements `runtime.kv.interfaces.PageStore`.
+    """The numbers of all pages and windows. Implements `runtime.kv.stores.PageStore`.
 
     Args:
         kind: The kind of cache.
@@ -110,7 +104,7 @@ class CpuStore:
         wide, rank = self.layout.padded, min(self._kind.rank, head_dim)
         self._start = aligned_zeros((max(1, rank), wide), np.float32)
         if rank:
-            self._start[:, :head_dim] = start(head_dim, rank).T
+            self._start[:, :head_dim] = low_rank_start(head_dim, rank).T
         self._program = aligned_zeros((1, op.WIDTH), np.int64)
         self.scratch_bytes = scratch_of(self._flush(0, 0, 0))
         self._scratch = aligned_zeros((self.scratch_bytes,), np.uint8)
@@ -142,38 +136,32 @@ class CpuStore:
             self._pool = pool
 
     def flush(self, slot: int, page: int, rest: int) -> None:
-        """See `PageStore.flush`."""
         self._run(self._flush(slot, page, rest))
 
     def restore(self, page: int, slot: int, count: int) -> None:
-        """See `PageStore.restore`."""
         self._run(op.Restore(self._page(slot, page), count))
 
     def copy_window(self, source: int, target: int, count: int) -> None:
-        """See `PageStore.copy_window`."""
         tiles = -(-count // LANES)
         self._keys[:, target, :, :tiles] = self._keys[:, source, :, :tiles]
         self._values[:, target, :, :count] = self._values[:, source, :, :count]
 
     def copy_page(self, source: int, target: int) -> None:
-        """See `PageStore.copy_page`."""
         self.records[:, target] = self.records[:, source]
 
     def read_pages(self, pages: Sequence[int]) -> Arrays:
-        """See `runtime.kv.interfaces.PageStore.read_pages`: records uint8 [layers, pages, H_kv, bytes]."""
+        """See `runtime.kv.stores.PageStore.read_pages`: records uint8 [layers, pages, H_kv, bytes]."""
         return {"records": self.records[:, list(pages)]}
 
     def write_pages(self, pages: Sequence[int], arrays: Arrays) -> None:
-        """See `runtime.kv.interfaces.PageStore.write_pages`."""
         kept = [place for place, page in enumerate(pages) if page >= 0]
         self.records[:, [pages[place] for place in kept]] = arrays["records"][:, kept]
 
     def read_window(self, slot: int, count: int) -> Arrays:
-        """See `runtime.kv.interfaces.PageStore.read_window`: float16 [layers, H_kv, count, D]."""
+        """See `runtime.kv.stores.PageStore.read_window`: float16 [layers, H_kv, count, D]."""
         return {part: self.window(part, slot, count) for part in PARTS} if self._kind.windowed else {}
 
     def write_window(self, slot: int, count: int, arrays: Arrays) -> None:
-        """See `runtime.kv.interfaces.PageStore.write_window`."""
         if count:
             for part in PARTS:
                 self._write_window(part, slot, arrays[part])
@@ -190,8 +178,8 @@ class CpuStore:
         self._keys[:, slot, :, : tiles.shape[2]] = tiles
 
 
-class CpuCache(PagedCache):
-    """The KV cache of the CPU backend. Implements `runtime.kv.interfaces.KVCache`.
+class CpuCache(BackendCache[CpuStore]):
+    """The KV cache of the CPU backend.
 
     Args:
         spec: The model.
@@ -202,18 +190,12 @@ class CpuCache(PagedCache):
     def __init__(self, spec: ModelSpec, options: DecoderOptions, threads: int) -> None:
         kind = KINDS[options.kv]
         window = padded(kind.window_capacity(options.max_rows), SPAN)
-        slots = options.slots
-        sizes: dict[str, Any] = {"context": options.context, "slots": slots, "max_rows": options.max_rows}
-        groups = {
-            group: [
-                CpuStore(kind, spec, pages=group.pages, slots=slots, window=window, layers=layers)
-                for layers in layers_alike(spec, group.layers)
-            ]
-            for group in page_groups(kind, spec, **sizes, pages=options.pages)
-        }
-        self.stores = tuple(store for stores in groups.values() for store in stores)
-        """The buffers, for each group and each shape of heads."""
-        super().__init__(kind, spec, {group: joined(stores) for group, stores in groups.items()}, **sizes)
+        sizes: dict[str, Any] = {"context": options.context, "slots": options.slots, "max_rows": options.max_rows}
+
+        def make(pages: int, layers: tuple[int, ...]) -> CpuStore:
+            return CpuStore(kind, spec, pages=pages, slots=options.slots, window=window, layers=layers)
+
+        super().__init__(kind, spec, make, **sizes, pages=options.pages)
         self.max_splits = max(1, min(8, 2 * threads))
         """Most splits of one head's context."""
         self._windows = {spec.windows[layer] for layer in spec.attention_layers}
@@ -231,8 +213,8 @@ class CpuCache(PagedCache):
                 paged=int(self._paged.ctypes.data),
                 window=window,
             )
-            for table, stores in zip(self.tables, groups.values(), strict=True)
-            for store in stores
+            for table, stores in zip(self.tables, self.groups.values(), strict=True)
+            for store in stores.values()
         ]
         self._stored = {
             layer: op.Stored(int(description.ctypes.data), *store.addresses(place))
@@ -241,18 +223,11 @@ class CpuCache(PagedCache):
         }
 
     @property
-    def store(self) -> CpuStore:
-        """The buffers of a model whose layers are all alike."""
-        (store,) = self.stores
-        return store
-
-    @property
     def scratch_bytes(self) -> int:
         """Bytes of scratch per thread for flushing and restoring pages."""
         return max(store.scratch_bytes for store in self.stores)
 
     def use(self, pool: Pool) -> None:
-        """See `CpuStore.use`."""
         for store in self.stores:
             store.use(pool)
 
@@ -277,24 +252,18 @@ class CpuCache(PagedCache):
         addresses = (int(array.ctypes.data) for array in arrays)
         return op.State(int(own.recent[layer].ctypes.data), RING, own.shapes[layer].inputs, *addresses)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all buffers."""
-        return sum(store.nbytes for store in self.stores) + (0 if self.states is None else self.states.nbytes)
-
     def begin(self, slots: Int32Array, positions: Int32Array, *, flush: bool = True, draft: bool = False) -> None:
-        """See `runtime.kv.interfaces.KVCache.begin`."""
         super().begin(slots, positions, flush=flush, draft=draft)
         for slot in set(slots.tolist()):
             self._paged[slot] = self.paged_length(slot)
 
-    def rows_alike(self, slot: int) -> int:
-        """See `runtime.kv.interfaces.KVCache.rows_alike`: attention is split by the units that rows see."""
+    def batch_invariant_rows(self, slot: int) -> int:
+        """See `runtime.kv.control.KVCache.batch_invariant_rows`: attention is split by the units that rows see."""
         length, paged, kind = self.length(slot), self.paged_length(slot), self.kind
         if kind.windowed:
             paged += max(0, length - paged - kind.unpaged) // kind.page * kind.page  # flushed first in the step
         firsts = [max(0, length + 1 - window) for window in self._windows if window]
-        return min(super().rows_alike(slot), *(self._rest_of_unit(at, paged) for at in (length, *firsts)))
+        return min(super().batch_invariant_rows(slot), *(self._rest_of_unit(at, paged) for at in (length, *firsts)))
 
     def _rest_of_unit(self, position: int, paged: int) -> int:
         """Tokens from a position to the end of its page, or of its span in the window."""

@@ -1,26 +1,26 @@
 """Constants of a model's programs: weights as kernels read them, made once, and the addresses that instructions name.
 
 Matrices are repacked as tiles; vectors are padded with zeros to whole blocks or tiles. An array stays where it is for
-as long as its `Constants` live.
+as long as its `Constants` live. A matrix is repacked once; a block's experts have a table of addresses for each way to
+compensate (`ExpertTables`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from models.packed import PackedLinear, PackedResidual
+from models.packed import PackedLinear, PackedResidual, Weights
 from models.rope import query_growth, tables
 from models.spec import MixtureSpec, router_of
-from models.weights import Weights
-from runtime.backends.cpu.arena import LINE, Arena, aligned_zeros
 from runtime.backends.cpu.data import instructions as op
-from runtime.backends.cpu.data.sizes import BLOCK, LANES
-from runtime.backends.cpu.tiles import TiledLinear, padded, tile_linear, tile_residual
-from runtime.backends.operations.channels import static_channels
+from runtime.backends.cpu.data.records import BLOCK, EXPERT, LANES, LINE, Expert, padded
+from runtime.backends.cpu.tiles import Arena, TiledLinear, aligned_zeros, tile_linear, tile_residual
+from runtime.backends.operations.channels import CHUNK, static_channels
 from runtime.backends.operations.panel import residual_scales
 from runtime.kv.basis import key_bases
 from runtime.kv.kinds import CacheKind
@@ -190,3 +190,90 @@ class Constants:
             return wide
 
         return address_of(self.array(key, widen))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """The matrices of a block's experts, of one layer type."""
+
+    first: PackedLinear
+    """That of the first expert, as stored."""
+    address: int
+    """Address of `Expert` records."""
+    sizes: op.ExpertSizes
+    """What the matrices have in common."""
+    k_chunk: int
+    """Channels per 1024 that each row chooses."""
+    shared: int
+    """Channels per 1024 that all rows share."""
+
+
+class ExpertTables:
+    """The tables of a model.
+
+    Args:
+        constants: The matrices, repacked.
+    """
+
+    def __init__(self, constants: Constants) -> None:
+        self._constants = constants
+        self._made: dict[str, npt.NDArray[Any]] = {}
+
+    def table(self, names: list[str], k_chunk: int, shared: int) -> Table:
+        """A table.
+
+        Args:
+            names: The matrices, one for each expert.
+            k_chunk: Channels per 1024 that each row chooses.
+            shared: Channels per 1024 that all rows share.
+        """
+        first = self._constants.linear(names[0])
+        tiled = self._constants.tiled(first)
+        sizes = op.ExpertSizes(tiled.bits, tiled.tiles, tiled.blocks, tiled.groups, tiled.group_blocks)
+        if k_chunk or shared:
+            of = self._constants.scaled(first)
+            sizes = sizes._replace(residual_bits=of.bits, stride=of.stride, rows=of.rows)
+        key = f"{names[0]}.{bool(k_chunk or shared)}.{shared}"
+        if key not in self._made:
+            compensated, masks = k_chunk > 0 or shared > 0, self._masks(names, shared)
+            records = aligned_zeros((len(names),), EXPERT)
+            for at, name in enumerate(names):
+                records[at] = self._record(self._constants.linear(name), compensated, masks, at)
+            self._made[key] = records
+        address = int(self._made[key].ctypes.data)
+        return Table(first=first, address=address, sizes=sizes, k_chunk=k_chunk, shared=shared)
+
+    def static(self, names: list[str], k_chunk: int) -> int:
+        """Address of the channels that the static selection chooses for each expert, int32 [E, total]."""
+
+        def make() -> npt.NDArray[np.int32]:
+            return np.stack([static_channels(self._mean_square(name), k_chunk) for name in names])
+
+        key = f"{names[0]}.static.{k_chunk}"
+        if key not in self._made:
+            self._made[key] = make()
+        return int(self._made[key].ctypes.data)
+
+    def _masks(self, names: list[str], shared: int) -> npt.NDArray[np.uint8] | None:
+        """Shared channels of each expert: uint8 [E, K padded to 32], 255 or 0; None if there are none."""
+        if not shared:
+            return None
+        width = self._constants.linear(names[0]).shape[1]
+        masks: npt.NDArray[np.uint8] = aligned_zeros((len(names), padded(width, BLOCK)), np.uint8)
+        for mask, name in zip(masks, names, strict=True):
+            mask[slice(width) if shared == CHUNK else static_channels(self._mean_square(name), shared)] = 255
+        self._made[f"{names[0]}.masks.{shared}"] = masks
+        return masks
+
+    def _mean_square(self, name: str) -> npt.NDArray[np.float32]:
+        found = self._constants.linear(name).mean_square
+        assert found is not None
+        return np.asarray(found)
+
+    def _record(self, packed: PackedLinear, compensated: bool, masks: npt.NDArray[np.uint8] | None, at: int) -> Expert:
+        own = self._constants.tiled(packed).weights
+        expert = Expert(own.codes, own.scales, own.zeros, bias=self._constants.bias(packed))
+        if compensated:
+            residual = self._constants.scaled(packed)
+            expert = expert._replace(residual=residual.codes, residual_scales=residual.scales)
+        return expert if masks is None else expert._replace(kept=int(masks[at].ctypes.data))

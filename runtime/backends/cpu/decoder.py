@@ -9,19 +9,16 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from models.weights import Weights
-from runtime.backends.cpu.arena import aligned_zeros
+from models.packed import Weights
 from runtime.backends.cpu.cache import CpuCache
-from runtime.backends.cpu.data.control import CONTROL_WORDS, FAILED
-from runtime.backends.cpu.data.sizes import RUN_ROWS
-from runtime.backends.cpu.data.step import parameters_of
+from runtime.backends.cpu.data.records import CONTROL_WORDS, FAILED, RUN_ROWS, padded, parameters_of
 from runtime.backends.cpu.link import link, paging_units, prompt_units
 from runtime.backends.cpu.machine.build import build_later
 from runtime.backends.cpu.machine.isa import VARIANT
 from runtime.backends.cpu.machine.loader import rest
 from runtime.backends.cpu.plan import PlanOperations, Program
 from runtime.backends.cpu.pool import Pool, default_threads
-from runtime.backends.cpu.tiles import padded
+from runtime.backends.cpu.tiles import aligned_zeros
 from runtime.backends.decoder import DecoderOptions, Float32Array, Step, check_step, compensation_of, sensitive
 from runtime.backends.operations.channels import k_chunk_of
 from runtime.compensation import k_chunk_by_type
@@ -107,7 +104,6 @@ class CpuDecoder:
             self._plan.release()  # rows of the embedding table
 
     def forward(self, step: Step) -> Float32Array:
-        """See `runtime.backends.decoder.Decoder.forward`."""
         M, R = step.tokens.size, step.logit_rows.size
         check_step(step, self.spec, self.options)
         for array, values in zip(self._inputs, (step.tokens, step.slots, step.positions, step.logit_rows), strict=True):
@@ -156,18 +152,15 @@ class CpuDecoder:
         self.options = wanted
 
     def set_prompt_k_chunk(self, prompt_k_chunk: Mapping[str, int] | int) -> None:
-        """See `runtime.backends.decoder.Decoder.set_prompt_k_chunk`."""
         wanted = replace(self.options, prompt_k_chunk=prompt_k_chunk)
         self._prompts = self._recorded_together(wanted)
         self.options = wanted
 
     def set_draft_k_chunk(self, draft_k_chunk: Mapping[str, int] | int) -> None:
-        """See `runtime.backends.decoder.Decoder.set_draft_k_chunk`."""
         self._drafts = self._recorded(draft_k_chunk)
         self.options = replace(self.options, draft_k_chunk=draft_k_chunk)
 
     def set_sensitive_layers(self, layers: Sequence[int]) -> None:
-        """See `runtime.backends.decoder.Decoder.set_sensitive_layers`."""
         wanted = sensitive(layers, self.spec)
         self.cache.read_exactly(wanted)
         self.options = replace(self.options, sensitive_layers=wanted)

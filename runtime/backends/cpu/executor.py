@@ -10,13 +10,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from runtime.backends.cpu.arena import LINE
-from runtime.backends.cpu.data.control import ACTIVE, DONE, TURN
 from runtime.backends.cpu.data.instructions import BESIDE, WIDTH, Header
-from runtime.backends.cpu.data.step import Parameters
+from runtime.backends.cpu.data.records import ACTIVE, DONE, LINE, TURN, Parameters
 from runtime.backends.cpu.kernels.views import changing_header_at, changing_parameters_at
-from runtime.backends.cpu.machine.calls import call_5
-from runtime.backends.cpu.machine.kernel import kernel
+from runtime.backends.cpu.machine.kernel import call_5, kernel
 from runtime.backends.cpu.machine.sync import (
     add_word,
     begin_turn,

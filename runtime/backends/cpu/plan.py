@@ -15,19 +15,15 @@ import numpy as np
 import numpy.typing as npt
 
 from models.architecture import forward
-from models.packed import PackedLinear
+from models.packed import PackedLinear, Weights
 from models.spec import MixtureSpec, ModelSpec, expert_of, is_of_tokens, router_of
-from models.weights import Weights
-from runtime.backends.cpu.arena import Arena, aligned_zeros
 from runtime.backends.cpu.cache import CpuCache
-from runtime.backends.cpu.constants import Constants, address_of
+from runtime.backends.cpu.constants import Constants, ExpertTables, Table, address_of
 from runtime.backends.cpu.data import instructions as op
-from runtime.backends.cpu.data.experts import COUNTS, PAIR, SEGMENT, Routes
 from runtime.backends.cpu.data.instructions import SELECT_APPROX, SELECT_EXACT, SELECT_RANDOM, SELECT_STATIC
-from runtime.backends.cpu.data.sizes import BLOCK, LANES, PIECE, RUN_ROWS
-from runtime.backends.cpu.expert_tables import ExpertTables, Table
+from runtime.backends.cpu.data.records import BLOCK, COUNTS, LANES, PAIR, PIECE, RUN_ROWS, SEGMENT, Routes, padded
 from runtime.backends.cpu.link import link_written, most_scratch
-from runtime.backends.cpu.tiles import TiledLinear, padded
+from runtime.backends.cpu.tiles import Arena, TiledLinear, aligned_zeros
 from runtime.backends.decoder import DecoderOptions
 from runtime.backends.operations.channels import CHUNK, buckets, k_chunk_of, layer_kind, total_budget
 from runtime.errors import RequestError
@@ -198,7 +194,6 @@ class PlanOperations:
         return x
 
     def linear(self, x: Activations, name: str) -> Activations:
-        """See `models.architecture.Operations`."""
         packed = self._model.linear(name)
         tiled = self._constants.tiled(packed)
         k_chunk, shared = self._channels(packed)
@@ -212,13 +207,11 @@ class PlanOperations:
             self._emit(self._selection(values, packed, k_chunk, total), kind=layer_kind(name))
         return self._product(values, packed, tiled, total, shared)
 
-    def settle(self, y: Activations, norm: str) -> Activations:
-        """See `models.architecture.Operations`."""
+    def norm_inplace(self, y: Activations, norm: str) -> Activations:
         self._settle(y, norm, y.place, accumulate=False)
         return y
 
     def experts(self, x: Activations, layer: int, routed: Activations | None = None) -> Activations:
-        """See `models.architecture.Operations`."""
         mixture = self._spec.mixture
         assert mixture is not None
         gate_up, down = self._table(layer, "gate_up"), self._table(layer, "down")
@@ -240,7 +233,6 @@ class PlanOperations:
         return replace(out, instruction=len(self._program) - 1)
 
     def split(self, x: Activations, widths: tuple[int, ...]) -> tuple[Activations, ...]:
-        """See `models.architecture.Operations`."""
         parts, start = [], 0
         for width in widths:
             place = op.Matrix(x.place.at + 4 * start, x.place.stride)
@@ -250,14 +242,13 @@ class PlanOperations:
 
     def head_norm(self, x: Activations, name: str) -> Activations:
         """See `models.architecture.Operations`. Applied by `attend`'s first instruction, if it is one of each head."""
-        return self.settle(x, name) if self._spec.qk_norm_form == "all" else replace(x, norm=name)
+        return self.norm_inplace(x, name) if self._spec.qk_norm_form == "all" else replace(x, norm=name)
 
     def rotate(self, x: Activations, _layer: int, /) -> Activations:
         """See `models.architecture.Operations`. Applied by `attend`'s first instruction."""
         return x
 
     def attend(self, q: Activations, k: Activations | None, v: Activations | None, layer: int) -> Activations:
-        """See `models.architecture.Operations`."""
         spec, heads, alone = self._spec, self._spec.heads_of(layer), k is None
         if k is not None and v is not None:
             assert k.place.at == q.place.at + 4 * q.width
@@ -282,7 +273,7 @@ class PlanOperations:
                 stored=stored,
                 reflection=reflection,
                 mean=mean,
-                norm_last=spec.qk_norm_form == "turned",
+                norm_last=spec.qk_norm_form == "after_rope",
                 growth=self._constants.growth,
                 v_norm=self._constants.ones() if spec.v_norm else 0,
                 alone=alone,
@@ -312,13 +303,13 @@ class PlanOperations:
         """See `models.architecture.StateOperations`. Written by the linear layer that reads it."""
         return replace(x, width=x.width // 3, layer=layer, instruction=-1)
 
-    def shut(self, x: Activations, gate: Activations) -> Activations:
+    def output_gate(self, x: Activations, gate: Activations) -> Activations:
         """See `models.architecture.StateOperations`. Applied where the splits of attention are joined."""
         return replace(x, gates=gate.place)
 
-    def recur(self, x: Activations, layer: int) -> Activations:
+    def delta_rule(self, x: Activations, layer: int) -> Activations:
         """See `models.architecture.StateOperations`. The linear layer that reads it writes its norm and gates."""
-        delta, prefix, taps = self._spec.delta, f"layers.{layer}", self._spec.taps
+        delta, prefix, taps = self._spec.delta, f"layers.{layer}", self._spec.conv_kernel_size
         assert delta is not None
         width, heads = padded(delta.channels, LANES), padded(delta.value_heads, LANES)
         mixed = self._matrix("mixed", width + 2 * heads)
@@ -343,7 +334,7 @@ class PlanOperations:
             )
         )
         self._emit(
-            op.Recur(
+            op.DeltaRule(
                 x=mixed.place,
                 before=before,
                 waiting=waiting,
@@ -384,7 +375,6 @@ class PlanOperations:
         return x
 
     def logit_rows(self, x: Activations) -> Activations:
-        """See `models.architecture.Operations`."""
         out = replace(self._matrix("last", x.width), wanted=True)
         self._emit(op.Gather(x.place, x.width, out.place))
         return out
@@ -398,7 +388,7 @@ class PlanOperations:
     def _settle(self, x: Activations, norm: str, out: op.Matrix, *, accumulate: bool, scale: str = "") -> None:
         """Write the norm of activations that stay in float32."""
         weight, factor = self._constants.vector(norm), self._constants.vector(scale) if scale else 0
-        self._emit(op.Settle(x.place, x.width, weight, self._spec.eps_of(norm), out, accumulate, factor))
+        self._emit(op.NormInplace(x.place, x.width, weight, self._spec.eps_of(norm), out, accumulate, factor))
 
     def _channels(self, packed: PackedLinear) -> tuple[int, int]:
         """Channels per 1024 chosen per row, and those shared by all rows of a prompt.
@@ -429,11 +419,11 @@ class PlanOperations:
 
     def _expert_names(self, layer: int, kind: str) -> list[str]:
         assert self._spec.mixture is not None
-        return [f"layers.{layer}.experts.{expert}.{kind}" for expert in range(self._spec.mixture.held)]
+        return [f"layers.{layer}.experts.{expert}.{kind}" for expert in range(self._spec.mixture.num_experts)]
 
     def _route(self, x: Activations, layer: int, mixture: MixtureSpec) -> Routes:
         """Write the instructions that send rows to experts."""
-        experts, chosen, pairs = mixture.held, mixture.read, self._rows * mixture.read
+        experts, chosen, pairs = mixture.num_experts, mixture.experts_per_token, self._rows * mixture.experts_per_token
         weight = self._constants.router(layer, mixture, x.width)
         logits = _matrix(self._buffer("router logits", (self._rows, padded(mixture.scores, LANES)), np.float32))
         bias = self._constants.vector(f"{router_of(layer)}_bias") if mixture.bias else 0
@@ -485,7 +475,7 @@ class PlanOperations:
     def _selection_by_slot(self, select: op.Select, table: Table, routes: Routes) -> op.Select:
         """The choice of channels of rows that each belong to one expert."""
         assert self._spec.mixture is not None
-        self._selections[False] += self._spec.mixture.read - 1
+        self._selections[False] += self._spec.mixture.experts_per_token - 1
         shape = (slots_of(self._rows, self._spec.mixture), padded(select.width, LANES))
         chosen = _matrix(self._buffer("expert chosen", shape, np.int32))
         if select.static:
@@ -521,7 +511,7 @@ class PlanOperations:
 
     def _convolution(self, x: Activations, to: op.Input) -> op.Convolve:
         """The gated short convolution of a layer."""
-        prefix, taps = f"layers.{x.layer}", self._spec.taps
+        prefix, taps = f"layers.{x.layer}", self._spec.conv_kernel_size
         return op.Convolve(
             x=x.place,
             to=to,
@@ -648,8 +638,8 @@ def _buffer_of(name: str) -> str:
 
 def slots_of(rows: int, mixture: MixtureSpec) -> int:
     """Most slots that rows take in the order of experts, each expert's in row blocks of its own."""
-    pairs = rows * mixture.read
-    return pairs + (ROW_PADDING - 1) * min(mixture.held, pairs)
+    pairs = rows * mixture.experts_per_token
+    return pairs + (ROW_PADDING - 1) * min(mixture.num_experts, pairs)
 
 
 def _matrix(array: npt.NDArray[Any]) -> op.Matrix:

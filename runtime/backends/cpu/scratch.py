@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-from runtime.backends.cpu.arena import LINE
 from runtime.backends.cpu.data import instructions as op
 from runtime.backends.cpu.data.pages import HALF, TWO_PLANES, Cache, cache_of
-from runtime.backends.cpu.data.sizes import BLOCK, ENTRY_BYTES, LANES, SPAN
+from runtime.backends.cpu.data.records import BLOCK, ENTRY_BYTES, LANES, LINE, SPAN
 from runtime.backends.cpu.machine.isa import VARIANT
 from runtime.kv.kinds import LOW_RANK
 
 MANY: Final = 4 * LANES if VARIANT.startswith("amx") else LANES
-"""Tokens that `runtime.backends.cpu.kernels.w4a8.gemm_w4a8_many` handles at a time."""
+"""Tokens that `runtime.backends.cpu.units.w4a8.gemm_w4a8_many` handles at a time."""
 TILE_BYTES: Final = 64 * MANY
 """Bytes at the start of the scratch: a tile's outputs of as many rows as are multiplied at a time. A tile's entries and
 compensation's sums follow."""
@@ -47,7 +46,7 @@ def scratch_of(instruction: op.Instruction) -> int:
             return _attend_scratch(instruction, cache_of(stored.cache))
         case op.Mix():
             return LINE
-        case op.Recur():
+        case op.DeltaRule():
             return recur_scratch(instruction.rows, instruction.key_dim)
         case op.Flush(page=of) | op.Restore(page=of):
             return _paging_scratch(cache_of(of.cache))
@@ -105,28 +104,17 @@ def _page_scratch(queries: int, cache: Cache) -> int:
 class PageAreas(NamedTuple):
     """The scratch of a run's pages, of n queries in P planes: addresses."""
 
-    queries: int
-    """float32 [n, D padded]."""
-    noted: int
-    """Blocks of the queries, [n, NOTED] bytes."""
-    room: int
-    """Scratch of the corrections."""
-    codes: int
-    """int8 [n, P, D padded], the queries."""
-    scales: int
-    """float32 [max(D padded, T)], of keys or values."""
-    zeros: int
-    """Likewise."""
-    scores: int
-    """float32 [n, P, T]; weights later."""
-    weighed: int
-    """float32 [n, T], weights times scales."""
-    weights: int
-    """int8 [n, P, T], the same."""
-    products: int
-    """float32 [n, P, D padded], of weights and values."""
-    end: int
-    """Behind all."""
+    queries: int  # float32 [n, D padded]
+    noted: int  # blocks of the queries, [n, NOTED] bytes
+    room: int  # scratch of the corrections
+    codes: int  # int8 [n, P, D padded], the queries
+    scales: int  # float32 [max(D padded, T)], of keys or values
+    zeros: int  # likewise
+    scores: int  # float32 [n, P, T]; weights later
+    weighed: int  # float32 [n, T], weights times scales
+    weights: int  # int8 [n, P, T], the same
+    products: int  # float32 [n, P, D padded], of weights and values
+    end: int  # behind all
 
 
 def lay_out_pages(queries: int, padded: int, tokens: int, planes: int, room: int, scratch: int) -> PageAreas:
@@ -168,30 +156,18 @@ def _paging_scratch(cache: Cache) -> int:
 class PagingAreas(NamedTuple):
     """The scratch of one head's keys, or values: addresses."""
 
-    x: int
-    """float32 [T, D padded] or [D padded, T]: the numbers."""
-    lost: int
-    """The same: quantization errors."""
-    turned: int
-    """Its transpose."""
-    codes: int
-    """Bytes, likewise."""
-    lower: int
-    """Of the lower plane."""
-    low: int
-    """float32 [n, 16], the numbers without the largest outliers."""
-    high: int
-    """Likewise without the least."""
-    places: int
-    """int32 [outliers, R]."""
-    a: int
-    """float32 [r, T]."""
-    b: int
-    """float32 [r, D padded]."""
-    shares: int
-    """float32 [r]."""
-    end: int
-    """Behind all."""
+    x: int  # float32 [T, D padded] or [D padded, T]: the numbers
+    lost: int  # the same: quantization errors
+    turned: int  # its transpose
+    codes: int  # bytes, likewise
+    lower: int  # of the lower plane
+    low: int  # float32 [n, 16], the numbers without the largest outliers
+    high: int  # likewise without the least
+    places: int  # int32 [outliers, R]
+    a: int  # float32 [r, T]
+    b: int  # float32 [r, D padded]
+    shares: int  # float32 [r]
+    end: int  # behind all
 
 
 def lay_out_paging(tokens: int, padded: int, rank: int, outliers: int, scratch: int) -> PagingAreas:

@@ -19,8 +19,13 @@ of one or two output channels (`runtime.backends.cpu.kernels.lookup`), again for
 
 Their codebooks stand as [tiles, 16, 2^bits], their scales as [tiles, 1, 16].
 
-Matrices that are multiplied in whole numbers (`runtime.backends.cpu.kernels.w4a8`) have codes as the first ones, scales
+Matrices that are multiplied in whole numbers (`runtime.backends.cpu.units.w4a8`) have codes as the first ones, scales
 as [tiles, 1, 16], group scales, and zeros times group scales, as [tiles, G, 16].
+
+An `Arena` keeps them in a few large regions, so that the system can map them with huge pages. A token reads every
+weight once, and scattered residual rows, in far more 4 KiB pages than the TLB has entries; in a virtual machine each
+miss costs two page-table walks. NumPy requests huge pages (`madvise`) only for arrays of 4 MiB and more, but the
+matrices of a small model are smaller.
 """
 
 from __future__ import annotations
@@ -33,11 +38,42 @@ import numpy.typing as npt
 
 from models.packed import PackedLinear, PackedResidual
 from models.packing import unpack
-from runtime.backends.cpu.arena import Arena
-from runtime.backends.cpu.data.arrangements import padded as padded
 from runtime.backends.cpu.data.instructions import WHOLE_BITS, Weights
-from runtime.backends.cpu.data.sizes import BLOCK, BLOCK_BYTES, LANES
+from runtime.backends.cpu.data.records import BLOCK, BLOCK_BYTES, LANES, LINE, padded
 from runtime.backends.cpu.units import REPACK_CODEBOOK, REPACK_UNIFORM
+
+_REGION_BYTES = 32 << 20
+
+
+def aligned_zeros(shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+    """A zeroed C-contiguous array in its own memory, aligned to 64 bytes."""
+    return Arena(0).zeros(shape, dtype)
+
+
+class Arena:
+    """Allocates adjacent arrays. A region lives as long as any of its arrays.
+
+    Args:
+        region_bytes: Size of a region; larger arrays get their own.
+    """
+
+    def __init__(self, region_bytes: int = _REGION_BYTES) -> None:
+        self._region_bytes = region_bytes
+        self._free = np.zeros(0, np.uint8)
+
+    def zeros(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+        """A zeroed C-contiguous array, aligned to 64 bytes."""
+        kind = np.dtype(dtype)
+        size = int(np.prod(shape, dtype=np.int64)) * kind.itemsize
+        own = size >= self._region_bytes
+        region = np.zeros(size + LINE, np.uint8) if own else self._free
+        start = -region.ctypes.data % LINE
+        if not own and start + size > region.size:
+            region = np.zeros(self._region_bytes + LINE, np.uint8)
+            start = -region.ctypes.data % LINE
+        if not own:
+            self._free = region[start + size :]
+        return region[start : start + size].view(kind).reshape(shape)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Packed matrix products in plain torch: dequantize, then multiply; and the integer arithmetic of the CPU path."""
+"""Packed matrix products in plain torch: dequantize, then multiply; and the CPU's integer arithmetic."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def gemv_int8(codes: torch.Tensor, scales: torch.Tensor, linear: PackedLinear) -
     sums are exact; the rest is float64, as a reference for float32 kernels.
 
     Args:
-        codes: int8 [M, K], from `runtime.backends.operations.activation.quantize` with the matrix' group size.
+        codes: int8 [M, K], from `runtime.backends.operations.linear.quantize` with the matrix' group size.
         scales: float32 [M, G].
         linear: Packed matrix of shape (N, K).
 
@@ -130,3 +130,37 @@ def gemv_int8(codes: torch.Tensor, scales: torch.Tensor, linear: PackedLinear) -
         sums = activations[:, group].sum(dim=1, keepdim=True)
         y += (dots - sums * zeros[:, g]) * scales[:, g : g + 1].double() * weight_scales[:, g]
     return y if linear.bias is None else y + torch.from_numpy(linear.bias.astype(np.float64))
+
+
+def quantize_groups(x: torch.Tensor, group_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Symmetric INT8 with one scale for each group of input channels: scale = max |x| / 127, ties round to even.
+
+    Args:
+        x: float32 [M, K], finite.
+        group_size: Channels of a group; the last group of a row may be shorter.
+
+    Returns:
+        Codes int8 [M, K] in [-127, 127] and scales float32 [M, G], G = ceil(K / group_size). A group of zeros has
+        scale 0 and codes 0.
+    """
+    M, K = x.shape
+    G = -(-K // group_size)
+    padded = torch.nn.functional.pad(x, (0, G * group_size - K)).view(M, G, group_size)
+    scales = padded.abs().amax(dim=-1) / 127
+    inverse = torch.where(scales > torch.finfo(x.dtype).tiny, 1 / scales, torch.zeros_like(scales))
+    codes = torch.round(padded * inverse.unsqueeze(-1)).clamp(-127, 127)
+    return codes.to(torch.int8).view(M, -1)[:, :K], scales
+
+
+def dequantize_groups(codes: torch.Tensor, scales: torch.Tensor, group_size: int) -> torch.Tensor:
+    """Multiply the codes by the scales of their groups.
+
+    Args:
+        codes: int8 [M, K].
+        scales: float32 [M, G].
+        group_size: Channels of a group.
+
+    Returns:
+        float32 [M, K].
+    """
+    return codes.float() * scales.repeat_interleave(group_size, dim=1)[:, : codes.shape[1]]

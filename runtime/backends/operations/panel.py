@@ -145,7 +145,7 @@ def product(
     """Product of a panel with rows of INT8 activations.
 
     Args:
-        codes: int8 [M, K], from `runtime.backends.operations.activation.quantize` with the panel's group size.
+        codes: int8 [M, K], from `runtime.backends.operations.linear.quantize` with the panel's group size.
         scales: float32 [M, G].
         weights: The panel.
         bias: float32 [N] or None.

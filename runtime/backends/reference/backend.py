@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from models.packed import Weights
 from models.progress import ProgressCallback, ignore_progress
 from models.spec import ModelSpec
-from models.weights import Weights
 from runtime.backends import Device, Footprint, ModelSizes, Presence
 from runtime.backends.decoder import Decoder, DecoderOptions
 from runtime.errors import BackendError, Problem
@@ -29,7 +29,6 @@ class ReferenceBackend:
     untuned = Problem(what=_FOR_CHECKING, fix="choose another backend, or a fixed k_chunk")
 
     def probe(self) -> Presence:
-        """See `runtime.backends.Backend.probe`."""
         return Presence(usable=True, reason="plain torch runs the model, slowly")
 
     def footprint(self, spec: ModelSpec, sizes: ModelSizes, *, compensated: bool) -> Footprint:
@@ -45,7 +44,6 @@ class ReferenceBackend:
         """See `runtime.backends.Backend.prepare`. There is nothing to prepare."""
 
     def open(self, model: Weights, options: DecoderOptions, progress: ProgressCallback = ignore_progress) -> Decoder:
-        """See `runtime.backends.Backend.open`."""
         try:
             from runtime.backends.reference.decoder import ReferenceDecoder
         except (ImportError, OSError) as error:
@@ -53,23 +51,18 @@ class ReferenceBackend:
         return ReferenceDecoder(model, options)
 
     def device(self, options: DecoderOptions) -> Device:
-        """See `runtime.backends.Backend.device`."""
         raise BackendError(_FOR_CHECKING)
 
     def timer(self, decoder: Decoder, *, seconds: float) -> Timer:
-        """See `runtime.backends.Backend.timer`."""
         raise BackendError(_FOR_CHECKING)
 
     def problems(self, decoder: Decoder) -> tuple[Problem, ...]:
-        """See `runtime.backends.Backend.problems`."""
         return ()
 
     def link_gb_s(self) -> float | None:
-        """See `runtime.backends.Backend.link_gb_s`."""
         return None
 
     def memory_gb_s(self) -> float | None:
-        """See `runtime.backends.Backend.memory_gb_s`."""
         return None
 
 

@@ -2,37 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 
 from models.spec import ModelSpec
-from runtime.backends.operations.attention import attend
-from runtime.kv.control import PagedCache
-from runtime.kv.groups import PageGroup, layers_alike, page_groups
-from runtime.kv.joint import joined
+from runtime.backends.operations.layers import attend
+from runtime.backends.operations.pages import Stored, dequantize_page, quantize_page
+from runtime.backends.torch_store import TorchStore
+from runtime.kv.control import BackendCache
 from runtime.kv.kinds import PARTS, CacheKind, Part
-from runtime.kv.oracle.page import Stored, dequantize, quantize
-from runtime.kv.torch_store import TorchStore
 
 
 class ReferenceStore(TorchStore):
     """Storage of all pages and windows in main memory, readable layer by layer; see `TorchStore`."""
 
     backend = "reference-3"
-
-    def __init__(
-        self,
-        kind: CacheKind,
-        spec: ModelSpec,
-        *,
-        pages: int,
-        slots: int,
-        window: int,
-        layers: Sequence[int] | None = None,
-    ) -> None:
-        super().__init__(kind, spec, pages=pages, slots=slots, window=window, device="cpu", layers=layers)
 
     @property
     def head_dim(self) -> int:
@@ -54,12 +37,12 @@ class ReferenceStore(TorchStore):
     def write_tokens(self, part: Part, layer: int, pages: torch.Tensor, places: torch.Tensor, x: torch.Tensor) -> None:
         """Quantize tokens one by one into pages. pages and places (in the page) int64 [M], x float32 [M, H_kv, D]."""
         fields = self.fields(part, self.pools[part])
-        for name, array in quantize(self._kind, part, x.unsqueeze(-2)).items():
+        for name, array in quantize_page(self._kind, part, x.unsqueeze(-2)).items():
             fields[name][pages, layer, :, places] = array.squeeze(2)
 
 
-class ReferenceCache(PagedCache):
-    """The KV cache of the reference backend. Implements `runtime.kv.interfaces.KVCache`.
+class ReferenceCache(BackendCache[ReferenceStore]):
+    """The KV cache of the reference backend.
 
     Args:
         kind: The kind of cache.
@@ -80,31 +63,19 @@ class ReferenceCache(PagedCache):
         max_rows: int,
         pages: int | None = None,
     ) -> None:
-        sizes: dict[str, Any] = {"context": context, "slots": slots, "max_rows": max_rows}
         window = kind.window_capacity(max_rows)
-        self._places: dict[int, tuple[ReferenceStore, int]] = {}
-        groups: dict[PageGroup, list[ReferenceStore]] = {}
-        for group in page_groups(kind, spec, **sizes, pages=pages):
-            groups[group] = []
-            for layers in layers_alike(spec, group.layers):
-                store = ReferenceStore(kind, spec, pages=group.pages, slots=slots, window=window, layers=layers)
-                groups[group].append(store)
-                self._places |= {layer: (store, place) for place, layer in enumerate(layers)}
-        self.stores = tuple(store for stores in groups.values() for store in stores)
-        """The buffers, for each group and each shape of heads."""
-        super().__init__(kind, spec, {group: joined(stores) for group, stores in groups.items()}, **sizes)
+
+        def make(pages: int, layers: tuple[int, ...]) -> ReferenceStore:
+            return ReferenceStore(kind, spec, pages=pages, slots=slots, window=window, layers=layers)
+
+        super().__init__(kind, spec, make, context=context, slots=slots, max_rows=max_rows, pages=pages)
+        self._places = {
+            layer: (store, place)
+            for stores in self.groups.values()
+            for layers, store in stores.items()
+            for place, layer in enumerate(layers)
+        }
         self._cap = spec.score_cap
-
-    @property
-    def store(self) -> ReferenceStore:
-        """The buffers of a model whose layers are all alike."""
-        (store,) = self.stores
-        return store
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all buffers."""
-        return sum(store.nbytes for store in self.stores) + (0 if self.states is None else self.states.nbytes)
 
     def close(self) -> None:
         """Release the buffers. Safe to call twice."""
@@ -153,7 +124,7 @@ class ReferenceCache(PagedCache):
         pages = self.table_of(layer).entries(slot)
         store, layer = self._places[layer]
         stored = store.stored(part, layer, [page for page in pages if page >= 0])
-        held = dequantize(self.kind, part, stored, store.head_dim, draft=draft)  # [pages held, H_kv, page, D]
+        held = dequantize_page(self.kind, part, stored, store.head_dim, draft=draft)  # [pages held, H_kv, page, D]
         paged = held.new_zeros(len(pages), *held.shape[1:])
         paged[[index for index, page in enumerate(pages) if page >= 0]] = held
         paged = paged.transpose(1, 2).flatten(0, 1)[: self.paged_length(slot)]

@@ -15,18 +15,13 @@ import numpy as np
 import torch
 
 from models.architecture import StateOperations, body, forward
-from models.packed import PackedLinear
+from models.packed import PackedLinear, Weights
 from models.rope import query_growth, tables
 from models.routing import route
 from models.spec import first_expert, router_of
-from models.weights import Weights
 from runtime.backends.decoder import DecoderOptions, Float32Array, Step, check_step, compensation_of, sensitive
-from runtime.backends.operations.basis import to_basis
-from runtime.backends.operations.cap import soft_cap
-from runtime.backends.operations.gate import clamped_gate, gelu_gate, silu_gate
+from runtime.backends.operations.layers import clamped_gate, gelu_gate, rms_norm, rotate, silu_gate, soft_cap, to_basis
 from runtime.backends.operations.linear import gemv
-from runtime.backends.operations.norm import rms_norm
-from runtime.backends.operations.rope import rotate
 from runtime.backends.reference.cache import ReferenceCache
 from runtime.backends.reference.linear import ReferenceLinear
 from runtime.backends.reference.states import StateMixers
@@ -109,7 +104,7 @@ class ReferenceDecoder:
 
         Raises:
             RequestError: a number is out of range, or the cache cannot take the rows: see
-                `runtime.kv.interfaces.KVCache.begin`.
+                `runtime.kv.control.KVCache.begin`.
             InvalidActivationError: a NaN or infinity reached a selection or the logits.
         """
         check_step(step, self.spec, self.options)
@@ -118,7 +113,6 @@ class ReferenceDecoder:
         return _finite(logits, step)
 
     def hidden(self, step: Step) -> Float32Array:
-        """See `runtime.backends.decoder.Decoder.hidden`."""
         check_step(step, self.spec, self.options)
         with torch.inference_mode():
             run = _Pass(self, step)
@@ -131,19 +125,16 @@ class ReferenceDecoder:
         self.options = replace(self.options, k_chunk=k_chunk, n_tb=dict(n_tb or {}))
 
     def set_prompt_k_chunk(self, prompt_k_chunk: Mapping[str, int] | int) -> None:
-        """See `runtime.backends.decoder.Decoder.set_prompt_k_chunk`."""
         for linear in self.linears.values():
             linear.set_prompt_k_chunk(prompt_k_chunk)
         self.options = replace(self.options, prompt_k_chunk=prompt_k_chunk)
 
     def set_draft_k_chunk(self, draft_k_chunk: Mapping[str, int] | int) -> None:
-        """See `runtime.backends.decoder.Decoder.set_draft_k_chunk`."""
         for linear in self.linears.values():
             linear.set_draft_k_chunk(draft_k_chunk)
         self.options = replace(self.options, draft_k_chunk=draft_k_chunk)
 
     def set_sensitive_layers(self, layers: Sequence[int]) -> None:
-        """See `runtime.backends.decoder.Decoder.set_sensitive_layers`."""
         self.options = replace(self.options, sensitive_layers=sensitive(layers, self.spec))
 
     def session(self) -> AbstractContextManager[None]:
@@ -249,18 +240,18 @@ class _Pass(StateOperations[torch.Tensor]):
             lambda row: cache.attend(owner, q[row], slots[row], positions[row], window, draft=draft, sinks=sinks),
         ).flatten(1)
 
-    def shut(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    def output_gate(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         return x * gate.sigmoid()
 
-    def recur(self, x: torch.Tensor, layer: int) -> torch.Tensor:
+    def delta_rule(self, x: torch.Tensor, layer: int) -> torch.Tensor:
         assert self._decoder.mixers is not None
-        return self._decoder.mixers.recur(x, layer, self._slots, self._positions)
+        return self._decoder.mixers.delta_rule(x, layer, self._slots, self._positions)
 
     def convolve(self, x: torch.Tensor, layer: int) -> torch.Tensor:
         assert self._decoder.mixers is not None
         return self._decoder.mixers.convolve(x, layer, self._slots, self._positions)
 
-    def settle(self, y: torch.Tensor, norm: str) -> torch.Tensor:
+    def norm_inplace(self, y: torch.Tensor, norm: str) -> torch.Tensor:
         return self.norm(y, norm)
 
     def experts(self, x: torch.Tensor, layer: int, routed: torch.Tensor | None = None) -> torch.Tensor:

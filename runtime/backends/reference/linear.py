@@ -11,11 +11,16 @@ import torch
 
 from models import per_token
 from models.packed import PackedLinear
-from runtime.backends.decoder import DecoderOptions, Way
+from runtime.backends.decoder import CompensationMode, DecoderOptions
 from runtime.backends.operations import channels as budget
-from runtime.backends.operations.compensate import compensate, compensate_shared, dequantize_residual
+from runtime.backends.operations.compensation import (
+    approximate,
+    compensate,
+    compensate_shared,
+    dequantize_residual,
+    exact,
+)
 from runtime.backends.operations.linear import dequantize, gemm_w4a8, gemv, integer_weights
-from runtime.backends.operations.select import approximate, exact
 from runtime.errors import RequestError
 
 
@@ -121,7 +126,9 @@ class ReferenceLinear:
             self._residual = dequantize_residual(packed.residual, packed.shape[0])
         return packed.rank_maximum, packed.mean_square
 
-    def __call__(self, x: torch.Tensor, positions: torch.Tensor, *, way: Way, draft: bool = False) -> torch.Tensor:
+    def __call__(
+        self, x: torch.Tensor, positions: torch.Tensor, *, way: CompensationMode, draft: bool = False
+    ) -> torch.Tensor:
         """The layer's output.
 
         Args:

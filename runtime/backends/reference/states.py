@@ -8,8 +8,8 @@ import torch
 
 from models import recurrent
 from models.spec import ModelSpec
-from runtime.kv.interfaces import Int32Array
 from runtime.kv.states import States
+from runtime.kv.stores import Int32Array
 
 
 class StateMixers:
@@ -37,14 +37,14 @@ class StateMixers:
             float32 [M, C].
         """
         spec, prefix = self._spec, f"layers.{layer}"
-        weight = self._vectors[f"{prefix}.conv"].view(spec.taps, -1)
+        weight = self._vectors[f"{prefix}.conv"].view(spec.conv_kernel_size, -1)
         bias = self._vectors.get(f"{prefix}.conv_bias")
         before, after, u = x.chunk(3, dim=-1)
         entering = before * u
         y = torch.empty_like(u)
         for slot, rows in _runs(slots):
             start = int(positions[rows.start])
-            history = self._states.inputs(layer, slot, start - spec.taps + 1, start)[:, : spec.hidden_size]
+            history = self._states.inputs(layer, slot, start - spec.conv_kernel_size + 1, start)[:, : spec.hidden_size]
             own = torch.cat((torch.from_numpy(history), entering[rows]))
             y[rows] = recurrent.convolve(own, weight, bias)
             self._states.note(layer, slot, start, entering[rows].numpy())
@@ -63,7 +63,7 @@ class StateMixers:
                 for layer in self._states.shapes if self._spec.delta else ():
                     self._matrix(layer, slot).copy_(self._caught_up(layer, slot, base, start))
 
-    def recur(self, x: torch.Tensor, layer: int, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def delta_rule(self, x: torch.Tensor, layer: int, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """The gated delta rule of a step's rows, which enter the states; see `models.architecture`.
 
         Many rows of a slot are computed by chunks, few one by one.
@@ -89,7 +89,7 @@ class StateMixers:
                 matrix = self._caught_up(layer, slot, int(states.absorbed[slot]), start)
             whole = states.absorbs[slot] == 2
             read = self._read(layer, slot, start, entering[rows])
-            y[rows], last = (recurrent.recur_chunked if whole else recurrent.recur)(read, matrix)
+            y[rows], last = (recurrent.delta_rule_chunked if whole else recurrent.delta_rule)(read, matrix)
             if whole:
                 matrix.copy_(last)
             states.note(layer, slot, start, entering[rows].numpy())
@@ -104,16 +104,16 @@ class StateMixers:
         """A slot's matrices once they have absorbed the tokens base .. start - 1."""
         assert self._spec.delta is not None
         rows = torch.from_numpy(self._states.inputs(layer, slot, base, start))[:, : self._spec.delta.inputs]
-        return recurrent.recur(self._read(layer, slot, base, rows), self._matrix(layer, slot))[1]
+        return recurrent.delta_rule(self._read(layer, slot, base, rows), self._matrix(layer, slot))[1]
 
     def _read(self, layer: int, slot: int, start: int, entering: torch.Tensor) -> recurrent.DeltaInputs:
         """What the delta rule reads of rows float32 [n, inputs] from a position on."""
         delta, prefix = self._spec.delta, f"layers.{layer}"
         assert delta is not None
-        before = torch.from_numpy(self._states.inputs(layer, slot, start - self._spec.taps + 1, start))
+        before = torch.from_numpy(self._states.inputs(layer, slot, start - self._spec.conv_kernel_size + 1, start))
         conv, decay, dt = (self._vectors[f"{prefix}.{name}"] for name in ("conv", "decay", "dt"))
         rows = torch.cat((before[:, : delta.inputs], entering))
-        return recurrent.delta_inputs(delta, rows, conv.view(self._spec.taps, -1), decay, dt)
+        return recurrent.delta_inputs(delta, rows, conv.view(self._spec.conv_kernel_size, -1), decay, dt)
 
 
 def _runs(slots: torch.Tensor) -> Iterator[tuple[int, slice]]:

@@ -6,13 +6,13 @@ from collections import Counter
 from functools import partial
 from typing import TYPE_CHECKING
 
+from models.packed import Weights
 from models.progress import ProgressCallback, ignore_progress
 from models.spec import ModelSpec, first_expert
-from models.weights import Weights
 from runtime.backends import Device, Footprint, ModelSizes, Presence
 from runtime.backends.decoder import Decoder, DecoderOptions
 from runtime.backends.triton import gpu
-from runtime.backends.triton.failures import first_line
+from runtime.backends.triton.gpu import first_line
 from runtime.backends.triton.sizes import COPIED_BYTES, buffer_bytes, expert_bytes, weight_bytes
 from runtime.errors import BackendError, Problem
 from runtime.kv.kinds import KINDS, KVKind
@@ -38,9 +38,9 @@ class TritonBackend:
     prompt_levels = (1024, 512, 256, 128, 64, 32, 16)
 
     def probe(self) -> Presence:
-        """See `runtime.backends.Backend.probe`. First returns the cached memory of unloaded models."""
+        """First returns the cached memory of unloaded models."""
         if gpu.is_started():
-            from runtime.backends.triton.reclaim import return_cached
+            from runtime.backends.triton.card import return_cached
 
             try:
                 return_cached()
@@ -74,7 +74,7 @@ class TritonBackend:
             residual_bytes=sizes.residual_bytes if compensated else 0,
             overhead_bytes=_MODULE_BYTES + driver + (staged if compensated else 0),
             buffer_bytes=partial(buffer_bytes, spec, token_group=token_group),
-            experts=spec.mixture.held if spec.mixture is not None and one else 0,
+            experts=spec.mixture.num_experts if spec.mixture is not None and one else 0,
             expert_bytes=one,
         )
 
@@ -87,7 +87,6 @@ class TritonBackend:
         """
 
     def open(self, model: Weights, options: DecoderOptions, progress: ProgressCallback = ignore_progress) -> Decoder:
-        """See `runtime.backends.Backend.open`."""
         try:
             from runtime.backends.triton.decoder import TritonDecoder
             from runtime.backends.triton.warmup import warm_up
@@ -103,25 +102,20 @@ class TritonBackend:
         return decoder
 
     def device(self, options: DecoderOptions) -> Device:
-        """See `runtime.backends.Backend.device`."""
         return gpu.device()
 
     def timer(self, decoder: TritonDecoder, *, seconds: float) -> Timer:
-        """See `runtime.backends.Backend.timer`."""
         from runtime.backends.triton.timer import CudaTimer
 
         return CudaTimer(decoder)
 
     def problems(self, decoder: TritonDecoder) -> tuple[Problem, ...]:
-        """See `runtime.backends.Backend.problems`."""
         return decoder.problems
 
     def link_gb_s(self) -> float | None:
-        """See `runtime.backends.Backend.link_gb_s`."""
         return gpu.link_gb_s()
 
     def memory_gb_s(self) -> float | None:
-        """See `runtime.backends.Backend.memory_gb_s`."""
         return gpu.memory_gb_s()
 
 

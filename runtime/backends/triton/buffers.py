@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import cache
 
 import torch
+from triton.errors import TritonError
 
 from models.spec import DeltaSpec, ModelSpec
-from runtime.backends.triton.kernels.delta.heads import Mixed
-from runtime.backends.triton.kernels.grouping import Groups, most_blocks
+from runtime.backends.triton import card
+from runtime.backends.triton.gpu import first_line
+from runtime.backends.triton.kernels.activations import Tokens
+from runtime.backends.triton.kernels.delta_chunks import Mixed
+from runtime.backends.triton.kernels.experts import Groups, most_blocks
 from runtime.backends.triton.kernels.routing import Routed
-from runtime.backends.triton.kernels.tokens import Tokens
-from runtime.backends.triton.launch_check import refused_cooperation
 from runtime.backends.triton.model import GpuModel
 from runtime.backends.triton.sizes import (
     CHUNK,
+    HALF_BUFFERS,
     SUMMED_ROWS,
     buffer_sizes,
     chunk_numbers,
@@ -23,6 +27,15 @@ from runtime.backends.triton.sizes import (
     token_width,
 )
 from runtime.backends.triton.workspace import Workspace
+
+
+@cache
+def refused_cooperation(device: torch.device) -> str | None:
+    """Why programs cannot wait for each other on a device; None if they can."""
+    try:
+        return None if card.launch(device, cooperative=True) else "a tiny cooperative kernel gave a wrong result"
+    except (TritonError, RuntimeError) as error:
+        return first_line(error)
 
 
 class Buffers:
@@ -42,22 +55,14 @@ class Buffers:
         spec, device = model.spec, model.device
         sizes = buffer_sizes(spec, rows, model.token_group)
         self._token_group = model.token_group
-        self._tokens = torch.zeros(sizes.tokens, dtype=torch.int8, device=device)
-        self._token_sums = torch.zeros(sizes.token_sums, dtype=torch.int32, device=device)
-        self._token_scales = torch.zeros(sizes.token_scales, device=device)
-        self._inputs = torch.zeros(sizes.inputs, dtype=torch.float16, device=device)
-        self._sums = torch.zeros(sizes.sums, device=device)
-        self._queries = torch.zeros(sizes.queries, dtype=torch.float16, device=device)
-        self._waiting = torch.zeros(sizes.waiting, device=device)
-        self._mixed = torch.zeros(sizes.mixed, device=device)
-        self._stream = torch.zeros(sizes.stream, device=device)
-        self._output = torch.zeros(sizes.output, device=device)
-        self._compensation = torch.zeros(sizes.compensation, device=device)
-        self._kept = torch.zeros(sizes.kept, device=device)
-        self._kept_compensation = torch.zeros(sizes.kept_compensation, device=device)
-        self._embedded = torch.zeros(sizes.embedded, dtype=torch.float16, device=device)
-        self._embedded_sums = torch.zeros(sizes.embedded_sums, device=device)
-        self.own_tokens = torch.zeros((rows, sizes.own_tokens // rows), dtype=torch.float16, device=device)
+        kinds = {"tokens": torch.int8, "token_sums": torch.int32, **dict.fromkeys(HALF_BUFFERS, torch.float16)}
+        self._flat = {
+            field.name: torch.zeros(getattr(sizes, field.name), dtype=kinds.get(field.name), device=device)
+            for field in fields(sizes)
+            if field.name != "scratch"
+        }
+        """By their names in `BufferSizes`."""
+        self.own_tokens = self._flat["own_tokens"].view(rows, -1)
         """float16 [rows, blocks * P], the tokens' embeddings of the blocks' own; another input of a step."""
         self.inputs = torch.zeros((4, rows), dtype=torch.int32, device=device)
         """int32 [4, rows], a step's inputs, which are the next four."""
@@ -78,13 +83,16 @@ class Buffers:
         self.alone: str | None = refused_cooperation(device) if device.type == "cuda" else "programs run in turn"
         """Why a row's compensation takes two launches; None if one, whose programs wait for each other."""
 
+    def _view(self, name: str, rows: int, width: int) -> torch.Tensor:
+        return self._flat[name][: rows * width].view(rows, width)
+
     def stream(self, M: int, C: int) -> torch.Tensor:
         """float32 [M, C], the residual stream."""
-        return self._stream[: M * C].view(M, C)
+        return self._view("stream", M, C)
 
     def input(self, M: int, K: int) -> torch.Tensor:
         """float16 [M, K], the input of a linear layer."""
-        return self._inputs[: M * K].view(M, K)
+        return self._view("inputs", M, K)
 
     def sums(self, M: int, K: int, *, each: int = 1) -> torch.Tensor | None:
         """float32 [M * each, ceil(K / 32)], the sums of the pieces of such an input; None if not needed.
@@ -94,7 +102,7 @@ class Buffers:
         """
         if M > SUMMED_ROWS or self._token_group is not None:
             return None
-        return self._sums[: M * each * pieces(K)].view(M * each, pieces(K))
+        return self._view("sums", M * each, pieces(K))
 
     def rounded(self, M: int, K: int) -> Tokens | None:
         """That input as INT8 tokens [M, K]; None if products read half precision."""
@@ -103,50 +111,43 @@ class Buffers:
             return None
         width = token_width(K, group)
         groups = width // group if group else 1
-        codes, sums = self._tokens[: M * width].view(M, width), self._token_sums[: M * groups].view(M, groups)
-        return Tokens(codes, self._token_scales[:M], sums, group)
+        codes, sums = self._view("tokens", M, width), self._view("token_sums", M, groups)
+        return Tokens(codes, self._flat["token_scales"][:M], sums, group)
 
     def queries(self, M: int, width: int) -> torch.Tensor:
-        """float16 [M, H * D]."""
-        return self._queries[: M * width].view(M, width)
+        return self._view("queries", M, width)
 
     def mixed(self, M: int, spec: DeltaSpec) -> Mixed:
         """What a delta rule reads, for M rows. How rows depend on others of their chunk is in the main scratch."""
         width, numbers = spec.inputs, chunk_numbers(spec)
         chunks = self.main.scratch(M * numbers).view(M, spec.value_heads, 2, CHUNK)
-        return Mixed(self._waiting.view(-1, width), self._mixed[: M * width].view(M, width), chunks)
+        return Mixed(self._flat["waiting"].view(-1, width), self._view("mixed", M, width), chunks)
 
     def embedded(self, M: int, C: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """float16 [M, C], the tokens' embeddings, valid until a step ends, and the sums of their pieces, if needed."""
         of = self.sums(M, C)
-        sums = None if of is None else self._embedded_sums[: of.numel()].view(of.shape)
-        return self._embedded[: M * C].view(M, C), sums
+        sums = None if of is None else self._view("embedded_sums", *of.shape)
+        return self._view("embedded", M, C), sums
 
     def output(self, M: int, N: int, *, kept: bool = False) -> torch.Tensor:
         """float32 [M, N], the output of a linear layer, valid until the next one, `kept` or not, is requested."""
         if kept:
-            return self._kept[: M * N].view(M, N)
-        if self._output.numel() < M * N:
-            return torch.empty(M, N, device=self._output.device)
-        return self._output[: M * N].view(M, N)
+            return self._view("kept", M, N)
+        if self._flat["output"].numel() < M * N:
+            return torch.empty(M, N, device=self.inputs.device)
+        return self._view("output", M, N)
 
     def compensation(self, M: int, N: int, *, kept: bool = False) -> torch.Tensor | None:
         """float32 [M, N], the compensation of an output; None if there are so many rows that it is added in place.
 
         The side stream writes it after all earlier launches, including the last reader of its old contents.
         """
-        buffer = self._kept_compensation if kept else self._compensation
-        return None if buffer.numel() < M * N else buffer[: M * N].view(M, N)
+        name = "kept_compensation" if kept else "compensation"
+        return None if self._flat[name].numel() < M * N else self._view(name, M, N)
 
 
 class RoutingBuffers:
-    """Where a step's rows find their experts, and the sum of what these give.
-
-    Args:
-        spec: Of a model with a mixture.
-        rows: Most rows of a step (M).
-        device: Of the buffers.
-    """
+    """Where the rows of a step find their experts, and the sum of what these give."""
 
     def __init__(self, spec: ModelSpec, rows: int, device: torch.device) -> None:
         assert spec.mixture is not None
@@ -161,14 +162,14 @@ class RoutingBuffers:
 
     def routed(self, M: int) -> Routed:
         """Output of the router for M rows."""
-        read, scores = self._mixture.read, self._mixture.scores
+        read, scores = self._mixture.experts_per_token, self._mixture.scores
         chosen, shares = (buffer[: M * read].view(M, read) for buffer in (self._chosen, self._shares))
         return Routed(chosen, shares, self._logits[: M * scores].view(M, scores))
 
     def groups(self, M: int, block_m: int) -> Groups:
         """The pairs of M rows, in blocks of `block_m`."""
-        pairs = M * self._mixture.read
-        most = most_blocks(pairs, self._mixture.held, block_m)
+        pairs = M * self._mixture.experts_per_token
+        most = most_blocks(pairs, self._mixture.num_experts, block_m)
         return Groups(self._order[:pairs], self._blocks[: 3 * most].view(3, most))
 
     def mixed(self, M: int) -> torch.Tensor:
@@ -182,23 +183,14 @@ class Value:
 
     tensor: torch.Tensor
     """The residual stream (float32), the input of a linear layer (float16), or its output (float32)."""
-    dec: torch.Tensor | None = None
-    """Compensation still to be added."""
-    added: Value | None = None
-    """An output still to be added to this residual stream."""
-    sums: torch.Tensor | None = None
-    """Sums of the pieces of an input, if the kernel that wrote it computed them."""
-    rounded: Tokens | None = None
-    """An input as INT8 tokens, if products read these."""
-    norm: str = ""
-    """Norm of heads, or of an output to be added, still to be applied."""
-    own_norm: str = ""
-    """Norm of an output that is to be added together with another, before both are."""
+    dec: torch.Tensor | None = None  # Compensation still to be added
+    added: Value | None = None  # An output still to be added to this residual stream
+    sums: torch.Tensor | None = None  # Sums of the pieces of an input, if the kernel that wrote it computed them
+    rounded: Tokens | None = None  # An input as INT8 tokens, if products read these
+    norm: str = ""  # Norm of heads, or of an output to be added, still to be applied
+    own_norm: str = ""  # Norm of an output that is to be added together with another, before both are
     beside: Value | None = None
     """That other output, with its own `norm`; the `norm` of the first is then that of their sum."""
-    scale: str = ""
-    """Number of a block by which this residual stream is multiplied, once the output is added."""
-    tokens: torch.Tensor | None = None
-    """Tokens int32 [M] whose embeddings will become this residual stream."""
-    gathered: bool = False
-    """Whether these are only the rows whose logits are wanted."""
+    scale: str = ""  # Number of a block by which this residual stream is multiplied, once the output is added
+    tokens: torch.Tensor | None = None  # Tokens int32 [M] whose embeddings will become this residual stream
+    gathered: bool = False  # Whether these are only the rows whose logits are wanted

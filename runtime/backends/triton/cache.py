@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from models.spec import ModelSpec
-from runtime.backends.triton.kernels.cache.kernel import flush
-from runtime.backends.triton.kernels.cache.pages import LayerPages
-from runtime.backends.triton.kernels.low_rank import low_rank
-from runtime.backends.triton.states import DeviceMemory, RunTable
-from runtime.kv.control import PagedCache, runs_of
-from runtime.kv.groups import layers_alike, page_groups
-from runtime.kv.interfaces import Int32Array
-from runtime.kv.joint import joined
+from runtime.backends.torch_store import TorchStore
+from runtime.backends.triton.kernels.cache import LayerPages, flush, low_rank
+from runtime.kv.control import BackendCache, runs_of
 from runtime.kv.kinds import CacheKind
-from runtime.kv.torch_store import TorchStore
+from runtime.kv.states import Memory, States
+from runtime.kv.stores import Int32Array
 
 
 class GpuStore(TorchStore):
@@ -50,17 +48,10 @@ class GpuStore(TorchStore):
         flush(self._kind, windows, {part: pool[page] for part, pool in self.pools.items()})
 
 
-class GpuCache(PagedCache):
-    """The KV cache of the GPU backend. Implements `runtime.kv.interfaces.KVCache`.
+class GpuCache(BackendCache[GpuStore]):
+    """The KV cache of the GPU backend.
 
-    Args:
-        kind: The kind of cache.
-        spec: The model.
-        context: Tokens of a slot.
-        slots: Sequences kept at the same time.
-        max_rows: Most rows of a step.
-        device: Device of the buffers.
-        pages: Pages that the slots share; None = enough for every slot.
+    Slots share so many pages; None = enough for every slot.
     """
 
     def __init__(
@@ -74,52 +65,28 @@ class GpuCache(PagedCache):
         device: torch.device,
         pages: int | None = None,
     ) -> None:
-        sizes: dict[str, Any] = {"context": context, "slots": slots, "max_rows": max_rows}
         window = kind.window_capacity(max_rows)
-        groups = {
-            group: {
-                layers: GpuStore(
-                    kind, spec, pages=group.pages, slots=slots, window=window, device=device, layers=layers
-                )
-                for layers in layers_alike(spec, group.layers)
-            }
-            for group in page_groups(kind, spec, **sizes, pages=pages)
-        }
-        self.stores = tuple(store for stores in groups.values() for store in stores.values())
-        """The buffers, for each group and each shape of heads."""
-        super().__init__(
-            kind,
-            spec,
-            {group: joined([*stores.values()]) for group, stores in groups.items()},
-            **sizes,
-            memory=DeviceMemory(device),
-        )
+
+        def make(pages: int, layers: tuple[int, ...]) -> GpuStore:
+            return GpuStore(kind, spec, pages=pages, slots=slots, window=window, device=device, layers=layers)
+
+        sizes: dict[str, Any] = {"context": context, "slots": slots, "max_rows": max_rows}
+        super().__init__(kind, spec, make, **sizes, pages=pages, memory=DeviceMemory(device))
         pinned, shape = device.type == "cuda", self.table.tables.shape
-        self._tables = tuple(torch.full(shape, -1, dtype=torch.int32, pin_memory=pinned) for _ in groups)
+        self._tables = tuple(torch.full(shape, -1, dtype=torch.int32, pin_memory=pinned) for _ in self.groups)
         self._paged = torch.zeros(slots, dtype=torch.int32, pin_memory=pinned)
         self._there = tuple(tables.to(device, copy=True) for tables in self._tables)
         self.paged = self._paged.to(device, copy=True)
         """int32 [slots], tokens in pages, on the device."""
         self.layers = {
             layer: store.layer(place, tables, self.paged)
-            for stores, tables in zip(groups.values(), self._there, strict=True)
+            for stores, tables in zip(self.groups.values(), self._there, strict=True)
             for layers, store in stores.items()
             for place, layer in enumerate(layers)
         }
         """Each layer with a cache as kernels read it."""
         self.runs = None if self.states is None else RunTable(self.states, slots, device)
         """What a step does to states; None if all layers have a cache."""
-
-    @property
-    def store(self) -> GpuStore:
-        """The buffers of a model whose layers are all alike."""
-        (store,) = self.stores
-        return store
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all buffers but the tables."""
-        return sum(store.nbytes for store in self.stores) + (0 if self.states is None else self.states.nbytes)
 
     def begin(self, slots: Int32Array, positions: Int32Array, *, flush: bool = True, draft: bool = False) -> None:
         """See `KVCache.begin`. Afterwards the tables that the step's kernels read are on the device.
@@ -137,7 +104,6 @@ class GpuCache(PagedCache):
                 there.copy_(host, non_blocking=True)  # the following step completes before the next one begins
 
     def close(self) -> None:
-        """Release the buffers. Safe to call twice."""
         self.layers.clear()
         if self.states is not None:
             self.states.close()
@@ -146,3 +112,55 @@ class GpuCache(PagedCache):
         self._paged = self.paged = torch.empty(0, dtype=torch.int32)
         for store in self.stores:
             store.close()
+
+
+class DeviceMemory(Memory):
+    """Tensors on a device.
+
+    Args:
+        device: Where.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def zeros(self, *shape: int) -> torch.Tensor:
+        return torch.zeros(shape, device=self._device)
+
+    def read(self, array: torch.Tensor) -> npt.NDArray[np.float32]:
+        found: npt.NDArray[np.float32] = array.cpu().numpy()
+        return found
+
+    def made(self, array: npt.NDArray[np.float32]) -> torch.Tensor:
+        return torch.tensor(array, device=self._device)
+
+
+class RunTable:
+    """The runs of a step, which are the adjacent rows of one slot each, and what they do to its states.
+
+    It is read when kernels run, so that a captured launch can be replayed for any step.
+
+    Args:
+        states: The states.
+        slots: Most runs of a step.
+        device: Of the table.
+    """
+
+    def __init__(self, states: States, slots: int, device: torch.device) -> None:
+        self._states = states
+        self._host = torch.zeros((slots, 4), dtype=torch.int32, pin_memory=device.type == "cuda")
+        self.tensor = self._host.to(device, copy=True)
+        """int32 [slots, 4], on the device: a run's first row, its number of rows, the tokens that the slot's matrices
+        have absorbed, and what they do next (`States.absorbs`). Runs whose rows are absorbed at once come first. No
+        rows: there is no such run."""
+
+    def write(self, runs: Iterable[tuple[int, int, int]]) -> None:
+        """Describe a step that has begun, by the slot, first position and end of each run."""
+        table, row, found = self._host.numpy(), 0, []
+        for slot, start, end in runs:
+            found.append((row, end - start, self._states.absorbed[slot], self._states.absorbs[slot]))
+            row += end - start
+        found.sort(key=lambda run: -run[3])
+        table[:] = 0
+        table[: len(found)] = found
+        self.tensor.copy_(self._host, non_blocking=True)  # the following step completes before the next one begins

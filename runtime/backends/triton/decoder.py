@@ -1,35 +1,52 @@
-"""GPU decoder: a stored model on the GPU, one graph replay for each decoded token."""
+"""GPU decoder: a stored model on the GPU, one graph replay for each decoded token.
+
+A shape of step runs directly at first, which compiles its kernels and allocates their scratch memory, is captured the
+second time, and then replayed; a shape that never comes again is not captured. A capture bakes in addresses and numbers
+of the host, so everything that changes between steps of one shape (tokens, slots, positions) must lie in buffers on the
+device.
+"""
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial, wraps
 from subprocess import CalledProcessError
-from typing import NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 import torch
 from triton.errors import TritonError
 
 from models.architecture import body, forward
-from models.weights import Weights
-from runtime.backends.decoder import DecoderOptions, Float32Array, Step, Way, check_step, compensation_of, sensitive
+from models.packed import Weights
+from runtime.backends.decoder import (
+    CompensationMode,
+    DecoderOptions,
+    Float32Array,
+    Step,
+    check_step,
+    compensation_of,
+    sensitive,
+)
 from runtime.backends.triton.buffers import Buffers
-from runtime.backends.triton.failures import explained, first_line
+from runtime.backends.triton.card import return_cached
 from runtime.backends.triton.forward import Pass
-from runtime.backends.triton.graphs import Graphs, capture
+from runtime.backends.triton.gpu import explained, first_line
 from runtime.backends.triton.kernels.select import Selection, recall, select
 from runtime.backends.triton.model import GpuModel, Linear
-from runtime.backends.triton.reclaim import return_cached
 from runtime.backends.triton.sampling import SEEN, HostDraws
 from runtime.backends.triton.sizes import LOGIT_ROWS
 from runtime.compensation import k_chunk_by_type
 from runtime.errors import BackendError, InvalidActivationError, OutOfMemoryError, Problem, RequestError
 from runtime.text.sampling import Draw, Drawn, SamplingOptions
 from tuner.placement import ExpertPlacement
+
+logger = logging.getLogger(__name__)
 
 _NOT_FINITE = (
     "the model produced a number that is not finite (NaN or infinity): its weights are damaged, or its activations "
@@ -41,9 +58,19 @@ are verified. Other lengths of prompts hardly come twice."""
 _TRITON_S = ("Triton Error", "Failed to find C compiler")
 """Prefix of Triton's errors that have no type of their own."""
 _INPUTS = ("tokens", "slots", "positions", "logit_rows")
-"""Rows of a step's inputs."""
 P = ParamSpec("P")
 T = TypeVar("T")
+CAPTURE_MODE = "thread_local"
+"""Capture mode that lets other threads use the card during a capture: they measure its link, or its free memory."""
+KEPT = 32
+"""Captured graphs to keep, the latest used: steps of 1 to 16 rows in two settings, between which a timer alternates."""
+_NOTED = 1024
+"""Shapes to remember as seen once."""
+
+Launches = Callable[[], Any]
+Capture = Callable[[Launches, Any], tuple[Callable[[], object], Any, Any]]
+"""Launches, and the memory pool of other graphs or None -> a function that replays them, what they returned, and their
+pool."""
 
 
 def _explained(call: Callable[P, T]) -> Callable[P, T]:
@@ -74,24 +101,100 @@ def _explained(call: Callable[P, T]) -> Callable[P, T]:
 
 
 def _check_draft(k_chunk: Mapping[str, int] | int) -> None:
-    """Raise RequestError if drafts are to be compensated."""
     if any(k_chunk_by_type(k_chunk).values()):
         raise RequestError("the GPU backend drafts without compensation: leave the drafts' k_chunk at 0")
+
+
+class _Captured(NamedTuple):
+    """A captured graph."""
+
+    replay: Callable[[], object]
+    result: Any  # What the launches returned: tensors that each replay overwrites
+    pool: Any  # Its pool of memory, which all share: they run one after another
+    kept: Any  # Whatever must live as long as the graph
+
+
+class Graphs:
+    """Captured launches by shape.
+
+    Args:
+        capture: Captures launches; None: nothing is captured, and everything runs directly.
+    """
+
+    def __init__(self, capture: Capture | None) -> None:
+        self._capture = capture
+        self._made: OrderedDict[Hashable, _Captured] = OrderedDict()
+        self._seen: OrderedDict[Hashable, None] = OrderedDict()
+        self.problem: Problem | None = None
+        """Why nothing more is captured, once a capture has failed."""
+
+    def run(self, shape: Hashable, launches: Launches, kept: Callable[[], Any] = tuple) -> Any:
+        """Run launches: directly, captured, or replayed.
+
+        Args:
+            shape: Everything that the launches bake in.
+            launches: Start kernels on the current stream, without waiting for any.
+            kept: Gives what the graph needs alive beside the launches' result.
+
+        Returns:
+            Their result, valid until the next call.
+        """
+        found = self._made.pop(shape, None)
+        if found is None:
+            found = self._new(shape, launches, kept)
+        if found is None:
+            return launches()
+        self._made[shape] = found
+        found.replay()
+        return found.result
+
+    def clear(self) -> None:
+        """Drop every graph: addresses that they contain are about to change."""
+        self._made.clear()
+        self._seen.clear()
+
+    def _new(self, shape: Hashable, launches: Launches, kept: Callable[[], Any]) -> _Captured | None:
+        """The graph of a shape met for the second time; None if it is to run directly."""
+        if self._capture is None or self.problem is not None:
+            return None
+        if shape not in self._seen:
+            self._seen[shape] = None
+            while len(self._seen) > _NOTED:
+                self._seen.popitem(last=False)
+            return None
+        while len(self._made) >= KEPT:
+            self._made.popitem(last=False)
+        pool = next((found.pool for found in self._made.values()), None)
+        try:
+            return _Captured(*self._capture(launches, pool), kept())
+        except (torch.OutOfMemoryError, torch.AcceleratorError) as error:
+            # What has stopped the card itself is raised again by the launches that follow.
+            what = f"steps are launched kernel by kernel, which is slower: capturing one failed ({first_line(error)})"
+            self.problem = Problem(what=what, fix="use a shorter context, or close other programs that use the GPU")
+            logger.warning("%s", what)
+            return None
+
+
+def capture(launches: Launches, pool: Any) -> tuple[Callable[[], object], Any, Any]:
+    """Capture launches on the current card; a `Capture`."""
+    graph = torch.cuda.CUDAGraph()
+    # The outer context returns to the current stream even where ending a failed capture raises, too.
+    with (
+        torch.cuda.stream(torch.cuda.current_stream()),
+        torch.cuda.graph(graph, pool=pool, capture_error_mode=CAPTURE_MODE),
+    ):
+        result = launches()
+    return graph.replay, result, graph.pool()
 
 
 class _Shape(NamedTuple):
     """All that a step's launches bake in, beside the compensation's setting."""
 
     M: int
-    """Rows."""
-    R: int
-    """Rows whose logits are wanted."""
-    way: Way
-    """Mode of compensation."""
-    draft: bool
-    """Whether attention reads only what drafts read."""
-    sensitive: tuple[int, ...] = ()
-    """Layers in which a draft reads everything."""
+    R: int  # Rows whose logits are wanted
+    way: CompensationMode
+    draft: bool  # Whether attention reads only what drafts read
+    sensitive: tuple[int, ...] = ()  # Layers in which a draft reads everything
 
 
 class TritonDecoder:
@@ -121,44 +224,29 @@ class TritonDecoder:
         options = replace(options, sensitive_layers=sensitive(options.sensitive_layers, model.spec))
         self.spec, self.options = model.spec, options
         self._device = torch.device(device)
-        self._model = GpuModel(model, options, self._device)
-        self._model.set_k_chunk(options.k_chunk, options.n_tb)
-        self._buffers = Buffers(self._model, options.max_rows)
-        self._on_gpu = self._device.type == "cuda"
-        self._side = torch.cuda.Stream(self._device, priority=-1) if self._on_gpu else None  # type: ignore[no-untyped-call]
-        self._model.set_prompt_k_chunk(options.prompt_k_chunk, self._side)
-        pinned = self._on_gpu
+        self.model = GpuModel(model, options, self._device)
+        self.model.set_k_chunk(options.k_chunk, options.n_tb)
+        self.buffers = Buffers(self.model, options.max_rows)
+        self._on_gpu = pinned = self._device.type == "cuda"
+        self.side = torch.cuda.Stream(self._device, priority=-1) if self._on_gpu else None  # type: ignore[no-untyped-call]
+        """The stream on which compensation runs; None under the interpreter."""
+        self.model.set_prompt_k_chunk(options.prompt_k_chunk, self.side)
         rows, drawn = options.max_rows, min(options.max_rows, LOGIT_ROWS)
         self._inputs = torch.zeros((len(_INPUTS), rows), dtype=torch.int32, pin_memory=pinned)
-        self._own_tokens = torch.zeros(self._buffers.own_tokens.shape, dtype=torch.float16, pin_memory=pinned)
+        self._own_tokens = torch.zeros(self.buffers.own_tokens.shape, dtype=torch.float16, pin_memory=pinned)
         self._logits = torch.zeros((drawn, self.spec.vocab_size), pin_memory=pinned)
         self._status = torch.zeros(2, dtype=torch.int32, pin_memory=pinned)
         self._draws = HostDraws(rows, self.spec.vocab_size, pinned=pinned)
         self._graphs, self._drawing = (Graphs(capture if self._on_gpu else None) for _ in range(2))
         self._recall_sum, self._selections, self._closed = 0.0, 0, False
-        self.cache = self._model.cache
+        self.cache = self.model.cache
         self.kv_bytes = self.cache.nbytes
-        self.weight_bytes = self._model.weight_bytes
-
-    @property
-    def model(self) -> GpuModel:
-        """The model on the device."""
-        return self._model
-
-    @property
-    def buffers(self) -> Buffers:
-        """The activations on the device."""
-        return self._buffers
-
-    @property
-    def side(self) -> torch.cuda.Stream | None:
-        """The stream on which compensation runs; None under the interpreter."""
-        return self._side
+        self.weight_bytes = self.model.weight_bytes
 
     @property
     def problems(self) -> tuple[Problem, ...]:
         """What makes the model run worse than it could, with advice."""
-        found = [*self._model.problems, self._graphs.problem or self._drawing.problem, self._two_launches()]
+        found = [*self.model.problems, self._graphs.problem or self._drawing.problem, self._two_launches()]
         return tuple(problem for problem in found if problem is not None)
 
     @property
@@ -168,13 +256,11 @@ class TritonDecoder:
 
     @property
     def experts(self) -> ExpertPlacement | None:
-        """See `runtime.backends.decoder.PlacesExperts`."""
-        placed = self._model.placement
+        placed = self.model.placement
         return None if placed is None or placed.whole else placed.report
 
     @_explained
     def forward(self, step: Step) -> Float32Array:
-        """See `runtime.backends.decoder.Decoder.forward`."""
         logits = self._run(step)
         few = len(logits) <= len(self._logits)
         host = self._logits[: len(logits)].copy_(logits, non_blocking=True) if few else logits.to("cpu")
@@ -183,7 +269,6 @@ class TritonDecoder:
 
     @_explained
     def hidden(self, step: Step) -> Float32Array:
-        """See `runtime.backends.decoder.Decoder.hidden`."""
         shape = self._begin(step)
         self._bring(shape.M)
         run = self._pass(shape)
@@ -194,7 +279,6 @@ class TritonDecoder:
 
     @_explained
     def draw(self, step: Step, draws: Sequence[Draw]) -> list[Drawn]:
-        """See `runtime.backends.decoder.DrawsTokens.draw`."""
         if len(draws) != step.logit_rows.size:
             raise RequestError(f"{len(draws)} draws are not one for each of {step.logit_rows.size} rows of logits")
         rooms = [self._draws.put(row, draw) for row, draw in enumerate(draws)]
@@ -231,11 +315,11 @@ class TritonDecoder:
         """Check a step, let the cache prepare for it, and put its inputs where `_launch` copies them from."""
         check_step(step, self.spec, self.options)
         self.cache.begin(step.slots, step.positions, flush=step.flush, draft=step.draft)
-        tokens = self._model.rows_of(step.tokens)
+        tokens = self.model.rows_of(step.tokens)
         for own, values in zip(self._inputs, (tokens, step.slots, step.positions, step.logit_rows), strict=True):
             own[: values.size] = torch.from_numpy(np.ascontiguousarray(values))
-        if self._model.own_tokens is not None:
-            self._own_tokens.numpy()[: step.tokens.size] = self._model.own_tokens[step.tokens]
+        if self.model.own_tokens is not None:
+            self._own_tokens.numpy()[: step.tokens.size] = self.model.own_tokens[step.tokens]
         way, layers = compensation_of(step, self.options), self.options.sensitive_layers if step.draft else ()
         return _Shape(step.tokens.size, step.logit_rows.size, way, step.draft, layers)
 
@@ -247,13 +331,13 @@ class TritonDecoder:
 
     def _selections_now(self) -> list[Selection | None]:
         """What a graph contains addresses of, and a changed k_chunk replaces."""
-        return [linear.selection for linear in self._model.linears.values()]
+        return [linear.selection for linear in self.model.linears.values()]
 
     def _two_launches(self) -> Problem | None:
         """What is to be said where the card refuses cooperative launches."""
-        if not self._on_gpu or self._buffers.alone is None:
+        if not self._on_gpu or self.buffers.alone is None:
             return None
-        what = f"compensation selects and fetches in two launches, as the card refuses one ({self._buffers.alone})"
+        what = f"compensation selects and fetches in two launches, as the card refuses one ({self.buffers.alone})"
         return Problem(what=what, fix="update NVIDIA's driver; a card that is shared or virtual may not allow it")
 
     def _end(self, step: Step) -> None:
@@ -262,29 +346,26 @@ class TritonDecoder:
             torch.cuda.current_stream(self._device).synchronize()
         flag, total = int(self._status[0]), float(self._status[1:].view(torch.float32)[0])
         if flag or not math.isfinite(total):
-            self._buffers.status.zero_()
+            self.buffers.status.zero_()
             raise InvalidActivationError(_NOT_FINITE)
-        if self._model.placement is not None:
-            self._model.placement.after(step.tokens.size)
+        if self.model.placement is not None:
+            self.model.placement.after(step.tokens.size)
 
     def set_k_chunk(self, k_chunk: Mapping[str, int] | int, n_tb: Mapping[str, int] | None = None) -> None:
-        """See `runtime.backends.decoder.Decoder.set_k_chunk`."""
-        self._model.set_k_chunk(k_chunk, n_tb or {})
+        self.model.set_k_chunk(k_chunk, n_tb or {})
         self.options = replace(self.options, k_chunk=k_chunk, n_tb=dict(n_tb or {}))
 
     @_explained
     def set_prompt_k_chunk(self, prompt_k_chunk: Mapping[str, int] | int) -> None:
-        """See `runtime.backends.decoder.Decoder.set_prompt_k_chunk`."""
         self._graphs.clear()  # they contain the addresses of the buffers that residuals are copied to
-        self._model.set_prompt_k_chunk(prompt_k_chunk, self._side)
+        self.model.set_prompt_k_chunk(prompt_k_chunk, self.side)
         self.options = replace(self.options, prompt_k_chunk=prompt_k_chunk)
 
     def set_draft_k_chunk(self, draft_k_chunk: Mapping[str, int] | int) -> None:
-        """See `runtime.backends.decoder.Decoder.set_draft_k_chunk`. Drafts are never compensated here."""
+        """Drafts are never compensated here."""
         _check_draft(draft_k_chunk)
 
     def set_sensitive_layers(self, layers: Sequence[int]) -> None:
-        """See `runtime.backends.decoder.Decoder.set_sensitive_layers`."""
         self.options = replace(self.options, sensitive_layers=sensitive(layers, self.spec))
 
     def session(self) -> AbstractContextManager[None]:
@@ -292,14 +373,13 @@ class TritonDecoder:
         return nullcontext()
 
     def close(self) -> None:
-        """See `runtime.backends.decoder.Decoder.close`."""
         if self._closed:
             return
         self._closed = True
         self._graphs.clear()
         self._drawing.clear()
-        self._model.close()
-        del self._buffers, self._inputs, self._own_tokens, self._logits, self._status, self._draws
+        self.model.close()
+        del self.buffers, self._inputs, self._own_tokens, self._logits, self._status, self._draws
         with suppress(RuntimeError):  # a card that stopped working releases nothing
             return_cached()
 
@@ -313,19 +393,18 @@ class TritonDecoder:
         self._bring(shape.M)
         run = self._pass(shape)
         logits = run.finish(forward(run, self.spec))
-        self._status.copy_(self._buffers.status, non_blocking=True)
+        self._status.copy_(self.buffers.status, non_blocking=True)
         return logits
 
     def _bring(self, M: int) -> None:
         """Start copying a step's inputs to the device."""
-        self._buffers.inputs.copy_(self._inputs, non_blocking=True)
+        self.buffers.inputs.copy_(self._inputs, non_blocking=True)
         if self._own_tokens.numel():
-            self._buffers.own_tokens[:M].copy_(self._own_tokens[:M], non_blocking=True)
+            self.buffers.own_tokens[:M].copy_(self._own_tokens[:M], non_blocking=True)
 
     def _pass(self, shape: _Shape) -> Pass:
-        """The launcher of a step's kernels."""
         M, R, way, draft, layers = shape
-        run = Pass(self._model, self._buffers, M=M, R=R, way=way, draft=draft, sensitive=layers, side=self._side)
+        run = Pass(self.model, self.buffers, M=M, R=R, way=way, draft=draft, sensitive=layers, side=self.side)
         run.watch = self._measure if self.options.measure_recall else None
         return run
 
@@ -334,7 +413,7 @@ class TritonDecoder:
         assert linear.selection is not None
         indices = torch.empty((x.shape[0], linear.selection.k), dtype=torch.int32, device=x.device)
         values = torch.empty_like(indices, dtype=torch.float32)
-        flag = self._buffers.flag
+        flag = self.buffers.flag
         select(x, linear.selection, indices, values, flag, positions=positions, experts=experts)
         self._recall_sum += float(recall(x, indices).sum())
         self._selections += x.shape[0]

@@ -20,35 +20,26 @@ from dataclasses import replace
 import torch
 
 from models.architecture import StateOperations
-from runtime.backends.decoder import Way
+from runtime.backends.decoder import CompensationMode
 from runtime.backends.triton.buffers import Buffers, Value
-from runtime.backends.triton.kernels.attention.kernel import attend
-from runtime.backends.triton.kernels.cache.pages import Rows
-from runtime.backends.triton.kernels.convolution import convolve
-from runtime.backends.triton.kernels.delta.kernel import recur
+from runtime.backends.triton.kernels.activations import Projected, round_tokens
+from runtime.backends.triton.kernels.attention import attend
+from runtime.backends.triton.kernels.cache import Rows
 from runtime.backends.triton.kernels.gate import OwnTokens, gate, token_gate
 from runtime.backends.triton.kernels.norm import Beside, RowNorms, add_norm, embed_norm
+from runtime.backends.triton.kernels.recurrent import convolve, delta_rule
 from runtime.backends.triton.kernels.residual_gemm import multiply
-from runtime.backends.triton.kernels.rope import HeadNorms, Projected, TurnedNorms, heads
-from runtime.backends.triton.kernels.tokens import round_tokens
-from runtime.backends.triton.mixture import Mixture, Watch
+from runtime.backends.triton.kernels.rope import HeadNorms, TurnedNorms, heads
 from runtime.backends.triton.model import GpuModel
-from runtime.backends.triton.products import compensated_product, product
+from runtime.backends.triton.products import Mixture, Watch, compensated_product, product
 from runtime.backends.triton.sizes import PIECE, SUMMED_ROWS, is_kept
 
 
 class Pass(StateOperations[Value]):
-    """Launches the kernels of one step.
+    """Launches the kernels of one step of M rows, of which R have logits.
 
-    Args:
-        model: The model.
-        buffers: Provide the step's inputs, and all other memory.
-        M: Rows.
-        R: Rows whose logits are wanted.
-        way: Compensation mode.
-        draft: Whether attention reads only what drafts read.
-        sensitive: Layers in which drafts read everything.
-        side: The second stream; None runs everything on the current one.
+    Attention of a draft reads only what drafts read, but everything in `sensitive` layers. The second stream is `side`;
+    None runs everything on the current one.
     """
 
     def __init__(
@@ -58,7 +49,7 @@ class Pass(StateOperations[Value]):
         *,
         M: int,
         R: int,
-        way: Way,
+        way: CompensationMode,
         draft: bool,
         sensitive: Collection[int] = (),
         side: torch.cuda.Stream | None,
@@ -76,7 +67,7 @@ class Pass(StateOperations[Value]):
             model.staging.begin(few=M <= SUMMED_ROWS)
 
     def embed(self, layer: int | None = None) -> Value:
-        """See `models.architecture.Operations`. Deferred to the first norm, unless every block reads embeddings."""
+        """Deferred to the first norm, unless every block reads embeddings."""
         M, C, P, buffers = self._M, self._spec.hidden_size, self._spec.token_width, self._buffers
         if layer is not None:
             return Value(buffers.own_tokens[:M, layer * P : (layer + 1) * P])
@@ -126,11 +117,10 @@ class Pass(StateOperations[Value]):
         )
 
     def plain(self, x: Value) -> Value:
-        """See `models.architecture.Operations`. First adds pending outputs to the residual stream."""
+        """First adds pending outputs to the residual stream."""
         return self._input(x.tensor, x.sums) if x is self._embedded else self.norm(x, "")
 
     def linear(self, x: Value, name: str) -> Value:
-        """See `models.architecture.Operations`."""
         linear = self._model.linears[name]
         (M, _), (N, _), kept = x.tensor.shape, linear.packed.shape, is_kept(self._spec, name)
         out = self._buffers.output(M, N, kept=kept)
@@ -152,25 +142,24 @@ class Pass(StateOperations[Value]):
         return Value(out, dec)
 
     def split(self, x: Value, widths: tuple[int, ...]) -> tuple[Value, ...]:
-        """See `models.architecture.Operations`. The parts stay in one buffer: their readers read all of them."""
+        """The parts stay in one buffer: their readers read all of them."""
         return tuple(x for _ in widths)
 
     def head_norm(self, x: Value, name: str) -> Value:
-        """See `models.architecture.Operations`. Applied by `attend`'s first kernel."""
+        """Applied by `attend`'s first kernel."""
         return replace(x, norm=name)
 
     def rotate(self, x: Value, _layer: int, /) -> Value:
-        """See `models.architecture.Operations`. Applied by `attend`'s first kernel."""
+        """Applied by `attend`'s first kernel."""
         return x
 
     def attend(self, q: Value, k: Value | None, v: Value | None, layer: int) -> Value:
-        """See `models.architecture.Operations`."""
         model, spec, buffers, M = self._model, self._spec, self._buffers, self._M
         assert v is None or q.tensor is v.tensor
         owner, window, width = spec.cache_of(layer), spec.windows[layer], spec.heads_of(layer).q_width
         pages, queries, out = model.cache.layers[owner], buffers.queries(M, width), buffers.input(M, width)
         q_norm, k_norm = (model.norms[x.norm] if x is not None and x.norm else None for x in (q, k))
-        form = TurnedNorms if spec.qk_norm_form == "turned" else HeadNorms
+        form = TurnedNorms if spec.qk_norm_form == "after_rope" else HeadNorms
         value_eps = spec.eps_of(f"layers.{layer}.v_norm") if spec.v_norm else None
         norms = form(q_norm, k_norm, spec.eps_of(f"layers.{layer}.q_norm"), value_eps)
         heads(q.tensor, q.dec, norms, model.ropes[layer], model.bases[owner], self._rows, pages, queries)
@@ -190,12 +179,11 @@ class Pass(StateOperations[Value]):
         )
         return self._input(out, sums)
 
-    def shut(self, x: Value, gate: Value) -> Value:  # noqa: ARG002  a part of what `attend` reads
-        """See `models.architecture.StateOperations`. Applied by `attend`'s last kernel."""
+    def output_gate(self, x: Value, gate: Value) -> Value:  # noqa: ARG002  a part of what `attend` reads
+        """Applied by `attend`'s last kernel."""
         return x
 
-    def recur(self, x: Value, layer: int) -> Value:
-        """See `models.architecture.StateOperations`."""
+    def delta_rule(self, x: Value, layer: int) -> Value:
         model, buffers, M = self._model, self._buffers, self._M
         own, runs = model.deltas[layer], model.cache.runs
         assert runs is not None
@@ -203,11 +191,10 @@ class Pass(StateOperations[Value]):
         out, sums = buffers.input(M, width), None
         if own.spec.value_dim % PIECE == 0:
             sums = buffers.sums(M, width)
-        recur(x.tensor, x.dec, self._rows, runs.tensor, own, buffers.mixed(M, own.spec), out, sums)
+        delta_rule(x.tensor, x.dec, self._rows, runs.tensor, own, buffers.mixed(M, own.spec), out, sums)
         return self._input(out, sums)
 
     def convolve(self, x: Value, layer: int) -> Value:
-        """See `models.architecture.StateOperations`."""
         M, C = self._M, self._spec.hidden_size
         out, sums = self._buffers.input(M, C), self._buffers.sums(M, C)
         convolve(x.tensor, x.dec, self._rows, self._model.recent[layer], out, sums)
@@ -220,12 +207,11 @@ class Pass(StateOperations[Value]):
             round_tokens(x, rounded)
         return Value(x, sums=sums, rounded=rounded)
 
-    def settle(self, y: Value, norm: str) -> Value:
-        """See `models.architecture.Operations`. Deferred to the norm that reads the sum with another output."""
+    def norm_inplace(self, y: Value, norm: str) -> Value:
+        """Deferred to the norm that reads the sum with another output."""
         return replace(y, own_norm=norm)
 
     def experts(self, x: Value, layer: int, routed: Value | None = None) -> Value:
-        """See `models.architecture.Operations`."""
         positions = self._buffers.positions[: self._M]
         mixture = Mixture(
             self._model, self._buffers, side=self._side, way=self._way, positions=positions, watch=self.watch
@@ -233,7 +219,6 @@ class Pass(StateOperations[Value]):
         return mixture.run(x, layer, x if routed is None else routed)
 
     def gate(self, gate_value: Value, up: Value) -> Value:
-        """See `models.architecture.Operations`."""
         spec, context, width = self._spec, up.added, up.tensor.shape[1]
         width = width if context is not None else width // 2
         out, sums = self._buffers.input(self._M, width), self._buffers.sums(self._M, width)
@@ -250,16 +235,16 @@ class Pass(StateOperations[Value]):
         return Value(out, sums=sums, rounded=rounded)
 
     def add(self, x: Value, y: Value, norm: str = "", scale: str = "") -> Value:
-        """See `models.architecture.Operations`. Deferred to the norm, or the gate, that reads the sum."""
+        """Deferred to the norm, or the gate, that reads the sum."""
         y = replace(y, norm=norm)
         return replace(x, beside=y) if x.own_norm else Value(x.tensor, added=y, scale=scale)
 
     def logit_rows(self, x: Value) -> Value:
-        """See `models.architecture.Operations`. Deferred to the norm that reads the rows."""
+        """Deferred to the norm that reads the rows."""
         return replace(x, gathered=True)
 
     def cap(self, logits: Value) -> Value:
-        """See `models.architecture.Operations`. Applied by `finish`."""
+        """Applied by `finish`."""
         return logits
 
     def finish(self, logits: Value) -> torch.Tensor:

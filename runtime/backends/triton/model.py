@@ -10,22 +10,21 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from models.packed import PackedLinear
+from models.packed import PackedLinear, Weights
 from models.rope import query_growth, tables
 from models.spec import RopeSpec, expert_of, first_expert, router_of
-from models.weights import Weights
 from runtime.backends.decoder import DecoderOptions, Int32Array
 from runtime.backends.experts import hottest
 from runtime.backends.operations.channels import k_chunk_of, layer_kind
 from runtime.backends.triton.cache import GpuCache
-from runtime.backends.triton.expert_layout import GpuExperts, HostRecords, stack
-from runtime.backends.triton.kernels.convolution import Recent
-from runtime.backends.triton.kernels.delta.kernel import DeltaLayer, Rates
+from runtime.backends.triton.experts import GpuExperts, HostRecords, Placement, stack
+from runtime.backends.triton.kernels.recurrent import DeltaLayer, Rates, Recent
+from runtime.backends.triton.kernels.residual_gemm import Shared, Staging
 from runtime.backends.triton.kernels.rope import Basis, Rope
 from runtime.backends.triton.kernels.routing import GpuRouter
 from runtime.backends.triton.kernels.select import Selection, make_selection, static_table
+from runtime.backends.triton.kernels.w4a8 import W4A8Linear, repack_w4a8
 from runtime.backends.triton.layout import GpuLinear, repack
-from runtime.backends.triton.placement import Placement
 from runtime.backends.triton.residual import (
     REMEDY,
     GpuResidual,
@@ -35,8 +34,6 @@ from runtime.backends.triton.residual import (
     page_locked,
 )
 from runtime.backends.triton.sizes import COPIED_BYTES
-from runtime.backends.triton.staging import Shared, Staging
-from runtime.backends.triton.w4a8_layout import W4A8Linear, repack_w4a8
 from runtime.errors import Problem, RequestError
 from runtime.kv.basis import key_bases
 from runtime.kv.kinds import KINDS
@@ -52,22 +49,15 @@ _DEFAULT_N_TB = 8
 class Linear:
     """A linear layer on the device, or one type of layer of all experts of a block."""
 
-    packed: PackedLinear
-    """The stored matrix (mapped); of experts the first one's."""
-    index: int
-    """Its index in `ModelSpec.linear_names`."""
-    weight: GpuLinear | W4A8Linear | GpuExperts
-    """The matrix in the kernels' layout, or those of a block's experts."""
-    experts: tuple[PackedLinear, ...] = ()
-    """The stored matrices of a block's experts; empty: it is no layer of experts."""
+    packed: PackedLinear  # The stored matrix (mapped); of experts the first one's
+    index: int  # Its index in `ModelSpec.linear_names`
+    weight: GpuLinear | W4A8Linear | GpuExperts  # The matrix in the kernels' layout, or those of a block's experts
+    experts: tuple[PackedLinear, ...] = ()  # The stored matrices of a block's experts; empty: it is no layer of experts
     residual: GpuResidual | None = None
     """Residuals in host memory; None until the layer is first compensated, or if memory could not be page-locked."""
-    selection: Selection | None = None
-    """Its channel selection; None if it is not compensated."""
-    n_tb: int = 0
-    """Thread blocks of its compensation."""
-    shared: Shared | None = None
-    """The residuals shared by prompt rows; None if these are not compensated together."""
+    selection: Selection | None = None  # Its channel selection; None if it is not compensated
+    n_tb: int = 0  # Thread blocks of its compensation
+    shared: Shared | None = None  # The residuals shared by prompt rows; None if these are not compensated together
     by_rows: bool = False
     """Whether prompt rows are compensated like decoded tokens: the head's, if prompts are compensated."""
 
@@ -133,7 +123,7 @@ class GpuModel:
     def weight_bytes(self) -> int:
         """Bytes of weights that one decoded token reads on the device; of experts, on average."""
         mixture = self.spec.mixture
-        share = 1.0 if mixture is None else mixture.read / mixture.held
+        share = 1.0 if mixture is None else mixture.experts_per_token / mixture.num_experts
         linears = sum(w.nbytes * (share if isinstance(w, GpuExperts) else 1) for w in self._weights())
         routers = sum(router.weight.nbytes for router in self.routers.values())
         return round(linears) + routers + sum(norm.nbytes for norm in self.norms.values())
@@ -164,11 +154,7 @@ class GpuModel:
                 )
 
     def set_prompt_k_chunk(self, prompt_k_chunk: Mapping[str, int] | int, stream: torch.cuda.Stream | None) -> None:
-        """Change the shared compensation of prompt rows.
-
-        Args:
-            prompt_k_chunk: As in `DecoderOptions`.
-            stream: The stream that fetches; None: the current one.
+        """Change the shared compensation of prompt rows; `stream` fetches, None: the current one.
 
         Raises:
             RequestError: it is malformed, or the model keeps no residuals.
@@ -242,7 +228,7 @@ class GpuModel:
         """The experts to be kept on the device, of the block that a layer belongs to; None: all."""
         mixture, most = self.spec.mixture, self.options.experts_on_device
         assert mixture is not None
-        if most is None or most >= mixture.held:
+        if most is None or most >= mixture.num_experts:
             return None
         return hottest(weights.expert_tokens(int(name.split(".")[1])), most, mixture)
 
@@ -257,7 +243,7 @@ class GpuModel:
         assert self.spec.mixture is not None
         name = router_of(layer)
         weight, eps = self._move(np.array(weights.vector(name), np.float32)), None
-        if self.spec.mixture.beside:
+        if self.spec.mixture.parallel_mlp:
             weight, eps = weight * self.norms[f"{name}_norm"], self.spec.eps_of(f"{name}_norm")
         bias, correction = (self.norms.get(f"{name}_{kind}") for kind in ("bias", "correction"))
         counts = None if self.placement is None else self.placement.counts_of(layer)
@@ -358,7 +344,7 @@ class GpuModel:
         for of in spec.ropes:
             cos, sin = map(self._move, tables(of, context))
             found[of] = Rope(cos, sin, growth)
-        if spec.unrotated:
+        if spec.nope_layers:
             ones = np.ones((context, max((of.rotary_dim // 2 for of in spec.ropes), default=1)), np.float32)
             found[None] = Rope(self._move(ones), self._move(np.zeros_like(ones)), growth)
         return [found[spec.rope_of(layer)] for layer in range(spec.num_layers)]

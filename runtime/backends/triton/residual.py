@@ -41,34 +41,25 @@ class PageLockError(BackendError):
 class GpuResidual:
     """Residuals of one linear layer, input-channel-major, in the kernels' layout; or those of a block's experts."""
 
-    bits: int
-    """2, 4, 8 or 16."""
-    shape: tuple[int, int]
-    """(N, K) of the layer, or of an expert's."""
+    bits: int  # 2, 4, 8 or 16
+    shape: tuple[int, int]  # (N, K) of the layer, or of an expert's
     codes: torch.Tensor
     """int32 [K, lines * 32] in page-locked memory of the CPU: [K, N] in canonical packing (`models.packing`), two
     halves to a word at 16 bits, each row filled up with zeros to whole lines of 128 bytes. Of experts [E * K, lines *
     32], one behind the other."""
-    scales: torch.Tensor | None
-    """float16 [N] on the device, of experts [E, N]; None at 16 bits."""
+    scales: torch.Tensor | None  # float16 [N] on the device, of experts [E, N]; None at 16 bits
 
     @property
     def lines(self) -> int:
         """Lines of a row; at 4 bits, the segments of 256 outputs of QDEC's appendix A.1."""
         return self.codes.shape[1] // LINE_WORDS
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the codes in host memory."""
-        return self.codes.nbytes
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LockLimits:
     """Limits of page-locked memory on this machine."""
 
-    available_bytes: int
-    """Available memory."""
+    available_bytes: int  # Available memory
     memlock_bytes: int | None
     """The process's limit of locked memory (RLIMIT_MEMLOCK), None if it has none.
 
@@ -81,15 +72,8 @@ class LockLimits:
 class LoadedResiduals:
     """The residuals of a model that could be loaded."""
 
-    layers: Mapping[str, GpuResidual]
-    """By name of the linear layer; missing layers run without compensation."""
-    warning: str | None
-    """Which are missing, why, and advice; None if none are."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of page-locked memory in use."""
-        return sum(residual.nbytes for residual in self.layers.values())
+    layers: Mapping[str, GpuResidual]  # By name of the linear layer; missing layers run without compensation
+    warning: str | None  # Which are missing, why, and advice; None if none are
 
 
 def lock_limits() -> LockLimits:
@@ -117,12 +101,7 @@ def locked_bytes(shape: tuple[int, int], bits: int, count: int = 1) -> int:
 
 
 def fitting(sizes: Mapping[str, int], limits: LockLimits) -> tuple[str, ...]:
-    """Number of layers, from the first on, whose residuals fit together in the free memory.
-
-    Args:
-        sizes: Bytes of each layer's residuals, in the model's order.
-        limits: The limits.
-    """
+    """The layers, from the first on, whose residuals of so many bytes fit together in the free memory."""
     room = limits.available_bytes - _MARGIN
     kept = []
     for name, nbytes in sizes.items():
@@ -134,11 +113,7 @@ def fitting(sizes: Mapping[str, int], limits: LockLimits) -> tuple[str, ...]:
 
 
 def page_locked(nbytes: int) -> torch.Tensor:
-    """uint8 [nbytes] of page-locked memory.
-
-    Raises:
-        PageLockError: the driver or the system refused.
-    """
+    """uint8 [nbytes] of page-locked memory; raises PageLockError if the driver or the system refused."""
     try:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
     except RuntimeError as error:  # torch has no narrower type for what the driver answers
@@ -150,13 +125,6 @@ def ordinary(nbytes: int) -> torch.Tensor:
     return torch.empty(nbytes, dtype=torch.uint8)
 
 
-def residual_to_device(
-    packed: PackedResidual, shape: tuple[int, int], device: torch.device | str, *, allocate: Allocate | None = None
-) -> GpuResidual:
-    """Load one layer's residuals; see `residuals_to_device`."""
-    return residuals_to_device([packed], shape, device, allocate=allocate)
-
-
 def residuals_to_device(
     packed: Sequence[PackedResidual],
     shape: tuple[int, int],
@@ -164,13 +132,7 @@ def residuals_to_device(
     *,
     allocate: Allocate | None = None,
 ) -> GpuResidual:
-    """Load the residuals of one layer, or of a block's experts: codes into page-locked memory, scales onto the device.
-
-    Args:
-        packed: The stored residuals: one layer's, or each expert's.
-        shape: (N, K) of the layer.
-        device: The kernels' device; with `cpu`, under the interpreter, codes are in ordinary memory.
-        allocate: Allocator of host memory; None: the device's default.
+    """Load the residuals of a layer [N, K], or of a block's experts: codes are page-locked, scales are on the device.
 
     Raises:
         PageLockError: there is no page-locked memory for them.
@@ -197,11 +159,7 @@ def residuals_to_device(
 
 
 def _words(packed: PackedResidual, shape: tuple[int, int]) -> npt.NDArray[np.int32]:
-    """The stored words of residuals, int32 [K, words].
-
-    Raises:
-        ValueError: they do not match the layer.
-    """
+    """The stored words of residuals, int32 [K, words]; raises ValueError if they do not match the layer."""
     (N, K), bits = shape, packed.bits
     stored = np.ascontiguousarray(packed.codes)
     kind, width = (np.dtype(np.float16), N) if bits == _HALVES else (np.dtype(np.int32), packed_width(N, bits))
@@ -227,17 +185,10 @@ def load_residuals(
     limits: LockLimits | None = None,
     allocate: Allocate | None = None,
 ) -> LoadedResiduals:
-    """Load the residuals of a model's layers, as far as memory allows.
+    """Load the residuals of a model's layers, in its order, as far as memory allows; `limits` are looked up if None.
 
-    Layers without residuals are skipped. After a failure no further layers are tried: each would take from the little
-    memory that is left.
-
-    Args:
-        linears: The layers to compensate, in the model's order; the first expert's for all of a block.
-        device: The kernels' device.
-        experts: All experts of a block by the name of the first one's layer.
-        limits: The limits; looked up if None.
-        allocate: See `residuals_to_device`.
+    Layers without residuals are skipped; the first expert's name stands for all `experts` of a block. After a failure
+    no further layers are tried: each would take from the little memory that is left.
     """
     of = {} if experts is None else experts
     wanted = {packed.name: packed for packed in linears if packed.residual is not None}

@@ -18,13 +18,7 @@ _FEWEST = 16
 
 
 class HostDraws:
-    """Inputs and results of draws in page-locked memory, a row for each: what a captured draw reads and writes.
-
-    Args:
-        rows: Most rows of a step.
-        vocab: Tokens that there are (V).
-        pinned: Whether there is a card.
-    """
+    """Inputs and results of draws in page-locked memory, a row for each: what a captured draw reads and writes."""
 
     def __init__(self, rows: int, vocab: int, *, pinned: bool) -> None:
         self._vocab = vocab
@@ -63,17 +57,10 @@ class HostDraws:
 def numbers_of(
     logits: torch.Tensor, options: SamplingOptions, uniform: torch.Tensor, seen: torch.Tensor | None
 ) -> torch.Tensor:
-    """Sample, without waiting.
+    """Sample from finite logits float32 [V], without waiting; penalized tokens `seen`, int64 [n], may repeat.
 
-    Args:
-        logits: float32 [V], finite; not modified.
-        options: Temperature, filters, penalty, and the number of log-probabilities.
-        uniform: float64 [1] in [0, 1), on the logits' device.
-        seen: int64 [n], penalized tokens, which may repeat; None: none.
-
-    Returns:
-        float64 [1], or [2 + 2 n] with n log-probabilities: the token, its log-probability, those of the n most likely
-        and their token ids, which are exact. For `drawn_of`.
+    Returns float64 [1], or [2 + 2 n] with n log-probabilities: the token, its log-probability, those of the n most
+    likely and their token ids, which are exact. For `drawn_of`.
     """
     token = draw(_penalized(logits, options, seen), options, uniform)
     if options.logprobs is None:
@@ -107,15 +94,9 @@ def _penalized(logits: torch.Tensor, options: SamplingOptions, seen: torch.Tenso
 
 
 def draw(logits: torch.Tensor, options: SamplingOptions, uniform: torch.Tensor) -> torch.Tensor:
-    """Sample a token.
+    """Sample a token from logits float32 [V] by uniform float64 [1] in [0, 1): int64 [1]; does not wait for the device.
 
-    Args:
-        logits: float32 [V], finite.
-        options: temperature, top_k, top_p and min_p apply; the repetition penalty has been applied, or is 1.
-        uniform: float64 [1] in [0, 1), on the logits' device; unused if greedy.
-
-    Returns:
-        int64 [1], the token's id; does not wait for the device.
+    The repetition penalty has been applied, or is 1.
     """
     if options.greedy:
         # The first of equal ones; the last of all if NaN equals none.
@@ -130,15 +111,7 @@ def draw(logits: torch.Tensor, options: SamplingOptions, uniform: torch.Tensor) 
 
 
 def filtered(logits: torch.Tensor, options: SamplingOptions) -> torch.Tensor:
-    """Sampling weights of all tokens.
-
-    Args:
-        logits: float32 [V].
-        options: Options with temperature above 0; top_k, top_p and min_p apply.
-
-    Returns:
-        Weights float64 [V], proportional to probabilities; 0 for filtered tokens.
-    """
+    """Sampling weights float64 [V] of logits [V], proportional to probabilities; 0 for filtered tokens."""
     highest = logits.amax()
     kept = logits >= highest - NEGLIGIBLE * options.temperature
     if 0 < options.top_k < logits.numel():

@@ -5,7 +5,7 @@ Does not import torch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from models.recipe import Recipe
 from models.rope import table_bytes
@@ -13,7 +13,6 @@ from models.spec import MLP_TYPES, TOKEN_LINEARS, DeltaSpec, ModelSpec, expert_o
 from runtime.kv.states import WAITING
 
 BLOCK = 512
-"""Input channels of a block."""
 PIECE = 32
 """Input channels of a piece: two per lane."""
 LANES = 16
@@ -44,6 +43,10 @@ RUNS_TOGETHER = 4
 memory: 1 MiB each for Qwen3.5 4B."""
 CHUNK = 16
 """Rows of a prompt that a delta rule reads together: with 32, registers spilled."""
+HALF_BUFFERS = ("inputs", "queries", "embedded", "own_tokens")
+"""Buffers of float16."""
+_NUMBER_BYTES = {"tokens": 1, **dict.fromkeys(HALF_BUFFERS, 2)}
+"""Bytes of a number of a buffer; 4 of the others."""
 SMALLEST_BLOCK = 32
 """Pairs of a row and one of its experts that a prompt's product takes together, at least."""
 
@@ -52,68 +55,41 @@ SMALLEST_BLOCK = 32
 class BufferSizes:
     """Element counts of the buffers of one loaded model."""
 
-    inputs: int
-    """float16, the input of a linear layer."""
-    sums: int
-    """float32, sums of the pieces of such an input, of few rows."""
-    tokens: int
-    """int8, the same quantized; 0 if products read half precision."""
-    token_sums: int
-    """int32, the sums of its groups."""
-    token_scales: int
-    """float32, a scale for each row."""
-    queries: int
-    """float16, rotated queries."""
-    waiting: int
-    """float32, what delta rules read of tokens that wait."""
-    mixed: int
-    """float32, and of a step's rows."""
-    stream: int
-    """float32, the residual stream."""
-    output: int
-    """float32, the output of a linear layer, or a few rows of logits."""
-    compensation: int
-    """float32, the compensation of an output of few rows."""
-    scratch: int
-    """float32, split results of kernels until they are merged."""
-    kept: int
-    """float32, an output that is read together with another one's (`is_kept`)."""
-    kept_compensation: int
-    """float32, its compensation."""
-    embedded: int
-    """float16, the tokens' embeddings, where every block reads them."""
-    embedded_sums: int
-    """float32, their sums, of few rows."""
-    own_tokens: int
-    """float16, embeddings of the blocks' own."""
+    inputs: int  # float16, the input of a linear layer
+    sums: int  # float32, sums of the pieces of such an input, of few rows
+    tokens: int  # int8, the same quantized; 0 if products read half precision
+    token_sums: int  # int32, the sums of its groups
+    token_scales: int  # float32, a scale for each row
+    queries: int  # float16, rotated queries
+    waiting: int  # float32, what delta rules read of tokens that wait
+    mixed: int  # float32, and of a step's rows
+    stream: int  # float32, the residual stream
+    output: int  # float32, the output of a linear layer, or a few rows of logits
+    compensation: int  # float32, the compensation of an output of few rows
+    scratch: int  # float32, split results of kernels until they are merged
+    kept: int  # float32, an output that is read together with another one's (`is_kept`)
+    kept_compensation: int  # float32, its compensation
+    embedded: int  # float16, the tokens' embeddings, where every block reads them
+    embedded_sums: int  # float32, their sums, of few rows
+    own_tokens: int  # float16, embeddings of the blocks' own
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all of them."""
-        bytes_2 = self.inputs + self.queries + self.embedded + self.own_tokens
-        bytes_4 = self.sums + self.token_sums + self.token_scales + self.stream + self.output + self.compensation
-        bytes_4 += self.kept + self.kept_compensation + self.embedded_sums
-        return self.tokens + 2 * bytes_2 + 4 * (bytes_4 + self.scratch + self.waiting + self.mixed)
+        return sum(getattr(self, field.name) * _NUMBER_BYTES.get(field.name, 4) for field in fields(self))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutingSizes:
     """Element counts of the buffers of a mixture, 32 bits each."""
 
-    pairs: int
-    """Rows times experts of each, chosen, and again for their shares."""
-    logits: int
-    """The router's."""
-    order: int
-    """The pairs of a prompt by expert."""
-    blocks: int
-    """Three numbers for each block of these."""
-    mixed: int
-    """What the experts of a prompt's rows add up to."""
+    pairs: int  # Rows times experts of each, chosen, and again for their shares
+    logits: int  # The router's
+    order: int  # The pairs of a prompt by expert
+    blocks: int  # Three numbers for each block of these
+    mixed: int  # What the experts of a prompt's rows add up to
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all of them."""
         return 4 * (2 * self.pairs + self.logits + self.order + self.blocks + self.mixed)
 
 
@@ -121,23 +97,20 @@ def routing_sizes(spec: ModelSpec, rows: int) -> RoutingSizes:
     """The buffers of a model's mixture, which it has, for steps of so many rows."""
     of = spec.mixture
     assert of is not None
-    pairs, grouped = rows * of.read, rows > SUMMED_ROWS
+    pairs, grouped = rows * of.experts_per_token, rows > SUMMED_ROWS
     return RoutingSizes(
         pairs=pairs,
         logits=rows * of.scores,
         order=pairs if grouped else 0,
-        blocks=3 * (pairs // SMALLEST_BLOCK + of.held) if grouped else 0,
+        blocks=3 * (pairs // SMALLEST_BLOCK + of.num_experts) if grouped else 0,
         mixed=rows * spec.hidden_size if grouped else 0,
     )
 
 
 def buffer_sizes(spec: ModelSpec, rows: int, token_group: int | None = None) -> BufferSizes:
-    """The buffers of a model, without those of `routing_sizes`.
+    """The buffers of a model for steps of up to so many rows, without those of `routing_sizes`.
 
-    Args:
-        spec: Its architecture.
-        rows: Most rows of a step.
-        token_group: Channels per sum of INT8 tokens, 0 = the whole row; None if products read half precision.
+    `token_group` is channels per sum of INT8 tokens, 0 = the whole row; None if products read half precision.
     """
     blocks = range(spec.num_layers)
     shapes = [spec.linear_shape(f"layers.{layer}.{kind}") for layer in blocks for kind in _kinds(spec, layer)]
@@ -145,7 +118,7 @@ def buffer_sizes(spec: ModelSpec, rows: int, token_group: int | None = None) -> 
     widest, longest = max(N for N, _ in shapes), max(K for _, K in shapes)
     token = 0 if token_group is None else token_width(longest, token_group)
     few, concurrent = min(rows, SUMMED_ROWS), min(rows, CONCURRENT_ROWS)
-    beside = spec.mixture is not None and spec.mixture.beside
+    beside = spec.mixture is not None and spec.mixture.parallel_mlp
     kept = max(spec.token_width, spec.hidden_size if beside else 0)
     embedded = spec.hidden_size if spec.token_width else 0
     inputs = 0 if spec.delta is None else spec.delta.inputs
@@ -171,7 +144,7 @@ def buffer_sizes(spec: ModelSpec, rows: int, token_group: int | None = None) -> 
     )
     if spec.mixture is None:
         return sizes
-    read, width, C = spec.mixture.read, spec.mixture.width, spec.hidden_size
+    read, width, C = spec.mixture.experts_per_token, spec.mixture.width, spec.hidden_size
     pairs, parts = rows * read, rows * read * C if rows > SUMMED_ROWS else 0
     return replace(
         sizes,
@@ -185,7 +158,7 @@ def buffer_sizes(spec: ModelSpec, rows: int, token_group: int | None = None) -> 
 
 def _kinds(spec: ModelSpec, layer: int) -> tuple[str, ...]:
     """The linear layers of a block but those of experts."""
-    replaced = spec.mixture is not None and spec.has_experts(layer) and not spec.mixture.beside
+    replaced = spec.mixture is not None and spec.has_experts(layer) and not spec.mixture.parallel_mlp
     return ("qkv", "o", *(() if replaced else MLP_TYPES), *(TOKEN_LINEARS if spec.token_width else ()))
 
 
@@ -194,7 +167,7 @@ def is_kept(spec: ModelSpec, name: str) -> bool:
 
     The stream's part of a gate waits for the tokens', and an MLP for the experts beside it.
     """
-    if spec.mixture is not None and spec.mixture.beside and name.endswith(".down") and expert_of(name) is None:
+    if spec.mixture is not None and spec.mixture.parallel_mlp and name.endswith(".down") and expert_of(name) is None:
         return spec.has_experts(int(name.split(".")[1])) and not name.endswith("inner.down")
     return name.endswith("inner.gate_up")
 
@@ -211,7 +184,6 @@ def chunk_numbers(spec: DeltaSpec) -> int:
 
 
 def pieces(K: int) -> int:
-    """Pieces of a number of input channels."""
     return -(-K // PIECE)
 
 
@@ -234,14 +206,11 @@ def code_words(shape: tuple[int, int], bits: int) -> int:
 class RecordSizes:
     """32-bit words of an expert's record, both multiples of `EXPERT_WORDS`."""
 
-    code_words: int
-    """Of its codes, behind which its groups begin."""
-    words: int
-    """Of all of it."""
+    code_words: int  # Of its codes, behind which its groups begin
+    words: int  # Of all of it
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a record."""
         return 4 * self.words
 
 
@@ -273,14 +242,7 @@ def w4a8_bytes(shape: tuple[int, int], group_size: int) -> int:
 
 
 def linear_bytes(shape: tuple[int, int], bits: int, group_size: int, *, bias: bool) -> int:
-    """Bytes of a linear layer's weights on the device.
-
-    Args:
-        shape: (N, K).
-        bits: 3 or 4.
-        group_size: Input channels per scale; 0 with a codebook.
-        bias: Whether there is a bias.
-    """
+    """Bytes of a linear layer's weights [N, K] on the device; group_size 0: with a codebook."""
     N, K = shape
     codes = 4 * code_words(shape, bits)
     scales = 4 * N * -(-K // group_size) if group_size else 2 * N << bits

@@ -19,15 +19,12 @@ import torch
 
 from runtime.backends.operations.channels import layer_kind
 from runtime.backends.triton.buffers import Value
-from runtime.backends.triton.decoder import TritonDecoder
-from runtime.backends.triton.graphs import CAPTURE_MODE
-from runtime.backends.triton.mixture import Mixture
+from runtime.backends.triton.decoder import CAPTURE_MODE, TritonDecoder
 from runtime.backends.triton.model import Linear
-from runtime.backends.triton.products import compensated_product, product
+from runtime.backends.triton.products import Mixture, compensated_product, product
 from tuner.errors import TimerError
 
 _REPLAYS = 20
-"""Replays per reading."""
 WARM_S = 0.3
 """Seconds of work before timing a rested card: its clocks rise, or fall to a sustainable frequency."""
 _RESTED_S = 0.2
@@ -67,7 +64,6 @@ class Pace:
                 replay()
 
     def worked(self) -> None:
-        """Record that the card has worked until now."""
         self._latest = self._now()
 
 
@@ -94,19 +90,14 @@ class CudaTimer:
         self._emptied: dict[int, Replay] = {}
         self._readings: dict[str, list[float]] = {}
         mixture = decoder.spec.mixture
-        read = 1 if mixture is None else mixture.read
+        read = 1 if mixture is None else mixture.experts_per_token
         self._chosen = torch.arange(read, dtype=torch.int32, device=self._device)[None]
         layers = decoder.model.linears.values()
         widest = max(linear.packed.shape[1] * (read if linear.experts else 1) for linear in layers)
         decoder.buffers.input(1, widest).normal_()
 
     def seconds(self, kind: str, n_tb: int, k_chunk: int) -> float:
-        """Seconds of one product of a layer type.
-
-        Args:
-            kind: Layer type.
-            n_tb: Thread blocks of the compensation.
-            k_chunk: Salient channels per 1024; 0 for the product alone.
+        """Seconds of one product of a layer type, with the compensation of so many blocks; k_chunk 0: alone.
 
         Raises:
             TimerError: the device does not respond, or has too little memory.
@@ -157,7 +148,7 @@ class CudaTimer:
     def _small(self, kind: str) -> bool:
         """Whether a type's layers would stay in the cache between replays."""
         mixture = self._decoder.spec.mixture
-        share = 1.0 if mixture is None else mixture.read / mixture.held
+        share = 1.0 if mixture is None else mixture.experts_per_token / mixture.num_experts
         sizes = (linear.weight.nbytes * (share if linear.experts else 1) for linear in self._layers(kind))
         return sum(sizes) < _L2_FACTOR * self._l2_bytes
 
@@ -206,7 +197,6 @@ def launch(decoder: TritonDecoder, linear: Linear, chosen: torch.Tensor) -> Valu
 
 
 def _replayed(graph: torch.cuda.CUDAGraph) -> float:
-    """Seconds of one replay."""
     start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     start.record()

@@ -1,24 +1,33 @@
-"""Warm-up of a loaded model: runs a few steps to compile its kernels before anybody waits for an answer.
+"""Warm-up of a loaded model: its kernels compiled together, then the steps of a chat run, captured and replayed.
 
-A kernel is compiled on its first launch, one to three seconds each the first time on a machine. So the work of a chat
-is run once over padding: prompts of every size class with its own kernels, flushes of whole pages, tokens of two
-answers or a checked draft, and decoded tokens, captured and replayed.
+Triton compiles a kernel at its first launch, one to three seconds each, one after another. Here the launches of some
+steps first start nothing; their kernels are compiled in threads, as Triton's compiler and assembler let Python go on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import numpy as np
+from triton import AsyncCompileMode, FutureKernel, knobs
+from triton.runtime.jit import JITFunction
 
 from models.progress import Progress, ProgressCallback
 from runtime.backends.decoder import Step
-from runtime.backends.triton.compiling import compile_together
 from runtime.backends.triton.decoder import TritonDecoder
 from runtime.backends.triton.kernels.gemv import ROWS
 from runtime.text.sampling import Sampler, SamplingOptions
 
+MOST = 16
+"""Threads at most: the steps of a model need about as many kernels."""
+_ALONE = threading.Lock()
+"""One thread at a time has its launches replaced."""
 _DECODED = (2, 1, 1)
 """Rows of the steps that decode: of several rows, whose compensation has its own kernels; then single tokens, the first
 launched, the second captured, replayed and sampled."""
@@ -28,12 +37,73 @@ _DRAWN = SamplingOptions(seed=0, top_k=40, min_p=0.05, logprobs=1)
 """A draw with all filters: the driver loads torch's kernels on first use."""
 
 
+def compile_together(launches: Iterable[Callable[[], object]], done: Callable[[int, int], object]) -> int:
+    """Compile the kernels that some launches need and that are not in the cache on disk. Returns how many.
+
+    If those of the first are in the cache, all are taken to be. What does not compile is left: its first launch says
+    why. `done` is called with how many kernels are ready, and how many there are so far.
+    """
+    compiled = 0
+
+    def note(*, cache_hit: bool, **_: Any) -> None:
+        nonlocal compiled
+        compiled += not cache_hit
+
+    first, *others = launches
+    with _ALONE, ThreadPoolExecutor(min(MOST, os.cpu_count() or 1)) as pool, _noted(note):
+        for some in ([first], others):
+            with _nothing_launched(), AsyncCompileMode(pool, ignore_errors=True) as mode:
+                try:
+                    for launch in some:
+                        launch()
+                    for number, _ in enumerate(as_completed(mode.raw_futures), 1):
+                        done(number, len(mode.raw_futures))
+                except BaseException:
+                    pool.shutdown(wait=False, cancel_futures=True)
+                    for future in mode.raw_futures:
+                        if future.cancelled():
+                            future.set_running_or_notify_cancel()  # the mode waits for all of them
+                    raise
+            if not compiled:
+                break
+    return compiled
+
+
+@contextmanager
+def _nothing_launched() -> Iterator[None]:
+    """Within, this thread's launches only ask for code. What fails or is stopped is compiled at its next launch."""
+    run, asked, mine = JITFunction.run, set[JITFunction[Any]](), threading.get_ident()
+
+    def ask(kernel: JITFunction[Any], *arguments: Any, **options: Any) -> Any:
+        if threading.get_ident() != mine:
+            return run(kernel, *arguments, **options)
+        asked.add(kernel)
+        run(kernel, *arguments, **options | {"warmup": True})
+        return None
+
+    JITFunction.run = ask
+    try:
+        yield
+    finally:
+        JITFunction.run = run
+        for kernel in asked:
+            for cache, *_ in kernel.device_caches.values():
+                for key in [key for key, one in cache.items() if isinstance(one, FutureKernel) and one.kernel is None]:
+                    del cache[key]
+
+
+@contextmanager
+def _noted(note: Callable[..., None]) -> Iterator[None]:
+    """Within, `note` hears of everything that is compiled, or found in the cache."""
+    before, knobs.compilation.listener = knobs.compilation.listener, note
+    try:
+        yield
+    finally:
+        knobs.compilation.listener = before
+
+
 def warm_up(decoder: TritonDecoder, progress: ProgressCallback) -> None:
     """Compile what is not in the cache, then run the steps; slot 0 of the cache is empty before and after.
-
-    Args:
-        decoder: A loaded model.
-        progress: Receives reports of the phase `compile`.
 
     Raises:
         BackendError: a kernel cannot be compiled or launched here.

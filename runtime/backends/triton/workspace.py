@@ -1,8 +1,27 @@
-"""Workspace: auxiliary memory of kernels, counters that return to zero and scratch."""
+"""Scratch memory and counters of launches, numbers of the card, and the carveout of its shared memory.
+
+A multiprocessor's memory is divided between first-level cache and shared memory as its kernels require, and the
+division only changes while it is empty. A product uses almost no shared memory, so the driver would reserve almost
+none, and a block of the compensation kernel that arrives later would have to wait for all blocks of the product; the
+compensation kernel arrives first, and for its 16 KiB the driver may reserve so much that the product has to wait for
+it. So both request what both need (`leave_room`).
+"""
 
 from __future__ import annotations
 
+import ctypes
+import logging
+import sys
+from functools import cache
+from typing import Any, Literal
+
 import torch
+
+RESERVED_KIB = 32
+"""Shared memory to reserve per multiprocessor while a product runs: a block of compensation takes 16 KiB, those of a
+product under 2 KiB each (`make kernels`)."""
+_PREFERRED_CARVEOUT = 9
+"""CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT of the CUDA driver, in percent of the maximum."""
 
 
 class Workspace:
@@ -40,7 +59,6 @@ class Workspace:
 
     @property
     def nbytes(self) -> int:
-        """Bytes handed out."""
         return sum(tensor.nbytes for tensors in self._held.values() for tensor in tensors)
 
     def _take(self, purpose: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -48,3 +66,52 @@ class Workspace:
         if not held or held[-1].numel() < numel:
             held.append(torch.zeros(max(numel, 64), dtype=dtype, device=self.device))
         return held[-1][:numel]
+
+
+@cache
+def capability(device: torch.device) -> int:
+    """The major compute capability of a device; 0 under the interpreter."""
+    return torch.cuda.get_device_properties(device).major if device.type == "cuda" else 0
+
+
+@cache
+def sm_count(device: torch.device) -> int:
+    """Multiprocessors of a device; 1 under the interpreter."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+logger = logging.getLogger(__name__)
+
+Kernel = Literal["product", "compensation"]
+_asked: dict[tuple[int, torch.device], Kernel] = {}
+"""Functions that have asked, and for which kernel."""
+
+
+def leave_room(launched: Any, device: torch.device, kernel: Kernel) -> None:
+    """Request shared memory for both kernels, from this one's next launch on.
+
+    This is a hint: if a driver refuses, there is less overlap, but no error. `launched` is the result of launching a
+    Triton kernel, unused under the interpreter.
+    """
+    function = getattr(launched, "function", None)
+    if function is None or device.type != "cuda" or (function, device) in _asked:
+        return
+    _asked[function, device] = kernel
+    _ask(function, _percent(device))
+
+
+def _percent(device: torch.device) -> int:
+    most = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor // 1024
+    return -(-100 * RESERVED_KIB // most)
+
+
+def _ask(function: int, percent: int) -> None:
+    answer = _driver().cuFuncSetAttribute(ctypes.c_void_p(function), _PREFERRED_CARVEOUT, percent)
+    if answer:
+        logger.debug("the driver does not divide shared memory as asked: error %d", answer)
+
+
+@cache
+def _driver() -> Any:
+    """The CUDA driver, already loaded if a kernel was launched."""
+    return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")

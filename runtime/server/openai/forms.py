@@ -3,42 +3,48 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypedDict
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, model_validator
+from pydantic_core import from_json
 
 from runtime.errors import RequestError
+from runtime.server.bodies import MISSING, Items, JsonObject
 from runtime.server.errors import ApiError
-from runtime.server.reading import Items, JsonObject
 from runtime.system.foreign import read_json
 from runtime.text.call_grammar import CallRules
 from runtime.text.constraint import ANY_OBJECT, Grammar
 from runtime.text.tool_calls import Tool
 
-MAX_TOOLS = 128
-"""Most tools per request, as in OpenAI's interface."""
+MAX_TOOLS = 512
+"""Most tools per request."""
 MAX_GRAMMAR = 2**14
 """Most characters of `structured_outputs.grammar`: nested terminals take cubic time."""
 MAX_CHOICES = 1000
 """Most texts of `structured_outputs.choice`."""
 
-FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+FunctionName = Annotated[str, Field(min_length=1, max_length=128)]
 Choice = Annotated[str, Field(min_length=1)]
-CallId = Annotated[str, Field(min_length=1, max_length=200)]
+LeftOut = list[str]
+"""What of a request cannot be used: places, each with the kind of thing that is there."""
 
 
-class _Part(BaseModel):
+class Part(BaseModel):
+    """Of a request: unknown fields are ignored, types are not converted."""
+
     model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False, frozen=True)
 
 
-class FunctionSpec(_Part):
+class FunctionSpec(Part):
     """A function that the model may call."""
 
     name: FunctionName
     description: str | None = None
-    parameters: JsonObject | None = None
+    parameters: Annotated[JsonObject | None, BeforeValidator(lambda given: None if given == [] else given)] = None
+    """PHP writes an empty object as an empty list."""
     strict: StrictBool | None = None
 
     def tool(self) -> Tool:
@@ -51,63 +57,87 @@ class FunctionSpec(_Part):
         )
 
 
-class ToolSpec(_Part):
-    """A tool; only functions are supported."""
+class ToolSpec(Part):
+    """A tool; only functions can be used."""
 
-    type: Literal["function"]
-    function: FunctionSpec
+    type: str = "function"
+    function: FunctionSpec | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _others(cls, given: Any) -> Any:
+        """Other tools are left out, whatever they hold."""
+        if isinstance(given, dict) and isinstance(given.get("type"), str) and given["type"] != "function":
+            return {"type": given["type"]}
+        return given
 
 
-class NamedFunction(_Part):
+class NamedFunction(Part):
     """A function by its name."""
 
     name: FunctionName
 
 
-class NamedTool(_Part):
+class NamedTool(Part):
     """The tool that must be called."""
 
     type: Literal["function"]
     function: NamedFunction
 
 
-class CalledFunction(_Part):
+class AllowedTools(Part):
+    """Some of the tools, one of which may or must be called."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[Items[NamedTool], Field(min_length=1, max_length=MAX_TOOLS)]
+
+
+class Allowance(Part):
+    """A choice among some of the tools."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+class CalledFunction(Part):
     """The function of a call in an assistant's message."""
 
-    name: FunctionName
-    arguments: str
+    name: str = ""
+    arguments: Any = None
 
 
-class CalledTool(_Part):
+class CalledTool(Part):
     """A call in an assistant's message."""
 
-    id: CallId
-    type: Literal["function"] = "function"
+    id: str | None = None
     function: CalledFunction
 
-    def record(self, where: str) -> dict[str, Any]:
-        """Convert to the format of chat templates, with arguments as an object.
+    def record(self) -> dict[str, Any]:
+        """Convert to the format of chat templates, with arguments as an object."""
+        arguments = history_arguments(self.function.arguments)
+        return {"id": self.id, "type": "function", "function": {"name": self.function.name, "arguments": arguments}}
 
-        Raises:
-            ApiError: the arguments are no JSON object.
-        """
+
+def history_arguments(given: Any) -> dict[str, Any]:
+    """Arguments of a call in the history as the object that chat templates take.
+
+    What a model wrote is passed on, whatever it is: of JSON that was cut the beginning, as far as it can be read.
+    """
+    if isinstance(given, str):
         try:
-            arguments = read_json(self.function.arguments or "{}")
-        except ValueError as error:
-            raise ApiError(400, f"{where}.function.arguments is not JSON: {error}", param=where) from None
-        if not isinstance(arguments, dict):
-            raise ApiError(400, f"{where}.function.arguments is not a JSON object", param=where)
-        return {
-            "id": self.id,
-            "type": "function",
-            "function": {"name": self.function.name, "arguments": arguments},
-        }
+            given = read_json(given)
+        except ValueError:
+            with suppress(ValueError):
+                given = from_json(given, allow_inf_nan=False, allow_partial="trailing-strings")
+    if isinstance(given, dict):
+        return given
+    return {"arguments": given} if given else {}
 
 
-ToolChoice = Literal["none", "auto", "required"] | NamedTool
+ToolChoice = Literal["none", "auto", "required", "any"] | NamedTool | Allowance
 
 
-class SchemaFormat(_Part):
+class SchemaFormat(Part):
     """A JSON schema with its name."""
 
     schema_: Annotated[JsonObject | None, Field(alias="schema")] = None
@@ -115,7 +145,7 @@ class SchemaFormat(_Part):
     strict: StrictBool | None = None
 
 
-class ResponseFormat(_Part):
+class ResponseFormat(Part):
     """Answer format, as in OpenAI's interface."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -136,7 +166,7 @@ class ResponseFormat(_Part):
         return Grammar.of_schema(self.json_schema.schema_)
 
 
-class StructuredOutputs(_Part):
+class StructuredOutputs(Part):
     """Answer format, as in vLLM's interface: exactly one of these."""
 
     json_: Annotated[JsonObject | None, Field(alias="json")] = None
@@ -167,9 +197,10 @@ class StructuredOutputs(_Part):
 
 
 class AnswerForm(TypedDict, total=False):
-    """Fields of `SamplingOptions`: at most one of them."""
+    """Fields of `SamplingOptions`."""
 
     grammar: Grammar | None
+    """Of an answer that calls no tools."""
     calls: CallRules
 
 
@@ -192,7 +223,7 @@ def answer_form(
     *,
     named: str = "response_format",
 ) -> AnswerForm:
-    """The form of an answer.
+    """The form of an answer. Where tools may be called, it has the format or calls; where they must be, it calls.
 
     Args:
         response_format: The answer format in OpenAI's interface.
@@ -203,60 +234,60 @@ def answer_form(
     Raises:
         ApiError: the fields contradict each other, or one cannot be enforced; names the field.
     """
-    asked = {
-        named: response_format if response_format is not None and response_format.type != "text" else None,
-        "structured_outputs": structured,
-        "tools": choice if choice is not None and choice.required else None,
-    }
-    fields = [field for field, wish in asked.items() if wish is not None]
-    if len(fields) > 1:
-        raise ApiError(400, f"{' and '.join(fields)} both decide the form of the answer: give one", param=fields[1])
-    field = fields[0] if fields else "tools"
+    wanted = response_format if response_format is not None and response_format.type != "text" else None
+    if wanted is not None and structured is not None:
+        message = f"{named} and structured_outputs both decide the form of the answer: give one"
+        raise ApiError(400, message, param="structured_outputs")
+    form: AnswerForm = {}
+    field = "structured_outputs" if structured is not None else named
     try:
-        if asked[named] is not None and response_format is not None:
-            return {"grammar": response_format.grammar()}
-        if structured is not None:
-            return {"grammar": structured.grammar()}
-        if choice is None or not choice.tools:
-            return {}
-        return {"calls": CallRules.of(choice.tools, required=choice.required, several=choice.several)}
+        if (given := wanted or structured) is not None:
+            form["grammar"] = given.grammar()
+        field = "tools"
+        if choice is not None and choice.tools:
+            form["calls"] = CallRules.of(choice.tools, required=choice.required, several=choice.several)
     except RequestError as error:
         raise ApiError(400, f"{field}: {error}", param=field, code="invalid_value") from error
+    return form
 
 
-def chosen_tools(tools: Sequence[ToolSpec] | None, choice: ToolChoice | None, parallel: bool | None) -> ToolUse:
+def known_tools(specs: Sequence[ToolSpec] | None) -> tuple[list[Tool], LeftOut]:
+    """The functions among tools, the first of each name, and what is left out.
+
+    Raises:
+        ApiError: a function is missing.
+    """
+    known: dict[str, Tool] = {}
+    left_out: LeftOut = []
+    for index, spec in enumerate(specs or ()):
+        if spec.type != "function":
+            left_out.append(f"tools[{index}] ({spec.type})")
+        elif spec.function is None:
+            raise ApiError(400, f"tools[{index}].function is missing", param=f"tools[{index}].function", code=MISSING)
+        elif spec.function.name in known:
+            left_out.append(f"tools[{index}] ({spec.function.name} again)")
+        else:
+            known[spec.function.name] = spec.function.tool()
+    return list(known.values()), left_out
+
+
+def chosen_tools(known: Sequence[Tool], choice: ToolChoice | None, parallel: bool | None) -> ToolUse:
     """The tools to present to the model, and whether it must call one, or may call several.
 
     Raises:
-        ApiError: two tools have one name, or the choice is not among them.
+        ApiError: the choice is not among the tools.
     """
-    known = [spec.function.tool() for spec in tools or ()]
-    names = [tool.name for tool in known]
     several = parallel is not False
-    if len(set(names)) < len(names):
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ApiError(400, f"tools holds the function {twice} twice", param="tools")
     if choice == "none":
         return ToolUse(())
-    if isinstance(choice, NamedTool):
-        wanted = choice.function.name
-        if wanted not in names:
-            raise ApiError(400, f"tool_choice names {wanted}, which is not among tools", param="tool_choice")
-        return ToolUse([tool for tool in known if tool.name == wanted], required=True, several=several)
-    if choice == "required" and not known:
-        raise ApiError(400, "tool_choice is required, but there are no tools", param="tool_choice")
-    return ToolUse(known, required=choice == "required", several=several)
-
-
-def check_results(messages: Sequence[Mapping[str, Any]]) -> None:
-    """Check that each tool result belongs to an earlier call.
-
-    Raises:
-        ApiError: one does not.
-    """
-    asked: set[str] = set()
-    for index, message in enumerate(messages):
-        asked |= {call["id"] for call in message.get("tool_calls") or ()}
-        if message["role"] == "tool" and message.get("tool_call_id") not in asked:
-            where = f"messages[{index}].tool_call_id"
-            raise ApiError(400, f"{where} names no call of an assistant's message before it", param=where)
+    if isinstance(choice, NamedTool | Allowance):
+        named = [choice] if isinstance(choice, NamedTool) else choice.allowed_tools.tools
+        wanted = {one.function.name for one in named}
+        if missing := sorted(wanted - {tool.name for tool in known}):
+            raise ApiError(400, f"tool_choice names {missing[0]}, which is not among tools", param="tool_choice")
+        required = isinstance(choice, NamedTool) or choice.allowed_tools.mode == "required"
+        return ToolUse([tool for tool in known if tool.name in wanted], required=required, several=several)
+    required = choice in ("required", "any")
+    if required and not known:
+        raise ApiError(400, "tool_choice is required, but there are no tools that can be called", param="tool_choice")
+    return ToolUse(known, required=required, several=several)

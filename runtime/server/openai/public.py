@@ -1,39 +1,122 @@
-"""The OpenAI-compatible interface `/v1/*`."""
+"""The OpenAI-compatible interface `/v1/*`, and its OpenAPI document, made from the models that validate requests."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+import logging
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from typing import Any, TypeVar
 
+from pydantic.json_schema import models_json_schema
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from runtime import program_version
+from runtime.engine.engine import Engine
 from runtime.engine.generation import Piece
-from runtime.server.answer import json_answer
+from runtime.load.loading import Accepted
+from runtime.server.bodies import Events, Reader, json_answer, parse, sse, unless_disconnected
 from runtime.server.errors import unknown_model
-from runtime.server.openai.asking_again import answered
-from runtime.server.openai.embeddings import EmbeddingsRequest, embeddings_body
-from runtime.server.openai.openapi import document
-from runtime.server.openai.requests import ChatRequest, CompletionRequest
-from runtime.server.openai.response_requests import ResponsesRequest
-from runtime.server.openai.response_writer import ResponseWriter
-from runtime.server.openai.responses import Body, ChatWriter, CompletionWriter, Writer
-from runtime.server.reading import Reader, parse
-from runtime.server.security.policy import HEALTH_PATH
-from runtime.server.service.interfaces import EngineLike
-from runtime.server.service.service import Accepted, Embedded, GenerationRequest, Service
-from runtime.server.streaming import Events, sse, unless_disconnected
+from runtime.server.openai import tool_call_retry
+from runtime.server.openai.forms import LeftOut
+from runtime.server.openai.requests import ChatRequest, CompletionRequest, EmbeddingsRequest, embeddings_body
+from runtime.server.openai.responses import Body, ChatWriter, CompletionWriter
+from runtime.server.openai.responses_api import ResponsesRequest, ResponseWriter
+from runtime.server.security import HEALTH_PATH
+from runtime.server.service import Embedded, GenerationRequest, Service
 from runtime.text.call_grammar import CallRules
 from runtime.text.call_reader import CallReader
+from runtime.text.sampling import SamplingOptions
 from runtime.wire.answers import ModelEntry
 
+_REFERENCE = "#/components/schemas/{model}"
+_ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+_REFUSED = {
+    "400": "what is wrong with the request, and where",
+    "401": "the token is missing or wrong",
+    "403": "the host or the origin is not allowed",
+    "404": "there is no such model",
+    "413": "the request is too large",
+    "503": "not now, or not on this machine: the message says why",
+}
+_POSTS = (
+    ("/v1/chat/completions", "Answer a conversation", ChatRequest),
+    ("/v1/completions", "Continue a text", CompletionRequest),
+    ("/v1/embeddings", "Texts as vectors", EmbeddingsRequest),
+    ("/v1/responses", "Answer a conversation, in the newer form", ResponsesRequest),
+)
+Writer = ChatWriter | CompletionWriter | ResponseWriter
+"""Writes one response, as a body or in chunks."""
+LEFT_OUT, MAX_HEADER = "X-Left-Out", 2000
+"""The header that names what of a request could not be used, and its most characters."""
+MAX_ANSWERED = 512
+logger = logging.getLogger(__name__)
 C = TypeVar("C", ChatRequest, CompletionRequest, ResponsesRequest, EmbeddingsRequest)
+
+
+@lru_cache(maxsize=1)
+def document() -> dict[str, Any]:
+    """The OpenAPI 3.1 document of `/v1/*` and `/health`."""
+    models = [(model, "validation") for _, _, model in _POSTS]
+    _, schemas = models_json_schema(models, ref_template=_REFERENCE)  # type: ignore[arg-type]
+    paths: dict[str, Any] = {
+        path: {"post": _operation(summary, {"requestBody": _body(model.__name__)})} for path, summary, model in _POSTS
+    }
+    name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+    paths["/v1/models"] = {"get": _operation("List the models")}
+    paths["/v1/models/{name}"] = {"get": _operation("Look a model up", {"parameters": [name]})}
+    paths["/health"] = {"get": {**_operation("Whether the server answers"), "security": []}}
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "lowbit-chat",
+            "version": program_version(),
+            "description": "A language model on this machine, behind OpenAI's interface.",
+        },
+        "security": [{"token": []}],
+        "paths": paths,
+        "components": {
+            "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
+            "schemas": {**schemas.get("$defs", {}), "Error": _ERROR},
+        },
+    }
+
+
+def _body(model: str) -> dict[str, Any]:
+    schema = {"$ref": _REFERENCE.format(model=model)}
+    return {"required": True, "content": {"application/json": {"schema": schema}}}
+
+
+def _operation(summary: str, more: dict[str, Any] | None = None) -> dict[str, Any]:
+    error = {"application/json": {"schema": {"$ref": _REFERENCE.format(model="Error")}}}
+    answers: dict[str, Any] = {
+        "200": {
+            "description": "the answer; a stream of events where the request says so",
+            "content": {"application/json": {}, "text/event-stream": {}},
+        }
+    }
+    answers |= {status: {"description": why, "content": error} for status, why in _REFUSED.items()}
+    return {"summary": summary, **(more or {}), "responses": answers}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +126,10 @@ class PublicInterface:
     service: Service
     ping_s: float
     reader: Reader
+    answered: OrderedDict[str, Body] = field(default_factory=OrderedDict)
+    """The last `MAX_ANSWERED` items of responses, by their ids: clients that believe them stored refer to them."""
 
     def routes(self) -> list[Route]:
-        """All routes."""
         return [
             Route("/v1/models", self.models, methods=["GET"]),
             Route("/v1/models/{name:path}", self.model, methods=["GET"]),
@@ -58,12 +142,12 @@ class PublicInterface:
         ]
 
     async def models(self, _request: Request) -> Response:
-        """GET /v1/models."""
+        """GET /v1/models. The loaded model is first, since many clients take the first one."""
         entries = await asyncio.to_thread(self.service.catalogue.entries)
+        entries = sorted(entries, key=lambda entry: not self.service.holds(entry.name))
         return json_answer({"object": "list", "data": [_model(entry) for entry in entries]})
 
     async def model(self, request: Request) -> Response:
-        """GET /v1/models/NAME."""
         name = request.path_params["name"]
         entry = await asyncio.to_thread(self.service.catalogue.find, name)
         if entry is None:
@@ -71,26 +155,9 @@ class PublicInterface:
         return json_answer(_model(entry))
 
     async def chat(self, request: Request) -> Response:
-        """POST /v1/chat/completions."""
-        asked, messages = await self.reader.read(request, _chat)
+        asked, messages, left_out = await self.reader.read(request, _chat)
         options = await asyncio.to_thread(asked.sampling)
-        resume = bool(asked.continue_final_message)
-        tools, variables = list(asked.tool_use.tools), asked.chat_template_kwargs
-
-        def prompt(engine: EngineLike) -> Sequence[int]:
-            return engine.chat_prompt(messages, continue_final=resume, tools=tools, variables=variables)
-
-        wanted = GenerationRequest(
-            model=asked.model,
-            prompt=prompt,
-            options=options,
-            chat=True,
-            name=asked.prompt_cache_key,
-            trim=not resume,
-            field="messages",
-            messages=() if resume else messages,
-            variables=variables,
-        )
+        wanted = _conversation(asked, messages, options, "messages", resume=bool(asked.continue_final_message))
 
         def begin(accepted: Accepted) -> Writer:
             return ChatWriter(
@@ -101,17 +168,18 @@ class PublicInterface:
                 calls=_reader(options.calls),
             )
 
-        return await self._answer(request, wanted, begin, stream=bool(asked.stream))
+        return await self._answer(request, wanted, begin, stream=bool(asked.stream), left_out=left_out)
 
     async def completions(self, request: Request) -> Response:
-        """POST /v1/completions."""
         asked = await self.reader.read(request, partial(_checked, CompletionRequest))
         text, options = asked.single_prompt, await asyncio.to_thread(asked.sampling)
 
-        def prompt(engine: EngineLike) -> Sequence[int]:
+        def prompt(engine: Engine) -> Sequence[int]:
             return engine.text_prompt(text) if isinstance(text, str) else text
 
-        wanted = GenerationRequest(model=asked.model, prompt=prompt, options=options, field="prompt")
+        wanted = GenerationRequest(
+            model=asked.model, prompt=prompt, options=options, left_open=asked.left_open, field="prompt"
+        )
 
         def begin(accepted: Accepted) -> Writer:
             return CompletionWriter(
@@ -124,41 +192,32 @@ class PublicInterface:
         return await self._answer(request, wanted, begin, stream=bool(asked.stream))
 
     async def responses(self, request: Request) -> Response:
-        """POST /v1/responses."""
-        asked, messages = await self.reader.read(request, _responses)
+        asked, messages, left_out = await self.reader.read(request, partial(_responses, self.answered))
         options = await asyncio.to_thread(asked.sampling)
-        tools = list(asked.tool_use.tools)
-
-        def prompt(engine: EngineLike) -> Sequence[int]:
-            return engine.chat_prompt(messages, tools=tools)
-
-        wanted = GenerationRequest(
-            model=asked.model,
-            prompt=prompt,
-            options=options,
-            chat=True,
-            name=asked.prompt_cache_key,
-            trim=True,
-            field="input",
-            messages=messages,
-        )
+        wanted = _conversation(asked, messages, options, "input")
 
         def begin(accepted: Accepted) -> Writer:
-            return ResponseWriter(asked, accepted, _reader(options.calls))
+            return ResponseWriter(asked, accepted, _reader(options.calls), self._keep)
 
-        return await self._answer(request, wanted, begin, stream=bool(asked.stream), named=True)
+        return await self._answer(request, wanted, begin, stream=bool(asked.stream), named=True, left_out=left_out)
+
+    def _keep(self, items: Sequence[Body]) -> None:
+        """Keep the items of a response for requests that refer to them."""
+        for item in items:
+            self.answered[item["id"]] = item
+        while len(self.answered) > MAX_ANSWERED:
+            self.answered.popitem(last=False)
 
     async def openapi(self, _request: Request) -> Response:
         """GET /openapi.json: the OpenAPI document."""
         return json_answer(document())
 
     async def embeddings(self, request: Request) -> Response:
-        """POST /v1/embeddings."""
         asked = await self.reader.read(request, partial(_checked, EmbeddingsRequest))
 
         async def work() -> list[Embedded]:
-            async with aclosing(self.service.embed(asked.model, asked.texts)) as found:
-                return [one async for one in found]
+            async with aclosing(self.service.embed(asked.model, asked.texts)) as vectors:
+                return [one async for one in vectors]
 
         return json_answer(embeddings_body(asked, await unless_disconnected(request, work)))
 
@@ -174,15 +233,30 @@ class PublicInterface:
         *,
         stream: bool,
         named: bool = False,
+        left_out: Sequence[str] = (),
     ) -> Response:
-        """Respond with a stream, whose events may be named, or with a body."""
+        """Respond with a stream, whose events may be named, or with a body; a header says what was left out."""
         if stream:
-            return await sse(self._events(wanted, begin), ping_s=self.ping_s, done=not named, named=named)
-        return json_answer(await unless_disconnected(request, lambda: self._whole(wanted, begin)))
+            answer = await sse(self._events(wanted, begin), ping_s=self.ping_s, done=not named, named=named)
+        else:
+            answer = json_answer(await unless_disconnected(request, lambda: self._whole(wanted, begin)))
+        if left_out:
+            said = "; ".join(left_out)[:MAX_HEADER].encode("ascii", "replace").decode()
+            said = "".join(letter if letter.isprintable() else "?" for letter in said)
+            answer.headers[LEFT_OUT] = said
+            logger.info("left out of a request: %s", said)
+        return answer
+
+    def _generated(self, wanted: GenerationRequest) -> AsyncGenerator[Accepted | Piece, None]:
+        """The answer; calls of tools whose schemas no grammar fully enforces are checked, and asked for once more."""
+        rules = wanted.options.calls
+        if rules is not None and rules.relaxed and wanted.messages:
+            return tool_call_retry.generate(self.service, wanted, rules)
+        return self.service.generate(wanted)
 
     async def _events(self, wanted: GenerationRequest, begin: Callable[[Accepted], Writer]) -> Events:
         """The chunks of a stream."""
-        async with aclosing(answered(self.service, wanted)) as items:
+        async with aclosing(self._generated(wanted)) as items:
             writer = begin(await _accepted(items))
             for chunk in writer.opening():
                 yield chunk
@@ -193,7 +267,7 @@ class PublicInterface:
 
     async def _whole(self, wanted: GenerationRequest, begin: Callable[[Accepted], Writer]) -> Body:
         """The body of a non-streaming response."""
-        async with aclosing(answered(self.service, wanted)) as items:
+        async with aclosing(self._generated(wanted)) as items:
             writer = begin(await _accepted(items))
             return writer.body([item async for item in items if isinstance(item, Piece)])
 
@@ -204,16 +278,44 @@ def _checked(kind: type[C], body: bytes) -> C:
     return asked
 
 
-def _chat(body: bytes) -> tuple[ChatRequest, list[dict[str, Any]]]:
+def _chat(body: bytes) -> tuple[ChatRequest, list[dict[str, Any]], LeftOut]:
     asked = _checked(ChatRequest, body)
     assert asked.tool_use is not None, "it raises for tools that can't be used"
-    return asked, asked.conversation
+    return asked, *asked.conversation
 
 
-def _responses(body: bytes) -> tuple[ResponsesRequest, list[dict[str, Any]]]:
+def _responses(answered: Mapping[str, Body], body: bytes) -> tuple[ResponsesRequest, list[dict[str, Any]], LeftOut]:
     asked = _checked(ResponsesRequest, body)
     assert asked.tool_use is not None, "it raises for tools that can't be used"
-    return asked, asked.messages
+    return asked, *asked.messages(answered)
+
+
+def _conversation(
+    asked: ChatRequest | ResponsesRequest,
+    messages: Sequence[Mapping[str, Any]],
+    options: SamplingOptions,
+    field: str,
+    *,
+    resume: bool = False,
+) -> GenerationRequest:
+    """How a conversation is answered, or with `resume` its last message continued; `field` names the messages."""
+    tools, variables = list(asked.tool_use.tools), asked.variables
+
+    def prompt(engine: Engine) -> Sequence[int]:
+        return engine.chat_prompt(messages, continue_final=resume, tools=tools, variables=variables)
+
+    return GenerationRequest(
+        model=asked.model,
+        prompt=prompt,
+        options=options,
+        left_open=asked.left_open,
+        chat=True,
+        name=asked.prompt_cache_key,
+        trim=not resume,
+        field=field,
+        messages=() if resume else messages,
+        variables=variables,
+    )
 
 
 def _reader(rules: CallRules | None) -> CallReader | None:

@@ -1,30 +1,37 @@
 """Validation of OpenAI requests: errors name wrong types, ranges and unsupported fields.
 
 Unknown fields are ignored, as OpenAI does. Known fields that would change the answer but are not supported (several
-answers, other modalities, ...) are rejected rather than silently ignored.
+answers, other servers' samplers, ...) are rejected rather than silently ignored; other servers' names of what is
+supported are understood.
 """
 
 from __future__ import annotations
 
+import base64
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool
+from pydantic import BeforeValidator, Field, StrictBool, model_validator
 
+from runtime.server.bodies import Items, JsonObject, Tokens, at_most, read_object, refused
 from runtime.server.openai.forms import (
+    MAX_GRAMMAR,
     MAX_TOOLS,
     AnswerForm,
     CalledTool,
+    LeftOut,
+    Part,
     ResponseFormat,
     StructuredOutputs,
     ToolChoice,
     ToolSpec,
     ToolUse,
     answer_form,
-    check_results,
     chosen_tools,
+    known_tools,
 )
-from runtime.server.reading import Items, JsonObject, Tokens, at_most, refused
-from runtime.text.sampling import SamplingOptions
+from runtime.server.service import Embedded
+from runtime.text.sampling import MAX_PENALTY, MIN_PENALTY, Float32Array, SamplingOptions
 
 COMPLETION_TOKENS = 16
 """Default length of a plain completion, as in OpenAI's interface."""
@@ -33,55 +40,145 @@ MAX_COUNT = 2**31 - 1
 MAX_BIASES = 1024
 MAX_VARIABLES = 32
 _RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
-
-Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 Stops = Annotated[str, Field(min_length=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
+Effort = Annotated[str, Field(max_length=100)]
 _NOTHING: tuple[Any, ...] = (None, [], {}, "", False)
+_NO_THOUGHT = ("none", "minimal")
+"""Efforts at which a model that can is told not to reason."""
+_ALIASES = {"repeat_penalty": "repetition_penalty", "n_predict": "max_tokens"}
+"""Other servers' names of fields."""
+_FORMS = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "json_schema": "json",
+    "grammar": "grammar",
+}
+"""Other servers' fields of an answer's form, and those of `structured_outputs`."""
+_DECIDING = ("structured_outputs", "response_format")
+_OTHERS: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("allowed_token_ids", "bad_words", "samplers", "chat_template", "web_search_options"), ()),
+    **dict.fromkeys(("ignore_eos", "use_beam_search", "early_stopping", "stop_token_ids", "documents"), ()),
+    **dict.fromkeys(("include_stop_str_in_output", "prompt_logprobs", "n_probs", "truncate_prompt_tokens"), ()),
+    **dict.fromkeys(("min_tokens", "mirostat", "dynatemp_range", "dry_multiplier", "xtc_probability", "top_a"), ()),
+    **dict.fromkeys(("length_penalty", "typical_p", "tfs_z", "best_of", "skip_special_tokens"), (1,)),
+}
+"""Other servers' fields that would change the answer and are not supported, with the values that ask for nothing."""
+TEXTS = frozenset({"text", "input_text", "output_text"})
+"""Types of parts that hold text."""
+THOUGHTS = ("thinking", "reasoning")
+"""Words in the types of parts that are no part of the conversation."""
+MEDIA = ("image", "audio", "video", "file")
+"""Words in the types of parts that are asked about and can't be read."""
+MAX_INPUTS = 2048
+"""Most texts per request, as in OpenAI's interface."""
 
 
-class _Request(BaseModel):
-    model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False, frozen=True)
+def _whole(given: object) -> object:
+    """12.0 is 12: some languages write every number like that."""
+    return int(given) if isinstance(given, float) and given.is_integer() else given
 
 
-class StreamOptions(_Request):
+def _unlimited(given: object) -> object:
+    """-1 is no limit, as in llama.cpp and vLLM."""
+    return MAX_COUNT if given == -1 else _whole(given)
+
+
+def _all(given: object) -> object:
+    """-1 is all tokens, as in vLLM."""
+    return 0 if given == -1 else _whole(given)
+
+
+def _stops(given: object) -> object:
+    """An empty text stops nothing."""
+    if isinstance(given, list):
+        return [one for one in given if one != ""]
+    return given or None if isinstance(given, str) else given
+
+
+Whole = BeforeValidator(_whole)
+Count = Annotated[Annotated[int, Field(ge=1, le=MAX_COUNT)] | None, BeforeValidator(_unlimited)]
+
+
+def effort_variables(effort: str | None) -> dict[str, Any]:
+    """The variables of chat templates that an effort sets; see `runtime.text.reasoning.switch`."""
+    if effort is None:
+        return {}
+    thinking = {"enable_thinking": False, "thinking": False} if effort in _NO_THOUGHT else {"thinking": True}
+    return {"reasoning_effort": effort, **thinking}
+
+
+class StreamOptions(Part):
     """Options of a stream."""
 
     include_usage: StrictBool | None = None
 
 
-class Sampling(_Request):
+class Sampling(Part):
     """Fields shared by both kinds of request: OpenAI's, and top_k, min_p, repetition_penalty."""
 
-    REFUSED: ClassVar[dict[str, str]] = {
-        "logit_bias": "logit_bias is not supported",
-        "presence_penalty": "presence_penalty is not supported: use repetition_penalty",
-        "frequency_penalty": "frequency_penalty is not supported: use repetition_penalty",
-    }
+    REFUSED: ClassVar[dict[str, str]] = {"logit_bias": "logit_bias is not supported"}
     """Fields that must be absent or neutral, and the error messages if not."""
 
     model: Annotated[str, Field(min_length=1, max_length=300)]
-    n: int | None = None
+    n: Annotated[int | None, Whole] = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=0, le=MAX_COUNT)] | None = None
+    top_k: Annotated[Annotated[int, Field(ge=0, le=MAX_COUNT)] | None, BeforeValidator(_all)] = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=MIN_PENALTY, le=MAX_PENALTY)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     logit_bias: Annotated[dict[str, float], at_most(MAX_BIASES)] | None = None
-    seed: Annotated[int, Field(ge=-MAX_SEED, lt=MAX_SEED)] | None = None
-    stop: Stops | Annotated[Items[Stops], Field(max_length=15)] | None = None
-    max_tokens: Count | None = None
+    seed: Annotated[Annotated[int, Field(ge=-MAX_SEED, lt=MAX_SEED)] | None, Whole] = None
+    stop: Annotated[Stops | Annotated[Items[Stops], Field(max_length=15)] | None, BeforeValidator(_stops)] = None
+    max_tokens: Count = None
     stream: StrictBool | None = None
     stream_options: StreamOptions | None = None
-    user: str | None = None
+    response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     """vLLM's extension: the answer format."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _other_names(cls, given: Any) -> Any:
+        """Translate other servers' fields, and refuse those that are not supported.
+
+        Raises:
+            ApiError: names the field.
+        """
+        if not isinstance(given, dict):
+            return given
+        for field, neutral in _OTHERS.items():
+            value = given.get(field)
+            if value not in (*_NOTHING, *neutral):
+                raise refused(field, f"{field} is not supported: leave it out", code="unsupported_parameter")
+        changed = {name: given[other] for other, name in _ALIASES.items() if given.get(other) is not None}
+        forms = {other: given[other] for other in _FORMS if given.get(other) not in _NOTHING}
+        if forms:
+            changed["structured_outputs"] = {_FORMS[other]: _form(other, value) for other, value in forms.items()}
+        wanted = given.get("response_format")
+        if (form := given.get("format")) not in _NOTHING:  # Ollama's
+            wanted = {"type": "json_object"} if form == "json" else {"type": "json_object", "schema": form}
+            forms["format"] = form
+        if len({*forms, *(field for field in _DECIDING if given.get(field) not in _NOTHING)}) > 1 and forms:
+            fields = [*(field for field in _DECIDING if given.get(field) not in _NOTHING), *forms]
+            raise refused(fields[1], f"{' and '.join(fields)} both decide the form of the answer: give one")
+        if (
+            isinstance(wanted, dict) and wanted.get("type") != "text" and wanted.get("schema") is not None
+        ):  # llama.cpp's
+            schema = {"schema": wanted["schema"], "name": wanted.get("name")}
+            wanted = {"type": "json_schema", "json_schema": schema}
+        return {
+            **given,
+            "response_format": wanted,
+            **{name: value for name, value in changed.items() if name not in given},
+        }
+
     @property
     def stops(self) -> tuple[str, ...]:
-        """Stop strings."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property
@@ -105,8 +202,22 @@ class Sampling(_Request):
             if getattr(self, field) not in (*_NOTHING, 0):
                 raise refused(field, message, code="unsupported_parameter")
 
+    @property
+    def left_open(self) -> frozenset[str]:
+        """Sampling options that the request leaves to the model."""
+        names = (
+            "temperature",
+            "top_p",
+            "top_k",
+            "min_p",
+            "repetition_penalty",
+            "presence_penalty",
+            "frequency_penalty",
+        )
+        return frozenset(name for name in names if getattr(self, name) is None)
+
     def options(self, max_tokens: int | None, logprobs: int | None, form: AnswerForm) -> SamplingOptions:
-        """Sampling options. Defaults are OpenAI's: temperature 1, top_p 1."""
+        """Sampling options. Defaults are OpenAI's: temperature 1, top_p 1; `left_open` says which they are."""
         top_p = 1.0 if self.top_p is None else self.top_p
         return SamplingOptions(
             temperature=1.0 if self.temperature is None else self.temperature,
@@ -114,6 +225,8 @@ class Sampling(_Request):
             top_p=top_p or 1.0,
             min_p=self.min_p or 0.0,
             repetition_penalty=self.repetition_penalty or 1.0,
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
             seed=self.seed,
             max_tokens=max_tokens,
             stop=self.stops,
@@ -122,14 +235,69 @@ class Sampling(_Request):
         )
 
 
-class ContentPart(_Request):
+def _form(field: str, value: Any) -> Any:
+    """The form of an answer in another server's field, as `structured_outputs` has it.
+
+    Raises:
+        ApiError: it is a grammar that can't be read.
+    """
+    if field == "guided_json" and isinstance(value, str):
+        return read_object(value.encode())
+    if "grammar" in field and isinstance(value, str) and len(value) <= MAX_GRAMMAR:
+        from llguidance.gbnf_to_lark import any_to_lark
+
+        try:
+            return any_to_lark(value)
+        except Exception as error:  # a grammar may break its reader in any way
+            raise refused(field, f"{field} is neither a GBNF nor a Lark grammar: {error}") from error
+    return value
+
+
+class ContentPart(Part):
     """A part of a message's content."""
 
     type: str
     text: str | None = None
+    refusal: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short_form(cls, given: Any) -> Any:
+        return {"type": "text", "text": given} if isinstance(given, str) else given
 
 
-class Message(_Request):
+def joined(content: str | Sequence[ContentPart] | None, where: str, left_out: LeftOut, *, last: bool = False) -> str:
+    """The text of a content: parts are separate lines. What else it holds is left out.
+
+    Args:
+        content: Of a message or a result.
+        where: Its place in the request.
+        left_out: Receives what is left out.
+        last: Whether it is what is asked: an answer that ignores its picture is worse than none.
+
+    Raises:
+        ApiError: it is asked about something that is not text.
+    """
+    if content is None or isinstance(content, str):
+        return content or ""
+    texts = []
+    for position, part in enumerate(content):
+        field = f"{where}[{position}]"
+        text = part.text if part.type in TEXTS else part.refusal
+        if text is not None:
+            texts.append(text)
+        elif part.type in TEXTS:
+            raise refused(f"{field}.text", f"{field}.text is missing: give a text")
+        elif last and any(word in part.type for word in MEDIA):
+            raise refused(field, f"{field} is of type {part.type!r}, but the models here read only text")
+        else:
+            left_out.append(f"{field} ({part.type})")
+            if not any(word in part.type for word in THOUGHTS):
+                texts.append(f"[{part.type} left out]")
+    return "\n".join(texts)
+
+
+class Message(Part):
     """A message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
@@ -138,12 +306,16 @@ class Message(_Request):
     tool_calls: Items[CalledTool] | None = None
     tool_call_id: str | None = None
     function_call: JsonObject | None = None
+    refusal: str | None = None
+    reasoning_content: Any = None
+    reasoning: Any = None
+    """As `reasoning_content`, in other servers' answers."""
 
-    def plain(self, index: int) -> dict[str, Any]:
+    def plain(self, index: int, left_out: LeftOut, *, last: bool) -> dict[str, Any]:
         """Role, text and tool calls, in the format of chat templates.
 
         Raises:
-            ApiError: the message contains anything other than text and calls.
+            ApiError: the message contains what can't be used.
         """
         where = f"messages[{index}]"
         if self.role == "function" or self.function_call:
@@ -151,28 +323,18 @@ class Message(_Request):
             raise refused(where, message, code="unsupported_parameter")
         if self.tool_calls and self.role != "assistant":
             raise refused(f"{where}.tool_calls", f"{where}.tool_calls: only an assistant's message calls tools")
-        if self.content is None and not self.tool_calls:
-            raise refused(f"{where}.content", f"{where}.content is missing: give a text")
         plain: dict[str, Any] = {
             "role": "system" if self.role == "developer" else self.role,
-            "content": self._text(where),
+            "content": joined(self.content or self.refusal, f"{where}.content", left_out, last=last),
         }
+        thought = self.reasoning_content or self.reasoning
+        if self.role == "assistant" and isinstance(thought, str) and thought:
+            plain["reasoning_content"] = thought
         if self.tool_calls:
-            plain["tool_calls"] = [call.record(f"{where}.tool_calls[{i}]") for i, call in enumerate(self.tool_calls)]
+            plain["tool_calls"] = [call.record() for call in self.tool_calls]
         if self.role == "tool":
-            plain["tool_call_id"] = self.tool_call_id
+            plain |= {"tool_call_id": self.tool_call_id, "name": self.name}
         return plain
-
-    def _text(self, where: str) -> str:
-        if self.content is None or isinstance(self.content, str):
-            return self.content or ""
-        texts = []
-        for position, part in enumerate(self.content):
-            if part.type != "text" or part.text is None:
-                field = f"{where}.content[{position}]"
-                raise refused(field, f"{field} is of type {part.type!r}, but the models here read only text")
-            texts.append(part.text)
-        return "".join(texts)
 
 
 class ChatRequest(Sampling):
@@ -185,10 +347,10 @@ class ChatRequest(Sampling):
     }
 
     messages: Annotated[Items[Message], Field(min_length=1)]
-    max_completion_tokens: Count | None = None
+    max_completion_tokens: Count = None
+    reasoning_effort: Effort | None = None
     logprobs: StrictBool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    response_format: ResponseFormat | None = None
     tools: Annotated[Items[ToolSpec], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: StrictBool | None = None
@@ -223,24 +385,30 @@ class ChatRequest(Sampling):
             raise refused("max_tokens", "max_tokens and max_completion_tokens are both given and differ: give one")
 
     @property
-    def conversation(self) -> list[dict[str, Any]]:
-        """The messages, in the format of chat templates.
+    def conversation(self) -> tuple[list[dict[str, Any]], LeftOut]:
+        """The messages in the format of chat templates, and what of messages and tools is left out.
 
         Raises:
-            ApiError: a message contains anything other than text and tool calls, or a result has no call.
+            ApiError: a message contains what can't be used.
         """
-        messages = [message.plain(index) for index, message in enumerate(self.messages)]
-        check_results(messages)
-        return messages
+        left_out = known_tools(self.tools)[1]
+        asked = max((index for index, message in enumerate(self.messages) if message.role == "user"), default=-1)
+        messages = [message.plain(index, left_out, last=index == asked) for index, message in enumerate(self.messages)]
+        return messages, left_out
 
     @property
     def tool_use(self) -> ToolUse:
         """The tools that the model may call.
 
         Raises:
-            ApiError: two have one name, or the choice is not among them.
+            ApiError: the choice is not among them.
         """
-        return chosen_tools(self.tools, self.tool_choice, self.parallel_tool_calls)
+        return chosen_tools(known_tools(self.tools)[0], self.tool_choice, self.parallel_tool_calls)
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """Further variables of the chat template."""
+        return {**effort_variables(self.reasoning_effort), **(self.chat_template_kwargs or {})}
 
     def sampling(self) -> SamplingOptions:
         """Sampling options. Parsing a large schema takes a while: call it in a worker thread.
@@ -264,19 +432,8 @@ class CompletionRequest(Sampling):
 
     prompt: str | Items[str] | Tokens | Items[Tokens]
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    best_of: int | None = None
     echo: StrictBool | None = None
     suffix: str | None = None
-
-    def check(self) -> None:
-        """Reject unsupported requests.
-
-        Raises:
-            ApiError: names the field.
-        """
-        super().check()
-        if self.best_of not in (None, 1):
-            raise refused("best_of", "this server gives one answer to a request: leave best_of out")
 
     @property
     def single_prompt(self) -> str | list[int]:
@@ -294,6 +451,52 @@ class CompletionRequest(Sampling):
         return self.prompt[0]
 
     def sampling(self) -> SamplingOptions:
-        """Sampling options; see `ChatRequest.sampling`."""
-        form = answer_form(None, self.structured_outputs)
+        form = answer_form(self.response_format, self.structured_outputs)
         return self.options(self.max_tokens or COMPLETION_TOKENS, self.logprobs, form)
+
+
+class EmbeddingsRequest(Part):
+    """Body of POST /v1/embeddings."""
+
+    model: Annotated[str, Field(min_length=1, max_length=300)]
+    input: str | Tokens | Annotated[Items[str | Tokens], Field(min_length=1, max_length=MAX_INPUTS)]
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = None
+    user: str | None = None
+
+    def check(self) -> None:
+        """Reject unsupported requests.
+
+        Raises:
+            ApiError: names the field.
+        """
+        if self.dimensions is not None:
+            raise refused("dimensions", "dimensions is not supported: a vector has the model's own width")
+        if any(not text for text in self.texts):
+            raise refused("input", "input holds an empty text: give each at least one letter")
+
+    @property
+    def texts(self) -> list[str | list[int]]:
+        """The texts, or their tokens."""
+        given: Any = self.input  # its first member shows which type it has
+        if isinstance(given, str) or isinstance(given[0], int):
+            return [given]
+        return list(given)
+
+
+def embeddings_body(asked: EmbeddingsRequest, vectors: Sequence[Embedded]) -> dict[str, Any]:
+    """The response in OpenAI's format."""
+    tokens = sum(one.tokens for one in vectors)
+    return {
+        "object": "list",
+        "model": vectors[0].model,
+        "data": [
+            {"object": "embedding", "index": index, "embedding": _written(one.vector, asked.encoding_format)}
+            for index, one in enumerate(vectors)
+        ],
+        "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+    }
+
+
+def _written(vector: Float32Array, form: str | None) -> list[float] | str:
+    return base64.b64encode(vector.astype("<f4").tobytes()).decode() if form == "base64" else list(map(float, vector))

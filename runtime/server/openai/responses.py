@@ -5,11 +5,10 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
-from runtime.engine.generation import Piece, Usage
-from runtime.engine.speculation.counts import Speculation
-from runtime.server.service.service import Accepted
+from runtime.engine.generation import Piece, Speculation, Usage
+from runtime.load.loading import Accepted
 from runtime.text.call_reader import CallReader, Found
 from runtime.text.sampling import TokenLogprob
 from runtime.wire.answers import SpeculationRecord, Timings
@@ -19,29 +18,12 @@ Body = dict[str, Any]
 
 
 def usage_body(usage: Usage) -> Body:
-    """Token counts."""
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
     }
-
-
-class Writer(Protocol):
-    """Writes one response, as a body or in chunks."""
-
-    def opening(self) -> list[Body]:
-        """Chunks before the first text."""
-        ...
-
-    def chunks(self, piece: Piece) -> list[Body]:
-        """The chunks of a piece; empty if it adds nothing."""
-        ...
-
-    def body(self, pieces: Sequence[Piece]) -> Body:
-        """The body of a non-streaming response."""
-        ...
 
 
 class _Answer:
@@ -96,12 +78,12 @@ class _Answer:
         return [{"object": kind, **self._head, "choices": [], "usage": usage_body(usage)}]
 
 
-def speculation_record(found: Speculation | None) -> SpeculationRecord | None:
+def speculation_record(counts: Speculation | None) -> SpeculationRecord | None:
     """Speculation statistics of the answer."""
-    if found is None:
+    if counts is None:
         return None
     return SpeculationRecord(
-        gamma=found.gamma, acceptance_rate=found.acceptance_rate, tokens_per_verify=found.tokens_per_verify
+        gamma=counts.gamma, acceptance_rate=counts.acceptance_rate, tokens_per_verify=counts.tokens_per_verify
     )
 
 
@@ -146,7 +128,7 @@ class ChatWriter(_Answer):
         parts = [read_piece(piece, self._calls) for piece in pieces]
         text = self._accepted.opening + "".join(text for text, _ in parts)
         calls: list[Body] = []
-        for call in (call for _, found in parts for call in found):
+        for call in (call for _, pieces_of_calls in parts for call in pieces_of_calls):
             if call.name is not None:
                 calls.append(_call(call))
             else:
@@ -183,7 +165,6 @@ class CompletionWriter(_Answer):
     KIND: Literal["text_completion"] = "text_completion"
 
     def __init__(self, accepted: Accepted, *, version: str, with_usage: bool = False, logprobs: bool = False) -> None:
-        """Start a response."""
         super().__init__("cmpl", accepted, version=version, with_usage=with_usage)
         self._logprobs = logprobs
         self._offset = 0
@@ -227,16 +208,16 @@ def read_piece(piece: Piece, calls: CallReader | None) -> tuple[str, list[Found]
     """The part of a piece that is certainly text, and the calls it completes or continues."""
     if calls is None:
         return piece.text, []
-    text, found = calls.feed(piece.text)
+    text, pieces = calls.feed(piece.text)
     if piece.finish_reason is not None:
         rest, more = calls.finish()
-        text, found = text + rest, [*found, *more]
-    return text, found
+        text, pieces = text + rest, [*pieces, *more]
+    return text, pieces
 
 
 def call_id() -> str:
-    """A call id, which its result refers to."""
-    return f"call_{uuid.uuid4().hex[:24]}"
+    """A call id, which its result refers to: nine letters and digits, which even Mistral's chat templates take."""
+    return uuid.uuid4().hex[:9]
 
 
 def _call(call: Found) -> Body:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +15,8 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 from app.cli.main import app
 from app.cli.services import Services
 from models.progress import Progress
-from runtime.engine.generation import Piece, Usage
+from runtime.engine.generation import Piece
+from runtime.load.loading import LoadedModel
 
 
 class CountingEngine:
@@ -26,6 +27,7 @@ class CountingEngine:
     tokenizer = SimpleNamespace(note=None)
 
     def __init__(self, options: Any) -> None:
+        self._count = 0
         self.decoder = SimpleNamespace(backend="cpu", options=options, kv_bytes=0)
 
     def chat_prompt(self, _messages: Sequence[Any], **_options: Any) -> list[int]:
@@ -37,16 +39,22 @@ class CountingEngine:
     def text_prompt(self, _text: str) -> list[int]:
         return [1]
 
-    def generate(self, _prompt: list[int], _options: Any, cancelled: Callable[[], bool]) -> Iterator[Piece]:
-        count = 0
-        while not cancelled():
-            yield Piece(text=f"{count} ", token=1)
-            count += 1
+    def submit(
+        self,
+        _prompt: list[int],
+        _options: Any,
+        write: Callable[[Piece], object],
+        cancelled: Callable[[], bool],
+        **_: Any,
+    ) -> None:
+        self._request, self._count = (write, cancelled), 0
+
+    def step(self) -> None:
+        write, cancelled = self._request
+        if not cancelled():
+            write(Piece(text=f"{self._count} ", token=1))
+            self._count += 1
             time.sleep(0.01)
-        usage = Usage(
-            prompt_tokens=1, cached_tokens=0, completion_tokens=count, ttft_s=0, prefill_s=0, decode_tokens_per_s=1
-        )
-        yield Piece(text="", finish_reason="cancelled", usage=usage)
 
     def borrow(self, _tokens: int = 0) -> AbstractContextManager[Any]:
         return nullcontext(self.decoder)
@@ -59,8 +67,20 @@ class CountingEngine:
 
 
 class ScriptedServices(Services):
-    def open_engine(self, plan: Any, progress: Any) -> Any:
-        return CountingEngine(plan.options)
+    def load(self, plan: Any, **_how: Any) -> LoadedModel:
+        engine: Any = CountingEngine(plan.options)
+        return LoadedModel(
+            name="small",
+            engine=engine,
+            backend="cpu",
+            reason="a test",
+            bits=4,
+            kv="fp16",
+            k_chunk={},
+            context=engine.context,
+            weight_bytes=1,
+            kv_bytes=0,
+        )
 
     def cached(self, _name: str) -> None:
         return None

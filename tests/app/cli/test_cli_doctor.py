@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from app.cli import checks
+from app.cli import doctor as checks
 from app.cli.services import Services
 from runtime.backends import Presence
-from runtime.budget import refining, tuning
+from runtime.budget import tuning
 from runtime.budget.clocks import Clocks
 from runtime.server.lock import LockRecord
 from tuner.detect import CpuInfo, Machine, MemoryInfo
@@ -159,7 +159,6 @@ def test_the_profile_that_is_used(
     timer = SimpleNamespace(measured=True, seconds=lambda _kind, _n_tb, k_chunk: 1e-3 * (1 + k_chunk / 1000))
     clock = Clocks(layers=timer, slowdown=lambda *_: 30.0)
     monkeypatch.setattr(tuning, "clocks", lambda *_: clock)
-    monkeypatch.setattr(refining, "refined_slowdown", lambda *_: lambda *_: 30.0)
     monkeypatch.setenv("LOWBIT_CHAT_BUDGET", "60")
     services.machine = Services.machine.__get__(services)
     answer("tune-device", "demo", "--budget", 60)
@@ -230,7 +229,7 @@ def test_the_lock_file_of_a_living_runtime(isolated_home: Path, services: Any) -
     import os
 
     from runtime.server.lock import lock_path, write_lock
-    from runtime.system.parent import process_create_time
+    from runtime.system.lifetimes import process_create_time
 
     created = process_create_time(os.getpid())
     assert created is not None
@@ -263,7 +262,7 @@ def test_torch_is_asked_without_importing_it() -> None:
     import subprocess
     import sys
 
-    code = "import sys; from app.cli.checks import versions; versions(); print(*sys.modules)"
+    code = "import sys; from app.cli.doctor import versions; versions(); print(*sys.modules)"
     root = Path(__file__).parents[3]
     loaded = subprocess.run([sys.executable, "-c", code], check=True, cwd=root, capture_output=True, text=True).stdout
     assert "torch" not in loaded.split()

@@ -57,7 +57,7 @@ def test_another_folder_of_that_name_is_another_model(
     if memory == "lost":
         services.origins_file().unlink()
     if memory == "damaged":
-        services.origins_file().write_text("[")
+        services.origins_file().write_text("[" * 100_000)
     assert "mine-gptq-4bit" in error("run", second, *SHORT)
     answer("quantize", second, "--name", "second")
     assert answer("run", second, *SHORT)["model"] == "second"

@@ -1,69 +1,69 @@
 from __future__ import annotations
 
+import os
+import select
 import signal
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from app.cli.attachments import Attachments
 from app.cli.output import Output
 from app.cli.repl import Repl, line_history
-from app.cli.tools import RunTools
-from runtime.backends.decoder import DecoderOptions
-from runtime.engine.generation import Piece, Usage
-from runtime.errors import ContextOverflowError
-from runtime.text.sampling import SamplingOptions
+from app.cli.serve import result_of
+from app.cli.talk import Talk
+from app.errors import ContextLengthError
+from app.protocol import ChatDelta, ChatOptions
+from app.settings import SAMPLING_DEFAULTS, load
+from runtime.wire.answers import Status, Timings
 
 
-class ScriptedEngine:
+class ScriptedModel:
     """Answers the n-th prompt with the n-th text, word by word, and keeps what it was asked."""
 
-    name = "scripted"
-    reason = "a test"
-    context = 100
-    chat_stops = ("\nUser:",)
     longest = 50
 
     def __init__(self, *texts: str, note: str | None = None, finish: str = "stop") -> None:
-        self.texts = list(texts)
-        self.finish = finish
+        self.texts, self.note, self.finish = list(texts), note, finish
         self.asked: list[Any] = []
-        self.options: list[SamplingOptions] = []
-        self.tokenizer = SimpleNamespace(note=note, encode=lambda text, **_: text.split())
-        self.decoder = SimpleNamespace(backend="cpu", options=DecoderOptions(), kv_bytes=1 << 20)
+        self.options: list[ChatOptions] = []
 
-    def reasoning_opened(self, _prompt: Sequence[int]) -> str:
-        return ""
-
-    def chat_prompt(self, messages: Sequence[Any], **_options: Any) -> list[int]:
+    async def chat(self, messages: Sequence[Any], options: ChatOptions) -> AsyncIterator[ChatDelta]:
         if len(messages[-1]["content"]) > self.longest:
-            raise ContextOverflowError("too long")
+            raise ContextLengthError("too long", status=400)
         self.asked.append([(message["role"], message["content"]) for message in messages])
-        return [1]
+        async for delta in self._answer(options):
+            yield delta
 
-    def text_prompt(self, text: str) -> list[int]:
+    async def complete(self, text: str, options: ChatOptions) -> AsyncIterator[ChatDelta]:
         self.asked.append(text)
-        return [1]
+        async for delta in self._answer(options):
+            yield delta
 
-    def generate(self, prompt: list[int], options: SamplingOptions, cancelled: Callable[[], bool]) -> Iterator[Piece]:
+    async def _answer(self, options: ChatOptions) -> AsyncIterator[ChatDelta]:
         self.options.append(options)
         for word in self.texts.pop(0).split(" "):
-            yield Piece(text=word, token=1)
-        usage = Usage(
-            prompt_tokens=7, cached_tokens=3, completion_tokens=5, ttft_s=0.25, prefill_s=0.2, decode_tokens_per_s=8.0
-        )
-        yield Piece(text="", finish_reason=self.finish, usage=usage)  # type: ignore[arg-type]
+            yield ChatDelta(text=word)
+        timings = Timings(
+            ttft_s=0.25, prefill_tokens_per_s=9.0, decode_tokens_per_s=8.0, prompt_tokens=7, cached_tokens=3,
+            completion_tokens=5, k_chunk=None, slowdown_percent=None, speculation=None,
+        )  # fmt: skip
+        yield ChatDelta(text="", finish_reason=self.finish, timings=timings)
+
+    async def aclose(self) -> None:
+        pass
 
 
 @pytest.fixture
-def talk(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[str, str]]:
+def talk(capsys: pytest.CaptureFixture[str], isolated_home: Path) -> Callable[..., tuple[str, str]]:
     """Type lines into a conversation; returns what was written to standard output and standard error."""
 
-    def talk(engine: ScriptedEngine, *lines: str | type[BaseException], **options: Any) -> tuple[str, str]:
+    def talk(
+        model: ScriptedModel, *lines: str | type[BaseException], system: str = "", raw: bool = False
+    ) -> tuple[str, str]:
         typed = iter(lines)
 
         def read(_prompt: str) -> str:
@@ -72,38 +72,45 @@ def talk(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[str, str]]:
                 return line
             raise line
 
-        with closing(Attachments(engine, Output())) as attachments:  # type: ignore[arg-type]
-            Repl(engine, SamplingOptions(), attachments, RunTools(None, (), Output()), read=read, **options).loop()  # type: ignore[arg-type]
+        status = Status(
+            state="ready", model="scripted", backend="cpu", reason="a test", kv="int4", kv_bytes=1 << 20, context=100
+        )
+        settings = load({"system_prompt": system})
+        talking = Talk(model, status, settings, {}, Output(), raw=raw, count=lambda text: len(text.split()))  # type: ignore[arg-type]
+        try:
+            Repl(talking, Output(), note=model.note, read=read).loop()
+        finally:
+            result_of(talking.close())
         captured = capsys.readouterr()
         return captured.out, captured.err
 
     return talk
 
 
-Talk = Callable[..., tuple[str, str]]
+Typed = Callable[..., tuple[str, str]]
 
 
-def test_answers_become_part_of_the_conversation(talk: Talk) -> None:
-    engine = ScriptedEngine("I am well", "Good bye")
-    out, _ = talk(engine, "How are you?", "", "Bye", "/bye", "never read", system="be kind")
+def test_answers_become_part_of_the_conversation(talk: Typed) -> None:
+    model = ScriptedModel("I am well", "Good bye")
+    out, _ = talk(model, "How are you?", "", "Bye", "/bye", "never read", system="be kind")
     assert out == "Iamwell\nGoodbye\n"
-    assert engine.asked == [
+    assert model.asked == [
         [("system", "be kind"), ("user", "How are you?")],
         [("system", "be kind"), ("user", "How are you?"), ("assistant", "Iamwell"), ("user", "Bye")],
     ]
-    assert engine.options[0].stop == ("\nUser:",)
+    assert model.options[0].chat is None
 
 
-def test_clear_forgets(talk: Talk) -> None:
-    engine = ScriptedEngine("a", "b")
-    talk(engine, "one", "/clear", "two")
-    assert engine.asked == [[("user", "one")], [("user", "two")]]
+def test_clear_forgets(talk: Typed) -> None:
+    model = ScriptedModel("a", "b")
+    talk(model, "one", "/clear", "two")
+    assert model.asked == [[("user", "one")], [("user", "two")]]
 
 
-def test_set_changes_what_follows(talk: Talk) -> None:
-    engine = ScriptedEngine("a", "b", "c")
+def test_set_changes_what_follows(talk: Typed) -> None:
+    model = ScriptedModel("a", "b", "c")
     _, err = talk(
-        engine,
+        model,
         "/set temperature 0.25",
         "/set max_tokens 9",
         "/set seed 4",
@@ -115,12 +122,12 @@ def test_set_changes_what_follows(talk: Talk) -> None:
         "/set system",
         "two",
     )
-    first, second = engine.options
+    first, second = model.options
     assert (first.temperature, first.max_tokens, first.seed) == (0.25, 9, 4)
-    assert first.stop == ("END OF IT", "\nUser:")
-    assert (second.max_tokens, second.stop) == (None, ("\nUser:",))
-    assert engine.asked[0][0] == ("system", "be brief")
-    assert engine.asked[1][0][0] == "user"
+    assert first.stop == ("END OF IT",)
+    assert (second.max_tokens, second.stop) == (None, None)
+    assert model.asked[0][0] == ("system", "be brief")
+    assert model.asked[1][0][0] == "user"
     assert "use /set" not in err
 
 
@@ -138,17 +145,17 @@ def test_set_changes_what_follows(talk: Talk) -> None:
         ("x" * 60, "too long"),
     ],
 )
-def test_what_goes_wrong_is_told_and_the_talk_goes_on(talk: Talk, line: str, said: str) -> None:
-    engine = ScriptedEngine("fine")
-    out, err = talk(engine, line, "hello")
+def test_what_goes_wrong_is_told_and_the_talk_goes_on(talk: Typed, line: str, said: str) -> None:
+    model = ScriptedModel("fine")
+    out, err = talk(model, line, "hello")
     assert said in err
     assert out == "fine\n\n"
-    assert engine.options[-1].temperature == SamplingOptions().temperature
-    assert engine.asked == [[("user", "hello")]]
+    assert model.options[-1].temperature == SAMPLING_DEFAULTS["temperature"]
+    assert model.asked == [[("user", "hello")]]
 
 
-def test_show_stats_and_help(talk: Talk) -> None:
-    out, err = talk(ScriptedEngine("fine", note="no template"), "/show", "hello", "/stats", "/help")
+def test_show_stats_and_help(talk: Typed) -> None:
+    out, err = talk(ScriptedModel("fine", note="no template"), "/show", "hello", "/stats", "/help")
     assert "model               scripted" in out
     assert "cpu (a test)" in out
     assert "max_tokens          auto" in out
@@ -157,36 +164,36 @@ def test_show_stats_and_help(talk: Talk) -> None:
     assert "no template" in err
 
 
-def test_several_lines_between_triple_quotes(talk: Talk) -> None:
-    engine = ScriptedEngine("a", "b")
-    talk(engine, '"""one', "two", 'three"""', '"""all in one"""')
-    assert [asked[-1][1] for asked in engine.asked] == ["one\ntwo\nthree", "all in one"]
+def test_several_lines_between_triple_quotes(talk: Typed) -> None:
+    model = ScriptedModel("a", "b")
+    talk(model, '"""one', "two", 'three"""', '"""all in one"""')
+    assert [asked[-1][1] for asked in model.asked] == ["one\ntwo\nthree", "all in one"]
 
 
-def test_raw_lines_stand_alone(talk: Talk) -> None:
-    engine = ScriptedEngine("a", "b")
-    talk(engine, "one", "two", raw=True)
-    assert engine.asked == ["one", "two"]
-    assert engine.options[0].stop == ()
+def test_raw_lines_stand_alone(talk: Typed) -> None:
+    model = ScriptedModel("a", "b")
+    talk(model, "one", "two", raw=True)
+    assert model.asked == ["one", "two"]
+    assert model.options[0].stop is None
 
 
-def test_ctrl_c_at_the_prompt_goes_on(talk: Talk) -> None:
-    engine = ScriptedEngine("a")
-    _, err = talk(engine, KeyboardInterrupt, "one")
+def test_ctrl_c_at_the_prompt_goes_on(talk: Typed) -> None:
+    model = ScriptedModel("a")
+    _, err = talk(model, KeyboardInterrupt, "one")
     assert "/bye or Ctrl-D leaves" in err
-    assert len(engine.asked) == 1
+    assert len(model.asked) == 1
 
 
-def test_ctrl_c_is_given_back_after_an_answer(talk: Talk) -> None:
+def test_ctrl_c_is_given_back_after_an_answer(talk: Typed) -> None:
     before = signal.getsignal(signal.SIGINT)
-    talk(ScriptedEngine("a"), "one")
+    talk(ScriptedModel("a"), "one")
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_a_cut_answer_is_told(talk: Talk) -> None:
-    _, err = talk(ScriptedEngine("a", finish="length"), "one")
+def test_a_cut_answer_is_told(talk: Typed) -> None:
+    _, err = talk(ScriptedModel("a", finish="length"), "one")
     assert "context of 100 tokens is full" in err
-    _, err = talk(ScriptedEngine("a", finish="length"), "/set max_tokens 1", "one")
+    _, err = talk(ScriptedModel("a", finish="length"), "/set max_tokens 1", "one")
     assert "is full" not in err
 
 
@@ -208,21 +215,70 @@ def test_an_unreadable_memory_is_gone_without(tmp_path: Path) -> None:
         pass
 
 
-def test_a_document_is_attached(talk: Talk, tmp_path: Path) -> None:
+def test_a_document_is_attached(talk: Typed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "notes.txt").write_text("the lamp burns oil")
     (tmp_path / "lamps").mkdir()
     (tmp_path / "lamps" / "a.txt").write_text("the lamp burns oil")
-    engine = ScriptedEngine("one", "two", "three")
-    engine.longest = 5000
-    attach = [f"/attach {tmp_path / name}" for name in ("gone", "notes.txt", "lamps")]
-    _, err = talk(engine, "/attach", *attach[:2], "Which oil?", attach[2], "What burns in the lamp?", "Which router?")
+    (tmp_path / "small").mkdir()
+    for name in ("a", "b"):
+        (tmp_path / "small" / f"{name}.txt").write_text(f"the lamp {name}")
+    monkeypatch.setattr("app.documents.reader.MAX_TOGETHER", 2)
+    for number in range(3):
+        (tmp_path / "lamps" / f"{number}.txt").write_text("Nothing.")
+    model = ScriptedModel("one", "two", "three", "four")
+    model.longest = 5000
+    attach = [f"/attach {tmp_path / name}" for name in ("gone", "notes.txt", "lamps", "small")]
+    asked = ["Which oil?", attach[2], "What burns in the lamp?", "Which router?", attach[3], "b?"]
+    _, err = talk(model, "/attach", *attach[:2], *asked)
     assert "use /attach PATH" in err
     assert "gone can't be opened: No such file or directory" in err
     assert "notes.txt: 4 tokens" in err
-    assert "lamps (about 4 tokens) is too long to be sent" in err
-    said = [messages[-1][1] for messages in engine.asked]
-    assert said[0] == "notes.txt:\n```\nthe lamp burns oil\n```\n\nWhich oil?"
+    assert "small: 2 files, 6 tokens" in err
+    assert "lamps (4 files, about" in err
+    assert "is too long to be sent" in err
+    said = [messages[-1][1] for messages in model.asked]
+    assert said[0] == "notes.txt:\n````\nthe lamp burns oil\n````\n\nWhich oil?"
     assert '<passage from="lamps/a.txt, line 1">' in said[1]
     assert "from lamps/a.txt, line 1" in err
     assert said[2].startswith("A search of the attached documents found nothing")
+    assert said[3].endswith("a.txt:\n````\nthe lamp a\n````\n\nb.txt:\n````\nthe lamp b\n````\n\nb?")
     assert "nothing about this was found" in err
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
+@pytest.mark.parametrize(
+    "paste", [b"\x1b[200~one\rtwo\r\rthree\x1b[201~\r", b"one\rtwo\r\rthree\r"], ids=["marked", "bare"]
+)
+def test_lines_that_are_pasted_are_one_prompt(paste: bytes) -> None:
+    import pty
+
+    code = (
+        "from app.cli.repl import Repl\nrepl = Repl(None, None)\nprint('ready')\n" + "print(repr(repl._text()))\n" * 2
+    )
+    leader, follower = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdin=follower,
+        stdout=follower,
+        stderr=follower,
+        env={**os.environ, "TERM": "xterm"},
+    )
+    os.close(follower)
+
+    def until(words: bytes) -> bytes:
+        seen = b""
+        while words not in seen:
+            assert select.select([leader], [], [], 60)[0], seen
+            seen += os.read(leader, 65536)
+        return seen
+
+    try:
+        assert b"\x1b[?2004h" in until(b">>> ")  # the terminal is asked to mark pastes
+        os.write(leader, paste)
+        until(b"'one\\ntwo\\n\\nthree'")
+        os.write(leader, b"/set a b\r")
+        until(b"'/set a b'")
+    finally:
+        process.kill()
+        process.wait()
+        os.close(leader)

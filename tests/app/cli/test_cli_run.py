@@ -47,18 +47,18 @@ def test_choices_are_reported(answer: Answer) -> None:
 def test_a_chat_ends_where_its_template_says(run: Callable[..., Any], services: Any) -> None:
     asked: list[tuple[str, ...]] = []
 
-    def open_engine(*arguments: Any) -> Any:
-        engine = type(services).open_engine(services, *arguments)
-        generate = engine.generate
+    def load(plan: Any, **how: Any) -> Any:
+        loaded = type(services).load(services, plan, **how)
+        engine, submit = loaded.engine, loaded.engine.submit
 
-        def spy(prompt: Any, options: Any, cancelled: Any) -> Any:
+        def spy(prompt: Any, options: Any, *how: Any, **more: Any) -> Any:
             asked.append(options.stop)
-            return generate(prompt, options, cancelled)
+            return submit(prompt, options, *how, **more)
 
-        engine.generate = spy
-        return engine
+        engine.submit = spy
+        return loaded
 
-    services.open_engine = open_engine
+    services.load = load
     run("run", "demo", "hi", "--max-tokens", 1, "--stop", "END")
     run("run", "demo", "hi", "--max-tokens", 1, "--stop", "END", "--raw")
     assert asked == [("END", "\nUser:"), ("END",)]
@@ -91,6 +91,33 @@ def test_a_seed_gives_the_same_answer(answer: Answer) -> None:
 def test_prompt_and_standard_input_are_joined(answer: Answer, arguments: list[str], piped: str, joined: str) -> None:
     found = answer("run", "demo", *arguments, "--raw", "--max-tokens", 1, piped=piped)
     assert found["prompt_tokens"] == len(joined)  # the tokenizer has a token for every character
+
+
+@pytest.mark.parametrize(
+    "piped",
+    [
+        b"abc\0def",
+        "abc".encode("utf-16"),
+        b"\x89PNG\r\n\x1a\n\0\0",
+        "caf\u00e9".encode("latin-1"),
+        b"\xff\xd8\xff\xe0JFIF",
+    ],
+    ids=["nul", "utf-16", "png", "latin-1", "jpeg"],
+)
+def test_what_is_not_text_is_no_prompt(error: Callable[..., str], piped: bytes) -> None:
+    assert "standard input is not text in UTF-8 (byte " in error("run", "demo", "what is it?", piped=piped)
+
+
+def test_a_mark_of_utf_8_is_not_part_of_the_prompt(answer: Answer) -> None:
+    found = answer("run", "demo", "--raw", "--max-tokens", 1, piped="\ufeffabc\r\nd")
+    assert found["prompt_tokens"] == len("abc\nd")
+
+
+@pytest.mark.parametrize("option", ["temperature", "top-p", "top-k", "min-p", "max-tokens", "context"])
+def test_an_option_takes_what_its_error_names(run: Callable[..., Any], option: str) -> None:
+    arguments = ("run", "demo", "hi", "--max-tokens", 1, f"--{option}")
+    if "auto" in run(*arguments, -5, code=2).stderr:
+        run(*arguments, "auto")
 
 
 def test_a_stop_text_ends_the_answer(answer: Answer) -> None:
@@ -203,10 +230,10 @@ def test_an_unacceptable_variable_is_an_error(error: Callable[..., str], monkeyp
 
 
 def test_a_bug_keeps_its_traceback(run: Callable[..., Any], services: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: object) -> None:
+    def broken(*_: object, **__: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(services, "open_engine", broken)
+    monkeypatch.setattr(services, "load", broken)
     with pytest.raises(ZeroDivisionError):
         run("run", "demo", "hi")
 

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from app.protocol import ChatDelta
 from runtime import program_version
 from runtime.server.lock import LockRecord, lock_path, write_lock
-from runtime.system.parent import own_record_time
-from runtime.wire.answers import Caches, Status
+from runtime.system.lifetimes import own_record_time
+from runtime.wire.answers import Caches, Status, Timings
 
 Answer = Callable[..., dict[str, Any]]
 
@@ -40,6 +41,20 @@ class Client:
     async def shutdown(self) -> None:
         self.asked.append("shutdown")
         lock_path(self.home).unlink()
+
+    async def chat(self, messages: Any, options: Any) -> AsyncIterator[ChatDelta]:
+        self.asked.append(f"{messages[-1]['content']} {options.max_tokens}")
+        for text in ("It ", "answers."):
+            yield ChatDelta(text=text)
+        timings = Timings(
+            ttft_s=0.25, prefill_tokens_per_s=9.0, decode_tokens_per_s=40.0, prompt_tokens=3, cached_tokens=0,
+            completion_tokens=2, k_chunk={"qkv": 8}, slowdown_percent=1.0, speculation=None,
+        )  # fmt: skip
+        yield ChatDelta(text="", finish_reason="length", timings=timings)
+
+    async def complete(self, text: str, options: Any) -> AsyncIterator[ChatDelta]:
+        async for delta in self.chat([{"content": f"raw {text}"}], options):
+            yield delta
 
     async def aclose(self) -> None:
         pass
@@ -74,6 +89,30 @@ def test_ps(answer: Answer, run: Callable[..., Any], up: type[Client]) -> None:
     assert "2 (34 MB)" in line
 
 
+def test_a_prompt_is_answered_by_the_runtime_that_has_loaded_the_model(
+    run: Callable[..., Any], answer: Answer, up: type[Client]
+) -> None:
+    up.model = "demo"
+    result = run("run", "demo", "hi")
+    assert (result.stdout, up.asked) == ("It answers.\n", ["hi None"])
+    assert "the answer was cut: the context of 512 tokens is full" in result.stderr
+    found = answer("run", "demo", "hi", "--raw", "--max-tokens", 2)
+    assert up.asked[1:] == ["raw hi 2"]
+    assert (found["text"], found["finish_reason"], found["completion_tokens"]) == ("It answers.", "length", 2)
+    assert (found["backend"], found["bits"], found["k_chunk"]) == ("cpu", 4, {"qkv": 8})
+    up.model = "another"
+    assert answer("run", "demo", "hi", "--max-tokens", 2).keys() == found.keys()
+
+
+@pytest.mark.parametrize("option", [("--seed", 3), ("--temperature", 0), ("--kv", "int8"), ("--k-chunk", 0)])
+def test_what_the_runtime_cannot_promise_is_answered_here(
+    answer: Answer, up: type[Client], option: tuple[str, object]
+) -> None:
+    up.model = "demo"
+    assert answer("run", "demo", "hi", "--max-tokens", 1, *option)["completion_tokens"] == 1
+    assert up.asked == []
+
+
 def test_ps_where_none_is_up(answer: Answer, run: Callable[..., Any], isolated_home: Path) -> None:
     assert answer("ps") == {"running": False}
     assert run("ps").stdout == "no runtime is up\n"
@@ -106,7 +145,7 @@ def test_another_model_is_removed(answer: Answer, stored: str, up: type[Client])
 def test_rm_asks_at_a_terminal(
     run: Callable[..., Any], stored: str, services: Any, monkeypatch: pytest.MonkeyPatch, typed: str, stays: bool
 ) -> None:
-    monkeypatch.setattr("app.cli.stored.at_a_terminal", lambda: True)
+    monkeypatch.setattr("app.cli.models.at_a_terminal", lambda: True)
     said = run("rm", stored, piped=typed)
     assert "delete small, " in said.stderr
     assert bool(services.store().list()) is stays

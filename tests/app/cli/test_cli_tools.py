@@ -2,53 +2,48 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
+import select
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from app.cli import tools as run_tools
-from app.cli.errors import CliError
-from app.cli.output import Output
-from app.cli.tools import RunTools, converse
-from runtime.engine.generation import Piece, Usage
-from runtime.text.reasoning import switch
-from runtime.text.sampling import SamplingOptions
+from app.cli.output import CliError, Output
+from app.cli.serve import result_of
+from app.cli.talk import Talk, _typed_answer, called
+from app.conversation import Message
+from app.protocol import CallDelta, ChatDelta, ChatOptions
+from app.settings import load
+from runtime.wire.answers import Status
 
 HOSTILE = Path(__file__).parents[1] / "tools" / "hostile.py"
-USAGE = Usage(
-    prompt_tokens=1, cached_tokens=0, completion_tokens=1, ttft_s=0.1, prefill_s=0.1, decode_tokens_per_s=1.0
-)  # fmt: skip
+STATUS = Status(state="ready", model="scripted", backend="cpu", context=4096)
+Call = tuple[str, str]
 
 
 class Scripted:
-    """An engine that says what it is told, one text for each prompt."""
+    """A model that says and calls what it is told: for each prompt a text and calls, each of a name and a text."""
 
-    context = 4096
-    chat_stops = ()
-
-    def __init__(self, *texts: str) -> None:
-        self._texts = list(texts)
+    def __init__(self, *answers: tuple[str, Sequence[Call]]) -> None:
+        self._answers = list(answers)
         self.prompts: list[tuple[list[Mapping[str, Any]], list[str]]] = []
 
-    def chat_prompt(
-        self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Any] = (), variables: object = None
-    ) -> list[int]:
-        self.prompts.append((list(messages), [tool.name for tool in tools]))
-        self.variables = variables
-        return [1]
-
-    def reasoning_opened(self, _prompt: Sequence[int]) -> str:
-        return "<think>\n" if self.variables else ""
-
-    def generate(self, _prompt: Any, _options: Any, _cancelled: Any) -> Iterator[Piece]:
-        text = self._texts.pop(0)
+    async def chat(self, messages: Sequence[Mapping[str, Any]], options: ChatOptions) -> AsyncIterator[ChatDelta]:
+        self.prompts.append((list(messages), [tool["function"]["name"] for tool in options.tools or ()]))
+        text, calls = self._answers.pop(0)
         for at in range(0, len(text), 5):
-            yield Piece(text=text[at : at + 5], token=1)
-        yield Piece(text="", finish_reason="stop", usage=USAGE)
+            yield ChatDelta(text=text[at : at + 5])
+        for at, (name, given) in enumerate(calls):
+            yield ChatDelta(text="", calls=[CallDelta(index=at, name=name, arguments=json.dumps({"text": given}))])
+        yield ChatDelta(text="", finish_reason="tool_calls" if calls else "stop")
+
+    async def aclose(self) -> None:
+        pass
 
 
 @pytest.fixture
@@ -60,62 +55,105 @@ def file(tmp_path: Path) -> Path:
     return made
 
 
-def call(name: str, text: str) -> str:
-    return f"<tool_call>{json.dumps({'name': name, 'arguments': {'text': text}})}</tool_call>"
+def talk(
+    model: Scripted, file: Path | None = None, yes: Sequence[str] = (), *questions: str, read: Any = None
+) -> list[Message]:
+    """The messages of the last answer."""
+
+    async def talked() -> list[Message]:
+        talking = Talk(model, STATUS, load(), {}, Output(), read=read)  # type: ignore[arg-type]
+        try:
+            if file is not None:
+                await talking.open_tools(file, yes)
+            for question in questions or ("Go.",):
+                messages = await talking.ask(question)
+            return messages
+        finally:
+            await talking.close()
+
+    return result_of(talked())
 
 
-def talk(engine: Scripted, tools: RunTools) -> Any:
-    said: list[str] = []
-    asked = [{"role": "user", "content": "Go."}]
-    found = converse(engine, asked, SamplingOptions(), lambda: False, said.append, tools)  # type: ignore[arg-type]
-    tools.close()
-    assert "".join(said).split() == found.text.split()
-    return found
+def results(messages: Sequence[Message]) -> list[str]:
+    return [one["result"] for one in called(messages)]
 
 
 def test_a_tool_that_may_runs_unasked_and_others_do_not(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    engine = Scripted(f"So. {call('echo', 'hello')} {call('write', 'x')}", "Done.")
-    found = talk(engine, RunTools(file, ["echo"], Output()))
-    assert [one["result"] for one in found.calls] == ["hello", "The user did not allow this call."]
-    assert found.text.split() == ["So.", "Done."]
-    assert engine.prompts[0][1] == ["echo", "write"]
-    assert [message["role"] for message in engine.prompts[1][0]] == ["user", "assistant", "tool", "tool"]
-    told = capsys.readouterr().err
-    assert 'good · echo {"text": "hello"}\n' in told
-    assert "not allowed; --yes-tools write allows it" in told
+    model = Scripted(("So.", [("echo", "hello"), ("write", "x"), ("gone", "x")]), ("Done.", ()))
+    answer = talk(model, file, ["echo"])
+    assert results(answer) == ["hello", "The user did not allow this call.", "There is no tool of this name."]
+    assert model.prompts[0][1] == ["echo", "write"]
+    assert [message["role"] for message in model.prompts[1][0]] == ["user", "assistant", "tool", "tool", "tool"]
+    said = capsys.readouterr()
+    assert said.out == "So.\nDone.\n"
+    assert 'good · echo {"text": "hello"}\n' in said.err
+    assert "not allowed; --yes-tools write allows it" in said.err
 
 
-@pytest.mark.parametrize(("answers", "results"), [("yy", 2), ("c", 2), ("nn", 0)])
-def test_the_terminal_is_asked(file: Path, monkeypatch: pytest.MonkeyPatch, answers: str, results: int) -> None:
-    monkeypatch.setattr(run_tools, "at_a_terminal", lambda: True)
+def test_a_yes_is_to_a_tool_as_it_was(file: Path) -> None:
+    file.write_text(file.read_text().replace('"good"]', '"rug"]'))
+    model = Scripted(("", [("echo", "half \ud83d")]), ("Yes.", ()), ("", [("echo", "again")]), ("No.", ()))
+
+    async def talked() -> list[str]:
+        talking = Talk(model, STATUS, load(), {}, Output())  # type: ignore[arg-type]
+        try:
+            await talking.open_tools(file, ["echo"])
+            before = results(await talking.ask("Go."))
+            async with asyncio.timeout(20):  # the server changes the tool after its first call
+                while "1" in talking._tools.named(talking.conversation)[0].tool.description:  # noqa: ASYNC110
+                    await asyncio.sleep(0.02)
+            return before + results(await talking.ask("Go."))
+        finally:
+            await talking.close()
+
+    assert result_of(talked()) == ["half \ufffd", "The user did not allow this call."]
+
+
+def test_with_several_servers_a_bare_name_is_nobody_s(file: Path) -> None:
+    entry = json.loads(file.read_text())["mcpServers"]["good"]
+    file.write_text(json.dumps({"mcpServers": {"good": {"command": "/no/such"}, "other": entry}}))
+    for name in ("echo", "good_echo", "good/echo"):
+        with pytest.raises(CliError, match="the tools are: other_echo, other_write"):
+            talk(Scripted(), file, [name])
+
+
+@pytest.mark.parametrize(("answers", "ran"), [("yy", 2), ("c", 2), ("nn", 0)])
+def test_the_terminal_is_asked(
+    file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], answers: str, ran: int
+) -> None:
+    monkeypatch.setattr("app.cli.talk.at_a_terminal", lambda: True)
     typed = iter(answers)
-    tools = RunTools(file, [], Output(), read=lambda _: next(typed))
-    found = talk(Scripted(call("echo", "hello"), call("echo", "hello"), "Done."), tools)
-    assert [one["result"] for one in found.calls].count("hello") == results
+    model = Scripted(("", [("echo", "hello")]), ("", [("echo", "hello")]), ("Done.", ()))
+    assert results(talk(model, file, read=lambda _: next(typed))).count("hello") == ran
     assert next(typed, None) is None
+    assert capsys.readouterr().err.count('good · echo {"text": "hello"}') == 2
 
 
-def test_reasoning_that_the_prompt_began_is_shown_from_its_tag_on(capsys: pytest.CaptureFixture[str]) -> None:
-    said: list[str] = []
-    asked, sampling = [{"role": "user", "content": "Go."}], SamplingOptions()
-    engine, tools = Scripted("Hm.\n</think>\nYes."), RunTools(None, [], Output())
-    found = converse(engine, asked, sampling, lambda: False, said.append, tools, switch("on"))  # type: ignore[arg-type]
-    assert "".join(said) == found.text == "<think>\nHm.\n</think>\nYes."
-    assert engine.variables == {"enable_thinking": True, "thinking": True, "reasoning_effort": "high"}
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
+def test_what_was_typed_before_a_question_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    import pty
+
+    leader, follower = pty.openpty()
+    with os.fdopen(leader, "wb", buffering=0) as keys, os.fdopen(follower) as terminal:
+        monkeypatch.setattr(sys, "stdin", terminal)
+        monkeypatch.setattr("builtins.input", lambda _: "" if select.select([terminal], [], [], 0)[0] else "asked")
+        keys.write(b"yes\n")
+        select.select([terminal], [], [], 10)
+        assert _typed_answer("call it? ") == "asked"
 
 
 def test_a_loop_of_calls_has_a_limit(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_tools, "MOST_ROUNDS", 2)
-    engine = Scripted(*[call("echo", "x")] * 2, "Enough.")
-    found = talk(engine, RunTools(file, ["good/echo"], Output()))
-    assert (len(found.calls), found.text.split()) == (2, ["Enough."])
-    assert engine.prompts[2][1] == []
+    monkeypatch.setattr("app.chat.tools.MOST_ROUNDS", 2)
+    model = Scripted(*[("", [("echo", "x")])] * 2, ("Enough.", ()))
+    answer = talk(model, file, ["good/echo"])
+    assert (len(called(answer)), answer[-1].text) == (2, "Enough.")
+    assert model.prompts[2][1] == []
 
 
 def test_an_unknown_tool_and_a_broken_file_are_clear_errors(file: Path, tmp_path: Path) -> None:
     with pytest.raises(CliError, match=r"--yes-tools names erase, which no server has; the tools are: echo, write"):
-        RunTools(file, ["erase"], Output())
+        talk(Scripted(), file, ["erase"])
     broken = tmp_path / "broken.json"
     broken.write_text("{}")
     with pytest.raises(CliError, match="lists no servers"):
-        RunTools(broken, [], Output())
+        talk(Scripted(), broken)

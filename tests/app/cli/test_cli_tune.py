@@ -15,7 +15,7 @@ import pytest
 from app.cli import main as program
 from app.cli import run as running
 from runtime.budget import clocks as clocking
-from runtime.budget import refining, spending, tuning
+from runtime.budget import spending, tuning
 from runtime.compensation import Compensation
 from runtime.errors import BackendError
 from tuner.errors import TimerError
@@ -60,7 +60,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     found = clocking.Clocks(layers=clock, slowdown=clock.slowdown)
     monkeypatch.setattr(tuning, "clocks", lambda _decoder, _cancelled: found)
-    monkeypatch.setattr(refining, "refined_slowdown", lambda _decoder, _cancelled: clock.slowdown)
     return clock
 
 
@@ -217,19 +216,19 @@ def test_a_single_answer_does_not_wait_for_the_tuning_of_prompts(
 ) -> None:
     """It follows the answer, and Ctrl-C leaves it for the next time. An answer that is to repeat waits for it."""
     order: list[str] = []
-    prompts_within_budget, answer = spending.prompts_within_budget, running._answer
+    tune_prompts, answer = spending.tune_prompts, running._answer
 
     def tuned(decoder: Any, *arguments: Any, **options: Any) -> Any:
         order.append(f"prompts {decoder.options.prompt_k_chunk}")
         if order == ["answer", "prompts 0"]:
             signal.raise_signal(signal.SIGINT)
-        return prompts_within_budget(decoder, *arguments, **options)
+        return tune_prompts(decoder, *arguments, **options)
 
-    def answered(*arguments: Any) -> None:
-        answer(*arguments)
+    async def answered(*arguments: Any) -> None:
+        await answer(*arguments)
         order.append("answer")
 
-    monkeypatch.setattr(spending, "prompts_within_budget", tuned)
+    monkeypatch.setattr(spending, "tune_prompts", tuned)
     monkeypatch.setattr(running, "_answer", answered)
     for _ in range(3):
         run("run", "demo", "hi", "--max-tokens", 1, "--budget", 8)
@@ -243,13 +242,13 @@ def test_a_single_answer_does_not_wait_for_the_tuning_of_prompts(
 def test_without_a_word_the_budget_is_5(answer: Answer, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LOWBIT_CHAT_BUDGET")
     asked: list[float] = []
-    within_budget = spending.within_budget
+    tune = spending.tune
 
     def spy(*arguments: Any, budget_percent: float, **options: Any) -> Any:
         asked.append(budget_percent)
-        return within_budget(*arguments, budget_percent=budget_percent, **options)
+        return tune(*arguments, budget_percent=budget_percent, **options)
 
-    monkeypatch.setattr(spending, "within_budget", spy)
+    monkeypatch.setattr(spending, "tune", spy)
     answer("run", "demo", "hi", "--max-tokens", 1)
     monkeypatch.setenv("LOWBIT_CHAT_K_CHUNK", "7")
     assert set(answer("run", "demo", "hi", "--max-tokens", 1)["k_chunk"].values()) == {7}
@@ -267,7 +266,7 @@ def test_what_nobody_asked_for_is_not_spoken_of(run: Callable[..., Any], monkeyp
 
 def test_bench_compensates_only_where_it_is_asked_to(answer: Answer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOWBIT_CHAT_BUDGET", "8")
-    monkeypatch.setattr(spending, "within_budget", None)  # must not even be tried
+    monkeypatch.setattr("runtime.budget.tuning.clocks", None)  # nothing is measured
     assert "k_chunk" not in answer("bench", "demo", "--prompt-tokens", 20, "--decode-tokens", 10)
 
 
@@ -284,8 +283,7 @@ def test_eval_with_a_budget(answer: Answer, run: Callable[..., Any], clock: Cloc
     file = tmp_path / "text.txt"
     file.write_text("The quick brown fox jumps over the lazy dog.\n")
     first = run("eval", "demo", "--text", file, "--budget", 8, "--json")
-    assert "first tuned for a budget of 8 %" in first.stderr
-    assert "--k-chunk 0 without compensation" in first.stderr
+    assert "finding the compensation that 8 % slowdown allows; done once" in first.stderr
     found = json.loads(first.stdout)
     readings = clock.readings
     again = run("eval", "demo", "--text", file, "--budget", 8, "--json")
@@ -304,7 +302,7 @@ def test_eval_where_a_budget_has_no_effect(
 ) -> None:
     file = tmp_path / "text.txt"
     file.write_text("The quick brown fox jumps over the lazy dog.\n")
-    monkeypatch.setattr(spending, "within_budget", None)  # must not even be tried
+    monkeypatch.setattr("runtime.budget.tuning.clocks", None)  # nothing is measured
     result = run("eval", "demo", "--text", file, "--budget", 8, *hindrance, "--json")
     assert set(json.loads(result.stdout)["k_chunk"].values()) == {0}
     assert "fixed k_chunk" in result.stderr
@@ -330,8 +328,8 @@ def test_the_programs_own_name(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
 
 
 def test_serve_passes_the_budget_on(run: Callable[..., Any], services: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from runtime.load.plan import LoadOptions
     from runtime.server import serve
-    from runtime.server.store.loading import LoadDefaults
 
     served: list[Any] = []
     services.service = served.append
@@ -342,7 +340,7 @@ def test_serve_passes_the_budget_on(run: Callable[..., Any], services: Any, monk
     served.clear()
     run("serve", "--speculate")
     run("serve", "--speculate", "--kv", "int8")
-    assert [one.kv for one in served if isinstance(one, LoadDefaults)] == [None, "int8"]
-    assert usual == LoadDefaults(compensation=Compensation(budget_percent=2.5), kv="int4")
+    assert [one.kv for one in served if isinstance(one, LoadOptions)] == [None, "int8"]
+    assert usual == LoadOptions(compensation=Compensation(budget_percent=2.5), kv="int4")
     assert (first.model, first.compensation) == ("demo", None), "that of the service applies"
-    assert other == LoadDefaults(compensation=Compensation(k_chunk=4), kv="int8", context=512)
+    assert other == LoadOptions(compensation=Compensation(k_chunk=4), kv="int8", context=512)

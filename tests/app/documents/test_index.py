@@ -225,10 +225,13 @@ def passage(text: str, **changes: object) -> Passage:
     "text",
     [
         "<|im_end|>\n<|im_start|>system", "</passage>", "<start_of_turn>", "</s>", "[INST]", "[/INST]", "<|eot_id|>",
-        "<｜User｜>", "<think>", "[TOOL_CALLS]",
+        "<｜User｜>", "<think>", "[TOOL_CALLS]", "<|turn>", "<turn|>", '<|"|>', "<|START_OF_TURN_TOKEN|>", "[|user|]",
+        "<start_function_call>", "<fim_prefix>", "<file_sep>", "<unused5>", "<seed:bos>", "<minimax:tool_call>", "]~b]",
+        "[gMASK]", "<sop>", "[THINK]", "[ARGS]", "<arg_key>", "<tool_calls>", "<<SYS>>", "▁<PRE>", "<mask>",
     ],
 )  # fmt: skip
 def test_a_document_cannot_pose_as_a_turn(text: str) -> None:
+    assert text not in attached(f"a {text}.txt", "b")
     for made in (material(text), attached("a.txt", text), with_passages("q", [passage(text)])):
         inside = made.partition("\n" if made != material(text) else "\0")[2] or made
         assert text not in inside.removesuffix("</passage>\n\nq")
@@ -236,7 +239,7 @@ def test_a_document_cannot_pose_as_a_turn(text: str) -> None:
 
 
 def test_ordinary_text_is_left_alone() -> None:
-    text = "a < b | c > d, if x<s.y and [INSTALL] or <b>bold</b> <span>"
+    text = "a < b | c > d, if x<s.y and [INSTALL] or <b>bold</b> <pre> <start_date> [args] x <| y"
     assert material(text) == text
 
 

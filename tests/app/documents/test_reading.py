@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -251,6 +252,41 @@ def test_passages_keep_their_lines() -> None:
         assert one.text == "\n".join(lines[one.first - 1 : one.last])
     kept = [line for one in cut for line in one.text.split("\n") if line]
     assert kept == [line for line in lines if line]
+
+
+def test_a_long_line_is_not_copied_for_each_of_its_passages() -> None:
+    class Line(str):
+        taken: list[int]
+
+        def split(self, *_: Any) -> list[str]:  # type: ignore[override]
+            return [self]
+
+        def __getitem__(self, place: Any) -> str:
+            part = super().__getitem__(place)
+            self.taken.append(len(part))
+            return part
+
+    line = Line("😀" * 100_000)
+    line.taken = []
+    assert "".join(one.text for one in chunks([Section("line", 1, line)])) == line
+    assert sum(line.taken) == len(line)
+
+
+@pytest.mark.parametrize("kind", ["docx", "html", "blocks"])
+def test_documents_of_very_many_parts_are_given_up_early(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kind == "blocks":
+        monkeypatch.setattr(reading, "MAX_SECTIONS", 3)
+        found = []
+        with pytest.raises(DocumentError, match="more than 3 paragraphs; the rest"):
+            found.extend(reading.read(write(tmp_path, "a.docx", docx(["x"] * 9))))
+        assert len(found) == 3
+        return
+    many = 2_000_001
+    content = zipped({"word/document.xml": b"<a>" + b"<b/>" * many + b"</a>"}) if kind == "docx" else "<p>" * many
+    with pytest.raises(DocumentError, match="more than 2,000,000"):
+        list(reading.read(write(tmp_path, f"a.{kind}", content)))
 
 
 def test_passages_of_a_single_long_line() -> None:

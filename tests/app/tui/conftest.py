@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import re
 import sys
 import time
@@ -28,10 +29,16 @@ from models.catalogue import CATALOGUE
 from models.progress import Progress
 from runtime.errors import Problem
 from runtime.wire.answers import CacheFacts, Caches, Holding, ModelEntry, Status, Timings
-from runtime.wire.device import DeviceReport, Offer, Tuning
-from runtime.wire.inspection import Candidate, InspectedToken, Inspection, InspectRequest
-from runtime.wire.prospects import Prospect
-from runtime.wire.requests import LoadRequest, QuantizeRequest, TuneRequest
+from runtime.wire.device import DeviceReport, Offer, Prospect, Tuning
+from runtime.wire.requests import (
+    Candidate,
+    InspectedToken,
+    Inspection,
+    InspectRequest,
+    LoadRequest,
+    QuantizeRequest,
+    TuneRequest,
+)
 from tuner.curve import Curve
 
 MEGABYTE = 1_000_000
@@ -552,6 +559,13 @@ def waits_for_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(textual.pilot.Pilot, "_wait_for_screen", emptied)
     monkeypatch.setattr(textual.pilot, "wait_for_idle", idle)
     monkeypatch.setattr(textual.app, "wait_for_idle", idle)
+
+
+@pytest.fixture(autouse=True)
+def types_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dialogs that open by themselves take keys at once; test_tools.py types into them."""
+    monkeypatch.setattr("app.tui.screens.dialogs.CALM_S", -math.inf)
+    monkeypatch.setattr("app.tui.screens.dialogs.ALONE_S", 0)
 
 
 @pytest.fixture(autouse=True)

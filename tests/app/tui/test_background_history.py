@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from textual.widgets import Input
 
 from app.conversation import Conversation
+from app.errors import HistoryError
 from app.history.store import History
 from app.tui.background_history import BackgroundHistory
 from app.tui.screens.chats import ChatsScreen, ChatTable, when
@@ -52,6 +54,29 @@ async def test_what_was_just_said_is_read_at_once(tmp_path: Path) -> None:
         assert len(await kept.messages(conversation.id)) == count + 1
     await kept.close()
     assert errors == []
+
+
+async def test_a_cancelled_caller_leaves_no_file_open(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[History] = []
+    begin = History.__init__
+
+    def slowly(history: History, path: Path) -> None:
+        time.sleep(0.05)
+        opened.append(history)
+        begin(history, path)
+
+    monkeypatch.setattr(History, "__init__", slowly)
+    chats = BackgroundHistory(kept, pytest.fail)
+    for _ in range(3):
+        asking = asyncio.create_task(chats.chats())
+        await asyncio.sleep(0.01)
+        asking.cancel()
+    await chats.close()
+    assert len(opened) == 1
+    with pytest.raises(HistoryError, match="closed"):
+        opened[0].chats()
+    with pytest.raises(HistoryError, match="closed"):
+        await chats.chats()
 
 
 def titles(path: Path) -> list[str]:

@@ -8,15 +8,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from textual.widgets import Button, Input, RadioSet, Select
+from textual.widgets import Button, Collapsible, Input, RadioSet, Select
 
 from app import settings
 from app.settings import Settings
 from app.tui.messages import QuantizeAsked
 from app.tui.screens.settings import SettingsScreen
-from app.tui.widgets.budget_row import effect
-from app.tui.widgets.offer_row import changes
 from app.tui.widgets.quality_chart import QualityChart, axis
+from app.tui.widgets.setting_row import changes, effect
 from runtime.wire.device import Offer
 from runtime.wire.requests import LoadRequest, QuantizeRequest, TuneRequest
 from tests.grid import grid
@@ -276,15 +275,24 @@ async def test_a_picture_of_what_slowdown_buys_follows_the_budget(stage: Callabl
     async with stage(runtime, size=(120, 40)) as s:
         screen = await open_settings(s)
         chart = screen.query_one(QualityChart)
-        await s.shows("5 % slower at most recovers 45 % of the loss")
+        await s.shows("5 % slower at most recovers 40 % of the loss")
         await s.shows("▲5 %")
         assert "66.7 %" in s.screen_text()  # the end of the curve
         runtime.tune_delay_s = 600
         await choose(s, "right")
-        await s.shows("10 % slower at most recovers 61.9 % of the loss")  # before it is applied
+        await s.shows("10 % slower at most recovers 57.1 % of the loss")  # before it is applied
         await s.shows("A new budget is being applied")
         await s.pilot.press("ctrl+t")
         assert chart.size.height == 6
+
+
+async def test_what_few_people_change_is_folded_until_they_do(stage: Callable[..., Any], runtime: Any) -> None:
+    for given, folded in (({}, True), ({"num_parallel": 2}, False)):
+        async with stage(runtime, size=(120, 60), **given) as s:
+            screen = await open_settings(s)
+            assert screen.query_one("#settings-advanced", Collapsible).collapsed is folded
+            assert ("requests answered at the same time" in s.screen_text()) is not folded
+            assert "context" in s.screen_text()
 
 
 async def test_nothing_jumps_while_a_budget_is_chosen(stage: Callable[..., Any], runtime: Any) -> None:

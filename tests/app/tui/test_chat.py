@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 from textual.widgets import Markdown
 
+from app.errors import ConnectionLostError
 from app.tui.widgets.message_view import MessageView
 
 
@@ -201,12 +203,41 @@ async def test_a_prompt_sent_during_recovery_waits_for_the_model(stage: Callable
         assert s.last.text == "later"
 
 
-async def test_a_crash_while_idle_is_noticed(stage: Callable[..., Any], runtime: Any) -> None:
+async def test_a_crash_while_idle_is_noticed_at_once(
+    stage: Callable[..., Any], runtime: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.tui.app.CHECK_INTERVAL_S", 3600)
     async with stage(runtime) as s:
         runtime.die()
-        await s.app.session.refresh()
         await s.until(lambda: runtime.starts == 2)
         await s.ready()
+
+
+@pytest.mark.parametrize("how", ["silent", "cut off", "cannot be reached"])
+async def test_a_runtime_whose_process_lives_is_busy_and_not_gone(
+    stage: Callable[..., Any], runtime: Any, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    monkeypatch.setattr("app.tui.connection.CHECK_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("app.tui.connection._ENDING_S", 0.01)
+    async with stage(runtime) as s:
+        client = s.app.session.client()
+
+        async def status() -> None:
+            if how != "silent":
+                raise ConnectionLostError("the runtime does not respond")
+            await asyncio.Event().wait()
+
+        client.status = status
+        for _ in range(2):
+            await s.app.session.refresh()
+        if how == "cut off":
+            runtime.fail_with = "the answer was cut off"
+            await s.say("hello")
+            assert s.last.error == "the answer was cut off"
+        del client.status
+        await s.app.session.refresh()
+        assert (runtime.starts, s.app.session.client()) == (1, client)
+        assert (s.app.session.ready, runtime.closed) == (True, 0)
 
 
 async def test_it_gives_up_when_loading_kills_the_runtime_again(stage: Callable[..., Any], runtime: Any) -> None:

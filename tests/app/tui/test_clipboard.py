@@ -6,7 +6,7 @@ import base64
 import sys
 from pathlib import Path
 
-from app.tui import clipboard
+from app.tui import terminal as clipboard
 
 
 def test_the_sequence_carries_any_text() -> None:

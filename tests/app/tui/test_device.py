@@ -12,8 +12,8 @@ from textual.events import Key
 from textual.widgets import Sparkline
 
 from app import settings
+from app.tui.answers import KEPT, Recent
 from app.tui.machine import chosen_curve, layer_rows, machine_lines, tuning_lines
-from app.tui.recent import KEPT, Recent
 from app.tui.screens.device import DeviceScreen
 from app.tui.widgets.knee_chart import KneeChart, at, axis, plot
 from runtime.errors import Problem

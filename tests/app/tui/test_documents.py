@@ -17,7 +17,7 @@ from textual.widgets import Input, OptionList
 
 from app.documents import reader
 from app.history.store import History
-from app.tui.screens.attach import AttachDialog, names
+from app.tui.screens.chat_dialogs import AttachDialog, names
 from tests.app.documents.making import pdf
 
 Stage = Callable[..., Any]
@@ -70,6 +70,35 @@ async def test_a_short_file_is_sent_whole_and_its_size_shown_before(stage: Stage
         s.app.screen.post_message(Paste(str(file)))  # a file dropped on the terminal
         await s.until(lambda: s.composer.text == "⟦notes.md: 2 lines, ≈ 6 tokens⟧")
         assert sources(s) == []
+
+
+async def test_a_sent_document_is_named_and_apart_from_the_question(stage: Stage, runtime: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "project"
+    folder.mkdir()
+    (folder / "a.txt").write_text("the lamp burns oil\nand glows\n")
+    (folder / "b.py").write_text("x = 1\n")
+    (folder / "logo.png").write_bytes(b"\x89PNG\0")
+    async with stage(runtime, size=(100, 30), notices=True) as s:
+        s.composer.insert("Look: ")
+        await attach(s, folder)
+        await s.shows("logo.png is not text")
+        assert s.composer.text.startswith("Look: ⟦project: 5 lines")
+        s.composer.insert("Which oil?\nwhy:\n```\nmine\n```")
+        await s.pilot.press("enter")
+        await s.answered()
+        assert asked(runtime) == (
+            "Look: \n\na.txt:\n````\nthe lamp burns oil\nand glows\n````\n\nb.py:\n````\nx = 1\n````\n\n"
+            "Which oil?\nwhy:\n```\nmine\n```"
+        )
+        assert sources(s) == []
+        await s.shows("▤ a.txt · 2 lines · 28 B")
+        await s.shows("▤ b.py · 1 line · 5 B")
+        await s.shows("mine")
+        assert "glows" not in s.screen_text()
+        await s.pilot.press("ctrl+up", "up", "f")
+        await s.shows("glows")
+        await s.pilot.press("f")
+        await s.hides("glows")
 
 
 async def test_a_dropped_file_that_cannot_be_read_leaves_its_path(stage: Stage, runtime: Any, tmp_path: Path) -> None:
@@ -127,6 +156,7 @@ async def test_what_is_not_there_is_said_to_the_model_and_the_user(stage: Stage,
 async def test_a_folder_is_searched_and_read_again_only_where_it_changed(
     stage: Stage, runtime: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(reader, "MAX_TOGETHER", 2)
     folder = tmp_path / "project"
     (folder / "src").mkdir(parents=True)
     (folder / "src" / "lamp.py").write_text("def oil_of_lamp():\n    return 'whale'\n")

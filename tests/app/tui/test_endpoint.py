@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 from collections.abc import Callable, Iterator
@@ -10,6 +11,8 @@ from typing import Any
 
 import pytest
 from textual.widgets import Input
+
+from app.tui.messages import LoadAsked
 
 Stage = Callable[..., Any]
 
@@ -86,6 +89,43 @@ async def test_a_server_elsewhere_answers_under_its_own_name(stage: Stage, runti
         await s.say("hello again")
         await s.shows("Greetings from other-8b.")
     assert not runtime.calls, "our own runtime was never asked"
+
+
+async def test_back_on_this_machine_its_own_model_is_loaded_again(stage: Stage, runtime: Any, address: str) -> None:
+    async with stage(runtime, size=(100, 24), model=None, endpoint_token="open", ready=False) as s:
+        session = s.app.session
+        await s.until(lambda: session.status)
+        s.app.post_message(LoadAsked("tiny-3bit"))
+        await s.ready()
+        await s.say("hello")
+        for _ in range(3):
+            assert session.recent.last_speed
+            for endpoint, model in ((address, "big-70b"), (None, "tiny-3bit")):
+                late = asyncio.Event()
+                asking = asyncio.create_task(hold_status(s, late))  # its answer comes when another server is in use
+                await asyncio.sleep(0)
+                session.settings = session.settings.changed({"endpoint": endpoint})
+                await session.switch()
+                late.set()
+                await asking
+                assert (session.status.model, session.ready) == (model, True)
+                assert session.recent.last_speed is None, "it was another model's"
+            session.end_chat()
+            await s.say("hello")
+
+
+async def hold_status(s: Any, until: asyncio.Event) -> None:
+    """Ask for the status, which is given late."""
+    client = s.app.session.client()
+    status = await client.status()
+
+    async def late() -> Any:
+        del client.status
+        await until.wait()
+        return status
+
+    client.status = late
+    await s.app.session.refresh()
 
 
 async def test_a_server_elsewhere_is_not_asked_while_it_answers(stage: Stage, runtime: Any, address: str) -> None:

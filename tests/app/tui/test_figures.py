@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from app.amounts import byte_count, duration
+from app.chat.tally import Tally
 from app.conversation import Statistics
 from app.tui import figures
 from app.tui.jobs import Meter
-from app.tui.tally import Tally
 from app.tui.widgets.composer import context_line
 from app.tui.widgets.progress_panel import bar
 from models.progress import Progress

@@ -110,6 +110,71 @@ def test_a_table_of_too_many_columns_is_cut_and_keeps_its_rows() -> None:
     assert all(cell_len(line) == 40 and line.endswith("…") for line in lines)
 
 
+def read(text: str) -> str:
+    """The words of a text, without those of code blocks."""
+    breaks = {"hardbreak": "\n", "softbreak": " "}
+    tokens = [one for token in Parser().parse(text) for one in token.meta.get("tokens", [token])]
+    inline = [one.children for one in tokens if one.children is not None]
+    return "\n".join("".join(breaks.get(one.type, one.content) for one in children) for children in inline)
+
+
+ALIGNED = "\\begin{aligned}\na &= b \\\\\n  c_1 &= *d* \\,\n- e\n\\end{aligned}"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        r"Let \(\int_0^1 x \, dx\) and \( a\_b \{c\} \) be, \[ a_1 * b_1 \\ *c* \].",
+        r"$x\_1 \, *y*$, $ x \% y_1 $, $$a\;b * c * d$$",
+        r"alone \, \; \: and \\ and \\[2pt] and \\( x \\)",
+        r"still open \( x \{ y *z* \,",
+        r"a price of $5 or $6, $HOME and $PATH, $$ and $$$",
+        f"\\[\n{ALIGNED}\n\\]",
+        f"$$\n{ALIGNED}\n= 3\n\n> f\n$$",
+        ALIGNED,
+        "\\[\nstill open \\{ *x*\n\n- y",
+    ],
+)
+def test_formulas_are_shown_as_written(text: str) -> None:
+    assert read(text) == text
+    indented = text.replace("\n", "\n  ")
+    assert read(f"- {indented}") == text
+    assert read(f"> {text}".replace("\n", "\n> ")) == text
+    if "\n" not in text:
+        assert read(f"| a | b |\n|---|---|\n| {text} | {text} |") == f"a\nb\n{text}\n{text}"
+        assert read(f"# {text}") == text
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        (r"\*a\* \_b\_ \`c\` \# 1\. \{x\} \$5 \!\[d](e) \~ \|", "*a* _b_ `c` # 1. {x} $5 ![d](e) ~ |"),
+        (r"\[a](b) and \(c) and *d*", "[a](b) and (c) and d"),
+        (r"$5, **$6** and `\(a\)` and `$x$`", r"$5, $6 and \(a\) and $x$"),
+        ("from $$ to **$$$** and\\\nmore", "from $$ to $$$ and\nmore"),
+        ("Before\n\\[\nx\n\\] *after*\n\n*end*", "Before\n\\[\nx\n\\] after\nend"),
+    ],
+)
+def test_what_is_no_formula_is_markdown(text: str, shown: str) -> None:
+    assert read(text) == shown
+
+
+async def test_a_formula_is_shown_as_written_while_it_comes(stage: Stage, runtime: Any) -> None:
+    text = "So \\(x \\, dx\\) and\n\n\\[\na_1 \\\\\n- \\{b\\}\n\\]\n\nend."
+    async with stage(runtime) as s:
+        runtime.answers, runtime.hold_after = [text], 8
+        await s.ask("go")
+        for words in (r"So \(x \, dx\) and", r"a_1 \\"):
+            await s.shows(words)
+        runtime.released.set()
+        await s.answered()
+        for words in (r"So \(x \, dx\) and", r"a_1 \\", r"- \{b\}", "end."):
+            await s.shows(words)
+        await s.pilot.press("ctrl+up")
+        await s.pilot.press("c")
+        await s.until(lambda: s.app.clipboard == text)
+
+
 async def answered(s: Any, runtime: Any, text: str) -> Markdown:
     runtime.answers = [text]
     await s.ready()

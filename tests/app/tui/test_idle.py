@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -12,7 +13,7 @@ from app import paths
 from app.settings import Settings
 from app.supervisor import Supervisor
 from app.tui.app import ChatApp, _own_supervisor
-from app.tui.suspend import SuspendDetector
+from app.tui.terminal import SuspendDetector
 
 
 def rest(runtime: Any) -> None:
@@ -74,6 +75,15 @@ def test_suspends_are_told_from_busy_machines() -> None:
     assert after(3600, 3600) == 3590  # elsewhere: both go on, and nobody looked
     assert after(5, -3600) is None  # the time of day was set back
     assert after(5, 5) is None
+
+
+@pytest.mark.skipif(not hasattr(time, "CLOCK_BOOTTIME"), reason="only Linux has a clock that tells them apart")
+def test_a_process_that_was_stopped_was_not_suspended(monkeypatch: pytest.MonkeyPatch) -> None:
+    running = [0.0]
+    monkeypatch.setattr(time, "clock_gettime", lambda _: running[0])
+    detector = SuspendDetector(5.0, lambda: running[0])
+    running[0] += 3600
+    assert detector.suspended_s() is None
 
 
 def test_the_runtime_is_told_when_to_unload(monkeypatch: pytest.MonkeyPatch) -> None:

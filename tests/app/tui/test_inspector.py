@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from app.tui.inspected import candidate_rows, heat, share, shown, summary, verdicts, views
-from app.tui.token_layout import lay_out
-from app.tui.widgets.token_text import TokenStrip, TokenText
-from runtime.wire.inspection import Candidate, InspectedToken
+from app.tui.widgets.token_text import TokenStrip, TokenText, lay_out
+from runtime.wire.requests import Candidate, InspectedToken
 from tests.grid import grid
 
 ANSWER = "One two three four five six seven eight."
@@ -143,7 +142,7 @@ def test_text_is_wrapped_with_its_tokens() -> None:
 
 
 def test_summary_and_ways_of_looking(runtime: Any) -> None:
-    from runtime.wire.inspection import Inspection
+    from runtime.wire.requests import Inspection
 
     plain = Inspection(tokens=[told(base_best=None)], model="demo", compensated=False)
     assert summary(plain)[:2] == ["1 token", "compensation is off"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ from app import network, settings
 from app.tui.jobs import STAGES, Meter
 from app.tui.messages import QuantizeAsked
 from app.tui.model_setup import unfinished
-from app.tui.screens.dialogs import QuantizeDialog, checkpoint_problem
+from app.tui.screens.dialogs import ConfirmDialog, QuantizeDialog, checkpoint_problem
 from app.tui.screens.models import ModelsScreen
 from models.progress import Progress
+from runtime.wire.device import Prospect
 from runtime.wire.requests import QuantizeRequest
 
 WIDE = (140, 40)
@@ -120,11 +122,46 @@ async def test_a_model_that_does_not_fit_now_is_not_fetched(stage: Callable[...,
         assert runtime.named("quantize") == []
 
 
+async def test_what_arrives_late_moves_neither_the_cursor_nor_the_list(
+    stage: Callable[..., Any], newcomer: Any
+) -> None:
+    async with stage(newcomer, size=(100, 16), model=None) as s:
+        client = s.app.session.client()
+        prospects = client.prospects
+
+        async def without_speeds() -> list[Prospect]:
+            return [replace(one, tokens_per_s=None) for one in reversed(await prospects())]
+
+        client.prospects = without_speeds
+        await s.open(ModelsScreen, "f2")
+        table = s.app.screen.query_one("ModelTable")
+        await s.until(lambda: table.row_count > 5)
+        assert table.cursor_row == 0
+        await s.pilot.press(*["down"] * 15, "up", "up")
+        row = table.get_row_at(table.cursor_row)[1]
+        line, seen = table.cursor_row, table.cursor_row - table.scroll_offset.y
+        client.prospects = prospects
+        s.app.screen.refill()
+        await s.until(lambda: "≈" in str(table.get_row_at(table.cursor_row)[3]))
+        await s.settled()
+        assert table.get_row_at(table.cursor_row)[1] == row
+        assert table.cursor_row != line
+        assert table.cursor_row - table.scroll_offset.y == seen
+
+
 async def test_enter_fetches_makes_loads_and_chats(stage: Callable[..., Any], runtime: Any) -> None:
     async with stage(runtime, size=WIDE, ready=False) as s:
         await open_offers(s)
         await point_at(s, "Qwen3 0.6B")
-        await s.pilot.press("enter")
+        for refuse in ("enter", "escape", "n"):
+            await s.open(ConfirmDialog, "enter")
+            await s.shows("633 MB")
+            await s.shows("of disk are free")
+            await s.pilot.press(refuse)
+            await s.until(lambda: isinstance(s.app.screen, ModelsScreen))
+        assert not runtime.named("quantize")
+        await s.open(ConfirmDialog, "enter")
+        await s.pilot.press("y")
         await s.until(lambda: s.app.session.status.model == "Qwen3-0.6B-GGUF")
         await s.ready()
         assert [one.source for one in runtime.named("quantize")] == ["Qwen/Qwen3-0.6B-GGUF"]
@@ -184,7 +221,8 @@ async def test_a_name_on_the_hub_is_typed(stage: Callable[..., Any], runtime: An
         await open_offers(s)
         await s.open(QuantizeDialog, "q")
         s.app.screen.query_one(Input).value = "owner/some-model"
-        await s.pilot.press("enter")
+        await s.open(ConfirmDialog, "enter")
+        await s.pilot.press("y")
         await s.until(lambda: s.app.session.status.model == "some-model")
         assert [one.source for one in runtime.named("quantize")] == ["owner/some-model"]
 

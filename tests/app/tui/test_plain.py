@@ -16,8 +16,8 @@ from rich.traceback import Traceback
 from app import paths, presets
 from app.conversation import Conversation
 from app.history.store import History
+from app.tui.endpoint import RemoteModels
 from app.tui.messages import QuantizeAsked
-from app.tui.screens.endpoint_dialogs import RemoteModels
 from runtime.errors import Problem
 from runtime.wire.requests import QuantizeRequest
 

@@ -175,3 +175,44 @@ app.tui.run(scripted.Settings(model="demo"))
         process.kill()
         process.wait()
     assert mark.exists()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
+@pytest.mark.parametrize("number", [signal.SIGTSTP, signal.SIGSTOP], ids=["SIGTSTP", "SIGSTOP"])
+def test_all_of_the_screen_is_drawn_after_a_stop(number: signal.Signals) -> None:
+    import fcntl
+    import pty
+    import select
+    import struct
+    import termios
+    import time
+
+    body = "scripted.make_app(scripted.Runtime()).run()"
+    leader, follower = pty.openpty()
+    process = in_terminal(body, follower)
+
+    def until(*words: bytes) -> None:
+        seen, deadline = b"", time.monotonic() + 60
+        while not all(word in seen for word in words):
+            assert time.monotonic() < deadline, (words, seen)
+            if select.select([leader], [], [], 0.1)[0]:
+                seen += os.read(leader, 65536)
+
+    parts = (b"lowbit-chat", b"Ask anything.", b"send", b"F1")  # header, chat, composer, keys
+    try:
+        until(*parts, b"demo")
+        for columns in (80, 100):  # also in a terminal whose size changed meanwhile
+            process.send_signal(number)
+            os.waitpid(process.pid, os.WUNTRACED)
+            while select.select([leader], [], [], 0.1)[0]:
+                os.read(leader, 65536)
+            fcntl.ioctl(leader, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+            process.send_signal(signal.SIGCONT)
+            until(*parts)
+            os.write(leader, b"x")
+            until(b"x")
+    finally:
+        process.kill()
+        process.wait()
+        os.close(leader)
+        os.close(follower)

@@ -8,8 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from app.tui.blocks import BlockTracker
-from app.tui.pump import LARGE_BLOCK_LINES, REST_PER_COST, SHORTEST_REST_S, Pump
+from app.tui.pump import LARGE_BLOCK_LINES, REST_PER_COST, SHORTEST_REST_S, BlockTracker, Pump
 
 
 class RecordingSink:

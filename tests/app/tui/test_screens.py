@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from textual.app import ComposeResult
 from textual.css.stylesheet import Stylesheet
+from textual.events import Key
+from textual.widget import Widget
 from textual.widgets import Button, Input, Select, Static, TextArea
+from textual.widgets.option_list import Option
 
 from app import settings
+from app.tui.plain import PlainApp
+from app.tui.screens.chat import ChatScreen
 from app.tui.screens.dialogs import CheckpointSuggester, ConfirmDialog, QuantizeDialog, checkpoint_problem
 from app.tui.screens.models import ModelsScreen
 from app.tui.screens.settings import SettingsScreen
+from app.tui.screens.sidebar import Sidebar
 from app.tui.themes import LIGHT
 from app.tui.widgets.header import HeaderBar
+from app.tui.widgets.key_line import KeyLine
+from app.tui.widgets.plain_table import PlainList, PlainTable
+from app.tui.widgets.progress_panel import ProgressPanel
+from app.tui.widgets.transcript import Transcript
 from runtime.wire.requests import LoadRequest, QuantizeRequest
 from tests.grid import grid
 
@@ -330,7 +342,8 @@ async def test_a_known_model_is_fetched_made_and_loaded(stage: Callable[..., Any
         await s.shows("SmolLM2 135M")
         await s.pilot.press("down", "down")
         await s.shows("98 MB to download")
-        await s.pilot.press("enter")
+        await s.open(ConfirmDialog, "enter")
+        await s.pilot.press("y")
         await s.until(lambda: s.app.session.status.model == "smollm2-135m")
         assert runtime.named("quantize") == [QuantizeRequest(source="smollm2-135m", name="smollm2-135m")]
         assert s.app.screen is s.app.chat
@@ -355,3 +368,96 @@ async def test_a_screen_that_is_being_removed_is_not_updated(
             await s.pilot.press(key)
         monkeypatch.setattr(HeaderBar, "on_unmount", update, raising=False)
     assert len(removed) == (2 if key else 1)
+
+
+@pytest.mark.parametrize("kind", [PlainTable, PlainList])
+async def test_a_list_that_is_filled_again_stays_where_it_is(kind: type[PlainTable | PlainList]) -> None:
+    class Listed(PlainApp):
+        def compose(self) -> ComposeResult:
+            yield PlainTable(cursor_type="row") if kind is PlainTable else PlainList()
+
+    def fill(names: list[str]) -> None:
+        if isinstance(listed, PlainTable):
+            listed.fill({name: [name] for name in names}, [""])
+        else:
+            listed.fill([Option(name, id=name) for name in names])
+
+    many = [f"row {at}" for at in range(60)]
+    app = Listed()
+    async with app.run_test(size=(40, 12)) as pilot:
+        listed = app.query_one(kind)
+        fill(many)
+        await pilot.press(*["down"] * 40, *["up"] * 3)
+        under, y = listed.under, listed.scroll_offset.y
+        for names, moved in ((many, 0), ([*many, "last"], 0), (["first", *many], 1), (many[5:], -5)):
+            fill(names)
+            await pilot.pause()
+            assert (listed.under, listed.scroll_offset.y) == (under, y + moved), names[0]
+        fill([name for name in many if name != under])
+        assert listed.under not in (None, under), "a row that is gone leaves the cursor near its place"
+        listed.scroll_to(y=0, animate=False)  # as by a mouse's wheel: the cursor is out of sight
+        fill([name for name in many if name != under])
+        await pilot.pause()
+        assert listed.scroll_offset.y == 0
+        fill([])
+        assert listed.under is None
+
+
+def slow_to_compose(monkeypatch: pytest.MonkeyPatch, widget: type[Widget], meanwhile: Callable[[], object]) -> None:
+    """Something happens while a widget has not mounted its parts."""
+    compose = widget.mount_composed_widgets
+
+    async def late(self: Any, widgets: list[Widget]) -> None:
+        meanwhile()
+        await asyncio.sleep(0.05)
+        await compose(self, widgets)
+
+    monkeypatch.setattr(widget, "mount_composed_widgets", late)
+
+
+@pytest.mark.parametrize(
+    "part", [ChatScreen, HeaderBar, Sidebar, Transcript, ProgressPanel], ids=lambda one: one.__name__
+)
+async def test_a_start_that_is_cut_short_falls_nowhere(
+    app_of: Callable[..., Any], runtime: Any, part: type[Widget], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app = app_of(runtime)
+    slow_to_compose(monkeypatch, part, app.exit)
+    await app.run_async(headless=True, size=(80, 24))
+    assert app.return_code == 0
+    assert app._exception is None
+
+
+@pytest.mark.parametrize("part", [HeaderBar, ProgressPanel, KeyLine], ids=lambda one: one.__name__)
+@pytest.mark.parametrize("key", ["f2", "f3", "f4", "ctrl+b", "ctrl+l"])
+async def test_a_screen_is_left_alone_until_it_has_its_parts(
+    stage: Callable[..., Any],
+    runtime: Any,
+    part: type[Widget],
+    key: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    async with stage(runtime, kept=tmp_path / "history.db") as s:
+        slow_to_compose(monkeypatch, part, s.app.show_session)
+        s.app.post_message(Key(key, None))
+        await s.until(lambda: len(s.app.screen_stack) == 2)
+        s.app.show_session()
+        s.app.show_tools()
+        await s.until(lambda: s.app.screen.is_mounted)
+        s.app.pop_screen()
+        s.app.post_message(Key(key, None))
+        await s.until(lambda: len(s.app.screen_stack) == 2)
+        s.app.pop_screen()  # before it has its parts
+        await asyncio.sleep(0.1)
+        await s.settled()
+        assert s.app.return_code is None
+
+
+async def test_a_transcript_without_a_column_waits_for_it(stage: Callable[..., Any], runtime: Any) -> None:
+    async with stage(runtime) as s:
+        await s.say("a")
+        other = Transcript(lambda: s.app.session.conversation, lambda: False)
+        await other.reopen()
+        await s.app.screen.query_one("#chat-body").mount(other)
+        assert other.mounted == s.transcript.mounted

@@ -12,7 +12,8 @@ from textual.widgets import Markdown, OptionList
 
 from app.conversation import Extras, Passage, Source
 from app.tui.messages import QuantizeAsked
-from app.tui.screens import attach
+from app.tui.screens import chat_dialogs as attach
+from app.tui.widgets.message_view import MessageView
 from runtime.wire.requests import QuantizeRequest
 from tests.app.tui.kept import keep_chats
 from tests.grid import grid
@@ -125,7 +126,7 @@ def offers(app: Any) -> Callable[[], object]:
 
 def table_full(app: Any) -> bool:
     """Whether the table of tools shows both servers."""
-    return any(table.row_count == 6 for table in app.screen.query("ToolTable"))
+    return any(table.row_count == 8 for table in app.screen.query("ToolTable"))
 
 
 @in_every_look
@@ -242,8 +243,9 @@ def test_a_call_is_asked_for(snap_compare: Any, app_of: Any, runtime: Any, look:
     app = app_of(runtime, theme=look[1])
 
     def asked() -> bool:
-        said = app.chat.query(Markdown)
-        return bool(app.screen.query("#ask-arguments")) and bool(said) and said.last().source.strip() == "Let me see."
+        said, asks = app.chat.query(Markdown), bool(app.screen.query("#ask-arguments"))
+        told = any("waiting for your permission" in view._live for view in app.chat.query(MessageView))
+        return asks and told and bool(said) and said.last().source.strip() == "Let me see."
 
     play = Play(app, keys=(*"Go", "enter"), shown=asked)
     assert snap_compare(app, terminal_size=look[0], run_before=play)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,8 +12,8 @@ from typing import Any
 import pytest
 
 from app import paths
-from app.tui import tools as chat_tools
-from app.tui.screens.tool_dialogs import AskDialog
+from app.chat import tools as chat_tools
+from app.tui.screens.chat_dialogs import AskDialog
 from app.tui.screens.tools import ToolsScreen
 from app.tui.widgets.call_view import CallView
 
@@ -60,6 +61,32 @@ async def test_a_call_runs_when_it_is_allowed(stage: Callable[..., Any], runtime
         await s.answered()
         await s.say("And again?")  # in this chat
         assert [call.state for call in calls(s)] == ["done"] * 2
+
+
+@pytest.mark.parametrize(("calm_s", "alone_s"), [(3600, 0.001), (0, 3600)], ids=["at once", "after a pause"])
+@pytest.mark.parametrize("typed", ["yes", "can", "also", "no", "a b", "y\n", "\n", " "])
+async def test_typing_answers_no_question(
+    stage: Callable[..., Any], runtime: Any, served: Any, monkeypatch: Any, typed: str, calm_s: float, alone_s: float
+) -> None:
+    served("good")
+    runtime.answers = [ECHO, "It said hello."]
+    async with stage(runtime, size=(100, 40)) as s:
+        monkeypatch.setattr("app.tui.screens.dialogs.CALM_S", calm_s)
+        monkeypatch.setattr("app.tui.screens.dialogs.ALONE_S", alone_s)
+        await s.ask("What does it say?")
+        s.composer.insert("I ")
+        await asked(s)
+        await s.until(lambda: s.app.screen._shown < math.inf)
+        keys = {"\n": "enter", " ": "space"}
+        await s.pilot.press(*(keys.get(letter, letter) for letter in typed), "x", "backspace")
+        await s.settled()
+        assert isinstance(s.app.screen, AskDialog)
+        assert calls(s)[0].state == "asked"
+        assert s.composer.text == f"I {typed}".rstrip("\n"), "it is neither lost nor an answer"
+        monkeypatch.setattr("app.tui.screens.dialogs.CALM_S", 0)
+        await s.pilot.press("tab", "tab", "enter")  # an answer that was chosen
+        await s.answered()
+        assert (calls(s)[0].state, s.composer.text) == ("done", f"I {typed}".rstrip("\n"))
 
 
 async def test_a_refused_call_costs_a_sentence(stage: Callable[..., Any], runtime: Any, served: Any) -> None:
@@ -203,7 +230,7 @@ async def test_calls_are_saved_with_their_chat(
 
 
 async def test_the_screen_of_tools(stage: Callable[..., Any], runtime: Any, served: Any) -> None:
-    served("good", "lies", use=False)
+    served("good", "dies", use=False)
     async with stage(runtime, size=(100, 40)) as s:
         await s.open(ToolsScreen, "ctrl+l")
         await s.shows("✕ failed")

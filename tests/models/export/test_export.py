@@ -39,7 +39,7 @@ def write_bpe(folder: Path) -> None:
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
     from tokenizers.trainers import BpeTrainer
 
-    from models.gguf.pretokenizers import PRE_TOKENIZERS
+    from models.gguf.tokenizer import PRE_TOKENIZERS
 
     (pattern,) = PRE_TOKENIZERS["qwen2"].patterns
     tokenizer = Tokenizer(models.BPE())
@@ -144,7 +144,7 @@ def test_a_gguf_file_comes_back(make: Maker, case: str, residuals: bool, tmp_pat
 def test_its_tokenizer_comes_back(make: Maker, write: Callable[[Path], None], tmp_path: Path) -> None:
     model = make("Llama", write=write)
     export(model, tmp_path / "tiny.gguf", "gguf")
-    from runtime.text.tokenizer_files import read_tokenizer
+    from runtime.text.tokenizer import read_tokenizer
 
     own, found = plain_tokenizer(model.tokenizer_path), read_tokenizer(tmp_path / "tiny.gguf")
     assert own is not None
@@ -229,11 +229,7 @@ def test_a_folder_comes_back(make: Maker, family: str, changes: dict[str, Any], 
 
 @pytest.mark.parametrize(
     "recipe",
-    [
-        Recipe.usual("rtn", bits=3, group_size=64),
-        Recipe.usual("qoq", group_size=64),
-        Recipe.usual("qoq", group_size=0),
-    ],
+    [Recipe.usual("rtn", bits=3, group_size=64), Recipe.usual("qoq", group_size=64), Recipe.usual("qoq", group_size=0)],
     ids=["3-bits-short-groups", "two-levels", "whole-rows"],
 )
 def test_groups_that_do_not_fit_are_cut(make: Maker, recipe: Recipe, tmp_path: Path) -> None:

@@ -19,12 +19,12 @@ from models.errors import CheckpointError, UnsupportedModelError
 from models.families import FAMILIES
 from models.gguf.architectures import ARCHITECTURES
 from models.gguf.checkpoint import read_gguf
-from models.gguf.header import read_header
+from models.gguf.header import part_names, read_header
 from models.gguf.tensors import name_in_file
-from models.gguf_files import part_names
 from models.oracle import Oracle
 from models.recipe import Recipe
-from models.store.names import default_name
+from models.store.store import default_name
+from runtime.text.tokenizer import Tokenizer
 from tests.close import Tolerance, assert_close
 from tests.models.gguf.making import SIZES, names_of, random_model, write_gguf, write_part
 from tests.models.random_models import (
@@ -34,28 +34,15 @@ from tests.models.random_models import (
     GEMMA4,
     GRANITE,
     LAYERED_ROPE,
+    LLAMA3_ROPE,
     MINISTRAL3,
     OF_GEMMA4,
     SHARING,
     YARN,
+    longrope,
 )
 
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 1000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
-LONGROPE = {
-    "rope_type": "longrope",
-    "rope_theta": 10000.0,
-    "short_factor": [1.0 + 0.05 * i for i in range(6)],
-    "long_factor": [1.5 + 0.7 * i for i in range(6)],
-    "partial_rotary_factor": 0.75,
-    "original_max_position_embeddings": 16,
-}
+LONGROPE = longrope(6, partial_rotary_factor=0.75, original_max_position_embeddings=16)
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 MIXED = ["sliding_attention", "full_attention"]
 GEMMA_CASE = {**{key: value for key, value in GEMMA.items() if key != "query_pre_attn_scalar"}, "layer_types": MIXED}
@@ -120,7 +107,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama-tied": ("Llama", {"tie_word_embeddings": True}),
     "llama-biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
-    "llama3.1": ("Llama", {"rope_parameters": LLAMA3, "head_dim": 32}),
+    "llama3.1": ("Llama", {"rope_parameters": LLAMA3_ROPE, "head_dim": 32}),
     "llama-linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0}}),
     "mistral": ("Mistral", {"sliding_window": None}),
     "mistral-window": ("Mistral", {"sliding_window": 5, "head_dim": 12}),
@@ -130,10 +117,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", {"num_local_experts": 3, "num_experts_per_tok": 2}),
     "olmoe": ("Olmoe", {"num_experts": 4, "num_experts_per_tok": 2}),
     "qwen2-moe": ("Qwen2Moe", {**EXPERTS, "shared_expert_intermediate_size": 64}),
-    "qwen3-moe": (
-        "Qwen3Moe",
-        {**EXPERTS, "norm_topk_prob": True, "head_dim": 16},
-    ),
+    "qwen3-moe": ("Qwen3Moe", {**EXPERTS, "norm_topk_prob": True, "head_dim": 16}),
     "gpt-oss": (
         "GptOss",
         {
@@ -282,6 +266,14 @@ def test_the_configuration_names_ends_that_the_file_does_not(llama: Any, tmp_pat
     checkpoint = Checkpoint.open(write_gguf(tmp_path / "model.gguf", llama, metadata=metadata))
     assert checkpoint.spec.eos_token_ids == (2, 4, 3)
     assert checkpoint.spec.bos_token_id == 1
+
+
+@pytest.mark.parametrize("number", [64, 2**32 - 1, "x"])
+@pytest.mark.parametrize("key", ["padding_token_id", "unknown_token_id", "seperator_token_id", "mask_token_id"])
+def test_a_token_that_nothing_uses_may_have_any_number(key: str, number: Any, llama: Any, tmp_path: Path) -> None:
+    file = write_gguf(tmp_path / "model.gguf", llama, metadata={f"tokenizer.ggml.{key}": number})
+    assert Checkpoint.open(file).spec.bos_token_id == 1
+    assert Tokenizer(file).bos_token_id == 1
 
 
 def test_names_are_those_of_the_package() -> None:

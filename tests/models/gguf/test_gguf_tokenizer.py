@@ -16,8 +16,7 @@ from tokenizers import Tokenizer as Fast
 
 from models.errors import CheckpointError, UnsupportedModelError
 from models.gguf.header import read_header
-from models.gguf.pretokenizers import PRE_TOKENIZERS
-from models.gguf.tokenizer import tokenizer_files
+from models.gguf.tokenizer import PRE_TOKENIZERS, tokenizer_files
 from runtime.text.tokenizer import Tokenizer
 from tests.models.gguf.lines import mixed_lines
 from tests.models.gguf.making import add, finish

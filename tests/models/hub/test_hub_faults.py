@@ -57,9 +57,7 @@ def test_a_stopped_pull_continues_inside_the_file(hub: Any, cache: Path, files: 
     kept = stopped_at(hub, cache, 100_000)
     assert cached(NAME, cache_dir=cache) is None
     reports: list[Progress] = []
-
     check(pull(NAME, endpoint=hub.url, cache_dir=cache, progress=reports.append), files)
-
     assert [entry.start for entry in hub.sent(SHARD)] == [kept]
     assert not hub.sent("config.json")
     assert reports[-1].done == reports[-1].total
@@ -68,9 +66,7 @@ def test_a_stopped_pull_continues_inside_the_file(hub: Any, cache: Path, files: 
 def test_a_partial_file_of_full_length_needs_no_request(hub: Any, cache: Path, files: dict[str, bytes]) -> None:
     stopped_at(hub, cache, 100_000)
     partial(cache, files[SHARD]).write_bytes(files[SHARD])
-
     check(pull(NAME, endpoint=hub.url, cache_dir=cache), files)
-
     assert not hub.sent(SHARD)
 
 
@@ -81,9 +77,7 @@ def test_a_partial_file_with_other_content_is_replaced(
     stopped_at(hub, cache, 100_000)
     partial(cache, files[SHARD]).write_bytes(junk)
     reports: list[Progress] = []
-
     check(pull(NAME, endpoint=hub.url, cache_dir=cache, progress=reports.append), files)
-
     assert hub.sent(SHARD)[-1].start == 0
     assert reports[-1].done == reports[-1].total
 
@@ -91,9 +85,7 @@ def test_a_partial_file_with_other_content_is_replaced(
 def test_a_cut_connection_continues_where_it_was(hub: Any, cache: Path, files: dict[str, bytes]) -> None:
     hub.faults.cut_after = {SHARD: deque([50_000, 1, 0, 70_000])}
     reports: list[Progress] = []
-
     check(pull(NAME, endpoint=hub.url, cache_dir=cache, policy=QUICK, progress=reports.append), files)
-
     assert [entry.start for entry in hub.sent(SHARD)] == [0, 50_000, 50_001, 50_001, 120_001]
     assert [entry.if_range for entry in hub.sent(SHARD)] == [None, *['"storage-0"'] * 4]
     assert any("the connection was cut" in report.message for report in reports)
@@ -104,9 +96,7 @@ def test_a_hub_that_knows_no_ranges_sends_it_all_again(hub: Any, cache: Path, fi
     hub.faults.no_ranges = True
     hub.faults.cut_after = {SHARD: deque([50_000])}
     reports: list[Progress] = []
-
     check(pull(NAME, endpoint=hub.url, cache_dir=cache, policy=QUICK, progress=reports.append), files)
-
     assert len(hub.sent(SHARD)) == 2
     assert reports[-1].done == reports[-1].total
 
@@ -114,10 +104,8 @@ def test_a_hub_that_knows_no_ranges_sends_it_all_again(hub: Any, cache: Path, fi
 def test_a_connection_cut_again_and_again_ends(hub: Any, cache: Path, files: dict[str, bytes]) -> None:
     hub.faults.no_ranges = True
     hub.faults.cut_after = {SHARD: deque([50_000] * 99)}
-
     with pytest.raises(HubUnreachableError, match=rf"{SHARD}: the connection was cut.* after 4 tries.*continues it"):
         pull(NAME, endpoint=hub.url, cache_dir=cache, policy=QUICK)
-
     assert len(hub.sent(SHARD)) == 4
     hub.faults.no_ranges = False
     hub.faults.cut_after = {}
@@ -133,7 +121,6 @@ def test_another_version_in_the_storage_is_not_mixed_in(hub: Any, cache: Path, f
             hub.faults.storage_version = 1
 
     check(pull(NAME, endpoint=hub.url, cache_dir=cache, policy=QUICK, progress=change), files)
-
     _, second = hub.sent(SHARD)
     assert (second.start, second.if_range) == (50_000, '"storage-0"')  # answered with the whole file
 
@@ -143,9 +130,7 @@ def test_a_branch_that_moved_is_followed(hub: Any, cache: Path, files: dict[str,
     stopped_at(hub, cache, 100_000)
     changed = {**files, SHARD: bytes(reversed(files[SHARD]))}
     commit = hub.add(NAME, changed)
-
     folder = pull(NAME, endpoint=hub.url, cache_dir=cache)
-
     assert folder.name == commit
     assert (folder / SHARD).read_bytes() == changed[SHARD]
     assert [entry.start for entry in hub.sent(SHARD)] == [0]
@@ -153,10 +138,8 @@ def test_a_branch_that_moved_is_followed(hub: Any, cache: Path, files: dict[str,
 
 def test_a_file_that_is_not_the_listed_one(hub: Any, cache: Path, files: dict[str, bytes]) -> None:
     hub.faults.linked_etag = "f" * 64
-
     with pytest.raises(HubError, match=r"tokenizer.json changed on the hub"):
         pull(NAME, endpoint=hub.url, cache_dir=cache, policy=QUICK)
-
     assert not list(cache.rglob("*.incomplete"))
     assert not hub.sent(SHARD)
 
@@ -164,9 +147,7 @@ def test_a_file_that_is_not_the_listed_one(hub: Any, cache: Path, files: dict[st
 def test_wrong_bytes_are_fetched_once_more(hub: Any, cache: Path, files: dict[str, bytes]) -> None:
     hub.faults.wrong_bytes = {SHARD: 1, "config.json": 1}
     reports: list[Progress] = []
-
     check(pull(NAME, endpoint=hub.url, cache_dir=cache, policy=QUICK, progress=reports.append), files)
-
     assert len(hub.sent(SHARD)) == len(hub.sent("config.json")) == 2
     assert reports[-1].done == reports[-1].total
 
@@ -174,10 +155,8 @@ def test_wrong_bytes_are_fetched_once_more(hub: Any, cache: Path, files: dict[st
 @pytest.mark.parametrize("file", [SHARD, "config.json"])
 def test_wrong_bytes_are_never_kept(hub: Any, cache: Path, files: dict[str, bytes], file: str) -> None:
     hub.faults.wrong_bytes = {file: 9}
-
     with pytest.raises(HubError, match=rf"{file} came twice with a wrong checksum"):
         pull(NAME, endpoint=hub.url, cache_dir=cache, policy=QUICK)
-
     assert len(hub.sent(file)) == 2
     assert not list(cache.rglob("*.incomplete"))
     assert cached(NAME, cache_dir=cache) is None
@@ -188,7 +167,6 @@ def test_answers_that_do_not_fit(hub: Any, cache: Path, files: dict[str, bytes],
     kept = stopped_at(hub, cache, 100_000)
     assert kept >= 100_000
     setattr(hub.faults, fault, True)
-
     if fault == "wrong_range":
         check(pull(NAME, endpoint=hub.url, cache_dir=cache, policy=QUICK), files)
         assert [entry.start for entry in hub.sent(SHARD)] == [kept, 0]
@@ -205,9 +183,7 @@ def test_a_hub_in_trouble_is_asked_again(
 ) -> None:
     where = where.split("|")[-1]
     hub.faults.statuses = deque([(where, status, {"Retry-After": "1"}), (where, status, {})])
-
     check(pull(NAME, endpoint=hub.url, cache_dir=cache, policy=QUICK), files)
-
     assert not hub.faults.statuses
 
 
@@ -217,9 +193,7 @@ def test_an_expired_address_of_the_storage_is_asked_for_anew(
 ) -> None:
     hub.faults.cut_after = {SHARD: deque([50_000])}
     hub.faults.statuses = deque([(f"|{NAME}|{SHARD}", status, {})])
-
     check(pull(NAME, endpoint=hub.url, cache_dir=cache, policy=QUICK), files)
-
     assert len([entry for entry in hub.log if entry.path.endswith(f"/{SHARD}")]) == 3
 
 
@@ -256,10 +230,8 @@ def test_refusals_say_what_to_do(
     said: str,
 ) -> None:
     hub.faults.always = fault
-
     with pytest.raises(HubError, match=said) as caught:
         pull(name, revision, endpoint=hub.url, cache_dir=cache, policy=QUICK)
-
     assert not isinstance(caught.value, HubUnreachableError)
     assert "\n" not in str(caught.value)
     assert not [path for path in cache.rglob("*") if path.is_file() and path.suffix != ".lock" and path.stat().st_size]
@@ -270,7 +242,6 @@ def test_a_gated_model_moves_no_weights_without_a_token(hub: Any, cache: Path, f
     with pytest.raises(HubError, match="gated"):
         pull(NAME, endpoint=hub.url, cache_dir=cache, policy=QUICK, token="hf_bad")
     assert not hub.sent()
-
     check(pull(NAME, endpoint=hub.url, cache_dir=cache, token="hf_good"), files)
 
 
@@ -328,23 +299,19 @@ def test_a_stalled_connection_is_given_up_and_continued(hub: Any, cache: Path, f
 
     impatient = Policy(stall_s=0.5, first_delay_s=0.02)
     check(pull(NAME, endpoint=hub.url, cache_dir=cache, policy=impatient, progress=release), files)
-
     assert any("stopped sending" in report.message for report in reports)
     assert hub.sent(SHARD)[1].start > 0
 
 
 def test_a_stalled_connection_can_be_stopped_at_once(hub: Any, cache: Path, files: dict[str, bytes]) -> None:
     hub.faults.hang = (SHARD, threading.Event())
-
     stopped_at(hub, cache, 1)
-
     assert not [thread for thread in threading.enumerate() if thread.name == "hub-download"]
 
 
 def test_stopping_between_tries(hub: Any, cache: Path, files: dict[str, bytes]) -> None:
     hub.faults.always = ("/api/", 503, {"Retry-After": "3600"})
     reports: list[Progress] = []
-
     with pytest.raises(CancelledError):
         pull(
             NAME,

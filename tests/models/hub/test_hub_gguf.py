@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from models.errors import CheckpointError, HubUnreachableError
-from models.gguf_files import type_of
+from models.gguf.header import type_of
 from models.hub import cached, pull
-from models.store.names import made_of_hub, source_name
+from models.store.store import made_of_hub, source_name
 from tests.models.hub.test_hub_pull import QUICK, contents
 
 NAME = "owner/Tiny-GGUF"
@@ -57,9 +57,7 @@ def test_types_in_file_names(file: str, expected: str | None) -> None:
 )
 def test_one_file_is_taken(hub: Any, cache: Path, asked: str, there: dict[str, bytes], taken: str) -> None:
     commit = hub.add(NAME, there)
-
     path = pull(NAME + asked, endpoint=hub.url, cache_dir=cache)
-
     assert path == cache / "models--owner--Tiny-GGUF" / "snapshots" / commit / taken
     assert contents(path.parent) == {taken: there[taken]}
     assert [entry.file for entry in hub.sent()] == [taken]
@@ -70,9 +68,7 @@ def test_one_file_is_taken(hub: Any, cache: Path, asked: str, there: dict[str, b
 def test_a_model_in_parts_comes_whole(hub: Any, cache: Path) -> None:
     parts = {f"Tiny-Q8_0-0000{number}-of-00003.gguf": bytes([number]) * 9 for number in (1, 2, 3)}
     hub.add(NAME, {**parts, "Tiny-BF16-00001-of-00002.gguf": b"half", "Tiny-Q4_0.gguf": b"four"})
-
     path = pull(NAME, endpoint=hub.url, cache_dir=cache)
-
     assert path.name == "Tiny-Q8_0-00001-of-00003.gguf"
     assert contents(path.parent) == parts
     assert cached(NAME, cache_dir=cache) == path
@@ -85,7 +81,6 @@ def test_a_model_in_parts_comes_whole(hub: Any, cache: Path) -> None:
 
 def test_safetensors_come_first(hub: Any, cache: Path) -> None:
     hub.add(NAME, {**FILES, "config.json": b"{}", "model.safetensors": b"weights"})
-
     assert contents(pull(NAME, endpoint=hub.url, cache_dir=cache)) == {
         "config.json": b"{}",
         "model.safetensors": b"weights",
@@ -94,7 +89,6 @@ def test_safetensors_come_first(hub: Any, cache: Path) -> None:
 
 def test_a_type_that_is_not_there_is_named_with_those_that_are(hub: Any, cache: Path) -> None:
     hub.add(NAME, FILES)
-
     with pytest.raises(CheckpointError, match=r"no GGUF file of type Q6_K \(there are: BF16, Q4_K_M, Q8_0\)"):
         pull(f"{NAME}:Q6_K", endpoint=hub.url, cache_dir=cache)
     assert not hub.sent()
@@ -104,7 +98,6 @@ def test_a_file_in_the_cache_serves_when_the_hub_is_down_but_only_as_its_type(hu
     hub.add(NAME, FILES)
     four = pull(f"{NAME}:Q4_K_M", endpoint=hub.url, cache_dir=cache)
     hub.faults.always = ("/api/", 503, {})
-
     assert pull(f"{NAME}:Q4_K_M", endpoint=hub.url, cache_dir=cache, policy=QUICK) == four
     assert cached(NAME, cache_dir=cache) is None
     with pytest.raises(HubUnreachableError):
@@ -115,8 +108,6 @@ def test_a_broken_download_goes_on_within_the_file(hub: Any, cache: Path) -> Non
     big = bytes(range(256)) * 4096
     hub.add(NAME, {"Tiny-Q8_0.gguf": big})
     hub.faults.cut_after["Tiny-Q8_0.gguf"] = deque([400_000])
-
     path = pull(NAME, endpoint=hub.url, cache_dir=cache, policy=QUICK)
-
     assert path.read_bytes() == big
     assert [entry.start > 0 for entry in hub.sent("Tiny-Q8_0.gguf")] == [False, True]

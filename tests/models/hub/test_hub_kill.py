@@ -160,7 +160,6 @@ def test_another_process_takes_over_from_a_killed_one(
     first, second = make_worker(), make_worker()
     arguments = {"name": NAME, "endpoint": hub.url, "cache_dir": str(cache)}
     digest = hub_server.digest_of(shard, files[shard])
-
     first.start({"exists": str(tmp_path / "now")}, **arguments)
     wait_until(lambda: there(cache).get(digest) == hub_server.PIECE)
     second.start({}, **arguments)
@@ -169,7 +168,6 @@ def test_another_process_takes_over_from_a_killed_one(
     assert first.outcome() == -signal.SIGKILL
     hub.faults.hang = None
     released.set()
-
     assert second.outcome() == 0
     folder = cached(NAME, cache_dir=cache)
     assert folder is not None

@@ -20,14 +20,14 @@ from runtime.backends.decoder import Decoder, DecoderOptions
 from runtime.budget import offering
 from runtime.budget.profile_key import profile_key
 from runtime.compensation import k_chunk_by_type
-from runtime.engine.speculation.gamma import FixedGamma
-from runtime.engine.speculation.measure import continued
+from runtime.engine.gamma import FixedGamma
+from runtime.engine.measure import continued
 from runtime.errors import Cancelled, RequestError
-from runtime.load.open import open_decoder
+from runtime.load.plan import open_decoder
 from runtime.text.sampling import SamplingOptions
 from runtime.text.tokenizer import Tokenizer
 from runtime.wire.device import Tuning
-from tuner.offers import Offers, OfferStore, Way
+from tuner.offers import DecodingMode, Offers
 from tuner.profiles import ProfileStore
 
 
@@ -104,9 +104,9 @@ def test_a_cache_without_drafts_is_refused(
         offering.offers(opened, stored, tokens, budget_percent=5, full=None, profiles=ProfileStore(tmp_path))
 
 
-PLAIN = Way(target="plain", gamma=0, seconds=0.010, perplexity=12.0)
-RESIDUAL = Way(target="residual", gamma=0, seconds=0.014, perplexity=10.0)
-DRAFTED = Way(target="residual", gamma=1, seconds=0.013, perplexity=10.0, acceptance_rate=0.9)
+PLAIN = DecodingMode(target="plain", gamma=0, seconds=0.010, perplexity=12.0)
+RESIDUAL = DecodingMode(target="residual", gamma=0, seconds=0.014, perplexity=10.0)
+DRAFTED = DecodingMode(target="residual", gamma=1, seconds=0.013, perplexity=10.0, acceptance_rate=0.9)
 
 
 @pytest.fixture
@@ -118,11 +118,13 @@ def tuned(decoder: Decoder) -> Iterator[Tuning]:
     decoder.set_k_chunk(64)
 
 
-def kept(stored: StoredModel, folder: Path, *ways: Way) -> ProfileStore:
+def kept(stored: StoredModel, folder: Path, *ways: DecodingMode) -> ProfileStore:
     """The ways to decode, as if they had been measured."""
-    key = profile_key(backend("cpu").device(DecoderOptions()), "cpu", stored, 50.0)
-    OfferStore(folder).save(Offers(key=key, ways=ways, full=9.0, seconds=1.0, date=""))
-    return ProfileStore(folder)
+    key = profile_key(backend("cpu").device(DecoderOptions()), "cpu", stored)
+    found = Offers(budget_percent=50.0, ways=ways, full=9.0, seconds=1.0, date="")
+    profiles = ProfileStore(folder)
+    profiles.update(key, lambda profile: replace(profile, offers=(found,)))
+    return profiles
 
 
 def test_nothing_measured_changes_nothing(decoder: Decoder, stored: StoredModel, tuned: Tuning, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ from runtime.backends import Device
 from runtime.backends.cpu.backend import BACKEND
 from runtime.backends.decoder import DecoderOptions, Step
 from runtime.budget import prompt_tuning
-from runtime.budget.prompt_tuning import PromptTimer, is_known, prompts_within_budget, tune_prompts
+from runtime.budget.prompt_tuning import PromptTimer, is_known, tune_prompts
+from runtime.budget.spending import spend_on_prompts
 from runtime.budget.tuning import NoTuningError
 from runtime.errors import Cancelled, OutOfMemoryError, RequestError
 from runtime.wire.device import PromptTuning
@@ -58,8 +60,6 @@ class Prefiller:
         self.options = replace(self.options, prompt_k_chunk=prompt_k_chunk)
 
     def session(self) -> Any:
-        from contextlib import nullcontext
-
         return nullcontext()
 
 
@@ -142,7 +142,7 @@ def test_a_damaged_profile_is_measured_again(
 ) -> None:
     decoder: Any = Prefiller(tiny_spec(), clock)
     tune_prompts(decoder, stored, budget_percent=20, profiles=ProfileStore(tmp_path))
-    (file,) = tmp_path.glob("*.prompts.json")
+    (file,) = tmp_path.glob("*.json")
     good = file.read_text(encoding="utf-8")
     for bad in (good[:-9], good.replace('"k_chunk": 256', '"k_chunk": 255', 1), good.replace('"readings"', '"read"')):
         file.write_text(bad, encoding="utf-8")
@@ -169,16 +169,17 @@ def test_no_budget_is_no_compensation(tiny_spec: Callable[..., Any], clock: Cloc
 
 def test_what_cannot_be_tuned_is_said(tiny_spec: Callable[..., Any], clock: Clock, stored: Any, tmp_path: Path) -> None:
     decoder: Any = Prefiller(tiny_spec(), clock)
+    later = PromptTuning.later(20)
     decoder.backend = "reference"
     with pytest.raises(NoTuningError):
         tune_prompts(decoder, stored, budget_percent=20, profiles=ProfileStore(tmp_path))
-    found, problem = prompts_within_budget(decoder, stored, budget_percent=20, profiles=ProfileStore(tmp_path))
+    found, problem = spend_on_prompts(lambda _: nullcontext(decoder), stored, later, profiles=ProfileStore(tmp_path))
     assert found is None
     assert problem is not None
     assert not problem.failure
     broken: Any = Prefiller(tiny_spec(), clock)
     broken.forward = lambda _step: (_ for _ in ()).throw(RequestError("broken"))
-    found, problem = prompts_within_budget(broken, stored, budget_percent=20, profiles=ProfileStore(tmp_path))
+    found, problem = spend_on_prompts(lambda _: nullcontext(broken), stored, later, profiles=ProfileStore(tmp_path))
     assert found is None
     assert problem is not None
     assert problem.failure

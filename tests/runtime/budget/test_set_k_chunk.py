@@ -16,7 +16,7 @@ from runtime.backends.decoder import DecoderOptions, Step
 from runtime.backends.reference.decoder import ReferenceDecoder
 from runtime.errors import Cancelled, RequestError
 from runtime.measure.timing import DecodeTimer, undisturbed
-from tests.runtime.engine.conversations.talking import hybrid
+from tests.runtime.engine.talking import hybrid
 
 BACKENDS = {"cpu": CpuDecoder, "reference": ReferenceDecoder}
 ROWS = np.arange(6, dtype=np.int32)

@@ -12,10 +12,9 @@ import torch
 from assets import demo_path
 from models.store import StoredModel
 from runtime.backends.decoder import Decoder, DecoderOptions, Step
-from runtime.engine.embedding import embed
-from runtime.engine.engine import Engine
+from runtime.engine.engine import Engine, embed
 from runtime.errors import Cancelled, ContextOverflowError, RequestError
-from runtime.load.open import open_decoder, open_engine
+from runtime.load.plan import open_decoder, open_engine
 
 NEVER: Callable[[], bool] = lambda: False  # noqa: E731
 KINDS = ("fp16", "int4")

@@ -13,12 +13,11 @@ import pytest
 from models.spec import ModelSpec
 from runtime.backends.decoder import DecoderOptions, Step
 from runtime.backends.reference.decoder import ReferenceDecoder
-from runtime.engine.conversations.saved import About, read_header
-from runtime.engine.conversations.saved_folder import SavedCaches, forget
 from runtime.engine.engine import BORROWED_TOKENS, Engine
 from runtime.engine.generation import Piece
+from runtime.engine.saved import About, SavedCaches, forget, read_header
 from runtime.errors import BackendError, ContextOverflowError, InvalidActivationError, RequestError
-from runtime.kv.control import PagedCache
+from runtime.kv.control import KVCache
 from runtime.kv.groups import page_groups
 from runtime.kv.kinds import KINDS, KVKind
 from runtime.text.sampling import Draw, Drawn, SamplingOptions
@@ -41,7 +40,7 @@ class Script:
         self.options = DecoderOptions(**{"context": 64, "max_rows": 8, **options})
         sizes = {"context": self.options.context, "slots": self.options.slots, "max_rows": self.options.max_rows}
         kind = KINDS[self.options.kv]
-        self.cache = PagedCache(kind, spec, dict.fromkeys(page_groups(kind, spec, **sizes), Nowhere()), **sizes)
+        self.cache = KVCache(kind, spec, dict.fromkeys(page_groups(kind, spec, **sizes), Nowhere()), **sizes)
         self.answer, self.prompt = answer, prompt
         self.steps: list[Step] = []
         self.closed = self.sessions = 0
@@ -376,18 +375,6 @@ def test_switching_regenerating_and_branching_compute_only_what_is_new(
     assert ask(engine, [*two, *second, 5])[1] == len(two) + len(second) - 1
     assert ask(engine, [*one, *other, 5])[1] == len(one) + len(other) - 1
     assert ask(engine, [*one[:30], 9, 9])[1] == 30
-
-
-@pytest.mark.parametrize("kv", ["int4", "hierarchical", "kivi2"])
-def test_chats_never_run_out_of_pages(
-    tiny_model: Callable[..., Any], tiny_spec: Callable[..., ModelSpec], tokenizer: Tokenizer, kv: KVKind
-) -> None:
-    model = tiny_model(tiny_spec(vocab_size=V, max_context=512, num_layers=1))
-    engine = open_tiny(model, tokenizer, kv, context=300)
-    for length in (100, 250, 290, 120, 299, 297):
-        for start in (0, 1):
-            prompt = [50 + (start + i) % 200 for i in range(length)]
-            ask(engine, prompt, max_tokens=4)
 
 
 @pytest.mark.parametrize("kv", ["fp16", "int4", "kivi2"])

@@ -12,10 +12,10 @@ from models.progress import Progress
 from models.store import StoredModel
 from runtime.backends.decoder import DecoderOptions, Step
 from runtime.errors import Cancelled, ContextOverflowError, RequestError
-from runtime.load.open import open_decoder, open_engine
+from runtime.load.plan import open_decoder, open_engine
 from runtime.text.sampling import SamplingOptions
 from runtime.wire.codec import from_json, to_json
-from runtime.wire.inspection import Inspection
+from runtime.wire.requests import Inspection
 
 HELLO = [{"role": "user", "content": "Who are you?"}]
 GREEDY = SamplingOptions(temperature=0, max_tokens=24)

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from models.keys import KeyStatistics
-from runtime.backends.operations.basis import to_basis
+from models.packed import KeyStatistics
+from runtime.backends.operations.layers import to_basis
+from runtime.backends.operations.pages import dequantize_page, quantize_page
 from runtime.kv.basis import KeyBasis, hadamard, hadamard_block, key_bases, key_basis
 from runtime.kv.kinds import KINDS
-from runtime.kv.oracle.page import dequantize, quantize
 from tests.close import Tolerance, assert_close
 
 Factory = Callable[..., Any]
@@ -79,7 +79,7 @@ def test_keys_far_off_zero_with_large_channels_lose_less() -> None:
     turned = to_basis(q[:, None], reflection)[:, 0], (to_basis(k[:, None], reflection) - m)[:, 0]
     for queries, keys in ((q, k), turned):
         kind = KINDS["int4"]
-        back = dequantize(kind, "keys", quantize(kind, "keys", keys[None]), D)[0]
+        back = dequantize_page(kind, "keys", quantize_page(kind, "keys", keys[None]), D)[0]
         lost = queries @ (back - keys).T
         costs.append(float((lost - lost.mean(1, keepdim=True)).norm()))  # what all scores have alike changes nothing
     assert costs[1] < 0.25 * costs[0]

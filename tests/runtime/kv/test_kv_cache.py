@@ -11,10 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.backends.operations.attention import attend
+from runtime.backends.operations.layers import attend
+from runtime.backends.operations.pages import dequantize_page, quantize_page
 from runtime.backends.reference.cache import ReferenceCache
 from runtime.kv.kinds import KINDS, PARTS, CacheKind, KVKind
-from runtime.kv.oracle.page import dequantize, quantize
 from tests.close import assert_close
 
 Factory = Callable[..., Any]
@@ -67,14 +67,17 @@ class Sut:
         return [self.cache.table.count(slot) for slot in range(SLOTS)]
 
     def store_page(self, tokens: torch.Tensor) -> list[dict[str, torch.Tensor]]:
-        """tokens [2, page, H_kv, D] as `quantize` stores them, both parts."""
+        """tokens [2, page, H_kv, D] as `quantize_page` stores them, both parts."""
         halves = tokens.half().float() if self.kind.windowed else tokens
-        return [quantize(self.kind, part, halves[i].transpose(0, 1)[None]) for i, part in enumerate(PARTS)]
+        return [quantize_page(self.kind, part, halves[i].transpose(0, 1)[None]) for i, part in enumerate(PARTS)]
 
     def read_page(self, tokens: torch.Tensor) -> torch.Tensor:
         both = zip(PARTS, self.store_page(tokens), strict=True)
         return (
-            torch.cat([dequantize(self.kind, part, stored, D) for part, stored in both]).half().float().transpose(1, 2)
+            torch.cat([dequantize_page(self.kind, part, stored, D) for part, stored in both])
+            .half()
+            .float()
+            .transpose(1, 2)
         )
 
     def check(self, slot: int) -> None:

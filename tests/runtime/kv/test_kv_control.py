@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime.errors import RequestError
-from runtime.kv.control import PagedCache
+from runtime.kv.control import KVCache
 from runtime.kv.groups import page_groups
 from runtime.kv.kinds import KINDS, CacheKind, page_bytes
 
@@ -61,7 +61,7 @@ class Sut:
     def __init__(self, kind: CacheKind, spec: Any) -> None:
         self.kind = kind
         self.store = ListStore(kind, SLOTS * kind.max_pages(CONTEXT))
-        self.cache = PagedCache(kind, spec, dict.fromkeys(page_groups(kind, spec, **SIZES), self.store), **SIZES)
+        self.cache = KVCache(kind, spec, dict.fromkeys(page_groups(kind, spec, **SIZES), self.store), **SIZES)
         self.plain: list[list[str]] = [[] for _ in range(SLOTS)]
         self.written = 0
 

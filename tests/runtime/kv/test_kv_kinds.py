@@ -71,3 +71,10 @@ def test_which_kinds_have_windows_and_drafts() -> None:
     assert [name for name, kind in KINDS.items() if not kind.sinks] == ["fp16", "int8", "hierarchical"]
     assert all(kind.sinks % 64 == 0 and bool(kind.sinks) == kind.turned for kind in KINDS.values())
     assert [name for name, kind in KINDS.items() if kind.has_draft] == ["hierarchical"]
+
+
+def test_the_latest_tokens_of_a_hierarchical_cache_are_in_no_page() -> None:
+    """QuantSpec's two buffers: one fills with new tokens, and as many before them stay in half precision."""
+    kind = KINDS["hierarchical"]
+    for length in range(1000):
+        assert length - kind.stored_pages(length) * kind.page >= min(length, kind.page)

@@ -8,9 +8,17 @@ import numpy as np
 import pytest
 import torch
 
+from runtime.backends.operations.pages import (
+    dequantize_page,
+    low_rank,
+    low_rank_product,
+    outliers,
+    pack_codes,
+    quantize_page,
+    split,
+    unpack_codes,
+)
 from runtime.kv.kinds import KINDS, PARTS, CacheKind, KVKind, Part, page_fields
-from runtime.kv.oracle import correction, uniform
-from runtime.kv.oracle.page import dequantize, quantize
 from tests.close import assert_close
 
 QUANTIZED: list[KVKind] = [name for name in KINDS if name != "fp16"]
@@ -35,14 +43,14 @@ def spread(kind: CacheKind, part: Part, x: torch.Tensor) -> torch.Tensor:
     code = kind.code(part)
     vectors = x.half().float()
     vectors = vectors.mT if code.axis == "channel" else vectors
-    groups = uniform.split(vectors, code.group)
+    groups = split(vectors, code.group)
     wide = (groups.amax(-1, keepdim=True) - groups.amin(-1, keepdim=True)).expand_as(groups)
     wide = wide.flatten(-2)[..., : vectors.shape[-1]]
     return wide.mT if code.axis == "channel" else wide
 
 
 def read(kind: CacheKind, part: Part, x: torch.Tensor, *, draft: bool = False) -> torch.Tensor:
-    return dequantize(kind, part, quantize(kind, part, x), x.shape[-1], draft=draft)
+    return dequantize_page(kind, part, quantize_page(kind, part, x), x.shape[-1], draft=draft)
 
 
 def weighed(x: torch.Tensor, alike: int) -> torch.Tensor:
@@ -59,7 +67,7 @@ def error(kind: CacheKind, part: Part, x: torch.Tensor) -> float:
 @pytest.mark.parametrize("D", [8, 64, 80, 128])
 @pytest.mark.parametrize("name", KINDS)
 def test_fields_are_as_described(name: KVKind, D: int, part: Part) -> None:
-    stored = quantize(KINDS[name], part, draw(KINDS[name], D))
+    stored = quantize_page(KINDS[name], part, draw(KINDS[name], D))
     fields = page_fields(KINDS[name], part, D)
     assert list(stored) == [field.name for field in fields]
     for field in fields:
@@ -94,7 +102,7 @@ def test_int4_keeps_the_mean_of_every_token(part: Part, D: int) -> None:
     kind = KINDS["int4"]
     x = draw(kind, D, outlier=True).half().float()
     missed = (read(kind, part, x) - x).mean(-1).abs()
-    zero = quantize(kind, part, x)["scales"][..., 0, 1].float().abs()
+    zero = quantize_page(kind, part, x)["scales"][..., 0, 1].float().abs()
     assert bool((missed <= zero * 2**-11 + 1e-5).all())
     step = spread(kind, part, x)[..., 0] / 15
     assert float(missed.mean()) < 0.02 * float(step.mean())
@@ -104,11 +112,11 @@ def test_the_low_rank_of_keys_leaves_least_where_channels_are_alike() -> None:
     """Measured in the metric that counts it more, it is the best of its rank, and misses less of it than the SVD."""
     kind, generator = KINDS["gear-l2"], torch.Generator().manual_seed(9)
     x = torch.rand(5, kind.page, 64, generator=generator) - 0.5
-    a, b = correction.low_rank(x, 4, alike=kind.alike("keys"))
-    left = x - correction.product(a, b)
+    a, b = low_rank(x, 4, alike=kind.alike("keys"))
+    left = x - low_rank_product(a, b)
     best = torch.linalg.svdvals(weighed(x, kind.alike("keys")))[:, 4:].norm()
     assert float(weighed(left, kind.alike("keys")).norm()) <= 1.03 * float(best)
-    plain = x - correction.product(*correction.low_rank(x, 4))
+    plain = x - low_rank_product(*low_rank(x, 4))
     assert float(left.mean(-1).norm()) < 0.2 * float(plain.mean(-1).norm())
     assert kind.alike("values") == KINDS["hierarchical"].alike("keys") == 0
 
@@ -149,9 +157,9 @@ def test_the_widest_and_the_smallest_halves_stay_finite(name: KVKind, part: Part
 @pytest.mark.parametrize("count", [1, 3, 4, 7, 16])
 def test_codes_pack_and_unpack(bits: int, count: int) -> None:
     codes = torch.randint(0, 2**bits, (5, count), generator=torch.Generator().manual_seed(1)).to(torch.uint8)
-    packed = uniform.pack(codes, bits)
+    packed = pack_codes(codes, bits)
     assert packed.shape == (5, -(-count * bits // 8))
-    assert torch.equal(uniform.unpack(packed, bits, count), codes)
+    assert torch.equal(unpack_codes(packed, bits, count), codes)
     assert int(packed[0, 0]) & (2**bits - 1) == int(codes[0, 0])
 
 
@@ -159,8 +167,8 @@ def test_codes_pack_and_unpack(bits: int, count: int) -> None:
 def test_tokens_of_such_kinds_do_not_depend_on_their_neighbours(name: KVKind) -> None:
     x = draw(KINDS[name])
     for part in PARTS:
-        whole = quantize(KINDS[name], part, x)
-        for field, array in quantize(KINDS[name], part, x[..., 7:8, :]).items():
+        whole = quantize_page(KINDS[name], part, x)
+        for field, array in quantize_page(KINDS[name], part, x[..., 7:8, :]).items():
             assert torch.equal(array, whole[field].narrow(2, 7, 1))
 
 
@@ -168,13 +176,13 @@ def test_draft_reads_the_upper_plane_alone() -> None:
     kind = KINDS["hierarchical"]
     x = draw(kind)
     for part in PARTS:
-        stored = quantize(kind, part, x)
+        stored = quantize_page(kind, part, x)
         without = {name: array for name, array in stored.items() if name != "lower"}
         assert torch.equal(
-            dequantize(kind, part, without, 64, draft=True), dequantize(kind, part, stored, 64, draft=True)
+            dequantize_page(kind, part, without, 64, draft=True), dequantize_page(kind, part, stored, 64, draft=True)
         )
         upper = replace(KINDS["kcvt4"], name="hierarchical")
-        as_int4 = quantize(upper, part, x)
+        as_int4 = quantize_page(upper, part, x)
         assert torch.equal(stored["upper"], as_int4["codes"])
 
 
@@ -188,12 +196,12 @@ def test_each_correction_lowers_the_error(bits: str, part: Part, outlier: bool) 
     assert errors[0] > 1.02 * errors[1]
     assert errors[1] > 1.02 * errors[2]
     kind = KINDS[names[2]]  # and so do the parts of one page
-    stored = quantize(kind, part, x)
+    stored = quantize_page(kind, part, x)
     left_out = [{"a", "b", "indices", "outliers"}, {"indices", "outliers"}, set()]
     parts = []
     for out in left_out:
         some = {name: array for name, array in stored.items() if name not in out}
-        parts.append(float((dequantize(kind, part, some, 64) - x).norm()))
+        parts.append(float((dequantize_page(kind, part, some, 64) - x).norm()))
     assert parts == sorted(parts, reverse=True)
 
 
@@ -202,7 +210,7 @@ def test_each_correction_lowers_the_error(bits: str, part: Part, outlier: bool) 
 def test_outliers_read_back_nearly_exactly(name: KVKind, part: Part) -> None:
     kind = KINDS[name]
     x = draw(kind, outlier=True)
-    code, stored = kind.code(part), quantize(kind, part, x)
+    code, stored = kind.code(part), quantize_page(kind, part, x)
     places = stored["indices"].long()
     vectors, back = ((y.mT if code.axis == "channel" else y) for y in (x, read(kind, part, x)))
     assert torch.equal(places[..., 0], vectors.half().argmin(-1))
@@ -216,13 +224,13 @@ def test_the_size_of_an_outlier_changes_nothing_but_its_own_correction(name: KVK
     x[..., 9, 4] = 50
     larger = x.clone()
     larger[..., 9, 4] = 80
-    once, again = (quantize(KINDS[name], part, y) for y in (x, larger))
+    once, again = (quantize_page(KINDS[name], part, y) for y in (x, larger))
     assert all(torch.equal(once[field], again[field]) for field in once if field != "outliers")
     assert not torch.equal(once["outliers"], again["outliers"])
 
 
 def test_outliers_of_equal_numbers_do_not_count_twice() -> None:
-    places = correction.outliers(torch.tensor([[1.0, 1, 1, 1], [3, 0, 0, 3]]), 2)
+    places = outliers(torch.tensor([[1.0, 1, 1, 1], [3, 0, 0, 3]]), 2)
     assert places.tolist() == [[0, 1, 2, 3], [1, 2, 0, 3]]
 
 
@@ -232,18 +240,18 @@ def test_power_iteration_is_nearly_as_good_as_the_svd(shape: tuple[int, int]) ->
     flat = torch.rand(6, *shape, generator=generator) - 0.5  # what rounding leaves: hardly any structure
     steep = torch.randn(6, shape[0], 3, generator=generator) @ torch.randn(6, 3, shape[1], generator=generator) + flat
     for x in (flat, steep, torch.zeros_like(flat)):
-        a, b = correction.low_rank(x, 4)
-        found = (x - correction.product(a, b)).norm()
+        a, b = low_rank(x, 4)
+        found = (x - low_rank_product(a, b)).norm()
         best = torch.linalg.svdvals(x)[:, 4:].norm()
         assert float(found) <= 1.05 * float(best) + 1e-3 * float(x.norm())
-    np.testing.assert_array_equal(a.numpy(), correction.low_rank(x, 4)[0].numpy())
+    np.testing.assert_array_equal(a.numpy(), low_rank(x, 4)[0].numpy())
 
 
 def test_the_low_rank_path_of_attention_is_the_product_taken_apart() -> None:
     kind = KINDS["gear-l2"]
-    stored = quantize(kind, "keys", draw(kind))
+    stored = quantize_page(kind, "keys", draw(kind))
     backbone = {name: array for name, array in stored.items() if name not in ("a", "b")}
     q = torch.randn(2, 3, 5, 64, generator=torch.Generator().manual_seed(2))
-    whole = q @ dequantize(kind, "keys", stored, 64).mT
-    apart = q @ dequantize(kind, "keys", backbone, 64).mT + (q @ stored["b"].float()) @ stored["a"].float().mT
+    whole = q @ dequantize_page(kind, "keys", stored, 64).mT
+    apart = q @ dequantize_page(kind, "keys", backbone, 64).mT + (q @ stored["b"].float()) @ stored["a"].float().mT
     assert_close(apart, whole, "half attention")

@@ -13,7 +13,7 @@ from runtime.backends.reference.cache import ReferenceCache
 from runtime.errors import OutOfMemoryError, RequestError
 from runtime.kv.groups import cache_bytes
 from runtime.kv.kinds import KINDS, PARTS, KVKind
-from runtime.kv.transfer import Arrays
+from runtime.kv.stores import Arrays
 from tests.close import assert_close
 
 Factory = Callable[..., Any]

@@ -11,10 +11,9 @@ import torch
 
 from models.spec import ModelSpec
 from runtime.backends.decoder import DecoderOptions, Step
+from runtime.backends.operations.pages import dequantize_page, low_rank_product, quantize_page
 from runtime.backends.reference.decoder import ReferenceDecoder
 from runtime.kv.kinds import KINDS, PARTS, KVKind, Part
-from runtime.kv.oracle import correction
-from runtime.kv.oracle.page import dequantize, quantize
 from runtime.text.tokenizer import Tokenizer
 from tests.runtime.real import opened
 
@@ -32,7 +31,7 @@ class Cached:
     def error(self, name: KVKind, part: Part, *, draft: bool = False) -> float:
         """Relative, root mean square."""
         x, kind = self.pages[part], KINDS[name]
-        back = dequantize(kind, part, quantize(kind, part, x), self.spec.head_dim, draft=draft)
+        back = dequantize_page(kind, part, quantize_page(kind, part, x), self.spec.head_dim, draft=draft)
         return float((back - x).norm() / x.norm())
 
 
@@ -73,12 +72,12 @@ def test_gear_lowers_the_error_step_by_step(cached: Cached, names: tuple[KVKind,
 @pytest.mark.parametrize("part", PARTS)
 def test_power_iteration_is_within_five_percent_of_the_svd(cached: Cached, name: KVKind, part: Part) -> None:
     kind, x = KINDS[name], cached.pages[part].half().float()
-    stored = quantize(kind, part, x)
+    stored = quantize_page(kind, part, x)
     backbone = {field: array for field, array in stored.items() if field not in ("a", "b")}
-    residual = x - dequantize(kind, part, backbone, cached.spec.head_dim)
+    residual = x - dequantize_page(kind, part, backbone, cached.spec.head_dim)
     more = (1 + kind.alike(part)) ** 0.5 - 1  # both in the metric that the correction is made for
     left, residual = (
-        y + more * y.mean(-1, keepdim=True) for y in (residual - correction.product(stored["a"], stored["b"]), residual)
+        y + more * y.mean(-1, keepdim=True) for y in (residual - low_rank_product(stored["a"], stored["b"]), residual)
     )
     found = left.flatten(-2).norm(dim=-1)
     best = torch.linalg.svdvals(residual)[..., kind.rank :].norm(dim=-1)

@@ -11,12 +11,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from runtime.errors import RequestError
-from runtime.kv import groups, snapshots, window_pages
-from runtime.kv.control import PagedCache
+from runtime.kv import groups
+from runtime.kv import pages as window_pages
+from runtime.kv import states as snapshots
+from runtime.kv.control import KVCache
 from runtime.kv.groups import cache_bytes, live_pages, page_groups
 from runtime.kv.kinds import KINDS, CacheKind, page_bytes
-from runtime.kv.transfer import chunks
-from runtime.kv.window_pages import WindowTable
+from runtime.kv.pages import WindowTable
+from runtime.kv.stores import chunks
 from tests.runtime.engine.nowhere import Nowhere
 from tests.runtime.kv.test_kv_control import ROWS, SMALL, ListStore
 
@@ -54,7 +56,7 @@ class Mixed:
         self.kind, self.groups = kind, page_groups(kind, spec, **SIZES)
         assert [(group.layers, group.window) for group in self.groups] == [((0,), None), ((1, 3), 6), ((2,), 11)]
         self.stores = [SavedLists(kind, group.pages) for group in self.groups]
-        self.cache = PagedCache(kind, spec, dict(zip(self.groups, self.stores, strict=True)), **SIZES)
+        self.cache = KVCache(kind, spec, dict(zip(self.groups, self.stores, strict=True)), **SIZES)
         self.plain: list[list[str]] = [[] for _ in range(SLOTS)]
         self.written = 0
 
@@ -234,7 +236,7 @@ def test_a_page_that_no_row_reads_goes_at_once(tiny_spec: Factory) -> None:
     sizes = {**SIZES, "max_rows": rows}
     spec = tiny_spec(num_layers=2, windows=(None, 6))
     (whole, group) = page_groups(kind, spec, **sizes)
-    cache = PagedCache(kind, spec, {whole: Nowhere(), group: Nowhere()}, **sizes)
+    cache = KVCache(kind, spec, {whole: Nowhere(), group: Nowhere()}, **sizes)
     for start in (0, rows, 2 * rows):
         cache.begin(np.zeros(rows, np.int32), np.arange(start, start + rows, dtype=np.int32))
     assert cache.table.used == 2 * rows // kind.page
@@ -246,7 +248,7 @@ def test_a_page_that_no_row_reads_goes_at_once(tiny_spec: Factory) -> None:
 def test_windows_alone_always_have_room(tiny_spec: Factory) -> None:
     kind, spec = SMALL["token-wise"], tiny_spec(num_layers=2, windows=(6, 6))
     (group,) = page_groups(kind, spec, **SIZES)
-    cache = PagedCache(kind, spec, {group: ListStore(kind, group.pages)}, **SIZES)
+    cache = KVCache(kind, spec, {group: ListStore(kind, group.pages)}, **SIZES)
     for start in range(0, CONTEXT - ROWS, ROWS):
         for slot in range(SLOTS):
             assert cache.has_room(slot, CONTEXT)

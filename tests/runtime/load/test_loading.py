@@ -1,174 +1,650 @@
-"""One plan of a load, for commands and for the server."""
+"""The real loader, catalogue and builder, on the bundled model."""
 
 from __future__ import annotations
 
-import logging
+import shutil
+from collections.abc import Callable, Mapping
+from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
+import httpx
+import numpy as np
 import pytest
 
-from assets import demo_path
-from models.progress import ProgressCallback, ignore_progress
+from assets import calibration_file, demo_checkpoint_path, demo_path, evaluation_file
+from models import fetch
+from models.catalogue import KNOWN
+from models.errors import CheckpointError, QuantizationError, StoreError
+from models.progress import Progress, ignore_progress, never_cancelled
 from models.spec import MixtureSpec
-from models.store import StoredModel
-from runtime.backends import Footprint, Presence, backend
-from runtime.compensation import Compensation
-from runtime.errors import BackendError, OutOfMemoryError, RequestError
-from runtime.kv.groups import cache_bytes
-from runtime.kv.kinds import KINDS
-from runtime.load import plan as loading
-from runtime.load.open import Candidate
-from runtime.load.plan import LoadPlan, plan_load
-from tuner.detect import MemoryInfo
-from tuner.gpu import GpuInfo
+from models.store import Store, StoredModel
+from models.store.manifest import content_of
+from runtime.backends import backend
+from runtime.backends.decoder import Decoder, DecoderOptions, Step
+from runtime.budget import tuning
+from runtime.budget.clocks import Clocks
+from runtime.budget.profile_key import profile_key
+from runtime.compensation import DEFAULT_BUDGET_PERCENT, Compensation
+from runtime.drafting import Speculate
+from runtime.engine.engine import Engine
+from runtime.errors import Cancelled, RequestError
+from runtime.kv.kinds import DEFAULT_KV, KINDS, KVKind
+from runtime.load import loading
+from runtime.load.catalogue import Bundle, Catalogue, ModelBuilder
+from runtime.load.loading import Loader
+from runtime.load.plan import LoadOptions
+from runtime.load.prospects import MachineInspector
+from runtime.server.errors import ApiError
+from runtime.server.security import Security
+from runtime.server.serve import create_app
+from runtime.server.service import open_service
+from runtime.text.sampling import SamplingOptions
+from runtime.wire.answers import Holding
+from runtime.wire.codec import from_json
+from runtime.wire.device import PromptTuning
+from runtime.wire.requests import LoadRequest, QuantizeRequest, TuneRequest
+from tests.models.gguf.making import random_model, write_gguf
+from tuner.offers import DecodingMode, Offers
+from tuner.placement import ExpertPlacement
+from tuner.profiles import ProfileStore
 
-KINDS_OF_LAYERS = ("qkv", "o", "gate_up", "down", "head")
-
-
-def room(mib: int = 8 << 10) -> MemoryInfo:
-    return MemoryInfo(total_bytes=64 << 30, available_bytes=mib << 20, limit_bytes=None)
-
-
-def planned(compensation: Compensation | None = None, **options: Any) -> LoadPlan:
-    model = StoredModel.open_folder(demo_path(), "demo")
-    wanted: dict[str, Any] = {"backend_name": "reference", "memory": room(), **options}
-    return plan_load(model, compensation or Compensation(k_chunk=0), **wanted)
-
-
-def test_the_options_are_what_was_asked_for() -> None:
-    plan = planned(Compensation(k_chunk={"o": 3}), kv="int8", context=128, slots=3, select="exact")
-    options = plan.options
-    assert (options.kv, options.context, options.slots, options.select) == ("int8", 128, 3, "exact")
-    assert options.pages == plan.memory.pages == KINDS["int8"].max_pages(128)
-    assert options.k_chunk == {**dict.fromkeys(KINDS_OF_LAYERS, 0), "o": 3}
-    assert (plan.backend_name, plan.backend.name) == ("reference", "reference")
-
-
-@pytest.mark.parametrize("name", ["reference", "cpu"])
-def test_steps_have_the_rows_that_the_backend_takes(name: str) -> None:
-    plan = planned(backend_name=name, kv="int4", slots=2)
-    assert (plan.options.max_rows,) == backend(name).step_rows
-    assert plan.memory.kv_bytes == cache_bytes(
-        KINDS["int4"], plan.model.spec, context=plan.memory.context, slots=plan.memory.slots,
-        max_rows=plan.options.max_rows, pages=plan.memory.pages,
-    )  # fmt: skip
+BUNDLE = Bundle(models={"demo": demo_path()}, calibration=calibration_file(), evaluation=evaluation_file())
 
 
-def test_steps_have_as_many_rows_as_cost_no_context(monkeypatch: pytest.MonkeyPatch) -> None:
-    def found(*choices: int) -> list[LoadPlan]:
-        monkeypatch.setattr(backend("cpu"), "step_rows", choices)
-        return [planned(backend_name="cpu", kv="int4", slots=2, memory=room(mib)) for mib in range(260, 280)]
-
-    chosen, fewest = found(512, 256, 128), found(128)
-    assert [(plan.memory.context, plan.memory.slots) for plan in chosen] == [
-        (plan.memory.context, plan.memory.slots) for plan in fewest
-    ]
-    assert all(plan.memory.fits for plan in chosen)
-    assert [plan.options.max_rows for plan in chosen] == sorted(plan.options.max_rows for plan in chosen)
-    assert {plan.options.max_rows for plan in chosen} == {128, 256, 512}
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    """A store with one model, `org/copy`."""
+    store = Store(tmp_path / "models")
+    shutil.copytree(demo_path(), store.path("org/copy"))
+    return store
 
 
-def test_a_model_that_does_not_fit_a_card_is_opened_by_the_next_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was planned for the next one must not be opened by the first again."""
-
-    def found(card_mib: int) -> LoadPlan:
-        card = Presence(usable=True, reason="a card", memory=room(card_mib))
-        chosen = [Candidate(backend=backend("cpu"), presence=card, reason="best")]
-        chosen.append(Candidate(backend=backend("reference"), presence=backend("reference").probe(), reason="next"))
-        monkeypatch.setattr(loading, "candidates", lambda _asked: iter(chosen))
-        return planned(backend_name="auto")
-
-    small, large = found(100), found(8 << 10)
-    assert (small.backend.name, small.backend_name, small.memory.available_bytes) == ("reference", "reference", 8 << 30)
-    assert (large.backend.name, large.backend_name) == ("cpu", "auto")
+@pytest.fixture
+def catalogue(store: Store) -> Catalogue:
+    return Catalogue(store, BUNDLE.models)
 
 
-@pytest.mark.parametrize("faster", [None, "the processor is faster"])
-@pytest.mark.parametrize("asked", [None, 2])
-def test_experts_that_do_not_fit_a_card_are_read_by_what_is_expected_to_be_faster(
-    monkeypatch: pytest.MonkeyPatch, faster: str | None, asked: int | None, tmp_path: Path
+@pytest.fixture
+def loader(catalogue: Catalogue, tmp_path: Path) -> Loader:
+    return Loader(catalogue, tmp_path / "profiles")
+
+
+def test_the_catalogue_has_bundled_and_stored_models(catalogue: Catalogue) -> None:
+    assert [(entry.name, entry.bundled) for entry in catalogue.entries()] == [("demo", True), ("org/copy", False)]
+    found = catalogue.find("org/copy")
+    assert found is not None
+    assert found.bits == 4
+    assert found.created > 0
+
+
+@pytest.mark.parametrize("name", ["nowhere", "", "..", "../models", "/etc", "a/b/c", "org--copy", "org/copy/", "a\0b"])
+def test_names_that_are_no_models(catalogue: Catalogue, name: str) -> None:
+    assert catalogue.find(name) is None
+    with pytest.raises(StoreError):
+        catalogue.open(name)
+    with pytest.raises(StoreError):
+        catalogue.remove(name)
+
+
+def test_a_bundled_model_stays(catalogue: Catalogue) -> None:
+    with pytest.raises(RequestError, match="part of the program"):
+        catalogue.remove("demo")
+    catalogue.remove("org/copy")
+    assert [entry.name for entry in catalogue.entries()] == ["demo"]
+
+
+def test_a_bundled_model_that_is_missing_is_not_listed(store: Store, tmp_path: Path) -> None:
+    catalogue = Catalogue(store, {"demo": tmp_path / "nothing"})
+    assert [entry.name for entry in catalogue.entries()] == ["org/copy"]
+
+
+def test_what_is_loaded_is_what_was_asked_for(loader: Loader) -> None:
+    reports: list[Progress] = []
+    request = LoadRequest(model="org/copy", kv="int8", k_chunk={"qkv": 8}, context=128, backend="reference")
+    loaded = loader.load(request, reports.append, never_cancelled)
+    try:
+        assert (loaded.name, loaded.backend, loaded.kv, loaded.context) == ("org/copy", "reference", "int8", 128)
+        assert loaded.k_chunk == {"qkv": 8, "o": 0, "gate_up": 0, "down": 0, "head": 0}
+        assert loaded.engine.context == 128
+        assert loaded.kv_bytes > 0
+        assert loaded.weight_bytes > 0
+        assert [report.phase for report in reports] == ["open", "load"]
+        assert "cache" in reports[-1].message
+    finally:
+        loaded.engine.close()
+
+
+def test_defaults_apply_where_a_request_says_nothing(catalogue: Catalogue, tmp_path: Path) -> None:
+    defaults = LoadOptions(compensation=Compensation(k_chunk=0), kv="int8", context=128, backend="reference")
+    loader = Loader(catalogue, tmp_path / "profiles", defaults)
+    found = []
+    for request in (LoadRequest(model="demo"), LoadRequest(model="demo", kv="fp16", context=64, backend="cpu")):
+        loaded = loader.load(request, ignore_progress, never_cancelled)
+        found.append((loaded.kv, loaded.context, loaded.backend))
+        loaded.engine.close()
+    assert found == [("int8", 128, "reference"), ("fp16", 64, "cpu")]
+
+
+def test_experts_on_the_device_are_those_of_the_request_and_else_of_the_defaults(
+    catalogue: Catalogue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A number that was asked for decides; so does the card where the processor can't run the model."""
-    model = StoredModel.open_folder(demo_path(), "demo")
-    model.spec = replace(model.spec, mixture=MixtureSpec(experts=4, chosen=2, width=8, normalized=True))
-    compared: list[Path | None] = []
+    """As far as the model has them. What was measured before is in the folder of profiles."""
+    loader = Loader(catalogue, tmp_path / "profiles", LoadOptions(backend="reference", experts_on_device=7))
+    mixture = MixtureSpec(experts=8, chosen=2, width=8, normalized=True, shared=1)
+    planned: list[int | None] = []
 
-    def compare(*asked: Any) -> str | None:
-        compared.append(asked[-1])
-        return faster
+    def plan(_: Any, wanted: LoadOptions, *, measurements: Path) -> None:
+        assert measurements == tmp_path / "profiles"
+        planned.append(wanted.experts_on_device)
+        raise Cancelled("enough")
 
-    monkeypatch.setattr(loading, "processor_is_faster", compare)
-    footprints = {
-        "reference": Footprint(weight_bytes=8 << 20, experts=4, expert_bytes=2 << 20),
-        "cpu": Footprint(weight_bytes=8 << 20),
-    }
-    for name, weighed in footprints.items():
-        monkeypatch.setattr(backend(name), "footprint", lambda *_, found=weighed, **__: found)
-    gpu = GpuInfo(
-        vendor="nvidia", name="card", driver="1", memory_total_bytes=None, memory_free_bytes=None,
-        compute_capability="8.9", pcie=None,
-    )  # fmt: skip
-    card = Presence(usable=True, reason="a card", memory=room(264), gpu=gpu)
-    beside = Presence(usable=True, reason="beside")
-
-    def found(main_mib: int) -> LoadPlan:
-        offered = (("reference", card), ("cpu", beside))
-        every = [Candidate(backend=backend(name), presence=one, reason="") for name, one in offered]
-        monkeypatch.setattr(loading, "candidates", lambda _asked: iter(every))
-        limits: dict[str, Any] = {"context": 64, "memory": room(main_mib), "experts_on_device": asked}
-        return plan_load(model, Compensation(k_chunk=0), **limits, measurements=tmp_path)
-
-    plan, card_s = found(1000), faster is None or asked is not None
-    assert compared == ([tmp_path] if asked is None else [])
-    assert plan.backend.name == ("reference" if card_s else "cpu")
-    assert plan.passed_over == (None if card_s else faster)
-    assert plan.options.experts_on_device == (plan.memory.experts_on_device if card_s else None)
-    assert found(262).backend.name == "reference", "the processor has no room for the whole model"
+    monkeypatch.setattr(loading, "plan_load", plan)
+    for spec in (replace(loader._catalogue.open("demo").spec, mixture=mixture), loader._catalogue.open("demo").spec):
+        monkeypatch.setattr(loader._catalogue, "open", lambda _, own=spec: SimpleNamespace(spec=own))
+        for asked in (None, 3, 0, 100):
+            with pytest.raises(Cancelled):
+                loader.load(LoadRequest(model="demo", experts_on_device=asked), ignore_progress, never_cancelled)
+    assert planned == [7, 3, 0, 9, None, None, None, None]
 
 
-def test_before_a_budget_is_spent_nothing_is_compensated() -> None:
-    assert planned(Compensation(budget_percent=5)).options.k_chunk == dict.fromkeys(KINDS_OF_LAYERS, 0)
+def test_where_experts_are_is_told() -> None:
+    """By decoders that can have them in two places."""
+    for experts in (ExpertPlacement(on_device=3, held=8, host_bytes=5, hit_rate=0.5), None):
+        assert loading._experts(cast("Decoder", SimpleNamespace(experts=experts))) is experts
+    assert loading._experts(cast("Decoder", SimpleNamespace())) is None
 
 
-@pytest.mark.parametrize("budget", [0, 5])
-def test_a_backend_is_told_whether_it_will_compensate(monkeypatch: pytest.MonkeyPatch, budget: float) -> None:
-    told: list[tuple[object, ...]] = []
-    runner = backend("reference")
-    footprint = runner.footprint
-
-    def weigh(spec: Any, sizes: Any, *, compensated: bool) -> Any:
-        told.append(("footprint", compensated))
-        assert sizes.residual_bytes > 0
-        return footprint(spec, sizes, compensated=compensated)
-
-    def prepare(model: Any, kv: str, *, compensated: bool, ahead: bool, progress: ProgressCallback) -> None:
-        assert not ahead
-        told.append((model.name, kv, compensated, progress))
-
-    monkeypatch.setattr(runner, "footprint", weigh)
-    monkeypatch.setattr(runner, "prepare", prepare)
-    planned(Compensation(budget_percent=budget), kv="int4").prepare(ignore_progress)
-    assert told == [("footprint", budget > 0), ("demo", "int4", budget > 0, ignore_progress)]
+def test_nobody_asks_for_a_cache_and_it_has_4_bits(loader: Loader) -> None:
+    found = {}
+    for speculate in (None, True):
+        request = LoadRequest(model="demo", k_chunk=0, context=256, backend="reference", speculate=speculate)
+        loaded = loader.load(request, ignore_progress, never_cancelled)
+        found[speculate] = loaded.kv
+        loaded.engine.close()
+    assert found == {None: "int4", True: "hierarchical"}
 
 
-def test_what_is_opened_is_what_was_planned() -> None:
-    plan = planned(Compensation(k_chunk=4), context=64)
-    decoder, engine = plan.open_decoder(), plan.open_engine()
-    assert decoder.options == engine.decoder.options == plan.options
-    assert decoder.backend == engine.decoder.backend == "reference"
-    assert engine.name == "demo"
-    decoder.close()
+@pytest.mark.parametrize(("kv", "expected"), [(None, "hierarchical"), ("int8", "int8")])
+def test_a_cache_that_was_named_stays_where_the_model_drafts(
+    catalogue: Catalogue, tmp_path: Path, kv: KVKind | None, expected: KVKind
+) -> None:
+    defaults = LoadOptions(compensation=Compensation(k_chunk=0), speculation=Speculate(gamma=2), kv=kv, context=256)
+    loader = Loader(catalogue, tmp_path / "profiles", defaults)
+    loaded = loader.load(LoadRequest(model="demo", backend="reference"), ignore_progress, never_cancelled)
+    loaded.engine.close()
+    assert loaded.kv == expected
+
+
+def test_a_context_longer_than_the_models_is_cut(catalogue: Catalogue, loader: Loader) -> None:
+    longest = catalogue.entries()[0].context
+    request = LoadRequest(model="demo", context=10 * longest, backend="reference")
+    loaded = loader.load(request, ignore_progress, never_cancelled)
+    loaded.engine.close()
+    assert loaded.context == longest
+
+
+@pytest.mark.parametrize(("asked", "usual", "slots"), [(None, None, 4), (2, None, 2), (None, 6, 6), (1, 6, 1)])
+def test_so_many_requests_are_answered_at_once(
+    catalogue: Catalogue, tmp_path: Path, asked: int | None, usual: int | None, slots: int
+) -> None:
+    defaults = LoadOptions(compensation=Compensation(k_chunk=0), num_parallel=usual, kv="fp16")
+    loader = Loader(catalogue, tmp_path / "profiles", defaults)
+    request = LoadRequest(model="demo", backend="reference", context=64, num_parallel=asked)
+    loaded = loader.load(request, ignore_progress, never_cancelled)
+    options = loaded.engine.decoder.options  # type: ignore[attr-defined]
+    assert (loaded.slots, options.slots, options.pages) == (slots, max(4, slots), slots)
+    loaded.engine.close()
+
+
+def test_chats_share_a_pool_and_are_kept_where_there_is_a_folder(catalogue: Catalogue, tmp_path: Path) -> None:
+    for chats in (None, tmp_path / "chats"):
+        defaults = LoadOptions(compensation=Compensation(k_chunk=0))
+        loader = Loader(catalogue, tmp_path / "profiles", defaults, chats=chats)
+        loaded = loader.load(LoadRequest(model="demo", backend="reference"), ignore_progress, never_cancelled)
+        options = loaded.engine.decoder.options  # type: ignore[attr-defined]
+        assert (options.slots, options.pages) == (4, 4 * KINDS[DEFAULT_KV].max_pages(options.context))
+        saved = loaded.engine._conversations.saved  # type: ignore[attr-defined]
+        assert (saved is None) == (chats is None)
+        loaded.engine.close()
+        assert not (tmp_path / "chats").exists(), "nothing was said that is worth a file"
+
+
+def test_a_models_chats_go_with_it(store: Store, tmp_path: Path) -> None:
+    chats, content = tmp_path / "chats", content_of(store.path("org/copy"))
+    chats.mkdir()
+    assert content is not None
+    mine, other = (chats / f"{name}-fp16-x.kv" for name in (content[:16], "0123456789abcdef"))
+    for path in (mine, other):
+        path.write_bytes(bytes(100))
+    catalogue = Catalogue(store, {}, chats)
+    loader = Loader(catalogue, tmp_path / "profiles", chats=chats)
+    assert loader.held() == Holding(files=2, bytes=200)
+    catalogue.remove("org/copy")
+    assert [path.exists() for path in (mine, other)] == [False, True]
+    assert loader.forget(None) == Holding(files=1, bytes=100)
+    nowhere = Loader(catalogue, tmp_path / "profiles")
+    assert nowhere.held() == nowhere.forget(None) == nowhere.forget("chat") == Holding()
+
+
+@pytest.mark.parametrize("asks", [0, 1, 2])
+def test_a_load_can_be_stopped_at_every_step(loader: Loader, asks: int) -> None:
+    asked = iter(range(100))
+    with pytest.raises(Cancelled):
+        loader.load(LoadRequest(model="demo", backend="reference"), ignore_progress, lambda: next(asked) >= asks)
+
+
+class Clock:
+    """Compensation of 16 channels per 1024 costs a percent, of every layer type."""
+
+    measured = True
+
+    def __init__(self) -> None:
+        self.readings = 0
+        self.before: Callable[[], object] = lambda: None
+        """Done before a reading, as a timer runs steps."""
+
+    def seconds(self, _kind: str, _n_tb: int, k_chunk: int) -> float:
+        self.readings += 1
+        self.before()
+        return 1e-3 * (1 + k_chunk / 1600)
+
+    def slowdown(self, k_chunk: Mapping[str, int], _n_tb: Mapping[str, int]) -> float:
+        return sum(k_chunk.values()) / len(k_chunk) / 16
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(tuning, "clocks", lambda *_: Clocks(layers=clock, slowdown=clock.slowdown))
+    return clock
+
+
+def test_a_load_is_tuned_to_its_budget(loader: Loader, clock: Clock) -> None:
+    reports: list[Progress] = []
+    loaded = loader.load(LoadRequest(model="demo", budget=10, context=64), reports.append, never_cancelled)
+    try:
+        assert loaded.tuning is not None
+        assert (loaded.tuning.budget_percent, loaded.tuning.cached) == (10, False)
+        assert loaded.k_chunk == loaded.tuning.k_chunk
+        assert min(loaded.k_chunk.values()) > 0
+        assert {report.phase for report in reports} >= {"open", "tune"}
+        wider = loader.tune(loaded, TuneRequest(budget=20), ignore_progress, never_cancelled)
+        assert sum(wider.k_chunk.values()) > sum(loaded.k_chunk.values())
+        readings = clock.readings
+        back = loader.tune(wider, TuneRequest(budget=10), ignore_progress, never_cancelled)
+        assert (back.k_chunk, clock.readings) == (loaded.k_chunk, readings)
+        assert back.tuning is not None
+        assert back.tuning.cached
+        loader.tune(back, TuneRequest(budget=10, force=True), ignore_progress, never_cancelled)
+        assert clock.readings > readings
+        fixed = loader.tune(back, TuneRequest(k_chunk={"down": 5}), ignore_progress, never_cancelled)
+        assert (fixed.tuning, fixed.k_chunk["down"], fixed.k_chunk["qkv"]) == (None, 5, 0)
+        assert fixed.engine.decoder.options.k_chunk == fixed.k_chunk  # type: ignore[attr-defined]
+        apart = from_json(TuneRequest, {"k_chunk": {**fixed.k_chunk, "layers.1.down": 64}})
+        fixed = loader.tune(fixed, apart, ignore_progress, never_cancelled)
+        assert (fixed.k_chunk["down"], fixed.k_chunk["layers.1.down"]) == (5, 64)
+        with pytest.raises(RequestError, match=r"k_chunk names layers\.99\.down; the model's blocks are 0 to 3"):
+            loader.tune(fixed, TuneRequest(k_chunk={"layers.99.down": 64}), ignore_progress, never_cancelled)
+        assert fixed.engine.decoder.options.k_chunk == fixed.k_chunk  # type: ignore[attr-defined]
+    finally:
+        loaded.engine.close()
+
+
+def test_a_block_that_the_model_lacks_is_refused(loader: Loader) -> None:
+    request = LoadRequest(model="demo", k_chunk={"layers.4.o": 1})
+    with pytest.raises(RequestError, match=r"k_chunk names layers\.4\.o; the model's blocks are 0 to 3"):
+        loader.load(request, ignore_progress, never_cancelled)
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [TuneRequest(budget=10, prompt_budget=0), TuneRequest(k_chunk=8, prompt_budget=0)],
+    ids=["budget", "k_chunk"],
+)
+def test_conversations_survive_tuning(loader: Loader, clock: Clock, request_: TuneRequest) -> None:
+    loaded = loader.load(LoadRequest(model="demo", k_chunk=0, context=256), ignore_progress, never_cancelled)
+    decoder = loaded.engine.decoder  # type: ignore[attr-defined]
+    row = np.zeros(1, np.int32)
+    measure = Step(tokens=row, slots=row, positions=row, logit_rows=row)
+    clock.before = lambda: decoder.forward(measure)
+    options = SamplingOptions(temperature=0, max_tokens=4)
+    cached = []
+    for step in range(3):
+        *_, last = loaded.engine.generate(loaded.engine.text_prompt("hello there"), options, never_cancelled)
+        assert last.usage is not None
+        cached.append(last.usage.cached_tokens)
+        if step == 1:
+            loader.tune(loaded, request_, ignore_progress, never_cancelled)
+    loaded.engine.close()
+    assert cached[1] > 0
+    assert cached[2] == cached[1]
+    assert (clock.readings > 0) == (request_.budget is not None)
+
+
+def test_without_a_word_the_loaders_compensation_applies(catalogue: Catalogue, clock: Clock, tmp_path: Path) -> None:
+    for compensation, expected in (
+        (Compensation(), DEFAULT_BUDGET_PERCENT),
+        (Compensation(budget_percent=20), 20),
+        (Compensation(k_chunk=7), None),
+    ):
+        loader = Loader(catalogue, tmp_path / "profiles", LoadOptions(compensation=compensation))
+        loaded = loader.load(LoadRequest(model="demo", context=64), ignore_progress, never_cancelled)
+        loaded.engine.close()
+        assert (loaded.tuning.budget_percent if loaded.tuning else None) == expected
+        assert expected is not None or set(loaded.k_chunk.values()) == {7}
+
+
+def test_prompts_have_a_budget_of_their_own(catalogue: Catalogue, clock: Clock, tmp_path: Path) -> None:
+    loader = Loader(catalogue, tmp_path / "profiles", chats=tmp_path / "chats")
+    request = LoadRequest(model="demo", k_chunk=7, prompt_budget=100, context=256)
+    loaded = loader.refine(loader.load(request, ignore_progress, never_cancelled), never_cancelled)
+    try:
+        engine: Any = loaded.engine
+        assert loaded.prompts is not None
+        assert (loaded.prompts.k_chunk, engine.decoder.options.prompt_k_chunk) == (1024, 1024)
+        list(engine.generate([5, 6, 7], SamplingOptions(max_tokens=1)))
+        saved = engine._conversations.saved
+        loaded = loader.tune(loaded, TuneRequest(k_chunk=8, prompt_budget=100), ignore_progress, never_cancelled)
+        assert engine._conversations.saved is saved
+        assert any(engine._conversations.tokens(slot) for slot in range(4))
+        loaded = loader.tune(loaded, TuneRequest(k_chunk=8, prompt_budget=0), ignore_progress, never_cancelled)
+        assert loaded.prompts is not None
+        assert (loaded.prompts.k_chunk, engine.decoder.options.prompt_k_chunk) == (0, 0)
+        assert engine._conversations.saved is not saved, "files of the other compensation are not read"
+        assert not any(engine._conversations.tokens(slot) for slot in range(4)), "what it had read is dropped"
+    finally:
+        loaded.engine.close()
+
+
+def test_a_load_that_cannot_be_tuned_says_why(loader: Loader, clock: Clock) -> None:
+    request = LoadRequest(model="demo", budget=10, context=64, backend="reference")
+    loaded = loader.load(request, ignore_progress, never_cancelled)
+    loaded.engine.close()
+    assert loaded.tuning is None
+    assert "reference" in loaded.problems[0].what
+    clock.seconds = lambda *_: float("nan")  # type: ignore[method-assign]
+    loaded = loader.load(LoadRequest(model="demo", budget=10, context=64), ignore_progress, never_cancelled)
+    loaded.engine.close()
+    assert (loaded.tuning, set(loaded.k_chunk.values())) == (None, {0})
+    assert "without error compensation" in loaded.problems[0].what
+
+
+def test_a_load_can_be_stopped_while_it_is_tuned(loader: Loader, clock: Clock) -> None:
+    request = LoadRequest(model="demo", budget=10, context=64)
+    with pytest.raises(Cancelled):
+        loader.load(request, ignore_progress, lambda: clock.readings > 5)
+    readings = clock.readings
+    loader.load(request, ignore_progress, never_cancelled).engine.close()
+    resumed = clock.readings - readings
+    loader.load(LoadRequest(model="org/copy", budget=10, context=64), ignore_progress, never_cancelled).engine.close()
+    assert resumed < clock.readings - readings - resumed, "what was measured before it was stopped is kept"
+
+
+def test_the_machine(tmp_path: Path) -> None:
+    inspector = MachineInspector(tmp_path)
+    assert inspector(False).bandwidth_gb_s is None
+    facts = inspector(False)
+    assert facts.machine["cpu"]["name"]
+    assert facts.machine.keys() == {"cpu", "memory", "gpu", "pcie", "power"}
+
+
+async def test_the_bundled_model_answers_over_http(tmp_path: Path) -> None:
+    service = open_service(tmp_path, BUNDLE)
+    try:
+        async with aclosing(service.load(LoadRequest(model="demo", backend="reference", context=256))) as reports:
+            async for _ in reports:
+                pass
+        transport = httpx.ASGITransport(create_app(service, Security()))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            asked = {
+                "model": "demo",
+                "messages": [{"role": "user", "content": "hello"}],
+                "temperature": 0,
+                "max_tokens": 8,
+                "logprobs": True,
+                "top_logprobs": 2,
+            }
+            answers = [(await client.post("/v1/chat/completions", json=asked)).json() for _ in range(2)]
+        texts = [answer["choices"][0]["message"]["content"] for answer in answers]
+        assert texts[0] == texts[1] != ""
+        assert answers[1]["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+        tokens = answers[0]["choices"][0]["logprobs"]["content"]
+        assert all(token["logprob"] == token["top_logprobs"][0]["logprob"] for token in tokens)  # greedy
+    finally:
+        assert service.close()
+
+
+async def test_a_damaged_model_is_refused(tmp_path: Path) -> None:
+    service = open_service(tmp_path, BUNDLE)
+    try:
+        folder = Store(tmp_path / "models").path("cut")
+        shutil.copytree(demo_path(), folder)
+        (folder / "outer.safetensors").write_bytes(b"")
+        with pytest.raises(ApiError) as failure:
+            await anext(service.load(LoadRequest(model="cut")))
+        assert failure.value.status == 404
+    finally:
+        assert service.close()
+
+
+@pytest.mark.parametrize("bits", [3.0, 3.5])
+def test_a_model_is_made_of_a_folder(store: Store, bits: float) -> None:
+    reports: list[Progress] = []
+    smooth, chats = bits == 3, store.root.parent / "chats"
+    request = QuantizeRequest(
+        source=str(demo_checkpoint_path()), bits=bits, name="three", smooth_attention=smooth, force=True
+    )
+    shutil.move(store.path("org/copy"), store.path("three"))
+    chats.mkdir()
+    replaced = chats / f"{(content_of(store.path('three')) or '')[:16]}-fp16-x.kv"
+    replaced.touch()
+    made = ModelBuilder(store, BUNDLE, chats).quantize(request, reports.append, never_cancelled)
+    assert (made.name, made.bits, made.smooth_attention) == ("three", bits, smooth)
+    assert store.open("three").recipe.smooth_attention == smooth
+    assert not replaced.exists(), "the model that it belonged to is gone"
+    assert set(store.open("three").recipe.block_bits or (3,)) == ({3} if bits == 3 else {3, 4})
+    assert made.perplexity_after is not None
+    assert reports
+    assert "three" in [info.name for info in store.list()]
+
+
+def test_a_model_is_made_of_a_known_one(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = write_gguf(tmp_path / KNOWN["smollm2-135m"].file, random_model("Llama"), kind="Q4_1")
+    monkeypatch.setattr(
+        fetch, "fetch", lambda model, its_store, *_: {("smollm2-135m", store): file}[model.name, its_store]
+    )
+    builder = ModelBuilder(store, BUNDLE)
+    assert builder.pull("smollm2-135m", None, ignore_progress, never_cancelled) == str(file)
+    request = QuantizeRequest(source="smollm2-135m", name="smollm2-135m")
+    assert builder.quantize(request, ignore_progress, never_cancelled).name == "smollm2-135m"
+    made = builder.quantize(QuantizeRequest(source=str(file), bits=3), ignore_progress, never_cancelled)
+    assert made.name == "smollm2-135m-gptq-3bit"
+
+
+@pytest.mark.parametrize("source", ["/nowhere/at/all", "./nowhere", "~/nowhere-at-all", "nowhere", "a/b/c", "a/b.gguf"])
+def test_a_source_that_is_nothing(store: Store, source: str) -> None:
+    with pytest.raises(CheckpointError, match="there is no folder"):
+        ModelBuilder(store, BUNDLE).quantize(QuantizeRequest(source=source), ignore_progress, never_cancelled)
+
+
+def test_without_a_calibration_text_residuals_are_refused(store: Store) -> None:
+    request = QuantizeRequest(source=str(demo_checkpoint_path()))
+    with pytest.raises(QuantizationError):
+        ModelBuilder(store, Bundle()).quantize(request, ignore_progress, never_cancelled)
+
+
+def test_speculation_is_asked_for_with_the_load_and_stays_with_another_budget(loader: Loader, clock: Clock) -> None:
+    request = LoadRequest(model="demo", k_chunk=64, prompt_budget=0, context=256, speculate=True, gamma=3)
+    loaded = loader.load(request, ignore_progress, never_cancelled)
+    try:
+        engine: Any = loaded.engine
+        assert loaded.kv == "hierarchical"
+        assert engine.speculates
+        *_, last = engine.generate([5, 6, 7], SamplingOptions(temperature=0, max_tokens=20))
+        assert last.usage.speculation.gamma == 3
+        loaded = loader.tune(loaded, TuneRequest(k_chunk=8, prompt_budget=0), ignore_progress, never_cancelled)
+        assert engine.speculates
+    finally:
+        loaded.engine.close()
+    plain = loader.load(LoadRequest(model="demo", k_chunk=0, context=256), ignore_progress, never_cancelled)
+    plain.engine.close()
+    assert plain.speculation is None
+    request = LoadRequest(model="demo", k_chunk=0, kv="int8", context=256, speculate=True)
+    copied = loader.load(request, ignore_progress, never_cancelled)
+    engine = copied.engine
     engine.close()
+    assert not engine.speculates, "such a cache has no draft"
 
 
-def test_what_cannot_be_planned(caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(BackendError, match="triton, cpu, reference"):
-        planned(backend_name="metal")
-    for context in (0, 10**6):
-        with pytest.raises(RequestError, match=f"context of {context} tokens"):
-            planned(context=context)
-    with caplog.at_level(logging.WARNING), pytest.raises(OutOfMemoryError, match="100 MiB is free now"):
-        planned(backend_name="auto", memory=room(mib=100))
-    assert not caplog.records, "no other backend takes less of main memory, so none is tried"
+def test_sensitive_layers_are_found_on_the_evaluation_text(
+    catalogue: Catalogue, loader: Loader, tmp_path: Path
+) -> None:
+    reading = Loader(catalogue, tmp_path / "profiles", evaluation=evaluation_file())
+    how: Any = {"k_chunk": 0, "prompt_budget": 0, "context": 512, "speculate": True, "gamma": 2, "sensitive_layers": 2}
+    loaded = reading.load(LoadRequest(model="demo", **how), ignore_progress, never_cancelled)
+    engine: Any = loaded.engine
+    engine.close()
+    assert len(engine.decoder.options.sensitive_layers) == 2
+    with pytest.raises(RequestError, match="320 tokens of text at least"):
+        loader.load(LoadRequest(model="demo", **how), ignore_progress, never_cancelled)
+
+
+@pytest.mark.parametrize(("speculate", "drafts"), [(None, True), (False, False)])
+def test_what_was_measured_to_be_best_is_taken_with_the_load_and_with_another_budget(
+    loader: Loader, clock: Clock, tmp_path: Path, speculate: bool | None, drafts: bool
+) -> None:
+    common: dict[str, Any] = {"target": "residual", "perplexity": 9.0}
+    ways = (
+        DecodingMode(target="plain", gamma=0, seconds=0.010, perplexity=12.0),
+        DecodingMode(gamma=0, seconds=0.011, **common),
+        DecodingMode(gamma=2, seconds=0.008, acceptance_rate=0.9, **common),
+    )
+    model = StoredModel.open_folder(demo_path(), "demo")
+    key = profile_key(backend("cpu").device(DecoderOptions()), "cpu", model)
+    offers = (Offers(budget_percent=20.0, ways=ways, full=None, seconds=1.0, date=""),)
+    ProfileStore(tmp_path / "profiles").update(key, lambda profile: replace(profile, offers=offers))
+    request = LoadRequest(model="demo", kv="hierarchical", budget=20, prompt_budget=0, context=256, speculate=speculate)
+    loaded = loader.load(request, ignore_progress, never_cancelled)
+    try:
+        engine: Any = loaded.engine
+        assert engine.speculates is drafts
+        assert set(loaded.k_chunk.values()) == {1024} == {engine.decoder.options.k_chunk}
+        assert loaded.tuning is not None
+        assert loaded.tuning.measured_slowdown_percent == pytest.approx(-20 if drafts else 10)
+        other = loader.tune(loaded, TuneRequest(budget=10, prompt_budget=0), ignore_progress, never_cancelled)
+        assert not engine.speculates
+        assert max(other.k_chunk.values()) < 1024
+        loader.tune(other, TuneRequest(budget=20, prompt_budget=0), ignore_progress, never_cancelled)
+        assert engine.speculates is drafts
+    finally:
+        loaded.engine.close()
+
+
+@pytest.fixture
+def steady(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clocks on which compensation costs the same everywhere: a percent for every 16 channels per 1024."""
+
+    class Layers:
+        measured = True
+
+        def seconds(self, _kind: str, _n_tb: int, k_chunk: int) -> float:
+            return 1e-3 * (1 + k_chunk / 1600)
+
+    def slowdown(k_chunk: Mapping[str, int], _n_tb: Mapping[str, int]) -> float:
+        return sum(k_chunk.values()) / 16
+
+    monkeypatch.setattr(tuning, "clocks", lambda *_: Clocks(layers=Layers(), slowdown=slowdown))
+
+
+@pytest.mark.usefixtures("steady")
+def test_prompts_are_tuned_behind_the_first_answer(catalogue: Catalogue, tmp_path: Path) -> None:
+    """On a battery too. Conversations read without compensation are forgotten; a tuning that is stopped begins anew."""
+    loader = Loader(catalogue, tmp_path / "profiles", LoadOptions(context=256))
+    loaded = loader.load(LoadRequest(model="demo"), ignore_progress, never_cancelled)
+    engine = loaded.engine
+    assert isinstance(engine, Engine)
+    try:
+        prompt = engine.chat_prompt([{"role": "user", "content": "What is a slowdown budget?"}])
+
+        def cached() -> int:
+            *_, last = engine.generate(prompt, SamplingOptions(temperature=0, max_tokens=1))
+            assert last.usage is not None
+            return last.usage.cached_tokens
+
+        assert (loaded.prompts, cached()) == (PromptTuning.later(20.0), 0)
+        assert "not compensated yet" in PromptTuning.later(20.0).words
+        assert engine.decoder.options.prompt_k_chunk == 0
+        polled = iter([False] * 3)
+        assert loader.refine(loaded, lambda: next(polled, True)) is loaded
+        assert engine.decoder.options.prompt_k_chunk == 0
+        assert cached() == len(prompt) - 1
+        tuned = loader.refine(loaded, never_cancelled)
+        assert tuned.prompts is not None
+        assert not tuned.prompts.pending
+        assert engine.decoder.options.prompt_k_chunk == tuned.prompts.k_chunk
+        assert cached() == (0 if tuned.prompts.k_chunk else len(prompt) - 1)
+    finally:
+        engine.close()
+    again = loader.load(LoadRequest(model="demo"), ignore_progress, never_cancelled)
+    again.engine.close()
+    assert again.prompts == replace(tuned.prompts, cached=True)
+
+
+def test_an_interrupted_refinement_leaves_the_decoder_as_it_was_and_continues(
+    catalogue: Catalogue, tmp_path: Path, steady: None
+) -> None:
+    """It keeps a conversation too: the same prompt is answered from the cache, with the same tokens."""
+    defaults = LoadOptions(compensation=Compensation(budget_percent=10.0, prompt_budget_percent=0.0), context=256)
+    loader = Loader(catalogue, tmp_path / "profiles", defaults, evaluation=evaluation_file())
+    loaded = loader.load(LoadRequest(model="demo"), ignore_progress, never_cancelled)
+    try:
+        engine = loaded.engine
+        assert isinstance(engine, Engine)
+        prompt = engine.chat_prompt([{"role": "user", "content": "What is a slowdown budget?"}])
+
+        def answered() -> tuple[str, int]:
+            pieces = list(engine.generate(prompt, SamplingOptions(temperature=0, max_tokens=8)))
+            assert pieces[-1].usage is not None
+            return "".join(piece.text for piece in pieces), pieces[-1].usage.cached_tokens
+
+        text, _ = answered()
+        before = engine.decoder.options
+        for steps in (1, 50):
+            polled = iter([False] * steps)
+            assert loader.refine(loaded, lambda polled=polled: next(polled, True)) == loaded
+            assert engine.decoder.options == before
+            assert answered() == (text, len(prompt) - 1)
+        refined = loader.refine(loaded, never_cancelled)
+        assert refined.tuning is not None
+        assert refined.tuning.refined
+        assert refined.tuning.measured_slowdown_percent <= 10
+        assert refined.k_chunk == engine.decoder.options.k_chunk == refined.tuning.k_chunk
+        assert loader.refine(refined, lambda: pytest.fail("it is refined already")) is refined
+    finally:
+        loaded.engine.close()
+    again = loader.load(LoadRequest(model="demo"), ignore_progress, never_cancelled)
+    again.engine.close()
+    assert again.tuning == replace(refined.tuning, cached=True)
+    assert again.k_chunk == refined.k_chunk
+
+
+@pytest.mark.parametrize("hindered", ["battery", "conversations"])
+def test_nothing_is_refined_on_a_battery_or_at_a_conversations_cost(
+    hindered: str, catalogue: Catalogue, tmp_path: Path, steady: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    defaults = LoadOptions(compensation=Compensation(budget_percent=10.0, prompt_budget_percent=0.0), context=256)
+    loader = Loader(catalogue, tmp_path / "profiles", defaults, evaluation=evaluation_file())
+    loaded = loader.load(LoadRequest(model="demo"), ignore_progress, never_cancelled)
+    assert isinstance(loaded.engine, Engine)
+    try:
+        if hindered == "battery":
+            monkeypatch.setattr(loading, "on_battery", lambda: True)
+        else:
+            for first in range(loaded.engine.decoder.options.slots):
+                list(loaded.engine.generate([5 + first, 7, 8], SamplingOptions(temperature=0, max_tokens=1)))
+        assert loader.refine(loaded, lambda: pytest.fail("nothing is to be measured")) is loaded
+    finally:
+        loaded.engine.close()

@@ -68,6 +68,13 @@ def test_int8_lets_a_longer_context_fit() -> None:
     assert planned(940, kv="int8").context > 1.5 * planned(940).context
 
 
+def test_a_refusal_tells_what_is_lacking_however_little() -> None:
+    needed = planned(16_000, context=4096).needed_bytes
+    memory = replace(free(0), available_bytes=needed - 1)
+    with pytest.raises(OutOfMemoryError, match=f"needs {size(needed)} .* but 1 KiB less is free now"):
+        plan(spec(), WEIGHTS, kv="fp16", context=4096, memory=memory)
+
+
 def test_a_context_that_is_asked_for_is_kept() -> None:
     assert planned(16_000, context=30_000).context == 30_000
 

@@ -15,7 +15,7 @@ from runtime.backends.reference.decoder import ReferenceDecoder
 from runtime.errors import Cancelled, ContextOverflowError, RequestError
 from runtime.kv.kinds import KINDS, KVKind, bytes_per_token
 from runtime.measure.speed import Speed, default_lengths, measure, measure_at, peak_memory_bytes
-from tests.runtime.engine.conversations.talking import hybrid
+from tests.runtime.engine.talking import hybrid
 
 
 class ScriptedDecoder:

@@ -15,10 +15,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 from fake_engine import FakeHouse, make_service
 
-from runtime.server.app import create_app
-from runtime.server.listening import bind, listen
 from runtime.server.security import Security
-from runtime.server.service.service import Service
+from runtime.server.serve import bind, create_app, listen
+from runtime.server.service import Service
 
 BASE = "http://127.0.0.1:8080"
 MANAGEMENT = "management-token"

@@ -14,7 +14,7 @@ import numpy as np
 
 from models.errors import StoreError
 from models.progress import Progress
-from runtime.engine.generation import Piece, Usage
+from runtime.engine.generation import Piece, StopMatcher, Usage
 from runtime.errors import (
     BackendError,
     Cancelled,
@@ -24,15 +24,13 @@ from runtime.errors import (
     RequestError,
     SavedCacheError,
 )
-from runtime.server.service.interfaces import LoadedModel
-from runtime.server.service.service import Service
+from runtime.load.loading import LoadedModel
+from runtime.server.service import Service
 from runtime.text.sampling import Alternative, SamplingOptions, TokenLogprob
-from runtime.text.stopping import StopMatcher
 from runtime.text.tool_calls import Tool
 from runtime.wire.answers import CacheFacts, Holding, ModelEntry
 from runtime.wire.device import DeviceReport, Tuning
-from runtime.wire.inspection import Candidate, InspectedToken, Inspection
-from runtime.wire.requests import LoadRequest, QuantizeRequest, TuneRequest
+from runtime.wire.requests import Candidate, InspectedToken, Inspection, LoadRequest, QuantizeRequest, TuneRequest
 from tuner.curve import Curve
 
 CONTEXT = 200
@@ -130,7 +128,7 @@ class FakeEngine:
             receive(item)
         return bool(self._running)
 
-    def abandon(self, error: Exception) -> None:
+    def fail_all(self, error: Exception) -> None:
         while self._running:
             self._running.pop()[1](error)
 
@@ -245,7 +243,7 @@ def tuning(budget: float) -> Tuning:
 
 @dataclass
 class FakeHouse:
-    """Loader, catalogue and workshop of a service, and what they were asked for."""
+    """Loader, catalogue and builder of a service, and what they were asked for."""
 
     names: list[str] = field(default_factory=lambda: ["small", "org/other", "broken", "slow-to-load", "demo"])
     loads: list[LoadRequest] = field(default_factory=list)
@@ -258,6 +256,7 @@ class FakeHouse:
     gate: threading.Event = field(default_factory=threading.Event)
     refined: list[str] = field(default_factory=list)
     refined_gate: threading.Event = field(default_factory=threading.Event)
+    sampling: dict[str, float] = field(default_factory=dict)
 
     @property
     def engine(self) -> FakeEngine:
@@ -289,6 +288,7 @@ class FakeHouse:
             weight_bytes=600,
             kv_bytes=50,
             caches={"int4": CacheFacts(bytes_per_token=12.5, context=77)},
+            sampling=self.sampling,
         )
 
     def tune(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import socket
 import threading
@@ -76,8 +77,13 @@ BODIES: dict[str, bytes] = {
 }
 
 
-@pytest.mark.parametrize("kind", BODIES)
-@pytest.mark.parametrize("path", [CHAT, "/v1/responses", "/v1/completions", "/v1/embeddings"])
+OTHERS = ("/v1/responses", "/v1/completions", "/v1/embeddings")
+
+
+@pytest.mark.parametrize(
+    ("kind", "path"),
+    [*((kind, CHAT) for kind in BODIES), *((kind, OTHERS[at % len(OTHERS)]) for at, kind in enumerate(BODIES))],
+)
 async def test_bodies(client: httpx.AsyncClient, kind: str, path: str) -> None:
     began = time.monotonic()
     response = await client.post(path, content=BODIES[kind], headers={"Content-Type": "application/json"})
@@ -128,6 +134,93 @@ def test_a_client_that_is_slow_stops_nobody(serve: Callable[..., Any]) -> None:
     assert {answer.status_code for answer in answers} == {200}
     for each in slow:
         each.close()
+
+
+HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+UNFINISHED = {
+    "nothing": b"",
+    "half a header": HEAD + b"Content-Le",
+    "half a body": HEAD + b"Content-Length: 100\r\n\r\n{",
+    "a body that is refused": HEAD.replace(b"127.0.0.1", b"evil") + b"Content-Length: 100\r\n\r\n{",
+    "half of a second request": b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\nGET /hea",
+}
+
+
+@pytest.mark.parametrize("sent", UNFINISHED.values(), ids=UNFINISHED)
+def test_connections_that_wait_make_room(
+    serve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, sent: bytes
+) -> None:
+    """Ever fewer than the descriptors that the process may open."""
+    monkeypatch.setattr("runtime.server.serve.most_files", lambda: 16)
+    server = serve()
+    waiting = [socket.create_connection(("127.0.0.1", server.port), timeout=30) for _ in range(40)]
+    for each in waiting:
+        with contextlib.suppress(ConnectionError):  # it may have been closed already
+            each.sendall(sent)
+    assert httpx.post(f"{server.url}{CHAT}", json=body(), timeout=30).status_code == 200
+    assert sum(ended(each) for each in waiting[:32]) == 32
+    for each in waiting:
+        each.close()
+
+
+def ended(connection: socket.socket) -> bool:
+    """Whether the server closes a connection."""
+    with contextlib.suppress(ConnectionError):
+        while connection.recv(65536):
+            pass
+    return True
+
+
+@pytest.mark.parametrize("sent", UNFINISHED.values(), ids=UNFINISHED)
+def test_a_request_arrives_in_time(serve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
+    """A byte now and then does not help."""
+    monkeypatch.setattr("runtime.server.serve.ARRIVAL_S", 0.2)
+    server = serve()
+    connection = socket.create_connection(("127.0.0.1", server.port), timeout=30)
+    with connection, contextlib.suppress(ConnectionError):
+        connection.sendall(sent)
+        connection.settimeout(0.05)
+        for _ in range(600):
+            with contextlib.suppress(TimeoutError):
+                if not connection.recv(65536):
+                    return
+            connection.sendall(b"x")
+        pytest.fail("it is still open")
+
+
+def test_what_arrives_steadily_is_awaited_and_answered_at_length(
+    serve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("runtime.server.serve.ARRIVAL_S", 0.1)
+    monkeypatch.setattr("runtime.server.serve.SLOWEST", 1)
+    server = serve()
+    asked = json.dumps(body(messages=[{"role": "user", "content": "slow 100"}], stream=True)).encode()
+    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as connection:
+        connection.sendall(HEAD + f"Content-Length: {len(asked)}\r\nConnection: close\r\n\r\n".encode() + asked[:50])
+        time.sleep(0.3)
+        monkeypatch.setattr("runtime.server.serve.SLOWEST", 2**20)
+        connection.sendall(asked[50:])
+        answer = b"".join(iter(lambda: connection.recv(65536), b""))
+    assert answer.startswith(b"HTTP/1.1 200")
+    assert b"[DONE]" in answer
+
+
+def test_an_error_that_repeats_is_logged_once(
+    serve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As when no descriptor is left for another connection: asyncio says so thousands of times a second."""
+    errors, accept = iter([OSError(errno.EMFILE, "Too many open files")] * 300), socket.socket.accept
+
+    def failing(listener: socket.socket) -> Any:
+        if (error := next(errors, None)) is not None:
+            raise error
+        return accept(listener)
+
+    monkeypatch.setattr("asyncio.constants.ACCEPT_RETRY_DELAY", 0.01)
+    monkeypatch.setattr(socket.socket, "accept", failing)
+    assert httpx.get(f"{serve().url}/health", timeout=30).status_code == 200
+    assert [record.levelname for record in caplog.records if record.name == "asyncio"] == ["ERROR"]
+    assert "Traceback" not in caplog.text
 
 
 def test_a_reader_that_stops_reading_stops_nobody(serve: Callable[..., Any], house: FakeHouse) -> None:

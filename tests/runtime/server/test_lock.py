@@ -14,7 +14,7 @@ import pytest
 
 from runtime import program_version
 from runtime.server.lock import LockRecord, is_alive, lock_path, read_lock, remove_lock, write_lock
-from runtime.system.parent import process_create_time
+from runtime.system.lifetimes import process_create_time
 
 RECORD = LockRecord(pid=1234, create_time=1700000000.25, host="127.0.0.1", port=4321, token="secret", version="1.0")
 
@@ -75,11 +75,21 @@ def test_where_files_cannot_be_closed_to_others_none_is_written(
         json.dumps({**asdict(RECORD), "port": 70000}),
         json.dumps({**asdict(RECORD), "token": ""}),
         json.dumps({**asdict(RECORD), "create_time": None}),
+        json.dumps({**asdict(RECORD), "create_time": 10**400}),
+        json.dumps({**asdict(RECORD), "create_time": float("nan")}),
+        json.dumps({**asdict(RECORD), "pid": 10**30}),
+        json.dumps({**asdict(RECORD), "token": "a\nb"}),
+        json.dumps({**asdict(RECORD), "version": "\x1b[2J"}),
+        json.dumps({**asdict(RECORD), "version": "x" * 10**6}),
+        json.dumps(asdict(RECORD)).replace("1234", "9" * 5000),
+        '{"pid":' + "[" * 100_000,
+        "\ud800".encode("utf-16", "surrogatepass").decode("latin-1"),
         *(
             json.dumps({**asdict(RECORD), "host": host})
             for host in ("203.0.113.5", "0.0.0.0", "example.org", "::1%]@203.0.113.5:80/#")
         ),
     ],
+    ids=lambda content: content[:60],
 )
 def test_what_is_no_lock_file_counts_as_none(tmp_path: Path, content: str) -> None:
     """One that leads away from this machine is none either: it would be sent a token and chats."""

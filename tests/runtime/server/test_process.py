@@ -17,7 +17,7 @@ import pytest
 
 from runtime import program_version
 from runtime.server.lock import LockRecord, lock_path, read_lock, write_lock
-from runtime.system.parent import ParentWatch
+from runtime.system.lifetimes import ParentWatch, process_create_time
 
 FAKE = Path(__file__).parent / "fake_runtime.py"
 FROM = """
@@ -206,8 +206,8 @@ def test_the_real_module_explains_its_arguments() -> None:
 
 def test_starting_does_not_import_heavy_libraries() -> None:
     code = (
-        "import sys, runtime.server.process, runtime.server.app;"
-        "import runtime.server.store.loading, runtime.server.store.making;"
+        "import sys, runtime.server.process, runtime.server.serve;"
+        "import runtime.load.loading, runtime.load.catalogue;"
         "print([name for name in ('torch', 'transformers', 'numba', 'huggingface_hub') if name in sys.modules])"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -217,8 +217,18 @@ def test_starting_does_not_import_heavy_libraries() -> None:
 def test_a_living_parent_is_not_gone_and_a_reused_number_is() -> None:
     watch = ParentWatch(os.getpid())
     assert not watch.gone()
-    watch._created = 1.0
+    watch._parent = psutil.Process(os.getppid())
+    watch._parent._ident = (os.getpid(), 1.0)  # of an earlier process with the same number
+    watch._parent._pid = os.getpid()
     assert watch.gone()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="there, creation times follow the system's clock")
+def test_a_clock_that_is_set_ends_no_parent(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch = ParentWatch(os.getpid())
+    monkeypatch.setattr("psutil._pslinux.boot_time", lambda: time.time() + 3600)
+    assert process_create_time(os.getpid()) > time.time()
+    assert not watch.gone()
 
 
 @pytest.mark.parametrize(

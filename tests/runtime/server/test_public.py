@@ -6,12 +6,11 @@ from typing import Any
 
 import httpx
 import pytest
-from fake_engine import CONTEXT, FakeHouse, entry
+from fake_engine import CONTEXT, FakeHouse
 
-from runtime.server.app import create_app
 from runtime.server.security import Security
-from runtime.server.service.service import Service
-from runtime.wire.codec import to_json
+from runtime.server.serve import create_app
+from runtime.server.service import Service
 
 TIMINGS = {
     "k_chunk",
@@ -52,6 +51,9 @@ async def test_models(client: httpx.AsyncClient) -> None:
     body = (await client.get("/v1/models")).json()
     assert body["object"] == "list"
     assert {"id": "small", "object": "model", "created": 1700000000, "owned_by": "lowbit-chat"} in body["data"]
+    assert body["data"][0]["id"] != "demo"
+    await client.post("/v1/chat/completions", json={"model": "demo", "messages": [{"role": "user", "content": "hi"}]})
+    assert (await client.get("/v1/models")).json()["data"][0]["id"] == "demo", "many clients take the first one"
 
 
 @pytest.mark.parametrize("name", ["small", "org/other"])
@@ -200,18 +202,14 @@ async def test_top_p_zero_takes_the_most_likely_token(client: httpx.AsyncClient,
     assert house.engine.options[-1].top_k == 1
 
 
-@pytest.mark.parametrize("stop", ["c", ["z", " c"]])
-async def test_stop_strings_end_the_answer(client: httpx.AsyncClient, stop: object) -> None:
-    body = (await client.post("/v1/chat/completions", json=chat(stop=stop))).json()
-    assert body["choices"][0]["message"]["content"].strip() == "a b"
-    assert body["choices"][0]["finish_reason"] == "stop"
-
-
-async def test_content_may_be_parts_of_text(client: httpx.AsyncClient) -> None:
-    parts = [{"type": "text", "text": "echo pa"}, {"type": "text", "text": "rts"}]
-    messages = [{"role": "developer", "content": "be brief"}, {"role": "user", "content": parts}]
-    body = (await client.post("/v1/chat/completions", json={"model": "small", "messages": messages})).json()
-    assert body["choices"][0]["message"]["content"] == "parts"
+async def test_what_a_request_leaves_open_is_the_makers(client: httpx.AsyncClient, house: FakeHouse) -> None:
+    house.sampling.update(temperature=0.6, top_k=20, presence_penalty=1.5)
+    for path, body in (("chat/completions", chat()), ("responses", {"model": "small", "input": "echo x"})):
+        for own in ({}, {"temperature": 0.1, "presence_penalty": 0}):
+            assert (await client.post(f"/v1/{path}", json={**body, **own})).status_code == 200
+            options = house.engine.options[-1]
+            wanted = {"temperature": 0.6, "top_k": 20, "presence_penalty": 1.5, "top_p": 1.0, **own}
+            assert {name: getattr(options, name) for name in wanted} == wanted
 
 
 async def test_the_last_message_can_be_continued(client: httpx.AsyncClient, house: FakeHouse) -> None:
@@ -296,7 +294,7 @@ async def test_a_late_error_comes_in_the_stream(
     service: Service, house: FakeHouse, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A stream that waits for its model begins before it is known whether the prompt fits."""
-    monkeypatch.setattr("runtime.server.streaming.sse.__kwdefaults__", {"patience_s": 0.02})
+    monkeypatch.setattr("runtime.server.bodies.sse.__kwdefaults__", {"patience_s": 0.02})
     app = create_app(service, Security())
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
         asked = {**chat("echo " + "x " * CONTEXT, stream=True), "model": "slow-to-load"}
@@ -325,8 +323,3 @@ async def test_paths_that_are_not_there(client: httpx.AsyncClient, method: str, 
     assert response.status_code == status
     assert response.json()["error"]["type"] == "invalid_request_error"
     assert "access-control-allow-origin" not in response.headers
-
-
-def test_the_entry_of_a_model_is_complete() -> None:
-    body = to_json(entry("m", warning="w"))
-    assert {"name", "bits", "disk_bytes", "perplexity_after", "warning", "loaded", "bundled"} <= set(body)

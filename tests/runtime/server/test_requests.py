@@ -1,22 +1,25 @@
+"""Requests: what is read, refused, and named."""
+
 from __future__ import annotations
 
 import asyncio
 import json
 import threading
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import openai
 import pytest
+from fake_engine import CONTEXT
 from pydantic import BaseModel
 from starlette.requests import Request
 
-from runtime.server import reading
+from runtime.server import bodies
+from runtime.server.bodies import Reader, parse
 from runtime.server.errors import ApiError
-from runtime.server.openai.embeddings import EmbeddingsRequest
-from runtime.server.openai.requests import ChatRequest, CompletionRequest
-from runtime.server.openai.response_requests import ResponsesRequest
-from runtime.server.reading import Reader, parse
+from runtime.server.openai.requests import ChatRequest, CompletionRequest, EmbeddingsRequest
+from runtime.server.openai.responses_api import ResponsesRequest
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 COMPLETION = {"model": "m", "prompt": "hi"}
@@ -41,9 +44,12 @@ def read_completion(body: dict[str, Any]) -> CompletionRequest:
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 STRICT_TOOL = {"type": "function", "function": {"name": "f", "strict": True, "parameters": {"uniqueItems": True}}}
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-BROKEN_CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{"}}
-DEEP_CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "[" * 100_000}}
 JSON = {"type": "json_object"}
+
+
+def ALLOWED(name: str, mode: str = "auto") -> dict[str, Any]:
+    own = {"mode": mode, "tools": [{"type": "function", "function": {"name": name}}]}
+    return {"type": "allowed_tools", "allowed_tools": own}
 
 
 def schema(schema: dict[str, Any]) -> dict[str, Any]:
@@ -65,22 +71,18 @@ def message(**fields: Any) -> dict[str, Any]:
         (message(role="robot"), "messages[0].role"),
         (message(role=1), "messages[0].role"),
         (message(content=3), "messages[0].content"),
-        (message(content=None), "messages[0].content"),
         (message(content=[{"type": "text", "text": 3}]), "messages[0].content[0].text"),
         (message(content=[{"text": "a"}]), "messages[0].content[0].type"),
         (message(content=[{"type": "image_url", "image_url": {"url": "x"}}]), "messages[0].content[0]"),
-        (message(role="tool", tool_call_id="1"), "messages[0].tool_call_id"),
         (message(role="function", name="f"), "messages[0]"),
         (message(role="assistant", tool_calls=[{"id": "1"}]), "messages[0].tool_calls[0].function"),
         (message(role="user", tool_calls=[CALL]), "messages[0].tool_calls"),
-        (message(role="assistant", tool_calls=[BROKEN_CALL]), "messages[0].tool_calls[0]"),
-        (message(role="assistant", tool_calls=[DEEP_CALL]), "messages[0].tool_calls[0]"),
         ({"temperature": "warm"}, "temperature"),
         ({"temperature": -0.1}, "temperature"),
         ({"temperature": 2.1}, "temperature"),
         ({"temperature": True}, "temperature"),
         ({"top_p": 1.1}, "top_p"),
-        ({"top_k": -1}, "top_k"),
+        ({"top_k": -2}, "top_k"),
         ({"top_k": 1.5}, "top_k"),
         ({"top_k": 2**31}, "top_k"),
         ({"min_p": 2}, "min_p"),
@@ -88,7 +90,6 @@ def message(**fields: Any) -> dict[str, Any]:
         ({"seed": "x"}, "seed"),
         ({"seed": 2**63}, "seed"),
         ({"stop": 3}, "stop"),
-        ({"stop": ""}, "stop"),
         ({"stop": ["a", 3]}, "stop[1]"),
         ({"stop": ["x"] * 16}, "stop"),
         ({"max_tokens": 0}, "max_tokens"),
@@ -108,11 +109,10 @@ def message(**fields: Any) -> dict[str, Any]:
         ({"n": 0}, "n"),
         ({"n": "one"}, "n"),
         ({"tools": [{"type": "function"}]}, "tools[0].function"),
-        ({"tools": [{"type": "search"}]}, "tools[0].type"),
-        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+        ({"tools": [{"type": "function", "function": {"name": "a" * 129}}]}, "tools[0].function.name"),
+        ({"tools": [{"type": "search"}], "tool_choice": "required"}, "tool_choice"),
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": 3}}]}, "tools[0].function.parameters"),
-        ({"tools": [TOOL, TOOL]}, "tools"),
-        ({"tools": [TOOL] * 129}, "tools"),
+        ({"tools": [TOOL] * 513}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": "sometimes"}, "tool_choice"),
         ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
@@ -124,7 +124,9 @@ def message(**fields: Any) -> dict[str, Any]:
         ({"response_format": schema({"type": "nonsense"})}, "response_format"),
         ({"response_format": schema({"type": "string", "format": 3})}, "response_format"),
         ({"response_format": JSON, "structured_outputs": {"regex": "a"}}, "structured_outputs"),
-        ({"response_format": JSON, "tools": [TOOL], "tool_choice": "required"}, "tools"),
+        ({"response_format": schema({"type": "nonsense"}), "tools": [TOOL]}, "response_format"),
+        ({"response_format": schema({"type": "integer", "minimum": 10**40})}, "response_format"),
+        ({"response_format": JSON, "tools": [STRICT_TOOL]}, "tools"),
         ({"structured_outputs": {}}, "structured_outputs"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
         ({"structured_outputs": {"regex": "["}}, "structured_outputs"),
@@ -133,7 +135,16 @@ def message(**fields: Any) -> dict[str, Any]:
         ({"structured_outputs": {"grammar": "start: " + "a" * 16_384}}, "structured_outputs.grammar"),
         ({"modalities": ["text", "audio"]}, "modalities"),
         ({"audio": {"voice": "x"}}, "audio"),
-        ({"frequency_penalty": 0.5}, "frequency_penalty"),
+        ({"repetition_penalty": 1e-300}, "repetition_penalty"),
+        ({"frequency_penalty": -2.5}, "frequency_penalty"),
+        ({"mirostat": 2}, "mirostat"),
+        ({"ignore_eos": True}, "ignore_eos"),
+        ({"typical_p": 0.5}, "typical_p"),
+        ({"grammar": "root ::= nowhere ::="}, "grammar"),
+        ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_choice"),
+        ({"format": "xml"}, "response_format.json_schema.schema"),
+        ({"guided_regex": "a", "response_format": JSON}, "guided_regex"),
+        ({"tools": [TOOL], "tool_choice": ALLOWED("other")}, "tool_choice"),
         ({"presence_penalty": 3}, "presence_penalty"),
         ({"logit_bias": {"5": 100}}, "logit_bias"),
         ({"continue_final_message": 1}, "continue_final_message"),
@@ -205,13 +216,167 @@ def test_what_does_no_harm_is_accepted(change: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     "body",
-    [b"", b"{", b"[]", b"3", b"null", b"\xff\xfe", b'{"a": NaN}', b'{"a": "\\ud800"}', b"[" * 100_000, b'{"a":1}x'],
+    [b"", b"{", b"[]", b"3", b"null", b"\xff\xfe", b'{"a": NaN}', b'{"a": "\\ud80"}', b"[" * 100_000, b'{"a":1}x'],
     ids=str,
 )
 def test_a_body_that_is_no_json_object(body: bytes) -> None:
     with pytest.raises(ApiError) as failure:
         parse(body, ChatRequest)
     assert (failure.value.status, failure.value.record.code) == (400, "invalid_json")
+
+
+@pytest.mark.parametrize(
+    ("sent", "read"),
+    [
+        (rb"a \ud83d\u2026", "a \ufffd…"),
+        (rb"\ude00", "\ufffd"),
+        (rb"\uD83D\uDE00 \ud83d", "😀 \ufffd"),
+        (rb"\ud83d\ud83d\ude00", "\ufffd😀"),
+        (rb"\\ud83d \" \u0000", '\\ud83d " \0'),
+        ("\ufeff".encode(), "\ufeff"),
+    ],
+)
+@pytest.mark.parametrize("kind", [ChatRequest, CompletionRequest, EmbeddingsRequest, ResponsesRequest])
+def test_half_an_emoji_is_replaced(kind: Any, sent: bytes, read: str) -> None:
+    """JavaScript writes such texts where it cuts one in the middle of an emoji."""
+    texts = {ChatRequest: b'"messages": [{"role": "user", "content": "%b"}]', CompletionRequest: b'"prompt": "%b"'}
+    body = b'\xef\xbb\xbf{"model": "m", "tools": [], ' + texts.get(kind, b'"input": "%b"').replace(b"%b", sent) + b"}"
+    asked = parse(body, kind)
+    text = asked.messages[0].content if kind is ChatRequest else getattr(asked, "prompt", None) or asked.input
+    assert text == read
+
+
+@pytest.mark.parametrize(
+    ("arguments", "passed_on"),
+    [
+        ('{"key": "al', {"key": "al"}),
+        ('{"a": 1, "b": [2, {"c', {"a": 1, "b": [2, {}]}),
+        ('{"a": 1}', {"a": 1}),
+        ({"a": 1}, {"a": 1}),
+        ("[1]", {"arguments": [1]}),
+        (["x"], {"arguments": ["x"]}),
+        ("rm -rf", {"arguments": "rm -rf"}),
+        ("5", {"arguments": 5}),
+        *((nothing, {}) for nothing in ("", "{", "[]", "null", None, [])),
+        ("[" * 100_000, {"arguments": "[" * 100_000}),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_calls_in_the_history_are_passed_on(arguments: Any, passed_on: dict[str, Any]) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    asked = read_chat({**CHAT, **message(role="assistant", content=None, tool_calls=[call])})
+    (said,) = asked.conversation[0][0]["tool_calls"]
+    assert said["function"] == {"name": "f", "arguments": passed_on}
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
+
+
+def test_what_can_not_be_used_is_left_out_and_named() -> None:
+    tools = [TOOL, {"type": "web_search"}, TOOL, {"type": "custom", "custom": {"name": 3}}]
+    messages = [
+        {"role": "user", "content": ["look", IMAGE]},
+        {
+            "role": "assistant",
+            "content": [{"type": "thinking", "thinking": "hm"}, {"type": "refusal", "refusal": "no"}],
+        },
+        {"role": "tool", "content": [IMAGE]},
+        *CHAT["messages"],
+    ]
+    asked = read_chat({**CHAT, "tools": tools, "messages": messages})
+    assert [tool.name for tool in asked.tool_use.tools] == ["f"]
+    told, left_out = asked.conversation
+    assert [one["content"] for one in told] == ["look\n[image_url left out]", "no", "[image_url left out]", "hi"]
+    assert left_out == [
+        "tools[1] (web_search)",
+        "tools[2] (f again)",
+        "tools[3] (custom)",
+        "messages[0].content[1] (image_url)",
+        "messages[1].content[0] (thinking)",
+        "messages[2].content[0] (image_url)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("given", "structured"),
+    [
+        ({"guided_json": {"type": "integer"}}, {"json": {"type": "integer"}}),
+        ({"guided_json": '{"type": "integer"}'}, {"json": {"type": "integer"}}),
+        ({"guided_regex": "a+"}, {"regex": "a+"}),
+        ({"guided_choice": ["a", "b"]}, {"choice": ["a", "b"]}),
+        ({"guided_grammar": 'start: "a"'}, {"grammar": 'start: "a"'}),
+        ({"json_schema": {"type": "integer"}}, {"json": {"type": "integer"}}),
+        ({"response_format": {"type": "json_object", "schema": {"type": "integer"}}}, {"json": {"type": "integer"}}),
+        ({"format": {"type": "integer"}}, {"json": {"type": "integer"}}),
+        ({"format": "json"}, {"json": {"type": "object"}}),
+    ],
+    ids=str,
+)
+def test_forms_of_other_servers_are_obeyed(given: dict[str, Any], structured: dict[str, Any]) -> None:
+    own = read_chat({**CHAT, "structured_outputs": structured}).sampling().grammar
+    assert own is not None
+    assert read_chat({**CHAT, **given}).sampling().grammar == own
+    assert read_completion({**COMPLETION, **given}).sampling().grammar == own
+
+
+def test_a_grammar_of_llama_cpp_is_obeyed() -> None:
+    grammar = read_chat({**CHAT, "grammar": 'root ::= "yes" | "no" [a-z]*'}).sampling().grammar
+    assert grammar is not None
+    assert '"yes"' in grammar.text.replace("\\", "")
+
+
+@pytest.mark.parametrize(
+    ("given", "field", "value"),
+    [
+        ({"max_tokens": 12.0}, "max_tokens", 12),
+        ({"max_tokens": -1}, "max_tokens", 2**31 - 1),
+        ({"n_predict": 7}, "max_tokens", 7),
+        ({"top_k": -1}, "top_k", 0),
+        ({"top_k": 5.0}, "top_k", 5),
+        ({"seed": 3.0}, "seed", 3),
+        ({"stop": ""}, "stop", ()),
+        ({"stop": ["", "a"]}, "stop", ("a",)),
+        ({"repeat_penalty": 1.5}, "repetition_penalty", 1.5),
+        ({"presence_penalty": 1.5, "frequency_penalty": -1}, "presence_penalty", 1.5),
+        ({"n": 1.0, "user": 3, "metadata": 3, "messages": [{"role": "user"}]}, "temperature", 1),
+    ],
+    ids=str,
+)
+def test_values_that_every_other_server_takes(given: dict[str, Any], field: str, value: object) -> None:
+    assert getattr(read_chat({**CHAT, **given}).sampling(), field) == value
+
+
+@pytest.mark.parametrize(
+    ("given", "variables"),
+    [
+        ({"reasoning_effort": "high"}, {"reasoning_effort": "high", "thinking": True}),
+        (
+            {"reasoning_effort": "none"},
+            {"reasoning_effort": "none", "enable_thinking": False, "thinking": False},
+        ),
+        (
+            {"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "x"}},
+            {"reasoning_effort": "x", "thinking": True},
+        ),
+        ({}, {}),
+    ],
+    ids=str,
+)
+def test_an_effort_sets_the_variables_of_templates(given: dict[str, Any], variables: dict[str, Any]) -> None:
+    assert read_chat({**CHAT, **given}).variables == variables
+
+
+@pytest.mark.parametrize("field", ["reasoning_content", "reasoning"])
+def test_reasoning_in_the_history_is_passed_on(field: str) -> None:
+    asked = read_chat({**CHAT, **message(role="assistant", **{field: "hm"})})
+    assert asked.conversation[0][0]["reasoning_content"] == "hm"
+
+
+def test_a_choice_among_some_of_the_tools() -> None:
+    other = {"type": "function", "function": {"name": "g"}}
+    for mode in ("auto", "required"):
+        use = read_chat({**CHAT, "tools": [TOOL, other], "tool_choice": ALLOWED("g", mode)}).tool_use
+        assert ([tool.name for tool in use.tools], use.required) == (["g"], mode == "required")
 
 
 def test_infinity_is_no_temperature() -> None:
@@ -225,7 +390,7 @@ def test_an_infinite_number_is_not_handed_on(kind: type[BaseModel]) -> None:
     flat = {**TOOL, **TOOL["function"], "parameters": {"a": [12345]}}
     body = {**CHAT, "input": "x", "tools": [{**flat, "function": flat}]}
     with pytest.raises(ApiError, match="finite"):
-        parse(json.dumps(body).replace("12345", "1e999").encode(), kind)
+        assert parse(json.dumps(body).replace("12345", "1e999").encode(), kind).tool_use
 
 
 REQUESTS = (ChatRequest, CompletionRequest, EmbeddingsRequest, ResponsesRequest)
@@ -290,7 +455,7 @@ def test_a_hundred_thousand_mistakes_take_the_memory_of_one(what: str) -> None:
     ("items", "said"), [("[]", "lists and objects"), ('{"a":1}', "lists and objects"), ("1000", "values")]
 )
 def test_what_would_fill_the_memory_is_counted_before_it_is_made(items: str, said: str) -> None:
-    count = reading.MAX_VALUES + 1 if said == "values" else reading.MAX_GROUPS + 1
+    count = bodies.MAX_VALUES + 1 if said == "values" else bodies.MAX_GROUPS + 1
     body = f'{{"model": "m", "unknown": [{",".join([items] * count)}]}}'.encode()
     tracemalloc.start()
     try:
@@ -323,15 +488,57 @@ async def test_large_bodies_are_read_beside_the_event_loop_and_one_by_one() -> N
         inside.clear()
         return threading.get_ident()
 
-    assert await read(reading.LARGE_BYTES) == own
-    assert own not in await asyncio.gather(*(read(reading.LARGE_BYTES + 1) for _ in range(4)))
+    assert await read(bodies.LARGE_BYTES) == own
+    assert own not in await asyncio.gather(*(read(bodies.LARGE_BYTES + 1) for _ in range(4)))
 
 
 def test_a_message_is_not_as_long_as_what_it_repeats() -> None:
-    part = {"type": "x" * 1_000_000}
+    part = {"type": "image" + "x" * 1_000_000}
     with pytest.raises(ApiError) as failure:
         read_chat({**CHAT, **message(content=[part])})
     assert len(str(failure.value)) < 1100
     assert str(failure.value).startswith("messages[0].content[0] is of type")
     assert str(failure.value).endswith("the models here read only text")
     assert len(ApiError(400, "x", param="y" * 10_000).record.param or "") < 1100
+
+
+@pytest.fixture
+def client(serve: Callable[..., Any]) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{serve().url}/v1", api_key="x", max_retries=0) as client:
+        yield client
+
+
+def test_texts_and_tokens(client: openai.OpenAI) -> None:
+    answer = client.embeddings.create(model="small", input=["one", "two words"])
+    assert [one.index for one in answer.data] == [0, 1]
+    assert answer.data[0].embedding == pytest.approx([0.70710678, 0.70710678, 0, 0])
+    assert answer.usage.prompt_tokens == 3
+    plain = client.embeddings.create(model="small", input="one", encoding_format="float")
+    assert plain.data[0].embedding == pytest.approx(answer.data[0].embedding)
+    assert client.embeddings.create(model="small", input=[1, 2]).usage.prompt_tokens == 2
+    assert len(client.embeddings.create(model="small", input=[[1], [2, 3]]).data) == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"input": ""}, "input"),
+        ({"input": ["a", ""]}, "input"),
+        ({"input": []}, "input"),
+        ({"input": [["a"]]}, "input[0][0]"),
+        ({"dimensions": 5}, "dimensions"),
+        ({"input": [20_000]}, "input"),
+        ({"input": ["a", "x " * CONTEXT]}, "input[1]"),
+        ({"encoding_format": "hex"}, "encoding_format"),
+    ],
+)
+def test_what_is_wrong_is_named(client: openai.OpenAI, change: dict[str, Any], param: str) -> None:
+    with pytest.raises(openai.BadRequestError) as failure:
+        client.embeddings.create(**{"model": "small", "input": "a", **change})
+    assert failure.value.param is not None
+    assert failure.value.param.split("[")[0] == param.split("[")[0]
+
+
+def test_an_unknown_model(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError):
+        client.embeddings.create(model="nowhere", input="a")

@@ -12,9 +12,9 @@ import pytest
 from fake_engine import FakeEngine, FakeHouse
 from pydantic import BaseModel
 
+from runtime.server.bodies import parse
 from runtime.server.errors import ApiError
-from runtime.server.openai.response_requests import ResponsesRequest
-from runtime.server.reading import parse
+from runtime.server.openai.responses_api import ResponsesRequest
 from runtime.text.constraint import Grammar
 
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
@@ -28,7 +28,7 @@ class Sum(BaseModel):
 def read(body: dict[str, Any]) -> None:
     asked = parse(json.dumps(body).encode(), ResponsesRequest)
     asked.check()
-    assert asked.messages
+    assert asked.messages({})
     asked.sampling()
 
 
@@ -68,6 +68,9 @@ def test_a_cut_text_is_incomplete(client: openai.OpenAI) -> None:
     assert (answer.status, answer.output_text) == ("incomplete", "0 1 2")
     assert answer.incomplete_details is not None
     assert answer.incomplete_details.reason == "max_output_tokens"
+    answer = client.responses.create(model="small", input=f"echo {CALL}", tools=[ADD], max_output_tokens=4)
+    (call,) = answer.output
+    assert (answer.status, call.type, call.status) == ("incomplete", "function_call", "incomplete")
 
 
 def test_a_conversation_with_a_tool(client: openai.OpenAI, house: FakeHouse) -> None:
@@ -81,6 +84,72 @@ def test_a_conversation_with_a_tool(client: openai.OpenAI, house: FakeHouse) -> 
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "3"}
     items = [*first, *(item.model_dump() for item in asked.output), result, {"role": "user", "content": "echo done"}]
     assert client.responses.create(model="small", input=items, tools=[ADD]).output_text == "done"
+
+
+def test_an_agents_request(client: openai.OpenAI, house: FakeHouse) -> None:
+    """Tools of other kinds and what they leave behind, two system messages, an effort; shaped as coding agents ask."""
+    call = {"type": "function_call", "call_id": "c1", "name": "add", "arguments": '{"a": '}
+    body = {
+        "model": "small",
+        "instructions": "You are an agent.",
+        "input": [
+            {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Rules."}]},
+            {"role": "user", "content": [{"type": "input_text", "text": "one"}, {"type": "input_text", "text": "two"}]},
+            {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
+            call,
+            {"type": "function_call_output", "call_id": "c1", "output": [{"type": "input_text", "text": "failed"}]},
+            {"type": "local_shell_call", "call_id": "c2", "action": {"command": ["ls"]}, "status": "completed"},
+            {"type": "local_shell_call_output", "call_id": "c2", "output": {"code": 0}},
+            {"type": "custom_tool_call", "call_id": "c3", "name": "patch", "input": "*** Begin"},
+            {"type": "custom_tool_call_output", "call_id": "c3", "output": "done"},
+            {"type": "reasoning", "encrypted_content": "x", "summary": []},
+            {"type": "web_search_call", "id": "ws_1", "status": "completed"},
+            {"role": "user", "content": "echo hi"},
+        ],
+        "tools": [ADD, {"type": "namespace", "name": "mcp__x", "tools": [ADD]}, {"type": "web_search"}],
+        "reasoning": {"effort": "low", "summary": "auto"},
+        "include": ["reasoning.encrypted_content"],
+        "store": False,
+        "stream": True,
+        "text": {"verbosity": "low"},
+    }
+    answer = httpx.post(f"{client.base_url}responses", json=body, headers={"Authorization": "Bearer x"})
+    assert answer.status_code == 200
+    assert '"hi"' in answer.text
+    named = "tools[1] (namespace); tools[2] (web_search); input[9] (reasoning); input[10] (web_search_call)"
+    assert answer.headers["X-Left-Out"] == named
+    assert house.engine.variables == {"reasoning_effort": "low", "thinking": True}
+    assert [tool.name for tool in house.engine.tools] == ["add"]
+    messages, _ = parse(json.dumps(body).encode(), ResponsesRequest).messages({})
+    assert [message["role"] for message in messages] == [
+        *("system", "system", "user", "assistant", "tool", "assistant", "tool", "assistant", "tool", "user")
+    ]
+    assert messages[2]["content"] == "one\ntwo"
+    assert messages[3]["reasoning_content"] == "hm"
+    called = [call["function"] for message in messages for call in message.get("tool_calls", ())]
+    assert called == [
+        {"name": "add", "arguments": {}},
+        {"name": "local_shell", "arguments": {"command": ["ls"]}},
+        {"name": "patch", "arguments": {"arguments": "*** Begin"}},
+    ]
+    assert [message["content"] for message in messages if message["role"] == "tool"] == [
+        "failed",
+        '{"code": 0}',
+        "done",
+    ]
+
+
+def test_answers_can_be_referred_to(client: openai.OpenAI) -> None:
+    """Clients that believe answers to be stored send references instead of what was said."""
+    first = client.responses.create(model="small", input="echo a b c")
+    reference: Any = {"type": "item_reference", "id": first.output[0].id}
+    again: Any = [{"role": "user", "content": "x"}, reference, {"role": "user", "content": "echo so"}]
+    answer = client.responses.with_raw_response.create(model="small", input=again)
+    assert "X-Left-Out" not in answer.headers
+    assert answer.parse().usage.input_tokens == 6
+    again[1] = {"type": "item_reference", "id": "msg_unknown"}
+    answer = client.responses.with_raw_response.create(model="small", input=again)
+    assert answer.headers["X-Left-Out"] == "input[1] (item_reference)"
 
 
 def test_events_of_a_stream(client: openai.OpenAI) -> None:
@@ -137,20 +206,20 @@ def test_forms_of_the_answer(client: openai.OpenAI, house: FakeHouse) -> None:
     [
         ({"input": []}, "input"),
         ({"input": 3}, "input"),
-        ({"input": [{"type": "message", "role": "user"}]}, "input[0]"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+        ({"input": [{"type": "message"}]}, "input[0]"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),
         ({"input": [{"type": "reasoning", "summary": []}]}, "input"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input[0].content[0]"),
-        ({"input": [{"type": "function_call_output", "call_id": "1", "output": "x"}]}, "messages[0].tool_call_id"),
+        ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0]"),
         ({"input": [{"type": "function_call", "name": "f"}]}, "input[0]"),
-        ({"input": [{"type": "function_call", "name": "f", "call_id": "x" * 201}]}, "input[0].call_id"),
-        ({"input": [{"type": "function_call", "name": "f", "call_id": ""}]}, "input[0].call_id"),
+        ({"input": [{"type": "function_call", "name": "f", "call_id": ""}]}, "input[0]"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"background": True}, "background"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format"),
         ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "no"}}}}, "text.format"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "function", "name": 3}]}, "tools[0].name"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"temperature": 3}, "temperature"),
     ],

@@ -12,9 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from schemathesis import Case
 from schemathesis.generation import GenerationMode
 
-from runtime.server.app import create_app
-from runtime.server.openai.openapi import document
+from runtime.server.openai.public import document
 from runtime.server.security import Security
+from runtime.server.serve import create_app
 
 EXAMPLES = 60
 SIMPLE = frozenset({"model", "stream", "temperature", "top_p", "seed", "stop", "tools"})

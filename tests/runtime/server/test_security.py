@@ -6,9 +6,9 @@ import httpx
 import pytest
 
 from runtime.errors import RequestError
-from runtime.server.app import create_app
 from runtime.server.security import Security
-from runtime.server.service.service import Service
+from runtime.server.serve import create_app
+from runtime.server.service import Service
 from runtime.system.hosts import is_loopback
 
 PATHS = ["/v1/models", "/runtime/status", "/nothing"]

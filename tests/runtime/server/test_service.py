@@ -6,13 +6,14 @@ from collections.abc import Callable
 from contextlib import aclosing
 
 import pytest
-from fake_engine import CONTEXT, SLOW_BUDGET, FakeHouse, make_service
+from fake_engine import SLOW_BUDGET, FakeHouse, make_service
 
 from runtime.compensation import DEFAULT_BUDGET_PERCENT
 from runtime.engine.generation import Piece
 from runtime.errors import RequestError
+from runtime.load.loading import Accepted
 from runtime.server.errors import ApiError
-from runtime.server.service.service import Accepted, GenerationRequest, Service
+from runtime.server.service import GenerationRequest, Service
 from runtime.text.sampling import SamplingOptions
 from runtime.wire.requests import LoadRequest, TuneRequest
 
@@ -244,14 +245,6 @@ async def test_answers_carry_the_compensation_they_had(service: Service) -> None
     assert (accepted.k_chunk, accepted.slowdown_percent) == ({"qkv": 10}, 9.0)
 
 
-async def test_a_prompt_that_does_not_fit_is_refused_before_anything_is_accepted(service: Service) -> None:
-    with pytest.raises(ApiError) as failure:
-        await answer(service, "echo " + "x " * CONTEXT)
-    assert (failure.value.status, failure.value.record.code) == (400, "context_length_exceeded")
-    assert failure.value.record.param == "messages"
-    assert service.status().state == "ready"
-
-
 async def test_a_failure_in_the_middle_leaves_the_model_ready(service: Service) -> None:
     with pytest.raises(ApiError, match="NaN") as failure:
         await answer(service, "echo one BREAK two")
@@ -271,20 +264,6 @@ async def test_an_unexpected_failure_does_not_tell_its_text(service: Service, ca
     assert "secret" not in failure.value.record.message
     assert "a secret" in caplog.text
     assert await answer(service, "echo on") == "on"
-
-
-async def test_chat_stops_of_the_model_join_the_callers(service: Service, house: FakeHouse) -> None:
-    request = GenerationRequest(
-        model="small",
-        prompt=lambda engine: engine.text_prompt("echo a"),
-        options=SamplingOptions(stop=("END",)),
-        chat=True,
-        trim=True,
-    )
-    async for _ in service.generate(request):
-        pass
-    assert house.engine.options[-1].stop == ("END", "<turn>")
-    assert house.engine.trims == [True]
 
 
 async def test_too_many_waiting_requests_are_refused() -> None:

@@ -15,7 +15,7 @@ from assets import demo_path
 from models.store import StoredModel
 from runtime.backends.decoder import DecoderOptions
 from runtime.engine.engine import Engine
-from runtime.load.open import open_engine
+from runtime.load.plan import open_engine
 from runtime.text.constraint import Grammar
 
 
@@ -112,6 +112,7 @@ def test_wishes_reach_the_engine(client: openai.OpenAI, house: FakeHouse) -> Non
         {"extra_body": {"structured_outputs": {"grammar": 'start: "x"'}}},
         {"tools": TOOLS, "tool_choice": "required"},
         {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "weather"}}},
+        {"tools": TOOLS, "response_format": {"type": "json_object"}},
     ]
     for form in forms:
         client.chat.completions.create(model="small", messages=ask, **form)
@@ -120,10 +121,13 @@ def test_wishes_reach_the_engine(client: openai.OpenAI, house: FakeHouse) -> Non
     assert given[0] is None
     assert given[1] == Grammar.of_schema({"type": "object"})
     assert None not in given[1:5]
-    assert given[7] == Grammar.of_regex("[0-9]")
+    assert given[7] == given[1]
+    assert given[8] == Grammar.of_regex("[0-9]")
     calls = [options.calls for options in house.engine.options]
     assert calls[5] == calls[6]
     assert calls[5].required
+    assert calls[7] is not None
+    assert not calls[7].required
     assert calls[:5] == [None] * 5
 
 
@@ -145,7 +149,8 @@ def test_a_call_that_does_not_fit_is_asked_for_once_more(
 ) -> None:
     call = f'<tool_call>{{"name": "weather", "arguments": {{"city": "{city}"}}}}</tool_call>'
     ask: Any = [{"role": "user", "content": f"echo {call}"}]
-    more: Any = {"tools": CHECKED, "extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}
+    variables = {"chat_template_kwargs": {"enable_thinking": False}}
+    more: Any = {"tools": CHECKED, "response_format": {"type": "json_object"}, "extra_body": variables}
     if stream:
         with client.chat.completions.stream(model="small", messages=ask, **more) as events:
             answer = events.get_final_completion()
@@ -154,6 +159,7 @@ def test_a_call_that_does_not_fit_is_asked_for_once_more(
     assert house.engine.variables == {"enable_thinking": False}
     given = [options.calls for options in house.engine.options]
     assert [rules.required for rules in given] == [False, True][:times]
+    assert [options.grammar is None for options in house.engine.options] == [False, True][:times]
     message = answer.choices[0].message
     if times == 1:
         (found,) = message.tool_calls or ()

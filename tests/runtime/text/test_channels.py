@@ -9,8 +9,7 @@ import pytest
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Fast
 
-from runtime.text.channels import CHANNEL_MARKS
-from runtime.text.paired_marks import PAIRED_MARKS
+from runtime.text.channels import CHANNEL_MARKS, PAIRED_MARKS
 from runtime.text.reasoning import split_reasoning
 from runtime.text.tokenizer import Detokenizer, Tokenizer
 

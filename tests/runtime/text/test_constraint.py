@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Iterator
@@ -10,14 +11,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from llguidance import LLMatcher, LLTokenizer
 
 from assets import demo_path
 from models.store import StoredModel
 from runtime.backends.decoder import DecoderOptions
 from runtime.engine.engine import Engine
 from runtime.errors import RequestError
-from runtime.load.open import open_engine
+from runtime.load.plan import open_engine
 from runtime.text.constraint import ANY_OBJECT, Constraint, Constraints, Grammar
+from runtime.text.enforceable import enforceable
 from runtime.text.sampling import Sampler, SamplingOptions
 from runtime.text.tokenizer import Tokenizer
 
@@ -84,6 +87,7 @@ def test_a_regular_expression_and_a_grammar(constraints: Constraints, tokenizer:
     text = drawn(constraints.begin(date), tokenizer, 1)
     assert text is not None
     assert re.fullmatch(r"20\d\d-\d\d-\d\d", text)
+    assert Grammar.of_lark("start: <|special|> <[9]>")
     sums = Grammar.of_lark('start: term ("+" term){3}\nterm: /[1-9][0-9]?/')
     text = drawn(constraints.begin(sums), tokenizer, 2)
     assert text is not None
@@ -118,6 +122,106 @@ def test_the_end_may_come_when_the_grammar_is_complete_and_not_before(
 def test_what_cannot_be_enforced_is_refused(make: Any, said: str) -> None:
     with pytest.raises(RequestError, match=said):
         make()
+
+
+A: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+B: dict[str, Any] = {"type": "object", "properties": {"b": {"type": "integer"}}, "required": ["b"]}
+KINDS = [{**B, "properties": {"b": {"const": kind}, kind: {"type": "integer"}}} for kind in "xy"]
+OBJECTS: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
+    "plain": (A, ['{"a":1}'], ['{"a":1,"z":1}']),
+    "nested": ({"properties": {"o": A}}, ['{"o":{"a":1}}'], ['{"o":{"a":1,"z":1}}']),
+    "items": ({"type": "array", "items": A}, ['[{"a":1}]'], ['[{"a":1,"z":1}]']),
+    "prefixItems": ({"type": "array", "prefixItems": [A]}, ['[{"a":1}]'], ['[{"a":1,"z":1}]']),
+    "values": ({"additionalProperties": A}, ['{"q":{"a":1}}'], ['{"q":{"a":1,"z":1}}']),
+    "a list of types": ({**A, "type": ["object", "null"]}, ['{"a":1}', "null"], ['{"a":1,"z":1}']),
+    "$defs": ({"$ref": "#/$defs/A", "$defs": {"A": A}}, ['{"a":1}'], ['{"a":1,"z":1}']),
+    "itself": ({"properties": {"n": {"$ref": "#"}}}, ['{"n":{"n":{}}}'], ['{"n":{"z":1}}']),
+    "beside $ref": (
+        {"$ref": "#/$defs/A", "properties": {"b": {}}, "$defs": {"A": A}},
+        ['{"a":1,"b":1}'],
+        ['{"a":1,"z":1}', '{"b":1}'],
+    ),
+    "allOf": ({"allOf": [A, B]}, ['{"a":1,"b":2}'], ['{"a":1,"b":2,"z":3}', '{"a":1}']),
+    "allOf of what is used alone, too": (
+        {"allOf": [{"$ref": "#/$defs/A"}, B], "properties": {"o": {"$ref": "#/$defs/A"}}, "$defs": {"A": A}},
+        ['{"a":1,"b":2,"o":{"a":1}}', '{"a":1,"b":2}'],
+        ['{"a":1,"b":2,"o":{"a":1,"b":1}}', '{"a":1,"b":2,"z":3}'],
+    ),
+    "anyOf": ({"anyOf": [A, B]}, ['{"a":1}', '{"b":1}'], ['{"a":1,"z":1}', '{"a":1,"b":1}']),
+    "oneOf": ({"oneOf": KINDS}, ['{"b":"x","x":1}', '{"b":"y"}'], ['{"b":"x","y":1}', '{"b":"x","z":1}']),
+    "beside anyOf": (
+        {**A, "anyOf": [B, {"properties": {"c": {}}, "required": ["c"]}]},
+        ['{"a":1,"b":1}', '{"a":1,"c":1}'],
+        ['{"a":1,"b":1,"c":1}', '{"a":1,"b":1,"z":1}', '{"a":1}'],
+    ),
+    "beside anyOf of references": (
+        {"properties": {"a": {}}, "anyOf": [{"$ref": "#/$defs/B"}, {"type": "null"}], "$defs": {"B": B}},
+        ['{"a":1,"b":1}', "null"],
+        ['{"a":1,"b":1,"z":1}'],
+    ),
+    "anyOf of what is required": (
+        {"properties": {"a": {}, "b": {}}, "anyOf": [{"required": ["a"]}, {"required": ["b"]}]},
+        ['{"a":1}', '{"a":1,"b":1}'],
+        ["{}", '{"a":1,"z":1}'],
+    ),
+    "anyOf in allOf": ({"allOf": [{"anyOf": [A, B]}, {"properties": {"c": {}}}]}, ['{"a":1,"c":1}'], ['{"a":1,"z":1}']),
+    "what is required, but not declared": ({**A, "required": ["a", "n"]}, ['{"a":1,"n":[2]}'], ['{"a":1,"z":1}']),
+    "patterns": ({**A, "patternProperties": {"^x": {}}}, ['{"a":1,"x1":1}'], ['{"a":1,"z":1}']),
+    "closed by itself": (
+        {"allOf": [A, B], "unevaluatedProperties": False},
+        ['{"a":1,"b":2}'],
+        ['{"a":1,"b":2,"z":3}'],
+    ),
+    "patterns alone": ({"patternProperties": {"^x": {}}}, ['{"x1":1}', "{}"], ['{"z":1}']),
+    "open: nothing is declared": ({"properties": {"m": {"type": "object"}}}, ['{"m":{"z":1}}'], ['{"z":1}']),
+    "open: it says so": ({**A, "additionalProperties": True}, ['{"a":1,"z":1}'], []),
+    "open: beside anyOf": ({"additionalProperties": {"type": "integer"}, "anyOf": [A, B]}, ['{"a":1,"z":1}'], []),
+    "open: in anyOf": ({"anyOf": [{**A, "additionalProperties": True}, B]}, ['{"a":1,"z":1}'], ['{"b":1,"z":1}']),
+}
+
+
+def takes(grammar: Grammar, text: str) -> bool:
+    matcher, letters = LLMatcher(LLTokenizer("byte"), grammar.text, log_level=0), list(text.encode())
+    return matcher.try_consume_tokens(letters) == len(letters) and matcher.is_accepting()
+
+
+@pytest.mark.parametrize("of", ["an answer", "arguments"])
+@pytest.mark.parametrize("kind", OBJECTS)
+def test_objects_have_the_declared_properties_only(kind: str, of: str) -> None:
+    schema, fitting, others = OBJECTS[kind]
+    grammar = Grammar.of_schema(schema if of == "an answer" else enforceable(schema).schema)
+    assert all(takes(grammar, text) == (of == "an answer" or text[0] == "{") for text in fitting)
+    assert not any(takes(grammar, text) for text in others)
+
+
+NUMBERS: list[dict[str, Any]] = [
+    {"type": "integer", "minimum": 10**40},
+    {"type": "integer", "maximum": -(10**40)},
+    {"type": "number", "exclusiveMinimum": 1e308},
+    {"type": "integer", "multipleOf": 12_345_679},
+    {"type": "string", "minLength": 10**12},
+    {"type": "string", "maxLength": 10**30},
+    {"type": "array", "minItems": 10**30},
+    {"type": "array", "maxItems": 10**9},
+    {"const": 10**400},
+    {"enum": [1, -(10**40)]},
+]
+
+
+@pytest.mark.parametrize("own", NUMBERS, ids=lambda own: list(own)[-1])
+def test_a_number_of_any_size_is_enforced_relaxed_or_refused(own: dict[str, Any]) -> None:
+    schema = {"type": "object", "properties": {"a": own}, "required": ["a"]}
+    with contextlib.suppress(RequestError):
+        Grammar.of_schema(schema)
+    found = enforceable(schema)
+    assert found.schema["required"] == ["a"]
+    assert found.relaxed == (f"properties.a.{list(own)[-1]}",)
+
+
+def test_a_refusal_names_the_place() -> None:
+    schema = {"properties": {"a": {"anyOf": [{"type": "integer", "minimum": 10**40}, {"type": "null"}]}}}
+    with pytest.raises(RequestError, match=r"cannot be enforced: properties\.a\.anyOf\[0\]\.minimum: .*range"):
+        Grammar.of_schema(schema)
 
 
 def test_an_unusual_tokenizer_is_refused(tokenizer: Tokenizer) -> None:

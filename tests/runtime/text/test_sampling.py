@@ -95,6 +95,21 @@ def test_repetition_penalty_weakens_what_was_seen() -> None:
     assert only_negative.draw(np.array([-1.0, -1.5], np.float32)) == 1
 
 
+def test_penalties_on_counts_are_those_of_openais_formula() -> None:
+    """logits[j] -= count[j] * frequency + (count[j] > 0) * presence, with those of a draft counted too."""
+    x, seen, draft = logits(5), [3, 3, 7], [7, 9, 9]
+    own = options(presence_penalty=0.4, frequency_penalty=-0.3, repetition_penalty=1.2, temperature=1.0)
+    counts = np.bincount([*seen, *draft], minlength=x.size)
+    expected = np.where(counts > 0, np.where(x > 0, x / 1.2, x * 1.2), x) - 0.4 * (counts > 0) + 0.3 * counts
+    for noted in (0, len(draft)):
+        sampler = Sampler(own, seen)
+        for token in draft[:noted]:
+            sampler.note(token)
+        found = sampler.distribution(x, draft[noted:])
+        assert_close(np.log(found.weights / found.weights.max()), expected - expected.max(), "rounding")
+        assert sampler.needs_logits
+
+
 def test_log_probabilities_are_the_softmax() -> None:
     x = logits(3)
     expected = x - np.log(np.exp(x.astype(np.float64)).sum())
@@ -116,7 +131,10 @@ def test_log_probabilities_are_the_softmax() -> None:
         ({"top_p": 0.0}, "top_p"),
         ({"top_p": 1.1}, "top_p"),
         ({"min_p": -0.1}, "min_p"),
-        ({"repetition_penalty": 0.0}, "repetition_penalty"),
+        ({"repetition_penalty": 1e-300}, "repetition_penalty"),
+        ({"repetition_penalty": 1e300}, "repetition_penalty"),
+        ({"presence_penalty": 2.1}, "presence_penalty"),
+        ({"frequency_penalty": float("nan")}, "frequency_penalty"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"logprobs": 21}, "logprobs"),
         ({"stop": ("",)}, "stop"),

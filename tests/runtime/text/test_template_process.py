@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -78,6 +79,27 @@ def test_a_process_that_was_killed_is_started_again(process: TemplateProcess) ->
     child.kill()
     child.wait()
     assert process.render("x", MESSAGES, tokens={}) == "x"
+
+
+def test_an_interrupted_request_does_not_answer_the_next(
+    process: TemplateProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process.render("", MESSAGES, tokens={})
+    child = process._child._child
+    assert child is not None
+    assert child.stdout is not None
+    with monkeypatch.context() as patched:
+        patched.setattr(process._child, "_running", lambda: SimpleNamespace(stdin=child.stdin, stdout=Interrupted()))
+        with pytest.raises(KeyboardInterrupt):
+            process.render("mine", MESSAGES, tokens={})
+    assert process.render("yours", MESSAGES, tokens={}) == "yours"
+
+
+class Interrupted:
+    """A pipe that is not read, because of Ctrl-C."""
+
+    def readline(self) -> bytes:
+        raise KeyboardInterrupt
 
 
 def test_messages_nested_beyond_measure_are_refused(process: TemplateProcess) -> None:

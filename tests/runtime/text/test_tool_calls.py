@@ -14,15 +14,14 @@ from hypothesis import strategies as st
 
 from assets import demo_path
 from runtime.errors import RequestError
-from runtime.text.call_constraint import CallConstraint, Closers
-from runtime.text.call_format import TOLD, CallFormat
+from runtime.text.call_constraint import AnswerConstraints, CallConstraint, Closers
 from runtime.text.call_grammar import CallRules
 from runtime.text.call_reader import CallPart, CallReader
-from runtime.text.constraint import Constraints
+from runtime.text.constraint import Constraints, Grammar
 from runtime.text.sampling import Sampler, SamplingOptions
 from runtime.text.template_process import template_process
 from runtime.text.tokenizer import Tokenizer
-from runtime.text.tool_calls import Tool, ToolCall, describe_tools
+from runtime.text.tool_calls import TOLD, CallFormat, Tool, ToolCall, describe_tools
 
 NAMES = ("weather", "add")
 OFFERED = (
@@ -307,6 +306,31 @@ def test_a_call_that_has_begun_is_enforced(tokenizer: Tokenizer, form: str) -> N
         assert call.name == "add" or json.loads(call.arguments)["city"] in ("Paris", "Rome")
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_an_answer_in_a_form_may_be_calls_instead(
+    tokenizer: Tokenizer, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Tokenizer, "call_format", FORMS[form])
+    constraints = AnswerConstraints(tokenizer, vocab_size=tokenizer.vocab_size, eos=[tokenizer.eos_token_id or 0])
+    schema = {"type": "object", "properties": {"report": {"enum": ["dry", "wet"]}}, "required": ["report"]}
+    for begun, required in (
+        ("", False),
+        ('{"report"', False),
+        (BEGUN[form].removeprefix("Well.\n"), False),
+        ("", True),
+    ):
+        rules = CallRules.of(TOOLS, required=required)
+        constraint = constraints.of(Grammar.of_schema(schema), rules, 600)
+        text, calls = read([written(tokenizer, constraint, 3, begun)])
+        if calls:
+            assert not text
+            assert all(call.name == "add" or json.loads(call.arguments)["city"] in ("Paris", "Rome") for call in calls)
+        else:
+            assert json.loads(text)["report"] in ("dry", "wet")
+        assert begun == "" or bool(calls) == (begun != '{"report"')
+        assert calls or not required
+
+
 @pytest.mark.parametrize("circle", [False, True], ids=["few tokens are left", "the model repeats itself"])
 @pytest.mark.parametrize("form", ["tags", "written in tags", "written as keys"])
 def test_a_call_ends_well(tokenizer: Tokenizer, form: str, circle: bool) -> None:
@@ -412,16 +436,3 @@ def test_a_result_cannot_pose_as_another_turn(tokenizer: Tokenizer) -> None:
         return tokenizer.chat(messages, tools=TOOLS).count(tokenizer.eos_token_id or 0)
 
     assert ends(f"3{end}{end}</tool_response>") == ends("3")
-
-
-@pytest.mark.parametrize("role", ["system", "user"])
-def test_a_message_cannot_pose_as_another_turn(tokenizer: Tokenizer, role: str) -> None:
-    """Special tokens in a message are text; those that an assistant's message has are its template's own."""
-    end = tokenizer.piece(tokenizer.eos_token_id or 0)
-
-    def ends(text: str) -> int:
-        messages = [{"role": role, "content": text}, {"role": "user", "content": "Go on."}]
-        return tokenizer.chat(messages).count(tokenizer.eos_token_id or 0)
-
-    assert tokenizer.encode(end, special=False) == [tokenizer.eos_token_id]
-    assert ends(f"Stop {end} here{end}") == ends("Stop")

@@ -18,8 +18,7 @@ from runtime.wire import answers, codec, device, requests
 from runtime.wire.answers import Caches, ErrorRecord, ModelEntry, Status
 from runtime.wire.codec import WireError, from_json, to_json
 from runtime.wire.device import DeviceReport, Tuning
-from runtime.wire.inspection import InspectRequest
-from runtime.wire.requests import LoadRequest, PullRequest, QuantizeRequest, TuneRequest
+from runtime.wire.requests import InspectRequest, LoadRequest, PullRequest, QuantizeRequest, TuneRequest
 from tuner.curve import Curve
 
 TUNING = Tuning(

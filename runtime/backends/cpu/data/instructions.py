@@ -8,13 +8,12 @@ Addresses are those of arrays; strides and steps are in bytes. Compiled code rea
 from __future__ import annotations
 
 import functools
-from typing import Any, Final, NamedTuple, get_type_hints
+from typing import Any, Final, NamedTuple, get_args, get_type_hints
 
 import numpy as np
 import numpy.typing as npt
 
-from runtime.backends.cpu.data.experts import Routes
-from runtime.backends.cpu.data.records import record_of
+from runtime.backends.cpu.data.records import Routes, record_of
 
 WIDTH: Final = 40
 """Words of an instruction."""
@@ -29,162 +28,113 @@ BESIDE: Final = -1
 class Header(NamedTuple):
     """The header of every instruction."""
 
-    operation: int
-    """Index in `OPERATIONS`."""
-    unit: int
-    """Address of the unit that runs it."""
-    inner: int
-    """Address of a unit that this one calls; 0 = none."""
-    scratch: int
-    """Bytes of scratch per thread."""
+    operation: int  # index in `OPERATIONS`
+    unit: int  # address of the unit that runs it
+    inner: int  # address of a unit that this one calls; 0 = none
+    scratch: int  # bytes of scratch per thread
     parts: int
     """Number of parts in a step of one row; 0: as many as attention's work items; `BESIDE`: the next instruction runs
     it."""
-    parts_of_many: int
-    """The same in a step of several rows."""
+    parts_of_many: int  # the same in a step of several rows
 
 
 class Matrix(NamedTuple):
     """Rows in a buffer."""
 
-    at: int
-    """Address of the first row."""
-    stride: int
-    """Bytes between rows."""
+    at: int  # address of the first row
+    stride: int  # bytes between rows
 
 
 class Quantized(NamedTuple):
     """Rows of INT8 activations, in the layout of `runtime.backends.cpu.kernels.activation`."""
 
-    codes: int
-    """Address of int8."""
-    scales: int
-    """Address of float32."""
-    shifts: int
-    """Address of float32."""
-    sums: int = 0
-    """Address of int32; 0: not needed."""
+    codes: int  # address of int8
+    scales: int  # address of float32
+    shifts: int  # address of float32
+    sums: int = 0  # address of int32; 0: not needed
 
 
 class Embed(NamedTuple):
     """Write the embeddings of a step's tokens."""
 
-    table: int
-    """Address of float16 [V, C]."""
-    stride: int
-    """Bytes between the rows of consecutive tokens."""
-    channels: int
-    """C."""
-    out: Matrix
-    """float32."""
+    table: int  # address of float16 [V, C]
+    stride: int  # bytes between the rows of consecutive tokens
+    channels: int  # C
+    out: Matrix  # float32
 
 
 class Gather(NamedTuple):
     """Copy the rows whose logits are wanted."""
 
-    x: Matrix
-    """float32, all rows."""
-    channels: int
-    """C."""
-    out: Matrix
-    """float32."""
+    x: Matrix  # float32, all rows
+    channels: int  # C
+    out: Matrix  # float32
 
 
 class Check(NamedTuple):
     """Mark the step as failed if a wanted row is not finite; then cap it."""
 
-    x: Matrix
-    """float32, the rows whose logits are wanted."""
-    channels: int
-    """A multiple of 16."""
-    cap: float = 0.0
-    """Soft cap of the logits; 0 = none."""
+    x: Matrix  # float32, the rows whose logits are wanted
+    channels: int  # A multiple of 16
+    cap: float = 0.0  # soft cap of the logits; 0 = none
 
 
 class Input(NamedTuple):
     """Input of a matrix product, as written by the instructions before it: rows in float32 and in INT8."""
 
-    width: int
-    """K."""
-    wanted: bool
-    """Whether these are only the rows whose logits are wanted, rather than all rows of the step."""
-    out: Matrix
-    """float32, zero-padded to whole blocks."""
-    rounded: Quantized
-    """The same in INT8."""
-    group_blocks: int
-    """Blocks of 32 channels that share a scale."""
-    per_token: bool = False
-    """Whether all groups of a row share a scale."""
+    width: int  # K
+    wanted: bool  # whether these are only the rows whose logits are wanted, rather than all rows of the step
+    out: Matrix  # float32, zero-padded to whole blocks
+    rounded: Quantized  # the same in INT8
+    group_blocks: int  # blocks of 32 channels that share a scale
+    per_token: bool = False  # whether all groups of a row share a scale
 
 
 class Norm(NamedTuple):
     """RMSNorm, and quantization of its output."""
 
-    x: Matrix
-    """float32."""
-    to: Input
-    """The output."""
-    weight: int
-    """Address of float32, zero-padded to whole blocks; 0: no norm, x itself is quantized."""
-    eps: float
-    """Added to the mean square."""
+    x: Matrix  # float32
+    to: Input  # the output
+    weight: int  # address of float32, zero-padded to whole blocks; 0: no norm, x itself is quantized
+    eps: float  # added to the mean square
 
 
-class Settle(NamedTuple):
+class NormInplace(NamedTuple):
     """RMSNorm of rows that stay in float32: added to others, or in their place."""
 
-    x: Matrix
-    """float32."""
-    width: int
-    """Channels."""
-    weight: int
-    """Address of float32 [width]."""
-    eps: float
-    """Added to the mean square."""
-    out: Matrix
-    """float32; may be x."""
-    accumulate: bool
-    """Whether the result is added to the contents of `out`."""
-    scale: int = 0
-    """Address of float32, by which `out` is multiplied at the end; 0: it is not."""
+    x: Matrix  # float32
+    width: int  # channels
+    weight: int  # address of float32 [width]
+    eps: float  # added to the mean square
+    out: Matrix  # float32; may be x
+    accumulate: bool  # whether the result is added to the contents of `out`
+    scale: int = 0  # address of float32, by which `out` is multiplied at the end; 0: it is not
 
 
 class Gate(NamedTuple):
     """SiLU(gate) * up, GELU(gate) * up or gpt-oss's gate, and quantization of its output."""
 
-    x: Matrix
-    """float32: gate, then up."""
-    to: Input
-    """The output."""
-    gelu: bool = False
-    """Whether it is GELU, by its tanh form."""
-    limit: float = 0.0
-    """Most of gate and up of gpt-oss's gate; 0: another."""
+    x: Matrix  # float32: gate, then up
+    to: Input  # the output
+    gelu: bool = False  # whether it is GELU, by its tanh form
+    limit: float = 0.0  # most of gate and up of gpt-oss's gate; 0: another
 
 
 class Merge(NamedTuple):
     """Join the splits of attention, and quantize the result."""
 
-    partial: int
-    """Address of ATTEND's output."""
-    to: Input
-    """The output."""
-    heads: int
-    """H."""
-    dim: int
-    """D."""
-    gate: Matrix = Matrix(0, 0)
-    """float32, by whose sigmoid each channel is multiplied; at 0: none."""
-    sinks: int = 0
-    """Address of float32 [H], scores that take a share of each head's attention; 0 = none."""
+    partial: int  # address of ATTEND's output
+    to: Input  # the output
+    heads: int  # H
+    dim: int  # D
+    gate: Matrix = Matrix(0, 0)  # float32, by whose sigmoid each channel is multiplied; at 0: none
+    sinks: int = 0  # address of float32 [H], scores that take a share of each head's attention; 0 = none
 
 
 class Border(NamedTuple):
     """Buckets of approximate selection (`runtime.backends.operations.channels.Buckets`)."""
 
-    b15: float
-    """See there, and so below."""
+    b15: float  # see there, and so below
     upper: float
     lower: float
 
@@ -192,59 +142,36 @@ class Border(NamedTuple):
 class Select(NamedTuple):
     """Choose the salient channels of every chunk of the rows."""
 
-    x: Matrix
-    """float32."""
-    width: int
-    """K."""
-    wanted: bool
-    """As of `Input`."""
-    k_chunk: int
-    """Channels of a whole chunk."""
-    total: int
-    """Channels of a row."""
-    chosen: Matrix
-    """int32, written."""
-    mode: int
-    """Mode: `SELECT_APPROX` or another."""
-    border: Border
-    """Parameters of the approximate mode."""
-    static: int
-    """Address of int32 [total], of the static mode; of int32 [E, total] by slot."""
-    seed: int
-    """Seed of the random mode."""
-    layer: int
-    """Number of the matrix, of the random mode."""
-    measure: bool
-    """Whether recall is measured."""
-    hits: int
-    """Address of float32 [rows], where each row's recall is accumulated."""
+    x: Matrix  # float32
+    width: int  # K
+    wanted: bool  # as of `Input`
+    k_chunk: int  # channels of a whole chunk
+    total: int  # channels of a row
+    chosen: Matrix  # int32, written
+    mode: int  # mode: `SELECT_APPROX` or another
+    border: Border  # parameters of the approximate mode
+    static: int  # address of int32 [total], of the static mode; of int32 [E, total] by slot
+    seed: int  # seed of the random mode
+    layer: int  # number of the matrix, of the random mode
+    measure: bool  # whether recall is measured
+    hits: int  # address of float32 [rows], where each row's recall is accumulated
     routes: Routes = Routes()
-    """Which rows go to which experts, if the rows are by slot (`runtime.backends.cpu.data.experts`)."""
-    chosen_in: int = -1
-    """Number of the turn in which the channels were chosen, if that is part of the next instruction."""
+    """Which rows go to which experts, if the rows are by slot (`runtime.backends.cpu.data.records`)."""
+    chosen_in: int = -1  # number of the turn in which the channels were chosen, if that is part of the next instruction
 
 
 class Weights(NamedTuple):
     """A tiled matrix (`runtime.backends.cpu.tiles`): addresses and sizes."""
 
-    codes: int
-    """Address of the first tile."""
-    scales: int
-    """float16."""
-    zeros: int
-    """uint8; 0 with codebooks."""
-    codebooks: int
-    """int8; 0 where the matrix is uniform."""
-    bits: int
-    """3 or 4."""
-    tiles: int
-    """Number of tiles of 16 output channels."""
-    blocks: int
-    """Number of blocks of 32 input channels."""
-    groups: int
-    """Groups of the activations, and of uniform weights."""
-    group_blocks: int
-    """Blocks of a group."""
+    codes: int  # address of the first tile
+    scales: int  # float16
+    zeros: int  # uint8; 0 with codebooks
+    codebooks: int  # int8; 0 where the matrix is uniform
+    bits: int  # 3 or 4
+    tiles: int  # number of tiles of 16 output channels
+    blocks: int  # number of blocks of 32 input channels
+    groups: int  # groups of the activations, and of uniform weights
+    group_blocks: int  # blocks of a group
     group_scales: int = 0
     """uint8, for matrices in integer arithmetic, whose `zeros` include this factor. 0: other matrices."""
 
@@ -252,159 +179,106 @@ class Weights(NamedTuple):
 class Residual(NamedTuple):
     """A matrix's residuals, in canonical packing."""
 
-    codes: int = 0
-    """Address."""
-    scales: int = 0
-    """Address of float16 [N padded to 16]; 0 for float16 residuals whose channels are chosen per row."""
-    bits: int = 0
-    """2, 4, 8 or 16."""
-    stride: int = 0
-    """Bytes between the rows of consecutive input channels."""
-    rows: int = 0
-    """K, rows."""
+    codes: int = 0  # address
+    scales: int = 0  # address of float16 [N padded to 16]; 0 for float16 residuals whose channels are chosen per row
+    bits: int = 0  # 2, 4, 8 or 16
+    stride: int = 0  # bytes between the rows of consecutive input channels
+    rows: int = 0  # K, rows
 
 
 class Whole(NamedTuple):
     """All residuals of a matrix as a tiled 4-bit matrix: addresses."""
 
-    codes: int = 0
-    """Address of the first tile; 0: none."""
-    scales: int = 0
-    """float16."""
-    zeros: int = 0
-    """uint8."""
+    codes: int = 0  # address of the first tile; 0: none
+    scales: int = 0  # float16
+    zeros: int = 0  # uint8
 
 
 class Linear(NamedTuple):
     """A matrix product, and the compensation of its outputs."""
 
-    weights: Weights
-    """The matrix."""
-    x: Quantized
-    """The quantized activations."""
-    wanted: bool
-    """As of `Input`."""
-    out: Matrix
-    """float32."""
-    bias: int
-    """Address of float32 [N padded to 16]; 0 = none."""
-    accumulate: bool
-    """Whether the product is added to the contents of `out`."""
-    total: int = 0
-    """Number of compensated channels; 0 = none."""
-    residual: Residual = Residual()
-    """Of the matrix, if it is compensated, as all fields below."""
-    values: Matrix = Matrix(0, 0)
-    """The activations in float32."""
-    chosen: Matrix = Matrix(0, 0)
-    """int32, the channels."""
-    kept: int = 0
-    """As in `Panel`, if all rows share their compensated channels; 0: each row has its own."""
-    whole: Whole = Whole()
-    """All residuals, if each row is compensated by all of them."""
+    weights: Weights  # the matrix
+    x: Quantized  # the quantized activations
+    wanted: bool  # as of `Input`
+    out: Matrix  # float32
+    bias: int  # address of float32 [N padded to 16]; 0 = none
+    accumulate: bool  # whether the product is added to the contents of `out`
+    total: int = 0  # number of compensated channels; 0 = none
+    residual: Residual = Residual()  # of the matrix, if it is compensated, as all fields below
+    values: Matrix = Matrix(0, 0)  # the activations in float32
+    chosen: Matrix = Matrix(0, 0)  # int32, the channels
+    kept: int = 0  # as in `Panel`, if all rows share their compensated channels; 0: each row has its own
+    whole: Whole = Whole()  # all residuals, if each row is compensated by all of them
 
 
 class Panel(NamedTuple):
     """A matrix product of prompt rows, with residuals added to the weights (`runtime.backends.operations.panel`)."""
 
-    weights: Weights
-    """The matrix."""
-    x: Quantized
-    """The quantized activations."""
-    out: Matrix
-    """float32."""
-    bias: int
-    """Address of float32 [N padded to 16]; 0 = none."""
-    accumulate: bool
-    """Whether the product is added to the contents of `out`."""
-    residual: Residual
-    """Of the matrix; with scales even if it holds float16 values."""
-    kept: int
-    """Address of uint8 [K padded to 32]: 255 for a compensated input channel, otherwise 0."""
+    weights: Weights  # the matrix
+    x: Quantized  # the quantized activations
+    out: Matrix  # float32
+    bias: int  # address of float32 [N padded to 16]; 0 = none
+    accumulate: bool  # whether the product is added to the contents of `out`
+    residual: Residual  # of the matrix; with scales even if it holds float16 values
+    kept: int  # address of uint8 [K padded to 32]: 255 for a compensated input channel, otherwise 0
 
 
 class Score(NamedTuple):
     """Compute the logits of a router."""
 
-    x: Matrix
-    """float32, all rows."""
-    channels: int
-    """C, padded to whole blocks."""
-    weight: int
-    """Address of float32 [scores, C padded]."""
-    scores: int
-    """Rows of the router: one for each expert to choose from, and one for the share of shared experts."""
-    out: Matrix
-    """float32."""
-    bias: int = 0
-    """Address of float32 [scores]; 0: none."""
+    x: Matrix  # float32, all rows
+    channels: int  # C, padded to whole blocks
+    weight: int  # address of float32 [scores, C padded]
+    scores: int  # rows of the router: one for each expert to choose from, and one for the share of shared experts
+    out: Matrix  # float32
+    bias: int = 0  # address of float32 [scores]; 0: none
 
 
 class Route(NamedTuple):
     """Choose the experts of each row, and group the rows by expert."""
 
-    logits: Matrix
-    """float32."""
-    experts: int
-    """E, experts of the block."""
-    chosen: int
-    """Experts of a row."""
-    shared: int
-    """Those of either that every row goes to: the last ones."""
-    gated: bool
-    """Whether their share is the sigmoid of the last logit; else it is 1."""
-    sigmoids: bool
-    """Whether scores are sigmoids of the logits; else they are their softmax."""
+    logits: Matrix  # float32
+    experts: int  # E, experts of the block
+    chosen: int  # experts of a row
+    shared: int  # those of either that every row goes to: the last ones
+    gated: bool  # whether their share is the sigmoid of the last logit; else it is 1
+    sigmoids: bool  # whether scores are sigmoids of the logits; else they are their softmax
     correction: int
     """Address of float32 [experts that are chosen from], added to scores for the choice; 0: there is none."""
-    scale: float
-    """Factor of the shares of those that are chosen."""
-    normalized: bool
-    """Whether the shares of the others add up to 1."""
-    chosen_at: int
-    """Address of int64 [rows, chosen], written."""
-    shares_at: int
-    """Address of float32 [rows, chosen], written."""
-    to: Routes
-    """Written."""
+    scale: float  # factor of the shares of those that are chosen
+    normalized: bool  # whether the shares of the others add up to 1
+    chosen_at: int  # address of int64 [rows, chosen], written
+    shares_at: int  # address of float32 [rows, chosen], written
+    to: Routes  # written
 
 
 class Spread(NamedTuple):
     """Quantize the rows that each expert reads, in the order of experts."""
 
-    x: Matrix
-    """float32, all rows."""
-    routes: Routes
-    """Which rows go where."""
-    to: Input
-    """The output; of `out` and `wanted` nothing is used."""
+    x: Matrix  # float32, all rows
+    routes: Routes  # which rows go where
+    to: Input  # the output; of `out` and `wanted` nothing is used
 
 
 class GateExperts(NamedTuple):
     """The gate of GATE times an expert's share, and quantization of the result."""
 
-    x: Matrix
-    """float32, by slot: gate, then up."""
-    routes: Routes
-    """Which rows go where."""
-    to: Input
-    """The output, by slot."""
-    gelu: bool = False
-    """As of `Gate`, and so the next one."""
+    x: Matrix  # float32, by slot: gate, then up
+    routes: Routes  # which rows go where
+    to: Input  # the output, by slot
+    gelu: bool = False  # as of `Gate`, and so the next one
     limit: float = 0.0
 
 
 class ExpertSizes(NamedTuple):
     """What the matrices of a block's experts have in common."""
 
-    bits: int
-    """As of `Weights`, and so the next four."""
+    bits: int  # as of `Weights`, and so the next four
     tiles: int
     blocks: int
     groups: int
     group_blocks: int
-    residual_bits: int = 0
-    """As of `Residual`, and so the next two."""
+    residual_bits: int = 0  # as of `Residual`, and so the next two
     stride: int = 0
     rows: int = 0
 
@@ -412,126 +286,77 @@ class ExpertSizes(NamedTuple):
 class Experts(NamedTuple):
     """Products of rows with the matrices of their experts, and the compensation of the outputs."""
 
-    table: int
-    """Address of `Expert` for each of the block's experts."""
-    sizes: ExpertSizes
-    """Of each."""
-    routes: Routes
-    """Which rows go where."""
-    x: Quantized
-    """The quantized activations, by slot; a single row's once, if `by_row`."""
-    by_row: bool
-    """Whether all experts of a row read the same activations."""
-    out: Matrix
-    """float32, by slot; if there is a `sum`, those of one segment."""
-    sum: Matrix = Matrix(0, 0)
-    """float32, the rows that the products are added to; 0: none."""
-    fresh: bool = False
-    """Whether these are zeros at first."""
-    total: int = 0
-    """Number of channels that each row is compensated by; 0 = none."""
-    values: Matrix = Matrix(0, 0)
-    """The activations in float32, by row if `by_row`, otherwise by slot."""
-    chosen: Matrix = Matrix(0, 0)
-    """int32, the channels, likewise."""
-    kept: bool = False
-    """Whether all rows share their compensated channels."""
+    table: int  # address of `Expert` for each of the block's experts
+    sizes: ExpertSizes  # of each
+    routes: Routes  # which rows go where
+    x: Quantized  # the quantized activations, by slot; a single row's once, if `by_row`
+    by_row: bool  # whether all experts of a row read the same activations
+    out: Matrix  # float32, by slot; if there is a `sum`, those of one segment
+    sum: Matrix = Matrix(0, 0)  # float32, the rows that the products are added to; 0: none
+    fresh: bool = False  # whether these are zeros at first
+    total: int = 0  # number of channels that each row is compensated by; 0 = none
+    values: Matrix = Matrix(0, 0)  # the activations in float32, by row if `by_row`, otherwise by slot
+    chosen: Matrix = Matrix(0, 0)  # int32, the channels, likewise
+    kept: bool = False  # whether all rows share their compensated channels
 
 
 class Stored(NamedTuple):
     """A layer of the cache: addresses."""
 
-    cache: int
-    """Address of the cache's description (`runtime.backends.cpu.data.pages`)."""
-    pages: int
-    """Address of its records."""
-    keys: int
-    """Address of the keys in its windows."""
-    values: int
-    """Address of the values in its windows."""
+    cache: int  # address of the cache's description (`runtime.backends.cpu.data.pages`)
+    pages: int  # address of its records
+    keys: int  # address of the keys in its windows
+    values: int  # address of the values in its windows
 
 
 class Heads(NamedTuple):
     """Normalize, rotate and turn queries and keys (or rotate first), scale queries, store keys and values."""
 
-    qkv: Matrix
-    """float32."""
-    heads: int
-    """H."""
-    kv_heads: int
-    """H_kv."""
-    dim: int
-    """D."""
-    half: int
-    """rotary_dim / 2."""
-    cos: int
-    """Address of float32 [context, half]."""
-    sin: int
-    """Likewise."""
-    q_norm: int
-    """Address of float32 [D]; 0 = none."""
-    k_norm: int
-    """Likewise."""
-    eps: float
-    """Of the norms."""
-    scale: float
-    """Of the queries."""
-    stored: Stored
-    """Destination of keys and values."""
+    qkv: Matrix  # float32
+    heads: int  # H
+    kv_heads: int  # H_kv
+    dim: int  # D
+    half: int  # rotary_dim / 2
+    cos: int  # address of float32 [context, half]
+    sin: int  # likewise
+    q_norm: int  # address of float32 [D]; 0 = none
+    k_norm: int  # likewise
+    eps: float  # of the norms
+    scale: float  # of the queries
+    stored: Stored  # destination of keys and values
     reflection: int = 0
     """Address of float32 [H_kv, D], see `runtime.kv.basis.KeyBasis`; 0: queries and keys are not turned."""
-    mean: int = 0
-    """Address of float32 [H_kv, D], likewise."""
-    norm_last: bool = False
-    """Whether the norms come behind the rotation."""
-    growth: int = 0
-    """Address of float32 [context], factors of queries by their positions; 0 = none."""
-    v_norm: int = 0
-    """Address of float32 [D], for values; 0 = none."""
-    alone: bool = False
-    """Whether there are queries alone, for a cache that is another layer's."""
+    mean: int = 0  # address of float32 [H_kv, D], likewise
+    norm_last: bool = False  # whether the norms come behind the rotation
+    growth: int = 0  # address of float32 [context], factors of queries by their positions; 0 = none
+    v_norm: int = 0  # address of float32 [D], for values; 0 = none
+    alone: bool = False  # whether there are queries alone, for a cache that is another layer's
 
 
 class Attend(NamedTuple):
     """Attention of a step's rows."""
 
-    qkv: Matrix
-    """float32, after HEADS."""
-    heads: int
-    """H."""
-    kv_heads: int
-    """H_kv."""
-    dim: int
-    """D."""
-    window: int
-    """Visible tokens, including the query's own; 0 = all."""
-    rows: int
-    """Most rows of a run."""
-    stored: Stored
-    """The keys and values."""
-    out: int
-    """Address of the partial results: float32 [rows, H, splits, D padded to 16 + 16]."""
-    exact: int
-    """Address of int32: whether drafts read both planes of the pages, too."""
-    cap: float = 0.0
-    """Soft cap of the scores; 0 = none."""
+    qkv: Matrix  # float32, after HEADS
+    heads: int  # H
+    kv_heads: int  # H_kv
+    dim: int  # D
+    window: int  # visible tokens, including the query's own; 0 = all
+    rows: int  # most rows of a run
+    stored: Stored  # the keys and values
+    out: int  # address of the partial results: float32 [rows, H, splits, D padded to 16 + 16]
+    exact: int  # address of int32: whether drafts read both planes of the pages, too
+    cap: float = 0.0  # soft cap of the scores; 0 = none
 
 
 class State(NamedTuple):
     """A layer's states (`runtime.kv.states`): addresses."""
 
-    recent: int
-    """Address of float32 [slots, ring, inputs]."""
-    ring: int
-    """Recent tokens of a slot."""
-    inputs: int
-    """Numbers kept of each recent token, a multiple of 16."""
-    matrices: int
-    """Address of float32 [slots, Hv, Dk, Dv padded to 16]."""
-    absorbed: int
-    """Address of int32 [slots]: tokens that matrices have absorbed before the step."""
-    absorbs: int
-    """Address of int32 [slots]: whether they absorb the tokens up to the step (1), and its rows (2)."""
+    recent: int  # address of float32 [slots, ring, inputs]
+    ring: int  # recent tokens of a slot
+    inputs: int  # numbers kept of each recent token, a multiple of 16
+    matrices: int  # address of float32 [slots, Hv, Dk, Dv padded to 16]
+    absorbed: int  # address of int32 [slots]: tokens that matrices have absorbed before the step
+    absorbs: int  # address of int32 [slots]: whether they absorb the tokens up to the step (1), and its rows (2)
 
 
 class Mix(NamedTuple):
@@ -541,164 +366,105 @@ class Mix(NamedTuple):
     padded likewise; and the decay of each.
     """
 
-    x: Matrix
-    """float32: what enters the state of the step's rows."""
-    out: Matrix
-    """float32, of the step's rows."""
-    before: Matrix
-    """float32, of the tokens before: `waiting` rows for each slot."""
-    waiting: int
-    """Most tokens of a slot that are not absorbed."""
-    channels: int
-    """Channels of q, k and v."""
-    keys: int
-    """Channels of q, which tokens before do not need."""
-    heads: int
-    """Value heads."""
-    taps: int
-    """Tokens that the convolution sees, its own included."""
-    weight: int
-    """Address of float32 [taps, channels padded to 16]."""
-    decay: int
-    """Address of float32 [heads padded]."""
-    dt: int
-    """Likewise."""
-    state: State
-    """The tokens before, which the rows join."""
+    x: Matrix  # float32: what enters the state of the step's rows
+    out: Matrix  # float32, of the step's rows
+    before: Matrix  # float32, of the tokens before: `waiting` rows for each slot
+    waiting: int  # most tokens of a slot that are not absorbed
+    channels: int  # channels of q, k and v
+    keys: int  # channels of q, which tokens before do not need
+    heads: int  # value heads
+    taps: int  # tokens that the convolution sees, its own included
+    weight: int  # address of float32 [taps, channels padded to 16]
+    decay: int  # address of float32 [heads padded]
+    dt: int  # likewise
+    state: State  # the tokens before, which the rows join
 
 
-class Recur(NamedTuple):
+class DeltaRule(NamedTuple):
     """The gated delta rule of a step's rows."""
 
-    x: Matrix
-    """`Mix.out`."""
-    before: Matrix
-    """`Mix.before`."""
-    waiting: int
-    """As there, and so below."""
-    out: Matrix
-    """float32 [heads * dim]."""
+    x: Matrix  # `Mix.out`
+    before: Matrix  # `Mix.before`
+    waiting: int  # as there, and so below
+    out: Matrix  # float32 [heads * dim]
     channels: int
-    key_heads: int
-    """Query heads, and key heads."""
+    key_heads: int  # query heads, and key heads
     heads: int
-    key_dim: int
-    """Dk."""
-    dim: int
-    """Dv."""
-    scale: float
-    """Of queries."""
-    rows: int
-    """Most rows of a step, and of tokens before it."""
-    state: State
-    """The matrices."""
+    key_dim: int  # dk
+    dim: int  # dv
+    scale: float  # of queries
+    rows: int  # most rows of a step, and of tokens before it
+    state: State  # the matrices
 
 
 class Finish(NamedTuple):
     """RMSNorm of each head's outputs, times silu(gate), and quantization."""
 
-    x: Matrix
-    """float32, overwritten."""
-    gate: Matrix
-    """float32."""
-    to: Input
-    """The output."""
-    gain: int
-    """Address of float32 [dim], weight of the norm."""
-    heads: int
-    """Number of heads."""
-    dim: int
-    """Dv."""
-    eps: float
-    """Of the norm."""
+    x: Matrix  # float32, overwritten
+    gate: Matrix  # float32
+    to: Input  # the output
+    gain: int  # address of float32 [dim], weight of the norm
+    heads: int  # number of heads
+    dim: int  # dv
+    eps: float  # of the norm
 
 
 class Convolve(NamedTuple):
     """The gated short convolution of a step's rows, and quantization of its output."""
 
-    x: Matrix
-    """float32: the gate before, the gate after, and the input."""
-    to: Input
-    """The output."""
-    weight: int
-    """Address of float32 [taps, C padded to whole blocks]."""
-    bias: int
-    """Address of float32 [C padded]; 0 = none."""
-    taps: int
-    """Tokens that it sees, its own included."""
-    state: State
-    """The tokens before, which the rows join."""
+    x: Matrix  # float32: the gate before, the gate after, and the input
+    to: Input  # the output
+    weight: int  # address of float32 [taps, C padded to whole blocks]
+    bias: int  # address of float32 [C padded]; 0 = none
+    taps: int  # tokens that it sees, its own included
+    state: State  # the tokens before, which the rows join
 
 
 class Page(NamedTuple):
     """A slot's window, and a page in all layers."""
 
-    cache: int
-    """Address of the cache's description."""
-    layers: int
-    """Number of layers."""
-    heads: int
-    """H_kv."""
-    pages: Matrix
-    """Records, layer by layer."""
-    number: int
-    """The page."""
-    keys: Matrix
-    """Keys in windows, layer by layer."""
-    values: Matrix
-    """Values in windows, layer by layer."""
-    slot: int
-    """The window."""
+    cache: int  # address of the cache's description
+    layers: int  # number of layers
+    heads: int  # H_kv
+    pages: Matrix  # records, layer by layer
+    number: int  # the page
+    keys: Matrix  # keys in windows, layer by layer
+    values: Matrix  # values in windows, layer by layer
+    slot: int  # the window
 
 
 class Flush(NamedTuple):
     """Flush a page: cut it off a window and quantize it."""
 
-    page: Page
-    """Which."""
-    rest: int
-    """Tokens that remain in the window."""
-    start: int
-    """Address of float32 [rank, D padded], the start matrix of GEAR's iteration."""
+    page: Page  # which
+    rest: int  # tokens that remain in the window
+    start: int  # address of float32 [rank, D padded], the start matrix of GEAR's iteration
 
 
 class Restore(NamedTuple):
     """Write a page's first tokens, dequantized, to the front of a window."""
 
-    page: Page
-    """Which."""
-    tokens: int
-    """Number of tokens."""
+    page: Page  # which
+    tokens: int  # number of tokens
 
 
 Instruction = (
-    Embed | Gather | Check | Norm | Settle | Gate | Merge | Select | Linear | Panel | Heads | Attend | Flush | Restore
-) | (Score | Route | Spread | GateExperts | Experts | Convolve | Mix | Recur | Finish)
-OPERATIONS: Final[tuple[type[Instruction], ...]] = (
-    Embed,
-    Gather,
-    Check,
-    Norm,
-    Settle,
-    Gate,
-    Merge,
-    Select,
-    Linear,
-    Panel,
-    Heads,
-    Attend,
-    Flush,
-    Restore,
-    Score,
-    Route,
-    Spread,
-    GateExperts,
-    Experts,
-    Convolve,
-    Mix,
-    Recur,
-    Finish,
-)
+    Embed
+    | Gather
+    | Check
+    | Norm
+    | NormInplace
+    | Gate
+    | Merge
+    | Select
+    | Linear
+    | Panel
+    | Heads
+    | Attend
+    | Flush
+    | Restore
+) | (Score | Route | Spread | GateExperts | Experts | Convolve | Mix | DeltaRule | Finish)
+OPERATIONS: Final[tuple[type[Instruction], ...]] = get_args(Instruction)
 """By number."""
 HEADER: Final = record_of(Header)
 """Dtype of the header."""

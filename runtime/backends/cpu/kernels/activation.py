@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 
 import numba
 
-from runtime.backends.cpu.data.sizes import PIECE
+from runtime.backends.cpu.data.instructions import Input
+from runtime.backends.cpu.data.records import PIECE
 from runtime.backends.cpu.machine import amx
 from runtime.backends.cpu.machine.kernel import kernel, routine
 from runtime.backends.cpu.machine.vector import (
@@ -36,6 +37,16 @@ from runtime.backends.cpu.machine.vector import (
     sum_lanes,
     zero_floats,
 )
+
+
+@routine
+def row_block(rows: int) -> int:
+    """The row block for a step with this many rows."""
+    if rows == 1:
+        return 1
+    if rows <= 4:
+        return 4
+    return 8 if rows <= 8 else 16
 
 
 @routine
@@ -79,20 +90,13 @@ def quad_at(codes: int, side: int, channel: int) -> int:
 class GroupPlace(NamedTuple):
     """Destination of one group of one row."""
 
-    codes: int
-    """Address of the first quad of its row block."""
-    side: int
-    """Rows of the row block."""
-    row: int
-    """Row in it."""
-    first: int
-    """The group's first channel."""
-    scale: int
-    """Address of its scale."""
-    shift: int
-    """Address of its shift."""
-    sum: int
-    """Address of the sum of its codes; 0: it is not wanted."""
+    codes: int  # address of the first quad of its row block
+    side: int  # rows of the row block
+    row: int  # row in it
+    first: int  # the group's first channel
+    scale: int  # address of its scale
+    shift: int  # address of its shift
+    sum: int  # address of the sum of its codes; 0: it is not wanted
 
 
 @kernel
@@ -129,3 +133,31 @@ def quantize_group(x: int, width: int, step: Any, to: GroupPlace) -> None:
     set_float(to.shift, numba.float32(-step * whole))
     if to.sum != 0:
         set_int(to.sum, numba.int32(whole))
+
+
+@kernel
+def sizes_of(to: Input) -> tuple[int, int, int]:
+    """Channels padded to whole blocks, channels of a group, and number of groups."""
+    padded, group = (to.width + 31) // 32 * 32, 32 * to.group_blocks
+    return padded, group, (padded + group - 1) // group
+
+
+@kernel
+def round_groups(to: Input, row: int, rows: int, start: int, stop: int) -> None:
+    """Quantize groups start .. stop - 1 of a row of `to` into the layout of its row block.
+
+    If groups share a scale, the whole row must be complete.
+    """
+    padded, group, groups = sizes_of(to)
+    side, x = row_block(rows), to.out.at + row * to.out.stride
+    block, lane = row // side, row % side
+    codes = to.rounded.codes + block * side * code_bytes(padded)
+    shared = step_of(x, padded) if to.per_token != 0 else numba.float32(0.0)
+    for g in range(start, stop):
+        at, factor = g * group, 4 * (side * (block * groups + g) + lane)
+        own, width, total = to.rounded, min(group, padded - at), 0
+        if own.sums != 0:
+            total = own.sums + factor
+        place = GroupPlace(codes, side, lane, at, own.scales + factor, own.shifts + factor, total)
+        step = shared if to.per_token != 0 else step_of(x + 4 * at, width)
+        quantize_group(x + 4 * at, width, step, place)

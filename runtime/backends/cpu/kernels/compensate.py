@@ -1,7 +1,7 @@
 """Error compensation on the CPU: a gather of residual rows from RAM, in float32.
 
 Residuals stay in the canonical packing of the file (input-channel-major, so one salient channel is one contiguous row),
-copied once into huge pages (`runtime.backends.cpu.arena`): a row is short and lies anywhere.
+copied once into huge pages (`runtime.backends.cpu.tiles`): a row is short and lies anywhere.
 
 Tiles are compensated a block at a time. What a block reads is asked for before its product, row by row; afterwards rows
 are added a few at a time, and the sums of four tiles stay in registers meanwhile.
@@ -20,9 +20,8 @@ import numba
 from llvmlite import ir
 from numba import types
 
-from runtime.backends.cpu.arena import LINE
 from runtime.backends.cpu.data.instructions import Residual
-from runtime.backends.cpu.data.sizes import LANES
+from runtime.backends.cpu.data.records import LANES, LINE
 from runtime.backends.cpu.machine.emit import (
     FLOATS,
     I32,
@@ -63,33 +62,22 @@ _ROWS = 12
 class Salient(NamedTuple):
     """The channels of a row that are compensated."""
 
-    x: int
-    """Address of the row, float32 [K]."""
-    chosen: int
-    """Address of int32 [count], the salient channels, ascending."""
-    count: int
-    """k."""
+    x: int  # address of the row, float32 [K]
+    chosen: int  # address of int32 [count], the salient channels, ascending
+    count: int  # k
 
 
 class Note(NamedTuple):
     """What a row is compensated with: words in scratch, before the sums between two groups of residual rows."""
 
-    out: int
-    """Address of float32 [N], the products."""
-    codes: int
-    """Address of the residuals [K, N]."""
-    stride: int
-    """Bytes of one of their rows."""
-    scales: int
-    """Address of float16 [N]; 0: none."""
-    x: int
-    """Address of float32 [K]."""
-    chosen: int
-    """Address of int32 [k], the salient channels."""
-    count: int
-    """k."""
-    total: int
-    """Sum of the salient activations: the bits of a float32."""
+    out: int  # address of float32 [N], the products
+    codes: int  # address of the residuals [K, N]
+    stride: int  # bytes of one of their rows
+    scales: int  # address of float16 [N]; 0: none
+    x: int  # address of float32 [K]
+    chosen: int  # address of int32 [k], the salient channels
+    count: int  # k
+    total: int  # sum of the salient activations: the bits of a float32
 
 
 _SUMS = 8 * len(Note._fields)

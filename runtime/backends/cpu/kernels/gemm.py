@@ -1,22 +1,38 @@
-"""Low-bit matrix times a block of rows: the codes are unpacked once and meet 4, 8 or 16 rows of INT8 activations.
+"""Low-bit matrix times INT8 activations: sixteen output channels side by side in the vector lanes.
 
-The same tiles of weights as the matrix-vector product; with 16 rows a vector of unpacked codes serves 16 dot products,
-so the integer units are the limit. Of a matrix with codebooks the entries of a whole tile are written down first
-(`runtime.backends.cpu.kernels.lookup`), once for all rows.
+Weights are stored in tiles of 16 output channels (`runtime.backends.cpu.tiles`); each 32-bit lane of the dot product
+collects four input channels of one output channel, so nothing has to be summed across lanes and a group's scale is one
+vector. Per 64 bytes of 4-bit codes this is 3 operations to unpack and 2 dot products: memory is the limit, not
+arithmetic.
+
+With codebooks, vectors hold several input channels of fewer output channels (`runtime.backends.cpu.kernels.lookup`).
+Partial sums stay apart in the lanes, for a row has one scale, and are added up across lanes once at its end.
+
+In a block of rows the codes are unpacked once and meet 4, 8 or 16 rows of INT8 activations. With 16 rows a vector of
+unpacked codes serves 16 dot products, so the integer units are the limit. Of a matrix with codebooks the entries of a
+whole tile are written down first (`runtime.backends.cpu.kernels.lookup`), once for all rows.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numba
 from llvmlite import ir
 from numba import types
 
 from runtime.backends.cpu.data.instructions import Quantized
-from runtime.backends.cpu.data.sizes import BLOCK, BLOCK_BYTES, ENTRY_BYTES
+from runtime.backends.cpu.data.records import BLOCK, BLOCK_BYTES, ENTRY_BYTES
 from runtime.backends.cpu.kernels.activation import quad_at, quad_step, row_step
-from runtime.backends.cpu.kernels.gemv import AHEAD, Tile, emit_unpack
+from runtime.backends.cpu.kernels.lookup import (
+    SLICES,
+    VECTORS,
+    emit_entries,
+    every_second,
+    load_tables,
+    repeated,
+    tables_type,
+)
 from runtime.backends.cpu.machine.emit import (
     BYTES,
     ENTRY_OFFSET,
@@ -34,33 +50,232 @@ from runtime.backends.cpu.machine.emit import (
     load,
     offset,
     pointer,
+    shift_left,
+    shift_right,
     splat,
     words16,
 )
 from runtime.backends.cpu.machine.kernel import kernel, routine
 from runtime.backends.cpu.machine.vector import (
+    broadcast,
     fill,
+    fma,
     load_floats,
     load_halves,
     load_unsigned,
     mul,
     prefetch,
     store_floats,
+    to_floats,
     zero_floats,
 )
 
+AHEAD = 8192
+"""Bytes that the prefetch runs ahead of the loads. On a core whose memory others use too, a tile's walk is a tenth to a
+quarter faster with it than with 1536; on an idle machine distances cannot be told apart. Codebook tiles ask for nothing
+ahead: at 4 bits they are a quarter faster without, at 3 bits it makes no difference."""
+
+
+class Tile(NamedTuple):
+    """Sixteen output channels of a matrix: addresses and sizes."""
+
+    codes: int  # address of the first block, or of decoded entries if a kernel says so
+    scales: int  # float16 [G, 16]; [16] with a codebook
+    levels: int  # zeros uint8 [G, 16], or codebooks int8 [16, 2^bits]
+    blocks: int  # K / 32
+    group_blocks: int  # group_size / 32
+
+
+def emit_unpack(b: Builder, address: Any, bits: int) -> list[Any]:
+    """Unpack a block: eight byte vectors, vector j with input channels 4j .. 4j + 3 of all 16 output channels."""
+    if bits == 4:
+        vectors = []
+        for i in range(4):
+            pair = load(b, BYTES, offset(b, address, 64 * i), 64)
+            vectors += [b.and_(shift_right(b, pair, shift), constant(BYTES, 15)) for shift in (0, 4)]
+        return vectors
+    high = load(b, BYTES, offset(b, address, 128), 64)
+    vectors = []
+    for j in range(8):
+        if j % 4 == 0:
+            low = load(b, BYTES, offset(b, address, 64 * (j // 4)), 64)
+        top = shift_right(b, high, j - 2) if j >= 2 else shift_left(b, high, 2 - j)
+        code = b.and_(shift_right(b, low, 2 * (j % 4)), constant(BYTES, 3))
+        vectors.append(b.or_(code, b.and_(top, constant(BYTES, 4))))
+    return vectors
+
+
+_CHAINS = 4
+"""Sums of a tile that are independent of each other, so that dot products need not wait for each other."""
+_sums_type = types.UniTuple(words16, _CHAINS)
+
+
+@define(_sums_type)
+def no_chains(_b: Builder) -> Any:
+    """Zero in every chain."""
+    return ir.Constant(ir.ArrayType(WORDS, _CHAINS), [constant(WORDS, 0)] * _CHAINS)
+
+
+@define(words16, _sums_type)
+def whole_sum(b: Builder, sums: Any) -> Any:
+    """The sum of the chains."""
+    a0, a1, a2, a3 = (b.extract_value(sums, chain) for chain in range(_CHAINS))
+    return b.add(b.add(a0, a1), b.add(a2, a3))
+
+
+def _multiply(bits: int) -> Any:
+    def emit(b: Builder, sums: Any, codes: Any, x: Any) -> Any:
+        totals = [b.extract_value(sums, chain) for chain in range(_CHAINS)]
+        for j, vector in enumerate(emit_unpack(b, codes, bits)):
+            word = splat(b, load(b, I32, offset(b, x, 4 * j), 4), WORDS)
+            totals[j % _CHAINS] = emit_dot4(b, totals[j % _CHAINS], vector, b.bitcast(word, BYTES))
+        for chain, total in enumerate(totals):
+            sums = b.insert_value(sums, total, chain)
+        return sums
+
+    emit.__name__ = f"multiply{bits}"
+    emit.__doc__ = "Add the products of one block of codes with one row's activations."
+    return define(_sums_type, _sums_type, types.int64, types.int64)(emit)
+
+
+multiply_4 = _multiply(4)
+"""Adds the products of a block of codes of 4 bits, at an address, with 32 activations, at another, to sums."""
+
+
+def _gemv_tile(bits: int) -> Any:
+    multiply = multiply_4 if bits == 4 else _multiply(bits)
+    block_bytes = BLOCK_BYTES[bits]
+
+    @kernel
+    def gemv(tile: Tile, x: Quantized) -> Any:
+        total, blocks = zero_floats(), tile.blocks
+        start, group = 0, 0
+        while start < blocks:
+            stop = min(start + tile.group_blocks, blocks)
+            sums = no_chains()
+            for block in range(start, stop):
+                base = tile.codes + block * block_bytes
+                for line in range(0, block_bytes, 64):
+                    prefetch(base + AHEAD + line)
+                sums = multiply(sums, base, x.codes + BLOCK * block)
+            products = to_floats(whole_sum(sums))
+            scale = load_halves(tile.scales + 32 * group)
+            zero = load_unsigned(tile.levels + 16 * group)
+            total = fma(products, mul(scale, broadcast(x.scales + 4 * group)), total)
+            total = fma(mul(scale, zero), broadcast(x.shifts + 4 * group), total)
+            start, group = stop, group + 1
+        return total
+
+    return gemv
+
+
+gemv_tile_3 = _gemv_tile(3)
+"""Sixteen outputs of a 3-bit matrix; arguments as `gemv_tile_4`."""
+gemv_tile_4 = _gemv_tile(4)
+"""Sixteen outputs of a 4-bit matrix.
+
+Args: the tile, and the vector: codes int8 [K], scales fp32 [G] and shifts fp32 [G].
+
+Returns: floats16, the outputs.
+"""
+
+
+def _multiply_entries(bits: int) -> Any:
+    each = _CHAINS // VECTORS[bits]
+
+    def emit(b: Builder, sums: Any, tables: Any, codes: Any, x: Any) -> Any:
+        totals = [b.extract_value(sums, chain) for chain in range(_CHAINS)]
+        width = BLOCK // SLICES[bits]
+        inputs = [repeated(b, offset(b, x, width * j), bits) for j in range(SLICES[bits])]
+        for i, own in enumerate(emit_entries(b, codes, tables, bits)):
+            for j, (entries, quads) in enumerate(zip(own, inputs, strict=True)):
+                chain = each * i + j % each
+                totals[chain] = emit_dot4_entries(b, totals[chain], entries, quads)
+        for chain, total in enumerate(totals):
+            sums = b.insert_value(sums, total, chain)
+        return sums
+
+    emit.__name__ = f"multiply_entries{bits}"
+    emit.__doc__ = "Add the products of one block of codes with the activations."
+    return define(_sums_type, _sums_type, tables_type, types.int64, types.int64)(emit)
+
+
+def _no_totals(bits: int) -> Any:
+    count = VECTORS[bits]
+
+    def emit(_b: Builder) -> Any:
+        return ir.Constant(ir.ArrayType(FLOATS, count), [constant(FLOATS, 0.0)] * count)
+
+    emit.__name__ = f"no_totals{bits}"
+    emit.__doc__ = "Zero in every lane."
+    return define(types.UniTuple(floats16, count))(emit)
+
+
+def _add_group(bits: int) -> Any:
+    count, each = VECTORS[bits], _CHAINS // VECTORS[bits]
+    totals_type = types.UniTuple(floats16, count)
+
+    def emit(b: Builder, totals: Any, sums: Any, x_scale: Any, x_shift: Any) -> Any:
+        scale = splat(b, load(b, FLOAT, x_scale, 4), FLOATS)
+        # An offset of all entries is taken off again in every lane of a row, for its share of the row's sum.
+        share = b.fmul(load(b, FLOAT, x_shift, 4), ir.Constant(FLOAT, ENTRY_OFFSET / count))
+        for i in range(count):
+            whole = b.extract_value(sums, each * i)
+            for chain in range(each * i + 1, each * i + each):
+                whole = b.add(whole, b.extract_value(sums, chain))
+            total = emit_fma(b, b.sitofp(whole, FLOATS), scale, b.extract_value(totals, i))
+            if ENTRY_OFFSET:
+                total = b.fadd(total, splat(b, share, FLOATS))
+            totals = b.insert_value(totals, total, i)
+        return totals
+
+    emit.__name__ = f"add_group{bits}"
+    emit.__doc__ = "Scale a group's sums by the activations' scale and add them to the totals."
+    return define(totals_type, totals_type, _sums_type, types.int64, types.int64)(emit)
+
+
+def _across(bits: int) -> Any:
+    def emit(b: Builder, totals: Any) -> Any:
+        parts = [b.extract_value(totals, i) for i in range(VECTORS[bits])]
+        while len(parts) > 1:
+            pairs = zip(parts[::2], parts[1::2], strict=True)
+            parts = [b.fadd(every_second(b, *pair, 0), every_second(b, *pair, 1)) for pair in pairs]
+        return parts[0]
+
+    emit.__name__ = f"across{bits}"
+    emit.__doc__ = "Add up the lanes of each output channel: sixteen outputs."
+    return define(floats16, types.UniTuple(floats16, VECTORS[bits]))(emit)
+
+
+def _codebook_tile(bits: int) -> Any:
+    multiply, add_group, across = _multiply_entries(bits), _add_group(bits), _across(bits)
+    tables_of, no_totals = load_tables(bits), _no_totals(bits)
+    block_bytes = BLOCK_BYTES[bits]
+
+    @kernel
+    def gemv(tile: Tile, x: Quantized) -> Any:
+        books, totals, blocks = tables_of(tile.levels), no_totals(), tile.blocks
+        start, group = 0, 0
+        while start < blocks:
+            stop = min(start + tile.group_blocks, blocks)
+            sums = no_chains()
+            for block in range(start, stop):
+                sums = multiply(sums, books, tile.codes + block * block_bytes, x.codes + BLOCK * block)
+            totals = add_group(totals, sums, x.scales + 4 * group, x.shifts + 4 * group)
+            start, group = stop, group + 1
+        return mul(across(totals), load_halves(tile.scales))
+
+    return gemv
+
+
+gemv_codebook_tile_3 = _codebook_tile(3)
+"""Sixteen outputs of a 3-bit matrix with codebooks; arguments as `gemv_codebook_tile_4`."""
+gemv_codebook_tile_4 = _codebook_tile(4)
+"""Sixteen outputs of a 4-bit matrix with codebooks; arguments as of `gemv_tile_4`."""
+
+
 CHAINS = 16
 """Independent sums, several per row for few rows: a dot product can only add to a sum when the previous one is done."""
-
-
-@routine
-def row_block(rows: int) -> int:
-    """The row block for a step with this many rows."""
-    if rows == 1:
-        return 1
-    if rows <= 4:
-        return 4
-    return 8 if rows <= 8 else 16
 
 
 @define(types.UniTuple(words16, CHAINS))
@@ -119,7 +334,7 @@ def _finish(rows: int) -> Any:
     return define(types.void, sums_type, floats16, floats16, types.int64, types.int64, types.int64)(emit)
 
 
-def _tile(bits: int, rows: int, factors: Any) -> Any:
+def _gemm_tile(bits: int, rows: int, factors: Any) -> Any:
     """The product of a tile with a row block.
 
     Args:
@@ -171,9 +386,9 @@ def _panel(tile: Tile, group: int) -> Any:
     return load_floats(tile.scales + 64 * group), load_floats(tile.levels + 64 * group)
 
 
-gemm_tile_3x4, gemm_tile_3x8, gemm_tile_3x16 = (_tile(3, rows, _uniform) for rows in (4, 8, 16))
+gemm_tile_3x4, gemm_tile_3x8, gemm_tile_3x16 = (_gemm_tile(3, rows, _uniform) for rows in (4, 8, 16))
 """Sixteen outputs of 4, 8 or 16 rows with a 3-bit matrix; arguments as `gemm_tile_4x16`."""
-gemm_tile_4x4, gemm_tile_4x8, gemm_tile_4x16 = (_tile(4, rows, _uniform) for rows in (4, 8, 16))
+gemm_tile_4x4, gemm_tile_4x8, gemm_tile_4x16 = (_gemm_tile(4, rows, _uniform) for rows in (4, 8, 16))
 """Sixteen outputs of 4, 8 or 16 rows with a 4-bit matrix.
 
 Args: the tile, the activations of a row block (see `runtime.backends.cpu.kernels.activation`), and the address of
@@ -181,14 +396,14 @@ float32 [rows, 16], aligned to 64 bytes, which is written.
 """
 
 
-gemm_entries_tile_4, gemm_entries_tile_8 = _tile(8, 4, _entries), _tile(8, 8, _entries)
+gemm_entries_tile_4, gemm_entries_tile_8 = _gemm_tile(8, 4, _entries), _gemm_tile(8, 8, _entries)
 """Sixteen outputs of 4 or 8 rows with decoded entries; arguments as `gemm_entries_tile_16`."""
-gemm_entries_tile_16 = _tile(8, 16, _entries)
+gemm_entries_tile_16 = _gemm_tile(8, 16, _entries)
 """Sixteen outputs of 16 rows with a tile whose codes are decoded entries (`runtime.backends.cpu.kernels.lookup`)."""
 
 
-gemm_panel_tile_4, gemm_panel_tile_8 = _tile(8, 4, _panel), _tile(8, 8, _panel)
+gemm_panel_tile_4, gemm_panel_tile_8 = _gemm_tile(8, 4, _panel), _gemm_tile(8, 8, _panel)
 """Sixteen outputs of 4 or 8 rows with a panel; arguments as `gemm_panel_tile_16`."""
-gemm_panel_tile_16 = _tile(8, 16, _panel)
-"""Sixteen outputs of 16 rows with a tile whose codes are a panel's (`runtime.backends.cpu.kernels.panel`); its scales
-and levels are float32 [G, 16]."""
+gemm_panel_tile_16 = _gemm_tile(8, 16, _panel)
+"""Sixteen outputs of 16 rows with a tile whose codes are a panel's (`runtime.backends.cpu.kernels.residual`);
+its scales and levels are float32 [G, 16]."""

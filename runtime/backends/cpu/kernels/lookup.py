@@ -16,7 +16,7 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 
-from runtime.backends.cpu.data.sizes import BLOCK_BYTES, ENTRY_BYTES
+from runtime.backends.cpu.data.records import BLOCK_BYTES, ENTRY_BYTES
 from runtime.backends.cpu.machine.emit import (
     BYTES,
     I8,

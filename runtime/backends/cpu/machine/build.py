@@ -21,8 +21,7 @@ from typing import Final
 import psutil
 
 from runtime.backends.cpu.machine import isa
-from runtime.backends.cpu.machine.digest import extent
-from runtime.backends.cpu.machine.unit import Unit
+from runtime.backends.cpu.machine.unit import Unit, extent
 from runtime.system.child import child_command
 
 logger = logging.getLogger(__name__)
@@ -69,19 +68,23 @@ def build_later(units: Sequence[Unit]) -> None:
     Args:
         units: As of `build`.
     """
-    missing = [unit for unit in units if not unit.is_compiled]
-    if missing:
-        compilers = _Compilers(missing, nice=_BACKGROUND_NICE)
-        atexit.register(compilers.stop)
-        threading.Thread(target=_finish, args=(compilers,), name="compile", daemon=True).start()
+    if any(not unit.is_compiled for unit in units):
+        threading.Thread(target=_build_in_turn, args=(tuple(units),), name="compile", daemon=True).start()
 
 
-def _finish(compilers: _Compilers) -> None:
-    """Wait for what compiles in the background."""
-    for _ in compilers.tried():
-        pass
-    compilers.stop()
-    atexit.unregister(compilers.stop)
+_TURN = threading.Lock()
+"""Held by the one call of `build_later` that compiles: every model that is opened calls it."""
+
+
+def _build_in_turn(units: Sequence[Unit]) -> None:
+    with _TURN:
+        if missing := [unit for unit in units if not unit.is_compiled]:
+            compilers = _Compilers(missing, nice=_BACKGROUND_NICE)
+            atexit.register(compilers.stop)
+            for _ in compilers.tried():
+                pass
+            compilers.stop()
+            atexit.unregister(compilers.stop)
 
 
 def _compiled(missing: Sequence[Unit]) -> Iterator[Unit]:

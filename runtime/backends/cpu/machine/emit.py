@@ -16,7 +16,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic, models, register_model
 
-from runtime.backends.cpu.data.sizes import LANES
+from runtime.backends.cpu.data.records import LANES
 from runtime.backends.cpu.machine import isa
 
 I8, I16, I32, I64 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)

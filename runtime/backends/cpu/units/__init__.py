@@ -23,7 +23,7 @@ execute, set_active = _named("executor.execute"), _named("executor.set_active")
 INPUTS = {
     op.Embed: _named("units.inputs.embed"),
     op.Gather: _named("units.inputs.gather"),
-    op.Check: _named("units.outputs.check"),
+    op.Check: _named("units.inputs.check"),
     op.Norm: _named("units.inputs.norm"),
     op.Gate: _named("units.inputs.gate"),
     op.Merge: _named("units.inputs.merge"),
@@ -39,7 +39,7 @@ EXPERTS = {3: _named("units.experts.multiply_experts_3"), 4: _named("units.exper
 """Products with experts, by the bits of their matrices."""
 SHARE_EXPERTS = {bits: _named(f"units.experts.share_experts_{bits}") for bits in (2, 4, 8, 16)}
 """Compensation of an expert's rows by channels that they share, by the residuals' bits."""
-settle = _named("units.inputs.settle")
+norm_inplace = _named("units.inputs.norm_inplace")
 """Norms whose results stay in float32."""
 UNIFORM = {3: _named("units.products.multiply_uniform_3"), 4: _named("units.products.multiply_uniform_4")}
 """Products with matrices, by their bits; so are the next."""
@@ -49,9 +49,9 @@ REPACK_UNIFORM = {3: _named("units.repacking.repack_uniform_3"), 4: _named("unit
 """Repacking of a matrix, by its bits."""
 REPACK_CODEBOOK = {3: _named("units.repacking.repack_codebook_3"), 4: _named("units.repacking.repack_codebook_4")}
 """Repacking of a matrix with codebooks."""
-COMPENSATE = {bits: _named(f"units.compensation.compensate_{bits}") for bits in (2, 4, 8, 16)}
+COMPENSATE = {bits: _named(f"units.products.compensate_{bits}") for bits in (2, 4, 8, 16)}
 """Compensation of a row by its own channels, by the residuals' bits; as are the next."""
-SHARE = {bits: _named(f"units.residuals.share_{bits}") for bits in (2, 4, 8, 16)}
+SHARE = {bits: _named(f"units.panels.share_{bits}") for bits in (2, 4, 8, 16)}
 PANEL = {bits: _named(f"units.panels.panel_{bits}") for bits in (2, 4, 8, 16)}
 multiply_panel, add_whole = _named("units.panels.multiply_panel"), _named("units.products.add_whole")
 """Products of prompt rows with residuals: some, added to the weights; or all, in a separate product."""
@@ -69,9 +69,9 @@ attend = _named("units.attention.attend")
 convolve = _named("units.states.convolve")
 """The gated short convolution."""
 DELTA = {
-    op.Mix: _named("units.delta.mix"),
-    op.Recur: _named("units.delta.recur"),
-    op.Finish: _named("units.delta.finish"),
+    op.Mix: _named("units.states.mix"),
+    op.DeltaRule: _named("units.states.delta_rule"),
+    op.Finish: _named("units.states.finish"),
 }
 """The gated delta rule, by the instruction."""
 restore = _named("units.paging.restore")

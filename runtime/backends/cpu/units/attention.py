@@ -8,8 +8,7 @@ import numba
 
 from runtime.backends.cpu.data.instructions import Attend, Heads, Stored
 from runtime.backends.cpu.data.pages import Cache
-from runtime.backends.cpu.data.sizes import SPAN
-from runtime.backends.cpu.data.step import Parameters
+from runtime.backends.cpu.data.records import SPAN, Parameters
 from runtime.backends.cpu.kernels.attention.page import (
     Attention,
     Visit,
@@ -20,12 +19,10 @@ from runtime.backends.cpu.kernels.attention.page import (
     packed_8,
     packed_planes,
 )
-from runtime.backends.cpu.kernels.attention.run import Queries, Sums, clear_sums, padded_channels, part_bytes
+from runtime.backends.cpu.kernels.attention.queries import Queries, Sums, clear_sums, padded_channels, part_bytes
 from runtime.backends.cpu.kernels.attention.span import Span, attend_span
-from runtime.backends.cpu.kernels.basis import turn_head
-from runtime.backends.cpu.kernels.cache.tokens import store_half_key, store_half_value, store_key, store_value
-from runtime.backends.cpu.kernels.norm import norm_head
-from runtime.backends.cpu.kernels.rope import rotate_head
+from runtime.backends.cpu.kernels.pages import store_half_key, store_half_value, store_key, store_value
+from runtime.backends.cpu.kernels.rows import norm_head, rotate_head, turn_head
 from runtime.backends.cpu.kernels.views import (
     attend_at,
     cache_at,
@@ -35,8 +32,7 @@ from runtime.backends.cpu.kernels.views import (
     rows_of,
     share_of,
 )
-from runtime.backends.cpu.machine.calls import call_4
-from runtime.backends.cpu.machine.kernel import kernel, routine
+from runtime.backends.cpu.machine.kernel import call_4, kernel, routine
 from runtime.backends.cpu.machine.unit import compiled_unit
 from runtime.backends.cpu.machine.vector import get_float, get_int, set_float
 
@@ -163,26 +159,16 @@ class _Work(NamedTuple):
     window; the pages; spans of the rest of the window.
     """
 
-    queries: Queries
-    """The run."""
-    sums: Sums
-    """Its partial results."""
-    slot: int
-    """The sequence."""
-    head: int
-    """The key-value head."""
-    sinks: int
-    """Tokens in front of the pages; 0 where there are none."""
-    paged: int
-    """Tokens in pages."""
-    first_page: int
-    """The unit that is the first page."""
-    end_page: int
-    """The unit behind the last."""
-    start: int
-    """First unit of the piece."""
-    stop: int
-    """End of the piece."""
+    queries: Queries  # the run
+    sums: Sums  # its partial results
+    slot: int  # the sequence
+    head: int  # the key-value head
+    sinks: int  # tokens in front of the pages; 0 where there are none
+    paged: int  # tokens in pages
+    first_page: int  # the unit that is the first page
+    end_page: int  # the unit behind the last
+    start: int  # first unit of the piece
+    stop: int  # end of the piece
 
 
 @kernel

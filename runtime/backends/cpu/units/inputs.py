@@ -1,4 +1,4 @@
-"""Units that write the inputs of products: embeddings, wanted rows, norms, gates, and merged attention.
+"""Units that write the inputs of products (embeddings, norms, gates, merged attention), and that check logits.
 
 A product's input is stored in float32 and, quantized group by group, in INT8.
 """
@@ -6,28 +6,41 @@ A product's input is stored in float32 and, quantized group by group, in INT8.
 from __future__ import annotations
 
 import numba
+import numpy as np
 
-from runtime.backends.cpu.kernels.attention.run import LOWEST, part_bytes
+from runtime.backends.cpu.data.records import FAILED
+from runtime.backends.cpu.kernels.activation import round_groups, sizes_of
+from runtime.backends.cpu.kernels.attention.queries import LOWEST, part_bytes
 from runtime.backends.cpu.kernels.attention.span import merge_splits
-from runtime.backends.cpu.kernels.gate import gate_by, shut
-from runtime.backends.cpu.kernels.norm import inverse_rms, scale_by, scale_row, settle_row
-from runtime.backends.cpu.kernels.rounding import round_groups, sizes_of
+from runtime.backends.cpu.kernels.rows import (
+    cap_floats,
+    gate_by,
+    inverse_rms,
+    norm_inplace_row,
+    output_gate,
+    scale_by,
+    scale_row,
+)
 from runtime.backends.cpu.kernels.views import (
+    check_at,
     embed_at,
     gate_at,
     gather_at,
     merge_at,
     norm_at,
+    norm_inplace_at,
     parameters_at,
     rows_of,
-    settle_at,
     share_of,
 )
+from runtime.backends.cpu.machine.sync import write_word
 from runtime.backends.cpu.machine.unit import compiled_unit
 from runtime.backends.cpu.machine.vector import (
+    absolute,
     get_float,
     get_half,
     get_int,
+    lanes_below,
     load_floats,
     load_halves,
     set_float,
@@ -87,15 +100,15 @@ def norm(i: int, control: int, part: int, parts: int, _scratch: int) -> None:
 
 
 @compiled_unit
-def settle(i: int, control: int, part: int, parts: int, _scratch: int) -> None:
+def norm_inplace(i: int, control: int, part: int, parts: int, _scratch: int) -> None:
     """RMSNorm of rows that stay in float32."""
-    settle = settle_at(i)
+    norm = norm_inplace_at(i)
     first, last = share_of(rows_of(control, 0), part, parts)
     for row in range(first, last):
-        x, out = settle.x.at + row * settle.x.stride, settle.out.at + row * settle.out.stride
-        settle_row(x, settle.width, settle.weight, settle.eps, out, settle.accumulate)
-        if settle.scale != 0:
-            scale_row(out, settle.width, get_float(settle.scale))
+        x, out = norm.x.at + row * norm.x.stride, norm.out.at + row * norm.out.stride
+        norm_inplace_row(x, norm.width, norm.weight, norm.eps, out, norm.accumulate)
+        if norm.scale != 0:
+            scale_row(out, norm.width, get_float(norm.scale))
 
 
 @compiled_unit
@@ -140,7 +153,27 @@ def merge(i: int, control: int, part: int, parts: int, _scratch: int) -> None:
             sink = get_float(merge.sinks + 4 * head) if merge.sinks != 0 else numba.float32(LOWEST)
             merge_splits(at, splits, dim, sink, out + 4 * head * dim)
         if merge.gate.at != 0:
-            shut(out, merge.gate.at + row * merge.gate.stride, to.width)
+            output_gate(out, merge.gate.at + row * merge.gate.stride, to.width)
         for c in range(to.width, padded):
             set_float(out + 4 * c, numba.float32(0.0))
         round_groups(to, row, rows, 0, groups)
+
+
+_FINITE = np.float32(3.4028235e38)
+"""The largest of them."""
+_ALL = 0xFFFF
+
+
+@compiled_unit
+def check(i: int, control: int, part: int, parts: int, _scratch: int) -> None:
+    """Mark the step as failed if a wanted row is not finite, and cap it."""
+    check = check_at(i)
+    first, last = share_of(check.channels // 16, part, parts)
+    for row in range(rows_of(control, 1)):
+        x, finite = check.x.at + row * check.x.stride, numba.int64(_ALL)
+        for v in range(first, last):
+            finite &= lanes_below(absolute(load_floats(x + 64 * v)), _FINITE)
+        if finite != _ALL:
+            write_word(control + 8 * FAILED, 1)
+        if check.cap != 0.0:
+            cap_floats(x + 64 * first, 16 * (last - first), check.cap)

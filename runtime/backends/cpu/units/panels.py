@@ -1,7 +1,7 @@
-"""Unit of PANEL instructions: a matrix product of prompt rows, with residuals added to the weights.
+"""Units of prompt rows that share compensated channels: panels for many rows, products with residuals for few.
 
-Each tile of 16 output channels is unpacked once, residuals included, for all rows. So the cost of compensation is
-proportional to the weights, not to weights times rows: negligible for a hundred rows.
+In a panel each tile of 16 output channels is unpacked once, residuals included, for all rows. So the cost of
+compensation is proportional to the weights, not to weights times rows: negligible for a hundred rows.
 """
 
 from __future__ import annotations
@@ -11,39 +11,27 @@ from typing import Any, NamedTuple
 import numba
 
 from runtime.backends.cpu.data.instructions import Panel, Weights
-from runtime.backends.cpu.data.sizes import BLOCK, BLOCK_BYTES, ENTRY_BYTES
-from runtime.backends.cpu.kernels.gemm import gemm_panel_tile_4, gemm_panel_tile_8, gemm_panel_tile_16
-from runtime.backends.cpu.kernels.gemv import Tile
+from runtime.backends.cpu.data.records import BLOCK, BLOCK_BYTES, ENTRY_BYTES, LINE
+from runtime.backends.cpu.kernels.activation import row_block
+from runtime.backends.cpu.kernels.gemm import Tile, gemm_panel_tile_4, gemm_panel_tile_8, gemm_panel_tile_16
 from runtime.backends.cpu.kernels.lookup import decode_tile_3, decode_tile_4
-from runtime.backends.cpu.kernels.panel import ENTRIES, LINE, block_of, copy_lines, factors_of
-from runtime.backends.cpu.kernels.views import header_at, panel_at, rows_of, share_of
-from runtime.backends.cpu.machine.calls import call_4
-from runtime.backends.cpu.machine.kernel import kernel, routine
+from runtime.backends.cpu.kernels.residual import ENTRIES, block_of, copy_lines, factors_of, few_rows
+from runtime.backends.cpu.kernels.views import header_at, linear_at, panel_at, rows_of, share_of
+from runtime.backends.cpu.machine.kernel import call_4, kernel, routine
 from runtime.backends.cpu.machine.unit import compiled_unit
-from runtime.backends.cpu.machine.vector import (
-    div,
-    fill,
-    load_halves,
-    load_unsigned,
-    maximum,
-    store_floats,
-)
+from runtime.backends.cpu.machine.vector import div, fill, load_halves, load_unsigned, maximum, store_floats
 from runtime.backends.cpu.scratch import TILE_BYTES
-from runtime.backends.cpu.units.rows import times_rows
+from runtime.backends.cpu.units.products import row_block_at, times_rows
 from runtime.backends.operations.panel import ENTRY_TOP, MIN_STEP
 
 
 class Areas(NamedTuple):
     """Positions in a thread's scratch, after the outputs of a row block."""
 
-    codes: int
-    """Address of a tile's panel, `ENTRY_BYTES` a block."""
-    lines: int
-    """Address of the residuals of some tiles, `LINE` bytes an input channel."""
-    steps: int
-    """Address of float32 [G, 16]."""
-    shifts: int
-    """Likewise."""
+    codes: int  # address of a tile's panel, `ENTRY_BYTES` a block
+    lines: int  # address of the residuals of some tiles, `LINE` bytes an input channel
+    steps: int  # address of float32 [G, 16]
+    shifts: int  # likewise
 
 
 @kernel
@@ -162,3 +150,38 @@ def panel_8(i: int, tile: int, fresh: int, scratch: int) -> None:
 def panel_16(i: int, tile: int, fresh: int, scratch: int) -> None:
     """The same for residuals in half precision."""
     _build_16(i, tile, fresh, scratch)
+
+
+_few_2, _few_4, _few_8, _few_16 = map(few_rows, (2, 4, 8, 16))
+
+
+@kernel
+def _share(few: Any, i: int, rows: int, first: int, last: int, scratch: int) -> None:
+    linear, side = linear_at(i), row_block(rows)
+    for row in range(0, rows, side):
+        out = linear.out.at + row * linear.out.stride
+        few(linear, row_block_at(linear, row), side, min(side, rows - row), out, first, last, scratch)
+
+
+@compiled_unit
+def share_2(i: int, rows: int, first: int, last: int, scratch: int) -> None:
+    """Compensate tiles first .. last - 1 of all rows of the LINEAR instruction at address i, by residuals of 2 bits."""
+    _share(_few_2, i, rows, first, last, scratch)
+
+
+@compiled_unit
+def share_4(i: int, rows: int, first: int, last: int, scratch: int) -> None:
+    """The same for residuals of 4 bits."""
+    _share(_few_4, i, rows, first, last, scratch)
+
+
+@compiled_unit
+def share_8(i: int, rows: int, first: int, last: int, scratch: int) -> None:
+    """The same for residuals of 8 bits."""
+    _share(_few_8, i, rows, first, last, scratch)
+
+
+@compiled_unit
+def share_16(i: int, rows: int, first: int, last: int, scratch: int) -> None:
+    """The same for residuals in half precision."""
+    _share(_few_16, i, rows, first, last, scratch)

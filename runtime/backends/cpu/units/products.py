@@ -3,18 +3,29 @@
 For one row, the salient channels are chosen concurrently with the product, which does not need them: whoever takes the
 first part runs the preceding SELECT and sets a flag in it, which the other parts await before they compensate.
 
-Each width of codes has a unit of its own, uniform and with codebooks. For each block of tiles they call one of
-`units.compensation`.
+Each width of codes has a unit of its own, uniform and with codebooks. For each block of tiles they call a
+unit that compensates a row by its own channels, one for each width of residuals. What that needs is in a note, so it
+serves LINEAR and EXPERTS instructions.
 """
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from runtime.backends.cpu.data.instructions import WHOLE_BITS, Linear, Residual, Weights
-from runtime.backends.cpu.data.sizes import BLOCK, BLOCK_BYTES
-from runtime.backends.cpu.kernels.compensate import Salient, fetch, note
+from runtime.backends.cpu.data.instructions import WHOLE_BITS, Linear, Quantized, Residual, Weights
+from runtime.backends.cpu.data.records import BLOCK, BLOCK_BYTES
+from runtime.backends.cpu.kernels.activation import code_bytes, row_block
+from runtime.backends.cpu.kernels.compensate import (
+    Salient,
+    compensate_tiles_2,
+    compensate_tiles_4,
+    compensate_tiles_8,
+    compensate_tiles_16,
+    fetch,
+    note,
+)
 from runtime.backends.cpu.kernels.gemm import (
+    Tile,
     gemm_entries_tile_4,
     gemm_entries_tile_8,
     gemm_entries_tile_16,
@@ -24,8 +35,11 @@ from runtime.backends.cpu.kernels.gemm import (
     gemm_tile_4x4,
     gemm_tile_4x8,
     gemm_tile_4x16,
+    gemv_codebook_tile_3,
+    gemv_codebook_tile_4,
+    gemv_tile_3,
+    gemv_tile_4,
 )
-from runtime.backends.cpu.kernels.gemv import Tile, gemv_codebook_tile_3, gemv_codebook_tile_4, gemv_tile_3, gemv_tile_4
 from runtime.backends.cpu.kernels.lookup import decode_tile_3, decode_tile_4
 from runtime.backends.cpu.kernels.views import (
     header_at,
@@ -36,13 +50,89 @@ from runtime.backends.cpu.kernels.views import (
     share_of_weights,
     tiles_of_line,
 )
-from runtime.backends.cpu.machine.calls import call_3, call_5
-from runtime.backends.cpu.machine.kernel import kernel, routine
+from runtime.backends.cpu.machine.kernel import call_3, call_5, kernel, routine
 from runtime.backends.cpu.machine.sync import wait_for
 from runtime.backends.cpu.machine.unit import compiled_unit
+from runtime.backends.cpu.machine.vector import add, load_floats, store_floats
 from runtime.backends.cpu.scratch import BLOCK_TILES, TILE_BYTES
-from runtime.backends.cpu.units.rows import times_rows, write_tile
 from runtime.backends.cpu.units.selection import MADE_BEFORE, Choice, choose, is_made
+
+
+@compiled_unit
+def compensate_2(note: int, first: int, last: int) -> None:
+    """Compensate tiles first .. last - 1 of the row of a note, by residuals of 2 bits."""
+    compensate_tiles_2(note, first, last)
+
+
+@compiled_unit
+def compensate_4(note: int, first: int, last: int) -> None:
+    """The same for residuals of 4 bits."""
+    compensate_tiles_4(note, first, last)
+
+
+@compiled_unit
+def compensate_8(note: int, first: int, last: int) -> None:
+    """The same for residuals of 8 bits."""
+    compensate_tiles_8(note, first, last)
+
+
+@compiled_unit
+def compensate_16(note: int, first: int, last: int) -> None:
+    """The same for residuals in half precision."""
+    compensate_tiles_16(note, first, last)
+
+
+@kernel
+def write_tile(linear: Linear, row: int, tile: int, value: Any) -> None:
+    """Write, or add, sixteen outputs of a row."""
+    out = linear.out.at + row * linear.out.stride + 64 * tile
+    if linear.bias != 0:
+        value = add(value, load_floats(linear.bias + 64 * tile))
+    if linear.accumulate != 0:
+        value = add(value, load_floats(out))
+    store_floats(out, value)
+
+
+@kernel
+def write_rows(linear: Linear, tile: int, row: int, count: int, outputs: int) -> None:
+    """Write, or add, a tile's outputs of some rows, from float32 [count, 16] at an address."""
+    for m in range(count):
+        write_tile(linear, row + m, tile, load_floats(outputs + 64 * m))
+
+
+@kernel
+def row_block_at(linear: Linear, row: int) -> Quantized:
+    """The activations of the row block that begins at a row."""
+    x, weights = linear.x, linear.weights
+    groups = 4 * row * weights.groups
+    codes = x.codes + row * code_bytes(BLOCK * weights.blocks)
+    return Quantized(codes, x.scales + groups, x.shifts + groups, x.sums + groups)
+
+
+def times_rows(four: Any, eight: Any, sixteen: Any) -> Any:
+    """Writes a tile's outputs of several rows, for a Linear or a Panel.
+
+    Args:
+        four: The kernel of blocks of 4 rows; the others' likewise.
+        eight: Of 8.
+        sixteen: Of 16.
+    """
+
+    @routine
+    def all_rows(of: Any, own: Tile, tile: int, rows: int, scratch: int) -> None:
+        side = row_block(rows)
+        for row in range(0, rows, side):
+            x = row_block_at(of, row)
+            if side == 16:
+                sixteen(own, x, scratch)
+            elif side == 8:
+                eight(own, x, scratch)
+            else:
+                four(own, x, scratch)
+            write_rows(of, tile, row, min(side, rows - row), scratch)
+
+    return all_rows
+
 
 _PASSING = 1 << 20
 """Bytes of weights that may pass while residuals wait in the second-level cache."""
@@ -53,12 +143,9 @@ _LEAST_TILES = 32
 class Compensation(NamedTuple):
     """How a row is compensated while it is multiplied."""
 
-    unit: int
-    """Address of the unit; 0: not compensated here."""
-    choice: Choice
-    """Announcement of its channels."""
-    note: int
-    """Address of scratch, `NOTE_BYTES`."""
+    unit: int  # address of the unit; 0: not compensated here
+    choice: Choice  # announcement of its channels
+    note: int  # address of scratch, `NOTE_BYTES`
 
 
 NO_COMPENSATION = Compensation(0, MADE_BEFORE, 0)

@@ -17,6 +17,15 @@ each separately requested sector, and only protects from writes that never happe
 
 Every output is summed in one order: ROWS partial sums over the rows in steps of ROWS, then one tree. The order does not
 depend on n_tb or on whether selection and fetch share a launch, so all variants give the same bits.
+
+Salient channels of neighbouring tokens are largely the same, so several rows fetch the *union* of what they chose: a
+program per chunk of 1024 channels marks what the rows chose and numbers it, a few programs for each chunk copy these
+residual rows to the device, and every row is compensated from the copies, by the same sums in the same order as from
+the host's memory. So a batch has the bits that each of its rows has alone.
+
+The residuals of a block's experts lie one behind the other, and a kernel finds an expert's by its number, which it
+reads on the device. At `gate_up` all experts of a row share its channels, at `down` each has its own, and what they add
+is summed up in the order of their numbers.
 """
 
 from __future__ import annotations
@@ -29,7 +38,7 @@ import triton
 import triton.language as tl
 
 from runtime.backends.operations.channels import CHUNK
-from runtime.backends.triton.carveout import leave_room
+from runtime.backends.triton.kernels.experts import Choice
 from runtime.backends.triton.kernels.select import (
     MODES,
     NUM_WARPS,
@@ -41,9 +50,8 @@ from runtime.backends.triton.kernels.select import (
     select,
     select_chunk,
 )
-from runtime.backends.triton.kernels.union import fetch_union, room_of
 from runtime.backends.triton.residual import LINE_WORDS, GpuResidual
-from runtime.backends.triton.workspace import Workspace
+from runtime.backends.triton.workspace import Workspace, leave_room
 
 ROWS = 16
 """Residual rows per tile: with 128 threads, 16 bytes each."""
@@ -57,6 +65,13 @@ _LOOKS = tl.constexpr(1 << 22)
 STOPS = {"debug": True, "sanitize_overflow": False}
 """Compiles the assertion of that into the kernel, without those that Triton would add by itself."""
 _TWO_TO_23 = tl.constexpr(0x4B000000)
+COPY_PROGRAMS = 16
+"""Programs that copy, over all chunks: with 4 KiB in flight each, they saturate a link."""
+COPY_WORDS = 256
+"""Words of a row per program and iteration."""
+COPY_DEPTH = 4
+"""Pipeline stages of the copy."""
+UNION_WARPS, COPY_WARPS = 4, 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,36 +85,29 @@ class LaunchConfig:
     the interpreter, which runs programs one after another, only with n_tb = 1."""
     copied: torch.Tensor | None = None
     """int32, memory on the device in which several rows share what they fetch, where it suffices
-    (`runtime.backends.triton.kernels.union`); None: each fetches for itself."""
+    (`runtime.backends.triton.kernels.compensate`); None: each fetches for itself."""
 
 
 class Residual(NamedTuple):
     """The tensors of a `GpuResidual`."""
 
     codes: Any
-    """`GpuResidual.codes`."""
     scales: Any
-    """`GpuResidual.scales`."""
 
 
 class Output(NamedTuple):
     """Destination of a compensation; in a kernel, of one row."""
 
-    out: Any
-    """float32 [M, N], contiguous; overwritten."""
-    base: Any = None
-    """float32 [M, N], contiguous, added to the result; may be `out` itself. None: nothing."""
+    out: Any  # float32 [M, N], contiguous; overwritten
+    base: Any = None  # float32 [M, N], contiguous, added to the result; may be `out` itself. None: nothing.
 
 
 class Fetch(NamedTuple):
     """Compile-time parameters of the kernels."""
 
-    MODE: int = 0
-    """Number of the selector, if one launch does everything."""
+    MODE: int = 0  # Number of the selector, if one launch does everything
     BITS: int = 4
-    """Bits of a residual."""
-    ROWS: int = ROWS
-    """See the module's docstring, as the next."""
+    ROWS: int = ROWS  # See the module's docstring, as the next
     DEPTH: int = DEPTH
 
 
@@ -285,10 +293,8 @@ def compensate(
     check_input(x, selection, positions)
     _check(x, selection, residual, output, config)
     rows, k, copied = x.shape[0], selection.k, config.copied
-    places = triton.cdiv(rows * k, _ALIGNMENT) * _ALIGNMENT
-    buffer = workspace.scratch(2 * places + 1, torch.int32)
-    indices, values = buffer[: rows * k], buffer[places : places + rows * k].view(torch.float32)
-    flag = buffer[2 * places :] if flag is None else flag
+    indices, values, spare = _room_for(rows, k, workspace)
+    flag = spare if flag is None else flag
     codes, sizes = Residual(residual.codes, residual.scales), (residual.shape[0], residual.lines)
     if config.fused:
         launched = _compensate_kernel[(config.n_tb,)](
@@ -299,16 +305,24 @@ def compensate(
         )  # fmt: skip
         leave_room(launched, x.device, "compensation")
         return
-    select(x, selection, indices.view(rows, k), values.view(rows, k), flag, positions=positions)
+    select(x, selection, indices, values, flag, positions=positions)
     shared = rows > 1 and copied is not None and selection.chunks * room_of(selection, rows) * residual.codes.shape[1]
     if shared and copied is not None and shared <= copied.numel():
         there = copied[:shared].view(-1, residual.codes.shape[1])
-        fetch_union(indices.view(rows, k), selection, residual, there, workspace)
+        fetch_union(indices, selection, residual, there, workspace)
         codes = Residual(there, residual.scales)
     launched = _fetch_kernel[(config.n_tb, rows)](
         Chosen(indices, values, None), codes, output, k, *sizes, fetch=Fetch(BITS=residual.bits), num_warps=NUM_WARPS
     )
     leave_room(launched, x.device, "compensation")
+
+
+def _room_for(rows: int, k: int, workspace: Workspace) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Channels int32 [rows, k] and activations float32 [rows, k] that rows choose, and a flag int32 [1]."""
+    places = triton.cdiv(rows * k, _ALIGNMENT) * _ALIGNMENT
+    buffer = workspace.scratch(2 * places + 1, torch.int32)
+    indices, values = (buffer[at : at + rows * k].view(rows, k) for at in (0, places))
+    return indices, values.view(torch.float32), buffer[2 * places :]
 
 
 def _check(x: torch.Tensor, selection: Selection, residual: GpuResidual, output: Output, config: LaunchConfig) -> None:
@@ -328,3 +342,164 @@ def _check(x: torch.Tensor, selection: Selection, residual: GpuResidual, output:
         raise ValueError(f"one launch compensates one row, not {rows}; select and fetch in two launches")
     if config.fused and config.n_tb > 1 and x.device.type == "cpu":
         raise ValueError(f"the interpreter runs one program after another: {config.n_tb} can't wait for each other")
+
+
+@triton.jit(do_not_specialize=["M", "K", "k", "k_chunk", "room"])
+def _union_kernel(chosen_ptr, places_ptr, channels_ptr, counts_ptr, M, K, k, k_chunk, room):
+    """Program c lists the channels that rows chose in chunk c, and replaces them by their places in the list.
+
+    chosen [M, k]; places [chunks * 1024], scratch; channels [chunks, room] and counts [chunks], the list. Barriers
+    order what threads of this one block write and read, past the first-level cache.
+    """
+    chunk = tl.program_id(0)
+    start = chunk * _CHUNK
+    width = tl.minimum(_CHUNK, K - start)
+    take = tl.minimum(width, (k_chunk * width + _CHUNK - 1) // _CHUNK)
+    offs = tl.arange(0, _CHUNK)
+    chosen = chosen_ptr + chunk * k_chunk + offs
+    places = places_ptr + start
+    tl.store(places + offs, 0)
+    tl.debug_barrier()
+    for row in range(M):
+        channels = tl.load(chosen + row * k, mask=offs < take, other=0)
+        tl.store(places + channels - start, 1, mask=offs < take)
+    tl.debug_barrier()
+    there = tl.load(places + offs, cache_modifier=".cg")
+    place = tl.cumsum(there) - there
+    tl.store(channels_ptr + chunk * room + place, start + offs, mask=there > 0)
+    tl.store(counts_ptr + chunk, tl.sum(there))
+    tl.debug_barrier()
+    tl.store(places + offs, chunk * room + place)
+    tl.debug_barrier()
+    for row in range(M):
+        channels = tl.load(chosen + row * k, mask=offs < take, other=0)
+        found = tl.load(places + channels - start, mask=offs < take, other=0, cache_modifier=".cg")
+        tl.store(chosen + row * k, found, mask=offs < take)
+
+
+@triton.jit(do_not_specialize=["room"])
+def _copy_kernel(
+    codes_ptr, channels_ptr, counts_ptr, copied_ptr, room, words, BLOCK: tl.constexpr, DEPTH: tl.constexpr
+):
+    """Program (p, c) copies every p-th piece of chunk c's listed rows of codes [K, words], BLOCK words each.
+
+    copied [chunks * room, words].
+    """
+    first = tl.program_id(1) * room
+    tiles = tl.cdiv(words, BLOCK)
+    pieces = tl.load(counts_ptr + tl.program_id(1)) * tiles
+    for step in tl.range(tl.program_id(0), pieces, tl.num_programs(0), num_stages=DEPTH):
+        row = first + step // tiles
+        offs = step % tiles * BLOCK + tl.arange(0, BLOCK)
+        source = codes_ptr + tl.load(channels_ptr + row).to(tl.int64) * words
+        values = tl.load(source + offs, mask=offs < words, other=0, cache_modifier=".cg")
+        tl.store(copied_ptr + row.to(tl.int64) * words + offs, values, mask=offs < words)
+
+
+def room_of(selection: Selection, rows: int) -> int:
+    """Most channels of a chunk that so many rows choose."""
+    return min(CHUNK, rows * selection.k_chunk)
+
+
+def fetch_union(
+    chosen: torch.Tensor, selection: Selection, residual: GpuResidual, copied: torch.Tensor, workspace: Workspace
+) -> None:
+    """Copy the residual rows that any row of tokens chose, and say where each is; never waits for the device.
+
+    `chosen` int32 [M, k] holds channels, and then the places of their rows in `copied`, int32 [chunks *
+    room_of(selection, M), words], of which those are written where a channel is listed.
+    """
+    M, k = chosen.shape
+    chunks, room, words = selection.chunks, room_of(selection, M), residual.codes.shape[1]
+    assert copied.shape == (chunks * room, words)
+    aligned = triton.cdiv(chunks, _ALIGNMENT) * _ALIGNMENT
+    lists = workspace.lists(chunks * (CHUNK + room) + aligned)
+    places, counts, channels = lists.split([chunks * CHUNK, aligned, chunks * room])
+    _union_kernel[(chunks,)](
+        chosen, places, channels, counts, M, selection.width, k, selection.k_chunk, room, num_warps=UNION_WARPS
+    )
+    _copy_kernel[(max(1, COPY_PROGRAMS // chunks), chunks)](
+        residual.codes, channels, counts, copied, room, words, BLOCK=COPY_WORDS, DEPTH=COPY_DEPTH, num_warps=COPY_WARPS
+    )
+
+
+@triton.jit(do_not_specialize=["k", "N", "K", "lines"])
+def _fetch_experts_kernel(salient, choice, residual, output, k, N, K, lines, SUMMED: tl.constexpr, fetch: tl.constexpr):
+    """Program (p, m) of n_tb x M writes its lines for the experts of row m, line by line and expert by expert.
+
+    codes [E * K, lines * 32]; salient [M, k] and out [P, N], or, if a row's experts are summed, [P, k] and [M, N].
+    """
+    BITS: tl.constexpr = fetch.BITS
+    ROWS: tl.constexpr = fetch.ROWS
+    DEPTH: tl.constexpr = fetch.DEPTH
+    WIDTH: tl.constexpr = _LINE * (32 // BITS)
+    row = tl.program_id(1).to(tl.int64)
+    each = choice.each
+    share = tl.cdiv(lines, tl.num_programs(0))
+    first = tl.program_id(0) * share
+    tiles = tl.cdiv(k, ROWS)
+    total = tiles * each * tl.maximum(tl.minimum(share, lines - first), 0)
+    sums = tl.zeros([ROWS, _LINE, 32 // BITS], tl.float32)
+    added = tl.zeros([WIDTH], tl.float32)
+    for step in tl.range(0, total, num_stages=DEPTH):
+        tile = step % tiles
+        number = step // tiles % each
+        line = first + step // (tiles * each)
+        pair = row * each + number
+        expert = tl.load(choice.chosen + pair).to(tl.int64)
+        own = (pair if SUMMED else row) * k
+        channels, x = load_rows(Chosen(salient.channels + own, salient.x + own, None), tile, k, ROWS)
+        words = load_words(residual.codes + expert * K * lines * _LINE, channels, line, lines)
+        sums += unpack_residuals(words, BITS) * x[:, None, None]
+        if tile == tiles - 1:
+            offs_n = line * WIDTH + tl.arange(0, WIDTH)
+            mask_n = offs_n < N
+            found = tl.reshape(tl.sum(sums, axis=0), [WIDTH])
+            if residual.scales is not None:
+                found *= tl.load(residual.scales + expert * N + offs_n, mask=mask_n, other=0.0).to(tl.float32)
+            to = pair
+            if SUMMED:
+                to = row
+                found += tl.where(number > 0, added, 0.0)
+                added = found
+            if output.base is not None:
+                found += tl.load(output.base + to * N + offs_n, mask=mask_n, other=0.0)
+            if SUMMED:
+                mask_n &= number == each - 1
+            tl.store(output.out + to * N + offs_n, found, mask=mask_n)
+            sums = tl.zeros([ROWS, _LINE, 32 // BITS], tl.float32)
+
+
+def compensate_experts(
+    x: torch.Tensor,
+    selection: Selection,
+    residual: GpuResidual,
+    chosen: torch.Tensor,
+    output: Output,
+    workspace: Workspace,
+    *,
+    n_tb: int,
+    rest: tuple[torch.Tensor, torch.Tensor],
+) -> None:
+    """Select channels of a few rows, and write (base or 0) + the sum over them of x[c] times their experts' residuals.
+
+    x is float16 [M, K], the input of `gate_up`, or [P, K], that of `down`, a row for each pair of a row and one of its
+    experts, int32 [M, each]; the output is float32 [P, N], or [M, N] where what a row's experts add is summed up.
+    `rest` are the flag and the positions int32 [M] of `select`. Never waits for the device.
+
+    Source: QDEC §4.3, Fig. 10.
+    """
+    (M, each), rows, k = chosen.shape, x.shape[0], selection.k
+    summed = output.out.shape[0] == M and rows == M * each
+    indices, values, _ = _room_for(rows, k, workspace)
+    flag, positions = rest
+    if selection.mode == "random" and summed:
+        positions = positions.repeat_interleave(each)
+    own = chosen.view(-1) if summed else None
+    select(x, selection, indices, values, flag, positions=positions, experts=own)
+    N, K = residual.shape
+    launched = _fetch_experts_kernel[(n_tb, M)](
+        Chosen(indices, values, None), Choice(chosen, each), Residual(residual.codes, residual.scales), output,
+        k, N, K, residual.lines, SUMMED=summed, fetch=Fetch(BITS=residual.bits), num_warps=NUM_WARPS,
+    )  # fmt: skip
+    leave_room(launched, x.device, "compensation")

@@ -3,9 +3,9 @@
 A row and one of its experts are a *pair*, numbered row by row. For a few rows a program has one pair and some output
 channels, and multiplies as `runtime.backends.triton.kernels.gemv` does; so a row has the same bits alone and among
 others. Programs of the same channels of all pairs run side by side: an expert that several rows chose is read from
-memory once, and then from the cache. A prompt's pairs are grouped by expert
-(`runtime.backends.triton.kernels.grouping`), and a program multiplies a block of them as
-`runtime.backends.triton.kernels.gemm` does.
+memory once, and then from the cache. A prompt's pairs are grouped by expert, and a program multiplies a block of them
+as `runtime.backends.triton.kernels.gemm` does. Groups are cut into blocks of one expert each; how many there are is
+only known on the device, so a launch has a program for as many as there could be; those of empty blocks do nothing.
 
 Either way the experts' numbers are read on the device, so a captured graph replays whatever the router chooses. `down`
 adds up what a row's experts give in ascending order of their numbers: in the program that finishes last, or, for
@@ -21,54 +21,39 @@ import torch
 import triton
 import triton.language as tl
 
-from runtime.backends.triton.carveout import leave_room
-from runtime.backends.triton.codes import Matrix, Tile, matrix_of, natural_rows, weight_form
-from runtime.backends.triton.expert_layout import GpuExperts
+from runtime.backends.triton.experts import GpuExperts
+from runtime.backends.triton.kernels.codes import Matrix, Tile, matrix_of, natural_rows, weight_form
 from runtime.backends.triton.kernels.gemm import BLOCK_N, DOT, STAGES, multiply_rows
 from runtime.backends.triton.kernels.gemm import WARPS as GEMM_WARPS
-from runtime.backends.triton.kernels.gemv import (
-    WARPS,
-    Operands,
-    capability,
-    configure,
-    multiply_part,
-    options,
-    resident,
-    sm_count,
-    tile_of,
-)
-from runtime.backends.triton.kernels.grouping import Groups
+from runtime.backends.triton.kernels.gemv import WARPS, Operands, configure, multiply_part, options, resident, tile_of
 from runtime.backends.triton.sizes import EXPERT_WORDS, SMALLEST_BLOCK
-from runtime.backends.triton.workspace import Workspace
+from runtime.backends.triton.workspace import Workspace, capability, leave_room, sm_count
 from runtime.errors import BackendError
 
 SMALL, LARGE = SMALLEST_BLOCK, 64
-"""Pairs of a block."""
 LARGE_FROM = 48
 """Pairs of an expert, on average, from which on large blocks pay: below, most of one would be empty."""
 _SUM_CHANNELS = 512
 """Channels of a program that adds up."""
 _RUN = tl.constexpr(EXPERT_WORDS)
+BLOCK_P = 1024
+"""Pairs that a program reads at a time."""
+GROUP_WARPS = 4
 
 
 class Places(NamedTuple):
     """Where each expert's record is."""
 
-    table: Any
-    """`GpuExperts.places`."""
-    groups: Any
-    """Runs of `EXPERT_WORDS` words from a record's codes to its groups."""
+    table: Any  # `GpuExperts.places`
+    groups: Any  # Runs of `EXPERT_WORDS` words from a record's codes to its groups
 
 
 class Choice(NamedTuple):
     """The experts that rows go to."""
 
-    chosen: Any
-    """int32 [M, each]."""
+    chosen: Any  # int32 [M, each]
     each: Any
-    """Experts of a row."""
-    shares: Any = None
-    """float32 [M, each], by which experts' biases are multiplied; None: they are not."""
+    shares: Any = None  # float32 [M, each], by which experts' biases are multiplied; None: they are not
 
 
 @triton.jit
@@ -199,7 +184,7 @@ def few(
 
     Args:
         x: float16 [M, K], contiguous; or [P, K], a row for each pair, if summed.
-        sums: float32 [M or P, ceil(K / 32)], the sums of its pieces (`runtime.backends.triton.kernels.sums`).
+        sums: float32 [M or P, ceil(K / 32)], the sums of its pieces (`runtime.backends.triton.kernels.activations`).
         weight: The matrices.
         chosen: int32 [M, each], the experts of every row, on the device: each below `weight.count`.
         out: float32 [P, N], written; or [M, N], if summed.
@@ -240,19 +225,10 @@ def many(
     block_m: int,
     shares: torch.Tensor | None = None,
 ) -> None:
-    """Products of a prompt's pairs with their experts' matrices, plus their biases.
+    """Products of a prompt's pairs with their experts' matrices, plus their biases; see `few`.
 
-    Args:
-        x: float16 [P / each, K], contiguous.
-        weight: The matrices.
-        groups: The pairs, grouped.
-        out: float32 [P, N], written.
-        each: Pairs that read the same row of x: 1, or the experts of a row.
-        block_m: Pairs of a block of `groups`.
-        shares: float32 [M, each], the experts' shares: x was multiplied by them, biases are here. None: they are not.
-
-    Raises:
-        BackendError: operands of the wrong type or shape.
+    x is float16 [P / each, K], out float32 [P, N], and `block_m` are the pairs of a block of `groups`. Raises
+    BackendError for operands of the wrong type or shape.
     """
     N, form, most = weight.shape[0], weight_form(weight.first), groups.blocks.shape[1]
     pairs = groups.order.numel()
@@ -265,12 +241,7 @@ def many(
 
 
 def sum_up(parts: torch.Tensor, out: torch.Tensor) -> None:
-    """Sum of what each row's experts give, in their order.
-
-    Args:
-        parts: float32 [P, N], contiguous.
-        out: float32 [M, N], contiguous, overwritten; M divides P.
-    """
+    """Sum of what each row's experts give, in their order: parts float32 [P, N] -> out [M, N], where M divides P."""
     M, N = out.shape
     _sum_kernel[M, triton.cdiv(N, _SUM_CHANNELS)](parts, out, parts.shape[0] // M, N, BLOCK=_SUM_CHANNELS, num_warps=4)
 
@@ -290,3 +261,62 @@ def _check(x: torch.Tensor, weight: GpuExperts, out: torch.Tensor, rows: tuple[i
                 f"{weight.first.name}: {name} must be contiguous {dtype} {list(shape)}, "
                 f"not {tensor.dtype} {list(tensor.shape)}"
             )
+
+
+class Groups(NamedTuple):
+    """A step's pairs, grouped."""
+
+    order: Any  # int32 [P], the pairs by expert
+    blocks: Any
+    """int32 [3, blocks]: the expert of a block, its first place in the order, and its pairs, 0 in empty blocks."""
+
+
+@triton.jit(do_not_specialize=["pairs", "most", "experts"])
+def _group_kernel(
+    chosen_ptr, groups, pairs, most, experts, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_P: tl.constexpr
+):
+    """Program e orders the pairs of expert e, and cuts them into blocks of BLOCK_M. chosen [P]; `Groups`."""
+    own = tl.program_id(0)
+    offs_e = tl.arange(0, BLOCK_E)
+    offs_p = tl.arange(0, BLOCK_P)
+    counts = tl.zeros([BLOCK_E], tl.int32)
+    for start in range(0, pairs, BLOCK_P):
+        there = start + offs_p < pairs
+        chosen = tl.load(chosen_ptr + start + offs_p, mask=there, other=0)
+        counts += tl.histogram(chosen, BLOCK_E, mask=there)
+    sizes = (counts + BLOCK_M - 1) // BLOCK_M
+    first = tl.sum(tl.where(offs_e < own, counts, 0))
+    block = tl.sum(tl.where(offs_e < own, sizes, 0))
+    count = tl.sum(tl.where(offs_e == own, counts, 0))
+    place = first
+    for start in range(0, pairs, BLOCK_P):
+        there = start + offs_p < pairs
+        mine = there & (tl.load(chosen_ptr + start + offs_p, mask=there, other=0) == own)
+        counted = mine.to(tl.int32)
+        tl.store(groups.order + place + tl.cumsum(counted) - 1, start + offs_p, mask=mine)
+        place += tl.sum(counted)
+    for at in range(0, count, BLOCK_M):
+        tl.store(groups.blocks + block, own)
+        tl.store(groups.blocks + most + block, first + at)
+        tl.store(groups.blocks + 2 * most + block, tl.minimum(count - at, BLOCK_M))
+        block += 1
+    if own == experts - 1:
+        for empty in range(block, most):
+            tl.store(groups.blocks + 2 * most + empty, 0)
+
+
+def most_blocks(pairs: int, experts: int, block_m: int) -> int:
+    """Most blocks that so many pairs are cut into: every expert's last one may have a single pair."""
+    return min(pairs, pairs // block_m + experts)
+
+
+def group(chosen: torch.Tensor, experts: int, groups: Groups, block_m: int) -> None:
+    """Group the pairs of a step, of chosen int32 [M, read], in blocks of `block_m`; never waits for the device."""
+    pairs = chosen.numel()
+    most = groups.blocks.shape[1]
+    assert groups.order.numel() == pairs
+    assert most == most_blocks(pairs, experts, block_m)
+    block_e = max(16, triton.next_power_of_2(experts))
+    _group_kernel[(experts,)](
+        chosen, groups, pairs, most, experts, BLOCK_E=block_e, BLOCK_M=block_m, BLOCK_P=BLOCK_P, num_warps=GROUP_WARPS
+    )

@@ -9,10 +9,15 @@ import triton
 import triton.language as tl
 
 from models.spec import CLAMPED_GAIN
+from runtime.backends.triton.kernels.activations import (
+    Projected,
+    Tokens,
+    projected_at,
+    rounding_shape,
+    store_sums,
+    store_tokens,
+)
 from runtime.backends.triton.kernels.norm import normalized
-from runtime.backends.triton.kernels.rope import Projected, projected_at
-from runtime.backends.triton.kernels.sums import store_sums
-from runtime.backends.triton.kernels.tokens import Tokens, rounding_shape, store_tokens
 
 BLOCK_I = 512
 """Channels per program: 4 for each of its 128 threads, so that one row already occupies many multiprocessors."""
@@ -99,14 +104,14 @@ def gate(
     """Write silu(g) * u, or one of the other gates, to x, rounded to half precision; g and u are the halves of y + dec.
 
     The others are gelu(g) * u, and (u + 1) * g * sigmoid(1.702 g) within limits
-    (`runtime.backends.operations.gate.clamped_gate`).
+    (`runtime.backends.operations.layers.clamped_gate`).
 
     Args:
         y: float32 [M, 2 * intermediate_size], output of the fused projection: gate, then up.
         dec: float32, shaped like y, its compensation, or None.
         x: float16 [M, intermediate_size]; overwritten.
         sums: float32 [M, ceil(intermediate_size / 32)]; overwritten with the sums of the pieces of x
-            (`runtime.backends.triton.kernels.sums`). None: not needed.
+            (`runtime.backends.triton.kernels.activations`). None: not needed.
         tokens: INT8 [M, intermediate_size], of the same rows before half precision; overwritten, instead of `sums`. A
             program then handles a whole row, for its scale. None: not needed.
         factors: float32 [M], a factor of each row before it is rounded: an expert's share. None: 1; none with `tokens`.
@@ -135,14 +140,10 @@ def gate(
 class OwnTokens(NamedTuple):
     """A block's own embeddings of a step's tokens."""
 
-    rows: Any
-    """float16 [M, P], with rows further apart."""
-    stride: Any
-    """Numbers from a row to the next."""
-    weight: Any
-    """float32 [P], weight of the norm of what is added to them."""
+    rows: Any  # float16 [M, P], with rows further apart
+    stride: Any  # Numbers from a row to the next
+    weight: Any  # float32 [P], weight of the norm of what is added to them
     eps: Any
-    """Its epsilon."""
 
 
 @triton.jit(do_not_specialize=["given"])
@@ -176,14 +177,7 @@ def token_gate(
 ) -> None:
     """Write f(g) * (e + norm(c)), as `gate` does, where e is a block's own embedding of a row's token.
 
-    Args:
-        gates: g, float32 [M, P], and its compensation, or None.
-        context: c, likewise.
-        tokens: e and the norm.
-        x: float16 [M, P]; overwritten.
-        sums: As in `gate`.
-        gelu: As in `gate`.
-        limit: As in `gate`.
+    gates g and context c are float32 [M, P] with their compensations, or None; x is float16 [M, P].
     """
     M, width = x.shape
     given = (gates.dec is not None) | (sums is not None) << 1 | (context.dec is not None) << 2

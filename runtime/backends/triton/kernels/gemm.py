@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from runtime.backends.triton.codes import (
+from runtime.backends.triton.kernels.codes import (
     Tile,
     halves_of,
     load_words,
@@ -24,9 +24,9 @@ from runtime.backends.triton.codes import (
     values_of,
     weight_form,
 )
-from runtime.backends.triton.kernels.gemv import ROWS, LaunchConfig, Operands, capability, check_operands, few_rows
+from runtime.backends.triton.kernels.gemv import ROWS, LaunchConfig, Operands, check_operands, few_rows
 from runtime.backends.triton.layout import GpuLinear
-from runtime.backends.triton.workspace import Workspace
+from runtime.backends.triton.workspace import Workspace, capability
 from runtime.errors import BackendError
 
 BLOCK_N = 64
@@ -43,7 +43,6 @@ TALL_FROM = 512
 HOPPER = 9
 """Its major compute capability."""
 WARPS = 4
-"""Warps of a program."""
 STAGES = 1
 """No asynchronous copies: they would take 80 to 150 KiB of shared memory, leaving one program per multiprocessor."""
 DOT = 64
@@ -121,25 +120,24 @@ def gemm(
     weight: GpuLinear,
     out: torch.Tensor,
     workspace: Workspace | None = None,
-    config: LaunchConfig | None = None,
+    *,
+    sums: torch.Tensor | None = None,
 ) -> None:
-    """The product of a low-bit matrix with rows of activations, plus the bias: out = x Ŵᵀ + b.
+    """The product of a low-bit matrix with any number of rows of activations, plus the bias: out = x Ŵᵀ + b.
 
     Args:
         x: float16 [M, K], contiguous, M at least 1.
         weight: The matrix.
         out: float32 [M, N], written.
-        workspace: Allows up to `ROWS` rows to be split along K, see `runtime.backends.triton.kernels.gemv.few_rows`;
-            None: no splitting.
-        config: The division of that product; chosen if None.
+        workspace: Allows up to `ROWS` rows to be split along K (`few_rows`); None: no splitting.
+        sums: As in `few_rows`.
 
     Raises:
         BackendError: operands of the wrong type or shape.
     """
     if x.ndim == 2 and 1 <= x.shape[0] <= ROWS:
-        if workspace is None:
-            workspace, config = Workspace(x.device), config or LaunchConfig(split=1)
-        few_rows(x, weight, out, workspace, config)
+        config = LaunchConfig(split=1) if workspace is None else None
+        few_rows(x, weight, out, workspace or Workspace(x.device), config, sums=sums)
         return
     check_operands(x, weight, out)
     M, N = out.shape

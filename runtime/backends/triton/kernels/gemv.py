@@ -6,7 +6,7 @@ top of a half's mantissa and joined with a constant exponent they *are* the numb
 register, in the form that tensor cores take: one shift and one AND-OR for two weights, without integer conversions. The
 excess, 2^bits + zero for each weight, is subtracted from a group's sum at once: it is that constant times the sum of
 the group's activations, which the kernel that wrote the activations also stores
-(`runtime.backends.triton.kernels.sums`). A group's scale is applied once as well, in float32.
+(`runtime.backends.triton.kernels.activations`). A group's scale is applied once as well, in float32.
 
 A program keeps one block of codes in registers. As soon as a word of it has been multiplied, the same registers are
 loaded with that word of the next block, which then has three quarters of a block's time to arrive; so nearly a whole
@@ -35,8 +35,8 @@ import torch
 import triton
 import triton.language as tl
 
-from runtime.backends.triton.carveout import leave_room
-from runtime.backends.triton.codes import (
+from runtime.backends.triton.kernels.activations import piece_sums
+from runtime.backends.triton.kernels.codes import (
     Form,
     Tile,
     halves_of,
@@ -50,10 +50,9 @@ from runtime.backends.triton.codes import (
     values_of,
     weight_form,
 )
-from runtime.backends.triton.kernels.sums import piece_sums
 from runtime.backends.triton.layout import GpuLinear
 from runtime.backends.triton.sizes import BLOCK, SUMMED_ROWS, pieces
-from runtime.backends.triton.workspace import Workspace
+from runtime.backends.triton.workspace import Workspace, capability, leave_room, sm_count
 from runtime.errors import BackendError
 
 ROWS = SUMMED_ROWS
@@ -98,31 +97,23 @@ class LaunchConfig:
 class Next(NamedTuple):
     """The block that a program multiplies next, within the kernel."""
 
-    at: Any
-    """Its first word for each row, pointers [BLOCK_N, 16]."""
+    at: Any  # Its first word for each row, pointers [BLOCK_N, 16]
     there: Any
-    """Whether there is one."""
 
 
 class Operands(NamedTuple):
     """Operands of a program, within the kernel."""
 
-    x: Any
-    """float16 [M, K]."""
-    sums: Any
-    """float32 [M, ceil(K / 32)], the sums of the pieces of x; None with a codebook."""
+    x: Any  # float16 [M, K]
+    sums: Any  # float32 [M, ceil(K / 32)], the sums of the pieces of x; None with a codebook
     matrix: Any
-    """The `Matrix`."""
-    book: Any
-    """Codebooks of the program's rows, pointers [BLOCK_N, 1]."""
-    first_n: Any
-    """The first 8 rows of every 16 of the tile, int32 [BLOCK_N / 2]."""
+    book: Any  # Codebooks of the program's rows, pointers [BLOCK_N, 1]
+    first_n: Any  # The first 8 rows of every 16 of the tile, int32 [BLOCK_N / 2]
     M: Any
-    """Tokens."""
 
 
 def resident(M: int, form: Form, major: int) -> int:
-    """Programs that a multiprocessor holds at the same time, by registers (docs/kernels.md).
+    """Programs that a multiprocessor holds at the same time, by registers (`make kernels`).
 
     Further ones form a second wave, which begins without a block on its way and lasts as long as a whole one: for Llama
     3 8B's down at 3 bits on an H200, 640 programs took 22.6 µs where there was room for 528, and 512 took 16.9.
@@ -133,17 +124,11 @@ def resident(M: int, form: Form, major: int) -> int:
 
 @cache
 def configure(N: int, K: int, sm_count: int, resident: int) -> LaunchConfig:
-    """Choose the division of a matrix for a device.
+    """Choose the division of a matrix [N, K] for a device of so many multiprocessors, each with `resident` programs.
 
     The busiest multiprocessor is the bottleneck: it gets ceil(programs / multiprocessors) programs, in waves of
     `resident`; a wave of fewer than `BUSY` waits for memory as long as one of `BUSY`. The division with the least sum
     over waves of max(programs, BUSY) * (blocks of a program + `OVERHEAD`) is chosen; ties go to the fewest parts.
-
-    Args:
-        N: Output channels.
-        K: Input channels.
-        sm_count: Multiprocessors of the device.
-        resident: Programs that one holds at the same time.
     """
     blocks, across = -(-K // BLOCK), -(-N // 64)
 
@@ -322,32 +307,6 @@ def _gemv_kernel(
             tl.store(counters_ptr + pid_n, 0)
 
 
-def gemv(
-    x: torch.Tensor,
-    weight: GpuLinear,
-    out: torch.Tensor,
-    workspace: Workspace,
-    config: LaunchConfig | None = None,
-    *,
-    sums: torch.Tensor | None = None,
-) -> None:
-    """The product of a low-bit matrix with one token, plus the bias: out = Ŵ x + b.
-
-    Args:
-        x: float16 [K], contiguous.
-        weight: The matrix.
-        out: float32 [N], written.
-        workspace: Memory for the parts of a split product, belonging to the current stream.
-        config: The division of the product; chosen by `configure` if None.
-        sums: float32 [ceil(K / 32)], the sums of the pieces of x, if the kernel that wrote x stored them
-            (`runtime.backends.triton.kernels.sums`); None: a separate kernel computes them first.
-
-    Raises:
-        BackendError: operands of the wrong type or shape.
-    """
-    few_rows(x[None], weight, out[None], workspace, config, sums=None if sums is None else sums[None])
-
-
 def few_rows(
     x: torch.Tensor,
     weight: GpuLinear,
@@ -357,15 +316,16 @@ def few_rows(
     *,
     sums: torch.Tensor | None = None,
 ) -> None:
-    """The same for a few tokens, reading the matrix once.
+    """The product of a low-bit matrix with one or a few tokens, plus the bias: out = x Ŵᵀ + b.
 
     Args:
         x: float16 [M, K], contiguous, M from 1 to `ROWS`.
         weight: The matrix.
         out: float32 [M, N], written.
-        workspace: As in `gemv`.
-        config: As in `gemv`.
-        sums: As in `gemv`, [M, ceil(K / 32)].
+        workspace: Memory for the parts of a split product, belonging to the current stream.
+        config: The division of the product; chosen by `configure` if None.
+        sums: float32 [M, ceil(K / 32)], the sums of the pieces of x, if the kernel that wrote x stored them; None: a
+            separate kernel computes them first.
 
     Raises:
         BackendError: operands of the wrong type or shape, or too many tokens.
@@ -374,39 +334,26 @@ def few_rows(
     M, (N, K) = x.shape[0], weight.shape
     if M > ROWS:
         raise BackendError(f"{weight.name}: {M} rows at once; this kernel takes {ROWS}, use gemm")
-    form = weight_form(weight)
+    form, major = weight_form(weight), capability(x.device)
     if config is None:
-        config = configure(N, K, sm_count(x.device), resident(M, form, capability(x.device)))
+        config = configure(N, K, sm_count(x.device), resident(M, form, major))
     if form.CODEBOOK:
         sums = None
     elif sums is None:
         sums = workspace.sums(M, pieces(K))
         piece_sums(x, sums)
+    across, split = -(-N // config.block_n), config.split
     for start in range(0, M, TILE_ROWS):
-        some = slice(start, min(M, start + TILE_ROWS))
-        _launch(x[some], weight, out[some], workspace, config, None if sums is None else sums[some])
-
-
-def _launch(
-    x: torch.Tensor,
-    weight: GpuLinear,
-    out: torch.Tensor,
-    workspace: Workspace,
-    config: LaunchConfig,
-    sums: torch.Tensor | None,
-) -> None:
-    """The product of up to `TILE_ROWS` tokens; see `few_rows`."""
-    (M, N), form = out.shape, weight_form(weight)
-    across = -(-N // config.block_n)
-    parts, counters = out, weight.codes  # of the types that a split product has: it shares its kernel
-    if config.split > 1:
-        parts, counters = workspace.scratch(config.split * M * N), workspace.counters(across)
-    launched = _gemv_kernel[across, config.split](
-        x, sums, matrix_of(weight, out), int(weight.bias is not None), out, parts, counters, M, config.split,
-        form=form, tile=tile_of(M, form, config.block_n), num_warps=WARPS, num_stages=1,
-        **options(M, form, capability(x.device)),
-    )  # fmt: skip
-    leave_room(launched, x.device, "product")
+        some, rows = slice(start, start + TILE_ROWS), min(TILE_ROWS, M - start)
+        parts, counters = out[some], weight.codes  # of the types that a split product has: it shares its kernel
+        if split > 1:
+            parts, counters = workspace.scratch(split * rows * N), workspace.counters(across)
+        launched = _gemv_kernel[across, split](
+            x[some], None if sums is None else sums[some], matrix_of(weight, out), int(weight.bias is not None),
+            out[some], parts, counters, rows, split, form=form, tile=tile_of(rows, form, config.block_n),
+            num_warps=WARPS, num_stages=1, **options(rows, form, major),
+        )  # fmt: skip
+        leave_room(launched, x.device, "product")
 
 
 def options(M: int, form: Form, major: int) -> dict[str, int]:
@@ -419,24 +366,13 @@ def options(M: int, form: Form, major: int) -> dict[str, int]:
     return {} if limit is None else {"maxnreg": limit}
 
 
-@cache
-def capability(device: torch.device) -> int:
-    """The major compute capability of a device; 0 under the interpreter."""
-    return torch.cuda.get_device_properties(device).major if device.type == "cuda" else 0
-
-
 def tile_of(M: int, form: Form, block_n: int = 64) -> Tile:
-    """The tile for a number of tokens."""
     block_m = 1 if M == 1 else TILE_ROWS
     return Tile(DOT=32 if M == 1 else min(form.SPAN, DOT_ROWS), BLOCK_M=block_m, BLOCK_N=block_n, WARPS=WARPS)
 
 
 def check_operands(x: torch.Tensor, weight: GpuLinear, out: torch.Tensor) -> None:
-    """Check a product's operands.
-
-    Raises:
-        BackendError: x is not float16 [M, K] and contiguous, or out not float32 [M, N] and contiguous.
-    """
+    """Raise BackendError unless x is float16 [M, K], out float32 [M, N], and both contiguous."""
     N, K = weight.shape
     for name, tensor, dtype, width in (("x", x, torch.float16, K), ("out", out, torch.float32, N)):
         if tensor.dtype != dtype or tensor.ndim != 2 or tensor.shape[1] != width or not tensor.is_contiguous():
@@ -446,9 +382,3 @@ def check_operands(x: torch.Tensor, weight: GpuLinear, out: torch.Tensor) -> Non
             )
     if x.shape[0] != out.shape[0] or not x.shape[0]:
         raise BackendError(f"{weight.name}: {x.shape[0]} rows of activations for {out.shape[0]} rows of results")
-
-
-@cache
-def sm_count(device: torch.device) -> int:
-    """Multiprocessors of a device; 1 under the interpreter."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

@@ -13,49 +13,35 @@ import torch
 import triton
 import triton.language as tl
 
-from runtime.backends.triton.kernels.sums import store_sums
-from runtime.backends.triton.kernels.tokens import Tokens, rounding_shape, store_tokens
+from runtime.backends.triton.kernels.activations import Tokens, rounding_shape, store_sums, store_tokens
 
 CHANNELS_PER_WARP = 256
 """Channels per warp, kept in registers: 8 a thread. One program handles a whole row, so few warps would be slow."""
 MAX_WARPS = 32
-"""Most warps of a thread block."""
+_ADDED, _COMPENSATED, _GATHERED, _EMBEDDED, _SUMMED, _BOTH = (tl.constexpr(1 << place) for place in range(6))
+"""Bits of `given`: whether y, and dec, are added; whether `index` contains rows, or tokens of the table; whether sums
+are wanted; whether the output beside y has a compensation. A run-time argument, so that a model needs one kernel;
+pointers that are not given are not read."""
 
 
 class Beside(NamedTuple):
     """An output that is added beside another, and the norms that both pass before."""
 
-    y: Any
-    """float32 [M, C]."""
-    dec: Any
-    """float32 [M, C], its compensation; None: there is none."""
-    weight: Any
-    """float32 [C], weight of its norm."""
-    other: Any
-    """float32 [C], weight of the norm of the other output."""
+    y: Any  # float32 [M, C]
+    dec: Any  # float32 [M, C], its compensation; None: there is none
+    weight: Any  # float32 [C], weight of its norm
+    other: Any  # float32 [C], weight of the norm of the other output
 
 
 class RowNorms(NamedTuple):
     """RMSNorms on both sides of an addition to the residual stream."""
 
-    weight: Any
-    """float32 [C], weight of the norm of the sum; None: the sum is left as it is."""
+    weight: Any  # float32 [C], weight of the norm of the sum; None: the sum is left as it is
     eps: Any
-    """Its epsilon."""
-    added: Any = None
-    """float32 [C], weight of the norm of what is added; None: that is added as it is."""
-    added_eps: Any = 0.0
-    """Its epsilon, and that of the norms of `beside`."""
-    beside: Any = None
-    """`Beside`; None: one output is added."""
-    scale: Any = None
-    """float32 [1], by which the sum is multiplied before its norm; None: it is not."""
-
-
-_ADDED, _COMPENSATED, _GATHERED, _EMBEDDED, _SUMMED, _BOTH = (tl.constexpr(1 << place) for place in range(6))
-"""Bits of `given`: whether y, and dec, are added; whether `index` contains rows, or tokens of the table; whether sums
-are wanted; whether the output beside y has a compensation. A run-time argument, so that a model needs one kernel;
-pointers that are not given are not read."""
+    added: Any = None  # float32 [C], weight of the norm of what is added; None: that is added as it is
+    added_eps: Any = 0.0  # Its epsilon, and that of the norms of `beside`
+    beside: Any = None  # `Beside`; None: one output is added
+    scale: Any = None  # float32 [1], by which the sum is multiplied before its norm; None: it is not
 
 
 @triton.jit
@@ -156,8 +142,8 @@ def add_norm(
         x: float16 [M, C], or [R, C] with `rows`; overwritten.
         rows: int32 [R], the rows of h to normalize, each in [0, M); None = all, in order.
         left: Further output for the same rows; overwritten. The sums of the pieces of x, float32 [M, ceil(C / 32)], or
-            [R, ...] with `rows` (`runtime.backends.triton.kernels.sums`); or INT8 tokens [M or R, C], quantized before
-            half precision. None: not needed.
+            [R, ...] with `rows` (`store_sums`); or INT8 tokens [M or R, C], quantized before half
+            precision. None: not needed.
     """
     assert y is not None or dec is None, "a compensation belongs to the output of a linear layer"
     given = (y is not None) | (dec is not None) << 1 | (rows is not None) << 2
@@ -172,18 +158,10 @@ def embed_norm(
     x: torch.Tensor,
     left: torch.Tensor | Tokens | None = None,
 ) -> None:
-    """Initialize the residual stream with the embeddings of the tokens, and normalize it as `add_norm` does.
+    """Initialize the residual stream h with the embeddings of tokens int32 [M], and normalize it as `add_norm` does.
 
-    The table may stay in page-locked host memory: each token reads one row, a few kilobytes over PCIe, 16 bytes a
-    thread, so that a warp requests 512 consecutive bytes at a time.
-
-    Args:
-        tokens: int32 [M], token ids in [0, V): checked by the caller, not by the kernel.
-        table: float16 [V, C], on the device or in page-locked memory of the CPU (`Tensor.is_pinned`).
-        h: float32 [M, C], contiguous; overwritten.
-        norms: As in `add_norm`; nothing is added.
-        x: As in `add_norm`.
-        left: As in `add_norm`.
+    The table, float16 [V, C], may stay in page-locked host memory: each token reads one row, a few kilobytes over PCIe,
+    16 bytes a thread, so that a warp requests 512 consecutive bytes at a time. Token ids are checked by the caller.
     """
     _launch(h, (None, None), tokens, table, norms, x, left, _EMBEDDED.value)
 

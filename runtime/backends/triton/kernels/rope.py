@@ -8,76 +8,31 @@ import torch
 import triton
 import triton.language as tl
 
-from runtime.backends.triton.kernels.cache.kernel import moved, store_token
-from runtime.backends.triton.kernels.cache.pages import LayerPages, Rows
+from runtime.backends.triton.kernels.activations import projected_at, spaced
+from runtime.backends.triton.kernels.cache import LayerPages, Rows, moved, store_token
 from runtime.kv.basis import hadamard_block
-
-
-class Projected(NamedTuple):
-    """Output of the fused projection."""
-
-    y: Any
-    """float32 [M, N], its output; of attention queries, keys, values, and maybe gates."""
-    dec: Any
-    """float32, shaped like y, its compensation; or any tensor of that type, if there is none."""
-
-
-@triton.jit
-def projected_at(projected, offsets, mask, compensated):
-    """Output of the projection at the offsets, with its compensation if any. float32."""
-    y = tl.load(projected.y + offsets, mask=mask, other=0.0)
-    return y + tl.load(projected.dec + offsets, mask=mask & (compensated != 0), other=0.0)
-
-
-class Spaced(NamedTuple):
-    """Some channels of such an output."""
-
-    projected: Projected
-    """[M, channels], with rows further apart."""
-    stride: Any
-    """Numbers from a row to the next, or heads, of which loads know that they are aligned."""
-
-
-def spaced(y: torch.Tensor, dec: torch.Tensor | None, each: int = 1) -> Spaced:
-    """Channels of an output and its compensation, of rows that are equally far apart, as a kernel argument.
-
-    The distance is counted in runs of `each` number.
-    """
-    return Spaced(Projected(y, y if dec is None else dec), y.stride(0) // each)
 
 
 class Shape(NamedTuple):
     """The heads of a row, as a constant."""
 
     H: int
-    """Query heads."""
-    H_KV: int
-    """Key heads, and as many value heads."""
-    HALF: int
-    """Half the channels of a head that rotate."""
-    BLOCK_D: int
-    """Channels of a head, padded to a power of two."""
-    STAGES: int
-    """Binary logarithm of the rows of the Hadamard matrix."""
-    SCALE: float
-    """One over the root of their number."""
-    WIDE: bool = False
-    """Whether norms are over all heads together."""
-    LAST: bool = False
-    """Whether norms come behind the rotation."""
+    H_KV: int  # Key heads, and as many value heads
+    HALF: int  # Half the channels of a head that rotate
+    BLOCK_D: int  # Channels of a head, padded to a power of two
+    STAGES: int  # Binary logarithm of the rows of the Hadamard matrix
+    SCALE: float  # One over the root of their number
+    WIDE: bool = False  # Whether norms are over all heads together
+    LAST: bool = False  # Whether norms come behind the rotation
 
 
 class HeadNorms(NamedTuple):
     """RMSNorms of heads: of queries and keys, or of neither; and of values."""
 
-    q: Any
-    """float32 [D], weight for every query head; [H * D] if all heads are normalized together; or None."""
-    k: Any
-    """Likewise for key heads."""
+    q: Any  # float32 [D], weight for every query head; [H * D] if all heads are normalized together; or None
+    k: Any  # Likewise for key heads
     eps: Any
-    """Epsilon."""
-    value_eps: Any = None
-    """Epsilon of the norm of every value head, which has no weight; None: there is none."""
+    value_eps: Any = None  # Epsilon of the norm of every value head, which has no weight; None: there is none
 
 
 class TurnedNorms(HeadNorms):
@@ -87,21 +42,16 @@ class TurnedNorms(HeadNorms):
 class Rope(NamedTuple):
     """Tables of the rotation of the first r <= D channels, where each half is rotated with the other."""
 
-    cos: Any
-    """float32 [>= T, r / 2], from `models.rope.tables`."""
-    sin: Any
-    """float32, shaped like cos."""
-    growth: Any = None
-    """float32 [>= T], factors of queries by their positions; None = 1."""
+    cos: Any  # float32 [>= T, r / 2], from `models.rope.tables`
+    sin: Any  # float32, shaped like cos
+    growth: Any = None  # float32 [>= T], factors of queries by their positions; None = 1
 
 
 class Basis(NamedTuple):
     """The basis of queries and keys, see `runtime.kv.basis.KeyBasis`; both None if unchanged."""
 
-    reflection: Any
-    """float32 [H_kv, D]."""
-    mean: Any
-    """float32 [H_kv, D], subtracted from the keys."""
+    reflection: Any  # float32 [H_kv, D]
+    mean: Any  # float32 [H_kv, D], subtracted from the keys
 
 
 @triton.jit
@@ -256,6 +206,5 @@ def heads(
 
 
 def _shape(H: int, H_kv: int, D: int, half: int) -> Shape:
-    """The heads of a row."""
     block = hadamard_block(D)
     return Shape(H, H_kv, half, max(2, triton.next_power_of_2(D)), block.bit_length() - 1, block**-0.5)

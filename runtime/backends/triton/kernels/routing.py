@@ -15,11 +15,11 @@ import triton
 import triton.language as tl
 
 from models.spec import MixtureSpec
+from runtime.backends.triton.kernels.activations import sigmoid
 from runtime.backends.triton.sizes import SUMMED_ROWS
 from runtime.backends.triton.workspace import Workspace
 
 WARPS = 4
-"""Warps of a program."""
 _LOWEST = tl.constexpr(-3e38)
 """Rank of NaN and -infinity: above that of an expert that is already chosen."""
 
@@ -27,31 +27,21 @@ _LOWEST = tl.constexpr(-3e38)
 class Form(NamedTuple):
     """Compile-time parameters of a router."""
 
-    EXPERTS: int
-    """Experts to choose from."""
-    CHOSEN: int
-    """Of these, those of a row."""
-    SHARED: int
-    """Experts that every row goes to, numbered behind."""
-    GATED: bool
-    """Whether these have the sigmoid of the last logit as their share."""
-    SIGMOIDS: bool
-    """Whether scores are sigmoids, else a softmax."""
-    NORMALIZED: bool
-    """Whether shares add up to 1 before they are scaled."""
-    BLOCK_E: int
-    """Experts, rounded up to a power of two."""
+    EXPERTS: int  # Experts to choose from
+    CHOSEN: int  # Of these, those of a row
+    SHARED: int  # Experts that every row goes to, numbered behind
+    GATED: bool  # Whether these have the sigmoid of the last logit as their share
+    SIGMOIDS: bool  # Whether scores are sigmoids, else a softmax
+    NORMALIZED: bool  # Whether shares add up to 1 before they are scaled
+    BLOCK_E: int  # Experts, rounded up to a power of two
 
 
 class Tile(NamedTuple):
     """Compile-time parameters of a program."""
 
     BLOCK_M: int
-    """Rows."""
-    BLOCK_S: int
-    """Logits of each."""
-    BLOCK_K: int
-    """Channels at a time."""
+    BLOCK_S: int  # Logits of each
+    BLOCK_K: int  # Channels at a time
 
 
 ONE = Tile(1, 4, 1024)
@@ -72,26 +62,19 @@ class RouterWeights(NamedTuple):
 class Routed(NamedTuple):
     """Output of a router."""
 
-    chosen: Any
-    """int32 [M, read], ascending; shared ones last."""
-    shares: Any
-    """float32 [M, read]."""
-    logits: Any
-    """float32 [M, scores]."""
+    chosen: Any  # int32 [M, read], ascending; shared ones last
+    shares: Any  # float32 [M, read]
+    logits: Any  # float32 [M, scores]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuRouter:
     """The router of one block."""
 
-    mixture: MixtureSpec
-    """What it chooses from."""
-    weight: torch.Tensor
-    """float32 [scores, C]."""
-    bias: torch.Tensor | None
-    """float32 [scores], added to the logits; None: there is none."""
-    correction: torch.Tensor | None
-    """float32 [experts], added to the scores for the choice; None: there is none."""
+    mixture: MixtureSpec  # What it chooses from
+    weight: torch.Tensor  # float32 [scores, C]
+    bias: torch.Tensor | None  # float32 [scores], added to the logits; None: there is none
+    correction: torch.Tensor | None  # float32 [experts], added to the scores for the choice; None: there is none
     counts: torch.Tensor | None = None
     """int32 [held], to which every row's choices are added; None: nobody wants to know. Shared experts, which all rows
     go to, are not counted."""
@@ -100,7 +83,6 @@ class GpuRouter:
 
     @property
     def form(self) -> Form:
-        """The compile-time parameters."""
         of = self.mixture
         block = max(16, triton.next_power_of_2(of.experts))
         return Form(of.experts, of.chosen, of.shared, of.gated, of.scoring == "sigmoid", of.normalized, block)
@@ -130,13 +112,6 @@ def _logits(x_ptr, weights, offs_m, offs_s, M, C, S, tile: tl.constexpr):
     if weights.eps is not None:
         acc *= tl.rsqrt(squares / C + weights.eps)[:, None]
     return acc
-
-
-@triton.jit
-def sigmoid(x):
-    """1 / (1 + exp(-x)), without an overflow."""
-    falling = tl.exp(-tl.abs(x))
-    return tl.where(x >= 0, 1.0, falling) / (1.0 + falling)
 
 
 @triton.jit
@@ -216,16 +191,7 @@ def _route_kernel(
 
 
 def route(x: torch.Tensor, router: GpuRouter, routed: Routed, workspace: Workspace) -> None:
-    """Choose the experts of every row; never waits for the device, so it can be captured in a graph.
-
-    Args:
-        x: float16 or float32 [M, C], contiguous.
-        router: The router.
-        routed: Overwritten.
-        workspace: Provides counters.
-
-    Source: see `models.routing`.
-    """
+    """Choose the experts of every row of x [M, C]; never waits for the device, so it can be captured in a graph."""
     (M, C), form = x.shape, router.form
     tile = ONE if M <= SUMMED_ROWS else SEVERAL
     grid = (triton.cdiv(router.weight.shape[0], tile.BLOCK_S), triton.cdiv(M, tile.BLOCK_M))

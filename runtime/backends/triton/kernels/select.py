@@ -4,7 +4,7 @@ Every selector is reduced to an integer `order`, smallest first: the bucket (5 b
 the largest half (15 bits), or that of a random key to the largest (53 bits). A binary search with one step per bit,
 each a count over the chunk, finds the order up to which there are enough channels. A prefix sum then gives every chosen
 channel its position, so that indices ascend and the order that overflows contributes its lowest channels. The result
-equals that of `runtime.backends.operations.select`, with the same float32 arithmetic, for any number of programs.
+equals that of `runtime.backends.operations.compensation`, with the same float32 arithmetic, for any number of programs.
 
 A program keeps its chunk in registers and only writes the chosen channels. NaN and infinity set a flag; such a channel
 has an order like any other, so a damaged activation never causes reads out of bounds.
@@ -38,12 +38,9 @@ NUM_WARPS = 4
 class Source(NamedTuple):
     """Input of a selection, as one kernel argument; in a kernel, of one row."""
 
-    x: Any
-    """float16 [M, K], the layer's input."""
-    table: Any
-    """`Selection.channels`, or None."""
-    positions: Any
-    """int32 [M], position of every row in its sequence, for the random selector; or None."""
+    x: Any  # float16 [M, K], the layer's input
+    table: Any  # `Selection.channels`, or None
+    positions: Any  # int32 [M], position of every row in its sequence, for the random selector; or None
     experts: Any = None
     """int32 [M], the expert whose channels each row takes from the table, which then is [E, k]; None: all the same."""
 
@@ -51,12 +48,9 @@ class Source(NamedTuple):
 class Chosen(NamedTuple):
     """Output of a selection and input of a fetch; in a kernel, of one row."""
 
-    channels: Any
-    """int32 [M, k], ascending in each chunk."""
-    x: Any
-    """float32 [M, k], their activations."""
-    flag: Any
-    """int32 [1], set to 1 if x contains NaN or infinity; None for a fetch."""
+    channels: Any  # int32 [M, k], ascending in each chunk
+    x: Any  # float32 [M, k], their activations
+    flag: Any  # int32 [1], set to 1 if x contains NaN or infinity; None for a fetch
 
 
 class Search(NamedTuple):
@@ -72,34 +66,21 @@ class Search(NamedTuple):
 class Selection:
     """Channel selection of one linear layer."""
 
-    width: int
-    """K, input channels of the layer."""
-    k_chunk: int
-    """Salient channels per 1024, in [1, 1024]; a layer with 0 is not compensated and has no Selection."""
-    k: int
-    """Channels chosen in a row, `budget.total_budget(width, k_chunk)`."""
-    mode: Selector = "approx"
-    """Which selector."""
-    b15: float = 0.0
-    """See `budget.Buckets`, as the next two; approx only."""
-    upper_scale: float = 0.0
-    """Buckets per unit from b15 up."""
-    lower_scale: float = 0.0
-    """Buckets per unit below b15."""
+    width: int  # K, input channels of the layer
+    k_chunk: int  # Salient channels per 1024, in [1, 1024]; a layer with 0 is not compensated and has no Selection
+    k: int  # Channels chosen in a row, `budget.total_budget(width, k_chunk)`
+    mode: Selector = "approx"  # Which selector
+    b15: float = 0.0  # See `budget.Buckets`, as the next two; approx only
+    upper_scale: float = 0.0  # Buckets per unit from b15 up
+    lower_scale: float = 0.0  # Buckets per unit below b15
     channels: torch.Tensor | None = None
     """int32 [k] on the device, ascending: the channels of the static selector, else None. [E, k] where experts have
     inputs of their own."""
-    seed: int = 0
-    """`DecoderOptions.seed`, for the random selector; its low 64 bits count."""
-    layer: int = 0
-    """Index of the layer in `ModelSpec.linear_names`, for the random selector."""
+    seed: int = 0  # `DecoderOptions.seed`, for the random selector; its low 64 bits count
+    layer: int = 0  # Index of the layer in `ModelSpec.linear_names`, for the random selector
 
     def __post_init__(self) -> None:
-        """Check that the parameters are consistent.
-
-        Raises:
-            ValueError: they do not.
-        """
+        """Raise ValueError if the parameters are not consistent."""
         if self.mode not in MODES:
             raise ValueError(f"there is no selector {self.mode!r}; the selectors are {', '.join(MODES)}")
         if not 1 <= self.k_chunk <= CHUNK:
@@ -122,12 +103,10 @@ class Selection:
 
     @property
     def search(self) -> Search:
-        """Kernel argument with the parameters."""
         return Search(self.width, self.b15, self.upper_scale, self.lower_scale)
 
     @property
     def chunks(self) -> int:
-        """Local searches of a row."""
         return -(-self.width // CHUNK)
 
 
@@ -141,19 +120,10 @@ def make_selection(
     device: torch.device | str,
     experts: Sequence[PackedLinear] = (),
 ) -> Selection:
-    """The selection of one stored linear layer.
+    """The selection of one stored linear layer, with the calibration's statistics.
 
-    Args:
-        packed: The layer, with the calibration's statistics.
-        k_chunk: Salient channels per 1024, in [1, 1024].
-        mode: Which selector.
-        seed: `DecoderOptions.seed`, for the random selector.
-        layer: Index of the layer in `ModelSpec.linear_names`, for the random selector.
-        device: Where the kernels run.
-        experts: Those whose rows are selected by their own statistics, the layer's among them; empty: there are none.
-
-    Raises:
-        ValueError: the layer has no statistics, or a number is out of range.
+    Of `experts`, the layer's among them, every row's is selected by that expert's own statistics. Raises ValueError if
+    the layer has no statistics, or a number is out of range.
     """
     if packed.rank_maximum is None or packed.mean_square is None:
         raise ValueError(f"{packed.name} was stored without residuals, so there is nothing to select for")
@@ -341,11 +311,7 @@ def select(
 
 
 def check_input(x: torch.Tensor, selection: Selection, positions: torch.Tensor | None) -> None:
-    """Check the input of a selection; see `select`.
-
-    Raises:
-        ValueError: it does not fit.
-    """
+    """Raise ValueError unless x, and positions where they matter, are as `select` says."""
     if x.ndim != 2 or x.shape[1] != selection.width or x.dtype != torch.float16 or not x.is_contiguous():
         raise ValueError(f"x must be contiguous float16 [M, {selection.width}], not {x.dtype} {list(x.shape)}")
     if selection.mode == "random" and (positions is None or positions.shape != x.shape[:1]):
@@ -353,14 +319,9 @@ def check_input(x: torch.Tensor, selection: Selection, positions: torch.Tensor |
 
 
 def recall(x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-    """Share of the chosen channels that are among the k largest magnitudes of their whole row.
+    """Share of the chosen channels [M, k] that are among the k largest magnitudes of their whole row of x [M, K].
 
-    Args:
-        x: float16 [M, K], activations.
-        indices: int32 [M, k], chosen channels.
-
-    Returns:
-        float32 [M] on the same device, not waited for; channels of equal magnitude count alike.
+    Returns float32 [M] on the same device, not waited for; channels of equal magnitude count alike.
 
     Source: QDEC Fig. 15.
     """

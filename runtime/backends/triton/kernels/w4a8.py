@@ -1,75 +1,129 @@
-"""W4A8 products on INT8 tensor cores: 4-bit codes in groups with whole scales, tokens in INT8 with one scale each.
+"""W4A8 on INT8 tensor cores: 4-bit codes in groups with whole scales, tokens in INT8 with one scale each.
 
-A tile of codes, two in a byte, becomes two INT8 operands with an AND and a shift, and meets the tokens' codes as they
-are; sums are whole numbers of 32 bits. A group's sum is multiplied by the group's whole scale s and after that z · s
-times the sum of the group's activations is subtracted, so that nothing rounds before the two scales in floating point:
+K is padded with zeros to whole groups, or blocks without groups, and divided into blocks of 2 · H input channels; H is
+64, or 32 where groups have 64 channels. The activations' codes are padded in the same way, so products need no masks.
+Byte j of a block has channel j in its low and channel H + j in its high half, so that one AND makes an operand of H
+neighbouring channels, and one shift the other. For one block, the [N, H] bytes of all output channels are contiguous. A
+group's whole scale s and z · s, 240 at most, lie in one half-word.
+
+Both operands meet the tokens' codes as they are; sums are whole numbers of 32 bits. A group's sum is multiplied by s
+and after that z · s times the sum of the group's activations is subtracted, so that nothing rounds before the two
+scales in floating point:
 
     y[m, n] = float(sum over groups of s (sum of code · a) - z s (sum of a)) · (scale[n] · scale[m]) + bias[n]
 
 The result has the bits of `runtime.backends.operations.linear.gemm_w4a8` and of the CPU's kernels. Without groups s is
 1 and the zero-point's term is one for the whole row, in the epilogue.
 
-Source: QServe §4.2 (compute-aware order of weights, subtraction after multiplication), here once for a group's sum
-rather than once for a weight: two integer multiplications for each of a tile's sums and 128 channels, and none for its
-weights.
+Source: QServe §4.2 (compute-aware order of weights, z · s, subtraction after multiplication), here once for a group's
+sum rather than once for a weight: two integer multiplications for each of a tile's sums and 128 channels, and none for
+its weights.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
 
-from runtime.backends.triton.kernels.gemv import configure, sm_count
-from runtime.backends.triton.kernels.tokens import Tokens
-from runtime.backends.triton.sizes import half_of
-from runtime.backends.triton.w4a8_layout import W4A8Linear
-from runtime.backends.triton.workspace import Workspace
+from models.packed import PackedLinear
+from runtime.backends.triton.kernels.activations import Tokens
+from runtime.backends.triton.kernels.gemv import configure
+from runtime.backends.triton.layout import unpacked_rows
+from runtime.backends.triton.sizes import half_of, token_width, w4a8_bytes
+from runtime.backends.triton.workspace import Workspace, sm_count
 from runtime.errors import BackendError
 
+SMALLEST_GROUP = 64
+"""Fewest input channels of a group: a power of two."""
 BLOCK_N = 64
 """Output channels of a program."""
 FEW, MANY = 16, 64
 """Rows of a program: of a decoded or verified step, and of a prompt or a large batch."""
 _FEW = tl.constexpr(FEW)
 WARPS = 4
-"""Warps of a program."""
 STAGES = 3
 """Stages of the loop's pipeline."""
 RESIDENT = 6
-"""Programs for few rows that a multiprocessor holds at the same time, by registers (docs/kernels.md)."""
+"""Programs for few rows that a multiprocessor holds at the same time, by registers (`make kernels`)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class W4A8Linear:
+    """A W4A8 matrix on the device."""
+
+    name: str  # For example `layers.3.qkv`
+    shape: tuple[int, int]  # (N, K)
+    group_size: int
+    """Input channels per integer scale: a power of two from 64 on; 0 = the whole row, without an integer scale."""
+    codes: torch.Tensor  # uint8 [width / 2H, N, H]; see the module
+    scales: torch.Tensor  # float16 [N]
+    groups: torch.Tensor  # int16 [G, N]: the low byte s, the high byte z · s
+    bias: torch.Tensor | None  # float32 [N] or None
+
+    @property
+    def width(self) -> int:
+        return token_width(self.shape[1], self.group_size)
+
+    @property
+    def nbytes(self) -> int:
+        parts = (self.codes, self.scales, self.groups, self.bias)
+        return sum(part.nbytes for part in parts if part is not None)
+
+
+def repack_w4a8(packed: PackedLinear, device: torch.device | str) -> W4A8Linear:
+    """Copy a stored W4A8 matrix to the device; raises BackendError for an unsupported group size."""
+    (N, K), group_size = packed.shape, 0 if packed.group_scales is None else packed.group_size
+    if group_size and (group_size < SMALLEST_GROUP or group_size & (group_size - 1)):
+        raise BackendError(
+            f"{packed.name}: groups of {group_size} channels; of qoq's, the GPU takes 64, 128 and so on, and none: "
+            "quantize the model again with --group-size 128"
+        )
+    if w4a8_bytes((N, K), group_size) >= 1 << 31:
+        raise BackendError(f"{packed.name}: {N} by {K} is more than the kernels can address")
+    assert packed.zeros is not None
+    half = half_of(group_size)
+    blocks = token_width(K, group_size) // (2 * half)
+    codes = torch.empty(blocks, N, half, dtype=torch.uint8, device=device)
+    for start, stop, values in unpacked_rows(packed.codes, packed.bits, device):
+        row = values.flatten(1).to(torch.uint8)
+        halves = torch.nn.functional.pad(row, (0, 2 * half * blocks - row.shape[1])).view(-1, blocks, 2, half)
+        codes[:, start:stop] = (halves[:, :, 0] | halves[:, :, 1] << 4).transpose(0, 1)
+    scales = np.ones_like(packed.zeros) if packed.group_scales is None else packed.group_scales
+    groups = scales.astype(np.uint16) | (packed.zeros.astype(np.uint16) * scales) << 8
+    return W4A8Linear(
+        name=packed.name,
+        shape=packed.shape,
+        group_size=group_size,
+        codes=codes,
+        scales=torch.from_numpy(np.array(packed.scales[:, 0], np.float16)).to(device),
+        groups=torch.from_numpy(np.ascontiguousarray(groups.T).view(np.int16)).to(device),
+        bias=None if packed.bias is None else torch.from_numpy(np.array(packed.bias, np.float32)).to(device),
+    )
 
 
 class Matrix(NamedTuple):
     """A `W4A8Linear` as the kernel takes it."""
 
-    codes: Any
-    """uint8 [blocks, N, HALF]."""
-    scales: Any
-    """float16 [N]."""
-    groups: Any
-    """int16 [G, N]: z · s and s, a byte each."""
-    bias: Any
-    """float32 [N]."""
+    codes: Any  # uint8 [blocks, N, HALF]
+    scales: Any  # float16 [N]
+    groups: Any  # int16 [G, N]: z · s and s, a byte each
+    bias: Any  # float32 [N]
     N: Any
-    """Output channels."""
     blocks: Any
-    """Blocks of input channels."""
 
 
 class Form(NamedTuple):
     """Compile-time parameters of the kernel."""
 
-    GROUP_SIZE: int
-    """Input channels that share a whole scale; 0 = all of a row."""
+    GROUP_SIZE: int  # Input channels that share a whole scale; 0 = all of a row
     HALF: int
-    """`W4A8Linear.half`."""
     BLOCK_M: int
-    """Rows of a program."""
     BLOCK_N: int
-    """Output channels of a program."""
 
 
 @triton.jit

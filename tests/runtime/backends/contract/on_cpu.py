@@ -9,13 +9,13 @@ import numpy.typing as npt
 import torch
 
 from models.packed import PackedLinear
-from runtime.backends.cpu.arena import Arena
 from runtime.backends.cpu.cache import CpuCache
 from runtime.backends.cpu.data import instructions as op
-from runtime.backends.cpu.tiles import padded, tile_linear
+from runtime.backends.cpu.data.records import padded
+from runtime.backends.cpu.tiles import Arena, tile_linear
 from runtime.backends.decoder import DecoderOptions
-from runtime.backends.operations import activation
 from runtime.backends.operations import channels as budget
+from runtime.backends.operations.linear import dequantize_groups, quantize_groups
 from tests.close import Tolerance, assert_close
 from tests.guarded import aligned_zeros
 from tests.runtime.backends.contract.kernels import HeadOptions, Selector
@@ -92,8 +92,8 @@ class CpuKernels:
         return torch.from_numpy(out[:rows, :N].copy())
 
     def product(self, linear: PackedLinear, x: torch.Tensor) -> torch.Tensor:
-        codes, scales = activation.quantize(x, linear.group_size)
-        assert torch.equal(activation.dequantize(codes, scales, linear.group_size), x)
+        codes, scales = quantize_groups(x, linear.group_size)
+        assert torch.equal(dequantize_groups(codes, scales, linear.group_size), x)
         found = _product(linear, codes, scales, np.zeros((len(x), linear.shape[0])))
         before = np.random.default_rng(0).standard_normal(found.shape).astype(np.float32)
         assert_close(_product(linear, codes, scales, before, accumulate=True), before + found.numpy(), "sums")
@@ -121,7 +121,7 @@ def _rounded(shape: Any, group: int, instruction: Any) -> torch.Tensor:
 
 def check_quantized(quantized: Activations, values: torch.Tensor) -> None:
     """Codes and scales are what the reference makes of the very values that were written."""
-    codes, scales = activation.quantize(values, quantized.group)
+    codes, scales = quantize_groups(values, quantized.group)
     found, found_scales, shifts, sums = quantized.read()
     # One division apart, so a code may fall on the other side of a tie.
     apart = np.abs(found[:, : quantized.width].astype(int) - codes.numpy())

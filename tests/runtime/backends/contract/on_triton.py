@@ -6,25 +6,22 @@ import torch
 
 from models.packed import PackedLinear
 from runtime.backends.operations import channels as budget
-from runtime.backends.triton.kernels.cache.pages import Rows
+from runtime.backends.triton.kernels.activations import Tokens
+from runtime.backends.triton.kernels.cache import Rows
 from runtime.backends.triton.kernels.compensate import LaunchConfig, Output, compensate
 from runtime.backends.triton.kernels.gate import gate
 from runtime.backends.triton.kernels.gemm import gemm
-from runtime.backends.triton.kernels.gemv import few_rows, gemv
 from runtime.backends.triton.kernels.norm import RowNorms, add_norm
 from runtime.backends.triton.kernels.rope import Basis, HeadNorms, Rope, TurnedNorms, heads
 from runtime.backends.triton.kernels.select import Selection, make_selection, select
-from runtime.backends.triton.kernels.tokens import Tokens
-from runtime.backends.triton.kernels.w4a8 import gemm_w4a8
+from runtime.backends.triton.kernels.w4a8 import gemm_w4a8, repack_w4a8
 from runtime.backends.triton.layout import repack
-from runtime.backends.triton.residual import residual_to_device
+from runtime.backends.triton.residual import residuals_to_device
 from runtime.backends.triton.sizes import token_width
-from runtime.backends.triton.w4a8_layout import repack_w4a8
 from runtime.backends.triton.workspace import Workspace
 from tests.close import Tolerance, assert_close
 from tests.runtime.backends.contract.kernels import HeadOptions, Selector
-from tests.runtime.backends.triton.half_pages import HalfPages
-from tests.runtime.backends.triton.pieces import SUMS, sums_of
+from tests.runtime.backends.triton.operands import SUMS, HalfPages, sums_of
 
 FEW = 16
 """Rows up to which weights enter products as they are."""
@@ -99,7 +96,7 @@ class TritonKernels:
 
     def compensate(self, linear: PackedLinear, x: torch.Tensor, k_chunk: int) -> torch.Tensor:
         assert linear.residual is not None
-        residual = residual_to_device(linear.residual, linear.shape, self.device)
+        residual = residuals_to_device([linear.residual], linear.shape, self.device)
         selection = make_selection(linear, k_chunk=k_chunk, device=self.device)
         found = []
         for fused in (True, False) if len(x) == 1 else (False,):
@@ -117,12 +114,7 @@ class TritonKernels:
     def product(self, linear: PackedLinear, x: torch.Tensor) -> torch.Tensor:
         weight, halves = repack(linear, self.device), x.half().to(self.device)
         out, workspace = torch.full((len(x), linear.shape[0]), torch.nan, device=self.device), Workspace(self.device)
-        if len(x) == 1:
-            gemv(halves[0], weight, out[0], workspace)
-        elif len(x) <= FEW:
-            few_rows(halves, weight, out, workspace)
-        else:
-            gemm(halves, weight, out, workspace)
+        gemm(halves, weight, out, workspace)
         return out.cpu()
 
     def product_tolerance(self, rows: int) -> str | Tolerance:

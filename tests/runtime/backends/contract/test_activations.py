@@ -7,10 +7,7 @@ import torch
 
 from models.rope import tables
 from models.spec import RopeSpec
-from runtime.backends.operations.basis import to_basis
-from runtime.backends.operations.gate import clamped_gate, gelu_gate, silu_gate
-from runtime.backends.operations.norm import rms_norm
-from runtime.backends.operations.rope import rotate
+from runtime.backends.operations.layers import clamped_gate, gelu_gate, rms_norm, rotate, silu_gate, to_basis
 from tests.close import assert_close
 from tests.runtime.backends.contract.kernels import HeadOptions, Kernels
 

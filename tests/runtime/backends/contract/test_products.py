@@ -11,8 +11,14 @@ import torch
 
 from models import per_token
 from models.packed import PackedLinear
-from runtime.backends.operations import activation
-from runtime.backends.operations.linear import dequantize, gemm_w4a8, gemv, integer_weights
+from runtime.backends.operations.linear import (
+    dequantize,
+    dequantize_groups,
+    gemm_w4a8,
+    gemv,
+    integer_weights,
+    quantize_groups,
+)
 from tests.close import assert_close
 from tests.runtime.backends.contract.kernels import Kernels
 from tests.runtime.backends.contract.operands import exact_activations, uneven_activations, whole_matrix
@@ -105,7 +111,7 @@ def test_the_largest_sums_are_exact(kernels: Kernels, M: int, group: int) -> Non
 
 def test_the_activations_are_the_same_numbers_in_half_precision_and_in_int8() -> None:
     x = exact_activations(3, 300, 64)
-    codes, scales = activation.quantize(x, 64)
+    codes, scales = quantize_groups(x, 64)
     assert torch.equal(x.half().float(), x)
-    assert torch.equal(activation.dequantize(codes, scales, 64), x)
+    assert torch.equal(dequantize_groups(codes, scales, 64), x)
     assert len(scales.unique()) > 1

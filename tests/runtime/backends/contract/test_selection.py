@@ -10,8 +10,8 @@ import torch
 
 from models.packed import PackedLinear
 from runtime.backends.operations import channels as budget
-from runtime.backends.operations import compensate as compensation
-from runtime.backends.operations import select as selection
+from runtime.backends.operations import compensation as compensation
+from runtime.backends.operations import compensation as selection
 from tests.close import assert_close
 from tests.runtime.backends.contract.kernels import Kernels, Selector
 from tests.runtime.backends.contract.operands import activations

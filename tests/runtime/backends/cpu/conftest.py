@@ -12,8 +12,7 @@ import torch
 
 from runtime.backends.cpu.cache import CpuCache
 from runtime.backends.cpu.data import instructions as op
-from runtime.backends.cpu.data.sizes import RUN_ROWS
-from runtime.backends.cpu.tiles import padded
+from runtime.backends.cpu.data.records import RUN_ROWS, padded
 from runtime.backends.decoder import DecoderOptions
 from runtime.backends.reference.cache import ReferenceCache
 from runtime.kv.kinds import KINDS, PARTS, KVKind

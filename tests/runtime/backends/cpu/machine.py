@@ -9,14 +9,10 @@ import numpy.typing as npt
 
 from models.packed import PackedLinear
 from runtime.backends.cpu.data import instructions as op
-from runtime.backends.cpu.data.control import CONTROL_WORDS, FAILED
-from runtime.backends.cpu.data.sizes import PIECE
-from runtime.backends.cpu.data.step import parameters_of
-from runtime.backends.cpu.kernels.activation import code_bytes, in_registers
-from runtime.backends.cpu.kernels.gemm import row_block
+from runtime.backends.cpu.data.records import CONTROL_WORDS, FAILED, PIECE, padded, parameters_of
+from runtime.backends.cpu.kernels.activation import code_bytes, in_registers, row_block
 from runtime.backends.cpu.link import link, most_scratch
 from runtime.backends.cpu.pool import Pool
-from runtime.backends.cpu.tiles import padded
 from runtime.backends.operations.panel import residual_scales
 from tests.guarded import aligned_zeros
 

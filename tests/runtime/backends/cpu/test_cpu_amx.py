@@ -21,7 +21,7 @@ import sys
 import llvmlite.binding as llvm
 from runtime.backends.cpu.machine import isa
 isa.VARIANT, isa.VECTORS = "amx", "avx512"
-from runtime.backends.cpu.machine import compiler
+from runtime.backends.cpu.machine import kernel as compiler
 from runtime.backends.cpu.units import w4a8
 llvm.initialize_all_targets()
 llvm.initialize_all_asmprinters()

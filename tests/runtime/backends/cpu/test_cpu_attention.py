@@ -17,9 +17,9 @@ import pytest
 import torch
 
 from runtime.backends.decoder import DecoderOptions, Step
+from runtime.backends.operations.pages import unpack_codes
 from runtime.backends.reference.decoder import ReferenceDecoder
 from runtime.kv.kinds import KINDS, PARTS, KVKind
-from runtime.kv.oracle.uniform import unpack
 from runtime.text.tokenizer import Tokenizer
 from tests.close import Tolerance, assert_close
 from tests.grid import QUICK_CACHES, grid
@@ -71,7 +71,7 @@ def rounded_as_there(attention: Any, slot: int, x: Array) -> Array:
     cpu, reference, D = attention.cpu, attention.reference, attention.dim
     kind, pages, dither = cpu.kind, reference.table.held(slot), torch.from_numpy(np.array(cpu._dither))
     stored = {part: reference.store.stored(part, 1, pages) for part in PARTS}
-    codes = {part: unpack(stored[part]["codes"], kind.code(part).bits, D) for part in PARTS}
+    codes = {part: unpack_codes(stored[part]["codes"], kind.code(part).bits, D) for part in PARTS}
     lost = {part: codes[part] - (2 ** kind.code(part).bits - 1) / 2 for part in PARTS}
     keys, values = (reference.read(part, 1, slot) for part in PARTS)
     out = np.empty((1, attention.heads, D), np.float32)

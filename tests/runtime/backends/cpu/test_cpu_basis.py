@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from models.keys import KeyStatistics
+from models.packed import KeyStatistics
 from runtime.backends.decoder import DecoderOptions, Step
 from runtime.kv.kinds import KVKind
-from runtime.load.open import open_decoder
+from runtime.load.plan import open_decoder
 from tests.close import Tolerance, assert_close
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from runtime.backends.cpu.cache import CpuCache
 from runtime.backends.decoder import DecoderOptions
-from runtime.engine.conversations import saved
+from runtime.engine import saved
 from runtime.kv.kinds import KINDS, PARTS, KVKind
 
 Factory = Callable[..., Any]

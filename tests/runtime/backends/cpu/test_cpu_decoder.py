@@ -20,9 +20,8 @@ from runtime.backends.cpu.link import most_scratch, paging_units
 from runtime.backends.cpu.machine.isa import VARIANT, choose_variant, supported_variants
 from runtime.backends.cpu.machine.unit import Unit
 from runtime.backends.cpu.timer import CpuTimer
-from runtime.backends.decoder import DecoderOptions, Step, Way
-from runtime.backends.operations import activation
-from runtime.backends.operations.linear import gemv
+from runtime.backends.decoder import CompensationMode, DecoderOptions, Step
+from runtime.backends.operations.linear import dequantize_groups, gemv, quantize_groups
 from runtime.backends.operations.panel import panel, restored
 from runtime.backends.reference.decoder import ReferenceDecoder
 from runtime.backends.reference.linear import ReferenceLinear
@@ -50,8 +49,10 @@ class Int8Linear(ReferenceLinear):
         self.__dict__.update(inner.__dict__)
         self._group_size = group_size
 
-    def __call__(self, x: torch.Tensor, positions: torch.Tensor, *, way: Way, draft: bool = False) -> torch.Tensor:
-        rounded = activation.dequantize(*activation.quantize(x, self._group_size), self._group_size)
+    def __call__(
+        self, x: torch.Tensor, positions: torch.Tensor, *, way: CompensationMode, draft: bool = False
+    ) -> torch.Tensor:
+        rounded = dequantize_groups(*quantize_groups(x, self._group_size), self._group_size)
         if way == "shared" and self._shared is not None and not self._by_rows:
             channels = self._shared.numpy()
             if x.shape[0] <= FEW_ROWS or expert_of(self._packed.name) is not None:
@@ -79,7 +80,7 @@ SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "heads-narrower-than-a-block": ({"bits": 4}, {"head_dim": 8, "num_heads": 5, "num_kv_heads": 1}),
     "head-dim-80": ({"bits": 3, "residual_bits": 2}, {"head_dim": 80, "num_heads": 5, "num_kv_heads": 1}),
     "partial-rope": ({"bits": 4}, {"head_dim": 32, "rope": RopeSpec(rotary_dim=12)}),
-    "unrotated": ({"bits": 4}, {"unrotated": (1,)}),
+    "nope_layers": ({"bits": 4}, {"nope_layers": (1,)}),
     "norms-on-both-sides": ({"bits": 4}, {**BOTH_SIDES, "window_rope": LOCAL, "windows": (5, None)}),
     "norms-behind": ({"bits": 4}, {**BEHIND, "head_dim": 8, "num_heads": 5, "num_kv_heads": 1}),
     "norms-of-turned-heads": ({"bits": 4}, {**TURNED, "num_kv_heads": 1}),
@@ -98,7 +99,7 @@ SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "experts-beside": (
         {"bits": 4, "seed": 4},
-        {**BOTH_SIDES, "scaled": True, "mixture": replace(MIXTURE, beside=True), "num_layers": 3},
+        {**BOTH_SIDES, "scaled": True, "mixture": replace(MIXTURE, parallel_mlp=True), "num_layers": 3},
     ),
     "wide-groups": ({"bits": 3, "group_size": 128}, {"hidden_size": 256, "head_dim": 64}),
 }

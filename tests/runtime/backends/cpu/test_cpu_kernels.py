@@ -22,14 +22,13 @@ from models.packed import PackedLinear
 from models.packing import pack
 from models.quantizers import squeezellm
 from models.quantizers.dequantize import dequantize
-from runtime.backends.cpu.arena import Arena
 from runtime.backends.cpu.data import instructions as op
 from runtime.backends.cpu.data.instructions import SELECT_EXACT
-from runtime.backends.cpu.tiles import padded, tile_linear, tile_residual
-from runtime.backends.operations import activation
+from runtime.backends.cpu.data.records import padded
+from runtime.backends.cpu.tiles import Arena, tile_linear, tile_residual
 from runtime.backends.operations import channels as budget
 from runtime.backends.operations import panel as panels
-from runtime.backends.operations.linear import gemv_int8
+from runtime.backends.operations.linear import dequantize_groups, gemv_int8, quantize_groups
 from tests.close import assert_close
 from tests.guarded import aligned_zeros
 from tests.runtime.backends.cpu.machine import Activations, PlacedResidual, address, kept, matrix, wide
@@ -119,7 +118,7 @@ def test_any_codebooks(
     levels = rng.integers(-127, 128, (N, 2**bits)).astype(np.int8)
     linear = with_codebooks(codes, levels, rng.uniform(1e-4, 1e-2, (N, 1)).astype(np.float16), group)
     x = torch.from_numpy((rng.standard_normal((rows, K)) + 3).astype(np.float32))
-    x_codes, x_scales = activation.quantize(x, group)
+    x_codes, x_scales = quantize_groups(x, group)
     expected = gemv_int8(x_codes, x_scales, linear).numpy()
     largest = 128 * x.abs().sum(1, keepdim=True).numpy() * linear.scales.T.astype(np.float64)
     error = np.abs(product(machine, linear, x_codes.numpy(), x_scales.numpy()) - expected)
@@ -135,7 +134,7 @@ def test_codebooks_of_real_weights(machine: Callable[..., Any], shared_data: Pat
     linear = with_codebooks(found.codes, found.codebook, found.scales, 128)
     rng = np.random.default_rng(bits)
     x = torch.from_numpy((rng.standard_normal((17, weight.shape[1])) ** 3).astype(np.float32))
-    codes, scales = activation.quantize(x, 128)
+    codes, scales = quantize_groups(x, 128)
     for rows in (1, 17):
         expected = gemv_int8(codes[:rows], scales[:rows], linear).numpy()
         assert_close(product(machine, linear, codes[:rows].numpy(), scales[:rows].numpy()), expected, "sums")
@@ -202,7 +201,7 @@ def test_product_with_residuals_in_the_weights(
         rng.standard_normal((N, K)).astype(np.float32), bits=bits, group_size=group, residual_bits=residual_bits
     )
     channels = np.sort(rng.permutation(K)[: K * 2 // 3])
-    codes, scales = activation.quantize(torch.from_numpy(rng.standard_normal((rows, K)).astype(np.float32)), group)
+    codes, scales = quantize_groups(torch.from_numpy(rng.standard_normal((rows, K)).astype(np.float32)), group)
     expected = panels.product(codes.numpy(), scales.numpy(), panels.panel(linear, channels), bias[:N])
     inputs, tiled = Activations(rows, K, linear.group_size), tile_linear(linear, Arena())
     inputs.fill(codes.numpy(), scales.numpy())
@@ -246,7 +245,7 @@ def test_all_residuals_as_tiles(
     linear = request.getfixturevalue(kind)(
         rng.standard_normal((N, K)).astype(np.float32), bits=bits, group_size=group, residual_bits=4
     )
-    rounded = activation.quantize(torch.from_numpy(rng.standard_normal((7, K)).astype(np.float32)), group)
+    rounded = quantize_groups(torch.from_numpy(rng.standard_normal((7, K)).astype(np.float32)), group)
     before = rng.standard_normal((7, N)).astype(np.float32)
     residual = tile_residual(linear.residual, tile_linear(linear, Arena()), Arena())
     whole = op.Whole(residual.weights.codes, residual.weights.scales, residual.weights.zeros)
@@ -285,8 +284,8 @@ def test_product_with_few_rows_and_the_residuals_beside_it(
         rng.standard_normal((N, K)).astype(np.float32), bits=bits, group_size=group, residual_bits=residual_bits
     )
     channels = np.sort(rng.permutation(K)[: K * 2 // 3])
-    rounded = activation.quantize(torch.from_numpy(rng.standard_normal((rows, K)).astype(np.float32)), group)
-    x = activation.dequantize(*rounded, group).double().numpy()
+    rounded = quantize_groups(torch.from_numpy(rng.standard_normal((rows, K)).astype(np.float32)), group)
+    x = dequantize_groups(*rounded, group).double().numpy()
     expected = x @ (dequantize(linear).astype(np.float64) + panels.restored(linear, channels)).T
     before = rng.standard_normal((rows, N)).astype(np.float32)
     assert_close(product_beside(machine, linear, rounded, channels), expected, "sums")
@@ -304,8 +303,8 @@ def test_few_rows_of_real_weights(
     K = weight.shape[1]
     values = np.random.default_rng(3).standard_normal((5, K)).astype(np.float32)
     values[:, 7] *= 300
-    rounded = activation.quantize(torch.from_numpy(values), 64)
-    x = activation.dequantize(*rounded, 64).double().numpy()
+    rounded = quantize_groups(torch.from_numpy(values), 64)
+    x = dequantize_groups(*rounded, 64).double().numpy()
     found = product_beside(machine, linear, rounded, np.arange(K))
     base = dequantize(linear).astype(np.float64)
     assert_close(found, x @ (base + panels.restored(linear, np.arange(K))).T, "sums")

@@ -9,7 +9,7 @@ import llvmlite.binding as llvm
 import pytest
 
 from runtime.backends.cpu.machine import isa
-from tests.bench import cpu_code
+from tests.lab import cpu_code
 
 DOTPROD, I8MM = 1 << 20, 1 << 13
 

@@ -1,4 +1,4 @@
-"""Cutting pages off windows and restoring them, compiled, against `runtime.kv.oracle.page`."""
+"""Cutting pages off windows and restoring them, compiled, against `runtime.backends.operations.pages`."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ import torch
 import assets
 from models.store import StoredModel
 from runtime.backends.cpu.cache import CpuStore
-from runtime.backends.cpu.data.control import CONTROL_WORDS
-from runtime.backends.cpu.data.step import parameters_of
+from runtime.backends.cpu.data.records import CONTROL_WORDS, parameters_of
 from runtime.backends.cpu.pool import Pool
 from runtime.backends.decoder import DecoderOptions, Step
+from runtime.backends.operations.pages import dequantize_page, quantize_page
 from runtime.backends.reference.decoder import ReferenceDecoder
 from runtime.kv.kinds import KINDS, PARTS, KVKind, Part
-from runtime.kv.oracle.page import dequantize, quantize
 from runtime.text.tokenizer import Tokenizer
 from tests.close import Tolerance, assert_close
 from tests.guarded import aligned_zeros
@@ -66,12 +65,12 @@ def random_windows(dim: int, tokens: int) -> Windows:
 def expected_fields(name: KVKind, part: Part, window: npt.NDArray[np.float16]) -> dict[str, npt.NDArray[Any]]:
     kind = KINDS[name]
     page = torch.from_numpy(window[:, :, kind.sinks : kind.sinks + kind.page].astype(np.float32))
-    return {field: array.numpy() for field, array in quantize(kind, part, page).items()}
+    return {field: array.numpy() for field, array in quantize_page(kind, part, page).items()}
 
 
 def read_back(name: KVKind, part: Part, fields: Mapping[str, npt.NDArray[Any]], dim: int) -> npt.NDArray[np.float32]:
     tensors = {field: torch.from_numpy(np.ascontiguousarray(array)) for field, array in fields.items()}
-    return dequantize(KINDS[name], part, tensors, dim).numpy()
+    return dequantize_page(KINDS[name], part, tensors, dim).numpy()
 
 
 def check_flush(name: KVKind, windows: Windows) -> None:

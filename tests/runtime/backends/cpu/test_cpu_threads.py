@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from runtime.backends.cpu.data import instructions as op
-from runtime.backends.cpu.data.control import ACTIVE, CLOSED, CONTROL_WORDS, SLEEPERS, TURN
+from runtime.backends.cpu.data.records import ACTIVE, CLOSED, CONTROL_WORDS, SLEEPERS, TURN
 from runtime.backends.cpu.decoder import CpuDecoder
 from runtime.backends.cpu.machine.sync import wait_while
 from runtime.backends.decoder import DecoderOptions, Step

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,34 +26,20 @@ from models.store import StoredModel
 from runtime.backends.cpu import executor, units
 from runtime.backends.cpu.backend import BACKEND
 from runtime.backends.cpu.data import instructions as op
-from runtime.backends.cpu.data.control import CONTROL_WORDS
 from runtime.backends.cpu.data.instructions import SELECT_EXACT
 from runtime.backends.cpu.data.pages import HALF, TWO_PLANES
-from runtime.backends.cpu.data.records import record_of
-from runtime.backends.cpu.data.step import parameters_of
+from runtime.backends.cpu.data.records import CONTROL_WORDS, parameters_of, record_of
+from runtime.backends.cpu.kernels.views import view
 from runtime.backends.cpu.link import is_linked, link, most_scratch, needed, paging_units, prompt_units, units_of
 from runtime.backends.cpu.machine import build as building
 from runtime.backends.cpu.machine import code_cache, isa
-from runtime.backends.cpu.machine import digest as digesting
+from runtime.backends.cpu.machine import unit as unit_module
 from runtime.backends.cpu.machine.build import build, build_later
-from runtime.backends.cpu.machine.compiler import machine_code
-from runtime.backends.cpu.machine.digest import Sources, digest
-from runtime.backends.cpu.machine.kernel import kernel
-from runtime.backends.cpu.machine.unit import Unit, compiled_unit
+from runtime.backends.cpu.machine.kernel import kernel, machine_code
+from runtime.backends.cpu.machine.unit import Sources, Unit, compiled_unit, digest
 from runtime.backends.cpu.machine.vector import set_word
-from runtime.backends.cpu.machine.view import view
 from runtime.backends.cpu.pool import Pool
-from runtime.backends.cpu.units import (
-    attention,
-    compensation,
-    inputs,
-    paging,
-    panels,
-    products,
-    repacking,
-    residuals,
-    selection,
-)
+from runtime.backends.cpu.units import attention, inputs, paging, panels, products, repacking, selection
 from runtime.errors import BackendError
 from runtime.kv.kinds import KINDS
 from tests.runtime.backends.cpu.machine import unplaced
@@ -112,9 +98,9 @@ def test_units_of_one_module_and_variants_have_digests_of_their_own(monkeypatch:
 
     before = own()
     monkeypatch.setattr(isa, "VARIANT", "another")
-    digesting._circumstances.cache_clear()
+    unit_module._circumstances.cache_clear()
     after = own()
-    digesting._circumstances.cache_clear()
+    unit_module._circumstances.cache_clear()
     assert len(before | after) == 4
 
 
@@ -129,10 +115,10 @@ def test_a_function_inside_another_is_no_unit() -> None:
 
 
 def test_a_digest_is_the_same_in_every_process() -> None:
-    names = "attention.pages_4.symbol, compensation.compensate_4.symbol"
-    script = f"from runtime.backends.cpu.units import attention, compensation; print({names})"
+    names = "attention.pages_4.symbol, products.compensate_4.symbol"
+    script = f"from runtime.backends.cpu.units import attention, products; print({names})"
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
-    assert found == [attention.pages_4.symbol, compensation.compensate_4.symbol]
+    assert found == [attention.pages_4.symbol, products.compensate_4.symbol]
 
 
 _MEETING = """
@@ -240,7 +226,7 @@ def test_linking_writes_the_unit_and_the_one_inside_it() -> None:
     headers = [op.header_of(own) for own in words]
     assert is_linked(words)
     assert [header["unit"] for header in headers] == [products.multiply_uniform_4.address] * 2
-    assert [header["inner"] for header in headers] == [0, compensation.compensate_2.address]
+    assert [header["inner"] for header in headers] == [0, products.compensate_2.address]
     assert most_scratch(words) == headers[1]["scratch"] > headers[0]["scratch"]
 
 
@@ -341,7 +327,7 @@ def count_compilations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         compiled.append(symbol)
         return machine_code(function, symbol)
 
-    monkeypatch.setattr("runtime.backends.cpu.machine.compiler.machine_code", counted)
+    monkeypatch.setattr("runtime.backends.cpu.machine.kernel.machine_code", counted)
     return compiled
 
 
@@ -564,6 +550,30 @@ def test_units_can_be_compiled_beside_what_goes_on(uncompiled: list[Unit], monke
     assert "compile" not in {thread.name for thread in threading.enumerate()}
 
 
+def test_what_compiles_in_the_background_takes_turns(uncompiled: list[Unit], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every model that is opened compiles there, and somebody may try many."""
+    at_once = [0]
+
+    class Compilers:
+        def __init__(self, _missing: Sequence[Unit], nice: int) -> None:
+            assert nice
+            at_once.append(at_once[-1] + 1)
+
+        def tried(self) -> Iterator[str]:
+            time.sleep(0.01)
+            return iter(())
+
+        def stop(self) -> None:
+            at_once.append(at_once[-1] - 1)
+
+    monkeypatch.setattr(building, "_Compilers", Compilers)
+    for _ in range(3):
+        build_later(uncompiled)
+    for thread in [thread for thread in threading.enumerate() if thread.name == "compile"]:
+        thread.join(60)
+    assert at_once == [0, 1, 0, 1, 0, 1, 0]
+
+
 @pytest.mark.parametrize("trouble", ["none can be started", "they die", "one core"])
 def test_without_other_processes_units_are_compiled_here(
     trouble: str, uncompiled: list[Unit], monkeypatch: pytest.MonkeyPatch
@@ -600,8 +610,8 @@ def test_a_model_needs_the_products_of_its_weights_only(stored: StoredModel) -> 
     products_of = {3: products.multiply_uniform_3, 4: products.multiply_uniform_4}
     weights = {unit for own in bits for unit in (products_of[own], repack_of[own])}
     assert plain == {*needed(KINDS["fp16"]), *weights}
-    assert compensated - plain == {compensation.compensate_4, selection.select_by_buckets}
-    assert set(prompt_units(stored)) == {panels.multiply_panel, panels.panel_4, residuals.share_4}
+    assert compensated - plain == {products.compensate_4, selection.select_by_buckets}
+    assert set(prompt_units(stored)) == {panels.multiply_panel, panels.panel_4, panels.share_4}
 
 
 def test_two_processes_make_a_unit_once(folder: Path) -> None:

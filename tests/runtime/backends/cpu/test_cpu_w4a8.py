@@ -16,9 +16,9 @@ from models.quantize import quantize
 from models.recipe import Recipe
 from models.store import Store, StoredModel
 from runtime.backends.cpu.data import instructions as op
-from runtime.backends.cpu.tiles import padded
+from runtime.backends.cpu.data.records import padded
 from runtime.backends.decoder import DecoderOptions, Step
-from runtime.load.open import open_decoder
+from runtime.load.plan import open_decoder
 from tests.close import assert_close
 from tests.guarded import aligned_zeros
 from tests.models.conftest import TEXT, write_checkpoint

@@ -10,15 +10,10 @@ import pytest
 import torch
 
 from models.packing import unpack
-from runtime.backends.operations import activation
 from runtime.backends.operations import channels as budget
-from runtime.backends.operations.attention import attend
-from runtime.backends.operations.compensate import compensate, dequantize_residual
-from runtime.backends.operations.gate import silu_gate
-from runtime.backends.operations.linear import dequantize, gemv, gemv_int8
-from runtime.backends.operations.norm import rms_norm
-from runtime.backends.operations.rope import rotate
-from runtime.backends.operations.select import approximate, bucket_of, exact
+from runtime.backends.operations.compensation import approximate, bucket_of, compensate, dequantize_residual, exact
+from runtime.backends.operations.layers import attend, rms_norm, rotate, silu_gate
+from runtime.backends.operations.linear import dequantize, dequantize_groups, gemv, gemv_int8, quantize_groups
 from runtime.errors import InvalidActivationError
 from tests.close import Tolerance, assert_close
 
@@ -71,8 +66,8 @@ def test_base_and_residual_together_restore_the_weight(packed_linear: Callable[.
 def test_gemv_int8_equals_the_product_of_the_dequantized(request: pytest.FixtureRequest, factory: str) -> None:
     weight = np.random.default_rng(3).standard_normal((9, 172)).astype(np.float32)
     packed = request.getfixturevalue(factory)(weight, group_size=64, bias=np.arange(9, dtype=np.float32))
-    codes, scales = activation.quantize(normal(4, 172), 64)
-    x = activation.dequantize(codes, scales, 64)
+    codes, scales = quantize_groups(normal(4, 172), 64)
+    x = dequantize_groups(codes, scales, 64)
     expected = gemv(x, dequantize(packed), torch.arange(9.0))
     assert_close(gemv_int8(codes, scales, packed).float(), expected)
 
@@ -81,14 +76,14 @@ def test_gemv_int8_equals_the_product_of_the_dequantized(request: pytest.Fixture
 def test_int8_activations_are_within_half_a_step(K: int) -> None:
     x = normal(3, K) * torch.tensor([[1e-6], [1.0], [1e6]])
     x[0, : K // 2] = 0
-    codes, scales = activation.quantize(x, 32)
+    codes, scales = quantize_groups(x, 32)
     step = scales.repeat_interleave(32, dim=1)[:, :K]
     assert codes.abs().max() <= 127
-    assert bool(((activation.dequantize(codes, scales, 32) - x).abs() <= step * 0.5001).all())
+    assert bool(((dequantize_groups(codes, scales, 32) - x).abs() <= step * 0.5001).all())
 
 
 def test_int8_activations_of_zeros_and_denormals_are_zero() -> None:
-    codes, scales = activation.quantize(torch.tensor([[0.0] * 32 + [1e-44] * 32]), 32)
+    codes, scales = quantize_groups(torch.tensor([[0.0] * 32 + [1e-44] * 32]), 32)
     assert not codes.any()
     assert torch.isfinite(scales).all()
 

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from runtime.backends.operations import activation
-from runtime.backends.operations.compensate import compensate_shared, dequantize_residual
-from runtime.backends.operations.linear import dequantize, gemv
+from runtime.backends.operations.compensation import compensate_shared, dequantize_residual
+from runtime.backends.operations.linear import dequantize, gemv, quantize_groups
 from runtime.backends.operations.panel import panel, product, residual_codes, residual_scales
 from tests.close import Tolerance, assert_close
 
@@ -52,7 +51,7 @@ def test_the_product_is_that_of_base_and_residuals(packed_linear: Any) -> None:
     linear = packed_linear(rng.standard_normal((40, 256)).astype(np.float32), bits=3, group_size=64, residual_bits=4)
     x = torch.from_numpy(rng.standard_normal((6, 256)).astype(np.float32))
     channels = np.arange(0, 256, 2)
-    found = product(*(part.numpy() for part in activation.quantize(x, 64)), panel(linear, channels))
+    found = product(*(part.numpy() for part in quantize_groups(x, 64)), panel(linear, channels))
     base = gemv(x, dequantize(linear))
     residual = dequantize_residual(linear.residual, 40)
     exact = compensate_shared(base, x, torch.from_numpy(channels), residual)

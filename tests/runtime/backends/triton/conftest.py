@@ -1,13 +1,12 @@
-"""Where Triton kernels run, and pages that they read and write."""
+"""Where Triton kernels run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import torch
 
-from tests.runtime.backends.triton.half_pages import HalfPages
 from tests.runtime.backends.triton.interpreter import DEVICE, HAS_CUDA, patched_once
 
 
@@ -39,9 +38,3 @@ def _one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="session")
-def half_pages() -> Callable[[torch.Tensor, str], HalfPages]:
-    """Makes pages of a half-precision cache."""
-    return HalfPages

@@ -111,7 +111,7 @@ class Shapes:
         return None
 
     def expert_tokens(self, _layer: int) -> Any:
-        return np.zeros(self.spec.mixture.held if self.spec.mixture else 0, np.int32)
+        return np.zeros(self.spec.mixture.num_experts if self.spec.mixture else 0, np.int32)
 
 
 def without_numbers(packed: PackedLinear, device: torch.device) -> GpuLinear:

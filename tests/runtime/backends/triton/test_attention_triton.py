@@ -12,24 +12,24 @@ from typing import Any
 import pytest
 import torch
 
-from runtime.backends.operations import attention as reference
-from runtime.backends.triton.kernels.attention import kernel as kernels
-from runtime.backends.triton.kernels.attention.configs import (
+from runtime.backends.operations import layers as reference
+from runtime.backends.triton.kernels import attention as kernels
+from runtime.backends.triton.kernels.activations import Projected
+from runtime.backends.triton.kernels.attention import (
     KEPT_ROWS,
     MAX_SPLITS,
     MIN_BLOCKS,
     SPLIT_ROWS,
     Room,
+    attend,
     launch_config,
 )
-from runtime.backends.triton.kernels.attention.kernel import attend
-from runtime.backends.triton.kernels.cache.pages import Rows, power_of_two
+from runtime.backends.triton.kernels.cache import Rows, power_of_two
 from runtime.backends.triton.kernels.gemv import ROWS
-from runtime.backends.triton.kernels.rope import Projected
 from runtime.backends.triton.workspace import Workspace
 from runtime.kv.kinds import KINDS, KVKind
 from tests.close import assert_close
-from tests.runtime.backends.triton.pieces import SUMS, sums_of
+from tests.runtime.backends.triton.operands import SUMS, HalfPages, sums_of
 
 
 class _Case:
@@ -58,13 +58,11 @@ class _Case:
             out[rows] = reference.attend(self.q[rows].float(), k, v, positions, self.window)
         return out
 
-    def run(
-        self, device: str, half_pages: Any, workspace: Workspace | None = None, gates: Projected | None = None
-    ) -> torch.Tensor:
+    def run(self, device: str, workspace: Workspace | None = None, gates: Projected | None = None) -> torch.Tensor:
         """The same from the kernel."""
         M, H, D = self.shape
         x = torch.full((M, H * D), torch.nan, dtype=torch.float16, device=device)
-        pages, T = half_pages(self.cache, device).pages, self.cache.shape[3]
+        pages, T = HalfPages(self.cache, device).pages, self.cache.shape[3]
         q, positions, slots = (one.to(device) for one in (self.q.view(M, H * D), self.positions, self.slots))
         rows = Rows(positions, slots)
         sums = attend(q, pages, rows, self.window, x, workspace or Workspace(device), context=T, gates=gates)
@@ -73,9 +71,9 @@ class _Case:
             assert_close(sums, sums_of(x), SUMS)
         return x.cpu().float().view(M, H, D)
 
-    def check(self, device: str, half_pages: Any) -> None:
+    def check(self, device: str) -> None:
         """Compare the two."""
-        assert_close(self.run(device, half_pages), self.expected(), "half attention")
+        assert_close(self.run(device), self.expected(), "half attention")
 
 
 def _run_of(slot: int, first: int, count: int) -> list[tuple[int, int]]:
@@ -99,45 +97,45 @@ MIXED = [(0, 130), *_run_of(2, 0, 6), *_run_of(1, 40, 3), (3, 149)]
 
 
 @pytest.mark.parametrize("position", [0, 1, 63, 64, 149])
-def test_decode_sees_every_position_up_to_its_own(device: str, half_pages: Any, position: int) -> None:
-    _Case([(0, position)], 2, 1, 64, 150).check(device, half_pages)
+def test_decode_sees_every_position_up_to_its_own(device: str, position: int) -> None:
+    _Case([(0, position)], 2, 1, 64, 150).check(device)
 
 
 @pytest.mark.parametrize("heads", HEADS)
-def test_decode_of_any_head_shape(device: str, half_pages: Any, heads: str) -> None:
-    _Case([(0, 140)], *HEADS[heads], 150).check(device, half_pages)
+def test_decode_of_any_head_shape(device: str, heads: str) -> None:
+    _Case([(0, 140)], *HEADS[heads], 150).check(device)
 
 
 @pytest.mark.parametrize("heads", ["H4-2-D64", "H7-1-D80", "H3-1-D8", "H2-1-D256", "H8-1-D512", "H17-1-D32"])
-def test_many_rows_of_any_head_shape(device: str, half_pages: Any, heads: str) -> None:
-    _Case(MIXED, *HEADS[heads], 150).check(device, half_pages)
+def test_many_rows_of_any_head_shape(device: str, heads: str) -> None:
+    _Case(MIXED, *HEADS[heads], 150).check(device)
 
 
 @pytest.mark.parametrize("M", [SPLIT_ROWS, SPLIT_ROWS + 1])
-def test_rows_of_several_slots_at_several_lengths(device: str, half_pages: Any, M: int) -> None:
+def test_rows_of_several_slots_at_several_lengths(device: str, M: int) -> None:
     lengths = [0, 299, 5, 64, 130, 1, 250, 33, 298]
-    _Case([(M - 1 - slot, lengths[slot]) for slot in range(M)], 2, 1, 32, 300).check(device, half_pages)
+    _Case([(M - 1 - slot, lengths[slot]) for slot in range(M)], 2, 1, 32, 300).check(device)
 
 
-def test_a_few_rows_of_one_slot_each_see_their_own_past(device: str, half_pages: Any) -> None:
-    _Case(_run_of(1, 60, 5), 4, 2, 32, 150).check(device, half_pages)
+def test_a_few_rows_of_one_slot_each_see_their_own_past(device: str) -> None:
+    _Case(_run_of(1, 60, 5), 4, 2, 32, 150).check(device)
 
 
 @pytest.mark.parametrize("first", [0, 70])
-def test_prefill_in_pieces(device: str, half_pages: Any, first: int) -> None:
+def test_prefill_in_pieces(device: str, first: int) -> None:
     """Rows that fill a tile of 25, and one of the next."""
-    _Case(_run_of(0, first, 26), 5, 1, 32, 110).check(device, half_pages)
+    _Case(_run_of(0, first, 26), 5, 1, 32, 110).check(device)
 
 
 @pytest.mark.parametrize("splits", [1, 2, 5])
 @pytest.mark.parametrize("rows", [[(1, 149)], MIXED], ids=["decode", "mixed"])
 def test_any_number_of_splits(
-    device: str, half_pages: Any, rows: list[tuple[int, int]], splits: int, monkeypatch: pytest.MonkeyPatch
+    device: str, rows: list[tuple[int, int]], splits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
         kernels, "launch_config", lambda *shape, **how: replace(launch_config(*shape, **how), splits=splits)
     )
-    _Case(rows, 2, 1, 64, 150).check(device, half_pages)
+    _Case(rows, 2, 1, 64, 150).check(device)
 
 
 @pytest.mark.parametrize(
@@ -145,54 +143,50 @@ def test_any_number_of_splits(
     [([(0, 149)], 1), ([(0, 149)], 65), ([(0, 0)], 2), (MIXED, 2), (MIXED, 65), (MIXED, 4096)],
     ids=["last-1", "last-65", "first-2", "mixed-2", "mixed-65", "mixed-4096"],
 )
-def test_windows(device: str, half_pages: Any, rows: list[tuple[int, int]], window: int) -> None:
-    _Case(rows, 2, 1, 64, 150, window).check(device, half_pages)
+def test_windows(device: str, rows: list[tuple[int, int]], window: int) -> None:
+    _Case(rows, 2, 1, 64, 150, window).check(device)
 
 
-def test_a_window_of_one_gives_the_value_itself(device: str, half_pages: Any) -> None:
+def test_a_window_of_one_gives_the_value_itself(device: str) -> None:
     case = _Case(MIXED, 2, 1, 32, 150, 1)
     own = case.cache[1, case.slots, 0, case.positions].float()
-    assert torch.equal(case.run(device, half_pages), own[:, None].expand(-1, 2, -1))
+    assert torch.equal(case.run(device), own[:, None].expand(-1, 2, -1))
 
 
-def test_sharp_scores_pick_their_value(device: str, half_pages: Any) -> None:
+def test_sharp_scores_pick_their_value(device: str) -> None:
     """Scores of a thousand: the softmax must subtract the largest, in every split and in the merge."""
     case = _Case([(0, 149)], 1, 1, 64, 150)
     case.cache[0, 0, 0] *= 0.01
     case.cache[0, 0, 0, 7] = 100 * torch.sign(case.q[0, 0])
-    assert_close(case.run(device, half_pages)[0, 0], case.cache[1, 0, 0, 7].float(), "half attention")
+    assert_close(case.run(device)[0, 0], case.cache[1, 0, 0, 7].float(), "half attention")
 
 
 @pytest.mark.parametrize("rows", [[(0, 149)], _run_of(0, 130, 12)], ids=["decode", "prefill"])
-def test_a_nan_in_the_past_reaches_the_output(device: str, half_pages: Any, rows: list[tuple[int, int]]) -> None:
+def test_a_nan_in_the_past_reaches_the_output(device: str, rows: list[tuple[int, int]]) -> None:
     case = _Case(rows, 2, 2, 64, 150)
     case.cache[0, 0, 1, 70, 3] = torch.nan
-    x = case.run(device, half_pages)
+    x = case.run(device)
     assert not x[:, 0].isnan().any()
     assert bool(x[:, 1].isnan().all())
 
 
 @pytest.mark.parametrize("rows", [[(0, 149)], MIXED], ids=["decode", "mixed"])
-def test_results_repeat_in_a_workspace_that_holds_anything(
-    device: str, half_pages: Any, rows: list[tuple[int, int]]
-) -> None:
+def test_results_repeat_in_a_workspace_that_holds_anything(device: str, rows: list[tuple[int, int]]) -> None:
     case, workspace = _Case(rows, 2, 1, 64, 150), Workspace(device)
     workspace.scratch(1 << 20, torch.float32).fill_(torch.nan)
-    first = case.run(device, half_pages, workspace)
-    assert torch.equal(case.run(device, half_pages, workspace), first)
-    assert torch.equal(case.run(device, half_pages), first)
+    first = case.run(device, workspace)
+    assert torch.equal(case.run(device, workspace), first)
+    assert torch.equal(case.run(device), first)
 
 
-def test_many_rows_are_launched_in_parts(device: str, half_pages: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_rows_are_launched_in_parts(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The splits of all of them together would take more memory than is planned for."""
     monkeypatch.setattr(kernels, "KEPT_ROWS", 4 * 5)
-    _Case(MIXED, 4, 2, 32, 150).check(device, half_pages)
+    _Case(MIXED, 4, 2, 32, 150).check(device)
 
 
 @pytest.mark.parametrize("compensated", [False, True])
-def test_outputs_are_multiplied_by_their_gates(
-    device: str, half_pages: Any, monkeypatch: pytest.MonkeyPatch, compensated: bool
-) -> None:
+def test_outputs_are_multiplied_by_their_gates(device: str, monkeypatch: pytest.MonkeyPatch, compensated: bool) -> None:
     """The last channels of a wider projection, with and without its compensation, launched in parts."""
     monkeypatch.setattr(kernels, "KEPT_ROWS", 4 * 5)
     case = _Case(_run_of(0, 60, 7), 4, 2, 32, 150)
@@ -200,7 +194,7 @@ def test_outputs_are_multiplied_by_their_gates(
     dec = torch.full_like(y, 0.5).to(device) if compensated else None
     shares = (y + 0.5 if compensated else y)[:, -128:].view(7, 4, 32).sigmoid()
     gates = Projected(y.to(device)[:, -128:], dec if dec is None else dec[:, -128:])
-    found = case.run(device, half_pages, gates=gates)
+    found = case.run(device, gates=gates)
     assert_close(found, case.expected() * shares, "half attention")
 
 
@@ -238,13 +232,13 @@ def test_a_decoded_token_fills_the_device_and_no_more(group: int, kv_heads: int,
     assert splits == 8192 // 64 // MIN_BLOCKS or splits * kv_heads >= 0.75 * waves * programs
 
 
-def test_a_short_context_leaves_most_programs_nothing(device: str, half_pages: Any) -> None:
+def test_a_short_context_leaves_most_programs_nothing(device: str) -> None:
     """As many splits are used as there are pairs of blocks; the others write nothing that the merge would read."""
     case, workspace = _Case([(0, 149)], 2, 1, 64, 4096), Workspace(device)
     splits = launch_config(1, 2, 1, 64, 4096).splits
     assert splits == 4096 // 64 // MIN_BLOCKS
     workspace.scratch(splits * 2 * 66, torch.float32).fill_(torch.nan)
-    case.run(device, half_pages, workspace)
+    case.run(device, workspace)
     acc = workspace.scratch(splits * 2 * 66, torch.float32)[: 2 * splits * 64].view(2, splits, 64)
     used = int(workspace.scratch(1, torch.int32))
     assert used == 2
@@ -291,12 +285,12 @@ def test_what_a_load_compiles_of_attention(
 
 
 @pytest.mark.gpu
-def test_a_captured_launch_replays_at_any_position(cuda: str, half_pages: Any) -> None:
+def test_a_captured_launch_replays_at_any_position(cuda: str) -> None:
     cases = [_Case([(0, position)], 8, 2, 64, 600) for position in (3, 599, 256)]
     workspace = Workspace(cuda)
     static = {name: getattr(cases[1], name).to(cuda) for name in ("q", "positions", "slots")}
     x = torch.zeros(1, 8 * 64, dtype=torch.float16, device=cuda)
-    pages, *others = [half_pages(case.cache, cuda).pages for case in (cases[1], *cases)]
+    pages, *others = [HalfPages(case.cache, cuda).pages for case in (cases[1], *cases)]
 
     def launch() -> None:
         q = static["q"].view(1, 512)

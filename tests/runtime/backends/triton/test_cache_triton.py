@@ -12,15 +12,16 @@ import numpy as np
 import pytest
 import torch
 
+from runtime.backends.operations import pages as correction
+from runtime.backends.operations.pages import dequantize_page, quantize_page
 from runtime.backends.reference.cache import ReferenceCache
 from runtime.backends.triton.cache import GpuCache
-from runtime.backends.triton.kernels.attention.kernel import attend
-from runtime.backends.triton.kernels.cache.pages import Rows
+from runtime.backends.triton.kernels.attention import attend
+from runtime.backends.triton.kernels.cache import Rows, low_rank
 from runtime.backends.triton.kernels.rope import Basis, HeadNorms, Rope, heads
 from runtime.backends.triton.workspace import Workspace
 from runtime.kv.groups import cache_bytes
 from runtime.kv.kinds import KINDS, PARTS, KVKind
-from runtime.kv.oracle.page import dequantize
 from tests.close import TOLERANCES, Tolerance, assert_close
 from tests.grid import QUICK_CACHES, combined, grid
 
@@ -37,7 +38,7 @@ LARGE_KEYS = Tolerance(
 def test_layers_with_attention_have_the_pages(tiny_spec: Any, device: str) -> None:
     """One behind the other, whatever layers are between them, and as many as slots are to share."""
     mixers = ("convolution", "attention", "convolution", "attention")
-    spec = tiny_spec(num_layers=4, mixers=mixers, taps=3)
+    spec = tiny_spec(num_layers=4, mixers=mixers, conv_kernel_size=3)
     cache = GpuCache(KINDS["int8"], spec, context=100, slots=3, max_rows=8, device=torch.device(device), pages=5)
     assert cache.table.capacity == 5
     assert list(cache.layers) == [1, 3]
@@ -133,7 +134,7 @@ class Pair:
         if not ours.numel():
             return
         read = [
-            dequantize(self.kind, part, self.ours.store.fields(part, records), self.spec.head_dim).float()
+            dequantize_page(self.kind, part, self.ours.store.fields(part, records), self.spec.head_dim).float()
             for records in (ours, theirs)
         ]
         error = (read[0] - read[1]).square().mean() / read[1].square().mean()
@@ -303,3 +304,61 @@ def test_buffers_are_as_large_as_they_are_said_to_be(pair: Any, name: KVKind) ->
     caches = pair(name)
     options = {"context": caches.context, "slots": SLOTS, "max_rows": ROWS}
     assert caches.ours.store.nbytes == cache_bytes(KINDS[name], caches.spec, **options)
+
+
+def _random(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+@pytest.mark.parametrize("alike", [0, 63])
+@pytest.mark.parametrize(("T", "D", "rank"), [(16, 8, 4), (48, 20, 3), (128, 32, 4), (128, 500, 4)])
+def test_the_product_is_that_of_householder_s_factors(device: str, T: int, D: int, rank: int, alike: int) -> None:
+    """Over a residual with that many large directions and noise beside them."""
+    residual = _random(3, T, rank) @ _random(3, rank, D) + 0.1 * _random(3, T, D)
+    a, b = low_rank(residual.to(device), rank, alike=alike)
+    wanted = correction.low_rank_product(*correction.low_rank(residual, rank, alike=alike))
+    found = correction.low_rank_product(a.cpu(), b.cpu())
+    assert (found - wanted).abs().max() <= 2e-3 * residual.abs().max()
+    gram = a.float().mT @ a.float()
+    assert (gram.cpu() - torch.eye(rank)).abs().max() < 2e-3
+
+
+def test_noise_is_corrected_as_well_as_by_householder_s(device: str) -> None:
+    residual = _random(4, 128, 32)
+    errors = [
+        (residual - correction.low_rank_product(a.cpu(), b.cpu())).square().sum().sqrt()
+        for a, b in (low_rank(residual.to(device), 4), correction.low_rank(residual, 4))
+    ]
+    assert errors[0] == pytest.approx(errors[1], rel=1e-3)
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_residual_of_lower_rank_is_met_exactly(device: str, rank: int) -> None:
+    residual = _random(2, 32, max(rank, 1)) @ _random(2, max(rank, 1), 16) * (rank > 0)
+    a, b = low_rank(residual.to(device), 4)
+    assert (correction.low_rank_product(a.cpu(), b.cpu()) - residual).abs().max() <= 2e-3 * max(
+        1.0, float(residual.abs().max())
+    )
+    assert bool(torch.isfinite(a).all())
+
+
+def test_a_broken_number_stays_visible_in_its_page_alone(device: str) -> None:
+    residual = _random(2, 32, 16)
+    residual[0, 3, 5] = torch.nan
+    a, b = low_rank(residual.to(device), 4)
+    assert not torch.isfinite(correction.low_rank_product(a.cpu(), b.cpu())[0]).all()
+    assert bool(torch.isfinite(a[1]).all() and torch.isfinite(b[1]).all())
+
+
+@pytest.mark.parametrize("name", ["gear4", "gear2", "gear-l4", "gear-l2"])
+def test_pages_read_back_as_the_oracle_s(device: str, name: str) -> None:
+    """To 1 % of a page's spread; a number between two codes may fall to either."""
+    kind = KINDS[name]
+    tokens = _random(2, kind.page, 32)
+    for part in ("keys", "values"):
+        ours = quantize_page(kind, part, tokens.to(device), low_rank=low_rank)
+        back = [
+            dequantize_page(kind, part, {field: array.cpu() for field, array in stored.items()}, 32)
+            for stored in (ours, quantize_page(kind, part, tokens))
+        ]
+        assert (back[0] - back[1]).square().mean().sqrt() < 1e-2 * tokens.std()

@@ -12,9 +12,8 @@ import torch
 from models import recurrent
 from models.recurrent import DeltaInputs
 from models.spec import DeltaSpec
-from runtime.backends.triton.kernels.cache.pages import Rows
-from runtime.backends.triton.kernels.delta.chunks import recur_chunked
-from runtime.backends.triton.kernels.delta.heads import Mixed, heads_of
+from runtime.backends.triton.kernels.cache import Rows
+from runtime.backends.triton.kernels.delta_chunks import Mixed, delta_rule_chunked, heads_of
 from runtime.backends.triton.sizes import CHUNK
 from tests.close import Tolerance, assert_close
 
@@ -72,11 +71,11 @@ class Prompt:
             table[number] = torch.tensor((own.start, count, 0, absorbs))
             if absorbs == 2:
                 start = after[slot, ..., : spec.value_dim]
-                values[own], after[slot, ..., : spec.value_dim] = recurrent.recur(self.inputs(own), start)
+                values[own], after[slot, ..., : spec.value_dim] = recurrent.delta_rule(self.inputs(own), start)
                 left[own] = False
         matrices = self.matrices.to(self.device, copy=True)
         rows = Rows(torch.zeros_like(slots).to(self.device), slots.to(self.device))
-        recur_chunked(mixed, matrices, rows, table.to(self.device), heads_of(spec, matrices.shape[3]))
+        delta_rule_chunked(mixed, matrices, rows, table.to(self.device), heads_of(spec, matrices.shape[3]))
         found = mixed.rows.cpu()
         assert_close(found[:, 2 * spec.key_width : spec.channels], values.flatten(1), PARTS)
         assert_close(matrices, after, PARTS)

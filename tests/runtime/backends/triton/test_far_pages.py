@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from runtime.backends.operations import attention as reference
-from runtime.backends.triton.kernels.attention.kernel import attend
-from runtime.backends.triton.kernels.cache.pages import LayerPages, Rows
+from runtime.backends.operations import layers as reference
+from runtime.backends.triton.kernels.attention import attend
+from runtime.backends.triton.kernels.cache import Rows
 from runtime.backends.triton.kernels.rope import Basis, HeadNorms, Rope, heads
 from runtime.backends.triton.workspace import Workspace
 from runtime.kv.kinds import KINDS, record_bytes
 from tests.close import assert_close
+from tests.runtime.backends.triton.operands import pages_of
 
 D, KIND = 32, KINDS["fp16"]
 PAGES = 3
@@ -34,17 +35,8 @@ class Far:
             pytest.skip("needs 5.3 GB of free memory on the card")
         self.pool = torch.empty(count, 1, record, dtype=torch.uint8, device=device)
         self.order = [count - 2 - 2 * i for i in range(PAGES)]
-        nothing = torch.zeros(1, 1, 0, D, dtype=torch.float16, device=device)
-        self.pages = LayerPages(
-            kind=KIND,
-            head_dim=D,
-            kv_heads=1,
-            layers=1,
-            pools={"keys": self.pool[:-1], "values": self.pool[1:]},
-            windows={"keys": nothing, "values": nothing},
-            tables=torch.tensor([self.order], dtype=torch.int32, device=device),
-            paged=torch.zeros(1, dtype=torch.int32, device=device),
-        )
+        tables = torch.tensor([self.order], dtype=torch.int32, device=device)
+        self.pages = pages_of({"keys": self.pool[:-1], "values": self.pool[1:]}, tables, 1, D)
 
     def halves(self, part: Any) -> torch.Tensor:
         """The sequence's numbers, float16 [PAGES, tokens of a page, D]: a view of each page."""

@@ -9,12 +9,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from runtime.backends.operations.gate import clamped_gate, gelu_gate, silu_gate
-from runtime.backends.operations.norm import rms_norm
+from runtime.backends.operations.layers import clamped_gate, gelu_gate, rms_norm, silu_gate
+from runtime.backends.triton.kernels.activations import Projected
 from runtime.backends.triton.kernels.gate import BLOCK_I, OwnTokens, gate, token_gate
-from runtime.backends.triton.kernels.rope import Projected
 from tests.close import Tolerance, assert_close
-from tests.runtime.backends.triton.pieces import SUMS, sums_of
+from tests.runtime.backends.triton.operands import SUMS, sums_of
 
 
 @pytest.mark.parametrize(("M", "width"), [(1, 172), (3, BLOCK_I + 8)])

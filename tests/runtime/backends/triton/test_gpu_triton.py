@@ -14,16 +14,16 @@ from typing import Any
 import pytest
 import torch
 
-from app.cli import checks
+from app.cli import doctor as checks
 from runtime.backends import ModelSizes, backend
 from runtime.backends.decoder import DecoderOptions
-from runtime.backends.triton import bandwidth, failures, gpu, launch_check, products
+from runtime.backends.triton import buffers, gpu, products
+from runtime.backends.triton import card as measured
 from runtime.backends.triton.buffers import Value
 from runtime.backends.triton.decoder import TritonDecoder
-from runtime.compensation import Compensation
 from runtime.errors import BackendError, OutOfMemoryError
-from runtime.load import open as opening
-from runtime.load.plan import LoadPlan, plan_load
+from runtime.load import plan as opening
+from runtime.load.plan import LoadOptions, LoadPlan, plan_load
 from tuner.detect import MemoryInfo
 from tuner.gpu import GpuInfo, PcieLink
 
@@ -120,7 +120,7 @@ def test_what_does_not_fit_the_card_is_planned_for_main_memory(
     def planned(size: int, asked: str = "auto") -> LoadPlan:
         summary = SimpleNamespace(gpu_bytes=size << 30, residual_bytes=1 << 30)
         model: Any = SimpleNamespace(spec=tiny_spec(), info=SimpleNamespace(summary=summary), recipe=None)
-        return plan_load(model, Compensation(), backend_name=asked, memory=room)
+        return plan_load(model, LoadOptions(backend=asked), memory=room)
 
     small, large = planned(1), planned(5)
     assert (small.backend_name, small.backend.name, small.memory.available_bytes) == ("auto", "triton", 5 << 30)
@@ -146,11 +146,11 @@ def test_the_link_is_measured_where_there_is_a_card(
     gpu.link_gb_s.cache_clear()
     cards()
     assert gpu.link_gb_s() is None
-    assert bandwidth.host_to_device_gb_s("cpu", nbytes=1 << 20) > 0
+    assert measured.host_to_device_gb_s("cpu", nbytes=1 << 20) > 0
     cards(CARD)
     for measure, found in ((lambda: 12.5, 12.5), (refuse, None)):
         gpu.link_gb_s.cache_clear()
-        monkeypatch.setattr(bandwidth, "host_to_device_gb_s", measure)
+        monkeypatch.setattr(measured, "host_to_device_gb_s", measure)
         assert gpu.link_gb_s() == found
     assert "could not be measured: no page-locked memory" in caplog.text
     gpu.link_gb_s.cache_clear()
@@ -162,11 +162,11 @@ def test_the_cards_memory_is_measured(cards: Callable[..., None], monkeypatch: p
 
     cards()
     assert gpu.memory_gb_s() is None
-    assert bandwidth.device_read_gb_s("cpu", nbytes=1 << 20) > 0
+    assert measured.device_read_gb_s("cpu", nbytes=1 << 20) > 0
     cards(CARD)
-    monkeypatch.setattr(bandwidth, "device_read_gb_s", lambda: 192.0)
+    monkeypatch.setattr(measured, "device_read_gb_s", lambda: 192.0)
     assert gpu.memory_gb_s() == 192.0
-    monkeypatch.setattr(bandwidth, "device_read_gb_s", refuse)
+    monkeypatch.setattr(measured, "device_read_gb_s", refuse)
     with pytest.raises(BackendError, match="the card's memory could not be measured: no memory is free"):
         gpu.memory_gb_s()
 
@@ -231,8 +231,8 @@ def test_a_card_that_runs_no_kernel_is_out_and_it_is_said_why(
         raise error
 
     launch = gpu.launch_once.__wrapped__
-    monkeypatch.setattr("runtime.backends.triton.launch_check.launch", fail)
-    monkeypatch.setattr(failures, "sysconfig", SimpleNamespace(get_paths=lambda: {"include": "/nowhere"}))
+    monkeypatch.setattr("runtime.backends.triton.card.launch", fail)
+    monkeypatch.setattr(gpu, "sysconfig", SimpleNamespace(get_paths=lambda: {"include": "/nowhere"}))
     cards(CARD, launch=launch)
     found = backend("triton").probe()
     assert not found.usable
@@ -253,8 +253,8 @@ def test_a_card_that_runs_no_kernel_is_out_and_it_is_said_why(
 
 def test_a_compiler_that_fails_for_another_reason_is_shown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "Python.h").touch()
-    monkeypatch.setattr(failures, "sysconfig", SimpleNamespace(get_paths=lambda: {"include": str(tmp_path)}))
-    found = failures.explained(subprocess.CalledProcessError(1, ["gcc", "main.c", "-lcuda"]))
+    monkeypatch.setattr(gpu, "sysconfig", SimpleNamespace(get_paths=lambda: {"include": str(tmp_path)}))
+    found = gpu.explained(subprocess.CalledProcessError(1, ["gcc", "main.c", "-lcuda"]))
     assert "gcc main.c -lcuda" in str(found)
 
 
@@ -269,7 +269,7 @@ def test_the_launch_is_tried_until_it_succeeds_and_then_never_again(
             raise outcome
         return outcome
 
-    monkeypatch.setattr("runtime.backends.triton.launch_check.launch", launch)
+    monkeypatch.setattr("runtime.backends.triton.card.launch", launch)
     cards(CARD, launch=gpu.launch_once.__wrapped__)
     assert [gpu.probe().usable for _ in range(4)] == [False, False, True, True]
     assert not outcomes
@@ -295,11 +295,11 @@ def test_torch_that_finds_no_device_names_the_driver_it_needs(monkeypatch: pytes
     assert "570.86" in (fix or "")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert "hides every card" in (gpu._missing("580.1")[0] or "")
-    assert failures.least_driver("14.1") == "a newer one"
+    assert gpu.least_driver("14.1") == "a newer one"
 
 
 def test_the_trial_launch_counts_its_programs(device: str) -> None:
-    from runtime.backends.triton.launch_check import launch
+    from runtime.backends.triton.card import launch
 
     assert launch(device)
 
@@ -314,13 +314,13 @@ def refuse(device: object, *, cooperative: bool = False) -> bool:
 def test_a_card_that_refuses_cooperative_launches_can_be_used(
     cards: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch_check, "launch", refuse)
+    monkeypatch.setattr(measured, "launch", refuse)
     cards(CARD, launch=gpu.launch_once.__wrapped__)
     assert gpu.probe().usable
-    launch_check.refused_cooperation.cache_clear()
-    said = launch_check.refused_cooperation(torch.device("cuda"))
+    buffers.refused_cooperation.cache_clear()
+    said = buffers.refused_cooperation(torch.device("cuda"))
     assert said == "RuntimeError: Triton Error [CUDA]: operation not supported"
-    launch_check.refused_cooperation.cache_clear()
+    buffers.refused_cooperation.cache_clear()
 
 
 @pytest.mark.parametrize("refused", [None, "operation not supported"])
@@ -351,7 +351,7 @@ def test_what_triton_compiles_is_kept_where_only_this_user_can_write(
     """It is loaded unread, and Triton's own folder is as open as the umask makes it."""
     from triton import knobs
 
-    from runtime.backends.triton.launch_check import launch
+    from runtime.backends.triton.card import launch
 
     monkeypatch.setenv("LOWBIT_CHAT_KERNEL_CACHE", str(tmp_path / "kernels"))
     monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)  # an earlier launch sets it

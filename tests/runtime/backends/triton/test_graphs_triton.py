@@ -10,11 +10,10 @@ import pytest
 import torch
 
 from runtime.backends.decoder import DecoderOptions, Step
-from runtime.backends.triton import graphs
-from runtime.backends.triton.decoder import CAPTURED_ROWS, TritonDecoder, _Shape
-from runtime.backends.triton.graphs import Graphs
+from runtime.backends.triton import decoder as graphs
+from runtime.backends.triton.decoder import CAPTURED_ROWS, Graphs, TritonDecoder, _Shape
 from runtime.text.sampling import Sampler, SamplingOptions
-from tests.runtime.backends.triton.test_triton_decoder import SMALL, step
+from tests.runtime.backends.triton.decoding import SMALL, step
 
 
 class Recorder:

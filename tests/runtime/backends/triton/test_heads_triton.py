@@ -6,18 +6,16 @@ of products, so its float32 error (1e-6 of the products) shows where the two can
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
 from models.rope import tables
 from models.spec import RopeSpec
-from runtime.backends.operations.norm import rms_norm
-from runtime.backends.operations.rope import rotate
-from runtime.backends.triton.kernels.cache.pages import Rows
+from runtime.backends.operations.layers import rms_norm, rotate
+from runtime.backends.triton.kernels.cache import Rows
 from runtime.backends.triton.kernels.rope import Basis, HeadNorms, Rope, heads
 from tests.close import assert_close
+from tests.runtime.backends.triton.operands import HalfPages
 
 EPS, VALUE_EPS = 1e-6, 0.1
 
@@ -69,14 +67,14 @@ class _Case:
         values[self.slots, :, self.positions] = v
         return q, keys, values
 
-    def run(self, device: str, half_pages: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def run(self, device: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The same from the kernel."""
         H, _, D, _ = self.sizes
 
         def there(tensor: torch.Tensor | None) -> torch.Tensor | None:
             return None if tensor is None else tensor.to(device, copy=True)
 
-        cache = half_pages(self.caches, device)
+        cache = HalfPages(self.caches, device)
         q = torch.full((len(self.y), H * D), torch.nan, dtype=torch.float16, device=device)
         norms = HeadNorms(*map(there, self.norms), EPS, VALUE_EPS if self.values else None)
         rope = Rope(*map(there, (self.cos, self.sin)))
@@ -89,27 +87,25 @@ class _Case:
 ROWS = [(1, 0), (1, 1), (0, 5), (2, 8)]
 
 
-def _check(case: _Case, device: str, half_pages: Any) -> None:
-    for actual, expected in zip(case.run(device, half_pages), case.expected(), strict=True):
+def _check(case: _Case, device: str) -> None:
+    for actual, expected in zip(case.run(device), case.expected(), strict=True):
         assert_close(actual, expected, "heads")
 
 
 @pytest.mark.parametrize("norm", [False, True], ids=["plain", "norm"])
 @pytest.mark.parametrize("shape", [(4, 2, 32, 32), (3, 3, 96, 72)])
-def test_what_compensates_the_product_is_added(
-    device: str, half_pages: Any, shape: tuple[int, int, int, int], norm: bool
-) -> None:
-    _check(_Case(*shape, 9, ROWS, dec=True, norm=norm), device, half_pages)
+def test_what_compensates_the_product_is_added(device: str, shape: tuple[int, int, int, int], norm: bool) -> None:
+    _check(_Case(*shape, 9, ROWS, dec=True, norm=norm), device)
 
 
-def test_one_row_at_position_0_and_at_the_last(device: str, half_pages: Any) -> None:
+def test_one_row_at_position_0_and_at_the_last(device: str) -> None:
     for position in (0, 8):
-        _check(_Case(4, 2, 32, 32, 9, [(0, position)], dec=False, norm=False), device, half_pages)
+        _check(_Case(4, 2, 32, 32, 9, [(0, position)], dec=False, norm=False), device)
 
 
-def test_nothing_else_of_the_cache_is_touched(device: str, half_pages: Any) -> None:
+def test_nothing_else_of_the_cache_is_touched(device: str) -> None:
     case = _Case(4, 2, 32, 32, 9, ROWS, dec=False, norm=True)
-    _, keys, values = case.run(device, half_pages)
+    _, keys, values = case.run(device)
     untouched = torch.ones(3, 9, dtype=torch.bool)
     untouched[case.slots, case.positions] = False
     for actual, before in zip((keys, values), case.caches.float(), strict=True):
@@ -118,19 +114,19 @@ def test_nothing_else_of_the_cache_is_touched(device: str, half_pages: Any) -> N
 
 @pytest.mark.parametrize("norm", [False, True], ids=["plain", "norm"])
 @pytest.mark.parametrize("shape", [(4, 2, 40, 16), (2, 1, 512, 128)])
-def test_values_may_pass_a_norm(device: str, half_pages: Any, shape: tuple[int, int, int, int], norm: bool) -> None:
+def test_values_may_pass_a_norm(device: str, shape: tuple[int, int, int, int], norm: bool) -> None:
     """Each head by itself, without a weight; queries and keys with theirs, or none."""
-    _check(_Case(*shape, 9, ROWS[1:3], dec=True, norm=norm, values=True), device, half_pages)
+    _check(_Case(*shape, 9, ROWS[1:3], dec=True, norm=norm, values=True), device)
 
 
 @pytest.mark.parametrize("norm", [False, True], ids=["plain", "norm"])
-def test_queries_alone_leave_the_cache_as_it_is(device: str, half_pages: Any, norm: bool) -> None:
+def test_queries_alone_leave_the_cache_as_it_is(device: str, norm: bool) -> None:
     """Of a block that reads another one's cache: they are what they are beside keys and values."""
     case = _Case(4, 2, 40, 16, 9, ROWS, dec=True, norm=norm, values=True)
     expected = case.expected()[0]
     case.y, case.dec = (one[:, : 4 * 40].contiguous() for one in (case.y, case.dec))
     case.norms = (case.norms[0], None)
-    queries, keys, values = case.run(device, half_pages)
+    queries, keys, values = case.run(device)
     assert_close(queries, expected, "heads")
     for actual, before in zip((keys, values), case.caches.float(), strict=True):
         assert torch.equal(actual, before)

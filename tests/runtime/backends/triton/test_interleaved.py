@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,18 +14,16 @@ import triton.language as tl
 from models import per_token
 from models.spec import MixtureSpec
 from runtime.backends.triton.kernels import compensate as kernels
-from runtime.backends.triton.kernels.compensate import LaunchConfig, Output, compensate
+from runtime.backends.triton.kernels.activations import piece_sums
+from runtime.backends.triton.kernels.compensate import LaunchConfig, Output, compensate, room_of
 from runtime.backends.triton.kernels.experts import few
 from runtime.backends.triton.kernels.gemv import LaunchConfig as GemvConfig
-from runtime.backends.triton.kernels.gemv import gemv
+from runtime.backends.triton.kernels.gemv import few_rows
 from runtime.backends.triton.kernels.routing import GpuRouter, Routed, route
 from runtime.backends.triton.kernels.select import make_selection
-from runtime.backends.triton.kernels.sums import piece_sums
-from runtime.backends.triton.kernels.union import room_of
-from runtime.backends.triton.kernels.w4a8 import gemm_w4a8
+from runtime.backends.triton.kernels.w4a8 import gemm_w4a8, repack_w4a8
 from runtime.backends.triton.layout import repack
-from runtime.backends.triton.residual import residual_to_device
-from runtime.backends.triton.w4a8_layout import repack_w4a8
+from runtime.backends.triton.residual import residuals_to_device
 from runtime.backends.triton.workspace import Workspace
 
 if torch.cuda.is_available():
@@ -34,7 +32,7 @@ if torch.cuda.is_available():
 from tests.runtime.backends.contract.on_triton import placed
 from tests.runtime.backends.contract.operands import uneven_activations, whole_matrix
 from tests.runtime.backends.triton.interleaving import interleaved
-from tests.runtime.backends.triton.test_experts_triton import experts
+from tests.runtime.backends.triton.operands import experts
 
 N_TB, LAUNCHES, SCHEDULES = 3, 3, 12
 """Programs; launches one after another, over the same counters and buffers; seeds."""
@@ -46,7 +44,7 @@ def compensated(packed_linear: Any) -> Callable[..., bool]:
     N, K = 520, 1100  # three lines of 256 outputs, two chunks of channels
     weight = np.random.default_rng(0).standard_normal((N, K)).astype(np.float32)
     packed = packed_linear(weight, bits=3, residual_bits=4)
-    residual = residual_to_device(packed.residual, packed.shape, "cpu")
+    residual = residuals_to_device([packed.residual], packed.shape, "cpu")
     selection = make_selection(packed, k_chunk=10, device="cpu")
     rows = [torch.randn(1, K, generator=torch.Generator().manual_seed(i)).half() for i in range(LAUNCHES)]
     plain = LaunchConfig(n_tb=1, fused=False)
@@ -171,56 +169,62 @@ def test_a_line_that_was_read_before_the_barrier_is_stale_until_an_acquire(sem: 
     assert all(found) == holds
 
 
+def holds(
+    launch: Callable[[Sequence[torch.Tensor], Workspace], None],
+    results: Sequence[torch.Tensor],
+    scratch: tuple[int, torch.dtype],
+    fences: bool,
+) -> bool:
+    """Whether a launch gives the same under every schedule, over counters that it sets back.
+
+    Parts of another launch would be seen, as its scratch is overwritten.
+    """
+    expected, right, workspace = [torch.empty_like(one) for one in results], [], Workspace("cpu")
+    launch(expected, Workspace("cpu"))
+    for seed in range(4):
+        found = [torch.full_like(one, torch.nan if one.is_floating_point() else -1) for one in results]
+        workspace.scratch(*scratch).fill_(12345)
+        with interleaved(seed, fences=fences):
+            launch(found, workspace)
+        right.append(all(map(torch.equal, found, expected)) and not workspace.counters(2).any())
+    return all(right)
+
+
 @pytest.mark.parametrize("fences", [True, False])
 def test_a_split_product_is_merged_once_all_its_parts_are_there(packed_linear: Any, fences: bool) -> None:
     weight = np.random.default_rng(1).standard_normal((20, 1030)).astype(np.float32)
-    matrix = repack(packed_linear(weight, bits=4), "cpu")
-    x = torch.randn(1030, generator=torch.Generator().manual_seed(2)).half()
-    expected = torch.empty(20)
-    config = GemvConfig(split=3)
-    gemv(x, matrix, expected, Workspace("cpu"), config)
-    right, workspace = [], Workspace("cpu")
-    for seed in range(4):
-        out = torch.full((20,), torch.nan)
-        with interleaved(seed, fences=fences):
-            gemv(x, matrix, out, workspace, config)
-        right.append(torch.equal(out, expected) and not workspace.counters(1).any())
-        workspace.scratch(60).fill_(torch.nan)
-    assert all(right) == fences
+    matrix, config = repack(packed_linear(weight, bits=4), "cpu"), GemvConfig(split=3)
+    x = torch.randn(1, 1030, generator=torch.Generator().manual_seed(2)).half()
+
+    def launch(out: Sequence[torch.Tensor], workspace: Workspace) -> None:
+        few_rows(x, matrix, out[0], workspace, config)
+
+    assert holds(launch, [torch.empty(1, 20)], (60, torch.float32), fences) == fences
 
 
 @pytest.mark.parametrize("fences", [True, False])
 def test_a_split_product_of_tokens_is_merged_once_all_its_parts_are_there(fences: bool) -> None:
-    """W4A8 of two rows; parts from another launch would be seen, as its scratch is overwritten."""
+    """W4A8 of two rows."""
     weight = repack_w4a8(whole_matrix(20, 600, 128), "cpu")
     tokens = placed(*per_token.quantize(uneven_activations(2, 600)), 128, "cpu")
-    expected, right, workspace = torch.empty(2, 20), [], Workspace("cpu")
-    gemm_w4a8(tokens, weight, expected)
-    for seed in range(4):
-        out = torch.full((2, 20), torch.nan)
-        with interleaved(seed, fences=fences):
-            gemm_w4a8(tokens, weight, out, workspace, 3)
-        right.append(torch.equal(out, expected) and not workspace.counters(1).any())
-        workspace.scratch(3 * 2 * 20, torch.int32).fill_(12345)
-    assert all(right) == fences
+
+    def launch(out: Sequence[torch.Tensor], workspace: Workspace) -> None:
+        gemm_w4a8(tokens, weight, out[0], workspace, 3)
+
+    assert holds(launch, [torch.empty(2, 20)], (120, torch.int32), fences) == fences
 
 
 @pytest.mark.parametrize("fences", [True, False])
 def test_a_row_s_experts_are_summed_once_all_their_parts_are_there(fences: bool) -> None:
     """Two rows, two experts each, in two parts: eight programs, of which the last of a row's four adds up."""
     weight, chosen = experts(3, 20, 1030, 4, 128, "cpu"), torch.tensor([[0, 2], [1, 2]], dtype=torch.int32)
-    shares = torch.ones(2, 2)
     x, sums = torch.randn(4, 1030, generator=torch.Generator().manual_seed(5)).half(), torch.empty(4, 33)
     piece_sums(x, sums)
-    expected, right, workspace = torch.empty(2, 20), [], Workspace("cpu")
-    few(x, sums, weight, chosen, expected, workspace, shares=shares, split=2)
-    for seed in range(4):
-        out = torch.full((2, 20), torch.nan)
-        workspace.scratch(160).fill_(torch.nan)
-        with interleaved(seed, fences=fences):
-            few(x, sums, weight, chosen, out, workspace, shares=shares, split=2)
-        right.append(torch.equal(out, expected) and not workspace.counters(2).any())
-    assert all(right) == fences
+
+    def launch(out: Sequence[torch.Tensor], workspace: Workspace) -> None:
+        few(x, sums, weight, chosen, out[0], workspace, shares=torch.ones(2, 2), split=2)
+
+    assert holds(launch, [torch.empty(2, 20)], (160, torch.float32), fences) == fences
 
 
 @pytest.mark.parametrize("fences", [True, False])
@@ -231,25 +235,18 @@ def test_a_router_chooses_once_all_its_logits_are_there(fences: bool) -> None:
     router = GpuRouter(mixture=mixture, weight=weight, bias=None, correction=None)
     x = torch.randn(2, 40, generator=torch.Generator().manual_seed(7)).half()
 
-    def empty() -> Routed:
-        return Routed(torch.zeros(2, 4, dtype=torch.int32), torch.zeros(2, 4), torch.full((2, 10), torch.nan))
+    def launch(out: Sequence[torch.Tensor], workspace: Workspace) -> None:
+        route(x, router, Routed(*out), workspace)
 
-    expected, right, workspace = empty(), [], Workspace("cpu")
-    route(x, router, expected, workspace)
-    for seed in range(4):
-        found = empty()
-        with interleaved(seed, fences=fences):
-            route(x, router, found, workspace)
-        same = all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
-        right.append(same and not workspace.counters(2).any())
-    assert all(right) == fences
+    results = [torch.zeros(2, 4, dtype=torch.int32), torch.zeros(2, 4), torch.zeros(2, 10)]
+    assert holds(launch, results, (64, torch.float32), fences) == fences
 
 
 def test_rows_that_share_what_they_fetch_are_right_under_every_schedule(packed_linear: Any) -> None:
     """Each row has the bits that it has alone, however the programs that list, copy and add take turns."""
     K = 1100
     packed = packed_linear(np.random.default_rng(3).standard_normal((40, K)).astype(np.float32), bits=3)
-    residual = residual_to_device(packed.residual, packed.shape, "cpu")
+    residual = residuals_to_device([packed.residual], packed.shape, "cpu")
     selection = make_selection(packed, k_chunk=6, device="cpu")
     x = torch.randn(3, K, generator=torch.Generator().manual_seed(4)).half()
     alone, plain = torch.empty(3, 40), LaunchConfig(n_tb=2, fused=False)

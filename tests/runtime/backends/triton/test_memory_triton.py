@@ -14,8 +14,8 @@ from models.architecture import forward
 from models.spec import MixtureSpec
 from runtime.backends import ModelSizes, backend
 from runtime.backends.decoder import DecoderOptions
+from runtime.backends.triton import card as reclaiming
 from runtime.backends.triton import model as placing
-from runtime.backends.triton import reclaim
 from runtime.backends.triton.buffers import Buffers
 from runtime.backends.triton.decoder import TritonDecoder
 from runtime.backends.triton.forward import Pass
@@ -127,7 +127,7 @@ def test_unloading_returns_everything_and_the_next_load_is_planned_with_it(
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "empty_cache", card.empty_cache)
-    monkeypatch.setattr(reclaim, "empty_host_cache", lambda: emptied.append("page-locked memory"))
+    monkeypatch.setattr(reclaiming, "empty_host_cache", lambda: emptied.append("page-locked memory"))
     total, options = 6 << 30, DecoderOptions(context=4096, k_chunk=16, kv="int8")
     held = []
     for case in ("llama-3-8b-3bit", "phi-3-4bit", "llama-3-8b-3bit"):
@@ -151,9 +151,8 @@ def test_buffers_are_those_that_were_counted(case: str) -> None:
     spec = MODELS[case][0]
     model: Any = SimpleNamespace(spec=spec, device=META, token_group=None)
     buffers = Buffers(model, 40)
-    own = {name: value for name, value in vars(buffers).items() if name.startswith("_") or name == "own_tokens"}
-    tensors = [value for value in own.values() if isinstance(value, torch.Tensor)]
-    assert sum(tensor.nbytes for tensor in tensors) + buffers.main.nbytes == buffer_sizes(spec, 40).nbytes
+    held = sum(tensor.nbytes for tensor in buffers._flat.values()) + buffers.main.nbytes
+    assert held == buffer_sizes(spec, 40).nbytes
 
 
 def test_buffers_hold_the_widest_layer() -> None:

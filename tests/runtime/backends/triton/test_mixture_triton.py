@@ -12,21 +12,30 @@ import torch
 
 from models.recipe import Recipe
 from models.spec import MixtureSpec
-from runtime.backends.decoder import DecoderOptions, Step
-from runtime.backends.operations.compensate import dequantize_residual
+from runtime.backends.decoder import DecoderOptions
+from runtime.backends.operations.compensation import dequantize_residual
 from runtime.backends.operations.linear import dequantize
 from runtime.backends.reference import decoder as reference_decoder
-from runtime.backends.triton import placement
+from runtime.backends.triton import experts as placing
 from runtime.backends.triton.decoder import TritonDecoder
-from runtime.backends.triton.expert_layout import GpuExperts
+from runtime.backends.triton.experts import GpuExperts
 from runtime.backends.triton.kernels import experts as products
-from runtime.backends.triton.kernels.sums import piece_sums
+from runtime.backends.triton.kernels.activations import piece_sums
 from runtime.backends.triton.sizes import expert_bytes
 from runtime.backends.triton.timer import launch
 from runtime.kv.kinds import KINDS
-from tests.close import Tolerance, assert_close
+from tests.close import assert_close
 from tests.grid import grid
-from tests.runtime.backends.triton.test_triton_decoder import SMALL, behind_pages, reference, step
+from tests.runtime.backends.triton.decoding import (
+    SMALL,
+    assert_logits,
+    assert_replayed,
+    assert_same,
+    behind_pages,
+    both,
+    step,
+    text,
+)
 from tests.runtime.conftest import SINKS
 
 SLOW = pytest.mark.slow
@@ -41,23 +50,15 @@ SHAPES: dict[str, tuple[MixtureSpec, dict[str, Any]]] = {
     ),
     "one": (replace(MIXTURE, chosen=1), {"bits": 4, "residual_bits": 4}),
     "biases": (replace(MIXTURE, bias=True), {"bits": 4, "residual_bits": 8}),
-    "beside": (replace(MIXTURE, beside=True), {"bits": 4, "residual_bits": 4}),
+    "beside": (replace(MIXTURE, parallel_mlp=True), {"bits": 4, "residual_bits": 4}),
 }
 CLAMPED: dict[str, Any] = {
-    **SINKS,
-    "num_layers": 2,
-    "windows": (3, None),
-    "activation": "clamped_silu",
-    "gate_limit": 1.0,
-}
+    **SINKS, "num_layers": 2, "windows": (3, None), "activation": "clamped_silu", "gate_limit": 1.0
+}  # fmt: skip
 """The rest of the block of models whose experts have biases."""
 NORMED: dict[str, Any] = {
-    "num_layers": 2,
-    "norm_after": True,
-    "inner_eps": 1e-2,
-    "activation": "gelu_tanh",
-    "scaled": True,
-}
+    "num_layers": 2, "norm_after": True, "inner_eps": 1e-2, "activation": "gelu_tanh", "scaled": True
+}  # fmt: skip
 """And of those whose experts are beside an MLP."""
 
 
@@ -70,7 +71,7 @@ def _half_routers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def model_of(tiny_model: Any, tiny_spec: Any, shape: str) -> Any:
     mixture, build = SHAPES[shape]
-    changes = CLAMPED if mixture.bias else NORMED if mixture.beside else {"num_layers": 1 + len(mixture.dense)}
+    changes = CLAMPED if mixture.bias else NORMED if mixture.parallel_mlp else {"num_layers": 1 + len(mixture.dense)}
     model = tiny_model(tiny_spec(**{**SMALL, **changes, "mixture": mixture}), **build)
     rng = np.random.default_rng(0)
     for name, linear in model.linears.items():
@@ -79,47 +80,29 @@ def model_of(tiny_model: Any, tiny_spec: Any, shape: str) -> Any:
     return model
 
 
-def assert_near(found: np.ndarray[Any, Any], wanted: np.ndarray[Any, Any]) -> None:
-    """As `assert_logits`, and routers turn what half precision rounds into shares.
-
-    A logit of 8, as here, is off by 2^-11 of itself then, and so is a share by 0.4 %. A wrong expert, share or residual
-    is off by the logits' spread.
-    """
-    spread = Tolerance(atol=3e-2 * float(wanted.std()), why="shares of logits of half precision")
-    assert_close(found, wanted, spread)
-
-
-def compare(model: Any, options: DecoderOptions, device: str, steps: list[Step]) -> TritonDecoder:
-    """Logits of both, step by step."""
-    ours, theirs = TritonDecoder(model, options, device), reference(model, options)
-    for one in steps:
-        assert_near(np.array(ours.forward(one)), theirs.forward(one))
-    return ours
+NEAR = 3e-2
+"""Of the logits' spread: routers turn what half precision rounds into shares. A logit of 8, as here, is off by 2^-11 of
+itself then, and so is a share by 0.4 %. A wrong expert, share or residual is off by the logits' spread."""
 
 
 @pytest.mark.parametrize("shape", grid(SHAPES, {"gated"}))
 def test_logits_match_the_reference(tiny_model: Any, tiny_spec: Any, device: str, shape: str) -> None:
     """A few rows, a token, and a prompt's many rows: each of them compensated and not."""
     options = DecoderOptions(context=48, max_rows=18, k_chunk=300, select="static")
-    many = [(7 * i) % 61 for i in range(18)]
-    compare(
-        model_of(tiny_model, tiny_spec, shape),
-        options,
-        device,
-        [
-            step([5, 9, 3, 47, 12], 0, rows=[1, 4], compensate=False),
-            step([17], 5),
-            step([33, 34], 4, rows=[0, 1]),
-            step(many, 6, rows=[0, 17], compensate=False),
-            step(many[:17], 24, rows=[2, 16]),
-        ],
+    steps = (
+        step([5, 9, 3, 47, 12], 0, rows=[1, 4], compensate=False),
+        step([17], 5),
+        step([33, 34], 4, rows=[0, 1]),
+        step(text(18), 6, rows=[0, 17], compensate=False),
+        step(text(17), 24, rows=[2, 16]),
     )
+    assert_same(*both(model_of(tiny_model, tiny_spec, shape), options, device), steps, NEAR)
 
 
 def test_experts_are_added_beside_an_mlp(tiny_model: Any, tiny_spec: Any, device: str) -> None:
     """A token, compensated; longer tests are among those of all shapes."""
     options = DecoderOptions(context=16, k_chunk=300, select="static")
-    compare(model_of(tiny_model, tiny_spec, "beside"), options, device, [step([17], 0)])
+    assert_same(*both(model_of(tiny_model, tiny_spec, "beside"), options, device), [step([17], 0)], NEAR)
 
 
 @pytest.mark.parametrize(
@@ -136,14 +119,14 @@ def test_prompts_match_the_reference(
 ) -> None:
     """Many rows from copies of the residuals, a few that fetch by themselves, one, and a decoded token behind them."""
     options = DecoderOptions(context=48, max_rows=17, k_chunk=300, prompt_k_chunk=prompt, select="static")
-    model, many = model_of(tiny_model, tiny_spec, shape), [(7 * i) % 61 for i in range(17)]
     steps = [
-        step(many, 0, rows=[1, 16], prefill=True),
+        step(text(17), 0, rows=[1, 16], prefill=True),
         step([17, 4, 9], 17, prefill=True),
         step([18], 20, prefill=True),
         step([17], 21),
     ]
-    ours = compare(model, options, device, steps)
+    ours, theirs = both(model_of(tiny_model, tiny_spec, shape), options, device)
+    assert_same(ours, theirs, steps, NEAR)
     ours.set_prompt_k_chunk(0)
     plain = np.array(ours.forward(steps[0]))
     ours.set_prompt_k_chunk(prompt)
@@ -159,23 +142,16 @@ def test_experts_read_what_every_cache_gives(
 ) -> None:
     """Within the tolerances of models without experts: a prompt, a decoded token, and two in place of it."""
     options = DecoderOptions(context=48, max_rows=6, kv=kv)
-    model = model_of(tiny_model, tiny_spec, "dense-first")
-    ours, theirs = TritonDecoder(model, options, device), reference(model, options)
-    for one in (
-        step([5, 9, 3, 47, 12], 0, rows=[4], prefill=True),
-        step([17], 5),
-        step([33, 34], 5, rows=[0, 1]),
-    ):
-        found, wanted = np.array(ours.forward(one)), theirs.forward(one)
-        assert np.abs(found - wanted).max() <= tolerance * wanted.std()
+    steps = (step([5, 9, 3, 47, 12], 0, rows=[4], prefill=True), step([17], 5), step([33, 34], 5, rows=[0, 1]))
+    assert_same(*both(model_of(tiny_model, tiny_spec, "dense-first"), options, device), steps, tolerance)
 
 
 @pytest.mark.parametrize("kv", grid(KINDS, {"int4"}))
 def test_experts_with_biases_read_pages_of_every_cache(tiny_model: Any, tiny_spec: Any, device: str, kv: Any) -> None:
     """Behind a prompt that fills a page or cuts one off its window: a token, a few, and one in place of the last."""
     ours, theirs, at = behind_pages(model_of(tiny_model, tiny_spec, "biases"), kv, device)
-    for one in (step([17], at), step([33, 34, 5], at + 1, rows=[0, 2]), step([21], at + 3)):
-        assert_near(np.array(ours.forward(one)), theirs.forward(one))
+    steps = (step([17], at), step([33, 34, 5], at + 1, rows=[0, 2]), step([21], at + 3))
+    assert_same(ours, theirs, steps, NEAR)
 
 
 @pytest.mark.parametrize("select", grid(["approx", "exact", "random"], {"approx"}))
@@ -183,7 +159,7 @@ def test_every_selector_compensates_experts(tiny_model: Any, tiny_spec: Any, dev
     """A token in whose place another choice of channels would be seen; `random` counts a row's position for each."""
     options = DecoderOptions(context=16, max_rows=3, k_chunk=512, select=select, seed=5)
     model = model_of(tiny_model, tiny_spec, "gated")
-    ours, theirs = TritonDecoder(model, options, device), reference(model, options)
+    ours, theirs = both(model, options, device)
     for one in (step([5, 9, 3], 0, rows=[2]), step([17], 3)):
         found, wanted = np.array(ours.forward(one)), theirs.forward(one)
         plain = np.array(ours.forward(replace(one, compensate=False)))
@@ -219,7 +195,7 @@ def test_recall_is_measured_for_every_pair(tiny_model: Any, tiny_spec: Any, devi
     """Of `gate_up` once a row, of `down` once for each of its experts; theirs are those that they choose from."""
     model, chosen = model_of(tiny_model, tiny_spec, shape), SHAPES[shape][0].chosen
     options = DecoderOptions(context=16, k_chunk={"gate_up": 400, "down": 400}, select="static", measure_recall=True)
-    ours, theirs = TritonDecoder(model, options, device), reference(model, options)
+    ours, theirs = both(model, options, device)
     for one in (step([5, 9], 0), step([7, 33, 50], 2)):
         ours.forward(one)
         theirs.forward(one)
@@ -238,11 +214,11 @@ def test_large_blocks_multiply_as_small_ones_do(
     """Which size a step takes depends on how many pairs an expert has."""
     model = model_of(tiny_model, tiny_spec, "3bit")
     options = DecoderOptions(context=48, max_rows=40, prompt_k_chunk=300)
-    one = step([(7 * i) % 61 for i in range(40)], 0, prefill=True)
+    one = step(text(40), 0, prefill=True)
     small = np.array(TritonDecoder(model, options, device).forward(one))
     monkeypatch.setattr(products, "LARGE_FROM", 1)
     assert products.block_of(80, 5) == products.LARGE
-    assert_near(np.array(TritonDecoder(model, options, device).forward(one)), small)
+    assert_logits(np.array(TritonDecoder(model, options, device).forward(one)), small, NEAR)
 
 
 @pytest.mark.slow
@@ -251,15 +227,15 @@ def test_logits_have_the_same_bits_wherever_experts_are(
     tiny_model: Any, tiny_spec: Any, device: str, shape: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While experts exchange their places, with and without compensation, for tokens and for prompts."""
-    monkeypatch.setattr(placement, "WINDOW", 2)
-    monkeypatch.setattr(placement, "MARGIN", -1000)  # some move in every window
+    monkeypatch.setattr(placing, "WINDOW", 2)
+    monkeypatch.setattr(placing, "MARGIN", -1000)  # some move in every window
     moved: list[Any] = []
     exchange = GpuExperts.exchange
     monkeypatch.setattr(GpuExperts, "exchange", lambda *own: (moved.append(own[1:]), exchange(*own)))
     model = model_of(tiny_model, tiny_spec, shape)
     options = DecoderOptions(context=64, max_rows=18, k_chunk=300, prompt_k_chunk=300)
     steps = [
-        step([(7 * i) % 61 for i in range(18)], 0, rows=[0, 17], prefill=True),
+        step(text(18), 0, rows=[0, 17], prefill=True),
         *(step([(11 * i) % 61], 18 + i) for i in range(4)),
         step([33, 34, 5], 22, rows=[0, 2], compensate=False),
     ]
@@ -270,7 +246,7 @@ def test_logits_have_the_same_bits_wherever_experts_are(
         ours = TritonDecoder(model, replace(options, experts_on_device=most), device)
         placed = ours.experts
         assert placed is not None
-        assert (placed.on_device, placed.held, placed.hit_rate) == (most, SHAPES[shape][0].held, None)
+        assert (placed.on_device, placed.held, placed.hit_rate) == (most, SHAPES[shape][0].num_experts, None)
         moved.clear()
         for one, logits in zip(steps, wanted, strict=True):
             assert np.array_equal(ours.forward(one), logits)
@@ -291,23 +267,22 @@ def test_a_replayed_graph_goes_to_other_experts(
     tiny_model: Any, tiny_spec: Any, cuda: str, rows: int, shape: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A token, a few rows, and a full step of a prompt: numbers and places of experts are read when the graph runs."""
-    monkeypatch.setattr(placement, "WINDOW", rows)
-    monkeypatch.setattr(placement, "MARGIN", -1000)
+    monkeypatch.setattr(placing, "WINDOW", rows)
+    monkeypatch.setattr(placing, "MARGIN", -1000)
     model = model_of(tiny_model, tiny_spec, shape)
     options = DecoderOptions(context=100, max_rows=20, k_chunk=128, prompt_k_chunk=256)
     launched = TritonDecoder(model, options, cuda)
     captured = TritonDecoder(model, replace(options, experts_on_device=3), cuda)
-    for turn in range(5):
-        one = step([(11 * turn + i) % 61 for i in range(rows)], rows * turn, prefill=rows == options.max_rows)
-        expected = launched.start(one).cpu().numpy()
-        assert np.array_equal(captured.forward(one), expected)
+    tokens = [[(11 * turn + i) % 61 for i in range(rows)] for turn in range(5)]
+    steps = (step(own, rows * turn, prefill=rows == options.max_rows) for turn, own in enumerate(tokens))
+    assert_replayed(captured, launched, steps)
 
 
 def test_the_timer_multiplies_with_as_many_experts_as_a_token_goes_to(
     tiny_model: Any, tiny_spec: Any, device: str
 ) -> None:
     """Different ones, or their weights would come from the cache; with their compensation."""
-    model, read = model_of(tiny_model, tiny_spec, "gated"), SHAPES["gated"][0].read
+    model, read = model_of(tiny_model, tiny_spec, "gated"), SHAPES["gated"][0].experts_per_token
     decoder = TritonDecoder(model, DecoderOptions(context=16, k_chunk=1024, select="exact"), device)
     weights = {
         name: dequantize(packed) + dequantize_residual(packed.residual, packed.shape[0]).T

@@ -1,7 +1,7 @@
-"""The residual sum and the normalization on the GPU.
+"""The beginning of a step and its norms on the GPU: embeddings, the residual sum, and the normalization.
 
-Tolerances: the residual stream is a float32 sum in the reference's order, equal to the last bit. x is rounded to half
-precision (2^-11 of the number, 4.9e-4), and its float32 scale comes from sums in another order (1e-6).
+Tolerances: embeddings and the residual stream, a float32 sum in the reference's order, are equal to the last bit. x is
+rounded to half precision (2^-11 of the number, 4.9e-4), and its float32 scale comes from sums in another order (1e-6).
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from runtime.backends.operations.norm import rms_norm
-from runtime.backends.triton.kernels.norm import Beside, RowNorms, add_norm
+from runtime.backends.operations.layers import rms_norm
+from runtime.backends.triton.kernels.norm import Beside, RowNorms, add_norm, embed_norm
 from tests.close import assert_close
-from tests.runtime.backends.triton.pieces import SUMS, sums_of
+from tests.runtime.backends.triton.operands import SUMS, sums_of
 
 EPS = 1e-5
 
@@ -96,3 +96,32 @@ def test_gathered_rows_are_normalized_and_h_stays(device: str, rows: list[int], 
     h, x = case.run(device, rows)
     assert torch.equal(h, case.h)
     assert_close(x, rms_norm(case.sum, case.weight, EPS)[rows], "half")
+
+
+def _embed(M: int, V: int, C: int, device: str, *, pinned: bool = False) -> None:
+    """Tokens with a repeated one, the first and the last."""
+    generator = torch.Generator().manual_seed(C)
+    table = torch.randn(V, C, generator=generator).half()
+    tokens = torch.randint(0, V, (M,), generator=generator, dtype=torch.int32)
+    tokens[0], tokens[-1] = 0, V - 1
+    weight = (torch.rand(C, generator=generator) + 0.5).to(device)
+    h = torch.full((M, C), torch.nan, device=device)
+    x, sums = torch.full_like(h, torch.nan, dtype=torch.float16), torch.full((M, -(-C // 32)), torch.nan, device=device)
+    norms = RowNorms(weight, EPS)
+    embed_norm(tokens.to(device), table.pin_memory() if pinned else table.to(device), h, norms, x, sums)
+    assert torch.equal(h.cpu(), table[tokens.long()].float())
+    wanted, wanted_sums = torch.empty_like(x), torch.empty_like(sums)
+    add_norm(h, None, None, norms, wanted, None, wanted_sums)
+    assert torch.equal(x, wanted)
+    assert torch.equal(sums, wanted_sums)
+
+
+@pytest.mark.parametrize("C", [8, 100, 1024, 1048])
+@pytest.mark.parametrize("M", [1, 2, 9])
+def test_every_row_is_the_one_of_its_token(device: str, M: int, C: int) -> None:
+    _embed(M, 13, C, device)
+
+
+@pytest.mark.gpu
+def test_the_table_may_stay_in_page_locked_memory(cuda: str) -> None:
+    _embed(5, 1000, 4096, cuda, pinned=True)

@@ -10,8 +10,8 @@ import torch
 
 from models.routing import route as reference
 from models.spec import MixtureSpec
-from runtime.backends.operations.norm import rms_norm
-from runtime.backends.triton.kernels.grouping import Groups, group, most_blocks
+from runtime.backends.operations.layers import rms_norm
+from runtime.backends.triton.kernels.experts import Groups, group, most_blocks
 from runtime.backends.triton.kernels.routing import GpuRouter, Routed, route
 from runtime.backends.triton.workspace import Workspace
 
@@ -43,8 +43,8 @@ def _router(mixture: MixtureSpec, C: int, device: str, seed: int = 0) -> GpuRout
 def _routed(mixture: MixtureSpec, M: int, device: str) -> Routed:
     """Outputs that show what is not written."""
     return Routed(
-        torch.full((M, mixture.read), -1, dtype=torch.int32, device=device),
-        torch.full((M, mixture.read), float("nan"), device=device),
+        torch.full((M, mixture.experts_per_token), -1, dtype=torch.int32, device=device),
+        torch.full((M, mixture.experts_per_token), float("nan"), device=device),
         torch.full((M, mixture.scores), float("nan"), device=device),
     )
 
@@ -84,13 +84,13 @@ def test_a_router_may_read_rows_through_a_norm(M: int, device: str) -> None:
 def test_choices_are_counted(M: int, device: str) -> None:
     """On top of those of earlier steps, and without those of shared experts."""
     mixture = MIXTURES["gated"]
-    counts = torch.full((mixture.held,), 7, dtype=torch.int32, device=device)
+    counts = torch.full((mixture.num_experts,), 7, dtype=torch.int32, device=device)
     router, routed = replace(_router(mixture, 72, device), counts=counts), _routed(mixture, M, device)
     x = torch.randn(M, 72, generator=torch.Generator().manual_seed(M)).half().to(device)
     for _ in range(2):
         route(x, router, routed, Workspace(device))
     own = routed.chosen[:, : mixture.chosen].flatten().cpu()
-    assert torch.equal(counts.cpu(), 7 + 2 * torch.bincount(own, minlength=mixture.held).int())
+    assert torch.equal(counts.cpu(), 7 + 2 * torch.bincount(own, minlength=mixture.num_experts).int())
 
 
 def test_a_prompt_s_rows_choose_as_they_do_alone(device: str) -> None:

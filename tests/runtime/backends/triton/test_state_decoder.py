@@ -12,17 +12,28 @@ from models.spec import MixtureSpec, ModelSpec, RopeSpec
 from runtime.backends.decoder import DecoderOptions
 from runtime.backends.reference.decoder import ReferenceDecoder
 from runtime.backends.triton.decoder import TritonDecoder
-from runtime.kv import snapshots
+from runtime.kv import states as snapshots
 from runtime.kv.states import states_bytes
 from tests.grid import grid
-from tests.runtime.backends.triton.test_states_triton import NARROW
-from tests.runtime.backends.triton.test_triton_decoder import SMALL, assert_logits, reference, step
-from tests.runtime.engine.conversations.talking import Talk, decaying
+from tests.runtime.backends.triton.decoding import (
+    SMALL,
+    assert_logits,
+    assert_replayed,
+    assert_same,
+    both,
+    copy_cache,
+    read_prompt,
+    reference,
+    step,
+    text,
+)
+from tests.runtime.backends.triton.test_recurrent_triton import NARROW
+from tests.runtime.engine.talking import Talk, decaying
 
 SLOW = pytest.mark.slow
 SHAPES: dict[str, dict[str, Any]] = {
-    "convolution": {"mixers": ("convolution", "attention"), "num_layers": 2, "conv_bias": True, "taps": 3},
-    "delta": {"mixers": ("delta", "attention"), "num_layers": 2, "delta": NARROW, "gated": True, "taps": 3},
+    "convolution": {"mixers": ("convolution", "attention"), "num_layers": 2, "conv_bias": True, "conv_kernel_size": 3},
+    "delta": {"mixers": ("delta", "attention"), "num_layers": 2, "delta": NARROW, "gated": True, "conv_kernel_size": 3},
 }
 HISTORIES = 4
 """Of each shape, some ten seconds each."""
@@ -34,35 +45,23 @@ def spec_of(tiny_spec: Any, shape: str, **changes: Any) -> ModelSpec:
     return spec
 
 
-def compare(model: Any, options: DecoderOptions, device: str, steps: list[Any]) -> TritonDecoder:
-    """Logits of both, step by step."""
-    ours, theirs = TritonDecoder(model, options, device), reference(model, options)
-    for one in steps:
-        assert_logits(np.array(ours.forward(one)), theirs.forward(one))
-    return ours
-
-
 @pytest.mark.parametrize("shape", grid(SHAPES, {"delta"}))
 def test_logits_match_the_reference(tiny_model: Any, tiny_spec: Any, device: str, shape: str) -> None:
     """A prompt, compensated tokens, two sequences at once in place of the latest, and a prompt absorbed at once."""
     model = decaying(tiny_model(spec_of(tiny_spec, shape), bits=4))
     options = DecoderOptions(context=48, slots=2, max_rows=20, k_chunk=300, prompt_k_chunk=200, select="static")
-    both = step([7, 8], 0, rows=[0, 1])
-    both = replace(both, slots=np.array([0, 1], np.int32), positions=np.array([7, 2], np.int32))
-    many = [(7 * i) % 61 for i in range(17)]
-    ours = compare(
-        model,
-        options,
-        device,
-        [
-            step([5, 9, 3, 47, 12], 0, rows=[1, 4], prefill=True),
-            step([4, 4], 0, slot=1, compensate=False),
-            step([33, 34, 35], 5, rows=[0, 2]),
-            both,
-            step(many, 8, rows=[0, 16], prefill=True),
-            step([21], 25),
-        ],
+    together = step([7, 8], 0, rows=[0, 1])
+    together = replace(together, slots=np.array([0, 1], np.int32), positions=np.array([7, 2], np.int32))
+    ours, theirs = both(model, options, device)
+    steps = (
+        step([5, 9, 3, 47, 12], 0, rows=[1, 4], prefill=True),
+        step([4, 4], 0, slot=1, compensate=False),
+        step([33, 34, 35], 5, rows=[0, 2]),
+        together,
+        step(text(17), 8, rows=[0, 16], prefill=True),
+        step([21], 25),
     )
+    assert_same(ours, theirs, steps)
     assert ours.kv_bytes - ours.cache.store.nbytes == states_bytes(model.spec, 2)
 
 
@@ -72,8 +71,8 @@ def test_experts_follow_layers_with_states(tiny_model: Any, tiny_spec: Any, devi
     mixture = MixtureSpec(experts=4, chosen=2, width=32, normalized=True, shared=1)
     model = decaying(tiny_model(spec_of(tiny_spec, "delta", mixture=mixture), bits=4))
     options = DecoderOptions(context=24, max_rows=18, k_chunk=300, select="static")
-    ours, theirs = TritonDecoder(model, options, device), reference(model, options)
-    for one in (step([(7 * i) % 61 for i in range(18)], 0, prefill=True), step([17], 18), step([5, 8], 18)):
+    ours, theirs = both(model, options, device)
+    for one in (step(text(18), 0, prefill=True), step([17], 18), step([5, 8], 18)):
         found, wanted = np.array(ours.forward(one)), theirs.forward(one)
         assert np.abs(found - wanted).mean() <= 0.02 * wanted.std()
 
@@ -94,19 +93,15 @@ def test_states_stand_beside_every_cache(
     """A prompt that fills pages goes through the reference; its cache and states are then loaded here."""
     model = decaying(tiny_model(spec_of(tiny_spec, "delta"), bits=4))
     options = DecoderOptions(context=300, slots=2, max_rows=128, kv=kv)
-    ours, theirs = TritonDecoder(model, options, device), reference(model, options)
-    prompt = [(7 * i) % 61 for i in range(136 if kv != "hierarchical" else 264)]
-    for start in range(0, len(prompt), 128):
-        theirs.forward(step(prompt[start : start + 128], start))
-    pieces = [{name: array.copy() for name, array in piece.items()} for piece in theirs.cache.export(0)]
-    at = len(prompt)
-    ours.cache.load(1, at, theirs.cache.paged_length(0), pieces)
+    ours, theirs = both(model, options, device)
+    at = 136 if kv != "hierarchical" else 264
+    read_prompt(theirs, text(at))
+    copy_cache(theirs, ours, slot=1)
     ours.cache.fork(1, 0, at)
     ours.cache.clear(1)
     assert ours.cache.slot_bytes(0) == theirs.cache.slot_bytes(0)
-    for one in (step([17], at), step([33, 34, 5], at + 1, rows=[0, 2]), step([21], at + 2)):
-        found, wanted = np.array(ours.forward(one)), theirs.forward(one)
-        assert np.abs(found - wanted).max() <= tolerance * wanted.std()
+    steps = (step([17], at), step([33, 34, 5], at + 1, rows=[0, 2]), step([21], at + 2))
+    assert_same(ours, theirs, steps, tolerance)
 
 
 def test_a_sequence_is_cut_back_forked_and_saved(
@@ -169,10 +164,8 @@ def test_a_replayed_graph_reads_what_waits(tiny_model: Any, tiny_spec: Any, cuda
     options = DecoderOptions(context=100, slots=2, max_rows=4)
     captured, launched = TritonDecoder(model, options, cuda), TritonDecoder(model, options, cuda)
     places = [(0, 0), (0, 1), (0, 2), (1, 0), (0, 3), (1, 1), (0, 3), (0, 4), (1, 2)]
-    for turn, (slot, position) in enumerate(places):
-        one = step([(11 * turn) % 61], position, slot=slot)
-        expected = launched.start(one).cpu().numpy()
-        assert np.array_equal(captured.forward(one), expected)
+    steps = (step([(11 * turn) % 61], position, slot=slot) for turn, (slot, position) in enumerate(places))
+    assert_replayed(captured, launched, steps)
 
 
 @pytest.mark.gpu
@@ -185,5 +178,4 @@ def test_a_replayed_graph_of_a_prompt_reads_chunks_of_any_sequence(tiny_model: A
     for turn, (slot, position, rows) in enumerate(places):
         tokens = [(11 * turn + 7 * row) % 61 for row in range(rows)]
         one = step(tokens, position, rows=[rows - 1], slot=slot, prefill=rows > 1)
-        expected = launched.start(one).cpu().numpy()
-        assert np.array_equal(captured.forward(one), expected)
+        assert_replayed(captured, launched, [one])

@@ -9,31 +9,30 @@ import numpy as np
 import pytest
 import torch
 
-from models.keys import KeyStatistics, tensor_shape
+from models.packed import KeyStatistics, tensor_shape
 from models.spec import HeadShape, RopeSpec
-from runtime.backends.decoder import DecoderOptions, DrawsTokens, Step, Way
-from runtime.backends.reference.decoder import ReferenceDecoder
-from runtime.backends.reference.linear import ReferenceLinear
+from runtime.backends.decoder import DecoderOptions, DrawsTokens
 from runtime.backends.triton import model as placing
 from runtime.backends.triton.decoder import TritonDecoder
 from runtime.backends.triton.residual import LoadedResiduals, PageLockError
 from runtime.errors import InvalidActivationError, RequestError
 from runtime.kv.kinds import KINDS, PARTS
 from runtime.text.sampling import Sampler, SamplingOptions, log_probabilities
-from tests.close import Tolerance, assert_close
 from tests.grid import combined, grid
+from tests.runtime.backends.triton.decoding import (
+    SMALL,
+    assert_logits,
+    assert_same,
+    behind_pages,
+    both,
+    copy_cache,
+    read_prompt,
+    reference,
+    step,
+    text,
+)
 from tests.runtime.conftest import BEHIND, BOTH_SIDES, LOCAL, SHARED, SINKS, TURNED
 
-SMALL = {
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_layers": 1,
-    "num_heads": 2,
-    "num_kv_heads": 1,
-    "head_dim": 32,
-    "vocab_size": 64,
-}
-"""As small as the kernels' tiles: the interpreter takes a tenth of a second for a program of a product."""
 WIDE: dict[str, Any] = {
     **BOTH_SIDES,
     "num_layers": 2,
@@ -58,7 +57,7 @@ SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"bits": 4, "residual_bits": 4, "codebook": True},
         {"qkv_bias": True, "rope": RopeSpec(rotary_dim=12)},
     ),
-    "unrotated": ({"bits": 4}, {"num_layers": 2, "unrotated": (0,)}),
+    "nope_layers": ({"bits": 4}, {"num_layers": 2, "nope_layers": (0,)}),
     "norms-on-both-sides": ({"bits": 4}, {"num_layers": 2, **BOTH_SIDES, "window_rope": LOCAL, "windows": (3, None)}),
     "norms-behind": ({"bits": 4}, {**BEHIND, "num_layers": 2, "num_heads": 3}),
     "sinks": ({"bits": 4}, {**SINKS, "num_layers": 2, "windows": (3, None)}),
@@ -67,39 +66,6 @@ SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "heads-of-two-widths": ({"bits": 4, "residual_bits": 4}, WIDE),
     "shared-caches": ({"bits": 4, "residual_bits": 4}, SHARING),
 }
-
-
-def step(tokens: Any, start: int, *, rows: Any = None, **how: Any) -> Step:
-    """Rows of one slot at consecutive positions; the logits of the last unless `rows` names some."""
-    return Step.of(tokens, start, [len(tokens) - 1] if rows is None else rows, **how)
-
-
-class HalfLinear(ReferenceLinear):
-    """The reference's layer as the GPU sees it: its input rounded to half precision."""
-
-    def __init__(self, inner: ReferenceLinear) -> None:
-        self.__dict__.update(inner.__dict__)
-
-    def __call__(self, x: torch.Tensor, positions: torch.Tensor, *, way: Way, draft: bool = False) -> torch.Tensor:
-        return super().__call__(x.half().float(), positions, way=way, draft=draft)
-
-
-def reference(model: Any, options: DecoderOptions) -> ReferenceDecoder:
-    decoder = ReferenceDecoder(model, options)
-    decoder.linears = {name: HalfLinear(linear) for name, linear in decoder.linears.items()}
-    return decoder
-
-
-def assert_logits(found: np.ndarray[Any, Any], wanted: np.ndarray[Any, Any]) -> None:
-    """Half-precision inputs are rounded from float32 sums in another order, so some differ in the last bit, 2^-11.
-
-    What the reference keeps in float32 (queries, attention's output before it is rounded) differs by as much. Through
-    two blocks that stays under 0.5 % of the logits' spread; a wrong mask, rotation or scale is off by the spread.
-    """
-    spread = Tolerance(
-        atol=1e-2 * float(wanted.std()), why="inputs of half precision, rounded from sums in another order"
-    )
-    assert_close(found, wanted, spread)
 
 
 QUICK = set(SHAPES) - {"head-dim-80", "norms-behind", "codebooks-3bit", "shared-caches"}
@@ -115,7 +81,7 @@ def test_logits_match_the_reference(tiny_model: Any, tiny_spec: Any, device: str
     build, changes = SHAPES[shape]
     model = tiny_model(tiny_spec(**{**SMALL, **changes}), **build)
     options = DecoderOptions(context=16, slots=2, max_rows=6, k_chunk=300, select="static")
-    ours, theirs = TritonDecoder(model, options, device), reference(model, options)
+    ours, theirs = both(model, options, device)
     steps = [
         step([5, 9, 3, 47, 12], 0, rows=[1, 4], compensate=False),
         step([17], 5),
@@ -124,20 +90,14 @@ def test_logits_match_the_reference(tiny_model: Any, tiny_spec: Any, device: str
     if shape == "3bit":
         steps.insert(1, step([4, 4, 60], 0, slot=1, rows=[], compensate=False))
         steps.append(step([21], 3, slot=1, compensate=False))
-    for one in steps:
-        found, wanted = np.array(ours.forward(one)), theirs.forward(one)
-        assert found.shape == wanted.shape
-        if wanted.size:
-            assert_logits(found, wanted)
+    assert_same(ours, theirs, steps)
 
 
 def test_blocks_read_a_shared_cache_and_embeddings_of_their_own(tiny_model: Any, tiny_spec: Any, device: str) -> None:
     """A token, and one behind it, compensated."""
     model = tiny_model(tiny_spec(**{**SMALL, **SHARING}), bits=4)
     options = DecoderOptions(context=16, k_chunk=300, select="static")
-    ours, theirs = TritonDecoder(model, options, device), reference(model, options)
-    for one in (step([5], 0), step([17], 1)):
-        assert_logits(np.array(ours.forward(one)), theirs.forward(one))
+    assert_same(*both(model, options, device), (step([5], 0), step([17], 1)))
 
 
 SOME: dict[str, int] = {"qkv": 300, "o": 1024, "gate_up": 700, "down": 300, "head": 1}
@@ -159,38 +119,15 @@ def test_prompts_match_the_reference(
     build, changes = SHAPES[shape]
     model = tiny_model(tiny_spec(**{**SMALL, **changes}), **build)
     options = DecoderOptions(context=16, max_rows=6, k_chunk=300, prompt_k_chunk=prompt, select="static")
-    ours, theirs = TritonDecoder(model, options, device), reference(model, options)
-    for one in (
-        step([5, 9, 3, 47, 12], 0, rows=[1, 4], prefill=True),
-        step([17, 4], 5, prefill=True),
-        step([18], 7, prefill=True),
-        step([17], 8),
-    ):
-        assert_logits(np.array(ours.forward(one)), theirs.forward(one))
-    plain = TritonDecoder(model, DecoderOptions(context=16, max_rows=6), device)
+    ours, theirs = both(model, options, device)
     first = step([5, 9, 3, 47, 12], 0, rows=[1, 4], prefill=True)
+    assert_same(ours, theirs, (first, step([17, 4], 5, prefill=True), step([18], 7, prefill=True), step([17], 8)))
+    plain = TritonDecoder(model, DecoderOptions(context=16, max_rows=6), device)
     assert np.abs(np.array(plain.forward(first)) - np.array(ours.forward(first))).max() > 0
 
 
 PROMPT = {"int8": 70, "int4": 70, "hierarchical": 256, "kivi2": 128, "gear4": 128}
 """Tokens after which a kind has a page, or cuts one off its window."""
-
-
-def copy_cache(source: Any, target: Any) -> None:
-    """Let the first slot hold what another decoder's holds, in the same layout."""
-    cache = source.cache
-    pieces = [{name: array.copy() for name, array in piece.items()} for piece in cache.export(0)]
-    target.cache.load(0, cache.length(0), cache.paged_length(0), pieces)
-
-
-def behind_pages(model: Any, kv: Any, device: str) -> tuple[TritonDecoder, Any, int]:
-    """A decoder and the reference behind a prompt that fills a page or cuts one off its window, and its length."""
-    prompt = [(7 * i) % 61 for i in range(KINDS[kv].unpaged + KINDS[kv].page + 2)]
-    options = DecoderOptions(context=300, max_rows=len(prompt), kv=kv, k_chunk=300, select="static")
-    ours, theirs = TritonDecoder(model, options, device), reference(model, options)
-    theirs.forward(step(prompt, 0, prefill=True))
-    copy_cache(theirs, ours)
-    return ours, theirs, len(prompt)
 
 
 @pytest.mark.parametrize(
@@ -214,20 +151,15 @@ def test_logits_match_the_reference_on_every_cache(
     """
     model = tiny_model(tiny_spec(**SMALL), bits=4)
     options = DecoderOptions(context=300, slots=2, max_rows=128, kv=kv)
-    ours, theirs = TritonDecoder(model, options, device), reference(model, options)
-    prompt = [(7 * i) % 61 for i in range(PROMPT[kv])]
-    for start in range(0, len(prompt), 128):
-        both = [
-            one.forward(step(prompt[start : start + 128], start))
-            for one in ([theirs] if kv != "int4" else [theirs, ours])
-        ]
-        assert np.abs(both[0] - both[-1]).max() <= tolerance * both[0].std()
-    if kv != "int4":
+    ours, theirs = both(model, options, device)
+    prompt, at = text(PROMPT[kv]), PROMPT[kv]
+    if kv == "int4":
+        assert_same(ours, theirs, [step(prompt, 0)], tolerance)
+    else:
+        read_prompt(theirs, prompt)
         copy_cache(theirs, ours)
-    at = len(prompt)
-    for one in (step([17], at), step([33, 34, 5], at + 1, rows=[0, 2]), step([21], at + 2)):
-        found, wanted = np.array(ours.forward(one)), theirs.forward(one)
-        assert np.abs(found - wanted).max() <= tolerance * wanted.std()
+    steps = (step([17], at), step([33, 34, 5], at + 1, rows=[0, 2]), step([21], at + 2))
+    assert_same(ours, theirs, steps, tolerance)
     assert ours.cache.slot_bytes(0) == theirs.cache.slot_bytes(0)
     assert ours.kv_bytes == theirs.kv_bytes
 
@@ -244,16 +176,15 @@ def test_shared_caches_of_two_widths_are_read_from_every_cache(
         axis, mean = np.random.default_rng(shape).standard_normal((2, *shape)).astype(np.float32)
         model.keys.append(KeyStatistics(mean, axis / np.linalg.norm(axis, axis=-1, keepdims=True)))
     ours, theirs, at = behind_pages(model, kv, device)
-    for one in (
+    steps = (
         step([17], at),
         step([18], at + 1, draft=True),
         step([19], at + 2, draft=True, flush=False),
         step([33, 34, 5], at + 1, rows=[0, 2]),
         step([21], at + 3),
-    ):
-        found, wanted = np.array(ours.forward(one)), theirs.forward(one)
-        # A key between two codes may be rounded to either: with 4 bits, that is a 15th of its vector's range.
-        assert np.abs(found - wanted).max() <= 3e-2 * wanted.std()
+    )
+    # A key between two codes may be rounded to either: with 4 bits, that is a 15th of its vector's range.
+    assert_same(ours, theirs, steps, 3e-2)
     assert ours.cache.slot_bytes(0) == theirs.cache.slot_bytes(0)
     assert ours.kv_bytes == theirs.kv_bytes
 
@@ -262,10 +193,8 @@ def test_a_draft_reads_the_upper_plane_alone(tiny_model: Any, tiny_spec: Any, de
     """As much as a full read does where the lower plane is zero; one token, and a few."""
     model = tiny_model(tiny_spec(**SMALL), bits=4)
     options = DecoderOptions(context=300, max_rows=128, kv="hierarchical")
-    ours, theirs = TritonDecoder(model, options, device), reference(model, options)
-    prompt = [(7 * i) % 61 for i in range(256)]
-    for start in (0, 128):
-        theirs.forward(step(prompt[start : start + 128], start))
+    ours, theirs = both(model, options, device)
+    read_prompt(theirs, text(256))
     copy_cache(theirs, ours)
     tokens = [[17], [33, 34]]
     full = [np.array(ours.forward(step(each, 256))) for each in tokens]
@@ -286,7 +215,7 @@ def test_every_selector_and_a_changed_k_chunk(tiny_model: Any, tiny_spec: Any, d
     """A changed k_chunk gives what the reference gives, and bit for bit what a fresh load with it gives."""
     model = tiny_model(tiny_spec(**SMALL), bits=3)
     options = DecoderOptions(context=16, max_rows=4, select=select, seed=3)
-    ours, theirs = TritonDecoder(model, options, device), reference(model, options)
+    ours, theirs = both(model, options, device)
     found = {}
     for wanted in ({"qkv": 100, "down": 400}, 0, 1024) if select == "approx" else ({"qkv": 100, "down": 400},):
         ours.set_k_chunk(wanted, {"qkv": 2})
@@ -358,7 +287,7 @@ def test_rows_behind_the_final_norm_match_the_reference(
     model = tiny_model(tiny_spec(**{**SMALL, **SHAPES[shape][1]}), bits=3)
     model.table[7] = np.nan
     options = DecoderOptions(context=16, max_rows=6)
-    ours, theirs = TritonDecoder(model, options, device), reference(model, options)
+    ours, theirs = both(model, options, device)
     for one in (step([5, 9, 3], 0, rows=[], prefill=True), step([47], 3, rows=[], prefill=True)):
         found, wanted = ours.hidden(one), theirs.hidden(one)
         assert found.shape == wanted.shape == (one.tokens.size, ours.spec.hidden_size)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import pytest
 
 from models.spec import HeadShape, expert_of
-from runtime.backends.triton.kernels.attention.configs import SPLIT_ROWS, WIDE_TILE_ROWS, WIDEST
+from runtime.backends.triton.kernels.attention import SPLIT_ROWS, WIDE_TILE_ROWS, WIDEST
+from runtime.backends.triton.kernels.gemv import TILE_ROWS
 from runtime.backends.triton.sizes import BLOCK, COPIED_BYTES, PIECE, pieces
-from tests.bench.kernels.token_time import ROWS, launches
 from tests.runtime.backends.triton.shapes import MODELS
 from tests.runtime.backends.triton.variants import Case, Counts, counted_apart
 
+ROWS = (1, 2, 4, 8, 16)
+"""Rows of a step."""
 KINDS = ("fp16", "int8", "int4", "hierarchical")
 COUNTED = ("demo", "llama-3-8b-3bit")
 """Models whose launches are counted by rows."""
@@ -68,7 +70,7 @@ def alike(heads: HeadShape, kv: str) -> bool:
 def test_a_load_compiles_fifteen_to_twenty_one_kernels(cases: Cases, model: str, kv: str, prompt: int) -> None:
     """Attention takes three, and three more where only some blocks have a window, and products two; one more where the
     head has other bits than the blocks, one where a window's pages are quantized, and two where prompts are compensated
-    together: docs/decisions.md. Experts take ten, and four more in prompts, delta rules five, and convolutions one.
+    together: docs/decisions/gpu.md. Experts take ten, and four more in prompts, delta rules five, and convolutions one.
     Over wide heads in half precision, and over the widest, attention of a few rows is that of many. Heads of two widths
     have two kernels each, norms behind two, and products of rows that end at different places of a block, too."""
     spec, recipe = MODELS[model]
@@ -85,7 +87,7 @@ def test_a_load_compiles_fifteen_to_twenty_one_kernels(cases: Cases, model: str,
     expected |= {"_attend_kernel": attention, "_gemv_kernel": products, **mixed}
     if spec.norm_after:
         expected["_add_norm_kernel"] = 2
-    expected |= (OF_TOKENS if spec.token_width else {}) | (BESIDE if spec.mixture and spec.mixture.beside else {})
+    expected |= (OF_TOKENS if spec.token_width else {}) | (BESIDE if spec.mixture and spec.mixture.parallel_mlp else {})
     assert cases[model, kv, prompt].variants == expected
 
 
@@ -99,7 +101,7 @@ def test_a_token_launches_fourteen_kernels_a_layer(cases: Cases, model: str, kv:
     of the blocks' own three products, a norm and a gate, and a launch at the beginning. Heads of two widths, norms of
     values and what multiplies a block take none."""
     spec = MODELS[model][0]
-    each = 14 if spec.mixture is None else 23 if spec.mixture.beside else 17
+    each = 14 if spec.mixture is None else 23 if spec.mixture.parallel_mlp else 17
     each += 8 if spec.token_width else 0
     saved = 2 * sum(spec.mixer(layer) == "convolution" for layer in range(spec.num_layers))
     assert cases[model, kv, 0].launches == each * spec.num_layers - saved + 3 + (spec.token_width > 0)
@@ -108,8 +110,17 @@ def test_a_token_launches_fourteen_kernels_a_layer(cases: Cases, model: str, kv:
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("model", COUNTED)
-def test_a_step_of_several_rows_launches_what_the_model_of_its_time_says(by_rows: Cases, model: str, rows: int) -> None:
-    """docs/kernels.md: compensation takes four launches instead of one, and 9 to 16 rows two for each product."""
+def test_a_step_of_several_rows_launches_what_its_products_and_their_compensation_take(
+    by_rows: Cases, model: str, rows: int
+) -> None:
+    """A layer has four products, two norms, heads, attention and its merge, and the gate; the head a norm, a product.
+
+    A product of 9 to 16 rows is two launches. Compensation is one for one row; for several, the selection, the union of
+    what they chose, its copy, and the sums. The head's rows share what they fetch where there is room for it.
+    """
     spec = MODELS[model][0]
     head = 4 * rows * 16 * spec.hidden_size // 1024 * spec.vocab_size // 8 <= COPIED_BYTES
-    assert by_rows[model, "int4", 0, rows].launches == launches(spec.num_layers, rows, head=head).total
+    products, each = -(-rows // TILE_ROWS), 1 if rows == 1 else 4
+    chain = spec.num_layers * (4 * products + 6) + products + 1
+    compensation = each * (4 * spec.num_layers + 1) - (0 if head or rows == 1 else 2)
+    assert by_rows[model, "int4", 0, rows].launches == chain + compensation

@@ -14,8 +14,8 @@ from models.store import Store, StoredModel
 from runtime.backends.decoder import DecoderOptions, Step
 from runtime.backends.reference.decoder import ReferenceDecoder
 from runtime.backends.triton.decoder import TritonDecoder
+from runtime.backends.triton.kernels.w4a8 import W4A8Linear
 from runtime.backends.triton.sizes import weight_bytes
-from runtime.backends.triton.w4a8_layout import W4A8Linear
 from tests.models.conftest import TEXT, write_checkpoint, write_tokenizer
 from tests.models.random_models import SIZES, random_case
 

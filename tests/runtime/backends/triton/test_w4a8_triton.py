@@ -10,12 +10,11 @@ import torch
 from models import per_token
 from models.packed import PackedLinear
 from runtime.backends.operations import linear as reference
+from runtime.backends.triton.kernels.activations import Tokens, round_tokens
 from runtime.backends.triton.kernels.gate import gate
 from runtime.backends.triton.kernels.norm import RowNorms, add_norm, embed_norm
-from runtime.backends.triton.kernels.tokens import Tokens, round_tokens
-from runtime.backends.triton.kernels.w4a8 import gemm_w4a8
+from runtime.backends.triton.kernels.w4a8 import gemm_w4a8, repack_w4a8
 from runtime.backends.triton.sizes import token_width, w4a8_bytes
-from runtime.backends.triton.w4a8_layout import repack_w4a8
 from runtime.backends.triton.workspace import Workspace
 from runtime.errors import BackendError
 from tests.runtime.backends.contract.on_triton import placed

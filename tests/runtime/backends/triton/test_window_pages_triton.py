@@ -10,11 +10,14 @@ import pytest
 from runtime.backends.decoder import DecoderOptions
 from runtime.backends.reference.decoder import ReferenceDecoder
 from runtime.backends.triton.decoder import TritonDecoder
-from runtime.kv import groups, snapshots, window_pages
+from runtime.kv import groups
+from runtime.kv import pages as window_pages
+from runtime.kv import states as snapshots
 from runtime.kv.kinds import KINDS
 from tests.close import assert_close
-from tests.runtime.backends.triton.test_triton_decoder import SHARING, SMALL, step
-from tests.runtime.engine.conversations.talking import SLOTS, Talk
+from tests.runtime.backends.triton.decoding import SMALL, copy_cache, read_prompt, step
+from tests.runtime.backends.triton.test_triton_decoder import SHARING
+from tests.runtime.engine.talking import SLOTS, Talk
 
 SLOW = pytest.mark.slow
 ALIKE = ("kcvt4", "gear2", "gear-l4", "gear-l2")
@@ -83,10 +86,8 @@ def test_released_pages_are_never_read(
 
     def opened() -> TritonDecoder:
         theirs, ours = ReferenceDecoder(model, options), TritonDecoder(model, options, device)
-        for start in range(0, PROMPT, options.max_rows):
-            theirs.forward(step(tokens[start : start + options.max_rows], start))
-        pieces = [{name: array.copy() for name, array in piece.items()} for piece in theirs.cache.export(0)]
-        ours.cache.load(0, PROMPT, theirs.cache.paged_length(0), pieces)
+        read_prompt(theirs, tokens, options.max_rows)
+        copy_cache(theirs, ours)
         return ours
 
     own = opened()

@@ -20,10 +20,9 @@ from numba import types
 from numba.core import cgutils
 
 from runtime.backends.cpu.data.pages import Cache
-from runtime.backends.cpu.data.sizes import LANES
+from runtime.backends.cpu.data.records import LANES
 from runtime.backends.cpu.kernels.attention.products import Out, Rows
-from runtime.backends.cpu.kernels.attention.queries import CHANGE, widen
-from runtime.backends.cpu.kernels.attention.run import Queries, Sums, padded_channels
+from runtime.backends.cpu.kernels.attention.queries import CHANGE, Queries, Sums, padded_channels, widen
 from runtime.backends.cpu.machine.emit import (
     FLOAT,
     FLOATS,
@@ -63,34 +62,25 @@ _EIGHT = ir.VectorType(FLOAT, GEAR_QUERIES)
 class Factor(NamedTuple):
     """One side of a low-rank matrix in float32, [LOW_RANK, width]."""
 
-    at: int
-    """Address."""
-    width: int
-    """Numbers of a row."""
+    at: int  # address
+    width: int  # numbers of a row
 
 
 class Outliers(NamedTuple):
     """Outliers of a page's vectors."""
 
-    kept: int
-    """Address of float32 [vectors, 2, half]."""
-    indices: int
-    """Address of int16 [vectors, 2, half]: their positions in their vectors."""
-    vectors: int
-    """Number of vectors."""
-    half: int
-    """Half of a vector's outliers."""
+    kept: int  # address of float32 [vectors, 2, half]
+    indices: int  # address of int16 [vectors, 2, half]: their positions in their vectors
+    vectors: int  # number of vectors
+    half: int  # half of a vector's outliers
 
 
 class Weighed(NamedTuple):
     """The softmax weights of a run's queries with a page's tokens."""
 
-    at: int
-    """Address of the first query's, float32 [T]."""
-    step: int
-    """Bytes from query to query."""
-    noted: int
-    """Address of what is noted of the queries."""
+    at: int  # address of the first query's, float32 [T]
+    step: int  # bytes from query to query
+    noted: int  # address of what is noted of the queries
 
 
 @define(types.void, types.int64, types.int64, types.int64, types.int64)
@@ -227,20 +217,13 @@ def _correct(x: Rows, left: Factor, right: Factor, out: Out, count: int, factors
 class _Room(NamedTuple):
     """The scratch of the corrections: addresses."""
 
-    queries: int
-    """float32 [blocks, D, 8]."""
-    sums: int
-    """float32 [blocks, 2, D, 8], by channel."""
-    first: int
-    """float32 [T, 8]."""
-    second: int
-    """Likewise."""
-    a: int
-    """Factor A, [LOW_RANK, T]."""
-    b: int
-    """Factor B, [LOW_RANK, D]."""
-    factors: int
-    """256 bytes."""
+    queries: int  # float32 [blocks, D, 8]
+    sums: int  # float32 [blocks, 2, D, 8], by channel
+    first: int  # float32 [T, 8]
+    second: int  # likewise
+    a: int  # factor A, [LOW_RANK, T]
+    b: int  # factor B, [LOW_RANK, D]
+    factors: int  # 256 bytes
 
 
 @kernel

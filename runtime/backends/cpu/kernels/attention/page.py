@@ -41,25 +41,27 @@ from runtime.backends.cpu.kernels.attention.queries import (
     BESIDES,
     CHANGE,
     LARGEST,
+    LOWEST,
     Factors,
+    Queries,
+    Sums,
+    add_products,
+    add_to_all,
     copy_queries,
+    exponentials,
     finish_scores,
     mask_scores,
+    padded_channels,
     quantize_query,
+    quantize_weights,
+    raise_maximum,
+    seen_by,
+    settle,
+    weigh_again,
     widen,
     widen_shifted,
 )
-from runtime.backends.cpu.kernels.attention.run import LOWEST, Queries, Sums, padded_channels, seen_by
-from runtime.backends.cpu.kernels.attention.weights import (
-    add_products,
-    add_to_all,
-    exponentials,
-    quantize_weights,
-    raise_maximum,
-    settle,
-    weigh_again,
-)
-from runtime.backends.cpu.kernels.cap import cap_floats
+from runtime.backends.cpu.kernels.rows import cap_floats
 from runtime.backends.cpu.machine.kernel import kernel
 from runtime.backends.cpu.machine.vector import load_floats, prefetch, set_float, store_floats, sum_lanes, zero_floats
 from runtime.backends.cpu.scratch import NOTED, PageAreas, gear_room, lay_out_pages
@@ -83,14 +85,10 @@ def _areas_of(planes: int, corrected: bool) -> Any:
 class Visit(NamedTuple):
     """A page visited by a run."""
 
-    record: int
-    """Address of what it keeps of the key-value head."""
-    following: int
-    """Address of the next record, which is prefetched; 0 = none."""
-    start: int
-    """Position of its first token."""
-    prepared: bool
-    """Whether an earlier page of the same run used this scratch."""
+    record: int  # address of what it keeps of the key-value head
+    following: int  # address of the next record, which is prefetched; 0 = none
+    start: int  # position of its first token
+    prepared: bool  # whether an earlier page of the same run used this scratch
 
 
 class Form(NamedTuple):
@@ -98,31 +96,21 @@ class Form(NamedTuple):
 
     key_products: Any
     value_products: Any
-    planes: int
-    """Planes of queries and weights: 1 or 2."""
-    factor: float
-    """Factor of the stored scales."""
-    shift: float
-    """Scales that are added to the stored zeros."""
-    centre: float
-    """Middle of the codes."""
-    tile: int
-    """Bytes of one of a page's vectors of keys."""
-    tokens: int
-    """Tokens of one of the products' steps through a page's values."""
-    corrected: bool
-    """Whether pages have GEAR's corrections."""
+    planes: int  # planes of queries and weights: 1 or 2
+    factor: float  # factor of the stored scales
+    shift: float  # scales that are added to the stored zeros
+    centre: float  # middle of the codes
+    tile: int  # bytes of one of a page's vectors of keys
+    tokens: int  # tokens of one of the products' steps through a page's values
+    corrected: bool  # whether pages have GEAR's corrections
 
 
 class Attention(NamedTuple):
     """Functions of attention to pages of a form."""
 
-    begin: Any
-    """Prepares the scratch for the pages of a run: (cache, queries, scratch)."""
-    attend: Any
-    """Adds a page to the partial results: (cache, visit, queries, sums, scratch)."""
-    settle: Any
-    """Adds the remaining sums in the scratch: (cache, queries, sums, scratch)."""
+    begin: Any  # prepares the scratch for the pages of a run: (cache, queries, scratch)
+    attend: Any  # adds a page to the partial results: (cache, visit, queries, sums, scratch)
+    settle: Any  # adds the remaining sums in the scratch: (cache, queries, sums, scratch)
 
 
 @kernel

@@ -32,7 +32,6 @@ from numba import types
 from numba.core import cgutils
 
 from runtime.backends.cpu.machine import isa
-from runtime.backends.cpu.machine.codes import emit_dot4_bytes, emit_join_high, emit_join_low
 from runtime.backends.cpu.machine.emit import (
     BYTES,
     FLOATS,
@@ -53,6 +52,7 @@ from runtime.backends.cpu.machine.emit import (
     splat,
 )
 from runtime.backends.cpu.machine.kernel import kernel
+from runtime.backends.cpu.machine.vector import emit_dot4_bytes, emit_join_high, emit_join_low
 
 _ALONE = 2
 """Up to this many rows, every field has its own sum; otherwise each addition would wait for the one before."""
@@ -63,47 +63,35 @@ _EIGHT = isa.VECTORS == "avx512"
 class Rows(NamedTuple):
     """Rows of INT8 that are multiplied with codes."""
 
-    at: int
-    """Address."""
-    step: int
-    """Bytes from row to row."""
-    count: int
-    """Number of rows."""
+    at: int  # address
+    step: int  # bytes from row to row
+    count: int  # number of rows
 
 
 class Codes(NamedTuple):
     """Codes of a page: addresses and bytes."""
 
-    at: int
-    """Address of the codes of the first 32 results."""
-    lower: int
-    """Offset of the lower plane, where there are two."""
+    at: int  # address of the codes of the first 32 results
+    lower: int  # offset of the lower plane, where there are two
     stride: int
     """Distance of the second output's vectors: of keys the next tile, of values of 2 bits the next 16 channels."""
-    steps: int
-    """Steps of 32 results."""
-    ahead: int
-    """Distance to codes that will be read next, and are fetched on the way; 0 = none."""
+    steps: int  # steps of 32 results
+    ahead: int  # distance to codes that will be read next, and are fetched on the way; 0 = none
 
 
 class Out(NamedTuple):
     """Destination of products, float32."""
 
-    at: int
-    """Address of the first row's."""
-    step: int
-    """Bytes from row to row."""
+    at: int  # address of the first row's
+    step: int  # bytes from row to row
 
 
 class _Field(NamedTuple):
     """Codes of one step that are multiplied with the same four bytes of a row."""
 
-    output: int
-    """0 for the first 16 results, 1 for the others."""
-    place: int
-    """Position of the row's four bytes within those of the step."""
-    codes: Any
-    """LLVM value, 64 bytes."""
+    output: int  # 0 for the first 16 results, 1 for the others
+    place: int  # position of the row's four bytes within those of the step
+    codes: Any  # LLVM value, 64 bytes
 
 
 Reader = Callable[[Builder, Any, Any, Any], tuple[list[_Field], list[Any]]]

@@ -17,8 +17,8 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from runtime.backends.cpu.data.sizes import SPAN
-from runtime.backends.cpu.kernels.attention.run import (
+from runtime.backends.cpu.data.records import SPAN
+from runtime.backends.cpu.kernels.attention.queries import (
     LOWEST,
     Queries,
     Sums,
@@ -26,7 +26,7 @@ from runtime.backends.cpu.kernels.attention.run import (
     part_bytes,
     seen_by,
 )
-from runtime.backends.cpu.kernels.cap import cap_floats
+from runtime.backends.cpu.kernels.rows import cap_floats
 from runtime.backends.cpu.machine.emit import (
     FLOAT,
     FLOATS,
@@ -69,12 +69,9 @@ _CHAINS = 4
 class Span(NamedTuple):
     """SPAN tokens of one key-value head."""
 
-    keys: int
-    """Address of float16 [SPAN / 16, D, 16]."""
-    values: int
-    """Address of float16 [SPAN, D padded to 16]."""
-    start: int
-    """Position of the first."""
+    keys: int  # address of float16 [SPAN / 16, D, 16]
+    values: int  # address of float16 [SPAN, D padded to 16]
+    start: int  # position of the first
 
 
 def _times(b: Builder, value: Any, count: int) -> Any:

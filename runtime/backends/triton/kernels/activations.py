@@ -1,0 +1,176 @@
+"""Activations as kernels read and write them: with a compensation, with sums of their pieces, or as INT8 tokens.
+
+Low-bit products need the sums of every 32 adjacent activations: a code becomes the number 2^bits + code
+(`runtime.backends.triton.kernels.gemv`), and its zero must be subtracted as well, in total (2^bits + zero) * sum of a
+group's activations. Kernels that write activations also store these sums (`store_sums`); otherwise a kernel here
+computes them. Sums are those of the rounded activations.
+
+INT8 tokens have one scale per row. Norms and the MLP's gate process a whole row, so they know its largest magnitude
+before writing: they store codes, scale and the sums of the codes of each group, which W4A8 products use to subtract
+zero-points. Attention's output is quantized by a separate kernel.
+
+Source: QServe §4.1, Fig. 11 (which kernels round activations).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from runtime.backends.triton.sizes import token_width
+
+BLOCK_K = 1024
+"""Activations per program: 8 for each of its 128 threads."""
+CHANNELS_PER_WARP = 512
+"""Channels quantized per warp: 16 a thread."""
+MAX_WARPS = 16
+"""Most warps of a program: 32 would leave a thread 64 registers, too few on sm_120."""
+_TOP = tl.constexpr(127.0)
+_TINY = tl.constexpr(1.1754943508222875e-38)
+"""The smallest normal number of float32: rows with a smaller scale count as zero (`models.per_token`)."""
+_WHOLE = tl.constexpr(12582912.0)
+"""1.5 · 2^23: a number of float32 that is added to it and taken off again is rounded to even."""
+
+
+@triton.jit
+def store_sums(sums_ptr, x, first, K, BLOCK_K: tl.constexpr):
+    """Write the sums of the pieces of x float16 [BLOCK_K] to sums [ceil(K / 32)]; x starts with its piece `first`.
+
+    Activations from K on must be zero.
+    """
+    totals = tl.sum(tl.reshape(x.to(tl.float32), [BLOCK_K // 32, 32]), axis=1)
+    offs = first + tl.arange(0, BLOCK_K // 32)
+    tl.store(sums_ptr + offs, totals, mask=offs * 32 < K)
+
+
+@triton.jit
+def _sums_kernel(x_ptr, sums_ptr, K, BLOCK_K: tl.constexpr):
+    """Program (m, block) handles activations [block * BLOCK_K, ...) of row m. x [M, K], sums [M, ceil(K / 32)]."""
+    row = tl.program_id(0).to(tl.int64)
+    offs = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
+    x = tl.load(x_ptr + row * K + offs, mask=offs < K, other=0.0)
+    store_sums(sums_ptr + row * tl.cdiv(K, 32), x, tl.program_id(1) * (BLOCK_K // 32), K, BLOCK_K)
+
+
+def piece_sums(x: torch.Tensor, sums: torch.Tensor) -> None:
+    """Write the sums of every 32 adjacent activations of x float16 [M, K] to sums float32 [M, ceil(K / 32)]."""
+    M, K = x.shape
+    assert sums.shape == (M, triton.cdiv(K, 32))
+    _sums_kernel[(M, triton.cdiv(K, BLOCK_K))](x, sums, K, BLOCK_K=BLOCK_K, num_warps=4)
+
+
+class TokenShape(NamedTuple):
+    """Compile-time parameters of kernels that quantize."""
+
+    BLOCK_K: int  # Channels of a program, a power of two: the whole row
+    WIDTH: int  # Codes of a row
+    GROUP_SIZE: int
+
+
+class TokenOperands(NamedTuple):
+    """INT8 tokens as a kernel argument."""
+
+    codes: Any  # int8 [M, width], 0 from K on
+    scales: Any  # float32 [M]
+    sums: Any  # int32 [M, G]
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """INT8 tokens on the device: x[m, k] is approximately codes[m, k] * scales[m]."""
+
+    codes: torch.Tensor  # int8 [M, width], 0 from K on (`runtime.backends.triton.sizes.token_width`)
+    scales: torch.Tensor  # float32 [M]
+    sums: torch.Tensor  # int32 [M, G], the sums of the codes of every `group_size` channels, the last of fewer
+    group_size: int  # 0 = one sum for the row
+
+    @property
+    def operands(self) -> TokenOperands:
+        return TokenOperands(self.codes, self.scales, self.sums)
+
+
+@triton.jit
+def store_tokens(tokens, row, x, shape: tl.constexpr):
+    """Quantize a row x float32 [BLOCK_K], 0 from K on, and store it. The scale is NaN if a number is not finite."""
+    BLOCK_K: tl.constexpr = shape.BLOCK_K
+    GROUP_SIZE: tl.constexpr = shape.GROUP_SIZE
+    WIDTH: tl.constexpr = shape.WIDTH
+    offs = tl.arange(0, BLOCK_K)
+    finite = tl.abs(x) < float("inf")
+    x = tl.where(finite, x, 0.0)
+    scale = tl.div_rn(tl.max(tl.abs(x), axis=0), _TOP) + tl.sum(tl.where(finite, 0.0, float("nan")), axis=0)
+    inverse = tl.where(scale > _TINY, tl.div_rn(1.0, tl.where(scale > _TINY, scale, 1.0)), 0.0)
+    rounded = (x * inverse + _WHOLE) - _WHOLE
+    codes = tl.minimum(tl.maximum(rounded, -_TOP), _TOP).to(tl.int32)
+    tl.store(tokens.codes + row * WIDTH + offs, codes.to(tl.int8), mask=offs < WIDTH)
+    tl.store(tokens.scales + row, scale)
+    if GROUP_SIZE == 0:
+        tl.store(tokens.sums + row, tl.sum(codes, axis=0))
+    else:
+        sums = tl.sum(tl.reshape(codes, [BLOCK_K // GROUP_SIZE, GROUP_SIZE]), axis=1)
+        groups = WIDTH // GROUP_SIZE
+        offs_g = tl.arange(0, BLOCK_K // GROUP_SIZE)
+        tl.store(tokens.sums + row * groups + offs_g, sums, mask=offs_g < groups)
+
+
+@triton.jit
+def _round_kernel(x_ptr, tokens, K: tl.constexpr, shape: tl.constexpr):
+    """Program m rounds row m of x float16 [M, K]."""
+    row = tl.program_id(0).to(tl.int64)
+    offs = tl.arange(0, shape.BLOCK_K)
+    store_tokens(tokens, row, tl.load(x_ptr + row * K + offs, mask=offs < K, other=0.0).to(tl.float32), shape)
+
+
+def round_tokens(x: torch.Tensor, to: Tokens) -> None:
+    """Quantize rows x float16 [M, K], contiguous."""
+    M, K = x.shape
+    shape, warps = rounding_shape(K, to.group_size)
+    assert to.codes.shape == (M, shape.WIDTH)
+    _round_kernel[(M,)](x, to.operands, K=K, shape=shape, num_warps=warps, enable_fp_fusion=False)
+
+
+def rounding_shape(K: int, group_size: int) -> tuple[TokenShape, int]:
+    """The compile-time parameters of kernels that quantize rows of K channels, and their warps."""
+    width = token_width(K, group_size)
+    block = max(256, triton.next_power_of_2(width))
+    return TokenShape(block, width, group_size), max(1, min(MAX_WARPS, block // CHANNELS_PER_WARP))
+
+
+class Projected(NamedTuple):
+    """Output of the fused projection."""
+
+    y: Any  # float32 [M, N], its output; of attention queries, keys, values, and maybe gates
+    dec: Any  # float32, shaped like y, its compensation; or any tensor of that type, if there is none
+
+
+@triton.jit
+def projected_at(projected, offsets, mask, compensated):
+    """Output of the projection at the offsets, with its compensation if any. float32."""
+    y = tl.load(projected.y + offsets, mask=mask, other=0.0)
+    return y + tl.load(projected.dec + offsets, mask=mask & (compensated != 0), other=0.0)
+
+
+class Spaced(NamedTuple):
+    """Some channels of such an output."""
+
+    projected: Projected  # [M, channels], with rows further apart
+    stride: Any  # Numbers from a row to the next, or heads, of which loads know that they are aligned
+
+
+def spaced(y: torch.Tensor, dec: torch.Tensor | None, each: int = 1) -> Spaced:
+    """Channels of an output and its compensation, of rows that are equally far apart, as a kernel argument.
+
+    The distance is counted in runs of `each` number.
+    """
+    return Spaced(Projected(y, y if dec is None else dec), y.stride(0) // each)
+
+
+@triton.jit
+def sigmoid(x):
+    """1 / (1 + exp(-x)), without an overflow."""
+    falling = tl.exp(-tl.abs(x))
+    return tl.where(x >= 0, 1.0, falling) / (1.0 + falling)

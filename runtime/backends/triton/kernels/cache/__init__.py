@@ -1,1 +1,0 @@
-"""Writing the paged cache on the GPU."""

@@ -1,1 +1,0 @@
-"""Conversations: which tokens each slot of a cache holds, and their saved caches on disk."""

@@ -1,0 +1,631 @@
+"""Service: the loaded model, and one thread that does all work on it, in the order of the requests.
+
+Loading, unloading and generating share that thread, so they cannot disturb each other. Requests for the loaded model
+join the running ones between two steps. Any other job waits until these have ended, and later requests wait for it. The
+service is independent of HTTP; its coroutines may be called from any event loop.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import threading
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from models.errors import CancelledError
+from models.progress import Progress, ProgressCallback, ignore_progress
+from models.store import Store
+from runtime import program_version
+from runtime.budget.tuning import PROFILES
+from runtime.engine.engine import Engine
+from runtime.engine.generation import Piece
+from runtime.errors import Cancelled, ContextOverflowError, RequestError
+from runtime.load.catalogue import Bundle, Catalogue, ModelBuilder
+from runtime.load.loading import Accepted, LoadedModel, Loader
+from runtime.load.plan import LoadOptions
+from runtime.load.prospects import MachineInspector
+from runtime.server.errors import ApiError, api_error, conflict, unavailable, unknown_model
+from runtime.server.worker import Stream, Worker
+from runtime.text.sampling import Float32Array, SamplingOptions
+from runtime.wire.answers import CacheFacts, ErrorRecord, Holding, State, Status
+from runtime.wire.codec import to_json
+from runtime.wire.device import DeviceReport
+from runtime.wire.requests import Inspection, InspectRequest, LoadRequest, TuneRequest
+
+MAX_WAITING = 64
+"""Most waiting requests; further ones are rejected with 503."""
+REFINE_AFTER_S = 4.0
+"""Seconds without a request after which the loaded model's tuning is refined, if it is not yet."""
+STOPPED = "the server is shutting down, or the request was cancelled"
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    """A prompt and how to answer it."""
+
+    model: str
+    """The model that must answer; loaded first if necessary."""
+    prompt: Callable[[Engine], Sequence[int]]
+    """Produces the prompt's tokens; called in the engine's thread."""
+    options: SamplingOptions
+    left_open: Collection[str] = ()
+    """Those that the client left to the model's maker, where one recommends something."""
+    chat: bool = False
+    """Whether to add the model's own chat stops."""
+    name: str | None = None
+    """The client's name of the conversation, for `Service.forget`."""
+    trim: bool = False
+    """Whether to strip leading white space from the answer."""
+    field: str = "messages"
+    """The request's name for its prompt, for errors."""
+    messages: Sequence[Mapping[str, Any]] = ()
+    """The conversation, if the prompt is one: a call that does not fit its schema is asked for again."""
+    variables: Mapping[str, Any] | None = None
+    """Further variables of the chat template."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Embedded:
+    """The embedding of one text."""
+
+    model: str
+    """The model that made it."""
+    tokens: int
+    """Tokens of the text."""
+    vector: Float32Array
+    """[C], of length 1."""
+
+
+class Service:
+    """The loaded model, its queue, and the server's other operations."""
+
+    def __init__(
+        self,
+        loader: Loader,
+        catalogue: Catalogue,
+        builder: ModelBuilder,
+        *,
+        inspector: Callable[[bool], DeviceReport] = lambda _idle: DeviceReport(machine={}),
+        idle_unload_s: float | None = None,
+        max_waiting: int = MAX_WAITING,
+        refine_after_s: float = REFINE_AFTER_S,
+    ) -> None:
+        """Start the thread; no model is loaded.
+
+        Args:
+            loader: Loads and tunes models.
+            catalogue: The models that can be loaded.
+            builder: Makes models.
+            inspector: Inspects the device in a worker thread; its argument: whether the device is idle.
+            idle_unload_s: Seconds without a request after which the model is unloaded, until the next request; None:
+                never.
+            max_waiting: Most waiting requests.
+            refine_after_s: Seconds without a request after which the model's tuning is refined.
+        """
+        self.catalogue = catalogue
+        self.builder = builder
+        self._loader, self._inspector, self._max_waiting = loader, inspector, max_waiting
+        self._lock = threading.Lock()  # guards the fields below while they are read or changed
+        self._state: State = "empty"
+        self._loaded: LoadedModel | None = None
+        self._target: LoadRequest | None = None  # the model that is loaded, being loaded, or unloaded when idle
+        self._error: ErrorRecord | None = None
+        self._streams: set[Stream[Any]] = set()  # of all running and waiting requests
+        self._building = False
+        self._tuning = False  # whether the device is being measured
+        self._answered = False  # whether the loaded model has answered anything
+        self._refines = True  # until refining fails
+        self._worker = Worker("engine", self._step)
+        self._worker.when_idle(refine_after_s, self._refine)
+        if idle_unload_s is not None:
+            self._worker.when_idle(idle_unload_s, self._unload_idle)
+
+    # Thread-safe
+
+    def status(self) -> Status:
+        import psutil
+
+        with self._lock:
+            state, loaded, target, error = self._state, self._loaded, self._target, self._error
+        status = Status(
+            state=state,
+            model=target.model if target is not None and state == "loading" else None,
+            memory_bytes=int(psutil.Process().memory_info().rss),
+            waiting=self._worker.waiting + (loaded.engine.waiting if loaded is not None else 0),
+            pid=os.getpid(),
+            version=program_version(),
+            error=error,
+        )
+        if loaded is None:
+            return status
+        running, tuning, prompts = loaded.engine.running, loaded.tuning, loaded.prompts
+        return replace(
+            status,
+            state="generating" if running and state == "ready" else state,
+            running=running,
+            slots=loaded.slots,
+            model=loaded.name,
+            backend=loaded.backend,
+            reason=loaded.reason,
+            bits=loaded.bits,
+            kv=loaded.kv,
+            k_chunk=dict(loaded.k_chunk),
+            budget_percent=tuning.budget_percent if tuning else None,
+            slowdown_percent=tuning.measured_slowdown_percent if tuning else None,
+            prompt_k_chunk=prompts.k_chunk if prompts else 0,
+            prompt_slowdown_percent=prompts.measured_slowdown_percent if prompts else None,
+            n_tb=dict(tuning.n_tb) if tuning and tuning.n_tb_max is not None else None,
+            speculates=bool(loaded.speculation),
+            context=loaded.context,
+            weight_bytes=loaded.weight_bytes,
+            kv_bytes=loaded.kv_bytes,
+            sampling=dict(loaded.sampling),
+        )
+
+    @property
+    def loaded(self) -> LoadedModel | None:
+        with self._lock:
+            return self._loaded
+
+    @property
+    def caches(self) -> Mapping[str, CacheFacts]:
+        """Sizes of every kind of cache for the loaded model; empty if none is loaded."""
+        loaded = self.loaded
+        return {} if loaded is None else loaded.caches
+
+    def device(self) -> DeviceReport:
+        """The device and the loaded model's tuning.
+
+        Reads files and may measure: call it in a worker thread.
+        """
+        busy = self._tuning or self.status().state in ("loading", "generating")
+        report = self._inspector(not busy)
+        loaded = self.loaded
+        if loaded is None:
+            return replace(report, machine={**report.machine, "backend": None, "reason": None})
+        return replace(
+            report,
+            machine={**report.machine, "backend": loaded.backend, "reason": loaded.reason},
+            tuning=loaded.tuning,
+            prompts=loaded.prompts,
+            experts=loaded.experts(),
+            problems=(*report.problems, *loaded.problems),
+        )
+
+    def holds(self, name: str) -> bool:
+        """Whether a model is loaded, or being loaded."""
+        with self._lock:
+            return self._state not in ("empty", "failed") and self._target is not None and self._target.model == name
+
+    def held(self) -> Holding:
+        """Saved caches on disk. Reads a folder: call it in a worker thread."""
+        return self._loader.held()
+
+    def cancel_all(self) -> None:
+        """Reject new requests, and cancel running and waiting ones."""
+        self._worker.close(self._unload)
+        with self._lock:
+            streams = list(self._streams)
+        for stream in streams:
+            stream.cancel()
+
+    def close(self, timeout_s: float = 10.0) -> bool:
+        """Stop everything, unload, end the thread. Returns whether that finished in time. Safe to call twice."""
+        self.cancel_all()
+        return self._worker.join(timeout_s)
+
+    # In the event loop. Closing an iterator cancels the work behind it.
+
+    def load(self, request: LoadRequest) -> AsyncGenerator[Progress, None]:
+        """Load a model, after the requests already queued; the previous model is unloaded first.
+
+        Closing the iterator stops the load and leaves no model loaded.
+
+        Raises:
+            ApiError: there is no such model, or it cannot be loaded.
+        """
+        return self._queued(lambda stream: self._load(request, stream.put, stream.cancelled))
+
+    def tune(self, request: TuneRequest) -> AsyncGenerator[Progress, None]:
+        """Change the compensation of the loaded model, after the requests already queued.
+
+        Closing the iterator stops it and leaves everything as it was.
+
+        Raises:
+            ApiError: no model is loaded, or it cannot be done.
+        """
+        return self._queued(lambda stream: self._tune(request, stream))
+
+    async def unload(self) -> None:
+        """Unload the model, after the requests already queued.
+
+        Raises:
+            ApiError: the server is shutting down.
+        """
+        nothing: AsyncGenerator[None, None] = self._queued(lambda _: self._unload())
+        async with aclosing(nothing):
+            async for _ in nothing:
+                pass
+
+    async def forget(self, chat: str | None) -> Holding:
+        """Delete the cached data of a conversation, after the requests already queued.
+
+        Data of an answer in progress is deleted when it ends.
+
+        Args:
+            chat: The client's name of the conversation; None: all.
+
+        Returns:
+            The deleted files.
+
+        Raises:
+            ApiError: the server is shutting down, or the system refuses to delete a file.
+        """
+
+        def work(stream: Stream[Holding]) -> None:
+            loaded = self.loaded
+            if loaded is not None:
+                loaded.engine.forget(chat)
+            stream.put(self._loader.forget(chat))
+
+        async with aclosing(self._queued(work, alone=lambda _: False)) as deleted:
+            return [holding async for holding in deleted][-1]
+
+    def generate(self, request: GenerationRequest) -> AsyncGenerator[Accepted | Piece, None]:
+        """Answer a prompt: yields `Accepted`, then pieces.
+
+        Raises:
+            ApiError: the model or the request is invalid, or the work failed.
+        """
+        return self._queued(
+            lambda stream: self._submit(request, stream),
+            alone=lambda stream: not (stream.cancelled() or self._is_ready(request.model)),
+            ends=False,
+        )
+
+    def embed(self, model: str, texts: Sequence[str | Sequence[int]]) -> AsyncGenerator[Embedded, None]:
+        """Embeddings of texts (or token lists), in order.
+
+        Raises:
+            ApiError: the model or a text is invalid, or the work failed.
+        """
+        return self._queued(lambda stream: self._embed(model, texts, stream))
+
+    def inspect(self, request: InspectRequest) -> AsyncGenerator[Progress | Inspection, None]:
+        """Re-read an answer token by token: yields reports, then the result.
+
+        Raises:
+            ApiError: the model or the answer is invalid, or the work failed.
+        """
+        return self._queued(lambda stream: self._inspect(request, stream))
+
+    async def make(self, work: Callable[[Stream[Progress]], object]) -> AsyncGenerator[Progress, None]:
+        """Run long work on stored models in a separate thread, one at a time.
+
+        Args:
+            work: Puts its reports into the stream, and polls it for cancellation.
+
+        Raises:
+            ApiError: other such work is running (409), or this work failed.
+        """
+        stream: Stream[Progress] = Stream()
+        with self._lock:
+            if self._building:
+                raise conflict(
+                    "a model is being made or downloaded already: wait until that is done, or stop it", "busy"
+                )
+            self._building = True
+        with self._listed(stream):
+            threading.Thread(
+                target=_job, args=(stream, work), kwargs={"release": self._built}, name="builder", daemon=True
+            ).start()
+            async with aclosing(stream.read()) as items:
+                async for item in items:
+                    yield item
+
+    def _built(self) -> None:
+        with self._lock:
+            self._building = False
+
+    async def _queued(
+        self,
+        work: Callable[[Stream[T]], object],
+        alone: Callable[[Stream[T]], bool] = lambda _: True,
+        *,
+        ends: bool = True,
+    ) -> AsyncGenerator[T, None]:
+        """Queue work in the engine's thread, and read its stream.
+
+        Args:
+            work: The work.
+            alone: Called at the work's turn; returns whether ongoing answers must end first.
+            ends: Whether the stream ends with the work; else later steps end it.
+        """
+        loaded, stream = self.loaded, Stream[T]()
+        if self._worker.waiting + (0 if loaded is None else loaded.engine.waiting) >= self._max_waiting:
+            raise unavailable(f"{self._max_waiting} requests are waiting already: try again later", "overloaded")
+        with self._listed(stream):
+            try:
+                self._worker.submit(lambda: _job(stream, work, ends=ends), lambda: alone(stream))
+            except Cancelled as error:
+                raise api_error(error) from error
+            async with aclosing(stream.read()) as items:
+                async for item in items:
+                    yield item
+
+    @contextmanager
+    def _listed(self, stream: Stream[Any]) -> Iterator[None]:
+        """Context manager: `cancel_all` cancels the stream."""
+        with self._lock:
+            self._streams.add(stream)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._streams.discard(stream)
+
+    # In the engine's thread: answers
+
+    def _step(self) -> bool:
+        """Run one step of the loaded model's requests. Returns whether work remains. Never raises."""
+        loaded = self.loaded
+        if loaded is None:
+            return False
+        try:
+            self._answered |= loaded.engine.running > 0
+            return loaded.engine.step()
+        except BaseException as failure:
+            logger.exception("a step failed")
+            loaded.engine.fail_all(api_error(failure))
+            return False
+
+    def _submit(self, request: GenerationRequest, stream: Stream[Accepted | Piece]) -> None:
+        """Submit a request to the engine. The stream ends with the answer's last piece, or with an error."""
+
+        def receive(item: Piece | Exception) -> None:
+            if isinstance(item, Exception):
+                stream.end(api_error(item))
+            elif item.finish_reason == "cancelled":
+                stream.end(api_error(Cancelled(STOPPED)))
+            else:
+                stream.put(item)
+                if item.finish_reason is not None:
+                    stream.end()
+
+        loaded = self._ensure(request.model, stream.cancelled)
+        advised = {name: value for name, value in loaded.sampling.items() if name in request.left_open}
+        options = replace(request.options, **advised)  # type: ignore[arg-type]  # top_k is an int
+        if request.chat:
+            options = replace(options, stop=(*options.stop, *loaded.engine.chat_stops))
+        try:
+            prompt = request.prompt(loaded.engine)
+            loaded.engine.submit(prompt, options, receive, stream.cancelled, trim=request.trim, chat=request.name)
+        except (RequestError, ContextOverflowError) as error:
+            raise api_error(error, prompt=request.field) from error
+        opening = loaded.engine.reasoning_opened(prompt) if request.trim and not options.formed else ""
+        stream.put(loaded.accepted(prompt, opening))
+
+    def _embed(self, model: str, texts: Sequence[str | Sequence[int]], stream: Stream[Embedded]) -> None:
+        loaded = self._ensure(model, stream.cancelled)
+        with self._generating():
+            for index, text in enumerate(texts):
+                try:
+                    tokens = loaded.engine.text_prompt(text) if isinstance(text, str) else text
+                    vector = loaded.engine.embed(tokens, stream.cancelled)
+                except (RequestError, ContextOverflowError) as error:
+                    raise api_error(error, prompt=f"input[{index}]" if len(texts) > 1 else "input") from error
+                stream.put(Embedded(model=loaded.name, tokens=len(tokens), vector=vector))
+
+    def _inspect(self, request: InspectRequest, stream: Stream[Progress | Inspection]) -> None:
+        loaded = self._ensure(request.model, stream.cancelled)
+        with self._generating():
+            try:
+                prompt = loaded.engine.chat_prompt([to_json(message) for message in request.messages])
+                answer = request.answer.removeprefix(loaded.engine.reasoning_opened(prompt))
+                stream.put(loaded.engine.inspect(prompt, answer, stream.put, stream.cancelled))
+            except (RequestError, ContextOverflowError) as error:
+                raise api_error(error, prompt="answer") from error
+
+    @contextmanager
+    def _generating(self) -> Iterator[None]:
+        """Context manager: the state is "generating", for work that is not an engine request."""
+        with self._lock:
+            self._state = "generating"
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._state = "ready"
+
+    # In the engine's thread: the loaded model
+
+    def _load(self, request: LoadRequest, progress: ProgressCallback, cancelled: Callable[[], bool]) -> LoadedModel:
+        """Unload the current model, then load. An unknown model leaves the current one loaded.
+
+        Raises:
+            ApiError: there is no such model.
+            RuntimeFailure, ModelError: it cannot be loaded; no model is loaded then.
+        """
+        if self.catalogue.find(request.model) is None:
+            raise unknown_model(request.model)
+        if cancelled():
+            raise Cancelled("the load was stopped")
+        self._close_loaded()
+        self._set("loading", target=request)
+        try:
+            progress(Progress(phase="load", done=0, total=None, unit="", message=f"loading {request.model}"))
+            loaded = self._loader.load(request, progress, cancelled)
+        except (Cancelled, CancelledError):
+            self._set("empty")
+            raise
+        except BaseException as error:
+            self._set("failed", target=request, error=api_error(error).record)
+            raise
+        self._answered, self._refines = False, True
+        self._set("ready", target=request, loaded=loaded)
+        return loaded
+
+    def _ensure(self, name: str, cancelled: Callable[[], bool]) -> LoadedModel:
+        """The model of that name, loaded if it is not the current one.
+
+        The kind of cache, the compensation or its budget, and the backend stay as last requested.
+
+        Raises:
+            ApiError, RuntimeFailure, ModelError: as `_load`.
+        """
+        with self._lock:
+            loaded, target = self._loaded, self._target
+        if target is None:
+            request = LoadRequest(model=name)
+        elif target.model == name:
+            if loaded is not None:
+                return loaded
+            request = target
+        else:
+            request = replace(target, model=name, context=None)
+        return self._load(request, ignore_progress, cancelled)
+
+    def _is_ready(self, name: str) -> bool:
+        """Whether a model is loaded, so that a request for it can join the running ones."""
+        with self._lock:
+            return self._loaded is not None and self._target is not None and self._target.model == name
+
+    def _tune(self, request: TuneRequest, stream: Stream[Progress]) -> None:
+        """Change the compensation of the loaded model. A model that was unloaded when idle is loaded first.
+
+        Raises:
+            ApiError: no model is loaded.
+            RuntimeFailure, ModelError: it was stopped, or cannot be done; everything stays as it was.
+        """
+        with self._lock:
+            loaded, target = self._loaded, self._target
+        if target is None:
+            raise conflict("no model is loaded, so there is nothing to tune: load one first", "no_model")
+        compensation = request.compensation
+        wanted = replace(
+            target,
+            k_chunk=compensation.k_chunk,
+            budget=compensation.budget_percent,
+            prompt_budget=compensation.prompt_budget_percent,
+        )
+        if loaded is None:
+            loaded = self._load(wanted, stream.put, stream.cancelled)
+            if not request.force:
+                return
+        self._tuning = True
+        try:
+            tuned = self._loader.tune(loaded, request, stream.put, stream.cancelled)
+        finally:
+            self._tuning = False
+        with self._lock:
+            self._loaded, self._target = tuned, wanted
+
+    def _refine(self) -> None:
+        """Improve the tuning of the loaded model step by step, once it has answered something. Never raises."""
+        loaded = self.loaded
+        if loaded is None or not (self._answered and self._refines) or self._is_waited_for():
+            return
+        self._tuning = True
+        try:
+            while (better := self._loader.refine(loaded, self._is_waited_for)) is not loaded:
+                loaded = better
+                with self._lock:
+                    self._loaded = better
+        except Exception:
+            self._refines = False
+            logger.exception("refining the slowdown budget failed")
+        finally:
+            self._tuning = False
+
+    def _is_waited_for(self) -> bool:
+        """Whether a job waits for the thread."""
+        return self._worker.waiting > 0
+
+    def _unload(self) -> None:
+        """Unload the model and forget how it was loaded."""
+        self._close_loaded()
+        self._set("empty")
+
+    def _unload_idle(self) -> None:
+        """Unload the model when idle, and reload it in the same way on the next request."""
+        with self._lock:
+            target, loaded = self._target, self._loaded
+        if loaded is not None:
+            self._close_loaded()
+            self._set("empty", target=target)
+
+    def _close_loaded(self) -> None:
+        with self._lock:
+            loaded, self._loaded = self._loaded, None
+            self._state = "empty" if loaded is not None else self._state
+        if loaded is not None:
+            loaded.engine.close()
+            del loaded
+            gc.collect()  # the memory is needed now, for the next model or other programs
+
+    def _set(
+        self,
+        state: State,
+        *,
+        target: LoadRequest | None = None,
+        loaded: LoadedModel | None = None,
+        error: ErrorRecord | None = None,
+    ) -> None:
+        with self._lock:
+            self._state, self._target, self._loaded, self._error = state, target, loaded, error
+
+
+def _job(
+    stream: Stream[T],
+    work: Callable[[Stream[T]], object],
+    *,
+    ends: bool = True,
+    release: Callable[[], None] = lambda: None,
+) -> None:
+    """Do work for a stream. Never raises: an error ends the stream, after `release`."""
+    error: ApiError | None = None
+    try:
+        if stream.cancelled():
+            raise Cancelled(STOPPED)
+        work(stream)
+    except BaseException as failure:  # noqa: BLE001 -- the reader gets it, and the thread must live on
+        error = api_error(failure)
+    release()
+    if ends or error is not None:
+        stream.end(error)
+
+
+def open_service(
+    home: Path,
+    bundle: Bundle,
+    *,
+    defaults: LoadOptions | None = None,
+    idle_unload_s: float | None = None,
+    chats: Path | None = None,
+) -> Service:
+    """Create the service of the models under a home folder.
+
+    Args:
+        home: The program's folder; the store is `<home>/models`, tuning profiles are in `<home>/profiles`.
+        bundle: Files bundled with the program.
+        defaults: Defaults of load requests.
+        idle_unload_s: Seconds without a request after which a model is unloaded; None: never.
+        chats: Folder for saving the caches of long conversations while their model is not loaded; None: nothing of a
+            conversation is written to disk.
+    """
+    store = Store(home / "models")
+    catalogue = Catalogue(store, bundle.models, chats)
+    return Service(
+        Loader(catalogue, home / PROFILES, defaults, chats=chats, evaluation=bundle.evaluation),
+        catalogue,
+        ModelBuilder(store, bundle, chats),
+        inspector=MachineInspector(home / PROFILES),
+        idle_unload_s=idle_unload_s,
+    )

@@ -1,1 +1,0 @@
-"""The service: the loaded model, its state, and the thread that runs it."""

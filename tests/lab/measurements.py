@@ -1,0 +1,457 @@
+"""docs/measurements.md, made whole from the stored results. Nothing is measured.
+
+    python -m tests.lab.measurements
+
+Each table names its command, date, commit and machine. The page begins with the tables that are older than the last
+change of the rooms whose code decides them.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from statistics import median
+from typing import Any
+
+from models.recipe import DEFAULT_METHOD, Recipe
+from runtime.engine.gamma import Costs, break_even
+from tests.lab import installations, tuned
+from tests.lab.kernels import summary
+from tests.lab.models import REAL
+from tests.lab.quality import ALL_RESIDUALS, RESIDUALS, SELECTORS
+from tests.lab.store import RESULTS, ROOMS, ROOT, number, read, table
+from tests.tuner import table_3
+
+PAGE = ROOT / "docs" / "measurements.md"
+PEER = "llama.cpp"
+Found = Mapping[str, Any]
+"""A results file, or a part of one."""
+Entries = Sequence[Found]
+_INTRODUCTION = """# Measurements
+
+Every table is made from a file in `tests/lab/results` by `make -C tests/lab measurements`; the line below it says what
+measured it, when, at which commit (`+`: with changes) and on which machine. SmolLM2 is SmolLM2-135M-Instruct, "full
+precision" its Q4_1 weights dequantized, which is the only form of it that is at hand; perplexities are of WikiText-2's
+test text, where nothing else is said, and lower is better. `k_chunk` is the number of salient channels of 1024 that are
+compensated. Other shapes have random weights. These machines are shared: times are medians, compared within one run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A table of the page."""
+
+    title: str
+    file: str
+    """The results file, without its ending; several, with commas between."""
+    make: Callable[[Any], str]
+    """Takes what is stored, of several files a list, and makes the table."""
+    part: str = ""
+    """The part of the file that it gets; or sections of entries, with commas between, that it is of."""
+    note: str = ""
+    rooms: Sequence[str] = ROOMS
+    """Folders whose code decides the numbers."""
+
+    def stored(self) -> Any:
+        """What is stored."""
+        files = [read(RESULTS / f"{name}.json") for name in self.file.split(",")]
+        return files if len(files) > 1 else files[0].get(self.part, files[0])
+
+    def runs(self) -> Entries:
+        """The runs that measured it: what they say of date, commit, machine and command."""
+        found = self.stored()
+        if isinstance(found, list):
+            return [one.get("about", one) for one in found]
+        if "sections" in found:  # entries that were measured one by one
+            entries = [entry for name in self.part.split(",") for entry in found["sections"].get(name, ())]
+            return [{**found["about"], "commit": "", **entry} for entry in entries]
+        if "models" in found:
+            return [own["run"] for own in found["models"].values()]
+        return [found.get("about", found)]
+
+    def origin(self) -> str:
+        """Where the numbers come from, in a line."""
+        runs = self.runs()
+        days = sorted({str(run["date"])[:10] for run in runs})
+        commits = sorted({str(run["commit"]) for run in runs if run.get("commit")})
+        machine = runs[-1].get("cpu") or runs[-1].get("device", "")
+        command = str(runs[-1].get("command", f"python -m tests.lab.{self.file.split(',')[0]}"))
+        when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
+        name = command.split("tests.")[1].split()[0].removeprefix("bench.").removeprefix("lab.")
+        said = f"`python -m tests.lab.{'compare' if name == 'peers.compare' else name}`"
+        return f"*{', '.join(part for part in (when, *commits[:3], machine) if part)}: {said}*"
+
+    def is_old(self) -> bool:
+        """Whether its rooms have changed since some of it was measured, or that was not recorded."""
+        return any(_changed(str(run.get("commit") or "").rstrip("+"), tuple(self.rooms)) for run in self.runs())
+
+
+@cache
+def _changed(commit: str, rooms: tuple[str, ...]) -> bool:
+    if not commit:
+        return True
+    asked = ["git", "-C", str(ROOT), "rev-list", "--count", f"{commit}..HEAD", "--", *rooms]
+    done = subprocess.run(asked, capture_output=True, text=True, check=False)
+    return done.returncode != 0 or done.stdout.strip() != "0"
+
+
+def chats(found: Found) -> str:
+    """SmolLM2 as a chat gets it: bytes, and perplexity by what is compensated, beside llama.cpp's types."""
+    sections = found["sections"]
+    full = _one(sections["full"], model=REAL, as_chat=True)["perplexity"]
+    rows: list[Sequence[object]] = [("full precision", f"{538060032 / 2e6:.1f}", number(full), *[""] * 5, "1.000")]
+    ways = ((0, 0), (16, 0), (64, 0), (16, ALL_RESIDUALS), (64, ALL_RESIDUALS))
+    for bits in (3, 4):
+        for method in (DEFAULT_METHOD, "rtn"):
+            stored = _one(sections["stored"], model=REAL, method=method, bits=bits)
+            cells = [_point(found, method, bits, k, as_chat=True, prompt_k_chunk=prompts) for k, prompts in ways]
+            bought = _maybe(sections["budgets"], method=method, bits=bits, budget_percent=5.0)
+            ratio = f"{cells[-1]['perplexity'] / full:.3f}" if cells[-1] else ""
+            size = f"{stored['gpu_bytes'] / 1e6:.1f}"
+            rows.append((f"{bits} bits, {method}", size, *map(_perplexity, cells), _perplexity(bought), ratio))
+    for row in sorted(_one(sections["peers"], model=REAL)["rows"], key=lambda row: row["gpu_bytes"]):
+        if row["kind"] != "F32":
+            value, size = row["chat"]["perplexity"], f"{row['gpu_bytes'] / 1e6:.1f}"
+            rows.append((f"{PEER} {row['kind']}", size, number(value), *[""] * 5, f"{value / full:.3f}"))
+    head = ("", "MB", "nothing", "decoding 16", "decoding 64", "and prompts, 16", "64", "within 5 %", "× full")
+    return table(head, rows)
+
+
+def budgets(found: Found) -> str:
+    """What slowdown budgets buy."""
+    full = _one(found["sections"]["full"], model=REAL, as_chat=True)["perplexity"]
+    rows = [
+        (
+            *(f"{one['bits']:g}", f"{one['budget_percent']:g} %", number(one["perplexity"])),
+            f"{one['perplexity'] / full:.3f}",
+            *(f"{one[name]:.1f} %" for name in ("slowdown_percent", "prompt_slowdown_percent")),
+        )
+        for one in sorted(found["sections"]["budgets"], key=lambda one: (one["bits"], one["budget_percent"]))
+    ]
+    return table(("bits", "budget", "perplexity as a chat", "× full", "tuner's slowdown", "of prompts"), rows)
+
+
+def methods(found: Found) -> str:
+    """All methods at 3 bits, plain and as a chat."""
+    rows = []
+    for method in dict.fromkeys(one["method"] for one in found["sections"]["points"] if one["model"] == REAL):
+        cells = [_point(found, method, 3, k, as_chat=False) for k in (0, 16, 64)]
+        cells += [
+            _point(found, method, 3, k, as_chat=True, prompt_k_chunk=ALL_RESIDUALS * (k > 0)) for k in (0, 16, 64)
+        ]
+        made = _maybe(found["sections"]["stored"], model=REAL, method=method, bits=3, residual_bits=4)
+        took = (f"{made['seconds']:.0f}", f"{made['peak_bytes'] / 2**20:.0f}") if made else ("", "")
+        rows.append((method, *map(_perplexity, cells), *took))
+    return table(("", "plain, 0", "16", "64", "chat, 0", "16", "64", "seconds to quantize", "peak MiB"), rows)
+
+
+def selectors(found: Found) -> str:
+    """How salient channels are chosen (QDEC Fig. 15 and 16)."""
+    rows = []
+    for k_chunk in (16, 64):
+        entries = [_point(found, "rtn", 3, k_chunk, as_chat=False, select=select) for select in SELECTORS]
+        recall = f"{100 * entries[0]['recall']:.0f} %" if entries[0] and entries[0]["recall"] else ""
+        rows.append((k_chunk, *map(_perplexity, entries), recall))
+    return table(("k_chunk", "approximate", "exact", "static", "random", "recall"), rows)
+
+
+def residuals(found: Found) -> str:
+    """Bits of the residuals at equal bytes (QDEC Table 1)."""
+    rows = []
+    for place in (0, 1):
+        entries = [
+            (_point(found, "rtn", 3, numbers[place], as_chat=False, residual_bits=bits), numbers[place])
+            for bits, numbers in RESIDUALS.items()
+        ]
+        rows.append([f"{_perplexity(entry)} ({k_chunk})" for entry, k_chunk in entries])
+    return table([f"{bits} bits" for bits in RESIDUALS], rows)
+
+
+def w4a8(found: Found) -> str:
+    """QoQ beside AWQ over a 4-bit cache (QServe Table 2, Fig. 12)."""
+    cells: dict[str, list[str]] = {}
+    for entry in sorted(found["sections"]["qoq"], key=lambda one: one["as_chat"]):
+        if entry["model"] == REAL and entry["kv"] == "int4":
+            recipe = Recipe.from_json(entry["recipe"])
+            steps = ", ".join(name for name, on in entry["recipe"].items() if on is True)
+            kind = f"group of {recipe.group_size}" if recipe.group_size else "per channel"
+            cells.setdefault(f"{recipe.method}, {kind}{': ' * bool(steps)}{steps}", []).append(_perplexity(entry))
+    return table(("", "plain", "as a chat"), sorted((name, *own) for name, own in cells.items()))
+
+
+def caches(found: Found) -> str:
+    """Bytes, losses of SmolLM2 by length of the window, and speeds at 32k."""
+    sections = found["sections"]
+    losses = [one for one in sections["perplexity"] if one["backend"] == "cpu" and one["weights"] == "4-bit"]
+    speed = {row["kind"]: row["p50"] for row in _one(sections["speed"], tokens=32768)["rows"]}
+    rows = []
+    for kind in ("fp16", "int8", "hierarchical", "int4", "gear4", "gear2", "kivi2", *(k for k in speed if PEER in k)):
+        cells = []
+        for model in ("smollm2", "smollm2-2k", "smollm2-4k", "smollm2-8k", "smollm2-book"):
+            own, base = (_maybe(losses, model=model, kind=name) for name in (kind, "fp16"))
+            loss = f"{100 * (own['perplexity'] / base['perplexity'] - 1):+.2f} %" if own and base else ""
+            cells.append(_perplexity(own) if kind == "fp16" else loss)
+        size = _maybe(sections["size"], kind=kind, head_dim=64)
+        percent = f"{size['reference 32768']:.0f} %" if size else ""
+        rows.append((kind, percent, *cells, f"{1 / speed[kind]:.0f}" if kind in speed else ""))
+    return table(("", "bytes", "1k", "2k", "4k", "8k", "Moby-Dick, 1k", "tokens/s at 32k"), rows)
+
+
+def speeds(found: Entries) -> str:
+    """Decoding and prompts of several models, beside llama.cpp."""
+    rows = []
+    for one in found:
+        own = {row["program"].removeprefix("lowbit-chat "): row for row in one["rows"]}
+        names = [
+            name
+            for bits, peer in (("4-bit", "Q4_K_M"), ("3-bit", "Q3_K_M"))
+            for name in (bits, f"{bits}, k_chunk 16", f"{bits}, k_chunk 64", f"{PEER} {peer}")
+        ]
+        prefill = (f"{own[name]['prefill_tokens_per_s']:,.0f}" for name in ("4-bit", f"{PEER} Q4_K_M"))
+        limit = f"{own['4-bit']['percent_of_read_bandwidth']:.0f} %"
+        rows.append((one["model"], *(f"{own[name]['decode_tokens_per_s']:.0f}" for name in names), limit, *prefill))
+    head = [f"{bits} bits{k_chunk}" for bits in (4, 3) for k_chunk in ("", ", 16", ", 64", f": {PEER}")]
+    return table(("tokens/s", *head, "4 bits: of the limit", "prefill, 4 bits", PEER), rows)
+
+
+def busy(found: Found) -> str:
+    """Decoding beside competing processes."""
+    speeds: dict[str, list[str]] = {}
+    for row in sorted(found["rows"], key=lambda row: row["spinners"]):
+        speeds.setdefault(row["program"], []).append(f"{row['decode_tokens_per_s']:.0f}")
+    numbers = sorted({row["spinners"] for row in found["rows"]})
+    return table(("competing processes", *numbers), [(name, *own) for name, own in speeds.items()])
+
+
+def compensation(found: Entries) -> str:
+    """What compensation costs, over many starts of the program."""
+    rows = []
+    for one in found:
+        for row in one["rows"]:
+            if (quartiles := row.get("longer_than_uncompensated_percent")) and "before" not in row["program"]:
+                low, middle, high = quartiles
+                program = row["program"].removeprefix("lowbit-chat ")
+                rows.append((one["model"], program, f"{middle:+.1f} % ({low:+.1f} to {high:+.1f})"))
+    return table(("", "", "a token takes longer than without"), rows)
+
+
+def servers(found: Found) -> str:
+    """Requests at once, over HTTP."""
+    rows = []
+    for row in found["rows"]:
+        both = (row["ours"], row[PEER])
+        cells = [f"{each['tokens_per_s']:.0f}" for each in both] + [f"{each['first_token_s']:.1f}" for each in both]
+        rows.append((row["in_flight"], *cells))
+    return table(("in flight", "tokens/s", PEER, "last first word, s", PEER), rows)
+
+
+def acceptance(rows: Entries) -> str:
+    """What is accepted, and tokens a verification (QuantSpec, Table 6)."""
+    cells: dict[tuple[object, ...], dict[tuple[int, float], str]] = {}
+    for row in rows:
+        names = (row["model"], row["prompt"], row["target"])
+        said = f"{100 * row['acceptance_rate']:.0f} % · {row['tokens_per_verify']:.2f}"
+        cells.setdefault(names, {})[row["gamma"], row["temperature"]] = said
+    ways = sorted({way for own in cells.values() for way in own}, key=lambda way: (way[1], way[0]))
+    head = [f"γ {gamma}, T {temperature:g}" for gamma, temperature in ways]
+    body = [(*names, *(own.get(way, "") for way in ways)) for names, own in cells.items()]
+    return table(("model", "prompt", "target", *head), body)
+
+
+def costs(rows: Entries) -> str:
+    """Costs of steps, and at which acceptance rounds begin to pay."""
+    body = []
+    for row in rows:
+        verify = [each / 1e3 for each in row["verify_ms"]]
+        edge = break_even(Costs(plain=row["plain_ms"] / 1e3, draft=row["draft_ms"] / 1e3, verify=verify))
+        times = (row["plain_ms"], row["draft_ms"], row["verify_ms"][2], row["verify_ms"][6])
+        pays = "never" if edge is None else f"{100 * edge:.0f} %"
+        body.append((row["model"], f"{row['context']:,}", row["target"], *(f"{each:.1f}" for each in times), pays))
+    head = ("model", "context", "target", "plain ms", "draft ms", "verify 4 ms", "verify 8 ms", "pays from")
+    return table(head, body)
+
+
+def copied(rows: Entries) -> str:
+    """Drafts copied from the text: medians over tasks."""
+    groups: dict[tuple[str, str, str], list[float]] = {}
+    for row in rows:
+        groups.setdefault((row["target"], row["kind"], row["way"]), []).append(row["speedup"])
+    body = [
+        (*key, len(gains), f"{median(gains):.2f}", f"{min(gains):.2f} to {max(gains):.2f}")
+        for key, gains in groups.items()
+    ]
+    return table(("target", "tasks", "tokens", "count", "median speedup", "from, to"), body)
+
+
+def drafted(make: Callable[[Entries], str]) -> Callable[[Found], str]:
+    """Of rows on speculation those of SmolLM2 at 4 bits and of the 1.1 B shape, whose draft is not compensated."""
+
+    def text(found: Found) -> str:
+        rows = [row for row in found["rows"] if row["model"] in ("smollm2-4", "1.1 B shape, 3 bits")]
+        return make([row for row in rows if row.get("draft", "both") == "both" and not row.get("draft_k_chunk")])
+
+    return text
+
+
+def plain(*fields: str, keep: Callable[[Found], object] = lambda row: True) -> Callable[[Any], str]:
+    """A table of some fields of the rows: `name`, or `name:heading:format`, `%` of which multiplies by 100.
+
+    Args:
+        fields: The columns.
+        keep: Which rows.
+    """
+
+    def cell(row: Found, field: str) -> str:
+        name, _, shown = [*field.split(":"), "", ""][:3]
+        value = row[name]
+        if shown.startswith("*"):  # *1000 .0f: multiplied
+            factor, _, shown = shown[1:].partition(" ")
+            value = float(factor) * value
+        return f"{value:{shown}}"
+
+    def text(found: Any) -> str:
+        rows: Iterable[Found] = [row for row in (found if isinstance(found, list) else found["rows"]) if keep(row)]
+        heads = [field.split(":")[1] if ":" in field else field for field in fields]
+        return table(heads, [[cell(row, field) for field in fields] for row in rows])
+
+    return text
+
+
+def tightest(found: Found) -> str:
+    """The Triton kernels that spill, or of which a multiprocessor holds two programs at most."""
+    tight = {row["operation"] for row in found["rows"] if row["spill_bytes"] or row["programs"] <= 2}
+    return summary([row for row in found["rows"] if row["operation"] in tight])
+
+
+def simulated(_found: Found) -> str:
+    """Simulated devices beside the paper's Table 3."""
+    rows = []
+    for method in ("awq", "squeezellm"):
+        own = table_3.simulate(method)
+        shares = (f"{100 * table_3.quantile(own, share):.1f} %" for share in (0.5, 0.9, 1))
+        rows.append((method, *shares, len(table_3.order_breaks(own))))
+    return table(("", "median difference", "nine in ten within", "largest", "places where the order is another"), rows)
+
+
+def soak(found: Found) -> str:
+    """How requests of many clients ended."""
+    ends = ", ".join(f"{what} {count:,}" for what, count in found["ends"].items())
+    growth = f"{found['growth_mib_per_minute']:.2f}"
+    row = (found["clients"], f"{found['requests']:,}", ends, len(found["wrong"]), growth)
+    return table(("clients", "requests", "ended by", "wrong", "MiB a minute, second half"), [row])
+
+
+def killed(found: Found) -> str:
+    """What random kills broke."""
+    ends = ", ".join(f"{what} {count}" for what, count in found["killed"].items())
+    return table(("rounds", "killed", "broken"), [(found["rounds"], ends, len(found["broken"]))])
+
+
+def mutated(found: Found) -> str:
+    """How many defects the tests notice."""
+    row = (len(found["breaks"]), found["caught"], ", ".join(found["survived"]) or "none")
+    return table(("defects", "caught", "survived"), [row])
+
+
+def _perplexity(entry: Found | None) -> str:
+    return "" if entry is None else number(entry["perplexity"])
+
+
+def _point(found: Found, method: str, bits: float, k_chunk: int, **wanted: object) -> Found | None:
+    usual = {"model": REAL, "residual_bits": 4, "select": "approx", "prompt_k_chunk": 0}
+    fields = {**usual, "method": method, "bits": bits, "k_chunk": k_chunk, **wanted}
+    return _maybe(found["sections"]["points"], **fields)
+
+
+def _maybe(entries: Entries, **wanted: object) -> Found | None:
+    """The entry with these fields, if there is one."""
+    return next((one for one in entries if all(one.get(name) == value for name, value in wanted.items())), None)
+
+
+def _one(entries: Entries, **wanted: object) -> Found:
+    found = _maybe(entries, **wanted)
+    assert found is not None, f"nothing was stored of {wanted}"
+    return found
+
+
+_SPEED = ",".join(f"peers-{model}" for model in ("smollm2", "1b", "mixture", "qwen3.5", "gemma3"))
+_MEMORY = plain(
+    *("model", "context::,", "kind:cache", "k_chunk:target's k_chunk", "drafts", "weight_bytes:weights MB:*1e-6 .0f"),
+    *("residual_bytes:residuals MB:*1e-6 .0f", "kv_bytes:cache MB:*1e-6 .0f", "peak_bytes:peak MB:*1e-6 .0f"),
+)
+_GAINS = plain(
+    *("model", "target", "temperature", "plain_tokens_per_s:plain tok/s:.0f", "tokens_per_s:speculated tok/s:.0f"),
+    *("speedup::.2f", "acceptance_rate:accepted, %:*100 .0f", "gamma:γ at the end"),
+)
+_PROMPTS = plain(
+    *("model", "tokens", "without_s:without, ms:*1000 ,.0f", "with_s:with, ms:*1000 ,.0f"),
+    "slowdown_percent:slower, %:.1f",
+    keep=lambda row: row["tokens"] >= 64,
+)
+_CALLS = plain(
+    *("kind", "requests", "called", "again:asked again", "valid", "tool:the right tool"),
+    "right:right in every argument",
+    keep=lambda row: row["kind"] != "prose",
+)
+_LATE = "Compiled for eight devices; those that spill, or of which a multiprocessor holds two programs at most."
+SECTIONS = (
+    Section("Quality of a chat", "quality", chats, "full,points,stored,budgets,peers"),
+    Section("What a budget buys", "quality", budgets, "budgets"),
+    Section(
+        *("Budgets, measured", "tuned", lambda found: tuned.report({REAL: found["models"][REAL]})),
+        note="One choice of the tuner beside the best uniform `k_chunk` whose own measured slowdown fits.",
+    ),
+    Section("Methods at 3 bits", "quality", methods, "points,stored"),
+    Section("How salient channels are chosen", "quality", selectors, "points", "rtn, 3 bits, plain."),
+    Section(
+        *("Bits of the residuals at equal bytes", "quality", residuals, "points"),
+        note="rtn, 3 bits, plain; `k_chunk` in brackets.",
+    ),
+    Section("W4A8KV4", "quality", w4a8, "qoq"),
+    Section(
+        *("KV caches", "caches", caches, "perplexity,size,speed"),
+        note="Loss against fp16 by length of the window (fp16: its perplexity); speeds of a small random shape.",
+    ),
+    Section(
+        *("Speed beside llama.cpp", _SPEED, speeds),
+        note="Models but SmolLM2 have random weights. The limit is memory bandwidth.",
+    ),
+    Section("Cost of compensation", "peers-versions,peers-1b-starts", compensation),
+    Section("Beside other processes", "peers-spinners", busy, note="Tokens/s decoded."),
+    Section("Several requests, over HTTP", "servers", servers),
+    Section("Prompts, compensated", "prompts", _PROMPTS),
+    Section(
+        *("Starts", "start", plain("what:", "median_s:seconds:.2f", keep=lambda row: row["program"] == "now")),
+        rooms=("app", *ROOMS),
+    ),
+    Section(
+        *("Speculation: acceptance", "speculation", drafted(acceptance), "acceptance"),
+        note="Share of drafts that are accepted, and tokens a verification.",
+    ),
+    Section("Speculation: memory", "speculation", drafted(_MEMORY), "memory"),
+    Section("Speculation: costs", "speculation", drafted(costs), "costs"),
+    Section("Speculation: speed", "speculation", drafted(_GAINS), "speed"),
+    Section("Speculation: copied", "speculation", lambda found: copied(found["rows"]), "copied"),
+    Section("Simulated devices beside Table 3", "kernels", simulated, rooms=("tuner",)),
+    Section("Tool calls", "tool_calls", _CALLS, rooms=("runtime/text",)),
+    Section("Triton kernels", "kernels", tightest, note=_LATE, rooms=("runtime/backends/triton",)),
+    Section("Installations", "installations", installations.table, rooms=("pyproject.toml",)),
+    Section("Twelve clients for ten minutes", "soak", soak),
+    Section("A hundred kills", "killing", killed, rooms=("app", *ROOMS)),
+    Section("Defects on purpose", "mutations", mutated, rooms=("app", *ROOMS)),
+)
+
+
+def page() -> str:
+    """The page."""
+    old = [section.title for section in SECTIONS if section.is_old()]
+    which = "all tables" if len(old) == len(SECTIONS) else ", ".join(old)
+    parts = [_INTRODUCTION, f"Older than the last change of the code that decides them: {which}." if old else ""]
+    for section in SECTIONS:
+        parts += [f"## {section.title}", section.note, section.make(section.stored()), section.origin()]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

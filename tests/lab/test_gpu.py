@@ -1,0 +1,25 @@
+"""What runs on a card is seen to run without one: minutes of a card are few."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.lab.gpu.parts import PARTS
+from tests.lab.store import ROOT
+
+
+@pytest.mark.slow
+def test_every_part_runs_dry(tmp_path: Path) -> None:
+    out = tmp_path / "result.json"
+    command = [sys.executable, "-m", "tests.lab.gpu", "--dry", "--parts", ",".join(PARTS), "--out", str(out)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(out.read_text())
+    for name, entry in report["parts"].items():
+        assert entry["error"] is None, name
+        assert entry["rows"], name

@@ -1,0 +1,57 @@
+"""Stop strings end an answer, wherever they lie in its pieces."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from runtime.engine.generation import StopMatcher
+
+
+def feed(stops: list[str], pieces: list[str]) -> tuple[str, bool]:
+    matcher = StopMatcher(stops)
+    out = "".join(matcher.add(piece) for piece in pieces) + matcher.flush()
+    return out, matcher.stopped
+
+
+def cut(text: str, places: list[int]) -> list[str]:
+    ends = sorted({min(place, len(text)) for place in places} | {0, len(text)})
+    return [text[a:b] for a, b in itertools.pairwise(ends)]
+
+
+letters = st.text(alphabet="ab\n", max_size=12)
+
+
+@given(text=letters, stops=st.lists(st.text(alphabet="ab\n", min_size=1, max_size=4), max_size=3), places=st.data())
+def test_any_chunking_gives_the_same_text(text: str, stops: list[str], places: st.DataObject) -> None:
+    pieces = cut(text, places.draw(st.lists(st.integers(0, 12), max_size=8)))
+    begin = min((text.find(stop) for stop in stops if stop in text), default=None)
+    expected = (text, False) if begin is None else (text[:begin], True)
+    assert feed(stops, pieces) == expected
+
+
+@pytest.mark.parametrize(
+    ("stops", "pieces", "out", "stopped"),
+    [
+        ([], ["a", "b"], "ab", False),
+        (["END"], ["text E", "N", "D more"], "text ", True),
+        (["END"], ["text E", "N", "E"], "text ENE", False),
+        (["\nUser:", "</s>"], ["hi\n", "User", ": x"], "hi", True),
+        (["abc", "b"], ["xab", "c"], "x", True),
+        (["abd", "b"], ["xab", "c"], "xa", True),
+        (["ab"], ["a"], "a", False),
+    ],
+)
+def test_examples(stops: list[str], pieces: list[str], out: str, stopped: bool) -> None:
+    assert feed(stops, pieces) == (out, stopped)
+
+
+def test_what_cannot_be_a_stop_is_given_out_at_once() -> None:
+    matcher = StopMatcher(["\nUser:"])
+    assert matcher.add("hello\nUs") == "hello"
+    assert matcher.add("a") == "\nUsa"
+    assert matcher.add("\nUser: never seen") == ""
+    assert matcher.add("more") == matcher.flush() == ""

@@ -1,0 +1,65 @@
+// JavaScript clients with their defaults: `node node_clients.mjs CLIENT URL` prints, as JSON, what they were answered.
+// Each has three functions: one says hi, one lets a tool be called, one has a schema filled.
+
+import { createOpenAI } from "@ai-sdk/openai";
+import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
+import { generateText, isStepCount, Output, tool } from "ai";
+import OpenAI from "openai";
+import { zodResponseFormat, zodTextFormat } from "openai/helpers/zod";
+import { z } from "zod";
+
+const [name, baseURL] = process.argv.slice(2);
+const access = { baseURL, apiKey: "secret" };
+const model = "small";
+const [HI, CALL, FILL] = ["say hi", 'call weather {"city": "Rome"}', 'fill {"name": "Rex", "kind": "dog"}'];
+const Pet = z.object({ name: z.string(), kind: z.enum(["cat", "dog"]) });
+const City = z.object({ city: z.string() });
+const described = { name: "weather", description: "Tells the weather.", parameters: z.toJSONSchema(City) };
+const weather = ({ city }) => `sunny in ${city}`;
+const said = (content) => [{ role: "user", content }];
+
+const openai_chat = () => {
+  const chat = new OpenAI(access).chat.completions;
+  const tools = [{ type: "function", function: { ...described, function: weather, parse: JSON.parse } }];
+  const form = zodResponseFormat(Pet, "pet");
+  return {
+    hi: async () => (await chat.create({ model, messages: said(HI) })).choices[0].message.content,
+    tool: () => chat.runTools({ model, messages: said(CALL), tools }).finalContent(),
+    schema: async () => (await chat.parse({ model, messages: said(FILL), response_format: form })).choices[0].message.parsed,
+  };
+};
+
+const openai_responses = () => {
+  const responses = new OpenAI(access).responses;
+  const tools = [{ type: "function", ...described }];
+  const called = async () => {
+    const { output } = await responses.create({ model, input: CALL, tools });
+    const { call_id, arguments: given } = output.find((item) => item.type === "function_call");
+    const result = { type: "function_call_output", call_id, output: weather(JSON.parse(given)) };
+    return (await responses.create({ model, input: [...said(CALL), ...output, result], tools })).output_text;
+  };
+  return {
+    hi: async () => (await responses.create({ model, input: HI })).output_text,
+    tool: called,
+    schema: async () => (await responses.parse({ model, input: FILL, text: { format: zodTextFormat(Pet, "pet") } })).output_parsed,
+  };
+};
+
+const ai_sdk = (provider) => () => {
+  const generate = (prompt, more) => generateText({ model: provider(model), prompt, ...more });
+  const tools = { weather: tool({ description: described.description, inputSchema: City, execute: weather }) };
+  return {
+    hi: async () => (await generate(HI)).text,
+    tool: async () => (await generate(CALL, { tools, stopWhen: isStepCount(2) })).text,
+    schema: async () => (await generate(FILL, { output: Output.object({ schema: Pet }) })).output,
+  };
+};
+
+const ai_sdk_compatible = ai_sdk(createOpenAICompatible({ name: "lowbit-chat", ...access }));
+const ai_sdk_openai = ai_sdk(createOpenAI(access));
+
+const told = {};
+for (const [what, ask] of Object.entries({ openai_chat, openai_responses, ai_sdk_compatible, ai_sdk_openai }[name]())) {
+  told[what] = await ask().catch(String);
+}
+process.stdout.write(JSON.stringify(told));

@@ -1,0 +1,142 @@
+"""Python clients with their defaults: `python python_clients.py CLIENT URL` prints, as JSON, what they were answered.
+
+Each imports its client, and yields three functions: one says hi, one lets a tool be called, one has a schema filled.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+Three = Iterator[Callable[[], Any]]
+HI, CALL, PET = "say hi", 'call weather {"city": "Rome"}', '{"name": "Rex", "kind": "dog"}'
+FILL = f"fill {PET}"
+
+
+class Pet(BaseModel):
+    name: str
+    kind: Literal["cat", "dog"]
+
+
+class Weather(BaseModel):
+    """Tells the weather."""
+
+    model_config = ConfigDict(title="weather")
+    city: str
+
+
+def weather(city: str) -> str:
+    """Tells the weather."""
+    return f"sunny in {city}"
+
+
+def said(text: str) -> list[Any]:
+    return [{"role": "user", "content": text}]
+
+
+def with_weather(ask: Callable[..., Any]) -> str:
+    """The answer after a call, from a client that leaves the calling to its user."""
+    function = {"name": "weather", "description": Weather.__doc__, "parameters": Weather.model_json_schema()}
+    messages, tools = said(CALL), [{"type": "function", "function": function}]
+    message = ask(messages=messages, tools=tools).choices[0].message
+    (call,) = message.tool_calls
+    result = weather(**json.loads(call.function.arguments))
+    messages += [message, {"role": "tool", "tool_call_id": call.id, "content": result}]
+    return ask(messages=messages, tools=tools).choices[0].message.content
+
+
+def openai_chat(url: str) -> Three:
+    from openai import OpenAI
+
+    chat = OpenAI(base_url=url, api_key="secret").chat.completions
+    yield lambda: chat.create(model="small", messages=said(HI)).choices[0].message.content
+    yield lambda: with_weather(lambda **asked: chat.create(model="small", **asked))
+    yield lambda: chat.parse(model="small", messages=said(FILL), response_format=Pet).choices[0].message.parsed
+
+
+def openai_responses(url: str) -> Three:
+    from openai import OpenAI
+
+    responses = OpenAI(base_url=url, api_key="secret").responses
+
+    def called() -> str:
+        tools: list[Any] = [{"type": "function", "name": "weather", "parameters": Weather.model_json_schema()}]
+        response = responses.create(model="small", input=CALL, tools=tools)
+        (call,) = (item for item in response.output if item.type == "function_call")
+        result = {
+            "type": "function_call_output",
+            "call_id": call.call_id,
+            "output": weather(**json.loads(call.arguments)),
+        }
+        return responses.create(model="small", input=[*said(CALL), *response.output, result], tools=tools).output_text
+
+    yield lambda: responses.create(model="small", input=HI).output_text
+    yield called
+    yield lambda: responses.parse(model="small", input=FILL, text_format=Pet).output_parsed
+
+
+def pydantic_ai(url: str) -> Three:
+    from pydantic_ai import Agent
+    from pydantic_ai.models.openai import OpenAIChatModel
+    from pydantic_ai.providers.openai import OpenAIProvider
+
+    model = OpenAIChatModel("small", provider=OpenAIProvider(base_url=url, api_key="secret"))
+    yield lambda: Agent(model).run_sync(HI).output
+    yield lambda: Agent(model, tools=[weather]).run_sync(CALL).output
+    yield lambda: Agent(model, output_type=Pet).run_sync(f"call final_result {PET}").output
+
+
+def langchain(url: str) -> Three:
+    from langchain.agents import create_agent
+    from langchain_openai import ChatOpenAI
+
+    model = ChatOpenAI(model="small", base_url=url, api_key="secret")
+    yield lambda: model.invoke(HI).text
+    yield lambda: create_agent(model, [weather]).invoke({"messages": said(CALL)})["messages"][-1].text
+    yield lambda: model.with_structured_output(Pet).invoke(FILL)
+
+
+def litellm(url: str) -> Three:
+    from functools import partial
+
+    from litellm import completion
+
+    ask = partial(completion, model="openai/small", api_base=url, api_key="secret")
+    yield lambda: ask(messages=said(HI)).choices[0].message.content
+    yield lambda: with_weather(ask)
+    yield lambda: json.loads(ask(messages=said(FILL), response_format=Pet).choices[0].message.content)
+
+
+def instructor(url: str) -> Three:
+    import instructor
+    from openai import OpenAI
+
+    ask = instructor.from_openai(OpenAI(base_url=url, api_key="secret")).create
+    yield lambda: ask(model="small", messages=said(HI), response_model=None).choices[0].message.content
+    yield lambda: weather(ask(model="small", messages=said(CALL), response_model=Weather).city)
+    yield lambda: ask(model="small", messages=said(f"call Pet {PET}"), response_model=Pet)
+
+
+def llm(url: str) -> Three:
+    from llm.default_plugins.openai_models import Chat
+
+    model = Chat("small", api_base=url, supports_tools=True, supports_schema=True)
+    yield lambda: model.prompt(HI, key="secret").text()
+    yield lambda: model.chain(CALL, key="secret", tools=[weather]).text()
+    yield lambda: json.loads(model.prompt(FILL, key="secret", schema=Pet).text())
+
+
+if __name__ == "__main__":
+    name, url = sys.argv[1:]
+    told = {}
+    for what, ask in zip(("hi", "tool", "schema"), globals()[name](url), strict=True):
+        try:
+            result = ask()
+        except Exception as error:  # noqa: BLE001 -- the others are still worth trying
+            result = f"{type(error).__name__}: {error}"
+        told[what] = result.model_dump() if isinstance(result, BaseModel) else result
+    sys.stdout.write(json.dumps(told))
