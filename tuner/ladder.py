@@ -4,8 +4,8 @@ The times of single layers do not add up to those of a token, so a budget is kep
 scatter, too: a setting is within a budget if its median slowdown and twice the median's uncertainty are. The settings
 aim at slowdowns a factor of two apart, and serve every budget.
 
-A setting is made where the losses of the layer types are known by what each of them recovers for its time, the last
-block's MLP by itself (docs/decisions/tuner.md): massive activations leave the residual stream there, so that its errors
+Where the losses of the layer types are known, a setting is the combination that recovers most, the last block's MLP by
+itself (docs/decisions/tuner.md): massive activations leave the residual stream there, so that its errors
 weigh many times those of other blocks, while it costs no more than they do.
 """
 
@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from tuner.candidates import CHUNK, k_chunk_limit
 from tuner.errors import ShapeError
@@ -31,6 +31,8 @@ LEVELS = (4, 8, 16, 32, 64, 128, 256, 512, 1024)
 """`k_chunk` at which layer types are timed; between two of them, times rise about evenly."""
 _LAST_SHARE = 0.4
 """Share of an MLP type's loss that lies in the last block: 0.33 to 0.44 on SmolLM2."""
+_WORTH_KEEPING = 1e-3
+"""Share by which a combination recovers more than a cheaper one at least; bounds their number."""
 _LEAST_SCATTER = 0.25
 """Percent by which readings scatter at least; fewer are chance, where there are few readings."""
 
@@ -115,6 +117,14 @@ class Losses(Protocol):
         """Loss of the model in which only this layer type is low-bit, for each `k_chunk`, by layer type."""
 
 
+class _Combination(NamedTuple):
+    """Levels of the first layer types, as places in their tables."""
+
+    seconds: float
+    won: float
+    levels: tuple[int, ...]
+
+
 class Maker:
     """Makes settings that aim at a slowdown.
 
@@ -180,49 +190,53 @@ class Maker:
         )
 
     def _by_loss(self, n_tb: Mapping[str, int], allowed: float) -> tuple[dict[str, int], float]:
-        """Raise layer types from level to level in the order of what that recovers for its time.
+        """The levels that recover most in the allowed seconds a token, and between two of them what is left.
+
+        One layer type after the other joins the combinations; of these only those stay that no cheaper one beats.
 
         Returns:
-            `k_chunk`, and its seconds a token, up to the allowed ones.
+            `k_chunk`, and its seconds a token.
         """
+        kept, tables = [_Combination(0.0, 0.0, ())], [self._table(layer, n_tb, allowed) for layer in self._layers]
+        for table in tables:
+            joined = [
+                _Combination(one.seconds + seconds, one.won + won, (*one.levels, index))
+                for one in kept
+                for index, (_, seconds, won) in enumerate(table)
+                if one.seconds + seconds <= allowed
+            ]
+            kept = []
+            for one in sorted(joined, key=lambda one: (one.seconds, -one.won)):
+                if not kept or one.won > kept[-1].won * (1 + _WORTH_KEEPING):
+                    kept.append(one)
+        spent, _, chosen = kept[-1]
+        k_chunk = {
+            layer.kind: table[index][0] for layer, table, index in zip(self._layers, tables, chosen, strict=True)
+        }
         steps = [
-            (won / max(cost, 1e-12), cost, low, high, layer)
-            for layer in self._layers
-            for cost, won, low, high in self._steps(layer, n_tb, allowed)
+            ((won - low_won) / (seconds - low_seconds), seconds - low_seconds, low, high, layer.kind)
+            for layer, table, index in zip(self._layers, tables, chosen, strict=True)
+            for (low, low_seconds, low_won), (high, seconds, won) in [*pairwise(table)][index : index + 1]
+            if low and seconds > low_seconds and won > low_won  # the first channel costs as much as many
         ]
-        k_chunk, full, spent = {layer.kind: 0 for layer in self._layers}, set(), 0.0
-        for _, cost, low, high, layer in sorted(steps, key=lambda step: (-step[0], step[3])):
-            share = 1.0 if spent + cost <= allowed else (allowed - spent) / cost
-            if layer.kind in full or (share < 1 and not low):  # the first channel costs as much as many
-                full.add(layer.kind)
-                continue
-            k_chunk[layer.kind] = low + int((high - low) * share)  # from level to level, time rises evenly
-            spent += cost * (k_chunk[layer.kind] - low) / (high - low)
-            if share < 1:
-                full.add(layer.kind)
+        for _, seconds, low, high, kind in sorted(steps, reverse=True):
+            k_chunk[kind] = low + int((high - low) * min(1.0, (allowed - spent) / seconds))
+            spent += seconds * (k_chunk[kind] - low) / (high - low)  # from level to level, time rises evenly
         return k_chunk, spent
 
-    def _steps(self, layer: LayerShape, n_tb: Mapping[str, int], spare: float) -> list[tuple[float, float, int, int]]:
-        """Steps (seconds, nats recovered, from, to) between levels, each worth less for its time than the one before.
+    def _table(self, layer: LayerShape, n_tb: Mapping[str, int], allowed: float) -> list[tuple[int, float, float]]:
+        """Levels of a layer type with their seconds a token and the nats that they recover; 0 comes first.
 
-        Levels that a step to a higher one beats are passed over: the first channel costs as much as many.
+        The first level that takes more than all the allowed seconds is the last one that is timed.
         """
         most = CHUNK if self._limit is None else k_chunk_limit(layer.n, layer.k, max(1, n_tb[layer.type]), self._limit)
-        hull = [(0.0, 0.0, 0)]
+        base, table = self._search.seconds(layer.type, 0, 0), [(0, 0.0, 0.0)]
         for level in LEVELS:
-            if level > most:
+            if level > most or table[-1][1] > allowed:
                 break
-            plain = self._search.seconds(layer.type, 0, 0)
-            cost = layer.count * (self._search.seconds(layer.type, n_tb[layer.type], level) - plain)
-            point = (cost, self._loss(layer, 0) - self._loss(layer, level), level)
-            while len(hull) > 1 and _slope(hull[-2], hull[-1]) <= _slope(hull[-1], point):
-                hull.pop()
-            hull.append(point)
-            if cost > spare:
-                break
-        return [
-            (high[0] - low[0], high[1] - low[1], low[2], high[2]) for low, high in pairwise(hull) if high[1] > low[1]
-        ]
+            seconds = layer.count * (self._search.seconds(layer.type, n_tb[layer.type], level) - base)
+            table.append((level, max(0.0, seconds), self._loss(layer, 0) - self._loss(layer, level)))
+        return table
 
     def _won(self, k_chunk: Mapping[str, int]) -> float:
         return sum(self._loss(layer, 0) - self._loss(layer, k_chunk[layer.kind]) for layer in self._layers)
@@ -234,10 +248,6 @@ class Maker:
         if layer.type in self._apart:
             share = _LAST_SHARE if layer.kind != layer.type else 1 - _LAST_SHARE
         return share * type_loss(self._losses, layer, k_chunk)
-
-
-def _slope(low: tuple[float, float, int], high: tuple[float, float, int]) -> float:
-    return (high[1] - low[1]) / max(high[0] - low[0], 1e-12)
 
 
 def type_loss(losses: Losses, layer: LayerShape, k_chunk: int) -> float:

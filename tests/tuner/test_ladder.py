@@ -83,7 +83,7 @@ NOTHING = dict.fromkeys((layer.kind for layer in LAYERS), 0)
 
 @pytest.mark.parametrize("seed", grid(range(4), {0, 1}))
 @pytest.mark.parametrize("budget", grid([2.5, 5, 10, 40], {2.5, 10}))
-def test_hardly_anything_recovers_more_in_the_same_time(seed: int, budget: float) -> None:
+def test_no_levels_recover_more_in_the_same_time(seed: int, budget: float) -> None:
     """Against all combinations of the levels; what a step too many would take is spent in a smaller one."""
     device = Steps(seed)
     found = device.maker().setting(4.0, budget)
@@ -96,7 +96,7 @@ def test_hardly_anything_recovers_more_in_the_same_time(seed: int, budget: float
         k_chunk = {layer.kind: value for layer, value in zip(LAYERS, chosen, strict=True)}
         if device.percent(k_chunk) <= budget:
             most = max(most, lost(NOTHING) - lost(k_chunk))
-    assert found.predicted_won >= 0.9 * most
+    assert found.predicted_won >= 0.99 * most
 
 
 def test_more_time_recovers_more_and_what_costs_nothing_is_taken() -> None:
