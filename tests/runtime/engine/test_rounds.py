@@ -98,36 +98,29 @@ def sliding(tiny_model: Factory, tiny_spec: Factory) -> Any:
     return tiny_model(tiny_spec(max_context=2048, windows=(150, None)), bits=3, residual_bits=4)
 
 
-@pytest.mark.parametrize("gamma", grid([1, 3, 6, 11], {3}))
-@pytest.mark.parametrize("backend", grid([ReferenceDecoder, CpuDecoder], {CpuDecoder}))
+@pytest.mark.parametrize(
+    ("backend", "gamma", "count"),
+    [
+        *((CpuDecoder, gamma, 800) for gamma in (1, 3, 6, 11)),
+        pytest.param(ReferenceDecoder, 6, 300, marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize(("k_chunk", "draft_k_chunk"), [(1024, 0), (200, 16), (0, 0)], ids=["residual", "some", "base"])
 def test_greedy_tokens_are_the_targets_own(
-    model: Any, backend: type, gamma: int, k_chunk: int, draft_k_chunk: int
+    model: Any, backend: type, gamma: int, count: int, k_chunk: int, draft_k_chunk: int
 ) -> None:
     """Over several pages, with weights so coarse that many drafts are refused."""
-    count = 800
     options = {"k_chunk": k_chunk, "draft_k_chunk": draft_k_chunk}
     alone, own, _ = Bench(backend, model, GREEDY, 30, **options).run(0, count)
     bench = Bench(backend, model, GREEDY, 30, **options)
     tokens, logits, rounds = bench.run(gamma, count)
     assert tokens == alone
     assert all(np.array_equal(a, b) for a, b in zip(own, logits, strict=True))
-    assert bench.decoder.cache.paged_length(0) > 400
+    assert bench.decoder.cache.paged_length(0) >= 128
     counts = rounds.counts
     assert counts.rounds + counts.accepted + counts.plain == pytest.approx(count - 1, abs=gamma)
     if k_chunk == 1024:
         assert 0.05 < counts.accepted / counts.drafted < 0.95
-
-
-@pytest.mark.slow
-def test_two_thousand_tokens_of_the_reference(model: Any) -> None:
-    """Across a dozen pages, with every residual, of which drafts have none."""
-    options = {"k_chunk": 1024, "context": 2048}
-    alone, *_ = Bench(ReferenceDecoder, model, GREEDY, 30, **options).run(0, 2000)
-    for gamma in (1, 3, 6, 11):
-        tokens, _, rounds = Bench(ReferenceDecoder, model, GREEDY, 30, **options).run(gamma, 2000)
-        assert tokens == alone
-        assert rounds.counts.accepted < 0.8 * rounds.counts.drafted
 
 
 @pytest.mark.parametrize("kv", grid(["fp16", "int8", "int4", "kivi2", "gear4"], {"int4"}))
