@@ -45,13 +45,13 @@ def endpoint_problem(url: str, token: str) -> str | None:
         parts = urlsplit(url)
         _ = parts.port
     except ValueError:
-        return "the endpoint is not an address; correct host and port"
+        return "the endpoint is not an address; correct the host and port"
     if parts.username or parts.password or parts.query or parts.fragment:
         return "the address must not contain a password or a query; the token has its own setting"
     if parts.scheme not in ("http", "https") or not parts.hostname:
         return "the endpoint is not an address; enter http:// or https:// and a host"
     if not (token.isascii() and token.isprintable()) or token != token.strip():
-        return "the token may only have ASCII's visible characters"
+        return "the token may contain only visible ASCII characters"
     if token and parts.scheme == "http" and not is_loopback(parts.hostname):
         return (
             f"the token would be sent to {parts.netloc} unencrypted; use https://, a tunnel from localhost, or no token"

@@ -127,7 +127,7 @@ SAMPLING_DEFAULTS: Mapping[str, float] = MappingProxyType(
 
 
 def _sampling(key: str, meaning: str) -> Any:
-    return _setting(f"{meaning}; auto: as the model's maker recommends, else {SAMPLING_DEFAULTS[key]:g}")
+    return _setting(f"{meaning}; auto: what the model's maker recommends, else {SAMPLING_DEFAULTS[key]:g}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,7 +191,7 @@ class Settings:
     )
     system_prompt: str = _setting("instructions to the model before every chat", "")
     thinking: Annotated[str, OneOf(("auto", "on", "off"))] = _setting(
-        "whether a model that can reason does so before it answers; auto: as its maker has it", "auto"
+        "whether a model that can reason does so before it answers; auto: the model's own default", "auto"
     )
     overflow: Annotated[str, OneOf(("drop", "summarize", "ask"))] = _setting(
         "what happens when a chat exceeds the context: its oldest messages are dropped, are "

@@ -237,7 +237,7 @@ class Checkpoint:
             needless = needless or self._shared_away(key)
             if key.startswith("model.layers.") and key not in expected and not needless:
                 raise CheckpointError(
-                    f"{entry.path}: the tensor '{entry.name}' has no place in a {self.spec.family} model of "
+                    f"{entry.path}: the tensor '{entry.name}' does not belong in a {self.spec.family} model of "
                     f"{self.spec.num_layers} layers as {files.described_in} describes it. {files.remedy}"
                 )
 

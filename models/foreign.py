@@ -55,7 +55,7 @@ def read_file(path: Path, most: int = MAX_BYTES) -> bytes:
     with open_file(path) as file:
         content = file.read(most + 1)
     if len(content) > most:
-        raise OSError(errno.EINVAL, f"it has more than {most >> 20} MiB, which no such file has", str(path))
+        raise OSError(errno.EINVAL, f"it has more than {most >> 20} MiB, far more than such files have", str(path))
     return content
 
 
@@ -124,7 +124,7 @@ def panics_raised() -> Iterator[None]:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        raise ValueError("it has a key twice")
+        raise ValueError("it has a duplicate key")
     return found
 
 
@@ -132,7 +132,7 @@ def _check_regular(found: os.stat_result, path: Path) -> None:
     if stat.S_ISDIR(found.st_mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if not stat.S_ISREG(found.st_mode):
-        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
 
 
 _LENGTH = 8

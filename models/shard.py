@@ -125,7 +125,7 @@ class ShardTensor:
                 while rest and (count := file.readinto(rest)):
                     rest = rest[count:]
         except OSError as error:
-            raise CheckpointError(f"{self.path}: cannot be read ({error.strerror}). {_DOWNLOAD_AGAIN}") from error
+            raise CheckpointError(f"{self.path} cannot be read ({error.strerror}). {_DOWNLOAD_AGAIN}") from error
         if rest:
             raise CheckpointError(f"{self.path}: ends within the tensor '{self.name}'. {_DOWNLOAD_AGAIN}")
         return tensor
@@ -155,7 +155,7 @@ def _why_unreadable(path: Path, error: Exception) -> str:
             beginning = file.read(64)
             size = os.fstat(file.fileno()).st_size
     except OSError as denied:
-        return f"{path}: cannot be read ({denied.strerror})."
+        return f"{path} cannot be read ({denied.strerror})."
     if beginning.startswith(b"version https://git-lfs"):
-        return f"{path}: is a Git LFS pointer, not the weights themselves. Run `git lfs pull` in its folder."
-    return f"{path}: is damaged, truncated or not a safetensors file ({size} bytes; {error}). {_DOWNLOAD_AGAIN}"
+        return f"{path} is a Git LFS pointer, not the weights themselves. Run `git lfs pull` in its folder."
+    return f"{path} is damaged, truncated or not a safetensors file ({size} bytes; {error}). {_DOWNLOAD_AGAIN}"

@@ -83,7 +83,7 @@ class Offers:
         if not any(way.target == "plain" and not way.gamma for way in self.ways):
             raise ValueError("there is nothing to compare the ways to decode with")
         if self.full is not None and not self.full > 0:
-            raise ValueError(f"{self.full} is no perplexity")
+            raise ValueError(f"{self.full} is not a perplexity")
 
     @property
     def chosen(self) -> DecodingMode:

@@ -83,7 +83,7 @@ class PromptProfile:
 
     def __post_init__(self) -> None:
         if self.k_chunk and all(own.k_chunk != self.k_chunk for own in self.readings):
-            raise ValueError(f"{self.k_chunk} is no level that was tried")
+            raise ValueError(f"{self.k_chunk} is not a level that was tried")
 
     @property
     def measured_slowdown_percent(self) -> float:

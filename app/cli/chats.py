@@ -88,7 +88,7 @@ def export(
 
     with _history() as history:
         if history is None:
-            raise CliError(f"there is no chat {chat}: none was kept yet")
+            raise CliError(f"there is no chat {chat}: no chats are saved yet")
         kept = history.find(chat)
         messages = history.messages(kept.id)
     if form == "json" or as_json:
@@ -99,7 +99,7 @@ def export(
         Output().stream(content)
     else:
         write_output(out, content.encode("utf-8"))
-        Output().note(f"{kept.title} is written to {out}")
+        Output().note(f"{kept.title} written to {out}")
 
 
 @app.command("import")
@@ -118,7 +118,7 @@ def import_chats(
     try:
         text = file.read_bytes().decode("utf-8-sig")  # preserves line ends
     except UnicodeDecodeError as error:
-        raise CliError(f"{file} is no text in UTF-8: {error}") from error
+        raise CliError(f"{file} is not UTF-8 text: {error}") from error
     brought = exchange.read(text, file.name)
     history = History(history_file())
     try:

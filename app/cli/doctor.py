@@ -126,7 +126,7 @@ def check_folders(folders: dict[str, Path]) -> Iterator[Problem]:
             )
         if os.name == "posix" and role != "cache" and folder.is_dir() and folder.stat().st_mode & 0o077:
             yield Problem(
-                what=f"other users of this machine can look into the {role} folder {folder}",
+                what=f"other users of this machine can read the {role} folder {folder}",
                 fix=f"chmod 700 {folder}",
             )
 

@@ -31,7 +31,7 @@ _WINDOW = 1024
 def evaluate(
     ctx: typer.Context,
     model: options.Model,
-    text: Annotated[Path, typer.Option("--text", metavar="FILE", help="Text in UTF-8.", show_default=False)],
+    text: Annotated[Path, typer.Option("--text", metavar="FILE", help="UTF-8 text file.", show_default=False)],
     window: Annotated[
         int | None,
         typer.Option(

@@ -180,7 +180,7 @@ def local_checkpoint(name: str) -> Path | None:
     if path.is_dir() and (written_as_path or not _is_hub_name(name)):
         if files := sorted(file.name for file in path.glob("*.gguf")):
             raise CliError(f"{name} holds GGUF files ({', '.join(files[:4])}): name one of them")
-        raise CliError(f"{name} has no config.json, so it is no Hugging Face checkpoint")
+        raise CliError(f"{name} has no config.json, so it is not a Hugging Face checkpoint")
     if written_as_path:
         raise CliError(f"there is no {'file' if name.endswith('.gguf') else 'folder'} {name}")
     return None

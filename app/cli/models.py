@@ -411,7 +411,7 @@ def read_text(file: Path) -> str:
     except OSError as error:
         raise CliError(f"cannot read {file}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise CliError(f"{file} is not text in UTF-8 (byte {error.start} is not)") from error
+        raise CliError(f"{file} is not UTF-8 text (byte {error.start} is not)") from error
 
 
 def export(

@@ -53,7 +53,7 @@ def run(
             "--temperature",
             metavar="T",
             callback=options.set_within,
-            help="Sampling temperature; 0 is greedy; auto is what the model's makers advise, as in the options below.",
+            help="Sampling temperature; 0 is greedy; auto: what the model's maker recommends, as below.",
             show_default=False,
         ),
     ] = None,
@@ -249,7 +249,7 @@ async def _answer(talk: Talk, model: StoredModel, output: Output, text: str) -> 
     if messages[-1].state == "stopped":
         raise KeyboardInterrupt
     timings, status, passages = talk.timings, talk.status, messages[0].passages
-    assert timings is not None, "a runtime of this version tells them"
+    assert timings is not None, "a runtime of this version gives them"
     if output.as_json:
         output.result(
             {
@@ -281,7 +281,7 @@ def _text(data: bytes) -> str:
     """Standard input as text.
 
     Raises:
-        CliError: it is not text in UTF-8.
+        CliError: it is not UTF-8 text.
     """
     try:
         text = data.removeprefix(codecs.BOM_UTF8).decode()
@@ -291,7 +291,7 @@ def _text(data: bytes) -> str:
         where = text.find("\0")
     if "\0" in text:
         raise CliError(
-            f"standard input is not text in UTF-8 (byte {where + 1:,}): give a document with --attach, and other text "
+            f"standard input is not UTF-8 text (byte {where + 1:,}): give a document with --attach, and other text "
             "through iconv -t UTF-8"
         )
     return text.replace("\r\n", "\n").replace("\r", "\n")

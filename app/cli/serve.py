@@ -46,7 +46,7 @@ def ps(ctx: typer.Context, as_json: options.Json = False) -> None:
         if as_json:
             output.result({"running": False})
         else:
-            output.text("no runtime is up")
+            output.text("no runtime is running")
         return
     status, caches = result_of(_asked(record))
     since = datetime.fromtimestamp(record.create_time).astimezone()
@@ -88,7 +88,7 @@ def stop(ctx: typer.Context, as_json: options.Json = False) -> None:
     if as_json:
         output.result({"stopped": None if record is None else record.pid})
     else:
-        output.text("no runtime is up" if record is None else f"the runtime (process {record.pid}) has ended")
+        output.text("no runtime is running" if record is None else f"the runtime (process {record.pid}) has ended")
 
 
 def running(services: Services) -> LockRecord | None:
@@ -174,7 +174,7 @@ async def _ended(record: LockRecord) -> None:
     deadline = time.monotonic() + END_S
     while is_alive(record):
         if time.monotonic() > deadline:
-            raise CliError(f"the runtime (process {record.pid}) does not exit: end it with `kill -9 {record.pid}`")
+            raise CliError(f"the runtime (process {record.pid}) does not exit: stop it with `kill -9 {record.pid}`")
         await sleep(_POLL_S)
 
 
@@ -255,6 +255,6 @@ def serve(
             token=token,
             model=None if first is None else LoadRequest(model=first),
             progress=progress,
-            ready=lambda url: output.note(f"serving {url}; Ctrl-C ends"),
+            ready=lambda url: output.note(f"serving {url}; Ctrl-C stops"),
         )
     raise typer.Exit(code)

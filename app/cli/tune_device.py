@@ -78,7 +78,7 @@ def tune_device(
         str | None,
         typer.Argument(
             metavar="[MODEL]",
-            help="As for run; the model of the settings, or demo, if not given.",
+            help="As for run; default: the model in the settings, else demo.",
             autocompletion=options.complete_model,
             show_default=False,
         ),

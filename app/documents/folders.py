@@ -90,7 +90,7 @@ def _walk(folder: Path) -> Survey:
                 elif not entry.is_file(follow_symlinks=False):
                     skipped["devices and pipes"] += 1
                 elif not _encodable(entry.name):
-                    skipped["names that are not text"] += 1
+                    skipped["names that are not valid Unicode"] += 1
                 elif len(files) == MAX_FILES:
                     skipped[f"files beyond the first {MAX_FILES:,}"] += 1
                 else:

@@ -70,11 +70,11 @@ def _decoded(head: bytes, stream: BinaryIO) -> str:
     """The file as text, if it is text."""
     mark, encoding = next(((mark, name) for mark, name in _BOMS if head.startswith(mark)), (b"", "utf-8"))
     if encoding == "utf-8" and b"\0" in head:
-        raise DocumentError("is not text: it has bytes that no text has")
+        raise DocumentError("is not text: it contains binary data")
     try:
         return stream.read()[len(mark) :].decode(encoding)
     except UnicodeDecodeError as error:
-        raise DocumentError("is not text in UTF-8 or UTF-16") from error
+        raise DocumentError("is neither UTF-8 nor UTF-16 text") from error
 
 
 PART = "word/document.xml"

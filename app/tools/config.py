@@ -190,7 +190,7 @@ def _text(file: Path) -> str:
     except (OSError, UnicodeDecodeError) as error:
         raise ToolsError(f"{file} can't be read: {error}") from error
     if len(content) > MAX_FILE:
-        raise ToolsError(f"{file} is larger than {MAX_FILE:,} bytes, which no file of servers is")
+        raise ToolsError(f"{file} is larger than {MAX_FILE:,} bytes: that is not a list of servers")
     return text
 
 
@@ -218,7 +218,9 @@ def parse(text: str, where: str, *, own: Mapping[str, str] | None = None) -> lis
 def _server(name: str, entry: Any, where: str, own: Mapping[str, str]) -> ServerConfig:
     place = f"{where}: mcpServers.{name}"
     if not NAME.fullmatch(name):
-        raise ToolsError(f"{where}: {name!r} is no name for a server: use at most 40 letters, digits, spaces and . _ -")
+        raise ToolsError(
+            f"{where}: {name!r} is not a valid server name: use at most 40 letters, digits, spaces and . _ -"
+        )
     if not isinstance(entry, dict):
         raise ToolsError(f"{place} is not an object")
 
@@ -266,11 +268,11 @@ def url_problem(server: ServerConfig) -> str | None:
         parts = urlsplit(server.url)
         _ = parts.port
     except ValueError:
-        return "it is no address; correct host and port"
+        return "it is not an address; correct the host and port"
     if parts.scheme not in ("http", "https") or not parts.hostname:
         return "it must begin with http:// or https:// and name a host"
     if not all(text.isascii() and text.isprintable() for header in server.headers.items() for text in header):
-        return "its headers may only have ASCII's visible characters"
+        return "its headers may contain only visible ASCII characters"
     if (server.headers or parts.password) and parts.scheme == "http" and not is_loopback(parts.hostname):
         return "its headers or password would be sent unencrypted; use https://, or a tunnel from localhost"
     return None

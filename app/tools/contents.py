@@ -87,7 +87,7 @@ def message_of(found: Any) -> JSONRPCMessage | None:
     error = found.get("error")
     code, words = (error.get("code"), error.get("message")) if isinstance(error, dict) else (None, error)
     if "error" not in found:
-        code, words = types.PARSE_ERROR, "its result is no object"
+        code, words = types.PARSE_ERROR, "its result is not an object"
     code = code if type(code) is int else types.INTERNAL_ERROR
     told = types.ErrorData(code=code, message=words if isinstance(words, str) else "it gave no reason")
     return types.JSONRPCError(jsonrpc="2.0", id=number, error=told)
@@ -104,7 +104,7 @@ def mended_schema(schema: Any, hide: Callable[[str], str]) -> dict[str, Any]:
         ValueError: it is no schema of arguments; the message says why.
     """
     if not isinstance(schema := schema or {}, dict):
-        raise ValueError(f"its schema is no object but {json.dumps(schema)[:60]}")
+        raise ValueError(f"its schema is not an object but {json.dumps(schema)[:60]}")
     kinds = schema.get("type") or "object"
     if "object" not in (kinds if isinstance(kinds, list) else [kinds]):
         raise ValueError(f"its schema is of type {json.dumps(kinds)[:60]}, and arguments are an object")

@@ -258,7 +258,7 @@ async def receive(stream: asyncio.StreamReader, received: Received) -> None:
                 if line.strip():
                     await received.take(line)
             if len(buffer) > MAX_LINE:
-                received.log.add(f"the server sent a message of more than {MAX_LINE:,} bytes, and was ended")
+                received.log.add(f"the server sent a message of more than {MAX_LINE:,} bytes, and was stopped")
                 break
     received.close()
 

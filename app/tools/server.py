@@ -179,7 +179,7 @@ class Server:
             while not work.done():
                 await asyncio.wait([work], timeout=max(0.05, heard + CALL_S - loop.time()))
                 if not work.done() and loop.time() - heard >= CALL_S:
-                    raise ToolsError(f"{self.name} said nothing for {CALL_S:g} s in {what}; it was stopped")
+                    raise ToolsError(f"{self.name} was silent for {CALL_S:g} s in {what}; it was stopped")
             answer = await self._answer(work, what)
         finally:
             if not work.done():
@@ -247,8 +247,8 @@ class Server:
                 raise ToolsError(f"{self.name} ended during {what}{self._last_words()}") from None
             if error.code == types.PARSE_ERROR:
                 words = str(error).removeprefix("Failed to parse JSON response: ")
-                shown = "it is no message" if "validation error" in words else self._shown(words, 200)
-                raise ToolsError(f"{self.name} answered {what} with what can't be read: {shown}") from None
+                shown = "it is not a message" if "validation error" in words else self._shown(words, 200)
+                raise ToolsError(f"{self.name} answered {what} with something unreadable: {shown}") from None
             raise ToolsError(f"{self.name} refused {what}: {self._shown(str(error))}") from None
         except (RuntimeError, OSError, ValueError, RecursionError) as error:
             raise ToolsError(f"{what} of {self.name} failed: {self._shown(str(error))}") from None
@@ -256,7 +256,7 @@ class Server:
     def _items(self, found: Any, what: str) -> list[Any]:
         """A list of an answer; some languages write an empty one as an object."""
         if not isinstance(found, list) and found != {}:
-            raise ToolsError(f"{self.name} answered {what} in a form that MCP does not have")
+            raise ToolsError(f"{self.name} answered {what} in a form that MCP does not define")
         return list(found)
 
     def _shown(self, text: str, most: int = 300) -> str:
@@ -264,7 +264,7 @@ class Server:
 
     def _last_words(self) -> str:
         last = self._log.last if self._log is not None else ""
-        return f"; its last words: {self._shown(last, 200)}" if last else ""
+        return f"; its last output: {self._shown(last, 200)}" if last else ""
 
     def _set(self, state: State, problem: str = "") -> None:
         self.state, self.problem = state, problem
@@ -453,10 +453,10 @@ class Server:
         """
         name = entry.get("name") if isinstance(entry, dict) else None
         if not isinstance(name, str) or not name:
-            raise ToolsError(f"the tool at place {number} of the list is left out: it has no name")
+            raise ToolsError(f"tool number {number} in the list is left out: it has no name")
         shown = self._shown(printable_name(name), 60)
         if not name.isascii() or not name.isprintable() or name != " ".join(name.split()):
-            raise ToolsError(f"the tool {shown!r} is left out: its name may only have ASCII's visible characters")
+            raise ToolsError(f"the tool {shown!r} is left out: its name may contain only visible ASCII characters")
         if len(name) > MAX_NAME:
             raise ToolsError(f"the tool {shown!r} is left out: its name has more than {MAX_NAME} characters")
         try:

@@ -167,7 +167,7 @@ class Toolbox:
     def _run(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         if self._loop is None or self._closed:
             work.close()
-            raise ToolsError("the servers have been ended")
+            raise ToolsError("the servers have been stopped")
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
 

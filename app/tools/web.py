@@ -91,7 +91,7 @@ def _answer(content: bytes, asked: Any) -> bytes:
     except ValueError as error:
         raise httpx2.StreamError(f"it is not JSON: {error}") from None
     if message is None:
-        raise httpx2.StreamError("it is no message")
+        raise httpx2.StreamError("it is not a message")
     written = message.model_dump(by_alias=True, exclude_unset=True)
     return json.dumps({**written, "id": asked} if asked is not None and "method" not in written else written).encode()
 

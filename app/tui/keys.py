@@ -101,7 +101,7 @@ KEYS = (
         "ctrl+l",
         "tools",
         "tools",
-        tooltip="Servers of tools, and what this chat may use",
+        tooltip="Tool servers, and which tools this chat may use",
         id="app.tools",
         priority=True,
         show=False,

@@ -25,7 +25,7 @@ def commands(app: WorkApp) -> Iterator[SystemCommand]:
         ("Attach", "Send a document with the message, or have a long one or a folder searched", "attach"),
         ("This chat", "System prompt and sampling of this chat only", "chat_settings"),
         ("Presets", "Choose a system prompt for this chat, or save a new one", "presets"),
-        ("Tools", "Servers of tools, and what this chat may use", "tools"),
+        ("Tools", "Tool servers, and which tools this chat may use", "tools"),
         ("Tokens", "How likely each token of the last answer was", "inspect"),
         ("Models", "Choose, download, quantize or delete a model", "models"),
         ("Settings", "Budget, sampling, memory, appearance", "settings"),

@@ -194,7 +194,7 @@ class FolderWriter:
             for module, rows in parts(spec, self._family, kind):
                 if (rows.stop - rows.start) % _WORD:
                     raise self._refusal(
-                        f"{module} has {rows.stop - rows.start} outputs, which is no multiple of {_WORD}"
+                        f"{module} has {rows.stop - rows.start} outputs, which is not a multiple of {_WORD}"
                     )
 
     def _refusal(self, reason: str) -> UnsupportedModelError:

@@ -370,7 +370,7 @@ def write_tokenizer(writer: GGUFWriter, model: StoredModel) -> None:
     else:
         name = _pre_tokenizer(files.fast, ignore_merges=bpe["ignore_merges"])
         if name is None:
-            raise refusal(model, "GGUF has no name for the way in which its tokenizer cuts texts")
+            raise refusal(model, "GGUF has no name for how its tokenizer splits text")
         writer.add_tokenizer_model("gpt2")
         writer.add_tokenizer_pre(name)
         writer.add_token_merges(merges)
@@ -391,7 +391,7 @@ def check_read_back(path: Path, model: StoredModel) -> None:
     found = Tokenizer.from_str(tokenizer_files(read_header(path))[TOKENIZER].decode())
     own = _files(model).fast
     if any(found.encode(line).ids != own.encode(line).ids for line in (PROBE, *PROBE.splitlines())):
-        raise refusal(model, "what GGUF can say of its tokenizer encodes texts differently")
+        raise refusal(model, "what GGUF can express of its tokenizer encodes text differently")
 
 
 def refusal(model: StoredModel, reason: str) -> UnsupportedModelError:

@@ -114,7 +114,7 @@ def check_kind(header: Header) -> str:
     fields = Fields(table=header.metadata, source=str(header.path), remedy=REMEDY)
     kind = fields.text("general.type", "model")
     if kind != "model":
-        raise UnsupportedModelError(f"{header.path}: holds no model, but '{kind}' (general.type). Give a model's file.")
+        raise UnsupportedModelError(f"{header.path} holds no model, but '{kind}' (general.type). Give a model's file.")
     architecture = fields.text("general.architecture")
     if architecture not in ARCHITECTURES:
         raise UnsupportedModelError(
@@ -174,7 +174,7 @@ def config_of(header: Header, tensors: Mapping[str, GgufTensor]) -> dict[str, An
     vocabulary = read_vocabulary(header)
     if len(vocabulary.tokens) > config["vocab_size"]:
         raise CheckpointError(
-            f"{header.path}: has {len(vocabulary.tokens)} tokens and embeddings for {config['vocab_size']}. They do "
+            f"{header.path} has {len(vocabulary.tokens)} tokens and embeddings for {config['vocab_size']}. They do "
             f"not belong together. {REMEDY}"
         )
     begin, end = fields.token_ids("tokenizer.ggml.bos_token_id"), ends_of_generation(header, vocabulary)

@@ -82,7 +82,7 @@ def choose(name: str, files: Iterable[str], wanted: str | None) -> tuple[str, ..
         raise CheckpointError(f"{name} has no GGUF file of type {wanted} (there are: {there}): name one of them.")
     raise CheckpointError(
         f"{name} has only GGUF files of few bits ({there}), and quantizing one of them loses quality twice: choose a "
-        f"repository with Q8_0 or safetensors, or name a type all the same, as in {name}:{min(types)}."
+        f"repository with Q8_0 or safetensors, or name a type anyway, as in {name}:{min(types)}."
     )
 
 
@@ -154,15 +154,15 @@ def read_header(path: Path) -> Header:
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
                 return _Reader(path, data).header()
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror}).") from error
+        raise CheckpointError(f"{path} cannot be read ({error.strerror}).") from error
 
 
 def _what_it_is(path: Path, beginning: bytes) -> str:
     if beginning.startswith(b"version https://git-lfs"):
-        return f"{path}: is a Git LFS pointer, not the model itself. Run `git lfs pull` in its folder."
+        return f"{path} is a Git LFS pointer, not the model itself. Run `git lfs pull` in its folder."
     if not beginning:
-        return f"{path}: is empty. {DOWNLOAD_AGAIN}"
-    return f"{path}: is not a GGUF file (it does not begin with 'GGUF'). Give a .gguf file or a checkpoint's folder."
+        return f"{path} is empty. {DOWNLOAD_AGAIN}"
+    return f"{path} is not a GGUF file (it does not begin with 'GGUF'). Give a .gguf file or a checkpoint's folder."
 
 
 class _Reader:
@@ -188,7 +188,7 @@ class _Reader:
         listed = [self._tensor() for _ in range(tensors)]
         alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
         if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
-            raise self._damaged(f"its alignment is {alignment!r}, which is no power of two")
+            raise self._damaged(f"its alignment is {alignment!r}, which is not a power of two")
         begin = -(-self._position // alignment) * alignment
         return Header(path=self._path, files=(self._path,), metadata=metadata, tensors=self._placed(listed, begin))
 
@@ -196,15 +196,15 @@ class _Reader:
         version: int = self._scalar("I")
         if version & 0xFFFF == 0 and version:
             raise CheckpointError(
-                f"{self._path}: was written for machines with the other byte order (big-endian). Take the usual file, "
+                f"{self._path} was written for machines with the other byte order (big-endian). Take the usual file, "
                 "which is little-endian."
             )
         if version not in VERSIONS:
             raise CheckpointError(
-                f"{self._path}: has version {version} of the GGUF format (supported: {VERSIONS[0]} and {VERSIONS[1]}). "
+                f"{self._path} has version {version} of the GGUF format (supported: {VERSIONS[0]} and {VERSIONS[1]}). "
                 "Take a newer conversion of the model."
                 if version < VERSIONS[0]
-                else f"{self._path}: has version {version} of the GGUF format, which this program does not know yet "
+                else f"{self._path} has version {version} of the GGUF format, which this program does not know yet "
                 f"(supported: {VERSIONS[0]} and {VERSIONS[1]})."
             )
 
@@ -216,7 +216,7 @@ class _Reader:
                 raise self._damaged(f"it has the tensor '{name}' twice")
             if begin + offset + size > len(self._data):
                 raise CheckpointError(
-                    f"{self._path}: is cut off: the tensor '{name}' ends at byte {begin + offset + size}, the file at "
+                    f"{self._path} is cut off: the tensor '{name}' ends at byte {begin + offset + size}, the file at "
                     f"{len(self._data)}. {DOWNLOAD_AGAIN}"
                 )
             tensors[name] = TensorInfo(
@@ -281,7 +281,7 @@ class _Reader:
         try:
             return self._data[begin : begin + size].decode("utf-8")
         except UnicodeDecodeError as error:
-            raise self._damaged(f"{what} is not text in UTF-8") from error
+            raise self._damaged(f"{what} is not UTF-8 text") from error
 
     def _scalar(self, code: str) -> Any:
         begin = self._need(struct.calcsize(f"<{code}"), "its header")
@@ -295,12 +295,12 @@ class _Reader:
 
     def _holds(self, size: int, what: str) -> None:
         if self._position + size > len(self._data):
-            raise CheckpointError(f"{self._path}: is cut off: it ends within {what}. {DOWNLOAD_AGAIN}")
+            raise CheckpointError(f"{self._path} is cut off: it ends within {what}. {DOWNLOAD_AGAIN}")
         if self._position + size > _MAX_BYTES:
             raise self._damaged(f"its header has more than {_MAX_BYTES >> 20} MiB")
 
     def _damaged(self, reason: str) -> CheckpointError:
-        return CheckpointError(f"{self._path}: is damaged: {reason}. {DOWNLOAD_AGAIN}")
+        return CheckpointError(f"{self._path} is damaged: {reason}. {DOWNLOAD_AGAIN}")
 
 
 def read_model(path: Path) -> Header:
@@ -319,7 +319,7 @@ def read_model(path: Path) -> Header:
     match = PART.fullmatch(path.name)
     if match is None or int(match["count"]) != count:
         raise CheckpointError(
-            f"{path}: is one of {count} parts of a model, but its name does not say which. Give the parts their names "
+            f"{path} is one of {count} parts of a model, but its name does not say which. Give the parts their names "
             f"back, NAME-00001-of-{count:05}.gguf and so on, in one folder."
         )
     paths = [path.with_name(name) for name in part_names(path.name)]
@@ -335,7 +335,7 @@ def read_model(path: Path) -> Header:
         placed = (part.metadata.get("split.no"), part.metadata.get("split.count"))
         if placed != (number, count) or tensors.keys() & part.tensors.keys():
             raise CheckpointError(
-                f"{part.path}: is not part {number + 1} of {count} of the model that the other files beside it hold. "
+                f"{part.path} is not part {number + 1} of {count} of the model that the other files beside it hold. "
                 "Download it again."
             )
         tensors |= part.tensors

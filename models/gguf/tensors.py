@@ -200,7 +200,7 @@ class GgufTensor:
                 raise CheckpointError(f"{self.path}: ends within the tensor '{self.name}'. {DOWNLOAD_AGAIN}")
             return np.memmap(self.path, np.uint8, "r", self.info.offset, (self.info.size,))
         except OSError as error:
-            raise CheckpointError(f"{self.path}: cannot be read ({error.strerror}). {DOWNLOAD_AGAIN}") from error
+            raise CheckpointError(f"{self.path} cannot be read ({error.strerror}). {DOWNLOAD_AGAIN}") from error
 
 
 def further_blocks(header: Header) -> int:
@@ -274,7 +274,7 @@ def tensors_of(header: Header, architecture: str, family: Family, orders: Mappin
             own = f"{module}.{match['part']}"
         if match is None or module is None:
             raise CheckpointError(
-                f"{header.path}: the tensor '{name}' has no place in a {architecture} model as this program knows "
+                f"{header.path}: the tensor '{name}' does not belong in a {architecture} model as this program knows "
                 "them. Choose another conversion of the model."
             )
         convolves = module in _CONVOLUTIONS and match["part"] == "weight"

@@ -151,7 +151,7 @@ def read_vocabulary(header: Header) -> Vocabulary:
     types = list_of(header, "token_type", int, default=[NORMAL] * len(tokens))
     if len(types) != len(tokens):
         raise CheckpointError(
-            f"{header.path}: has {len(tokens)} tokens and {len(types)} types of tokens. They do not belong together. "
+            f"{header.path} has {len(tokens)} tokens and {len(types)} types of tokens. They do not belong together. "
             f"{_REMEDY}"
         )
     fields = _fields(header)
@@ -190,7 +190,7 @@ def list_of(header: Header, key: str, kind: type, default: list[Any] | None = No
     full = f"tokenizer.ggml.{key}"
     value = header.metadata.get(full, default)
     if value is None:
-        raise CheckpointError(f"{header.path}: has no tokenizer ('{full}' is missing). {_REMEDY}")
+        raise CheckpointError(f"{header.path} has no tokenizer ('{full}' is missing). {_REMEDY}")
     if not isinstance(value, list | memoryview) or len(value) > _MAX_TOKENS:
         raise _fields(header).wrong(full, value, f"a list of {kind.__name__}, at most {_MAX_TOKENS:,}")
     if not all(isinstance(entry, kind) for entry in value):
@@ -225,7 +225,7 @@ def check_tokenizer(header: Header) -> str:
     name = fields.text("tokenizer.ggml.pre", "")
     if kind == "gpt2" and not name:
         raise UnsupportedModelError(
-            f"{header.path}: does not say how texts are cut before they are encoded (tokenizer.ggml.pre is missing, as "
+            f"{header.path} does not say how texts are cut before they are encoded (tokenizer.ggml.pre is missing, as "
             "in conversions made before May 2024). Take a newer conversion of the model."
         )
     if kind == "gpt2" and name not in PRE_TOKENIZERS:
@@ -366,7 +366,7 @@ def _scores(header: Header, vocabulary: Vocabulary) -> list[float]:
     scores = list_of(header, "scores", float)
     if len(scores) != len(vocabulary.tokens):
         raise CheckpointError(
-            f"{header.path}: has {len(vocabulary.tokens)} tokens and {len(scores)} scores. They do not belong "
+            f"{header.path} has {len(vocabulary.tokens)} tokens and {len(scores)} scores. They do not belong "
             f"together. {_REMEDY}"
         )
     return scores

@@ -305,7 +305,7 @@ class Engine:
         if not tokens:
             raise RequestError("the prompt is empty: give at least one token")
         if min(tokens) < 0 or max(tokens) >= V:
-            raise RequestError(f"the prompt holds a token outside the model's vocabulary of {V}")
+            raise RequestError(f"the prompt contains a token outside the model's vocabulary of {V}")
         if len(tokens) + 1 > self.context:
             raise ContextOverflowError(
                 f"the prompt has {len(tokens)} tokens and the context holds {self.context}, the answer included: "

@@ -54,7 +54,7 @@ def candidates(backend_name: str = AUTO) -> Iterator[Candidate]:
         if presence.usable:
             yield Candidate(backend=runner, presence=presence, reason="; ".join([*out, presence.reason]))
         else:
-            out.append(f"{presence.reason}, so {runner.label} is out")
+            out.append(f"{presence.reason}, so {runner.label} is not used")
 
 
 def _requested(runner: AnyBackend) -> Candidate:

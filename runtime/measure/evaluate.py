@@ -282,7 +282,7 @@ def _checked(tokens: Sequence[int], vocabulary: int) -> Int64Array:
     text = np.asarray(tokens, np.int64)
     if text.size and not (text.min() >= 0 and text.max() < vocabulary):
         raise RequestError(
-            f"the text holds a token outside the model's vocabulary of {vocabulary}: a foreign tokenizer?"
+            f"the text contains a token outside the model's vocabulary of {vocabulary}: another model's tokenizer?"
         )
     return text
 

@@ -49,11 +49,11 @@ class LockRecord:
             if type(getattr(self, field)) is not kind:
                 raise ValueError(f"{field} must be of type {kind.__name__}")
         if type(self.create_time) not in (int, float) or not 0 < self.create_time < _LATEST:
-            raise ValueError("create_time is no time")
+            raise ValueError("create_time is not a time")
         if not 0 < self.pid < _LARGEST_ID or not 0 < self.port < 65536 or not _WORD.fullmatch(self.token):
             raise ValueError("pid, port or token is out of range")
         if not _WORD.fullmatch(self.version):
-            raise ValueError("version is no word")
+            raise ValueError("version is not a word")
         if not is_loopback(self.host):
             raise ValueError("a runtime listens on this machine alone")
 

@@ -79,7 +79,7 @@ def run(service: Service, *, home: Path, parent_pid: int | None = None, model: s
         print(f"the runtime cannot start: {error}", file=sys.stderr)  # noqa: T201 -- the starting program reads stderr
         return 1
     except BaseException:
-        logger.exception("ends by an unexpected error")
+        logger.exception("ends after an unexpected error")
         raise
     logger.info("has ended%s", "" if clean else ", though a piece of work did not stop in time")
     if not clean:  # a thread hangs in native code: waiting for it could take forever

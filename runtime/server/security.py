@@ -122,7 +122,7 @@ _REFUSED_HOST = (
     "this server does not go by the name in the Host header; use its address, for example http://127.0.0.1, "
     "or allow the name when the server is started"
 )
-_REFUSED_ORIGIN = "web pages of other sites may not use this server"
+_REFUSED_ORIGIN = "web pages from other sites may not use this server"
 
 
 class Guard:

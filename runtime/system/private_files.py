@@ -40,7 +40,7 @@ def read_private(file: Path, denied: int = WRITE_ACCESS) -> bytes:
     descriptor = os.open(file, os.O_RDONLY | _flag("O_NOFOLLOW") | _flag("O_NONBLOCK") | _flag("O_BINARY"))
     try:
         status = os.fstat(descriptor)
-        problem = _problem(status, denied) if stat.S_ISREG(status.st_mode) else "it is no file"
+        problem = _problem(status, denied) if stat.S_ISREG(status.st_mode) else "it is not a file"
         if problem is not None:
             raise PermissionError(errno.EPERM, problem, str(file))
         with open(descriptor, "rb", closefd=False) as stream:
@@ -70,7 +70,7 @@ def read_trusted(file: Path, most: int) -> bytes:
     with os.fdopen(descriptor, "rb") as stream:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
-            raise OSError(errno.EINVAL, "it is no file", str(file))
+            raise OSError(errno.EINVAL, "it is not a file", str(file))
         problem = _trust_problem(real, status) or _trust_problem(file, file.lstat())
         for folder in dict.fromkeys((real.parent, file.absolute().parent)):
             problem = problem or _trust_problem(folder, folder.stat())

@@ -158,7 +158,7 @@ def test_a_token_may_travel_where_nobody_reads_it(url: str) -> None:
 
 @pytest.mark.parametrize("token", ["s3cret\nx", "s3cr\xe9t", " s3cret", "s3cret\0"])
 def test_a_token_that_no_header_carries_is_told_without_it(token: str) -> None:
-    assert endpoint_problem("https://gpu/v1", token) == "the token may only have ASCII's visible characters"
+    assert endpoint_problem("https://gpu/v1", token) == "the token may contain only visible ASCII characters"
 
 
 @pytest.mark.parametrize(

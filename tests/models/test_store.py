@@ -227,9 +227,9 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "nested manifest": (lambda path: (path / "manifest.json").write_text("[" * 200_000), "it is nested too deeply"),
     "a word for a number": (lambda path: reworded(path, "summary", "context", "all of it"), "context is 'all of it'"),
     "a word for a size": (lambda path: reworded(path, "files", "config.json", {**ENTRY, "bytes": "9"}), "bytes is '9'"),
-    "a pipe for the manifest": (lambda path: piped(path / "manifest.json"), "it is no regular file"),
+    "a pipe for the manifest": (lambda path: piped(path / "manifest.json"), "it is not a regular file"),
     "a pipe": (lambda path: (piped(path / "x"), reworded(path, "files", "x", ENTRY)), "x is a link or a device"),
-    "an endless device": (lambda path: linked(path / "manifest.json", Path("/dev/zero")), "it is no regular file"),
+    "an endless device": (lambda path: linked(path / "manifest.json", Path("/dev/zero")), "it is not a regular file"),
     "a link that leads outside": (
         lambda path: linked(path / "config.json", path.parent / "org--wide/config.json"),
         r"config\.json is a link or a device; a stored model is files in a folder",

@@ -579,7 +579,7 @@ class ChatScreen(Screen[None]):
         own = self._session.conversation.extras.settings
         parts = [model_line(self._session)] if self.has_class("-slim") else []
         if own.get("system_prompt"):
-            parts.append(str(own.get("preset") or "own system prompt"))
+            parts.append(str(own.get("preset") or "custom system prompt"))
         if documents := self._attaching.status:
             parts.append(documents)
         return plain(SEPARATOR.join(parts))

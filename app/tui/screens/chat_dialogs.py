@@ -308,7 +308,7 @@ class AskDialog(UnaskedDialog["Answer | None"]):
     def compose(self) -> ComposeResult:
         """The call and the answers. "Always" is only offered for a tool that says it changes nothing."""
         call, tool = self._ask.call, self._ask.tool
-        kind = "It says that it only reads." if tool.reads else "It may change something."
+        kind = "The server says that it only reads." if tool.reads else "It may change something."
         with Vertical(classes="dialog"):
             yield Plain(f"May the model call {printable_name(call.name)} of {printable_name(tool.server)}? {kind}")
             with VerticalScroll(id="ask-arguments"):
@@ -348,7 +348,7 @@ class ImportDialog(FormDialog[Path]):
     def compose(self) -> ComposeResult:
         """An input line and buttons."""
         with Vertical(classes="dialog"):
-            yield Plain("A file with mcpServers, such as another program's mcp.json. Its servers are added to yours.")
+            yield Plain("A file with mcpServers, such as another program's mcp.json. Its servers join yours.")
             yield Input(placeholder="/path/to/mcp.json", compact=True)
             with Horizontal(classes="dialog-buttons"):
                 yield Button("Import", id="yes", variant="primary", compact=True)

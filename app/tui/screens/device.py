@@ -40,7 +40,7 @@ class DeviceScreen(Screen[None]):
     HORIZONTAL_BREAKPOINTS = [(0, "-slim"), (75, "-narrow"), (90, "-wide"), (110, "-broad")]  # noqa: RUF012  declared so by Textual
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("r", "retune", "retune", tooltip="Measure again and apply the budget", id="device.retune"),
-        Binding("s", "app.stop_work", "stop", tooltip="Stop what runs", id="device.stop", show=False),
+        Binding("s", "app.stop_work", "stop", tooltip="Stop the running work", id="device.stop", show=False),
         Binding("escape", "dismiss", "back", tooltip="Back to the chat", id="device.back"),
     ]
 

@@ -59,7 +59,7 @@ OF_ANY_RUNTIME = ("Chat", "Look")
 """Groups that also apply to a remote server."""
 REMOTE_NOTE = (
     "{host} generates the answers, with its own model, settings, memory and context. "
-    "To use this machine again: ^P, Endpoint."
+    "To return to this machine: ^P, Endpoint."
 )
 
 

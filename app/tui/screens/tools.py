@@ -30,10 +30,7 @@ from app.tui.widgets.plain_table import PlainTable
 if TYPE_CHECKING:
     from app.tools.server import Offered, Server, ServerTool
 
-NONE = (
-    "There are no servers of tools yet. I imports a file with mcpServers, as other programs have one; or write {file} "
-    "and press R."
-)
+NONE = "There are no tool servers yet. I imports another program's file with mcpServers; or write {file} and press R."
 LONG_NAME = 40
 """Maximum characters of a tool's name in the table."""
 SLIM_NAME = 18
@@ -58,7 +55,7 @@ class ToolsScreen(Screen[None]):
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("a", "always", "always", tooltip="Run the tool unasked in every chat, or ask again", id="tools.always"),
         Binding("r", "restart", "restart", tooltip="Read mcp.json again, and restart the servers", id="tools.restart"),
-        Binding("s", "halt", "stop", tooltip="End the server under the cursor", id="tools.stop"),
+        Binding("s", "halt", "stop", tooltip="Stop the server under the cursor", id="tools.stop"),
         Binding("i", "import", "import", tooltip="Add the servers of another program's file", id="tools.import"),
         Binding("escape", "dismiss", "back", tooltip="Back to the chat", id="tools.back"),
     ]
@@ -231,7 +228,7 @@ class ToolsScreen(Screen[None]):
         self.run_worker(self._session.tools.reload(), group="tools", exclusive=True, exit_on_error=False)
 
     def action_halt(self) -> None:
-        """End the server under the cursor."""
+        """Stop the server under the cursor."""
         from app.tools.server import Server
 
         one, box = self._chosen, self._session.tools.box

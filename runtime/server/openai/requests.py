@@ -426,7 +426,7 @@ class CompletionRequest(Sampling):
 
     REFUSED: ClassVar[dict[str, str]] = {
         **Sampling.REFUSED,
-        "echo": "echo is not supported: put the prompt in front yourself",
+        "echo": "echo is not supported: prepend the prompt yourself",
         "suffix": "suffix is not supported",
     }
 

@@ -105,7 +105,7 @@ def test_prompt_and_standard_input_are_joined(answer: Answer, arguments: list[st
     ids=["nul", "utf-16", "png", "latin-1", "jpeg"],
 )
 def test_what_is_not_text_is_no_prompt(error: Callable[..., str], piped: bytes) -> None:
-    assert "standard input is not text in UTF-8 (byte " in error("run", "demo", "what is it?", piped=piped)
+    assert "standard input is not UTF-8 text (byte " in error("run", "demo", "what is it?", piped=piped)
 
 
 def test_a_mark_of_utf_8_is_not_part_of_the_prompt(answer: Answer) -> None:
@@ -304,4 +304,4 @@ def test_documents_are_sent_or_searched(run: Callable[..., Any], answer: Answer,
 def test_a_document_that_cannot_be_read_ends_the_run(error: Callable[..., str], tmp_path: Path) -> None:
     (tmp_path / "picture.txt").write_bytes(b"\x89PNG\0")
     said = error("run", "demo", "x", "--attach", tmp_path / "picture.txt")
-    assert said.endswith("picture.txt is not text: it has bytes that no text has")
+    assert said.endswith("picture.txt is not text: it contains binary data")

@@ -115,7 +115,7 @@ def test_what_the_runtime_cannot_promise_is_answered_here(
 
 def test_ps_where_none_is_up(answer: Answer, run: Callable[..., Any], isolated_home: Path) -> None:
     assert answer("ps") == {"running": False}
-    assert run("ps").stdout == "no runtime is up\n"
+    assert run("ps").stdout == "no runtime is running\n"
     assert answer("stop") == {"stopped": None}
 
 

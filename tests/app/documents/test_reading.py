@@ -80,8 +80,8 @@ ENTITIES = b'<!DOCTYPE a [<!ENTITY b "bb"><!ENTITY c "&b;&b;">]><a>&c;</a>'
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("picture.txt", b"\x89PNG\r\n\0\0", "picture.txt is not text: it has bytes that no text has"),
-        ("latin.txt", "é".encode("latin-1"), "latin.txt is not text in UTF-8 or UTF-16"),
+        ("picture.txt", b"\x89PNG\r\n\0\0", "picture.txt is not text: it contains binary data"),
+        ("latin.txt", "é".encode("latin-1"), "latin.txt is neither UTF-8 nor UTF-16 text"),
         ("empty.md", "\n \n", "empty.md has no text"),
         ("bomb.docx", None, "bomb.docx has more than 64 MB of text when it is unpacked"),
         ("entities.docx", zipped({"word/document.xml": ENTITIES}), "entities.docx has a document type"),
@@ -239,7 +239,7 @@ def test_unreadable_folders_and_names_are_counted(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(os, "scandir", denied)
     found = survey(tmp_path)
     assert [file.name for file in found.files] == ["fine.txt"]
-    assert found.skipped == {"unreadable folders": 1, "names that are not text": 1}
+    assert found.skipped == {"unreadable folders": 1, "names that are not valid Unicode": 1}
     with pytest.raises(DocumentError, match="secret can't be read: Permission denied"):
         survey(tmp_path / "secret")
 

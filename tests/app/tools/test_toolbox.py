@@ -105,13 +105,13 @@ def test_secrets_of_the_file_come_back_hidden(box: Callable[..., Toolbox]) -> No
 
 
 OUTCOMES = {
-    "wrong-json": """wrong-json answered the call of echo with what can't be read: """
+    "wrong-json": """wrong-json answered the call of echo with something unreadable: """
     '{"jsonrpc": "2.0", "id": 5, "result": {"content": [',
-    "hang": "hang said nothing for 1.5 s in the call of echo; it was stopped",
-    "exit": "exit ended during the call of echo; its last words: segmentation fault of a kind",
-    "chatter": "chatter said nothing for 1.5 s in the call of echo; it was stopped",
-    "one-line": "one-line ended during the call of echo; its last words: the server sent a message of more than "
-    "4,194,304 bytes, and was ended",
+    "hang": "hang was silent for 1.5 s in the call of echo; it was stopped",
+    "exit": "exit ended during the call of echo; its last output: segmentation fault of a kind",
+    "chatter": "chatter was silent for 1.5 s in the call of echo; it was stopped",
+    "one-line": "one-line ended during the call of echo; its last output: the server sent a message of more than "
+    "4,194,304 bytes, and was stopped",
 }
 
 
@@ -142,7 +142,7 @@ MENDED = {
     "an error of nobody": (f'{{"jsonrpc": "2.0", "id": null, "error": {{}}}}\n{said("x")}', "x"),
     "odd contents": (said("x").replace("[{", '[null, {"type": "text"}, {'), "[None, not shown]\n[text, not shown]\nx"),
 }
-UNREAD = r"^raw answered the call of echo with what can't be read: "
+UNREAD = r"^raw answered the call of echo with something unreadable: "
 UNREADABLE = {
     "cut": said("x")[:60],
     "nested": said("x").replace('"x"', "[" * 100_000),
@@ -190,7 +190,7 @@ def test_one_odd_tool_costs_no_other(box: Callable[..., Toolbox]) -> None:
         server.notes,
         (
             'its schema is of type "array", and arguments are an object',
-            'its schema is no object but "object"',
+            'its schema is not an object but "object"',
             "its name has more than 200 characters",
             *("has no name",) * 3,
             "the tool none is listed twice",

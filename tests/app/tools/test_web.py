@@ -141,7 +141,7 @@ def test_an_answer_is_mended_or_an_error_of_its_call_alone(
         assert box.call(box.tools[0], {"as": damage}).result(20).text.endswith("hello")
     for damage in ("cut", "nested", "packed"):
         tracemalloc.start()
-        with pytest.raises(ToolsError, match=r"^web answered the call of echo with what can't be read: "):
+        with pytest.raises(ToolsError, match=r"^web answered the call of echo with something unreadable: "):
             box.call(box.tools[0], {"as": damage}).result(20)
         assert tracemalloc.get_traced_memory()[1] < 12e6
         tracemalloc.stop()

@@ -100,7 +100,7 @@ async def test_a_chat_s_own_prompt_is_kept_as_a_preset(stage: Stage, runtime: An
         await s.until(lambda: presets.load().get("Pirate") == "Be a pirate.")
         await s.until(lambda: isinstance(s.app.screen, ChatSettingsDialog))
         s.app.screen.query_one("#yes", Button).press()
-        await s.shows("own system prompt")
+        await s.shows("custom system prompt")
 
 
 async def test_settings_of_the_chat_leave_its_preset(stage: Stage, runtime: Any) -> None:

@@ -37,7 +37,7 @@ async def test_a_call_runs_when_it_is_allowed(stage: Callable[..., Any], runtime
     async with stage(runtime, size=(100, 40)) as s:
         await s.ask("What does it say?")
         await asked(s)
-        await s.shows("May the model call echo of good? It says that it only reads.")
+        await s.shows("May the model call echo of good? The server says that it only reads.")
         await s.shows('"text": "hello"')
         assert calls(s)[0].state == "asked"
         await s.pilot.press("y")
@@ -141,7 +141,7 @@ async def test_a_server_that_dies_costs_a_sentence(stage: Callable[..., Any], ru
         await s.answered()
         (call,) = calls(s)
         assert call.state == "failed"
-        assert call.result == "exit ended during the call of echo; its last words: segmentation fault of a kind"
+        assert call.result == "exit ended during the call of echo; its last output: segmentation fault of a kind"
         assert s.last.text == "It broke."
 
 
@@ -274,7 +274,7 @@ async def test_servers_of_another_program_are_imported(stage: Callable[..., Any]
     theirs.write_text(json.dumps({"servers": {"mine": {"command": sys.executable, "args": [str(HOSTILE), "good"]}}}))
     async with stage(runtime, size=(100, 40)) as s:
         await s.open(ToolsScreen, "ctrl+l")
-        await s.shows("There are no servers of tools yet.")
+        await s.shows("There are no tool servers yet.")
         await s.pilot.press("i")
         await s.pilot.press(*str(theirs), "enter")
         await s.shows("● ready")

@@ -173,7 +173,7 @@ class FakeEngine:
 
     def embed(self, tokens: Sequence[int], cancelled: Callable[[], bool] = lambda: False) -> np.ndarray:
         if max(tokens) > 10_000:
-            raise RequestError("the prompt holds a token outside the model's vocabulary of 10000")
+            raise RequestError("the prompt contains a token outside the model's vocabulary of 10000")
         if len(tokens) + 1 > self.context:
             raise ContextOverflowError(f"the prompt has {len(tokens)} tokens and the context holds {self.context}")
         vector = np.array([len(tokens), 1, 0, 0], np.float32)

@@ -398,7 +398,7 @@ def test_a_file_nested_without_end_is_one_clear_error(name: str, tmp_path: Path)
 def test_a_pipe_is_not_waited_for(name: str, tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
     os.mkfifo(tmp_path / name)
-    with pytest.raises(BackendError, match="it is no regular file"):
+    with pytest.raises(BackendError, match="it is not a regular file"):
         Tokenizer(tmp_path)
 
 
