@@ -112,7 +112,7 @@ def planted(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monkey
     return lambda: marker.read_text().split() if marker.exists() else []
 
 
-LARGE = ("test_rounds.py", "test_cpu_decoder.py", "test_budget.py", "test_snapshots.py", "test_real_models.py")
+LARGE = ("test_decoding.py", "test_cpu_decoder.py", "test_budget.py", "test_snapshots.py", "test_real_models.py")
 """Files that take long; they come first, so that workers which share the files out end at about the same time."""
 
 

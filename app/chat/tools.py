@@ -193,13 +193,13 @@ class ChatTools:
                 if (problem := await _problem(call, tool)) is not None:
                     yield change(call.id, "failed", f"Not called, because of {problem}")
                     continue
-                if not self.permissions.allows(tool.print, conversation.id):
+                if not self.permissions.allows(tool.fingerprint, conversation.id):
                     asked = CallAsked(call, tool, asyncio.get_running_loop().create_future())
                     self._asked[conversation.id] = asked
                     yield asked
                     answered = await asked.answer
                     with contextlib.suppress(ToolsError):  # it only means that the question comes again
-                        self.permissions.decide(tool.print, tool.key, conversation.id, answered)
+                        self.permissions.decide(tool.fingerprint, tool.key, conversation.id, answered)
                     if answered == "no":
                         yield change(call.id, "refused", REFUSED)
                         continue

@@ -158,7 +158,7 @@ class Talk:
                 f"--yes-tools names {', '.join(sorted(unknown))}, which no server has; the tools are: {known}"
             )
         # A yes is to a tool as it is now; when it changes, it is asked about.
-        self._unasked = frozenset(tool.print for name, tool in named.items() if {name, tool.key} & set(yes))
+        self._unasked = frozenset(tool.fingerprint for name, tool in named.items() if {name, tool.key} & set(yes))
 
     def _use_all_tools(self) -> None:
         if self._tools.box is not None:
@@ -267,7 +267,7 @@ class Talk:
     def _permission(self, asked: CallAsked) -> Permission:
         """Whether a call may run; asks on a terminal."""
         tool, call = asked.tool, asked.call
-        if tool.print in self._unasked:
+        if tool.fingerprint in self._unasked:
             return "once"
         line = f"{printable_name(tool.server)} · {call.name} {printable(call.arguments)}"
         if self._output.as_json or not at_a_terminal():

@@ -60,8 +60,8 @@ class ServerTool:
     """JSON schema of its arguments."""
     reads: bool
     """Whether the server says that it changes nothing."""
-    print: str
-    """Its fingerprint, see `app.tools.permissions`."""
+    fingerprint: str
+    """Of its definition, see `app.tools.permissions`."""
 
     @property
     def key(self) -> str:
@@ -473,7 +473,7 @@ class Server:
             description=clean(self._secrets.hide(said if isinstance(said, str) else ""), MAX_DESCRIPTION),
             schema=schema,
             reads=isinstance(hints, dict) and hints.get("readOnlyHint") is True,
-            print=fingerprint(self.config.identity, definition),
+            fingerprint=fingerprint(self.config.identity, definition),
         )
 
 

@@ -25,10 +25,10 @@ import numpy as np
 from models.progress import ProgressCallback, ignore_progress, never_cancelled
 from runtime.backends.decoder import Decoder, Float32Array, Step
 from runtime.engine.conversations import Conversations
+from runtime.engine.decoding import Drafting, Rounds
 from runtime.engine.gamma import Costs
 from runtime.engine.generation import Answer, Piece, Receive, Run
 from runtime.engine.inspection import MAX_TOKENS, inspect
-from runtime.engine.rounds import Drafting, Rounds
 from runtime.engine.saved import SavedCaches
 from runtime.engine.scheduler import Request, Scheduler
 from runtime.errors import BackendError, Cancelled, ContextOverflowError, RequestError

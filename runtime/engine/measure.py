@@ -11,9 +11,9 @@ from runtime.backends.decoder import Decoder, Float32Array, Step
 from runtime.engine.conversations import Conversations
 from runtime.engine.copying import StepTimes
 from runtime.engine.costs import measure_costs
+from runtime.engine.decoding import DecodeContext, Rounds
 from runtime.engine.gamma import MAX_SEARCHED, AdaptiveGamma, Costs, FixedGamma, Gamma, break_even
 from runtime.engine.generation import Speculation
-from runtime.engine.rounds import DecodeContext, Rounds
 from runtime.engine.scheduler import run_alone
 from runtime.errors import Cancelled, RequestError
 from runtime.text.sampling import Drawn, Sampler, SamplingOptions

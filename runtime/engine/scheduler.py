@@ -30,8 +30,8 @@ import numpy as np
 
 from runtime.backends.decoder import Decoder, DrawsTokens, Step
 from runtime.engine.conversations import Conversations
+from runtime.engine.decoding import DecodeContext, Rounds, RowKind, Rows, Work
 from runtime.engine.generation import Answer, Piece
-from runtime.engine.rounds import DecodeContext, Rounds, RowKind, Rows, Work
 from runtime.errors import OutOfMemoryError
 
 T = TypeVar("T")
@@ -119,7 +119,7 @@ class Request:
         self.rows = next(self._work)
 
     def go_on(self, result: Any) -> None:
-        """Continue with the results of the requested rows; see `runtime.engine.rounds.Work`."""
+        """Continue with the results of the requested rows; see `runtime.engine.decoding.Work`."""
         assert self._work is not None
         try:
             self.rows = self._work.send(result)

@@ -219,7 +219,7 @@ class Sampler:
         self.note(token)
         return token
 
-    def order(self) -> Draw:
+    def draw_inputs(self) -> Draw:
         """The input for sampling the next token on the device; advances the random stream as `draw` would.
 
         Pass the returned token to `note`.

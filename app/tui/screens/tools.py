@@ -140,8 +140,8 @@ class ToolsScreen(Screen[None]):
             return [" ", f"  {printable(one.title)[:60]}", kind, "Enter puts it into the message"]
         tools = self._session.tools
         on = one.key in tools.keys(self._session.conversation)
-        always = one.print in tools.permissions.always
-        here = tools.permissions.allows(one.print, self._session.conversation.id)
+        always = one.fingerprint in tools.permissions.always
+        here = tools.permissions.allows(one.fingerprint, self._session.conversation.id)
         asks = "runs unasked" if always else "unasked in this chat" if here else "asks first"
         name = one.name if len(one.name) <= LONG_NAME else f"{one.name[: LONG_NAME - 1]}…"
         return ["[x]" if on else "[ ]", f"  {name}", "reads" if one.reads else "may write", asks]
@@ -207,15 +207,15 @@ class ToolsScreen(Screen[None]):
         if not isinstance(one, ServerTool):
             return
         tool = one
-        if permissions.allows(tool.print, chat):
-            self._try(lambda: permissions.revoke(tool.print, chat))
+        if permissions.allows(tool.fingerprint, chat):
+            self._try(lambda: permissions.revoke(tool.fingerprint, chat))
         elif tool.reads:
-            self._try(lambda: permissions.decide(tool.print, tool.key, chat, "always"))
+            self._try(lambda: permissions.decide(tool.fingerprint, tool.key, chat, "always"))
         else:
 
             def decided(confirmed: bool | None) -> None:
                 if confirmed:
-                    self._try(lambda: permissions.decide(tool.print, tool.key, chat, "always"))
+                    self._try(lambda: permissions.decide(tool.fingerprint, tool.key, chat, "always"))
 
             told = (
                 f"Let models call {tool.name} of {printable_name(tool.server)} without asking you, in every chat? "

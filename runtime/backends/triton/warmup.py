@@ -122,7 +122,7 @@ def warm_up(decoder: TritonDecoder, progress: ProgressCallback) -> None:
         if int(step.positions[0]) == 0:
             decoder.cache.clear(0)
         if done == len(steps) - 1:
-            decoder.draw(step, [Sampler(_DRAWN).order()])
+            decoder.draw(step, [Sampler(_DRAWN).draw_inputs()])
         else:
             decoder.forward(step)
     decoder.cache.clear(0)

@@ -53,7 +53,10 @@ BROKEN: dict[str, tuple[Any, str]] = {
     "sse": ({"type": "sse", "url": "https://a.example"}, "transport sse"),
     "scheme": ({"url": "file:///etc/passwd"}, "must begin with http"),
     "a password in the clear": ({"url": "http://u:pw@a.example"}, "unencrypted"),
-    "a header": ({"url": "https://a.example", "headers": {"A": "Bearer t0p\n-secret"}}, "only visible ASCII characters"),
+    "a header": (
+        {"url": "https://a.example", "headers": {"A": "Bearer t0p\n-secret"}},
+        "only visible ASCII characters",
+    ),
     "in the clear": ({"url": "http://a.example", "headers": {"A": "b"}}, "unencrypted"),
 }
 

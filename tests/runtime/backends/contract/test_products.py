@@ -1,4 +1,7 @@
-"""Products with low-bit matrices, on every backend: weights of 3 and 4 bits, and W4A8 in whole numbers."""
+"""Products with low-bit matrices, on every backend: weights of 3 and 4 bits, and W4A8. Tests quantize the operands.
+
+How kernels round activations to INT8 is tested in test_activations.py.
+"""
 
 from __future__ import annotations
 

@@ -247,7 +247,7 @@ def test_tokens_drawn_on_the_device_are_those_drawn_from_its_logits(
     assert isinstance(decoder, DrawsTokens)
     greedy, drawn = SamplingOptions(temperature=0, repetition_penalty=1.2), SamplingOptions(seed=8, logprobs=3)
     one = step([5, 9, 3], 0, rows=[0, 2])
-    found = decoder.draw(one, [Sampler(options, [5, 9]).order() for options in (greedy, drawn)])
+    found = decoder.draw(one, [Sampler(options, [5, 9]).draw_inputs() for options in (greedy, drawn)])
     logits = np.array(decoder.forward(one))
     assert [each.token for each in found] == [
         Sampler(options, [5, 9]).draw(row) for options, row in zip((greedy, drawn), logits, strict=True)
@@ -276,7 +276,7 @@ def test_a_number_that_is_not_finite_is_an_error_and_leaves_no_trace(
     with pytest.raises(InvalidActivationError, match="not finite"):
         decoder.forward(step([7], 0))
     with pytest.raises(InvalidActivationError, match="not finite"):
-        decoder.draw(step([7], 0), [Sampler(SamplingOptions(temperature=0)).order()])
+        decoder.draw(step([7], 0), [Sampler(SamplingOptions(temperature=0)).draw_inputs()])
     assert np.array_equal(before, decoder.forward(step([1], 0)))
 
 
@@ -383,7 +383,7 @@ def test_a_replayed_graph_computes_what_launches_do(tiny_model: Any, tiny_spec: 
         found = np.array(captured.forward(one))
         assert np.array_equal(found, launched.start(one).cpu().numpy()), position
         options = SamplingOptions(seed=position, temperature=0.9, top_k=30)
-        (drawn,) = captured.draw(one, [Sampler(options).order()])
+        (drawn,) = captured.draw(one, [Sampler(options).draw_inputs()])
         assert drawn.token == Sampler(options).draw(found[0])
 
 

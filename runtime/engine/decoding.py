@@ -256,7 +256,7 @@ class Rounds:
         if not self._draws:
             logits = yield self._rows([token], start)
             return self._sampler.draw(logits[0]), logits[0]
-        order = self._sampler.order()
+        order = self._sampler.draw_inputs()
         drawn: Drawn = yield Rows(
             slot=self._context.slot, start=start, tokens=[token], wanted=1, kind="drawn", draw=order
         )

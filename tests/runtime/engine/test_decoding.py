@@ -13,12 +13,11 @@ import torch
 from runtime.backends.cpu.decoder import CpuDecoder
 from runtime.backends.decoder import DecoderOptions, Step
 from runtime.backends.reference.decoder import ReferenceDecoder
-from runtime.engine import rounds as acceptance
-from runtime.engine import rounds as rounds_module
+from runtime.engine import decoding
 from runtime.engine.conversations import Conversations
 from runtime.engine.copying import StepTimes
+from runtime.engine.decoding import DecodeContext, Proposal, Rounds, accept, beyond
 from runtime.engine.gamma import FixedGamma
-from runtime.engine.rounds import DecodeContext, Proposal, Rounds, accept, beyond
 from runtime.engine.scheduler import run_alone
 from runtime.errors import Cancelled
 from runtime.kv.kinds import KVKind
@@ -168,7 +167,7 @@ def test_copied_drafts_change_nothing(
     """The same tokens from the same logits, drawn with a seed too, across pages, whatever is refused of a draft."""
     options = {"kv": kv, "k_chunk": 64}
     alone, own, _ = Bench(CpuDecoder, model, sampling, 100, **options).run(0, 250)
-    monkeypatch.setattr(rounds_module, "Copies", lambda *_: Planted(alone))
+    monkeypatch.setattr(decoding, "Copies", lambda *_: Planted(alone))
     tokens, logits, rounds = Bench(CpuDecoder, model, sampling, 100, **options).run(0, 250, times=StepTimes())
     assert tokens == alone
     assert all(np.array_equal(a, b) for a, b in zip(own, logits, strict=True))
@@ -467,7 +466,7 @@ BROKEN: dict[str, Callable[..., Distribution]] = {
 
 @pytest.mark.parametrize("instead", BROKEN.values(), ids=BROKEN)
 def test_a_broken_correction_is_noticed(monkeypatch: pytest.MonkeyPatch, instead: Callable[..., Distribution]) -> None:
-    monkeypatch.setattr(acceptance, "beyond", instead)
+    monkeypatch.setattr(decoding, "beyond", instead)
     options, target, other = WAYS["top-p"], logits_of(0), logits_of(1)
     counts = draw_pairs(options, target, 0.3 * target + 0.7 * other)
     assert p_value(counts, expected_pairs(options, target)) < UNLIKELY
