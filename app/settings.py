@@ -84,7 +84,7 @@ class Rule:
             words = f"{noun} {'above' if self.limit.above else 'from'} {low:g}"
             words = words if high >= 1e6 else f"{words} to {high:g}"
         else:
-            words = ", ".join(self.choices) or "any text"
+            words = f"one of {', '.join(self.choices)}" if self.choices else "text"
         return f"{words}, or {UNSET}" if self.optional else words
 
     def parse(self, value: object) -> Value:
@@ -302,10 +302,11 @@ def _checked(key: str, rule: Rule, value: object, where: str) -> Value:
         return rule.parse(value)
     except (ValueError, OverflowError):
         shown = "•••" if rule.secret else repr(value) if len(repr(value)) <= 60 else repr(value)[:57] + "…"
-        raise SettingsError(f"{key} = {shown} (from {where}) is invalid; allowed: {rule.allowed}") from None
+        place = f" (from {where})" if where else ""
+        raise SettingsError(f"{key} can't be {shown}{place}; it must be {rule.allowed}") from None
 
 
-def check(key: str, value: object, where: str = "what was given") -> Value:
+def check(key: str, value: object, where: str = "") -> Value:
     """Parse and check one value.
 
     Raises:

@@ -241,10 +241,10 @@ def unknown(name: str, services: Services) -> str:
     """An error message about an unknown name."""
     names = [DEMO, *KNOWN, *(info.name for info in services.store().list())]
     near = difflib.get_close_matches(name, names, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(names[:10])}"
+    hint = f"did you mean {near[0]}?" if near else f"stored: {', '.join(names[:10])}"
     return (
-        f"there is no stored model {name!r}, and a checkpoint is named by its folder, its GGUF file or as owner/name; "
-        f"{hint}"
+        f"there is no stored model {name!r}; {hint}. A checkpoint is named by its folder, its GGUF file or as "
+        "owner/name"
     )
 
 

@@ -29,6 +29,13 @@ if TYPE_CHECKING:
 _VERIFY = "verify"
 METHODS_HELP = ", ".join(f"{method} ({words})" for method, words in GOOD_FOR.items())
 """The quantization methods and their uses."""
+_LABELS = {
+    "gpu_bytes": "device memory",
+    "disk_bytes": "disk space",
+    "active_bytes": "read per token",
+    "residual_bytes": "residuals",
+}
+"""What `show` calls some of the fields, for people."""
 
 
 def list_models(ctx: typer.Context, as_json: options.Json = False) -> None:
@@ -79,10 +86,8 @@ def show(
         output.result(entry)
         return
     for key, value in entry.items():
-        shown = "-" if value is None else byte_count(value) if key.endswith("_bytes") else value
-        if key == "source_types" and value is not None:
-            shown = _types(value)
-        output.text(f"{key.replace('_', ' '):<20}{shown}")
+        if value is not None:
+            output.text(f"{_LABELS.get(key, key.replace('_', ' ')):<20}{_shown(key, value)}")
 
 
 def remove(
@@ -202,6 +207,16 @@ def _entry(info: StoredModelInfo, *, bundled: bool) -> dict[str, Any]:
         "perplexity_after": summary.perplexity_after,
         "warning": summary.warning,
     }
+
+
+def _shown(key: str, value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if key == "source_types":
+        return _types(value)
+    if key == "parameters":
+        return _count(value)
+    return byte_count(value) if key.endswith("_bytes") else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _details(info: StoredModelInfo) -> dict[str, Any]:

@@ -37,7 +37,7 @@ def set_within(ctx: typer.Context, param: typer.CallbackParam, value: T) -> T:  
             rule.parse(value)
         except (ValueError, OverflowError):
             rule = rule if isinstance(value, str) else replace(rule, optional=False)
-            raise typer.BadParameter(f"allowed: {rule.allowed}") from None
+            raise typer.BadParameter(f"it must be {rule.allowed}") from None
     return value
 
 

@@ -198,7 +198,7 @@ def _read_setting(name: str, text: str) -> object:
         return RULES[name].parse(value) if name in RULES else value
     except (ValueError, OverflowError):
         allowed = RULES[name].allowed if name in RULES else "a number"
-        raise CliError(f"{name} can't be {text!r}; allowed: {allowed}") from None
+        raise CliError(f"{name} can't be {text!r}; it must be {allowed}") from None
 
 
 def _names() -> list[str]:

@@ -70,7 +70,7 @@ def _decoded(head: bytes, stream: BinaryIO) -> str:
     """The file as text, if it is text."""
     mark, encoding = next(((mark, name) for mark, name in _BOMS if head.startswith(mark)), (b"", "utf-8"))
     if encoding == "utf-8" and b"\0" in head:
-        raise DocumentError("is not text: it contains binary data")
+        raise DocumentError("is a binary file")
     try:
         return stream.read()[len(mark) :].decode(encoding)
     except UnicodeDecodeError as error:

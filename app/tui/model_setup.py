@@ -102,7 +102,8 @@ class ModelSetup:
 
 def title_of(request: QuantizeRequest) -> str:
     """The title of the job for a request."""
-    return f"Getting {request.source.rstrip('/').rpartition('/')[2]} at {request.bits:g} bits"
+    verb = "Preparing" if Path(request.source).expanduser().exists() else "Getting"
+    return f"{verb} {request.source.rstrip('/').rpartition('/')[2]} at {request.bits:g} bits"
 
 
 def unfinished() -> QuantizeRequest | None:

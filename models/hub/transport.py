@@ -108,11 +108,11 @@ class Retries:
         if self._failures >= self._attempts:
             tries = "1 try" if self._failures == 1 else f"{self._failures} tries"
             raise HubUnreachableError(
-                f"{what}: {error}, after {tries}. Check the network (and HTTPS_PROXY, HF_ENDPOINT if set); what has "
-                "come so far is kept, and the same command continues it."
+                f"{what}: {error}, after {tries}. Check the network (and HTTPS_PROXY, HF_ENDPOINT if set); the "
+                "same command continues the download."
             ) from error
         delay = self._policy.delay(self._failures, error.retry_after_s)
-        self._note(f"{what}: {error}; trying again in {delay:.0f} s")
+        self._note(f"{what}: {error}; trying again{f' in {delay:.0f} s' if delay >= 0.5 else ''}")
         end = time.monotonic() + delay
         while (left := end - time.monotonic()) > 0:
             stop_if(self._cancelled)
@@ -316,9 +316,7 @@ class Exchange:
 
 def stop_if(cancelled: Cancelled) -> None:
     if cancelled():
-        raise CancelledError(
-            "the download was stopped; what has come so far is kept, and the same command continues it"
-        )
+        raise CancelledError("the download was stopped; the same command continues it")
 
 
 def without_login(url: str) -> str:

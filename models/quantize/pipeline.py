@@ -342,5 +342,5 @@ class Pipeline:
 
     def _report(self, phase: str, done: float, total: float, unit: str, message: str) -> None:
         if self.cancelled():
-            raise CancelledError("stopped; what is done so far is kept, and the same command continues it")
+            raise CancelledError("stopped; the same command continues where it stopped")
         self.progress(Progress(phase=phase, done=done, total=total, unit=unit, message=message))

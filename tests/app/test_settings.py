@@ -66,8 +66,8 @@ def test_an_empty_variable_is_no_value(monkeypatch: pytest.MonkeyPatch) -> None:
         ("budget = 101", "a number from 0 to 100, or auto"),
         ("budget = -1", "a number from 0 to 100, or auto"),
         ("context = inf", "a whole number from 1, or auto"),
-        ("system_prompt = 3", "any text"),
-        ("model = []", "any text, or auto"),
+        ("system_prompt = 3", "text"),
+        ("model = []", "text, or auto"),
     ],
     ids=lambda value: value.split(" ")[0] if "=" in value else "",
 )
@@ -78,7 +78,7 @@ def test_a_bad_value_names_key_file_and_what_is_allowed(line: str, allowed: str)
     message = str(raised.value)
     assert line.split(" ")[0] in message
     assert str(file) in message
-    assert message.endswith(f"allowed: {allowed}")
+    assert message.endswith(allowed)
     assert "\n" not in message
 
 

@@ -91,7 +91,7 @@ class ChatSettingsDialog(FormDialog[Mapping[str, Value]]):
                     found[key] = check(key, text)
                 except SettingsError:
                     problem = self.query_one(".dialog-problem", Plain)
-                    problem.update(f"{key.replace('_', ' ')}: allowed: {RULES[key].allowed}")
+                    problem.update(f"{key.replace('_', ' ')} must be {RULES[key].allowed}")
                     problem.display = True
                     return
         self.dismiss(found)
@@ -310,7 +310,8 @@ class AskDialog(UnaskedDialog["Answer | None"]):
         call, tool = self._ask.call, self._ask.tool
         kind = "The server says that it only reads." if tool.reads else "It may change something."
         with Vertical(classes="dialog"):
-            yield Plain(f"May the model call {printable_name(call.name)} of {printable_name(tool.server)}? {kind}")
+            yield Plain(f"Allow the model to run {printable_name(call.name)} (server {printable_name(tool.server)})?")
+            yield Plain(kind)
             with VerticalScroll(id="ask-arguments"):
                 yield Plain(shortened(pretty(call.arguments)))
             with Horizontal(classes="dialog-buttons -many"):

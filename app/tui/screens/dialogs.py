@@ -263,7 +263,7 @@ class QuantizeDialog(FormDialog[QuantizeRequest]):
             yield Plain("Method")
             with RadioSet(compact=True, id="quantize-method"):
                 for method, words in GOOD_FOR.items():
-                    yield Choice(f"{method} · {words}", value=method == DEFAULT_METHOD)
+                    yield Choice(f"{words} ({method})", value=method == DEFAULT_METHOD)
             yield Box("smooth keys, for a KV cache of 4 bits or fewer", compact=True, id="quantize-smooth")
             with Horizontal(classes="dialog-buttons"):
                 yield Button("Quantize", id="yes", variant="primary", compact=True)

@@ -152,7 +152,7 @@ class ModelsScreen(Screen[None]):
         if self.has_class("-slim") and len(name) > SLIM_NAME:
             name = f"{name[: SLIM_NAME - 1]}…"
         cells = ["●" if model.loaded else " ", name, size]
-        note = "bundled" if model.bundled else "! " if model.warning else ""
+        note = "bundled" if model.bundled else "see below" if model.warning else ""
         if self.has_class("-slim"):
             return [*cells, note]
         if self.size.width < ROOMY:

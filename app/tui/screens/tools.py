@@ -30,7 +30,7 @@ from app.tui.widgets.plain_table import PlainTable
 if TYPE_CHECKING:
     from app.tools.server import Offered, Server, ServerTool
 
-NONE = "There are no tool servers yet. I imports another program's file with mcpServers; or write {file} and press R."
+NONE = "There are no tool servers yet. Press I to import another program's mcp.json, or write {file} and press R."
 LONG_NAME = 40
 """Maximum characters of a tool's name in the table."""
 SLIM_NAME = 18

@@ -138,7 +138,7 @@ class SettingRow(Vertical):
         try:
             value = check(self.key, self.typed())
         except SettingsError:
-            problem.update(f"allowed: {self._rule.allowed}")
+            problem.update(f"it must be {self._rule.allowed}")
             problem.display = True
             return False
         problem.display = False

@@ -167,7 +167,7 @@ def test_progress_of_a_first_use_goes_to_standard_error(run: Callable[..., Any],
     ("name", "said"),
     [
         ("smal", "did you mean small?"),
-        ("entirely-different", "there are: demo, smollm2-135m, small"),
+        ("entirely-different", "stored: demo, smollm2-135m, small"),
         ("smollm2", "did you mean smollm2-135m?"),
         ("./nowhere", "there is no folder ./nowhere"),
         ("nowhere.gguf", "there is no file nowhere.gguf"),

@@ -210,7 +210,7 @@ def test_experts_on_the_device_are_an_error_where_a_model_has_none(
     """As a flag; the setting is for any model."""
     assert "the model has no experts" in error("bench", "demo", "--experts-on-device", 2)
     wrong = run("bench", "demo", "--experts-on-device", "all", code=2).stderr
-    assert "allowed: a whole number from 0 to 10000, or auto" in " ".join(wrong.split())
+    assert "it must be a whole number from 0 to 10000, or auto" in " ".join(wrong.split())
     monkeypatch.setenv("LOWBIT_CHAT_EXPERTS_ON_DEVICE", "2")
     assert run("run", "demo", "hi", "--max-tokens", 1).exit_code == 0
 
@@ -304,4 +304,4 @@ def test_documents_are_sent_or_searched(run: Callable[..., Any], answer: Answer,
 def test_a_document_that_cannot_be_read_ends_the_run(error: Callable[..., str], tmp_path: Path) -> None:
     (tmp_path / "picture.txt").write_bytes(b"\x89PNG\0")
     said = error("run", "demo", "x", "--attach", tmp_path / "picture.txt")
-    assert said.endswith("picture.txt is not text: it contains binary data")
+    assert said.endswith("picture.txt is a binary file")

@@ -85,7 +85,7 @@ def test_files_are_read_again_only_where_they_changed(index: Index, tmp_path: Pa
     assert index.update("a", folder, lambda *done: reports.append(done)).fresh == 3
     assert reports == [(0, 3), (1, 3), (2, 3)]
     again = index.update("a", folder)
-    assert (again.fresh, again.files, again.problems) == (0, 2, ("d.bin is not text: it contains binary data",))
+    assert (again.fresh, again.files, again.problems) == (0, 2, ("d.bin is a binary file",))
     assert index.update("b", folder).fresh == 0, "another chat shares it"
     write(folder, {"a.txt": "the blue lamp, larger"})
     (folder / "b" / "c.txt").unlink()
@@ -107,7 +107,7 @@ def test_only_the_sources_asked_for_are_searched(index: Index, tmp_path: Path) -
 
 def test_many_files_alike_cost_one_sentence(index: Index, tmp_path: Path) -> None:
     folder = write(tmp_path / "p", {**{f"{n}.png": "\0" for n in range(30)}, "a.txt": "lamp", "l.txt": "\0"})
-    assert index.update("a", folder).problems == ("0.png is not text: it contains binary data (and 30 more like it)",)
+    assert index.update("a", folder).problems == ("0.png is a binary file (and 30 more like it)",)
 
 
 def test_too_much_text_is_left_out_with_a_word(index: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,13 +80,13 @@ ENTITIES = b'<!DOCTYPE a [<!ENTITY b "bb"><!ENTITY c "&b;&b;">]><a>&c;</a>'
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("picture.txt", b"\x89PNG\r\n\0\0", "picture.txt is not text: it contains binary data"),
+        ("picture.txt", b"\x89PNG\r\n\0\0", "picture.txt is a binary file"),
         ("latin.txt", "é".encode("latin-1"), "latin.txt is neither UTF-8 nor UTF-16 text"),
         ("empty.md", "\n \n", "empty.md has no text"),
         ("bomb.docx", None, "bomb.docx has more than 64 MB of text when it is unpacked"),
         ("entities.docx", zipped({"word/document.xml": ENTITIES}), "entities.docx has a document type"),
         ("program.zip", zipped({"a": b"b"}), "program.zip is an archive, not a Word document"),
-        ("cut.docx", docx(["a"])[:-30], "cut.docx is not text"),
+        ("cut.docx", docx(["a"])[:-30], "cut.docx is a binary file"),
         ("cut.pdf", pdf(["a"])[:40], "cut.pdf is damaged: "),
         ("scan.pdf", pdf(["", ""]), "scan.pdf has no text on its 2 pages; pictures of text are not read"),
         ("long.pdf", pdf(["x"] * 5001), "long.pdf has 5,001 pages, and at most 5,000 are read: attach a part of it"),
@@ -95,7 +95,7 @@ ENTITIES = b'<!DOCTYPE a [<!ENTITY b "bb"><!ENTITY c "&b;&b;">]><a>&c;</a>'
         ("pipe", None, "pipe is a device or a pipe, not a file"),
         ("gone", None, "gone can't be opened: No such file or directory"),
         ("folder", None, "folder is a folder, not a file"),
-        ("escape\x1b[2J.txt", b"\0", "escape␛[2J.txt is not text"),
+        ("escape\x1b[2J.txt", b"\0", "escape␛[2J.txt is a binary file"),
     ],
     ids=lambda value: value.partition(".")[0].partition("\x1b")[0] if isinstance(value, str) else "",
 )

@@ -83,7 +83,7 @@ async def test_a_custom_budget_is_checked(stage: Callable[..., Any], runtime: An
         for bad in ("", "101", "-1", "much"):
             field.value = bad
             await s.pilot.press("enter")
-            await s.shows("allowed: a number from 0 to 100")
+            await s.shows("it must be a number from 0 to 100")
         field.value = "7.5 %"
         await s.pilot.press("enter")
         await s.until(lambda: runtime.status.budget_percent == 7.5)

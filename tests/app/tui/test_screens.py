@@ -182,7 +182,7 @@ async def test_a_bad_value_is_told_and_not_kept(stage: Callable[..., Any], runti
         await s.settled()
         s.app.screen.query_one("#setting-top_p Input", Input).focus()
         await s.pilot.press("enter")
-        await s.shows("allowed: a number above 0 to 1")
+        await s.shows("it must be a number above 0 to 1")
         await s.pilot.press("escape")
         await s.until(lambda: s.app.screen is s.app.chat)
         assert s.app.session.settings.top_p == settings.Settings().top_p

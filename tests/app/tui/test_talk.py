@@ -266,7 +266,7 @@ class TestModels:
             s.app.screen.query_one(TextArea).load_text("Be a pirate.")
             s.app.screen.query_one("#own-temperature", Input).value = "9"
             s.app.screen.query_one("#yes", Button).press()
-            await s.shows("temperature: allowed: a number from 0 to 2")
+            await s.shows("temperature must be a number from 0 to 2")
             s.app.screen.query_one("#own-temperature", Input).value = "0.2"
             s.app.screen.query_one("#yes", Button).press()
             await s.until(lambda: not isinstance(s.app.screen, ChatSettingsDialog))

@@ -37,7 +37,8 @@ async def test_a_call_runs_when_it_is_allowed(stage: Callable[..., Any], runtime
     async with stage(runtime, size=(100, 40)) as s:
         await s.ask("What does it say?")
         await asked(s)
-        await s.shows("May the model call echo of good? The server says that it only reads.")
+        await s.shows("Allow the model to run echo (server good)?")
+        await s.shows("The server says that it only reads.")
         await s.shows('"text": "hello"')
         assert calls(s)[0].state == "asked"
         await s.pilot.press("y")

@@ -104,7 +104,9 @@ def test_a_hub_that_knows_no_ranges_sends_it_all_again(hub: Any, cache: Path, fi
 def test_a_connection_cut_again_and_again_ends(hub: Any, cache: Path, files: dict[str, bytes]) -> None:
     hub.faults.no_ranges = True
     hub.faults.cut_after = {SHARD: deque([50_000] * 99)}
-    with pytest.raises(HubUnreachableError, match=rf"{SHARD}: the connection was cut.* after 4 tries.*continues it"):
+    with pytest.raises(
+        HubUnreachableError, match=rf"{SHARD}: the connection was cut.* after 4 tries.*continues the download"
+    ):
         pull(NAME, endpoint=hub.url, cache_dir=cache, policy=QUICK)
     assert len(hub.sent(SHARD)) == 4
     hub.faults.no_ranges = False
