@@ -75,12 +75,3 @@ def duration(seconds: float) -> str:
         return f"{whole} s"
     minutes = round(seconds / 60)
     return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02} min"
-
-
-def byte_count(count: float) -> str:
-    """A size in decimal units: `812 MB`, `4.9 GB`."""
-    for unit in ("B", "kB", "MB"):
-        if count < 999.5:
-            return f"{count:.0f} {unit}"
-        count /= 1000
-    return f"{count:.1f} GB"

@@ -57,8 +57,10 @@ class Problem:
     """Whether something failed, as opposed to being switched off."""
 
 
-def size(count: int) -> str:
-    """A human-readable size in bytes: `1.5 GiB`, `300 MiB`, `12 KiB`."""
-    if count >= (1 << 30):
-        return f"{count / (1 << 30):.1f} GiB"
-    return f"{count / (1 << 20):.0f} MiB" if count >= (1 << 20) else f"{count / 1024:.0f} KiB"
+def byte_count(count: float) -> str:
+    """A size in decimal units: `812 MB`, `4.9 GB`."""
+    for unit in ("B", "kB", "MB"):
+        if count < 999.5:
+            return f"{count:.0f} {unit}"
+        count /= 1000
+    return f"{count:.1f} GB"

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from app.amounts import byte_count
 from app.cli import options
 from app.cli.load import load_model, load_options
 from app.cli.model import open_model
 from app.cli.output import Interrupt, Output
 from app.cli.services import DEMO, Services, services_of
 from runtime.compensation import Compensation, layer_words
+from runtime.errors import byte_count
 
 if TYPE_CHECKING:
     from models.progress import Cancelled

@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from app.amounts import byte_count
 from app.cli import options
 from app.cli.output import Output
 from app.cli.services import DEMO, Services, services_of
-from runtime.errors import Problem
+from runtime.errors import Problem, byte_count
 
 if TYPE_CHECKING:
     from models.store import Store, StoredModel

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from app.amounts import byte_count
 from app.cli import options
 from app.cli.model import fetched, find_checkpoint, is_stored, pulled, quantized, unknown
 from app.cli.output import NAME, CliError, Interrupt, Output, at_a_terminal
@@ -20,6 +19,7 @@ from models.catalogue import KNOWN
 from models.errors import MAKING, check_needed
 from models.export import ExportFormat
 from models.recipe import DEFAULT_GROUP_SIZE, DEFAULT_METHOD, EXPECTED_K_CHUNK, GOOD_FOR, QOQ_GROUP_SIZE, Method
+from runtime.errors import byte_count
 
 if TYPE_CHECKING:
     from models.store import StoredModelInfo

@@ -23,8 +23,9 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Self, TextIO, cast
 
-from app.amounts import Estimate, byte_count
+from app.amounts import Estimate
 from app.printable import printable
+from runtime.errors import byte_count
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bars

@@ -10,10 +10,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from app.amounts import byte_count
 from app.cli.output import CliError, Output
 from app.cli.serve import result_of
 from models.files import private_folder
+from runtime.errors import byte_count
 
 if TYPE_CHECKING:
     from app.cli.talk import Talk

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from app.amounts import byte_count
 from app.cli import options
 from app.cli.model import open_model
 from app.cli.output import CliError, Output
 from app.cli.services import Services, services_of
+from runtime.errors import byte_count
 
 if TYPE_CHECKING:
     from app.client import RuntimeClient

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 
 from rich.cells import cell_len
 
-from app.amounts import byte_count
 from app.conversation import Statistics
 from runtime.compensation import Compensation
+from runtime.errors import byte_count
 
 SEPARATOR = " · "
 
@@ -17,6 +17,8 @@ def token_count(count: int) -> str:
     """A token count, rounded above a thousand: `412`, `1.3k`, `8k`, `131k`."""
     if count < 1000:
         return str(count)
+    if count % 1024 == 0:
+        return f"{count // 1024}k"  # a length of contexts, as their makers write it
     thousands = count / 1000
     return (
         f"{thousands:.0f}k" if thousands >= 99.95 or abs(thousands - round(thousands)) < 0.05 else f"{thousands:.1f}k"

@@ -8,8 +8,9 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from app.amounts import Estimate, byte_count
+from app.amounts import Estimate
 from app.errors import ClientError
+from runtime.errors import byte_count
 
 if TYPE_CHECKING:
     from models.progress import Progress

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from app.amounts import byte_count, duration
+from app.amounts import duration
 from app.prospects import recommended
 from app.tui.figures import SEPARATOR, percent
 from runtime.compensation import layer_kind, layer_words
-from runtime.errors import size
+from runtime.errors import byte_count
 
 if TYPE_CHECKING:
     from runtime.wire.device import DeviceReport, PromptTuning, Prospect, Tuning
@@ -105,7 +105,7 @@ def _gpu(gpu: Mapping[str, Any]) -> str:
 
 
 def _experts(placed: ExpertPlacement) -> str:
-    beside = f"{size(placed.host_bytes)} of others in main memory"
+    beside = f"{byte_count(placed.host_bytes)} of others in main memory"
     where = f"{placed.on_device} of {placed.held} of each block on the card, {beside}"
     if placed.hit_rate is None:
         return where

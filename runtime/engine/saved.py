@@ -37,7 +37,7 @@ from models.store.durable import explained
 from models.store.manifest import content_of
 from runtime import program_version
 from runtime.compensation import k_chunk_by_type
-from runtime.errors import OutOfMemoryError, RequestError, SavedCacheError, size
+from runtime.errors import OutOfMemoryError, RequestError, SavedCacheError, byte_count
 from runtime.kv.control import KVCache
 from runtime.kv.stores import Arrays
 from runtime.wire.answers import Holding
@@ -467,8 +467,8 @@ class SavedCaches:
         needed = cache.slot_bytes(slot)
         if needed > self._limit or needed > shutil.disk_usage(self._folder).free - _RESERVE:
             raise SavedCacheError(
-                f"it takes {size(needed)}, for which there is no room in {self._folder} (at most {size(self._limit)} "
-                f"are used, and {size(_RESERVE)} of the disk stay free)"
+                f"it takes {byte_count(needed)}, for which there is no room in {self._folder} (at most "
+                f"{byte_count(self._limit)} are used, and {byte_count(_RESERVE)} of the disk stay free)"
             )
         name = hashlib.blake2b(tokens.tobytes(), digest_size=12).hexdigest()
         path = self._folder / f"{self._prefix}{name}{ENDING}"

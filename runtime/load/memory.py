@@ -17,7 +17,7 @@ from models.rope import table_bytes
 from models.spec import ModelSpec
 from runtime.backends import Footprint
 from runtime.backends.decoder import KVKind
-from runtime.errors import OutOfMemoryError, RequestError, size
+from runtime.errors import OutOfMemoryError, RequestError, byte_count
 from runtime.kv.groups import bytes_of_token, cache_bytes
 from runtime.kv.kinds import DEFAULT_KV, KINDS, CacheKind, bytes_per_token
 from runtime.kv.states import states_bytes
@@ -219,8 +219,9 @@ def _beside(planned: MemoryPlan, main: MemoryInfo | None) -> MemoryPlan:
         return planned
     raise OutOfMemoryError(
         f"not enough main memory: {planned.experts - planned.experts_on_device} of {planned.experts} experts of each "
-        f"block do not fit the card and take {size(planned.host_bytes)}, and {size(_MARGIN)} as a margin, but "
-        f"{size(free)} is free now; use fewer bits or a smaller model, or close other programs"
+        f"block do not fit the card and take {byte_count(planned.host_bytes)}, and "
+        f"{byte_count(_MARGIN)} as a margin, but {byte_count(free)} is free now; use fewer bits or a smaller model, or "
+        "close other programs"
     )
 
 
@@ -270,19 +271,19 @@ def cache_facts(spec: ModelSpec, planned: MemoryPlan, rows: int = 128) -> dict[s
 
 def describe(planned: MemoryPlan) -> str:
     """The plan in one line."""
-    residuals = f"residuals {size(planned.residual_bytes)}" if planned.residual_bytes else ""
+    residuals = f"residuals {byte_count(planned.residual_bytes)}" if planned.residual_bytes else ""
     inside = f", {residuals}" if residuals and planned.residuals_beside else ""
     mapped = f"; in addition {residuals}, mapped" if residuals and not planned.residuals_beside else ""
     times = f"{planned.contexts} x " if planned.pages is not None and planned.contexts > 1 else ""
     if planned.host_bytes:
         mapped += (
-            f"; in addition {size(planned.host_bytes)} of experts in main memory, "
+            f"; in addition {byte_count(planned.host_bytes)} of experts in main memory, "
             f"{planned.experts_on_device} of {planned.experts} on the device"
         )
     return (
-        f"{size(planned.needed_bytes)} (weights {size(planned.weight_bytes)}{inside}, "
-        f"cache {size(planned.kv_bytes)} for {times}{planned.context} tokens, buffers {size(planned.buffer_bytes)}, "
-        f"margin {size(planned.margin_bytes)}{mapped})"
+        f"{byte_count(planned.needed_bytes)} (weights {byte_count(planned.weight_bytes)}{inside}, "
+        f"cache {byte_count(planned.kv_bytes)} for {times}{planned.context} tokens, "
+        f"buffers {byte_count(planned.buffer_bytes)}, margin {byte_count(planned.margin_bytes)}{mapped})"
     )
 
 
@@ -298,21 +299,21 @@ def _largest_fitting(at: _PlanAt, smallest: int, wanted: int) -> int | None:
 
 
 def _explain(planned: MemoryPlan, largest: int | None, kind: CacheKind, spec: ModelSpec, free: MemoryInfo) -> str:
-    limited = f" of this container's {size(free.limit_bytes)}" if free.limit_bytes is not None else ""
+    limited = f" of this container's {byte_count(free.limit_bytes)}" if free.limit_bytes is not None else ""
     advice = []
     if largest is not None:
         advice.append(f"a context of {largest} tokens fits")
     if planned.kv_bytes > planned.needed_bytes // 8 and (cheaper := _cheaper(kind, spec)):
         advice.append(cheaper)
     if planned.residuals_beside and planned.residual_bytes:
-        advice.append(f"turn off compensation, whose residuals take {size(planned.residual_bytes)}")
+        advice.append(f"turn off compensation, whose residuals take {byte_count(planned.residual_bytes)}")
     if largest is None or planned.context <= _LARGE_CONTEXT:
         advice.append("use fewer bits or a smaller model")
     holder = _recent_holder(int(time.monotonic() / _HOLDER_S))
     advice.append(f"close other programs{f' ({holder})' if holder else ''}")
-    free_now = f"{size(free.available_bytes)}{limited}"
-    if size(planned.needed_bytes) == size(free.available_bytes):  # which would not say why
-        free_now = f"{size(max(1 << 10, planned.needed_bytes - free.available_bytes))} less"
+    free_now = f"{byte_count(free.available_bytes)}{limited}"
+    if byte_count(planned.needed_bytes) == byte_count(free.available_bytes):  # which would not say why
+        free_now = f"{byte_count(max(1 << 10, planned.needed_bytes - free.available_bytes))} less"
     return f"not enough memory: needs {describe(planned)}, but {free_now} is free now; " + ", or ".join(advice)
 
 
@@ -340,4 +341,4 @@ def largest_process() -> str | None:
         if memory is not None and process.pid != os.getpid():
             processes.append((memory.rss, process.info["name"] or f"process {process.pid}"))
     held, name = max(processes, default=(0, ""))
-    return f"{name} holds {size(held)}" if held >= 256 * MIB else None
+    return f"{name} holds {byte_count(held)}" if held >= 256 * MIB else None

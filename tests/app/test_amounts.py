@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from app.amounts import Estimate, byte_count, duration
+from app.amounts import Estimate, duration
+from runtime.errors import byte_count
 
 
 @pytest.mark.parametrize(
-    ("count", "shown"), [(0, "0 B"), (999, "999 B"), (12_345, "12 kB"), (98_362_432, "98 MB"), (4.9e9, "4.9 GB")]
+    ("count", "shown"),
+    [(0, "0 B"), (999, "999 B"), (12_345, "12 kB"), (98_362_432, "98 MB"), (999.6e6, "1.0 GB"), (4.9e9, "4.9 GB")],
 )
 def test_bytes(count: float, shown: str) -> None:
     assert byte_count(count) == shown

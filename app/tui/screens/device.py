@@ -13,7 +13,6 @@ from textual.containers import Grid, Vertical, VerticalScroll
 from textual.screen import Screen
 from textual.widgets import Sparkline
 
-from app.amounts import byte_count
 from app.errors import ClientError
 from app.printable import printable
 from app.tui.figures import compensated, k_chunk_text
@@ -25,6 +24,7 @@ from app.tui.widgets.header import HeaderBar
 from app.tui.widgets.key_line import KeyLine
 from app.tui.widgets.knee_chart import KneeChart
 from app.tui.widgets.progress_panel import ProgressPanel
+from runtime.errors import byte_count
 
 if TYPE_CHECKING:
     from runtime.wire.device import DeviceReport, Tuning

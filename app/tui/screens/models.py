@@ -11,11 +11,10 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.screen import Screen
 
-from app.amounts import byte_count
 from app.errors import ClientError
 from app.printable import printable_name
 from app.prospects import question, recommended, room, words
-from app.tui.figures import SEPARATOR
+from app.tui.figures import SEPARATOR, token_count
 from app.tui.machine import found_words
 from app.tui.messages import LoadAsked, QuantizeAsked, RemoveAsked
 from app.tui.plain import Plain
@@ -27,6 +26,7 @@ from app.tui.widgets.plain_table import PlainTable
 from app.tui.widgets.progress_panel import ProgressPanel
 from models.catalogue import KNOWN
 from models.recipe import Recipe
+from runtime.errors import byte_count
 
 if TYPE_CHECKING:
     from models.recipe import Method
@@ -158,7 +158,7 @@ class ModelsScreen(Screen[None]):
         if self.size.width < ROOMY:
             return [*cells, perplexity(model), note]
         speed = self._session.recent.last_speed if model.loaded else None
-        more = [byte_count(model.residual_bytes), _context(model.context), "" if speed is None else f"{speed:.0f}"]
+        more = [byte_count(model.residual_bytes), token_count(model.context), "" if speed is None else f"{speed:.0f}"]
         return [*cells, *more, perplexity(model), byte_count(model.disk_bytes), note]
 
     def _cells_to_fetch(self, one: Prospect, fits: str) -> list[str]:
@@ -168,7 +168,7 @@ class ModelsScreen(Screen[None]):
             return [*cells, byte_count(one.sizes[-1]), fits]
         if self.size.width < ROOMY:
             return [*cells, _sizes(one.sizes), f"{speed} tokens/s" if speed else "", fits]
-        more = [byte_count(one.residual_bytes), _context(one.max_context), speed]
+        more = [byte_count(one.residual_bytes), token_count(one.max_context), speed]
         return [*cells, _sizes(one.sizes), *more, "", f"↓ {byte_count(one.download_bytes)}", fits]
 
     def _chosen(self) -> ModelEntry | None:
@@ -298,11 +298,6 @@ def _sizes(sizes: Sequence[int]) -> str:
     if len({unit for _, unit in words}) > 1:
         return SEPARATOR.join(" ".join(pair) for pair in words)
     return f"{SEPARATOR.join(number for number, _ in words)} {words[0][1]}"
-
-
-def _context(tokens: int) -> str:
-    """A context length: `8k`, `128k`."""
-    return f"{tokens // 1024}k" if tokens >= 1024 else str(tokens)
 
 
 def perplexity(model: ModelEntry, *, words: bool = False) -> str:

@@ -10,12 +10,12 @@ from textual.app import ComposeResult
 from textual.containers import Horizontal, Vertical
 from textual.widgets import Button, Checkbox, Input, RadioButton, RadioSet, Select, TextArea
 
-from app.amounts import byte_count
 from app.settings import DEFAULT_IDLE_MINUTES, RULES, UNSET, Settings, SettingsError, Value, check
 from app.tui.figures import SEPARATOR, compensated, percent, token_count
 from app.tui.plain import Plain
 from app.tui.widgets.quality_chart import QualityChart
 from runtime.compensation import DEFAULT_BUDGET_PERCENT, DEFAULT_PROMPT_BUDGET_PERCENT
+from runtime.errors import byte_count
 from runtime.kv.kinds import CHAT_KINDS, DEFAULT_KV, SPECULATIVE_KV
 
 if TYPE_CHECKING:

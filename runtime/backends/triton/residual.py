@@ -15,7 +15,7 @@ import torch
 
 from models.packed import PackedLinear, PackedResidual
 from models.packing import packed_width
-from runtime.errors import BackendError, size
+from runtime.errors import BackendError, byte_count
 from tuner.detect import detect_memory
 
 LINE_WORDS = 32
@@ -117,7 +117,7 @@ def page_locked(nbytes: int) -> torch.Tensor:
     try:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
     except RuntimeError as error:  # torch has no narrower type for what the driver answers
-        raise PageLockError(f"{size(nbytes)} could not be page-locked: {str(error).splitlines()[0]}") from error
+        raise PageLockError(f"{byte_count(nbytes)} could not be page-locked: {str(error).splitlines()[0]}") from error
 
 
 def ordinary(nbytes: int) -> torch.Tensor:
@@ -199,7 +199,7 @@ def load_residuals(
     }
     limits = limits if limits is not None else lock_limits()
     placed: dict[str, GpuResidual] = {}
-    reason = f"only {size(max(0, limits.available_bytes))} of memory are free"
+    reason = f"only {byte_count(max(0, limits.available_bytes))} of memory are free"
     for name in fitting(sizes, limits):
         found = [packed.residual for packed in of.get(name, (wanted[name],)) if packed.residual is not None]
         try:
@@ -212,8 +212,8 @@ def load_residuals(
 
 
 def _warning(missing: list[str], sizes: Mapping[str, int], limits: LockLimits, reason: str) -> str:
-    wanted = size(sum(sizes.values()))
-    locked = "" if limits.memlock_bytes is None else f" (now {size(limits.memlock_bytes)})"
+    wanted = byte_count(sum(sizes.values()))
+    locked = "" if limits.memlock_bytes is None else f" (now {byte_count(limits.memlock_bytes)})"
     return (
         f"{len(missing)} of {len(sizes)} layers run without error compensation, from {missing[0]} on: residuals take "
         f"{wanted} of page-locked memory, and {reason}. {REMEDY}: close other programs, raise the limit of "

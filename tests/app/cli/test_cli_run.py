@@ -221,7 +221,7 @@ def test_a_context_beyond_the_models_is_an_error(error: Callable[..., str]) -> N
 
 def test_memory_that_does_not_suffice_is_an_error(error: Callable[..., str], services: Any) -> None:
     services.available = 100 << 20
-    assert "100 MiB is free now" in error("run", "demo", "hi")
+    assert "105 MB is free now" in error("run", "demo", "hi")
 
 
 def test_an_unacceptable_variable_is_an_error(error: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:

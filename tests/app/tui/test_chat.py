@@ -25,7 +25,7 @@ async def test_a_prompt_is_answered_with_statistics(stage: Callable[..., Any], r
         assert s.last.text == runtime.answers[0]
         assert s.last.state == "done"
         assert markdown_of(s.transcript.view(s.last.id)) == runtime.answers[0]
-        await s.shows("412 tokens · 58.1 tok/s · first token after 0.21 s · context 1.3k of 8.2k")
+        await s.shows("412 tokens · 58.1 tok/s · first token after 0.21 s · context 1.3k of 8k")
         await s.shows("<b>html</b>")
         await s.shows("demo · 4-bit · budget 5 %")
         await s.shows("cpu · 812 MB")

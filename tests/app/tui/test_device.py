@@ -175,7 +175,7 @@ def test_a_graphics_card_and_its_link_in_words() -> None:
     assert lines["PCIe"] == "4.0 ×8 · 15.8 GB/s at most"
     assert lines["bandwidth"] == "189.0 GB/s read, measured"
     assert lines["runs on"] == "triton"
-    where = "34 of 128 of each block on the card, 12.0 GiB of others in main memory"
+    where = "34 of 128 of each block on the card, 12.9 GB of others in main memory"
     assert lines["experts"] == f"{where}; 71 % of those chosen lately were on the card"
     uncounted = replace(report, experts=replace(experts, hit_rate=None))
     assert dict(machine_lines(uncounted))["experts"] == where

@@ -208,10 +208,10 @@ async def test_what_needs_a_reload_says_so_and_reloads_once(stage: Callable[...,
 async def test_what_a_kind_of_cache_means_is_shown_before_it_is_loaded(stage: Callable[..., Any], runtime: Any) -> None:
     async with stage(runtime, size=(100, 40)) as s:
         await s.open(SettingsScreen, "f3")
-        await s.shows("34 kB per token (26 % of fp16) · 131k tokens fit · 277 MB for 8.2k")
+        await s.shows("34 kB per token (26 % of fp16) · 128k tokens fit · 277 MB for 8k")
         s.app.screen.query_one("#setting-kv Select", Select).value = "fp16"
-        await s.shows("131 kB per token · 41k tokens fit · 1.1 GB for 8.2k")
-        await s.shows("Recommended here: int4; it holds 131k tokens.")
+        await s.shows("131 kB per token · 41k tokens fit · 1.1 GB for 8k")
+        await s.shows("Recommended here: int4; it holds 128k tokens.")
         s.app.screen.query_one("#setting-context Input", Input).value = "200000"
         s.app.screen.query_one("#setting-context Input", Input).focus()
         await s.pilot.press("enter")

@@ -255,6 +255,6 @@ def test_what_cannot_be_planned(caplog: pytest.LogCaptureFixture) -> None:
     for context in (0, 10**6):
         with pytest.raises(RequestError, match=f"context of {context} tokens"):
             planned(context=context)
-    with caplog.at_level(logging.WARNING), pytest.raises(OutOfMemoryError, match="100 MiB is free now"):
+    with caplog.at_level(logging.WARNING), pytest.raises(OutOfMemoryError, match="105 MB is free now"):
         planned(backend="auto", memory=room(mib=100))
     assert not caplog.records, "no other backend takes less of main memory, so none is tried"

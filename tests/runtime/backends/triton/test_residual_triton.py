@@ -126,7 +126,7 @@ def test_what_cannot_be_locked_runs_without_and_one_warning_says_so(
     assert loaded.warning is not None
     assert loaded.warning.startswith(f"{4 - good} of 4 layers run without error compensation, from layers.{good}.o on")
     assert "1 GiB could not be page-locked: out of memory" in loaded.warning
-    for advice in ("close other programs", "`ulimit -l` (now 8 MiB)", ".wslconfig", "fewer residual bits"):
+    for advice in ("close other programs", "`ulimit -l` (now 8 MB)", ".wslconfig", "fewer residual bits"):
         assert advice in loaded.warning
     assert "\n" not in loaded.warning
 
@@ -138,7 +138,7 @@ def test_memory_that_is_not_there_is_not_asked_for(layers: list[PackedLinear], d
     )
     assert (loaded.layers, locker.asked) == ({}, 0)
     assert loaded.warning is not None
-    assert "only 100 MiB of memory are free" in loaded.warning
+    assert "only 105 MB of memory are free" in loaded.warning
     assert "(now" not in loaded.warning
 
 
@@ -148,7 +148,7 @@ def test_the_refusal_of_the_driver_is_an_error_of_ours(monkeypatch: pytest.Monke
         raise RuntimeError("CUDA error: out of memory\nCompile with TORCH_USE_CUDA_DSA")
 
     monkeypatch.setattr(placing.torch, "empty", refuse)
-    with pytest.raises(PageLockError, match=r"^3 MiB could not be page-locked: CUDA error: out of memory$") as caught:
+    with pytest.raises(PageLockError, match=r"^3 MB could not be page-locked: CUDA error: out of memory$") as caught:
         page_locked(3 << 20)
     assert isinstance(caught.value, BackendError)
 
