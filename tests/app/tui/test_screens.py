@@ -210,7 +210,7 @@ async def test_what_a_kind_of_cache_means_is_shown_before_it_is_loaded(stage: Ca
         await s.open(SettingsScreen, "f3")
         await s.shows("34 kB per token (26 % of fp16) · 128k tokens fit · 277 MB for 8k")
         s.app.screen.query_one("#setting-kv Select", Select).value = "fp16"
-        await s.shows("131 kB per token · 41k tokens fit · 1.1 GB for 8k")
+        await s.shows("131 kB per token · 40k tokens fit · 1.1 GB for 8k")
         await s.shows("Recommended here: int4; it holds 128k tokens.")
         s.app.screen.query_one("#setting-context Input", Input).value = "200000"
         s.app.screen.query_one("#setting-context Input", Input).focus()
