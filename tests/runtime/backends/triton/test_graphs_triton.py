@@ -13,7 +13,7 @@ from runtime.backends.decoder import DecoderOptions, Step
 from runtime.backends.triton import decoder as graphs
 from runtime.backends.triton.decoder import CAPTURED_ROWS, Graphs, TritonDecoder, _Shape
 from runtime.text.sampling import Sampler, SamplingOptions
-from tests.runtime.backends.triton.decoding import SMALL, step
+from tests.runtime.backends.triton.decoding import step
 
 
 class Recorder:
@@ -46,11 +46,11 @@ def rows(*slots: int, at: tuple[int, ...], tokens: tuple[int, ...], wanted: tupl
 
 
 @pytest.fixture
-def recorded(tiny_model: Any, tiny_spec: Any, device: str) -> Any:
+def recorded(small: Any, device: str) -> Any:
     """Two decoders of one model: one that captures by a recorder, one that launches."""
 
     def made(recorder: Recorder, **options: Any) -> tuple[TritonDecoder, TritonDecoder]:
-        model = tiny_model(tiny_spec(**SMALL), bits=4)
+        model = small(bits=4)
         how = DecoderOptions(context=16, slots=3, max_rows=6, select="static", **options)
         both = TritonDecoder(model, how, device), TritonDecoder(model, how, device)
         both[0]._graphs = Graphs(recorder)
