@@ -133,7 +133,8 @@ def test_unloading_returns_everything_and_the_next_load_is_planned_with_it(
         planned = planned_for(case, options, total - card.reserved)
         assert planned.needed_bytes > total // 2
         decoder = TritonDecoder(Shapes(*MODELS[case]), options, META)
-        steps(decoder)
+        run(decoder, options.max_rows, 1, "none")
+        run(decoder, 1, 1, "rows")
         assert card.reserved > 2 << 30
         if len(held) == 1:
             with pytest.raises(OutOfMemoryError):

@@ -16,9 +16,9 @@ from runtime.backends.triton import model as placing
 from runtime.backends.triton.decoder import TritonDecoder
 from runtime.backends.triton.residual import LoadedResiduals, PageLockError
 from runtime.errors import InvalidActivationError, RequestError
-from runtime.kv.kinds import KINDS, PARTS
+from runtime.kv.kinds import PARTS
 from runtime.text.sampling import Sampler, SamplingOptions, log_probabilities
-from tests.grid import combined, grid
+from tests.grid import grid
 from tests.runtime.backends.triton.decoding import (
     assert_logits,
     assert_same,
@@ -105,11 +105,11 @@ ALL = {"o": 1024}
 
 
 @pytest.mark.parametrize(
-    *combined(
-        [("3bit", SOME), ("head-dim-80", ALL), ("codebooks-3bit", SOME)],
-        shape=["3bit", "head-dim-80", "codebooks-3bit", "heads-of-two-widths", "shared-caches"],
-        prompt=[SOME, ALL],
-    )
+    ("shape", "prompt"),
+    [
+        *(("3bit", SOME), ("head-dim-80", ALL), ("codebooks-3bit", SOME)),
+        *(pytest.param(shape, SOME, marks=pytest.mark.slow) for shape in ("heads-of-two-widths", "shared-caches")),
+    ],
 )
 def test_prompts_match_the_reference(small: Any, device: str, shape: str, prompt: dict[str, int]) -> None:
     """Some channels and all of them, residuals of 4, 16 and 8 bits, and a prompt's single row."""
@@ -160,7 +160,7 @@ def test_logits_match_the_reference_on_every_cache(small: Any, device: str, kv: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kv", KINDS)
+@pytest.mark.parametrize("kv", ["fp16", "int4", "hierarchical", "kivi2", "gear4"])
 def test_shared_caches_of_two_widths_are_read_from_every_cache(small: Any, device: str, kv: Any) -> None:
     """Behind a prompt that fills a page or cuts one off its window: a token, drafts, a few rows in place of them, and
     one in place of the last, compensated."""
