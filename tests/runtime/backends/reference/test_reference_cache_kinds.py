@@ -15,6 +15,7 @@ from runtime.errors import ContextOverflowError, RequestError
 from runtime.kv.kinds import KINDS, KVKind
 from runtime.measure.speed import fill, measure_at
 from tests.close import assert_close
+from tests.runtime.backends.steps import rows
 
 Factory = Callable[..., Any]
 TOKENS = np.random.default_rng(5).integers(0, 96, 420).tolist()
@@ -64,13 +65,7 @@ def test_slots_of_different_length_do_not_see_each_other(kv: KVKind, model: Any)
             run(decoder, TOKENS[start : min(start + 128, length)], start=start, slot=slot)
             run(single, TOKENS[start : min(start + 128, length)], start=start)
         alone[slot] = run(single, [7], start=length)
-    step = Step(
-        tokens=np.array([7, 7, 7], np.int32),
-        slots=np.array([2, 0, 1], np.int32),
-        positions=np.array([128, 1, 300], np.int32),
-        logit_rows=np.arange(3, dtype=np.int32),
-    )
-    found = decoder.forward(step)
+    found = decoder.forward(rows([7, 7, 7], [2, 0, 1], [128, 1, 300]))
     for row, slot in enumerate([2, 0, 1]):
         assert_close(found[row], alone[slot][0], "half cache")
 

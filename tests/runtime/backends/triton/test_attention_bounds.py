@@ -1,4 +1,4 @@
-"""Attention on the GPU over every kind of cache, against float32 attention over unquantized values.
+"""Attention on the GPU over every kind of cache, where it is hardest: a real model's numbers, and a long past.
 
 Two bounds for each case. Against the cache's own numbers, read back in float32, what the kernel adds: numbers and
 weights rounded to half precision. Against the exact numbers, what the kind of cache adds, as a share of the output's
@@ -91,59 +91,12 @@ class Written:
         return found - self.cache.attend(0, q.float(), slots, positions, window), found - exact, exact
 
 
-LENGTHS, ROWS = (300, 5, 129), (4, 1, 2)
-"""No length is a multiple of a page; a few rows of each slot, the last of them, as verification has them."""
-LIMITS: dict[KVKind, dict[str, float]] = {
-    kv: dict(zip(("random", "outlier", "real"), limits, strict=True))
-    for kv, *limits in (
-        ("fp16", 2e-3, 3e-3, 3e-3),
-        ("int8", 6e-3, 0.019, 0.021),
-        ("hierarchical", 3e-3, 5e-3, 0.016),
-        ("int4", 0.09, 0.34, 0.33),
-        ("kcvt4", 0.04, 0.04, 0.15),
-        ("gear-l4", 0.036, 0.037, 0.11),
-        ("gear4", 0.032, 0.032, 0.05),
-        ("kivi2", 0.24, 0.24, 0.35),
-        ("gear-l2", 0.19, 0.19, 0.36),
-        ("gear2", 0.16, 0.17, 0.48),
-    )
-}
-
-
-def last_rows() -> tuple[torch.Tensor, torch.Tensor]:
-    slots = [slot for slot, count in enumerate(ROWS) for _ in range(count)]
-    positions = [p for length, count in zip(LENGTHS, ROWS, strict=True) for p in range(length - count, length)]
-    return torch.tensor(slots), torch.tensor(positions)
-
-
-def histories(generator: torch.Generator, outlier: float) -> list[torch.Tensor]:
-    """Keys and values off zero, of heads of 32 channels, of which one of the keys' is larger."""
-    drawn = [torch.randn(2, length, 2, 32, generator=generator) for length in LENGTHS]
-    for one in drawn:
-        one[0, :, :, 3] *= outlier
-        one[0] += 0.5
-        one[1] -= 0.3
-    return drawn
-
-
-@pytest.mark.parametrize("case", ["random", "outlier"])
-@pytest.mark.parametrize("kv", grid(KINDS, QUICK_CACHES))
-def test_errors_are_bounded(device: str, kv: KVKind, case: str) -> None:
-    generator = torch.Generator().manual_seed(7)
-    written = Written(kv, histories(generator, 20.0 if case == "outlier" else 1.0), device, context=400)
-    q = torch.randn(sum(ROWS), 4, 32, generator=generator)
-    q[:, :, 3] /= 20.0 if case == "outlier" else 1.0
-    kernel, whole, exact = written.errors(q, *last_rows())
-    assert kernel.abs().max() <= (2.5 if case == "outlier" else 1) * KERNEL
-    assert rms(whole) <= LIMITS[kv][case] * rms(exact)
-
-
-@pytest.mark.parametrize("kv", grid(KINDS, QUICK_CACHES))
-def test_heads_whose_numbers_are_all_equal(device: str, kv: KVKind) -> None:
-    """A scale of zero; and every weight is the same."""
-    same = [torch.full((2, length, 2, 32), 0.7) for length in LENGTHS]
-    _, whole, _ = Written(kv, same, device, context=400).errors(torch.ones(sum(ROWS), 4, 32), *last_rows())
-    assert whole.abs().max() <= 1e-3
+LENGTH = 300
+"""No multiple of a page."""
+LIMITS: dict[KVKind, float] = {
+    "fp16": 3e-3, "int8": 0.021, "hierarchical": 0.016, "int4": 0.33, "kcvt4": 0.15, "gear-l4": 0.11, "gear4": 0.05,
+    "kivi2": 0.35, "gear-l2": 0.36, "gear2": 0.48,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -154,9 +107,9 @@ def attended(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> lis
     recipe = Recipe(bits=4, residual_bits=4, group_size=32)
     quantize_model(shared_data / "models/english3m", store, recipe, name="small", calibration=words)
     model = store.open("small")
-    tokens = Tokenizer(model.tokenizer_path).encode(words)[: LENGTHS[0]]
-    rows = np.arange(LENGTHS[0], dtype=np.int32)
-    decoder = ReferenceDecoder(model, DecoderOptions(context=LENGTHS[0], max_rows=LENGTHS[0]))
+    tokens = Tokenizer(model.tokenizer_path).encode(words)[:LENGTH]
+    rows = np.arange(LENGTH, dtype=np.int32)
+    decoder = ReferenceDecoder(model, DecoderOptions(context=LENGTH, max_rows=LENGTH))
     queries: list[torch.Tensor] = []
     attend = decoder.cache.attend
 
@@ -180,13 +133,13 @@ def attended(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> lis
 def test_errors_on_a_real_model_are_bounded(
     device: str, kv: KVKind, attended: list[tuple[torch.Tensor, torch.Tensor]]
 ) -> None:
-    slots, positions = torch.zeros(2, dtype=torch.long), torch.tensor([LENGTHS[0] - 2, LENGTHS[0] - 1])
+    slots, positions = torch.zeros(2, dtype=torch.long), torch.tensor([LENGTH - 2, LENGTH - 1])
     share = 0.0
     for queries, history in attended:
         kernel, whole, exact = Written(kv, [history], device, context=400).errors(queries[positions], slots, positions)
         assert kernel.abs().max() <= 4 * KERNEL * max(1.0, rms(exact))
         share = max(share, rms(whole) / rms(exact))
-    assert share <= LIMITS[kv]["real"]
+    assert share <= LIMITS[kv]
 
 
 LONG, SEEN = 65536, 1024

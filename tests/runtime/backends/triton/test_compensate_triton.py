@@ -98,15 +98,6 @@ def test_the_base_is_added_and_may_be_the_output(layer: Any, device: str, fused:
     assert torch.equal(out.cpu(), found)
 
 
-def test_rows_select_for_themselves(layer: Any) -> None:
-    one = layer(300, 1100)
-    x, base = halves(3, 1100), torch.randn(3, 300, generator=torch.Generator().manual_seed(1))
-    found = one.run(x, base=base, n_tb=2)
-    assert_close(found, one.expected(x, base), "sums")
-    for row in range(3):
-        assert torch.equal(found[row : row + 1], one.run(x[row : row + 1], base=base[row : row + 1], n_tb=1))
-
-
 @pytest.mark.parametrize("mode", ["approx", "random", "static"])
 def test_rows_that_share_what_they_fetch_have_the_bits_of_each_alone(
     layer: Any, device: str, mode: Any, monkeypatch: pytest.MonkeyPatch
@@ -148,15 +139,6 @@ def test_rows_fetch_for_themselves_where_copies_have_no_room(layer: Any, monkeyp
     expected = one.run(x, n_tb=2)
     monkeypatch.delattr(kernels, "_copy_kernel")
     assert torch.equal(one.run(x, n_tb=2, copied=torch.zeros(10, dtype=torch.int32)), expected)
-
-
-@pytest.mark.parametrize("k_chunk", [15, 17, 1023])
-def test_every_number_of_channels(layer: Any, k_chunk: int) -> None:
-    one = layer(40, 1024, k_chunk=k_chunk)
-    x = halves(1, 1024)
-    found = one.run(x, fused=True)
-    assert_close(found, one.expected(x), "sums")
-    assert torch.equal(found, one.run(x, n_tb=2))
 
 
 @pytest.mark.parametrize("mode", ["exact", "static", "random"])

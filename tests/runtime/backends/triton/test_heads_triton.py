@@ -93,15 +93,16 @@ def _check(case: _Case, device: str) -> None:
         assert_close(actual, expected, "heads")
 
 
-@pytest.mark.parametrize("norm", [False, True], ids=["plain", "norm"])
-@pytest.mark.parametrize("shape", [(4, 2, 32, 32), (3, 3, 96, 72)])
-def test_what_compensates_the_product_is_added(device: str, shape: Shape, norm: bool) -> None:
-    _check(_Case(shape, ROWS, dec=True, norm=norm), device)
-
-
-def test_one_row_at_position_0_and_at_the_last(device: str) -> None:
-    for position in (0, 8):
-        _check(_Case((4, 2, 32, 32), [(0, position)], dec=False, norm=False), device)
+@pytest.mark.parametrize(
+    ("shape", "norm", "values"),
+    [
+        *(((4, 2, 32, 32), False, False), ((3, 3, 96, 72), True, False)),
+        *(((4, 2, 40, 16), False, True), ((2, 1, 512, 128), True, True)),
+    ],
+)
+def test_what_compensates_the_product_is_added(device: str, shape: Shape, norm: bool, values: bool) -> None:
+    """Then come norms: of queries and keys with their weights, of values without."""
+    _check(_Case(shape, ROWS, dec=True, norm=norm, values=values), device)
 
 
 def test_nothing_else_of_the_cache_is_touched(device: str) -> None:
@@ -111,13 +112,6 @@ def test_nothing_else_of_the_cache_is_touched(device: str) -> None:
     untouched[case.slots, case.positions] = False
     for actual, before in zip((keys, values), case.caches.float(), strict=True):
         assert torch.equal(actual.transpose(1, 2)[untouched], before.transpose(1, 2)[untouched])
-
-
-@pytest.mark.parametrize("norm", [False, True], ids=["plain", "norm"])
-@pytest.mark.parametrize("shape", [(4, 2, 40, 16), (2, 1, 512, 128)])
-def test_values_may_pass_a_norm(device: str, shape: Shape, norm: bool) -> None:
-    """Each head by itself, without a weight; queries and keys with theirs, or none."""
-    _check(_Case(shape, ROWS[1:3], dec=True, norm=norm, values=True), device)
 
 
 @pytest.mark.parametrize("norm", [False, True], ids=["plain", "norm"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +14,7 @@ from runtime.backends.triton.decoder import TritonDecoder
 from runtime.kv import states as snapshots
 from runtime.kv.states import states_bytes
 from tests.grid import grid
+from tests.runtime.backends.steps import rows
 from tests.runtime.backends.triton.decoding import (
     assert_logits,
     assert_replayed,
@@ -54,14 +54,12 @@ def test_logits_match_the_reference(stateful: Any, device: str, shape: str) -> N
     """A prompt, compensated tokens, two sequences at once in place of the latest, and a prompt absorbed at once."""
     model = stateful(shape, bits=4)
     options = DecoderOptions(context=48, slots=2, max_rows=20, k_chunk=300, prompt_k_chunk=200, select="static")
-    together = step([7, 8], 0, rows=[0, 1])
-    together = replace(together, slots=np.array([0, 1], np.int32), positions=np.array([7, 2], np.int32))
     ours, theirs = both(model, options, device)
     steps = (
         step([5, 9, 3, 47, 12], 0, rows=[1, 4], prefill=True),
         step([4, 4], 0, slot=1, compensate=False),
         step([33, 34, 35], 5, rows=[0, 2]),
-        together,
+        rows([7, 8], [0, 1], [7, 2]),
         step(text(17), 8, rows=[0, 16], prefill=True),
         step([21], 25),
     )
@@ -174,7 +172,7 @@ def test_a_replayed_graph_of_a_prompt_reads_chunks_of_any_sequence(stateful: Any
     options = DecoderOptions(context=100, slots=2, max_rows=20)
     captured, launched = TritonDecoder(model, options, cuda), TritonDecoder(model, options, cuda)
     places = [(0, 0, 20), (1, 0, 20), (0, 20, 20), (0, 40, 1), (0, 41, 20), (1, 20, 20)]
-    for turn, (slot, position, rows) in enumerate(places):
-        tokens = [(11 * turn + 7 * row) % 61 for row in range(rows)]
-        one = step(tokens, position, rows=[rows - 1], slot=slot, prefill=rows > 1)
+    for turn, (slot, position, count) in enumerate(places):
+        tokens = [(11 * turn + 7 * row) % 61 for row in range(count)]
+        one = step(tokens, position, rows=[count - 1], slot=slot, prefill=count > 1)
         assert_replayed(captured, launched, [one])
