@@ -6,6 +6,7 @@ the reference has float32; a wrong scale, plane or mask is off by the size of a 
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -50,9 +51,9 @@ def test_layers_with_attention_have_the_pages(tiny_spec: Any, device: str) -> No
 class Pair:
     """The reference cache and the GPU's, given the same tokens."""
 
-    def __init__(self, spec: Any, name: KVKind, device: str, *, context: int = 400, seed: int = 0) -> None:
-        self.spec, self.kind, self.device, self.context = spec, KINDS[name], device, context
-        sizes = {"context": context, "slots": SLOTS, "max_rows": ROWS}
+    def __init__(self, spec: Any, name: KVKind, device: str, *, context: int = 400, rows: int = ROWS) -> None:
+        self.spec, self.kind, self.device, self.context, self.rows = spec, KINDS[name], device, context, rows
+        sizes = {"context": context, "slots": SLOTS, "max_rows": rows}
         self.theirs = ReferenceCache(self.kind, spec, **sizes)
         self.ours = GpuCache(self.kind, spec, **sizes, device=torch.device(device))
         for part, pool in self.ours.store.pools.items():
@@ -62,7 +63,7 @@ class Pair:
             window.fill_(torch.nan)
             for slot in range(SLOTS):
                 self.theirs.store.window(part, slot).fill_(torch.nan)
-        self.generator = torch.Generator().manual_seed(seed)
+        self.generator = torch.Generator().manual_seed(0)
 
     def normal(self, *shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=self.generator)
@@ -71,6 +72,22 @@ class Pair:
         """Write that many tokens of a slot in both, a few at a time."""
         for start in range(0, count, ROWS):
             self.step(slot, start, min(ROWS, count - start), outlier=outlier)
+
+    def read(self, history: torch.Tensor, last: int) -> tuple[Any, Any]:
+        """Keys and values [2, T, H_kv, D] of the one layer in slot 0: the last rows by both, what is before them by the
+        reference, from which ours loads it. Returns the last rows' slots and positions."""
+        T = history.shape[1]
+        edges = [*range(0, T - last, self.rows), T - last, T]
+        for start, end in itertools.pairwise(edges):
+            slots, positions = np.zeros(end - start, np.int32), np.arange(start, end, dtype=np.int32)
+            if end == T:
+                pieces = [{name: array.copy() for name, array in piece.items()} for piece in self.theirs.export(0)]
+                self.ours.load(0, start, self.theirs.paged_length(0), pieces)
+                self.ours.begin(slots, positions)
+                self.append(0, slots, positions, *history[:, start:])
+            self.theirs.begin(slots, positions)
+            self.theirs.append(0, torch.tensor(slots).long(), torch.tensor(positions).long(), *history[:, start:end])
+        return slots, positions
 
     def step(self, slot: int, start: int, count: int, *, outlier: float = 1.0, copied: bool = True) -> tuple[Any, Any]:
         """Write rows of one slot, whose channel 3 has larger keys, in both. Returns slots and positions.
@@ -145,10 +162,12 @@ class Pair:
         error = (read[0] - read[1]).square().mean() / read[1].square().mean()
         assert float(error) < (1e-4 if self.device == "cpu" else 0.05) ** 2, part
 
-    def attended(self, slots: Any, positions: Any, window: int | None = None, **how: Any) -> tuple[Any, Any]:
-        """Attention of random queries over both caches: float32 [M, H, D] each."""
+    def attended(
+        self, slots: Any, positions: Any, window: int | None = None, *, q: torch.Tensor | None = None, **how: Any
+    ) -> tuple[Any, Any]:
+        """Attention of queries, or random ones, over both caches: float32 [M, H, D] each."""
         M, H, D = len(slots), self.spec.num_heads, self.spec.head_dim
-        q = self.normal(M, H, D).half()
+        q = (self.normal(M, H, D) if q is None else q).half()
         x = torch.full((M, H * D), torch.nan, dtype=torch.float16, device=self.device)
         rows = Rows(*(torch.tensor(each).to(self.device) for each in (positions, slots)))
         layer, flat = self.spec.num_layers - 1, q.view(M, H * D).to(self.device)
