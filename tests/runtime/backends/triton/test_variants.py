@@ -23,10 +23,10 @@ LOADS: dict[str, tuple[int, int, int]] = {
 }
 """Kernels over INT4, the same where the rows of prompts are compensated together, and launches of a token.
 
-Attention takes three, and three more where only some blocks have a window, and products two; one more where the head has
-other bits than the blocks, one where a window's pages are quantized, and two where prompts are compensated together:
-docs/decisions/gpu.md. Experts take ten, and four more in prompts, delta rules five, and convolutions one. Heads of two
-widths have two kernels each, norms behind two, and products of rows that end at different places of a block, too.
+Attention takes three, and three more where only some blocks have a window, and products two; one more where the head
+has other bits than the blocks, one where a window's pages are quantized, and two where prompts are compensated
+together: docs/decisions/gpu.md. Experts take ten, and four more in prompts, delta rules five, and convolutions one.
+Heads of two widths have two kernels each, norms behind two, and products of rows that end at different places, too.
 
 A layer launches 14: four products and their compensations, two norms, heads, attention and its merge, the gate; with
 experts a router, and two compensations of two launches. The last norm and the head with its compensation are 3.
@@ -42,7 +42,7 @@ CACHES = {
     ("gemma-4-e2b-4bit", "int8"): 24,
     ("gemma-4-26b-a4b-4bit", "hierarchical"): 37,
 }
-"""Kernels over others. Over wide heads in half precision, and over the widest, attention of a few rows is that of many."""
+"""Kernels over others. Over wide heads in half precision, and over the widest, a few rows take the kernel of many."""
 ROWS = {
     ("demo", 2): 110,
     ("demo", 8): 110,
