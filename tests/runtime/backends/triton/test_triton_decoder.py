@@ -292,37 +292,25 @@ def test_what_cannot_be_run_is_refused(small: Any, device: str) -> None:
         TritonDecoder(small(), DecoderOptions(context=16, n_tb={"o": 0}), device)
 
 
+@pytest.mark.parametrize(
+    ("more", "prefill"),
+    [({"k_chunk": 100}, False), ({"prompt_k_chunk": {"head": 8}}, True), ({"prompt_k_chunk": ALL}, True)],
+)
 def test_layers_whose_residuals_find_no_memory_run_without(
-    small: Any, device: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    small: Any, device: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, more: Any, prefill: bool
 ) -> None:
     """Page-locked memory ends: one warning, and the model answers as it would without compensation."""
-    model = small(bits=3)
-    plain = np.array(TritonDecoder(model, DecoderOptions(context=16), device).forward(step([1], 0)))
+    model, options, one = small(bits=3), DecoderOptions(context=16, max_rows=2), step([5, 9], 0, prefill=prefill)
+    plain = np.array(TritonDecoder(model, options, device).forward(one))
     warning = "4 layers run without: no memory. To compensate all: close programs"
     monkeypatch.setattr(placing, "load_residuals", lambda *_: LoadedResiduals(layers={}, warning=warning))
-    decoder = TritonDecoder(model, DecoderOptions(context=16, k_chunk=100), device)
+    decoder = TritonDecoder(model, replace(options, **more), device)
+    assert np.array_equal(plain, decoder.forward(one))
     decoder.set_k_chunk(200)
-    assert np.array_equal(plain, decoder.forward(step([1], 0)))
+    assert np.array_equal(plain, decoder.forward(one))
     assert [record.message for record in caplog.records] == [warning]
     (problem,) = decoder.model.problems
-    assert (problem.what, problem.fix) == (
-        "4 layers run without: no memory",
-        "To compensate all: close programs",
-    )
-
-
-@pytest.mark.parametrize("prompt", [{"head": 8}, {"o": 1024}])
-def test_compensated_prompts_need_no_layer_whose_residuals_are_copied(
-    small: Any, device: str, monkeypatch: pytest.MonkeyPatch, prompt: dict[str, int]
-) -> None:
-    """Only the head is compensated; or page-locking was refused from the first layer on."""
-    model = small(bits=3)
-    monkeypatch.setattr(placing, "load_residuals", lambda *_: LoadedResiduals(layers={}, warning="none"))
-    options = DecoderOptions(context=16, max_rows=2)
-    one = step([5, 9], 0, rows=[1], prefill=True)
-    plain = np.array(TritonDecoder(model, options, device).forward(one))
-    decoder = TritonDecoder(model, replace(options, prompt_k_chunk=prompt), device)
-    assert np.array_equal(plain, decoder.forward(one))
+    assert (problem.what, problem.fix) == ("4 layers run without: no memory", "To compensate all: close programs")
 
 
 def test_a_refused_embedding_table_stays_in_main_memory(
