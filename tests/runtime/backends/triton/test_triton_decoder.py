@@ -306,8 +306,9 @@ def test_layers_whose_residuals_find_no_memory_run_without(
     monkeypatch.setattr(placing, "load_residuals", lambda *_: LoadedResiduals(layers={}, warning=warning))
     decoder = TritonDecoder(model, replace(options, **more), device)
     assert np.array_equal(plain, decoder.forward(one))
-    decoder.set_k_chunk(200)
-    assert np.array_equal(plain, decoder.forward(one))
+    if not prefill:
+        decoder.set_k_chunk(200)
+        assert np.array_equal(plain, decoder.forward(one))
     assert [record.message for record in caplog.records] == [warning]
     (problem,) = decoder.model.problems
     assert (problem.what, problem.fix) == ("4 layers run without: no memory", "To compensate all: close programs")
