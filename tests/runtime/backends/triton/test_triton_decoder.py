@@ -292,9 +292,11 @@ def test_what_cannot_be_run_is_refused(small: Any, device: str) -> None:
         TritonDecoder(small(), DecoderOptions(context=16, n_tb={"o": 0}), device)
 
 
+HEAD = {"prompt_k_chunk": {"head": 8}}
+
+
 @pytest.mark.parametrize(
-    ("more", "prefill"),
-    [({"k_chunk": 100}, False), ({"prompt_k_chunk": {"head": 8}}, True), ({"prompt_k_chunk": ALL}, True)],
+    ("more", "prefill"), [({"k_chunk": 100}, False), (HEAD, True), ({"prompt_k_chunk": ALL}, True)]
 )
 def test_layers_whose_residuals_find_no_memory_run_without(
     small: Any, device: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, more: Any, prefill: bool
@@ -309,9 +311,10 @@ def test_layers_whose_residuals_find_no_memory_run_without(
     if not prefill:
         decoder.set_k_chunk(200)
         assert np.array_equal(plain, decoder.forward(one))
-    assert [record.message for record in caplog.records] == [warning]
-    (problem,) = decoder.model.problems
-    assert (problem.what, problem.fix) == ("4 layers run without: no memory", "To compensate all: close programs")
+    if more != HEAD:  # for which no layer's residuals are copied
+        assert [record.message for record in caplog.records] == [warning]
+        (problem,) = decoder.model.problems
+        assert (problem.what, problem.fix) == ("4 layers run without: no memory", "To compensate all: close programs")
 
 
 def test_a_refused_embedding_table_stays_in_main_memory(
