@@ -6,6 +6,7 @@ import ast
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ import psutil
 import pytest
 
 from runtime.backends.triton.kernels.gemv import resident
+from runtime.errors import BackendError
 from tests.lab import ahead
 from tests.lab.ahead import (
     SHARED_LIMIT,
@@ -219,6 +221,12 @@ def test_parameter_lists_are_short():
     long = {name: count for name, count in lists.items() if count > (12 if name[1].endswith("_kernel") else 8)}
     assert len(lists) > 100
     assert not long
+
+
+def test_a_child_that_dies_is_reported(monkeypatch):
+    monkeypatch.setattr(ahead.sys, "executable", shutil.which("false"))
+    with pytest.raises(BackendError, match="ended with 1"):
+        compile_all((), workers=1)
 
 
 def test_a_child_does_not_outlive_its_parent(tmp_path):

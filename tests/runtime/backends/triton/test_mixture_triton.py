@@ -85,14 +85,13 @@ itself then, and so is a share by 0.4 %. A wrong expert, share or residual is of
 
 @pytest.mark.parametrize("shape", grid(SHAPES, {"gated"}))
 def test_logits_match_the_reference(small: Any, device: str, shape: str) -> None:
-    """A few rows, a token, and a prompt's many rows: each of them compensated and not."""
+    """A few rows and a token, compensated and not, and a prompt's many rows, each with their own channels."""
     options = DecoderOptions(context=48, max_rows=18, k_chunk=300, select="static")
     steps = (
         step([5, 9, 3, 47, 12], 0, rows=[1, 4], compensate=False),
         step([17], 5),
         step([33, 34], 4, rows=[0, 1]),
-        step(text(18), 6, rows=[0, 17], compensate=False),
-        step(text(17), 24, rows=[2, 16]),
+        step(text(17), 6, rows=[2, 16]),
     )
     assert_same(*both(model_of(small, shape), options, device), steps, NEAR)
 
@@ -147,9 +146,8 @@ def test_every_selector_compensates_experts(small: Any, device: str, select: Any
     model = model_of(small, "gated")
     ours, theirs = both(model, options, device)
     for one in (step([5, 9, 3], 0, rows=[2]), step([17], 3)):
-        found, wanted = np.array(ours.forward(one)), theirs.forward(one)
         plain = np.array(ours.forward(replace(one, compensate=False)))
-        ours.forward(one)
+        found, wanted = np.array(ours.forward(one)), theirs.forward(one)
         # Of two channels that are equal but for the last bit, either may be taken.
         assert np.abs(found - wanted).mean() < 0.3 * np.abs(plain - wanted).mean()
 

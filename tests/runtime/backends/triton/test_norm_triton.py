@@ -52,6 +52,16 @@ def test_sums_are_normalized_and_stay_unless_rows_are_gathered(device: str, rows
     assert_close(x, rms_norm(case.sum, case.weight, EPS)[rows or slice(None)], "half")
 
 
+@pytest.mark.parametrize("before", [False, True], ids=["behind", "both"])
+def test_what_is_added_may_pass_a_norm_of_its_own(device: str, before: bool) -> None:
+    case, added, eps = _Case(3, 100, True, True), torch.linspace(0.5, 2, 100), 0.1
+    norms = RowNorms(case.weight.to(device) if before else None, EPS, added.to(device), eps)
+    h, x = case.run(device, None, norms)
+    expected = case.h + rms_norm(case.sum - case.h, added, eps)
+    assert_close(h, expected, "model")
+    assert_close(x, rms_norm(expected, case.weight, EPS) if before else expected, "half")
+
+
 @pytest.mark.parametrize("dec", [(False, False), (True, False), (False, True)], ids=["y", "first", "second"])
 def test_two_outputs_pass_norms_before_their_sum_does(device: str, dec: tuple[bool, bool]) -> None:
     """Either may have a compensation. Then the stream is multiplied."""

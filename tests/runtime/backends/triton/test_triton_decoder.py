@@ -46,16 +46,20 @@ SHARING: dict[str, Any] = {**SHARED, "num_layers": 3, "windows": (3, None, None)
 """Of the small ones."""
 SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "3bit": ({"bits": 3, "residual_bits": 4}, {"num_heads": 3, "num_kv_heads": 1}),
-    "biases-qknorm-window": (
+    "biases-qknorm-window-nope": (
         {"bits": 4, "residual_bits": 2},
-        {"num_layers": 2, "qkv_bias": True, "o_bias": True, "mlp_bias": True, "qk_norm": True, "windows": (3, None)},
+        {
+            "num_layers": 2,
+            "windows": (3, None),
+            "nope_layers": (0,),
+            **dict.fromkeys(("qkv_bias", "o_bias", "mlp_bias", "qk_norm"), True),
+        },
     ),
     "head-dim-80": ({"bits": 3, "residual_bits": 16}, {"head_dim": 80, "num_heads": 1}),
     "codebooks-partial-rope": (
         {"bits": 4, "residual_bits": 4, "codebook": True},
         {"qkv_bias": True, "rope": RopeSpec(rotary_dim=12)},
     ),
-    "nope_layers": ({"bits": 4}, {"num_layers": 2, "nope_layers": (0,)}),
     "norms-on-both-sides": ({"bits": 4}, {"num_layers": 2, **BOTH_SIDES, "window_rope": LOCAL, "windows": (3, None)}),
     "norms-behind": ({"bits": 4}, {**BEHIND, "num_layers": 2, "num_heads": 3}),
     "sinks": ({"bits": 4}, {**SINKS, "num_layers": 2, "windows": (3, None)}),
