@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -96,36 +98,23 @@ def _check(
     H_kv: int,
     D: int,
     r: int,
-    *,
     norms: Pair | None = None,
     basis: Pair | None = None,
-    norm_last: bool = False,
-    growth: torch.Tensor | None = None,
+    **more: Any,
 ) -> None:
     y = normal(len(SLOTS), (H + 2 * H_kv) * D)
     cos, sin = (torch.from_numpy(table) for table in tables(RopeSpec(rotary_dim=r), 9))
-    how = HeadOptions(
-        heads=H,
-        kv_heads=H_kv,
-        dim=D,
-        cos=cos,
-        sin=sin,
-        slots=SLOTS,
-        positions=POSITIONS,
-        norms=norms,
-        basis=basis,
-        norm_last=norm_last,
-        growth=growth,
-    )
+    sizes = {"heads": H, "kv_heads": H_kv, "dim": D, "cos": cos, "sin": sin, "slots": SLOTS, "positions": POSITIONS}
+    how = HeadOptions(**sizes, norms=norms, basis=basis, **more)
     q, k, v = y.view(len(y), -1, D).split((H, H_kv, H_kv), dim=1)
-    if norms is not None and not norm_last:
+    if norms is not None and not how.norm_last:
         q, k = rms_norm(q, norms[0], how.eps), rms_norm(k, norms[1], how.eps)
     own = torch.tensor(POSITIONS)
     q, k = rotate(q, cos[own], sin[own]), rotate(k, cos[own], sin[own])
-    if norms is not None and norm_last:
+    if norms is not None and how.norm_last:
         q, k = rms_norm(q, norms[0], how.eps), rms_norm(k, norms[1], how.eps)
-    if growth is not None:
-        q = q * growth[own, None, None]
+    if how.growth is not None:
+        q = q * how.growth[own, None, None]
     if basis is not None:
         q = to_basis(q, basis[0].repeat_interleave(H // H_kv, dim=0))
         k = to_basis(k, basis[0]) - basis[1]

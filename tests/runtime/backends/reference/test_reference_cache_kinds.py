@@ -15,9 +15,9 @@ from runtime.errors import ContextOverflowError, RequestError
 from runtime.kv.kinds import KINDS, KVKind
 from runtime.measure.speed import fill, measure_at
 from tests.close import assert_close
+from tests.runtime.backends.steps import rows
 
 Factory = Callable[..., Any]
-WINDOWED: list[KVKind] = [name for name, kind in KINDS.items() if kind.windowed]
 TOKENS = np.random.default_rng(5).integers(0, 96, 420).tolist()
 
 
@@ -65,39 +65,26 @@ def test_slots_of_different_length_do_not_see_each_other(kv: KVKind, model: Any)
             run(decoder, TOKENS[start : min(start + 128, length)], start=start, slot=slot)
             run(single, TOKENS[start : min(start + 128, length)], start=start)
         alone[slot] = run(single, [7], start=length)
-    step = Step(
-        tokens=np.array([7, 7, 7], np.int32),
-        slots=np.array([2, 0, 1], np.int32),
-        positions=np.array([128, 1, 300], np.int32),
-        logit_rows=np.arange(3, dtype=np.int32),
-    )
-    found = decoder.forward(step)
+    found = decoder.forward(rows([7, 7, 7], [2, 0, 1], [128, 1, 300]))
     for row, slot in enumerate([2, 0, 1]):
         assert_close(found[row], alone[slot][0], "half cache")
 
 
 @pytest.mark.parametrize("kv", KINDS)
-def test_rolled_back_rows_leave_no_trace(kv: KVKind, model: Any) -> None:
-    plain, rolled = (ReferenceDecoder(model, options(kv=kv)) for _ in range(2))
+def test_rolled_back_rows_leave_no_trace_and_a_fork_goes_on_as_its_source(kv: KVKind, model: Any) -> None:
+    plain, rolled = (ReferenceDecoder(model, options(kv=kv, slots=2)) for _ in range(2))
     rng = np.random.default_rng(2)
     for start in range(0, 384, 128):
-        run(plain, TOKENS[start : start + 128], start=start)
-        run(rolled, TOKENS[start : start + 128], start=start)
-    for position in range(384, 400):
+        for decoder in (plain, rolled):
+            run(decoder, TOKENS[start : start + 128], start=start)
+    plain.cache.fork(0, 1, 384)
+    forked = run(plain, [3], start=384, slot=1)
+    run(plain, [9], start=385, slot=1)
+    np.testing.assert_array_equal(forked, run(plain, [3], start=384))
+    for position in range(384, 390):
         wrong = rng.integers(0, 96, 4).tolist()
         found = run(rolled, [TOKENS[position], *wrong], start=position)[0]
         assert_close(found, run(plain, [TOKENS[position]], start=position)[0], "half cache")
-
-
-@pytest.mark.parametrize("kv", KINDS)
-def test_a_fork_goes_on_as_its_source_would(kv: KVKind, model: Any) -> None:
-    decoder = ReferenceDecoder(model, options(kv=kv, slots=2))
-    for start in range(0, 384, 128):
-        run(decoder, TOKENS[start : start + 128], start=start)
-    decoder.cache.fork(0, 1, 384)
-    ours = run(decoder, [3], start=384, slot=1)
-    run(decoder, [9], start=385, slot=1)
-    np.testing.assert_array_equal(ours, run(decoder, [3], start=384, slot=0))
 
 
 @pytest.mark.parametrize("kv", KINDS)

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from models.architecture import forward
-from models.packed import PackedLinear
 from runtime.backends.decoder import DecoderOptions, Step
 from runtime.backends.reference.decoder import ReferenceDecoder, _Pass
 from runtime.errors import InvalidActivationError, RequestError
 from tests.close import assert_close
+from tests.runtime.backends.steps import rows
 
 Factory = Callable[..., Any]
 TOKENS = [1, 7, 8, 9, 50, 95, 3, 3, 20, 41]
@@ -44,12 +44,7 @@ def test_slots_do_not_see_each_other(tiny_model: Factory) -> None:
     model = tiny_model()
     decoder = ReferenceDecoder(model, options(slots=3))
     alone = [run(ReferenceDecoder(model, options()), tokens) for tokens in (TOKENS[:8], TOKENS[:1:-1])]
-    step = Step(
-        tokens=np.array([*TOKENS[:8], *TOKENS[:1:-1]], np.int32),
-        slots=np.array([2] * 8 + [0] * 8, np.int32),
-        positions=np.array([*range(8), *range(8)], np.int32),
-        logit_rows=np.arange(16, dtype=np.int32),
-    )
+    step = rows([*TOKENS[:8], *TOKENS[:1:-1]], [2] * 8 + [0] * 8, [*range(8), *range(8)])
     assert np.array_equal(decoder.forward(step), np.concatenate(alone))
 
 
@@ -65,13 +60,7 @@ def test_writing_at_a_lower_position_cuts_the_sequence_back(tiny_model: Factory)
 def test_only_the_rows_asked_for_come_back(tiny_model: Factory, select: str) -> None:
     decoder = ReferenceDecoder(tiny_model(), options(k_chunk=64, select=select))
     every = run(decoder, TOKENS)
-    step = Step(
-        tokens=np.array(TOKENS, np.int32),
-        slots=np.zeros(10, np.int32),
-        positions=np.arange(10, dtype=np.int32),
-        logit_rows=np.array([2, 9], np.int32),
-    )
-    assert_close(decoder.forward(step), every[[2, 9]], "model")
+    assert_close(decoder.forward(Step.of(TOKENS, 0, [2, 9])), every[[2, 9]], "model")
 
 
 class FullPrecision(_Pass):
@@ -92,13 +81,7 @@ def test_every_channel_at_8_bits_restores_full_precision(tiny_model: Factory, bi
         logits = run(ReferenceDecoder(model, options(k_chunk=k_chunk, select="exact")), TOKENS, **more)
         return float(np.sqrt(np.mean((logits - full) ** 2)))
 
-    step = Step(
-        tokens=np.array(TOKENS, np.int32),
-        slots=np.zeros(10, np.int32),
-        positions=np.arange(10, dtype=np.int32),
-        logit_rows=np.arange(10, dtype=np.int32),
-    )
-    oracle = FullPrecision(ReferenceDecoder(model, options()), step)
+    oracle = FullPrecision(ReferenceDecoder(model, options()), Step.of(TOKENS))
     oracle.full = model.full
     full = forward(oracle, model.spec).numpy()
     errors = [error(k_chunk) for k_chunk in (0, 64, 256, 1024)]
@@ -135,11 +118,6 @@ def test_k_chunk_by_layer_type_touches_only_that_type(tiny_model: Factory) -> No
     np.testing.assert_array_equal(base, run(ReferenceDecoder(model, options(k_chunk={"down": 0})), TOKENS))
 
 
-def test_families_quirks_run(tiny_model: Factory, tiny_spec: Factory) -> None:
-    model = tiny_model(tiny_spec(qk_norm=True, qkv_bias=True, o_bias=True, mlp_bias=True, head_dim=8))
-    assert run(ReferenceDecoder(model, options()), TOKENS).shape == (10, 96)
-
-
 def test_compensation_without_residuals_is_refused(tiny_model: Factory) -> None:
     with pytest.raises(RequestError, match="without residuals"):
         ReferenceDecoder(tiny_model(residual_bits=0), options(k_chunk=8))
@@ -160,15 +138,10 @@ def test_sizes_are_those_of_the_buffers(tiny_model: Factory) -> None:
     half, int8 = (ReferenceDecoder(model, options(kv=kv, slots=2, context=128)) for kv in ("fp16", "int8"))
     assert half.kv_bytes == 2 * 2 * 2 * 128 * 2 * 16 * 2  # K and V, layers, slots, context, heads, dim, bytes
     assert int8.kv_bytes == 2 * 2 * 2 * 128 * 2 * (16 + 4)
-    linears: list[PackedLinear] = list(model.linears.values())
-    packed = sum(p.codes.nbytes + p.scales.nbytes + p.zeros.nbytes for p in linears)
+    packed = sum(p.codes.nbytes + p.scales.nbytes + p.zeros.nbytes for p in model.linears.values())
     assert half.weight_bytes == packed + 5 * 64 * 4
     half.close()
     half.close()
-
-
-def test_codebooks_count_as_weights(tiny_model: Factory) -> None:
     model = tiny_model(codebook=True)
-    linears: list[PackedLinear] = list(model.linears.values())
-    packed = sum(p.codes.nbytes + p.scales.nbytes + p.codebook.nbytes for p in linears)
+    packed = sum(p.codes.nbytes + p.scales.nbytes + p.codebook.nbytes for p in model.linears.values())
     assert ReferenceDecoder(model, options()).weight_bytes == packed + 5 * 64 * 4

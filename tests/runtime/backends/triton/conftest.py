@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import pytest
 import torch
@@ -29,6 +30,17 @@ def cuda() -> str:
     if not HAS_CUDA:
         pytest.skip("needs a CUDA device")
     return "cuda"
+
+
+@pytest.fixture
+def small(tiny_model: Any, tiny_spec: Any) -> Callable[..., Any]:
+    """Makes models as small as `SMALL`: fields of their spec that differ, and how they are packed."""
+    from tests.runtime.backends.triton.decoding import SMALL
+
+    def make(changes: Mapping[str, Any] | None = None, **build: Any) -> Any:
+        return tiny_model(tiny_spec(**{**SMALL, **(changes or {})}), **build)
+
+    return make
 
 
 @pytest.fixture(autouse=True)

@@ -13,8 +13,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-import triton
-import triton.language as tl
 
 from runtime.backends.triton.kernels.gemv import resident
 from runtime.errors import BackendError
@@ -24,13 +22,10 @@ from tests.lab.ahead import (
     TARGETS,
     Compiled,
     code_bytes,
-    compile_ahead,
     compile_all,
     major,
     pairs,
 )
-from tests.runtime.backends.triton.ahead import specializations as table
-from tests.runtime.backends.triton.ahead.specialization import Specialization
 from tests.runtime.backends.triton.ahead.specializations import specializations
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -152,29 +147,7 @@ def test_compensation_has_residuals_on_their_way(everything):
     assert not [row for row in fetches if not row.asynchronous or row.in_flight < 3]
 
 
-@triton.jit
-def _twice_kernel(x_ptr, N, BLOCK: tl.constexpr):
-    offsets = tl.arange(0, BLOCK)
-    tl.store(x_ptr + offsets, 2 * tl.load(x_ptr + offsets, offsets < N), offsets < N)
-
-
-def test_warps_are_a_power_of_two():
-    with pytest.raises(ValueError, match="num_warps is 3"):
-        Specialization(name="twice", kernel=_twice_kernel, types={}, num_warps=3)
-
-
-def test_a_kernel_of_the_interpreter_is_refused():
-    interpreted = Specialization(
-        name="twice",
-        kernel=triton.runtime.interpreter.InterpretedFunction(_twice_kernel.fn),
-        types={"x_ptr": "*fp32", "N": "i32"},
-        constants={"BLOCK": 16},
-    )
-    with pytest.raises(BackendError, match="decorated for the interpreter"):
-        compile_ahead(interpreted, "sm_80")
-
-
-TWO_KERNELS = """
+KERNELS = """
 from typing import Any, NamedTuple
 import triton
 import triton.language as tl
@@ -206,15 +179,6 @@ for kernel, types in ((one_by_one, flat), (together, nested)):
     copy = Specialization(name="copy", kernel=kernel, types=types, constants={"BLOCK": 512})
     found = compile_ahead(copy, "sm_80")
     print(found.registers, found.instructions)
-"""
-"""512 numbers of 128 threads: copied 16 bytes at a time, where pointers are known to be aligned."""
-
-
-SHORT_SUM = """
-import triton
-import triton.language as tl
-from tests.lab.ahead import compile_ahead
-from tests.runtime.backends.triton.ahead.specialization import Specialization
 
 @triton.jit
 def product(x_ptr, codes_ptr, y_ptr, SUM: tl.constexpr):
@@ -229,27 +193,19 @@ for SUM in (16, 32):
     one = Specialization(name="product", kernel=product, types=types, constants={"SUM": SUM})
     print(compile_ahead(one, "sm_89").short_sums)
 """
-"""Codes of 4 bits, multiplied over 16 and over 32."""
+"""512 numbers of 128 threads: copied 16 bytes at a time, where pointers are known to be aligned. Then codes of 4 bits,
+multiplied over 16 and over 32."""
 
 
-def _said(folder, program):
-    """The lines that a program says in a process that compiles its kernels."""
-    (folder / "kernels.py").write_text(program, encoding="utf-8")
+def test_tuples_of_arguments_compile_to_what_they_do_one_by_one_and_short_sums_are_seen(tmp_path):
+    (tmp_path / "kernels.py").write_text(KERNELS, encoding="utf-8")
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(CACHE), "PYTHONPATH": str(ROOT)}
-    return subprocess.run(
-        [sys.executable, "kernels.py"], env=environment, cwd=folder, capture_output=True, text=True, check=True
+    one_by_one, together, *short = subprocess.run(
+        [sys.executable, "kernels.py"], env=environment, cwd=tmp_path, capture_output=True, text=True, check=True
     ).stdout.splitlines()
-
-
-def test_a_tuple_of_arguments_compiles_to_what_they_do_one_by_one(tmp_path):
-    said = _said(tmp_path, TWO_KERNELS)
-    assert len(said) == 2
-    assert said[0] == said[1]
-
-
-def test_a_sum_that_is_too_short_is_seen(tmp_path):
-    assert _said(tmp_path, SHORT_SUM) == ["1", "0"]
+    assert one_by_one == together
+    assert short == ["1", "0"]
 
 
 def test_parameter_lists_are_short():
@@ -265,13 +221,6 @@ def test_parameter_lists_are_short():
     long = {name: count for name, count in lists.items() if count > (12 if name[1].endswith("_kernel") else 8)}
     assert len(lists) > 100
     assert not long
-
-
-def test_two_specializations_need_two_names(monkeypatch):
-    assert specializations()
-    monkeypatch.setattr(table, "_OPERATIONS", table._OPERATIONS * 2)
-    with pytest.raises(ValueError, match="two kernel specializations are called"):
-        specializations()
 
 
 def test_a_child_that_dies_is_reported(monkeypatch):

@@ -15,10 +15,9 @@ import torch
 import triton.language as tl
 
 from models.packed import PackedLinear
-from runtime.backends.decoder import DecoderOptions, Step
+from runtime.backends.decoder import DecoderOptions
 from runtime.backends.operations import channels as budget
 from runtime.backends.operations import compensation as plain
-from runtime.backends.operations import compensation as selectors
 from runtime.backends.triton.decoder import TritonDecoder
 from runtime.backends.triton.kernels import compensate as kernels
 from runtime.backends.triton.kernels.compensate import LaunchConfig, Output, compensate
@@ -27,6 +26,8 @@ from runtime.backends.triton.residual import GpuResidual, residuals_to_device
 from runtime.backends.triton.workspace import Workspace
 from tests.close import assert_close
 from tests.runtime.backends.contract.operands import activations
+from tests.runtime.backends.triton.decoding import assert_replayed, step
+from tests.runtime.backends.triton.operands import poisoned
 
 BITS = [2, 4, 8, 16]
 
@@ -46,23 +47,16 @@ class Layer:
         assert self.packed.residual is not None
         assert self.packed.rank_maximum is not None
         edges = budget.buckets(self.packed.rank_maximum, self.selection.k)
-        channels = selectors.approximate(x.float(), self.k_chunk, edges)
+        channels = plain.approximate(x.float(), self.k_chunk, edges)
         start = torch.zeros(x.shape[0], self.N) if base is None else base
         return plain.compensate(start, x.float(), channels, plain.dequantize_residual(self.packed.residual, self.N))
 
     def run(self, x: torch.Tensor, *, n_tb: int = 1, fused: bool = False, **more: Any) -> torch.Tensor:
         """The output, written over poison; counters are checked to be zero afterwards."""
-        out = torch.full((x.shape[0], self.N), torch.nan, device=self.device)
-        more = {key: value.to(self.device) if key == "base" else value for key, value in more.items()}
-        compensate(
-            x.to(self.device),
-            self.selection,
-            self.residual,
-            Output(out, more.pop("base", None)),
-            LaunchConfig(n_tb=n_tb, fused=fused, copied=more.pop("copied", None)),
-            self.workspace,
-            **more,
-        )
+        out, base = poisoned(x.shape[0], self.N, device=self.device), more.pop("base", None)
+        output = Output(out, None if base is None else base.to(self.device))
+        config = LaunchConfig(n_tb=n_tb, fused=fused, copied=more.pop("copied", None))
+        compensate(x.to(self.device), self.selection, self.residual, output, config, self.workspace, **more)
         assert self.workspace.counters(2).tolist() == [0, 0]
         return out.cpu()
 
@@ -94,29 +88,14 @@ def test_the_numbers_do_not_depend_on_the_programs(layer: Any, bits: int) -> Non
 
 
 @pytest.mark.parametrize("fused", [True, False])
-def test_the_base_is_added(layer: Any, fused: bool) -> None:
+def test_the_base_is_added_and_may_be_the_output(layer: Any, device: str, fused: bool) -> None:
     one = layer(300, 96, k_chunk=100)
     x, base = halves(1, 96), torch.randn(1, 300, generator=torch.Generator().manual_seed(1))
-    found = one.run(x, base=base, fused=fused)
+    found, out = one.run(x, base=base, fused=fused), base.to(device, copy=True)
     assert_close(found, one.expected(x, base), "sums")
-    assert_close(found, base + one.run(x, fused=fused), "sums")
-
-
-def test_the_base_may_be_the_output(layer: Any, device: str) -> None:
-    one = layer(300, 96, k_chunk=100)
-    x, out = halves(1, 96), torch.ones(1, 300, device=device)
-    config = LaunchConfig(n_tb=2, fused=False)
+    config = LaunchConfig(n_tb=1 if fused else 2, fused=fused)
     compensate(x.to(device), one.selection, one.residual, Output(out, out), config, one.workspace)
-    assert_close(out.cpu(), one.expected(x, torch.ones(1, 300)), "sums")
-
-
-def test_rows_select_for_themselves(layer: Any) -> None:
-    one = layer(300, 1100)
-    x, base = halves(3, 1100), torch.randn(3, 300, generator=torch.Generator().manual_seed(1))
-    found = one.run(x, base=base, n_tb=2)
-    assert_close(found, one.expected(x, base), "sums")
-    for row in range(3):
-        assert torch.equal(found[row : row + 1], one.run(x[row : row + 1], base=base[row : row + 1], n_tb=1))
+    assert torch.equal(out.cpu(), found)
 
 
 @pytest.mark.parametrize("mode", ["approx", "random", "static"])
@@ -162,22 +141,13 @@ def test_rows_fetch_for_themselves_where_copies_have_no_room(layer: Any, monkeyp
     assert torch.equal(one.run(x, n_tb=2, copied=torch.zeros(10, dtype=torch.int32)), expected)
 
 
-@pytest.mark.parametrize("k_chunk", [15, 17, 1023])
-def test_every_number_of_channels(layer: Any, k_chunk: int) -> None:
-    one = layer(40, 1024, k_chunk=k_chunk)
-    x = halves(1, 1024)
-    found = one.run(x, fused=True)
-    assert_close(found, one.expected(x), "sums")
-    assert torch.equal(found, one.run(x, n_tb=2))
-
-
 @pytest.mark.parametrize("mode", ["exact", "static", "random"])
 def test_the_other_selectors_in_both_variants(layer: Any, device: str, mode: Any) -> None:
     one = layer(40, 1100, mode=mode)
     x = halves(1, 1100)
     positions = torch.tensor([5], dtype=torch.int32, device=device)
     channels = {
-        "exact": selectors.exact(x.float(), 16),
+        "exact": plain.exact(x.float(), 16),
         "static": torch.from_numpy(budget.static_channels(one.packed.mean_square, 16)).long()[None],
         "random": torch.from_numpy(budget.random_channels(1100, 16, seed=0, layer=0, position=5)).long()[None],
     }[mode]
@@ -226,15 +196,9 @@ def test_operands_that_do_not_fit_are_refused(layer: Any, device: str) -> None:
             one.run(x, **wrong)
     with pytest.raises(ValueError, match="one launch compensates one row, not 2"):
         one.run(halves(2, 96), fused=True)
+    out, config = Output(torch.zeros(2, 40, device=device)), LaunchConfig(n_tb=1, fused=True)
     with pytest.raises(ValueError, match="out must be"):
-        compensate(
-            x.to(device),
-            one.selection,
-            one.residual,
-            Output(torch.zeros(2, 40, device=device)),
-            LaunchConfig(n_tb=1, fused=True),
-            one.workspace,
-        )
+        compensate(x.to(device), one.selection, one.residual, out, config, one.workspace)
     one.residual = other.residual
     with pytest.raises(ValueError, match="over 96 channels, the residuals over 64"):
         one.run(x)
@@ -282,14 +246,6 @@ def test_a_wait_for_a_program_that_never_comes_ends(layer: Any, device: str, mon
         one.run(halves(1, 1024), fused=True)
 
 
-WIDE = {
-    "hidden_size": 2048, "intermediate_size": 8192, "num_layers": 2, "num_heads": 16, "num_kv_heads": 4,
-    "head_dim": 128, "vocab_size": 4096, "max_context": 1024,
-}  # fmt: skip
-"""Wide enough for many blocks: gate and up have 64 lines of residuals."""
-N_TB = {"qkv": 8, "o": 8, "gate_up": 24, "down": 8, "head": 8}
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("order", ["compensation first", "product first"])
 @pytest.mark.parametrize("n_tb", [1, 4, 8, 24])
@@ -302,15 +258,14 @@ def test_many_blocks_wait_for_each_other_beside_a_product(cuda: str, n_tb: int, 
 
 
 @pytest.mark.gpu
-def test_a_decoder_with_many_blocks_replays_what_it_launches(cuda: str, tiny_model: Any, tiny_spec: Any) -> None:
-    model = tiny_model(tiny_spec(**WIDE), bits=4, residual_bits=4)
-    options = DecoderOptions(context=1024, max_rows=8, k_chunk=32, n_tb=N_TB)
+def test_a_decoder_with_many_blocks_replays_what_it_launches(cuda: str, small: Any) -> None:
+    """Wide enough for many blocks: gate and up have 64 lines of residuals."""
+    wide = {"hidden_size": 2048, "intermediate_size": 8192, "num_layers": 2, "num_heads": 16, "num_kv_heads": 4}
+    model = small({**wide, "head_dim": 128, "vocab_size": 4096, "max_context": 1024}, bits=4, residual_bits=4)
+    n_tb = {"qkv": 8, "o": 8, "gate_up": 24, "down": 8, "head": 8}
+    options = DecoderOptions(context=1024, max_rows=8, k_chunk=32, n_tb=n_tb)
     captured, launched = (TritonDecoder(model, options, cuda) for _ in range(2))
     blocks = {linear.n_tb for linear in captured.model.linears.values()}
     assert max(blocks) >= 16
     assert min(blocks) > 1
-    for position in range(200):
-        values = {"tokens": [(7 * position) % 4096], "slots": [0], "positions": [position], "logit_rows": [0]}
-        step = Step(**{name: np.array(value, np.int32) for name, value in values.items()})
-        found = np.array(captured.forward(step))
-        assert np.array_equal(found, launched.start(step).cpu().numpy()), position
+    assert_replayed(captured, launched, (step([(7 * position) % 4096], position) for position in range(200)))

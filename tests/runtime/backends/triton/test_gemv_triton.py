@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import zlib
-
 import pytest
 import torch
 
 from runtime.backends.triton.kernels.codes import Form
 from runtime.backends.triton.kernels.gemv import BUSY, LaunchConfig, configure, few_rows, resident
-from runtime.backends.triton.layout import GpuLinear
 from runtime.backends.triton.sizes import BLOCK
 from runtime.backends.triton.workspace import Workspace
 from runtime.errors import BackendError
@@ -17,63 +14,32 @@ from tests.close import assert_close
 from tests.runtime.backends.triton.operands import EXACT, activations, codebook, poisoned, product, uniform
 
 CASES = [
-    # N, K, bits, group size, split, bias: groups of every kind, ragged N, K within a block, a group and a piece
-    (96, 1100, 3, 128, 3, True),
-    (70, 1056, 4, 32, 2, False),
-    (48, 640, 3, 64, 2, True),
-    (50, 700, 4, 96, 2, True),
-    (33, 1024, 3, 256, 2, False),
-    (80, 520, 4, 1024, 2, False),
-    (1, 40, 3, 32, 1, False),
+    # M, N, K, bits, group size (0: codebooks), split, block_n, bias: groups of every kind, ragged N, K within a block,
+    # a group and a piece; and every cut
+    (1, 96, 1100, 3, 128, 3, 64, True),
+    (1, 70, 1056, 4, 32, 2, 64, False),
+    (1, 48, 640, 3, 64, 2, 64, True),
+    (1, 50, 700, 4, 96, 2, 64, True),
+    (1, 33, 1024, 3, 256, 2, 64, False),
+    (1, 80, 520, 4, 1024, 2, 64, False),
+    (1, 1, 40, 3, 32, 1, 64, False),
+    (1, 96, 1100, 3, 0, 2, 64, True),
+    (1, 64, 640, 4, 0, 2, 64, True),
+    (2, 70, 1100, 3, 128, 2, 64, True),
+    (9, 70, 1100, 4, 96, 2, 64, True),
+    *((1, 70, 1536, 4, 128, split, block_n, False) for block_n, split in ((32, 1), (32, 3), (128, 1), (128, 3))),
 ]
 
 
-def _id(case: tuple[object, ...]) -> str:
-    N, K, bits, group_size, split, bias = case
-    return f"N{N}-K{K}-b{bits}-g{group_size}-split{split}{'-bias' if bias else ''}"
-
-
-def assert_product(out: torch.Tensor, x: torch.Tensor, weight: GpuLinear) -> None:
-    assert_close(out, product(x, weight), EXACT)
-
-
-def _seed(case: object) -> int:
-    return zlib.crc32(repr(case).encode())
-
-
-@pytest.mark.parametrize("case", CASES, ids=_id)
-def test_a_token(case, device):
-    N, K, bits, group_size, split, bias = case
-    weight = uniform(N, K, bits, group_size, device, _seed(case), bias=bias)
-    x, out = activations(1, K, device, _seed(case) + 1), poisoned(1, N, device=device)
-    few_rows(x, weight, out, Workspace(device), LaunchConfig(split=split))
-    assert_product(out, x, weight)
-
-
-@pytest.mark.parametrize("case", [(96, 1100, 3, 2), (64, 640, 4, 2)], ids=str)
-def test_a_token_with_codebooks(case, device):
-    N, K, bits, split = case
-    weight = codebook(N, K, bits, device, _seed(case))
-    x, out = activations(1, K, device, _seed(case) + 1), poisoned(1, N, device=device)
-    few_rows(x, weight, out, Workspace(device), LaunchConfig(split=split))
-    assert_product(out, x, weight)
-
-
-@pytest.mark.parametrize("M", [2, 9])
-def test_a_few_rows(M, device):
-    weight = uniform(70, 1100, 3 + M % 2, (128, 96)[M % 2], device, M, bias=True)
-    x, out = activations(M, 1100, device, M), poisoned(M, 70, device=device)
-    few_rows(x, weight, out, Workspace(device), LaunchConfig(split=2))
-    assert_product(out, x, weight)
-
-
-@pytest.mark.parametrize(("block_n", "split"), [(32, 1), (32, 3), (64, 2), (128, 1), (128, 3)])
-def test_every_cut_gives_the_same_product(block_n, split, device):
-    weight = uniform(70, 1536, 4, 128, device, 7)
-    x = activations(1, 1536, device, 8)
-    out = poisoned(1, 70, device=device)
+@pytest.mark.parametrize(("M", "N", "K", "bits", "group_size", "split", "block_n", "bias"), CASES)
+def test_products_are_the_exact_ones(M, N, K, bits, group_size, split, block_n, bias, device):
+    if group_size:
+        weight = uniform(N, K, bits, group_size, device, N + K, bias=bias)
+    else:
+        weight = codebook(N, K, bits, device, N + K)
+    x, out = activations(M, K, device, M + K), poisoned(M, N, device=device)
     few_rows(x, weight, out, Workspace(device), LaunchConfig(block_n=block_n, split=split))
-    assert_product(out, x, weight)
+    assert_close(out, product(x, weight), EXACT)
 
 
 def test_counters_return_to_zero_and_a_second_run_gives_the_same_bits(device):
@@ -93,7 +59,7 @@ def test_a_captured_graph_replays_with_the_same_bits(N, K, bits, cuda):
     weight, workspace = uniform(N, K, bits, 128, cuda, 20, bias=True), Workspace(cuda)
     x, out = activations(1, K, cuda, 21), poisoned(1, N, device=cuda)
     few_rows(x, weight, out, workspace)  # compiles, and takes its memory
-    assert_product(out, x, weight)
+    assert_close(out, product(x, weight), EXACT)
     first, graph = out.clone(), torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         few_rows(x, weight, out, workspace)
@@ -103,34 +69,25 @@ def test_a_captured_graph_replays_with_the_same_bits(N, K, bits, cuda):
         assert torch.equal(out, first)
     x.copy_(activations(1, K, cuda, 22))
     graph.replay()
-    assert_product(out, x, weight)
+    assert_close(out, product(x, weight), EXACT)
 
 
-def test_a_nan_is_passed_on_for_selection_to_report(device):
-    """The product raises no flag of its own: selection sees the same activations and does."""
-    weight = uniform(48, 512, 4, 128, device, 11)
-    x, out = activations(1, 512, device, 12), torch.zeros(1, 48, device=device)
+def test_a_nan_is_passed_on_and_large_activations_stay_finite(device):
+    """The product raises no flag of its own: selection sees the same activations and does. Offsets of up to 2^(bits+1)
+    times the largest half are far from float32's limit."""
+    weight, out = uniform(48, 512, 4, 128, device, 11), torch.zeros(1, 48, device=device)
+    x = torch.full((1, 512), 65504.0, dtype=torch.float16, device=device)
+    few_rows(x, weight, out, Workspace(device), LaunchConfig(split=1))
+    assert_close(out, product(x, weight), EXACT)
     x[0, 77] = float("nan")
     few_rows(x, weight, out, Workspace(device), LaunchConfig(split=1))
     assert bool(out.isnan().all())
 
 
-def test_large_activations_stay_finite(device):
-    """Offsets of up to 2^(bits+1) times the largest half are far from float32's limit."""
-    weight = uniform(48, 512, 4, 128, device, 13)
-    x, out = torch.full((1, 512), 65504.0, dtype=torch.float16, device=device), torch.zeros(1, 48, device=device)
-    few_rows(x, weight, out, Workspace(device), LaunchConfig(split=1))
-    assert_product(out, x, weight)
-
-
 @pytest.mark.parametrize(
     ("x", "out", "message"),
     [
-        (
-            torch.zeros(1, 64),
-            torch.zeros(1, 8),
-            r"x must be contiguous torch\.float16 with rows of 64, not .*32",
-        ),
+        (torch.zeros(1, 64), torch.zeros(1, 8), r"x must be contiguous torch\.float16 with rows of 64, not .*32"),
         (torch.zeros(1, 65).half(), torch.zeros(1, 8), r"rows of 64, not torch\.float16 of shape \(1, 65\)"),
         (torch.zeros(1, 64).half(), torch.zeros(1, 9), r"out must be contiguous torch\.float32 with rows of 8"),
         (torch.zeros(1, 128).half()[:, ::2], torch.zeros(1, 8), "x must be contiguous"),
@@ -163,25 +120,15 @@ def test_few_programs_make_no_second_wave(sm_count, held):
     for N, K in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)):
         config = configure(N, K, sm_count, held)
         assert -(-N // config.block_n) * config.split <= held * sm_count or (N, held) == (28672, 6)
+    assert configure(128256, 4096, 20, held).split == 1, "large matrices are not split"
 
 
-@pytest.mark.parametrize(
-    ("N", "K", "fastest"),
-    [
-        (6144, 4096, {3: 8, 4: 8}),
-        (4096, 4096, {3: 8, 4: 8}),
-        (28672, 4096, {3: 3, 4: 3}),
-        (4096, 14336, {3: 10, 4: 10}),
-    ],
-)
-def test_the_cut_of_a_token_is_what_an_h200_showed_to_be_the_fastest(N, K, fastest):
+def test_the_cut_of_a_token_is_what_an_h200_showed_to_be_the_fastest():
     """Of up to 14 divisions each."""
-    forms = {bits: Form(128, bits, CODEBOOK=False, SPAN=128, EVEN_K=True, TAIL=0) for bits in fastest}
-    assert {bits: configure(N, K, 132, resident(1, form, 9)).split for bits, form in forms.items()} == fastest
-
-
-def test_large_matrices_are_not_split():
-    assert configure(128256, 4096, 20, 6).split == 1
+    for bits in (3, 4):
+        form = Form(128, bits, CODEBOOK=False, SPAN=128, EVEN_K=True, TAIL=0)
+        for N, K, fastest in ((6144, 4096, 8), (4096, 4096, 8), (28672, 4096, 3), (4096, 14336, 10)):
+            assert configure(N, K, 132, resident(1, form, 9)).split == fastest
 
 
 @pytest.mark.parametrize("wrong", [{"block_n": 48}, {"block_n": 16}, {"split": 0}])

@@ -38,12 +38,18 @@ CARD = GpuInfo(
 )
 
 
+def failing(error: BaseException) -> Callable[..., Any]:
+    """Whatever it is called with."""
+
+    def fail(*_given: object, **_options: object) -> Any:
+        raise error
+
+    return fail
+
+
 @pytest.fixture
 def cards(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Shows the program these cards, whatever is in this machine."""
-
-    def silent() -> tuple[int, int]:
-        raise RuntimeError("a card that is not there does not say what is free")
 
     def install(
         *found: GpuInfo,
@@ -55,7 +61,7 @@ def cards(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         monkeypatch.setattr(gpu, "_missing", lambda driver: missing)
         monkeypatch.setattr(gpu, "_first_uuid", lambda: uuid)
         monkeypatch.setattr(gpu, "launch_once", functools.cache(launch))
-        monkeypatch.setattr(torch.cuda, "mem_get_info", silent)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", failing(RuntimeError("a card that is not there")))
 
     return install
 
@@ -83,8 +89,10 @@ def test_a_card_that_can_be_used(cards: Callable[..., None]) -> None:
     ],
 )
 def test_why_a_card_cannot_be_used(cards: Callable[..., None], card: Any, missing: Any, words: str) -> None:
-    cards(*([] if card is None else [card]), missing=missing)
+    """And nothing is launched on it."""
+    cards(*([] if card is None else [card]), missing=missing, launch=failing(AssertionError()))
     found = gpu.probe()
+    assert not gpu.is_started()
     assert not found.usable
     assert words in found.reason
     assert found.memory is None
@@ -98,11 +106,8 @@ def test_why_a_card_cannot_be_used(cards: Callable[..., None], card: Any, missin
 def test_a_model_that_the_card_does_not_hold_runs_on_the_cpu(
     cards: Callable[..., None], tiny_model: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(model: object, options: object, progress: object) -> None:
-        raise OutOfMemoryError("3 GiB are free")
-
     cards(CARD)
-    monkeypatch.setattr(backend("triton"), "open", full)
+    monkeypatch.setattr(backend("triton"), "open", failing(OutOfMemoryError("3 GiB are free")))
     options = DecoderOptions(context=64, max_rows=4, threads=1)
     decoder, reason = opening.open_decoder(tiny_model(), options)
     assert decoder.backend == "cpu"
@@ -137,42 +142,28 @@ def test_a_card_that_is_gone(cards: Callable[..., None]) -> None:
         backend("triton").device(DecoderOptions())
 
 
-def test_the_link_is_measured_where_there_is_a_card(
+def test_link_and_memory_are_measured_where_there_is_a_card(
     cards: Callable[..., None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def refuse() -> float:
-        raise RuntimeError("no page-locked memory")
-
+    """A link that cannot be measured is unknown; memory that cannot is an error."""
     gpu.link_gb_s.cache_clear()
     cards()
-    assert gpu.link_gb_s() is None
+    assert (gpu.link_gb_s(), gpu.memory_gb_s()) == (None, None)
     assert measured.host_to_device_gb_s("cpu", nbytes=1 << 20) > 0
+    assert measured.device_read_gb_s("cpu", nbytes=1 << 20) > 0
     cards(CARD)
+    refuse = failing(RuntimeError("none is free"))
     for measure, found in ((lambda: 12.5, 12.5), (refuse, None)):
         gpu.link_gb_s.cache_clear()
         monkeypatch.setattr(measured, "host_to_device_gb_s", measure)
         assert gpu.link_gb_s() == found
-    assert "could not be measured: no page-locked memory" in caplog.text
+    assert "could not be measured: none is free" in caplog.text
     gpu.link_gb_s.cache_clear()
-
-
-def test_the_cards_memory_is_measured(cards: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse() -> float:
-        raise RuntimeError("no memory is free")
-
-    cards()
-    assert gpu.memory_gb_s() is None
-    assert measured.device_read_gb_s("cpu", nbytes=1 << 20) > 0
-    cards(CARD)
     monkeypatch.setattr(measured, "device_read_gb_s", lambda: 192.0)
     assert gpu.memory_gb_s() == 192.0
     monkeypatch.setattr(measured, "device_read_gb_s", refuse)
-    with pytest.raises(BackendError, match="the card's memory could not be measured: no memory is free"):
+    with pytest.raises(BackendError, match="the card's memory could not be measured: none is free"):
         gpu.memory_gb_s()
-
-
-def test_the_cards_of_this_machine_can_be_looked_at() -> None:
-    assert gpu.probe().reason
 
 
 def test_cards_are_matched_by_their_names(cards: Callable[..., None]) -> None:
@@ -226,12 +217,8 @@ def test_a_card_that_runs_no_kernel_is_out_and_it_is_said_why(
 ) -> None:
     """Found when the backend is probed; the CPU takes the model, and doctor would name the reason and the fix."""
     error, reason, fix = FAILURES[case]
-
-    def fail(device: object) -> bool:
-        raise error
-
     launch = gpu.launch_once.__wrapped__
-    monkeypatch.setattr("runtime.backends.triton.card.launch", fail)
+    monkeypatch.setattr("runtime.backends.triton.card.launch", failing(error))
     monkeypatch.setattr(gpu, "sysconfig", SimpleNamespace(get_paths=lambda: {"include": "/nowhere"}))
     cards(CARD, launch=launch)
     found = backend("triton").probe()
@@ -276,15 +263,6 @@ def test_the_launch_is_tried_until_it_succeeds_and_then_never_again(
     assert gpu.is_started()
 
 
-def test_nothing_is_launched_where_there_is_no_card(cards: Callable[..., None]) -> None:
-    def launch() -> None:
-        raise AssertionError
-
-    cards(launch=launch)
-    assert not gpu.probe().usable
-    assert not gpu.is_started()
-
-
 def test_torch_that_finds_no_device_names_the_driver_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
@@ -299,9 +277,8 @@ def test_torch_that_finds_no_device_names_the_driver_it_needs(monkeypatch: pytes
 
 
 def test_the_trial_launch_counts_its_programs(device: str) -> None:
-    from runtime.backends.triton.card import launch
-
-    assert launch(device)
+    assert gpu.probe().reason, "the cards of this machine can be looked at"
+    assert measured.launch(device)
 
 
 def refuse(device: object, *, cooperative: bool = False) -> bool:
@@ -389,16 +366,12 @@ def test_a_card_that_stopped_working_is_out_until_the_program_is_restarted(
 ) -> None:
     """And closing what was on it is no error."""
     decoder = TritonDecoder(tiny_model(tiny_spec(), bits=4), DecoderOptions(context=8, max_rows=1), device)
-
-    def stopped() -> None:
-        raise RuntimeError("CUDA error: unspecified launch failure\nmore")
-
     cards(CARD)
     gpu.launch_once()
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "synchronize", stopped)
+    monkeypatch.setattr(torch.cuda, "synchronize", failing(RuntimeError("CUDA error: launch failure\nmore")))
     decoder.close()
     found = backend("triton").probe()
     assert not found.usable
-    assert "unspecified launch failure)" in found.reason
+    assert "launch failure)" in found.reason
     assert found.fix == "restart the program"

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from runtime.backends.decoder import DecoderOptions, Step
+from runtime.backends.decoder import DecoderOptions
 from runtime.backends.triton import decoder as graphs
 from runtime.backends.triton.decoder import CAPTURED_ROWS, Graphs, TritonDecoder, _Shape
 from runtime.text.sampling import Sampler, SamplingOptions
-from tests.runtime.backends.triton.decoding import SMALL, step
+from tests.runtime.backends.steps import rows
+from tests.runtime.backends.triton.decoding import step
 
 
 class Recorder:
@@ -36,21 +37,12 @@ class Recorder:
         return replay, result, "pool"
 
 
-def rows(*slots: int, at: tuple[int, ...], tokens: tuple[int, ...], wanted: tuple[int, ...] | None = None) -> Step:
-    """Some slots' next tokens."""
-    numbers = (tokens, slots, at, range(len(slots)) if wanted is None else wanted)
-    return Step(**{
-        name: np.array(list(values), np.int32)
-        for name, values in zip(("tokens", "slots", "positions", "logit_rows"), numbers, strict=True)
-    })  # fmt: skip
-
-
 @pytest.fixture
-def recorded(tiny_model: Any, tiny_spec: Any, device: str) -> Any:
+def recorded(small: Any, device: str) -> Any:
     """Two decoders of one model: one that captures by a recorder, one that launches."""
 
     def made(recorder: Recorder, **options: Any) -> tuple[TritonDecoder, TritonDecoder]:
-        model = tiny_model(tiny_spec(**SMALL), bits=4)
+        model = small(bits=4)
         how = DecoderOptions(context=16, slots=3, max_rows=6, select="static", **options)
         both = TritonDecoder(model, how, device), TritonDecoder(model, how, device)
         both[0]._graphs = Graphs(recorder)
@@ -72,10 +64,10 @@ def test_a_captured_step_answers_for_any_slots_and_positions(recorded: Any) -> N
     recorder = Recorder()
     captured, launched = recorded(recorder, k_chunk=300)
     steps = [
-        rows(0, 1, at=(0, 0), tokens=(5, 6)),
-        rows(0, 1, at=(1, 1), tokens=(9, 3)),
-        rows(0, 2, at=(2, 0), tokens=(4, 8)),
-        rows(1, 1, at=(2, 3), tokens=(7, 1)),
+        rows([5, 6], [0, 1], [0, 0]),
+        rows([9, 3], [0, 1], [1, 1]),
+        rows([4, 8], [0, 2], [2, 0]),
+        rows([7, 1], [1, 1], [2, 3]),
     ]
     for number, one in enumerate(steps):
         assert np.array_equal(np.array(captured.forward(one)), launched.forward(one)), number
@@ -86,9 +78,9 @@ def test_a_shape_is_all_that_launches_bake_in(recorded: Any) -> None:
     """Rows, rows of logits, compensation and drafts each have their own graph; a setting met again has its old one."""
     recorder = Recorder()
     captured = cheap(recorded(recorder)[0])
-    one, fewer = rows(0, 1, at=(0, 0), tokens=(5, 6)), rows(0, 1, at=(0, 0), tokens=(5, 6), wanted=(1,))
-    alone = rows(0, at=(0,), tokens=(5,))
-    draft = Step(**{name: getattr(alone, name) for name in ("tokens", "slots", "positions", "logit_rows")}, draft=True)
+    one, fewer = rows([5, 6], [0, 1], [0, 0]), rows([5, 6], [0, 1], [0, 0], [1])
+    alone = rows([5], [0], [0])
+    draft = rows([5], [0], [0], draft=True)
     for shape in (one, fewer, alone, draft):
         captured.forward(shape)
         captured.forward(shape)
@@ -148,7 +140,7 @@ def test_a_capture_that_fails_leaves_launches_and_a_message(
     recorded: Any, caplog: pytest.LogCaptureFixture, error: BaseException
 ) -> None:
     captured, launched = recorded(Recorder(error))
-    one = rows(0, at=(0,), tokens=(5,))
+    one = rows([5], [0], [0])
     for _ in range(3):
         assert np.array_equal(np.array(captured.forward(one)), launched.forward(one))
     (problem,) = captured.problems
@@ -167,7 +159,7 @@ def test_a_captured_draw_samples_other_logits_with_other_numbers(recorded: Any) 
     logits = decoder._launch(_Shape(2, 2, "none", False))
     for number in range(40):
         logits.copy_(3 * torch.randn(logits.shape, generator=torch.Generator().manual_seed(number)))
-        found = decoder.draw(rows(0, 1, at=(0, 0), tokens=(5, 6)), [each.order() for each in ours])
+        found = decoder.draw(rows([5, 6], [0, 1], [0, 0]), [each.order() for each in ours])
         assert [each.token for each in found] == [
             each.draw(row.numpy()) for each, row in zip(theirs, logits, strict=True)
         ]

@@ -17,7 +17,11 @@ from runtime.backends.triton.kernels.rope import Basis, HeadNorms, Rope, heads
 from tests.close import assert_close
 from tests.runtime.backends.triton.operands import HalfPages
 
-EPS, VALUE_EPS = 1e-6, 0.1
+EPS, VALUE_EPS, CAPACITY = 1e-6, 0.1, 9
+
+
+Shape = tuple[int, int, int, int]
+"""H, H_kv, D, and channels that rotate."""
 
 
 class _Case:
@@ -25,24 +29,21 @@ class _Case:
 
     def __init__(
         self,
-        H: int,
-        H_kv: int,
-        D: int,
-        r: int,
-        T: int,
+        shape: Shape,
         rows: list[tuple[int, int]],
         *,
         dec: bool,
         norm: bool,
         values: bool = False,
     ):
+        (H, H_kv, D, r), T = shape, CAPACITY
         generator = torch.Generator().manual_seed(D + H)
 
         def normal(*shape: int) -> torch.Tensor:
             return torch.randn(*shape, generator=generator)
 
         M, width = len(rows), (H + 2 * H_kv) * D
-        self.sizes = (H, H_kv, D, T)
+        self.sizes = (H, H_kv, D)
         self.y = normal(M, width)
         self.dec = normal(M, width) if dec else None
         self.norms = (normal(D).abs() + 0.1, normal(D).abs() + 0.1) if norm else (None, None)
@@ -53,10 +54,10 @@ class _Case:
 
     def expected(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries [M, H, D] and both caches, float32."""
-        H, H_kv, D, _ = self.sizes
+        H, H_kv, D = self.sizes
         total = self.y if self.dec is None else self.y + self.dec
         q, k, v = total.view(len(total), -1, D).split((H, H_kv, H_kv), dim=1)
-        if self.norms[0] is not None and self.norms[1] is not None:
+        if self.norms[0] is not None:
             q, k = rms_norm(q, self.norms[0], EPS), rms_norm(k, self.norms[1], EPS)
         if self.values:
             v = rms_norm(v, torch.ones(D), VALUE_EPS)
@@ -69,7 +70,7 @@ class _Case:
 
     def run(self, device: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The same from the kernel."""
-        H, _, D, _ = self.sizes
+        H, _, D = self.sizes
 
         def there(tensor: torch.Tensor | None) -> torch.Tensor | None:
             return None if tensor is None else tensor.to(device, copy=True)
@@ -92,19 +93,20 @@ def _check(case: _Case, device: str) -> None:
         assert_close(actual, expected, "heads")
 
 
-@pytest.mark.parametrize("norm", [False, True], ids=["plain", "norm"])
-@pytest.mark.parametrize("shape", [(4, 2, 32, 32), (3, 3, 96, 72)])
-def test_what_compensates_the_product_is_added(device: str, shape: tuple[int, int, int, int], norm: bool) -> None:
-    _check(_Case(*shape, 9, ROWS, dec=True, norm=norm), device)
-
-
-def test_one_row_at_position_0_and_at_the_last(device: str) -> None:
-    for position in (0, 8):
-        _check(_Case(4, 2, 32, 32, 9, [(0, position)], dec=False, norm=False), device)
+@pytest.mark.parametrize(
+    ("shape", "norm", "values"),
+    [
+        *(((4, 2, 32, 32), False, False), ((3, 3, 96, 72), True, False)),
+        *(((4, 2, 40, 16), False, True), ((2, 1, 512, 128), True, True)),
+    ],
+)
+def test_what_compensates_the_product_is_added(device: str, shape: Shape, norm: bool, values: bool) -> None:
+    """Then come norms: of queries and keys with their weights, of values without."""
+    _check(_Case(shape, ROWS, dec=True, norm=norm, values=values), device)
 
 
 def test_nothing_else_of_the_cache_is_touched(device: str) -> None:
-    case = _Case(4, 2, 32, 32, 9, ROWS, dec=False, norm=True)
+    case = _Case((4, 2, 32, 32), ROWS, dec=False, norm=True)
     _, keys, values = case.run(device)
     untouched = torch.ones(3, 9, dtype=torch.bool)
     untouched[case.slots, case.positions] = False
@@ -113,16 +115,9 @@ def test_nothing_else_of_the_cache_is_touched(device: str) -> None:
 
 
 @pytest.mark.parametrize("norm", [False, True], ids=["plain", "norm"])
-@pytest.mark.parametrize("shape", [(4, 2, 40, 16), (2, 1, 512, 128)])
-def test_values_may_pass_a_norm(device: str, shape: tuple[int, int, int, int], norm: bool) -> None:
-    """Each head by itself, without a weight; queries and keys with theirs, or none."""
-    _check(_Case(*shape, 9, ROWS[1:3], dec=True, norm=norm, values=True), device)
-
-
-@pytest.mark.parametrize("norm", [False, True], ids=["plain", "norm"])
 def test_queries_alone_leave_the_cache_as_it_is(device: str, norm: bool) -> None:
     """Of a block that reads another one's cache: they are what they are beside keys and values."""
-    case = _Case(4, 2, 40, 16, 9, ROWS, dec=True, norm=norm, values=True)
+    case = _Case((4, 2, 40, 16), ROWS, dec=True, norm=norm, values=True)
     expected = case.expected()[0]
     case.y, case.dec = (one[:, : 4 * 40].contiguous() for one in (case.y, case.dec))
     case.norms = (case.norms[0], None)

@@ -60,21 +60,17 @@ def run(decoder: TritonDecoder, M: int, R: int, way: Any, *, draft: bool = False
 
 
 def steps(decoder: TritonDecoder) -> None:
-    """What a chat runs: prompts of every length, decoded tokens, checks of drafts, draws."""
+    """What a chat runs: prompts on both sides of kernels' borders, decoded tokens, checks of drafts, draws."""
     rows = decoder.options.max_rows
-    for M in range(1, rows + 1, 1 if rows < 64 else 5):
-        run(decoder, M, 1, "rows" if M == 1 else "none")
-    run(decoder, rows, 1, "none")
+    for M in (*range(2, 10), *(size + more for size in (16, 24, 32, 64, 96) for more in (0, 1)), rows):
+        run(decoder, M, 1, "none")
     for M in range(1, 9):
         run(decoder, M, M, "rows")
     run(decoder, 1, 1, "rows", draft=True)
     logits = torch.empty(decoder.spec.vocab_size, device=META)
     for options in DRAWS:
-        uniform, seen = (
-            torch.zeros(1, dtype=torch.float64, device=META),
-            torch.zeros(64, dtype=torch.int64, device=META),
-        )
-        numbers_of(logits, options, uniform, seen)
+        uniform = torch.zeros(1, dtype=torch.float64, device=META)
+        numbers_of(logits, options, uniform, torch.zeros(64, dtype=torch.int64, device=META))
 
 
 def within(planned: int, taken: int, percent: float = 5.0) -> None:
@@ -134,7 +130,8 @@ def test_unloading_returns_everything_and_the_next_load_is_planned_with_it(
         planned = planned_for(case, options, total - card.reserved)
         assert planned.needed_bytes > total // 2
         decoder = TritonDecoder(Shapes(*MODELS[case]), options, META)
-        steps(decoder)
+        run(decoder, options.max_rows, 1, "none")
+        run(decoder, 1, 1, "rows")
         assert card.reserved > 2 << 30
         if len(held) == 1:
             with pytest.raises(OutOfMemoryError):

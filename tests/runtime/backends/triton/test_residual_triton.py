@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from models.packed import PackedLinear, PackedResidual
-from models.packing import unpack
 from runtime.backends.triton import residual as placing
 from runtime.backends.triton.residual import (
     LockLimits,
@@ -65,8 +64,6 @@ def test_codes_keep_the_canonical_packing(packed_linear: Any, device: str, bits:
     assert words.shape == (70, 32 * placed.lines)
     np.testing.assert_array_equal(words[:, : stored.shape[1]], stored)
     assert not words[:, stored.shape[1] :].any()
-    whole = np.ascontiguousarray(words[:, : stored.shape[1]])
-    np.testing.assert_array_equal(unpack(whole, bits, N), unpack(np.ascontiguousarray(stored), bits, N))
     assert placed.scales is not None
     np.testing.assert_array_equal(placed.scales.cpu().numpy(), packed.residual.scales)
 
@@ -118,9 +115,8 @@ def test_what_cannot_be_locked_runs_without_and_one_warning_says_so(
     layers: list[PackedLinear], device: str, good: int
 ) -> None:
     locker = Locker(good)
-    loaded = load_residuals(
-        layers, device, limits=LockLimits(available_bytes=64 * GIB, memlock_bytes=8 << 20), allocate=locker
-    )
+    limits = LockLimits(available_bytes=64 * GIB, memlock_bytes=8 << 20)
+    loaded = load_residuals(layers, device, limits=limits, allocate=locker)
     assert list(loaded.layers) == [f"layers.{i}.o" for i in range(good)]
     assert locker.asked == good + 1
     assert loaded.warning is not None
@@ -133,9 +129,8 @@ def test_what_cannot_be_locked_runs_without_and_one_warning_says_so(
 
 def test_memory_that_is_not_there_is_not_asked_for(layers: list[PackedLinear], device: str) -> None:
     locker = Locker(4)
-    loaded = load_residuals(
-        layers, device, limits=LockLimits(available_bytes=100 << 20, memlock_bytes=None), allocate=locker
-    )
+    limits = LockLimits(available_bytes=100 << 20, memlock_bytes=None)
+    loaded = load_residuals(layers, device, limits=limits, allocate=locker)
     assert (loaded.layers, locker.asked) == ({}, 0)
     assert loaded.warning is not None
     assert "only 105 MB of memory are free" in loaded.warning

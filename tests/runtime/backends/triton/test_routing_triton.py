@@ -11,9 +11,10 @@ import torch
 from models.routing import route as reference
 from models.spec import MixtureSpec
 from runtime.backends.operations.layers import rms_norm
-from runtime.backends.triton.kernels.experts import Groups, group, most_blocks
+from runtime.backends.triton.kernels.experts import most_blocks
 from runtime.backends.triton.kernels.routing import GpuRouter, Routed, route
 from runtime.backends.triton.workspace import Workspace
+from tests.runtime.backends.triton.operands import grouped, poisoned
 
 MIXTURES = {
     "after": MixtureSpec(experts=5, chosen=2, width=1, normalized=True),
@@ -44,8 +45,8 @@ def _routed(mixture: MixtureSpec, M: int, device: str) -> Routed:
     """Outputs that show what is not written."""
     return Routed(
         torch.full((M, mixture.experts_per_token), -1, dtype=torch.int32, device=device),
-        torch.full((M, mixture.experts_per_token), float("nan"), device=device),
-        torch.full((M, mixture.scores), float("nan"), device=device),
+        poisoned(M, mixture.experts_per_token, device=device),
+        poisoned(M, mixture.scores, device=device),
     )
 
 
@@ -126,13 +127,8 @@ def test_pairs_are_grouped_by_expert(M: int, each: int, experts: int, block_m: i
     """Every pair once, in blocks of one expert; experts that no row chose have none."""
     rng = np.random.default_rng(M)
     rows = np.stack([np.sort(rng.permutation(experts - 1)[:each]) for _ in range(M)]).astype(np.int32)
-    pairs = M * each
-    most = most_blocks(pairs, experts, block_m)
-    groups = Groups(
-        torch.full((pairs,), -1, dtype=torch.int32, device=device),
-        torch.full((3, most), -1, dtype=torch.int32, device=device),
-    )
-    group(torch.from_numpy(rows).to(device), experts, groups, block_m)
+    most = most_blocks(M * each, experts, block_m)
+    groups = grouped(torch.from_numpy(rows).to(device), experts, block_m)
     assert np.array_equal(groups.order.cpu().numpy(), np.argsort(rows.ravel(), kind="stable"))
     expert, first, count = groups.blocks.cpu().numpy()
     blocks = [(e, n) for e, total in enumerate(np.bincount(rows.ravel())) for n in range(0, total, block_m)]

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from models.spec import MixtureSpec, ModelSpec, RopeSpec
+from models.spec import MixtureSpec, RopeSpec
 from runtime.backends.decoder import DecoderOptions
 from runtime.backends.reference.decoder import ReferenceDecoder
 from runtime.backends.triton.decoder import TritonDecoder
 from runtime.kv import states as snapshots
 from runtime.kv.states import states_bytes
 from tests.grid import grid
+from tests.runtime.backends.steps import rows
 from tests.runtime.backends.triton.decoding import (
-    SMALL,
     assert_logits,
     assert_replayed,
     assert_same,
@@ -35,29 +34,32 @@ SHAPES: dict[str, dict[str, Any]] = {
     "convolution": {"mixers": ("convolution", "attention"), "num_layers": 2, "conv_bias": True, "conv_kernel_size": 3},
     "delta": {"mixers": ("delta", "attention"), "num_layers": 2, "delta": NARROW, "gated": True, "conv_kernel_size": 3},
 }
-HISTORIES = 4
+HISTORIES = 2
 """Of each shape, some ten seconds each."""
 HEADS = {"qk_norm": True, "rope": RopeSpec(rotary_dim=12), "num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
 
 
-def spec_of(tiny_spec: Any, shape: str, **changes: Any) -> ModelSpec:
-    spec: ModelSpec = tiny_spec(**{**SMALL, **HEADS, **SHAPES[shape], **changes})
-    return spec
+@pytest.fixture
+def stateful(small: Any) -> Any:
+    """Makes models of a shape, whose states forget."""
+
+    def make(shape: str, changes: dict[str, Any] | None = None, **build: Any) -> Any:
+        return decaying(small({**HEADS, **SHAPES[shape], **(changes or {})}, **build))
+
+    return make
 
 
 @pytest.mark.parametrize("shape", grid(SHAPES, {"delta"}))
-def test_logits_match_the_reference(tiny_model: Any, tiny_spec: Any, device: str, shape: str) -> None:
+def test_logits_match_the_reference(stateful: Any, device: str, shape: str) -> None:
     """A prompt, compensated tokens, two sequences at once in place of the latest, and a prompt absorbed at once."""
-    model = decaying(tiny_model(spec_of(tiny_spec, shape), bits=4))
+    model = stateful(shape, bits=4)
     options = DecoderOptions(context=48, slots=2, max_rows=20, k_chunk=300, prompt_k_chunk=200, select="static")
-    together = step([7, 8], 0, rows=[0, 1])
-    together = replace(together, slots=np.array([0, 1], np.int32), positions=np.array([7, 2], np.int32))
     ours, theirs = both(model, options, device)
     steps = (
         step([5, 9, 3, 47, 12], 0, rows=[1, 4], prefill=True),
         step([4, 4], 0, slot=1, compensate=False),
         step([33, 34, 35], 5, rows=[0, 2]),
-        together,
+        rows([7, 8], [0, 1], [7, 2]),
         step(text(17), 8, rows=[0, 16], prefill=True),
         step([21], 25),
     )
@@ -66,10 +68,10 @@ def test_logits_match_the_reference(tiny_model: Any, tiny_spec: Any, device: str
 
 
 @SLOW
-def test_experts_follow_layers_with_states(tiny_model: Any, tiny_spec: Any, device: str) -> None:
+def test_experts_follow_layers_with_states(stateful: Any, device: str) -> None:
     """As in mixtures of this kind: experts in every block, and a shared one with a gate."""
     mixture = MixtureSpec(experts=4, chosen=2, width=32, normalized=True, shared=1)
-    model = decaying(tiny_model(spec_of(tiny_spec, "delta", mixture=mixture), bits=4))
+    model = stateful("delta", {"mixture": mixture}, bits=4)
     options = DecoderOptions(context=24, max_rows=18, k_chunk=300, select="static")
     ours, theirs = both(model, options, device)
     for one in (step(text(18), 0, prefill=True), step([17], 18), step([5, 8], 18)):
@@ -87,11 +89,9 @@ def test_experts_follow_layers_with_states(tiny_model: Any, tiny_spec: Any, devi
         pytest.param("gear4", 6e-2, marks=SLOW),
     ],
 )
-def test_states_stand_beside_every_cache(
-    tiny_model: Any, tiny_spec: Any, device: str, kv: Any, tolerance: float
-) -> None:
+def test_states_stand_beside_every_cache(stateful: Any, device: str, kv: Any, tolerance: float) -> None:
     """A prompt that fills pages goes through the reference; its cache and states are then loaded here."""
-    model = decaying(tiny_model(spec_of(tiny_spec, "delta"), bits=4))
+    model = stateful("delta", bits=4)
     options = DecoderOptions(context=300, slots=2, max_rows=128, kv=kv)
     ours, theirs = both(model, options, device)
     at = 136 if kv != "hierarchical" else 264
@@ -104,13 +104,10 @@ def test_states_stand_beside_every_cache(
     assert_same(ours, theirs, steps, tolerance)
 
 
-def test_a_sequence_is_cut_back_forked_and_saved(
-    tiny_model: Any, tiny_spec: Any, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sequence_is_cut_back_forked_and_saved(stateful: Any, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a model of states alone; after everything the next token is the one that a fresh prefill gives."""
     monkeypatch.setattr(snapshots, "SNAPSHOT_GAP", 8)
-    spec = spec_of(tiny_spec, "delta", num_layers=1, mixers=("delta",), windows=(None,))
-    model = decaying(tiny_model(spec, residual_bits=0))
+    model = stateful("delta", {"num_layers": 1, "mixers": ("delta",), "windows": (None,)}, residual_bits=0)
     ours = TritonDecoder(model, DecoderOptions(context=64, slots=2, max_rows=20), device)
     theirs, held = reference(model, DecoderOptions(context=64, max_rows=64)), [list[int](), list[int]()]
 
@@ -143,11 +140,11 @@ def test_a_sequence_is_cut_back_forked_and_saved(
 @SLOW
 @pytest.mark.parametrize("shape", SHAPES)
 def test_any_history_gives_what_a_fresh_prefill_gives(
-    tiny_model: Any, tiny_spec: Any, device: str, monkeypatch: pytest.MonkeyPatch, shape: str
+    stateful: Any, device: str, monkeypatch: pytest.MonkeyPatch, shape: str
 ) -> None:
     """Prompts, edits, branches, rejected drafts, saved chats, each compared with the reference decoder's prefill."""
     monkeypatch.setattr(snapshots, "SNAPSHOT_GAP", 8)
-    model, reused = decaying(tiny_model(spec_of(tiny_spec, shape, max_context=256), residual_bits=0)), 0
+    model, reused = stateful(shape, {"max_context": 256}, residual_bits=0), 0
     for seed in range(HISTORIES):
         make = lambda *how: TritonDecoder(*how, device)  # noqa: E731
         talk = Talk(make, model, seed, 0.01, fresh=ReferenceDecoder, longest=27, checked=6)
@@ -158,9 +155,9 @@ def test_any_history_gives_what_a_fresh_prefill_gives(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_replayed_graph_reads_what_waits(tiny_model: Any, tiny_spec: Any, cuda: str, shape: str) -> None:
+def test_a_replayed_graph_reads_what_waits(stateful: Any, cuda: str, shape: str) -> None:
     """One graph for a token, whether the one before it waits, was cut off, or is another sequence's."""
-    model = decaying(tiny_model(spec_of(tiny_spec, shape), bits=4))
+    model = stateful(shape, bits=4)
     options = DecoderOptions(context=100, slots=2, max_rows=4)
     captured, launched = TritonDecoder(model, options, cuda), TritonDecoder(model, options, cuda)
     places = [(0, 0), (0, 1), (0, 2), (1, 0), (0, 3), (1, 1), (0, 3), (0, 4), (1, 2)]
@@ -169,13 +166,13 @@ def test_a_replayed_graph_reads_what_waits(tiny_model: Any, tiny_spec: Any, cuda
 
 
 @pytest.mark.gpu
-def test_a_replayed_graph_of_a_prompt_reads_chunks_of_any_sequence(tiny_model: Any, tiny_spec: Any, cuda: str) -> None:
+def test_a_replayed_graph_of_a_prompt_reads_chunks_of_any_sequence(stateful: Any, cuda: str) -> None:
     """One graph for whole steps of prompts, at the beginning, behind absorbed rows, and behind a token that waits."""
-    model = decaying(tiny_model(spec_of(tiny_spec, "delta"), bits=4))
+    model = stateful("delta", bits=4)
     options = DecoderOptions(context=100, slots=2, max_rows=20)
     captured, launched = TritonDecoder(model, options, cuda), TritonDecoder(model, options, cuda)
     places = [(0, 0, 20), (1, 0, 20), (0, 20, 20), (0, 40, 1), (0, 41, 20), (1, 20, 20)]
-    for turn, (slot, position, rows) in enumerate(places):
-        tokens = [(11 * turn + 7 * row) % 61 for row in range(rows)]
-        one = step(tokens, position, rows=[rows - 1], slot=slot, prefill=rows > 1)
+    for turn, (slot, position, count) in enumerate(places):
+        tokens = [(11 * turn + 7 * row) % 61 for row in range(count)]
+        one = step(tokens, position, rows=[count - 1], slot=slot, prefill=count > 1)
         assert_replayed(captured, launched, [one])

@@ -16,18 +16,16 @@ from runtime.backends.triton import model as placing
 from runtime.backends.triton.decoder import TritonDecoder
 from runtime.backends.triton.residual import LoadedResiduals, PageLockError
 from runtime.errors import InvalidActivationError, RequestError
-from runtime.kv.kinds import KINDS, PARTS
+from runtime.kv.kinds import PARTS
 from runtime.text.sampling import Sampler, SamplingOptions, log_probabilities
-from tests.grid import combined, grid
+from tests.grid import grid
 from tests.runtime.backends.triton.decoding import (
-    SMALL,
     assert_logits,
     assert_same,
     behind_pages,
     both,
     copy_cache,
     read_prompt,
-    reference,
     step,
     text,
 )
@@ -48,16 +46,20 @@ SHARING: dict[str, Any] = {**SHARED, "num_layers": 3, "windows": (3, None, None)
 """Of the small ones."""
 SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "3bit": ({"bits": 3, "residual_bits": 4}, {"num_heads": 3, "num_kv_heads": 1}),
-    "biases-qknorm-window": (
+    "biases-qknorm-window-nope": (
         {"bits": 4, "residual_bits": 2},
-        {"num_layers": 2, "qkv_bias": True, "o_bias": True, "mlp_bias": True, "qk_norm": True, "windows": (3, None)},
+        {
+            "num_layers": 2,
+            "windows": (3, None),
+            "nope_layers": (0,),
+            **dict.fromkeys(("qkv_bias", "o_bias", "mlp_bias", "qk_norm"), True),
+        },
     ),
     "head-dim-80": ({"bits": 3, "residual_bits": 16}, {"head_dim": 80, "num_heads": 1}),
     "codebooks-partial-rope": (
         {"bits": 4, "residual_bits": 4, "codebook": True},
         {"qkv_bias": True, "rope": RopeSpec(rotary_dim=12)},
     ),
-    "nope_layers": ({"bits": 4}, {"num_layers": 2, "nope_layers": (0,)}),
     "norms-on-both-sides": ({"bits": 4}, {"num_layers": 2, **BOTH_SIDES, "window_rope": LOCAL, "windows": (3, None)}),
     "norms-behind": ({"bits": 4}, {**BEHIND, "num_layers": 2, "num_heads": 3}),
     "sinks": ({"bits": 4}, {**SINKS, "num_layers": 2, "windows": (3, None)}),
@@ -73,13 +75,13 @@ QUICK = set(SHAPES) - {"head-dim-80", "norms-behind", "codebooks-3bit", "shared-
 
 
 @pytest.mark.parametrize("shape", grid(SHAPES, QUICK))
-def test_logits_match_the_reference(tiny_model: Any, tiny_spec: Any, device: str, shape: str) -> None:
+def test_logits_match_the_reference(small: Any, device: str, shape: str) -> None:
     """Prompt, a decoded token, a position written again, and in the first shape a second sequence between them.
 
     Static selection: a dynamic one may take another of two channels that are equal but for the last bit.
     """
     build, changes = SHAPES[shape]
-    model = tiny_model(tiny_spec(**{**SMALL, **changes}), **build)
+    model = small(changes, **build)
     options = DecoderOptions(context=16, slots=2, max_rows=6, k_chunk=300, select="static")
     ours, theirs = both(model, options, device)
     steps = [
@@ -93,9 +95,9 @@ def test_logits_match_the_reference(tiny_model: Any, tiny_spec: Any, device: str
     assert_same(ours, theirs, steps)
 
 
-def test_blocks_read_a_shared_cache_and_embeddings_of_their_own(tiny_model: Any, tiny_spec: Any, device: str) -> None:
+def test_blocks_read_a_shared_cache_and_embeddings_of_their_own(small: Any, device: str) -> None:
     """A token, and one behind it, compensated."""
-    model = tiny_model(tiny_spec(**{**SMALL, **SHARING}), bits=4)
+    model = small(SHARING, bits=4)
     options = DecoderOptions(context=16, k_chunk=300, select="static")
     assert_same(*both(model, options, device), (step([5], 0), step([17], 1)))
 
@@ -106,18 +108,16 @@ ALL = {"o": 1024}
 
 
 @pytest.mark.parametrize(
-    *combined(
-        [("3bit", SOME), ("head-dim-80", ALL), ("codebooks-3bit", SOME)],
-        shape=["3bit", "head-dim-80", "codebooks-3bit", "heads-of-two-widths", "shared-caches"],
-        prompt=[SOME, ALL],
-    )
+    ("shape", "prompt"),
+    [
+        *(("3bit", SOME), ("head-dim-80", ALL), ("codebooks-3bit", SOME)),
+        *(pytest.param(shape, SOME, marks=pytest.mark.slow) for shape in ("heads-of-two-widths", "shared-caches")),
+    ],
 )
-def test_prompts_match_the_reference(
-    tiny_model: Any, tiny_spec: Any, device: str, shape: str, prompt: dict[str, int]
-) -> None:
+def test_prompts_match_the_reference(small: Any, device: str, shape: str, prompt: dict[str, int]) -> None:
     """Some channels and all of them, residuals of 4, 16 and 8 bits, and a prompt's single row."""
     build, changes = SHAPES[shape]
-    model = tiny_model(tiny_spec(**{**SMALL, **changes}), **build)
+    model = small(changes, **build)
     options = DecoderOptions(context=16, max_rows=6, k_chunk=300, prompt_k_chunk=prompt, select="static")
     ours, theirs = both(model, options, device)
     first = step([5, 9, 3, 47, 12], 0, rows=[1, 4], prefill=True)
@@ -140,16 +140,14 @@ PROMPT = {"int8": 70, "int4": 70, "hierarchical": 256, "kivi2": 128, "gear4": 12
         ("gear4", 6e-2),
     ],
 )
-def test_logits_match_the_reference_on_every_cache(
-    tiny_model: Any, tiny_spec: Any, device: str, kv: Any, tolerance: float
-) -> None:
+def test_logits_match_the_reference_on_every_cache(small: Any, device: str, kv: Any, tolerance: float) -> None:
     """A prompt that fills pages, a decoded token, a few drafted ones, and one in place of the second of them.
 
     The interpreter takes long for a prompt's rows, so only INT4's goes through it; the others' comes from the
     reference, whose layout is the same. A number between two codes may be rounded to either, as its last bits fall:
     with 4 bits, one in a hundred is, and is then a 15th of its vector's range off.
     """
-    model = tiny_model(tiny_spec(**SMALL), bits=4)
+    model = small(bits=4)
     options = DecoderOptions(context=300, slots=2, max_rows=128, kv=kv)
     ours, theirs = both(model, options, device)
     prompt, at = text(PROMPT[kv]), PROMPT[kv]
@@ -165,13 +163,11 @@ def test_logits_match_the_reference_on_every_cache(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kv", KINDS)
-def test_shared_caches_of_two_widths_are_read_from_every_cache(
-    tiny_model: Any, tiny_spec: Any, device: str, kv: Any
-) -> None:
+@pytest.mark.parametrize("kv", ["fp16", "int4", "hierarchical", "kivi2", "gear4"])
+def test_shared_caches_of_two_widths_are_read_from_every_cache(small: Any, device: str, kv: Any) -> None:
     """Behind a prompt that fills a page or cuts one off its window: a token, drafts, a few rows in place of them, and
     one in place of the last, compensated."""
-    model = tiny_model(tiny_spec(**{**SMALL, **SHARED, "windows": (150, None, 150, None)}))
+    model = small({**SHARED, "windows": (150, None, 150, None)})
     for shape in (tensor_shape(model.spec, layer) for layer in model.spec.attention_layers):
         axis, mean = np.random.default_rng(shape).standard_normal((2, *shape)).astype(np.float32)
         model.keys.append(KeyStatistics(mean, axis / np.linalg.norm(axis, axis=-1, keepdims=True)))
@@ -189,9 +185,9 @@ def test_shared_caches_of_two_widths_are_read_from_every_cache(
     assert ours.kv_bytes == theirs.kv_bytes
 
 
-def test_a_draft_reads_the_upper_plane_alone(tiny_model: Any, tiny_spec: Any, device: str) -> None:
+def test_a_draft_reads_the_upper_plane_alone(small: Any, device: str) -> None:
     """As much as a full read does where the lower plane is zero; one token, and a few."""
-    model = tiny_model(tiny_spec(**SMALL), bits=4)
+    model = small(bits=4)
     options = DecoderOptions(context=300, max_rows=128, kv="hierarchical")
     ours, theirs = both(model, options, device)
     read_prompt(theirs, text(256))
@@ -210,40 +206,31 @@ def test_a_draft_reads_the_upper_plane_alone(tiny_model: Any, tiny_spec: Any, de
         assert np.abs(half - whole).max() > 5e-2 * whole.std()
 
 
-@pytest.mark.parametrize("select", ["approx", "random"])
-def test_every_selector_and_a_changed_k_chunk(tiny_model: Any, tiny_spec: Any, device: str, select: Any) -> None:
-    """A changed k_chunk gives what the reference gives, and bit for bit what a fresh load with it gives."""
-    model = tiny_model(tiny_spec(**SMALL), bits=3)
-    options = DecoderOptions(context=16, max_rows=4, select=select, seed=3)
+def test_a_changed_k_chunk_gives_what_a_load_with_it_gives(small: Any, device: str) -> None:
+    """What the reference gives, and bit for bit what a fresh load does."""
+    model = small(bits=3)
+    options = DecoderOptions(context=16, max_rows=4, select="approx")
     ours, theirs = both(model, options, device)
-    found = {}
-    for wanted in ({"qkv": 100, "down": 400}, 0, 1024) if select == "approx" else ({"qkv": 100, "down": 400},):
+    found, one = {}, step([11], 0)
+    for wanted in ({"qkv": 100, "down": 400}, 0, 1024):
         ours.set_k_chunk(wanted, {"qkv": 2})
         theirs.set_k_chunk(wanted)
-        one = step([11], 0)
         found[str(wanted)] = np.array(ours.forward(one))
         assert_logits(found[str(wanted)], theirs.forward(one))
-    if select == "random":
-        return
-    fresh = TritonDecoder(model, DecoderOptions(context=16, max_rows=4, select=select, seed=3, k_chunk=1024), device)
-    assert np.array_equal(fresh.forward(step([11], 0)), found["1024"])
+    assert np.array_equal(TritonDecoder(model, replace(options, k_chunk=1024), device).forward(one), found["1024"])
     assert not np.array_equal(found["0"], found["1024"])
 
 
-def test_random_channels_follow_the_positions_of_the_rows(tiny_model: Any, tiny_spec: Any, device: str) -> None:
+def test_random_channels_follow_the_positions_of_the_rows(small: Any, device: str) -> None:
     """The head sees some of the rows only: each keeps the position that its channels are drawn for."""
-    model = tiny_model(tiny_spec(**SMALL), bits=3)
-    options = DecoderOptions(context=16, max_rows=4, select="random", seed=3, k_chunk={"head": 300})
-    several = step([5, 9, 3], 0, rows=[1, 2])
-    found = TritonDecoder(model, options, device).forward(several)
-    assert_logits(np.array(found), reference(model, options).forward(several))
+    k_chunk = {"qkv": 100, "down": 400, "head": 300}
+    options = DecoderOptions(context=16, max_rows=4, select="random", seed=3, k_chunk=k_chunk)
+    assert_same(*both(small(bits=3), options, device), [step([5, 9, 3], 0, rows=[1, 2]), step([11], 3)])
 
 
-def test_tokens_drawn_on_the_device_are_those_drawn_from_its_logits(
-    tiny_model: Any, tiny_spec: Any, device: str
-) -> None:
+def test_tokens_drawn_on_the_device_are_those_drawn_from_its_logits(small: Any, device: str) -> None:
     """Two rows, each by its own answer's sampler; one draw more or less than rows is refused."""
-    decoder = TritonDecoder(tiny_model(tiny_spec(**SMALL), bits=4), DecoderOptions(context=16, max_rows=4), device)
+    decoder = TritonDecoder(small(bits=4), DecoderOptions(context=16, max_rows=4), device)
     assert isinstance(decoder, DrawsTokens)
     greedy, drawn = SamplingOptions(temperature=0, repetition_penalty=1.2), SamplingOptions(seed=8, logprobs=3)
     one = step([5, 9, 3], 0, rows=[0, 2])
@@ -258,18 +245,16 @@ def test_tokens_drawn_on_the_device_are_those_drawn_from_its_logits(
         decoder.draw(one, [])
 
 
-def test_recall_is_measured(tiny_model: Any, tiny_spec: Any, device: str) -> None:
+def test_recall_is_measured(small: Any, device: str) -> None:
     options = DecoderOptions(context=16, k_chunk=200, select="exact", measure_recall=True)
-    decoder = TritonDecoder(tiny_model(tiny_spec(**SMALL), bits=3), options, device)
+    decoder = TritonDecoder(small(bits=3), options, device)
     assert decoder.recall is None
     decoder.forward(step([1, 2], 0))
     assert decoder.recall == 1.0
 
 
-def test_a_number_that_is_not_finite_is_an_error_and_leaves_no_trace(
-    tiny_model: Any, tiny_spec: Any, device: str
-) -> None:
-    model = tiny_model(tiny_spec(**SMALL), bits=4)
+def test_a_number_that_is_not_finite_is_an_error_and_leaves_no_trace(small: Any, device: str) -> None:
+    model = small(bits=4)
     model.table[7] = np.nan
     decoder = TritonDecoder(model, DecoderOptions(context=16, k_chunk=64), device)
     before = np.array(decoder.forward(step([1], 0)))
@@ -281,10 +266,8 @@ def test_a_number_that_is_not_finite_is_an_error_and_leaves_no_trace(
 
 
 @pytest.mark.parametrize("shape", grid(["3bit", "shared-caches"], {"3bit"}))
-def test_rows_behind_the_final_norm_match_the_reference(
-    tiny_model: Any, tiny_spec: Any, device: str, shape: str
-) -> None:
-    model = tiny_model(tiny_spec(**{**SMALL, **SHAPES[shape][1]}), bits=3)
+def test_rows_behind_the_final_norm_match_the_reference(small: Any, device: str, shape: str) -> None:
+    model = small(SHAPES[shape][1], bits=3)
     model.table[7] = np.nan
     options = DecoderOptions(context=16, max_rows=6)
     ours, theirs = both(model, options, device)
@@ -296,8 +279,8 @@ def test_rows_behind_the_final_norm_match_the_reference(
         ours.hidden(step([7], 4, rows=[], prefill=True))
 
 
-def test_what_cannot_be_run_is_refused(tiny_model: Any, tiny_spec: Any, device: str) -> None:
-    model = tiny_model(tiny_spec(**SMALL), bits=4, residual_bits=0)
+def test_what_cannot_be_run_is_refused(small: Any, device: str) -> None:
+    model = small(bits=4, residual_bits=0)
     for options, words in (
         (DecoderOptions(context=0), "at least 1"),
         (DecoderOptions(context=16, k_chunk=8), "without residuals"),
@@ -310,47 +293,39 @@ def test_what_cannot_be_run_is_refused(tiny_model: Any, tiny_spec: Any, device: 
         with pytest.raises(RequestError):
             decoder.forward(bad)
     with pytest.raises(RequestError, match="thread block"):
-        TritonDecoder(tiny_model(tiny_spec(**SMALL)), DecoderOptions(context=16, n_tb={"o": 0}), device)
+        TritonDecoder(small(), DecoderOptions(context=16, n_tb={"o": 0}), device)
 
 
+HEAD = {"prompt_k_chunk": {"head": 8}}
+
+
+@pytest.mark.parametrize(
+    ("more", "prefill"), [({"k_chunk": 100}, False), (HEAD, True), ({"prompt_k_chunk": ALL}, True)]
+)
 def test_layers_whose_residuals_find_no_memory_run_without(
-    tiny_model: Any, tiny_spec: Any, device: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    small: Any, device: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, more: Any, prefill: bool
 ) -> None:
     """Page-locked memory ends: one warning, and the model answers as it would without compensation."""
-    model = tiny_model(tiny_spec(**SMALL), bits=3)
-    plain = np.array(TritonDecoder(model, DecoderOptions(context=16), device).forward(step([1], 0)))
+    model, options, one = small(bits=3), DecoderOptions(context=16, max_rows=2), step([5, 9], 0, prefill=prefill)
+    plain = np.array(TritonDecoder(model, options, device).forward(one))
     warning = "4 layers run without: no memory. To compensate all: close programs"
     monkeypatch.setattr(placing, "load_residuals", lambda *_: LoadedResiduals(layers={}, warning=warning))
-    decoder = TritonDecoder(model, DecoderOptions(context=16, k_chunk=100), device)
-    decoder.set_k_chunk(200)
-    assert np.array_equal(plain, decoder.forward(step([1], 0)))
-    assert [record.message for record in caplog.records] == [warning]
-    (problem,) = decoder.model.problems
-    assert (problem.what, problem.fix) == (
-        "4 layers run without: no memory",
-        "To compensate all: close programs",
-    )
-
-
-@pytest.mark.parametrize("prompt", [{"head": 8}, {"o": 1024}])
-def test_compensated_prompts_need_no_layer_whose_residuals_are_copied(
-    tiny_model: Any, tiny_spec: Any, device: str, monkeypatch: pytest.MonkeyPatch, prompt: dict[str, int]
-) -> None:
-    """Only the head is compensated; or page-locking was refused from the first layer on."""
-    model = tiny_model(tiny_spec(**SMALL), bits=3)
-    monkeypatch.setattr(placing, "load_residuals", lambda *_: LoadedResiduals(layers={}, warning="none"))
-    options = DecoderOptions(context=16, max_rows=2)
-    one = step([5, 9], 0, rows=[1], prefill=True)
-    plain = np.array(TritonDecoder(model, options, device).forward(one))
-    decoder = TritonDecoder(model, replace(options, prompt_k_chunk=prompt), device)
+    decoder = TritonDecoder(model, replace(options, **more), device)
     assert np.array_equal(plain, decoder.forward(one))
+    if not prefill:
+        decoder.set_k_chunk(200)
+        assert np.array_equal(plain, decoder.forward(one))
+    if more != HEAD:  # for which no layer's residuals are copied
+        assert [record.message for record in caplog.records] == [warning]
+        (problem,) = decoder.model.problems
+        assert (problem.what, problem.fix) == ("4 layers run without: no memory", "To compensate all: close programs")
 
 
 def test_a_refused_embedding_table_stays_in_main_memory(
-    tiny_model: Any, tiny_spec: Any, device: str, monkeypatch: pytest.MonkeyPatch
+    small: Any, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The device takes a step's rows of it instead of the whole table, which no plan counts; the bits are the same."""
-    model = tiny_model(tiny_spec(**SMALL), bits=4)
+    model = small(bits=4)
     options = DecoderOptions(context=16, max_rows=3)
     steps = [step([5, 9, 3], 0, rows=[0, 2]), step([47], 3), step([9], 2)]
     locked = TritonDecoder(model, options, device)
@@ -370,8 +345,8 @@ def test_a_refused_embedding_table_stays_in_main_memory(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", ["3bit", "heads-of-two-widths", "shared-caches"])
-def test_a_replayed_graph_computes_what_launches_do(tiny_model: Any, tiny_spec: Any, cuda: str, shape: str) -> None:
-    model = tiny_model(tiny_spec(**{**SMALL, **SHAPES[shape][1], "max_context": 1024}), bits=3)
+def test_a_replayed_graph_computes_what_launches_do(small: Any, cuda: str, shape: str) -> None:
+    model = small({**SHAPES[shape][1], "max_context": 1024}, bits=3)
     options = DecoderOptions(context=1024, k_chunk=128, n_tb={"down": 4})
     captured, launched = TritonDecoder(model, options, cuda), TritonDecoder(model, options, cuda)
     for position in range(300):
@@ -388,9 +363,9 @@ def test_a_replayed_graph_computes_what_launches_do(tiny_model: Any, tiny_spec: 
 
 
 @pytest.mark.gpu
-def test_a_decoded_token_does_not_depend_on_what_ran_before(tiny_model: Any, tiny_spec: Any, cuda: str) -> None:
+def test_a_decoded_token_does_not_depend_on_what_ran_before(small: Any, cuda: str) -> None:
     """The same position decoded a thousand times, the two streams racing, always gives the same bits."""
-    decoder = TritonDecoder(tiny_model(tiny_spec(**SMALL), bits=3), DecoderOptions(context=16, k_chunk=512), cuda)
+    decoder = TritonDecoder(small(bits=3), DecoderOptions(context=16, k_chunk=512), cuda)
     first = np.array(decoder.forward(step([3], 0)))
     for _ in range(1000):
         assert np.array_equal(first, decoder.forward(step([3], 0)))

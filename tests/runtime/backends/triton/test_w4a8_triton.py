@@ -89,8 +89,7 @@ def assert_tokens(found: Tokens, x: torch.Tensor) -> None:
     assert torch.equal(found.sums.cpu(), expected.sums)
 
 
-@pytest.mark.parametrize("group_size", [64, 128, 0])
-@pytest.mark.parametrize("K", [64, 300, 1000])
+@pytest.mark.parametrize(("K", "group_size"), [(64, 64), (300, 0), (300, 128), (1000, 64), (1000, 0)])
 def test_rows_in_half_precision_are_rounded_as_the_rule_says(K: int, group_size: int, device: str) -> None:
     x = uneven_activations(5, K).half()
     found = empty_tokens(5, K, group_size, device)

@@ -15,7 +15,7 @@ from runtime.kv import pages as window_pages
 from runtime.kv import states as snapshots
 from runtime.kv.kinds import KINDS
 from tests.close import assert_close
-from tests.runtime.backends.triton.decoding import SMALL, copy_cache, read_prompt, step
+from tests.runtime.backends.triton.decoding import copy_cache, read_prompt, step
 from tests.runtime.backends.triton.test_triton_decoder import SHARING
 from tests.runtime.engine.talking import SLOTS, Talk
 
@@ -46,12 +46,11 @@ def poison(cache: Any, patch: pytest.MonkeyPatch) -> None:
     ids=["windows", "shared"],
 )
 def test_any_history_gives_what_a_fresh_prefill_gives(
-    tiny_model: Any, tiny_spec: Any, device: str, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
+    small: Any, device: str, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
 ) -> None:
     """Prompts, edits, branches, rejected drafts, saved chats, each compared with the reference decoder's prefill."""
     monkeypatch.setattr(window_pages, "MOST_SNAPSHOTS", 2)
-    spec = tiny_spec(**{**SMALL, **changes, "max_context": 1024})
-    make, model = lambda *how: TritonDecoder(*how, device), tiny_model(spec, residual_bits=0)
+    make, model = lambda *how: TritonDecoder(*how, device), small({**changes, "max_context": 1024}, residual_bits=0)
     talk = Talk(make, model, 1, 0.01, fresh=ReferenceDecoder, longest=300, context=1024)
     talk.run(5)
     assert talk.reused > 100
@@ -67,8 +66,7 @@ def test_any_history_gives_what_a_fresh_prefill_gives(
     ],
 )
 def test_released_pages_are_never_read(
-    tiny_model: Any,
-    tiny_spec: Any,
+    small: Any,
     device: str,
     monkeypatch: pytest.MonkeyPatch,
     kv: Any,
@@ -79,8 +77,7 @@ def test_released_pages_are_never_read(
     monkeypatch.setattr(snapshots, "SNAPSHOT_GAP", 2048)  # they would keep pages that are to be kept anyway
     window = 150 if KINDS[kv].windowed else 20  # wider than the tokens in half precision, so that pages are read
     kinds = {"num_layers": 2, **changes, "windows": (window, *changes.get("windows", (None, None))[1:])}
-    spec = tiny_spec(**{**SMALL, **kinds, "max_context": 2048})
-    model = tiny_model(spec, residual_bits=0)
+    model = small({**kinds, "max_context": 2048}, residual_bits=0)
     options = DecoderOptions(kv=kv, context=2048, slots=2, max_rows=20)
     tokens = np.random.default_rng(3).integers(3, 61, PROMPT).tolist()
 

@@ -111,9 +111,7 @@ def of_a_load(spec: ModelSpec, recipe: Recipe, kv: KVKind, *, prompt: int = 0, r
             run.finish(forward(run, spec))
         if rows > 1:
             variants.launches = 0
-            run = Pass(
-                decoder.model, decoder.buffers, M=rows, R=rows, way="rows", draft=False, side=SIDE
-            )  # fmt: skip
+            run = Pass(decoder.model, decoder.buffers, M=rows, R=rows, way="rows", draft=False, side=SIDE)
             run.finish(forward(run, spec))
         return variants
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-WARPS = (1, 2, 4, 8, 16, 32)
 Types: TypeAlias = str | tuple[Any, ...]
 """Type of an argument as Triton writes it, or of each member of a tuple of arguments."""
 _KERNELS = "runtime.backends.triton.kernels."
@@ -40,11 +39,6 @@ class Specialization:
     """Others still, by the device's major compute capability."""
     only: int | None = None
     """The one major compute capability whose devices launch it; None: all do."""
-
-    def __post_init__(self) -> None:
-        """Check what would otherwise surface as an obscure compiler error."""
-        if self.num_warps not in WARPS:
-            raise ValueError(f"{self.name}: num_warps is {self.num_warps}; it is one of {WARPS}")
 
     @property
     def operation(self) -> str:
