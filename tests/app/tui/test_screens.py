@@ -73,8 +73,7 @@ async def test_perplexity_and_warning_are_shown(stage: Stage, runtime: Any) -> N
     ]
     async with stage(runtime) as s:
         await open_models(s)
-        await s.shows("12.31 → 99.00")
-        await s.shows("gptq · 3 bits fell apart")
+        await s.shows("12.31 → 99.00", "gptq · 3 bits fell apart")
         await s.pilot.press("down")
         await s.hides("3 bits fell apart")
 
@@ -125,8 +124,7 @@ async def test_work_is_shown_behind_the_chat_and_can_be_stopped(stage: Stage, ru
         runtime.load_delay_s = 60
         s.app.post_message(QuantizeAsked(QuantizeRequest(source=str(tmp_path), bits=3.0)))
         await s.until(lambda: s.app.session.working)
-        await s.shows("▸ quantize")
-        await s.shows("0 of 4 blocks")
+        await s.shows("▸ quantize", "0 of 4 blocks")
         await s.say("still there?")
         assert s.last.state == "done"
         await s.pilot.press("escape")
