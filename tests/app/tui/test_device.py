@@ -51,6 +51,8 @@ async def test_everything_that_is_known_is_shown(stage: Stage, runtime: Any) -> 
         await s.until(lambda: s.app.screen is s.app.chat)
         await s.click("#header-device")
         await s.until(lambda: isinstance(s.app.screen, DeviceScreen), "the screen, which the header opens, too")
+        await s.pilot.press("escape")
+        await s.until(lambda: s.app.screen is s.app.chat)
 
 
 async def test_without_a_runtime_it_says_why(stage: Stage, runtime: Any) -> None:
