@@ -212,6 +212,7 @@ class TestFullChat:
 
             await asked("escape")
             await s.until(lambda: s.composer.text.startswith("second"))
+            assert len(runtime.named("chat")) == 1, "nothing was sent"
             s.composer.load_text("")
             await begin_anew()
             for key in ("d", "n"):
