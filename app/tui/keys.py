@@ -232,12 +232,16 @@ class OrderedKeys(App[None]):
         """Wait until a key that was sent to a widget has been handled by it or by those above it."""
         for _ in range(ROUNDS):
             passed = Passed(asyncio.Event())
-            target = target if target.is_attached else self.focused or self.screen
+            target = target if self._is_there(target) else self.focused or self.screen
             if not target.post_message(passed):
                 return
-            while target.is_attached and not passed.arrived.is_set():
+            while self._is_there(target) and not passed.arrived.is_set():
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(passed.arrived.wait(), GONE_S)
+
+    def _is_there(self, target: Widget) -> bool:
+        """Whether messages still reach a widget; a screen that was removed before it had its parts stays attached."""
+        return target.is_attached and target.screen in self.screen_stack
 
     @on(Passed)
     def key_passed(self, event: Passed) -> None:

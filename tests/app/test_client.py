@@ -140,22 +140,20 @@ async def test_a_model_that_rested_answers_again(client: RuntimeClient) -> None:
     assert "".join(delta.text for delta in deltas) == "hello there"
 
 
-async def test_closing_the_answer_cancels(client: RuntimeClient, house: FakeHouse) -> None:
-    asked = [{"role": "user", "content": "slow 190"}]
-    async with aclosing(client.chat(asked, ChatOptions(model="small"))) as deltas:
-        async for delta in deltas:
-            if delta.text:
-                break
-    await until(lambda: house.engine.cancellations == 1)
-
-
-async def test_cancelling_the_reader_cancels(client: RuntimeClient, house: FakeHouse) -> None:
-    asked = [{"role": "user", "content": "slow 190"}]
-    task = asyncio.create_task(collect(client.chat(asked, ChatOptions(model="small"))))
-    await until(lambda: bool(house.engines) and house.engine.steps > 0)
-    task.cancel()
-    await asyncio.wait([task])
-    assert task.cancelled()
+@pytest.mark.parametrize("way", ["the answer is closed", "its reader is cancelled"])
+async def test_an_answer_that_is_left_is_cancelled(client: RuntimeClient, house: FakeHouse, way: str) -> None:
+    answer = client.chat([{"role": "user", "content": "slow 190"}], ChatOptions(model="small"))
+    if way == "the answer is closed":
+        async with aclosing(answer) as deltas:
+            async for delta in deltas:
+                if delta.text:
+                    break
+    else:
+        task = asyncio.create_task(collect(answer))
+        await until(lambda: bool(house.engines) and house.engine.steps > 0)
+        task.cancel()
+        await asyncio.wait([task])
+        assert task.cancelled()
     await until(lambda: house.engine.cancellations == 1)
 
 
@@ -192,20 +190,6 @@ async def test_tuning_and_the_device(client: RuntimeClient, house: FakeHouse) ->
     assert (deltas[-1].timings.k_chunk, deltas[-1].timings.slowdown_percent) == ({"qkv": 10}, 9)
     await collect(client.tune(TuneRequest(k_chunk=4)))
     assert (await client.status()).k_chunk == {"qkv": 4}
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        b"{}",
-        b'{"problems": [{}]}',
-        b'{"problems": [], "tuning": {}}',
-        b'{"problems": [], "tuning": {"curve": [{"points": [3]}]}}',
-    ],
-)
-async def test_a_device_that_makes_no_sense(body: bytes) -> None:
-    with pytest.raises(ProtocolError):
-        await scripted(lambda _request: httpx.Response(200, content=body)).device()
 
 
 async def test_quantize_and_pull_end_with_what_was_made(client: RuntimeClient, tmp_path: Path) -> None:
@@ -311,22 +295,25 @@ async def test_work_that_breaks_off_is_an_error() -> None:
         await collect(client.load(LoadRequest(model="m")))
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["data: nonsense\n\n", "data: []\n\n", 'data: {"choices": 3}\n\n', 'data: {"choices": [3]}\n\n', "data: {}\n\n"],
-)
-async def test_answers_that_make_no_sense(text: str) -> None:
-    client = scripted(lambda _request: httpx.Response(200, text=text))
-    with pytest.raises(ProtocolError):
-        await collect(client.chat(HELLO, ChatOptions(model="m")))
+NONSENSE = [
+    *(("chat", text) for text in ("data: nonsense", "data: []", 'data: {"choices": 3}', 'data: {"choices": [3]}')),
+    ("chat", "data: {}"),
+    *(("device", text) for text in ("{}", '{"problems": [{}]}', '{"problems": [], "tuning": {}}')),
+    ("device", '{"problems": [], "tuning": {"curve": [{"points": [3]}]}}'),
+    *(("status", text) for text in ("", "<html>", "[]", "{}")),
+]
 
 
-@pytest.mark.parametrize("content", [b"", b"<html>", b"[]", b"{}"])
-async def test_a_status_that_makes_no_sense(content: bytes) -> None:
+@pytest.mark.parametrize(("asked", "text"), NONSENSE)
+async def test_answers_that_make_no_sense(asked: str, text: str) -> None:
+    ends = "\n\n" if asked == "chat" else ""
+    client = scripted(lambda _request: httpx.Response(200, text=text + ends))
+    answer = collect(client.chat(HELLO, ChatOptions(model="m"))) if asked == "chat" else getattr(client, asked)()
     with pytest.raises(ProtocolError):
-        await scripted(lambda _request: httpx.Response(200, content=content)).status()
-    with pytest.raises(AnswerError, match="status 502"):
-        await scripted(lambda _request: httpx.Response(502, content=content)).status()
+        await answer
+    if asked == "status":
+        with pytest.raises(AnswerError, match="status 502"):
+            await scripted(lambda _request: httpx.Response(502, text=text)).status()
 
 
 async def test_proxies_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,6 +37,9 @@ asyncio.run(main())
 """
 
 
+Supervise = Callable[..., Supervisor]
+
+
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
     return tmp_path / "home"
@@ -81,7 +84,7 @@ def wait_until(predicate: Callable[[], object]) -> None:
 
 
 async def test_a_start_that_is_cancelled_leaves_no_process(
-    supervise: Callable[..., Supervisor], monkeypatch: pytest.MonkeyPatch
+    supervise: Supervise, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun: list[subprocess.Popen[bytes]] = []
     popen = subprocess.Popen
@@ -102,7 +105,7 @@ async def test_a_start_that_is_cancelled_leaves_no_process(
     assert [process.poll() is None for process in begun] in ([], [False])
 
 
-async def test_start_and_close_leave_nothing_running(supervise: Callable[..., Supervisor], home: Path) -> None:
+async def test_start_and_close_leave_nothing_running(supervise: Supervise, home: Path) -> None:
     supervisor = supervise()
     client = await supervisor.ensure()
     status = await client.status()
@@ -110,47 +113,65 @@ async def test_start_and_close_leave_nothing_running(supervise: Callable[..., Su
     assert not supervisor.attached
     assert await supervisor.ensure() is client
     assert [mode(home), mode(supervisor.log_file)] == [0o700, 0o600]
-    await supervisor.close()
-    await supervisor.close()
+    again = (await (await supervisor.restart()).status()).pid
+    assert again != status.pid
     assert ended(status.pid)
+    await supervisor.close()
+    await supervisor.close()
+    assert ended(again)
     assert not lock_path(home).exists()
 
 
-async def test_a_second_one_attaches_and_does_not_end_it(supervise: Callable[..., Supervisor]) -> None:
-    first, second = supervise(), supervise(["nothing-that-could-be-started"])
+async def test_a_second_one_attaches_and_starts_its_own_when_the_first_is_gone(supervise: Supervise) -> None:
+    first, second, third = supervise(), supervise(["nothing-that-could-be-started"]), supervise()
     one, two = await first.ensure(), await second.ensure()
     assert second.attached
-    assert (await one.status()).pid == (await two.status()).pid
+    pid = (await one.status()).pid
+    assert (await two.status()).pid == pid
     await second.close()
-    assert (await one.status()).state == "empty"
+    assert (await one.status()).state == "empty", "it is not ended by whoever attached"
+    await third.ensure()
+    assert third.crash_report() is None
+    await first.close()
+    assert third.crash_report() == "the runtime, which another program started, has ended"
+    client = await third.ensure()
+    assert (await client.status()).pid != pid
+    assert not third.attached
 
 
-async def test_two_at_once_start_one(supervise: Callable[..., Supervisor]) -> None:
+async def test_two_at_once_start_one(supervise: Supervise) -> None:
     supervisors = [supervise() for _ in range(3)]
     clients = await asyncio.gather(*(supervisor.ensure() for supervisor in supervisors))
     assert len({(await client.status()).pid for client in clients}) == 1
     assert sorted(supervisor.attached for supervisor in supervisors) == [False, True, True]
 
 
+def started_ui(home: Path) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", UI, str(home), *COMMAND]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def told_by(ui: subprocess.Popen[str]) -> tuple[int, bool]:
+    """The runtime's process, and whether the UI attached to it."""
+    assert ui.stdout is not None
+    pid, attached = ui.stdout.readline().split()
+    return int(pid), attached == "True"
+
+
 def test_two_uis_at_once_start_one(home: Path) -> None:
-    uis = [
-        subprocess.Popen(
-            [sys.executable, "-c", UI, str(home), *COMMAND], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        for _ in range(2)
-    ]
+    uis = [started_ui(home) for _ in range(2)]
     try:
-        told = [ui.stdout.readline().split() for ui in uis if ui.stdout is not None]
+        told = [told_by(ui) for ui in uis]
         assert len({pid for pid, _ in told}) == 1
-        assert sorted(attached for _, attached in told) == ["False", "True"]
+        assert sorted(attached for _, attached in told) == [False, True]
     finally:
         for ui in uis:
             ui.communicate(timeout=60)
-    wait_until(lambda: ended(int(told[0][0])))
+    wait_until(lambda: ended(told[0][0]))
     assert not lock_path(home).exists()
 
 
-async def test_a_crash_is_explained_and_the_next_one_starts(supervise: Callable[..., Supervisor], home: Path) -> None:
+async def test_a_crash_is_explained_and_the_next_one_starts(supervise: Supervise, home: Path) -> None:
     supervisor = supervise()
     client = await supervisor.ensure()
     before = (await client.status()).pid
@@ -161,49 +182,24 @@ async def test_a_crash_is_explained_and_the_next_one_starts(supervise: Callable[
     assert read_lock(lock_path(home)) is not None  # the killed process could not remove it
     with pytest.raises(ConnectionLostError):
         await client.status()
-    again = await supervisor.ensure()
-    assert (await again.status()).pid != before
+    client = await supervisor.ensure()
+    assert (await client.status()).pid != before
     assert not supervisor.attached
     old = supervisor.log_file.with_name(OLD_LOG_NAME).read_text()
     assert f"the process {before} was killed (SIGKILL); possibly out of memory" in old
     assert old.count("was killed") == 1
 
+    async def said(text: str) -> str:
+        answer = client.chat([{"role": "user", "content": text}], ChatOptions(model="small"))
+        return "".join([delta.text async for delta in answer])
 
-async def test_a_crash_in_the_middle_of_an_answer(supervise: Callable[..., Supervisor]) -> None:
-    supervisor = supervise()
-    client = await supervisor.ensure()
     with pytest.raises(ConnectionLostError):
-        async for _ in client.chat([{"role": "user", "content": "die now"}], ChatOptions(model="small")):
-            pass
+        await said("die now")  # in the middle of an answer
     client = await supervisor.restart()
-    answer = [
-        delta.text
-        async for delta in client.chat([{"role": "user", "content": "echo back"}], ChatOptions(model="small"))
-    ]
-    assert "".join(answer) == "back"
+    assert await said("echo back") == "back"
 
 
-async def test_one_that_was_attached_to_a_dead_runtime_starts_its_own(supervise: Callable[..., Supervisor]) -> None:
-    first, second = supervise(), supervise()
-    pid = (await (await first.ensure()).status()).pid
-    await second.ensure()
-    assert second.crash_report() is None
-    await first.close()
-    assert second.crash_report() == "the runtime, which another program started, has ended"
-    client = await second.ensure()
-    assert (await client.status()).pid != pid
-    assert not second.attached
-
-
-async def test_restart_makes_a_new_process(supervise: Callable[..., Supervisor]) -> None:
-    supervisor = supervise()
-    before = (await (await supervisor.ensure()).status()).pid
-    after = (await (await supervisor.restart()).status()).pid
-    assert before != after
-    assert ended(before)
-
-
-async def test_a_model_is_loaded_at_the_start(supervise: Callable[..., Supervisor]) -> None:
+async def test_a_model_is_loaded_at_the_start(supervise: Supervise) -> None:
     client = await supervise(model="small").ensure()
     async with asyncio.timeout(20):
         while (await client.status()).state != "ready":  # noqa: ASYNC110 -- another process makes it true
@@ -211,20 +207,17 @@ async def test_a_model_is_loaded_at_the_start(supervise: Callable[..., Superviso
     assert (await client.status()).model == "small"
 
 
-async def test_a_runtime_that_cannot_start_says_why(supervise: Callable[..., Supervisor]) -> None:
+async def test_a_runtime_that_cannot_start_says_why(supervise: Supervise) -> None:
     supervisor = supervise([*COMMAND, "--fail"])
     with pytest.raises(StartError, match="exit code 3") as failure:
         await supervisor.ensure()
     assert "ImportError: no such kernel" in str(failure.value)
     assert "warming up" in str(failure.value)
-
-
-async def test_a_program_that_is_not_there(supervise: Callable[..., Supervisor]) -> None:
     with pytest.raises(StartError, match="No such file"):
         await supervise(["nothing-that-could-be-started"]).ensure()
 
 
-async def test_a_runtime_that_never_answers_is_ended(supervise: Callable[..., Supervisor], tmp_path: Path) -> None:
+async def test_a_runtime_that_never_answers_is_ended(supervise: Supervise, tmp_path: Path) -> None:
     script = "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(600)"
     supervisor = supervise([sys.executable, "-c", script, str(tmp_path / "pid")], start_timeout_s=1.0)
     with pytest.raises(StartError, match="did not respond within 1 s"):
@@ -232,7 +225,7 @@ async def test_a_runtime_that_never_answers_is_ended(supervise: Callable[..., Su
     assert ended(int((tmp_path / "pid").read_text()))
 
 
-async def test_a_lock_file_that_does_not_fit_is_not_believed(supervise: Callable[..., Supervisor], home: Path) -> None:
+async def test_a_lock_file_that_does_not_fit_is_not_believed(supervise: Supervise, home: Path) -> None:
     """One after another beside a runtime that would answer."""
     await supervise().ensure()
     record = read_lock(lock_path(home))
@@ -248,15 +241,16 @@ async def test_a_lock_file_that_does_not_fit_is_not_believed(supervise: Callable
     for changes in wrong:
         write_lock(lock_path(home), replace(record, **changes))
         assert is_alive(record), "the runtime that is not found"
-        second = supervise()
-        client = await second.ensure()
+        second = supervise(["nothing-that-could-be-started"])
+        with pytest.raises(StartError, match="No such file"):  # it would start its own
+            await second.ensure()
         assert not second.attached, changes
-        assert (await client.status()).pid != record.pid
-        await second.close()
+    client = await supervise().ensure()
+    assert (await client.status()).pid != record.pid
 
 
 async def test_a_runtime_of_another_version_is_left_alone(
-    supervise: Callable[..., Supervisor], monkeypatch: pytest.MonkeyPatch
+    supervise: Supervise, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await supervise().ensure()
     monkeypatch.setattr("app.supervisor.program_version", lambda: "9.9")
@@ -264,17 +258,14 @@ async def test_a_runtime_of_another_version_is_left_alone(
         await supervise(start_timeout_s=0.1).ensure()
 
 
-async def test_a_damaged_lock_file_is_replaced(supervise: Callable[..., Supervisor], home: Path) -> None:
+async def test_a_damaged_lock_file_is_replaced(supervise: Supervise, home: Path) -> None:
     damage(lock_path(home), "{")  # test_lock.py has every other damage
     assert (await (await supervise().ensure()).status()).state == "empty"
 
 
 def test_killing_the_ui_ends_the_runtime(home: Path) -> None:
-    ui = subprocess.Popen(
-        [sys.executable, "-c", UI, str(home), *COMMAND], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert ui.stdout is not None
-    pid = int(ui.stdout.readline().split()[0])
+    ui = started_ui(home)
+    pid, _ = told_by(ui)
     record = read_lock(lock_path(home))
     assert record is not None
     assert is_alive(record)

@@ -20,26 +20,16 @@ from tests.fuzz.reader import Reader
 from tests.models.conftest import write_checkpoint
 
 MORE = {
-    "rope_parameters": None,
-    "attention_bias": False,
-    "sliding_window": 16,
-    "use_sliding_window": False,
-    "layer_types": ["full_attention"],
-    "partial_rotary_factor": 1.0,
-    "quantization_config": None,
-}
+    "rope_parameters": None, "attention_bias": False, "sliding_window": 16, "use_sliding_window": False,
+    "layer_types": ["full_attention"], "partial_rotary_factor": 1.0, "quantization_config": None,
+}  # fmt: skip
 """What only some families' config.json says."""
+_FIRST_CONTEXT = {"original_max_position_embeddings": 9}
 ROPES: tuple[Any, ...] = (
     None,
     {"rope_type": "linear", "factor": 2.0},
-    {
-        "type": "llama3",
-        "factor": 8.0,
-        "low_freq_factor": 1,
-        "high_freq_factor": 4,
-        "original_max_position_embeddings": 9,
-    },
-    {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "original_max_position_embeddings": 9},
+    {"type": "llama3", "factor": 8.0, "low_freq_factor": 1, "high_freq_factor": 4, **_FIRST_CONTEXT},
+    {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8, **_FIRST_CONTEXT},
     {"type": "yarn", "factor": 4.0},
     {"rope_theta": 1e6, "rope_type": "default", "partial_rotary_factor": 0.5},
     {"full_attention": {"rope_type": "default"}},

@@ -37,15 +37,10 @@ def vocabulary(kind: str) -> dict[str, Any]:
     tokens += ["<0x0A>", "<0x41>"] if kind == "llama" else ["Ċ", "!"]
     tokens += [f"<{index}>" for index in range(len(tokens), 40)]
     values: dict[str, Any] = {
-        "model": kind,
-        "pre": "llama-bpe" if kind == "gpt2" else "default",
-        "tokens": tokens,
-        "token_type": [2, 3, 3, *[1] * 37],
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "unknown_token_id": 0,
+        "model": kind, "pre": "llama-bpe" if kind == "gpt2" else "default", "tokens": tokens,
+        "token_type": [2, 3, 3, *[1] * 37], "bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0,
         "add_bos_token": True,
-    }
+    }  # fmt: skip
     if kind == "gpt2":
         values["merges"] = ["t h", "Ġ t", "Ġt h", "Ġ th"]
     else:
@@ -80,17 +75,11 @@ def model(architecture: str, kind: str, width: int = 32, **more: Any) -> dict[st
     if fused:
         tensors |= {f"rope_factors_{side}.weight": tensor(width // 8) for side in ("short", "long")}
     values = {
-        "context_length": 64,
-        "embedding_length": width,
-        "block_count": 1,
-        "feed_forward_length": width,
-        "attention.head_count": 4,
-        "attention.head_count_kv": 4 if fused else 2,
-        "attention.layer_norm_rms_epsilon": 1e-5,
-        "rope.freq_base": 10000.0,
-        "rope.dimension_count": width // 4,
+        "context_length": 64, "embedding_length": width, "block_count": 1, "feed_forward_length": width,
+        "attention.head_count": 4, "attention.head_count_kv": 4 if fused else 2,
+        "attention.layer_norm_rms_epsilon": 1e-5, "rope.freq_base": 10000.0, "rope.dimension_count": width // 4,
         **{key.replace("__", "."): value for key, value in more.items()},
-    }
+    }  # fmt: skip
     own = {f"{architecture}.{key}": value for key, value in values.items()}
     general = {"general.architecture": architecture, "general.type": "model", "general.alignment": ALIGNMENT}
     return {

@@ -62,10 +62,7 @@ CHATGPT = {
 }  # fmt: skip
 MOMENTS = (
     *("2026-01-01T00:00:00", "0001-01-01T00:00:00+23:59", "9000-12-31T23:59:59.999999-23:59"),
-    "2026-02-30",
-    "user",
-    "assistant",
-    "n2",
+    *("2026-02-30", "user", "assistant", "n2"),
 )
 
 
@@ -86,7 +83,7 @@ def _own_chats() -> tuple[dict[str, Any], bytes]:
             created=moment,
         )
         for at, text in enumerate(texts)
-    ]
+    ]  # fmt: skip
     chat = Chat(
         id="c", title="A *talk*", model="demo", pinned=False, created=moment, updated=moment, head=messages[-1].id
     )
@@ -129,25 +126,14 @@ def history(folder: Path) -> Iterator[Reader]:
 # Requests
 
 _FUNCTION = {
-    "name": "f",
-    "description": "x",
-    "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
-}
+    "name": "f", "description": "x", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
+}  # fmt: skip
 _SAMPLING = {
-    "model": "small",
-    "temperature": 0.5,
-    "top_p": 0.9,
-    "seed": 1,
-    "stop": ["x"],
-    "max_tokens": 8,
-    "stream": False,
-}
+    "model": "small", "temperature": 0.5, "top_p": 0.9, "seed": 1, "stop": ["x"], "max_tokens": 8, "stream": False,
+}  # fmt: skip
 _SCHEMA = {
-    "type": "object",
-    "properties": {"a": {"$ref": "#/$defs/b"}},
-    "$defs": {"b": {"enum": [1, "x"]}},
-    "required": ["a"],
-}
+    "type": "object", "properties": {"a": {"$ref": "#/$defs/b"}}, "$defs": {"b": {"enum": [1, "x"]}}, "required": ["a"],
+}  # fmt: skip
 _CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
 _ECHO = {"model": "small", "messages": [{"role": "user", "content": "echo"}]}
 REQUESTS: dict[str, list[dict[str, Any]]] = {
@@ -216,15 +202,8 @@ ASKED = [
 {"enum": []}
 """.strip().splitlines()
     ),
-    *(
-        "((((a{1,99}){1,99}){1,99}){1,99})",
-        "[",
-        "(?=a)",
-        "\\p{L}{1000}",
-        'start: a\na: a "b" | ""',
-        "start: /(/",
-        "%ignore /a*/",
-    ),
+    *("((((a{1,99}){1,99}){1,99}){1,99})", "[", "(?=a)", "\\p{L}{1000}"),
+    *('start: a\na: a "b" | ""', "start: /(/", "%ignore /a*/"),
     *("assistant", "tool", "function", "required", "json_schema", "umlauts", "count 9", "a" * 40_000),
 ]
 
@@ -276,14 +255,8 @@ EVENTS = [
     },
     {"choices": [], "usage": {"prompt_tokens": 3}},
 ]
-FAILURE = {
-    "error": {
-        "message": "too long for the context size",
-        "type": "invalid_request_error",
-        "param": "messages",
-        "code": "overloaded",
-    }
-}
+_ERROR = {"message": "too long for the context size", "type": "invalid_request_error"}
+FAILURE = {"error": {**_ERROR, "param": "messages", "code": "overloaded"}}
 INSPECTED = [
     {"phase": "read", "done": 1, "total": 2, "unit": "tokens", "message": "reads"},
     {
@@ -368,17 +341,14 @@ def stream(folder: Path) -> Iterator[Reader]:
 # Answers of a server of tools
 
 _INITIALIZED = {
-    "protocolVersion": "2025-06-18",
-    "capabilities": {"tools": {"listChanged": True}, "prompts": {}, "resources": {}},
+    "protocolVersion": "2025-06-18", "capabilities": {"tools": {"listChanged": True}, "prompts": {}, "resources": {}},
     "serverInfo": {"name": "s", "version": "1"},
-}
+}  # fmt: skip
 _TOOL = {
-    "name": "read_file",
-    "title": "Read",
-    "description": "Reads a file.",
+    "name": "read_file", "title": "Read", "description": "Reads a file.",
     "inputSchema": {"type": "object", "properties": {"path": {"type": "string"}}, "required": ["path"]},
     "annotations": {"readOnlyHint": True},
-}
+}  # fmt: skip
 _CONTENTS = [
     {"type": "text", "text": "hello"},
     {"type": "image", "data": "AAAA", "mimeType": "image/png"},

@@ -24,15 +24,11 @@ SPECIAL = ["<unk>", "<s>", "</s>"]
 LETTERS = "abcdefghijklmnopqrstuvwxyz TQ2,.\n"
 PLAIN = {**dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False), "special": True}
 SETTINGS = {
-    "tokenizer_class": "PreTrainedTokenizerFast",
-    "bos_token": "<s>",
-    "eos_token": "</s>",
-    "unk_token": "<unk>",
+    "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>",
     "extra_special_tokens": {},
     "added_tokens_decoder": {str(at): {"content": text, **PLAIN} for at, text in enumerate(SPECIAL)},
-    "clean_up_tokenization_spaces": False,
-    "model_max_length": 512,
-}
+    "clean_up_tokenization_spaces": False, "model_max_length": 512,
+}  # fmt: skip
 PARTS = [
     json.loads(line)
     for line in r"""

@@ -91,6 +91,8 @@ def _runs(line: Sequence[tuple[int, str]]) -> list[Run]:
 
 
 HEAT_CLASSES = {f"token--heat{step}" for step in range(HEATS)}
+RED = 3
+"""The first heat that is shown by a red background."""
 LEVELS = "▁▃▅▆█"
 """The character of each heat level in the strip, for terminals without colours."""
 
@@ -175,7 +177,8 @@ class TokenText(ScrollView, can_focus=True):
     def _style_of(self, token: int) -> Style:
         style = self.get_component_rich_style(f"token--heat{self._heats[token]}")
         if self._marked[token]:
-            style += self.get_component_rich_style("token--changed", partial=True)
+            mark = self.get_component_rich_style("token--changed", partial=True)
+            style += mark.without_color if self._heats[token] >= RED else mark  # the accent can't be read on red
         return self.get_component_rich_style("token--cursor") if token == self.cursor else style
 
     def go(self, token: int) -> None:

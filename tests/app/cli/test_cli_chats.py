@@ -14,6 +14,8 @@ from app.history.store import History
 from app.paths import history_file
 
 Answer = Callable[..., dict[str, Any]]
+Run = Callable[..., Any]
+Error = Callable[..., str]
 
 
 @pytest.fixture
@@ -35,16 +37,14 @@ def chat(home: Path) -> str:
     return conversation.id
 
 
-def test_without_chats_there_is_nothing_and_nothing_is_made(
-    home: Path, answer: Answer, error: Callable[..., str]
-) -> None:
+def test_without_chats_there_is_nothing_and_nothing_is_made(home: Path, answer: Answer, error: Error) -> None:
     assert answer("chats") == {"chats": []}
     assert answer("chats", "search", "sky") == {"found": []}
     assert "no chat" in error("chats", "export", "abc")
     assert not history_file().exists()
 
 
-def test_list_and_search(chat: str, answer: Answer, run: Callable[..., Any]) -> None:
+def test_list_and_search(chat: str, answer: Answer, run: Run) -> None:
     (entry,) = answer("chats", "list")["chats"]
     assert (entry["id"], entry["title"], entry["model"]) == (chat, "Why is the sky blue?", "demo")
     (found,) = answer("chats", "search", "rayl")["found"]
@@ -53,9 +53,7 @@ def test_list_and_search(chat: str, answer: Answer, run: Callable[..., Any]) -> 
     assert "Rayleigh" in run("chats", "search", "rayl").stdout
 
 
-def test_export_and_import(
-    chat: str, home: Path, run: Callable[..., Any], answer: Answer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_export_and_import(chat: str, home: Path, run: Run, answer: Answer, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "## demo\n\nRayleigh scattering." in run("chats", "export", chat[:6]).stdout
     assert json.loads(run("chats", "export", chat, "--format", "json").stdout)["chats"][0]["id"] == chat
     run("chats", "export", chat, "--format", "json", "-o", home / "chat.json")
@@ -65,7 +63,7 @@ def test_export_and_import(
     assert answer("chats")["chats"][0]["title"] == "Why is the sky blue?"
 
 
-def test_what_cannot_be_brought_in_is_told(home: Path, error: Callable[..., str]) -> None:
+def test_what_cannot_be_brought_in_is_told(home: Path, error: Error) -> None:
     (home / "wrong.json").write_text("{}")
     assert "wrong.json" in error("chats", "import", home / "wrong.json")
     (home / "bytes.json").write_bytes(b"\xff\xfe\x00")

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,34 +18,26 @@ from app.cli.services import Services
 from runtime.backends import Presence
 from runtime.budget import tuning
 from runtime.budget.clocks import Clocks
-from runtime.server.lock import LockRecord
+from runtime.server.lock import LockRecord, lock_path, write_lock
+from runtime.system.lifetimes import process_create_time
 from tuner.detect import CpuInfo, Machine, MemoryInfo
 from tuner.gpu import GpuInfo, PcieLink
 
 Answer = Callable[..., dict[str, Any]]
+Run = Callable[..., Any]
 GIB = 1 << 30
 MACHINE = Machine(
     cpu=CpuInfo(
-        name="Some Processor",
-        architecture="x86_64",
-        physical_cores=8,
-        logical_cores=16,
-        usable_cores=4,
-        features=("avx2",),
-        caches=(),
+        name="Some Processor", architecture="x86_64", physical_cores=8, logical_cores=16, usable_cores=4,
+        features=("avx2",), caches=(),
     ),
     memory=MemoryInfo(total_bytes=16 * GIB, available_bytes=9 * GIB, limit_bytes=None),
     gpus=(),
-)
+)  # fmt: skip
 GPU = GpuInfo(
-    name="Some Card",
-    vendor="nvidia",
-    memory_total_bytes=6 * GIB,
-    memory_free_bytes=5 * GIB,
-    compute_capability="8.6",
-    driver="1.2",
-    pcie=PcieLink(generation=4, lanes=8, gb_s=15.8),
-)
+    name="Some Card", vendor="nvidia", memory_total_bytes=6 * GIB, memory_free_bytes=5 * GIB, compute_capability="8.6",
+    driver="1.2", pcie=PcieLink(generation=4, lanes=8, gb_s=15.8),
+)  # fmt: skip
 
 
 def gpu_is(services: Any, **presence: Any) -> None:
@@ -83,7 +78,7 @@ def test_a_healthy_machine(answer: Answer, machine: Any, stored: str) -> None:
     assert found["cpu"]["kernels"] in found["reason"]
 
 
-def test_for_a_person(run: Callable[..., Any], machine: Any) -> None:
+def test_for_a_person(run: Run, machine: Any) -> None:
     machine(replace(MACHINE, gpus=(GPU,)))
     text = run("doctor").stdout
     assert "Some Processor, 4 of 8 cores" in text
@@ -102,23 +97,15 @@ def test_a_card_that_torch_cannot_use(answer: Answer, machine: Any, services: An
     assert found["backend"] == "cpu"
 
 
-def test_a_card_that_can_be_used(answer: Answer, machine: Any, services: Any) -> None:
-    machine(replace(MACHINE, gpus=(GPU,)))
-    gpu_is(services, usable=True, reason="Some Card was found", gpu=GPU)
-    found = answer("doctor")
-    assert found["ok"]
-    assert found["backend"] == "triton"
-    assert "Some Card was found" in found["reason"]
-
-
-def test_the_card_that_is_used_comes_first(
-    answer: Answer, run: Callable[..., Any], machine: Any, services: Any
-) -> None:
+def test_a_card_that_can_be_used_comes_first(answer: Answer, run: Run, machine: Any, services: Any) -> None:
     """However the driver numbers the cards."""
     others, used = replace(GPU, uuid="GPU-1", name="Other Card"), replace(GPU, uuid="GPU-2", name="Used Card")
     machine(replace(MACHINE, gpus=(others, used)))
     gpu_is(services, usable=True, reason="Used Card was found", gpu=used)
-    assert answer("doctor")["gpu"]["name"] == "Used Card"
+    found = answer("doctor")
+    assert found["ok"]
+    assert (found["backend"], found["gpu"]["name"]) == ("triton", "Used Card")
+    assert "Used Card was found" in found["reason"]
     text = run("doctor").stdout
     assert text.index("Used Card") < text.index("Other Card")
 
@@ -154,7 +141,7 @@ def test_what_is_known_of_tuning(
 
 
 def test_the_profile_that_is_used(
-    answer: Answer, run: Callable[..., Any], machine: Any, services: Any, monkeypatch: pytest.MonkeyPatch
+    answer: Answer, run: Run, machine: Any, services: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     timer = SimpleNamespace(measured=True, seconds=lambda _kind, _n_tb, k_chunk: 1e-3 * (1 + k_chunk / 1000))
     clock = Clocks(layers=timer, slowdown=lambda *_: 30.0)
@@ -169,14 +156,12 @@ def test_the_profile_that_is_used(
     assert re.search(r"offer     demo: perplexity .* at .* x the low-bit speed \(low bits", run("doctor").stdout)
 
 
-def test_little_memory(answer: Answer, machine: Any) -> None:
+def test_little_memory_and_disk(answer: Answer, machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     machine(replace(MACHINE, memory=MemoryInfo(total_bytes=GIB, available_bytes=GIB // 2, limit_bytes=None)))
-    assert "537 MB of 1.1 GB" in whats(answer("doctor"))
-
-
-def test_little_disk(answer: Answer, machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "_MIN_DISK", 1 << 80)
-    assert "of disk is free" in whats(answer("doctor"))
+    found = whats(answer("doctor"))
+    assert "537 MB of 1.1 GB" in found
+    assert "of disk is free" in found
 
 
 def test_damaged_models(answer: Answer, machine: Any, stored: str, services: Any) -> None:
@@ -191,23 +176,19 @@ def test_damaged_models(answer: Answer, machine: Any, stored: str, services: Any
     assert "small is damaged" in whats(answer("doctor"))
 
 
-def test_a_bad_setting(answer: Answer, machine: Any, isolated_home: Path) -> None:
-    (isolated_home / "settings.toml").write_text("temperature = 'warm'\n")
-    assert "temperature" in whats(answer("doctor"))
-
-
 def test_a_bad_kernel_choice(services: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-
     monkeypatch.setitem(sys.modules, "runtime.backends.cpu.machine.isa", None)
     choice, problems = checks.choose(services.presences())
     assert (choice.backend, choice.variant) == ("reference", None)
     assert len(problems) == 1
 
 
-def test_an_open_folder(answer: Answer, machine: Any, isolated_home: Path) -> None:
+def test_a_bad_setting_and_an_open_folder(answer: Answer, machine: Any, isolated_home: Path) -> None:
+    (isolated_home / "settings.toml").write_text("temperature = 'warm'\n")
     isolated_home.chmod(0o755)
-    assert "other users" in whats(answer("doctor"))
+    found = whats(answer("doctor"))
+    assert "temperature" in found
+    assert "other users" in found
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,11 +207,6 @@ def test_a_lock_file_that_was_left(answer: Answer, machine: Any, isolated_home: 
 
 
 def test_the_lock_file_of_a_living_runtime(isolated_home: Path, services: Any) -> None:
-    import os
-
-    from runtime.server.lock import lock_path, write_lock
-    from runtime.system.lifetimes import process_create_time
-
     created = process_create_time(os.getpid())
     assert created is not None
     record = LockRecord(pid=os.getpid(), create_time=created, host="127.0.0.1", port=1, token="t", version="0")
@@ -259,9 +235,6 @@ def test_missing_packages() -> None:
 
 
 def test_torch_is_asked_without_importing_it() -> None:
-    import subprocess
-    import sys
-
     code = "import sys; from app.cli.doctor import versions; versions(); print(*sys.modules)"
     root = Path(__file__).parents[3]
     loaded = subprocess.run([sys.executable, "-c", code], check=True, cwd=root, capture_output=True, text=True).stdout

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 Answer = Callable[..., dict[str, Any]]
+Run = Callable[..., Any]
+Error = Callable[..., str]
 SHORT = ("hi", "--raw", "--max-tokens", 1)
 
 
@@ -17,9 +19,16 @@ def test_a_stored_name(answer: Answer, stored: str, services: Any) -> None:
     assert services.quantized == []
 
 
-def test_a_folder_is_quantized_on_first_use_only(answer: Answer, services: Any, checkpoint: Path) -> None:
-    for _ in range(2):
-        assert answer("run", checkpoint, *SHORT)["model"] == "tiny-gptq-4bit"
+def test_a_folder_is_quantized_on_first_use_only(
+    answer: Answer, run: Run, services: Any, checkpoint_maker: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = checkpoint_maker(tmp_path / "tiny")
+    result = run("run", folder, *SHORT, "--json")
+    assert json.loads(result.stdout)["model"] == "tiny-gptq-4bit"
+    assert "this is done once" in result.stderr
+    assert answer("run", folder, *SHORT)["model"] == "tiny-gptq-4bit"
+    os.utime(folder / "model.safetensors")  # files that were touched are compared again
+    answer("run", folder, *SHORT)
     assert len(services.quantized) == 1
     assert [info.name for info in services.store().list()] == ["tiny-gptq-4bit"]
 
@@ -32,19 +41,9 @@ def test_a_folder_is_found_under_any_name(answer: Answer, services: Any, checkpo
     assert len(services.quantized) == 2
 
 
-def test_touched_files_are_compared_again(
-    answer: Answer, services: Any, checkpoint_maker: Callable[..., Path], tmp_path: Path
-) -> None:
-    folder = checkpoint_maker(tmp_path / "mine")
-    answer("run", folder, *SHORT)
-    os.utime(folder / "model.safetensors")
-    answer("run", folder, *SHORT)
-    assert len(services.quantized) == 1
-
-
 @pytest.mark.parametrize("memory", ["kept", "lost", "damaged"])
 def test_another_folder_of_that_name_is_another_model(
-    error: Callable[..., str],
+    error: Error,
     answer: Answer,
     services: Any,
     checkpoint_maker: Callable[..., Path],
@@ -65,46 +64,34 @@ def test_another_folder_of_that_name_is_another_model(
 
 
 def test_a_checkpoint_that_changed_is_not_taken_for_the_old_one(
-    error: Callable[..., str], answer: Answer, checkpoint_maker: Callable[..., Path], tmp_path: Path
-) -> None:
-    folder = checkpoint_maker(tmp_path / "mine")
-    answer("run", folder, *SHORT)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "rope_theta": 500.0}))
-    assert "mine-gptq-4bit" in error("run", folder, *SHORT)
-
-
-def test_a_checkpoint_of_the_same_size_is_not_taken_for_the_old_one(
-    error: Callable[..., str], answer: Answer, checkpoint_maker: Callable[..., Path], tmp_path: Path
+    error: Error, answer: Answer, checkpoint_maker: Callable[..., Path], tmp_path: Path
 ) -> None:
     folder = checkpoint_maker(tmp_path / "mine")
     for _ in range(2):
         answer("run", folder, *SHORT)
-    weights = folder / "model.safetensors"
-    content = weights.read_bytes()
-    weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    weights, config = folder / "model.safetensors", folder / "config.json"
+    sound = weights.read_bytes()
+    weights.write_bytes(sound[:-1] + bytes([sound[-1] ^ 1]))  # of the same size
+    assert "mine-gptq-4bit" in error("run", folder, *SHORT)
+    weights.write_bytes(sound)
+    answer("run", folder, *SHORT)
+    config.write_text(json.dumps({**json.loads(config.read_text()), "rope_theta": 500.0}))
     assert "mine-gptq-4bit" in error("run", folder, *SHORT)
 
 
-def test_a_gguf_file_is_quantized_on_first_use_only(answer: Answer, services: Any, gguf_file: Path) -> None:
+def test_a_gguf_file_is_quantized_on_first_use_only(
+    answer: Answer, error: Error, services: Any, gguf_file: Path, tmp_path: Path
+) -> None:
     for _ in range(2):
         assert answer("run", gguf_file, *SHORT)["model"] == "tiny.Q8_0-gptq-4bit"
     assert len(services.quantized) == 1
-
-
-def test_another_gguf_file_of_that_name_is_another_model(
-    error: Callable[..., str], answer: Answer, gguf_file: Path, tmp_path: Path
-) -> None:
-    answer("run", gguf_file, *SHORT)
     other = tmp_path / gguf_file.name
     content = gguf_file.read_bytes()
     other.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    assert "tiny.Q8_0-gptq-4bit" in error("run", other, *SHORT)
+    assert "tiny.Q8_0-gptq-4bit" in error("run", other, *SHORT), "another file of that name is another model"
 
 
-def test_show_says_what_the_source_s_weights_are(
-    answer: Answer, run: Callable[..., Any], gguf_file: Path, stored: str
-) -> None:
+def test_show_says_what_the_source_s_weights_are(answer: Answer, run: Run, gguf_file: Path, stored: str) -> None:
     name = answer("quantize", gguf_file, "--bits", 3)["name"]
     found = answer("show", name)
     assert found["source"] == "tiny.Q8_0.gguf"
@@ -120,15 +107,13 @@ def test_a_gguf_file_is_evaluated_in_its_own_precision(answer: Answer, gguf_file
     assert found["perplexity"] > 1
 
 
-def test_a_folder_of_gguf_files(error: Callable[..., str], tmp_path: Path) -> None:
+def test_files_that_are_no_model(error: Error, services: Any, tmp_path: Path) -> None:
+    assert "no config.json" in error("run", tmp_path, "hi")
+    (tmp_path / "notes.txt").write_text("no model at all")
+    assert "is not a GGUF file" in error("run", tmp_path / "notes.txt", "hi")
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     assert "model.gguf" in error("run", tmp_path, "hi")
     assert "is cut off" in error("run", tmp_path / "model.gguf", "hi")
-
-
-def test_a_file_that_is_no_model(error: Callable[..., str], services: Any, tmp_path: Path) -> None:
-    (tmp_path / "notes.txt").write_text("no model at all")
-    assert "is not a GGUF file" in error("run", tmp_path / "notes.txt", "hi")
     assert not services.store().root.exists()
 
 
@@ -140,7 +125,7 @@ def test_a_short_name_is_fetched_and_quantized_once(answer: Answer, services: An
     assert answer("show", "smollm2-135m")["source"] == "smollm2-135m"
 
 
-def test_a_short_name_in_other_verbs(answer: Answer, run: Callable[..., Any], services: Any) -> None:
+def test_a_short_name_in_other_verbs(answer: Answer, run: Run, services: Any) -> None:
     pulled = answer("pull", "smollm2-135m")
     assert Path(pulled["path"]).stat().st_size == pulled["bytes"]
     assert run("pull", "smollm2-135m").stdout == f"{pulled['path']}\n"
@@ -157,12 +142,6 @@ def test_a_hub_name_is_downloaded_and_quantized_once(answer: Answer, services: A
     assert len(services.quantized) == 1
 
 
-def test_progress_of_a_first_use_goes_to_standard_error(run: Callable[..., Any], checkpoint: Path) -> None:
-    result = run("run", checkpoint, *SHORT, "--json")
-    assert json.loads(result.stdout)["model"] == "tiny-gptq-4bit"
-    assert "this is done once" in result.stderr
-
-
 @pytest.mark.parametrize(
     ("name", "said"),
     [
@@ -177,17 +156,11 @@ def test_progress_of_a_first_use_goes_to_standard_error(run: Callable[..., Any],
         ("", "owner/name"),
     ],
 )
-def test_what_names_nothing(error: Callable[..., str], stored: str, name: str, said: str) -> None:
+def test_what_names_nothing(error: Error, stored: str, name: str, said: str) -> None:
     assert said in error("run", name, "hi")
 
 
-def test_a_folder_without_a_checkpoint(error: Callable[..., str], tmp_path: Path) -> None:
-    assert "no config.json" in error("run", tmp_path, "hi")
-
-
-def test_a_checkpoint_is_needed_where_a_low_bit_model_is_named(
-    error: Callable[..., str], stored: str, tmp_path: Path
-) -> None:
+def test_a_checkpoint_is_needed_where_a_low_bit_model_is_named(error: Error, stored: str, tmp_path: Path) -> None:
     file = tmp_path / "text"
     file.write_text("some text")
     for arguments in (("quantize", stored), ("eval", stored, "--text", file, "--full-precision")):
@@ -195,7 +168,7 @@ def test_a_checkpoint_is_needed_where_a_low_bit_model_is_named(
         assert "hub name (tiny)" in line
 
 
-def test_a_damaged_checkpoint(error: Callable[..., str], checkpoint_maker: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_damaged_checkpoint(error: Error, checkpoint_maker: Callable[..., Path], tmp_path: Path) -> None:
     folder = checkpoint_maker(tmp_path / "mine")
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])

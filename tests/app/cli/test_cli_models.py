@@ -11,41 +11,28 @@ import pytest
 from models.store.manifest import content_of
 
 Answer = Callable[..., dict[str, Any]]
+Run = Callable[..., Any]
+Error = Callable[..., str]
 ENTRY = {
-    "name",
-    "bits",
-    "bits_per_weight",
-    "disk_bytes",
-    "gpu_bytes",
-    "active_bytes",
-    "residual_bytes",
-    "parameters",
-    "family",
-    "context",
-    "bundled",
-    "perplexity_before",
-    "perplexity_after",
-    "warning",
-}
+    "name", "bits", "bits_per_weight", "disk_bytes", "gpu_bytes", "active_bytes", "residual_bytes", "parameters",
+    "family", "context", "bundled", "perplexity_before", "perplexity_after", "warning",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("verb", ["list", "ls"])
-def test_list(answer: Answer, stored: str, verb: str) -> None:
+def test_list(answer: Answer, run: Run, stored: str, verb: str) -> None:
     found = answer(verb)
     assert found["damaged"] == []
     assert [(entry["name"], entry["bundled"]) for entry in found["models"]] == [("demo", True), (stored, False)]
     assert all(entry.keys() == ENTRY for entry in found["models"])
-
-
-def test_list_as_a_table(run: Callable[..., Any], stored: str) -> None:
-    header, demo, small = run("list").stdout.splitlines()
+    header, demo, small = run(verb).stdout.splitlines()
     assert header.split()[:3] == ["NAME", "BITS", "SIZE"]
     assert demo.startswith("demo (bundled)")
     assert small.startswith("small ")
     assert len({len(line) for line in (demo, small)}) == 1
 
 
-def test_a_damaged_model_is_listed_as_such(answer: Answer, run: Callable[..., Any], stored: str, services: Any) -> None:
+def test_a_damaged_model_is_listed_as_such(answer: Answer, run: Run, stored: str, services: Any) -> None:
     (services.store().root / stored / "recipe.json").unlink()
     found = answer("list")
     assert [entry["name"] for entry in found["models"]] == ["demo"]
@@ -60,33 +47,20 @@ def test_a_missing_bundled_model_hides_no_other(answer: Answer, stored: str, ser
     assert [entry["name"] for entry in found["damaged"]] == ["demo"]
 
 
-def test_show(answer: Answer, stored: str, services: Any) -> None:
+def test_show(answer: Answer, run: Run, error: Error, stored: str, services: Any) -> None:
     found = answer("show", stored)
     assert found.keys() == ENTRY | {
-        "source",
-        "source_types",
-        "path",
-        "method",
-        "block_bits",
-        "group_size",
-        "residual_bits",
-        "head_bits",
-        "smooth_attention",
-        "steps",
-        "verified",
-    }
+        "source", "source_types", "path", "method", "block_bits", "group_size", "residual_bits", "head_bits",
+        "smooth_attention", "steps", "verified",
+    }  # fmt: skip
     assert found["path"] == str(services.store().root / stored)
     assert (found["source"], found["method"], found["verified"]) == ("tiny", "gptq", False)
     assert answer("show", "demo")["bundled"] is True
-
-
-def test_show_for_a_person(run: Callable[..., Any], stored: str) -> None:
     assert "group size          64" in run("show", stored).stdout
+    assert "no stored model 'smal'" in error("show", "smal")
 
 
-def test_verify_reads_every_byte(
-    answer: Answer, error: Callable[..., str], run: Callable[..., Any], stored: str, services: Any
-) -> None:
+def test_verify_reads_every_byte(answer: Answer, error: Error, run: Run, stored: str, services: Any) -> None:
     assert answer("show", stored, "--verify")["verified"] is True
     file = services.store().root / stored / "outer.safetensors"
     content = bytearray(file.read_bytes())
@@ -94,12 +68,6 @@ def test_verify_reads_every_byte(
     file.chmod(0o600)
     file.write_bytes(content)
     assert "outer.safetensors" in error("show", stored, "--verify")
-
-
-def test_rm(answer: Answer, error: Callable[..., str], stored: str, services: Any) -> None:
-    assert answer("rm", stored) == {"removed": stored}
-    assert services.store().list() == []
-    assert "no stored model" in error("rm", stored)
 
 
 @pytest.fixture
@@ -114,9 +82,13 @@ def saved(services: Any, stored: str) -> tuple[Path, Path]:
     return files
 
 
-def test_rm_takes_what_was_said_to_the_model(answer: Answer, stored: str, saved: tuple[Path, Path]) -> None:
-    answer("rm", stored)
+def test_rm_takes_what_was_said_to_the_model(
+    answer: Answer, error: Error, stored: str, saved: tuple[Path, Path], services: Any
+) -> None:
+    assert answer("rm", stored) == {"removed": stored}
     assert [file.exists() for file in saved] == [False, True]
+    assert services.store().list() == []
+    assert "no stored model" in error("rm", stored)
 
 
 def test_a_model_that_is_replaced_takes_what_was_said_to_it(
@@ -126,9 +98,7 @@ def test_a_model_that_is_replaced_takes_what_was_said_to_it(
     assert [file.exists() for file in saved] == [False, True]
 
 
-def test_rm_of_all_that_is_kept_of_chats(
-    answer: Answer, run: Callable[..., Any], services: Any, saved: tuple[Path, Path]
-) -> None:
+def test_rm_of_all_that_is_kept_of_chats(answer: Answer, run: Run, services: Any, saved: tuple[Path, Path]) -> None:
     assert answer("rm", "--chats") == {"removed_files": 2, "removed_bytes": 1000}
     assert not any(file.exists() for file in saved)
     assert len(services.store().list()) == 1
@@ -138,38 +108,25 @@ def test_rm_of_all_that_is_kept_of_chats(
 
 
 @pytest.mark.parametrize("name", ["demo", "../outside", "/etc", "a/b/c"])
-def test_what_cannot_be_removed(error: Callable[..., str], name: str) -> None:
+def test_what_cannot_be_removed(error: Error, name: str) -> None:
     assert error("rm", name)
-
-
-def test_show_of_nothing(error: Callable[..., str]) -> None:
-    assert "no stored model 'smal'" in error("show", "smal")
-
-
-Answer = Callable[..., dict[str, Any]]
 
 
 def test_export(answer: Answer, stored: str, tmp_path: Path) -> None:
     made = answer("export", stored, "--format", "awq", "--output", str(tmp_path / "out"))
-    assert {key: made[key] for key in ("name", "format", "path")} == {
-        "name": stored,
-        "format": "awq",
-        "path": str(tmp_path / "out"),
-    }
+    assert (made["name"], made["format"], made["path"]) == (stored, "awq", str(tmp_path / "out"))
     assert set(made["weights"]) == {"INT4", "F16"}
     assert made["bytes"] == sum(file.stat().st_size for file in (tmp_path / "out").iterdir())
 
 
-def test_export_for_a_person(
-    run: Callable[..., Any], stored: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_export_for_a_person(run: Run, stored: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     done = run("export", stored, "--format", "compressed-tensors", "--residuals")
     assert done.stdout.startswith(f"{stored}-compressed-tensors: ")
     assert "rounded to 4 bits anew" in done.stderr
 
 
-def test_what_cannot_be_exported(error: Callable[..., str], stored: str, tmp_path: Path) -> None:
+def test_what_cannot_be_exported(error: Error, stored: str, tmp_path: Path) -> None:
     assert "there is no stored model 'nothing'" in error("export", "nothing", "--format", "gguf")
     # The tiny model's tokenizer has no place in a GGUF file.
     assert "cannot be exported as gguf" in error(

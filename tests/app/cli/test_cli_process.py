@@ -4,38 +4,25 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[3]
+from tests.app.pseudo_terminal import ROOT, PseudoTerminal
+
 PROGRAM = (sys.executable, "-c", "from app.cli.start import main; main()")
 SCRIPTED = (sys.executable, str(Path(__file__).with_name("scripted_program.py")))
 VERBS = (
-    "run",
-    "pull",
-    "quantize",
-    "list",
-    "ls",
-    "show",
-    "rm",
-    "serve",
-    "eval",
-    "bench",
-    "doctor",
-    "config",
-    "ps",
-    "stop",
+    "run", "pull", "quantize", "list", "ls", "show", "rm", "serve", "eval", "bench", "doctor", "config", "ps", "stop",
     "man",
-)
+)  # fmt: skip
 ESCAPES = "\x1b]52;c;eA==\x07\x1b]0;title\x07\x9b2J\u202e"
 """What writes the clipboard, the terminal's title, clears the screen, turns a line round."""
 HEAVY = ("torch", "transformers", "pydantic", "rich", "numpy", "numba", "huggingface_hub", "textual", "httpx", "psutil")
@@ -78,13 +65,10 @@ def test_help_imports_nothing_heavy() -> None:
         assert text.startswith(f"Usage: lowbit-chat {verb}".rstrip())
 
 
-def test_version() -> None:
+def test_without_a_terminal_there_is_no_ui_but_a_version() -> None:
     code, out, _ = finish(start(*PROGRAM, "--version"))
     assert code == 0
     assert out.startswith("lowbit-chat ")
-
-
-def test_the_terminal_ui_needs_a_terminal() -> None:
     code, out, err = finish(start(*PROGRAM))
     assert (code, out) == (1, "")
     assert "needs a terminal" in err
@@ -154,7 +138,9 @@ def test_nobody_reads_the_answer(small: str) -> None:
     process.stderr.close()
 
 
-@pytest.mark.parametrize("arguments", [["run", "small", "hi"], ["pull", "some/tiny"]], ids=["run", "pull"])
+@pytest.mark.parametrize(
+    "arguments", [["run", "small", "hi"], ["pull", "some/tiny"], ["pull", "some/tiny", "--json"]], ids=" ".join
+)
 def test_ctrl_c_is_130(small: str, arguments: list[str]) -> None:
     process = start(*SCRIPTED, *arguments)
     stream = process.stdout if arguments[0] == "run" else process.stderr
@@ -164,76 +150,31 @@ def test_ctrl_c_is_130(small: str, arguments: list[str]) -> None:
     code, out, err = finish(process)
     assert code == 130
     assert "Traceback" not in err
-    assert out.endswith("\n") == (arguments[0] == "run")
+    assert out.endswith("\n") if arguments[0] == "run" else out == ""
 
 
-def test_ctrl_c_writes_no_json(small: str) -> None:
-    process = start(*SCRIPTED, "pull", "some/tiny", "--json")
-    assert process.stderr is not None
-    process.stderr.read(1)
-    process.send_signal(signal.SIGINT)
-    code, out, _ = finish(process)
-    assert (code, out) == (130, "")
-
-
-class Terminal:
-    """A process on a terminal of its own."""
-
-    def __init__(self, *command: str, **environment: str) -> None:
-        import pty
-
-        self._side, other = pty.openpty()
-        variables = {**os.environ, "TERM": "xterm", **environment}
-        self.process = start(*command, stdin=other, stdout=other, stderr=other, env=variables, start_new_session=True)
-        os.close(other)
-        self.seen = ""
-        self._at = 0
-
-    def type(self, text: str) -> None:
-        os.write(self._side, text.encode())
-
-    def until(self, text: str) -> None:
-        """Read until a text was shown after what was waited for before."""
-        end = time.monotonic() + 60
-        while text not in self.seen[self._at :]:
-            ready, _, _ = select.select([self._side], [], [], max(0, end - time.monotonic()))
-            assert ready, f"{text!r} was not shown: {self.seen!r}"
-            self.seen += os.read(self._side, 4096).decode(errors="replace")  # raises once the other side is closed
-        self._at = self.seen.index(text, self._at) + len(text)
-
-    def close(self) -> int:
-        code = self.process.wait(timeout=60)
-        os.close(self._side)
-        return code
-
-
-@pytest.fixture
-def terminal(small: str) -> Iterator[Terminal]:
-    terminal = Terminal(*SCRIPTED, "run", small)
-    yield terminal
-    if terminal.process.poll() is None:
-        terminal.process.kill()
+@contextmanager
+def on_terminal(*command: str, **environment: str) -> Iterator[PseudoTerminal]:
+    terminal = PseudoTerminal(*command, **environment)
+    try:
+        yield terminal
+    finally:
         terminal.close()
 
 
-def test_ctrl_c_in_a_conversation_stops_the_answer(terminal: Terminal) -> None:
-    for _ in range(2):
+@pytest.mark.parametrize("leave", ["/bye\r", "\x04"], ids=["bye", "Ctrl-D"])
+def test_ctrl_c_in_a_conversation_stops_the_answer_and_it_goes_on(small: str, leave: str) -> None:
+    with on_terminal(*SCRIPTED, "run", small) as terminal:
+        for _ in range(2):
+            terminal.until(">>> ")
+            terminal.type("count\r")
+            terminal.until("3 4 5")
+            terminal.process.send_signal(signal.SIGINT)
+            terminal.until("stopped")
         terminal.until(">>> ")
-        terminal.type("count\r")
-        terminal.until("3 4 5")
-        os.kill(terminal.process.pid, signal.SIGINT)
-        terminal.until("stopped")
-    terminal.until(">>> ")
-    terminal.type("/bye\r")
-    terminal.until("engine closed")
-    assert terminal.close() == 0
-
-
-def test_ctrl_d_leaves_a_conversation(terminal: Terminal) -> None:
-    terminal.until(">>> ")
-    terminal.type("\x04")
-    terminal.until("engine closed")
-    assert terminal.close() == 0
+        terminal.type(leave)
+        terminal.until("engine closed")
+        assert terminal.ended() == 0
 
 
 def test_a_terminal_gets_words_and_no_commands(isolated_home: Path) -> None:
@@ -248,25 +189,25 @@ def test_a_terminal_gets_words_and_no_commands(isolated_home: Path) -> None:
         "    print(input('typed? '))\n    print('end')\n"
         "main.app = work\nmain.main()"
     )
-    terminal = Terminal(sys.executable, "-c", code, ESCAPES)
-    terminal.until("\x1b[7mours")
-    for word in ("meanwhile ", "text ", "piece ", "typed? "):
-        terminal.until(word)
-    terminal.type("\x1b]0;typed\x07\r")
-    terminal.until("end")
-    assert terminal.close() == 0
-    assert terminal.seen.count("␛]52;c;eA==␇␛]0;title␇�2J") >= 4
-    assert "\x1b]" not in terminal.seen
-    assert not {"\x07", "\x9b", "\u202e"} & set(terminal.seen)
+    with on_terminal(sys.executable, "-c", code, ESCAPES) as terminal:
+        terminal.until("\x1b[7mours")
+        for word in ("meanwhile ", "text ", "piece ", "typed? "):
+            terminal.until(word)
+        terminal.type("\x1b]0;typed\x07\r")
+        terminal.until("end")
+        assert terminal.ended() == 0
+        assert terminal.seen.count("␛]52;c;eA==␇␛]0;title␇�2J") >= 4
+        assert "\x1b]" not in terminal.seen
+        assert not {"\x07", "\x9b", "\u202e"} & set(terminal.seen)
 
 
 def test_no_color_is_honoured(isolated_home: Path) -> None:
-    terminal = Terminal(*SCRIPTED, "pull", "some/tiny", NO_COLOR="1")
-    terminal.until("downloading")
-    terminal.until("of 1.0 GB")
-    os.kill(terminal.process.pid, signal.SIGINT)
-    assert terminal.process.wait(timeout=60) == 130
-    assert "\x1b[3" not in terminal.seen.replace("\x1b[?", "")
+    with on_terminal(*SCRIPTED, "pull", "some/tiny", NO_COLOR="1") as terminal:
+        terminal.until("downloading")
+        terminal.until("of 1.0 GB")
+        terminal.process.send_signal(signal.SIGINT)
+        assert terminal.ended() == 130
+        assert "\x1b[3" not in terminal.seen.replace("\x1b[?", "")
 
 
 def test_serve_answers_and_ends(small: str) -> None:

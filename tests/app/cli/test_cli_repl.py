@@ -1,9 +1,6 @@
 from __future__ import annotations
 
-import os
-import select
 import signal
-import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
@@ -19,6 +16,7 @@ from app.errors import ContextLengthError
 from app.protocol import ChatDelta, ChatOptions
 from app.settings import SAMPLING_DEFAULTS, load
 from runtime.wire.answers import Status, Timings
+from tests.app.pseudo_terminal import PseudoTerminal
 
 
 class ScriptedModel:
@@ -99,9 +97,6 @@ def test_answers_become_part_of_the_conversation(talk: Typed) -> None:
         [("system", "be kind"), ("user", "How are you?"), ("assistant", "Iamwell"), ("user", "Bye")],
     ]
     assert model.options[0].chat is None
-
-
-def test_clear_forgets(talk: Typed) -> None:
     model = ScriptedModel("a", "b")
     talk(model, "one", "/clear", "two")
     assert model.asked == [[("user", "one")], [("user", "two")]]
@@ -109,19 +104,9 @@ def test_clear_forgets(talk: Typed) -> None:
 
 def test_set_changes_what_follows(talk: Typed) -> None:
     model = ScriptedModel("a", "b", "c")
-    _, err = talk(
-        model,
-        "/set temperature 0.25",
-        "/set max_tokens 9",
-        "/set seed 4",
-        "/set stop END OF IT",
-        "/set system be brief",
-        "one",
-        "/set max_tokens auto",
-        "/set stop",
-        "/set system",
-        "two",
-    )
+    changes = ("temperature 0.25", "max_tokens 9", "seed 4", "stop END OF IT", "system be brief")
+    back = ("/set max_tokens auto", "/set stop", "/set system")
+    _, err = talk(model, *(f"/set {change}" for change in changes), "one", *back, "two")
     first, second = model.options
     assert (first.temperature, first.max_tokens, first.seed) == (0.25, 9, 4)
     assert first.stop == ("END OF IT",)
@@ -177,16 +162,12 @@ def test_raw_lines_stand_alone(talk: Typed) -> None:
     assert model.options[0].stop is None
 
 
-def test_ctrl_c_at_the_prompt_goes_on(talk: Typed) -> None:
+def test_ctrl_c_at_the_prompt_goes_on_and_is_given_back_after_an_answer(talk: Typed) -> None:
+    before = signal.getsignal(signal.SIGINT)
     model = ScriptedModel("a")
     _, err = talk(model, KeyboardInterrupt, "one")
     assert "/bye or Ctrl-D leaves" in err
     assert len(model.asked) == 1
-
-
-def test_ctrl_c_is_given_back_after_an_answer(talk: Typed) -> None:
-    before = signal.getsignal(signal.SIGINT)
-    talk(ScriptedModel("a"), "one")
     assert signal.getsignal(signal.SIGINT) is before
 
 
@@ -207,11 +188,7 @@ def test_lines_are_remembered_for_the_next_conversation(tmp_path: Path) -> None:
     with line_history(file):
         assert readline.get_history_item(1) == "why is the sky blue?"
     readline.clear_history()
-
-
-def test_an_unreadable_memory_is_gone_without(tmp_path: Path) -> None:
-    (tmp_path / "lines").mkdir()
-    with line_history(tmp_path / "lines"):
+    with line_history(tmp_path):  # a folder: it is gone without
         pass
 
 
@@ -247,38 +224,16 @@ def test_a_document_is_attached(talk: Typed, tmp_path: Path, monkeypatch: pytest
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
 @pytest.mark.parametrize(
-    "paste", [b"\x1b[200~one\rtwo\r\rthree\x1b[201~\r", b"one\rtwo\r\rthree\r"], ids=["marked", "bare"]
+    "paste", ["\x1b[200~one\rtwo\r\rthree\x1b[201~\r", "one\rtwo\r\rthree\r"], ids=["marked", "bare"]
 )
-def test_lines_that_are_pasted_are_one_prompt(paste: bytes) -> None:
-    import pty
-
-    code = (
-        "from app.cli.repl import Repl\nrepl = Repl(None, None)\nprint('ready')\n" + "print(repr(repl._text()))\n" * 2
-    )
-    leader, follower = pty.openpty()
-    process = subprocess.Popen(
-        [sys.executable, "-c", code],
-        stdin=follower,
-        stdout=follower,
-        stderr=follower,
-        env={**os.environ, "TERM": "xterm"},
-    )
-    os.close(follower)
-
-    def until(words: bytes) -> bytes:
-        seen = b""
-        while words not in seen:
-            assert select.select([leader], [], [], 60)[0], seen
-            seen += os.read(leader, 65536)
-        return seen
-
+def test_lines_that_are_pasted_are_one_prompt(paste: str) -> None:
+    code = "from app.cli.repl import Repl\nrepl = Repl(None, None)\n" + "print(repr(repl._text()))\n" * 2
+    terminal = PseudoTerminal(sys.executable, "-c", code)
     try:
-        assert b"\x1b[?2004h" in until(b">>> ")  # the terminal is asked to mark pastes
-        os.write(leader, paste)
-        until(b"'one\\ntwo\\n\\nthree'")
-        os.write(leader, b"/set a b\r")
-        until(b"'/set a b'")
+        terminal.until("\x1b[?2004h", ">>> ")  # the terminal is asked to mark pastes
+        terminal.type(paste)
+        terminal.until("'one\\ntwo\\n\\nthree'")
+        terminal.type("/set a b\r")
+        terminal.until("'/set a b'")
     finally:
-        process.kill()
-        process.wait()
-        os.close(leader)
+        terminal.close()

@@ -9,22 +9,12 @@ import pytest
 from app.settings import RULES
 
 FIELDS = {
-    "text",
-    "finish_reason",
-    "prompt_tokens",
-    "completion_tokens",
-    "ttft_s",
-    "decode_tokens_per_s",
-    "model",
-    "backend",
-    "bits",
-    "kv",
-    "k_chunk",
-    "speculation",
-    "passages",
-    "tool_calls",
-}
+    "text", "finish_reason", "prompt_tokens", "completion_tokens", "ttft_s", "decode_tokens_per_s", "model", "backend",
+    "bits", "kv", "k_chunk", "speculation", "passages", "tool_calls",
+}  # fmt: skip
 Answer = Callable[..., dict[str, Any]]
+Run = Callable[..., Any]
+Error = Callable[..., str]
 
 
 def test_the_json_object_has_exactly_the_documented_fields(answer: Answer) -> None:
@@ -36,15 +26,12 @@ def test_the_json_object_has_exactly_the_documented_fields(answer: Answer) -> No
     assert found["k_chunk"] == {"qkv": 0, "o": 0, "gate_up": 0, "down": 0, "head": 0}
     assert (found["completion_tokens"], found["finish_reason"]) == (5, "length")
     assert found["ttft_s"] > 0
-
-
-def test_choices_are_reported(answer: Answer) -> None:
     found = answer("run", "demo", "hi", "--max-tokens", 2, "--kv", "int8", "--k-chunk", 24, "--backend", "reference")
     assert (found["kv"], found["backend"]) == ("int8", "reference")
     assert set(found["k_chunk"].values()) == {24}
 
 
-def test_a_chat_ends_where_its_template_says(run: Callable[..., Any], services: Any) -> None:
+def test_a_chat_ends_where_its_template_says(run: Run, services: Any) -> None:
     asked: list[tuple[str, ...]] = []
 
     def load(plan: Any, **how: Any) -> Any:
@@ -64,7 +51,7 @@ def test_a_chat_ends_where_its_template_says(run: Callable[..., Any], services: 
     assert asked == [("END", "\nUser:"), ("END",)]
 
 
-def test_the_text_is_what_is_printed(run: Callable[..., Any], answer: Answer) -> None:
+def test_the_text_is_what_is_printed(run: Run, answer: Answer) -> None:
     arguments = ("run", "demo", "hello", "--raw", "--max-tokens", 20, "--temperature", 0)
     found = answer(*arguments)
     result = run(*arguments)
@@ -104,17 +91,20 @@ def test_prompt_and_standard_input_are_joined(answer: Answer, arguments: list[st
     ],
     ids=["nul", "utf-16", "png", "latin-1", "jpeg"],
 )
-def test_what_is_not_text_is_no_prompt(error: Callable[..., str], piped: bytes) -> None:
+def test_what_is_not_text_is_no_prompt(error: Error, piped: bytes) -> None:
     assert "standard input is not UTF-8 text (byte " in error("run", "demo", "what is it?", piped=piped)
 
 
-def test_a_mark_of_utf_8_is_not_part_of_the_prompt(answer: Answer) -> None:
+def test_a_system_prompt_is_part_of_the_prompt_and_a_mark_of_utf_8_is_not(answer: Answer) -> None:
     found = answer("run", "demo", "--raw", "--max-tokens", 1, piped="\ufeffabc\r\nd")
     assert found["prompt_tokens"] == len("abc\nd")
+    plain = answer("run", "demo", "hi", "--max-tokens", 1)
+    told = answer("run", "demo", "hi", "--max-tokens", 1, "--system", "be kind")
+    assert told["prompt_tokens"] > plain["prompt_tokens"]
 
 
 @pytest.mark.parametrize("option", ["temperature", "top-p", "top-k", "min-p", "max-tokens", "context"])
-def test_an_option_takes_what_its_error_names(run: Callable[..., Any], option: str) -> None:
+def test_an_option_takes_what_its_error_names(run: Run, option: str) -> None:
     arguments = ("run", "demo", "hi", "--max-tokens", 1, f"--{option}")
     if "auto" in run(*arguments, -5, code=2).stderr:
         run(*arguments, "auto")
@@ -129,14 +119,8 @@ def test_a_stop_text_ends_the_answer(answer: Answer) -> None:
     assert found["finish_reason"] == "stop"
 
 
-def test_a_system_prompt_is_part_of_the_prompt(answer: Answer) -> None:
-    plain = answer("run", "demo", "hi", "--max-tokens", 1)
-    told = answer("run", "demo", "hi", "--max-tokens", 1, "--system", "be kind")
-    assert told["prompt_tokens"] > plain["prompt_tokens"]
-
-
 def test_environment_beats_the_file_and_a_flag_beats_both(
-    answer: Answer, run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    answer: Answer, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run("config", "set", "max_tokens", "4")
     arguments = ("run", "demo", "hello", "--raw", "--temperature", 0)
@@ -146,7 +130,7 @@ def test_environment_beats_the_file_and_a_flag_beats_both(
     assert answer(*arguments, "--max-tokens", 2)["completion_tokens"] == 2
 
 
-def test_an_answer_cut_by_the_context_says_so(run: Callable[..., Any]) -> None:
+def test_an_answer_cut_by_the_context_says_so(run: Run) -> None:
     result = run("run", "demo", "hello", "--raw", "--context", 6, "--temperature", 0)
     assert "context of 6 tokens is full" in result.stderr
     assert run("run", "demo", "hello", "--raw", "--max-tokens", 1).stderr == ""
@@ -194,18 +178,14 @@ def test_an_answer_cut_by_the_context_says_so(run: Callable[..., Any]) -> None:
     ],
     ids=" ".join,
 )
-def test_wrong_usage_is_2(run: Callable[..., Any], arguments: list[str]) -> None:
+def test_wrong_usage_is_2(run: Run, arguments: list[str]) -> None:
     result = run(*arguments, piped="", code=2)
     assert result.stdout == ""
     assert "Usage: " in result.stderr
 
 
-def test_an_overlong_prompt_is_an_error(error: Callable[..., str]) -> None:
-    assert "300 tokens" in error("run", "demo", "x" * 300, "--raw")
-
-
 def test_experts_on_the_device_are_an_error_where_a_model_has_none(
-    error: Callable[..., str], run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    error: Error, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a flag; the setting is for any model."""
     assert "the model has no experts" in error("bench", "demo", "--experts-on-device", 2)
@@ -215,21 +195,16 @@ def test_experts_on_the_device_are_an_error_where_a_model_has_none(
     assert run("run", "demo", "hi", "--max-tokens", 1).exit_code == 0
 
 
-def test_a_context_beyond_the_models_is_an_error(error: Callable[..., str]) -> None:
+def test_what_does_not_fit_is_an_error(error: Error, services: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "300 tokens" in error("run", "demo", "x" * 300, "--raw")
     assert "256" in error("run", "demo", "hi", "--context", 1000)
-
-
-def test_memory_that_does_not_suffice_is_an_error(error: Callable[..., str], services: Any) -> None:
     services.available = 100 << 20
     assert "105 MB is free now" in error("run", "demo", "hi")
-
-
-def test_an_unacceptable_variable_is_an_error(error: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOWBIT_CHAT_TEMPERATURE", "warm")
     assert "LOWBIT_CHAT_TEMPERATURE" in error("run", "demo", "hi")
 
 
-def test_a_bug_keeps_its_traceback(run: Callable[..., Any], services: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bug_keeps_its_traceback(run: Run, services: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object, **__: object) -> None:
         raise ZeroDivisionError
 
@@ -260,7 +235,7 @@ def test_speculation_is_reported(answer: Answer) -> None:
         (("--speculate", "--gamma", "16"), "16"),
     ],
 )
-def test_speculation_that_cannot_be_is_wrong_usage(run: Callable[..., Any], wrong: tuple[str, ...], words: str) -> None:
+def test_speculation_that_cannot_be_is_wrong_usage(run: Run, wrong: tuple[str, ...], words: str) -> None:
     assert words in run("run", "demo", "hi", *wrong, code=2).stderr
 
 
@@ -275,13 +250,13 @@ def test_settings_may_speculate(answer: Answer, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     ("option", "value"), [("--temperature", 2.5), ("--top-p", 0), ("--min-p", 1.5), ("--max-tokens", 0)]
 )
-def test_ranges_are_those_of_the_settings(run: Callable[..., Any], option: str, value: float) -> None:
+def test_ranges_are_those_of_the_settings(run: Run, option: str, value: float) -> None:
     rule = RULES[option.removeprefix("--").replace("-", "_")]
     said = run("run", "demo", "hi", option, value, code=2).stderr
     assert " ".join(rule.allowed.split()[:5]) in " ".join(said.replace("│", " ").split())
 
 
-def test_documents_are_sent_or_searched(run: Callable[..., Any], answer: Answer, tmp_path: Path) -> None:
+def test_documents_are_sent_or_searched(run: Run, answer: Answer, tmp_path: Path) -> None:
     short, long = tmp_path / "short.txt", tmp_path / "long.txt"
     short.write_text("a lamp")
     long.write_text("Nothing here.\n\n" * 200 + "The lamp burns whale oil.\n")
@@ -299,9 +274,6 @@ def test_documents_are_sent_or_searched(run: Callable[..., Any], answer: Answer,
     assert answer("run", "demo", "router?", "--max-tokens", 1, "--attach", long)["passages"] == []
     assert "does not exist" in run("run", "demo", "x", "--attach", tmp_path / "gone", code=2).stderr
     assert "leave out --attach" in run("run", "demo", "x", "--raw", "--attach", short, code=2).stderr
-
-
-def test_a_document_that_cannot_be_read_ends_the_run(error: Callable[..., str], tmp_path: Path) -> None:
     (tmp_path / "picture.txt").write_bytes(b"\x89PNG\0")
-    said = error("run", "demo", "x", "--attach", tmp_path / "picture.txt")
-    assert said.endswith("picture.txt is a binary file")
+    said = run("run", "demo", "x", "--attach", tmp_path / "picture.txt", code=1).stderr
+    assert said.endswith("picture.txt is a binary file\n")

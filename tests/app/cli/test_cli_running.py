@@ -17,6 +17,7 @@ from runtime.system.lifetimes import own_record_time
 from runtime.wire.answers import Caches, Status, Timings
 
 Answer = Callable[..., dict[str, Any]]
+Run = Callable[..., Any]
 
 
 class Client:
@@ -75,7 +76,7 @@ def up(isolated_home: Path, monkeypatch: pytest.MonkeyPatch) -> type[Client]:
     return Client
 
 
-def test_ps(answer: Answer, run: Callable[..., Any], up: type[Client]) -> None:
+def test_ps(answer: Answer, run: Run, up: type[Client]) -> None:
     found = answer("ps")
     assert found.pop("since").startswith("20")
     assert found == {
@@ -90,7 +91,7 @@ def test_ps(answer: Answer, run: Callable[..., Any], up: type[Client]) -> None:
 
 
 def test_a_prompt_is_answered_by_the_runtime_that_has_loaded_the_model(
-    run: Callable[..., Any], answer: Answer, up: type[Client]
+    run: Run, answer: Answer, up: type[Client]
 ) -> None:
     up.model = "demo"
     result = run("run", "demo", "hi")
@@ -113,7 +114,7 @@ def test_what_the_runtime_cannot_promise_is_answered_here(
     assert up.asked == []
 
 
-def test_ps_where_none_is_up(answer: Answer, run: Callable[..., Any], isolated_home: Path) -> None:
+def test_ps_where_none_is_up(answer: Answer, run: Run, isolated_home: Path) -> None:
     assert answer("ps") == {"running": False}
     assert run("ps").stdout == "no runtime is running\n"
     assert answer("stop") == {"stopped": None}
@@ -143,7 +144,7 @@ def test_another_model_is_removed(answer: Answer, stored: str, up: type[Client])
 
 @pytest.mark.parametrize(("typed", "stays"), [("n\n", True), ("\n", True), ("y\n", False)])
 def test_rm_asks_at_a_terminal(
-    run: Callable[..., Any], stored: str, services: Any, monkeypatch: pytest.MonkeyPatch, typed: str, stays: bool
+    run: Run, stored: str, services: Any, monkeypatch: pytest.MonkeyPatch, typed: str, stays: bool
 ) -> None:
     monkeypatch.setattr("app.cli.models.at_a_terminal", lambda: True)
     said = run("rm", stored, piped=typed)
@@ -152,7 +153,7 @@ def test_rm_asks_at_a_terminal(
     assert ("small is kept" in said.stderr) is stays
 
 
-def test_the_manual_page_tells_every_verb(run: Callable[..., Any]) -> None:
+def test_the_manual_page_tells_every_verb(run: Run) -> None:
     page = run("man").stdout
     assert page.startswith(".TH LOWBIT-CHAT 1")
     for verb in ("run", "pull", "quantize", "list", "rm", "serve", "eval", "bench", "doctor", "ps", "stop"):

@@ -19,6 +19,7 @@ import pytest
 import textual.app
 import textual.pilot
 from textual.css.model import RuleSet
+from textual.css.stylesheet import Stylesheet
 
 from app import paths
 from app.errors import ClientError, ContextLengthError
@@ -154,7 +155,7 @@ class Runtime:
     load_delay_s: float = 0.0
     load_error: str | None = None
     load_gate: asyncio.Event | None = None
-    """A load does not end before it is set."""
+    """Neither a load nor the making of a model ends before it is set."""
     dies_while_loading: bool = False
     """The process is gone at the next step of a load, once."""
     start_error: str | None = None
@@ -330,6 +331,8 @@ class Client:
             for block in range(4):
                 yield Progress(phase="quantize", done=block, total=4, unit="blocks", message=f"block {block}")
                 await asyncio.sleep(runtime.load_delay_s)
+            if runtime.load_gate is not None:
+                await runtime.load_gate.wait()
         except (asyncio.CancelledError, GeneratorExit):
             runtime.cancelled.append("quantize")
             raise
@@ -497,13 +500,15 @@ class Stage:
             await self.pilot.pause(0.01)
         raise AssertionError(f"waited in vain for {what or predicate}; the terminal shows\n{self.screen_text()}")
 
-    async def shows(self, text: str) -> None:
-        """Wait until the terminal shows a text."""
-        await self.until(lambda: text in self.screen_text(), f"{text!r} on the screen")
+    async def shows(self, *texts: str) -> None:
+        """Wait until the terminal shows each text."""
+        for text in texts:
+            await self.until(lambda text=text: text in self.screen_text(), f"{text!r} on the screen")
 
-    async def hides(self, text: str) -> None:
-        """Wait until the terminal does not show a text."""
-        await self.until(lambda: text not in self.screen_text(), f"{text!r} to go from the screen")
+    async def hides(self, *texts: str) -> None:
+        """Wait until the terminal does not show each text."""
+        for text in texts:
+            await self.until(lambda text=text: text not in self.screen_text(), f"{text!r} to go from the screen")
 
     async def ready(self) -> None:
         await self.until(lambda: self.app.session.ready and not self.app.session.working, "a loaded model")
@@ -572,6 +577,25 @@ def types_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
 def hashes_rules_by_identity(monkeypatch: pytest.MonkeyPatch) -> None:
     """As Textual does, but not through Python: a million times where a test opens a screen of many widgets."""
     monkeypatch.setattr(RuleSet, "__hash__", object.__hash__)
+
+
+@pytest.fixture(scope="session")
+def _parsed_styles() -> dict[Any, list[RuleSet]]:
+    return {}
+
+
+@pytest.fixture(autouse=True)
+def parses_styles_once(monkeypatch: pytest.MonkeyPatch, _parsed_styles: dict[Any, list[RuleSet]]) -> None:
+    """All starts share the parsed style sheets: parsing took an eighth of each."""
+    parse = Stylesheet._parse_rules
+
+    def parsed(sheet: Stylesheet, *args: Any, **options: Any) -> list[RuleSet]:
+        key = (args, *options.items(), frozenset(sheet._variables.items()))
+        if key not in _parsed_styles:
+            _parsed_styles[key] = parse(sheet, *args, **options)
+        return _parsed_styles[key]
+
+    monkeypatch.setattr(Stylesheet, "_parse_rules", parsed)
 
 
 @pytest.fixture

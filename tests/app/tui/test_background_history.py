@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from contextlib import closing
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -80,11 +81,8 @@ async def test_a_cancelled_caller_leaves_no_file_open(kept: Path, monkeypatch: p
 
 
 def titles(path: Path) -> list[str]:
-    history = History(path)
-    try:
+    with closing(History(path)) as history:
         return [chat.title for chat in history.chats()]
-    finally:
-        history.close()
 
 
 async def test_what_is_said_is_there_next_time(stage: Stage, runtime: Any, tmp_path: Path) -> None:
@@ -99,8 +97,7 @@ async def test_what_is_said_is_there_next_time(stage: Stage, runtime: Any, tmp_p
     async with stage(runtime, kept=path) as s:
         await listed(s)
         await s.pilot.press("down", "down", "enter")
-        await s.shows("Hello from the script.")
-        await s.shows("What is a residual?")
+        await s.shows("Hello from the script.", "What is a residual?")
         await s.say("Go on")
         assert [message.text for message in s.app.session.conversation.path()][::2] == ["What is a residual?", "Go on"]
     assert titles(path) == ["What is a residual?", "And now for something else"]
@@ -151,7 +148,7 @@ async def test_a_key_is_kept_while_the_chats_are_read(stage: Stage, runtime: Any
         await s.shows("Take the tram.")
 
 
-async def test_a_deleted_chat_comes_back(stage: Stage, runtime: Any, kept: Path) -> None:
+async def test_a_chat_is_deleted_restored_renamed_and_pinned(stage: Stage, runtime: Any, kept: Path) -> None:
     async with stage(runtime, kept=kept) as s:
         table = await listed(s)
         await s.pilot.press("down", "d")
@@ -161,7 +158,15 @@ async def test_a_deleted_chat_comes_back(stage: Stage, runtime: Any, kept: Path)
         assert titles(kept) == ["Why is the sky blue?"]
         await s.pilot.press("u")
         await s.until(lambda: table.row_count == 2, "the row")
-    assert titles(kept) == ["A trip to Porto", "Why is the sky blue?"]
+        assert titles(kept) == ["A trip to Porto", "Why is the sky blue?"]
+        await s.pilot.press("end", "r")
+        await s.until(lambda: s.app.screen.query("TitleDialog, .dialog"), "the dialog")
+        s.app.screen.query_one(Input).value = "Skies"
+        await s.pilot.press("enter")
+        await s.shows("Skies")
+        await s.pilot.press("p")
+        await s.shows("▴")
+    assert titles(kept) == ["Skies", "A trip to Porto"]
 
 
 async def test_the_chat_in_sight_can_be_deleted(stage: Stage, runtime: Any, tmp_path: Path) -> None:
@@ -177,19 +182,6 @@ async def test_the_chat_in_sight_can_be_deleted(stage: Stage, runtime: Any, tmp_
         await s.shows("Ask anything.")
         await s.hides("my secret")
     assert titles(path) == []
-
-
-async def test_rename_and_pin(stage: Stage, runtime: Any, kept: Path) -> None:
-    async with stage(runtime, kept=kept) as s:
-        await listed(s)
-        await s.pilot.press("down", "down", "r")
-        await s.until(lambda: s.app.screen.query("TitleDialog, .dialog"), "the dialog")
-        s.app.screen.query_one(Input).value = "Skies"
-        await s.pilot.press("enter")
-        await s.shows("Skies")
-        await s.pilot.press("p")
-        await s.shows("▴")
-    assert titles(kept) == ["Skies", "A trip to Porto"]
 
 
 async def test_nothing_is_kept_where_that_is_not_wanted(stage: Stage, runtime: Any, tmp_path: Path) -> None:
@@ -226,18 +218,17 @@ async def test_half_a_character_in_an_answer_does_not_end_the_history(
     async with stage(runtime, kept=path) as s:
         for question in ("One \udcff", "Two"):
             await s.say(question)
-    history = History(path)
-    (chat,) = history.chats()
-    assert [message.text for message in history.messages(chat.id)] == ["One \ufffd", "half \ufffd", "Two", "whole"]
-    history.close()
+    with closing(History(path)) as history:
+        (chat,) = history.chats()
+        texts = [message.text for message in history.messages(chat.id)]
+    assert texts == ["One \ufffd", "half \ufffd", "Two", "whole"]
 
 
 @pytest.mark.parametrize("size", grid([(40, 15), (60, 18), (99, 60)], {(40, 15)}))
 async def test_the_list_fits_the_terminal(stage: Stage, runtime: Any, kept: Path, size: tuple[int, int]) -> None:
     async with stage(runtime, kept=kept, size=size) as s:
         await listed(s)
-        await s.shows("Why is the sky")
-        await s.shows("A trip to")
+        await s.shows("Why is the sky", "A trip to")
         columns = s.app.screen.query_one("ChatTable").columns.values()
         assert not any(column.auto_width for column in columns), "else a busy machine may leave them as they were"
 
@@ -250,9 +241,7 @@ def test_times_as_people_say_them() -> None:
     assert when(datetime(2024, 3, 5, 12, tzinfo=UTC), now) == "5 Mar 2024"
 
 
-async def test_an_answer_goes_on_in_a_chat_that_is_left(
-    stage: Callable[..., Any], runtime: Any, tmp_path: Path
-) -> None:
+async def test_an_answer_goes_on_in_a_chat_that_is_left(stage: Stage, runtime: Any, tmp_path: Path) -> None:
     runtime.answers = ["one two three four"]
     runtime.hold_after = 2
     async with stage(runtime, kept=tmp_path / "history.db") as s:

@@ -20,6 +20,8 @@ from runtime.wire.device import Offer
 from runtime.wire.requests import LoadRequest, QuantizeRequest, TuneRequest
 from tests.grid import grid
 
+Stage = Callable[..., Any]
+
 
 async def open_settings(s: Any) -> Any:
     await s.pilot.press("f3")
@@ -32,47 +34,48 @@ async def choose(s: Any, *keys: str) -> None:
     await s.pilot.press(*keys, "enter")
 
 
-async def test_a_budget_is_applied_at_once_without_a_reload_and_kept(stage: Callable[..., Any], runtime: Any) -> None:
+async def leave(s: Any) -> None:
+    """Back to the chat."""
+    await s.pilot.press("escape")
+    await s.until(lambda: s.app.screen is s.app.chat)
+
+
+async def test_a_budget_is_applied_at_once_without_a_reload_and_kept(stage: Stage, runtime: Any) -> None:
     async with stage(runtime, size=(120, 40)) as s:
-        await open_settings(s)
-        await s.shows("recovers 43.4 % of the lost quality")
-        await s.shows("4.2 % slower, measured")
+        screen = await open_settings(s)
+        await leave(s)
+        assert s.app.session.settings.budget is settings.load().budget is None, "the default was left alone"
+        assert runtime.named("tune") == []
+        screen = await open_settings(s)
+        await s.shows("recovers 43.4 % of the lost quality", "4.2 % slower, measured")
+        await s.shows("5 % slower at most recovers 40 % of the loss", "▲5 %")
+        assert "66.7 %" in s.screen_text()  # the end of the curve
         await choose(s, "right")
         await s.until(lambda: runtime.status.budget_percent == 10 and not s.app.session.working)
-        await s.shows("8.4 % slower, measured")
-        await s.shows("budget 10 %")
+        await s.shows("8.4 % slower, measured", "budget 10 %")
         assert runtime.named("tune") == [TuneRequest(budget=10.0)]
         assert len(runtime.named("load")) == 1
         assert settings.load().budget == 10
-        await s.pilot.press("escape")
-        await s.until(lambda: s.app.screen is s.app.chat)
+        screen.query_one("#setting-top_k Input", Input).value = "7"
+        await s.pilot.press("f4")  # another screen takes along what was typed
+        await s.until(lambda: s.app.session.settings.top_k == 7)
+        await leave(s)
         await s.say("hi")
         s.transcript.view(s.last.id).action_toggle_details()
         await s.shows("error compensation: 82 to 96 of 1,024 channels (k_chunk), 8.4 % slower")
 
 
-async def test_leaving_the_default_alone_chooses_nothing(stage: Callable[..., Any], runtime: Any) -> None:
-    async with stage(runtime) as s:
-        await open_settings(s)
-        await s.pilot.press("escape")
-        await s.until(lambda: s.app.screen is s.app.chat)
-        assert s.app.session.settings.budget is None
-        assert settings.load().budget is None
-        assert runtime.named("tune") == []
-
-
-async def test_off_compensates_nothing_and_says_so(stage: Callable[..., Any], runtime: Any) -> None:
+async def test_off_compensates_nothing_and_says_so(stage: Stage, runtime: Any) -> None:
     async with stage(runtime) as s:
         await open_settings(s)
         await choose(s, "left", "left")
-        await s.shows("no compensation: plain low-bit model")
-        await s.shows("budget off")
+        await s.shows("no compensation: plain low-bit model", "budget off")
         await s.pilot.press("escape")
         await s.say("hi")
         await s.hides("slowdown")
 
 
-async def test_a_custom_budget_is_checked(stage: Callable[..., Any], runtime: Any) -> None:
+async def test_a_custom_budget_is_checked(stage: Stage, runtime: Any) -> None:
     async with stage(runtime) as s:
         screen = await open_settings(s)
         field = screen.query_one("#setting-budget Input", Input)
@@ -96,15 +99,14 @@ async def test_a_custom_budget_is_checked(stage: Callable[..., Any], runtime: An
         assert screen.query_one("#setting-budget Input", Input).visible
 
 
-async def test_k_chunk_overrides_the_budget(stage: Callable[..., Any], runtime: Any) -> None:
+async def test_k_chunk_overrides_the_budget(stage: Stage, runtime: Any) -> None:
     async with stage(runtime, size=(100, 40)) as s:
         screen = await open_settings(s)
         screen.query_one("#setting-k_chunk Input", Input).value = "64"
         screen.query_one("#setting-k_chunk Input", Input).focus()
         await s.pilot.press("enter")
         await s.until(lambda: runtime.status.k_chunk["qkv"] == 64)
-        await s.shows("k_chunk 64, set below, overrides the budget")
-        await s.shows("demo · 4-bit · k_chunk 64")
+        await s.shows("k_chunk 64, set below, overrides the budget", "demo · 4-bit · k_chunk 64")
         screen.query_one(RadioSet).focus()
         await choose(s, "right")
         await s.until(lambda: settings.load().budget == 10)
@@ -116,47 +118,41 @@ async def test_k_chunk_overrides_the_budget(stage: Callable[..., Any], runtime: 
         assert len(runtime.named("load")) == 1
 
 
-async def test_the_chat_waits_for_the_tuning_and_says_so(stage: Callable[..., Any], runtime: Any) -> None:
+async def test_the_chat_waits_for_the_tuning_and_says_so(stage: Stage, runtime: Any) -> None:
     runtime.tune_delay_s = 600
-    async with stage(runtime, size=(100, 30)) as s:
-        await open_settings(s)
+    async with stage(runtime, size=(120, 40)) as s:
+        screen = await open_settings(s)
         await choose(s, "right")
-        await s.shows("Tuning for a budget of 10 % · timing qkv")
-        await s.shows("A new budget is being applied")
-        await s.pilot.press("escape")
-        await s.until(lambda: s.app.screen is s.app.chat)
+        await s.shows("Tuning for a budget of 10 % · timing qkv", "A new budget is being applied")
+        await s.shows("10 % slower at most recovers 57.1 % of the loss")  # before it is applied
+        assert screen.query_one(QualityChart).size.height == 6
+        await leave(s)
         await s.shows("0 of 4 layer types")
+        await s.ask("take this back")
+        await s.pilot.press("escape")
+        await s.answered()
+        assert s.last.state == "stopped"
+        assert s.app.session.tuning
         await s.ask("hi")
         await s.shows("waiting for the tuning to end")
         await s.pilot.press("ctrl+t")
         await s.answered()
         assert s.last.state == "done"
-        assert runtime.cancelled == ["tune"]
+        assert runtime.cancelled == ["chat", "tune"]
         await s.shows("Tuning for a budget of 10 % stopped")
         s.transcript.view(s.last.id).action_toggle_details()
         await s.shows("error compensation: 41 to 48 of 1,024 channels (k_chunk)")
         await open_settings(s)
         await s.shows("Not applied yet: still 5 %")
-
-
-async def test_a_waiting_message_can_be_taken_back(stage: Callable[..., Any], runtime: Any) -> None:
-    runtime.tune_delay_s = 600
-    async with stage(runtime) as s:
-        await open_settings(s)
         await choose(s, "right")
         await s.until(lambda: s.app.session.tuning)
-        await s.pilot.press("escape")
-        await s.ask("hi")
-        await s.pilot.press("escape")
-        await s.answered()
-        assert s.last.state == "stopped"
-        assert s.app.session.tuning
+        await leave(s)
         await s.pilot.press("escape")
         await s.until(lambda: not s.app.session.working)
-        assert "tune" in runtime.cancelled
+        assert runtime.cancelled == ["chat", "tune", "tune"]
 
 
-async def test_a_budget_changed_during_an_answer_waits_for_its_end(stage: Callable[..., Any], runtime: Any) -> None:
+async def test_a_budget_changed_during_an_answer_waits_for_its_end(stage: Stage, runtime: Any) -> None:
     runtime.answers = ["one two three four"]
     runtime.hold_after = 2
     async with stage(runtime, size=(100, 30)) as s:
@@ -166,15 +162,14 @@ async def test_a_budget_changed_during_an_answer_waits_for_its_end(stage: Callab
         await choose(s, "right")
         await s.shows("waiting for the answer to end")
         assert s.last.state == "streaming"
-        await s.pilot.press("escape")
-        await s.until(lambda: s.app.screen is s.app.chat)
+        await leave(s)
         await s.pilot.press("escape")
         await s.until(lambda: runtime.status.budget_percent == 10)
         assert s.last.state == "stopped"
         assert s.last.text == "one two"
 
 
-async def test_the_newest_budget_wins(stage: Callable[..., Any], runtime: Any) -> None:
+async def test_the_newest_budget_wins_even_when_the_runtime_dies(stage: Stage, runtime: Any) -> None:
     runtime.tune_delay_s = 600
     async with stage(runtime, size=(100, 30)) as s:
         await open_settings(s)
@@ -186,9 +181,16 @@ async def test_the_newest_budget_wins(stage: Callable[..., Any], runtime: Any) -
         await s.until(lambda: not s.app.session.working and not s.app.session.tuning)
         assert [call.budget for call in runtime.named("tune")] == [10, 20]
         assert settings.load().budget == 20
+        runtime.tune_delay_s = 600
+        await choose(s, "left")
+        await s.until(lambda: s.app.session.tuning)
+        runtime.die()
+        await s.app.session.stop_work()
+        await s.until(lambda: runtime.starts == 2 and s.app.session.ready and not s.app.session.working)
+        assert runtime.named("load")[-1].budget == 10
 
 
-async def test_a_failed_tuning_is_told_and_the_setting_stays(stage: Callable[..., Any], runtime: Any) -> None:
+async def test_a_failed_tuning_is_told_and_the_setting_stays(stage: Stage, runtime: Any) -> None:
     runtime.tune_error = "the model has no residuals: quantize it again with residual_bits 4"
     async with stage(runtime, size=(120, 30)) as s:
         await open_settings(s)
@@ -201,37 +203,7 @@ async def test_a_failed_tuning_is_told_and_the_setting_stays(stage: Callable[...
         assert runtime.starts == 1
 
 
-async def test_a_runtime_that_dies_while_tuning_is_started_again(stage: Callable[..., Any], runtime: Any) -> None:
-    runtime.tune_delay_s = 600
-    async with stage(runtime, size=(100, 30)) as s:
-        await open_settings(s)
-        await choose(s, "right")
-        await s.until(lambda: s.app.session.tuning)
-        runtime.die()
-        await s.app.session.stop_work()
-        await s.until(lambda: runtime.starts == 2 and s.app.session.ready and not s.app.session.working)
-        assert runtime.named("load")[-1].budget == 10
-
-
-async def test_other_work_is_not_stopped_by_a_new_budget(
-    stage: Callable[..., Any], runtime: Any, tmp_path: Any
-) -> None:
-    async with stage(runtime, size=(100, 30)) as s:
-        runtime.load_delay_s = 600
-        s.app.post_message(QuantizeAsked(QuantizeRequest(source=str(tmp_path))))
-        await s.until(lambda: s.app.session.working)
-        await open_settings(s)
-        await choose(s, "right")
-        await s.until(lambda: settings.load().budget == 10)
-        await s.settled()
-        assert s.app.session.working
-        assert runtime.named("tune") == []
-        await s.pilot.press("ctrl+t")
-        await s.until(lambda: runtime.status.budget_percent == 10)
-        assert runtime.cancelled == ["quantize"]
-
-
-async def test_a_budget_changed_during_a_load_is_applied_after_it(stage: Callable[..., Any], runtime: Any) -> None:
+async def test_other_work_is_not_stopped_by_a_new_budget(stage: Stage, runtime: Any, tmp_path: Any) -> None:
     runtime.load_gate = asyncio.Event()
     async with stage(runtime, size=(100, 30), ready=False) as s:
         await s.until(lambda: s.app.session.working)
@@ -241,17 +213,22 @@ async def test_a_budget_changed_during_a_load_is_applied_after_it(stage: Callabl
         await s.settled()
         assert runtime.named("tune") == []
         runtime.load_gate.set()
-        await s.until(lambda: runtime.status.budget_percent == 10)
+        await s.until(lambda: runtime.status.budget_percent == 10, "the budget to be applied after the load")
         assert [call.model for call in runtime.named("load")] == ["demo"]
         assert runtime.cancelled == []
-
-
-async def test_another_screen_takes_along_what_was_typed(stage: Callable[..., Any], runtime: Any) -> None:
-    async with stage(runtime) as s:
-        screen = await open_settings(s)
-        screen.query_one("#setting-top_k Input", Input).value = "7"
-        await s.pilot.press("f4")
-        await s.until(lambda: s.app.session.settings.top_k == 7)
+        await s.ready()
+        runtime.load_delay_s = 600
+        s.app.post_message(QuantizeAsked(QuantizeRequest(source=str(tmp_path))))
+        await s.until(lambda: s.app.session.working)
+        tuned = len(runtime.named("tune"))
+        await choose(s, "right")
+        await s.until(lambda: settings.load().budget == 20)
+        await s.settled()
+        assert s.app.session.working
+        assert len(runtime.named("tune")) == tuned
+        await s.pilot.press("ctrl+t")
+        await s.until(lambda: runtime.status.budget_percent == 20)
+        assert runtime.cancelled == ["quantize"]
 
 
 def test_the_effect_in_words(runtime: Any) -> None:
@@ -271,22 +248,7 @@ def test_the_effect_in_words(runtime: Any) -> None:
     assert effect(Settings(), status, None, speed=9.04, tuning=False)[-1] == "9.0 tok/s in the last answer"
 
 
-async def test_a_picture_of_what_slowdown_buys_follows_the_budget(stage: Callable[..., Any], runtime: Any) -> None:
-    async with stage(runtime, size=(120, 40)) as s:
-        screen = await open_settings(s)
-        chart = screen.query_one(QualityChart)
-        await s.shows("5 % slower at most recovers 40 % of the loss")
-        await s.shows("▲5 %")
-        assert "66.7 %" in s.screen_text()  # the end of the curve
-        runtime.tune_delay_s = 600
-        await choose(s, "right")
-        await s.shows("10 % slower at most recovers 57.1 % of the loss")  # before it is applied
-        await s.shows("A new budget is being applied")
-        await s.pilot.press("ctrl+t")
-        assert chart.size.height == 6
-
-
-async def test_what_few_people_change_is_folded_until_they_do(stage: Callable[..., Any], runtime: Any) -> None:
+async def test_what_few_people_change_is_folded_until_they_do(stage: Stage, runtime: Any) -> None:
     for given, folded in (({}, True), ({"num_parallel": 2}, False)):
         async with stage(runtime, size=(120, 60), **given) as s:
             screen = await open_settings(s)
@@ -295,7 +257,7 @@ async def test_what_few_people_change_is_folded_until_they_do(stage: Callable[..
             assert "context" in s.screen_text()
 
 
-async def test_nothing_jumps_while_a_budget_is_chosen(stage: Callable[..., Any], runtime: Any) -> None:
+async def test_nothing_jumps_while_a_budget_is_chosen(stage: Stage, runtime: Any) -> None:
     async with stage(runtime, size=(120, 40)) as s:
         screen = await open_settings(s)
         await s.shows("▲5 %")
@@ -304,8 +266,8 @@ async def test_nothing_jumps_while_a_budget_is_chosen(stage: Callable[..., Any],
             return [screen.query_one(f"#setting-{key}").region.y for key in ("prompt_budget", "kv", "context")]
 
         before = places()
-        for keys in (("left", "enter"), ("left", "enter"), ("left", "enter")):
-            await s.pilot.press(*keys)
+        for _ in range(3):
+            await choose(s, "left")
             await s.settled()
             assert places() == before
         await s.until(lambda: screen.query_one("#setting-budget Input", Input).visible)
@@ -314,7 +276,7 @@ async def test_nothing_jumps_while_a_budget_is_chosen(stage: Callable[..., Any],
         assert places() == before
 
 
-async def test_an_offer_is_taken_up(stage: Callable[..., Any], runtime: Any) -> None:
+async def test_an_offer_is_taken_up(stage: Stage, runtime: Any) -> None:
     async with stage(runtime, size=(120, 40)) as s:
         screen = await open_settings(s)
         await s.shows("within 0.3 % of full precision at 0.9 x the low-bit speed")
@@ -344,7 +306,7 @@ def test_where_the_mark_of_a_budget_stands() -> None:
 
 
 @pytest.mark.parametrize("size", grid([(80, 24), (40, 15)], {(40, 15)}))
-async def test_the_first_field_is_the_budget(stage: Callable[..., Any], runtime: Any, size: tuple[int, int]) -> None:
+async def test_the_first_field_is_the_budget(stage: Stage, runtime: Any, size: tuple[int, int]) -> None:
     async with stage(runtime, size=size) as s:
         screen = await open_settings(s)
         assert screen.focused is screen.query_one(RadioSet)

@@ -8,17 +8,20 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from textual.events import Paste
 from textual.widgets import Markdown
 
 from app.errors import ConnectionLostError
 from app.tui.widgets.message_view import MessageView
+
+Stage = Callable[..., Any]
 
 
 def markdown_of(view: MessageView) -> str:
     return view.query_one(Markdown).source
 
 
-async def test_a_prompt_is_answered_with_statistics(stage: Callable[..., Any], runtime: Any) -> None:
+async def test_a_prompt_is_answered_with_statistics(stage: Stage, runtime: Any) -> None:
     runtime.answers = ["# Title\n\nSome *text* and <b>html</b>."]
     async with stage(runtime, size=(120, 40), system_prompt="Be brief.", temperature=0.0) as s:
         await s.say("Hello?")
@@ -26,16 +29,17 @@ async def test_a_prompt_is_answered_with_statistics(stage: Callable[..., Any], r
         assert s.last.state == "done"
         assert markdown_of(s.transcript.view(s.last.id)) == runtime.answers[0]
         await s.shows("412 tokens · 58.1 tok/s · first token after 0.21 s · context 1.3k of 8k")
-        await s.shows("<b>html</b>")
-        await s.shows("demo · 4-bit · budget 5 %")
-        await s.shows("cpu · 812 MB")
+        await s.shows("<b>html</b>", "demo · 4-bit · budget 5 %", "cpu · 812 MB")
         messages, options = runtime.named("chat")[0]
         assert messages == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello?"}]
         assert options.temperature == 0.0
+        await s.say("And?")
+        messages, _ = runtime.named("chat")[1]
+        assert [message["content"] for message in messages] == ["Be brief.", "Hello?", runtime.answers[0], "And?"]
 
 
 async def test_the_makers_sampling_is_taken_and_shown(
-    stage: Callable[..., Any], runtime: Any, monkeypatch: pytest.MonkeyPatch
+    stage: Stage, runtime: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("app.tui.app.CHECK_INTERVAL_S", 0.1)
     async with stage(runtime, size=(100, 40), top_p=0.8) as s:
@@ -48,16 +52,10 @@ async def test_the_makers_sampling_is_taken_and_shown(
         await s.shows("0.2 (the model's)")
 
 
-async def test_the_whole_path_is_sent_with_the_next_prompt(stage: Callable[..., Any], runtime: Any) -> None:
-    runtime.answers = ["one", "two"]
-    async with stage(runtime) as s:
-        await s.say("a", "b")
-        messages, _ = runtime.named("chat")[1]
-        assert [message["content"] for message in messages] == ["a", "one", "b"]
-
-
-async def test_enter_sends_and_other_keys_begin_a_line(stage: Callable[..., Any], runtime: Any) -> None:
-    async with stage(runtime) as s:
+async def test_what_is_written_arrives_unchanged(stage: Stage, runtime: Any) -> None:
+    text = "日本語のテキスト 🙂 é\n\tindented\n\nрусский · العربية"
+    runtime.answers = ["fine", "漢字 🙂 **粗体** done"]
+    async with stage(runtime, size=(80, 40)) as s:
         await s.pilot.press("a", "ctrl+j", "b", "shift+enter", "c", "alt+enter", "d")
         assert s.composer.text == "a\nb\nc\nd"
         await s.pilot.press("enter")
@@ -65,34 +63,28 @@ async def test_enter_sends_and_other_keys_begin_a_line(stage: Callable[..., Any]
         assert s.app.session.conversation.path()[0].text == "a\nb\nc\nd"
         assert s.composer.text == ""
         await s.pilot.press("space", "enter")
-        assert len(s.app.session.conversation) == 2
-
-
-async def test_paste_and_unicode_arrive_unchanged(stage: Callable[..., Any], runtime: Any) -> None:
-    text = "日本語のテキスト 🙂 é\n\tindented\n\nрусский · العربية"
-    runtime.answers = ["漢字 🙂 **粗体** done"]
-    async with stage(runtime) as s:
-        s.app.screen.post_message(__import__("textual.events").events.Paste(text))
+        assert len(s.app.session.conversation) == 2, "blanks are not sent"
+        s.composer.load_text("")
+        s.app.screen.post_message(Paste(text))
         await s.until(lambda: s.composer.text == text, "the pasted text")
         await s.pilot.press("enter")
+        await s.until(lambda: len(s.app.session.conversation) == 4)
         await s.answered()
-        assert s.app.session.conversation.path()[0].text == text
+        assert s.app.session.conversation.path()[2].text == text
         assert s.last.text == "漢字 🙂 **粗体** done"
-        await s.shows("日本語のテキスト 🙂")
-        await s.shows("漢字 🙂 粗体 done")
+        await s.shows("日本語のテキスト 🙂", "漢字 🙂 粗体 done")
 
 
-async def test_control_characters_never_reach_the_terminal(stage: Callable[..., Any], runtime: Any) -> None:
+async def test_control_characters_never_reach_the_terminal(stage: Stage, runtime: Any) -> None:
     runtime.answers = ["evil \x1b]52;c;eA==\x07 `\x1b[2J` end"]
     async with stage(runtime) as s:
         await s.say("x\x1b[31m")
         assert s.last.text == runtime.answers[0]
-        await s.hides("\x1b")
-        await s.hides("\x07")
+        await s.hides("\x1b", "\x07")
         await s.shows("evil ␛]52")
 
 
-async def test_escape_stops_and_keeps_what_came_which_can_be_continued(stage: Callable[..., Any], runtime: Any) -> None:
+async def test_escape_stops_and_keeps_what_came_which_can_be_continued(stage: Stage, runtime: Any) -> None:
     runtime.answers = ["one two three four five", " and the rest"]
     runtime.hold_after = 2
     async with stage(runtime) as s:
@@ -104,8 +96,7 @@ async def test_escape_stops_and_keeps_what_came_which_can_be_continued(stage: Ca
         assert (stopped.state, stopped.text) == ("stopped", "one two")
         assert runtime.cancelled == ["chat"]
         assert markdown_of(s.transcript.view(stopped.id)) == "one two"
-        await s.shows("stopped · ≈")
-        await s.shows("continue ^G · retry ^R")
+        await s.shows("stopped · ≈", "continue ^G · retry ^R")
         await s.pilot.press("ctrl+g")
         await s.until(lambda: s.last.state == "done")
         await s.answered()
@@ -116,21 +107,20 @@ async def test_escape_stops_and_keeps_what_came_which_can_be_continued(stage: Ca
         assert markdown_of(s.transcript.view(stopped.id)) == s.last.text
 
 
-@pytest.mark.parametrize(
-    ("general", "own", "sent"), [("auto", None, None), ("off", None, False), ("off", "on", True), ("on", "auto", None)]
-)
-async def test_a_chat_switches_reasoning(
-    stage: Callable[..., Any], runtime: Any, general: str, own: str | None, sent: bool | None
-) -> None:
-    async with stage(runtime, thinking=general) as s:
-        if own is not None:
-            s.app.session.note(s.app.session.conversation, settings={"thinking": own})
-        await s.say("go")
-        variables = runtime.named("chat")[0][1].chat_template_kwargs
-        assert (variables and variables["enable_thinking"]) is sent
+async def test_a_chat_switches_reasoning(stage: Stage, runtime: Any) -> None:
+    async with stage(runtime) as s:
+        session = s.app.session
+        for general, own, sent in (
+            ("auto", None, None), ("off", None, False), ("off", "on", True), ("on", "auto", None),
+        ):  # fmt: skip
+            session.settings = session.settings.changed({"thinking": general})
+            session.note(session.conversation, settings={} if own is None else {"thinking": own})
+            await s.say("go")
+            variables = runtime.named("chat")[-1][1].chat_template_kwargs
+            assert (variables and variables["enable_thinking"]) is sent, (general, own)
 
 
-async def test_regenerate_makes_a_sibling(stage: Callable[..., Any], runtime: Any) -> None:
+async def test_regenerate_makes_a_sibling(stage: Stage, runtime: Any) -> None:
     runtime.answers = ["first", "second"]
     async with stage(runtime) as s:
         await s.say("go")
@@ -144,12 +134,18 @@ async def test_regenerate_makes_a_sibling(stage: Callable[..., Any], runtime: An
         assert len(s.transcript.mounted) == 2
 
 
-async def test_a_failed_answer_says_why_and_offers_retry(stage: Callable[..., Any], runtime: Any) -> None:
+async def test_a_failed_answer_says_why_and_offers_retry(stage: Stage, runtime: Any) -> None:
     runtime.answers = ["one two three"]
-    runtime.fail_with = "prompt and answer do not fit the context of 8192 tokens"
-    runtime.fail_after = 2
+    runtime.fail_with = "no"
     async with stage(runtime) as s:
-        await s.say("go")
+        await s.say("a")  # fails before its first word
+        await s.shows("retry ^R")
+        await s.hides("continue")
+        runtime.fail_with = "prompt and answer do not fit the context of 8192 tokens"
+        runtime.fail_after = 2
+        await s.say("b")
+        messages, _ = runtime.named("chat")[1]
+        assert messages == [{"role": "user", "content": "a\n\nb"}]
         assert s.last.state == "failed"
         assert s.last.text == "one two"
         await s.shows("do not fit the context of 8192")
@@ -159,20 +155,7 @@ async def test_a_failed_answer_says_why_and_offers_retry(stage: Callable[..., An
         assert s.last.text == "one two three"
 
 
-async def test_an_answer_that_failed_before_its_first_word_can_be_followed(
-    stage: Callable[..., Any], runtime: Any
-) -> None:
-    runtime.fail_with = "no"
-    async with stage(runtime) as s:
-        await s.say("a")
-        await s.shows("retry ^R")
-        await s.hides("continue")
-        await s.say("b")
-        messages, _ = runtime.named("chat")[1]
-        assert messages == [{"role": "user", "content": "a\n\nb"}]
-
-
-async def test_a_crash_costs_a_message_never_the_conversation(stage: Callable[..., Any], runtime: Any) -> None:
+async def test_a_crash_costs_a_message_never_the_conversation(stage: Stage, runtime: Any) -> None:
     runtime.answers = ["fine", "one two three four", "again"]
     async with stage(runtime, size=(100, 40), kv="int8") as s:
         await s.say("a")
@@ -184,16 +167,18 @@ async def test_a_crash_costs_a_message_never_the_conversation(stage: Callable[..
         assert [call.model for call in runtime.named("load")] == ["demo", "demo"]
         assert runtime.named("load")[1].kv == "int8"
         assert [message.text for message in s.app.session.conversation.path()] == ["a", "fine", "b", "one two"]
-        await s.shows("the runtime was ended by SIGKILL; restarting it")
-        await s.shows("continue ^G · retry ^R")
+        await s.shows("the runtime was ended by SIGKILL; restarting it", "continue ^G · retry ^R")
         await s.pilot.press("ctrl+r")
         await s.until(lambda: s.last.state == "done")
         assert s.last.text == "again"
 
 
-async def test_a_prompt_sent_during_recovery_waits_for_the_model(stage: Callable[..., Any], runtime: Any) -> None:
+async def test_after_a_crash_it_recovers_at_once_and_a_prompt_waits_for_that(stage: Stage, runtime: Any) -> None:
     runtime.answers = ["one two three", "later"]
     async with stage(runtime) as s:
+        runtime.die()  # while it is idle
+        await s.until(lambda: runtime.starts == 2)
+        await s.ready()
         runtime.crash_after = 1
         runtime.load_delay_s = 0.1
         await s.ask("a")
@@ -203,44 +188,35 @@ async def test_a_prompt_sent_during_recovery_waits_for_the_model(stage: Callable
         assert s.last.text == "later"
 
 
-async def test_a_crash_while_idle_is_noticed_at_once(
-    stage: Callable[..., Any], runtime: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("app.tui.app.CHECK_INTERVAL_S", 3600)
-    async with stage(runtime) as s:
-        runtime.die()
-        await s.until(lambda: runtime.starts == 2)
-        await s.ready()
-
-
-@pytest.mark.parametrize("how", ["silent", "cut off", "cannot be reached"])
 async def test_a_runtime_whose_process_lives_is_busy_and_not_gone(
-    stage: Callable[..., Any], runtime: Any, monkeypatch: pytest.MonkeyPatch, how: str
+    stage: Stage, runtime: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("app.tui.connection.CHECK_TIMEOUT_S", 0.01)
     monkeypatch.setattr("app.tui.connection._ENDING_S", 0.01)
     async with stage(runtime) as s:
         client = s.app.session.client()
 
-        async def status() -> None:
-            if how != "silent":
-                raise ConnectionLostError("the runtime does not respond")
+        async def silent() -> None:
             await asyncio.Event().wait()
 
-        client.status = status
-        for _ in range(2):
+        async def unreachable() -> None:
+            raise ConnectionLostError("the runtime does not respond")
+
+        for status, answer in ((silent, ""), (unreachable, ""), (unreachable, "the answer was cut off")):
+            client.status = status
+            for _ in range(2):
+                await s.app.session.refresh()
+            if answer:
+                runtime.fail_with = answer
+                await s.say("hello")
+                assert s.last.error == answer
+            del client.status
             await s.app.session.refresh()
-        if how == "cut off":
-            runtime.fail_with = "the answer was cut off"
-            await s.say("hello")
-            assert s.last.error == "the answer was cut off"
-        del client.status
-        await s.app.session.refresh()
-        assert (runtime.starts, s.app.session.client()) == (1, client)
-        assert (s.app.session.ready, runtime.closed) == (True, 0)
+            assert (runtime.starts, s.app.session.client()) == (1, client), status
+            assert (s.app.session.ready, runtime.closed) == (True, 0), status
 
 
-async def test_it_gives_up_when_loading_kills_the_runtime_again(stage: Callable[..., Any], runtime: Any) -> None:
+async def test_it_gives_up_when_loading_kills_the_runtime_again(stage: Stage, runtime: Any) -> None:
     runtime.load_error = "out of memory"
     async with stage(runtime, ready=False) as s:
         await s.until(lambda: s.app.session.job is not None and s.app.session.job.outcome == "failed")
@@ -250,7 +226,7 @@ async def test_it_gives_up_when_loading_kills_the_runtime_again(stage: Callable[
         assert runtime.starts == 1
 
 
-async def test_a_runtime_that_does_not_start_is_told(stage: Callable[..., Any], runtime: Any) -> None:
+async def test_a_runtime_that_does_not_start_is_told(stage: Stage, runtime: Any) -> None:
     runtime.start_error = "the port is taken"
     async with stage(runtime, ready=False) as s:
         await s.until(lambda: s.app.session.problem is not None)
@@ -263,7 +239,7 @@ async def test_a_runtime_that_does_not_start_is_told(stage: Callable[..., Any], 
 
 
 async def test_a_runtime_that_dies_while_loading_is_started_again_by_the_next_prompt(
-    stage: Callable[..., Any], runtime: Any
+    stage: Stage, runtime: Any
 ) -> None:
     runtime.dies_while_loading = True
     async with stage(runtime, ready=False) as s:
@@ -275,20 +251,7 @@ async def test_a_runtime_that_dies_while_loading_is_started_again_by_the_next_pr
         assert runtime.starts == 2
 
 
-async def test_new_chat_stops_and_clears(stage: Callable[..., Any], runtime: Any) -> None:
-    runtime.hold_after = 2
-    async with stage(runtime) as s:
-        await s.ask("go")
-        await s.until(lambda: s.last.text)
-        await s.pilot.press("ctrl+n", "y")
-        await s.until(lambda: len(s.app.session.conversation) == 0 and s.transcript.mounted == [])
-        await s.settled()
-        assert runtime.cancelled == ["chat"]
-        assert s.transcript.mounted == []
-        await s.shows("Ask anything.")
-
-
-async def test_a_chat_that_nobody_can_open_any_more_is_forgotten(stage: Callable[..., Any], runtime: Any) -> None:
+async def test_a_chat_that_nobody_can_open_any_more_is_forgotten(stage: Stage, runtime: Any) -> None:
     async with stage(runtime) as s:
         await s.pilot.press("ctrl+n", "y")
         await s.settled()
@@ -309,9 +272,7 @@ async def test_a_chat_that_nobody_can_open_any_more_is_forgotten(stage: Callable
     assert runtime.named("forget") == [chats[0], chats[2], chats[2], chats[3]], "the refused one again, then the last"
 
 
-async def test_a_chat_that_ended_without_a_runtime_is_forgotten_by_the_next(
-    stage: Callable[..., Any], runtime: Any
-) -> None:
+async def test_a_chat_that_ended_without_a_runtime_is_forgotten_by_the_next(stage: Stage, runtime: Any) -> None:
     async with stage(runtime) as s:
         await s.say("one")
         runtime.start_error = "no room"
@@ -326,7 +287,7 @@ async def test_a_chat_that_ended_without_a_runtime_is_forgotten_by_the_next(
         await s.until(lambda: runtime.named("forget") == [runtime.named("chat")[0][1].chat])
 
 
-async def test_the_context_meter_turns_amber(stage: Callable[..., Any], runtime: Any) -> None:
+async def test_new_chat_stops_and_clears(stage: Stage, runtime: Any) -> None:
     runtime.context = 1400
     async with stage(runtime, size=(120, 40)) as s:
         await s.say("go")
@@ -335,9 +296,18 @@ async def test_the_context_meter_turns_amber(stage: Callable[..., Any], runtime:
         assert told in s.composer.border_subtitle
         await s.pilot.press("ctrl+n", "y")
         await s.until(lambda: not s.composer.has_class("-nearly-full"))
+        runtime.hold_after = 2
+        await s.ask("go")
+        await s.until(lambda: s.last.text)
+        await s.pilot.press("ctrl+n", "y")
+        await s.until(lambda: len(s.app.session.conversation) == 0 and s.transcript.mounted == [])
+        await s.settled()
+        assert runtime.cancelled == ["chat"]
+        assert s.transcript.mounted == []
+        await s.shows("Ask anything.")
 
 
-async def test_without_a_model_it_says_so_and_keeps_the_prompt(stage: Callable[..., Any], runtime: Any) -> None:
+async def test_without_a_model_it_says_so_and_keeps_the_prompt(stage: Stage, runtime: Any) -> None:
     async with stage(runtime, model=None, ready=False) as s:
         await s.until(lambda: s.app.session.status is not None)
         s.composer.load_text("hello")
@@ -348,15 +318,7 @@ async def test_without_a_model_it_says_so_and_keeps_the_prompt(stage: Callable[.
         await s.shows("no model loaded")
 
 
-async def test_copy_takes_the_answer_as_written(stage: Callable[..., Any], runtime: Any) -> None:
-    runtime.answers = ["**bold** `code`"]
-    async with stage(runtime) as s:
-        await s.say("go")
-        await s.pilot.press("ctrl+y")
-        await s.until(lambda: s.app.clipboard == "**bold** `code`")
-
-
-async def test_quitting_closes_the_runtime(stage: Callable[..., Any], runtime: Any) -> None:
+async def test_quitting_closes_the_runtime(stage: Stage, runtime: Any) -> None:
     runtime.hold_after = 2
     async with stage(runtime) as s:
         await s.ask("go")
@@ -366,7 +328,7 @@ async def test_quitting_closes_the_runtime(stage: Callable[..., Any], runtime: A
     assert runtime.cancelled == ["chat"]
 
 
-async def test_ctrl_c_stops_then_quits_when_pressed_twice(stage: Callable[..., Any], runtime: Any) -> None:
+async def test_ctrl_c_stops_then_quits_when_pressed_twice(stage: Stage, runtime: Any) -> None:
     runtime.hold_after = 2
     async with stage(runtime) as s:
         await s.ask("go")

@@ -22,6 +22,8 @@ from runtime.wire.requests import TuneRequest
 from tuner.curve import Curve
 from tuner.placement import ExpertPlacement
 
+Stage = Callable[..., Any]
+
 
 async def open_device(s: Any) -> Any:
     await s.pilot.press("f4")
@@ -29,7 +31,7 @@ async def open_device(s: Any) -> Any:
     return s.app.screen
 
 
-async def test_everything_that_is_known_is_shown(stage: Callable[..., Any], runtime: Any) -> None:
+async def test_everything_that_is_known_is_shown(stage: Stage, runtime: Any) -> None:
     runtime.problems = [Problem(what="memory cannot be locked", fix="raise the memlock limit")]
     async with stage(runtime, size=(120, 45)) as s:
         await s.say("hi")
@@ -43,11 +45,17 @@ async def test_everything_that_is_known_is_shown(stage: Callable[..., Any], runt
         ):  # fmt: skip
             await s.shows(words)
         assert re.search(r"gate_up +44", s.screen_text())
+        await s.click("#header-settings")
+        await s.until(lambda: not isinstance(s.app.screen, DeviceScreen))
+        await s.pilot.press("escape")
+        await s.until(lambda: s.app.screen is s.app.chat)
+        await s.click("#header-device")
+        await s.until(lambda: isinstance(s.app.screen, DeviceScreen), "the screen, which the header opens, too")
         await s.pilot.press("escape")
         await s.until(lambda: s.app.screen is s.app.chat)
 
 
-async def test_without_a_runtime_it_says_why(stage: Callable[..., Any], runtime: Any) -> None:
+async def test_without_a_runtime_it_says_why(stage: Stage, runtime: Any) -> None:
     runtime.start_error = "the runtime ended at once"
     async with stage(runtime, size=(100, 30), ready=False) as s:
         await s.until(lambda: s.app.session.problem)
@@ -58,12 +66,11 @@ async def test_without_a_runtime_it_says_why(stage: Callable[..., Any], runtime:
         assert runtime.named("tune") == []
 
 
-async def test_without_a_model_it_says_how_to_get_one(stage: Callable[..., Any], runtime: Any) -> None:
+async def test_without_a_model_it_says_how_to_get_one(stage: Stage, runtime: Any) -> None:
     async with stage(runtime, size=(100, 30), model=None, ready=False) as s:
         await s.until(lambda: s.app.session.status is not None)
         await open_device(s)
-        await s.shows("No model is loaded; F2 picks one.")
-        await s.shows("Example 7840U")
+        await s.shows("No model is loaded; F2 picks one.", "Example 7840U")
 
 
 @pytest.mark.parametrize(
@@ -74,7 +81,7 @@ async def test_without_a_model_it_says_how_to_get_one(stage: Callable[..., Any],
     ],
 )
 async def test_what_is_not_tuned_says_why_and_is_not_retuned(
-    stage: Callable[..., Any], runtime: Any, values: dict[str, Any], words: str
+    stage: Stage, runtime: Any, values: dict[str, Any], words: str
 ) -> None:
     async with stage(runtime, size=(100, 30), **values) as s:
         await open_device(s)
@@ -84,12 +91,11 @@ async def test_what_is_not_tuned_says_why_and_is_not_retuned(
         assert runtime.named("tune") == []
 
 
-async def test_a_model_that_cannot_be_tuned(stage: Callable[..., Any], runtime: Any) -> None:
+async def test_a_model_that_cannot_be_tuned(stage: Stage, runtime: Any) -> None:
     runtime.untunable = Problem(what="demo was stored without residuals", fix="quantize it again")
     async with stage(runtime, size=(100, 30)) as s:
         await open_device(s)
-        await s.shows("the model runs without compensation")
-        await s.shows("! demo was stored without residuals")
+        await s.shows("the model runs without compensation", "! demo was stored without residuals")
         await s.pilot.press("f3")
         await s.shows("demo was stored without residuals → quantize it again")
         await s.pilot.press("right", "enter")
@@ -97,66 +103,40 @@ async def test_a_model_that_cannot_be_tuned(stage: Callable[..., Any], runtime: 
         await s.until(lambda: any("without residuals" in note.message for note in s.app._notifications))
 
 
-async def test_retuning_measures_again_and_can_be_stopped(stage: Callable[..., Any], runtime: Any) -> None:
+async def test_retuning_measures_again_and_can_be_stopped(stage: Stage, runtime: Any) -> None:
     async with stage(runtime, size=(100, 30), budget=10) as s:
-        await open_device(s)
-        await s.shows("8.4 % measured")
-        await s.pilot.press("r")
+        s.app.post_message(Key("f4", None))
+        s.app.post_message(Key("r", "r"))  # typed right after the screen was asked for: it reaches it
         await s.until(lambda: runtime.named("tune") and not s.app.session.working)
+        assert s.composer.text == ""
+        await s.shows("8.4 % measured")
         assert runtime.named("tune") == [TuneRequest(budget=10.0, force=True)]
         runtime.tune_delay_s = 600
         await s.pilot.press("r")
-        await s.shows("timing qkv")
-        await s.shows("8.4 % measured")
+        await s.shows("timing qkv", "8.4 % measured")
         await s.pilot.press("s")
         await s.until(lambda: not s.app.session.working)
         assert runtime.cancelled == ["tune"]
 
 
-async def test_a_key_typed_right_after_the_screen_was_asked_for_reaches_it(
-    stage: Callable[..., Any], runtime: Any
-) -> None:
-    async with stage(runtime, size=(100, 30)) as s:
-        s.app.post_message(Key("f4", None))
-        s.app.post_message(Key("r", "r"))
-        await s.until(lambda: runtime.named("tune"))
-        assert s.composer.text == ""
-
-
-async def test_it_follows_the_tuning_and_the_size(stage: Callable[..., Any], runtime: Any) -> None:
+async def test_it_follows_the_tuning_and_the_size(stage: Stage, runtime: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.tui.app.CHECK_INTERVAL_S", 0.1)
     async with stage(runtime, size=(100, 40)) as s:
         runtime.tuning = replace(runtime.tuning, k_chunk=dict.fromkeys(runtime.tuning.k_chunk, 7))
         screen = await open_device(s)
         await s.shows("qkv · k_chunk 7")
         await s.pilot.press("r")
         await s.shows("qkv · k_chunk 48")
+        await s.until(lambda: not s.app.session.working)
+        refined = dict.fromkeys(runtime.tuning.k_chunk, 9)  # in the background
+        runtime.tuning = replace(runtime.tuning, k_chunk=refined, refined=True)
+        runtime.status = replace(runtime.status, k_chunk=refined)
+        await s.shows("qkv · k_chunk 9", "refined on a text")
         await s.pilot.resize_terminal(40, 15)
         await s.settled()
         await s.pilot.press("end")
-        await s.shows("down · k_chunk 48")
+        await s.shows("down · k_chunk 9")
         assert all(chart.size.width <= 38 for chart in screen.query(KneeChart))
-
-
-async def test_a_tuning_refined_in_the_background_appears(
-    stage: Callable[..., Any], runtime: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("app.tui.app.CHECK_INTERVAL_S", 0.1)
-    async with stage(runtime, size=(100, 40)) as s:
-        await open_device(s)
-        await s.shows("qkv · k_chunk 48")
-        refined = dict.fromkeys(runtime.tuning.k_chunk, 9)
-        runtime.tuning = replace(runtime.tuning, k_chunk=refined, refined=True)
-        runtime.status = replace(runtime.status, k_chunk=refined)
-        await s.shows("qkv · k_chunk 9")
-        await s.shows("refined on a text")
-
-
-async def test_the_header_opens_it(stage: Callable[..., Any], runtime: Any) -> None:
-    async with stage(runtime, size=(100, 30)) as s:
-        await s.click("#header-device")
-        await s.until(lambda: isinstance(s.app.screen, DeviceScreen))
-        await s.click("#header-settings")
-        await s.until(lambda: not isinstance(s.app.screen, DeviceScreen))
 
 
 def test_a_graphics_card_and_its_link_in_words() -> None:

@@ -72,6 +72,19 @@ async def test_a_short_file_is_sent_whole_and_its_size_shown_before(stage: Stage
         assert sources(s) == []
 
 
+async def test_the_picker_opens_folders_and_attaches_files(stage: Stage, runtime: Any, tmp_path: Path) -> None:
+    (tmp_path / "box").mkdir()
+    (tmp_path / "box" / "notes.txt").write_text("inside\n")
+    async with stage(runtime, size=(100, 30)) as s:
+        await s.open(AttachDialog, "ctrl+o")
+        s.app.screen.query_one(Input).value = f"{tmp_path}/"
+        await s.shows("box/")
+        await s.pilot.press("down", "enter")
+        await s.shows("notes.txt")
+        await s.pilot.press("enter")
+        await s.until(lambda: s.composer.text.startswith("⟦notes.txt"))
+
+
 async def test_a_sent_document_is_named_and_apart_from_the_question(stage: Stage, runtime: Any, tmp_path: Path) -> None:
     folder = tmp_path / "project"
     folder.mkdir()
@@ -91,22 +104,12 @@ async def test_a_sent_document_is_named_and_apart_from_the_question(stage: Stage
             "Which oil?\nwhy:\n```\nmine\n```"
         )
         assert sources(s) == []
-        await s.shows("▤ a.txt · 2 lines · 28 B")
-        await s.shows("▤ b.py · 1 line · 5 B")
-        await s.shows("mine")
+        await s.shows("▤ a.txt · 2 lines · 28 B", "▤ b.py · 1 line · 5 B", "mine")
         assert "glows" not in s.screen_text()
         await s.pilot.press("ctrl+up", "up", "f")
         await s.shows("glows")
         await s.pilot.press("f")
         await s.hides("glows")
-
-
-async def test_a_dropped_file_that_cannot_be_read_leaves_its_path(stage: Stage, runtime: Any, tmp_path: Path) -> None:
-    (tmp_path / "picture").write_bytes(b"\x89PNG\0")
-    async with stage(runtime, size=(120, 40), notices=True) as s:
-        s.app.screen.post_message(Paste(str(tmp_path / "picture")))
-        await s.shows("picture is not text")
-        await s.until(lambda: s.composer.text == str(tmp_path / "picture"))
 
 
 async def test_a_long_file_is_searched_and_the_passages_are_kept(
@@ -115,8 +118,7 @@ async def test_a_long_file_is_searched_and_the_passages_are_kept(
     kept = tmp_path / "history.db"
     async with stage(runtime, size=(120, 40), notices=True, kept=kept) as s:
         await attach(s, book)
-        await s.shows("is too long to be sent")
-        await s.shows("searches book.md")
+        await s.shows("is too long to be sent", "searches book.md")
         await s.say("What was the lighthouse keeper called?")
         assert '<passage from="book.md, line' in asked(runtime)
         assert "called Osgood." in asked(runtime)
@@ -151,6 +153,22 @@ async def test_what_is_not_there_is_said_to_the_model_and_the_user(stage: Stage,
         await s.say("How do I reset the router password?")
         assert asked(runtime).startswith("A search of the attached documents found nothing")
         await s.shows("nothing about this was found in the documents")
+
+
+async def test_stopping_while_documents_are_searched(stage: Stage, runtime: Any, book: Path) -> None:
+    async with stage(runtime, size=(120, 40)) as s:
+        await attach(s, book)
+        documents = s.app.session.documents
+        await documents._alone.acquire()
+        await s.ask("What was the lighthouse keeper called?")
+        await s.shows("searching the documents · Esc stops")
+        await s.pilot.press("escape")
+        await s.until(lambda: s.last.state == "stopped")
+        documents._alone.release()
+        await asyncio.sleep(0)
+        await s.pilot.press("ctrl+r")
+        await s.answered()
+        assert "called Osgood." in asked(runtime)
 
 
 async def test_a_folder_is_searched_and_read_again_only_where_it_changed(
@@ -245,21 +263,25 @@ async def test_the_screen_stays_usable_while_a_pipe_of_work_is_read(
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="the system has no pipes in folders")
-@pytest.mark.parametrize("kind", ["pipe", "archive", "gone"])
-async def test_what_cannot_be_read_costs_one_sentence(stage: Stage, runtime: Any, tmp_path: Path, kind: str) -> None:
+async def test_what_cannot_be_read_costs_one_sentence(stage: Stage, runtime: Any, tmp_path: Path) -> None:
     path = tmp_path / "thing\x1b[31m.txt"
-    if kind == "pipe":
-        os.mkfifo(path)
-    elif kind == "archive":
-        path.write_bytes(b"PK\x03\x04\0\0")
-    said = {"pipe": "is a device or a pipe", "archive": "is not text", "gone": "can't be opened"}[kind]
     async with stage(runtime, size=(120, 40), notices=True) as s:
-        s.app.chat._run_attaching(s.app.chat._attaching.attach(path))
-        await s.shows(said)
-        await s.until(lambda: not s.app.session.documents.busy)
-        assert "\x1b" not in s.screen_text()
-        await s.say("Still there?")
-        assert asked(runtime) == "Still there?"
+        for said in ("can't be opened", "is a device or a pipe", "is not text"):
+            if said == "is a device or a pipe":
+                os.mkfifo(path)
+            elif said == "is not text":
+                path.unlink()
+                path.write_bytes(b"PK\x03\x04\0\0")
+            s.app.chat._run_attaching(s.app.chat._attaching.attach(path))
+            await s.shows(said)
+            await s.until(lambda: not s.app.session.documents.busy)
+            assert "\x1b" not in s.screen_text()
+            await s.say("Still there?")
+            assert asked(runtime) == "Still there?"
+        (tmp_path / "picture").write_bytes(b"\x89PNG\0")
+        s.app.screen.post_message(Paste(str(tmp_path / "picture")))  # dropped: its path stays
+        await s.shows("picture is not text")
+        await s.until(lambda: s.composer.text == str(tmp_path / "picture"))
 
 
 def test_names_of_a_folder(tmp_path: Path) -> None:
@@ -270,19 +292,6 @@ def test_names_of_a_folder(tmp_path: Path) -> None:
     assert names(f"{tmp_path}/b") == ["box/", "Beta.txt", "b.md"]
     assert names(f"{tmp_path}/.h") == [".hidden"]
     assert names(f"{tmp_path}/no/") == ["‥/"]
-
-
-async def test_the_picker_opens_folders_and_attaches_files(stage: Stage, runtime: Any, tmp_path: Path) -> None:
-    (tmp_path / "box").mkdir()
-    (tmp_path / "box" / "notes.txt").write_text("inside\n")
-    async with stage(runtime, size=(100, 30)) as s:
-        await s.open(AttachDialog, "ctrl+o")
-        s.app.screen.query_one(Input).value = f"{tmp_path}/"
-        await s.shows("box/")
-        await s.pilot.press("down", "enter")
-        await s.shows("notes.txt")
-        await s.pilot.press("enter")
-        await s.until(lambda: s.composer.text.startswith("⟦notes.txt"))
 
 
 async def test_reading_a_document_can_be_stopped(
@@ -302,19 +311,3 @@ async def test_reading_a_document_can_be_stopped(
         assert sources(s) == []
         await attach(s, book)
         await s.shows("searches book.md")
-
-
-async def test_stopping_while_documents_are_searched(stage: Stage, runtime: Any, book: Path) -> None:
-    async with stage(runtime, size=(120, 40)) as s:
-        await attach(s, book)
-        documents = s.app.session.documents
-        await documents._alone.acquire()
-        await s.ask("What was the lighthouse keeper called?")
-        await s.shows("searching the documents · Esc stops")
-        await s.pilot.press("escape")
-        await s.until(lambda: s.last.state == "stopped")
-        documents._alone.release()
-        await asyncio.sleep(0)
-        await s.pilot.press("ctrl+r")
-        await s.answered()
-        assert "called Osgood." in asked(runtime)

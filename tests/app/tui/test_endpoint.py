@@ -75,8 +75,7 @@ def address() -> Iterator[str]:
 
 async def test_a_server_elsewhere_answers_under_its_own_name(stage: Stage, runtime: Any, address: str) -> None:
     async with stage(runtime, size=(100, 24), endpoint=address, endpoint_token="open") as s:
-        await s.shows("big-70b")
-        await s.shows("remote · 127.0.0.1")
+        await s.shows("big-70b", "remote · 127.0.0.1")
         await s.say("hello")
         await s.shows("Greetings from big-70b.")
         assert s.last.model == "big-70b"
@@ -86,8 +85,17 @@ async def test_a_server_elsewhere_answers_under_its_own_name(stage: Stage, runti
         await s.shows("other-8b")
         await s.pilot.press("down", "enter")
         await s.until(lambda: s.app.session.status.model == "other-8b", "the other model")
-        await s.say("hello again")
+        Handler.gate.clear()
+        await s.ask("hello again")
+        await s.until(lambda: s.last.text == "Greetings ")
+        before = Handler.listed
+        await s.app.session.refresh()
+        assert Handler.listed == before, "some end an answer when they are asked something"
+        Handler.gate.set()
+        await s.answered()
         await s.shows("Greetings from other-8b.")
+        await s.app.session.refresh()
+        assert Handler.listed > before
     assert not runtime.calls, "our own runtime was never asked"
 
 
@@ -128,20 +136,6 @@ async def hold_status(s: Any, until: asyncio.Event) -> None:
     await s.app.session.refresh()
 
 
-async def test_a_server_elsewhere_is_not_asked_while_it_answers(stage: Stage, runtime: Any, address: str) -> None:
-    async with stage(runtime, size=(100, 24), endpoint=address, endpoint_token="open") as s:
-        Handler.gate.clear()
-        await s.ask("hello")
-        await s.shows("Greetings")
-        before = Handler.listed
-        await s.app.session.refresh()
-        assert Handler.listed == before, "some end an answer when they are asked something"
-        Handler.gate.set()
-        await s.answered()
-        await s.app.session.refresh()
-        assert Handler.listed > before
-
-
 async def test_a_chat_of_a_model_that_is_not_there_says_so(stage: Stage, runtime: Any, address: str) -> None:
     async with stage(runtime, size=(100, 24), endpoint=address, endpoint_token="open") as s:
         s.app.session.note(s.app.session.conversation, model="demo")
@@ -165,8 +159,7 @@ async def test_what_only_our_own_runtime_has_is_not_shown(stage: Stage, runtime:
         await s.hides("T tokens")
         assert s.app.screen is s.app.chat
         await s.pilot.press("f3")
-        await s.shows("generates the answers")
-        await s.shows("system prompt")
+        await s.shows("generates the answers", "system prompt")
         for key in ("budget", "k_chunk", "kv", "context", "backend", "gamma"):
             assert not s.app.screen.query(f"#setting-{key}"), key
         field = s.app.screen.query_one("#setting-temperature Input")

@@ -198,20 +198,16 @@ async def test_links_in_them_are_followed(stage: Stage, runtime: Any, monkeypatc
         assert [type(one) for one in shown.children] == [FlatList, FlatTable]
 
 
-async def test_a_list_with_code_keeps_its_block(stage: Stage, runtime: Any) -> None:
-    async with stage(runtime, size=(80, 24)) as s:
+async def test_lists_keep_their_blocks_of_code_and_are_laid_out_again(stage: Stage, runtime: Any) -> None:
+    async with stage(runtime, size=(80, 30)) as s:
         shown = await answered(s, runtime, MIXED)
         assert shown.query_one(CodeFence).code == "x = 1"
         assert shown.query_one(FlatList)
         for words in ("1. before", "2. with code", "flat again"):
             await s.shows(words)
-
-
-async def test_it_is_laid_out_again_in_another_width(stage: Stage, runtime: Any) -> None:
-    async with stage(runtime, size=(80, 24)) as s:
         await answered(s, runtime, NESTED)
         await s.shows("one with some code and words enough to be wrapped somewhere")
-        await s.pilot.resize_terminal(44, 24)
+        await s.pilot.resize_terminal(44, 30)
         await s.hides("to be wrapped somewhere")
         await s.shows("three")
 

@@ -15,13 +15,15 @@ from app.supervisor import Supervisor
 from app.tui.app import ChatApp, _own_supervisor
 from app.tui.terminal import SuspendDetector
 
+Stage = Callable[..., Any]
+
 
 def rest(runtime: Any) -> None:
     """As the runtime does when a model was not used for long."""
     runtime.status = replace(runtime.status, state="empty", model=None, bits=None)
 
 
-async def test_a_model_that_rests_wakes_when_something_is_said(stage: Callable[..., Any], runtime: Any) -> None:
+async def test_a_model_that_rests_wakes_when_something_is_said(stage: Stage, runtime: Any) -> None:
     async with stage(runtime, size=(100, 30)) as s:
         rest(runtime)
         await s.app.session.refresh()
@@ -38,7 +40,7 @@ async def test_a_model_that_rests_wakes_when_something_is_said(stage: Callable[.
         assert len(runtime.named("load")) == 3
 
 
-async def test_a_model_that_failed_does_not_count_as_resting(stage: Callable[..., Any], runtime: Any) -> None:
+async def test_a_model_that_failed_does_not_count_as_resting(stage: Stage, runtime: Any) -> None:
     runtime.load_error = "not enough memory"
     async with stage(runtime, size=(100, 30), ready=False) as s:
         await s.until(lambda: s.app.session.problem)
@@ -48,7 +50,7 @@ async def test_a_model_that_failed_does_not_count_as_resting(stage: Callable[...
 
 @pytest.mark.parametrize(("backend", "starts"), [("triton", 2), ("cpu", 1)])
 async def test_what_ran_on_a_card_is_started_again_after_a_sleep(
-    stage: Callable[..., Any], runtime: Any, backend: str, starts: int
+    stage: Stage, runtime: Any, backend: str, starts: int
 ) -> None:
     async with stage(runtime, size=(100, 30)) as s:
         runtime.status = replace(runtime.status, backend=backend)

@@ -13,6 +13,8 @@ from app.tui.widgets.token_text import TokenStrip, TokenText, lay_out
 from runtime.wire.requests import Candidate, InspectedToken
 from tests.grid import grid
 
+Stage = Callable[..., Any]
+
 ANSWER = "One two three four five six seven eight."
 
 
@@ -27,20 +29,15 @@ async def opened(s: Any) -> TokenText:
 
 
 @pytest.mark.parametrize("size", grid([(60, 18), (80, 24), (120, 40), (40, 15)], {(80, 24), (40, 15)}), ids=str)
-async def test_it_tells_of_one_token_at_every_size(
-    stage: Callable[..., Any], runtime: Any, size: tuple[int, int]
-) -> None:
+async def test_it_tells_of_one_token_at_every_size(stage: Stage, runtime: Any, size: tuple[int, int]) -> None:
     runtime.answers = [ANSWER]
     async with stage(runtime, size=size) as s:
         text = await opened(s)
         await s.shows("1 of 8")
         await s.pilot.press("right", "right")
-        await s.shows("3 of 8")
-        await s.shows("Compensation changes the")
+        await s.shows("3 of 8", "Compensation changes the")
         if size[0] >= 60:
-            await s.shows("without it")
-            await s.shows("with compensation")
-            await s.shows("▸ “ three”")
+            await s.shows("without it", "with compensation", "▸ “ three”")
         await s.pilot.press("end")
         await s.shows("8 of 8")
         assert text.cursor == 7
@@ -48,16 +45,7 @@ async def test_it_tells_of_one_token_at_every_size(
         await s.shows("count")
 
 
-async def test_the_request_is_what_the_model_was_given(stage: Callable[..., Any], runtime: Any) -> None:
-    runtime.answers = [ANSWER]
-    async with stage(runtime, system_prompt="Be short.") as s:
-        await opened(s)
-        [asked] = runtime.named("inspect")
-        assert (asked.model, asked.answer) == ("demo", ANSWER)
-        assert [(one.role, one.content) for one in asked.messages] == [("system", "Be short."), ("user", "count")]
-
-
-async def test_changes_are_found_and_other_looks_chosen(stage: Callable[..., Any], runtime: Any) -> None:
+async def test_changes_are_found_and_other_looks_chosen(stage: Stage, runtime: Any) -> None:
     runtime.answers = [ANSWER]
     async with stage(runtime) as s:
         text = await opened(s)
@@ -77,26 +65,25 @@ async def test_changes_are_found_and_other_looks_chosen(stage: Callable[..., Any
         await s.shows("instead.")
 
 
-async def test_the_mouse_picks_a_token(stage: Callable[..., Any], runtime: Any) -> None:
+async def test_it_opens_from_the_message_and_the_mouse_picks_a_token(stage: Stage, runtime: Any) -> None:
     runtime.answers = [ANSWER]
-    async with stage(runtime) as s:
-        text = await opened(s)
-        await s.click(TokenText, offset=(9, 0))
-        await s.until(lambda: text.cursor == 2, "the token under the mouse")
-        await s.click(TokenStrip, offset=(6, 0))
-        await s.until(lambda: text.cursor == 6, "the token of the strip")
-
-
-async def test_it_opens_from_the_message_and_from_its_link(stage: Callable[..., Any], runtime: Any) -> None:
-    runtime.answers = [ANSWER]
-    async with stage(runtime) as s:
+    async with stage(runtime, system_prompt="Be short.") as s:
         await s.say("count")
         await s.shows("details · tokens")
         await s.pilot.press("ctrl+up", "t")
         await s.shows("8 tokens")
+        await s.settled()
+        text = s.app.screen.query_one(TokenText)
+        await s.click(TokenText, offset=(9, 0))
+        await s.until(lambda: text.cursor == 2, "the token under the mouse")
+        await s.click(TokenStrip, offset=(6, 0))
+        await s.until(lambda: text.cursor == 6, "the token of the strip")
+        [asked] = runtime.named("inspect")
+        assert (asked.model, asked.answer) == ("demo", ANSWER)
+        assert [(one.role, one.content) for one in asked.messages] == [("system", "Be short."), ("user", "count")]
 
 
-async def test_what_cannot_be_looked_at_is_said(stage: Callable[..., Any], runtime: Any) -> None:
+async def test_what_cannot_be_looked_at_is_said(stage: Stage, runtime: Any) -> None:
     async with stage(runtime) as s:
         await s.pilot.press("f7")
         assert s.app.screen is s.app.chat

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,6 +22,7 @@ from models.progress import Progress
 from runtime.wire.device import Prospect
 from runtime.wire.requests import QuantizeRequest
 
+Stage = Callable[..., Any]
 WIDE = (140, 40)
 
 
@@ -46,20 +48,15 @@ def newcomer(runtime: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     return runtime
 
 
-async def test_a_first_run_tells_what_was_found_and_what_to_get(stage: Callable[..., Any], newcomer: Any) -> None:
+async def test_a_first_run_tells_what_was_found_and_what_to_get(stage: Stage, newcomer: Any) -> None:
     async with stage(newcomer, size=(100, 30), model=None, ready=False) as s:
-        await s.shows("Example 7840U, 8 cores")
-        await s.shows("You are chatting with demo, a tiny bundled model")
-        await s.shows("Gemma 4 E4B suits this machine best")
-        await s.shows("Ask anything.")
+        await s.shows("Example 7840U, 8 cores", "You are chatting with demo, a tiny bundled model")
+        await s.shows("Gemma 4 E4B suits this machine best", "Ask anything.")
         await s.say("Hello")
         await s.pilot.press("f2")
         await s.shows("Enter downloads it")
         table = s.app.screen.query_one("ModelTable")
         assert table.get_row_at(table.cursor_row)[1].plain == "Gemma 4 E4B"
-
-
-async def test_the_first_model_takes_the_greeting_s_place(stage: Callable[..., Any], newcomer: Any) -> None:
     async with stage(newcomer, size=(100, 30), model=None, ready=False) as s:
         await s.shows("You are chatting with demo, a tiny bundled model")
         s.app.post_message(QuantizeAsked(QuantizeRequest(source="owner/some-model")))
@@ -69,7 +66,7 @@ async def test_the_first_model_takes_the_greeting_s_place(stage: Callable[..., A
 
 
 async def test_without_a_network_it_says_so_and_chats(
-    stage: Callable[..., Any], newcomer: Any, monkeypatch: pytest.MonkeyPatch
+    stage: Stage, newcomer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("app.network.offline", lambda: True)
     async with stage(newcomer, size=(100, 30), model=None, ready=False) as s:
@@ -77,7 +74,7 @@ async def test_without_a_network_it_says_so_and_chats(
         await s.say("Hello")
 
 
-async def test_whoever_has_models_is_greeted_as_ever(stage: Callable[..., Any], runtime: Any) -> None:
+async def test_whoever_has_models_is_greeted_as_ever(stage: Stage, runtime: Any) -> None:
     async with stage(runtime, size=(100, 30), model=None, ready=False) as s:
         await s.shows("no model loaded")
         assert not s.app.session.newcomer
@@ -97,20 +94,29 @@ def test_the_hub_may_be_forbidden_and_a_proxy_is_a_way_out(monkeypatch: pytest.M
     assert network.offline()
 
 
-async def test_models_are_offered_with_what_they_take_here(stage: Callable[..., Any], runtime: Any) -> None:
+async def test_models_are_offered_with_what_they_take_here(stage: Stage, runtime: Any) -> None:
     async with stage(runtime, size=WIDE, ready=False) as s:
         await open_offers(s)
         await s.shows("Example 7840U, 8 cores · 21.4 GB free of 32.0 GB. Models run on the processor, which reads")
-        await s.shows("61 · 67 · 74 MB")
-        await s.shows("best here")
+        await s.shows("61 · 67 · 74 MB", "best here")
         await point_at(s, "Qwen3 0.6B")
         await s.shows("Qwen/Qwen3-0.6B-GGUF by Qwen · Apache-2.0 · GGUF, 633 MB to download")
         await s.shows("Enter downloads it")
         await point_at(s, "Llama 3.2 1B")
         await s.shows("needs a login")
+        await point_at(s, "Qwen3 1.7B")
+        await s.open(QuantizeDialog, "q")
+        name = s.app.screen.query_one(Input)
+        assert name.value == "Qwen/Qwen3-1.7B-GGUF", "the dialog knows the model under the cursor"
+        assert checkpoint_problem("owner/some-model") is None
+        name.value = "owner/some-model"
+        await s.open(ConfirmDialog, "enter")
+        await s.pilot.press("y")
+        await s.until(lambda: s.app.session.status.model == "some-model")
+        assert [one.source for one in runtime.named("quantize")] == ["owner/some-model"]
 
 
-async def test_a_model_that_does_not_fit_now_is_not_fetched(stage: Callable[..., Any], runtime: Any) -> None:
+async def test_a_model_that_does_not_fit_now_is_not_fetched(stage: Stage, runtime: Any) -> None:
     runtime.free_bytes = 300_000_000
     async with stage(runtime, size=WIDE, ready=False) as s:
         await open_offers(s)
@@ -122,9 +128,7 @@ async def test_a_model_that_does_not_fit_now_is_not_fetched(stage: Callable[...,
         assert runtime.named("quantize") == []
 
 
-async def test_what_arrives_late_moves_neither_the_cursor_nor_the_list(
-    stage: Callable[..., Any], newcomer: Any
-) -> None:
+async def test_what_arrives_late_moves_neither_the_cursor_nor_the_list(stage: Stage, newcomer: Any) -> None:
     async with stage(newcomer, size=(100, 16), model=None) as s:
         client = s.app.session.client()
         prospects = client.prospects
@@ -149,14 +153,13 @@ async def test_what_arrives_late_moves_neither_the_cursor_nor_the_list(
         assert table.cursor_row - table.scroll_offset.y == seen
 
 
-async def test_enter_fetches_makes_loads_and_chats(stage: Callable[..., Any], runtime: Any) -> None:
+async def test_enter_fetches_makes_loads_and_chats(stage: Stage, runtime: Any) -> None:
     async with stage(runtime, size=WIDE, ready=False) as s:
         await open_offers(s)
         await point_at(s, "Qwen3 0.6B")
         for refuse in ("enter", "escape", "n"):
             await s.open(ConfirmDialog, "enter")
-            await s.shows("633 MB")
-            await s.shows("of disk are free")
+            await s.shows("633 MB", "of disk are free")
             await s.pilot.press(refuse)
             await s.until(lambda: isinstance(s.app.screen, ModelsScreen))
         assert not runtime.named("quantize")
@@ -171,12 +174,13 @@ async def test_enter_fetches_makes_loads_and_chats(stage: Callable[..., Any], ru
         assert s.app.session.conversation.extras.model == "Qwen3-0.6B-GGUF"
 
 
-async def test_what_is_said_meanwhile_keeps_its_model(stage: Callable[..., Any], runtime: Any, tmp_path: Path) -> None:
+async def test_what_is_said_meanwhile_keeps_its_model(stage: Stage, runtime: Any, tmp_path: Path) -> None:
     async with stage(runtime, size=WIDE, kept=tmp_path / "history.db") as s:
-        runtime.load_delay_s = 0.5
+        runtime.load_gate = asyncio.Event()
         s.app.post_message(QuantizeAsked(QuantizeRequest(source="Qwen/Qwen3-0.6B")))
         await s.shows("✓ fetch  ▸ quantize  · load  · tune")
         await s.say("still there?")
+        runtime.load_gate.set()
         told = "Qwen3-0.6B is ready: ^N starts a chat with it."
         await s.until(lambda: any(one.message == told for one in s.app._notifications), "word that it is made")
         assert s.app.session.status.model == "demo"
@@ -186,7 +190,7 @@ async def test_what_is_said_meanwhile_keeps_its_model(stage: Callable[..., Any],
         assert s.app.session.conversation.extras.model == "Qwen3-0.6B"
 
 
-async def test_a_setup_is_stopped_and_resumed(stage: Callable[..., Any], runtime: Any) -> None:
+async def test_a_setup_is_stopped_and_resumed(stage: Stage, runtime: Any) -> None:
     async with stage(runtime, size=WIDE) as s:
         runtime.load_delay_s = 60
         s.app.post_message(QuantizeAsked(QuantizeRequest(source="owner/some-model")))
@@ -201,7 +205,7 @@ async def test_a_setup_is_stopped_and_resumed(stage: Callable[..., Any], runtime
         assert unfinished() is None
 
 
-async def test_who_quits_meanwhile_is_asked_next_time(stage: Callable[..., Any], runtime: Any) -> None:
+async def test_who_quits_meanwhile_is_asked_next_time(stage: Stage, runtime: Any) -> None:
     async with stage(runtime, size=WIDE) as s:
         runtime.load_delay_s = 60
         s.app.post_message(QuantizeAsked(QuantizeRequest(source="owner/some-model", bits=3.0)))
@@ -213,26 +217,6 @@ async def test_who_quits_meanwhile_is_asked_next_time(stage: Callable[..., Any],
         await s.pilot.press("escape")
         await s.hides("Getting some-model")
         assert unfinished() is None
-
-
-async def test_a_name_on_the_hub_is_typed(stage: Callable[..., Any], runtime: Any) -> None:
-    assert checkpoint_problem("owner/some-model") is None
-    async with stage(runtime, size=WIDE, ready=False) as s:
-        await open_offers(s)
-        await s.open(QuantizeDialog, "q")
-        s.app.screen.query_one(Input).value = "owner/some-model"
-        await s.open(ConfirmDialog, "enter")
-        await s.pilot.press("y")
-        await s.until(lambda: s.app.session.status.model == "some-model")
-        assert [one.source for one in runtime.named("quantize")] == ["owner/some-model"]
-
-
-async def test_the_dialog_knows_the_model_under_the_cursor(stage: Callable[..., Any], runtime: Any) -> None:
-    async with stage(runtime, size=WIDE, ready=False) as s:
-        await open_offers(s)
-        await point_at(s, "Qwen3 1.7B")
-        await s.open(QuantizeDialog, "q")
-        assert s.app.screen.query_one(Input).value == "Qwen/Qwen3-1.7B-GGUF"
 
 
 def test_stages_follow_from_phases_and_are_never_gone_back_to() -> None:

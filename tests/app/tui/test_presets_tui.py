@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from textual.widgets import Button, Input, OptionList, TextArea
 
-from app import presets
+from app import paths, presets
 from app.tui.screens.chat_dialogs import ChatSettingsDialog
 from app.tui.screens.presets import PresetDialog, PresetsDialog
 from tests.grid import grid
@@ -31,8 +32,8 @@ async def written(s: Any, name: str, text: str) -> None:
     s.app.screen.query_one("#yes", Button).press()
 
 
-async def test_one_is_chosen_for_this_chat_alone(stage: Stage, runtime: Any) -> None:
-    async with stage(runtime) as s:
+async def test_one_is_chosen_for_this_chat_alone(stage: Stage, runtime: Any, tmp_path: Path) -> None:
+    async with stage(runtime, kept=tmp_path / "history.db") as s:
         await opened(s)
         await s.pilot.press("down")
         await s.shows("Answer in as few words")
@@ -41,25 +42,24 @@ async def test_one_is_chosen_for_this_chat_alone(stage: Stage, runtime: Any) -> 
         await s.shows("Brief")
         await s.say("a")
         assert runtime.named("chat")[0][0][0] == {"role": "system", "content": presets.BUNDLED["Brief"]}
-        dialog = await opened(s)
-        assert dialog.query_one(OptionList).highlighted == 1, "it begins with the one that the chat has"
-        await s.pilot.press("home", "enter")
-        await s.hides("Brief")
-        await s.say("b")
-        assert runtime.named("chat")[1][0][0]["role"] == "user"
-
-
-async def test_it_stays_with_its_chat(stage: Stage, runtime: Any, tmp_path: Any) -> None:
-    async with stage(runtime, kept=tmp_path / "history.db") as s:
-        await opened(s)
-        await s.pilot.press("down", "enter")
-        await s.say("a")
+        await s.open(ChatSettingsDialog, "f5")
+        s.app.screen.query_one("#own-temperature", Input).value = "0.2"
+        s.app.screen.query_one("#yes", Button).press()
+        await s.until(lambda: s.app.screen is s.app.chat)
+        own = s.app.session.conversation.extras.settings
+        assert own == {"preset": "Brief", "system_prompt": presets.BUNDLED["Brief"], "temperature": 0.2}
         await s.pilot.press("ctrl+n")
         await s.until(lambda: len(s.app.session.conversation) == 0)
         await s.hides("Brief")
         [chat] = await s.app.session.history.chats()
         await s.app.chat.open_chat(chat)
         await s.shows("Brief")
+        dialog = await opened(s)
+        assert dialog.query_one(OptionList).highlighted == 1, "it begins with the one that the chat has"
+        await s.pilot.press("home", "enter")
+        await s.hides("Brief")
+        await s.say("b")
+        assert runtime.named("chat")[1][0][0]["role"] == "user"
 
 
 async def test_they_are_kept_changed_and_deleted(stage: Stage, runtime: Any) -> None:
@@ -72,8 +72,7 @@ async def test_they_are_kept_changed_and_deleted(stage: Stage, runtime: Any) -> 
         await s.shows("A preset named Brief already exists.")
         await written(s, "Pirate [x]", "Be a pirate.")
         await s.until(lambda: isinstance(s.app.screen, PresetsDialog))
-        await s.shows("Pirate [x]")
-        await s.shows("Be a pirate.")
+        await s.shows("Pirate [x]", "Be a pirate.")
         await s.pilot.press("e")
         await written(s, "Parrot", "Repeat what is said.")
         await s.until(lambda: isinstance(s.app.screen, PresetsDialog))
@@ -103,21 +102,7 @@ async def test_a_chat_s_own_prompt_is_kept_as_a_preset(stage: Stage, runtime: An
         await s.shows("custom system prompt")
 
 
-async def test_settings_of_the_chat_leave_its_preset(stage: Stage, runtime: Any) -> None:
-    async with stage(runtime) as s:
-        await opened(s)
-        await s.pilot.press("down", "enter")
-        await s.open(ChatSettingsDialog, "f5")
-        s.app.screen.query_one("#own-temperature", Input).value = "0.2"
-        s.app.screen.query_one("#yes", Button).press()
-        await s.until(lambda: s.app.screen is s.app.chat)
-        own = s.app.session.conversation.extras.settings
-        assert own == {"preset": "Brief", "system_prompt": presets.BUNDLED["Brief"], "temperature": 0.2}
-
-
 async def test_a_file_that_cannot_be_read_is_told(stage: Stage, runtime: Any) -> None:
-    from app import paths
-
     paths.presets_file().parent.mkdir(parents=True, exist_ok=True)
     paths.presets_file().write_text("oh [no")
     async with stage(runtime, size=(100, 30)) as s:

@@ -6,11 +6,14 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-REPOSITORY = Path(__file__).resolve().parents[3]
+from tests.app.pseudo_terminal import ROOT, PseudoTerminal
+
 SCRIPT = """
 import asyncio, importlib.util, sys
 sys.path.insert(0, {repository!r})
@@ -40,16 +43,27 @@ print(sorted(heavy & set(sys.modules)))
 
 def script(body: str) -> str:
     conftest = str(Path(__file__).parent / "conftest.py")
-    return SCRIPT.format(repository=str(REPOSITORY), conftest=conftest) + body
+    return SCRIPT.format(repository=str(ROOT), conftest=conftest) + body
 
 
-def in_terminal(body: str, terminal: int) -> subprocess.Popen[bytes]:
-    """Run a script in a terminal. It has no size, as a serial line, and the environment doesn't tell one either."""
-    environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
-    command = [sys.executable, "-c", script(body)]
-    return subprocess.Popen(
-        command, stdin=terminal, stdout=terminal, stderr=terminal, start_new_session=True, env=environment
-    )
+@contextmanager
+def in_terminal(body: str) -> Iterator[PseudoTerminal]:
+    """Run a script in a terminal, until it shows a loaded model."""
+    terminal = PseudoTerminal(sys.executable, "-c", script(body))
+    try:
+        terminal.until("Ask anything.", "demo", "cpu")
+        yield terminal
+    finally:
+        terminal.close()
+
+
+MARKING = """
+import pathlib
+class Marking(scripted.Supervisor):
+    async def close(self):
+        await super().close()
+        pathlib.Path({mark!r}).write_text("yes")
+"""
 
 
 def run(body: str) -> subprocess.CompletedProcess[str]:
@@ -71,7 +85,7 @@ def test_what_stays_is_left_out_of_garbage_collection() -> None:
 
 def test_importing_the_entry_imports_almost_nothing() -> None:
     code = "import sys, app.tui; print(sorted({'textual', 'httpx', 'torch', 'app.settings'} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
     assert done.stdout.strip() == "[]"
 
 
@@ -99,59 +113,31 @@ print(frames)
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=["SIGTERM", "SIGHUP"])
 def test_a_killed_ui_restores_the_terminal_and_closes_the_runtime(number: signal.Signals, tmp_path: Path) -> None:
-    import pty
-    import select
     import termios
-    import time
 
     mark = tmp_path / "closed"
     body = f"""
-import pathlib
-class Marking(scripted.Supervisor):
-    async def close(self):
-        await super().close()
-        pathlib.Path({str(mark)!r}).write_text("yes")
+{MARKING.format(mark=str(mark))}
+import termios
+pathlib.Path({str(tmp_path / "before")!r}).write_text(str(termios.tcgetattr(0)[3]))
 runtime = scripted.Runtime()
 scripted.ChatApp(scripted.Settings(model="demo"), supervisor=lambda: Marking(runtime)).run()
 """
-    leader, follower = pty.openpty()
-    before = termios.tcgetattr(follower)
-    process = in_terminal(body, follower)
-    try:
-        seen, deadline = b"", time.monotonic() + 60
-        while b"cpu" not in seen and time.monotonic() < deadline:
-            if select.select([leader], [], [], 0.1)[0]:
-                seen += os.read(leader, 65536)
-        process.send_signal(number)
-        while process.poll() is None and time.monotonic() < deadline:
-            if select.select([leader], [], [], 0.1)[0]:
-                seen += os.read(leader, 65536)
-        while select.select([leader], [], [], 0.2)[0]:
-            seen += os.read(leader, 65536)
-    finally:
-        process.kill()
-        process.wait()
-    assert mark.exists()
-    assert seen.rstrip().rfind(b"\x1b[?1049l") > seen.rfind(b"\x1b[?1049h")
-    assert termios.tcgetattr(follower)[3] == before[3]
-    os.close(leader)
-    os.close(follower)
+    with in_terminal(body) as terminal:
+        terminal.process.send_signal(number)
+        terminal.ended()
+        assert mark.exists()
+        assert terminal.seen.rstrip().rfind("\x1b[?1049l") > terminal.seen.rfind("\x1b[?1049h")
+        assert str(termios.tcgetattr(terminal.follower)[3]) == (tmp_path / "before").read_text()
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
 @pytest.mark.parametrize("controlling", [True, False], ids=["with SIGHUP", "without"])
 def test_a_closed_terminal_ends_the_ui(controlling: bool, tmp_path: Path) -> None:
-    import pty
-    import select
-    import time
-
     mark = tmp_path / "closed"
     body = f"""
-import fcntl, os, pathlib, termios
-class Marking(scripted.Supervisor):
-    async def close(self):
-        await super().close()
-        pathlib.Path({str(mark)!r}).write_text("yes")
+{MARKING.format(mark=str(mark))}
+import fcntl, os, termios
 if {controlling}:
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 import app.tui, app.tui.app
@@ -159,21 +145,10 @@ make = lambda settings, history: scripted.ChatApp(settings, supervisor=lambda: M
 app.tui.app.ChatApp = make
 app.tui.run(scripted.Settings(model="demo"))
 """
-    leader, follower = pty.openpty()
-    process = in_terminal(body, follower)
-    try:
-        os.close(follower)
-        seen, deadline = b"", time.monotonic() + 60
-        while b"cpu" not in seen and time.monotonic() < deadline:
-            if select.select([leader], [], [], 0.1)[0]:
-                seen += os.read(leader, 65536)
-        os.close(leader)
-        assert b"cpu" in seen
-        assert seen.count(b"Ask anything") < 20, "it paints again and again"
-        assert process.wait(60) == 129
-    finally:
-        process.kill()
-        process.wait()
+    with in_terminal(body) as terminal:
+        assert terminal.seen.count("Ask anything") < 20, "it paints again and again"
+        terminal.hang_up()
+        assert terminal.process.wait(60) == 129
     assert mark.exists()
 
 
@@ -181,38 +156,16 @@ app.tui.run(scripted.Settings(model="demo"))
 @pytest.mark.parametrize("number", [signal.SIGTSTP, signal.SIGSTOP], ids=["SIGTSTP", "SIGSTOP"])
 def test_all_of_the_screen_is_drawn_after_a_stop(number: signal.Signals) -> None:
     import fcntl
-    import pty
-    import select
     import struct
     import termios
-    import time
 
-    body = "scripted.make_app(scripted.Runtime()).run()"
-    leader, follower = pty.openpty()
-    process = in_terminal(body, follower)
-
-    def until(*words: bytes) -> None:
-        seen, deadline = b"", time.monotonic() + 60
-        while not all(word in seen for word in words):
-            assert time.monotonic() < deadline, (words, seen)
-            if select.select([leader], [], [], 0.1)[0]:
-                seen += os.read(leader, 65536)
-
-    parts = (b"lowbit-chat", b"Ask anything.", b"send", b"F1")  # header, chat, composer, keys
-    try:
-        until(*parts, b"demo")
+    with in_terminal("scripted.make_app(scripted.Runtime()).run()") as terminal:
         for columns in (80, 100):  # also in a terminal whose size changed meanwhile
-            process.send_signal(number)
-            os.waitpid(process.pid, os.WUNTRACED)
-            while select.select([leader], [], [], 0.1)[0]:
-                os.read(leader, 65536)
-            fcntl.ioctl(leader, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-            process.send_signal(signal.SIGCONT)
-            until(*parts)
-            os.write(leader, b"x")
-            until(b"x")
-    finally:
-        process.kill()
-        process.wait()
-        os.close(leader)
-        os.close(follower)
+            terminal.process.send_signal(number)
+            os.waitpid(terminal.process.pid, os.WUNTRACED)
+            terminal.quiet()
+            fcntl.ioctl(terminal.leader, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+            terminal.process.send_signal(signal.SIGCONT)
+            terminal.until("lowbit-chat", "Ask anything.", "send", "F1")  # header, chat, composer, keys
+            terminal.type("x")
+            terminal.until("x")

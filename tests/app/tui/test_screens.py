@@ -17,6 +17,7 @@ from textual.widgets import Button, Input, Select, Static, TextArea
 from textual.widgets.option_list import Option
 
 from app import settings
+from app.tui.messages import QuantizeAsked
 from app.tui.plain import PlainApp
 from app.tui.screens.chat import ChatScreen
 from app.tui.screens.dialogs import CheckpointSuggester, ConfirmDialog, QuantizeDialog, checkpoint_problem
@@ -32,6 +33,8 @@ from app.tui.widgets.transcript import Transcript
 from runtime.wire.requests import LoadRequest, QuantizeRequest
 from tests.grid import grid
 
+Stage = Callable[..., Any]
+
 
 async def open_models(s: Any) -> Any:
     await s.pilot.press("f2")
@@ -39,20 +42,15 @@ async def open_models(s: Any) -> Any:
     return s.app.screen
 
 
-async def test_home_and_end_go_to_the_first_and_the_last_model(stage: Callable[..., Any], runtime: Any) -> None:
-    async with stage(runtime, size=(100, 30)) as s:
+async def test_a_model_is_picked_loaded_and_remembered(stage: Stage, runtime: Any) -> None:
+    async with stage(runtime) as s:
         await open_models(s)
+        await s.shows("bundled")
         table = s.app.screen.query_one("ModelTable")
         await s.pilot.press("end")
         assert table.cursor_row == table.row_count - 1 > 1
         await s.pilot.press("home")
         assert table.cursor_row == 0
-
-
-async def test_a_model_is_picked_loaded_and_remembered(stage: Callable[..., Any], runtime: Any) -> None:
-    async with stage(runtime) as s:
-        await open_models(s)
-        await s.shows("bundled")
         await s.pilot.press("down", "enter")
         await s.until(lambda: s.app.session.status.model == "tiny-3bit")
         assert s.app.screen is s.app.chat
@@ -60,14 +58,14 @@ async def test_a_model_is_picked_loaded_and_remembered(stage: Callable[..., Any]
         await s.shows("tiny-3bit · 3-bit")
 
 
-async def test_a_single_model_is_loaded_without_asking(stage: Callable[..., Any], runtime: Any) -> None:
+async def test_a_single_model_is_loaded_without_asking(stage: Stage, runtime: Any) -> None:
     runtime.entries = runtime.entries[:1]
     async with stage(runtime, model=None) as s:
         assert s.app.session.status.model == "demo"
         assert settings.load().model is None
 
 
-async def test_perplexity_and_warning_are_shown(stage: Callable[..., Any], runtime: Any) -> None:
+async def test_perplexity_and_warning_are_shown(stage: Stage, runtime: Any) -> None:
     demo, tiny = runtime.entries
     runtime.entries = [
         replace(tiny, name="bad", perplexity_before=12.31, perplexity_after=99.0, warning="3 bits fell apart"),
@@ -75,15 +73,15 @@ async def test_perplexity_and_warning_are_shown(stage: Callable[..., Any], runti
     ]
     async with stage(runtime) as s:
         await open_models(s)
-        await s.shows("12.31 → 99.00")
-        await s.shows("gptq · 3 bits fell apart")
+        await s.shows("12.31 → 99.00", "gptq · 3 bits fell apart")
         await s.pilot.press("down")
         await s.hides("3 bits fell apart")
 
 
-async def test_a_checkpoint_is_quantized(stage: Callable[..., Any], runtime: Any, tmp_path: Path) -> None:
-    checkpoint = tmp_path / "mine"
+async def test_a_checkpoint_is_quantized(stage: Stage, runtime: Any, tmp_path: Path) -> None:
+    checkpoint, gguf = tmp_path / "mine", tmp_path / "model.gguf"
     checkpoint.mkdir()
+    gguf.write_bytes(b"GGUF and more")
     async with stage(runtime, size=(100, 30)) as s:
         await open_models(s)
         await s.open(QuantizeDialog, "q")
@@ -93,21 +91,23 @@ async def test_a_checkpoint_is_quantized(stage: Callable[..., Any], runtime: Any
         (checkpoint / "config.json").write_text("{}")
         await s.pilot.press("enter")
         await s.until(lambda: any(entry.name == "mine" for entry in runtime.entries) and not s.app.session.working)
-        assert runtime.named("quantize") == [
-            QuantizeRequest(source=str(checkpoint), bits=4.0, method="gptq", smooth_attention=False)
-        ]
+        asked = QuantizeRequest(source=str(checkpoint), bits=4.0, method="gptq", smooth_attention=False)
+        assert runtime.named("quantize") == [asked]
         await s.until(lambda: "12.30 → 12.80" in s.screen_text(), "the new row")
+        await s.open(QuantizeDialog, "q")
+        s.app.screen.query_one(Input).value = str(gguf)
+        await s.pilot.press("enter")
+        await s.until(lambda: len(runtime.named("quantize")) == 2)
+        assert runtime.named("quantize")[1] == QuantizeRequest(source=str(gguf))
 
 
-async def test_bits_and_method_are_chosen_by_keys(stage: Callable[..., Any], runtime: Any, tmp_path: Path) -> None:
+async def test_bits_and_method_are_chosen_by_keys(stage: Stage, runtime: Any, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     async with stage(runtime, size=(40, 15)) as s:
         await open_models(s)
         await s.open(QuantizeDialog, "q")
         s.app.screen.query_one(Input).value = str(tmp_path)
-        await s.pilot.press(
-            "tab", "down", "enter", "tab", "down", "down", "down", "down", "enter", "tab", "space", "tab"
-        )
+        await s.pilot.press("tab", "down", "enter", "tab", *["down"] * 4, "enter", "tab", "space", "tab")
         await s.until(lambda: "Quantize" in s.screen_text(), "the button, which the dialog scrolls to")
         await s.pilot.press("enter")
         await s.until(lambda: runtime.named("quantize"))
@@ -118,19 +118,13 @@ async def test_bits_and_method_are_chosen_by_keys(stage: Callable[..., Any], run
         await s.until(lambda: "3.5" in s.screen_text(), "the new row")
 
 
-async def test_work_is_shown_behind_the_chat_and_can_be_stopped(
-    stage: Callable[..., Any], runtime: Any, tmp_path: Path
-) -> None:
+async def test_work_is_shown_behind_the_chat_and_can_be_stopped(stage: Stage, runtime: Any, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    runtime.load_delay_s = 0.0
     async with stage(runtime, size=(100, 30)) as s:
         runtime.load_delay_s = 60
-        from app.tui.messages import QuantizeAsked
-
         s.app.post_message(QuantizeAsked(QuantizeRequest(source=str(tmp_path), bits=3.0)))
         await s.until(lambda: s.app.session.working)
-        await s.shows("▸ quantize")
-        await s.shows("0 of 4 blocks")
+        await s.shows("▸ quantize", "0 of 4 blocks")
         await s.say("still there?")
         assert s.last.state == "done"
         await s.pilot.press("escape")
@@ -141,7 +135,7 @@ async def test_work_is_shown_behind_the_chat_and_can_be_stopped(
         await s.hides("Quantizing")
 
 
-async def test_deleting_asks_first_and_spares_the_bundled_model(stage: Callable[..., Any], runtime: Any) -> None:
+async def test_deleting_asks_first_and_spares_the_bundled_model(stage: Stage, runtime: Any) -> None:
     async with stage(runtime) as s:
         await open_models(s)
         await s.pilot.press("d")
@@ -160,38 +154,59 @@ async def test_deleting_asks_first_and_spares_the_bundled_model(stage: Callable[
         assert isinstance(s.app.screen, ModelsScreen)
 
 
-async def test_a_sampling_setting_is_applied_and_kept_at_once(stage: Callable[..., Any], runtime: Any) -> None:
+async def test_a_setting_is_applied_and_kept_at_once(stage: Stage, runtime: Any, isolated_home: Path) -> None:
+    def field(name: str) -> Input:
+        found: Input = s.app.screen.query_one(f"#setting-{name} Input", Input)
+        return found
+
+    async def leave() -> None:
+        await s.pilot.press("escape")
+        await s.until(lambda: s.app.screen is s.app.chat)
+
     async with stage(runtime) as s:
         await s.open(SettingsScreen, "f3")
-        s.app.screen.query_one("#setting-temperature Input", Input).value = "1.5"
+        field("temperature").value = "1.5"
         s.app.screen.query_one("#setting-system_prompt TextArea", TextArea).load_text("Answer in\nrhymes.")
-        await s.pilot.press("enter", "escape")
-        await s.until(lambda: s.app.screen is s.app.chat)
+        await s.pilot.press("enter")
+        await leave()
         await s.until(lambda: s.app.session.settings.system_prompt == "Answer in\nrhymes.")
         assert s.app.session.settings.temperature == 1.5
         kept = settings.load()
         assert (kept.temperature, kept.system_prompt) == (1.5, "Answer in\nrhymes.")
         assert len(runtime.named("load")) == 1
 
-
-async def test_a_bad_value_is_told_and_not_kept(stage: Callable[..., Any], runtime: Any) -> None:
-    async with stage(runtime) as s:
         await s.open(SettingsScreen, "f3")
-        s.app.screen.query_one("#setting-top_p Input", Input).value = "7"
+        field("top_p").value = "7"
         await s.pilot.press("tab", "tab")
         await s.settled()
-        s.app.screen.query_one("#setting-top_p Input", Input).focus()
+        field("top_p").focus()
         await s.pilot.press("enter")
         await s.shows("it must be a number above 0 to 1")
+        await leave()
+        assert s.app.session.settings.top_p == settings.load().top_p == settings.Settings().top_p
+
+        (isolated_home / "settings.toml").write_text("= broken")
+        await s.open(SettingsScreen, "f3")
+        field("top_k").value = "5"
         await s.pilot.press("escape")
-        await s.until(lambda: s.app.screen is s.app.chat)
-        assert s.app.session.settings.top_p == settings.Settings().top_p
-        assert settings.load().top_p == settings.Settings().top_p
+        await s.until(lambda: s.app.session.settings.top_k == 5)
+        await s.until(lambda: any("not valid TOML" in note.message for note in s.app._notifications))
+        assert (isolated_home / "settings.toml").read_text() == "= broken"
 
 
-async def test_what_needs_a_reload_says_so_and_reloads_once(stage: Callable[..., Any], runtime: Any) -> None:
+async def test_what_needs_a_reload_says_so_and_reloads_once(stage: Stage, runtime: Any) -> None:
     async with stage(runtime, size=(100, 40)) as s:
         await s.open(SettingsScreen, "f3")
+        await s.shows("34 kB per token (26 % of fp16) · 128k tokens fit · 277 MB for 8k")
+        s.app.screen.query_one("#setting-kv Select", Select).value = "fp16"
+        await s.shows("131 kB per token · 40k tokens fit · 1.1 GB for 8k")
+        await s.shows("Recommended here: int4; it holds 128k tokens.")
+        context = s.app.screen.query_one("#setting-context Input", Input)
+        context.value = "200000"
+        context.focus()
+        await s.pilot.press("enter")
+        await s.shows("A context of 200k exceeds this model or memory")
+        context.value = "auto"
         s.app.screen.query_one("#setting-kv Select", Select).value = "int8"
         s.app.screen.query_one("#setting-k_chunk Input", Input).value = "64"
         s.app.screen.query_one("#setting-experts_on_device Input", Input).value = "9"
@@ -205,21 +220,7 @@ async def test_what_needs_a_reload_says_so_and_reloads_once(stage: Callable[...,
         await s.shows("k_chunk 64 · KV int8")
 
 
-async def test_what_a_kind_of_cache_means_is_shown_before_it_is_loaded(stage: Callable[..., Any], runtime: Any) -> None:
-    async with stage(runtime, size=(100, 40)) as s:
-        await s.open(SettingsScreen, "f3")
-        await s.shows("34 kB per token (26 % of fp16) · 128k tokens fit · 277 MB for 8k")
-        s.app.screen.query_one("#setting-kv Select", Select).value = "fp16"
-        await s.shows("131 kB per token · 40k tokens fit · 1.1 GB for 8k")
-        await s.shows("Recommended here: int4; it holds 128k tokens.")
-        s.app.screen.query_one("#setting-context Input", Input).value = "200000"
-        s.app.screen.query_one("#setting-context Input", Input).focus()
-        await s.pilot.press("enter")
-        await s.shows("A context of 200k exceeds this model or memory")
-        assert len(runtime.named("load")) == 1
-
-
-async def test_what_is_kept_of_chats_is_shown_and_deleted(stage: Callable[..., Any], runtime: Any) -> None:
+async def test_what_is_kept_of_chats_is_shown_and_deleted(stage: Stage, runtime: Any) -> None:
     async with stage(runtime, size=(100, 40)) as s:
         await s.pilot.press("f3")
         await s.shows("34 MB of 2 chats on disk")
@@ -239,7 +240,7 @@ async def test_what_is_kept_of_chats_is_shown_and_deleted(stage: Callable[..., A
 
 
 async def test_the_style_sheet_is_read_once_before_the_first_paint(
-    stage: Callable[..., Any], runtime: Any, monkeypatch: pytest.MonkeyPatch
+    stage: Stage, runtime: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     again: list[Stylesheet] = []
     monkeypatch.setattr(Stylesheet, "reparse", again.append)
@@ -249,7 +250,7 @@ async def test_the_style_sheet_is_read_once_before_the_first_paint(
         assert not again
 
 
-async def test_the_theme_changes_at_once(stage: Callable[..., Any], runtime: Any) -> None:
+async def test_the_theme_changes_at_once(stage: Stage, runtime: Any) -> None:
     async with stage(runtime, size=(100, 40)) as s:
         assert s.app.theme == "calm-dark"
         await s.open(SettingsScreen, "f3")
@@ -260,20 +261,7 @@ async def test_the_theme_changes_at_once(stage: Callable[..., Any], runtime: Any
                 await s.until(lambda: s.app.screen.styles.background.hex.lower() == LIGHT.background)
 
 
-async def test_settings_that_cannot_be_kept_are_told(
-    stage: Callable[..., Any], runtime: Any, isolated_home: Path
-) -> None:
-    async with stage(runtime) as s:
-        (isolated_home / "settings.toml").write_text("= broken")
-        await s.open(SettingsScreen, "f3")
-        s.app.screen.query_one("#setting-top_k Input", Input).value = "5"
-        await s.pilot.press("escape")
-        await s.until(lambda: s.app.session.settings.top_k == 5)
-        await s.until(lambda: "not valid TOML" in s.screen_text().replace("\n", " ") or s.app._notifications)
-        assert (isolated_home / "settings.toml").read_text() == "= broken"
-
-
-async def test_every_command_is_in_the_palette_and_every_key_has_an_id(stage: Callable[..., Any], runtime: Any) -> None:
+async def test_every_command_is_in_the_palette_and_every_key_has_an_id(stage: Stage, runtime: Any) -> None:
     async with stage(runtime) as s:
         titles = {command.title.partition("  ")[0] for command in s.app.get_system_commands(s.app.screen)}
         assert {"New chat", "Regenerate", "Continue", "Stop", "Copy answer", "Models", "Settings", "Quit"} <= titles
@@ -284,14 +272,10 @@ async def test_every_command_is_in_the_palette_and_every_key_has_an_id(stage: Ca
         await s.shows("Choose, download, quantize or delete a model")
         await s.settled()
         await s.open(ModelsScreen, "enter")
-
-
-async def test_the_header_opens_the_models(stage: Callable[..., Any], runtime: Any) -> None:
-    async with stage(runtime) as s:
-        await s.click("#header-model")
-        await s.until(lambda: isinstance(s.app.screen, ModelsScreen))
         await s.pilot.press("escape")
         await s.until(lambda: s.app.screen is s.app.chat)
+        await s.click("#header-model")
+        await s.until(lambda: isinstance(s.app.screen, ModelsScreen), "the models, which the header opens, too")
 
 
 async def test_folders_and_gguf_files_are_completed(tmp_path: Path) -> None:
@@ -306,16 +290,11 @@ async def test_folders_and_gguf_files_are_completed(tmp_path: Path) -> None:
     assert await suggest("/no/such/folder/x") is None
 
 
-def test_a_folder_that_is_no_checkpoint_is_told(tmp_path: Path) -> None:
+def test_what_is_no_checkpoint_is_told(tmp_path: Path) -> None:
     assert checkpoint_problem(" ") == "Enter a folder, a GGUF file, or a checkpoint on the hub as owner/name."
     assert "No folder or file" in str(checkpoint_problem(str(tmp_path / "x")))
     assert "config.json" in str(checkpoint_problem(str(tmp_path)))
     assert checkpoint_problem("a\0b") is not None
-    (tmp_path / "config.json").write_text("{}")
-    assert checkpoint_problem(f" {tmp_path} ") is None
-
-
-def test_a_file_that_is_no_checkpoint_is_told(tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
     file.write_bytes(b"GGU")
     assert "not a GGUF file" in str(checkpoint_problem(str(file)))
@@ -323,20 +302,11 @@ def test_a_file_that_is_no_checkpoint_is_told(tmp_path: Path) -> None:
     file.write_bytes(b"GGUF and more")
     assert checkpoint_problem(f" {file} ") is None
     assert checkpoint_problem("smollm2-135m") is None
+    (tmp_path / "config.json").write_text("{}")
+    assert checkpoint_problem(f" {tmp_path} ") is None
 
 
-async def test_a_gguf_file_is_quantized(stage: Callable[..., Any], runtime: Any, tmp_path: Path) -> None:
-    (tmp_path / "model.gguf").write_bytes(b"GGUF and more")
-    async with stage(runtime, size=(100, 30)) as s:
-        await open_models(s)
-        await s.open(QuantizeDialog, "q")
-        s.app.screen.query_one(Input).value = str(tmp_path / "model.gguf")
-        await s.pilot.press("enter")
-        await s.until(lambda: runtime.named("quantize"))
-        assert runtime.named("quantize") == [QuantizeRequest(source=str(tmp_path / "model.gguf"))]
-
-
-async def test_a_known_model_is_fetched_made_and_loaded(stage: Callable[..., Any], runtime: Any) -> None:
+async def test_a_known_model_is_fetched_made_and_loaded(stage: Stage, runtime: Any) -> None:
     async with stage(runtime, size=(100, 30)) as s:
         await open_models(s)
         await s.shows("SmolLM2 135M")
@@ -355,7 +325,7 @@ async def test_a_known_model_is_fetched_made_and_loaded(stage: Callable[..., Any
 
 @pytest.mark.parametrize("key", grid(["", "f2", "f3", "f4"], {"", "f3"}))
 async def test_a_screen_that_is_being_removed_is_not_updated(
-    stage: Callable[..., Any], runtime: Any, monkeypatch: pytest.MonkeyPatch, key: str
+    stage: Stage, runtime: Any, monkeypatch: pytest.MonkeyPatch, key: str
 ) -> None:
     removed: list[HeaderBar] = []
 
@@ -429,32 +399,27 @@ async def test_a_start_that_is_cut_short_falls_nowhere(
 
 
 @pytest.mark.parametrize("part", [HeaderBar, ProgressPanel, KeyLine], ids=lambda one: one.__name__)
-@pytest.mark.parametrize("key", ["f2", "f3", "f4", "ctrl+b", "ctrl+l"])
 async def test_a_screen_is_left_alone_until_it_has_its_parts(
-    stage: Callable[..., Any],
-    runtime: Any,
-    part: type[Widget],
-    key: str,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+    stage: Stage, runtime: Any, part: type[Widget], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     async with stage(runtime, kept=tmp_path / "history.db") as s:
         slow_to_compose(monkeypatch, part, s.app.show_session)
-        s.app.post_message(Key(key, None))
-        await s.until(lambda: len(s.app.screen_stack) == 2)
-        s.app.show_session()
-        s.app.show_tools()
-        await s.until(lambda: s.app.screen.is_mounted)
-        s.app.pop_screen()
-        s.app.post_message(Key(key, None))
-        await s.until(lambda: len(s.app.screen_stack) == 2)
-        s.app.pop_screen()  # before it has its parts
-        await asyncio.sleep(0.1)
-        await s.settled()
-        assert s.app.return_code is None
+        for key in ("f2", "f3", "f4", "ctrl+b", "ctrl+l"):
+            s.app.post_message(Key(key, None))
+            await s.until(lambda: len(s.app.screen_stack) == 2, f"{key} to open")
+            s.app.show_session()
+            s.app.show_tools()
+            await s.until(lambda: s.app.screen.is_mounted, f"the screen of {key}")
+            s.app.pop_screen()
+            s.app.post_message(Key(key, None))
+            await s.until(lambda: len(s.app.screen_stack) == 2, f"{key} to open again")
+            s.app.pop_screen()  # before it has its parts
+            await asyncio.sleep(0.1)
+            await s.settled()
+            assert s.app.return_code is None, key
 
 
-async def test_a_transcript_without_a_column_waits_for_it(stage: Callable[..., Any], runtime: Any) -> None:
+async def test_a_transcript_without_a_column_waits_for_it(stage: Stage, runtime: Any) -> None:
     async with stage(runtime) as s:
         await s.say("a")
         other = Transcript(lambda: s.app.session.conversation, lambda: False)

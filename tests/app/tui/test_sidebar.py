@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -28,17 +29,13 @@ def kept(tmp_path: Path) -> Path:
 
 
 def titles(path: Path) -> list[str]:
-    history = History(path)
-    try:
+    with closing(History(path)) as history:
         return [chat.title for chat in history.chats()]
-    finally:
-        history.close()
 
 
 async def begun(s: Any) -> Sidebar:
     await s.ready()
-    await s.shows("Today")
-    await s.shows("sky blue")
+    await s.shows("Today", "sky blue")
     sidebar: Sidebar = s.app.chat.query_one(Sidebar)
     return sidebar
 
@@ -101,9 +98,18 @@ async def test_without_kept_chats_there_is_none(stage: Stage, runtime: Any) -> N
         assert s.app.focused is s.composer, "what is typed first goes there"
 
 
-async def test_chats_are_opened_by_key_and_mouse_and_marked(stage: Stage, runtime: Any, kept: Path) -> None:
+async def test_chats_are_found_and_opened_by_key_and_mouse(stage: Stage, runtime: Any, kept: Path) -> None:
     async with stage(runtime, size=WIDE, kept=kept) as s:
         await begun(s)
+        await s.pilot.press("ctrl+b", *"rayl")
+        await s.hides("Porto")
+        await s.shows("sky blue")
+        await s.pilot.press(*"zzz")
+        await s.shows("no matches")
+        await s.pilot.press("escape")
+        await s.shows("Porto")
+        await s.pilot.press("escape")
+        assert s.app.focused is s.composer
         await s.pilot.press("ctrl+b", "down", "down", "enter")
         await s.until(lambda: len(s.app.session.conversation) == 2, "a chat")
         await s.shows("▸ ")
@@ -123,25 +129,10 @@ async def test_an_answer_goes_on_while_another_chat_is_in_sight(stage: Stage, ru
         await s.until(lambda: s.last.text, "its first words")
         await s.shows("▸ A slow one")
         await s.pilot.press("ctrl+b", *"porto", "enter")
-        await s.shows("Tram.")
-        await s.shows("… A slow one")
+        await s.shows("Tram.", "… A slow one")
         runtime.released.set()
         await s.hides("… A slow one")
         await s.shows("A slow one")
-
-
-async def test_search_finds_what_was_said(stage: Stage, runtime: Any, kept: Path) -> None:
-    async with stage(runtime, size=WIDE, kept=kept) as s:
-        await begun(s)
-        await s.pilot.press("ctrl+b", *"rayl")
-        await s.hides("Porto")
-        await s.shows("sky blue")
-        await s.pilot.press(*"zzz")
-        await s.shows("no matches")
-        await s.pilot.press("escape")
-        await s.shows("Porto")
-        await s.pilot.press("escape")
-        assert s.app.focused is s.composer
 
 
 async def test_rename_pin_delete_and_have_back(stage: Stage, runtime: Any, kept: Path) -> None:

@@ -18,7 +18,6 @@ from runtime.wire.requests import QuantizeRequest
 from tests.app.tui.kept import keep_chats
 from tests.grid import grid
 
-SIZES = [(120, 40), (80, 24), (40, 15)]
 ANSWER = """Because a channel with a **large activation** multiplies its `weight error`:
 
 1. few channels are large
@@ -35,11 +34,8 @@ def error(w, x):
 | 4 | 4.8 |
 """
 
-Look = tuple[tuple[int, int], str]
-LOOKS: list[Look] = [(size, theme) for theme in ("dark", "light") for size in SIZES]
-in_every_look = pytest.mark.parametrize(
-    "look", grid(LOOKS, ()), ids=lambda look: f"{look[0][0]}x{look[0][1]}-{look[1]}"
-)
+LOOKS = [((120, 40), "dark"), ((80, 24), "dark"), ((40, 15), "dark"), ((80, 24), "light")]
+"""Sizes lay out, themes colour."""
 
 
 @pytest.fixture
@@ -59,7 +55,7 @@ class Play:
         *,
         keys: tuple[str, ...] = (),
         prompt: str | None = None,
-        shown: Callable[[], object] = bool,
+        shown: Callable[[Any], object] | None = None,
         then: tuple[str, ...] = (),
     ) -> None:
         self.app = app
@@ -88,8 +84,8 @@ class Play:
         recent.memory.clear()
         recent.memory.extend([600_000_000, 700_000_000, 812_000_000, 812_000_000])
         await pilot.press(*self.keys)
-        if self.shown is not bool:
-            await self.until(pilot, self.shown)
+        if self.shown is not None:
+            await self.until(pilot, lambda: self.shown(self.app))
         await pilot.press(*self.then)
         await self.still(pilot)
         for area in self.app.screen.query("TextArea"):
@@ -119,182 +115,149 @@ class Play:
         raise AssertionError("waited in vain")
 
 
-def offers(app: Any) -> Callable[[], object]:
+@pytest.fixture(params=grid(LOOKS, ()), ids=lambda look: f"{look[0][0]}x{look[0][1]}-{look[1]}")
+def looks_right(request: pytest.FixtureRequest, snap_compare: Any, app_of: Any, runtime: Any) -> Callable[..., None]:
+    """Compares what the application shows after it was acted on as `Play` does."""
+    size, theme = request.param
+
+    def compare(app: Any = None, *, kept: Path | None = None, **play: Any) -> None:
+        app = app or app_of(runtime, kept=kept)
+        app.session.settings = app.session.settings.changed({"theme": theme})
+        app.apply_theme(app.session.settings)
+        assert snap_compare(app, terminal_size=size, run_before=Play(app, **play))
+
+    return compare
+
+
+Looks = Callable[..., None]
+
+
+def offers(app: Any) -> object:
     """Whether the models that can be fetched are in the table."""
-    return lambda: app.screen.query("ModelTable") and app.screen.query_one("ModelTable").row_count > 2
+    return app.screen.query("ModelTable") and app.screen.query_one("ModelTable").row_count > 2
 
 
-def table_full(app: Any) -> bool:
-    """Whether the table of tools shows both servers."""
-    return any(table.row_count == 8 for table in app.screen.query("ToolTable"))
+def curves(app: Any) -> object:
+    return app.screen.query("KneeChart")
 
 
-@in_every_look
-def test_empty(snap_compare: Any, app_of: Any, runtime: Any, look: Look) -> None:
-    app = app_of(runtime, theme=look[1])
-    assert snap_compare(app, terminal_size=look[0], run_before=Play(app))
+def test_empty(looks_right: Looks) -> None:
+    looks_right()
 
 
-@in_every_look
-def test_answer(snap_compare: Any, app_of: Any, runtime: Any, look: Look) -> None:
+def test_answer(looks_right: Looks, runtime: Any) -> None:
     runtime.answers = [ANSWER]
-    app = app_of(runtime, theme=look[1])
-    play = Play(app, prompt="Why do activation outliers matter?\n(in short, please)")
-    assert snap_compare(app, terminal_size=look[0], run_before=play)
+    looks_right(prompt="Why do activation outliers matter?\n(in short, please)")
 
 
-@in_every_look
-def test_failed_answer(snap_compare: Any, app_of: Any, runtime: Any, look: Look) -> None:
+def test_failed_answer(looks_right: Looks, runtime: Any) -> None:
     runtime.fail_with = "prompt and answer do not fit the context of 8192 tokens"
-    app = app_of(runtime, theme=look[1])
-    assert snap_compare(app, terminal_size=look[0], run_before=Play(app, prompt="Go"))
+    looks_right(prompt="Go")
 
 
-@in_every_look
-def test_models(snap_compare: Any, app_of: Any, runtime: Any, look: Look) -> None:
-    app = app_of(runtime, theme=look[1])
-    assert snap_compare(app, terminal_size=look[0], run_before=Play(app, keys=("f2",), shown=offers(app)))
+def test_models(looks_right: Looks) -> None:
+    looks_right(keys=("f2",), shown=offers)
 
 
-@in_every_look
-def test_quantize_dialog(snap_compare: Any, app_of: Any, runtime: Any, look: Look) -> None:
-    app = app_of(runtime, theme=look[1])
-    play = Play(app, keys=("f2",), shown=offers(app), then=("q", "x", "enter"))
-    assert snap_compare(app, terminal_size=look[0], run_before=play)
+def test_quantize_dialog(looks_right: Looks) -> None:
+    looks_right(keys=("f2",), shown=offers, then=("q", "x", "enter"))
 
 
-@in_every_look
-def test_settings(snap_compare: Any, app_of: Any, runtime: Any, look: Look) -> None:
-    app = app_of(runtime, theme=look[1])
-    assert snap_compare(app, terminal_size=look[0], run_before=Play(app, keys=("f3",)))
+def test_settings(looks_right: Looks) -> None:
+    looks_right(keys=("f3",))
 
 
-@in_every_look
-def test_settings_with_a_custom_budget_while_tuning(snap_compare: Any, app_of: Any, runtime: Any, look: Look) -> None:
+def test_settings_with_a_custom_budget_while_tuning(looks_right: Looks, runtime: Any) -> None:
     runtime.tune_delay_s = 600
-    app = app_of(runtime, theme=look[1])
     keys = ("f3", "right", "right", "right", "enter", *"7.5", "enter")
-    assert snap_compare(
-        app,
-        terminal_size=look[0],
-        run_before=Play(app, keys=keys, shown=lambda: app.session.job.message == "timing qkv"),
-    )
+    looks_right(keys=keys, shown=lambda app: app.session.job.message == "timing qkv")
 
 
-@in_every_look
-def test_device(snap_compare: Any, app_of: Any, runtime: Any, look: Look) -> None:
-    app = app_of(runtime, theme=look[1])
-    play = Play(app, prompt="Go", keys=("f4",), shown=lambda: app.screen.query("KneeChart"))
-    assert snap_compare(app, terminal_size=look[0], run_before=play)
+def test_device(looks_right: Looks) -> None:
+    looks_right(prompt="Go", keys=("f4",), shown=curves)
 
 
-@in_every_look
-def test_device_curves(snap_compare: Any, app_of: Any, runtime: Any, look: Look) -> None:
-    app = app_of(runtime, theme=look[1])
-    play = Play(app, keys=("f4", "end"), shown=lambda: app.screen.query("KneeChart"))
-    assert snap_compare(app, terminal_size=look[0], run_before=play)
+def test_device_curves(looks_right: Looks) -> None:
+    looks_right(keys=("f4", "end"), shown=curves)
 
 
-@in_every_look
-def test_this_chat(snap_compare: Any, app_of: Any, runtime: Any, look: Look) -> None:
-    app = app_of(runtime, theme=look[1])
-    assert snap_compare(app, terminal_size=look[0], run_before=Play(app, keys=("f5",)))
+def test_this_chat(looks_right: Looks) -> None:
+    looks_right(keys=("f5",))
 
 
-@in_every_look
-def test_presets(snap_compare: Any, app_of: Any, runtime: Any, look: Look) -> None:
-    app = app_of(runtime, theme=look[1])
-    assert snap_compare(app, terminal_size=look[0], run_before=Play(app, keys=("f8", "down")))
+def test_presets(looks_right: Looks) -> None:
+    looks_right(keys=("f8", "down"))
 
 
-@in_every_look
-def test_tokens(snap_compare: Any, app_of: Any, runtime: Any, look: Look) -> None:
+def test_tokens(looks_right: Looks, runtime: Any) -> None:
     runtime.answers = ["One two three four five six seven eight nine ten."]
-    app = app_of(runtime, theme=look[1])
-    play = Play(app, prompt="Count", keys=("f7",), shown=lambda: app.screen.query("TokenText"), then=("right", "right"))
-    assert snap_compare(app, terminal_size=look[0], run_before=play)
+    looks_right(prompt="Count", keys=("f7",), shown=lambda app: app.screen.query("TokenText"), then=("right", "right"))
 
 
-@in_every_look
-def test_chats(snap_compare: Any, app_of: Any, runtime: Any, look: Look, kept: Path) -> None:
-    app = app_of(runtime, theme=look[1], kept=kept)
-    wide = look[0][0] >= 100  # the chats are beside the messages then
-    play = Play(app, keys=("ctrl+b",), shown=lambda: wide or any(t.row_count for t in app.screen.query("ChatTable")))
-    assert snap_compare(app, terminal_size=look[0], run_before=play)
+def test_chats(looks_right: Looks, kept: Path) -> None:
+    def listed(app: Any) -> bool:
+        beside = app.size.width >= 100  # the chats are beside the messages then
+        return beside or any(table.row_count for table in app.screen.query("ChatTable"))
+
+    looks_right(kept=kept, keys=("ctrl+b",), shown=listed)
 
 
-@in_every_look
-def test_tools(snap_compare: Any, app_of: Any, runtime: Any, look: Look, served: Any) -> None:
+def test_tools(looks_right: Looks, served: Any) -> None:
     served("good", "lies")
-    app = app_of(runtime, theme=look[1])
 
-    def settled() -> bool:
+    def settled(app: Any) -> bool:
         box = app.session.tools.box
-        return box is not None and all(one.state in ("ready", "failed") for one in box.servers) and table_full(app)
+        started = box is not None and all(one.state in ("ready", "failed") for one in box.servers)
+        return started and any(table.row_count == 8 for table in app.screen.query("ToolTable"))
 
-    play = Play(app, keys=("ctrl+l",), shown=settled, then=("down",))
-    assert snap_compare(app, terminal_size=look[0], run_before=play)
+    looks_right(keys=("ctrl+l",), shown=settled, then=("down",))
 
 
-@in_every_look
-def test_a_call_is_asked_for(snap_compare: Any, app_of: Any, runtime: Any, look: Look, served: Any) -> None:
+def test_a_call_is_asked_for(looks_right: Looks, runtime: Any, served: Any) -> None:
     served("good")
     runtime.answers = ['Let me see.\nCALL echo {"text": "hello"}']
-    app = app_of(runtime, theme=look[1])
 
-    def asked() -> bool:
+    def asked(app: Any) -> bool:
         said, asks = app.chat.query(Markdown), bool(app.screen.query("#ask-arguments"))
         told = any("waiting for your permission" in view._live for view in app.chat.query(MessageView))
         return asks and told and bool(said) and said.last().source.strip() == "Let me see."
 
-    play = Play(app, keys=(*"Go", "enter"), shown=asked)
-    assert snap_compare(app, terminal_size=look[0], run_before=play)
+    looks_right(keys=(*"Go", "enter"), shown=asked)
 
 
-@in_every_look
-def test_keys(snap_compare: Any, app_of: Any, runtime: Any, look: Look) -> None:
-    app = app_of(runtime, theme=look[1])
-    assert snap_compare(app, terminal_size=look[0], run_before=Play(app, keys=("f1",)))
+def test_keys(looks_right: Looks) -> None:
+    looks_right(keys=("f1",))
 
 
-@in_every_look
-def test_setting_up_a_model(snap_compare: Any, app_of: Any, runtime: Any, look: Look) -> None:
-    app = app_of(runtime, theme=look[1])
-
-    def stopped() -> bool:
-        if runtime.named("quantize") and app.session.working:
-            app.run_worker(app.session.stop_work())
-        return app.session.job is not None and app.session.job.outcome == "stopped"
-
-    def begin() -> bool:
+def test_setting_up_a_model(looks_right: Looks, runtime: Any) -> None:
+    def stopped(app: Any) -> bool:
         if not runtime.named("quantize"):
             runtime.load_delay_s = 600
             app.post_message(QuantizeAsked(QuantizeRequest(source="owner/some-model")))
-        return stopped()
+        elif app.session.working:
+            app.run_worker(app.session.stop_work())
+        return app.session.job is not None and app.session.job.outcome == "stopped"
 
-    assert snap_compare(app, terminal_size=look[0], run_before=Play(app, shown=begin))
+    looks_right(shown=stopped)
 
 
-@in_every_look
-def test_attaching(snap_compare: Any, app_of: Any, runtime: Any, look: Look, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attaching(looks_right: Looks, app_of: Any, runtime: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     listed = ["‥/", "papers/", "src/", "alice.md", "contract.docx", "minutes.pdf", "notes 日本語.txt"]
     monkeypatch.setattr(attach, "names", lambda _text: listed)
     monkeypatch.setattr(Path, "cwd", lambda: Path("/home/you"))
-    app = app_of(runtime, theme=look[1])
+    app = app_of(runtime)
     app.session.conversation.extras = Extras(sources=[Source(path="/home/you/book.md", name="book.md", tokens=36_000)])
 
-    def shown() -> bool:
+    def shown(app: Any) -> bool:
         names = app.screen.query("#attach-names").results(OptionList)
         return any(one.option_count == len(listed) for one in names)
 
-    play = Play(app, keys=("ctrl+o",), shown=shown, then=("down", "down"))
-    assert snap_compare(app, terminal_size=look[0], run_before=play)
+    looks_right(app, keys=("ctrl+o",), shown=shown, then=("down", "down"))
 
 
-@in_every_look
-def test_passages(snap_compare: Any, app_of: Any, runtime: Any, look: Look) -> None:
+def test_passages(looks_right: Looks, app_of: Any, runtime: Any) -> None:
     runtime.answers = ["Osgood keeps the lighthouse."]
-    app = app_of(runtime, theme=look[1])
+    app = app_of(runtime)
     conversation = app.session.conversation
     conversation.extras = Extras(model="demo", sources=[Source(path="/gone/book.md", name="book.md", tokens=36_000)])
     text = "The lighthouse keeper was called Osgood.\nHe had a dog."
@@ -305,5 +268,4 @@ def test_passages(snap_compare: Any, app_of: Any, runtime: Any, look: Look) -> N
         return found
 
     app.session.documents.find = find
-    play = Play(app, prompt="Who keeps the lighthouse?", keys=("ctrl+up", "p"))
-    assert snap_compare(app, terminal_size=look[0], run_before=play)
+    looks_right(app, prompt="Who keeps the lighthouse?", keys=("ctrl+up", "p"))

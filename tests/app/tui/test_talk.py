@@ -12,6 +12,7 @@ import pytest
 from textual.events import Key, Paste
 from textual.widgets import Button, Input, TextArea
 
+from app import paths
 from app.tui.messages import ChatEnded, Submitted
 from app.tui.screens.chat_dialogs import ChatSettingsDialog, OverflowDialog
 from app.tui.screens.dialogs import ConfirmDialog, on_hub
@@ -38,6 +39,8 @@ class TestBranches:
         async with stage(runtime) as s:
             await s.say("a")
             s.composer.load_text("half a thought")
+            await s.pilot.press("ctrl+e", "escape")  # given up
+            assert s.composer.text == "half a thought"
             await s.pilot.press("ctrl+e")
             assert s.composer.text == "a"
             s.composer.load_text("b")
@@ -54,15 +57,9 @@ class TestBranches:
             await s.shows("1/2")
             await s.pilot.press("right")
             await s.until(lambda: path_of(s) == ["b", "two"])
-
-    async def test_an_edit_is_given_up_with_escape(self, stage: Stage, runtime: Any) -> None:
-        async with stage(runtime) as s:
-            await s.say("a")
-            s.composer.load_text("draft")
             await s.pilot.press("ctrl+e", "escape")
-            assert s.composer.text == "draft"
             await s.say("c")
-            assert path_of(s)[::2] == ["a", "c"]
+            assert path_of(s)[::2] == ["b", "c"]
 
     async def test_an_answer_beside_the_first_and_the_branch_in_sight_are_kept(
         self, stage: Stage, runtime: Any, tmp_path: Path
@@ -81,10 +78,14 @@ class TestBranches:
             (chat,) = await s.app.session.history.chats()
             assert chat.head == s.last.id
 
-    async def test_messages_are_copied_by_key(self, stage: Stage, runtime: Any) -> None:
+    async def test_messages_and_their_blocks_are_copied(self, stage: Stage, runtime: Any) -> None:
         runtime.answers = ["Look:\n\n```python\nx = 1\n```\n\n```\ny\n```"]
         async with stage(runtime) as s:
             await s.say("go")
+            await s.pilot.press("ctrl+y")
+            await s.until(lambda: s.app.clipboard == runtime.answers[0])
+            await s.click(".code-copy")
+            await s.until(lambda: s.app.clipboard.strip() == "x = 1")
             await s.pilot.press("ctrl+up")
             await s.settled()
             for key, copied in (("b", "x = 1"), ("b", "y"), ("b", "x = 1"), ("c", runtime.answers[0])):
@@ -94,13 +95,6 @@ class TestBranches:
             await s.until(lambda: s.app.clipboard == "go")
             await s.pilot.press("down", "down")
             await s.until(lambda: s.app.focused is s.composer)
-
-    async def test_a_block_is_copied_by_mouse(self, stage: Stage, runtime: Any) -> None:
-        runtime.answers = ["```python\nx = 1\n```"]
-        async with stage(runtime) as s:
-            await s.say("go")
-            await s.click(".code-copy")
-            await s.until(lambda: s.app.clipboard.strip() == "x = 1")
 
     async def test_details_are_shown_on_demand(self, stage: Stage, runtime: Any) -> None:
         async with stage(runtime, size=(100, 30)) as s:
@@ -117,38 +111,38 @@ class TestBranches:
 class TestFocus:
     """Whatever takes the focused widget away, there is somewhere to type."""
 
-    @pytest.mark.parametrize("keys", ["r", "e enter", "ctrl+r", "left r", "up r", "up e enter"])
-    async def test_after_an_action_on_a_message(self, stage: Stage, runtime: Any, keys: str) -> None:
+    async def test_after_an_action_on_a_message(self, stage: Stage, runtime: Any) -> None:
         async with stage(runtime) as s:
             await s.say("a", "b")
             await s.pilot.press("ctrl+r")
             await s.answered()
-            await s.pilot.press("ctrl+up")
-            await s.until(lambda: s.app.focused is not s.composer)
-            await s.pilot.press(*keys.split())
-            await s.answered()
-            await s.until(lambda: s.app.focused is s.composer, "the composer to have the focus")
-            await s.pilot.press("x")
-            await s.until(lambda: s.composer.text == "x")
-
-    async def test_after_the_chat_was_deleted(self, stage: Stage, runtime: Any) -> None:
-        async with stage(runtime) as s:
-            await s.say("a")
+            for keys in ("r", "e enter", "ctrl+r", "left r", "up r", "up e enter"):
+                await s.pilot.press("ctrl+up")
+                await s.until(lambda: s.app.focused is not s.composer, f"a message to have the focus before {keys}")
+                await s.pilot.press(*keys.split())
+                await s.answered()
+                await s.until(lambda: s.app.focused is s.composer, f"the composer to have the focus after {keys}")
+                await s.pilot.press("x")
+                await s.until(lambda: s.composer.text == "x", f"what is typed after {keys}")
+                s.composer.load_text("")
             await s.pilot.press("ctrl+up")
             s.app.session.end_chat()
             s.app.post_message(ChatEnded())
-            await s.until(lambda: s.app.focused is s.composer)
+            await s.until(lambda: s.app.focused is s.composer, "the composer to have the focus after the chat")
 
-    @pytest.mark.parametrize("key", ["", "f2", "f3", "f4", "f5", "ctrl+o", "ctrl+b"])
-    async def test_after_nothing_had_it(self, stage: Stage, runtime: Any, key: str, tmp_path: Path) -> None:
+    async def test_after_nothing_had_it(self, stage: Stage, runtime: Any, tmp_path: Path) -> None:
         async with stage(runtime, kept=tmp_path / "history.db") as s:
-            if key:
-                await s.pilot.press(key)
-                await s.until(lambda: len(s.app.screen_stack) == 2 and s.app.screen.is_mounted)
-                await s.settled()
-            s.app.screen.set_focus(None)
-            await s.pilot.press("x")
-            await s.until(lambda: s.app.focused is not None)
+            for key in ("", "f2", "f3", "f4", "f5", "ctrl+o", "ctrl+b"):
+                if key:
+                    await s.pilot.press(key)
+                    await s.until(lambda: len(s.app.screen_stack) == 2 and s.app.screen.is_mounted, f"{key} to open")
+                    await s.settled()
+                s.app.screen.set_focus(None)
+                await s.pilot.press("x")
+                await s.until(lambda: s.app.focused is not None, f"a focus after {key}")
+                while s.app.screen is not s.app.chat:
+                    s.app.pop_screen()
+                    await s.settled()
 
     async def test_after_its_widget_was_disabled_or_hidden(self, stage: Stage, runtime: Any, tmp_path: Path) -> None:
         async with stage(runtime, size=(120, 30), kept=tmp_path / "history.db", sidebar="on") as s:
@@ -187,47 +181,50 @@ class TestFullChat:
             assert s.last.state == "done"
             asked = [[message["content"] for message in messages] for messages, _ in runtime.named("chat")[2:]]
             assert asked == [["a", "one", "b", "two", "c"], ["b", "two", "c"]]
-
-    async def test_a_prompt_that_alone_is_too_long_fails_with_the_reason(self, stage: Stage, runtime: Any) -> None:
-        async with stage(runtime) as s:
-            runtime.too_long = 9
-            await s.say("c")
+            runtime.too_long = 9  # the prompt alone
+            await s.say("d")
             assert s.last.state == "failed"
             assert "too long" in s.last.error
+            runtime.too_long, runtime.finish_reason = 0, "length"
+            await s.say("e")
+            await s.shows("cut off: no more tokens", "continue ^G")
 
-    @pytest.mark.parametrize(
-        ("key", "sent"), [("d", ["second"]), ("s", ["earlier", "second"]), ("n", ["second"]), ("escape", None)]
-    )
-    async def test_it_asks_where_that_is_wanted(
-        self, stage: Stage, runtime: Any, key: str, sent: list[str] | None
-    ) -> None:
-        runtime.context, runtime.answers = 200, ["word " * 40, "a summary" if key == "s" else "fine", "fine"]
+    async def test_it_asks_where_that_is_wanted(self, stage: Stage, runtime: Any) -> None:
+        runtime.context = 200
         runtime.timings = replace(runtime.timings, prompt_tokens=60, completion_tokens=60)
         async with stage(runtime, overflow="ask") as s:
-            await s.say("first " * 8)
-            s.composer.load_text("second " * 8)
-            await s.open(OverflowDialog, "enter")
-            await s.pilot.press(key)
-            if sent is None:
-                await s.until(lambda: s.composer.text.startswith("second"))
-                assert len(runtime.named("chat")) == 1
-                return
-            count = 3 if key == "s" else 2
-            await s.until(lambda: len(runtime.named("chat")) == count)
-            await s.answered()
-            messages = runtime.named("chat")[-1][0]
-            if key == "s":
-                assert messages[0] == {"role": "system", "content": "Earlier in this conversation: a summary"}
-                await s.shows("summary: a summary")
-            assert messages[-1]["content"].startswith("second")
-            assert len(s.app.session.conversation) == (2 if key == "n" else 4)
 
-    async def test_an_answer_that_was_cut_says_so_and_is_continued(self, stage: Stage, runtime: Any) -> None:
-        runtime.answers, runtime.finish_reason = ["one two"], "length"
-        async with stage(runtime) as s:
-            await s.say("go")
-            await s.shows("cut off: no more tokens")
-            await s.shows("continue ^G")
+            async def asked(key: str, *answers: str) -> list[Any]:
+                """What is sent when a message does not fit and a key says what to do."""
+                runtime.calls.clear()
+                runtime.answers = ["word " * 40, *answers]
+                await s.say("first " * 8)
+                s.composer.load_text("second " * 8)
+                await s.open(OverflowDialog, "enter")
+                await s.pilot.press(key)
+                await s.until(lambda: len(runtime.named("chat")) == 1 + len(answers), f"what {key} sends")
+                await s.answered()
+                return list(runtime.named("chat")[-1][0])
+
+            async def begin_anew() -> None:
+                await s.pilot.press("ctrl+n", "y")
+                await s.until(lambda: len(s.app.session.conversation) == 0)
+
+            await asked("escape")
+            await s.until(lambda: s.composer.text.startswith("second"))
+            assert len(runtime.named("chat")) == 1, "nothing was sent"
+            s.composer.load_text("")
+            await begin_anew()
+            for key in ("d", "n"):
+                (message,) = await asked(key, "fine")
+                assert message["content"].startswith("second"), key
+                assert len(s.app.session.conversation) == (4 if key == "d" else 2), key
+                await begin_anew()
+            summary, message = await asked("s", "a summary", "fine")
+            assert summary == {"role": "system", "content": "Earlier in this conversation: a summary"}
+            assert message["content"].startswith("second")
+            assert len(s.app.session.conversation) == 4
+            await s.shows("summary: a summary")
 
 
 class TestModels:
@@ -241,13 +238,6 @@ class TestModels:
             assert [request.model for request in runtime.named("load")] == ["demo", "demo"]
             assert [options.model for _, options in runtime.named("chat")] == ["demo", "demo"]
 
-    async def test_the_label_says_who_really_answered(self, stage: Stage, runtime: Any) -> None:
-        runtime.answers_as = "somebody-else"
-        async with stage(runtime) as s:
-            await s.say("a")
-            assert s.last.model == "somebody-else"
-            await s.shows("somebody-else")
-
     async def test_a_picked_model_answers_from_then_on(self, stage: Stage, runtime: Any) -> None:
         async with stage(runtime) as s:
             await s.say("a")
@@ -259,6 +249,10 @@ class TestModels:
             await s.say("b")
             assert runtime.named("chat")[-1][1].model == "tiny-3bit"
             assert s.last.model == "tiny-3bit"
+            runtime.answers_as = "somebody-else"
+            await s.say("c")
+            assert s.last.model == "somebody-else", "the label says who really answered"
+            await s.shows("somebody-else")
 
     async def test_sampling_and_system_prompt_of_one_chat(self, stage: Stage, runtime: Any) -> None:
         async with stage(runtime, temperature=0.7) as s:
@@ -282,44 +276,34 @@ class TestModels:
 
 
 class TestWriting:
-    async def test_lines_of_an_unmarked_paste_stay_together(self, stage: Stage, runtime: Any) -> None:
+    async def test_keys_of_one_burst_act_in_their_order(self, stage: Stage, runtime: Any) -> None:
         async with stage(runtime) as s:
-            burst(s, "a", "enter", "b", "enter", "enter", "c")
-            await s.until(lambda: s.composer.text == "a\nb\n\nc")
+            for keys, left in (
+                ("a enter b enter enter c", "a\nb\n\nc"),  # lines of a paste that is not marked
+                ("o l d ctrl+u n e w", "new"),
+                ("a b ctrl+a c d", "cdab"),
+                ("a b ctrl+w c", "c"),
+                ("a b left left c end d", "cabd"),
+                ("a b home delete c", "cb"),
+                ("a tab shift+tab b", "ab"),
+                ("a b ctrl+underscore c", "c"),
+                ("a f1 escape b", "ab"),
+                ("a f2 escape b", "ab"),
+                ("a ctrl+up b", "ab"),
+            ):
+                s.composer.load_text("")
+                burst(s, *keys.split())
+                await s.until(lambda left=left: s.composer.text == left, f"{keys} to leave {left}")
+                await s.settled()
+                assert s.composer.text == left
             assert len(s.app.session.conversation) == 0
-
-    @pytest.mark.parametrize(
-        ("keys", "left"),
-        [
-            ("o l d ctrl+u n e w", "new"),
-            ("a b ctrl+a c d", "cdab"),
-            ("a b ctrl+w c", "c"),
-            ("a b left left c end d", "cabd"),
-            ("a b home delete c", "cb"),
-            ("a tab shift+tab b", "ab"),
-            ("a b ctrl+underscore c", "c"),
-            ("a f1 escape b", "ab"),
-            ("a f2 escape b", "ab"),
-            ("a ctrl+up b", "ab"),
-        ],
-    )
-    async def test_keys_of_one_burst_act_in_their_order(self, stage: Stage, runtime: Any, keys: str, left: str) -> None:
-        async with stage(runtime) as s:
-            burst(s, *keys.split())
-            await s.until(lambda: s.composer.text == left, left)
-            await s.settled()
-            assert s.composer.text == left
-
-    async def test_enter_within_a_burst_of_other_keys_sends(self, stage: Stage, runtime: Any) -> None:
-        async with stage(runtime) as s:
+            s.composer.load_text("")
             burst(s, "x", "ctrl+u", "a", "ctrl+a", "b", "enter", "c")
-            await s.until(lambda: s.composer.text == "c")
+            await s.until(lambda: s.composer.text == "c", "enter within a burst of other keys to send")
             await s.answered()
             assert path_of(s)[0] == "ba"
-
-    async def test_a_dialog_gets_what_is_typed_after_the_key_that_opens_it(self, stage: Stage, runtime: Any) -> None:
-        async with stage(runtime) as s:
-            burst(s, "ctrl+o", "a", "b")
+            s.composer.load_text("")
+            burst(s, "ctrl+o", "a", "b")  # a dialog gets what is typed after the key that opens it
             await s.until(lambda: s.app.screen.query("Input") and s.app.screen.query_one(Input).value.endswith("ab"))
             assert s.composer.text == ""
 
@@ -352,35 +336,43 @@ class TestWriting:
             await s.answered()
             assert s.composer.text == "draft\nnext"
 
-    @pytest.mark.parametrize("line_break", ["\r", "\r\n", "\n"], ids=["CR", "CRLF", "LF"])
-    async def test_line_breaks_of_a_paste(self, stage: Stage, runtime: Any, line_break: str) -> None:
+    async def test_line_breaks_of_a_paste(self, stage: Stage, runtime: Any) -> None:
         small, large = ("\n".join(f"line {number}" for number in range(count)) for count in (3, 400))
         async with stage(runtime) as s:
-            s.app.post_message(Paste(small.replace("\n", line_break)))
-            await s.until(lambda: s.composer.value == small)
-            s.composer.put("")
-            s.app.post_message(Paste(f"{large}\nmixed\r\nend\r".replace("\n", line_break, 399)))
-            await s.until(lambda: s.composer.text == "⟦402 lines⟧")
-            assert s.composer.value == f"{large}\nmixed\nend\n"
-            await s.pilot.press("f5")
-            await s.until(lambda: isinstance(s.app.focused, TextArea) and s.app.focused is not s.composer)
-            s.app.post_message(Paste(small.replace("\n", line_break)))
-            await s.until(lambda: s.app.focused.text == small)
-
-    async def test_a_field_of_one_line_takes_all_of_a_paste(self, stage: Stage, runtime: Any) -> None:
-        async with stage(runtime) as s:
+            for line_break in ("\r", "\r\n", "\n"):
+                s.composer.put("")
+                s.app.post_message(Paste(small.replace("\n", line_break)))
+                await s.until(lambda: s.composer.value == small, repr(line_break))
+                s.composer.put("")
+                s.app.post_message(Paste(f"{large}\nmixed\r\nend\r".replace("\n", line_break, 399)))
+                await s.until(lambda: s.composer.text == "⟦402 lines⟧", repr(line_break))
+                assert s.composer.value == f"{large}\nmixed\nend\n"
+                await s.pilot.press("f5")
+                await s.until(lambda: isinstance(s.app.focused, TextArea) and s.app.focused is not s.composer)
+                s.app.post_message(Paste(small.replace("\n", line_break)))
+                await s.until(lambda: s.app.focused.text == small, repr(line_break))
+                await s.pilot.press("escape")
+                await s.until(lambda: s.app.screen is s.app.chat)
             await s.pilot.press("ctrl+o")
-            await s.until(lambda: isinstance(s.app.focused, Input))
+            await s.until(lambda: isinstance(s.app.focused, Input), "a field of one line")
             s.app.focused.value = ""
             s.app.post_message(Paste("one\rtwo\r\nthree\n"))
             await s.until(lambda: s.app.focused.value == "one two three")
 
-    async def test_a_paste_beside_the_composer_goes_into_it(self, stage: Stage, runtime: Any) -> None:
+    async def test_a_large_paste_is_folded_and_sent_whole(self, stage: Stage, runtime: Any) -> None:
+        text = "\n".join(f"line {n}" for n in range(2000))
         async with stage(runtime) as s:
-            await s.say("a")
+            s.app.screen.post_message(Paste(text))
+            await s.until(lambda: s.composer.text == "⟦2,000 lines⟧")
+            await s.pilot.press("enter")
+            await s.until(lambda: len(s.app.session.conversation) == 2)
+            await s.answered()
+            assert path_of(s)[0] == text
+            await s.shows("2,000 lines · unfold F")
+            await s.hides("line 1999")
             await s.pilot.press("ctrl+up")
             s.app.post_message(Paste("one\rtwo"))
-            await s.until(lambda: s.composer.text == "one\ntwo")
+            await s.until(lambda: s.composer.text == "one\ntwo", "a paste beside the composer to go into it")
             assert s.app.focused is s.composer
 
     async def test_what_is_typed_right_after_enter_is_kept(self, stage: Stage, runtime: Any) -> None:
@@ -394,45 +386,26 @@ class TestWriting:
             assert path_of(s)[0] == "a"
             assert s.composer.text == "b"
 
-    async def test_arrows_recall_what_was_said(self, stage: Stage, runtime: Any, tmp_path: Path) -> None:
+    async def test_what_was_said_and_begun_is_kept(self, stage: Stage, runtime: Any, tmp_path: Path) -> None:
         async with stage(runtime, kept=tmp_path / "history.db") as s:
             await s.say("one", "two")
             s.composer.load_text("three")
             for key, text in (("up", "two"), ("up", "one"), ("up", "one"), ("down", "two"), ("down", "three")):
                 await s.pilot.press(key)
                 assert s.composer.text == text
-        async with stage(runtime, kept=tmp_path / "history.db") as s:
-            await s.until(lambda: s.composer.past == ["one", "two"])
-
-    async def test_a_draft_is_kept_with_its_chat(self, stage: Stage, runtime: Any, tmp_path: Path) -> None:
-        async with stage(runtime, kept=tmp_path / "history.db") as s:
-            await s.say("one")
-            s.composer.load_text("not sent yet")
             await s.pilot.press("ctrl+n")
             await s.until(lambda: len(s.app.session.conversation) == 0)
             assert s.composer.text == ""
             (chat,) = await s.app.session.history.chats()
             await s.app.chat.open_chat(chat)
-            assert s.composer.text == "not sent yet"
-
-    async def test_a_draft_survives_quitting(self, stage: Stage, runtime: Any, tmp_path: Path) -> None:
-        async with stage(runtime, kept=tmp_path / "history.db") as s:
+            assert s.composer.text == "three", "a draft is kept with its chat"
+            await s.pilot.press("ctrl+n")
+            await s.until(lambda: len(s.app.session.conversation) == 0)
             s.composer.load_text("why is the sky")
         async with stage(runtime, kept=tmp_path / "history.db") as s:
-            (chat,) = await s.app.session.history.chats()
-            assert (chat.title, chat.extras.draft) == ("why is the sky", "why is the sky")
-
-    async def test_a_large_paste_is_folded_and_sent_whole(self, stage: Stage, runtime: Any) -> None:
-        text = "\n".join(f"line {n}" for n in range(2000))
-        async with stage(runtime) as s:
-            s.app.screen.post_message(Paste(text))
-            await s.until(lambda: s.composer.text == "⟦2,000 lines⟧")
-            await s.pilot.press("enter")
-            await s.until(lambda: len(s.app.session.conversation) == 2)
-            await s.answered()
-            assert path_of(s)[0] == text
-            await s.shows("2,000 lines · unfold F")
-            await s.hides("line 1999")
+            await s.until(lambda: s.composer.past == ["one", "two"])
+            begun, _ = await s.app.session.history.chats()
+            assert (begun.title, begun.extras.draft) == ("why is the sky", "why is the sky")
 
     async def test_new_asks_where_chats_are_not_kept(self, stage: Stage, runtime: Any) -> None:
         async with stage(runtime) as s:
@@ -450,60 +423,35 @@ class TestWriting:
 
 class TestReading:
     async def test_reasoning_is_folded_and_not_said_again(self, stage: Stage, runtime: Any) -> None:
-        runtime.answers = ["<think>\nhm, let me see\n</think>\n\nParis.", "Lyon."]
-        async with stage(runtime) as s:
+        runtime.answers = ["<think>\nhm, let me see\n</think>\n\nParis.", "<think>\nthis leads nowhere"]
+        runtime.answers.append("```python\nvalue = " + " + ".join(f"part{n}" for n in range(20)) + "\n```")
+        async with stage(runtime, size=(60, 24)) as s:
             await s.say("capital?")
-            await s.shows("thought · 4 words")
-            await s.shows("Paris.")
+            await s.shows("thought · 4 words", "Paris.")
             await s.hides("hm, let me see")
-            await s.say("and then?")
-            assert runtime.named("chat")[1][0][1] == {"role": "assistant", "content": "Paris."}
             s.transcript.query("CollapsibleTitle").first().action_toggle_collapsible()
             await s.shows("hm, let me see")
-
-    async def test_a_thought_that_was_never_answered_is_unfolded(self, stage: Stage, runtime: Any) -> None:
-        runtime.answers = ["<think>\nhm, let me see"]
-        async with stage(runtime) as s:
-            await s.say("capital?")
-            await s.shows("thought · 4 words")
-            await s.shows("hm, let me see")
-
-    async def test_long_lines_of_code_are_wrapped(self, stage: Stage, runtime: Any) -> None:
-        runtime.answers = ["```python\nvalue = " + " + ".join(f"part{n}" for n in range(20)) + "\n```"]
-        async with stage(runtime, size=(60, 24)) as s:
-            await s.say("go")
-            await s.shows("part19")
+            await s.say("and then?")
+            assert runtime.named("chat")[1][0][1] == {"role": "assistant", "content": "Paris."}
+            await s.shows("thought · 3 words")
+            await s.shows("this leads nowhere")  # unfolded, as it was never answered
+            await s.say("code?")
             await s.shows("python")
+            await s.shows("part19")  # long lines of code are wrapped
 
-    async def test_f1_lists_the_keys(self, stage: Stage, runtime: Any) -> None:
+    async def test_keys_and_log_are_shown(self, stage: Stage, runtime: Any) -> None:
+        paths.log_file().parent.mkdir(parents=True, exist_ok=True)
+        paths.log_file().write_text("ends: it was sent SIGTERM\n")
         async with stage(runtime, size=(100, 60)) as s:
+            titles = {command.title for command in s.app.get_system_commands(s.app.screen)}
+            assert {"New chat  ^N", "Models  F2", "Keys  F1", "Copy answer  ^Y", "Restart the runtime"} <= titles
             await s.open(HelpScreen, "f1")
             for words in ("^N", "Start a new chat", "While writing", "On a message", "Copy its code blocks"):
                 await s.shows(words)
             await s.pilot.press("escape")
             await s.until(lambda: not isinstance(s.app.screen, HelpScreen))
-
-    async def test_the_palette_shows_the_keys(self, stage: Stage, runtime: Any) -> None:
-        async with stage(runtime) as s:
-            titles = {command.title for command in s.app.get_system_commands(s.app.screen)}
-            assert {"New chat  ^N", "Models  F2", "Keys  F1", "Copy answer  ^Y", "Restart the runtime"} <= titles
-
-    async def test_the_log_is_shown(self, stage: Stage, runtime: Any) -> None:
-        from app import paths
-
-        paths.log_file().parent.mkdir(parents=True, exist_ok=True)
-        paths.log_file().write_text("ends: it was sent SIGTERM\n")
-        async with stage(runtime) as s:
             await s.open(LogScreen, "f6")
             await s.shows("ends: it was sent SIGTERM")
-
-    async def test_what_is_off_does_not_look_on(self, stage: Stage, runtime: Any) -> None:
-        async with stage(runtime, size=(120, 40)) as s:
-            await s.pilot.press("f3")
-            await s.shows("○ off")
-            assert s.screen_text().count("●") == 1
-            await s.pilot.press("escape", "f2", "q")
-            await s.shows("[ ] smooth keys")
 
 
 @pytest.mark.parametrize(

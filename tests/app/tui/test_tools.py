@@ -6,6 +6,7 @@ import json
 import math
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,14 @@ import pytest
 
 from app import paths
 from app.chat import tools as chat_tools
+from app.history import exchange
+from app.history.store import History
 from app.tui.screens.chat_dialogs import AskDialog
 from app.tui.screens.tools import ToolsScreen
 from app.tui.widgets.call_view import CallView
 
 HOSTILE = Path(__file__).parents[1] / "tools" / "hostile.py"
+Stage = Callable[..., Any]
 ECHO = 'Let me see.\nCALL echo {"text": "hello"}'
 
 
@@ -31,15 +35,15 @@ async def asked(s: Any) -> None:
     await s.settled()
 
 
-async def test_a_call_runs_when_it_is_allowed(stage: Callable[..., Any], runtime: Any, served: Any) -> None:
+async def test_a_call_runs_when_it_is_allowed(stage: Stage, runtime: Any, served: Any) -> None:
     served("good")
     runtime.answers = [ECHO, "It said hello."]
     async with stage(runtime, size=(100, 40)) as s:
         await s.ask("What does it say?")
         await asked(s)
-        await s.shows("Allow the model to run echo (server good)?")
-        await s.shows("The server says that it only reads.")
-        await s.shows('"text": "hello"')
+        await s.shows(
+            "Allow the model to run echo (server good)?", "The server says that it only reads.", '"text": "hello"'
+        )
         assert calls(s)[0].state == "asked"
         await s.pilot.press("y")
         await s.answered()
@@ -65,32 +69,32 @@ async def test_a_call_runs_when_it_is_allowed(stage: Callable[..., Any], runtime
 
 
 @pytest.mark.parametrize(("calm_s", "alone_s"), [(3600, 0.001), (0, 3600)], ids=["at once", "after a pause"])
-@pytest.mark.parametrize("typed", ["yes", "can", "also", "no", "a b", "y\n", "\n", " "])
 async def test_typing_answers_no_question(
-    stage: Callable[..., Any], runtime: Any, served: Any, monkeypatch: Any, typed: str, calm_s: float, alone_s: float
+    stage: Stage, runtime: Any, served: Any, monkeypatch: Any, calm_s: float, alone_s: float
 ) -> None:
     served("good")
-    runtime.answers = [ECHO, "It said hello."]
+    runtime.answers = [ECHO, "It said hello."] * 8
+    keys = {"\n": "enter", " ": "space"}
     async with stage(runtime, size=(100, 40)) as s:
-        monkeypatch.setattr("app.tui.screens.dialogs.CALM_S", calm_s)
-        monkeypatch.setattr("app.tui.screens.dialogs.ALONE_S", alone_s)
-        await s.ask("What does it say?")
-        s.composer.insert("I ")
-        await asked(s)
-        await s.until(lambda: s.app.screen._shown < math.inf)
-        keys = {"\n": "enter", " ": "space"}
-        await s.pilot.press(*(keys.get(letter, letter) for letter in typed), "x", "backspace")
-        await s.settled()
-        assert isinstance(s.app.screen, AskDialog)
-        assert calls(s)[0].state == "asked"
-        assert s.composer.text == f"I {typed}".rstrip("\n"), "it is neither lost nor an answer"
-        monkeypatch.setattr("app.tui.screens.dialogs.CALM_S", 0)
-        await s.pilot.press("tab", "tab", "enter")  # an answer that was chosen
-        await s.answered()
-        assert (calls(s)[0].state, s.composer.text) == ("done", f"I {typed}".rstrip("\n"))
+        for typed in ("yes", "can", "also", "no", "a b", "y\n", "\n", " "):
+            monkeypatch.setattr("app.tui.screens.dialogs.CALM_S", calm_s)
+            monkeypatch.setattr("app.tui.screens.dialogs.ALONE_S", alone_s)
+            await s.ask("What does it say?")
+            s.composer.insert("I ")
+            await asked(s)
+            await s.until(lambda: s.app.screen._shown < math.inf)
+            await s.pilot.press(*(keys.get(letter, letter) for letter in typed), "x", "backspace")
+            await s.settled()
+            assert isinstance(s.app.screen, AskDialog), typed
+            assert calls(s)[-1].state == "asked", typed
+            assert s.composer.text == f"I {typed}".rstrip("\n"), "it is neither lost nor an answer"
+            monkeypatch.setattr("app.tui.screens.dialogs.CALM_S", 0)
+            await s.pilot.press("tab", "tab", "enter")  # an answer that was chosen
+            await s.answered()
+            assert (calls(s)[-1].state, s.composer.text) == ("done", f"I {typed}".rstrip("\n"))
 
 
-async def test_a_refused_call_costs_a_sentence(stage: Callable[..., Any], runtime: Any, served: Any) -> None:
+async def test_a_refused_call_costs_a_sentence(stage: Stage, runtime: Any, served: Any) -> None:
     served("good")
     runtime.answers = ['So.\nCALL write {"text": "x"}\nCALL echo {"text": "y"}', "Then not."]
     async with stage(runtime, size=(100, 40)) as s:
@@ -112,7 +116,16 @@ async def test_a_refused_call_costs_a_sentence(stage: Callable[..., Any], runtim
         ]
 
 
-async def test_escape_stops_a_question_and_a_call(stage: Callable[..., Any], runtime: Any, served: Any) -> None:
+async def allowed(s: Any) -> Any:
+    """Ask, allow the call, and return it when all is said."""
+    await s.ask("Go.")
+    await asked(s)
+    await s.pilot.press("y")
+    await s.answered()
+    return calls(s)[-1]
+
+
+async def test_escape_stops_a_question_and_a_call(stage: Stage, runtime: Any, served: Any) -> None:
     served("hang")
     runtime.answers = [ECHO, ECHO]
     async with stage(runtime, size=(100, 40)) as s:
@@ -132,111 +145,75 @@ async def test_escape_stops_a_question_and_a_call(stage: Callable[..., Any], run
         assert len(runtime.named("chat")) == 2
 
 
-async def test_a_server_that_dies_costs_a_sentence(stage: Callable[..., Any], runtime: Any, served: Any) -> None:
+async def test_a_server_that_dies_costs_a_sentence(stage: Stage, runtime: Any, served: Any) -> None:
     served("exit")
     runtime.answers = [ECHO, "It broke."]
     async with stage(runtime, size=(100, 40)) as s:
-        await s.ask("Go.")
-        await asked(s)
-        await s.pilot.press("y")
-        await s.answered()
-        (call,) = calls(s)
+        call = await allowed(s)
         assert call.state == "failed"
         assert call.result == "exit ended during the call of echo; its last output: segmentation fault of a kind"
         assert s.last.text == "It broke."
 
 
-async def test_arguments_that_do_not_fit_are_not_sent(stage: Callable[..., Any], runtime: Any, served: Any) -> None:
-    served("good")
-    runtime.answers = ['\nCALL echo {"text": 5}\nCALL nothing {}', "Sorry."]
-    async with stage(runtime) as s:
-        await s.say("Go.")
-        assert [call.state for call in calls(s)] == ["failed", "failed"]
-        assert calls(s)[0].result == "Not called, because of text: 5 is not of type 'string'"
-        assert calls(s)[1].result == "There is no tool of this name."
-
-
 async def test_a_loop_of_calls_has_a_limit(
-    stage: Callable[..., Any], runtime: Any, served: Any, monkeypatch: pytest.MonkeyPatch
+    stage: Stage, runtime: Any, served: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(chat_tools, "MOST_ROUNDS", 3)
     served("good")
-    runtime.answers = [ECHO, ECHO, ECHO, "Enough."]
+    runtime.answers = ['\nCALL echo {"text": 5}\nCALL nothing {}', "Sorry.", ECHO, ECHO, ECHO, "Enough."]
     async with stage(runtime) as s:
-        await s.ask("Go.")
+        await s.say("Go.")
+        assert [call.state for call in calls(s)] == ["failed", "failed"], "what does not fit is not sent"
+        assert calls(s)[0].result == "Not called, because of text: 5 is not of type 'string'"
+        assert calls(s)[1].result == "There is no tool of this name."
+        await s.ask("Go on.")
         await asked(s)
         await s.pilot.press("c")
         await s.answered()
-        assert [bool(options.tools) for _, options in runtime.named("chat")] == [True, True, True, False]
+        assert [bool(options.tools) for _, options in runtime.named("chat")[2:]] == [True, True, True, False]
         assert s.last.text == "Enough."
 
 
-async def test_a_long_result_is_cut_with_a_word_and_counts(
-    stage: Callable[..., Any], runtime: Any, served: Any
-) -> None:
+async def test_a_long_result_is_cut_with_a_word_and_counts(stage: Stage, runtime: Any, served: Any) -> None:
     served("endless")
     runtime.answers = [ECHO, "Long."]
     async with stage(runtime, size=(100, 40)) as s:
-        await s.ask("Go.")
-        await asked(s)
-        await s.pilot.press("y")
-        await s.answered()
-        (call,) = calls(s)
+        call = await allowed(s)
         assert call.result.endswith("characters]")
         assert len(call.result) < 8192 * 0.25 * 3 + 100
 
 
-async def test_escape_sequences_of_a_tool_never_reach_the_terminal(
-    stage: Callable[..., Any], runtime: Any, served: Any
-) -> None:
+async def test_escape_sequences_of_a_tool_never_reach_the_terminal(stage: Stage, runtime: Any, served: Any) -> None:
     served("ansi")
     runtime.answers = [ECHO, "Seen."]
     async with stage(runtime, size=(120, 40)) as s:
-        await s.ask("Go.")
-        await asked(s)
-        await s.pilot.press("y")
-        await s.answered()
+        await allowed(s)
         s.app.chat.query_one(CallView).unfold(True)
         await s.shows("[link=https://evil.example]click[/link]")
         assert not set(s.screen_text()) & set("\x1b\x07\x9b\r")
         assert "[link=" in runtime.named("chat")[1][0][-1]["content"]
 
 
-async def test_calls_are_saved_with_their_chat(
-    stage: Callable[..., Any], runtime: Any, served: Any, tmp_path: Path
-) -> None:
-    from app.history import exchange
-    from app.history.store import History
-
+async def test_calls_are_saved_with_their_chat(stage: Stage, runtime: Any, served: Any, tmp_path: Path) -> None:
     served("good")
     runtime.answers = [ECHO, "It said hello."]
-    kept = tmp_path / "history.db"
-    async with stage(runtime, kept=kept) as s:
-        await s.ask("What does it say?")
-        await asked(s)
-        await s.pilot.press("y")
-        await s.answered()
-        told = calls(s)
-    history = History(kept)
-    (chat,) = history.chats()
-    messages = history.messages(chat.id)
+    async with stage(runtime, kept=tmp_path / "history.db") as s:
+        told = [await allowed(s)]
+    with closing(History(tmp_path / "history.db")) as history:
+        (chat,) = history.chats()
+        messages = history.messages(chat.id)
     assert list(messages[1].calls) == told
-    for text in (
-        exchange.to_markdown(chat, messages),
-        json.dumps(exchange.document([exchange.to_json(chat, messages)])),
-    ):
+    exported = json.dumps(exchange.document([exchange.to_json(chat, messages)]))
+    for text in (exchange.to_markdown(chat, messages), exported):
         (read,) = exchange.read(text, "f")
         assert [list(message.calls) for message in read.messages] == [[], told, []]
-    history.close()
 
 
-async def test_the_screen_of_tools(stage: Callable[..., Any], runtime: Any, served: Any) -> None:
+async def test_the_screen_of_tools(stage: Stage, runtime: Any, served: Any) -> None:
     served("good", "dies", use=False)
     async with stage(runtime, size=(100, 40)) as s:
         await s.open(ToolsScreen, "ctrl+l")
-        await s.shows("✕ failed")
-        await s.shows("[ ]    echo")
-        await s.shows("This chat uses no tools.")
+        await s.shows("✕ failed", "[ ]    echo", "This chat uses no tools.")
         await s.pilot.press("down", "space")
         await s.shows("[x]    echo")
         await s.shows('"required"')  # its schema
@@ -256,21 +233,9 @@ async def test_the_screen_of_tools(stage: Callable[..., Any], runtime: Any, serv
         await s.shows("2 tools")
 
 
-async def test_prompts_and_resources_go_into_the_message(stage: Callable[..., Any], runtime: Any, served: Any) -> None:
-    served("good")
-    async with stage(runtime, size=(100, 40)) as s:
-        await s.open(ToolsScreen, "ctrl+l")
-        await s.shows("tone · A tone of voice.")
-        await s.pilot.press("down", "down", "down", "enter")
-        await s.shows("mood")
-        await s.pilot.press(*"merry", "enter")
-        await s.until(lambda: s.composer.value == "Speak in a merry tone.")
-        await s.open(ToolsScreen, "ctrl+l")
-        await s.pilot.press("end", "enter")
-        await s.until(lambda: "Buy milk." in s.composer.value)
-
-
-async def test_servers_of_another_program_are_imported(stage: Callable[..., Any], runtime: Any, tmp_path: Path) -> None:
+async def test_prompts_and_resources_of_an_imported_server_go_into_the_message(
+    stage: Stage, runtime: Any, tmp_path: Path
+) -> None:
     theirs = tmp_path / "mcp.json"
     theirs.write_text(json.dumps({"servers": {"mine": {"command": sys.executable, "args": [str(HOSTILE), "good"]}}}))
     async with stage(runtime, size=(100, 40)) as s:
@@ -278,5 +243,11 @@ async def test_servers_of_another_program_are_imported(stage: Callable[..., Any]
         await s.shows("There are no tool servers yet.")
         await s.pilot.press("i")
         await s.pilot.press(*str(theirs), "enter")
-        await s.shows("● ready")
-        await s.shows("mine")
+        await s.shows("● ready", "mine", "tone · A tone of voice.")
+        await s.pilot.press("home", "down", "down", "down", "enter")
+        await s.shows("mood")
+        await s.pilot.press(*"merry", "enter")
+        await s.until(lambda: s.composer.value == "Speak in a merry tone.")
+        await s.open(ToolsScreen, "ctrl+l")
+        await s.pilot.press("end", "enter")
+        await s.until(lambda: "Buy milk." in s.composer.value)

@@ -10,6 +10,8 @@ import pytest
 from app.tui import window
 from tests.grid import grid
 
+Stage = Callable[..., Any]
+
 LONG = "\n\n".join(f"Paragraph {n} with a few words in it." for n in range(40))
 FIRST, STEP, MOST = 8, 4, 14
 
@@ -28,19 +30,12 @@ def fill(s: Any, count: int) -> None:
         conversation.add("assistant", f"answer {n}\n\nand more", parent=user.id)
 
 
-async def test_it_follows_the_end_while_an_answer_grows(stage: Callable[..., Any], runtime: Any) -> None:
-    runtime.answers = [LONG]
-    async with stage(runtime) as s:
-        await s.say("go")
-        await s.until(lambda: s.transcript.following and s.transcript.max_scroll_y > 20)
-        await s.shows("412 tokens")
-
-
-async def test_it_stays_where_the_person_scrolled_to(stage: Callable[..., Any], runtime: Any) -> None:
+async def test_it_follows_the_end_or_stays_where_the_person_scrolled_to(stage: Stage, runtime: Any) -> None:
     runtime.answers = [LONG]
     async with stage(runtime) as s:
         await s.say("warm up")
-        await s.until(lambda: s.transcript.max_scroll_y > 20)
+        await s.until(lambda: s.transcript.following and s.transcript.max_scroll_y > 20)
+        await s.shows("412 tokens")
         runtime.hold_after = 60
         await s.ask("go")
         await s.until(lambda: "Paragraph 6" in s.screen_text() and s.transcript.following, "the first part")
@@ -56,14 +51,14 @@ async def test_it_stays_where_the_person_scrolled_to(stage: Callable[..., Any], 
         await s.until(lambda: s.transcript.following)
 
 
-async def test_a_short_chat_stands_at_the_top(stage: Callable[..., Any], runtime: Any) -> None:
+async def test_a_short_chat_stands_at_the_top(stage: Stage, runtime: Any) -> None:
     async with stage(runtime) as s:
         await s.say("hi")
         assert s.transcript.scroll_y == 0
         assert s.screen_text().splitlines()[2].split()[:2] == ["▌", "you"]
 
 
-async def test_a_tall_terminal_is_filled_when_a_long_chat_is_opened(stage: Callable[..., Any], runtime: Any) -> None:
+async def test_a_tall_terminal_is_filled_when_a_long_chat_is_opened(stage: Stage, runtime: Any) -> None:
     async with stage(runtime, size=(100, 50)) as s:
         fill(s, 24)
         path = [message.id for message in s.app.session.conversation.path()]
@@ -78,7 +73,7 @@ async def test_a_tall_terminal_is_filled_when_a_long_chat_is_opened(stage: Calla
         await s.shows("answer 11")
 
 
-async def test_only_a_window_of_a_long_chat_is_mounted(stage: Callable[..., Any], runtime: Any) -> None:
+async def test_only_a_window_of_a_long_chat_is_mounted(stage: Stage, runtime: Any) -> None:
     async with stage(runtime) as s:
         fill(s, 24)
         path = [message.id for message in s.app.session.conversation.path()]
@@ -108,9 +103,7 @@ async def test_only_a_window_of_a_long_chat_is_mounted(stage: Callable[..., Any]
         assert len(s.transcript.mounted) <= MOST
 
 
-async def test_what_is_in_sight_stays_when_earlier_messages_are_mounted(
-    stage: Callable[..., Any], runtime: Any
-) -> None:
+async def test_what_is_in_sight_stays_when_earlier_messages_are_mounted(stage: Stage, runtime: Any) -> None:
     async with stage(runtime) as s:
         fill(s, 24)
         await s.transcript.reopen()
@@ -122,26 +115,19 @@ async def test_what_is_in_sight_stays_when_earlier_messages_are_mounted(
         await s.settled()
         view = s.transcript.view(first)
         assert abs(view.region.y - s.transcript.region.y + 3) <= 2
-
-
-async def test_asking_from_far_above_returns_to_the_end(stage: Callable[..., Any], runtime: Any) -> None:
-    async with stage(runtime) as s:
-        fill(s, 24)
-        await s.transcript.reopen()
-        await s.settled()
         for _ in range(30):
             if s.transcript.mounted[-1] != s.last.id:
                 break
             await s.pilot.press("pageup")
             await s.settled()
         assert s.transcript.mounted[-1] != s.last.id
-        await s.say("now")
+        await s.say("now")  # asking from far above returns to the end
         assert s.transcript.mounted[-1] == s.last.id
         await s.until(lambda: s.transcript.following)
 
 
 @pytest.mark.parametrize("size", grid([(200, 60), (60, 24), (59, 24), (10, 4)], {(59, 24), (10, 4)}), ids=str)
-async def test_resizing_keeps_everything_usable(stage: Callable[..., Any], runtime: Any, size: tuple[int, int]) -> None:
+async def test_resizing_keeps_everything_usable(stage: Stage, runtime: Any, size: tuple[int, int]) -> None:
     runtime.answers = [LONG[:400]]
     async with stage(runtime, size=(120, 40)) as s:
         await s.say("go")
