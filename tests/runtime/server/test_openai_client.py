@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import openai
 import pytest
-from fake_engine import CONTEXT, FakeHouse
+from fake_engine import FakeHouse
 
 from runtime.server.service import Service
 
@@ -37,36 +37,6 @@ def test_the_streaming_helper(client: openai.OpenAI) -> None:
     assert answer.choices[0].message.content == "hello there"
     assert answer.choices[0].logprobs is not None
     assert [token.token for token in answer.choices[0].logprobs.content or []] == ["hello", " there"]
-
-
-@pytest.mark.parametrize(
-    ("change", "kind", "code", "param"),
-    [
-        ({"model": "nowhere"}, openai.NotFoundError, "model_not_found", "model"),
-        (
-            {"messages": [{"role": "user", "content": "echo " + "x " * CONTEXT}]},
-            openai.BadRequestError,
-            "context_length_exceeded",
-            "messages",
-        ),
-        ({"n": 2}, openai.BadRequestError, None, "n"),
-        ({"temperature": 3}, openai.BadRequestError, "invalid_value", "temperature"),
-        (
-            {"messages": [{"role": "user", "content": 5}]},
-            openai.BadRequestError,
-            "invalid_value",
-            "messages[0].content",
-        ),
-        ({"model": "broken"}, openai.InternalServerError, "model_unavailable", None),
-    ],
-)
-def test_errors_become_the_clients_own(
-    client: openai.OpenAI, change: dict[str, object], kind: type[openai.APIStatusError], code: str | None, param: str
-) -> None:
-    asked: dict[str, object] = {"model": "small", "messages": HELLO, **change}
-    with pytest.raises(kind) as failure:
-        client.chat.completions.create(**asked)  # type: ignore[call-overload]
-    assert (failure.value.code, failure.value.param) == (code, param)
 
 
 def test_hanging_up_on_a_stream_cancels(client: openai.OpenAI, service: Service, house: FakeHouse) -> None:

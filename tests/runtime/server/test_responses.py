@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -16,6 +16,7 @@ from runtime.server.bodies import parse
 from runtime.server.errors import ApiError
 from runtime.server.openai.responses_api import ResponsesRequest
 from runtime.text.constraint import Grammar
+from tests.runtime.server.conftest import Standing
 
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
 ADD: Any = {"type": "function", "name": "add", "parameters": {"type": "object", "properties": {}}, "strict": False}
@@ -33,9 +34,13 @@ def read(body: dict[str, Any]) -> None:
 
 
 @pytest.fixture
-def client(serve: Callable[..., Any]) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{serve().url}/v1", api_key="x", max_retries=0) as client:
-        yield client
+def client(shared: Standing) -> openai.OpenAI:
+    return shared.client
+
+
+@pytest.fixture
+def house(shared: Standing) -> FakeHouse:
+    return shared.house
 
 
 def test_a_text(client: openai.OpenAI, house: FakeHouse) -> None:
