@@ -7,27 +7,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from models.checkpoint import Checkpoint
+from models.quantizers import gptq
 from models.spec import LAYER_TYPES
 from tests.models.conftest import TEXT, write_checkpoint
+from tests.models.peak import growth
 
-FEEDBACK = """
-import re
-from pathlib import Path
-import numpy as np, torch
-from models.quantizers import gptq
-
-torch.set_num_threads(1)
-x = np.random.default_rng(0).standard_normal((64, 3000), np.float32)
-hessian = x.T @ x
-peak = lambda: int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
-gptq.feedback(hessian[:64, :64].copy())
-before = peak()
-gptq.feedback(hessian)
-print((peak() - before) / 3000**2)
-"""
+linux = pytest.mark.skipif(sys.platform != "linux", reason="reads the peak from /proc")
 
 MEASURE = """
 import json, re, sys
@@ -53,23 +42,23 @@ print(json.dumps(peaks))
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads the peak from /proc")
+@linux
 def test_error_feedback_is_prepared_in_place() -> None:
     """In bytes for each pair of channels, the Hessian itself not counted."""
-    done = subprocess.run(
-        [sys.executable, "-c", FEEDBACK], cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True
-    )
-    assert float(done.stdout) <= 17
+    x = np.random.default_rng(0).standard_normal((64, 3000), np.float32)
+    hessian = x.T @ x
+    gptq.feedback(hessian[:64, :64].copy())
+    assert growth(lambda: gptq.feedback(hessian)) <= 17 * 3000**2
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("method", "layers"), [("rtn", 26), ("awq", 28)])
-@pytest.mark.skipif(sys.platform != "linux", reason="reads the peak from /proc")
+@pytest.mark.parametrize(("method", "layers"), [("rtn", 18), ("awq", 21)])
+@linux
 def test_peak_is_one_block_and_one_shard(tmp_path: Path, method: str, layers: int) -> None:
     """Against the peak of a tiny model in the same process, so that libraries and texts are not counted.
 
-    The full-precision weights are 26 blocks or more of 15.7 MB (float32) in 10 shards: keeping them all would cost
-    410 MB.
+    The full-precision weights are 18 blocks or more of 15.7 MB (float32) in 10 shards: keeping them all would cost
+    290 MB.
     """
     shape = {"hidden": 512, "intermediate": 2048, "layers": layers, "shards": 10, "tied": False, "vocabulary": 4096}
     folder = write_checkpoint(tmp_path / "large", **shape)
@@ -89,7 +78,8 @@ def test_peak_is_one_block_and_one_shard(tmp_path: Path, method: str, layers: in
     block = 4 * sum(weights[f"layers.0.{kind}"] for kind in LAYER_TYPES)
     shard = max(path.stat().st_size for path in checkpoint.files.weights)
     whole = 4 * sum(weights.values())
-    allowance = 128 * 2**20  # activations of four windows and the pieces in work; far under the 1.5 GiB promised
+    print(f"{method}: {(large_peak - tiny_peak) / 1e6:.0f} MB")
+    allowance = 64 * 2**20  # activations of four windows and the pieces in work; far under the 1.5 GiB promised
     moments = sum(4 * checkpoint.spec.linear_shape(kind)[1] ** 2 for kind in LAYER_TYPES) if method == "awq" else 0
     levels = 3 * 4 * 512 * 2048 * 4  # what three levels of compensation leave of a batch of four windows, at `down`
     limit = block + block // 2 + shard + moments + levels + allowance  # half a block more: operands in bfloat16
