@@ -216,5 +216,4 @@ def test_the_peak_grows_by_packed_experts_alone(tmp_path: Path, method: str) -> 
         check=True,
     )
     few, many = json.loads(done.stdout)
-    print(f"{method}: {(many - few) / (folders['many'] - folders['few']) / 3 / 512 / 852:.2f}")
     assert many - few <= 2.8 * (folders["many"] - folders["few"]) * 3 * 512 * 852

@@ -78,7 +78,6 @@ def test_peak_is_one_block_and_one_shard(tmp_path: Path, method: str, layers: in
     block = 4 * sum(weights[f"layers.0.{kind}"] for kind in LAYER_TYPES)
     shard = max(path.stat().st_size for path in checkpoint.files.weights)
     whole = 4 * sum(weights.values())
-    print(f"{method}: {(large_peak - tiny_peak) / 1e6:.0f} MB")
     allowance = 64 * 2**20  # activations of four windows and the pieces in work; far under the 1.5 GiB promised
     moments = sum(4 * checkpoint.spec.linear_shape(kind)[1] ** 2 for kind in LAYER_TYPES) if method == "awq" else 0
     levels = 3 * 4 * 512 * 2048 * 4  # what three levels of compensation leave of a batch of four windows, at `down`
