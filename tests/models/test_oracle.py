@@ -154,16 +154,6 @@ def test_older_spelling_of_the_config_means_the_same(pair: tuple[Any, Checkpoint
     assert spec_from_config(config) == checkpoint.spec
 
 
-@pytest.mark.parametrize("case", ["llama3.2", "qwen2-window", "phi3.5-longrope"])
-def test_sharded_checkpoint_reads_the_same(case: str, tmp_path: Path) -> None:
-    model = random_case(case)
-    model.save_pretrained(tmp_path, max_shard_size="12KB")
-    checkpoint = Checkpoint.open(tmp_path)
-    assert len(checkpoint.files.weights) > 3
-    expected = theirs(model, tokens_of(11)).logits
-    assert_close(Oracle(checkpoint).logits(tokens_of(11)), expected, "model")
-
-
 @pytest.mark.parametrize("case", ["llama3.1", "qwen3", "phi4-mini"])
 def test_bfloat16_is_as_good_as_that_of_transformers(case: str, tmp_path: Path) -> None:
     model = random_case(case)

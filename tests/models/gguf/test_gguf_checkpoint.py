@@ -38,12 +38,14 @@ from tests.models.random_models import (
     MINISTRAL3,
     OF_GEMMA4,
     SHARING,
+    VALUES_OF_GEMMA4,
     YARN,
     longrope,
 )
 
 LONGROPE = longrope(6, partial_rotary_factor=0.75, original_max_position_embeddings=16)
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 MIXED = ["sliding_attention", "full_attention"]
 GEMMA_CASE = {**{key: value for key, value in GEMMA.items() if key != "query_pre_attn_scalar"}, "layer_types": MIXED}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -63,15 +65,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gemma4-values": (
         "Gemma4",
-        {
-            **GEMMA4,
-            "hidden_size_per_layer_input": 0,
-            "global_head_dim": 32,
-            "attention_k_eq_v": True,
-            "num_global_key_value_heads": 1,
-            "final_logit_softcapping": 1.5,
-            "layer_types": [*MIXED, *MIXED],
-        },
+        {**GEMMA4, **VALUES_OF_GEMMA4, "global_head_dim": 32, "layer_types": [*MIXED, *MIXED]},
     ),
     "gemma4-experts": (
         "Gemma4",
@@ -130,20 +124,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "glm4-moe": (
         "Glm4Moe",
-        {
-            "n_routed_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 32,
-            "n_shared_experts": 2,
-            "routed_scaling_factor": 1.5,
-            "use_qk_norm": True,
-            "head_dim": 16,
-        },
+        {**ROUTED, "n_shared_experts": 2, "routed_scaling_factor": 1.5, "use_qk_norm": True, "head_dim": 16},
     ),
     "glm4-moe-biases": (
         "Glm4Moe",
         {
-            "n_routed_experts": 4,
+            **ROUTED,
             "num_experts_per_tok": 1,
             "moe_intermediate_size": 64,
             "first_k_dense_replace": 0,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +22,15 @@ from fake_engine import FakeHouse, make_service
 from runtime.server.security import Security
 from runtime.server.serve import bind, create_app, listen
 from runtime.server.service import Service
+
+
+def wait_until(predicate: Callable[[], object]) -> None:
+    """Wait for another thread or process."""
+    deadline = time.monotonic() + 30
+    while not predicate():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
 
 BASE = "http://127.0.0.1:8080"
 MANAGEMENT = "management-token"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Iterator
 
 import openai
@@ -11,6 +10,7 @@ import pytest
 from fake_engine import FakeHouse
 
 from runtime.server.service import Service
+from tests.runtime.server.conftest import wait_until
 
 HELLO = [{"role": "user", "content": "echo hello there"}]
 
@@ -20,13 +20,6 @@ def client(serve: Callable[..., object]) -> Iterator[openai.OpenAI]:
     server = serve(token="secret")
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="secret", max_retries=0) as client:  # type: ignore[attr-defined]
         yield client
-
-
-def wait_until(predicate: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
-    while not predicate():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def test_the_streaming_helper(client: openai.OpenAI) -> None:

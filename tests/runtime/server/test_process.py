@@ -20,6 +20,7 @@ from runtime import program_version
 from runtime.server.lock import LockRecord, lock_path, read_lock, write_lock
 from runtime.server.process import main, run
 from runtime.system.lifetimes import ParentWatch, process_create_time
+from tests.runtime.server.conftest import wait_until
 
 FAKE = Path(__file__).parent / "fake_runtime.py"
 FROM = """
@@ -32,13 +33,6 @@ time.sleep(600)
 
 Start = Callable[..., tuple[subprocess.Popen[bytes], LockRecord]]
 """Starts a runtime, with arguments of its command; its log is beside the home."""
-
-
-def wait_until(predicate: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 30
-    while not predicate():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def connects(record: LockRecord) -> bool:
