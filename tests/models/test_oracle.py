@@ -91,30 +91,19 @@ def test_drawn_configurations_equal_transformers(family: str, tmp_path: Path) ->
 
 
 def test_cached_decode_equals_transformers(pair: tuple[Any, Checkpoint]) -> None:
+    """Decoded whole and in a cache of its own."""
     model, checkpoint = pair
-    tokens = tokens_of(23)
-    whole = theirs(model, tokens).logits
-    oracle = Oracle(checkpoint)
+    tokens, oracle = tokens_of(23), Oracle(checkpoint)
     cache = oracle.cache(2, 23)
-    parts = [oracle.logits(tokens[:, :9], cache), oracle.logits(tokens[:, 9:12], cache)]
-    parts += [oracle.logits(tokens[:, i : i + 1], cache) for i in range(12, 23)]
+    parts = [oracle.logits(step, cache) for step in tokens.split((9, 3, *[1] * 11), 1)]
     assert cache.length == 23
-    assert_close(torch.cat(parts, 1), whole, "model")
-
-
-def test_cached_decode_equals_cached_decode_of_transformers(pair: tuple[Any, Checkpoint]) -> None:
-    model, checkpoint = pair
-    length = 16  # within original_context: beyond it transformers' longrope mixes two sets of frequencies in one cache
-    tokens = tokens_of(length)
-    oracle = Oracle(checkpoint)
-    cache = oracle.cache(2, length)
-    cache_of_theirs = DynamicCache(config=model.config)
-    output = theirs(model, tokens[:, :3], cache_of_theirs)
-    assert_close(oracle.logits(tokens[:, :3], cache), output.logits, "model")
-    for i in range(3, length):
-        output = theirs(model, tokens[:, i : i + 1], cache_of_theirs)
-        ours = oracle.logits(tokens[:, i : i + 1], cache)
-        assert_close(ours, output.logits, "model")
+    assert_close(torch.cat(parts, 1), theirs(model, tokens).logits, "model")
+    tokens = tokens_of(
+        16
+    )  # within original_context: beyond it, its longrope mixes two sets of frequencies in one cache
+    cache, cache_of_theirs = oracle.cache(2, 16), DynamicCache(config=model.config)
+    for step in tokens.split((3, *[1] * 13), 1):
+        assert_close(oracle.logits(step, cache), theirs(model, step, cache_of_theirs).logits, "model")
 
 
 def test_spec_follows_the_config_of_transformers(pair: tuple[Any, Checkpoint]) -> None:
@@ -188,37 +177,23 @@ def test_one_oracle_goes_from_long_contexts_back_to_short_ones(pair: tuple[Any, 
     for length in (23, 5, 30):
         expected = theirs(model, tokens_of(length)).logits
         assert_close(oracle.logits(tokens_of(length)), expected, "model")
+        assert_close(oracle.logits(tokens_of(length), rows=[2, -1]), expected[:, [2, -1]], "model")
 
 
 @of_mechanisms
-def test_rows_select_logits(pair: tuple[Any, Checkpoint]) -> None:
-    oracle = Oracle(pair[1])
-    tokens = tokens_of(7)
-    assert_close(oracle.logits(tokens, rows=[2, -1]), oracle.logits(tokens)[:, [2, 6]])
-
-
-@of_mechanisms
-def test_shortened_cache_forgets(pair: tuple[Any, Checkpoint]) -> None:
-    oracle = Oracle(pair[1])
-    tokens = tokens_of(12)
+def test_a_cache_can_be_shortened_and_refuses_what_it_has_no_room_for(pair: tuple[Any, Checkpoint]) -> None:
+    oracle, tokens = Oracle(pair[1]), tokens_of(12)
     cache = oracle.cache(2, 12)
     oracle.logits(tokens[:, :5], cache)
     oracle.logits(tokens[:, :4], cache)
     cache.length = 5
+    with pytest.raises(ValueError, match="does not fit a cache of 12"):
+        oracle.logits(tokens[:, :8], cache)
+    assert cache.length == 5
     again = oracle.logits(tokens[:, 5:], cache)
     fresh = oracle.cache(2, 12)
     oracle.logits(tokens[:, :5], fresh)
     assert_close(again, oracle.logits(tokens[:, 5:], fresh), "rounding")
-
-
-@of_mechanisms
-def test_full_cache_refuses_and_stays_as_it_was(pair: tuple[Any, Checkpoint]) -> None:
-    oracle = Oracle(pair[1])
-    cache = oracle.cache(2, 4)
-    oracle.logits(tokens_of(3), cache)
-    with pytest.raises(ValueError, match="does not fit a cache of 4"):
-        oracle.logits(tokens_of(2), cache)
-    assert cache.length == 3
 
 
 def test_observer_sees_what_modules_of_transformers_receive(pair: tuple[Any, Checkpoint]) -> None:
