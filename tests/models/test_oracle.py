@@ -98,9 +98,7 @@ def test_cached_decode_equals_transformers(pair: tuple[Any, Checkpoint]) -> None
     parts = [oracle.logits(step, cache) for step in tokens.split((9, 3, *[1] * 11), 1)]
     assert cache.length == 23
     assert_close(torch.cat(parts, 1), theirs(model, tokens).logits, "model")
-    tokens = tokens_of(
-        16
-    )  # within original_context: beyond it, its longrope mixes two sets of frequencies in one cache
+    tokens = tokens_of(16)  # within original_context: beyond it, its longrope mixes two sets of frequencies
     cache, cache_of_theirs = oracle.cache(2, 16), DynamicCache(config=model.config)
     for step in tokens.split((3, *[1] * 13), 1):
         assert_close(oracle.logits(step, cache), theirs(model, step, cache_of_theirs).logits, "model")

@@ -29,7 +29,7 @@ from models.store import Store, StoredModelInfo
 from models.store import durable as durable_module
 from tests.close import assert_close
 from tests.grid import combined
-from tests.models.conftest import TEXT, spoil, write_checkpoint, write_tokenizer
+from tests.models.conftest import TEXT, content, spoil, write_checkpoint, write_tokenizer
 from tests.models.random_models import random_case
 from tests.models.restored import Restored
 
@@ -66,10 +66,6 @@ def compensated(weights: Restored, name: str, k_chunk: int) -> Callable[[torch.T
         return torch.nn.functional.linear(x, weight, bias) + (x * chosen) @ residual
 
     return run
-
-
-def content(folder: Path) -> dict[str, bytes]:
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from models.quantize import quantize
 from models.recipe import Recipe
 from models.store import Store
 from models.store import store as store_module
-from tests.models.conftest import TEXT, write_checkpoint
+from tests.models.conftest import TEXT, content, write_checkpoint
 
 KILLS = 30
 KILLS_OF_QOQ = 10
@@ -104,10 +104,6 @@ class Attempts:
 
     def close(self) -> None:
         self.process.communicate()
-
-
-def content(folder: Path) -> dict[str, bytes]:
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.fixture(scope="module")

@@ -168,25 +168,10 @@ def test_a_lock_of_another_process_is_seen(store: Store) -> None:
     store.remove("small")
 
 
-OUTSIDE = (
-    "../small",
-    "/etc",
-    "org/../small",
-    "a/b/c",
-    ".work",
-    ".locks",
-    "",
-    "..",
-    "a\\b",
-    "ü",
-    "a/",
-    "/a",
-    "-a",
-    "a-",
-)
+OUTSIDE = ("../small", "/etc", "org/../small", "a/b/c", ".work", ".locks", "", "..", "a\\b", "ü", "a/", "/a")
 
 
-@pytest.mark.parametrize("name", [*OUTSIDE, "a..b", "a--b", "a\n", "a\0", "~", "con:", "x" * 151])
+@pytest.mark.parametrize("name", [*OUTSIDE, "-a", "a-", "a..b", "a--b", "a\n", "a\0", "~", "con:", "x" * 151])
 def test_names_cannot_leave_the_store(finished: Path, name: str) -> None:
     store = Store(finished)
     for action in (store.open, store.info, store.remove, store.verify, store.path, check_name):

@@ -15,11 +15,11 @@ from models.errors import CancelledError, HubError, HubUnreachableError
 from models.hub import Policy, cached, pull
 from models.progress import Progress
 from tests.models.hub import hub_server
+from tests.models.hub.test_hub_pull import QUICK
 
 NAME = "owner/tiny"
 SHARD = "model-00001-of-00002.safetensors"
 SIZE = 300_000
-QUICK = Policy(connect_s=5, stall_s=5, first_delay_s=0.02, longest_delay_s=0.05, attempts=4, first_attempts=3)
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ from models.errors import CancelledError, CheckpointError, HubError, HubUnreacha
 from models.hub import Policy, cached, is_hub_name, pull
 from models.hub.blob import Partial
 from models.progress import Progress
+from tests.models.conftest import content
 
 NAME = "owner/Tiny-1.5"
 QUICK = Policy(connect_s=5, stall_s=5, first_delay_s=0.02, longest_delay_s=0.05, attempts=4, first_attempts=3)
@@ -36,16 +37,12 @@ NEEDED = {
 }
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
 def test_takes_what_a_checkpoint_needs_and_nothing_else(hub: Any, cache: Path, sharded: dict[str, bytes]) -> None:
     commit = hub.add(NAME, sharded)
     reports: list[Progress] = []
     folder = pull(NAME, endpoint=hub.url, cache_dir=cache, progress=reports.append)
     assert folder == cache / "models--owner--Tiny-1.5" / "snapshots" / commit
-    assert contents(folder) == {name: sharded[name] for name in NEEDED}
+    assert content(folder) == {name: sharded[name] for name in NEEDED}
     assert (folder.parents[1] / "refs" / "main").read_text() == commit
     assert Counter(entry.file for entry in hub.sent()) == Counter(NEEDED)
     assert not list(cache.rglob("*.incomplete"))
@@ -61,7 +58,7 @@ def test_takes_what_a_checkpoint_needs_and_nothing_else(hub: Any, cache: Path, s
 def test_takes_a_single_file_and_what_is_empty_or_there_twice(hub: Any, cache: Path) -> None:
     files = {"config.json": b"{}", "generation_config.json": b"{}", "vocab.txt": b"", "model.safetensors": b"weights"}
     hub.add(NAME, {**files, "model-00001-of-00009.safetensors": b"stray"})
-    assert contents(pull(NAME, endpoint=hub.url, cache_dir=cache)) == files
+    assert content(pull(NAME, endpoint=hub.url, cache_dir=cache)) == files
 
 
 def test_later_pulls_take_only_what_changed(hub: Any, cache: Path, sharded: dict[str, bytes]) -> None:
@@ -105,7 +102,7 @@ def test_huggingface_hub_finds_it_and_downloads_only_the_rest(hub: Any, cache: P
     hub.log.clear()
     assert huggingface_hub.snapshot_download(NAME, cache_dir=cache, endpoint=hub.url, token=False) == str(folder)
     assert {entry.file for entry in hub.sent()} == set(sharded) - NEEDED
-    assert contents(folder) == sharded
+    assert content(folder) == sharded
 
 
 def test_what_huggingface_hub_downloaded_is_not_downloaded_again(
@@ -156,7 +153,7 @@ def test_a_damaged_blob_and_a_broken_link_are_mended(hub: Any, cache: Path, shar
     assert cached(NAME, cache_dir=cache) is None
     shard.resolve().write_bytes(b"cut")
     pull(NAME, endpoint=hub.url, cache_dir=cache)
-    assert contents(folder) == {name: sharded[name] for name in NEEDED}
+    assert content(folder) == {name: sharded[name] for name in NEEDED}
 
 
 def test_two_pulls_at_once_share_the_work(hub: Any, cache: Path, sharded: dict[str, bytes]) -> None:
@@ -172,7 +169,7 @@ def test_two_pulls_at_once_share_the_work(hub: Any, cache: Path, sharded: dict[s
         thread.join()
     assert len(results) == 3
     assert len(set(results)) == 1
-    assert contents(results[0]) == {name: sharded[name] for name in NEEDED}
+    assert content(results[0]) == {name: sharded[name] for name in NEEDED}
     assert Counter(entry.file for entry in hub.sent()) == Counter(NEEDED)
 
 
@@ -368,7 +365,7 @@ def test_a_disk_that_fills_up_keeps_what_came(
     assert kept > 100_000
     hub.log.clear()
     folder = pull(NAME, endpoint=hub.url, cache_dir=cache)
-    assert contents(folder) == {name: sharded[name] for name in NEEDED}
+    assert content(folder) == {name: sharded[name] for name in NEEDED}
     assert hub.sent("model-00001-of-00002.safetensors")[0].start == kept
 
 

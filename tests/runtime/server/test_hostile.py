@@ -200,10 +200,10 @@ def test_what_arrives_steadily_is_awaited_and_answered_at_length(
     monkeypatch.setattr("runtime.server.serve.ARRIVAL_S", 0.1)
     monkeypatch.setattr("runtime.server.serve.SLOWEST", 1)
     server = serve()
-    asked = json.dumps(body(messages=[{"role": "user", "content": "slow 100"}], stream=True)).encode()
+    asked = json.dumps(body(messages=[{"role": "user", "content": "slow 50"}], stream=True)).encode()
     with socket.create_connection(("127.0.0.1", server.port), timeout=30) as connection:
         connection.sendall(HEAD + f"Content-Length: {len(asked)}\r\nConnection: close\r\n\r\n".encode() + asked[:50])
-        time.sleep(0.3)
+        time.sleep(0.2)
         monkeypatch.setattr("runtime.server.serve.SLOWEST", 2**20)
         connection.sendall(asked[50:])
         answer = b"".join(iter(lambda: connection.recv(65536), b""))

@@ -7,6 +7,7 @@ from typing import Any
 import httpx
 import pytest
 from fake_engine import CONTEXT, FakeHouse
+from starlette.types import ASGIApp
 
 from runtime.server.security import Security
 from runtime.server.serve import create_app
@@ -260,9 +261,12 @@ async def test_a_failure_in_the_middle_is_the_last_event_or_the_status(client: h
     assert (response.status_code, response.json()["error"]["type"]) == (500, "server_error")
 
 
+def client_of(app: ASGIApp) -> httpx.AsyncClient:
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost")
+
+
 async def test_pings_keep_a_silent_stream_alive(service: Service, house: FakeHouse) -> None:
-    app = create_app(service, Security(), ping_s=0.02)
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
+    async with client_of(create_app(service, Security(), ping_s=0.02)) as client:
         await client.post("/v1/chat/completions", json=chat())
         house.engine.prefill_gate.clear()
         asking = asyncio.create_task(client.post("/v1/chat/completions", json=chat(stream=True)))
@@ -278,8 +282,7 @@ async def test_a_late_error_comes_in_the_stream(
 ) -> None:
     """A stream that waits for its model begins before it is known whether the prompt fits."""
     monkeypatch.setattr("runtime.server.bodies.sse.__kwdefaults__", {"patience_s": 0.02})
-    app = create_app(service, Security())
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
+    async with client_of(create_app(service, Security())) as client:
         asked = {**chat("echo " + "x " * CONTEXT, stream=True), "model": "slow-to-load"}
         asking = asyncio.create_task(client.post("/v1/chat/completions", json=asked))
         await asyncio.sleep(0.1)
