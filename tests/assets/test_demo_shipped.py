@@ -94,19 +94,11 @@ def ask(answerer: Answerer, *texts: str) -> str:
     return messages[-1]["content"]
 
 
-@pytest.mark.parametrize("question", HELD_OUT)
-def test_questions_are_held_out(question: str) -> None:
+@pytest.mark.parametrize(("question", "words"), HELD_OUT.items())
+def test_held_out_questions_are_answered(full: FullPrecision, low: LowBit, question: str, words: str) -> None:
     assert Exchange(group="talk", topic="", ask=question, answer="").split == "held_out"
-
-
-@pytest.mark.parametrize(("question", "words"), HELD_OUT.items())
-def test_answers_in_full_precision(full: FullPrecision, question: str, words: str) -> None:
-    assert normalised(words) in normalised(ask(full, question))
-
-
-@pytest.mark.parametrize(("question", "words"), HELD_OUT.items())
-def test_answers_at_four_bits(low: LowBit, question: str, words: str) -> None:
-    assert normalised(words) in normalised(ask(low, question))
+    for answerer in (full, low):
+        assert normalised(words) in normalised(ask(answerer, question)), answerer
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from datetime import UTC, datetime
 from pathlib import Path
@@ -10,13 +11,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from assets.demo_model import vocabulary
+from assets.demo_model import network, vocabulary
 from assets.demo_model.batches import OTHER_SHARE, OTHER_WEIGHT, POOLED_STEPS, batches
 from assets.demo_model.corpus import Writer
+from assets.demo_model.muon import orthogonalized
 from assets.demo_model.train import Plan, Trainer, main, moment, rate_factor
 from tests.close import assert_close
 
@@ -37,10 +41,26 @@ TOY: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
+def run_of_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a run that was stopped after two steps."""
+    folder = tmp_path_factory.mktemp("run") / "run"
+    Trainer(Plan(**TOY), folder).run(until=2, save_every=100)
+    return folder
+
+
+@pytest.fixture
+def begun(run_of_two: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(run_of_two, tmp_path / "begun")
+
+
+def texts() -> list[str]:
     writer = Writer("train", 1)
-    texts = [m["content"] for i in range(400) for m in writer.conversation(i).messages()]
-    return vocabulary.build(texts, 600)
+    return [m["content"] for i in range(400) for m in writer.conversation(i).messages()]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return vocabulary.build(texts(), 600)
 
 
 @settings(max_examples=200)
@@ -64,14 +84,10 @@ def test_special_tokens_and_digits(tokenizer: Tokenizer) -> None:
 
 
 def test_building_twice_gives_the_same_tokenizer(tokenizer: Tokenizer) -> None:
-    writer = Writer("train", 1)
-    texts = [m["content"] for i in range(400) for m in writer.conversation(i).messages()]
-    assert vocabulary.build(texts, 600).to_str() == tokenizer.to_str()
+    assert vocabulary.build(texts(), 600).to_str() == tokenizer.to_str()
 
 
 def test_chat_template_writes_what_training_saw(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    from transformers import AutoTokenizer
-
     vocabulary.save(tokenizer, tmp_path, context=1024)
     loaded = AutoTokenizer.from_pretrained(tmp_path)
     messages = [
@@ -132,19 +148,16 @@ def test_rows_are_cut_at_the_context(tokenizer: Tokenizer) -> None:
 
 
 def test_rates_rise_stay_and_fall_to_nothing() -> None:
+    """By the clock, where it is ahead of the steps."""
     plan = Plan(steps=100, warmup=10, decay=0.5)
     rates = [rate_factor(plan, step) for step in range(100)]
     assert rates[0] == pytest.approx(0.1)
     assert rates[9:50] == [1.0] * 41
     assert rates[50:] == sorted(rates[50:], reverse=True)
     assert rates[-1] == pytest.approx(0.01)
-
-
-def test_rates_follow_the_clock_where_it_is_ahead_of_the_steps() -> None:
     plan = Plan(steps=1000, warmup=1, decay=0.5)
-    assert rate_factor(plan, 10, done=0.9) == pytest.approx(0.2)
-    assert rate_factor(plan, 950, done=0.1) == pytest.approx(0.099)
-    assert rate_factor(plan, 10, done=1.2) == 0.0
+    found = [rate_factor(plan, step, done=done) for step, done in ((10, 0.9), (950, 0.1), (10, 1.2))]
+    assert found == pytest.approx([0.2, 0.099, 0.0])
 
 
 def test_moment_is_the_next_such_time() -> None:
@@ -160,53 +173,40 @@ def test_training_ends_when_its_time_is_over(tmp_path: Path) -> None:
     assert (tmp_path / "checkpoint" / "model.safetensors").exists()
 
 
-def test_resumed_training_ends_with_the_same_bits(tmp_path: Path) -> None:
-    import torch
-
+def test_resumed_training_ends_with_the_same_bits(begun: Path, tmp_path: Path) -> None:
     plan = Plan(**TOY)
     whole = Trainer(plan, tmp_path / "whole")
     whole.run(until=6, save_every=100)
-    Trainer(plan, tmp_path / "parts").run(until=2, save_every=100)
-    resumed = Trainer(plan, tmp_path / "parts")
+    resumed = Trainer(plan, begun)
     assert resumed.step == 2
     resumed.run(until=6, save_every=100)
     for (name, first), second in zip(
         whole.model.state_dict().items(), resumed.model.state_dict().values(), strict=True
     ):
         assert torch.equal(first, second), name
-    files = [(tmp_path / run / "checkpoint" / "model.safetensors").read_bytes() for run in ("whole", "parts")]
+    files = [(folder / "checkpoint" / "model.safetensors").read_bytes() for folder in (tmp_path / "whole", begun)]
     assert files[0] == files[1]
-    losses = [json.loads(line)["held_out_loss"] for line in (tmp_path / "parts" / "log.jsonl").read_text().splitlines()]
+    losses = [json.loads(line)["held_out_loss"] for line in (begun / "log.jsonl").read_text().splitlines()]
     assert losses[1] < losses[0]
 
 
-def test_another_plan_does_not_continue_a_run(tmp_path: Path) -> None:
-    Trainer(Plan(**TOY), tmp_path).run(until=1, save_every=1)
+def test_a_run_is_not_continued_by_another_plan_nor_begun_from_another_shape(begun: Path, tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="another plan"):
-        Trainer(Plan(**TOY | {"seed": 2}), tmp_path)
+        Trainer(Plan(**TOY | {"seed": 2}), begun)
+    with pytest.raises(SystemExit, match="another hidden, layers"):
+        Trainer(Plan(**TOY | {"hidden": 128, "layers": 2}), tmp_path / "second", start=begun)
 
 
-def test_a_run_can_begin_with_the_weights_and_optimizers_of_another(tmp_path: Path) -> None:
-    import torch
-
-    first = Trainer(Plan(**TOY), tmp_path / "first")
-    first.run(until=2, save_every=2)
-    plan = Plan(**TOY | {"seed": 2, "steps": 4, "learning_rate": 0.001})
-    second = Trainer(plan, tmp_path / "second", start=tmp_path / "first")
+def test_a_run_can_begin_with_the_weights_and_optimizers_of_another(begun: Path, tmp_path: Path) -> None:
+    first, plan = Trainer(Plan(**TOY), begun), Plan(**TOY | {"seed": 2, "steps": 4, "learning_rate": 0.001})
+    second = Trainer(plan, tmp_path / "second", start=begun)
     assert (second.step, second.tokens, second.seconds) == (0, 0, 0.0)
     for name, weight in first.model.state_dict().items():
         assert torch.equal(second.model.state_dict()[name], weight)
     assert second.optimizers[0].state_dict()["state"].keys() == first.optimizers[0].state_dict()["state"].keys() != {}
-    assert (tmp_path / "second/tokenizer.json").read_bytes() == (tmp_path / "first/tokenizer.json").read_bytes()
+    assert (tmp_path / "second/tokenizer.json").read_bytes() == (begun / "tokenizer.json").read_bytes()
     second.run(until=1, save_every=1)
-    assert Trainer(plan, tmp_path / "second", start=tmp_path / "first").step == 1, "an unfinished run goes on"
-
-
-def test_a_run_of_another_shape_is_no_beginning(tmp_path: Path) -> None:
-    Trainer(Plan(**TOY), tmp_path / "first").run(until=1, save_every=1)
-    plan = Plan(**TOY | {"hidden": 128, "layers": 2})
-    with pytest.raises(SystemExit, match="another hidden, layers"):
-        Trainer(plan, tmp_path / "second", start=tmp_path / "first")
+    assert Trainer(plan, tmp_path / "second", start=begun).step == 1, "an unfinished run goes on"
 
 
 @pytest.mark.parametrize(
@@ -227,10 +227,6 @@ def test_command_line_explains_a_bad_plan(tmp_path: Path, capsys: pytest.Capture
 
 
 def test_orthogonalized_moves_singular_values_near_one() -> None:
-    import torch
-
-    from assets.demo_model.muon import orthogonalized
-
     generator = torch.Generator().manual_seed(1)
     for shape in ((64, 64), (96, 64), (64, 192)):
         values = torch.linalg.svdvals(orthogonalized(torch.randn(shape, generator=generator)).float())
@@ -240,10 +236,6 @@ def test_orthogonalized_moves_singular_values_near_one() -> None:
 
 
 def test_plain_and_fused_attention_agree(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
-    from assets.demo_model import network
-
     generator = torch.Generator().manual_seed(1)
     q, k, v = (torch.randn(2, heads, 37, 64, generator=generator) for heads in (4, 2, 2))
     plain = network.attention(q, k, v)
@@ -251,13 +243,9 @@ def test_plain_and_fused_attention_agree(monkeypatch: pytest.MonkeyPatch) -> Non
     assert_close(plain, network.attention(q, k, v))
 
 
-def test_the_checkpoint_is_the_trained_model(tmp_path: Path) -> None:
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    trainer = Trainer(Plan(**TOY), tmp_path)
-    trainer.run(until=1, save_every=1)
-    loaded: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint", dtype=torch.float32)
+def test_the_checkpoint_is_the_trained_model(begun: Path) -> None:
+    trainer = Trainer(Plan(**TOY), begun)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(begun / "checkpoint", dtype=torch.float32)
     tokens = torch.tensor([[0, 4, 300, 301, 1, 5, 310]])
     with torch.no_grad():
         for weight in trainer.model.parameters():

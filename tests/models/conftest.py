@@ -129,6 +129,11 @@ def spoil(folder: Path, place: tuple[int, int]) -> Path:
     return folder
 
 
+def content(folder: Path) -> dict[str, bytes]:
+    """All files of a folder."""
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 @pytest.fixture(scope="session")
 def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A llama of two blocks; tests must not write to it."""

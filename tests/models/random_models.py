@@ -39,6 +39,12 @@ LAYERED_ROPE = {
 GEMMA = {"hidden_activation": "gelu_pytorch_tanh", "sliding_window": 5, "head_dim": 16, "query_pre_attn_scalar": 12}
 GEMMA4 = {"sliding_window": 5, "head_dim": 16, "global_head_dim": 24, "num_hidden_layers": 4}
 OF_GEMMA4 = {"enable_moe_block": True, "num_experts": 5, "top_k_experts": 2, "moe_intermediate_size": 20}
+VALUES_OF_GEMMA4 = {
+    "hidden_size_per_layer_input": 0,
+    "attention_k_eq_v": True,
+    "num_global_key_value_heads": 1,
+    "final_logit_softcapping": 1.5,
+}
 SHARING = {"num_kv_shared_layers": 2, "use_double_wide_mlp": True, "hidden_size_per_layer_input": 12}
 CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 1.5}
 MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
@@ -80,14 +86,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", {"sliding_window": 5}),
     "qwen2-window": ("Qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
     "qwen2-tied": ("Qwen2", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
-    "qwen2-layer-types": (
-        "Qwen2",
-        {
-            "use_sliding_window": True,
-            "sliding_window": 6,
-            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-        },
-    ),
+    "qwen2-layer-types": ("Qwen2", {"use_sliding_window": True, "sliding_window": 6, "layer_types": MIXED}),
     "qwen3": ("Qwen3", {"head_dim": 16}),
     "qwen3-window": ("Qwen3", {"head_dim": 8, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2}),
     "qwen3-biases-tied": ("Qwen3", {"head_dim": 16, "attention_bias": True, "tie_word_embeddings": True}),
@@ -200,17 +199,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma4",
         {**GEMMA4, **SHARING, "vocab_size_per_layer_input": 67, "layer_types": [*MIXED[:2], *MIXED[:2]]},
     ),
-    "gemma4-values": (
-        "Gemma4",
-        {
-            **GEMMA4,
-            "hidden_size_per_layer_input": 0,
-            "attention_k_eq_v": True,
-            "num_global_key_value_heads": 1,
-            "final_logit_softcapping": 1.5,
-            "layer_types": [*MIXED[:2], *MIXED[:2]],
-        },
-    ),
+    "gemma4-values": ("Gemma4", {**GEMMA4, **VALUES_OF_GEMMA4, "layer_types": [*MIXED[:2], *MIXED[:2]]}),
     "gemma4-experts": (
         "Gemma4",
         {**GEMMA4, **OF_GEMMA4, "hidden_size_per_layer_input": 0, "num_hidden_layers": 2, "layer_types": MIXED[:2]},
@@ -262,20 +251,8 @@ MIXTURES = (
 """Families with experts."""
 DRAWN_FAMILIES = (
     *("Llama", "Mistral", "Ministral", "Qwen2", "Qwen3", "Phi3", "SmolLM3", "Granite", "SeedOss", "Lfm2", "Qwen3_5"),
-    *(
-        "Gemma",
-        "Gemma2",
-        "Gemma3",
-        "Gemma4",
-        "Olmo2",
-        "Olmo3",
-        "Exaone4",
-        "Glm4",
-        "Ministral3",
-        "HunYuanDenseV1",
-        "Ernie4_5",
-    ),
-    *MIXTURES,
+    *("Gemma", "Gemma2", "Gemma3", "Gemma4", "Olmo2", "Olmo3", "Exaone4", "Glm4", "Ministral3", "HunYuanDenseV1"),
+    *("Ernie4_5", *MIXTURES),
 )
 """Families whose configurations `drawn_changes` draws."""
 

@@ -19,43 +19,9 @@ from models.quantizers.groups import rtn
 from models.recipe import Recipe
 from tests.close import assert_close
 from tests.models.conftest import spoil, write_checkpoint
+from tests.models.random_models import random_case
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 71,
-    "hidden_size": 64,
-    "intermediate_size": 80,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama-biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
-    "mistral-window": ("Mistral", {"sliding_window": 5}),
-    "qwen2-tied": ("Qwen2", {"tie_word_embeddings": True}),
-    "qwen3": ("Qwen3", {"head_dim": 16}),
-    "gemma2": ("Gemma2", {"head_dim": 16, "sliding_window": 5, "final_logit_softcapping": 1.0}),
-    "phi3-partial": ("Phi3", {"partial_rotary_factor": 0.5}),
-}
-
-
-def random_checkpoint(folder: Path, family: str) -> Checkpoint:
-    import transformers
-
-    name, changes = FAMILIES[family]
-    torch.manual_seed(len(family))
-    model = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**{**SIZES, **changes}))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            one_dimensional = parameter.ndim == 1
-            parameter.normal_(
-                1.0 if one_dimensional else 0.0, 0.3 if one_dimensional else 1.5 / parameter.shape[1] ** 0.5
-            )
-    model.save_pretrained(folder)
-    return Checkpoint.open(folder)
+CASES = ("llama-biases", "mistral-window", "qwen2-tied", "qwen3", "gemma2", "phi3-partial")
 
 
 def windows(vocabulary: int, *shapes: tuple[int, int]) -> list[torch.Tensor]:
@@ -113,12 +79,15 @@ def brute_force(checkpoint: Checkpoint, group_size: int, tokens: list[torch.Tens
     return np.array([float((full.exp() * (full - logs(layer))).sum(1).mean()) for layer in blocks])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_divergences_equal_those_of_whole_models(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(allocation, "_PIECE", 20 * SIZES["hidden_size"])  # the vocabulary in four pieces, one ragged
+@pytest.mark.parametrize("case", CASES)
+def test_divergences_equal_those_of_whole_models(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    random_case(case).save_pretrained(tmp_path)
+    checkpoint = Checkpoint.open(tmp_path)
+    monkeypatch.setattr(
+        allocation, "_PIECE", 20 * checkpoint.spec.hidden_size
+    )  # four pieces of the vocabulary, one ragged
     monkeypatch.setattr(allocation, "_BATCH", 2)
-    checkpoint = random_checkpoint(tmp_path, family)
-    tokens = windows(SIZES["vocab_size"], (3, 16), (1, 7))
+    tokens = windows(checkpoint.spec.vocab_size, (3, 16), (1, 7))
     shares: list[float] = []
     found = divergences(checkpoint, 32, tokens, shares.append)
     expected = brute_force(checkpoint, 32, tokens)

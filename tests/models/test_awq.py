@@ -21,7 +21,7 @@ from models.recipe import Recipe
 from models.spec import LAYER_TYPES
 from models.store import Store
 from tests.close import assert_close
-from tests.models.conftest import TEXT, write_checkpoint
+from tests.models.conftest import TEXT, content, write_checkpoint
 from tests.models.random_models import random_case
 
 CASES = (
@@ -182,15 +182,11 @@ def test_inputs_that_are_silent_are_clipped_by_the_weights() -> None:
 def test_a_model_is_near_its_checkpoint_and_made_the_same_again(tmp_path: Path, method: str) -> None:
     folder = write_checkpoint(tmp_path / "source", family="qwen2")
     texts = {"calibration": TEXT, "evaluation": TEXT[:300]}
-    files, stored = [], []
-    for place in ("first", "second"):
-        store = Store(tmp_path / place)
-        info = quantize(folder, store, Recipe(method=method, bits=4, group_size=32), **texts)
-        files.append({path.name: path.read_bytes() for path in info.path.iterdir()})
-        stored.append(store.open(info.name))
-    assert files[0] == files[1]
+    stores, recipe = (Store(tmp_path / "first"), Store(tmp_path / "second")), Recipe(method=method, group_size=32)
+    first, info = (quantize(folder, store, recipe, **texts) for store in stores)
+    assert content(first.path) == content(info.path)
     assert info.summary.perplexity_after < 1.2 * info.summary.perplexity_before
-    checkpoint, model = Checkpoint.open(folder), stored[0]
+    checkpoint, model = Checkpoint.open(folder), stores[0].open(info.name)
     for name, norm in (("layers.1.gate_up", "layers.1.post_norm"), ("head", "norm")):
         factors = checkpoint.vector(norm).numpy() / model.vector(norm)
         weight = checkpoint.linear(name)[0].float().numpy()[:64] * factors

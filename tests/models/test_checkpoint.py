@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from models.checkpoint import Checkpoint
-from models.errors import CheckpointError, ModelError, UnsupportedModelError
+from models.errors import CheckpointError, ModelError
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -132,11 +132,6 @@ def test_names_may_begin_otherwise(begin: str, headless: bool, tmp_path: Path) -
     assert torch.equal(checkpoint.linear("layers.0.o")[0], tensors()["model.layers.0.self_attn.o_proj.weight"])
 
 
-def test_two_models_are_not_taken_for_one(tmp_path: Path) -> None:
-    held = {f"{part}.{name.removeprefix('model.')}": own.clone() for name, own in tensors().items() for part in "ab"}
-    assert "'model.embed_tokens.weight' is missing" in error_of(write(tmp_path / "model", held))
-
-
 def test_biases_are_fused_like_the_weights(tmp_path: Path) -> None:
     held = tensors(torch.bfloat16)
     for name, rows in {"q": 8, "k": 4, "v": 4}.items():
@@ -172,24 +167,14 @@ def test_tied_head_is_the_embedding(stored: str, tmp_path: Path) -> None:
     assert torch.equal(checkpoint.embedding(), table)
 
 
-def test_stored_head_that_differs_wins_over_a_tied_config(tmp_path: Path) -> None:
-    held = tensors()
+def test_a_stored_head_wins_over_a_tied_config_and_a_single_file_over_an_index(tmp_path: Path) -> None:
+    write_sharded(tmp_path, {name: tensor * 2 for name, tensor in tensors().items()})
+    held = tensors() | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)}  # of old checkpoints
     checkpoint = Checkpoint.open(write(tmp_path, held, tie_word_embeddings=True))
     assert not checkpoint.spec.tied
     assert torch.equal(checkpoint.linear("head")[0], held["lm_head.weight"])
-
-
-def test_single_file_wins_over_an_index(tmp_path: Path) -> None:
-    write_sharded(tmp_path, {name: tensor * 2 for name, tensor in tensors().items()})
-    held = tensors()
-    checkpoint = Checkpoint.open(write(tmp_path, held))
     assert torch.equal(checkpoint.embedding(), held[EMBED])
     assert [shard.name for shard in checkpoint.files.weights] == ["model.safetensors"]
-
-
-def test_rotary_frequencies_of_old_checkpoints_are_passed_over(tmp_path: Path) -> None:
-    held = tensors() | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)}
-    assert Checkpoint.open(write(tmp_path, held)).spec.num_layers == 1
 
 
 def test_linked_files_of_a_download_cache_are_read(tmp_path: Path) -> None:
@@ -252,25 +237,116 @@ def test_file_that_shrinks_after_opening_is_an_error(tmp_path: Path) -> None:
         checkpoint.vector("norm")
 
 
-def test_folder_is_absent(tmp_path: Path) -> None:
-    assert "no such folder" in error_of(tmp_path / "nowhere")
+INDEX, WEIGHTS, SECOND = "model.safetensors.index.json", "model.safetensors", "model-00002-of-00002.safetensors"
+NESTED = "[" * 100_000
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["", "{", "[1]", "\x00\xff", '{"a": }', "[" * 100_000, '{"a":' * 100_000, '{"hidden_act": "\\ud800"}', "9" * 9999],
-    ids=lambda text: text[:20],
-)
-def test_config_is_damaged(text: str, tmp_path: Path) -> None:
-    write(tmp_path, tensors())
-    (tmp_path / "config.json").write_text(text, encoding="latin-1")
-    assert "config.json is damaged" in error_of(tmp_path)
+def written(name: str, text: str | bytes, *, sharded: bool = False) -> Callable[[Path], object]:
+    """Makes a checkpoint with something else in one of its files."""
+
+    def make(folder: Path) -> None:
+        (write_sharded if sharded else write)(folder, tensors())
+        (folder / name).write_bytes(text if isinstance(text, bytes) else text.encode("latin-1"))
+
+    return make
 
 
-def test_a_generation_config_nested_without_end(tmp_path: Path) -> None:
-    write(tmp_path, tensors())
-    (tmp_path / "generation_config.json").write_text("[" * 100_000)
-    assert "generation_config.json is damaged: it is not a JSON file (it is nested too deeply)" in error_of(tmp_path)
+def endless(folder: Path) -> None:
+    write(folder, tensors())
+    with (folder / "config.json").open("wb") as file:
+        file.truncate(1 << 40)  # takes no room on the disk
+
+
+def indexed(name: Any) -> Callable[[Path], object]:
+    def make(folder: Path) -> None:
+        write_config(folder)
+        (folder / INDEX).write_text(json.dumps({"weight_map": {EMBED: name}}))
+
+    return make
+
+
+def with_tensor(name: str, tensor: torch.Tensor) -> Callable[[Path], object]:
+    return lambda folder: write(folder, tensors() | {name: tensor})
+
+
+def two_models(folder: Path) -> None:
+    held = tensors().items()
+    write(folder, {f"{part}.{name.removeprefix('model.')}": own.clone() for name, own in held for part in "ab"})
+
+
+BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no folder": (lambda folder: None, "no such folder"),
+    "no config": (lambda folder: (folder.mkdir(), save_file(tensors(), folder / WEIGHTS)), "config.json: there is no"),
+    **{
+        f"config {text[:20]!r}": (written("config.json", text), "config.json is damaged")
+        for text in (
+            *(
+                "",
+                "{",
+                "[1]",
+                "\x00\xff",
+                '{"a": }',
+                NESTED,
+                '{"a":' * 100_000,
+                '{"a": "\\ud800"}',
+                "9" * 9999,
+            ),
+        )
+    },
+    "endless config": (endless, "it has more than 32 MiB"),
+    "nested generation config": (
+        written("generation_config.json", NESTED),
+        "generation_config.json is damaged: it is not a JSON file (it is nested too deeply)",
+    ),
+    "a key less": (
+        lambda folder: write(folder, tensors(), rms_norm_eps=None),
+        "'rms_norm_eps' is missing",
+    ),
+    "another architecture": (
+        lambda folder: write(folder, tensors(), architectures=["BloomForCausalLM"], model_type="bloom"),
+        "BloomForCausalLM",
+    ),
+    "a shard less": (
+        lambda folder: (write_sharded(folder, tensors()) / SECOND).unlink(),
+        f"1 of 2 shards are missing: {SECOND}. Download the rest",
+    ),
+    **{
+        f"index {text[:20]!r}": (written(INDEX, text, sharded=True), "index.json is damaged")
+        for text in ("{}", '{"weight_map": []}', "not json", '{"weight_map":' + NESTED)
+    },
+    **{
+        f"index of {name!r}": (indexed(name), "not a safetensors file beside it")
+        for name in ("../model.safetensors", "/etc/passwd", "weights.bin", "..", 3)
+    },
+    "index of other shards": (
+        lambda folder: save_file({"lm_head.weight": torch.ones(10, 8)}, write_sharded(folder, tensors()) / SECOND),
+        "'model.layers.0.mlp.up_proj.weight' is missing",
+    ),
+    **{
+        f"weights {content[:20]!r}": (written(WEIGHTS, content), "not a safetensors file")
+        for content in (b"<!DOCTYPE html><html>", b"\xff" * 100, b"PK\x03\x04" * 50, b"\x08" + b"\0" * 30)
+    },
+    "git lfs": (
+        written(WEIGHTS, "version https://git-lfs.github.com/spec/v1\noid sha256:00"),
+        "git lfs pull",
+    ),
+    "integers": (with_tensor(Q, torch.ones(8, 8, dtype=torch.int8)), "q_proj.weight' is stored as I8"),
+    **{
+        name: (
+            with_tensor(f"model.layers.{name}", torch.zeros(8)),
+            f"'model.layers.{name}' does not belong in a llama model",
+        )
+        for name in ("0.self_attn.q_proj.bias", "0.self_attn.q_proj.qzeros", "1.input_layernorm.weight")
+    },
+    "two models": (two_models, "'model.embed_tokens.weight' is missing"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_what_is_broken_is_named(case: str, tmp_path: Path) -> None:
+    make, words = BROKEN[case]
+    make(tmp_path / "model")
+    assert words in error_of(tmp_path / "model")
 
 
 @pytest.mark.timeout(60)
@@ -293,28 +369,6 @@ def test_what_is_no_file_is_not_waited_for(name: str, kind: str, tmp_path: Path)
     assert f"{place} cannot be read" in error_of(tmp_path)
 
 
-def test_a_config_without_end_is_not_read(tmp_path: Path) -> None:
-    write(tmp_path, tensors())
-    with (tmp_path / "config.json").open("wb") as file:
-        file.truncate(1 << 40)  # takes no room on the disk
-    assert "it has more than 32 MiB" in error_of(tmp_path)
-
-
-def test_config_is_absent(tmp_path: Path) -> None:
-    save_file(tensors(), tmp_path / "model.safetensors")
-    message = error_of(tmp_path)
-    assert "config.json: there is no such file" in message
-
-
-def test_config_lacks_a_key_or_names_another_architecture(tmp_path: Path) -> None:
-    write(tmp_path, tensors(), rms_norm_eps=None)
-    assert "config.json: 'rms_norm_eps' is missing" in error_of(tmp_path)
-    write(tmp_path, tensors(), architectures=["BloomForCausalLM"], model_type="bloom")
-    message = error_of(tmp_path)
-    assert "BloomForCausalLM" in message
-    assert "Llama" in message
-
-
 @pytest.mark.parametrize(
     ("files", "words"),
     [
@@ -335,39 +389,6 @@ def test_weights_are_absent_or_foreign(files: list[str], words: str, tmp_path: P
     assert "safetensors" in message
 
 
-def test_missing_shard_is_named(tmp_path: Path) -> None:
-    write_sharded(tmp_path, tensors())
-    (tmp_path / "model-00002-of-00002.safetensors").unlink()
-    message = error_of(tmp_path)
-    assert "1 of 2 shards are missing: model-00002-of-00002.safetensors" in message
-    assert "Download the rest" in message
-
-
-@pytest.mark.parametrize(
-    "text", ["{}", '{"weight_map": []}', "not json", '{"weight_map":' + "[" * 100_000], ids=lambda text: text[:20]
-)
-def test_index_is_damaged(text: str, tmp_path: Path) -> None:
-    write_sharded(tmp_path, tensors())
-    (tmp_path / "model.safetensors.index.json").write_text(text)
-    assert "index.json is damaged" in error_of(tmp_path)
-
-
-@pytest.mark.parametrize("name", ["../model.safetensors", "/etc/passwd", "weights.bin", "..", 3])
-def test_index_may_name_only_files_beside_it(name: Any, tmp_path: Path) -> None:
-    write_config(tmp_path)
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {EMBED: name}}))
-    assert "not a safetensors file beside it" in error_of(tmp_path)
-
-
-def test_index_and_shard_disagree(tmp_path: Path) -> None:
-    write_sharded(tmp_path, tensors())
-    held = tensors()
-    save_file({"lm_head.weight": held["lm_head.weight"]}, tmp_path / "model-00001-of-00002.safetensors")
-    message = error_of(tmp_path)
-    assert "model-00001-of-00002.safetensors" in message
-    assert "is missing" in message
-
-
 @pytest.mark.parametrize("share", [0.0, 0.001, 0.2, 0.6, 0.999])
 @pytest.mark.parametrize("sharded", [False, True], ids=["single", "sharded"])
 def test_truncated_file(share: float, sharded: bool, tmp_path: Path) -> None:
@@ -380,54 +401,14 @@ def test_truncated_file(share: float, sharded: bool, tmp_path: Path) -> None:
     assert "Download the model again" in message
 
 
-@pytest.mark.parametrize("content", [b"<!DOCTYPE html><html>", b"\xff" * 100, b"PK\x03\x04" * 50, b"\x08" + b"\0" * 30])
-def test_foreign_file(content: bytes, tmp_path: Path) -> None:
-    write(tmp_path, tensors())
-    (tmp_path / "model.safetensors").write_bytes(content)
-    assert "not a safetensors file" in error_of(tmp_path)
-
-
-def test_git_lfs_pointer(tmp_path: Path) -> None:
-    write(tmp_path, tensors())
-    (tmp_path / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 5\n")
-    assert "git lfs pull" in error_of(tmp_path)
-
-
 @pytest.mark.parametrize("name", SHAPES)
-def test_missing_tensor_is_named(name: str, tmp_path: Path) -> None:
-    held = tensors()
-    del held[name]
-    message = error_of(write(tmp_path, held))
-    assert f"'{name}' is missing" in message
-    assert ("tie_word_embeddings" in message) == (name == "lm_head.weight")
-
-
-@pytest.mark.parametrize("name", SHAPES)
-def test_wrong_shape_is_named(name: str, tmp_path: Path) -> None:
+def test_a_tensor_that_is_missing_or_of_another_shape_is_named(name: str, tmp_path: Path) -> None:
     held = tensors()
     held[name] = torch.zeros(*held[name].shape[:-1], held[name].shape[-1] + 1)
     message = error_of(write(tmp_path, held))
     assert f"'{name}' has shape" in message
     assert "model.safetensors" in message
-
-
-def test_integer_weights_are_refused(tmp_path: Path) -> None:
-    held = tensors()
-    held[Q] = held[Q].to(torch.int8)
-    folder = write(tmp_path, held)
-    with pytest.raises(UnsupportedModelError, match=r"q_proj.*stored as I8.*original checkpoint"):
-        Checkpoint.open(folder)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "model.layers.0.self_attn.q_proj.bias",
-        "model.layers.0.self_attn.q_proj.qzeros",
-        "model.layers.1.input_layernorm.weight",
-    ],
-)
-def test_tensor_that_the_architecture_has_no_place_for(name: str, tmp_path: Path) -> None:
-    folder = write(tmp_path, tensors() | {name: torch.zeros(8)})
-    with pytest.raises(CheckpointError, match=f"'{name}' does not belong in a llama model"):
-        Checkpoint.open(folder)
+    del held[name]
+    message = error_of(write(tmp_path, held))
+    assert f"'{name}' is missing" in message
+    assert ("tie_word_embeddings" in message) == (name == "lm_head.weight")

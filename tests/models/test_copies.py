@@ -92,7 +92,7 @@ def test_methods_that_change_the_block_are_compared_with_what_it_became(
         assert nats[1] < nats[0] / (1000 if residual_bits == 16 else 5)
 
 
-def test_more_channels_lose_less(tmp_path: Path, tiny_checkpoint: Path) -> None:
+def test_more_channels_lose_less_and_a_damaged_file_is_named(tmp_path: Path, tiny_checkpoint: Path) -> None:
     store = Store(tmp_path / "store")
     info = quantize(tiny_checkpoint, store, Recipe(bits=3, group_size=32), calibration=TEXT)
     found = store.open(info.name).losses
@@ -100,6 +100,10 @@ def test_more_channels_lose_less(tmp_path: Path, tiny_checkpoint: Path) -> None:
     assert found.k_chunk == copies.K_CHUNKS
     for nats in found.nats.values():
         assert nats[0] > nats[-1] > 0
+    damaged = store.open(info.name)
+    (info.path / layout.LOSSES).write_text("[]")
+    with pytest.raises(StoreError, match=r"losses\.json is damaged .* quantize the model again"):
+        _ = damaged.losses
 
 
 def test_there_are_none_without_residuals(tmp_path: Path, tiny_checkpoint: Path) -> None:
@@ -124,11 +128,8 @@ def test_wide_models_use_fewer_tokens(tiny_checkpoint: Path, monkeypatch: pytest
 LOSSES = TypeLosses(k_chunk=(0, 16), nats={"qkv": (0.5, 0.125)}, tokens=64)
 
 
-def test_losses_survive_their_file() -> None:
+def test_losses_survive_their_file_and_those_of_another_version_are_left_alone() -> None:
     assert TypeLosses.from_json(json.dumps(LOSSES.to_json()).encode()) == LOSSES
-
-
-def test_losses_of_another_version_are_left_alone() -> None:
     assert TypeLosses.from_json(json.dumps({**LOSSES.to_json(), "version": 2}).encode()) is None
 
 
@@ -150,12 +151,3 @@ def test_losses_of_another_version_are_left_alone() -> None:
 def test_damaged_losses_are_refused(change: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=r"loss|k_chunk"):
         TypeLosses.from_json(json.dumps({**LOSSES.to_json(), **change}).encode())
-
-
-def test_a_damaged_file_is_named(tmp_path: Path, tiny_checkpoint: Path) -> None:
-    store = Store(tmp_path / "store")
-    info = quantize(tiny_checkpoint, store, Recipe(group_size=32), calibration=TEXT)
-    model = store.open(info.name)
-    (info.path / layout.LOSSES).write_text("[]")
-    with pytest.raises(StoreError, match=r"losses\.json is damaged .* quantize the model again"):
-        _ = model.losses

@@ -14,9 +14,8 @@ from models.quantize.calibration import InputStatistics
 from models.quantizers import gptq, quantizer
 from models.quantizers.groups import round_to_grid, rtn, search
 from models.recipe import Recipe
-from models.store import Store, StoredModel
+from models.store import Store
 from tests.grid import grid
-from tests.models.conftest import TEXT
 
 
 def correlated(tokens: int, width: int, seed: int = 0) -> np.ndarray:
@@ -127,20 +126,6 @@ def test_what_cannot_be_used_is_refused() -> None:
         gptq.feedback(np.full((4, 4), np.inf, np.float32))
     with pytest.raises(QuantizationError, match="not positive semidefinite"):
         gptq.feedback(np.diag([1, 1, -5, 1]).astype(np.float32))
-
-
-def test_a_model_is_made_and_made_the_same_again(tmp_path: Path, tiny_checkpoint: Path) -> None:
-    recipe, texts = Recipe(method="gptq", bits=3, group_size=32), {"calibration": TEXT, "evaluation": TEXT}
-    made: list[StoredModel] = []
-    for place in ("first", "second"):
-        store = Store(tmp_path / place)
-        info = quantize_model(tiny_checkpoint, store, recipe, **texts)
-        made.append(store.open(info.name))
-    files = [{path.name: path.read_bytes() for path in model.path.iterdir()} for model in made]
-    assert files[0] == files[1]
-    assert made[0].recipe.method == "gptq"
-    with pytest.raises(QuantizationError, match="gptq needs a calibration text"):
-        quantize_model(tiny_checkpoint, Store(tmp_path), Recipe(method="gptq", residual_bits=0), calibration=None)
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,7 +28,8 @@ from models.recipe import METHODS, Method, Recipe
 from models.store import Store, StoredModelInfo
 from models.store import durable as durable_module
 from tests.close import assert_close
-from tests.models.conftest import TEXT, spoil, write_checkpoint, write_tokenizer
+from tests.grid import combined
+from tests.models.conftest import TEXT, content, spoil, write_checkpoint, write_tokenizer
 from tests.models.random_models import random_case
 from tests.models.restored import Restored
 
@@ -66,10 +68,6 @@ def compensated(weights: Restored, name: str, k_chunk: int) -> Callable[[torch.T
     return run
 
 
-def content(folder: Path) -> dict[str, bytes]:
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Path) -> dict[str, bytes]:
     """Files of the model that `run()` makes."""
@@ -92,15 +90,17 @@ def run(store: Store, tiny_checkpoint: Path) -> Run:
     return run
 
 
-@pytest.mark.parametrize("residual_bits", [0, 2, 4, 8, 16])
+RAGGED: dict[str, Any] = {"hidden": 72, "intermediate": 100, "vocabulary": 97, "dtype": torch.float32}
+
+
 @pytest.mark.parametrize(
-    "options",
+    ("options", "residual_bits"),
     [
-        {},
-        {"family": "qwen2", "tied": False, "shards": 3, "dtype": torch.float16},
-        {"hidden": 72, "intermediate": 100, "vocabulary": 97, "dtype": torch.float32},
+        ({}, 4),
+        ({"family": "qwen2", "tied": False, "shards": 3, "dtype": torch.float16}, 4),
+        *((RAGGED, bits) for bits in (0, 2, 4, 8, 16)),
     ],
-    ids=["tied", "biases-untied-sharded", "ragged"],
+    ids=["tied", "biases-untied-sharded", *(f"ragged-{bits}" for bits in (0, 2, 4, 8, 16))],
 )
 def test_stored_tensors_belong_to_the_checkpoint(
     run: Run, store: Store, tmp_path: Path, options: dict[str, object], residual_bits: int
@@ -223,31 +223,23 @@ def test_summary_counts_real_bytes(run: Run, store: Store, tiny_checkpoint: Path
     assert info.summary.parameters == checkpoint.spec.parameters == count + norms // 4
 
 
-def test_name_says_source_and_recipe(run: Run, store: Store) -> None:
-    assert run().name == "tiny-gptq-3bit-g32"
-    assert run(recipe=Recipe()).name == "tiny-gptq-4bit"
+def test_a_name_says_source_and_recipe_and_needs_force_to_be_used_again(run: Run, store: Store) -> None:
+    first = run()
+    assert first.name == "tiny-gptq-3bit-g32"
     assert run(recipe=Recipe(), name="org/mine").name == "org/mine"
-    assert [info.name for info in store.list()] == ["org/mine", "tiny-gptq-3bit-g32", "tiny-gptq-4bit"]
-
-
-def test_an_existing_name_needs_force(run: Run, store: Store) -> None:
-    first = run(name="model")
     before = content(first.path)
     with pytest.raises(StoreError, match="--force"):
-        run(name="model", recipe=Recipe(bits=4))
+        run(name=first.name, recipe=Recipe(bits=4))
     assert content(first.path) == before
-    assert run(name="model", recipe=Recipe(bits=4), force=True).recipe.bits == 4
-    assert sorted(path.name for path in store.root.iterdir()) == [".locks", ".work", "model"]
+    assert run(name=first.name, recipe=Recipe(bits=4), force=True).recipe.bits == 4
+    assert [info.name for info in store.list()] == ["org/mine", first.name]
+    assert sorted(path.name for path in store.root.iterdir()) == [".locks", ".work", "org--mine", first.name]
     assert list((store.root / ".work").iterdir()) == []
 
 
-def test_the_same_input_gives_the_same_bytes(run: Run, undisturbed: dict[str, bytes]) -> None:
-    assert content(run(name="another").path) == undisturbed
-
-
-def test_progress_only_grows_and_ends_whole(run: Run) -> None:
+def test_progress_only_grows_and_the_same_input_gives_the_same_bytes(run: Run, undisturbed: dict[str, bytes]) -> None:
     reports: list[Progress] = []
-    run(progress=reports.append)
+    assert content(run(progress=reports.append).path) == undisturbed
     phases = list(dict.fromkeys(report.phase for report in reports))
     assert phases == ["check", "tokenizer", "quantize", "verify"]
     for phase in ("check", "quantize", "verify"):
@@ -289,8 +281,13 @@ def test_blocks_whose_states_were_not_saved_are_made_again(
     assert min(report.done for report in reports if report.phase == "quantize") == 1
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("case", ["lfm2", "qwen3.5"])
+@pytest.mark.parametrize(
+    *combined(
+        [*(("qwen3.5", method) for method in METHODS if method != "awq-gptq"), ("lfm2", "awq-gptq")],
+        case=["lfm2", "qwen3.5"],
+        method=METHODS,
+    )
+)
 def test_blocks_with_states_are_quantized_by_every_method(tmp_path: Path, case: str, method: Method) -> None:
     random_case(case).save_pretrained(tmp_path / "source")
     write_tokenizer(tmp_path / "source", 67)
@@ -360,20 +357,19 @@ def cancel_after_first_block(run: Run, name: str, **options: object) -> None:
         )
 
 
-@pytest.mark.parametrize("other", ["recipe", "text"])
-def test_unfinished_work_of_another_recipe_or_text_is_not_used(
-    run: Run, undisturbed: dict[str, bytes], other: str
+@pytest.mark.parametrize("other", ["recipe", "text", "checkpoint"])
+def test_unfinished_work_of_another_run_is_not_used(
+    run: Run, undisturbed: dict[str, bytes], tmp_path: Path, tiny_checkpoint: Path, other: str
 ) -> None:
-    options = {"recipe": {"recipe": Recipe(bits=3, group_size=64)}, "text": {"calibration": TEXT[::-1]}}
-    cancel_after_first_block(run, "other", **options[other])
-    assert content(run(name="other").path) == undisturbed
-
-
-def test_unfinished_work_on_another_checkpoint_is_not_used(
-    run: Run, undisturbed: dict[str, bytes], tmp_path: Path, tiny_checkpoint: Path
-) -> None:
-    folder = write_checkpoint(tmp_path / "tiny", seed=1)
-    cancel_after_first_block(run, "other", folder=folder)
+    folder = tmp_path / "tiny"
+    shutil.copytree(tiny_checkpoint, folder)
+    others: dict[str, dict[str, Any]] = {
+        "recipe": {"recipe": Recipe(bits=3, group_size=64)},
+        "text": {"calibration": TEXT[::-1]},
+    }
+    if other == "checkpoint":
+        write_checkpoint(folder, seed=1)
+    cancel_after_first_block(run, "other", folder=folder, **others.get(other, {}))
     shutil.copytree(tiny_checkpoint, folder, dirs_exist_ok=True)
     assert content(run(folder, name="other").path) == undisturbed
 
@@ -460,9 +456,14 @@ def test_a_checkpoint_of_nans_is_refused(run: Run, store: Store, tmp_path: Path)
         ({"calibration": None}, "residuals need a calibration text"),
         ({"calibration": ""}, "the calibration text is too short"),
         ({"evaluation": "x"}, "the evaluation text is too short"),
+        ({"calibration": None, "recipe": Recipe(method="gptq", residual_bits=0)}, "gptq needs a calibration text"),
+        (
+            {"calibration": None, "recipe": Recipe(method="rtn", residual_bits=0, smooth_attention=True)},
+            "smooth_attention needs a calibration text",
+        ),
     ],
 )
-def test_texts_that_are_missing_or_too_short(run: Run, options: dict[str, str | None], message: str) -> None:
+def test_texts_that_are_missing_or_too_short(run: Run, options: dict[str, Any], message: str) -> None:
     with pytest.raises(QuantizationError, match=message):
         run(**options)
 

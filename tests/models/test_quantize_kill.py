@@ -5,6 +5,7 @@ One process imports everything and forks a child for every attempt, so that an a
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -17,93 +18,113 @@ from pathlib import Path
 import pytest
 
 from models.errors import ModelNotFoundError
+from models.quantize import quantize
+from models.recipe import Recipe
 from models.store import Store
-from tests.models.conftest import TEXT, write_checkpoint
+from models.store import store as store_module
+from tests.models.conftest import TEXT, content, write_checkpoint
 
 KILLS = 30
 KILLS_OF_QOQ = 10
 
 WORKER = """
-import os, signal, sys, time
+import json, os, signal, sys, time
 from pathlib import Path
 import torch, transformers, tokenizers, numpy
+from models import threads
 from models.quantize import quantize, pipeline
 from models.recipe import Recipe
 from models.store import Store
 
 torch.set_num_threads(1)
-folder, root, text = Path(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]).read_text()
+threads._cores = lambda: 1  # a forked process has no threads but one
+text = Path(sys.argv[1]).read_text()
+
+
+def make(source, root, name, method, bits):
+    steps = {"residual_bits": 4, "rotate": True} if method == "qoq" else {}
+    recipe = Recipe.usual(method, bits=bits, group_size=32, **steps)
+    quantize(Path(source), Store(Path(root)), recipe, name=name, force=True, calibration=text, evaluation=text)
+
+
 for line in sys.stdin:
-    name, method, bits, kill_after = line.split()
-    child = os.fork()
+    asked = json.loads(line)
+    kill_after, here = asked.pop("kill_after"), asked.pop("here")
+    child = 0 if here else os.fork()
     if child == 0:
         try:
-            steps = {"residual_bits": 4, "rotate": True} if method == "qoq" else {}
-            recipe = Recipe.usual(method, bits=int(bits), group_size=32, **steps)
-            quantize(folder, Store(root), recipe, name=name, force=True, calibration=text, evaluation=text)
+            make(**asked)
         except BaseException:
             import traceback
             traceback.print_exc()
             os._exit(1)
-        os._exit(0)
-    if kill_after != "never":
-        time.sleep(float(kill_after))
+        if not here:
+            os._exit(0)
+    if kill_after is not None:
+        time.sleep(kill_after)
         os.kill(child, signal.SIGKILL)  # if it is over, it waits as a zombie and its number is still its own
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+    print(0 if here else os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
 
 
 class Attempts:
     """Starts quantizations in forked children of one process, and kills them."""
 
-    def __init__(self, folder: Path, root: Path, text: Path) -> None:
+    def __init__(self, folder: Path) -> None:
+        self.source = write_checkpoint(folder / "source", layers=4, family="qwen2", tied=False)
+        self.root = folder
+        (folder / "text").write_text(TEXT)
         self.process = subprocess.Popen(
-            [sys.executable, "-c", WORKER, str(folder), str(root), str(text)],
+            [sys.executable, "-c", WORKER, str(folder / "text")],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             cwd=Path(__file__).parents[2],
             env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "TOKENIZERS_PARALLELISM": "false"},
         )
+        for method, bits in (("gptq", 3), ("qoq", 4)):  # what is compiled is there for all children
+            assert self.attempt("warm", bits, method=method, here=True) == 0
 
-    def attempt(self, name: str, bits: int, kill_after: float | None = None, *, method: str = "gptq") -> int:
-        """Run one quantization, killed after some seconds; the exit code."""
+    def attempt(
+        self, name: str, bits: int, kill_after: float | None = None, *, method: str = "gptq", here: bool = False
+    ) -> int:
+        """Run one quantization, killed after some seconds or in the process itself; the exit code."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
-        self.process.stdin.write(f"{name} {method} {bits} {'never' if kill_after is None else kill_after}\n")
+        asked = {"source": str(self.source), "root": str(self.root), "name": name, "method": method, "bits": bits}
+        self.process.stdin.write(json.dumps({**asked, "kill_after": kill_after, "here": here}) + "\n")
         self.process.stdin.flush()
         return int(self.process.stdout.readline())
 
+    def timed(self, name: str, bits: int, *, method: str = "gptq") -> tuple[dict[str, bytes], float]:
+        """The files of a quantization that nothing disturbs, and how many seconds it takes."""
+        begin = time.monotonic()
+        assert self.attempt(name, bits, method=method) == 0
+        return content(Store(self.root).path(name)), time.monotonic() - begin
+
     def close(self) -> None:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.close()
-        self.process.wait()
-        self.process.stdout.close()
+        self.process.communicate()
 
 
-def content(folder: Path) -> dict[str, bytes]:
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+@pytest.fixture(scope="module")
+def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attempts]:
+    worker = Attempts(tmp_path_factory.mktemp("attempts"))
+    yield worker
+    worker.close()
 
 
 @pytest.fixture
-def attempts(tmp_path: Path) -> Iterator[Attempts]:
-    folder = write_checkpoint(tmp_path / "source", layers=4, family="qwen2", tied=False)
-    (tmp_path / "text").write_text(TEXT)
-    attempts = Attempts(folder, tmp_path / "store", tmp_path / "text")
-    yield attempts
-    attempts.close()
+def attempts(worker: Attempts, tmp_path: Path) -> Attempts:
+    """The worker with an empty store."""
+    worker.root = tmp_path / "store"
+    return worker
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_killed_at_thirty_random_moments(attempts: Attempts, tmp_path: Path) -> None:
-    store, rng = Store(tmp_path / "store"), random.Random(20)
-    assert attempts.attempt("warm", 3) == 0
-    begin = time.monotonic()
-    assert attempts.attempt("undisturbed", 3) == 0
-    duration = time.monotonic() - begin
-    expected = content(store.path("undisturbed"))
+def test_killed_at_thirty_random_moments(attempts: Attempts) -> None:
+    store, rng = Store(attempts.root), random.Random(20)
+    expected, duration = attempts.timed("undisturbed", 3)
     killed = finished = resumed = 0
     while killed < KILLS or (not resumed and killed < 5 * KILLS):
         # Moments spread over a whole run: an attempt that goes on with another's work is over sooner. On a machine that
@@ -127,14 +148,10 @@ def test_killed_at_thirty_random_moments(attempts: Attempts, tmp_path: Path) -> 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_qoq_killed_between_its_steps_goes_on(attempts: Attempts, tmp_path: Path) -> None:
+def test_qoq_killed_between_its_steps_goes_on(attempts: Attempts) -> None:
     """The steps of a block that was not finished are done anew: nothing twice, nothing left out."""
-    store = Store(tmp_path / "store")
-    assert attempts.attempt("warm", 4, method="qoq") == 0
-    begin = time.monotonic()
-    assert attempts.attempt("undisturbed", 4, method="qoq") == 0
-    duration = time.monotonic() - begin
-    expected = content(store.path("undisturbed"))
+    store = Store(attempts.root)
+    expected, duration = attempts.timed("undisturbed", 4, method="qoq")
     number = kept = 0
     while number < KILLS_OF_QOQ or (not kept and number < 5 * KILLS_OF_QOQ):
         # On a machine that became slower all of the first round's moments may come too early for work to be left.
@@ -157,15 +174,11 @@ def test_qoq_killed_between_its_steps_goes_on(attempts: Attempts, tmp_path: Path
 
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_killed_while_it_replaces_a_model(attempts: Attempts, tmp_path: Path) -> None:
+def test_killed_while_it_replaces_a_model(attempts: Attempts) -> None:
     """At any moment the name gives the old model or the new one, whole."""
-    store, rng = Store(tmp_path / "store"), random.Random(21)
-    contents = {}
-    for bits in (3, 4):
-        begin = time.monotonic()
-        assert attempts.attempt(f"bits{bits}", bits) == 0
-        duration = time.monotonic() - begin
-        contents[bits] = content(store.path(f"bits{bits}"))
+    store, rng = Store(attempts.root), random.Random(21)
+    timed = {bits: attempts.timed(f"bits{bits}", bits) for bits in (3, 4)}
+    contents, duration = {bits: files for bits, (files, _) in timed.items()}, timed[4][1]
     assert attempts.attempt("model", 3) == 0
     for attempt in range(8):
         bits = 4 - attempt % 2
@@ -180,12 +193,9 @@ def test_killed_while_it_replaces_a_model(attempts: Attempts, tmp_path: Path) ->
 def test_a_kill_between_the_two_renames_keeps_the_old_model(
     tmp_path: Path, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from models.quantize import quantize
-    from models.recipe import Recipe
-    from models.store import store as store_module
-
-    store, recipe = Store(tmp_path / "store"), Recipe(bits=3, method="rtn", residual_bits=0)
-    quantize(tiny_checkpoint, store, recipe, name="model")
+    store = Store(tmp_path / "store")
+    old_recipe, recipe = (Recipe(bits=bits, method="rtn", residual_bits=0) for bits in (3, 4))
+    quantize(tiny_checkpoint, store, old_recipe, name="model")
     old = content(store.path("model"))
     moves: list[Path] = []
 
@@ -197,16 +207,11 @@ def test_a_kill_between_the_two_renames_keeps_the_old_model(
 
     monkeypatch.setattr(store_module, "move_folder", move)
     with pytest.raises(KeyboardInterrupt):
-        quantize(tiny_checkpoint, store, Recipe(bits=4, method="rtn", residual_bits=0), name="model", force=True)
+        quantize(tiny_checkpoint, store, recipe, name="model", force=True)
     monkeypatch.undo()
     assert not store.path("model").exists()
     assert [info.recipe.bits for info in store.list()] == [3]
     assert content(store.path("model")) == old
-    assert (
-        quantize(
-            tiny_checkpoint, store, Recipe(bits=4, method="rtn", residual_bits=0), name="model", force=True
-        ).recipe.bits
-        == 4
-    )
+    assert quantize(tiny_checkpoint, store, recipe, name="model", force=True).recipe == recipe
     with pytest.raises(ModelNotFoundError):
         store.open("other")

@@ -7,27 +7,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from models.checkpoint import Checkpoint
+from models.quantizers import gptq
 from models.spec import LAYER_TYPES
 from tests.models.conftest import TEXT, write_checkpoint
+from tests.models.peak import growth
 
-FEEDBACK = """
-import re
-from pathlib import Path
-import numpy as np, torch
-from models.quantizers import gptq
-
-torch.set_num_threads(1)
-x = np.random.default_rng(0).standard_normal((64, 3000), np.float32)
-hessian = x.T @ x
-peak = lambda: int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
-gptq.feedback(hessian[:64, :64].copy())
-before = peak()
-gptq.feedback(hessian)
-print((peak() - before) / 3000**2)
-"""
+linux = pytest.mark.skipif(sys.platform != "linux", reason="reads the peak from /proc")
 
 MEASURE = """
 import json, re, sys
@@ -53,18 +42,18 @@ print(json.dumps(peaks))
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads the peak from /proc")
+@linux
 def test_error_feedback_is_prepared_in_place() -> None:
     """In bytes for each pair of channels, the Hessian itself not counted."""
-    done = subprocess.run(
-        [sys.executable, "-c", FEEDBACK], cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True
-    )
-    assert float(done.stdout) <= 17
+    x = np.random.default_rng(0).standard_normal((64, 3000), np.float32)
+    hessian = x.T @ x
+    gptq.feedback(hessian[:64, :64].copy())
+    assert growth(lambda: gptq.feedback(hessian)) <= 17 * 3000**2
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("method", "layers"), [("rtn", 26), ("awq", 28)])
-@pytest.mark.skipif(sys.platform != "linux", reason="reads the peak from /proc")
+@linux
 def test_peak_is_one_block_and_one_shard(tmp_path: Path, method: str, layers: int) -> None:
     """Against the peak of a tiny model in the same process, so that libraries and texts are not counted.
 

@@ -6,17 +6,10 @@ import dataclasses
 import json
 from typing import Any
 
-import numpy as np
 import pytest
 
 from models.errors import QuantizationError
-from models.quantizers import quantizer
 from models.recipe import DEFAULT_METHOD, GOOD_FOR, METHODS, Recipe
-
-
-def test_json_round_trip() -> None:
-    recipe = Recipe(bits=3, group_size=64, residual_bits=16, head_bits=3)
-    assert Recipe.from_json(json.loads(json.dumps(recipe.to_json()))) == recipe
 
 
 @pytest.mark.parametrize(
@@ -25,9 +18,10 @@ def test_json_round_trip() -> None:
         ("method", "magic", "unknown method 'magic'; choose one of: rtn"),
         ("bits", 5, "bits must be 3, 4 or a number between, not 5"),
         ("bits", 2.5, "bits must be 3, 4 or a number between, not 2.5"),
-        ("bits", float("nan"), "bits must be"),
-        ("bits", True, "bits must be"),
-        ("bits", "3", "bits must be"),
+        *(
+            ("bits", bits, "bits must be 3, 4 or a number between, not")
+            for bits in (2.99, 4.01, float("nan"), float("inf"), True, "3")
+        ),
         ("block_bits", (3, 4), "of a model of mixed bits"),
         ("group_size", 48, "multiple of 32"),
         ("group_size", 0, "multiple of 32"),
@@ -45,26 +39,24 @@ def test_bad_values_are_named(field: str, value: Any, message: str) -> None:
         Recipe(**{field: value})
 
 
-def test_unknown_and_missing_keys_are_errors() -> None:
+def test_the_json_form_is_read_back() -> None:
+    for recipe in (Recipe(bits=3, group_size=64, residual_bits=16, head_bits=3), Recipe(smooth_attention=True)):
+        assert Recipe.from_json(json.loads(json.dumps(recipe.to_json()))) == recipe
     data = Recipe().to_json()
+    assert "smooth_attention" not in data
     with pytest.raises(QuantizationError, match="unknown recipe keys: extra"):
         Recipe.from_json({**data, "extra": 1})
     with pytest.raises(QuantizationError, match="missing: bits"):
         Recipe.from_json({key: value for key, value in data.items() if key != "bits"})
     with pytest.raises(QuantizationError, match="JSON object"):
         Recipe.from_json([])
+    assert data.pop("expected_k_chunk") == 64
+    assert Recipe.from_json(data).expected_k_chunk == 0, "recipes from before compensation was expected"
 
 
-def test_smooth_attention_is_written_where_it_is_chosen() -> None:
-    assert "smooth_attention" not in Recipe().to_json()
-    chosen = Recipe(smooth_attention=True)
-    assert Recipe.from_json(json.loads(json.dumps(chosen.to_json()))) == chosen
-
-
-def test_the_head_has_bits_of_its_own() -> None:
-    recipe = Recipe(bits=3)
-    assert recipe.layer_bits("layers.0.qkv") == 3
-    assert recipe.layer_bits("head") == 4
+def test_what_follows_from_a_recipe() -> None:
+    assert [Recipe(bits=3).layer_bits(name) for name in ("layers.0.qkv", "head")] == [3, 4]
+    assert [Recipe(expected_k_chunk=16, residual_bits=bits).left_out for bits in (4, 0)] == [16, 0]
 
 
 def test_blocks_of_a_mixed_model_have_their_own_bits() -> None:
@@ -84,26 +76,3 @@ def test_blocks_of_a_mixed_model_have_their_own_bits() -> None:
 def test_every_method_is_said_to_be_good_for_something() -> None:
     assert tuple(GOOD_FOR) == METHODS
     assert DEFAULT_METHOD in METHODS
-
-
-@pytest.mark.parametrize("bits", [2.99, 4.01, float("nan"), float("inf"), True, "3"])
-def test_bits_that_are_none(bits: Any) -> None:
-    with pytest.raises(QuantizationError, match="bits must be 3, 4 or a number between, not"):
-        Recipe(bits=bits)
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_every_method_has_code(method: str) -> None:
-    found = quantizer(method, hessian=np.eye(8, dtype=np.float32), sensitivity=np.ones((4, 8), np.float32))
-    assert callable(found)
-
-
-def test_recipes_from_before_expected_compensation_expected_none() -> None:
-    data = Recipe().to_json()
-    assert data.pop("expected_k_chunk") == 64
-    assert Recipe.from_json(data).expected_k_chunk == 0
-
-
-def test_without_residuals_nothing_is_left_to_compensation() -> None:
-    assert Recipe(expected_k_chunk=16).left_out == 16
-    assert Recipe(expected_k_chunk=16, residual_bits=0).left_out == 0

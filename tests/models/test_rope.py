@@ -61,24 +61,17 @@ def test_tables_equal_transformers(name: str) -> None:
     assert_close(ours[1], sin[0, :, :half].numpy(), "model")
 
 
-@pytest.mark.parametrize("context", [1, 7])
 @pytest.mark.parametrize("rope", [PLAIN, LLAMA3, LONG], ids=["plain", "llama3", "longrope"])
-def test_tables_have_the_documented_shape(rope: RopeSpec, context: int) -> None:
-    for table in tables(rope, context):
-        assert table.shape == (context, rope.rotary_dim // 2)
-        assert table.dtype == np.float32
-        assert table.flags.c_contiguous
-
-
-def test_tables_of_a_longer_context_begin_with_those_of_a_shorter_one() -> None:
-    short, long = tables(LLAMA3, 10), tables(LLAMA3, 5000)
-    np.testing.assert_array_equal(short[0], long[0][:10])
-    np.testing.assert_array_equal(short[1], long[1][:10])
-
-
-def test_first_position_is_not_rotated() -> None:
-    cos, sin = tables(LLAMA3, 3)
-    assert (cos[0] == 1).all()
+def test_tables_have_the_documented_shape_and_begin_alike(rope: RopeSpec) -> None:
+    longer = tables(rope, 90)
+    for context in (1, 7):
+        for table, whole in zip(tables(rope, context), longer, strict=True):
+            assert table.shape == (context, rope.rotary_dim // 2)
+            assert table.dtype == np.float32
+            assert table.flags.c_contiguous
+            np.testing.assert_array_equal(table, whole[:context])
+    cos, sin = longer
+    assert_close(cos[0], rope.attention_factor, "rounding")
     assert (sin[0] == 0).all()
 
 

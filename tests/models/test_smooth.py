@@ -23,10 +23,8 @@ from models.spec import ModelSpec, RopeSpec
 from models.store import Store
 from tests.close import Tolerance, assert_close
 from tests.grid import grid
-from tests.models.conftest import write_checkpoint
+from tests.models.conftest import TEXT, write_checkpoint
 from tests.models.random_models import CASES, MECHANISMS, random_case
-
-TEXT = "The quick brown fox jumps over the lazy dog. Pack my box with five dozen liquor jugs!\n" * 8
 
 
 def spec_of(
@@ -187,9 +185,3 @@ def test_every_recipe_can_have_it(method: str, tmp_path: Path) -> None:
     if method != "awq":  # whose own scales change with it
         assert_close(queries[:, 0] * keys, torch.ones_like(keys), Tolerance(rtol=0.1, why="weights of 4 bits"))
         assert_close(queries[:, 1] * keys, torch.ones_like(keys), Tolerance(rtol=0.1, why="weights of 4 bits"))
-
-
-def test_it_needs_a_calibration_text(tmp_path: Path) -> None:
-    folder, recipe = write_checkpoint(tmp_path / "model"), Recipe(method="rtn", residual_bits=0, smooth_attention=True)
-    with pytest.raises(QuantizationError, match="smooth_attention needs a calibration text"):
-        quantize(folder, Store(tmp_path / "store"), recipe, calibration=None, evaluation=None)

@@ -87,6 +87,11 @@ def header_of(table: object, size: int) -> bytes:
     return text_of(json.dumps(table)) + bytes(size)
 
 
+def one(dtype: object, shape: object, place: list[int], size: int) -> bytes:
+    """A file of a single tensor."""
+    return header_of({"x": {"dtype": dtype, "shape": shape, "data_offsets": place}}, size)
+
+
 def text_of(header: str) -> bytes:
     return len(header.encode()).to_bytes(8, "little") + header.encode()
 
@@ -99,26 +104,26 @@ def text_of(header: str) -> bytes:
         (b"\xff" * 64, "not a safetensors file"),
         (header_of([], 0), "not an object"),
         ((4).to_bytes(8, "little") + b"nope", "header is damaged"),
-        (header_of({"x": {"dtype": "BF16", "shape": [2], "data_offsets": [0, 4]}}, 4), "header is damaged"),
-        (header_of({"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}, 4), "header is damaged"),
-        (header_of({"x": {"dtype": "F32", "shape": [-1], "data_offsets": [0, -4]}}, 4), "header is damaged"),
-        (header_of({"x": {"dtype": "F32", "shape": [1.0], "data_offsets": [0, 4]}}, 4), "header is damaged"),
-        (header_of({"x": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}}, 8), "overlap or leave holes"),
-        (header_of({"x": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}, 3), "but its header says"),
-        (header_of({"x": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}, 5), "but its header says"),
+        (one("BF16", [2], [0, 4], 4), "header is damaged"),
+        (one("F32", [2], [0, 4], 4), "header is damaged"),
+        (one("F32", [-1], [0, -4], 4), "header is damaged"),
+        (one("F32", [1.0], [0, 4], 4), "header is damaged"),
+        (one("F32", [1], [4, 8], 8), "overlap or leave holes"),
+        (one("F32", [1], [0, 4], 3), "but its header says"),
+        (one("F32", [1], [0, 4], 5), "but its header says"),
         (
-            header_of({"x": {"dtype": "F32", "shape": [2**32, 2**32], "data_offsets": [0, 0]}}, 0),
+            one("F32", [2**32, 2**32], [0, 0], 0),
             "does not match its shape",
         ),
         (
-            header_of({"x": {"dtype": "F32", "shape": [2**62] * 4, "data_offsets": [0, 0]}}, 0),
+            one("F32", [2**62] * 4, [0, 0], 0),
             "does not match its shape",
         ),
-        (header_of({"x": {"dtype": "F32", "shape": [True], "data_offsets": [0, 4]}}, 4), "is invalid"),
-        (header_of({"x": {"dtype": ["F32"], "shape": [1], "data_offsets": [0, 4]}}, 4), "is invalid"),
-        (header_of({"x": {"dtype": "F32", "shape": [1] * 9, "data_offsets": [0, 4]}}, 4), "is invalid"),
-        (header_of({"x": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4, 8]}}, 4), "lacks the location of"),
-        (header_of({"x": {"dtype": "Q9", "shape": [1], "data_offsets": [0, 4]}}, 4), "no stored model holds Q9"),
+        (one("F32", [True], [0, 4], 4), "is invalid"),
+        (one(["F32"], [1], [0, 4], 4), "is invalid"),
+        (one("F32", [1] * 9, [0, 4], 4), "is invalid"),
+        (one("F32", [1], [0, 4, 8], 4), "lacks the location of"),
+        (one("Q9", [1], [0, 4], 4), "no stored model holds Q9"),
         (text_of('{"x": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}, "x": 3}'), "a key twice"),
         (text_of('{"\\ud800": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}}'), "surrogates not allowed"),
         (text_of("[" * 200_000), "nested too deeply"),

@@ -297,14 +297,7 @@ WITHOUT = Recipe.usual("rtn", group_size=32, residual_bits=0)
 REFUSED: dict[str, tuple[str, Recipe, dict[str, Any], Any, bool, str]] = {
     "codebook": ("Llama", CODEBOOK, {}, "awq", False, "it has a codebook for each row"),
     "width": ("Llama", RTN, {"intermediate_size": 90}, "gptq", False, "its matrices have 64, 90 inputs"),
-    "outputs": (
-        "Llama",
-        RTN,
-        {"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 4},
-        "awq",
-        False,
-        "k_proj has 4 outputs",
-    ),
+    "outputs": ("Llama", RTN, FOUR_OUTPUTS, "awq", False, "k_proj has 4 outputs"),
     "multipliers": ("Granite", RTN, CASES["granite"][1], "awq", False, "weights of granite models are rearranged"),
     "family": ("SmolLM3", RTN, {}, "gguf", False, "smollm3 models have no place in it"),
     "windows": ("Qwen2", RTN, CASES["qwen2-window"][1], "gguf", False, "no sliding windows of their own"),

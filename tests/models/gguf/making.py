@@ -165,14 +165,7 @@ def describe(writer: gguf.GGUFWriter, config: Any) -> None:
     if experts := getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None):
         writer.add_expert_count(experts)
         writer.add_expert_used_count(getattr(config, "top_k_experts", None) or config.num_experts_per_tok)
-        if config.model_type in (
-            "gemma4_text",
-            "qwen2_moe",
-            "qwen3_moe",
-            "qwen3_5_moe_text",
-            "glm4_moe",
-            "ernie4_5_moe",
-        ):
+        if hasattr(config, "moe_intermediate_size"):
             writer.add_expert_feed_forward_length(config.moe_intermediate_size)
         if config.model_type == "gpt_oss":
             writer.add_expert_feed_forward_length(config.intermediate_size)

@@ -38,12 +38,14 @@ from tests.models.random_models import (
     MINISTRAL3,
     OF_GEMMA4,
     SHARING,
+    VALUES_OF_GEMMA4,
     YARN,
     longrope,
 )
 
 LONGROPE = longrope(6, partial_rotary_factor=0.75, original_max_position_embeddings=16)
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 MIXED = ["sliding_attention", "full_attention"]
 GEMMA_CASE = {**{key: value for key, value in GEMMA.items() if key != "query_pre_attn_scalar"}, "layer_types": MIXED}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -63,15 +65,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gemma4-values": (
         "Gemma4",
-        {
-            **GEMMA4,
-            "hidden_size_per_layer_input": 0,
-            "global_head_dim": 32,
-            "attention_k_eq_v": True,
-            "num_global_key_value_heads": 1,
-            "final_logit_softcapping": 1.5,
-            "layer_types": [*MIXED, *MIXED],
-        },
+        {**GEMMA4, **VALUES_OF_GEMMA4, "global_head_dim": 32, "layer_types": [*MIXED, *MIXED]},
     ),
     "gemma4-experts": (
         "Gemma4",
@@ -130,20 +124,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "glm4-moe": (
         "Glm4Moe",
-        {
-            "n_routed_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 32,
-            "n_shared_experts": 2,
-            "routed_scaling_factor": 1.5,
-            "use_qk_norm": True,
-            "head_dim": 16,
-        },
+        {**ROUTED, "n_shared_experts": 2, "routed_scaling_factor": 1.5, "use_qk_norm": True, "head_dim": 16},
     ),
     "glm4-moe-biases": (
         "Glm4Moe",
         {
-            "n_routed_experts": 4,
+            **ROUTED,
             "num_experts_per_tok": 1,
             "moe_intermediate_size": 64,
             "first_k_dense_replace": 0,
@@ -219,19 +205,7 @@ def test_recommended_sampling_is_kept(tmp_path: Path, llama: Any) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_model_comes_back(case: str, tmp_path: Path) -> None:
-    family, changes = CASES[case]
-    model = random_model(family, **changes)
-    checkpoint = Checkpoint.open(write_gguf(tmp_path / "model.gguf", model))
-    tokens = torch.randint(0, SIZES["vocab_size"], (2, 23), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        expected = model(tokens).logits
-    assert expected.std() > 0.3
-    assert_close(Oracle(checkpoint).logits(tokens), expected, "model")
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_it_is_what_the_folder_is(case: str, tmp_path: Path) -> None:
+def test_a_model_comes_back_as_from_its_folder(case: str, tmp_path: Path) -> None:
     family, changes = CASES[case]
     model = random_model(family, **changes)
     model.save_pretrained(tmp_path / "folder")
@@ -246,6 +220,11 @@ def test_it_is_what_the_folder_is(case: str, tmp_path: Path) -> None:
             assert ours is None or torch.equal(ours, theirs)
     if "rope" not in str(changes):  # tables of factors stand for what made them
         assert file.spec == replace(folder.spec, family="llama" if case == "mistral" else folder.spec.family)
+    tokens = torch.randint(0, SIZES["vocab_size"], (2, 23), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = model(tokens).logits
+    assert expected.std() > 0.3
+    assert_close(Oracle(file).logits(tokens), expected, "model")
 
 
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
@@ -308,15 +287,7 @@ FOREIGN: dict[str, tuple[dict[str, Any], str]] = {
     "values": ({"llama.attention.value_length": 8}, "keys of 16 and values of 8"),
     "partial": ({"llama.rope.dimension_count": 8}, "of which 8 rotate"),
 }
-
-
-@pytest.mark.parametrize("case", FOREIGN)
-def test_what_is_not_run_here(case: str, llama: Any, tmp_path: Path) -> None:
-    metadata, said = FOREIGN[case]
-    file = write_gguf(tmp_path / "model.gguf", llama, metadata=metadata)
-    with pytest.raises(UnsupportedModelError, match=said) as raised:
-        Checkpoint.open(file)
-    assert str(file) in str(raised.value)
+"""What is not run here."""
 
 
 def test_blocks_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
@@ -444,11 +415,19 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", WRONG)
-def test_metadata_that_cannot_be(case: str, llama: Any, tmp_path: Path) -> None:
-    metadata, said = WRONG[case]
+@pytest.mark.parametrize(
+    ("kind", "metadata", "said"),
+    [
+        *((CheckpointError, *case) for case in WRONG.values()),
+        *((UnsupportedModelError, *case) for case in FOREIGN.values()),
+    ],
+    ids=[*WRONG, *FOREIGN],
+)
+def test_metadata_that_cannot_be_or_is_not_run_here(
+    kind: type[Exception], metadata: dict[str, Any], said: str, llama: Any, tmp_path: Path
+) -> None:
     file = write_gguf(tmp_path / "model.gguf", llama, metadata=metadata)
-    with pytest.raises(CheckpointError, match=said) as raised:
+    with pytest.raises(kind, match=said) as raised:
         Checkpoint.open(file)
     assert str(file) in str(raised.value)
     assert "config.json" not in str(raised.value)

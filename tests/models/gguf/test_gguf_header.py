@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import random
 import struct
-import subprocess
 import sys
 import tracemalloc
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from models.gguf.header import Header, read_header
 from models.gguf.tensors import LOW_BIT_TYPES, WHOLE_TYPES, GgufTensor
 from models.gguf.tokenizer import tokenizer_files
 from tests.models.gguf.making import finish, random_model, write_gguf
+from tests.models.peak import growth
 
 VALUES: dict[str, Any] = {
     "a.bool": True,
@@ -40,6 +41,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_gguf(tmp_path_factory.mktemp("gguf") / "model.gguf", random_model("Llama"), metadata=VALUES)
 
 
+@cache
 def header_bytes(file: Path) -> int:
     return int(gguf.GGUFReader(file).data_offset)
 
@@ -70,6 +72,10 @@ def test_another_alignment(tmp_path: Path) -> None:
     assert _read(header, "b").unique().tolist() == [98.0]
 
 
+def begin(tensors: int, values: int) -> bytes:
+    return b"GGUF" + struct.pack("<IQQ", 3, tensors, values)
+
+
 @pytest.mark.parametrize(
     ("content", "said"),
     [
@@ -80,33 +86,30 @@ def test_another_alignment(tmp_path: Path) -> None:
         (b"GGUF" + struct.pack("<I", 1), "version 1 of the GGUF format .* Take a newer"),
         (b"GGUF" + struct.pack("<I", 4), "version 4 .* does not know yet"),
         (b"GGUF" + struct.pack(">I", 3), "big-endian"),
-        (b"GGUF" + struct.pack("<IQQ", 3, 0, 2**60), "is cut off"),
-        (b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", 2**63) + b"key", "a key of the metadata"),
-        (b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q3sI", 3, b"key", 99), "'key' has unknown type 99"),
-        (b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q3sIIQ", 3, b"key", 9, 8, 2**61), "within 'key'"),
+        (begin(0, 2**60), "is cut off"),
+        (begin(0, 1) + struct.pack("<Q", 2**63) + b"key", "a key of the metadata"),
+        (begin(0, 1) + struct.pack("<Q3sI", 3, b"key", 99), "'key' has unknown type 99"),
+        (begin(0, 1) + struct.pack("<Q3sIIQ", 3, b"key", 9, 8, 2**61), "within 'key'"),
         (
-            b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q3sIIQ", 3, b"key", 9, 9, 1),
+            begin(0, 1) + struct.pack("<Q3sIIQ", 3, b"key", 9, 9, 1),
             "list of unsupported type 9",
         ),
-        (b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q3sIQ2s", 3, b"key", 8, 2, b"\xff\xff"), "UTF-8"),
-        (b"GGUF" + struct.pack("<IQQ", 3, 0, 2) + 2 * struct.pack("<Q3sIB", 3, b"key", 0, 1), "'key' twice"),
-        (b"GGUF" + struct.pack("<IQQ", 3, 1, 0) + struct.pack("<Q1sI", 1, b"t", 9), "9 dimensions"),
-        (b"GGUF" + struct.pack("<IQQ", 3, 1, 0) + struct.pack("<Q1sIQIQ", 1, b"t", 1, 8, 77, 0), "type 77"),
-        (b"GGUF" + struct.pack("<IQQ", 3, 1, 0) + struct.pack("<Q1sIQIQ", 1, b"t", 1, 8, 2, 0), "rows of 8"),
-        (b"GGUF" + struct.pack("<IQQ", 3, 1, 0) + struct.pack("<Q1sIQIQ", 1, b"t", 1, 2**62, 0, 0), "'t' ends at byte"),
+        (begin(0, 1) + struct.pack("<Q3sIQ2s", 3, b"key", 8, 2, b"\xff\xff"), "UTF-8"),
+        (begin(0, 2) + 2 * struct.pack("<Q3sIB", 3, b"key", 0, 1), "'key' twice"),
+        (begin(1, 0) + struct.pack("<Q1sI", 1, b"t", 9), "9 dimensions"),
+        (begin(1, 0) + struct.pack("<Q1sIQIQ", 1, b"t", 1, 8, 77, 0), "type 77"),
+        (begin(1, 0) + struct.pack("<Q1sIQIQ", 1, b"t", 1, 8, 2, 0), "rows of 8"),
+        (begin(1, 0) + struct.pack("<Q1sIQIQ", 1, b"t", 1, 2**62, 0, 0), "'t' ends at byte"),
         (
-            b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q17sII", 17, b"general.alignment", 4, 48),
+            begin(0, 1) + struct.pack("<Q17sII", 17, b"general.alignment", 4, 48),
             "alignment is 48",
         ),
-        (b"GGUF" + struct.pack("<IQQ", 3, 1, 0) + struct.pack("<Q1sIQIQ", 1, b"t", 1, 0, 0, 0), "'t' is empty"),
-        (b"GGUF" + struct.pack("<IQQ", 3, 1, 0) + struct.pack("<Q1sIQQIQ", 1, b"t", 2, 8, 0, 0, 0), "'t' is empty"),
+        (begin(1, 0) + struct.pack("<Q1sIQIQ", 1, b"t", 1, 0, 0, 0), "'t' is empty"),
+        (begin(1, 0) + struct.pack("<Q1sIQQIQ", 1, b"t", 2, 8, 0, 0, 0), "'t' is empty"),
         (b"GGUF" + struct.pack("<IQQ", 3, 2**17, 0), "131,072 tensors"),
-        (b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q70000s", 70_000, b"key"), "a key .* has 70,000 bytes"),
+        (begin(0, 1) + struct.pack("<Q70000s", 70_000, b"key"), "a key .* has 70,000 bytes"),
         (
-            b"GGUF"
-            + struct.pack("<IQQ", 3, 0, 1)
-            + struct.pack("<Q3sIIQ", 3, b"key", 9, 8, 2**22 + 1)
-            + bytes(2**25 + 9),
+            begin(0, 1) + struct.pack("<Q3sIIQ", 3, b"key", 9, 8, 2**22 + 1) + bytes(2**25 + 9),
             "more than 4,194,304 texts",
         ),
     ],
@@ -123,7 +126,7 @@ def test_what_is_no_good_header(content: bytes, said: str, tmp_path: Path) -> No
 def long_list(path: Path, kind: int, size: int) -> Path:
     """A file whose one value is a list of so many bytes; all of them are zeros, and take no room on the disk."""
     with path.open("wb") as file:
-        file.write(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q3sIIQ", 3, b"key", 9, kind, size))
+        file.write(begin(0, 1) + struct.pack("<Q3sIIQ", 3, b"key", 9, kind, size))
         file.truncate(file.tell() + size)
     return path
 
@@ -171,12 +174,13 @@ def test_a_file_cut_after_it_was_opened(file: Path, tmp_path: Path) -> None:
         checkpoint.linear("layers.1.down")
 
 
-def test_any_damage_to_the_header_is_explained(file: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_any_damage_to_the_header_is_explained(seed: int, file: Path, tmp_path: Path) -> None:
     """Whatever a byte becomes, the file is read or refused; nothing else is raised, and nothing goes on for ever."""
     content, damaged = file.read_bytes(), tmp_path / "damaged.gguf"
-    generator = random.Random(0)
+    generator = random.Random(seed)
     refused: list[str] = []
-    for _ in range(400):
+    for _ in range(200):
         position = generator.randrange(4, header_bytes(file))
         changed = bytes([content[position] ^ (1 << generator.randrange(8))])
         damaged.write_bytes(content[:position] + changed + content[position + 1 :])
@@ -185,7 +189,7 @@ def test_any_damage_to_the_header_is_explained(file: Path, tmp_path: Path) -> No
             tokenizer_files(read_header(damaged))
         except ModelError as error:
             refused.append(str(error))
-    assert len(refused) > 100
+    assert len(refused) > 50
     assert all(str(damaged) in said for said in refused)
 
 
@@ -225,24 +229,6 @@ def _read(header: Header, name: str) -> torch.Tensor:
     return GgufTensor(info=header.tensors[name]).read()
 
 
-READ = """
-import re, sys
-from pathlib import Path
-import gguf, torch
-from models.gguf.header import read_header
-from models.gguf.tensors import GgufTensor
-
-torch.set_num_threads(1)
-peak = lambda: int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
-header = read_header(Path(sys.argv[1]))
-small, large = (GgufTensor(info=header.tensors[name]) for name in ("small", "large"))
-small.read()
-before = peak()
-held = large.read()
-print(peak() - before - held.nbytes)
-"""
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the peak from /proc")
 def test_a_large_tensor_is_read_in_the_memory_of_its_result_and_its_map(tmp_path: Path) -> None:
     """Dequantized at once it would take four times its result beside it."""
@@ -252,7 +238,7 @@ def test_a_large_tensor_is_read_in_the_memory_of_its_result_and_its_map(tmp_path
         data = np.zeros((rows, 4096 // 32 * 18), np.uint8)
         writer.add_tensor(name, data, raw_dtype=gguf.GGMLQuantizationType.Q4_0, raw_shape=data.shape)
     finish(writer)
-    command = [sys.executable, "-c", READ, str(tmp_path / "file.gguf")]
-    done = subprocess.run(command, cwd=Path(__file__).parents[3], capture_output=True, text=True, check=True)
-    mapped = 8192 * 4096 // 32 * 18
-    assert int(done.stdout) <= mapped + 40 * 2**20
+    header = read_header(tmp_path / "file.gguf")
+    _read(header, "small")
+    result, mapped = 8192 * 4096 * 2, 8192 * 4096 // 32 * 18
+    assert growth(lambda: _read(header, "large")) <= result + mapped + 40 * 2**20

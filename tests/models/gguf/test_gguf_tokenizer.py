@@ -251,15 +251,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no-pre": ({"pre": None}, "tokenizer.ggml.pre is missing"),
     "kind": ({"model": "rwkv"}, "the tokenizer 'rwkv' .* is not supported"),
 }
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_tokenizers_that_are_not_known(case: str, tmp_path: Path) -> None:
-    values, said = WRONG[case]
-    file = write_bytes(tmp_path / "file.gguf", **values)
-    with pytest.raises(UnsupportedModelError, match=said) as raised:
-        Tokenizer(file)
-    assert str(file) in str(raised.value)
+"""Those that are not known."""
 
 
 UNIGRAM = {"model": "t5", "scores": [0.5] * 259}
@@ -283,9 +275,19 @@ DAMAGED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", DAMAGED)
-def test_tokenizers_that_cannot_be(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("kind", "values", "said"),
+    [
+        *((UnsupportedModelError, *case) for case in WRONG.values()),
+        *((CheckpointError, *case) for case in DAMAGED.values()),
+    ],
+    ids=[*WRONG, *DAMAGED],
+)
+def test_tokenizers_that_cannot_be(
+    kind: type[Exception], values: dict[str, Any], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("models.gguf.tokenizer._MAX_MERGES", 1000)
-    values, said = DAMAGED[case]
-    with pytest.raises(CheckpointError, match=said):
-        Tokenizer(write_bytes(tmp_path / "file.gguf", **values)).encode("text")
+    file = write_bytes(tmp_path / "file.gguf", **values)
+    with pytest.raises(kind, match=said) as raised:
+        Tokenizer(file).encode("text")
+    assert str(file) in str(raised.value)

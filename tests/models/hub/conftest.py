@@ -2,37 +2,32 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import random
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
+import certifi
 import pytest
 
-
-def _load(name: str) -> ModuleType:
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module
-        spec.loader.exec_module(module)
-    return sys.modules[name]
+from tests.models.hub.hub_server import HubServer
 
 
-hub_server = _load("hub_server")
+@pytest.fixture(scope="session")
+def one_certificate(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A file of one root certificate: each client would read all of them, in 40 ms, and none is needed here."""
+    file = tmp_path_factory.mktemp("certificates") / "one.pem"
+    first, end, _ = Path(certifi.where()).read_text(encoding="utf-8").partition("-----END CERTIFICATE-----")
+    file.write_text(first + end, encoding="utf-8")
+    return str(file)
 
 
 @pytest.fixture(autouse=True)
-def no_proxy_no_login(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def no_proxy_no_login(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, one_certificate: str) -> None:
     """The loopback is reached directly, no login of the person is read, huggingface_hub reports to nobody."""
     from huggingface_hub import constants
 
+    monkeypatch.setenv("SSL_CERT_FILE", one_certificate)
     for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "all_proxy", "HF_TOKEN"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
@@ -42,9 +37,9 @@ def no_proxy_no_login(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def hub() -> Iterator[Any]:
+def hub() -> Iterator[HubServer]:
     """An empty hub."""
-    server = hub_server.HubServer()
+    server = HubServer()
     try:
         yield server
     finally:
@@ -83,9 +78,3 @@ def repository(shards: int, shard_bytes: int, seed: int = 0) -> dict[str, bytes]
         "model.gguf": b"another format",
         "original/params.json": b"{}",
     }
-
-
-@pytest.fixture(scope="session")
-def make_repository() -> Any:
-    """`repository`."""
-    return repository

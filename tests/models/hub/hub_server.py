@@ -80,7 +80,7 @@ class HubServer:
         self._servers = [ThreadingHTTPServer(("127.0.0.1", 0), self._handler(storage)) for storage in (False, True)]
         for server in self._servers:
             server.daemon_threads = True
-            threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
+            threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.005}, daemon=True).start()
 
     @property
     def url(self) -> str:
@@ -110,14 +110,7 @@ class HubServer:
             server.server_close()
 
     def _handler(self, storage: bool) -> type[BaseHTTPRequestHandler]:
-        hub = self
-
-        class Handler(_Handler):
-            pass
-
-        Handler.hub = hub
-        Handler.storage = storage
-        return Handler
+        return type("Handler", (_Handler,), {"hub": self, "storage": storage})
 
 
 def digest_of(name: str, content: bytes) -> str:
@@ -128,6 +121,7 @@ def digest_of(name: str, content: bytes) -> str:
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # else a short body waits 40 ms for the client to acknowledge its headers
     hub: HubServer
     storage: bool
 

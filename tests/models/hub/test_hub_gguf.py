@@ -12,7 +12,8 @@ from models.errors import CheckpointError, HubUnreachableError
 from models.gguf.header import type_of
 from models.hub import cached, pull
 from models.store.store import made_of_hub, source_name
-from tests.models.hub.test_hub_pull import QUICK, contents
+from tests.models.conftest import content
+from tests.models.hub.test_hub_pull import QUICK
 
 NAME = "owner/Tiny-GGUF"
 FILES = {
@@ -59,7 +60,7 @@ def test_one_file_is_taken(hub: Any, cache: Path, asked: str, there: dict[str, b
     commit = hub.add(NAME, there)
     path = pull(NAME + asked, endpoint=hub.url, cache_dir=cache)
     assert path == cache / "models--owner--Tiny-GGUF" / "snapshots" / commit / taken
-    assert contents(path.parent) == {taken: there[taken]}
+    assert content(path.parent) == {taken: there[taken]}
     assert [entry.file for entry in hub.sent()] == [taken]
     assert cached(NAME + asked, cache_dir=cache) == path
     assert made_of_hub(source_name(path), NAME + asked) or taken == "model.gguf"
@@ -70,7 +71,7 @@ def test_a_model_in_parts_comes_whole(hub: Any, cache: Path) -> None:
     hub.add(NAME, {**parts, "Tiny-BF16-00001-of-00002.gguf": b"half", "Tiny-Q4_0.gguf": b"four"})
     path = pull(NAME, endpoint=hub.url, cache_dir=cache)
     assert path.name == "Tiny-Q8_0-00001-of-00003.gguf"
-    assert contents(path.parent) == parts
+    assert content(path.parent) == parts
     assert cached(NAME, cache_dir=cache) == path
     assert source_name(path) == NAME
     with pytest.raises(CheckpointError, match=r"no GGUF file of type BF16 \(there are: Q4_0, Q8_0\)"):
@@ -81,7 +82,7 @@ def test_a_model_in_parts_comes_whole(hub: Any, cache: Path) -> None:
 
 def test_safetensors_come_first(hub: Any, cache: Path) -> None:
     hub.add(NAME, {**FILES, "config.json": b"{}", "model.safetensors": b"weights"})
-    assert contents(pull(NAME, endpoint=hub.url, cache_dir=cache)) == {
+    assert content(pull(NAME, endpoint=hub.url, cache_dir=cache)) == {
         "config.json": b"{}",
         "model.safetensors": b"weights",
     }

@@ -18,6 +18,8 @@ from typing import Any
 import pytest
 
 from models.hub import cached, pull
+from tests.models.hub.conftest import repository
+from tests.models.hub.hub_server import PIECE, digest_of
 
 NAME = "owner/tiny"
 KILLS = 30
@@ -107,14 +109,10 @@ def random_moment(generator: random.Random, present: int, kills: int) -> dict[st
 
 
 @pytest.mark.slow
-def test_killed_at_thirty_random_moments(
-    hub: Any, tmp_path: Path, make_repository: Any, make_worker: Callable[[], Worker]
-) -> None:
-    import hub_server
-
-    files = make_repository(shards=2, shard_bytes=SHARD_BYTES)
+def test_killed_at_thirty_random_moments(hub: Any, tmp_path: Path, make_worker: Callable[[], Worker]) -> None:
+    files = repository(shards=2, shard_bytes=SHARD_BYTES)
     hub.add(NAME, files)
-    digests = {name: hub_server.digest_of(name, content) for name, content in files.items()}
+    digests = {name: digest_of(name, content) for name, content in files.items()}
     sizes = {digests[name]: len(content) for name, content in files.items()}
     undisturbed = tree(pull(NAME, endpoint=hub.url, cache_dir=tmp_path / "whole").parents[2])
     hub.faults.bytes_per_s = BYTES_PER_S
@@ -148,20 +146,18 @@ def test_killed_at_thirty_random_moments(
 
 
 def test_another_process_takes_over_from_a_killed_one(
-    hub: Any, cache: Path, tmp_path: Path, make_repository: Any, make_worker: Callable[[], Worker]
+    hub: Any, cache: Path, tmp_path: Path, make_worker: Callable[[], Worker]
 ) -> None:
-    import hub_server
-
     shard = "model-00001-of-00002.safetensors"
-    files = make_repository(shards=2, shard_bytes=SHARD_BYTES)
+    files = repository(shards=2, shard_bytes=SHARD_BYTES)
     hub.add(NAME, files)
     released = threading.Event()
     hub.faults.hang = (shard, released)
     first, second = make_worker(), make_worker()
     arguments = {"name": NAME, "endpoint": hub.url, "cache_dir": str(cache)}
-    digest = hub_server.digest_of(shard, files[shard])
+    digest = digest_of(shard, files[shard])
     first.start({"exists": str(tmp_path / "now")}, **arguments)
-    wait_until(lambda: there(cache).get(digest) == hub_server.PIECE)
+    wait_until(lambda: there(cache).get(digest) == PIECE)
     second.start({}, **arguments)
     wait_until(lambda: len([entry for entry in hub.log if "/api/" in entry.path]) == 2)
     (tmp_path / "now").touch()
@@ -173,5 +169,5 @@ def test_another_process_takes_over_from_a_killed_one(
     assert folder is not None
     assert all(path.read_bytes() == files[path.name] for path in folder.iterdir())
     assert not list(cache.rglob("*.incomplete"))
-    assert [entry.start for entry in hub.sent(shard)] == [0, hub_server.PIECE]
+    assert [entry.start for entry in hub.sent(shard)] == [0, PIECE]
     assert all(len(hub.sent(path.name)) == 1 for path in folder.iterdir() if path.name != shard)

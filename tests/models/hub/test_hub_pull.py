@@ -9,14 +9,19 @@ import sys
 import threading
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import huggingface_hub
 import pytest
+from filelock import FileLock
+from huggingface_hub import constants
 
 from models.errors import CancelledError, CheckpointError, HubError, HubUnreachableError, StoreError
 from models.hub import Policy, cached, is_hub_name, pull
+from models.hub.blob import Partial
 from models.progress import Progress
+from tests.models.conftest import content
 
 NAME = "owner/Tiny-1.5"
 QUICK = Policy(connect_s=5, stall_s=5, first_delay_s=0.02, longest_delay_s=0.05, attempts=4, first_attempts=3)
@@ -32,46 +37,37 @@ NEEDED = {
 }
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
 def test_takes_what_a_checkpoint_needs_and_nothing_else(hub: Any, cache: Path, sharded: dict[str, bytes]) -> None:
     commit = hub.add(NAME, sharded)
-    folder = pull(NAME, endpoint=hub.url, cache_dir=cache)
+    reports: list[Progress] = []
+    folder = pull(NAME, endpoint=hub.url, cache_dir=cache, progress=reports.append)
     assert folder == cache / "models--owner--Tiny-1.5" / "snapshots" / commit
-    assert contents(folder) == {name: sharded[name] for name in NEEDED}
+    assert content(folder) == {name: sharded[name] for name in NEEDED}
     assert (folder.parents[1] / "refs" / "main").read_text() == commit
     assert Counter(entry.file for entry in hub.sent()) == Counter(NEEDED)
     assert not list(cache.rglob("*.incomplete"))
     assert not list(cache.rglob("*.draft"))
+    total = float(sum(len(sharded[name]) for name in NEEDED))
+    download = [report for report in reports if report.phase == "download"]
+    assert {(report.total, report.unit) for report in download} == {(total, "bytes")}
+    done = [report.done for report in download]
+    assert done == sorted(done)
+    assert done[-1] == total, "every byte is counted once"
 
 
-def test_takes_a_single_file(hub: Any, cache: Path) -> None:
-    hub.add(NAME, {"config.json": b"{}", "model.safetensors": b"weights", "model-00001-of-00009.safetensors": b"stray"})
-    folder = pull(NAME, endpoint=hub.url, cache_dir=cache)
-    assert contents(folder) == {"config.json": b"{}", "model.safetensors": b"weights"}
-
-
-def test_empty_files_and_twins_are_taken(hub: Any, cache: Path) -> None:
+def test_takes_a_single_file_and_what_is_empty_or_there_twice(hub: Any, cache: Path) -> None:
     files = {"config.json": b"{}", "generation_config.json": b"{}", "vocab.txt": b"", "model.safetensors": b"weights"}
-    hub.add(NAME, files)
-    assert contents(pull(NAME, endpoint=hub.url, cache_dir=cache)) == files
+    hub.add(NAME, {**files, "model-00001-of-00009.safetensors": b"stray"})
+    assert content(pull(NAME, endpoint=hub.url, cache_dir=cache)) == files
 
 
-def test_a_second_pull_asks_for_no_content(hub: Any, cache: Path, sharded: dict[str, bytes]) -> None:
-    hub.add(NAME, sharded)
-    folder = pull(NAME, endpoint=hub.url, cache_dir=cache)
-    hub.log.clear()
-    assert pull(NAME, endpoint=hub.url, cache_dir=cache) == folder
-    assert not hub.sent()
-
-
-def test_a_new_commit_takes_only_what_changed(hub: Any, cache: Path, sharded: dict[str, bytes]) -> None:
+def test_later_pulls_take_only_what_changed(hub: Any, cache: Path, sharded: dict[str, bytes]) -> None:
     hub.add(NAME, sharded)
     old = pull(NAME, endpoint=hub.url, cache_dir=cache)
-    hub.add(NAME, {**sharded, "config.json": b'{"new": 1}'})
     hub.log.clear()
+    assert pull(NAME, endpoint=hub.url, cache_dir=cache) == old
+    assert not hub.sent()
+    hub.add(NAME, {**sharded, "config.json": b'{"new": 1}'})
     new = pull(NAME, endpoint=hub.url, cache_dir=cache)
     assert [entry.file for entry in hub.sent()] == ["config.json"]
     assert (new / "config.json").read_bytes() == b'{"new": 1}'
@@ -90,7 +86,7 @@ def test_revisions(hub: Any, cache: Path, sharded: dict[str, bytes], revision: s
     assert (folder.parents[1] / "refs" / asked).exists() == (revision != "commit")
 
 
-def test_huggingface_hub_finds_it(hub: Any, cache: Path, sharded: dict[str, bytes]) -> None:
+def test_huggingface_hub_finds_it_and_downloads_only_the_rest(hub: Any, cache: Path, sharded: dict[str, bytes]) -> None:
     commit = hub.add(NAME, sharded)
     folder = pull(NAME, endpoint=hub.url, cache_dir=cache)
     assert huggingface_hub.snapshot_download(NAME, cache_dir=cache, local_files_only=True) == str(folder)
@@ -103,15 +99,10 @@ def test_huggingface_hub_finds_it(hub: Any, cache: Path, sharded: dict[str, byte
     assert (repo.repo_id, repo.repo_type, found.commit_hash, found.refs) == (NAME, "model", commit, {"main"})
     assert {file.file_name for file in found.files} == NEEDED
     assert all(file.blob_path.parent.name == "blobs" for file in found.files)
-
-
-def test_huggingface_hub_downloads_only_the_rest(hub: Any, cache: Path, sharded: dict[str, bytes]) -> None:
-    hub.add(NAME, sharded)
-    folder = pull(NAME, endpoint=hub.url, cache_dir=cache)
     hub.log.clear()
     assert huggingface_hub.snapshot_download(NAME, cache_dir=cache, endpoint=hub.url, token=False) == str(folder)
     assert {entry.file for entry in hub.sent()} == set(sharded) - NEEDED
-    assert contents(folder) == sharded
+    assert content(folder) == sharded
 
 
 def test_what_huggingface_hub_downloaded_is_not_downloaded_again(
@@ -128,8 +119,6 @@ def test_what_huggingface_hub_downloaded_is_not_downloaded_again(
 def test_without_links(
     hub: Any, cache: Path, sharded: dict[str, bytes], how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from huggingface_hub import constants
-
     def refuse(*_: object, **__: object) -> None:
         raise OSError(1, "Operation not permitted")
 
@@ -153,41 +142,23 @@ def test_without_links(
 
 
 def test_a_damaged_blob_and_a_broken_link_are_mended(hub: Any, cache: Path, sharded: dict[str, bytes]) -> None:
+    assert cached(NAME, cache_dir=cache) is None
     hub.add(NAME, sharded)
     folder = pull(NAME, endpoint=hub.url, cache_dir=cache)
     shard, config = folder / "model-00002-of-00002.safetensors", folder / "config.json"
-    shard.resolve().write_bytes(b"cut")
+    assert cached(NAME, cache_dir=cache) == folder
     config.unlink()
+    assert cached(NAME, cache_dir=cache) is None
     config.symlink_to("nowhere")
     assert cached(NAME, cache_dir=cache) is None
+    shard.resolve().write_bytes(b"cut")
     pull(NAME, endpoint=hub.url, cache_dir=cache)
-    assert contents(folder) == {name: sharded[name] for name in NEEDED}
-
-
-def test_cached_sees_only_what_is_complete(hub: Any, cache: Path, sharded: dict[str, bytes]) -> None:
-    assert cached(NAME, cache_dir=cache) is None
-    hub.add(NAME, sharded)
-    folder = pull(NAME, endpoint=hub.url, cache_dir=cache)
-    assert cached(NAME, cache_dir=cache) == folder
-    (folder / "model-00001-of-00002.safetensors").unlink()
-    assert cached(NAME, cache_dir=cache) is None
-
-
-def test_progress_counts_every_byte_once(hub: Any, cache: Path, sharded: dict[str, bytes]) -> None:
-    hub.add(NAME, sharded)
-    reports: list[Progress] = []
-    pull(NAME, endpoint=hub.url, cache_dir=cache, progress=reports.append)
-    total = sum(len(sharded[name]) for name in NEEDED)
-    download = [report for report in reports if report.phase == "download"]
-    assert {(report.total, report.unit) for report in download} == {(float(total), "bytes")}
-    done = [report.done for report in download]
-    assert done == sorted(done)
-    assert done[-1] == total
+    assert content(folder) == {name: sharded[name] for name in NEEDED}
 
 
 def test_two_pulls_at_once_share_the_work(hub: Any, cache: Path, sharded: dict[str, bytes]) -> None:
     hub.add(NAME, sharded)
-    hub.faults.bytes_per_s = 1e6
+    hub.faults.bytes_per_s = 3e6
     results: list[Path] = []
     threads = [
         threading.Thread(target=lambda: results.append(pull(NAME, endpoint=hub.url, cache_dir=cache))) for _ in range(3)
@@ -198,29 +169,23 @@ def test_two_pulls_at_once_share_the_work(hub: Any, cache: Path, sharded: dict[s
         thread.join()
     assert len(results) == 3
     assert len(set(results)) == 1
-    assert contents(results[0]) == {name: sharded[name] for name in NEEDED}
+    assert content(results[0]) == {name: sharded[name] for name in NEEDED}
     assert Counter(entry.file for entry in hub.sent()) == Counter(NEEDED)
 
 
 def test_waiting_for_another_run_can_be_stopped(hub: Any, cache: Path, sharded: dict[str, bytes]) -> None:
-    from filelock import FileLock
-
     hub.add(NAME, sharded)
     digest = hashlib.sha256(sharded["tokenizer.json"]).hexdigest()
     locks = cache / ".locks" / "models--owner--Tiny-1.5"
     locks.mkdir(parents=True)
-    reports: list[str] = []
-
-    def noted(report: Progress) -> None:
-        reports.append(report.message)
-
+    reports: list[Progress] = []
     with FileLock(locks / f"{digest}.lock"), pytest.raises(CancelledError):
         pull(
             NAME,
             endpoint=hub.url,
             cache_dir=cache,
-            progress=noted,
-            cancelled=lambda: any("another program" in line for line in reports),
+            progress=reports.append,
+            cancelled=lambda: any("another program" in report.message for report in reports),
         )
 
 
@@ -235,33 +200,29 @@ def test_the_token_goes_to_the_hub_and_not_to_the_storage(
     assert {entry.authorization for entry in hub.log if entry.storage} == {None}
 
 
-def test_settings_of_huggingface_hub_are_honoured(hub: Any, tmp_path: Path, sharded: dict[str, bytes]) -> None:
+def test_settings_of_huggingface_hub_are_honoured(
+    hub: Any, tmp_path: Path, sharded: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that huggingface_hub reads when it is imported, in a process of their own."""
     commit = hub.add(NAME, sharded)
+    with monkeypatch.context() as patch:
+        patch.setattr(constants, "HF_HUB_OFFLINE", True)
+        with pytest.raises(HubError, match="HF_HUB_OFFLINE"):
+            pull(NAME, endpoint=hub.url, cache_dir=tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+        patch.setenv("NO_PROXY", "")
+        with pytest.raises(HubUnreachableError, match="no connection"):
+            pull(NAME, endpoint=hub.url, cache_dir=tmp_path, policy=QUICK)
+    assert not hub.log
     hub.faults.token = "hf_secret"
     code = f"from models.hub import pull; print(pull({NAME!r}))"
     env = {**os.environ, "HF_HOME": str(tmp_path / "hf"), "HF_ENDPOINT": hub.url, "HF_TOKEN": "hf_secret", "LANG": "C"}
     env.pop("HF_HUB_CACHE", None)
-
-    def run(**extra: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-W", "error", "-c", code],
-            env={**env, **extra},
-            cwd=Path(__file__).resolve().parents[3],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-
-    before = run(HF_HUB_OFFLINE="1")
-    assert before.returncode == 1
-    assert "HF_HUB_OFFLINE" in before.stderr.splitlines()[-1]
-    assert not hub.log
-    through_nothing = run(HTTP_PROXY="http://127.0.0.1:9", NO_PROXY="")
-    assert "no connection" in through_nothing.stderr.splitlines()[-1]
-    assert not hub.log
+    command, root = [sys.executable, "-W", "error", "-c", code], Path(__file__).resolve().parents[3]
     folder = tmp_path / "hf" / "hub" / "models--owner--Tiny-1.5" / "snapshots" / commit
     for extra in ({}, {"HF_HUB_OFFLINE": "1"}):
-        done = run(**extra)
+        done = subprocess.run(command, env={**env, **extra}, cwd=root, capture_output=True, text=True, check=False)
         assert (done.stdout.strip(), done.stderr) == (str(folder), "")
 
 
@@ -376,23 +337,16 @@ def test_a_full_disk_is_seen_before_the_download(
     hub: Any, cache: Path, sharded: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hub.add(NAME, sharded)
-    monkeypatch.setattr("models.hub.cache.shutil.disk_usage", lambda _: _Usage(500_000))
+    monkeypatch.setattr("models.hub.cache.shutil.disk_usage", lambda _: SimpleNamespace(free=500_000))
     monkeypatch.setattr("models.hub.cache._SPARE_BYTES", 0)
     with pytest.raises(StoreError, match=r"6\d\d kB are still to come, .* 500 kB free"):
         pull(NAME, endpoint=hub.url, cache_dir=cache)
     assert not [entry for entry in hub.sent() if entry.file.startswith("model-")]
 
 
-class _Usage:
-    def __init__(self, free: int) -> None:
-        self.free = free
-
-
 def test_a_disk_that_fills_up_keeps_what_came(
     hub: Any, cache: Path, sharded: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from models.hub.blob import Partial
-
     hub.add(NAME, sharded)
     real = Partial.write
 
@@ -411,7 +365,7 @@ def test_a_disk_that_fills_up_keeps_what_came(
     assert kept > 100_000
     hub.log.clear()
     folder = pull(NAME, endpoint=hub.url, cache_dir=cache)
-    assert contents(folder) == {name: sharded[name] for name in NEEDED}
+    assert content(folder) == {name: sharded[name] for name in NEEDED}
     assert hub.sent("model-00001-of-00002.safetensors")[0].start == kept
 
 

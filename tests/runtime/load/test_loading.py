@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +18,7 @@ from assets import calibration_file, demo_checkpoint_path, demo_path, evaluation
 from models import fetch
 from models.catalogue import KNOWN
 from models.errors import CheckpointError, QuantizationError, StoreError
-from models.progress import Progress, ignore_progress, never_cancelled
+from models.progress import Progress, ProgressCallback, ignore_progress, never_cancelled
 from models.spec import MixtureSpec
 from models.store import Store, StoredModel
 from models.store.manifest import content_of
@@ -31,10 +31,10 @@ from runtime.compensation import DEFAULT_BUDGET_PERCENT, Compensation
 from runtime.drafting import Speculate
 from runtime.engine.engine import Engine
 from runtime.errors import Cancelled, RequestError
-from runtime.kv.kinds import DEFAULT_KV, KINDS, KVKind
+from runtime.kv.kinds import DEFAULT_KV, KINDS
 from runtime.load import loading
 from runtime.load.catalogue import Bundle, Catalogue, ModelBuilder
-from runtime.load.loading import Loader
+from runtime.load.loading import LoadedModel, Loader
 from runtime.load.plan import LoadOptions
 from runtime.load.prospects import MachineInspector
 from runtime.server.errors import ApiError
@@ -51,6 +51,7 @@ from tuner.offers import DecodingMode, Offers
 from tuner.placement import ExpertPlacement
 from tuner.profiles import ProfileStore
 
+Loads = Callable[..., tuple[Loader, LoadedModel]]
 BUNDLE = Bundle(models={"demo": demo_path()}, calibration=calibration_file(), evaluation=evaluation_file())
 
 
@@ -72,6 +73,27 @@ def loader(catalogue: Catalogue, tmp_path: Path) -> Loader:
     return Loader(catalogue, tmp_path / "profiles")
 
 
+@pytest.fixture
+def loads(catalogue: Catalogue, tmp_path: Path) -> Iterator[Loads]:
+    """Loads a model, with options of the loader; it is closed at the end."""
+    found: list[LoadedModel] = []
+
+    def load(
+        request: LoadRequest,
+        defaults: LoadOptions | None = None,
+        *,
+        progress: ProgressCallback = ignore_progress,
+        **more: Any,
+    ) -> tuple[Loader, LoadedModel]:
+        own = Loader(catalogue, tmp_path / "profiles", *([] if defaults is None else [defaults]), **more)
+        found.append(own.load(request, progress, never_cancelled))
+        return own, found[-1]
+
+    yield load
+    for each in found:
+        each.engine.close()
+
+
 def test_the_catalogue_has_bundled_and_stored_models(catalogue: Catalogue) -> None:
     assert [(entry.name, entry.bundled) for entry in catalogue.entries()] == [("demo", True), ("org/copy", False)]
     found = catalogue.find("org/copy")
@@ -89,43 +111,61 @@ def test_names_that_are_no_models(catalogue: Catalogue, name: str) -> None:
         catalogue.remove(name)
 
 
-def test_a_bundled_model_stays(catalogue: Catalogue) -> None:
+def test_a_bundled_model_stays_and_one_that_is_missing_is_not_listed(catalogue: Catalogue, store: Store) -> None:
     with pytest.raises(RequestError, match="part of the program"):
         catalogue.remove("demo")
+    nowhere = Catalogue(store, {"demo": store.root / "nothing"})
+    assert [entry.name for entry in nowhere.entries()] == ["org/copy"]
     catalogue.remove("org/copy")
     assert [entry.name for entry in catalogue.entries()] == ["demo"]
 
 
-def test_a_bundled_model_that_is_missing_is_not_listed(store: Store, tmp_path: Path) -> None:
-    catalogue = Catalogue(store, {"demo": tmp_path / "nothing"})
-    assert [entry.name for entry in catalogue.entries()] == ["org/copy"]
-
-
-def test_what_is_loaded_is_what_was_asked_for(loader: Loader) -> None:
+def test_what_is_loaded_is_what_was_asked_for(loads: Loads) -> None:
     reports: list[Progress] = []
     request = LoadRequest(model="org/copy", kv="int8", k_chunk={"qkv": 8}, context=128, backend="reference")
-    loaded = loader.load(request, reports.append, never_cancelled)
-    try:
-        assert (loaded.name, loaded.backend, loaded.kv, loaded.context) == ("org/copy", "reference", "int8", 128)
-        assert loaded.k_chunk == {"qkv": 8, "o": 0, "gate_up": 0, "down": 0, "head": 0}
-        assert loaded.engine.context == 128
-        assert loaded.kv_bytes > 0
-        assert loaded.weight_bytes > 0
-        assert [report.phase for report in reports] == ["open", "load"]
-        assert "cache" in reports[-1].message
-    finally:
-        loaded.engine.close()
+    _, loaded = loads(request, progress=reports.append)
+    assert (loaded.name, loaded.backend, loaded.kv, loaded.context) == ("org/copy", "reference", "int8", 128)
+    assert loaded.k_chunk == {"qkv": 8, "o": 0, "gate_up": 0, "down": 0, "head": 0}
+    assert loaded.engine.context == 128
+    assert loaded.kv_bytes > 0
+    assert loaded.weight_bytes > 0
+    assert [report.phase for report in reports] == ["open", "load"]
+    assert "cache" in reports[-1].message
 
 
-def test_defaults_apply_where_a_request_says_nothing(catalogue: Catalogue, tmp_path: Path) -> None:
-    defaults = LoadOptions(compensation=Compensation(k_chunk=0), kv="int8", context=128, backend="reference")
-    loader = Loader(catalogue, tmp_path / "profiles", defaults)
-    found = []
-    for request in (LoadRequest(model="demo"), LoadRequest(model="demo", kv="fp16", context=64, backend="cpu")):
-        loaded = loader.load(request, ignore_progress, never_cancelled)
-        found.append((loaded.kv, loaded.context, loaded.backend))
-        loaded.engine.close()
-    assert found == [("int8", 128, "reference"), ("fp16", 64, "cpu")]
+PLAIN = Compensation(k_chunk=0)
+REFERENCE: dict[str, Any] = {"model": "demo", "backend": "reference"}
+
+
+@pytest.mark.parametrize(
+    ("defaults", "request_", "expected"),
+    [
+        (LoadOptions(compensation=PLAIN, kv="int8", context=128, backend="reference"), {}, ("int8", 128, "reference")),
+        (
+            LoadOptions(compensation=PLAIN, kv="int8", context=128, backend="reference"),
+            {"kv": "fp16", "context": 64, "backend": "cpu"},
+            ("fp16", 64, "cpu"),
+        ),
+        (LoadOptions(context=64), {**REFERENCE, "k_chunk": 0}, ("int4", 64, "reference")),
+        (LoadOptions(context=64), {**REFERENCE, "k_chunk": 0, "speculate": True}, ("hierarchical", 64, "reference")),
+        (
+            LoadOptions(compensation=PLAIN, speculation=Speculate(gamma=2), context=64),
+            REFERENCE,
+            ("hierarchical", 64, "reference"),
+        ),
+        (
+            LoadOptions(compensation=PLAIN, speculation=Speculate(gamma=2), kv="int8", context=64),
+            REFERENCE,
+            ("int8", 64, "reference"),
+        ),
+    ],
+    ids=["defaults", "request", "4 bits", "4 bits for drafts", "drafts by default", "a cache that was named"],
+)
+def test_defaults_apply_where_a_request_says_nothing(
+    loads: Loads, defaults: LoadOptions, request_: dict[str, Any], expected: tuple[str, int, str]
+) -> None:
+    _, found = loads(LoadRequest(**{"model": "demo", **request_}), defaults)
+    assert (found.kv, found.context, found.backend) == expected
 
 
 def test_experts_on_the_device_are_those_of_the_request_and_else_of_the_defaults(
@@ -157,58 +197,28 @@ def test_where_experts_are_is_told() -> None:
     assert loading._experts(cast("Decoder", SimpleNamespace())) is None
 
 
-def test_nobody_asks_for_a_cache_and_it_has_4_bits(loader: Loader) -> None:
-    found = {}
-    for speculate in (None, True):
-        request = LoadRequest(model="demo", k_chunk=0, context=256, backend="reference", speculate=speculate)
-        loaded = loader.load(request, ignore_progress, never_cancelled)
-        found[speculate] = loaded.kv
-        loaded.engine.close()
-    assert found == {None: "int4", True: "hierarchical"}
-
-
-@pytest.mark.parametrize(("kv", "expected"), [(None, "hierarchical"), ("int8", "int8")])
-def test_a_cache_that_was_named_stays_where_the_model_drafts(
-    catalogue: Catalogue, tmp_path: Path, kv: KVKind | None, expected: KVKind
-) -> None:
-    defaults = LoadOptions(compensation=Compensation(k_chunk=0), speculation=Speculate(gamma=2), kv=kv, context=256)
-    loader = Loader(catalogue, tmp_path / "profiles", defaults)
-    loaded = loader.load(LoadRequest(model="demo", backend="reference"), ignore_progress, never_cancelled)
-    loaded.engine.close()
-    assert loaded.kv == expected
-
-
-def test_a_context_longer_than_the_models_is_cut(catalogue: Catalogue, loader: Loader) -> None:
+def test_a_context_longer_than_the_models_is_cut(catalogue: Catalogue, loads: Loads) -> None:
     longest = catalogue.entries()[0].context
-    request = LoadRequest(model="demo", context=10 * longest, backend="reference")
-    loaded = loader.load(request, ignore_progress, never_cancelled)
-    loaded.engine.close()
-    assert loaded.context == longest
+    _, found = loads(LoadRequest(model="demo", context=10 * longest, backend="reference"))
+    assert found.context == longest
 
 
 @pytest.mark.parametrize(("asked", "usual", "slots"), [(None, None, 4), (2, None, 2), (None, 6, 6), (1, 6, 1)])
-def test_so_many_requests_are_answered_at_once(
-    catalogue: Catalogue, tmp_path: Path, asked: int | None, usual: int | None, slots: int
-) -> None:
-    defaults = LoadOptions(compensation=Compensation(k_chunk=0), num_parallel=usual, kv="fp16")
-    loader = Loader(catalogue, tmp_path / "profiles", defaults)
-    request = LoadRequest(model="demo", backend="reference", context=64, num_parallel=asked)
-    loaded = loader.load(request, ignore_progress, never_cancelled)
-    options = loaded.engine.decoder.options  # type: ignore[attr-defined]
-    assert (loaded.slots, options.slots, options.pages) == (slots, max(4, slots), slots)
-    loaded.engine.close()
+def test_so_many_requests_are_answered_at_once(loads: Loads, asked: int | None, usual: int | None, slots: int) -> None:
+    defaults = LoadOptions(compensation=PLAIN, num_parallel=usual, kv="fp16")
+    _, found = loads(LoadRequest(**REFERENCE, context=64, num_parallel=asked), defaults)
+    options = found.engine.decoder.options  # type: ignore[attr-defined]
+    assert (found.slots, options.slots, options.pages) == (slots, max(4, slots), slots)
 
 
-def test_chats_share_a_pool_and_are_kept_where_there_is_a_folder(catalogue: Catalogue, tmp_path: Path) -> None:
+def test_chats_share_a_pool_and_are_kept_where_there_is_a_folder(loads: Loads, tmp_path: Path) -> None:
     for chats in (None, tmp_path / "chats"):
-        defaults = LoadOptions(compensation=Compensation(k_chunk=0))
-        loader = Loader(catalogue, tmp_path / "profiles", defaults, chats=chats)
-        loaded = loader.load(LoadRequest(model="demo", backend="reference"), ignore_progress, never_cancelled)
-        options = loaded.engine.decoder.options  # type: ignore[attr-defined]
+        _, found = loads(LoadRequest(**REFERENCE), LoadOptions(compensation=PLAIN), chats=chats)
+        options = found.engine.decoder.options  # type: ignore[attr-defined]
         assert (options.slots, options.pages) == (4, 4 * KINDS[DEFAULT_KV].max_pages(options.context))
-        saved = loaded.engine._conversations.saved  # type: ignore[attr-defined]
+        saved = found.engine._conversations.saved  # type: ignore[attr-defined]
         assert (saved is None) == (chats is None)
-        loaded.engine.close()
+        found.engine.close()
         assert not (tmp_path / "chats").exists(), "nothing was said that is worth a file"
 
 
@@ -237,7 +247,7 @@ def test_a_load_can_be_stopped_at_every_step(loader: Loader, asks: int) -> None:
 
 
 class Clock:
-    """Compensation of 16 channels per 1024 costs a percent, of every layer type."""
+    """Compensation of 16 channels per 1024 costs so many percent, of every layer type."""
 
     measured = True
 
@@ -245,6 +255,8 @@ class Clock:
         self.readings = 0
         self.before: Callable[[], object] = lambda: None
         """Done before a reading, as a timer runs steps."""
+        self.types = 5
+        """Layer types, of which each has its share of the percent."""
 
     def seconds(self, _kind: str, _n_tb: int, k_chunk: int) -> float:
         self.readings += 1
@@ -252,7 +264,7 @@ class Clock:
         return 1e-3 * (1 + k_chunk / 1600)
 
     def slowdown(self, k_chunk: Mapping[str, int], _n_tb: Mapping[str, int]) -> float:
-        return sum(k_chunk.values()) / len(k_chunk) / 16
+        return sum(k_chunk.values()) / self.types / 16
 
 
 @pytest.fixture
@@ -262,35 +274,38 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def test_a_load_is_tuned_to_its_budget(loader: Loader, clock: Clock) -> None:
+@pytest.fixture
+def steady(clock: Clock) -> None:
+    """Clocks on which compensation costs as much of each layer type."""
+    clock.types = 1
+
+
+def test_a_load_is_tuned_to_its_budget(loads: Loads, clock: Clock) -> None:
     reports: list[Progress] = []
-    loaded = loader.load(LoadRequest(model="demo", budget=10, context=64), reports.append, never_cancelled)
-    try:
-        assert loaded.tuning is not None
-        assert (loaded.tuning.budget_percent, loaded.tuning.cached) == (10, False)
-        assert loaded.k_chunk == loaded.tuning.k_chunk
-        assert min(loaded.k_chunk.values()) > 0
-        assert {report.phase for report in reports} >= {"open", "tune"}
-        wider = loader.tune(loaded, TuneRequest(budget=20), ignore_progress, never_cancelled)
-        assert sum(wider.k_chunk.values()) > sum(loaded.k_chunk.values())
-        readings = clock.readings
-        back = loader.tune(wider, TuneRequest(budget=10), ignore_progress, never_cancelled)
-        assert (back.k_chunk, clock.readings) == (loaded.k_chunk, readings)
-        assert back.tuning is not None
-        assert back.tuning.cached
-        loader.tune(back, TuneRequest(budget=10, force=True), ignore_progress, never_cancelled)
-        assert clock.readings > readings
-        fixed = loader.tune(back, TuneRequest(k_chunk={"down": 5}), ignore_progress, never_cancelled)
-        assert (fixed.tuning, fixed.k_chunk["down"], fixed.k_chunk["qkv"]) == (None, 5, 0)
-        assert fixed.engine.decoder.options.k_chunk == fixed.k_chunk  # type: ignore[attr-defined]
-        apart = from_json(TuneRequest, {"k_chunk": {**fixed.k_chunk, "layers.1.down": 64}})
-        fixed = loader.tune(fixed, apart, ignore_progress, never_cancelled)
-        assert (fixed.k_chunk["down"], fixed.k_chunk["layers.1.down"]) == (5, 64)
-        with pytest.raises(RequestError, match=r"k_chunk names layers\.99\.down; the model's blocks are 0 to 3"):
-            loader.tune(fixed, TuneRequest(k_chunk={"layers.99.down": 64}), ignore_progress, never_cancelled)
-        assert fixed.engine.decoder.options.k_chunk == fixed.k_chunk  # type: ignore[attr-defined]
-    finally:
-        loaded.engine.close()
+    loader, loaded = loads(LoadRequest(model="demo", budget=10, context=64), progress=reports.append)
+    assert loaded.tuning is not None
+    assert (loaded.tuning.budget_percent, loaded.tuning.cached) == (10, False)
+    assert loaded.k_chunk == loaded.tuning.k_chunk
+    assert min(loaded.k_chunk.values()) > 0
+    assert {report.phase for report in reports} >= {"open", "tune"}
+    wider = loader.tune(loaded, TuneRequest(budget=20), ignore_progress, never_cancelled)
+    assert sum(wider.k_chunk.values()) > sum(loaded.k_chunk.values())
+    readings = clock.readings
+    back = loader.tune(wider, TuneRequest(budget=10), ignore_progress, never_cancelled)
+    assert (back.k_chunk, clock.readings) == (loaded.k_chunk, readings)
+    assert back.tuning is not None
+    assert back.tuning.cached
+    loader.tune(back, TuneRequest(budget=10, force=True), ignore_progress, never_cancelled)
+    assert clock.readings > readings
+    fixed = loader.tune(back, TuneRequest(k_chunk={"down": 5}), ignore_progress, never_cancelled)
+    assert (fixed.tuning, fixed.k_chunk["down"], fixed.k_chunk["qkv"]) == (None, 5, 0)
+    assert fixed.engine.decoder.options.k_chunk == fixed.k_chunk  # type: ignore[attr-defined]
+    apart = from_json(TuneRequest, {"k_chunk": {**fixed.k_chunk, "layers.1.down": 64}})
+    fixed = loader.tune(fixed, apart, ignore_progress, never_cancelled)
+    assert (fixed.k_chunk["down"], fixed.k_chunk["layers.1.down"]) == (5, 64)
+    with pytest.raises(RequestError, match=r"k_chunk names layers\.99\.down; the model's blocks are 0 to 3"):
+        loader.tune(fixed, TuneRequest(k_chunk={"layers.99.down": 64}), ignore_progress, never_cancelled)
+    assert fixed.engine.decoder.options.k_chunk == fixed.k_chunk  # type: ignore[attr-defined]
 
 
 def test_a_block_that_the_model_lacks_is_refused(loader: Loader) -> None:
@@ -324,39 +339,35 @@ def test_conversations_survive_tuning(loader: Loader, clock: Clock, request_: Tu
     assert (clock.readings > 0) == (request_.budget is not None)
 
 
-def test_without_a_word_the_loaders_compensation_applies(catalogue: Catalogue, clock: Clock, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("clock")
+def test_without_a_word_the_loaders_compensation_applies(loads: Loads) -> None:
     for compensation, expected in (
         (Compensation(), DEFAULT_BUDGET_PERCENT),
         (Compensation(budget_percent=20), 20),
         (Compensation(k_chunk=7), None),
     ):
-        loader = Loader(catalogue, tmp_path / "profiles", LoadOptions(compensation=compensation))
-        loaded = loader.load(LoadRequest(model="demo", context=64), ignore_progress, never_cancelled)
-        loaded.engine.close()
-        assert (loaded.tuning.budget_percent if loaded.tuning else None) == expected
-        assert expected is not None or set(loaded.k_chunk.values()) == {7}
+        _, found = loads(LoadRequest(model="demo", context=64), LoadOptions(compensation=compensation))
+        assert (found.tuning.budget_percent if found.tuning else None) == expected
+        assert expected is not None or set(found.k_chunk.values()) == {7}
 
 
-def test_prompts_have_a_budget_of_their_own(catalogue: Catalogue, clock: Clock, tmp_path: Path) -> None:
-    loader = Loader(catalogue, tmp_path / "profiles", chats=tmp_path / "chats")
+def test_prompts_have_a_budget_of_their_own(loads: Loads, clock: Clock, tmp_path: Path) -> None:
     request = LoadRequest(model="demo", k_chunk=7, prompt_budget=100, context=256)
-    loaded = loader.refine(loader.load(request, ignore_progress, never_cancelled), never_cancelled)
-    try:
-        engine: Any = loaded.engine
-        assert loaded.prompts is not None
-        assert (loaded.prompts.k_chunk, engine.decoder.options.prompt_k_chunk) == (1024, 1024)
-        list(engine.generate([5, 6, 7], SamplingOptions(max_tokens=1)))
-        saved = engine._conversations.saved
-        loaded = loader.tune(loaded, TuneRequest(k_chunk=8, prompt_budget=100), ignore_progress, never_cancelled)
-        assert engine._conversations.saved is saved
-        assert any(engine._conversations.tokens(slot) for slot in range(4))
-        loaded = loader.tune(loaded, TuneRequest(k_chunk=8, prompt_budget=0), ignore_progress, never_cancelled)
-        assert loaded.prompts is not None
-        assert (loaded.prompts.k_chunk, engine.decoder.options.prompt_k_chunk) == (0, 0)
-        assert engine._conversations.saved is not saved, "files of the other compensation are not read"
-        assert not any(engine._conversations.tokens(slot) for slot in range(4)), "what it had read is dropped"
-    finally:
-        loaded.engine.close()
+    loader, loaded = loads(request, chats=tmp_path / "chats")
+    loaded = loader.refine(loaded, never_cancelled)
+    engine: Any = loaded.engine
+    assert loaded.prompts is not None
+    assert (loaded.prompts.k_chunk, engine.decoder.options.prompt_k_chunk) == (1024, 1024)
+    list(engine.generate([5, 6, 7], SamplingOptions(max_tokens=1)))
+    saved = engine._conversations.saved
+    loaded = loader.tune(loaded, TuneRequest(k_chunk=8, prompt_budget=100), ignore_progress, never_cancelled)
+    assert engine._conversations.saved is saved
+    assert any(engine._conversations.tokens(slot) for slot in range(4))
+    loaded = loader.tune(loaded, TuneRequest(k_chunk=8, prompt_budget=0), ignore_progress, never_cancelled)
+    assert loaded.prompts is not None
+    assert (loaded.prompts.k_chunk, engine.decoder.options.prompt_k_chunk) == (0, 0)
+    assert engine._conversations.saved is not saved, "files of the other compensation are not read"
+    assert not any(engine._conversations.tokens(slot) for slot in range(4)), "what it had read is dropped"
 
 
 def test_a_load_that_cannot_be_tuned_says_why(loader: Loader, clock: Clock) -> None:
@@ -384,9 +395,8 @@ def test_a_load_can_be_stopped_while_it_is_tuned(loader: Loader, clock: Clock) -
 
 
 def test_the_machine(tmp_path: Path) -> None:
-    inspector = MachineInspector(tmp_path)
-    assert inspector(False).bandwidth_gb_s is None
-    facts = inspector(False)
+    facts = MachineInspector(tmp_path)(False)
+    assert facts.bandwidth_gb_s is None
     assert facts.machine["cpu"]["name"]
     assert facts.machine.keys() == {"cpu", "memory", "gpu", "pcie", "power"}
 
@@ -430,8 +440,16 @@ async def test_a_damaged_model_is_refused(tmp_path: Path) -> None:
         assert service.close()
 
 
+@pytest.fixture(scope="module")
+def brief(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    """The bundle with a tenth of the text that models are quantized with."""
+    file = tmp_path_factory.mktemp("texts") / "calibration.md"
+    file.write_text(calibration_file().read_text(encoding="utf-8")[:6000], encoding="utf-8")
+    return replace(BUNDLE, calibration=file)
+
+
 @pytest.mark.parametrize("bits", [3.0, 3.5])
-def test_a_model_is_made_of_a_folder(store: Store, bits: float) -> None:
+def test_a_model_is_made_of_a_folder(store: Store, brief: Bundle, bits: float) -> None:
     reports: list[Progress] = []
     smooth, chats = bits == 3, store.root.parent / "chats"
     request = QuantizeRequest(
@@ -441,7 +459,7 @@ def test_a_model_is_made_of_a_folder(store: Store, bits: float) -> None:
     chats.mkdir()
     replaced = chats / f"{(content_of(store.path('three')) or '')[:16]}-fp16-x.kv"
     replaced.touch()
-    made = ModelBuilder(store, BUNDLE, chats).quantize(request, reports.append, never_cancelled)
+    made = ModelBuilder(store, brief, chats).quantize(request, reports.append, never_cancelled)
     assert (made.name, made.bits, made.smooth_attention) == ("three", bits, smooth)
     assert store.open("three").recipe.smooth_attention == smooth
     assert not replaced.exists(), "the model that it belonged to is gone"
@@ -451,12 +469,14 @@ def test_a_model_is_made_of_a_folder(store: Store, bits: float) -> None:
     assert "three" in [info.name for info in store.list()]
 
 
-def test_a_model_is_made_of_a_known_one(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_is_made_of_a_known_one(
+    store: Store, brief: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = write_gguf(tmp_path / KNOWN["smollm2-135m"].file, random_model("Llama"), kind="Q4_1")
     monkeypatch.setattr(
         fetch, "fetch", lambda model, its_store, *_: {("smollm2-135m", store): file}[model.name, its_store]
     )
-    builder = ModelBuilder(store, BUNDLE)
+    builder = ModelBuilder(store, brief)
     assert builder.pull("smollm2-135m", None, ignore_progress, never_cancelled) == str(file)
     request = QuantizeRequest(source="smollm2-135m", name="smollm2-135m")
     assert builder.quantize(request, ignore_progress, never_cancelled).name == "smollm2-135m"
@@ -514,7 +534,7 @@ def test_sensitive_layers_are_found_on_the_evaluation_text(
 
 @pytest.mark.parametrize(("speculate", "drafts"), [(None, True), (False, False)])
 def test_what_was_measured_to_be_best_is_taken_with_the_load_and_with_another_budget(
-    loader: Loader, clock: Clock, tmp_path: Path, speculate: bool | None, drafts: bool
+    loads: Loads, clock: Clock, tmp_path: Path, speculate: bool | None, drafts: bool
 ) -> None:
     common: dict[str, Any] = {"target": "residual", "perplexity": 9.0}
     ways = (
@@ -527,36 +547,17 @@ def test_what_was_measured_to_be_best_is_taken_with_the_load_and_with_another_bu
     offers = (Offers(budget_percent=20.0, ways=ways, full=None, seconds=1.0, date=""),)
     ProfileStore(tmp_path / "profiles").update(key, lambda profile: replace(profile, offers=offers))
     request = LoadRequest(model="demo", kv="hierarchical", budget=20, prompt_budget=0, context=256, speculate=speculate)
-    loaded = loader.load(request, ignore_progress, never_cancelled)
-    try:
-        engine: Any = loaded.engine
-        assert engine.speculates is drafts
-        assert set(loaded.k_chunk.values()) == {1024} == {engine.decoder.options.k_chunk}
-        assert loaded.tuning is not None
-        assert loaded.tuning.measured_slowdown_percent == pytest.approx(-20 if drafts else 10)
-        other = loader.tune(loaded, TuneRequest(budget=10, prompt_budget=0), ignore_progress, never_cancelled)
-        assert not engine.speculates
-        assert max(other.k_chunk.values()) < 1024
-        loader.tune(other, TuneRequest(budget=20, prompt_budget=0), ignore_progress, never_cancelled)
-        assert engine.speculates is drafts
-    finally:
-        loaded.engine.close()
-
-
-@pytest.fixture
-def steady(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Clocks on which compensation costs the same everywhere: a percent for every 16 channels per 1024."""
-
-    class Layers:
-        measured = True
-
-        def seconds(self, _kind: str, _n_tb: int, k_chunk: int) -> float:
-            return 1e-3 * (1 + k_chunk / 1600)
-
-    def slowdown(k_chunk: Mapping[str, int], _n_tb: Mapping[str, int]) -> float:
-        return sum(k_chunk.values()) / 16
-
-    monkeypatch.setattr(tuning, "clocks", lambda *_: Clocks(layers=Layers(), slowdown=slowdown))
+    loader, loaded = loads(request)
+    engine: Any = loaded.engine
+    assert engine.speculates is drafts
+    assert set(loaded.k_chunk.values()) == {1024} == {engine.decoder.options.k_chunk}
+    assert loaded.tuning is not None
+    assert loaded.tuning.measured_slowdown_percent == pytest.approx(-20 if drafts else 10)
+    other = loader.tune(loaded, TuneRequest(budget=10, prompt_budget=0), ignore_progress, never_cancelled)
+    assert not engine.speculates
+    assert max(other.k_chunk.values()) < 1024
+    loader.tune(other, TuneRequest(budget=20, prompt_budget=0), ignore_progress, never_cancelled)
+    assert engine.speculates is drafts
 
 
 @pytest.mark.usefixtures("steady")
@@ -633,18 +634,14 @@ def test_an_interrupted_refinement_leaves_the_decoder_as_it_was_and_continues(
 
 @pytest.mark.parametrize("hindered", ["battery", "conversations"])
 def test_nothing_is_refined_on_a_battery_or_at_a_conversations_cost(
-    hindered: str, catalogue: Catalogue, tmp_path: Path, steady: None, monkeypatch: pytest.MonkeyPatch
+    hindered: str, loads: Loads, steady: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     defaults = LoadOptions(compensation=Compensation(budget_percent=10.0, prompt_budget_percent=0.0), context=256)
-    loader = Loader(catalogue, tmp_path / "profiles", defaults, evaluation=evaluation_file())
-    loaded = loader.load(LoadRequest(model="demo"), ignore_progress, never_cancelled)
-    assert isinstance(loaded.engine, Engine)
-    try:
-        if hindered == "battery":
-            monkeypatch.setattr(loading, "on_battery", lambda: True)
-        else:
-            for first in range(loaded.engine.decoder.options.slots):
-                list(loaded.engine.generate([5 + first, 7, 8], SamplingOptions(temperature=0, max_tokens=1)))
-        assert loader.refine(loaded, lambda: pytest.fail("nothing is to be measured")) is loaded
-    finally:
-        loaded.engine.close()
+    loader, found = loads(LoadRequest(model="demo"), defaults, evaluation=evaluation_file())
+    assert isinstance(found.engine, Engine)
+    if hindered == "battery":
+        monkeypatch.setattr(loading, "on_battery", lambda: True)
+    else:
+        for first in range(found.engine.decoder.options.slots):
+            list(found.engine.generate([5 + first, 7, 8], SamplingOptions(temperature=0, max_tokens=1)))
+    assert loader.refine(found, lambda: pytest.fail("nothing is to be measured")) is found

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from models.spec import MixtureSpec, ModelSpec, RopeSpec
 from runtime.backends import Footprint
 from runtime.backends.decoder import KVKind
+from runtime.backends.reference.cache import ReferenceCache
 from runtime.errors import OutOfMemoryError, RequestError, byte_count
 from runtime.kv.kinds import KINDS, bytes_per_token, window_token_bytes
 from runtime.load.memory import DEFAULT_CONTEXT, MIB, SMALLEST_CONTEXT, MemoryPlan, cache_facts, describe, plan
@@ -43,16 +44,13 @@ def planned(mib: int, context: int | None = None, kv: KVKind = "fp16", model: Mo
     return plan(model or spec(), WEIGHTS, kv=kv, context=context, memory=free(mib))
 
 
-def test_plenty_of_memory_gives_the_default_context() -> None:
+def test_plenty_of_memory_gives_the_default_context_or_what_the_model_has_or_is_asked_for() -> None:
     found = planned(16_000)
     assert found.context == DEFAULT_CONTEXT
     assert found.fits
     assert found.kv_bytes == DEFAULT_CONTEXT * 2 * 22 * 4 * 64 * 2
-
-
-def test_a_short_model_gives_its_own_maximum() -> None:
-    assert planned(16_000, model=spec(max_context=500)).context == 500
-    assert planned(16_000, model=spec(max_context=40)).context == 40
+    assert [planned(16_000, model=spec(max_context=most)).context for most in (500, 40)] == [500, 40]
+    assert planned(16_000, context=30_000).context == 30_000
 
 
 def test_little_memory_gives_the_context_that_fits() -> None:
@@ -73,10 +71,6 @@ def test_a_refusal_tells_what_is_lacking_however_little() -> None:
     memory = replace(free(0), available_bytes=needed - 1)
     with pytest.raises(OutOfMemoryError, match=f"needs {byte_count(needed)} .* but 1 kB less is free now"):
         plan(spec(), WEIGHTS, kv="fp16", context=4096, memory=memory)
-
-
-def test_a_context_that_is_asked_for_is_kept() -> None:
-    assert planned(16_000, context=30_000).context == 30_000
 
 
 @pytest.mark.parametrize("context", [0, -1, 32769])
@@ -137,14 +131,10 @@ def test_mapped_residuals_are_told_and_not_needed() -> None:
     assert "residuals" not in describe(plain)
 
 
-def test_what_a_backend_takes_for_itself_is_kept_free() -> None:
+def test_what_a_backend_takes_for_itself_is_kept_free_and_slots_multiply_the_cache() -> None:
     own = plan(spec(), replace(WEIGHTS, overhead_bytes=300 * MIB), memory=free(16_000))
     assert own.margin_bytes - plan(spec(), WEIGHTS, memory=free(16_000)).margin_bytes == 300 * MIB
-
-
-def test_slots_multiply_the_cache() -> None:
-    one = plan(spec(), WEIGHTS, context=1024, memory=free(16_000))
-    four = plan(spec(), WEIGHTS, context=1024, slots=4, memory=free(16_000))
+    one, four = (plan(spec(), WEIGHTS, context=1024, slots=slots, memory=free(16_000)) for slots in (1, 4))
     assert four.kv_bytes == 4 * one.kv_bytes
 
 
@@ -180,24 +170,16 @@ def test_a_plan_fits_or_is_refused(mib: int, maximum: int, kv: KVKind) -> None:
 
 
 @pytest.mark.parametrize("kv", KINDS)
-def test_the_cache_is_as_large_as_the_reference_backend_makes_it(kv: KVKind) -> None:
-    from runtime.backends.reference.cache import ReferenceCache
-
-    model = spec(layers=2)
-    built = ReferenceCache(KINDS[kv], model, context=300, slots=3, max_rows=20)
-    planned = plan(model, WEIGHTS, kv=kv, context=300, slots=3, rows=20, memory=free(16_000))
-    assert planned.kv_bytes == built.store.nbytes
-
-
-@pytest.mark.parametrize("kv", KINDS)
+@pytest.mark.parametrize("windows", [(None, None), (32, None, 90)], ids=["whole", "windows"])
 @pytest.mark.parametrize("shared", [True, False])
-def test_so_it_is_where_layers_keep_what_their_windows_read(kv: KVKind, shared: bool) -> None:
-    from runtime.backends.reference.cache import ReferenceCache
-
-    model, sizes = replace(spec(layers=3), windows=(32, None, 90)), {"context": 3000, "slots": 3}
+def test_the_cache_is_as_large_as_the_reference_backend_makes_it(
+    kv: KVKind, windows: tuple[int | None, ...], shared: bool
+) -> None:
+    model, sizes = replace(spec(layers=len(windows)), windows=windows), {"context": 3000, "slots": 3}
     planned = plan(model, WEIGHTS, kv=kv, shared=shared, parallel=2, rows=20, memory=free(16_000), **sizes)
     built = ReferenceCache(KINDS[kv], model, max_rows=20, pages=planned.pages, **sizes)
-    assert (planned.kv_bytes, len(built.tables)) == (built.nbytes, 3)
+    assert planned.kv_bytes == built.nbytes
+    assert len(built.tables) == len(set(windows))
 
 
 def test_windows_let_a_longer_context_fit() -> None:

@@ -54,6 +54,11 @@ def test_auto_falls_back_to_the_reference_and_says_why(
     assert "no compiler for this processor" in reason
     with pytest.raises(BackendError, match="no compiler"):
         planning.open_decoder(tiny_model(), options(), "cpu")
+    monkeypatch.undo()
+    monkeypatch.setitem(sys.modules, "runtime.backends.cpu.decoder", None)
+    decoder, reason = planning.open_decoder(tiny_model(), options())
+    assert decoder.backend == "reference"
+    assert "cannot be built" in reason
 
 
 def test_auto_passes_over_a_backend_that_does_not_run_the_architecture(
@@ -91,13 +96,6 @@ def test_an_answer_ends_where_the_model_or_its_tokenizer_says(
     assert engine.tokenizer.eos_token_id not in (None, 77)
     assert engine._eos == {77, engine.tokenizer.eos_token_id}
     engine.close()
-
-
-def test_a_missing_compiler_is_a_backend_error(tiny_model: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "runtime.backends.cpu.decoder", None)
-    decoder, reason = planning.open_decoder(tiny_model(), options())
-    assert decoder.backend == "reference"
-    assert "cannot be built" in reason
 
 
 def test_what_cannot_be_opened_is_refused(tiny_model: Callable[..., Any]) -> None:

@@ -13,7 +13,8 @@ from typing import Any
 
 import httpx
 import pytest
-from fake_engine import FakeHouse
+
+from tests.runtime.server.conftest import Standing
 
 CHAT = "/v1/chat/completions"
 
@@ -26,14 +27,17 @@ def deep(levels: int) -> bytes:
     return b'{"model": "small", "messages": ' + b"[" * levels + b"]" * levels + b"}"
 
 
-SCHEMA_LEVELS = 60
+def answered_in(schema: dict[str, Any]) -> bytes:
+    """A request for an answer in a schema."""
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    return json.dumps(body(response_format=form)).encode()
 
 
-def deep_schema() -> dict[str, Any]:
+def deep_schema(levels: int = 60) -> dict[str, Any]:
     schema: dict[str, Any] = {"type": "integer"}
-    for _ in range(SCHEMA_LEVELS):
+    for _ in range(levels):
         schema = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
-    return {"type": "json_schema", "json_schema": {"name": "deep", "schema": schema}}
+    return schema
 
 
 DEEP_CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a":' + "[" * 100_000}}
@@ -56,24 +60,13 @@ BODIES: dict[str, bytes] = {
     "a path for a name": json.dumps(body(model="../../../etc/passwd")).encode(),
     "a name with zeros": json.dumps(body(model="small\0")).encode(),
     "a long name": json.dumps(body(model="x" * 100_000)).encode(),
-    "an evil pattern": json.dumps(
-        body(structured_outputs={"regex": "(a{1,1000}){1,1000}"}),
-    ).encode(),
-    "a schema that refers to itself": json.dumps(
-        body(response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": {"$ref": "#"}}})
-    ).encode(),
-    "a schema from elsewhere": json.dumps(
-        body(
-            response_format={
-                "type": "json_schema",
-                "json_schema": {"name": "x", "schema": {"$ref": "file:///etc/passwd"}},
-            }
-        )
-    ).encode(),
+    "an evil pattern": json.dumps(body(structured_outputs={"regex": "(a{1,1000}){1,1000}"})).encode(),
+    "a schema that refers to itself": answered_in({"$ref": "#"}),
+    "a schema from elsewhere": answered_in({"$ref": "file:///etc/passwd"}),
     "a deep call": json.dumps(body(messages=[{"role": "assistant", "tool_calls": [DEEP_CALL]}])).encode(),
     "a chain of references": json.dumps(body(structured_outputs={"json": CHAIN})).encode(),
     "16 MB of nothing": b'{"model": "small", "messages": [' + b"[]," * 5_000_000 + b"[]]}",
-    "a deep schema": json.dumps(body(response_format=deep_schema())).encode(),
+    "a deep schema": answered_in(deep_schema()),
 }
 
 
@@ -125,8 +118,8 @@ async def test_verbs(client: httpx.AsyncClient, verb: str) -> None:
     assert "access-control-allow-origin" not in response.headers
 
 
-def test_a_client_that_is_slow_stops_nobody(serve: Callable[..., Any]) -> None:
-    server = serve()
+def test_a_client_that_is_slow_stops_nobody(shared: Standing) -> None:
+    server = shared.server
     slow = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(40)]
     for each in slow:
         each.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 100\r\n\r\n{")
@@ -146,21 +139,19 @@ UNFINISHED = {
 }
 
 
-@pytest.mark.parametrize("sent", UNFINISHED.values(), ids=UNFINISHED)
-def test_connections_that_wait_make_room(
-    serve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, sent: bytes
-) -> None:
+def test_connections_that_wait_make_room(serve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Ever fewer than the descriptors that the process may open."""
     monkeypatch.setattr("runtime.server.serve.most_files", lambda: 16)
     server = serve()
-    waiting = [socket.create_connection(("127.0.0.1", server.port), timeout=30) for _ in range(40)]
-    for each in waiting:
-        with contextlib.suppress(ConnectionError):  # it may have been closed already
-            each.sendall(sent)
-    assert httpx.post(f"{server.url}{CHAT}", json=body(), timeout=30).status_code == 200
-    assert sum(ended(each) for each in waiting[:32]) == 32
-    for each in waiting:
-        each.close()
+    for kind, sent in UNFINISHED.items():
+        waiting = [socket.create_connection(("127.0.0.1", server.port), timeout=30) for _ in range(40)]
+        for each in waiting:
+            with contextlib.suppress(ConnectionError):  # it may have been closed already
+                each.sendall(sent)
+        assert httpx.post(f"{server.url}{CHAT}", json=body(), timeout=30).status_code == 200, kind
+        assert sum(ended(each) for each in waiting[:32]) == 32, kind
+        for each in waiting:
+            each.close()
 
 
 def ended(connection: socket.socket) -> bool:
@@ -171,21 +162,36 @@ def ended(connection: socket.socket) -> bool:
     return True
 
 
-@pytest.mark.parametrize("sent", UNFINISHED.values(), ids=UNFINISHED)
-def test_a_request_arrives_in_time(serve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
+def test_a_request_arrives_in_time(serve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """A byte now and then does not help."""
     monkeypatch.setattr("runtime.server.serve.ARRIVAL_S", 0.2)
     server = serve()
-    connection = socket.create_connection(("127.0.0.1", server.port), timeout=30)
-    with connection, contextlib.suppress(ConnectionError):
-        connection.sendall(sent)
-        connection.settimeout(0.05)
-        for _ in range(600):
+    open_ = {kind: socket.create_connection(("127.0.0.1", server.port), timeout=30) for kind in UNFINISHED}
+    for kind, connection in open_.items():
+        connection.sendall(UNFINISHED[kind])
+        connection.settimeout(0.01)
+    for _ in range(600):
+        for kind, connection in list(open_.items()):
             with contextlib.suppress(TimeoutError):
-                if not connection.recv(65536):
-                    return
-            connection.sendall(b"x")
-        pytest.fail("it is still open")
+                if closed(connection):
+                    open_.pop(kind).close()
+        time.sleep(0.02)
+        if not open_:
+            return
+    pytest.fail(f"still open: {[*open_]}")
+
+
+def closed(connection: socket.socket) -> bool:
+    """Whether the server has closed a connection, which is sent another byte if not."""
+    try:
+        if not connection.recv(65536):
+            return True
+        connection.sendall(b"x")
+    except TimeoutError:
+        connection.sendall(b"x")
+    except ConnectionError:
+        return True
+    return False
 
 
 def test_what_arrives_steadily_is_awaited_and_answered_at_length(
@@ -194,10 +200,10 @@ def test_what_arrives_steadily_is_awaited_and_answered_at_length(
     monkeypatch.setattr("runtime.server.serve.ARRIVAL_S", 0.1)
     monkeypatch.setattr("runtime.server.serve.SLOWEST", 1)
     server = serve()
-    asked = json.dumps(body(messages=[{"role": "user", "content": "slow 100"}], stream=True)).encode()
+    asked = json.dumps(body(messages=[{"role": "user", "content": "slow 50"}], stream=True)).encode()
     with socket.create_connection(("127.0.0.1", server.port), timeout=30) as connection:
         connection.sendall(HEAD + f"Content-Length: {len(asked)}\r\nConnection: close\r\n\r\n".encode() + asked[:50])
-        time.sleep(0.3)
+        time.sleep(0.2)
         monkeypatch.setattr("runtime.server.serve.SLOWEST", 2**20)
         connection.sendall(asked[50:])
         answer = b"".join(iter(lambda: connection.recv(65536), b""))
@@ -223,12 +229,16 @@ def test_an_error_that_repeats_is_logged_once(
     assert "Traceback" not in caplog.text
 
 
-def test_a_reader_that_stops_reading_stops_nobody(serve: Callable[..., Any], house: FakeHouse) -> None:
-    server = serve()
+def whole(**more: Any) -> bytes:
+    """A request of a stream."""
+    asked = json.dumps(body(stream=True, **more)).encode()
+    return HEAD + f"Content-Length: {len(asked)}\r\n\r\n".encode() + asked
+
+
+def test_a_reader_that_stops_reading_stops_nobody(shared: Standing) -> None:
+    server = shared.server
     lazy = socket.create_connection(("127.0.0.1", server.port))
-    asked = json.dumps(body(stream=True)).encode()
-    head = f"POST {CHAT} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(asked)}\r\n\r\n"
-    lazy.sendall(head.encode() + asked)
+    lazy.sendall(whole())
     assert httpx.post(f"{server.url}{CHAT}", json=body(), timeout=30).status_code == 200
     lazy.close()
 
@@ -246,8 +256,8 @@ def test_a_reader_that_stops_reading_stops_nobody(serve: Callable[..., Any], hou
     ],
     ids=["TLS", "no host", "two hosts", "negative length", "bad chunks", "long path", "long header"],
 )
-def test_what_is_hardly_http(serve: Callable[..., Any], sent: bytes) -> None:
-    server = serve()
+def test_what_is_hardly_http(shared: Standing, sent: bytes) -> None:
+    server = shared.server
     with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
         answer = b""
         try:
@@ -263,14 +273,12 @@ def test_what_is_hardly_http(serve: Callable[..., Any], sent: bytes) -> None:
     assert httpx.get(f"{server.url}/health", timeout=20).status_code == 200
 
 
-def test_many_that_hang_up(serve: Callable[..., Any], house: FakeHouse) -> None:
-    server = serve()
+def test_many_that_hang_up(shared: Standing) -> None:
+    server = shared.server
 
     def ask() -> None:
-        asked = json.dumps(body(messages=[{"role": "user", "content": "slow 100"}], stream=True)).encode()
-        head = f"POST {CHAT} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(asked)}\r\n\r\n"
         with socket.create_connection(("127.0.0.1", server.port)) as connection:
-            connection.sendall(head.encode() + asked)
+            connection.sendall(whole(messages=[{"role": "user", "content": "slow 100"}]))
 
     threads = [threading.Thread(target=ask) for _ in range(30)]
     for thread in threads:

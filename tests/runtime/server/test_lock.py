@@ -21,24 +21,14 @@ RECORD = LockRecord(pid=1234, create_time=1700000000.25, host="127.0.0.1", port=
 
 def test_what_is_written_is_read_back_and_only_the_owner_can(tmp_path: Path) -> None:
     path = lock_path(tmp_path)
-    write_lock(path, RECORD)
     assert path == tmp_path / "runtime.json"
-    assert read_lock(path) == RECORD
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert [file.name for file in tmp_path.iterdir()] == ["runtime.json"]
+    assert read_lock(path) is None
+    for record in (RECORD, replace(RECORD, port=1)):  # the second replaces the first
+        write_lock(path, record)
+        assert read_lock(path) == record
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        assert [file.name for file in tmp_path.iterdir()] == ["runtime.json"]
     assert set(json.loads(path.read_text())) == {"pid", "create_time", "host", "port", "token", "version"}
-
-
-def test_writing_again_replaces_at_once(tmp_path: Path) -> None:
-    path = lock_path(tmp_path)
-    write_lock(path, RECORD)
-    other = replace(RECORD, port=1)
-    write_lock(path, other)
-    assert read_lock(path) == other
-    assert [file.name for file in tmp_path.iterdir()] == ["runtime.json"]
-
-
-def test_a_folder_that_is_missing_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="No such file"):
         write_lock(tmp_path / "absent" / "runtime.json", RECORD)
 
@@ -116,10 +106,6 @@ def test_what_another_user_may_have_written_counts_as_none(
     assert read_lock(path) is None
 
 
-def test_no_file_is_none(tmp_path: Path) -> None:
-    assert read_lock(lock_path(tmp_path)) is None
-
-
 def test_only_the_own_file_is_removed(tmp_path: Path) -> None:
     path = lock_path(tmp_path)
     write_lock(path, RECORD)
@@ -154,14 +140,8 @@ def test_an_ended_process_is_not_alive_even_before_it_is_cleared_away() -> None:
     assert not is_alive(record)
 
 
-def test_the_token_does_not_show() -> None:
-    assert "secret" not in repr(RECORD)
-
-
-def test_addresses() -> None:
+def test_a_record_tells_its_address_and_not_its_token() -> None:
     assert RECORD.base_url == "http://127.0.0.1:4321"
     assert replace(RECORD, host="::1").base_url == "http://[::1]:4321"
-
-
-def test_there_is_a_version() -> None:
+    assert "secret" not in repr(RECORD)
     assert program_version()

@@ -150,17 +150,13 @@ async def test_pull(manager: httpx.AsyncClient) -> None:
 
 
 async def test_remove_unloads_first(manager: httpx.AsyncClient, house: FakeHouse) -> None:
-    await manager.post("/runtime/load", json={"model": "small"})
-    assert (await manager.post("/runtime/remove", json={"name": "small"})).json() == {"removed": "small"}
-    assert house.engine.closed
+    for path, answer in (("unload", None), ("remove", {"removed": "small"})):
+        await manager.post("/runtime/load", json={"model": "small"})
+        told = (await manager.post(f"/runtime/{path}", json={"name": "small"} if answer else None)).json()
+        assert told == answer or told["status"]["state"] == "empty"
+        assert house.engine.closed
+        assert (await manager.get("/runtime/status")).json()["state"] == "empty"
     assert house.removed == ["small"]
-    assert (await manager.get("/runtime/status")).json()["state"] == "empty"
-
-
-async def test_unload(manager: httpx.AsyncClient, house: FakeHouse) -> None:
-    await manager.post("/runtime/load", json={"model": "small"})
-    assert (await manager.post("/runtime/unload")).json()["status"]["state"] == "empty"
-    assert house.engine.closed
 
 
 async def test_what_is_kept_of_chats_can_be_deleted(manager: httpx.AsyncClient, house: FakeHouse) -> None:
@@ -181,20 +177,15 @@ async def test_a_prompt_says_whose_it_is(manager: httpx.AsyncClient, house: Fake
     assert house.engine.chats == ["my chat", None]
 
 
-async def test_the_tokens_of_an_answer_are_told(manager: httpx.AsyncClient) -> None:
+async def test_the_tokens_of_an_answer_are_told(manager: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tag of reasoning, which the prompt ends with, is none of them."""
     asked = {"model": "small", "messages": [{"role": "user", "content": "hi"}], "answer": "one two"}
     report, told = events(await manager.post("/runtime/inspect", json=asked))
     assert report["message"] == "reading the answer"
     assert [token["text"] for token in told["tokens"]] == ["one", "two"]
     assert (told["phase"], told["model"]) == ("done", "small")
-
-
-async def test_the_tag_of_reasoning_is_no_token_of_an_answer(
-    manager: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setattr(FakeEngine, "reasons", True)
-    asked = {"model": "small", "messages": [{"role": "user", "content": "hi"}], "answer": "<think>\none two"}
-    *_, told = events(await manager.post("/runtime/inspect", json=asked))
+    *_, told = events(await manager.post("/runtime/inspect", json={**asked, "answer": "<think>\none two"}))
     assert [token["text"] for token in told["tokens"]] == ["one", "two"]
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Iterator
 
 import openai
 import pytest
-from fake_engine import CONTEXT, FakeHouse
+from fake_engine import FakeHouse
 
 from runtime.server.service import Service
+from tests.runtime.server.conftest import wait_until
 
 HELLO = [{"role": "user", "content": "echo hello there"}]
 
@@ -22,13 +22,6 @@ def client(serve: Callable[..., object]) -> Iterator[openai.OpenAI]:
         yield client
 
 
-def wait_until(predicate: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
-    while not predicate():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
 def test_the_streaming_helper(client: openai.OpenAI) -> None:
     with client.chat.completions.stream(model="small", messages=HELLO, logprobs=True) as stream:  # type: ignore[arg-type]
         events = [event.type for event in stream]
@@ -37,36 +30,6 @@ def test_the_streaming_helper(client: openai.OpenAI) -> None:
     assert answer.choices[0].message.content == "hello there"
     assert answer.choices[0].logprobs is not None
     assert [token.token for token in answer.choices[0].logprobs.content or []] == ["hello", " there"]
-
-
-@pytest.mark.parametrize(
-    ("change", "kind", "code", "param"),
-    [
-        ({"model": "nowhere"}, openai.NotFoundError, "model_not_found", "model"),
-        (
-            {"messages": [{"role": "user", "content": "echo " + "x " * CONTEXT}]},
-            openai.BadRequestError,
-            "context_length_exceeded",
-            "messages",
-        ),
-        ({"n": 2}, openai.BadRequestError, None, "n"),
-        ({"temperature": 3}, openai.BadRequestError, "invalid_value", "temperature"),
-        (
-            {"messages": [{"role": "user", "content": 5}]},
-            openai.BadRequestError,
-            "invalid_value",
-            "messages[0].content",
-        ),
-        ({"model": "broken"}, openai.InternalServerError, "model_unavailable", None),
-    ],
-)
-def test_errors_become_the_clients_own(
-    client: openai.OpenAI, change: dict[str, object], kind: type[openai.APIStatusError], code: str | None, param: str
-) -> None:
-    asked: dict[str, object] = {"model": "small", "messages": HELLO, **change}
-    with pytest.raises(kind) as failure:
-        client.chat.completions.create(**asked)  # type: ignore[call-overload]
-    assert (failure.value.code, failure.value.param) == (code, param)
 
 
 def test_hanging_up_on_a_stream_cancels(client: openai.OpenAI, service: Service, house: FakeHouse) -> None:

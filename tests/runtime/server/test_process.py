@@ -14,10 +14,13 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+from fake_engine import make_service
 
 from runtime import program_version
 from runtime.server.lock import LockRecord, lock_path, read_lock, write_lock
+from runtime.server.process import main, run
 from runtime.system.lifetimes import ParentWatch, process_create_time
+from tests.runtime.server.conftest import wait_until
 
 FAKE = Path(__file__).parent / "fake_runtime.py"
 FROM = """
@@ -28,11 +31,8 @@ time.sleep(600)
 """
 
 
-def wait_until(predicate: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 30
-    while not predicate():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+Start = Callable[..., tuple[subprocess.Popen[bytes], LockRecord]]
+"""Starts a runtime, with arguments of its command; its log is beside the home."""
 
 
 def connects(record: LockRecord) -> bool:
@@ -59,11 +59,13 @@ def home(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def start(home: Path) -> Iterator[Callable[..., tuple[subprocess.Popen[bytes], LockRecord]]]:
+def start(home: Path) -> Iterator[Start]:
     children: list[subprocess.Popen[bytes]] = []
 
-    def run(*arguments: str) -> tuple[subprocess.Popen[bytes], LockRecord]:
-        child = subprocess.Popen([sys.executable, str(FAKE), "--home", str(home), *arguments], start_new_session=True)
+    def run(*arguments: str, **options: object) -> tuple[subprocess.Popen[bytes], LockRecord]:
+        command = [sys.executable, str(FAKE), "--home", str(home), *arguments]
+        with log_of(home).open("w") as log:
+            child = subprocess.Popen(command, start_new_session=True, stderr=log, **options)  # type: ignore[call-overload]
         children.append(child)
         wait_until(lambda: read_lock(lock_path(home)) is not None or child.poll() is not None)
         record = read_lock(lock_path(home))
@@ -73,47 +75,51 @@ def start(home: Path) -> Iterator[Callable[..., tuple[subprocess.Popen[bytes], L
     yield run
     for child in children:
         child.kill()
-        child.wait()
+        child.communicate()
 
 
-def test_it_says_where_it_listens_and_answers_its_token_alone(
-    start: Callable[..., tuple[subprocess.Popen[bytes], LockRecord]], home: Path
-) -> None:
-    child, record = start()
+def log_of(home: Path) -> Path:
+    return home.with_name("log")
+
+
+def test_it_says_where_it_listens_and_answers_its_token_alone(start: Start, home: Path) -> None:
+    """With the model that was to be loaded at the start."""
+    child, record = start("--model", "small")
     assert record.pid == child.pid
     assert record.create_time == psutil.Process(child.pid).create_time()
     assert (record.host, record.version) == ("127.0.0.1", program_version())
     assert len(record.token) >= 32
     assert home.stat().st_mode & 0o777 == 0o700
-    status = ask(record, "GET", "/runtime/status").json()
-    assert (status["pid"], status["state"]) == (child.pid, "empty")
     for path in ("/runtime/status", "/v1/models"):
         assert httpx.get(record.base_url + path).status_code == 401
-
-
-def test_a_model_is_loaded_at_the_start(start: Callable[..., tuple[subprocess.Popen[bytes], LockRecord]]) -> None:
-    _, record = start("--model", "small")
     wait_until(lambda: ask(record, "GET", "/runtime/status").json()["state"] == "ready")
+    assert ask(record, "GET", "/runtime/status").json()["pid"] == child.pid
     body = {"model": "small", "messages": [{"role": "user", "content": "echo hi"}]}
     answer = ask(record, "POST", "/v1/chat/completions", json=body).json()
     assert answer["choices"][0]["message"]["content"] == "hi"
 
 
 def test_a_model_that_cannot_be_loaded_at_the_start_is_told(
-    start: Callable[..., tuple[subprocess.Popen[bytes], LockRecord]],
+    start: Start,
 ) -> None:
     _, record = start("--model", "broken")
     wait_until(lambda: ask(record, "GET", "/runtime/status").json()["state"] == "failed")
     assert "quantize" in ask(record, "GET", "/runtime/status").json()["error"]["message"]
 
 
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, "shutdown"], ids=str)
-@pytest.mark.parametrize("busy", [False, True], ids=["idle", "busy"])
-def test_it_ends_when_asked_and_leaves_nothing(
-    start: Callable[..., tuple[subprocess.Popen[bytes], LockRecord]],
-    home: Path,
-    how: signal.Signals | str,
-    busy: bool,
+@pytest.mark.parametrize(
+    ("how", "busy"),
+    [
+        (signal.SIGTERM, False),
+        (signal.SIGTERM, True),
+        (signal.SIGINT, True),
+        (signal.SIGHUP, True),
+        ("shutdown", True),
+    ],
+    ids=str,
+)
+def test_it_ends_when_asked_and_leaves_a_log_alone(
+    start: Start, home: Path, how: signal.Signals | str, busy: bool
 ) -> None:
     child, record = start()
     client = httpx.Client(headers={"Authorization": f"Bearer {record.token}"}, timeout=20)
@@ -128,15 +134,22 @@ def test_it_ends_when_asked_and_leaves_nothing(
         else:
             assert ask(record, "POST", "/runtime/shutdown").status_code == 200
         assert child.wait(30) == 0
-    assert not lock_path(home).exists()
     assert list(home.iterdir()) == []
     assert not connects(record)
+    said = log_of(home).read_text()
+    assert f"process {child.pid} serves 127.0.0.1:" in said
+    assert (f"ends: it was sent {how.name}" if isinstance(how, signal.Signals) else "POST /runtime/shutdown") in said
+    assert said.splitlines()[-1].endswith("has ended")
 
 
 def test_it_ends_when_its_parent_is_killed(home: Path) -> None:
-    parent = subprocess.Popen(
-        [sys.executable, "-c", FROM, str(FAKE), "--home", str(home)], stdout=subprocess.PIPE, start_new_session=True
-    )
+    with log_of(home).open("w") as log:
+        parent = subprocess.Popen(
+            [sys.executable, "-c", FROM, str(FAKE), "--home", str(home)],
+            stdout=subprocess.PIPE,
+            stderr=log,
+            start_new_session=True,
+        )
     assert parent.stdout is not None
     pid = int(parent.stdout.readline())
     try:
@@ -148,6 +161,8 @@ def test_it_ends_when_its_parent_is_killed(home: Path) -> None:
         wait_until(lambda: ended(pid))
         assert not lock_path(home).exists()
         assert not connects(record)
+        said = log_of(home).read_text()
+        assert f"ends: the program that started it, process {parent.pid}, is gone" in said
     finally:
         parent.wait()
         parent.stdout.close()
@@ -165,9 +180,7 @@ def test_a_parent_that_is_gone_already_ends_it(home: Path) -> None:
     assert not lock_path(home).exists()
 
 
-def test_another_runtimes_lock_file_stays(
-    start: Callable[..., tuple[subprocess.Popen[bytes], LockRecord]], home: Path
-) -> None:
+def test_another_runtimes_lock_file_stays(start: Start, home: Path) -> None:
     child, record = start()
     other = LockRecord(pid=1, create_time=1.0, host="127.0.0.1", port=1, token="t", version="1")
     write_lock(lock_path(home), other)
@@ -177,31 +190,24 @@ def test_another_runtimes_lock_file_stays(
     assert record != other
 
 
-def test_a_home_that_cannot_be_written_is_one_line(home: Path) -> None:
-    home.mkdir()
-    (home / "runtime.json").mkdir()  # the rename onto it fails
-    child = subprocess.run(
-        [sys.executable, str(FAKE), "--home", str(home)], timeout=60, capture_output=True, text=True, check=False
-    )
-    assert child.returncode == 1
-    assert "the runtime cannot start" in child.stderr
-    assert "Traceback" not in child.stderr
+def test_a_home_that_cannot_be_written_is_one_line(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (home / "runtime.json").mkdir(parents=True)  # the rename onto it fails
+    service, _ = make_service()
+    assert run(service, home=home) == 1
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith("the runtime cannot start")
     assert [file.name for file in home.iterdir()] == ["runtime.json"]
 
 
-def test_the_real_module_explains_its_arguments() -> None:
-    result = subprocess.run(
-        [sys.executable, "-m", "runtime.server.process", "--help"], capture_output=True, text=True, check=True
-    )
-    assert "--parent-pid" in result.stdout
-    wrong = subprocess.run(
-        [sys.executable, "-m", "runtime.server.process", "--home", "x", "--bundled", "nothing"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert wrong.returncode == 2
-    assert "NAME=FOLDER" in wrong.stderr
+def test_it_explains_its_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, code, said in (
+        (["--help"], 0, "--parent-pid"),
+        (["--home", "x", "--bundled", "y"], 2, "NAME=FOLDER"),
+    ):
+        with pytest.raises(SystemExit) as ends:
+            main(arguments)
+        assert ends.value.code == code
+        assert said in "".join(capsys.readouterr())
 
 
 def test_starting_does_not_import_heavy_libraries() -> None:
@@ -231,60 +237,11 @@ def test_a_clock_that_is_set_ends_no_parent(monkeypatch: pytest.MonkeyPatch) -> 
     assert not watch.gone()
 
 
-@pytest.mark.parametrize(
-    ("how", "reason"), [(signal.SIGTERM, "ends: it was sent SIGTERM"), ("shutdown", "POST /runtime/shutdown")], ids=str
-)
-def test_its_log_says_why_it_ended(home: Path, tmp_path: Path, how: signal.Signals | str, reason: str) -> None:
-    log = tmp_path / "log"
-    with log.open("w") as file:
-        child = subprocess.Popen([sys.executable, str(FAKE), "--home", str(home)], start_new_session=True, stderr=file)
-    try:
-        wait_until(lambda: read_lock(lock_path(home)) is not None)
-        record = read_lock(lock_path(home))
-        assert record is not None
-        if isinstance(how, signal.Signals):
-            child.send_signal(how)
-        else:
-            ask(record, "POST", "/runtime/shutdown")
-        assert child.wait(30) == 0
-    finally:
-        child.kill()
-        child.wait()
-    said = log.read_text()
-    assert f"process {child.pid} serves 127.0.0.1:" in said
-    assert reason in said
-    assert said.splitlines()[-1].endswith("has ended")
-
-
-def test_its_log_says_that_its_parent_is_gone(home: Path, tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    with log.open("w") as file:
-        parent = subprocess.Popen(
-            [sys.executable, "-c", FROM, str(FAKE), "--home", str(home)],
-            stdout=subprocess.PIPE,
-            stderr=file,
-            start_new_session=True,
-        )
-    assert parent.stdout is not None
-    pid = int(parent.stdout.readline())
-    wait_until(lambda: read_lock(lock_path(home)) is not None)
-    parent.kill()
-    parent.communicate()
-    wait_until(lambda: ended(pid))
-    assert f"ends: the program that started it, process {parent.pid}, is gone" in log.read_text()
-
-
-def test_it_ends_at_once_when_the_pipe_on_its_input_closes(home: Path) -> None:
+def test_it_ends_at_once_when_the_pipe_on_its_input_closes(start: Start, home: Path) -> None:
     """Whoever started it need not have ended: on Windows, that is how it is asked to end."""
-    command = [sys.executable, str(FAKE), "--home", str(home), "--parent-pid", str(os.getpid())]
-    child = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
-    try:
-        wait_until(lambda: read_lock(lock_path(home)) is not None)
-        assert child.poll() is None
-        assert child.stdin is not None
-        child.stdin.close()
-        assert child.wait(30) == 0
-    finally:
-        child.kill()
-        child.wait()
+    child, _ = start("--parent-pid", str(os.getpid()), stdin=subprocess.PIPE)
+    assert child.poll() is None
+    assert child.stdin is not None
+    child.stdin.close()
+    assert child.wait(30) == 0
     assert read_lock(lock_path(home)) is None

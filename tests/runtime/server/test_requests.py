@@ -6,7 +6,7 @@ import asyncio
 import json
 import threading
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import openai
@@ -20,9 +20,11 @@ from runtime.server.bodies import Reader, parse
 from runtime.server.errors import ApiError
 from runtime.server.openai.requests import ChatRequest, CompletionRequest, EmbeddingsRequest
 from runtime.server.openai.responses_api import ResponsesRequest
+from tests.runtime.server.conftest import Standing
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 COMPLETION = {"model": "m", "prompt": "hi"}
+REQUESTS = (ChatRequest, CompletionRequest, EmbeddingsRequest, ResponsesRequest)
 
 
 def read_chat(body: dict[str, Any]) -> ChatRequest:
@@ -236,7 +238,7 @@ def test_a_body_that_is_no_json_object(body: bytes) -> None:
         ("\ufeff".encode(), "\ufeff"),
     ],
 )
-@pytest.mark.parametrize("kind", [ChatRequest, CompletionRequest, EmbeddingsRequest, ResponsesRequest])
+@pytest.mark.parametrize("kind", REQUESTS)
 def test_half_an_emoji_is_replaced(kind: Any, sent: bytes, read: str) -> None:
     """JavaScript writes such texts where it cuts one in the middle of an emoji."""
     texts = {ChatRequest: b'"messages": [{"role": "user", "content": "%b"}]', CompletionRequest: b'"prompt": "%b"'}
@@ -379,21 +381,15 @@ def test_a_choice_among_some_of_the_tools() -> None:
         assert ([tool.name for tool in use.tools], use.required) == (["g"], mode == "required")
 
 
-def test_infinity_is_no_temperature() -> None:
-    with pytest.raises(ApiError):
-        parse(b'{"model": "m", "messages": [{"role": "user", "content": "x"}], "temperature": 1e999}', ChatRequest)
-
-
 @pytest.mark.parametrize("kind", [ChatRequest, ResponsesRequest])
 def test_an_infinite_number_is_not_handed_on(kind: type[BaseModel]) -> None:
     """It could be written into no answer: the Responses interface repeats the tools."""
     flat = {**TOOL, **TOOL["function"], "parameters": {"a": [12345]}}
     body = {**CHAT, "input": "x", "tools": [{**flat, "function": flat}]}
+    with pytest.raises(ApiError):
+        parse(b'{"model": "m", "messages": [{"role": "user", "content": "x"}], "temperature": 1e999}', kind)
     with pytest.raises(ApiError, match="finite"):
         assert parse(json.dumps(body).replace("12345", "1e999").encode(), kind).tool_use
-
-
-REQUESTS = (ChatRequest, CompletionRequest, EmbeddingsRequest, ResponsesRequest)
 
 
 def schemas(found: Any) -> Iterator[dict[str, Any]]:
@@ -503,9 +499,8 @@ def test_a_message_is_not_as_long_as_what_it_repeats() -> None:
 
 
 @pytest.fixture
-def client(serve: Callable[..., Any]) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{serve().url}/v1", api_key="x", max_retries=0) as client:
-        yield client
+def client(shared: Standing) -> openai.OpenAI:
+    return shared.client
 
 
 def test_texts_and_tokens(client: openai.OpenAI) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -16,6 +16,7 @@ from runtime.server.bodies import parse
 from runtime.server.errors import ApiError
 from runtime.server.openai.responses_api import ResponsesRequest
 from runtime.text.constraint import Grammar
+from tests.runtime.server.conftest import Standing
 
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
 ADD: Any = {"type": "function", "name": "add", "parameters": {"type": "object", "properties": {}}, "strict": False}
@@ -33,9 +34,13 @@ def read(body: dict[str, Any]) -> None:
 
 
 @pytest.fixture
-def client(serve: Callable[..., Any]) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{serve().url}/v1", api_key="x", max_retries=0) as client:
-        yield client
+def client(shared: Standing) -> openai.OpenAI:
+    return shared.client
+
+
+@pytest.fixture
+def house(shared: Standing) -> FakeHouse:
+    return shared.house
 
 
 def test_a_text(client: openai.OpenAI, house: FakeHouse) -> None:
@@ -54,6 +59,8 @@ def test_a_text(client: openai.OpenAI, house: FakeHouse) -> None:
     options = house.engine.options[-1]
     assert (options.temperature, options.max_tokens) == (0.5, 9)
     assert options.stop == ("<turn>",)
+    empty = client.responses.create(model="small", input="echo")
+    assert ([item.type for item in empty.output], empty.output_text) == (["message"], "")
 
 
 def test_reasoning_that_the_prompt_begins_has_its_tag(client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,12 +177,6 @@ def test_events_of_a_stream(client: openai.OpenAI) -> None:
     assert "".join(deltas) == final.output_text
     assert [item.type for item in final.output] == ["message", "function_call", "function_call"]
     assert final.usage is not None
-
-
-def test_an_empty_answer_still_is_a_message(client: openai.OpenAI) -> None:
-    answer = client.responses.create(model="small", input="echo")
-    assert [item.type for item in answer.output] == ["message"]
-    assert answer.output_text == ""
 
 
 def test_the_lines_of_a_stream(client: openai.OpenAI) -> None:

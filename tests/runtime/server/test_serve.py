@@ -6,11 +6,12 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
 import pytest
-from fake_engine import FakeHouse, make_service
+from fake_engine import make_service
 
 from runtime.errors import RequestError
 from runtime.server.errors import ApiError
@@ -77,22 +78,28 @@ def test_a_signal_while_the_model_loads(start: Callable[[str], subprocess.Popen[
     assert child.wait(30) == 130
 
 
-def threads_ended(house: FakeHouse) -> bool:
-    return all(engine.closed for engine in house.engines)
-
-
 def test_a_model_that_cannot_be_loaded_ends_it() -> None:
     service, house = make_service()
     with pytest.raises(ApiError, match="quantize the model again"):
         run(service, port=0, model=LoadRequest(model="broken"))
     assert service.close(0.5)
-    assert threads_ended(house)
+    assert all(engine.closed for engine in house.engines)
 
 
-def test_without_a_token_only_loopback() -> None:
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"host": "0.0.0.0", "port": 0}, "needs a token"),
+        *(
+            ({"host": host, "port": port, "token": "secret"}, "cannot listen")
+            for host, port in (("203.0.113.7", 0), ("127.0.0.1", 70000), ("no such name", 0), ("127.0.0.1", -1))
+        ),
+    ],
+)
+def test_addresses_that_it_cannot_or_may_not_bind(asked: dict[str, Any], said: str) -> None:
     service, _ = make_service()
-    with pytest.raises(RequestError, match="needs a token"):
-        run(service, host="0.0.0.0", port=0)
+    with pytest.raises(RequestError, match=said):
+        run(service, **asked)
     assert service.close(0.5)
 
 
@@ -103,16 +110,6 @@ def test_a_port_that_is_taken() -> None:
         taken.listen()
         with pytest.raises(RequestError, match="in use"):
             run(service, port=taken.getsockname()[1])
-    assert service.close(0.5)
-
-
-@pytest.mark.parametrize(
-    ("host", "port"), [("203.0.113.7", 0), ("127.0.0.1", 70000), ("no such name", 0), ("127.0.0.1", -1)]
-)
-def test_addresses_that_cannot_be_bound(host: str, port: int) -> None:
-    service, _ = make_service()
-    with pytest.raises(RequestError, match="cannot listen"):
-        run(service, host=host, port=port, token="secret")
     assert service.close(0.5)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import openai
@@ -14,9 +14,9 @@ from pydantic import BaseModel, Field
 from assets import demo_path
 from models.store import StoredModel
 from runtime.backends.decoder import DecoderOptions
-from runtime.engine.engine import Engine
 from runtime.load.plan import open_engine
 from runtime.text.constraint import Grammar
+from tests.runtime.server.conftest import Standing, standing
 
 
 class Weather(BaseModel):
@@ -37,24 +37,26 @@ ASK: Any = [{"role": "user", "content": f"echo {CALL}"}]
 
 
 @pytest.fixture
-def client(serve: Callable[..., Any]) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{serve().url}/v1", api_key="x", max_retries=0) as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[Engine]:
-    opened = open_engine(StoredModel.open_folder(demo_path(), "demo"), DecoderOptions(context=512), "cpu")
-    yield opened
-    opened.close()
+def client(shared: Standing) -> openai.OpenAI:
+    return shared.client
 
 
 @pytest.fixture
-def real(client: openai.OpenAI, house: FakeHouse, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> openai.OpenAI:
+def house(shared: Standing) -> FakeHouse:
+    for engine in shared.house.engines:
+        engine.options.clear()
+    return shared.house
+
+
+@pytest.fixture(scope="module")
+def real() -> Iterator[openai.OpenAI]:
     """The client of a server with the bundled model in it."""
-    monkeypatch.setattr("fake_engine.FakeEngine", lambda _name: engine)
-    monkeypatch.setattr(engine, "close", lambda: None)
-    return client
+    engine = open_engine(StoredModel.open_folder(demo_path(), "demo"), DecoderOptions(context=512), "cpu")
+    with standing() as found:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("fake_engine.FakeEngine", lambda _name: engine)
+            found.client.completions.create(model="small", prompt="x", max_tokens=1)
+        yield found.client
 
 
 def test_a_call_is_told_from_text(client: openai.OpenAI, house: FakeHouse) -> None:

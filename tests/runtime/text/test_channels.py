@@ -53,18 +53,6 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("special", [True, False])
-@pytest.mark.parametrize("case", CASES)
-def test_channels_become_tags(case: str, special: bool, tmp_path: Path) -> None:
-    """Whether their marks are special tokens, as in folders, or not, as in GGUF files."""
-    written, expected = CASES[case]
-    tokenizer = Tokenizer(folder(tmp_path, special=special))
-    reader = tokenizer.detokenizer(tokenizer.encode("<|start|>assistant", special=False))
-    assert "".join(map(reader.add, tokenizer.encode(written, special=False))) + reader.flush() == expected
-    thought, _ = split_reasoning(expected)
-    assert bool(thought) == expected.startswith("<think>")
-
-
 SUM = 'call:add{a:2,of:[<|"|>one, {x}<|"|>,{in:{b:null,c:-1.5}}],why:<|"|>"it\nis"<|"|>}'
 ADDED = (
     '{"name": "add", "arguments": {"a": 2, "of": ["one, {x}", {"in": {"b": null, "c": -1.5}}], "why": "\\"it\\nis\\""}}'
@@ -91,12 +79,20 @@ PAIRED = {
 
 
 @pytest.mark.parametrize("special", [True, False])
-@pytest.mark.parametrize("case", PAIRED)
-def test_marks_that_open_and_close_become_tags(case: str, special: bool, tmp_path: Path) -> None:
-    written, expected = PAIRED[case]
-    tokenizer = Tokenizer(folder(tmp_path, PAIRED_MARKS, special=special))
-    reader = tokenizer.detokenizer()
+@pytest.mark.parametrize(
+    ("marks", "begin", "case"),
+    [*((MARKS, "<|start|>assistant", case) for case in CASES), *((PAIRED_MARKS, "", case) for case in PAIRED)],
+)
+def test_channels_and_marks_that_open_and_close_become_tags(
+    marks: tuple[str, ...], begin: str, case: str, special: bool, tmp_path: Path
+) -> None:
+    """Whether their marks are special tokens, as in folders, or not, as in GGUF files."""
+    written, expected = (CASES if begin else PAIRED)[case]
+    tokenizer = Tokenizer(folder(tmp_path, marks, special=special))
+    reader = tokenizer.detokenizer(tokenizer.encode(begin, special=False))
     assert "".join(map(reader.add, tokenizer.encode(written, special=False))) + reader.flush() == expected
+    thought, _ = split_reasoning(expected)
+    assert bool(thought) == expected.startswith("<think>")
 
 
 def test_other_tokenizers_have_none(tmp_path: Path) -> None:

@@ -198,7 +198,7 @@ NUMBERS: list[dict[str, Any]] = [
     {"type": "integer", "minimum": 10**40},
     {"type": "integer", "maximum": -(10**40)},
     {"type": "number", "exclusiveMinimum": 1e308},
-    {"type": "integer", "multipleOf": 12_345_679},
+    {"type": "integer", "multipleOf": 30_011},
     {"type": "string", "minLength": 10**12},
     {"type": "string", "maxLength": 10**30},
     {"type": "array", "minItems": 10**30},

@@ -71,6 +71,8 @@ def test_a_schema_that_takes_too_much_is_refused(kind: str) -> None:
 def test_a_grammar_that_takes_too_much_is_refused() -> None:
     with pytest.raises(RequestError, match=r"grammar cannot be enforced: reading it takes more than 0\.5 s"):
         Grammar.of_lark(f"start: <|end|> <[7]> slow\nslow: %json {json.dumps(GRAMMARS['multiples'])}")
+    with pytest.raises(RequestError, match=r"schema cannot be enforced: reading it takes more than 0\.5 s"):
+        Grammar.of_schema({"properties": {"a": {"type": "integer", "multipleOf": 12_345_679}}})
 
 
 @pytest.mark.usefixtures("hasty")

@@ -205,23 +205,15 @@ def stream(tokenizer: Tokenizer, tokens: list[int], context: list[int] | None = 
 
 
 @settings(max_examples=150)
-@given(text=st.text(max_size=40))
-def test_streamed_text_is_the_text_byte_level(bytes_tokenizer: Tokenizer, text: str) -> None:
-    tokens = bytes_tokenizer.encode(text)
-    assert "".join(stream(bytes_tokenizer, tokens)) == bytes_tokenizer.decode(tokens)
-
-
-@settings(max_examples=150)
-@given(text=st.text(max_size=40))
-def test_streamed_text_is_the_text_byte_fallback(pieces_tokenizer: Tokenizer, text: str) -> None:
-    tokens = pieces_tokenizer.encode(text)
-    assert "".join(stream(pieces_tokenizer, tokens)) == pieces_tokenizer.decode(tokens)
-
-
-@settings(max_examples=150)
-@given(tokens=st.lists(st.integers(0, 399), max_size=40))
-def test_any_tokens_at_all_stream_to_what_they_decode_to(bytes_tokenizer: Tokenizer, tokens: list[int]) -> None:
-    assert "".join(stream(bytes_tokenizer, tokens)) == bytes_tokenizer.decode(tokens)
+@given(text=st.text(max_size=40), drawn=st.lists(st.integers(0, 399), max_size=40))
+def test_what_is_streamed_is_the_text(
+    bytes_tokenizer: Tokenizer, pieces_tokenizer: Tokenizer, text: str, drawn: list[int]
+) -> None:
+    """Of texts, and of any tokens at all."""
+    for tokenizer in (bytes_tokenizer, pieces_tokenizer):
+        tokens = tokenizer.encode(text)
+        assert "".join(stream(tokenizer, tokens)) == tokenizer.decode(tokens)
+    assert "".join(stream(bytes_tokenizer, drawn)) == bytes_tokenizer.decode(drawn)
 
 
 @pytest.mark.parametrize("which", ["bytes_tokenizer", "pieces_tokenizer"])
