@@ -252,7 +252,7 @@ def test_blocks_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None
     safetensors.torch.save_file(
         held | {"model.layers.4.eh_proj.weight": torch.ones(4, 8)}, tmp_path / "model.safetensors"
     )
-    with pytest.raises(CheckpointError, match=r"model\.layers\.4\.eh_proj.*has no place"):
+    with pytest.raises(CheckpointError, match=r"model\.layers\.4\.eh_proj.*does not belong"):
         Checkpoint.open(tmp_path)
 
 

@@ -159,7 +159,7 @@ def test_a_captured_draw_samples_other_logits_with_other_numbers(recorded: Any) 
     logits = decoder._launch(_Shape(2, 2, "none", False))
     for number in range(40):
         logits.copy_(3 * torch.randn(logits.shape, generator=torch.Generator().manual_seed(number)))
-        found = decoder.draw(rows([5, 6], [0, 1], [0, 0]), [each.order() for each in ours])
+        found = decoder.draw(rows([5, 6], [0, 1], [0, 0]), [each.draw_inputs() for each in ours])
         assert [each.token for each in found] == [
             each.draw(row.numpy()) for each, row in zip(theirs, logits, strict=True)
         ]

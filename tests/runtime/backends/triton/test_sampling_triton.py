@@ -24,7 +24,7 @@ CASES: dict[str, SamplingOptions] = {
 
 def drawn(sampler: Sampler, logits: torch.Tensor) -> Drawn:
     """What a sampler's order draws on the logits' device."""
-    order, draws = sampler.order(), HostDraws(2, logits.numel(), pinned=logits.is_cuda)
+    order, draws = sampler.draw_inputs(), HostDraws(2, logits.numel(), pinned=logits.is_cuda)
     draws.launch(1, order.options, draws.put(1, order), logits)
     if logits.is_cuda:
         torch.cuda.synchronize()
