@@ -124,7 +124,7 @@ def text_of(header: str) -> bytes:
         (one("F32", [1] * 9, [0, 4], 4), "is invalid"),
         (one("F32", [1], [0, 4, 8], 4), "lacks the location of"),
         (one("Q9", [1], [0, 4], 4), "no stored model holds Q9"),
-        (text_of('{"x": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}, "x": 3}'), "a key twice"),
+        (text_of('{"x": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}, "x": 3}'), "a duplicate key"),
         (text_of('{"\\ud800": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}}'), "surrogates not allowed"),
         (text_of("[" * 200_000), "nested too deeply"),
         ((2**63 - 1).to_bytes(8, "little") + b"{}", "not a safetensors file"),

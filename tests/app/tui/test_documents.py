@@ -94,7 +94,7 @@ async def test_a_sent_document_is_named_and_apart_from_the_question(stage: Stage
     async with stage(runtime, size=(100, 30), notices=True) as s:
         s.composer.insert("Look: ")
         await attach(s, folder)
-        await s.shows("logo.png is not text")
+        await s.shows("logo.png is a binary file")
         assert s.composer.text.startswith("Look: ⟦project: 5 lines")
         s.composer.insert("Which oil?\nwhy:\n```\nmine\n```")
         await s.pilot.press("enter")
@@ -190,7 +190,7 @@ async def test_a_folder_is_searched_and_read_again_only_where_it_changed(
     monkeypatch.setattr(reader.Reader, "read", spy)
     async with stage(runtime, size=(120, 40), notices=True, kept=tmp_path / "history.db") as s:
         await attach(s, folder)
-        await s.shows("logo.png is not text")
+        await s.shows("logo.png is a binary file")
         await s.say("When was the turbine serviced?")
         assert '<passage from="project/report.pdf, page' in asked(runtime)
         assert sorted(read) == ["lamp.py", "logo.png", "report.pdf"]
@@ -266,10 +266,10 @@ async def test_the_screen_stays_usable_while_a_pipe_of_work_is_read(
 async def test_what_cannot_be_read_costs_one_sentence(stage: Stage, runtime: Any, tmp_path: Path) -> None:
     path = tmp_path / "thing\x1b[31m.txt"
     async with stage(runtime, size=(120, 40), notices=True) as s:
-        for said in ("can't be opened", "is a device or a pipe", "is not text"):
+        for said in ("can't be opened", "is a device or a pipe", "is a binary file"):
             if said == "is a device or a pipe":
                 os.mkfifo(path)
-            elif said == "is not text":
+            elif said == "is a binary file":
                 path.unlink()
                 path.write_bytes(b"PK\x03\x04\0\0")
             s.app.chat._run_attaching(s.app.chat._attaching.attach(path))
@@ -280,7 +280,7 @@ async def test_what_cannot_be_read_costs_one_sentence(stage: Stage, runtime: Any
             assert asked(runtime) == "Still there?"
         (tmp_path / "picture").write_bytes(b"\x89PNG\0")
         s.app.screen.post_message(Paste(str(tmp_path / "picture")))  # dropped: its path stays
-        await s.shows("picture is not text")
+        await s.shows("picture is a binary file")
         await s.until(lambda: s.composer.text == str(tmp_path / "picture"))
 
 
