@@ -48,7 +48,7 @@ HOSTILE = {
 
 @pytest.fixture(scope="module")
 def process() -> Iterator[TemplateProcess]:
-    process = TemplateProcess(seconds=0.4)
+    process = TemplateProcess(seconds=1.0)
     yield process
     process.close()
 
