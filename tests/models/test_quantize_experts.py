@@ -210,7 +210,7 @@ def test_the_peak_grows_by_packed_experts_alone(tmp_path: Path, method: str) -> 
     done = subprocess.run(
         [sys.executable, "-c", MEASURE, *arguments],
         cwd=Path(__file__).parents[2],
-        env={**os.environ, "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "1"},
+        env={**os.environ, "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "1", "MALLOC_ARENA_MAX": "1"},
         capture_output=True,
         text=True,
         check=True,
