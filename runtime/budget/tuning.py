@@ -391,13 +391,17 @@ class _Climb:
         return min(4.0, max(0.5, near.slowdown_percent / near.predicted_slowdown_percent))
 
     def _spend(self) -> None:
-        """Make one more setting for what the best one leaves of the budget."""
+        """Make one more setting for what the best one leaves of the budget, below those that turned out too slow."""
         best, margin = self.profile.best(self.budget), 2 * scatter(self.profile.settings) / sqrt(READINGS)
-        aim = max(self.budget / 2, self.budget - 1.25 * margin)
-        near = any(_APART * aim < own.slowdown_percent <= aim / _APART for own in self.profile.settings)
-        if near or (best is not None and self.profile.bound(best) >= _SPENT * self.budget):
+        if best is not None and self.profile.bound(best) >= _SPENT * self.budget:
             return
-        self._climb(aim)
+        aim, least = max(self.budget / 2, self.budget - 1.25 * margin), self.budget / 2
+        if best is not None:
+            least = max(least, best.slowdown_percent / _APART)
+        while any(_APART * aim < own.slowdown_percent <= aim / _APART for own in self.profile.settings):
+            aim *= _APART
+        if aim >= least:
+            self._climb(aim)
 
     def _timed(self, setting: Setting, count: int) -> Setting:
         """The setting with at least so many readings."""
