@@ -67,7 +67,7 @@ class Section:
             entries = [entry for name in self.part.split(",") for entry in found["sections"].get(name, ())]
             return [{**found["about"], "commit": "", **entry} for entry in entries]
         if "models" in found:
-            return [own["run"] for own in found["models"].values()]
+            return [found["models"][REAL]["run"]]  # whose rows alone are shown
         return [found.get("about", found)]
 
     def origin(self) -> str:
@@ -75,7 +75,7 @@ class Section:
         runs = self.runs()
         days = sorted({str(run["date"])[:10] for run in runs})
         commits = sorted({str(run["commit"]) for run in runs if run.get("commit")})
-        machine = runs[-1].get("cpu") or runs[-1].get("device", "")
+        machine = " and ".join(sorted({str(run.get("cpu") or run.get("device", "")) for run in runs}))
         command = str(runs[-1].get("command", f"python -m tests.lab.{self.file.split(',')[0]}"))
         when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
         name = command.split("tests.")[1].split()[0].removeprefix("bench.").removeprefix("lab.")
