@@ -22,7 +22,7 @@ GOOD_FOR: Mapping[Method, str] = {
     "rtn": "plain rounding, fast",
     "gptq": "compensates rounding errors, best",
     "awq": "protects salient channels",
-    "awq-gptq": "both, slower",
+    "awq-gptq": "awq and gptq together, slower",
     "squeezellm": "a codebook for each row, slowest",
     "qoq": "integer arithmetic throughout, W4A8",
 }

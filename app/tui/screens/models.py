@@ -25,7 +25,7 @@ from app.tui.widgets.key_line import KeyLine
 from app.tui.widgets.plain_table import PlainTable
 from app.tui.widgets.progress_panel import ProgressPanel
 from models.catalogue import KNOWN
-from models.recipe import Recipe
+from models.recipe import GOOD_FOR, Recipe
 from runtime.errors import byte_count
 
 if TYPE_CHECKING:
@@ -182,7 +182,9 @@ class ModelsScreen(Screen[None]):
     def _about(self, model: ModelEntry | None) -> str:
         if model is None:
             return ""
-        made = f"{model.method}, smoothed keys" if model.smooth_attention else model.method
+        words = next((words for method, words in GOOD_FOR.items() if method == model.method), "")
+        made = f"{words.partition(',')[0]} ({model.method})"
+        made += ", smoothed keys" if model.smooth_attention else ""
         parts = [made, perplexity(model, words=True) if self.has_class("-slim") else "", model.warning or ""]
         return SEPARATOR.join(part for part in parts if part)
 

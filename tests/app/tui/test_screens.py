@@ -73,7 +73,7 @@ async def test_perplexity_and_warning_are_shown(stage: Stage, runtime: Any) -> N
     ]
     async with stage(runtime) as s:
         await open_models(s)
-        await s.shows("12.31 → 99.00", "gptq · 3 bits fell apart")
+        await s.shows("12.31 → 99.00", "compensates rounding errors (gptq) · 3 bits fell apart")
         await s.pilot.press("down")
         await s.hides("3 bits fell apart")
 
