@@ -13,13 +13,16 @@ from runtime.errors import byte_count
 SEPARATOR = " · "
 
 
-def token_count(count: int) -> str:
-    """A token count, rounded above a thousand: `412`, `1.3k`, `8k`, `131k`."""
+def token_count(count: int, of: int | None = None) -> str:
+    """A token count, rounded above a thousand: `412`, `1.3k`, `8k`, `128k`.
+
+    Args:
+        count: Tokens.
+        of: The context they are part of, whose unit they take; None: they are themselves one, or none.
+    """
     if count < 1000:
         return str(count)
-    if count % 1024 == 0:
-        return f"{count // 1024}k"  # a length of contexts, as their makers write it
-    thousands = count / 1000
+    thousands = count / (1024 if (count if of is None else of) % 1024 == 0 else 1000)  # as makers write contexts: 8k
     return (
         f"{thousands:.0f}k" if thousands >= 99.95 or abs(thousands - round(thousands)) < 0.05 else f"{thousands:.1f}k"
     )
@@ -78,7 +81,7 @@ def statistics_parts(statistics: Statistics) -> list[str]:
         parts.append(f"first token after {statistics.first_after_s:.2f} s")
     if statistics.context_used is not None:
         of = "" if statistics.context is None else f" of {token_count(statistics.context)}"
-        parts.append(f"context {token_count(statistics.context_used)}{of}")
+        parts.append(f"context {token_count(statistics.context_used, statistics.context)}{of}")
     return parts
 
 

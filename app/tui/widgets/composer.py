@@ -148,7 +148,7 @@ def context_line(used: int, context: int, width: int, leaves_out: int = 0) -> st
     """The context meter, and what the next message drops, as far as the width allows."""
     share = used / context
     filled = min(METER_CELLS, round(share * METER_CELLS))
-    meter = f"{'▰' * filled}{'▱' * (METER_CELLS - filled)} {token_count(used)} of {token_count(context)}"
+    meter = f"{'▰' * filled}{'▱' * (METER_CELLS - filled)} {token_count(used, context)} of {token_count(context)}"
     if not leaves_out:
         return f"context {meter}"
     messages = "oldest message" if leaves_out == 1 else f"oldest {leaves_out} messages"

@@ -17,6 +17,12 @@ from models.progress import Progress
 from runtime.compensation import Compensation
 
 
+def test_used_tokens_have_the_unit_of_their_context() -> None:
+    """A context that is nearly full was `8.2k of 8k`."""
+    assert [figures.token_count(used, 8192) for used in (412, 1300, 8190)] == ["412", "1.3k", "8k"]
+    assert figures.token_count(9500, 10_000) == "9.5k"
+
+
 def test_a_speed_is_that_of_the_tokens_after_the_first() -> None:
     tally = Tally(started=1.0)
     assert (tally.first_after_s, tally.per_s) == (None, None)
