@@ -56,6 +56,8 @@ class PackedLinear:
     """int8 [N, 2^bits], ascending, in [-127, 127]; None where the matrix is uniform."""
     group_scales: npt.NDArray[np.uint8] | None = None
     """uint8 [N, G], in [1, 16]; None where the matrix is not progressive."""
+    trellis: bool = False
+    """Whether the codes are streams of a trellis (`models.trellis`), with scales [N, 1]."""
     per_token: bool = False
     """Whether products are those of whole numbers, with activations in INT8 that have one scale a token."""
     bias: npt.NDArray[np.float32] | None

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 
 from models.errors import QuantizationError
 
-Method = Literal["rtn", "gptq", "awq", "awq-gptq", "squeezellm", "qoq"]
+Method = Literal["rtn", "gptq", "trellis", "awq", "awq-gptq", "squeezellm", "qoq"]
 """Base quantizers; `models.quantizers.quantizer` finds the code by the same name."""
 METHODS: tuple[Method, ...] = get_args(Method)
 """All methods."""
@@ -20,7 +20,8 @@ DEFAULT_GROUP_SIZE = 64
 """The default number of input channels that share a scale."""
 GOOD_FOR: Mapping[Method, str] = {
     "rtn": "plain rounding, fast",
-    "gptq": "compensates rounding errors, best",
+    "gptq": "compensates rounding errors, best on a GPU",
+    "trellis": "codes that share bits, best on a processor",
     "awq": "protects salient channels",
     "awq-gptq": "awq and gptq together, slower",
     "squeezellm": "a codebook for each row, slowest",
@@ -31,6 +32,8 @@ CODEBOOK_METHODS = frozenset({"squeezellm"})
 """The methods whose matrices have a codebook for each output channel instead of scales and zero-points of groups."""
 SMALLEST_BITS, LARGEST_BITS = 3, 4
 """Range of `Recipe.bits`; a number between is an average over blocks."""
+TRELLIS_BITS = 2
+"""Bits that only a trellis goes down to."""
 RESIDUAL_BITS = (0, 2, 4, 8, 16)
 """Widths of the residuals; 0 keeps none, 16 keeps them in half precision."""
 LARGEST_K_CHUNK = 512
@@ -56,12 +59,14 @@ class Recipe:
     """The settings that turn a checkpoint into a low-bit model."""
 
     method: str = DEFAULT_METHOD
-    """Base quantizer: `rtn` (round-to-nearest with clip search), `gptq` (the same with error feedback), `awq`
+    """Base quantizer: `rtn` (round-to-nearest with clip search), `gptq` (the same with error feedback), `trellis`
+    (codes along a trellis, of rotated weights, with error feedback and one scale for each output channel), `awq`
     (activation-aware scales and clipping), `awq-gptq` (error feedback after AWQ's scales), `squeezellm` (a codebook
     for each output channel) or `qoq` (progressive groups or one scale for each output channel, products in whole
     numbers with activations of 8 bits)."""
     bits: float = 4
-    """Bits of the linear layers of the blocks: 3, 4, or a number between, the average over blocks of 3 and of 4."""
+    """Bits of the linear layers of the blocks: 3, 4, or a number between, the average over blocks of 3 and of 4. 2 with
+    a trellis."""
     block_bits: tuple[int, ...] | None = None
     """Bits of every block, 3 or 4, where `bits` is a number between; None until they are allocated."""
     group_size: int = DEFAULT_GROUP_SIZE
@@ -100,6 +105,11 @@ class Recipe:
         if (self.group_size < 32 and not (self.per_token and self.group_size == 0)) or self.group_size % 32:
             also = ", or 0 for a whole output channel" if self.per_token else ""
             raise QuantizationError(f"group_size must be a multiple of 32{also}, not {self.group_size}")
+        if self.trellis and self.group_size != DEFAULT_GROUP_SIZE:
+            raise QuantizationError(
+                f"a trellis has one scale for each output channel; leave group_size at {DEFAULT_GROUP_SIZE}, the "
+                f"channels that are rotated together, instead of {self.group_size}"
+            )
         if self.residual_bits not in RESIDUAL_BITS:
             raise QuantizationError(f"residual_bits must be one of {_listed(RESIDUAL_BITS)}, not {self.residual_bits}")
         if not 0 <= self.expected_k_chunk <= LARGEST_K_CHUNK:
@@ -111,7 +121,11 @@ class Recipe:
 
     def _check_bits(self) -> None:
         number = isinstance(self.bits, int | float) and not isinstance(self.bits, bool)
-        if not number or not SMALLEST_BITS <= self.bits <= LARGEST_BITS:
+        if number and self.bits == TRELLIS_BITS and self.trellis:
+            object.__setattr__(self, "bits", TRELLIS_BITS)
+        elif number and self.bits == TRELLIS_BITS:
+            raise QuantizationError(f"{self.method} has no 2 bits; choose the method trellis, or 3 bits")
+        elif not number or not SMALLEST_BITS <= self.bits <= LARGEST_BITS:
             raise QuantizationError(
                 f"bits must be {SMALLEST_BITS}, {LARGEST_BITS} or a number between, not {_shown(self.bits)}"
             )
@@ -191,6 +205,16 @@ class Recipe:
     def left_out(self) -> int:
         """The most salient channels per 1024 that quantizers leave to compensation."""
         return self.expected_k_chunk if self.residual_bits else 0
+
+    @property
+    def trellis(self) -> bool:
+        """Whether matrices are code streams of a trellis (`models.trellis`)."""
+        return self.method == "trellis"
+
+    @property
+    def uniform(self) -> bool:
+        """Whether codes are evenly spaced numbers, with scales and zeros of groups."""
+        return not self.codebook and not self.trellis
 
     @property
     def codebook(self) -> bool:

@@ -306,8 +306,9 @@ def quantize(
         float,
         typer.Option(
             "--bits",
-            metavar="3|3.5|4",
-            help="Bits per weight: 3, 4, or an average in between; the blocks that need it most get 4.",
+            metavar="2|3|3.5|4",
+            help="Bits per weight: 3, 4, or an average in between; the blocks that need it most get 4. 2 with "
+            "--method trellis.",
         ),
     ] = 4,
     method: Annotated[Method, typer.Option("--method", help=f"Base quantizer: {METHODS_HELP}.")] = DEFAULT_METHOD,

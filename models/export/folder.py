@@ -188,8 +188,8 @@ class FolderWriter:
         config = read_json(self._model.path / layout.CONFIG)
         if spec.family not in _FAMILIES or "text_config" in config:
             raise self._refusal(f"weights of {spec.family} models are rearranged here, and cannot be written back yet")
-        if recipe.codebook and not self._residuals:
-            raise self._refusal("it has a codebook for each row: export it as gguf, or with its residuals")
+        if not recipe.uniform and not self._residuals:
+            raise self._refusal("its codes are not evenly spaced: export it as gguf, or with its residuals")
         for kind in LAYER_TYPES:
             for module, rows in parts(spec, self._family, kind):
                 if (rows.stop - rows.start) % _WORD:

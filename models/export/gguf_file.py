@@ -144,7 +144,7 @@ class GgufWriter:
     def _kind(self, linear: PackedLinear) -> str:
         if linear.shape[1] % _BLOCK:
             return "F16"
-        return "Q8_0" if self._residuals or linear.codebook is not None else "Q4_1"
+        return "Q8_0" if self._residuals or linear.zeros is None else "Q4_1"
 
     def _matrices(self) -> Iterator[tuple[PackedLinear, list[_Tensor]]]:
         spec = self._spec

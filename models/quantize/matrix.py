@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from models import trellis
 from models.errors import QuantizationError
 from models.packed import PackedLinear, PackedResidual
 from models.packing import RUN, pack, packed_width
@@ -19,6 +20,7 @@ from models.quantizers.groups import FloatArray
 from models.quantizers.progressive import ProgressiveCodes, Rounding
 from models.quantizers.residual import quantize_residual
 from models.quantizers.squeezellm import CodebookCodes
+from models.quantizers.trellis import TrellisCodes
 from models.recipe import Recipe
 from models.store.tensors import Array
 from models.threads import each
@@ -71,11 +73,11 @@ class MatrixQuantizer:
         self._restored = statistics.restored()
         rows, width = shape
         self._group_size = recipe.group_of(width)
-        groups = 1 if recipe.codebook else -(-width // self._group_size)
+        groups = -(-width // self._group_size) if recipe.uniform else 1
         self._codes = np.empty((rows, packed_width(width, self.bits)), np.int32)
         self._scales = np.empty((rows, 1 if recipe.progressive else groups), np.float16)
         self._group_scales = np.empty((rows, groups), np.uint8) if recipe.progressive else None
-        self._zeros = None if recipe.codebook else np.empty((rows, groups), np.uint8)
+        self._zeros = np.empty((rows, groups), np.uint8) if recipe.uniform else None
         self._codebook = np.empty((rows, 2**self.bits), np.int8) if recipe.codebook else None
         self._residual: Array | None = None
         self._residual_scales: Array | None = None
@@ -118,8 +120,11 @@ class MatrixQuantizer:
 
     def _keep(self, rows: slice, found: Codes) -> None:
         """Store codes, scales and what stands beside them."""
-        self._codes[rows] = pack(found.codes, self.bits)
         self._scales[rows] = found.scales
+        if isinstance(found, TrellisCodes):
+            self._codes[rows] = trellis.pack(found.codes, self.bits)
+            return
+        self._codes[rows] = pack(found.codes, self.bits)
         if isinstance(found, CodebookCodes):
             assert self._codebook is not None
             self._codebook[rows] = found.codebook
@@ -162,6 +167,7 @@ class MatrixQuantizer:
             codebook=self._codebook,
             group_scales=self._group_scales,
             per_token=self.recipe.per_token,
+            trellis=self.recipe.trellis,
             bias=None if bias is None else bias.to(torch.float32).numpy(),
             residual=residual,
             rank_maximum=statistics.rank_maximum if keep else None,

@@ -55,7 +55,7 @@ def usual(recipe: Recipe) -> int:
 
 def finer(recipe: Recipe) -> Recipe | None:
     """The comparison for recipes of less than 4 bits: 4 bits by plain rounding, which takes little time."""
-    if recipe.bits >= LARGEST_BITS or recipe.codebook:
+    if recipe.bits >= LARGEST_BITS or not recipe.uniform:
         return None
     return replace(recipe, method="rtn", bits=LARGEST_BITS, block_bits=None)
 

@@ -11,18 +11,19 @@ import numpy as np
 import numpy.typing as npt
 
 from models.errors import QuantizationError
-from models.quantizers import gptq, progressive, squeezellm
+from models.quantizers import gptq, progressive, squeezellm, trellis
 from models.quantizers.groups import FloatArray, GroupCodes, clipped, rtn
 from models.quantizers.progressive import ProgressiveCodes, Rounding
 from models.quantizers.squeezellm import CodebookCodes
+from models.quantizers.trellis import TrellisCodes
 from models.recipe import METHODS
 
-Codes = GroupCodes | CodebookCodes | ProgressiveCodes
+Codes = GroupCodes | CodebookCodes | ProgressiveCodes | TrellisCodes
 """The result of a base method."""
 Quantizer = Callable[[FloatArray, slice, int, int], Codes]
 """A base method: weight float32 [n, K], the layer's rows that these are, bits, group_size -> codes."""
 
-SECOND_MOMENTS = frozenset({"gptq", "awq", "awq-gptq", "qoq"})
+SECOND_MOMENTS = frozenset({"trellis", "gptq", "awq", "awq-gptq", "qoq"})
 """The methods that need the layer's Hessian, the second moments of its inputs."""
 SCALED = frozenset({"awq", "awq-gptq"})
 """The methods whose matrices have their input channels scaled first."""
@@ -67,5 +68,8 @@ def quantizer(
         return lambda weight, rows, _, group_size: progressive.quantize(weight, group_size, hessian, how.part(rows))
     if method == "awq":
         return lambda weight, _, bits, group_size: clipped(weight, bits, group_size, hessian)
+    if method == "trellis":
+        prepared = trellis.feedback(hessian)
+        return lambda weight, _, bits, _group_size: trellis.quantize(weight, bits, prepared)
     handed = gptq.feedback(hessian)
     return lambda weight, _, bits, group_size: gptq.quantize(weight, bits, group_size, handed)

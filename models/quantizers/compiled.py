@@ -160,3 +160,109 @@ def search_rows(
         inverse = np.float32(1) / scales[n]
         for k in range(width):
             codes[n, k] = np.uint8(min(max(np.rint(residual[n, k] * inverse), -top), top) + top + np.float32(1))
+
+
+_LANES = 16
+"""Rows whose paths are searched together, one in each lane of a vector."""
+_STATES = 256
+
+
+def _trellis_step(bits: int) -> Any:
+    """One channel of `search_trellis`: from the costs before it, those behind it and the best state before each."""
+    branches, groups = 1 << bits, _STATES >> bits
+
+    @numba.njit(nogil=True, fastmath=_FAST)
+    def step(before: Any, cost: Any, back: Any, x: Any, count: Any, levels: Any) -> None:
+        for group in range(groups):
+            for n in range(_LANES):
+                least, chosen = before[group * _LANES + n], np.float32(0)
+                for branch in range(1, branches):
+                    other = before[(branch * groups + group) * _LANES + n]
+                    chosen = np.float32(branch) if other < least else chosen
+                    least = other if other < least else least
+                back[group * _LANES + n] = np.uint8(chosen)
+                for branch in range(branches):
+                    off = x[n] - levels[group * branches + branch]
+                    cost[(group * branches + branch) * _LANES + n] = least + count * off * off
+
+    return step
+
+
+@numba.njit(nogil=True, fastmath=_FAST)
+def _cheapest(cost: Any, states: Any) -> None:
+    """The state of least cost in every lane, as float32."""
+    for n in range(_LANES):
+        least, state = cost[n], np.float32(0)
+        for other in range(1, _STATES):
+            value = cost[other * _LANES + n]
+            state = np.float32(other) if value < least else state
+            least = value if value < least else least
+        states[n] = state
+
+
+def _trellis_search(bits: int) -> Any:
+    step, branches, groups = _trellis_step(bits), 1 << bits, _STATES >> bits
+
+    @numba.njit(nogil=True, fastmath=_FAST)
+    def search(
+        left: FloatArray, factor: FloatArray, counts: FloatArray, levels: FloatArray, sizes: Any, ends: Any, found: Any
+    ) -> None:
+        codes, errors = found
+        block, ahead = sizes
+        reach, rows = left.shape
+        channels = len(codes)
+        cost, before = np.empty(_STATES * _LANES, np.float32), np.empty(_STATES * _LANES, np.float32)
+        back = np.empty((block + ahead, groups * _LANES), np.uint8)
+        own = np.zeros((reach, _LANES), np.float32)  # the strip's channels; behind the search, their errors
+        states, ends_here = np.zeros(_LANES, np.int64), np.zeros(_LANES, np.float32)
+        for begin in range(0, rows, _LANES):
+            count = min(_LANES, rows - begin)
+            for k in range(reach):
+                for n in range(count):
+                    own[k, n] = left[k, begin + n]
+            for n in range(count):
+                states[n] = ends[begin + n]
+            for first in range(0, channels, block):
+                stop, seen = min(first + block, channels), min(first + block + ahead, reach)
+                cost[:] = np.float32(1e30)
+                for n in range(_LANES):
+                    cost[states[n] * _LANES + n] = 0
+                for k in range(first, seen):
+                    before, cost = cost, before
+                    step(before, cost, back[k - first], own[k], counts[k], levels)
+                _cheapest(cost, ends_here)
+                for n in range(count):
+                    state = np.int64(ends_here[n])
+                    for k in range(seen - 1, first - 1, -1):
+                        if k < stop:
+                            codes[k, begin + n] = np.uint8(state & (branches - 1))
+                            own[k, n] -= levels[state]
+                        if k == stop - 1:
+                            states[n] = state
+                        group = state >> bits
+                        state = np.int64(back[k - first, group * _LANES + n]) * groups + group
+                for k in range(first, stop):
+                    for later in range(k + 1, reach):
+                        share = factor[k, later]
+                        for n in range(_LANES):
+                            own[later, n] -= own[k, n] * share
+            for n in range(count):
+                ends[begin + n] = np.uint8(states[n])
+                for k in range(channels):
+                    errors[k, begin + n] = own[k, n]
+
+    return search
+
+
+search_trellis = {bits: _trellis_search(bits) for bits in (2, 3, 4)}
+"""By the bits of a code: Viterbi's search for the path of least weighted squared error, of many rows side by side, a
+block of channels after the other, each of whose errors is handed on to those that follow.
+
+Within a block, a channel's error is what is left of it once the channels before it have handed theirs on.
+
+Args: left float32 [A, n], what each of n rows is to reach, channel after channel; factor float32 [B, A], what an error
+of channel j takes off channel k > j at [j, k]; counts float32 [A], what a squared error of each channel counts; levels
+float32 [256] of the states, of which each is the one before shifted left, and the code; sizes: the channels of a block,
+and those that the search looks at further; ends uint8 [n], the states before the first channel, replaced by those
+behind the last one found; and, to be filled, codes uint8 and errors float32, [B, n] each, of the first B <= A channels.
+"""

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from models import trellis
 from models.families.family import Family
 from models.packed import PackedLinear, PackedResidual
 from models.packing import RUN, unpack
@@ -18,6 +19,8 @@ from models.spec import ModelSpec
 def dequantize(linear: PackedLinear) -> npt.NDArray[np.float32]:
     """Ŵ of a stored linear layer, float32 [N, K]."""
     width = linear.shape[1]
+    if linear.trellis:
+        return trellis.dequantize(linear.codes, linear.scales, linear.bits, width)
     codes = unpack(linear.codes, linear.bits, width)
     if linear.codebook is not None:
         values = linear.codebook.astype(np.float32) * linear.scales.astype(np.float32)
@@ -60,13 +63,12 @@ def restored(linear: PackedLinear, residuals: bool) -> FloatArray:
 
 
 def uniform_groups(linear: PackedLinear) -> GroupCodes | None:
-    """Codes, scales and zero-points of a matrix; None where it has a codebook.
+    """Codes, scales and zero-points of a matrix; None where its codes are not uniform.
 
     Both levels of progressive scales are multiplied, and rounded to half precision.
     """
-    if linear.codebook is not None:
+    if linear.zeros is None:
         return None
-    assert linear.zeros is not None
     scales = linear.scales
     if linear.group_scales is not None:
         scales = (linear.group_scales * linear.scales.astype(np.float32)).astype(np.float16)

@@ -50,11 +50,13 @@ class Feedback:
     """float32 [K]: 1 / U[j, j]² of each channel, in the matrix's order."""
 
 
-def feedback(hessian: FloatArray) -> Feedback:
+def feedback(hessian: FloatArray, order: npt.NDArray[np.intp] | None = None, damping: float = DAMPING) -> Feedback:
     """Prepare for a layer.
 
     Args:
         hessian: float32 [K, K], sum or mean of x xᵀ over calibration tokens; any positive multiple gives the same.
+        order: [K], the channels in the order of rounding; None: those with the largest second moment first.
+        damping: Added to the diagonal, in units of its mean.
 
     Raises:
         QuantizationError: it holds NaN or infinity, or is not positive semidefinite.
@@ -64,13 +66,14 @@ def feedback(hessian: FloatArray) -> Feedback:
     if not np.isfinite(hessian).all():
         raise QuantizationError("the calibration's activations are too large for their products to be summed up")
     diagonal = np.diag(hessian).astype(np.float64)
-    order = np.argsort(-diagonal, kind="stable")
+    if order is None:
+        order = np.argsort(-diagonal, kind="stable")
     mean = float(diagonal.mean()) or 1.0
     # U = J L⁻¹ J, with J the reversal of the order and L the lower Cholesky factor of the reversed, damped H.
     backwards = order[::-1].copy()
-    lower = _factor(hessian, backwards, mean, torch.float32)
+    lower = _factor(hessian, backwards, mean, damping, torch.float32)
     if lower is None:
-        lower = _factor(hessian, backwards, mean, torch.float64)
+        lower = _factor(hessian, backwards, mean, damping, torch.float64)
     if lower is None:
         raise QuantizationError("the second moments of the calibration's activations are not positive semidefinite")
     _invert_lower(lower)
@@ -87,7 +90,9 @@ def feedback(hessian: FloatArray) -> Feedback:
     return Feedback(order=order, factor=factor, curvature=curvature)
 
 
-def _factor(hessian: FloatArray, order: npt.NDArray[np.intp], mean: float, dtype: torch.dtype) -> torch.Tensor | None:
+def _factor(
+    hessian: FloatArray, order: npt.NDArray[np.intp], mean: float, damping: float, dtype: torch.dtype
+) -> torch.Tensor | None:
     """The lower Cholesky factor of the damped Hessian in units of its mean; None if the precision does not suffice.
 
     The damping keeps the condition below 2 K, so single precision does as a rule. The Hessian of a wide layer takes
@@ -101,7 +106,7 @@ def _factor(hessian: FloatArray, order: npt.NDArray[np.intp], mean: float, dtype
         part = torch.from_numpy(hessian[order[rows : rows + _GATHERED]])
         work[rows : rows + _GATHERED] = part[:, places]
     work /= mean
-    work.diagonal().add_(DAMPING)
+    work.diagonal().add_(damping)
     _, failed = torch.linalg.cholesky_ex(work.mT, out=(work.mT, torch.empty((), dtype=torch.int32)))
     return None if int(failed) else work.mT
 

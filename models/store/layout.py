@@ -59,7 +59,9 @@ def linear_tensors(spec: ModelSpec, recipe: Recipe, name: str) -> TensorTypes:
     rows, width = spec.linear_shape(name)
     bits = recipe.layer_bits(name)
     tensors: TensorTypes = {f"{name}.codes": (_I32, (rows, packed_width(width, bits)))}
-    if recipe.codebook:
+    if recipe.trellis:
+        tensors[f"{name}.scales"] = (_F16, (rows, 1))
+    elif recipe.codebook:
         tensors |= {f"{name}.scales": (_F16, (rows, 1)), f"{name}.codebook": (_I8, (rows, 2**bits))}
     else:
         groups = -(-width // recipe.group_of(width))

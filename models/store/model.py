@@ -127,6 +127,7 @@ class StoredModel:
             zeros=file.get(f"{name}.zeros"),
             codebook=file.get(f"{name}.codebook"),
             group_scales=file.get(f"{name}.group_scales"),
+            trellis=self.recipe.trellis,
             per_token=self.recipe.per_token,
             bias=file.get(f"{name}.bias"),
             residual=self._residual(file, name),

@@ -110,6 +110,7 @@ def _product(weights: op.Weights, threads: int) -> tuple[int, int]:
 
 
 _STORED, _STORED_CODEBOOK = (units.UNIFORM, units.REPACK_UNIFORM), (units.CODEBOOK, units.REPACK_CODEBOOK)
+_STORED_TRELLIS = (units.TRELLIS,)
 _STORED_W4A8 = (units.W4A8, units.REPACK_UNIFORM)
 """Units of a matrix by its bits: its product, and its repacking."""
 
@@ -171,7 +172,8 @@ def units_of(model: Weights, kind: CacheKind, *, compensated: bool) -> list[Unit
         if expert_of(name) is not None:
             continue
         linear = model.linear(name)
-        stored = _STORED_W4A8 if linear.per_token else _STORED if linear.codebook is None else _STORED_CODEBOOK
+        plain = _STORED_TRELLIS if linear.trellis else _STORED
+        stored = _STORED_W4A8 if linear.per_token else plain if linear.codebook is None else _STORED_CODEBOOK
         found |= {own[linear.bits] for own in stored if linear.bits in own}
         if compensated and linear.residual is not None:
             found |= {units.COMPENSATE[linear.residual.bits], units.SELECT[op.SELECT_APPROX]}

@@ -198,7 +198,7 @@ class PlanOperations:
         tiled = self._constants.tiled(packed)
         k_chunk, shared = self._channels(packed)
         values = self._prepare(x, tiled)
-        if shared and not self._few and not packed.per_token:
+        if shared and not self._few and not packed.per_token and not packed.trellis:
             return self._panel(packed, tiled, shared)
         if k_chunk == CHUNK and not self._options.measure_recall:  # nothing to choose: all residuals are read
             return self._product(values, packed, tiled, 0, CHUNK)
@@ -496,6 +496,7 @@ class PlanOperations:
             rounded=rounded if per_token else rounded._replace(sums=0),
             group_blocks=tiled.group_blocks,
             per_token=per_token,
+            rotated=tiled.trellis,
         )
         if x.partial:
             heads = self._spec.num_heads
@@ -569,6 +570,9 @@ class PlanOperations:
         if whole is not None and whole.bits != op.WHOLE_BITS:
             whole = None
         out = replace(self._output(packed), wanted=values.wanted)
+        plain = self._rounded()
+        if tiled.trellis and (whole is not None or shared):
+            plain = self._unrotated(values, tiled)
         linear = op.Linear(
             weights=tiled.weights,
             x=self._rounded(),
@@ -576,6 +580,7 @@ class PlanOperations:
             out=out.place,
             bias=self._constants.bias(packed),
             accumulate=False,
+            plain=plain,
         )
         if total and packed.residual is not None:
             residual = self._constants.residual(packed)
@@ -586,6 +591,13 @@ class PlanOperations:
             linear = linear._replace(residual=self._constants.scaled(packed), kept=self._constants.kept(packed, shared))
         self._emit(linear, kind=kind)
         return replace(out, instruction=len(self._program) - 1)
+
+    def _unrotated(self, values: Activations, tiled: TiledLinear) -> op.Quantized:
+        """Write the INT8 rows that residuals meet, where those of the weights are rotated."""
+        rounded = self._rounded("plain ")._replace(sums=0)
+        to = op.Input(values.width, values.wanted, values.place, rounded, tiled.group_blocks)
+        self._emit(op.Norm(values.place, to, 0, 0.0))
+        return rounded
 
     def _panel(self, packed: PackedLinear, tiled: TiledLinear, k_chunk: int) -> Activations:
         """Write the product of prompt rows with the matrix and the residuals of some channels."""

@@ -60,7 +60,8 @@ def recur_scratch(rows: int, key_dim: int) -> int:
 
 def _linear_scratch(linear: op.Linear) -> int:
     """Bytes of scratch per thread for the instruction."""
-    entries = entries_bytes(linear.weights.blocks) if linear.weights.codebooks or linear.weights.group_scales else 0
+    weights = linear.weights
+    entries = entries_bytes(weights.blocks) if weights.codebooks or weights.group_scales or weights.trellis else 0
     sums = NOTE_BYTES if linear.total else 64 * SUMS if linear.kept else 0
     return TILE_BYTES + max(entries, sums, TILE_BYTES if linear.whole.codes else 0)
 

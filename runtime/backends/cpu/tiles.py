@@ -40,7 +40,7 @@ from models.packed import PackedLinear, PackedResidual
 from models.packing import unpack
 from runtime.backends.cpu.data.instructions import WHOLE_BITS, Weights
 from runtime.backends.cpu.data.records import BLOCK, BLOCK_BYTES, LANES, LINE, padded
-from runtime.backends.cpu.units import REPACK_CODEBOOK, REPACK_UNIFORM
+from runtime.backends.cpu.units import REPACK_CODEBOOK, REPACK_UNIFORM, TRELLIS
 
 _REGION_BYTES = 32 << 20
 
@@ -101,6 +101,9 @@ class TiledLinear:
     group_scales: npt.NDArray[np.uint8] | None
     """uint8 [tiles, G, 16]; None where the matrix is not multiplied in whole numbers."""
 
+    trellis: bool = False
+    """Whether codes are streams of a trellis; `zeros` are then a line of them."""
+
     @property
     def weights(self) -> Weights:
         """Its fields in an instruction."""
@@ -108,7 +111,7 @@ class TiledLinear:
         codes, scales, zeros, codebooks = (0 if part is None else int(part.ctypes.data) for part in parts)
         sizes = (self.bits, self.tiles, self.blocks, self.groups, self.group_blocks)
         group_scales = 0 if self.group_scales is None else int(self.group_scales.ctypes.data)
-        return Weights(codes, scales, zeros, codebooks, *sizes, group_scales=group_scales)
+        return Weights(codes, scales, zeros, codebooks, *sizes, group_scales=group_scales, trellis=self.trellis)
 
     @property
     def nbytes(self) -> int:
@@ -143,14 +146,34 @@ def tile_linear(linear: PackedLinear, arena: Arena) -> TiledLinear:
     Raises:
         ValueError: other bits or group size.
     """
-    if linear.bits not in BLOCK_BYTES:
-        raise ValueError(f"{linear.name} has {linear.bits} bits; the CPU kernels read {sorted(BLOCK_BYTES)}")
+    read = TRELLIS if linear.trellis else REPACK_UNIFORM
+    if linear.bits not in read:
+        raise ValueError(f"{linear.name} has {linear.bits} bits; the CPU kernels read {sorted(read)}")
     if linear.group_size % BLOCK:
         raise ValueError(f"{linear.name} has groups of {linear.group_size}; the CPU kernels need a multiple of {BLOCK}")
     N, K = linear.shape
     tiles, blocks = padded(N, LANES) // LANES, padded(K, BLOCK) // BLOCK
     codes = arena.zeros((tiles, blocks, BLOCK_BYTES[linear.bits]), np.uint8)
     words = np.ascontiguousarray(linear.codes)
+    if linear.trellis:
+        lanes = np.zeros((tiles * LANES, words.shape[1]), np.int32)
+        lanes[:N] = words
+        codes.view(np.int32)[:] = (
+            lanes.reshape(tiles, LANES, blocks, -1).transpose(0, 2, 3, 1).reshape(tiles, blocks, -1)
+        )
+        return TiledLinear(
+            bits=linear.bits,
+            tiles=tiles,
+            blocks=blocks,
+            groups=-(-K // linear.group_size),
+            group_blocks=linear.group_size // BLOCK,
+            codes=codes,
+            scales=_tiled_rows(np.asarray(linear.scales), tiles, arena),
+            zeros=arena.zeros((LINE,), np.uint8),
+            codebooks=None,
+            group_scales=None,
+            trellis=True,
+        )
     repack = (REPACK_UNIFORM if linear.codebook is None else REPACK_CODEBOOK)[linear.bits]
     repack(int(words.ctypes.data), N, int(codes.ctypes.data), tiles, blocks)
     zeros, group_scales = linear.zeros, linear.group_scales

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from models import trellis
 from models.packed import PackedLinear
 from models.packing import unpack
 
@@ -18,6 +19,12 @@ def _codes(linear: PackedLinear) -> torch.Tensor:
     return torch.from_numpy(codes.astype(np.int32))
 
 
+def _levels(linear: PackedLinear) -> torch.Tensor:
+    """Levels of a trellis, in the rotated basis, int8 [N, K filled up to a multiple of 32]."""
+    states = trellis.states(trellis.unpack(linear.codes, linear.bits), linear.bits)
+    return torch.from_numpy(trellis.levels(linear.bits)[states])
+
+
 def _spread(per_group: np.ndarray[tuple[int, ...], np.dtype[np.generic]], linear: PackedLinear) -> torch.Tensor:
     """Repeat one value per group [N, G] for the channels of the group: float32 [N, K]."""
     values = torch.from_numpy(np.ascontiguousarray(per_group).astype(np.float32))
@@ -25,7 +32,7 @@ def _spread(per_group: np.ndarray[tuple[int, ...], np.dtype[np.generic]], linear
 
 
 def dequantize(linear: PackedLinear) -> torch.Tensor:
-    """Dequantize a packed matrix: (code - zero) * scale, or the codebook's entry times the row's scale.
+    """Dequantize a packed matrix: (code - zero) * scale, the codebook's entry times the row's scale, or a trellis's.
 
     Args:
         linear: Packed matrix of shape (N, K).
@@ -33,6 +40,8 @@ def dequantize(linear: PackedLinear) -> torch.Tensor:
     Returns:
         float32 [N, K].
     """
+    if linear.trellis:
+        return torch.from_numpy(trellis.dequantize(linear.codes, linear.scales, linear.bits, linear.shape[1]))
     if linear.codebook is not None:
         values = linear.codebook.astype(np.float32) * linear.scales.astype(np.float32)
         return torch.from_numpy(values).gather(1, _codes(linear).long())
@@ -100,7 +109,8 @@ def gemv_int8(codes: torch.Tensor, scales: torch.Tensor, linear: PackedLinear) -
     """The same product with INT8 activations: integer sums within a group, scaled and added in floating point.
 
     y[m, n] = bias[n] + sum over groups g of scales[m, g] * s[n, g] * (sum_k a[m, k] w[n, k] - zero[n, g] sum_k a[m, k])
-    with k over the channels of g; with a codebook, w is the code's entry, s the row's scale, and zero is 0. The integer
+    with k over the channels of g; with a codebook, w is the code's entry, s the row's scale, and zero is 0; with a
+    trellis, w is the state's level, s and zero likewise, and activations are those of rotated tokens. The integer
     sums are exact; the rest is float64, as a reference for float32 kernels.
 
     Args:
@@ -113,10 +123,12 @@ def gemv_int8(codes: torch.Tensor, scales: torch.Tensor, linear: PackedLinear) -
 
     Source: design decision 5 (W4A8); QServe §5.2 for the zero-point outside the integer sum.
     """
-    weights = _codes(linear).to(torch.int64)
+    weights = (_levels if linear.trellis else _codes)(linear).to(torch.int64)
     activations = codes.to(torch.int64)
     weight_scales = torch.from_numpy(linear.scales.astype(np.float64))
     groups = scales.shape[1]
+    if linear.trellis:
+        weight_scales = weight_scales.expand(-1, groups)
     if linear.codebook is not None:
         weights = torch.from_numpy(linear.codebook.astype(np.int64)).gather(1, weights)
         weight_scales = weight_scales.expand(-1, groups)

@@ -25,6 +25,7 @@ _DRIVER_BYTES = 256 << 20
 """GPU memory that the driver takes in this process, for its context and what it keeps."""
 _MODULE_BYTES = 128 << 20
 """GPU memory of kernels and graphs."""
+_NO_TRELLIS = "the GPU backend does not read models of the method trellis yet; use --backend cpu, or quantize with gptq"
 
 
 class TritonBackend:
@@ -52,9 +53,13 @@ class TritonBackend:
     def footprint(self, spec: ModelSpec, sizes: ModelSizes, *, compensated: bool) -> Footprint:
         """See `runtime.backends.Backend.footprint`.
 
+        Raises for a trellis, whose codes no kernel here reads yet.
+
         Residuals stay in main memory, except two layers' for prompts (of experts, those of all in a block), and what
         several rows share of one.
         """
+        if sizes.recipe is not None and sizes.recipe.trellis:
+            raise BackendError(_NO_TRELLIS)
         copied = Counter[str]()  # those of a block's experts together
         for name in spec.linear_names():
             N, K = spec.linear_shape(name)
@@ -92,6 +97,8 @@ class TritonBackend:
             from runtime.backends.triton.warmup import warm_up
         except (ImportError, OSError) as error:
             raise BackendError(f"the GPU backend needs torch and Triton, which cannot be imported: {error}") from error
+        if model.linear(model.spec.linear_names()[0]).trellis:
+            raise BackendError(_NO_TRELLIS)
         decoder = TritonDecoder(model, options)
         try:
             if not options.measure_recall:  # recall is measured at every step

@@ -295,7 +295,7 @@ def test_matrices_that_blocks_do_not_divide_stay_in_16_bits(make: Maker, tmp_pat
 FOUR_OUTPUTS = {"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 4}
 WITHOUT = Recipe.usual("rtn", group_size=32, residual_bits=0)
 REFUSED: dict[str, tuple[str, Recipe, dict[str, Any], Any, bool, str]] = {
-    "codebook": ("Llama", CODEBOOK, {}, "awq", False, "it has a codebook for each row"),
+    "codebook": ("Llama", CODEBOOK, {}, "awq", False, "its codes are not evenly spaced"),
     "width": ("Llama", RTN, {"intermediate_size": 90}, "gptq", False, "its matrices have 64, 90 inputs"),
     "outputs": ("Llama", RTN, FOUR_OUTPUTS, "awq", False, "k_proj has 4 outputs"),
     "multipliers": ("Granite", RTN, CASES["granite"][1], "awq", False, "weights of granite models are rearranged"),

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from runtime.backends.cpu.data.records import Routes, record_of
 
-WIDTH: Final = 40
+WIDTH: Final = 48
 """Words of an instruction."""
 SELECT_APPROX, SELECT_EXACT, SELECT_STATIC, SELECT_RANDOM = 0, 1, 2, 3
 """Modes of a SELECT: the paper's approximation; exact; static; random."""
@@ -88,6 +88,7 @@ class Input(NamedTuple):
     rounded: Quantized  # the same in INT8
     group_blocks: int  # blocks of 32 channels that share a scale
     per_token: bool = False  # whether all groups of a row share a scale
+    rotated: bool = False  # whether the INT8 rows are rotated group by group (`models.trellis`)
 
 
 class Norm(NamedTuple):
@@ -165,15 +166,16 @@ class Weights(NamedTuple):
 
     codes: int  # address of the first tile
     scales: int  # float16
-    zeros: int  # uint8; 0 with codebooks
+    zeros: int  # uint8; 0 with codebooks, and a line of zeros with a trellis
     codebooks: int  # int8; 0 where the matrix is uniform
-    bits: int  # 3 or 4
+    bits: int  # 3 or 4; 2 as well with a trellis
     tiles: int  # number of tiles of 16 output channels
     blocks: int  # number of blocks of 32 input channels
     groups: int  # groups of the activations, and of uniform weights
     group_blocks: int  # blocks of a group
     group_scales: int = 0
     """uint8, for matrices in integer arithmetic, whose `zeros` include this factor. 0: other matrices."""
+    trellis: bool = False  # whether codes are streams of a trellis, and activations rotated
 
 
 class Residual(NamedTuple):
@@ -209,6 +211,7 @@ class Linear(NamedTuple):
     chosen: Matrix = Matrix(0, 0)  # int32, the channels
     kept: int = 0  # as in `Panel`, if all rows share their compensated channels; 0: each row has its own
     whole: Whole = Whole()  # all residuals, if each row is compensated by all of them
+    plain: Quantized = Quantized(0, 0, 0)  # the activations that those of all rows meet: `x`, but never rotated
 
 
 class Panel(NamedTuple):

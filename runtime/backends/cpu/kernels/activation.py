@@ -17,15 +17,18 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numba
+from llvmlite import ir
 
 from runtime.backends.cpu.data.instructions import Input
 from runtime.backends.cpu.data.records import PIECE
 from runtime.backends.cpu.machine import amx
+from runtime.backends.cpu.machine.emit import FLOATS, Builder, define, floats16
 from runtime.backends.cpu.machine.kernel import kernel, routine
 from runtime.backends.cpu.machine.vector import (
     absolute,
     add,
     fill,
+    hadamard,
     load_floats,
     max_lanes,
     maximum,
@@ -33,7 +36,10 @@ from runtime.backends.cpu.machine.vector import (
     rounded,
     set_float,
     set_int,
+    stack_words_128,
+    store_floats,
     store_quads,
+    sub,
     sum_lanes,
     zero_floats,
 )
@@ -135,6 +141,44 @@ def quantize_group(x: int, width: int, step: Any, to: GroupPlace) -> None:
         set_int(to.sum, numba.int32(whole))
 
 
+_SIGNS = (0, 1, 2, 4, 5, 6, 8, 9, 10, 15)
+"""Places among 16 whose sign a rotation keeps: those where i0 i1 + i2 i3 of the place's bits is even."""
+
+
+@define(floats16, floats16)
+def _signed(b: Builder, x: Any) -> Any:
+    """Change the signs that a rotation changes."""
+    return b.fmul(x, ir.Constant(FLOATS, [1.0 if i in _SIGNS else -1.0 for i in range(16)]))
+
+
+@kernel
+def rotate_group(x: int, width: int, out: int) -> int:
+    """Rotate a group of 64 or 32 channels (`models.trellis.rotation`).
+
+    Args:
+        x: Address of float32 [width].
+        width: Its channels.
+        out: Address for the rotated ones.
+
+    Returns:
+        `out`.
+    """
+    a, b = hadamard(_signed(load_floats(x))), hadamard(_signed(load_floats(x + 64)))
+    if width == 32:
+        factor = fill(numba.float32(32**-0.5))
+        store_floats(out, mul(add(a, b), factor))
+        store_floats(out + 64, mul(sub(a, b), factor))
+        return out
+    c, d = hadamard(_signed(load_floats(x + 128))), hadamard(_signed(load_floats(x + 192)))
+    factor = fill(numba.float32(0.125))
+    e, f, g, h = add(a, b), sub(a, b), sub(c, d), add(c, d)  # the last sixteen have all signs changed
+    store_floats(out, mul(add(e, g), factor))
+    store_floats(out + 64, mul(add(f, h), factor))
+    store_floats(out + 128, mul(sub(e, g), factor))
+    store_floats(out + 192, mul(sub(f, h), factor))
+    return out
+
+
 @kernel
 def sizes_of(to: Input) -> tuple[int, int, int]:
     """Channels padded to whole blocks, channels of a group, and number of groups."""
@@ -151,7 +195,7 @@ def round_groups(to: Input, row: int, rows: int, start: int, stop: int) -> None:
     padded, group, groups = sizes_of(to)
     side, x = row_block(rows), to.out.at + row * to.out.stride
     block, lane = row // side, row % side
-    codes = to.rounded.codes + block * side * code_bytes(padded)
+    codes, scratch = to.rounded.codes + block * side * code_bytes(padded), stack_words_128()
     shared = step_of(x, padded) if to.per_token != 0 else numba.float32(0.0)
     for g in range(start, stop):
         at, factor = g * group, 4 * (side * (block * groups + g) + lane)
@@ -159,5 +203,8 @@ def round_groups(to: Input, row: int, rows: int, start: int, stop: int) -> None:
         if own.sums != 0:
             total = own.sums + factor
         place = GroupPlace(codes, side, lane, at, own.scales + factor, own.shifts + factor, total)
-        step = shared if to.per_token != 0 else step_of(x + 4 * at, width)
-        quantize_group(x + 4 * at, width, step, place)
+        source = x + 4 * at
+        if to.rotated != 0:
+            source = rotate_group(source, width, scratch)
+        step = shared if to.per_token != 0 else step_of(source, width)
+        quantize_group(source, width, step, place)

@@ -107,35 +107,40 @@ def emit_unpack(b: Builder, address: Any, bits: int) -> list[Any]:
 
 _CHAINS = 4
 """Sums of a tile that are independent of each other, so that dot products need not wait for each other."""
-_sums_type = types.UniTuple(words16, _CHAINS)
+chains_type = types.UniTuple(words16, _CHAINS)
 
 
-@define(_sums_type)
+@define(chains_type)
 def no_chains(_b: Builder) -> Any:
     """Zero in every chain."""
     return ir.Constant(ir.ArrayType(WORDS, _CHAINS), [constant(WORDS, 0)] * _CHAINS)
 
 
-@define(words16, _sums_type)
+@define(words16, chains_type)
 def whole_sum(b: Builder, sums: Any) -> Any:
     """The sum of the chains."""
     a0, a1, a2, a3 = (b.extract_value(sums, chain) for chain in range(_CHAINS))
     return b.add(b.add(a0, a1), b.add(a2, a3))
 
 
+def emit_chains(b: Builder, sums: Any, vectors: list[Any], x: Any, dot: Any = emit_dot4_entries) -> Any:
+    """Add the products of a block's vectors, four input channels each, with one row's activations to the chains."""
+    totals = [b.extract_value(sums, chain) for chain in range(_CHAINS)]
+    for j, vector in enumerate(vectors):
+        word = splat(b, load(b, I32, offset(b, x, 4 * j), 4), WORDS)
+        totals[j % _CHAINS] = dot(b, totals[j % _CHAINS], vector, b.bitcast(word, BYTES))
+    for chain, total in enumerate(totals):
+        sums = b.insert_value(sums, total, chain)
+    return sums
+
+
 def _multiply(bits: int) -> Any:
     def emit(b: Builder, sums: Any, codes: Any, x: Any) -> Any:
-        totals = [b.extract_value(sums, chain) for chain in range(_CHAINS)]
-        for j, vector in enumerate(emit_unpack(b, codes, bits)):
-            word = splat(b, load(b, I32, offset(b, x, 4 * j), 4), WORDS)
-            totals[j % _CHAINS] = emit_dot4(b, totals[j % _CHAINS], vector, b.bitcast(word, BYTES))
-        for chain, total in enumerate(totals):
-            sums = b.insert_value(sums, total, chain)
-        return sums
+        return emit_chains(b, sums, emit_unpack(b, codes, bits), x, emit_dot4)
 
     emit.__name__ = f"multiply{bits}"
     emit.__doc__ = "Add the products of one block of codes with one row's activations."
-    return define(_sums_type, _sums_type, types.int64, types.int64)(emit)
+    return define(chains_type, chains_type, types.int64, types.int64)(emit)
 
 
 multiply_4 = _multiply(4)
@@ -197,7 +202,7 @@ def _multiply_entries(bits: int) -> Any:
 
     emit.__name__ = f"multiply_entries{bits}"
     emit.__doc__ = "Add the products of one block of codes with the activations."
-    return define(_sums_type, _sums_type, tables_type, types.int64, types.int64)(emit)
+    return define(chains_type, chains_type, tables_type, types.int64, types.int64)(emit)
 
 
 def _no_totals(bits: int) -> Any:
@@ -231,7 +236,7 @@ def _add_group(bits: int) -> Any:
 
     emit.__name__ = f"add_group{bits}"
     emit.__doc__ = "Scale a group's sums by the activations' scale and add them to the totals."
-    return define(totals_type, totals_type, _sums_type, types.int64, types.int64)(emit)
+    return define(totals_type, totals_type, chains_type, types.int64, types.int64)(emit)
 
 
 def _across(bits: int) -> Any:

@@ -134,5 +134,8 @@ VARIANT: Final = choose_variant(os.environ.get("LOWBIT_CHAT_CPU_VARIANT"))
 VECTORS: Final = "avx512" if VARIANT.startswith("amx") else VARIANT.removesuffix("-i8mm")
 """Variant of the vector instructions used."""
 
+VBMI: Final = VECTORS == "avx512" and bool(llvm.get_host_cpu_features().get("avx512vbmi"))
+"""Whether bytes can be looked up among 128, and cut out of words at any bit, in one instruction."""
+
 KERNEL_CACHE: Final = kernel_folder(VARIANT)
 """Folder of this variant's machine code."""

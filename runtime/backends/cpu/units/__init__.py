@@ -44,6 +44,7 @@ norm_inplace = _named("units.inputs.norm_inplace")
 UNIFORM = {3: _named("units.products.multiply_uniform_3"), 4: _named("units.products.multiply_uniform_4")}
 """Products with matrices, by their bits; so are the next."""
 CODEBOOK = {3: _named("units.products.multiply_codebook_3"), 4: _named("units.products.multiply_codebook_4")}
+TRELLIS = {bits: _named(f"units.products.multiply_trellis_{bits}") for bits in (2, 3, 4)}
 W4A8 = {4: _named("units.w4a8.multiply_w4a8")}
 REPACK_UNIFORM = {3: _named("units.repacking.repack_uniform_3"), 4: _named("units.repacking.repack_uniform_4")}
 """Repacking of a matrix, by its bits."""
@@ -90,6 +91,8 @@ _CORRECTED_PAGES = {
 
 def product_unit(weights: op.Weights) -> Unit:
     """The unit of products with a matrix."""
+    if weights.trellis:
+        return TRELLIS[weights.bits]
     return (W4A8 if weights.group_scales else CODEBOOK if weights.codebooks else UNIFORM)[weights.bits]
 
 

@@ -338,7 +338,17 @@ def _linear_of(of: Experts, number: int) -> Linear:
     pair: Pair = pair_at(of.routes.pairs + PAIR_BYTES * segment.pair)
     own, sizes = expert_at(of.table + EXPERT_BYTES * segment.expert), of.sizes
     weights = Weights(
-        own.codes, own.scales, own.zeros, 0, sizes.bits, sizes.tiles, sizes.blocks, sizes.groups, sizes.group_blocks, 0
+        own.codes,
+        own.scales,
+        own.zeros,
+        0,
+        sizes.bits,
+        sizes.tiles,
+        sizes.blocks,
+        sizes.groups,
+        sizes.group_blocks,
+        0,
+        0,
     )
     slot = 0 if alone and of.by_row != 0 else segment.first
     groups = 4 * slot * sizes.groups
@@ -352,7 +362,7 @@ def _linear_of(of: Experts, number: int) -> Linear:
     chosen = Matrix(of.chosen.at + at * of.chosen.stride, of.chosen.stride)
     residual = Residual(own.residual, own.residual_scales, sizes.residual_bits, sizes.stride, sizes.rows)
     bias = own.bias if of.sum.at == 0 else 0
-    return Linear(weights, x, 0, out, bias, 0, of.total, residual, values, chosen, own.kept, Whole(0, 0, 0))
+    return Linear(weights, x, 0, out, bias, 0, of.total, residual, values, chosen, own.kept, Whole(0, 0, 0), x)
 
 
 @kernel
@@ -456,7 +466,7 @@ def _share(few: Any, i: int, number: int, first: int, last: int, scratch: int) -
     side = row_block(rows)
     for row in range(0, rows, side):
         out = linear.out.at + row * linear.out.stride
-        few(linear, row_block_at(linear, row), side, min(side, rows - row), out, first, last, scratch)
+        few(linear, row_block_at(linear, linear.x, row), side, min(side, rows - row), out, first, last, scratch)
 
 
 @compiled_unit

@@ -41,6 +41,14 @@ from runtime.backends.cpu.kernels.gemm import (
     gemv_tile_4,
 )
 from runtime.backends.cpu.kernels.lookup import decode_tile_3, decode_tile_4
+from runtime.backends.cpu.kernels.trellis import (
+    decode_trellis_tile_2,
+    decode_trellis_tile_3,
+    decode_trellis_tile_4,
+    gemv_trellis_tile_2,
+    gemv_trellis_tile_3,
+    gemv_trellis_tile_4,
+)
 from runtime.backends.cpu.kernels.views import (
     header_at,
     linear_at,
@@ -101,9 +109,9 @@ def write_rows(linear: Linear, tile: int, row: int, count: int, outputs: int) ->
 
 
 @kernel
-def row_block_at(linear: Linear, row: int) -> Quantized:
-    """The activations of the row block that begins at a row."""
-    x, weights = linear.x, linear.weights
+def row_block_at(linear: Linear, x: Quantized, row: int) -> Quantized:
+    """The activations of the row block that begins at a row, of a product's `x` or `plain`."""
+    weights = linear.weights
     groups = 4 * row * weights.groups
     codes = x.codes + row * code_bytes(BLOCK * weights.blocks)
     return Quantized(codes, x.scales + groups, x.shifts + groups, x.sums + groups)
@@ -122,7 +130,7 @@ def times_rows(four: Any, eight: Any, sixteen: Any) -> Any:
     def all_rows(of: Any, own: Tile, tile: int, rows: int, scratch: int) -> None:
         side = row_block(rows)
         for row in range(0, rows, side):
-            x = row_block_at(of, row)
+            x = row_block_at(of, of.x, row)
             if side == 16:
                 sixteen(own, x, scratch)
             elif side == 8:
@@ -238,6 +246,17 @@ def _uniform(bits: int, *kernels: Any) -> tuple[Any, Any]:
     return _product_of(tile_of, prepare, kernels)
 
 
+def _decoded_by(decode: Any) -> Any:
+    """Writes a tile's entries down by a kernel, for those that multiply several rows with them."""
+
+    @routine
+    def prepare(tile: Tile, entries: int) -> Tile:
+        decode(tile.codes, tile.levels, tile.blocks, entries)
+        return Tile(entries, tile.scales, tile.levels, tile.blocks, tile.group_blocks)
+
+    return prepare
+
+
 def _codebook(bits: int, decode: Any, one: Any) -> tuple[Any, Any]:
     """Products with codebooks: several rows are multiplied with the entries of a tile, decoded once."""
     block_bytes, book_bytes = BLOCK_BYTES[bits], 16 << bits
@@ -247,18 +266,34 @@ def _codebook(bits: int, decode: Any, one: Any) -> tuple[Any, Any]:
         codes, books = weights.codes + tile * weights.blocks * block_bytes, weights.codebooks + tile * book_bytes
         return Tile(codes, weights.scales + 32 * tile, books, weights.blocks, weights.group_blocks)
 
-    @routine
-    def prepare(tile: Tile, entries: int) -> Tile:
-        decode(tile.codes, tile.levels, tile.blocks, entries)
-        return Tile(entries, tile.scales, tile.levels, tile.blocks, tile.group_blocks)
-
-    return _product_of(tile_of, prepare, (one, gemm_entries_tile_4, gemm_entries_tile_8, gemm_entries_tile_16))
+    return _product_of(
+        tile_of, _decoded_by(decode), (one, gemm_entries_tile_4, gemm_entries_tile_8, gemm_entries_tile_16)
+    )
 
 
 one_3, several_3 = _uniform(3, gemv_tile_3, gemm_tile_3x4, gemm_tile_3x8, gemm_tile_3x16)
 one_4, several_4 = _uniform(4, gemv_tile_4, gemm_tile_4x4, gemm_tile_4x8, gemm_tile_4x16)
 _one_codebook_3, _several_codebook_3 = _codebook(3, decode_tile_3, gemv_codebook_tile_3)
 _one_codebook_4, _several_codebook_4 = _codebook(4, decode_tile_4, gemv_codebook_tile_4)
+
+
+def _trellis(bits: int, decode: Any, one: Any) -> tuple[Any, Any]:
+    """Products with a trellis: as with codebooks, several rows meet the levels of a tile, decoded once."""
+    block_bytes = BLOCK_BYTES[bits]
+
+    @routine
+    def tile_of(weights: Weights, tile: int) -> Tile:
+        codes, scales = weights.codes + tile * weights.blocks * block_bytes, weights.scales + 32 * tile
+        return Tile(codes, scales, weights.zeros, weights.blocks, weights.group_blocks)
+
+    return _product_of(
+        tile_of, _decoded_by(decode), (one, gemm_entries_tile_4, gemm_entries_tile_8, gemm_entries_tile_16)
+    )
+
+
+_one_trellis_2, _several_trellis_2 = _trellis(2, decode_trellis_tile_2, gemv_trellis_tile_2)
+_one_trellis_3, _several_trellis_3 = _trellis(3, decode_trellis_tile_3, gemv_trellis_tile_3)
+_one_trellis_4, _several_trellis_4 = _trellis(4, decode_trellis_tile_4, gemv_trellis_tile_4)
 
 
 @kernel
@@ -320,13 +355,31 @@ def multiply_codebook_4(i: int, control: int, part: int, parts: int, scratch: in
 
 
 @compiled_unit
+def multiply_trellis_2(i: int, control: int, part: int, parts: int, scratch: int) -> None:
+    """Run the LINEAR instruction at address i: a trellis of 2 bits."""
+    multiply_linear(_one_trellis_2, _several_trellis_2, i, control, part, parts, scratch)
+
+
+@compiled_unit
+def multiply_trellis_3(i: int, control: int, part: int, parts: int, scratch: int) -> None:
+    """Run the LINEAR instruction at address i: a trellis of 3 bits."""
+    multiply_linear(_one_trellis_3, _several_trellis_3, i, control, part, parts, scratch)
+
+
+@compiled_unit
+def multiply_trellis_4(i: int, control: int, part: int, parts: int, scratch: int) -> None:
+    """Run the LINEAR instruction at address i: a trellis of 4 bits."""
+    multiply_linear(_one_trellis_4, _several_trellis_4, i, control, part, parts, scratch)
+
+
+@compiled_unit
 def add_whole(i: int, rows: int, first: int, last: int, scratch: int) -> None:
     """Add the products of tiles first .. last - 1 of all residuals of the LINEAR instruction at address i."""
     of = linear_at(i)
     own, by = of.weights, of.whole
     sizes = (WHOLE_BITS, own.tiles, own.blocks, own.groups, own.group_blocks)
-    weights = Weights(by.codes, by.scales, by.zeros, 0, *sizes, 0)
-    linear = Linear(weights, of.x, of.wanted, of.out, 0, 1, 0, of.residual, of.values, of.chosen, 0, by)
+    weights = Weights(by.codes, by.scales, by.zeros, 0, *sizes, 0, 0)
+    linear = Linear(weights, of.plain, of.wanted, of.out, 0, 1, 0, of.residual, of.values, of.chosen, 0, by, of.plain)
     if rows == 1:
         one_4(linear, first, last, NO_COMPENSATION)
     else:

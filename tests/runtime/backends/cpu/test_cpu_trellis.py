@@ -1,0 +1,126 @@
+"""Trellis-coded matrices on the CPU: products to the bit of INT8 arithmetic, rotated activations, whole models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from models import trellis
+from models.packed import PackedLinear
+from models.quantize import quantize
+from models.recipe import Recipe
+from models.store import Store, StoredModel
+from runtime.backends import ModelSizes, backend
+from runtime.backends.cpu.data import instructions as op
+from runtime.backends.cpu.data.records import padded
+from runtime.backends.decoder import DecoderOptions, Step
+from runtime.backends.operations.linear import gemv_int8, quantize_groups
+from runtime.errors import BackendError
+from runtime.load.plan import open_decoder
+from tests.guarded import aligned_zeros
+from tests.models.conftest import TEXT, write_checkpoint
+from tests.runtime.backends.cpu.machine import Activations, matrix
+from tests.runtime.backends.cpu.test_cpu_kernels import product
+
+
+def random_linear(N: int, K: int, bits: int, rng: np.random.Generator) -> PackedLinear:
+    codes = rng.integers(0, 1 << bits, (N, trellis.padded_width(K))).astype(np.uint8)
+    return PackedLinear(
+        name="layers.0.o",
+        shape=(N, K),
+        bits=bits,
+        group_size=64,
+        codes=trellis.pack(codes, bits),
+        scales=rng.uniform(1e-4, 1e-2, (N, 1)).astype(np.float16),
+        zeros=None,
+        trellis=True,
+        bias=None,
+        residual=None,
+        rank_maximum=None,
+        mean_square=None,
+    )
+
+
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    N=st.integers(1, 70),
+    blocks=st.integers(1, 22),
+    bits=st.sampled_from([2, 3, 4]),
+    rows=st.integers(1, 20),
+    seed=st.integers(0, 1000),
+)
+def test_any_product(machine: Callable[..., Any], N: int, blocks: int, bits: int, rows: int, seed: int) -> None:
+    """Activations have a mean, which an offset of the levels would add up."""
+    rng, K = np.random.default_rng(seed), 32 * blocks
+    linear = random_linear(N, K, bits, rng)
+    x = torch.from_numpy(trellis.rotate((rng.standard_normal((rows, K)) + 3).astype(np.float32)))
+    codes, scales = quantize_groups(x, 64)
+    expected = gemv_int8(codes, scales, linear).numpy()
+    largest = 128 * x.abs().sum(1, keepdim=True).numpy() * linear.scales.T.astype(np.float64)
+    assert (np.abs(product(machine, linear, codes.numpy(), scales.numpy()) - expected) <= 1e-6 * largest).all()
+
+
+@pytest.mark.parametrize("rows", [1, 3, 17])
+@pytest.mark.parametrize("K", [32, 64, 172, 1088])
+def test_norm_rotates_what_it_quantizes_and_leaves_the_rest(machine: Callable[..., Any], rows: int, K: int) -> None:
+    rng = np.random.default_rng(K + rows)
+    source = aligned_zeros((padded(rows, 16), padded(K, 32)), np.float32)
+    source[:rows, :K] = rng.standard_normal((rows, K)) * np.exp(rng.standard_normal(K))
+    out, inputs = np.zeros_like(source), Activations(rows, K, 64)
+    to = op.Input(K, False, matrix(out), inputs.places, group_blocks=2, rotated=True)
+    machine(rows).run(op.Norm(matrix(source), to, 0, eps=0.0))
+    np.testing.assert_array_equal(out[:rows], source[:rows])
+    expected = trellis.rotate(source[:rows, :K])
+    for row in range(rows):
+        codes, scales, _, _ = inputs.parts(row)
+        found = codes.reshape(-1)[: inputs.K].astype(np.float32) * np.repeat(scales, 64)[: inputs.K]
+        step = np.repeat(scales, 64)[: inputs.K]
+        assert (np.abs(found - expected[row]) <= 0.501 * step + 1e-6).all()
+
+
+@pytest.mark.parametrize("bits", [2, 3.5, 4])
+@pytest.mark.parametrize(("residual_bits", "k_chunk"), [(0, 0), (4, 64), (4, 1024), (16, 64)])
+def test_the_decoder_answers_as_the_reference_does(
+    tmp_path: Path, bits: float, residual_bits: int, k_chunk: int
+) -> None:
+    """Prompt and decoded tokens, with biases, with and without compensation of both; rows of 160 end in 32 channels."""
+    folder = write_checkpoint(tmp_path / "checkpoint", family="qwen2", intermediate=160)
+    recipe = Recipe(method="trellis", bits=bits, residual_bits=residual_bits)
+    info = quantize(folder, Store(tmp_path / "store"), recipe, calibration=TEXT)
+    model = StoredModel.open_folder(info.path)
+    answers = []
+    for name in ("cpu", "reference"):
+        options = DecoderOptions(
+            context=64,
+            max_rows=32,
+            k_chunk=k_chunk,
+            prompt_k_chunk=min(1024, k_chunk * 16),
+            select="static",  # what the others choose differs where two channels are nearly alike
+        )
+        decoder, _ = open_decoder(model, options, name)
+        found = []
+        with decoder.session():
+            for tokens, start in (([1, 5, 9, 30, 12, 40, 7, 8, 20, 33, 11, 50, 3, 4, 6, 10, 19, 21], 0), ([17], 18)):
+                found.append(decoder.forward(Step.of(tokens, start)).copy())
+        answers.append(np.concatenate(found))
+        decoder.close()
+    # Activations are in INT8 here and in float32 there: 2 % of a logit's size.
+    allowed = 0.03 * np.sqrt(np.mean(answers[1] ** 2))
+    assert np.sqrt(np.mean((answers[0] - answers[1]) ** 2)) < allowed
+
+
+def test_the_gpu_backend_says_that_it_reads_none(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "checkpoint", family="qwen2")
+    info = quantize(folder, Store(tmp_path / "store"), Recipe(method="trellis", bits=3), calibration=TEXT)
+    model = StoredModel.open_folder(info.path)
+    with pytest.raises(BackendError, match="does not read models of the method trellis yet; use --backend cpu"):
+        backend("triton").footprint(model.spec, ModelSizes(weight_bytes=1, recipe=info.recipe), compensated=False)
+    with pytest.raises(BackendError, match="trellis"):
+        backend("triton").open(model, DecoderOptions(context=64))
