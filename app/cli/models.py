@@ -307,8 +307,8 @@ def quantize(
         typer.Option(
             "--bits",
             metavar="2|3|3.5|4",
-            help="Bits per weight: 3, 4, or an average in between; the blocks that need it most get 4. 2 with "
-            "--method trellis.",
+            help="Bits per weight: 3, 4, or an average in between; the blocks that need it most get 4. 2, clearly "
+            "worse, with --method trellis.",
         ),
     ] = 4,
     method: Annotated[Method, typer.Option("--method", help=f"Base quantizer: {METHODS_HELP}.")] = DEFAULT_METHOD,

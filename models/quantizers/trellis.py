@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from models import trellis
 from models.errors import QuantizationError
@@ -23,7 +22,7 @@ from models.quantizers import gptq
 from models.quantizers.groups import LARGEST_SCALE, FloatArray, check_range, to_fp16_scale
 from models.threads import each_chunk
 
-SPREAD = {2: 2.76, 3: 2.97, 4: 3.25}
+SPREAD = {2: 2.65, 3: 2.9, 4: 3.17}
 """The largest level, in standard deviations of the weights, by bits: what has the least error on Gaussian weights."""
 LARGEST_LEVEL = 127
 DAMPING = 0.1
@@ -77,6 +76,8 @@ def quantize(weight: FloatArray, bits: int, handed: gptq.Feedback) -> TrellisCod
         bits: Of a code: 2, 3 or 4.
         handed: From `feedback`.
     """
+    import torch
+
     from models.quantizers.compiled import search_trellis
 
     check_range(weight, bits)

@@ -102,7 +102,10 @@ def test_english3m_on_wikitext(shared_data: Path, tmp_path: Path) -> None:
         # Judged as a chat gets it, compensated: a model this small is within noise of full precision at 4 bits.
         assert 0.98 < info.summary.perplexity_after / info.summary.perplexity_before < 1.2
         assert info.summary.warning is None
+    info = quantize(folder, store, Recipe(method="trellis", bits=3), calibration=calibration)
+    perplexity["trellis"] = math.exp(loss(Weights(store.open(info.name), checkpoint, head=False), batches))
     print({key: round(value, 2) for key, value in perplexity.items()})  # noqa: T201
+    assert perplexity["4"] < perplexity["trellis"] < 0.98 * perplexity["3"]
     assert perplexity["full"] == pytest.approx(50.82, rel=0.03)
     assert perplexity["full"] < perplexity["4"] < perplexity["3"]
     assert perplexity["4"] <= 1.005 * 51.40 / 50.82 * perplexity["full"]

@@ -4,7 +4,8 @@ A block holds `bits` vectors of words, lane r the stream of output channel r (`m
 channels, channel 0 in the lowest bits. The last channels' states reach into the next block's first word. Four
 channels of a lane, with their states' 8 bits overlapping, fit a word, which is moved to where they begin; then each
 byte of the lane takes its own state out of it. Where the processor has AVX-512 VBMI that is one instruction, and a
-lookup among 256 levels three; elsewhere it is shifts, and sixteen lookups among sixteen levels.
+lookup among 128 levels another; elsewhere it is shifts, and eight lookups among sixteen levels. The highest bit of a
+state is its level's sign: with an `ENTRY_OFFSET` of 128, too, the negative of a byte is that of its level.
 
 The levels come out in the order of the uniform kernels' codes, 16 output channels side by side, four input channels of
 each, and meet activations that were rotated like the weights. An output channel has one scale, applied last.
@@ -35,7 +36,7 @@ from runtime.backends.cpu.machine.emit import (
     load,
     offset,
     pointer,
-    shift_right,
+    shift_left,
 )
 from runtime.backends.cpu.machine.kernel import kernel
 from runtime.backends.cpu.machine.vector import (
@@ -80,17 +81,18 @@ def _emit_states(b: Builder, words: list[Any], bits: int, quad: int) -> Any:
 
 def _emit_levels(b: Builder, states: Any, bits: int) -> Any:
     """The levels of 64 states."""
+    zero = constant(BYTES, 0)
     if isa.VBMI:
-        tables = [_table(bits, 64 * i, 64) for i in range(4)]
-        name = "llvm.x86.avx512.vpermi2var.qi.512"
-        low, high = (call(b, name, BYTES, tables[i], states, tables[i + 1]) for i in (0, 2))
-        return b.select(b.icmp_signed("<", states, constant(BYTES, 0)), high, low)
-    places = b.and_(states, constant(BYTES, 15))
-    found = [emit_lookup(b, _table(bits, 16 * i, 16), places) for i in range(16)]
-    for bit in (4, 5, 6, 7):
-        here = b.icmp_signed("<", b.shl(shift_right(b, states, 0), constant(BYTES, 7 - bit)), constant(BYTES, 0))
-        found = [b.select(here, high, low) for low, high in zip(found[::2], found[1::2], strict=True)]
-    return found[0]
+        low, high = _table(bits, 0, 64), _table(bits, 64, 64)
+        size = call(b, "llvm.x86.avx512.vpermi2var.qi.512", BYTES, low, states, high)
+    else:
+        places = b.and_(states, constant(BYTES, 15))
+        found = [emit_lookup(b, _table(bits, 16 * i, 16), places) for i in range(8)]
+        for bit in (4, 5, 6):
+            here = b.icmp_signed("<", shift_left(b, states, 7 - bit), zero)
+            found = [b.select(here, above, below) for below, above in zip(found[::2], found[1::2], strict=True)]
+        size = found[0]
+    return b.select(b.icmp_signed("<", states, zero), b.sub(zero, size), size)
 
 
 def _emit_block(b: Builder, codes: Any, behind: Any, bits: int) -> list[Any]:
