@@ -19,6 +19,9 @@ of one or two output channels (`runtime.backends.cpu.kernels.lookup`), again for
 
 Their codebooks stand as [tiles, 16, 2^bits], their scales as [tiles, 1, 16].
 
+Streams of a trellis (`runtime.backends.cpu.kernels.trellis`) keep their words: lane r of a block's vector i is word i
+of output channel r. Their scales stand as those of codebooks; what follows the last block is a line of zeros.
+
 Matrices that are multiplied in whole numbers (`runtime.backends.cpu.units.w4a8`) have codes as the first ones, scales
 as [tiles, 1, 16], group scales, and zeros times group scales, as [tiles, G, 16].
 
@@ -161,26 +164,15 @@ def tile_linear(linear: PackedLinear, arena: Arena) -> TiledLinear:
         codes.view(np.int32)[:] = (
             lanes.reshape(tiles, LANES, blocks, -1).transpose(0, 2, 3, 1).reshape(tiles, blocks, -1)
         )
-        return TiledLinear(
-            bits=linear.bits,
-            tiles=tiles,
-            blocks=blocks,
-            groups=-(-K // linear.group_size),
-            group_blocks=linear.group_size // BLOCK,
-            codes=codes,
-            scales=_tiled_rows(np.asarray(linear.scales), tiles, arena),
-            zeros=arena.zeros((LINE,), np.uint8),
-            codebooks=None,
-            group_scales=None,
-            trellis=True,
-        )
-    repack = (REPACK_UNIFORM if linear.codebook is None else REPACK_CODEBOOK)[linear.bits]
-    repack(int(words.ctypes.data), N, int(codes.ctypes.data), tiles, blocks)
+    else:
+        repack = (REPACK_UNIFORM if linear.codebook is None else REPACK_CODEBOOK)[linear.bits]
+        repack(int(words.ctypes.data), N, int(codes.ctypes.data), tiles, blocks)
     zeros, group_scales = linear.zeros, linear.group_scales
     if linear.per_token:
         assert zeros is not None
         group_scales = np.ones_like(zeros) if group_scales is None else group_scales
         zeros = zeros * group_scales  # at most 15 * 16
+    line = arena.zeros((LINE,), np.uint8) if linear.trellis else None
     return TiledLinear(
         bits=linear.bits,
         tiles=tiles,
@@ -189,9 +181,10 @@ def tile_linear(linear: PackedLinear, arena: Arena) -> TiledLinear:
         group_blocks=linear.group_size // BLOCK,
         codes=codes,
         scales=_tiled_rows(np.asarray(linear.scales), tiles, arena),
-        zeros=None if zeros is None else _tiled_rows(np.asarray(zeros), tiles, arena),
+        zeros=line if zeros is None else _tiled_rows(np.asarray(zeros), tiles, arena),
         codebooks=None if linear.codebook is None else _tiled_codebooks(np.asarray(linear.codebook), tiles, arena),
         group_scales=None if group_scales is None else _tiled_rows(np.asarray(group_scales), tiles, arena),
+        trellis=linear.trellis,
     )
 
 

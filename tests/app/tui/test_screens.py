@@ -107,7 +107,7 @@ async def test_bits_and_method_are_chosen_by_keys(stage: Stage, runtime: Any, tm
         await open_models(s)
         await s.open(QuantizeDialog, "q")
         s.app.screen.query_one(Input).value = str(tmp_path)
-        await s.pilot.press("tab", "down", "enter", "tab", *["down"] * 4, "enter", "tab", "space", "tab")
+        await s.pilot.press("tab", "down", "enter", "tab", *["down"] * 5, "enter", "tab", "space", "tab")
         await s.until(lambda: "Quantize" in s.screen_text(), "the button, which the dialog scrolls to")
         await s.pilot.press("enter")
         await s.until(lambda: runtime.named("quantize"))

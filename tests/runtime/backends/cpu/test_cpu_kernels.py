@@ -55,7 +55,8 @@ def product(
     inputs, tiled = Activations(rows, linear.shape[1], linear.group_size), tile_linear(linear, Arena())
     inputs.fill(codes, scales)
     out = wide(np.zeros((rows, N), np.float32) if before is None else before)
-    own = op.Linear(tiled.weights, inputs.places, False, matrix(out), bias=0, accumulate=before is not None)
+    x, accumulate = inputs.places, before is not None
+    own = op.Linear(tiled.weights, x, False, matrix(out), bias=0, accumulate=accumulate, plain=x)
     machine(rows).run(own._replace(**operands))
     assert np.isnan(out[rows:]).all()
     found: npt.NDArray[np.float32] = out[:rows, :N]
