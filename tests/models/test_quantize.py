@@ -24,7 +24,7 @@ from models.quantize import text as text_module
 from models.quantize.quality import Layout, Quality, Trial, trials
 from models.quantize.text import token_windows
 from models.quantizers.dequantize import dequantize, dequantize_residual
-from models.recipe import METHODS, Method, Recipe
+from models.recipe import DEFAULT_GROUP_SIZE, METHODS, Method, Recipe
 from models.store import Store, StoredModelInfo
 from models.store import durable as durable_module
 from tests.close import assert_close
@@ -291,7 +291,8 @@ def test_blocks_whose_states_were_not_saved_are_made_again(
 def test_blocks_with_states_are_quantized_by_every_method(tmp_path: Path, case: str, method: Method) -> None:
     random_case(case).save_pretrained(tmp_path / "source")
     write_tokenizer(tmp_path / "source", 67)
-    store, recipe = Store(tmp_path / "store"), Recipe.usual(method, group_size=32, smooth_attention=True)
+    size = DEFAULT_GROUP_SIZE if method == "trellis" else 32
+    store, recipe = Store(tmp_path / "store"), Recipe.usual(method, group_size=size, smooth_attention=True)
     info = quantize(tmp_path / "source", store, recipe, calibration=TEXT, evaluation=TEXT[:200])
     model = store.open(info.name)
     assert model.vector("layers.0.conv").shape == ((3 * 32,) if case == "lfm2" else (4 * 80,))
