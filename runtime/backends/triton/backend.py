@@ -13,7 +13,7 @@ from runtime.backends import Device, Footprint, ModelSizes, Presence
 from runtime.backends.decoder import Decoder, DecoderOptions
 from runtime.backends.triton import gpu
 from runtime.backends.triton.gpu import first_line
-from runtime.backends.triton.sizes import COPIED_BYTES, buffer_bytes, expert_bytes, weight_bytes
+from runtime.backends.triton.sizes import COPIED_BYTES, NO_TRELLIS, buffer_bytes, expert_bytes, weight_bytes
 from runtime.errors import BackendError, Problem
 from runtime.kv.kinds import KINDS, KVKind
 
@@ -25,7 +25,6 @@ _DRIVER_BYTES = 256 << 20
 """GPU memory that the driver takes in this process, for its context and what it keeps."""
 _MODULE_BYTES = 128 << 20
 """GPU memory of kernels and graphs."""
-_NO_TRELLIS = "the GPU backend does not read models of the method trellis yet; use --backend cpu, or quantize with gptq"
 
 
 class TritonBackend:
@@ -59,7 +58,7 @@ class TritonBackend:
         several rows share of one.
         """
         if sizes.recipe is not None and sizes.recipe.trellis:
-            raise BackendError(_NO_TRELLIS)
+            raise BackendError(NO_TRELLIS)
         copied = Counter[str]()  # those of a block's experts together
         for name in spec.linear_names():
             N, K = spec.linear_shape(name)
@@ -97,8 +96,6 @@ class TritonBackend:
             from runtime.backends.triton.warmup import warm_up
         except (ImportError, OSError) as error:
             raise BackendError(f"the GPU backend needs torch and Triton, which cannot be imported: {error}") from error
-        if model.linear(model.spec.linear_names()[0]).trellis:
-            raise BackendError(_NO_TRELLIS)
         decoder = TritonDecoder(model, options)
         try:
             if not options.measure_recall:  # recall is measured at every step

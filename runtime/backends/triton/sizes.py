@@ -249,6 +249,9 @@ def linear_bytes(shape: tuple[int, int], bits: int, group_size: int, *, bias: bo
     return codes + scales + (4 * N if bias else 0)
 
 
+NO_TRELLIS = "the GPU backend does not read models of the method trellis yet; use --backend cpu, or quantize with gptq"
+
+
 def weight_bytes(spec: ModelSpec, recipe: Recipe, *, compensated: bool) -> int:
     """Bytes of a model's weights on the device: linear layers, routers, norms, and scales of residuals in use."""
     total = 4 * sum(width for layer in range(spec.num_layers) for width in spec.block_vectors(layer).values())
