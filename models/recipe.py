@@ -121,10 +121,9 @@ class Recipe:
 
     def _check_bits(self) -> None:
         number = isinstance(self.bits, int | float) and not isinstance(self.bits, bool)
-        if number and self.bits == TRELLIS_BITS and self.trellis:
-            object.__setattr__(self, "bits", TRELLIS_BITS)
-        elif number and self.bits == TRELLIS_BITS:
-            raise QuantizationError(f"{self.method} has no 2 bits; choose the method trellis, or 3 bits")
+        if number and self.bits == TRELLIS_BITS:
+            if not self.trellis:
+                raise QuantizationError(f"{self.method} has no 2 bits; choose the method trellis, or 3 bits")
         elif not number or not SMALLEST_BITS <= self.bits <= LARGEST_BITS:
             raise QuantizationError(
                 f"bits must be {SMALLEST_BITS}, {LARGEST_BITS} or a number between, not {_shown(self.bits)}"

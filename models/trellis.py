@@ -29,16 +29,17 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
+from models.packing import RUN
+
 FloatArray = npt.NDArray[np.float32]
 
 STATE_BITS = 8
 """L, the bits of a state."""
+LARGEST_LEVEL = 127
 MULTIPLIERS = {2: 189, 3: 159, 4: 175}
 """By the bits of a code; found by trying all odd numbers on Gaussian weights."""
 GROWTH = 0.86
 """g: how much steeper the levels rise at their ends."""
-RUN = 32
-"""Codes that fill whole words of 32 bits."""
 ROTATED = 64
 """Input channels that are rotated together; the last ones may be 32."""
 
@@ -49,7 +50,9 @@ def levels(bits: int) -> npt.NDArray[np.int8]:
     states = np.arange(1 << STATE_BITS)
     ranks = states * MULTIPLIERS[bits] % 256
     t = (2 * (ranks % 128) + 1) / 255
-    found = np.rint(np.where(ranks < 128, 127, -127) * (t + GROWTH * t**9) / (1 + GROWTH)).astype(np.int8)
+    found = np.rint(np.where(ranks < 128, LARGEST_LEVEL, -LARGEST_LEVEL) * (t + GROWTH * t**9) / (1 + GROWTH)).astype(
+        np.int8
+    )
     found.flags.writeable = False
     return found
 

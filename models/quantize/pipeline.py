@@ -77,8 +77,8 @@ class Pipeline:
             raise QuantizationError("smooth_attention needs a calibration text; give one, or leave it out")
         checkpoint = Checkpoint.open(folder)
         spec = checkpoint.spec
-        scaled = recipe.method not in MATRIX_BY_MATRIX
-        if scaled and (spec.mixture is not None or (spec.v_norm and not recipe.trellis)):
+        special = spec.mixture is not None or (spec.v_norm and not recipe.trellis)
+        if special and recipe.method not in MATRIX_BY_MATRIX:
             what = "mixtures of experts" if spec.mixture is not None else f"{spec.family} models"
             raise QuantizationError(f"{recipe.method} does not quantize {what}; choose {' or '.join(MATRIX_BY_MATRIX)}")
         if recipe.smooth_attention and spec.wide_heads is not None:

@@ -12,6 +12,8 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
+from models.trellis import STATE_BITS
+
 FloatArray = npt.NDArray[np.float32]
 
 _FAST = {"reassoc", "contract", "nsz", "nnan"}
@@ -164,7 +166,7 @@ def search_rows(
 
 _LANES = 16
 """Rows whose paths are searched together, one in each lane of a vector."""
-_STATES = 256
+_STATES = 1 << STATE_BITS
 
 
 def _trellis_step(bits: int) -> Any:

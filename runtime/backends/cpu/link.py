@@ -6,12 +6,12 @@ a part in some 50 to 100 ns, and reading weights from memory is fastest in long 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from models.packed import Weights
+from models.packed import PackedLinear, Weights
 from models.spec import ModelSpec, expert_of
 from runtime.backends.cpu import units
 from runtime.backends.cpu.data import instructions as op
@@ -109,12 +109,6 @@ def _product(weights: op.Weights, threads: int) -> tuple[int, int]:
     return min(weights.tiles, parts), min(weights.tiles, threads * _MANY)
 
 
-_STORED, _STORED_CODEBOOK = (units.UNIFORM, units.REPACK_UNIFORM), (units.CODEBOOK, units.REPACK_CODEBOOK)
-_STORED_TRELLIS = (units.TRELLIS,)
-_STORED_W4A8 = (units.W4A8, units.REPACK_UNIFORM)
-"""Units of a matrix by its bits: its product, and its repacking."""
-
-
 def paging_units(kind: CacheKind) -> list[Unit]:
     """Units that a cache with windows needs from its first page on, so not for a short answer.
 
@@ -172,12 +166,21 @@ def units_of(model: Weights, kind: CacheKind, *, compensated: bool) -> list[Unit
         if expert_of(name) is not None:
             continue
         linear = model.linear(name)
-        plain = _STORED_TRELLIS if linear.trellis else _STORED
-        stored = _STORED_W4A8 if linear.per_token else plain if linear.codebook is None else _STORED_CODEBOOK
-        found |= {own[linear.bits] for own in stored if linear.bits in own}
+        found |= {own[linear.bits] for own in _stored(linear) if linear.bits in own}
         if compensated and linear.residual is not None:
             found |= {units.COMPENSATE[linear.residual.bits], units.SELECT[op.SELECT_APPROX]}
     return sorted(found, key=lambda unit: unit.name)
+
+
+def _stored(linear: PackedLinear) -> tuple[Mapping[int, Unit], ...]:
+    """Units of a matrix by its bits: its product, and its repacking if it needs any."""
+    if linear.trellis:
+        return (units.TRELLIS,)
+    if linear.per_token:
+        return units.W4A8, units.REPACK_UNIFORM
+    if linear.codebook is not None:
+        return units.CODEBOOK, units.REPACK_CODEBOOK
+    return units.UNIFORM, units.REPACK_UNIFORM
 
 
 def _for_experts(model: Weights, *, compensated: bool) -> set[Unit]:

@@ -570,12 +570,12 @@ class PlanOperations:
         if whole is not None and whole.bits != op.WHOLE_BITS:
             whole = None
         out = replace(self._output(packed), wanted=values.wanted)
-        plain = self._rounded()
-        if tiled.trellis and (whole is not None or shared):
+        x = plain = self._rounded()
+        if tiled.trellis and shared:
             plain = self._unrotated(values, tiled)
         linear = op.Linear(
             weights=tiled.weights,
-            x=self._rounded(),
+            x=x,
             wanted=values.wanted,
             out=out.place,
             bias=self._constants.bias(packed),

@@ -1,12 +1,15 @@
-"""Steps whose rows belong to several slots."""
+"""Steps whose rows belong to several slots, and those of a prompt and a token after it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
-from runtime.backends.decoder import Step
+from models.packed import Weights
+from runtime.backends.decoder import DecoderOptions, Step
+from runtime.load.plan import open_decoder
 
 
 def rows(
@@ -20,3 +23,15 @@ def rows(
     numbers = (tokens, slots, positions, range(len(tokens)) if wanted is None else wanted)
     names = ("tokens", "slots", "positions", "logit_rows")
     return Step(**{name: np.array(list(own), np.int32) for name, own in zip(names, numbers, strict=True)}, **how)
+
+
+_PROMPT = (1, 5, 9, 30, 12, 40, 7, 8, 20, 33, 11, 50, 3, 4, 6, 10, 19, 21)
+
+
+def prompt_and_token(model: Weights, backend: str, options: DecoderOptions) -> npt.NDArray[np.float32]:
+    """Logits float32 [19, V] of a prompt of 18 tokens and of one that is decoded behind it."""
+    decoder, _ = open_decoder(model, options, backend)
+    with decoder.session():
+        found = [decoder.forward(Step.of(tokens, start)).copy() for tokens, start in ((_PROMPT, 0), ((17,), 18))]
+    decoder.close()
+    return np.concatenate(found)

@@ -337,19 +337,8 @@ def _linear_of(of: Experts, number: int) -> Linear:
     segment: Segment = segment_at(of.routes.segments + SEGMENT_BYTES * number)
     pair: Pair = pair_at(of.routes.pairs + PAIR_BYTES * segment.pair)
     own, sizes = expert_at(of.table + EXPERT_BYTES * segment.expert), of.sizes
-    weights = Weights(
-        own.codes,
-        own.scales,
-        own.zeros,
-        0,
-        sizes.bits,
-        sizes.tiles,
-        sizes.blocks,
-        sizes.groups,
-        sizes.group_blocks,
-        0,
-        0,
-    )
+    shape = (sizes.bits, sizes.tiles, sizes.blocks, sizes.groups, sizes.group_blocks)
+    weights = Weights(own.codes, own.scales, own.zeros, 0, *shape, 0, 0)
     slot = 0 if alone and of.by_row != 0 else segment.first
     groups = 4 * slot * sizes.groups
     codes = of.x.codes + slot * code_bytes(BLOCK * sizes.blocks)
@@ -466,7 +455,7 @@ def _share(few: Any, i: int, number: int, first: int, last: int, scratch: int) -
     side = row_block(rows)
     for row in range(0, rows, side):
         out = linear.out.at + row * linear.out.stride
-        few(linear, row_block_at(linear, linear.x, row), side, min(side, rows - row), out, first, last, scratch)
+        few(linear, row_block_at(linear.x, linear.weights, row), side, min(side, rows - row), out, first, last, scratch)
 
 
 @compiled_unit

@@ -160,7 +160,16 @@ def _share(few: Any, i: int, rows: int, first: int, last: int, scratch: int) -> 
     linear, side = linear_at(i), row_block(rows)
     for row in range(0, rows, side):
         out = linear.out.at + row * linear.out.stride
-        few(linear, row_block_at(linear, linear.plain, row), side, min(side, rows - row), out, first, last, scratch)
+        few(
+            linear,
+            row_block_at(linear.plain, linear.weights, row),
+            side,
+            min(side, rows - row),
+            out,
+            first,
+            last,
+            scratch,
+        )
 
 
 @compiled_unit

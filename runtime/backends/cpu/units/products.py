@@ -109,9 +109,8 @@ def write_rows(linear: Linear, tile: int, row: int, count: int, outputs: int) ->
 
 
 @kernel
-def row_block_at(linear: Linear, x: Quantized, row: int) -> Quantized:
-    """The activations of the row block that begins at a row, of a product's `x` or `plain`."""
-    weights = linear.weights
+def row_block_at(x: Quantized, weights: Weights, row: int) -> Quantized:
+    """The activations of the row block that begins at a row, of a product with a matrix."""
     groups = 4 * row * weights.groups
     codes = x.codes + row * code_bytes(BLOCK * weights.blocks)
     return Quantized(codes, x.scales + groups, x.shifts + groups, x.sums + groups)
@@ -130,7 +129,7 @@ def times_rows(four: Any, eight: Any, sixteen: Any) -> Any:
     def all_rows(of: Any, own: Tile, tile: int, rows: int, scratch: int) -> None:
         side = row_block(rows)
         for row in range(0, rows, side):
-            x = row_block_at(of, of.x, row)
+            x = row_block_at(of.x, of.weights, row)
             if side == 16:
                 sixteen(own, x, scratch)
             elif side == 8:
@@ -246,19 +245,19 @@ def _uniform(bits: int, *kernels: Any) -> tuple[Any, Any]:
     return _product_of(tile_of, prepare, kernels)
 
 
-def _decoded_by(decode: Any) -> Any:
-    """Writes a tile's entries down by a kernel, for those that multiply several rows with them."""
+def _decoded(tile_of: Any, decode: Any, one: Any) -> tuple[Any, Any]:
+    """Products whose several rows are multiplied with the entries of a tile, which a kernel decodes once."""
 
     @routine
     def prepare(tile: Tile, entries: int) -> Tile:
         decode(tile.codes, tile.levels, tile.blocks, entries)
         return Tile(entries, tile.scales, tile.levels, tile.blocks, tile.group_blocks)
 
-    return prepare
+    return _product_of(tile_of, prepare, (one, gemm_entries_tile_4, gemm_entries_tile_8, gemm_entries_tile_16))
 
 
 def _codebook(bits: int, decode: Any, one: Any) -> tuple[Any, Any]:
-    """Products with codebooks: several rows are multiplied with the entries of a tile, decoded once."""
+    """Products with codebooks."""
     block_bytes, book_bytes = BLOCK_BYTES[bits], 16 << bits
 
     @routine
@@ -266,9 +265,7 @@ def _codebook(bits: int, decode: Any, one: Any) -> tuple[Any, Any]:
         codes, books = weights.codes + tile * weights.blocks * block_bytes, weights.codebooks + tile * book_bytes
         return Tile(codes, weights.scales + 32 * tile, books, weights.blocks, weights.group_blocks)
 
-    return _product_of(
-        tile_of, _decoded_by(decode), (one, gemm_entries_tile_4, gemm_entries_tile_8, gemm_entries_tile_16)
-    )
+    return _decoded(tile_of, decode, one)
 
 
 one_3, several_3 = _uniform(3, gemv_tile_3, gemm_tile_3x4, gemm_tile_3x8, gemm_tile_3x16)
@@ -278,7 +275,7 @@ _one_codebook_4, _several_codebook_4 = _codebook(4, decode_tile_4, gemv_codebook
 
 
 def _trellis(bits: int, decode: Any, one: Any) -> tuple[Any, Any]:
-    """Products with a trellis: as with codebooks, several rows meet the levels of a tile, decoded once."""
+    """Products with a trellis."""
     block_bytes = BLOCK_BYTES[bits]
 
     @routine
@@ -286,9 +283,7 @@ def _trellis(bits: int, decode: Any, one: Any) -> tuple[Any, Any]:
         codes, scales = weights.codes + tile * weights.blocks * block_bytes, weights.scales + 32 * tile
         return Tile(codes, scales, weights.zeros, weights.blocks, weights.group_blocks)
 
-    return _product_of(
-        tile_of, _decoded_by(decode), (one, gemm_entries_tile_4, gemm_entries_tile_8, gemm_entries_tile_16)
-    )
+    return _decoded(tile_of, decode, one)
 
 
 _one_trellis_2, _several_trellis_2 = _trellis(2, decode_trellis_tile_2, gemv_trellis_tile_2)

@@ -353,7 +353,7 @@ _one_row = one_row_of(_tile_of, gemv_w4a8_tile)
 @kernel
 def _few_rows(linear: Linear, own: W4A8Tile, tile: int, rows: int, scratch: int) -> None:
     """Write a tile's outputs of at most 8 rows, one row block."""
-    x = row_block_at(linear, linear.x, 0)
+    x = row_block_at(linear.x, linear.weights, 0)
     if row_block(rows) == 8:
         gemm_w4a8_tile_8(own, x, scratch)
     else:
@@ -368,7 +368,7 @@ def _many_rows(linear: Linear, own: W4A8Tile, tile: int, rows: int, scratch: int
     write_entries(own, entries)
     row = 0
     while row < rows:
-        x, count = row_block_at(linear, linear.x, row), MANY
+        x, count = row_block_at(linear.x, linear.weights, row), MANY
         if rows - row > MANY - SIDE:
             gemm_w4a8_many(registers, own, entries, x, scratch)
         else:

@@ -20,14 +20,14 @@ from models.store import Store, StoredModel
 from runtime.backends import ModelSizes, backend
 from runtime.backends.cpu.data import instructions as op
 from runtime.backends.cpu.data.records import padded
-from runtime.backends.decoder import DecoderOptions, Step
+from runtime.backends.decoder import DecoderOptions
 from runtime.backends.operations.linear import gemv_int8, quantize_groups
 from runtime.errors import BackendError
-from runtime.load.plan import open_decoder
 from tests.guarded import aligned_zeros
 from tests.models.conftest import TEXT, write_checkpoint
 from tests.runtime.backends.cpu.machine import Activations, matrix
 from tests.runtime.backends.cpu.test_cpu_kernels import product
+from tests.runtime.backends.steps import prompt_and_token
 
 
 def random_linear(N: int, K: int, bits: int, rng: np.random.Generator) -> PackedLinear:
@@ -95,22 +95,14 @@ def test_the_decoder_answers_as_the_reference_does(
     recipe = Recipe(method="trellis", bits=bits, residual_bits=residual_bits)
     info = quantize(folder, Store(tmp_path / "store"), recipe, calibration=TEXT)
     model = StoredModel.open_folder(info.path)
-    answers = []
-    for name in ("cpu", "reference"):
-        options = DecoderOptions(
-            context=64,
-            max_rows=32,
-            k_chunk=k_chunk,
-            prompt_k_chunk=min(1024, k_chunk * 16),
-            select="static",  # what the others choose differs where two channels are nearly alike
-        )
-        decoder, _ = open_decoder(model, options, name)
-        found = []
-        with decoder.session():
-            for tokens, start in (([1, 5, 9, 30, 12, 40, 7, 8, 20, 33, 11, 50, 3, 4, 6, 10, 19, 21], 0), ([17], 18)):
-                found.append(decoder.forward(Step.of(tokens, start)).copy())
-        answers.append(np.concatenate(found))
-        decoder.close()
+    options = DecoderOptions(
+        context=64,
+        max_rows=32,
+        k_chunk=k_chunk,
+        prompt_k_chunk=min(1024, k_chunk * 16),
+        select="static",  # what the others choose differs where two channels are nearly alike
+    )
+    answers = [prompt_and_token(model, name, options) for name in ("cpu", "reference")]
     # Activations are in INT8 here and in float32 there: 2 % of a logit's size.
     allowed = 0.03 * np.sqrt(np.mean(answers[1] ** 2))
     assert np.sqrt(np.mean((answers[0] - answers[1]) ** 2)) < allowed

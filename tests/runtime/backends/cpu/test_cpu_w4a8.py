@@ -17,12 +17,12 @@ from models.recipe import Recipe
 from models.store import Store, StoredModel
 from runtime.backends.cpu.data import instructions as op
 from runtime.backends.cpu.data.records import padded
-from runtime.backends.decoder import DecoderOptions, Step
-from runtime.load.plan import open_decoder
+from runtime.backends.decoder import DecoderOptions
 from tests.close import assert_close
 from tests.guarded import aligned_zeros
 from tests.models.conftest import TEXT, write_checkpoint
 from tests.runtime.backends.cpu.machine import Activations, matrix
+from tests.runtime.backends.steps import prompt_and_token
 
 
 @pytest.mark.parametrize("rows", [1, 3, 17])
@@ -73,16 +73,8 @@ def test_the_decoder_answers_as_the_reference_does(
     recipe = Recipe.usual("qoq", group_size=group_size, residual_bits=residual_bits)
     info = quantize(folder, Store(tmp_path / "store"), recipe, calibration=TEXT)
     model = StoredModel.open_folder(info.path)
-    answers = []
-    for backend in ("cpu", "reference"):
-        options = DecoderOptions(context=64, max_rows=32, k_chunk=k_chunk, prompt_k_chunk=min(1024, k_chunk * 16))
-        decoder, _ = open_decoder(model, options, backend)
-        found = []
-        with decoder.session():
-            for tokens, start in (([1, 5, 9, 30, 12, 40, 7, 8, 20, 33, 11, 50, 3, 4, 6, 10, 19, 21], 0), ([17], 18)):
-                found.append(decoder.forward(Step.of(tokens, start)).copy())
-        answers.append(np.concatenate(found))
-        decoder.close()
+    options = DecoderOptions(context=64, max_rows=32, k_chunk=k_chunk, prompt_k_chunk=min(1024, k_chunk * 16))
+    answers = [prompt_and_token(model, backend, options) for backend in ("cpu", "reference")]
     # Norms and attention round otherwise, and a code next to a tie may fall on its other side.
     # All residuals meet activations in INT8 here, and in float32 there.
     allowed = (0.03 if k_chunk == 1024 else 0.02) * np.sqrt(np.mean(answers[1] ** 2))
