@@ -260,7 +260,8 @@ class ChatScreen(Screen[None]):
         if not self.busy:
             return False
         await self._session.answers.stop(self._session.conversation.id)
-        await self.workers.wait_for_complete([worker for worker in self.workers if worker.group == "answer"])
+        if drawing := [worker for worker in self.workers if worker.group == "answer"]:
+            await self.workers.wait_for_complete(drawing)  # given none, it would wait for all, the keys' among them
         return True
 
     def _follow(self, writing: AnswerTask) -> None:

@@ -107,6 +107,28 @@ async def test_escape_stops_and_keeps_what_came_which_can_be_continued(stage: St
         assert markdown_of(s.transcript.view(stopped.id)) == s.last.text
 
 
+async def test_an_answer_that_is_drawn_before_it_is_put_away_can_be_asked_for_again(
+    stage: Stage, runtime: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime.answers = ["one two three", "another"]
+    runtime.hold_after = 1
+    async with stage(runtime) as s:
+        ended = s.app.session.answers._ended
+
+        async def later() -> None:
+            await s.until(lambda: "stopped ·" in s.screen_text())
+            await ended()
+
+        monkeypatch.setattr(s.app.session.answers, "_ended", later)
+        await s.ask("go")
+        await s.until(lambda: "one" in s.last.text)
+        await s.pilot.press("escape")
+        await s.shows("stopped ·")
+        runtime.hold_after = None
+        await s.pilot.press("ctrl+r")
+        await s.shows("another", "2/2")
+
+
 async def test_a_chat_switches_reasoning(stage: Stage, runtime: Any) -> None:
     async with stage(runtime) as s:
         session = s.app.session
