@@ -13,7 +13,7 @@ from runtime.backends import Device, Footprint, ModelSizes, Presence
 from runtime.backends.decoder import Decoder, DecoderOptions
 from runtime.backends.triton import gpu
 from runtime.backends.triton.gpu import first_line
-from runtime.backends.triton.sizes import COPIED_BYTES, NO_TRELLIS, buffer_bytes, expert_bytes, weight_bytes
+from runtime.backends.triton.sizes import COPIED_BYTES, buffer_bytes, expert_bytes, weight_bytes
 from runtime.errors import BackendError, Problem
 from runtime.kv.kinds import KINDS, KVKind
 
@@ -52,13 +52,9 @@ class TritonBackend:
     def footprint(self, spec: ModelSpec, sizes: ModelSizes, *, compensated: bool) -> Footprint:
         """See `runtime.backends.Backend.footprint`.
 
-        Raises for a trellis, whose codes no kernel here reads yet.
-
         Residuals stay in main memory, except two layers' for prompts (of experts, those of all in a block), and what
         several rows share of one.
         """
-        if sizes.recipe is not None and sizes.recipe.trellis:
-            raise BackendError(NO_TRELLIS)
         copied = Counter[str]()  # those of a block's experts together
         for name in spec.linear_names():
             N, K = spec.linear_shape(name)
@@ -70,14 +66,14 @@ class TritonBackend:
         driver = gpu.kept_bytes() if gpu.is_started() else _DRIVER_BYTES
         weights, recipe = sizes.weight_bytes, sizes.recipe
         token_group = recipe.group_size if recipe is not None and recipe.per_token else None
-        one = 0
+        one, trellis = 0, recipe is not None and recipe.trellis
         if recipe is not None:
             weights, one = weight_bytes(spec, recipe, compensated=compensated), expert_bytes(spec, recipe)
         return Footprint(
             weight_bytes=weights,
             residual_bytes=sizes.residual_bytes if compensated else 0,
             overhead_bytes=_MODULE_BYTES + driver + (staged if compensated else 0),
-            buffer_bytes=partial(buffer_bytes, spec, token_group=token_group),
+            buffer_bytes=partial(buffer_bytes, spec, token_group=token_group, trellis=trellis),
             experts=spec.mixture.num_experts if spec.mixture is not None and one else 0,
             expert_bytes=one,
         )

@@ -53,7 +53,7 @@ class Buffers:
 
     def __init__(self, model: GpuModel, rows: int) -> None:
         spec, device = model.spec, model.device
-        sizes = buffer_sizes(spec, rows, model.token_group)
+        sizes = buffer_sizes(spec, rows, model.token_group, trellis=model.trellis)
         self._token_group = model.token_group
         kinds = {"tokens": torch.int8, "token_sums": torch.int32, **dict.fromkeys(HALF_BUFFERS, torch.float16)}
         self._flat = {
@@ -93,6 +93,10 @@ class Buffers:
     def input(self, M: int, K: int) -> torch.Tensor:
         """float16 [M, K], the input of a linear layer."""
         return self._view("inputs", M, K)
+
+    def rotated(self, M: int, width: int) -> torch.Tensor:
+        """float16 [M, width], such an input rotated, until the next one is."""
+        return self._view("rotated", M, width)
 
     def sums(self, M: int, K: int, *, each: int = 1) -> torch.Tensor | None:
         """float32 [M * each, ceil(K / 32)], the sums of the pieces of such an input; None if not needed.

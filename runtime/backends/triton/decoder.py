@@ -40,7 +40,7 @@ from runtime.backends.triton.gpu import explained, first_line
 from runtime.backends.triton.kernels.select import Selection, recall, select
 from runtime.backends.triton.model import GpuModel, Linear
 from runtime.backends.triton.sampling import SEEN, HostDraws
-from runtime.backends.triton.sizes import LOGIT_ROWS, NO_TRELLIS
+from runtime.backends.triton.sizes import LOGIT_ROWS
 from runtime.compensation import k_chunk_by_type
 from runtime.errors import BackendError, InvalidActivationError, OutOfMemoryError, Problem, RequestError
 from runtime.text.sampling import Draw, Drawn, SamplingOptions
@@ -220,8 +220,6 @@ class TritonDecoder:
     def __init__(self, model: Weights, options: DecoderOptions, device: torch.device | str = "cuda") -> None:
         if options.context < 1 or options.slots < 1 or options.max_rows < 1:
             raise RequestError("context, slots and max_rows must be at least 1")
-        if model.linear("head").trellis:
-            raise BackendError(NO_TRELLIS)
         _check_draft(options.draft_k_chunk)
         options = replace(options, sensitive_layers=sensitive(options.sensitive_layers, model.spec))
         self.spec, self.options = model.spec, options

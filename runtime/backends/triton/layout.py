@@ -25,20 +25,29 @@ Pieces after the last whole block are stored in as many words as needed, in the 
 for the last word, it is a short one, 16 bits a lane: the low byte holds the contents of the low half, the high byte
 those of the high half. So 576 channels take 224 bytes at 3 bits and 288 at 4, as close to their codes alone, 216 and
 288, as whole lanes allow.
+
+Of a trellis (`models.trellis`), a lane's half holds 16 channels of a block that follow each other: half `h` of lane `l`
+has the block's channels 16 (2 l + h) and up, rotated, of which the first is in piece 0, the next in piece 1. So the
+stream of a row lies in the words as it is, 16 bits of it in a half, and a piece's states are windows at the same bits
+of all lanes; those of its last pieces end in the next lane's first word. After the last whole block, with P pieces
+left, a half holds P channels, and behind them the bits of the next ones that its states need. Activations are put into
+that order where they are rotated (`runtime.backends.triton.kernels.rotate`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from models import trellis
 from models.packed import PackedLinear
 from models.packing import RUN, packed_width
+from models.trellis import STATE_BITS
 from runtime.backends.triton.sizes import BLOCK, LANES, PIECE, WORDS, code_words, pieces, tail_words
 from runtime.errors import BackendError
 
@@ -50,22 +59,23 @@ _VALUES = 4 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuLinear:
-    """A low-bit matrix on the device: uniform groups, or one codebook an output channel.
+    """A low-bit matrix on the device: uniform groups, one codebook an output channel, or a trellis.
 
     Source: design decision on formats; QDEC §5.1 for the two kinds of quantizers (AWQ, SqueezeLLM).
     """
 
     name: str  # For example `layers.3.qkv`
     shape: tuple[int, int]  # (N, K)
-    bits: int  # 3 or 4
-    group_size: int  # Input channels that share a scale, a multiple of 32; 0 with a codebook
+    bits: int  # 3 or 4, of a trellis also 2
+    group_size: int  # Input channels that share a scale, a multiple of 32; 0 if all of an output channel do
     codes: torch.Tensor
     """int32 [words]: [K // 512, bits, N, 16], followed by the rest of K, [whole words, N, 16] and, 16 bits each, [short
     word, N, 16]; see the module."""
     groups: torch.Tensor | None
-    """int32 [G, N]: the scale, a half, in the low half of a word, and -(2^bits + zero), a half, in the high one. None
-    with a codebook."""
-    codebook: torch.Tensor | None  # float16 [N, 2^bits], the values of codes; None with uniform groups
+    """int32 [G, N]: the scale, a half, in the low half of a word, and -(2^bits + zero), a half, in the high one, of
+    uniform groups; None else."""
+    codebook: torch.Tensor | None  # float16 [N, 2^bits], the values of codes; None without
+    scales: torch.Tensor | None = None  # float16 [N] of a trellis; None else
     bias: torch.Tensor | None  # float32 [N] or None
     other_tail: int = 0
     """The `tail` of other matrices of the model, used if this one has none, so that they share kernels."""
@@ -76,8 +86,21 @@ class GpuLinear:
         return pieces(self.shape[1]) % (BLOCK // PIECE) or self.other_tail
 
     @property
+    def trellis(self) -> bool:
+        return self.scales is not None
+
+    @property
+    def kind(self) -> Literal["uniform", "codebook", "trellis"]:
+        return "trellis" if self.trellis else "uniform" if self.codebook is None else "codebook"
+
+    @property
+    def width(self) -> int:
+        """Activations of a row that a product reads: K, or those that a trellis's are rotated to."""
+        return PIECE * pieces(self.shape[1]) if self.trellis else self.shape[1]
+
+    @property
     def nbytes(self) -> int:
-        parts = (self.codes, self.groups, self.codebook, self.bias)
+        parts = (self.codes, self.groups, self.codebook, self.scales, self.bias)
         return sum(part.nbytes for part in parts if part is not None)
 
 
@@ -95,9 +118,11 @@ def repack(packed: PackedLinear, device: torch.device | str) -> GpuLinear:
     Raises:
         BackendError: unsupported bits, group size or shape.
     """
-    (N, K), bits, group_size = packed.shape, packed.bits, 0 if packed.codebook is not None else packed.group_size
-    groups = book = None
-    if packed.codebook is not None:
+    (N, K), bits, group_size = packed.shape, packed.bits, 0
+    groups = book = scales = None
+    if packed.trellis:
+        scales = packed.scales.reshape(N)
+    elif packed.codebook is not None:
         if packed.codebook.shape != (N, 1 << bits):
             raise BackendError(
                 f"{packed.name}: the codebook is {packed.codebook.shape}; {N} output channels need 2^{bits} values each"
@@ -105,28 +130,30 @@ def repack(packed: PackedLinear, device: torch.device | str) -> GpuLinear:
         book = (packed.codebook.astype(np.float32) * packed.scales.astype(np.float32)).astype(np.float16)
     else:
         assert packed.zeros is not None
+        group_size = packed.group_size
         if group_size <= 0 or group_size % PIECE:
             raise BackendError(
                 f"{packed.name}: groups of {group_size} channels; the GPU takes multiples of {PIECE}: "
                 "quantize the model again with --group-size 128"
             )
-        scales = np.ascontiguousarray(packed.scales.T).astype(np.float16, copy=False).view(np.uint16)
+        factors = np.ascontiguousarray(packed.scales.T).astype(np.float16, copy=False).view(np.uint16)
         offset = (-(float(1 << bits) + packed.zeros.T.astype(np.float32))).astype(np.float16).view(np.uint16)
-        groups = (scales.astype(np.uint32) | offset.astype(np.uint32) << np.uint32(16)).view(np.int32)
-    if bits not in WORDS:
-        raise BackendError(f"{packed.name} has {bits} bits; the GPU computes with 3 and 4")
+        groups = (factors.astype(np.uint32) | offset.astype(np.uint32) << np.uint32(16)).view(np.int32)
+    if bits not in WORDS or (bits == 2 and not packed.trellis):
+        raise BackendError(f"{packed.name} has {bits} bits; the GPU computes with 3 and 4, with 2 those of a trellis")
     if min(N, K) < 1 or packed.codes.shape != (N, packed_width(K, bits)):
         raise BackendError(f"{packed.name}: codes of shape {packed.codes.shape} don't belong to a matrix of {N} by {K}")
-    if code_words(packed.shape, bits) >= 1 << 31:
+    if code_words(packed.shape, bits, trellis=packed.trellis) >= 1 << 31:
         raise BackendError(f"{packed.name}: {N} by {K} is more than the kernels can address")
     return GpuLinear(
         name=packed.name,
         shape=packed.shape,
         bits=bits,
         group_size=group_size,
-        codes=_repack_codes(packed, device),
+        codes=(_repack_streams if packed.trellis else _repack_codes)(packed, device),
         groups=_moved(groups, np.int32, device),
         codebook=_moved(book, np.float16, device),
+        scales=_moved(scales, np.float16, device),
         bias=_moved(packed.bias, np.float32, device),
     )
 
@@ -157,6 +184,27 @@ def _repack_codes(packed: PackedLinear, device: torch.device | str) -> torch.Ten
             for word in lanes[-1, len(tail) : len(tail) + len(short)]:
                 short[0, start:stop] = (word & 0xFF | word >> 8 & 0xFF00).to(torch.int16)
     return result
+
+
+def _repack_streams(packed: PackedLinear, device: torch.device | str) -> torch.Tensor:
+    """The words of `GpuLinear.codes` of a trellis."""
+    (N, K), bits = packed.shape, packed.bits
+    blocks, left = divmod(pieces(K), BLOCK // PIECE)
+    streams = np.ascontiguousarray(packed.codes.astype("<i4", copy=False))
+    inside, rest = streams[:, : blocks * LANES * bits], streams[:, blocks * LANES * bits :]
+    # [N, block, lane, half, word] -> [block, word, N, lane, half], 16 bits each
+    parts = [inside.view("<u2").reshape(N, blocks, LANES, 2, bits).transpose(1, 4, 0, 2, 3).reshape(-1)]
+    if left:
+        codes = trellis.unpack(rest, bits).astype(np.uint64)
+        words, _ = tail_words(bits, left, trellis=True)
+        held = np.zeros((N, codes.shape[1] + STATE_BITS), np.uint64)
+        held[:, : codes.shape[1]] = codes
+        strings = np.zeros((N, 2 * LANES), np.uint64)
+        for code in range(min(left + -(-STATE_BITS // bits), 64 // bits)):
+            strings |= held[:, code : code + codes.shape[1] : left] << np.uint64(bits * code)
+        halves = strings.astype("<u8").view("<u2").reshape(N, LANES, 2, 4)[..., :words]
+        parts.append(halves.transpose(3, 0, 1, 2).reshape(-1))
+    return torch.from_numpy(np.concatenate(parts).view("<i4").astype(np.int32, copy=False)).to(device)
 
 
 def parts_of(words: torch.Tensor, shape: tuple[int, int], bits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

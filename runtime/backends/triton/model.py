@@ -81,6 +81,8 @@ class GpuModel:
         """By name; those of a block's experts by the first one's."""
         self.token_group = next((w.group_size for w in self._weights() if isinstance(w, W4A8Linear)), None)
         """Channels per sum of INT8 tokens, 0 = the whole row; None if products read half precision."""
+        self.trellis = any(isinstance(w, GpuLinear) and w.trellis for w in self._weights())
+        """Whether products read rotated activations."""
         self.staging = Staging([], device, None)
         """Copies residuals of a prompt's layers to the device."""
         self.copied = torch.empty(0, dtype=torch.int32, device=device)

@@ -23,6 +23,7 @@ from runtime.backends.triton.kernels.experts import Groups, block_of, few, group
 from runtime.backends.triton.kernels.gate import gate
 from runtime.backends.triton.kernels.gemm import gemm
 from runtime.backends.triton.kernels.residual_gemm import multiply_experts
+from runtime.backends.triton.kernels.rotate import rotate
 from runtime.backends.triton.kernels.routing import Routed, route
 from runtime.backends.triton.kernels.select import Selection
 from runtime.backends.triton.kernels.w4a8 import W4A8Linear, gemm_w4a8
@@ -41,8 +42,12 @@ def product(linear: Linear, x: Value, out: torch.Tensor, buffers: Buffers) -> No
         assert x.rounded is not None
         gemm_w4a8(x.rounded, linear.weight, out, buffers.main)
         return
-    assert isinstance(linear.weight, GpuLinear)
-    gemm(x.tensor, linear.weight, out, buffers.main, sums=x.sums)
+    weight, tensor = linear.weight, x.tensor
+    assert isinstance(weight, GpuLinear)
+    if weight.trellis:
+        tensor = buffers.rotated(len(tensor), weight.width)
+        rotate(x.tensor, tensor)
+    gemm(tensor, weight, out, buffers.main, sums=x.sums)
 
 
 def compensated_product(

@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields, replace
 from models.recipe import Recipe
 from models.rope import table_bytes
 from models.spec import MLP_TYPES, TOKEN_LINEARS, DeltaSpec, ModelSpec, expert_of
+from models.trellis import STATE_BITS
 from runtime.kv.states import WAITING
 
 BLOCK = 512
@@ -17,7 +18,7 @@ PIECE = 32
 """Input channels of a piece: two per lane."""
 LANES = 16
 """Words per output channel, for one block and one word of it."""
-WORDS = {3: 3, 4: 4}
+WORDS = {2: 2, 3: 3, 4: 4}
 """Words of a block by bits."""
 SHORT = 2
 """Most pieces of a short word."""
@@ -43,7 +44,7 @@ RUNS_TOGETHER = 4
 memory: 1 MiB each for Qwen3.5 4B."""
 CHUNK = 16
 """Rows of a prompt that a delta rule reads together: with 32, registers spilled."""
-HALF_BUFFERS = ("inputs", "queries", "embedded", "own_tokens")
+HALF_BUFFERS = ("inputs", "rotated", "queries", "embedded", "own_tokens")
 """Buffers of float16."""
 _NUMBER_BYTES = {"tokens": 1, **dict.fromkeys(HALF_BUFFERS, 2)}
 """Bytes of a number of a buffer; 4 of the others."""
@@ -56,6 +57,7 @@ class BufferSizes:
     """Element counts of the buffers of one loaded model."""
 
     inputs: int  # float16, the input of a linear layer
+    rotated: int  # float16, the same rotated; 0 if products don't read it so
     sums: int  # float32, sums of the pieces of such an input, of few rows
     tokens: int  # int8, the same quantized; 0 if products read half precision
     token_sums: int  # int32, the sums of its groups
@@ -107,10 +109,11 @@ def routing_sizes(spec: ModelSpec, rows: int) -> RoutingSizes:
     )
 
 
-def buffer_sizes(spec: ModelSpec, rows: int, token_group: int | None = None) -> BufferSizes:
+def buffer_sizes(spec: ModelSpec, rows: int, token_group: int | None = None, *, trellis: bool = False) -> BufferSizes:
     """The buffers of a model for steps of up to so many rows, without those of `routing_sizes`.
 
-    `token_group` is channels per sum of INT8 tokens, 0 = the whole row; None if products read half precision.
+    `token_group` is channels per sum of INT8 tokens, 0 = the whole row; None if products read half precision, those of
+    a `trellis` rotated.
     """
     blocks = range(spec.num_layers)
     shapes = [spec.linear_shape(f"layers.{layer}.{kind}") for layer in blocks for kind in _kinds(spec, layer)]
@@ -125,6 +128,7 @@ def buffer_sizes(spec: ModelSpec, rows: int, token_group: int | None = None) -> 
     chunks = 0 if spec.delta is None else rows * chunk_numbers(spec.delta)
     sizes = BufferSizes(
         inputs=rows * longest,
+        rotated=rows * PIECE * pieces(longest) if trellis else 0,
         sums=few * pieces(longest) if token_group is None else 0,
         tokens=rows * token,
         token_sums=rows * (token // (token_group or max(1, token))),
@@ -172,9 +176,12 @@ def is_kept(spec: ModelSpec, name: str) -> bool:
     return name.endswith("inner.gate_up")
 
 
-def buffer_bytes(spec: ModelSpec, context: int, rows: int, token_group: int | None = None) -> int:
+def buffer_bytes(
+    spec: ModelSpec, context: int, rows: int, token_group: int | None = None, *, trellis: bool = False
+) -> int:
     """Bytes of buffers and rotary tables, including sampling's temporary ones."""
-    found = buffer_sizes(spec, rows, token_group).nbytes + table_bytes(spec, context) + DRAW_BYTES * spec.vocab_size
+    found = buffer_sizes(spec, rows, token_group, trellis=trellis).nbytes
+    found += table_bytes(spec, context) + DRAW_BYTES * spec.vocab_size
     return found if spec.mixture is None else found + routing_sizes(spec, rows).nbytes
 
 
@@ -187,18 +194,20 @@ def pieces(K: int) -> int:
     return -(-K // PIECE)
 
 
-def tail_words(bits: int, left: int) -> tuple[int, int]:
-    """Whole and short words of the `left` pieces after the last whole block."""
+def tail_words(bits: int, left: int, *, trellis: bool = False) -> tuple[int, int]:
+    """Whole and short words of the `left` pieces after the last whole block, there for a trellis's states as well."""
+    if trellis:
+        return (-(-(left * bits + STATE_BITS - bits) // 16) if left else 0), 0
     each = 16 // bits
     last = left % each
     return left // each + (last > SHORT), int(0 < last <= SHORT)
 
 
-def code_words(shape: tuple[int, int], bits: int) -> int:
+def code_words(shape: tuple[int, int], bits: int, *, trellis: bool = False) -> int:
     """32-bit words of the codes of a matrix [N, K] on the device."""
     N, K = shape
     blocks, left = divmod(pieces(K), BLOCK // PIECE)
-    whole, short = tail_words(bits, left)
+    whole, short = tail_words(bits, left, trellis=trellis)
     return (blocks * WORDS[bits] + whole) * N * LANES + short * N * LANES // 2
 
 
@@ -241,15 +250,12 @@ def w4a8_bytes(shape: tuple[int, int], group_size: int) -> int:
     return N * (token_width(K, group_size) // 2 + 2 + 2 * groups)
 
 
-def linear_bytes(shape: tuple[int, int], bits: int, group_size: int, *, bias: bool) -> int:
-    """Bytes of a linear layer's weights [N, K] on the device; group_size 0: with a codebook."""
+def linear_bytes(shape: tuple[int, int], bits: int, group_size: int, *, bias: bool, trellis: bool = False) -> int:
+    """Bytes of a linear layer's weights [N, K] on the device; group_size 0: with a codebook, or of a trellis."""
     N, K = shape
-    codes = 4 * code_words(shape, bits)
-    scales = 4 * N * -(-K // group_size) if group_size else 2 * N << bits
+    codes = 4 * code_words(shape, bits, trellis=trellis)
+    scales = 4 * N * -(-K // group_size) if group_size else 2 * N << (0 if trellis else bits)
     return codes + scales + (4 * N if bias else 0)
-
-
-NO_TRELLIS = "the GPU backend does not read models of the method trellis yet; use --backend cpu, or quantize with gptq"
 
 
 def weight_bytes(spec: ModelSpec, recipe: Recipe, *, compensated: bool) -> int:
@@ -265,8 +271,10 @@ def weight_bytes(spec: ModelSpec, recipe: Recipe, *, compensated: bool) -> int:
             total += record_sizes(shape, recipe.layer_bits(name), recipe.group_size).nbytes + _PLACE_BYTES
             total += 4 * shape[0] if spec.has_bias(name) else 0
         else:
-            group_size = 0 if recipe.codebook else recipe.group_size
-            total += linear_bytes(shape, recipe.layer_bits(name), group_size, bias=spec.has_bias(name))
+            group_size = recipe.group_size if recipe.uniform else 0
+            total += linear_bytes(
+                shape, recipe.layer_bits(name), group_size, bias=spec.has_bias(name), trellis=recipe.trellis
+            )
         total += 2 * shape[0] if compensated and recipe.residual_bits not in (0, 16) else 0
     return total
 

@@ -12,11 +12,16 @@ import torch
 import triton
 import triton.language as tl
 
+from models.trellis import MULTIPLIERS, STATE_BITS
 from runtime.backends.triton.layout import GpuLinear
 from runtime.backends.triton.sizes import PIECE
 
 EXPONENT = {3: 0x48004800, 4: 0x4C004C00}
 """Exponent bits of 2^bits in both halves, such that the top bits of the mantissa count ones."""
+_STATE_BITS = tl.constexpr(STATE_BITS)
+_RANK_EXPONENT = 0x64006400
+"""The same of 2^10, such that the lowest bit counts ones, for ranks of a trellis's levels."""
+_MULTIPLIERS = tl.constexpr(MULTIPLIERS)
 
 
 class Matrix(NamedTuple):
@@ -34,9 +39,9 @@ class Matrix(NamedTuple):
 class Form(NamedTuple):
     """Compile-time parameters of a matrix."""
 
-    GROUP_SIZE: int  # Input channels that share a scale; 128 with a codebook
-    BITS: int  # 3 or 4
-    CODEBOOK: bool  # Whether codes are looked up in a codebook
+    GROUP_SIZE: int  # Input channels that share a scale; 128 if all do
+    BITS: int
+    KIND: str  # "uniform", "codebook", or "trellis"
     SPAN: int  # The part of a group covered by one product
     EVEN_K: bool  # Whether the last piece is complete
     TAIL: int
@@ -55,8 +60,10 @@ class Tile(NamedTuple):
 
 def matrix_of(weight: GpuLinear, unused: torch.Tensor) -> Matrix:
     """A matrix as a kernel argument; `unused` replaces absent tensors."""
-    groups, book, bias = (unused if t is None else t for t in (weight.groups, weight.codebook, weight.bias))
-    return Matrix(weight.codes, groups, book, bias, *weight.shape, EXPONENT[weight.bits])
+    book = weight.scales if weight.trellis else weight.codebook
+    groups, book, bias = (unused if t is None else t for t in (weight.groups, book, weight.bias))
+    exponent = _RANK_EXPONENT if weight.trellis else EXPONENT[weight.bits]
+    return Matrix(weight.codes, groups, book, bias, weight.shape[0], weight.width, exponent)
 
 
 def weight_form(weight: GpuLinear) -> Form:
@@ -64,9 +71,9 @@ def weight_form(weight: GpuLinear) -> Form:
     return Form(
         GROUP_SIZE=group_size,
         BITS=weight.bits,
-        CODEBOOK=weight.codebook is not None,
+        KIND=weight.kind,
         SPAN=min(128, group_size & -group_size),
-        EVEN_K=weight.shape[1] % PIECE == 0,
+        EVEN_K=weight.width % PIECE == 0,
         TAIL=weight.tail,
     )
 
@@ -125,13 +132,74 @@ def halves_of(word):
 @triton.constexpr_function
 def top_of(form):
     """The bit of a half at which codes become numbers: the mantissa's top, or 0 for look-ups."""
-    return 0 if form.CODEBOOK else 10 - form.BITS
+    return 0 if form.KIND == "codebook" else 10 - form.BITS
+
+
+@triton.jit
+def _states(words, PIECE: tl.constexpr, BITS: tl.constexpr):
+    """States of a piece of a trellis in both halves of its lanes, int32 [BLOCK_N, 16]: windows of the words' streams.
+
+    Behind a block's own words, as many as codes have bits, follows the last of the five.
+    """
+    WORD: tl.constexpr = PIECE * BITS // 16
+    BIT: tl.constexpr = PIECE * BITS % 16
+    states = words[WORD] >> BIT
+    if BIT > 16 - _STATE_BITS:
+        LOW: tl.constexpr = (1 << (16 - BIT)) - 1
+        NEXT: tl.constexpr = 4 if WORD + 1 == BITS else WORD + 1
+        states = states & (LOW * 0x00010001) | (words[NEXT] << (16 - BIT)) & ((0xFF - LOW) * 0x00010001)
+    else:
+        states &= 0x00FF00FF
+    return states
+
+
+@triton.constexpr_function
+def _levels(bits):
+    """Assembly that turns two states into their levels, both in the halves of a word: exactly (`models.trellis`).
+
+    A rank's lowest 7 bits below the exponent of 2^10 ($2) are the half 1024 + rank, its highest bit is the sign. Triton
+    would compute each half by itself, in 12 instructions a weight instead of 7. Each rounding counts: with these
+    constants the last sum, which rounds to whole numbers, gives all levels.
+    """
+    return f"""{{
+        .reg .b32 rank, t, power, level, least, rest, most, growth, whole, back;
+        mov.b32 least, 0x20002000;
+        mov.b32 rest, 0xC7FFC7FF;
+        mov.b32 most, 0x539D539D;
+        mov.b32 growth, 0x54495449;
+        mov.b32 whole, 0x66006600;
+        mov.b32 back, 0xE600E600;
+        mul.lo.u32 rank, $1, {_MULTIPLIERS[bits]};
+        lop3.b32 t, rank, 0x007F007F, $2, 0xEA;
+        fma.rn.f16x2 t, t, least, rest;
+        mul.rn.f16x2 power, t, t;
+        mul.rn.f16x2 power, power, power;
+        mul.rn.f16x2 power, power, power;
+        fma.rn.f16x2 power, power, most, growth;
+        mul.rn.f16x2 level, t, power;
+        add.rn.f16x2 level, level, whole;
+        add.rn.f16x2 level, level, back;
+        shl.b32 rank, rank, 8;
+        and.b32 rank, rank, 0x80008000;
+        xor.b32 $0, level, rank;
+    }}"""
 
 
 @triton.jit
 def _values(words, book, exponent, PIECE: tl.constexpr, form: tl.constexpr, tile: tl.constexpr):
-    """One piece as float16 [BLOCK_N, 32]: 2^BITS + code, or the values of the codebook."""
-    if form.CODEBOOK:
+    """One piece as float16 [BLOCK_N, 32]: 2^BITS + code, the values of the codebook, or a trellis's levels."""
+    if form.KIND == "trellis":
+        low, high = halves_of(
+            tl.inline_asm_elementwise(
+                _levels(form.BITS),
+                "=r,r,r",
+                [_states(words, PIECE, form.BITS), exponent],
+                dtype=tl.int32,
+                is_pure=True,
+                pack=1,
+            )
+        )
+    elif form.KIND == "codebook":
         code = _piece(words, PIECE, form.BITS, top_of(form))
         low, high = tl.load(book + (code & 0xFFFF)), tl.load(book + (code >> 16))
     else:
@@ -140,19 +208,42 @@ def _values(words, book, exponent, PIECE: tl.constexpr, form: tl.constexpr, tile
 
 
 @triton.jit
-def load_words(at, N, form: tl.constexpr):
+def load_words(at, N, more, form: tl.constexpr):
     """The words of a whole block of each row, int32 [BLOCK_N, 16] each; `at` points to the first.
 
-    At 3 bits the fourth is piece 15, which is stored in spare bits of the others.
+    At 3 bits the fourth is piece 15, which is stored in spare bits of the others. Of a trellis, the fifth is what
+    follows its own (`behind`). `more` says whether anything follows the block in the rows.
     """
     w0 = tl.load(at)
     w1 = tl.load(at + N * 16)
-    w2 = tl.load(at + N * 32)
-    if form.BITS == 4:
-        w3 = tl.load(at + N * 48)
-    else:
+    w2 = tl.load(at + N * 32) if form.BITS > 2 else w1
+    w3 = tl.load(at + N * 48) if form.BITS > 3 else w2
+    w4 = w3
+    if form.KIND == "trellis":
+        w4 = behind(w0, load_behind(at, N, more, form))
+    elif form.BITS == 3:
         w3 = spare_bit(w0, 0, top_of(form)) | spare_bit(w1, 1, top_of(form)) | spare_bit(w2, 2, top_of(form))
-    return w0, w1, w2, w3
+    return w0, w1, w2, w3, w4
+
+
+@triton.jit
+def load_behind(at, N, more, form: tl.constexpr):
+    """The first word of each lane's next one, int32 [BLOCK_N, 16]; 0 behind the last lane of a row.
+
+    Behind a block's last lane follows the first of the next block, or of the tail.
+    """
+    lanes = tl.arange(0, 16)[None, :]
+    step = tl.where(lanes < 15, 1, form.BITS * N * 16 - 15)
+    return tl.load(at + step, mask=(lanes < 15) | more, other=0)
+
+
+@triton.jit
+def behind(first, following):
+    """What follows the streams in both halves of a lane's words: the other half's, and the next lane's.
+
+    Args (tensors): the lanes' first words, and those of their next lanes (`load_behind`).
+    """
+    return (first >> 16) & 0xFFFF | following << 16
 
 
 @triton.jit
@@ -171,19 +262,35 @@ def _tail_word(tail, load_n, N, WORD: tl.constexpr, form: tl.constexpr):
     return word
 
 
+@triton.constexpr_function
+def _tail_words(form):
+    """Words of the pieces after the last whole block of a trellis (`runtime.backends.triton.sizes.tail_words`)."""
+    return -(-(form.TAIL * form.BITS + _STATE_BITS.value - form.BITS) // 16)
+
+
 @triton.jit
 def tail_words(codes, load_n, N, blocks, form: tl.constexpr):
-    """The words of the pieces after the last whole block, in the format of `load_words`.
+    """The words of the pieces after the last whole block, in the format of `load_words`, four of them.
+
+    Of a trellis they have all bits of their states, those of the next lane's codes too.
 
     Args (tensors): the matrix's codes; the program's rows, int32 [BLOCK_N]; how many whole blocks there are.
     """
     EACH: tl.constexpr = 16 // form.BITS
     tail = codes + blocks * form.BITS * N * 16
-    w0 = _tail_word(tail, load_n, N, 0, form)
-    w1 = _tail_word(tail, load_n, N, 1, form) if form.TAIL > EACH else w0
-    w2 = _tail_word(tail, load_n, N, 2, form) if form.TAIL > 2 * EACH else w0
-    w3 = _tail_word(tail, load_n, N, 3, form) if form.TAIL > 3 * EACH else w0
-    return w0, w1, w2, w3
+    if form.KIND == "trellis":
+        at = tail + load_n[:, None] * 16 + tl.arange(0, 16)[None, :]
+        WORDS: tl.constexpr = _tail_words(form)
+        w0 = tl.load(at)
+        w1 = tl.load(at + N * 16) if WORDS > 1 else w0
+        w2 = tl.load(at + N * 32) if WORDS > 2 else w1
+        w3 = tl.load(at + N * 48) if WORDS > 3 else w2
+    else:
+        w0 = _tail_word(tail, load_n, N, 0, form)
+        w1 = _tail_word(tail, load_n, N, 1, form) if form.TAIL > EACH else w0
+        w2 = _tail_word(tail, load_n, N, 2, form) if form.TAIL > 2 * EACH else w0
+        w3 = _tail_word(tail, load_n, N, 3, form) if form.TAIL > 3 * EACH else w0
+    return w0, w1, w2, w3, w3
 
 
 @triton.jit
@@ -225,6 +332,15 @@ def spread(value, SPAN: tl.constexpr, BLOCK_N: tl.constexpr):
     """One value per row for every channel, [BLOCK_N] -> [BLOCK_N, SPAN], built of pairs as the weights are."""
     pairs = tl.join(value, value)[:, None, :]
     return tl.reshape(tl.broadcast_to(pairs, (BLOCK_N, SPAN // 2, 2)), (BLOCK_N, SPAN))
+
+
+@triton.jit
+def scaled(acc, matrix, pid_n, form: tl.constexpr, tile: tl.constexpr):
+    """Sums float32 [BLOCK_N, BLOCK_M] of a program's rows times what is one number an output channel, of a trellis."""
+    if form.KIND == "trellis":
+        offs_n = tl.minimum(pid_n * tile.BLOCK_N + natural_rows(tile.BLOCK_N, tile.WARPS), matrix.N - 1)
+        acc *= tl.load(matrix.book + offs_n).to(tl.float32)[:, None]
+    return acc
 
 
 @triton.constexpr_function

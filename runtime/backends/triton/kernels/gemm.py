@@ -18,6 +18,7 @@ from runtime.backends.triton.kernels.codes import (
     matrix_of,
     natural_rows,
     row_words,
+    scaled,
     spread,
     tail_tile,
     tail_words,
@@ -59,7 +60,7 @@ def _add_block(acc, words, ops, rows, block, PIECES: tl.constexpr, form: tl.cons
         x_at = rows[None, :] + offs_k[:, None]
         x = tl.load(x_at) if form.EVEN_K else tl.load(x_at, mask=(offs_k < K)[:, None], other=0.0)
         w = values_of(words, ops.book, ops.matrix.exponent, start // 32, form, tile)
-        if not form.CODEBOOK:
+        if form.KIND == "uniform":
             group = (block * 512 + start) // form.GROUP_SIZE
             words_of_group = row_words(ops.matrix.groups + group * N, ops.first_n, N, tile.BLOCK_N, tile.WARPS)
             scale, offset = halves_of(words_of_group)
@@ -88,12 +89,13 @@ def multiply_rows(rows, matrix, pid_n, form: tl.constexpr, tile: tl.constexpr):
     acc = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
     blocks = tl.cdiv(K, 32) // 16
     for block in range(blocks):
-        acc = _add_block(acc, load_words(codes + block * BITS * N * 16, N, form), ops, rows, block, 16, form, tile)
+        words = load_words(codes + block * BITS * N * 16, N, block + 1 < tl.cdiv(K, 512), form)
+        acc = _add_block(acc, words, ops, rows, block, 16, form, tile)
     if form.TAIL > 0:  # noqa: SIM102 - a constant and a number of the device
         if tl.cdiv(K, 32) % 16 > 0:
             words = tail_words(matrix.codes, load_n, N, blocks, form)
             acc = _add_block(acc, words, ops, rows, blocks, form.TAIL, form, tail_tile(form, tile))
-    return acc
+    return scaled(acc, matrix, pid_n, form, tile)
 
 
 @triton.jit(do_not_specialize=["biased", "M"])
@@ -126,7 +128,7 @@ def gemm(
     """The product of a low-bit matrix with any number of rows of activations, plus the bias: out = x Ŵᵀ + b.
 
     Args:
-        x: float16 [M, K], contiguous, M at least 1.
+        x: float16 [M, K], contiguous, M at least 1; of a trellis as `rotate` writes it.
         weight: The matrix.
         out: float32 [M, N], written.
         workspace: Allows up to `ROWS` rows to be split along K (`few_rows`); None: no splitting.

@@ -17,6 +17,9 @@ two stages, Triton's pipeline has one buffer, and the machine code waited for ea
 For one token, activations and scales are loaded directly into the registers that need them: the loads are smaller than
 a program has threads, which makes the compiler repeat them instead of passing them through shared memory.
 
+The levels of a trellis are computed, two at once, in 8 instructions a weight all in all (`codes`). A table would take as
+many as a codebook, 6, but its 256 entries lie in four lines, and lookups of a warp wait for all of them.
+
 Codebooks are looked up with one load a weight: 16 or 32 bytes an output channel stay in the first-level cache, where
 the 32 lookups of a warp touch two lines. With shuffles they were four, in a tree of selections fifteen instructions.
 
@@ -39,10 +42,13 @@ from runtime.backends.triton.kernels.activations import piece_sums
 from runtime.backends.triton.kernels.codes import (
     Form,
     Tile,
+    behind,
     halves_of,
+    load_behind,
     matrix_of,
     natural_rows,
     row_words,
+    scaled,
     spare_bit,
     tail_tile,
     tail_words,
@@ -99,15 +105,16 @@ class Next(NamedTuple):
 
     at: Any  # Its first word for each row, pointers [BLOCK_N, 16]
     there: Any
+    more: Any  # Whether anything follows it in the rows
 
 
 class Operands(NamedTuple):
     """Operands of a program, within the kernel."""
 
     x: Any  # float16 [M, K]
-    sums: Any  # float32 [M, ceil(K / 32)], the sums of the pieces of x; None with a codebook
+    sums: Any  # float32 [M, ceil(K / 32)], the sums of the pieces of x, of uniform groups; None else
     matrix: Any
-    book: Any  # Codebooks of the program's rows, pointers [BLOCK_N, 1]
+    book: Any  # Codebooks of the program's rows, if there are any, pointers [BLOCK_N, 1]
     first_n: Any  # The first 8 rows of every 16 of the tile, int32 [BLOCK_N / 2]
     M: Any
 
@@ -119,7 +126,8 @@ def resident(M: int, form: Form, major: int) -> int:
     3 8B's down at 3 bits on an H200, 640 programs took 22.6 µs where there was room for 528, and 512 took 16.9.
     """
     limited = options(M, form, major).get("maxnreg", 255) <= 168
-    return 6 if M == 1 and (limited or form.CODEBOOK or (form.BITS == 4 and major < 10)) else 4
+    small = form.KIND == "codebook" or (form.KIND == "uniform" and form.BITS == 4 and major < 10)
+    return 6 if M == 1 and (limited or small) else 4
 
 
 @cache
@@ -171,7 +179,7 @@ def _apply_group(
     acc, sums, ops, block, SPAN_AT: tl.constexpr, PIECES: tl.constexpr, form: tl.constexpr, tile: tl.constexpr
 ):
     """Add a span's sums to those of the program: less what codes are too large by, times the scale of their group."""
-    if not form.CODEBOOK:
+    if form.KIND == "uniform":
         group = (block * 512 + SPAN_AT) // form.GROUP_SIZE
         at = ops.matrix.groups + group * ops.matrix.N
         scale, offset = halves_of(row_words(at, ops.first_n, ops.matrix.N, tile.BLOCK_N, tile.WARPS))
@@ -183,7 +191,8 @@ def _apply_group(
 @triton.constexpr_function
 def _ends(word, form, start, dot):
     """Whether a word of a block ends within `dot` channels from `start` on; its last piece is among them."""
-    return start < 32 * (16 // form.BITS) * (word + 1) <= start + dot
+    pieces = (16 * word + 15) // form.BITS + 1 if form.KIND == "trellis" else 16 // form.BITS * (word + 1)
+    return start < 32 * pieces <= start + dot
 
 
 @triton.jit
@@ -191,7 +200,7 @@ def _reload(word, following, offset, form: tl.constexpr):
     """The same word of the next block, or this one where there is none."""
     if following.there:
         word = tl.load(following.at + offset)
-    if not form.CODEBOOK:  # there, look-ups are the limit, and registers spill on sm_80
+    if form.KIND != "codebook":  # there, look-ups are the limit, and registers spill on sm_80
         tl.debug_barrier()  # keeps the load here, see the module
     return word
 
@@ -200,8 +209,9 @@ def _reload(word, following, offset, form: tl.constexpr):
 def _add_block(acc, words, ops, block, following, PIECES: tl.constexpr, form: tl.constexpr, tile: tl.constexpr):
     """Multiply PIECES pieces of a block, and load the words of the next one as those of this one are used up.
 
-    Args (tensors): float32 [BLOCK_N, BLOCK_M], the sums; the block's words, at 3 bits three of them where another block
-    follows and four else (`load_words`); its number; the `Next` one, None where nothing is to be loaded.
+    Args (tensors): float32 [BLOCK_N, BLOCK_M], the sums; the block's words (`load_words`), but where another block
+    follows without piece 15 of 3 bits, and of a trellis with the last as `load_behind` gives it; its number; the `Next`
+    one, None where nothing is to be loaded.
 
     Returns:
         The sums, and the words of the next block.
@@ -210,12 +220,16 @@ def _add_block(acc, words, ops, block, following, PIECES: tl.constexpr, form: tl
     BLOCK_N: tl.constexpr = tile.BLOCK_N
     SPAN: tl.constexpr = form.SPAN
     DOT: tl.constexpr = tile.DOT
-    w0, w1, w2, w3 = words
+    w0, w1, w2, w3, w4 = words
     N = ops.matrix.N
+    if form.KIND == "trellis" and following is not None:
+        w4 = behind(w0, w4)
     for span in tl.static_range(0, PIECES * 32, SPAN):
         sums = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
         for start in tl.static_range(span, min(span + SPAN, PIECES * 32), DOT):
-            if following is not None and form.BITS == 3:  # piece 15 is gathered before the words that keep it go
+            if (
+                following is not None and form.BITS == 3 and form.KIND != "trellis"
+            ):  # piece 15 is gathered before the words that keep it go
                 if _ends(0, form, start, DOT):
                     w3 = spare_bit(w0, 0, top_of(form))
                 if _ends(1, form, start, DOT):
@@ -223,19 +237,21 @@ def _add_block(acc, words, ops, block, following, PIECES: tl.constexpr, form: tl
                 if _ends(2, form, start, DOT):
                     w3 |= spare_bit(w2, 2, top_of(form))
             x = _load_x(ops, block * 512 + start + tl.arange(0, DOT), form, tile)
-            w = values_of((w0, w1, w2, w3), ops.book, ops.matrix.exponent, start // 32, form, tile)
+            w = values_of((w0, w1, w2, w3, w4), ops.book, ops.matrix.exponent, start // 32, form, tile)
             sums = tl.dot(w, x, sums)
             if following is not None:
                 if _ends(0, form, start, DOT):
                     w0 = _reload(w0, following, 0, form)
                 if _ends(1, form, start, DOT):
                     w1 = _reload(w1, following, N * 16, form)
-                if _ends(2, form, start, DOT):
+                if form.BITS > 2 and _ends(2, form, start, DOT):
                     w2 = _reload(w2, following, N * 32, form)
-                if _ends(3, form, start, DOT):
+                if form.BITS > 3 and _ends(3, form, start, DOT):
                     w3 = _reload(w3, following, N * 48, form)
+                if form.KIND == "trellis" and start + DOT == 512 and following.there:
+                    w4 = load_behind(following.at, N, following.more, form)
         acc = _apply_group(acc, sums, ops, block, span, min(SPAN // 32, PIECES - span // 32), form, tile)
-    return acc, (w0, w1, w2, w3)
+    return acc, (w0, w1, w2, w3, w4)
 
 
 @triton.jit
@@ -264,17 +280,19 @@ def multiply_part(given, pid_n, part, split, form: tl.constexpr, tile: tl.conste
     end = tl.minimum(blocks, behind)
     if begin < end:
         at = codes + begin * BITS * N * 16
-        w0, w1, w2 = tl.load(at), tl.load(at + N * 16), tl.load(at + N * 32)
-        w3 = tl.load(at + N * 48) if BITS == 4 else w2
+        w0, w1 = tl.load(at), tl.load(at + N * 16)
+        w2 = tl.load(at + N * 32) if BITS > 2 else w1
+        w3 = tl.load(at + N * 48) if BITS > 3 else w2
+        w4 = load_behind(at, N, begin + 1 < blocks + rest, form) if form.KIND == "trellis" else w3
         for block in range(begin, end):
-            following = Next(codes + (block + 1) * BITS * N * 16, block + 1 < end)
-            acc, words = _add_block(acc, (w0, w1, w2, w3), ops, block, following, 16, form, tile)
-            w0, w1, w2, w3 = words
+            following = Next(codes + (block + 1) * BITS * N * 16, block + 1 < end, block + 2 < blocks + rest)
+            acc, words = _add_block(acc, (w0, w1, w2, w3, w4), ops, block, following, 16, form, tile)
+            w0, w1, w2, w3, w4 = words
     if form.TAIL > 0:  # noqa: SIM102 - a constant and a number of the device
         if (rest > 0) & (begin <= blocks) & (blocks < behind):
             words = tail_words(matrix.codes, load_n, N, blocks, form)
             acc, words = _add_block(acc, words, ops, blocks, None, form.TAIL, form, tail_tile(form, tile))
-    return acc
+    return scaled(acc, matrix, pid_n, form, tile)
 
 
 @triton.jit(do_not_specialize=["biased", "M", "split"])
@@ -319,7 +337,7 @@ def few_rows(
     """The product of a low-bit matrix with one or a few tokens, plus the bias: out = x Ŵᵀ + b.
 
     Args:
-        x: float16 [M, K], contiguous, M from 1 to `ROWS`.
+        x: float16 [M, K], contiguous, M from 1 to `ROWS`; of a trellis as `rotate` writes it.
         weight: The matrix.
         out: float32 [M, N], written.
         workspace: Memory for the parts of a split product, belonging to the current stream.
@@ -331,13 +349,13 @@ def few_rows(
         BackendError: operands of the wrong type or shape, or too many tokens.
     """
     check_operands(x, weight, out)
-    M, (N, K) = x.shape[0], weight.shape
+    M, N, K = x.shape[0], weight.shape[0], weight.width
     if M > ROWS:
         raise BackendError(f"{weight.name}: {M} rows at once; this kernel takes {ROWS}, use gemm")
     form, major = weight_form(weight), capability(x.device)
     if config is None:
         config = configure(N, K, sm_count(x.device), resident(M, form, major))
-    if form.CODEBOOK:
+    if form.KIND != "uniform":
         sums = None
     elif sums is None:
         sums = workspace.sums(M, pieces(K))
@@ -358,8 +376,10 @@ def few_rows(
 
 def options(M: int, form: Form, major: int) -> dict[str, int]:
     """Further options of the compiler, for a device of this major compute capability."""
-    if M > 1 or form.CODEBOOK:
+    if M > 1 or form.KIND == "codebook":
         return {}
+    if form.KIND == "trellis":  # without, 255 would spill
+        return {"maxnreg": 168} if form.BITS == 4 and major >= 10 else {}
     if form.BITS == 3 and form.TAIL > 0:  # 168 would spill, on Hopper 40 bytes; Ampere and Ada stop there otherwise
         return {"maxnreg": 255} if major == 8 else {}
     limit = REGISTERS.get((major, form.BITS))
@@ -368,12 +388,13 @@ def options(M: int, form: Form, major: int) -> dict[str, int]:
 
 def tile_of(M: int, form: Form, block_n: int = 64) -> Tile:
     block_m = 1 if M == 1 else TILE_ROWS
-    return Tile(DOT=32 if M == 1 else min(form.SPAN, DOT_ROWS), BLOCK_M=block_m, BLOCK_N=block_n, WARPS=WARPS)
+    dot = 32 if M == 1 or form.KIND == "trellis" else min(form.SPAN, DOT_ROWS)
+    return Tile(DOT=dot, BLOCK_M=block_m, BLOCK_N=block_n, WARPS=WARPS)
 
 
 def check_operands(x: torch.Tensor, weight: GpuLinear, out: torch.Tensor) -> None:
     """Raise BackendError unless x is float16 [M, K], out float32 [M, N], and both contiguous."""
-    N, K = weight.shape
+    (N, _), K = weight.shape, weight.width
     for name, tensor, dtype, width in (("x", x, torch.float16, K), ("out", out, torch.float32, N)):
         if tensor.dtype != dtype or tensor.ndim != 2 or tensor.shape[1] != width or not tensor.is_contiguous():
             raise BackendError(

@@ -13,39 +13,19 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from models import trellis
-from models.packed import PackedLinear
 from models.quantize import quantize
 from models.recipe import Recipe
 from models.store import Store, StoredModel
-from runtime.backends import ModelSizes, backend
 from runtime.backends.cpu.data import instructions as op
 from runtime.backends.cpu.data.records import padded
 from runtime.backends.decoder import DecoderOptions
 from runtime.backends.operations.linear import gemv_int8, quantize_groups
-from runtime.errors import BackendError
 from tests.guarded import aligned_zeros
 from tests.models.conftest import TEXT, write_checkpoint
 from tests.runtime.backends.cpu.machine import Activations, matrix
 from tests.runtime.backends.cpu.test_cpu_kernels import product
 from tests.runtime.backends.steps import prompt_and_token
-
-
-def random_linear(N: int, K: int, bits: int, rng: np.random.Generator) -> PackedLinear:
-    codes = rng.integers(0, 1 << bits, (N, trellis.padded_width(K))).astype(np.uint8)
-    return PackedLinear(
-        name="layers.0.o",
-        shape=(N, K),
-        bits=bits,
-        group_size=64,
-        codes=trellis.pack(codes, bits),
-        scales=rng.uniform(1e-4, 1e-2, (N, 1)).astype(np.float16),
-        zeros=None,
-        trellis=True,
-        bias=None,
-        residual=None,
-        rank_maximum=None,
-        mean_square=None,
-    )
+from tests.runtime.backends.trellises import random_trellis
 
 
 @settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -59,7 +39,7 @@ def random_linear(N: int, K: int, bits: int, rng: np.random.Generator) -> Packed
 def test_any_product(machine: Callable[..., Any], N: int, blocks: int, bits: int, rows: int, seed: int) -> None:
     """Activations have a mean, which an offset of the levels would add up."""
     rng, K = np.random.default_rng(seed), 32 * blocks
-    linear = random_linear(N, K, bits, rng)
+    linear = random_trellis(N, K, bits, seed=seed)
     x = torch.from_numpy(trellis.rotate((rng.standard_normal((rows, K)) + 3).astype(np.float32)))
     codes, scales = quantize_groups(x, 64)
     expected = gemv_int8(codes, scales, linear).numpy()
@@ -106,13 +86,3 @@ def test_the_decoder_answers_as_the_reference_does(
     # Activations are in INT8 here and in float32 there: 2 % of a logit's size.
     allowed = 0.03 * np.sqrt(np.mean(answers[1] ** 2))
     assert np.sqrt(np.mean((answers[0] - answers[1]) ** 2)) < allowed
-
-
-def test_the_gpu_backend_says_that_it_reads_none(tmp_path: Path) -> None:
-    folder = write_checkpoint(tmp_path / "checkpoint", family="qwen2")
-    info = quantize(folder, Store(tmp_path / "store"), Recipe(method="trellis", bits=3), calibration=TEXT)
-    model = StoredModel.open_folder(info.path)
-    with pytest.raises(BackendError, match="does not read models of the method trellis yet; use --backend cpu"):
-        backend("triton").footprint(model.spec, ModelSizes(weight_bytes=1, recipe=info.recipe), compensated=False)
-    with pytest.raises(BackendError, match="trellis"):
-        backend("triton").open(model, DecoderOptions(context=64))

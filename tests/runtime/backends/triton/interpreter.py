@@ -6,6 +6,7 @@ Import it before any module with kernels: Triton asks for the interpreter when a
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,6 +22,49 @@ DEVICE = "cuda" if HAS_CUDA else "cpu"
 """Where kernels run."""
 if not HAS_CUDA:
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+def run_assembly(
+    _builder: Any, assembly: str, _constraints: str, values: list[Any], kinds: list[Any], _pure: bool, _pack: int, /
+) -> Any:
+    """Run PTX of one register, as cards do: words of 32 bits, and pairs of halves, each result rounded once."""
+    registers: dict[str, Any] = {f"${number + 1}": value.data.view(np.uint32) for number, value in enumerate(values)}
+
+    def read(name: str) -> Any:
+        return registers[name] if name in registers else np.full(values[0].data.shape, int(name, 0), np.uint32)
+
+    def halves(name: str) -> Any:
+        return np.ascontiguousarray(read(name)).view(np.float16).astype(np.float64)
+
+    def table(a: Any, b: Any, c: Any, lookup: Any) -> Any:
+        found, number = np.zeros_like(a), int(lookup.flat[0])
+        for case in range(8):
+            here = [word if case >> place & 1 else ~word for place, word in zip((2, 1, 0), (a, b, c), strict=True)]
+            found |= here[0] & here[1] & here[2] if number >> case & 1 else 0
+        return found
+
+    whole = {
+        "mov.b32": lambda a: a,
+        "mul.lo.u32": lambda a, b: a * b,
+        "shl.b32": lambda a, b: a << b,
+        "and.b32": lambda a, b: a & b,
+        "xor.b32": lambda a, b: a ^ b,
+        "lop3.b32": table,
+    }
+    pairs = {
+        "fma.rn.f16x2": lambda a, b, c: a * b + c,
+        "mul.rn.f16x2": lambda a, b: a * b,
+        "add.rn.f16x2": lambda a, b: a + b,
+    }
+    for line in re.findall(r"^\s*([a-z]\S+) ([^;.]+);", assembly, re.MULTILINE):
+        (to, *names), name = line[1].split(", "), line[0]
+        if name in whole:
+            registers[to] = whole[name](*map(read, names))
+        else:
+            registers[to] = pairs[name](*map(halves, names)).astype(np.float16).view(np.uint32)
+    from triton.runtime.interpreter import TensorHandle
+
+    return SimpleNamespace(get_result=lambda _: TensorHandle(registers["$0"].view(np.int32), kinds[0].scalar))
 
 
 @contextmanager
@@ -49,6 +93,7 @@ def patched_once() -> Iterator[None]:
         patch.setattr(interpreter.interpreter_builder, "options", replace(options, sanitize_overflow=False))
         _replace_language_once(patch, interpreter)
         _keep_types(patch, interpreter)
+        patch.setattr(interpreter.InterpreterBuilder, "create_inline_asm", run_assembly)
         yield
 
 

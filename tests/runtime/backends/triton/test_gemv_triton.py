@@ -126,7 +126,7 @@ def test_few_programs_make_no_second_wave(sm_count, held):
 def test_the_cut_of_a_token_is_what_an_h200_showed_to_be_the_fastest():
     """Of up to 14 divisions each."""
     for bits in (3, 4):
-        form = Form(128, bits, CODEBOOK=False, SPAN=128, EVEN_K=True, TAIL=0)
+        form = Form(128, bits, KIND="uniform", SPAN=128, EVEN_K=True, TAIL=0)
         for N, K, fastest in ((6144, 4096, 8), (4096, 4096, 8), (28672, 4096, 3), (4096, 14336, 10)):
             assert configure(N, K, 132, resident(1, form, 9)).split == fastest
 

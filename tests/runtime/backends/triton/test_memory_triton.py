@@ -146,10 +146,11 @@ def test_unloading_returns_everything_and_the_next_load_is_planned_with_it(
 @pytest.mark.parametrize("case", MODELS)
 def test_buffers_are_those_that_were_counted(case: str) -> None:
     spec = MODELS[case][0]
-    model: Any = SimpleNamespace(spec=spec, device=META, token_group=None)
-    buffers = Buffers(model, 40)
-    held = sum(tensor.nbytes for tensor in buffers._flat.values()) + buffers.main.nbytes
-    assert held == buffer_sizes(spec, 40).nbytes
+    for trellis in (False, True):
+        model: Any = SimpleNamespace(spec=spec, device=META, token_group=None, trellis=trellis)
+        buffers = Buffers(model, 40)
+        held = sum(tensor.nbytes for tensor in buffers._flat.values()) + buffers.main.nbytes
+        assert held == buffer_sizes(spec, 40, trellis=trellis).nbytes
 
 
 def test_buffers_hold_the_widest_layer() -> None:

@@ -22,6 +22,7 @@ from runtime.backends.triton.kernels import (
     recurrent,
     residual_gemm,
     rope,
+    rotate,
     routing,
     select,
     w4a8,
@@ -109,24 +110,29 @@ def _one(
     return Specialization(name=name, kernel=kernel, types=own, constants=constants, num_warps=num_warps, **how)
 
 
-def _form(bits: int, *, codebook: bool = False, group_size: int = 128, tail: int = 0) -> Form:
+def _form(bits: int, kind: str = "uniform", *, group_size: int = 128, tail: int = 0) -> Form:
     """The form of models' matrices: whole pieces; by default groups of 128 and whole blocks."""
-    return Form(GROUP_SIZE=group_size, BITS=bits, CODEBOOK=codebook, SPAN=group_size, EVEN_K=True, TAIL=tail)
+    return Form(GROUP_SIZE=group_size, BITS=bits, KIND=kind, SPAN=group_size, EVEN_K=True, TAIL=tail)
 
 
 def _gemv() -> Iterator[Specialization]:
-    """Groups of 128 at 3 and 4 bits, 576 and 2880 channels, a codebook, and a few tokens at once."""
+    """Groups of 128 at 3 and 4 bits, 576 and 2880 channels, a codebook, trellises, and a few tokens at once."""
     for name, form, M in (
         ("gemv b4", _form(4), 1),
         ("gemv b3", _form(3), 1),
         ("gemv b3 K576", _form(3, group_size=64, tail=2), 1),
         ("gemv b4 K2880", _form(4, tail=10), 1),
         ("gemv b3 K2880", _form(3, tail=10), 1),
-        ("gemv b3 codebook", _form(3, codebook=True), 1),
+        ("gemv b3 codebook", _form(3, "codebook"), 1),
+        *((f"gemv b{bits} trellis", _form(bits, "trellis"), 1) for bits in (2, 3, 4)),
+        ("gemv b3 trellis K2880", _form(3, "trellis", tail=10), 1),
+        *((f"gemv b{bits} trellis rows", _form(bits, "trellis"), 8) for bits in (2, 3, 4)),
         ("gemv b4 rows", _form(4), 8),
         ("gemv b3 rows", _form(3), 8),
     ):
-        constants = {"form": form, "tile": gemv.tile_of(M, form)} | ({"sums_ptr": None} if form.CODEBOOK else {})
+        constants = {"form": form, "tile": gemv.tile_of(M, form)} | (
+            {} if form.KIND == "uniform" else {"sums_ptr": None}
+        )
         yield _few_rows(name, gemv._gemv_kernel, constants, M)
 
 
@@ -141,15 +147,18 @@ def _few_rows(
 
 
 def _gemm() -> Iterator[Specialization]:
-    """Prompts with groups of 128 at 3 and 4 bits, 576 and 2880 channels, a codebook; Hopper's taller tiles."""
+    """Prompts with groups of 128 at 3 and 4 bits, 576 and 2880 channels; a codebook; trellises; Hopper's tiles."""
     for name, form, block_m in (
         ("gemm b4", _form(4), gemm.BLOCK_M),
         ("gemm b3", _form(3), gemm.BLOCK_M),
         ("gemm b3 K576", _form(3, group_size=64, tail=2), gemm.BLOCK_M),
         ("gemm b4 K2880", _form(4, tail=10), gemm.BLOCK_M),
-        ("gemm b3 codebook", _form(3, codebook=True), gemm.BLOCK_M),
+        ("gemm b3 codebook", _form(3, "codebook"), gemm.BLOCK_M),
+        ("gemm b3 trellis", _form(3, "trellis"), gemm.BLOCK_M),
+        ("gemm b3 trellis K2880", _form(3, "trellis", tail=10), gemm.BLOCK_M),
         ("gemm b4 tall", _form(4), gemm.TALL),
         ("gemm b3 tall", _form(3), gemm.TALL),
+        ("gemm b3 trellis tall", _form(3, "trellis"), gemm.TALL),
     ):
         only = gemm.HOPPER if block_m == gemm.TALL else None
         yield _many_rows(name, gemm._gemm_kernel, {"form": form}, block_m, only=only)
@@ -250,8 +259,9 @@ def _residual_gemm() -> Iterator[Specialization]:
 
 
 def _activations() -> Iterator[Specialization]:
-    """Sums of pieces; attention's output of 4096 channels, rounded."""
+    """Sums of pieces; any input, rotated; attention's output of 4096 channels, rounded."""
     yield _one("sums", activations._sums_kernel, {"BLOCK_K": activations.BLOCK_K})
+    yield _one("rotate", rotate._rotate_kernel, {}, rotate.WARPS, types={"out_ptr": "*fp16"})
     shape, warps = activations.rounding_shape(4096, 128)
     yield _one("tokens K4096", activations._round_kernel, {"K": 4096, "shape": shape}, warps, options=_ROUNDED)
 

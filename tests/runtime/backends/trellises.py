@@ -1,0 +1,27 @@
+"""Random matrices of trellises, as stored."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from models import trellis
+from models.packed import PackedLinear
+
+
+def random_trellis(N: int, K: int, bits: int, *, seed: int, bias: bool = False) -> PackedLinear:
+    """A matrix [N, K] of random codes."""
+    rng = np.random.default_rng(seed)
+    return PackedLinear(
+        name="layers.0.o",
+        shape=(N, K),
+        bits=bits,
+        group_size=64,
+        codes=trellis.pack(rng.integers(0, 1 << bits, (N, trellis.padded_width(K))).astype(np.uint8), bits),
+        scales=rng.uniform(1e-4, 1e-2, (N, 1)).astype(np.float16),
+        zeros=None,
+        trellis=True,
+        bias=rng.normal(size=N).astype(np.float32) if bias else None,
+        residual=None,
+        rank_maximum=None,
+        mean_square=None,
+    )

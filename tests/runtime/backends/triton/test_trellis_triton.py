@@ -1,0 +1,96 @@
+"""Trellises on the GPU: rotated activations, and products with their words, against `models.trellis`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from models import trellis
+from models.packed import PackedLinear
+from models.quantize import quantize
+from models.recipe import Recipe
+from models.store import Store, StoredModel
+from runtime.backends.decoder import DecoderOptions
+from runtime.backends.triton.kernels.gemm import gemm
+from runtime.backends.triton.kernels.gemv import LaunchConfig, few_rows
+from runtime.backends.triton.kernels.rotate import rotate
+from runtime.backends.triton.layout import repack
+from runtime.backends.triton.sizes import linear_bytes
+from runtime.backends.triton.workspace import Workspace
+from tests.close import Tolerance, assert_close
+from tests.models.conftest import TEXT, write_checkpoint
+from tests.runtime.backends.trellises import random_trellis
+from tests.runtime.backends.triton.decoding import assert_same, both, step, text
+from tests.runtime.backends.triton.operands import EXACT, activations, poisoned
+
+ROTATED = Tolerance(spread=4e-3, why="results up to eight times their root mean square are rounded to halves, 2^-11")
+
+
+def rotated(x: torch.Tensor) -> torch.Tensor:
+    """x float16 [M, K], as products read it: float16 [M, width]."""
+    out = torch.full((len(x), trellis.padded_width(x.shape[1])), torch.nan, dtype=torch.float16, device=x.device)
+    rotate(x, out)
+    return out
+
+
+def expected(x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
+    """The product of rotated activations, in the order of words, with the levels and scales, and the bias: float64."""
+    width = trellis.padded_width(packed.shape[1])
+    levels = trellis.levels(packed.bits)[trellis.states(trellis.unpack(packed.codes, packed.bits), packed.bits)]
+    weight = levels.astype(np.float64) * packed.scales
+    out = x.cpu().double()[:, order(width)] @ torch.from_numpy(weight).T
+    return out if packed.bias is None else out + torch.from_numpy(packed.bias)
+
+
+def order(width: int) -> torch.Tensor:
+    """Where rotated channels lie, int64 [width], as the layout's description says."""
+    found = np.empty(width, np.int64)
+    for start in range(0, width, 512):
+        pieces = min(512, width - start) // 32
+        for lane in range(16):
+            for half in range(2):
+                column = 16 * (lane // 2 % 2) + 4 * (lane // 4) + 2 * (lane % 2) + half
+                first = start + pieces * (2 * lane + half)
+                found[first : first + pieces] = start + 32 * np.arange(pieces) + column
+    return torch.from_numpy(found)
+
+
+@pytest.mark.parametrize("K", [32, 64, 172, 512, 1120, 1536])
+def test_rotated_activations(K: int, device: str) -> None:
+    x = activations(3, K, device, K)
+    reference = torch.from_numpy(trellis.rotate(x.cpu().float().numpy()))
+    assert_close(rotated(x)[:, order(reference.shape[1])].float(), reference, ROTATED)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+@pytest.mark.parametrize(
+    ("M", "N", "K", "split"), [(1, 70, 1536, 3), (1, 33, 1120, 2), (1, 64, 160, 1), (2, 70, 1088, 2), (33, 70, 1000, 0)]
+)
+def test_products_are_the_exact_ones(bits: int, M: int, N: int, K: int, split: int, device: str) -> None:
+    """Whole blocks and tails of every length; a product of many rows, too, has levels that are not rounded."""
+    packed = random_trellis(N, K, bits, seed=N + K, bias=M == 1)
+    weight, x = repack(packed, device), rotated(activations(M, K, device, K))
+    assert weight.nbytes == linear_bytes((N, K), bits, 0, bias=M == 1, trellis=True)
+    out = poisoned(M, N, device=device)
+    if split:
+        few_rows(x, weight, out, Workspace(device), LaunchConfig(split=split))
+    else:
+        gemm(x, weight, out)
+    assert_close(out, expected(x, packed), EXACT)
+
+
+@pytest.mark.parametrize(("bits", "k_chunk"), [(2, 0), (3.5, 64)])
+def test_the_decoder_answers_as_the_reference_does(tmp_path: Path, bits: float, k_chunk: int, device: str) -> None:
+    """Prompts of few and many rows and a decoded token, with biases; compensation reads what is not rotated."""
+    folder = write_checkpoint(tmp_path / "checkpoint", family="qwen2", intermediate=160)
+    info = quantize(folder, Store(tmp_path / "store"), Recipe(method="trellis", bits=bits), calibration=TEXT)
+    options = DecoderOptions(
+        context=64, max_rows=32, k_chunk=k_chunk, prompt_k_chunk=k_chunk, select="static",
+    )  # fmt: skip
+    ours, theirs = both(StoredModel.open_folder(info.path), options, device)
+    steps = [step(text(20), 0, prefill=True), step([7, 8], 20, prefill=True), step([17], 22)]
+    assert_same(ours, theirs, steps)
+    ours.close()
