@@ -1,4 +1,4 @@
-"""Human-readable sizes and durations, and estimates of the time left in a step of a job."""
+"""Human-readable losses and durations, and estimates of the time left in a step of a job."""
 
 from __future__ import annotations
 
@@ -66,6 +66,16 @@ class Estimate:
 def _speed(first: tuple[float, float], last: tuple[float, float], least_s: float) -> float | None:
     passed, gained = last[0] - first[0], last[1] - first[1]
     return gained / passed if passed >= least_s and gained > 0 else None
+
+
+def perplexity(before: float | None, after: float | None) -> str:
+    """Perplexity after quantizing, and the loss from full precision: `33.25 (+18 %)`; empty if it was not measured."""
+    if after is None:
+        return ""
+    if before is None:
+        return f"{after:.2f}"
+    loss = 100 * (after / before - 1)
+    return f"{after:.2f} ({loss:+.{int(abs(loss) < 9.95)}f} %)"
 
 
 def duration(seconds: float) -> str:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from app.amounts import perplexity
 from app.cli import options
 from app.cli.model import fetched, find_checkpoint, is_stored, pulled, quantized, unknown
 from app.cli.output import NAME, CliError, Interrupt, Output, at_a_terminal
@@ -62,7 +63,7 @@ def list_models(ctx: typer.Context, as_json: options.Json = False) -> None:
                 byte_count(summary.disk_bytes),
                 _count(summary.parameters),
                 str(summary.context),
-                "-" if summary.perplexity_after is None else f"{summary.perplexity_after:.2f}",
+                perplexity(summary.perplexity_before, summary.perplexity_after) or "-",
             )
         )
     output.table(rows)
@@ -85,6 +86,7 @@ def show(
     if as_json:
         output.result(entry)
         return
+    entry["perplexity_after"] = perplexity(info.summary.perplexity_before, info.summary.perplexity_after) or None
     for key, value in entry.items():
         if value is not None:
             output.text(f"{_LABELS.get(key, key.replace('_', ' ')):<20}{_shown(key, value)}")
@@ -413,7 +415,7 @@ def quantize(
     )
     if summary.perplexity_before is not None and summary.perplexity_after is not None:
         before, after = summary.perplexity_before, summary.perplexity_after
-        output.text(f"perplexity as a chat gets it: {before:.2f} before, {after:.2f} after")
+        output.text(f"perplexity as a chat gets it: {before:.2f} before, {perplexity(before, after)} after")
 
 
 def read_text(file: Path) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from app.amounts import Estimate, duration
+from app.amounts import Estimate, duration, perplexity
 from runtime.errors import byte_count
 
 
@@ -70,3 +70,17 @@ def test_another_step_begins_anew() -> None:
     estimate.take(10.0, "quantize", 0, 24)
     assert estimate.words == ""
     assert estimate.speed is None
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "words"),
+    [
+        (28.09, 33.25, "33.25 (+18 %)"),
+        (28.09, 29.5, "29.50 (+5.0 %)"),
+        (10.0, 9.98, "9.98 (-0.2 %)"),
+        (None, 5.0, "5.00"),
+        (5.0, None, ""),
+    ],
+)
+def test_a_loss_in_percent(before: float | None, after: float | None, words: str) -> None:
+    assert perplexity(before, after) == words

@@ -11,6 +11,7 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.screen import Screen
 
+from app.amounts import perplexity
 from app.errors import ClientError
 from app.printable import printable_name
 from app.prospects import question, recommended, room, words
@@ -153,13 +154,14 @@ class ModelsScreen(Screen[None]):
             name = f"{name[: SLIM_NAME - 1]}…"
         cells = ["●" if model.loaded else " ", name, size]
         note = "bundled" if model.bundled else "see below" if model.warning else ""
+        loss = perplexity(model.perplexity_before, model.perplexity_after)
         if self.has_class("-slim"):
             return [*cells, note]
         if self.size.width < ROOMY:
-            return [*cells, perplexity(model), note]
+            return [*cells, loss or "–", note]
         speed = self._session.recent.last_speed if model.loaded else None
         more = [byte_count(model.residual_bytes), token_count(model.context), "" if speed is None else f"{speed:.0f}"]
-        return [*cells, *more, perplexity(model), byte_count(model.disk_bytes), note]
+        return [*cells, *more, loss or "–", byte_count(model.disk_bytes), note]
 
     def _cells_to_fetch(self, one: Prospect, fits: str) -> list[str]:
         speed = "" if one.tokens_per_s is None else f"≈ {one.tokens_per_s:.0f}"
@@ -185,7 +187,8 @@ class ModelsScreen(Screen[None]):
         words = next((words for method, words in GOOD_FOR.items() if method == model.method), "")
         made = f"{words.partition(',')[0]} ({model.method})"
         made += ", smoothed keys" if model.smooth_attention else ""
-        parts = [made, perplexity(model, words=True) if self.has_class("-slim") else "", model.warning or ""]
+        loss = perplexity(model.perplexity_before, model.perplexity_after)
+        parts = [made, f"perplexity {loss}" if loss and self.has_class("-slim") else "", model.warning or ""]
         return SEPARATOR.join(part for part in parts if part)
 
     def _note(self, text: str, *, warning: bool = False) -> None:
@@ -300,12 +303,3 @@ def _sizes(sizes: Sequence[int]) -> str:
     if len({unit for _, unit in words}) > 1:
         return SEPARATOR.join(" ".join(pair) for pair in words)
     return f"{SEPARATOR.join(number for number, _ in words)} {words[0][1]}"
-
-
-def perplexity(model: ModelEntry, *, words: bool = False) -> str:
-    """Perplexity before and after quantizing: `12.31 → 12.84`."""
-    before, after = model.perplexity_before, model.perplexity_after
-    if after is None:
-        return "" if words else "–"
-    numbers = f"{after:.2f}" if before is None else f"{before:.2f} → {after:.2f}"
-    return f"perplexity {numbers}" if words else numbers

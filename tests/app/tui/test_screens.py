@@ -73,7 +73,7 @@ async def test_perplexity_and_warning_are_shown(stage: Stage, runtime: Any) -> N
     ]
     async with stage(runtime) as s:
         await open_models(s)
-        await s.shows("12.31 → 99.00", "compensates rounding errors (gptq) · 3 bits fell apart")
+        await s.shows("99.00 (+704 %)", "compensates rounding errors (gptq) · 3 bits fell apart")
         await s.pilot.press("down")
         await s.hides("3 bits fell apart")
 
@@ -93,7 +93,7 @@ async def test_a_checkpoint_is_quantized(stage: Stage, runtime: Any, tmp_path: P
         await s.until(lambda: any(entry.name == "mine" for entry in runtime.entries) and not s.app.session.working)
         asked = QuantizeRequest(source=str(checkpoint), bits=4.0, method="gptq", smooth_attention=False)
         assert runtime.named("quantize") == [asked]
-        await s.until(lambda: "12.30 → 12.80" in s.screen_text(), "the new row")
+        await s.until(lambda: "12.80 (+4.1 %)" in s.screen_text(), "the new row")
         await s.open(QuantizeDialog, "q")
         s.app.screen.query_one(Input).value = str(gguf)
         await s.pilot.press("enter")
