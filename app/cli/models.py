@@ -19,7 +19,14 @@ from app.cli.services import DEMO, Services, services_of
 from models.catalogue import KNOWN
 from models.errors import MAKING, check_needed
 from models.export import ExportFormat
-from models.recipe import DEFAULT_GROUP_SIZE, DEFAULT_METHOD, EXPECTED_K_CHUNK, GOOD_FOR, QOQ_GROUP_SIZE, Method
+from models.recipe import (
+    DEFAULT_GROUP_SIZE,
+    EXPECTED_K_CHUNK,
+    GOOD_FOR,
+    QOQ_GROUP_SIZE,
+    AskedMethod,
+    chosen_method,
+)
 from runtime.errors import byte_count
 
 if TYPE_CHECKING:
@@ -310,10 +317,10 @@ def quantize(
             "--bits",
             metavar="2|3|3.5|4",
             help="Bits per weight: 3, 4, or an average in between; the blocks that need it most get 4. 2, clearly "
-            "worse, with --method trellis.",
+            "worse, by a trellis.",
         ),
     ] = 4,
-    method: Annotated[Method, typer.Option("--method", help=f"Base quantizer: {METHODS_HELP}.")] = DEFAULT_METHOD,
+    method: Annotated[AskedMethod, typer.Option("--method", help=f"Base quantizer: {METHODS_HELP}.")] = "auto",
     group_size: Annotated[
         int | None,
         typer.Option(
@@ -370,6 +377,7 @@ def quantize(
 ) -> None:
     """Make a low-bit model; an interrupted run resumes after its last finished block."""
     from models.errors import QuantizationError
+    from models.quantize import for_checkpoint
     from models.recipe import Recipe
 
     try:
@@ -382,7 +390,8 @@ def quantize(
         asked |= {step.replace("-", "_"): False for step in without or ()}
         asked |= {step.replace("-", "_"): True for step in also or ()}
         given = {key: value for key, value in asked.items() if value is not None}
-        recipe = Recipe.usual(method, bits=bits, expected_k_chunk=expect_k_chunk, **given)
+        own = chosen_method(method, bits, group_size)
+        recipe = Recipe.usual(own, bits=bits, expected_k_chunk=expect_k_chunk, **given)
     except QuantizationError as error:
         raise typer.BadParameter(str(error)) from error
     if name == DEMO:
@@ -392,6 +401,8 @@ def quantize(
     text = None if calibration is None else read_text(calibration)
     begin = time.perf_counter()
     checkpoint = find_checkpoint(model, services, output)
+    if method == "auto":
+        recipe = for_checkpoint(recipe, checkpoint)
     info = quantized(checkpoint, recipe, services, output, name=name, calibration=text, force=force)
     summary = info.summary
     if summary.warning:

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from models.errors import MAKING, check_needed
 from models.progress import Cancelled, ProgressCallback, ignore_progress, never_cancelled
-from models.recipe import Recipe
+from models.recipe import Recipe, chosen_method
 from models.store import Store, StoredModelInfo
+
+
+def for_checkpoint(recipe: Recipe, folder: Path) -> Recipe:
+    """A recipe whose method `auto` chose by its bits, for a checkpoint, which may have experts.
+
+    Raises:
+        ModelError: the checkpoint is damaged or not supported, or the recipe is not possible for it.
+    """
+    from models.checkpoint import Checkpoint
+
+    if recipe.trellis and Checkpoint.open(folder).spec.mixture is not None:
+        return replace(recipe, method=chosen_method("auto", recipe.bits, experts=True))
+    return recipe
 
 
 def quantize(

@@ -10,7 +10,7 @@ from pathlib import Path
 from models.catalogue import KNOWN
 from models.errors import MAKING, CheckpointError, StoreError, check_needed
 from models.progress import Cancelled, ProgressCallback
-from models.recipe import Recipe
+from models.recipe import Recipe, chosen_method
 from models.store import Store, StoredModel, StoredModelInfo
 from models.store.store import GGUF
 from runtime.engine.saved import forgetting
@@ -135,12 +135,15 @@ class ModelBuilder:
             ModelError: the checkpoint, the recipe or the name is invalid, or the work was stopped.
         """
         check_needed(MAKING)  # before anything is downloaded
-        from models.quantize import quantize
+        from models.quantize import for_checkpoint, quantize
 
         asked = {name: getattr(request, name) for name in ("group_size", "residual_bits", "smooth_attention")}
         usual = {name: value for name, value in asked.items() if value != getattr(Recipe(), name)}
-        recipe = Recipe.usual(request.method, bits=request.bits, **usual)
+        method = chosen_method(request.method, request.bits, request.group_size)
+        recipe = Recipe.usual(method, bits=request.bits, **usual)
         checkpoint = self._checkpoint(request.source, progress, cancelled)
+        if request.method == "auto":
+            recipe = for_checkpoint(recipe, checkpoint)
         with nullcontext() if self._chats is None else forgetting(self._chats, self._store.root):
             info = quantize(
                 checkpoint,

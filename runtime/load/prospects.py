@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from models.catalogue import CatalogueModel
-from models.recipe import Recipe
+from models.recipe import Recipe, chosen_method
 from models.spec import ModelSpec
 from runtime.backends import ModelSizes, backend, backends
 from runtime.errors import BackendError, OutOfMemoryError, Problem
@@ -137,7 +137,8 @@ def _sizes(spec: ModelSpec) -> Mapping[float, Sizes]:
 def _recipe(spec: ModelSpec, bits: float) -> Recipe:
     """The default recipe; between 3 and 4 bits every other block has 4, and which ones does not affect the size."""
     mixed = tuple(4 - at % 2 for at in range(spec.num_layers)) if bits % 1 else None
-    return Recipe(bits=bits, block_bits=mixed)
+    method = chosen_method("auto", bits, experts=spec.mixture is not None)
+    return Recipe(method=method, bits=bits, block_bits=mixed)
 
 
 def _planned(spec: ModelSpec, bits: float, size: tuple[int, int], room: Room) -> MemoryPlan:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from models.recipe import DEFAULT_GROUP_SIZE, DEFAULT_METHOD, LARGEST_BITS, SMALLEST_BITS, Method
+from models.recipe import DEFAULT_GROUP_SIZE, LARGEST_BITS, SMALLEST_BITS, AskedMethod
 from models.spec import LAYER_KINDS
 from runtime.compensation import CHUNK, LARGEST_BUDGET_PERCENT, Compensation, in_block, is_layer, of_settings
 from runtime.drafting import LARGEST_GAMMA, Speculate
@@ -166,7 +166,7 @@ class QuantizeRequest:
     """A checkpoint's folder or GGUF file, its short name, or its name on the hub."""
     bits: Annotated[float, Within(SMALLEST_BITS, LARGEST_BITS)] = 4
     """Bits of the base weights."""
-    method: Method = DEFAULT_METHOD
+    method: AskedMethod = "auto"
     group_size: int = DEFAULT_GROUP_SIZE
     residual_bits: int = 4
     smooth_attention: bool = False

@@ -17,10 +17,10 @@ import torch
 from models.checkpoint import Checkpoint
 from models.errors import CancelledError, CheckpointError, QuantizationError
 from models.oracle import Oracle
-from models.quantize import calibration, quantize
+from models.quantize import calibration, for_checkpoint, quantize
 from models.quantizers.dequantize import dequantize
 from models.quantizers.groups import rtn
-from models.recipe import Recipe
+from models.recipe import Recipe, chosen_method
 from models.shard import ShardTensor
 from models.store import Store
 from models.store.layout import block_file, expert_tokens, file_tensors, sizes, tensor_files
@@ -141,7 +141,15 @@ def test_an_interrupted_run_makes_the_same_model(checkpoint: Path, tmp_path: Pat
         assert path.read_bytes() == (cut.open("m").path / path.name).read_bytes(), path.name
 
 
-@pytest.mark.parametrize("method", ["awq", "squeezellm", "qoq"])
+def test_auto_takes_uniform_codes_for_experts(checkpoint: Path) -> None:
+    chosen = Recipe(method=chosen_method("auto", 3), bits=3)
+    assert chosen.trellis
+    assert for_checkpoint(chosen, checkpoint) == Recipe(method="gptq", bits=3)
+    assert chosen_method("auto", 3, 128) == chosen_method("auto", 4) == "gptq"
+    assert chosen_method("rtn", 3) == "rtn"
+
+
+@pytest.mark.parametrize("method", ["awq", "squeezellm", "trellis", "qoq"])
 def test_methods_that_do_not_know_experts_are_refused(checkpoint: Path, tmp_path: Path, method: str) -> None:
     with pytest.raises(QuantizationError, match=f"{method} does not quantize mixtures.*gptq or rtn"):
         quantize(checkpoint, Store(tmp_path), Recipe.usual(method), calibration=TEXT, evaluation=TEXT)

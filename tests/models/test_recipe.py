@@ -74,5 +74,5 @@ def test_blocks_of_a_mixed_model_have_their_own_bits() -> None:
 
 
 def test_every_method_is_said_to_be_good_for_something() -> None:
-    assert tuple(GOOD_FOR) == METHODS
+    assert tuple(GOOD_FOR) == ("auto", *METHODS)
     assert DEFAULT_METHOD in METHODS

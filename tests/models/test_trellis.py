@@ -79,6 +79,15 @@ def test_the_error_on_gaussian_weights(bits: int, most: float) -> None:
     assert 4.0**-bits < np.square(found - weight).mean() < most
 
 
+@pytest.mark.parametrize(("bits", "off"), [(2, 0.2), (3, 0.05), (4, 0.03)])
+def test_a_weight_that_stands_out_is_kept(bits: int, off: float) -> None:
+    """As large as SmolLM2's in `layers.28.down`, whose first token depends on it."""
+    weight = np.random.default_rng(1).standard_normal((8, 1536)).astype(np.float32)
+    weight[5, 700] = -30
+    found = quantized(weight, bits, np.eye(1536, dtype=np.float32)).dequantize()
+    assert found[5, 700] == pytest.approx(-30, rel=off)
+
+
 @pytest.mark.parametrize("shape", [(6, 40), (33, 300), (17, 64)], ids=str)
 def test_feedback_makes_outputs_better(shape: tuple[int, int]) -> None:
     """Of tokens that it has not seen, too."""

@@ -25,7 +25,7 @@ from textual.widgets import Button, Input, RadioSet, TextArea
 from app.tui.plain import Plain
 from app.tui.widgets.setting_row import Box, Choice
 from models.catalogue import KNOWN
-from models.recipe import DEFAULT_METHOD, GOOD_FOR, METHODS, Recipe
+from models.recipe import GOOD_FOR, Recipe
 from runtime.wire.requests import QuantizeRequest
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(:\w+)?")
@@ -263,7 +263,7 @@ class QuantizeDialog(FormDialog[QuantizeRequest]):
             yield Plain("Method")
             with RadioSet(compact=True, id="quantize-method"):
                 for method, words in GOOD_FOR.items():
-                    yield Choice(f"{words} ({method})", value=method == DEFAULT_METHOD)
+                    yield Choice(f"{words} ({method})", value=method == "auto")
             yield Box("smooth keys, for a KV cache of 4 bits or fewer", compact=True, id="quantize-smooth")
             with Horizontal(classes="dialog-buttons"):
                 yield Button("Quantize", id="yes", variant="primary", compact=True)
@@ -280,7 +280,7 @@ class QuantizeDialog(FormDialog[QuantizeRequest]):
             return
         name = text.strip()
         source = name if name in KNOWN or on_hub(name) else str(Path(name).expanduser().absolute())
-        bits, method = self._chosen("#quantize-bits", tuple(BITS)), self._chosen("#quantize-method", METHODS)
+        bits, method = self._chosen("#quantize-bits", tuple(BITS)), self._chosen("#quantize-method", tuple(GOOD_FOR))
         smooth = self.query_one(Box).value
         self.dismiss(QuantizeRequest(source=source, bits=bits, method=method, smooth_attention=smooth))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, cast
+from typing import TYPE_CHECKING, ClassVar
 
 from textual import on
 from textual.app import ComposeResult
@@ -30,7 +30,6 @@ from models.recipe import GOOD_FOR, Recipe
 from runtime.errors import byte_count
 
 if TYPE_CHECKING:
-    from models.recipe import Method
     from runtime.wire.answers import ModelEntry
     from runtime.wire.device import Prospect
     from runtime.wire.requests import QuantizeRequest
@@ -279,16 +278,8 @@ def _usual_request(source: str, bits: float) -> QuantizeRequest:
     """The default request for a checkpoint. A model with a short name keeps it at its default bits."""
     from runtime.wire.requests import QuantizeRequest
 
-    usual = Recipe()
-    return QuantizeRequest(
-        source=source,
-        name=source if source in KNOWN and bits == usual.bits else None,
-        bits=bits,
-        method=cast("Method", usual.method),
-        group_size=usual.group_size,
-        residual_bits=usual.residual_bits,
-        smooth_attention=usual.smooth_attention,
-    )
+    named = source in KNOWN and bits == Recipe().bits
+    return QuantizeRequest(source=source, name=source if named else None, bits=bits)
 
 
 def _made_of(one: Prospect, name: str) -> bool:

@@ -130,7 +130,7 @@ def test_a_short_name_in_other_verbs(answer: Answer, run: Run, services: Any) ->
     assert Path(pulled["path"]).stat().st_size == pulled["bytes"]
     assert run("pull", "smollm2-135m").stdout == f"{pulled['path']}\n"
     assert "--revision" in run("pull", "smollm2-135m", "--revision", "main", code=2).stderr
-    assert answer("quantize", "smollm2-135m", "--bits", 3)["name"] == "smollm2-135m-gptq-3bit"
+    assert answer("quantize", "smollm2-135m", "--bits", 3)["name"] == "smollm2-135m-trellis-3bit"
     assert answer("run", "smollm2-135m", *SHORT)["model"] == "smollm2-135m"
     assert answer("quantize", "smollm2-135m", "--force", "--name", "again")["name"] == "again"
 

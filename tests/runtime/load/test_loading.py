@@ -481,7 +481,7 @@ def test_a_model_is_made_of_a_known_one(
     request = QuantizeRequest(source="smollm2-135m", name="smollm2-135m")
     assert builder.quantize(request, ignore_progress, never_cancelled).name == "smollm2-135m"
     made = builder.quantize(QuantizeRequest(source=str(file), bits=3), ignore_progress, never_cancelled)
-    assert made.name == "smollm2-135m-gptq-3bit"
+    assert made.name == "smollm2-135m-trellis-3bit"
 
 
 @pytest.mark.parametrize("source", ["/nowhere/at/all", "./nowhere", "~/nowhere-at-all", "nowhere", "a/b/c", "a/b.gguf"])

@@ -17,8 +17,8 @@ two stages, Triton's pipeline has one buffer, and the machine code waited for ea
 For one token, activations and scales are loaded directly into the registers that need them: the loads are smaller than
 a program has threads, which makes the compiler repeat them instead of passing them through shared memory.
 
-The levels of a trellis are computed, two at once, in 8 instructions a weight all in all (`codes`). A table would take as
-many as a codebook, 6, but its 256 entries lie in four lines, and lookups of a warp wait for all of them.
+The levels of a trellis are computed, two at once, in 8 instructions a weight all in all (`codes`). A table would take
+6, as a codebook does, but its 256 entries lie in four lines, and lookups of a warp wait for all of them.
 
 Codebooks are looked up with one load a weight: 16 or 32 bytes an output channel stay in the first-level cache, where
 the 32 lookups of a warp touch two lines. With shuffles they were four, in a tree of selections fifteen instructions.

@@ -65,8 +65,8 @@ def test_every_kernel_module_is_compiled_and_every_device_is_compiled_for(everyt
 
 
 def _spilled(name: str, target: str) -> int:
-    """Bytes that may: where `gemv.REGISTERS` trades them for two more programs, of GEAR over 512 channels, where no tile
-    spills less (docs/decisions/gpu.md), and of a trellis's rows, two instructions of 4,200."""
+    """Bytes that may: where `gemv.REGISTERS` trades them for two more programs; of GEAR over 512 channels, where no
+    tile spills less (docs/decisions/gpu.md); and of a trellis's rows, two instructions of 4,200."""
     if re.match("gemv b. trellis rows", name) and major(target) in (9, 10):
         return 16
     if re.match("attend gear. decode .* D512", name) and major(target) >= 10:
