@@ -103,7 +103,7 @@ def chats(found: Found) -> str:
     rows: list[Sequence[object]] = [("full precision", f"{538060032 / 2e6:.1f}", number(full), *[""] * 5, "1.000")]
     ways = ((0, 0), (16, 0), (64, 0), (16, ALL_RESIDUALS), (64, ALL_RESIDUALS))
     for bits in (3, 4):
-        for method in (DEFAULT_METHOD, "rtn"):
+        for method in ("trellis", DEFAULT_METHOD, "rtn"):
             stored = _one(sections["stored"], model=REAL, method=method, bits=bits)
             cells = [_point(found, method, bits, k, as_chat=True, prompt_k_chunk=prompts) for k, prompts in ways]
             bought = _maybe(sections["budgets"], method=method, bits=bits, budget_percent=5.0)
@@ -123,11 +123,13 @@ def budgets(found: Found) -> str:
     full = _one(found["sections"]["full"], model=REAL, as_chat=True)["perplexity"]
     rows = [
         (
-            *(f"{one['bits']:g}", f"{one['budget_percent']:g} %", number(one["perplexity"])),
+            *(f"{one['bits']:g}, {one['method']}", f"{one['budget_percent']:g} %", number(one["perplexity"])),
             f"{one['perplexity'] / full:.3f}",
             *(f"{one[name]:.1f} %" for name in ("slowdown_percent", "prompt_slowdown_percent")),
         )
-        for one in sorted(found["sections"]["budgets"], key=lambda one: (one["bits"], one["budget_percent"]))
+        for one in sorted(
+            found["sections"]["budgets"], key=lambda one: (one["bits"], one["method"], one["budget_percent"])
+        )
     ]
     return table(("bits", "budget", "perplexity as a chat", "× full", "tuner's slowdown", "of prompts"), rows)
 

@@ -57,7 +57,7 @@ BUILD = ROOT / "build" / "quality"
 BITS: tuple[float, ...] = (3, 4, 3.5)
 FINE, CURVE = (0, 8, 16, 32, 64, 128), (0, 16, 64)
 """k_chunk of `DETAILED` methods, whose prompts and answers are also compensated apart; of others."""
-DETAILED = (DEFAULT_METHOD, "rtn")
+DETAILED = ("trellis", DEFAULT_METHOD, "rtn")
 SELECTORS: tuple[Selector, ...] = ("approx", "exact", "static", "random")
 RESIDUALS: dict[int, tuple[int, ...]] = {2: (32, 128), 4: (16, 64), 8: (8, 32), 16: (4, 16)}
 """k_chunk by bits of the residuals; numbers in the same place fetch the same bytes of rows (QDEC Table 1)."""
@@ -239,11 +239,11 @@ class Laboratory:
 
         self.entries.known(section, asdict(point), measure)
 
-    def budget(self, bits: float, percent: float) -> None:
+    def budget(self, method: str, bits: float, percent: float) -> None:
         """What a chat gets where a budget decides k_chunk, tuned and refined, and prompts have the default budget."""
 
         def measure() -> dict[str, Any]:
-            model = self.stored(Point(bits=bits))
+            model = self.stored(Point(method=method, bits=bits))
             decoder, _ = open_decoder(model, DecoderOptions(context=2 * self.case.window), "cpu")
             encode = Tokenizer(model.tokenizer_path).encode
             with tempfile.TemporaryDirectory() as folder:
@@ -257,15 +257,15 @@ class Laboratory:
                     result = perplexity(decoder, self.tokens, self.case.window, self.case.stride, as_chat=True)
                 finally:
                     decoder.close()
-            self.tell(f"{bits:g} bits within {percent:g} %: {result.perplexity:.3f}, {dict(tuned.k_chunk)}")
-            about = {"model": REAL, "method": DEFAULT_METHOD, "bits": bits, "budget_percent": percent}
+            self.tell(f"{method} at {bits:g} bits within {percent:g} %: {result.perplexity:.3f}, {dict(tuned.k_chunk)}")
+            about = {"model": REAL, "method": method, "bits": bits, "budget_percent": percent}
             slowdowns = {
                 "slowdown_percent": tuned.measured_slowdown_percent,
                 "prompt_slowdown_percent": prompts.measured_slowdown_percent,
             }
             return {**about, "k_chunk": dict(tuned.k_chunk), **slowdowns, **numbers(result)}
 
-        self.entries.known("budgets", [bits, percent], measure)
+        self.entries.known("budgets", [bits, percent, *([method] if method != DEFAULT_METHOD else ())], measure)
 
     def peers(self, python: str) -> None:
         """llama.cpp's types, quantized from the same checkpoint and scored in the same windows."""
@@ -384,11 +384,12 @@ def measure(laboratory: Laboratory, given: argparse.Namespace) -> None:
         laboratory.full(as_chat)
     for section, wanted in (("points", points()), ("qoq", qoq())):
         for point in dict.fromkeys(wanted) if section in given.only else ():
-            if point.bits in bits:
+            if point.bits in bits and point.method in given.methods:
                 attempt(tell, str(point), lambda p=point, s=section: laboratory.point(p, s))
-    for own, percent in itertools.product((3.0, 4.0), BUDGETS) if "budgets" in given.only else ():
-        if own in bits:
-            attempt(tell, f"{own:g} bits within {percent:g} %", lambda b=own, p=percent: laboratory.budget(b, p))
+    for method, own, percent in itertools.product(DETAILED[:2], (3.0, 4.0), BUDGETS) if "budgets" in given.only else ():
+        if own in bits and method in given.methods:
+            what = f"{method} at {own:g} bits within {percent:g} %"
+            attempt(tell, what, lambda m=method, b=own, p=percent: laboratory.budget(m, b, p))
     if "peers" in given.only and given.peer_python:
         attempt(tell, "llama.cpp", lambda: laboratory.peers(given.peer_python))
     if "answers" in given.only:
@@ -404,6 +405,7 @@ def main() -> None:
     options.add_argument("--smollm2", type=Path, default=SMOLLM2, help="Hugging Face folder of SmolLM2-135M-Instruct")
     options.add_argument("--only", type=listed, default=PARTS, help=f"some of {', '.join(PARTS)}")
     options.add_argument("--bits", type=listed, help="some of 3, 3.5, 4")
+    options.add_argument("--methods", type=listed, default=(*METHODS, "qoq"), help="some of them; all")
     options.add_argument("--again", action="store_true", help="measure even what this commit has measured")
     options.add_argument("--peer-python", help="interpreter that has llama-cpp-python")
     given = options.parse_args()
