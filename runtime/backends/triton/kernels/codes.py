@@ -212,7 +212,7 @@ def load_words(at, N, more, form: tl.constexpr):
     """The words of a whole block of each row, int32 [BLOCK_N, 16] each; `at` points to the first.
 
     At 3 bits the fourth is piece 15, which is stored in spare bits of the others. Of a trellis, the fifth is what
-    follows its own (`behind`). `more` says whether anything follows the block in the rows.
+    follows its own (`overlap`). `more` says whether anything follows the block in the rows.
     """
     w0 = tl.load(at)
     w1 = tl.load(at + N * 16)
@@ -220,7 +220,7 @@ def load_words(at, N, more, form: tl.constexpr):
     w3 = tl.load(at + N * 48) if form.BITS > 3 else w2
     w4 = w3
     if form.KIND == "trellis":
-        w4 = behind(w0, load_behind(at, N, more, form))
+        w4 = overlap(w0, load_behind(at, N, more, form))
     elif form.BITS == 3:
         w3 = spare_bit(w0, 0, top_of(form)) | spare_bit(w1, 1, top_of(form)) | spare_bit(w2, 2, top_of(form))
     return w0, w1, w2, w3, w4
@@ -238,7 +238,7 @@ def load_behind(at, N, more, form: tl.constexpr):
 
 
 @triton.jit
-def behind(first, following):
+def overlap(first, following):
     """What follows the streams in both halves of a lane's words: the other half's, and the next lane's.
 
     Args (tensors): the lanes' first words, and those of their next lanes (`load_behind`).

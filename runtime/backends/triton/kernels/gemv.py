@@ -42,11 +42,11 @@ from runtime.backends.triton.kernels.activations import piece_sums
 from runtime.backends.triton.kernels.codes import (
     Form,
     Tile,
-    behind,
     halves_of,
     load_behind,
     matrix_of,
     natural_rows,
+    overlap,
     row_words,
     scaled,
     spare_bit,
@@ -220,16 +220,15 @@ def _add_block(acc, words, ops, block, following, PIECES: tl.constexpr, form: tl
     BLOCK_N: tl.constexpr = tile.BLOCK_N
     SPAN: tl.constexpr = form.SPAN
     DOT: tl.constexpr = tile.DOT
+    SPARE: tl.constexpr = form.BITS == 3 and form.KIND != "trellis"
     w0, w1, w2, w3, w4 = words
     N = ops.matrix.N
     if form.KIND == "trellis" and following is not None:
-        w4 = behind(w0, w4)
+        w4 = overlap(w0, w4)
     for span in tl.static_range(0, PIECES * 32, SPAN):
         sums = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
         for start in tl.static_range(span, min(span + SPAN, PIECES * 32), DOT):
-            if (
-                following is not None and form.BITS == 3 and form.KIND != "trellis"
-            ):  # piece 15 is gathered before the words that keep it go
+            if following is not None and SPARE:  # piece 15 is gathered before the words that keep it go
                 if _ends(0, form, start, DOT):
                     w3 = spare_bit(w0, 0, top_of(form))
                 if _ends(1, form, start, DOT):
