@@ -113,7 +113,7 @@ class Entries:
         """The entry of an identity; it is measured, and the file written, unless this commit has measured it."""
         own, key = self._sections.setdefault(section, {}), digest(identity)
         if section in self._again or own.get(key, {}).get("commit") != commit():
-            own[key] = {"key": key, "date": today(), "commit": commit(), **measure()}
+            own[key] = {"key": key, "date": today(), "commit": commit(), "cpu": self.about.get("cpu"), **measure()}
             sections = {name: list(entries.values()) for name, entries in self._sections.items()}
             write(self._file, {"about": self.about, "sections": sections})
         return own[key]
