@@ -250,9 +250,9 @@ class Recipe:
 def chosen_method(asked: AskedMethod, bits: float, group_size: int | None = None, *, experts: bool = False) -> Method:
     """The method that was asked for; for `auto`, the one that loses least at these bits.
 
-    Below 4 bits a trellis loses a third of what uniform codes do, in fewer bytes. At 4 these lose little more, and take
-    a processor without AVX-512 a third of the time (docs/decisions/models.md). Experts of a mixture, and groups of
-    another size than the default, have uniform codes always.
+    Below 4 bits a trellis loses a third of what uniform codes do, in fewer bytes. So it does at 4, where those lose
+    little, but a processor without AVX-512 decodes three times as fast with them (docs/decisions/models.md). Experts of
+    a mixture, and groups of another size than the default, have uniform codes always.
     """
     if asked != "auto":
         return asked

@@ -11,12 +11,9 @@ of the block: four neighbouring lanes, which one thread loads together as 128 bi
 therefore go from memory to the tensor core without a shuffle, in pairs: one AND-OR turns two codes of a word into two
 halves of known exponent (`runtime.backends.triton.kernels.gemv`).
 
-====  =====  =========================================================================================================
-bits  words  where piece i lies, in both halves of a word alike ====  =====
-========================================================================================================= 4     4 word i
-// 4, bits 4 * (i % 4) and up 3     3      pieces 0 .. 14: word i // 5, bits 3 * (i % 5) and up; piece 15: its bit b in
-the top bit (15) of word b ====  =====
-=========================================================================================================
+At 4 bits a block has four words: piece i is in word i // 4, at bits 4 * (i % 4) and up of both halves. At 3 bits it has
+three: pieces 0 to 14 are in word i // 5, at bits 3 * (i % 5) and up, and bit b of piece 15 is in the top bit (15) of
+word b.
 
 For one block and one word, the [N, 16] lanes of all output channels are contiguous: 64 bytes an output channel, 512
 bytes a warp's load.
@@ -31,7 +28,7 @@ has the block's channels 16 (2 l + h) and up, rotated, of which the first is in 
 stream of a row lies in the words as it is, 16 bits of it in a half, and a piece's states are windows at the same bits
 of all lanes; those of its last pieces end in the next lane's first word. After the last whole block, with P pieces
 left, a half holds P channels, and behind them the bits of the next ones that its states need. Activations are put into
-that order where they are rotated (`runtime.backends.triton.kernels.rotate`).
+that order where they are rotated (`runtime.backends.triton.kernels.activations`).
 """
 
 from __future__ import annotations

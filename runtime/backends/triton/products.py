@@ -18,12 +18,12 @@ import torch
 from runtime.backends.decoder import CompensationMode
 from runtime.backends.triton.buffers import Buffers, RoutingBuffers, Value
 from runtime.backends.triton.experts import GpuExperts
+from runtime.backends.triton.kernels.activations import rotate
 from runtime.backends.triton.kernels.compensate import LaunchConfig, Output, compensate, compensate_experts
 from runtime.backends.triton.kernels.experts import Groups, block_of, few, group, many, sum_up
 from runtime.backends.triton.kernels.gate import gate
 from runtime.backends.triton.kernels.gemm import gemm
 from runtime.backends.triton.kernels.residual_gemm import multiply_experts
-from runtime.backends.triton.kernels.rotate import rotate
 from runtime.backends.triton.kernels.routing import Routed, route
 from runtime.backends.triton.kernels.select import Selection
 from runtime.backends.triton.kernels.w4a8 import W4A8Linear, gemm_w4a8

@@ -5,6 +5,9 @@ Low-bit products need the sums of every 32 adjacent activations: a code becomes 
 group's activations. Kernels that write activations also store these sums (`store_sums`); otherwise a kernel here
 computes them. Sums are those of the rounded activations.
 
+Products with a trellis read activations that are rotated like its weights (`models.trellis.rotate`), in the order of
+its words.
+
 INT8 tokens have one scale per row. Norms and the MLP's gate process a whole row, so they know its largest magnitude
 before writing: they store codes, scale and the sums of the codes of each group, which W4A8 products use to subtract
 zero-points. Attention's output is quantized by a separate kernel.
@@ -21,10 +24,12 @@ import torch
 import triton
 import triton.language as tl
 
-from runtime.backends.triton.sizes import token_width
+from runtime.backends.triton.sizes import BLOCK, PIECE, pieces, token_width
 
 BLOCK_K = 1024
 """Activations per program: 8 for each of its 128 threads."""
+ROTATED_BLOCK = 1024
+"""Activations rotated per program: 16 runs of 64, the fewest rows of a product."""
 CHANNELS_PER_WARP = 512
 """Channels quantized per warp: 16 a thread."""
 MAX_WARPS = 16
@@ -61,6 +66,52 @@ def piece_sums(x: torch.Tensor, sums: torch.Tensor) -> None:
     M, K = x.shape
     assert sums.shape == (M, triton.cdiv(K, 32))
     _sums_kernel[(M, triton.cdiv(K, BLOCK_K))](x, sums, K, BLOCK_K=BLOCK_K, num_warps=4)
+
+
+@triton.jit
+def _parity(bits):
+    """Whether an odd number of the lowest 8 bits is set, 0 or 1."""
+    bits ^= bits >> 4
+    bits ^= bits >> 2
+    return (bits ^ bits >> 1) & 1
+
+
+@triton.jit(do_not_specialize=["blocks", "left"])
+def _rotate_kernel(x_ptr, out_ptr, K, width, blocks, left):
+    """Program (m, i): activations i * 1024 and up of row m. x float16 [M, K], out float16 [M, width].
+
+    Rows have whole blocks of 512 channels, and `left` pieces of 32 behind them. Sums of 64 activations with signs are a
+    product with a matrix of ones and minus ones, made of the channels' bits, which tensor cores add up in float32.
+    """
+    row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * 1024
+    run, place = tl.arange(0, 16), tl.arange(0, 64)
+    channels = first + run[:, None] * 64 + place[None, :]
+    x = tl.load(x_ptr + row * K + channels, mask=channels < K, other=0.0)
+    ones = place & place >> 1
+    sign = (ones ^ ones >> 2 ^ ones >> 4) & 1
+    minus = sign[:, None] ^ _parity(place[:, None] & place[None, :])
+    rotated = tl.dot(x, tl.where(minus != 0, -1.0, 1.0).to(tl.float16))
+    short = width - first - run * 64 < 64  # the last 32 channels are rotated by themselves
+    rotated *= tl.where(short, 0.17677669529663687, 0.125)[:, None]
+    inside = channels < blocks * 512
+    base = tl.where(inside, channels // 512, blocks) * 512
+    each = tl.where(inside, 16, tl.maximum(left, 1))
+    lane = (channels - base) // each  # twice the lane, plus the half
+    column = lane // 4 % 2 * 16 + lane // 8 * 4 + lane // 2 % 2 * 2 + lane % 2
+    to = base + (channels - base) % each * 32 + column
+    tl.store(out_ptr + row * width + to, rotated.to(tl.float16), mask=channels < width)
+
+
+def rotate(x: torch.Tensor, out: torch.Tensor) -> None:
+    """Write x float16 [M, K], contiguous, rotated and in the order of a trellis's words, to out float16 [M, width].
+
+    `width` is K filled up with zeros to a multiple of 32 (`runtime.backends.triton.layout`).
+    """
+    M, K = x.shape
+    width = PIECE * pieces(K)
+    assert out.shape == (M, width)
+    blocks, left = divmod(pieces(K), BLOCK // PIECE)
+    _rotate_kernel[M, triton.cdiv(width, ROTATED_BLOCK)](x, out, K, width, blocks, left, num_warps=4)
 
 
 class TokenShape(NamedTuple):

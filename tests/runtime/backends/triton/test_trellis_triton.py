@@ -14,9 +14,9 @@ from models.quantize import quantize
 from models.recipe import Recipe
 from models.store import Store, StoredModel
 from runtime.backends.decoder import DecoderOptions
+from runtime.backends.triton.kernels.activations import rotate
 from runtime.backends.triton.kernels.gemm import gemm
 from runtime.backends.triton.kernels.gemv import LaunchConfig, few_rows
-from runtime.backends.triton.kernels.rotate import rotate
 from runtime.backends.triton.layout import repack
 from runtime.backends.triton.sizes import linear_bytes
 from runtime.backends.triton.workspace import Workspace

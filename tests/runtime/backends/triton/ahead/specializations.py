@@ -22,7 +22,6 @@ from runtime.backends.triton.kernels import (
     recurrent,
     residual_gemm,
     rope,
-    rotate,
     routing,
     select,
     w4a8,
@@ -261,7 +260,7 @@ def _residual_gemm() -> Iterator[Specialization]:
 def _activations() -> Iterator[Specialization]:
     """Sums of pieces; any input, rotated; attention's output of 4096 channels, rounded."""
     yield _one("sums", activations._sums_kernel, {"BLOCK_K": activations.BLOCK_K})
-    yield _one("rotate", rotate._rotate_kernel, {}, rotate.WARPS, types={"out_ptr": "*fp16"})
+    yield _one("rotate", activations._rotate_kernel, {}, types={"out_ptr": "*fp16"})
     shape, warps = activations.rounding_shape(4096, 128)
     yield _one("tokens K4096", activations._round_kernel, {"K": 4096, "shape": shape}, warps, options=_ROUNDED)
 
