@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -45,7 +46,7 @@ class Constants:
         self._model, self._spec, self._arena = model, model.spec, arena
         self._arrays: dict[str, npt.NDArray[Any]] = {}
         self._tiles: dict[str, TiledLinear] = {}
-        self._wholes: dict[str, TiledLinear] = {}
+        self._wholes: WeakValueDictionary[tuple[str, int], TiledLinear] = WeakValueDictionary()
         self._turned = {rope: tables(rope, context) for rope in self._spec.ropes}
         self._bases = key_bases(kind, model)
         growth = query_growth(self._spec, np.arange(context))
@@ -104,12 +105,14 @@ class Constants:
             residual = residual._replace(scales=self._widened(key, scales, self._columns(packed)))
         return residual
 
-    def whole(self, packed: PackedLinear, residual: PackedResidual) -> op.Whole:
-        """A matrix's residuals as tiles."""
-        if packed.name not in self._wholes:
-            self._wholes[packed.name] = tile_residual(residual, self.tiled(packed), self._arena)
-        weights = self._wholes[packed.name].weights
-        return op.Whole(weights.codes, weights.scales, weights.zeros)
+    def whole(self, packed: PackedLinear, residual: PackedResidual, k_chunk: int) -> TiledLinear:
+        """A matrix's residuals as tiles: of all channels, or of those that `static` chooses. Lives while it is held."""
+        key = packed.name, k_chunk
+        found = self._wholes.get(key)
+        if found is None:
+            channels = None if k_chunk == CHUNK else static_channels(np.asarray(packed.mean_square), k_chunk)
+            found = self._wholes[key] = tile_residual(residual, self.tiled(packed), self._arena, channels)
+        return found
 
     def kept(self, packed: PackedLinear, k_chunk: int) -> int:
         """Address of the mask of channels shared by prompt rows: uint8 [K padded to 32], 255 or 0."""

@@ -77,6 +77,8 @@ class Program:
     """Bytes of scratch per thread."""
     selections: tuple[int, int]
     """Number of layers in which a row of the step, and a row whose logits are wanted, select channels."""
+    residuals: tuple[TiledLinear, ...]
+    """Tiles that only this program, and others that hold them, read."""
 
 
 class PlanOperations:
@@ -101,6 +103,7 @@ class PlanOperations:
         """Whether programs are linked with attention to pages."""
         self._program: list[op.Instruction] = []
         self._kinds: list[str] = []
+        self._residuals: list[TiledLinear] = []
         self._arena = Arena()
         self._constants = Constants(model, cache.kind, options.context, self._arena)
         self._buffers: dict[str, npt.NDArray[Any]] = {}
@@ -127,7 +130,7 @@ class PlanOperations:
             few: Whether there are so few rows that a separate product with the residuals is cheaper than a panel.
 
         Returns:
-            The program. The arrays that it refers to live as long as this object.
+            The program. The arrays that it refers to live as long as this object, or as the program holds them.
 
         Raises:
             RequestError: compensation was requested for a model without residuals.
@@ -135,6 +138,7 @@ class PlanOperations:
         """
         self._k_chunk, self._prompt, self._few = k_chunk, prompt, few
         self._program, self._kinds, self._selections, self._embedded = [], [], [0, 0], None
+        self._residuals = []
         forward(self, self._spec)
         logits, cap = _matrix(self._buffers["logits"]), self._spec.logit_cap
         self._emit(op.Check(logits, padded(self._spec.vocab_size, LANES), cap or 0.0))
@@ -143,7 +147,8 @@ class PlanOperations:
             op.write(own, instruction)
         link_written(words, self._program, self._threads, paged=self.paged)
         selections = (self._selections[0], self._selections[1])
-        return Program(words, tuple(self._kinds), self._buffers["logits"], most_scratch(words), selections)
+        residuals = tuple(self._residuals)
+        return Program(words, tuple(self._kinds), self._buffers["logits"], most_scratch(words), selections, residuals)
 
     def release(self) -> None:
         """Release the model's mapped files: programs use copies, except for the embeddings."""
@@ -198,7 +203,7 @@ class PlanOperations:
         tiled = self._constants.tiled(packed)
         k_chunk, shared = self._channels(packed)
         values = self._prepare(x, tiled)
-        if shared and not self._few and not packed.per_token and not packed.trellis:
+        if shared and not self._few and not _beside(packed):
             return self._panel(packed, tiled, shared)
         if k_chunk == CHUNK and not self._options.measure_recall:  # nothing to choose: all residuals are read
             return self._product(values, packed, tiled, 0, CHUNK)
@@ -566,12 +571,15 @@ class PlanOperations:
         self, values: Activations, packed: PackedLinear, tiled: TiledLinear, total: int, shared: int
     ) -> Activations:
         kind = layer_kind(packed.name)
-        whole = packed.residual if shared == CHUNK and not self._few else None
+        tiles = shared and (_beside(packed) or (shared == CHUNK and not self._few))
+        whole = packed.residual if tiles else None
         if whole is not None and whole.bits != op.WHOLE_BITS:
             whole = None
         out = replace(self._output(packed), wanted=values.wanted)
         x = plain = self._rounded()
-        if tiled.trellis and shared:
+        if whole is not None and shared < CHUNK:
+            plain = self._picked(values, packed, tiled, shared)
+        elif tiled.trellis and shared:
             plain = self._unrotated(values, tiled)
         linear = op.Linear(
             weights=tiled.weights,
@@ -586,11 +594,21 @@ class PlanOperations:
             residual = self._constants.residual(packed)
             linear = linear._replace(total=total, residual=residual, values=values.place, chosen=self._chosen())
         elif whole is not None:
-            linear = linear._replace(whole=self._constants.whole(packed, whole))
+            self._residuals.append(self._constants.whole(packed, whole, shared))
+            linear = linear._replace(whole=self._residuals[-1].whole)
         elif shared:
             linear = linear._replace(residual=self._constants.scaled(packed), kept=self._constants.kept(packed, shared))
         self._emit(linear, kind=kind)
         return replace(out, instruction=len(self._program) - 1)
+
+    def _picked(self, values: Activations, packed: PackedLinear, tiled: TiledLinear, shared: int) -> op.Quantized:
+        """Write the INT8 rows of the channels that prompt rows share, side by side."""
+        rounded = self._rounded("plain ")._replace(sums=0)
+        out = self._matrix("picked", self._widest_input).place
+        channels = self._constants.static(packed, shared)
+        to = op.Input(total_budget(packed.shape[1], shared), values.wanted, out, rounded, tiled.group_blocks)
+        self._emit(op.Pick(values.place, channels, to))
+        return rounded
 
     def _unrotated(self, values: Activations, tiled: TiledLinear) -> op.Quantized:
         """Write the INT8 rows that residuals meet, where those of the weights are rotated."""
@@ -639,6 +657,11 @@ class PlanOperations:
     def _emit(self, instruction: op.Instruction, *, kind: str = "") -> None:
         self._program.append(instruction)
         self._kinds.append(kind)
+
+
+def _beside(packed: PackedLinear) -> bool:
+    """Whether the residuals of prompt rows are multiplied beside a matrix, which takes none into its tiles."""
+    return packed.per_token or packed.trellis
 
 
 def _buffer_of(name: str) -> str:

@@ -41,7 +41,7 @@ import numpy.typing as npt
 
 from models.packed import PackedLinear, PackedResidual
 from models.packing import unpack
-from runtime.backends.cpu.data.instructions import WHOLE_BITS, Weights
+from runtime.backends.cpu.data.instructions import WHOLE_BITS, Weights, Whole
 from runtime.backends.cpu.data.records import BLOCK, BLOCK_BYTES, LANES, LINE, padded
 from runtime.backends.cpu.units import REPACK_CODEBOOK, REPACK_UNIFORM, TRELLIS
 
@@ -79,7 +79,7 @@ class Arena:
         return region[start : start + size].view(kind).reshape(shape)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, weakref_slot=True)
 class TiledLinear:
     """A low-bit matrix in tiles."""
 
@@ -115,6 +115,12 @@ class TiledLinear:
         sizes = (self.bits, self.tiles, self.blocks, self.groups, self.group_blocks)
         group_scales = 0 if self.group_scales is None else int(self.group_scales.ctypes.data)
         return Weights(codes, scales, zeros, codebooks, *sizes, group_scales=group_scales, trellis=self.trellis)
+
+    @property
+    def whole(self) -> Whole:
+        """Its fields where it holds residuals."""
+        weights = self.weights
+        return Whole(weights.codes, weights.scales, weights.zeros, self.blocks)
 
     @property
     def nbytes(self) -> int:
@@ -188,32 +194,38 @@ def tile_linear(linear: PackedLinear, arena: Arena) -> TiledLinear:
     )
 
 
-def tile_residual(residual: PackedResidual, of: TiledLinear, arena: Arena) -> TiledLinear:
-    """The residuals of all input channels as a tiled matrix, multiplied as fast as 4-bit weights.
+def tile_residual(
+    residual: PackedResidual, of: TiledLinear, arena: Arena, channels: npt.NDArray[np.int32] | None = None
+) -> TiledLinear:
+    """Residuals as a tiled matrix, multiplied as fast as 4-bit weights.
 
     Residual rows are scattered in memory; reading all of them row by row runs at a quarter of the memory's speed.
 
     Args:
         residual: Of 4 bits.
-        of: The matrix that they belong to; its groups are theirs, for they share its activations.
+        of: The matrix that they belong to; its groups are as large as theirs.
         arena: Where the tiles go.
+        channels: int32 [K'], those whose residuals these are, side by side; None: all.
     """
     assert residual.bits == WHOLE_BITS
     assert residual.scales is not None
-    N, K = residual.scales.shape[0], residual.codes.shape[0]
-    whole = np.zeros((of.blocks * BLOCK, of.tiles * LANES), np.uint8)
-    whole[:K, :N] = unpack(np.asarray(residual.codes), WHOLE_BITS, N)
-    quads = whole.reshape(of.blocks, BLOCK // 8, 2, 4, of.tiles, LANES)
-    codes = arena.zeros((of.tiles, of.blocks, BLOCK_BYTES[WHOLE_BITS]), np.uint8)
+    rows = np.asarray(residual.codes) if channels is None else np.asarray(residual.codes)[channels]
+    N, K = residual.scales.shape[0], rows.shape[0]
+    blocks = padded(K, BLOCK) // BLOCK
+    groups = -(-blocks // of.group_blocks)
+    whole = np.zeros((blocks * BLOCK, of.tiles * LANES), np.uint8)
+    whole[:K, :N] = unpack(rows, WHOLE_BITS, N)
+    quads = whole.reshape(blocks, BLOCK // 8, 2, 4, of.tiles, LANES)
+    codes = arena.zeros((of.tiles, blocks, BLOCK_BYTES[WHOLE_BITS]), np.uint8)
     pairs = quads[:, :, 0] | quads[:, :, 1] << 4  # [blocks, 4, 4, tiles, 16]
     codes[:] = pairs.transpose(3, 0, 1, 4, 2).reshape(codes.shape)
-    columns = np.zeros((of.tiles * LANES, of.groups), np.float16)
+    columns = np.zeros((of.tiles * LANES, groups), np.float16)
     columns[:N] = np.asarray(residual.scales)[:, None]
     return TiledLinear(
         bits=WHOLE_BITS,
         tiles=of.tiles,
-        blocks=of.blocks,
-        groups=of.groups,
+        blocks=blocks,
+        groups=groups,
         group_blocks=of.group_blocks,
         codes=codes,
         scales=_tiled_rows(columns, of.tiles, arena),

@@ -32,6 +32,9 @@ def prompt_and_token(model: Weights, backend: str, options: DecoderOptions) -> n
     """Logits float32 [19, V] of a prompt of 18 tokens and of one that is decoded behind it."""
     decoder, _ = open_decoder(model, options, backend)
     with decoder.session():
-        found = [decoder.forward(Step.of(tokens, start)).copy() for tokens, start in ((_PROMPT, 0), ((17,), 18))]
+        found = [
+            decoder.forward(Step.of(tokens, start, prefill=start == 0)).copy()
+            for tokens, start in ((_PROMPT, 0), ((17,), 18))
+        ]
     decoder.close()
     return np.concatenate(found)

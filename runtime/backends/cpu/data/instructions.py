@@ -91,6 +91,14 @@ class Input(NamedTuple):
     rotated: bool = False  # whether the INT8 rows are rotated group by group (`models.trellis`)
 
 
+class Pick(NamedTuple):
+    """Copy some channels side by side, and quantize them. Skipped where rows are not compensated."""
+
+    x: Matrix  # float32
+    channels: int  # address of int32 [K], K = `to.width`
+    to: Input  # the output
+
+
 class Norm(NamedTuple):
     """RMSNorm, and quantization of its output."""
 
@@ -189,11 +197,12 @@ class Residual(NamedTuple):
 
 
 class Whole(NamedTuple):
-    """All residuals of a matrix as a tiled 4-bit matrix: addresses."""
+    """Residuals of all channels of a matrix, or of those that prompt rows share, as a tiled 4-bit matrix: addresses."""
 
     codes: int = 0  # address of the first tile; 0: none
     scales: int = 0  # float16
     zeros: int = 0  # uint8
+    blocks: int = 0  # of 32 channels
 
 
 class Linear(NamedTuple):
@@ -210,7 +219,7 @@ class Linear(NamedTuple):
     values: Matrix = Matrix(0, 0)  # the activations in float32
     chosen: Matrix = Matrix(0, 0)  # int32, the channels
     kept: int = 0  # as in `Panel`, if all rows share their compensated channels; 0: each row has its own
-    whole: Whole = Whole()  # all residuals, if each row is compensated by all of them
+    whole: Whole = Whole()  # residuals, if each row is compensated by all of these
     plain: Quantized = Quantized(0, 0, 0)  # the activations that those of all rows meet: `x`, but never rotated
 
 
@@ -454,6 +463,7 @@ class Restore(NamedTuple):
 Instruction = (
     Embed
     | Gather
+    | Pick
     | Check
     | Norm
     | NormInplace

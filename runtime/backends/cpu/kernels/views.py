@@ -126,7 +126,7 @@ header_at = view("header", op.HEADER)
 """The header of the instruction at an address."""
 changing_header_at = view("changing_header", op.HEADER, changes=True)
 """The same, for code that runs longer than one instruction."""
-embed_at, gather_at, check_at = map(_view, (op.Embed, op.Gather, op.Check))
+embed_at, gather_at, pick_at, check_at = map(_view, (op.Embed, op.Gather, op.Pick, op.Check))
 """The instruction at an address; so are the others."""
 norm_at, norm_inplace_at, gate_at, merge_at = map(_view, (op.Norm, op.NormInplace, op.Gate, op.Merge))
 select_at, linear_at, heads_at, attend_at = map(_view, (op.Select, op.Linear, op.Heads, op.Attend))

@@ -351,7 +351,7 @@ def _linear_of(of: Experts, number: int) -> Linear:
     chosen = Matrix(of.chosen.at + at * of.chosen.stride, of.chosen.stride)
     residual = Residual(own.residual, own.residual_scales, sizes.residual_bits, sizes.stride, sizes.rows)
     bias = own.bias if of.sum.at == 0 else 0
-    return Linear(weights, x, 0, out, bias, 0, of.total, residual, values, chosen, own.kept, Whole(0, 0, 0), x)
+    return Linear(weights, x, 0, out, bias, 0, of.total, residual, values, chosen, own.kept, Whole(0, 0, 0, 0), x)
 
 
 @kernel

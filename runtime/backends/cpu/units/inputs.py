@@ -30,6 +30,7 @@ from runtime.backends.cpu.kernels.views import (
     norm_at,
     norm_inplace_at,
     parameters_at,
+    pick_at,
     rows_of,
     share_of,
 )
@@ -75,6 +76,21 @@ def gather(i: int, control: int, part: int, parts: int, _scratch: int) -> None:
         out = gather.out.at + row * gather.out.stride
         for c in range(0, gather.channels, 16):
             store_floats(out + 4 * c, load_floats(source + 4 * c))
+
+
+@compiled_unit
+def pick(i: int, control: int, part: int, parts: int, _scratch: int) -> None:
+    """Copy some channels side by side, and quantize them."""
+    pick = pick_at(i)
+    to, rows = pick.to, rows_of(control, pick.to.wanted)
+    padded, _group, groups = sizes_of(to)
+    first, last = share_of(rows if parameters_at(control).compensate != 0 else 0, part, parts)
+    for row in range(first, last):
+        source, out = pick.x.at + row * pick.x.stride, to.out.at + row * to.out.stride
+        for k in range(padded):
+            inside = k < to.width
+            set_float(out + 4 * k, get_float(source + 4 * get_int(pick.channels + 4 * k)) if inside else np.float32(0))
+        round_groups(to, row, rows, 0, groups)
 
 
 @compiled_unit

@@ -369,10 +369,10 @@ def multiply_trellis_4(i: int, control: int, part: int, parts: int, scratch: int
 
 @compiled_unit
 def add_whole(i: int, rows: int, first: int, last: int, scratch: int) -> None:
-    """Add the products of tiles first .. last - 1 of all residuals of the LINEAR instruction at address i."""
+    """Add the products of tiles first .. last - 1 of the `whole` residuals of the LINEAR instruction at address i."""
     of = linear_at(i)
     own, by = of.weights, of.whole
-    sizes = (WHOLE_BITS, own.tiles, own.blocks, own.groups, own.group_blocks)
+    sizes = (WHOLE_BITS, own.tiles, by.blocks, (by.blocks + own.group_blocks - 1) // own.group_blocks, own.group_blocks)
     weights = Weights(by.codes, by.scales, by.zeros, 0, *sizes, 0, 0)
     linear = Linear(weights, of.plain, of.wanted, of.out, 0, 1, 0, of.residual, of.values, of.chosen, 0, by, of.plain)
     if rows == 1:

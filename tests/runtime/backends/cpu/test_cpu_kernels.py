@@ -249,11 +249,10 @@ def test_all_residuals_as_tiles(
     rounded = quantize_groups(torch.from_numpy(rng.standard_normal((7, K)).astype(np.float32)), group)
     before = rng.standard_normal((7, N)).astype(np.float32)
     residual = tile_residual(linear.residual, tile_linear(linear, Arena()), Arena())
-    whole = op.Whole(residual.weights.codes, residual.weights.scales, residual.weights.zeros)
 
     def rows(first: int, last: int) -> npt.NDArray[np.float32]:
         codes, scales = (part.numpy()[first:last] for part in rounded)
-        return product(machine, linear, codes, scales, before[first:last], whole=whole)
+        return product(machine, linear, codes, scales, before[first:last], whole=residual.whole)
 
     together = rows(0, 7)
     assert_close(together, product_beside(machine, linear, rounded, np.arange(K), before), "sums")

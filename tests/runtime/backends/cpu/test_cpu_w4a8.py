@@ -76,6 +76,6 @@ def test_the_decoder_answers_as_the_reference_does(
     options = DecoderOptions(context=64, max_rows=32, k_chunk=k_chunk, prompt_k_chunk=min(1024, k_chunk * 16))
     answers = [prompt_and_token(model, backend, options) for backend in ("cpu", "reference")]
     # Norms and attention round otherwise, and a code next to a tie may fall on its other side.
-    # All residuals meet activations in INT8 here, and in float32 there.
-    allowed = (0.03 if k_chunk == 1024 else 0.02) * np.sqrt(np.mean(answers[1] ** 2))
+    # Residuals that all rows of a prompt share meet activations in INT8 here, and in float32 there.
+    allowed = (0.03 if k_chunk else 0.02) * np.sqrt(np.mean(answers[1] ** 2))
     assert_close(np.sqrt(np.mean((answers[0] - answers[1]) ** 2)) < allowed, True, "exact")
