@@ -27,7 +27,7 @@ class CpuBackend:
     kinds = tuple(KINDS)
     untuned: Problem | None = None
     step_rows = (256,)
-    prompt_levels = (CHUNK,)  # fewer cost the same: weights are unpacked as a whole
+    prompt_levels = (CHUNK, 256, 128, 64)
 
     def probe(self) -> Presence:
         try:
