@@ -24,6 +24,8 @@ Part = Literal["keys", "values"]
 
 PARTS: tuple[Part, Part] = ("keys", "values")
 """The two halves of a cache."""
+LARGEST = 32000.0
+"""What keys and values are limited to: differences of two, and what is read of their codes, stay in half precision."""
 LOW_RANK = 4
 """Rank of GEAR's correction of a page (GEAR §3: rank 4 for a prompt)."""
 SPARSITY = 0.02

@@ -31,7 +31,13 @@ TARGETS = {
     "neon-i8mm, Snapdragon X": (LINUX_ARM, processor("oryon-1"), "+i8mm"),
 }
 """Triple, processor and features of LLVM by the variant and who has it."""
-UNITS = {"4 bits": "multiply_uniform_4", "3 bits": "multiply_uniform_3", "4 bits, codebook": "multiply_codebook_4"}
+UNITS = {
+    "4 bits": "multiply_uniform_4",
+    "3 bits": "multiply_uniform_3",
+    "4 bits, codebook": "multiply_codebook_4",
+    "3 bits, trellis": "multiply_trellis_3",
+    "4 bits, trellis": "multiply_trellis_4",
+}
 _COMPILE = """
 import json, platform, sys
 import numba, numpy

@@ -9,7 +9,7 @@ from runtime.backends.operations.layers import attend
 from runtime.backends.operations.pages import Stored, dequantize_page, quantize_page
 from runtime.backends.torch_store import TorchStore
 from runtime.kv.control import BackendCache
-from runtime.kv.kinds import PARTS, CacheKind, Part
+from runtime.kv.kinds import LARGEST, PARTS, CacheKind, Part
 
 
 class ReferenceStore(TorchStore):
@@ -97,6 +97,7 @@ class ReferenceCache(BackendCache[ReferenceStore]):
         tables = torch.from_numpy(self.table_of(layer).tables)
         store, layer = self._places[layer]
         for part, x in zip(PARTS, (k, v), strict=True):
+            x = torch.where(x.isfinite(), x.clamp(-LARGEST, LARGEST), x)
             if self.kind.windowed:
                 for slot in sorted(set(slots.tolist())):
                     rows = slots == slot

@@ -62,14 +62,15 @@ class Buffers:
             if field.name != "scratch"
         }
         """By their names in `BufferSizes`."""
+        self.embeddings = self._flat["embeddings"].view(rows, -1)
+        """float16 [rows, C], the tokens' rows of the embedding table."""
         self.own_tokens = self._flat["own_tokens"].view(rows, -1)
         """float16 [rows, blocks * P], the tokens' embeddings of the blocks' own; another input of a step."""
-        self.inputs = torch.zeros((4, rows), dtype=torch.int32, device=device)
-        """int32 [4, rows], a step's inputs, which are the next four."""
-        self.tokens: torch.Tensor = self.inputs[0]
-        self.slots: torch.Tensor = self.inputs[1]
-        self.positions: torch.Tensor = self.inputs[2]
-        self.logit_rows: torch.Tensor = self.inputs[3]
+        self.inputs = torch.zeros((3, rows), dtype=torch.int32, device=device)
+        """int32 [3, rows], a step's other inputs, which are the next three."""
+        self.slots: torch.Tensor = self.inputs[0]
+        self.positions: torch.Tensor = self.inputs[1]
+        self.logit_rows: torch.Tensor = self.inputs[2]
         self.status = torch.zeros(2, dtype=torch.int32, device=device)
         """int32 [2], inputs of the next two."""
         self.flag = self.status[:1]
@@ -196,5 +197,5 @@ class Value:
     beside: Value | None = None
     """That other output, with its own `norm`; the `norm` of the first is then that of their sum."""
     scale: str = ""  # Number of a block by which this residual stream is multiplied, once the output is added
-    tokens: torch.Tensor | None = None  # Tokens int32 [M] whose embeddings will become this residual stream
+    embeddings: torch.Tensor | None = None  # Rows float16 [M, C] that will become this residual stream
     gathered: bool = False  # Whether these are only the rows whose logits are wanted

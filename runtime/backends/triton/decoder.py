@@ -57,7 +57,7 @@ CAPTURED_ROWS = 32
 are verified. Other lengths of prompts hardly come twice."""
 _TRITON_S = ("Triton Error", "Failed to find C compiler")
 """Prefix of Triton's errors that have no type of their own."""
-_INPUTS = ("tokens", "slots", "positions", "logit_rows")
+_INPUTS = ("slots", "positions", "logit_rows")
 P = ParamSpec("P")
 T = TypeVar("T")
 CAPTURE_MODE = "thread_local"
@@ -233,7 +233,8 @@ class TritonDecoder:
         self.model.set_prompt_k_chunk(options.prompt_k_chunk, self.side)
         rows, drawn = options.max_rows, min(options.max_rows, LOGIT_ROWS)
         self._inputs = torch.zeros((len(_INPUTS), rows), dtype=torch.int32, pin_memory=pinned)
-        self._own_tokens = torch.zeros(self.buffers.own_tokens.shape, dtype=torch.float16, pin_memory=pinned)
+        sizes = {name: getattr(self.buffers, name).shape for name in self.model.tables}
+        self._rows = {name: torch.zeros(of, dtype=torch.float16, pin_memory=pinned) for name, of in sizes.items()}
         self._logits = torch.zeros((drawn, self.spec.vocab_size), pin_memory=pinned)
         self._status = torch.zeros(2, dtype=torch.int32, pin_memory=pinned)
         self._draws = HostDraws(rows, self.spec.vocab_size, pinned=pinned)
@@ -315,11 +316,10 @@ class TritonDecoder:
         """Check a step, let the cache prepare for it, and put its inputs where `_launch` copies them from."""
         check_step(step, self.spec, self.options)
         self.cache.begin(step.slots, step.positions, flush=step.flush, draft=step.draft)
-        tokens = self.model.rows_of(step.tokens)
-        for own, values in zip(self._inputs, (tokens, step.slots, step.positions, step.logit_rows), strict=True):
+        for own, values in zip(self._inputs, (step.slots, step.positions, step.logit_rows), strict=True):
             own[: values.size] = torch.from_numpy(np.ascontiguousarray(values))
-        if self.model.own_tokens is not None:
-            self._own_tokens.numpy()[: step.tokens.size] = self.model.own_tokens[step.tokens]
+        for name, table in self.model.tables.items():
+            self._rows[name].numpy()[: step.tokens.size] = table[step.tokens]
         way, layers = compensation_of(step, self.options), self.options.sensitive_layers if step.draft else ()
         return _Shape(step.tokens.size, step.logit_rows.size, way, step.draft, layers)
 
@@ -379,7 +379,7 @@ class TritonDecoder:
         self._graphs.clear()
         self._drawing.clear()
         self.model.close()
-        del self.buffers, self._inputs, self._own_tokens, self._logits, self._status, self._draws
+        del self.buffers, self._inputs, self._rows, self._logits, self._status, self._draws
         with suppress(RuntimeError):  # a card that stopped working releases nothing
             return_cached()
 
@@ -399,8 +399,8 @@ class TritonDecoder:
     def _bring(self, M: int) -> None:
         """Start copying a step's inputs to the device."""
         self.buffers.inputs.copy_(self._inputs, non_blocking=True)
-        if self._own_tokens.numel():
-            self.buffers.own_tokens[:M].copy_(self._own_tokens[:M], non_blocking=True)
+        for name, rows in self._rows.items():
+            getattr(self.buffers, name)[:M].copy_(rows[:M], non_blocking=True)
 
     def _pass(self, shape: _Shape) -> Pass:
         M, R, way, draft, layers = shape

@@ -73,11 +73,11 @@ class Pass(StateOperations[Value]):
             return Value(buffers.own_tokens[:M, layer * P : (layer + 1) * P])
         if self._embedded is not None:
             return self._embedded
-        stream = Value(buffers.stream(M, C), tokens=buffers.tokens[:M])
+        stream = Value(buffers.stream(M, C), embeddings=buffers.embeddings[:M])
         if not P:
             return stream
         x, sums = buffers.embedded(M, C)
-        embed_norm(buffers.tokens[:M], self._model.table, stream.tensor, RowNorms(None, 0.0), x, sums)
+        embed_norm(buffers.embeddings[:M], stream.tensor, RowNorms(None, 0.0), x, sums)
         self._embedded, self._applied = Value(x, sums=sums), stream
         return stream
 
@@ -94,8 +94,8 @@ class Pass(StateOperations[Value]):
         M = self._R if x.gathered else self._M
         out, sums, rounded = self._buffers.input(M, C), self._buffers.sums(M, C), self._buffers.rounded(M, C)
         norms, left = self._row_norms(name, y, x.scale), sums if rounded is None else rounded
-        if x.tokens is not None and x is not self._applied:
-            embed_norm(x.tokens, self._model.table, h, norms, out, left)
+        if x.embeddings is not None and x is not self._applied:
+            embed_norm(x.embeddings, h, norms, out, left)
         elif out.numel():
             tensor, dec = (None, None) if y is None else (y.tensor, y.dec)
             add_norm(h, tensor, dec, norms, out, rows, left)

@@ -7,13 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from models.packed import PackedLinear, Weights
 from models.rope import query_growth, tables
 from models.spec import RopeSpec, expert_of, first_expert, router_of
-from runtime.backends.decoder import DecoderOptions, Int32Array
+from runtime.backends.decoder import DecoderOptions
 from runtime.backends.experts import hottest
 from runtime.backends.operations.channels import k_chunk_of, layer_kind
 from runtime.backends.triton.cache import GpuCache
@@ -28,10 +27,10 @@ from runtime.backends.triton.layout import GpuLinear, repack
 from runtime.backends.triton.residual import (
     REMEDY,
     GpuResidual,
-    PageLockError,
     load_residuals,
     ordinary,
     page_locked,
+    words_of,
 )
 from runtime.backends.triton.sizes import COPIED_BYTES
 from runtime.errors import Problem, RequestError
@@ -96,11 +95,11 @@ class GpuModel:
             layer: self._router(weights, layer) for layer in range(spec.num_layers) if spec.has_experts(layer)
         }
         """Of each block with experts."""
-        self._unlocked: npt.NDArray[np.float16] | None = None
-        """The embedding table, if its memory could not be page-locked."""
-        self.table = self._table(weights)
-        self.own_tokens = np.asarray(weights.token_table(), np.float16) if spec.token_width else None
-        """float16 [V, blocks * P], embeddings of the blocks' own, mapped; None if there are none."""
+        self.tables = {"embeddings": np.asarray(weights.embedding(), np.float16)}
+        """Mapped tables in main memory, of which a step's rows are copied to buffers of these names: of the stream's
+        embeddings, float16 [V, C], and of the blocks' own, float16 [V, blocks * P], if there are any."""
+        if spec.token_width:
+            self.tables["own_tokens"] = np.asarray(weights.token_table(), np.float16)
         self.ropes = self._ropes()
         """Of each layer; angles of 0 where it has none."""
         self.cache = GpuCache(
@@ -179,8 +178,8 @@ class GpuModel:
         """Allocate `copied` when decoded tokens are first compensated; it stays, as graphs contain its address."""
         if self.copied.numel() or self.options.max_rows < 2 or not any(wanted.values()):
             return
-        alone = [linear for linear in self.linears.values() if not linear.experts]
-        sizes = [linear.residual.codes.numel() for linear in alone if linear.residual is not None]
+        alone = [linear.packed for linear in self.linears.values() if not linear.experts]
+        sizes = [words_of(packed.shape, packed.residual.bits) for packed in alone if packed.residual is not None]
         self.copied = torch.empty(min(max(sizes, default=0), COPIED_BYTES // 4), dtype=torch.int32, device=self.device)
 
     def close(self) -> None:
@@ -189,12 +188,12 @@ class GpuModel:
         self.norms.clear()
         self.routers.clear()
         self.placement = None
-        for held in (self.bases, self.recent, self.deltas):
+        for held in (self.tables, self.bases, self.recent, self.deltas):
             held.clear()
         self.ropes.clear()
         self.staging = Staging([], self.device, None)
-        self.table = self.copied = torch.empty(0)
-        self._unlocked = self.own_tokens = self.one = None
+        self.copied = torch.empty(0)
+        self.one = None
         self.cache.close()
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
@@ -311,31 +310,6 @@ class GpuModel:
         if asked < 1:
             raise RequestError(f"n_tb of {kind} is {asked}: compensation needs at least one thread block")
         return max(count for count in n_tb_candidates(N, K) if count <= asked)
-
-    def rows_of(self, tokens: Int32Array) -> Int32Array:
-        """The rows of `table` with the embeddings of a step's tokens, int32 [M], until the next step."""
-        if self._unlocked is None:
-            return tokens
-        self.table[: tokens.size].copy_(torch.from_numpy(self._unlocked[tokens]))
-        return np.arange(tokens.size, dtype=np.int32)
-
-    def _table(self, weights: Weights) -> torch.Tensor:
-        """The embedding table, float16 [V, C], in page-locked memory.
-
-        If that is refused, it stays in ordinary memory, and the table is one of [max_rows, C] on the device, to which
-        every step's rows are copied.
-        """
-        table = np.asarray(weights.embedding(), np.float16)
-        try:
-            locked = self._allocate(table.nbytes).view(torch.float16).view(table.shape)
-        except PageLockError as error:
-            what = f"every step copies its rows of the embedding table to the GPU: {error}"
-            logger.warning("%s", what)
-            self.problems += (Problem(what=what, fix="close other programs, or raise the limit with `ulimit -l`"),)
-            self._unlocked = table
-            return torch.zeros(self.options.max_rows, table.shape[1], dtype=torch.float16, device=self.device)
-        locked.numpy()[...] = table
-        return locked
 
     def _ropes(self) -> list[Rope]:
         """The rotary tables of each layer, every embedding's once."""

@@ -94,10 +94,15 @@ def row_lines(N: int, bits: int) -> int:
     return -(-N * bits // (_WORD_BITS * LINE_WORDS))
 
 
+def words_of(shape: tuple[int, int], bits: int) -> int:
+    """Words of the residuals of a layer [N, K]."""
+    N, K = shape
+    return K * row_lines(N, bits) * LINE_WORDS
+
+
 def locked_bytes(shape: tuple[int, int], bits: int, count: int = 1) -> int:
     """Bytes locked for the residuals of a layer, or of `count` experts: torch page-locks powers of two."""
-    N, K = shape
-    return 1 << max(0, count * K * row_lines(N, bits) * LINE_WORDS * 4 - 1).bit_length()
+    return 1 << max(0, 4 * count * words_of(shape, bits) - 1).bit_length()
 
 
 def fitting(sizes: Mapping[str, int], limits: LockLimits) -> tuple[str, ...]:

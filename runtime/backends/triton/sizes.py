@@ -44,7 +44,7 @@ RUNS_TOGETHER = 4
 memory: 1 MiB each for Qwen3.5 4B."""
 CHUNK = 16
 """Rows of a prompt that a delta rule reads together: with 32, registers spilled."""
-HALF_BUFFERS = ("inputs", "rotated", "queries", "embedded", "own_tokens")
+HALF_BUFFERS = ("inputs", "rotated", "queries", "embedded", "embeddings", "own_tokens")
 """Buffers of float16."""
 _NUMBER_BYTES = {"tokens": 1, **dict.fromkeys(HALF_BUFFERS, 2)}
 """Bytes of a number of a buffer; 4 of the others."""
@@ -73,6 +73,7 @@ class BufferSizes:
     kept_compensation: int  # float32, its compensation
     embedded: int  # float16, the tokens' embeddings, where every block reads them
     embedded_sums: int  # float32, their sums, of few rows
+    embeddings: int  # float16, rows of the embedding table
     own_tokens: int  # float16, embeddings of the blocks' own
 
     @property
@@ -144,6 +145,7 @@ def buffer_sizes(spec: ModelSpec, rows: int, token_group: int | None = None, *, 
         kept_compensation=concurrent * kept,
         embedded=rows * embedded,
         embedded_sums=few * pieces(embedded),
+        embeddings=rows * spec.hidden_size,
         own_tokens=rows * spec.num_layers * spec.token_width,
     )
     if spec.mixture is None:

@@ -35,6 +35,9 @@ from runtime.backends.cpu.kernels.views import (
 from runtime.backends.cpu.machine.kernel import call_4, kernel, routine
 from runtime.backends.cpu.machine.unit import compiled_unit
 from runtime.backends.cpu.machine.vector import get_float, get_int, set_float
+from runtime.kv import kinds
+
+_LARGEST, _INFINITY = numba.float32(kinds.LARGEST), numba.float32(float("inf"))
 
 
 @kernel
@@ -130,6 +133,9 @@ def _finish_heads(write: Any, i: int, control: int, part: int, parts: int) -> No
             for d in range(dim):
                 set_float(x + 4 * d, get_float(x + 4 * d) * scale)
             continue
+        for d in range(0, 4 * dim, 4):
+            if _LARGEST < abs(get_float(x + d)) < _INFINITY:
+                set_float(x + d, _LARGEST if get_float(x + d) > numba.float32(0.0) else -_LARGEST)
         slot, kv_head = numba.int64(get_int(step.slots + 4 * row)), (head - keys) % heads.kv_heads
         write(heads, x, head < values, slot, kv_head, position)
 

@@ -42,6 +42,18 @@ _WHOLE = tl.constexpr(12582912.0)
 
 
 @triton.jit
+def to_half(x):
+    """Float32 x in half precision. Finite numbers beyond its range, as some models have them, become its ends."""
+    return limited(x, 65504.0).to(tl.float16)
+
+
+@triton.jit
+def limited(x, MOST: tl.constexpr):
+    """Float32 x within ±MOST where it is finite."""
+    return tl.where(tl.abs(x) < float("inf"), tl.minimum(tl.maximum(x, -MOST), MOST), x)
+
+
+@triton.jit
 def store_sums(sums_ptr, x, first, K, BLOCK_K: tl.constexpr):
     """Write the sums of the pieces of x float16 [BLOCK_K] to sums [ceil(K / 32)]; x starts with its piece `first`.
 
@@ -99,7 +111,7 @@ def _rotate_kernel(x_ptr, out_ptr, K, width, blocks, left):
     lane = (channels - base) // each  # twice the lane, plus the half
     column = lane // 4 % 2 * 16 + lane // 8 * 4 + lane // 2 % 2 * 2 + lane % 2
     to = base + (channels - base) % each * 32 + column
-    tl.store(out_ptr + row * width + to, rotated.to(tl.float16), mask=channels < width)
+    tl.store(out_ptr + row * width + to, to_half(rotated), mask=channels < width)
 
 
 def rotate(x: torch.Tensor, out: torch.Tensor) -> None:

@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 
 from runtime.backends.triton import sizes
-from runtime.backends.triton.kernels.activations import Projected, projected_at, sigmoid, spaced, store_sums
+from runtime.backends.triton.kernels.activations import Projected, projected_at, sigmoid, spaced, store_sums, to_half
 from runtime.backends.triton.kernels.attention_blocks import Blocks, HeadCache, Queries, Softmax, visit_slot
 from runtime.backends.triton.kernels.cache import LayerPages, LayerTensors, Rows, moved, power_of_two
 from runtime.backends.triton.kernels.gemv import ROWS
@@ -432,7 +432,7 @@ def _merge_kernel(
     if gates is not None:
         offs = tl.program_id(0).to(tl.int64) * gates.stride + tl.program_id(1) * D + offs_d
         x *= sigmoid(projected_at(gates.projected, offs, mask_d, given & _COMPENSATED))
-    x = x.to(tl.float16)
+    x = to_half(x)
     tl.store(merged.x + head * D + offs_d, x, mask=mask_d)
     if D % 32 == 0:  # noqa: SIM102 - a constant and a number of the device
         if (given & _SUMMED) != 0:

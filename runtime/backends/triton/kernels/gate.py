@@ -16,6 +16,7 @@ from runtime.backends.triton.kernels.activations import (
     rounding_shape,
     store_sums,
     store_tokens,
+    to_half,
 )
 from runtime.backends.triton.kernels.norm import normalized
 
@@ -43,7 +44,7 @@ def _gate_kernel(
     x = _gated(y_ptr, dec_ptr, row, offs_i, given, WIDTH, GELU, LIMIT)
     if factors_ptr is not None:
         x *= tl.load(factors_ptr + row)
-    x = x.to(tl.float16)
+    x = to_half(x)
     tl.store(x_ptr + row * WIDTH + offs_i, x, mask=offs_i < WIDTH)
     if (given & _SUMMED) != 0:
         first = tl.program_id(1) * (BLOCK_I // 32)
@@ -59,7 +60,7 @@ def _gate_round_kernel(
     row = tl.program_id(0).to(tl.int64)
     offs_i = tl.arange(0, shape.BLOCK_K)
     x = _gated(y_ptr, dec_ptr, row, offs_i, given, WIDTH, GELU, LIMIT)
-    tl.store(x_ptr + row * WIDTH + offs_i, x.to(tl.float16), mask=offs_i < WIDTH)
+    tl.store(x_ptr + row * WIDTH + offs_i, to_half(x), mask=offs_i < WIDTH)
     store_tokens(tokens, row, x, shape)
 
 
@@ -159,7 +160,7 @@ def _token_gate_kernel(
     gate = projected_at(gates, offs, mask_i, given & _COMPENSATED)
     up = normalized(projected_at(context, offs, mask_i, given & _BOTH), tokens.weight, tokens.eps, WIDTH, BLOCK_I)
     up += tl.load(tokens.rows + row * tokens.stride + offs_i, mask=mask_i, other=0.0).to(tl.float32)
-    x = tl.where(mask_i, _activated(gate, up, GELU, LIMIT), 0.0).to(tl.float16)
+    x = to_half(tl.where(mask_i, _activated(gate, up, GELU, LIMIT), 0.0))
     tl.store(x_ptr + offs, x, mask=mask_i)
     if (given & _SUMMED) != 0:
         store_sums(sums_ptr + row * ((WIDTH + 31) // 32), x, 0, WIDTH, BLOCK_I)

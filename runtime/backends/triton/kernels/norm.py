@@ -13,15 +13,15 @@ import torch
 import triton
 import triton.language as tl
 
-from runtime.backends.triton.kernels.activations import Tokens, rounding_shape, store_sums, store_tokens
+from runtime.backends.triton.kernels.activations import Tokens, rounding_shape, store_sums, store_tokens, to_half
 
 CHANNELS_PER_WARP = 256
 """Channels per warp, kept in registers: 8 a thread. One program handles a whole row, so few warps would be slow."""
 MAX_WARPS = 32
 _ADDED, _COMPENSATED, _GATHERED, _EMBEDDED, _SUMMED, _BOTH = (tl.constexpr(1 << place) for place in range(6))
-"""Bits of `given`: whether y, and dec, are added; whether `index` contains rows, or tokens of the table; whether sums
-are wanted; whether the output beside y has a compensation. A run-time argument, so that a model needs one kernel;
-pointers that are not given are not read."""
+"""Bits of `given`: whether y, and dec, are added; whether `index` contains rows; whether the stream begins with
+embeddings; whether sums are wanted; whether the output beside y has a compensation. A run-time argument, so that a
+model needs one kernel; pointers that are not given are not read."""
 
 
 class Beside(NamedTuple):
@@ -54,15 +54,15 @@ def normalized(x, weight_ptr, eps, C: tl.constexpr, BLOCK_C: tl.constexpr):
 
 @triton.jit(do_not_specialize=["given"])
 def _add_norm_kernel(
-    h_ptr, y_ptr, dec_ptr, index_ptr, table_ptr, norms, x_ptr, sums_ptr, given,
+    h_ptr, y_ptr, dec_ptr, index_ptr, embeddings_ptr, norms, x_ptr, sums_ptr, given,
     C: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Program r handles row r, or row index[r]. h, y, dec [M, C], x [M, C] or [R, C]; index [M or R]; `RowNorms`.
+    """Program r handles row r, or row index[r]. h, y, dec [M, C], x [M, C] or [R, C]; index [R]; `RowNorms`.
 
-    table [V, C], of which row index[r] begins the residual stream; sums [M or R, ceil(C / 32)].
+    embeddings [M, C], with which the residual stream begins; sums [M or R, ceil(C / 32)].
     """
-    pointers = (h_ptr, y_ptr, dec_ptr, index_ptr, table_ptr)
-    x = _normed_row(pointers, norms, given, C, BLOCK_C).to(tl.float16)
+    pointers = (h_ptr, y_ptr, dec_ptr, index_ptr, embeddings_ptr)
+    x = to_half(_normed_row(pointers, norms, given, C, BLOCK_C))
     out_row = tl.program_id(0).to(tl.int64)
     offs_c = tl.arange(0, BLOCK_C)
     tl.store(x_ptr + out_row * C + offs_c, x, mask=offs_c < C)
@@ -72,15 +72,15 @@ def _add_norm_kernel(
 
 @triton.jit(do_not_specialize=["given"])
 def _add_norm_round_kernel(
-    h_ptr, y_ptr, dec_ptr, index_ptr, table_ptr, norms, x_ptr, tokens, given,
+    h_ptr, y_ptr, dec_ptr, index_ptr, embeddings_ptr, norms, x_ptr, tokens, given,
     C: tl.constexpr, shape: tl.constexpr,
 ):  # fmt: skip
     """The same, with rows also quantized to INT8."""
-    pointers = (h_ptr, y_ptr, dec_ptr, index_ptr, table_ptr)
+    pointers = (h_ptr, y_ptr, dec_ptr, index_ptr, embeddings_ptr)
     x = _normed_row(pointers, norms, given, C, shape.BLOCK_K)
     out_row = tl.program_id(0).to(tl.int64)
     offs_c = tl.arange(0, shape.BLOCK_K)
-    tl.store(x_ptr + out_row * C + offs_c, x.to(tl.float16), mask=offs_c < C)
+    tl.store(x_ptr + out_row * C + offs_c, to_half(x), mask=offs_c < C)
     store_tokens(tokens, out_row, x, shape)
 
 
@@ -88,19 +88,18 @@ def _add_norm_round_kernel(
 def _normed_row(pointers, norms, given, C: tl.constexpr, BLOCK_C: tl.constexpr):
     """The row of this program, added up, kept in h and normalized, float32 [BLOCK_C]; 0 from C on.
 
-    The pointers are those of h, y, dec, index and table.
+    The pointers are those of h, y, dec, index and embeddings.
     """
-    h_ptr, y_ptr, dec_ptr, index_ptr, table_ptr = pointers
+    h_ptr, y_ptr, dec_ptr, index_ptr, embeddings_ptr = pointers
     out_row = tl.program_id(0).to(tl.int64)
     gathered = (given & _GATHERED) != 0
     embedded = (given & _EMBEDDED) != 0
-    index = tl.load(index_ptr + out_row, mask=gathered | embedded, other=0).to(tl.int64)
-    row = tl.where(gathered, index, out_row)
+    row = tl.where(gathered, tl.load(index_ptr + out_row, mask=gathered, other=0).to(tl.int64), out_row)
     offs_c = tl.arange(0, BLOCK_C)
     mask_c = offs_c < C
     offs = row * C + offs_c
     h = tl.load(h_ptr + offs, mask=mask_c & ((given & _EMBEDDED) == 0), other=0.0)
-    h += tl.load(table_ptr + index * C + offs_c, mask=mask_c & embedded, other=0.0).to(tl.float32)
+    h += tl.load(embeddings_ptr + offs, mask=mask_c & embedded, other=0.0).to(tl.float32)
     y = tl.load(y_ptr + offs, mask=mask_c & ((given & _ADDED) != 0), other=0.0)
     y += tl.load(dec_ptr + offs, mask=mask_c & ((given & _COMPENSATED) != 0), other=0.0)
     if norms.beside is not None:
@@ -151,26 +150,21 @@ def add_norm(
 
 
 def embed_norm(
-    tokens: torch.Tensor,
-    table: torch.Tensor,
+    embeddings: torch.Tensor,
     h: torch.Tensor,
     norms: RowNorms,
     x: torch.Tensor,
     left: torch.Tensor | Tokens | None = None,
 ) -> None:
-    """Initialize the residual stream h with the embeddings of tokens int32 [M], and normalize it as `add_norm` does.
-
-    The table, float16 [V, C], may stay in page-locked host memory: each token reads one row, a few kilobytes over PCIe,
-    16 bytes a thread, so that a warp requests 512 consecutive bytes at a time. Token ids are checked by the caller.
-    """
-    _launch(h, (None, None), tokens, table, norms, x, left, _EMBEDDED.value)
+    """Initialize the residual stream h with embeddings, float16 [M, C], and normalize it as `add_norm` does."""
+    _launch(h, (None, None), None, embeddings, norms, x, left, _EMBEDDED.value)
 
 
 def _launch(
     h: torch.Tensor,
     added: tuple[torch.Tensor | None, torch.Tensor | None],
     index: torch.Tensor | None,
-    table: torch.Tensor,
+    embeddings: torch.Tensor,
     norms: RowNorms,
     x: torch.Tensor,
     left: torch.Tensor | Tokens | None,
@@ -191,13 +185,13 @@ def _launch(
     if isinstance(left, Tokens):
         shape, warps = rounding_shape(C, left.group_size)
         _add_norm_round_kernel[(R,)](
-            h, y, dec, index, table, norms, x, left.operands, given, C=C, shape=shape, num_warps=warps,
+            h, y, dec, index, embeddings, norms, x, left.operands, given, C=C, shape=shape, num_warps=warps,
             enable_fp_fusion=False,
         )  # fmt: skip
         return
     given |= 0 if left is None else _SUMMED.value
     _add_norm_kernel[(R,)](
-        h, y, dec, index, table, norms, x, h if left is None else left, given, C=C, BLOCK_C=block, num_warps=warps
+        h, y, dec, index, embeddings, norms, x, h if left is None else left, given, C=C, BLOCK_C=block, num_warps=warps
     )  # fmt: skip
 
 

@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 
 from models.spec import DeltaSpec
-from runtime.backends.triton.kernels.activations import Projected, projected_at, sigmoid, store_sums
+from runtime.backends.triton.kernels.activations import Projected, projected_at, sigmoid, store_sums, to_half
 from runtime.backends.triton.kernels.cache import Rows
 from runtime.backends.triton.kernels.delta_chunks import (
     BLOCK_V,
@@ -141,7 +141,7 @@ def _convolve_kernel(
         total = tl.sum(entered * weights_of(recent, offs_c, mask_c, taps), axis=0)
         if recent.bias is not None:
             total += tl.load(recent.bias + offs_c, mask=mask_c, other=0.0)
-        x = (total * projected_at(projected, row * 3 * C + C + offs_c, mask_c, compensated)).to(tl.float16)
+        x = to_half(total * projected_at(projected, row * 3 * C + C + offs_c, mask_c, compensated))
         tl.store(x_ptr + row * C + offs_c, x, mask=mask_c)
         if (given & _SUMMED) != 0:
             store_sums(sums_ptr + row * ((C + 31) // 32), x, tl.program_id(1) * (BLOCK_C // 32), C, BLOCK_C)
@@ -348,7 +348,7 @@ def _finish_kernel(
     y = tl.load(mixed.rows + row * INPUTS + 2 * heads.KEYS * heads.DK + head * DV + offs_v, mask=mask_v, other=0.0)
     y *= tl.rsqrt(tl.sum(y * y, axis=0) / DV + eps) * tl.load(gain_ptr + offs_v, mask=mask_v, other=0.0)
     gate = projected_at(projected, row * STRIDE + INPUTS + head * DV + offs_v, mask_v, compensated)
-    x = (y * gate * sigmoid(gate)).to(tl.float16)
+    x = to_half(y * gate * sigmoid(gate))
     tl.store(x_ptr + (row * heads.VALUES + head) * DV + offs_v, x, mask=mask_v)
     if DV % 32 == 0:  # noqa: SIM102 - a constant and a number of the device
         if (given & _SUMMED) != 0:

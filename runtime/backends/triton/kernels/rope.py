@@ -8,9 +8,12 @@ import torch
 import triton
 import triton.language as tl
 
-from runtime.backends.triton.kernels.activations import projected_at, spaced
+from runtime.backends.triton.kernels.activations import limited, projected_at, spaced
 from runtime.backends.triton.kernels.cache import LayerPages, Rows, moved, store_token
 from runtime.kv.basis import hadamard_block
+from runtime.kv.kinds import LARGEST
+
+_MOST = tl.constexpr(LARGEST)
 
 
 class Shape(NamedTuple):
@@ -149,6 +152,7 @@ def _heads_kernel(
         turned = turned - u * tl.sum(u * turned, axis=0)
         turned -= tl.load(basis.mean + of_d, mask=mask_d & turns & (head >= H), other=0.0)
         x = tl.where(turns, turned, x)
+    x = limited(x, _MOST)
     if head < H:
         tl.store(q_ptr + (row * H + head) * D + offs_d, x.to(tl.float16), mask=mask_d)
     elif layout.window > 0:

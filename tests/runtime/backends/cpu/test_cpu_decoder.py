@@ -30,6 +30,7 @@ from runtime.errors import BackendError, InvalidActivationError, RequestError
 from runtime.kv.kinds import KINDS
 from tests.close import Tolerance, assert_close
 from tests.grid import grid
+from tests.runtime.backends.steps import beyond_half
 from tests.runtime.conftest import BEHIND, BOTH_SIDES, LOCAL, SHARED, SINKS, TURNED
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -103,6 +104,17 @@ SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "wide-groups": ({"bits": 3, "group_size": 128}, {"hidden_size": 256, "head_dim": 64}),
 }
+
+
+@pytest.mark.parametrize("kv", ["fp16", "int8", "int4", "gear4"])
+def test_keys_and_values_beyond_half_precision_are_no_damage(tiny_model: Any, kv: str) -> None:
+    """In a window, in codes of each token, and in pages that are flushed."""
+    options = DecoderOptions(context=300, max_rows=256, kv=kv)
+    for backend in (CpuDecoder, ReferenceDecoder):
+        decoder = backend(beyond_half(tiny_model()), options)
+        with decoder.session():
+            decoder.forward(step(np.arange(256) % 90, 0, rows=[255], prefill=True))
+            assert np.isfinite(decoder.forward(step([17], 256))).all()
 
 
 @pytest.mark.parametrize("prompt", grid([0, 400, 1024], {400}))

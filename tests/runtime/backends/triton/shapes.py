@@ -104,6 +104,9 @@ class Shapes:
         shapes: dict[str, Any] = {} if layer is None else self.spec.block_vectors(layer) | self.spec.routers(layer)
         return np.ones(shapes.get(name, self.spec.hidden_size), np.float32)
 
+    def embedding(self) -> Any:
+        return np.zeros((0, self.spec.hidden_size), np.float16)
+
     def token_table(self) -> Any:
         return np.zeros((0, self.spec.num_layers * self.spec.token_width), np.float16)
 

@@ -48,7 +48,6 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A card of which every allocation is counted, on which models without numbers are placed."""
     monkeypatch.setattr(placing, "repack", without_numbers)
     monkeypatch.setattr(placing, "load_residuals", residuals)
-    monkeypatch.setattr(placing.GpuModel, "_table", lambda self, _: torch.empty(0))
     with counted() as found:
         yield found
 

@@ -14,7 +14,7 @@ from runtime.backends.triton.decoder import TritonDecoder
 from runtime.kv import states as snapshots
 from runtime.kv.states import states_bytes
 from tests.grid import grid
-from tests.runtime.backends.steps import rows
+from tests.runtime.backends.steps import beyond_half, rows
 from tests.runtime.backends.triton.decoding import (
     assert_logits,
     assert_replayed,
@@ -47,6 +47,13 @@ def stateful(small: Any) -> Any:
         return decaying(small({**HEADS, **SHAPES[shape], **(changes or {})}, **build))
 
     return make
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_numbers_beyond_half_precision_are_no_damage(stateful: Any, device: str, shape: str) -> None:
+    decoder = TritonDecoder(beyond_half(stateful(shape, bits=4)), DecoderOptions(context=48, max_rows=20), device)
+    for one in (step([5, 9, 3, 47, 12], 0, prefill=True), step([4], 5)):
+        assert np.isfinite(decoder.forward(one)).all()
 
 
 @pytest.mark.parametrize("shape", grid(SHAPES, {"delta"}))

@@ -65,6 +65,15 @@ def test_rotated_activations(K: int, device: str) -> None:
     assert_close(rotated(x)[:, order(reference.shape[1])].float(), reference, ROTATED)
 
 
+def test_rotated_numbers_beyond_half_precision_become_its_end(device: str) -> None:
+    """Numbers with the signs of a column of the rotation, and such that are no numbers."""
+    x = torch.from_numpy(60000 * np.sign(trellis.rotation(64)[:, [5, 7]].T)).to(device, torch.float16)
+    x[1, 3] = torch.inf
+    found = rotated(x)[:, order(64)].float().cpu()
+    assert found[0].max() == 65504
+    assert not torch.isfinite(found[1]).any()
+
+
 @pytest.mark.parametrize("bits", [2, 3, 4])
 @pytest.mark.parametrize(
     ("M", "N", "K", "split"), [(1, 70, 1536, 3), (1, 33, 1120, 2), (1, 64, 160, 1), (2, 70, 1088, 2), (33, 70, 1000, 0)]

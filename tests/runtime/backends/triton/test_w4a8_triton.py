@@ -127,12 +127,11 @@ def test_norms_round_what_they_would_have_written(rows: list[int] | None, device
 
 
 def test_the_first_norm_rounds_too(device: str) -> None:
-    table, weight = torch.randn(7, 96, generator=torch.Generator().manual_seed(3)).half(), torch.ones(96)
-    tokens = torch.tensor([3, 6], dtype=torch.int32, device=device)
+    rows, weight = torch.randn(2, 96, generator=torch.Generator().manual_seed(3)).half(), torch.ones(96)
     found, x = empty_tokens(2, 96, 64, device), torch.empty(2, 96, dtype=torch.float16, device=device)
     norms = RowNorms(weight.to(device), EPS)
-    embed_norm(tokens, table.to(device), torch.empty(2, 96, device=device), norms, x, found)
-    rows = table[[3, 6]].float()
+    embed_norm(rows.to(device), torch.empty(2, 96, device=device), norms, x, found)
+    rows = rows.float()
     assert_near(found, rows * torch.rsqrt(rows.square().mean(1, keepdim=True) + EPS))
 
 

@@ -33,6 +33,7 @@ from runtime.backends.cpu.machine.vector import (
     set_float,
     store_floats,
     store_truncated,
+    sub,
     sum_lanes,
     truncated,
     zero_floats,
@@ -278,9 +279,9 @@ def exponentials(
         besides: Address of float32 [16], whose sum every channel gets besides: weights times zeros are added.
     """
     total, both, largest = load_floats(noted + TOTAL), load_floats(besides), zero_floats()
-    factor, shift = fill(numba.float32(_LOG2E)), fill(numba.float32(-top * numba.float32(_LOG2E)))
+    factor, most = fill(numba.float32(_LOG2E)), fill(numba.float32(top))
     for tile in range(0, 4 * tokens, 64):
-        weight = exp2(fma(load_floats(scores + tile), factor, shift))
+        weight = exp2(mul(sub(load_floats(scores + tile), most), factor))
         total = add(total, weight)
         both = fma(weight, load_floats(values.zeros + tile), both)
         if keep:

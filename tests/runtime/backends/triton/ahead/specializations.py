@@ -41,7 +41,7 @@ _RECORD = Record("*u8", "*fp16", "*i16")
 _PROJECTED = activations.Projected("*fp32", "*fp32")
 _SPACED = activations.Spaced(_PROJECTED, "i32")
 _TYPES: Mapping[str, Types] = {
-    **dict.fromkeys(("x_ptr", "table_ptr", "q_ptr", "a_ptr", "b_ptr", "k_window", "v_window"), "*fp16"),
+    **dict.fromkeys(("x_ptr", "embeddings_ptr", "q_ptr", "a_ptr", "b_ptr", "k_window", "v_window"), "*fp16"),
     **dict.fromkeys(("out_ptr", "sums_ptr", "parts_ptr", "h_ptr", "y_ptr", "dec_ptr", "factors_ptr"), "*fp32"),
     **dict.fromkeys(("shares_ptr", "gain_ptr", "matrices_ptr", "residual_ptr", "start_ptr"), "*fp32"),
     **dict.fromkeys(("counters_ptr", "index_ptr", "chosen_ptr", "places_ptr", "channels_ptr", "counts_ptr"), "*i32"),
