@@ -29,7 +29,7 @@ from typing import Any, ClassVar
 
 from tests.lab.gpu.parts import BENCHMARK, FIRST_LIGHT, PARTS, TESTS, TOGETHER
 from tests.lab.gpu.record import Part, describe, device_name
-from tests.lab.store import RESULTS, ROOT, listed, parser, read, shown, table, write
+from tests.lab.store import ROOT, listed, parser, read, shown, table, write
 
 SETS = {"first-light": tuple(FIRST_LIGHT), "benchmark": tuple(BENCHMARK), "tests": tuple(TESTS)}
 _LEAVE = 0.75
@@ -188,7 +188,7 @@ def main() -> None:
     if not given.dry and device_name() is None:
         options.error("needs a CUDA device; `--dry` shows without one that the command works")
     device = re.sub(r"[^a-z0-9]+", "-", (device_name() or "dry").lower()).strip("-")
-    out = given.out or RESULTS / f"{given.parts if given.parts in SETS else 'gpu'}-{device}.json"
+    out = given.out or ROOT / "build" / f"{given.parts if given.parts in SETS else 'gpu'}-{device}.json"
     command = " ".join(["python -m tests.lab.gpu", *shown(sys.argv[1:])])
     report: dict[str, Any] = {"command": command, **describe(), "parts": {}}
     lock = threading.Lock()
