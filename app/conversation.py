@@ -60,6 +60,8 @@ class Statistics:
     memory_bytes: Count | None = None
     cut: bool = False
     """Whether the answer ended because no more tokens were allowed or fit."""
+    looped: bool = False
+    """Whether it was ended because it only repeated itself."""
     left_out: Count | None = None
     """Number of messages at the beginning of the chat that the model did not see, because they did not fit."""
     estimated: bool = False
@@ -144,7 +146,7 @@ class Message:
     @property
     def resumable(self) -> bool:
         """Whether it is an answer that ended early and can be continued."""
-        cut = self.statistics is not None and self.statistics.cut
+        cut = self.statistics is not None and (self.statistics.cut or self.statistics.looped)
         if self.calls:
             return False  # its next message is what goes on
         return self.role == "assistant" and (self.state in ("stopped", "failed") or cut)

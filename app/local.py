@@ -119,7 +119,9 @@ class LocalRuntime:
         """Sampling options: those that are given, else what the model's maker advises, else OpenAI's."""
         given = {name: value for name in _SAMPLED if (value := getattr(options, name)) is not None}
         drawn: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, **self.loaded.sampling, **given}
-        return SamplingOptions(**drawn, seed=options.seed, max_tokens=options.max_tokens, **more)
+        return SamplingOptions(
+            **drawn, seed=options.seed, max_tokens=options.max_tokens, end_loops=bool(options.end_loops), **more
+        )
 
     async def _written(
         self,

@@ -56,6 +56,8 @@ class ChatOptions:
     """Seed that makes sampling repeatable."""
     stop: Sequence[str] | None = None
     """Stop sequences."""
+    end_loops: bool | None = None
+    """Whether an answer that only repeats itself ends, with `loop` as its reason."""
     chat: str | None = None
     """The conversation's name in the runtime; `RuntimeClient.forget` takes it."""
     continue_final: bool = False
@@ -87,7 +89,7 @@ class ChatDelta:
     text: str
     """The added text; may be empty."""
     finish_reason: str | None = None
-    """`stop` or `length`; in the last piece only."""
+    """`stop`, `length` or `loop`; in the last piece only."""
     timings: Timings | None = None
     """Statistics; in the last piece only."""
     model: str | None = None

@@ -156,6 +156,7 @@ class Answer:
             statistics = replace(
                 reported(delta.timings, self._status),
                 cut=delta.finish_reason == "length",
+                looped=delta.finish_reason == "loop",
                 left_out=_left_out(conversation, answer),
             )
             conversation.revise(answer, statistics=statistics)

@@ -199,6 +199,7 @@ class Prompts:
             model=conversation.extras.model,
             chat=conversation.id or None,
             continue_final=resume,
+            end_loops=True,
             tools=tools or None,
             chat_template_kwargs=switch(self.setting_of(conversation, "thinking")),
         )

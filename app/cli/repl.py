@@ -125,10 +125,8 @@ class Repl:
         talk = self._talk
         if result_of(talk.ask(text))[-1].state == "stopped":
             self._output.note("stopped")
-        elif talk.cut:
-            self._output.note(
-                f"the answer was cut: the context of {talk.status.context} tokens is full; /clear empties it"
-            )
+        elif talk.ending:
+            self._output.note(f"{talk.ending}; /clear empties it" if talk.cut else talk.ending)
 
     def _set(self, rest: str) -> None:
         name, _, value = rest.partition(" ")

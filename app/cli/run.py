@@ -269,8 +269,8 @@ async def _answer(talk: Talk, model: StoredModel, output: Output, text: str) -> 
                 "tool_calls": called(messages),
             }
         )
-    elif talk.cut:
-        output.note(f"the answer was cut: the context of {status.context} tokens is full")
+    elif talk.ending:
+        output.note(talk.ending)
 
 
 def _on_terminal() -> bool:

@@ -176,6 +176,13 @@ class Talk:
         """Whether the last answer ended because the context is full."""
         return self.finish_reason == "length" and self.sampling()["max_tokens"] is None
 
+    @property
+    def ending(self) -> str:
+        """What is to be said of how the last answer ended; empty if nothing."""
+        if self.finish_reason == "loop":
+            return "the answer was stopped: it only repeated itself"
+        return f"the answer was cut: the context of {self.status.context} tokens is full" if self.cut else ""
+
     def sampling(self) -> dict[str, Any]:
         """How answers are sampled."""
         return self._prompts.sampling(self.conversation)

@@ -74,6 +74,7 @@ def statistics_parts(statistics: Statistics) -> list[str]:
     """The parts of the line under an answer, most important first."""
     about = "≈ " if statistics.estimated else ""
     parts = ["cut off: no more tokens fit or were allowed"] if statistics.cut else []
+    parts += ["stopped: it only repeated itself"] if statistics.looped else []
     parts.append(f"{about}{statistics.tokens} token{'' if statistics.tokens == 1 else 's'}")
     if statistics.tokens_per_s is not None:
         parts.append(f"{statistics.tokens_per_s:.1f} tok/s")

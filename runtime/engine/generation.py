@@ -7,12 +7,14 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+
 from runtime.backends.decoder import Float32Array
 from runtime.text.constraint import Constraint
 from runtime.text.sampling import Drawn, SamplingOptions, TokenLogprob, token_logprob
 from runtime.text.tokenizer import Tokenizer
 
-FinishReason = Literal["stop", "length", "cancelled"]
+FinishReason = Literal["stop", "length", "loop", "cancelled"]
 CONTEXT_TOKENS = 8
 """Prompt tokens shown to the detokenizer before the answer, so that a continuation keeps its leading space."""
 
@@ -95,7 +97,7 @@ class Piece:
     logprob: TokenLogprob | None = None
     """The token's log-probability, if requested."""
     finish_reason: FinishReason | None = None
-    """In the last piece only: `stop` (end of sequence or stop string), `length`, or `cancelled`."""
+    """In the last piece only: `stop` (end of sequence or stop string), `length`, `loop`, or `cancelled`."""
     usage: Usage | None = None
     """In the last piece only."""
 
@@ -185,6 +187,28 @@ class StopMatcher:
         return len(self._held)
 
 
+class LoopWatch:
+    """Notices an answer that only repeats itself: its last tokens are one passage of up to 256, five times over.
+
+    Short passages come more often before that, for 160 tokens: rulers, tables and rows of zeros are shorter.
+    """
+
+    _LONGEST = 256
+    _LEAST = np.maximum(160, 4 * np.arange(1, _LONGEST + 1))
+    """By length of the passage, tokens that equal those one passage before."""
+
+    def __init__(self) -> None:
+        self._latest = np.full(self._LONGEST, -1, np.int64)  # the last tokens, the latest first
+        self._alike = np.zeros(self._LONGEST, np.int64)
+
+    def add(self, token: int) -> bool:
+        """Add a token. Returns whether the answer is in a loop."""
+        self._alike = (self._alike + 1) * (self._latest == token)
+        self._latest[1:] = self._latest[:-1]
+        self._latest[0] = token
+        return bool((self._alike >= self._LEAST).any())
+
+
 Receive = Callable[[Piece | Exception], None]
 """Receives the pieces of an answer. The last item has a `finish_reason`, or is the error that ended the answer."""
 
@@ -204,6 +228,7 @@ class Answer:
         self.run, self.limit, self._receive = run, limit, receive
         self._tokenizer, self._ends = tokenizer, ends
         self._stops = StopMatcher(run.options.stop)
+        self._loops = LoopWatch() if run.options.end_loops else None
         self._blank = run.trim  # whether leading white space is still to be stripped
         self._text = tokenizer.detokenizer(run.prompt[-CONTEXT_TOKENS:])
         self.ended = False
@@ -233,9 +258,10 @@ class Answer:
             given, self._blank = given.lstrip(), not given.strip()
         logprob = token_logprob(own, token, self.run.options.logprobs, self._tokenizer.piece)
         self._receive(Piece(text=given, token=token, logprob=logprob))
-        if not self._stops.stopped and self.remaining:
+        looped = self._loops is not None and self._loops.add(token)
+        if not self._stops.stopped and self.remaining and not looped:
             return True
-        self.end("stop" if self._stops.stopped else "length")
+        self.end("stop" if self._stops.stopped else "loop" if looped else "length")
         return False
 
     def end(self, finish: FinishReason) -> None:
@@ -243,7 +269,7 @@ class Answer:
         if self.ended:
             return
         rest = self._stops.add(self._text.flush()) + self._stops.flush()
-        finish = "stop" if self._stops.stopped and finish == "length" else finish
+        finish = "stop" if self._stops.stopped and finish in ("length", "loop") else finish
         self._last(self.run.last(finish, rest.lstrip() if self._blank else rest))
 
     def fail(self, error: Exception) -> None:

@@ -62,6 +62,8 @@ class SamplingOptions:
     """Most tokens to generate; None = until the context is full."""
     stop: tuple[str, ...] = ()
     """Stop strings: they end the answer and are not part of it."""
+    end_loops: bool = False
+    """Whether an answer that only repeats itself ends (`runtime.engine.generation.LoopWatch`)."""
     logprobs: int | None = None
     """Number of alternatives to report with each token's log-probability; None = no log-probabilities."""
     grammar: Grammar | None = None

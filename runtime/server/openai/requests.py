@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, StrictBool, model_validator
@@ -364,6 +365,8 @@ class ChatRequest(Sampling):
     """OpenAI's field, used as the name of the conversation: its cached data is deleted by that name."""
     continue_final_message: StrictBool | None = None
     """An extension: whether to continue the last message, the assistant's, rather than answer it."""
+    end_loops: StrictBool | None = None
+    """An extension: whether an answer that only repeats itself ends, with `loop` as its `finish_reason`."""
 
     def check(self) -> None:
         """Reject unsupported requests.
@@ -418,7 +421,8 @@ class ChatRequest(Sampling):
         """
         form = answer_form(self.response_format, self.structured_outputs, self.tool_use)
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
-        return self.options(self.max_completion_tokens or self.max_tokens, logprobs, form)
+        options = self.options(self.max_completion_tokens or self.max_tokens, logprobs, form)
+        return replace(options, end_loops=bool(self.end_loops))
 
 
 class CompletionRequest(Sampling):

@@ -176,6 +176,8 @@ def test_a_cut_answer_is_told(talk: Typed) -> None:
     assert "context of 100 tokens is full" in err
     _, err = talk(ScriptedModel("a", finish="length"), "/set max_tokens 1", "one")
     assert "is full" not in err
+    _, err = talk(ScriptedModel("a", finish="loop"), "one")
+    assert "stopped: it only repeated itself" in err
 
 
 def test_lines_are_remembered_for_the_next_conversation(tmp_path: Path) -> None:

@@ -188,6 +188,10 @@ class TestFullChat:
             runtime.too_long, runtime.finish_reason = 0, "length"
             await s.say("e")
             await s.shows("cut off: no more tokens", "continue ^G")
+            runtime.finish_reason = "loop"
+            await s.say("f")
+            await s.shows("stopped: it only repeated itself", "continue ^G")
+            assert all(options.end_loops for _, options in runtime.named("chat"))
 
     async def test_it_asks_where_that_is_wanted(self, stage: Stage, runtime: Any) -> None:
         runtime.context = 200

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,15 @@ def test_an_answer_from_prompt_to_end_of_sequence(spec: ModelSpec, tokenizer: To
     assert usage.decode_tokens_per_s > 0
     assert usage.prefill_tokens_per_s > 0
     assert engine.reason == "a test"
+
+
+@pytest.mark.parametrize("end_loops", [False, True])
+def test_an_answer_in_a_loop_ends_where_that_is_wanted(spec: ModelSpec, tokenizer: Tokenizer, end_loops: bool) -> None:
+    engine, script = make(replace(spec, max_context=2048), tokenizer, "over and " * 60, context=1024)
+    *_, last = engine.generate([50] * 5, greedy(end_loops=end_loops))
+    assert last.finish_reason == ("loop" if end_loops else "stop")
+    assert last.usage is not None
+    assert (last.usage.completion_tokens < len(script.answer) // 2) == end_loops
 
 
 def test_an_answer_may_repeat_the_words_of_its_prompt(spec: ModelSpec, tokenizer: Tokenizer) -> None:

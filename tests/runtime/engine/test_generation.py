@@ -1,4 +1,4 @@
-"""Stop strings end an answer, wherever they lie in its pieces."""
+"""Stop strings end an answer, wherever they lie in its pieces; so do loops."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.engine.generation import StopMatcher
+from runtime.engine.generation import LoopWatch, StopMatcher
 
 
 def feed(stops: list[str], pieces: list[str]) -> tuple[str, bool]:
@@ -55,3 +55,19 @@ def test_what_cannot_be_a_stop_is_given_out_at_once() -> None:
     assert matcher.add("a") == "\nUsa"
     assert matcher.add("\nUser: never seen") == ""
     assert matcher.add("more") == matcher.flush() == ""
+
+
+@pytest.mark.parametrize(("length", "after"), [(1, 161), (20, 180), (41, 205), (256, 1280), (257, None)])
+def test_a_passage_that_comes_again_and_again_is_a_loop(length: int, after: int | None) -> None:
+    """For 160 tokens, and at least five times; what comes before it, and how often a token is in it, doesn't matter."""
+    watch, passage = LoopWatch(), [7, 7, *range(1000, 1255)][:length]
+    assert not any(watch.add(token) for token in range(300))
+    found = (number for number, token in enumerate(itertools.cycle(passage), 1) if watch.add(token) or number > 3000)
+    assert next(found) == (after or 3001)
+
+
+def test_what_counts_on_or_comes_back_later_is_no_loop() -> None:
+    watch = LoopWatch()
+    lines = [token for line in range(400) for token in (5, line, 6, 11, 13)]
+    verses = [token for verse in range(60) for token in (*range(500, 530), verse)] + [1] * 100
+    assert not any(watch.add(token) for token in (*lines, *verses))
