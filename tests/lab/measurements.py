@@ -118,6 +118,22 @@ def chats(found: Found) -> str:
     return table(head, rows)
 
 
+def closeness(found: Found) -> str:
+    """How close SmolLM2's next tokens are to full precision's, by bytes."""
+    rows = [
+        (
+            one["method"] if "bits" not in one else f"{one['bits']} bits, {one['method']}, k_chunk {one['k_chunk']}",
+            f"{one['gpu_bytes'] / 1e6:.1f}",
+            f"{one['kl']:.3f}",
+            f"{one['same']:.1f} %",
+        )
+        for one in sorted(
+            _one(found["sections"]["closeness"], model=REAL)["rows"], key=lambda one: (one["gpu_bytes"], -one["kl"])
+        )
+    ]
+    return table(("", "MB", "KL, nats a token", "same top token"), rows)
+
+
 def budgets(found: Found) -> str:
     """What slowdown budgets buy."""
     full = _one(found["sections"]["full"], model=REAL, as_chat=True)["perplexity"]
@@ -399,6 +415,7 @@ _CALLS = plain(
 _LATE = "Compiled for eight devices; those that spill, or of which a multiprocessor holds two programs at most."
 SECTIONS = (
     Section("Quality of a chat", "quality", chats, "full,points,stored,budgets,peers"),
+    Section("Token by token", "quality", closeness, "closeness", "As a chat; prompts have all residuals, if any."),
     Section("What a budget buys", "quality", budgets, "budgets"),
     Section(
         *("Budgets, measured", "tuned", lambda found: tuned.report({REAL: found["models"][REAL]})),

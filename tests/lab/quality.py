@@ -36,7 +36,7 @@ from models.recipe import DEFAULT_GROUP_SIZE, DEFAULT_METHOD, QOQ_STEPS, Recipe
 from models.recipe import WEIGHT_ONLY_METHODS as METHODS
 from models.store import Store, StoredModel
 from runtime.backends.cpu.backend import CpuBackend
-from runtime.backends.decoder import DecoderOptions, Selector
+from runtime.backends.decoder import Decoder, DecoderOptions, Selector, Step
 from runtime.budget.prompt_tuning import tune_prompts
 from runtime.budget.tuning import refine, tune
 from runtime.compensation import DEFAULT_PROMPT_BUDGET_PERCENT
@@ -47,12 +47,13 @@ from runtime.measure.speed import peak_memory_bytes
 from runtime.text.sampling import SamplingOptions
 from runtime.text.tokenizer import Tokenizer
 from tests.lab.compare import full_precision, job, peer
+from tests.lab.logits import theirs
 from tests.lab.measure import closing_all
 from tests.lab.models import REAL, SMOLLM2, smollm2
 from tests.lab.store import ROOT, Entries, about_run, attempt, columns, commit, digest, listed, parser, teller
 from tuner.profiles import ProfileStore
 
-PARTS = ("full", "points", "qoq", "budgets", "peers", "answers")
+PARTS = ("full", "points", "qoq", "budgets", "peers", "closeness", "answers")
 BUILD = ROOT / "build" / "quality"
 BITS: tuple[float, ...] = (3, 4, 3.5)
 FINE, CURVE = (0, 8, 16, 32, 64, 128), (0, 16, 64)
@@ -66,6 +67,8 @@ ALL_RESIDUALS = CpuBackend.prompt_levels[0]
 BUDGETS = (5.0, 10.0)
 KINDS = ("Q2_K", "Q3_K_M", "IQ3_M", "Q4_0", "Q4_K_M")
 """llama.cpp's quantizations, each with an importance matrix."""
+CLOSE = (("trellis", 2, 0), ("trellis", 2, 64), *itertools.product(("trellis", DEFAULT_METHOD), (3, 4), (0, 16, 64)))
+"""Method, bits and k_chunk of models that are compared token by token; where one is, all of a prompt is compensated."""
 QUESTIONS = (
     "What is the capital of France?",
     "Why is the sky blue?",
@@ -294,6 +297,42 @@ class Laboratory:
         cut = windows(len(self.tokens), self.case.window, self.case.stride, as_chat=as_chat)
         return [(self.tokens[part.start : part.end], part.first - part.start) for part in cut]
 
+    def closeness(self, python: str) -> None:
+        """How far the next tokens' probabilities in a chat's answers are from full precision's, beside llama.cpp's."""
+        self.entries.known("closeness", [KINDS, CLOSE], lambda: {"model": REAL, "rows": list(self._closeness(python))})
+
+    def _closeness(self, python: str) -> Iterator[dict[str, Any]]:
+        parts, oracle = self._parts(as_chat=True), Oracle(self.checkpoint)
+        asked = [range(first - 1, len(tokens) - 1) for tokens, first in parts]
+        full = [
+            oracle.logits(torch.tensor([tokens]), rows=rows)[0].float()
+            for (tokens, _), rows in zip(parts, asked, strict=True)
+        ]
+        for method, bits, k_chunk in CLOSE:
+            point = Point(method=method, bits=bits, k_chunk=k_chunk)
+            model, prompts = self.stored(point), ALL_RESIDUALS if k_chunk else 0
+            sizes = {"context": self.case.window, "max_rows": self.case.window}
+            options = DecoderOptions(**sizes, k_chunk=k_chunk, prompt_k_chunk=prompts)
+            decoder, _ = open_decoder(model, options, "cpu")
+            try:
+                found = [_answered(decoder, *part) for part in parts]
+            finally:
+                decoder.close()
+            name = {"method": method, "bits": bits, "k_chunk": k_chunk}
+            yield {**name, "gpu_bytes": model.info.summary.gpu_bytes, **_apart(full, found)}
+        source = full_precision(BUILD / "gguf", "1b", self.case.folder)
+        with tempfile.TemporaryDirectory() as scratch, closing_all({"llama.cpp": peer(python)}) as workers:
+            file, importances, llama = (
+                Path(scratch) / "low.gguf",
+                Path(scratch) / "importance.npz",
+                workers["llama.cpp"],
+            )
+            np.savez(importances, **importance(self.checkpoint))
+            for kind in KINDS:
+                job(llama, "quantize", str(source), str(file), kind, str(importances))
+                found = [theirs(llama, file, part[0])[rows] for part, rows in zip(parts, asked, strict=True)]
+                yield {"method": f"llama.cpp {kind}", **job(llama, "sizes", str(file)), **_apart(full, found)}
+
     def answers(self) -> None:
         """Greedy answers in full precision, with 3 bits, and with 3 bits compensated."""
 
@@ -320,6 +359,28 @@ class Laboratory:
                 answer += tokens
             found[question] = tokenizer.decode(answer).strip()
         return found
+
+
+def _answered(decoder: Decoder, tokens: list[int], first: int) -> Any:
+    """Logits float32 [T, V] of a window's scored tokens: its prompt is prefilled, and the others are decoded."""
+    with decoder.session():
+        decoder.cache.clear(0)
+        found = [decoder.forward(Step.of(tokens[:first], 0, [first - 1], prefill=True)).copy()]
+        found += [decoder.forward(Step.of([tokens[at]], at)).copy() for at in range(first, len(tokens) - 1)]
+    return np.concatenate(found)
+
+
+def _apart(full: Sequence[torch.Tensor], found: Sequence[Any]) -> dict[str, float]:
+    """KL(full || found) in nats a token, and the percentage of tokens at which the same one leads."""
+    each, same = list[torch.Tensor](), list[torch.Tensor]()
+    for own, logits in zip(full, found, strict=True):
+        low, wanted = torch.from_numpy(logits).log_softmax(-1), own.log_softmax(-1)
+        each.append((wanted.exp() * (wanted - low)).sum(-1))
+        same.append(low.argmax(-1) == wanted.argmax(-1))
+    return {
+        "kl": round(float(torch.cat(each).mean()), 5),
+        "same": round(100 * float(torch.cat(same).float().mean()), 2),
+    }
 
 
 def low_bit_answers(model: StoredModel, k_chunk: int, prompt_k_chunk: int) -> dict[str, str]:
@@ -392,6 +453,8 @@ def measure(laboratory: Laboratory, given: argparse.Namespace) -> None:
             attempt(tell, what, lambda m=method, b=own, p=percent: laboratory.budget(m, b, p))
     if "peers" in given.only and given.peer_python:
         attempt(tell, "llama.cpp", lambda: laboratory.peers(given.peer_python))
+    if "closeness" in given.only and given.peer_python:
+        attempt(tell, "closeness", lambda: laboratory.closeness(given.peer_python))
     if "answers" in given.only:
         attempt(tell, "answers", laboratory.answers)
 
