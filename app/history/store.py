@@ -36,6 +36,8 @@ UNNAMED = "New chat"
 _FIRST_IDEOGRAPH = "\u2e80"
 """Scripts from this code point on have no spaces between words; they are searched by substring."""
 R = TypeVar("R")
+_UNUSED = "title = ? AND NOT EXISTS (SELECT 1 FROM messages WHERE messages.chat = chats.id)"
+"""Of a chat `UNNAMED` without messages."""
 _COLUMNS = "chats.id, chats.title, chats.model, pinned, chats.created, updated, head, extras"
 
 
@@ -135,12 +137,14 @@ class History:
     def note(self, chat: str, head: str | None, extras: Extras) -> None:
         """Save a chat's head and extras.
 
-        A chat that is not saved yet is only created if it has a draft or documents.
+        A chat without messages is only there while it has a draft or documents.
         """
         packed = json.dumps(to_json(extras))
         with self._writing() as database:
             changed = database.execute("UPDATE chats SET head = ?, extras = ? WHERE id = ?", (head, packed, chat))
-            if not changed.rowcount and (extras.draft.strip() or extras.sources):
+            if not (extras.draft.strip() or extras.sources):
+                database.execute(f"DELETE FROM chats WHERE id = ? AND {_UNUSED}", (chat, UNNAMED))  # noqa: S608
+            elif not changed.rowcount:
                 now = _now()
                 database.execute(
                     "INSERT INTO chats (id, title, model, created, updated, extras) VALUES (?, ?, ?, ?, ?, ?)",
@@ -151,10 +155,9 @@ class History:
         """Delete chats without messages, drafts and documents."""
         with self._writing() as database:
             database.execute(
-                "DELETE FROM chats WHERE title = ? AND CASE WHEN extras IS NULL THEN 1 WHEN json_valid(extras) THEN "
+                "DELETE FROM chats WHERE CASE WHEN extras IS NULL THEN 1 WHEN json_valid(extras) THEN "  # noqa: S608
                 "coalesce(json_extract(extras, '$.draft'), '') = '' "
-                "AND coalesce(json_array_length(extras, '$.sources'), 0) = 0 END "
-                "AND NOT EXISTS (SELECT 1 FROM messages WHERE messages.chat = chats.id)",
+                f"AND coalesce(json_array_length(extras, '$.sources'), 0) = 0 END AND {_UNUSED}",
                 (UNNAMED,),
             )
 

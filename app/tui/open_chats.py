@@ -61,9 +61,11 @@ class OpenChats:
     def note(self, conversation: Conversation, **changes: Any) -> None:
         """Change a conversation's `Extras`, and save them with its head."""
         conversation.extras = replace(conversation.extras, **changes)
-        extras = conversation.extras
-        if self.history is not None and self.saves and (len(conversation) or extras.draft.strip() or extras.sources):
-            self.history.note(conversation)
+        extras, history = conversation.extras, self.history
+        if history is None or not self.saves:
+            return
+        if len(conversation) or extras.draft.strip() or extras.sources or history.path.is_file():
+            history.note(conversation)
 
     def begin(self) -> None:
         """Start a new conversation. An answer in the previous one continues if that is saved."""

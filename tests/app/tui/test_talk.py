@@ -405,6 +405,10 @@ class TestWriting:
             assert s.composer.text == "three", "a draft is kept with its chat"
             await s.pilot.press("ctrl+n")
             await s.until(lambda: len(s.app.session.conversation) == 0)
+            for draft, kept in (("never mind", 2), ("", 1)):
+                s.composer.load_text(draft)
+                s.app.chat.save_draft()
+                assert len(await s.app.session.history.chats()) == kept, "a draft that was deleted is no chat"
             s.composer.load_text("why is the sky")
         async with stage(runtime, kept=tmp_path / "history.db") as s:
             await s.until(lambda: s.composer.past == ["one", "two"])
