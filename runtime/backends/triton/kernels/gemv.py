@@ -62,10 +62,9 @@ from runtime.backends.triton.workspace import Workspace, capability, leave_room,
 from runtime.errors import BackendError
 
 ROWS = SUMMED_ROWS
-"""Most tokens of a product, `TILE_ROWS` per launch."""
+"""Most tokens of a product."""
 TILE_ROWS = 8
-"""Tokens per launch: the columns of a tensor core tile. With 16, registers spilled on sm_120, and a weight took 3.45
-instructions instead of 2.83."""
+"""Tokens of one tile of a tensor core; more take two, which takes fewer instructions than reading weights again."""
 WARPS = 2
 """Warps of a program. With four, the compiler may choose Hopper's warp-group products, whose operands lie elsewhere."""
 DOT_ROWS = 64
@@ -360,17 +359,14 @@ def few_rows(
         sums = workspace.sums(M, pieces(K))
         piece_sums(x, sums)
     across, split = -(-N // config.block_n), config.split
-    for start in range(0, M, TILE_ROWS):
-        some, rows = slice(start, start + TILE_ROWS), min(TILE_ROWS, M - start)
-        parts, counters = out[some], weight.codes  # of the types that a split product has: it shares its kernel
-        if split > 1:
-            parts, counters = workspace.scratch(split * rows * N), workspace.counters(across)
-        launched = _gemv_kernel[across, split](
-            x[some], None if sums is None else sums[some], matrix_of(weight, out), int(weight.bias is not None),
-            out[some], parts, counters, rows, split, form=form, tile=tile_of(rows, form, config.block_n),
-            num_warps=WARPS, num_stages=1, **options(rows, form, major),
-        )  # fmt: skip
-        leave_room(launched, x.device, "product")
+    parts, counters = out, weight.codes  # of the types that a split product has: it shares its kernel
+    if split > 1:
+        parts, counters = workspace.scratch(split * M * N), workspace.counters(across)
+    launched = _gemv_kernel[across, split](
+        x, sums, matrix_of(weight, out), int(weight.bias is not None), out, parts, counters, M, split,
+        form=form, tile=tile_of(M, form, config.block_n), num_warps=WARPS, num_stages=1, **options(M, form, major),
+    )  # fmt: skip
+    leave_room(launched, x.device, "product")
 
 
 def options(M: int, form: Form, major: int) -> dict[str, int]:
@@ -386,8 +382,9 @@ def options(M: int, form: Form, major: int) -> dict[str, int]:
 
 
 def tile_of(M: int, form: Form, block_n: int = 64) -> Tile:
-    block_m = 1 if M == 1 else TILE_ROWS
-    dot = 32 if M == 1 or form.KIND == "trellis" else min(form.SPAN, DOT_ROWS)
+    block_m = 1 if M == 1 else TILE_ROWS if M <= TILE_ROWS else ROWS
+    narrow = M == 1 or form.KIND == "trellis" or (M > TILE_ROWS and form.BITS == 4)  # the latter spill otherwise
+    dot = 32 if narrow else min(form.SPAN, DOT_ROWS)
     return Tile(DOT=dot, BLOCK_M=block_m, BLOCK_N=block_n, WARPS=WARPS)
 
 

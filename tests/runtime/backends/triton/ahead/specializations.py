@@ -128,6 +128,9 @@ def _gemv() -> Iterator[Specialization]:
         *((f"gemv b{bits} trellis rows", _form(bits, "trellis"), 8) for bits in (2, 3, 4)),
         ("gemv b4 rows", _form(4), 8),
         ("gemv b3 rows", _form(3), 8),
+        ("gemv b4 rows16", _form(4), 16),
+        ("gemv b3 rows16", _form(3), 16),
+        ("gemv b3 trellis rows16", _form(3, "trellis"), 16),
     ):
         constants = {"form": form, "tile": gemv.tile_of(M, form)} | (
             {} if form.KIND == "uniform" else {"sums_ptr": None}
