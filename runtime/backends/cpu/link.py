@@ -284,4 +284,6 @@ def _units(instruction: op.Instruction) -> tuple[Unit, Unit | None]:
             return units.DELTA[type(instruction)], None
         case op.NormInplace():
             return units.norm_inplace, None
+        case op.Pick():
+            return units.pick, None
     return units.INPUTS[type(instruction)], None

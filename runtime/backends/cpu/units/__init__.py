@@ -23,7 +23,6 @@ execute, set_active = _named("executor.execute"), _named("executor.set_active")
 INPUTS = {
     op.Embed: _named("units.inputs.embed"),
     op.Gather: _named("units.inputs.gather"),
-    op.Pick: _named("units.inputs.pick"),
     op.Check: _named("units.inputs.check"),
     op.Norm: _named("units.inputs.norm"),
     op.Gate: _named("units.inputs.gate"),
@@ -57,6 +56,8 @@ SHARE = {bits: _named(f"units.panels.share_{bits}") for bits in (2, 4, 8, 16)}
 PANEL = {bits: _named(f"units.panels.panel_{bits}") for bits in (2, 4, 8, 16)}
 multiply_panel, add_whole = _named("units.panels.multiply_panel"), _named("units.products.add_whole")
 """Products of prompt rows with residuals: added to the weights, or in a separate product."""
+pick = _named("units.inputs.pick")
+"""The input of the latter."""
 SELECT = {
     op.SELECT_APPROX: _named("units.selection.select_by_buckets"),
     op.SELECT_EXACT: _named("units.selection.select_largest"),
