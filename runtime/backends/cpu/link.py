@@ -200,9 +200,21 @@ def prompt_units(model: Weights) -> list[Unit]:
     Args:
         model: The stored model.
     """
-    linears = (model.linear(name) for name in model.spec.linear_names() if expert_of(name) is None)
-    widths = {own.residual.bits for own in linears if own.residual is not None}
-    return [unit for bits in widths for unit in (units.multiply_panel, units.PANEL[bits], units.SHARE[bits])]
+    found: set[Unit] = set()
+    for linear in (model.linear(name) for name in model.spec.linear_names() if expert_of(name) is None):
+        if linear.residual is None:
+            continue
+        bits = linear.residual.bits
+        if has_residuals_beside(linear):
+            found |= {units.pick, units.add_whole} if bits == op.WHOLE_BITS else {units.SHARE[bits]}
+        else:
+            found |= {units.multiply_panel, units.PANEL[bits], units.SHARE[bits]}
+    return sorted(found, key=lambda unit: unit.name)
+
+
+def has_residuals_beside(linear: PackedLinear) -> bool:
+    """Whether the residuals of prompt rows are multiplied beside a matrix, which takes none into its tiles."""
+    return linear.per_token or linear.trellis
 
 
 def link(program: npt.NDArray[np.int64], threads: int) -> None:

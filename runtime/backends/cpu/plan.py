@@ -22,7 +22,7 @@ from runtime.backends.cpu.constants import Constants, ExpertTables, Table, addre
 from runtime.backends.cpu.data import instructions as op
 from runtime.backends.cpu.data.instructions import SELECT_APPROX, SELECT_EXACT, SELECT_RANDOM, SELECT_STATIC
 from runtime.backends.cpu.data.records import BLOCK, COUNTS, LANES, PAIR, PIECE, RUN_ROWS, SEGMENT, Routes, padded
-from runtime.backends.cpu.link import link_written, most_scratch
+from runtime.backends.cpu.link import has_residuals_beside, link_written, most_scratch
 from runtime.backends.cpu.tiles import Arena, TiledLinear, aligned_zeros
 from runtime.backends.decoder import DecoderOptions
 from runtime.backends.operations.channels import CHUNK, buckets, k_chunk_of, layer_kind, total_budget
@@ -203,7 +203,7 @@ class PlanOperations:
         tiled = self._constants.tiled(packed)
         k_chunk, shared = self._channels(packed)
         values = self._prepare(x, tiled)
-        if shared and not self._few and not _beside(packed):
+        if shared and not self._few and not has_residuals_beside(packed):
             return self._panel(packed, tiled, shared)
         if k_chunk == CHUNK and not self._options.measure_recall:  # nothing to choose: all residuals are read
             return self._product(values, packed, tiled, 0, CHUNK)
@@ -571,7 +571,7 @@ class PlanOperations:
         self, values: Activations, packed: PackedLinear, tiled: TiledLinear, total: int, shared: int
     ) -> Activations:
         kind = layer_kind(packed.name)
-        tiles = shared and (_beside(packed) or (shared == CHUNK and not self._few))
+        tiles = shared and (has_residuals_beside(packed) or (shared == CHUNK and not self._few))
         whole = packed.residual if tiles else None
         if whole is not None and whole.bits != op.WHOLE_BITS:
             whole = None
@@ -657,11 +657,6 @@ class PlanOperations:
     def _emit(self, instruction: op.Instruction, *, kind: str = "") -> None:
         self._program.append(instruction)
         self._kinds.append(kind)
-
-
-def _beside(packed: PackedLinear) -> bool:
-    """Whether the residuals of prompt rows are multiplied beside a matrix, which takes none into its tiles."""
-    return packed.per_token or packed.trellis
 
 
 def _buffer_of(name: str) -> str:

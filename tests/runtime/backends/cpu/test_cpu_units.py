@@ -11,8 +11,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numba
@@ -612,6 +614,8 @@ def test_a_model_needs_the_products_of_its_weights_only(stored: StoredModel) -> 
     assert plain == {*needed(KINDS["fp16"]), *weights}
     assert compensated - plain == {products.compensate_4, selection.select_by_buckets}
     assert set(prompt_units(stored)) == {panels.multiply_panel, panels.panel_4, panels.share_4}
+    turned: Any = SimpleNamespace(spec=stored.spec, linear=lambda name: replace(stored.linear(name), trellis=True))
+    assert set(prompt_units(turned)) == {inputs.pick, products.add_whole}
 
 
 def test_two_processes_make_a_unit_once(folder: Path) -> None:
