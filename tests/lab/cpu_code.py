@@ -47,6 +47,7 @@ machine_name = "x86_64" if triple.startswith("x86") else "aarch64"
 platform.machine = lambda: machine_name
 from runtime.backends.cpu.machine import isa
 isa.VARIANT, isa.VECTORS = variant, variant.removesuffix("-i8mm")
+isa.VBMI = variant == "avx512"  # as Ice Lake has it
 from runtime.backends.cpu.machine import kernel as compiler
 from runtime.backends.cpu.units import products
 llvm.initialize_all_targets()

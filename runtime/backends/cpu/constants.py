@@ -110,7 +110,7 @@ class Constants:
         key = packed.name, k_chunk
         found = self._wholes.get(key)
         if found is None:
-            channels = None if k_chunk == CHUNK else static_channels(np.asarray(packed.mean_square), k_chunk)
+            channels = None if k_chunk == CHUNK else self._static(packed, k_chunk)
             found = self._wholes[key] = tile_residual(residual, self.tiled(packed), self._arena, channels)
         return found
 
@@ -118,20 +118,20 @@ class Constants:
         """Address of the mask of channels shared by prompt rows: uint8 [K padded to 32], 255 or 0."""
 
         def make() -> npt.NDArray[np.uint8]:
-            assert packed.mean_square is not None
             kept: npt.NDArray[np.uint8] = aligned_zeros((padded(packed.shape[1], BLOCK),), np.uint8)
-            kept[static_channels(np.asarray(packed.mean_square), k_chunk)] = 255
+            kept[self._static(packed, k_chunk)] = 255
             return kept
 
         return address_of(self.array(f"{packed.name}.kept.{k_chunk}", make))
 
     def static(self, packed: PackedLinear, k_chunk: int) -> int:
         """Address of the channels that the static selection chooses, int32 [total]; 0: the model has no statistics."""
-        mean_square = packed.mean_square
-        if mean_square is None:
-            return 0
-        key = f"{packed.name}.static.{k_chunk}"
-        return address_of(self.array(key, lambda: static_channels(np.asarray(mean_square), k_chunk)))
+        return 0 if packed.mean_square is None else address_of(self._static(packed, k_chunk))
+
+    def _static(self, packed: PackedLinear, k_chunk: int) -> npt.NDArray[np.int32]:
+        assert packed.mean_square is not None
+        mean_square = np.asarray(packed.mean_square)
+        return self.array(f"{packed.name}.static.{k_chunk}", lambda: static_channels(mean_square, k_chunk))
 
     def vector(self, name: str) -> int:
         """Address of a norm's weight, padded to whole blocks."""
