@@ -118,6 +118,18 @@ class StateOperations(Operations[T], Protocol[T]):
         ...
 
 
+class PartOperations(Operations[T], Protocol[T]):
+    """The operations at the seams of a model whose blocks are shared by backends (`models.part`)."""
+
+    def enter(self) -> T:
+        """The residual stream that the blocks before a part's first one left . Returns [M, C]."""
+        ...
+
+    def leave(self, x: T) -> T:
+        """The residual stream behind a part's last block, for the next part. Returns [M, C]."""
+        ...
+
+
 def block(ops: Operations[T], spec: ModelSpec, layer: int, x: T) -> T:
     """One decoder block. [M, C] -> [M, C]."""
     mix = attention if spec.mixer(layer) in ("attention", "shared") else recurrence
@@ -192,13 +204,14 @@ def read(ops: Operations[T], spec: ModelSpec, x: T, norm: str) -> T:
 
 
 def forward(ops: Operations[T], spec: ModelSpec) -> T:
-    """The whole decoder, from the step's tokens to logits [R, V]."""
-    return output(ops, spec, body(ops, spec))
+    """The whole decoder, from the step's tokens to logits [R, V]; of a part without a head, to the stream [M, C]."""
+    x = body(ops, spec)
+    return output(ops, spec, x) if spec.has_head else cast("PartOperations[T]", ops).leave(x)
 
 
 def body(ops: Operations[T], spec: ModelSpec) -> T:
     """All blocks, from the step's tokens to the last block's output [M, C]."""
-    x = ops.embed()
+    x = ops.embed() if spec.embeds else cast("PartOperations[T]", ops).enter()
     for layer in range(spec.num_layers):
         x = block(ops, spec, layer, x)
     return x

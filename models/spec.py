@@ -255,6 +255,11 @@ class ModelSpec:
     """Whether the residual stream is multiplied by a number of each block at its end (Gemma 4)."""
     mixture: MixtureSpec | None = None
     """The experts of its blocks; None: every block has an MLP."""
+    embeds: bool = True
+    """Whether it begins with the tokens' embeddings; else with the residual stream that earlier blocks left: see
+    `models.part`."""
+    has_head: bool = True
+    """Whether final norm and head follow its blocks."""
     tied: bool = False
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = field(default=())
@@ -308,7 +313,7 @@ class ModelSpec:
         """Weights of the full-precision model; a tied embedding counts once."""
         count = self.vocab_size * self.hidden_size * (1 if self.tied else 2) + self.hidden_size
         count += self.token_weights
-        for name in self.linear_names()[:-1]:
+        for name in (name for layer in range(self.num_layers) for name in self.block_linears(layer)):
             rows, width = self.linear_shape(name)
             count += rows * width + (rows if self.has_bias(name) else 0)
         for layer in range(self.num_layers):
@@ -328,7 +333,7 @@ class ModelSpec:
     def products(self, layer_type: str) -> int:
         """Linear layers of a type that a token passes: `head` is one, `down` one of each block or chosen expert."""
         if layer_type == "head":
-            return 1
+            return int(self.has_head)
         if self.mixture is None or layer_type not in MLP_TYPES:
             return self.num_layers
         mixtures = sum(map(self.has_experts, range(self.num_layers)))
@@ -385,7 +390,8 @@ class ModelSpec:
 
     def vector_names(self) -> tuple[str, ...]:
         """Names of all vectors, the norm before the head last."""
-        return (*(name for layer in range(self.num_layers) for name in self.block_vectors(layer)), "norm")
+        of_blocks = (name for layer in range(self.num_layers) for name in self.block_vectors(layer))
+        return (*of_blocks, *(("norm",) if self.has_head else ()))
 
     def routers(self, layer: int) -> dict[str, tuple[int, int]]:
         """Shape [scores, C] of a block's router by its name, `layers.3.router`; empty where it has an MLP."""
@@ -473,18 +479,22 @@ class ModelSpec:
         own = 0 if mixer == "shared" else 2 * heads.kv_width
         return (2 if self.gated else 1) * heads.q_width + own, heads.q_width
 
-    def block_linears(self, layer: int) -> tuple[str, ...]:
-        """Names of a block's linear layers in the order they run; of experts, in that of their numbers."""
+    def block_linears(self, layer: int, *, experts: int | None = None) -> tuple[str, ...]:
+        """Names of a block's linear layers in the order they run; of so many experts, in that of their numbers."""
         prefix = f"layers.{layer}"
         plain = tuple(f"{prefix}.{kind}" for kind in LAYER_TYPES)
         last = tuple(f"{prefix}.{kind}" for kind in (TOKEN_LINEARS if self.token_width else ()))
         if self.mixture is None or not self.has_experts(layer):
             return (*plain, *last)
-        experts = (
-            f"{prefix}.experts.{expert}.{kind}" for expert in range(self.mixture.num_experts) for kind in MLP_TYPES
-        )
-        return (*(plain if self.mixture.parallel_mlp else plain[:2]), *experts, *last)
+        named = range(self.mixture.num_experts if experts is None else experts)
+        of_experts = (f"{prefix}.experts.{expert}.{kind}" for expert in named for kind in MLP_TYPES)
+        return (*(plain if self.mixture.parallel_mlp else plain[:2]), *of_experts, *last)
 
-    def linear_names(self) -> tuple[str, ...]:
-        """Names of all linear layers in the order they run, `layers.0.qkv` to `head`."""
-        return (*(name for layer in range(self.num_layers) for name in self.block_linears(layer)), "head")
+    def linear_names(self, *, experts: int | None = None) -> tuple[str, ...]:
+        """Names of all linear layers in the order they run, `layers.0.qkv` to `head`; of so many experts of a block."""
+        of_blocks = (name for layer in range(self.num_layers) for name in self.block_linears(layer, experts=experts))
+        return (*of_blocks, *(("head",) if self.has_head else ()))
+
+    def alike(self, name: str) -> int:
+        """How many linear layers `linear_names(experts=1)` stands for by a name: a block's experts have one shape."""
+        return self.mixture.num_experts if self.mixture is not None and expert_of(name) is not None else 1

@@ -134,6 +134,18 @@ def check_blocks(k_chunk: Mapping[str, int], blocks: int) -> None:
             raise RequestError(f"k_chunk names {key}; the model's blocks are 0 to {blocks - 1}")
 
 
+def k_chunk_within(k_chunk: Mapping[str, int] | int, first: int, last: int) -> Mapping[str, int] | int:
+    """A k_chunk for the blocks from `first` up to `last`, as a part of the model numbers them."""
+    if isinstance(k_chunk, int):
+        return k_chunk
+    own = {key: int(_block(key) or first) for key in k_chunk}
+    return {
+        in_block(own[key] - first, layer_kind(key)) if _block(key) else key: number
+        for key, number in k_chunk.items()
+        if first <= own[key] < last
+    }
+
+
 def k_chunk_of(k_chunk: Mapping[str, int] | int, name: str) -> int:
     """Salient channels per 1024 input channels of a linear layer.
 

@@ -107,6 +107,11 @@ class Footprint:
     """Experts of a block, each of which may stay in main memory instead; 0: all weights must fit."""
     expert_bytes: int = 0
     """Of `weight_bytes`, one expert's of every block."""
+    seams: Sequence[int] = ()
+    """Numbers of a model's first blocks that can be on the device while the processor runs the others, ascending;
+    empty: all are in one place."""
+    parts: Callable[[int], tuple[Footprint, Footprint]] | None = None
+    """The footprints of the blocks on the device and of the others, by their seam; None without seams."""
 
 
 class Backend(Protocol[D]):
@@ -216,7 +221,7 @@ AnyBackend = Backend[Any]
 
 AUTO = "auto"
 """Name that requests the first backend that can run here and has enough memory."""
-NAMES = ("triton", "cpu", "reference")
+NAMES = ("triton", "shared", "cpu", "reference")
 """The folders."""
 
 

@@ -15,6 +15,7 @@ from typing import Literal, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
+from models.part import seams
 from models.spec import ModelSpec
 from runtime.compensation import k_chunk_by_type
 from runtime.errors import RequestError
@@ -57,6 +58,8 @@ class DecoderOptions:
     experts_on_device: int | None = None
     """Experts of each block, shared ones among them, whose weights are on a GPU; the others' are read from page-locked
     main memory. None: all. Unused on CPUs."""
+    layers_on_device: int | None = None
+    """First blocks on a GPU, where the processor runs the others. Only used where a model is shared by both."""
     select: Selector = "approx"
     """Selector of salient channels (QDEC §4.3): bucketed approximate top-k, exact top-k, static, random."""
     max_rows: int = 128
@@ -92,10 +95,20 @@ class Step:
     `DecoderOptions.sensitive_layers`, otherwise everything."""
     flush: bool = True
     """Whether pages may be flushed from windows before this step; see `KVCache.begin`."""
+    stream: Float32Array | None = None
+    """[M, C] the residual stream that earlier blocks left, for a part of a model that goes on from it
+    (`models.part`)."""
 
     @classmethod
     def of(
-        cls, tokens: npt.ArrayLike, start: int = 0, wanted: npt.ArrayLike | None = None, *, slot: int = 0, **how: bool
+        cls,
+        tokens: npt.ArrayLike,
+        start: int = 0,
+        wanted: npt.ArrayLike | None = None,
+        *,
+        slot: int = 0,
+        stream: Float32Array | None = None,
+        **how: bool,
     ) -> Step:
         """Rows of one slot, one behind the other.
 
@@ -104,6 +117,7 @@ class Step:
             start: Position of the first.
             wanted: `logit_rows`; None: all rows.
             slot: The slot.
+            stream: What earlier blocks left of these rows.
             how: The flags of the step.
         """
         ids = np.asarray(tokens, np.int32)
@@ -112,6 +126,7 @@ class Step:
             slots=np.full(ids.size, slot, np.int32),
             positions=np.arange(start, start + ids.size, dtype=np.int32),
             logit_rows=np.arange(ids.size, dtype=np.int32) if wanted is None else np.asarray(wanted, np.int32),
+            stream=stream,
             **how,
         )
 
@@ -154,6 +169,8 @@ def check_step(step: Step, spec: ModelSpec, options: DecoderOptions) -> None:
         ("position", step.positions, options.context),
         ("logit row", step.logit_rows, M),
     )
+    if not spec.embeds and (step.stream is None or step.stream.shape != (M, spec.hidden_size)):
+        raise RequestError(f"this part of a model goes on from a stream of {M} rows and {spec.hidden_size} channels")
     for name, values, limit in limits:
         if not values.size:
             continue
@@ -173,6 +190,22 @@ def sensitive(layers: Sequence[int], spec: ModelSpec) -> tuple[int, ...]:
     if found and not 0 <= found[0] <= found[-1] < spec.num_layers:
         raise RequestError(f"sensitive layers are {found}; the model's layers are 0 to {spec.num_layers - 1}")
     return found
+
+
+def checked_seam(blocks: int | None, spec: ModelSpec) -> int:
+    """The value of `DecoderOptions.layers_on_device` for a number of blocks that a GPU shares with the processor.
+
+    Raises:
+        RequestError: the model cannot be shared there.
+    """
+    possible = seams(spec)
+    if blocks in possible:
+        return blocks
+    if not possible:
+        raise RequestError("this model's blocks cannot be shared by a GPU and the processor: load it on one of them")
+    together = len(possible) > possible[-1] - possible[0]
+    choice = f"from {possible[0]} to {possible[-1]}" if together else f"of {', '.join(map(str, possible))}"
+    raise RequestError(f"a GPU cannot run {blocks} blocks of this model and the processor the others: choose {choice}")
 
 
 class Decoder(Protocol):
@@ -201,7 +234,8 @@ class Decoder(Protocol):
         """Run one step.
 
         Returns:
-            Logits float32 [R, V]; the array is overwritten by the next call.
+            Logits float32 [R, V], or of a part without a head, the residual stream float32 [M, C]; the array is
+            overwritten by the next call.
 
         Raises:
             InvalidActivationError: a NaN or infinity reached the logits.

@@ -10,13 +10,15 @@ import os
 import time
 from bisect import bisect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
+from models.part import part_of
 from models.rope import table_bytes
 from models.spec import ModelSpec
 from runtime.backends import Footprint
-from runtime.backends.decoder import KVKind
+from runtime.backends.decoder import KVKind, checked_seam
 from runtime.errors import OutOfMemoryError, RequestError, byte_count
 from runtime.kv.groups import bytes_of_token, cache_bytes
 from runtime.kv.kinds import DEFAULT_KV, KINDS, CacheKind, bytes_per_token
@@ -81,6 +83,10 @@ class MemoryPlan:
     """Those of them that are not."""
     host_bytes: int = 0
     """Weights of experts in main memory."""
+    layers_on_device: int | None = None
+    """First blocks on the device, which these sizes are of; None: all."""
+    rest: MemoryPlan | None = None
+    """The plan of the other blocks, in main memory; None: there are none."""
 
     @property
     def needed_bytes(self) -> int:
@@ -123,6 +129,7 @@ def plan(
     rows: int = 128,
     memory: MemoryInfo | None = None,
     experts_on_device: int | None = None,
+    layers_on_device: int | None = None,
     main: MemoryInfo | None = None,
 ) -> MemoryPlan:
     """Plan a load, and choose the context if none is given, and how many experts are kept where weights are.
@@ -142,17 +149,21 @@ def plan(
         rows: Most rows of one step.
         memory: Free memory where weights and cache must fit; None: looked up in main memory.
         experts_on_device: Experts of each block that are kept there; None: as many as fit.
-        main: Free main memory, for the other experts; None: looked up.
+        layers_on_device: First blocks that are kept there, of a footprint with parts; None: as many as fit.
+        main: Free main memory, for the other experts or blocks; None: looked up.
 
     Raises:
-        RequestError: the context is not positive or longer than the model's, or more experts are asked for than the
-            model has.
+        RequestError: the context is not positive or longer than the model's, more experts are asked for than the model
+            has, or blocks that it cannot be shared at.
         OutOfMemoryError: it does not fit; the message has numbers and advice.
     """
     if context is not None and not 0 < context <= spec.max_context:
         raise RequestError(
             f"a context of {context} tokens is not possible with this model: choose 1 to {spec.max_context}"
         )
+    if footprint.parts is not None:
+        how: dict[str, Any] = {"kv": kv, "slots": slots, "shared": shared, "parallel": parallel, "rows": rows}
+        return _shared(spec, footprint, context, memory, main, layers_on_device, **how)
     free = memory if memory is not None else detect_memory()
     kind = KINDS[kv]
     buffers = footprint.buffer_bytes or (lambda tokens, most: buffer_bytes(spec, tokens, most))
@@ -206,6 +217,44 @@ def plan(
     raise OutOfMemoryError(_explain(lacking, largest, kind, spec, free))
 
 
+def _shared(
+    spec: ModelSpec,
+    footprint: Footprint,
+    context: int | None,
+    memory: MemoryInfo | None,
+    main: MemoryInfo | None,
+    layers_on_device: int | None,
+    **how: Any,
+) -> MemoryPlan:
+    """Plan a load that two memories share: the first blocks with their cache are on a card, as many as fit.
+
+    The context is only shortened if it is too long for a single block.
+    """
+    parts, blocks = footprint.parts, spec.num_layers
+    assert parts is not None
+    wanted = context if context is not None else min(spec.max_context, DEFAULT_CONTEXT)
+
+    def at(seam: int, tokens: int | None) -> MemoryPlan:
+        front = replace(parts(seam)[0], experts=0, expert_bytes=0)
+        return plan(part_of(spec, 0, seam), front, context=tokens, memory=memory, **how)
+
+    def fits(seam: int) -> bool:
+        try:
+            return at(seam, wanted).fits
+        except OutOfMemoryError:
+            return False
+
+    fitting = 0 if layers_on_device is not None else bisect(footprint.seams, 0, key=lambda own: not fits(own))
+    seam = footprint.seams[max(0, fitting - 1)] if layers_on_device is None else checked_seam(layers_on_device, spec)
+    front = at(seam, wanted if context is not None or fits(seam) else None)
+    how |= {"slots": front.slots, "parallel": front.contexts}
+    behind = replace(parts(seam)[1], experts=0, expert_bytes=0)
+    rest = plan(part_of(spec, seam, blocks), behind, context=front.context, memory=main, **how)
+    pages = None if front.pages is None or rest.pages is None else min(front.pages, rest.pages)
+    slots, contexts = min(front.slots, rest.slots), min(front.contexts, rest.contexts)
+    return replace(front, slots=slots, contexts=contexts, pages=pages, layers_on_device=seam, rest=rest)
+
+
 def _beside(planned: MemoryPlan, main: MemoryInfo | None) -> MemoryPlan:
     """The same plan, if main memory holds the experts that it leaves there; residuals are loaded as far as they fit.
 
@@ -245,6 +294,20 @@ def cache_facts(spec: ModelSpec, planned: MemoryPlan, rows: int = 128) -> dict[s
         planned: Its memory plan.
         rows: Most rows of one step.
     """
+    if planned.layers_on_device is not None and planned.rest is not None:
+        seam = planned.layers_on_device
+        parts = (
+            cache_facts(part_of(spec, *own), replace(one, layers_on_device=None, rest=None), rows)
+            for own, one in (((0, seam), planned), ((seam, spec.num_layers), planned.rest))
+        )
+        front, rear = parts
+        return {
+            name: CacheFacts(
+                bytes_per_token=front[name].bytes_per_token + rear[name].bytes_per_token,
+                context=min(front[name].context, rear[name].context),
+            )
+            for name in KINDS
+        }
     room = planned.available_bytes - (planned.needed_bytes - planned.kv_bytes - planned.buffer_bytes)
 
     def fitting(kind: CacheKind) -> int:
@@ -280,6 +343,8 @@ def describe(planned: MemoryPlan) -> str:
             f"; in addition {byte_count(planned.host_bytes)} of experts in main memory, "
             f"{planned.experts_on_device} of {planned.experts} on the device"
         )
+    if planned.rest is not None:
+        mapped += f"; the processor has blocks from {planned.layers_on_device} on: {describe(planned.rest)}"
     return (
         f"{byte_count(planned.needed_bytes)} (weights {byte_count(planned.weight_bytes)}{inside}, "
         f"cache {byte_count(planned.kv_bytes)} for {times}{planned.context} tokens, "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from runtime.drafting import Drafts
 from runtime.engine.engine import Engine
 from runtime.errors import BackendError, OutOfMemoryError, RequestError
 from runtime.kv.kinds import cache_for
-from runtime.load.expected import processor_is_faster
+from runtime.load.expected import why_faster
 from runtime.load.memory import CONVERSATIONS, MemoryPlan, plan
 from runtime.text.tokenizer import Tokenizer
 from tuner.detect import MemoryInfo
@@ -48,13 +48,39 @@ def candidates(backend_name: str = AUTO) -> Iterator[Candidate]:
     if backend_name != AUTO:
         yield _requested(backend(backend_name))
         return
-    out: list[str] = []
+    out: dict[str, str] = {}
     for runner in backends():
         presence = runner.probe()
         if presence.usable:
-            yield Candidate(backend=runner, presence=presence, reason="; ".join([*out, presence.reason]))
+            yield Candidate(backend=runner, presence=presence, reason="; ".join([*out.values(), presence.reason]))
         else:
-            out.append(f"{presence.reason}, so {runner.label} is not used")
+            out.setdefault(presence.reason, f"{presence.reason}, so {runner.label} is not used")
+
+
+def _sharing(asked: LoadOptions, blocks: int) -> Iterator[Candidate]:
+    """The candidates that put as many blocks on a GPU as was asked for.
+
+    Raises:
+        BackendError: as `candidates`.
+        RequestError: there are not so many, or another backend was asked for.
+    """
+    wanted = asked.layers_on_device
+    if wanted is None:
+        yield from candidates(asked.backend)
+        return
+    if not 0 <= wanted <= blocks:
+        raise RequestError(
+            f"{wanted} blocks on the GPU were requested, and the model has {blocks}: choose 0 to {blocks}"
+        )
+    if asked.backend != AUTO:
+        raise RequestError(
+            f"{wanted} blocks on the GPU were requested, and the backend {asked.backend}: leave one of them at auto"
+        )
+    for candidate in candidates(AUTO):
+        on_device = candidate.presence.memory is not None
+        shares = candidate.backend.name == "shared"
+        if not on_device or (shares if 0 < wanted < blocks else wanted and not shares):
+            yield candidate
 
 
 def _requested(runner: AnyBackend) -> Candidate:
@@ -147,6 +173,8 @@ class LoadOptions:
     """Which backend; `auto`: the first that can run here and accepts the model."""
     experts_on_device: int | None = None
     """Experts of each block on a GPU; None: as many as fit."""
+    layers_on_device: int | None = None
+    """First blocks on a GPU, where the processor runs the others; None: all if they fit, else as many as do."""
     num_parallel: int | None = None
     """Most requests answered at the same time, beside which further chats stay cached; None: one, and no other chat."""
     select: Selector = "approx"
@@ -213,8 +241,9 @@ def plan_load(
     )
     failure: OutOfMemoryError | BackendError | None = None
     passed_over: str | None = None
-    slower: LoadPlan | None = None
-    for candidate in candidates(asked.backend):
+    waiting: LoadPlan | None = None  # For the next backends, which may be expected to be faster than the card's link
+    card, link_gb_s = "", None
+    for candidate in _sharing(asked, spec.num_layers):
         backend, free = candidate.backend, candidate.presence.memory
         plan_of = partial(
             plan,
@@ -226,6 +255,7 @@ def plan_load(
             parallel=asked.num_parallel or 1,
             memory=free or memory,
             experts_on_device=asked.experts_on_device,
+            layers_on_device=asked.layers_on_device,
             main=memory,
         )
         try:
@@ -245,13 +275,14 @@ def plan_load(
             pages=planned.pages,
             k_chunk=compensation.by_type,
             experts_on_device=planned.experts_on_device if planned.experts else None,
+            layers_on_device=planned.layers_on_device,
             select=asked.select,
             max_rows=rows,
         )
         fitting = LoadPlan(
             model=model,
             asked=asked,
-            backend_name=asked.backend if passed_over is None else backend.name,
+            backend_name=asked.backend if passed_over is None and asked.layers_on_device is None else backend.name,
             backend=backend,
             memory=planned,
             options=options,
@@ -259,14 +290,16 @@ def plan_load(
         )
         gpu = candidate.presence.gpu
         if planned.host_bytes and asked.backend == AUTO and asked.experts_on_device is None and gpu is not None:
-            faster = processor_is_faster(model, planned, gpu.name, backend.link_gb_s(), measurements)
-            if faster is not None:
-                slower, passed_over = fitting, faster
-                logger.info("%s is passed over: %s", backend.label, faster)
-                continue
-        return fitting
-    if slower is not None:
-        return slower
+            waiting, passed_over, card, link_gb_s = fitting, "", gpu.name, backend.link_gb_s()
+            continue
+        if waiting is None:
+            return fitting
+        faster = why_faster(model, waiting.memory, planned, backend.label, card, link_gb_s, measurements)
+        if faster is not None:
+            logger.info("%s is passed over: %s", waiting.backend.label, faster)
+            return replace(fitting, passed_over=faster)
+    if waiting is not None:
+        return waiting
     raise failure or BackendError("no backend can run here")
 
 

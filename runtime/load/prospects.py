@@ -18,7 +18,7 @@ from models.recipe import Recipe, chosen_method
 from models.spec import ModelSpec
 from runtime.backends import ModelSizes, backend, backends
 from runtime.errors import BackendError, OutOfMemoryError, Problem
-from runtime.load.expected import missed_share, on_card, on_processor
+from runtime.load.expected import missed_share, on_both, on_card, on_processor
 from runtime.load.memory import DEFAULT_CONTEXT, MemoryPlan, plan
 from runtime.system.power import power_words
 from runtime.wire.answers import Status
@@ -93,7 +93,7 @@ def _prospect(model: CatalogueModel, room: Room) -> Prospect:
     planned: MemoryPlan | None = None
     for bits, own in taken.items():
         try:
-            planned = _planned(spec, bits, (own.device, own.residuals), room)
+            planned = _planned(spec, bits, own, room)
         except (OutOfMemoryError, BackendError):  # or the backend does not run such models
             needed = own.device + own.residuals
             continue
@@ -141,21 +141,39 @@ def _recipe(spec: ModelSpec, bits: float) -> Recipe:
     return Recipe(method=method, bits=bits, block_bits=mixed)
 
 
-def _planned(spec: ModelSpec, bits: float, size: tuple[int, int], room: Room) -> MemoryPlan:
-    """A load's memory plan.
+def _planned(spec: ModelSpec, bits: float, size: Sizes, room: Room) -> MemoryPlan:
+    """A load's memory plan, that of the faster backend if a card's has experts in main memory.
 
     Raises:
         OutOfMemoryError: it does not fit now.
+        BackendError: no backend runs such a model.
     """
-    weights, residuals = size
-    runner = backend(room.backend)
+    plans: list[MemoryPlan] = []
+    for name in ("triton", "shared") if room.backend == "triton" else (room.backend,):
+        try:
+            plans.append(_planned_on(name, spec, bits, size, room))
+        except (OutOfMemoryError, BackendError) as error:
+            failure = error
+            continue
+        if not plans[-1].host_bytes:
+            break
+    if not plans:
+        raise failure
+    return max(plans, key=lambda planned: _speed(spec, bits, size.active, planned, room) or 0.0)
+
+
+def _planned_on(name: str, spec: ModelSpec, bits: float, size: Sizes, room: Room) -> MemoryPlan:
+    weights, residuals = size.device, size.residuals
+    runner = backend(name)
     footprint = runner.footprint(
         spec,
         ModelSizes(weight_bytes=weights, residual_bytes=residuals, recipe=_recipe(spec, bits)),
         compensated=True,
     )
     free, least = room.available_bytes, footprint.weight_bytes - footprint.experts * footprint.expert_bytes
-    if least > free or residuals > room.main_bytes:  # a plan would look for reasons and remedies
+    if (
+        least > free + (0 if footprint.parts is None else room.main_bytes) or residuals > room.main_bytes
+    ):  # a plan would look for reasons and remedies
         raise OutOfMemoryError("the weights do not fit")
     memory, main = (
         MemoryInfo(total_bytes=free_bytes, available_bytes=free_bytes, limit_bytes=None)
@@ -169,6 +187,10 @@ def _speed(spec: ModelSpec, bits: float, active_bytes: int, planned: MemoryPlan 
     processor = None if room.read_gb_s is None else on_processor(spec, active_bytes, room.read_gb_s)
     if room.card is None:
         return processor if room.backend == "cpu" else None
+    if planned is not None and planned.layers_on_device is not None:
+        if room.read_gb_s is None:
+            return None
+        return on_both(spec, bits, room.card, planned.layers_on_device, active_bytes, room.read_gb_s)
     if planned is None or not planned.host_bytes or spec.mixture is None:
         return on_card(spec, bits, room.card)
     card = on_card(spec, bits, room.card, missed=missed_share(spec.mixture, planned.experts_on_device))

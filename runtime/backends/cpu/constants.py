@@ -64,6 +64,11 @@ class Constants:
             self._arrays[key] = np.ascontiguousarray(make())
         return self._arrays[key]
 
+    def mapped(self, key: str, table: Callable[[], npt.NDArray[np.float16]]) -> npt.NDArray[np.float16]:
+        """A table whose rows are read where they are mapped."""
+        found: npt.NDArray[np.float16] = self._arrays.setdefault(key, np.asarray(table()))
+        return found
+
     def linear(self, name: str) -> PackedLinear:
         """A matrix as it is stored."""
         return self._model.linear(name)

@@ -109,6 +109,8 @@ class CpuDecoder:
         for array, values in zip(self._inputs, (step.tokens, step.slots, step.positions, step.logit_rows), strict=True):
             array[: values.size] = values
         self.cache.begin(step.slots, step.positions, flush=step.flush, draft=step.draft)
+        if step.stream is not None:
+            self._plan.stream[:M, : self.spec.hidden_size] = step.stream
         if not self._plan.paged and any(self.cache.paged_length(int(slot)) for slot in np.unique(step.slots)):
             self._link_pages()
         runs = self._write_runs(step)
@@ -124,13 +126,14 @@ class CpuDecoder:
         parameters["compensate"], parameters["draft"] = way != "none", step.draft
         control[FAILED] = 0
         self._pool.step(program.words, token=M == 1, draft=step.draft)
-        logits = program.logits[:R, : self.spec.vocab_size]
-        if control[FAILED]:
+        rows, width = (R, self.spec.vocab_size) if self.spec.has_head else (M, self.spec.hidden_size)
+        result = program.result[:rows, :width]
+        if control[FAILED] or not (self.spec.has_head or np.isfinite(result).all()):
             raise InvalidActivationError(NOT_FINITE)
         if way != "none" and self.options.measure_recall:
             blocks, head = program.selections
             self._selections += M * blocks + R * head
-        return logits
+        return result
 
     def hidden(self, step: Step) -> Float32Array:
         """See `runtime.backends.decoder.Decoder.hidden`.

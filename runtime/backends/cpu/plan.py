@@ -71,8 +71,8 @@ class Program:
     kinds: tuple[str, ...]
     """For every instruction the layer type it belongs to: `qkv`, ..., `head` for the product and its channel selection,
     otherwise empty."""
-    logits: npt.NDArray[np.float32]
-    """float32 [rows, V padded to 16], output of the logits."""
+    result: npt.NDArray[np.float32]
+    """float32 [rows, V padded to 16], the logits; of a part without a head the stream, [rows, C padded to 32]."""
     scratch: int
     """Bytes of scratch per thread."""
     selections: tuple[int, int]
@@ -140,15 +140,16 @@ class PlanOperations:
         self._program, self._kinds, self._selections, self._embedded = [], [], [0, 0], None
         self._residuals = []
         forward(self, self._spec)
-        logits, cap = _matrix(self._buffers["logits"]), self._spec.logit_cap
-        self._emit(op.Check(logits, padded(self._spec.vocab_size, LANES), cap or 0.0))
+        result, cap = self._buffers["logits" if self._spec.has_head else "stream"], self._spec.logit_cap
+        if self._spec.has_head:
+            self._emit(op.Check(_matrix(result), padded(self._spec.vocab_size, LANES), cap or 0.0))
         words = aligned_zeros((len(self._program), op.WIDTH), np.int64)
         for own, instruction in zip(words, self._program, strict=True):
             op.write(own, instruction)
         link_written(words, self._program, self._threads, paged=self.paged)
         selections = (self._selections[0], self._selections[1])
         residuals = tuple(self._residuals)
-        return Program(words, tuple(self._kinds), self._buffers["logits"], most_scratch(words), selections, residuals)
+        return Program(words, tuple(self._kinds), result, most_scratch(words), selections, residuals)
 
     def release(self) -> None:
         """Release the model's mapped files: programs use copies, except for the embeddings."""
@@ -173,22 +174,38 @@ class PlanOperations:
 
     def embed(self, layer: int | None = None) -> Activations:
         """See `models.architecture.Operations`. The stream begins with the first; later ones are kept beside it."""
-        C, P = self._spec.hidden_size, self._spec.token_width
+        P = self._spec.token_width
         if layer is not None:
-            table = self._constants.array("tokens", lambda: np.asarray(self._model.token_table()))
+            table = self._constants.mapped("tokens", self._model.token_table)
             inner = self._matrix("inner", 2 * P)
             out = replace(inner, place=op.Matrix(inner.place.at + 4 * P, inner.place.stride), width=P)
             self._emit(op.Embed(address_of(table) + 2 * layer * P, table.strides[0], P, out.place))
             return out
-        table = self._constants.array("embed", lambda: np.asarray(self._model.embedding()))
         if self._embedded is not None:
             return self._embedded
-        out = self._matrix("stream", C)
-        self._emit(op.Embed(address_of(table), table.strides[0], C, out.place))
+        out = self._embedding("stream")
         if P:
-            self._embedded = self._matrix("embedded", C)
-            self._emit(op.Embed(address_of(table), table.strides[0], C, self._embedded.place))
+            self._embedded = self._embedding("embedded")
         return out
+
+    def _embedding(self, buffer: str) -> Activations:
+        """Write the tokens' embeddings to a buffer."""
+        table, out = (
+            self._constants.mapped("embed", self._model.embedding),
+            self._matrix(buffer, self._spec.hidden_size),
+        )
+        self._emit(op.Embed(address_of(table), table.strides[0], out.width, out.place))
+        return out
+
+    def enter(self) -> Activations:
+        """See `models.architecture.PartOperations`. The decoder has written the stream."""
+        if self._spec.token_width:
+            self._embedded = self._embedding("embedded")
+        return self._matrix("stream", self._spec.hidden_size)
+
+    def leave(self, x: Activations) -> Activations:
+        """See `models.architecture.PartOperations`. The decoder reads it."""
+        return x
 
     def norm(self, x: Activations, name: str) -> Activations:
         """See `models.architecture.Operations`. Written by the linear layer that reads it, which knows the groups."""

@@ -40,8 +40,8 @@ class CpuTimer:
         """By layer type: the product's program, its repetitions in a pass, its seconds."""
         self._compensated: dict[tuple[str, int], npt.NDArray[np.int64]] = {}
         """Programs with compensation by layer type and k_chunk: recording one takes as long as a reading."""
-        row = np.zeros(1, np.int32)
-        decoder.forward(Step(tokens=row, slots=row, positions=row, logit_rows=row))  # finite numbers in every buffer
+        stream = np.random.RandomState(0).standard_normal((1, decoder.spec.hidden_size)).astype(np.float32)
+        decoder.forward(Step.of([0], stream=None if decoder.spec.embeds else stream))  # finite numbers in every buffer
 
     def seconds(self, kind: str, n_tb: int, k_chunk: int) -> float:  # noqa: ARG002  for GPUs, which have thread blocks
         """Seconds of one product of a layer type.

@@ -14,7 +14,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from models.architecture import StateOperations, body, forward
+from models.architecture import PartOperations, StateOperations, body, forward
 from models.packed import PackedLinear, Weights
 from models.rope import query_growth, tables
 from models.routing import route
@@ -100,7 +100,7 @@ class ReferenceDecoder:
             step: Rows to run.
 
         Returns:
-            Logits float32 [R, V].
+            See `runtime.backends.decoder.Decoder.forward`.
 
         Raises:
             RequestError: a number is out of range, or the cache cannot take the rows: see
@@ -163,7 +163,7 @@ def bases_of(kind: CacheKind, model: Weights) -> list[tuple[torch.Tensor, torch.
     return [(torch.from_numpy(basis.reflection), torch.from_numpy(basis.mean)) for basis in bases]
 
 
-class _Pass(StateOperations[torch.Tensor]):
+class _Pass(StateOperations[torch.Tensor], PartOperations[torch.Tensor]):
     """The operations of one step.
 
     A few rows outside a prompt are computed one by one, so that each has the same bits as alone: torch's products sum
@@ -182,6 +182,7 @@ class _Pass(StateOperations[torch.Tensor]):
         self._slots = torch.from_numpy(np.asarray(step.slots, np.int64))
         self._positions = torch.from_numpy(np.asarray(step.positions, np.int64))
         self._logit_rows = torch.from_numpy(np.asarray(step.logit_rows, np.int64))
+        self._stream = step.stream
         self._linear_positions = self._positions
         self._singly = not step.prefill and len(step.tokens) <= LARGEST_GAMMA + 1
 
@@ -191,6 +192,12 @@ class _Pass(StateOperations[torch.Tensor]):
         assert self._decoder.tokens is not None
         width = self._spec.token_width
         return self._decoder.tokens[self._tokens, layer * width : (layer + 1) * width].float()
+
+    def enter(self) -> torch.Tensor:
+        return torch.from_numpy(np.array(self._stream, np.float32))
+
+    def leave(self, x: torch.Tensor) -> torch.Tensor:
+        return x
 
     def norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
         return rms_norm(x, self._decoder.vectors[name], self._spec.eps_of(name))

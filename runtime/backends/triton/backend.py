@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from models.packed import Weights
 from models.progress import ProgressCallback, ignore_progress
-from models.spec import ModelSpec, first_expert
+from models.spec import ModelSpec
 from runtime.backends import Device, Footprint, ModelSizes, Presence
 from runtime.backends.decoder import Decoder, DecoderOptions
 from runtime.backends.triton import gpu
@@ -56,9 +56,9 @@ class TritonBackend:
         several rows share of one.
         """
         copied = Counter[str]()  # those of a block's experts together
-        for name in spec.linear_names():
+        for name in spec.linear_names(experts=1):
             N, K = spec.linear_shape(name)
-            copied[first_expert(name)] += N * K
+            copied[name] = N * K * spec.alike(name)
         total = copied.total()
         del copied["head"]
         largest = sizes.residual_bytes * max(copied.values(), default=0) // total

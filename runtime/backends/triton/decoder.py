@@ -235,7 +235,10 @@ class TritonDecoder:
         self._inputs = torch.zeros((len(_INPUTS), rows), dtype=torch.int32, pin_memory=pinned)
         sizes = {name: getattr(self.buffers, name).shape for name in self.model.tables}
         self._rows = {name: torch.zeros(of, dtype=torch.float16, pin_memory=pinned) for name, of in sizes.items()}
-        self._logits = torch.zeros((drawn, self.spec.vocab_size), pin_memory=pinned)
+        shape = (drawn, self.spec.vocab_size) if self.spec.has_head else (rows, self.spec.hidden_size)
+        self._logits = torch.zeros(shape, pin_memory=pinned)
+        shape = (0 if self.spec.embeds else rows, self.spec.hidden_size)
+        self._stream = torch.zeros(shape, pin_memory=pinned)
         self._status = torch.zeros(2, dtype=torch.int32, pin_memory=pinned)
         self._draws = HostDraws(rows, self.spec.vocab_size, pinned=pinned)
         self._graphs, self._drawing = (Graphs(capture if self._on_gpu else None) for _ in range(2))
@@ -320,6 +323,8 @@ class TritonDecoder:
             own[: values.size] = torch.from_numpy(np.ascontiguousarray(values))
         for name, table in self.model.tables.items():
             self._rows[name].numpy()[: step.tokens.size] = table[step.tokens]
+        if step.stream is not None:
+            self._stream.numpy()[: step.tokens.size] = step.stream
         way, layers = compensation_of(step, self.options), self.options.sensitive_layers if step.draft else ()
         return _Shape(step.tokens.size, step.logit_rows.size, way, step.draft, layers)
 
@@ -379,7 +384,7 @@ class TritonDecoder:
         self._graphs.clear()
         self._drawing.clear()
         self.model.close()
-        del self.buffers, self._inputs, self._rows, self._logits, self._status, self._draws
+        del self.buffers, self._inputs, self._rows, self._stream, self._logits, self._status, self._draws
         with suppress(RuntimeError):  # a card that stopped working releases nothing
             return_cached()
 
@@ -401,6 +406,8 @@ class TritonDecoder:
         self.buffers.inputs.copy_(self._inputs, non_blocking=True)
         for name, rows in self._rows.items():
             getattr(self.buffers, name)[:M].copy_(rows[:M], non_blocking=True)
+        if self._stream.numel():
+            self.buffers.stream(M, self.spec.hidden_size).copy_(self._stream[:M], non_blocking=True)
 
     def _pass(self, shape: _Shape) -> Pass:
         M, R, way, draft, layers = shape

@@ -19,7 +19,7 @@ from dataclasses import replace
 
 import torch
 
-from models.architecture import StateOperations
+from models.architecture import PartOperations, StateOperations
 from runtime.backends.decoder import CompensationMode
 from runtime.backends.triton.buffers import Buffers, Value
 from runtime.backends.triton.kernels.activations import Projected, round_tokens
@@ -35,7 +35,7 @@ from runtime.backends.triton.products import Mixture, Watch, compensated_product
 from runtime.backends.triton.sizes import PIECE, SUMMED_ROWS, is_kept
 
 
-class Pass(StateOperations[Value]):
+class Pass(StateOperations[Value], PartOperations[Value]):
     """Launches the kernels of one step of M rows, of which R have logits.
 
     Attention of a draft reads only what drafts read, but everything in `sensitive` layers. The second stream is `side`;
@@ -74,12 +74,28 @@ class Pass(StateOperations[Value]):
         if self._embedded is not None:
             return self._embedded
         stream = Value(buffers.stream(M, C), embeddings=buffers.embeddings[:M])
-        if not P:
-            return stream
-        x, sums = buffers.embedded(M, C)
-        embed_norm(buffers.embeddings[:M], stream.tensor, RowNorms(None, 0.0), x, sums)
-        self._embedded, self._applied = Value(x, sums=sums), stream
+        if P:
+            self._embed_beside(stream.tensor)
+            self._applied = stream
         return stream
+
+    def _embed_beside(self, stream: torch.Tensor) -> None:
+        """Keep the tokens' embeddings for every block, and write them to `stream`, float32 [M, C], as well."""
+        x, sums = self._buffers.embedded(*stream.shape)
+        embed_norm(self._buffers.embeddings[: self._M], stream, RowNorms(None, 0.0), x, sums)
+        self._embedded = Value(x, sums=sums)
+
+    def enter(self) -> Value:
+        """See `models.architecture.PartOperations`. The step has brought the stream."""
+        M, C = self._M, self._spec.hidden_size
+        if self._spec.token_width:
+            self._embed_beside(self._buffers.output(M, C))
+        return Value(self._buffers.stream(M, C))
+
+    def leave(self, x: Value) -> Value:
+        """See `models.architecture.PartOperations`. First adds pending outputs to the residual stream."""
+        self.norm(x, "")
+        return Value(x.tensor)
 
     def norm(self, x: Value, name: str) -> Value:
         """See `models.architecture.Operations`. First adds pending outputs to the residual stream.
@@ -248,7 +264,10 @@ class Pass(StateOperations[Value]):
         return logits
 
     def finish(self, logits: Value) -> torch.Tensor:
-        """Logits float32 [R, V], with compensation, and capped. Their sum shows whether any was not finite."""
+        """Logits float32 [R, V], with compensation, and capped, or the stream that a part leaves.
+
+        Their sum shows whether any was not finite.
+        """
         if logits.tensor.numel():
             if logits.dec is not None:
                 logits.tensor.add_(logits.dec)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from models.packed import PackedLinear, Weights
@@ -95,9 +96,11 @@ class GpuModel:
             layer: self._router(weights, layer) for layer in range(spec.num_layers) if spec.has_experts(layer)
         }
         """Of each block with experts."""
-        self.tables = {"embeddings": np.asarray(weights.embedding(), np.float16)}
+        self.tables: dict[str, npt.NDArray[np.float16]] = {}
         """Mapped tables in main memory, of which a step's rows are copied to buffers of these names: of the stream's
         embeddings, float16 [V, C], and of the blocks' own, float16 [V, blocks * P], if there are any."""
+        if spec.embeds or spec.token_width:
+            self.tables["embeddings"] = np.asarray(weights.embedding(), np.float16)
         if spec.token_width:
             self.tables["own_tokens"] = np.asarray(weights.token_table(), np.float16)
         self.ropes = self._ropes()

@@ -125,7 +125,7 @@ def buffer_sizes(spec: ModelSpec, rows: int, token_group: int | None = None, *, 
     beside = spec.mixture is not None and spec.mixture.parallel_mlp
     kept = max(spec.token_width, spec.hidden_size if beside else 0)
     embedded = spec.hidden_size if spec.token_width else 0
-    inputs = 0 if spec.delta is None else spec.delta.inputs
+    inputs, logits = 0 if spec.delta is None else spec.delta.inputs, spec.vocab_size if spec.has_head else 0
     chunks = 0 if spec.delta is None else rows * chunk_numbers(spec.delta)
     sizes = BufferSizes(
         inputs=rows * longest,
@@ -138,8 +138,8 @@ def buffer_sizes(spec: ModelSpec, rows: int, token_group: int | None = None, *, 
         waiting=min(rows, RUNS_TOGETHER) * WAITING * inputs,
         mixed=rows * inputs,
         stream=rows * spec.hidden_size,
-        output=max(rows * widest, min(rows, LOGIT_ROWS) * spec.vocab_size),
-        compensation=max(concurrent * widest, spec.vocab_size),
+        output=max(rows * widest, min(rows, LOGIT_ROWS) * logits),
+        compensation=max(concurrent * widest, logits),
         scratch=max(SPLIT_ROWS * (max(own.dim for own in heads) + 2), chunks),
         kept=rows * kept,
         kept_compensation=concurrent * kept,
@@ -265,19 +265,20 @@ def weight_bytes(spec: ModelSpec, recipe: Recipe, *, compensated: bool) -> int:
     total = 4 * sum(width for layer in range(spec.num_layers) for width in spec.block_vectors(layer).values())
     total += 4 * spec.hidden_size
     total += 4 * sum(scores * C for layer in range(spec.num_layers) for scores, C in spec.routers(layer).values())
-    for name in spec.linear_names():
-        shape = spec.linear_shape(name)
+    for name in spec.linear_names(experts=1):
+        shape, own = spec.linear_shape(name), 0
         if recipe.per_token:
-            total += w4a8_bytes(shape, recipe.group_size) + (4 * shape[0] if spec.has_bias(name) else 0)
+            own += w4a8_bytes(shape, recipe.group_size) + (4 * shape[0] if spec.has_bias(name) else 0)
         elif expert_of(name) is not None and not recipe.codebook:
-            total += record_sizes(shape, recipe.layer_bits(name), recipe.group_size).nbytes + _PLACE_BYTES
-            total += 4 * shape[0] if spec.has_bias(name) else 0
+            own += record_sizes(shape, recipe.layer_bits(name), recipe.group_size).nbytes + _PLACE_BYTES
+            own += 4 * shape[0] if spec.has_bias(name) else 0
         else:
             group_size = recipe.group_size if recipe.uniform else 0
-            total += linear_bytes(
+            own += linear_bytes(
                 shape, recipe.layer_bits(name), group_size, bias=spec.has_bias(name), trellis=recipe.trellis
             )
-        total += 2 * shape[0] if compensated and recipe.residual_bits not in (0, 16) else 0
+        own += 2 * shape[0] if compensated and recipe.residual_bits not in (0, 16) else 0
+        total += own * spec.alike(name)
     return total
 
 
@@ -285,5 +286,5 @@ def expert_bytes(spec: ModelSpec, recipe: Recipe) -> int:
     """Bytes of one expert's records in all blocks; 0 where experts can't be elsewhere than on the device."""
     if spec.mixture is None or recipe.codebook or recipe.per_token:
         return 0
-    names = [name for name in spec.linear_names() if expert_of(name) == 0]
+    names = [name for name in spec.linear_names(experts=1) if expert_of(name) == 0]
     return sum(record_sizes(spec.linear_shape(n), recipe.layer_bits(n), recipe.group_size).nbytes for n in names)

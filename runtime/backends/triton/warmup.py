@@ -121,7 +121,7 @@ def warm_up(decoder: TritonDecoder, progress: ProgressCallback) -> None:
         progress(Progress(phase="compile", done=done, total=len(steps), unit="steps", message=_STARTING))
         if int(step.positions[0]) == 0:
             decoder.cache.clear(0)
-        if done == len(steps) - 1:
+        if done == len(steps) - 1 and decoder.spec.has_head:
             decoder.draw(step, [Sampler(_DRAWN).draw_inputs()])
         else:
             decoder.forward(step)
@@ -136,16 +136,16 @@ def steps_of(decoder: TritonDecoder) -> Iterator[Step]:
     for M in (*(1 << i for i in range(rows.bit_length()) if 1 << i < rows), rows):
         if context >= M:
             at = at if at + M <= context else 0
-            yield _step(at, M, prefill=True)
+            yield _step(decoder, at, M, prefill=True)
             at += M
     paged = kind.unpaged + kind.page if kind.windowed else 0
     while at < paged and at + rows < context:
-        yield _step(at, rows, prefill=True)
+        yield _step(decoder, at, rows, prefill=True)
         at += rows
     for M in _DECODED:
         if min(context, rows) >= M:
             at = at if at + M <= context else 0
-            yield _step(at, M, prefill=False)
+            yield _step(decoder, at, M, prefill=False)
             at += M
 
 
@@ -154,9 +154,10 @@ def _varied(decoder: TritonDecoder) -> Iterator[Step]:
     options, at = decoder.options, 0
     for M, prefill in ((1, False), (2, False), (1, True), (2, True), (ROWS, True), (2 * ROWS, True)):
         if at + M <= options.context and options.max_rows >= M:
-            yield _step(at, M, prefill=prefill)
+            yield _step(decoder, at, M, prefill=prefill)
             at += M
 
 
-def _step(start: int, M: int, *, prefill: bool) -> Step:
-    return Step.of(np.zeros(M, np.int32), start, [M - 1], prefill=prefill)
+def _step(decoder: TritonDecoder, start: int, M: int, *, prefill: bool) -> Step:
+    stream = None if decoder.spec.embeds else np.ones((M, decoder.spec.hidden_size), np.float32)
+    return Step.of(np.zeros(M, np.int32), start, [M - 1], stream=stream, prefill=prefill)
