@@ -53,7 +53,8 @@ def room(one: Prospect) -> str:
     """A model's memory needs, and whether they are met."""
     if one.bits is None:
         return f"needs {byte_count(one.needed_bytes)}, more than is free now"
-    return f"takes {byte_count(one.needed_bytes)} at {one.bits:g} bits with {one.context:,} tokens of context"
+    taken = f"takes {byte_count(one.needed_bytes)} at {one.bits:g} bits with {one.context:,} tokens of context"
+    return taken if one.blocks is None else f"{taken}, {one.blocks} on the card and the others by the processor"
 
 
 def question(source: str, bits: float, found: Sequence[Prospect]) -> str | None:

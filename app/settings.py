@@ -141,6 +141,10 @@ class Settings:
         "experts of each block of a mixture on the graphics card, the others stay in main memory; auto: all that fit",
         reload=True,
     )
+    layers_on_device: Annotated[int, Within(0, 10_000)] | None = _setting(
+        "first blocks of a model on the graphics card, where the processor runs the others; auto: all that fit",
+        reload=True,
+    )
     budget: Annotated[float, Within(0, LARGEST_BUDGET_PERCENT)] | None = _setting(
         f"slowdown that compensation may cost, in percent; 0 is off; auto: {DEFAULT_BUDGET_PERCENT:g}"
     )

@@ -1,4 +1,4 @@
-"""Where the experts of a mixture are, of which some did not fit the card."""
+"""Where a model's blocks are, or the experts of a mixture, of which some did not fit the card."""
 
 from __future__ import annotations
 
@@ -17,3 +17,17 @@ class ExpertPlacement:
     """Bytes of the others, in main memory."""
     hit_rate: float | None = None
     """Share of recently chosen experts that were on the card; None before the first count."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockPlacement:
+    """First blocks on the card, and the others, which the processor runs."""
+
+    on_device: int
+    """Blocks on the card."""
+    held: int
+    """All of them."""
+
+    def __str__(self) -> str:
+        """For the user, within a sentence."""
+        return f"{self.on_device} of {self.held} blocks"

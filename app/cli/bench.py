@@ -59,6 +59,7 @@ def bench(
     prompt_budget: options.PromptBudget = None,
     backend: options.BackendOption = None,
     experts_on_device: options.ExpertsOnDevice = None,
+    layers_on_device: options.LayersOnDevice = None,
     as_json: options.Json = False,
 ) -> None:
     """Measure time to the first token, prefill and decode speed, and compare them with the memory's bandwidth."""
@@ -92,6 +93,7 @@ def bench(
         gamma=gamma,
         backend=backend,
         experts_on_device=experts_on_device,
+        layers_on_device=layers_on_device,
     )
     loaded = load_model(stored, wanted, services, output, budgets_asked=True)
     with contextlib.closing(loaded.engine) as engine, engine.borrow(context) as decoder:

@@ -50,13 +50,20 @@ def choose(presences: Mapping[str, Presence]) -> tuple[Choice, list[Problem]]:
     from runtime.backends import backend
 
     first = next(name for name, presence in presences.items() if presence.usable)
-    skipped = [presence.reason for presence in list(presences.values())[: list(presences).index(first)]]
+    lacking: dict[str, str] = {}  # By the reason, which backends on one card share
+    for name, presence in presences.items():
+        if not presence.usable:
+            lacking.setdefault(presence.reason, name)
     problems = [
-        Problem(what=f"{backend(name).label} is not used: {presence.reason}", fix=presence.fix)
-        for name, presence in presences.items()
-        if not presence.usable and presence.fix is not None
+        Problem(what=f"{backend(name).label} is not used: {reason}", fix=fix)
+        for reason, name in lacking.items()
+        if (fix := presences[name].fix) is not None
     ]
+    behind = list(presences)[: list(presences).index(first)]
+    skipped = [reason for reason, name in lacking.items() if name in behind]
     reason = "; ".join([*skipped, presences[first].reason])
+    if first != "shared" and (both := presences.get("shared")) is not None and both.usable:
+        reason += f"; {backend('shared').label} runs what does not fit the card"
     return Choice(backend=first, reason=reason, variant=presences["cpu"].variant), problems
 
 

@@ -28,6 +28,7 @@ def load_options(
     gamma: int | None = None,
     backend: str | None = None,
     experts_on_device: str | None = None,
+    layers_on_device: str | None = None,
     select: Selector = "approx",
 ) -> LoadOptions:
     """How to load a model: the command line's choices, else the settings', as far as they fit any model.
@@ -36,14 +37,17 @@ def load_options(
         SettingsError: a setting is invalid.
     """
     from app.settings import load
-    from runtime.load.memory import experts_within
+    from runtime.load.memory import experts_within, layers_within
     from runtime.load.plan import LoadOptions
 
-    chosen = {"kv": kv, "backend": backend, "experts_on_device": experts_on_device, "gamma": gamma}
+    on_device = {"experts_on_device": experts_on_device, "layers_on_device": layers_on_device}
+    chosen = {"kv": kv, "backend": backend, **on_device, "gamma": gamma}
     settings = load({**chosen, "speculate": options.speculate_setting(speculate)})
-    experts = settings.experts_on_device
+    experts, layers = settings.experts_on_device, settings.layers_on_device
     if experts_on_device is None:  # what the settings say is for any model
         experts = experts_within(experts, model.spec)
+    if layers_on_device is None:
+        layers = layers_within(layers, model.spec)
     return LoadOptions(
         compensation=settings.compensation(compensation, prompt_budget),
         speculation=settings.drafts,
@@ -52,6 +56,7 @@ def load_options(
         context=context or (settings.context and min(settings.context, model.spec.max_context)),
         backend=settings.backend,
         experts_on_device=experts,
+        layers_on_device=layers,
         select=select,
     )
 

@@ -189,6 +189,17 @@ ExpertsOnDevice = Annotated[
         show_default=False,
     ),
 ]
+LayersOnDevice = Annotated[
+    str | None,
+    typer.Option(
+        "--layers-on-device",
+        metavar="N|auto",
+        callback=set_within,
+        help="The model's first blocks that are kept on the graphics card; the processor runs the others. Default: "
+        "auto, as many as fit.",
+        show_default=False,
+    ),
+]
 BackendOption = Annotated[
     Backend | None, typer.Option("--backend", help="Backend that runs the model.", show_default=False)
 ]

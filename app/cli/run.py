@@ -131,6 +131,7 @@ def run(
     gamma: options.Gamma = None,
     context: options.Context = None,
     backend: options.BackendOption = None,
+    layers_on_device: options.LayersOnDevice = None,
     as_json: options.Json = False,
 ) -> None:
     """Answer a prompt, or talk on a terminal."""
@@ -169,10 +170,12 @@ def run(
         speculate=speculation,
         gamma=gamma,
         backend=backend,
+        layers_on_device=layers_on_device,
     )
     own: dict[str, Any] = {"seed": seed, "stop": tuple(stop or ()) or None}
     repeats = seed is not None or settings.temperature == 0
-    chosen = any(one is not None for one in (kv, context, compensation, prompt_budget, speculation, gamma, backend))
+    of_load = (kv, context, compensation, prompt_budget, speculation, gamma, backend, layers_on_device)
+    chosen = any(one is not None for one in of_load)
     # How a runtime answers also depends on what it has cached, and how it has loaded a model is not for `run` to say.
     shared = text and not (attach or mcp or repeats or chosen) and running(services) is not None
     if shared and result_of(_answer_by_runtime(stored, services, output, text, settings, own, raw=raw)):

@@ -210,6 +210,7 @@ def serve(
     kv: options.KVOption = None,
     context: options.Context = None,
     experts_on_device: options.ExpertsOnDevice = None,
+    layers_on_device: options.LayersOnDevice = None,
     k_chunk: options.KChunk = None,
     budget: options.Budget = None,
     prompt_budget: options.PromptBudget = None,
@@ -233,6 +234,7 @@ def serve(
             "kv": kv,
             "context": context,
             "experts_on_device": experts_on_device,
+            "layers_on_device": layers_on_device,
             "speculate": speculate,
             "gamma": gamma,
         }
@@ -244,6 +246,7 @@ def serve(
         context=settings.context,
         backend=settings.backend,
         experts_on_device=settings.experts_on_device,
+        layers_on_device=settings.layers_on_device,
         num_parallel=settings.num_parallel,
     )
     first = None if settings.model is None else open_model(settings.model, services, output).name

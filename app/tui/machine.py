@@ -71,6 +71,9 @@ def machine_lines(report: DeviceReport) -> Lines:
     lines.append(("bandwidth", f"{bandwidth_gb_s:.1f} GB/s read, measured" if bandwidth_gb_s else "not measured yet"))
     lines.append(("power", str(machine.get("power") or "")))
     lines.append(("runs on", _joined([machine.get("backend"), machine.get("reason")])))
+    lines.append(
+        ("blocks", f"{report.blocks} on the card, the others by the processor" if report.blocks is not None else "")
+    )
     lines.append(("experts", _experts(report.experts) if report.experts is not None else ""))
     return [(name, words) for name, words in lines if words]
 

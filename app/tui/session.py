@@ -302,6 +302,7 @@ class Session:
             num_parallel=settings.num_parallel or _ANSWERS,
             backend=settings.backend,
             experts_on_device=settings.experts_on_device,
+            layers_on_device=settings.layers_on_device,
         )
 
     async def get(self, request: QuantizeRequest) -> ModelSetup | None:

@@ -24,14 +24,14 @@ from runtime.engine.engine import Engine
 from runtime.engine.saved import About, SavedCaches, forget, holding
 from runtime.errors import Cancelled, Problem
 from runtime.load.catalogue import Catalogue
-from runtime.load.memory import PARALLEL, cache_facts, describe, experts_within
+from runtime.load.memory import PARALLEL, cache_facts, describe, experts_within, layers_within
 from runtime.load.plan import LoadOptions, LoadPlan, plan_load
 from runtime.system.heap import trim
 from runtime.system.power import on_battery
 from runtime.wire.answers import CacheFacts, Holding
 from runtime.wire.device import PromptTuning, Tuning
 from runtime.wire.requests import LoadRequest, TuneRequest
-from tuner.placement import ExpertPlacement
+from tuner.placement import BlockPlacement, ExpertPlacement
 from tuner.profiles import ProfileStore
 
 logger = logging.getLogger(__name__)
@@ -90,6 +90,8 @@ class LoadedModel:
     """Sizes of every kind of cache for it."""
     experts: Callable[[], ExpertPlacement | None] = lambda: None
     """Where its experts are now; see `DeviceReport.experts`."""
+    blocks: BlockPlacement | None = None
+    """See `DeviceReport.blocks`."""
     plan: LoadPlan | None = None
     """What was carried out; None where the model's files are not kept open."""
 
@@ -162,6 +164,7 @@ def load(
             drafts=asked.speculation,
             problems=_backend_problems(engine.decoder),
             experts=partial(_experts, engine.decoder),
+            blocks=plan.memory.blocks_of(model.spec) if engine.decoder.options.layers_on_device else None,
             plan=plan,
         )
         return apply_budgets(
@@ -312,6 +315,7 @@ class Loader:
         usual = self._defaults
         context = request.context or usual.context
         experts = usual.experts_on_device if request.experts_on_device is None else request.experts_on_device
+        layers = usual.layers_on_device if request.layers_on_device is None else request.layers_on_device
         return LoadOptions(
             compensation=request.compensation or usual.compensation,
             speculation=request.speculation or (usual.speculation if request.speculate is None else False),
@@ -319,6 +323,7 @@ class Loader:
             context=None if context is None else min(context, model.spec.max_context),
             backend=usual.backend if request.backend == AUTO else request.backend,
             experts_on_device=experts_within(experts, model.spec),
+            layers_on_device=layers_within(layers, model.spec),
             num_parallel=request.num_parallel or usual.num_parallel or PARALLEL,
         )
 

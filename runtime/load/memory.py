@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from models.part import part_of
+from models.part import part_of, seams
 from models.rope import table_bytes
 from models.spec import ModelSpec
 from runtime.backends import Footprint
@@ -25,6 +25,7 @@ from runtime.kv.kinds import DEFAULT_KV, KINDS, CacheKind, bytes_per_token
 from runtime.kv.states import states_bytes
 from runtime.wire.answers import CacheFacts
 from tuner.detect import MemoryInfo, detect_memory
+from tuner.placement import BlockPlacement
 
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -92,6 +93,11 @@ class MemoryPlan:
     def needed_bytes(self) -> int:
         residuals = self.residual_bytes if self.residuals_beside else 0
         return self.weight_bytes + residuals + self.kv_bytes + self.buffer_bytes + self.margin_bytes
+
+    def blocks_of(self, spec: ModelSpec) -> BlockPlacement | None:
+        """Where the blocks of the planned model are; None: all in one place."""
+        here = self.layers_on_device
+        return None if here is None else BlockPlacement(on_device=here, held=spec.num_layers)
 
     @property
     def fits(self) -> bool:
@@ -284,6 +290,13 @@ def _too_many(asked: int, spec: ModelSpec) -> str:
 def experts_within(asked: int | None, spec: ModelSpec) -> int | None:
     """A number of experts on the device that is meant for any model, as this one can have it; None: as many as fit."""
     return None if asked is None or spec.mixture is None else min(asked, spec.mixture.num_experts)
+
+
+def layers_within(asked: int | None, spec: ModelSpec) -> int | None:
+    """A number of blocks on the device that is meant for any model, as this one can have it; None: as many as fit."""
+    if asked is None or not asked or asked >= spec.num_layers:
+        return None if asked is None else min(asked, spec.num_layers)
+    return max((seam for seam in seams(spec) if seam <= asked), default=0)
 
 
 def cache_facts(spec: ModelSpec, planned: MemoryPlan, rows: int = 128) -> dict[str, CacheFacts]:

@@ -124,7 +124,8 @@ def open_decoder(
             if backend_name != AUTO:
                 raise
             logger.warning("%s cannot run this model, so another one is tried: %s", label, error)
-            failure, failed = error, label
+            if failure is None:
+                failure, failed = error, label
             continue
         if failure is None:
             return decoder, candidate.reason

@@ -97,11 +97,12 @@ def _prospect(model: CatalogueModel, room: Room) -> Prospect:
         except (OutOfMemoryError, BackendError):  # or the backend does not run such models
             needed = own.device + own.residuals
             continue
-        chosen, context, needed = bits, planned.context, planned.needed_bytes
-        if context >= min(usual, _ENOUGH_CONTEXT):
+        rest = 0 if planned.rest is None else planned.rest.needed_bytes
+        chosen, context, needed = bits, planned.context, planned.needed_bytes + rest
+        if context >= min(usual, _ENOUGH_CONTEXT) and (planned.rest is None or spec.mixture is not None):
             break
     size = taken[chosen or BITS[-1]]
-    whole = chosen == BITS[0] and context == usual and not (planned and planned.host_bytes)
+    whole = chosen == BITS[0] and context == usual and not (planned and (planned.host_bytes or planned.rest))
     speed = _speed(spec, chosen or BITS[-1], size.active, planned, room)
     return Prospect(
         title=model.title,
@@ -121,6 +122,7 @@ def _prospect(model: CatalogueModel, room: Room) -> Prospect:
         fits="no" if chosen is None else "yes" if whole else "tight",
         needed_bytes=needed,
         context=context,
+        blocks=None if planned is None else planned.blocks_of(spec),
         tokens_per_s=speed,
         making_s=_MAKING_CORE_S * model.parameters / room.cores,
     )

@@ -196,6 +196,7 @@ class Service:
             tuning=loaded.tuning,
             prompts=loaded.prompts,
             experts=loaded.experts(),
+            blocks=loaded.blocks,
             problems=(*report.problems, *loaded.problems),
         )
 

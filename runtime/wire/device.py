@@ -10,7 +10,7 @@ from models.catalogue import Form
 from runtime.compensation import CHUNK
 from runtime.errors import Problem
 from tuner.curve import Curve
-from tuner.placement import ExpertPlacement
+from tuner.placement import BlockPlacement, ExpertPlacement
 
 Fits = Literal["yes", "tight", "no"]
 
@@ -123,6 +123,8 @@ class DeviceReport:
     """Tuning of its prompts; None if they have no budget."""
     experts: ExpertPlacement | None = None
     """Where the loaded model's experts are; None if all are on the card, or there is none, or no card."""
+    blocks: BlockPlacement | None = None
+    """Where the loaded model's blocks are, if the card shares them with the processor."""
     problems: Sequence[Problem] = ()
     """Problems of the device and of the loaded model."""
 
@@ -161,6 +163,8 @@ class Prospect:
     """Memory required at these bits, or at 3."""
     context: int
     """Tokens of context that fit at these bits, up to the default."""
+    blocks: BlockPlacement | None
+    """Where its blocks would be, if the card shared them with the processor."""
     tokens_per_s: float | None
     """Expected decode speed at these bits; None if the device's speed is unknown."""
     making_s: float

@@ -125,6 +125,8 @@ class LoadRequest:
     backend: Annotated[str, Within(1, 40)] = "auto"
     experts_on_device: Annotated[int, Within(0)] | None = None
     """Experts of each block on a GPU, of a mixture; None: as many as fit."""
+    layers_on_device: Annotated[int, Within(0)] | None = None
+    """First blocks on a GPU, where the processor runs the others; None: as many as fit."""
 
     @property
     def speculation(self) -> Speculate | None:

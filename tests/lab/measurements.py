@@ -15,14 +15,18 @@ from functools import cache
 from statistics import median
 from typing import Any
 
+from models.catalogue import CATALOGUE
 from models.recipe import DEFAULT_METHOD, Recipe
 from runtime.engine.gamma import Costs, break_even
+from runtime.load.expected import on_processor
+from runtime.load.prospects import Room, prospects
 from tests.lab import installations, tuned
 from tests.lab.kernels import summary
 from tests.lab.models import REAL
 from tests.lab.quality import ALL_RESIDUALS, RESIDUALS, SELECTORS
 from tests.lab.store import RESULTS, ROOMS, ROOT, number, read, table
 from tests.tuner import table_3
+from tuner.devices import DEVICES
 
 PAGE = ROOT / "docs" / "measurements.md"
 PEER = "llama.cpp"
@@ -352,6 +356,29 @@ def simulated(_found: Found) -> str:
     return table(("", "median difference", "nine in ten within", "largest", "places where the order is another"), rows)
 
 
+CARDS, FREE, MAIN_GB_S = ("rtx-4050m", "rtx-4060m", "rtx-4070s"), 0.95, 60.0
+"""Cards of 6, 8 and 12 GB, the share of their memory that is free, and the bandwidth of main memory in GB/s."""
+ON_CARDS = ("Llama 3.1 8B", "Qwen3 14B", "gpt-oss 20B", "Qwen3 30B-A3B", "Gemma 4 31B", "Qwen3.5 35B-A3B")
+
+
+def on_cards(_found: Found) -> str:
+    """What cards would do with models, by the program's own plans and its cost model."""
+    models, rows = [model for model in CATALOGUE if model.title in ON_CARDS], []
+    for card in map(DEVICES.__getitem__, CARDS):
+        free, main = int(FREE * card.memory_bytes), 48 << 30
+        room = Room(
+            backend="triton", available_bytes=free, main_bytes=main, cores=8, read_gb_s=MAIN_GB_S, card=card
+        )  # fmt: skip
+        for model, found in zip(models, prospects(models, room), strict=True):
+            bits = found.bits or 3.0
+            active = found.active_share * found.sizes[round(2 * bits) - 6]
+            alone = on_processor(model.spec, round(active), MAIN_GB_S)
+            where = "all" if found.fits == "yes" or model.spec.mixture is None else "all blocks, some experts"
+            speed = (f"{each:.1f}" for each in (found.tokens_per_s or 0.0, alone))
+            rows.append((f"{card.memory_bytes >> 30} GB", model.title, f"{bits:g}", found.blocks or where, *speed))
+    return table(("card", "model", "bits", "on the card", "tokens/s", "processor alone"), rows)
+
+
 def soak(found: Found) -> str:
     """How requests of many clients ended."""
     ends = ", ".join(f"{what} {count:,}" for what, count in found["ends"].items())
@@ -453,6 +480,15 @@ SECTIONS = (
     Section("Speculation: speed", "speculation", drafted(_GAINS), "speed"),
     Section("Speculation: copied", "speculation", lambda found: copied(found["rows"]), "copied"),
     Section("Simulated devices beside Table 3", "kernels", simulated, rooms=("tuner",)),
+    Section(
+        "Cards that a model does not fit",
+        "kernels",
+        on_cards,
+        note="Computed, on no device: the plans of F2 with 48 GiB of free main memory, which is read at 60 GB/s, and "
+        "tokens a second without compensation by the cost model of simulated devices. The cards are an RTX 4050 and an "
+        "RTX 4060 of laptops and an RTX 4070 SUPER, of whose memory 5 % are in use.",
+        rooms=ROOMS,
+    ),
     Section("Tool calls", "tool_calls", _CALLS, rooms=("runtime/text",)),
     Section("Triton kernels", "kernels", tightest, note=_LATE, rooms=("runtime/backends/triton",)),
     Section("Installations", "installations", installations.table, rooms=("pyproject.toml",)),

@@ -51,6 +51,7 @@ GROUPS = {
         "num_parallel",
         "backend",
         "experts_on_device",
+        "layers_on_device",
         "idle_unload",
     ),
 }

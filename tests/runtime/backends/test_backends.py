@@ -18,7 +18,7 @@ SIZES = ModelSizes(weight_bytes=600 << 20, residual_bytes=500 << 20)
 
 def test_they_are_known_by_their_names() -> None:
     assert [found.name for found in backends()] == list(NAMES)
-    with pytest.raises(BackendError, match="choose one of auto, triton, cpu, reference"):
+    with pytest.raises(BackendError, match="choose one of auto, triton, shared, cpu, reference"):
         backend("metal")
 
 
@@ -26,7 +26,7 @@ def test_they_are_known_by_their_names() -> None:
 def test_each_says_whether_it_can_run_here_and_what_it_has(name: str) -> None:
     presence = backend(name).probe()
     assert presence.reason
-    assert presence.usable == (name != "triton" or presence.gpu is not None)
+    assert presence.usable == (name not in ("triton", "shared") or presence.gpu is not None)
     assert set(backend(name).kinds) == set(KINDS)
 
 

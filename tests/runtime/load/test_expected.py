@@ -14,7 +14,7 @@ from models.catalogue import CATALOGUE
 from models.spec import MixtureSpec
 from models.store import StoredModel
 from runtime.load import expected
-from runtime.load.expected import missed_share, on_card, on_processor, processor_is_faster
+from runtime.load.expected import missed_share, on_both, on_card, on_processor, why_faster
 from runtime.load.memory import MemoryPlan
 from tuner import bandwidth
 from tuner.bandwidth import ReadBandwidth
@@ -64,6 +64,13 @@ def _plan(here: int) -> MemoryPlan:
     )  # fmt: skip
 
 
+def _why(
+    model: StoredModel, planned: MemoryPlan, card: str, link: float | None, measurements: Path | None
+) -> str | None:
+    """Compared with the processor alone."""
+    return why_faster(model, planned, _plan(128), "the processor", card, link, measurements)
+
+
 @pytest.mark.parametrize("card", [CARD.name, "a card without a data sheet"])
 def test_the_processor_is_taken_where_it_reads_faster_than_the_link(monkeypatch: pytest.MonkeyPatch, card: str) -> None:
     """Even: three quarters are missed with 32 of 128. Uneven: nearly none."""
@@ -72,7 +79,7 @@ def test_the_processor_is_taken_where_it_reads_faster_than_the_link(monkeypatch:
     speeds = {"slow": 5.0, "fast": 100.0}
     for name, gb_s in speeds.items():
         monkeypatch.setattr(expected, "read_bandwidth", lambda _, own=gb_s: SimpleNamespace(gb_s=own))
-        reasons = [processor_is_faster(_model(tokens), _plan(32), card, 12.0, None) for tokens in (even, uneven)]
+        reasons = [_why(_model(tokens), _plan(32), card, 12.0, None) for tokens in (even, uneven)]
         assert [reason is not None for reason in reasons] == [name == "fast", False]
         if reasons[0] is not None:
             speed = on_processor(SPEC, ACTIVE, gb_s)
@@ -83,8 +90,8 @@ def test_the_processor_is_taken_where_it_reads_faster_than_the_link(monkeypatch:
 def test_nothing_is_compared_where_all_experts_fit_or_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(expected, "read_bandwidth", lambda _: pytest.fail("measured for nothing"))
     model = _model(np.ones(128, np.int32))
-    assert processor_is_faster(model, replace(_plan(128), host_bytes=0), CARD.name, 12.0, None) is None
-    assert processor_is_faster(model, _plan(32), "a card without a data sheet", None, None) is None
+    assert _why(model, replace(_plan(128), host_bytes=0), CARD.name, 12.0, None) is None
+    assert _why(model, _plan(32), "a card without a data sheet", None, None) is None
 
 
 def test_the_memory_is_measured_once_for_all_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,5 +99,14 @@ def test_the_memory_is_measured_once_for_all_loads(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(bandwidth, "boot_id", lambda: "this one")
     monkeypatch.setattr(bandwidth, "measure", lambda *_: found.pop())
     model = _model(np.ones(128, np.int32))
-    reasons = [processor_is_faster(model, _plan(32), CARD.name, 12.0, tmp_path) for _ in range(2)]
+    reasons = [_why(model, _plan(32), CARD.name, 12.0, tmp_path) for _ in range(2)]
     assert reasons[0] == reasons[1] is not None
+
+
+def test_a_card_and_a_processor_take_their_times_one_after_the_other() -> None:
+    """Also a mixture's blocks may be shared, where that is faster than the link."""
+    card, alone = on_card(SPEC, 4, CARD), on_processor(SPEC, ACTIVE, 60.0)
+    shared = [on_both(SPEC, 4, CARD, seam, ACTIVE, 60.0) for seam in (1, 24, 47)]
+    assert alone < shared[0] < shared[1] < shared[2] < card
+    assert 1 / shared[1] == pytest.approx((1 / card + 1 / alone) / 2, rel=0.15), "but the head is the processor's"
+    assert on_both(SPEC, 4, None, 24, ACTIVE, 60.0) == pytest.approx(2 * alone, rel=0.15)

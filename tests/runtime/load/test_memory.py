@@ -12,7 +12,16 @@ from runtime.backends.decoder import KVKind
 from runtime.backends.reference.cache import ReferenceCache
 from runtime.errors import OutOfMemoryError, RequestError, byte_count
 from runtime.kv.kinds import KINDS, bytes_per_token, window_token_bytes
-from runtime.load.memory import DEFAULT_CONTEXT, MIB, SMALLEST_CONTEXT, MemoryPlan, cache_facts, describe, plan
+from runtime.load.memory import (
+    DEFAULT_CONTEXT,
+    MIB,
+    SMALLEST_CONTEXT,
+    MemoryPlan,
+    cache_facts,
+    describe,
+    layers_within,
+    plan,
+)
 from tuner.detect import MemoryInfo
 
 
@@ -245,6 +254,66 @@ def test_as_many_experts_as_asked_for_are_on_the_device() -> None:
         mixed(16_000, asked=17)
     with pytest.raises(RequestError, match="the model has no experts"):
         plan(spec(), WEIGHTS, memory=free(16_000), experts_on_device=1)
+
+
+HALVES = Footprint(
+    weight_bytes=2200 * MIB,
+    seams=range(1, 22),
+    parts=lambda seam: (
+        Footprint(weight_bytes=100 * seam * MIB),
+        Footprint(weight_bytes=100 * (22 - seam) * MIB, residual_bytes=500 * MIB, residuals_beside=True),
+    ),
+)
+
+
+def halves(card_mib: int, main_mib: int = 16_000, asked: int | None = None, context: int | None = None) -> MemoryPlan:
+    where = {"memory": free(card_mib), "main": free(main_mib)}
+    return plan(spec(), HALVES, context=context, slots=4, shared=True, parallel=4, layers_on_device=asked, **where)
+
+
+def test_blocks_that_do_not_fit_the_card_are_planned_for_the_processor() -> None:
+    found = halves(1500)
+    assert found.rest is not None
+    assert found.layers_on_device is not None
+    assert found.context == found.rest.context == DEFAULT_CONTEXT
+    assert found.weight_bytes == found.layers_on_device * 100 * MIB
+    assert found.weight_bytes + found.rest.weight_bytes == 2200 * MIB
+    assert found.fits
+    assert found.rest.fits
+    with pytest.raises(OutOfMemoryError):
+        halves(1500, asked=found.layers_on_device + 1, context=DEFAULT_CONTEXT)
+    assert "the processor has blocks from" in describe(found)
+    assert halves(3000).layers_on_device == 21
+    contexts = [halves(mib).context for mib in range(376, 370, -2)]
+    assert contexts == sorted(contexts, reverse=True)
+    assert contexts[-1] < DEFAULT_CONTEXT, "too long even for one block"
+    with pytest.raises(OutOfMemoryError):
+        halves(360)
+
+
+def test_pages_and_slots_of_both_parts_are_those_that_both_have_room_for() -> None:
+    """Either may be the smaller."""
+    for card_mib, main_mib in ((1500, 16_000), (16_000, 2300), (16_000, 16_000)):
+        found = halves(card_mib, main_mib, asked=8)
+        assert found.rest is not None
+        assert found.rest.context == found.context
+        assert (found.slots, found.contexts) <= (found.rest.slots, found.rest.contexts)
+        assert found.pages == found.contexts * KINDS["int4"].max_pages(found.context)
+    with pytest.raises(OutOfMemoryError, match="not enough memory"):
+        halves(16_000, 900, asked=8)
+
+
+def test_caches_of_a_shared_model_count_in_both_memories() -> None:
+    found = halves(1500)
+    facts, front = cache_facts(spec(), found), cache_facts(spec(), replace(found, layers_on_device=None, rest=None))
+    assert all(fact.bytes_per_token == pytest.approx(front[kv].bytes_per_token) for kv, fact in facts.items())
+    assert facts["int4"].context > front["int4"].context, "the card has but some of the blocks"
+
+
+def test_a_number_of_blocks_for_any_model_is_one_that_this_one_can_have() -> None:
+    assert [layers_within(asked, spec()) for asked in (None, 0, 5, 22, 90)] == [None, 0, 5, 22, 22]
+    mixers = ("attention",) * 10 + ("shared",) * 12
+    assert [layers_within(asked, replace(spec(), mixers=mixers)) for asked in (3, 15)] == [3, 9]
 
 
 def test_experts_must_fit_main_memory_too() -> None:

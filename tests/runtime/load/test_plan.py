@@ -99,7 +99,7 @@ def test_an_answer_ends_where_the_model_or_its_tokenizer_says(
 
 
 def test_what_cannot_be_opened_is_refused(tiny_model: Callable[..., Any]) -> None:
-    with pytest.raises(BackendError, match="triton, cpu, reference"):
+    with pytest.raises(BackendError, match="triton, shared, cpu, reference"):
         planning.open_decoder(tiny_model(), options(), "metal")
     for context in (0, 129):
         with pytest.raises(RequestError, match="context"):
@@ -183,7 +183,7 @@ def test_experts_that_do_not_fit_a_card_are_read_by_what_is_expected_to_be_faste
         compared.append(asked[-1])
         return faster
 
-    monkeypatch.setattr(planning, "processor_is_faster", compare)
+    monkeypatch.setattr(planning, "why_faster", compare)
     footprints = {
         "reference": Footprint(weight_bytes=8 << 20, experts=4, expert_bytes=2 << 20),
         "cpu": Footprint(weight_bytes=8 << 20),
@@ -248,7 +248,7 @@ def test_what_is_opened_is_what_was_planned() -> None:
 
 
 def test_what_cannot_be_planned(caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(BackendError, match="triton, cpu, reference"):
+    with pytest.raises(BackendError, match="triton, shared, cpu, reference"):
         planned(backend="metal")
     for context in (0, 10**6):
         with pytest.raises(RequestError, match=f"context of {context} tokens"):

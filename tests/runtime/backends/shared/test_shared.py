@@ -95,9 +95,13 @@ def told(decoder: Decoder) -> Iterator[np.ndarray[Any, Any]]:
         yield decoder.hidden(Step.of([9], at + 2, []))
 
 
-@pytest.mark.parametrize("kind", MODELS)
+ALONE = [(kind, name) for kind in MODELS for name in ("reference", "cpu")]
+INTERPRETED = [(kind, "triton") for kind in (MODELS if DEVICE == "cuda" else ("dense", "gemma4"))]
+
+
 @pytest.mark.parametrize(
-    "name", ["reference", "cpu", pytest.param("triton", marks=[pytest.mark.slow] * (DEVICE == "cpu"))]
+    ("kind", "name"),
+    [*ALONE, *(pytest.param(*own, marks=[pytest.mark.slow] * (DEVICE == "cpu")) for own in INTERPRETED)],
 )
 def test_two_parts_of_a_backend_are_one_model(kind: str, name: str) -> None:
     alone, shared = opened(kind, name), opened(kind, name, name)
@@ -131,7 +135,7 @@ def test_a_seam_keeps_blocks_with_the_cache_that_they_read() -> None:
     assert seams(gemma) == (1, 2)
     assert seams(make_spec(num_layers=3)) == (1, 2)
     model, where = make_model(gemma), replace(OPTIONS, layers_on_device=3)
-    with pytest.raises(RequestError, match="cannot run 3 blocks of this model .* choose from 1 to 2"):
+    with pytest.raises(RequestError, match=r"cannot run 3 blocks of this model .* choose from 1 to 2"):
         SharedDecoder(model, where, ReferenceDecoder, ReferenceDecoder)
 
 

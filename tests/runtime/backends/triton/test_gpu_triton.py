@@ -21,7 +21,7 @@ from runtime.backends.triton import buffers, gpu, products
 from runtime.backends.triton import card as measured
 from runtime.backends.triton.buffers import Value
 from runtime.backends.triton.decoder import TritonDecoder
-from runtime.errors import BackendError, OutOfMemoryError
+from runtime.errors import BackendError, OutOfMemoryError, RequestError
 from runtime.load import plan as opening
 from runtime.load.plan import LoadOptions, LoadPlan, plan_load
 from tuner.detect import MemoryInfo
@@ -122,18 +122,29 @@ def test_what_does_not_fit_the_card_is_planned_for_main_memory(
     cards(CARD)
     room = MemoryInfo(total_bytes=64 << 30, available_bytes=48 << 30, limit_bytes=None)
 
-    def planned(size: int, asked: str = "auto") -> LoadPlan:
+    def planned(size: int, asked: str = "auto", layers: int | None = None) -> LoadPlan:
         summary = SimpleNamespace(gpu_bytes=size << 30, residual_bytes=1 << 30)
         model: Any = SimpleNamespace(spec=tiny_spec(), info=SimpleNamespace(summary=summary), recipe=None)
-        return plan_load(model, LoadOptions(backend=asked), memory=room)
+        return plan_load(model, LoadOptions(backend=asked, layers_on_device=layers), memory=room)
 
     small, large = planned(1), planned(5)
     assert (small.backend_name, small.backend.name, small.memory.available_bytes) == ("auto", "triton", 5 << 30)
-    assert (large.backend_name, large.backend.name, large.memory.available_bytes) == ("cpu", "cpu", 48 << 30)
+    assert (large.backend_name, large.backend.name, large.memory.available_bytes) == ("shared", "shared", 5 << 30)
+    assert large.memory.rest is not None
+    assert (large.options.layers_on_device, large.memory.rest.available_bytes) == (1, 48 << 30)
+    huge = planned(14)
+    assert (huge.backend_name, huge.backend.name, huge.memory.available_bytes) == ("cpu", "cpu", 48 << 30)
     with pytest.raises(OutOfMemoryError):
         planned(5, "triton")
     with pytest.raises(OutOfMemoryError):
         planned(50)
+    assert [planned(1, layers=blocks).backend_name for blocks in (0, 1, 2)] == ["cpu", "shared", "triton"]
+    with pytest.raises(RequestError, match="3 blocks on the GPU were requested, and the model has 2: choose 0 to 2"):
+        planned(1, layers=3)
+    with pytest.raises(RequestError, match="leave one of them at auto"):
+        planned(1, "cpu", layers=1)
+    cards()
+    assert planned(1, layers=1).backend_name == "cpu", "there is no card"
 
 
 def test_a_card_that_is_gone(cards: Callable[..., None]) -> None:
