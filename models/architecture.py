@@ -1,7 +1,11 @@
-"""The block of every supported family, written once against a small set of operations.
+"""The step graph: what a step of tokens passes in every supported family, as nodes of some kinds.
 
-The full-precision decoder runs it with plain torch operations, the reference backend with dequantized weights, the CPU
-backend records it into a program once. So a family's quirks (biases, norms, window, rope or none) stand here alone.
+The graph is made once from a specification (`step_graph`), so a family's quirks (biases, norms, window, rope or none)
+stand here alone. Who runs it has a method for each kind of node (`Interpreter`): the full-precision decoder and the
+reference backend compute with plain torch operations (`Eager`), the CPU backend writes instructions, the GPU backend
+launches kernels. Nodes are about what kernels are: attention is one, with the norms and rotations of its heads and its
+cache. What a kernel does beyond its node (a product that adds to the stream, an addition together with the norm that
+follows) is decided where the kernel is chosen, by the nodes around it.
 
 Weights are named `embed`, `layers.{i}.input_norm`, `layers.{i}.qkv`, `layers.{i}.q_norm`, `layers.{i}.k_norm`,
 `layers.{i}.sinks`, `layers.{i}.o`, `layers.{i}.o_norm`, `layers.{i}.post_norm`, `layers.{i}.gate_up`,
@@ -16,208 +20,314 @@ One with embeddings of its own also has the layers of `models.spec.TOKEN_LINEARS
 
 from __future__ import annotations
 
-from typing import Protocol, TypeVar, cast
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+from typing import TYPE_CHECKING, Generic, Literal, TypeVar
 
 from models.spec import ModelSpec
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 T = TypeVar("T")
+Kind = Literal[
+    "embed", "tokens", "enter", "read", "linear", "attend", "convolve", "delta", "gate", "experts", "norm", "add",
+    "rows", "cap", "leave",
+]  # fmt: skip
+"""What is computed of M rows, R of which have logits:
+
+- `embed`: the residual stream [M, C] begins with rows of the embedding table for the step's tokens.
+- `tokens`: those rows beside the stream, or [M, P] of the own table of a block.
+- `enter`: the stream that the blocks before a part's first one left (`models.part`).
+- `read`: the stream as linear layers and experts read it, through an RMSNorm or as it is.
+- `linear`: a linear layer, bias included. [M, K] -> [M, N].
+- `attend`: attention, from its projections [M, qkv] to its heads' outputs [M, H * D]. Queries and keys pass norms and
+  are rotated, keys and values enter the cache, queries see it causally, within spec.windows[layer]. A block without
+  keys reads an earlier one's cache (`ModelSpec.cache_of`), which has the step's tokens. Queries grow with their
+  positions, values pass a norm, scores are capped, sinks take a share and outputs are multiplied by the sigmoid of a
+  gate as the specification says.
+- `convolve`: a gated short convolution over the step's rows and the tokens before; the rows enter its state. Of
+  [M, 3 C], B, G and u side by side, it gives G * conv(B * u), [M, C].
+- `delta`: a gated delta rule, likewise. Of [M, inputs + Hv * Dv], what enters the state (`DeltaSpec.inputs`), then
+  gates. Outputs [M, Hv * Dv] of each value head pass an RMSNorm and are multiplied by silu(gate).
+- `gate`: f(gate) * up, or what else spec.activation says. Of both side by side [M, 2 * width], or of one each.
+- `experts`: what the experts that a block's router chooses for each row make of it, weighed and summed up. The router
+  reads the second input. [M, C] -> [M, C]. See `models.routing`.
+- `norm`: RMSNorm of the output of a linear layer.
+- `add`: the sum of a first input and a second, which passes the norm before, if there is one.
+- `rows`: the rows whose logits the step asks for. [M, C] -> [R, C].
+- `cap`: soft cap of every logit x: c * tanh(x / c), with c = spec.logit_cap.
+- `leave`: the stream behind a part's last block.
+"""
 
 
-class Operations(Protocol[T]):
-    """The operations of a backend, on which `forward` runs. `T` stands for a [M, width] matrix of activations."""
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Node:
+    """Something that is computed of a step's M rows."""
 
-    def embed(self, layer: int | None = None) -> T:
-        """Rows of the embedding table for the step's tokens, or of the own table of `layer`. Returns [M, C or P]."""
-        ...
-
-    def norm(self, x: T, name: str) -> T:
-        """RMSNorm over the channels with the weight `name`. Returns [M, C]."""
-        ...
-
-    def plain(self, x: T) -> T:
-        """The residual stream as the input of a linear layer, without a norm. Returns [M, C]."""
-        ...
-
-    def linear(self, x: T, name: str) -> T:
-        """The linear layer `name`, bias included. [M, K] -> [M, N]."""
-        ...
-
-    def split(self, x: T, widths: tuple[int, ...]) -> tuple[T, ...]:
-        """Views of consecutive channel ranges of x."""
-        ...
-
-    def head_norm(self, x: T, name: str) -> T:
-        """RMSNorm over the channels of each head, or of all, with the weight `name`. [M, heads * D] -> the same."""
-        ...
-
-    def rotate(self, x: T, layer: int, /) -> T:
-        """Rotary position embedding of each head, that of `layer`. [M, heads * D] -> the same."""
-        ...
-
-    def attend(self, q: T, k: T | None, v: T | None, layer: int) -> T:
-        """Append k and v to the cache of `layer`, then causal attention of q over it, within spec.windows[layer].
-
-        Without k and v, the cache is an earlier block's (`ModelSpec.cache_of`), which has the step's tokens. Queries
-        grow with their positions, values pass a norm, scores are capped and sinks take a share as the specification
-        says. q is [M, H * D], k and v [M, H_kv * D]. Returns [M, H * D].
-        """
-        ...
-
-    def experts(self, x: T, layer: int, routed: T | None = None) -> T:
-        """What the experts that the router of `layer` chooses for each row make of it, weighed and summed up.
-
-        The router reads `routed`, or x as well. [M, C] -> [M, C]. See `models.routing`.
-        """
-        ...
-
-    def norm_inplace(self, y: T, norm: str) -> T:
-        """RMSNorm of y, the output of a linear layer that nothing else reads, in its place. [M, C] -> the same."""
-        ...
-
-    def gate(self, gate: T, up: T) -> T:
-        """f(gate) * up, or what else spec.activation says. Both [M, width]."""
-        ...
-
-    def add(self, x: T, y: T, norm: str = "", scale: str = "") -> T:
-        """Sum of x and y, where y is the output of a linear layer or of experts that nothing else reads.
-
-        With a `norm`, y first passes the RMSNorm with that weight. With a `scale`, a vector of one number, which only
-        comes with a norm, the sum is multiplied by it.
-        """
-        ...
-
-    def logit_rows(self, x: T) -> T:
-        """The rows of x whose logits the step asks for. [M, C] -> [R, C]."""
-        ...
-
-    def cap(self, logits: T) -> T:
-        """Soft cap of every logit x: c * tanh(x / c), with c = spec.logit_cap. [R, V] -> the same."""
-        ...
+    kind: Kind
+    inputs: tuple[Node, ...] = ()
+    layer: int = -1
+    """The block that it belongs to; -1: none."""
+    name: str = ""
+    """Of a linear layer."""
+    norm: str = ""
+    """The weight of an RMSNorm that is part of it; empty: there is none."""
+    scale: str = ""
+    """A vector of one number by which an `add`, which then has a norm, multiplies the sum."""
 
 
-class StateOperations(Operations[T], Protocol[T]):
-    """The operations of models with states. A backend without them refuses such models when it opens them."""
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """Nodes in the order in which they run; the last gives the result."""
 
-    def output_gate(self, x: T, gate: T) -> T:
-        """X * sigmoid(gate), where x is the output of `attend`. Both [M, H * D]."""
-        ...
+    nodes: tuple[Node, ...]
+    readers: dict[Node, tuple[Node, ...]]
+    """Of each node those that read it."""
+    ends: dict[Node, tuple[Node, ...]]
+    """Of each node the inputs that no later one reads."""
 
-    def delta_rule(self, x: T, layer: int) -> T:
-        """The gated delta rule of `layer` over the step's rows and the tokens before; the rows enter its state.
+    @classmethod
+    def of(cls, nodes: Sequence[Node]) -> Graph:
+        readers: dict[Node, tuple[Node, ...]] = dict.fromkeys(nodes, ())
+        ends = dict(readers)
+        for node in nodes:
+            for own in dict.fromkeys(node.inputs):
+                readers[own] += (node,)
+        for node, by in readers.items():
+            if by:
+                ends[by[-1]] += (node,)
+        return cls(tuple(nodes), readers, ends)
 
-        x is [M, inputs + Hv * Dv]: what enters the state (`DeltaSpec.inputs`), then gates. The outputs of each value
-        head pass an RMSNorm and are multiplied by silu(gate). Returns [M, Hv * Dv].
-        """
-        ...
+    def reader(self, node: Node) -> Node | None:
+        """The node that alone reads a node's result; None: there is none, or several."""
+        found = self.readers[node]
+        return found[0] if len(found) == 1 else None
 
-    def convolve(self, x: T, layer: int) -> T:
-        """The gated short convolution of `layer` over the step's rows and the tokens before; the rows enter its state.
-
-        x is [M, 3 C]: B, G and u side by side. Returns G * conv(B * u), [M, C].
-        """
-        ...
-
-
-class PartOperations(Operations[T], Protocol[T]):
-    """The operations at the seams of a model whose blocks are shared by backends (`models.part`)."""
-
-    def enter(self) -> T:
-        """The residual stream that the blocks before a part's first one left . Returns [M, C]."""
-        ...
-
-    def leave(self, x: T) -> T:
-        """The residual stream behind a part's last block, for the next part. Returns [M, C]."""
-        ...
-
-
-def block(ops: Operations[T], spec: ModelSpec, layer: int, x: T) -> T:
-    """One decoder block. [M, C] -> [M, C]."""
-    mix = attention if spec.mixer(layer) in ("attention", "shared") else recurrence
-    x = mlp(ops, spec, layer, mix(ops, spec, layer, x))
-    return per_layer_embedding(ops, spec, layer, x) if spec.token_width else x
+    def __str__(self) -> str:
+        """A line for each node: its number, kind and weights, and the numbers of its inputs."""
+        numbers = {node: number for number, node in enumerate(self.nodes)}
+        lines = []
+        for node, number in numbers.items():
+            block = f"block {node.layer}" if node.layer >= 0 and not (node.name or node.norm) else ""
+            words = " ".join(filter(None, (node.kind, node.name, block, node.norm, node.scale)))
+            of = ", ".join(str(numbers[own]) for own in node.inputs)
+            lines.append(f"{number:>5}  {words}{f'  of {of}' if of else ''}")
+        return "\n".join(lines)
 
 
-def attention(ops: Operations[T], spec: ModelSpec, layer: int, x: T) -> T:
-    """The residual stream after attention. [M, C] -> [M, C]."""
-    prefix, heads = f"layers.{layer}", spec.heads_of(layer)
-    qkv = ops.linear(read(ops, spec, x, f"{prefix}.input_norm"), f"{prefix}.qkv")
-    own = (heads.kv_width, heads.kv_width) if spec.mixer(layer) == "attention" else ()
-    q, *others = ops.split(qkv, (heads.q_width, *own, *((heads.q_width,) if spec.gated else ())))
-    q, k, v = norm_and_rope(ops, spec, layer, q, "q_norm"), None, None
-    if own:
-        k, v, *others = others
-        k = norm_and_rope(ops, spec, layer, k, "k_norm")
-    attended = ops.attend(q, k, v, layer)
-    if spec.gated:
-        attended = cast("StateOperations[T]", ops).output_gate(attended, others[0])
-    return ops.add(x, ops.linear(attended, f"{prefix}.o"), f"{prefix}.o_norm" if spec.norm_after else "")
+class Interpreter(Generic[T]):
+    """Who runs a graph: has a method for each kind of node. `T` stands for a [M, width] matrix of activations."""
+
+    values: dict[Node, T]
+    """What the nodes so far gave."""
+
+    def run(self, graph: Graph) -> T:
+        """Run the nodes one after the other. Returns what the last gives."""
+        self.values = {}
+        for node in graph.nodes:
+            self.values[node] = getattr(self, node.kind)(node)
+        return self.values[graph.nodes[-1]]
+
+    def of(self, node: Node, place: int = 0) -> T:
+        """What an input of a node gave."""
+        return self.values[node.inputs[place]]
+
+    def left(self, node: Node) -> T:
+        """A node whose work is left to the node that reads it."""
+        return self.of(node)
 
 
-def norm_and_rope(ops: Operations[T], spec: ModelSpec, layer: int, x: T, norm: str) -> T:
-    """Queries or keys after their norm and rotation, where the block has them. [M, heads * D] -> the same."""
-    norm = f"layers.{layer}.{norm}"
-    if spec.qk_norm and spec.qk_norm_form != "after_rope":
-        x = ops.head_norm(x, norm)
-    if spec.rope_of(layer) is not None:
-        x = ops.rotate(x, layer)
-    return ops.head_norm(x, norm) if spec.qk_norm and spec.qk_norm_form == "after_rope" else x
+class Eager(Interpreter["Tensor"]):
+    """Attention and gates by the operations that they consist of, for who fuses none.
+
+    What nothing reads again is dropped.
+    """
+
+    spec: ModelSpec
+
+    def run(self, graph: Graph) -> Tensor:
+        self.values = {}
+        for node in graph.nodes:
+            self.values[node] = getattr(self, node.kind)(node)
+            for own in graph.ends[node]:
+                del self.values[own]
+        return self.values.popitem()[1]
+
+    def rms(self, x: Tensor, name: str) -> Tensor:
+        """RMSNorm over the last channels with the weight `name`."""
+        raise NotImplementedError
+
+    def rotate(self, x: Tensor, layer: int) -> Tensor:
+        """Rotary position embedding of each head. [M, heads * D] -> the same."""
+        raise NotImplementedError
+
+    def attention(self, q: Tensor, k: Tensor | None, v: Tensor | None, layer: int) -> Tensor:
+        """Append k and v to the cache, then attention of q. q is [M, H * D], k and v [M, H_kv * D]."""
+        raise NotImplementedError
+
+    def output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
+        """X * sigmoid(gate). Both [M, H * D]."""
+        raise NotImplementedError
+
+    def activate(self, gate: Tensor, up: Tensor) -> Tensor:
+        """F(gate) * up. Both [M, width]."""
+        raise NotImplementedError
+
+    def attend(self, node: Node) -> Tensor:
+        q, *others = self.split(self.of(node), self.spec.attention_widths(node.layer))
+        gate = [others.pop()] if self.spec.gated else []
+        q = self._turned(q, node.layer, "q_norm")
+        k, v = (self._turned(others[0], node.layer, "k_norm"), others[1]) if others else (None, None)
+        attended = self.attention(q, k, v, node.layer)
+        return self.output_gate(attended, *gate) if gate else attended
+
+    def _turned(self, x: Tensor, layer: int, norm: str) -> Tensor:
+        """Queries or keys after their norm and rotation, where the block has them."""
+        spec, norm = self.spec, f"layers.{layer}.{norm}"
+        if spec.qk_norm and spec.qk_norm_form != "after_rope":
+            x = self.head_norm(x, layer, norm)
+        if spec.rope_of(layer) is not None:
+            x = self.rotate(x, layer)
+        return self.head_norm(x, layer, norm) if spec.qk_norm and spec.qk_norm_form == "after_rope" else x
+
+    def split(self, x: Tensor, widths: tuple[int, ...]) -> tuple[Tensor, ...]:
+        """Consecutive ranges of channels."""
+        ends = accumulate(widths)
+        return tuple(x[..., end - width : end] for end, width in zip(ends, widths, strict=True))
+
+    def heads(self, x: Tensor, layer: int) -> Tensor:
+        """[..., heads * D] -> [..., heads, D]."""
+        return x.reshape(*x.shape[:-1], -1, self.spec.heads_of(layer).dim)
+
+    def head_norm(self, x: Tensor, layer: int, name: str) -> Tensor:
+        """RMSNorm over the channels of each head, or of all."""
+        return (
+            self.rms(x, name) if self.spec.qk_norm_form == "all" else self.rms(self.heads(x, layer), name).flatten(-2)
+        )
+
+    leave = Interpreter.left
+
+    def read(self, node: Node) -> Tensor:
+        return self.rms(self.of(node), node.norm) if node.norm else self.of(node)
+
+    def gate(self, node: Node) -> Tensor:
+        if len(node.inputs) > 1:
+            return self.activate(self.of(node), self.of(node, 1))
+        width = self.spec.mlp_width(node.layer)
+        return self.activate(*self.split(self.of(node), (width, width)))
 
 
-def recurrence(ops: Operations[T], spec: ModelSpec, layer: int, x: T) -> T:
-    """The residual stream after a gated short convolution, or a gated delta rule. [M, C] -> [M, C]."""
-    prefix = f"layers.{layer}"
-    inputs = ops.linear(read(ops, spec, x, f"{prefix}.input_norm"), f"{prefix}.qkv")
-    own = cast("StateOperations[T]", ops)
-    mixed = own.convolve(inputs, layer) if spec.mixer(layer) == "convolution" else own.delta_rule(inputs, layer)
-    return ops.add(x, ops.linear(mixed, f"{prefix}.o"), f"{prefix}.o_norm" if spec.norm_after else "")
+class Builder:
+    """Makes the nodes of a model, one behind the other."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self.spec = spec
+        self.nodes: list[Node] = []
+
+    def node(self, kind: Kind, *inputs: Node, layer: int = -1, **weights: str) -> Node:
+        self.nodes.append(Node(kind, inputs, layer, **weights))
+        return self.nodes[-1]
+
+    def linear(self, x: Node, layer: int, kind: str) -> Node:
+        return self.node("linear", x, layer=layer, name=f"layers.{layer}.{kind}")
+
+    def read(self, x: Node, layer: int, norm: str) -> Node:
+        """What a linear layer reads of the residual stream."""
+        return self.node("read", x, layer=layer, norm=f"layers.{layer}.{norm}" if self.spec.norm_before else "")
+
+    def block(self, layer: int, x: Node) -> Node:
+        """One decoder block. [M, C] -> [M, C]."""
+        x = self.mlp(layer, self.mix(layer, x))
+        return self.own_tokens(layer, x) if self.spec.token_width else x
+
+    def mix(self, layer: int, x: Node) -> Node:
+        """The residual stream after attention, a gated short convolution, or a gated delta rule."""
+        kinds: dict[str, Kind] = {"convolution": "convolve", "delta": "delta"}
+        inputs = self.linear(self.read(x, layer, "input_norm"), layer, "qkv")
+        mixed = self.node(kinds.get(self.spec.mixer(layer), "attend"), inputs, layer=layer)
+        norm = f"layers.{layer}.o_norm" if self.spec.norm_after else ""
+        return self.node("add", x, self.linear(mixed, layer, "o"), norm=norm)
+
+    def mlp(self, layer: int, x: Node) -> Node:
+        """The residual stream after the gated MLP, experts, or both."""
+        spec, prefix, mixture = self.spec, f"layers.{layer}", self.spec.has_experts(layer)
+        behind = f"{prefix}.down_norm" if spec.norm_after else ""
+        inside = self.read(x, layer, "post_norm")
+        beside = mixture and spec.mixture is not None and spec.mixture.parallel_mlp
+        if mixture and not beside:
+            return self.node("add", x, self.node("experts", inside, inside, layer=layer), norm=behind)
+        down = self.linear(self.node("gate", self.linear(inside, layer, "gate_up"), layer=layer), layer, "down")
+        if beside:
+            down = self.node("norm", down, norm=f"{prefix}.mlp_norm")
+            routed, own = (
+                self.node("read", x, layer=layer, norm=f"{prefix}.{of}_norm") for of in ("router", "experts")
+            )
+            chosen = self.node("experts", own, routed, layer=layer)
+            down = self.node("add", down, chosen, norm=f"{prefix}.experts_down_norm")
+        return self.node(
+            "add", x, down, norm=behind, scale=f"{prefix}.scale" if spec.scaled and not spec.token_width else ""
+        )
+
+    def own_tokens(self, layer: int, x: Node) -> Node:
+        """The residual stream after a block's own embeddings of the tokens."""
+        prefix = f"layers.{layer}"
+        gate = self.linear(self.node("read", x, layer=layer), layer, "inner.gate_up")
+        context = self.linear(self.node("read", self._embedded(), layer=layer), layer, "tokens.gate_up")
+        own = self.node("tokens", layer=layer)
+        tokens = self.node("add", own, context, norm=f"{prefix}.tokens.gate_up_norm")
+        down = self.linear(self.node("gate", gate, tokens, layer=layer), layer, "inner.down")
+        scale = f"{prefix}.scale" if self.spec.scaled else ""
+        return self.node("add", x, down, norm=f"{prefix}.inner.down_norm", scale=scale)
+
+    def _embedded(self) -> Node:
+        """The tokens' embeddings, which every block reads."""
+        return next((node for node in self.nodes if node.kind == "tokens" and node.layer < 0), None) or self.node(
+            "tokens"
+        )
+
+    def output(self, x: Node) -> Node:
+        """Final norm and output head for the rows that the step asks for. [M, C] -> [R, V]."""
+        logits = self.node("linear", self.node("read", self.node("rows", x), norm="norm"), name="head")
+        return logits if self.spec.logit_cap is None else self.node("cap", logits)
 
 
-def mlp(ops: Operations[T], spec: ModelSpec, layer: int, x: T) -> T:
-    """The residual stream after the gated MLP. [M, C] -> [M, C]."""
-    prefix, width, mixture = f"layers.{layer}", spec.mlp_width(layer), spec.has_experts(layer)
-    inside, behind = read(ops, spec, x, f"{prefix}.post_norm"), f"{prefix}.down_norm" if spec.norm_after else ""
-    beside = mixture and spec.mixture is not None and spec.mixture.parallel_mlp
-    if mixture and not beside:
-        return ops.add(x, ops.experts(inside, layer), behind)
-    gate, up = ops.split(ops.linear(inside, f"{prefix}.gate_up"), (width, width))
-    down = ops.linear(ops.gate(gate, up), f"{prefix}.down")
-    if beside:
-        down, routed = ops.norm_inplace(down, f"{prefix}.mlp_norm"), ops.norm(x, f"{prefix}.router_norm")
-        chosen = ops.experts(ops.norm(x, f"{prefix}.experts_norm"), layer, routed)
-        down = ops.add(down, chosen, f"{prefix}.experts_down_norm")
-    return ops.add(x, down, behind, f"{prefix}.scale" if spec.scaled and not spec.token_width else "")
+@lru_cache(maxsize=64)
+def step_graph(spec: ModelSpec, *, hidden: bool = False) -> Graph:
+    """The whole decoder, from the step's tokens to logits [R, V]; of a part without a head, to the stream [M, C].
 
-
-def per_layer_embedding(ops: Operations[T], spec: ModelSpec, layer: int, x: T) -> T:
-    """The residual stream after a block's own embeddings of the tokens. [M, C] -> [M, C]."""
-    prefix = f"layers.{layer}"
-    gate = ops.linear(ops.plain(x), f"{prefix}.inner.gate_up")
-    context = ops.linear(ops.plain(ops.embed()), f"{prefix}.tokens.gate_up")
-    tokens = ops.add(ops.embed(layer), context, f"{prefix}.tokens.gate_up_norm")
-    down = ops.linear(ops.gate(gate, tokens), f"{prefix}.inner.down")
-    return ops.add(x, down, f"{prefix}.inner.down_norm", f"{prefix}.scale" if spec.scaled else "")
-
-
-def read(ops: Operations[T], spec: ModelSpec, x: T, norm: str) -> T:
-    """What a linear layer reads of the residual stream: through the norm, or as it is. [M, C] -> [M, C]."""
-    return ops.norm(x, norm) if spec.norm_before else ops.plain(x)
-
-
-def forward(ops: Operations[T], spec: ModelSpec) -> T:
-    """The whole decoder, from the step's tokens to logits [R, V]; of a part without a head, to the stream [M, C]."""
-    x = body(ops, spec)
-    return output(ops, spec, x) if spec.has_head else cast("PartOperations[T]", ops).leave(x)
-
-
-def body(ops: Operations[T], spec: ModelSpec) -> T:
-    """All blocks, from the step's tokens to the last block's output [M, C]."""
-    x = ops.embed() if spec.embeds else cast("PartOperations[T]", ops).enter()
+    Args:
+        spec: The model.
+        hidden: To all rows after the final norm instead, [M, C].
+    """
+    made = Builder(spec)
+    x = made.node("embed" if spec.embeds else "enter")
+    if spec.token_width:
+        made.node("tokens")
     for layer in range(spec.num_layers):
-        x = block(ops, spec, layer, x)
-    return x
+        x = made.block(layer, x)
+    if hidden:
+        made.node("read", x, norm="norm")
+    elif spec.has_head:
+        made.output(x)
+    else:
+        made.node("leave", x)
+    return Graph.of(made.nodes)
 
 
-def output(ops: Operations[T], spec: ModelSpec, x: T) -> T:
-    """Final norm and output head for the rows that the step asks for. [M, C] -> [R, V]."""
-    logits = ops.linear(ops.norm(ops.logit_rows(x), "norm"), "head")
-    return logits if spec.logit_cap is None else ops.cap(logits)
+@lru_cache(maxsize=256)
+def block_graph(spec: ModelSpec, layer: int) -> Graph:
+    """One block, from a stream that enters to its output [M, C]."""
+    made = Builder(spec)
+    made.block(layer, made.node("enter"))
+    return Graph.of(made.nodes)
+
+
+@lru_cache(maxsize=16)
+def head_graph(spec: ModelSpec) -> Graph:
+    """Final norm and head, from a stream that enters to logits."""
+    made = Builder(spec)
+    made.output(made.node("enter"))
+    return Graph.of(made.nodes)

@@ -1,4 +1,4 @@
-"""The plain full-precision decoder: the block of `models.architecture` in torch operations.
+"""The plain full-precision decoder: the graph of `models.architecture` in torch operations.
 
 It is the oracle that backends are measured against, and it runs block by block for calibration and quantization. All
 rows of a batch have the same length. `B` batch, `S` query length, `T` cached length, `H`/`H_kv` heads, `D` head_dim,
@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from models import architecture, recurrent, rope
+from models import recurrent, rope
+from models.architecture import Eager, Node, block_graph, head_graph, step_graph
 from models.carried import Carried, begin, carry
 from models.routing import route
 from models.spec import CLAMPED_GAIN, ModelSpec, RopeSpec, expert_of, router_of
@@ -175,8 +175,8 @@ class Oracle:
         start = cache.length if cache else 0
         positions = torch.arange(start, start + tokens.shape[1])
         operations = self._operations(positions, cache)
-        operations.tokens, operations.rows = tokens, rows
-        logits = architecture.forward(operations, self.spec)
+        operations.token_ids, operations.wanted = tokens, rows
+        logits = operations.run(step_graph(self.spec))
         if cache is not None:
             cache.length += tokens.shape[1]
         return logits
@@ -224,14 +224,15 @@ class Oracle:
         with torch.inference_mode(self.trace is None):
             operations = self._operations(positions, cache)
             operations.branches = branches
-            stream = operations.take(x)
-            return operations.give(architecture.block(operations, self.spec, layer, stream), x)
+            operations.stream = operations.take(x)
+            return operations.give(operations.run(block_graph(self.spec, layer)), x)
 
     @torch.inference_mode()
     def head(self, x: Tensor) -> Tensor:
         """Final norm and output head. [B, S, C] -> logits [B, S, V]."""
-        stream = x[..., : self.spec.hidden_size]
-        return architecture.output(self._operations(torch.arange(x.shape[1]), None), self.spec, stream)
+        operations = self._operations(torch.arange(x.shape[1]), None)
+        operations.stream = x[..., : self.spec.hidden_size]
+        return operations.run(head_graph(self.spec))
 
     def parameters(self, name: str) -> tuple[Tensor, Tensor | None]:
         """Weight and bias of a linear layer; or a norm's weight, another vector, or a router's weight.
@@ -274,11 +275,12 @@ class Oracle:
         return found[2:]
 
 
-class _Operations(architecture.StateOperations[Tensor]):
-    """The operations of one pass. Activations are [B, S, width] rather than [M, width]."""
+class _Operations(Eager):
+    """One pass. Activations are [B, S, width] rather than [M, width]."""
 
-    tokens: Tensor
-    rows: Sequence[int] | None = None
+    token_ids: Tensor
+    stream: Tensor
+    wanted: Sequence[int] | None = None
     branches: Tensor | None = None
 
     def __init__(
@@ -296,7 +298,7 @@ class _Operations(architecture.StateOperations[Tensor]):
         """The residual stream of a block's input, from which the rest is taken."""
         carried = Carried.of(self.spec, x)
         if carried.tokens is not None:
-            self.tokens = carried.tokens
+            self.token_ids = carried.tokens
         self.lent = dict(carried.lent)
         return carried.stream
 
@@ -304,21 +306,25 @@ class _Operations(architecture.StateOperations[Tensor]):
         """A block's output, with what it took of its input x, or has made."""
         return carry(self.spec, y, x, self.lent)
 
-    def embed(self, layer: int | None = None) -> Tensor:
-        if layer is not None:
-            return self.oracle.token_rows(self.tokens, layer)
-        return functional.embedding(self.tokens, self.oracle.table()).to(self.oracle.dtype)
+    def embed(self, node: Node) -> Tensor:  # noqa: ARG002  the first node
+        return functional.embedding(self.token_ids, self.oracle.table()).to(self.oracle.dtype)
 
-    def norm(self, x: Tensor, name: str) -> Tensor:
+    def tokens(self, node: Node) -> Tensor:
+        return self.embed(node) if node.layer < 0 else self.oracle.token_rows(self.token_ids, node.layer)
+
+    def enter(self, node: Node) -> Tensor:  # noqa: ARG002  the first node
+        return self.stream
+
+    def rms(self, x: Tensor, name: str) -> Tensor:
         weight, _ = self.oracle.parameters(name)
         y = x.float()
         y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.spec.eps_of(name))
         return weight * y.to(self.oracle.dtype)
 
-    def plain(self, x: Tensor) -> Tensor:
-        return x
+    def linear(self, node: Node) -> Tensor:
+        return self._linear(self.of(node), node.name)
 
-    def linear(self, x: Tensor, name: str) -> Tensor:
+    def _linear(self, x: Tensor, name: str) -> Tensor:
         if self.oracle.observe is not None:
             self.oracle.observe(name, x)
         if name in self.oracle.replace:
@@ -333,27 +339,18 @@ class _Operations(architecture.StateOperations[Tensor]):
         parts = (weight[n : n + _HEAD_ROWS].to(x.dtype) for n in range(0, len(weight), _HEAD_ROWS))
         return torch.cat([functional.linear(x, part) for part in parts], dim=-1)
 
-    def split(self, x: Tensor, widths: tuple[int, ...]) -> tuple[Tensor, ...]:
-        ends = list(accumulate(widths))
-        return tuple(x[..., end - width : end] for end, width in zip(ends, widths, strict=True))
-
-    def head_norm(self, x: Tensor, name: str) -> Tensor:
-        if self.spec.qk_norm_form == "all":
-            return self.norm(x, name)
-        return self.norm(self._heads(x, int(name.split(".")[1])), name).flatten(-2)
-
     def rotate(self, x: Tensor, layer: int) -> Tensor:
         of = self.spec.rope_of(layer)
         assert of is not None
-        half, heads = of.rotary_dim // 2, self._heads(x, layer)
+        half, heads = of.rotary_dim // 2, self.heads(x, layer)
         first, second, rest = heads[..., :half], heads[..., half : 2 * half], heads[..., 2 * half :]
         cos, sin = (table[:, None] for table in self.turns[of])  # [S, 1, rotary_dim / 2]
         return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1).flatten(-2)
 
-    def attend(self, q: Tensor, k: Tensor | None, v: Tensor | None, layer: int) -> Tensor:
-        queries, owner = self._heads(q, layer).transpose(1, 2), self.spec.cache_of(layer)  # [B, H, S, D]
+    def attention(self, q: Tensor, k: Tensor | None, v: Tensor | None, layer: int) -> Tensor:
+        queries, owner = self.heads(q, layer).transpose(1, 2), self.spec.cache_of(layer)  # [B, H, S, D]
         if k is not None and v is not None:
-            keys, values = (self._heads(x, layer).transpose(1, 2) for x in (k, v.to(self.oracle.dtype)))
+            keys, values = (self.heads(x, layer).transpose(1, 2) for x in (k, v.to(self.oracle.dtype)))
             if self.spec.v_norm:
                 values = values * torch.rsqrt(
                     values.float().square().mean(-1, keepdim=True) + self.spec.eps_of("v_norm")
@@ -387,8 +384,8 @@ class _Operations(architecture.StateOperations[Tensor]):
             attended = shares @ values.repeat_interleave(queries.shape[1] // values.shape[1], dim=1)
         return attended.to(self.oracle.dtype).transpose(1, 2).flatten(-2)
 
-    def convolve(self, x: Tensor, layer: int) -> Tensor:
-        prefix, spec = f"layers.{layer}", self.spec
+    def convolve(self, node: Node) -> Tensor:
+        prefix, spec = f"layers.{node.layer}", self.spec
         weight, _ = self.oracle.parameters(f"{prefix}.conv")
         bias = self.oracle.parameters(f"{prefix}.conv_bias")[0] if spec.conv_bias else None
 
@@ -397,16 +394,16 @@ class _Operations(architecture.StateOperations[Tensor]):
             history = functional.pad(before * u, (0, 0, spec.conv_kernel_size - 1, 0))
             return after * recurrent.convolve(history, weight.view(spec.conv_kernel_size, -1), bias)
 
-        return self._from_the_beginning(x.to(self.oracle.dtype), layer, mixed)
+        return self._from_the_beginning(self.of(node).to(self.oracle.dtype), node.layer, mixed)
 
     def output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
         return x * gate.to(self.oracle.dtype).sigmoid()
 
-    def delta_rule(self, x: Tensor, layer: int) -> Tensor:
+    def delta(self, node: Node) -> Tensor:
         spec, delta = self.spec, self.spec.delta
         assert delta is not None
         names = ("conv", "decay", "dt", "gain")
-        conv, decay, dt, gain = (self.oracle.parameters(f"layers.{layer}.{name}")[0] for name in names)
+        conv, decay, dt, gain = (self.oracle.parameters(f"layers.{node.layer}.{name}")[0] for name in names)
 
         def mixed(inputs: Tensor) -> Tensor:
             history = functional.pad(inputs[..., : delta.inputs], (0, 0, spec.conv_kernel_size - 1, 0))
@@ -414,7 +411,7 @@ class _Operations(architecture.StateOperations[Tensor]):
             y, _ = recurrent.delta_rule_chunked(read, read.v.new_zeros(len(inputs), *spec.state_shape[2]))
             return recurrent.finish(y, inputs[..., delta.inputs :], gain, spec.norm_eps)
 
-        return self._from_the_beginning(x.to(self.oracle.dtype), layer, mixed)
+        return self._from_the_beginning(self.of(node).to(self.oracle.dtype), node.layer, mixed)
 
     def _from_the_beginning(self, x: Tensor, layer: int, mixed: Callable[[Tensor], Tensor]) -> Tensor:
         """What a block with a state makes of x [B, S, width], given its function of a whole sequence [B, T, width]."""
@@ -430,59 +427,58 @@ class _Operations(architecture.StateOperations[Tensor]):
         self.cache.inputs[layer][:, self.positions] = x
         return mixed(self.cache.inputs[layer][:, : int(self.positions[-1]) + 1])[:, -x.shape[1] :]
 
-    def norm_inplace(self, y: Tensor, norm: str) -> Tensor:
+    def norm(self, node: Node) -> Tensor:
+        y = self.of(node)
         if self.oracle.observe is not None:
-            self.oracle.observe(norm, y)
-        return self.norm(y, norm)
+            self.oracle.observe(node.norm, y)
+        return self.rms(y, node.norm)
 
-    def experts(self, x: Tensor, layer: int, routed: Tensor | None = None) -> Tensor:
-        mixture, name = self.spec.mixture, router_of(layer)
+    def experts(self, node: Node) -> Tensor:
+        x, layer, mixture = self.of(node), node.layer, self.spec.mixture
+        name = router_of(layer)
         assert mixture is not None
         if self.oracle.observe is not None:
             self.oracle.observe(name, x)
         flat, (weight, _) = x.flatten(0, -2), self.oracle.parameters(name)
         bias = self.oracle.parameters(f"{name}_bias")[0] if mixture.bias else None
         correction = self.oracle.parameters(f"{name}_correction")[0].float() if mixture.corrected else None
-        read = flat if routed is None else routed.flatten(0, -2)
+        read = self.of(node, 1).flatten(0, -2)
         chosen, shares = route(functional.linear(read, weight, bias).float(), mixture, correction)
         total = torch.zeros_like(flat)
         for expert in torch.unique(chosen).tolist():
             rows, places = (chosen == expert).nonzero(as_tuple=True)
             self.oracle.rows = Rows(rows, x.shape[0], x.shape[1])
-            gate_up = self.linear(flat[rows], f"layers.{layer}.experts.{expert}.gate_up")
+            gate_up = self._linear(flat[rows], f"layers.{layer}.experts.{expert}.gate_up")
             # A share counts before `down`, whose input then shows how much the expert matters.
-            inside = self.gate(*self.split(gate_up, (mixture.width, mixture.width)))
+            inside = self.activate(*self.split(gate_up, (mixture.width, mixture.width)))
             inside = inside * shares[rows, places, None].to(inside.dtype)
-            out = self.linear(inside, down := f"layers.{layer}.experts.{expert}.down")
+            out = self._linear(inside, down := f"layers.{layer}.experts.{expert}.down")
             if mixture.bias and (own := self.oracle.parameters(down)[1]) is not None:
                 out = out + (shares[rows, places, None] - 1).to(out.dtype) * own
             total = total.index_add(0, rows, out.to(x.dtype))
         self.oracle.rows = None
         return total.view_as(x)
 
-    def gate(self, gate: Tensor, up: Tensor) -> Tensor:
+    def activate(self, gate: Tensor, up: Tensor) -> Tensor:
         x, spec = gate.to(self.oracle.dtype), self.spec
         if spec.activation == "clamped_silu":
             x, up = x.clamp(max=spec.gate_limit), up.clamp(-spec.gate_limit, spec.gate_limit) + 1
             return x * (CLAMPED_GAIN * x).sigmoid() * up
         return (functional.silu(x) if spec.activation == "silu" else functional.gelu(x, approximate="tanh")) * up
 
-    def add(self, x: Tensor, y: Tensor, norm: str = "", scale: str = "") -> Tensor:
-        if norm and self.oracle.observe is not None:
-            self.oracle.observe(norm, y)
-        total = x + (self.norm(y, norm) if norm else y)
-        return total * self.oracle.parameters(scale)[0] if scale else total
+    def add(self, node: Node) -> Tensor:
+        x, y = self.of(node), self.of(node, 1)
+        if node.norm and self.oracle.observe is not None:
+            self.oracle.observe(node.norm, y)
+        total = x + (self.rms(y, node.norm) if node.norm else y)
+        return total * self.oracle.parameters(node.scale)[0] if node.scale else total
 
-    def logit_rows(self, x: Tensor) -> Tensor:
-        return x if self.rows is None else x[:, list(self.rows)]
+    def rows(self, node: Node) -> Tensor:
+        return self.of(node) if self.wanted is None else self.of(node)[:, list(self.wanted)]
 
-    def cap(self, logits: Tensor) -> Tensor:
+    def cap(self, node: Node) -> Tensor:
         assert self.spec.logit_cap is not None
-        return capped(logits, self.spec.logit_cap)
-
-    def _heads(self, x: Tensor, layer: int) -> Tensor:
-        """[B, S, heads * D] -> [B, S, heads, D]."""
-        return x.reshape(*x.shape[:-1], -1, self.spec.heads_of(layer).dim)
+        return capped(self.of(node), self.spec.logit_cap)
 
     def _mask(self, first: int, count: int, window: int | None) -> Tensor:
         """Which of `count` keys from position `first` on each query sees. Returns bool [S, count]."""

@@ -468,6 +468,12 @@ class ModelSpec:
         mean = round(sum(inner) / len(inner))
         return (mean, self.hidden_size) if kind == "qkv" else (self.hidden_size, mean)
 
+    def attention_widths(self, layer: int) -> tuple[int, ...]:
+        """Channels of what a block's `qkv` gives attention: queries, keys and values if it has its own, and gates."""
+        heads = self.heads_of(layer)
+        own = () if self.mixer(layer) == "shared" else (heads.kv_width, heads.kv_width)
+        return (heads.q_width, *own, *((heads.q_width,) if self.gated else ()))
+
     def _mixer_widths(self, layer: int) -> tuple[int, int]:
         """Output channels of a block's `qkv`, and input channels of its `o`."""
         mixer = self.mixer(layer)
@@ -475,9 +481,7 @@ class ModelSpec:
             return 3 * self.hidden_size, self.hidden_size
         if mixer == "delta" and self.delta is not None:
             return self.delta.inputs + self.delta.value_width, self.delta.value_width
-        heads = self.heads_of(layer)
-        own = 0 if mixer == "shared" else 2 * heads.kv_width
-        return (2 if self.gated else 1) * heads.q_width + own, heads.q_width
+        return sum(self.attention_widths(layer)), self.heads_of(layer).q_width
 
     def block_linears(self, layer: int, *, experts: int | None = None) -> tuple[str, ...]:
         """Names of a block's linear layers in the order they run; of so many experts, in that of their numbers."""

@@ -82,11 +82,19 @@ def show(
     ctx: typer.Context,
     name: Annotated[str, typer.Argument(metavar="NAME", autocompletion=options.complete_model, show_default=False)],
     verify: Annotated[bool, typer.Option("--verify", help="Read every byte and compare checksums.")] = False,
+    graph: Annotated[bool, typer.Option("--graph", help="Show what a step of tokens passes, node by node.")] = False,
     as_json: options.Json = False,
 ) -> None:
     """Show details of a stored model."""
     output, services = Output(as_json=as_json), services_of(ctx)
     info = _info(name, services)
+    if graph:
+        from models.architecture import step_graph
+        from models.store import StoredModel
+
+        lines = str(step_graph(StoredModel.open_folder(info.path, info.name).spec)).splitlines()
+        output.result({"name": info.name, "graph": lines}) if as_json else output.text("\n".join(lines))
+        return
     if verify:
         _verify(info, output)
     entry = {**_entry(info, bundled=name == DEMO), **_details(info), "verified": verify}

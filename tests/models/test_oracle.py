@@ -15,7 +15,7 @@ import safetensors.torch
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from models import architecture
+from models.architecture import Builder, Graph
 from models.checkpoint import Checkpoint
 from models.errors import CheckpointError
 from models.families import spec_from_config
@@ -544,6 +544,8 @@ def test_sinks_are_those_of_gpt_oss() -> None:
     q, k, v, o = (getattr(module, f"{name}_proj") for name in "qkvo")
     qkv = tuple(torch.cat([getattr(part, what) for part in (q, k, v)]) for what in ("weight", "bias"))
     tensors = {"layers.0.qkv": qkv, "layers.0.o": (o.weight, o.bias), "layers.0.sinks": module.sinks}
-    operations = Oracle(GivenWeights(spec, tensors))._operations(torch.arange(9), None)
+    operations, made = Oracle(GivenWeights(spec, tensors))._operations(torch.arange(9), None), Builder(spec)
+    made.mix(0, made.node("enter"))
+    operations.stream = x
     with torch.inference_mode():
-        assert_close(architecture.attention(operations, spec, 0, x) - x, expected, "model")
+        assert_close(operations.run(Graph.of(made.nodes)) - x, expected, "model")

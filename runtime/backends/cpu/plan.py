@@ -1,20 +1,20 @@
-"""Plan: records a model's forward pass as a program, once, through `models.architecture.forward`.
+"""Plan: records a model's forward pass as a program, once, through the graph of `models.architecture`.
 
-`PlanOperations` implements the operations of an architecture by writing instructions instead of computing, much as a
-CUDA graph is captured. Related operations become one instruction: a norm or gate and the quantization of its output;
-head norms, rotation and the cache's append; a linear layer and the following addition.
+`PlanOperations` writes instructions instead of computing, much as a CUDA graph is captured. An instruction may do more
+than its node: a norm or gate, and what joins the splits of attention, also quantizes, so it is written by the linear
+layer that reads it and knows the groups; a linear layer also adds, if its output is added as it is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from models.architecture import forward
+from models.architecture import Interpreter, Node, step_graph
 from models.packed import PackedLinear, Weights
 from models.spec import MixtureSpec, ModelSpec, expert_of, is_of_tokens, router_of
 from runtime.backends.cpu.cache import CpuCache
@@ -46,20 +46,13 @@ class Activations:
     """Channels."""
     wanted: bool = False
     """Whether these are only the rows whose logits are wanted, rather than all rows of the step."""
-    norm: str = ""
-    """Head norm still to be applied."""
-    instruction: int = -1
-    """The linear layer that wrote it, if it can still be changed to add instead."""
-    partial: int = 0
-    """Address of unmerged attention results, if this is the result of `attend`."""
-    sinks: int = 0
-    """Address of the sinks that take a share of them; 0: none."""
-    gated: bool = False
-    """Whether gate and up are still to be multiplied."""
-    layer: int = -1
-    """The layer whose convolution is still to be applied, or whose delta rule's norm is."""
-    gates: op.Matrix = NOWHERE
-    """Gates of attention or of a delta rule that are still to be applied."""
+
+
+class Destination(NamedTuple):
+    """Where a linear layer's output goes."""
+
+    place: Activations
+    accumulate: bool  # Whether it is added to what is there
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +74,8 @@ class Program:
     """Tiles that only this program, and others that hold them, read."""
 
 
-class PlanOperations:
-    """Implements `models.architecture.Operations` by writing a program.
+class PlanOperations(Interpreter[Activations]):
+    """Runs a graph by writing a program.
 
     Args:
         model: The stored model; its matrices are repacked, one at a time.
@@ -94,6 +87,7 @@ class PlanOperations:
     def __init__(self, model: Weights, options: DecoderOptions, cache: CpuCache, threads: int) -> None:
         self._model = model
         self._spec: ModelSpec = model.spec
+        self._graph = step_graph(model.spec)
         self._options = options
         self._cache, self._threads = cache, threads
         self._k_chunk: Mapping[str, int] | int = 0
@@ -114,7 +108,6 @@ class PlanOperations:
         for name in filter(lambda name: expert_of(name) is None, self._names):
             kind = _buffer_of(name)
             self._widest[kind] = max(self._widest.get(kind, 0), self._spec.linear_shape(name)[0])
-        self._embedded: Activations | None = None
         self._tables = ExpertTables(self._constants)
         self.recall_sums: npt.NDArray[np.float32] = self._buffer("recall sums", (self._rows,), np.float32)
         self._selections = [0, 0]
@@ -137,9 +130,9 @@ class PlanOperations:
             BackendError: a kernel cannot be compiled here.
         """
         self._k_chunk, self._prompt, self._few = k_chunk, prompt, few
-        self._program, self._kinds, self._selections, self._embedded = [], [], [0, 0], None
+        self._program, self._kinds, self._selections = [], [], [0, 0]
         self._residuals = []
-        forward(self, self._spec)
+        self.run(self._graph)
         result, cap = self._buffers["logits" if self._spec.has_head else "stream"], self._spec.logit_cap
         if self._spec.has_head:
             self._emit(op.Check(_matrix(result), padded(self._spec.vocab_size, LANES), cap or 0.0))
@@ -170,22 +163,18 @@ class PlanOperations:
         """float32 [C], the weight of the norm before the head."""
         return np.asarray(self._model.vector("norm"), np.float32)
 
-    # Operations, in the order of models.architecture.Operations
+    # Kinds of nodes (models.architecture.Kind)
 
-    def embed(self, layer: int | None = None) -> Activations:
-        """See `models.architecture.Operations`. The stream begins with the first; later ones are kept beside it."""
+    def embed(self, node: Node) -> Activations:  # noqa: ARG002  the first node
+        return self._embedding("stream")
+
+    def tokens(self, node: Node) -> Activations:
+        if node.layer < 0:
+            return self._embedding("embedded")
         P = self._spec.token_width
-        if layer is not None:
-            table = self._constants.mapped("tokens", self._model.token_table)
-            inner = self._matrix("inner", 2 * P)
-            out = replace(inner, place=op.Matrix(inner.place.at + 4 * P, inner.place.stride), width=P)
-            self._emit(op.Embed(address_of(table) + 2 * layer * P, table.strides[0], P, out.place))
-            return out
-        if self._embedded is not None:
-            return self._embedded
-        out = self._embedding("stream")
-        if P:
-            self._embedded = self._embedding("embedded")
+        table, inner = self._constants.mapped("tokens", self._model.token_table), self._matrix("inner", 2 * P)
+        out = replace(inner, place=op.Matrix(inner.place.at + 4 * P, inner.place.stride), width=P)
+        self._emit(op.Embed(address_of(table) + 2 * node.layer * P, table.strides[0], P, out.place))
         return out
 
     def _embedding(self, buffer: str) -> Activations:
@@ -197,48 +186,42 @@ class PlanOperations:
         self._emit(op.Embed(address_of(table), table.strides[0], out.width, out.place))
         return out
 
-    def enter(self) -> Activations:
-        """See `models.architecture.PartOperations`. The decoder has written the stream."""
-        if self._spec.token_width:
-            self._embedded = self._embedding("embedded")
+    def enter(self, node: Node) -> Activations:  # noqa: ARG002  the first node
+        """The decoder has written the stream."""
         return self._matrix("stream", self._spec.hidden_size)
 
-    def leave(self, x: Activations) -> Activations:
-        """See `models.architecture.PartOperations`. The decoder reads it."""
-        return x
-
-    def norm(self, x: Activations, name: str) -> Activations:
-        """See `models.architecture.Operations`. Written by the linear layer that reads it, which knows the groups."""
-        return replace(x, norm=name)
-
-    def plain(self, x: Activations) -> Activations:
-        """See `models.architecture.Operations`. Written by the linear layer that reads it."""
-        return x
-
-    def linear(self, x: Activations, name: str) -> Activations:
-        packed = self._model.linear(name)
+    def linear(self, node: Node) -> Activations:
+        packed = self._model.linear(node.name)
         tiled = self._constants.tiled(packed)
         k_chunk, shared = self._channels(packed)
-        values = self._prepare(x, tiled)
+        values, to = self._prepare(node.inputs[0], tiled), self._destination(node, packed)
         if shared and not self._few and not has_residuals_beside(packed):
-            return self._panel(packed, tiled, shared)
+            return self._panel(packed, tiled, shared, to)
         if k_chunk == CHUNK and not self._options.measure_recall:  # nothing to choose: all residuals are read
-            return self._product(values, packed, tiled, 0, CHUNK)
+            return self._product(values, packed, tiled, 0, CHUNK, to)
         total = total_budget(packed.shape[1], k_chunk)
         if total:
-            self._emit(self._selection(values, packed, k_chunk, total), kind=layer_kind(name))
-        return self._product(values, packed, tiled, total, shared)
+            self._emit(self._selection(values, packed, k_chunk, total), kind=layer_kind(node.name))
+        return self._product(values, packed, tiled, total, shared, to)
 
-    def norm_inplace(self, y: Activations, norm: str) -> Activations:
-        self._settle(y, norm, y.place, accumulate=False)
+    def _destination(self, node: Node, packed: PackedLinear) -> Destination:
+        """Where a linear layer writes: to what it is added to, if nothing comes between."""
+        reader = self._graph.reader(node)
+        if reader is not None and reader.kind == "add" and not reader.norm:
+            return Destination(self.of(reader), accumulate=True)
+        return Destination(self._output(packed), accumulate=False)
+
+    def norm(self, node: Node) -> Activations:
+        y = self.of(node)
+        self._settle(y, node.norm, y.place, accumulate=False)
         return y
 
-    def experts(self, x: Activations, layer: int, routed: Activations | None = None) -> Activations:
-        mixture = self._spec.mixture
+    def experts(self, node: Node) -> Activations:
+        mixture, layer, (x, routed) = self._spec.mixture, node.layer, node.inputs
         assert mixture is not None
         gate_up, down = self._table(layer, "gate_up"), self._table(layer, "down")
         first = self._constants.tiled(gate_up.first)
-        read = None if routed is None else self._route(self._prepare(routed, first), layer, mixture)
+        read = None if routed is x else self._route(self._prepare(routed, first), layer, mixture)
         values = self._prepare(x, first)
         routes = self._route(values, layer, mixture) if read is None else read
         slots = slots_of(self._rows, mixture)
@@ -250,46 +233,37 @@ class PlanOperations:
         inside = _matrix(self._buffer("expert input", (slots, padded(mixture.width, BLOCK)), np.float32))
         to = op.Input(mixture.width, False, inside, rounded, down.sizes.group_blocks)
         self._emit(op.GateExperts(both, routes, to, self._spec.activation == "gelu_tanh", self._spec.gate_limit))
-        out = self._matrix("expert output", down.first.shape[0])
-        self._multiply(down, inside, routes, rounded, out.place, by_row=False)
-        return replace(out, instruction=len(self._program) - 1)
+        out, reader = self._matrix("expert output", down.first.shape[0]), self._graph.reader(node)
+        assert reader is not None
+        apart = reader.norm != ""
+        total = self._matrix("experts", self._spec.hidden_size) if apart else self.of(reader)
+        self._multiply(down, inside, routes, rounded, out.place, by_row=False, total=total.place, fresh=apart)
+        return total
 
-    def split(self, x: Activations, widths: tuple[int, ...]) -> tuple[Activations, ...]:
-        parts, start = [], 0
-        for width in widths:
-            place = op.Matrix(x.place.at + 4 * start, x.place.stride)
-            parts.append(replace(x, place=place, width=width, instruction=-1))
-            start += width
-        return tuple(parts)
-
-    def head_norm(self, x: Activations, name: str) -> Activations:
-        """See `models.architecture.Operations`. Applied by `attend`'s first instruction, if it is one of each head."""
-        return self.norm_inplace(x, name) if self._spec.qk_norm_form == "all" else replace(x, norm=name)
-
-    def rotate(self, x: Activations, _layer: int, /) -> Activations:
-        """See `models.architecture.Operations`. Applied by `attend`'s first instruction."""
-        return x
-
-    def attend(self, q: Activations, k: Activations | None, v: Activations | None, layer: int) -> Activations:
-        spec, heads, alone = self._spec, self._spec.heads_of(layer), k is None
-        if k is not None and v is not None:
-            assert k.place.at == q.place.at + 4 * q.width
-            assert v.place.at == k.place.at + 4 * k.width
-        q_norm, k_norm = (self._constants.vector(x.norm) if x is not None and x.norm else 0 for x in (q, k))
+    def attend(self, node: Node) -> Activations:
+        """Who reads it joins the splits and applies the gates."""
+        spec, layer, qkv = self._spec, node.layer, self.of(node)
+        heads, alone = spec.heads_of(layer), spec.mixer(layer) == "shared"
+        q_norm, k_norm = (f"layers.{layer}.{part}_norm" if spec.qk_norm else "" for part in "qk")
+        if spec.qk_norm and spec.qk_norm_form == "all":
+            for norm, x in zip((q_norm, k_norm)[: 1 if alone else 2], self._parts(qkv, layer), strict=False):
+                self._settle(x, norm, x.place, accumulate=False)
+            q_norm = k_norm = ""
+        k_norm = "" if alone else k_norm
         stored = self._cache.stored(spec.cache_of(layer))
         reflection, mean = self._constants.basis(spec.cache_of(layer))
         half, cos, sin = self._constants.turns(layer)
         self._emit(
             op.Heads(
-                qkv=q.place,
+                qkv=qkv.place,
                 heads=heads.heads,
                 kv_heads=heads.kv_heads,
                 dim=heads.dim,
                 half=half,
                 cos=cos,
                 sin=sin,
-                q_norm=q_norm,
-                k_norm=k_norm,
+                q_norm=self._constants.vector(q_norm) if q_norm else 0,
+                k_norm=self._constants.vector(k_norm) if k_norm else 0,
                 eps=spec.eps_of(f"layers.{layer}.q_norm"),
                 scale=heads.dim**-0.5,
                 stored=stored,
@@ -306,7 +280,7 @@ class PlanOperations:
         partial = self._buffer("partial", (self._rows * self._cache.max_splits * spec.num_heads * part,), np.float32)
         self._emit(
             op.Attend(
-                qkv=q.place,
+                qkv=qkv.place,
                 heads=heads.heads,
                 kv_heads=heads.kv_heads,
                 dim=heads.dim,
@@ -318,19 +292,24 @@ class PlanOperations:
                 cap=spec.score_cap or 0.0,
             )
         )
-        sinks = self._constants.vector(f"layers.{layer}.sinks") if spec.sinks else 0
-        return Activations(op.Matrix(0, 0), heads.q_width, partial=address_of(partial), sinks=sinks)
+        return replace(qkv, width=heads.q_width)
 
-    def convolve(self, x: Activations, layer: int) -> Activations:
-        """See `models.architecture.StateOperations`. Written by the linear layer that reads it."""
-        return replace(x, width=x.width // 3, layer=layer, instruction=-1)
+    def _parts(self, qkv: Activations, layer: int) -> tuple[Activations, ...]:
+        """Queries, keys, values and gates, as far as the block has them."""
+        parts, start = [], 0
+        for width in self._spec.attention_widths(layer):
+            parts.append(replace(qkv, place=op.Matrix(qkv.place.at + 4 * start, qkv.place.stride), width=width))
+            start += width
+        return tuple(parts)
 
-    def output_gate(self, x: Activations, gate: Activations) -> Activations:
-        """See `models.architecture.StateOperations`. Applied where the splits of attention are joined."""
-        return replace(x, gates=gate.place)
+    def convolve(self, node: Node) -> Activations:
+        """Written by who reads it."""
+        x = self.of(node)
+        return replace(x, width=x.width // 3)
 
-    def delta_rule(self, x: Activations, layer: int) -> Activations:
-        """See `models.architecture.StateOperations`. The linear layer that reads it writes its norm and gates."""
+    def delta(self, node: Node) -> Activations:
+        """Who reads it writes the norm and the gates."""
+        x, layer = self.of(node), node.layer
         delta, prefix, taps = self._spec.delta, f"layers.{layer}", self._spec.conv_kernel_size
         assert delta is not None
         width, heads = padded(delta.channels, LANES), padded(delta.value_heads, LANES)
@@ -371,39 +350,30 @@ class PlanOperations:
                 state=state,
             )
         )
-        gates = op.Matrix(x.place.at + 4 * delta.inputs, x.place.stride)
-        return replace(out, layer=layer, gates=gates)
+        return out
 
-    def gate(self, gate: Activations, up: Activations) -> Activations:
-        """See `models.architecture.Operations`. Written by the linear layer that reads it."""
+    def gate(self, node: Node) -> Activations:
+        """Written by who reads it."""
+        gate, up = self.of(node), self.of(node, len(node.inputs) - 1)
+        if gate is up:
+            return replace(gate, width=gate.width // 2)
         assert up.place.at == gate.place.at + 4 * gate.width
-        return replace(gate, gated=True)
+        return gate
 
-    def add(self, x: Activations, y: Activations, norm: str = "", scale: str = "") -> Activations:
-        """See `models.architecture.Operations`. Without a norm, what wrote y is told to add to x instead."""
-        if norm and isinstance(experts := self._program[y.instruction], op.Experts) and y.instruction >= 0:
-            total = self._matrix("experts", self._spec.hidden_size)
-            self._program[y.instruction] = experts._replace(sum=total.place, fresh=True)
-            y = total
-        if norm:
-            self._settle(y, norm, x.place, accumulate=True, scale=scale)
-            return x
-        linear = self._program[y.instruction]
-        if isinstance(linear, op.Experts):
-            self._program[y.instruction] = linear._replace(sum=x.place)
-            return x
-        assert isinstance(linear, op.Linear | op.Panel)
-        self._program[y.instruction] = linear._replace(out=x.place, accumulate=True)
+    def add(self, node: Node) -> Activations:
+        """Without a norm, what is added was written there."""
+        x = self.of(node)
+        if node.norm:
+            self._settle(self.of(node, 1), node.norm, x.place, accumulate=True, scale=node.scale)
         return x
 
-    def logit_rows(self, x: Activations) -> Activations:
+    def rows(self, node: Node) -> Activations:
+        x = self.of(node)
         out = replace(self._matrix("last", x.width), wanted=True)
         self._emit(op.Gather(x.place, x.width, out.place))
         return out
 
-    def cap(self, logits: Activations) -> Activations:
-        """See `models.architecture.Operations`. Applied by the program's last instruction."""
-        return logits
+    read = leave = cap = Interpreter.left  # `_prepare`, the decoder and the program's last instruction do these
 
     # Writing instructions
 
@@ -481,17 +451,19 @@ class PlanOperations:
         out: op.Matrix,
         *,
         by_row: bool,
+        total: op.Matrix = NOWHERE,
+        fresh: bool = False,
     ) -> None:
-        """Write the product of rows with their experts, and the choice of channels before it."""
-        packed, total = table.first, total_budget(table.first.shape[1], table.k_chunk)
+        """Write the choice of channels, then the product of rows with their experts, added to `total` if given."""
+        packed, chosen = table.first, total_budget(table.first.shape[1], table.k_chunk)
         kind = layer_kind(packed.name)
-        experts = op.Experts(table.address, table.sizes, routes, x, by_row, out, kept=table.shared > 0)
-        if total:
-            select = self._selection(Activations(values, packed.shape[1]), packed, table.k_chunk, total)
+        experts = op.Experts(table.address, table.sizes, routes, x, by_row, out, total, fresh, kept=table.shared > 0)
+        if chosen:
+            select = self._selection(Activations(values, packed.shape[1]), packed, table.k_chunk, chosen)
             if not by_row:
                 select = self._selection_by_slot(select, table, routes)
             self._emit(select, kind=kind)
-            experts = experts._replace(total=total, values=values, chosen=select.chosen)
+            experts = experts._replace(total=chosen, values=values, chosen=select.chosen)
         self._emit(experts, kind=kind)
 
     def _selection_by_slot(self, select: op.Select, table: Table, routes: Routes) -> op.Select:
@@ -506,8 +478,9 @@ class PlanOperations:
             select = select._replace(static=static)
         return select._replace(chosen=chosen, routes=routes)
 
-    def _prepare(self, x: Activations, tiled: TiledLinear) -> Activations:
-        """Write the instruction that computes x in float32 and INT8: norm, gate, or merge of attention's splits."""
+    def _prepare(self, node: Node, tiled: TiledLinear) -> Activations:
+        """Write the instruction that computes a node in float32 and INT8: norm, gate, merge of attention's splits."""
+        x, spec, prefix = self.values[node], self._spec, f"layers.{node.layer}"
         assert tiled.groups == -(-padded(x.width, BLOCK) // (BLOCK * tiled.group_blocks))
         out = replace(self._matrix("input", self._widest_input), width=x.width, wanted=x.wanted)
         per_token, rounded = tiled.group_scales is not None, self._rounded()
@@ -520,36 +493,37 @@ class PlanOperations:
             per_token=per_token,
             rotated=tiled.trellis,
         )
-        if x.partial:
-            heads = self._spec.num_heads
-            self._emit(op.Merge(x.partial, to, heads, x.width // heads, x.gates, x.sinks))
-        elif x.gated:
-            self._emit(op.Gate(x.place, to, self._spec.activation == "gelu_tanh", self._spec.gate_limit))
-        elif x.layer >= 0:
-            self._emit(self._convolution(x, to) if self._spec.delta is None else self._finish(x, to))
+        if node.kind == "attend":
+            heads, gates = spec.num_heads, self._parts(self.of(node), node.layer)[-1].place if spec.gated else NOWHERE
+            sinks = self._constants.vector(f"{prefix}.sinks") if spec.sinks else 0
+            partial = address_of(self._buffers["partial"])
+            self._emit(op.Merge(partial, to, heads, x.width // heads, gates, sinks))
+        elif node.kind == "gate":
+            self._emit(op.Gate(x.place, to, spec.activation == "gelu_tanh", spec.gate_limit))
+        elif node.kind == "convolve":
+            self._emit(self._convolution(x, node.layer, to))
+        elif node.kind == "delta":
+            assert spec.delta is not None
+            inputs, gain = self.of(node).place, self._constants.vector(f"{prefix}.gain")
+            gates = op.Matrix(inputs.at + 4 * spec.delta.inputs, inputs.stride)
+            heads, dim = spec.delta.value_heads, spec.delta.value_dim
+            self._emit(op.Finish(x.place, gates, to, gain, heads, dim, spec.norm_eps))
         else:
-            weight = self._constants.vector(x.norm) if x.norm else 0
-            self._emit(op.Norm(x.place, to, weight, self._spec.norm_eps))
+            weight = self._constants.vector(node.norm) if node.norm else 0
+            self._emit(op.Norm(x.place, to, weight, spec.norm_eps))
         return out
 
-    def _convolution(self, x: Activations, to: op.Input) -> op.Convolve:
+    def _convolution(self, x: Activations, layer: int, to: op.Input) -> op.Convolve:
         """The gated short convolution of a layer."""
-        prefix, taps = f"layers.{x.layer}", self._spec.conv_kernel_size
+        prefix, taps = f"layers.{layer}", self._spec.conv_kernel_size
         return op.Convolve(
             x=x.place,
             to=to,
             weight=self._constants.taps(f"{prefix}.conv", taps, padded(x.width, BLOCK)),
             bias=self._constants.vector(f"{prefix}.conv_bias") if self._spec.conv_bias else 0,
             taps=taps,
-            state=self._cache.state(x.layer),
+            state=self._cache.state(layer),
         )
-
-    def _finish(self, x: Activations, to: op.Input) -> op.Finish:
-        """Norm and gates of a delta rule's outputs."""
-        delta = self._spec.delta
-        assert delta is not None
-        gain = self._constants.vector(f"layers.{x.layer}.gain")
-        return op.Finish(x.place, x.gates, to, gain, delta.value_heads, delta.value_dim, self._spec.norm_eps)
 
     def _rounded(self, owner: str = "", rows: int = 0, most: int = 0) -> op.Quantized:
         """Buffers of INT8 activations, with room for groups of one block; by default those of a step's rows."""
@@ -585,14 +559,20 @@ class PlanOperations:
         )
 
     def _product(
-        self, values: Activations, packed: PackedLinear, tiled: TiledLinear, total: int, shared: int
+        self,
+        values: Activations,
+        packed: PackedLinear,
+        tiled: TiledLinear,
+        total: int,
+        shared: int,
+        to: Destination,
     ) -> Activations:
         kind = layer_kind(packed.name)
         tiles = shared and (has_residuals_beside(packed) or (shared == CHUNK and not self._few))
         whole = packed.residual if tiles else None
         if whole is not None and whole.bits != op.WHOLE_BITS:
             whole = None
-        out = replace(self._output(packed), wanted=values.wanted)
+        out = replace(to.place, wanted=values.wanted)
         x = plain = self._rounded()
         if whole is not None and shared < CHUNK:
             plain = self._picked(values, packed, tiled, shared)
@@ -604,7 +584,7 @@ class PlanOperations:
             wanted=values.wanted,
             out=out.place,
             bias=self._constants.bias(packed),
-            accumulate=False,
+            accumulate=to.accumulate,
             plain=plain,
         )
         if total and packed.residual is not None:
@@ -616,7 +596,7 @@ class PlanOperations:
         elif shared:
             linear = linear._replace(residual=self._constants.scaled(packed), kept=self._constants.kept(packed, shared))
         self._emit(linear, kind=kind)
-        return replace(out, instruction=len(self._program) - 1)
+        return out
 
     def _picked(self, values: Activations, packed: PackedLinear, tiled: TiledLinear, shared: int) -> op.Quantized:
         """Write the INT8 rows of the channels that prompt rows share, side by side."""
@@ -634,23 +614,21 @@ class PlanOperations:
         self._emit(op.Norm(values.place, to, 0, 0.0))
         return rounded
 
-    def _panel(self, packed: PackedLinear, tiled: TiledLinear, k_chunk: int) -> Activations:
+    def _panel(self, packed: PackedLinear, tiled: TiledLinear, k_chunk: int, to: Destination) -> Activations:
         """Write the product of prompt rows with the matrix and the residuals of some channels."""
-        kind = layer_kind(packed.name)
-        out = self._output(packed)
         self._emit(
             op.Panel(
                 weights=tiled.weights,
                 x=self._rounded(),
-                out=out.place,
+                out=to.place.place,
                 bias=self._constants.bias(packed),
-                accumulate=False,
+                accumulate=to.accumulate,
                 residual=self._constants.scaled(packed),
                 kept=self._constants.kept(packed, k_chunk),
             ),
-            kind=kind,
+            kind=layer_kind(packed.name),
         )
-        return replace(out, instruction=len(self._program) - 1)
+        return to.place
 
     def _output(self, packed: PackedLinear) -> Activations:
         """The buffer of a layer's outputs, as wide as the widest of its type needs; that of `inner` is twice that."""

@@ -1,4 +1,4 @@
-"""Reference decoder: runs `models.architecture.forward` with plain torch operations.
+"""Reference decoder: runs the graph of `models.architecture` with plain torch operations.
 
 Weights are dequantized to float32 at load, so it needs four bytes per parameter (eight in compensated layers). It is
 meant for small models and for checking the other backends.
@@ -14,7 +14,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from models.architecture import PartOperations, StateOperations, body, forward
+from models.architecture import Eager, Node, step_graph
 from models.packed import PackedLinear, Weights
 from models.rope import query_growth, tables
 from models.routing import route
@@ -109,14 +109,12 @@ class ReferenceDecoder:
         """
         check_step(step, self.spec, self.options)
         with torch.inference_mode():
-            logits = forward(_Pass(self, step), self.spec)
-        return _finite(logits, step)
+            return _finite(_Pass(self, step).run(step_graph(self.spec)), step)
 
     def hidden(self, step: Step) -> Float32Array:
         check_step(step, self.spec, self.options)
         with torch.inference_mode():
-            run = _Pass(self, step)
-            return _finite(run.norm(body(run, self.spec), "norm"), step)
+            return _finite(_Pass(self, step).run(step_graph(self.spec, hidden=True)), step)
 
     def set_k_chunk(self, k_chunk: Mapping[str, int] | int, n_tb: Mapping[str, int] | None = None) -> None:
         """See `runtime.backends.decoder.Decoder.set_k_chunk`. Thread blocks are ignored."""
@@ -163,8 +161,8 @@ def bases_of(kind: CacheKind, model: Weights) -> list[tuple[torch.Tensor, torch.
     return [(torch.from_numpy(basis.reflection), torch.from_numpy(basis.mean)) for basis in bases]
 
 
-class _Pass(StateOperations[torch.Tensor], PartOperations[torch.Tensor]):
-    """The operations of one step.
+class _Pass(Eager):
+    """One step.
 
     A few rows outside a prompt are computed one by one, so that each has the same bits as alone: torch's products sum
     in an order that depends on the number of rows, and greedy answers of drafted or batched steps would diverge from
@@ -176,9 +174,9 @@ class _Pass(StateOperations[torch.Tensor], PartOperations[torch.Tensor]):
         if decoder.mixers is not None:
             decoder.mixers.absorb(step.slots, step.positions)
         self._decoder = decoder
-        self._spec = decoder.spec
+        self.spec = decoder.spec
         self._way, self._draft = compensation_of(step, decoder.options), step.draft
-        self._tokens = torch.from_numpy(np.asarray(step.tokens, np.int64))
+        self._ids = torch.from_numpy(np.asarray(step.tokens, np.int64))
         self._slots = torch.from_numpy(np.asarray(step.slots, np.int64))
         self._positions = torch.from_numpy(np.asarray(step.positions, np.int64))
         self._logit_rows = torch.from_numpy(np.asarray(step.logit_rows, np.int64))
@@ -186,62 +184,50 @@ class _Pass(StateOperations[torch.Tensor], PartOperations[torch.Tensor]):
         self._linear_positions = self._positions
         self._singly = not step.prefill and len(step.tokens) <= LARGEST_GAMMA + 1
 
-    def embed(self, layer: int | None = None) -> torch.Tensor:
-        if layer is None:
-            return self._decoder.embedding[self._tokens].float()
-        assert self._decoder.tokens is not None
-        width = self._spec.token_width
-        return self._decoder.tokens[self._tokens, layer * width : (layer + 1) * width].float()
+    def embed(self, node: Node) -> torch.Tensor:  # noqa: ARG002  the first node
+        return self._decoder.embedding[self._ids].float()
 
-    def enter(self) -> torch.Tensor:
+    def tokens(self, node: Node) -> torch.Tensor:
+        if node.layer < 0:
+            return self.embed(node)
+        assert self._decoder.tokens is not None
+        width = self.spec.token_width
+        return self._decoder.tokens[self._ids, node.layer * width : (node.layer + 1) * width].float()
+
+    def enter(self, node: Node) -> torch.Tensor:  # noqa: ARG002  the first node
         return torch.from_numpy(np.array(self._stream, np.float32))
 
-    def leave(self, x: torch.Tensor) -> torch.Tensor:
-        return x
+    def rms(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        return rms_norm(x, self._decoder.vectors[name], self.spec.eps_of(name))
 
-    def norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        return rms_norm(x, self._decoder.vectors[name], self._spec.eps_of(name))
-
-    def plain(self, x: torch.Tensor) -> torch.Tensor:
-        return x
-
-    def linear(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        layer, positions = self._decoder.linears[name], self._linear_positions
+    def linear(self, node: Node) -> torch.Tensor:
+        x, layer, positions = self.of(node), self._decoder.linears[node.name], self._linear_positions
         return self._by_rows(x, lambda row: layer(x[row], positions[row], way=self._way, draft=self._draft))
 
-    def split(self, x: torch.Tensor, widths: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
-        ends = np.cumsum(widths).tolist()
-        return tuple(x[:, end - width : end] for width, end in zip(widths, ends, strict=True))
-
-    def head_norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        if self._spec.qk_norm_form == "all":
-            return self.norm(x, name)
-        return self.norm(self._heads(x, int(name.split(".")[1])), name).flatten(1)
-
     def rotate(self, x: torch.Tensor, layer: int) -> torch.Tensor:
-        rope = self._spec.rope_of(layer)
+        rope = self.spec.rope_of(layer)
         assert rope is not None
         cos, sin = (table[self._positions] for table in self._decoder.turns[rope])
-        return rotate(self._heads(x, layer), cos, sin).flatten(1)
+        return rotate(self.heads(x, layer), cos, sin).flatten(1)
 
-    def attend(self, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, layer: int) -> torch.Tensor:
-        cache, window, owner = self._decoder.cache, self._spec.windows[layer], self._spec.cache_of(layer)
-        q, reflection, mean = self._heads(q, layer), None, torch.zeros(())
+    def attention(self, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, layer: int) -> torch.Tensor:
+        cache, window, owner = self._decoder.cache, self.spec.windows[layer], self.spec.cache_of(layer)
+        q, reflection, mean = self.heads(q, layer), None, torch.zeros(())
         if self._decoder.growth is not None:
             q = q * self._decoder.growth[self._positions, None, None]
         if self._decoder.bases:
-            reflection, mean = self._decoder.bases[self._spec.attention_layers.index(owner)]
-            heads = self._spec.heads_of(owner)
+            reflection, mean = self._decoder.bases[self.spec.attention_layers.index(owner)]
+            heads = self.spec.heads_of(owner)
             q = to_basis(q, reflection.repeat_interleave(heads.heads // heads.kv_heads, dim=0))
         if k is not None and v is not None:
-            k, v = self._heads(k, layer), self._heads(v, layer)
-            if self._spec.v_norm:
-                v = rms_norm(v, torch.ones(()), self._spec.eps_of("v_norm"))
+            k, v = self.heads(k, layer), self.heads(v, layer)
+            if self.spec.v_norm:
+                v = rms_norm(v, torch.ones(()), self.spec.eps_of("v_norm"))
             k = k if reflection is None else to_basis(k, reflection) - mean
             cache.append(layer, self._slots, self._positions, k, v)
         slots, positions = self._slots, self._positions
         draft = self._draft and layer not in self._decoder.options.sensitive_layers
-        sinks = self._decoder.vectors[f"layers.{layer}.sinks"] if self._spec.sinks else None
+        sinks = self._decoder.vectors[f"layers.{layer}.sinks"] if self.spec.sinks else None
         return self._by_rows(
             q,
             lambda row: cache.attend(owner, q[row], slots[row], positions[row], window, draft=draft, sinks=sinks),
@@ -250,27 +236,27 @@ class _Pass(StateOperations[torch.Tensor], PartOperations[torch.Tensor]):
     def output_gate(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         return x * gate.sigmoid()
 
-    def delta_rule(self, x: torch.Tensor, layer: int) -> torch.Tensor:
+    def delta(self, node: Node) -> torch.Tensor:
         assert self._decoder.mixers is not None
-        return self._decoder.mixers.delta_rule(x, layer, self._slots, self._positions)
+        return self._decoder.mixers.delta_rule(self.of(node), node.layer, self._slots, self._positions)
 
-    def convolve(self, x: torch.Tensor, layer: int) -> torch.Tensor:
+    def convolve(self, node: Node) -> torch.Tensor:
         assert self._decoder.mixers is not None
-        return self._decoder.mixers.convolve(x, layer, self._slots, self._positions)
+        return self._decoder.mixers.convolve(self.of(node), node.layer, self._slots, self._positions)
 
-    def norm_inplace(self, y: torch.Tensor, norm: str) -> torch.Tensor:
-        return self.norm(y, norm)
+    def norm(self, node: Node) -> torch.Tensor:
+        return self.rms(self.of(node), node.norm)
 
-    def experts(self, x: torch.Tensor, layer: int, routed: torch.Tensor | None = None) -> torch.Tensor:
-        read = x if routed is None else routed
-        return self._by_rows(x, lambda row: self._mixture(x[row], read[row], self._positions[row], layer))
+    def experts(self, node: Node) -> torch.Tensor:
+        x, read = self.of(node), self.of(node, 1)
+        return self._by_rows(x, lambda row: self._mixture(x[row], read[row], self._positions[row], node.layer))
 
     def _mixture(self, x: torch.Tensor, read: torch.Tensor, positions: torch.Tensor, layer: int) -> torch.Tensor:
         """The experts of some rows, one after the other; the router reads `read`. float32 [M, C] -> the same."""
-        assert self._spec.mixture is not None
+        assert self.spec.mixture is not None
         name = router_of(layer)
         bias, correction = (self._decoder.vectors.get(f"{name}_{kind}") for kind in ("bias", "correction"))
-        chosen, shares = route(gemv(read, self._decoder.routers[name], bias), self._spec.mixture, correction)
+        chosen, shares = route(gemv(read, self._decoder.routers[name], bias), self.spec.mixture, correction)
         total = torch.zeros_like(x)
         for expert in torch.unique(chosen).tolist():
             rows, places = (chosen == expert).nonzero(as_tuple=True)
@@ -284,35 +270,32 @@ class _Pass(StateOperations[torch.Tensor], PartOperations[torch.Tensor]):
                 for kind in ("gate_up", "down")
             )
             share = shares[rows, places, None]
-            out = down(self.gate(*gate_up(x[rows]).chunk(2, dim=1)) * share)
+            out = down(self.activate(*gate_up(x[rows]).chunk(2, dim=1)) * share)
             if (own := self._decoder.linears[f"layers.{layer}.experts.{expert}.down"].bias) is not None:
                 out = out + (share - 1) * own
             total = total.index_add(0, rows, out)
         return total
 
-    def gate(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        if self._spec.activation == "clamped_silu":
-            return clamped_gate(gate, up, self._spec.gate_limit)
-        return (silu_gate if self._spec.activation == "silu" else gelu_gate)(gate, up)
+    def activate(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        if self.spec.activation == "clamped_silu":
+            return clamped_gate(gate, up, self.spec.gate_limit)
+        return (silu_gate if self.spec.activation == "silu" else gelu_gate)(gate, up)
 
-    def add(self, x: torch.Tensor, y: torch.Tensor, norm: str = "", scale: str = "") -> torch.Tensor:
-        total = x + (self.norm(y, norm) if norm else y)
-        return total * self._decoder.vectors[scale] if scale else total
+    def add(self, node: Node) -> torch.Tensor:
+        x, y = self.of(node), self.of(node, 1)
+        total = x + (self.rms(y, node.norm) if node.norm else y)
+        return total * self._decoder.vectors[node.scale] if node.scale else total
 
-    def logit_rows(self, x: torch.Tensor) -> torch.Tensor:
+    def rows(self, node: Node) -> torch.Tensor:
         self._linear_positions = self._positions[self._logit_rows]
-        return x[self._logit_rows]
+        return self.of(node)[self._logit_rows]
 
-    def cap(self, logits: torch.Tensor) -> torch.Tensor:
-        assert self._spec.logit_cap is not None
-        return soft_cap(logits, self._spec.logit_cap)
+    def cap(self, node: Node) -> torch.Tensor:
+        assert self.spec.logit_cap is not None
+        return soft_cap(self.of(node), self.spec.logit_cap)
 
     def _by_rows(self, x: torch.Tensor, compute: Callable[[slice], torch.Tensor]) -> torch.Tensor:
         """Compute the rows of x: one by one, or all together for a prompt."""
         if not self._singly or len(x) < 2:
             return compute(slice(None))
         return torch.cat([compute(slice(i, i + 1)) for i in range(len(x))])
-
-    def _heads(self, x: torch.Tensor, layer: int) -> torch.Tensor:
-        """[M, heads * D] -> [M, heads, D]."""
-        return x.reshape(x.shape[0], -1, self._spec.heads_of(layer).dim)

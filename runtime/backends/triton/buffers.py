@@ -184,18 +184,10 @@ class RoutingBuffers:
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A [rows, width] matrix of activations, with its pending operations."""
+    """A [rows, width] matrix of activations."""
 
     tensor: torch.Tensor
     """The residual stream (float32), the input of a linear layer (float16), or its output (float32)."""
     dec: torch.Tensor | None = None  # Compensation still to be added
-    added: Value | None = None  # An output still to be added to this residual stream
     sums: torch.Tensor | None = None  # Sums of the pieces of an input, if the kernel that wrote it computed them
     rounded: Tokens | None = None  # An input as INT8 tokens, if products read these
-    norm: str = ""  # Norm of heads, or of an output to be added, still to be applied
-    own_norm: str = ""  # Norm of an output that is to be added together with another, before both are
-    beside: Value | None = None
-    """That other output, with its own `norm`; the `norm` of the first is then that of their sum."""
-    scale: str = ""  # Number of a block by which this residual stream is multiplied, once the output is added
-    embeddings: torch.Tensor | None = None  # Rows float16 [M, C] that will become this residual stream
-    gathered: bool = False  # Whether these are only the rows whose logits are wanted

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from triton.errors import TritonError
 
-from models.architecture import body, forward
+from models.architecture import step_graph
 from models.packed import Weights
 from runtime.backends.decoder import (
     CompensationMode,
@@ -223,6 +223,7 @@ class TritonDecoder:
         _check_draft(options.draft_k_chunk)
         options = replace(options, sensitive_layers=sensitive(options.sensitive_layers, model.spec))
         self.spec, self.options = model.spec, options
+        self._graph = step_graph(model.spec)
         self._device = torch.device(device)
         self.model = GpuModel(model, options, self._device)
         self.model.set_k_chunk(options.k_chunk, options.n_tb)
@@ -276,7 +277,7 @@ class TritonDecoder:
         shape = self._begin(step)
         self._bring(shape.M)
         run = self._pass(shape)
-        found = run.norm(body(run, self.spec), "norm").tensor.to("cpu", torch.float32)
+        found = run.run(step_graph(self.spec, hidden=True)).tensor.to("cpu", torch.float32)
         if not bool(torch.isfinite(found).all()):
             raise InvalidActivationError(_NOT_FINITE)
         return found.numpy()
@@ -397,7 +398,7 @@ class TritonDecoder:
         """Start a step's kernels, from the inputs in page-locked memory to the logits on the device."""
         self._bring(shape.M)
         run = self._pass(shape)
-        logits = run.finish(forward(run, self.spec))
+        logits = run.finish(run.run(self._graph))
         self._status.copy_(self.buffers.status, non_blocking=True)
         return logits
 

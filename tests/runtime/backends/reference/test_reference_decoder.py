@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from models.architecture import forward
+from models.architecture import Node, step_graph
 from runtime.backends.decoder import DecoderOptions, Step
 from runtime.backends.reference.decoder import ReferenceDecoder, _Pass
 from runtime.errors import InvalidActivationError, RequestError
@@ -68,8 +68,8 @@ class FullPrecision(_Pass):
 
     full: dict[str, np.ndarray]
 
-    def linear(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        return x @ torch.from_numpy(self.full[name]).T
+    def linear(self, node: Node) -> torch.Tensor:
+        return self.of(node) @ torch.from_numpy(self.full[node.name]).T
 
 
 @pytest.mark.parametrize("codebook", [False, True])
@@ -83,7 +83,7 @@ def test_every_channel_at_8_bits_restores_full_precision(tiny_model: Factory, bi
 
     oracle = FullPrecision(ReferenceDecoder(model, options()), Step.of(TOKENS))
     oracle.full = model.full
-    full = forward(oracle, model.spec).numpy()
+    full = oracle.run(step_graph(model.spec)).numpy()
     errors = [error(k_chunk) for k_chunk in (0, 64, 256, 1024)]
     assert errors == sorted(errors, reverse=True)
     assert errors[-1] < 0.02 * errors[0]

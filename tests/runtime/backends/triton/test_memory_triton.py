@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from models.architecture import forward
+from models.architecture import step_graph
 from models.spec import MixtureSpec
 from runtime.backends import ModelSizes, backend
 from runtime.backends.decoder import DecoderOptions
@@ -55,7 +55,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Any:
 def run(decoder: TritonDecoder, M: int, R: int, way: Any, *, draft: bool = False) -> None:
     """One step's launches."""
     made = Pass(decoder.model, decoder.buffers, M=M, R=R, way=way, draft=draft, side=None)
-    made.finish(forward(made, decoder.spec))
+    made.finish(made.run(step_graph(decoder.spec)))
 
 
 def steps(decoder: TritonDecoder) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from models.architecture import Builder, Graph
 from models.recipe import Recipe
 from models.spec import MixtureSpec
 from runtime.backends.decoder import DecoderOptions
@@ -156,18 +157,19 @@ def test_a_row_has_the_same_bits_alone_and_in_a_batch(small: Any, device: str) -
     """As drafts must, to be checked by several rows at once."""
     model = model_of(small, "sigmoids")
     decoder = TritonDecoder(model, DecoderOptions(context=16, slots=2, max_rows=4, k_chunk=300), device)
-    run = decoder._pass(decoder._begin(step([7, 8, 9], 0, rows=[0, 1, 2])))
-    x = run.norm(run.embed(), "layers.0.input_norm")
+    made = Builder(model.spec)
+    inside = made.read(made.node("embed"), 0, "post_norm")
+    read, experts = Graph.of(made.nodes), made.node("experts", inside, inside, layer=0)
     generator = torch.Generator().manual_seed(1)
     inputs = torch.randn(3, 32, generator=generator).half().to(device)
     found = []
     for rows in (slice(0, 3), slice(1, 2)):
         run = decoder._pass(decoder._begin(step([7] * (rows.stop - rows.start), 0)))
-        x = run.norm(run.embed(), "layers.0.post_norm")
+        x = run.run(read)
         x.tensor.copy_(inputs[rows])
         assert x.sums is not None
         x.sums.copy_(inputs[rows].float().sum(1, keepdim=True))
-        out = run.experts(x, 0)
+        out = run.experts(experts)
         assert out.dec is not None
         found.append((out.tensor.clone(), out.dec.clone()))
     assert torch.equal(found[0][0][1], found[1][0][0])

@@ -21,7 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from models.architecture import forward
+from models.architecture import step_graph
 from models.recipe import Recipe
 from models.spec import ModelSpec
 from runtime.backends.decoder import DecoderOptions, compensation_of
@@ -107,11 +107,11 @@ def of_a_load(spec: ModelSpec, recipe: Recipe, kv: KVKind, *, prompt: int = 0, r
                 decoder.model, decoder.buffers, M=step.tokens.size, R=step.logit_rows.size,
                 way=compensation_of(step, options), draft=step.draft, side=SIDE,
             )  # fmt: skip
-            run.finish(forward(run, spec))
+            run.finish(run.run(step_graph(spec)))
         if rows > 1:
             variants.launches = 0
             run = Pass(decoder.model, decoder.buffers, M=rows, R=rows, way="rows", draft=False, side=SIDE)
-            run.finish(forward(run, spec))
+            run.finish(run.run(step_graph(spec)))
         return variants
 
 
