@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -121,7 +122,7 @@ def bench(
                 tokens = engine.tokenizer.encode(text)[:prompt]
                 speculated = _speculation(decoder, tokens, decode, gamma, interrupt.cancelled)
         peak = peak_memory_bytes()
-    device, limit = _device(decoder.backend, services)
+    device, limit = _device(decoder, services)
     power = power_words()
     if as_json:
         output.result(
@@ -179,17 +180,23 @@ def bench(
         )
 
 
-def _device(name: str, services: Services) -> tuple[str, float]:
-    """The device that a backend computes on, and the read bandwidth of its memory in 10^9 bytes per second."""
+def _device(decoder: Decoder, services: Services) -> tuple[str, float]:
+    """The devices that a decoder computes on, and the bandwidth in 10^9 bytes per second at which a token is read."""
     from runtime.backends import backend
 
-    used = backend(name)
-    own, card = used.memory_gb_s(), used.probe().gpu
-    if own is not None and card is not None:
-        return card.name, own
-    cpu = services.machine().cpu
-    cores = f"{cpu.usable_cores} core{'s' if cpu.usable_cores > 1 else ''}"
-    return f"{cpu.name}, {cores}", services.bandwidth(fresh=True).gb_s
+    names, seconds = list[str](), 0.0
+    parts: Sequence[Decoder] = getattr(decoder, "parts", (decoder,))
+    for part in parts:
+        used = backend(part.backend)
+        gb_s, card = used.memory_gb_s(), used.probe().gpu
+        if gb_s is None or card is None:
+            cpu = services.machine().cpu
+            names.append(f"{cpu.name}, {cpu.usable_cores} core{'s' if cpu.usable_cores > 1 else ''}")
+            gb_s = services.bandwidth(fresh=True).gb_s
+        else:
+            names.append(card.name)
+        seconds += part.weight_bytes / gb_s
+    return " and ".join(names), decoder.weight_bytes / seconds
 
 
 def _speculation(

@@ -117,7 +117,7 @@ class Session:
     async def wake(self) -> None:
         """Restart a runtime on a graphics card after a suspend, because drivers lose its memory."""
         status = self.status
-        if status is not None and status.backend == "triton" and not self._recovering:
+        if status is not None and status.backend in ("triton", "shared") and not self._recovering:
             await self.answers.stop()
             await self.recover()
 

@@ -68,12 +68,14 @@ def room_of(report: DeviceReport, status: Status) -> Room:
     gpu: Mapping[str, Any] = machine.get("gpu") or {}
     free: int | None = gpu.get("memory_free_bytes") if gpu.get("vendor", "nvidia") == "nvidia" else None
     name = machine.get("backend") or ("triton" if free else "cpu")
+    name = "triton" if name == "shared" else name
     main = int((machine.get("memory") or {}).get("available_bytes") or 0)
-    on_card = name == "triton"
+    on_card, blocks = name == "triton", report.blocks
+    there = 0 if not on_card else held if blocks is None else held * blocks.on_device // blocks.held
     return Room(
         backend=name,
-        available_bytes=(free or 0) + held if on_card else main + held,
-        main_bytes=main if on_card else main + held,
+        available_bytes=(free or 0) + there if on_card else main + held,
+        main_bytes=main + held - there,
         cores=int((machine.get("cpu") or {}).get("usable_cores") or 1),
         read_gb_s=report.bandwidth_gb_s,
         card=card_named(str(gpu.get("name"))) if on_card else None,

@@ -13,6 +13,7 @@ from models.hub import is_hub_name
 from runtime.load.prospects import Room, prospects, room_of
 from runtime.wire.answers import Status
 from runtime.wire.device import DeviceReport, Prospect
+from tuner.placement import BlockPlacement
 from tuner.simulate import card_named
 
 PUBLISHED = {
@@ -112,6 +113,33 @@ def test_the_room_is_that_of_the_device_that_would_run_models() -> None:
     assert card.card.name == CARD
     driverless = DeviceReport(machine=machine(name=CARD, vendor="nvidia", memory_free_bytes=None))
     assert room_of(driverless, EMPTY).backend == "cpu"
+
+
+def test_a_shared_model_s_memory_is_free_again_where_it_was() -> None:
+    found = {**machine(name=CARD, vendor="nvidia", memory_free_bytes=2 * GB), "backend": "shared"}
+    report = DeviceReport(machine=found, blocks=BlockPlacement(on_device=30, held=40))
+    shared = room_of(report, Status(state="ready", weight_bytes=3 * GB, kv_bytes=GB))
+    assert (shared.backend, shared.available_bytes, shared.main_bytes) == ("triton", 5 * GB, 21 * GB)
+
+
+def test_a_dense_model_that_a_card_does_not_hold_is_shared_at_the_fewest_bits_that_it_needs() -> None:
+    """14B: at 3 bits most blocks are on 6 GB; at 3.5 all of them are on 8 GB."""
+    large = [model for model in CATALOGUE if model.title == "Qwen3 14B"]
+
+    def found(card_gb: float, **changes: Any) -> Prospect:
+        of = {"main_bytes": 30 * GB, "card": card_named(CARD), "read_gb_s": 60.0, **changes}
+        return prospects(large, room(card_gb, **{"backend": "triton", **of}))[0]
+
+    small, whole = found(5.6), found(7.6)
+    assert (small.fits, small.bits, small.context) == ("tight", 3, 8192)
+    assert small.blocks is not None
+    assert 30 < small.blocks.on_device < small.blocks.held == 40
+    assert small.tokens_per_s is not None
+    assert small.tokens_per_s > 2 * (found(30, backend="cpu", card=None).tokens_per_s or 0)
+    assert "of 40 blocks on the card and the others by the processor" in words(small)
+    assert (whole.bits, whole.blocks) == (3.5, None)
+    assert found(5.6, main_bytes=4 * GB).fits == "no"
+    assert found(5.6, read_gb_s=None).tokens_per_s is None
 
 
 def test_a_card_is_judged_by_its_own_memory_and_cost_model() -> None:
