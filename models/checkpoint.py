@@ -17,6 +17,8 @@ from models.errors import CheckpointError
 from models.gguf.checkpoint import read_gguf
 from models.spec import Mixer, ModelSpec, expert_of
 
+_BY_HEADS = 2
+"""Modules of what a delta rule reads, where each has all key heads' (`Checkpoint._heads_apart`)."""
 _OWN_KEYS = re.compile(r"model\.layers\.(\d{1,5})\.self_attn\.[kv]_(?:proj|norm)\.")
 
 
@@ -96,6 +98,8 @@ class Checkpoint:
             rows = rows[self._halves()]
         if kind == "qkv" and self.files.family.proportional:
             rows = rows[self._turning_rows(int(name.split(".")[1]))]
+        if kind == "qkv" and len(self._sources(name)) == _BY_HEADS and self._mixer(name) == "delta":
+            rows = rows[self._heads_apart()]
         if kind == "qkv" and self.spec.gated and self.spec.mixer(int(name.split(".")[1])) == "attention":
             rows = rows[self._gates_last()]
         of_all = self._multiplier(name) * self._expert_scale(name)
@@ -140,6 +144,20 @@ class Checkpoint:
         q = torch.arange(2 * spec.q_width).view(spec.num_heads, 2, spec.head_dim)
         rest = torch.arange(2 * spec.q_width, 2 * spec.q_width + 2 * spec.kv_width)
         return torch.cat((q[:, 0].flatten(), rest, q[:, 1].flatten()))
+
+    def _heads_apart(self) -> torch.Tensor:
+        """Rows of a delta rule's q, k, v, beta, decay and gates, by the places at which each key head's are together.
+
+        First q, k, v and gates of each, then its betas and decays. int64 [N].
+        """
+        delta = self.spec.delta
+        assert delta is not None
+        each = delta.value_heads // delta.key_heads
+        sizes = [delta.key_dim, delta.key_dim, each * delta.value_dim, each * delta.value_dim]
+        first = torch.arange(delta.key_heads * sum(sizes)).view(delta.key_heads, -1)
+        q, k, v, gates = (part.flatten() for part in torch.split(first, sizes, dim=1))
+        beta, decay = (first.numel() + torch.arange(2 * delta.value_heads)).view(delta.key_heads, 2, each).unbind(1)
+        return torch.cat((q, k, v, beta.flatten(), decay.flatten(), gates))
 
     def _halves(self) -> torch.Tensor:
         """Rows of q, k and v, by the places at which channel i of a head rotates with i + rotary_dim / 2. int64 [N]."""
@@ -287,6 +305,8 @@ def _rows(spec: ModelSpec, name: str, parts: int) -> tuple[int, ...]:
     if not name.endswith("qkv"):
         return (rows // parts,) * parts
     if spec.mixer(int(name.split(".")[1])) == "delta" and (delta := spec.delta) is not None:
+        if parts == _BY_HEADS:
+            return delta.channels + delta.value_width, 2 * delta.value_heads
         return delta.channels, delta.value_heads, delta.value_heads, delta.value_width
     heads = spec.heads_of(int(name.split(".")[1]))
     return (2 if spec.gated else 1) * heads.q_width, heads.kv_width, heads.kv_width

@@ -14,26 +14,26 @@ from models.families.exaone4 import EXAONE4
 from models.families.family import EXPERTS, Family
 from models.families.fields import PUBLISHED, Fields
 from models.families.gemma import GEMMA, GEMMA2, GEMMA3
-from models.families.gemma4 import GEMMA4
+from models.families.gemma4 import GEMMA4, GEMMA4_UNIFIED
 from models.families.glm4 import GLM4, GLM4_MOE
 from models.families.gpt_oss import GPT_OSS
 from models.families.granite import GRANITE, GRANITE_MOE, GRANITE_MOE_SHARED
-from models.families.hunyuan import HUNYUAN
-from models.families.lfm2 import LFM2
+from models.families.hunyuan import HUNYUAN, HUNYUAN_MOE
+from models.families.lfm2 import LFM2, LFM2_MOE
 from models.families.llama import LLAMA, PHI3, SEED_OSS, SMOLLM3
 from models.families.mistral import MINISTRAL, MINISTRAL3, MISTRAL, MIXTRAL
 from models.families.olmo import OLMO2, OLMO3, OLMOE
 from models.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
-from models.families.qwen3_5 import QWEN35, QWEN35_MOE
+from models.families.qwen3_5 import QWEN3_NEXT, QWEN35, QWEN35_MOE
 from models.spec import ModelSpec
 
 FAMILIES: Mapping[str, Family] = {
     family.model_type: family
     for family in (
         *(LLAMA, MISTRAL, MINISTRAL, MINISTRAL3, QWEN2, QWEN3, PHI3, SMOLLM3, GRANITE, SEED_OSS),
-        *(GEMMA, GEMMA2, GEMMA3, GEMMA4, OLMO2, OLMO3, EXAONE4, GLM4, HUNYUAN, ERNIE4_5, LFM2, QWEN35),
+        *(GEMMA, GEMMA2, GEMMA3, GEMMA4, GEMMA4_UNIFIED, OLMO2, OLMO3, EXAONE4, GLM4, HUNYUAN, ERNIE4_5, LFM2, QWEN35),
         *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, QWEN35_MOE, GRANITE_MOE, GRANITE_MOE_SHARED, OLMOE, GPT_OSS),
-        *(GLM4_MOE, ERNIE4_5_MOE),
+        *(GLM4_MOE, ERNIE4_5_MOE, LFM2_MOE, QWEN3_NEXT, HUNYUAN_MOE),
     )
 }
 """Every supported family by its `model_type`."""
@@ -43,7 +43,10 @@ SUPPORTED = (
     "Seed-OSS, Gemma 1 to 4, OLMo 2/3, EXAONE 4, GLM-4, Hunyuan, ERNIE 4.5 and LFM2"
 )
 """The families as an error message names them."""
-MIXTURES = "gpt-oss, Mixtral, Qwen2-MoE, Qwen3-MoE, Qwen3.5-MoE, Gemma 4, GLM-4.5, ERNIE 4.5, OLMoE and Granite-MoE"
+MIXTURES = (
+    "gpt-oss, Mixtral, Qwen2-MoE, Qwen3-MoE, Qwen3-Next, Qwen3.5-MoE, Gemma 4, GLM-4.5, ERNIE 4.5, OLMoE, Granite-MoE, "
+    "LFM2-MoE and Hunyuan-MoE"
+)
 """Those with experts."""
 
 READ_QUANTIZED = ("fp8", "mxfp4", "awq", "gptq", "compressed-tensors")
@@ -97,7 +100,7 @@ def family_of(config: Mapping[str, Any], *, source: str = "config.json") -> Fami
                 f"{source}: the weights are quantized by the method '{name}' (quantization_config), which is not read "
                 f"({', '.join(READ_QUANTIZED)} are). Take the model's original checkpoint in 16 or 32 bits."
             )
-    if config.get("use_bidirectional_attention"):
+    if config.get("use_bidirectional_attention") not in (None, False, "vision"):  # tokens of pictures alone
         raise UnsupportedModelError(
             f"{source}: use_bidirectional_attention is set: this model makes embeddings, and its tokens see those "
             "behind them. Take one that generates text."

@@ -245,6 +245,17 @@ def read_mixture(
     )
 
 
+def blocks_with_mlps(fields: Fields, layers: int) -> tuple[int, ...]:
+    """Blocks of Qwen's mixtures with an MLP.
+
+    Those that `mlp_only_layers` lists, and all but every `decoder_sparse_step`-th one.
+    """
+    listed, step = fields.table.get("mlp_only_layers") or [], fields.integer("decoder_sparse_step", 1)
+    if not isinstance(listed, list) or any(type(each) is not int or not 0 <= each < layers for each in listed):
+        raise fields.wrong("mlp_only_layers", listed, f"a list of numbers from 0 to {layers - 1}")
+    return tuple(layer for layer in range(layers) if layer in listed or (layer + 1) % step)
+
+
 def refuse_attention_bias(fields: Fields) -> None:
     """Refuse `attention_bias` in a family whose attention has no biases.
 

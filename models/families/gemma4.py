@@ -178,3 +178,18 @@ GEMMA4 = Family(
     renamed={".experts.": ".mlp.experts."},
 )
 """Gemma 4 E2B, E4B, 26B-A4B and 31B, the text part."""
+
+
+def _read_unified(fields: Fields) -> ModelSpec:
+    return _read(fields.with_defaults({"sliding_window": 1024, "max_position_embeddings": 262144}))
+
+
+GEMMA4_UNIFIED = replace(
+    GEMMA4,
+    model_type="gemma4_unified_text",
+    architecture="Gemma4UnifiedForCausalLM",
+    read=_read_unified,
+    wrapper="Gemma4UnifiedForConditionalGeneration",
+    mixture=False,
+)
+"""Gemma 4 12B, the text part."""

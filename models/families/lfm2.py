@@ -1,11 +1,23 @@
-"""LFM2: gated short convolutions in most blocks, attention with norms of queries and keys in the others."""
+"""LFM2: gated short convolutions in most blocks, attention with norms of queries and keys in the others.
+
+Mixtures have experts in all blocks but the first ones, and a correction of their choice.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 from models.errors import UnsupportedModelError
-from models.families.family import WIDEST, Family, listed_mixers, read_spec
+from models.families.family import (
+    SEPARATE_LINEAR_SOURCES,
+    WIDEST,
+    Family,
+    layers_of,
+    listed_mixers,
+    read_mixture,
+    read_spec,
+)
 from models.families.fields import Fields
 from models.spec import Mixer, ModelSpec
 
@@ -33,6 +45,21 @@ def _read(fields: Fields) -> ModelSpec:
         conv_bias=fields.flag("conv_bias", False),
         qk_norm=True,
     )
+
+
+def _read_mixture(fields: Fields) -> ModelSpec:
+    full = fields.with_defaults({"block_auto_adjust_ff_dim": False, "num_dense_layers": 2})
+    dense = full.integer("num_dense_layers") if full.table["num_dense_layers"] != 0 else 0
+    mixture = read_mixture(
+        full,
+        width=fields.integer("moe_intermediate_size", most=WIDEST),
+        normalized=fields.flag("norm_topk_prob", True),
+        dense=tuple(range(min(dense, layers_of(fields)))),
+        scoring="sigmoid",
+        corrected=fields.flag("use_expert_bias", True),
+        scale=fields.number("routed_scaling_factor", 1.0),
+    )
+    return replace(_read(full), mixture=mixture)
 
 
 def _usual(fields: Fields, layers: int) -> list[str]:
@@ -89,3 +116,21 @@ LFM2 = Family(
     },
 )
 """LFM2 350M to 2.6B, and LFM2.5."""
+
+LFM2_MOE = replace(
+    LFM2,
+    model_type="lfm2_moe",
+    architecture="Lfm2MoeForCausalLM",
+    read=_read_mixture,
+    linear_sources={**SEPARATE_LINEAR_SOURCES, "o": ("self_attn.out_proj",)},
+    norms={**LFM2.norms, "router_correction": "mlp.gate"},
+    mixture=True,
+    renamed={
+        ".feed_forward.": ".mlp.",
+        ".w1.": ".gate_proj.",
+        ".w3.": ".up_proj.",
+        ".w2.": ".down_proj.",
+        ".mlp.expert_bias": ".mlp.gate.e_score_correction_bias",
+    },
+)
+"""LFM2 8B-A1B and 24B-A2B."""

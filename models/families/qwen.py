@@ -7,6 +7,7 @@ from models.families.family import (
     WIDEST,
     Family,
     attention_biases,
+    blocks_with_mlps,
     layer_windows,
     layers_of,
     listed_windows,
@@ -51,7 +52,7 @@ def _read_qwen2_moe(fields: Fields) -> ModelSpec:
             fields,
             width=fields.integer("moe_intermediate_size", most=WIDEST),
             normalized=fields.flag("norm_topk_prob", False),
-            dense=_dense(fields, layers),
+            dense=blocks_with_mlps(fields, layers),
             shared="shared_expert_intermediate_size",
         ),
     )
@@ -63,18 +64,10 @@ def _read_qwen3_moe(fields: Fields) -> ModelSpec:
         fields,
         width=fields.integer("moe_intermediate_size", most=WIDEST),
         normalized=fields.flag("norm_topk_prob", False),
-        dense=_dense(fields, layers),
+        dense=blocks_with_mlps(fields, layers),
     )
     windows = (used_window(fields),) * layers
     return read_spec(fields, windows=windows, **attention_biases(fields), qk_norm=True, mixture=mixture)
-
-
-def _dense(fields: Fields, layers: int) -> tuple[int, ...]:
-    """Blocks with an MLP: those that `mlp_only_layers` lists, and all but every `decoder_sparse_step`-th one."""
-    listed, step = fields.table.get("mlp_only_layers") or [], fields.integer("decoder_sparse_step", 1)
-    if not isinstance(listed, list) or any(type(each) is not int or not 0 <= each < layers for each in listed):
-        raise fields.wrong("mlp_only_layers", listed, f"a list of numbers from 0 to {layers - 1}")
-    return tuple(layer for layer in range(layers) if layer in listed or (layer + 1) % step)
 
 
 QWEN2 = Family(model_type="qwen2", architecture="Qwen2ForCausalLM", read=_read_qwen2)

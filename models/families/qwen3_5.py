@@ -1,6 +1,7 @@
 """Qwen3.5: gated delta rules in three of four blocks, gated attention with norms of queries and keys in the fourth.
 
-The mixtures (35B-A3B) have experts and a shared one in every block.
+The mixtures (35B-A3B) have experts and a shared one in every block. Qwen3-Next, before them, may have MLPs in some, and
+stores what a delta rule reads head by head.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from models.families.family import (
     WIDEST,
     Family,
     attention_biases,
+    blocks_with_mlps,
+    layers_of,
     listed_mixers,
     read_common,
     read_mixture,
@@ -66,6 +69,19 @@ def _read_moe(fields: Fields) -> ModelSpec:
     return replace(_read(fields), mixture=mixture)
 
 
+def _read_next(fields: Fields) -> ModelSpec:
+    width = fields.integer("moe_intermediate_size", EXPERT_WIDTH, most=WIDEST)
+    fields = fields.with_defaults({"shared_expert_intermediate_size": EXPERT_WIDTH})
+    mixture = read_mixture(
+        fields,
+        width=width,
+        normalized=fields.flag("norm_topk_prob", True),
+        dense=blocks_with_mlps(fields, layers_of(fields)),
+        shared="shared_expert_intermediate_size",
+    )
+    return replace(_read(fields), mixture=mixture)
+
+
 def _usual(fields: Fields, layers: int) -> list[str]:
     interval = fields.integer("full_attention_interval", INTERVAL)
     return ["linear_attention" if (at + 1) % interval else "full_attention" for at in range(layers)]
@@ -106,3 +122,15 @@ QWEN35_MOE = replace(
     wrapper="Qwen3_5MoeForConditionalGeneration",
 )
 """Qwen3.5 and 3.6, mixtures of experts."""
+
+QWEN3_NEXT = replace(
+    QWEN35_MOE,
+    model_type="qwen3_next",
+    architecture="Qwen3NextForCausalLM",
+    read=_read_next,
+    mixer_sources={
+        "delta": {**QWEN35.mixer_sources["delta"], "qkv": ("linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba")}
+    },
+    wrapper="",
+)
+"""Qwen3-Next and Qwen3-Coder-Next, 80B-A3B."""

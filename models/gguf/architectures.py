@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from models.errors import UnsupportedModelError
+from models.families.family import CORRECTION
 from models.families.fields import Fields
 
 Options = Callable[[Fields, str, Mapping[str, Any], frozenset[str]], dict[str, Any]]
@@ -100,13 +101,17 @@ def _gpt_oss(fields: Fields, name: str, config: Mapping[str, Any], tensors: froz
     return found | {"rope_scaling": {**scaling, "truncate": False} if scaling["rope_type"] == "yarn" else scaling}
 
 
-def _glm4moe(fields: Fields, name: str, config: Mapping[str, Any], tensors: frozenset[str]) -> dict[str, Any]:
+def _check_sigmoid(fields: Fields, name: str) -> None:
     function = fields.integer(f"{name}.expert_gating_func", _SIGMOID)
     if function != _SIGMOID:
         raise UnsupportedModelError(
             f"{fields.source}: '{name}.expert_gating_func' is {function}; {_SIGMOID} alone, a sigmoid, is supported. "
             "Choose another model."
         )
+
+
+def _glm4moe(fields: Fields, name: str, config: Mapping[str, Any], tensors: frozenset[str]) -> dict[str, Any]:
+    _check_sigmoid(fields, name)
     return {
         "n_routed_experts": fields.integer(f"{name}.expert_count"),
         "num_experts_per_tok": fields.integer(f"{name}.expert_used_count"),
@@ -222,6 +227,29 @@ def _lfm2(fields: Fields, name: str, config: Mapping[str, Any], tensors: frozens
         "layer_types": ["conv" if convolved else "full_attention" for convolved in convolves],
         "block_auto_adjust_ff_dim": False,
     }
+
+
+def _lfm2moe(fields: Fields, name: str, config: Mapping[str, Any], tensors: frozenset[str]) -> dict[str, Any]:
+    _check_sigmoid(fields, name)
+    return {
+        **_lfm2(fields, name, config, tensors),
+        **_experts(fields, name),
+        "moe_intermediate_size": fields.integer(f"{name}.expert_feed_forward_length"),
+        "num_dense_layers": _number(fields, f"{name}.leading_dense_block_count"),
+        "use_expert_bias": any(tensor.endswith(CORRECTION) for tensor in tensors),
+        "routed_scaling_factor": fields.number(f"{name}.expert_weights_scale", 1.0),
+        "norm_topk_prob": fields.flag(f"{name}.expert_weights_norm", True),
+    }
+
+
+def _hunyuan_moe(fields: Fields, name: str, config: Mapping[str, Any], tensors: frozenset[str]) -> dict[str, Any]:
+    found, experts = _attention_bias(fields, name, config, tensors), _experts(fields, name)
+    width = fields.integer(f"{name}.expert_feed_forward_length", config["intermediate_size"])
+    shared = fields.optional_integer(f"{name}.expert_shared_feed_forward_length") or width
+    if shared != width:
+        raise fields.wrong(f"{name}.expert_shared_feed_forward_length", shared, f"the width of an expert ({width})")
+    topk = experts.pop("num_experts_per_tok")
+    return {**found, "num_experts": experts["num_local_experts"], "moe_topk": topk, "moe_intermediate_size": width}
 
 
 def _first_gemma(_fields: Fields, _name: str, _config: Mapping[str, Any], _tensors: frozenset[str]) -> dict[str, Any]:
@@ -375,6 +403,8 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "smollm3": Architecture(model_type="smollm3", pairs=True, options=_attention_bias),
     "seed_oss": Architecture(model_type="seed_oss", post_norm="post_attention_norm", options=_attention_bias),
     "lfm2": Architecture(model_type="lfm2", options=_lfm2),
+    "lfm2moe": Architecture(model_type="lfm2_moe", experts=True, options=_lfm2moe),
+    "hunyuan-moe": Architecture(model_type="hunyuan_v1_moe", experts=True, shared=True, options=_hunyuan_moe),
     "ernie4_5": Architecture(model_type="ernie4_5", options=_ernie),
     "ernie4_5-moe": Architecture(model_type="ernie4_5_moe", experts=True, shared=True, options=_ernie_moe),
 }

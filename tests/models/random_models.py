@@ -204,6 +204,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma4",
         {**GEMMA4, **OF_GEMMA4, "hidden_size_per_layer_input": 0, "num_hidden_layers": 2, "layer_types": MIXED[:2]},
     ),
+    "gemma4-unified": (
+        "Gemma4Unified",
+        {**GEMMA4, "num_hidden_layers": 3, "layer_types": [*MIXED[:2], MIXED[1]], "final_logit_softcapping": 1.5},
+    ),
     "olmo2": ("Olmo2", {}),
     "olmo2-biases": ("Olmo2", {"attention_bias": True, "num_key_value_heads": 1, "tie_word_embeddings": True}),
     "olmo3": (
@@ -228,6 +232,31 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"head_dim": 16, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 100.0, "alpha": 3.0, "factor": 1.0}},
     ),
     "hunyuan-biases": ("HunYuanDenseV1", {"head_dim": 8, "attention_bias": True, "tie_word_embeddings": True}),
+    "hunyuan-moe": (
+        "HunYuanMoEV1",
+        {
+            "head_dim": 16,
+            "num_experts": 5,
+            "moe_topk": [2, 2, 2],
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 100.0, "alpha": 3.0, "factor": 1.0},
+        },
+    ),
+    "lfm2-moe": (
+        "Lfm2Moe",
+        {
+            "norm_eps": 0.01,
+            "layer_types": ["conv", "full_attention", "conv"],
+            "num_dense_layers": 1,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 20,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
+    "qwen3-next": (
+        "Qwen3Next",
+        {**DELTA, **MIXTURE, "shared_expert_intermediate_size": 20, "layer_types": DELTA_FIRST},
+    ),
     "ernie": ("Ernie4_5", {"head_dim": 16, "tie_word_embeddings": True}),
     "ernie-biases": ("Ernie4_5", {"head_dim": 12, "use_bias": True, "tie_word_embeddings": False}),
     "seed-oss-biases": ("SeedOss", {"head_dim": 8, "attention_out_bias": True, "mlp_bias": True}),
@@ -246,12 +275,24 @@ MECHANISMS = frozenset(
 
 MIXTURES = (
     *("Mixtral", "GptOss", "Qwen2Moe", "Qwen3Moe", "Qwen3_5Moe", "GraniteMoe", "GraniteMoeShared", "Olmoe"),
-    *("Glm4Moe", "Ernie4_5_Moe"),
+    *("Glm4Moe", "Ernie4_5_Moe", "Lfm2Moe", "Qwen3Next", "HunYuanMoEV1"),
 )
 """Families with experts."""
 DRAWN_FAMILIES = (
     *("Llama", "Mistral", "Ministral", "Qwen2", "Qwen3", "Phi3", "SmolLM3", "Granite", "SeedOss", "Lfm2", "Qwen3_5"),
-    *("Gemma", "Gemma2", "Gemma3", "Gemma4", "Olmo2", "Olmo3", "Exaone4", "Glm4", "Ministral3", "HunYuanDenseV1"),
+    *(
+        "Gemma",
+        "Gemma2",
+        "Gemma3",
+        "Gemma4",
+        "Gemma4Unified",
+        "Olmo2",
+        "Olmo3",
+        "Exaone4",
+        "Glm4",
+        "Ministral3",
+        "HunYuanDenseV1",
+    ),
     *("Ernie4_5", *MIXTURES),
 )
 """Families whose configurations `drawn_changes` draws."""
@@ -306,6 +347,10 @@ def _drawn_gemma4(generator: random.Random, window: int, mask: list[str], dim: i
     }
 
 
+_NOT_UNIFIED = (
+    *("num_kv_shared_layers", "hidden_size_per_layer_input", "vocab_size_per_layer_input", "enable_moe_block"),
+    *("num_experts", "top_k_experts", "moe_intermediate_size"),
+)
 NEW_DRAWN: dict[str, Callable[[random.Random, int, list[str], int], dict[str, Any]]] = {
     "Gemma": lambda own, *_: {"attention_bias": own.random() < 0.5, "rope_parameters": _drawn_rope(own)},
     "Gemma2": lambda own, window, mask, _: {
@@ -318,6 +363,9 @@ NEW_DRAWN: dict[str, Callable[[random.Random, int, list[str], int], dict[str, An
         "rope_parameters": {"full_attention": _drawn_rope(own), "sliding_attention": _drawn_rope(own)},
     },
     "Gemma4": _drawn_gemma4,
+    "Gemma4Unified": lambda own, *of: {
+        key: value for key, value in _drawn_gemma4(own, *of).items() if key not in _NOT_UNIFIED
+    },
     "Olmo2": lambda own, *_: {"attention_bias": own.random() < 0.5, "rope_parameters": _drawn_rope(own)},
     "Olmo3": lambda own, window, mask, _: {
         "sliding_window": window,
@@ -346,6 +394,24 @@ NEW_DRAWN: dict[str, Callable[[random.Random, int, list[str], int], dict[str, An
         "block_auto_adjust_ff_dim": own.random() < 0.5,
         "block_multiple_of": own.randint(1, 20),
         "block_ffn_dim_multiplier": own.uniform(0.5, 2),
+    },
+    "HunYuanMoEV1": lambda own, *_: {
+        "num_experts": (experts := own.randint(1, 7)),
+        "moe_topk": own.randint(1, experts),
+        "attention_bias": own.random() < 0.5,
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 100.0, "alpha": own.uniform(1, 9), "factor": 1.0},
+    },
+    "Lfm2Moe": lambda own, _window, mask, _: {
+        "layer_types": [own.choice(["conv", "full_attention"]) for _ in mask],
+        "conv_L_cache": own.randint(2, 5),
+        "conv_bias": own.random() < 0.5,
+        "num_experts": (experts := own.randint(1, 9)),
+        "num_experts_per_tok": own.randint(1, experts),
+        "moe_intermediate_size": own.randint(3, 40),
+        "num_dense_layers": own.randint(0, len(mask)),
+        "norm_topk_prob": own.random() < 0.5,
+        "routed_scaling_factor": own.uniform(0.5, 2),
+        "use_expert_bias": own.random() < 0.5,
     },
     "Glm4Moe": lambda own, _window, mask, dim: {
         # Not one alone: transformers adds up the two best of its group.
@@ -437,13 +503,14 @@ def drawn_changes(family: str, seed: int) -> dict[str, Any]:
     own["Qwen2Moe"] = {**own["Qwen2"], **of_qwen, **shared, "qkv_bias": flag()}
     own["GraniteMoe"] = {**own["Granite"], "num_local_experts": experts, **chosen}
     own["GraniteMoeShared"] = {**own["GraniteMoe"], "intermediate_size": 24, "shared_intermediate_size": 24 * experts}
-    dense = family.removesuffix("Moe") if family == "Qwen3_5Moe" else family
+    dense = "Qwen3_5" if family in ("Qwen3_5Moe", "Qwen3Next") else family
     if dense in NEW_DRAWN:
         own[family] = NEW_DRAWN[dense](generator, window or 4, mask, dim)
     if dense != family:
-        own[family] |= {key: of_qwen[key] for key in ("num_experts", "moe_intermediate_size")} | chosen | shared
+        taken = ("num_experts", "moe_intermediate_size") if family == "Qwen3_5Moe" else tuple(of_qwen)
+        own[family] |= {key: of_qwen[key] for key in taken} | chosen | shared
     # Heads of these are as wide as the hidden size says; the others take any width.
-    divided = family in ("Qwen2", "Qwen2Moe", "Phi3", "SmolLM3", "Granite", "Olmoe", "Lfm2")
+    divided = family in ("Qwen2", "Qwen2Moe", "Phi3", "SmolLM3", "Granite", "Olmoe", "Lfm2", "Lfm2Moe")
     divided = divided or family.startswith("GraniteMoe")
     hidden = heads * dim if divided else heads * generator.randint(2, 20)
     of_heads = {} if divided else {"head_dim": dim}
@@ -470,7 +537,8 @@ def random_model(family: str, *, seed: str = "", **changes: Any) -> Any:
     import transformers
 
     torch.manual_seed(sum(map(ord, seed or family)))
-    kind = f"{family}Text" if family in ("Gemma3", "Gemma4", "Qwen3_5", "Qwen3_5Moe") else family
+    texts = ("Gemma3", "Gemma4", "Gemma4Unified", "Qwen3_5", "Qwen3_5Moe")
+    kind = f"{family}Text" if family in texts else family
     config = getattr(transformers, f"{kind}Config")(**{**SIZES, **changes})
     # Only there are scores capped.
     eager = {"attn_implementation": "eager"} if getattr(config, "attn_logit_softcapping", None) else {}
@@ -481,15 +549,15 @@ def random_model(family: str, *, seed: str = "", **changes: Any) -> Any:
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 offset = family in ("Gemma", "Gemma2", "Gemma3") or (
-                    family.startswith("Qwen3_5") and "linear_attn" not in name
+                    family.startswith(("Qwen3_5", "Qwen3Next")) and "linear_attn" not in name
                 )
                 parameter.normal_(0.0 if offset else 1.0, 0.3)
-                if family == "Gemma4" and "q_norm" in name:
+                if family.startswith("Gemma4") and "q_norm" in name:
                     parameter.mul_(0.3)  # scores are not divided by the root of D
             else:
                 parameter.normal_(0.0, 0.5 if parameter.ndim == 1 else 1.5 / math.sqrt(parameter.shape[-1]))
         for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.normal_(0.0, 0.5)
             if name.endswith("layer_scalar"):
                 buffer.uniform_(0.3, 1.5)

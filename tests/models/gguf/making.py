@@ -41,6 +41,8 @@ ARCHITECTURES = {
     "olmo3": "olmo2",
     "ministral3": "mistral3",
     "hunyuan_v1_dense": "hunyuan-dense",
+    "hunyuan_v1_moe": "hunyuan-moe",
+    "lfm2_moe": "lfm2moe",
 }
 """`general.architecture` by `model_type`."""
 PAIRED = ("llama", "mistral3", "smollm3", "granite", "granitemoe")
@@ -132,6 +134,8 @@ def names_of(architecture: str, blocks: int) -> Callable[[str], str | None]:
             return f"blk.{layer}.layer_output_scale.weight"
         if part == "dt_bias":
             return f"blk.{layer}.ssm_dt.bias"
+        if part == "expert_bias":
+            return f"blk.{layer}.exp_probs_b.bias"
         if part in ("sinks", "e_score_correction_bias"):
             return f"blk.{layer}." + ("attn_sinks.weight" if part == "sinks" else "exp_probs_b.bias")
         if architecture == "glm4" and last.endswith("_layernorm"):
@@ -160,7 +164,7 @@ def describe(writer: gguf.GGUFWriter, config: Any) -> None:
         writer.add_ssm_inner_size(config.linear_value_head_dim * config.linear_num_value_heads)
         writer.add_full_attention_interval(1 + config.layer_types.index("full_attention"))
         writer.add_rope_dimension_sections([1, 1, 0, 0])
-    if config.model_type == "lfm2":
+    if config.model_type in ("lfm2", "lfm2_moe"):
         writer.add_shortconv_l_cache(config.conv_L_cache)
     if experts := getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None):
         writer.add_expert_count(experts)
@@ -175,6 +179,11 @@ def describe(writer: gguf.GGUFWriter, config: Any) -> None:
             writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
             writer.add_expert_weights_scale(config.routed_scaling_factor)
             writer.add_expert_weights_norm(config.norm_topk_prob)
+        if config.model_type == "lfm2_moe":
+            writer.add_leading_dense_block_count(config.num_dense_layers)
+            writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        if config.model_type == "hunyuan_v1_moe":
+            writer.add_expert_feed_forward_length(config.intermediate_size)
         if config.model_type == "ernie4_5_moe":
             writer.add_expert_shared_count(config.moe_num_shared_experts)
             writer.add_leading_dense_block_count(config.moe_layer_start_index)
@@ -193,7 +202,7 @@ def describe(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_head_count(config.num_attention_heads)
     kv_heads, types = config.num_key_value_heads, getattr(config, "layer_types", None) or []
     writer.add_head_count_kv([kv_heads * (kind != "conv") for kind in types] if "conv" in types else kv_heads)
-    writer.add_layer_norm_rms_eps(config.norm_eps if config.model_type == "lfm2" else config.rms_norm_eps)
+    writer.add_layer_norm_rms_eps(config.norm_eps if "lfm2" in config.model_type else config.rms_norm_eps)
     writer.add_rope_freq_base(rope["rope_theta"])
     if local is not None and config.model_type == "gemma3_text":
         writer.add_float32("gemma3.rope.freq_base_swa", local["rope_theta"])

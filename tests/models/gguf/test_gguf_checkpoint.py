@@ -183,6 +183,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "block_auto_adjust_ff_dim": False,
         },
     ),
+    "lfm2-moe": (
+        "Lfm2Moe",
+        {**EXPERTS, "norm_eps": 0.01, "layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    ),
+    "hunyuan-moe": ("HunYuanMoEV1", {"head_dim": 16, "num_experts": 4, "moe_topk": 2}),
     "phi3": ("Phi3", {}),
     "phi3-window": ("Phi3", {"sliding_window": 5}),
     "phi4-mini": (
