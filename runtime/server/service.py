@@ -290,6 +290,19 @@ class Service:
             ends=False,
         )
 
+    async def count(self, request: GenerationRequest) -> int:
+        """Tokens of a prompt.
+
+        Raises:
+            ApiError: the model or the prompt is invalid.
+        """
+
+        def work(stream: Stream[int]) -> None:
+            stream.put(len(_prompt(self._ensure(request.model, stream.cancelled), request)))
+
+        async with aclosing(self._queued(work, alone=lambda _: not self._is_ready(request.model))) as counted:
+            return [tokens async for tokens in counted][-1]
+
     def embed(self, model: str, texts: Sequence[str | Sequence[int]]) -> AsyncGenerator[Embedded, None]:
         """Embeddings of texts (or token lists), in order.
 
@@ -404,8 +417,8 @@ class Service:
         options = replace(request.options, **advised)  # type: ignore[arg-type]  # top_k is an int
         if request.chat:
             options = replace(options, stop=(*options.stop, *loaded.engine.chat_stops))
+        prompt = _prompt(loaded, request)
         try:
-            prompt = request.prompt(loaded.engine)
             loaded.engine.submit(prompt, options, receive, stream.cancelled, trim=request.trim, chat=request.name)
         except (RequestError, ContextOverflowError) as error:
             raise api_error(error, prompt=request.field) from error
@@ -580,6 +593,18 @@ class Service:
     ) -> None:
         with self._lock:
             self._state, self._target, self._loaded, self._error = state, target, loaded, error
+
+
+def _prompt(loaded: LoadedModel, request: GenerationRequest) -> Sequence[int]:
+    """The prompt's tokens.
+
+    Raises:
+        ApiError: it is invalid, or does not fit.
+    """
+    try:
+        return request.prompt(loaded.engine)
+    except (RequestError, ContextOverflowError) as error:
+        raise api_error(error, prompt=request.field) from error
 
 
 def _job(

@@ -181,6 +181,41 @@ REQUESTS: dict[str, list[dict[str, Any]]] = {
         },
         {"model": "small", "input": "count 3", "stream": True, "text": {"format": {"type": "json_object"}}},
     ],
+    "/v1/messages": [
+        {
+            "model": "small",
+            "max_tokens": 8,
+            "system": [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}],
+            "messages": [
+                {"role": "user", "content": [{"type": "document", "source": {"type": "text", "data": "x"}}]},
+                {
+                    "role": "assistant",
+                    "content": [
+                        {"type": "thinking", "thinking": "hm", "signature": "x"},
+                        {"type": "tool_use", "id": "c1", "name": "f", "input": {"a": 1}},
+                    ],
+                },
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "tool_result", "tool_use_id": "c1", "content": [{"type": "text", "text": "22"}]},
+                        {"type": "text", "text": "echo hi"},
+                    ],
+                },
+            ],
+            "stop_sequences": ["x"],
+            "tools": [{"name": "f", "description": "x", "input_schema": _FUNCTION["parameters"]}],
+            "tool_choice": {"type": "auto", "disable_parallel_tool_use": True},
+            "thinking": {"type": "enabled", "budget_tokens": 1024},
+        },
+        {
+            **_ECHO,
+            "max_tokens": 8,
+            "stream": True,
+            "output_config": {"effort": "low", "format": {"type": "json_schema", "schema": _SCHEMA}},
+        },
+    ],
+    "/v1/messages/count_tokens": [{**_ECHO, "system": "x"}],
     "/v1/embeddings": [
         {"model": "small", "input": ["one", "two"], "encoding_format": "base64"},
         {"model": "small", "input": [[1, 2], [3]]},
@@ -230,7 +265,8 @@ def requests(folder: Path) -> Iterator[Reader]:
         answer = runner.run(ask(path.decode(), body))
         assert answer.status_code in (200, 400, 404, 413, 503), answer.text[:300]
         if answer.status_code != 200:
-            assert 0 < len(answer.json()["error"]["message"]) < 2000, answer.text[:3000]
+            error = answer.json()["error"]
+            assert 0 < len(error if isinstance(error, str) else error["message"]) < 2000, answer.text[:3000]
 
     sound = tuple(f"{path}\n".encode() + written(body) for path, bodies in REQUESTS.items() for body in bodies)
     inputs = [

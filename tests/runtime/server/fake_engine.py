@@ -169,7 +169,7 @@ class FakeEngine:
             prefill_s=0.125,
             decode_tokens_per_s=40.0 + 0 * began,
         )
-        yield Piece(text=stops.flush(), finish_reason=finish, usage=usage)  # type: ignore[arg-type]
+        yield Piece(text=stops.flush(), finish_reason=finish, usage=usage, stop=stops.found)  # type: ignore[arg-type]
 
     def embed(self, tokens: Sequence[int], cancelled: Callable[[], bool] = lambda: False) -> np.ndarray:
         if max(tokens) > 10_000:
