@@ -35,6 +35,8 @@ _ESCAPE = re.compile(
     rb"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(u[dD][89a-fA-F][0-9a-fA-F]{2})|.)", re.DOTALL
 )
 """An escape of a JSON text, a whole surrogate pair in one; its group is half a pair."""
+_UNION = ("str", "bool", "float", "int")
+"""Members of unions that pydantic names in the path of a field."""
 M = TypeVar("M", bound=BaseModel)
 T = TypeVar("T")
 
@@ -187,7 +189,7 @@ def _field(detail: ErrorDetails) -> str:
     for part in detail["loc"]:
         if isinstance(part, int):
             text += f"[{part}]"
-        elif part.isidentifier() and part.islower() and part != "str":
+        elif part.isidentifier() and part.islower() and part not in _UNION:
             text += f".{part}" if text else part
     return text
 

@@ -33,6 +33,7 @@ from runtime.server.anthropic.interface import AnthropicInterface
 from runtime.server.bodies import Disconnected, Reader, error_answer
 from runtime.server.errors import ApiError, api_error
 from runtime.server.management import ManagementInterface
+from runtime.server.ollama.interface import OllamaInterface
 from runtime.server.openai.public import PublicInterface
 from runtime.server.security import Guard, Security
 from runtime.server.service import Service
@@ -74,6 +75,7 @@ def create_app(
     reader = Reader()
     routes = PublicInterface(service, ping_s, reader).routes()
     routes += AnthropicInterface(service, ping_s, reader).routes()
+    routes += OllamaInterface(service, reader).routes()
     if security.management_token is not None:
         routes += ManagementInterface(service, ping_s, reader, shutdown).routes()
     app = Starlette(
@@ -343,7 +345,7 @@ def run(
     progress: ProgressCallback = ignore_progress,
     ready: Callable[[str], object] = lambda _url: None,
 ) -> int:
-    """Serve `/v1/*` until Ctrl-C or SIGTERM. There is no `/runtime/*`: models cannot be pulled, made or deleted.
+    """Serve `/v1/*` and `/api/*` until Ctrl-C or SIGTERM. There is no `/runtime/*`: models cannot be deleted or tuned.
 
     Args:
         service: The service, from `runtime.server.service.open_service`; closed at the end.

@@ -216,6 +216,30 @@ REQUESTS: dict[str, list[dict[str, Any]]] = {
         },
     ],
     "/v1/messages/count_tokens": [{**_ECHO, "system": "x"}],
+    "/api/chat": [
+        {
+            "model": "small",
+            "messages": [
+                {"role": "user", "content": "hi", "images": ["eA=="]},
+                {"role": "assistant", "content": "", "thinking": "hm", "tool_calls": [{"function": {"name": "f"}}]},
+                {"role": "tool", "tool_name": "f", "content": "22"},
+                {"role": "user", "content": "echo hi"},
+            ],
+            "tools": [{"type": "function", "function": _FUNCTION}],
+            "options": {"num_predict": 8, "temperature": 0.5, "seed": 1, "stop": ["x"], "num_ctx": 64, "mirostat": 0},
+            "think": "low",
+            "keep_alive": "1h30m",
+        },
+        {**_ECHO, "format": _SCHEMA, "stream": False, "logprobs": True, "top_logprobs": 2},
+    ],
+    "/api/generate": [
+        {"model": "small", "prompt": "echo hi", "system": "x", "raw": True, "keep_alive": -1, "options": {"top_k": 3}},
+        {"model": "small", "prompt": "echo hi", "format": "json", "suffix": "", "context": []},
+    ],
+    "/api/embed": [{"model": "small", "input": ["one", "two"], "truncate": True}],
+    "/api/embeddings": [{"model": "small", "prompt": "one"}],
+    "/api/show": [{"model": "small:latest"}],
+    "/api/pull": [{"model": "owner/name:Q8_0", "stream": False}],
     "/v1/embeddings": [
         {"model": "small", "input": ["one", "two"], "encoding_format": "base64"},
         {"model": "small", "input": [[1, 2], [3]]},

@@ -342,6 +342,9 @@ class FakeHouse:
     def find(self, name: str) -> ModelEntry | None:
         return next((found for found in self.entries() if found.name == name), None)
 
+    def chat_template(self, name: str) -> str:
+        return "{% if enable_thinking %}" if name == "small" else ""
+
     def remove(self, name: str) -> None:
         if name == "demo":
             raise RequestError("the bundled model cannot be removed")

@@ -299,7 +299,7 @@ async def test_a_late_error_comes_in_the_stream(
 @pytest.mark.parametrize(
     ("method", "path", "status"),
     [
-        ("GET", "/", 404),
+        ("GET", "/nothing", 404),
         ("GET", "/v1", 404),
         ("POST", "/v1/images/generations", 404),
         ("GET", "/v1/chat/completions", 405),
