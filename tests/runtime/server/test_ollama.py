@@ -188,6 +188,15 @@ async def test_a_model_is_unloaded_and_loaded_as_asked(client: httpx.AsyncClient
     assert house.engine.closed
 
 
+async def test_a_load_forgets_how_long_a_client_kept_the_model(
+    client: httpx.AsyncClient, service: Service, house: FakeHouse
+) -> None:
+    await client.post("/api/chat", json=asking(keep_alive=0))
+    assert [report.phase async for report in service.load(LoadRequest(model="small"))]
+    await asyncio.sleep(0.05)
+    assert not house.engine.closed
+
+
 def with_small_contexts(house: FakeHouse, monkeypatch: pytest.MonkeyPatch, *, most: int) -> None:
     """Loads leave 50 tokens of context where nothing else is asked, and have memory for `most`; the model knows 200."""
     load = house.load
