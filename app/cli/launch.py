@@ -12,7 +12,8 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
@@ -169,8 +170,8 @@ def launch(
             asked = PROGRAMS.get(program, _other)(to)
             command = [executable, *asked.arguments, *(arguments or ())]
             if not shown:
-                signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C is for the program
-                return await asyncio.to_thread(_run, command, asked.variables)
+                with _deaf_to_ctrl_c():
+                    return await asyncio.to_thread(_run, command, asked.variables)
             _show(command, asked.variables, output)
             if own:
                 await asyncio.Event().wait()  # until Ctrl-C
@@ -228,7 +229,18 @@ async def _loaded(client: RuntimeClient, model: str | None, settings: Settings, 
 
 
 def _run(command: Sequence[str], variables: Mapping[str, str | None]) -> int:
-    """Run a program in this terminal. Returns its exit code."""
+    """Run a program in this terminal. Returns its exit code; of one that a signal ended, as a shell has it."""
     environment = {name: value for name, value in {**os.environ, **variables}.items() if value is not None}
     with subprocess.Popen(command, env=environment) as process:
-        return process.wait()
+        code = process.wait()
+    return code if code >= 0 else 128 - code
+
+
+@contextmanager
+def _deaf_to_ctrl_c() -> Iterator[None]:
+    """Context manager: Ctrl-C is for the program that runs in this terminal."""
+    before = signal.signal(signal.SIGINT, lambda *_: None)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

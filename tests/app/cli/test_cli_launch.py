@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import stat
 import sys
 import tomllib
@@ -22,7 +23,11 @@ from runtime.wire.requests import LoadRequest
 Run = Callable[..., Any]
 TO = Target(url="http://127.0.0.1:4321", token="secret", model="org/small", context=20_000)
 TELLS = """#!{python}
-import json, os, sys
+import json, os, signal, sys
+if sys.argv[1:] == ["interrupted"]:
+    os.kill(os.getppid(), signal.SIGINT)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGINT)
 told = {{name: value for name, value in os.environ.items() if value in ("secret", "small") or "4321" in value}}
 print(json.dumps([sys.argv[1:], told, os.environ.get("ANTHROPIC_API_KEY")]))
 sys.exit(7)
@@ -119,6 +124,15 @@ def test_a_model_is_loaded_again_only_for_more_context(
     assert [load.context for load in runtime.loads] == loads
     assert "export OLLAMA_HOST=http://127.0.0.1:4321" in printed
     assert printed[-1] == "anything"
+
+
+def test_ctrl_c_is_for_the_program(run: Run, runtime: Runtime, program: Callable[[str], None]) -> None:
+    """As from a terminal, which sends it to both."""
+    program("agent")
+    before = signal.getsignal(signal.SIGINT)
+    run("launch", "--model", "demo", "agent", "interrupted", code=130)
+    assert runtime.closed
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_what_is_wrong_is_said(error: Callable[..., str], runtime: Runtime) -> None:
