@@ -326,7 +326,8 @@ class Service:
             elif self._is_ready(model):
                 self._unload_idle()
 
-        async with aclosing(self._queued(work)) as nothing:
+        unloads = keep.seconds == 0
+        async with aclosing(self._queued(work, lambda _: unloads or not self._is_ready(model, keep))) as nothing:
             async for _ in nothing:
                 pass
 

@@ -188,6 +188,15 @@ async def test_a_model_is_unloaded_and_loaded_as_asked(client: httpx.AsyncClient
     assert house.engine.closed
 
 
+async def test_a_model_that_is_loaded_is_loaded_at_once(client: httpx.AsyncClient, house: FakeHouse) -> None:
+    await client.post("/api/generate", json={"model": "small"})
+    answering = asyncio.create_task(client.post("/api/chat", json=asking("slow 150")))
+    await asyncio.to_thread(wait_until, lambda: house.engine.running)
+    assert (await client.post("/api/generate", json={"model": "small"})).json()["done_reason"] == "load"
+    assert not answering.done()
+    assert (await answering).status_code == 200
+
+
 async def test_a_load_forgets_how_long_a_client_kept_the_model(
     client: httpx.AsyncClient, service: Service, house: FakeHouse
 ) -> None:
