@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType, NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from app import paths
 from runtime.compensation import (
@@ -33,6 +33,9 @@ from runtime.drafting import LARGEST_GAMMA, Drafts, Speculate
 from runtime.kv.kinds import DEFAULT_KV, KVKind
 from runtime.wire.codec import OneOf, Within, from_json
 
+if TYPE_CHECKING:
+    from runtime.wire.requests import LoadRequest
+
 Value = str | int | float | None
 ENV_PREFIX = "LOWBIT_CHAT_"
 UNSET = "auto"
@@ -42,6 +45,8 @@ _ENDPOINT = ("endpoint", "endpoint_token")
 
 DEFAULT_IDLE_MINUTES = 30
 """Minutes without use after which a model is unloaded."""
+_ANSWERS = 2
+"""Answers at a time: one person reads one, and may leave another to be written."""
 
 
 class SettingsError(Exception):
@@ -247,6 +252,27 @@ class Settings:
         """
         found = of_settings(self.k_chunk, self.budget, asked, prompt_budget=self.prompt_budget)
         return found if prompt_budget is None else dataclasses.replace(found, prompt_budget_percent=prompt_budget)
+
+    def load_request(self, model: str) -> LoadRequest:
+        """The request that loads a model with these settings."""
+        from runtime.wire.requests import LoadRequest
+
+        wanted = self.compensation()
+        return LoadRequest(
+            model=model,
+            kv=self.cache(),
+            speculate=None if self.drafts is None else bool(self.drafts),
+            gamma=self.gamma,
+            sensitive_layers=self.sensitive_layers,
+            k_chunk=wanted.k_chunk,
+            budget=wanted.budget_percent,
+            prompt_budget=wanted.prompt_budget_percent,
+            context=self.context,
+            num_parallel=self.num_parallel or _ANSWERS,
+            backend=self.backend,
+            experts_on_device=self.experts_on_device,
+            layers_on_device=self.layers_on_device,
+        )
 
     def sampling(self, recommended: Mapping[str, float] | None) -> dict[str, float]:
         """How answers are sampled: as set, else as recommended, else by `SAMPLING_DEFAULTS`.

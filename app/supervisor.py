@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from app.client import RuntimeClient
 from app.errors import ClientError, StartError
 from app.paths import cache_dir, chats_dir
+from app.settings import DEFAULT_IDLE_MINUTES
 from app.threads import run_to_end
 from models.files import private_folder
 from runtime import program_version
@@ -27,6 +28,8 @@ from runtime.system.lifetimes import Job, own_job, running_process, still_runs
 
 if TYPE_CHECKING:
     from psutil import Process
+
+    from app.settings import Settings
 
 START_TIMEOUT_S = 60.0
 """Maximum wait for a new process to respond, in seconds."""
@@ -275,6 +278,12 @@ class Supervisor:
             return ""
         lines = [line for line in text.splitlines() if line.strip() and " INFO " not in line][-TAIL_LINES:]
         return "".join(f"\n  {line}" for line in lines)
+
+
+def supervisor_of(home: Path, settings: Settings) -> Supervisor:
+    """A supervisor as the settings want it."""
+    minutes = settings.idle_unload
+    return Supervisor(home, idle_minutes=DEFAULT_IDLE_MINUTES if minutes is None else minutes)
 
 
 def own_command() -> list[str]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from app.cli import bench, chats, config, doctor, evaluate, models, run, serve, tune_device
+from app.cli import bench, chats, config, doctor, evaluate, launch, models, run, serve, tune_device
 from app.cli.output import (
     NAME,
     CliError,
@@ -145,6 +145,7 @@ app.command("show")(models.show)
 app.command("rm")(models.remove)
 app.command("export")(models.export)
 app.command("serve")(serve.serve)
+app.command("launch", context_settings={"allow_interspersed_args": False})(launch.launch)
 app.command("eval")(evaluate.evaluate)
 app.command("bench")(bench.bench)
 app.command("tune-device")(tune_device.tune_device)

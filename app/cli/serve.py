@@ -217,7 +217,7 @@ def serve(
     speculation: options.Speculation = None,
     gamma: options.Gamma = None,
 ) -> None:
-    """Serve the stored models to OpenAI clients, on this machine only by default."""
+    """Serve the stored models to clients of OpenAI's, Anthropic's and Ollama's APIs, on this machine by default."""
     asked = options.compensation(budget, k_chunk)
     options.check_speculation(speculation, gamma, kv)
     output, services = Output(), services_of(ctx)

@@ -25,7 +25,6 @@ from textual.widget import MountError, Widget
 from textual.worker import Worker, WorkerState
 
 from app import paths
-from app import settings as stored
 from app.conversation import Conversation
 from app.settings import Settings
 from app.tui import endpoint, themes
@@ -67,10 +66,9 @@ CHAT_ACTIONS = frozenset(
 
 
 def _own_supervisor(settings: Settings) -> SupervisorLike:
-    from app.supervisor import Supervisor
+    from app.supervisor import supervisor_of
 
-    minutes = settings.idle_unload
-    return Supervisor(paths.home(), idle_minutes=stored.DEFAULT_IDLE_MINUTES if minutes is None else minutes)
+    return supervisor_of(paths.home(), settings)
 
 
 class ChatApp(WorkApp):

@@ -32,13 +32,10 @@ if TYPE_CHECKING:
     from models.progress import Progress
     from runtime.errors import Problem
     from runtime.wire.answers import Status
-    from runtime.wire.requests import Inspection, LoadRequest, QuantizeRequest
+    from runtime.wire.requests import Inspection, QuantizeRequest
 
 FORGET_TIMEOUT_S = 3.0
 """Quitting waits at most this long for the runtime to delete the chat's caches."""
-
-_ANSWERS = 2
-"""Answers at a time: one person reads one, and may leave another to be written."""
 
 
 class Session:
@@ -277,33 +274,11 @@ class Session:
             return False
         self.wanted = name
         connection.problem = None
-        loaded = await self._run(f"Loading {name}", connection.client.load(self._load_request(name)))
+        loaded = await self._run(f"Loading {name}", connection.client.load(self.settings.load_request(name)))
         if not loaded and self.job is not None:
             connection.problem = connection.problem or self.job.error
         await self._ask_status()
         return loaded
-
-    def _load_request(self, name: str) -> LoadRequest:
-        """The request that loads a model with the current settings."""
-        from runtime.wire.requests import LoadRequest
-
-        settings = self.settings
-        wanted = settings.compensation()
-        return LoadRequest(
-            model=name,
-            kv=settings.cache(),
-            speculate=None if settings.drafts is None else bool(settings.drafts),
-            gamma=settings.gamma,
-            sensitive_layers=settings.sensitive_layers,
-            k_chunk=wanted.k_chunk,
-            budget=wanted.budget_percent,
-            prompt_budget=wanted.prompt_budget_percent,
-            context=settings.context,
-            num_parallel=settings.num_parallel or _ANSWERS,
-            backend=settings.backend,
-            experts_on_device=settings.experts_on_device,
-            layers_on_device=settings.layers_on_device,
-        )
 
     async def get(self, request: QuantizeRequest) -> ModelSetup | None:
         """Download a checkpoint if needed, quantize it, and load the result unless a chat uses another model by then.
@@ -327,7 +302,7 @@ class Session:
         client, self.wanted = self._connection.require(), name
         self._connection.settled.clear()
         try:
-            async with contextlib.aclosing(client.load(self._load_request(name))) as reports:
+            async with contextlib.aclosing(client.load(self.settings.load_request(name))) as reports:
                 async for progress in reports:
                     yield progress
         finally:

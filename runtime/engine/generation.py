@@ -100,6 +100,8 @@ class Piece:
     """In the last piece only: `stop` (end of sequence or stop string), `length`, `loop`, or `cancelled`."""
     usage: Usage | None = None
     """In the last piece only."""
+    stop: str | None = None
+    """The stop string that ended the answer, in the last piece."""
 
 
 class Run:
@@ -128,7 +130,7 @@ class Run:
             self._first = self._latest
         self.completion += 1
 
-    def last(self, finish: FinishReason, text: str) -> Piece:
+    def last(self, finish: FinishReason, text: str, stop: str | None) -> Piece:
         """The last piece of the generation."""
         seconds = self._latest - self._first
         usage = Usage(
@@ -140,7 +142,7 @@ class Run:
             decode_tokens_per_s=(self.completion - 1) / seconds if seconds > 0 else 0.0,
             speculation=self.speculation(),
         )
-        return Piece(text=text, finish_reason=finish, usage=usage)
+        return Piece(text=text, finish_reason=finish, usage=usage, stop=stop)
 
 
 class StopMatcher:
@@ -154,28 +156,37 @@ class StopMatcher:
         """Watch for stop strings; empty ones are ignored."""
         self._stops = tuple(stop for stop in stops if stop)
         self._held = ""
-        self.stopped = False
-        """Whether a stop string was found; all further text is dropped."""
+        self.found: str | None = None
+        """The stop string that was found; all further text is dropped."""
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string was found."""
+        return self.found is not None
 
     def add(self, text: str) -> str:
         """Add text, and return what can be emitted."""
         if self.stopped:
             return ""
         self._held += text
-        begin = min((at for stop in self._stops if (at := self._held.find(stop)) >= 0), default=-1)
+        begin, stop = self._first()
         waiting = self._earliest_beginning()
-        if begin >= 0 and begin <= waiting:
-            given, self._held, self.stopped = self._held[:begin], "", True
+        if stop and begin <= waiting:
+            given, self._held, self.found = self._held[:begin], "", stop
             return given
         given, self._held = self._held[:waiting], self._held[waiting:]
         return given
 
     def flush(self) -> str:
         """The held-back text, once the input has ended without a stop string."""
-        begin = min((at for stop in self._stops if (at := self._held.find(stop)) >= 0), default=-1)
-        given, self._held = self._held if begin < 0 else self._held[:begin], ""
-        self.stopped = self.stopped or begin >= 0
+        begin, stop = self._first()
+        given, self._held = self._held[:begin] if stop else self._held, ""
+        self.found = self.found or stop or None
         return given
+
+    def _first(self) -> tuple[int, str]:
+        """Position of the first stop string in the held-back text, and which it is; empty if there is none."""
+        return min(((at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0), default=(-1, ""))
 
     def _earliest_beginning(self) -> int:
         """Position of a possible beginning of a stop string in the held-back text; its length if there is none."""
@@ -270,7 +281,7 @@ class Answer:
             return
         rest = self._stops.add(self._text.flush()) + self._stops.flush()
         finish = "stop" if self._stops.stopped and finish in ("length", "loop") else finish
-        self._last(self.run.last(finish, rest.lstrip() if self._blank else rest))
+        self._last(self.run.last(finish, rest.lstrip() if self._blank else rest, self._stops.found))
 
     def fail(self, error: Exception) -> None:
         """End with an error. Does nothing if the answer has ended."""

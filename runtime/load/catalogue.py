@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from models.catalogue import KNOWN
-from models.errors import MAKING, CheckpointError, StoreError, check_needed
+from models.errors import MAKING, CheckpointError, ModelError, StoreError, check_needed
+from models.foreign import MAX_JSON, read_file, read_json
 from models.progress import Cancelled, ProgressCallback
 from models.recipe import Recipe, chosen_method
 from models.store import Store, StoredModel, StoredModelInfo
@@ -69,6 +70,18 @@ class Catalogue:
         if name in self._bundled:
             return StoredModel.open_folder(self._bundled[name], name)
         return self._store.open(name)
+
+    def chat_template(self, name: str) -> str:
+        """A model's chat template; empty if there is none, or it can't be read."""
+        try:
+            folder = self._bundled[name] if name in self._bundled else self._store.info(name).path
+            own = folder / "chat_template.jinja"
+            if own.is_file():
+                return read_file(own, MAX_JSON).decode()
+            given = read_json(folder / "tokenizer_config.json").get("chat_template")
+        except (ModelError, OSError, ValueError, AttributeError):
+            return ""
+        return given if isinstance(given, str) else ""
 
     def remove(self, name: str) -> None:
         """Delete a stored model.

@@ -1,4 +1,4 @@
-"""Bodies of requests and responses: bounded JSON, validated up to the first mistake; errors; server-sent events."""
+"""Bodies of requests and responses: bounded JSON, validated up to the first mistake; errors; streams."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import contextlib
 import json
 import re
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Annotated, Any, TypeVar
 
@@ -16,10 +17,9 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, Validati
 from pydantic_core import ErrorDetails, PydanticCustomError, from_json
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from runtime.server.errors import ApiError, api_error
-from runtime.wire.codec import to_json
+from runtime.server.errors import ApiError, ErrorForm, api_error, form_of, openai_form
 from runtime.wire.requests import MAX_MESSAGES
 
 LARGE_BYTES = 32 * 1024
@@ -35,6 +35,8 @@ _ESCAPE = re.compile(
     rb"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(u[dD][89a-fA-F][0-9a-fA-F]{2})|.)", re.DOTALL
 )
 """An escape of a JSON text, a whole surrogate pair in one; its group is half a pair."""
+_UNION = ("str", "bool", "float", "int")
+"""Members of unions that pydantic names in the path of a field."""
 M = TypeVar("M", bound=BaseModel)
 T = TypeVar("T")
 
@@ -44,6 +46,7 @@ Token = Annotated[int, Field(ge=0, lt=2**31)]
 Tokens = Annotated[list[Token], Field(min_length=1, max_length=MAX_VALUES, fail_fast=True)]
 """A text as token ids."""
 Events = AsyncGenerator[dict[str, Any], None]
+PING = ServerSentEvent(comment="ping", sep="\n")
 DONE = "[DONE]"
 """End marker of an OpenAI stream."""
 PATIENCE_S = 2.0
@@ -136,8 +139,17 @@ def parse(body: bytes, model: type[M]) -> M:
     Raises:
         ApiError: it is no JSON object, or a field is missing, of a wrong type or out of range.
     """
+    return validated(read_object(body), model)
+
+
+def validated(given: dict[str, Any], model: type[M]) -> M:
+    """Validate a request.
+
+    Raises:
+        ApiError: a field is missing, of a wrong type or out of range.
+    """
     try:
-        return model.model_validate(read_object(body))
+        return model.model_validate(given)
     except ValidationError as error:
         raise explained(error) from None
 
@@ -177,7 +189,7 @@ def _field(detail: ErrorDetails) -> str:
     for part in detail["loc"]:
         if isinstance(part, int):
             text += f"[{part}]"
-        elif part.isidentifier() and part.islower() and part != "str":
+        elif part.isidentifier() and part.islower() and part not in _UNION:
             text += f".{part}" if text else part
     return text
 
@@ -187,14 +199,10 @@ def json_answer(body: Any) -> Response:
     return JSONResponse(body, headers={"Cache-Control": "no-store"})
 
 
-def error_answer(error: ApiError) -> Response:
-    """An error response in OpenAI's format."""
-    return JSONResponse(error_body(error), error.status, headers={"Cache-Control": "no-store", **error.headers})
-
-
-def error_body(error: ApiError) -> dict[str, Any]:
-    """The JSON object of an error, for a body or an item of a stream."""
-    return {"error": to_json(error.record)}
+def error_answer(error: ApiError, path: str) -> Response:
+    """An error response, as the interface at `path` has it."""
+    status, body = form_of(path)(error)
+    return JSONResponse(body, status, headers={"Cache-Control": "no-store", **error.headers})
 
 
 class Disconnected(Exception):
@@ -207,19 +215,59 @@ def encode(body: Any) -> str:
 
 
 async def sse(
-    events: Events, *, ping_s: float, done: bool, named: bool = False, patience_s: float = PATIENCE_S
+    events: Events,
+    *,
+    ping_s: float,
+    done: bool = False,
+    named: bool = False,
+    form: ErrorForm = openai_form,
+    ping: ServerSentEvent = PING,
+    patience_s: float = PATIENCE_S,
 ) -> Response:
     """A response that sends events as they arrive.
 
     Args:
         events: The events, as JSON objects. Closed when the client disconnects.
-        ping_s: Seconds between keep-alive comments.
+        ping_s: Seconds between keep-alive events.
         done: Whether `[DONE]` ends the stream.
         named: Whether each event is named by its `type`.
+        form: Writes an error, which becomes the last event.
+        ping: The keep-alive event.
         patience_s: How long an error before the first event can still set the status of the response.
 
     Raises:
         Exception: raised by the events before the first of them, within `patience_s`.
+    """
+    first = await _begun(events, patience_s)
+
+    async def lines() -> AsyncGenerator[ServerSentEvent, None]:
+        async with aclosing(_told(first, events, form, DONE if done else None)) as items:
+            async for item in items:
+                if isinstance(item, str):
+                    yield _event(item)
+                else:
+                    yield _event(encode(item), item["type"] if named else None)
+
+    return EventSourceResponse(lines(), ping=ping_s, sep="\n", ping_message_factory=lambda: ping)
+
+
+async def ndjson(events: Events, *, form: ErrorForm, patience_s: float = PATIENCE_S) -> Response:
+    """A response that sends objects as they arrive, each on a line; arguments and errors as of `sse`."""
+    first = await _begun(events, patience_s)
+
+    async def lines() -> AsyncGenerator[str, None]:
+        async with aclosing(_told(first, events, form)) as items:
+            async for item in items:
+                yield f"{encode(item)}\n"
+
+    return StreamingResponse(lines(), media_type="application/x-ndjson", headers={"Cache-Control": "no-store"})
+
+
+async def _begun(events: Events, patience_s: float) -> asyncio.Future[dict[str, Any] | None]:
+    """The first event, awaited as long as an error before it can still set the status.
+
+    Raises:
+        Exception: that error.
     """
     first = asyncio.ensure_future(_next(events))
     try:
@@ -229,28 +277,22 @@ async def sse(
     except BaseException:
         await _cancel(first, events)
         raise
-    return EventSourceResponse(
-        _lines(first, events, done=done, named=named),
-        ping=ping_s,
-        sep="\n",
-        ping_message_factory=lambda: ServerSentEvent(comment="ping", sep="\n"),
-    )
+    return first
 
 
-async def _lines(
-    first: asyncio.Future[dict[str, Any] | None], events: Events, *, done: bool, named: bool
-) -> AsyncGenerator[ServerSentEvent, None]:
-    """Events as lines of the stream; an error becomes the last one."""
+async def _told(
+    first: asyncio.Future[dict[str, Any] | None], events: Events, form: ErrorForm, end: str | None = None
+) -> AsyncGenerator[dict[str, Any] | str, None]:
+    """The events and `end`; an error becomes the last one."""
     try:
         event = await first
         while event is not None:
-            yield _event(encode(event), event["type"] if named else None)
+            yield event
             event = await _next(events)
-        if done:
-            yield _event(DONE)
+        if end is not None:
+            yield end
     except Exception as error:  # noqa: BLE001 -- the status is sent already, so the error goes into the stream
-        body = error_body(api_error(error))
-        yield _event(encode({"type": "error", **body} if named else body), "error" if named else None)
+        yield form(api_error(error))[1]
     finally:
         await _cancel(first, events)
 

@@ -1,9 +1,11 @@
-"""Error responses: turns every failure into an OpenAI-style error object and an HTTP status."""
+"""Error responses: turns every failure into an HTTP status and an error object, as the interface asked has it."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
 from models.errors import CancelledError, ModelError, ModelNotFoundError, StoreError
 from runtime.errors import (
@@ -17,10 +19,25 @@ from runtime.errors import (
     SavedCacheError,
 )
 from runtime.wire.answers import STATUS_OF_CODE, ErrorRecord
+from runtime.wire.codec import to_json
 
 INVALID, SERVER = "invalid_request_error", "server_error"
 MAX_MESSAGE = 1000
 """Most characters of a message, which may quote an arbitrarily long input."""
+ANTHROPIC_PATH, OLLAMA_PATH = "/v1/messages", "/api/"
+"""Beginnings of the paths of these interfaces."""
+_ANTHROPIC_KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "not_found_error",
+    413: "request_too_large",
+    500: "api_error",
+    503: "api_error",
+    529: "overloaded_error",
+}
+"""Types of errors in Anthropic's interface by status; others are `invalid_request_error`."""
+_ANTHROPIC_OVERLOADED = 529
 logger = logging.getLogger(__name__)
 
 
@@ -52,6 +69,64 @@ class ApiError(RuntimeFailure):
         self.status = status
         self.record = ErrorRecord(message=message, type=kind, param=param and _short(param), code=code)
         self.headers = dict(headers or {})
+
+
+ErrorForm = Callable[[ApiError], tuple[int, dict[str, Any]]]
+"""Writes an error as an interface has it: the HTTP status, and the JSON object of a body or an item of a stream."""
+
+
+def openai_form(error: ApiError) -> tuple[int, dict[str, Any]]:
+    """An error of OpenAI's interface, and of `/runtime/*`."""
+    return error.status, {"error": to_json(error.record)}
+
+
+def event_form(error: ApiError) -> tuple[int, dict[str, Any]]:
+    """The same as an event of OpenAI's Responses."""
+    status, body = openai_form(error)
+    return status, {"type": "error", **body}
+
+
+def anthropic_form(error: ApiError) -> tuple[int, dict[str, Any]]:
+    """An error of Anthropic's interface. Agents know a prompt that does not fit by its words, and shorten it."""
+    code, message = error.record.code, error.record.message
+    if code == "context_length_exceeded":
+        message = f"prompt is too long: {message}"
+    status = _ANTHROPIC_OVERLOADED if code == "overloaded" else error.status
+    kind = _ANTHROPIC_KINDS.get(status, INVALID)
+    return status, {"type": "error", "error": {"type": kind, "message": message}}
+
+
+def ollama_form(error: ApiError) -> tuple[int, dict[str, Any]]:
+    """An error of Ollama's interface."""
+    return error.status, {"error": error.record.message}
+
+
+def form_of(path: str) -> ErrorForm:
+    """The form of errors at a path."""
+    if path.startswith(ANTHROPIC_PATH):
+        return anthropic_form
+    return ollama_form if path.startswith(OLLAMA_PATH) else openai_form
+
+
+@contextmanager
+def fields_named(names: Mapping[str, str]) -> Iterator[None]:
+    """Context manager: errors about a field call it as the request did.
+
+    Args:
+        names: Names in the request, by the names that the rest of the server has for them.
+    """
+    try:
+        yield
+    except ApiError as error:
+        param = error.record.param or ""
+        own = next((name for name in names if param == name or param.startswith((f"{name}.", f"{name}["))), None)
+        if own is None:
+            raise
+        told = error.record.message
+        message = names[own] + told.removeprefix(own) if told.startswith(own) else told
+        kind, code = error.record.type, error.record.code
+        param = names[own] + param.removeprefix(own)
+        raise ApiError(error.status, message, kind=kind, param=param, code=code, headers=error.headers) from None
 
 
 def unknown_model(name: str) -> ApiError:

@@ -146,7 +146,7 @@ class ManagementInterface:
         return await self.reader.read(request, record)
 
     async def _stream(self, events: Events) -> Response:
-        return await sse(events, ping_s=self.ping_s, done=False)
+        return await sse(events, ping_s=self.ping_s)
 
     async def _done(self, work: AsyncGenerator[Progress, None]) -> Events:
         async with aclosing(_reported(work)) as reports:

@@ -115,7 +115,12 @@ def is_management(path: str) -> bool:
 def same_token(given: bytes, wanted: str) -> bool:
     """Whether an `Authorization` header has the right token. Takes constant time for tokens of the same length."""
     scheme, _, token = given.partition(b" ")
-    return hmac.compare_digest(token.strip(), wanted.encode("ascii")) and scheme.lower() == b"bearer"
+    return same_key(token, wanted) and scheme.lower() == b"bearer"
+
+
+def same_key(given: bytes, wanted: str) -> bool:
+    """Whether an `x-api-key` header has the right token. Takes constant time for tokens of the same length."""
+    return hmac.compare_digest(given.strip(), wanted.encode("ascii"))
 
 
 _REFUSED_HOST = (
@@ -141,7 +146,7 @@ class Guard:
             return  # there are no websockets here; the server rejects the handshake
         refusal = self._refusal(scope)
         if refusal is not None:
-            await error_answer(refusal)(scope, receive, send)
+            await error_answer(refusal, scope["path"])(scope, receive, send)
             return
         await self._app(scope, _Limited(receive, self._security.max_body_bytes), send)
 
@@ -155,11 +160,10 @@ class Guard:
         if is_management(scope["path"]) and self._security.management_token is None:
             return ApiError(404, "this server has no management interface", code="not_found")
         wanted = self._security.wanted_token(scope["path"])
-        given = _values(scope, b"authorization")
-        if wanted is not None and not (len(given) == 1 and same_token(given[0], wanted)):
+        if wanted is not None and not _authorized(scope, wanted):
             return ApiError(
                 401,
-                "the bearer token is missing or wrong: send it as 'Authorization: Bearer TOKEN'",
+                "the token is missing or wrong: send it as 'Authorization: Bearer TOKEN', or as 'x-api-key: TOKEN'",
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
@@ -168,6 +172,14 @@ class Guard:
 
     def _exceeds(self, length: bytes) -> bool:
         return len(length) > 18 or int(length) > self._security.max_body_bytes
+
+
+def _authorized(scope: Scope, wanted: str) -> bool:
+    """Whether a request has the right token: in `Authorization` or, as Anthropic's clients send it, in `x-api-key`."""
+    given, keys = _values(scope, b"authorization"), _values(scope, b"x-api-key")
+    if len(given) == 1 and same_token(given[0], wanted):
+        return True
+    return len(keys) == 1 and not is_management(scope["path"]) and same_key(keys[0], wanted)
 
 
 class _Limited:

@@ -29,9 +29,11 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from models.errors import ModelError
 from models.progress import ProgressCallback, ignore_progress
 from runtime.errors import RequestError, RuntimeFailure
+from runtime.server.anthropic.interface import AnthropicInterface
 from runtime.server.bodies import Disconnected, Reader, error_answer
 from runtime.server.errors import ApiError, api_error
 from runtime.server.management import ManagementInterface
+from runtime.server.ollama.interface import OllamaInterface
 from runtime.server.openai.public import PublicInterface
 from runtime.server.security import Guard, Security
 from runtime.server.service import Service
@@ -72,6 +74,8 @@ def create_app(
     """
     reader = Reader()
     routes = PublicInterface(service, ping_s, reader).routes()
+    routes += AnthropicInterface(service, ping_s, reader).routes()
+    routes += OllamaInterface(service, reader).routes()
     if security.management_token is not None:
         routes += ManagementInterface(service, ping_s, reader, shutdown).routes()
     app = Starlette(
@@ -90,8 +94,8 @@ def create_app(
     return Guard(app, security)
 
 
-async def _failure(_request: Request, error: Exception) -> Response:
-    return error_answer(api_error(error))
+async def _failure(request: Request, error: Exception) -> Response:
+    return error_answer(api_error(error), request.url.path)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
@@ -99,7 +103,8 @@ async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
     message = f"{request.method} {request.url.path}: {error.detail}"
-    return error_answer(ApiError(error.status_code, message, code=code, headers=error.headers))
+    answer = ApiError(error.status_code, message, code=code, headers=error.headers)
+    return error_answer(answer, request.url.path)
 
 
 async def _nobody_listens(_request: Request, _error: Exception) -> Response:
@@ -340,7 +345,7 @@ def run(
     progress: ProgressCallback = ignore_progress,
     ready: Callable[[str], object] = lambda _url: None,
 ) -> int:
-    """Serve `/v1/*` until Ctrl-C or SIGTERM. There is no `/runtime/*`: models cannot be pulled, made or deleted.
+    """Serve `/v1/*` and `/api/*` until Ctrl-C or SIGTERM. There is no `/runtime/*`: models cannot be deleted or tuned.
 
     Args:
         service: The service, from `runtime.server.service.open_service`; closed at the end.

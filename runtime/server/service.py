@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import os
 import threading
 from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping, Sequence
@@ -47,6 +48,19 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Keep:
+    """How a request wants its model to be loaded."""
+
+    seconds: float | None = None
+    """Seconds without a request after which it is unloaded, `math.inf`: never; None: as the server was told."""
+    context: int = 0
+    """Tokens of context that it has at least, within what the model knows."""
+
+
+KEPT = Keep()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
     """A prompt and how to answer it."""
 
@@ -69,6 +83,8 @@ class GenerationRequest:
     """The conversation, if the prompt is one: a call that does not fit its schema is asked for again."""
     variables: Mapping[str, Any] | None = None
     """Further variables of the chat template."""
+    keep: Keep = KEPT
+    """How the model is kept."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +128,7 @@ class Service:
         self.catalogue = catalogue
         self.builder = builder
         self._loader, self._inspector, self._max_waiting = loader, inspector, max_waiting
+        self._idle_unload_s = math.inf if idle_unload_s is None else idle_unload_s
         self._lock = threading.Lock()  # guards the fields below while they are read or changed
         self._state: State = "empty"
         self._loaded: LoadedModel | None = None
@@ -124,8 +141,9 @@ class Service:
         self._refines = True  # until refining fails
         self._worker = Worker("engine", self._step)
         self._worker.when_idle(refine_after_s, self._refine)
-        if idle_unload_s is not None:
-            self._worker.when_idle(idle_unload_s, self._unload_idle)
+        self.unloads_after_s = math.inf
+        """Seconds without a request after which the loaded model is unloaded."""
+        self._keep(KEPT)
 
     # Thread-safe
 
@@ -232,7 +250,12 @@ class Service:
         Raises:
             ApiError: there is no such model, or it cannot be loaded.
         """
-        return self._queued(lambda stream: self._load(request, stream.put, stream.cancelled))
+
+        def work(stream: Stream[Progress]) -> None:
+            self._keep(KEPT)
+            self._load(request, stream.put, stream.cancelled)
+
+        return self._queued(work)
 
     def tune(self, request: TuneRequest) -> AsyncGenerator[Progress, None]:
         """Change the compensation of the loaded model, after the requests already queued.
@@ -287,17 +310,51 @@ class Service:
         """
         return self._queued(
             lambda stream: self._submit(request, stream),
-            alone=lambda stream: not (stream.cancelled() or self._is_ready(request.model)),
+            alone=lambda stream: not (stream.cancelled() or self._is_ready(request.model, request.keep)),
             ends=False,
         )
 
-    def embed(self, model: str, texts: Sequence[str | Sequence[int]]) -> AsyncGenerator[Embedded, None]:
+    async def hold(self, model: str, keep: Keep) -> None:
+        """Load a model ahead of its requests; one that is not to be kept at all is unloaded.
+
+        Raises:
+            ApiError: there is no such model, or it cannot be loaded.
+        """
+
+        def work(stream: Stream[None]) -> None:
+            if keep.seconds != 0:
+                self._ensure(model, stream.cancelled, keep)
+            elif self._is_ready(model):
+                self._unload_idle()
+
+        unloads = keep.seconds == 0
+        async with aclosing(self._queued(work, lambda _: unloads or not self._is_ready(model, keep))) as nothing:
+            async for _ in nothing:
+                pass
+
+    async def count(self, request: GenerationRequest) -> int:
+        """Tokens of a prompt.
+
+        Raises:
+            ApiError: the model or the prompt is invalid.
+        """
+
+        def work(stream: Stream[int]) -> None:
+            stream.put(len(_prompt(self._ensure(request.model, stream.cancelled, request.keep), request)))
+
+        counting = self._queued(work, alone=lambda _: not self._is_ready(request.model, request.keep))
+        async with aclosing(counting) as counted:
+            return [tokens async for tokens in counted][-1]
+
+    def embed(
+        self, model: str, texts: Sequence[str | Sequence[int]], keep: Keep = KEPT
+    ) -> AsyncGenerator[Embedded, None]:
         """Embeddings of texts (or token lists), in order.
 
         Raises:
             ApiError: the model or a text is invalid, or the work failed.
         """
-        return self._queued(lambda stream: self._embed(model, texts, stream))
+        return self._queued(lambda stream: self._embed(model, texts, keep, stream))
 
     def inspect(self, request: InspectRequest) -> AsyncGenerator[Progress | Inspection, None]:
         """Re-read an answer token by token: yields reports, then the result.
@@ -400,21 +457,21 @@ class Service:
                 if item.finish_reason is not None:
                     stream.end()
 
-        loaded = self._ensure(request.model, stream.cancelled)
+        loaded = self._ensure(request.model, stream.cancelled, request.keep)
         advised = {name: value for name, value in loaded.sampling.items() if name in request.left_open}
         options = replace(request.options, **advised)  # type: ignore[arg-type]  # top_k is an int
         if request.chat:
             options = replace(options, stop=(*options.stop, *loaded.engine.chat_stops))
+        prompt = _prompt(loaded, request)
         try:
-            prompt = request.prompt(loaded.engine)
             loaded.engine.submit(prompt, options, receive, stream.cancelled, trim=request.trim, chat=request.name)
         except (RequestError, ContextOverflowError) as error:
             raise api_error(error, prompt=request.field) from error
         opening = loaded.engine.reasoning_opened(prompt) if request.trim and not options.formed else ""
         stream.put(loaded.accepted(prompt, opening))
 
-    def _embed(self, model: str, texts: Sequence[str | Sequence[int]], stream: Stream[Embedded]) -> None:
-        loaded = self._ensure(model, stream.cancelled)
+    def _embed(self, model: str, texts: Sequence[str | Sequence[int]], keep: Keep, stream: Stream[Embedded]) -> None:
+        loaded = self._ensure(model, stream.cancelled, keep)
         with self._generating():
             for index, text in enumerate(texts):
                 try:
@@ -473,30 +530,43 @@ class Service:
         self._set("ready", target=request, loaded=loaded)
         return loaded
 
-    def _ensure(self, name: str, cancelled: Callable[[], bool]) -> LoadedModel:
-        """The model of that name, loaded if it is not the current one.
+    def _ensure(self, name: str, cancelled: Callable[[], bool], keep: Keep = KEPT) -> LoadedModel:
+        """The model of that name, loaded if it is not the current one, or again if its context is too small.
 
-        The kind of cache, the compensation or its budget, and the backend stay as last requested.
+        The kind of cache, the compensation or its budget, and the backend stay as last requested. So does the context
+        if a larger one does not fit.
 
         Raises:
             ApiError, RuntimeFailure, ModelError: as `_load`.
         """
+        self._keep(keep)
         with self._lock:
             loaded, target = self._loaded, self._target
-        if target is None:
-            request = LoadRequest(model=name)
-        elif target.model == name:
-            if loaded is not None:
-                return loaded
-            request = target
-        else:
-            request = replace(target, model=name, context=None)
-        return self._load(request, ignore_progress, cancelled)
+        if target is None or target.model != name:
+            target = LoadRequest(model=name) if target is None else replace(target, model=name, context=None)
+            loaded = None
+        if loaded is None:
+            loaded = self._load(target, ignore_progress, cancelled)
+        if loaded.context >= keep.context:
+            return loaded
+        try:
+            return self._load(replace(target, context=keep.context), ignore_progress, cancelled)
+        except BaseException:
+            self._set("empty", target=target)
+            raise
 
-    def _is_ready(self, name: str) -> bool:
-        """Whether a model is loaded, so that a request for it can join the running ones."""
+    def _is_ready(self, name: str, keep: Keep = KEPT) -> bool:
+        """Whether a model is loaded as wanted, so that a request for it can join the running ones."""
         with self._lock:
-            return self._loaded is not None and self._target is not None and self._target.model == name
+            loaded, target = self._loaded, self._target
+        return loaded is not None and target is not None and target.model == name and loaded.context >= keep.context
+
+    def _keep(self, keep: Keep) -> None:
+        """Unload the model after as many idle seconds as a request wants."""
+        seconds = self._idle_unload_s if keep.seconds is None else keep.seconds
+        if seconds != self.unloads_after_s:
+            self.unloads_after_s = seconds
+            self._worker.when_idle(seconds, self._unload_idle)
 
     def _tune(self, request: TuneRequest, stream: Stream[Progress]) -> None:
         """Change the compensation of the loaded model. A model that was unloaded when idle is loaded first.
@@ -505,6 +575,7 @@ class Service:
             ApiError: no model is loaded.
             RuntimeFailure, ModelError: it was stopped, or cannot be done; everything stays as it was.
         """
+        self._keep(KEPT)
         with self._lock:
             loaded, target = self._loaded, self._target
         if target is None:
@@ -581,6 +652,18 @@ class Service:
     ) -> None:
         with self._lock:
             self._state, self._target, self._loaded, self._error = state, target, loaded, error
+
+
+def _prompt(loaded: LoadedModel, request: GenerationRequest) -> Sequence[int]:
+    """The prompt's tokens.
+
+    Raises:
+        ApiError: it is invalid, or does not fit.
+    """
+    try:
+        return request.prompt(loaded.engine)
+    except (RequestError, ContextOverflowError) as error:
+        raise api_error(error, prompt=request.field) from error
 
 
 def _job(

@@ -7,6 +7,7 @@ it) sets a flag that the job polls between steps.
 from __future__ import annotations
 
 import asyncio
+import math
 import queue
 import threading
 import time
@@ -87,12 +88,14 @@ class Worker:
         return self._jobs.qsize() + self._held
 
     def when_idle(self, seconds: float, job: Job) -> None:
-        """Run `job` in the thread whenever it has been idle for this long; several by rising time.
+        """Run `job` in the thread whenever it has been idle for this long (`math.inf`: never); several by rising time.
 
-        A long job polls `waiting`, and returns when something else is to be done.
+        A job that was given before gets another time. A long job polls `waiting`, and returns when something else is to
+        be done.
         """
-        self._idle = sorted([*self._idle, (seconds, job)], key=lambda own: own[0])
-        self.submit(lambda: None)  # wakes the thread, so that it looks at the clock
+        self._idle = sorted([*(own for own in self._idle if own[1] != job), (seconds, job)], key=lambda own: own[0])
+        if threading.current_thread() is not self._thread:
+            self.submit(lambda: None)  # wakes the thread, so that it looks at the clock
 
     def submit(self, job: Job, alone: Callable[[], bool] = lambda: True) -> None:
         """Queue a job. A job must not raise.
@@ -150,6 +153,6 @@ class Worker:
 
     def _patience(self, since: float, rested: int) -> float | None:
         """Seconds until the next idle job is due, of which `rested` have run; None if none is left."""
-        if rested >= len(self._idle):
+        if rested >= len(self._idle) or math.isinf(self._idle[rested][0]):
             return None
         return max(0.0, since + self._idle[rested][0] - time.monotonic())

@@ -154,7 +154,9 @@ def _forms(chat: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
                 strict.append({"role": "user", "content": ""})
             strict.append(message)
         if waiting is not None:
-            strict.append({**waiting, "role": "user"})
+            asked = strict.pop() if strict and strict[-1]["role"] == "user" else None
+            waiting = {**waiting, "role": "user"}
+            strict.append(waiting if asked is None else _merged(asked, waiting))
         yield strict
 
 

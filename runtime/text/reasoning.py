@@ -17,6 +17,47 @@ def split_reasoning(text: str) -> tuple[str, str]:
     return thought.strip("\n"), answer.lstrip("\n") if ended else ""
 
 
+class ReasoningReader:
+    """Separates reasoning from the answer in a streamed text. What may become a tag is held back."""
+
+    def __init__(self) -> None:
+        self._held = ""
+        self._inside: bool | None = None  # None: not known yet
+        self._blank = True  # whether line breaks at the beginning are still to be left out
+
+    def feed(self, text: str, *, last: bool = False) -> tuple[str, str]:
+        """Add a piece. Returns the reasoning and the answer that are certain; with `last`, all of them."""
+        self._held += text
+        if self._inside is None:
+            begun = self._held.lstrip()
+            if not last and begun != TAGS[0] and TAGS[0].startswith(begun):
+                return "", ""
+            self._inside = begun.startswith(TAGS[0])
+            self._held, self._blank = begun.removeprefix(TAGS[0]) if self._inside else self._held, self._inside
+        thought = ""
+        if self._inside:
+            inside, ended, behind = self._held.partition(TAGS[1])
+            sure = inside if ended or last else inside[: len(inside) - _tail(inside)]
+            thought, self._held = self._trimmed(sure.rstrip("\n") if ended or last else sure), self._held[len(sure) :]
+            if not ended:
+                return thought, ""
+            self._inside, self._blank, self._held = False, True, behind
+        answer, self._held = self._trimmed(self._held), ""
+        return thought, answer
+
+    def _trimmed(self, text: str) -> str:
+        text = text.lstrip("\n") if self._blank else text
+        self._blank = self._blank and not text
+        return text
+
+
+def _tail(text: str) -> int:
+    """Characters at the end of reasoning that may belong to its closing tag, and line breaks before it."""
+    tag = next((size for size in range(len(TAGS[1]) - 1, 0, -1) if text.endswith(TAGS[1][:size])), 0)
+    plain = text[: len(text) - tag]
+    return tag + len(plain) - len(plain.rstrip("\n"))
+
+
 def outside_tags(text: str, change: Callable[[str], str]) -> str:
     """A text with all changed but the tags around its reasoning."""
     before, begun, inside = text.partition(TAGS[0])

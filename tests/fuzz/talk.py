@@ -181,6 +181,65 @@ REQUESTS: dict[str, list[dict[str, Any]]] = {
         },
         {"model": "small", "input": "count 3", "stream": True, "text": {"format": {"type": "json_object"}}},
     ],
+    "/v1/messages": [
+        {
+            "model": "small",
+            "max_tokens": 8,
+            "system": [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}],
+            "messages": [
+                {"role": "user", "content": [{"type": "document", "source": {"type": "text", "data": "x"}}]},
+                {
+                    "role": "assistant",
+                    "content": [
+                        {"type": "thinking", "thinking": "hm", "signature": "x"},
+                        {"type": "tool_use", "id": "c1", "name": "f", "input": {"a": 1}},
+                    ],
+                },
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "tool_result", "tool_use_id": "c1", "content": [{"type": "text", "text": "22"}]},
+                        {"type": "text", "text": "echo hi"},
+                    ],
+                },
+            ],
+            "stop_sequences": ["x"],
+            "tools": [{"name": "f", "description": "x", "input_schema": _FUNCTION["parameters"]}],
+            "tool_choice": {"type": "auto", "disable_parallel_tool_use": True},
+            "thinking": {"type": "enabled", "budget_tokens": 1024},
+        },
+        {
+            **_ECHO,
+            "max_tokens": 8,
+            "stream": True,
+            "output_config": {"effort": "low", "format": {"type": "json_schema", "schema": _SCHEMA}},
+        },
+    ],
+    "/v1/messages/count_tokens": [{**_ECHO, "system": "x"}],
+    "/api/chat": [
+        {
+            "model": "small",
+            "messages": [
+                {"role": "user", "content": "hi", "images": ["eA=="]},
+                {"role": "assistant", "content": "", "thinking": "hm", "tool_calls": [{"function": {"name": "f"}}]},
+                {"role": "tool", "tool_name": "f", "content": "22"},
+                {"role": "user", "content": "echo hi"},
+            ],
+            "tools": [{"type": "function", "function": _FUNCTION}],
+            "options": {"num_predict": 8, "temperature": 0.5, "seed": 1, "stop": ["x"], "num_ctx": 64, "mirostat": 0},
+            "think": "low",
+            "keep_alive": "1h30m",
+        },
+        {**_ECHO, "format": _SCHEMA, "stream": False, "logprobs": True, "top_logprobs": 2},
+    ],
+    "/api/generate": [
+        {"model": "small", "prompt": "echo hi", "system": "x", "raw": True, "keep_alive": -1, "options": {"top_k": 3}},
+        {"model": "small", "prompt": "echo hi", "format": "json", "suffix": "", "context": []},
+    ],
+    "/api/embed": [{"model": "small", "input": ["one", "two"], "truncate": True}],
+    "/api/embeddings": [{"model": "small", "prompt": "one"}],
+    "/api/show": [{"model": "small:latest"}],
+    "/api/pull": [{"model": "owner/name:Q8_0", "stream": False}],
     "/v1/embeddings": [
         {"model": "small", "input": ["one", "two"], "encoding_format": "base64"},
         {"model": "small", "input": [[1, 2], [3]]},
@@ -230,7 +289,8 @@ def requests(folder: Path) -> Iterator[Reader]:
         answer = runner.run(ask(path.decode(), body))
         assert answer.status_code in (200, 400, 404, 413, 503), answer.text[:300]
         if answer.status_code != 200:
-            assert 0 < len(answer.json()["error"]["message"]) < 2000, answer.text[:3000]
+            error = answer.json()["error"]
+            assert 0 < len(error if isinstance(error, str) else error["message"]) < 2000, answer.text[:3000]
 
     sound = tuple(f"{path}\n".encode() + written(body) for path, bodies in REQUESTS.items() for body in bodies)
     inputs = [

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from functools import lru_cache, partial
 from typing import Any, TypeVar
 
@@ -18,20 +18,16 @@ from starlette.routing import Route
 
 from runtime import program_version
 from runtime.engine.engine import Engine
-from runtime.engine.generation import Piece
 from runtime.load.loading import Accepted
-from runtime.server.bodies import Events, Reader, json_answer, parse, sse, unless_disconnected
-from runtime.server.errors import unknown_model
-from runtime.server.openai import tool_call_retry
+from runtime.server.bodies import Reader, json_answer, parse, sse, unless_disconnected
+from runtime.server.errors import event_form, unknown_model
+from runtime.server.openai.answering import Answering, Writer, call_reader, generation
 from runtime.server.openai.forms import LeftOut
 from runtime.server.openai.requests import ChatRequest, CompletionRequest, EmbeddingsRequest, embeddings_body
 from runtime.server.openai.responses import Body, ChatWriter, CompletionWriter
 from runtime.server.openai.responses_api import ResponsesRequest, ResponseWriter
 from runtime.server.security import HEALTH_PATH
 from runtime.server.service import Embedded, GenerationRequest, Service
-from runtime.text.call_grammar import CallRules
-from runtime.text.call_reader import CallReader
-from runtime.text.sampling import SamplingOptions
 from runtime.wire.answers import ModelEntry
 
 _REFERENCE = "#/components/schemas/{model}"
@@ -65,12 +61,7 @@ _POSTS = (
     ("/v1/embeddings", "Texts as vectors", EmbeddingsRequest),
     ("/v1/responses", "Answer a conversation, in the newer form", ResponsesRequest),
 )
-Writer = ChatWriter | CompletionWriter | ResponseWriter
-"""Writes one response, as a body or in chunks."""
-LEFT_OUT, MAX_HEADER = "X-Left-Out", 2000
-"""The header that names what of a request could not be used, and its most characters."""
 MAX_ANSWERED = 512
-logger = logging.getLogger(__name__)
 C = TypeVar("C", ChatRequest, CompletionRequest, ResponsesRequest, EmbeddingsRequest)
 
 
@@ -145,7 +136,9 @@ class PublicInterface:
         """GET /v1/models. The loaded model is first, since many clients take the first one."""
         entries = await asyncio.to_thread(self.service.catalogue.entries)
         entries = sorted(entries, key=lambda entry: not self.service.holds(entry.name))
-        return json_answer({"object": "list", "data": [_model(entry) for entry in entries]})
+        data = [_model(entry) for entry in entries]
+        ends = {"has_more": False, "first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {}
+        return json_answer({"object": "list", "data": data, **ends})
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]
@@ -157,7 +150,8 @@ class PublicInterface:
     async def chat(self, request: Request) -> Response:
         asked, messages, left_out = await self.reader.read(request, _chat)
         options = await asyncio.to_thread(asked.sampling)
-        wanted = _conversation(asked, messages, options, "messages", resume=bool(asked.continue_final_message))
+        name, resume = asked.prompt_cache_key, bool(asked.continue_final_message)
+        wanted = generation(asked, messages, options, "messages", name=name, resume=resume)
 
         def begin(accepted: Accepted) -> Writer:
             return ChatWriter(
@@ -165,10 +159,10 @@ class PublicInterface:
                 version=program_version(),
                 with_usage=asked.wants_usage,
                 logprobs=bool(asked.logprobs),
-                calls=_reader(options.calls),
+                calls=call_reader(options.calls),
             )
 
-        return await self._answer(request, wanted, begin, stream=bool(asked.stream), left_out=left_out)
+        return await self._chunks.respond(request, wanted, begin, stream=bool(asked.stream), left_out=left_out)
 
     async def completions(self, request: Request) -> Response:
         asked = await self.reader.read(request, partial(_checked, CompletionRequest))
@@ -189,17 +183,22 @@ class PublicInterface:
                 logprobs=asked.logprobs is not None,
             )
 
-        return await self._answer(request, wanted, begin, stream=bool(asked.stream))
+        return await self._chunks.respond(request, wanted, begin, stream=bool(asked.stream))
 
     async def responses(self, request: Request) -> Response:
         asked, messages, left_out = await self.reader.read(request, partial(_responses, self.answered))
         options = await asyncio.to_thread(asked.sampling)
-        wanted = _conversation(asked, messages, options, "input")
+        wanted = generation(asked, messages, options, "input", name=asked.prompt_cache_key)
 
         def begin(accepted: Accepted) -> Writer:
-            return ResponseWriter(asked, accepted, _reader(options.calls), self._keep)
+            return ResponseWriter(asked, accepted, call_reader(options.calls), self._keep)
 
-        return await self._answer(request, wanted, begin, stream=bool(asked.stream), named=True, left_out=left_out)
+        events = Answering(self.service, partial(sse, ping_s=self.ping_s, named=True, form=event_form))
+        return await events.respond(request, wanted, begin, stream=bool(asked.stream), left_out=left_out)
+
+    @property
+    def _chunks(self) -> Answering:
+        return Answering(self.service, partial(sse, ping_s=self.ping_s, done=True))
 
     def _keep(self, items: Sequence[Body]) -> None:
         """Keep the items of a response for requests that refer to them."""
@@ -225,52 +224,6 @@ class PublicInterface:
         """GET /health: needs no token, and only shows that the server is up."""
         return json_answer({"status": "ok"})
 
-    async def _answer(
-        self,
-        request: Request,
-        wanted: GenerationRequest,
-        begin: Callable[[Accepted], Writer],
-        *,
-        stream: bool,
-        named: bool = False,
-        left_out: Sequence[str] = (),
-    ) -> Response:
-        """Respond with a stream, whose events may be named, or with a body; a header says what was left out."""
-        if stream:
-            answer = await sse(self._events(wanted, begin), ping_s=self.ping_s, done=not named, named=named)
-        else:
-            answer = json_answer(await unless_disconnected(request, lambda: self._whole(wanted, begin)))
-        if left_out:
-            said = "; ".join(left_out)[:MAX_HEADER].encode("ascii", "replace").decode()
-            said = "".join(letter if letter.isprintable() else "?" for letter in said)
-            answer.headers[LEFT_OUT] = said
-            logger.info("left out of a request: %s", said)
-        return answer
-
-    def _generated(self, wanted: GenerationRequest) -> AsyncGenerator[Accepted | Piece, None]:
-        """The answer; calls of tools whose schemas no grammar fully enforces are checked, and asked for once more."""
-        rules = wanted.options.calls
-        if rules is not None and rules.relaxed and wanted.messages:
-            return tool_call_retry.generate(self.service, wanted, rules)
-        return self.service.generate(wanted)
-
-    async def _events(self, wanted: GenerationRequest, begin: Callable[[Accepted], Writer]) -> Events:
-        """The chunks of a stream."""
-        async with aclosing(self._generated(wanted)) as items:
-            writer = begin(await _accepted(items))
-            for chunk in writer.opening():
-                yield chunk
-            async for piece in items:
-                assert isinstance(piece, Piece)
-                for chunk in writer.chunks(piece):
-                    yield chunk
-
-    async def _whole(self, wanted: GenerationRequest, begin: Callable[[Accepted], Writer]) -> Body:
-        """The body of a non-streaming response."""
-        async with aclosing(self._generated(wanted)) as items:
-            writer = begin(await _accepted(items))
-            return writer.body([item async for item in items if isinstance(item, Piece)])
-
 
 def _checked(kind: type[C], body: bytes) -> C:
     asked = parse(body, kind)
@@ -290,49 +243,15 @@ def _responses(answered: Mapping[str, Body], body: bytes) -> tuple[ResponsesRequ
     return asked, *asked.messages(answered)
 
 
-def _conversation(
-    asked: ChatRequest | ResponsesRequest,
-    messages: Sequence[Mapping[str, Any]],
-    options: SamplingOptions,
-    field: str,
-    *,
-    resume: bool = False,
-) -> GenerationRequest:
-    """How a conversation is answered, or with `resume` its last message continued; `field` names the messages."""
-    tools, variables = list(asked.tool_use.tools), asked.variables
-
-    def prompt(engine: Engine) -> Sequence[int]:
-        return engine.chat_prompt(messages, continue_final=resume, tools=tools, variables=variables)
-
-    return GenerationRequest(
-        model=asked.model,
-        prompt=prompt,
-        options=options,
-        left_open=asked.left_open,
-        chat=True,
-        name=asked.prompt_cache_key,
-        trim=not resume,
-        field=field,
-        messages=() if resume else messages,
-        variables=variables,
-    )
-
-
-def _reader(rules: CallRules | None) -> CallReader | None:
-    """A parser of calls in an answer, if there are tools. Calls that are checked afterwards are not streamed."""
-    if rules is None:
-        return None
-    enforced = [tool.name for tool in rules.tools if tool.name not in rules.relaxed]
-    return CallReader(rules.tools, most=None if rules.several else 1, enforced=enforced)
-
-
-async def _accepted(items: AsyncGenerator[Accepted | Piece, None]) -> Accepted:
-    """The first item of a generation."""
-    first = await anext(items)
-    assert isinstance(first, Accepted)
-    return first
-
-
 def _model(entry: ModelEntry) -> Body:
-    """A model in OpenAI's format."""
-    return {"id": entry.name, "object": "model", "created": entry.created, "owned_by": "lowbit-chat"}
+    """A model in OpenAI's format, and in Anthropic's, whose clients ask at the same path."""
+    made = datetime.fromtimestamp(entry.created, UTC).isoformat()
+    return {
+        "id": entry.name,
+        "object": "model",
+        "created": entry.created,
+        "owned_by": "lowbit-chat",
+        "type": "model",
+        "display_name": entry.name,
+        "created_at": made,
+    }

@@ -8,7 +8,7 @@ supported are understood.
 from __future__ import annotations
 
 import base64
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -71,7 +71,7 @@ TEXTS = frozenset({"text", "input_text", "output_text"})
 """Types of parts that hold text."""
 THOUGHTS = ("thinking", "reasoning")
 """Words in the types of parts that are no part of the conversation."""
-MEDIA = ("image", "audio", "video", "file")
+MEDIA = ("image", "audio", "video", "file", "document")
 """Words in the types of parts that are asked about and can't be read."""
 MAX_INPUTS = 2048
 """Most texts per request, as in OpenAI's interface."""
@@ -267,7 +267,14 @@ class ContentPart(Part):
         return {"type": "text", "text": given} if isinstance(given, str) else given
 
 
-def joined(content: str | Sequence[ContentPart] | None, where: str, left_out: LeftOut, *, last: bool = False) -> str:
+def joined(
+    content: str | Sequence[ContentPart] | None,
+    where: str,
+    left_out: LeftOut,
+    *,
+    last: bool = False,
+    skip: Collection[str] = (),
+) -> str:
     """The text of a content: parts are separate lines. What else it holds is left out.
 
     Args:
@@ -275,6 +282,7 @@ def joined(content: str | Sequence[ContentPart] | None, where: str, left_out: Le
         where: Its place in the request.
         left_out: Receives what is left out.
         last: Whether it is what is asked: an answer that ignores its picture is worse than none.
+        skip: Types of parts that are read elsewhere.
 
     Raises:
         ApiError: it is asked about something that is not text.
@@ -284,6 +292,8 @@ def joined(content: str | Sequence[ContentPart] | None, where: str, left_out: Le
     texts = []
     for position, part in enumerate(content):
         field = f"{where}[{position}]"
+        if part.type in skip:
+            continue
         text = part.text if part.type in TEXTS else part.refusal
         if text is not None:
             texts.append(text)

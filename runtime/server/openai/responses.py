@@ -237,14 +237,18 @@ def _logprobs(pieces: Sequence[Piece]) -> list[TokenLogprob]:
 
 
 def _chat_logprobs(logprobs: Sequence[TokenLogprob]) -> Body:
-    content = [
+    return {"content": logprobs_content(logprobs), "refusal": None}
+
+
+def logprobs_content(logprobs: Sequence[TokenLogprob]) -> list[Body]:
+    """Log-probabilities of tokens, each with the most likely ones at its place."""
+    return [
         {
             **_token(logprob.text, logprob.logprob),
             "top_logprobs": [_token(other.text, other.logprob) for other in logprob.top],
         }
         for logprob in logprobs
     ]
-    return {"content": content, "refusal": None}
 
 
 def _token(text: str, logprob: float) -> Body:

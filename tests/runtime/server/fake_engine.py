@@ -169,7 +169,7 @@ class FakeEngine:
             prefill_s=0.125,
             decode_tokens_per_s=40.0 + 0 * began,
         )
-        yield Piece(text=stops.flush(), finish_reason=finish, usage=usage)  # type: ignore[arg-type]
+        yield Piece(text=stops.flush(), finish_reason=finish, usage=usage, stop=stops.found)  # type: ignore[arg-type]
 
     def embed(self, tokens: Sequence[int], cancelled: Callable[[], bool] = lambda: False) -> np.ndarray:
         if max(tokens) > 10_000:
@@ -341,6 +341,9 @@ class FakeHouse:
 
     def find(self, name: str) -> ModelEntry | None:
         return next((found for found in self.entries() if found.name == name), None)
+
+    def chat_template(self, name: str) -> str:
+        return "{% if enable_thinking %}" if name == "small" else ""
 
     def remove(self, name: str) -> None:
         if name == "demo":

@@ -1,6 +1,7 @@
 """Other programs with their defaults, against this server: each says hi, lets a tool be called, has a schema filled.
 
 They are installed from package indexes into environments that the tests' cache keeps, away from the program's own.
+`tests.lab.clients` asks the same of the newest versions.
 """
 
 from __future__ import annotations
@@ -18,18 +19,22 @@ from typing import Any
 
 import httpx
 import pytest
-from fake_engine import FakeEngine
+from fake_engine import FakeEngine, FakeHouse
 
+from app.cli.launch import PROGRAMS, Target
 from runtime.engine.generation import Piece
 from runtime.text.sampling import SamplingOptions
 from runtime.text.tool_calls import Tool
+from tests.runtime.server.conftest import wait_until
 from tests.smollm2 import UnavailableError, kept
 
 PYTHON = (
+    "anthropic==2.14.0",
     "langchain==1.5.2",
     "langchain-openai==1.7.4",
     "litellm==1.110.2",
     "llm==0.36",
+    "ollama==0.6.3",
     "openai==3.57.0",
     "pydantic-ai-slim[openai]==2.68.0",
 )
@@ -38,12 +43,21 @@ INSTRUCTOR = ("instructor==1.17.0",)
 NODE = (
     "@ai-sdk/openai@4.0.118",
     "@ai-sdk/openai-compatible@3.0.92",
+    "@anthropic-ai/claude-code@2.1.332",
+    "@anthropic-ai/sdk@1.14.0",
     "@openai/codex@0.171.0",
     "ai@7.0.173",
+    "ollama@0.6.4",
     "openai@7.59.0",
     "opencode-ai@1.18.33",
     "zod@4.6.7",
 )
+PYTHON_CLIENTS = (
+    *("openai_chat", "openai_responses", "anthropic", "ollama"),
+    *("pydantic_ai", "langchain", "litellm", "llm", "instructor"),
+)
+NODE_CLIENTS = ("openai_chat", "openai_responses", "ai_sdk_compatible", "ai_sdk_openai", "anthropic", "ollama")
+SCRIPTS_OF_MODULES = ("opencode-ai/postinstall.mjs", "@anthropic-ai/claude-code/install.cjs")
 SCRIPTS = Path(__file__).parent / "clients"
 PET = {"name": "Rex", "kind": "dog"}
 SCHEMA = {
@@ -52,6 +66,9 @@ SCHEMA = {
     "required": ["name", "kind"],
     "additionalProperties": False,
 }
+
+VERBS = ("say", "call", "fill", "slow")
+ANSWERS = {"hi": "hi", "tool": "sunny in Rome", "schema": PET}
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
@@ -65,6 +82,9 @@ class Scripted(FakeEngine):
 
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Tool] = (), **_: Any) -> list[int]:
         text = messages[-1]["content"].strip()
+        if messages[-1]["role"] != "tool":  # agents put reminders around what was typed
+            lines = (line for turn in messages if turn["role"] == "user" for line in turn["content"].splitlines())
+            text = next((line for line in reversed([*lines]) if line.split(" ")[0] in VERBS), text)
         verb, _, rest = text.partition(" ")
         name, _, arguments = rest.partition(" ")
         if messages[-1]["role"] == "tool":
@@ -96,65 +116,103 @@ def url(serve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> str:
     return f"{serve(token='secret').url}/v1"
 
 
-@pytest.mark.parametrize(
-    "client", ["openai_chat", "openai_responses", "pydantic_ai", "langchain", "litellm", "llm", "instructor"]
-)
-def test_python(client: str, url: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("client", PYTHON_CLIENTS)
+def test_python(client: str, url: str, tmp_path: Path, house: FakeHouse) -> None:
     pins = INSTRUCTOR if client == "instructor" else PYTHON
 
     def make(folder: Path) -> None:
         install(sys.executable, "-m", "venv", folder)
         install(folder / "bin/python", "-m", "pip", "install", "--retries=1", "--only-binary=:all:", *pins)
 
-    python = installed("python", pins, make) / "bin/python"
-    told = json.loads(run(python, SCRIPTS / "python_clients.py", client, url, home=tmp_path))
-    assert told == {"hi": "hi", "tool": "sunny in Rome", "schema": PET}
+    told = python_answers(installed("python", pins, make) / "bin/python", client, url, tmp_path)
+    if told.pop("stop", None) is not None:
+        wait_until(lambda: house.engine.cancellations == 1)
+    assert told == ANSWERS
 
 
-@pytest.mark.parametrize("client", ["openai_chat", "openai_responses", "ai_sdk_compatible", "ai_sdk_openai"])
+@pytest.mark.parametrize("client", NODE_CLIENTS)
 def test_node(client: str, url: str, tmp_path: Path) -> None:
-    (tmp_path / "node_modules").symlink_to(node_modules())
-    script = shutil.copy(SCRIPTS / "node_clients.mjs", tmp_path)  # packages are looked for beside it
-    told = json.loads(run("node", script, client, url, home=tmp_path))
-    assert told == {"hi": "hi", "tool": "sunny in Rome", "schema": PET}
+    assert node_answers(node_modules(), client, url, tmp_path) == ANSWERS
 
 
-def test_codex(url: str, tmp_path: Path) -> None:
-    (tmp_path / ".codex").mkdir()
-    (tmp_path / ".codex/config.toml").write_text(
-        'model = "small"\nmodel_provider = "local"\n'
-        f'[model_providers.local]\nname = "local"\nbase_url = "{url}"\nwire_api = "responses"\nenv_key = "KEY"\n'
-    )
-    (tmp_path / "note.txt").write_text("sunny in Rome\n")
-    (tmp_path / "schema.json").write_text(json.dumps(SCHEMA))
+@pytest.mark.parametrize("agent", ["claude", "codex", "opencode"])
+def test_agents(agent: str, url: str, tmp_path: Path) -> None:
+    assert AGENTS[agent](node_modules(), url, tmp_path) == ANSWERS
+
+
+def python_answers(python: Path, client: str, url: str, home: Path) -> dict[str, Any]:
+    """What a Python client is answered."""
+    told: dict[str, Any] = json.loads(run(python, SCRIPTS / "python_clients.py", client, url, home=home))
+    return told
+
+
+def node_answers(modules: Path, client: str, url: str, home: Path) -> dict[str, Any]:
+    """What a JavaScript client is answered."""
+    (home / "node_modules").symlink_to(modules)
+    script = shutil.copy(SCRIPTS / "node_clients.mjs", home)  # packages are looked for beside it
+    told: dict[str, Any] = json.loads(run("node", script, client, url, home=home))
+    return told
+
+
+def launched(program: str, url: str) -> tuple[dict[str, str], Sequence[str]]:
+    """Variables and arguments by which `launch` tells a program of the server."""
+    to = Target(url=url.removesuffix("/v1"), token="secret", model="small", context=100_000)
+    asked = PROGRAMS[program](to)
+    return {name: value for name, value in asked.variables.items() if value is not None}, asked.arguments
+
+
+def claude_answers(modules: Path, url: str, home: Path) -> dict[str, Any]:
+    """What Claude Code is answered."""
+    variables, _ = launched("claude", url)
+    (home / "note.txt").write_text("sunny in Rome\n")
+
+    def ask(prompt: str, *options: str) -> str:
+        return run(modules / ".bin/claude", "-p", *options, "--", prompt, home=home, **variables).strip()
+
+    form = ("--output-format", "json", "--json-schema", json.dumps(SCHEMA))
+    return {
+        "hi": ask("say hi"),
+        "tool": ask('call Bash {"command": "cat note.txt", "description": "Reads."}', "--allowedTools", "Bash"),
+        "schema": json.loads(ask(f"call StructuredOutput {json.dumps(PET)}", *form))["structured_output"],
+    }
+
+
+def codex_answers(modules: Path, url: str, home: Path) -> dict[str, Any]:
+    """What Codex CLI is answered."""
+    variables, arguments = launched("codex", url)
+    (home / "note.txt").write_text("sunny in Rome\n")
+    (home / "schema.json").write_text(json.dumps(SCHEMA))
 
     def ask(prompt: str, *options: str) -> str:
         # Not every container allows the sandbox in which it runs commands.
         command = ("exec", "--skip-git-repo-check", "--sandbox", "danger-full-access", *options, prompt)
-        return run(node_modules() / ".bin/codex", *command, home=tmp_path, KEY="secret")
+        return run(modules / ".bin/codex", *arguments, *command, home=home, **variables).strip()
 
-    assert ask("say hi").strip() == "hi"
-    assert "sunny in Rome" in ask('call exec_command {"cmd": "cat note.txt"}')
-    assert json.loads(ask(f"fill {json.dumps(PET)}", "--output-schema", "schema.json")) == PET
+    result = ask('call exec_command {"cmd": "cat note.txt"}')  # with the time that it took, and the like
+    return {
+        "hi": ask("say hi"),
+        "tool": "sunny in Rome" if "sunny in Rome" in result else result,
+        "schema": json.loads(ask(f"fill {json.dumps(PET)}", "--output-schema", "schema.json")),
+    }
 
 
-def test_opencode(url: str, tmp_path: Path) -> None:
-    provider = {"npm": "@ai-sdk/openai-compatible", "options": {"baseURL": url, "apiKey": "secret"}}
-    config = {"autoupdate": False, "provider": {"local": provider | {"models": {"small": {}}}}}
-    (tmp_path / "opencode.json").write_text(json.dumps(config))
-    note = tmp_path / "note.txt"
+def opencode_answers(modules: Path, url: str, home: Path) -> dict[str, Any]:
+    """What opencode is answered."""
+    variables, _ = launched("opencode", url)
+    (home / "opencode.json").write_text('{"autoupdate": false}')
+    note = home / "note.txt"
     note.write_text("sunny in Rome\n")
-    opencode = node_modules() / ".bin/opencode"
+    opencode = modules / ".bin/opencode"
 
     def ask(prompt: str) -> str:
-        return run(opencode, "run", "--model", "local/small", home=tmp_path, stdin=prompt)
+        return run(opencode, "run", home=home, stdin=prompt, **variables).strip()
 
-    assert ask("say hi").strip() == "hi"
-    assert "sunny in Rome" in ask(f'call read {{"filePath": "{note}"}}')
+    result = ask(f'call read {{"filePath": "{note}"}}')  # with the file's name and the lines' numbers
+    told: dict[str, Any] = {"hi": ask("say hi"), "tool": "sunny in Rome" if "sunny in Rome" in result else result}
     # `run` takes no schema; its own server does.
     command = [opencode, "serve", "--port", "0"]
     with subprocess.Popen(
-        command, cwd=tmp_path, env=environment(tmp_path), stdout=subprocess.PIPE, text=True
+        command, cwd=home, env=environment(home, **variables), stdout=subprocess.PIPE, text=True
     ) as server:
         try:
             assert server.stdout is not None
@@ -162,29 +220,39 @@ def test_opencode(url: str, tmp_path: Path) -> None:
             with httpx.Client(base_url=address, timeout=60, trust_env=False) as client:
                 session = client.post("/session", json={}).json()["id"]
                 body = {
-                    "model": {"providerID": "local", "modelID": "small"},
+                    "model": {"providerID": "lowbit-chat", "modelID": "small"},
                     "parts": [{"type": "text", "text": f"call StructuredOutput {json.dumps(PET)}"}],
                     "format": {"type": "json_schema", "schema": SCHEMA},
                 }
-                assert client.post(f"/session/{session}/message", json=body).json()["info"]["structured"] == PET
+                answer = client.post(f"/session/{session}/message", json=body).json()
+                return {**told, "schema": answer["info"]["structured"]}
         finally:
             server.terminate()
+
+
+AGENTS = {"claude": claude_answers, "codex": codex_answers, "opencode": opencode_answers}
 
 
 def node_modules() -> Path:
     """The folder of the JavaScript packages, or a skip."""
     if shutil.which("npm") is None:
         pytest.skip("needs Node.js with npm")
+    return installed("node", NODE, lambda folder: install_modules(folder, NODE)) / "node_modules"
 
-    def make(folder: Path) -> None:
-        folder.mkdir()
-        (folder / "package.json").write_text('{"private": true}')
-        install(
-            "npm", "install", "--ignore-scripts", "--prefer-offline", "--fetch-retries=0", "--prefix", folder, *NODE
-        )
-        install("node", folder / "node_modules/opencode-ai/postinstall.mjs")
 
-    return installed("node", NODE, make) / "node_modules"
+def install_modules(folder: Path, packages: Sequence[str]) -> None:
+    """Install JavaScript packages into a folder. No scripts run but those that put a program where it belongs.
+
+    Raises:
+        UnavailableError: they can't be installed.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "package.json").write_text('{"private": true}')
+    install(
+        "npm", "install", "--ignore-scripts", "--prefer-offline", "--fetch-retries=0", "--prefix", folder, *packages
+    )
+    for script in SCRIPTS_OF_MODULES:
+        install("node", folder / "node_modules" / script)
 
 
 def installed(kind: str, pins: Sequence[str], make: Callable[[Path], None]) -> Path:

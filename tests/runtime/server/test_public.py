@@ -9,6 +9,7 @@ import pytest
 from fake_engine import CONTEXT, FakeHouse
 from starlette.types import ASGIApp
 
+from runtime.server.bodies import sse
 from runtime.server.security import Security
 from runtime.server.serve import create_app
 from runtime.server.service import Service
@@ -51,7 +52,9 @@ def events(response: httpx.Response) -> list[Any]:
 async def test_models(client: httpx.AsyncClient) -> None:
     body = (await client.get("/v1/models")).json()
     assert body["object"] == "list"
-    assert {"id": "small", "object": "model", "created": 1700000000, "owned_by": "lowbit-chat"} in body["data"]
+    model = next(model for model in body["data"] if model["id"] == "small")
+    own = {"id": "small", "object": "model", "created": 1700000000, "owned_by": "lowbit-chat"}
+    assert model == own | {"type": "model", "display_name": "small", "created_at": "2023-11-14T22:13:20+00:00"}
     assert body["data"][0]["id"] != "demo"
     await client.post("/v1/chat/completions", json={"model": "demo", "messages": [{"role": "user", "content": "hi"}]})
     assert (await client.get("/v1/models")).json()["data"][0]["id"] == "demo", "many clients take the first one"
@@ -281,7 +284,7 @@ async def test_a_late_error_comes_in_the_stream(
     service: Service, house: FakeHouse, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A stream that waits for its model begins before it is known whether the prompt fits."""
-    monkeypatch.setattr("runtime.server.bodies.sse.__kwdefaults__", {"patience_s": 0.02})
+    monkeypatch.setitem(sse.__kwdefaults__, "patience_s", 0.02)
     async with client_of(create_app(service, Security())) as client:
         asked = {**chat("echo " + "x " * CONTEXT, stream=True), "model": "slow-to-load"}
         asking = asyncio.create_task(client.post("/v1/chat/completions", json=asked))
@@ -296,7 +299,7 @@ async def test_a_late_error_comes_in_the_stream(
 @pytest.mark.parametrize(
     ("method", "path", "status"),
     [
-        ("GET", "/", 404),
+        ("GET", "/nothing", 404),
         ("GET", "/v1", 404),
         ("POST", "/v1/images/generations", 404),
         ("GET", "/v1/chat/completions", 405),

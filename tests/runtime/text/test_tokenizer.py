@@ -554,6 +554,7 @@ S, T, U, A = ("system", "b"), ("system", "c"), ("user", "u"), ("assistant", "a")
         (STRICT, [S, U, A, T, S, U], "<system>b<user>u<assistant>a<user>c\n\nb\n\nu"),
         (STRICT, [U, A, T], "<user>u<assistant>a<user>c"),
         (STRICT, [U, T, A], "<user>u<assistant>a<user>c"),
+        (STRICT, [S, U, T], "<system>b<user>u\n\nc"),
         (STRICT, [U, U, A, A, U], "<user>u\n\nu<assistant>a\n\na<user>u"),
         (STRICT, [T, A, U, U], "<system>c<user><assistant>a<user>u\n\nu"),
         (NO_SYSTEM, [S, U, A, T, U], "<user>b\n\nu<assistant>a<user>c\n\nu"),
@@ -561,7 +562,7 @@ S, T, U, A = ("system", "b"), ("system", "c"), ("user", "u"), ("assistant", "a")
         (SILENT, [S, U, A, T, U], "<system>b<user>u<assistant>a<user>c\n\nu"),
         (SILENT, [S, U, U], "<system>b<user>u<user>u"),
     ],
-    ids=range(10),
+    ids=range(11),
 )
 def test_strict_templates_get_conversations_as_they_take_them(
     template: str, turns: list[tuple[str, str]], expected: str

@@ -1,9 +1,11 @@
 // JavaScript clients with their defaults: `node node_clients.mjs CLIENT URL` prints, as JSON, what they were answered.
 // Each has three functions: one says hi, one lets a tool be called, one has a schema filled.
 
+import Anthropic from "@anthropic-ai/sdk";
 import { createOpenAI } from "@ai-sdk/openai";
 import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
 import { generateText, isStepCount, Output, tool } from "ai";
+import { Ollama } from "ollama";
 import OpenAI from "openai";
 import { zodResponseFormat, zodTextFormat } from "openai/helpers/zod";
 import { z } from "zod";
@@ -58,8 +60,50 @@ const ai_sdk = (provider) => () => {
 const ai_sdk_compatible = ai_sdk(createOpenAICompatible({ name: "lowbit-chat", ...access }));
 const ai_sdk_openai = ai_sdk(createOpenAI(access));
 
+const anthropic = () => {
+  const client = new Anthropic({ baseURL: baseURL.replace(/\/v1$/, ""), apiKey: access.apiKey });
+  const usual = { model, max_tokens: 1000 };
+  const tools = [{ name: described.name, description: described.description, input_schema: described.parameters }];
+  const called = async () => {
+    const { content } = await client.messages.create({ ...usual, messages: said(CALL), tools });
+    const { id, input } = content.find((block) => block.type === "tool_use");
+    const result = { type: "tool_result", tool_use_id: id, content: weather(input) };
+    const messages = [...said(CALL), { role: "assistant", content }, { role: "user", content: [result] }];
+    return (await client.messages.create({ ...usual, messages, tools })).content[0].text;
+  };
+  const format = { type: "json_schema", schema: z.toJSONSchema(Pet) };
+  return {
+    hi: () => client.messages.stream({ ...usual, messages: said(HI) }).finalText(),
+    tool: called,
+    schema: async () => JSON.parse((await client.messages.create({ ...usual, messages: said(FILL), output_config: { format } })).content[0].text),
+  };
+};
+
+const ollama = () => {
+  const headers = { Authorization: `Bearer ${access.apiKey}` };
+  const client = new Ollama({ host: baseURL.replace(/\/v1$/, ""), headers });
+  const tools = [{ type: "function", function: described }];
+  const called = async () => {
+    const { message } = await client.chat({ model, messages: said(CALL), tools });
+    const { name: tool_name, arguments: given } = message.tool_calls[0].function;
+    const messages = [...said(CALL), message, { role: "tool", tool_name, content: weather(given) }];
+    return (await client.chat({ model, messages, tools })).message.content;
+  };
+  const streamed = async () => {
+    let text = "";
+    for await (const part of await client.chat({ model, messages: said(HI), stream: true })) text += part.message.content;
+    return text;
+  };
+  return {
+    hi: streamed,
+    tool: called,
+    schema: async () => JSON.parse((await client.chat({ model, messages: said(FILL), format: z.toJSONSchema(Pet) })).message.content),
+  };
+};
+
+const clients = { openai_chat, openai_responses, ai_sdk_compatible, ai_sdk_openai, anthropic, ollama };
 const told = {};
-for (const [what, ask] of Object.entries({ openai_chat, openai_responses, ai_sdk_compatible, ai_sdk_openai }[name]())) {
+for (const [what, ask] of Object.entries(clients[name]())) {
   told[what] = await ask().catch(String);
 }
 process.stdout.write(JSON.stringify(told));

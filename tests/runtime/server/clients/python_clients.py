@@ -1,6 +1,7 @@
 """Python clients with their defaults: `python python_clients.py CLIENT URL` prints, as JSON, what they were answered.
 
-Each imports its client, and yields three functions: one says hi, one lets a tool be called, one has a schema filled.
+Each imports its client, and yields functions: one says hi, one lets a tool be called, one has a schema filled; of some,
+a fourth stops an answer after its first word.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-Three = Iterator[Callable[[], Any]]
+Asks = Iterator[Callable[[], Any]]
 HI, CALL, PET = "say hi", 'call weather {"city": "Rome"}', '{"name": "Rex", "kind": "dog"}'
+LONG = "slow 190"
 FILL = f"fill {PET}"
 
 
@@ -49,7 +51,7 @@ def with_weather(ask: Callable[..., Any]) -> str:
     return ask(messages=messages, tools=tools).choices[0].message.content
 
 
-def openai_chat(url: str) -> Three:
+def openai_chat(url: str) -> Asks:
     from openai import OpenAI
 
     chat = OpenAI(base_url=url, api_key="secret").chat.completions
@@ -58,7 +60,7 @@ def openai_chat(url: str) -> Three:
     yield lambda: chat.parse(model="small", messages=said(FILL), response_format=Pet).choices[0].message.parsed
 
 
-def openai_responses(url: str) -> Three:
+def openai_responses(url: str) -> Asks:
     from openai import OpenAI
 
     responses = OpenAI(base_url=url, api_key="secret").responses
@@ -79,7 +81,7 @@ def openai_responses(url: str) -> Three:
     yield lambda: responses.parse(model="small", input=FILL, text_format=Pet).output_parsed
 
 
-def pydantic_ai(url: str) -> Three:
+def pydantic_ai(url: str) -> Asks:
     from pydantic_ai import Agent
     from pydantic_ai.models.openai import OpenAIChatModel
     from pydantic_ai.providers.openai import OpenAIProvider
@@ -90,7 +92,7 @@ def pydantic_ai(url: str) -> Three:
     yield lambda: Agent(model, output_type=Pet).run_sync(f"call final_result {PET}").output
 
 
-def langchain(url: str) -> Three:
+def langchain(url: str) -> Asks:
     from langchain.agents import create_agent
     from langchain_openai import ChatOpenAI
 
@@ -100,7 +102,7 @@ def langchain(url: str) -> Three:
     yield lambda: model.with_structured_output(Pet).invoke(FILL)
 
 
-def litellm(url: str) -> Three:
+def litellm(url: str) -> Asks:
     from functools import partial
 
     from litellm import completion
@@ -111,7 +113,7 @@ def litellm(url: str) -> Three:
     yield lambda: json.loads(ask(messages=said(FILL), response_format=Pet).choices[0].message.content)
 
 
-def instructor(url: str) -> Three:
+def instructor(url: str) -> Asks:
     import instructor
     from openai import OpenAI
 
@@ -121,7 +123,7 @@ def instructor(url: str) -> Three:
     yield lambda: ask(model="small", messages=said(f"call Pet {PET}"), response_model=Pet)
 
 
-def llm(url: str) -> Three:
+def llm(url: str) -> Asks:
     from llm.default_plugins.openai_models import Chat
 
     model = Chat("small", api_base=url, supports_tools=True, supports_schema=True)
@@ -130,10 +132,62 @@ def llm(url: str) -> Three:
     yield lambda: json.loads(model.prompt(FILL, key="secret", schema=Pet).text())
 
 
+def anthropic(url: str) -> Asks:
+    from anthropic import Anthropic
+
+    messages = Anthropic(base_url=url.removesuffix("/v1"), api_key="secret").messages
+    usual: Any = {"model": "small", "max_tokens": 1000}
+
+    def hi() -> str:
+        with messages.stream(messages=said(HI), **usual) as stream:
+            return "".join(stream.text_stream)
+
+    def called() -> str:
+        tool = {"name": "weather", "description": Weather.__doc__, "input_schema": Weather.model_json_schema()}
+        asked = {**usual, "messages": said(CALL), "tools": [tool]}
+        answer = messages.create(**asked)
+        (call,) = (block for block in answer.content if block.type == "tool_use")
+        result = {"type": "tool_result", "tool_use_id": call.id, "content": weather(**call.input)}
+        asked["messages"] += [{"role": "assistant", "content": answer.content}, {"role": "user", "content": [result]}]
+        return messages.create(**asked).content[0].text
+
+    def stopped() -> str:
+        with messages.stream(messages=said(LONG), **usual) as stream:
+            return next(iter(stream.text_stream))
+
+    yield hi
+    yield called
+    yield lambda: messages.parse(messages=said(FILL), output_format=Pet, **usual).parsed_output
+    yield stopped
+
+
+def ollama(url: str) -> Asks:
+    from ollama import Client
+
+    client = Client(host=url.removesuffix("/v1"), headers={"Authorization": "Bearer secret"})
+
+    def called() -> str:
+        messages = said(CALL)
+        message = client.chat("small", messages, tools=[weather]).message
+        (call,) = message.tool_calls
+        result = weather(**call.function.arguments)
+        messages += [message, {"role": "tool", "tool_name": call.function.name, "content": result}]
+        return client.chat("small", messages, tools=[weather]).message.content
+
+    def filled() -> Pet:
+        message = client.chat("small", said(FILL), format=Pet.model_json_schema()).message
+        return Pet.model_validate_json(message.content)
+
+    yield lambda: "".join(part.message.content for part in client.chat("small", said(HI), stream=True))
+    yield called
+    yield filled
+    yield lambda: next(client.generate("small", LONG, stream=True)).response
+
+
 if __name__ == "__main__":
     name, url = sys.argv[1:]
     told = {}
-    for what, ask in zip(("hi", "tool", "schema"), globals()[name](url), strict=True):
+    for what, ask in zip(("hi", "tool", "schema", "stop"), globals()[name](url), strict=False):
         try:
             result = ask()
         except Exception as error:  # noqa: BLE001 -- the others are still worth trying

@@ -1,0 +1,1 @@
+"""Anthropic's interface, translated into requests and answers of the service."""

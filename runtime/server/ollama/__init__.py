@@ -1,0 +1,1 @@
+"""Ollama's interface, translated into requests and answers of the service."""

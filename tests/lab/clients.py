@@ -1,0 +1,158 @@
+"""Other programs' newest versions against this server: `python -m tests.lab.clients`, or `make test-clients`.
+
+Each says hi, lets a tool be called and has a schema filled; some stop an answer after its first word. The model is
+scripted, so what is seen is the interfaces. Packages come from the indexes into build/clients, which may be deleted
+at any time; what an index lacks is left out. Prints a table; ends with 1 where a client was answered something else.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tests.lab.store import ROOT, table
+
+sys.path.insert(0, str(ROOT / "tests" / "runtime" / "server"))
+import fake_engine
+
+from runtime.server.security import Security
+from tests.runtime.server import test_clients as clients
+from tests.runtime.server.conftest import Listening, wait_until
+from tests.smollm2 import UnavailableError
+
+FOLDER = ROOT / "build" / "clients"
+ASKED = ("hi", "tool", "schema", "stop")
+PACKAGES = {
+    "openai_chat": "openai",
+    "openai_responses": "openai",
+    "pydantic_ai": "pydantic-ai-slim",
+    "langchain": "langchain-openai",
+}
+"""Python packages by client, where their names differ."""
+MODULES = {
+    "openai_chat": "openai",
+    "openai_responses": "openai",
+    "ai_sdk_compatible": "@ai-sdk/openai-compatible",
+    "ai_sdk_openai": "@ai-sdk/openai",
+    "anthropic": "@anthropic-ai/sdk",
+    "claude": "@anthropic-ai/claude-code",
+    "codex": "@openai/codex",
+    "opencode": "opencode-ai",
+}
+"""JavaScript packages, likewise."""
+Ask = Callable[[str, Path], Mapping[str, Any]]
+
+
+def newest(pins: Sequence[str], version: str = "") -> list[str]:
+    """Packages without the versions that the tests use."""
+    return [re.sub(r"(?<!^)(==|@)[\d.]+$", version, pin) for pin in pins]
+
+
+def python_environment(name: str, pins: Sequence[str]) -> Path:
+    """The interpreter of an environment with the newest packages.
+
+    Raises:
+        UnavailableError: they can't be installed.
+    """
+    folder = FOLDER / name
+    if not (folder / "bin" / "python").exists():
+        clients.install(sys.executable, "-m", "venv", folder)
+    wanted = ("-m", "pip", "install", "--quiet", "--upgrade", "--retries=1", "--only-binary=:all:", *newest(pins))
+    clients.install(folder / "bin" / "python", *wanted)
+    return folder / "bin" / "python"
+
+
+def node_environment() -> Path:
+    """The folder of the newest JavaScript packages.
+
+    Raises:
+        UnavailableError: they can't be installed, or there is no npm.
+    """
+    try:
+        clients.install_modules(FOLDER / "node", newest(clients.NODE, "@latest"))
+    except FileNotFoundError as error:
+        raise UnavailableError("there is no Node.js with npm") from error
+    return FOLDER / "node" / "node_modules"
+
+
+def everyone() -> Iterator[tuple[str, str, Ask]]:
+    """Every client that can be installed: its name, its version, and how it is asked."""
+    for kind, pins in (("python", clients.PYTHON), ("instructor", clients.INSTRUCTOR)):
+        try:
+            python = python_environment(kind, pins)
+        except UnavailableError as error:
+            print(f"left out: {', '.join(newest(pins))}: {error}")
+            continue
+        for name in clients.PYTHON_CLIENTS:
+            if (name == "instructor") == (kind == "instructor"):
+                version = f"from importlib.metadata import version; print(version({PACKAGES.get(name, name)!r}))"
+                told = subprocess.run([python, "-c", version], capture_output=True, text=True, check=True).stdout
+
+                def ask(url: str, home: Path, python: Path = python, name: str = name) -> Mapping[str, Any]:
+                    return clients.python_answers(python, name, url, home)
+
+                yield f"{name} (Python)", told.strip(), ask
+    try:
+        modules = node_environment()
+    except UnavailableError as error:
+        print(f"left out: {', '.join(newest(clients.NODE))}: {error}")
+        return
+    for name in (*clients.NODE_CLIENTS, *clients.AGENTS):
+        about = json.loads((modules / MODULES.get(name, name) / "package.json").read_text(encoding="utf-8"))
+
+        def ask_node(url: str, home: Path, name: str = name) -> Mapping[str, Any]:
+            if name in clients.AGENTS:
+                return clients.AGENTS[name](modules, url, home)
+            return clients.node_answers(modules, name, url, home)
+
+        yield name if name in clients.AGENTS else f"{name} (JavaScript)", about["version"], ask_node
+
+
+@contextmanager
+def served() -> Iterator[tuple[str, fake_engine.FakeHouse]]:
+    """Context manager: a server of the scripted model, its URL, and what it was asked."""
+    fake_engine.FakeEngine = clients.Scripted  # type: ignore[misc]
+    service, house = fake_engine.make_service()
+    server = Listening(service, Security(token="secret"))
+    try:
+        yield f"{server.url}/v1", house
+    finally:
+        server.close()
+        service.close()
+
+
+def asked(ask: Ask, url: str, house: fake_engine.FakeHouse) -> dict[str, str]:
+    """What works, by what was asked; else what was answered instead."""
+    with tempfile.TemporaryDirectory() as home:
+        before = house.engine.cancellations if house.engines else 0
+        try:
+            told = dict(ask(url, Path(home)))
+        except Exception as error:  # noqa: BLE001 -- the others are still worth trying
+            return {"hi": " ".join(str(error).split())[:200]}
+    if "stop" in told:
+        wait_until(lambda: house.engine.cancellations > before)
+    wanted = {**clients.ANSWERS, "stop": told.get("stop")}
+    return {name: "yes" if answer == wanted[name] else str(answer)[:200] for name, answer in told.items()}
+
+
+def main() -> int:
+    """Ask every client, and print what works."""
+    rows = []
+    with served() as (url, house):
+        for name, version, ask in everyone():
+            works = asked(ask, url, house)
+            rows.append((name, version, *(works.get(what, "") for what in ASKED)))
+            print(f"{name} {version}: {works}", flush=True)
+    print(table(("client", "version", *ASKED), rows))
+    return int(any(cell not in ("yes", "") for row in rows for cell in row[2:]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
