@@ -43,6 +43,11 @@ def chats_dir() -> Path:
     return cache_dir() / "chats"
 
 
+def links_dir() -> Path:
+    """Folder of links to other programs' models whose own names say nothing."""
+    return cache_dir() / "links"
+
+
 def history_file() -> Path:
     """The chat history, a SQLite database."""
     return home() / "history.db"

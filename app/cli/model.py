@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from app.cli.output import CliError, Interrupt, Output
 from app.cli.services import DEMO, Services
+from app.paths import links_dir
 from models.catalogue import KNOWN
 from models.errors import MAKING, check_needed
 from models.files import replacing
@@ -170,9 +171,15 @@ def local_checkpoint(name: str) -> Path | None:
 
     Raises:
         CliError: it is a path or a folder without a checkpoint.
+        CheckpointError: it names a file of another program that is not there.
     """
     if not name:
         return None
+    if ":" in name:
+        from models.elsewhere import by_name
+
+        if (elsewhere := by_name(name, links_dir())) is not None:
+            return elsewhere
     path = Path(name).expanduser()
     written_as_path = name.startswith((".", "/", "~")) or "\\" in name or path.is_absolute() or name.endswith(".gguf")
     if (path / "config.json").is_file() or (path.is_file() and (written_as_path or name not in KNOWN)):

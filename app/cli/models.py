@@ -46,9 +46,19 @@ _LABELS = {
 """What `show` calls some of the fields, for people."""
 
 
-def list_models(ctx: typer.Context, as_json: options.Json = False) -> None:
+def list_models(
+    ctx: typer.Context,
+    elsewhere: Annotated[
+        bool,
+        typer.Option("--elsewhere", help="List GGUF files of Ollama, LM Studio, llama.cpp and the hub's cache."),
+    ] = False,
+    as_json: options.Json = False,
+) -> None:
     """List the stored models with their device memory, residuals in main memory, and disk space."""
     output, services = Output(as_json=as_json), services_of(ctx)
+    if elsewhere:
+        _list_elsewhere(output, as_json=as_json)
+        return
     entries, damaged = _all(services)
     if as_json:
         output.result(
@@ -76,6 +86,17 @@ def list_models(ctx: typer.Context, as_json: options.Json = False) -> None:
     output.table(rows)
     for name, reason in damaged.items():
         output.note(f"{name} is damaged: {reason}")
+
+
+def _list_elsewhere(output: Output, *, as_json: bool) -> None:
+    from models.elsewhere import found
+
+    files = found()
+    if as_json:
+        output.result({"files": [{"name": one.name, "bytes": one.size, "path": str(one.path)} for one in files]})
+        return
+    output.table([("NAME", "SIZE"), *((one.name, byte_count(one.size)) for one in files)])
+    output.note("`lowbit-chat run NAME` makes a low-bit model of one; nothing is copied" if files else "there are none")
 
 
 def show(

@@ -22,9 +22,12 @@ from textual.screen import ModalScreen
 from textual.suggester import Suggester
 from textual.widgets import Button, Input, RadioSet, TextArea
 
+from app.paths import links_dir
 from app.tui.plain import Plain
 from app.tui.widgets.setting_row import Box, Choice
 from models.catalogue import KNOWN
+from models.elsewhere import PROGRAMS, by_name, found
+from models.errors import CheckpointError
 from models.recipe import GOOD_FOR, Recipe
 from runtime.wire.requests import QuantizeRequest
 
@@ -41,13 +44,17 @@ BITS = {4.0: "nearly as good as the original", 3.5: "half of the blocks at 3 bit
 
 
 class CheckpointSuggester(Suggester):
-    """Completes the path of a checkpoint: folders and GGUF files."""
+    """Completes the path of a checkpoint: folders and GGUF files, those of other programs by their names."""
 
     def __init__(self) -> None:
         super().__init__(use_cache=False, case_sensitive=True)
 
     async def get_suggestion(self, value: str) -> str | None:
         """The first folder or GGUF file that starts with the text."""
+        program, colon, _ = value.partition(":")
+        if colon and program in PROGRAMS:
+            names = [one.name for one in await asyncio.to_thread(found)]
+            return next((name for name in names if name.startswith(value)), None)
         head, slash, tail = value.rpartition("/")
         if not slash:
             return None
@@ -85,7 +92,7 @@ def checkpoint_problem(text: str) -> str | None:
     if name in KNOWN or on_hub(name):
         return None
     try:
-        path = Path(name).expanduser()
+        path = by_name(name, links_dir()) or Path(name).expanduser()
         if path.is_file():
             with path.open("rb") as file:
                 return None if file.read(4) == b"GGUF" else f"{path} is not a GGUF file."
@@ -96,6 +103,8 @@ def checkpoint_problem(text: str) -> str | None:
             if files:
                 return f"{path} contains GGUF files ({', '.join(files[:3])}); choose one of them."
             return f"{path} contains no config.json, so it is not a Hugging Face checkpoint."
+    except CheckpointError as error:
+        return str(error)
     except (OSError, RuntimeError, ValueError) as error:
         return f"It can't be read: {error}"
     return None
@@ -253,7 +262,7 @@ class QuantizeDialog(FormDialog[QuantizeRequest]):
         """Checkpoint, bits, method, key smoothing, buttons."""
         with Vertical(classes="dialog"):
             yield Plain("A name on the Hugging Face hub, a folder with a checkpoint, or a GGUF file")
-            hint = "owner/name, /path/to/model or file.gguf"
+            hint = "owner/name, /path/to/model or file.gguf; ollama:, lmstudio: or hub: finds others' files"
             yield Input(self._source, placeholder=hint, suggester=CheckpointSuggester(), compact=True)
             yield Plain("", classes="dialog-problem")
             yield Plain("Bits per weight")
@@ -279,7 +288,8 @@ class QuantizeDialog(FormDialog[QuantizeRequest]):
             line.display = True
             return
         name = text.strip()
-        source = name if name in KNOWN or on_hub(name) else str(Path(name).expanduser().absolute())
+        path = by_name(name, links_dir()) or Path(name).expanduser()
+        source = name if name in KNOWN or on_hub(name) else str(path.absolute())
         bits, method = self._chosen("#quantize-bits", tuple(BITS)), self._chosen("#quantize-method", tuple(GOOD_FOR))
         smooth = self.query_one(Box).value
         self.dismiss(QuantizeRequest(source=source, bits=bits, method=method, smooth_attention=smooth))

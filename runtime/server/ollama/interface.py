@@ -32,7 +32,7 @@ from runtime.wire.answers import ModelEntry
 from runtime.wire.requests import QuantizeRequest
 
 VERSION = "0.12.0"
-"""The version of Ollama whose interface this is: clients refuse servers that say less."""
+"""The version of Ollama whose interface this is."""
 HUB = ("hf.co/", "huggingface.co/")
 LATEST = ":latest"
 CHANGES = ("POST", "DELETE")

@@ -40,6 +40,19 @@ def test_a_damaged_model_is_listed_as_such(answer: Answer, run: Run, stored: str
     assert "small is damaged" in run("list").stderr
 
 
+def test_files_of_other_programs_are_listed_and_named(
+    answer: Answer, run: Run, error: Error, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "own.gguf").write_bytes(b"GGUF")
+    monkeypatch.setenv("LLAMA_CACHE", str(tmp_path))
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    own = {"name": "llama.cpp:own.gguf", "bytes": 4, "path": str(tmp_path / "own.gguf")}
+    assert own in answer("list", "--elsewhere")["files"]
+    assert "llama.cpp:own.gguf" in run("list", "--elsewhere").stdout
+    assert "own.gguf" in error("quantize", "llama.cpp:own.gguf"), "it is read there, and found to be cut off"
+    assert "--elsewhere" in error("run", "ollama:qwen", "hi")
+
+
 def test_a_missing_bundled_model_hides_no_other(answer: Answer, stored: str, services: Any, tmp_path: Path) -> None:
     services.packed = tmp_path / "nowhere"
     found = answer("list")

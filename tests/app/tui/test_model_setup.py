@@ -109,6 +109,7 @@ async def test_models_are_offered_with_what_they_take_here(stage: Stage, runtime
         name = s.app.screen.query_one(Input)
         assert name.value == "Qwen/Qwen3-1.7B-GGUF", "the dialog knows the model under the cursor"
         assert checkpoint_problem("owner/some-model") is None
+        assert "Ollama has no model 'qwen' here" in str(checkpoint_problem("ollama:qwen"))
         name.value = "owner/some-model"
         await s.open(ConfirmDialog, "enter")
         await s.pilot.press("y")
