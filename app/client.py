@@ -46,7 +46,10 @@ if TYPE_CHECKING:
     from runtime.wire.device import DeviceReport, Prospect
 
 PLAIN = "identity"
-_COMPLETION = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens", "seed", "stop")
+_COMPLETION = (
+    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens", "seed", "stop"),
+    "response_format",
+)
 """Options that a completion has, too."""
 D = TypeVar("D", Loaded, Quantized, Pulled, Inspection)
 

@@ -23,6 +23,7 @@ from runtime.server.errors import api_error
 from runtime.server.openai.responses import ChatWriter, CompletionWriter
 from runtime.text.call_grammar import CallRules
 from runtime.text.call_reader import CallReader
+from runtime.text.constraint import Grammar
 from runtime.text.sampling import SamplingOptions
 from runtime.text.tool_calls import Tool
 from runtime.wire.answers import Status
@@ -119,6 +120,8 @@ class LocalRuntime:
         """Sampling options: those that are given, else what the model's maker advises, else OpenAI's."""
         given = {name: value for name in _SAMPLED if (value := getattr(options, name)) is not None}
         drawn: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, **self.loaded.sampling, **given}
+        if options.response_format is not None:
+            drawn["grammar"] = Grammar.of_schema(options.response_format["json_schema"]["schema"])
         return SamplingOptions(
             **drawn, seed=options.seed, max_tokens=options.max_tokens, end_loops=bool(options.end_loops), **more
         )

@@ -60,12 +60,19 @@ class ChatOptions:
     """Whether an answer that only repeats itself ends, with `loop` as its reason."""
     chat: str | None = None
     """The conversation's name in the runtime; `RuntimeClient.forget` takes it."""
+    response_format: Mapping[str, Any] | None = None
+    """Form of the answer, in OpenAI's format; see `schema_format`."""
     continue_final: bool = False
     """Whether to continue the last message, the assistant's, instead of answering it."""
     tools: Sequence[Mapping[str, Any]] | None = None
     """Functions that the model may call, in OpenAI's format."""
     chat_template_kwargs: Mapping[str, bool | str] | None = None
     """Variables of the model's chat template, by vLLM's name for them."""
+
+
+def schema_format(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The `response_format` of JSON that fits a schema."""
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

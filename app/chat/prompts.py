@@ -36,7 +36,7 @@ KEPT_SHARE = 0.5
 """Share of the context that is filled after messages were dropped."""
 SHORTEST_PASSAGE = 40
 """Characters to which the last passage is cut where nothing else can make room."""
-_OF_A_CHAT = ("repetition_penalty", "seed", "stop")
+_OF_A_CHAT = ("repetition_penalty", "seed", "stop", "response_format")
 """Sampling options that a chat may have for itself, and that are no settings."""
 
 

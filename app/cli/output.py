@@ -183,12 +183,14 @@ def sanitize_streams() -> None:
 class Output:
     """The output of one command."""
 
-    def __init__(self, *, as_json: bool = False) -> None:
-        self.as_json = as_json
+    def __init__(self, *, as_json: bool = False, lines: bool = False) -> None:
+        self.as_json = as_json or lines
+        self.lines = lines
+        """Whether pieces of an answer are JSON objects of their own, before that of the whole."""
 
     def result(self, data: Mapping[str, Any]) -> None:
         """Write the command's JSON object. NaN and infinity become null."""
-        print(json.dumps(_finite(data), allow_nan=False))
+        print(json.dumps(_finite(data), allow_nan=False), flush=self.lines)
 
     def text(self, line: str = "") -> None:
         """Write a line of the answer."""

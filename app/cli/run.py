@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
 import sys
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -17,6 +18,8 @@ from app.cli.model import open_model
 from app.cli.output import CliError, Output
 from app.cli.serve import result_of, running
 from app.cli.services import services_of
+from app.conversation import Conversation
+from app.protocol import schema_format
 
 if TYPE_CHECKING:
     from app.cli.services import Services
@@ -132,6 +135,30 @@ def run(
     context: options.Context = None,
     backend: options.BackendOption = None,
     layers_on_device: options.LayersOnDevice = None,
+    goes_on: Annotated[
+        bool, typer.Option("--continue", "-c", help="Go on with the last chat, and save what is said to it.")
+    ] = False,
+    schema: Annotated[
+        Path | None,
+        typer.Option(
+            "--schema",
+            metavar="FILE",
+            exists=True,
+            dir_okay=False,
+            help="A JSON schema that the answer fits.",
+            show_default=False,
+        ),
+    ] = None,
+    template: Annotated[
+        str | None,
+        typer.Option(
+            "--template", metavar="NAME", help="A preset of the terminal UI as the system prompt.", show_default=False
+        ),
+    ] = None,
+    form: Annotated[
+        Literal["text", "json", "jsonl"],
+        typer.Option("--output", help="json: as --json; jsonl: also an object for each piece of the answer."),
+    ] = "text",
     as_json: options.Json = False,
 ) -> None:
     """Answer a prompt, or talk on a terminal."""
@@ -141,11 +168,16 @@ def run(
         raise typer.BadParameter("--raw continues plain text: leave out --attach and --mcp")
     if yes_tools and mcp is None:
         raise typer.BadParameter("it only applies with --mcp", param_hint="--yes-tools")
+    if raw and goes_on:
+        raise typer.BadParameter("--raw continues plain text, which is no chat: leave out --continue")
+    if template is not None:
+        system = _preset(template, system, raw=raw)
     compensation = options.compensation(budget, k_chunk)
     options.check_speculation(speculation, gamma, kv)
-    output, services = Output(as_json=as_json), services_of(ctx)
+    output, services = Output(as_json=as_json or form == "json", lines=form == "jsonl"), services_of(ctx)
+    response_format = None if schema is None else schema_format(_schema(schema))
     text = _prompt(prompt, output)
-    if not text and (as_json or not _on_terminal()):
+    if not text and (output.as_json or not _on_terminal()):
         raise typer.BadParameter("nothing to answer: give a PROMPT, or text on standard input", param_hint="PROMPT")
 
     from app.settings import load
@@ -172,12 +204,14 @@ def run(
         backend=backend,
         layers_on_device=layers_on_device,
     )
-    own: dict[str, Any] = {"seed": seed, "stop": tuple(stop or ()) or None}
+    own: dict[str, Any] = {"seed": seed, "stop": tuple(stop or ()) or None, "response_format": response_format}
+    if system is not None:
+        own["system_prompt"] = system
     repeats = seed is not None or settings.temperature == 0
     of_load = (kv, context, compensation, prompt_budget, speculation, gamma, backend, layers_on_device)
     chosen = any(one is not None for one in of_load)
     # How a runtime answers also depends on what it has cached, and how it has loaded a model is not for `run` to say.
-    shared = text and not (attach or mcp or repeats or chosen) and running(services) is not None
+    shared = text and not (attach or mcp or repeats or chosen or goes_on) and running(services) is not None
     if shared and result_of(_answer_by_runtime(stored, services, output, text, settings, own, raw=raw)):
         return
     # An answer that is asked to repeat waits for all of the tuning, so as to be the same again.
@@ -191,20 +225,94 @@ def run(
     runtime = LocalRuntime(loaded)
     talk = Talk(runtime, result_of(runtime.status()), settings, own, output, raw=raw, count=runtime.tokens)
     try:
+        if goes_on:
+            talk.go_on(_last_chat())
         if mcp is not None:
             result_of(talk.open_tools(mcp, yes_tools or ()))
         for path in attach or ():
             result_of(talk.attach(path.absolute()))
         if text:
-            result_of(_answer(talk, stored, output, text))
+            try:
+                result_of(_answer(talk, stored, output, text))
+            finally:
+                if goes_on:
+                    _save(talk.conversation)
             tune_pending_prompts(loaded, services, output)
         else:
             from app.cli.repl import Repl, line_history
 
             with line_history(services.home() / "lines"):
-                Repl(talk, output, note=loaded.engine.tokenizer.note).loop()
+                try:
+                    Repl(talk, output, note=loaded.engine.tokenizer.note).loop()
+                finally:
+                    if goes_on:
+                        _save(talk.conversation)
     finally:
         result_of(talk.close())
+
+
+def _preset(name: str, system: str | None, *, raw: bool) -> str:
+    """The system prompt of a preset.
+
+    Raises:
+        CliError: there is none of that name.
+    """
+    from app.presets import load
+
+    if raw or system is not None:
+        raise typer.BadParameter("it is the system prompt: leave out --system and --raw", param_hint="--template")
+    presets = load()
+    if name not in presets:
+        raise CliError(f"there is no preset {name!r}: choose one of {', '.join(presets)}")
+    return presets[name]
+
+
+def _schema(file: Path) -> dict[str, Any]:
+    """A JSON schema.
+
+    Raises:
+        CliError: the file cannot be read, or holds no schema that can be enforced.
+    """
+    from runtime.errors import RequestError
+    from runtime.system.foreign import read_json
+    from runtime.text.constraint import Grammar
+
+    try:
+        found = read_json(file.read_bytes())
+        if not isinstance(found, dict):
+            raise CliError(f"{file} holds no JSON object, so it is no schema")
+        Grammar.of_schema(found)
+    except (OSError, ValueError, RequestError) as error:
+        raise CliError(f"{file}: {error}") from error
+    return found
+
+
+def _last_chat() -> Conversation:
+    """The chat that was last written to; a new one if there is none."""
+    from app.history.store import History
+    from app.paths import history_file
+
+    conversation = Conversation()
+    if not history_file().is_file():
+        return conversation
+    with contextlib.closing(History(history_file())) as history:
+        chats = history.chats()
+        if chats:
+            last = max(chats, key=lambda chat: chat.updated)
+            conversation.restore(last.id, history.messages(last.id), last.head)
+            conversation.extras = last.extras
+    return conversation
+
+
+def _save(conversation: Conversation) -> None:
+    """Save a chat's messages."""
+    from app.history.store import History
+    from app.paths import history_file
+
+    if len(conversation):
+        history_file().parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with contextlib.closing(History(history_file())) as history:
+            history.record(conversation.id, conversation.head, conversation)
 
 
 async def _answer_by_runtime(

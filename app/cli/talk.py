@@ -16,7 +16,7 @@ from app.chat.documents import Documents
 from app.chat.prompts import LeftOut, Model, NotSearched, Prompts
 from app.chat.tools import CallAsked, CallChanged, ChatTools
 from app.cli.output import CliError, Interrupt, Output, at_a_terminal
-from app.conversation import Conversation, Message
+from app.conversation import Conversation, Extras, Message
 from app.documents.citation import cited
 from app.documents.prompt import estimated_tokens
 from app.printable import printable, printable_name
@@ -101,6 +101,12 @@ class Talk:
 
     def note(self, conversation: Conversation, **changes: Any) -> None:
         conversation.extras = replace(conversation.extras, **changes)
+
+    def go_on(self, conversation: Conversation) -> None:
+        """Go on with a conversation, by its system prompt and sampling where none were chosen."""
+        own = {**conversation.extras.settings, **self.conversation.extras.settings}
+        conversation.extras = Extras(settings=own, since=conversation.extras.since, summary=conversation.extras.summary)
+        self.conversation = conversation
 
     # Documents and tools
 
@@ -270,6 +276,8 @@ class Talk:
         self.finish_reason = delta.finish_reason or self.finish_reason
         if not self._output.as_json:
             self._output.stream(delta.text)
+        elif self._output.lines and delta.text:
+            self._output.result({"text": delta.text})
 
     def _permission(self, asked: CallAsked) -> Permission:
         """Whether a call may run; asks on a terminal."""

@@ -1,12 +1,20 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from app.conversation import Message
+from app.history import store
+from app.paths import history_file
 from app.settings import RULES
+from runtime.text.constraint import Grammar
 
 FIELDS = {
     "text", "finish_reason", "prompt_tokens", "completion_tokens", "ttft_s", "decode_tokens_per_s", "model", "backend",
@@ -15,6 +23,12 @@ FIELDS = {
 Answer = Callable[..., dict[str, Any]]
 Run = Callable[..., Any]
 Error = Callable[..., str]
+
+
+@contextlib.contextmanager
+def opened(file: Path) -> Iterator[store.History]:
+    with contextlib.closing(store.History(file)) as history:
+        yield history
 
 
 def test_the_json_object_has_exactly_the_documented_fields(answer: Answer) -> None:
@@ -49,6 +63,74 @@ def test_a_chat_ends_where_its_template_says(run: Run, services: Any) -> None:
     run("run", "demo", "hi", "--max-tokens", 1, "--stop", "END")
     run("run", "demo", "hi", "--max-tokens", 1, "--stop", "END", "--raw")
     assert asked == [("END", "\nUser:"), ("END",)]
+
+
+def test_a_schema_constrains_the_answer(run: Run, error: Error, services: Any, tmp_path: Path) -> None:
+    """Which forms there are is the engine's matter, and the tiny model's tokenizer allows none."""
+    schema, broken, list_of = tmp_path / "schema.json", tmp_path / "broken.json", tmp_path / "list.json"
+    schema.write_text(json.dumps({"type": "object", "properties": {"n": {"type": "integer"}}}))
+    asked = list[Any]()
+
+    def load(plan: Any, **how: Any) -> Any:
+        loaded = type(services).load(services, plan, **how)
+        submit = loaded.engine.submit
+
+        def spy(prompt: Any, options: Any, *how: Any, **more: Any) -> Any:
+            asked.append(options.grammar)
+            return submit(prompt, replace(options, grammar=None), *how, **more)
+
+        loaded.engine.submit = spy
+        return loaded
+
+    services.load = load
+    for how in ((), ("--raw",)):
+        run("run", "demo", "A number.", "--max-tokens", 1, "--schema", schema, *how)
+    assert asked == [Grammar.of_schema(json.loads(schema.read_text()))] * 2
+    broken.write_text("{")
+    list_of.write_text("[]")
+    assert "broken.json" in error("run", "demo", "hi", "--schema", broken)
+    assert "no schema" in error("run", "demo", "hi", "--schema", list_of)
+
+
+def test_output_as_lines_of_json(run: Run) -> None:
+    lines = run("run", "demo", "hello", "--seed", 1, "--max-tokens", 8, "--output", "jsonl").stdout.splitlines()
+    *pieces, whole = map(json.loads, lines)
+    assert whole.keys() == FIELDS
+    assert "".join(piece["text"] for piece in pieces) == whole["text"]
+    assert len(pieces) > 1
+    alone = run("run", "demo", "hello", "--seed", 1, "--max-tokens", 8, "--output", "json").stdout
+    assert json.loads(alone)["text"] == whole["text"]
+
+
+def test_the_last_chat_goes_on_and_is_saved(run: Run, answer: Answer) -> None:
+    """Not a pinned one, which the list has first; a first one is made."""
+    how = ("--seed", 1, "--max-tokens", 6)
+    first = answer("run", "demo", "-c", "I am Tom.", *how)
+    with opened(history_file()) as history:
+        (chat,) = history.chats()
+        history.record(
+            "pinned",
+            None,
+            [Message(id="m", parent=None, role="user", text="x")],
+            updated=datetime(2020, 1, 1, tzinfo=UTC),
+        )
+        history.pin("pinned", pinned=True)
+    second = answer("run", "demo", "--continue", "Who am I?", *how)
+    assert second["prompt_tokens"] > first["prompt_tokens"]
+    with opened(history_file()) as history:
+        said = [message.text for message in history.messages(chat.id)]
+    assert said == ["I am Tom.", first["text"], "Who am I?", second["text"]]
+    assert "leave out --continue" in run("run", "demo", "hi", "-c", "--raw", code=2).stderr
+
+
+def test_a_preset_is_the_system_prompt(answer: Answer, run: Run, error: Error) -> None:
+    how = ("--seed", 1, "--max-tokens", 1)
+    plain, preset = (
+        answer("run", "demo", "hi", *how, *more)["prompt_tokens"] for more in ((), ("--template", "Brief"))
+    )
+    assert preset > plain
+    assert "choose one of Brief, Coder" in error("run", "demo", "hi", "--template", "Nope")
+    assert "leave out --system" in run("run", "demo", "hi", "--template", "Brief", "--system", "x", code=2).stderr
 
 
 def test_the_text_is_what_is_printed(run: Run, answer: Answer) -> None:
