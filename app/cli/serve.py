@@ -58,6 +58,7 @@ def ps(ctx: typer.Context, as_json: options.Json = False) -> None:
                 "version": record.version,
                 "state": status.state,
                 "model": status.model,
+                "also_loaded": list(status.also_loaded),
                 "backend": status.backend,
                 "context": status.context,
                 "memory_bytes": status.memory_bytes,
@@ -75,7 +76,8 @@ def ps(ctx: typer.Context, as_json: options.Json = False) -> None:
     when = f"{since:%Y-%m-%d %H:%M}"
     state = f"{status.state}, {status.running} answered" if status.running else status.state
     state += f", {status.waiting} waiting" if status.waiting else ""
-    rows.append((str(record.pid), state, status.model or "-", status.backend or "-", memory, saved, when))
+    models = ", ".join(filter(None, (status.model, *status.also_loaded)))
+    rows.append((str(record.pid), state, models or "-", status.backend or "-", memory, saved, when))
     output.table(rows)
 
 

@@ -22,7 +22,7 @@ from runtime.drafting import Drafts
 from runtime.engine.costs import start as start_speculation
 from runtime.engine.engine import Engine
 from runtime.engine.saved import About, SavedCaches, forget, holding
-from runtime.errors import Cancelled, Problem
+from runtime.errors import Cancelled, OutOfMemoryError, Problem
 from runtime.load.catalogue import Catalogue
 from runtime.load.memory import PARALLEL, cache_facts, describe, experts_within, layers_within
 from runtime.load.plan import LoadOptions, LoadPlan, plan_load
@@ -282,8 +282,12 @@ class Loader:
         self._defaults = defaults or LoadOptions()
         self._chats = chats
 
-    def load(self, request: LoadRequest, progress: ProgressCallback, cancelled: CancelledCheck) -> LoadedModel:
+    def load(
+        self, request: LoadRequest, progress: ProgressCallback, cancelled: CancelledCheck, *, beside: bool = False
+    ) -> LoadedModel:
         """Load a model, and tune it to its budget. Context and experts on the device are limited to the model's own.
+
+        With `beside`, another model may be in the way: what is less than the usual then counts as too little memory.
 
         Raises:
             Cancelled: `cancelled` said so.
@@ -295,6 +299,8 @@ class Loader:
         progress(Progress(phase="open", done=0, total=None, unit="", message=f"opening {request.model}"))
         model = self._catalogue.open(request.model)
         plan = plan_load(model, self._options(request, model), measurements=self._profiles)
+        if beside and plan.is_cut:
+            raise OutOfMemoryError(f"{request.model} would get less than its usual memory: {describe(plan.memory)}")
         message = f"loading {request.model}: {describe(plan.memory)}"
         progress(Progress(phase="load", done=0, total=None, unit="", message=message))
         loaded = load(

@@ -19,7 +19,7 @@ from runtime.engine.engine import Engine
 from runtime.errors import BackendError, OutOfMemoryError, RequestError
 from runtime.kv.kinds import cache_for
 from runtime.load.expected import why_faster
-from runtime.load.memory import CONVERSATIONS, MemoryPlan, plan
+from runtime.load.memory import CONVERSATIONS, DEFAULT_CONTEXT, MemoryPlan, plan
 from runtime.text.tokenizer import Tokenizer
 from tuner.detect import MemoryInfo
 
@@ -196,6 +196,13 @@ class LoadPlan:
     """Options of the decoder; without compensation if a budget is applied later."""
     passed_over: str | None = None
     """Why a better backend that can run here is not used; None: none was passed over."""
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether more memory would make it faster, or its context longer where none was asked for."""
+        usual = min(self.model.spec.max_context, DEFAULT_CONTEXT)
+        short = self.asked.context is None and self.memory.context < usual
+        return short or bool(self.memory.host_bytes) or self.memory.rest is not None or self.passed_over is not None
 
     def prepare(self, progress: ProgressCallback, *, ahead: bool = False) -> None:
         """Compile what the model needs on its backend; `ahead` waits for what would compile in the background."""

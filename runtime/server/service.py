@@ -1,8 +1,9 @@
-"""Service: the loaded model, and one thread that does all work on it, in the order of the requests.
+"""Service: the loaded models, and one thread that does all work on them, in the order of the requests.
 
-Loading, unloading and generating share that thread, so they cannot disturb each other. Requests for the loaded model
-join the running ones between two steps. Any other job waits until these have ended, and later requests wait for it. The
-service is independent of HTTP; its coroutines may be called from any event loop.
+Loading, unloading and generating share that thread, so they cannot disturb each other. One model answers at a time:
+requests for it join the running ones between two steps. Any other job waits until these have ended, and later requests
+wait for it. Models that a request for another one replaced stay loaded as long as there is memory
+(`runtime.server.parked`). The service is independent of HTTP; its coroutines may be called from any event loop.
 """
 
 from __future__ import annotations
@@ -25,12 +26,13 @@ from runtime import program_version
 from runtime.budget.tuning import PROFILES
 from runtime.engine.engine import Engine
 from runtime.engine.generation import Piece
-from runtime.errors import Cancelled, ContextOverflowError, RequestError
+from runtime.errors import Cancelled, ContextOverflowError, OutOfMemoryError, RequestError
 from runtime.load.catalogue import Bundle, Catalogue, ModelBuilder
 from runtime.load.loading import Accepted, LoadedModel, Loader
 from runtime.load.plan import LoadOptions
 from runtime.load.prospects import MachineInspector
 from runtime.server.errors import ApiError, api_error, conflict, unavailable, unknown_model
+from runtime.server.parked import Parked
 from runtime.server.worker import Stream, Worker
 from runtime.text.sampling import Float32Array, SamplingOptions
 from runtime.wire.answers import CacheFacts, ErrorRecord, Holding, State, Status
@@ -40,6 +42,8 @@ from runtime.wire.requests import Inspection, InspectRequest, LoadRequest, TuneR
 
 MAX_WAITING = 64
 """Most waiting requests; further ones are rejected with 503."""
+MOST_MODELS = 3
+"""Most models that are loaded at the same time."""
 REFINE_AFTER_S = 4.0
 """Seconds without a request after which the loaded model's tuning is refined, if it is not yet."""
 STOPPED = "the server is shutting down, or the request was cancelled"
@@ -111,6 +115,7 @@ class Service:
         inspector: Callable[[bool], DeviceReport] = lambda _idle: DeviceReport(machine={}),
         idle_unload_s: float | None = None,
         max_waiting: int = MAX_WAITING,
+        most_models: int = MOST_MODELS,
         refine_after_s: float = REFINE_AFTER_S,
     ) -> None:
         """Start the thread; no model is loaded.
@@ -123,6 +128,7 @@ class Service:
             idle_unload_s: Seconds without a request after which the model is unloaded, until the next request; None:
                 never.
             max_waiting: Most waiting requests.
+            most_models: Most models that are loaded at the same time.
             refine_after_s: Seconds without a request after which the model's tuning is refined.
         """
         self.catalogue = catalogue
@@ -132,6 +138,7 @@ class Service:
         self._lock = threading.Lock()  # guards the fields below while they are read or changed
         self._state: State = "empty"
         self._loaded: LoadedModel | None = None
+        self._parked = Parked(most_models - 1)
         self._target: LoadRequest | None = None  # the model that is loaded, being loaded, or unloaded when idle
         self._error: ErrorRecord | None = None
         self._streams: set[Stream[Any]] = set()  # of all running and waiting requests
@@ -155,6 +162,7 @@ class Service:
         status = Status(
             state=state,
             model=target.model if target is not None and state == "loading" else None,
+            also_loaded=[own.name for own in self._parked],
             memory_bytes=int(psutil.Process().memory_info().rss),
             waiting=self._worker.waiting + (loaded.engine.waiting if loaded is not None else 0),
             pid=os.getpid(),
@@ -193,6 +201,12 @@ class Service:
             return self._loaded
 
     @property
+    def all_loaded(self) -> list[LoadedModel]:
+        """All models that are loaded, that which answers first."""
+        loaded = self.loaded
+        return [*([] if loaded is None else [loaded]), *self._parked]
+
+    @property
     def caches(self) -> Mapping[str, CacheFacts]:
         """Sizes of every kind of cache for the loaded model; empty if none is loaded."""
         loaded = self.loaded
@@ -221,7 +235,8 @@ class Service:
     def holds(self, name: str) -> bool:
         """Whether a model is loaded, or being loaded."""
         with self._lock:
-            return self._state not in ("empty", "failed") and self._target is not None and self._target.model == name
+            held = self._state not in ("empty", "failed") and self._target is not None and self._target.model == name
+        return held or name in self._parked
 
     def held(self) -> Holding:
         """Saved caches on disk. Reads a folder: call it in a worker thread."""
@@ -294,8 +309,7 @@ class Service:
         """
 
         def work(stream: Stream[Holding]) -> None:
-            loaded = self.loaded
-            if loaded is not None:
+            for loaded in self.all_loaded:
                 loaded.engine.forget(chat)
             stream.put(self._loader.forget(chat))
 
@@ -507,6 +521,8 @@ class Service:
     def _load(self, request: LoadRequest, progress: ProgressCallback, cancelled: Callable[[], bool]) -> LoadedModel:
         """Unload the current model, then load. An unknown model leaves the current one loaded.
 
+        Of the others, those that are in its way are unloaded, the least recently used first.
+
         Raises:
             ApiError: there is no such model.
             RuntimeFailure, ModelError: it cannot be loaded; no model is loaded then.
@@ -519,7 +535,10 @@ class Service:
         self._set("loading", target=request)
         try:
             progress(Progress(phase="load", done=0, total=None, unit="", message=f"loading {request.model}"))
-            loaded = self._loader.load(request, progress, cancelled)
+            if (same := self._parked.take(request.model)) is not None:
+                same[1].engine.close()
+                del same
+            loaded = self._load_beside(request, progress, cancelled)
         except (Cancelled, CancelledError):
             self._set("empty")
             raise
@@ -530,8 +549,39 @@ class Service:
         self._set("ready", target=request, loaded=loaded)
         return loaded
 
+    def _load_beside(
+        self, request: LoadRequest, progress: ProgressCallback, cancelled: Callable[[], bool]
+    ) -> LoadedModel:
+        """Load a model as if it were alone, beside as many others as leave room for that."""
+        while any(True for _ in self._parked):
+            try:
+                return self._loader.load(request, progress, cancelled, beside=True)
+            except OutOfMemoryError as error:
+                logger.info("another model is unloaded to make room for %s: %s", request.model, error)
+                self._parked.drop_oldest()
+        return self._loader.load(request, progress, cancelled)
+
+    def _switch(self, name: str) -> None:
+        """Let another model answer: the current one is parked, and a parked one comes back.
+
+        Raises:
+            ApiError: there is no such model.
+        """
+        if self.catalogue.find(name) is None:
+            raise unknown_model(name)
+        with self._lock:
+            loaded, target = self._loaded, self._target
+            self._loaded = None
+        if loaded is not None and target is not None:
+            self._parked.put(target, loaded)
+        if (found := self._parked.take(name)) is not None:
+            self._answered, self._refines = False, True
+            self._set("ready", target=found[0], loaded=found[1])
+        elif target is not None:
+            self._set("empty", target=replace(target, model=name, context=None))
+
     def _ensure(self, name: str, cancelled: Callable[[], bool], keep: Keep = KEPT) -> LoadedModel:
-        """The model of that name, loaded if it is not the current one, or again if its context is too small.
+        """The model of that name, loaded if it is not there, or again if its context is too small.
 
         The kind of cache, the compensation or its budget, and the backend stay as last requested. So does the context
         if a larger one does not fit.
@@ -541,10 +591,11 @@ class Service:
         """
         self._keep(keep)
         with self._lock:
-            loaded, target = self._loaded, self._target
-        if target is None or target.model != name:
-            target = LoadRequest(model=name) if target is None else replace(target, model=name, context=None)
-            loaded = None
+            other = self._target is None or self._target.model != name
+        if other:
+            self._switch(name)
+        with self._lock:
+            loaded, target = self._loaded, self._target or LoadRequest(model=name)
         if loaded is None:
             loaded = self._load(target, ignore_progress, cancelled)
         if loaded.context >= keep.context:
@@ -621,12 +672,14 @@ class Service:
         return self._worker.waiting > 0
 
     def _unload(self) -> None:
-        """Unload the model and forget how it was loaded."""
+        """Unload all models and forget how they were loaded."""
+        self._parked.close()
         self._close_loaded()
         self._set("empty")
 
     def _unload_idle(self) -> None:
-        """Unload the model when idle, and reload it in the same way on the next request."""
+        """Unload all models when idle, and reload that which answered in the same way on the next request."""
+        self._parked.close()
         with self._lock:
             target, loaded = self._target, self._loaded
         if loaded is not None:

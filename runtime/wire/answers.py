@@ -45,6 +45,8 @@ class Status:
     state: State
     model: str | None = None
     """The model that is loaded or being loaded."""
+    also_loaded: Sequence[str] = ()
+    """Other models that are loaded, the latest used first."""
     backend: str | None = None
     reason: str | None = None
     """The reason for this backend."""

@@ -143,9 +143,9 @@ class OllamaInterface:
         return json_answer({"models": [listed(entry) for entry in entries]})
 
     async def ps(self, _request: Request) -> Response:
-        loaded = self.service.loaded
-        entry = None if loaded is None else await asyncio.to_thread(self.service.catalogue.find, loaded.name)
-        models = [] if loaded is None or entry is None else [running(entry, loaded, self.service.unloads_after_s)]
+        entries = {entry.name: entry for entry in await asyncio.to_thread(self.service.catalogue.entries)}
+        there = [loaded for loaded in self.service.all_loaded if loaded.name in entries]
+        models = [running(entries[loaded.name], loaded, self.service.unloads_after_s) for loaded in there]
         return json_answer({"models": models})
 
     async def show(self, request: Request) -> Response:

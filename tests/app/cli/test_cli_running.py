@@ -81,7 +81,8 @@ def test_ps(answer: Answer, run: Run, up: type[Client]) -> None:
     assert found.pop("since").startswith("20")
     assert found == {
         "running": True, "pid": os.getpid(), "version": program_version(), "state": "ready", "model": "small",
-        "backend": "cpu", "context": 512, "memory_bytes": 812_000_000, "answering": 0, "waiting": 0, "saved_chats": 2,
+        "also_loaded": [], "backend": "cpu", "context": 512, "memory_bytes": 812_000_000, "answering": 0, "waiting": 0,
+            "saved_chats": 2,
         "saved_bytes": 34_000_000,
     }  # fmt: skip
     header, line = run("ps").stdout.splitlines()

@@ -20,6 +20,7 @@ from runtime.errors import (
     Cancelled,
     ContextOverflowError,
     InvalidActivationError,
+    OutOfMemoryError,
     Problem,
     RequestError,
     SavedCacheError,
@@ -256,6 +257,7 @@ class FakeHouse:
     gate: threading.Event = field(default_factory=threading.Event)
     refined: list[str] = field(default_factory=list)
     refined_gate: threading.Event = field(default_factory=threading.Event)
+    room: int = 10
     sampling: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -263,8 +265,15 @@ class FakeHouse:
         return self.engines[-1]
 
     def load(
-        self, request: LoadRequest, progress: Callable[[Progress], None], cancelled: Callable[[], bool]
+        self,
+        request: LoadRequest,
+        progress: Callable[[Progress], None],
+        cancelled: Callable[[], bool],
+        *,
+        beside: bool = False,
     ) -> LoadedModel:
+        if beside and sum(not engine.closed for engine in self.engines) >= self.room:
+            raise OutOfMemoryError("another model takes the memory")
         self.loads.append(request)
         if request.model == "broken":
             raise StoreError("broken is damaged: block-00000.safetensors is cut; quantize the model again")

@@ -114,7 +114,7 @@ async def test_a_request_loads_the_model_it_names(service: Service, house: FakeH
     assert await answer(service, "echo two") == "two"
     assert await answer(service, "echo three", "org/other") == "three"
     assert [request.model for request in house.loads] == ["small", "org/other"]
-    assert house.engines[0].closed
+    assert not house.engines[0].closed, "it may be asked again"
 
 
 @pytest.mark.parametrize(
@@ -337,3 +337,58 @@ async def test_errors_of_making_are_told(service: Service) -> None:
     with pytest.raises(ApiError, match="5-bit") as failure:
         await anext(service.make(work))
     assert failure.value.status == 400
+
+
+async def turns(service: Service, *models: str) -> None:
+    for model in models:
+        assert await answer(service, f"echo {model}", model) == model
+
+
+def kept(house: FakeHouse) -> list[str]:
+    return [engine.name for engine in house.engines if not engine.closed]
+
+
+async def test_models_answer_in_turns_without_being_loaded_again(service: Service, house: FakeHouse) -> None:
+    await load(service, kv="int8", context=100)
+    await turns(service, "demo", "small", "demo", "small")
+    assert [request.model for request in house.loads] == ["small", "demo"]
+    status = service.status()
+    assert (status.model, status.context, list(status.also_loaded)) == ("small", 100, ["demo"])
+    assert [own.name for own in service.all_loaded] == ["small", "demo"]
+    assert service.holds("demo")
+    with pytest.raises(ApiError):
+        await answer(service, "echo x", "nowhere")
+    assert (service.status().model, kept(house)) == ("small", ["small", "demo"])
+
+
+async def test_the_least_recently_used_model_goes_where_memory_or_the_limit_says_so(
+    made: Makes, house: FakeHouse
+) -> None:
+    service = made(most_models=2)
+    await turns(service, "small", "demo", "small", "org/other")
+    assert kept(house) == ["small", "org/other"]
+    house.room = 1
+    await turns(service, "demo")
+    assert kept(house) == ["demo"]
+    assert service.status().also_loaded == []
+
+
+async def test_unloading_and_forgetting_reach_all_models(service: Service, house: FakeHouse) -> None:
+    await turns(service, "small", "demo")
+    await service.forget("chat")
+    assert [engine.forgotten for engine in house.engines] == [["chat"], ["chat"]]
+    await load(service, "small", kv="int8")
+    assert kept(house) == ["small"], "a model that is loaded anew is not there twice, and takes the place of another"
+    await turns(service, "demo")
+    await service.unload()
+    assert kept(house) == []
+    assert not service.holds("small")
+
+
+async def test_a_model_that_fails_leaves_the_others(service: Service, house: FakeHouse) -> None:
+    await turns(service, "small")
+    with pytest.raises(ApiError, match="quantize the model again"):
+        await answer(service, "echo x", "broken")
+    assert kept(house) == ["small"]
+    await turns(service, "small")
+    assert [request.model for request in house.loads] == ["small", "broken"]
