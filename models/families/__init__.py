@@ -17,7 +17,7 @@ from models.families.gemma import GEMMA, GEMMA2, GEMMA3
 from models.families.gemma4 import GEMMA4, GEMMA4_UNIFIED
 from models.families.glm4 import GLM4, GLM4_MOE
 from models.families.gpt_oss import GPT_OSS
-from models.families.granite import GRANITE, GRANITE_MOE, GRANITE_MOE_SHARED
+from models.families.granite import GRANITE, GRANITE_FOURTH, GRANITE_MOE, GRANITE_MOE_SHARED
 from models.families.hunyuan import HUNYUAN, HUNYUAN_MOE
 from models.families.lfm2 import LFM2, LFM2_MOE
 from models.families.llama import LLAMA, PHI3, SEED_OSS, SMOLLM3
@@ -30,7 +30,7 @@ from models.spec import ModelSpec
 FAMILIES: Mapping[str, Family] = {
     family.model_type: family
     for family in (
-        *(LLAMA, MISTRAL, MINISTRAL, MINISTRAL3, QWEN2, QWEN3, PHI3, SMOLLM3, GRANITE, SEED_OSS),
+        *(LLAMA, MISTRAL, MINISTRAL, MINISTRAL3, QWEN2, QWEN3, PHI3, SMOLLM3, GRANITE, GRANITE_FOURTH, SEED_OSS),
         *(GEMMA, GEMMA2, GEMMA3, GEMMA4, GEMMA4_UNIFIED, OLMO2, OLMO3, EXAONE4, GLM4, HUNYUAN, ERNIE4_5, LFM2, QWEN35),
         *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, QWEN35_MOE, GRANITE_MOE, GRANITE_MOE_SHARED, OLMOE, GPT_OSS),
         *(GLM4_MOE, ERNIE4_5_MOE, LFM2_MOE, QWEN3_NEXT, HUNYUAN_MOE),
@@ -39,8 +39,8 @@ FAMILIES: Mapping[str, Family] = {
 """Every supported family by its `model_type`."""
 
 SUPPORTED = (
-    "Llama 2/3/3.1/3.2, Mistral, Ministral 8B and 3, Qwen2/2.5, Qwen3, Qwen3.5, Phi-3/3.5, SmolLM3, Granite 3, "
-    "Seed-OSS, Gemma 1 to 4, OLMo 2/3, EXAONE 4, GLM-4, Hunyuan, ERNIE 4.5 and LFM2"
+    "Llama 2/3/3.1/3.2, Mistral, Ministral 8B and 3, Qwen2/2.5, Qwen3, Qwen3.5, Phi-3/3.5, SmolLM3, Granite 3 and "
+    "4 (dense), Seed-OSS, Gemma 1 to 4, OLMo 2/3, EXAONE 4, GLM-4, Hunyuan, ERNIE 4.5 and LFM2"
 )
 """The families as an error message names them."""
 MIXTURES = (

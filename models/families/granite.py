@@ -12,7 +12,17 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
-from models.families.family import Family, attention_biases, read_common, read_mixture, read_spec
+from models.errors import UnsupportedModelError
+from models.families.family import (
+    SEPARATE_LINEAR_SOURCES,
+    WIDEST,
+    Family,
+    attention_biases,
+    layers_of,
+    read_common,
+    read_mixture,
+    read_spec,
+)
 from models.families.fields import Fields
 from models.spec import ModelSpec
 
@@ -40,7 +50,7 @@ def _read_mixture(fields: Fields, shared: str = "") -> ModelSpec:
 
 
 GRANITE = Family(model_type="granite", architecture="GraniteForCausalLM", read=_read, multipliers=_multipliers)
-"""Granite 3.0 to 3.3, and the dense ones of 4."""
+"""Granite 3.0 to 3.3."""
 
 GRANITE_MOE = Family(
     model_type="granitemoe",
@@ -67,3 +77,30 @@ GRANITE_MOE_SHARED = replace(
     read=partial(_read_mixture, shared="shared_intermediate_size"),
 )
 """Granite mixtures with a shared expert."""
+
+
+def _read_fourth(fields: Fields) -> ModelSpec:
+    layers, kinds = layers_of(fields), fields.table.get("layer_types")
+    if not isinstance(kinds, list) or len(kinds) != layers or not {*kinds} <= {"attention", "full_attention"}:
+        raise UnsupportedModelError(
+            f"{fields.source}: blocks with a state (Mamba-2) in 'layer_types' are not supported, only Granite 4 with "
+            "attention in all of them (micro, 350m and 1b without an h). Choose another model."
+        )
+    width = fields.integer("shared_intermediate_size", 1024, most=WIDEST)
+    rotates = fields.table.get("position_embedding_type") == "rope"
+    spec = _read(replace(fields, table={**fields.table, "intermediate_size": width}))
+    return spec if rotates else replace(spec, nope_layers=tuple(range(layers)))
+
+
+GRANITE_FOURTH = Family(
+    model_type="granitemoehybrid",
+    architecture="GraniteMoeHybridForCausalLM",
+    read=_read_fourth,
+    linear_sources={
+        **SEPARATE_LINEAR_SOURCES,
+        "gate_up": ("shared_mlp.input_linear",),
+        "down": ("shared_mlp.output_linear",),
+    },
+    multipliers=_multipliers,
+)
+"""Granite 4, dense ones with attention in all blocks."""

@@ -57,6 +57,12 @@ DELTA = {
 }
 GRANITE = {"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.6, "logits_scaling": 1.7}
 DELTA_FIRST = ["linear_attention", "full_attention", "linear_attention"]
+GRANITE4 = {
+    "num_local_experts": 0,
+    "layer_types": ["full_attention"] * 3,
+    "shared_intermediate_size": 48,
+    "mamba_n_heads": 1,
+}
 MIXTURE = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "decoder_sparse_step": 2}
 
 SIGMOIDS = {"n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "head_dim": 16}
@@ -116,6 +122,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "granite": ("Granite", GRANITE),
     "granite-tied": ("Granite", {**GRANITE, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
+    "granite4": ("GraniteMoeHybrid", {**GRANITE, **GRANITE4, "position_embedding_type": "rope"}),
+    "granite4-plain": ("GraniteMoeHybrid", {**GRANITE, **GRANITE4, "attention_bias": True}),
     "mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
     "mixtral-window": (
         "Mixtral",
@@ -231,7 +239,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "HunYuanDenseV1",
         {"head_dim": 16, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 100.0, "alpha": 3.0, "factor": 1.0}},
     ),
-    "hunyuan-biases": ("HunYuanDenseV1", {"head_dim": 8, "attention_bias": True, "tie_word_embeddings": True}),
+    "hunyuan-biases": (
+        "HunYuanDenseV1",
+        {"head_dim": 8, "attention_bias": True, "tie_word_embeddings": True},
+    ),
     "hunyuan-moe": (
         "HunYuanMoEV1",
         {
@@ -280,20 +291,8 @@ MIXTURES = (
 """Families with experts."""
 DRAWN_FAMILIES = (
     *("Llama", "Mistral", "Ministral", "Qwen2", "Qwen3", "Phi3", "SmolLM3", "Granite", "SeedOss", "Lfm2", "Qwen3_5"),
-    *(
-        "Gemma",
-        "Gemma2",
-        "Gemma3",
-        "Gemma4",
-        "Gemma4Unified",
-        "Olmo2",
-        "Olmo3",
-        "Exaone4",
-        "Glm4",
-        "Ministral3",
-        "HunYuanDenseV1",
-    ),
-    *("Ernie4_5", *MIXTURES),
+    *("Gemma", "Gemma2", "Gemma3", "Gemma4", "Gemma4Unified", "Olmo2", "Olmo3", "Exaone4", "Glm4", "Ministral3"),
+    *("HunYuanDenseV1", "GraniteMoeHybrid", "Ernie4_5", *MIXTURES),
 )
 """Families whose configurations `drawn_changes` draws."""
 
@@ -502,6 +501,12 @@ def drawn_changes(family: str, seed: int) -> dict[str, Any]:
     shared = {"shared_expert_intermediate_size": generator.randint(1, 3) * of_qwen["moe_intermediate_size"]}
     own["Qwen2Moe"] = {**own["Qwen2"], **of_qwen, **shared, "qkv_bias": flag()}
     own["GraniteMoe"] = {**own["Granite"], "num_local_experts": experts, **chosen}
+    own["GraniteMoeHybrid"] = {
+        **own["Granite"],
+        **GRANITE4,
+        "layer_types": ["full_attention"] * layers,
+        "position_embedding_type": generator.choice([None, "rope"]),
+    }
     own["GraniteMoeShared"] = {**own["GraniteMoe"], "intermediate_size": 24, "shared_intermediate_size": 24 * experts}
     dense = "Qwen3_5" if family in ("Qwen3_5Moe", "Qwen3Next") else family
     if dense in NEW_DRAWN:

@@ -295,6 +295,11 @@ def test_end_tokens_of_both_files_join(config_ids: Any, generation_ids: Any, exp
             {"model_type": "rwkv", "architectures": ["RwkvForCausalLM"]},
             ["(model_type 'rwkv'", "). Supported are Llama"],
         ),
+        (tiny("granitemoehybrid", layer_types=["mamba", "attention"] * 2), ["Mamba-2", "without an h"]),
+        (
+            tiny("hunyuan_v1_moe", num_experts=4, moe_topk=[1, 2, 1, 1]),
+            ["'moe_topk' differs between blocks"],
+        ),
         ({"model_type": "phi3small", "architectures": None}, ["phi3small", "Mistral"]),
         ({"architectures": ["LlamaForSequenceClassification"]}, ["LlamaForSequenceClassification", "LlamaForCausalLM"]),
         ({"model_type": "mistral"}, ["LlamaForCausalLM", "mistral"]),
