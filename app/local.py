@@ -20,7 +20,7 @@ from runtime.engine.generation import Piece
 from runtime.errors import ContextOverflowError, RuntimeFailure
 from runtime.load.loading import LoadedModel
 from runtime.server.errors import api_error
-from runtime.server.openai.responses import ChatWriter, CompletionWriter
+from runtime.server.openai.responses import ChatWriter, CompletionWriter, PartReader
 from runtime.text.call_grammar import CallRules
 from runtime.text.call_reader import CallReader
 from runtime.text.constraint import Grammar
@@ -91,7 +91,8 @@ class LocalRuntime:
             stops = (*(options.stop or ()), *engine.chat_stops)
             sampling = self._sampling(options, stop=stops, calls=rules)
             opening = "" if options.continue_final else engine.reasoning_opened(prompt)
-            writer = ChatWriter(self.loaded.accepted(prompt, opening), version=program_version(), calls=reader)
+            parts = PartReader(opening, reader, apart=not options.reasoning_in_content)
+            writer = ChatWriter(self.loaded.accepted(prompt, opening), parts, version=program_version())
         except RuntimeFailure as error:
             raise _as_client_error(error) from error
         async with aclosing(

@@ -58,6 +58,8 @@ class ChatOptions:
     """Stop sequences."""
     end_loops: bool | None = None
     """Whether an answer that only repeats itself ends, with `loop` as its reason."""
+    reasoning_in_content: bool | None = None
+    """Whether reasoning is part of the answer's text, between its tags; else it is left out."""
     chat: str | None = None
     """The conversation's name in the runtime; `RuntimeClient.forget` takes it."""
     response_format: Mapping[str, Any] | None = None

@@ -200,6 +200,7 @@ class Prompts:
             chat=conversation.id or None,
             continue_final=resume,
             end_loops=True,
+            reasoning_in_content=True,
             tools=tools or None,
             chat_template_kwargs=switch(self.setting_of(conversation, "thinking")),
         )

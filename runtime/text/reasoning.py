@@ -17,6 +17,11 @@ def split_reasoning(text: str) -> tuple[str, str]:
     return thought.strip("\n"), answer.lstrip("\n") if ended else ""
 
 
+def unfinished(text: str) -> bool:
+    """Whether a text ends inside its reasoning."""
+    return text.lstrip().startswith(TAGS[0]) and TAGS[1] not in text
+
+
 class ReasoningReader:
     """Separates reasoning from the answer in a streamed text. What may become a tag is held back."""
 
@@ -24,6 +29,11 @@ class ReasoningReader:
         self._held = ""
         self._inside: bool | None = None  # None: not known yet
         self._blank = True  # whether line breaks at the beginning are still to be left out
+
+    @property
+    def inside(self) -> bool:
+        """Whether the text so far ends inside reasoning."""
+        return bool(self._inside)
 
     def feed(self, text: str, *, last: bool = False) -> tuple[str, str]:
         """Add a piece. Returns the reasoning and the answer that are certain; with `last`, all of them."""

@@ -128,7 +128,7 @@ async def test_the_last_message_is_continued(client: RuntimeClient, house: FakeH
 
 
 async def test_reasoning_is_switched_on_and_its_tag_received(client: RuntimeClient) -> None:
-    options = ChatOptions(model="small", chat_template_kwargs=switch("on"))
+    options = ChatOptions(model="small", chat_template_kwargs=switch("on"), reasoning_in_content=True)
     deltas = await collect(client.chat(HELLO, options))
     assert "".join(delta.text for delta in deltas) == "<think>\nhello there"
 

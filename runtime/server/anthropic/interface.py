@@ -17,8 +17,9 @@ from runtime.server.anthropic.requests import MessagesRequest
 from runtime.server.anthropic.responses import MessageWriter
 from runtime.server.bodies import MISSING, Reader, encode, json_answer, refused, sse, unless_disconnected
 from runtime.server.errors import ANTHROPIC_PATH, anthropic_form
-from runtime.server.openai.answering import Answering, PartReader, Writer, call_reader, generation
+from runtime.server.openai.answering import Answering, Writer, call_reader, generation
 from runtime.server.openai.forms import LeftOut
+from runtime.server.openai.responses import PartReader
 from runtime.server.service import GenerationRequest, Service
 from runtime.text.sampling import SamplingOptions
 

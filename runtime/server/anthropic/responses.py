@@ -9,9 +9,8 @@ from typing import Any
 
 from runtime.engine.generation import Piece, Usage
 from runtime.load.loading import Accepted
-from runtime.server.openai.answering import PartReader
 from runtime.server.openai.forms import history_arguments
-from runtime.server.openai.responses import Body, call_id
+from runtime.server.openai.responses import Body, PartReader, call_id
 from runtime.text.call_reader import Found
 
 SIGNATURE = "lowbit-chat"

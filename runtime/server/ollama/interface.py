@@ -24,8 +24,9 @@ from runtime.server.bodies import Events, Reader, json_answer, ndjson, refused, 
 from runtime.server.errors import ApiError, fields_named, ollama_form, unknown_model
 from runtime.server.ollama.requests import ModelRequest, OllamaChat, OllamaEmbeddings, OllamaGenerate, seconds
 from runtime.server.ollama.responses import AnswerWriter, empty_answer, listed, report, running, shown
-from runtime.server.openai.answering import Answering, PartReader, Writer, call_reader, generation
+from runtime.server.openai.answering import Answering, Writer, call_reader, generation
 from runtime.server.openai.forms import LeftOut
+from runtime.server.openai.responses import PartReader
 from runtime.server.service import Embedded, GenerationRequest, Keep, Service
 from runtime.server.worker import Stream
 from runtime.wire.answers import ModelEntry

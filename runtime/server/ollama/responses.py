@@ -13,9 +13,8 @@ from typing import Any
 from models.progress import Progress
 from runtime.engine.generation import Piece, Usage
 from runtime.load.loading import LoadedModel
-from runtime.server.openai.answering import PartReader
 from runtime.server.openai.forms import history_arguments
-from runtime.server.openai.responses import Body, call_id, logprobs_content
+from runtime.server.openai.responses import Body, PartReader, call_id, logprobs_content
 from runtime.text.call_reader import Found
 from runtime.text.reasoning import TAGS
 from runtime.wire.answers import ModelEntry

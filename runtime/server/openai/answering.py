@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from starlette.requests import Request
@@ -17,11 +17,10 @@ from runtime.load.loading import Accepted
 from runtime.server.bodies import Events, json_answer, unless_disconnected
 from runtime.server.openai import tool_call_retry
 from runtime.server.openai.forms import ToolUse
-from runtime.server.openai.responses import Body, read_piece
+from runtime.server.openai.responses import Body
 from runtime.server.service import GenerationRequest, Service
 from runtime.text.call_grammar import CallRules
-from runtime.text.call_reader import CallReader, Found
-from runtime.text.reasoning import ReasoningReader
+from runtime.text.call_reader import CallReader
 from runtime.text.sampling import SamplingOptions
 
 LEFT_OUT, MAX_HEADER = "X-Left-Out", 2000
@@ -110,25 +109,6 @@ def call_reader(rules: CallRules | None, *, whole: bool = False) -> CallReader |
         return None
     enforced = [tool.name for tool in rules.tools if tool.name not in rules.relaxed]
     return CallReader(rules.tools, most=None if rules.several else 1, enforced=() if whole else enforced)
-
-
-class PartReader:
-    """Separates reasoning, text and calls of an answer."""
-
-    def __init__(self, opening: str, calls: CallReader | None) -> None:
-        """Begin an answer; `opening` is what of it the prompt already has."""
-        self._reasoning, self._calls, self._opening = ReasoningReader(), calls, opening
-
-    @property
-    def calls(self) -> int:
-        """Calls so far."""
-        return 0 if self._calls is None else self._calls.count
-
-    def read(self, piece: Piece) -> tuple[str, str, list[Found]]:
-        """The reasoning and the text that are certain, and calls that the piece completes or continues."""
-        thought, answer = self._reasoning.feed(self._opening + piece.text, last=piece.finish_reason is not None)
-        self._opening = ""
-        return thought, *read_piece(replace(piece, text=answer), self._calls)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,12 +22,14 @@ from runtime.load.loading import Accepted
 from runtime.server.bodies import Reader, json_answer, parse, sse, unless_disconnected
 from runtime.server.errors import event_form, unknown_model
 from runtime.server.openai.answering import Answering, Writer, call_reader, generation
+from runtime.server.openai.embeddings import EmbeddingsRequest, embeddings_body
 from runtime.server.openai.forms import LeftOut
-from runtime.server.openai.requests import ChatRequest, CompletionRequest, EmbeddingsRequest, embeddings_body
-from runtime.server.openai.responses import Body, ChatWriter, CompletionWriter
+from runtime.server.openai.requests import ChatRequest, CompletionRequest
+from runtime.server.openai.responses import Body, ChatWriter, CompletionWriter, PartReader
 from runtime.server.openai.responses_api import ResponsesRequest, ResponseWriter
 from runtime.server.security import HEALTH_PATH
 from runtime.server.service import Embedded, GenerationRequest, Service
+from runtime.text.reasoning import TAGS, unfinished
 from runtime.wire.answers import ModelEntry
 
 _REFERENCE = "#/components/schemas/{model}"
@@ -151,15 +153,17 @@ class PublicInterface:
         asked, messages, left_out = await self.reader.read(request, _chat)
         options = await asyncio.to_thread(asked.sampling)
         name, resume = asked.prompt_cache_key, bool(asked.continue_final_message)
+        apart = not asked.reasoning_in_content
+        begun = TAGS[0] if apart and resume and unfinished(messages[-1]["content"]) else ""
         wanted = generation(asked, messages, options, "messages", name=name, resume=resume)
 
         def begin(accepted: Accepted) -> Writer:
             return ChatWriter(
                 accepted,
+                PartReader(begun or accepted.opening, call_reader(options.calls), apart=apart),
                 version=program_version(),
                 with_usage=asked.wants_usage,
                 logprobs=bool(asked.logprobs),
-                calls=call_reader(options.calls),
             )
 
         return await self._chunks.respond(request, wanted, begin, stream=bool(asked.stream), left_out=left_out)
@@ -191,7 +195,8 @@ class PublicInterface:
         wanted = generation(asked, messages, options, "input", name=asked.prompt_cache_key)
 
         def begin(accepted: Accepted) -> Writer:
-            return ResponseWriter(asked, accepted, call_reader(options.calls), self._keep)
+            parts = PartReader(accepted.opening, call_reader(options.calls))
+            return ResponseWriter(asked, accepted, parts, self._keep)
 
         events = Answering(self.service, partial(sse, ping_s=self.ping_s, named=True, form=event_form))
         return await events.respond(request, wanted, begin, stream=bool(asked.stream), left_out=left_out)

@@ -7,7 +7,6 @@ supported are understood.
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
@@ -31,8 +30,8 @@ from runtime.server.openai.forms import (
     chosen_tools,
     known_tools,
 )
-from runtime.server.service import Embedded
-from runtime.text.sampling import MAX_PENALTY, MIN_PENALTY, Float32Array, SamplingOptions
+from runtime.text.reasoning import TAGS
+from runtime.text.sampling import MAX_PENALTY, MIN_PENALTY, SamplingOptions
 
 COMPLETION_TOKENS = 16
 """Default length of a plain completion, as in OpenAI's interface."""
@@ -73,8 +72,6 @@ THOUGHTS = ("thinking", "reasoning")
 """Words in the types of parts that are no part of the conversation."""
 MEDIA = ("image", "audio", "video", "file", "document")
 """Words in the types of parts that are asked about and can't be read."""
-MAX_INPUTS = 2048
-"""Most texts per request, as in OpenAI's interface."""
 
 
 def _whole(given: object) -> object:
@@ -157,6 +154,8 @@ class Sampling(Part):
             if value not in (*_NOTHING, *neutral):
                 raise refused(field, f"{field} is not supported: leave it out", code="unsupported_parameter")
         changed = {name: given[other] for other, name in _ALIASES.items() if given.get(other) is not None}
+        if given.get("reasoning_format") == "none" or given.get("separate_reasoning") is False:
+            changed["reasoning_in_content"] = True
         forms = {other: given[other] for other in _FORMS if given.get(other) not in _NOTHING}
         if forms:
             changed["structured_outputs"] = {_FORMS[other]: _form(other, value) for other, value in forms.items()}
@@ -377,6 +376,8 @@ class ChatRequest(Sampling):
     """An extension: whether to continue the last message, the assistant's, rather than answer it."""
     end_loops: StrictBool | None = None
     """An extension: whether an answer that only repeats itself ends, with `loop` as its `finish_reason`."""
+    reasoning_in_content: StrictBool | None = None
+    """An extension: whether reasoning stays in the answer's text, between its tags."""
 
     def check(self) -> None:
         """Reject unsupported requests.
@@ -407,6 +408,8 @@ class ChatRequest(Sampling):
         left_out = known_tools(self.tools)[1]
         asked = max((index for index, message in enumerate(self.messages) if message.role == "user"), default=-1)
         messages = [message.plain(index, left_out, last=index == asked) for index, message in enumerate(self.messages)]
+        if self.continue_final_message and "reasoning_content" in (last := messages[-1]) and not last["content"]:
+            last["content"] = f"{TAGS[0]}\n{last.pop('reasoning_content')}"
         return messages, left_out
 
     @property
@@ -467,50 +470,3 @@ class CompletionRequest(Sampling):
     def sampling(self) -> SamplingOptions:
         form = answer_form(self.response_format, self.structured_outputs)
         return self.options(self.max_tokens or COMPLETION_TOKENS, self.logprobs, form)
-
-
-class EmbeddingsRequest(Part):
-    """Body of POST /v1/embeddings."""
-
-    model: Annotated[str, Field(min_length=1, max_length=300)]
-    input: str | Tokens | Annotated[Items[str | Tokens], Field(min_length=1, max_length=MAX_INPUTS)]
-    encoding_format: Literal["float", "base64"] | None = None
-    dimensions: int | None = None
-    user: str | None = None
-
-    def check(self) -> None:
-        """Reject unsupported requests.
-
-        Raises:
-            ApiError: names the field.
-        """
-        if self.dimensions is not None:
-            raise refused("dimensions", "dimensions is not supported: a vector has the model's own width")
-        if any(not text for text in self.texts):
-            raise refused("input", "input holds an empty text: give each at least one letter")
-
-    @property
-    def texts(self) -> list[str | list[int]]:
-        """The texts, or their tokens."""
-        given: Any = self.input  # its first member shows which type it has
-        if isinstance(given, str) or isinstance(given[0], int):
-            return [given]
-        return list(given)
-
-
-def embeddings_body(asked: EmbeddingsRequest, vectors: Sequence[Embedded]) -> dict[str, Any]:
-    """The response in OpenAI's format."""
-    tokens = sum(one.tokens for one in vectors)
-    return {
-        "object": "list",
-        "model": vectors[0].model,
-        "data": [
-            {"object": "embedding", "index": index, "embedding": _written(one.vector, asked.encoding_format)}
-            for index, one in enumerate(vectors)
-        ],
-        "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
-    }
-
-
-def _written(vector: Float32Array, form: str | None) -> list[float] | str:
-    return base64.b64encode(vector.astype("<f4").tobytes()).decode() if form == "base64" else list(map(float, vector))

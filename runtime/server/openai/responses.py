@@ -10,11 +10,14 @@ from typing import Any, Literal
 from runtime.engine.generation import Piece, Speculation, Usage
 from runtime.load.loading import Accepted
 from runtime.text.call_reader import CallReader, Found
+from runtime.text.reasoning import ReasoningReader
 from runtime.text.sampling import TokenLogprob
 from runtime.wire.answers import SpeculationRecord, Timings
 from runtime.wire.codec import to_json
 
 Body = dict[str, Any]
+_THOUGHT = "reasoning_content"
+"""The field of reasoning, as in the interfaces of DeepSeek, llama.cpp and vLLM."""
 
 
 def usage_body(usage: Usage) -> Body:
@@ -87,6 +90,45 @@ def speculation_record(counts: Speculation | None) -> SpeculationRecord | None:
     )
 
 
+class PartReader:
+    """Separates reasoning, text and calls of an answer."""
+
+    def __init__(self, opening: str, calls: CallReader | None, *, apart: bool = True) -> None:
+        """Begin an answer.
+
+        Args:
+            opening: What of it the prompt already has.
+            calls: Parses calls, if there are tools.
+            apart: Whether reasoning is separated; else it is text, between its tags.
+        """
+        self._reasoning, self._calls = ReasoningReader() if apart else None, calls
+        self._opening = opening if apart else ""
+        self.begun = "" if apart else opening
+        """The beginning of the text."""
+        self.thoughts = 0
+        """Tokens of reasoning so far."""
+
+    @property
+    def calls(self) -> int:
+        """Calls so far."""
+        return 0 if self._calls is None else self._calls.count
+
+    def read(self, piece: Piece) -> tuple[str, str, list[Found]]:
+        """The reasoning and the text that are certain, and calls that the piece completes or continues."""
+        thought, text, last = "", piece.text, piece.finish_reason is not None
+        if self._reasoning is not None:
+            thought, text = self._reasoning.feed(self._opening + text, last=last)
+            self._opening = ""
+            self.thoughts += piece.token is not None and self._reasoning.inside
+        if self._calls is None:
+            return thought, text, []
+        text, pieces = self._calls.feed(text)
+        if last:
+            rest, more = self._calls.finish()
+            text, pieces = text + rest, [*pieces, *more]
+        return thought, text, pieces
+
+
 class ChatWriter(_Answer):
     """Writes responses of /v1/chat/completions."""
 
@@ -95,25 +137,25 @@ class ChatWriter(_Answer):
     def __init__(
         self,
         accepted: Accepted,
+        parts: PartReader,
         *,
         version: str,
         with_usage: bool = False,
         logprobs: bool = False,
-        calls: CallReader | None = None,
     ) -> None:
-        """Start a response; `calls` parses tool calls, if there are tools."""
+        """Start a response; `parts` separates the answer's parts."""
         super().__init__("chatcmpl", accepted, version=version, with_usage=with_usage)
-        self._logprobs, self._calls = logprobs, calls
+        self._logprobs, self._parts = logprobs, parts
 
     def opening(self) -> list[Body]:
         """The chunk with the role."""
-        return [self._choice({"role": "assistant", "content": self._accepted.opening}, None)]
+        return [self._choice({"role": "assistant", "content": self._parts.begun}, None)]
 
     def chunks(self, piece: Piece) -> list[Body]:
         """The chunks of a piece; empty if it adds nothing."""
-        index = self._calls.count - 1 if self._calls is not None else 0
-        text, calls = read_piece(piece, self._calls)
-        deltas: list[Body] = [{"content": text}] if text else []
+        index = self._parts.calls - 1
+        thought, text, calls = self._parts.read(piece)
+        deltas: list[Body] = [{name: said} for name, said in ((_THOUGHT, thought), ("content", text)) if said]
         for call in calls:
             index += call.name is not None
             deltas.append({"tool_calls": [{"index": index, **_call(call)}]})
@@ -125,15 +167,17 @@ class ChatWriter(_Answer):
 
     def body(self, pieces: Sequence[Piece]) -> Body:
         """The body of a non-streaming response."""
-        parts = [read_piece(piece, self._calls) for piece in pieces]
-        text = self._accepted.opening + "".join(text for text, _ in parts)
+        parts = [self._parts.read(piece) for piece in pieces]
+        thought, text = "".join(part[0] for part in parts), self._parts.begun + "".join(part[1] for part in parts)
         calls: list[Body] = []
-        for call in (call for _, pieces_of_calls in parts for call in pieces_of_calls):
+        for call in (call for part in parts for call in part[2]):
             if call.name is not None:
                 calls.append(_call(call))
             else:
                 calls[-1]["function"]["arguments"] += call.arguments
         message: Body = {"role": "assistant", "content": text or None if calls else text, "refusal": None}
+        if thought:
+            message[_THOUGHT] = thought
         if calls:
             message["tool_calls"] = calls
         choice: Body = {
@@ -146,8 +190,7 @@ class ChatWriter(_Answer):
 
     def _finish(self, piece: Piece) -> str | None:
         """The reason for the end of the answer; None if it continues."""
-        called = self._calls is not None and self._calls.count > 0
-        return "tool_calls" if called and piece.finish_reason == "stop" else piece.finish_reason
+        return "tool_calls" if self._parts.calls and piece.finish_reason == "stop" else piece.finish_reason
 
     def _choice(self, delta: Body, piece: Piece | None) -> Body:
         choice: Body = {
@@ -202,17 +245,6 @@ class CompletionWriter(_Answer):
             "top_logprobs": [{other.text: other.logprob for other in logprob.top} for logprob in logprobs],
             "text_offset": offsets,
         }
-
-
-def read_piece(piece: Piece, calls: CallReader | None) -> tuple[str, list[Found]]:
-    """The part of a piece that is certainly text, and the calls it completes or continues."""
-    if calls is None:
-        return piece.text, []
-    text, pieces = calls.feed(piece.text)
-    if piece.finish_reason is not None:
-        rest, more = calls.finish()
-        text, pieces = text + rest, [*pieces, *more]
-    return text, pieces
 
 
 def call_id() -> str:

@@ -7,7 +7,7 @@ import json
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field, StrictBool, ValidationError, model_validator
 
@@ -34,8 +34,8 @@ from runtime.server.openai.forms import (
     known_tools,
 )
 from runtime.server.openai.requests import ContentPart, Count, Effort, Sampling, effort_variables, joined
-from runtime.server.openai.responses import Body, call_id, read_piece
-from runtime.text.call_reader import CallReader, Found
+from runtime.server.openai.responses import Body, PartReader, call_id
+from runtime.text.call_reader import Found
 from runtime.text.sampling import SamplingOptions
 
 _OWN = ("message", "reasoning", "function_call", "function_call_output", "item_reference")
@@ -271,6 +271,25 @@ def _add(
     return ""
 
 
+class _Text(NamedTuple):
+    """How an item with text is written."""
+
+    prefix: str
+    """Of its id."""
+    part: str
+    """The type of its content, and the name of its events."""
+    more: Body
+    """Further fields of the content."""
+    told: Body
+    """Further fields of the events with text."""
+
+
+_TEXTS = {
+    "message": _Text("msg", "output_text", {"annotations": [], "logprobs": []}, {"logprobs": []}),
+    "reasoning": _Text("rs", "reasoning_text", {}, {}),
+}
+
+
 class ResponseWriter:
     """Writes one response, as a body or as events. Text between calls becomes a separate message."""
 
@@ -278,14 +297,13 @@ class ResponseWriter:
         self,
         asked: ResponsesRequest,
         accepted: Accepted,
-        calls: CallReader | None,
+        parts: PartReader,
         keep: Callable[[Sequence[Body]], object],
     ) -> None:
-        """Start a response; `calls` parses tool calls, if there are tools, and `keep` gets the items at the end."""
-        self._calls, self._keep = calls, keep
-        self._opening = accepted.opening
+        """Start a response; `parts` separates the answer's parts, and `keep` gets the items at the end."""
+        self._parts, self._keep = parts, keep
         self._events = 0
-        self._growing: Body | None = None  # the message that text is appended to
+        self._growing: Body | None = None  # the message or the reasoning that text is appended to
         self._calling: Body | None = None  # the call whose arguments are being written
         self._body: Body = {
             "id": f"resp_{uuid.uuid4().hex}",
@@ -302,8 +320,7 @@ class ResponseWriter:
 
     def opening(self) -> list[Body]:
         """Events before the first text."""
-        events = [self._event(f"response.{state}", response=self._now()) for state in ("created", "in_progress")]
-        return [*events, *self._add_text(self._opening)] if self._opening else events
+        return [self._event(f"response.{state}", response=self._now()) for state in ("created", "in_progress")]
 
     def chunks(self, piece: Piece) -> list[Body]:
         """Events of a piece; empty if it adds nothing."""
@@ -317,10 +334,11 @@ class ResponseWriter:
         return self._body
 
     def _told(self, piece: Piece) -> Iterator[Body]:
-        text, calls = read_piece(piece, self._calls)
-        if text:
-            yield from self._close_call()
-            yield from self._add_text(text)
+        thought, text, calls = self._parts.read(piece)
+        for kind, said in (("reasoning", thought), ("message", text)):
+            if said:
+                yield from self._close_call()
+                yield from self._add_text(said, kind)
         for call in calls:
             if call.name is not None:
                 yield from self._close_text()
@@ -336,31 +354,28 @@ class ResponseWriter:
         self._end(piece.finish_reason, piece.usage)
         yield self._event("response.completed" if complete else "response.incomplete", response=self._now())
 
-    def _open_text(self) -> Iterator[Body]:
-        self._growing = {
-            "id": f"msg_{uuid.uuid4().hex}",
-            "type": "message",
-            "role": "assistant",
-            "status": "in_progress",
-            "content": [],
-        }
+    def _open_text(self, kind: str = "message") -> Iterator[Body]:
+        about: Body = {"summary": []} if kind == "reasoning" else {"role": "assistant"}
+        item = {"id": f"{_TEXTS[kind].prefix}_{uuid.uuid4().hex}", "type": kind, **about}
+        self._growing = {**item, "status": "in_progress", "content": []}
         yield self._added(self._growing)
-        part: Body = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        part: Body = {"type": _TEXTS[kind].part, "text": "", **_TEXTS[kind].more}
         yield self._event("response.content_part.added", **self._place(), part=dict(part))
         self._growing["content"].append(part)
 
-    def _add_text(self, text: str) -> Iterator[Body]:
-        if self._growing is None:
-            yield from self._open_text()
+    def _add_text(self, text: str, kind: str) -> Iterator[Body]:
+        if self._growing is None or self._growing["type"] != kind:
+            yield from self._close_text()
+            yield from self._open_text(kind)
         assert self._growing is not None
         self._growing["content"][0]["text"] += text
-        yield self._event("response.output_text.delta", **self._place(), delta=text, logprobs=[])
+        yield self._event(f"response.{_TEXTS[kind].part}.delta", **self._place(), delta=text, **_TEXTS[kind].told)
 
     def _close_text(self, *, complete: bool = True) -> Iterator[Body]:
         if self._growing is None:
             return
-        place, (part,) = self._place(), self._growing["content"]
-        yield self._event("response.output_text.done", **place, text=part["text"], logprobs=[])
+        place, (part,), kind = self._place(), self._growing["content"], _TEXTS[self._growing["type"]]
+        yield self._event(f"response.{kind.part}.done", **place, text=part["text"], **kind.told)
         yield self._event("response.content_part.done", **place, part=dict(part))
         self._growing["status"] = "completed" if complete else "incomplete"
         yield self._done(self._growing)
@@ -420,7 +435,7 @@ class ResponseWriter:
             "input_tokens": usage.prompt_tokens,
             "input_tokens_details": {"cached_tokens": usage.cached_tokens},
             "output_tokens": usage.completion_tokens,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": self._parts.thoughts},
             "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         }
         self._keep(self._body["output"])

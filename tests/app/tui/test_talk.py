@@ -191,7 +191,7 @@ class TestFullChat:
             runtime.finish_reason = "loop"
             await s.say("f")
             await s.shows("stopped: it only repeated itself", "continue ^G")
-            assert all(options.end_loops for _, options in runtime.named("chat"))
+            assert all(options.end_loops and options.reasoning_in_content for _, options in runtime.named("chat"))
 
     async def test_it_asks_where_that_is_wanted(self, stage: Stage, runtime: Any) -> None:
         runtime.context = 200

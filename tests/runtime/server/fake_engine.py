@@ -61,6 +61,8 @@ class FakeEngine:
         self.threads: set[int] = set()
         self.options: list[SamplingOptions] = []
         self.tools: list[Tool] = []
+        self.messages: list[Mapping[str, Any]] = []
+        self.messages: list[Mapping[str, Any]] = []
         self.variables: Mapping[str, Any] | None = None
         self.trims: list[bool] = []
         self.chats: list[str | None] = []
@@ -79,7 +81,7 @@ class FakeEngine:
         tools: Sequence[Tool] = (),
         variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        self.tools, self.variables = list(tools), variables
+        self.messages, self.tools, self.variables = list(messages), list(tools), variables
         if continue_final and messages[-1]["role"] != "assistant":
             raise RequestError("only an assistant's message can be continued")
         return self.text_prompt(messages[-1]["content"], sum(len(m["content"].split()) for m in messages[:-1]))

@@ -49,6 +49,16 @@ def events(response: httpx.Response) -> list[Any]:
     return found
 
 
+async def both_ways(client: httpx.AsyncClient, asked: dict[str, Any]) -> dict[str, Any]:
+    """The message of an answer; checked to be the same as a stream's."""
+    whole: dict[str, Any] = (await client.post("/v1/chat/completions", json=asked)).json()["choices"][0]["message"]
+    *chunks, _ = events(await client.post("/v1/chat/completions", json={**asked, "stream": True}))
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    for name in ("content", "reasoning_content"):
+        assert "".join(delta.get(name, "") for delta in deltas) == whole.get(name, "")
+    return whole
+
+
 async def test_models(client: httpx.AsyncClient) -> None:
     body = (await client.get("/v1/models")).json()
     assert body["object"] == "list"
@@ -218,18 +228,32 @@ async def test_the_last_message_can_be_continued(client: httpx.AsyncClient, hous
     assert response.json()["error"]["param"] == "messages"
 
 
-async def test_an_answer_has_the_tag_of_reasoning_that_its_prompt_ends_with(client: httpx.AsyncClient) -> None:
-    def said(body: dict[str, Any]) -> str:
-        return str(body["choices"][0]["message"]["content"])
-
-    asked = chat("echo so", chat_template_kwargs={"enable_thinking": True})
-    streamed = (await client.post("/v1/chat/completions", json={**asked, "stream": True})).text
-    assert '"content":"<think>\\n"' in streamed.replace(": ", ":")
-    assert said((await client.post("/v1/chat/completions", json=asked)).json()) == "<think>\nso"
+async def test_reasoning_comes_apart(client: httpx.AsyncClient) -> None:
+    """Whether the prompt begins it, or the model."""
+    think = {"chat_template_kwargs": {"enable_thinking": True}}
+    for asked in (chat("echo hm </think> so", **think), chat("echo <think> hm </think> so")):
+        whole = await both_ways(client, asked)
+        assert (whole["reasoning_content"].strip(), whole["content"]) == ("hm", " so")
+    assert "reasoning_content" not in await both_ways(client, chat("echo so"))
     form = {"response_format": {"type": "json_object"}}
-    assert not said((await client.post("/v1/chat/completions", json={**asked, **form})).json()).startswith("<think>")
-    silent = chat("echo so", chat_template_kwargs={"enable_thinking": False})
-    assert said((await client.post("/v1/chat/completions", json=silent)).json()) == "so"
+    assert (await both_ways(client, chat("echo so", **think, **form)))["content"] == "so"
+
+
+@pytest.mark.parametrize(
+    "switch", [{"reasoning_in_content": True}, {"reasoning_format": "none"}, {"separate_reasoning": False}]
+)
+async def test_reasoning_stays_in_the_content_for_who_wants_it(client: httpx.AsyncClient, switch: Any) -> None:
+    asked = chat("echo hm </think> so", chat_template_kwargs={"enable_thinking": True}, **switch)
+    assert (await both_ways(client, asked))["content"] == "<think>\nhm </think> so"
+
+
+@pytest.mark.parametrize("message", [{"content": "<think>\na"}, {"content": "", "reasoning_content": "a"}])
+async def test_a_thought_is_continued(client: httpx.AsyncClient, house: FakeHouse, message: dict[str, Any]) -> None:
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", **message}]
+    asked = {"model": "small", "messages": messages, "continue_final_message": True}
+    whole = await both_ways(client, asked)
+    assert house.engine.messages[-1] == {"role": "assistant", "content": "<think>\na"}
+    assert (whole["reasoning_content"], whole["content"]) == ("I do not know", "")
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -18,7 +18,8 @@ from starlette.requests import Request
 from runtime.server import bodies
 from runtime.server.bodies import Reader, parse
 from runtime.server.errors import ApiError
-from runtime.server.openai.requests import ChatRequest, CompletionRequest, EmbeddingsRequest
+from runtime.server.openai.embeddings import EmbeddingsRequest
+from runtime.server.openai.requests import ChatRequest, CompletionRequest
 from runtime.server.openai.responses_api import ResponsesRequest
 from tests.runtime.server.conftest import Standing
 

@@ -63,11 +63,29 @@ def test_a_text(client: openai.OpenAI, house: FakeHouse) -> None:
     assert ([item.type for item in empty.output], empty.output_text) == (["message"], "")
 
 
-def test_reasoning_that_the_prompt_begins_has_its_tag(client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reasoning_is_an_item(client: openai.OpenAI, house: FakeHouse, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streamed events make the same items; clients send them back."""
     monkeypatch.setattr(FakeEngine, "reasons", True)
-    assert client.responses.create(model="small", input="echo so").output_text == "<think>\nso"
-    with client.responses.stream(model="small", input="echo so") as stream:
-        assert stream.get_final_response().output_text == "<think>\nso"
+    asked: Any = {"model": "small", "input": f"echo hm so </think> well {CALL}", "tools": [ADD]}
+    whole = client.responses.create(**asked)
+    assert [item.type for item in whole.output] == ["reasoning", "message", "function_call"]
+    thought: Any = whole.output[0]
+    assert (thought.content[0].text, thought.summary, thought.status) == ("hm so ", [], "completed")
+    assert whole.output_text == " well"
+    assert whole.usage is not None
+    assert whole.usage.output_tokens_details.reasoning_tokens == 2
+    events = list(client.responses.create(**asked, stream=True))
+    told = "".join(event.delta for event in events if event.type == "response.reasoning_text.delta")
+    assert told == "hm so "
+    last: Any = events[-1]
+    plain = {"id", "call_id"}
+    assert [item.model_dump(exclude=plain) for item in last.response.output] == [
+        item.model_dump(exclude=plain) for item in whole.output
+    ]
+    client.responses.create(model="small", input=[*last.response.output, {"role": "user", "content": "echo"}])
+    assert house.engine.messages[0]["reasoning_content"] == "hm so"
+    cut = client.responses.create(model="small", input="echo hm", max_output_tokens=1)
+    assert [(item.type, getattr(item, "status", "")) for item in cut.output] == [("reasoning", "incomplete")]
 
 
 def test_a_cut_text_is_incomplete(client: openai.OpenAI) -> None:
