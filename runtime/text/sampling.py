@@ -60,6 +60,9 @@ class SamplingOptions:
     """The same seed gives the same samples; None = random."""
     max_tokens: int | None = None
     """Most tokens to generate; None = until the context is full."""
+    thought_tokens: int | None = None
+    """Most tokens of reasoning: then its closing tag is put into the answer. None = no limit. A thought that an earlier
+    answer began is not limited."""
     stop: tuple[str, ...] = ()
     """Stop strings: they end the answer and are not part of it."""
     end_loops: bool = False
@@ -86,6 +89,7 @@ class SamplingOptions:
             ("presence_penalty", self.presence_penalty, -2 <= self.presence_penalty <= 2, "from -2 to 2"),
             ("frequency_penalty", self.frequency_penalty, -2 <= self.frequency_penalty <= 2, "from -2 to 2"),
             ("max_tokens", self.max_tokens, self.max_tokens is None or self.max_tokens >= 1, "at least 1"),
+            ("thought_tokens", self.thought_tokens, (self.thought_tokens or 0) >= 0, "0 or a positive number"),
             ("logprobs", self.logprobs, self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, "from 0 to 20"),
         )
         for name, value, acceptable, wanted in rules:

@@ -108,6 +108,14 @@ def effort_variables(effort: str | None) -> dict[str, Any]:
     return {"reasoning_effort": effort, **thinking}
 
 
+class Reasoning(Part):
+    """Options of the model's reasoning."""
+
+    effort: Effort | None = None
+    max_tokens: Annotated[Annotated[int, Field(ge=0, le=MAX_COUNT)] | None, BeforeValidator(_unlimited)] = None
+    """An extension, as in OpenRouter's interface: most tokens of reasoning, after which it is ended."""
+
+
 class StreamOptions(Part):
     """Options of a stream."""
 
@@ -359,6 +367,8 @@ class ChatRequest(Sampling):
     messages: Annotated[Items[Message], Field(min_length=1)]
     max_completion_tokens: Count = None
     reasoning_effort: Effort | None = None
+    reasoning: Reasoning | None = None
+    """As in Responses."""
     logprobs: StrictBool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     tools: Annotated[Items[ToolSpec], Field(max_length=MAX_TOOLS)] | None = None
@@ -424,7 +434,8 @@ class ChatRequest(Sampling):
     @property
     def variables(self) -> dict[str, Any]:
         """Further variables of the chat template."""
-        return {**effort_variables(self.reasoning_effort), **(self.chat_template_kwargs or {})}
+        effort = self.reasoning_effort or (self.reasoning.effort if self.reasoning is not None else None)
+        return {**effort_variables(effort), **(self.chat_template_kwargs or {})}
 
     def sampling(self) -> SamplingOptions:
         """Sampling options. Parsing a large schema takes a while: call it in a worker thread.
@@ -435,7 +446,8 @@ class ChatRequest(Sampling):
         form = answer_form(self.response_format, self.structured_outputs, self.tool_use)
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
         options = self.options(self.max_completion_tokens or self.max_tokens, logprobs, form)
-        return replace(options, end_loops=bool(self.end_loops))
+        budget = self.reasoning.max_tokens if self.reasoning is not None else None
+        return replace(options, end_loops=bool(self.end_loops), thought_tokens=budget)
 
 
 class CompletionRequest(Sampling):

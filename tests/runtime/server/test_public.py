@@ -208,6 +208,18 @@ async def test_options_reach_the_engine(client: httpx.AsyncClient, house: FakeHo
     assert house.engine.options[-1].top_k == 1, "the most likely token alone"
 
 
+async def test_a_budget_of_reasoning(client: httpx.AsyncClient, house: FakeHouse) -> None:
+    asked = {"effort": "low", "max_tokens": 5}
+    for path, body in (("chat/completions", chat()), ("responses", {"model": "small", "input": "echo x"})):
+        for budget, taken in ((5, 5), (0, 0), (5.0, 5), (None, None)):
+            about = {"reasoning": {**asked, "max_tokens": budget}}
+            assert (await client.post(f"/v1/{path}", json={**body, **about})).status_code == 200
+            assert house.engine.options[-1].thought_tokens == taken
+            assert house.engine.variables == {"reasoning_effort": "low", "thinking": True}
+        refused = await client.post(f"/v1/{path}", json={**body, "reasoning": {"max_tokens": -2}})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "reasoning.max_tokens")
+
+
 async def test_what_a_request_leaves_open_is_the_makers(client: httpx.AsyncClient, house: FakeHouse) -> None:
     house.sampling.update(temperature=0.6, top_k=20, presence_penalty=1.5)
     for path, body in (("chat/completions", chat()), ("responses", {"model": "small", "input": "echo x"})):
