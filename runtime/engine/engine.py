@@ -292,7 +292,10 @@ class Engine:
         chat: str | None,
     ) -> Request:
         """Build a request for the scheduler; see `submit`."""
-        tokens = self._checked(prompt)
+        tokens, V = self._checked(prompt), self.decoder.spec.vocab_size
+        if unknown := [token for token, _ in options.logit_bias if token >= V]:
+            message = f"logit_bias names token {unknown[0]}, but the model's tokens are 0 to {V - 1}: leave it out"
+            raise RequestError(message, field="logit_bias")
         room = self.context - len(tokens)
         run = Run(prompt=tokens, options=options, trim=trim, chat=chat, begin=time.perf_counter())
         limit = room if options.max_tokens is None else min(room, options.max_tokens)

@@ -132,7 +132,6 @@ class ResponsesRequest(Sampling):
     """Body of POST /v1/responses."""
 
     REFUSED: ClassVar[dict[str, str]] = {
-        **Sampling.REFUSED,
         "previous_response_id": "previous_response_id is not supported: nothing is stored, so send the whole input",
         "conversation": "conversation is not supported: nothing is stored, so send the whole input",
         "background": "background is not supported: stream the answer, or wait for it",

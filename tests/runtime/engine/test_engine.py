@@ -114,11 +114,18 @@ def test_an_answer_in_a_loop_ends_where_that_is_wanted(spec: ModelSpec, tokenize
     assert (last.usage.completion_tokens < len(script.answer) // 2) == end_loops
 
 
+def test_a_bias_of_a_token_that_the_model_lacks_is_refused(spec: ModelSpec, tokenizer: Tokenizer) -> None:
+    engine, _ = make(spec, tokenizer, "hello")
+    banned = tokenizer.encode("l")[0]
+    assert "l" not in text_of(list(engine.generate([50] * 5, greedy(logit_bias=((banned, -100.0), (V - 1, 1.0))))))
+    with pytest.raises(RequestError, match=f"logit_bias names token {V}, but the model's tokens are 0 to {V - 1}"):
+        list(engine.generate([50] * 5, greedy(logit_bias=((V, 1.0),))))
+
+
 @pytest.mark.parametrize(
     ("changes", "ended"),
     [
         ({"thought_tokens": 3}, True),
-        ({"thought_tokens": 3, "max_tokens": 3}, False),
         ({"thought_tokens": 3, "grammar": Grammar.unchecked("start: /(.|\\n)*/")}, False),
         ({}, False),
     ],
@@ -126,7 +133,7 @@ def test_an_answer_in_a_loop_ends_where_that_is_wanted(spec: ModelSpec, tokenize
 def test_a_thought_is_ended_at_its_budget(
     spec: ModelSpec, tokenizer: Tokenizer, changes: dict[str, Any], ended: bool
 ) -> None:
-    """Unless the answer is shorter than that, or has a form, which leaves no room for reasoning."""
+    """Unless the answer has a form, which leaves no room for reasoning."""
     engine, _ = make(replace(spec, max_context=256), tokenizer, "<think>hm, and so on and on", context=128)
     text = text_of(list(engine.generate([50] * 5, greedy(**changes))))
     assert ("hm,\n</think>\n\n" in text) == ended
