@@ -34,7 +34,16 @@ class InvalidActivationError(RuntimeFailure):
 
 
 class RequestError(RuntimeFailure):
-    """A request's arguments are invalid."""
+    """A request's arguments are invalid.
+
+    Args:
+        message: What is wrong.
+        field: The argument's name, where it is not the prompt.
+    """
+
+    def __init__(self, message: str = "", *, field: str | None = None) -> None:
+        super().__init__(message)
+        self.field = field
 
 
 class SavedCacheError(RuntimeFailure):

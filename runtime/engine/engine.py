@@ -34,6 +34,7 @@ from runtime.engine.scheduler import Request, Scheduler
 from runtime.errors import BackendError, Cancelled, ContextOverflowError, RequestError
 from runtime.text.call_constraint import AnswerConstraints
 from runtime.text.sampling import SamplingOptions
+from runtime.text.thought_budget import ThoughtBudget
 from runtime.text.tokenizer import Tokenizer
 from runtime.wire.requests import Inspection
 
@@ -291,11 +292,17 @@ class Engine:
         chat: str | None,
     ) -> Request:
         """Build a request for the scheduler; see `submit`."""
-        tokens = self._checked(prompt)
+        tokens, V = self._checked(prompt), self.decoder.spec.vocab_size
+        if unknown := [token for token, _ in options.logit_bias if token >= V]:
+            message = f"logit_bias names token {unknown[0]}, but the model's tokens are 0 to {V - 1}: leave it out"
+            raise RequestError(message, field="logit_bias")
         room = self.context - len(tokens)
         run = Run(prompt=tokens, options=options, trim=trim, chat=chat, begin=time.perf_counter())
         limit = room if options.max_tokens is None else min(room, options.max_tokens)
         run.constraint = self._constraints.of(options.grammar, options.calls, limit)
+        budget = options.thought_tokens
+        if budget is not None and budget < limit and not options.formed:
+            run.constraint = ThoughtBudget(run.constraint, budget, self.tokenizer, tokens)
         answer = Answer(run, self.tokenizer, self._eos, limit, receive)
         return Request(answer, cancelled, lambda slot: self._rounds(run, slot))
 

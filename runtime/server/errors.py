@@ -159,7 +159,7 @@ def api_error(error: BaseException, *, prompt: str | None = None) -> ApiError:
     if isinstance(error, ContextOverflowError):
         return ApiError(400, text, param=prompt, code="context_length_exceeded")
     if isinstance(error, RequestError):
-        return ApiError(400, text, param=prompt)
+        return ApiError(400, text, param=error.field or prompt)
     if isinstance(error, (Cancelled, CancelledError)):
         return unavailable(text or "the work was stopped", "cancelled")
     if isinstance(error, OutOfMemoryError):

@@ -24,10 +24,13 @@ from runtime.text.tool_calls import CLOSE, OPEN
 
 CHANNEL_MARKS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>")
 """Added tokens of tokenizers for answers with channels."""
+CHANNELS_THOUGHT_END = "<|end|><|start|>assistant<|channel|>final<|message|>"
+"""What ends reasoning there, and begins the answer."""
 _TO = re.compile(r"\bto=(?:functions\.)?(\S+)")
 _ANALYSIS = re.compile(r"\banalysis\b")
 PAIRED_MARKS = ("<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", '<|"|>')
 """Added tokens of tokenizers for such answers."""
+PAIRED_THOUGHT_END = "<channel|>"
 _QUOTE = "\0"
 """Stands for the last of them while a call is read."""
 _CALL = re.compile(r"\s*call:(?P<name>[^{}\s]+)\s*(?P<inside>\{.*\})\s*", re.DOTALL)

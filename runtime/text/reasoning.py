@@ -31,9 +31,9 @@ class ReasoningReader:
         self._blank = True  # whether line breaks at the beginning are still to be left out
 
     @property
-    def inside(self) -> bool:
-        """Whether the text so far ends inside reasoning."""
-        return bool(self._inside)
+    def inside(self) -> bool | None:
+        """Whether the text so far ends inside reasoning; None: not known yet."""
+        return self._inside
 
     def feed(self, text: str, *, last: bool = False) -> tuple[str, str]:
         """Add a piece. Returns the reasoning and the answer that are certain; with `last`, all of them."""

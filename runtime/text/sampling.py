@@ -1,6 +1,6 @@
 """Sampling: penalties, filters, the draw of the next token, and log-probabilities. Plain numpy.
 
-Order, as in transformers: penalties, temperature, top-k, top-p, min-p. No filter sorts the whole vocabulary.
+Order, as in transformers: biases, penalties, temperature, top-k, top-p, min-p. No filter sorts the whole vocabulary.
 """
 
 from __future__ import annotations
@@ -56,10 +56,15 @@ class SamplingOptions:
     """Subtracted from the logits of tokens already in the answer, in [-2, 2]."""
     frequency_penalty: float = 0.0
     """The same, for each time that a token is in the answer."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Tokens and what is added to their logits, in [-100, 100]; below, in effect, no token is drawn, above no other."""
     seed: int | None = None
     """The same seed gives the same samples; None = random."""
     max_tokens: int | None = None
     """Most tokens to generate; None = until the context is full."""
+    thought_tokens: int | None = None
+    """Most tokens of reasoning: then its closing tag is put into the answer. None = no limit. A thought that an earlier
+    answer began is not limited."""
     stop: tuple[str, ...] = ()
     """Stop strings: they end the answer and are not part of it."""
     end_loops: bool = False
@@ -85,7 +90,14 @@ class SamplingOptions:
             ),
             ("presence_penalty", self.presence_penalty, -2 <= self.presence_penalty <= 2, "from -2 to 2"),
             ("frequency_penalty", self.frequency_penalty, -2 <= self.frequency_penalty <= 2, "from -2 to 2"),
+            (
+                "logit_bias",
+                self.logit_bias,
+                all(token >= 0 and -100 <= bias <= 100 for token, bias in self.logit_bias),
+                "tokens with numbers from -100 to 100",
+            ),
             ("max_tokens", self.max_tokens, self.max_tokens is None or self.max_tokens >= 1, "at least 1"),
+            ("thought_tokens", self.thought_tokens, (self.thought_tokens or 0) >= 0, "0 or a positive number"),
             ("logprobs", self.logprobs, self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, "from 0 to 20"),
         )
         for name, value, acceptable, wanted in rules:
@@ -192,6 +204,8 @@ class Sampler:
             constraint: The grammar's state, which rules out drafts; None: any token is allowed.
         """
         self._options, self._constraint = options, constraint
+        self._biased = np.array([token for token, _ in options.logit_bias], np.int64)
+        self._biases = np.array([bias for _, bias in options.logit_bias], np.float32)
         self._random = np.random.Generator(np.random.PCG64(None if options.seed is None else options.seed % 2**64))
         self._seen, times = np.unique(np.array(seen if options.penalizes else [], np.int64), return_counts=True)
         self._times = dict(zip(self._seen.tolist(), times.tolist(), strict=True))
@@ -203,8 +217,8 @@ class Sampler:
 
     @property
     def needs_logits(self) -> bool:
-        """Whether tokens are drawn on the host: by a grammar, or by penalties that the device does not know."""
-        return self.constrained or self._options.counts
+        """Whether tokens are drawn on the host: by a grammar, or by what the device does not know."""
+        return self.constrained or self._options.counts or bool(self._options.logit_bias)
 
     @property
     def greedy(self) -> bool:
@@ -241,9 +255,12 @@ class Sampler:
         return Distribution(*filtered(logits, self._options))
 
     def _penalized(self, logits: Float32Array, since: Sequence[int] = ()) -> Float32Array:
-        """Logits [V] after the grammar's mask and the penalties, if any."""
+        """Logits [V] after the grammar's mask, the biases and the penalties, if any."""
         if self._constraint is not None:
             logits = self._constraint.masked(logits)
+        if self._biased.size:
+            logits = logits.copy()
+            logits[self._biased] += self._biases
         options = self._options
         if not options.penalizes or not (self._seen.size or since):
             return logits

@@ -6,6 +6,7 @@ Sampling options, tools, schemas and what is refused are those of OpenAI's reque
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, StrictBool, model_validator
@@ -171,7 +172,7 @@ class AnthropicChoice(Part):
 
 
 class Thinking(Part):
-    """Whether the model reasons. A budget is accepted and not enforced: `max_tokens` bounds both."""
+    """Whether the model reasons, and for how many tokens."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -293,6 +294,6 @@ class MessagesRequest(Sampling):
         if form is not None:
             schema = SchemaFormat.model_validate({"schema": form.schema_})
             wanted = ResponseFormat(type="json_schema", json_schema=schema)
-        return self.options(
-            self.max_tokens, None, answer_form(wanted, None, self.tool_use, named="output_config.format")
-        )
+        kind = answer_form(wanted, None, self.tool_use, named="output_config.format")
+        budget = self.thinking.budget_tokens if self.thinking is not None else None
+        return replace(self.options(self.max_tokens, None, kind), thought_tokens=budget)

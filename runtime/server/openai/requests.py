@@ -11,7 +11,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, StrictBool, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, StrictBool, model_validator
+from pydantic_core import PydanticCustomError
 
 from runtime.server.bodies import Items, JsonObject, Tokens, at_most, read_object, refused
 from runtime.server.openai.forms import (
@@ -37,9 +38,10 @@ COMPLETION_TOKENS = 16
 """Default length of a plain completion, as in OpenAI's interface."""
 MAX_SEED = 2**63
 MAX_COUNT = 2**31 - 1
-MAX_BIASES = 1024
+MAX_BIASES, MAX_DIGITS = 1024, 10
 MAX_VARIABLES = 32
 _RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+Bias = Annotated[float, Field(ge=-100, le=100)]
 Stops = Annotated[str, Field(min_length=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Effort = Annotated[str, Field(max_length=100)]
@@ -89,6 +91,12 @@ def _all(given: object) -> object:
     return 0 if given == -1 else _whole(given)
 
 
+def _token_id(given: str) -> str:
+    if not (given.isascii() and given.isdecimal() and len(given) <= MAX_DIGITS):
+        raise PydanticCustomError("token_id", 'The keys are ids of tokens, such as "42"')
+    return given
+
+
 def _stops(given: object) -> object:
     """An empty text stops nothing."""
     if isinstance(given, list):
@@ -96,6 +104,7 @@ def _stops(given: object) -> object:
     return given or None if isinstance(given, str) else given
 
 
+TokenId = Annotated[str, AfterValidator(_token_id)]
 Whole = BeforeValidator(_whole)
 Count = Annotated[Annotated[int, Field(ge=1, le=MAX_COUNT)] | None, BeforeValidator(_unlimited)]
 
@@ -108,6 +117,14 @@ def effort_variables(effort: str | None) -> dict[str, Any]:
     return {"reasoning_effort": effort, **thinking}
 
 
+class Reasoning(Part):
+    """Options of the model's reasoning."""
+
+    effort: Effort | None = None
+    max_tokens: Annotated[Annotated[int, Field(ge=0, le=MAX_COUNT)] | None, BeforeValidator(_unlimited)] = None
+    """An extension, as in OpenRouter's interface: most tokens of reasoning, after which it is ended."""
+
+
 class StreamOptions(Part):
     """Options of a stream."""
 
@@ -117,7 +134,7 @@ class StreamOptions(Part):
 class Sampling(Part):
     """Fields shared by both kinds of request: OpenAI's, and top_k, min_p, repetition_penalty."""
 
-    REFUSED: ClassVar[dict[str, str]] = {"logit_bias": "logit_bias is not supported"}
+    REFUSED: ClassVar[dict[str, str]] = {}
     """Fields that must be absent or neutral, and the error messages if not."""
 
     model: Annotated[str, Field(min_length=1, max_length=300)]
@@ -129,7 +146,7 @@ class Sampling(Part):
     repetition_penalty: Annotated[float, Field(ge=MIN_PENALTY, le=MAX_PENALTY)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    logit_bias: Annotated[dict[str, float], at_most(MAX_BIASES)] | None = None
+    logit_bias: Annotated[dict[TokenId, Bias], at_most(MAX_BIASES)] | None = None
     seed: Annotated[Annotated[int, Field(ge=-MAX_SEED, lt=MAX_SEED)] | None, Whole] = None
     stop: Annotated[Stops | Annotated[Items[Stops], Field(max_length=15)] | None, BeforeValidator(_stops)] = None
     max_tokens: Count = None
@@ -227,6 +244,7 @@ class Sampling(Part):
             repetition_penalty=self.repetition_penalty or 1.0,
             presence_penalty=self.presence_penalty or 0.0,
             frequency_penalty=self.frequency_penalty or 0.0,
+            logit_bias=tuple((int(token), bias) for token, bias in (self.logit_bias or {}).items()),
             seed=self.seed,
             max_tokens=max_tokens,
             stop=self.stops,
@@ -351,7 +369,6 @@ class ChatRequest(Sampling):
     """Body of POST /v1/chat/completions."""
 
     REFUSED: ClassVar[dict[str, str]] = {
-        **Sampling.REFUSED,
         "functions": "functions are an older form that is not supported: use tools",
         "audio": "audio is not supported",
     }
@@ -359,6 +376,8 @@ class ChatRequest(Sampling):
     messages: Annotated[Items[Message], Field(min_length=1)]
     max_completion_tokens: Count = None
     reasoning_effort: Effort | None = None
+    reasoning: Reasoning | None = None
+    """As in Responses."""
     logprobs: StrictBool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     tools: Annotated[Items[ToolSpec], Field(max_length=MAX_TOOLS)] | None = None
@@ -424,7 +443,8 @@ class ChatRequest(Sampling):
     @property
     def variables(self) -> dict[str, Any]:
         """Further variables of the chat template."""
-        return {**effort_variables(self.reasoning_effort), **(self.chat_template_kwargs or {})}
+        effort = self.reasoning_effort or (self.reasoning.effort if self.reasoning is not None else None)
+        return {**effort_variables(effort), **(self.chat_template_kwargs or {})}
 
     def sampling(self) -> SamplingOptions:
         """Sampling options. Parsing a large schema takes a while: call it in a worker thread.
@@ -435,14 +455,14 @@ class ChatRequest(Sampling):
         form = answer_form(self.response_format, self.structured_outputs, self.tool_use)
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
         options = self.options(self.max_completion_tokens or self.max_tokens, logprobs, form)
-        return replace(options, end_loops=bool(self.end_loops))
+        budget = self.reasoning.max_tokens if self.reasoning is not None else None
+        return replace(options, end_loops=bool(self.end_loops), thought_tokens=budget)
 
 
 class CompletionRequest(Sampling):
     """Body of POST /v1/completions."""
 
     REFUSED: ClassVar[dict[str, str]] = {
-        **Sampling.REFUSED,
         "echo": "echo is not supported: prepend the prompt yourself",
         "suffix": "suffix is not supported",
     }

@@ -119,7 +119,7 @@ class PartReader:
         if self._reasoning is not None:
             thought, text = self._reasoning.feed(self._opening + text, last=last)
             self._opening = ""
-            self.thoughts += piece.token is not None and self._reasoning.inside
+            self.thoughts += piece.token is not None and self._reasoning.inside is True
         if self._calls is None:
             return thought, text, []
         text, pieces = self._calls.feed(text)

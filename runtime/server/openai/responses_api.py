@@ -7,6 +7,7 @@ import json
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field, StrictBool, ValidationError, model_validator
@@ -33,7 +34,7 @@ from runtime.server.openai.forms import (
     chosen_tools,
     known_tools,
 )
-from runtime.server.openai.requests import ContentPart, Count, Effort, Sampling, effort_variables, joined
+from runtime.server.openai.requests import ContentPart, Count, Reasoning, Sampling, effort_variables, joined
 from runtime.server.openai.responses import Body, PartReader, call_id
 from runtime.text.call_reader import Found
 from runtime.text.sampling import SamplingOptions
@@ -73,12 +74,6 @@ class FlatAllowance(Part):
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
     tools: Annotated[Items[NamedFlat], Field(min_length=1, max_length=MAX_TOOLS)]
-
-
-class Reasoning(Part):
-    """Options of the model's reasoning."""
-
-    effort: Effort | None = None
 
 
 class TextFormat(Part):
@@ -137,7 +132,6 @@ class ResponsesRequest(Sampling):
     """Body of POST /v1/responses."""
 
     REFUSED: ClassVar[dict[str, str]] = {
-        **Sampling.REFUSED,
         "previous_response_id": "previous_response_id is not supported: nothing is stored, so send the whole input",
         "conversation": "conversation is not supported: nothing is stored, so send the whole input",
         "background": "background is not supported: stream the answer, or wait for it",
@@ -193,7 +187,8 @@ class ResponsesRequest(Sampling):
             schema = SchemaFormat.model_validate({"schema": form.schema_, "name": form.name, "strict": form.strict})
             wanted = ResponseFormat(type=form.type, json_schema=schema)
         kind = answer_form(wanted, self.structured_outputs, self.tool_use, named="text.format")
-        return self.options(self.max_output_tokens, None, kind)
+        budget = self.reasoning.max_tokens if self.reasoning is not None else None
+        return replace(self.options(self.max_output_tokens, None, kind), thought_tokens=budget)
 
     @property
     def _specs(self) -> list[ToolSpec]:

@@ -21,6 +21,7 @@ from runtime.errors import BackendError, ContextOverflowError, InvalidActivation
 from runtime.kv.control import KVCache
 from runtime.kv.groups import page_groups
 from runtime.kv.kinds import KINDS, KVKind
+from runtime.text.constraint import Grammar
 from runtime.text.sampling import Draw, Drawn, SamplingOptions
 from runtime.text.tokenizer import Tokenizer
 from tests.runtime.engine.nowhere import Nowhere
@@ -111,6 +112,31 @@ def test_an_answer_in_a_loop_ends_where_that_is_wanted(spec: ModelSpec, tokenize
     assert last.finish_reason == ("loop" if end_loops else "stop")
     assert last.usage is not None
     assert (last.usage.completion_tokens < len(script.answer) // 2) == end_loops
+
+
+def test_a_bias_of_a_token_that_the_model_lacks_is_refused(spec: ModelSpec, tokenizer: Tokenizer) -> None:
+    engine, _ = make(spec, tokenizer, "hello")
+    banned = tokenizer.encode("l")[0]
+    assert "l" not in text_of(list(engine.generate([50] * 5, greedy(logit_bias=((banned, -100.0), (V - 1, 1.0))))))
+    with pytest.raises(RequestError, match=f"logit_bias names token {V}, but the model's tokens are 0 to {V - 1}"):
+        list(engine.generate([50] * 5, greedy(logit_bias=((V, 1.0),))))
+
+
+@pytest.mark.parametrize(
+    ("changes", "ended"),
+    [
+        ({"thought_tokens": 3}, True),
+        ({"thought_tokens": 3, "grammar": Grammar.unchecked("start: /(.|\\n)*/")}, False),
+        ({}, False),
+    ],
+)
+def test_a_thought_is_ended_at_its_budget(
+    spec: ModelSpec, tokenizer: Tokenizer, changes: dict[str, Any], ended: bool
+) -> None:
+    """Unless the answer has a form, which leaves no room for reasoning."""
+    engine, _ = make(replace(spec, max_context=256), tokenizer, "<think>hm, and so on and on", context=128)
+    text = text_of(list(engine.generate([50] * 5, greedy(**changes))))
+    assert ("hm,\n</think>\n\n" in text) == ended
 
 
 def test_an_answer_may_repeat_the_words_of_its_prompt(spec: ModelSpec, tokenizer: Tokenizer) -> None:

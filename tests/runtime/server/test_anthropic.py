@@ -106,6 +106,7 @@ async def test_events_of_a_stream(client: httpx.AsyncClient, house: FakeHouse) -
     assert told[-2]["type"] == "message_delta"
     message, whole = assembled(told), (await client.post(URL, json=asked)).json()
     assert house.engine.variables == {"enable_thinking": True, "thinking": True, "reasoning_effort": "high"}
+    assert house.engine.options[-1].thought_tokens == 1024
     assert [one["type"] for one in whole["content"]] == ["thinking", "text", "tool_use", "tool_use"]
     assert (whole["content"][0]["thinking"], whole["content"][1]["text"]) == ("hm", " well")
     assert whole["content"][0]["signature"]

@@ -9,6 +9,7 @@ import pytest
 from fake_engine import CONTEXT, FakeHouse
 from starlette.types import ASGIApp
 
+from runtime.errors import RequestError
 from runtime.server.bodies import sse
 from runtime.server.security import Security
 from runtime.server.serve import create_app
@@ -206,6 +207,32 @@ async def test_options_reach_the_engine(client: httpx.AsyncClient, house: FakeHo
     assert options.stop == ("X", "Y", "<turn>")
     assert (await client.post("/v1/chat/completions", json=chat(top_p=0))).status_code == 200
     assert house.engine.options[-1].top_k == 1, "the most likely token alone"
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "completions"])
+async def test_biases(client: httpx.AsyncClient, house: FakeHouse, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = {**chat(), "prompt": "echo x", "logit_bias": {"5": 100, "7": -2.5}}
+    assert (await client.post(f"/v1/{path}", json=asked)).status_code == 200
+    assert house.engine.options[-1].logit_bias == ((5, 100.0), (7, -2.5))
+
+    def refuse(*_args: Any, **_options: Any) -> None:
+        raise RequestError("no such token", field="logit_bias")
+
+    monkeypatch.setattr(house.engine, "submit", refuse)
+    refused = await client.post(f"/v1/{path}", json=asked)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "logit_bias")
+
+
+async def test_a_budget_of_reasoning(client: httpx.AsyncClient, house: FakeHouse) -> None:
+    asked = {"effort": "low", "max_tokens": 5}
+    for path, body in (("chat/completions", chat()), ("responses", {"model": "small", "input": "echo x"})):
+        for budget, taken in ((5, 5), (0, 0), (5.0, 5), (None, None)):
+            about = {"reasoning": {**asked, "max_tokens": budget}}
+            assert (await client.post(f"/v1/{path}", json={**body, **about})).status_code == 200
+            assert house.engine.options[-1].thought_tokens == taken
+            assert house.engine.variables == {"reasoning_effort": "low", "thinking": True}
+        refused = await client.post(f"/v1/{path}", json={**body, "reasoning": {"max_tokens": -2}})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "reasoning.max_tokens")
 
 
 async def test_what_a_request_leaves_open_is_the_makers(client: httpx.AsyncClient, house: FakeHouse) -> None:

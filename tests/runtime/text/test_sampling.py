@@ -110,6 +110,17 @@ def test_penalties_on_counts_are_those_of_openais_formula() -> None:
         assert sampler.needs_logits
 
 
+def test_biases_are_added_before_the_penalties() -> None:
+    x = np.array([2.0, 1.5, -1.0, 1.4], np.float32)
+    own = options(temperature=0.0, logit_bias=((1, 1.0), (0, -100.0)), repetition_penalty=2.0)
+    sampler = Sampler(own)
+    assert [sampler.draw(x), sampler.draw(x), sampler.draw(x)] == [1, 3, 1]
+    found = Sampler(options(temperature=1.0, logit_bias=((0, -0.5), (2, 2.5)))).distribution(x)
+    assert_close(np.log(found.weights / found.weights.max()), np.array([0.0, 0.0, 0.0, -0.1]), "rounding")
+    assert x.tolist() == np.array([2.0, 1.5, -1.0, 1.4], np.float32).tolist()
+    assert sampler.needs_logits
+
+
 def test_log_probabilities_are_the_softmax() -> None:
     x = logits(3)
     expected = x - np.log(np.exp(x.astype(np.float64)).sum())
@@ -135,6 +146,9 @@ def test_log_probabilities_are_the_softmax() -> None:
         ({"repetition_penalty": 1e300}, "repetition_penalty"),
         ({"presence_penalty": 2.1}, "presence_penalty"),
         ({"frequency_penalty": float("nan")}, "frequency_penalty"),
+        ({"logit_bias": ((3, 100.5),)}, "logit_bias"),
+        ({"logit_bias": ((3, -100.5),)}, "logit_bias"),
+        ({"logit_bias": ((-1, 1.0),)}, "logit_bias"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"logprobs": 21}, "logprobs"),
         ({"stop": ("",)}, "stop"),
