@@ -63,8 +63,8 @@ def nothing() -> None:
     pass
 
 
-DENSE = [case for case, (family, _) in CASES.items() if family not in (*MIXTURES, "Gemma4")]
-"""Mixtures are refused, see test_quantize_experts.py."""
+DENSE = [case for case, (family, _) in CASES.items() if family not in (*MIXTURES, "Gemma4", "Gemma4Unified")]
+"""Mixtures and Gemma 4 are refused, see test_quantize_experts.py and `Pipeline`."""
 
 
 def prepared(checkpoint: Checkpoint, recipe: Recipe, tokens: torch.Tensor) -> _Prepared:
