@@ -10,7 +10,7 @@ import contextlib
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,14 +49,15 @@ class Found:
         return f"{self.program}:{self.own_name}"
 
 
-def found() -> list[Found]:
-    """All of them, by name. Reads folders: call it in a worker thread."""
+def found(programs: Collection[str] = tuple(PROGRAMS)) -> list[Found]:
+    """The files of some programs, by name. Reads folders: call it in a worker thread."""
     files: dict[str, Found] = {}
-    for program, own_name, path in _all():
-        with contextlib.suppress(OSError):
-            if _is_gguf(path):
-                one = Found(program=program, own_name=own_name, path=path, size=path.stat().st_size)
-                files.setdefault(one.name, one)
+    for program in programs:
+        for own_name, path in _FILES[program]():
+            with contextlib.suppress(OSError):
+                if _is_gguf(path):
+                    one = Found(program=program, own_name=own_name, path=path, size=path.stat().st_size)
+                    files.setdefault(one.name, one)
     return [files[name] for name in sorted(files)]
 
 
@@ -73,7 +74,7 @@ def by_name(name: str, links: Path) -> Path | None:
     program, colon, own_name = name.partition(":")
     if not colon or program not in PROGRAMS:
         return None
-    one = next((one for one in found() if one.name == name), None)
+    one = next((one for one in found([program]) if one.name == name), None)
     if one is None:
         raise CheckpointError(
             f"{PROGRAMS[program]} has no model {own_name!r} here: `lowbit-chat list --elsewhere` lists what there is"
@@ -91,30 +92,19 @@ def by_name(name: str, links: Path) -> Path | None:
     return link
 
 
-def _all() -> Iterator[tuple[str, str, Path]]:
-    """Program, its own name of a file, and the file, which may be missing."""
-    home = Path.home()
+def _ollama() -> Iterator[tuple[str, Path]]:
     own = os.environ.get("OLLAMA_MODELS")
     shared = Path("/usr/share/ollama/.ollama/models")
-    for folder in [Path(own)] if own else [home / ".ollama" / "models", shared]:
-        yield from _ollama(folder)
-    for folder in (home / ".lmstudio" / "models", home / ".cache" / "lm-studio" / "models"):
-        yield from _files(LM_STUDIO, folder)
-    caches = home / ("Library/Caches" if sys.platform == "darwin" else ".cache")
-    yield from _files(LLAMA_CPP, Path(os.environ.get("LLAMA_CACHE") or caches / "llama.cpp"))
-    yield from _hub()
-
-
-def _ollama(folder: Path) -> Iterator[tuple[str, str, Path]]:
-    manifests = folder / "manifests"
-    for path in _walked(manifests):
-        parts = path.relative_to(manifests).as_posix().rsplit("/", 1)
-        if len(parts) == 1 or (digest := _digest(path)) is None:
-            continue
-        name, tag = parts
-        for usual in _USUAL:
-            name = name.removeprefix(usual)
-        yield OLLAMA, f"{name}:{tag}", folder / "blobs" / f"sha256-{digest}"
+    for folder in [Path(own)] if own else [Path.home() / ".ollama" / "models", shared]:
+        manifests = folder / "manifests"
+        for path in _walked(manifests):
+            parts = path.relative_to(manifests).as_posix().rsplit("/", 1)
+            if len(parts) == 1 or (digest := _digest(path)) is None:
+                continue
+            name, tag = parts
+            for usual in _USUAL:
+                name = name.removeprefix(usual)
+            yield f"{name}:{tag}", folder / "blobs" / f"sha256-{digest}"
 
 
 def _digest(manifest: Path) -> str | None:
@@ -128,23 +118,40 @@ def _digest(manifest: Path) -> str | None:
     return match[1] if match else None
 
 
-def _files(program: str, folder: Path) -> Iterator[tuple[str, str, Path]]:
-    """GGUF files in a folder, named by their places in it."""
-    for path in _walked(folder):
-        if _holds_model(path.name):
-            yield program, path.relative_to(folder).as_posix(), path
+def _lm_studio() -> Iterator[tuple[str, Path]]:
+    for folder in (".lmstudio", ".cache/lm-studio"):
+        yield from _models_in(Path.home() / folder / "models")
 
 
-def _hub() -> Iterator[tuple[str, str, Path]]:
+def _llama_cpp() -> Iterator[tuple[str, Path]]:
+    caches = Path.home() / ("Library/Caches" if sys.platform == "darwin" else ".cache")
+    yield from _models_in(Path(os.environ.get("LLAMA_CACHE") or caches / "llama.cpp"))
+
+
+def _hub() -> Iterator[tuple[str, Path]]:
     from models.hub.cache import cache_root
 
     root = cache_root(None)
     for repository in sorted(root.glob("models--*--*")):
         owner_name = "/".join(repository.name.split("--", 2)[1:])
         for snapshot in sorted((repository / "snapshots").glob("*")):
-            for path in _walked(snapshot):
-                if _holds_model(path.name):
-                    yield HUB, f"{owner_name}/{path.relative_to(snapshot).as_posix()}", path
+            yield from ((f"{owner_name}/{own_name}", path) for own_name, path in _models_in(snapshot))
+
+
+_FILES: Mapping[str, Callable[[], Iterator[tuple[str, Path]]]] = {
+    OLLAMA: _ollama,
+    LM_STUDIO: _lm_studio,
+    LLAMA_CPP: _llama_cpp,
+    HUB: _hub,
+}
+"""A program's own names of its files, and the files, which may be missing."""
+
+
+def _models_in(folder: Path) -> Iterator[tuple[str, Path]]:
+    """GGUF files in a folder, named by their places in it."""
+    for path in _walked(folder):
+        if _holds_model(path.name):
+            yield path.relative_to(folder).as_posix(), path
 
 
 def _walked(folder: Path) -> Iterator[Path]:

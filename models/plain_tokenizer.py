@@ -61,8 +61,7 @@ def plain_tokenizer(folder: Path) -> TokenizerFiles | None:
     settings = config | ({} if "added_tokens_decoder" in config else _json(folder / "special_tokens_map.json"))
     if any(config.get(key) for key in _DEMANDING) or (folder / "additional_chat_templates").is_dir():
         return None
-    own = folder / "chat_template.jinja"
-    template = read_file(own, MAX_JSON).decode() if own.is_file() else config.get("chat_template")
+    template = chat_template(folder, config)
     if not isinstance(template, str | None):
         return None
     asked = _special_tokens(settings)
@@ -82,6 +81,23 @@ def plain_tokenizer(folder: Path) -> TokenizerFiles | None:
         return None
     named = {name: _text(settings[name]) for name in NAMED if settings.get(name) is not None}
     return TokenizerFiles(fast, {name: text for name, text in named.items() if text is not None}, template)
+
+
+def chat_template(folder: Path, config: Mapping[str, Any] | None = None) -> Any:
+    """A model's chat template: its own file, else a member of `tokenizer_config.json`, a text unless there are several.
+
+    Args:
+        folder: The model's.
+        config: What that file holds; None: read it.
+
+    Raises:
+        OSError: a file cannot be read.
+        ValueError: it is malformed.
+    """
+    own = folder / "chat_template.jinja"
+    if own.is_file():
+        return read_file(own, MAX_JSON).decode()
+    return (_json(folder / "tokenizer_config.json") if config is None else config).get("chat_template")
 
 
 def _special_tokens(settings: dict[str, Any]) -> set[str] | None:

@@ -225,28 +225,23 @@ def run(
     runtime = LocalRuntime(loaded)
     talk = Talk(runtime, result_of(runtime.status()), settings, own, output, raw=raw, count=runtime.tokens)
     try:
+        saving = contextlib.ExitStack()
         if goes_on:
             talk.go_on(_last_chat())
+            saving.callback(lambda: _save(talk.conversation))
         if mcp is not None:
             result_of(talk.open_tools(mcp, yes_tools or ()))
         for path in attach or ():
             result_of(talk.attach(path.absolute()))
         if text:
-            try:
+            with saving:
                 result_of(_answer(talk, stored, output, text))
-            finally:
-                if goes_on:
-                    _save(talk.conversation)
             tune_pending_prompts(loaded, services, output)
         else:
             from app.cli.repl import Repl, line_history
 
-            with line_history(services.home() / "lines"):
-                try:
-                    Repl(talk, output, note=loaded.engine.tokenizer.note).loop()
-                finally:
-                    if goes_on:
-                        _save(talk.conversation)
+            with line_history(services.home() / "lines"), saving:
+                Repl(talk, output, note=loaded.engine.tokenizer.note).loop()
     finally:
         result_of(talk.close())
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from models.catalogue import KNOWN
 from models.errors import MAKING, CheckpointError, ModelError, StoreError, check_needed
-from models.foreign import MAX_JSON, read_file, read_json
+from models.plain_tokenizer import chat_template
 from models.progress import Cancelled, ProgressCallback
 from models.recipe import Recipe, chosen_method
 from models.store import Store, StoredModel, StoredModelInfo
@@ -75,11 +75,8 @@ class Catalogue:
         """A model's chat template; empty if there is none, or it can't be read."""
         try:
             folder = self._bundled[name] if name in self._bundled else self._store.info(name).path
-            own = folder / "chat_template.jinja"
-            if own.is_file():
-                return read_file(own, MAX_JSON).decode()
-            given = read_json(folder / "tokenizer_config.json").get("chat_template")
-        except (ModelError, OSError, ValueError, AttributeError):
+            given = chat_template(folder)
+        except (ModelError, OSError, ValueError, TypeError):
             return ""
         return given if isinstance(given, str) else ""
 

@@ -175,9 +175,8 @@ def _planned_on(name: str, spec: ModelSpec, bits: float, size: Sizes, room: Room
         compensated=True,
     )
     free, least = room.available_bytes, footprint.weight_bytes - footprint.experts * footprint.expert_bytes
-    if (
-        least > free + (0 if footprint.parts is None else room.main_bytes) or residuals > room.main_bytes
-    ):  # a plan would look for reasons and remedies
+    most = free if footprint.parts is None else free + room.main_bytes
+    if least > most or residuals > room.main_bytes:  # a plan would look for reasons and remedies
         raise OutOfMemoryError("the weights do not fit")
     memory, main = (
         MemoryInfo(total_bytes=free_bytes, available_bytes=free_bytes, limit_bytes=None)

@@ -553,7 +553,7 @@ class Service:
         self, request: LoadRequest, progress: ProgressCallback, cancelled: Callable[[], bool]
     ) -> LoadedModel:
         """Load a model as if it were alone, beside as many others as leave room for that."""
-        while any(True for _ in self._parked):
+        while list(self._parked):
             try:
                 return self._loader.load(request, progress, cancelled, beside=True)
             except OutOfMemoryError as error:

@@ -53,7 +53,7 @@ class CheckpointSuggester(Suggester):
         """The first folder or GGUF file that starts with the text."""
         program, colon, _ = value.partition(":")
         if colon and program in PROGRAMS:
-            names = [one.name for one in await asyncio.to_thread(found)]
+            names = [one.name for one in await asyncio.to_thread(found, [program])]
             return next((name for name in names if name.startswith(value)), None)
         head, slash, tail = value.rpartition("/")
         if not slash:
@@ -84,6 +84,15 @@ def on_hub(name: str) -> bool:
     return bool(_HUB_NAME.fullmatch(name)) and not written_as_path
 
 
+def _local(name: str) -> Path:
+    """A path, or another program's file by its name.
+
+    Raises:
+        CheckpointError: the program has no such file.
+    """
+    return by_name(name, links_dir()) or Path(name).expanduser()
+
+
 def checkpoint_problem(text: str) -> str | None:
     """Why a path holds no checkpoint, by a quick check; None if it may hold one."""
     name = text.strip()
@@ -92,7 +101,7 @@ def checkpoint_problem(text: str) -> str | None:
     if name in KNOWN or on_hub(name):
         return None
     try:
-        path = by_name(name, links_dir()) or Path(name).expanduser()
+        path = _local(name)
         if path.is_file():
             with path.open("rb") as file:
                 return None if file.read(4) == b"GGUF" else f"{path} is not a GGUF file."
@@ -288,8 +297,7 @@ class QuantizeDialog(FormDialog[QuantizeRequest]):
             line.display = True
             return
         name = text.strip()
-        path = by_name(name, links_dir()) or Path(name).expanduser()
-        source = name if name in KNOWN or on_hub(name) else str(path.absolute())
+        source = name if name in KNOWN or on_hub(name) else str(_local(name).absolute())
         bits, method = self._chosen("#quantize-bits", tuple(BITS)), self._chosen("#quantize-method", tuple(GOOD_FOR))
         smooth = self.query_one(Box).value
         self.dismiss(QuantizeRequest(source=source, bits=bits, method=method, smooth_attention=smooth))

@@ -6,7 +6,6 @@ Sampling options, tools, schemas and what is refused are those of OpenAI's reque
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, StrictBool, model_validator
@@ -296,4 +295,4 @@ class MessagesRequest(Sampling):
             wanted = ResponseFormat(type="json_schema", json_schema=schema)
         kind = answer_form(wanted, None, self.tool_use, named="output_config.format")
         budget = self.thinking.budget_tokens if self.thinking is not None else None
-        return replace(self.options(self.max_tokens, None, kind), thought_tokens=budget)
+        return self.options(self.max_tokens, None, kind, budget)

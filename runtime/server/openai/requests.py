@@ -233,7 +233,9 @@ class Sampling(Part):
         )
         return frozenset(name for name in names if getattr(self, name) is None)
 
-    def options(self, max_tokens: int | None, logprobs: int | None, form: AnswerForm) -> SamplingOptions:
+    def options(
+        self, max_tokens: int | None, logprobs: int | None, form: AnswerForm, thought_tokens: int | None = None
+    ) -> SamplingOptions:
         """Sampling options. Defaults are OpenAI's: temperature 1, top_p 1; `left_open` says which they are."""
         top_p = 1.0 if self.top_p is None else self.top_p
         return SamplingOptions(
@@ -247,6 +249,7 @@ class Sampling(Part):
             logit_bias=tuple((int(token), bias) for token, bias in (self.logit_bias or {}).items()),
             seed=self.seed,
             max_tokens=max_tokens,
+            thought_tokens=thought_tokens,
             stop=self.stops,
             logprobs=logprobs,
             **form,
@@ -454,9 +457,9 @@ class ChatRequest(Sampling):
         """
         form = answer_form(self.response_format, self.structured_outputs, self.tool_use)
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
-        options = self.options(self.max_completion_tokens or self.max_tokens, logprobs, form)
         budget = self.reasoning.max_tokens if self.reasoning is not None else None
-        return replace(options, end_loops=bool(self.end_loops), thought_tokens=budget)
+        options = self.options(self.max_completion_tokens or self.max_tokens, logprobs, form, budget)
+        return replace(options, end_loops=bool(self.end_loops))
 
 
 class CompletionRequest(Sampling):

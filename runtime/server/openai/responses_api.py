@@ -7,7 +7,6 @@ import json
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field, StrictBool, ValidationError, model_validator
@@ -188,7 +187,7 @@ class ResponsesRequest(Sampling):
             wanted = ResponseFormat(type=form.type, json_schema=schema)
         kind = answer_form(wanted, self.structured_outputs, self.tool_use, named="text.format")
         budget = self.reasoning.max_tokens if self.reasoning is not None else None
-        return replace(self.options(self.max_output_tokens, None, kind), thought_tokens=budget)
+        return self.options(self.max_output_tokens, None, kind, budget)
 
     @property
     def _specs(self) -> list[ToolSpec]:
