@@ -22,7 +22,7 @@ from models.quantizers import gptq
 from models.quantizers.groups import LARGEST_SCALE, FloatArray, check_range, to_fp16_scale
 from models.threads import each_chunk
 
-SPREAD = {2: 2.65, 3: 2.9, 4: 3.4}
+SPREAD = {2: 2.55, 3: 2.9, 4: 3.3}
 """The largest level, in standard deviations of the weights, by bits: what has the least error on Gaussian weights, but
 at 4 bits, where that is 3.17, what SmolLM2's are better with."""
 UNEVEN = 1.5

@@ -19,8 +19,9 @@ of one or two output channels (`runtime.backends.cpu.kernels.lookup`), again for
 
 Their codebooks stand as [tiles, 16, 2^bits], their scales as [tiles, 1, 16].
 
-Streams of a trellis (`runtime.backends.cpu.kernels.trellis`) keep their words: lane r of a block's vector i is word i
-of output channel r. Their scales stand as those of codebooks; what follows the last block is a line of zeros.
+Streams of a trellis (`runtime.backends.cpu.kernels.trellis`) keep their words where the processor has AVX-512 VBMI:
+lane r of a block's vector i is word i of output channel r. Elsewhere byte c of that lane is the stream's byte c * bits
++ i, of channels from 8 c on. Their scales stand as those of codebooks; what follows the last block is a line of zeros.
 
 Matrices that are multiplied in whole numbers (`runtime.backends.cpu.units.w4a8`) have codes as the first ones, scales
 as [tiles, 1, 16], group scales, and zeros times group scales, as [tiles, G, 16].
@@ -43,6 +44,7 @@ from models.packed import PackedLinear, PackedResidual
 from models.packing import unpack
 from runtime.backends.cpu.data.instructions import WHOLE_BITS, Weights, Whole
 from runtime.backends.cpu.data.records import BLOCK, BLOCK_BYTES, LANES, LINE, padded
+from runtime.backends.cpu.machine import isa
 from runtime.backends.cpu.units import REPACK_CODEBOOK, REPACK_UNIFORM, TRELLIS
 
 _REGION_BYTES = 32 << 20
@@ -167,9 +169,10 @@ def tile_linear(linear: PackedLinear, arena: Arena) -> TiledLinear:
     if linear.trellis:
         lanes = np.zeros((tiles * LANES, words.shape[1]), np.int32)
         lanes[:N] = words
-        codes.view(np.int32)[:] = (
-            lanes.reshape(tiles, LANES, blocks, -1).transpose(0, 2, 3, 1).reshape(tiles, blocks, -1)
-        )
+        word = (linear.bits, 4) if isa.VBMI else (4, linear.bits)
+        octets = lanes.view(np.uint8).reshape(tiles, LANES, blocks, *word)
+        axes = (0, 2, 3, 1, 4) if isa.VBMI else (0, 2, 4, 1, 3)
+        codes[:] = octets.transpose(axes).reshape(codes.shape)
     else:
         repack = (REPACK_UNIFORM if linear.codebook is None else REPACK_CODEBOOK)[linear.bits]
         repack(int(words.ctypes.data), N, int(codes.ctypes.data), tiles, blocks)

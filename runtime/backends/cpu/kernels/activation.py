@@ -21,8 +21,8 @@ from llvmlite import ir
 
 from runtime.backends.cpu.data.instructions import Input
 from runtime.backends.cpu.data.records import PIECE
-from runtime.backends.cpu.machine import amx
-from runtime.backends.cpu.machine.emit import FLOATS, Builder, define, floats16
+from runtime.backends.cpu.machine import amx, isa
+from runtime.backends.cpu.machine.emit import FLOATS, I32, Builder, define, floats16
 from runtime.backends.cpu.machine.kernel import kernel, routine
 from runtime.backends.cpu.machine.vector import (
     absolute,
@@ -151,6 +151,31 @@ def _signed(b: Builder, x: Any) -> Any:
     return b.fmul(x, ir.Constant(FLOATS, [1.0 if i in _SIGNS else -1.0 for i in range(16)]))
 
 
+ROTATED_ORDER = tuple(range(32)) if isa.VBMI else tuple(place // 4 + 8 * (place % 4) for place in range(32))
+"""The rotated channel of a block at each of its places, as products with trellises read them."""
+
+
+def _ordered(half: int) -> Any:
+    def emit(b: Builder, x: Any, y: Any) -> Any:
+        own = ROTATED_ORDER[16 * half : 16 * half + 16]
+        return b.shuffle_vector(x, y, ir.Constant(ir.VectorType(I32, 16), list(own)))
+
+    emit.__name__ = f"ordered_{half}"
+    emit.__doc__ = "The first or second 16 channels of a block, of all of them in two vectors, in their order."
+    return define(floats16, floats16, floats16)(emit)
+
+
+_ordered_0, _ordered_1 = _ordered(0), _ordered(1)
+
+
+@routine
+def _store_block(out: int, x: Any, y: Any, factor: Any) -> None:
+    """Write a block of 32 rotated channels."""
+    x, y = mul(x, factor), mul(y, factor)
+    store_floats(out, _ordered_0(x, y))
+    store_floats(out + 64, _ordered_1(x, y))
+
+
 @kernel
 def rotate_group(x: int, width: int, out: int) -> int:
     """Rotate a group of 64 or 32 channels (`models.trellis.rotation`).
@@ -158,24 +183,20 @@ def rotate_group(x: int, width: int, out: int) -> int:
     Args:
         x: Address of float32 [width].
         width: Its channels.
-        out: Address for the rotated ones.
+        out: Address for the rotated ones, in `ROTATED_ORDER`.
 
     Returns:
         `out`.
     """
     a, b = hadamard(_signed(load_floats(x))), hadamard(_signed(load_floats(x + 64)))
     if width == 32:
-        factor = fill(numba.float32(32**-0.5))
-        store_floats(out, mul(add(a, b), factor))
-        store_floats(out + 64, mul(sub(a, b), factor))
+        _store_block(out, add(a, b), sub(a, b), fill(numba.float32(32**-0.5)))
         return out
     c, d = hadamard(_signed(load_floats(x + 128))), hadamard(_signed(load_floats(x + 192)))
     factor = fill(numba.float32(0.125))
     e, f, g, h = add(a, b), sub(a, b), sub(c, d), add(c, d)  # the last sixteen have all signs changed
-    store_floats(out, mul(add(e, g), factor))
-    store_floats(out + 64, mul(add(f, h), factor))
-    store_floats(out + 128, mul(sub(e, g), factor))
-    store_floats(out + 192, mul(sub(f, h), factor))
+    _store_block(out, add(e, g), add(f, h), factor)
+    _store_block(out + 128, sub(e, g), sub(f, h), factor)
     return out
 
 

@@ -15,6 +15,7 @@ whole tile are written down first (`runtime.backends.cpu.kernels.lookup`), once 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numba
@@ -123,12 +124,14 @@ def whole_sum(b: Builder, sums: Any) -> Any:
     return b.add(b.add(a0, a1), b.add(a2, a3))
 
 
-def emit_chains(b: Builder, sums: Any, vectors: list[Any], x: Any, dot: Any = emit_dot4_entries) -> Any:
-    """Add the products of a block's vectors, four input channels each, with one row's activations to the chains."""
-    totals = [b.extract_value(sums, chain) for chain in range(_CHAINS)]
+def emit_chains(
+    b: Builder, sums: Any, vectors: Iterable[Any], x: Any, dot: Any = emit_dot4_entries, chains: int = _CHAINS
+) -> Any:
+    """Add the products of a block's vectors, four input channels each, with one row's activations to some chains."""
+    totals = [b.extract_value(sums, chain) for chain in range(chains)]
     for j, vector in enumerate(vectors):
         word = splat(b, load(b, I32, offset(b, x, 4 * j), 4), WORDS)
-        totals[j % _CHAINS] = dot(b, totals[j % _CHAINS], vector, b.bitcast(word, BYTES))
+        totals[j % chains] = dot(b, totals[j % chains], vector, b.bitcast(word, BYTES))
     for chain, total in enumerate(totals):
         sums = b.insert_value(sums, total, chain)
     return sums

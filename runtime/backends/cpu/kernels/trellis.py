@@ -1,25 +1,32 @@
-"""Trellis-coded weights on the CPU: the states of 64 weights are cut out of words at once, and looked up as bytes.
+"""Trellis-coded weights on the CPU: the states of 64 weights at once, and their levels as bytes.
 
-A block holds `bits` vectors of words, lane r the stream of output channel r (`models.trellis`): word i of 32 input
-channels, channel 0 in the lowest bits. The last channels' states reach into the next block's first word. Four
-channels of a lane, with their states' 8 bits overlapping, fit a word, which is moved to where they begin; then each
-byte of the lane takes its own state out of it. Where the processor has AVX-512 VBMI that is one instruction, and a
-lookup among 128 levels another; elsewhere it is shifts, and eight lookups among sixteen levels. The highest bit of a
-state is its level's sign: with an `ENTRY_OFFSET` of 128, too, the negative of a byte is that of its level.
+A block holds `bits` vectors, lane r of the stream of output channel r (`models.trellis`), in one of two orders.
+
+Where the processor has AVX-512 VBMI, vector i holds word i of 32 input channels, channel 0 in the lowest bits. The last
+channels' states reach into the next block's first word. Four channels of a lane, with their states' 8 bits
+overlapping, fit a word, which is moved to where they begin; one instruction has each byte of the lane take its own
+state out of it, and another looks up half of the levels. The other half has the other sign.
+
+Elsewhere each byte of a lane has a stream of its own, of 8 channels: byte c of vector i is byte i of the stream of
+channels 8 c to 8 c + 7, and what follows it is the beginning of byte c + 1's. So a state's low and high four bits are
+each cut out of four streams by one or two shifts, and a level's parts are looked up among sixteen. The activations of a
+block come in the order that this brings about (`runtime.backends.cpu.kernels.activation.ROTATED_ORDER`).
 
 The levels come out in the order of the uniform kernels' codes, 16 output channels side by side, four input channels of
-each, and meet activations that were rotated like the weights. An output channel has one scale, applied last.
+each, and meet activations that were rotated like the weights. Like codes they are unsigned, `_OFFSET` larger than they
+are. An output channel has one scale, applied last.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 from llvmlite import ir
 from numba import types
 
-from models.trellis import STATE_BITS, levels
+from models.trellis import LARGEST_LEVEL, MULTIPLIERS, STATE_BITS, coarse, levels
 from runtime.backends.cpu.data.instructions import Quantized
 from runtime.backends.cpu.data.records import BLOCK, BLOCK_BYTES, ENTRY_BYTES, LINE
 from runtime.backends.cpu.kernels.gemm import AHEAD, Tile, chains_type, emit_chains, no_chains, whole_sum
@@ -27,16 +34,17 @@ from runtime.backends.cpu.machine import isa
 from runtime.backends.cpu.machine.emit import (
     BYTES,
     ENTRY_OFFSET,
+    LOOKUP_WRAPS,
     WORDS,
     Builder,
     call,
     constant,
     define,
+    emit_dot4,
     emit_lookup,
     load,
     offset,
     pointer,
-    shift_left,
 )
 from runtime.backends.cpu.machine.kernel import kernel
 from runtime.backends.cpu.machine.vector import (
@@ -53,12 +61,14 @@ from runtime.backends.cpu.machine.vector import (
 _QUADS = BLOCK // 4
 """Vectors of a block: four input channels each."""
 _WORD = 32
+_OFFSET = LARGEST_LEVEL + 1
+_CHAINS = 4 if isa.VBMI else 1
+"""Chains of sums. Where levels take long, one is enough, and more would want more registers than there are."""
 
 
-def _table(bits: int, first: int, count: int) -> Any:
-    """Levels of `count` states from `first` on as bytes of a vector, as dot products of entries take them."""
-    found = levels(bits)[first : first + count].astype(np.int64) + ENTRY_OFFSET
-    return ir.Constant(BYTES, [int(found[i % count]) & 255 for i in range(64)])
+def _table(entries: Any) -> Any:
+    """Whole numbers as bytes of a vector, repeated."""
+    return ir.Constant(BYTES, [int(entries[i % len(entries)]) & 255 for i in range(64)])
 
 
 def _emit_states(b: Builder, words: list[Any], bits: int, quad: int) -> Any:
@@ -68,43 +78,56 @@ def _emit_states(b: Builder, words: list[Any], bits: int, quad: int) -> Any:
     if start + 3 * bits + STATE_BITS > _WORD:
         word, start = call(b, "llvm.fshr.v16i32", WORDS, words[number + 1], word, constant(WORDS, start)), 0
     shifts = [start + bits * c for c in range(4)]
-    if isa.VBMI:
-        control = ir.Constant(BYTES, [i // 4 % 2 * _WORD + shifts[i % 4] for i in range(64)])
-        return call(b, "llvm.x86.avx512.pmultishift.qb.512", BYTES, control, b.bitcast(word, BYTES))
-    found = constant(WORDS, 0)
-    for c, shift in enumerate(shifts):
-        by = shift - 8 * c
-        moved = b.lshr(word, constant(WORDS, by)) if by >= 0 else b.shl(word, constant(WORDS, -by))
-        found = b.or_(found, b.and_(moved, constant(WORDS, 0xFF << 8 * c)))
-    return b.bitcast(found, BYTES)
+    control = ir.Constant(BYTES, [i // 4 % 2 * _WORD + shifts[i % 4] for i in range(64)])
+    return call(b, "llvm.x86.avx512.pmultishift.qb.512", BYTES, control, b.bitcast(word, BYTES))
 
 
-def _emit_levels(b: Builder, states: Any, bits: int) -> Any:
-    """The levels of 64 states."""
-    zero = constant(BYTES, 0)
-    if isa.VBMI:
-        low, high = _table(bits, 0, 64), _table(bits, 64, 64)
-        size = call(b, "llvm.x86.avx512.vpermi2var.qi.512", BYTES, low, states, high)
-    else:
-        places = b.and_(states, constant(BYTES, 15))
-        found = [emit_lookup(b, _table(bits, 16 * i, 16), places) for i in range(8)]
-        for bit in (4, 5, 6):
-            here = b.icmp_signed("<", shift_left(b, states, 7 - bit), zero)
-            found = [b.select(here, above, below) for below, above in zip(found[::2], found[1::2], strict=True)]
-        size = found[0]
-    return b.select(b.icmp_signed("<", states, zero), b.sub(zero, size), size)
+def _emit_levels(b: Builder, states: Any, bits: int, shift: int) -> Any:
+    """The levels of 64 states, `shift` larger: those of the first 128, or of their complements."""
+    found = levels(bits).astype(np.int64) + shift
+    negative = b.icmp_signed("<", states, constant(BYTES, 0))
+    places = b.select(negative, b.not_(states), states)
+    low, high = _table(found[:64]), _table(found[64:128])
+    size = call(b, "llvm.x86.avx512.vpermi2var.qi.512", BYTES, low, places, high)
+    return b.select(negative, b.sub(constant(BYTES, 2 * shift & 255), size), size)
 
 
-def _emit_block(b: Builder, codes: Any, behind: Any, bits: int) -> list[Any]:
-    """A block's levels: eight vectors, each of four input channels of all 16 output channels."""
+def _emit_four(b: Builder, streams: list[Any], first: int) -> Any:
+    """Bits `first` to `first` + 3 of every byte's stream, as bytes."""
+    number, start = divmod(first, 8)
+    found = b.lshr(streams[number], constant(BYTES, start)) if start else streams[number]
+    if start > 4:
+        found = b.or_(found, b.shl(streams[number + 1], constant(BYTES, 8 - start)))
+    return b.and_(found, constant(BYTES, 15)) if start != 4 else found
+
+
+def _emit_sums(b: Builder, streams: list[Any], bits: int, channel: int, shift: int) -> Any:
+    """The levels of a channel of every stream, `shift` larger."""
+    low, high = (_emit_four(b, streams, bits * channel + half) for half in (0, 4))
+    fours, multiplier = np.arange(16), MULTIPLIERS[bits]
+    places = b.add(emit_lookup(b, _table((multiplier * fours + multiplier // 2) % 16), low), high)
+    if not LOOKUP_WRAPS:
+        places = b.and_(places, constant(BYTES, 15))
+    fine = emit_lookup(b, _table(2 * fours - 15 + shift), low)
+    return b.add(fine, emit_lookup(b, _table(coarse()), places))
+
+
+def _emit_block(b: Builder, codes: Any, behind: Any, bits: int, shift: int) -> Iterator[Any]:
+    """A block's levels, `shift` larger: eight vectors, each of four input channels of all 16 output channels."""
     words = [load(b, WORDS, offset(b, codes, LINE * i), LINE) for i in range(bits)]
-    words.append(load(b, WORDS, behind, LINE))
-    return [_emit_levels(b, _emit_states(b, words, bits, quad), bits) for quad in range(_QUADS)]
+    following = load(b, WORDS, behind, LINE)
+    if isa.VBMI:
+        words.append(following)
+        return (_emit_levels(b, _emit_states(b, words, bits, quad), bits, shift) for quad in range(_QUADS))
+    words.append(call(b, "llvm.fshr.v16i32", WORDS, following, words[0], constant(WORDS, 8)))
+    streams = [b.bitcast(word, BYTES) for word in words]
+    return (_emit_sums(b, streams, bits, channel, shift) for channel in range(_QUADS))
 
 
 def _multiply(bits: int) -> Any:
     def emit(b: Builder, sums: Any, codes: Any, behind: Any, x: Any) -> Any:
-        return emit_chains(b, sums, _emit_block(b, codes, behind, bits), x)
+        vectors = _emit_block(b, codes, behind, bits, _OFFSET)
+        return emit_chains(b, sums, vectors, x, emit_dot4, _CHAINS)
 
     emit.__name__ = f"multiply_trellis{bits}"
     emit.__doc__ = "Add the products of one block of codes with one row's activations."
@@ -113,7 +136,7 @@ def _multiply(bits: int) -> Any:
 
 def _decode(bits: int) -> Any:
     def emit(b: Builder, codes: Any, behind: Any, out: Any) -> None:
-        for quad, vector in enumerate(_emit_block(b, codes, behind, bits)):
+        for quad, vector in enumerate(_emit_block(b, codes, behind, bits, ENTRY_OFFSET)):
             b.store(b.bitcast(vector, WORDS), pointer(b, offset(b, out, LINE * quad)), align=LINE)
 
     emit.__name__ = f"decode_trellis{bits}"
@@ -126,7 +149,7 @@ def _tile_kernels(bits: int) -> tuple[Any, Any]:
 
     @kernel
     def gemv(tile: Tile, x: Quantized) -> Any:
-        total, blocks, offsets = zero_floats(), tile.blocks, fill(np.float32(ENTRY_OFFSET))
+        total, blocks, offsets = zero_floats(), tile.blocks, fill(np.float32(_OFFSET))
         start, group = 0, 0
         while start < blocks:
             stop = min(start + tile.group_blocks, blocks)

@@ -302,6 +302,8 @@ emit_lookup: Emit = {
     "generic": _lookup_generic,
 }[isa.VECTORS]
 """table[16 l + places[16 l + i]] for every byte i of every 128-bit lane l: places below 16."""
+LOOKUP_WRAPS = isa.VECTORS.startswith("avx")
+"""Whether places up to 127 count by their lowest four bits."""
 
 
 def emit_select(b: Builder, mask: int, x: Any, y: Any) -> Any:

@@ -157,31 +157,31 @@ def _states(words, PIECE: tl.constexpr, BITS: tl.constexpr):
 def _levels(bits):
     """Assembly that turns two states into their levels, both in the halves of a word: exactly (`models.trellis`).
 
-    A rank's lowest 7 bits below the exponent of 2^10 ($2) are the half 1024 + rank, its highest bit is the sign. Triton
-    would compute each half by itself, in 12 instructions a weight instead of 7. Each rounding counts: with these
-    constants the last sum, which rounds to whole numbers, gives all levels.
+    Bits 4 to 7 of a rank are the place of the coarse part, u. Below the exponent of 2^10 ($2) they are the half 1024 +
+    16 u, and t is 15 / 16 of what it is there. Triton would compute each half by itself. Each rounding counts: with
+    these constants the sum with 1537, which rounds to whole numbers, gives all coarse parts.
     """
+    multiplier = _MULTIPLIERS[bits]
     return f"""{{
-        .reg .b32 rank, t, power, level, least, rest, most, growth, whole, back;
-        mov.b32 least, 0x20002000;
-        mov.b32 rest, 0xC7FFC7FF;
-        mov.b32 most, 0x539D539D;
-        mov.b32 growth, 0x54495449;
-        mov.b32 whole, 0x66006600;
-        mov.b32 back, 0xE600E600;
-        mul.lo.u32 rank, $1, {_MULTIPLIERS[bits]};
-        lop3.b32 t, rank, 0x007F007F, $2, 0xEA;
-        fma.rn.f16x2 t, t, least, rest;
+        .reg .b32 rank, t, power, level, fine, eighth, middle, most, growth, whole, twice, back;
+        mov.b32 eighth, 0x20002000;
+        mov.b32 middle, 0xC878C878;
+        mov.b32 most, 0x50065006;
+        mov.b32 growth, 0x50005000;
+        mov.b32 whole, 0x66016601;
+        mov.b32 twice, 0x40004000;
+        mov.b32 back, 0xEB08EB08;
+        mad.lo.u32 rank, $1, {16 * multiplier + 1}, {8 * multiplier * 0x10001};
+        lop3.b32 t, rank, 0x00F000F0, $2, 0xEA;
+        fma.rn.f16x2 t, t, eighth, middle;
         mul.rn.f16x2 power, t, t;
         mul.rn.f16x2 power, power, power;
         mul.rn.f16x2 power, power, power;
         fma.rn.f16x2 power, power, most, growth;
-        mul.rn.f16x2 level, t, power;
-        add.rn.f16x2 level, level, whole;
-        add.rn.f16x2 level, level, back;
-        shl.b32 rank, rank, 8;
-        and.b32 rank, rank, 0x80008000;
-        xor.b32 $0, level, rank;
+        fma.rn.f16x2 level, t, power, whole;
+        lop3.b32 fine, $1, 0x000F000F, $2, 0xEA;
+        fma.rn.f16x2 fine, fine, twice, back;
+        add.rn.f16x2 $0, level, fine;
     }}"""
 
 

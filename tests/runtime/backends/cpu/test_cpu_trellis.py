@@ -18,6 +18,7 @@ from models.recipe import Recipe
 from models.store import Store, StoredModel
 from runtime.backends.cpu.data import instructions as op
 from runtime.backends.cpu.data.records import padded
+from runtime.backends.cpu.kernels.activation import ROTATED_ORDER
 from runtime.backends.decoder import DecoderOptions
 from runtime.backends.operations.linear import gemv_int8, quantize_groups
 from tests.guarded import aligned_zeros
@@ -44,7 +45,9 @@ def test_any_product(machine: Callable[..., Any], N: int, blocks: int, bits: int
     codes, scales = quantize_groups(x, 64)
     expected = gemv_int8(codes, scales, linear).numpy()
     largest = 128 * x.abs().sum(1, keepdim=True).numpy() * linear.scales.T.astype(np.float64)
-    assert (np.abs(product(machine, linear, codes.numpy(), scales.numpy()) - expected) <= 1e-6 * largest).all()
+    ordered = codes.numpy().reshape(rows, -1, 32)[:, :, ROTATED_ORDER].reshape(rows, K)
+    found = product(machine, linear, ordered, scales.numpy())
+    assert (np.abs(found - expected) <= 1e-6 * largest).all()
 
 
 @pytest.mark.parametrize("rows", [1, 3, 17])
@@ -60,7 +63,8 @@ def test_norm_rotates_what_it_quantizes_and_leaves_the_rest(machine: Callable[..
     expected = trellis.rotate(source[:rows, :K])
     for row in range(rows):
         codes, scales, _, _ = inputs.parts(row)
-        found = codes.reshape(-1)[: inputs.K].astype(np.float32) * np.repeat(scales, 64)[: inputs.K]
+        places = codes.reshape(-1)[: inputs.K].reshape(-1, 32)[:, np.argsort(ROTATED_ORDER)].reshape(-1)
+        found = places.astype(np.float32) * np.repeat(scales, 64)[: inputs.K]
         step = np.repeat(scales, 64)[: inputs.K]
         assert (np.abs(found - expected[row]) <= 0.501 * step + 1e-6).all()
 

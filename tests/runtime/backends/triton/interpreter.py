@@ -45,10 +45,7 @@ def run_assembly(
 
     whole = {
         "mov.b32": lambda a: a,
-        "mul.lo.u32": lambda a, b: a * b,
-        "shl.b32": lambda a, b: a << b,
-        "and.b32": lambda a, b: a & b,
-        "xor.b32": lambda a, b: a ^ b,
+        "mad.lo.u32": lambda a, b, c: a * b + c,
         "lop3.b32": table,
     }
     pairs = {
