@@ -13,18 +13,18 @@ Method = Literal["rtn", "gptq", "trellis", "awq", "awq-gptq", "squeezellm", "qoq
 METHODS: tuple[Method, ...] = get_args(Method)
 """All methods."""
 AskedMethod = Literal["auto", Method]
-"""A method, or what `chosen_method` takes for the bits."""
+"""A method, or what `chosen_method` takes."""
 WEIGHT_ONLY_METHODS = tuple(method for method in METHODS if method != "qoq")
 """The methods whose products take activations of any precision; `qoq` rounds activations itself."""
 DEFAULT_METHOD: Method = "gptq"
-"""The default method at 4 bits."""
+"""The default method where codes are to be uniform."""
 DEFAULT_GROUP_SIZE = 64
 """The default number of input channels that share a scale."""
 GOOD_FOR: Mapping[AskedMethod, str] = {
-    "auto": "trellis below 4 bits, else gptq",
+    "auto": "trellis; gptq for mixtures of experts",
     "rtn": "plain rounding, fast",
     "gptq": "compensates rounding errors",
-    "trellis": "codes that share bits, best below 4 bits",
+    "trellis": "codes that share bits, loses least",
     "awq": "protects salient channels",
     "awq-gptq": "awq and gptq together, slower",
     "squeezellm": "a codebook for each row, slowest",
@@ -247,17 +247,15 @@ class Recipe:
         return cls(**data)
 
 
-def chosen_method(asked: AskedMethod, bits: float, group_size: int | None = None, *, experts: bool = False) -> Method:
-    """The method that was asked for; for `auto`, the one that loses least at these bits.
+def chosen_method(asked: AskedMethod, group_size: int | None = None, *, experts: bool = False) -> Method:
+    """The method that was asked for; for `auto`, the one that loses least.
 
-    Below 4 bits a trellis loses a third of what uniform codes do, in fewer bytes. So it does at 4, where those lose
-    little, but a processor without AVX-512 decodes three times as fast with them (docs/decisions/models.md). Experts of
-    a mixture, and groups of another size than the default, have uniform codes always.
+    A trellis loses a third of what uniform codes do, in fewer bytes (docs/decisions/models.md). Experts of a mixture,
+    and groups of another size than the default, have uniform codes.
     """
     if asked != "auto":
         return asked
-    uniform = bits >= LARGEST_BITS or experts or group_size not in (None, DEFAULT_GROUP_SIZE)
-    return DEFAULT_METHOD if uniform else "trellis"
+    return DEFAULT_METHOD if experts or group_size not in (None, DEFAULT_GROUP_SIZE) else "trellis"
 
 
 _DEFAULTS: Mapping[str, Any] = {field.name: field.default for field in fields(Recipe)}

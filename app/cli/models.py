@@ -419,7 +419,7 @@ def quantize(
         asked |= {step.replace("-", "_"): False for step in without or ()}
         asked |= {step.replace("-", "_"): True for step in also or ()}
         given = {key: value for key, value in asked.items() if value is not None}
-        own = chosen_method(method, bits, group_size)
+        own = chosen_method(method, group_size)
         recipe = Recipe.usual(own, bits=bits, expected_k_chunk=expect_k_chunk, **given)
     except QuantizationError as error:
         raise typer.BadParameter(str(error)) from error

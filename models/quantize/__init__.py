@@ -20,7 +20,7 @@ def for_checkpoint(recipe: Recipe, folder: Path) -> Recipe:
     from models.checkpoint import Checkpoint
 
     if recipe.trellis and Checkpoint.open(folder).spec.mixture is not None:
-        return replace(recipe, method=chosen_method("auto", recipe.bits, experts=True))
+        return replace(recipe, method=chosen_method("auto", experts=True))
     return recipe
 
 

@@ -226,7 +226,7 @@ def quantize_matrix(
 def stored_tensors(linear: PackedLinear) -> dict[str, Array]:
     residual = linear.residual
     arrays: dict[str, Array | None] = {
-        "codes": linear.codes,
+        "stream" if linear.trellis else "codes": linear.codes,
         "scales": linear.scales,
         "zeros": linear.zeros,
         "codebook": linear.codebook,

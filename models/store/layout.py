@@ -29,7 +29,7 @@ OUTER = "outer.safetensors"
 TensorTypes = dict[str, tuple[np.dtype[Any], tuple[int, ...]]]
 """Type and shape of each tensor of a file."""
 
-_CODES = frozenset({"codes", "scales", "zeros", "codebook", "group_scales"})
+_CODES = frozenset({"codes", "stream", "scales", "zeros", "codebook", "group_scales"})
 _NOT_ON_DEVICE = frozenset({"embed", "rank_maximum", "mean_square", "tokens"})
 """Last parts of tensors' names: those of weights, and those that no device needs."""
 _I32, _F32, _F16 = np.dtype(np.int32), np.dtype(np.float32), np.dtype(np.float16)
@@ -58,7 +58,8 @@ def tensor_files(spec: ModelSpec) -> tuple[str, ...]:
 def linear_tensors(spec: ModelSpec, recipe: Recipe, name: str) -> TensorTypes:
     rows, width = spec.linear_shape(name)
     bits = recipe.layer_bits(name)
-    tensors: TensorTypes = {f"{name}.codes": (_I32, (rows, packed_width(width, bits)))}
+    codes = "stream" if recipe.trellis else "codes"
+    tensors: TensorTypes = {f"{name}.{codes}": (_I32, (rows, packed_width(width, bits)))}
     if recipe.trellis:
         tensors[f"{name}.scales"] = (_F16, (rows, 1))
     elif recipe.codebook:

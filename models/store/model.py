@@ -122,7 +122,7 @@ class StoredModel:
             shape=shape,
             bits=self.recipe.layer_bits(name),
             group_size=self.recipe.group_of(shape[1]),
-            codes=file[f"{name}.codes"],
+            codes=file[f"{name}.stream" if self.recipe.trellis else f"{name}.codes"],
             scales=file[f"{name}.scales"],
             zeros=file.get(f"{name}.zeros"),
             codebook=file.get(f"{name}.codebook"),

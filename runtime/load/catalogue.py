@@ -149,7 +149,7 @@ class ModelBuilder:
 
         asked = {name: getattr(request, name) for name in ("group_size", "residual_bits", "smooth_attention")}
         usual = {name: value for name, value in asked.items() if value != getattr(Recipe(), name)}
-        method = chosen_method(request.method, request.bits, request.group_size)
+        method = chosen_method(request.method, request.group_size)
         recipe = Recipe.usual(method, bits=request.bits, **usual)
         checkpoint = self._checkpoint(request.source, progress, cancelled)
         if request.method == "auto":

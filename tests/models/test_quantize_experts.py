@@ -142,11 +142,11 @@ def test_an_interrupted_run_makes_the_same_model(checkpoint: Path, tmp_path: Pat
 
 
 def test_auto_takes_uniform_codes_for_experts(checkpoint: Path) -> None:
-    chosen = Recipe(method=chosen_method("auto", 3), bits=3)
+    chosen = Recipe(method=chosen_method("auto"), bits=3)
     assert chosen.trellis
     assert for_checkpoint(chosen, checkpoint) == Recipe(method="gptq", bits=3)
-    assert chosen_method("auto", 3, 128) == chosen_method("auto", 4) == "gptq"
-    assert chosen_method("rtn", 3) == "rtn"
+    assert chosen_method("auto", 128) == "gptq"
+    assert chosen_method("rtn") == "rtn"
 
 
 @pytest.mark.parametrize("method", ["awq", "squeezellm", "trellis", "qoq"])

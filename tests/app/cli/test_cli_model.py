@@ -24,13 +24,13 @@ def test_a_folder_is_quantized_on_first_use_only(
 ) -> None:
     folder = checkpoint_maker(tmp_path / "tiny")
     result = run("run", folder, *SHORT, "--json")
-    assert json.loads(result.stdout)["model"] == "tiny-gptq-4bit"
+    assert json.loads(result.stdout)["model"] == "tiny-trellis-4bit"
     assert "this is done once" in result.stderr
-    assert answer("run", folder, *SHORT)["model"] == "tiny-gptq-4bit"
+    assert answer("run", folder, *SHORT)["model"] == "tiny-trellis-4bit"
     os.utime(folder / "model.safetensors")  # files that were touched are compared again
     answer("run", folder, *SHORT)
     assert len(services.quantized) == 1
-    assert [info.name for info in services.store().list()] == ["tiny-gptq-4bit"]
+    assert [info.name for info in services.store().list()] == ["tiny-trellis-4bit"]
 
 
 def test_a_folder_is_found_under_any_name(answer: Answer, services: Any, checkpoint: Path) -> None:
@@ -57,10 +57,10 @@ def test_another_folder_of_that_name_is_another_model(
         services.origins_file().unlink()
     if memory == "damaged":
         services.origins_file().write_text("[" * 100_000)
-    assert "mine-gptq-4bit" in error("run", second, *SHORT)
+    assert "mine-trellis-4bit" in error("run", second, *SHORT)
     answer("quantize", second, "--name", "second")
     assert answer("run", second, *SHORT)["model"] == "second"
-    assert answer("run", first, *SHORT)["model"] == "mine-gptq-4bit"
+    assert answer("run", first, *SHORT)["model"] == "mine-trellis-4bit"
 
 
 def test_a_checkpoint_that_changed_is_not_taken_for_the_old_one(
@@ -72,23 +72,23 @@ def test_a_checkpoint_that_changed_is_not_taken_for_the_old_one(
     weights, config = folder / "model.safetensors", folder / "config.json"
     sound = weights.read_bytes()
     weights.write_bytes(sound[:-1] + bytes([sound[-1] ^ 1]))  # of the same size
-    assert "mine-gptq-4bit" in error("run", folder, *SHORT)
+    assert "mine-trellis-4bit" in error("run", folder, *SHORT)
     weights.write_bytes(sound)
     answer("run", folder, *SHORT)
     config.write_text(json.dumps({**json.loads(config.read_text()), "rope_theta": 500.0}))
-    assert "mine-gptq-4bit" in error("run", folder, *SHORT)
+    assert "mine-trellis-4bit" in error("run", folder, *SHORT)
 
 
 def test_a_gguf_file_is_quantized_on_first_use_only(
     answer: Answer, error: Error, services: Any, gguf_file: Path, tmp_path: Path
 ) -> None:
     for _ in range(2):
-        assert answer("run", gguf_file, *SHORT)["model"] == "tiny.Q8_0-gptq-4bit"
+        assert answer("run", gguf_file, *SHORT)["model"] == "tiny.Q8_0-trellis-4bit"
     assert len(services.quantized) == 1
     other = tmp_path / gguf_file.name
     content = gguf_file.read_bytes()
     other.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    assert "tiny.Q8_0-gptq-4bit" in error("run", other, *SHORT), "another file of that name is another model"
+    assert "tiny.Q8_0-trellis-4bit" in error("run", other, *SHORT), "another file of that name is another model"
 
 
 def test_show_says_what_the_source_s_weights_are(answer: Answer, run: Run, gguf_file: Path, stored: str) -> None:
@@ -137,7 +137,7 @@ def test_a_short_name_in_other_verbs(answer: Answer, run: Run, services: Any) ->
 
 def test_a_hub_name_is_downloaded_and_quantized_once(answer: Answer, services: Any) -> None:
     for _ in range(2):
-        assert answer("run", "some/tiny", *SHORT)["model"] == "some/tiny-gptq-4bit"
+        assert answer("run", "some/tiny", *SHORT)["model"] == "some/tiny-trellis-4bit"
     assert services.pulled == [("some/tiny", None)]
     assert len(services.quantized) == 1
 

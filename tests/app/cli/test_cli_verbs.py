@@ -52,7 +52,7 @@ def test_quantize(answer: Answer, checkpoint: Path, services: Any) -> None:
 
 def test_quantize_with_even_keys(answer: Answer, checkpoint: Path, services: Any) -> None:
     found = answer("quantize", checkpoint, "--smooth-attention")
-    assert found["name"].endswith("-gptq-4bit-sa")
+    assert found["name"].endswith("-trellis-4bit-sa")
     assert services.quantized[0].smooth_attention
     assert answer("show", found["name"])["smooth_attention"] is True
     assert not answer("quantize", checkpoint, "--no-smooth-attention")["name"].endswith("-sa")
@@ -93,7 +93,7 @@ def test_help_says_what_each_method_is_good_for(run: Run) -> None:
 
 def test_quantize_the_bundled_model_and_a_hub_name(answer: Answer, services: Any) -> None:
     assert answer("quantize", "demo", "--name", "again")["name"] == "again"
-    assert answer("quantize", "some/tiny")["name"] == "some/tiny-gptq-4bit"
+    assert answer("quantize", "some/tiny")["name"] == "some/tiny-trellis-4bit"
     assert services.pulled == [("some/tiny", None)]
 
 

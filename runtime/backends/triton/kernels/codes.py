@@ -19,8 +19,8 @@ from runtime.backends.triton.sizes import PIECE
 EXPONENT = {3: 0x48004800, 4: 0x4C004C00}
 """Exponent bits of 2^bits in both halves, such that the top bits of the mantissa count ones."""
 _STATE_BITS = tl.constexpr(STATE_BITS)
-_RANK_EXPONENT = 0x64006400
-"""The same of 2^10, such that the lowest bit counts ones, for ranks of a trellis's levels."""
+_RANK_EXPONENT = 0x66006600
+"""The same of 1536, such that the lowest bit counts ones, for a trellis's levels."""
 _MULTIPLIERS = tl.constexpr(MULTIPLIERS)
 
 
@@ -157,20 +157,20 @@ def _states(words, PIECE: tl.constexpr, BITS: tl.constexpr):
 def _levels(bits):
     """Assembly that turns two states into their levels, both in the halves of a word: exactly (`models.trellis`).
 
-    Bits 4 to 7 of a rank are the place of the coarse part, u. Below the exponent of 2^10 ($2) they are the half 1024 +
+    Bits 4 to 7 of a rank are the place of the coarse part, u. Below the exponent of 1536 ($2) they are the half 1536 +
     16 u, and t is 15 / 16 of what it is there. Triton would compute each half by itself. Each rounding counts: with
-    these constants the sum with 1537, which rounds to whole numbers, gives all coarse parts.
+    these constants the sum with 1536 and the fine part, which rounds to whole numbers, gives all levels.
     """
     multiplier = _MULTIPLIERS[bits]
     return f"""{{
-        .reg .b32 rank, t, power, level, fine, eighth, middle, most, growth, whole, twice, back;
+        .reg .b32 rank, t, power, level, fine, eighth, middle, most, growth, back;
         mov.b32 eighth, 0x20002000;
-        mov.b32 middle, 0xC878C878;
+        mov.b32 middle, 0xCA78CA78;
         mov.b32 most, 0x50065006;
         mov.b32 growth, 0x50005000;
-        mov.b32 whole, 0x66016601;
-        mov.b32 twice, 0x40004000;
-        mov.b32 back, 0xEB08EB08;
+        mov.b32 back, 0xE60FE60F;
+        shl.b32 fine, $1, 1;
+        lop3.b32 fine, fine, 0x001E001E, $2, 0xEA;
         mad.lo.u32 rank, $1, {16 * multiplier + 1}, {8 * multiplier * 0x10001};
         lop3.b32 t, rank, 0x00F000F0, $2, 0xEA;
         fma.rn.f16x2 t, t, eighth, middle;
@@ -178,10 +178,8 @@ def _levels(bits):
         mul.rn.f16x2 power, power, power;
         mul.rn.f16x2 power, power, power;
         fma.rn.f16x2 power, power, most, growth;
-        fma.rn.f16x2 level, t, power, whole;
-        lop3.b32 fine, $1, 0x000F000F, $2, 0xEA;
-        fma.rn.f16x2 fine, fine, twice, back;
-        add.rn.f16x2 $0, level, fine;
+        fma.rn.f16x2 level, t, power, fine;
+        add.rn.f16x2 $0, level, back;
     }}"""
 
 

@@ -46,6 +46,7 @@ def run_assembly(
     whole = {
         "mov.b32": lambda a: a,
         "mad.lo.u32": lambda a, b, c: a * b + c,
+        "shl.b32": lambda a, b: a << b,
         "lop3.b32": table,
     }
     pairs = {
