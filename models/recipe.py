@@ -18,6 +18,8 @@ KEPT_BITS: Mapping[str, int] = {"Q4_0": 4, "Q4_1": 4, "Q8_0": 8}
 """Types of GGUF files that are kept, by the bits of their codes."""
 KEPT_GROUP_SIZE = 32
 """Input channels that share a scale in these."""
+KEEPS = "a GGUF file's Q4_0, Q4_1 and Q8_0, bit for bit"
+"""Its short description."""
 AskedMethod = Literal["auto", "kept", Method]
 """A method, what `chosen_method` takes for the bits, or `KEPT`."""
 WEIGHT_ONLY_METHODS = tuple(method for method in METHODS if method != "qoq")
@@ -28,7 +30,6 @@ DEFAULT_GROUP_SIZE = 64
 """The default number of input channels that share a scale."""
 GOOD_FOR: Mapping[AskedMethod, str] = {
     "auto": "trellis below 4 bits, else gptq",
-    "kept": "a GGUF file's Q4_0, Q4_1 and Q8_0 bit for bit",
     "rtn": "plain rounding, fast",
     "gptq": "compensates rounding errors",
     "trellis": "codes that share bits, best below 4 bits",
@@ -275,6 +276,8 @@ def chosen_method(asked: AskedMethod, bits: float, group_size: int | None = None
     little, but a processor without AVX-512 decodes three times as fast with them (docs/decisions/models.md). Experts of
     a mixture, and groups of another size than the default, have uniform codes always.
     """
+    if asked == "kept":
+        raise QuantizationError("weights that are kept have the bits of their file; no method is chosen by bits")
     if asked != "auto":
         return asked
     uniform = bits >= LARGEST_BITS or experts or group_size not in (None, DEFAULT_GROUP_SIZE)

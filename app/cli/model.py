@@ -119,7 +119,7 @@ def open_model(name: str, services: Services, output: Output) -> StoredModel:
     elif _is_hub_name(name):
         from models.store.store import made_of_hub
 
-        ready = [info for info in store.list() if made_of_hub(info.source, name) and info.recipe == recipe]
+        ready = [info for info in store.list() if made_of_hub(info.source, name) and _usual(info, recipe)]
         if not ready:
             check_needed(MAKING)  # before anything is downloaded
         info = ready[0] if ready else _make(_hub_checkpoint(name, services, output), recipe, services, output)
@@ -269,11 +269,27 @@ def _hub_checkpoint(name: str, services: Services, output: Output) -> Path:
 def _make(
     checkpoint: Path, recipe: Recipe, services: Services, output: Output, name: str | None = None
 ) -> StoredModelInfo:
-    output.note(f"quantizing {checkpoint} to {recipe.bits:g} bits; this is done once")
+    """Make a stored model; of a file whose weights are low-bit already, with these unless it has a name of ours."""
+    from models.quantize import keeping
+
+    kept = None if name is not None else keeping(checkpoint, usual=True)
+    if kept is None:
+        output.note(f"quantizing {checkpoint} to {recipe.bits:g} bits; this is done once")
+    else:
+        output.note(
+            f"storing {checkpoint} with its own {kept.bits:g}-bit weights, once; a slowdown budget buys nothing here, "
+            "for there are no residuals (`lowbit-chat quantize` rounds again and keeps some)"
+        )
+        recipe = kept
     info = quantized(checkpoint, recipe, services, output, name=name)
     if info.summary.warning:
         output.note(info.summary.warning)
     return info
+
+
+def _usual(info: StoredModelInfo, recipe: Recipe) -> bool:
+    """Whether a model is as `_make` makes it: by this recipe, or with the weights of its file."""
+    return info.recipe == recipe or (info.recipe.kept and info.recipe.bits == recipe.bits)
 
 
 def _made_from(checkpoint: Path, recipe: Recipe, services: Services) -> StoredModelInfo | None:
@@ -281,7 +297,8 @@ def _made_from(checkpoint: Path, recipe: Recipe, services: Services) -> StoredMo
     from models.store.store import source_name
 
     source = source_name(checkpoint)
-    candidates = [info for info in services.store().list() if info.source == source and info.recipe == recipe]
+    found = [info for info in services.store().list() if info.source == source]
+    candidates = sorted((info for info in found if _usual(info, recipe)), key=lambda info: not info.recipe.kept)
     origins = Origins(services.origins_file())
     return next((info for info in candidates if origins.made_from(info, checkpoint)), None)
 
