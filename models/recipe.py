@@ -136,7 +136,9 @@ class Recipe:
         if self.types is not None:
             own = {*self.types.values()}
             if not own <= KEPT_BITS.keys() or self.bits not in KEPT_BITS.values() or self.residual_bits:
-                raise QuantizationError(f"types must be among {_listed(tuple(KEPT_BITS))}, without residuals, not {own}")
+                raise QuantizationError(
+                    f"types must be among {_listed(tuple(KEPT_BITS))}, without residuals, not {own}"
+                )
             return
         number = isinstance(self.bits, int | float) and not isinstance(self.bits, bool)
         if number and self.bits == TRELLIS_BITS:

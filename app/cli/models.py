@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 _VERIFY = "verify"
-METHODS_HELP = ", ".join(f"{method} ({words})" for method, words in {**GOOD_FOR, KEPT: KEEPS}.items())
+METHODS_HELP = ", ".join(f"{method} ({words})" for method, words in (*GOOD_FOR.items(), (KEPT, KEEPS)))
 """The quantization methods and their uses."""
 _LABELS = {
     "gpu_bytes": "device memory",

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -104,8 +104,10 @@ _PIECE = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lattice:
-    """A low-bit matrix as a file stores it: Q4_0 (code - 8) * scale, Q4_1 code * scale + minimum, Q8_0 (code - 128) *
-    scale, in groups of 32."""
+    """A low-bit matrix as a file stores it, in groups of 32.
+
+    Q4_0: (code - 8) * scale; Q4_1: code * scale + minimum; Q8_0: (code - 128) * scale.
+    """
 
     kind: str
     codes: npt.NDArray[np.uint8]
@@ -225,9 +227,9 @@ class GgufTensor:
         halves = np.ascontiguousarray(stored[..., : 2 * factors]).view("<f2")
         if not np.isfinite(halves).all():
             raise CheckpointError(f"{self.path}: scales of '{self.name}' are NaN or infinite. {DOWNLOAD_AGAIN}")
-        codes = stored[..., 2 * factors :]
-        codes = codes ^ 128 if self.dtype == "Q8_0" else np.concatenate((codes & 15, codes >> 4), axis=-1)
-        parts = [codes.reshape(rows, width), *(halves[..., i] for i in range(factors))]
+        octets: npt.NDArray[Any] = stored[..., 2 * factors :]
+        codes = octets ^ 128 if self.dtype == "Q8_0" else np.concatenate((octets & 15, octets >> 4), axis=-1)
+        parts: list[npt.NDArray[Any]] = [codes.reshape(rows, width), *(halves[..., i] for i in range(factors))]
         if self.order is not None:
             parts = [self.order.undone(torch.from_numpy(np.ascontiguousarray(part))).numpy() for part in parts]
         return Lattice(kind=self.dtype, codes=parts[0], scales=parts[1], minimums=parts[2] if factors > 1 else None)

@@ -8,6 +8,7 @@ files with 4-bit blocks and a head of 16 or 6 bits need no second rounding of th
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from math import prod
 
 import numpy as np
@@ -20,6 +21,7 @@ from models.packed import PackedLinear
 from models.packing import pack
 from models.quantizers.groups import check_range
 from models.recipe import KEPT, KEPT_BITS, KEPT_GROUP_SIZE, Recipe
+from models.store.tensors import Array
 
 _ALSO = {"Q4_0": {"Q4_1", "Q8_0"}}
 """Types as which another can be written, exactly."""
@@ -36,9 +38,7 @@ def kept_recipe(checkpoint: Checkpoint) -> Recipe:
     for name, kind in types.items():
         weights[KEPT_BITS[kind]] += 0 if name == "head" else prod(checkpoint.spec.linear_shape(name))
     bits = weights.most_common(1)[0][0]
-    return Recipe(
-        method=KEPT, bits=bits, types=types, group_size=KEPT_GROUP_SIZE, residual_bits=0, expected_k_chunk=0
-    )
+    return Recipe(method=KEPT, bits=bits, types=types, group_size=KEPT_GROUP_SIZE, residual_bits=0, expected_k_chunk=0)
 
 
 def _type(checkpoint: Checkpoint, name: str) -> str:
@@ -83,7 +83,7 @@ def kept_linear(checkpoint: Checkpoint, name: str, kind: str) -> PackedLinear:
         assert parts is not None
         lattices = [_as(part, kind) for part in parts]
 
-    def rows(arrays: list[np.ndarray[tuple[int, ...], np.dtype[np.generic]]]) -> np.ndarray:  # type: ignore[type-arg]
+    def rows(arrays: Sequence[Array]) -> Array:
         joined = torch.from_numpy(np.concatenate(arrays))
         return np.ascontiguousarray(checkpoint.in_order(name, joined).numpy())
 

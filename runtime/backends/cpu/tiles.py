@@ -181,12 +181,13 @@ def tile_linear(linear: PackedLinear, arena: Arena) -> TiledLinear:
     else:
         repack = (REPACK_UNIFORM if linear.codebook is None else REPACK_CODEBOOK)[linear.bits]
         repack(int(words.ctypes.data), N, int(codes.ctypes.data), tiles, blocks)
-    zeros, group_scales = linear.zeros if linear.minimums is None else -linear.minimums, linear.group_scales
+    zeros, group_scales = linear.zeros, linear.group_scales
     if linear.per_token:
         assert zeros is not None
         group_scales = np.ones_like(zeros) if group_scales is None else group_scales
         zeros = zeros * group_scales  # at most 15 * 16
     line = arena.zeros((LINE,), np.uint8) if linear.trellis else None
+    offsets: npt.NDArray[Any] | None = zeros if linear.minimums is None else -linear.minimums
     return TiledLinear(
         bits=linear.bits,
         tiles=tiles,
@@ -195,7 +196,7 @@ def tile_linear(linear: PackedLinear, arena: Arena) -> TiledLinear:
         group_blocks=linear.group_size // BLOCK,
         codes=codes,
         scales=_tiled_rows(np.asarray(linear.scales), tiles, arena),
-        zeros=line if zeros is None else _tiled_rows(np.asarray(zeros), tiles, arena),
+        zeros=line if offsets is None else _tiled_rows(np.asarray(offsets), tiles, arena),
         codebooks=None if linear.codebook is None else _tiled_codebooks(np.asarray(linear.codebook), tiles, arena),
         group_scales=None if group_scales is None else _tiled_rows(np.asarray(group_scales), tiles, arena),
         trellis=linear.trellis,

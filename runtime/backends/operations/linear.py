@@ -37,7 +37,7 @@ def _zeros(linear: PackedLinear) -> float:
 
 
 def dequantize(linear: PackedLinear) -> torch.Tensor:
-    """Dequantize a packed matrix: (code - zero) * scale, code * scale + minimum, the codebook's entry times the row's scale, or a trellis's.
+    """Dequantize a packed matrix: uniform codes, the codebook's entry times the row's scale, or a trellis's levels.
 
     Args:
         linear: Packed matrix of shape (N, K).

@@ -175,7 +175,7 @@ def _bytes(packed: PackedLinear, device: torch.device | str) -> GpuLinear:
         shape=packed.shape,
         bits=packed.bits,
         group_size=packed.group_size,
-        codes=_moved(codes.view(np.int8), np.int8, device),
+        codes=torch.from_numpy(codes.view(np.int8)).to(device),
         groups=_moved(packed.scales.T, np.float16, device),
         codebook=None,
         bias=_moved(packed.bias, np.float32, device),

@@ -507,7 +507,8 @@ def _in_file(model: Any, name: str, kinds: dict[str, str], kind: str) -> np.ndar
     else:
         block, layer = name.rsplit(".", 1)
         qkv, mlp = {f"attn_{p}": f"self_attn.{p}_proj" for p in "qkv"}, {p: f"mlp.{p[4:]}_proj" for p in _MLP}
-        own = {"qkv": qkv, "o": {"attn_output": "self_attn.o_proj"}, "gate_up": mlp, "down": {"ffn_down": "mlp.down_proj"}}
+        o, down = {"attn_output": "self_attn.o_proj"}, {"ffn_down": "mlp.down_proj"}
+        own = {"qkv": qkv, "o": o, "gate_up": mlp, "down": down}
         number = block.split(".")[1]
         parts = {f"blk.{number}.{ours}": f"model.{block}.{theirs}.weight" for ours, theirs in own[layer].items()}
     found = []

@@ -177,7 +177,8 @@ def _many_rows(
     name: str, kernel: Any, constants: Mapping[str, Any], block_m: int, **how: Any
 ) -> Specialization:  # fmt: skip
     """A product of a prompt's rows, compute-bound."""
-    constants = {**constants, "tile": gemm.Tile(min(gemm.DOT, constants["form"].SPAN), block_m, gemm.BLOCK_N, gemm.WARPS)}
+    dot = min(gemm.DOT, constants["form"].SPAN)
+    constants = {**constants, "tile": gemm.Tile(dot, block_m, gemm.BLOCK_N, gemm.WARPS)}
     weights = BLOCK * gemm.BLOCK_N // gemm.WARPS
     return _one(name, kernel, constants, gemm.WARPS, num_stages=gemm.STAGES, weights=weights, **how)
 
