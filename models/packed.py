@@ -34,8 +34,8 @@ class PackedLinear:
 
     Uniform: Ŵ[n, k] = (code[n, k] - zero[n, g]) * scale[n, g] with g = k // group_size, or code[n, k] * scale[n, g] +
     minimum[n, g]; the last group of a row is shorter where group_size does not divide K. With a codebook: Ŵ[n, k] =
-    codebook[n, code[n, k]] * scale[n, 0]. Progressive: Ŵ[n, k] = (code[n, k] - zero[n, g]) * group_scale[n, g] * scale[n, 0], whose first product is a whole
-    number in [-127, 127].
+    codebook[n, code[n, k]] * scale[n, 0]. Progressive: Ŵ[n, k] = (code[n, k] - zero[n, g]) * group_scale[n, g] *
+    scale[n, 0], whose first product is a whole number in [-127, 127].
     """
 
     name: str

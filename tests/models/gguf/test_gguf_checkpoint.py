@@ -16,6 +16,7 @@ import torch
 from models.checkpoint import Checkpoint
 from models.checkpoint_files import GENERATION_CONFIG
 from models.errors import CheckpointError, QuantizationError, UnsupportedModelError
+from models.export.export import export
 from models.families import FAMILIES
 from models.gguf.architectures import ARCHITECTURES
 from models.gguf.checkpoint import read_gguf
@@ -550,6 +551,16 @@ def test_low_bit_weights_are_kept_bit_for_bit(
         bias = checkpoint.linear(layer)[1]
         assert (linear.bias is None) == (bias is None)
         assert bias is None or np.array_equal(np.asarray(linear.bias), bias.numpy())
+    export(stored, tmp_path / "again.gguf", "gguf")
+    again, tensors = (read_header(tmp_path / f"{own}.gguf").tensors for own in ("again", "model"))
+    with pytest.raises(UnsupportedModelError, match="has the weights of a GGUF file"):
+        export(stored, tmp_path / "folder", "awq")
+    for own, info in tensors.items():
+        if info.kind == again[own].kind and own != "token_embd.weight":
+            stretches = [np.memmap(each.path, np.uint8, "r", each.offset, (each.size,)) for each in (info, again[own])]
+            assert np.array_equal(*stretches), own
+        else:
+            assert own == "token_embd.weight" or kinds
 
 
 def test_a_head_that_cannot_be_kept_is_rounded_to_8_bits_and_named(tmp_path: Path) -> None:
