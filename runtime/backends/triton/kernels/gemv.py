@@ -185,10 +185,9 @@ def _apply_group(
         sum_of_x = _sum_of_x(ops, block * 16 + SPAN_AT // 32, PIECES, tile)
         if form.KIND == "uniform":
             sums += offset.to(tl.float32)[:, None] * sum_of_x
-            sums *= scale.to(tl.float32)[:, None]
-        else:
-            sums = (sums - (1 << form.BITS) * sum_of_x) * scale.to(tl.float32)[:, None]
-            sums += offset.to(tl.float32)[:, None] * sum_of_x
+        else:  # of codes alone; adding the minimums to the scaled sums instead would spill more registers
+            acc += offset.to(tl.float32)[:, None] * sum_of_x
+        sums *= scale.to(tl.float32)[:, None]
     return acc + sums
 
 
@@ -241,6 +240,8 @@ def _add_block(acc, words, ops, block, following, PIECES: tl.constexpr, form: tl
                     w3 |= spare_bit(w2, 2, top_of(form))
             x = _load_x(ops, block * 512 + start + tl.arange(0, DOT), form, tile)
             w = values_of((w0, w1, w2, w3, w4), ops.book, ops.matrix.exponent, start // 32, form, tile)
+            if form.KIND == "minimums":
+                w -= 1 << form.BITS
             sums = tl.dot(w, x, sums)
             if following is not None:
                 if _ends(0, form, start, DOT):
