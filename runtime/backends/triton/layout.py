@@ -121,7 +121,7 @@ def repack(packed: PackedLinear, device: torch.device | str) -> GpuLinear:
     Raises:
         BackendError: unsupported bits, group size or shape.
     """
-    if packed.bits == BYTE:
+    if packed.bits == BYTE and packed.zeros is None:
         return _bytes(packed, device)
     (N, K), bits, group_size = packed.shape, packed.bits, 0
     groups = book = scales = None
