@@ -15,6 +15,7 @@ import torch
 from models.checkpoint_files import CheckpointFiles, read_folder
 from models.errors import CheckpointError
 from models.gguf.checkpoint import read_gguf
+from models.gguf.tensors import GgufTensor
 from models.spec import Mixer, ModelSpec, expert_of
 
 _BY_HEADS = 2
@@ -85,11 +86,27 @@ class Checkpoint:
             entries = [entry.rows(int(name.split(".")[1]) * width, width) for entry in entries]
         weights = [entry.read() for entry in entries]
         weight = weights[0] if len(weights) == 1 else torch.cat(weights)
-        bias = None
-        if self.spec.has_bias(name):
-            biases = [self.files.entries[f"{module}.bias"].read() for module in self._sources(name)]
-            bias = torch.cat([each.to(torch.float32) for each in biases])
-        return self._multiplied(name, weight), None if bias is None else self._multiplied(name, bias)
+        return self._multiplied(name, weight), self.bias(name)
+
+    def bias(self, name: str) -> torch.Tensor | None:
+        """The bias of a linear layer, float32 [N], or None."""
+        if not self.spec.has_bias(name):
+            return None
+        biases = [self.files.entries[f"{module}.bias"].read() for module in self._sources(name)]
+        return self._multiplied(name, torch.cat([each.to(torch.float32) for each in biases]))
+
+    def lattices(self, name: str) -> list[GgufTensor] | None:
+        """The parts of a linear layer, low-bit or not, if their numbers are all that the file says of it."""
+        modules = [self._embedding_module()] if name == "head" and self.spec.tied else self._sources(name)
+        parts = [self.files.entries[f"{module}.weight"] for module in modules]
+        found = [part for part in parts if isinstance(part, GgufTensor) and not (part.order and part.order.columns)]
+        queries = self.files.multipliers.get("q", 1.0) if name.endswith("qkv") else 1.0
+        whole = self._multiplier(name) == queries == 1 and len(found) == len(parts) and ".tokens." not in f".{name}"
+        return found if whole and expert_of(name) is None else None
+
+    def in_order(self, name: str, rows: torch.Tensor) -> torch.Tensor:
+        """The rows [N, ...] of `lattices` side by side in the order that the architecture wants."""
+        return rows if name == "head" else self._multiplied(name, rows)
 
     def _multiplied(self, name: str, rows: torch.Tensor) -> torch.Tensor:
         """A linear layer's weight or bias, multiplied and in the order that the configuration asks for."""

@@ -32,10 +32,10 @@ class PackedResidual:
 class PackedLinear:
     """One linear layer, uniform or with a codebook.
 
-    Uniform: Ŵ[n, k] = (code[n, k] - zero[n, g]) * scale[n, g] with g = k // group_size; the last group of a row is
-    shorter where group_size does not divide K. With a codebook: Ŵ[n, k] = codebook[n, code[n, k]] * scale[n, 0].
-    Progressive: Ŵ[n, k] = (code[n, k] - zero[n, g]) * group_scale[n, g] * scale[n, 0], whose first product is a whole
-    number in [-127, 127].
+    Uniform: Ŵ[n, k] = (code[n, k] - zero[n, g]) * scale[n, g] with g = k // group_size, or code[n, k] * scale[n, g] +
+    minimum[n, g]; the last group of a row is shorter where group_size does not divide K. With a codebook: Ŵ[n, k] =
+    codebook[n, code[n, k]] * scale[n, 0]. Progressive: Ŵ[n, k] = (code[n, k] - zero[n, g]) * group_scale[n, g] *
+    scale[n, 0], whose first product is a whole number in [-127, 127].
     """
 
     name: str
@@ -43,7 +43,7 @@ class PackedLinear:
     shape: tuple[int, int]
     """(N, K)."""
     bits: int
-    """3 or 4 (canonical packing knows 2, 3, 4 and 8)."""
+    """3 or 4, of weights that were low-bit before also 8 (canonical packing knows 2, 3, 4 and 8)."""
     group_size: int
     """Input channels that share a scale; a multiple of 32. With a codebook, those of an activation do."""
     codes: npt.NDArray[np.int32]
@@ -51,7 +51,10 @@ class PackedLinear:
     scales: npt.NDArray[np.float16]
     """float16 [N, G], G = ceil(K / group_size); with a codebook, and progressive, [N, 1]."""
     zeros: npt.NDArray[np.uint8] | None
-    """uint8 [N, G], integer zero-points in [0, 2^bits); None with a codebook."""
+    """uint8 [N, G], integer zero-points in [0, 2^bits); None with a codebook or minimums, and at 8 bits, where it is
+    128."""
+    minimums: npt.NDArray[np.float16] | None = None
+    """float16 [N, G], in place of zero-points; 4 bits only."""
     codebook: npt.NDArray[np.int8] | None = None
     """int8 [N, 2^bits], ascending, in [-127, 127]; None where the matrix is uniform."""
     group_scales: npt.NDArray[np.uint8] | None = None
@@ -86,6 +89,7 @@ def rows_of(linear: PackedLinear, rows: slice) -> PackedLinear:
         codes=linear.codes[rows],
         scales=linear.scales[rows],
         zeros=None if linear.zeros is None else linear.zeros[rows],
+        minimums=None if linear.minimums is None else linear.minimums[rows],
         codebook=None if linear.codebook is None else linear.codebook[rows],
         group_scales=None if linear.group_scales is None else linear.group_scales[rows],
         bias=None if linear.bias is None else linear.bias[rows],

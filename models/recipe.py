@@ -12,8 +12,16 @@ Method = Literal["rtn", "gptq", "trellis", "awq", "awq-gptq", "squeezellm", "qoq
 """Base quantizers; `models.quantizers.quantizer` finds the code by the same name."""
 METHODS: tuple[Method, ...] = get_args(Method)
 """All methods."""
-AskedMethod = Literal["auto", Method]
-"""A method, or what `chosen_method` takes."""
+KEPT = "kept"
+"""In place of a method: weights that are low-bit already stay as they are (`models.quantize.kept`)."""
+KEPT_BITS: Mapping[str, int] = {"Q4_0": 4, "Q4_1": 4, "Q8_0": 8}
+"""Types of GGUF files that are kept, by the bits of their codes."""
+KEPT_GROUP_SIZE = 32
+"""Input channels that share a scale in these."""
+KEEPS = "a GGUF file's Q4_0, Q4_1 and Q8_0, bit for bit"
+"""Its short description."""
+AskedMethod = Literal["auto", "kept", Method]
+"""A method, what `chosen_method` takes, or `KEPT`."""
 WEIGHT_ONLY_METHODS = tuple(method for method in METHODS if method != "qoq")
 """The methods whose products take activations of any precision; `qoq` rounds activations itself."""
 DEFAULT_METHOD: Method = "gptq"
@@ -53,7 +61,7 @@ QOQ_STEPS = ("rotate", "reorder", "smooth_attention", "smooth_outputs", "clip")
 QOQ_USUAL = frozenset(QOQ_STEPS) - {"rotate"}
 """The default steps. Rotation raises SmolLM2's perplexity by a tenth: see docs/decisions/models.md."""
 _OF_QOQ = frozenset(QOQ_STEPS) - {"smooth_attention"}
-_LATER = frozenset({"block_bits", *QOQ_STEPS})
+_LATER = frozenset({"block_bits", "types", *QOQ_STEPS})
 """Keys that a recipe's JSON object leaves out at their defaults."""
 
 
@@ -72,6 +80,8 @@ class Recipe:
     a trellis."""
     block_bits: tuple[int, ...] | None = None
     """Bits of every block, 3 or 4, where `bits` is a number between; None until they are allocated."""
+    types: Mapping[str, str] | None = None
+    """`KEPT`: the type of every linear layer, of `KEPT_BITS`; `bits` are then those of most weights."""
     group_size: int = DEFAULT_GROUP_SIZE
     """Input channels that share a scale and a zero-point; a multiple of 32. With a codebook, those of an activation.
     0, for `qoq`: all that an output channel has."""
@@ -94,7 +104,7 @@ class Recipe:
     """`qoq`: whether ranges are clipped by a grid search, for the error of outputs rather than of weights."""
 
     def __post_init__(self) -> None:
-        if self.method not in METHODS:
+        if self.method not in (*METHODS, KEPT) or self.kept != (self.types is not None):
             raise QuantizationError(f"unknown method {self.method!r}; choose one of: {', '.join(METHODS)}")
         for name in ("group_size", "residual_bits", "head_bits", "expected_k_chunk"):
             value = getattr(self, name)
@@ -123,6 +133,13 @@ class Recipe:
             raise QuantizationError(f"head_bits must be one of {_listed(HEAD_BITS)}, not {self.head_bits}")
 
     def _check_bits(self) -> None:
+        if self.types is not None:
+            own = {*self.types.values()}
+            if not own <= KEPT_BITS.keys() or self.bits not in KEPT_BITS.values() or self.residual_bits:
+                raise QuantizationError(
+                    f"types must be among {_listed(tuple(KEPT_BITS))}, without residuals, not {own}"
+                )
+            return
         number = isinstance(self.bits, int | float) and not isinstance(self.bits, bool)
         if number and self.bits == TRELLIS_BITS:
             if not self.trellis:
@@ -194,6 +211,8 @@ class Recipe:
         Raises:
             QuantizationError: the recipe is mixed and says nothing of that block.
         """
+        if self.types is not None:
+            return KEPT_BITS[self.types[name]]
         if name == "head":
             return self.head_bits
         if not self.mixed:
@@ -207,6 +226,11 @@ class Recipe:
     def left_out(self) -> int:
         """The most salient channels per 1024 that quantizers leave to compensation."""
         return self.expected_k_chunk if self.residual_bits else 0
+
+    @property
+    def kept(self) -> bool:
+        """Whether matrices are those of the source, bit for bit."""
+        return self.method == KEPT
 
     @property
     def trellis(self) -> bool:
@@ -253,6 +277,8 @@ def chosen_method(asked: AskedMethod, group_size: int | None = None, *, experts:
     A trellis loses a third of what uniform codes do, in fewer bytes (docs/decisions/models.md). Experts of a mixture,
     and groups of another size than the default, have uniform codes.
     """
+    if asked == "kept":
+        raise QuantizationError("weights that are kept have the bits of their file; no method is chosen by bits")
     if asked != "auto":
         return asked
     return DEFAULT_METHOD if experts or group_size not in (None, DEFAULT_GROUP_SIZE) else "trellis"
@@ -266,5 +292,5 @@ def _shown(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else repr(value)
 
 
-def _listed(values: tuple[int, ...]) -> str:
+def _listed(values: tuple[object, ...]) -> str:
     return ", ".join(map(str, values))

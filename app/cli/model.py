@@ -108,21 +108,18 @@ def open_model(name: str, services: Services, output: Output) -> StoredModel:
     store: Store = services.store()
     if is_stored(name, services):
         return store.open(name)
-    from models.recipe import Recipe
-
-    recipe = Recipe()
     path = local_checkpoint(name)
     if path is not None:
-        info = _made_from(path, recipe, services) or _make(path, recipe, services, output)
+        info = _made_from(path, services) or _make(path, services, output)
     elif name in KNOWN:
-        info = _made_of_known(KNOWN[name], recipe, services, output)
+        info = _made_of_known(KNOWN[name], services, output)
     elif _is_hub_name(name):
         from models.store.store import made_of_hub
 
-        ready = [info for info in store.list() if made_of_hub(info.source, name) and info.recipe == recipe]
+        ready = [info for info in store.list() if made_of_hub(info.source, name) and _usual(info)]
         if not ready:
             check_needed(MAKING)  # before anything is downloaded
-        info = ready[0] if ready else _make(_hub_checkpoint(name, services, output), recipe, services, output)
+        info = ready[0] if ready else _make(_hub_checkpoint(name, services, output), services, output)
     else:
         raise CliError(unknown(name, services))
     return store.open(info.name)
@@ -266,31 +263,51 @@ def _hub_checkpoint(name: str, services: Services, output: Output) -> Path:
     return services.cached(name) or pulled(name, None, services, output)
 
 
-def _make(
-    checkpoint: Path, recipe: Recipe, services: Services, output: Output, name: str | None = None
-) -> StoredModelInfo:
-    output.note(f"quantizing {checkpoint} to {recipe.bits:g} bits; this is done once")
+def _make(checkpoint: Path, services: Services, output: Output, name: str | None = None) -> StoredModelInfo:
+    """Make a stored model; of a file whose weights are low-bit already, with these unless it has a name of ours."""
+    from models.quantize import for_checkpoint, keeping
+    from models.recipe import Recipe, chosen_method
+
+    kept = None if name is not None else keeping(checkpoint, usual=True)
+    if kept is None:
+        recipe = for_checkpoint(Recipe(method=chosen_method("auto")), checkpoint)
+        output.note(f"quantizing {checkpoint} to {recipe.bits:g} bits; this is done once")
+    else:
+        output.note(
+            f"storing {checkpoint} with its own {kept.bits:g}-bit weights, once; a slowdown budget buys nothing here, "
+            "for there are no residuals (`lowbit-chat quantize` rounds again and keeps some)"
+        )
+        recipe = kept
     info = quantized(checkpoint, recipe, services, output, name=name)
     if info.summary.warning:
         output.note(info.summary.warning)
     return info
 
 
-def _made_from(checkpoint: Path, recipe: Recipe, services: Services) -> StoredModelInfo | None:
-    """A stored model made from this very folder or file, with this recipe."""
+def _usual(info: StoredModelInfo) -> bool:
+    """Whether a model is as `_make` makes it, or made it before a trellis was the default."""
+    from models.recipe import Recipe
+
+    own = info.recipe
+    return own in (Recipe(method="trellis"), Recipe()) or (own.kept and own.bits == Recipe().bits)
+
+
+def _made_from(checkpoint: Path, services: Services) -> StoredModelInfo | None:
+    """A stored model made from this very folder or file, as usual: with its own weights, or rounded."""
     from models.store.store import source_name
 
     source = source_name(checkpoint)
-    candidates = [info for info in services.store().list() if info.source == source and info.recipe == recipe]
+    found = [info for info in services.store().list() if info.source == source]
+    candidates = sorted(filter(_usual, found), key=lambda info: (not info.recipe.kept, not info.recipe.trellis))
     origins = Origins(services.origins_file())
     return next((info for info in candidates if origins.made_from(info, checkpoint)), None)
 
 
-def _made_of_known(model: KnownModel, recipe: Recipe, services: Services, output: Output) -> StoredModelInfo:
-    """A stored model made from a model with a short name, with this recipe; made now if there is none."""
-    candidates = [info for info in services.store().list() if info.recipe == recipe]
+def _made_of_known(model: KnownModel, services: Services, output: Output) -> StoredModelInfo:
+    """A stored model made from a model with a short name, rounded as usual; made now if there is none."""
+    candidates = [info for info in services.store().list() if _usual(info) and not info.recipe.kept]
     ready = [info for info in candidates if model.sha256 in recorded(info).values()]
     if ready:
         return ready[0]
     check_needed(MAKING)
-    return _make(fetched(model, services, output), recipe, services, output, name=model.name)
+    return _make(fetched(model, services, output), services, output, name=model.name)

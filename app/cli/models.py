@@ -23,6 +23,8 @@ from models.recipe import (
     DEFAULT_GROUP_SIZE,
     EXPECTED_K_CHUNK,
     GOOD_FOR,
+    KEEPS,
+    KEPT,
     QOQ_GROUP_SIZE,
     AskedMethod,
     chosen_method,
@@ -35,7 +37,7 @@ if TYPE_CHECKING:
 
 
 _VERIFY = "verify"
-METHODS_HELP = ", ".join(f"{method} ({words})" for method, words in GOOD_FOR.items())
+METHODS_HELP = ", ".join(f"{method} ({words})" for method, words in (*GOOD_FOR.items(), (KEPT, KEEPS)))
 """The quantization methods and their uses."""
 _LABELS = {
     "gpu_bytes": "device memory",
@@ -269,7 +271,7 @@ def _details(info: StoredModelInfo) -> dict[str, Any]:
         "block_bits": None if recipe.block_bits is None else list(recipe.block_bits),
         "group_size": recipe.group_size,
         "residual_bits": recipe.residual_bits,
-        "head_bits": recipe.head_bits,
+        "head_bits": recipe.layer_bits("head"),
         "smooth_attention": recipe.smooth_attention,
         "steps": [step for step in QOQ_STEPS if getattr(recipe, step)] if recipe.per_token else None,
     }
@@ -406,7 +408,7 @@ def quantize(
 ) -> None:
     """Make a low-bit model; an interrupted run resumes after its last finished block."""
     from models.errors import QuantizationError
-    from models.quantize import for_checkpoint
+    from models.quantize import for_checkpoint, keeping
     from models.recipe import Recipe
 
     try:
@@ -419,8 +421,14 @@ def quantize(
         asked |= {step.replace("-", "_"): False for step in without or ()}
         asked |= {step.replace("-", "_"): True for step in also or ()}
         given = {key: value for key, value in asked.items() if value is not None}
-        own = chosen_method(method, group_size)
-        recipe = Recipe.usual(own, bits=bits, expected_k_chunk=expect_k_chunk, **given)
+        recipe = None
+        if method == KEPT:
+            source = ctx.get_parameter_source("bits")
+            if given or (source is not None and source.name != "DEFAULT"):
+                raise QuantizationError(f"{KEPT} takes bits and groups as the file has them; leave other options out")
+        else:
+            own = chosen_method(method, group_size)
+            recipe = Recipe.usual(own, bits=bits, expected_k_chunk=expect_k_chunk, **given)
     except QuantizationError as error:
         raise typer.BadParameter(str(error)) from error
     if name == DEMO:
@@ -430,8 +438,11 @@ def quantize(
     text = None if calibration is None else read_text(calibration)
     begin = time.perf_counter()
     checkpoint = find_checkpoint(model, services, output)
-    if method == "auto":
+    if recipe is None:
+        recipe = keeping(checkpoint)
+    elif method == "auto":
         recipe = for_checkpoint(recipe, checkpoint)
+    assert recipe is not None
     info = quantized(checkpoint, recipe, services, output, name=name, calibration=text, force=force)
     summary = info.summary
     if summary.warning:
@@ -451,7 +462,7 @@ def quantize(
         return
     output.text(
         f"{info.name}: {summary.bits_per_weight:.2f} bits per weight, {byte_count(summary.gpu_bytes)}, "
-        f"residuals {byte_count(summary.residual_bytes)}"
+        + ("weights of the file, no residuals" if recipe.kept else f"residuals {byte_count(summary.residual_bytes)}")
     )
     if summary.perplexity_before is not None and summary.perplexity_after is not None:
         before, after = summary.perplexity_before, summary.perplexity_after

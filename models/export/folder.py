@@ -190,6 +190,10 @@ class FolderWriter:
             raise self._refusal(f"weights of {spec.family} models are rearranged here, and cannot be written back yet")
         if not recipe.uniform and not self._residuals:
             raise self._refusal("its codes are not evenly spaced: export it as gguf, or with its residuals")
+        if recipe.kept:
+            raise self._refusal(
+                "it has the weights of a GGUF file, whose minimums have no place there: export it as gguf"
+            )
         for kind in LAYER_TYPES:
             for module, rows in parts(spec, self._family, kind):
                 if (rows.stop - rows.start) % _WORD:

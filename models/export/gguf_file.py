@@ -44,6 +44,7 @@ from models.gguf.tokenizer import (
     tokenizer_files,
 )
 from models.packed import PackedLinear, rows_of
+from models.packing import unpack
 from models.plain_tokenizer import TokenizerFiles, plain_tokenizer
 from models.quantizers.dequantize import parts, pieces, restored, uniform_groups
 from models.quantizers.groups import GroupCodes
@@ -61,7 +62,7 @@ _BLOCK = 32
 """Weights in a block of Q4_1 and Q8_0."""
 _FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "phi3", "granite", "seed_oss")
 """Families whose blocks, multipliers folded into the weights, are those of llama.cpp's llama, qwen2, qwen3 or phi3."""
-_FILE_TYPES = {"Q4_1": 3, "Q8_0": 7, "F16": 1}
+_FILE_TYPES = {"Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "F16": 1}
 """`general.file_type`: what most matrices are."""
 
 
@@ -129,7 +130,8 @@ class GgufWriter:
             writer.write_ti_data_to_file()
             for linear, tensors in self._matrices():
                 step()
-                packed = _packed(linear, self._kind(linear), self._residuals)
+                kind, kept = self._kind(linear), self._model.recipe.kept
+                packed = _kept(linear, kind) if kept else _packed(linear, kind, self._residuals)
                 for tensor in tensors:
                     writer.write_tensor_data(_reordered(packed[tensor.rows], tensor.heads))
                 self._model.release()
@@ -142,6 +144,9 @@ class GgufWriter:
         return counts
 
     def _kind(self, linear: PackedLinear) -> str:
+        types = self._model.recipe.types
+        if types is not None:
+            return types[linear.name]
         if linear.shape[1] % _BLOCK:
             return "F16"
         return "Q8_0" if self._residuals or linear.zeros is None else "Q4_1"
@@ -283,6 +288,15 @@ def _row_bytes(kind: str, width: int) -> int:
 
     weights, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
     return width // weights * size
+
+
+def _kept(linear: PackedLinear, kind: str) -> Array:
+    """All rows of a matrix that was kept, uint8 [N, bytes]: for each block its scale, its minimum and its codes."""
+    (rows, width), halves = linear.shape, [linear.scales, *([] if linear.minimums is None else [linear.minimums])]
+    codes = unpack(np.ascontiguousarray(linear.codes), linear.bits, width).reshape(rows, -1, _BLOCK)
+    octets = codes ^ 128 if kind == "Q8_0" else codes[..., : _BLOCK // 2] | codes[..., _BLOCK // 2 :] << np.uint8(4)
+    factors = [np.ascontiguousarray(each.astype("<f2"))[..., None].view(np.uint8) for each in halves]
+    return np.concatenate([*factors, octets], axis=-1).reshape(rows, -1)
 
 
 def _packed(linear: PackedLinear, kind: str, residuals: bool) -> Array:

@@ -7,14 +7,16 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from models.errors import CheckpointError, UnsupportedModelError
 from models.families.family import Family
 from models.gguf.architectures import ARCHITECTURES
 from models.gguf.header import DOWNLOAD_AGAIN, WHOLE_TYPES, Header, TensorInfo
+from models.recipe import KEPT_GROUP_SIZE
 
 if TYPE_CHECKING:
     import torch
@@ -98,6 +100,22 @@ _EXPERT = re.compile(r"\.experts\.\d+\.")
 """What the name of an expert's tensor has, and that of all experts has not."""
 _PIECE = 1 << 20
 """Number of weights dequantized at a time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lattice:
+    """A low-bit matrix as a file stores it, in groups of 32.
+
+    Q4_0: (code - 8) * scale; Q4_1: code * scale + minimum; Q8_0: (code - 128) * scale.
+    """
+
+    kind: str
+    codes: npt.NDArray[np.uint8]
+    """uint8 [N, K]."""
+    scales: npt.NDArray[np.float16]
+    """float16 [N, K / 32], of either sign."""
+    minimums: npt.NDArray[np.float16] | None
+    """float16 [N, K / 32]; None but for Q4_1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,6 +211,28 @@ class GgufTensor:
             tensor[start : start + step] = torch.from_numpy(piece).view(-1, width)
         whole = tensor.view(self.shape)
         return whole if self.order is None else self.order.undone(whole)
+
+    def lattice(self) -> Lattice:
+        """Its codes, scales and minimums as they are stored; the type is one of `models.recipe.KEPT_BITS`.
+
+        Raises:
+            CheckpointError: the file is gone or shorter than it was, or a scale is no number.
+        """
+        import torch
+
+        rows, width = self.shape
+        groups = width // KEPT_GROUP_SIZE
+        stored = np.asarray(self._mapped()).reshape(rows, groups, -1)
+        factors = 2 if self.dtype == "Q4_1" else 1
+        halves = np.ascontiguousarray(stored[..., : 2 * factors]).view("<f2")
+        if not np.isfinite(halves).all():
+            raise CheckpointError(f"{self.path}: scales of '{self.name}' are NaN or infinite. {DOWNLOAD_AGAIN}")
+        octets: npt.NDArray[Any] = stored[..., 2 * factors :]
+        codes = octets ^ 128 if self.dtype == "Q8_0" else np.concatenate((octets & 15, octets >> 4), axis=-1)
+        parts: list[npt.NDArray[Any]] = [codes.reshape(rows, width), *(halves[..., i] for i in range(factors))]
+        if self.order is not None:
+            parts = [self.order.undone(torch.from_numpy(np.ascontiguousarray(part))).numpy() for part in parts]
+        return Lattice(kind=self.dtype, codes=parts[0], scales=parts[1], minimums=parts[2] if factors > 1 else None)
 
     def _mapped(self) -> np.memmap[tuple[int, ...], np.dtype[np.uint8]]:
         try:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from models.errors import MAKING, check_needed
+from models.errors import MAKING, QuantizationError, check_needed
 from models.progress import Cancelled, ProgressCallback, ignore_progress, never_cancelled
-from models.recipe import Recipe, chosen_method
+from models.recipe import LARGEST_BITS, Recipe, chosen_method
 from models.store import Store, StoredModelInfo
 
 
@@ -22,6 +22,31 @@ def for_checkpoint(recipe: Recipe, folder: Path) -> Recipe:
     if recipe.trellis and Checkpoint.open(folder).spec.mixture is not None:
         return replace(recipe, method=chosen_method("auto", experts=True))
     return recipe
+
+
+def keeping(folder: Path, *, usual: bool = False) -> Recipe | None:
+    """The recipe that keeps the weights of a checkpoint that are low-bit already.
+
+    Args:
+        folder: The checkpoint's folder or GGUF file.
+        usual: Whether None is returned where a model is rounded unless asked for otherwise: because weights cannot be
+            kept, or have 8 bits.
+
+    Raises:
+        ModelError: the checkpoint is damaged or not supported; unless `usual`, its weights cannot be kept.
+    """
+    from models.checkpoint import Checkpoint
+    from models.quantize.kept import kept_recipe
+
+    if usual and not folder.is_file():
+        return None
+    try:
+        recipe = kept_recipe(Checkpoint.open(folder))
+    except QuantizationError:
+        if not usual:
+            raise
+        return None
+    return None if usual and recipe.bits > LARGEST_BITS else recipe
 
 
 def quantize(

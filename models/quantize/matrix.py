@@ -229,6 +229,7 @@ def stored_tensors(linear: PackedLinear) -> dict[str, Array]:
         "stream" if linear.trellis else "codes": linear.codes,
         "scales": linear.scales,
         "zeros": linear.zeros,
+        "minimums": linear.minimums,
         "codebook": linear.codebook,
         "group_scales": linear.group_scales,
         "bias": linear.bias,

@@ -111,8 +111,7 @@ def quantize_outer(
     head = matrix.finish(bias)
     return Outer(
         tensors={
-            "embed": _half(checkpoint.embedding()),
-            **({"tokens": _token_table(checkpoint)} if spec.token_width else {}),
+            **outer_tensors(checkpoint),
             "norm": stored_norm.numpy(),
             **stored_tensors(head),
         },
@@ -209,6 +208,12 @@ def _branch(x: torch.Tensor, index: int, branches: int) -> torch.Tensor:
 def _answer(x: torch.Tensor) -> torch.Tensor:
     """Of positions [B, S, ...] those whose next tokens are the second half."""
     return x[:, x.shape[1] // 2 - 1 : -1]
+
+
+def outer_tensors(checkpoint: Checkpoint) -> dict[str, Array | PiecewiseTensor]:
+    """The embedding tables, float16."""
+    tokens = {"tokens": _token_table(checkpoint)} if checkpoint.spec.token_width else {}
+    return {"embed": _half(checkpoint.embedding()), **tokens}
 
 
 def _half(table: torch.Tensor) -> PiecewiseTensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,9 +20,10 @@ from models.progress import Cancelled, Progress, ProgressCallback
 from models.quantize import copies, fisher
 from models.quantize.allocation import allocate
 from models.quantize.calibration import KeyMoments
+from models.quantize.kept import kept_linear, rounded_head
 from models.quantize.lowered import LoweredLinear, products
 from models.quantize.matrix import quantize_matrix, stored_tensors
-from models.quantize.outer import quantize_outer
+from models.quantize.outer import outer_tensors, quantize_outer
 from models.quantize.qoq import prepare
 from models.quantize.quality import Quality, finer, summarize, trials
 from models.quantize.rotated import RotatedCheckpoint
@@ -75,9 +76,11 @@ class Pipeline:
             )
         if calibration is None and recipe.smooth_attention:
             raise QuantizationError("smooth_attention needs a calibration text; give one, or leave it out")
+        if recipe.kept:
+            calibration = evaluation = None
         checkpoint = Checkpoint.open(folder)
         spec = checkpoint.spec
-        special = spec.mixture is not None or (spec.v_norm and not recipe.trellis)
+        special = spec.mixture is not None or (spec.v_norm and not (recipe.trellis or recipe.kept))
         if special and recipe.method not in MATRIX_BY_MATRIX:
             what = "mixtures of experts" if spec.mixture is not None else f"{spec.family} models"
             raise QuantizationError(f"{recipe.method} does not quantize {what}; choose {' or '.join(MATRIX_BY_MATRIX)}")
@@ -130,6 +133,9 @@ class Pipeline:
     def _make(self, name: str, work: Work) -> None:
         self._check_space(name, work)
         self._save_small_files(work)
+        if self.recipe.types is not None:
+            self._keep_weights(work, self.recipe.types)
+            return
         calibration, evaluation = self._tokens(work)
         self._allocate(work, calibration)
         self._sensitivities(work, calibration)
@@ -137,9 +143,31 @@ class Pipeline:
         for index in range(layer, self.checkpoint.spec.num_layers):
             self._block(work, index, streams)
         quality = self._outer(work, streams, evaluation)
+        self._describe(work, quality)
+
+    def _describe(self, work: Work, quality: Quality) -> None:
         files = work.entries()
         summary = summarize(self.checkpoint.spec, self.recipe, quality, files)
         Manifest(summary=summary, files=files).write(work.folder)
+
+    def _keep_weights(self, work: Work, types: Mapping[str, str]) -> None:
+        """Write weights as the checkpoint has them."""
+        checkpoint, spec = self.checkpoint, self.checkpoint.spec
+        for layer in range(spec.num_layers):
+            self._report("quantize", layer, spec.num_layers + 1, "blocks", f"Block {layer + 1} of {spec.num_layers}")
+            if work.has(layout.block_file(layer)):
+                continue
+            tensors: dict[str, Array] = {name: checkpoint.vector(name).numpy() for name in spec.block_vectors(layer)}
+            for name in spec.block_linears(layer):
+                tensors |= stored_tensors(kept_linear(checkpoint, name, types[name]))
+            work.save_tensors(layout.block_file(layer), tensors)
+        outer = {**outer_tensors(checkpoint), "norm": checkpoint.vector("norm").numpy()}
+        work.save_tensors(layout.OUTER, {**outer, **stored_tensors(kept_linear(checkpoint, "head", types["head"]))})
+        head = rounded_head(checkpoint)
+        note = None if head is None else f"the output head, {head} in the file, is rounded to 8 bits"
+        quality = Quality(perplexity_before=None, perplexity_after=None, warning=note)
+        work.save(layout.RECIPE, [recipe_file(self.identity, quality.to_json())])
+        self._describe(work, quality)
 
     def _check_space(self, name: str, work: Work) -> None:
         spec, recipe = self.checkpoint.spec, self.recipe

@@ -25,11 +25,22 @@ def dequantize(linear: PackedLinear) -> npt.NDArray[np.float32]:
     if linear.codebook is not None:
         values = linear.codebook.astype(np.float32) * linear.scales.astype(np.float32)
         return np.take_along_axis(values, codes.astype(np.intp), axis=1)
-    assert linear.zeros is not None
+    if linear.zeros is None:
+        return _kept(linear, codes)
     scales: npt.NDArray[Any] = linear.scales if linear.group_scales is None else linear.group_scales
     weight = GroupCodes(codes=codes, scales=scales, zeros=linear.zeros, group_size=linear.group_size).dequantize()
     if linear.group_scales is not None:
         weight *= linear.scales.astype(np.float32)
+    return weight
+
+
+def _kept(linear: PackedLinear, codes: npt.NDArray[np.uint8]) -> FloatArray:
+    """Ŵ of a matrix without zero-points, as the `gguf` package computes it, bit for bit."""
+    weight = codes.astype(np.float32) if linear.minimums is not None else codes.astype(np.float32) - np.float32(128)
+    groups = weight.reshape(len(weight), -1, linear.group_size)
+    groups *= linear.scales.astype(np.float32)[..., None]
+    if linear.minimums is not None:
+        groups += linear.minimums.astype(np.float32)[..., None]
     return weight
 
 

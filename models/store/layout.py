@@ -29,7 +29,7 @@ OUTER = "outer.safetensors"
 TensorTypes = dict[str, tuple[np.dtype[Any], tuple[int, ...]]]
 """Type and shape of each tensor of a file."""
 
-_CODES = frozenset({"codes", "stream", "scales", "zeros", "codebook", "group_scales"})
+_CODES = frozenset({"codes", "stream", "scales", "zeros", "minimums", "codebook", "group_scales"})
 _NOT_ON_DEVICE = frozenset({"embed", "rank_maximum", "mean_square", "tokens"})
 """Last parts of tensors' names: those of weights, and those that no device needs."""
 _I32, _F32, _F16 = np.dtype(np.int32), np.dtype(np.float32), np.dtype(np.float16)
@@ -66,8 +66,12 @@ def linear_tensors(spec: ModelSpec, recipe: Recipe, name: str) -> TensorTypes:
         tensors |= {f"{name}.scales": (_F16, (rows, 1)), f"{name}.codebook": (_I8, (rows, 2**bits))}
     else:
         groups = -(-width // recipe.group_of(width))
-        scales = 1 if recipe.progressive else groups
-        tensors |= {f"{name}.scales": (_F16, (rows, scales)), f"{name}.zeros": (_U8, (rows, groups))}
+        tensors[f"{name}.scales"] = (_F16, (rows, 1 if recipe.progressive else groups))
+        kept = None if recipe.types is None else recipe.types[name]
+        if kept == "Q4_1":
+            tensors[f"{name}.minimums"] = (_F16, (rows, groups))
+        elif kept != "Q8_0":
+            tensors[f"{name}.zeros"] = (_U8, (rows, groups))
         if recipe.progressive:
             tensors[f"{name}.group_scales"] = (_U8, (rows, groups))
     if spec.has_bias(name):

@@ -125,6 +125,7 @@ class StoredModel:
             codes=file[f"{name}.stream" if self.recipe.trellis else f"{name}.codes"],
             scales=file[f"{name}.scales"],
             zeros=file.get(f"{name}.zeros"),
+            minimums=file.get(f"{name}.minimums"),
             codebook=file.get(f"{name}.codebook"),
             group_scales=file.get(f"{name}.group_scales"),
             trellis=self.recipe.trellis,

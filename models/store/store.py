@@ -83,9 +83,11 @@ def default_name(checkpoint: Path, recipe: Recipe) -> str:
 
     For example `english3m-gptq-3bit`, or `org/name-rtn-4bit-g128` for a downloaded checkpoint.
     """
-    usual = Recipe.usual(recipe.method, bits=recipe.bits)
     known = source_name(checkpoint).removesuffix(GGUF)
     source = "/".join(filter(None, (_cleaned(part) for part in known.split("/")))) or "model"
+    if recipe.kept:
+        return check_name(f"{source}-{recipe.method}")
+    usual = Recipe.usual(recipe.method, bits=recipe.bits)
     name = f"{source}-{recipe.method}-{recipe.bits:g}bit"
     for letter, field in (("g", "group_size"), ("r", "residual_bits"), ("h", "head_bits"), ("e", "expected_k_chunk")):
         if getattr(recipe, field) != getattr(usual, field):

@@ -167,6 +167,11 @@ def obstacle(runner: AnyBackend, model: StoredModel, context: int) -> Problem | 
         model: The stored model.
         context: Its context.
     """
+    if model.recipe.kept:
+        return Problem(
+            what=f"{model.name} has the weights of its file, so there is nothing to compensate",
+            fix="a slowdown budget is for models that were rounded here; quantize a better source of it",
+        )
     if model.recipe.residual_bits == 0:
         return Problem(
             what=f"{model.name} was stored without residuals, so there is nothing to compensate with",

@@ -11,7 +11,7 @@ from models.catalogue import KNOWN
 from models.errors import MAKING, CheckpointError, ModelError, StoreError, check_needed
 from models.plain_tokenizer import chat_template
 from models.progress import Cancelled, ProgressCallback
-from models.recipe import Recipe, chosen_method
+from models.recipe import KEPT, Recipe, chosen_method
 from models.store import Store, StoredModel, StoredModelInfo
 from models.store.store import GGUF
 from runtime.engine.saved import forgetting
@@ -145,15 +145,20 @@ class ModelBuilder:
             ModelError: the checkpoint, the recipe or the name is invalid, or the work was stopped.
         """
         check_needed(MAKING)  # before anything is downloaded
-        from models.quantize import for_checkpoint, quantize
+        from models.quantize import for_checkpoint, keeping, quantize
 
         asked = {name: getattr(request, name) for name in ("group_size", "residual_bits", "smooth_attention")}
         usual = {name: value for name, value in asked.items() if value != getattr(Recipe(), name)}
-        method = chosen_method(request.method, request.group_size)
-        recipe = Recipe.usual(method, bits=request.bits, **usual)
+        recipe = None
+        if request.method != KEPT:
+            method = chosen_method(request.method, request.group_size)
+            recipe = Recipe.usual(method, bits=request.bits, **usual)
         checkpoint = self._checkpoint(request.source, progress, cancelled)
-        if request.method == "auto":
+        if recipe is None:
+            recipe = keeping(checkpoint)
+        elif request.method == "auto":
             recipe = for_checkpoint(recipe, checkpoint)
+        assert recipe is not None
         with nullcontext() if self._chats is None else forgetting(self._chats, self._store.root):
             info = quantize(
                 checkpoint,

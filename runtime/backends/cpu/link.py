@@ -180,7 +180,7 @@ def _stored(linear: PackedLinear) -> tuple[Mapping[int, Unit], ...]:
         return units.W4A8, units.REPACK_UNIFORM
     if linear.codebook is not None:
         return units.CODEBOOK, units.REPACK_CODEBOOK
-    return units.UNIFORM, units.REPACK_UNIFORM
+    return units.UNIFORM if linear.minimums is None else units.MINIMUMS, units.REPACK_UNIFORM
 
 
 def _for_experts(model: Weights, *, compensated: bool) -> set[Unit]:

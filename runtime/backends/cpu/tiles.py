@@ -23,6 +23,8 @@ Streams of a trellis (`runtime.backends.cpu.kernels.trellis`) keep their words w
 lane r of a block's vector i is word i of output channel r. Elsewhere byte c of that lane is the stream's byte c * bits
 + i, of channels from 8 c on. Their scales stand as those of codebooks; what follows the last block is a line of zeros.
 
+At 8 bits, byte c of lane r in vector j of the eight is k = 4 j + c, less 128 where a variant multiplies signed bytes.
+
 Matrices that are multiplied in whole numbers (`runtime.backends.cpu.units.w4a8`) have codes as the first ones, scales
 as [tiles, 1, 16], group scales, and zeros times group scales, as [tiles, G, 16].
 
@@ -42,10 +44,10 @@ import numpy.typing as npt
 
 from models.packed import PackedLinear, PackedResidual
 from models.packing import unpack
-from runtime.backends.cpu.data.instructions import WHOLE_BITS, Weights, Whole
+from runtime.backends.cpu.data.instructions import BYTE, WHOLE_BITS, Weights, Whole
 from runtime.backends.cpu.data.records import BLOCK, BLOCK_BYTES, LANES, LINE, padded
 from runtime.backends.cpu.machine import isa
-from runtime.backends.cpu.units import REPACK_CODEBOOK, REPACK_UNIFORM, TRELLIS
+from runtime.backends.cpu.units import REPACK_CODEBOOK, REPACK_UNIFORM, TRELLIS, UNIFORM
 
 _REGION_BYTES = 32 << 20
 
@@ -86,7 +88,7 @@ class TiledLinear:
     """A low-bit matrix in tiles."""
 
     bits: int
-    """3 or 4."""
+    """3, 4 or 8."""
     tiles: int
     """ceil(N / 16)."""
     blocks: int
@@ -99,8 +101,9 @@ class TiledLinear:
     """uint8 [tiles, blocks, block bytes]."""
     scales: npt.NDArray[np.float16]
     """float16 [tiles, G, 16]; [tiles, 1, 16] with codebooks and with group scales."""
-    zeros: npt.NDArray[np.uint8] | None
-    """uint8 [tiles, G, 16]; None with codebooks. Times the group scales, where there are any."""
+    zeros: npt.NDArray[np.uint8] | npt.NDArray[np.float16] | None
+    """uint8 [tiles, G, 16]; None with codebooks and at 8 bits. Times the group scales, where there are any. With
+    minimums, the negative of these, float16."""
     codebooks: npt.NDArray[np.int8] | None
     """int8 [tiles, 16, 2^bits]; None where the matrix is uniform."""
     group_scales: npt.NDArray[np.uint8] | None
@@ -116,7 +119,9 @@ class TiledLinear:
         codes, scales, zeros, codebooks = (0 if part is None else int(part.ctypes.data) for part in parts)
         sizes = (self.bits, self.tiles, self.blocks, self.groups, self.group_blocks)
         group_scales = 0 if self.group_scales is None else int(self.group_scales.ctypes.data)
-        return Weights(codes, scales, zeros, codebooks, *sizes, group_scales=group_scales, trellis=self.trellis)
+        minimums = self.zeros is not None and self.zeros.dtype == np.float16
+        forms = {"trellis": self.trellis, "minimums": minimums}
+        return Weights(codes, scales, zeros, codebooks, *sizes, group_scales=group_scales, **forms)
 
     @property
     def whole(self) -> Whole:
@@ -151,13 +156,13 @@ def tile_linear(linear: PackedLinear, arena: Arena) -> TiledLinear:
     """Repack a matrix.
 
     Args:
-        linear: The stored matrix; 3 or 4 bits, group_size a multiple of 32.
+        linear: The stored matrix; 3, 4 or 8 bits, group_size a multiple of 32.
         arena: Where the tiles go.
 
     Raises:
         ValueError: other bits or group size.
     """
-    read = TRELLIS if linear.trellis else REPACK_UNIFORM
+    read = TRELLIS if linear.trellis else UNIFORM
     if linear.bits not in read:
         raise ValueError(f"{linear.name} has {linear.bits} bits; the CPU kernels read {sorted(read)}")
     if linear.group_size % BLOCK:
@@ -166,13 +171,16 @@ def tile_linear(linear: PackedLinear, arena: Arena) -> TiledLinear:
     tiles, blocks = padded(N, LANES) // LANES, padded(K, BLOCK) // BLOCK
     codes = arena.zeros((tiles, blocks, BLOCK_BYTES[linear.bits]), np.uint8)
     words = np.ascontiguousarray(linear.codes)
-    if linear.trellis:
+    if linear.trellis or linear.bits == BYTE:
         lanes = np.zeros((tiles * LANES, words.shape[1]), np.int32)
         lanes[:N] = words
-        word = (linear.bits, 4) if isa.VBMI else (4, linear.bits)
-        octets = lanes.view(np.uint8).reshape(tiles, LANES, blocks, *word)
-        axes = (0, 2, 3, 1, 4) if isa.VBMI else (0, 2, 4, 1, 3)
-        codes[:] = octets.transpose(axes).reshape(codes.shape)
+        by_words = isa.VBMI or not linear.trellis
+        octets = lanes.view(np.uint8).reshape(
+            tiles, LANES, blocks, *((linear.bits, 4) if by_words else (4, linear.bits))
+        )
+        codes[:] = octets.transpose((0, 2, 3, 1, 4) if by_words else (0, 2, 4, 1, 3)).reshape(codes.shape)
+        if linear.bits == BYTE and not isa.ENTRY_OFFSET:
+            codes ^= 128
     else:
         repack = (REPACK_UNIFORM if linear.codebook is None else REPACK_CODEBOOK)[linear.bits]
         repack(int(words.ctypes.data), N, int(codes.ctypes.data), tiles, blocks)
@@ -182,6 +190,7 @@ def tile_linear(linear: PackedLinear, arena: Arena) -> TiledLinear:
         group_scales = np.ones_like(zeros) if group_scales is None else group_scales
         zeros = zeros * group_scales  # at most 15 * 16
     line = arena.zeros((LINE,), np.uint8) if linear.trellis else None
+    offsets: npt.NDArray[Any] | None = zeros if linear.minimums is None else -linear.minimums
     return TiledLinear(
         bits=linear.bits,
         tiles=tiles,
@@ -190,7 +199,7 @@ def tile_linear(linear: PackedLinear, arena: Arena) -> TiledLinear:
         group_blocks=linear.group_size // BLOCK,
         codes=codes,
         scales=_tiled_rows(np.asarray(linear.scales), tiles, arena),
-        zeros=line if zeros is None else _tiled_rows(np.asarray(zeros), tiles, arena),
+        zeros=line if offsets is None else _tiled_rows(np.asarray(offsets), tiles, arena),
         codebooks=None if linear.codebook is None else _tiled_codebooks(np.asarray(linear.codebook), tiles, arena),
         group_scales=None if group_scales is None else _tiled_rows(np.asarray(group_scales), tiles, arena),
         trellis=linear.trellis,

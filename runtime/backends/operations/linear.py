@@ -31,8 +31,13 @@ def _spread(per_group: np.ndarray[tuple[int, ...], np.dtype[np.generic]], linear
     return values.repeat_interleave(linear.group_size, dim=1)[:, : linear.shape[1]]
 
 
+def _zeros(linear: PackedLinear) -> float:
+    """The zero-point of all groups of a matrix that stores none."""
+    return 0.0 if linear.minimums is not None else 2.0 ** (linear.bits - 1)
+
+
 def dequantize(linear: PackedLinear) -> torch.Tensor:
-    """Dequantize a packed matrix: (code - zero) * scale, the codebook's entry times the row's scale, or a trellis's.
+    """Dequantize a packed matrix: uniform codes, the codebook's entry times the row's scale, or a trellis's levels.
 
     Args:
         linear: Packed matrix of shape (N, K).
@@ -45,7 +50,10 @@ def dequantize(linear: PackedLinear) -> torch.Tensor:
     if linear.codebook is not None:
         values = linear.codebook.astype(np.float32) * linear.scales.astype(np.float32)
         return torch.from_numpy(values).gather(1, _codes(linear).long())
-    assert linear.zeros is not None
+    if linear.zeros is None:
+        weights = _codes(linear) - _zeros(linear)
+        weights *= _spread(linear.scales, linear)
+        return weights if linear.minimums is None else weights + _spread(linear.minimums, linear)
     if linear.per_token:
         return integer_weights(linear) * torch.from_numpy(linear.scales.astype(np.float32))
     return (_codes(linear) - _spread(linear.zeros, linear)) * _spread(linear.scales, linear)
@@ -135,12 +143,16 @@ def gemv_int8(codes: torch.Tensor, scales: torch.Tensor, linear: PackedLinear) -
     zeros = torch.zeros(linear.shape[0], groups, dtype=torch.int64)
     if linear.zeros is not None:
         zeros = torch.from_numpy(linear.zeros.astype(np.int64))
+    elif linear.codebook is None and not linear.trellis:
+        zeros += int(_zeros(linear))
     y = torch.zeros(codes.shape[0], linear.shape[0], dtype=torch.float64)
     for g in range(groups):
         group = slice(g * linear.group_size, (g + 1) * linear.group_size)
         dots = activations[:, group] @ weights[:, group].T
         sums = activations[:, group].sum(dim=1, keepdim=True)
         y += (dots - sums * zeros[:, g]) * scales[:, g : g + 1].double() * weight_scales[:, g]
+        if linear.minimums is not None:
+            y += sums * scales[:, g : g + 1].double() * torch.from_numpy(linear.minimums[:, g].astype(np.float64))
     return y if linear.bias is None else y + torch.from_numpy(linear.bias.astype(np.float64))
 
 

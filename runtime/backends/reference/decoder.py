@@ -33,7 +33,8 @@ from runtime.kv.kinds import KINDS, CacheKind
 
 def _packed_bytes(linear: PackedLinear) -> int:
     """Bytes read by one product with the matrix, including bias, without residuals."""
-    parts = (linear.codes, linear.scales, linear.zeros, linear.codebook, linear.group_scales, linear.bias)
+    offsets = (linear.zeros, linear.minimums, linear.group_scales)
+    parts = (linear.codes, linear.scales, linear.codebook, linear.bias, *offsets)
     return sum(part.nbytes for part in parts if part is not None)
 
 

@@ -29,6 +29,8 @@ stream of a row lies in the words as it is, 16 bits of it in a half, and a piece
 of all lanes; those of its last pieces end in the next lane's first word. After the last whole block, with P pieces
 left, a half holds P channels, and behind them the bits of the next ones that its states need. Activations are put into
 that order where they are rotated (`runtime.backends.triton.kernels.activations`).
+
+Codes of 8 bits are signed bytes, row by row.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ from models import trellis
 from models.packed import PackedLinear
 from models.packing import RUN, packed_width
 from models.trellis import STATE_BITS
-from runtime.backends.triton.sizes import BLOCK, LANES, PIECE, WORDS, code_words, pieces, tail_words
+from runtime.backends.triton.sizes import BLOCK, BYTE, LANES, PIECE, WORDS, code_words, pieces, tail_words
 from runtime.errors import BackendError
 
 SPARE_PIECE = 15
@@ -56,26 +58,28 @@ _VALUES = 4 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuLinear:
-    """A low-bit matrix on the device: uniform groups, one codebook an output channel, or a trellis.
+    """A low-bit matrix on the device: uniform groups, one codebook an output channel, a trellis, or bytes.
 
     Source: design decision on formats; QDEC §5.1 for the two kinds of quantizers (AWQ, SqueezeLLM).
     """
 
     name: str  # For example `layers.3.qkv`
     shape: tuple[int, int]  # (N, K)
-    bits: int  # 3 or 4, of a trellis also 2
+    bits: int  # 3 or 4, of a trellis also 2, and 8
     group_size: int  # Input channels that share a scale, a multiple of 32; 0 if all of an output channel do
     codes: torch.Tensor
     """int32 [words]: [K // 512, bits, N, 16], followed by the rest of K, [whole words, N, 16] and, 16 bits each, [short
-    word, N, 16]; see the module."""
+    word, N, 16]; see the module. At 8 bits int8 [N, K]."""
     groups: torch.Tensor | None
     """int32 [G, N]: the scale, a half, in the low half of a word, and -(2^bits + zero), a half, in the high one, of
-    uniform groups; None else."""
+    uniform groups; with `minimums` the minimum is in the high one. At 8 bits float16 [G, N], scales. None else."""
     codebook: torch.Tensor | None  # float16 [N, 2^bits], the values of codes; None without
     scales: torch.Tensor | None = None  # float16 [N] of a trellis; None else
     bias: torch.Tensor | None  # float32 [N] or None
     other_tail: int = 0
     """The `tail` of other matrices of the model, used if this one has none, so that they share kernels."""
+    minimums: bool = False
+    """Whether groups have minimums instead of zero-points."""
 
     @property
     def tail(self) -> int:
@@ -87,8 +91,10 @@ class GpuLinear:
         return self.scales is not None
 
     @property
-    def kind(self) -> Literal["uniform", "codebook", "trellis"]:
-        return "trellis" if self.trellis else "uniform" if self.codebook is None else "codebook"
+    def kind(self) -> Literal["uniform", "minimums", "codebook", "trellis"]:
+        if self.trellis or self.codebook is not None:
+            return "trellis" if self.trellis else "codebook"
+        return "minimums" if self.minimums else "uniform"
 
     @property
     def width(self) -> int:
@@ -115,6 +121,8 @@ def repack(packed: PackedLinear, device: torch.device | str) -> GpuLinear:
     Raises:
         BackendError: unsupported bits, group size or shape.
     """
+    if packed.bits == BYTE and packed.zeros is None:
+        return _bytes(packed, device)
     (N, K), bits, group_size = packed.shape, packed.bits, 0
     groups = book = scales = None
     if packed.trellis:
@@ -126,7 +134,6 @@ def repack(packed: PackedLinear, device: torch.device | str) -> GpuLinear:
             )
         book = (packed.codebook.astype(np.float32) * packed.scales.astype(np.float32)).astype(np.float16)
     else:
-        assert packed.zeros is not None
         group_size = packed.group_size
         if group_size <= 0 or group_size % PIECE:
             raise BackendError(
@@ -134,7 +141,11 @@ def repack(packed: PackedLinear, device: torch.device | str) -> GpuLinear:
                 "quantize the model again with --group-size 128"
             )
         factors = np.ascontiguousarray(packed.scales.T).astype(np.float16, copy=False).view(np.uint16)
-        offset = (-(float(1 << bits) + packed.zeros.T.astype(np.float32))).astype(np.float16).view(np.uint16)
+        if packed.minimums is None:
+            assert packed.zeros is not None
+            offset = (-(float(1 << bits) + packed.zeros.T.astype(np.float32))).astype(np.float16).view(np.uint16)
+        else:
+            offset = np.ascontiguousarray(packed.minimums.T).view(np.uint16)
         groups = (factors.astype(np.uint32) | offset.astype(np.uint32) << np.uint32(16)).view(np.int32)
     if bits not in WORDS or (bits == 2 and not packed.trellis):
         raise BackendError(f"{packed.name} has {bits} bits; the GPU computes with 3 and 4, with 2 those of a trellis")
@@ -151,6 +162,22 @@ def repack(packed: PackedLinear, device: torch.device | str) -> GpuLinear:
         groups=_moved(groups, np.int32, device),
         codebook=_moved(book, np.float16, device),
         scales=_moved(scales, np.float16, device),
+        bias=_moved(packed.bias, np.float32, device),
+        minimums=packed.minimums is not None,
+    )
+
+
+def _bytes(packed: PackedLinear, device: torch.device | str) -> GpuLinear:
+    """A matrix of 8 bits whose zero-points are 128."""
+    codes = np.ascontiguousarray(packed.codes).view(np.uint8) ^ np.uint8(128)
+    return GpuLinear(
+        name=packed.name,
+        shape=packed.shape,
+        bits=packed.bits,
+        group_size=packed.group_size,
+        codes=torch.from_numpy(codes.view(np.int8)).to(device),
+        groups=_moved(packed.scales.T, np.float16, device),
+        codebook=None,
         bias=_moved(packed.bias, np.float32, device),
     )
 

@@ -20,6 +20,8 @@ LANES = 16
 """Words per output channel, for one block and one word of it."""
 WORDS = {2: 2, 3: 3, 4: 4}
 """Words of a block by bits."""
+BYTE = 8
+"""Bits of codes that are bytes, row by row."""
 SHORT = 2
 """Most pieces of a short word."""
 EXPERT_WORDS = 32
@@ -255,6 +257,8 @@ def w4a8_bytes(shape: tuple[int, int], group_size: int) -> int:
 def linear_bytes(shape: tuple[int, int], bits: int, group_size: int, *, bias: bool, trellis: bool = False) -> int:
     """Bytes of a linear layer's weights [N, K] on the device; group_size 0: with a codebook, or of a trellis."""
     N, K = shape
+    if bits == BYTE:
+        return N * K + 2 * N * (K // group_size) + (4 * N if bias else 0)
     codes = 4 * code_words(shape, bits, trellis=trellis)
     scales = 4 * N * -(-K // group_size) if group_size else 2 * N << (0 if trellis else bits)
     return codes + scales + (4 * N if bias else 0)

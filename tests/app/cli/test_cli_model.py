@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from tests.models.gguf.making import random_model, write_gguf
+
 Answer = Callable[..., dict[str, Any]]
 Run = Callable[..., Any]
 Error = Callable[..., str]
@@ -89,6 +91,21 @@ def test_a_gguf_file_is_quantized_on_first_use_only(
     content = gguf_file.read_bytes()
     other.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     assert "tiny.Q8_0-trellis-4bit" in error("run", other, *SHORT), "another file of that name is another model"
+
+
+def test_a_gguf_file_of_4_bits_is_run_as_it_is(answer: Answer, run: Run, tmp_path: Path) -> None:
+    file = write_gguf(tmp_path / "tiny.Q4_1.gguf", random_model("Llama"), kind="Q4_1")
+    first = run("run", file, *SHORT)
+    assert "with its own 4-bit weights" in first.stderr
+    assert "residuals" in first.stderr
+    assert answer("run", file, *SHORT)["model"] == "tiny.Q4_1-kept"
+    found = answer("show", "tiny.Q4_1-kept")
+    assert (found["method"], found["residual_bits"], found["head_bits"]) == ("kept", 0, 4)
+    assert "nothing to compensate" in run("run", "tiny.Q4_1-kept", *SHORT, "--budget", 5).stderr
+    refused = run("quantize", file, "--method", "kept", "--bits", 4, code=2)
+    assert "kept takes bits and groups" in refused.stderr
+    assert answer("quantize", file)["name"] == "tiny.Q4_1-trellis-4bit", "unless asked for it rounds"
+    assert answer("quantize", file, "--method", "kept", "--name", "mine")["cpu_residual_bytes"] == 0
 
 
 def test_show_says_what_the_source_s_weights_are(answer: Answer, run: Run, gguf_file: Path, stored: str) -> None:

@@ -83,6 +83,7 @@ def write_gguf(
     model: Any,
     *,
     kind: str = "F32",
+    kinds: Mapping[str, str] | None = None,
     metadata: Mapping[str, Any] | None = None,
     left_out: tuple[str, ...] = (),
     extra: Mapping[str, np.ndarray[Any, Any]] | None = None,
@@ -93,6 +94,7 @@ def write_gguf(
         path: The file.
         model: The model.
         kind: Type of its matrices; norms and biases are F32 always.
+        kinds: Types of some by their names in the file.
         metadata: Further values by their whole keys.
         left_out: Tensors that are not written, by their names in the file.
         extra: Further tensors, by their names in the file.
@@ -112,7 +114,7 @@ def write_gguf(
         assert own is not None
         if own not in left_out:
             whole = tensor.ndim == 1 or "conv.conv" in name or "conv1d" in name or name.endswith("bias")
-            dtype = gguf.GGMLQuantizationType["F32" if whole else kind]
+            dtype = gguf.GGMLQuantizationType["F32" if whole else (kinds or {}).get(own, kind)]
             writer.add_tensor(own, gguf.quantize(tensor, dtype), raw_dtype=dtype)
     factors = {f"{name}.weight": factors for name, factors in rotary_factors(config).items()}
     for name, tensor in {**factors, **(extra or {})}.items():

@@ -15,15 +15,20 @@ import torch
 
 from models.checkpoint import Checkpoint
 from models.checkpoint_files import GENERATION_CONFIG
-from models.errors import CheckpointError, UnsupportedModelError
+from models.errors import CheckpointError, QuantizationError, UnsupportedModelError
+from models.export.export import export
 from models.families import FAMILIES
 from models.gguf.architectures import ARCHITECTURES
 from models.gguf.checkpoint import read_gguf
 from models.gguf.header import part_names, read_header
 from models.gguf.tensors import name_in_file
 from models.oracle import Oracle
-from models.recipe import Recipe
+from models.quantize import keeping, quantize
+from models.quantizers.dequantize import dequantize
+from models.recipe import KEPT_BITS, Recipe
+from models.store import Store
 from models.store.store import default_name
+from runtime.backends.operations.linear import dequantize as dequantize_torch
 from runtime.text.tokenizer import Tokenizer
 from tests.close import Tolerance, assert_close
 from tests.models.gguf.making import SIZES, names_of, random_model, write_gguf, write_part
@@ -494,3 +499,102 @@ def test_logits_of_smollm2_equal_those_of_the_converted_folder(smollm2_gguf: Pat
     found, expected = Oracle(ours, resident=False).logits(tokens), Oracle(theirs, resident=False).logits(tokens)
     assert expected.std() > 1
     assert float((found - expected).abs().max()) <= 1e-3
+
+
+def _in_file(model: Any, name: str, kinds: dict[str, str], kind: str) -> np.ndarray[Any, Any]:
+    """What a file of these types holds of a linear layer, float32; rows are quantized one by one, in any order."""
+    if name == "head":
+        parts = {"output": "lm_head.weight"}
+    else:
+        block, layer = name.rsplit(".", 1)
+        qkv, mlp = {f"attn_{p}": f"self_attn.{p}_proj" for p in "qkv"}, {p: f"mlp.{p[4:]}_proj" for p in _MLP}
+        o, down = {"attn_output": "self_attn.o_proj"}, {"ffn_down": "mlp.down_proj"}
+        own = {"qkv": qkv, "o": o, "gate_up": mlp, "down": down}
+        number = block.split(".")[1]
+        parts = {f"blk.{number}.{ours}": f"model.{block}.{theirs}.weight" for ours, theirs in own[layer].items()}
+    found = []
+    for ours, theirs in parts.items():
+        dtype = gguf.GGMLQuantizationType[kinds.get(f"{ours}.weight", kind)]
+        weight = model.state_dict()[theirs].numpy()
+        found.append(gguf.dequantize(gguf.quantize(weight, dtype), dtype))
+    return np.concatenate(found)
+
+
+_MLP = ("ffn_gate", "ffn_up")
+_FUSED = {"blk.0.attn_q.weight": "Q8_0", "blk.1.ffn_up.weight": "Q4_1", "blk.1.attn_output.weight": "Q8_0"}
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen2"])
+@pytest.mark.parametrize(
+    ("kind", "kinds", "bits"),
+    [*((kind, {}, bits) for kind, bits in KEPT_BITS.items()), ("Q4_0", _FUSED, 4)],
+    ids=[*KEPT_BITS, "fused"],
+)
+def test_low_bit_weights_are_kept_bit_for_bit(
+    tmp_path: Path, family: str, kind: str, kinds: dict[str, str], bits: int
+) -> None:
+    model = random_model(family)
+    recipe = keeping(write_gguf(tmp_path / "model.gguf", model, kind=kind, kinds=kinds))
+    assert recipe is not None
+    assert recipe.bits == bits
+    store = Store(tmp_path / "store")
+    name = quantize(tmp_path / "model.gguf", store, recipe).name
+    assert name == "model-kept"
+    stored = store.open(name)
+    assert stored.recipe == recipe
+    assert stored.info.summary.residual_bytes == 0
+    checkpoint = Checkpoint.open(tmp_path / "model.gguf")
+    for layer in stored.spec.linear_names():
+        linear, expected = stored.linear(layer), _in_file(model, layer, kinds, kind)
+        assert np.array_equal(dequantize(linear), expected)
+        assert np.array_equal(dequantize_torch(linear).numpy(), expected)
+        bias = checkpoint.linear(layer)[1]
+        assert (linear.bias is None) == (bias is None)
+        assert bias is None or np.array_equal(np.asarray(linear.bias), bias.numpy())
+    export(stored, tmp_path / "again.gguf", "gguf")
+    again, tensors = (read_header(tmp_path / f"{own}.gguf").tensors for own in ("again", "model"))
+    with pytest.raises(UnsupportedModelError, match="has the weights of a GGUF file"):
+        export(stored, tmp_path / "folder", "awq")
+    for own, info in tensors.items():
+        if info.kind == again[own].kind and own != "token_embd.weight":
+            stretches = [np.memmap(each.path, np.uint8, "r", each.offset, (each.size,)) for each in (info, again[own])]
+            assert np.array_equal(*stretches), own
+        else:
+            assert own == "token_embd.weight" or kinds
+
+
+def test_a_head_that_cannot_be_kept_is_rounded_to_8_bits_and_named(tmp_path: Path) -> None:
+    model, store = random_model("Llama"), Store(tmp_path / "store")
+    file = write_gguf(tmp_path / "model.gguf", model, kind="Q4_0", kinds={"output.weight": "F16"})
+    recipe = keeping(file, usual=True)
+    assert recipe is not None
+    info = quantize(file, store, recipe)
+    assert info.summary.warning == "the output head, F16 in the file, is rounded to 8 bits"
+    weight = model.lm_head.weight.detach().half().float().numpy()
+    apart = np.abs(dequantize(store.open(info.name).linear("head")) - weight)
+    largest = np.abs(weight.reshape(len(weight), -1, 32)).max(-1).repeat(32, axis=1)
+    assert (apart <= largest * (0.5 / 127 + 2**-11)).all()
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "kinds", "found"),
+    [
+        ("Llama", "Q8_0", {"blk.1.ffn_down.weight": "Q5_0"}, "layers.1.down cannot be kept as they are (Q5_0"),
+        ("Llama", "Q4_1", {"blk.0.attn_v.weight": "Q8_0"}, "layers.0.qkv cannot be kept as they are (Q4_1 and Q8_0"),
+        ("Mixtral", "Q4_0", {}, "experts.0.gate_up cannot be kept"),
+    ],
+)
+def test_weights_of_other_types_are_rounded_as_before(
+    tmp_path: Path, family: str, kind: str, kinds: dict[str, str], found: str
+) -> None:
+    file = write_gguf(tmp_path / "model.gguf", random_model(family), kind=kind, kinds=kinds)
+    with pytest.raises(QuantizationError) as error:
+        keeping(file)
+    assert found in str(error.value)
+    assert keeping(file, usual=True) is None
+
+
+def test_a_file_of_8_bits_is_kept_only_where_that_is_asked_for(tmp_path: Path) -> None:
+    file = write_gguf(tmp_path / "model.gguf", random_model("Llama"), kind="Q8_0")
+    assert keeping(file, usual=True) is None
+    assert keeping(file) is not None

@@ -19,6 +19,8 @@ WIDTH: Final = 48
 """Words of an instruction."""
 SELECT_APPROX, SELECT_EXACT, SELECT_STATIC, SELECT_RANDOM = 0, 1, 2, 3
 """Modes of a SELECT: the paper's approximation; exact; static; random."""
+BYTE: Final = 8
+"""Bits of codes that are bytes already."""
 WHOLE_BITS: Final = 4
 """Bits of residuals that are tiled like weights."""
 BESIDE: Final = -1
@@ -174,9 +176,9 @@ class Weights(NamedTuple):
 
     codes: int  # address of the first tile
     scales: int  # float16
-    zeros: int  # uint8; 0 with codebooks, and a line of zeros with a trellis
+    zeros: int  # uint8; 0 with codebooks and at 8 bits, a line of zeros with a trellis, float16 with `minimums`
     codebooks: int  # int8; 0 where the matrix is uniform
-    bits: int  # 3 or 4; 2 as well with a trellis
+    bits: int  # 3, 4 or 8; 2 as well with a trellis
     tiles: int  # number of tiles of 16 output channels
     blocks: int  # number of blocks of 32 input channels
     groups: int  # groups of the activations, and of uniform weights
@@ -184,6 +186,7 @@ class Weights(NamedTuple):
     group_scales: int = 0
     """uint8, for matrices in integer arithmetic, whose `zeros` include this factor. 0: other matrices."""
     trellis: bool = False  # whether codes are streams of a trellis, and activations rotated
+    minimums: bool = False  # whether `zeros` are the negative minimums of groups
 
 
 class Residual(NamedTuple):

@@ -89,6 +89,8 @@ class Tile(NamedTuple):
 
 def emit_unpack(b: Builder, address: Any, bits: int) -> list[Any]:
     """Unpack a block: eight byte vectors, vector j with input channels 4j .. 4j + 3 of all 16 output channels."""
+    if bits == 8:
+        return [load(b, BYTES, offset(b, address, 64 * j), 64) for j in range(8)]
     if bits == 4:
         vectors = []
         for i in range(4):
@@ -139,7 +141,7 @@ def emit_chains(
 
 def _multiply(bits: int) -> Any:
     def emit(b: Builder, sums: Any, codes: Any, x: Any) -> Any:
-        return emit_chains(b, sums, emit_unpack(b, codes, bits), x, emit_dot4)
+        return emit_chains(b, sums, emit_unpack(b, codes, bits), x, emit_dot4_entries if bits == 8 else emit_dot4)
 
     emit.__name__ = f"multiply{bits}"
     emit.__doc__ = "Add the products of one block of codes with one row's activations."
@@ -150,7 +152,8 @@ multiply_4 = _multiply(4)
 """Adds the products of a block of codes of 4 bits, at an address, with 32 activations, at another, to sums."""
 
 
-def _gemv_tile(bits: int) -> Any:
+def _gemv_tile(bits: int, factors: Any) -> Any:
+    """The product of a tile with one row; arguments as of `_gemm_tile`."""
     multiply = multiply_4 if bits == 4 else _multiply(bits)
     block_bytes = BLOCK_BYTES[bits]
 
@@ -167,19 +170,40 @@ def _gemv_tile(bits: int) -> Any:
                     prefetch(base + AHEAD + line)
                 sums = multiply(sums, base, x.codes + BLOCK * block)
             products = to_floats(whole_sum(sums))
-            scale = load_halves(tile.scales + 32 * group)
-            zero = load_unsigned(tile.levels + 16 * group)
+            scale, scaled_zero = factors(tile, group)
             total = fma(products, mul(scale, broadcast(x.scales + 4 * group)), total)
-            total = fma(mul(scale, zero), broadcast(x.shifts + 4 * group), total)
+            total = fma(scaled_zero, broadcast(x.shifts + 4 * group), total)
             start, group = stop, group + 1
         return total
 
     return gemv
 
 
-gemv_tile_3 = _gemv_tile(3)
+@routine
+def _uniform(tile: Tile, group: int) -> Any:
+    """Scales in half precision, zeros of a byte."""
+    scale = load_halves(tile.scales + 32 * group)
+    return scale, mul(scale, load_unsigned(tile.levels + 16 * group))
+
+
+@routine
+def _minimums(tile: Tile, group: int) -> Any:
+    """Scales and negative minimums in half precision."""
+    return load_halves(tile.scales + 32 * group), load_halves(tile.levels + 32 * group)
+
+
+@routine
+def _bytes(tile: Tile, group: int) -> Any:
+    """Scales in half precision, and the offset of bytes."""
+    scale = load_halves(tile.scales + 32 * group)
+    return scale, mul(scale, fill(numba.float32(ENTRY_OFFSET)))
+
+
+gemv_tile_3 = _gemv_tile(3, _uniform)
 """Sixteen outputs of a 3-bit matrix; arguments as `gemv_tile_4`."""
-gemv_tile_4 = _gemv_tile(4)
+gemv_minimums_tile_4, gemv_tile_8 = _gemv_tile(4, _minimums), _gemv_tile(8, _bytes)
+"""Sixteen outputs of a 4-bit matrix with minimums, and of one of 8 bits; arguments as `gemv_tile_4`."""
+gemv_tile_4 = _gemv_tile(4, _uniform)
 """Sixteen outputs of a 4-bit matrix.
 
 Args: the tile, and the vector: codes int8 [K], scales fp32 [G] and shifts fp32 [G].
@@ -307,11 +331,7 @@ def sums_of_block(bits: int, rows: int) -> Any:
 
     def emit(b: Builder, sums: Any, codes: Any, x: Any) -> Any:
         totals = [b.extract_value(sums, chain) for chain in range(CHAINS)]
-        if bits == 8:
-            vectors = [load(b, BYTES, offset(b, codes, 64 * j), 64) for j in range(8)]
-        else:
-            vectors = emit_unpack(b, codes, bits)
-        for j, vector in enumerate(vectors):
+        for j, vector in enumerate(emit_unpack(b, codes, bits)):
             for m in range(rows):
                 word = load(b, I32, offset(b, x, quad * j + row * m), 4)
                 chain = (rows * j + m) % CHAINS
@@ -375,13 +395,6 @@ def _gemm_tile(bits: int, rows: int, factors: Any) -> Any:
 
 
 @routine
-def _uniform(tile: Tile, group: int) -> Any:
-    """Scales in half precision, zeros of a byte."""
-    scale = load_halves(tile.scales + 32 * group)
-    return scale, mul(scale, load_unsigned(tile.levels + 16 * group))
-
-
-@routine
 def _entries(tile: Tile, _group: int) -> Any:
     """One scale for a row, and the offset of a codebook's entries."""
     scale = load_halves(tile.scales)
@@ -404,6 +417,11 @@ float32 [rows, 16], aligned to 64 bytes, which is written.
 """
 
 
+gemm_minimums_tile_4, gemm_minimums_tile_8, gemm_minimums_tile_16 = (
+    _gemm_tile(4, rows, _minimums) for rows in (4, 8, 16)
+)
+gemm_tile_8x4, gemm_tile_8x8, gemm_tile_8x16 = (_gemm_tile(8, rows, _bytes) for rows in (4, 8, 16))
+"""The same with a 4-bit matrix with minimums, and with one of 8 bits."""
 gemm_entries_tile_4, gemm_entries_tile_8 = _gemm_tile(8, 4, _entries), _gemm_tile(8, 8, _entries)
 """Sixteen outputs of 4 or 8 rows with decoded entries; arguments as `gemm_entries_tile_16`."""
 gemm_entries_tile_16 = _gemm_tile(8, 16, _entries)

@@ -226,8 +226,7 @@ emit_dot4: Emit = {
 """total[i] + sum of unsigned[4i + j] * signed[4i + j] over j in 0..3, for weights up to 4 bits."""
 
 
-ENTRY_OFFSET = 128 if isa.VECTORS in ("avx512", "avxvnni") else 0
-"""Offset of codebook entries in registers: the dot product of these variants needs unsigned bytes."""
+ENTRY_OFFSET = isa.ENTRY_OFFSET
 
 
 def emit_table(b: Builder, codebook: Any) -> Any:

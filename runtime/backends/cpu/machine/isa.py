@@ -134,6 +134,8 @@ VARIANT: Final = choose_variant(os.environ.get("LOWBIT_CHAT_CPU_VARIANT"))
 VECTORS: Final = "avx512" if VARIANT.startswith("amx") else VARIANT.removesuffix("-i8mm")
 """Variant of the vector instructions used."""
 
+ENTRY_OFFSET: Final = 128 if VECTORS in ("avx512", "avxvnni") else 0
+"""Offset of signed bytes of weights in registers: the dot product of these variants needs unsigned ones."""
 VBMI: Final = VECTORS == "avx512" and bool(llvm.get_host_cpu_features().get("avx512vbmi"))
 """Whether bytes can be looked up among 128, and cut out of words at any bit, in one instruction."""
 

@@ -41,8 +41,13 @@ SHARE_EXPERTS = {bits: _named(f"units.experts.share_experts_{bits}") for bits in
 """Compensation of an expert's rows by channels that they share, by the residuals' bits."""
 norm_inplace = _named("units.inputs.norm_inplace")
 """Norms whose results stay in float32."""
-UNIFORM = {3: _named("units.products.multiply_uniform_3"), 4: _named("units.products.multiply_uniform_4")}
+UNIFORM = {
+    3: _named("units.products.multiply_uniform_3"),
+    4: _named("units.products.multiply_uniform_4"),
+    8: _named("units.products.multiply_uniform_8"),
+}
 """Products with matrices, by their bits; so are the next."""
+MINIMUMS = {4: _named("units.products.multiply_minimums_4")}
 CODEBOOK = {3: _named("units.products.multiply_codebook_3"), 4: _named("units.products.multiply_codebook_4")}
 TRELLIS = {bits: _named(f"units.products.multiply_trellis_{bits}") for bits in (2, 3, 4)}
 W4A8 = {4: _named("units.w4a8.multiply_w4a8")}
@@ -95,6 +100,8 @@ def product_unit(weights: op.Weights) -> Unit:
     """The unit of products with a matrix."""
     if weights.trellis:
         return TRELLIS[weights.bits]
+    if weights.minimums:
+        return MINIMUMS[weights.bits]
     return (W4A8 if weights.group_scales else CODEBOOK if weights.codebooks else UNIFORM)[weights.bits]
 
 

@@ -29,16 +29,24 @@ from runtime.backends.cpu.kernels.gemm import (
     gemm_entries_tile_4,
     gemm_entries_tile_8,
     gemm_entries_tile_16,
+    gemm_minimums_tile_4,
+    gemm_minimums_tile_8,
+    gemm_minimums_tile_16,
     gemm_tile_3x4,
     gemm_tile_3x8,
     gemm_tile_3x16,
     gemm_tile_4x4,
     gemm_tile_4x8,
     gemm_tile_4x16,
+    gemm_tile_8x4,
+    gemm_tile_8x8,
+    gemm_tile_8x16,
     gemv_codebook_tile_3,
     gemv_codebook_tile_4,
+    gemv_minimums_tile_4,
     gemv_tile_3,
     gemv_tile_4,
+    gemv_tile_8,
 )
 from runtime.backends.cpu.kernels.lookup import decode_tile_3, decode_tile_4
 from runtime.backends.cpu.kernels.trellis import (
@@ -228,14 +236,14 @@ def _product_of(tile_of: Any, prepare: Any, kernels: tuple[Any, Any, Any, Any]) 
     return one_row_of(tile_of, kernels[0]), several_rows
 
 
-def _uniform(bits: int, *kernels: Any) -> tuple[Any, Any]:
-    """Products with uniform codes."""
+def _uniform(bits: int, *kernels: Any, zero_bytes: int = 1) -> tuple[Any, Any]:
+    """Products with uniform codes; a zero, or what stands in its place, has so many bytes."""
     block_bytes = BLOCK_BYTES[bits]
 
     @routine
     def tile_of(weights: Weights, tile: int) -> Tile:
         codes, groups = weights.codes + tile * weights.blocks * block_bytes, tile * weights.groups
-        scales, zeros = weights.scales + 32 * groups, weights.zeros + 16 * groups
+        scales, zeros = weights.scales + 32 * groups, weights.zeros + 16 * zero_bytes * groups
         return Tile(codes, scales, zeros, weights.blocks, weights.group_blocks)
 
     @routine
@@ -270,6 +278,10 @@ def _codebook(bits: int, decode: Any, one: Any) -> tuple[Any, Any]:
 
 one_3, several_3 = _uniform(3, gemv_tile_3, gemm_tile_3x4, gemm_tile_3x8, gemm_tile_3x16)
 one_4, several_4 = _uniform(4, gemv_tile_4, gemm_tile_4x4, gemm_tile_4x8, gemm_tile_4x16)
+_one_8, _several_8 = _uniform(8, gemv_tile_8, gemm_tile_8x4, gemm_tile_8x8, gemm_tile_8x16)
+_one_minimums_4, _several_minimums_4 = _uniform(
+    4, gemv_minimums_tile_4, gemm_minimums_tile_4, gemm_minimums_tile_8, gemm_minimums_tile_16, zero_bytes=2
+)
 _one_codebook_3, _several_codebook_3 = _codebook(3, decode_tile_3, gemv_codebook_tile_3)
 _one_codebook_4, _several_codebook_4 = _codebook(4, decode_tile_4, gemv_codebook_tile_4)
 
@@ -335,6 +347,18 @@ def multiply_uniform_3(i: int, control: int, part: int, parts: int, scratch: int
 def multiply_uniform_4(i: int, control: int, part: int, parts: int, scratch: int) -> None:
     """Run the LINEAR instruction at address i: uniform codes of 4 bits."""
     multiply_linear(one_4, several_4, i, control, part, parts, scratch)
+
+
+@compiled_unit
+def multiply_uniform_8(i: int, control: int, part: int, parts: int, scratch: int) -> None:
+    """Run the LINEAR instruction at address i: codes of 8 bits."""
+    multiply_linear(_one_8, _several_8, i, control, part, parts, scratch)
+
+
+@compiled_unit
+def multiply_minimums_4(i: int, control: int, part: int, parts: int, scratch: int) -> None:
+    """Run the LINEAR instruction at address i: uniform codes of 4 bits with minimums."""
+    multiply_linear(_one_minimums_4, _several_minimums_4, i, control, part, parts, scratch)
 
 
 @compiled_unit

@@ -41,7 +41,7 @@ class Form(NamedTuple):
 
     GROUP_SIZE: int  # Input channels that share a scale; 128 if all do
     BITS: int
-    KIND: str  # "uniform", "codebook", or "trellis"
+    KIND: str  # "uniform", "minimums", "codebook", or "trellis"
     SPAN: int  # The part of a group covered by one product
     EVEN_K: bool  # Whether the last piece is complete
     TAIL: int

@@ -27,6 +27,7 @@ from runtime.backends.triton.kernels.codes import (
 )
 from runtime.backends.triton.kernels.gemv import ROWS, LaunchConfig, Operands, check_operands, few_rows
 from runtime.backends.triton.layout import GpuLinear
+from runtime.backends.triton.sizes import BYTE, PIECE
 from runtime.backends.triton.workspace import Workspace, capability
 from runtime.errors import BackendError
 
@@ -60,11 +61,12 @@ def _add_block(acc, words, ops, rows, block, PIECES: tl.constexpr, form: tl.cons
         x_at = rows[None, :] + offs_k[:, None]
         x = tl.load(x_at) if form.EVEN_K else tl.load(x_at, mask=(offs_k < K)[:, None], other=0.0)
         w = values_of(words, ops.book, ops.matrix.exponent, start // 32, form, tile)
-        if form.KIND == "uniform":
+        if form.KIND == "uniform" or form.KIND == "minimums":
             group = (block * 512 + start) // form.GROUP_SIZE
             words_of_group = row_words(ops.matrix.groups + group * N, ops.first_n, N, tile.BLOCK_N, tile.WARPS)
             scale, offset = halves_of(words_of_group)
-            w = (w + spread(offset, DOT, tile.BLOCK_N)) * spread(scale, DOT, tile.BLOCK_N)
+            offset, scale = spread(offset, DOT, tile.BLOCK_N), spread(scale, DOT, tile.BLOCK_N)
+            w = (w + offset) * scale if form.KIND == "uniform" else (w - (1 << form.BITS)) * scale + offset
         acc = tl.dot(w, x, acc)
     return acc
 
@@ -137,6 +139,9 @@ def gemm(
     Raises:
         BackendError: operands of the wrong type or shape.
     """
+    if weight.bits == BYTE:
+        _gemm_bytes(x, weight, out)
+        return
     if x.ndim == 2 and 1 <= x.shape[0] <= ROWS:
         config = LaunchConfig(split=1) if workspace is None else None
         few_rows(x, weight, out, workspace or Workspace(x.device), config, sums=sums)
@@ -152,4 +157,35 @@ def gemm(
     biased = int(weight.bias is not None)
     _gemm_kernel[grid](
         x, matrix_of(weight, out), biased, out, M, form=form, tile=tile, num_warps=WARPS, num_stages=STAGES
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["biased", "M"])
+def _bytes_kernel(x_ptr, codes_ptr, scales_ptr, bias_ptr, biased, out_ptr, M, N, K, BLOCK_M: tl.constexpr,
+                  BLOCK_N: tl.constexpr, GROUP_SIZE: tl.constexpr):  # fmt: skip
+    """Program (i, j): rows of block i, output channels of block j; a group's sum is scaled in float32."""
+    offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    offs_k, load_n = tl.arange(0, GROUP_SIZE), tl.minimum(offs_n, N - 1)
+    codes = codes_ptr + load_n.to(tl.int64)[:, None] * K + offs_k[None, :]
+    rows = x_ptr + tl.minimum(offs_m, M - 1).to(tl.int64)[None, :] * K + offs_k[:, None]
+    acc = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
+    for group in range(K // GROUP_SIZE):
+        scale = tl.load(scales_ptr + group * N + load_n).to(tl.float32)
+        w = tl.load(codes + group * GROUP_SIZE).to(tl.float16)
+        acc += tl.dot(w, tl.load(rows + group * GROUP_SIZE)) * scale[:, None]
+    acc += tl.load(bias_ptr + load_n, mask=(offs_n < N) & (biased != 0), other=0.0)[:, None]
+    mask = (offs_n < N)[:, None] & (offs_m < M)[None, :]
+    tl.store(out_ptr + offs_m.to(tl.int64)[None, :] * N + offs_n[:, None], acc, mask)
+
+
+def _gemm_bytes(x: torch.Tensor, weight: GpuLinear, out: torch.Tensor) -> None:
+    """The product with a matrix of 8 bits; arguments as of `gemm`."""
+    check_operands(x, weight, out)
+    M, (N, K) = len(x), weight.shape
+    block_m = ROWS if M <= ROWS else BLOCK_M
+    bias = out if weight.bias is None else weight.bias
+    _bytes_kernel[-(-M // block_m), -(-N // BLOCK_N)](
+        x, weight.codes, weight.groups, bias, int(weight.bias is not None), out, M, N, K,
+        BLOCK_M=block_m, BLOCK_N=BLOCK_N, GROUP_SIZE=PIECE, num_warps=WARPS,
     )  # fmt: skip

@@ -125,7 +125,7 @@ def resident(M: int, form: Form, major: int) -> int:
     3 8B's down at 3 bits on an H200, 640 programs took 22.6 µs where there was room for 528, and 512 took 16.9.
     """
     limited = options(M, form, major).get("maxnreg", 255) <= 168
-    small = form.KIND == "codebook" or (form.KIND == "uniform" and form.BITS == 4 and major < 10)
+    small = form.KIND == "codebook" or (form.KIND in ("uniform", "minimums") and form.BITS == 4 and major < 10)
     return 6 if M == 1 and (limited or small) else 4
 
 
@@ -178,11 +178,15 @@ def _apply_group(
     acc, sums, ops, block, SPAN_AT: tl.constexpr, PIECES: tl.constexpr, form: tl.constexpr, tile: tl.constexpr
 ):
     """Add a span's sums to those of the program: less what codes are too large by, times the scale of their group."""
-    if form.KIND == "uniform":
+    if form.KIND == "uniform" or form.KIND == "minimums":
         group = (block * 512 + SPAN_AT) // form.GROUP_SIZE
         at = ops.matrix.groups + group * ops.matrix.N
         scale, offset = halves_of(row_words(at, ops.first_n, ops.matrix.N, tile.BLOCK_N, tile.WARPS))
-        sums += offset.to(tl.float32)[:, None] * _sum_of_x(ops, block * 16 + SPAN_AT // 32, PIECES, tile)
+        sum_of_x = _sum_of_x(ops, block * 16 + SPAN_AT // 32, PIECES, tile)
+        if form.KIND == "uniform":
+            sums += offset.to(tl.float32)[:, None] * sum_of_x
+        else:  # of codes alone; adding the minimums to the scaled sums instead would spill more registers
+            acc += offset.to(tl.float32)[:, None] * sum_of_x
         sums *= scale.to(tl.float32)[:, None]
     return acc + sums
 
@@ -236,6 +240,8 @@ def _add_block(acc, words, ops, block, following, PIECES: tl.constexpr, form: tl
                     w3 |= spare_bit(w2, 2, top_of(form))
             x = _load_x(ops, block * 512 + start + tl.arange(0, DOT), form, tile)
             w = values_of((w0, w1, w2, w3, w4), ops.book, ops.matrix.exponent, start // 32, form, tile)
+            if form.KIND == "minimums":
+                w -= 1 << form.BITS
             sums = tl.dot(w, x, sums)
             if following is not None:
                 if _ends(0, form, start, DOT):
@@ -353,7 +359,7 @@ def few_rows(
     form, major = weight_form(weight), capability(x.device)
     if config is None:
         config = configure(N, K, sm_count(x.device), resident(M, form, major))
-    if form.KIND != "uniform":
+    if form.KIND not in ("uniform", "minimums"):
         sums = None
     elif sums is None:
         sums = workspace.sums(M, pieces(K))

@@ -8,6 +8,7 @@ import torch
 from models.packed import PackedLinear
 from models.packing import pack
 from models.quantizers.progressive import LARGEST_GROUP_SCALE
+from models.recipe import KEPT_BITS, KEPT_GROUP_SIZE
 
 
 def activations(rows: int, K: int, seed: int = 0) -> torch.Tensor:
@@ -66,4 +67,27 @@ def whole_matrix(N: int, K: int, group: int, *, largest: bool = False) -> Packed
         mean_square=None,
         group_scales=scales if group else None,
         per_token=True,
+    )
+
+
+def kept_matrix(kind: str, N: int, K: int) -> PackedLinear:
+    """A matrix of weights that are kept as a GGUF file has them: all codes, scales of both signs, far minimums."""
+    rng = np.random.default_rng([N, K])
+    bits, G = KEPT_BITS[kind], K // KEPT_GROUP_SIZE
+    codes = rng.integers(0, 1 << bits, (N, K), dtype=np.uint8)
+    scales, minimums = rng.standard_normal((N, G)).astype(np.float16), rng.standard_normal((N, G)).astype(np.float16)
+    scales[:: N // 2, 0] = 0
+    return PackedLinear(
+        name="layers.0.o",
+        shape=(N, K),
+        bits=bits,
+        group_size=KEPT_GROUP_SIZE,
+        codes=pack(codes, bits),
+        scales=scales,
+        zeros=np.full((N, G), 8, np.uint8) if kind == "Q4_0" else None,
+        minimums=minimums * np.float16(8) if kind == "Q4_1" else None,
+        bias=rng.standard_normal(N).astype(np.float32),
+        residual=None,
+        rank_maximum=None,
+        mean_square=None,
     )

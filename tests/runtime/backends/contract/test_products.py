@@ -14,6 +14,7 @@ import torch
 
 from models import per_token
 from models.packed import PackedLinear
+from models.recipe import KEPT_BITS, KEPT_GROUP_SIZE
 from runtime.backends.operations.linear import (
     dequantize,
     dequantize_groups,
@@ -24,7 +25,7 @@ from runtime.backends.operations.linear import (
 )
 from tests.close import assert_close
 from tests.runtime.backends.contract.kernels import Kernels
-from tests.runtime.backends.contract.operands import exact_activations, uneven_activations, whole_matrix
+from tests.runtime.backends.contract.operands import exact_activations, kept_matrix, uneven_activations, whole_matrix
 
 
 @pytest.mark.parametrize("codebooks", [False, True], ids=["uniform", "codebooks"])
@@ -67,6 +68,15 @@ def test_product(
         linear = replace(linear, scales=powers.astype(np.float16))
     x = exact_activations(M, K, group)
     expected = gemv(x.double(), dequantize(linear).double(), torch.from_numpy(shift).double() if bias else None)
+    assert_close(kernels.product(linear, x), expected, kernels.product_tolerance(M))
+
+
+@pytest.mark.parametrize("kind", KEPT_BITS)
+@pytest.mark.parametrize(("M", "N", "K"), [(1, 33, 576), (3, 40, 64), (8, 16, 1056), (17, 70, 544)], ids=str)
+def test_product_with_weights_as_a_file_has_them(kernels: Kernels, kind: str, M: int, N: int, K: int) -> None:
+    linear, x = kept_matrix(kind, N, K), exact_activations(M, K, KEPT_GROUP_SIZE)
+    assert linear.bias is not None
+    expected = gemv(x.double(), dequantize(linear).double(), torch.from_numpy(linear.bias).double())
     assert_close(kernels.product(linear, x), expected, kernels.product_tolerance(M))
 
 

@@ -29,7 +29,7 @@ from runtime.backends.triton.kernels import (
 from runtime.backends.triton.kernels.attention import Room, options
 from runtime.backends.triton.kernels.cache import LayerTensors, Record, Rows, page_layout, record_layout
 from runtime.backends.triton.kernels.codes import Form, Matrix
-from runtime.backends.triton.sizes import BLOCK
+from runtime.backends.triton.sizes import BLOCK, PIECE
 from runtime.kv.kinds import KINDS, PARTS, KVKind
 from runtime.kv.states import RING
 from tests.runtime.backends.triton.ahead.specialization import Specialization, Types
@@ -131,9 +131,11 @@ def _gemv() -> Iterator[Specialization]:
         ("gemv b4 rows16", _form(4), 16),
         ("gemv b3 rows16", _form(3), 16),
         ("gemv b3 trellis rows16", _form(3, "trellis"), 16),
+        ("gemv b4 minimums", _form(4, "minimums", group_size=32, tail=2), 1),
+        ("gemv b4 minimums rows", _form(4, "minimums", group_size=32, tail=2), 8),
     ):
         constants = {"form": form, "tile": gemv.tile_of(M, form)} | (
-            {} if form.KIND == "uniform" else {"sums_ptr": None}
+            {} if form.KIND in ("uniform", "minimums") else {"sums_ptr": None}
         )
         yield _few_rows(name, gemv._gemv_kernel, constants, M)
 
@@ -158,19 +160,25 @@ def _gemm() -> Iterator[Specialization]:
         ("gemm b3 codebook", _form(3, "codebook"), gemm.BLOCK_M),
         ("gemm b3 trellis", _form(3, "trellis"), gemm.BLOCK_M),
         ("gemm b3 trellis K2880", _form(3, "trellis", tail=10), gemm.BLOCK_M),
+        ("gemm b4 minimums", _form(4, "minimums", group_size=32, tail=2), gemm.BLOCK_M),
         ("gemm b4 tall", _form(4), gemm.TALL),
         ("gemm b3 tall", _form(3), gemm.TALL),
         ("gemm b3 trellis tall", _form(3, "trellis"), gemm.TALL),
     ):
         only = gemm.HOPPER if block_m == gemm.TALL else None
         yield _many_rows(name, gemm._gemm_kernel, {"form": form}, block_m, only=only)
+    for block_m in (gemm.ROWS, gemm.BLOCK_M):
+        sizes = {"BLOCK_M": block_m, "BLOCK_N": gemm.BLOCK_N, "GROUP_SIZE": PIECE}
+        types: dict[str, Types] = {"codes_ptr": "*i8", "scales_ptr": "*fp16", "bias_ptr": "*fp32", "out_ptr": "*fp32"}
+        yield _one(f"gemm b8 M{block_m}", gemm._bytes_kernel, sizes, gemm.WARPS, types=types)
 
 
 def _many_rows(
     name: str, kernel: Any, constants: Mapping[str, Any], block_m: int, **how: Any
 ) -> Specialization:  # fmt: skip
     """A product of a prompt's rows, compute-bound."""
-    constants = {**constants, "tile": gemm.Tile(gemm.DOT, block_m, gemm.BLOCK_N, gemm.WARPS)}
+    dot = min(gemm.DOT, constants["form"].SPAN)
+    constants = {**constants, "tile": gemm.Tile(dot, block_m, gemm.BLOCK_N, gemm.WARPS)}
     weights = BLOCK * gemm.BLOCK_N // gemm.WARPS
     return _one(name, kernel, constants, gemm.WARPS, num_stages=gemm.STAGES, weights=weights, **how)
 
