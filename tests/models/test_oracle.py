@@ -216,6 +216,11 @@ def test_observer_sees_what_modules_of_transformers_receive(pair: tuple[Any, Che
             module.replace(stored, ours).replace(stored.rstrip("."), ours.rstrip(".")): name
             for module, name in modules.items()
         }
+    if spec.family == "granitemoehybrid":
+        theirs_of = {"mlp.shared_expert.gate_up_proj": "shared_mlp.input_linear"}
+        theirs_of["mlp.shared_expert.down_proj"] = "shared_mlp.output_linear"
+        for ours, stored in theirs_of.items():
+            modules = {module.replace(ours, stored): name for module, name in modules.items()}
     hooks = [
         model.get_submodule(module).register_forward_pre_hook(
             lambda _, arguments, name=name: expected.update({name: arguments[0]})
