@@ -109,7 +109,8 @@ class Checkpoint:
         if kind == "qkv" and self.spec.gated and self.spec.mixer(int(name.split(".")[1])) == "attention":
             rows = rows[self._gates_last()]
         of_all = self._multiplier(name) * self._expert_scale(name)
-        of_queries = self.files.multipliers.get("q", 1.0) if kind == "qkv" else 1.0
+        attends = kind == "qkv" and self.spec.mixer(int(name.split(".")[1])) in ("attention", "shared")
+        of_queries = self.files.multipliers.get("q", 1.0) if attends else 1.0
         if of_all == of_queries == 1:
             return rows
         rows = rows.to(torch.float32) * of_all
@@ -173,7 +174,7 @@ class Checkpoint:
         delta = self.spec.delta
         assert delta is not None
         sizes = [delta.value_width, delta.key_width, delta.key_width]
-        return torch.cat(torch.arange(delta.channels).split(sizes)[::-1])
+        return torch.cat(torch.split(torch.arange(delta.channels), sizes)[::-1])
 
     def _states_first(self) -> torch.Tensor:
         """Rows of Mamba-2's C, B, x, steps, steps and gates, by their places behind gates, x, B and C. int64 [N]."""

@@ -1,4 +1,4 @@
-"""Layers with a state in plain torch: short convolutions, the gated delta rule and Mamba-2, the oracles of all backends.
+"""Layers with a state in plain torch: short convolutions, the gated delta rule and Mamba-2, oracles of all backends.
 
 A layer with a state reads a sequence from left to right and keeps a fixed number of numbers of it, however long it is.
 """

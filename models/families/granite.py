@@ -18,7 +18,6 @@ from models.families.family import (
     WIDEST,
     Family,
     attention_biases,
-    layers_of,
     listed_mixers,
     read_common,
     read_mixture,

@@ -107,7 +107,7 @@ def test_cached_decode_equals_transformers(pair: tuple[Any, Checkpoint]) -> None
 def test_spec_follows_the_config_of_transformers(pair: tuple[Any, Checkpoint]) -> None:
     model, checkpoint = pair
     spec, config = checkpoint.spec, model.config
-    attentions = [layer.self_attn for layer in model.model.layers if hasattr(layer, "self_attn")]
+    attentions = [layer.self_attn for layer in model.model.layers if getattr(layer, "self_attn", None) is not None]
     window = None if spec.family == "qwen2_moe" else getattr(config, "sliding_window", None)
     windows = [getattr(attention, "sliding_window", window) for attention in attentions]
     everywhere = [getattr(attention, "is_sliding", True) for attention in attentions]

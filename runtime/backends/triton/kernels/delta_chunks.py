@@ -312,8 +312,8 @@ def delta_rule_chunked(
     """Have matrices meet those rows of a step that they absorb at once.
 
     `mixed` is what the rows are made of; their values become outputs, and their queries and keys are overwritten. The
-    matrices float32 [slots, VALUES, DK, COLUMNS] have absorbed what waited. `runs` are int32 [., 4] (`RunTable`), `skip`
-    is Mamba-2's D float32 [VALUES].
+    matrices float32 [slots, VALUES, DK, COLUMNS] have absorbed what waited. `runs` are int32 [., 4] (`RunTable`),
+    `skip` is Mamba-2's D float32 [VALUES].
     """
     parts = Parts(mixed.rows.view(torch.bfloat16), mixed.chunks.view(torch.bfloat16))
     cast = not matrices.is_cuda  # the interpreter's products take bfloat16 for integers

@@ -397,7 +397,7 @@ def delta_rule(
     x: torch.Tensor,
     sums: torch.Tensor | None = None,
 ) -> None:
-    """Write what the delta rule, or Mamba-2, makes of y + dec to x, rounded to half precision; rows enter ring and matrices.
+    """Write what the rule makes of y + dec to x, rounded to half precision; rows enter ring and matrices.
 
     Args:
         y: float32 [M, inputs + VALUES * DV], output of the fused projection: what enters the state, then gates.
