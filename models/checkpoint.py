@@ -62,7 +62,11 @@ class Checkpoint:
             return torch.cat([self.files.entries[key].read().to(torch.float32) for key in self._router_keys(name)])
         weight = self.files.entries[self._vector_key(name)].read().to(torch.float32)
         if kind == "conv":
-            weight = weight.squeeze(1).T.flatten()
+            weight = weight.squeeze(1)
+        if kind in ("conv", "conv_bias") and self._is_mamba(name):
+            weight = weight[self._channels_turned()]
+        if kind == "conv":
+            weight = weight.T.flatten()
         if kind == "decay" and not self.files.decay_made:
             weight = -weight.exp()
         if kind.endswith("norm"):
@@ -117,10 +121,13 @@ class Checkpoint:
             rows = rows[self._turning_rows(int(name.split(".")[1]))]
         if kind == "qkv" and len(self._sources(name)) == _BY_HEADS and self._mixer(name) == "delta":
             rows = rows[self._heads_apart()]
+        if kind == "qkv" and self._is_mamba(name):
+            rows = rows[self._states_first()]
         if kind == "qkv" and self.spec.gated and self.spec.mixer(int(name.split(".")[1])) == "attention":
             rows = rows[self._gates_last()]
         of_all = self._multiplier(name) * self._expert_scale(name)
-        of_queries = self.files.multipliers.get("q", 1.0) if kind == "qkv" else 1.0
+        attends = kind == "qkv" and self.spec.mixer(int(name.split(".")[1])) in ("attention", "shared")
+        of_queries = self.files.multipliers.get("q", 1.0) if attends else 1.0
         if of_all == of_queries == 1:
             return rows
         rows = rows.to(torch.float32) * of_all
@@ -175,6 +182,24 @@ class Checkpoint:
         q, k, v, gates = (part.flatten() for part in torch.split(first, sizes, dim=1))
         beta, decay = (first.numel() + torch.arange(2 * delta.value_heads)).view(delta.key_heads, 2, each).unbind(1)
         return torch.cat((q, k, v, beta.flatten(), decay.flatten(), gates))
+
+    def _is_mamba(self, name: str) -> bool:
+        return self._mixer(name) == "delta" and self.spec.delta is not None and self.spec.delta.mamba
+
+    def _channels_turned(self) -> torch.Tensor:
+        """Channels C, B and x of Mamba-2, by their places where they are x, B and C. int64 [channels]."""
+        delta = self.spec.delta
+        assert delta is not None
+        sizes = [delta.value_width, delta.key_width, delta.key_width]
+        return torch.cat(torch.split(torch.arange(delta.channels), sizes)[::-1])
+
+    def _states_first(self) -> torch.Tensor:
+        """Rows of Mamba-2's C, B, x, steps, steps and gates, by their places behind gates, x, B and C. int64 [N]."""
+        delta = self.spec.delta
+        assert delta is not None
+        gates, channels = torch.arange(delta.value_width), delta.value_width + self._channels_turned()
+        steps = delta.value_width + delta.channels + torch.arange(delta.value_heads)
+        return torch.cat((channels, steps, steps, gates))
 
     def _halves(self) -> torch.Tensor:
         """Rows of q, k and v, by the places at which channel i of a head rotates with i + rotary_dim / 2. int64 [N]."""
@@ -316,12 +341,14 @@ class Checkpoint:
 
 def _rows(spec: ModelSpec, name: str, parts: int) -> tuple[int, ...]:
     """Output channels of each of the modules that a linear layer is fused from."""
-    rows = spec.linear_shape(name)[0]
+    rows, delta = spec.linear_shape(name)[0], spec.delta
+    if name.endswith("qkv") and delta is not None and delta.mamba and spec.mixer(int(name.split(".")[1])) == "delta":
+        return (rows - delta.value_heads,)
     if parts == 1:
         return (rows,)
     if not name.endswith("qkv"):
         return (rows // parts,) * parts
-    if spec.mixer(int(name.split(".")[1])) == "delta" and (delta := spec.delta) is not None:
+    if spec.mixer(int(name.split(".")[1])) == "delta" and delta is not None:
         if parts == _BY_HEADS:
             return delta.channels + delta.value_width, 2 * delta.value_heads
         return delta.channels, delta.value_heads, delta.value_heads, delta.value_width

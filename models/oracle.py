@@ -402,14 +402,15 @@ class _Operations(Eager):
     def delta(self, node: Node) -> Tensor:
         spec, delta = self.spec, self.spec.delta
         assert delta is not None
-        names = ("conv", "decay", "dt", "gain")
-        conv, decay, dt, gain = (self.oracle.parameters(f"layers.{node.layer}.{name}")[0] for name in names)
+        prefix = f"layers.{node.layer}."
+        own = (name for name in spec.block_vectors(node.layer) if not name.endswith("norm"))
+        vectors = {name.removeprefix(prefix): self.oracle.parameters(name)[0] for name in own}
 
         def mixed(inputs: Tensor) -> Tensor:
             history = functional.pad(inputs[..., : delta.inputs], (0, 0, spec.conv_kernel_size - 1, 0))
-            read = recurrent.delta_inputs(delta, history, conv.view(spec.conv_kernel_size, -1), decay, dt)
+            read = recurrent.delta_inputs(delta, history, spec.conv_kernel_size, vectors)
             y, _ = recurrent.delta_rule_chunked(read, read.v.new_zeros(len(inputs), *spec.state_shape[2]))
-            return recurrent.finish(y, inputs[..., delta.inputs :], gain, spec.norm_eps)
+            return recurrent.finish(delta, y, inputs[..., delta.inputs :], vectors["gain"], spec.gain_eps)
 
         return self._from_the_beginning(self.of(node).to(self.oracle.dtype), node.layer, mixed)
 

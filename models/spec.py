@@ -64,7 +64,10 @@ class RopeSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaSpec:
-    """Heads of a gated delta rule; several value heads share a query and a key."""
+    """Heads of a gated delta rule, or of Mamba-2; several value heads share a query and a key.
+
+    Mamba-2's C, B and x are queries, keys and values: it is the rule without what a state forgets for a new value.
+    """
 
     key_heads: int
     value_heads: int
@@ -73,6 +76,15 @@ class DeltaSpec:
     """Dk, width of a query or key, and rows of a matrix."""
     value_dim: int
     """Dv, width of a value, and columns of a matrix."""
+    mamba: bool = False
+    """Whether it is Mamba-2. Beta is its step then, which makes the decay, too, and whose rows are there twice."""
+    biased: bool = False
+    """Whether its projections have biases."""
+
+    @property
+    def gain_width(self) -> int:
+        """Weights of the norm of outputs: of a head, or of all, where heads that share a key have a norm."""
+        return self.value_width if self.mamba else self.value_dim
 
     @property
     def key_width(self) -> int:
@@ -351,7 +363,8 @@ class ModelSpec:
 
         A convolution's `conv` is [taps, C], tap by tap, and `conv_bias` [C]. A delta rule's `conv` is [taps, channels];
         `decay` and `dt` have a number for each value head, -exp(A) and the step's bias; `gain` [Dv] is the weight of
-        the norm of each head's output. `scale` is what the stream is multiplied by.
+        the norm of each head's output. Mamba-2 has a `conv_bias`, too, `skip` with a factor of each head's values, and
+        a `gain` of all heads. `scale` is what the stream is multiplied by.
         """
         vectors = {"input_norm": self.hidden_size, "post_norm": self.hidden_size} if self.norm_before else {}
         if self.mixer(layer) not in _STATES:
@@ -362,7 +375,10 @@ class ModelSpec:
                 vectors["conv_bias"] = self.hidden_size
         elif self.delta is not None:
             vectors["conv"] = self.conv_kernel_size * self.delta.channels
-            vectors |= dict.fromkeys(("decay", "dt"), self.delta.value_heads) | {"gain": self.delta.value_dim}
+            if self.conv_bias:
+                vectors["conv_bias"] = self.delta.channels
+            of_heads = ("decay", "dt", "skip") if self.delta.mamba else ("decay", "dt")
+            vectors |= dict.fromkeys(of_heads, self.delta.value_heads) | {"gain": self.delta.gain_width}
         if self.mixture is not None and self.mixture.bias and self.has_experts(layer):
             vectors["router_bias"] = self.mixture.scores
         if self.mixture is not None and self.mixture.corrected and self.has_experts(layer):
@@ -406,6 +422,11 @@ class ModelSpec:
         inner = name.endswith(("q_norm", "k_norm", "v_norm", "o_norm", "down_norm", "gate_up_norm", "mlp_norm"))
         return self.norm_eps if self.inner_eps is None or not inner else self.inner_eps
 
+    @property
+    def gain_eps(self) -> float:
+        """Epsilon of the norm of what a state gives."""
+        return self.norm_eps if self.inner_eps is None else self.inner_eps
+
     def rope_of(self, layer: int) -> RopeSpec | None:
         """Rotary embedding of a block; None where it has none."""
         if layer in self.nope_layers:
@@ -437,7 +458,9 @@ class ModelSpec:
         kind = name.rsplit(".", 1)[-1]
         biased = {"qkv": self.qkv_bias, "o": self.o_bias, "gate_up": self.mlp_bias, "down": self.mlp_bias}
         state = kind in ("qkv", "o") and self.mixer(int(name.split(".")[1])) in _STATES
-        return self.conv_bias if state else biased.get(kind, False) and not is_of_tokens(name)
+        if state:
+            return self.conv_bias if self.delta is None else self.delta.biased
+        return biased.get(kind, False) and not is_of_tokens(name)
 
     def linear_shape(self, name: str) -> tuple[int, int]:
         """Shape [N, K] of a linear layer (fused, as stored).

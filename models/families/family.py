@@ -47,6 +47,7 @@ _PARTS = {
     "router_norm": "",
     "decay": "",
     "dt": "",
+    "skip": "",
     "conv_bias": ".bias",
     "router_bias": ".bias",
     "router_correction": CORRECTION,

@@ -1,4 +1,4 @@
-"""Granite 3 and 4 without states: Llama's block, or one with experts, with four multipliers, which fold into weights.
+"""Granite 3 and 4: Llama's block, or one with experts or Mamba-2, with four multipliers, which fold into weights.
 
 With multipliers e (embedding), a (attention), r (residual) and 1 / s (logits), a Granite model is one of Llama whose
 residual stream is 1 / e of it: what a block adds is multiplied by r / e, and since an RMSNorm undoes any scale but that
@@ -18,13 +18,13 @@ from models.families.family import (
     WIDEST,
     Family,
     attention_biases,
-    layers_of,
+    listed_mixers,
     read_common,
     read_mixture,
     read_spec,
 )
 from models.families.fields import Fields
-from models.spec import ModelSpec
+from models.spec import DeltaSpec, Mixer, ModelSpec
 
 
 def _read(fields: Fields) -> ModelSpec:
@@ -79,28 +79,83 @@ GRANITE_MOE_SHARED = replace(
 """Granite mixtures with a shared expert."""
 
 
+MOST_TAPS = 9
+"""Most tokens that a convolution may see: what a slot keeps of recent ones (`runtime.kv.states`)."""
+_MIXERS: dict[str, Mixer] = {
+    **dict.fromkeys(("attention", "full_attention"), "attention"),
+    **dict.fromkeys(("mamba", "linear_attention"), "delta"),
+}
+
+_UNLIMITED = (None, [0, math.inf], [0, {"__float__": "Infinity"}])
+"""Limits of Mamba-2's steps that are none; JSON has no infinity."""
+
+
 def _read_fourth(fields: Fields) -> ModelSpec:
-    layers, kinds = layers_of(fields), fields.table.get("layer_types")
-    if not isinstance(kinds, list) or len(kinds) != layers or not {*kinds} <= {"attention", "full_attention"}:
+    mixers = listed_mixers(fields, _MIXERS, lambda layers: ["mamba"] * layers)
+    shared, experts = "shared_intermediate_size", fields.table.get("num_local_experts", 8)
+    fields = fields.with_defaults({shared: 1024})
+    if experts:
+        spec = _read_mixture(fields.with_defaults({"num_local_experts": 8, "num_experts_per_tok": 2}), shared)
+    else:
+        width = fields.integer(shared, most=WIDEST)
+        spec = _read(replace(fields, table={**fields.table, "intermediate_size": width}))
+    if fields.table.get("position_embedding_type") != "rope":
+        spec = replace(spec, nope_layers=tuple(range(spec.num_layers)))
+    return _with_states(fields, replace(spec, mixers=mixers)) if "delta" in mixers else spec
+
+
+def _with_states(fields: Fields, spec: ModelSpec) -> ModelSpec:
+    """The same with Mamba-2."""
+    taps, limits = fields.integer("mamba_d_conv", 4), fields.table.get("time_step_limit")
+    if not 2 <= taps <= MOST_TAPS or limits not in _UNLIMITED:
         raise UnsupportedModelError(
-            f"{fields.source}: blocks with a state (Mamba-2) in 'layer_types' are not supported, only Granite 4 with "
-            "attention in all of them (micro, 350m and 1b without an h). Choose another model."
+            f"{fields.source}: Mamba-2 over {taps} tokens with steps limited to {limits} is not supported (2 to "
+            f"{MOST_TAPS} tokens without limits are). Choose another model."
         )
-    width = fields.integer("shared_intermediate_size", 1024, most=WIDEST)
-    rotates = fields.table.get("position_embedding_type") == "rope"
-    spec = _read(replace(fields, table={**fields.table, "intermediate_size": width}))
-    return spec if rotates else replace(spec, nope_layers=tuple(range(layers)))
+    heads, whole = fields.integer("mamba_n_heads", 128), fields.integer("mamba_expand", 2) * spec.hidden_size
+    groups = fields.integer("mamba_n_groups", 1)
+    if whole % heads or fields.table.get("mamba_d_head", "auto") not in ("auto", whole // heads):
+        raise fields.wrong("mamba_n_heads", heads, f"mamba_expand * hidden_size ({whole}) / mamba_d_head")
+    if heads % groups:
+        raise fields.wrong("mamba_n_heads", heads, f"a multiple of mamba_n_groups ({groups})")
+    delta = DeltaSpec(
+        key_heads=groups,
+        value_heads=heads,
+        key_dim=fields.integer("mamba_d_state", 256, most=WIDEST),
+        value_dim=whole // heads,
+        mamba=True,
+        biased=fields.flag("mamba_proj_bias", False),
+    )
+    return replace(
+        spec,
+        delta=delta,
+        conv_kernel_size=taps,
+        conv_bias=fields.flag("mamba_conv_bias", True),
+        inner_eps=fields.number("rms_norm_eps"),
+    )
 
 
-GRANITE_FOURTH = Family(
+GRANITE_FOURTH = replace(
+    GRANITE_MOE_SHARED,
     model_type="granitemoehybrid",
     architecture="GraniteMoeHybridForCausalLM",
     read=_read_fourth,
     linear_sources={
         **SEPARATE_LINEAR_SOURCES,
-        "gate_up": ("shared_mlp.input_linear",),
-        "down": ("shared_mlp.output_linear",),
+        "gate_up": ("mlp.shared_expert.gate_up_proj",),
+        "down": ("mlp.shared_expert.down_proj",),
     },
-    multipliers=_multipliers,
+    mixer_sources={
+        "delta": {
+            "qkv": ("mamba.in_proj",),
+            "o": ("mamba.out_proj",),
+            "conv": ("mamba.conv1d",),
+            "conv_bias": ("mamba.conv1d",),
+            "decay": ("mamba.A_log",),
+            "dt": ("mamba.dt_bias",),
+            "skip": ("mamba.D",),
+            "gain": ("mamba.norm",),
+        }
+    },
 )
-"""Granite 4, dense ones with attention in all blocks."""
+"""Granite 4, with Mamba-2 in most blocks or attention in all, with experts or without."""

@@ -122,7 +122,7 @@ class WorkingBlock:
             self._vectors[name] = self._vectors[name] / factors
             return
         if kind == "o" and spec.mixer(self.layer) == "delta" and (delta := spec.delta) is not None:
-            self._vectors[f"{prefix}.gain"] = self._vectors[f"{prefix}.gain"] / factors[: delta.value_dim]
+            self._vectors[f"{prefix}.gain"] = self._vectors[f"{prefix}.gain"] / factors[: delta.gain_width]
             return
         if kind == "o" and spec.mixer(self.layer) == "convolution":
             divisors, rows = factors, slice(spec.hidden_size, 2 * spec.hidden_size)
@@ -157,7 +157,7 @@ def sources(spec: ModelSpec, name: str) -> npt.NDArray[np.intp]:
     _, layer, kind = name.split(".")
     channels = np.arange(spec.linear_shape(name)[1])
     if kind == "o" and spec.mixer(int(layer)) == "delta" and spec.delta is not None:
-        return channels % spec.delta.value_dim
+        return channels % spec.delta.gain_width
     if kind != "o" or spec.mixer(int(layer)) != "attention":
         return channels
     head, channel = np.divmod(channels, spec.head_dim)

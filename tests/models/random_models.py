@@ -63,6 +63,16 @@ GRANITE4 = {
     "shared_intermediate_size": 48,
     "mamba_n_heads": 1,
 }
+GRANITE4_H = {
+    **GRANITE,
+    "layer_types": ["mamba", "attention", "mamba"],
+    "shared_intermediate_size": 40,
+    "mamba_n_heads": 6,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 12,
+    "mamba_d_conv": 3,
+    "hidden_size": 48,
+}
 MIXTURE = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "decoder_sparse_step": 2}
 
 SIGMOIDS = {"n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "head_dim": 16}
@@ -124,6 +134,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "granite-tied": ("Granite", {**GRANITE, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
     "granite4": ("GraniteMoeHybrid", {**GRANITE, **GRANITE4, "position_embedding_type": "rope"}),
     "granite4-plain": ("GraniteMoeHybrid", {**GRANITE, **GRANITE4, "attention_bias": True}),
+    "granite4-h": ("GraniteMoeHybrid", {**GRANITE4_H, "num_local_experts": 0, "mamba_proj_bias": True}),
+    "granite4-h-moe": (
+        "GraniteMoeHybrid",
+        {**GRANITE4_H, "num_local_experts": 4, "intermediate_size": 20, "mamba_conv_bias": False},
+    ),
     "mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
     "mixtral-window": (
         "Mixtral",
@@ -277,6 +292,7 @@ MECHANISMS = frozenset(
     {
         *("llama3.2", "phi3.5-longrope", "qwen2-window", "mistral-window", "granite", "gemma2", "olmo2", "hunyuan"),
         *("qwen3-moe-dense", "gpt-oss", "glm4-moe", "gemma4-shared", "gemma4-experts", "lfm2", "qwen3.5-moe"),
+        *("granite4-h-moe",),
     }
 )
 """Those that have norms, rotary embeddings, windows, experts, states and shared caches of each kind.
@@ -501,11 +517,21 @@ def drawn_changes(family: str, seed: int) -> dict[str, Any]:
     shared = {"shared_expert_intermediate_size": generator.randint(1, 3) * of_qwen["moe_intermediate_size"]}
     own["Qwen2Moe"] = {**own["Qwen2"], **of_qwen, **shared, "qkv_bias": flag()}
     own["GraniteMoe"] = {**own["Granite"], "num_local_experts": experts, **chosen}
+    inner = heads * dim * (expand := generator.randint(1, 2))
+    state_heads = generator.choice([number for number in range(1, 13) if inner % number == 0])
     own["GraniteMoeHybrid"] = {
-        **own["Granite"],
-        **GRANITE4,
-        "layer_types": ["full_attention"] * layers,
+        **own["GraniteMoe"],
+        **({} if flag() else {"num_local_experts": 0}),
+        "shared_intermediate_size": 24 * generator.randint(1, 3),
+        "layer_types": [generator.choice(["mamba", "attention"]) for _ in mask],
         "position_embedding_type": generator.choice([None, "rope"]),
+        "mamba_expand": expand,
+        "mamba_n_heads": state_heads,
+        "mamba_n_groups": generator.choice([number for number in range(1, 13) if state_heads % number == 0]),
+        "mamba_d_state": generator.randint(3, 20),
+        "mamba_d_conv": generator.randint(2, 5),
+        "mamba_conv_bias": flag(),
+        "mamba_proj_bias": flag(),
     }
     own["GraniteMoeShared"] = {**own["GraniteMoe"], "intermediate_size": 24, "shared_intermediate_size": 24 * experts}
     dense = "Qwen3_5" if family in ("Qwen3_5Moe", "Qwen3Next") else family
@@ -524,7 +550,7 @@ def drawn_changes(family: str, seed: int) -> dict[str, Any]:
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "hidden_size": hidden,
-        "intermediate_size": generator.randint(5, 90),
+        "intermediate_size": 24 if family == "GraniteMoeHybrid" else generator.randint(5, 90),
         "tie_word_embeddings": flag(),
         **of_heads,
         **own[family],

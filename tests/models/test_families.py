@@ -295,7 +295,10 @@ def test_end_tokens_of_both_files_join(config_ids: Any, generation_ids: Any, exp
             {"model_type": "rwkv", "architectures": ["RwkvForCausalLM"]},
             ["(model_type 'rwkv'", "). Supported are Llama"],
         ),
-        (tiny("granitemoehybrid", layer_types=["mamba", "attention"] * 2), ["Mamba-2", "without an h"]),
+        (
+            tiny("granitemoehybrid", num_local_experts=0, time_step_limit=[0.0, 1.0]),
+            ["Mamba-2", "limited to [0.0, 1.0]"],
+        ),
         (
             tiny("hunyuan_v1_moe", num_experts=4, moe_topk=[1, 2, 1, 1]),
             ["'moe_topk' differs between blocks"],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -21,9 +23,11 @@ def drawn(tokens: int, seed: int = 0) -> tuple[DeltaInputs, torch.Tensor]:
     return inputs, torch.randn(2, 3, 5, 4, generator=generator, dtype=torch.float64)
 
 
+@pytest.mark.parametrize("mamba", [False, True])
 @pytest.mark.parametrize("tokens", [0, 1, 7, 64, 65, 150])
-def test_chunks_give_what_the_recurrent_form_gives(tokens: int) -> None:
+def test_chunks_give_what_the_recurrent_form_gives(tokens: int, mamba: bool) -> None:
     x, state = drawn(tokens)
+    x = replace(x, skip=torch.arange(3, dtype=torch.float64)) if mamba else x
     expected, last = delta_rule(x, state)
     for chunk in (64, 3):
         found, left = delta_rule_chunked(x, state, chunk)

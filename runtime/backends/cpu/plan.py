@@ -331,6 +331,8 @@ class PlanOperations(Interpreter[Activations]):
                 weight=weight,
                 decay=self._constants.vector(f"{prefix}.decay"),
                 dt=self._constants.vector(f"{prefix}.dt"),
+                bias=self._constants.vector(f"{prefix}.conv_bias") if self._spec.conv_bias else 0,
+                mamba=delta.mamba,
                 state=state,
             )
         )
@@ -347,6 +349,7 @@ class PlanOperations(Interpreter[Activations]):
                 dim=delta.value_dim,
                 scale=delta.key_dim**-0.5,
                 rows=self._rows + waiting,
+                skip=self._constants.vector(f"{prefix}.skip") if delta.mamba else 0,
                 state=state,
             )
         )
@@ -506,8 +509,9 @@ class PlanOperations(Interpreter[Activations]):
             assert spec.delta is not None
             inputs, gain = self.of(node).place, self._constants.vector(f"{prefix}.gain")
             gates = op.Matrix(inputs.at + 4 * spec.delta.inputs, inputs.stride)
-            heads, dim = spec.delta.value_heads, spec.delta.value_dim
-            self._emit(op.Finish(x.place, gates, to, gain, heads, dim, spec.norm_eps))
+            norms = spec.delta.key_heads if spec.delta.mamba else spec.delta.value_heads
+            width = spec.delta.value_width // norms
+            self._emit(op.Finish(x.place, gates, to, gain, norms, width, spec.gain_eps, spec.delta.mamba))
         else:
             weight = self._constants.vector(node.norm) if node.norm else 0
             self._emit(op.Norm(x.place, to, weight, spec.norm_eps))

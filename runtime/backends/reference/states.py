@@ -93,7 +93,7 @@ class StateMixers:
             if whole:
                 matrix.copy_(last)
             states.note(layer, slot, start, entering[rows].numpy())
-        return recurrent.finish(y, gates, self._vectors[f"layers.{layer}.gain"], self._spec.norm_eps)
+        return recurrent.finish(delta, y, gates, self._vectors[f"layers.{layer}.gain"], self._spec.gain_eps)
 
     def _matrix(self, layer: int, slot: int) -> torch.Tensor:
         """A view of a slot's matrices float32 [Hv, Dk, Dv]."""
@@ -108,12 +108,13 @@ class StateMixers:
 
     def _read(self, layer: int, slot: int, start: int, entering: torch.Tensor) -> recurrent.DeltaInputs:
         """What the delta rule reads of rows float32 [n, inputs] from a position on."""
-        delta, prefix = self._spec.delta, f"layers.{layer}"
+        delta = self._spec.delta
         assert delta is not None
         before = torch.from_numpy(self._states.inputs(layer, slot, start - self._spec.conv_kernel_size + 1, start))
-        conv, decay, dt = (self._vectors[f"{prefix}.{name}"] for name in ("conv", "decay", "dt"))
+        names = (name for name in self._spec.block_vectors(layer) if not name.endswith("norm"))
+        vectors = {name.removeprefix(f"layers.{layer}."): self._vectors[name] for name in names}
         rows = torch.cat((before[:, : delta.inputs], entering))
-        return recurrent.delta_inputs(delta, rows, conv.view(self._spec.conv_kernel_size, -1), decay, dt)
+        return recurrent.delta_inputs(delta, rows, self._spec.conv_kernel_size, vectors)
 
 
 def _runs(slots: torch.Tensor) -> Iterator[tuple[int, slice]]:

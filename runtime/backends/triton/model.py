@@ -265,7 +265,8 @@ class GpuModel:
         assert self.cache.states is not None
         decay, dt, gain = (self.norms[f"layers.{layer}.{name}"] for name in ("decay", "dt", "gain"))
         matrices = self.cache.states.matrices[layer]
-        return DeltaLayer(self.spec.delta, self.recent[layer], Rates(decay, dt), gain, self.spec.norm_eps, matrices)
+        rates = Rates(decay, dt, self.norms.get(f"layers.{layer}.skip"))
+        return DeltaLayer(self.spec.delta, self.recent[layer], rates, gain, self.spec.gain_eps, matrices)
 
     def _check_residuals(self, wanted: Mapping[str, int]) -> None:
         """Raise a `RequestError` if a layer to be compensated has no residuals."""

@@ -25,6 +25,7 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         "delta": DELTA,
         "gated": True,
     },
+    "mamba": {"mixers": ("delta", "attention", "delta"), "delta": replace(DELTA, mamba=True), "conv_bias": True},
 }
 
 

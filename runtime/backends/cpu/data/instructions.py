@@ -375,7 +375,7 @@ class State(NamedTuple):
 
 
 class Mix(NamedTuple):
-    """What a delta rule reads of a step's rows and of the tokens before that are not absorbed.
+    """What a delta rule or Mamba-2 reads of a step's rows and of the tokens before that are not absorbed.
 
     A row is the channels of q, k and v after a short convolution and SiLU, padded to 16; beta of each value head,
     padded likewise; and the decay of each.
@@ -392,11 +392,13 @@ class Mix(NamedTuple):
     weight: int  # address of float32 [taps, channels padded to 16]
     decay: int  # address of float32 [heads padded]
     dt: int  # likewise
+    bias: int  # address of float32 [channels padded]; 0 = none
+    mamba: int  # whether beta is the step that makes the decay, too
     state: State  # the tokens before, which the rows join
 
 
 class DeltaRule(NamedTuple):
-    """The gated delta rule of a step's rows."""
+    """The gated delta rule of a step's rows, or Mamba-2."""
 
     x: Matrix  # `Mix.out`
     before: Matrix  # `Mix.before`
@@ -409,19 +411,21 @@ class DeltaRule(NamedTuple):
     dim: int  # dv
     scale: float  # of queries
     rows: int  # most rows of a step, and of tokens before it
+    skip: int  # address of float32 [heads padded], Mamba-2's D; 0 = it is a delta rule
     state: State  # the matrices
 
 
 class Finish(NamedTuple):
-    """RMSNorm of each head's outputs, times silu(gate), and quantization."""
+    """RMSNorm of each head's outputs, times silu(gate), and quantization; in Mamba-2 the gate comes first."""
 
     x: Matrix  # float32, overwritten
     gate: Matrix  # float32
     to: Input  # the output
-    gain: int  # address of float32 [dim], weight of the norm
-    heads: int  # number of heads
-    dim: int  # dv
+    gain: int  # address of float32 [dim], weight of the norm; in Mamba-2 [heads * dim]
+    heads: int  # number of heads, or of groups of them with a norm
+    dim: int  # dv, or the width of a group
     eps: float  # of the norm
+    mamba: int
 
 
 class Convolve(NamedTuple):

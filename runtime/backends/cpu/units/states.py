@@ -1,4 +1,4 @@
-"""Units of layers with a state: the gated short convolution and the gated delta rule."""
+"""Units of layers with a state: the gated short convolution, and the gated delta rule or Mamba-2."""
 
 from __future__ import annotations
 
@@ -51,11 +51,10 @@ def shares_of(x: Any) -> Any:
 
 
 @kernel
-def decays_of(x: Any, rate: Any) -> Any:
-    """exp(rate * log(1 + exp(x)))."""
+def steps_of(x: Any) -> Any:
+    """log(1 + exp(x))."""
     falling = exp(sub(zero_floats(), absolute(x)))
-    softplus = add(maximum(x, zero_floats()), log(add(fill(numba.float32(1.0)), falling)))
-    return exp(mul(rate, softplus))
+    return add(maximum(x, zero_floats()), log(add(fill(numba.float32(1.0)), falling)))
 
 
 @kernel
@@ -90,8 +89,8 @@ class Scaled(NamedTuple):
 
 
 @kernel
-def learn(columns: Columns, k: Scaled, v: Any, beta: float, decay: float, q: Scaled) -> Any:
-    """Sixteen columns S become decay S + k beta (v - decay Sᵀk), in place.
+def learn(columns: Columns, k: Scaled, v: Any, beta: float, decay: float, q: Scaled, mamba: bool) -> Any:
+    """Sixteen columns S become decay S + k beta (v - decay Sᵀk), in place; in Mamba-2 decay S + k beta v.
 
     Args:
         columns: S.
@@ -100,16 +99,18 @@ def learn(columns: Columns, k: Scaled, v: Any, beta: float, decay: float, q: Sca
         beta: How much of the old values they replace.
         decay: How much of S is left.
         q: The query.
+        mamba: Whether nothing is forgotten for v.
 
     Returns:
         Sᵀq afterwards.
     """
     at, stride, rows = columns
     even, odd = zero_floats(), zero_floats()
-    for i in range(0, rows - 1, 2):
+    asked = 0 if mamba else rows
+    for i in range(0, asked - 1, 2):
         even = fma(load_floats(at + stride * i), broadcast(k.at + 4 * i), even)
         odd = fma(load_floats(at + stride * (i + 1)), broadcast(k.at + 4 * i + 4), odd)
-    if rows % 2 != 0:
+    if asked % 2 != 0:
         even = fma(load_floats(at + stride * (rows - 1)), broadcast(k.at + 4 * rows - 4), even)
     left = fill(numba.float32(decay))
     known = mul(add(even, odd), fill(numba.float32(decay * k.factor)))
@@ -229,6 +230,8 @@ def _mix_tile(mix: Mix, slot: int, position: int, row: int, rows: int, c: int, s
     padded = (width + 15) // 16 * 16
     for i in range(0 if c + 16 <= mix.keys else -before, rows):
         total = zero_floats()
+        if mix.bias != 0:
+            total = load_floats(mix.bias + 4 * c)
         for j in range(max(0, taps - 1 - position - i), taps):
             seen = load_floats(_entering(mix, slot, position, row, i - (taps - 1) + j) + 4 * c)
             total = fma(seen, load_floats(mix.weight + 4 * (j * padded + c)), total)
@@ -247,9 +250,9 @@ def _mix_heads(mix: Mix, slot: int, position: int, row: int, rows: int) -> None:
     for i in range(-before, rows):
         x, out = _entering(mix, slot, position, row, i) + start, _mixed(mix, slot, before, row, i) + padded
         for h in range(0, 4 * heads, 64):
-            store_floats(out + h, shares_of(load_floats(x + h)))
-            a = add(load_floats(x + 4 * heads + h), load_floats(mix.dt + h))
-            store_floats(out + wide + h, decays_of(a, load_floats(mix.decay + h)))
+            step = steps_of(add(load_floats(x + 4 * heads + h), load_floats(mix.dt + h)))
+            store_floats(out + h, step if mix.mamba != 0 else shares_of(load_floats(x + h)))
+            store_floats(out + wide + h, exp(mul(load_floats(mix.decay + h), step)))
     for i in range(max(0, rows - mix.state.ring), rows):
         x, kept = _entering(mix, slot, position, row, i) + start, _recent(mix.state, slot, position + i) + start
         for j in range(0, 8 * heads, 4):
@@ -290,12 +293,12 @@ def _delta_rule_head(rule: DeltaRule, slot: int, position: int, row: int, rows: 
     k, v = q + 4 * Dk * rule.key_heads, 8 * Dk * rule.key_heads + 4 * Dv * head
     beta = (rule.channels + 15) // 16 * 64 + 4 * head
     decay, stride = beta + (rule.heads + 15) // 16 * 64, (Dv + 15) // 16 * 64
-    columns = scratch + (8 * rule.rows + 63) // 64 * 64
+    columns, mamba = scratch + (8 * rule.rows + 63) // 64 * 64, rule.skip != 0
     for i in range(-before, rows):
         x, lengths = _read(rule, slot, before, row, i), scratch + 8 * (before + i)
-        set_float(lengths, inverse_length(x + k, Dk))
+        set_float(lengths, numba.float32(1.0) if mamba else inverse_length(x + k, Dk))
         if i >= 0:
-            set_float(lengths + 4, inverse_length(x + q, Dk) * rule.scale)
+            set_float(lengths + 4, numba.float32(1.0) if mamba else inverse_length(x + q, Dk) * rule.scale)
     for c in range(0, 4 * Dv, 64):
         at, step = state.matrices + (slot * rule.heads + head) * Dk * stride + c, stride
         for i in range(-before, rows):
@@ -311,7 +314,10 @@ def _delta_rule_head(rule: DeltaRule, slot: int, position: int, row: int, rows: 
                 get_float(x + beta),
                 get_float(x + decay),
                 Scaled(x + q, factor),
+                mamba,
             )
+            if mamba:
+                y = fma(load_floats(x + v + c), fill(numba.float32(get_float(rule.skip + 4 * head))), y)
             if i >= 0:
                 out = rule.out.at + (row + i) * rule.out.stride + 4 * Dv * head + c
                 _store(out, y, Dv - c // 4, columns + 64 * Dk)
@@ -319,7 +325,7 @@ def _delta_rule_head(rule: DeltaRule, slot: int, position: int, row: int, rows: 
 
 @compiled_unit
 def delta_rule(i: int, control: int, part: int, parts: int, scratch: int) -> None:
-    """The gated delta rule of a step's rows: a part of the value heads."""
+    """The gated delta rule of a step's rows, or Mamba-2: a part of the value heads."""
     rule, step = delta_rule_at(i), parameters_at(control)
     all_rows, row = rows_of(control, 0), 0
     first, last = share_of(rule.heads, part, parts)
@@ -333,16 +339,21 @@ def delta_rule(i: int, control: int, part: int, parts: int, scratch: int) -> Non
 
 @compiled_unit
 def finish(i: int, control: int, part: int, parts: int, _scratch: int) -> None:
-    """RMSNorm of each head's outputs, times silu(gate), and quantization."""
+    """RMSNorm of each head's outputs, times silu(gate), or in Mamba-2 of these, and quantization."""
     finish = finish_at(i)
     to, dim = finish.to, finish.dim
     padded, _, groups = sizes_of(to)
     first, last = share_of(rows_of(control, 0), part, parts)
     for row in range(first, last):
         x, out = finish.x.at + row * finish.x.stride, to.out.at + row * to.out.stride
-        for head in range(finish.heads):
-            norm_head(x + 4 * head * dim, finish.gain, dim, finish.eps)
-        gate_channels(finish.gate.at + row * finish.gate.stride, x, out, 0, padded)
+        if finish.mamba != 0:
+            gate_channels(finish.gate.at + row * finish.gate.stride, x, out, 0, padded)
+            for at in range(0, 4 * finish.heads * dim, 4 * dim):
+                norm_head(out + at, finish.gain + at, dim, finish.eps)
+        else:
+            for head in range(finish.heads):
+                norm_head(x + 4 * head * dim, finish.gain, dim, finish.eps)
+            gate_channels(finish.gate.at + row * finish.gate.stride, x, out, 0, padded)
         for c in range(to.width, padded):
             set_float(out + 4 * c, numba.float32(0.0))
         round_groups(to, row, rows_of(control, 0), 0, groups)

@@ -51,6 +51,7 @@ class Heads(NamedTuple):
     BLOCK_K: int  # DK, padded to a power of two, and at least `_LEAST_K`
     BLOCK_D: int  # The larger of DK and DV, padded likewise
     BLOCK_H: int  # Value heads, padded likewise
+    MAMBA: bool  # Whether it is Mamba-2, whose matrices forget nothing for a new value
     WAITING: int = WAITING  # Most tokens of a slot that wait
     CHUNK: int = CHUNK
 
@@ -76,6 +77,7 @@ def heads_of(spec: DeltaSpec, columns: int) -> Heads:
         BLOCK_K=max(_LEAST_K, power(spec.key_dim)),
         BLOCK_D=power(max(spec.key_dim, spec.value_dim)),
         BLOCK_H=power(spec.value_heads),
+        MAMBA=spec.mamba,
     )
 
 
@@ -214,7 +216,7 @@ def _relate_kernel(mixed, parts, runs_ptr, heads: tl.constexpr, CAST: tl.constex
             until = tl.where(j <= i, log_decay[None, :], 0.0)
             between = tl.dot(until, (i > j).to(tl.float32), input_precision="tf32x3")
             decay = tl.where(j <= i, tl.exp(between), 0.0)
-            system = tl.where(j < i, held * decay * beta[:, None], 0.0)
+            system = tl.where((j < i) & (not heads.MAMBA), held * decay * beta[:, None], 0.0)
             at = parts.chunks + ((rows * VALUES + head) * (4 * CHUNK))[:, None] + j
             _store_parts(at, _split(_inverse(system, CHUNK) * beta[None, :]), mask_c[:, None], CHUNK)
             _store_parts(at + 2 * CHUNK, _split(asked * decay), mask_c[:, None], CHUNK)
@@ -231,7 +233,7 @@ def _parts_at(at, offs_k, heads: tl.constexpr):
 
 @triton.jit
 def _chunk_kernel(
-    mixed, parts, matrices_ptr, rows, runs_ptr, heads: tl.constexpr, BLOCK_V: tl.constexpr, CAST: tl.constexpr
+    mixed, parts, matrices_ptr, rows, runs_ptr, skip_ptr, heads: tl.constexpr, BLOCK_V: tl.constexpr, CAST: tl.constexpr
 ):  # fmt: skip
     """Program (i, h, block): columns [block * BLOCK_V, ...) of the matrix of value head h meet the chunks of run i.
 
@@ -287,8 +289,11 @@ def _chunk_kernel(
             y = _multiply(matrix_0, tl.trans(q_0[0]), tl.trans(q_0[1]), nothing, CAST)
             known = _multiply(matrix_1, tl.trans(k_1[0]), tl.trans(k_1[1]), known, CAST)
             y = _multiply(matrix_1, tl.trans(q_1[0]), tl.trans(q_1[1]), y, CAST)
-            u = _multiply(v - known * until, tl.trans(replaces[0]), tl.trans(replaces[1]), nothing, CAST)
+            new = v if heads.MAMBA else v - known * until
+            u = _multiply(new, tl.trans(replaces[0]), tl.trans(replaces[1]), nothing, CAST)
             y = _multiply(u, tl.trans(reads[0]), tl.trans(reads[1]), y * until, CAST)
+            if heads.MAMBA:
+                y += tl.load(skip_ptr + head) * v
             tl.store(values, y, mask=mask_c[None, :] & mask_v)
             matrix_0 = _multiply(u * after, k_0[0], k_0[1], matrix_0 * whole, CAST)
             matrix_1 = _multiply(u * after, k_1[0], k_1[1], matrix_1 * whole, CAST)
@@ -296,11 +301,19 @@ def _chunk_kernel(
         tl.store(here_1, matrix_1, mask=inside & (offs_1 < DK)[None, :])
 
 
-def delta_rule_chunked(mixed: Mixed, matrices: torch.Tensor, rows: Rows, runs: torch.Tensor, heads: Heads) -> None:
+def delta_rule_chunked(
+    mixed: Mixed,
+    matrices: torch.Tensor,
+    rows: Rows,
+    runs: torch.Tensor,
+    heads: Heads,
+    skip: torch.Tensor | None = None,
+) -> None:
     """Have matrices meet those rows of a step that they absorb at once.
 
     `mixed` is what the rows are made of; their values become outputs, and their queries and keys are overwritten. The
-    matrices float32 [slots, VALUES, DK, COLUMNS] have absorbed what waited. `runs` are int32 [., 4] (`RunTable`).
+    matrices float32 [slots, VALUES, DK, COLUMNS] have absorbed what waited. `runs` are int32 [., 4] (`RunTable`),
+    `skip` is Mamba-2's D float32 [VALUES].
     """
     parts = Parts(mixed.rows.view(torch.bfloat16), mixed.chunks.view(torch.bfloat16))
     cast = not matrices.is_cuda  # the interpreter's products take bfloat16 for integers
@@ -310,5 +323,6 @@ def delta_rule_chunked(mixed: Mixed, matrices: torch.Tensor, rows: Rows, runs: t
     )
     stages = STAGES if heads.VALUES * blocks <= 2 * sm_count(matrices.device) else FEW_STAGES
     _chunk_kernel[(len(runs), heads.VALUES, blocks)](
-        mixed, parts, matrices, rows, runs, heads=heads, BLOCK_V=BLOCK_V, CAST=cast, num_warps=1, num_stages=stages
-    )
+        mixed, parts, matrices, rows, runs, skip, heads=heads, BLOCK_V=BLOCK_V, CAST=cast, num_warps=1,
+        num_stages=stages,
+    )  # fmt: skip

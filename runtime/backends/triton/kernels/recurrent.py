@@ -1,4 +1,4 @@
-"""Layers with a state: short convolutions, and the gated delta rule row by row.
+"""Layers with a state: short convolutions, and the gated delta rule or Mamba-2 row by row.
 
 A convolution has a few taps over a step's rows and the tokens before them. A row's earlier tokens are rows of the same
 step, or are kept in a ring of recent tokens (`runtime.kv.states`). The step's own rows enter the ring, too. A row that
@@ -180,6 +180,7 @@ class Rates(NamedTuple):
 
     decay: Any  # float32 [VALUES], factors of the logarithm of what is left of a matrix
     dt: Any  # float32 [VALUES], what is added to a token's own number
+    skip: Any = None  # float32 [VALUES], Mamba-2's D
 
 
 class Source(NamedTuple):
@@ -196,9 +197,9 @@ class DeltaLayer:
     """A layer with a delta rule."""
 
     spec: DeltaSpec  # Its heads
-    recent: Recent  # Its convolution, without a bias, and ring
+    recent: Recent  # Its convolution and ring
     rates: Rates  # Of its decays
-    gain: torch.Tensor  # float32 [DV], weight of the norm of each head's outputs
+    gain: torch.Tensor  # float32 [DV], weight of the norm of each head's outputs; in Mamba-2 [VALUES * DV]
     eps: float
     matrices: torch.Tensor  # float32 [slots, VALUES, DK, COLUMNS]
 
@@ -228,6 +229,8 @@ def _convolved(source, row, back, offs, mask, taps: tl.constexpr, STRIDE: tl.con
     """Channels of such a token behind the convolution and SiLU."""
     x = _entered(source, row, seen_by(back, taps), offs[None, :], mask[None, :], taps, STRIDE)
     total = tl.sum(x * weights_of(source.recent, offs, mask, taps), axis=0)
+    if source.recent.bias is not None:
+        total += tl.load(source.recent.bias + offs, mask=mask, other=0.0)
     return total * sigmoid(total)
 
 
@@ -266,23 +269,28 @@ def _mix_kernel(
             mask_d = offs_d < tl.where(is_key, heads.DK, heads.DV)
             begin = tl.where(is_key, head * heads.DK, 2 * KEYS * heads.DK + (head - 2 * KEYS) * heads.DV)
             x = _convolved(source, row, back, begin + offs_d, mask_d, taps, STRIDE)
-            factor = tl.rsqrt(tl.sum(x * x, axis=0) + _TINY) * tl.where(head < KEYS, heads.SCALE, 1.0)
-            tl.store(out + begin + offs_d, x * tl.where(is_key, factor, 1.0), mask=mask_d)
+            if not heads.MAMBA:
+                factor = tl.rsqrt(tl.sum(x * x, axis=0) + _TINY) * tl.where(head < KEYS, heads.SCALE, 1.0)
+                x *= tl.where(is_key, factor, 1.0)
+            tl.store(out + begin + offs_d, x, mask=mask_d)
         else:
             offs_h = tl.arange(0, heads.BLOCK_H)
             mask_h = offs_h < VALUES
-            b = _entered(source, row, back, CHANNELS + offs_h, mask_h, taps, STRIDE)
             a = _entered(source, row, back, CHANNELS + VALUES + offs_h, mask_h, taps, STRIDE)
             a += tl.load(rates.dt + offs_h, mask=mask_h, other=0.0)
             softplus = tl.maximum(a, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(a)))
             log_decay = tl.load(rates.decay + offs_h, mask=mask_h, other=0.0) * softplus
-            tl.store(out + CHANNELS + offs_h, sigmoid(b), mask=mask_h)
+            if heads.MAMBA:
+                beta = softplus
+            else:
+                beta = sigmoid(_entered(source, row, back, CHANNELS + offs_h, mask_h, taps, STRIDE))
+            tl.store(out + CHANNELS + offs_h, beta, mask=mask_h)
             tl.store(out + CHANNELS + VALUES + offs_h, log_decay, mask=mask_h)
         out += INPUTS
 
 
 @triton.jit
-def _recur_kernel(mixed, matrices_ptr, rows, runs_ptr, heads: tl.constexpr, BLOCK_V: tl.constexpr):
+def _recur_kernel(mixed, matrices_ptr, rows, runs_ptr, rates, heads: tl.constexpr, BLOCK_V: tl.constexpr):
     """Program (i, h, block): columns [block * BLOCK_V, ...) of the matrix of value head h, for run i.
 
     Of rows that are absorbed at once, only the tokens that wait before them. matrices [slots, VALUES, DK, COLUMNS];
@@ -319,9 +327,14 @@ def _recur_kernel(mixed, matrices_ptr, rows, runs_ptr, heads: tl.constexpr, BLOC
             value = x + 2 * heads.KEYS * DK + head * heads.DV + offs_v
             v = tl.load(value, mask=mask_v, other=0.0)
             matrix *= tl.exp(tl.load(x + CHANNELS + heads.VALUES + head))
-            known = tl.sum(matrix * k[:, None], axis=0)
-            matrix += k[:, None] * ((v - known) * tl.load(x + CHANNELS + head))[None, :]
-            tl.store(value, tl.sum(matrix * q[:, None], axis=0), mask=mask_v & read)
+            new = v
+            if not heads.MAMBA:
+                new -= tl.sum(matrix * k[:, None], axis=0)
+            matrix += k[:, None] * (new * tl.load(x + CHANNELS + head))[None, :]
+            y = tl.sum(matrix * q[:, None], axis=0)
+            if heads.MAMBA:
+                y += tl.load(rates.skip + head) * v
+            tl.store(value, y, mask=mask_v & read)
         if absorbs == 2:
             tl.store(at, matrix, mask=mask_k[:, None])
 
@@ -332,29 +345,43 @@ def _finish_kernel(
 ):  # fmt: skip
     """Program (m, h): RMSNorm of the outputs of value head h of row m, times SiLU of its gate. x [M, VALUES * DV].
 
+    In Mamba-2, of those of key head h, which have one norm, once they are multiplied by SiLU of their gates.
     sums [M, VALUES, DV / 32], where they are asked for, and DV is a multiple. A part of what enters the ring, too.
     """
     INPUTS: tl.constexpr = inputs_of(heads)
     STRIDE: tl.constexpr = stride_of(heads)
     DV: tl.constexpr = heads.DV
     BLOCK_V: tl.constexpr = triton.next_power_of_2(DV)
-    PART: tl.constexpr = (INPUTS + heads.VALUES - 1) // heads.VALUES
+    NORMS: tl.constexpr = heads.KEYS if heads.MAMBA else heads.VALUES
+    SHARED: tl.constexpr = heads.VALUES // NORMS
+    PART: tl.constexpr = (INPUTS + NORMS - 1) // NORMS
     BLOCK_P: tl.constexpr = triton.next_power_of_2(PART)
     row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
+    norm = tl.program_id(1)
     compensated = given & _COMPENSATED
     offs_v = tl.arange(0, BLOCK_V)
     mask_v = offs_v < DV
-    y = tl.load(mixed.rows + row * INPUTS + 2 * heads.KEYS * heads.DK + head * DV + offs_v, mask=mask_v, other=0.0)
-    y *= tl.rsqrt(tl.sum(y * y, axis=0) / DV + eps) * tl.load(gain_ptr + offs_v, mask=mask_v, other=0.0)
-    gate = projected_at(projected, row * STRIDE + INPUTS + head * DV + offs_v, mask_v, compensated)
-    x = to_half(y * gate * sigmoid(gate))
-    tl.store(x_ptr + (row * heads.VALUES + head) * DV + offs_v, x, mask=mask_v)
-    if DV % 32 == 0:  # noqa: SIM102 - a constant and a number of the device
-        if (given & _SUMMED) != 0:
-            store_sums(sums_ptr + (row * heads.VALUES + head) * (DV // 32), x, 0, DV, BLOCK_V)
+    values = mixed.rows + row * INPUTS + 2 * heads.KEYS * heads.DK
+    squares = tl.zeros([BLOCK_V], tl.float32)
+    for head in range(norm * SHARED, (norm + 1) * SHARED):
+        y = tl.load(values + head * DV + offs_v, mask=mask_v, other=0.0)
+        if heads.MAMBA:
+            gate = projected_at(projected, row * STRIDE + INPUTS + head * DV + offs_v, mask_v, compensated)
+            y *= gate * sigmoid(gate)
+        squares += y * y
+    factor = tl.rsqrt(tl.sum(squares, axis=0) / (SHARED * DV) + eps)
+    for head in range(norm * SHARED, (norm + 1) * SHARED):
+        y = tl.load(values + head * DV + offs_v, mask=mask_v, other=0.0)
+        gain = gain_ptr + (head * DV if heads.MAMBA else 0) + offs_v
+        y *= factor * tl.load(gain, mask=mask_v, other=0.0)
+        gate = projected_at(projected, row * STRIDE + INPUTS + head * DV + offs_v, mask_v, compensated)
+        x = to_half(y * gate * sigmoid(gate))
+        tl.store(x_ptr + (row * heads.VALUES + head) * DV + offs_v, x, mask=mask_v)
+        if DV % 32 == 0:  # noqa: SIM102 - a constant and a number of the device
+            if (given & _SUMMED) != 0:
+                store_sums(sums_ptr + (row * heads.VALUES + head) * (DV // 32), x, 0, DV, BLOCK_V)
     if enters(rows, row, M, taps):
-        offs_p = head * PART + tl.arange(0, BLOCK_P)
+        offs_p = norm * PART + tl.arange(0, BLOCK_P)
         mask_p = (tl.arange(0, BLOCK_P) < PART) & (offs_p < INPUTS)
         at, _ = ring_of(recent, rows, row, 0, taps)
         tl.store(at + offs_p, projected_at(projected, row * STRIDE + offs_p, mask_p, compensated), mask=mask_p)
@@ -370,7 +397,7 @@ def delta_rule(
     x: torch.Tensor,
     sums: torch.Tensor | None = None,
 ) -> None:
-    """Write what the delta rule makes of y + dec to x, rounded to half precision; rows enter ring and matrices.
+    """Write what the rule makes of y + dec to x, rounded to half precision; rows enter ring and matrices.
 
     Args:
         y: float32 [M, inputs + VALUES * DV], output of the fused projection: what enters the state, then gates.
@@ -394,11 +421,11 @@ def delta_rule(
             num_warps=1,
         )  # fmt: skip
         _recur_kernel[(some, heads.VALUES, heads.COLUMNS // BLOCK_V)](
-            mixed, layer.matrices, rows, of, heads=heads, BLOCK_V=BLOCK_V, num_warps=1
+            mixed, layer.matrices, rows, of, layer.rates, heads=heads, BLOCK_V=BLOCK_V, num_warps=1
         )
     if long := min(most, M // (SMALL_STEP + 1)):
-        delta_rule_chunked(mixed, layer.matrices, rows, runs[:long], heads)
-    _finish_kernel[(M, heads.VALUES)](
+        delta_rule_chunked(mixed, layer.matrices, rows, runs[:long], heads, layer.rates.skip)
+    _finish_kernel[(M, heads.KEYS if heads.MAMBA else heads.VALUES)](
         projected, rows, layer.recent, layer.gain, mixed, x, y if sums is None else sums, M, layer.eps, given,
         taps=taps, heads=heads, num_warps=1,
     )  # fmt: skip

@@ -131,17 +131,21 @@ def test_convolutions_are_those_of_whole_sequences(
 
 def layer_of(slots: Slots, spec: DeltaSpec) -> tuple[DeltaLayer, Callable[[torch.Tensor], torch.Tensor]]:
     """A layer with random numbers, and the oracle of a whole sequence."""
-    conv, gain = slots.normal(TAPS, spec.channels), slots.normal(spec.value_dim)
-    decay, dt = -slots.normal(spec.value_heads).exp(), slots.normal(spec.value_heads)
-    recent = Recent(slots.states.recent[0], conv.flatten().to(slots.device))
-    rates = Rates(decay.to(slots.device), dt.to(slots.device))
-    layer = DeltaLayer(spec, recent, rates, gain.to(slots.device), EPS, slots.states.matrices[0])
+    own = {"conv": slots.normal(TAPS * spec.channels), "gain": slots.normal(spec.gain_width)}
+    own |= {"decay": -slots.normal(spec.value_heads).exp(), "dt": slots.normal(spec.value_heads)}
+    if spec.mamba:
+        own |= {"conv_bias": slots.normal(spec.channels), "skip": slots.normal(spec.value_heads)}
+    held = {name: vector.to(slots.device) for name, vector in own.items()}
+    recent = Recent(slots.states.recent[0], held["conv"], held.get("conv_bias"))
+    rates = Rates(held["decay"], held["dt"], held.get("skip"))
+    layer = DeltaLayer(spec, recent, rates, held["gain"], EPS, slots.states.matrices[0])
 
     def whole(y: torch.Tensor) -> torch.Tensor:
         entered = torch.cat((torch.zeros(TAPS - 1, spec.inputs), y[:, : spec.inputs]))
-        read = recurrent.delta_inputs(spec, entered, conv, decay, dt)
+        read = recurrent.delta_inputs(spec, entered, TAPS, own)
         start = torch.zeros(spec.value_heads, spec.key_dim, spec.value_dim)
-        return recurrent.finish(recurrent.delta_rule(read, start)[0], y[:, spec.inputs :], gain, EPS)
+        found, _ = recurrent.delta_rule(read, start)
+        return recurrent.finish(spec, found, y[:, spec.inputs :], own["gain"], EPS)
 
     return layer, whole
 
@@ -184,6 +188,7 @@ def rule(tiny_spec: Any, device: str) -> Callable[..., Rule]:
     ("spec", "compensated", "_order"),
     [
         (NARROW, True, "backwards"),
+        (replace(NARROW, mamba=True), True, "backwards"),
         pytest.param(NARROW, True, "forwards", marks=SLOW),
         pytest.param(DeltaSpec(key_heads=1, value_heads=3, key_dim=32, value_dim=32), False, "backwards", marks=SLOW),
         pytest.param(replace(DELTA, value_dim=8), True, "backwards", marks=SLOW),

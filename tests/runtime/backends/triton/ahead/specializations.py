@@ -59,7 +59,7 @@ _TYPES: Mapping[str, Types] = {
     "rows": Rows("*i32", "*i32"),
     "projected": _PROJECTED,
     "recent": recurrent.Recent("*fp32", "*fp32", _ABSENT),
-    "rates": recurrent.Rates("*fp32", "*fp32"),
+    "rates": recurrent.Rates("*fp32", "*fp32", _ABSENT),
     "mixed": delta_chunks.Mixed("*fp32", "*fp32", "*fp32"),
     "parts": delta_chunks.Parts("*bf16", "*bf16"),
     "places": experts.Places("*i64", "i32"),
@@ -83,6 +83,8 @@ _WIDE = {"H": 32, "H_kv": 4, "D": 512}
 """Of Gemma 4 31B's blocks without a window."""
 _RULE = DeltaSpec(key_heads=16, value_heads=32, key_dim=128, value_dim=128)
 """Qwen3.5 4B's."""
+_MAMBA = DeltaSpec(key_heads=1, value_heads=48, key_dim=128, value_dim=64, mamba=True)
+"""Granite 4 h-tiny's."""
 _MIXTURE = MixtureSpec(experts=128, chosen=8, width=768, normalized=True)
 """Qwen3-30B-A3B's, at 2048 channels."""
 _CORRECTED = MixtureSpec(
@@ -503,18 +505,28 @@ def _convolve() -> Iterator[Specialization]:
 
 def _delta_rule() -> Iterator[Specialization]:
     """What the delta rule reads of tokens, the rule itself by rows and by chunks, and what becomes of its outputs."""
-    heads = delta_chunks.heads_of(_RULE, _RULE.value_dim)
-    taps = recurrent.Taps(4, 4, _RULE.channels, RING, -(-_RULE.inputs // 16) * 16 + 16)
-    name, both = f"H{_RULE.value_heads}/{_RULE.key_heads} D{_RULE.key_dim}", {"taps": taps, "heads": heads}
-    yield _one(f"delta mix {name}", recurrent._mix_kernel, both, 1)
-    yield _one(f"delta {name}", recurrent._recur_kernel, {"heads": heads, "BLOCK_V": delta_chunks.BLOCK_V}, 1)
+    for rule, bias, skip in ((_RULE, _ABSENT, _ABSENT), (_MAMBA, "*fp32", "*fp32")):
+        types = {"recent": recurrent.Recent("*fp32", "*fp32", bias), "rates": recurrent.Rates("*fp32", "*fp32", skip)}
+        yield from _rule(rule, types, skip)
+
+
+def _rule(rule: DeltaSpec, types: dict[str, Types], skip: str) -> Iterator[Specialization]:
+    heads = delta_chunks.heads_of(rule, rule.value_dim)
+    taps = recurrent.Taps(4, 4, rule.channels, RING, -(-rule.inputs // 16) * 16 + 16)
+    name, both = f"H{rule.value_heads}/{rule.key_heads} D{rule.key_dim}", {"taps": taps, "heads": heads}
+    yield _one(f"delta mix {name}", recurrent._mix_kernel, both, 1, types=types)
+    constants: dict[str, Any] = {"heads": heads, "BLOCK_V": delta_chunks.BLOCK_V}
+    rates = {"rates": types["rates"]}
+    yield _one(f"delta {name}", recurrent._recur_kernel, constants, 1, types=rates)
     constants = {"heads": heads, "CAST": False}
     warps = delta_chunks.RELATE_WARPS
     yield _one(f"delta relate {name}", delta_chunks._relate_kernel, constants, warps, num_stages=1)
     constants = {**constants, "BLOCK_V": delta_chunks.BLOCK_V}
     for large, stages in (("", delta_chunks.FEW_STAGES), (" large card", delta_chunks.STAGES)):
-        yield _one(f"delta chunk {name}{large}", delta_chunks._chunk_kernel, constants, 1, num_stages=stages)
-    yield _one(f"delta finish {name}", recurrent._finish_kernel, both, 1)
+        own = {"skip_ptr": skip}
+        yield _one(f"delta chunk {name}{large}", delta_chunks._chunk_kernel, constants, 1, types=own, num_stages=stages)
+    recent = {"recent": types["recent"]}
+    yield _one(f"delta finish {name}", recurrent._finish_kernel, both, 1, types=recent)
 
 
 _OPERATIONS: tuple[Callable[[], Iterator[Specialization]], ...] = (
