@@ -63,7 +63,11 @@ def nothing() -> None:
     pass
 
 
-DENSE = [case for case, (family, _) in CASES.items() if family not in (*MIXTURES, "Gemma4", "Gemma4Unified")]
+DENSE = [
+    case
+    for case, (family, changes) in CASES.items()
+    if family not in (*MIXTURES, "Gemma4", "Gemma4Unified") and not changes.get("num_local_experts")
+]
 """Mixtures and Gemma 4 are refused, see test_quantize_experts.py and `Pipeline`."""
 
 

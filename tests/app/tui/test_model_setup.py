@@ -98,7 +98,7 @@ async def test_models_are_offered_with_what_they_take_here(stage: Stage, runtime
     async with stage(runtime, size=WIDE, ready=False) as s:
         await open_offers(s)
         await s.shows("Example 7840U, 8 cores · 21.4 GB free of 32.0 GB. Models run on the processor, which reads")
-        await s.shows("55 · 62 · 74 MB", "best here")
+        await s.shows("55 · 62 · 68 MB", "best here")
         await point_at(s, "Qwen3 0.6B")
         await s.shows("Qwen/Qwen3-0.6B-GGUF by Qwen · Apache-2.0 · GGUF, 633 MB to download")
         await s.shows("Enter downloads it")
