@@ -442,7 +442,6 @@ def quantize(
         recipe = keeping(checkpoint)
     elif method == "auto":
         recipe = for_checkpoint(recipe, checkpoint)
-    assert recipe is not None
     info = quantized(checkpoint, recipe, services, output, name=name, calibration=text, force=force)
     summary = info.summary
     if summary.warning:

@@ -12,7 +12,7 @@ from models.store import Store, StoredModelInfo
 
 
 def for_checkpoint(recipe: Recipe, folder: Path) -> Recipe:
-    """A recipe whose method `auto` chose by its bits, for a checkpoint, which may have experts.
+    """A recipe whose method `auto` chose, for a checkpoint, which may have experts.
 
     Raises:
         ModelError: the checkpoint is damaged or not supported, or the recipe is not possible for it.
@@ -24,29 +24,32 @@ def for_checkpoint(recipe: Recipe, folder: Path) -> Recipe:
     return recipe
 
 
-def keeping(folder: Path, *, usual: bool = False) -> Recipe | None:
+def keeping(folder: Path) -> Recipe:
     """The recipe that keeps the weights of a checkpoint that are low-bit already.
 
     Args:
         folder: The checkpoint's folder or GGUF file.
-        usual: Whether None is returned where a model is rounded unless asked for otherwise: because weights cannot be
-            kept, or have 8 bits.
 
     Raises:
-        ModelError: the checkpoint is damaged or not supported; unless `usual`, its weights cannot be kept.
+        ModelError: the checkpoint is damaged or not supported, or its weights cannot be kept.
     """
     from models.checkpoint import Checkpoint
     from models.quantize.kept import kept_recipe
 
-    if usual and not folder.is_file():
-        return None
+    return kept_recipe(Checkpoint.open(folder))
+
+
+def kept_by_default(folder: Path) -> Recipe | None:
+    """The same where a checkpoint is kept unless asked for otherwise; None where it cannot be, or has 8 bits.
+
+    Raises:
+        ModelError: the checkpoint is damaged or not supported.
+    """
     try:
-        recipe = kept_recipe(Checkpoint.open(folder))
+        recipe = keeping(folder) if folder.is_file() else None
     except QuantizationError:
-        if not usual:
-            raise
         return None
-    return None if usual and recipe.bits > LARGEST_BITS else recipe
+    return recipe if recipe is not None and recipe.bits <= LARGEST_BITS else None
 
 
 def quantize(

@@ -158,7 +158,6 @@ class ModelBuilder:
             recipe = keeping(checkpoint)
         elif request.method == "auto":
             recipe = for_checkpoint(recipe, checkpoint)
-        assert recipe is not None
         with nullcontext() if self._chats is None else forgetting(self._chats, self._store.root):
             info = quantize(
                 checkpoint,

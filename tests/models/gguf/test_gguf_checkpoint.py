@@ -23,7 +23,7 @@ from models.gguf.checkpoint import read_gguf
 from models.gguf.header import part_names, read_header
 from models.gguf.tensors import name_in_file
 from models.oracle import Oracle
-from models.quantize import keeping, quantize
+from models.quantize import keeping, kept_by_default, quantize
 from models.quantizers.dequantize import dequantize
 from models.recipe import KEPT_BITS, Recipe
 from models.store import Store
@@ -566,7 +566,7 @@ def test_low_bit_weights_are_kept_bit_for_bit(
 def test_a_head_that_cannot_be_kept_is_rounded_to_8_bits_and_named(tmp_path: Path) -> None:
     model, store = random_model("Llama"), Store(tmp_path / "store")
     file = write_gguf(tmp_path / "model.gguf", model, kind="Q4_0", kinds={"output.weight": "F16"})
-    recipe = keeping(file, usual=True)
+    recipe = kept_by_default(file)
     assert recipe is not None
     info = quantize(file, store, recipe)
     assert info.summary.warning == "the output head, F16 in the file, is rounded to 8 bits"
@@ -591,10 +591,10 @@ def test_weights_of_other_types_are_rounded_as_before(
     with pytest.raises(QuantizationError) as error:
         keeping(file)
     assert found in str(error.value)
-    assert keeping(file, usual=True) is None
+    assert kept_by_default(file) is None
 
 
 def test_a_file_of_8_bits_is_kept_only_where_that_is_asked_for(tmp_path: Path) -> None:
     file = write_gguf(tmp_path / "model.gguf", random_model("Llama"), kind="Q8_0")
-    assert keeping(file, usual=True) is None
+    assert kept_by_default(file) is None
     assert keeping(file) is not None

@@ -172,7 +172,7 @@ def _dot4_avxvnni(b: Builder, total: Any, unsigned: Any, signed: Any) -> Any:
 
 
 def _dot4_avx2(b: Builder, total: Any, unsigned: Any, signed: Any) -> Any:
-    # Sums of two products stay under 2 * 15 * 127, far from where the 16-bit step would saturate.
+    # Sums of two products are at most 2 * 127 * 127, which fits the 16-bit step.
     shorts16, words8 = ir.VectorType(I16, 16), ir.VectorType(I32, 8)
 
     def dot(b: Builder, total: Any, unsigned: Any, signed: Any) -> Any:
@@ -223,7 +223,7 @@ emit_dot4: Emit = {
     "neon": _dot4_neon,
     "generic": emit_dot4_plain,
 }[isa.VECTORS]
-"""total[i] + sum of unsigned[4i + j] * signed[4i + j] over j in 0..3, for weights up to 4 bits."""
+"""total[i] + sum of unsigned[4i + j] * signed[4i + j] over j in 0..3, for weights up to 7 bits."""
 
 
 ENTRY_OFFSET = isa.ENTRY_OFFSET
