@@ -361,14 +361,14 @@ class Service:
             return [tokens async for tokens in counted][-1]
 
     def embed(
-        self, model: str, texts: Sequence[str | Sequence[int]], keep: Keep = KEPT
+        self, model: str, texts: Sequence[str | Sequence[int]], keep: Keep = KEPT, *, cut: bool = False
     ) -> AsyncGenerator[Embedded, None]:
-        """Embeddings of texts (or token lists), in order.
+        """Embeddings of texts (or token lists), in order. With `cut`, the end of what exceeds the context is left out.
 
         Raises:
             ApiError: the model or a text is invalid, or the work failed.
         """
-        return self._queued(lambda stream: self._embed(model, texts, keep, stream))
+        return self._queued(lambda stream: self._embed(model, texts, keep, stream, cut=cut))
 
     def inspect(self, request: InspectRequest) -> AsyncGenerator[Progress | Inspection, None]:
         """Re-read an answer token by token: yields reports, then the result.
@@ -484,12 +484,15 @@ class Service:
         opening = loaded.engine.reasoning_opened(prompt) if request.trim and not options.formed else ""
         stream.put(loaded.accepted(prompt, opening))
 
-    def _embed(self, model: str, texts: Sequence[str | Sequence[int]], keep: Keep, stream: Stream[Embedded]) -> None:
+    def _embed(
+        self, model: str, texts: Sequence[str | Sequence[int]], keep: Keep, stream: Stream[Embedded], *, cut: bool
+    ) -> None:
         loaded = self._ensure(model, stream.cancelled, keep)
         with self._generating():
             for index, text in enumerate(texts):
                 try:
                     tokens = loaded.engine.text_prompt(text) if isinstance(text, str) else text
+                    tokens = tokens[: loaded.engine.context - 1] if cut else tokens
                     vector = loaded.engine.embed(tokens, stream.cancelled)
                 except (RequestError, ContextOverflowError) as error:
                     raise api_error(error, prompt=f"input[{index}]" if len(texts) > 1 else "input") from error

@@ -134,7 +134,8 @@ class OllamaInterface:
         entry, keep = await self._entry(asked.model), Keep(seconds=seconds(asked.keep_alive))
 
         async def work() -> list[Embedded]:
-            async with aclosing(self.service.embed(entry.name, asked.texts, keep)) as vectors:
+            texts = self.service.embed(entry.name, asked.texts, keep, cut=asked.truncate is not False)
+            async with aclosing(texts) as vectors:
                 return [one async for one in vectors]
 
         return await unless_disconnected(request, work)

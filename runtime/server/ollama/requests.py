@@ -188,6 +188,8 @@ class OllamaEmbeddings(EmbeddingsRequest):
 
     keep_alive: float | str | None = None
     options: JsonObject | None = None
+    truncate: StrictBool | None = None
+    """Whether a text that is longer than the context is cut; without a word, it is, as in Ollama."""
 
     @classmethod
     def read(cls, body: bytes) -> OllamaEmbeddings:

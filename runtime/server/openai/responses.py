@@ -45,9 +45,12 @@ class _Answer:
     def _body(self, kind: str, choices: list[Body], usage: Usage | None = None) -> Body:
         body: Body = {"object": kind, **self._head, "choices": choices}
         if usage is not None:
-            body["usage"] = usage_body(usage)
+            body["usage"] = self._usage(usage)
             body["timings"] = self._timings(usage)
         return body
+
+    def _usage(self, usage: Usage) -> Body:
+        return usage_body(usage)
 
     def _chunk(self, kind: str, choice: Body, usage: Usage | None) -> Body:
         body: Body = {"object": kind, **self._head, "choices": [choice]}
@@ -78,7 +81,7 @@ class _Answer:
         """The chunk of `stream_options.include_usage`, after the last piece."""
         if usage is None or not self._with_usage:
             return []
-        return [{"object": kind, **self._head, "choices": [], "usage": usage_body(usage)}]
+        return [{"object": kind, **self._head, "choices": [], "usage": self._usage(usage)}]
 
 
 def speculation_record(counts: Speculation | None) -> SpeculationRecord | None:
@@ -187,6 +190,9 @@ class ChatWriter(_Answer):
             "finish_reason": self._finish(pieces[-1]),
         }
         return self._body(self.BODY, [choice], pieces[-1].usage)
+
+    def _usage(self, usage: Usage) -> Body:
+        return {**usage_body(usage), "completion_tokens_details": {"reasoning_tokens": self._parts.thoughts}}
 
     def _finish(self, piece: Piece) -> str | None:
         """The reason for the end of the answer; None if it continues."""

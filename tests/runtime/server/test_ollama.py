@@ -259,6 +259,8 @@ async def test_embeddings(client: httpx.AsyncClient) -> None:
     assert body["prompt_eval_count"] == 3
     older = (await client.post("/api/embeddings", json={"model": "small", "prompt": "two three"})).json()
     assert older == {"embedding": body["embeddings"][1]}
+    long = (await client.post("/api/embed", json={"model": "small", "input": "x " * CONTEXT})).json()
+    assert long["prompt_eval_count"] == CONTEXT - 1
 
 
 async def test_a_download_reports_and_becomes_a_model(client: httpx.AsyncClient, house: FakeHouse) -> None:
@@ -311,7 +313,7 @@ async def test_only_names_of_the_catalogue_or_the_hub_are_downloaded(
         ("/api/embed", {"input": [""]}, "input holds an empty text"),
         ("/api/embed", {"input": "x", "dimensions": 3}, "dimensions is not supported"),
         ("/api/embeddings", {"prompt": 3}, "prompt"),
-        ("/api/embeddings", {"prompt": "x " * CONTEXT}, "the prompt has"),
+        ("/api/embeddings", {"prompt": "x " * CONTEXT, "truncate": False}, "the prompt has"),
         ("/api/show", {"model": 3}, "model: "),
         ("/api/pull", {"model": ""}, "model: "),
     ],

@@ -99,6 +99,7 @@ async def test_chat_as_a_whole(client: httpx.AsyncClient, house: FakeHouse) -> N
         "completion_tokens": 3,
         "total_tokens": 7,
         "prompt_tokens_details": {"cached_tokens": 2},
+        "completion_tokens_details": {"reasoning_tokens": 0},
     }
     assert set(body["timings"]) == TIMINGS
     assert body["timings"]["prefill_tokens_per_s"] == 16
@@ -262,6 +263,11 @@ async def test_reasoning_comes_apart(client: httpx.AsyncClient) -> None:
         whole = await both_ways(client, asked)
         assert (whole["reasoning_content"].strip(), whole["content"]) == ("hm", " so")
     assert "reasoning_content" not in await both_ways(client, chat("echo so"))
+    whole = (await client.post("/v1/chat/completions", json=asked)).json()["usage"]
+    shown = {"stream": True, "stream_options": {"include_usage": True}}
+    *_, last, _ = events(await client.post("/v1/chat/completions", json={**asked, **shown}))
+    assert last["usage"] == whole | {"prompt_tokens_details": last["usage"]["prompt_tokens_details"]}
+    assert 0 < whole["completion_tokens_details"]["reasoning_tokens"] < whole["completion_tokens"]
     form = {"response_format": {"type": "json_object"}}
     assert (await both_ways(client, chat("echo so", **think, **form)))["content"] == "so"
 
