@@ -259,4 +259,5 @@ def _model(entry: ModelEntry) -> Body:
         "type": "model",
         "display_name": entry.name,
         "created_at": made,
+        "certificate": entry.certificate,
     }

@@ -13,11 +13,14 @@ from typing import Any, cast
 import httpx
 import numpy as np
 import pytest
+import torch
 
 from assets import calibration_file, demo_checkpoint_path, demo_path, evaluation_file
 from models import fetch
 from models.catalogue import KNOWN
+from models.checkpoint import Checkpoint
 from models.errors import CheckpointError, QuantizationError, StoreError
+from models.oracle import Oracle
 from models.progress import Progress, ProgressCallback, ignore_progress, never_cancelled
 from models.spec import MixtureSpec
 from models.store import Store, StoredModel
@@ -34,6 +37,7 @@ from runtime.errors import Cancelled, RequestError
 from runtime.kv.kinds import DEFAULT_KV, KINDS
 from runtime.load import loading
 from runtime.load.catalogue import Bundle, Catalogue, ModelBuilder
+from runtime.load.certificate import Reference
 from runtime.load.loading import LoadedModel, Loader
 from runtime.load.plan import LoadOptions
 from runtime.load.prospects import MachineInspector
@@ -465,6 +469,16 @@ def test_a_model_is_made_of_a_folder(store: Store, brief: Bundle, bits: float) -
     assert not replaced.exists(), "the model that it belonged to is gone"
     assert set(store.open("three").recipe.block_bits or (3,)) == ({3} if bits == 3 else {3, 4})
     assert made.perplexity_after is not None
+    assert made.certificate is not None
+    assert made.certificate.startswith("k_chunk 16: KL ")
+    reference = Reference.of(store.open("three"))
+    assert reference is not None
+    window, half = torch.from_numpy(reference.windows[1])[None], len(reference.windows[1]) // 2
+    full = Oracle(Checkpoint.open(demo_checkpoint_path())).logits(window)[0, half - 1 : -1].float().log_softmax(-1)
+    own = reference.outline.rows(half, 2 * half)
+    leaders = full.topk(own.tokens.shape[1])
+    np.testing.assert_allclose(own.probabilities[:, :-1], leaders.values.exp(), rtol=1e-3, atol=1e-6)
+    assert np.mean(own.tokens == leaders.indices.numpy()) > 0.99, "but where two are as likely"
     assert reports
     assert "three" in [info.name for info in store.list()]
 
