@@ -27,6 +27,7 @@ from models.store import Store, StoredModel
 from models.store.manifest import content_of
 from runtime.backends import backend
 from runtime.backends.decoder import Decoder, DecoderOptions, Step
+from runtime.backends.reference.decoder import ReferenceDecoder
 from runtime.budget import tuning
 from runtime.budget.clocks import Clocks
 from runtime.budget.profile_key import profile_key
@@ -41,11 +42,13 @@ from runtime.load.certificate import Reference
 from runtime.load.loading import LoadedModel, Loader
 from runtime.load.plan import LoadOptions
 from runtime.load.prospects import MachineInspector
+from runtime.measure.evaluate import perplexity
 from runtime.server.errors import ApiError
 from runtime.server.security import Security
 from runtime.server.serve import create_app
 from runtime.server.service import open_service
 from runtime.text.sampling import SamplingOptions
+from runtime.text.tokenizer import Tokenizer
 from runtime.wire.answers import Holding
 from runtime.wire.codec import from_json
 from runtime.wire.device import PromptTuning
@@ -429,6 +432,39 @@ async def test_the_bundled_model_answers_over_http(tmp_path: Path) -> None:
         assert all(token["logprob"] == token["top_logprobs"][0]["logprob"] for token in tokens)  # greedy
     finally:
         assert service.close()
+
+
+async def test_prompts_are_scored_as_eval_does(tmp_path: Path) -> None:
+    """As lm-evaluation-harness asks (`local-completions`): tokens or texts, in batches, and a token more."""
+    texts = ["Once upon a time, there was a little dog. It liked to run.", "The sky is blue."]
+    model, service = StoredModel.open_folder(demo_path(), "demo"), open_service(tmp_path, BUNDLE)
+    tokens = [Tokenizer(model.tokenizer_path).encode(text) for text in texts]
+    try:
+        wanted = LoadRequest(model="demo", backend="reference", context=256, k_chunk=32)
+        async with aclosing(service.load(wanted)) as reports:
+            async for _ in reports:
+                pass
+        transport = httpx.ASGITransport(create_app(service, Security()))
+        asked = {"model": "demo", "temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234, "echo": True}
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            found = [
+                (await client.post("/v1/completions", json={**asked, **change})).json()["choices"]
+                for change in ({"prompt": tokens}, {"prompt": texts}, {"prompt": tokens[0], "max_tokens": 0})
+            ]
+    finally:
+        assert service.close()
+    assert [choice["logprobs"] for choice in found[0]] == [choice["logprobs"] for choice in found[1]]
+    assert found[2][0]["logprobs"]["token_logprobs"] == found[0][0]["logprobs"]["token_logprobs"][:-1]
+    decoder = ReferenceDecoder(model, DecoderOptions(kv=DEFAULT_KV, context=256, k_chunk=32))
+    for choice, text, own in zip(found[0], texts, tokens, strict=True):
+        told = choice["logprobs"]
+        assert choice["text"].startswith(text)
+        assert text in "".join(told["tokens"])
+        assert {len(each) for each in told.values()} == {len(own) + 1}
+        assert (told["token_logprobs"][0], told["top_logprobs"][0]) == (None, None)
+        nll = perplexity(decoder, own, 256, 256).nll_sum
+        assert -sum(told["token_logprobs"][1:-1]) == pytest.approx(nll, rel=1e-5)
+        assert told["token_logprobs"][-1] == max(told["top_logprobs"][-1].values()), "the token more is the likeliest"
 
 
 async def test_a_damaged_model_is_refused(tmp_path: Path) -> None:

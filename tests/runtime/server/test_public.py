@@ -171,6 +171,26 @@ async def test_completions(client: httpx.AsyncClient, house: FakeHouse) -> None:
     assert house.engine.trims == [False]
 
 
+async def test_prompts_are_scored(client: httpx.AsyncClient) -> None:
+    asked = {"model": "small", "prompt": [[5, 6, 7], [8]], "echo": True, "logprobs": 1, "max_tokens": 1}
+    body = (await client.post("/v1/completions", json=asked)).json()
+    first, second = body["choices"]
+    assert (first["index"], first["text"], first["finish_reason"]) == (0, "5 6 7t7", "length")
+    assert first["logprobs"] == {
+        "tokens": ["t5", "t6", "t7", "t7"],
+        "token_logprobs": [None, -0.5, -0.5, -0.5],
+        "top_logprobs": [None, *[{"t0": -1.0}] * 3],
+        "text_offset": [0, 2, 4, 6],
+    }
+    assert (second["index"], second["text"]) == (1, "8t7")
+    assert body["usage"] == {"prompt_tokens": 4, "completion_tokens": 2, "total_tokens": 6}
+    bare = {"model": "small", "prompt": "echo a b", "echo": True, "max_tokens": 0}
+    (only,) = (await client.post("/v1/completions", json=bare)).json()["choices"]
+    assert (only["text"], only["logprobs"]) == ("echo a b", None)
+    wrong = await client.post("/v1/completions", json={**asked, "prompt": [[1], [10_001]]})
+    assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "prompt[1]")
+
+
 async def test_completions_as_a_stream(client: httpx.AsyncClient) -> None:
     asked = {"model": "small", "prompt": ["count 20"], "stream": True, "stream_options": {"include_usage": True}}
     *chunks, last, done = events(await client.post("/v1/completions", json=asked))
