@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -109,6 +110,8 @@ def show(
     as_json: options.Json = False,
 ) -> None:
     """Show details of a stored model."""
+    from models.store.certificate import Certificate
+
     output, services = Output(as_json=as_json), services_of(ctx)
     info = _info(name, services)
     if graph:
@@ -120,14 +123,75 @@ def show(
         return
     if verify:
         _verify(info, output)
+    certificate = Certificate.read(info.path)
     entry = {**_entry(info, bundled=name == DEMO), **_details(info), "verified": verify}
+    entry["certificate"] = None if certificate is None else asdict(certificate)
     if as_json:
         output.result(entry)
         return
     entry["perplexity_after"] = perplexity(info.summary.perplexity_before, info.summary.perplexity_after) or None
+    if certificate is not None:
+        entry["certificate"] = certificate.words.replace("\n", f"\n{'':20}")
     for key, value in entry.items():
         if value is not None:
             output.text(f"{_LABELS.get(key, key.replace('_', ' ')):<20}{_shown(key, value)}")
+
+
+def verify(
+    ctx: typer.Context,
+    name: Annotated[str, typer.Argument(metavar="NAME", autocompletion=options.complete_stored, show_default=False)],
+    backend: options.BackendOption = None,
+    as_json: options.Json = False,
+) -> None:
+    """Repeat a model's certificate: compare its files' checksums, and measure again what it loses of its source."""
+    from models.store import StoredModel
+    from models.store.certificate import FILE, TOLERANCES, Certificate
+    from models.store.manifest import content_of
+    from runtime.backends import AUTO
+    from runtime.load.certificate import Reference, measured
+
+    output, services = Output(as_json=as_json), services_of(ctx)
+    begin, info = time.perf_counter(), _info(name, services)
+    _verify(info, output)
+    certificate = Certificate.read(info.path)
+    model = StoredModel.open_folder(info.path, info.name)
+    reference = Reference.of(model)
+    if certificate is None or reference is None:
+        raise CliError(
+            f"the files of {name} are whole, but it has no certificate: it keeps its source's weights, an older "
+            "version made it, or it could not be measured; `quantize --force` makes it again"
+        )
+    if certificate.model != content_of(info.path):
+        raise CliError(
+            f"{info.path / FILE} belongs to other files than these: one of them was replaced, together with "
+            "the manifest; quantize the model again (`quantize --force`)"
+        )
+    with Interrupt() as interrupt, output.progress() as progress:
+        found = measured(
+            model,
+            reference,
+            certificate.ways,
+            backend=backend or AUTO,
+            progress=progress,
+            cancelled=interrupt.cancelled,
+        )
+    ways, wrong = [], list[str]()
+    rows: list[tuple[str, ...]] = [("", "KL", "again", "same, %", "again", "perplexity", "again")]
+    for was, way in zip(certificate.ways, found, strict=True):
+        pairs = {field: (getattr(was, field), getattr(way, field)) for field in TOLERANCES}
+        ways.append(asdict(was) | {"again": {field: now for field, (_, now) in pairs.items()}})
+        rows.append((f"{was.name}, {was.kv} cache", *(f"{number:.4g}" for pair in pairs.values() for number in pair)))
+        wrong += [f"{rows[-1][0]}: {what}" for what in was.apart(way)]
+    if as_json:
+        about = {"name": name, "ok": not wrong, "model": certificate.model, "tokens": certificate.tokens}
+        output.result({**about, "ways": ways, "apart": wrong, "seconds": time.perf_counter() - begin})
+    else:
+        output.table(rows)
+    if wrong:
+        raise CliError(
+            f"{name} is not as its certificate says ({'; '.join(wrong)}): its files are whole, so look at this "
+            "machine or its backend (`doctor`, or `verify --backend reference`), and report it"
+        )
 
 
 def remove(

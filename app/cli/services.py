@@ -107,13 +107,14 @@ class Services:
         progress: ProgressCallback,
         cancelled: Cancelled,
     ) -> StoredModelInfo:
-        """Quantize a checkpoint; deletes the saved caches of a model that it replaces."""
+        """Quantize a checkpoint, and measure its certificate; deletes the saved caches of a model that it replaces."""
         from models.quantize import quantize
         from runtime.engine.saved import forgetting
+        from runtime.load.certificate import certify
 
         store = self.store()
         with forgetting(self.chats(), store.root):
-            return quantize(
+            info = quantize(
                 checkpoint,
                 store,
                 recipe,
@@ -124,6 +125,8 @@ class Services:
                 progress=progress,
                 cancelled=cancelled,
             )
+        certify(store.open(info.name), progress=progress, cancelled=cancelled)
+        return info
 
     def service(self, defaults: LoadOptions) -> Service:
         """A service of the stored models and the bundled one, with these defaults."""

@@ -21,6 +21,7 @@ from app.cli.services import DEMO, Services, services_of
 
 if TYPE_CHECKING:
     from models.store import StoredModel
+    from models.store.certificate import Certificate
     from runtime.load.plan import LoadOptions
     from runtime.wire.device import PromptTuning
     from tuner.curve import Curve
@@ -52,6 +53,8 @@ class _Result:
     offers: Offers | None = None
     won: float | None = None
     refined: bool = False
+    certificate: Certificate | None = None
+    """The model's, which ends with what the budget buys."""
 
     def to_json(self) -> dict[str, Any]:
         """The documented JSON object."""
@@ -69,6 +72,7 @@ class _Result:
             "cached": self.cached,
             "prompts": None if self.prompts is None else asdict(self.prompts),
             "offer": None if self.offers is None else offers_json(self.offers),
+            "certificate": None if self.certificate is None else asdict(self.certificate.ways[-1]),
         }
 
 
@@ -250,6 +254,7 @@ def _measured(
     from app.settings import load
     from runtime.budget.prompt_tuning import tune_prompts
     from runtime.budget.tuning import layers_of, refine, tune
+    from runtime.load.certificate import certify_budget
     from runtime.text.tokenizer import Tokenizer
     from tuner.search import Configuration
 
@@ -273,6 +278,7 @@ def _measured(
             encode, text = Tokenizer(stored.tokenizer_path).encode, services.evaluation_text()
             common.pop("force")
             tuning = refine(decoder, stored, tuning, text=text, encode=encode, **common)
+            certificate = certify_budget(decoder, stored, budgets.decode, interrupt.cancelled)
         layers = layers_of(decoder)
     finally:
         decoder.close()
@@ -297,6 +303,7 @@ def _measured(
         curves=tuning.curve,
         prompts=prompts,
         refined=tuning.refined,
+        certificate=certificate,
     )
 
 
@@ -325,6 +332,8 @@ def _show(result: _Result, output: Output) -> None:
     output.text(_verdict(result))
     if result.prompts is not None:
         output.text(result.prompts.words)
+    if result.certificate is not None:
+        output.text(result.certificate.line(result.certificate.ways[-1]))
     if result.offers is not None:
         for line in lines(result.offers):
             output.text(line)

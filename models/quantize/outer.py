@@ -27,6 +27,8 @@ from models.recipe import Recipe
 from models.store.tensors import Array, PiecewiseTensor
 
 _PIECE = 1 << 24
+OUTLINED = 256
+"""Most likely tokens of the full-precision model's distributions that are kept; all others count as one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +43,8 @@ class Outer:
     """Of the full-precision model; None without an evaluation text."""
     perplexities: tuple[float, ...]
     """Of the low-bit model in every trial; empty as above, infinite where its numbers overflow."""
+    reference: dict[str, Array | PiecewiseTensor]
+    """Tensors of `layout.REFERENCE`; empty without an evaluation text."""
 
 
 class Likelihood:
@@ -62,10 +66,35 @@ class Likelihood:
         self._sum += logits.sub_(maximum[:, None]).exp_().sum(1, dtype=torch.float64)
         self._maximum = maximum
 
+    @property
+    def normalizers(self) -> torch.Tensor:
+        """Log of the sum of exponentials of each token's logits, float64 [T]."""
+        return self._sum.log() + self._maximum
+
     def perplexity(self) -> float:
         """The exponential of the mean over all targets; infinity where that is no number."""
-        mean = float((self._sum.log() + self._maximum - self._target).mean())
+        mean = float((self.normalizers - self._target).mean())
         return math.exp(mean) if mean < 700 else math.inf
+
+
+class Leaders:
+    """The largest logits of each of T tokens, which arrive as for `Likelihood`."""
+
+    def __init__(self, tokens: int) -> None:
+        self._logits = torch.empty(tokens, 0)
+        self._ids = torch.empty(tokens, 0, dtype=torch.int64)
+
+    def add(self, rows: slice, logits: torch.Tensor) -> None:
+        """Take in the logits float32 [T, n] of the tokens `rows`."""
+        own = torch.arange(rows.start, rows.stop).expand(len(logits), -1)
+        joined = torch.cat((self._logits, logits), 1)
+        self._logits, at = joined.topk(min(OUTLINED, joined.shape[1]), dim=1)
+        self._ids = torch.cat((self._ids, own), 1).gather(1, at)
+
+    def tensors(self, normalizers: torch.Tensor) -> dict[str, Array]:
+        """`leaders` int32 [T, n], most likely first, and the logarithms of their probabilities, float32 [T, n]."""
+        logarithms = (self._logits - normalizers[:, None]).to(torch.float32)
+        return {"leaders": self._ids.to(torch.int32).numpy(), "log_probabilities": logarithms.numpy()}
 
 
 def quantize_outer(
@@ -119,6 +148,7 @@ def quantize_outer(
         norm=stored_norm,
         perplexity_before=before,
         perplexities=after,
+        reference=judge.reference(),
     )
 
 
@@ -159,6 +189,7 @@ class _Judge:
             return
         targets = torch.cat([window[:, window.shape[1] // 2 :].flatten() for window in evaluation])
         self._full = (Likelihood(targets), normed(_answers(streams.full), norms[0], eps))
+        self._windows, self._leaders = [sequence for batch in evaluation for sequence in batch], Leaders(len(targets))
         # What the prompt's last token predicts is not compensated: it comes from the prompt's step.
         decoded = torch.cat([(torch.arange(_answer(x).shape[1]) > 0).repeat(len(x)) for x in evaluation])
         self._low = []
@@ -176,7 +207,9 @@ class _Judge:
         if not self._any:
             return
         likelihood, x = self._full
-        likelihood.add(rows, self._capped(x @ weight.T))
+        logits = self._capped(x @ weight.T)
+        self._leaders.add(rows, logits)
+        likelihood.add(rows, logits)
         for likelihood, x, restored in self._low:
             logits = x @ torch.from_numpy(low).T
             if restored is not None and residual is not None:
@@ -185,6 +218,16 @@ class _Judge:
 
     def _capped(self, logits: torch.Tensor) -> torch.Tensor:
         return logits if self._cap is None else capped(logits, self._cap)
+
+    def reference(self) -> dict[str, Array | PiecewiseTensor]:
+        """Tensors of `layout.REFERENCE`; nothing without a text."""
+        if not self._any:
+            return {}
+        text = {
+            "tokens": torch.cat(self._windows).to(torch.int32).numpy(),
+            "lengths": np.asarray([len(window) for window in self._windows], np.int32),
+        }
+        return {**text, **self._leaders.tensors(self._full[0].normalizers)}
 
     def perplexities(self) -> tuple[float | None, tuple[float, ...]]:
         """Of the full-precision model, and of the low-bit one in every trial; nothing without a text."""

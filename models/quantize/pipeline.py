@@ -338,6 +338,8 @@ class Pipeline:
                 self.checkpoint, outer.head, outer.norm, streams.copies, lambda share: watch((1 + share) / 2)
             )
             work.save(layout.LOSSES, [json_bytes(found.to_json())])
+        if outer.reference:
+            work.save_tensors(layout.REFERENCE, outer.reference)
         work.save_tensors(layout.OUTER, outer.tensors)
         quality = Quality.judge(outer.perplexity_before, outer.perplexities, self.recipe)
         quality = quality.with_experts(self._experts_tokens(work), self.recipe)

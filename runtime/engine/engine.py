@@ -14,6 +14,7 @@ replies to the same requests in the same order with the same seeds.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,7 +34,7 @@ from runtime.engine.saved import SavedCaches
 from runtime.engine.scheduler import Request, Scheduler
 from runtime.errors import BackendError, Cancelled, ContextOverflowError, RequestError
 from runtime.text.call_constraint import AnswerConstraints
-from runtime.text.sampling import SamplingOptions
+from runtime.text.sampling import Sampler, SamplingOptions, TokenLogprob, token_logprob
 from runtime.text.thought_budget import ThoughtBudget
 from runtime.text.tokenizer import Tokenizer
 from runtime.wire.requests import Inspection
@@ -248,6 +249,43 @@ class Engine:
         checked = self._checked(tokens)
         with self.borrow(len(checked)) as decoder, decoder.session():
             return embed(decoder, checked, cancelled)
+
+    def score(
+        self,
+        prompt: Sequence[int],
+        options: SamplingOptions,
+        *,
+        more: bool,
+        cancelled: Callable[[], bool] = never_cancelled,
+    ) -> list[TokenLogprob]:
+        """Log-probabilities of a prompt's tokens, by the steps with which `eval` computes a perplexity.
+
+        Args:
+            prompt: The tokens; the first has no log-probability (NaN).
+            options: Count the most likely tokens that are wanted, and say how one more is sampled.
+            more: Whether one more token is wanted, behind the prompt.
+            cancelled: Polled between steps.
+
+        Raises:
+            RequestError, ContextOverflowError: as `submit`.
+            Cancelled: `cancelled` said so.
+        """
+        read, piece, count = self._checked(prompt), self.tokenizer.piece, options.logprobs or 0
+        found = [TokenLogprob(token=read[0], text=piece(read[0]), logprob=math.nan)]
+        with self.borrow(len(read)) as decoder, decoder.session():
+            decoder.cache.clear(0)
+            at = 0
+            while at < len(read):
+                if cancelled():
+                    raise Cancelled("the scoring was cancelled")
+                rows = read[at : at + min(decoder.options.max_rows, decoder.cache.rows_until_flush(0))]
+                for own in decoder.forward(Step.of(rows, at))[: len(read) + more - len(found)]:
+                    token = read[len(found)] if len(found) < len(read) else Sampler(options).draw(own)
+                    scored = token_logprob(own, token, count, piece)
+                    assert scored is not None, "a count was given"
+                    found.append(scored)
+                at += len(rows)
+        return found
 
     def inspect(
         self,

@@ -13,9 +13,11 @@ from models.plain_tokenizer import chat_template
 from models.progress import Cancelled, ProgressCallback
 from models.recipe import KEPT, Recipe, chosen_method
 from models.store import Store, StoredModel, StoredModelInfo
+from models.store.certificate import Certificate
 from models.store.store import GGUF
 from runtime.engine.saved import forgetting
 from runtime.errors import RequestError
+from runtime.load.certificate import certify
 from runtime.wire.answers import ModelEntry
 from runtime.wire.requests import QuantizeRequest
 
@@ -113,8 +115,18 @@ def model_entry(info: StoredModelInfo, *, bundled: bool = False) -> ModelEntry:
         perplexity_before=summary.perplexity_before,
         perplexity_after=summary.perplexity_after,
         warning=summary.warning,
+        certificate=certificate_words(info),
         created=_created(info.path),
     )
+
+
+def certificate_words(info: StoredModelInfo) -> str | None:
+    """A model's certificate for people; None if it has none that is whole."""
+    try:
+        found = Certificate.read(info.path)
+    except StoreError:
+        return None
+    return None if found is None else found.words
 
 
 def _created(folder: Path) -> int:
@@ -170,6 +182,8 @@ class ModelBuilder:
                 progress=progress,
                 cancelled=cancelled,
             )
+        # Another model may be loaded on a GPU, which belongs to another thread.
+        certify(self._store.open(info.name), backend="cpu", progress=progress, cancelled=cancelled)
         return model_entry(info)
 
     def pull(self, name: str, revision: str | None, progress: ProgressCallback, cancelled: Cancelled) -> str:

@@ -34,7 +34,7 @@ from runtime.load.prospects import MachineInspector
 from runtime.server.errors import ApiError, api_error, conflict, unavailable, unknown_model
 from runtime.server.parked import Parked
 from runtime.server.worker import Stream, Worker
-from runtime.text.sampling import Float32Array, SamplingOptions
+from runtime.text.sampling import Float32Array, SamplingOptions, TokenLogprob
 from runtime.wire.answers import CacheFacts, ErrorRecord, Holding, State, Status
 from runtime.wire.codec import to_json
 from runtime.wire.device import DeviceReport
@@ -101,6 +101,18 @@ class Embedded:
     """Tokens of the text."""
     vector: Float32Array
     """[C], of length 1."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scored:
+    """The tokens of one prompt, and those behind it."""
+
+    model: str
+    """The model that scored it."""
+    prompt_tokens: int
+    tokens: Sequence[TokenLogprob]
+    """See `Engine.score`."""
+    text: str
 
 
 class Service:
@@ -370,6 +382,16 @@ class Service:
         """
         return self._queued(lambda stream: self._embed(model, texts, keep, stream, cut=cut))
 
+    def score(
+        self, model: str, prompts: Sequence[str | Sequence[int]], options: SamplingOptions, *, more: bool
+    ) -> AsyncGenerator[Scored, None]:
+        """Log-probabilities of prompts (texts or token lists), in order; arguments as of `Engine.score`.
+
+        Raises:
+            ApiError: the model or a prompt is invalid, or the work failed.
+        """
+        return self._queued(lambda stream: self._score(model, prompts, options, more, stream))
+
     def inspect(self, request: InspectRequest) -> AsyncGenerator[Progress | Inspection, None]:
         """Re-read an answer token by token: yields reports, then the result.
 
@@ -497,6 +519,27 @@ class Service:
                 except (RequestError, ContextOverflowError) as error:
                     raise api_error(error, prompt=f"input[{index}]" if len(texts) > 1 else "input") from error
                 stream.put(Embedded(model=loaded.name, tokens=len(tokens), vector=vector))
+
+    def _score(
+        self,
+        model: str,
+        prompts: Sequence[str | Sequence[int]],
+        options: SamplingOptions,
+        more: bool,
+        stream: Stream[Scored],
+    ) -> None:
+        loaded = self._ensure(model, stream.cancelled)
+        with self._generating():
+            for index, prompt in enumerate(prompts):
+                engine = loaded.engine
+                try:
+                    tokens = engine.text_prompt(prompt) if isinstance(prompt, str) else prompt
+                    found = engine.score(tokens, options, more=more, cancelled=stream.cancelled)
+                except (RequestError, ContextOverflowError) as error:
+                    raise api_error(error, prompt=f"prompt[{index}]" if len(prompts) > 1 else "prompt") from error
+                before = prompt if isinstance(prompt, str) else engine.tokenizer.decode(tokens)
+                text = before + "".join(one.text for one in found[len(tokens) :])
+                stream.put(Scored(model=loaded.name, prompt_tokens=len(tokens), tokens=found, text=text))
 
     def _inspect(self, request: InspectRequest, stream: Stream[Progress | Inspection]) -> None:
         loaded = self._ensure(request.model, stream.cancelled)

@@ -122,6 +122,8 @@ class ModelEntry:
     """Perplexity of the low-bit model on the same text."""
     warning: str | None = None
     """A note for the user."""
+    certificate: str | None = None
+    """What it loses of its source, measured token by token; a line without a budget, a line with budgets."""
     created: int = 0
     """When its files were written, in seconds since 1970."""
     loaded: bool = False

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import load
 
 from models.checkpoint import Checkpoint
 from models.errors import CancelledError, CheckpointError, QuantizationError, StoreError, UnsupportedModelError
@@ -25,7 +26,7 @@ from models.quantize.quality import Layout, Quality, Trial, trials
 from models.quantize.text import token_windows
 from models.quantizers.dequantize import dequantize, dequantize_residual
 from models.recipe import DEFAULT_GROUP_SIZE, METHODS, Method, Recipe
-from models.store import Store, StoredModelInfo
+from models.store import Store, StoredModelInfo, layout
 from models.store import durable as durable_module
 from tests.close import assert_close
 from tests.grid import combined
@@ -162,7 +163,12 @@ def test_pieces_of_a_matrix_give_what_the_whole_gives(
     monkeypatch.setattr(outer, "_PIECE", 10 * 64)
     info = run()
     for file, data in content(info.path).items():
-        assert file.endswith(".json") or data == undisturbed[file]
+        assert file.endswith(".json") or file == layout.REFERENCE or data == undisturbed[file]
+    found, wanted = (
+        load(each) for each in ((info.path / layout.REFERENCE).read_bytes(), undisturbed[layout.REFERENCE])
+    )
+    np.testing.assert_allclose(found["log_probabilities"], wanted["log_probabilities"], rtol=1e-5, atol=1e-5)
+    assert np.mean(found["leaders"] == wanted["leaders"]) > 0.99, "but where two are as likely"
     whole = json.loads(undisturbed["recipe.json"])["quality"]
     assert info.summary.perplexity_before == pytest.approx(whole["perplexity_before"], rel=1e-6)
     assert info.summary.perplexity_after == pytest.approx(whole["perplexity_after"], rel=1e-6)

@@ -21,11 +21,12 @@ def timer(bits: float = 3, *, codebook: bool = False) -> SimulatedTimer:
 
 
 def test_the_awq_column_of_table_3() -> None:
+    """As close as docs/measurements.md says; so is the other column."""
     rows = simulate("awq")
     assert len(rows) == 20
     assert order_breaks(rows) == ()
-    assert quantile(rows, 0.5) <= 0.15
-    assert quantile(rows, 0.9) <= 0.60
+    assert quantile(rows, 0.5) <= 0.045
+    assert quantile(rows, 0.9) <= 0.225
     for row in rows:
         assert row.simulated.predicted_slowdown_percent <= row.budget_percent
 
@@ -33,8 +34,8 @@ def test_the_awq_column_of_table_3() -> None:
 def test_the_squeezellm_column_of_table_3() -> None:
     """Held out, but for one constant. The order of devices is that of the sums, as the table's own rows cross."""
     rows = simulate("squeezellm")
-    assert quantile(rows, 0.5) <= 0.15
-    assert quantile(rows, 0.9) <= 0.60
+    assert quantile(rows, 0.5) <= 0.086
+    assert quantile(rows, 0.9) <= 0.376
     for budget in BUDGETS:
         sums = [sum(row.k_chunk) for row in rows if row.budget_percent == budget]
         assert sums == sorted(sums)

@@ -187,7 +187,12 @@ class ModelsScreen(Screen[None]):
         made = f"{words.partition(',')[0]} ({model.method})"
         made += ", smoothed keys" if model.smooth_attention else ""
         loss = perplexity(model.perplexity_before, model.perplexity_after)
-        parts = [made, f"perplexity {loss}" if loss and self.has_class("-slim") else "", model.warning or ""]
+        parts = [
+            made,
+            f"perplexity {loss}" if loss and self.has_class("-slim") else "",
+            model.warning or "",
+            *(model.certificate or "").splitlines(),
+        ]
         return SEPARATOR.join(part for part in parts if part)
 
     def _note(self, text: str, *, warning: bool = False) -> None:

@@ -25,11 +25,12 @@ from runtime.server.openai.answering import Answering, Writer, call_reader, gene
 from runtime.server.openai.embeddings import EmbeddingsRequest, embeddings_body
 from runtime.server.openai.forms import LeftOut
 from runtime.server.openai.requests import ChatRequest, CompletionRequest
-from runtime.server.openai.responses import Body, ChatWriter, CompletionWriter, PartReader
+from runtime.server.openai.responses import Body, ChatWriter, CompletionWriter, PartReader, scored_body
 from runtime.server.openai.responses_api import ResponsesRequest, ResponseWriter
 from runtime.server.security import HEALTH_PATH
-from runtime.server.service import Embedded, GenerationRequest, Service
+from runtime.server.service import Embedded, GenerationRequest, Scored, Service
 from runtime.text.reasoning import TAGS, unfinished
+from runtime.text.sampling import SamplingOptions
 from runtime.wire.answers import ModelEntry
 
 _REFERENCE = "#/components/schemas/{model}"
@@ -170,7 +171,10 @@ class PublicInterface:
 
     async def completions(self, request: Request) -> Response:
         asked = await self.reader.read(request, partial(_checked, CompletionRequest))
-        text, options = asked.single_prompt, await asyncio.to_thread(asked.sampling)
+        options = await asyncio.to_thread(asked.sampling)
+        if asked.echo:
+            return await self._scored(request, asked, options)
+        text = asked.single_prompt
 
         def prompt(engine: Engine) -> Sequence[int]:
             return engine.text_prompt(text) if isinstance(text, str) else text
@@ -188,6 +192,14 @@ class PublicInterface:
             )
 
         return await self._chunks.respond(request, wanted, begin, stream=bool(asked.stream))
+
+    async def _scored(self, request: Request, asked: CompletionRequest, options: SamplingOptions) -> Response:
+        async def work() -> list[Scored]:
+            prompts, more = asked.prompts, bool(asked.max_tokens)
+            async with aclosing(self.service.score(asked.model, prompts, options, more=more)) as scored:
+                return [one async for one in scored]
+
+        return json_answer(scored_body(await unless_disconnected(request, work), logprobs=asked.logprobs is not None))
 
     async def responses(self, request: Request) -> Response:
         asked, messages, left_out = await self.reader.read(request, partial(_responses, self.answered))
@@ -259,4 +271,5 @@ def _model(entry: ModelEntry) -> Body:
         "type": "model",
         "display_name": entry.name,
         "created_at": made,
+        "certificate": entry.certificate,
     }

@@ -466,29 +466,46 @@ class CompletionRequest(Sampling):
     """Body of POST /v1/completions."""
 
     REFUSED: ClassVar[dict[str, str]] = {
-        "echo": "echo is not supported: prepend the prompt yourself",
         "suffix": "suffix is not supported",
     }
 
     prompt: str | Items[str] | Tokens | Items[Tokens]
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: StrictBool | None = None
+    """Whether to score the prompts: log-probabilities of their tokens, and at most one token more."""
+    max_tokens: Annotated[Annotated[int, Field(ge=0, le=MAX_COUNT)] | None, BeforeValidator(_unlimited)] = None
     suffix: str | None = None
+
+    def check(self) -> None:
+        super().check()
+        if not self.echo:
+            if self.max_tokens == 0:
+                raise refused("max_tokens", "max_tokens is 0: give at least 1, or echo to score the prompt")
+        elif self.max_tokens not in (0, 1):
+            raise refused("echo", "echo scores a prompt and answers with one token at most: give max_tokens 0 or 1")
+        elif self.stream or answer_form(self.response_format, self.structured_outputs):
+            field = "stream" if self.stream else "response_format"
+            raise refused("echo", f"echo scores a prompt, at once and in no other form: leave {field} out")
+        elif not self.prompts:
+            raise refused("prompt", "prompt holds no prompt: give one, or several")
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts: texts, or tokens."""
+        given: Any = self.prompt  # its first member shows which type it has
+        return [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else list(given)
 
     @property
     def single_prompt(self) -> str | list[int]:
-        """The prompt: a text, or tokens.
+        """The only prompt.
 
         Raises:
             ApiError: there are several, or none.
         """
-        if isinstance(self.prompt, str):
-            return self.prompt
-        if self.prompt and isinstance(self.prompt[0], int):
-            return [token for token in self.prompt if isinstance(token, int)]
-        if len(self.prompt) != 1 or isinstance(self.prompt[0], int):
-            raise refused("prompt", f"prompt holds {len(self.prompt)} prompts: ask for one completion in a request")
-        return self.prompt[0]
+        found = self.prompts
+        if len(found) != 1:
+            raise refused("prompt", f"prompt holds {len(found)} prompts: ask for one completion in a request")
+        return found[0]
 
     def sampling(self) -> SamplingOptions:
         form = answer_form(self.response_format, self.structured_outputs)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import time
 import uuid
 from collections.abc import Sequence
@@ -9,6 +11,7 @@ from typing import Any, Literal
 
 from runtime.engine.generation import Piece, Speculation, Usage
 from runtime.load.loading import Accepted
+from runtime.server.service import Scored
 from runtime.text.call_reader import CallReader, Found
 from runtime.text.reasoning import ReasoningReader
 from runtime.text.sampling import TokenLogprob
@@ -241,16 +244,50 @@ class CompletionWriter(_Answer):
         return self._body(self.KIND, [choice], pieces[-1].usage)
 
     def _completion_logprobs(self, logprobs: Sequence[TokenLogprob]) -> Body:
-        offsets = []
-        for logprob in logprobs:
-            offsets.append(self._offset)
-            self._offset += len(logprob.text)
-        return {
-            "tokens": [logprob.text for logprob in logprobs],
-            "token_logprobs": [logprob.logprob for logprob in logprobs],
-            "top_logprobs": [{other.text: other.logprob for other in logprob.top} for logprob in logprobs],
-            "text_offset": offsets,
-        }
+        found = completion_logprobs(logprobs, self._offset)
+        self._offset += sum(len(logprob.text) for logprob in logprobs)
+        return found
+
+
+def completion_logprobs(logprobs: Sequence[TokenLogprob], offset: int = 0) -> Body:
+    """Log-probabilities as /v1/completions has them; none of a token that has nothing before it.
+
+    Args:
+        logprobs: The tokens.
+        offset: Characters before the first.
+    """
+    ends = itertools.accumulate((len(logprob.text) for logprob in logprobs), initial=offset)
+    known = [not math.isnan(logprob.logprob) for logprob in logprobs]
+    return {
+        "tokens": [logprob.text for logprob in logprobs],
+        "token_logprobs": [one.logprob if has else None for one, has in zip(logprobs, known, strict=True)],
+        "top_logprobs": [
+            {other.text: other.logprob for other in one.top} if has else None
+            for one, has in zip(logprobs, known, strict=True)
+        ],
+        "text_offset": list(ends)[:-1],
+    }
+
+
+def scored_body(scored: Sequence[Scored], *, logprobs: bool) -> Body:
+    """The body of /v1/completions with `echo`: a choice for each prompt."""
+    prompts, total = (sum(each) for each in zip(*((one.prompt_tokens, len(one.tokens)) for one in scored), strict=True))
+    return {
+        "object": CompletionWriter.KIND,
+        "id": f"cmpl-{uuid.uuid4().hex}",
+        "created": int(time.time()),
+        "model": scored[0].model,
+        "choices": [
+            {
+                "index": index,
+                "text": one.text,
+                "logprobs": completion_logprobs(one.tokens) if logprobs else None,
+                "finish_reason": "length",
+            }
+            for index, one in enumerate(scored)
+        ],
+        "usage": {"prompt_tokens": prompts, "completion_tokens": total - prompts, "total_tokens": total},
+    }
 
 
 def call_id() -> str:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from models.store.certificate import Certificate
 from models.store.manifest import content_of
 
 Answer = Callable[..., dict[str, Any]]
@@ -64,7 +67,7 @@ def test_show(answer: Answer, run: Run, error: Error, stored: str, services: Any
     found = answer("show", stored)
     assert found.keys() == ENTRY | {
         "source", "source_types", "path", "method", "block_bits", "group_size", "residual_bits", "head_bits",
-        "smooth_attention", "steps", "verified",
+        "smooth_attention", "steps", "verified", "certificate",
     }  # fmt: skip
     assert found["path"] == str(services.store().root / stored)
     assert (found["source"], found["method"], found["verified"]) == ("tiny", "gptq", False)
@@ -81,6 +84,39 @@ def test_verify_reads_every_byte(answer: Answer, error: Error, run: Run, stored:
     file.chmod(0o600)
     file.write_bytes(content)
     assert "outer.safetensors" in error("show", stored, "--verify")
+    assert "outer.safetensors" in error("verify", stored)
+
+
+def test_a_certificate_is_repeated(
+    answer: Answer, error: Error, run: Run, checkpoint: Path, stored: str, services: Any
+) -> None:
+    assert "small has no certificate" not in run("show", stored).stdout
+    assert "it has no certificate" in error("verify", stored)
+    run("quantize", checkpoint, "--bits", 3, "--name", "three")
+    said = answer("show", "three")["certificate"]
+    assert [(way["kv"], way["k_chunk"]) for way in said["ways"]] == [("fp16", 0), ("fp16", 16), ("int4", 16)]
+    plain, usual, _ = said["ways"]
+    assert 0 < usual["kl"] < plain["kl"]
+    assert usual["perplexity"] == pytest.approx(answer("show", "three")["perplexity_after"], rel=0.02)
+    assert f"k_chunk 16: KL {usual['kl']:.3f} nats a token" in run("show", "three").stdout
+    found = answer("verify", "three")
+    assert (found["ok"], found["apart"], found["tokens"]) == (True, [], said["tokens"])
+    assert "k_chunk 16, int4 cache" in run("verify", "three").stdout
+
+    folder = services.store().root / "three"
+    own = Certificate.read(folder)
+    assert own is not None
+    for field, wrong in {"kl": 0.9 * plain["kl"] - 0.003, "same_percent": 3.0, "perplexity": 1.0}.items():
+        replace(own, ways=(replace(own.ways[0], **{field: wrong}), *own.ways[1:])).write(folder)
+        told = run("verify", "three", "--json", code=1)
+        assert json.loads(told.stdout)["ok"] is False
+        line = told.stderr.splitlines()[-1]
+        assert f"(k_chunk 0, fp16 cache: {field} is " in line
+        assert "doctor" in line
+    replace(own, model="0" * 64).write(folder)
+    assert "certificate.json belongs to other files" in error("verify", "three")
+    (folder / "certificate.json").write_text("{}")
+    assert "certificate.json is damaged" in error("verify", "three")
 
 
 @pytest.fixture

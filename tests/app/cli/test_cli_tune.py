@@ -27,7 +27,7 @@ Error = Callable[..., str]
 KINDS = ("qkv", "o", "gate_up", "down", "head")
 FIELDS = {
     "device", "budget_percent", "n_tb_max", "n_tb", "k_chunk", "predicted_slowdown_percent",
-    "measured_slowdown_percent", "seconds", "cached", "prompts", "offer",
+    "measured_slowdown_percent", "seconds", "cached", "prompts", "offer", "certificate",
 }  # fmt: skip
 SIMULATED = ("--simulate", "rtx-4050m", "--shape", "llama-3-8b", "--bits", 3, "--method", "awq")
 
@@ -74,6 +74,18 @@ def test_the_json_object_has_exactly_the_documented_fields(answer: Answer, clock
     again = answer("tune-device", "demo", "--budget", 8)
     assert (again["cached"], again["k_chunk"], clock.readings) == (True, found["k_chunk"], readings)
     assert not answer("tune-device", "demo", "--budget", 8, "--force")["cached"]
+    assert found["certificate"] is None, "its text was not measured when it was made"
+
+
+def test_a_budget_is_added_to_the_certificate(answer: Answer, run: Run, clock: Clock, checkpoint: Path) -> None:
+    run("quantize", checkpoint, "--bits", 3, "--name", "three")
+    before = answer("show", "three")["certificate"]["ways"]
+    bought = [answer("tune-device", "three", "--budget", budget)["certificate"] for budget in (8, 100, 8)]
+    assert bought[1]["kl"] < bought[0]["kl"]
+    assert bought[0]["k_chunk"] == answer("tune-device", "three", "--budget", 8)["k_chunk"]
+    assert answer("show", "three")["certificate"]["ways"] == [*before, bought[1], bought[0]]
+    assert "within 100 %: KL" in run("show", "three").stdout
+    assert answer("verify", "three")["ok"]
 
 
 def test_for_a_person(run: Run, clock: Clock, tmp_path: Path) -> None:

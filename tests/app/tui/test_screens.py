@@ -69,12 +69,13 @@ async def test_perplexity_and_warning_are_shown(stage: Stage, runtime: Any) -> N
     demo, tiny = runtime.entries
     runtime.entries = [
         replace(tiny, name="bad", perplexity_before=12.31, perplexity_after=99.0, warning="3 bits fell apart"),
-        replace(demo, perplexity_after=5.0),
+        replace(demo, perplexity_after=5.0, certificate="k_chunk 16: KL 0.151 nats\nwithin 5 %: KL 0.180 nats"),
     ]
     async with stage(runtime) as s:
         await open_models(s)
         await s.shows("99.00 (+704 %)", "compensates rounding errors (gptq) · 3 bits fell apart")
         await s.pilot.press("down")
+        await s.shows("k_chunk 16: KL 0.151 nats · within 5 %:", "KL 0.180 nats")
         await s.hides("3 bits fell apart")
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -47,14 +49,20 @@ def measure(part: Part, sizes: Sizes, device: torch.device) -> None:
                 | {"both_by_longer": round(times[order].p50 / longer, 3)}
             )
     own = [row for row in part.rows if row.items() >= USED.items()]
+    if own:
+        part.add(judge(own, sizes.most_by_longer))
+
+
+def judge(own: Sequence[Row], most: float) -> Row:
+    """The verdict on rows of the program's own arrangement, where a product can hide the compensation.
+
+    Where it can in none of them, the overlap was not shown, which is no pass.
+    """
     hidden = [row["both_by_longer"] for row in own if row["compensation_us"] <= row["product_us"]]
-    judged: Row = {"what": "as the program launches them", "most": sizes.most_by_longer}
-    judged |= {"of": len(own), "compensation_is_shorter": len(hidden)}
-    if hidden:
-        median = statistics.median(hidden)
-        part.add(judged | {"both_by_longer_median": median, "correct": median <= sizes.most_by_longer})
-    elif own:
-        part.add(judged | {"what": "left out: no product is as long as its compensation, which could hide in it"})
+    median = statistics.median(hidden) if hidden else None
+    row: Row = {"what": "as the program launches them", "most": most, "of": len(own)}
+    row |= {"compensation_is_shorter": len(hidden), "both_by_longer_median": median}
+    return row | {"correct": (math.inf if median is None else median) <= most}
 
 
 def _layer(kind: str, sizes: Sizes, device: torch.device) -> CompensatedLayer:

@@ -13,17 +13,21 @@ from typing import Any, cast
 import httpx
 import numpy as np
 import pytest
+import torch
 
 from assets import calibration_file, demo_checkpoint_path, demo_path, evaluation_file
 from models import fetch
 from models.catalogue import KNOWN
+from models.checkpoint import Checkpoint
 from models.errors import CheckpointError, QuantizationError, StoreError
+from models.oracle import Oracle
 from models.progress import Progress, ProgressCallback, ignore_progress, never_cancelled
 from models.spec import MixtureSpec
 from models.store import Store, StoredModel
 from models.store.manifest import content_of
 from runtime.backends import backend
 from runtime.backends.decoder import Decoder, DecoderOptions, Step
+from runtime.backends.reference.decoder import ReferenceDecoder
 from runtime.budget import tuning
 from runtime.budget.clocks import Clocks
 from runtime.budget.profile_key import profile_key
@@ -34,14 +38,17 @@ from runtime.errors import Cancelled, RequestError
 from runtime.kv.kinds import DEFAULT_KV, KINDS
 from runtime.load import loading
 from runtime.load.catalogue import Bundle, Catalogue, ModelBuilder
+from runtime.load.certificate import Reference
 from runtime.load.loading import LoadedModel, Loader
 from runtime.load.plan import LoadOptions
 from runtime.load.prospects import MachineInspector
+from runtime.measure.evaluate import perplexity
 from runtime.server.errors import ApiError
 from runtime.server.security import Security
 from runtime.server.serve import create_app
 from runtime.server.service import open_service
 from runtime.text.sampling import SamplingOptions
+from runtime.text.tokenizer import Tokenizer
 from runtime.wire.answers import Holding
 from runtime.wire.codec import from_json
 from runtime.wire.device import PromptTuning
@@ -427,6 +434,39 @@ async def test_the_bundled_model_answers_over_http(tmp_path: Path) -> None:
         assert service.close()
 
 
+async def test_prompts_are_scored_as_eval_does(tmp_path: Path) -> None:
+    """As lm-evaluation-harness asks (`local-completions`): tokens or texts, in batches, and a token more."""
+    texts = ["Once upon a time, there was a little dog. It liked to run.", "The sky is blue."]
+    model, service = StoredModel.open_folder(demo_path(), "demo"), open_service(tmp_path, BUNDLE)
+    tokens = [Tokenizer(model.tokenizer_path).encode(text) for text in texts]
+    try:
+        wanted = LoadRequest(model="demo", backend="reference", context=256, k_chunk=32)
+        async with aclosing(service.load(wanted)) as reports:
+            async for _ in reports:
+                pass
+        transport = httpx.ASGITransport(create_app(service, Security()))
+        asked = {"model": "demo", "temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234, "echo": True}
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            found = [
+                (await client.post("/v1/completions", json={**asked, **change})).json()["choices"]
+                for change in ({"prompt": tokens}, {"prompt": texts}, {"prompt": tokens[0], "max_tokens": 0})
+            ]
+    finally:
+        assert service.close()
+    assert [choice["logprobs"] for choice in found[0]] == [choice["logprobs"] for choice in found[1]]
+    assert found[2][0]["logprobs"]["token_logprobs"] == found[0][0]["logprobs"]["token_logprobs"][:-1]
+    decoder = ReferenceDecoder(model, DecoderOptions(kv=DEFAULT_KV, context=256, k_chunk=32))
+    for choice, text, own in zip(found[0], texts, tokens, strict=True):
+        told = choice["logprobs"]
+        assert choice["text"].startswith(text)
+        assert text in "".join(told["tokens"])
+        assert {len(each) for each in told.values()} == {len(own) + 1}
+        assert (told["token_logprobs"][0], told["top_logprobs"][0]) == (None, None)
+        nll = perplexity(decoder, own, 256, 256).nll_sum
+        assert -sum(told["token_logprobs"][1:-1]) == pytest.approx(nll, rel=1e-5)
+        assert told["token_logprobs"][-1] == max(told["top_logprobs"][-1].values()), "the token more is the likeliest"
+
+
 async def test_a_damaged_model_is_refused(tmp_path: Path) -> None:
     service = open_service(tmp_path, BUNDLE)
     try:
@@ -465,6 +505,16 @@ def test_a_model_is_made_of_a_folder(store: Store, brief: Bundle, bits: float) -
     assert not replaced.exists(), "the model that it belonged to is gone"
     assert set(store.open("three").recipe.block_bits or (3,)) == ({3} if bits == 3 else {3, 4})
     assert made.perplexity_after is not None
+    assert made.certificate is not None
+    assert made.certificate.startswith("k_chunk 16: KL ")
+    reference = Reference.of(store.open("three"))
+    assert reference is not None
+    window, half = torch.from_numpy(reference.windows[1])[None], len(reference.windows[1]) // 2
+    full = Oracle(Checkpoint.open(demo_checkpoint_path())).logits(window)[0, half - 1 : -1].float().log_softmax(-1)
+    own = reference.outline.rows(half, 2 * half)
+    leaders = full.topk(own.tokens.shape[1])
+    np.testing.assert_allclose(own.probabilities[:, :-1], leaders.values.exp(), rtol=1e-3, atol=1e-6)
+    assert np.mean(own.tokens == leaders.indices.numpy()) > 0.99, "but where two are as likely"
     assert reports
     assert "three" in [info.name for info in store.list()]
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -182,6 +184,17 @@ class FakeEngine:
         vector = np.array([len(tokens), 1, 0, 0], np.float32)
         return vector / np.linalg.norm(vector)
 
+    def score(
+        self, prompt: Sequence[int], options: SamplingOptions, *, more: bool, cancelled: Callable[[], bool]
+    ) -> list[TokenLogprob]:
+        self.embed(prompt, cancelled)
+        found = [_logprob(token, f"t{token}", options.logprobs or 0) for token in [*prompt, *([7] if more else [])]]
+        return [replace(one, logprob=math.nan) if at == 0 else one for at, one in enumerate(found) if one is not None]
+
+    @property
+    def tokenizer(self) -> Any:
+        return SimpleNamespace(decode=lambda tokens: " ".join(map(str, tokens)))
+
     def inspect(
         self,
         prompt: Sequence[int],
@@ -224,6 +237,7 @@ def entry(name: str, **changes: Any) -> ModelEntry:
         "family": "llama",
         "context": CONTEXT,
         "created": 1700000000,
+        "certificate": "k_chunk 16: KL 0.151 nats a token",
     }
     return ModelEntry(**values | changes)
 

@@ -65,7 +65,8 @@ async def test_models(client: httpx.AsyncClient) -> None:
     assert body["object"] == "list"
     model = next(model for model in body["data"] if model["id"] == "small")
     own = {"id": "small", "object": "model", "created": 1700000000, "owned_by": "lowbit-chat"}
-    assert model == own | {"type": "model", "display_name": "small", "created_at": "2023-11-14T22:13:20+00:00"}
+    own |= {"type": "model", "display_name": "small", "created_at": "2023-11-14T22:13:20+00:00"}
+    assert model == own | {"certificate": "k_chunk 16: KL 0.151 nats a token"}
     assert body["data"][0]["id"] != "demo"
     await client.post("/v1/chat/completions", json={"model": "demo", "messages": [{"role": "user", "content": "hi"}]})
     assert (await client.get("/v1/models")).json()["data"][0]["id"] == "demo", "many clients take the first one"
@@ -169,6 +170,26 @@ async def test_completions(client: httpx.AsyncClient, house: FakeHouse) -> None:
     assert house.engine.options[-1].max_tokens == 16
     assert house.engine.options[-1].stop == ()
     assert house.engine.trims == [False]
+
+
+async def test_prompts_are_scored(client: httpx.AsyncClient) -> None:
+    asked = {"model": "small", "prompt": [[5, 6, 7], [8]], "echo": True, "logprobs": 1, "max_tokens": 1}
+    body = (await client.post("/v1/completions", json=asked)).json()
+    first, second = body["choices"]
+    assert (first["index"], first["text"], first["finish_reason"]) == (0, "5 6 7t7", "length")
+    assert first["logprobs"] == {
+        "tokens": ["t5", "t6", "t7", "t7"],
+        "token_logprobs": [None, -0.5, -0.5, -0.5],
+        "top_logprobs": [None, *[{"t0": -1.0}] * 3],
+        "text_offset": [0, 2, 4, 6],
+    }
+    assert (second["index"], second["text"]) == (1, "8t7")
+    assert body["usage"] == {"prompt_tokens": 4, "completion_tokens": 2, "total_tokens": 6}
+    bare = {"model": "small", "prompt": "echo a b", "echo": True, "max_tokens": 0}
+    (only,) = (await client.post("/v1/completions", json=bare)).json()["choices"]
+    assert (only["text"], only["logprobs"]) == ("echo a b", None)
+    wrong = await client.post("/v1/completions", json={**asked, "prompt": [[1], [10_001]]})
+    assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "prompt[1]")
 
 
 async def test_completions_as_a_stream(client: httpx.AsyncClient) -> None:
