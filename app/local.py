@@ -54,6 +54,7 @@ class LocalRuntime:
             backend=loaded.backend,
             reason=loaded.reason,
             bits=loaded.bits,
+            base=not loaded.engine.tokenizer.has_chat_template,
             kv=loaded.kv,
             k_chunk=dict(loaded.k_chunk),
             context=loaded.context,
@@ -88,8 +89,7 @@ class LocalRuntime:
                 tools=tools,
                 variables=options.chat_template_kwargs,
             )
-            stops = (*(options.stop or ()), *engine.chat_stops)
-            sampling = self._sampling(options, stop=stops, calls=rules)
+            sampling = self._sampling(options, stop=options.stop or (), calls=rules)
             opening = "" if options.continue_final else engine.reasoning_opened(prompt)
             parts = PartReader(opening, reader, apart=not options.reasoning_in_content)
             writer = ChatWriter(self.loaded.accepted(prompt, opening), parts, version=program_version())

@@ -31,6 +31,7 @@ from models.recipe import (
     chosen_method,
 )
 from runtime.errors import byte_count
+from runtime.wire.answers import BASE
 
 if TYPE_CHECKING:
     from models.store import StoredModelInfo
@@ -41,6 +42,7 @@ _VERIFY = "verify"
 METHODS_HELP = ", ".join(f"{method} ({words})" for method, words in (*GOOD_FOR.items(), (KEPT, KEEPS)))
 """The quantization methods and their uses."""
 _LABELS = {
+    "base": BASE,
     "gpu_bytes": "device memory",
     "disk_bytes": "disk space",
     "active_bytes": "read per token",
@@ -325,9 +327,11 @@ def _shown(key: str, value: Any) -> str:
 
 def _details(info: StoredModelInfo) -> dict[str, Any]:
     from models.recipe import QOQ_STEPS
+    from runtime.load.catalogue import template_in
 
     recipe = info.recipe
     return {
+        "base": not template_in(info.path),
         "source": info.source,
         "source_types": info.source_types,
         "path": str(info.path),

@@ -20,6 +20,7 @@ from app.cli.serve import result_of, running
 from app.cli.services import services_of
 from app.conversation import Conversation
 from app.protocol import schema_format
+from runtime.wire.answers import CONTINUES
 
 if TYPE_CHECKING:
     from app.cli.services import Services
@@ -226,6 +227,8 @@ def run(
     talk = Talk(runtime, result_of(runtime.status()), settings, own, output, raw=raw, count=runtime.tokens)
     try:
         saving = contextlib.ExitStack()
+        if not (raw or loaded.engine.tokenizer.has_chat_template):
+            output.note(f"{loaded.name} is {CONTINUES}")
         if goes_on:
             talk.go_on(_last_chat())
             saving.callback(lambda: _save(talk.conversation))
@@ -241,7 +244,7 @@ def run(
             from app.cli.repl import Repl, line_history
 
             with line_history(services.home() / "lines"), saving:
-                Repl(talk, output, note=loaded.engine.tokenizer.note).loop()
+                Repl(talk, output).loop()
     finally:
         result_of(talk.close())
 

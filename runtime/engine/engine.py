@@ -118,11 +118,6 @@ class Engine:
         """Most tokens of a prompt and its answer together."""
         return self.decoder.options.context
 
-    @property
-    def chat_stops(self) -> tuple[str, ...]:
-        """Stop strings for chat answers, in addition to the caller's own (see `Tokenizer.chat_stops`)."""
-        return self.tokenizer.chat_stops
-
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
         """Tokens of a conversation; see `Tokenizer.chat`."""
         return self.tokenizer.chat(messages, most=self.context, **options)
@@ -152,7 +147,8 @@ class Engine:
             prompt: Token ids, from `chat_prompt` or `text_prompt`.
             options: Sampling and stopping options.
             cancelled: Polled between steps; True ends the answer with `finish_reason` "cancelled".
-            trim: Whether to strip leading white space from the answer, as for a new chat message.
+            trim: Whether to strip leading white space from the answer, as for a new chat message; a base model's stays,
+                for its answers continue a text.
             chat: The caller's name for the conversation, for `forget`.
 
         Returns:
@@ -335,6 +331,7 @@ class Engine:
             message = f"logit_bias names token {unknown[0]}, but the model's tokens are 0 to {V - 1}: leave it out"
             raise RequestError(message, field="logit_bias")
         room = self.context - len(tokens)
+        trim = trim and self.tokenizer.has_chat_template
         run = Run(prompt=tokens, options=options, trim=trim, chat=chat, begin=time.perf_counter())
         limit = room if options.max_tokens is None else min(room, options.max_tokens)
         run.constraint = self._constraints.of(options.grammar, options.calls, limit)

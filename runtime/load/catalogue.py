@@ -76,11 +76,9 @@ class Catalogue:
     def chat_template(self, name: str) -> str:
         """A model's chat template; empty if there is none, or it can't be read."""
         try:
-            folder = self._bundled[name] if name in self._bundled else self._store.info(name).path
-            given = chat_template(folder)
-        except (ModelError, OSError, ValueError, TypeError):
+            return template_in(self._bundled[name] if name in self._bundled else self._store.info(name).path)
+        except ModelError:
             return ""
-        return given if isinstance(given, str) else ""
 
     def remove(self, name: str) -> None:
         """Delete a stored model.
@@ -115,9 +113,19 @@ def model_entry(info: StoredModelInfo, *, bundled: bool = False) -> ModelEntry:
         perplexity_before=summary.perplexity_before,
         perplexity_after=summary.perplexity_after,
         warning=summary.warning,
+        base=not template_in(info.path),
         certificate=certificate_words(info),
         created=_created(info.path),
     )
+
+
+def template_in(folder: Path) -> str:
+    """The chat template in a model's folder; empty if there is none, or it can't be read."""
+    try:
+        given = chat_template(folder)
+    except (ModelError, OSError, ValueError, TypeError):
+        return ""
+    return given if isinstance(given, str) else ""
 
 
 def certificate_words(info: StoredModelInfo) -> str | None:

@@ -75,8 +75,6 @@ class GenerationRequest:
     options: SamplingOptions
     left_open: Collection[str] = ()
     """Those that the client left to the model's maker, where one recommends something."""
-    chat: bool = False
-    """Whether to add the model's own chat stops."""
     name: str | None = None
     """The client's name of the conversation, for `Service.forget`."""
     trim: bool = False
@@ -193,6 +191,7 @@ class Service:
             backend=loaded.backend,
             reason=loaded.reason,
             bits=loaded.bits,
+            base=not loaded.engine.tokenizer.has_chat_template,
             kv=loaded.kv,
             k_chunk=dict(loaded.k_chunk),
             budget_percent=tuning.budget_percent if tuning else None,
@@ -496,8 +495,6 @@ class Service:
         loaded = self._ensure(request.model, stream.cancelled, request.keep)
         advised = {name: value for name, value in loaded.sampling.items() if name in request.left_open}
         options = replace(request.options, **advised)  # type: ignore[arg-type]  # top_k is an int
-        if request.chat:
-            options = replace(options, stop=(*options.stop, *loaded.engine.chat_stops))
         prompt = _prompt(loaded, request)
         try:
             loaded.engine.submit(prompt, options, receive, stream.cancelled, trim=request.trim, chat=request.name)

@@ -31,10 +31,6 @@ CUT = "\ufdd0"
 """Where the text of a conversation is cut before it is encoded: a noncharacter, which stands in no text."""
 RESULT_END = "</tool_response>"
 """What ends a tool's result in many templates, whether or not it is a token."""
-PLAIN_TURN = {"user": "User: ", "assistant": "Assistant: "}
-"""The beginning of a turn in the plain fallback."""
-PLAIN_STOPS = ("\nUser:",)
-"""The stop string of the plain fallback: the model starting the user's next turn."""
 USUAL_CHARACTERS = 4
 """Characters per token: a longer text is counted slice by slice before it is encoded."""
 SLICE, EDGE = 2**16, 64
@@ -45,7 +41,6 @@ _BEGINNING = 8
 """Characters of a beginning that special tokens may share."""
 _ORDINARY = re.compile(r"</?[a-z]+[0-9]?>|\w[\w ]*")
 """Added tokens that are mere text: words, and the HTML tags of Gemma."""
-_TURN = re.compile(rf"^(?={'|'.join(turn.rstrip() for turn in PLAIN_TURN.values())})", re.MULTILINE)
 _MARKED = ((CHANNEL_MARKS, ChannelReader), (PAIRED_MARKS, PairedReader))
 """Marks of answers, and what reads them."""
 
@@ -152,20 +147,8 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether the model has a chat template; otherwise `chat` writes plain `User:` and `Assistant:` turns."""
+        """Whether the model has a chat template; a base model, which has none, continues a conversation as a text."""
         return self._template is not None
-
-    @property
-    def chat_stops(self) -> tuple[str, ...]:
-        """Stop strings for chat answers: none with a chat template, else the start of the next turn."""
-        return () if self.has_chat_template else PLAIN_STOPS
-
-    @property
-    def note(self) -> str | None:
-        """A note for the user about chatting with this model, or None."""
-        if self.has_chat_template:
-            return None
-        return "this model has no chat template: turns are written as plain 'User:' and 'Assistant:' lines"
 
     @cached_property
     def call_format(self) -> CallFormat | None:
@@ -280,8 +263,8 @@ class Tokenizer:
                 "the model's chat template does not accept these messages: they are nested too deeply"
             ) from error
         if self._template is None:
-            turns = plain_chat(describe_tools(messages, tools), continue_final=continue_final)
-            return self.encode(turns.replace(CUT, " "), most=most)
+            text = plain_chat(describe_tools(messages, tools))
+            return self.encode(text.replace(CUT, " "), most=most)
         told = tools or any("tool_calls" in message or message["role"] == "tool" for message in messages)
         if told and not self._knows_tools:
             messages, tools = describe_tools(messages, tools), ()
@@ -413,19 +396,13 @@ class Tokenizer:
         return None if text is None else self._fast.token_to_id(text)
 
 
-def plain_chat(messages: Sequence[Mapping[str, Any]], *, continue_final: bool) -> str:
-    """A conversation as plain text, for models without a chat template.
+def plain_chat(messages: Sequence[Mapping[str, Any]]) -> str:
+    """A conversation as one text: an answer continues what is before it, all else is a paragraph of its own."""
+    text = ""
+    for message in messages:
+        text += ("\n\n" if text and message["role"] != "assistant" else "") + message["content"]
+    return text
 
-    A system message comes first as a paragraph of its own, then `User: ...` and `Assistant: ...` lines; the last line
-    is an open `Assistant:`. A message's own lines that begin like a turn get a space in front.
-    """
-    lines = [PLAIN_TURN.get(message["role"], "") + _TURN.sub(" ", message["content"].strip()) for message in messages]
-    separators = ["\n" if message["role"] in PLAIN_TURN else "\n\n" for message in messages]
-    if continue_final:
-        separators[-1] = ""
-        lines[-1] = PLAIN_TURN["assistant"] + messages[-1]["content"]
-    text = "".join(line + separator for line, separator in zip(lines, separators, strict=True))
-    return text if continue_final else text + PLAIN_TURN["assistant"].rstrip()
 
 
 class Detokenizer:

@@ -23,6 +23,9 @@ STATUS_OF_CODE: Mapping[str, int] = {
     "overloaded": 503,
 }
 """HTTP status by error code, if it is neither 400 nor 500: errors inside a stream only carry the code."""
+BASE = "base model"
+CONTINUES = f"a {BASE}: it continues a text instead of answering"
+"""What people are told of a model without a chat template."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +55,8 @@ class Status:
     """The reason for this backend."""
     bits: float | None = None
     """Bits of its base weights."""
+    base: bool = False
+    """See `ModelEntry`."""
     kv: str | None = None
     """Precision of its KV cache."""
     k_chunk: Mapping[str, int] | None = None
@@ -122,6 +127,8 @@ class ModelEntry:
     """Perplexity of the low-bit model on the same text."""
     warning: str | None = None
     """A note for the user."""
+    base: bool = False
+    """Whether it is a base model: it has no chat template, and continues a text instead of answering."""
     certificate: str | None = None
     """What it loses of its source, measured token by token; a line without a budget, a line with budgets."""
     created: int = 0

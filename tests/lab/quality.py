@@ -386,7 +386,7 @@ def _apart(full: Sequence[torch.Tensor], found: Sequence[Any]) -> dict[str, floa
 def low_bit_answers(model: StoredModel, k_chunk: int, prompt_k_chunk: int) -> dict[str, str]:
     """A stored model's answers by question."""
     engine = open_engine(model, DecoderOptions(context=512, k_chunk=k_chunk, prompt_k_chunk=prompt_k_chunk), "cpu")
-    sampling = SamplingOptions(temperature=0, max_tokens=ANSWER, stop=engine.chat_stops)
+    sampling = SamplingOptions(temperature=0, max_tokens=ANSWER)
     try:
         return {
             question: "".join(p.text for p in engine.generate(engine.chat_prompt(_chat(question)), sampling)).strip()

@@ -28,6 +28,7 @@ from app.tui.widgets.progress_panel import ProgressPanel
 from models.catalogue import KNOWN
 from models.recipe import GOOD_FOR, Recipe
 from runtime.errors import byte_count
+from runtime.wire.answers import BASE, CONTINUES
 
 if TYPE_CHECKING:
     from runtime.wire.answers import ModelEntry
@@ -152,7 +153,7 @@ class ModelsScreen(Screen[None]):
         if self.has_class("-slim") and len(name) > SLIM_NAME:
             name = f"{name[: SLIM_NAME - 1]}…"
         cells = ["●" if model.loaded else " ", name, size]
-        note = "bundled" if model.bundled else "see below" if model.warning else ""
+        note = "bundled" if model.bundled else "see below" if model.warning else BASE if model.base else ""
         loss = perplexity(model.perplexity_before, model.perplexity_after)
         if self.has_class("-slim"):
             return [*cells, note]
@@ -189,6 +190,7 @@ class ModelsScreen(Screen[None]):
         loss = perplexity(model.perplexity_before, model.perplexity_after)
         parts = [
             made,
+            CONTINUES if model.base else "",
             f"perplexity {loss}" if loss and self.has_class("-slim") else "",
             model.warning or "",
             *(model.certificate or "").splitlines(),

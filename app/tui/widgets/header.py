@@ -14,6 +14,7 @@ from app.tui.plain import Plain
 from app.tui.session import Session
 from runtime.errors import byte_count
 from runtime.kv.kinds import DEFAULT_KV
+from runtime.wire.answers import BASE
 
 
 class HeaderPart(Plain, can_focus=True):
@@ -80,7 +81,8 @@ def model_parts(session: Session) -> list[str]:
     if not session.ready or status.model is None:
         return ["no model loaded"]
     name = printable_name(status.model)
-    return [name] if status.bits is None else [name, bit_count(status.bits)]
+    parts = [name, "" if status.bits is None else bit_count(status.bits), BASE if status.base else ""]
+    return [part for part in parts if part]
 
 
 def settings_parts(session: Session) -> list[str]:

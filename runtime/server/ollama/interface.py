@@ -230,7 +230,7 @@ def _continued(wanted: GenerationRequest, text: str) -> GenerationRequest:
     def prompt(engine: Engine) -> Sequence[int]:
         return engine.text_prompt(text)
 
-    return replace(wanted, prompt=prompt, chat=False, trim=False, messages=())
+    return replace(wanted, prompt=prompt, trim=False, messages=())
 
 
 def _chat(body: bytes) -> tuple[OllamaChat, list[dict[str, Any]], LeftOut]:

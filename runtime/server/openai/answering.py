@@ -88,7 +88,6 @@ def generation(
         prompt=prompt,
         options=options,
         left_open=asked.left_open,
-        chat=True,
         name=name,
         trim=not resume,
         field=field,

@@ -23,8 +23,7 @@ class CountingEngine:
     name = "counting"
     reason = "a test"
     context = 10**9
-    chat_stops = ()
-    tokenizer = SimpleNamespace(note=None)
+    tokenizer = SimpleNamespace(has_chat_template=True)
 
     def __init__(self, options: Any) -> None:
         self._count = 0

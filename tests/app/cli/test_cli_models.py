@@ -67,7 +67,7 @@ def test_show(answer: Answer, run: Run, error: Error, stored: str, services: Any
     found = answer("show", stored)
     assert found.keys() == ENTRY | {
         "source", "source_types", "path", "method", "block_bits", "group_size", "residual_bits", "head_bits",
-        "smooth_attention", "steps", "verified", "certificate",
+        "smooth_attention", "steps", "verified", "certificate", "base",
     }  # fmt: skip
     assert found["path"] == str(services.store().root / stored)
     assert (found["source"], found["method"], found["verified"]) == ("tiny", "gptq", False)

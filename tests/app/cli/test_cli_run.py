@@ -45,24 +45,11 @@ def test_the_json_object_has_exactly_the_documented_fields(answer: Answer) -> No
     assert set(found["k_chunk"].values()) == {24}
 
 
-def test_a_chat_ends_where_its_template_says(run: Run, services: Any) -> None:
-    asked: list[tuple[str, ...]] = []
-
-    def load(plan: Any, **how: Any) -> Any:
-        loaded = type(services).load(services, plan, **how)
-        engine, submit = loaded.engine, loaded.engine.submit
-
-        def spy(prompt: Any, options: Any, *how: Any, **more: Any) -> Any:
-            asked.append(options.stop)
-            return submit(prompt, options, *how, **more)
-
-        engine.submit = spy
-        return loaded
-
-    services.load = load
-    run("run", "demo", "hi", "--max-tokens", 1, "--stop", "END")
-    run("run", "demo", "hi", "--max-tokens", 1, "--stop", "END", "--raw")
-    assert asked == [("END", "\nUser:"), ("END",)]
+def test_a_base_model_says_so(run: Run) -> None:
+    """It has no template; with `--raw`, nobody expects an answer."""
+    for more in ((), ("--raw",)):
+        said = run("run", "demo", "hi", "--max-tokens", 1, *more).stderr
+        assert ("demo is a base model" in said) is not bool(more)
 
 
 def test_a_schema_constrains_the_answer(run: Run, error: Error, services: Any, tmp_path: Path) -> None:

@@ -56,7 +56,6 @@ class FakeEngine:
     def __init__(self, name: str) -> None:
         self.name = name
         self.context = CONTEXT
-        self.chat_stops = ("<turn>",)
         self.closed = False
         self.steps = 0
         self.cancellations = 0
@@ -193,7 +192,7 @@ class FakeEngine:
 
     @property
     def tokenizer(self) -> Any:
-        return SimpleNamespace(decode=lambda tokens: " ".join(map(str, tokens)))
+        return SimpleNamespace(has_chat_template=True, decode=lambda tokens: " ".join(map(str, tokens)))
 
     def inspect(
         self,

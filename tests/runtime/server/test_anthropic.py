@@ -80,12 +80,12 @@ async def test_a_message(client: httpx.AsyncClient, house: FakeHouse) -> None:
     assert body == {"type": "message", "role": "assistant", "model": "small", "content": content, **ended}
     options = house.engine.options[-1]
     assert (options.temperature, options.top_k, options.top_p, options.max_tokens) == (0.5, 7, 0.9, 99)
-    assert options.stop == ("END", "STOP", "<turn>")
+    assert options.stop == ("END", "STOP")
 
 
 @pytest.mark.parametrize(
     ("text", "reason", "sequence"),
-    [("echo a <turn> b", "end_turn", None), ("echo a END b", "stop_sequence", "END"), ("count 9", "max_tokens", None)],
+    [("echo a END b", "stop_sequence", "END"), ("count 9", "max_tokens", None)],
 )
 async def test_reasons_for_the_end(client: httpx.AsyncClient, text: str, reason: str, sequence: str | None) -> None:
     body = (await client.post(URL, json=asking(text, stop_sequences=["END"], max_tokens=5))).json()

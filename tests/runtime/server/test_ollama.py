@@ -59,7 +59,7 @@ async def test_a_chat(client: httpx.AsyncClient, house: FakeHouse) -> None:
         seed=3,
         max_tokens=9,
         repetition_penalty=1.25,
-        stop=("END", "<turn>"),
+        stop=("END",),
     )
     assert house.engine.options == [wanted]
 
@@ -95,7 +95,7 @@ async def test_a_generated_text(client: httpx.AsyncClient, house: FakeHouse) -> 
         (" b", 1),
     ]
     assert items[-1]["prompt_eval_count"] == 5
-    assert house.engine.options[-1].stop == ("<turn>",)
+    assert house.engine.options[-1].stop == ()
     await client.post("/api/generate", json={**asked, "raw": True, "stream": False})
     assert house.engine.options[-1].stop == ()
 

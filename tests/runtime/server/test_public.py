@@ -226,7 +226,7 @@ async def test_options_reach_the_engine(client: httpx.AsyncClient, house: FakeHo
     options = house.engine.options[-1]
     assert (options.temperature, options.top_p, options.top_k, options.min_p) == (0.5, 0.9, 7, 0.05)
     assert (options.repetition_penalty, options.seed, options.max_tokens) == (1.1, -5, 2)
-    assert options.stop == ("X", "Y", "<turn>")
+    assert options.stop == ("X", "Y")
     assert (await client.post("/v1/chat/completions", json=chat(top_p=0))).status_code == 200
     assert house.engine.options[-1].top_k == 1, "the most likely token alone"
 

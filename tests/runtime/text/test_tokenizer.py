@@ -174,18 +174,6 @@ def test_data_writes_no_control_token(marked_tokenizer: Tokenizer, mark: str, at
     assert controls(marked_tokenizer, text) == controls(marked_tokenizer, "x")
 
 
-def test_without_a_template_data_begins_no_turn(pieces_tokenizer: Tokenizer) -> None:
-    text = "the sea</s>\nUser: the sea\nAssistant: the sea"
-    prompt = pieces_tokenizer.chat(
-        [{"role": role, "content": text} for role in ("system", "user", "assistant", "user")]
-    )
-    lines = pieces_tokenizer.decode(prompt).splitlines()
-    assert [line.partition(":")[0] for line in lines if line.startswith(("User:", "Assistant:"))] == [
-        "User", "Assistant", "User", "Assistant",
-    ]  # fmt: skip
-    assert pieces_tokenizer.eos_token_id not in prompt
-
-
 def test_an_answers_reasoning_keeps_its_tags(marked_tokenizer: Tokenizer) -> None:
     """Templates find reasoning by them; a second pair is data."""
     answer = {"role": "assistant", "content": "<think>\na <think>\n</think>\n\nb </think>"}
@@ -257,8 +245,7 @@ def test_the_chat_template_is_the_models_own(bytes_tokenizer: Tokenizer) -> None
     assert tokens.count(ids["<s>"]) == 1
     assert tokens[-1] == ids["<|assistant|>"]
     assert bytes_tokenizer.decode(tokens) == "be the seathe"
-    assert bytes_tokenizer.chat_stops == ()
-    assert bytes_tokenizer.note is None
+    assert bytes_tokenizer.has_chat_template
     final = [*messages, {"role": "assistant", "content": "I am"}]
     continued = bytes_tokenizer.chat(final, continue_final=True)
     assert bytes_tokenizer.decode(continued).endswith("I am")
@@ -306,21 +293,18 @@ def test_reasoning_is_split_from_its_answer(text: str, thought: str, answer: str
     assert split_reasoning(text) == (thought, answer)
 
 
-def test_without_a_template_turns_are_plain(pieces_tokenizer: Tokenizer) -> None:
+def test_without_a_template_a_conversation_is_one_text(pieces_tokenizer: Tokenizer) -> None:
     messages = [
         {"role": "system", "content": "be brief"},
         {"role": "user", "content": "the sea"},
-        {"role": "assistant", "content": "I am"},
-        {"role": "user", "content": "time"},
+        {"role": "assistant", "content": " I am"},
+        {"role": "user", "content": "time</s>"},
     ]
-    assert plain_chat(messages, continue_final=False) == (
-        "be brief\n\nUser: the sea\nAssistant: I am\nUser: time\nAssistant:"
-    )
-    begun = [*messages[:2], {"role": "assistant", "content": "I am "}]
-    assert plain_chat(begun, continue_final=True) == "be brief\n\nUser: the sea\nAssistant: I am "
-    assert pieces_tokenizer.chat(messages)[0] == 1
-    assert pieces_tokenizer.chat_stops == ("\nUser:",)
-    assert "no chat template" in (pieces_tokenizer.note or "")
+    assert plain_chat(messages) == "be brief\n\nthe sea I am\n\ntime</s>"
+    prompt = pieces_tokenizer.chat(messages)
+    assert prompt[0] == 1
+    assert pieces_tokenizer.eos_token_id not in prompt
+    assert not pieces_tokenizer.has_chat_template
 
 
 @pytest.mark.parametrize(
