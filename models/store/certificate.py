@@ -101,9 +101,10 @@ class Certificate:
             return None
         try:
             found = cls(**{**data, "ways": tuple(Way(**way) for way in data["ways"])})
-            numbers = [found.source_perplexity, *(n for way in found.ways for n in (way.kl, way.perplexity))]
-            if not found.ways or not all(math.isfinite(number) for number in numbers):
-                raise ValueError("no numbers")
+            measured = [n for way in found.ways for n in (way.kl, way.same_percent, way.perplexity)]
+            numbers = [*measured, *(way.budget_percent or 0 for way in found.ways), found.source_perplexity]
+            if not found.ways or not all(map(math.isfinite, numbers)) or found.source_perplexity <= 0:
+                raise ValueError("numbers are missing, or are none")
         except (KeyError, TypeError) as error:
             raise ValueError(f"not a certificate: {error!r}") from error
         return found
