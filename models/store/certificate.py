@@ -101,9 +101,9 @@ class Certificate:
             return None
         try:
             found = cls(**{**data, "ways": tuple(Way(**way) for way in data["ways"])})
-            measured = [n for way in found.ways for n in (way.kl, way.same_percent, way.perplexity)]
-            numbers = [*measured, *(way.budget_percent or 0 for way in found.ways), found.source_perplexity]
-            if not found.ways or not all(map(math.isfinite, numbers)) or found.source_perplexity <= 0:
+            numbers = [n for way in found.ways for n in (way.kl, way.same_percent, way.budget_percent or 0)]
+            perplexities = [found.source_perplexity, *(way.perplexity for way in found.ways)]
+            if not found.ways or min(perplexities) <= 0 or not all(map(math.isfinite, numbers + perplexities)):
                 raise ValueError("numbers are missing, or are none")
         except (KeyError, TypeError) as error:
             raise ValueError(f"not a certificate: {error!r}") from error

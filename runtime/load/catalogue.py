@@ -115,12 +115,12 @@ def model_entry(info: StoredModelInfo, *, bundled: bool = False) -> ModelEntry:
         perplexity_before=summary.perplexity_before,
         perplexity_after=summary.perplexity_after,
         warning=summary.warning,
-        certificate=certificate_words(info),
+        certificate=_certificate(info),
         created=_created(info.path),
     )
 
 
-def certificate_words(info: StoredModelInfo) -> str | None:
+def _certificate(info: StoredModelInfo) -> str | None:
     """A model's certificate for people; None if it has none that is whole."""
     try:
         found = Certificate.read(info.path)

@@ -119,8 +119,11 @@ def test_a_certificate_is_repeated(
     assert all_residuals["again"]["same_percent"] > 90
     replace(own, model="0" * 64).write(folder)
     assert "certificate.json belongs to other files" in error("verify", "three")
+    for damage in ({"source_perplexity": 0}, {"ways": ()}, {"ways": (replace(own.ways[0], perplexity=0.0),)}):
+        replace(own, **damage).write(folder)
+        assert "certificate.json is damaged" in error("verify", "three")
     (folder / "certificate.json").write_text("{}")
-    assert "certificate.json is damaged" in error("verify", "three")
+    assert "certificate.json is damaged" in error("show", "three")
 
 
 @pytest.fixture
