@@ -101,9 +101,10 @@ class Certificate:
             return None
         try:
             found = cls(**{**data, "ways": tuple(Way(**way) for way in data["ways"])})
-            numbers = [found.source_perplexity, *(n for way in found.ways for n in (way.kl, way.perplexity))]
-            if not found.ways or not all(math.isfinite(number) for number in numbers):
-                raise ValueError("no numbers")
+            numbers = [n for way in found.ways for n in (way.kl, way.same_percent, way.budget_percent or 0)]
+            perplexities = [found.source_perplexity, *(way.perplexity for way in found.ways)]
+            if not found.ways or min(perplexities) <= 0 or not all(map(math.isfinite, numbers + perplexities)):
+                raise ValueError("numbers are missing, or are none")
         except (KeyError, TypeError) as error:
             raise ValueError(f"not a certificate: {error!r}") from error
         return found

@@ -114,7 +114,7 @@ def model_entry(info: StoredModelInfo, *, bundled: bool = False) -> ModelEntry:
         perplexity_after=summary.perplexity_after,
         warning=summary.warning,
         base=not template_in(info.path),
-        certificate=certificate_words(info),
+        certificate=_certificate(info),
         created=_created(info.path),
     )
 
@@ -128,7 +128,7 @@ def template_in(folder: Path) -> str:
     return given if isinstance(given, str) else ""
 
 
-def certificate_words(info: StoredModelInfo) -> str | None:
+def _certificate(info: StoredModelInfo) -> str | None:
     """A model's certificate for people; None if it has none that is whole."""
     try:
         found = Certificate.read(info.path)

@@ -16,9 +16,9 @@ from typing import cast
 
 import numpy as np
 
-from models.errors import CancelledError, ModelError, StoreError
+from models.errors import ModelError, StoreError
 from models.progress import Progress, ProgressCallback, ignore_progress, never_cancelled
-from models.store import StoredModel, StoredModelInfo
+from models.store import StoredModel
 from models.store.certificate import Certificate, Way
 from models.store.layout import RECIPE, REFERENCE
 from models.store.tensors import MappedTensors
@@ -26,11 +26,13 @@ from runtime.backends import AUTO
 from runtime.backends.decoder import Decoder, DecoderOptions, KVKind
 from runtime.budget.profile_key import content_id
 from runtime.compensation import Compensation
-from runtime.errors import Cancelled, RuntimeFailure
+from runtime.errors import RequestError, RuntimeFailure
+from runtime.kv.kinds import KINDS
 from runtime.load.plan import LoadOptions, plan_load
 from runtime.measure.evaluate import Int64Array, Window, negative_log_likelihood, scores
 from runtime.text.divergence import Outline
 
+_TENSORS = ("tokens", "lengths", "leaders", "log_probabilities")
 _ROWS = 32
 """Most decoded tokens that share a step."""
 logger = logging.getLogger(__name__)
@@ -46,17 +48,28 @@ class Reference:
     """Of the tokens that are scored, window after window; most likely tokens first."""
 
     @classmethod
-    def of(cls, model: StoredModelInfo | StoredModel) -> Reference | None:
-        """A stored model's; None where it has none."""
-        if not (model.path / REFERENCE).is_file():
+    def of(cls, model: StoredModel) -> Reference | None:
+        """A stored model's; None where it has none.
+
+        Raises:
+            StoreError: it is damaged, or that of another model.
+        """
+        path = model.path / REFERENCE
+        if not path.is_file():
             return None
-        found = MappedTensors(model.path / REFERENCE)
-        logarithms = np.asarray(found["log_probabilities"], np.float32)
-        own = np.exp(logarithms)
-        rest = np.maximum(0, 1 - own.sum(1, keepdims=True, dtype=np.float64)).astype(np.float32)
-        ends = np.cumsum(found["lengths"])[:-1]
-        windows = tuple(np.split(np.asarray(found["tokens"], np.int64), ends))
-        return cls(windows, Outline(np.asarray(found["leaders"]), np.concatenate((own, rest), 1)))
+        found = MappedTensors(path)
+        try:
+            tokens, lengths, leaders, logarithms = (np.asarray(found[name]) for name in _TENSORS)
+            own = np.exp(logarithms, dtype=np.float32)
+            rest = np.maximum(0, 1 - own.sum(1, keepdims=True, dtype=np.float64)).astype(np.float32)
+            outline = Outline(leaders, np.concatenate((own, rest), 1))
+            ids, scored = np.concatenate((tokens, leaders.ravel())), int((lengths - lengths // 2).sum())
+            fits = own.shape == leaders.shape == (scored, leaders.shape[1]) and lengths.min() > 1
+            if not (fits and lengths.sum() == tokens.size and 0 <= ids.min() <= ids.max() < model.spec.vocab_size):
+                raise ValueError("sizes or tokens of another model")
+            return cls(tuple(np.split(tokens.astype(np.int64), np.cumsum(lengths)[:-1])), outline)
+        except (ValueError, IndexError) as error:
+            raise StoreError(f"{path} is damaged ({error}); quantize the model again") from error
 
     def measure(self, decoder: Decoder, way: Way, cancelled: Callable[[], bool] = never_cancelled) -> Way:
         """What a decoder with this way's cache loses. Slot 0 is overwritten, compensation is restored.
@@ -85,7 +98,7 @@ class Reference:
         at = 0
         for text in self.windows:
             half = len(text) // 2
-            part = Window(0, len(text), max(half, 1), half)
+            part = Window(0, len(text), half, half)
             for logits, targets in scores(decoder, text, part, _ROWS, cancelled):
                 own = self.outline.rows(at, at + len(logits))
                 at += len(logits)
@@ -108,14 +121,22 @@ def measured(
         RuntimeFailure: nothing can run it here, or it computes NaN.
         Cancelled: `cancelled` said so.
     """
+
+    def report(step: Progress) -> None:
+        progress(replace(step, phase="certify"))  # what is compiled and opened is no load that was asked for
+
     found: list[Way] = []
     for kv, alike in groupby(ways, lambda way: way.kv):
+        if kv not in KINDS:
+            raise RequestError(
+                f"the certificate of {model.name} names a cache {kv!r}, which this program does not know"
+            )
         context = max(map(len, reference.windows))
         compensation = Compensation(k_chunk=0, prompt_budget_percent=100 if model.recipe.residual_bits else 0)
         asked = LoadOptions(kv=cast("KVKind", kv), context=context, compensation=compensation, backend=backend)
         plan = plan_load(model, asked)
-        plan.prepare(progress)
-        decoder = plan.open_decoder(progress)
+        plan.prepare(report)
+        decoder = plan.open_decoder(report)
         try:
             for way in alike:
                 message = f"comparing {model.name} with its source: {way.name}, {kv} cache"
@@ -144,10 +165,7 @@ def certify(
         cancelled: Polled between steps.
 
     Returns:
-        None where it can't be measured; the log says why.
-
-    Raises:
-        CancelledError: `cancelled` said so.
+        None where it can't be measured, or `cancelled` said so; the log says why.
     """
     from models.quantize.quality import usual
 
@@ -167,9 +185,7 @@ def certify(
             ways=found,
         )
         own.write(model.path)
-    except Cancelled as error:
-        raise CancelledError("stopped; the model is made, without a certificate") from error
-    except (ModelError, RuntimeFailure) as error:
+    except (ModelError, RuntimeFailure) as error:  # a model that was made is kept, also if it was stopped here
         logger.warning("%s has no certificate: %s", model.name, error)
         return None
     return own

@@ -113,10 +113,17 @@ def test_a_certificate_is_repeated(
         line = told.stderr.splitlines()[-1]
         assert f"(k_chunk 0, fp16 cache: {field} is " in line
         assert "doctor" in line
+    replace(own, ways=(replace(own.ways[0], k_chunk=1024, prompt_k_chunk=1024),)).write(folder)
+    (all_residuals,) = json.loads(run("verify", "three", "--json", code=1).stdout)["ways"]
+    assert all_residuals["again"]["kl"] < 0.1 * plain["kl"]
+    assert all_residuals["again"]["same_percent"] > 90
     replace(own, model="0" * 64).write(folder)
     assert "certificate.json belongs to other files" in error("verify", "three")
+    for damage in ({"source_perplexity": 0}, {"ways": ()}, {"ways": (replace(own.ways[0], perplexity=0.0),)}):
+        replace(own, **damage).write(folder)
+        assert "certificate.json is damaged" in error("verify", "three")
     (folder / "certificate.json").write_text("{}")
-    assert "certificate.json is damaged" in error("verify", "three")
+    assert "certificate.json is damaged" in error("show", "three")
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ import httpx
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import load, save
 
 from assets import calibration_file, demo_checkpoint_path, demo_path, evaluation_file
 from models import fetch
@@ -23,7 +24,7 @@ from models.errors import CheckpointError, QuantizationError, StoreError
 from models.oracle import Oracle
 from models.progress import Progress, ProgressCallback, ignore_progress, never_cancelled
 from models.spec import MixtureSpec
-from models.store import Store, StoredModel
+from models.store import Store, StoredModel, layout
 from models.store.manifest import content_of
 from runtime.backends import backend
 from runtime.backends.decoder import Decoder, DecoderOptions, Step
@@ -507,7 +508,8 @@ def test_a_model_is_made_of_a_folder(store: Store, brief: Bundle, bits: float) -
     assert made.perplexity_after is not None
     assert made.certificate is not None
     assert made.certificate.startswith("k_chunk 16: KL ")
-    reference = Reference.of(store.open("three"))
+    opened = store.open("three")
+    reference = Reference.of(opened)
     assert reference is not None
     window, half = torch.from_numpy(reference.windows[1])[None], len(reference.windows[1]) // 2
     full = Oracle(Checkpoint.open(demo_checkpoint_path())).logits(window)[0, half - 1 : -1].float().log_softmax(-1)
@@ -517,6 +519,12 @@ def test_a_model_is_made_of_a_folder(store: Store, brief: Bundle, bits: float) -
     assert np.mean(own.tokens == leaders.indices.numpy()) > 0.99, "but where two are as likely"
     assert reports
     assert "three" in [info.name for info in store.list()]
+    file = store.path("three") / layout.REFERENCE
+    tensors = load(file.read_bytes())
+    for wrong in ({"lengths": tensors["lengths"][:-1]}, {"tokens": tensors["tokens"] + 9999}):
+        file.write_bytes(save(tensors | wrong))
+        with pytest.raises(StoreError, match="is damaged"):
+            Reference.of(opened)
 
 
 def test_a_model_is_made_of_a_known_one(
