@@ -404,7 +404,6 @@ def plain_chat(messages: Sequence[Mapping[str, Any]]) -> str:
     return text
 
 
-
 class Detokenizer:
     """Incremental decoding that never splits a character.
 

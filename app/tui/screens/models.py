@@ -28,7 +28,7 @@ from app.tui.widgets.progress_panel import ProgressPanel
 from models.catalogue import KNOWN
 from models.recipe import GOOD_FOR, Recipe
 from runtime.errors import byte_count
-from runtime.wire.answers import BASE, CONTINUES
+from runtime.wire.answers import CONTINUES
 
 if TYPE_CHECKING:
     from runtime.wire.answers import ModelEntry
@@ -153,7 +153,7 @@ class ModelsScreen(Screen[None]):
         if self.has_class("-slim") and len(name) > SLIM_NAME:
             name = f"{name[: SLIM_NAME - 1]}…"
         cells = ["●" if model.loaded else " ", name, size]
-        note = "bundled" if model.bundled else "see below" if model.warning else BASE if model.base else ""
+        note = "bundled" if model.bundled else "see below" if model.warning else "base" if model.base else ""
         loss = perplexity(model.perplexity_before, model.perplexity_after)
         if self.has_class("-slim"):
             return [*cells, note]

@@ -260,7 +260,7 @@ class Client:
         if found is None:
             raise ClientError(f"there is no model {request.model!r}")
         runtime.status = replace(
-            DEAD, state="ready", model=found.name, bits=found.bits, kv=request.kv or "int4",
+            DEAD, state="ready", model=found.name, bits=found.bits, base=found.base, kv=request.kv or "int4",
             memory_bytes=812 * MEGABYTE, context=request.context or runtime.context,
         )  # fmt: skip
         self._compensate(request)

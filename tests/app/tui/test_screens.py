@@ -65,6 +65,15 @@ async def test_a_single_model_is_loaded_without_asking(stage: Stage, runtime: An
         assert settings.load().model is None
 
 
+async def test_a_base_model_says_so(stage: Stage, runtime: Any) -> None:
+    runtime.entries.append(replace(runtime.entries[0], name="plain", bundled=False, base=True))
+    async with stage(runtime, model="plain") as s:
+        await s.shows("plain · 4-bit · base model")
+        await open_models(s)
+        await s.pilot.press("home", "down", "down")
+        await s.shows("a base model: it continues a text")
+
+
 async def test_perplexity_and_warning_are_shown(stage: Stage, runtime: Any) -> None:
     demo, tiny = runtime.entries
     runtime.entries = [
