@@ -114,7 +114,8 @@ def test_spec_follows_the_config_of_transformers(pair: tuple[Any, Checkpoint]) -
     expected = [own if there else None for own, there in zip(windows, everywhere, strict=True)]
     layers = [layer for layer in range(spec.num_layers) if layer not in spec.state_layers]
     assert [spec.windows[layer] for layer in layers] == expected
-    assert [spec.heads_of(layer).dim for layer in layers] == [attention.head_dim for attention in attentions]
+    dims = [own.kv_lora_rank + own.qk_rope_head_dim if spec.latent else own.head_dim for own in attentions]
+    assert [spec.heads_of(layer).dim for layer in layers] == dims
     assert spec.tied == (model.lm_head.weight is model.model.embed_tokens.weight)
     eos = config.eos_token_id
     assert spec.eos_token_ids == (tuple(eos) if isinstance(eos, list) else (eos,))
