@@ -10,10 +10,19 @@ from dataclasses import replace
 from typing import Any
 
 from models.errors import UnsupportedModelError
-from models.families.family import NORMS, WIDEST, Family, layers_of, read_mixture, read_spec, refuse_attention_bias
+from models.families.family import (
+    NORMS,
+    SEPARATE_LINEAR_SOURCES,
+    WIDEST,
+    Family,
+    layers_of,
+    read_mixture,
+    read_spec,
+    refuse_attention_bias,
+)
 from models.families.fields import Fields
 from models.families.rotary import rope_spec, score_factor
-from models.spec import LatentSpec, ModelSpec
+from models.spec import QUERIES, LatentSpec, ModelSpec
 
 _EPS = 1e-6
 """Of the norms of latents, whatever config.json says of the others."""
@@ -91,6 +100,12 @@ def _scores(fields: Fields) -> Mapping[str, float]:
 
 
 _COMMON: Mapping[str, Any] = {
+    # The first of the modules that are multiplied into each (`models.latent`).
+    "linear_sources": {
+        **SEPARATE_LINEAR_SOURCES,
+        "qkv": ("self_attn.kv_a_proj_with_mqa",),
+        QUERIES: ("self_attn.q_b_proj",),
+    },
     "norms": {**NORMS, "queries_norm": "self_attn.q_a_layernorm"},
     "multipliers": _scores,
     "mixture": True,

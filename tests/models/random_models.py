@@ -380,8 +380,8 @@ def _drawn_gemma4(generator: random.Random, window: int, mask: list[str], dim: i
 
 def _drawn_latents(own: random.Random) -> dict[str, Any]:
     return {
-        "kv_lora_rank": own.randint(3, 40),
-        "qk_nope_head_dim": own.randint(1, 20),
+        "kv_lora_rank": 2 * own.randint(2, 20),  # even, as this and the next for transformers
+        "qk_nope_head_dim": 2 * own.randint(1, 10),
         "qk_rope_head_dim": 2 * own.randint(1, 9),
         "v_head_dim": own.randint(1, 20),
         "q_lora_rank": own.choice([None, own.randint(3, 40)]),
