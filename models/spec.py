@@ -124,6 +124,13 @@ class LatentSpec:
     query_rank: int = 0
     """Channels of the latent, with a norm of its own, that `queries.qkv` makes queries of; 0: `qkv` does."""
 
+    def weights(self, heads: int, hidden: int, rotating: int) -> int:
+        """Matrices of a block's attention in the checkpoint, whose heads are apart."""
+        queries = heads * (self.key_dim + rotating)
+        found = self.query_rank * (hidden + queries) if self.query_rank else hidden * queries
+        found += (self.rank + rotating) * hidden + self.rank  # the last are the weights of the latent's norm
+        return found + heads * (self.rank * (self.key_dim + self.value_dim) + self.value_dim * hidden)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixtureSpec:
@@ -347,7 +354,12 @@ class ModelSpec:
         """Weights of the full-precision model; a tied embedding counts once."""
         count = self.vocab_size * self.hidden_size * (1 if self.tied else 2) + self.hidden_size
         count += self.token_weights
+        if self.latent is not None:
+            each = self.latent.weights(self.num_heads, self.hidden_size, self.rope.rotary_dim)
+            count += self.num_layers * each
         for name in (name for layer in range(self.num_layers) for name in self.block_linears(layer)):
+            if self.latent is not None and name.endswith(("qkv", ".o")):
+                continue
             rows, width = self.linear_shape(name)
             count += rows * width + (rows if self.has_bias(name) else 0)
         for layer in range(self.num_layers):

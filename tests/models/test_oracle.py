@@ -116,6 +116,9 @@ def test_spec_follows_the_config_of_transformers(pair: tuple[Any, Checkpoint]) -
     assert [spec.windows[layer] for layer in layers] == expected
     dims = [own.kv_lora_rank + own.qk_rope_head_dim if spec.latent else own.head_dim for own in attentions]
     assert [spec.heads_of(layer).dim for layer in layers] == dims
+    if spec.latent is not None:  # what they are multiplied into is larger
+        corrections = (own.numel() for name, own in model.named_buffers() if name.endswith("correction_bias"))
+        assert spec.parameters == sum(own.numel() for own in model.parameters()) + sum(corrections)
     assert spec.tied == (model.lm_head.weight is model.model.embed_tokens.weight)
     eos = config.eos_token_id
     assert spec.eos_token_ids == (tuple(eos) if isinstance(eos, list) else (eos,))
