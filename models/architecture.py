@@ -46,11 +46,10 @@ Kind = Literal[
   the first channels of `qkv`'s output, through one.
 - `linear`: a linear layer, bias included. [M, K] -> [M, N].
 - `attend`: attention, from its projections [M, qkv], and queries of their own [M, H * D], to its heads' outputs
-  [M, H * `attended_dim`]. Queries and keys pass norms and
-  are rotated, keys and values enter the cache, queries see it causally, within spec.windows[layer]. A block without
-  keys reads an earlier one's cache (`ModelSpec.cache_of`), which has the step's tokens. Queries grow with their
-  positions, latents pass a norm, values pass a norm, scores are capped, sinks take a share and outputs are multiplied by the sigmoid of a
-  gate as the specification says.
+  [M, H * `attended_dim`]. Queries and keys pass norms and are rotated, keys and values enter the cache, queries see it
+  causally, within spec.windows[layer]. A block without keys reads an earlier one's cache (`ModelSpec.cache_of`), which
+  has the step's tokens. Queries grow with their positions, latents pass a norm, values pass a norm, scores are capped,
+  sinks take a share and outputs are multiplied by the sigmoid of a gate as the specification says.
 - `convolve`: a gated short convolution over the step's rows and the tokens before; the rows enter its state. Of
   [M, 3 C], B, G and u side by side, it gives G * conv(B * u), [M, C].
 - `delta`: a gated delta rule, likewise. Of [M, inputs + Hv * Dv], what enters the state (`DeltaSpec.inputs`), then

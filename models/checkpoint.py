@@ -86,13 +86,14 @@ class Checkpoint:
         if name == "head" and self.spec.tied:
             return self._table(), None
         if self._is_of_latents(name):
-            scale = self.files.multipliers["q"]
-            return latent.linear(self.spec, name, scale, lambda key: self.files.entries[key].read()), None
-        entries = [self.files.entries[f"{module}.weight"] for module in self._sources(name)]
+            scale, entries = self.files.multipliers["q"], self.files.entries
+            apart = latent.is_apart(entries, int(name.split(".")[1]))
+            return latent.linear(self.spec, name, scale, lambda key: entries[key].read(), apart=apart), None
+        parts = [self.files.entries[f"{module}.weight"] for module in self._sources(name)]
         if name.endswith("tokens.gate_up"):
             width = self.spec.token_width
-            entries = [entry.rows(int(name.split(".")[1]) * width, width) for entry in entries]
-        weights = [entry.read() for entry in entries]
+            parts = [part.rows(int(name.split(".")[1]) * width, width) for part in parts]
+        weights = [part.read() for part in parts]
         weight = weights[0] if len(weights) == 1 else torch.cat(weights)
         return self._multiplied(name, weight), self.bias(name)
 
@@ -340,7 +341,7 @@ class Checkpoint:
                 first, *others = self._router_keys(router)
                 shapes |= {first: (scores - len(others), width)} | dict.fromkeys(others, (1, width))
             if spec.latent is not None:
-                shapes |= latent.tensors(spec, layer)
+                shapes |= latent.tensors(spec, layer, apart=latent.is_apart(self.files.entries, layer))
             for name in spec.block_linears(layer):
                 if self._is_of_latents(name):
                     continue

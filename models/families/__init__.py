@@ -45,8 +45,8 @@ SUPPORTED = (
 )
 """The families as an error message names them."""
 MIXTURES = (
-    "gpt-oss, Mixtral, Qwen2-MoE, Qwen3-MoE, Qwen3-Next, Qwen3.5-MoE, Gemma 4, GLM-4.5, GLM-4.7-Flash, DeepSeek-V2-Lite, "
-    "ERNIE 4.5, OLMoE, Granite-MoE, LFM2-MoE and Hunyuan-MoE"
+    "gpt-oss, Mixtral, Qwen2-MoE, Qwen3-MoE, Qwen3-Next, Qwen3.5-MoE, Gemma 4, GLM-4.5, GLM-4.7-Flash, "
+    "DeepSeek-V2-Lite, ERNIE 4.5, OLMoE, Granite-MoE, LFM2-MoE and Hunyuan-MoE"
 )
 """Those with experts."""
 

@@ -76,8 +76,15 @@ GRANITE4_H = {
 MIXTURE = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "decoder_sparse_step": 2}
 
 OF_LATENTS = {
-    **{"n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "num_key_value_heads": 4},
-    **{"kv_lora_rank": 24, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10, "q_lora_rank": None},
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 20,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "q_lora_rank": None,
 }
 """With heads of 32 channels."""
 
@@ -475,7 +482,9 @@ NEW_DRAWN: dict[str, Callable[[random.Random, int, list[str], int], dict[str, An
     "DeepseekV2": lambda own, _window, mask, _: {
         **_drawn_latents(own),
         "first_k_dense_replace": own.randint(0, len(mask)),
-        "rope_parameters": own.choice([_drawn_rope(own), {**YARN, "mscale": own.uniform(0.1, 1), "mscale_all_dim": 0.7}]),
+        "rope_parameters": own.choice(
+            [_drawn_rope(own), {**YARN, "mscale": own.uniform(0.1, 1), "mscale_all_dim": 0.7}]
+        ),
     },
     "Glm4MoeLite": lambda own, _window, mask, _: {
         **_drawn_latents(own),

@@ -1,4 +1,4 @@
-"""Small models whose layers have states, read each other's caches or have latents, and random histories of conversations."""
+"""Small models whose layers have states, latents or each other's caches, and random histories of conversations."""
 
 from __future__ import annotations
 

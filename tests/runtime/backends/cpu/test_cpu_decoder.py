@@ -92,7 +92,11 @@ SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "latents-of-512": (
         {"bits": 4},
         {
-            **{"num_heads": 3, "num_kv_heads": 1, "head_dim": 576, "rope": RopeSpec(rotary_dim=64), "num_layers": 1},
+            "num_heads": 3,
+            "num_kv_heads": 1,
+            "head_dim": 576,
+            "rope": RopeSpec(rotary_dim=64),
+            "num_layers": 1,
             "latent": LatentSpec(rank=512, key_dim=16, value_dim=16),
         },
     ),
