@@ -86,14 +86,14 @@ class Checkpoint:
         if name == "head" and self.spec.tied:
             return self._table(), None
         if self._is_of_latents(name):
-            scale, entries = self.files.multipliers["q"], self.files.entries
-            apart = latent.is_apart(entries, int(name.split(".")[1]))
-            return latent.linear(self.spec, name, scale, lambda key: entries[key].read(), apart=apart), None
-        parts = [self.files.entries[f"{module}.weight"] for module in self._sources(name)]
+            files, apart = self.files, latent.is_apart(self.files.entries, int(name.split(".")[1]))
+            read, scale = (lambda key: files.entries[key].read()), files.multipliers["q"]
+            return latent.linear(self.spec, name, scale, read, apart=apart), None
+        entries = [self.files.entries[f"{module}.weight"] for module in self._sources(name)]
         if name.endswith("tokens.gate_up"):
             width = self.spec.token_width
-            parts = [part.rows(int(name.split(".")[1]) * width, width) for part in parts]
-        weights = [part.read() for part in parts]
+            entries = [entry.rows(int(name.split(".")[1]) * width, width) for entry in entries]
+        weights = [entry.read() for entry in entries]
         weight = weights[0] if len(weights) == 1 else torch.cat(weights)
         return self._multiplied(name, weight), self.bias(name)
 

@@ -28,9 +28,9 @@ _EPS = 1e-6
 """Of the norms of latents, whatever config.json says of the others."""
 
 
-def _read(fields: Fields, **how: Any) -> ModelSpec:
+def _read(fields: Fields, *, corrected: bool = False, **how: Any) -> ModelSpec:
     refuse_attention_bias(fields)
-    if fields.table.get("n_group") not in (None, 1) and fields.table.get("topk_method") != "greedy":
+    if fields.table.get("n_group") not in (None, 1) and (corrected or fields.table.get("topk_method") != "greedy"):
         raise UnsupportedModelError(
             f"{fields.source}: groups of experts ('n_group') are not supported. Choose another model."
         )
@@ -48,6 +48,7 @@ def _read(fields: Fields, **how: Any) -> ModelSpec:
         counted="n_shared_experts",
         scale=fields.number("routed_scaling_factor", 1.0),
         gated=False,
+        corrected=corrected,
         **how,
     )
     spec = read_spec(

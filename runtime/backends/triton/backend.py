@@ -123,7 +123,7 @@ class TritonBackend:
 
 def _check(spec: ModelSpec) -> None:
     if spec.latent is not None:
-        raise BackendError(f"it has no kernels for the latent attention of {spec.family} models")
+        raise BackendError(f"there are no GPU kernels for the latent attention of {spec.family} models")
 
 
 BACKEND = TritonBackend()

@@ -125,11 +125,11 @@ def test_latent_attention_has_no_kernels_on_a_card(
     model, options = tiny_model(tiny_spec(**LATENTS)), DecoderOptions(context=64, max_rows=4, threads=1)
     sizes = ModelSizes(weight_bytes=0, recipe=Recipe(method="rtn"))
     for name in ("triton", "shared"):
-        with pytest.raises(BackendError, match="no kernels for the latent attention of llama models"):
+        with pytest.raises(BackendError, match="no GPU kernels for the latent attention of llama models"):
             backend(name).footprint(model.spec, sizes, compensated=False)
     decoder, reason = opening.open_decoder(model, options)
     assert decoder.backend == "cpu"
-    assert "the GPU backend cannot run this model (it has no kernels for the latent attention" in reason
+    assert "the GPU backend cannot run this model (there are no GPU kernels for the latent attention" in reason
 
 
 def test_what_does_not_fit_the_card_is_planned_for_main_memory(
