@@ -330,7 +330,11 @@ MIXED: dict[str, Any] = {"moe_intermediate_size": 16, "num_experts_per_tok": 2, 
 GRANITE: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
 LATENTS: dict[str, Any] = {
     **MIXED,
-    **{"kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 4, "q_lora_rank": 8},
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 4,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 4,
+    "q_lora_rank": 8,
 }
 ERNIE: dict[str, Any] = {"moe_intermediate_size": 16, "moe_k": 2, "moe_num_experts": 4}
 
