@@ -12,6 +12,7 @@ Weights are named `embed`, `layers.{i}.input_norm`, `layers.{i}.qkv`, `layers.{i
 `layers.{i}.down`, `layers.{i}.down_norm`, `norm`, `head`; a bias belongs to its linear layer. q, k, v and the gate of
 attention are fused along the output in that order, and so are gate and up, and what a convolution or a delta rule
 reads; these have more vectors (`ModelSpec.block_vectors`). A block that shares an earlier one's cache has q alone.
+One whose queries have a latent has their norm, `layers.{i}.queries_norm`, and `layers.{i}.queries.qkv`.
 One with embeddings of its own also has the layers of `models.spec.TOKEN_LINEARS`, and norms behind two. Experts have
 `layers.{i}.experts.{e}.gate_up` and `layers.{i}.experts.{e}.down`, and their router is `layers.{i}.router`, with its
 `router_bias` and `router_correction`; beside an MLP, also norms: `router_norm`, `mlp_norm`, `experts_norm` and
@@ -26,7 +27,7 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import TYPE_CHECKING, Generic, Literal, TypeVar
 
-from models.spec import ModelSpec
+from models.spec import QUERIES, ModelSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,13 +42,14 @@ Kind = Literal[
 - `embed`: the residual stream [M, C] begins with rows of the embedding table for the step's tokens.
 - `tokens`: those rows beside the stream, or [M, P] of the own table of a block.
 - `enter`: the stream that the blocks before a part's first one left (`models.part`).
-- `read`: the stream as linear layers and experts read it, through an RMSNorm or as it is.
+- `read`: the stream as linear layers and experts read it, through an RMSNorm or as it is; or the latent of queries,
+  the first channels of `qkv`'s output, through one.
 - `linear`: a linear layer, bias included. [M, K] -> [M, N].
-- `attend`: attention, from its projections [M, qkv] to its heads' outputs [M, H * D]. Queries and keys pass norms and
-  are rotated, keys and values enter the cache, queries see it causally, within spec.windows[layer]. A block without
-  keys reads an earlier one's cache (`ModelSpec.cache_of`), which has the step's tokens. Queries grow with their
-  positions, values pass a norm, scores are capped, sinks take a share and outputs are multiplied by the sigmoid of a
-  gate as the specification says.
+- `attend`: attention, from its projections [M, qkv], and queries of their own [M, H * D], to its heads' outputs
+  [M, H * `attended_dim`]. Queries and keys pass norms and are rotated, keys and values enter the cache, queries see it
+  causally, within spec.windows[layer]. A block without keys reads an earlier one's cache (`ModelSpec.cache_of`), which
+  has the step's tokens. Queries grow with their positions, latents pass a norm, values pass a norm, scores are capped,
+  sinks take a share and outputs are multiplied by the sigmoid of a gate as the specification says.
 - `convolve`: a gated short convolution over the step's rows and the tokens before; the rows enter its state. Of
   [M, 3 C], B, G and u side by side, it gives G * conv(B * u), [M, C].
 - `delta`: a gated delta rule, likewise. Of [M, inputs + Hv * Dv], what enters the state (`DeltaSpec.inputs`), then
@@ -178,11 +180,24 @@ class Eager(Interpreter["Tensor"]):
 
     def attend(self, node: Node) -> Tensor:
         q, *others = self.split(self.of(node), self.spec.attention_widths(node.layer))
+        if len(node.inputs) > 1:
+            q = self.of(node, 1)
         gate = [others.pop()] if self.spec.gated else []
+        if self.spec.latent is not None:
+            R = self.spec.latent.rank
+            others = [self.latent_norm(others[0], slice(-R, None)), self.latent_norm(others[1], slice(R))]
         q = self._turned(q, node.layer, "q_norm")
         k, v = (self._turned(others[0], node.layer, "k_norm"), others[1]) if others else (None, None)
         attended = self.attention(q, k, v, node.layer)
+        if self.spec.latent is not None:
+            attended = self.heads(attended, node.layer)[..., : self.spec.latent.rank].flatten(-2)
         return self.output_gate(attended, *gate) if gate else attended
+
+    def latent_norm(self, x: Tensor, place: slice) -> Tensor:
+        """RMSNorm, without a weight, of a latent among the channels of keys or values [M, D]."""
+        y = x.float().clone()
+        y[..., place] *= y[..., place].square().mean(-1, keepdim=True).add(self.spec.eps_of("k_norm")).rsqrt()
+        return y
 
     def _turned(self, x: Tensor, layer: int, norm: str) -> Tensor:
         """Queries or keys after their norm and rotation, where the block has them."""
@@ -211,7 +226,8 @@ class Eager(Interpreter["Tensor"]):
     leave = Interpreter.left
 
     def read(self, node: Node) -> Tensor:
-        return self.rms(self.of(node), node.norm) if node.norm else self.of(node)
+        x = self.of(node)[..., : self.spec.read_width(node.norm)]
+        return self.rms(x, node.norm) if node.norm else x
 
     def gate(self, node: Node) -> Tensor:
         if len(node.inputs) > 1:
@@ -246,8 +262,11 @@ class Builder:
     def mix(self, layer: int, x: Node) -> Node:
         """The residual stream after attention, a gated short convolution, or a gated delta rule."""
         kinds: dict[str, Kind] = {"convolution": "convolve", "delta": "delta"}
-        inputs = self.linear(self.read(x, layer, "input_norm"), layer, "qkv")
-        mixed = self.node(kinds.get(self.spec.mixer(layer), "attend"), inputs, layer=layer)
+        inputs = [self.linear(self.read(x, layer, "input_norm"), layer, "qkv")]
+        if self.spec.latent is not None and self.spec.latent.query_rank:
+            own = self.node("read", *inputs, layer=layer, norm=f"layers.{layer}.queries_norm")
+            inputs.append(self.linear(own, layer, QUERIES))
+        mixed = self.node(kinds.get(self.spec.mixer(layer), "attend"), *inputs, layer=layer)
         norm = f"layers.{layer}.o_norm" if self.spec.norm_after else ""
         return self.node("add", x, self.linear(mixed, layer, "o"), norm=norm)
 

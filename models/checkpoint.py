@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from models import latent
 from models.checkpoint_files import CheckpointFiles, read_folder
 from models.errors import CheckpointError
 from models.gguf.checkpoint import read_gguf
@@ -79,11 +80,15 @@ class Checkpoint:
         """A linear layer by its name in `ModelSpec.linear_names()`; q, k, v and gate, up are fused.
 
         Returns:
-            The weight [N, K] in the checkpoint's own dtype, float32 where a multiplier is folded in, and the bias
+            The weight [N, K] in the checkpoint's own dtype, float32 where something is folded in, and the bias
             float32 [N] or None.
         """
         if name == "head" and self.spec.tied:
             return self._table(), None
+        if self._is_of_latents(name):
+            files, apart = self.files, latent.is_apart(self.files.entries, int(name.split(".")[1]))
+            read, scale = (lambda key: files.entries[key].read()), files.multipliers["q"]
+            return latent.linear(self.spec, name, scale, read, apart=apart), None
         entries = [self.files.entries[f"{module}.weight"] for module in self._sources(name)]
         if name.endswith("tokens.gate_up"):
             width = self.spec.token_width
@@ -101,6 +106,8 @@ class Checkpoint:
 
     def lattices(self, name: str) -> list[GgufTensor] | None:
         """The parts of a linear layer, low-bit or not, if their numbers are all that the file says of it."""
+        if self._is_of_latents(name):
+            return None
         modules = [self._embedding_module()] if name == "head" and self.spec.tied else self._sources(name)
         parts = [self.files.entries[f"{module}.weight"] for module in modules]
         found = [part for part in parts if isinstance(part, GgufTensor) and not (part.order and part.order.columns)]
@@ -182,6 +189,10 @@ class Checkpoint:
         q, k, v, gates = (part.flatten() for part in torch.split(first, sizes, dim=1))
         beta, decay = (first.numel() + torch.arange(2 * delta.value_heads)).view(delta.key_heads, 2, each).unbind(1)
         return torch.cat((q, k, v, beta.flatten(), decay.flatten(), gates))
+
+    def _is_of_latents(self, name: str) -> bool:
+        """Whether a linear layer is one of latent attention, which several tensors are multiplied into."""
+        return self.spec.latent is not None and name.endswith(("qkv", ".o"))
 
     def _is_mamba(self, name: str) -> bool:
         return self._mixer(name) == "delta" and self.spec.delta is not None and self.spec.delta.mamba
@@ -329,7 +340,11 @@ class Checkpoint:
             for router, (scores, width) in spec.routers(layer).items():
                 first, *others = self._router_keys(router)
                 shapes |= {first: (scores - len(others), width)} | dict.fromkeys(others, (1, width))
+            if spec.latent is not None:
+                shapes |= latent.tensors(spec, layer, apart=latent.is_apart(self.files.entries, layer))
             for name in spec.block_linears(layer):
+                if self._is_of_latents(name):
+                    continue
                 modules = self._sources(name)
                 for module, rows in zip(modules, _rows(spec, name, len(modules)), strict=True):
                     every = spec.num_layers if name.endswith("tokens.gate_up") else 1

@@ -24,6 +24,8 @@ LAYER_KINDS = (*LAYER_TYPES, "head")
 """All kinds of linear layers: those of a block, and the output head."""
 MLP_TYPES = ("gate_up", "down")
 """Those of an MLP, and of an expert."""
+QUERIES = "queries.qkv"
+"""A further linear layer of a block whose queries have a latent, of which it makes them."""
 TOKEN_LINEARS = ("inner.gate_up", "tokens.gate_up", "inner.down")
 """Further linear layers of a block with embeddings of its own: of the stream, of the tokens' first embeddings, and back
 to the stream."""
@@ -103,6 +105,31 @@ class DeltaSpec:
     def inputs(self) -> int:
         """What enters the state of each token: these channels, and two numbers a value head, beta's and the decay's."""
         return self.channels + 2 * self.value_heads
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentSpec:
+    """Multi-head latent attention, as what it comes to: all query heads read one key-value head.
+
+    Its keys are the channels that rotate, then a token's latent, normalized; its values are that latent, then zeros.
+    What made keys and values of each head of it is in the weights of queries and of `o` (`models.latent`).
+    """
+
+    rank: int
+    """R, channels of a latent, and of what each head gives `o`."""
+    key_dim: int
+    """In the checkpoint, channels of a head's keys that do not rotate."""
+    value_dim: int
+    """In the checkpoint, channels of a head's values."""
+    query_rank: int = 0
+    """Channels of the latent, with a norm of its own, that `queries.qkv` makes queries of; 0: `qkv` does."""
+
+    def weights(self, heads: int, hidden: int, rotating: int) -> int:
+        """Matrices of a block's attention in the checkpoint, whose heads are apart."""
+        queries = heads * (self.key_dim + rotating)
+        found = self.query_rank * (hidden + queries) if self.query_rank else hidden * queries
+        found += (self.rank + rotating) * hidden + self.rank  # the last are the weights of the latent's norm
+        return found + heads * (self.rank * (self.key_dim + self.value_dim) + self.value_dim * hidden)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,6 +257,8 @@ class ModelSpec:
     conv_kernel_size: int = 0
     """Tokens that a short convolution sees, its own included."""
     delta: DeltaSpec | None = None
+    latent: LatentSpec | None = None
+    """Whether attention reads latents, in all blocks (DeepSeek-V2). Heads are what `LatentSpec` says."""
     gated: bool = False
     """Whether what attention gives is multiplied by the sigmoid of a gate, channel by channel (Qwen3.5)."""
     conv_bias: bool = False
@@ -325,7 +354,12 @@ class ModelSpec:
         """Weights of the full-precision model; a tied embedding counts once."""
         count = self.vocab_size * self.hidden_size * (1 if self.tied else 2) + self.hidden_size
         count += self.token_weights
+        if self.latent is not None:
+            each = self.latent.weights(self.num_heads, self.hidden_size, self.rope.rotary_dim)
+            count += self.num_layers * each
         for name in (name for layer in range(self.num_layers) for name in self.block_linears(layer)):
+            if self.latent is not None and name.endswith(("qkv", ".o")):
+                continue
             rows, width = self.linear_shape(name)
             count += rows * width + (rows if self.has_bias(name) else 0)
         for layer in range(self.num_layers):
@@ -402,6 +436,8 @@ class ModelSpec:
                 vectors["k_norm"] = heads.kv_width if all_together else heads.dim
         if self.sinks:
             vectors["sinks"] = self.num_heads
+        if self.latent is not None and self.latent.query_rank:
+            vectors["queries_norm"] = self.latent.query_rank
         return vectors
 
     def vector_names(self) -> tuple[str, ...]:
@@ -418,8 +454,13 @@ class ModelSpec:
     def router_names(self) -> tuple[str, ...]:
         return tuple(name for layer in range(self.num_layers) for name in self.routers(layer))
 
+    def read_width(self, norm: str) -> int:
+        """Channels that a `read` with a norm of this name has; "" is of the stream as it is."""
+        return self.latent.query_rank if self.latent and norm.endswith("queries_norm") else self.hidden_size
+
     def eps_of(self, name: str) -> float:
-        inner = name.endswith(("q_norm", "k_norm", "v_norm", "o_norm", "down_norm", "gate_up_norm", "mlp_norm"))
+        kinds = ("q_norm", "k_norm", "v_norm", "o_norm", "down_norm", "gate_up_norm", "mlp_norm", "queries_norm")
+        inner = name.endswith(kinds)
         return self.norm_eps if self.inner_eps is None or not inner else self.inner_eps
 
     @property
@@ -475,6 +516,8 @@ class ModelSpec:
         if is_of_tokens(name):
             inside = (self.token_width, self.hidden_size)
             return inside if kind == "gate_up" else inside[::-1]
+        if name.endswith(QUERIES) and self.latent is not None:
+            return self.q_width, self.latent.query_rank
         if self.mixture is not None and (
             expert_of(name) is not None or (name == kind and not self.mixture.parallel_mlp)
         ):
@@ -492,10 +535,18 @@ class ModelSpec:
         return (mean, self.hidden_size) if kind == "qkv" else (self.hidden_size, mean)
 
     def attention_widths(self, layer: int) -> tuple[int, ...]:
-        """Channels of what a block's `qkv` gives attention: queries, keys and values if it has its own, and gates."""
+        """Channels of what a block's `qkv` gives attention: queries, keys and values if it has its own, and gates.
+
+        Of queries that have a latent that, from the first channel on.
+        """
         heads = self.heads_of(layer)
         own = () if self.mixer(layer) == "shared" else (heads.kv_width, heads.kv_width)
-        return (heads.q_width, *own, *((heads.q_width,) if self.gated else ()))
+        first = self.latent.query_rank if self.latent is not None else 0
+        return (first or heads.q_width, *own, *((heads.q_width,) if self.gated else ()))
+
+    def attended_dim(self, layer: int) -> int:
+        """Channels of each head, the first ones, that attention gives `o`."""
+        return self.heads_of(layer).dim if self.latent is None else self.latent.rank
 
     def _mixer_widths(self, layer: int) -> tuple[int, int]:
         """Output channels of a block's `qkv`, and input channels of its `o`."""
@@ -504,18 +555,19 @@ class ModelSpec:
             return 3 * self.hidden_size, self.hidden_size
         if mixer == "delta" and self.delta is not None:
             return self.delta.inputs + self.delta.value_width, self.delta.value_width
-        return sum(self.attention_widths(layer)), self.heads_of(layer).q_width
+        return sum(self.attention_widths(layer)), self.heads_of(layer).heads * self.attended_dim(layer)
 
     def block_linears(self, layer: int, *, experts: int | None = None) -> tuple[str, ...]:
         """Names of a block's linear layers in the order they run; of so many experts, in that of their numbers."""
         prefix = f"layers.{layer}"
-        plain = tuple(f"{prefix}.{kind}" for kind in LAYER_TYPES)
+        kinds = ("qkv", QUERIES, *LAYER_TYPES[1:]) if self.latent and self.latent.query_rank else LAYER_TYPES
+        plain = tuple(f"{prefix}.{kind}" for kind in kinds)
         last = tuple(f"{prefix}.{kind}" for kind in (TOKEN_LINEARS if self.token_width else ()))
         if self.mixture is None or not self.has_experts(layer):
             return (*plain, *last)
         named = range(self.mixture.num_experts if experts is None else experts)
         of_experts = (f"{prefix}.experts.{expert}.{kind}" for expert in named for kind in MLP_TYPES)
-        return (*(plain if self.mixture.parallel_mlp else plain[:2]), *of_experts, *last)
+        return (*(plain if self.mixture.parallel_mlp else plain[:-2]), *of_experts, *last)
 
     def linear_names(self, *, experts: int | None = None) -> tuple[str, ...]:
         """Names of all linear layers in the order they run, `layers.0.qkv` to `head`; of so many experts of a block."""

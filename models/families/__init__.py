@@ -9,6 +9,7 @@ from string import digits
 from typing import Any
 
 from models.errors import UnsupportedModelError
+from models.families.deepseek import DEEPSEEK_V2, GLM4_MOE_LITE
 from models.families.ernie4_5 import ERNIE4_5, ERNIE4_5_MOE
 from models.families.exaone4 import EXAONE4
 from models.families.family import EXPERTS, Family
@@ -33,7 +34,7 @@ FAMILIES: Mapping[str, Family] = {
         *(LLAMA, MISTRAL, MINISTRAL, MINISTRAL3, QWEN2, QWEN3, PHI3, SMOLLM3, GRANITE, GRANITE_FOURTH, SEED_OSS),
         *(GEMMA, GEMMA2, GEMMA3, GEMMA4, GEMMA4_UNIFIED, OLMO2, OLMO3, EXAONE4, GLM4, HUNYUAN, ERNIE4_5, LFM2, QWEN35),
         *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, QWEN35_MOE, GRANITE_MOE, GRANITE_MOE_SHARED, OLMOE, GPT_OSS),
-        *(GLM4_MOE, ERNIE4_5_MOE, LFM2_MOE, QWEN3_NEXT, HUNYUAN_MOE),
+        *(GLM4_MOE, ERNIE4_5_MOE, LFM2_MOE, QWEN3_NEXT, HUNYUAN_MOE, DEEPSEEK_V2, GLM4_MOE_LITE),
     )
 }
 """Every supported family by its `model_type`."""
@@ -44,8 +45,8 @@ SUPPORTED = (
 )
 """The families as an error message names them."""
 MIXTURES = (
-    "gpt-oss, Mixtral, Qwen2-MoE, Qwen3-MoE, Qwen3-Next, Qwen3.5-MoE, Gemma 4, GLM-4.5, ERNIE 4.5, OLMoE, Granite-MoE, "
-    "LFM2-MoE and Hunyuan-MoE"
+    "gpt-oss, Mixtral, Qwen2-MoE, Qwen3-MoE, Qwen3-Next, Qwen3.5-MoE, Gemma 4, GLM-4.5, GLM-4.7-Flash, "
+    "DeepSeek-V2-Lite, ERNIE 4.5, OLMoE, Granite-MoE, LFM2-MoE and Hunyuan-MoE"
 )
 """Those with experts."""
 

@@ -175,6 +175,13 @@ def _mscale(factor: float, strength: float | None) -> float:
     return 1.0 + 0.1 * (strength or 0.0) * math.log(factor) if factor > 1 else 1.0
 
 
+def score_factor(fields: Fields) -> float:
+    """By how much YaRN sharpens the scores of latent attention, where `mscale_all_dim` asks for it (DeepSeek-V2)."""
+    table = _table(fields)
+    strength = table.optional_number("mscale_all_dim") or 0.0
+    return _mscale(table.number("factor"), strength) ** 2 if strength else 1.0
+
+
 def _longrope(fields: Fields, table: Fields, theta: float, rotary_dim: int, max_context: int) -> RopeSpec:
     original = _original_context(fields, table, max_context)
     stretch = table.number("factor", max_context / original)

@@ -53,6 +53,8 @@ class Architecture:
     """Whether blocks without a window have heads of their own, and others, too, may differ."""
     pairs: bool = False
     """Whether the rows of q and k stand in llama.cpp's order, which rotates neighbours."""
+    latent: bool = False
+    """Whether it has latent attention, whose keys and values are as wide as their options say."""
     options: Options = lambda *_: {}
 
 
@@ -123,6 +125,35 @@ def _glm4moe(fields: Fields, name: str, config: Mapping[str, Any], tensors: froz
         "use_qk_norm": any(tensor.endswith("q_norm.weight") for tensor in tensors),
         "attention_bias": Q_BIAS in tensors,
         "partial_rotary_factor": config.get("partial_rotary_factor", 1.0),
+    }
+
+
+def _deepseek2(fields: Fields, name: str, config: Mapping[str, Any], _tensors: frozenset[str]) -> dict[str, Any]:
+    """GLM-4.7-Flash where scores are sigmoids. Files from before llama.cpp kept latents say less."""
+    rotating, scaling = fields.integer(f"{name}.rope.dimension_count"), dict(config.get("rope_scaling", {}))
+    keys, values = (
+        fields.integer(f"{name}.attention.{kind}_length_mla", fields.table.get(f"{name}.attention.{kind}_length"))
+        for kind in ("key", "value")
+    )
+    if scaling.get("mscale_all_dim"):  # files have a tenth
+        strength = shortest(10 * scaling["mscale_all_dim"])
+        scaling |= {"mscale": strength, "mscale_all_dim": strength}
+    v2 = {"model_type": "deepseek_v2", "architectures": ["DeepseekV2ForCausalLM"]}
+    return {
+        **({} if fields.table.get(f"{name}.expert_gating_func") == _SIGMOID else v2),
+        **({"rope_scaling": scaling} if scaling else {}),
+        "kv_lora_rank": fields.integer(f"{name}.attention.kv_lora_rank"),
+        "q_lora_rank": fields.optional_integer(f"{name}.attention.q_lora_rank"),
+        "qk_rope_head_dim": rotating,
+        "qk_nope_head_dim": keys - rotating,
+        "v_head_dim": values,
+        "n_routed_experts": fields.integer(f"{name}.expert_count"),
+        "num_experts_per_tok": fields.integer(f"{name}.expert_used_count"),
+        "moe_intermediate_size": fields.integer(f"{name}.expert_feed_forward_length"),
+        "n_shared_experts": _number(fields, f"{name}.expert_shared_count"),
+        "first_k_dense_replace": _number(fields, f"{name}.leading_dense_block_count"),
+        "routed_scaling_factor": shortest(fields.number(f"{name}.expert_weights_scale", 1.0)),
+        "norm_topk_prob": fields.flag(f"{name}.expert_weights_norm", False),
     }
 
 
@@ -389,6 +420,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "glm4moe": Architecture(
         model_type="glm4_moe", experts=True, shared=True, post_norm="post_attention_norm", options=_glm4moe
     ),
+    "deepseek2": Architecture(model_type="glm4_moe_lite", experts=True, shared=True, latent=True, options=_deepseek2),
     "gpt-oss": Architecture(
         model_type="gpt_oss", windows=True, experts=True, post_norm="post_attention_norm", options=_gpt_oss
     ),

@@ -127,7 +127,7 @@ def check_kind(header: Header) -> str:
     multipliers = () if known.multipliers else _MULTIPLIERS
     for name in (*_FOREIGN, *multipliers, *caps, *experts):
         value = header.metadata.get(f"{architecture}.{name}")
-        if value:
+        if value and not (name == "expert_group_count" and value == 1):
             raise UnsupportedModelError(
                 f"{header.path}: '{architecture}.{name}' is {value!r}, which {architecture} models as this program "
                 "runs them do not have. Choose another model."
@@ -165,7 +165,7 @@ def config_of(header: Header, tensors: Mapping[str, GgufTensor]) -> dict[str, An
         "hidden_act": "silu",
         "tie_word_embeddings": "lm_head.weight" not in tensors,
     }
-    config |= _heads(fields, name, config)
+    config |= {} if known.latent else _heads(fields, name, config)
     config |= _window(fields, name, config["max_position_embeddings"])
     config |= _share(tensors) if known.wide else _rope_scaling(fields, name, tensors)
     if known.wide:

@@ -17,6 +17,7 @@ from models.families.family import Family
 from models.gguf.architectures import ARCHITECTURES
 from models.gguf.header import DOWNLOAD_AGAIN, WHOLE_TYPES, Header, TensorInfo
 from models.recipe import KEPT_GROUP_SIZE
+from models.spec import QUERIES
 
 if TYPE_CHECKING:
     import torch
@@ -95,6 +96,17 @@ _FACTORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long
 _NAME = re.compile(
     r"(?:blk\.(?P<layer>0|[1-9]\d{0,4})\.)?(?P<module>[\w.]+?)(?:\.(?P<part>weight|bias|scale))?", re.ASCII
 )
+_LATENTS = {
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",
+    "attn_k_b": "self_attn.k_b_proj",
+    "attn_v_b": "self_attn.v_b_proj",
+}
+"""Modules of latent attention (`models.latent`)."""
 _CONVOLUTIONS = ("conv.conv", "linear_attn.conv1d")
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 """What the name of an expert's tensor has, and that of all experts has not."""
@@ -273,7 +285,8 @@ def _block(architecture: str, family: Family) -> dict[str, str]:
     mixers = {name: module for name, module in _MIXERS.items() if module in mixing}
     tokens = {own: family.linear_sources[name][0] for own, name in _TOKENS.items() if name in family.linear_sources}
     fused = {} if family.alternating else {"ffn_gate_up_exps": "mlp.experts.gate_up_proj"}
-    return {**_LINEAR, **norms, **own, **routers, **mixers, **fused, **tokens}
+    latents = _LATENTS if QUERIES in family.linear_sources else {}
+    return {**_LINEAR, **norms, **own, **routers, **mixers, **fused, **tokens, **latents}
 
 
 def _outer(family: Family) -> dict[str, str]:

@@ -75,6 +75,19 @@ GRANITE4_H = {
 }
 MIXTURE = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "decoder_sparse_step": 2}
 
+OF_LATENTS = {
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 20,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "q_lora_rank": None,
+}
+"""With heads of 32 channels."""
+
 SIGMOIDS = {"n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "head_dim": 16}
 
 
@@ -171,6 +184,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Glm4Moe",
         {**SIGMOIDS, "head_dim": 12, "first_k_dense_replace": 0, "norm_topk_prob": False, "attention_bias": True},
     ),
+    "deepseek-v2": (
+        "DeepseekV2",
+        {
+            **OF_LATENTS,
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 1.8,
+            "rope_parameters": {**YARN, "mscale": 0.9, "mscale_all_dim": 0.7},
+        },
+    ),
+    "glm4-flash": ("Glm4MoeLite", {**OF_LATENTS, "q_lora_rank": 20, "tie_word_embeddings": True}),
     "ernie-moe": (
         "Ernie4_5_Moe",
         {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 20, "moe_layer_interval": 2, "head_dim": 12},
@@ -292,7 +315,7 @@ MECHANISMS = frozenset(
     {
         *("llama3.2", "phi3.5-longrope", "qwen2-window", "mistral-window", "granite", "gemma2", "olmo2", "hunyuan"),
         *("qwen3-moe-dense", "gpt-oss", "glm4-moe", "gemma4-shared", "gemma4-experts", "lfm2", "qwen3.5-moe"),
-        *("granite4-h-moe",),
+        *("granite4-h-moe", "glm4-flash"),
     }
 )
 """Those that have norms, rotary embeddings, windows, experts, states and shared caches of each kind.
@@ -302,7 +325,7 @@ MECHANISMS = frozenset(
 
 MIXTURES = (
     *("Mixtral", "GptOss", "Qwen2Moe", "Qwen3Moe", "Qwen3_5Moe", "GraniteMoe", "GraniteMoeShared", "Olmoe"),
-    *("Glm4Moe", "Ernie4_5_Moe", "Lfm2Moe", "Qwen3Next", "HunYuanMoEV1"),
+    *("Glm4Moe", "Ernie4_5_Moe", "Lfm2Moe", "Qwen3Next", "HunYuanMoEV1", "DeepseekV2", "Glm4MoeLite"),
 )
 """Families with experts."""
 DRAWN_FAMILIES = (
@@ -359,6 +382,21 @@ def _drawn_gemma4(generator: random.Random, window: int, mask: list[str], dim: i
             },
             "sliding_attention": _drawn_rope(generator),
         },
+    }
+
+
+def _drawn_latents(own: random.Random) -> dict[str, Any]:
+    return {
+        "kv_lora_rank": 2 * own.randint(2, 20),  # even, as this and the next for transformers
+        "qk_nope_head_dim": 2 * own.randint(1, 10),
+        "qk_rope_head_dim": 2 * own.randint(1, 9),
+        "v_head_dim": own.randint(1, 20),
+        "q_lora_rank": own.choice([None, own.randint(3, 40)]),
+        "n_routed_experts": (experts := own.randint(2, 9)),
+        "num_experts_per_tok": own.randint(1, experts),
+        "moe_intermediate_size": own.randint(3, 40),
+        "n_shared_experts": own.randint(1, 3),
+        "routed_scaling_factor": own.uniform(0.5, 2),
     }
 
 
@@ -440,6 +478,19 @@ NEW_DRAWN: dict[str, Callable[[random.Random, int, list[str], int], dict[str, An
         "use_qk_norm": own.random() < 0.5,
         "attention_bias": own.random() < 0.5,
         "partial_rotary_factor": 2 * own.randint(1, dim // 2) / dim,
+    },
+    "DeepseekV2": lambda own, _window, mask, _: {
+        **_drawn_latents(own),
+        "first_k_dense_replace": own.randint(0, len(mask)),
+        "rope_parameters": own.choice(
+            [_drawn_rope(own), {**YARN, "mscale": own.uniform(0.1, 1), "mscale_all_dim": 0.7}]
+        ),
+    },
+    "Glm4MoeLite": lambda own, _window, mask, _: {
+        **_drawn_latents(own),
+        "mlp_layer_types": [own.choice(["dense", "sparse"]) for _ in mask],
+        "norm_topk_prob": own.random() < 0.5,
+        "rope_parameters": _drawn_rope(own),
     },
     "Ernie4_5_Moe": lambda own, _window, mask, _: {
         "moe_num_experts": (experts := own.randint(1, 9)),
@@ -545,6 +596,8 @@ def drawn_changes(family: str, seed: int) -> dict[str, Any]:
     divided = divided or family.startswith("GraniteMoe")
     hidden = heads * dim if divided else heads * generator.randint(2, 20)
     of_heads = {} if divided else {"head_dim": dim}
+    if family in ("DeepseekV2", "Glm4MoeLite"):
+        of_heads, kv_heads = {}, heads
     return {
         "num_hidden_layers": layers,
         "num_attention_heads": heads,

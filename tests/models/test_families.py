@@ -328,6 +328,14 @@ def test_unsupported_models_are_named(changes: dict[str, Any], words: list[str])
 MIXED: dict[str, Any] = {"moe_intermediate_size": 16, "num_experts_per_tok": 2, "n_routed_experts": 4}
 """Experts of GLM-4.5."""
 GRANITE: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
+LATENTS: dict[str, Any] = {
+    **MIXED,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 4,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 4,
+    "q_lora_rank": 8,
+}
 ERNIE: dict[str, Any] = {"moe_intermediate_size": 16, "moe_k": 2, "moe_num_experts": 4}
 
 
@@ -355,6 +363,10 @@ def test_ernie_4_5_has_experts_in_every_so_many_blocks() -> None:
         ("glm4_moe", {**MIXED, "n_group": 2}, r"n_group.*Choose another model\."),
         ("ernie4_5_moe", {**ERNIE, "use_bias": True}, r"use_bias.*Choose another model\."),
         ("ernie4_5_moe", {**ERNIE, "moe_norm_min": 0.5}, r"moe_norm_min.*Choose another model\."),
+        ("deepseek_v2", {**LATENTS, "topk_method": "group_limited_greedy", "n_group": 2}, r"n_group.*another model\."),
+        ("deepseek_v2", {**LATENTS, "norm_topk_prob": True}, r"norm_topk_prob.*another model\."),
+        ("glm4_moe_lite", {**LATENTS, "rope_interleave": False}, r"rope_interleave.*another model\."),
+        ("glm4_moe_lite", {**LATENTS, "attention_bias": True}, "attention_bias.*glm4_moe_lite"),
         ("mistral", {"attention_bias": True}, "attention_bias.*mistral"),
         ("phi3", {"attention_bias": True}, "attention_bias.*phi3"),
     ],

@@ -114,7 +114,11 @@ def test_spec_follows_the_config_of_transformers(pair: tuple[Any, Checkpoint]) -
     expected = [own if there else None for own, there in zip(windows, everywhere, strict=True)]
     layers = [layer for layer in range(spec.num_layers) if layer not in spec.state_layers]
     assert [spec.windows[layer] for layer in layers] == expected
-    assert [spec.heads_of(layer).dim for layer in layers] == [attention.head_dim for attention in attentions]
+    dims = [own.kv_lora_rank + own.qk_rope_head_dim if spec.latent else own.head_dim for own in attentions]
+    assert [spec.heads_of(layer).dim for layer in layers] == dims
+    if spec.latent is not None:  # what they are multiplied into is larger
+        corrections = (own.numel() for name, own in model.named_buffers() if name.endswith("correction_bias"))
+        assert spec.parameters == sum(own.numel() for own in model.parameters()) + sum(corrections)
     assert spec.tied == (model.lm_head.weight is model.model.embed_tokens.weight)
     eos = config.eos_token_id
     assert spec.eos_token_ids == (tuple(eos) if isinstance(eos, list) else (eos,))
@@ -245,7 +249,8 @@ def test_observer_sees_what_modules_of_transformers_receive(pair: tuple[Any, Che
             expected[name] = expected[name] / checkpoint.files.multipliers["inner.gate_up"]
     expected["head"] = expected["head"] * checkpoint.files.multipliers.get("norm", 1.0)
     for name, x in seen:
-        if expert_of(name) is None:
+        of_latents = spec.latent is not None and name.endswith(".o")  # theirs have passed W_V, which is part of our `o`
+        if expert_of(name) is None and not of_latents:
             assert_close(x, expected[name].view_as(x), "model")
 
 
@@ -304,7 +309,13 @@ def test_the_keys_shown_are_those_that_transformers_caches(pair: tuple[Any, Chec
         if checkpoint.files.family.proportional:  # here, the pairs that rotate come first
             pairs = order.view(2, -1)
             order = torch.cat((pairs[:, : turning // 2].flatten(), pairs[:, turning // 2 :].flatten()))
-        assert_close(keys, cache.layers[layer].keys[..., order], "model")
+        held = cache.layers[layer].keys
+        if checkpoint.spec.latent is not None:  # they keep what rotates apart, and a latent times its norm's weight
+            turned = cache.layers[layer].values
+            if checkpoint.spec.family == "deepseek_v2":
+                turned = torch.cat((turned[..., ::2], turned[..., 1::2]), -1)
+            held = torch.cat((turned, held / model.model.layers[layer].self_attn.kv_a_layernorm.weight), -1)
+        assert_close(keys, held[..., order], "model")
 
 
 class SpiedWeights:

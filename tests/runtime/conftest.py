@@ -12,7 +12,7 @@ import pytest
 
 from models.packed import KeyStatistics, PackedLinear, PackedResidual
 from models.packing import pack
-from models.spec import HeadShape, ModelSpec, RopeSpec, first_expert
+from models.spec import HeadShape, LatentSpec, ModelSpec, RopeSpec, first_expert
 
 
 def pack_linear(
@@ -182,6 +182,16 @@ SHARED: dict[str, Any] = {
     "scaled": True,
 }
 """Options of Gemma 4's kind: heads of two widths, shared caches, embeddings of the blocks' own."""
+
+
+LATENTS: dict[str, Any] = {
+    "num_kv_heads": 1,
+    "head_dim": 34,
+    "rope": RopeSpec(rotary_dim=10),
+    "latent": LatentSpec(rank=24, key_dim=8, value_dim=8, query_rank=20),
+    "inner_eps": 1e-2,
+}
+"""Options of GLM-4.7-Flash's kind: latents of keys and values, and of queries."""
 
 
 def make_spec(**changes: Any) -> ModelSpec:

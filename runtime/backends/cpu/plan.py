@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from models.architecture import Interpreter, Node, step_graph
 from models.packed import PackedLinear, Weights
-from models.spec import MixtureSpec, ModelSpec, expert_of, is_of_tokens, router_of
+from models.spec import QUERIES, MixtureSpec, ModelSpec, expert_of, is_of_tokens, router_of
 from runtime.backends.cpu.cache import CpuCache
 from runtime.backends.cpu.constants import Constants, ExpertTables, Table, address_of
 from runtime.backends.cpu.data import instructions as op
@@ -243,10 +243,12 @@ class PlanOperations(Interpreter[Activations]):
     def attend(self, node: Node) -> Activations:
         """Who reads it joins the splits and applies the gates."""
         spec, layer, qkv = self._spec, node.layer, self.of(node)
+        parts, latent = self._parts(qkv, layer), spec.latent
+        q = self.of(node, len(node.inputs) - 1).place
         heads, alone = spec.heads_of(layer), spec.mixer(layer) == "shared"
         q_norm, k_norm = (f"layers.{layer}.{part}_norm" if spec.qk_norm else "" for part in "qk")
         if spec.qk_norm and spec.qk_norm_form == "all":
-            for norm, x in zip((q_norm, k_norm)[: 1 if alone else 2], self._parts(qkv, layer), strict=False):
+            for norm, x in zip((q_norm, k_norm)[: 1 if alone else 2], parts, strict=False):
                 self._settle(x, norm, x.place, accumulate=False)
             q_norm = k_norm = ""
         k_norm = "" if alone else k_norm
@@ -255,7 +257,8 @@ class PlanOperations(Interpreter[Activations]):
         half, cos, sin = self._constants.turns(layer)
         self._emit(
             op.Heads(
-                qkv=qkv.place,
+                q=q,
+                kv=NOWHERE if alone else parts[1].place,
                 heads=heads.heads,
                 kv_heads=heads.kv_heads,
                 dim=heads.dim,
@@ -263,7 +266,7 @@ class PlanOperations(Interpreter[Activations]):
                 cos=cos,
                 sin=sin,
                 q_norm=self._constants.vector(q_norm) if q_norm else 0,
-                k_norm=self._constants.vector(k_norm) if k_norm else 0,
+                k_norm=self._constants.vector(k_norm) if k_norm else self._constants.ones() if latent else 0,
                 eps=spec.eps_of(f"layers.{layer}.q_norm"),
                 scale=heads.dim**-0.5,
                 stored=stored,
@@ -271,7 +274,8 @@ class PlanOperations(Interpreter[Activations]):
                 mean=mean,
                 norm_last=spec.qk_norm_form == "after_rope",
                 growth=self._constants.growth,
-                v_norm=self._constants.ones() if spec.v_norm else 0,
+                v_norm=self._constants.ones() if spec.v_norm or latent else 0,
+                latent=latent.rank if latent else 0,
                 alone=alone,
             )
         )
@@ -280,7 +284,7 @@ class PlanOperations(Interpreter[Activations]):
         partial = self._buffer("partial", (self._rows * self._cache.max_splits * spec.num_heads * part,), np.float32)
         self._emit(
             op.Attend(
-                qkv=qkv.place,
+                q=q,
                 heads=heads.heads,
                 kv_heads=heads.kv_heads,
                 dim=heads.dim,
@@ -292,7 +296,7 @@ class PlanOperations(Interpreter[Activations]):
                 cap=spec.score_cap or 0.0,
             )
         )
-        return replace(qkv, width=heads.q_width)
+        return Activations(q, heads.heads * spec.attended_dim(layer))
 
     def _parts(self, qkv: Activations, layer: int) -> tuple[Activations, ...]:
         """Queries, keys, values and gates, as far as the block has them."""
@@ -376,7 +380,11 @@ class PlanOperations(Interpreter[Activations]):
         self._emit(op.Gather(x.place, x.width, out.place))
         return out
 
-    read = leave = cap = Interpreter.left  # `_prepare`, the decoder and the program's last instruction do these
+    def read(self, node: Node) -> Activations:
+        """Written by who reads it."""
+        return replace(self.of(node), width=self._spec.read_width(node.norm))
+
+    leave = cap = Interpreter.left  # the decoder and the program's last instruction do these
 
     # Writing instructions
 
@@ -500,7 +508,8 @@ class PlanOperations(Interpreter[Activations]):
             heads, gates = spec.num_heads, self._parts(self.of(node), node.layer)[-1].place if spec.gated else NOWHERE
             sinks = self._constants.vector(f"{prefix}.sinks") if spec.sinks else 0
             partial = address_of(self._buffers["partial"])
-            self._emit(op.Merge(partial, to, heads, x.width // heads, gates, sinks))
+            dim, given = spec.heads_of(node.layer).dim, spec.attended_dim(node.layer)
+            self._emit(op.Merge(partial, to, heads, dim, given, gates, sinks))
         elif node.kind == "gate":
             self._emit(op.Gate(x.place, to, spec.activation == "gelu_tanh", spec.gate_limit))
         elif node.kind == "convolve":
@@ -514,7 +523,7 @@ class PlanOperations(Interpreter[Activations]):
             self._emit(op.Finish(x.place, gates, to, gain, norms, width, spec.gain_eps, spec.delta.mamba))
         else:
             weight = self._constants.vector(node.norm) if node.norm else 0
-            self._emit(op.Norm(x.place, to, weight, spec.norm_eps))
+            self._emit(op.Norm(x.place, to, weight, spec.eps_of(node.norm)))
         return out
 
     def _convolution(self, x: Activations, layer: int, to: op.Input) -> op.Convolve:
@@ -662,7 +671,7 @@ def _buffer_of(name: str) -> str:
     """The buffer of a linear layer's outputs."""
     if is_of_tokens(name) and name.endswith("gate_up"):
         return name.split(".")[2]
-    return {"head": "logits"}.get(kind := layer_kind(name), kind)
+    return "queries" if name.endswith(QUERIES) else {"head": "logits"}.get(kind := layer_kind(name), kind)
 
 
 def slots_of(rows: int, mixture: MixtureSpec) -> int:

@@ -55,6 +55,7 @@ class TritonBackend:
         Residuals stay in main memory, except two layers' for prompts (of experts, those of all in a block), and what
         several rows share of one.
         """
+        _check(spec)
         copied = Counter[str]()  # those of a block's experts together
         for name in spec.linear_names(experts=1):
             N, K = spec.linear_shape(name)
@@ -87,6 +88,7 @@ class TritonBackend:
         """
 
     def open(self, model: Weights, options: DecoderOptions, progress: ProgressCallback = ignore_progress) -> Decoder:
+        _check(model.spec)
         try:
             from runtime.backends.triton.decoder import TritonDecoder
             from runtime.backends.triton.warmup import warm_up
@@ -117,6 +119,11 @@ class TritonBackend:
 
     def memory_gb_s(self) -> float | None:
         return gpu.memory_gb_s()
+
+
+def _check(spec: ModelSpec) -> None:
+    if spec.latent is not None:
+        raise BackendError(f"there are no GPU kernels for the latent attention of {spec.family} models")
 
 
 BACKEND = TritonBackend()

@@ -43,6 +43,8 @@ ARCHITECTURES = {
     "hunyuan_v1_dense": "hunyuan-dense",
     "hunyuan_v1_moe": "hunyuan-moe",
     "lfm2_moe": "lfm2moe",
+    "deepseek_v2": "deepseek2",
+    "glm4_moe_lite": "deepseek2",
 }
 """`general.architecture` by `model_type`."""
 PAIRED = ("llama", "mistral3", "smollm3", "granite", "granitemoe")
@@ -215,6 +217,8 @@ def describe(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
     if config.model_type == "gemma4_text":
         _describe_gemma4(writer, config)
+    if ARCHITECTURES[config.model_type] == "deepseek2":
+        _describe_latents(writer, config)
     window = getattr(config, "sliding_window", None)
     if config.model_type in ("phi3", "mistral", "gpt_oss"):
         writer.add_sliding_window(window or 0)
@@ -232,7 +236,8 @@ def describe(writer: gguf.GGUFWriter, config: Any) -> None:
         writer.add_rope_scaling_factor(rope["factor"])
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
         writer.add_rope_scaling_yarn_beta_fast(rope.get("beta_fast") or 32.0)
-        writer.add_rope_scaling_yarn_log_mul(rope.get("mscale_all_dim") or 0.0)
+        share = 0.1 if ARCHITECTURES[config.model_type] == "deepseek2" else 1.0
+        writer.add_rope_scaling_yarn_log_mul(share * (rope.get("mscale_all_dim") or 0.0))
     if config.model_type == "ministral3":
         writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
     if rope["rope_type"] == "linear":
@@ -270,6 +275,29 @@ def _describe_gemma4(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_float32("gemma4.rope.freq_base_swa", config.rope_parameters["sliding_attention"]["rope_theta"])
     writer.add_sliding_window(config.sliding_window)
     writer.add_sliding_window_pattern(local)
+
+
+def _describe_latents(writer: gguf.GGUFWriter, config: Any) -> None:
+    sigmoid, rotating = config.model_type == "glm4_moe_lite", config.qk_rope_head_dim
+    dense = config.mlp_layer_types.count("dense") if sigmoid else config.first_k_dense_replace
+    own = {
+        "attention.head_count_kv": 1,
+        "attention.kv_lora_rank": config.kv_lora_rank,
+        "attention.key_length": config.kv_lora_rank + rotating,
+        "attention.value_length": config.kv_lora_rank,
+        "attention.key_length_mla": config.qk_nope_head_dim + rotating,
+        "attention.value_length_mla": config.v_head_dim,
+        "expert_group_count": 1,
+        "expert_shared_count": config.n_shared_experts,
+        "leading_dense_block_count": dense,
+        "expert_gating_func": 2 if sigmoid else 1,
+        "expert_weights_scale": config.routed_scaling_factor,
+        "expert_weights_norm": sigmoid and config.norm_topk_prob,
+    }
+    for key, value in own.items() | (
+        {"attention.q_lora_rank": config.q_lora_rank}.items() if config.q_lora_rank else set()
+    ):
+        add(writer, f"deepseek2.{key}", value)
 
 
 def rotary_factors(config: Any) -> dict[str, np.ndarray[Any, Any]]:
@@ -329,6 +357,12 @@ def tensors_of(model: Any) -> dict[str, np.ndarray[Any, Any]]:
             parts = ("gate_proj", "up_proj") if last.startswith("gate_up") else ("down_proj",)
             for at, part in enumerate(parts):
                 found[f"{prefix}.{part}.{kind}"] = np.ascontiguousarray(turned[:, at :: len(parts)])
+        elif name.endswith("kv_b_proj.weight"):
+            keys, values = np.split(
+                array.reshape(config.num_attention_heads, -1, array.shape[1]), [config.qk_nope_head_dim], 1
+            )
+            found[name.replace("kv_b", "k_b")] = np.ascontiguousarray(keys.swapaxes(1, 2))
+            found[name.replace("kv_b", "v_b")] = np.ascontiguousarray(values)
         elif name.endswith("e_score_correction_bias"):
             found[name] = array.reshape(-1)
         elif name.endswith("experts.gate_up_proj") and config.model_type != "gemma4_text":

@@ -51,6 +51,16 @@ from tests.models.random_models import (
 LONGROPE = longrope(6, partial_rotary_factor=0.75, original_max_position_embeddings=16)
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+OF_LATENTS = {
+    **ROUTED,
+    "n_shared_experts": 2,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+}
 MIXED = ["sliding_attention", "full_attention"]
 GEMMA_CASE = {**{key: value for key, value in GEMMA.items() if key != "query_pre_attn_scalar"}, "layer_types": MIXED}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -144,6 +154,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "head_dim": 32,
         },
     ),
+    "deepseek-v2": (
+        "DeepseekV2",
+        {**OF_LATENTS, "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.7}, "first_k_dense_replace": 1},
+    ),
+    "glm4-flash": ("Glm4MoeLite", {**OF_LATENTS, "q_lora_rank": 32, "routed_scaling_factor": 1.5}),
     "ernie-moe": (
         "Ernie4_5_Moe",
         {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32, "head_dim": 16, "moe_layer_interval": 2},
@@ -331,6 +346,23 @@ def test_value_heads_that_do_not_divide_are_named(key: str, value: int, tmp_path
     file = write_gguf(tmp_path / "model.gguf", random_model("Qwen3_5", **CASES["qwen3.5"][1]), metadata=metadata)
     with pytest.raises(CheckpointError, match=rf"qwen35\.ssm\.(inner_size|{key})'? is"):
         Checkpoint.open(file)
+
+
+def test_latents_in_files_from_before_llama_cpp_kept_them(tmp_path: Path) -> None:
+    model = random_model("DeepseekV2", **CASES["deepseek-v2"][1])
+    whole = Checkpoint.open(write_gguf(tmp_path / "whole.gguf", model))
+    lengths = {"key_length": 40, "value_length": 16, "key_length_mla": None, "value_length_mla": None}
+    metadata = {f"deepseek2.attention.{key}": value for key, value in lengths.items()}
+    extra = {
+        f"blk.{layer}.attn_kv_b.weight": block.self_attn.kv_b_proj.weight.detach().numpy()
+        for layer, block in enumerate(model.model.layers)
+    }
+    left_out = tuple(f"blk.{layer}.attn_{part}_b.weight" for layer in range(2) for part in "kv")
+    file = write_gguf(tmp_path / "old.gguf", model, metadata=metadata, left_out=left_out, extra=extra)
+    older = Checkpoint.open(file)
+    assert older.spec == whole.spec
+    assert torch.equal(older.linear("layers.1.qkv")[0], whole.linear("layers.1.qkv")[0])
+    assert torch.equal(older.linear("layers.1.o")[0], whole.linear("layers.1.o")[0])
 
 
 def test_another_router_is_refused(tmp_path: Path) -> None:

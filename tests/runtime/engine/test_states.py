@@ -1,5 +1,5 @@
-"""Conversations with models whose layers have states, or read each other's caches: whatever was said, cut back, forked,
-drafted or saved before, the next token is the one that a fresh prefill gives."""
+"""Conversations with models whose layers have states, read each other's caches or have latents: whatever was said, cut
+back, forked, drafted or saved before, the next token is the one that a fresh prefill gives."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def snapshots_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.param("cpu", range(3, 200), id="cpu-many", marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize("mixer", [*HYBRIDS, "shared"])
+@pytest.mark.parametrize("mixer", [*HYBRIDS, "shared", "latents"])
 def test_any_history_gives_what_a_fresh_prefill_gives(
     tiny_model: Any, tiny_spec: Any, backend: str, seeds: range, mixer: str
 ) -> None:

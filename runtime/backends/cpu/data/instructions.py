@@ -138,6 +138,7 @@ class Merge(NamedTuple):
     to: Input  # the output
     heads: int  # H
     dim: int  # D
+    given: int  # channels of each head, the first ones, that are written
     gate: Matrix = Matrix(0, 0)  # float32, by whose sigmoid each channel is multiplied; at 0: none
     sinks: int = 0  # address of float32 [H], scores that take a share of each head's attention; 0 = none
 
@@ -327,7 +328,8 @@ class Stored(NamedTuple):
 class Heads(NamedTuple):
     """Normalize, rotate and turn queries and keys (or rotate first), scale queries, store keys and values."""
 
-    qkv: Matrix  # float32
+    q: Matrix  # float32
+    kv: Matrix  # float32, of keys, then values
     heads: int  # H
     kv_heads: int  # H_kv
     dim: int  # D
@@ -345,13 +347,14 @@ class Heads(NamedTuple):
     norm_last: bool = False  # whether the norms come behind the rotation
     growth: int = 0  # address of float32 [context], factors of queries by their positions; 0 = none
     v_norm: int = 0  # address of float32 [D], for values; 0 = none
+    latent: int = 0  # R, channels at the end of a key, and at the beginning of a value, that pass a norm alone; 0: all
     alone: bool = False  # whether there are queries alone, for a cache that is another layer's
 
 
 class Attend(NamedTuple):
     """Attention of a step's rows."""
 
-    qkv: Matrix  # float32, after HEADS
+    q: Matrix  # float32, after HEADS
     heads: int  # H
     kv_heads: int  # H_kv
     dim: int  # D

@@ -33,16 +33,19 @@ def inverse_rms(x: int, width: int, eps: float) -> float:
     """1 / sqrt(mean of x² + eps).
 
     Args:
-        x: Address of float32 [width], zero-padded to a multiple of 32.
-        width: Channels.
+        x: Address of float32 [width].
+        width: Channels; what follows may be others.
         eps: Added to the mean.
     """
-    even, odd = zero_floats(), zero_floats()
-    for i in range(0, width, 32):
+    even, odd, whole = zero_floats(), zero_floats(), width // 32 * 32
+    for i in range(0, whole, 32):
         low, high = load_floats(x + 4 * i), load_floats(x + 4 * i + 64)
         even, odd = fma(low, low, even), fma(high, high, odd)
-    mean = sum_lanes(add(even, odd)) / numba.float32(width)
-    return numba.float32(1.0 / math.sqrt(mean + eps))
+    total = sum_lanes(add(even, odd))
+    for i in range(whole, width):
+        value = get_float(x + 4 * i)
+        total += value * value
+    return numba.float32(1.0 / math.sqrt(total / numba.float32(width) + eps))
 
 
 @kernel

@@ -114,18 +114,21 @@ def _finish_heads(write: Any, i: int, control: int, part: int, parts: int) -> No
     for work in range(first, last):
         row, head = work // all_heads, work % all_heads
         position = numba.int64(get_int(step.positions + 4 * row))
-        x = heads.qkv.at + row * heads.qkv.stride + 4 * head * dim
+        x = heads.q.at + row * heads.q.stride + 4 * head * dim
+        if head >= keys:
+            x = heads.kv.at + row * heads.kv.stride + 4 * (head - keys) * dim
+        normed = heads.latent if heads.latent != 0 else dim
         if head < values:
             norm = heads.q_norm if head < keys else heads.k_norm
             if norm != 0 and heads.norm_last == 0:
-                norm_head(x, norm, dim, heads.eps)
+                norm_head(x + 4 * (dim - normed), norm, normed, heads.eps)
             rotate_head(x, heads.cos + 4 * half * position, heads.sin + 4 * half * position, half)
             if norm != 0 and heads.norm_last != 0:
                 norm_head(x, norm, dim, heads.eps)
             if heads.reflection != 0:
                 _turn(heads, x, head)
         elif heads.v_norm != 0:
-            norm_head(x, heads.v_norm, dim, heads.eps)
+            norm_head(x, heads.v_norm, normed, heads.eps)
         if head < keys:
             scale = heads.scale
             if heads.growth != 0:
@@ -184,8 +187,8 @@ def _work_of(attend: Attend, step: Parameters, number: int) -> _Work:
     run, head, split = number // (kv_heads * splits), number // splits % kv_heads, number % splits
     row, rows = numba.int64(get_int(step.run_rows + 8 * run)), numba.int64(get_int(step.run_rows + 8 * run + 4))
     position, slot = numba.int64(get_int(step.positions + 4 * row)), numba.int64(get_int(step.slots + 4 * row))
-    q = attend.qkv.at + row * attend.qkv.stride + 4 * head * heads * attend.dim
-    queries = Queries(q, attend.qkv.stride, rows, heads, attend.dim, position, attend.window, attend.cap)
+    q = attend.q.at + row * attend.q.stride + 4 * head * heads * attend.dim
+    queries = Queries(q, attend.q.stride, rows, heads, attend.dim, position, attend.window, attend.cap)
     size = part_bytes(attend.dim)
     out = attend.out + ((row * attend.heads + head * heads) * splits + split) * size
     sums = Sums(out, attend.heads * splits * size, splits * size)

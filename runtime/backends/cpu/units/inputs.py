@@ -167,7 +167,7 @@ def merge(i: int, control: int, part: int, parts: int, _scratch: int) -> None:
         for head in range(merge.heads):
             at = merge.partial + (row * merge.heads + head) * splits * size
             sink = get_float(merge.sinks + 4 * head) if merge.sinks != 0 else numba.float32(LOWEST)
-            merge_splits(at, splits, dim, sink, out + 4 * head * dim)
+            merge_splits(at, splits, dim, merge.given, sink, out + 4 * head * merge.given)
         if merge.gate.at != 0:
             output_gate(out, merge.gate.at + row * merge.gate.stride, to.width)
         for c in range(to.width, padded):

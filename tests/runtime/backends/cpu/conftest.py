@@ -98,7 +98,7 @@ class Attention:
         qkv = aligned_zeros((M, (H + 2 * K) * D + 16), np.float32)
         qkv[:, : (H + 2 * K) * D] = x.reshape(M, -1)
         stored, rows = self.cpu.stored(layer), matrix(qkv)
-        machine.run(op.Heads(rows, H, K, D, 0, 0, 0, 0, 0, 0.0, D**-0.5, stored))
+        machine.run(op.Heads(rows, rows._replace(at=rows.at + 4 * H * D), H, K, D, 0, 0, 0, 0, 0, 0.0, D**-0.5, stored))
         if not attend:
             return x
         partial = aligned_zeros((M * self.splits * H * (padded(D, 16) + 16),), np.float32)
@@ -106,7 +106,7 @@ class Attention:
         at = int(partial.ctypes.data)
         machine.run(op.Attend(rows, H, K, D, self.window or 0, RUN_ROWS, stored, at, self.cpu.exact(layer)))
         out, rounded = aligned_zeros((M, padded(H * D, 32)), np.float32), Activations(M, H * D, 32)
-        machine.run(op.Merge(at, op.Input(H * D, False, matrix(out), rounded.places, 1), H, D))
+        machine.run(op.Merge(at, op.Input(H * D, False, matrix(out), rounded.places, 1), H, D, D))
         return out[:, : H * D].reshape(M, H, D)
 
     def check_stored(self) -> None:

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from app.cli import doctor as checks
+from models.recipe import Recipe
 from runtime.backends import ModelSizes, backend
 from runtime.backends.decoder import DecoderOptions
 from runtime.backends.triton import buffers, gpu, products
@@ -24,6 +25,7 @@ from runtime.backends.triton.decoder import TritonDecoder
 from runtime.errors import BackendError, OutOfMemoryError, RequestError
 from runtime.load import plan as opening
 from runtime.load.plan import LoadOptions, LoadPlan, plan_load
+from tests.runtime.conftest import LATENTS
 from tuner.detect import MemoryInfo
 from tuner.gpu import GpuInfo, PcieLink
 
@@ -114,6 +116,20 @@ def test_a_model_that_the_card_does_not_hold_runs_on_the_cpu(
     assert "3 GiB are free" in reason
     with pytest.raises(OutOfMemoryError):
         opening.open_decoder(tiny_model(), options, "triton")
+
+
+def test_latent_attention_has_no_kernels_on_a_card(
+    cards: Callable[..., None], tiny_model: Callable[..., Any], tiny_spec: Callable[..., Any]
+) -> None:
+    cards(CARD)
+    model, options = tiny_model(tiny_spec(**LATENTS)), DecoderOptions(context=64, max_rows=4, threads=1)
+    sizes = ModelSizes(weight_bytes=0, recipe=Recipe(method="rtn"))
+    for name in ("triton", "shared"):
+        with pytest.raises(BackendError, match="no GPU kernels for the latent attention of llama models"):
+            backend(name).footprint(model.spec, sizes, compensated=False)
+    decoder, reason = opening.open_decoder(model, options)
+    assert decoder.backend == "cpu"
+    assert "the GPU backend cannot run this model (there are no GPU kernels for the latent attention" in reason
 
 
 def test_what_does_not_fit_the_card_is_planned_for_main_memory(

@@ -235,15 +235,16 @@ def attend_span(queries: Queries, span: Span, sums: Sums, scores: int) -> None:
 
 
 @kernel
-def merge_splits(sums: int, splits: int, dim: int, sink: float, out: int) -> None:
-    """Join the partial results of one row and query head and normalize: float32 [D] at `out`.
+def merge_splits(sums: int, splits: int, dim: int, given: int, sink: float, out: int) -> None:
+    """Join the partial results of one row and query head and normalize: float32 [given] at `out`.
 
     Args:
         sums: Address of the first split's partial result, the others behind it.
         splits: Number of splits.
         dim: D.
+        given: The first channels, which are written.
         sink: A score that takes a share and adds nothing; LOWEST = none.
-        out: Address of float32 [D].
+        out: Address of float32 [given].
     """
     padded, split_step = padded_channels(dim), part_bytes(dim)
     top = numba.float32(sink)
@@ -253,15 +254,15 @@ def merge_splits(sums: int, splits: int, dim: int, sink: float, out: int) -> Non
     for split in range(splits):
         state = sums + split * split_step + 4 * padded
         total += numba.float32(math.exp(get_float(state) - top)) * get_float(state + 4)
-    for d in range(0, padded, 16):
+    for d in range(0, given, 16):
         value = zero_floats()
         for split in range(splits):
             at = sums + split * split_step
             value = fma(load_floats(at + 4 * d), fill(numba.float32(math.exp(get_float(at + 4 * padded) - top))), value)
         value = div(value, fill(total))
-        if d + 16 <= dim:
+        if d + 16 <= given:
             store_floats(out + 4 * d, value)
         else:
             store_floats(sums + 4 * d, value)
-            for i in range(d, dim):
+            for i in range(d, given):
                 set_float(out + 4 * i, get_float(sums + 4 * i))
