@@ -102,6 +102,15 @@ class Talk:
     def note(self, conversation: Conversation, **changes: Any) -> None:
         conversation.extras = replace(conversation.extras, **changes)
 
+    def use(self, runtime: LocalRuntime, status: Status) -> None:
+        """Have another model answer from now on."""
+        self.runtime, self.status, self._count = runtime, status, runtime.tokens
+
+    def begin(self) -> None:
+        """Begin a new conversation with the same system prompt and sampling."""
+        self._attached = []
+        self.go_on(Conversation())
+
     def go_on(self, conversation: Conversation) -> None:
         """Go on with a conversation, by its system prompt and sampling where none were chosen."""
         own = {**conversation.extras.settings, **self.conversation.extras.settings}
@@ -193,9 +202,14 @@ class Talk:
         """How answers are sampled."""
         return self._prompts.sampling(self.conversation)
 
-    def choose(self, key: str, value: Any) -> None:
-        """Change the system prompt or the sampling of this conversation."""
-        self.note(self.conversation, settings={**self.conversation.extras.settings, key: value})
+    @property
+    def own(self) -> Mapping[str, Any]:
+        """The conversation's own system prompt and sampling."""
+        return self.conversation.extras.settings
+
+    def choose(self, own: Mapping[str, Any]) -> None:
+        """Replace the conversation's own system prompt and sampling."""
+        self.note(self.conversation, settings=own)
 
     @property
     def system_prompt(self) -> str:

@@ -327,8 +327,11 @@ class ChatApp(WorkApp):
 
     @on(ChatAsked)
     async def open_chat(self, event: ChatAsked) -> None:
-        """Open a saved chat."""
-        await self.chat.open_chat(event.chat)
+        """Open a saved chat, or one from a file."""
+        if hasattr(event.chat, "messages"):
+            self._confirm_if_unsaved("Open the file", partial(self.chat.open_chat, event.chat))
+        else:
+            await self.chat.open_chat(event.chat)
 
     @on(ChatEnded)
     async def show_empty_chat(self) -> None:
@@ -364,12 +367,12 @@ class ChatApp(WorkApp):
         """Inspect the tokens of the last answer."""
         self.chat.inspect()
 
-    def action_help(self) -> None:
-        """List the keys."""
+    def action_help(self, commands: bool = False) -> None:
+        """List the keys, or first the commands."""
         from app.tui.screens.help import HelpScreen
 
         if not isinstance(self.screen, HelpScreen):
-            self.push_screen(HelpScreen())
+            self.push_screen(HelpScreen(commands=commands))
 
     def action_log(self) -> None:
         """Show the runtime's log."""

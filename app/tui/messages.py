@@ -11,6 +11,7 @@ from textual.message import Message
 from app.tui.jobs import Job
 
 if TYPE_CHECKING:
+    from app.history.exchange import ImportedChat
     from app.history.store import Chat
     from runtime.wire.requests import QuantizeRequest
 
@@ -98,9 +99,9 @@ class ChatEnded(Message):
 
 @dataclass
 class ChatAsked(Message):
-    """The user picked a chat to open."""
+    """The user picked a chat to open, or a file with one."""
 
-    chat: Chat
+    chat: Chat | ImportedChat
 
 
 @dataclass

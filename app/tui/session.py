@@ -28,6 +28,7 @@ from app.tui.open_chats import OpenChats
 from app.tui.runtime import ClientLike, SupervisorLike
 
 if TYPE_CHECKING:
+    from app.history.exchange import ImportedChat
     from app.history.store import Chat
     from models.progress import Progress
     from runtime.errors import Problem
@@ -405,8 +406,8 @@ class Session:
         """Whether conversations are saved."""
         return self._chats.saves
 
-    async def open_chat(self, chat: Chat) -> None:
-        """Open a saved chat in place of the present one, whose answer continues in the background.
+    async def open_chat(self, chat: Chat | ImportedChat) -> None:
+        """Open a saved chat, or one from a file, in place of the present one, whose answer continues in the background.
 
         Raises:
             HistoryError: it can't be read.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Coroutine, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,12 +20,14 @@ from textual.widget import Widget
 from textual.widgets import TextArea
 
 from app.chat.answers import Continued, Event, Written
+from app.chat.commands import parse
 from app.chat.tools import MOST_ROUNDS, CallChanged, rounds
 from app.conversation import Message
-from app.errors import ClientError, HistoryError
+from app.errors import ClientError, CommandError, HistoryError
 from app.printable import printable_name
 from app.tui.answers import AnswerTask
 from app.tui.attaching import Attaching
+from app.tui.commands import Commands
 from app.tui.figures import SEPARATOR
 from app.tui.greeting import Greeting
 from app.tui.messages import AttachAsked, MessageAct, SettingChanged, Submitted
@@ -38,9 +40,11 @@ from app.tui.widgets.header import HeaderBar, model_line
 from app.tui.widgets.key_line import KeyLine
 from app.tui.widgets.message_view import MessageView
 from app.tui.widgets.progress_panel import ProgressPanel
+from app.tui.widgets.suggestions import Suggestion, Suggestions
 from app.tui.widgets.transcript import Transcript
 
 if TYPE_CHECKING:
+    from app.history.exchange import ImportedChat
     from app.history.store import Chat
     from app.tools.permissions import Answer
     from app.tui.screens.chat_dialogs import Attachment, Overflow
@@ -67,6 +71,7 @@ class ChatScreen(Screen[None]):
         self._ticker: Timer | None = None
         self._greeting = Greeting(session)
         self._attaching = Attaching(self, session, lambda: self.composer, self.show_session)
+        self._commands = Commands(self, session, changed=self.show_session, statistics=self.show_statistics)
 
     def compose(self) -> ComposeResult:
         """Header, sidebar, messages, progress, composer, keys."""
@@ -76,7 +81,8 @@ class ChatScreen(Screen[None]):
             with Vertical(id="chat-main"):
                 yield Transcript(lambda: self._session.conversation, lambda: self._session.remote is None)
                 yield ProgressPanel()
-                yield Composer()
+                yield Suggestions()
+                yield Composer(self._suggest)
         yield KeyLine()
 
     def on_mount(self) -> None:
@@ -167,6 +173,16 @@ class ChatScreen(Screen[None]):
         """Send a prompt, or return it to the composer if that isn't possible."""
         event.stop()
         session = self._session
+        try:
+            command = None if self.editing else parse(event.text)
+            if command is not None:
+                await self._commands.run(*command)
+                self._remember(event.text)
+                return
+        except (CommandError, ClientError, HistoryError, OSError) as error:
+            self.notify(str(error), severity="error", timeout=10)
+            self.composer.give_back(event.text)
+            return
         if self.busy:
             self.notify("An answer is being written; Esc stops it.", severity="warning")
             self.composer.give_back(event.text)
@@ -187,6 +203,22 @@ class ChatScreen(Screen[None]):
 
         self.composer.give_back(event.text)  # nothing is lost if the program ends before the answer
         self.app.push_screen(OverflowDialog(leaves_out), decided)
+
+    async def _suggest(self, text: str) -> Sequence[Suggestion]:
+        """What the text before the cursor may become."""
+        return await self._commands.suggest(text) if text.startswith("/") else ()
+
+    @on(Suggestions.OptionSelected, "#suggestions")
+    def take_suggestion(self, event: Suggestions.OptionSelected) -> None:
+        """Type the suggestion that was clicked."""
+        self.composer.take(self.composer.suggestions.shown[event.option_index])
+
+    def show_statistics(self) -> None:
+        """Show or hide the full statistics of the last answer."""
+        answers = [view for view in self.query(MessageView) if view.message.role == "assistant"]
+        if not answers:
+            raise CommandError("there is no answer yet")
+        answers[-1].action_toggle_details()
 
     async def _overflow(self, answer: Overflow, text: str) -> None:
         """Proceed with a full chat as the user chose."""
@@ -227,8 +259,8 @@ class ChatScreen(Screen[None]):
         if (writing := self._session.answers.of(self._session.conversation.id)) is not None:
             self._follow(writing)
 
-    async def open_chat(self, chat: Chat) -> None:
-        """Open a saved chat."""
+    async def open_chat(self, chat: Chat | ImportedChat) -> None:
+        """Open a saved chat, or one from a file."""
         if chat.id == self._session.conversation.id:
             return
         self.cancel_edit()

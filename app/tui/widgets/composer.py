@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import ClassVar
 
+from textual import on, work
 from textual.binding import Binding, BindingType
 from textual.events import Key, Paste
 from textual.widgets import TextArea
@@ -13,6 +14,7 @@ from textual.widgets import TextArea
 from app.tui.figures import token_count
 from app.tui.keys import pasted_text
 from app.tui.messages import AttachAsked, Submitted
+from app.tui.widgets.suggestions import Suggestion, Suggestions
 
 AMBER = 0.8
 """Share of the context above which the meter warns."""
@@ -36,7 +38,12 @@ class Composer(TextArea):
         Binding("ctrl+end", "app.scroll_chat(2)", "End of the chat, and follow it", show=False, id="chat.end"),
     ]
 
-    def __init__(self) -> None:
+    def __init__(self, suggest: Callable[[str], Awaitable[Sequence[Suggestion]]]) -> None:
+        """Make a composer.
+
+        Args:
+            suggest: What the text before the cursor may become.
+        """
         super().__init__(
             id="composer",
             soft_wrap=True,
@@ -51,6 +58,7 @@ class Composer(TextArea):
         self._recalled: int | None = None
         self._typed = ""
         self._attached: dict[str, str] = {}
+        self._suggest = suggest
 
     @property
     def value(self) -> str:
@@ -98,7 +106,9 @@ class Composer(TextArea):
 
     def on_key(self, event: Key) -> None:
         """Send on Enter; a new line on Shift+Enter, Alt+Enter and Ctrl+J; recall with the arrow keys."""
-        if event.key == "enter":
+        if self._in_suggestions(event.key):
+            pass
+        elif event.key == "enter":
             self._send()
         elif event.key in ("shift+enter", "alt+enter", "ctrl+j"):
             self.replace("\n", *self.selection)
@@ -114,6 +124,51 @@ class Composer(TextArea):
         if text.strip():
             self.put("")
             self.post_message(Submitted(text))
+
+    # Suggestions
+
+    @property
+    def suggestions(self) -> Suggestions:
+        """The list above."""
+        return self.screen.query_one(Suggestions)
+
+    @on(TextArea.Changed)
+    def look_up(self) -> None:
+        """Suggest how a command may go on. Nothing waits for that."""
+        if self.text.startswith("/") and self.cursor_location == self.document.end:
+            self._look_up(self.text)
+        else:
+            self.hide_suggestions()
+
+    @work(exclusive=True, group="suggest", exit_on_error=False)
+    async def _look_up(self, text: str) -> None:
+        self.suggestions.show(await self._suggest(text))
+
+    def hide_suggestions(self) -> None:
+        """Suggest nothing until the text changes."""
+        self.workers.cancel_group(self, "suggest")
+        self.suggestions.show(())
+
+    def _in_suggestions(self, key: str) -> bool:
+        """Move among the suggestions, take one, or hide them. Returns whether the key was used."""
+        listed = self.suggestions
+        if not listed.display:
+            return False
+        if key in ("up", "down"):
+            listed.step(1 if key == "down" else -1)
+        elif key == "tab" or (key == "enter" and listed.chosen is not None):
+            self.take(listed.chosen or listed.shown[0])
+        elif key == "escape":
+            self.hide_suggestions()
+        else:
+            return False
+        return True
+
+    def take(self, suggestion: Suggestion) -> None:
+        """Type a suggestion."""
+        self.hide_suggestions()
+        self.replace(suggestion.text, (0, 0), self.document.end)
+        self.move_cursor(self.document.end)
 
     def _recall(self, step: int) -> bool:
         """Step through earlier prompts, from the first or last line of the text.

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from app.chat.commands import COMMANDS
 from app.cli.output import Output
 from app.cli.repl import Repl, line_history
 from app.cli.serve import result_of
@@ -125,7 +126,9 @@ def test_set_changes_what_follows(talk: Typed) -> None:
         ("/set temperature warm", "it must be a number from 0 to 2"),
         ("/set temperature -1", "it must be a number from 0 to 2"),
         ("/set top_k 1.5", "it must be a whole number from 0"),
-        ("/dance", "no command /dance"),
+        ("/dance", "no command /dance; /help lists them"),
+        ("/modle demo", "no command /modle; did you mean /model?"),
+        ("/save", "use /save FILE"),
         ("/stats", "no answer yet"),
         ("x" * 60, "too long"),
     ],
@@ -145,8 +148,21 @@ def test_show_stats_and_help(talk: Typed) -> None:
     assert "cpu (a test)" in out
     assert "max_tokens          auto" in out
     assert "first token after 0.25 s, 8.0 tokens/s; 7 prompt tokens (3 reused), 5 generated; context 12 of 100" in out
-    assert "/clear" in out
+    assert all(f"{command.usage} " in out and command.help in out for command in COMMANDS)
     assert "no template" in err
+
+
+def test_a_conversation_is_saved_and_loaded_and_other_slashes_are_sent(talk: Typed, tmp_path: Path) -> None:
+    file, model = tmp_path / "talk.md", ScriptedModel("a", "b", "c", "d")
+    _, err = talk(
+        model, "/save nothing.md", "one", f"/save {file}", f"/save {file}", "// a comment", "/etc/hosts is what?"
+    )
+    assert "nothing to save" in err
+    assert "exists already: give another name" in err
+    assert [asked[-1][1] for asked in model.asked] == ["one", "// a comment", "/etc/hosts is what?"]
+    assert file.stat().st_mode & 0o777 == 0o600
+    talk(model, f"/load {tmp_path / 'gone.md'}", f"/load {file}", "two")
+    assert model.asked[-1] == [("user", "one"), ("assistant", "a"), ("user", "two")]
 
 
 def test_several_lines_between_triple_quotes(talk: Typed) -> None:

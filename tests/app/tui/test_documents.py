@@ -16,8 +16,9 @@ from textual.events import Paste
 from textual.widgets import Input, OptionList
 
 from app.documents import reader
+from app.documents.folders import names
 from app.history.store import History
-from app.tui.screens.chat_dialogs import AttachDialog, names
+from app.tui.screens.chat_dialogs import AttachDialog
 from tests.app.documents.making import pdf
 
 Stage = Callable[..., Any]
@@ -288,10 +289,10 @@ def test_names_of_a_folder(tmp_path: Path) -> None:
     for name in ("b.md", "Beta.txt", ".hidden"):
         (tmp_path / name).touch()
     (tmp_path / "box").mkdir()
-    assert names(f"{tmp_path}/") == ["‥/", "box/", "Beta.txt", "b.md"]
+    assert names(f"{tmp_path}/") == ["box/", "Beta.txt", "b.md"]
     assert names(f"{tmp_path}/b") == ["box/", "Beta.txt", "b.md"]
     assert names(f"{tmp_path}/.h") == [".hidden"]
-    assert names(f"{tmp_path}/no/") == ["‥/"]
+    assert names(f"{tmp_path}/no/") == []
 
 
 async def test_reading_a_document_can_be_stopped(

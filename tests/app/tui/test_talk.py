@@ -429,6 +429,93 @@ class TestWriting:
             await s.until(lambda: len(s.app.session.conversation) == 0)
 
 
+class TestCommands:
+    async def test_tab_completes_and_enter_runs_it(self, stage: Stage, runtime: Any, tmp_path: Path) -> None:
+        notes = tmp_path / "notes.md"
+        notes.write_text("the lamp burns oil\n")
+        async with stage(runtime, size=(100, 30), notices=True) as s:
+            await s.pilot.press(*"/mo")
+            await s.shows("/model [NAME]")
+            await s.pilot.press("tab")
+            assert s.composer.text == "/model "
+            await s.shows("/model demo", "/model tiny-3bit")
+            await s.pilot.press("down", "down", "enter")
+            await s.until(lambda: s.composer.text == "/model tiny-3bit")
+            await s.pilot.press("enter")
+            await s.until(lambda: s.app.session.status.model == "tiny-3bit")
+            await s.ready()
+            assert s.composer.text == ""
+            await s.pilot.press(*f"/attach {tmp_path}/no")
+            await s.shows(f"/attach {notes}")
+            await s.pilot.press("tab", "enter")
+            await s.until(lambda: s.composer.text == "⟦notes.md: 2 lines, ≈ 5 tokens⟧")
+            s.composer.load_text("")
+            for line in ("/system Be a pirate.", "/set temperature 0.2", "/set stop END", "/budget off"):
+                await self.enter(s, line)
+            await s.until(lambda: s.app.session.settings.budget == 0)
+            await s.say("ahoy")
+            messages, options = runtime.named("chat")[0]
+            assert messages[0] == {"role": "system", "content": "Be a pirate."}
+            assert (options.temperature, options.stop) == (0.2, ("END",))
+            await self.enter(s, "/stats")
+            await s.shows("412 tokens")
+            await s.open(HelpScreen, *"/help", "enter")
+            await s.shows("/save FILE")
+
+    async def enter(self, s: Any, line: str) -> None:
+        """Type a command and run it."""
+        s.composer.load_text(line)
+        await s.settled()
+        await s.pilot.press("enter")
+        await s.settled()
+
+    async def test_what_is_no_command_keeps_the_draft_or_is_sent(self, stage: Stage, runtime: Any) -> None:
+        async with stage(runtime) as s:
+            for line, said in (
+                ("/modle demo", "no command /modle; did you mean /model?"),
+                ("/model demi", "did you mean demo?"),
+                ("/attach", "use /attach PATH"),
+                ("/set temperature 9", "must be a number from 0 to 2"),
+                ("/load /nowhere", "can't be read"),
+            ):
+                await self.enter(s, line)
+                await s.until(lambda said=said: any(said in note.message for note in s.app._notifications), said)
+                assert s.composer.text == line
+            await self.enter(s, "// what does this comment say?")
+            await s.answered()
+            await s.say("/etc/hosts is what?", "/usr")
+            assert path_of(s)[::2] == ["// what does this comment say?", "/etc/hosts is what?", "/usr"]
+
+    async def test_a_chat_is_saved_to_a_file_and_loaded(self, stage: Stage, runtime: Any, tmp_path: Path) -> None:
+        file = tmp_path / "chat.md"
+        async with stage(runtime, kept=tmp_path / "history.db", notices=True) as s:
+            await s.say("one")
+            for said in ("Written to", "exists already"):
+                await self.enter(s, f"/save {file}")
+                await s.shows(said)
+            s.composer.load_text("")
+            await self.enter(s, "/new")
+            await s.until(lambda: len(s.app.session.conversation) == 0)
+            await self.enter(s, f"/load {file}")
+            await s.until(lambda: path_of(s) == ["one", "Hello from the script."])
+            await s.say("two")
+            assert len(runtime.named("chat")[-1][0]) == 3
+            assert len(await s.app.session.history.chats()) == 2
+
+    async def test_the_list_of_suggestions_hides_and_comes_back(self, stage: Stage, runtime: Any) -> None:
+        async with stage(runtime, size=(60, 20)) as s:
+            await s.pilot.press("/")
+            await s.shows("/model [NAME]")
+            await s.pilot.press("escape")
+            await s.hides("/model [NAME]")
+            await s.pilot.press("s", "t")
+            await s.shows("/stats")
+            await s.hides("/save")
+            await s.click("#suggestions")
+            assert s.composer.text == "/stats"
+            assert s.app.focused is s.composer
+
+
 class TestReading:
     async def test_reasoning_is_folded_and_not_said_again(self, stage: Stage, runtime: Any) -> None:
         runtime.answers = ["<think>\nhm, let me see\n</think>\n\nParis.", "<think>\nthis leads nowhere"]
