@@ -37,9 +37,16 @@ class RuntimeLost(Message):
 
 @dataclass
 class Submitted(Message):
-    """The user sent a prompt."""
+    """The user sent a prompt; an empty one stands for the first that is queued."""
 
     text: str
+
+
+@dataclass
+class TakenBack(Message):
+    """The user wants a queued prompt back in the composer, by its place in the queue."""
+
+    at: int
 
 
 @dataclass

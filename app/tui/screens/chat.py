@@ -30,7 +30,7 @@ from app.tui.attaching import Attaching
 from app.tui.commands import Commands
 from app.tui.figures import SEPARATOR
 from app.tui.greeting import Greeting
-from app.tui.messages import AttachAsked, MessageAct, SettingChanged, Submitted
+from app.tui.messages import AttachAsked, MessageAct, SettingChanged, Submitted, TakenBack
 from app.tui.plain import plain
 from app.tui.pump import Pump
 from app.tui.screens.sidebar import MIN_COLUMNS, Sidebar
@@ -40,6 +40,7 @@ from app.tui.widgets.header import HeaderBar, model_line
 from app.tui.widgets.key_line import KeyLine
 from app.tui.widgets.message_view import MessageView
 from app.tui.widgets.progress_panel import ProgressPanel
+from app.tui.widgets.queue_list import QueueList
 from app.tui.widgets.suggestions import Suggestion, Suggestions
 from app.tui.widgets.transcript import Transcript
 
@@ -81,6 +82,7 @@ class ChatScreen(Screen[None]):
             with Vertical(id="chat-main"):
                 yield Transcript(lambda: self._session.conversation, lambda: self._session.remote is None)
                 yield ProgressPanel()
+                yield QueueList()
                 yield Suggestions()
                 yield Composer(self._suggest)
         yield KeyLine()
@@ -112,6 +114,7 @@ class ChatScreen(Screen[None]):
         self.query_one(ProgressPanel).show(session.job)
         self.query_one(Sidebar).fold(self.app.size.width)
         self._show_context()
+        self._show_queue()
         self._greeting.keep(self)
         if self._editing is None:
             self.composer.border_title = self._title()
@@ -143,10 +146,8 @@ class ChatScreen(Screen[None]):
     async def _answer(self, prompt: str, *, rebuilt: bool, summarize: bool = False) -> None:
         """Start an answer to an existing prompt."""
         session = self._session
-        model = session.conversation.extras.model or session.wanted
-        answer = session.conversation.add("assistant", "", parent=prompt, state="streaming", model=model)
         # At once, so that no other one begins.
-        writing = session.answers.begin(session.conversation, answer.id, summarize=summarize)
+        writing = session.answer(session.conversation, prompt, summarize=summarize)
         await (self.transcript.reopen() if rebuilt else self.transcript.extend())
         if writing.conversation is session.conversation:
             self._follow(writing)
@@ -183,9 +184,14 @@ class ChatScreen(Screen[None]):
             self.notify(str(error), severity="error", timeout=10)
             self.composer.give_back(event.text)
             return
-        if self.busy:
-            self.notify("An answer is being written; Esc stops it.", severity="warning")
-            self.composer.give_back(event.text)
+        queued = session.conversation.extras.queued
+        if self.busy and event.text:
+            self._remember(event.text)
+            session.note(session.conversation, queued=[*queued, event.text], draft="")
+        elif not event.text and queued and not self.busy:
+            event.text = self._unqueue(0)
+        self._show_queue()
+        if self.busy or not event.text:
             return
         if session.status is not None and not session.ready and not session.working and session.wanted is None:
             self.notify("No model is loaded; F2 picks one.", severity="warning")
@@ -203,6 +209,23 @@ class ChatScreen(Screen[None]):
 
         self.composer.give_back(event.text)  # nothing is lost if the program ends before the answer
         self.app.push_screen(OverflowDialog(leaves_out), decided)
+
+    def _unqueue(self, at: int) -> str:
+        """Take a prompt out of the queue."""
+        queued = [*self._session.conversation.extras.queued]
+        text = queued.pop(at)
+        self._session.note(self._session.conversation, queued=queued)
+        return text
+
+    @on(TakenBack)
+    def take_back(self, event: TakenBack) -> None:
+        """Give a queued prompt back to the composer, unless it was sent meanwhile."""
+        if -1 <= event.at < len(queued := self._session.conversation.extras.queued) and queued:
+            self.composer.give_back(self._unqueue(event.at))
+            self._show_queue()
+
+    def _show_queue(self) -> None:
+        self.query_one(QueueList).show(self._session.conversation.extras.queued, sends=self.busy)
 
     async def _suggest(self, text: str) -> Sequence[Suggestion]:
         """What the text before the cursor may become."""
@@ -304,13 +327,19 @@ class ChatScreen(Screen[None]):
         self.run_worker(self._stream(writing), group="answer", exclusive=True, exit_on_error=False)
 
     async def _stream(self, writing: AnswerTask) -> None:
-        """Draw the events of an answer, and of those that follow when it called tools."""
-        async with contextlib.aclosing(writing.follow()) as events:
-            while await self._stream_one(writing, writing.message, events):
-                self.show_session()
-                await self.transcript.extend()
-                self._writing = writing
-        self.show_session()
+        """Draw the events of an answer, of those that follow when it called tools, and of those to queued prompts."""
+        following: AnswerTask | None = writing
+        while following is not None:
+            self._writing = writing = following
+            async with contextlib.aclosing(writing.follow()) as events:
+                while await self._stream_one(writing, writing.message, events):
+                    self.show_session()
+                    await self.transcript.extend()
+                    self._writing = writing
+            self._session.send_queued(writing)  # what was queued while the end of the answer was drawn
+            await self.transcript.extend()
+            self.show_session()
+            following = self._session.answers.of(writing.conversation.id)
 
     async def _stream_one(self, writing: AnswerTask, answer: str, events: AsyncGenerator[Event, None]) -> bool:
         """Draw the events of one message. Returns whether another one follows."""

@@ -13,7 +13,8 @@ from textual.widgets import TextArea
 
 from app.tui.figures import token_count
 from app.tui.keys import pasted_text
-from app.tui.messages import AttachAsked, Submitted
+from app.tui.messages import AttachAsked, Submitted, TakenBack
+from app.tui.widgets.queue_list import QueueList
 from app.tui.widgets.suggestions import Suggestion, Suggestions
 
 AMBER = 0.8
@@ -108,6 +109,8 @@ class Composer(TextArea):
         """Send on Enter; a new line on Shift+Enter, Alt+Enter and Ctrl+J; recall with the arrow keys."""
         if self._in_suggestions(event.key):
             pass
+        elif event.key == "up" and not self.text and self.screen.query_one(QueueList).texts:
+            self.post_message(TakenBack(-1))
         elif event.key == "enter":
             self._send()
         elif event.key in ("shift+enter", "alt+enter", "ctrl+j"):
@@ -123,7 +126,7 @@ class Composer(TextArea):
         text = self.value.strip("\n")
         if text.strip():
             self.put("")
-            self.post_message(Submitted(text))
+        self.post_message(Submitted(text if text.strip() else ""))
 
     # Suggestions
 

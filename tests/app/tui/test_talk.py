@@ -322,6 +322,7 @@ class TestWriting:
                 if number % 3 == 0:
                     burst(s, "ctrl+r")
                 await asyncio.sleep(0.05)
+            await s.until(lambda: not s.app.session.conversation.extras.queued, "the queue to be sent")
             await s.answered()
             chat = s.app.session.conversation
             messages = [chat[one] for ids in chat.branches().values() for one in ids]
@@ -514,6 +515,75 @@ class TestCommands:
             await s.click("#suggestions")
             assert s.composer.text == "/stats"
             assert s.app.focused is s.composer
+
+
+class TestQueue:
+    async def begin(self, s: Any, runtime: Any, *typed: str) -> None:
+        """Ask something whose answer hangs, and send more meanwhile."""
+        runtime.hold_after = 1
+        runtime.released.clear()
+        await s.ask("first")
+        await s.until(lambda: s.last.text)
+        for number, text in enumerate(typed, 1):
+            s.composer.load_text(text)
+            await s.pilot.press("enter")
+            await s.until(lambda number=number: len(s.app.session.conversation.extras.queued) == number, text)
+        assert s.composer.text == ""
+
+    async def test_what_is_sent_during_an_answer_follows_it_in_order(self, stage: Stage, runtime: Any) -> None:
+        runtime.answers = ["one two", "three", "four"]
+        async with stage(runtime) as s:
+            await self.begin(s, runtime, "second", "thrid", "fourth")
+            await s.shows("3 queued, sent when the answer ends", "second", "thrid", "fourth")
+            await s.click("#queue", offset=(4, 2))
+            await s.until(lambda: s.composer.text == "thrid")
+            s.composer.load_text("")
+            await s.pilot.press("up")
+            await s.until(lambda: s.composer.text == "fourth")
+            s.composer.load_text("third")
+            await s.pilot.press("enter")
+            await s.shows("2 queued")
+            runtime.released.set()
+            await s.until(lambda: len(s.app.session.conversation) == 6)
+            await s.answered()
+            assert path_of(s) == ["first", "one two", "second", "three", "third", "four"]
+            await s.shows("third", "four")
+            await s.hides("queued")
+
+    async def test_a_stop_or_a_crash_keeps_it_and_enter_goes_on(self, stage: Stage, runtime: Any) -> None:
+        runtime.answers = ["one two", "three", "four five", "six"]
+        async with stage(runtime) as s:
+            await self.begin(s, runtime, "second", "third")
+            await s.pilot.press("escape")
+            await s.answered()
+            await s.shows("2 queued, not sent: ⏎ sends the first")
+            assert path_of(s) == ["first", "one"]
+            runtime.crash_after = 0
+            await s.pilot.press("enter")
+            await s.until(lambda: s.last.state == "failed" and not s.app.chat.busy)
+            assert s.app.session.conversation.extras.queued == ["third"]
+            await s.ready()
+            await s.pilot.press("enter")
+            await s.until(lambda: len(s.app.session.conversation) == 6)
+            await s.answered()
+            assert path_of(s)[2::2] == ["second", "third"]
+
+    async def test_it_stays_with_its_chat(self, stage: Stage, runtime: Any, tmp_path: Path) -> None:
+        runtime.answers = ["one two", "three four"]
+        async with stage(runtime, kept=tmp_path / "history.db") as s:
+            await self.begin(s, runtime, "second")
+            first = s.app.session.conversation
+            await s.pilot.press("ctrl+n")
+            await s.until(lambda: len(s.app.session.conversation) == 0)
+            await s.hides("queued")
+            runtime.released.set()
+            await s.until(lambda: len(first) == 4 and s.app.session.answers.of(first.id) is None)
+            assert [message.text for message in first.path()] == ["first", "one two", "second", "three four"]
+            await self.begin(s, runtime, "later")
+        async with stage(runtime, kept=tmp_path / "history.db") as s:
+            chat, _ = await s.app.session.history.chats()
+            await s.app.chat.open_chat(chat)
+            await s.shows("1 queued, not sent", "later")
 
 
 class TestReading:
