@@ -29,6 +29,7 @@ from app.tui.answers import AnswerTask
 from app.tui.attaching import Attaching
 from app.tui.commands import Commands
 from app.tui.figures import SEPARATOR
+from app.tui.files import Files
 from app.tui.greeting import Greeting
 from app.tui.messages import AttachAsked, MessageAct, SettingChanged, Submitted, TakenBack
 from app.tui.plain import plain
@@ -72,6 +73,7 @@ class ChatScreen(Screen[None]):
         self._ticker: Timer | None = None
         self._greeting = Greeting(session)
         self._attaching = Attaching(self, session, lambda: self.composer, self.show_session)
+        self._files = Files(Path.cwd())
         self._commands = Commands(self, session, changed=self.show_session, statistics=self.show_statistics)
 
     def compose(self) -> ComposeResult:
@@ -229,7 +231,7 @@ class ChatScreen(Screen[None]):
 
     async def _suggest(self, text: str) -> Sequence[Suggestion]:
         """What the text before the cursor may become."""
-        return await self._commands.suggest(text) if text.startswith("/") else ()
+        return await (self._commands.suggest(text) if text.startswith("/") else self._files.suggest(text[1:]))
 
     @on(Suggestions.OptionSelected, "#suggestions")
     def take_suggestion(self, event: Suggestions.OptionSelected) -> None:

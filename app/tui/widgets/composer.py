@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import ClassVar
@@ -137,15 +138,23 @@ class Composer(TextArea):
 
     @on(TextArea.Changed)
     def look_up(self) -> None:
-        """Suggest how a command may go on. Nothing waits for that."""
+        """Suggest how a command may go on, or files for an `@`. Nothing waits for that."""
         if self.text.startswith("/") and self.cursor_location == self.document.end:
             self._look_up(self.text)
+        elif searched := self._searched():
+            self._look_up(searched)
         else:
             self.hide_suggestions()
 
+    def _searched(self) -> str:
+        """`@` and the letters behind it, before the cursor; empty if there is none."""
+        row, column = self.cursor_location
+        found = re.search(r"(?<!\S)@\S*$", self.document.get_line(row)[:column])
+        return found[0] if found else ""
+
     @work(exclusive=True, group="suggest", exit_on_error=False)
     async def _look_up(self, text: str) -> None:
-        self.suggestions.show(await self._suggest(text))
+        self.suggestions.show(await self._suggest(text), first=text.startswith("@"))
 
     def hide_suggestions(self) -> None:
         """Suggest nothing until the text changes."""
@@ -168,8 +177,13 @@ class Composer(TextArea):
         return True
 
     def take(self, suggestion: Suggestion) -> None:
-        """Type a suggestion."""
+        """Type a suggestion, or attach its file in place of what was searched."""
         self.hide_suggestions()
+        if suggestion.path is not None:
+            row, column = self.cursor_location
+            self.replace("", (row, column - len(self._searched())), (row, column))
+            self.post_message(AttachAsked(suggestion.path, suggestion.text))
+            return
         self.replace(suggestion.text, (0, 0), self.document.end)
         self.move_cursor(self.document.end)
 
