@@ -15,7 +15,7 @@ from typing import ClassVar
 
 from textual import on
 from textual._context import active_message_pump
-from textual.app import App, SystemCommand
+from textual.app import App, SuspendNotSupported, SystemCommand
 from textual.binding import Binding, BindingType
 from textual.css.query import NoMatches
 from textual.dom import NoScreen
@@ -26,6 +26,7 @@ from textual.worker import Worker, WorkerState
 
 from app import paths
 from app.conversation import Conversation
+from app.errors import CommandError
 from app.settings import Settings
 from app.tui import endpoint, themes
 from app.tui import terminal as clipboard
@@ -59,7 +60,7 @@ QUIT_AGAIN_S = 2.0
 CHAT_ACTIONS = frozenset(
     {
         "new_chat", "regenerate", "continue", "copy_answer", "stop", "edit", "attach", "chat_settings", "presets",
-        "inspect",
+        "inspect", "editor",
     }
 )  # fmt: skip
 """Actions that only the chat screen has."""
@@ -276,7 +277,7 @@ class ChatApp(WorkApp):
                     or (self.session.job is not None and self.session.job.outcome != "done")
                 )
             if action in ("copy_answer", "edit"):
-                return bool(path) and (action == "copy_answer" or not self.screen.busy)
+                return bool(path) and (action == "copy_answer" or not (self.screen.busy or self.screen.composer.chord))
             if action == "regenerate":
                 return bool(path) and not self.screen.busy
             if action == "continue":
@@ -350,6 +351,17 @@ class ChatApp(WorkApp):
     def action_edit(self) -> None:
         """Edit the last prompt as a new branch."""
         self.chat.edit()
+
+    def action_editor(self) -> None:
+        """Edit the draft in the user's editor. What is drawn waits, too."""
+        composer = self.chat.composer
+        try:
+            with self.suspend():
+                edited = clipboard.edit(composer.text)
+        except (CommandError, SuspendNotSupported) as error:
+            self.notify(str(error) or "This terminal can't be lent to an editor.", severity="error", timeout=10)
+            return
+        composer.rewrite(edited)
 
     def action_attach(self) -> None:
         """Attach a file or folder."""
@@ -443,8 +455,11 @@ class ChatApp(WorkApp):
             transcript.anchor()
 
     async def action_interrupt(self) -> None:
-        """Stop the answer. If there is none, pressing twice quits."""
+        """Stop the answer. If there is none, clear the draft; if that is empty, pressing twice quits."""
         if await self.chat.stop():
+            return
+        if self.screen is self.chat and self.chat.composer.text:
+            self.chat.composer.rewrite("")
             return
         now = time.monotonic()
         if now - self._interrupted < QUIT_AGAIN_S:

@@ -23,6 +23,7 @@ def commands(app: WorkApp) -> Iterator[SystemCommand]:
         ("Stop", "Stop the answer; what was written stays", "stop"),
         ("Copy answer", "Copy the last answer", "copy_answer"),
         ("Attach", "Send a document with the message, or have a long one or a folder searched", "attach"),
+        ("Editor  ^X ^E", "Edit the draft in $VISUAL or $EDITOR", "editor"),
         ("This chat", "System prompt and sampling of this chat only", "chat_settings"),
         ("Presets", "Choose a system prompt for this chat, or save a new one", "presets"),
         ("Tools", "Tool servers, and which tools this chat may use", "tools"),

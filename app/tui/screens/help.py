@@ -27,6 +27,8 @@ WRITING = (
     ("⏎", "send"),
     ("Shift+⏎, Alt+⏎, Ctrl+J", "start a new line"),
     ("↑ ↓", "earlier prompts, from the first or last line"),
+    ("/ @", "commands, files"),
+    ("^X ^E", "edit the draft in $VISUAL or $EDITOR"),
 )
 WITH_IDS = 100
 """Minimum width at which the list of keys shows action ids."""

@@ -61,6 +61,8 @@ class Composer(TextArea):
         self._typed = ""
         self._attached: dict[str, str] = {}
         self._suggest = suggest
+        self.chord = False
+        """Whether Ctrl+X was pressed, which Ctrl+E completes."""
 
     @property
     def value(self) -> str:
@@ -85,6 +87,11 @@ class Composer(TextArea):
         """Put a prompt back that could not be sent, before anything typed since."""
         self.put(f"{text}\n{self.value}" if self.text else text)
 
+    def rewrite(self, text: str) -> None:
+        """Replace the text in a way that can be undone. Placeholders in it keep their meaning."""
+        self.replace(text, (0, 0), self.document.end)
+        self.move_cursor(self.document.end)
+
     def attach(self, name: str, content: str) -> None:
         """Insert a placeholder for a long text."""
         mark, number = f"⟦{name}⟧", 2
@@ -107,9 +114,12 @@ class Composer(TextArea):
         event.prevent_default()
 
     def on_key(self, event: Key) -> None:
-        """Send on Enter; a new line on Shift+Enter, Alt+Enter and Ctrl+J; recall with the arrow keys."""
-        if self._in_suggestions(event.key):
+        """Send on Enter; a new line on Shift+Enter, Alt+Enter and Ctrl+J; recall with the arrows; ^X ^E."""
+        chord, self.chord = self.chord, event.key == "ctrl+x" and self.selection.is_empty
+        if self.chord or self._in_suggestions(event.key):
             pass
+        elif chord and event.key == "ctrl+e":
+            self.call_later(self.run_action, "app.editor")
         elif event.key == "up" and not self.text and self.screen.query_one(QueueList).texts:
             self.post_message(TakenBack(-1))
         elif event.key == "enter":
@@ -184,8 +194,7 @@ class Composer(TextArea):
             self.replace("", (row, column - len(self._searched())), (row, column))
             self.post_message(AttachAsked(suggestion.path, suggestion.text))
             return
-        self.replace(suggestion.text, (0, 0), self.document.end)
-        self.move_cursor(self.document.end)
+        self.rewrite(suggestion.text)
 
     def _recall(self, step: int) -> bool:
         """Step through earlier prompts, from the first or last line of the text.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -390,6 +391,37 @@ class TestWriting:
             await s.answered()
             assert path_of(s)[0] == "a"
             assert s.composer.text == "b"
+
+    async def test_a_draft_is_edited_elsewhere_and_cleared(
+        self, stage: Stage, runtime: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        editor = tmp_path / "editor"
+        editor.write_text("""#!/bin/sh\ntest "$1" = -w && printf ' and more\\n' >>"$2"\n""")
+        editor.chmod(0o700)
+        monkeypatch.delenv("VISUAL", raising=False)
+        async with stage(runtime) as s:
+            monkeypatch.setattr(s.app, "suspend", contextlib.nullcontext)
+            await s.say("hello")  # there is a prompt that Ctrl+E alone would edit
+            s.app.post_message(Paste("line\n" * 30))
+            await s.until(lambda: s.composer.text == "⟦30 lines⟧")
+            for command, said in (
+                ("", "no editor is chosen: set VISUAL or EDITOR"),
+                (f"{tmp_path}/gone", "No such file or directory"),
+                (f"{editor}", "ended with status 1; the draft is as it was"),
+            ):
+                monkeypatch.setenv("EDITOR", command)
+                await s.pilot.press("ctrl+x", "ctrl+e")
+                await s.until(lambda said=said: any(said in note.message for note in s.app._notifications), said)
+                assert s.composer.text == "⟦30 lines⟧"
+            monkeypatch.setenv("EDITOR", f"{editor} -w")
+            await s.pilot.press("ctrl+x", "ctrl+e")
+            await s.until(lambda: s.composer.text == "⟦30 lines⟧ and more")
+            assert s.composer.value == "line\n" * 30 + " and more"
+            await s.pilot.press("ctrl+c")
+            await s.until(lambda: s.composer.text == "")
+            await s.pilot.press("ctrl+underscore")
+            await s.until(lambda: s.composer.text == "⟦30 lines⟧ and more")
+            assert s.app.is_running
 
     async def test_what_was_said_and_begun_is_kept(self, stage: Stage, runtime: Any, tmp_path: Path) -> None:
         async with stage(runtime, kept=tmp_path / "history.db") as s:
