@@ -44,7 +44,7 @@ from app.tui.messages import (
     StatusChanged,
     ToolsChanged,
 )
-from app.tui.palette import commands
+from app.tui.palette import Finder, commands
 from app.tui.preload import preload
 from app.tui.runtime import SupervisorLike
 from app.tui.screens.chat import ChatScreen
@@ -78,6 +78,7 @@ class ChatApp(WorkApp):
     TITLE = "lowbit-chat"
     CSS_PATH = "chat.tcss"
     ENABLE_COMMAND_PALETTE = True
+    COMMANDS = {Finder}  # noqa: RUF012  declared so by Textual
     HORIZONTAL_BREAKPOINTS = [(0, "-slim"), (60, "-narrow"), (90, "-wide")]  # noqa: RUF012  declared so by Textual
     BINDINGS: ClassVar[list[BindingType]] = [*KEYS]
 
@@ -363,6 +364,13 @@ class ChatApp(WorkApp):
             return
         composer.rewrite(edited)
 
+    def action_export(self) -> None:
+        """Begin the command that writes this chat to a file."""
+        if self.chat.composer.text:
+            self.notify("Send or clear the draft first, then type /save FILE.", severity="warning")
+        else:
+            self.chat.composer.rewrite("/save ")
+
     def action_attach(self) -> None:
         """Attach a file or folder."""
         self.chat.attach()
@@ -490,4 +498,5 @@ class ChatApp(WorkApp):
 
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:  # noqa: ARG002  Textual gives it
         """The entries of the command palette."""
-        yield from commands(self)
+        for command, _ in commands(self):
+            yield command

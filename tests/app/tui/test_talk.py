@@ -636,6 +636,21 @@ class TestReading:
             await s.shows("python")
             await s.shows("part19")  # long lines of code are wrapped
 
+    async def test_the_palette_finds_what_people_call_things(self, stage: Stage, runtime: Any, tmp_path: Path) -> None:
+        async with stage(runtime, size=(100, 40), kept=tmp_path / "history.db") as s:
+            await s.pilot.press("ctrl+p")
+            for word, titles in (
+                ("download", "Models  F2"), ("gguf", "Models  F2"), ("budget", "Settings  F3"),
+                ("theme", "Settings  F3"), ("temperature", "This chat  F5"), ("system", "Presets  F8"),
+                ("sidebar", "Chats  ^B"), ("rename", "Chats  ^B"), ("delete", "Chats  ^B"), ("exp", "Export"),
+            ):  # fmt: skip
+                await s.until(lambda: isinstance(s.app.focused, Input), "the palette")
+                s.app.focused.value = word
+                await s.shows(titles)
+                await s.hides("New chat")
+            await s.pilot.press("enter")
+            await s.until(lambda: s.composer.text == "/save ")
+
     async def test_keys_and_log_are_shown(self, stage: Stage, runtime: Any) -> None:
         paths.log_file().parent.mkdir(parents=True, exist_ok=True)
         paths.log_file().write_text("ends: it was sent SIGTERM\n")
