@@ -231,6 +231,7 @@ def run(
         saving = contextlib.ExitStack()
         if goes_on:
             talk.go_on(_last_chat())
+            talk.left = _save
             saving.callback(lambda: _save(talk.conversation))
         if mcp is not None:
             result_of(talk.open_tools(mcp, yes_tools or ()))

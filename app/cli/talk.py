@@ -77,6 +77,8 @@ class Talk:
         self.timings: Timings | None = None
         """Statistics of the last answer."""
         self.finish_reason: str | None = None
+        self.left: Callable[[Conversation], object] = lambda _conversation: None
+        """Called with a conversation that another one follows."""
         self._output, self._count, self._read = output, count, read or _typed_answer
         self._documents = Documents(None, lambda: False)
         self._attached: list[str] = []
@@ -113,6 +115,7 @@ class Talk:
 
     def go_on(self, conversation: Conversation) -> None:
         """Go on with a conversation, by its system prompt and sampling where none were chosen."""
+        self.left(self.conversation)
         own = {**conversation.extras.settings, **self.conversation.extras.settings}
         conversation.extras = Extras(settings=own, since=conversation.extras.since, summary=conversation.extras.summary)
         self.conversation = conversation

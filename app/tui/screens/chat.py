@@ -103,7 +103,7 @@ class ChatScreen(Screen[None]):
 
     def show_session(self) -> None:
         """Update header, sidebar, progress and context meter."""
-        if self.query(Composer):
+        if self.query(Composer) and self.query(Sidebar):
             self.query_one(Sidebar).refill()
             self._lay_out()
 
@@ -339,6 +339,8 @@ class ChatScreen(Screen[None]):
                     await self.transcript.extend()
                     self._writing = writing
             self._session.send_queued(writing)  # what was queued while the end of the answer was drawn
+            if not self.query(Transcript):
+                return  # the program is ending
             await self.transcript.extend()
             self.show_session()
             following = self._session.answers.of(writing.conversation.id)

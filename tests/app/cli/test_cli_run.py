@@ -389,3 +389,12 @@ def test_a_conversation_changes_its_model_and_budget(
     assert f"{stored} answers from here on" in result.stderr
     assert f"* {stored}" in result.stdout
     assert f"model               {stored}" in result.stdout
+
+
+def test_a_new_chat_saves_the_one_before(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = iter(["one", "/new", "two"])
+    monkeypatch.setattr("app.cli.repl.Repl._typed_line", lambda _repl, _prompt: next(lines, "/bye"))
+    monkeypatch.setattr("app.cli.run._on_terminal", lambda: True)
+    run("run", "demo", "-c", "--max-tokens", 3)
+    with opened(history_file()) as history:
+        assert sorted(chat.title for chat in history.chats()) == ["one", "two"]
