@@ -103,7 +103,7 @@ class ChatScreen(Screen[None]):
 
     def show_session(self) -> None:
         """Update header, sidebar, progress and context meter."""
-        if self.query(Composer) and self.query(Sidebar):
+        if self.query(Sidebar):
             self.query_one(Sidebar).refill()
             self._lay_out()
 
