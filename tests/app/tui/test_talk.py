@@ -323,6 +323,7 @@ class TestWriting:
                 if number % 3 == 0:
                     burst(s, "ctrl+r")
                 await asyncio.sleep(0.05)
+            await s.until(lambda: not s.app._acting, "the last key to act")
             await s.until(lambda: not s.app.session.conversation.extras.queued, "the queue to be sent")
             await s.answered()
             chat = s.app.session.conversation
