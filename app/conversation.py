@@ -168,6 +168,8 @@ class Extras:
     """The summary of the messages before `since` that the model is given."""
     tools: Sequence[str] | None = None
     """Keys of the tools that it may use; None: those that a new chat begins with."""
+    queued: Sequence[str] = ()
+    """Prompts that are sent one after the other when the answer before them is complete."""
     sources: Sequence[Source] = ()
     """The documents that are searched for every prompt."""
 

@@ -15,6 +15,7 @@
 
     HistoryError             chats can't be saved, found or read
     DocumentError            a file or folder can't be read
+    CommandError             a command that begins with a slash is unknown, or can't do what it is asked
 
 Every message tells the user what happened and what to do.
 """
@@ -28,6 +29,10 @@ class HistoryError(Exception):
 
 class DocumentError(Exception):
     """A file or folder can't be read. The message says which, why, and what to do, in one sentence."""
+
+
+class CommandError(Exception):
+    """A command that begins with a slash is unknown, or can't do what it is asked. The message says why."""
 
 
 class ClientError(Exception):

@@ -139,7 +139,13 @@ class Prompts:
             **self._host.settings.sampling(status.sampling if status is not None else None),
             "max_tokens": self._host.settings.max_tokens,
         }
-        return {**general, **{key: value for key, value in own.items() if key in general or key in _OF_A_CHAT}}
+        found: dict[str, Any] = {
+            **general,
+            **{key: value for key, value in own.items() if key in general or key in _OF_A_CHAT},
+        }
+        if isinstance(stop := found.get("stop"), str):
+            found["stop"] = (stop,)
+        return found
 
     def fit(self, conversation: Conversation, path: Sequence[Message]) -> Fit:
         """The messages of a path that the model will see."""

@@ -20,7 +20,6 @@ app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
 
 SHORT = 8
 """Characters of an id to display; any unique prefix is accepted everywhere."""
-_LARGEST_FILE = 1 << 28
 
 Id = Annotated[
     str, typer.Argument(metavar="ID", help="A chat, by its id or a unique beginning of it.", show_default=False)
@@ -113,13 +112,7 @@ def import_chats(
     from app.paths import history_file
 
     output = Output(as_json=as_json)
-    if file.stat().st_size > _LARGEST_FILE:
-        raise CliError(f"{file} is larger than 256 MiB: split it")
-    try:
-        text = file.read_bytes().decode("utf-8-sig")  # preserves line ends
-    except UnicodeDecodeError as error:
-        raise CliError(f"{file} is not UTF-8 text: {error}") from error
-    brought = exchange.read(text, file.name)
+    brought = exchange.read_file(file)
     history = History(history_file())
     try:
         new = exchange.import_chats(history, brought)

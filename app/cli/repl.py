@@ -5,45 +5,44 @@ from __future__ import annotations
 import os
 import select
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from app.chat.commands import (
+    COMMANDS,
+    SETTINGS,
+    budget_of,
+    completions,
+    load,
+    parse,
+    path_of,
+    save,
+    with_setting,
+    with_system,
+)
 from app.cli.output import CliError, Output
 from app.cli.serve import result_of
+from app.conversation import Conversation
+from app.errors import CommandError
 from models.files import private_folder
 from runtime.errors import byte_count
+from runtime.wire.answers import CONTINUES
 
 if TYPE_CHECKING:
     from app.cli.talk import Talk
 
 HELP = """\
-/set NAME VALUE   change a setting: {names}
-/show             show the model and the settings
-/attach PATH      attach a document; a folder or a long one is searched
-/clear            forget the conversation
-/stats            speed of the last answer
-/bye              leave (also Ctrl-D)
-\"\"\"               begin and end a text of several lines
-Ctrl-C            stop the answer"""
+{commands}
+\"\"\"                begin and end a text of several lines
+Ctrl-C             stop the answer; Tab completes a command"""
 
 LINES_KEPT = 1000
 """Lines saved for the next conversation."""
 _FENCE = '"""'
 PASTE_S = 0.05
 """Lines that arrive closer together than this are pasted, not typed."""
-
-_KINDS: Mapping[str, Callable[[str], object]] = {
-    "temperature": float,
-    "top_p": float,
-    "top_k": int,
-    "min_p": float,
-    "repetition_penalty": float,
-    "max_tokens": lambda text: None if text == "auto" else int(text),
-    "seed": lambda text: None if text == "auto" else int(text),
-}
-"""Sampling settings with parsers of their values; `system` and `stop` take the text unchanged."""
 
 
 class Repl:
@@ -52,30 +51,28 @@ class Repl:
     Args:
         talk: The conversation; its runtime is a `LocalRuntime`.
         output: Gets the answers and notes.
-        note: What the user should know of the model's tokenizer.
+        models: Names of the models that there are.
+        change: Loads a model, or the present one with a budget in percent, in place of the present one.
         read: Shows a prompt and returns the user's line; raises EOFError at the end.
     """
 
     def __init__(
-        self, talk: Talk, output: Output, *, note: str | None = None, read: Callable[[str], str] | None = None
+        self,
+        talk: Talk,
+        output: Output,
+        *,
+        models: Callable[[], Sequence[str]] = tuple,
+        change: Callable[[str | None, float | None], None] | None = None,
+        read: Callable[[str], str] | None = None,
     ) -> None:
-        self._talk, self._output, self._note = talk, output, note
-        self._read = read or _typed_line
-        self._commands: Mapping[str, Callable[[str], None]] = {
-            "/set": self._set,
-            "/show": self._show,
-            "/attach": self._attach,
-            "/clear": self._clear,
-            "/stats": self._stats,
-            "/help": self._help,
-            "/?": self._help,
-        }
+        self._talk, self._output = talk, output
+        self._models, self._change = models, change
+        self._read = read or self._typed_line
+        self._ways: list[str] = []
 
     def loop(self) -> None:
         """Run until `/bye` or the end of the input."""
         self._output.note(f"{self._talk.status.model}; /help lists the commands, /bye leaves")
-        if self._note and not self._talk.raw:
-            self._output.note(self._note)
         while True:
             try:
                 text = self._text()
@@ -86,25 +83,26 @@ class Repl:
                 self._output.text()
                 self._output.note("/bye or Ctrl-D leaves")
                 continue
-            if text.strip() == "/bye":
+            if not self._handle(text):
                 return
-            self._handle(text)
 
-    def _handle(self, text: str) -> None:
-        """Run a command or answer a text; errors are shown and the conversation continues."""
-        from app.errors import DocumentError
+    def _handle(self, text: str) -> bool:
+        """Run a command or answer a text; errors are shown and the conversation continues. False ends it."""
+        from app.errors import DocumentError, HistoryError
+        from models.errors import ModelError
         from runtime.errors import RuntimeFailure
 
-        word, _, rest = text.strip().partition(" ")
         try:
-            if word.startswith("/"):
-                if word not in self._commands:
-                    raise CliError(f"there is no command {word}; /help lists them")
-                self._commands[word](rest.strip())
-            elif word:
+            if (found := parse(text)) is not None:
+                command, argument = found
+                if command.name == "bye":
+                    return False
+                getattr(self, f"_{command.name}")(argument)
+            elif text.strip():
                 self._answer(text)
-        except (CliError, DocumentError, RuntimeFailure) as error:
+        except (CliError, CommandError, DocumentError, HistoryError, ModelError, RuntimeFailure) as error:
             self._output.note(str(error))
+        return True
 
     def _text(self) -> str:
         """Read one line, or several that were pasted or stand between triple quotes."""
@@ -126,19 +124,49 @@ class Repl:
         if result_of(talk.ask(text))[-1].state == "stopped":
             self._output.note("stopped")
         elif talk.ending:
-            self._output.note(f"{talk.ending}; /clear empties it" if talk.cut else talk.ending)
+            self._output.note(f"{talk.ending}; /new empties it" if talk.cut else talk.ending)
+
+    def _model(self, name: str) -> None:
+        if name:
+            self._other(name, None)
+            return
+        for one in self._models():
+            self._output.text(f"{'*' if one == self._talk.status.model else ' '} {one}")
+
+    def _budget(self, percent: str) -> None:
+        self._other(None, budget_of(percent))
+
+    def _other(self, name: str | None, budget: float | None) -> None:
+        if self._change is None:
+            raise CommandError("the model can't be changed here")
+        try:
+            self._change(name, budget)
+        except KeyboardInterrupt:
+            raise CommandError(f"stopped; {self._talk.status.model} is back") from None
+        status = self._talk.status
+        self._output.note(f"{status.model} answers from here on{f'; it is {CONTINUES}' if status.base else ''}")
+
+    def _system(self, text: str) -> None:
+        self._talk.choose(with_system(self._talk.own, text))
 
     def _set(self, rest: str) -> None:
-        name, _, value = rest.partition(" ")
-        value = value.strip()
-        if name == "system":
-            self._talk.choose("system_prompt", value)
-        elif name == "stop":
-            self._talk.choose("stop", (value,) if value else None)
-        elif name in _KINDS and value:
-            self._talk.choose(name, _read_setting(name, value))
-        else:
-            raise CliError(f"use /set NAME VALUE with one of: {', '.join(_names())}")
+        self._talk.choose(with_setting(self._talk.own, rest))
+
+    def _tools(self, _rest: str) -> None:
+        self._output.text(" ".join(self._talk.tools) or "none; --mcp FILE offers the tools of a file")
+
+    def _save(self, file: str) -> None:
+        path = path_of(file)
+        save(self._talk.conversation, path)
+        self._output.note(f"written to {path}")
+
+    def _load(self, file: str) -> None:
+        if self._talk.raw:
+            raise CommandError("--raw continues plain text, which is no chat")
+        found, conversation = load(path_of(file)), Conversation()
+        conversation.restore(found.id, found.messages, found.head)
+        self._talk.go_on(conversation)
+        self._output.note(f"{found.title}: {len(conversation.path())} messages")
 
     def _show(self, _rest: str) -> None:
         talk, status = self._talk, self._talk.status
@@ -151,18 +179,18 @@ class Repl:
             ("system", talk.system_prompt or "none"),
             ("stop", " ".join(map(repr, sampling.get("stop") or ())) or "none"),
             ("tools", " ".join(talk.tools) or "none"),
-            *((name, _value(sampling.get(name))) for name in _KINDS),
+            *((name, _value(sampling.get(name))) for name in SETTINGS),
         ]
         for name, value in rows:
             self._output.text(f"{name:<20}{value}")
 
     def _attach(self, rest: str) -> None:
-        if not rest or self._talk.raw:
-            raise CliError("--raw reads no documents" if rest else "use /attach PATH with a file or folder")
-        result_of(self._talk.attach(Path(rest.strip("'\"")).expanduser().absolute()))
+        if self._talk.raw:
+            raise CommandError("--raw reads no documents")
+        result_of(self._talk.attach(path_of(rest)))
 
-    def _clear(self, _rest: str) -> None:
-        self._talk.conversation.head = None
+    def _new(self, _rest: str) -> None:
+        self._talk.begin()
 
     def _stats(self, _rest: str) -> None:
         timings = self._talk.timings
@@ -180,40 +208,29 @@ class Repl:
             self._output.text(f"{does}; {accepted}, {drafted.tokens_per_verify:.1f} tokens per verify")
 
     def _help(self, _rest: str) -> None:
-        self._output.text(HELP.format(names=", ".join(_names())))
+        self._output.text(HELP.format(commands="\n".join(f"{one.usage:<19}{one.help}" for one in COMMANDS)))
 
+    def _typed_line(self, prompt: str) -> str:
+        """Read a line from the terminal, with line editing and completion if Python supports it."""
+        if sys.platform != "win32":
+            import readline
 
-def _read_setting(name: str, text: str) -> object:
-    """Parse a value of `/set`, with the same range as elsewhere.
+            readline.parse_and_bind("set enable-bracketed-paste on")  # Python turns it off
+            libedit = "libedit" in (readline.__doc__ or "")
+            readline.parse_and_bind("bind ^I rl_complete" if libedit else "tab: complete")
+            readline.set_completer_delims("")
+            readline.set_completer(self._completed)
+        return input(prompt)
 
-    Raises:
-        CliError: it is invalid.
-    """
-    from app.settings import RULES
-
-    try:
-        value = _KINDS[name](text)
-        return RULES[name].parse(value) if name in RULES else value
-    except (ValueError, OverflowError):
-        allowed = RULES[name].allowed if name in RULES else "a number"
-        raise CliError(f"{name} can't be {text!r}; it must be {allowed}") from None
-
-
-def _names() -> list[str]:
-    return ["system", "stop", *_KINDS]
+    def _completed(self, text: str, number: int) -> str | None:
+        """The line completed in one of several ways; None: there are no more. Readline calls it with 0, 1, …."""
+        if number == 0:
+            self._ways = [way for way, _ in completions(text, self._models())] if text.startswith("/") else []
+        return self._ways[number] if number < len(self._ways) else None
 
 
 def _value(value: object) -> str:
     return "auto" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _typed_line(prompt: str) -> str:
-    """Read a line from the terminal, with line editing if Python supports it."""
-    if sys.platform != "win32":
-        import readline
-
-        readline.parse_and_bind("set enable-bracketed-paste on")  # Python turns it off
-    return input(prompt)
 
 
 def _more_is_pasted() -> bool:

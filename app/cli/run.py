@@ -6,7 +6,8 @@ import codecs
 import contextlib
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -17,9 +18,10 @@ from app.cli.load import load_model, load_options, tune_pending_prompts
 from app.cli.model import open_model
 from app.cli.output import CliError, Output
 from app.cli.serve import result_of, running
-from app.cli.services import services_of
+from app.cli.services import DEMO, services_of
 from app.conversation import Conversation
 from app.protocol import schema_format
+from runtime.compensation import Compensation
 from runtime.wire.answers import CONTINUES
 
 if TYPE_CHECKING:
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from app.cli.talk import Talk
     from app.settings import Settings
     from models.store import StoredModel
+    from runtime.load.loading import LoadedModel
 
 _PATIENCE_S = 3.0
 """Seconds of silence on standard input after which the user is told that the program is waiting for it."""
@@ -194,17 +197,17 @@ def run(
         }
     )
     stored = open_model(model, services, output)
-    asked = load_options(
-        stored,
+    options_of = partial(
+        load_options,
         kv=kv,
         context=context,
-        compensation=compensation,
         prompt_budget=prompt_budget,
         speculate=speculation,
         gamma=gamma,
         backend=backend,
         layers_on_device=layers_on_device,
     )
+    asked = options_of(stored, compensation=compensation)
     own: dict[str, Any] = {"seed": seed, "stop": tuple(stop or ()) or None, "response_format": response_format}
     if system is not None:
         own["system_prompt"] = system
@@ -227,10 +230,11 @@ def run(
     talk = Talk(runtime, result_of(runtime.status()), settings, own, output, raw=raw, count=runtime.tokens)
     try:
         saving = contextlib.ExitStack()
-        if not (raw or loaded.engine.tokenizer.has_chat_template):
+        if talk.status.base and not raw:
             output.note(f"{loaded.name} is {CONTINUES}")
         if goes_on:
             talk.go_on(_last_chat())
+            talk.left = _save
             saving.callback(lambda: _save(talk.conversation))
         if mcp is not None:
             result_of(talk.open_tools(mcp, yes_tools or ()))
@@ -243,10 +247,67 @@ def run(
         else:
             from app.cli.repl import Repl, line_history
 
+            def opened(model: StoredModel, wanted: Compensation | None) -> LoadedModel:
+                asked = options_of(model, compensation=wanted)
+                return load_model(model, asked, services, output, budgets_asked=wanted is not None)
+
+            changing = _Changing(talk, stored, compensation, opened, services, output)
             with line_history(services.home() / "lines"), saving:
-                Repl(talk, output).loop()
+                Repl(talk, output, models=changing.models, change=changing).loop()
     finally:
         result_of(talk.close())
+
+
+class _Changing:
+    """Changes the model of a conversation, or its budget. What can't be loaded leaves it as it was."""
+
+    def __init__(
+        self,
+        talk: Talk,
+        model: StoredModel,
+        wanted: Compensation | None,
+        opened: Callable[[StoredModel, Compensation | None], LoadedModel],
+        services: Services,
+        output: Output,
+    ) -> None:
+        """Begin.
+
+        Args:
+            talk: The conversation.
+            model: What answers now.
+            wanted: The compensation that the command line asks for.
+            opened: Loads a model.
+            services: Have the models.
+            output: Gets progress and notes.
+        """
+        self._talk, self._model, self._wanted = talk, model, wanted
+        self._opened, self._services, self._output = opened, services, output
+
+    def models(self) -> list[str]:
+        """Names of the models that are stored, and of the bundled one."""
+        return list(dict.fromkeys([DEMO, *(info.name for info in self._services.store().list())]))
+
+    def __call__(self, name: str | None, budget: float | None) -> None:
+        """Load a model by its name, or the present one with a budget in percent; None is the usual one."""
+        model, wanted = self._model, self._wanted
+        if name is None:
+            wanted = options.compensation(budget) or Compensation()
+        else:
+            model = open_model(name, self._services, self._output)
+        result_of(self._talk.runtime.aclose())  # two may not fit
+        try:
+            loaded = self._opened(model, wanted)
+            self._model, self._wanted = model, wanted
+        except BaseException:
+            self._use(self._opened(self._model, self._wanted))
+            raise
+        self._use(loaded)
+
+    def _use(self, loaded: LoadedModel) -> None:
+        from app.local import LocalRuntime
+
+        runtime = LocalRuntime(loaded)
+        self._talk.use(runtime, result_of(runtime.status()))
 
 
 def _preset(name: str, system: str | None, *, raw: bool) -> str:

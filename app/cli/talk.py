@@ -77,6 +77,8 @@ class Talk:
         self.timings: Timings | None = None
         """Statistics of the last answer."""
         self.finish_reason: str | None = None
+        self.left: Callable[[Conversation], object] = lambda _conversation: None
+        """Called with a conversation that another one follows."""
         self._output, self._count, self._read = output, count, read or _typed_answer
         self._documents = Documents(None, lambda: False)
         self._attached: list[str] = []
@@ -102,8 +104,18 @@ class Talk:
     def note(self, conversation: Conversation, **changes: Any) -> None:
         conversation.extras = replace(conversation.extras, **changes)
 
+    def use(self, runtime: LocalRuntime, status: Status) -> None:
+        """Have another model answer from now on."""
+        self.runtime, self.status, self._count = runtime, status, runtime.tokens
+
+    def begin(self) -> None:
+        """Begin a new conversation with the same system prompt and sampling."""
+        self._attached = []
+        self.go_on(Conversation())
+
     def go_on(self, conversation: Conversation) -> None:
         """Go on with a conversation, by its system prompt and sampling where none were chosen."""
+        self.left(self.conversation)
         own = {**conversation.extras.settings, **self.conversation.extras.settings}
         conversation.extras = Extras(settings=own, since=conversation.extras.since, summary=conversation.extras.summary)
         self.conversation = conversation
@@ -193,9 +205,14 @@ class Talk:
         """How answers are sampled."""
         return self._prompts.sampling(self.conversation)
 
-    def choose(self, key: str, value: Any) -> None:
-        """Change the system prompt or the sampling of this conversation."""
-        self.note(self.conversation, settings={**self.conversation.extras.settings, key: value})
+    @property
+    def own(self) -> Mapping[str, Any]:
+        """The conversation's own system prompt and sampling."""
+        return self.conversation.extras.settings
+
+    def choose(self, own: Mapping[str, Any]) -> None:
+        """Replace the conversation's own system prompt and sampling."""
+        self.note(self.conversation, settings=own)
 
     @property
     def system_prompt(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 from collections import Counter
@@ -17,6 +18,10 @@ DEEPEST = 60
 """Maximum depth of folders in folders."""
 PASSED_OVER = frozenset({"node_modules", "__pycache__", "venv"})
 """Folders with files that others made; so are hidden ones, virtual environments, and caches marked as such."""
+MOST_NAMES = 200
+"""Names that are listed; typing narrows them down."""
+_LOOKED_AT = 20_000
+"""Entries of a folder that are looked at for names."""
 _MARKS = frozenset({"pyvenv.cfg", "CACHEDIR.TAG"})
 
 
@@ -100,6 +105,21 @@ def _walk(folder: Path) -> Survey:
             except OSError:
                 skipped["unreadable files"] += 1
     return Survey(tuple(sorted(files, key=lambda file: file.name)), dict(skipped))
+
+
+def names(text: str) -> list[str]:
+    """Names that a path may go on with: folders first, hidden ones only where the text asks for them.
+
+    Args:
+        text: What was typed of a path.
+    """
+    head, slash, tail = text.rpartition(os.sep)
+    found: list[tuple[bool, str]] = []
+    with contextlib.suppress(OSError, RuntimeError, ValueError), os.scandir(Path(head + slash).expanduser()) as entries:
+        for _, entry in zip(range(_LOOKED_AT), entries, strict=False):
+            if entry.name.lower().startswith(tail.lower()) and (tail.startswith(".") or not entry.name.startswith(".")):
+                found.append((not entry.is_dir(), entry.name))
+    return [name + ("" if file else os.sep) for file, name in sorted(found)[:MOST_NAMES]]
 
 
 def _encodable(name: str) -> bool:

@@ -6,6 +6,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Annotated, Any, cast
 
 from app.conversation import MAX_TEXT, Call, Conversation, Message, Passage, Role, State, Statistics
@@ -23,6 +24,8 @@ REMEDY = (
     "nothing was imported: correct the file, or give one of `lowbit-chat chats export`, or ChatGPT's conversations.json"
 )
 _STATES = ("done", "stopped", "failed")
+_LARGEST_FILE = 1 << 28
+"""In bytes."""
 MAX_CALLS = 256
 """Most calls in a message."""
 Name = Annotated[str, Within(1, MODEL_LENGTH)]
@@ -135,6 +138,23 @@ def import_chats(history: History, chats: Sequence[ImportedChat]) -> list[str]:
     """
     with history.transaction():
         return [new for chat in chats if (new := import_chat(history, chat)) is not None]
+
+
+def read_file(file: Path) -> list[ImportedChat]:
+    """Read the chats of a file; see `read`.
+
+    Raises:
+        HistoryError: it can't be read.
+    """
+    try:
+        if file.stat().st_size > _LARGEST_FILE:
+            raise HistoryError(f"{file} is larger than 256 MiB: split it")
+        text = file.read_bytes().decode("utf-8-sig")  # preserves line ends
+    except UnicodeDecodeError as error:
+        raise HistoryError(f"{file} is not UTF-8 text: {error}") from error
+    except OSError as error:
+        raise HistoryError(f"{file} can't be read: {error.strerror}") from error
+    return read(text, file.name)
 
 
 def read(text: str, name: str) -> list[ImportedChat]:

@@ -117,6 +117,7 @@ class Answers:
         tools: Runs what is called.
         recent: Records speeds.
         post: Receives what the user should know.
+        done: Called with an answer when its chat may have another one, before anyone else can begin that.
         ended: Called after each answer.
         clock: Seconds, for speeds.
     """
@@ -128,11 +129,12 @@ class Answers:
         tools: ChatTools,
         recent: Recent,
         post: Callable[[Posted], object],
+        done: Callable[[AnswerTask], object],
         ended: Callable[[], Awaitable[object]],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._host, self._prompts, self._tools = host, prompts, tools
-        self._recent, self._post, self._ended, self._clock = recent, post, ended, clock
+        self._recent, self._post, self._done, self._ended, self._clock = recent, post, done, ended, clock
         self._writing: dict[str, AnswerTask] = {}
 
     @property
@@ -186,6 +188,7 @@ class Answers:
                 raise
         finally:
             self._writing.pop(writing.conversation.id, None)
+            self._done(writing)
             writing.tell(None)
         await self._ended()
 

@@ -15,7 +15,7 @@ from typing import ClassVar
 
 from textual import on
 from textual._context import active_message_pump
-from textual.app import App, SystemCommand
+from textual.app import App, SuspendNotSupported, SystemCommand
 from textual.binding import Binding, BindingType
 from textual.css.query import NoMatches
 from textual.dom import NoScreen
@@ -26,6 +26,7 @@ from textual.worker import Worker, WorkerState
 
 from app import paths
 from app.conversation import Conversation
+from app.errors import CommandError
 from app.settings import Settings
 from app.tui import endpoint, themes
 from app.tui import terminal as clipboard
@@ -43,7 +44,7 @@ from app.tui.messages import (
     StatusChanged,
     ToolsChanged,
 )
-from app.tui.palette import commands
+from app.tui.palette import Finder, commands
 from app.tui.preload import preload
 from app.tui.runtime import SupervisorLike
 from app.tui.screens.chat import ChatScreen
@@ -59,7 +60,7 @@ QUIT_AGAIN_S = 2.0
 CHAT_ACTIONS = frozenset(
     {
         "new_chat", "regenerate", "continue", "copy_answer", "stop", "edit", "attach", "chat_settings", "presets",
-        "inspect",
+        "inspect", "editor",
     }
 )  # fmt: skip
 """Actions that only the chat screen has."""
@@ -77,6 +78,7 @@ class ChatApp(WorkApp):
     TITLE = "lowbit-chat"
     CSS_PATH = "chat.tcss"
     ENABLE_COMMAND_PALETTE = True
+    COMMANDS = {Finder}  # noqa: RUF012  declared so by Textual
     HORIZONTAL_BREAKPOINTS = [(0, "-slim"), (60, "-narrow"), (90, "-wide")]  # noqa: RUF012  declared so by Textual
     BINDINGS: ClassVar[list[BindingType]] = [*KEYS]
 
@@ -276,7 +278,7 @@ class ChatApp(WorkApp):
                     or (self.session.job is not None and self.session.job.outcome != "done")
                 )
             if action in ("copy_answer", "edit"):
-                return bool(path) and (action == "copy_answer" or not self.screen.busy)
+                return bool(path) and (action == "copy_answer" or not (self.screen.busy or self.screen.composer.chord))
             if action == "regenerate":
                 return bool(path) and not self.screen.busy
             if action == "continue":
@@ -327,8 +329,11 @@ class ChatApp(WorkApp):
 
     @on(ChatAsked)
     async def open_chat(self, event: ChatAsked) -> None:
-        """Open a saved chat."""
-        await self.chat.open_chat(event.chat)
+        """Open a saved chat, or one from a file."""
+        if hasattr(event.chat, "messages"):
+            self._confirm_if_unsaved("Open the file", partial(self.chat.open_chat, event.chat))
+        else:
+            await self.chat.open_chat(event.chat)
 
     @on(ChatEnded)
     async def show_empty_chat(self) -> None:
@@ -348,6 +353,24 @@ class ChatApp(WorkApp):
         """Edit the last prompt as a new branch."""
         self.chat.edit()
 
+    def action_editor(self) -> None:
+        """Edit the draft in the user's editor. What is drawn waits, too."""
+        composer = self.chat.composer
+        try:
+            with self.suspend():
+                edited = clipboard.edit(composer.text)
+        except (CommandError, SuspendNotSupported) as error:
+            self.notify(str(error) or "This terminal can't be lent to an editor.", severity="error", timeout=10)
+            return
+        composer.rewrite(edited)
+
+    def action_export(self) -> None:
+        """Begin the command that writes this chat to a file."""
+        if self.chat.composer.text:
+            self.notify("Send or clear the draft first, then type /save FILE.", severity="warning")
+        else:
+            self.chat.composer.rewrite("/save ")
+
     def action_attach(self) -> None:
         """Attach a file or folder."""
         self.chat.attach()
@@ -364,12 +387,12 @@ class ChatApp(WorkApp):
         """Inspect the tokens of the last answer."""
         self.chat.inspect()
 
-    def action_help(self) -> None:
-        """List the keys."""
+    def action_help(self, commands: bool = False) -> None:
+        """List the keys, or first the commands."""
         from app.tui.screens.help import HelpScreen
 
         if not isinstance(self.screen, HelpScreen):
-            self.push_screen(HelpScreen())
+            self.push_screen(HelpScreen(commands=commands))
 
     def action_log(self) -> None:
         """Show the runtime's log."""
@@ -440,8 +463,11 @@ class ChatApp(WorkApp):
             transcript.anchor()
 
     async def action_interrupt(self) -> None:
-        """Stop the answer. If there is none, pressing twice quits."""
+        """Stop the answer. If there is none, clear the draft; if that is empty, pressing twice quits."""
         if await self.chat.stop():
+            return
+        if self.screen is self.chat and self.chat.composer.text:
+            self.chat.composer.rewrite("")
             return
         now = time.monotonic()
         if now - self._interrupted < QUIT_AGAIN_S:
@@ -472,4 +498,5 @@ class ChatApp(WorkApp):
 
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:  # noqa: ARG002  Textual gives it
         """The entries of the command palette."""
-        yield from commands(self)
+        for command, _ in commands(self):
+            yield command

@@ -126,7 +126,14 @@ KEYS = (
     ),
     Binding("ctrl+p", "command_palette", "commands", tooltip="Everything the program can do", id="app.commands"),
     Binding("ctrl+q", "quit", "quit", tooltip="Quit the program", id="app.quit", priority=True, show=False),
-    Binding("ctrl+c", "interrupt", "stop, or quit", tooltip="Stop, or quit", id="app.interrupt", show=False),
+    Binding(
+        "ctrl+c",
+        "interrupt",
+        "stop, clear, or quit",
+        tooltip="Stop the answer, clear the draft, or quit",
+        id="app.interrupt",
+        show=False,
+    ),
 )
 """Bindings of the application. They have priority, so that a key typed right after one reaches the opened screen."""
 

@@ -11,6 +11,7 @@ from textual.message import Message
 from app.tui.jobs import Job
 
 if TYPE_CHECKING:
+    from app.history.exchange import ImportedChat
     from app.history.store import Chat
     from runtime.wire.requests import QuantizeRequest
 
@@ -36,9 +37,16 @@ class RuntimeLost(Message):
 
 @dataclass
 class Submitted(Message):
-    """The user sent a prompt."""
+    """The user sent a prompt; an empty one stands for the first that is queued."""
 
     text: str
+
+
+@dataclass
+class TakenBack(Message):
+    """The user wants a queued prompt back in the composer, by its place in the queue."""
+
+    at: int
 
 
 @dataclass
@@ -98,9 +106,9 @@ class ChatEnded(Message):
 
 @dataclass
 class ChatAsked(Message):
-    """The user picked a chat to open."""
+    """The user picked a chat to open, or a file with one."""
 
-    chat: Chat
+    chat: Chat | ImportedChat
 
 
 @dataclass

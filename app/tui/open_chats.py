@@ -15,6 +15,7 @@ from app.tui.background_history import BackgroundHistory
 from app.tui.connection import Connection
 
 if TYPE_CHECKING:
+    from app.history.exchange import ImportedChat
     from app.history.store import Chat
 
 
@@ -75,15 +76,23 @@ class OpenChats:
         if len(before) and not self.saves:
             self._ended.append(before.id)
 
-    async def open(self, chat: Chat) -> None:
-        """Open a saved chat in place of the one on screen.
+    async def open(self, chat: Chat | ImportedChat) -> None:
+        """Open a saved chat, or one from a file, in place of the one on screen.
 
         Raises:
             HistoryError: it can't be read.
         """
-        if self.history is None or chat.id == self.conversation.id:
+        from app.history.exchange import ImportedChat
+
+        if isinstance(chat, ImportedChat):
+            opened = self.conversation.another()
+            opened.restore(chat.id, chat.messages, chat.head)
+            self._watch(opened)
+            for message in opened:
+                self._keep(opened, message)
+        elif self.history is None or chat.id == self.conversation.id:
             return
-        if (writing := self._answers.of(chat.id)) is not None:
+        elif (writing := self._answers.of(chat.id)) is not None:
             opened = writing.conversation
         else:
             opened = self.conversation.another()

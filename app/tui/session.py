@@ -17,7 +17,7 @@ from app.chat.tools import ChatTools
 from app.conversation import Conversation
 from app.errors import ClientError, NotReadyError
 from app.settings import Settings
-from app.tui.answers import Answers, Recent
+from app.tui.answers import Answers, AnswerTask, Recent
 from app.tui.background_history import BackgroundHistory
 from app.tui.connection import Connection
 from app.tui.figures import tuning_title
@@ -28,6 +28,7 @@ from app.tui.open_chats import OpenChats
 from app.tui.runtime import ClientLike, SupervisorLike
 
 if TYPE_CHECKING:
+    from app.history.exchange import ImportedChat
     from app.history.store import Chat
     from models.progress import Progress
     from runtime.errors import Problem
@@ -77,7 +78,9 @@ class Session:
         self.tools = ChatTools(self.note, changed=lambda: post(ToolsChanged()))
         """Servers of tools, and what chats may do with them."""
         self._prompts = Prompts(self, self.documents, self.tools)
-        self.answers = Answers(self, self._prompts, self.tools, self.recent, post, self._answer_ended, clock)
+        self.answers = Answers(
+            self, self._prompts, self.tools, self.recent, post, self.send_queued, self._answer_ended, clock
+        )
         self._chats = OpenChats(
             Conversation() if conversation is None else conversation,
             history=history,
@@ -405,8 +408,8 @@ class Session:
         """Whether conversations are saved."""
         return self._chats.saves
 
-    async def open_chat(self, chat: Chat) -> None:
-        """Open a saved chat in place of the present one, whose answer continues in the background.
+    async def open_chat(self, chat: Chat | ImportedChat) -> None:
+        """Open a saved chat, or one from a file, in place of the present one, whose answer continues in the background.
 
         Raises:
             HistoryError: it can't be read.
@@ -521,6 +524,24 @@ class Session:
         async with contextlib.aclosing(self._connection.require().inspect(request)) as reports:
             async for report in reports:
                 yield report
+
+    def answer(self, conversation: Conversation, prompt: str, *, summarize: bool = False) -> AnswerTask:
+        """Start an answer to a prompt, by its id. What is left out for it may be summarized."""
+        model = conversation.extras.model or self.wanted
+        answer = conversation.add("assistant", "", parent=prompt, state="streaming", model=model)
+        return self.answers.begin(conversation, answer.id, summarize=summarize)
+
+    def send_queued(self, before: AnswerTask) -> None:
+        """Send the next queued prompt after a complete answer, unless the user is to be asked about a full chat."""
+        conversation = before.conversation
+        queued = conversation.extras.queued
+        complete = conversation.head == before.message and conversation[before.message].state == "done"
+        if not queued or not complete or self.answers.of(conversation.id) is not None:
+            return
+        if self.settings.overflow != "ask" or not self._prompts.will_leave_out(conversation, queued[0]):
+            prompt = conversation.add("user", queued[0], parent=conversation.head)
+            self.note(conversation, queued=queued[1:])
+            self.answer(conversation, prompt.id)
 
     async def _answer_ended(self) -> None:
         if self._connection.client is not None:

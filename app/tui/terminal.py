@@ -13,12 +13,18 @@ import base64
 import contextlib
 import os
 import select
+import shlex
 import shutil
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
+
+from app.errors import CommandError
 
 if TYPE_CHECKING:
     from textual.driver import Driver
@@ -196,3 +202,30 @@ async def copy_with_tools(text: str, commands: Sequence[Sequence[str]] | None = 
             if process.returncode == 0:
                 return True
     return False
+
+
+def edit(text: str, environment: Mapping[str, str] | None = None) -> str:
+    """Have the user's editor change a text, on this terminal, which must be free. It waits for the editor's end.
+
+    Args:
+        text: The text.
+        environment: Where `VISUAL` or `EDITOR` names the editor; this process's by default.
+
+    Raises:
+        CommandError: no editor is named, or it failed.
+    """
+    environment = os.environ if environment is None else environment
+    named = environment.get("VISUAL") or environment.get("EDITOR")
+    if not named:
+        raise CommandError("no editor is chosen: set VISUAL or EDITOR before the start, as in export EDITOR=nano")
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "draft.md"
+        try:
+            file.write_text(text, encoding="utf-8")
+            ended = subprocess.run([*shlex.split(named), str(file)], check=False)
+            if ended.returncode:
+                raise CommandError(f"{named} ended with status {ended.returncode}; the draft is as it was")
+            return file.read_text(encoding="utf-8").removesuffix("\n")
+        except (OSError, ValueError) as error:
+            reason = (isinstance(error, OSError) and error.strerror) or error
+            raise CommandError(f"{named} did not edit the draft, which is as it was: {reason}") from error

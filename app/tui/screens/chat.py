@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Coroutine, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,15 +20,18 @@ from textual.widget import Widget
 from textual.widgets import TextArea
 
 from app.chat.answers import Continued, Event, Written
+from app.chat.commands import parse
 from app.chat.tools import MOST_ROUNDS, CallChanged, rounds
 from app.conversation import Message
-from app.errors import ClientError, HistoryError
+from app.errors import ClientError, CommandError, HistoryError
 from app.printable import printable_name
 from app.tui.answers import AnswerTask
 from app.tui.attaching import Attaching
+from app.tui.commands import Commands
 from app.tui.figures import SEPARATOR
+from app.tui.files import Files
 from app.tui.greeting import Greeting
-from app.tui.messages import AttachAsked, MessageAct, SettingChanged, Submitted
+from app.tui.messages import AttachAsked, MessageAct, SettingChanged, Submitted, TakenBack
 from app.tui.plain import plain
 from app.tui.pump import Pump
 from app.tui.screens.sidebar import MIN_COLUMNS, Sidebar
@@ -38,9 +41,12 @@ from app.tui.widgets.header import HeaderBar, model_line
 from app.tui.widgets.key_line import KeyLine
 from app.tui.widgets.message_view import MessageView
 from app.tui.widgets.progress_panel import ProgressPanel
+from app.tui.widgets.queue_list import QueueList
+from app.tui.widgets.suggestions import Suggestion, Suggestions
 from app.tui.widgets.transcript import Transcript
 
 if TYPE_CHECKING:
+    from app.history.exchange import ImportedChat
     from app.history.store import Chat
     from app.tools.permissions import Answer
     from app.tui.screens.chat_dialogs import Attachment, Overflow
@@ -67,6 +73,8 @@ class ChatScreen(Screen[None]):
         self._ticker: Timer | None = None
         self._greeting = Greeting(session)
         self._attaching = Attaching(self, session, lambda: self.composer, self.show_session)
+        self._files = Files(Path.cwd())
+        self._commands = Commands(self, session, changed=self.show_session, statistics=self.show_statistics)
 
     def compose(self) -> ComposeResult:
         """Header, sidebar, messages, progress, composer, keys."""
@@ -76,7 +84,9 @@ class ChatScreen(Screen[None]):
             with Vertical(id="chat-main"):
                 yield Transcript(lambda: self._session.conversation, lambda: self._session.remote is None)
                 yield ProgressPanel()
-                yield Composer()
+                yield QueueList()
+                yield Suggestions()
+                yield Composer(self._suggest)
         yield KeyLine()
 
     def on_mount(self) -> None:
@@ -93,7 +103,7 @@ class ChatScreen(Screen[None]):
 
     def show_session(self) -> None:
         """Update header, sidebar, progress and context meter."""
-        if self.query(Composer):
+        if self.query(Sidebar):
             self.query_one(Sidebar).refill()
             self._lay_out()
 
@@ -106,6 +116,7 @@ class ChatScreen(Screen[None]):
         self.query_one(ProgressPanel).show(session.job)
         self.query_one(Sidebar).fold(self.app.size.width)
         self._show_context()
+        self._show_queue()
         self._greeting.keep(self)
         if self._editing is None:
             self.composer.border_title = self._title()
@@ -137,10 +148,8 @@ class ChatScreen(Screen[None]):
     async def _answer(self, prompt: str, *, rebuilt: bool, summarize: bool = False) -> None:
         """Start an answer to an existing prompt."""
         session = self._session
-        model = session.conversation.extras.model or session.wanted
-        answer = session.conversation.add("assistant", "", parent=prompt, state="streaming", model=model)
         # At once, so that no other one begins.
-        writing = session.answers.begin(session.conversation, answer.id, summarize=summarize)
+        writing = session.answer(session.conversation, prompt, summarize=summarize)
         await (self.transcript.reopen() if rebuilt else self.transcript.extend())
         if writing.conversation is session.conversation:
             self._follow(writing)
@@ -167,9 +176,24 @@ class ChatScreen(Screen[None]):
         """Send a prompt, or return it to the composer if that isn't possible."""
         event.stop()
         session = self._session
-        if self.busy:
-            self.notify("An answer is being written; Esc stops it.", severity="warning")
+        try:
+            command = None if self.editing else parse(event.text)
+            if command is not None:
+                await self._commands.run(*command)
+                self._remember(event.text)
+                return
+        except (CommandError, ClientError, HistoryError, OSError) as error:
+            self.notify(str(error), severity="error", timeout=10)
             self.composer.give_back(event.text)
+            return
+        queued = session.conversation.extras.queued
+        if self.busy and event.text:
+            self._remember(event.text)
+            session.note(session.conversation, queued=[*queued, event.text], draft="")
+        elif not event.text and queued and not self.busy:
+            event.text = self._unqueue(0)
+        self._show_queue()
+        if self.busy or not event.text:
             return
         if session.status is not None and not session.ready and not session.working and session.wanted is None:
             self.notify("No model is loaded; F2 picks one.", severity="warning")
@@ -187,6 +211,39 @@ class ChatScreen(Screen[None]):
 
         self.composer.give_back(event.text)  # nothing is lost if the program ends before the answer
         self.app.push_screen(OverflowDialog(leaves_out), decided)
+
+    def _unqueue(self, at: int) -> str:
+        """Take a prompt out of the queue."""
+        queued = [*self._session.conversation.extras.queued]
+        text = queued.pop(at)
+        self._session.note(self._session.conversation, queued=queued)
+        return text
+
+    @on(TakenBack)
+    def take_back(self, event: TakenBack) -> None:
+        """Give a queued prompt back to the composer, unless it was sent meanwhile."""
+        if -1 <= event.at < len(queued := self._session.conversation.extras.queued) and queued:
+            self.composer.give_back(self._unqueue(event.at))
+            self._show_queue()
+
+    def _show_queue(self) -> None:
+        self.query_one(QueueList).show(self._session.conversation.extras.queued, sends=self.busy)
+
+    async def _suggest(self, text: str) -> Sequence[Suggestion]:
+        """What the text before the cursor may become."""
+        return await (self._commands.suggest(text) if text.startswith("/") else self._files.suggest(text[1:]))
+
+    @on(Suggestions.OptionSelected, "#suggestions")
+    def take_suggestion(self, event: Suggestions.OptionSelected) -> None:
+        """Type the suggestion that was clicked."""
+        self.composer.take(self.composer.suggestions.shown[event.option_index])
+
+    def show_statistics(self) -> None:
+        """Show or hide the full statistics of the last answer."""
+        answers = [view for view in self.query(MessageView) if view.message.role == "assistant"]
+        if not answers:
+            raise CommandError("there is no answer yet")
+        answers[-1].action_toggle_details()
 
     async def _overflow(self, answer: Overflow, text: str) -> None:
         """Proceed with a full chat as the user chose."""
@@ -227,8 +284,8 @@ class ChatScreen(Screen[None]):
         if (writing := self._session.answers.of(self._session.conversation.id)) is not None:
             self._follow(writing)
 
-    async def open_chat(self, chat: Chat) -> None:
-        """Open a saved chat."""
+    async def open_chat(self, chat: Chat | ImportedChat) -> None:
+        """Open a saved chat, or one from a file."""
         if chat.id == self._session.conversation.id:
             return
         self.cancel_edit()
@@ -272,13 +329,21 @@ class ChatScreen(Screen[None]):
         self.run_worker(self._stream(writing), group="answer", exclusive=True, exit_on_error=False)
 
     async def _stream(self, writing: AnswerTask) -> None:
-        """Draw the events of an answer, and of those that follow when it called tools."""
-        async with contextlib.aclosing(writing.follow()) as events:
-            while await self._stream_one(writing, writing.message, events):
-                self.show_session()
-                await self.transcript.extend()
-                self._writing = writing
-        self.show_session()
+        """Draw the events of an answer, of those that follow when it called tools, and of those to queued prompts."""
+        following: AnswerTask | None = writing
+        while following is not None:
+            self._writing = writing = following
+            async with contextlib.aclosing(writing.follow()) as events:
+                while await self._stream_one(writing, writing.message, events):
+                    self.show_session()
+                    await self.transcript.extend()
+                    self._writing = writing
+            self._session.send_queued(writing)  # what was queued while the end of the answer was drawn
+            if not self.query(Transcript):
+                return  # the program is ending
+            await self.transcript.extend()
+            self.show_session()
+            following = self._session.answers.of(writing.conversation.id)
 
     async def _stream_one(self, writing: AnswerTask, answer: str, events: AsyncGenerator[Event, None]) -> bool:
         """Draw the events of one message. Returns whether another one follows."""

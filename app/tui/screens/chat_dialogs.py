@@ -20,6 +20,7 @@ from textual.widgets import Button, Input, OptionList, TextArea
 from textual.widgets.option_list import Option
 
 from app.conversation import Source
+from app.documents.folders import names
 from app.printable import printable_name
 from app.settings import RULES, SAMPLING_DEFAULTS, SettingsError, Value, check
 from app.tui.plain import Plain, plain
@@ -165,10 +166,6 @@ def _general(session: Session) -> dict[str, str]:
     return {**words, "thinking": settings.thinking, "max_tokens": tokens, "system_prompt": settings.system_prompt}
 
 
-MOST = 200
-"""Names that are listed; typing narrows them down."""
-_LOOKED_AT = 20_000
-"""Entries of a folder that are looked at."""
 UP = "‥/"
 
 
@@ -220,7 +217,8 @@ class AttachDialog(FormDialog[Attachment]):
 
     @work(exclusive=True, group="names", exit_on_error=False)
     async def _list(self, text: str) -> None:
-        self._names = await asyncio.to_thread(names, text)
+        found = await asyncio.to_thread(names, text)
+        self._names = found if text.rpartition(os.sep)[2] else [UP, *found]
         listed = self.query_one("#attach-names", PlainList)
         before = listed.under
         listed.fill([Option(plain(name), id=name) for name in self._names])
@@ -269,22 +267,6 @@ class AttachDialog(FormDialog[Attachment]):
         problem = self.query_one(".dialog-problem", Plain)
         problem.update("No such file or folder.")
         problem.display = True
-
-
-def names(text: str) -> list[str]:
-    """Names that a path may go on with: folders first, hidden ones only where the text asks for them.
-
-    Args:
-        text: What was typed of a path.
-    """
-    head, slash, tail = text.rpartition(os.sep)
-    found: list[tuple[bool, str]] = []
-    with contextlib.suppress(OSError, RuntimeError, ValueError), os.scandir(Path(head + slash).expanduser()) as entries:
-        for _, entry in zip(range(_LOOKED_AT), entries, strict=False):
-            if entry.name.lower().startswith(tail.lower()) and (tail.startswith(".") or not entry.name.startswith(".")):
-                found.append((not entry.is_dir(), entry.name))
-    listed = [name + ("" if file else os.sep) for file, name in sorted(found)[:MOST]]
-    return listed if tail else [UP, *listed]
 
 
 MOST_SHOWN = 4000

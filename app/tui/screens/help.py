@@ -14,6 +14,7 @@ from textual.screen import ModalScreen, Screen
 from textual.widgets import TextArea
 
 from app import paths
+from app.chat.commands import COMMANDS
 from app.printable import printable
 from app.supervisor import OLD_LOG_NAME
 from app.tui.keys import KEYS, current_key
@@ -26,6 +27,8 @@ WRITING = (
     ("⏎", "send"),
     ("Shift+⏎, Alt+⏎, Ctrl+J", "start a new line"),
     ("↑ ↓", "earlier prompts, from the first or last line"),
+    ("/ @", "commands, files"),
+    ("^X ^E", "edit the draft in $VISUAL or $EDITOR"),
 )
 WITH_IDS = 100
 """Minimum width at which the list of keys shows action ids."""
@@ -38,15 +41,32 @@ class HelpScreen(ModalScreen[None]):
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,f1,q", "dismiss", "close", id="help.close")]
 
+    def __init__(self, *, commands: bool = False) -> None:
+        """Make the list.
+
+        Args:
+            commands: Whether it begins with the commands.
+        """
+        super().__init__()
+        self._commands = commands
+
     def compose(self) -> ComposeResult:
         """The list."""
         with VerticalScroll(classes="dialog", id="help"):
+            if self._commands:
+                yield from self._listed()
             yield Plain("Everywhere", classes="setting-group")
             yield Plain(_table(self._rows(KEYS)))
             yield Plain("While writing", classes="setting-group")
             yield Plain(_table([*WRITING, *self._rows(Composer.BINDINGS)]))
             yield Plain("On a message (Ctrl+↑ or a click)", classes="setting-group")
             yield Plain(_table(self._rows(MessageView.BINDINGS)))
+            if not self._commands:
+                yield from self._listed()
+
+    def _listed(self) -> ComposeResult:
+        yield Plain("Commands, typed like a message", classes="setting-group")
+        yield Plain(_table((one.usage, one.help) for one in COMMANDS))
 
     def _rows(self, bindings: Iterable[BindingType]) -> list[tuple[str, ...]]:
         """Keys, what they do, and, where there is room, the ids by which they can be changed."""

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import ClassVar
 
+from textual import on, work
 from textual.binding import Binding, BindingType
 from textual.events import Key, Paste
 from textual.widgets import TextArea
 
 from app.tui.figures import token_count
 from app.tui.keys import pasted_text
-from app.tui.messages import AttachAsked, Submitted
+from app.tui.messages import AttachAsked, Submitted, TakenBack
+from app.tui.widgets.queue_list import QueueList
+from app.tui.widgets.suggestions import Suggestion, Suggestions
 
 AMBER = 0.8
 """Share of the context above which the meter warns."""
@@ -36,7 +40,12 @@ class Composer(TextArea):
         Binding("ctrl+end", "app.scroll_chat(2)", "End of the chat, and follow it", show=False, id="chat.end"),
     ]
 
-    def __init__(self) -> None:
+    def __init__(self, suggest: Callable[[str], Awaitable[Sequence[Suggestion]]]) -> None:
+        """Make a composer.
+
+        Args:
+            suggest: What the text before the cursor may become.
+        """
         super().__init__(
             id="composer",
             soft_wrap=True,
@@ -51,6 +60,9 @@ class Composer(TextArea):
         self._recalled: int | None = None
         self._typed = ""
         self._attached: dict[str, str] = {}
+        self._suggest = suggest
+        self.chord = False
+        """Whether Ctrl+X was pressed, which Ctrl+E completes."""
 
     @property
     def value(self) -> str:
@@ -75,6 +87,11 @@ class Composer(TextArea):
         """Put a prompt back that could not be sent, before anything typed since."""
         self.put(f"{text}\n{self.value}" if self.text else text)
 
+    def rewrite(self, text: str) -> None:
+        """Replace the text in a way that can be undone. Placeholders in it keep their meaning."""
+        self.replace(text, (0, 0), self.document.end)
+        self.move_cursor(self.document.end)
+
     def attach(self, name: str, content: str) -> None:
         """Insert a placeholder for a long text."""
         mark, number = f"⟦{name}⟧", 2
@@ -97,8 +114,15 @@ class Composer(TextArea):
         event.prevent_default()
 
     def on_key(self, event: Key) -> None:
-        """Send on Enter; a new line on Shift+Enter, Alt+Enter and Ctrl+J; recall with the arrow keys."""
-        if event.key == "enter":
+        """Send on Enter; a new line on Shift+Enter, Alt+Enter and Ctrl+J; recall with the arrows; ^X ^E."""
+        chord, self.chord = self.chord, event.key == "ctrl+x" and self.selection.is_empty
+        if self.chord or self._in_suggestions(event.key):
+            pass
+        elif chord and event.key == "ctrl+e":
+            self.call_later(self.run_action, "app.editor")
+        elif event.key == "up" and not self.text and self.screen.query_one(QueueList).texts:
+            self.post_message(TakenBack(-1))
+        elif event.key == "enter":
             self._send()
         elif event.key in ("shift+enter", "alt+enter", "ctrl+j"):
             self.replace("\n", *self.selection)
@@ -113,7 +137,64 @@ class Composer(TextArea):
         text = self.value.strip("\n")
         if text.strip():
             self.put("")
-            self.post_message(Submitted(text))
+        self.post_message(Submitted(text if text.strip() else ""))
+
+    # Suggestions
+
+    @property
+    def suggestions(self) -> Suggestions:
+        """The list above."""
+        return self.screen.query_one(Suggestions)
+
+    @on(TextArea.Changed)
+    def look_up(self) -> None:
+        """Suggest how a command may go on, or files for an `@`. Nothing waits for that."""
+        if self.text.startswith("/") and self.cursor_location == self.document.end:
+            self._look_up(self.text)
+        elif searched := self._searched():
+            self._look_up(searched)
+        else:
+            self.hide_suggestions()
+
+    def _searched(self) -> str:
+        """`@` and the letters behind it, before the cursor; empty if there is none."""
+        row, column = self.cursor_location
+        found = re.search(r"(?<!\S)@\S*$", self.document.get_line(row)[:column])
+        return found[0] if found else ""
+
+    @work(exclusive=True, group="suggest", exit_on_error=False)
+    async def _look_up(self, text: str) -> None:
+        self.suggestions.show(await self._suggest(text), first=text.startswith("@"))
+
+    def hide_suggestions(self) -> None:
+        """Suggest nothing until the text changes."""
+        self.workers.cancel_group(self, "suggest")
+        self.suggestions.show(())
+
+    def _in_suggestions(self, key: str) -> bool:
+        """Move among the suggestions, take one, or hide them. Returns whether the key was used."""
+        listed = self.suggestions
+        if not listed.display:
+            return False
+        if key in ("up", "down"):
+            listed.step(1 if key == "down" else -1)
+        elif key == "tab" or (key == "enter" and listed.chosen is not None):
+            self.take(listed.chosen or listed.shown[0])
+        elif key == "escape":
+            self.hide_suggestions()
+        else:
+            return False
+        return True
+
+    def take(self, suggestion: Suggestion) -> None:
+        """Type a suggestion, or attach its file in place of what was searched."""
+        self.hide_suggestions()
+        if suggestion.path is not None:
+            row, column = self.cursor_location
+            self.replace("", (row, column - len(self._searched())), (row, column))
+            self.post_message(AttachAsked(suggestion.path, suggestion.text))
+            return
+        self.rewrite(suggestion.text)
 
     def _recall(self, step: int) -> bool:
         """Step through earlier prompts, from the first or last line of the text.

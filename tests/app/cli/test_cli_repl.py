@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from app.chat.commands import COMMANDS
 from app.cli.output import Output
 from app.cli.repl import Repl, line_history
 from app.cli.serve import result_of
@@ -24,8 +25,8 @@ class ScriptedModel:
 
     longest = 50
 
-    def __init__(self, *texts: str, note: str | None = None, finish: str = "stop") -> None:
-        self.texts, self.note, self.finish = list(texts), note, finish
+    def __init__(self, *texts: str, finish: str = "stop") -> None:
+        self.texts, self.finish = list(texts), finish
         self.asked: list[Any] = []
         self.options: list[ChatOptions] = []
 
@@ -76,7 +77,7 @@ def talk(capsys: pytest.CaptureFixture[str], isolated_home: Path) -> Callable[..
         settings = load({"system_prompt": system})
         talking = Talk(model, status, settings, {}, Output(), raw=raw, count=lambda text: len(text.split()))  # type: ignore[arg-type]
         try:
-            Repl(talking, Output(), note=model.note, read=read).loop()
+            Repl(talking, Output(), read=read).loop()
         finally:
             result_of(talking.close())
         captured = capsys.readouterr()
@@ -125,7 +126,9 @@ def test_set_changes_what_follows(talk: Typed) -> None:
         ("/set temperature warm", "it must be a number from 0 to 2"),
         ("/set temperature -1", "it must be a number from 0 to 2"),
         ("/set top_k 1.5", "it must be a whole number from 0"),
-        ("/dance", "no command /dance"),
+        ("/dance", "no command /dance; /help lists them"),
+        ("/modle demo", "no command /modle; did you mean /model?"),
+        ("/save", "use /save FILE"),
         ("/stats", "no answer yet"),
         ("x" * 60, "too long"),
     ],
@@ -140,13 +143,25 @@ def test_what_goes_wrong_is_told_and_the_talk_goes_on(talk: Typed, line: str, sa
 
 
 def test_show_stats_and_help(talk: Typed) -> None:
-    out, err = talk(ScriptedModel("fine", note="no template"), "/show", "hello", "/stats", "/help")
+    out, _ = talk(ScriptedModel("fine"), "/show", "hello", "/stats", "/help")
     assert "model               scripted" in out
     assert "cpu (a test)" in out
     assert "max_tokens          auto" in out
     assert "first token after 0.25 s, 8.0 tokens/s; 7 prompt tokens (3 reused), 5 generated; context 12 of 100" in out
-    assert "/clear" in out
-    assert "no template" in err
+    assert all(f"{command.usage} " in out and command.help in out for command in COMMANDS)
+
+
+def test_a_conversation_is_saved_and_loaded_and_other_slashes_are_sent(talk: Typed, tmp_path: Path) -> None:
+    file, model = tmp_path / "talk.md", ScriptedModel("a", "b", "c", "d")
+    _, err = talk(
+        model, "/save nothing.md", "one", f"/save {file}", f"/save {file}", "// a comment", "/etc/hosts is what?"
+    )
+    assert "nothing to save" in err
+    assert "exists already: give another name" in err
+    assert [asked[-1][1] for asked in model.asked] == ["one", "// a comment", "/etc/hosts is what?"]
+    assert file.stat().st_mode & 0o777 == 0o600
+    talk(model, f"/load {tmp_path / 'gone.md'}", f"/load {file}", "two")
+    assert model.asked[-1] == [("user", "one"), ("assistant", "a"), ("user", "two")]
 
 
 def test_several_lines_between_triple_quotes(talk: Typed) -> None:

@@ -346,3 +346,42 @@ def test_documents_are_sent_or_searched(run: Run, answer: Answer, tmp_path: Path
     (tmp_path / "picture.txt").write_bytes(b"\x89PNG\0")
     said = run("run", "demo", "x", "--attach", tmp_path / "picture.txt", code=1).stderr
     assert said.endswith("picture.txt is a binary file\n")
+
+
+def test_a_conversation_changes_its_model_and_budget(
+    run: Run, services: Any, stored: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = iter(
+        ["hello", f"/model {stored}", "again", "/model nope", "/budget 1000", "/budget off", "/show", "/model"]
+    )
+    monkeypatch.setattr("app.cli.repl.Repl._typed_line", lambda _repl, _prompt: next(lines, "/bye"))
+    monkeypatch.setattr("app.cli.run._on_terminal", lambda: True)
+    loads: list[Any] = []
+
+    def load(plan: Any, **how: Any) -> Any:
+        loads.append((plan.model.name, plan.asked.compensation.budget_percent))
+        assert len(closed) == len(loaded), "two models at once may not fit"
+        loaded.append(type(services).load(services, plan, **how))
+        close = loaded[-1].engine.close
+        monkeypatch.setattr(loaded[-1].engine, "close", lambda: (closed.append(1), close()))
+        return loaded[-1]
+
+    loaded: list[Any] = []
+    closed: list[int] = []
+    services.load = load
+    result = run("run", "demo", "--max-tokens", 3)
+    assert loads == [("demo", 0), (stored, 0), (stored, 0)]
+    assert "there is no stored model 'nope'" in result.stderr
+    assert "budget can't be '1000'; it must be a number from 0 to 100" in result.stderr
+    assert f"{stored} answers from here on" in result.stderr
+    assert f"* {stored}" in result.stdout
+    assert f"model               {stored}" in result.stdout
+
+
+def test_a_new_chat_saves_the_one_before(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = iter(["one", "/new", "two"])
+    monkeypatch.setattr("app.cli.repl.Repl._typed_line", lambda _repl, _prompt: next(lines, "/bye"))
+    monkeypatch.setattr("app.cli.run._on_terminal", lambda: True)
+    run("run", "demo", "-c", "--max-tokens", 3)
+    with opened(history_file()) as history:
+        assert sorted(chat.title for chat in history.chats()) == ["one", "two"]

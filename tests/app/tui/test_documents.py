@@ -16,8 +16,9 @@ from textual.events import Paste
 from textual.widgets import Input, OptionList
 
 from app.documents import reader
+from app.documents.folders import names
 from app.history.store import History
-from app.tui.screens.chat_dialogs import AttachDialog, names
+from app.tui.screens.chat_dialogs import AttachDialog
 from tests.app.documents.making import pdf
 
 Stage = Callable[..., Any]
@@ -83,6 +84,36 @@ async def test_the_picker_opens_folders_and_attaches_files(stage: Stage, runtime
         await s.shows("notes.txt")
         await s.pilot.press("enter")
         await s.until(lambda: s.composer.text.startswith("⟦notes.txt"))
+
+
+async def test_at_finds_files_that_git_does_not_ignore(
+    stage: Stage, runtime: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "src" / "deep").mkdir(parents=True)
+    for name in ("notes.txt", "src/deep/engine.py", "src/english.md", "build.log"):
+        (tmp_path / name).write_text("the lamp burns oil\n")
+    (tmp_path / ".gitignore").write_text("*.log\n")
+    monkeypatch.chdir(tmp_path)
+    for repository in (False, True):
+        if repository:
+            git = await asyncio.create_subprocess_exec("git", "init", "-q", tmp_path)
+            assert await git.wait() == 0
+        async with stage(runtime, size=(100, 30)) as s:
+            await s.pilot.press(*"me@home sees @")
+            await s.shows("src/deep/engine.py", "notes.txt")
+            assert ("build.log" in s.screen_text()) is not repository
+            await s.pilot.press(*"eng")
+            await s.hides("notes.txt")
+            await s.shows("src/deep/engine.py", "src/english.md")
+            await s.pilot.press("escape")
+            await s.hides("src/english.md")
+            await s.pilot.press(*"py")
+            await s.shows("src/deep/engine.py")
+            await s.pilot.press("enter")
+            await s.until(lambda: s.composer.text == "me@home sees ⟦engine.py: 2 lines, ≈ 5 tokens⟧")
+            await s.pilot.press("enter")
+            await s.answered()
+            assert "engine.py:" in asked(runtime)
 
 
 async def test_a_sent_document_is_named_and_apart_from_the_question(stage: Stage, runtime: Any, tmp_path: Path) -> None:
@@ -288,10 +319,10 @@ def test_names_of_a_folder(tmp_path: Path) -> None:
     for name in ("b.md", "Beta.txt", ".hidden"):
         (tmp_path / name).touch()
     (tmp_path / "box").mkdir()
-    assert names(f"{tmp_path}/") == ["‥/", "box/", "Beta.txt", "b.md"]
+    assert names(f"{tmp_path}/") == ["box/", "Beta.txt", "b.md"]
     assert names(f"{tmp_path}/b") == ["box/", "Beta.txt", "b.md"]
     assert names(f"{tmp_path}/.h") == [".hidden"]
-    assert names(f"{tmp_path}/no/") == ["‥/"]
+    assert names(f"{tmp_path}/no/") == []
 
 
 async def test_reading_a_document_can_be_stopped(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -322,6 +323,8 @@ class TestWriting:
                 if number % 3 == 0:
                     burst(s, "ctrl+r")
                 await asyncio.sleep(0.05)
+            await s.until(lambda: not s.app._acting, "the last key to act")
+            await s.until(lambda: not s.app.session.conversation.extras.queued, "the queue to be sent")
             await s.answered()
             chat = s.app.session.conversation
             messages = [chat[one] for ids in chat.branches().values() for one in ids]
@@ -390,6 +393,37 @@ class TestWriting:
             assert path_of(s)[0] == "a"
             assert s.composer.text == "b"
 
+    async def test_a_draft_is_edited_elsewhere_and_cleared(
+        self, stage: Stage, runtime: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        editor = tmp_path / "editor"
+        editor.write_text("""#!/bin/sh\ntest "$1" = -w && printf ' and more\\n' >>"$2"\n""")
+        editor.chmod(0o700)
+        monkeypatch.delenv("VISUAL", raising=False)
+        async with stage(runtime) as s:
+            monkeypatch.setattr(s.app, "suspend", contextlib.nullcontext)
+            await s.say("hello")  # there is a prompt that Ctrl+E alone would edit
+            s.app.post_message(Paste("line\n" * 30))
+            await s.until(lambda: s.composer.text == "⟦30 lines⟧")
+            for command, said in (
+                ("", "no editor is chosen: set VISUAL or EDITOR"),
+                (f"{tmp_path}/gone", "No such file or directory"),
+                (f"{editor}", "ended with status 1; the draft is as it was"),
+            ):
+                monkeypatch.setenv("EDITOR", command)
+                await s.pilot.press("ctrl+x", "ctrl+e")
+                await s.until(lambda said=said: any(said in note.message for note in s.app._notifications), said)
+                assert s.composer.text == "⟦30 lines⟧"
+            monkeypatch.setenv("EDITOR", f"{editor} -w")
+            await s.pilot.press("ctrl+x", "ctrl+e")
+            await s.until(lambda: s.composer.text == "⟦30 lines⟧ and more")
+            assert s.composer.value == "line\n" * 30 + " and more"
+            await s.pilot.press("ctrl+c")
+            await s.until(lambda: s.composer.text == "")
+            await s.pilot.press("ctrl+underscore")
+            await s.until(lambda: s.composer.text == "⟦30 lines⟧ and more")
+            assert s.app.is_running
+
     async def test_what_was_said_and_begun_is_kept(self, stage: Stage, runtime: Any, tmp_path: Path) -> None:
         async with stage(runtime, kept=tmp_path / "history.db") as s:
             await s.say("one", "two")
@@ -429,6 +463,162 @@ class TestWriting:
             await s.until(lambda: len(s.app.session.conversation) == 0)
 
 
+class TestCommands:
+    async def test_tab_completes_and_enter_runs_it(self, stage: Stage, runtime: Any, tmp_path: Path) -> None:
+        notes = tmp_path / "notes.md"
+        notes.write_text("the lamp burns oil\n")
+        async with stage(runtime, size=(100, 30), notices=True) as s:
+            await s.pilot.press(*"/mo")
+            await s.shows("/model [NAME]")
+            await s.pilot.press("tab")
+            assert s.composer.text == "/model "
+            await s.shows("/model demo", "/model tiny-3bit")
+            await s.pilot.press("down", "down", "enter")
+            await s.until(lambda: s.composer.text == "/model tiny-3bit")
+            await s.pilot.press("enter")
+            await s.until(lambda: s.app.session.status.model == "tiny-3bit")
+            await s.ready()
+            assert s.composer.text == ""
+            await s.pilot.press(*f"/attach {tmp_path}/no")
+            await s.shows(f"/attach {notes}")
+            await s.pilot.press("tab", "enter")
+            await s.until(lambda: s.composer.text == "⟦notes.md: 2 lines, ≈ 5 tokens⟧")
+            s.composer.load_text("")
+            for line in ("/system Be a pirate.", "/set temperature 0.2", "/set stop END", "/budget off"):
+                await self.enter(s, line)
+            await s.until(lambda: s.app.session.settings.budget == 0)
+            await s.say("ahoy")
+            messages, options = runtime.named("chat")[0]
+            assert messages[0] == {"role": "system", "content": "Be a pirate."}
+            assert (options.temperature, options.stop) == (0.2, ("END",))
+            await self.enter(s, "/stats")
+            await s.shows("412 tokens")
+            await s.open(HelpScreen, *"/help", "enter")
+            await s.shows("/save FILE")
+
+    async def enter(self, s: Any, line: str) -> None:
+        """Type a command and run it."""
+        s.composer.load_text(line)
+        await s.settled()
+        await s.pilot.press("enter")
+        await s.settled()
+
+    async def test_what_is_no_command_keeps_the_draft_or_is_sent(self, stage: Stage, runtime: Any) -> None:
+        async with stage(runtime) as s:
+            for line, said in (
+                ("/modle demo", "no command /modle; did you mean /model?"),
+                ("/model demi", "did you mean demo?"),
+                ("/attach", "use /attach PATH"),
+                ("/set temperature 9", "must be a number from 0 to 2"),
+                ("/load /nowhere", "can't be read"),
+            ):
+                await self.enter(s, line)
+                await s.until(lambda said=said: any(said in note.message for note in s.app._notifications), said)
+                assert s.composer.text == line
+            await self.enter(s, "// what does this comment say?")
+            await s.answered()
+            await s.say("/etc/hosts is what?", "/usr")
+            assert path_of(s)[::2] == ["// what does this comment say?", "/etc/hosts is what?", "/usr"]
+
+    async def test_a_chat_is_saved_to_a_file_and_loaded(self, stage: Stage, runtime: Any, tmp_path: Path) -> None:
+        file = tmp_path / "chat.md"
+        async with stage(runtime, kept=tmp_path / "history.db", notices=True) as s:
+            await s.say("one")
+            for said in ("Written to", "exists already"):
+                await self.enter(s, f"/save {file}")
+                await s.shows(said)
+            s.composer.load_text("")
+            await self.enter(s, "/new")
+            await s.until(lambda: len(s.app.session.conversation) == 0)
+            await self.enter(s, f"/load {file}")
+            await s.until(lambda: path_of(s) == ["one", "Hello from the script."])
+            await s.say("two")
+            assert len(runtime.named("chat")[-1][0]) == 3
+            assert len(await s.app.session.history.chats()) == 2
+
+    async def test_the_list_of_suggestions_hides_and_comes_back(self, stage: Stage, runtime: Any) -> None:
+        async with stage(runtime, size=(60, 20)) as s:
+            await s.pilot.press("/")
+            await s.shows("/model [NAME]")
+            await s.pilot.press("escape")
+            await s.hides("/model [NAME]")
+            await s.pilot.press("s", "t")
+            await s.shows("/stats")
+            await s.hides("/save")
+            await s.click("#suggestions")
+            assert s.composer.text == "/stats"
+            assert s.app.focused is s.composer
+
+
+class TestQueue:
+    async def begin(self, s: Any, runtime: Any, *typed: str) -> None:
+        """Ask something whose answer hangs, and send more meanwhile."""
+        runtime.hold_after = 1
+        runtime.released.clear()
+        await s.ask("first")
+        await s.until(lambda: s.last.text)
+        for number, text in enumerate(typed, 1):
+            s.composer.load_text(text)
+            await s.pilot.press("enter")
+            await s.until(lambda number=number: len(s.app.session.conversation.extras.queued) == number, text)
+        assert s.composer.text == ""
+
+    async def test_what_is_sent_during_an_answer_follows_it_in_order(self, stage: Stage, runtime: Any) -> None:
+        runtime.answers = ["one two", "three", "four"]
+        async with stage(runtime) as s:
+            await self.begin(s, runtime, "second", "thrid", "fourth")
+            await s.shows("3 queued, sent when the answer ends", "second", "thrid", "fourth")
+            await s.click("#queue", offset=(4, 2))
+            await s.until(lambda: s.composer.text == "thrid")
+            s.composer.load_text("")
+            await s.pilot.press("up")
+            await s.until(lambda: s.composer.text == "fourth")
+            s.composer.load_text("third")
+            await s.pilot.press("enter")
+            await s.shows("2 queued")
+            runtime.released.set()
+            await s.until(lambda: len(s.app.session.conversation) == 6)
+            await s.answered()
+            assert path_of(s) == ["first", "one two", "second", "three", "third", "four"]
+            await s.shows("third", "four")
+            await s.hides("queued")
+
+    async def test_a_stop_or_a_crash_keeps_it_and_enter_goes_on(self, stage: Stage, runtime: Any) -> None:
+        runtime.answers = ["one two", "three", "four five", "six"]
+        async with stage(runtime) as s:
+            await self.begin(s, runtime, "second", "third")
+            await s.pilot.press("escape")
+            await s.answered()
+            await s.shows("2 queued, not sent: ⏎ sends the first")
+            assert path_of(s) == ["first", "one"]
+            runtime.crash_after = 0
+            await s.pilot.press("enter")
+            await s.until(lambda: s.last.state == "failed" and not s.app.chat.busy)
+            assert s.app.session.conversation.extras.queued == ["third"]
+            await s.ready()
+            await s.pilot.press("enter")
+            await s.until(lambda: len(s.app.session.conversation) == 6)
+            await s.answered()
+            assert path_of(s)[2::2] == ["second", "third"]
+
+    async def test_it_stays_with_its_chat(self, stage: Stage, runtime: Any, tmp_path: Path) -> None:
+        runtime.answers = ["one two", "three four"]
+        async with stage(runtime, kept=tmp_path / "history.db") as s:
+            await self.begin(s, runtime, "second")
+            first = s.app.session.conversation
+            await s.pilot.press("ctrl+n")
+            await s.until(lambda: len(s.app.session.conversation) == 0)
+            await s.hides("queued")
+            runtime.released.set()
+            await s.until(lambda: len(first) == 4 and s.app.session.answers.of(first.id) is None)
+            assert [message.text for message in first.path()] == ["first", "one two", "second", "three four"]
+            await self.begin(s, runtime, "later")
+        async with stage(runtime, kept=tmp_path / "history.db") as s:
+            chat, _ = await s.app.session.history.chats()
+            await s.app.chat.open_chat(chat)
+            await s.shows("1 queued, not sent", "later")
+
+
 class TestReading:
     async def test_reasoning_is_folded_and_not_said_again(self, stage: Stage, runtime: Any) -> None:
         runtime.answers = ["<think>\nhm, let me see\n</think>\n\nParis.", "<think>\nthis leads nowhere"]
@@ -446,6 +636,21 @@ class TestReading:
             await s.say("code?")
             await s.shows("python")
             await s.shows("part19")  # long lines of code are wrapped
+
+    async def test_the_palette_finds_what_people_call_things(self, stage: Stage, runtime: Any, tmp_path: Path) -> None:
+        async with stage(runtime, size=(100, 40), kept=tmp_path / "history.db") as s:
+            await s.pilot.press("ctrl+p")
+            for word, titles in (
+                ("download", "Models  F2"), ("gguf", "Models  F2"), ("budget", "Settings  F3"),
+                ("theme", "Settings  F3"), ("temperature", "This chat  F5"), ("system", "Presets  F8"),
+                ("sidebar", "Chats  ^B"), ("rename", "Chats  ^B"), ("delete", "Chats  ^B"), ("exp", "Export"),
+            ):  # fmt: skip
+                await s.until(lambda: isinstance(s.app.focused, Input), "the palette")
+                s.app.focused.value = word
+                await s.shows(titles)
+                await s.hides("New chat")
+            await s.pilot.press("enter")
+            await s.until(lambda: s.composer.text == "/save ")
 
     async def test_keys_and_log_are_shown(self, stage: Stage, runtime: Any) -> None:
         paths.log_file().parent.mkdir(parents=True, exist_ok=True)

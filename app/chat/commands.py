@@ -1,0 +1,205 @@
+"""The commands that begin with a slash: one table, for `run` on a terminal and for the terminal UI's composer.
+
+Each of the two has a method for every name of the table. What is not a command by `parse` is sent as text.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from app.documents.folders import names
+from app.errors import CommandError
+from app.settings import RULES
+
+if TYPE_CHECKING:
+    from app.conversation import Conversation
+    from app.history.exchange import ImportedChat
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """A command."""
+
+    name: str
+    """Without the slash."""
+    help: str
+    """In half a sentence."""
+    argument: str = ""
+    """Its argument as help shows it; empty if it takes none."""
+    takes: Literal["", "model", "path", "budget", "setting"] = ""
+    """What its argument is completed with."""
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def usage(self) -> str:
+        """`/attach PATH`."""
+        return f"/{self.name} {self.argument}".rstrip()
+
+
+SETTINGS: Mapping[str, Callable[[str], object]] = {
+    "temperature": float,
+    "top_p": float,
+    "top_k": int,
+    "min_p": float,
+    "repetition_penalty": float,
+    "max_tokens": lambda text: None if text == "auto" else int(text),
+    "seed": lambda text: None if text == "auto" else int(text),
+}
+"""Sampling settings of `/set` with parsers of their values; `system` and `stop` take the text unchanged."""
+SETTING_NAMES = ("system", "stop", *SETTINGS)
+BUDGETS = ("off", "2.5", "5", "10", "20", "auto")
+COMMANDS = (
+    Command(name="model", argument="[NAME]", takes="model", help="go on with another model; alone: which there are"),
+    Command(name="system", argument="[TEXT]", help="this chat's system prompt; alone: the general one again"),
+    Command(name="attach", argument="PATH", takes="path", help="attach a document; a folder or a long one is searched"),
+    Command(name="tools", help="the tools that this chat may use"),
+    Command(
+        name="budget", argument="PERCENT", takes="budget", help="how much slower compensation may make answers; or off"
+    ),
+    Command(name="set", argument="NAME VALUE", takes="setting", help=f"this chat's {', '.join(SETTING_NAMES)}"),
+    Command(name="save", argument="FILE", takes="path", help="write this chat to a Markdown file"),
+    Command(name="load", argument="FILE", takes="path", help="go on with a chat from a file"),
+    Command(name="new", help="begin a new chat", aliases=("clear",)),
+    Command(name="show", help="the model and this chat's settings"),
+    Command(name="stats", help="speed of the last answer"),
+    Command(name="help", help="these commands", aliases=("?",)),
+    Command(name="bye", help="leave", aliases=("quit", "exit")),
+)
+_NAMED = {name: one for one in COMMANDS for name in (one.name, *one.aliases)}
+
+
+def parse(text: str) -> tuple[Command, str] | None:
+    """The command of a text, and its argument; None if the text is to be sent.
+
+    A text is sent that begins with `//`, with a path of several parts, or with one that exists.
+
+    Raises:
+        CommandError: there is no such command, or it lacks its argument.
+    """
+    word, _, rest = text.strip().partition(" ")
+    if not re.fullmatch(r"/(\w+|\?)", word) or (word[1:] not in _NAMED and os.path.exists(word)):  # noqa: PTH110  no error
+        return None
+    if (found := _NAMED.get(word[1:].lower())) is None:
+        near = difflib.get_close_matches(word[1:].lower(), _NAMED, n=1)
+        raise CommandError(f"there is no command {word}; {f'did you mean /{near[0]}?' if near else '/help lists them'}")
+    rest = rest.strip()
+    if not rest and found.argument and not found.argument.startswith("["):
+        raise CommandError(f"use {found.usage}: {found.help}")
+    return found, rest
+
+
+def completions(text: str, models: Iterable[str]) -> list[tuple[str, str]]:
+    """What a text that begins with a slash may become, each with its help. It looks into folders.
+
+    Args:
+        text: What was typed.
+        models: Names of the models that there are.
+    """
+    word, space, rest = text.partition(" ")
+    if not space:
+        named = [one for one in COMMANDS if one.name.startswith(word[1:].lower())]
+        return [(f"/{one.name}{' ' if one.argument else ''}", f"{one.usage:<19}{one.help}") for one in named]
+    takes = _NAMED[word[1:]].takes if word[1:] in _NAMED else ""
+    if takes == "path":
+        head = rest[: len(rest) - len(rest.rpartition(os.sep)[2])]
+        return [(f"{word} {head}{name}", "") for name in names(rest)]
+    found = {"model": models, "budget": BUDGETS, "setting": [f"{name} " for name in SETTING_NAMES]}.get(takes, ())
+    return [(f"{word} {one}", "") for one in found if one.lower().startswith(rest.lower())]
+
+
+def path_of(text: str) -> Path:
+    """The path that was typed.
+
+    Raises:
+        CommandError: it names the folder of an unknown user.
+    """
+    try:
+        return Path(text.strip("'\"")).expanduser().absolute()
+    except RuntimeError as error:
+        raise CommandError(f"{text}: {error}") from error
+
+
+def budget_of(text: str) -> float | None:
+    """The percentage of `/budget`; None: the usual one.
+
+    Raises:
+        CommandError: it is none.
+    """
+    value = _read("budget", "0" if text == "off" else text, RULES["budget"].parse)
+    assert value is None or isinstance(value, float)
+    return value
+
+
+def with_setting(own: Mapping[str, Any], text: str) -> dict[str, Any]:
+    """A chat's own settings after `/set NAME VALUE`.
+
+    Raises:
+        CommandError: the name is unknown or the value invalid.
+    """
+    name, _, value = text.partition(" ")
+    value = value.strip()
+    if name == "system":
+        return with_system(own, value)
+    if name == "stop":
+        return {**own, "stop": value or None}
+    if name in SETTINGS and value:
+        return {**own, name: _read(name, value, SETTINGS[name])}
+    raise CommandError(f"use /set NAME VALUE with one of: {', '.join(SETTING_NAMES)}")
+
+
+def with_system(own: Mapping[str, Any], text: str) -> dict[str, Any]:
+    """A chat's own settings with another system prompt; empty: the general one."""
+    others = {key: value for key, value in own.items() if key not in ("system_prompt", "preset")}
+    return {**others, "system_prompt": text} if text else others
+
+
+def _read(name: str, text: str, parse: Callable[[str], object]) -> object:
+    """Parse a value, with the same range as elsewhere."""
+    try:
+        value = parse(text)
+        return RULES[name].parse(value) if name in RULES else value
+    except (ValueError, OverflowError):
+        allowed = RULES[name].allowed if name in RULES else "a number"
+        raise CommandError(f"{name} can't be {text!r}; it must be {allowed}") from None
+
+
+def save(conversation: Conversation, file: Path) -> None:
+    """Write the branch on screen to a new Markdown file that only the user can read.
+
+    Raises:
+        CommandError: there is nothing to write, or the file can't be made.
+    """
+    from app.history import markdown
+    from app.history.store import title_of
+
+    path = [message for message in conversation.path() if message.state != "streaming"]
+    if not path:
+        raise CommandError("there is nothing to save yet")
+    try:
+        with os.fdopen(os.open(file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w", encoding="utf-8") as stream:
+            stream.write(markdown.write(title_of(path[0].text), path))
+    except FileExistsError:
+        raise CommandError(f"{file} exists already: give another name") from None
+    except OSError as error:
+        raise CommandError(f"{file} can't be written: {error.strerror}") from error
+
+
+def load(file: Path) -> ImportedChat:
+    """The one chat of a file that `/save` or `lowbit-chat chats export` wrote, with new ids.
+
+    Raises:
+        CommandError: it has several.
+        HistoryError: it can't be read.
+    """
+    from app.history import exchange
+
+    found = exchange.read_file(file)
+    if len(found) != 1 or not found[0].messages:
+        raise CommandError(f"{file.name} has {len(found)} chats: `lowbit-chat chats import` takes all of them")
+    return found[0].renewed()
