@@ -49,7 +49,7 @@ from app.tui.preload import preload
 from app.tui.runtime import SupervisorLike
 from app.tui.screens.chat import ChatScreen
 from app.tui.session import Session
-from app.tui.terminal import SuspendDetector, ensure_size, surviving, terminal_is_gone
+from app.tui.terminal import LongWork, SuspendDetector, ensure_size, notice, surviving, terminal_is_gone
 from app.tui.work_app import WorkApp
 
 CHECK_INTERVAL_S = 5.0
@@ -112,6 +112,7 @@ class ChatApp(WorkApp):
         )
         self._interrupted = -QUIT_AGAIN_S
         self._suspend = SuspendDetector(CHECK_INTERVAL_S)
+        self._long = LongWork()
         self._checks = 0
 
     def _supervisor(self, own: Callable[[], SupervisorLike]) -> SupervisorLike:
@@ -188,9 +189,16 @@ class ChatApp(WorkApp):
             return
         if self._suspend.suspended_s() is not None:
             await self.session.wake()
+        self._ring()
         self._checks += 1
         if self.session.remote is None or self._checks % REMOTE_CHECKS == 0:
             await self.session.refresh()
+
+    def _ring(self) -> None:
+        """Give notice of the end of long work, if the user looks elsewhere."""
+        ended = self._long.ended(busy=self.session.working or self.session.answers.any)
+        if ended and not self.app_focus and self._driver is not None:
+            self._driver.write(notice("lowbit-chat has finished", inside_tmux="TMUX" in os.environ))
 
     def on_worker_state_changed(self, event: Worker.StateChanged) -> None:
         """Show an unexpected failure of a worker."""

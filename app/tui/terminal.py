@@ -151,18 +151,46 @@ class SuspendDetector:
         return absence if absence >= MIN_SUSPEND_S else None
 
 
+LONG_S = 20.0
+"""Work that took less is not worth a notice."""
+
+
+class LongWork:
+    """Tells the end of long work, by regular checks."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._since: float | None = None
+
+    def ended(self, *, busy: bool) -> bool:
+        """Whether work that took long has ended since the last check."""
+        since, now = self._since, self._clock()
+        self._since = (now if since is None else since) if busy else None
+        return not busy and since is not None and now - since >= LONG_S
+
+
+def notice(text: str, *, inside_tmux: bool = False) -> str:
+    """The bell, and the escape sequence (OSC 9) that asks the terminal for a notice on the desktop; most know one."""
+    return f"{_osc(f'9;{text}', inside_tmux=inside_tmux)}\a"
+
+
 TOOL_TIMEOUT_S = 2.0
 _ENCODINGS = {"clip.exe": "utf-16"}
 """Encodings that tools read, other than UTF-8."""
 
 
 def osc52(text: str, *, inside_tmux: bool = False) -> str:
-    """The escape sequence that asks the terminal to put `text` on the clipboard.
-
-    Inside tmux it is sent twice: bare, for `set-clipboard on`, and wrapped, for `allow-passthrough on`.
-    """
+    """The escape sequence that asks the terminal to put `text` on the clipboard."""
     payload = base64.b64encode(text.encode("utf-8", "surrogatepass")).decode("ascii")
-    bare = f"\x1b]52;c;{payload}\x07"
+    return _osc(f"52;c;{payload}", inside_tmux=inside_tmux)
+
+
+def _osc(command: str, *, inside_tmux: bool) -> str:
+    """An operating system command.
+
+    Inside tmux it is sent twice: bare, for what tmux itself knows, and wrapped, for `allow-passthrough on`.
+    """
+    bare = f"\x1b]{command}\x07"
     return f"{bare}\x1bPtmux;\x1b{bare}\x1b\\" if inside_tmux else bare
 
 

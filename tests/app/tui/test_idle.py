@@ -13,7 +13,7 @@ from app import paths
 from app.settings import Settings
 from app.supervisor import Supervisor
 from app.tui.app import ChatApp, _own_supervisor
-from app.tui.terminal import SuspendDetector
+from app.tui.terminal import LONG_S, LongWork, SuspendDetector
 
 Stage = Callable[..., Any]
 
@@ -86,6 +86,24 @@ def test_a_process_that_was_stopped_was_not_suspended(monkeypatch: pytest.Monkey
     detector = SuspendDetector(5.0, lambda: running[0])
     running[0] += 3600
     assert detector.suspended_s() is None
+
+
+async def test_the_end_of_long_work_is_told_to_who_looks_elsewhere(stage: Any, runtime: Any) -> None:
+    """Checked by hand instead of every five seconds: a long answer, one while the user looks, a short one."""
+    runtime.delay_s = 0.05
+    async with stage(runtime) as s:
+        clock, written = [0.0], list[str]()
+        s.app._long = LongWork(lambda: clock[0])
+        s.app._driver.write = written.append
+        for seconds, looking in ((LONG_S, False), (LONG_S, True), (1.0, False)):
+            await s.pilot.press("h", "i", "enter")
+            await s.until(lambda: s.app.session.answers.any)
+            s.app._ring()
+            clock[0] += seconds
+            await s.until(lambda: not s.app.session.answers.any)
+            s.app.app_focus = looking
+            s.app._ring()
+    assert [text for text in written if "\x1b]9;" in text] == ["\x1b]9;lowbit-chat has finished\x07\a"]
 
 
 def test_the_runtime_is_told_when_to_unload(monkeypatch: pytest.MonkeyPatch) -> None:
