@@ -56,6 +56,8 @@ _PARTS = {
 _ACTIVATIONS: Mapping[str, Activation] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 """Keys of the number of experts."""
+MOST_TAPS = 9
+"""Most tokens that a convolution may see: what a slot keeps of recent ones (`runtime.kv.states`)."""
 DEEPEST, WIDEST, LARGEST_VOCABULARY, MOST_EXPERTS = 1000, 1 << 20, 1 << 24, 4096
 """Maximum numbers of blocks, channels, tokens and experts of a model: ten times those of the largest known ones."""
 

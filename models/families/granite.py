@@ -14,6 +14,7 @@ from functools import partial
 
 from models.errors import UnsupportedModelError
 from models.families.family import (
+    MOST_TAPS,
     SEPARATE_LINEAR_SOURCES,
     WIDEST,
     Family,
@@ -79,8 +80,6 @@ GRANITE_MOE_SHARED = replace(
 """Granite mixtures with a shared expert."""
 
 
-MOST_TAPS = 9
-"""Most tokens that a convolution may see: what a slot keeps of recent ones (`runtime.kv.states`)."""
 _MIXERS: dict[str, Mixer] = {
     **dict.fromkeys(("attention", "full_attention"), "attention"),
     **dict.fromkeys(("mamba", "linear_attention"), "delta"),

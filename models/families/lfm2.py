@@ -10,6 +10,7 @@ from functools import partial
 
 from models.errors import UnsupportedModelError
 from models.families.family import (
+    MOST_TAPS,
     SEPARATE_LINEAR_SOURCES,
     WIDEST,
     Family,
@@ -23,8 +24,6 @@ from models.spec import Mixer, ModelSpec
 
 THETA = 1e6
 """Base of the rotary embedding where config.json doesn't say."""
-MOST_TAPS = 9
-"""Most tokens that a convolution may see: what a slot keeps of recent ones (`runtime.kv.states`)."""
 _MIXERS: dict[str, Mixer] = {"full_attention": "attention", "conv": "convolution"}
 
 

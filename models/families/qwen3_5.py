@@ -12,6 +12,7 @@ from functools import partial
 from models.errors import UnsupportedModelError
 from models.families.family import (
     GATED_ROUTERS,
+    MOST_TAPS,
     WIDEST,
     Family,
     attention_biases,
@@ -29,8 +30,6 @@ HEAD_DIM, ROTATING, INTERVAL = 256, 0.25, 4
 """Width of a head, how much of it rotates, and every how many blocks one has attention, by default."""
 EXPERT_WIDTH = 512
 """Width of an expert, and of a shared one, by default."""
-MOST_TAPS = 9
-"""Most tokens that a convolution may see: what a slot keeps of recent ones (`runtime.kv.states`)."""
 _MIXERS: dict[str, Mixer] = {"full_attention": "attention", "linear_attention": "delta"}
 
 
