@@ -99,7 +99,7 @@ async def test_load_chat_and_remove(client: RuntimeClient, house: FakeHouse) -> 
     assert deltas[-1].finish_reason == "stop"
     assert deltas[-1].timings is not None
     assert deltas[-1].timings.completion_tokens == 2
-    assert house.engine.options[-1].stop == ("END", "<turn>")
+    assert house.engine.options[-1].stop == ("END",)
     assert house.engine.options[-1].temperature == 0.3
     assert (await client.status()).state == "ready"
     await client.remove("small")

@@ -165,7 +165,7 @@ def test_a_model_without_residuals(answer: Answer, error: Error, run: Run, check
     assert "--residual-bits 4" in error("tune-device", "bare")
     result = run("run", "bare", "hi", "--max-tokens", 1, "--budget", 5)
     assert "without residuals" in result.stderr
-    assert run("run", "bare", "hi", "--max-tokens", 1).stderr == ""
+    assert run("run", "bare", "hi", "--max-tokens", 1, "--raw").stderr == ""
 
 
 @pytest.mark.parametrize(
@@ -212,7 +212,7 @@ def test_a_plot_without_its_library_is_refused_before_anything_is_tuned(
 
 
 def test_run_is_tuned_once_and_says_so(answer: Answer, run: Run, clock: Clock) -> None:
-    arguments = ("run", "demo", "hi", "--max-tokens", 2)
+    arguments = ("run", "demo", "hi", "--max-tokens", 2, "--raw")
     first = run(*arguments, "--budget", 8)
     assert "tuning demo for" in first.stderr
     found = answer(*arguments, "--budget", 8)
@@ -269,7 +269,7 @@ def test_without_a_word_the_budget_is_5(answer: Answer, clock: Clock, monkeypatc
 def test_what_nobody_asked_for_is_not_spoken_of(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOWBIT_CHAT_BUDGET", "8")
     monkeypatch.setenv("LOWBIT_CHAT_CONTEXT", "100000")  # more than the model has
-    arguments = ("run", "demo", "hi", "--max-tokens", 1, "--backend", "reference")
+    arguments = ("run", "demo", "hi", "--max-tokens", 1, "--backend", "reference", "--raw")
     assert run(*arguments).stderr == ""
     assert "not tuned" in run(*arguments, "--budget", 8).stderr
 
