@@ -58,7 +58,7 @@ def test_a_text(client: openai.OpenAI, house: FakeHouse) -> None:
     assert answer.usage.input_tokens_details.cached_tokens == 2
     options = house.engine.options[-1]
     assert (options.temperature, options.max_tokens) == (0.5, 9)
-    assert options.stop == ("<turn>",)
+    assert options.stop == ()
     empty = client.responses.create(model="small", input="echo")
     assert ([item.type for item in empty.output], empty.output_text) == (["message"], "")
 
