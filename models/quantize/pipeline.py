@@ -80,14 +80,16 @@ class Pipeline:
             calibration = evaluation = None
         checkpoint = Checkpoint.open(folder)
         spec = checkpoint.spec
-        special = spec.mixture is not None or (spec.v_norm and not (recipe.trellis or recipe.kept))
+        special = (
+            spec.mixture is not None or spec.latent is not None or (spec.v_norm and not (recipe.trellis or recipe.kept))
+        )
         if special and recipe.method not in MATRIX_BY_MATRIX:
             what = "mixtures of experts" if spec.mixture is not None else f"{spec.family} models"
             raise QuantizationError(f"{recipe.method} does not quantize {what}; choose {' or '.join(MATRIX_BY_MATRIX)}")
-        if recipe.smooth_attention and spec.wide_heads is not None:
+        if recipe.smooth_attention and (spec.wide_heads is not None or spec.latent is not None):
+            why = "a norm follows them" if spec.latent is not None else "blocks have them in two widths or share them"
             raise QuantizationError(
-                f"keys of {spec.family} models cannot be smoothed, because blocks have them in two widths or share "
-                "them; leave the step out"
+                f"keys of {spec.family} models cannot be smoothed, because {why}; leave the step out"
             )
         self.checkpoint = RotatedCheckpoint.of(checkpoint) if recipe.rotate else checkpoint
         self.store = store
