@@ -59,7 +59,9 @@ class CpuKernels:
         at = [[address(array) for array in arrays] or [0, 0] for arrays in (turns, norms, basis)]
         half = turns[0].shape[1]
         growth = None if how.growth is None else np.ascontiguousarray(how.growth.numpy())
-        own = op.Heads(matrix(rows), H, K, D, half, *at[0], *at[1], how.eps, 0.5, cache.stored(1), *at[2])
+        q = matrix(rows)
+        kv = q._replace(at=q.at + 4 * H * D)
+        own = op.Heads(q, kv, H, K, D, half, *at[0], *at[1], how.eps, 0.5, cache.stored(1), *at[2])
         machine.run(own._replace(norm_last=how.norm_last, growth=0 if growth is None else address(growth)))
         stored = {
             part: [cache.store.window(part, slot, at + 1)[1][:, at] for slot, at in zip(slots, positions, strict=True)]
