@@ -341,7 +341,8 @@ class ChatScreen(Screen[None]):
             self._session.send_queued(writing)  # what was queued while the end of the answer was drawn
             if not self.query(Transcript):
                 return  # the program is ending
-            await self.transcript.extend()
+            if writing.conversation.head != writing.message:
+                await self.transcript.extend()
             self.show_session()
             following = self._session.answers.of(writing.conversation.id)
 
