@@ -14,6 +14,7 @@ from models.progress import Cancelled, ProgressCallback
 from models.recipe import KEPT, Recipe, chosen_method
 from models.store import Store, StoredModel, StoredModelInfo
 from models.store.certificate import Certificate
+from models.store.layout import MANIFEST
 from models.store.store import GGUF
 from runtime.engine.saved import forgetting
 from runtime.errors import RequestError
@@ -138,8 +139,9 @@ def _certificate(info: StoredModelInfo) -> str | None:
 
 
 def _created(folder: Path) -> int:
+    """By the manifest: a certificate that grows later changes the folder."""
     try:
-        return int(folder.stat().st_mtime)
+        return int((folder / MANIFEST).stat().st_mtime)
     except OSError:
         return 0
 

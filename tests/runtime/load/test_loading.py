@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import aclosing
@@ -108,6 +109,11 @@ def test_the_catalogue_has_bundled_and_stored_models(catalogue: Catalogue) -> No
     assert found is not None
     assert found.bits == 4
     assert found.created > 0
+    folder = catalogue.open("org/copy").path
+    os.utime(folder / layout.MANIFEST, (1e9, 1e9))
+    (folder / "certificate.json").touch()  # as one that grows
+    assert (again := catalogue.find("org/copy")) is not None
+    assert again.created == 10**9
 
 
 @pytest.mark.parametrize("name", ["nowhere", "", "..", "../models", "/etc", "a/b/c", "org--copy", "org/copy/", "a\0b"])
