@@ -41,6 +41,11 @@ class Command:
         """`/attach PATH`."""
         return f"/{self.name} {self.argument}".rstrip()
 
+    @property
+    def line(self) -> str:
+        """Its usage and its help, in columns."""
+        return f"{self.usage:<19}{self.help}"
+
 
 SETTINGS: Mapping[str, Callable[[str], object]] = {
     "temperature": float,
@@ -104,7 +109,7 @@ def completions(text: str, models: Iterable[str]) -> list[tuple[str, str]]:
     word, space, rest = text.partition(" ")
     if not space:
         named = [one for one in COMMANDS if one.name.startswith(word[1:].lower())]
-        return [(f"/{one.name}{' ' if one.argument else ''}", f"{one.usage:<19}{one.help}") for one in named]
+        return [(f"/{one.name}{' ' if one.argument else ''}", one.line) for one in named]
     takes = _NAMED[word[1:]].takes if word[1:] in _NAMED else ""
     if takes == "path":
         head = rest[: len(rest) - len(rest.rpartition(os.sep)[2])]

@@ -208,7 +208,7 @@ class Repl:
             self._output.text(f"{does}; {accepted}, {drafted.tokens_per_verify:.1f} tokens per verify")
 
     def _help(self, _rest: str) -> None:
-        self._output.text(HELP.format(commands="\n".join(f"{one.usage:<19}{one.help}" for one in COMMANDS)))
+        self._output.text(HELP.format(commands="\n".join(one.line for one in COMMANDS)))
 
     def _typed_line(self, prompt: str) -> str:
         """Read a line from the terminal, with line editing and completion if Python supports it."""

@@ -338,7 +338,9 @@ class ChatApp(WorkApp):
     @on(ChatAsked)
     async def open_chat(self, event: ChatAsked) -> None:
         """Open a saved chat, or one from a file."""
-        if hasattr(event.chat, "messages"):
+        from app.history.exchange import ImportedChat
+
+        if isinstance(event.chat, ImportedChat):
             self._confirm_if_unsaved("Open the file", partial(self.chat.open_chat, event.chat))
         else:
             await self.chat.open_chat(event.chat)

@@ -496,10 +496,8 @@ class Service:
         advised = {name: value for name, value in loaded.sampling.items() if name in request.left_open}
         options = replace(request.options, **advised)  # type: ignore[arg-type]  # top_k is an int
         prompt = _prompt(loaded, request)
-        try:
+        with _refusing(request.field):
             loaded.engine.submit(prompt, options, receive, stream.cancelled, trim=request.trim, chat=request.name)
-        except (RequestError, ContextOverflowError) as error:
-            raise api_error(error, prompt=request.field) from error
         opening = loaded.engine.reasoning_opened(prompt) if request.trim and not options.formed else ""
         stream.put(loaded.accepted(prompt, opening))
 
@@ -509,12 +507,10 @@ class Service:
         loaded = self._ensure(model, stream.cancelled, keep)
         with self._generating():
             for index, text in enumerate(texts):
-                try:
+                with _refusing(f"input[{index}]" if len(texts) > 1 else "input"):
                     tokens = loaded.engine.text_prompt(text) if isinstance(text, str) else text
                     tokens = tokens[: loaded.engine.context - 1] if cut else tokens
                     vector = loaded.engine.embed(tokens, stream.cancelled)
-                except (RequestError, ContextOverflowError) as error:
-                    raise api_error(error, prompt=f"input[{index}]" if len(texts) > 1 else "input") from error
                 stream.put(Embedded(model=loaded.name, tokens=len(tokens), vector=vector))
 
     def _score(
@@ -529,24 +525,19 @@ class Service:
         with self._generating():
             for index, prompt in enumerate(prompts):
                 engine = loaded.engine
-                try:
+                with _refusing(f"prompt[{index}]" if len(prompts) > 1 else "prompt"):
                     tokens = engine.text_prompt(prompt) if isinstance(prompt, str) else prompt
                     found = engine.score(tokens, options, more=more, cancelled=stream.cancelled)
-                except (RequestError, ContextOverflowError) as error:
-                    raise api_error(error, prompt=f"prompt[{index}]" if len(prompts) > 1 else "prompt") from error
                 before = prompt if isinstance(prompt, str) else engine.tokenizer.decode(tokens)
                 text = before + "".join(one.text for one in found[len(tokens) :])
                 stream.put(Scored(model=loaded.name, prompt_tokens=len(tokens), tokens=found, text=text))
 
     def _inspect(self, request: InspectRequest, stream: Stream[Progress | Inspection]) -> None:
         loaded = self._ensure(request.model, stream.cancelled)
-        with self._generating():
-            try:
-                prompt = loaded.engine.chat_prompt([to_json(message) for message in request.messages])
-                answer = request.answer.removeprefix(loaded.engine.reasoning_opened(prompt))
-                stream.put(loaded.engine.inspect(prompt, answer, stream.put, stream.cancelled))
-            except (RequestError, ContextOverflowError) as error:
-                raise api_error(error, prompt="answer") from error
+        with self._generating(), _refusing("answer"):
+            prompt = loaded.engine.chat_prompt([to_json(message) for message in request.messages])
+            answer = request.answer.removeprefix(loaded.engine.reasoning_opened(prompt))
+            stream.put(loaded.engine.inspect(prompt, answer, stream.put, stream.cancelled))
 
     @contextmanager
     def _generating(self) -> Iterator[None]:
@@ -756,10 +747,21 @@ def _prompt(loaded: LoadedModel, request: GenerationRequest) -> Sequence[int]:
     Raises:
         ApiError: it is invalid, or does not fit.
     """
-    try:
+    with _refusing(request.field):
         return request.prompt(loaded.engine)
+
+
+@contextmanager
+def _refusing(field: str) -> Iterator[None]:
+    """Context manager: a text that the engine refuses is refused by the request's name for it.
+
+    Raises:
+        ApiError: it is invalid, or does not fit.
+    """
+    try:
+        yield
     except (RequestError, ContextOverflowError) as error:
-        raise api_error(error, prompt=request.field) from error
+        raise api_error(error, prompt=field) from error
 
 
 def _job(

@@ -19,6 +19,7 @@ class QueueList(PlainList, can_focus=False):
         super().__init__(compact=True, markup=False, id="queue")
         self.display = False
         self.texts: Sequence[str] = ()
+        self._sends = False
 
     def show(self, texts: Sequence[str], *, sends: bool) -> None:
         """Show a queue.
@@ -27,7 +28,9 @@ class QueueList(PlainList, can_focus=False):
             texts: The prompts.
             sends: Whether the end of an answer sends the first one.
         """
-        self.texts, self.display = texts, bool(texts)
+        if (texts, sends) == (self.texts, self._sends):
+            return
+        self.texts, self._sends, self.display = texts, sends, bool(texts)
         head = "sent when the answer ends" if sends else "not sent: ⏎ sends the first"
         lines = [text.strip().partition("\n") for text in texts]
         self.set_options(
