@@ -476,7 +476,7 @@ def quantize(
 ) -> None:
     """Make a low-bit model; an interrupted run resumes after its last finished block."""
     from models.errors import QuantizationError
-    from models.quantize import for_checkpoint, keeping
+    from models.quantize import for_checkpoint
     from models.recipe import Recipe
 
     try:
@@ -506,10 +506,7 @@ def quantize(
     text = None if calibration is None else read_text(calibration)
     begin = time.perf_counter()
     checkpoint = find_checkpoint(model, services, output)
-    if recipe is None:
-        recipe = keeping(checkpoint)
-    elif method == "auto":
-        recipe = for_checkpoint(recipe, checkpoint)
+    recipe = for_checkpoint(recipe, checkpoint, method)
     info = quantized(checkpoint, recipe, services, output, name=name, calibration=text, force=force)
     summary = info.summary
     if summary.warning:

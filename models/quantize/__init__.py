@@ -7,19 +7,26 @@ from pathlib import Path
 
 from models.errors import MAKING, QuantizationError, check_needed
 from models.progress import Cancelled, ProgressCallback, ignore_progress, never_cancelled
-from models.recipe import LARGEST_BITS, Recipe, chosen_method
+from models.recipe import LARGEST_BITS, AskedMethod, Recipe, chosen_method
 from models.store import Store, StoredModelInfo
 
 
-def for_checkpoint(recipe: Recipe, folder: Path) -> Recipe:
-    """A recipe whose method `auto` chose, for a checkpoint, which may have experts.
+def for_checkpoint(recipe: Recipe | None, folder: Path, method: AskedMethod = "auto") -> Recipe:
+    """The recipe for a checkpoint, once it is at hand: `auto` asks whether it has experts, `kept` for its own bits.
+
+    Args:
+        recipe: What was asked for; None for `kept`.
+        folder: The checkpoint's folder or GGUF file.
+        method: As it was asked for.
 
     Raises:
         ModelError: the checkpoint is damaged or not supported, or the recipe is not possible for it.
     """
     from models.checkpoint import Checkpoint
 
-    if recipe.trellis and Checkpoint.open(folder).spec.mixture is not None:
+    if recipe is None:
+        return keeping(folder)
+    if method == "auto" and recipe.trellis and Checkpoint.open(folder).spec.mixture is not None:
         return replace(recipe, method=chosen_method("auto", experts=True))
     return recipe
 
