@@ -6,7 +6,7 @@
 
 Every part runs in a process of its own with a watchdog: one that hangs is killed with all it started, and its last row
 says at what. Rows are written down as they come. Ends with 1 where a row is wrong or a part failed. `--dry` runs
-everything tiny, interpreted and without a card.
+everything tiny, interpreted, without a card and in one process.
 """
 
 from __future__ import annotations
@@ -92,17 +92,19 @@ class Child:
         self._process.wait()
 
 
-def run_part(name: str, seconds: float, beside: int, dry: bool, keep: Callable[[str, Entry], None]) -> None:
-    """Run a part in a process of its own; `keep` is given what is known of it, now and then and in the end."""
+def run_parts(names: Sequence[str], seconds: float, beside: int, dry: bool, keep: Callable[[str, Entry], None]) -> None:
+    """Run parts in a process of their own; `keep` is given what is known of each, now and then and in the end."""
     own = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // beside))} if beside > 1 else {}
     environment = own | dict(os.environ) | ({"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""} if dry else {})
     with tempfile.TemporaryDirectory() as folder:
-        rows = Path(folder) / "rows.json"
-        command = [sys.executable, "-m", "tests.lab.gpu", "--part", name, str(rows), str(seconds), str(os.getpid())]
+        command = [sys.executable, "-m", "tests.lab.gpu", "--part", ",".join(names), folder, str(seconds)]
+        command.append(str(os.getpid()))
         child = Child(command + ["--dry"] * dry, seconds, environment, Path(folder))
 
         def known(error: str | None) -> None:
-            keep(name, {"seconds": round(child.seconds, 1), "rows": read(rows) or [], "error": error})
+            for name in names:
+                rows = read(Path(folder) / f"{name}.json") or []
+                keep(name, {"seconds": round(child.seconds, 1), "rows": rows, "error": error})
 
         known(child.wait(lambda: known("not ended yet")))
 
@@ -128,8 +130,8 @@ def run_tests(name: str, keep: Callable[[str, Entry], None]) -> None:
     keep(name, {"seconds": round(child.seconds, 1), "rows": [row], "error": None if ended else error})
 
 
-def measure(name: str, rows: Path, seconds: float, parent: int, *, dry: bool) -> None:
-    """A part, in this process, which the system kills when the one that started it ends."""
+def measure(names: Sequence[str], folder: Path, seconds: float, parent: int, *, dry: bool) -> None:
+    """Parts, in this process, which the system kills when the one that started it ends."""
     import torch
 
     if sys.platform.startswith("linux"):
@@ -139,11 +141,12 @@ def measure(name: str, rows: Path, seconds: float, parent: int, *, dry: bool) ->
         raise SystemExit("the process that started this part has ended")
     from tests.lab.gpu.sizes import DRY, FULL
 
-    torch.manual_seed(0)
     if dry:
         torch.set_num_threads(1)
-    module = importlib.import_module(f"tests.lab.gpu.{name}")
-    module.measure(Part(rows, _LEAVE * seconds), DRY if dry else FULL, torch.device("cpu" if dry else "cuda"))
+    for name in names:
+        torch.manual_seed(0)
+        module, part = importlib.import_module(f"tests.lab.gpu.{name}"), Part(folder / f"{name}.json", _LEAVE * seconds)
+        module.measure(part, DRY if dry else FULL, torch.device("cpu" if dry else "cuda"))
 
 
 def turns(parts: Sequence[str]) -> Iterator[list[str]]:
@@ -175,8 +178,8 @@ def summary(report: dict[str, Any]) -> str:
 def main() -> None:
     """Run the parts that were asked for."""
     if sys.argv[1:2] == ["--part"]:
-        name, rows, seconds, parent, *dry = sys.argv[2:]
-        measure(name, Path(rows), float(seconds), int(parent), dry=bool(dry))
+        names, folder, seconds, parent, *dry = sys.argv[2:]
+        measure(names.split(","), Path(folder), float(seconds), int(parent), dry=bool(dry))
         return
     options = parser(__doc__)
     options.add_argument("--dry", action="store_true", help="tiny, interpreted, without a card")
@@ -205,14 +208,15 @@ def main() -> None:
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, stop)
-    for turn in turns(parts):
+    for turn in [parts] if given.dry else turns(parts):
         print(f"{', '.join(turn)} ...", flush=True)
         if turn[0] in TESTS:
             run_tests(turn[0], keep)
             continue
         seconds = 3600.0 if given.dry else sum(PARTS[part] for part in turn)
-        with ThreadPoolExecutor(len(turn)) as pool:
-            for one in [pool.submit(run_part, part, seconds, len(turn), given.dry, keep) for part in turn]:
+        children = [turn] if given.dry else [[part] for part in turn]
+        with ThreadPoolExecutor(len(children)) as pool:
+            for one in [pool.submit(run_parts, own, seconds, len(children), given.dry, keep) for own in children]:
                 one.result()
         if turn == ["start"] and wrong(report["parts"]["start"]):
             break  # where no kernel can run, nothing else tells anything

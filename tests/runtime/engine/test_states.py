@@ -34,7 +34,7 @@ def snapshots_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         pytest.param("reference", range(3), id="reference-few"),
         pytest.param("cpu", range(3), id="cpu-few"),
-        pytest.param("reference", range(3, 12), id="reference-many", marks=pytest.mark.slow),
+        pytest.param("reference", range(3, 6), id="reference-many", marks=pytest.mark.slow),
         pytest.param("cpu", range(3, 200), id="cpu-many", marks=pytest.mark.slow),
     ],
 )

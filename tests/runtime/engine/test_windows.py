@@ -18,6 +18,7 @@ from runtime.kv import states as snapshots
 from runtime.kv.control import KVCache
 from runtime.kv.kinds import KINDS, KVKind
 from runtime.kv.states import SMALL_STEP
+from tests.grid import QUICK_CACHES
 from tests.runtime.conftest import SHARED
 from tests.runtime.engine.talking import ROWS, SLOTS, Talk
 from tests.runtime.engine.test_states import DECODERS, MEAN
@@ -71,7 +72,7 @@ def has_released(cache: KVCache) -> bool:
     [
         pytest.param("reference", range(1), id="reference-few"),
         pytest.param("cpu", range(4), id="cpu-few"),
-        pytest.param("reference", range(4, 12), id="reference-many", marks=pytest.mark.slow),
+        pytest.param("reference", range(4, 8), id="reference-many", marks=pytest.mark.slow),
         pytest.param("cpu", range(4, 54), id="cpu-many", marks=pytest.mark.slow),
     ],
 )
@@ -87,8 +88,8 @@ def test_any_history_gives_what_a_fresh_prefill_gives(
 @pytest.mark.parametrize("kv", [kv for kv in ERRORS if kv != "fp16"])
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 def test_so_does_every_kind_of_cache(tiny_model: Any, tiny_spec: Any, backend: str, kv: KVKind) -> None:
-    model = tiny_model(windowed(tiny_spec, "wide"), residual_bits=0)
-    assert converse(backend, model, range(8), kv) > 800
+    model, seeds = tiny_model(windowed(tiny_spec, "wide"), residual_bits=0), range(8 if backend == "cpu" else 5)
+    assert converse(backend, model, seeds, kv) > 100 * len(seeds)
 
 
 class Twins:
@@ -174,6 +175,7 @@ class Twins:
             pytest.param(kv, backend, 120, id=f"{kv}-{backend}-long", marks=pytest.mark.slow)
             for kv in KINDS
             for backend in DECODERS
+            if backend == "cpu" or kv in QUICK_CACHES
         ),
     ],
 )

@@ -27,11 +27,8 @@ from tests.runtime.backends.triton.conftest import DEVICE
 OFTEN = {"smollm3", "granite-tied"}
 """Cases that `make test` runs; other tests run the blocks of the rest."""
 INTERPRETED = {
-    *("smollm3", "smollm3-window", "granite-tied", "llama2", "llama3.2", "llama-linear", "qwen2-tied", "phi4-mini"),
-    *("phi3.5-longrope", "ministral3", "gemma2", "olmo3", "hunyuan", "lfm2", "lfm2-biases", "qwen3.5-biases"),
-    *("gpt-oss", "mixtral-window", "qwen3-moe", "qwen3-moe-dense", "qwen3.5-moe", "granite-moe", "glm4-moe"),
-    *("gemma4-shared", "gemma4-values", "gemma4-experts"),
-    *("granite4-h", "granite4-h-moe"),
+    *("granite-tied", "llama3.2", "llama-linear", "phi3.5-longrope", "ministral3", "gemma2", "olmo3", "hunyuan"),
+    *("gpt-oss", "mixtral-window", "glm4-moe-biases", "gemma4-shared", "gemma4-experts", "qwen3-next", "granite4-h"),
 }
 """Cases that have, together, every value of every field of all cases' specs: the interpreter takes long for one."""
 MEAN = {"reference": 0.005, "cpu": 0.06, "triton": 0.01}
@@ -66,7 +63,7 @@ def test_logits_are_those_of_transformers(pair: tuple[Any, StoredModel], backend
     """A prompt and tokens behind it, across the border of every window; of delta rules a prompt that is absorbed."""
     model, stored = pair
     spec = stored.spec
-    rows, behind = 7 if spec.delta is None else SMALL_STEP + 3, 3 if backend == "triton" and DEVICE == "cpu" else 7
+    rows, behind = 7 if spec.delta is None else SMALL_STEP + 3, 2 if backend == "triton" and DEVICE == "cpu" else 7
     options = DecoderOptions(
         kv="fp16", context=rows + 9, k_chunk=1024, prompt_k_chunk=1024, select="exact", max_rows=rows
     )

@@ -380,7 +380,7 @@ place.loader.exec_module(tiny)
 from runtime.backends.cpu.decoder import CpuDecoder
 from runtime.backends.decoder import DecoderOptions, Step
 results = []
-for bits, codebook in ((3, False), (4, False), (3, True), (4, True)):
+for bits, codebook in ((3, False), (4, True)):
     model = tiny.make_model(tiny.make_spec(qkv_bias=True), bits=bits, codebook=codebook)
     options = DecoderOptions(context=64, k_chunk=64, prompt_k_chunk=700, select="static", kv="int8", threads=2)
     decoder = CpuDecoder(model, options)

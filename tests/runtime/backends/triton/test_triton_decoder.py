@@ -102,8 +102,10 @@ def test_blocks_read_a_shared_cache_and_embeddings_of_their_own(small: Any, devi
     assert_same(*both(model, options, device), (step([5], 0), step([17], 1)))
 
 
-@pytest.mark.parametrize("shape", ["3bit", "norms-on-both-sides", "shared-caches"])
-@pytest.mark.parametrize("kv", ["fp16", "int8", "int4", "hierarchical"])
+@pytest.mark.parametrize(
+    ("shape", "kv"),
+    [("3bit", "int8"), ("norms-on-both-sides", "hierarchical"), ("shared-caches", "fp16"), ("shared-caches", "int4")],
+)
 def test_numbers_beyond_half_precision_are_no_damage(small: Any, device: str, shape: str, kv: str) -> None:
     """Norms' outputs, keys, values, gates, and what attention finds; read from codes of every kind of cache."""
     build, changes = SHAPES[shape]
