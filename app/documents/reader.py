@@ -30,7 +30,7 @@ class Reader:
     """
 
     def __init__(self, section_s: float = SECTION_S, document_s: float = DOCUMENT_S) -> None:
-        self._section_s, self._document_s = section_s, document_s
+        self._document_s = document_s
         self._child = ChildProcess("app.documents.reading", str(section_s))
         self._lock = threading.Lock()
 

@@ -238,7 +238,6 @@ class ExpertInputs:
         assert spec.mixture is not None
         self._recipe = recipe
         self._router = router_of(layer)
-        self._layer = layer
         self._batches: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._rows: list[list[tuple[int, torch.Tensor]]] = [[] for _ in range(spec.mixture.num_experts)]
         self._inside: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in range(spec.mixture.num_experts)]
