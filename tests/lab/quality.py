@@ -32,7 +32,7 @@ from assets import calibration_text, evaluation_text
 from models.checkpoint import Checkpoint
 from models.oracle import Oracle
 from models.quantize import quantize
-from models.recipe import DEFAULT_GROUP_SIZE, DEFAULT_METHOD, QOQ_STEPS, Recipe
+from models.recipe import DEFAULT_GROUP_SIZE, DEFAULT_METHOD, QOQ_STEPS, Recipe, chosen_method
 from models.recipe import WEIGHT_ONLY_METHODS as METHODS
 from models.store import Store, StoredModel
 from runtime.backends.cpu.backend import CpuBackend
@@ -335,18 +335,19 @@ class Laboratory:
 
     def answers(self) -> None:
         """Greedy answers in full precision, with 3 bits, and with 3 bits compensated."""
+        method = chosen_method("auto")
 
         def measure() -> dict[str, Any]:
-            model = self.stored(Point())
+            model = self.stored(Point(method=method))
             full = self._full_answers()
             plain, compensated = (low_bit_answers(model, *both) for both in ((0, 0), (64, ALL_RESIDUALS)))
             rows = [
                 {"question": asked, "full": full[asked], "plain": plain[asked], "compensated": compensated[asked]}
                 for asked in QUESTIONS
             ]
-            return {"model": REAL, "method": DEFAULT_METHOD, "bits": 3, "k_chunk": 64, "answers": rows}
+            return {"model": REAL, "method": method, "bits": 3, "k_chunk": 64, "answers": rows}
 
-        self.entries.known("answers", QUESTIONS, measure)
+        self.entries.known("answers", [method, *QUESTIONS], measure)
 
     def _full_answers(self) -> dict[str, str]:
         tokenizer, oracle, found = Tokenizer(self.case.folder), Oracle(self.checkpoint), {}
