@@ -118,7 +118,7 @@ SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("kv", ["fp16", "int8", "int4", "gear4"])
+@pytest.mark.parametrize("kv", grid(["fp16", "int8", "int4", "gear4"], {"int4"}))
 def test_keys_and_values_beyond_half_precision_are_no_damage(tiny_model: Any, kv: str) -> None:
     """In a window, in codes of each token, and in pages that are flushed."""
     options = DecoderOptions(context=300, max_rows=256, kv=kv)

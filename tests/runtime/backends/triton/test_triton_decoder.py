@@ -104,7 +104,11 @@ def test_blocks_read_a_shared_cache_and_embeddings_of_their_own(small: Any, devi
 
 @pytest.mark.parametrize(
     ("shape", "kv"),
-    [("3bit", "int8"), ("norms-on-both-sides", "hierarchical"), ("shared-caches", "fp16"), ("shared-caches", "int4")],
+    [
+        ("3bit", "int8"),
+        ("norms-on-both-sides", "hierarchical"),
+        *(pytest.param("shared-caches", kv, marks=pytest.mark.slow) for kv in ("fp16", "int4")),
+    ],
 )
 def test_numbers_beyond_half_precision_are_no_damage(small: Any, device: str, shape: str, kv: str) -> None:
     """Norms' outputs, keys, values, gates, and what attention finds; read from codes of every kind of cache."""
