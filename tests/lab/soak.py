@@ -49,11 +49,12 @@ class Seen:
 
 
 @contextmanager
-def server(model: str, home: Path, parallel: int) -> Iterator[tuple[str, psutil.Process]]:
-    """The program's own `serve`, and its base URL."""
+def server(model: str, home: Path, **settings: object) -> Iterator[tuple[str, psutil.Process]]:
+    """The program's own `serve` with some settings, and its base URL."""
     program = Path(sys.executable).with_name("lowbit-chat")
     command = [str(program), "serve", "--model", model, "--port", "0", "--token", TOKEN]
-    environment = {"LOWBIT_CHAT_HOME": str(home), "LOWBIT_CHAT_NUM_PARALLEL": str(parallel)}
+    own = {f"LOWBIT_CHAT_{key.upper()}": str(value) for key, value in settings.items()}
+    environment = {"LOWBIT_CHAT_HOME": str(home), **own}
     with (
         tempfile.TemporaryFile("w+") as told,
         subprocess.Popen(
@@ -161,7 +162,7 @@ def growth(memory: list[tuple[float, float, int]]) -> float:
 
 def soaked(model: str, home: Path, minutes: float, clients: int, parallel: int, seed: int) -> dict[str, Any]:
     """Everything that a run found."""
-    with server(model, home, parallel) as (url, process):
+    with server(model, home, num_parallel=parallel) as (url, process):
         seen = asyncio.run(visit(url, model, clients, 60 * minutes, process, seed))
         last = last_request(url, model)
     wrong = seen.wrong + ([] if last in ("stop", "length") else [f"the last request: {last}"])
