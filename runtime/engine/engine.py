@@ -336,8 +336,8 @@ class Engine:
         limit = room if options.max_tokens is None else min(room, options.max_tokens)
         run.constraint = self._constraints.of(options.grammar, options.calls, limit)
         budget = options.thought_tokens
-        if budget is not None and budget < limit and not options.formed:
-            run.constraint = ThoughtBudget(run.constraint, budget, self.tokenizer, tokens)
+        if budget is not None and (budget < limit or options.thought) and not options.formed:
+            run.constraint = ThoughtBudget(run.constraint, budget, self.tokenizer, tokens, options.thought)
         answer = Answer(run, self.tokenizer, self._eos, limit, receive)
         return Request(answer, cancelled, lambda slot: self._rounds(run, slot))
 

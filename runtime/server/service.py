@@ -34,6 +34,7 @@ from runtime.load.prospects import MachineInspector
 from runtime.server.errors import ApiError, api_error, conflict, unavailable, unknown_model
 from runtime.server.parked import Parked
 from runtime.server.worker import Stream, Worker
+from runtime.text.reasoning import TAGS
 from runtime.text.sampling import Float32Array, SamplingOptions, TokenLogprob
 from runtime.wire.answers import CacheFacts, ErrorRecord, Holding, State, Status
 from runtime.wire.codec import to_json
@@ -498,7 +499,9 @@ class Service:
         prompt = _prompt(loaded, request)
         with _refusing(request.field):
             loaded.engine.submit(prompt, options, receive, stream.cancelled, trim=request.trim, chat=request.name)
-        opening = loaded.engine.reasoning_opened(prompt) if request.trim and not options.formed else ""
+        opening = TAGS[0] if options.thought else ""
+        if request.trim and not options.formed:
+            opening = loaded.engine.reasoning_opened(prompt)
         stream.put(loaded.accepted(prompt, opening))
 
     def _embed(

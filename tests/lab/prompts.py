@@ -7,7 +7,7 @@ Compensated and not, on stored models and the 1.1-billion shape, take turns on o
 the ratios of neighbours in time.
 
 An agent sends so many tokens of tools and instructions, then 20 turns: each has the answers before it, and results of
-the tools that these called. The server is stopped and started again in the middle. Then every turn is asked once more
+the tools that these called. The server is stopped and started again in the middle. Then some turns are asked once more
 of a model that was loaded anew and has no saved caches, to compare the answers, which are greedy.
 """
 
@@ -17,6 +17,7 @@ import json
 import shutil
 import statistics
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,10 +57,14 @@ def measured(name: str, model: Weights, tokens: int, rounds: int) -> dict[str, A
 
 def tools(tokens: int) -> list[Any]:
     """Tools whose descriptions take about so many tokens."""
-    text = evaluation_text()
+    text = 2 * evaluation_text()
     parameters = {"type": "object", "properties": {"path": {"type": "string"}}, "required": ["path"]}
     functions = [
-        {"name": f"tool_{at}", "description": text[CHARACTERS * at :][:CHARACTERS], "parameters": parameters}
+        {
+            "name": f"tool_{at}",
+            "description": text[397 * at % (len(text) // 2) :][:CHARACTERS],
+            "parameters": parameters,
+        }
         for at in range(tokens // 300)
     ]
     return [{"type": "function", "function": own} for own in functions]
@@ -115,32 +120,38 @@ def text_of(answer: dict[str, Any]) -> str:
     return json.dumps([answer["content"], [call["function"] for call in answer.get("tool_calls", ())]])
 
 
-def conversation(model: str, home: Path, tokens: int, kv: str) -> list[dict[str, Any]]:
-    """Every turn of an agent: seconds to its first token, in turn and from nothing, and tokens found in the cache."""
-    agent, text, saved = Agent(model, tokens), evaluation_text()[-TURNS * 200 :], home / "cache" / "chats"
-    messages: list[Any] = [{"role": "system", "content": "You are an agent. " + text[:2000]}]
+def conversation(model: str, home: Path, tokens: int, kv: str, compared: Sequence[int]) -> list[dict[str, Any]]:
+    """Every turn of an agent: seconds to its first token, and of compared ones those from nothing."""
+    agent, text, saved = Agent(model, tokens), evaluation_text(), home / "cache" / "chats"
+    messages: list[Any] = [{"role": "system", "content": f"You are an agent. {text[:2000]}"}]
     asked, rows = [], []
-    context = tokens + TURNS * 200
+    settings = {"kv": kv, "context": tokens + 4000}
     shutil.rmtree(saved, ignore_errors=True)
     for half in range(2):
-        with server(model, home, kv=kv, context=context) as (base, _):
+        with server(model, home, **settings) as (base, _):
             agent.hold(base)
             for turn in range(half * TURNS // 2, (half + 1) * TURNS // 2):
+                said = text[200 * turn :][:200]
                 if messages[-1]["role"] != "tool":
-                    messages.append({"role": "user", "content": text[200 * turn :][:200]})
+                    messages.append({"role": "user", "content": said})
                 asked.append(list(messages))
                 answer, row = agent.ask(base, messages)
                 rows.append({"turn": turn + 1, "restarted": bool(half), **row, "answer": text_of(answer)})
-                messages += [answer, *({"role": "tool", "tool_call_id": call["id"], "content": text[200 * turn :][:200]}
-                                       for call in answer.get("tool_calls", ()))]  # fmt: skip
-    with server(model, home, kv=kv, context=context) as (base, _):
+                print(json.dumps(rows[-1]), flush=True)
+                results = [{"role": "tool", "tool_call_id": call["id"], "content": said}
+                           for call in answer.get("tool_calls", ())]  # fmt: skip
+                messages += [answer, *results]
+    with server(model, home, **settings) as (base, _):
         for row, before in zip(rows, asked, strict=True):
+            answered = row.pop("answer")
+            if row["turn"] not in compared:
+                continue
             agent.hold(base, keep_alive=0)
             shutil.rmtree(saved, ignore_errors=True)
             agent.hold(base)
             answer, fresh = agent.ask(base, before)
             assert fresh["cached"] == 0, fresh
-            row |= {"fresh_s": fresh["first_s"], "same": row.pop("answer") == text_of(answer)}
+            row |= {"fresh_s": fresh["first_s"], "same": answered == text_of(answer)}
             print(json.dumps(row), flush=True)
     return rows
 
@@ -154,9 +165,10 @@ def main() -> None:
     options.add_argument("--tokens", nargs="+", type=int, default=[512, 4096])
     options.add_argument("--rounds", type=int, default=5)
     options.add_argument("--kv", default="int4")
+    options.add_argument("--compared", nargs="+", type=int, default=range(1, TURNS + 1), metavar="TURN")
     given = options.parse_args()
     if given.agent:
-        rows = conversation(given.agent, given.home, given.tokens[0], given.kv)
+        rows = conversation(given.agent, given.home, given.tokens[0], given.kv, given.compared)
         print(columns(rows))
         write(given.out, {**about_run("python -m tests.lab.prompts"), "model": given.agent, "rows": rows})
         return

@@ -126,6 +126,8 @@ class OllamaInterface:
 
     async def embeddings(self, request: Request) -> Response:
         asked = await self.reader.read(request, OllamaEmbeddings.read)
+        if len(asked.texts) > 1:
+            raise refused("prompt", f"prompt holds {len(asked.texts)} texts: send one, or all of them to /api/embed")
         with fields_named({"input": "prompt"}):
             (one,) = await self._vectors(request, asked)
         return json_answer({"embedding": one.vector.tolist()})

@@ -141,7 +141,7 @@ def test_what_is_loaded_is_what_was_asked_for(loads: Loads) -> None:
     assert (loaded.name, loaded.backend, loaded.kv, loaded.context) == ("org/copy", "reference", "int8", 128)
     assert loaded.k_chunk == {"qkv": 8, "o": 0, "gate_up": 0, "down": 0, "head": 0}
     assert loaded.engine.context == 128
-    assert loaded.kv_bytes > 0
+    assert loaded.held_bytes > loaded.kv_bytes > loaded.card_bytes == 0
     assert loaded.weight_bytes > 0
     assert [report.phase for report in reports] == ["open", "load"]
     assert "cache" in reports[-1].message

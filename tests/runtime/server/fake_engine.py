@@ -311,6 +311,8 @@ class FakeHouse:
             context=request.context or CONTEXT,
             weight_bytes=600,
             kv_bytes=50,
+            held_bytes=650,
+            card_bytes=400,
             caches={"int4": CacheFacts(bytes_per_token=12.5, context=77)},
             sampling=self.sampling,
         )
