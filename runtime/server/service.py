@@ -13,9 +13,9 @@ import logging
 import math
 import os
 import threading
-from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,7 +24,6 @@ from models.progress import Progress, ProgressCallback, ignore_progress
 from models.store import Store
 from runtime import program_version
 from runtime.budget.tuning import PROFILES
-from runtime.engine.engine import Engine
 from runtime.engine.generation import Piece
 from runtime.errors import Cancelled, ContextOverflowError, OutOfMemoryError, RequestError
 from runtime.load.catalogue import Bundle, Catalogue, ModelBuilder
@@ -33,9 +32,10 @@ from runtime.load.plan import LoadOptions
 from runtime.load.prospects import MachineInspector
 from runtime.server.errors import ApiError, api_error, conflict, unavailable, unknown_model
 from runtime.server.parked import Parked
+from runtime.server.records import KEPT, Embedded, GenerationRequest, Keep, Scored
 from runtime.server.worker import Stream, Worker
 from runtime.text.reasoning import TAGS
-from runtime.text.sampling import Float32Array, SamplingOptions, TokenLogprob
+from runtime.text.sampling import SamplingOptions
 from runtime.wire.answers import CacheFacts, ErrorRecord, Holding, State, Status
 from runtime.wire.codec import to_json
 from runtime.wire.device import DeviceReport
@@ -50,68 +50,6 @@ REFINE_AFTER_S = 4.0
 STOPPED = "the server is shutting down, or the request was cancelled"
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Keep:
-    """How a request wants its model to be loaded."""
-
-    seconds: float | None = None
-    """Seconds without a request after which it is unloaded, `math.inf`: never; None: as the server was told."""
-    context: int = 0
-    """Tokens of context that it has at least, within what the model knows."""
-
-
-KEPT = Keep()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerationRequest:
-    """A prompt and how to answer it."""
-
-    model: str
-    """The model that must answer; loaded first if necessary."""
-    prompt: Callable[[Engine], Sequence[int]]
-    """Produces the prompt's tokens; called in the engine's thread."""
-    options: SamplingOptions
-    left_open: Collection[str] = ()
-    """Those that the client left to the model's maker, where one recommends something."""
-    name: str | None = None
-    """The client's name of the conversation, for `Service.forget`."""
-    trim: bool = False
-    """Whether to strip leading white space from the answer."""
-    field: str = "messages"
-    """The request's name for its prompt, for errors."""
-    messages: Sequence[Mapping[str, Any]] = ()
-    """The conversation, if the prompt is one: a call that does not fit its schema is asked for again."""
-    variables: Mapping[str, Any] | None = None
-    """Further variables of the chat template."""
-    keep: Keep = KEPT
-    """How the model is kept."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Embedded:
-    """The embedding of one text."""
-
-    model: str
-    """The model that made it."""
-    tokens: int
-    """Tokens of the text."""
-    vector: Float32Array
-    """[C], of length 1."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scored:
-    """The tokens of one prompt, and those behind it."""
-
-    model: str
-    """The model that scored it."""
-    prompt_tokens: int
-    tokens: Sequence[TokenLogprob]
-    """See `Engine.score`."""
-    text: str
 
 
 class Service:
@@ -564,7 +502,7 @@ class Service:
             ApiError: there is no such model.
             RuntimeFailure, ModelError: it cannot be loaded; no model is loaded then.
         """
-        if self.catalogue.find(request.model) is None:
+        if self.catalogue.info(request.model) is None:
             raise unknown_model(request.model)
         if cancelled():
             raise Cancelled("the load was stopped")
@@ -604,7 +542,7 @@ class Service:
         Raises:
             ApiError: there is no such model.
         """
-        if self.catalogue.find(name) is None:
+        if self.catalogue.info(name) is None:
             raise unknown_model(name)
         with self._lock:
             loaded, target = self._loaded, self._target

@@ -20,7 +20,8 @@ from runtime.server.errors import ANTHROPIC_PATH, anthropic_form
 from runtime.server.openai.answering import Answering, Writer, call_reader, generation
 from runtime.server.openai.forms import LeftOut
 from runtime.server.openai.responses import PartReader
-from runtime.server.service import GenerationRequest, Service
+from runtime.server.records import GenerationRequest
+from runtime.server.service import Service
 from runtime.text.sampling import SamplingOptions
 
 PING = ServerSentEvent(encode({"type": "ping"}), event="ping", sep="\n")

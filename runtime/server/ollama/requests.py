@@ -16,7 +16,7 @@ from runtime.server.errors import fields_named
 from runtime.server.openai.embeddings import EmbeddingsRequest
 from runtime.server.openai.forms import LeftOut, Part
 from runtime.server.openai.requests import MAX_COUNT, ChatRequest, Effort, Message
-from runtime.server.service import Keep
+from runtime.server.records import Keep
 from runtime.text.reasoning import switch
 from runtime.text.sampling import SamplingOptions
 

@@ -18,7 +18,8 @@ from runtime.server.bodies import Events, json_answer, unless_disconnected
 from runtime.server.openai import tool_call_retry
 from runtime.server.openai.forms import ToolUse
 from runtime.server.openai.responses import Body
-from runtime.server.service import GenerationRequest, Service
+from runtime.server.records import GenerationRequest
+from runtime.server.service import Service
 from runtime.text.call_grammar import CallRules
 from runtime.text.call_reader import CallReader
 from runtime.text.reasoning import unfinished

@@ -26,8 +26,9 @@ from runtime.server.openai.forms import LeftOut
 from runtime.server.openai.requests import ChatRequest, CompletionRequest
 from runtime.server.openai.responses import Body, ChatWriter, CompletionWriter, PartReader, scored_body
 from runtime.server.openai.responses_api import ResponsesRequest, ResponseWriter
+from runtime.server.records import Embedded, GenerationRequest, Scored
 from runtime.server.security import HEALTH_PATH
-from runtime.server.service import Embedded, GenerationRequest, Scored, Service
+from runtime.server.service import Service
 from runtime.text.sampling import SamplingOptions
 from runtime.wire.answers import ModelEntry
 

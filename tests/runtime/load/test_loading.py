@@ -116,6 +116,15 @@ def test_the_catalogue_has_bundled_and_stored_models(catalogue: Catalogue) -> No
     assert again.created == 10**9
 
 
+def test_a_name_is_looked_up_without_what_only_a_list_shows(
+    catalogue: Catalogue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr("runtime.load.catalogue.template_in")
+    monkeypatch.delattr("runtime.load.catalogue.Certificate")
+    assert (found := catalogue.info("org/copy")) is not None
+    assert found.summary.context > 0
+
+
 @pytest.mark.parametrize("name", ["nowhere", "", "..", "../models", "/etc", "a/b/c", "org--copy", "org/copy/", "a\0b"])
 def test_names_that_are_no_models(catalogue: Catalogue, name: str) -> None:
     assert catalogue.find(name) is None

@@ -368,6 +368,9 @@ class FakeHouse:
     def find(self, name: str) -> ModelEntry | None:
         return next((found for found in self.entries() if found.name == name), None)
 
+    def info(self, name: str) -> Any:
+        return None if self.find(name) is None else SimpleNamespace(name=name, summary=SimpleNamespace(context=CONTEXT))
+
     def chat_template(self, name: str) -> str:
         return "{% if enable_thinking %}" if name == "small" else ""
 

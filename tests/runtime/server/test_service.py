@@ -14,7 +14,8 @@ from runtime.engine.generation import Piece
 from runtime.errors import RequestError
 from runtime.load.loading import Accepted
 from runtime.server.errors import ApiError
-from runtime.server.service import GenerationRequest, Service
+from runtime.server.records import GenerationRequest
+from runtime.server.service import Service
 from runtime.text.sampling import SamplingOptions
 from runtime.wire.requests import LoadRequest, TuneRequest
 
