@@ -128,7 +128,7 @@ class Services:
         certify(store.open(info.name), progress=progress, cancelled=cancelled)
         return info
 
-    def service(self, defaults: LoadOptions, *, keeps: bool) -> Service:
+    def service(self, defaults: LoadOptions, *, keeps: bool, max_models: int) -> Service:
         """A service of the stored models and the bundled one, with these defaults.
 
         With `keeps`, the caches of long conversations are on disk while their model is not loaded.
@@ -144,6 +144,7 @@ class Services:
             Bundle(models={DEMO: demo_path()}),
             defaults=defaults,
             chats=self.chats() if keeps else None,
+            max_models=max_models,
         )
 
     def load(

@@ -99,6 +99,11 @@ class LoadedModel:
     plan: LoadPlan | None = None
     """What was carried out; None where the model's files are not kept open."""
 
+    @property
+    def busy(self) -> bool:
+        """Whether it answers a request, or has one waiting."""
+        return bool(self.engine.running or self.engine.waiting)
+
     def accepted(self, prompt: Sequence[int], opening: str = "") -> Accepted:
         """What is known of an answer before its first token."""
         prompts = self.prompts

@@ -20,6 +20,14 @@ T = TypeVar("T")
 Job = Callable[[], None]
 
 
+class Later(Exception):
+    """A job cannot be done beside ongoing work: it is called again once that has ended."""
+
+
+def _always() -> bool:
+    return True
+
+
 class Stream(Generic[T]):
     """Results on their way from a worker thread to one reader in the event loop."""
 
@@ -97,8 +105,8 @@ class Worker:
         if threading.current_thread() is not self._thread:
             self.submit(lambda: None)  # wakes the thread, so that it looks at the clock
 
-    def submit(self, job: Job, alone: Callable[[], bool] = lambda: True) -> None:
-        """Queue a job. A job must not raise.
+    def submit(self, job: Job, alone: Callable[[], bool] = _always) -> None:
+        """Queue a job. A job must raise nothing but `Later`.
 
         Args:
             job: The job.
@@ -115,7 +123,7 @@ class Worker:
         """Stop accepting jobs; run those queued, then `last`, and end. Does not wait. Safe to call twice."""
         if not self._closed:
             self._closed = True
-            self._jobs.put((last, lambda: True))
+            self._jobs.put((last, _always))
             self._jobs.put(None)
 
     def join(self, timeout_s: float) -> bool:
@@ -145,11 +153,16 @@ class Worker:
 
     def _do(self, job: Job, alone: Callable[[], bool]) -> None:
         """Run a job, after ongoing work has ended if the job requires it."""
-        self._held = 1
-        while alone() and self._step():
-            pass
-        self._held = 0
-        job()
+        while True:
+            self._held = 1
+            while alone() and self._step():
+                pass
+            self._held = 0
+            try:
+                job()
+                return
+            except Later:
+                alone = _always
 
     def _patience(self, since: float, rested: int) -> float | None:
         """Seconds until the next idle job is due, of which `rested` have run; None if none is left."""
