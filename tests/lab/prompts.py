@@ -170,7 +170,9 @@ def main() -> None:
     if given.agent:
         rows = conversation(given.agent, given.home, given.tokens[0], given.kv, given.compared)
         print(columns(rows))
-        write(given.out, {**about_run("python -m tests.lab.prompts"), "model": given.agent, "rows": rows})
+        write(
+            given.out, {**about_run("python -m tests.lab.prompts"), "model": given.agent, "kv": given.kv, "rows": rows}
+        )
         return
     shape = ("1.1 B shape, 3 bits", RandomModel(llama_1b(8192), 3))
     models: list[tuple[str, Weights]] = [*opened(given.stored), shape]
