@@ -186,8 +186,13 @@ class Engine:
         """
         self._scheduler.add(self._request(prompt, options, receive, cancelled, trim=trim, chat=chat))
 
-    def step(self) -> bool:
-        """Run one step of all requests. Returns whether work remains."""
+    def step(self, *, beside: bool = False) -> bool:
+        """Run one step of all requests. Returns whether work remains.
+
+        Args:
+            beside: Whether other models answer, too, and get the next step.
+        """
+        self._scheduler.beside = beside
         return self._scheduler.step()
 
     def save_to(self, saved: SavedCaches) -> None:

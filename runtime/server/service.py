@@ -417,11 +417,11 @@ class Service:
 
     def _step(self) -> bool:
         """Run one step of every loaded model's requests. Returns whether work remains. Never raises."""
-        remains = False
-        for loaded in self.all_loaded:
+        remains, busy = False, [loaded for loaded in self.all_loaded if loaded.busy]
+        for loaded in busy:
             try:
                 self._answered |= loaded.engine.running > 0
-                remains |= loaded.engine.step()
+                remains |= loaded.engine.step(beside=len(busy) > 1)
             except BaseException as failure:
                 logger.exception("a step failed")
                 loaded.engine.fail_all(api_error(failure))

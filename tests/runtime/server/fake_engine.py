@@ -124,7 +124,7 @@ class FakeEngine:
         self.chats.append(chat)
         self._running.append((self._generate(list(prompt), options, cancelled), receive))
 
-    def step(self) -> bool:
+    def step(self, *, beside: bool = False) -> bool:
         """A piece of each answer."""
         for both in list(self._running):
             pieces, receive = both
