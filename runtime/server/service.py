@@ -559,7 +559,7 @@ class Service:
                 except OutOfMemoryError as error:
                     logger.info("there is no room for %s beside other models: %s", request.model, error)
             if not self._parked.drop_idle():
-                raise Later
+                raise Later(lambda: not cancelled())
         return self._loader.load(request, progress, cancelled)
 
     def _switch(self, name: str) -> None:

@@ -21,11 +21,15 @@ Job = Callable[[], None]
 
 
 class Later(Exception):
-    """A job cannot be done beside ongoing work: it is called again once that has ended."""
+    """A job cannot be done beside ongoing work: it is called again once that has ended.
 
+    Args:
+        waits: Polled between steps, whether it still waits for that.
+    """
 
-def _always() -> bool:
-    return True
+    def __init__(self, waits: Callable[[], bool]) -> None:
+        super().__init__()
+        self.waits = waits
 
 
 class Stream(Generic[T]):
@@ -105,7 +109,7 @@ class Worker:
         if threading.current_thread() is not self._thread:
             self.submit(lambda: None)  # wakes the thread, so that it looks at the clock
 
-    def submit(self, job: Job, alone: Callable[[], bool] = _always) -> None:
+    def submit(self, job: Job, alone: Callable[[], bool] = lambda: True) -> None:
         """Queue a job. A job must raise nothing but `Later`.
 
         Args:
@@ -123,7 +127,7 @@ class Worker:
         """Stop accepting jobs; run those queued, then `last`, and end. Does not wait. Safe to call twice."""
         if not self._closed:
             self._closed = True
-            self._jobs.put((last, _always))
+            self._jobs.put((last, lambda: True))
             self._jobs.put(None)
 
     def join(self, timeout_s: float) -> bool:
@@ -161,8 +165,8 @@ class Worker:
             try:
                 job()
                 return
-            except Later:
-                alone = _always
+            except Later as later:
+                alone = later.waits
 
     def _patience(self, since: float, rested: int) -> float | None:
         """Seconds until the next idle job is due, of which `rested` have run; None if none is left."""

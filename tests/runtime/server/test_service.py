@@ -412,6 +412,10 @@ async def test_a_model_without_room_waits_for_the_answers_of_others(
 ) -> None:
     house.room, service = room, made(max_models=limit)
     long = await answering(service)
+    gone = asyncio.create_task(turns(service, "demo"))
+    await until(lambda: service.status().waiting == 1)
+    gone.cancel()
+    await until(lambda: service.status().waiting == 0)
     await waits(service, house, asyncio.create_task(turns(service, "demo")), long)
     assert kept(house) == ["demo"]
 
