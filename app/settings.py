@@ -32,6 +32,7 @@ from runtime.compensation import (
 from runtime.drafting import LARGEST_GAMMA, Drafts, Speculate
 from runtime.kv.kinds import DEFAULT_KV, KVKind
 from runtime.wire.codec import OneOf, Within, from_json
+from runtime.wire.requests import MAX_MODELS
 
 if TYPE_CHECKING:
     from runtime.wire.requests import LoadRequest
@@ -176,6 +177,9 @@ class Settings:
     )
     num_parallel: Annotated[int, Within(1, 64)] | None = _setting(
         "requests answered at the same time; auto: up to 4, as memory allows", reload=True
+    )
+    max_models: Annotated[int, Within(1, 16)] = _setting(
+        "models loaded at the same time, as memory allows; from the next start", MAX_MODELS
     )
     backend: Annotated[str, OneOf(("auto", "triton", "cpu", "reference"))] = _setting(
         "what runs the model", "auto", reload=True

@@ -60,6 +60,7 @@ class Supervisor:
         command: Sequence[str] | None = None,
         model: str | None = None,
         idle_minutes: float | None = None,
+        max_models: int | None = None,
         start_timeout_s: float = START_TIMEOUT_S,
     ) -> None:
         """Prepare without starting anything.
@@ -67,16 +68,17 @@ class Supervisor:
         Args:
             home: The program's folder (`app.paths.home`).
             command: Command that starts a runtime; this program's own by default. `--home`, `--parent-pid`, `--model`
-                and `--idle-unload` are appended.
+                and the two options below are appended.
             model: Model that a newly started runtime loads.
             idle_minutes: Minutes without a request after which a newly started runtime unloads its model until the
                 next request; None or 0 for never.
+            max_models: Most models that it keeps loaded; None for its own default.
             start_timeout_s: Maximum wait for a new process to respond, in seconds.
         """
         self.home = home
         self._command = None if command is None else tuple(command)
         self._model = model
-        self._idle_minutes = idle_minutes
+        self._idle_minutes, self._max_models = idle_minutes, max_models
         self._start_timeout_s = start_timeout_s
         self._lock = asyncio.Lock()
         self._child: subprocess.Popen[bytes] | None = None
@@ -224,6 +226,8 @@ class Supervisor:
         arguments = ["--home", str(self.home), "--parent-pid", str(os.getpid())]
         if self._idle_minutes:
             arguments += ["--idle-unload", f"{self._idle_minutes:g}"]
+        if self._max_models:
+            arguments += ["--max-models", str(self._max_models)]
         if self._model is not None:
             arguments += ["--model", self._model]
         try:
@@ -283,7 +287,8 @@ class Supervisor:
 def supervisor_of(home: Path, settings: Settings) -> Supervisor:
     """A supervisor as the settings want it."""
     minutes = settings.idle_unload
-    return Supervisor(home, idle_minutes=DEFAULT_IDLE_MINUTES if minutes is None else minutes)
+    idle_minutes = DEFAULT_IDLE_MINUTES if minutes is None else minutes
+    return Supervisor(home, idle_minutes=idle_minutes, max_models=settings.max_models)
 
 
 def own_command() -> list[str]:

@@ -254,7 +254,7 @@ def serve(
     first = None if settings.model is None else open_model(settings.model, services, output).name
     with output.progress() as progress:
         code = server.run(
-            services.service(defaults),
+            services.service(defaults, keeps=settings.history == "on", max_models=settings.max_models),
             host=host,
             port=port,
             token=token,

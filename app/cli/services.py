@@ -128,15 +128,24 @@ class Services:
         certify(store.open(info.name), progress=progress, cancelled=cancelled)
         return info
 
-    def service(self, defaults: LoadOptions) -> Service:
-        """A service of the stored models and the bundled one, with these defaults."""
+    def service(self, defaults: LoadOptions, *, keeps: bool, max_models: int) -> Service:
+        """A service of the stored models and the bundled one, with these defaults.
+
+        With `keeps`, the caches of long conversations are on disk while their model is not loaded.
+        """
         prepare_folders()
         from app.paths import home
         from assets import demo_path
         from runtime.load.catalogue import Bundle
         from runtime.server.service import open_service
 
-        return open_service(home(), Bundle(models={DEMO: demo_path()}), defaults=defaults)
+        return open_service(
+            home(),
+            Bundle(models={DEMO: demo_path()}),
+            defaults=defaults,
+            chats=self.chats() if keeps else None,
+            max_models=max_models,
+        )
 
     def load(
         self, plan: LoadPlan, *, prompts_later: bool, progress: ProgressCallback, cancelled: Cancelled

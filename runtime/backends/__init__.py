@@ -223,6 +223,8 @@ AUTO = "auto"
 """Name that requests the first backend that can run here and has enough memory."""
 NAMES = ("triton", "shared", "cpu", "reference")
 """The folders."""
+ON_CARD = NAMES[:2]
+"""Those that have weights on a graphics card."""
 
 
 def backend(name: str) -> AnyBackend:

@@ -186,8 +186,13 @@ class Engine:
         """
         self._scheduler.add(self._request(prompt, options, receive, cancelled, trim=trim, chat=chat))
 
-    def step(self) -> bool:
-        """Run one step of all requests. Returns whether work remains."""
+    def step(self, *, beside: bool = False) -> bool:
+        """Run one step of all requests. Returns whether work remains.
+
+        Args:
+            beside: Whether other models answer, too, and get the next step.
+        """
+        self._scheduler.beside = beside
         return self._scheduler.step()
 
     def save_to(self, saved: SavedCaches) -> None:
@@ -336,8 +341,8 @@ class Engine:
         limit = room if options.max_tokens is None else min(room, options.max_tokens)
         run.constraint = self._constraints.of(options.grammar, options.calls, limit)
         budget = options.thought_tokens
-        if budget is not None and budget < limit and not options.formed:
-            run.constraint = ThoughtBudget(run.constraint, budget, self.tokenizer, tokens)
+        if budget is not None and (budget < limit or options.thought) and not options.formed:
+            run.constraint = ThoughtBudget(run.constraint, budget, self.tokenizer, tokens, options.thought)
         answer = Answer(run, self.tokenizer, self._eos, limit, receive)
         return Request(answer, cancelled, lambda slot: self._rounds(run, slot))
 

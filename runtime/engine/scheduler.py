@@ -7,7 +7,8 @@ Each call of `step` does the following for all running requests:
    their limits.
 2. Draft for all requests that speculate, in batches of one row each.
 3. Run one decoding round of all answers in a batch: a token each, or the rows that verify a draft.
-4. Prefill a chunk of the prompt that is being read: `CHUNK` rows if other requests run, otherwise a full step.
+4. Prefill a chunk of the prompt that is being read: `CHUNK` rows if other requests run, here or of another model,
+   otherwise a full step.
 
 So a request waits at most for one round of the others and one chunk between its own rounds, however long the prompt is,
 and a prompt advances by one chunk for every token of the others, however many there are. Prompts are read one at a
@@ -142,7 +143,7 @@ class Request:
 ROUND: tuple[RowKind, ...] = ("drawn", "decode", "prompt")
 """Tasks to run after the drafts, each at most once a step."""
 CHUNK = 64
-"""Prompt rows per step while other requests decode."""
+"""Prompt rows per step while other requests run."""
 REMAINDER = 16
 """A chunk grows by up to this many rows rather than leave them as a remainder: a few rows are compensated, and split by
 attention, differently from many, and an answer must not depend on concurrent requests."""
@@ -164,6 +165,8 @@ class Scheduler:
         """Requests that have a slot."""
         self.most = decoder.options.slots
         """Requests that may run at the same time."""
+        self.beside = False
+        """Whether other models answer, too, which take turns with this one."""
         self.closed = False
         """Whether requests end at once."""
         self._session = ExitStack()
@@ -319,7 +322,8 @@ class Scheduler:
         """Prompt rows to run next: up to the end of the step that an idle scheduler would run, or part of that."""
         most = self._decoder.options.max_rows
         full = min(left, most - done % most)
-        return CHUNK if self._concurrent() > 1 and full > CHUNK + REMAINDER else full
+        alone = self._concurrent() == 1 and not self.beside
+        return full if alone or full <= CHUNK + REMAINDER else CHUNK
 
     def _wanting(self, kind: RowKind) -> list[Request]:
         """The requests whose next rows are of a kind."""

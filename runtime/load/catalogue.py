@@ -54,14 +54,19 @@ class Catalogue:
         taken = {entry.name for entry in bundled}
         return bundled + [model_entry(info) for info in self._store.list() if info.name not in taken]
 
-    def find(self, name: str) -> ModelEntry | None:
+    def info(self, name: str) -> StoredModelInfo | None:
         """A model by name; None if there is none, or if it is too damaged to be listed."""
         try:
             if name in self._bundled:
-                return model_entry(StoredModelInfo.read(self._bundled[name], name), bundled=True)
-            return model_entry(self._store.info(name))
+                return StoredModelInfo.read(self._bundled[name], name)
+            return self._store.info(name)
         except StoreError:
             return None
+
+    def find(self, name: str) -> ModelEntry | None:
+        """The same as the list has it, which reads more of its files."""
+        info = self.info(name)
+        return None if info is None else model_entry(info, bundled=name in self._bundled)
 
     def open(self, name: str) -> StoredModel:
         """Open a model's files.
@@ -76,10 +81,8 @@ class Catalogue:
 
     def chat_template(self, name: str) -> str:
         """A model's chat template; empty if there is none, or it can't be read."""
-        try:
-            return template_in(self._bundled[name] if name in self._bundled else self._store.info(name).path)
-        except ModelError:
-            return ""
+        info = self.info(name)
+        return "" if info is None else template_in(info.path)
 
     def remove(self, name: str) -> None:
         """Delete a stored model.

@@ -15,7 +15,7 @@ from pathlib import Path
 from models.progress import Cancelled as CancelledCheck
 from models.progress import Progress, ProgressCallback, ignore_progress, never_cancelled
 from models.store import StoredModel
-from runtime.backends import AUTO, backend
+from runtime.backends import AUTO, ON_CARD, backend
 from runtime.backends.decoder import Decoder, DecoderOptions, PlacesExperts
 from runtime.compensation import Compensation, check_blocks, k_chunk_by_type
 from runtime.drafting import Drafts
@@ -74,6 +74,10 @@ class LoadedModel:
     """Bytes of weights read per token."""
     kv_bytes: int
     """Bytes of the KV cache."""
+    held_bytes: int = 0
+    """Bytes of weights and cache, wherever they are."""
+    card_bytes: int = 0
+    """Those of them that are on a graphics card."""
     sampling: Mapping[str, float] = field(default_factory=dict)
     """Sampling settings recommended by its maker (`models.generation_config`)."""
     slots: int = 1
@@ -94,6 +98,11 @@ class LoadedModel:
     """See `DeviceReport.blocks`."""
     plan: LoadPlan | None = None
     """What was carried out; None where the model's files are not kept open."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether it answers a request, or has one waiting."""
+        return bool(self.engine.running or self.engine.waiting)
 
     def accepted(self, prompt: Sequence[int], opening: str = "") -> Accepted:
         """What is known of an answer before its first token."""
@@ -142,7 +151,7 @@ def load(
         check()
         progress(step)
 
-    model, asked = plan.model, plan.asked
+    model, asked, memory = plan.model, plan.asked, plan.memory
     check()
     plan.prepare(report)
     engine = plan.open_engine(report)
@@ -159,12 +168,14 @@ def load(
             context=plan.options.context,
             weight_bytes=engine.decoder.weight_bytes,
             kv_bytes=engine.decoder.kv_bytes,
+            held_bytes=memory.held_bytes,
+            card_bytes=memory.weight_bytes + memory.kv_bytes if engine.decoder.backend in ON_CARD else 0,
             sampling=model.sampling,
             slots=engine.parallel,
             drafts=asked.speculation,
             problems=_backend_problems(engine.decoder),
             experts=partial(_experts, engine.decoder),
-            blocks=plan.memory.blocks_of(model.spec) if engine.decoder.options.layers_on_device else None,
+            blocks=memory.blocks_of(model.spec) if engine.decoder.options.layers_on_device else None,
             plan=plan,
         )
         return apply_budgets(

@@ -94,6 +94,12 @@ class MemoryPlan:
         residuals = self.residual_bytes if self.residuals_beside else 0
         return self.weight_bytes + residuals + self.kv_bytes + self.buffer_bytes + self.margin_bytes
 
+    @property
+    def held_bytes(self) -> int:
+        """Weights and cache, wherever they are."""
+        own = self.weight_bytes + self.host_bytes + self.kv_bytes
+        return own if self.rest is None else own + self.rest.held_bytes
+
     def blocks_of(self, spec: ModelSpec) -> BlockPlacement | None:
         """Where the blocks of the planned model are; None: all in one place."""
         here = self.layers_on_device

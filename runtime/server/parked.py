@@ -1,4 +1,4 @@
-"""Models that stay loaded while another one answers, so that a request for one of them does not load it again."""
+"""Models that stay loaded beside the one that was asked last, so that a request for them does not load them again."""
 
 from __future__ import annotations
 
@@ -12,14 +12,9 @@ from runtime.wire.requests import LoadRequest
 
 
 class Parked:
-    """Loaded models that do not answer, the least recently used first. Thread-safe to read; one thread changes them.
+    """Loaded models, the least recently used first. Thread-safe to read; one thread changes them."""
 
-    Args:
-        most: How many there may be.
-    """
-
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._models: OrderedDict[str, tuple[LoadRequest, LoadedModel]] = OrderedDict()
 
@@ -29,34 +24,40 @@ class Parked:
             models = [loaded for _, loaded in self._models.values()]
         return reversed(models)
 
-    def __contains__(self, name: str) -> bool:
+    def __len__(self) -> int:
+        return len(self._models)
+
+    def get(self, name: str) -> LoadedModel | None:
         with self._lock:
-            return name in self._models
+            found = self._models.get(name)
+        return None if found is None else found[1]
 
     def put(self, request: LoadRequest, loaded: LoadedModel) -> None:
-        """Keep a model. The least recently used ones that are too many are closed."""
+        """Keep a model, which was loaded so."""
         with self._lock:
             self._models[request.model] = request, loaded
-        while len(self._models) > self._most:
-            self.drop_oldest()
 
     def take(self, name: str) -> tuple[LoadRequest, LoadedModel] | None:
         """A model, and how it was loaded; it is no longer kept here. None if it is not."""
         with self._lock:
             return self._models.pop(name, None)
 
-    def drop_oldest(self) -> bool:
-        """Close the least recently used one. Returns whether there was one."""
-        with self._lock:
-            dropped = self._models.popitem(last=False)[1][1] if self._models else None
-        if dropped is None:
-            return False
-        dropped.engine.close()
-        del dropped
-        gc.collect()  # the memory is needed now
-        return True
+    def drop(self, name: str) -> None:
+        """Close a model."""
+        dropped = self.take(name)
+        if dropped is not None:
+            dropped[1].engine.close()
+            del dropped
+            gc.collect()  # the memory is needed now
+
+    def drop_idle(self) -> bool:
+        """Close the least recently used of those that answer nothing. Returns whether there was one."""
+        idle = [loaded.name for loaded in self if not loaded.busy]
+        if idle:
+            self.drop(idle[-1])
+        return bool(idle)
 
     def close(self) -> None:
         """Close all."""
-        while self.drop_oldest():
-            pass
+        for name in list(self._models):
+            self.drop(name)

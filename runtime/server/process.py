@@ -28,7 +28,7 @@ from runtime.server.security import Security
 from runtime.server.serve import GRACE_S, UNLOAD_S, bind, listen, stopped_by_signals
 from runtime.server.service import Service
 from runtime.system.lifetimes import ParentWatch, leash_on_stdin, own_record_time
-from runtime.wire.requests import LoadRequest
+from runtime.wire.requests import MAX_MODELS, LoadRequest
 
 HOST = "127.0.0.1"
 LAST_RESORT_S = GRACE_S + UNLOAD_S + 4
@@ -46,7 +46,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     bundle = Bundle(models=dict(parsed.bundled), calibration=parsed.calibration, evaluation=parsed.evaluation)
     minutes: float | None = parsed.idle_unload
     service = open_service(
-        parsed.home, bundle, idle_unload_s=None if minutes is None else 60 * minutes, chats=parsed.chats
+        parsed.home,
+        bundle,
+        idle_unload_s=None if minutes is None else 60 * minutes,
+        chats=parsed.chats,
+        max_models=parsed.max_models,
     )
     return run(service, home=parsed.home, parent_pid=parsed.parent_pid, model=parsed.model)
 
@@ -179,6 +183,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--idle-unload", type=float, metavar="MINUTES", help="unload the model after this much idle time"
     )
+    parser.add_argument("--max-models", type=int, metavar="N", default=MAX_MODELS, help="most models that are loaded")
     parser.add_argument("--chats", type=Path, metavar="DIR", help="keep the caches of long conversations there")
     parser.add_argument("--bundled", type=_bundled, action="append", default=[], metavar="NAME=FOLDER")
     parser.add_argument("--calibration", type=Path, metavar="FILE", help="text for quantizers")

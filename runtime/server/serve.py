@@ -23,6 +23,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.routing import Route
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -30,11 +31,12 @@ from models.errors import ModelError
 from models.progress import ProgressCallback, ignore_progress
 from runtime.errors import RequestError, RuntimeFailure
 from runtime.server.anthropic.interface import AnthropicInterface
-from runtime.server.bodies import Disconnected, Reader, error_answer
+from runtime.server.bodies import Disconnected, Reader, error_answer, json_answer
 from runtime.server.errors import ApiError, api_error
 from runtime.server.management import ManagementInterface
 from runtime.server.ollama.interface import OllamaInterface
 from runtime.server.openai.public import PublicInterface
+from runtime.server.openapi import document
 from runtime.server.security import Guard, Security
 from runtime.server.service import Service
 from runtime.system.child_process import most_files
@@ -76,6 +78,7 @@ def create_app(
     routes = PublicInterface(service, ping_s, reader).routes()
     routes += AnthropicInterface(service, ping_s, reader).routes()
     routes += OllamaInterface(service, reader).routes()
+    routes.append(Route("/openapi.json", _document, methods=["GET"]))
     if security.management_token is not None:
         routes += ManagementInterface(service, ping_s, reader, shutdown).routes()
     app = Starlette(
@@ -92,6 +95,10 @@ def create_app(
     )
     app.router.redirect_slashes = False
     return Guard(app, security)
+
+
+async def _document(_request: Request) -> Response:
+    return json_answer(document())
 
 
 async def _failure(request: Request, error: Exception) -> Response:

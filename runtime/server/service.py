@@ -1,9 +1,10 @@
 """Service: the loaded models, and one thread that does all work on them, in the order of the requests.
 
-Loading, unloading and generating share that thread, so they cannot disturb each other. One model answers at a time:
-requests for it join the running ones between two steps. Any other job waits until these have ended, and later requests
-wait for it. Models that a request for another one replaced stay loaded as long as there is memory
-(`runtime.server.parked`). The service is independent of HTTP; its coroutines may be called from any event loop.
+Loading, unloading and generating share that thread, so they cannot disturb each other. Requests join the running ones
+between two steps; models that answer at the same time take turns step by step. A job that needs a model for itself, or
+memory that models take which are answering, waits until these answers have ended, and later requests wait for it.
+Models stay loaded as long as there is memory for the next; the one that was asked last is the loaded model, the others
+are `runtime.server.parked`. The service is independent of HTTP; its coroutines may be called from any event loop.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ import logging
 import math
 import os
 import threading
-from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,7 +25,6 @@ from models.progress import Progress, ProgressCallback, ignore_progress
 from models.store import Store
 from runtime import program_version
 from runtime.budget.tuning import PROFILES
-from runtime.engine.engine import Engine
 from runtime.engine.generation import Piece
 from runtime.errors import Cancelled, ContextOverflowError, OutOfMemoryError, RequestError
 from runtime.load.catalogue import Bundle, Catalogue, ModelBuilder
@@ -33,84 +33,22 @@ from runtime.load.plan import LoadOptions
 from runtime.load.prospects import MachineInspector
 from runtime.server.errors import ApiError, api_error, conflict, unavailable, unknown_model
 from runtime.server.parked import Parked
-from runtime.server.worker import Stream, Worker
-from runtime.text.sampling import Float32Array, SamplingOptions, TokenLogprob
+from runtime.server.records import KEPT, Embedded, GenerationRequest, Keep, Scored
+from runtime.server.worker import Later, Stream, Worker
+from runtime.text.reasoning import TAGS
+from runtime.text.sampling import SamplingOptions
 from runtime.wire.answers import CacheFacts, ErrorRecord, Holding, State, Status
 from runtime.wire.codec import to_json
 from runtime.wire.device import DeviceReport
-from runtime.wire.requests import Inspection, InspectRequest, LoadRequest, TuneRequest
+from runtime.wire.requests import MAX_MODELS, Inspection, InspectRequest, LoadRequest, TuneRequest
 
 MAX_WAITING = 64
 """Most waiting requests; further ones are rejected with 503."""
-MOST_MODELS = 3
-"""Most models that are loaded at the same time."""
 REFINE_AFTER_S = 4.0
 """Seconds without a request after which the loaded model's tuning is refined, if it is not yet."""
 STOPPED = "the server is shutting down, or the request was cancelled"
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Keep:
-    """How a request wants its model to be loaded."""
-
-    seconds: float | None = None
-    """Seconds without a request after which it is unloaded, `math.inf`: never; None: as the server was told."""
-    context: int = 0
-    """Tokens of context that it has at least, within what the model knows."""
-
-
-KEPT = Keep()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerationRequest:
-    """A prompt and how to answer it."""
-
-    model: str
-    """The model that must answer; loaded first if necessary."""
-    prompt: Callable[[Engine], Sequence[int]]
-    """Produces the prompt's tokens; called in the engine's thread."""
-    options: SamplingOptions
-    left_open: Collection[str] = ()
-    """Those that the client left to the model's maker, where one recommends something."""
-    name: str | None = None
-    """The client's name of the conversation, for `Service.forget`."""
-    trim: bool = False
-    """Whether to strip leading white space from the answer."""
-    field: str = "messages"
-    """The request's name for its prompt, for errors."""
-    messages: Sequence[Mapping[str, Any]] = ()
-    """The conversation, if the prompt is one: a call that does not fit its schema is asked for again."""
-    variables: Mapping[str, Any] | None = None
-    """Further variables of the chat template."""
-    keep: Keep = KEPT
-    """How the model is kept."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Embedded:
-    """The embedding of one text."""
-
-    model: str
-    """The model that made it."""
-    tokens: int
-    """Tokens of the text."""
-    vector: Float32Array
-    """[C], of length 1."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scored:
-    """The tokens of one prompt, and those behind it."""
-
-    model: str
-    """The model that scored it."""
-    prompt_tokens: int
-    tokens: Sequence[TokenLogprob]
-    """See `Engine.score`."""
-    text: str
 
 
 class Service:
@@ -125,7 +63,7 @@ class Service:
         inspector: Callable[[bool], DeviceReport] = lambda _idle: DeviceReport(machine={}),
         idle_unload_s: float | None = None,
         max_waiting: int = MAX_WAITING,
-        most_models: int = MOST_MODELS,
+        max_models: int = MAX_MODELS,
         refine_after_s: float = REFINE_AFTER_S,
     ) -> None:
         """Start the thread; no model is loaded.
@@ -138,7 +76,7 @@ class Service:
             idle_unload_s: Seconds without a request after which the model is unloaded, until the next request; None:
                 never.
             max_waiting: Most waiting requests.
-            most_models: Most models that are loaded at the same time.
+            max_models: Most models that are loaded at the same time.
             refine_after_s: Seconds without a request after which the model's tuning is refined.
         """
         self.catalogue = catalogue
@@ -148,7 +86,7 @@ class Service:
         self._lock = threading.Lock()  # guards the fields below while they are read or changed
         self._state: State = "empty"
         self._loaded: LoadedModel | None = None
-        self._parked = Parked(most_models - 1)
+        self._parked, self._max_models = Parked(), max_models
         self._target: LoadRequest | None = None  # the model that is loaded, being loaded, or unloaded when idle
         self._error: ErrorRecord | None = None
         self._streams: set[Stream[Any]] = set()  # of all running and waiting requests
@@ -174,18 +112,18 @@ class Service:
             model=target.model if target is not None and state == "loading" else None,
             also_loaded=[own.name for own in self._parked],
             memory_bytes=int(psutil.Process().memory_info().rss),
-            waiting=self._worker.waiting + (loaded.engine.waiting if loaded is not None else 0),
+            running=sum(own.engine.running for own in self.all_loaded),
+            waiting=self._waiting,
             pid=os.getpid(),
             version=program_version(),
             error=error,
         )
         if loaded is None:
             return status
-        running, tuning, prompts = loaded.engine.running, loaded.tuning, loaded.prompts
+        tuning, prompts = loaded.tuning, loaded.prompts
         return replace(
             status,
-            state="generating" if running and state == "ready" else state,
-            running=running,
+            state="generating" if status.running and state == "ready" else state,
             slots=loaded.slots,
             model=loaded.name,
             backend=loaded.backend,
@@ -212,8 +150,13 @@ class Service:
             return self._loaded
 
     @property
+    def _waiting(self) -> int:
+        """Requests that wait for the thread, or for their model."""
+        return self._worker.waiting + sum(loaded.engine.waiting for loaded in self.all_loaded)
+
+    @property
     def all_loaded(self) -> list[LoadedModel]:
-        """All models that are loaded, that which answers first."""
+        """All models that are loaded, that which was asked last first."""
         loaded = self.loaded
         return [*([] if loaded is None else [loaded]), *self._parked]
 
@@ -247,7 +190,7 @@ class Service:
         """Whether a model is loaded, or being loaded."""
         with self._lock:
             held = self._state not in ("empty", "failed") and self._target is not None and self._target.model == name
-        return held or name in self._parked
+        return held or self._parked.get(name) is not None
 
     def held(self) -> Holding:
         """Saved caches on disk. Reads a folder: call it in a worker thread."""
@@ -335,7 +278,7 @@ class Service:
         """
         return self._queued(
             lambda stream: self._submit(request, stream),
-            alone=lambda stream: not (stream.cancelled() or self._is_ready(request.model, request.keep)),
+            alone=lambda stream: not stream.cancelled() and self._is_in_use(request.model, request.keep),
             ends=False,
         )
 
@@ -349,11 +292,13 @@ class Service:
         def work(stream: Stream[None]) -> None:
             if keep.seconds != 0:
                 self._ensure(model, stream.cancelled, keep)
-            elif self._is_ready(model):
-                self._unload_idle()
+            elif self.loaded is not None and self.loaded.name == model:
+                self._rest()
+            else:
+                self._parked.drop(model)
 
-        unloads = keep.seconds == 0
-        async with aclosing(self._queued(work, lambda _: unloads or not self._is_ready(model, keep))) as nothing:
+        wanted = keep if keep.seconds != 0 else None
+        async with aclosing(self._queued(work, lambda _: self._is_in_use(model, wanted))) as nothing:
             async for _ in nothing:
                 pass
 
@@ -367,7 +312,7 @@ class Service:
         def work(stream: Stream[int]) -> None:
             stream.put(len(_prompt(self._ensure(request.model, stream.cancelled, request.keep), request)))
 
-        counting = self._queued(work, alone=lambda _: not self._is_ready(request.model, request.keep))
+        counting = self._queued(work, alone=lambda _: self._is_in_use(request.model, request.keep))
         async with aclosing(counting) as counted:
             return [tokens async for tokens in counted][-1]
 
@@ -379,7 +324,9 @@ class Service:
         Raises:
             ApiError: the model or a text is invalid, or the work failed.
         """
-        return self._queued(lambda stream: self._embed(model, texts, keep, stream, cut=cut))
+        return self._queued(
+            lambda stream: self._embed(model, texts, keep, stream, cut=cut), lambda _: self._is_in_use(model)
+        )
 
     def score(
         self, model: str, prompts: Sequence[str | Sequence[int]], options: SamplingOptions, *, more: bool
@@ -389,7 +336,9 @@ class Service:
         Raises:
             ApiError: the model or a prompt is invalid, or the work failed.
         """
-        return self._queued(lambda stream: self._score(model, prompts, options, more, stream))
+        return self._queued(
+            lambda stream: self._score(model, prompts, options, more, stream), lambda _: self._is_in_use(model)
+        )
 
     def inspect(self, request: InspectRequest) -> AsyncGenerator[Progress | Inspection, None]:
         """Re-read an answer token by token: yields reports, then the result.
@@ -397,7 +346,7 @@ class Service:
         Raises:
             ApiError: the model or the answer is invalid, or the work failed.
         """
-        return self._queued(lambda stream: self._inspect(request, stream))
+        return self._queued(lambda stream: self._inspect(request, stream), lambda _: self._is_in_use(request.model))
 
     async def make(self, work: Callable[[Stream[Progress]], object]) -> AsyncGenerator[Progress, None]:
         """Run long work on stored models in a separate thread, one at a time.
@@ -441,8 +390,8 @@ class Service:
             alone: Called at the work's turn; returns whether ongoing answers must end first.
             ends: Whether the stream ends with the work; else later steps end it.
         """
-        loaded, stream = self.loaded, Stream[T]()
-        if self._worker.waiting + (0 if loaded is None else loaded.engine.waiting) >= self._max_waiting:
+        stream = Stream[T]()
+        if self._waiting >= self._max_waiting:
             raise unavailable(f"{self._max_waiting} requests are waiting already: try again later", "overloaded")
         with self._listed(stream):
             try:
@@ -467,17 +416,16 @@ class Service:
     # In the engine's thread: answers
 
     def _step(self) -> bool:
-        """Run one step of the loaded model's requests. Returns whether work remains. Never raises."""
-        loaded = self.loaded
-        if loaded is None:
-            return False
-        try:
-            self._answered |= loaded.engine.running > 0
-            return loaded.engine.step()
-        except BaseException as failure:
-            logger.exception("a step failed")
-            loaded.engine.fail_all(api_error(failure))
-            return False
+        """Run one step of every loaded model's requests. Returns whether work remains. Never raises."""
+        remains, busy = False, [loaded for loaded in self.all_loaded if loaded.busy]
+        for loaded in busy:
+            try:
+                self._answered |= loaded.engine.running > 0
+                remains |= loaded.engine.step(beside=len(busy) > 1)
+            except BaseException as failure:
+                logger.exception("a step failed")
+                loaded.engine.fail_all(api_error(failure))
+        return remains
 
     def _submit(self, request: GenerationRequest, stream: Stream[Accepted | Piece]) -> None:
         """Submit a request to the engine. The stream ends with the answer's last piece, or with an error."""
@@ -498,7 +446,9 @@ class Service:
         prompt = _prompt(loaded, request)
         with _refusing(request.field):
             loaded.engine.submit(prompt, options, receive, stream.cancelled, trim=request.trim, chat=request.name)
-        opening = loaded.engine.reasoning_opened(prompt) if request.trim and not options.formed else ""
+        opening = TAGS[0] if options.thought else ""
+        if request.trim and not options.formed:
+            opening = loaded.engine.reasoning_opened(prompt)
         stream.put(loaded.accepted(prompt, opening))
 
     def _embed(
@@ -512,6 +462,7 @@ class Service:
                     tokens = tokens[: loaded.engine.context - 1] if cut else tokens
                     vector = loaded.engine.embed(tokens, stream.cancelled)
                 stream.put(Embedded(model=loaded.name, tokens=len(tokens), vector=vector))
+                self._step()
 
     def _score(
         self,
@@ -531,6 +482,7 @@ class Service:
                 before = prompt if isinstance(prompt, str) else engine.tokenizer.decode(tokens)
                 text = before + "".join(one.text for one in found[len(tokens) :])
                 stream.put(Scored(model=loaded.name, prompt_tokens=len(tokens), tokens=found, text=text))
+                self._step()
 
     def _inspect(self, request: InspectRequest, stream: Stream[Progress | Inspection]) -> None:
         loaded = self._ensure(request.model, stream.cancelled)
@@ -558,10 +510,11 @@ class Service:
         Of the others, those that are in its way are unloaded, the least recently used first.
 
         Raises:
+            Later: models that are answering are in its way.
             ApiError: there is no such model.
             RuntimeFailure, ModelError: it cannot be loaded; no model is loaded then.
         """
-        if self.catalogue.find(request.model) is None:
+        if self.catalogue.info(request.model) is None:
             raise unknown_model(request.model)
         if cancelled():
             raise Cancelled("the load was stopped")
@@ -573,6 +526,9 @@ class Service:
                 same[1].engine.close()
                 del same
             loaded = self._load_beside(request, progress, cancelled)
+        except Later:
+            self._set("empty", target=request)
+            raise
         except (Cancelled, CancelledError):
             self._set("empty")
             raise
@@ -586,29 +542,41 @@ class Service:
     def _load_beside(
         self, request: LoadRequest, progress: ProgressCallback, cancelled: Callable[[], bool]
     ) -> LoadedModel:
-        """Load a model as if it were alone, beside as many others as leave room for that."""
-        while list(self._parked):
-            try:
-                return self._loader.load(request, progress, cancelled, beside=True)
-            except OutOfMemoryError as error:
-                logger.info("another model is unloaded to make room for %s: %s", request.model, error)
-                self._parked.drop_oldest()
+        """Load a model as if it were alone, beside as many others as leave room for that; these go on answering.
+
+        Raises:
+            Later: those that are answering leave none.
+        """
+
+        def report(step: Progress) -> None:
+            self._step()
+            progress(step)
+
+        while self._parked:
+            if len(self._parked) < self._max_models:
+                try:
+                    return self._loader.load(request, report, cancelled, beside=True)
+                except OutOfMemoryError as error:
+                    logger.info("there is no room for %s beside other models: %s", request.model, error)
+            if not self._parked.drop_idle():
+                raise Later(lambda: not cancelled())
         return self._loader.load(request, progress, cancelled)
 
     def _switch(self, name: str) -> None:
-        """Let another model answer: the current one is parked, and a parked one comes back.
+        """Make another model the loaded one: the current one is parked, and a parked one comes back.
 
         Raises:
             ApiError: there is no such model.
         """
-        if self.catalogue.find(name) is None:
+        if self.catalogue.info(name) is None:
             raise unknown_model(name)
         with self._lock:
             loaded, target = self._loaded, self._target
             self._loaded = None
+        found = self._parked.take(name)
         if loaded is not None and target is not None:
             self._parked.put(target, loaded)
-        if (found := self._parked.take(name)) is not None:
+        if found is not None:
             self._answered, self._refines = False, True
             self._set("ready", target=found[0], loaded=found[1])
         elif target is not None:
@@ -640,11 +608,15 @@ class Service:
             self._set("empty", target=target)
             raise
 
-    def _is_ready(self, name: str, keep: Keep = KEPT) -> bool:
-        """Whether a model is loaded as wanted, so that a request for it can join the running ones."""
-        with self._lock:
-            loaded, target = self._loaded, self._target
-        return loaded is not None and target is not None and target.model == name and loaded.context >= keep.context
+    def _is_in_use(self, name: str, keep: Keep | None = None) -> bool:
+        """Whether a model answers, so that what needs it for itself, or with more context than it has, must wait.
+
+        Args:
+            name: The model.
+            keep: How it is needed, beside what it answers; None: for itself.
+        """
+        loaded = next((own for own in self.all_loaded if own.name == name), None)
+        return loaded is not None and loaded.busy and (keep is None or loaded.context < keep.context)
 
     def _keep(self, keep: Keep) -> None:
         """Unload the model after as many idle seconds as a request wants."""
@@ -712,8 +684,12 @@ class Service:
         self._set("empty")
 
     def _unload_idle(self) -> None:
-        """Unload all models when idle, and reload that which answered in the same way on the next request."""
+        """Unload all models when idle."""
         self._parked.close()
+        self._rest()
+
+    def _rest(self) -> None:
+        """Unload the loaded model, and reload it in the same way on the next request."""
         with self._lock:
             target, loaded = self._target, self._loaded
         if loaded is not None:
@@ -771,12 +747,14 @@ def _job(
     ends: bool = True,
     release: Callable[[], None] = lambda: None,
 ) -> None:
-    """Do work for a stream. Never raises: an error ends the stream, after `release`."""
+    """Do work for a stream. Raises nothing but `Later`: an error ends the stream, after `release`."""
     error: ApiError | None = None
     try:
         if stream.cancelled():
             raise Cancelled(STOPPED)
         work(stream)
+    except Later:
+        raise
     except BaseException as failure:  # noqa: BLE001 -- the reader gets it, and the thread must live on
         error = api_error(failure)
     release()
@@ -791,6 +769,7 @@ def open_service(
     defaults: LoadOptions | None = None,
     idle_unload_s: float | None = None,
     chats: Path | None = None,
+    max_models: int = MAX_MODELS,
 ) -> Service:
     """Create the service of the models under a home folder.
 
@@ -801,6 +780,7 @@ def open_service(
         idle_unload_s: Seconds without a request after which a model is unloaded; None: never.
         chats: Folder for saving the caches of long conversations while their model is not loaded; None: nothing of a
             conversation is written to disk.
+        max_models: Most models that are loaded at the same time.
     """
     store = Store(home / "models")
     catalogue = Catalogue(store, bundle.models, chats)
@@ -810,4 +790,5 @@ def open_service(
         ModelBuilder(store, bundle, chats),
         inspector=MachineInspector(home / PROFILES),
         idle_unload_s=idle_unload_s,
+        max_models=max_models,
     )

@@ -20,6 +20,18 @@ T = TypeVar("T")
 Job = Callable[[], None]
 
 
+class Later(Exception):
+    """A job cannot be done beside ongoing work: it is called again once that has ended.
+
+    Args:
+        waits: Polled between steps, whether it still waits for that.
+    """
+
+    def __init__(self, waits: Callable[[], bool]) -> None:
+        super().__init__()
+        self.waits = waits
+
+
 class Stream(Generic[T]):
     """Results on their way from a worker thread to one reader in the event loop."""
 
@@ -98,7 +110,7 @@ class Worker:
             self.submit(lambda: None)  # wakes the thread, so that it looks at the clock
 
     def submit(self, job: Job, alone: Callable[[], bool] = lambda: True) -> None:
-        """Queue a job. A job must not raise.
+        """Queue a job. A job must raise nothing but `Later`.
 
         Args:
             job: The job.
@@ -145,11 +157,16 @@ class Worker:
 
     def _do(self, job: Job, alone: Callable[[], bool]) -> None:
         """Run a job, after ongoing work has ended if the job requires it."""
-        self._held = 1
-        while alone() and self._step():
-            pass
-        self._held = 0
-        job()
+        while True:
+            self._held = 1
+            while alone() and self._step():
+                pass
+            self._held = 0
+            try:
+                job()
+                return
+            except Later as later:
+                alone = later.waits
 
     def _patience(self, since: float, rested: int) -> float | None:
         """Seconds until the next idle job is due, of which `rested` have run; None if none is left."""

@@ -63,8 +63,10 @@ class SamplingOptions:
     max_tokens: int | None = None
     """Most tokens to generate; None = until the context is full."""
     thought_tokens: int | None = None
-    """Most tokens of reasoning: then its closing tag is put into the answer. None = no limit. A thought that an earlier
-    answer began is not limited."""
+    """Most tokens of reasoning, those of `thought` included: then its closing tag is put into the answer. None = no
+    limit."""
+    thought: str = ""
+    """The unfinished reasoning, with its tag, that ends the prompt and is continued."""
     stop: tuple[str, ...] = ()
     """Stop strings: they end the answer and are not part of it."""
     end_loops: bool = False

@@ -19,7 +19,9 @@ _CONTEXT_TOKENS = 8
 class ThoughtBudget(Constraint):
     """The state of an answer that reasons for a limited number of tokens. A call within the reasoning is finished."""
 
-    def __init__(self, inner: Constraint | None, budget: int, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
+    def __init__(
+        self, inner: Constraint | None, budget: int, tokenizer: Tokenizer, prompt: Sequence[int], thought: str = ""
+    ) -> None:
         """Start at the beginning of an answer.
 
         Args:
@@ -27,10 +29,12 @@ class ThoughtBudget(Constraint):
             budget: Most tokens of reasoning, without its tags.
             tokenizer: The model's.
             prompt: The tokens before the answer, which may end with the tag that begins the reasoning.
+            thought: The reasoning, with its tag, that they end with.
         """
-        self._inner, self._left = inner, budget
+        begun = tokenizer.encode(thought.partition(TAGS[0])[2].lstrip("\n"), special=False)
+        self._inner, self._left = inner, budget - len(begun)
         self._pieces, self._reader = tokenizer.detokenizer(prompt[-_CONTEXT_TOKENS:]), ReasoningReader()
-        self._reader.feed(tokenizer.reasoning_opened(prompt))
+        self._reader.feed(thought or tokenizer.reasoning_opened(prompt))
         marked = next((end for marks, end in _ENDS if tokenizer.added_tokens.keys() >= set(marks)), None)
         self._end = tokenizer.encode(marked or f"\n{TAGS[1]}\n\n", special=False)
         self._forced: list[int] = []  # the rest of the end that is being put in

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.lab.store import ROOT, table
+from tests.lab.store import ROOT, about_run, columns, parser, write
 
 sys.path.insert(0, str(ROOT / "tests" / "runtime" / "server"))
 import fake_engine
@@ -143,15 +143,16 @@ def asked(ask: Ask, url: str, house: fake_engine.FakeHouse) -> dict[str, str]:
 
 
 def main() -> int:
-    """Ask every client, and print what works."""
-    rows = []
+    """Ask every client, print and store what works."""
+    options, rows = parser(__doc__, "clients").parse_args(), []
     with served() as (url, house):
         for name, version, ask in everyone():
             works = asked(ask, url, house)
-            rows.append((name, version, *(works.get(what, "") for what in ASKED)))
+            rows.append({"client": name, "version": version, **{what: works.get(what, "") for what in ASKED}})
             print(f"{name} {version}: {works}", flush=True)
-    print(table(("client", "version", *ASKED), rows))
-    return int(any(cell not in ("yes", "") for row in rows for cell in row[2:]))
+    print(columns(rows))
+    write(options.out, {**about_run("python -m tests.lab.clients", ("runtime/server",)), "rows": rows})
+    return int(any(row[what] not in ("yes", "") for row in rows for what in ASKED))
 
 
 if __name__ == "__main__":

@@ -382,9 +382,32 @@ def on_cards(_found: Found) -> str:
 def soak(found: Found) -> str:
     """How requests of many clients ended."""
     ends = ", ".join(f"{what} {count:,}" for what, count in found["ends"].items())
-    growth = f"{found['growth_mib_per_minute']:.2f}"
-    row = (found["clients"], f"{found['requests']:,}", ends, len(found["wrong"]), growth)
-    return table(("clients", "requests", "ended by", "wrong", "MiB a minute, second half"), [row])
+    row: dict[str, Any] = {
+        "clients": found["clients"],
+        "requests": f"{found['requests']:,}",
+        "ended by": ends,
+        "wrong": len(found["wrong"]),
+        "MiB a minute, second half": f"{found['growth_mib_per_minute']:.2f}",
+    }
+    if "planned_mib" in found:
+        row["planned for weights and caches, MiB"] = f"{found['planned_mib']:.0f}"
+        row["all that the server took, MiB"] = f"{max(taken for _, taken, _ in found['memory']):.0f}"
+        row["first word, s: median, 95 %, last"] = ", ".join(f"{value:.2f}" for value in found["first_s"].values())
+    return table(list(row), [list(row.values())])
+
+
+def agents(runs: Sequence[Found]) -> str:
+    """Seconds to the first token, turn by turn, by the kind of cache; and how many answers are those from nothing."""
+    rows: list[Sequence[object]] = []
+    for found in runs:
+        for row in found["rows"]:
+            if row["turn"] in (1, 2, 10, 11, 12, 20):
+                tokens = (f"{row['prompt']:,}", f"{row['cached']:,}", f"{row['first_s']:.2f}")
+                rows.append((found["kv"], row["turn"], *tokens, f"{row.get('fresh_s', 0):.0f}".lstrip("0")))
+        same = [row["same"] for row in found["rows"] if "same" in row]
+        rows[-1] = (*rows[-1], f"{sum(same)} of {len(same)}")
+    head = ("cache", "turn", "tokens", "found in the cache", "first token, s", "from nothing, s", "same answers")
+    return table(head, [(*row, "")[: len(head)] for row in rows])
 
 
 def killed(found: Found) -> str:
@@ -490,9 +513,23 @@ SECTIONS = (
         rooms=ROOMS,
     ),
     Section("Tool calls", "tool_calls", _CALLS, rooms=("runtime/text",)),
+    Section(
+        *("Other programs, unchanged", "clients", plain("client", "version", "hi", "tool", "schema", "stop")),
+        note="The newest versions, with their defaults. The model is scripted: they say hi, let a tool be called and "
+        "read its result, have a schema filled, and stop an answer.",
+        rooms=("runtime/server",),
+    ),
     Section("Triton kernels", "kernels", tightest, note=_LATE, rooms=("runtime/backends/triton",)),
     Section("Installations", "installations", installations.table, rooms=("pyproject.toml",)),
+    Section(
+        *("An agent's turns", "agent-short,agent,agent-fp16", agents),
+        note="SmolLM2. For the long prompts its file says 16,384 tokens of context instead of 8,192: its answers make "
+        "no sense there, which times and comparisons do not need. Before turn 11 the server is started again. *From "
+        "nothing*: the same request to a model without any cache.",
+        rooms=("runtime",),
+    ),
     Section("Twelve clients for ten minutes", "soak", soak),
+    Section("Two models, eight clients, ten minutes", "soak-two", soak),
     Section("A hundred kills", "killing", killed, rooms=("app", *ROOMS)),
     Section("Defects on purpose", "mutations", mutated, rooms=("app", *ROOMS)),
 )

@@ -159,7 +159,7 @@ def main() -> None:
     asked = options.parse_args()
     parallel = max(asked.flights)
     with (
-        server(asked.model, asked.home, parallel) as (ours, _),
+        server(asked.model, asked.home, num_parallel=parallel) as (ours, _),
         llama_server(asked.peer, asked.peer_model, parallel) as theirs,
     ):
         rows = compare({"ours": ours, "llama.cpp": theirs}, asked.model, asked.flights, asked.rounds)

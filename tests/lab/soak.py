@@ -1,6 +1,6 @@
 """Many clients at a real server for minutes: is every request answered or refused, and does memory stay flat?
 
-    python -m tests.lab.soak --minutes 10 [--model NAME --home FOLDER --clients 12]
+    python -m tests.lab.soak --minutes 10 [--model NAME ... --home FOLDER --clients 12]
 
 Clients come at random with prompts and answers of random lengths, many with a common beginning; some stop reading in
 the middle of a stream, some hang up before the first word, some ask what cannot be. The server's memory is read each
@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,16 +44,19 @@ class Seen:
     """How requests ended."""
     wrong: list[str] = field(default_factory=list)
     """What should not be."""
+    firsts: list[float] = field(default_factory=list)
+    """Seconds to the first piece of a stream."""
     memory: list[tuple[float, float, int]] = field(default_factory=list)
     """Seconds since the start, MiB of the server, requests that have ended."""
 
 
 @contextmanager
-def server(model: str, home: Path, parallel: int) -> Iterator[tuple[str, psutil.Process]]:
-    """The program's own `serve`, and its base URL."""
+def server(model: str, home: Path, **settings: object) -> Iterator[tuple[str, psutil.Process]]:
+    """The program's own `serve` with some settings, and its base URL."""
     program = Path(sys.executable).with_name("lowbit-chat")
     command = [str(program), "serve", "--model", model, "--port", "0", "--token", TOKEN]
-    environment = {"LOWBIT_CHAT_HOME": str(home), "LOWBIT_CHAT_NUM_PARALLEL": str(parallel)}
+    own = {f"LOWBIT_CHAT_{key.upper()}": str(value) for key, value in settings.items()}
+    environment = {"LOWBIT_CHAT_HOME": str(home), **own}
     with (
         tempfile.TemporaryFile("w+") as told,
         subprocess.Popen(
@@ -76,12 +79,12 @@ def _text(told: IO[str]) -> str:
     return told.read()
 
 
-async def ask(client: httpx.AsyncClient, model: str, rng: random.Random, seen: Seen) -> None:
+async def ask(client: httpx.AsyncClient, models: Sequence[str], rng: random.Random, seen: Seen) -> None:
     """One request of a client that may go at any moment."""
     text = rng.choice(BEGINNINGS)[: rng.randrange(1, 2000)] if rng.random() < 0.7 else ""
     text += " ".join(str(rng.randrange(1000)) for _ in range(rng.randrange(1, 60)))
     body: dict[str, Any] = {
-        "model": model if rng.random() < 0.98 else "nobody",
+        "model": rng.choice(models) if rng.random() < 0.98 else "nobody",
         "messages": [{"role": "user", "content": text}],
         "max_tokens": rng.randrange(1, 80),
         "temperature": rng.choice((0, 0.7, 1)),
@@ -97,7 +100,7 @@ async def ask(client: httpx.AsyncClient, model: str, rng: random.Random, seen: S
 
 async def _answered(client: httpx.AsyncClient, body: dict[str, Any], rng: random.Random, seen: Seen) -> str:
     """How a request ended, in a word."""
-    leaves = rng.randrange(1, 40) if rng.random() < 0.15 else 1 << 30
+    leaves, began = rng.randrange(1, 40) if rng.random() < 0.15 else 1 << 30, time.monotonic()
     async with client.stream("POST", "/chat/completions", json=body) as answer:
         if answer.status_code != 200:
             error = json.loads(await answer.aread())["error"]
@@ -113,13 +116,18 @@ async def _answered(client: httpx.AsyncClient, body: dict[str, Any], rng: random
                 return "left in the middle"
             if line.startswith("data: {"):
                 choices = json.loads(line[6:]).get("choices")
+                if last is None and choices and choices[0]["delta"].get("content"):
+                    seen.firsts.append(time.monotonic() - began)
+                    last = ""
                 last = (choices[0]["finish_reason"] if choices else None) or last
-        if last is None:
+        if not last:
             seen.wrong.append("a stream without an end")
         return str(last)
 
 
-async def visit(url: str, model: str, clients: int, seconds: float, process: psutil.Process, seed: int) -> Seen:
+async def visit(
+    url: str, models: Sequence[str], clients: int, seconds: float, process: psutil.Process, seed: int
+) -> Seen:
     """Let clients come and go for so long."""
     rng, seen, began = random.Random(seed), Seen(), time.monotonic()
 
@@ -127,7 +135,7 @@ async def visit(url: str, model: str, clients: int, seconds: float, process: psu
         headers = {"Authorization": f"Bearer {TOKEN}"}
         async with httpx.AsyncClient(base_url=url, headers=headers, timeout=120) as client:
             while time.monotonic() - began < seconds:
-                await ask(client, model, own, seen)
+                await ask(client, models, own, seen)
                 await asyncio.sleep(own.expovariate(2))
 
     async def watch() -> None:
@@ -151,6 +159,13 @@ def last_request(url: str, model: str) -> str:
     return str(answer.json()["choices"][0]["finish_reason"]) if answer.status_code == 200 else answer.text
 
 
+def planned(url: str) -> float:
+    """MiB of weights and caches of the loaded models, as the server tells them."""
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    told = httpx.get(f"{url.removesuffix('/v1')}/api/ps", headers=headers).json()["models"]
+    return float(sum(model["size"] for model in told)) / MIB
+
+
 def growth(memory: list[tuple[float, float, int]]) -> float:
     """MiB a minute by which memory rises over the second half, by least squares."""
     half = [(at / 60, taken) for at, taken, _ in memory[len(memory) // 2 :]]
@@ -159,19 +174,21 @@ def growth(memory: list[tuple[float, float, int]]) -> float:
     return float(np.polyfit([at for at, _ in half], [taken for _, taken in half], 1)[0])
 
 
-def soaked(model: str, home: Path, minutes: float, clients: int, parallel: int, seed: int) -> dict[str, Any]:
+def soaked(models: Sequence[str], home: Path, minutes: float, clients: int, parallel: int, seed: int) -> dict[str, Any]:
     """Everything that a run found."""
-    with server(model, home, parallel) as (url, process):
-        seen = asyncio.run(visit(url, model, clients, 60 * minutes, process, seed))
-        last = last_request(url, model)
+    with server(models[0], home, num_parallel=parallel) as (url, process):
+        seen = asyncio.run(visit(url, models, clients, 60 * minutes, process, seed))
+        held, last = planned(url), last_request(url, models[0])
     wrong = seen.wrong + ([] if last in ("stop", "length") else [f"the last request: {last}"])
     return {
-        "model": model,
+        "model": ", ".join(models),
         "clients": clients,
         "parallel": parallel,
         "requests": seen.ends.total(),
         "ends": dict(seen.ends.most_common()),
         "wrong": wrong,
+        "first_s": {share: round(float(np.quantile(seen.firsts, share)), 3) for share in (0.5, 0.95, 1.0)},
+        "planned_mib": round(held, 1),
         "growth_mib_per_minute": round(growth(seen.memory), 3),
         "memory": seen.memory,
     }
@@ -181,7 +198,7 @@ def main() -> None:
     """Soak, and write it down."""
     options = parser(__doc__, "soak")
     options.add_argument("--minutes", type=float, default=10.0)
-    options.add_argument("--model", default="demo")
+    options.add_argument("--model", nargs="+", default=["demo"])
     options.add_argument("--home", type=Path, help="the program's folder; a new one if not given")
     options.add_argument("--clients", type=int, default=12)
     options.add_argument("--parallel", type=int, default=4)

@@ -49,6 +49,7 @@ GROUPS = {
         "gamma",
         "sensitive_layers",
         "num_parallel",
+        "max_models",
         "backend",
         "experts_on_device",
         "layers_on_device",

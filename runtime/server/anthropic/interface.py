@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from sse_starlette import ServerSentEvent
 from starlette.requests import Request
@@ -13,18 +13,19 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from runtime.load.loading import Accepted
-from runtime.server.anthropic.requests import MessagesRequest
+from runtime.server.anthropic.requests import CountRequest, MessagesRequest
 from runtime.server.anthropic.responses import MessageWriter
-from runtime.server.bodies import MISSING, Reader, encode, json_answer, refused, sse, unless_disconnected
+from runtime.server.bodies import Reader, encode, json_answer, sse, unless_disconnected
 from runtime.server.errors import ANTHROPIC_PATH, anthropic_form
 from runtime.server.openai.answering import Answering, Writer, call_reader, generation
 from runtime.server.openai.forms import LeftOut
 from runtime.server.openai.responses import PartReader
-from runtime.server.service import GenerationRequest, Service
+from runtime.server.records import GenerationRequest
+from runtime.server.service import Service
 from runtime.text.sampling import SamplingOptions
 
 PING = ServerSentEvent(encode({"type": "ping"}), event="ping", sep="\n")
-Asked = tuple[MessagesRequest, list[dict[str, Any]], LeftOut]
+C = TypeVar("C", bound=CountRequest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ class AnthropicInterface:
         ]
 
     async def messages(self, request: Request) -> Response:
-        asked, messages, left_out = await self.reader.read(request, _answerable)
+        asked, messages, left_out = await self.reader.read(request, partial(_read, MessagesRequest))
         options = await asyncio.to_thread(asked.sampling)
 
         def begin(accepted: Accepted) -> Writer:
@@ -54,24 +55,17 @@ class AnthropicInterface:
         return await answering.respond(request, wanted, begin, stream=bool(asked.stream), left_out=left_out)
 
     async def count_tokens(self, request: Request) -> Response:
-        asked, messages, _ = await self.reader.read(request, _read)
+        asked, messages, _ = await self.reader.read(request, partial(_read, CountRequest))
         wanted = _wanted(asked, messages, SamplingOptions())
         tokens = await unless_disconnected(request, lambda: self.service.count(wanted))
         return json_answer({"input_tokens": tokens})
 
 
-def _wanted(asked: MessagesRequest, messages: list[dict[str, Any]], options: SamplingOptions) -> GenerationRequest:
+def _wanted(asked: CountRequest, messages: list[dict[str, Any]], options: SamplingOptions) -> GenerationRequest:
     return generation(asked, messages, options, "messages", resume=asked.resumes)
 
 
-def _answerable(body: bytes) -> Asked:
-    asked = _read(body)
-    if asked[0].max_tokens is None:
-        raise refused("max_tokens", "max_tokens is missing", code=MISSING)
-    return asked
-
-
-def _read(body: bytes) -> Asked:
-    asked = MessagesRequest.read(body)
+def _read(kind: type[C], body: bytes) -> tuple[C, list[dict[str, Any]], LeftOut]:
+    asked = kind.read(body)
     assert asked.tool_use is not None, "it raises for tools that can't be used"
     return asked, *asked.conversation

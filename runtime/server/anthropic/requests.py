@@ -5,10 +5,12 @@ Sampling options, tools, schemas and what is refused are those of OpenAI's reque
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, StrictBool, model_validator
+from pydantic import Field, GetJsonSchemaHandler, StrictBool, model_validator
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
 
 from runtime.server.bodies import MISSING, Items, JsonObject, read_object, refused, validated
 from runtime.server.errors import fields_named
@@ -31,7 +33,7 @@ from runtime.server.openai.forms import (
     chosen_tools,
     known_tools,
 )
-from runtime.server.openai.requests import ContentPart, Effort, Sampling, joined
+from runtime.server.openai.requests import ContentPart, Effort, Limit, Sampling, joined
 from runtime.text.reasoning import switch
 from runtime.text.sampling import SamplingOptions
 
@@ -192,8 +194,8 @@ class OutputConfig(Part):
     format: AnthropicFormat | None = None
 
 
-class MessagesRequest(Sampling):
-    """Body of POST /v1/messages, and of POST /v1/messages/count_tokens."""
+class CountRequest(Sampling):
+    """Body of POST /v1/messages/count_tokens."""
 
     messages: Annotated[Items[Turn], Field(min_length=1)]
     system: str | Items[Block] | None = None
@@ -203,14 +205,21 @@ class MessagesRequest(Sampling):
     output_config: OutputConfig | None = None
 
     @classmethod
-    def read(cls, body: bytes) -> MessagesRequest:
+    def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """As it is sent, without the other fields of OpenAI's requests."""
+        schema = handler.resolve_ref_schema(handler(core))
+        sent = {name: own for name, own in schema["properties"].items() if name in _FIELDS}
+        return schema | {"properties": {**sent, "stop_sequences": schema["properties"]["stop"]}}
+
+    @classmethod
+    def read(cls, body: bytes) -> Self:
         """Read a body.
 
         Raises:
             ApiError: it is no JSON object, or a field is missing, of a wrong type or out of range.
         """
         given = read_object(body)
-        known: Mapping[str, Any] = {name: value for name, value in given.items() if name in _FIELDS}
+        known = {name: value for name, value in given.items() if name in _FIELDS and value is not None}
         if given.get("mcp_servers"):
             message = "mcp_servers is not supported: let the client call their tools"
             raise refused("mcp_servers", message, code="unsupported_parameter")
@@ -296,3 +305,9 @@ class MessagesRequest(Sampling):
         kind = answer_form(wanted, None, self.tool_use, named="output_config.format")
         budget = self.thinking.budget_tokens if self.thinking is not None else None
         return self.options(self.max_tokens, None, kind, budget)
+
+
+class MessagesRequest(CountRequest):
+    """Body of POST /v1/messages."""
+
+    max_tokens: Limit

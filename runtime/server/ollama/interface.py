@@ -18,6 +18,7 @@ from starlette.routing import Route
 from models.catalogue import KNOWN
 from models.errors import MAKING, check_needed
 from models.progress import Progress
+from models.store import StoredModelInfo
 from runtime.engine.engine import Engine
 from runtime.load.loading import Accepted
 from runtime.server.bodies import Events, Reader, json_answer, ndjson, refused, unless_disconnected
@@ -27,9 +28,9 @@ from runtime.server.ollama.responses import AnswerWriter, empty_answer, listed, 
 from runtime.server.openai.answering import Answering, Writer, call_reader, generation
 from runtime.server.openai.forms import LeftOut
 from runtime.server.openai.responses import PartReader
-from runtime.server.service import Embedded, GenerationRequest, Keep, Service
+from runtime.server.records import Embedded, GenerationRequest, Keep
+from runtime.server.service import Service
 from runtime.server.worker import Stream
-from runtime.wire.answers import ModelEntry
 from runtime.wire.requests import QuantizeRequest
 
 VERSION = "0.12.0"
@@ -90,10 +91,10 @@ class OllamaInterface:
         self, request: Request, asked: OllamaChat, messages: list[dict[str, Any]], left_out: LeftOut
     ) -> Response:
         began, chat, stream = time.perf_counter(), not isinstance(asked, OllamaGenerate), asked.stream is not False
-        entry, keep = await self._entry(asked.model), asked.keep
-        keep = replace(keep, context=min(keep.context, entry.context))
+        info, keep = await self._info(asked.model), asked.keep
+        keep = replace(keep, context=min(keep.context, info.summary.context))
         if not messages:
-            await unless_disconnected(request, lambda: self.service.hold(entry.name, keep))
+            await unless_disconnected(request, lambda: self.service.hold(info.name, keep))
             return json_answer(empty_answer(asked.model, "unload" if keep.seconds == 0 else "load", chat=chat))
         options = await asyncio.to_thread(asked.sampling)
         resume = chat and asked.resumes
@@ -106,7 +107,7 @@ class OllamaInterface:
             return AnswerWriter(parts, model=asked.model, chat=chat, began=began)
 
         answering = Answering(self.service, partial(ndjson, form=ollama_form))
-        wanted = replace(wanted, model=entry.name, keep=keep)
+        wanted = replace(wanted, model=info.name, keep=keep)
         return await answering.respond(request, wanted, begin, stream=stream, left_out=left_out)
 
     async def embed(self, request: Request) -> Response:
@@ -126,15 +127,17 @@ class OllamaInterface:
 
     async def embeddings(self, request: Request) -> Response:
         asked = await self.reader.read(request, OllamaEmbeddings.read)
+        if len(asked.texts) > 1:
+            raise refused("prompt", f"prompt holds {len(asked.texts)} texts: send one, or all of them to /api/embed")
         with fields_named({"input": "prompt"}):
             (one,) = await self._vectors(request, asked)
         return json_answer({"embedding": one.vector.tolist()})
 
     async def _vectors(self, request: Request, asked: OllamaEmbeddings) -> list[Embedded]:
-        entry, keep = await self._entry(asked.model), Keep(seconds=seconds(asked.keep_alive))
+        info, keep = await self._info(asked.model), Keep(seconds=seconds(asked.keep_alive))
 
         async def work() -> list[Embedded]:
-            texts = self.service.embed(entry.name, asked.texts, keep, cut=asked.truncate is not False)
+            texts = self.service.embed(info.name, asked.texts, keep, cut=asked.truncate is not False)
             async with aclosing(texts) as vectors:
                 return [one async for one in vectors]
 
@@ -145,14 +148,19 @@ class OllamaInterface:
         return json_answer({"models": [listed(entry) for entry in entries]})
 
     async def ps(self, _request: Request) -> Response:
-        entries = {entry.name: entry for entry in await asyncio.to_thread(self.service.catalogue.entries)}
-        there = [loaded for loaded in self.service.all_loaded if loaded.name in entries]
-        models = [running(entries[loaded.name], loaded, self.service.unloads_after_s) for loaded in there]
-        return json_answer({"models": models})
+        after_s, find = self.service.unloads_after_s, self.service.catalogue.find
+        there = [(await asyncio.to_thread(find, loaded.name), loaded) for loaded in self.service.all_loaded]
+        return json_answer(
+            {"models": [running(entry, loaded, after_s) for entry, loaded in there if entry is not None]}
+        )
 
     async def show(self, request: Request) -> Response:
-        entry = await self._entry((await self.reader.read(request, ModelRequest.read)).model)
-        return json_answer(shown(entry, await asyncio.to_thread(self.service.catalogue.chat_template, entry.name)))
+        catalogue, asked = self.service.catalogue, await self.reader.read(request, ModelRequest.read)
+        info = await self._info(asked.model)
+        entry = await asyncio.to_thread(catalogue.find, info.name)
+        if entry is None:
+            raise unknown_model(asked.model)
+        return json_answer(shown(entry, await asyncio.to_thread(catalogue.chat_template, info.name)))
 
     async def pull(self, request: Request) -> Response:
         """POST /api/pull: download a model of the catalogue or the hub, and make it, unless it is stored."""
@@ -191,21 +199,21 @@ class OllamaInterface:
                 yield report(progress)
         yield {"status": "success"}
 
-    async def _entry(self, name: str) -> ModelEntry:
+    async def _info(self, name: str) -> StoredModelInfo:
         """The model that a request names.
 
         Raises:
             ApiError: there is none.
         """
-        entry = await asyncio.to_thread(self._found, name)
-        if entry is None:
+        info = await asyncio.to_thread(self._found, name)
+        if info is None:
             raise unknown_model(name)
-        return entry
+        return info
 
-    def _found(self, name: str) -> ModelEntry | None:
+    def _found(self, name: str) -> StoredModelInfo | None:
         plain = _plain(name)
-        found = (self.service.catalogue.find(one) for one in dict.fromkeys((name, plain, _stored(plain))))
-        return next((entry for entry in found if entry is not None), None)
+        found = (self.service.catalogue.info(one) for one in dict.fromkeys((name, plain, _stored(plain))))
+        return next((info for info in found if info is not None), None)
 
 
 def _plain(name: str) -> str:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Annotated, Any, ClassVar, TypeVar
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import BaseModel, Field, StrictBool
+from pydantic import Field, GetJsonSchemaHandler, StrictBool
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
 
 from runtime.server.bodies import Items, JsonObject, read_object, refused, validated
 from runtime.server.errors import fields_named
 from runtime.server.openai.embeddings import EmbeddingsRequest
 from runtime.server.openai.forms import LeftOut, Part
 from runtime.server.openai.requests import MAX_COUNT, ChatRequest, Effort, Message
-from runtime.server.service import Keep
+from runtime.server.records import Keep
 from runtime.text.reasoning import switch
 from runtime.text.sampling import SamplingOptions
 
@@ -31,12 +34,9 @@ NAMES = {
     "response_format": "format",
 }
 """Names of fields here, by those of OpenAI's requests."""
-_CHAT = frozenset({"model", "messages", "stream", "tools", "format", "think", "keep_alive", "logprobs", "top_logprobs"})
-_GENERATE = _CHAT - {"messages", "tools"} | {"prompt", "system", "raw", "suffix", "template", "context", "images"}
 _UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "": 1.0}
 _DURATION = re.compile(r"([-+]?)((?:\d+(?:\.\d*)?(?:ns|us|µs|ms|s|m|h))+|\d+(?:\.\d*)?)")
 _STEP = re.compile(r"(\d+(?:\.\d*)?)(\D*)")
-M = TypeVar("M", bound=BaseModel)
 
 
 def seconds(given: float | str | None) -> float | None:
@@ -83,20 +83,51 @@ class OllamaMessage(Message):
 class OllamaChat(ChatRequest):
     """Body of POST /api/chat."""
 
+    FIELDS: ClassVar[frozenset[str]] = frozenset(
+        {"model", "messages", "stream", "tools", "format", "think", "keep_alive", "logprobs", "top_logprobs"}
+    )
+    """Fields beside `options`. Others, which OpenAI's requests have, are ignored."""
+
     messages: Items[OllamaMessage] = Field(default_factory=list)  # type: ignore[assignment]  # without: load the model
     stream: StrictBool | None = True
-    think: StrictBool | Effort | None = None
+    think: StrictBool | Annotated[int, Field(ge=0, le=MAX_COUNT)] | Effort | None = None
+    """Whether the model reasons, for how many tokens at most, or how much."""
     keep_alive: float | str | None = None
     num_ctx: Annotated[int, Field(ge=1, le=MAX_COUNT)] | None = None
 
     @classmethod
-    def read(cls, body: bytes) -> OllamaChat:
+    def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """As it is sent, without the other fields of OpenAI's requests."""
+        schema = handler.resolve_ref_schema(handler(core))
+        known = schema["properties"]
+        names = _OPTIONS | {"num_ctx": "num_ctx"}
+        options = {own: known[name] for own, name in names.items() if name in known}
+        sent = {name: own for name, own in known.items() if name in cls.FIELDS and name not in cls.REFUSED}
+        sent["format"] = {"anyOf": [{"const": "json"}, {"type": "object"}, {"type": "null"}]}
+        return schema | {"properties": {**sent, "options": {"type": "object", "properties": options}}}
+
+    @classmethod
+    def read(cls, body: bytes) -> Self:
         """Read a body.
 
         Raises:
             ApiError: it is no JSON object, a field is missing, of a wrong type or out of range, or is not supported.
         """
-        return _read(cls, read_object(body), _CHAT)
+        given = read_object(body)
+        options = given.get("options") or {}
+        if not isinstance(options, dict):
+            raise refused("options", "options: Input should be an object")
+        known = {name: options[own] for own, name in _OPTIONS.items() if options.get(own) is not None}
+        tokens, seed = known.get("max_tokens"), known.get("seed")
+        if isinstance(tokens, int) and tokens <= 0:
+            known["max_tokens"] = -1  # no limit
+        if isinstance(seed, int) and seed < 0:
+            del known["seed"]  # another one each time
+        own = {name: value for name, value in given.items() if name in cls.FIELDS and value is not None}
+        with fields_named(NAMES):
+            asked = validated({**known, "num_ctx": options.get("num_ctx"), **own}, cls)
+            asked.check()
+        return asked
 
     @property
     def keep(self) -> Keep:
@@ -109,9 +140,9 @@ class OllamaChat(ChatRequest):
 
     @property
     def resumes(self) -> bool:
-        """Whether the last message, the assistant's, is continued rather than answered."""
-        last = self.messages[-1]
-        return last.role == "assistant" and bool(last.content) and not last.tool_calls
+        if not self.messages or (last := self.messages[-1]).role != "assistant" or last.tool_calls:
+            return False
+        return bool(last.content or last.thinking)
 
     @property
     def variables(self) -> dict[str, Any]:
@@ -128,12 +159,18 @@ class OllamaChat(ChatRequest):
             ApiError: the answer format cannot be enforced.
         """
         with fields_named(NAMES):
-            return super().sampling()
+            options = super().sampling()
+        if self.think is None or isinstance(self.think, bool | str):
+            return options
+        return replace(options, thought_tokens=self.think)
 
 
 class OllamaGenerate(OllamaChat):
     """Body of POST /api/generate: a chat of one message, or a text that is continued."""
 
+    FIELDS: ClassVar[frozenset[str]] = OllamaChat.FIELDS - {"messages", "tools"} | {
+        *("prompt", "system", "raw", "suffix", "template", "context", "images")
+    }
     REFUSED: ClassVar[dict[str, str]] = {
         **ChatRequest.REFUSED,
         "suffix": "suffix is not supported",
@@ -149,11 +186,6 @@ class OllamaGenerate(OllamaChat):
     template: str | None = None
     context: Items[int] | None = None
     images: Items[Any] | None = None
-
-    @classmethod
-    def read(cls, body: bytes) -> OllamaGenerate:
-        """Read a body; errors as of `OllamaChat.read`."""
-        return _read(cls, read_object(body), _GENERATE)
 
     @property
     def conversation(self) -> tuple[list[dict[str, Any]], LeftOut]:
@@ -200,20 +232,3 @@ class OllamaEmbeddings(EmbeddingsRequest):
             asked = validated({**given, "input": given.get("input", given.get("prompt"))}, cls)
             asked.check()
         return asked
-
-
-def _read(kind: type[M], given: dict[str, Any], fields: frozenset[str]) -> M:
-    options = given.get("options") or {}
-    if not isinstance(options, dict):
-        raise refused("options", "options: Input should be an object")
-    known = {name: options[own] for own, name in _OPTIONS.items() if options.get(own) is not None}
-    tokens, seed = known.get("max_tokens"), known.get("seed")
-    if isinstance(tokens, int) and tokens <= 0:
-        known["max_tokens"] = -1  # no limit
-    if isinstance(seed, int) and seed < 0:
-        del known["seed"]  # another one each time
-    own = {name: value for name, value in given.items() if name in fields and value is not None}
-    with fields_named(NAMES):
-        asked = validated({**known, "num_ctx": options.get("num_ctx"), **own}, kind)
-        asked.check()  # type: ignore[attr-defined]
-    return asked

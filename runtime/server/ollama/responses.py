@@ -126,9 +126,7 @@ def running(entry: ModelEntry, loaded: LoadedModel, unloads_after_s: float) -> B
     end = datetime.max.replace(microsecond=0, tzinfo=UTC)
     if not math.isinf(unloads_after_s):
         end = datetime.now(UTC) + timedelta(seconds=min(unloads_after_s, 1e9))
-    size = loaded.weight_bytes + loaded.kv_bytes
-    on_card = size if loaded.backend == "triton" else 0
-    facts = {"size": size, "size_vram": on_card, "context_length": loaded.context}
+    facts = {"size": loaded.held_bytes, "size_vram": loaded.card_bytes, "context_length": loaded.context}
     return {**listed(entry), **facts, "expires_at": stamp(end)}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from starlette.requests import Request
@@ -18,9 +18,11 @@ from runtime.server.bodies import Events, json_answer, unless_disconnected
 from runtime.server.openai import tool_call_retry
 from runtime.server.openai.forms import ToolUse
 from runtime.server.openai.responses import Body
-from runtime.server.service import GenerationRequest, Service
+from runtime.server.records import GenerationRequest
+from runtime.server.service import Service
 from runtime.text.call_grammar import CallRules
 from runtime.text.call_reader import CallReader
+from runtime.text.reasoning import unfinished
 from runtime.text.sampling import SamplingOptions
 
 LEFT_OUT, MAX_HEADER = "X-Left-Out", 2000
@@ -79,6 +81,8 @@ def generation(
         resume: Whether the last message is continued rather than answered.
     """
     tools, variables = list(asked.tool_use.tools), asked.variables
+    if resume and unfinished(messages[-1]["content"]):
+        options = replace(options, thought=messages[-1]["content"])
 
     def prompt(engine: Engine) -> Sequence[int]:
         return engine.chat_prompt(messages, continue_final=resume, tools=tools, variables=variables)

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from runtime.server.bodies import Items, Tokens, refused
 from runtime.server.openai.forms import Part
-from runtime.server.service import Embedded
+from runtime.server.records import Embedded
 from runtime.text.sampling import Float32Array
 
 MAX_INPUTS = 2048

@@ -1,4 +1,4 @@
-"""The OpenAI-compatible interface `/v1/*`, and its OpenAPI document, made from the models that validate requests."""
+"""The OpenAI-compatible interface `/v1/*`."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, TypeVar
 
-from pydantic.json_schema import models_json_schema
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -27,90 +26,14 @@ from runtime.server.openai.forms import LeftOut
 from runtime.server.openai.requests import ChatRequest, CompletionRequest
 from runtime.server.openai.responses import Body, ChatWriter, CompletionWriter, PartReader, scored_body
 from runtime.server.openai.responses_api import ResponsesRequest, ResponseWriter
+from runtime.server.records import Embedded, GenerationRequest, Scored
 from runtime.server.security import HEALTH_PATH
-from runtime.server.service import Embedded, GenerationRequest, Scored, Service
-from runtime.text.reasoning import TAGS, unfinished
+from runtime.server.service import Service
 from runtime.text.sampling import SamplingOptions
 from runtime.wire.answers import ModelEntry
 
-_REFERENCE = "#/components/schemas/{model}"
-_ERROR = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type"],
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"]},
-                "code": {"type": ["string", "null"]},
-            },
-        }
-    },
-}
-_REFUSED = {
-    "400": "what is wrong with the request, and where",
-    "401": "the token is missing or wrong",
-    "403": "the host or the origin is not allowed",
-    "404": "there is no such model",
-    "413": "the request is too large",
-    "503": "not now, or not on this machine: the message says why",
-}
-_POSTS = (
-    ("/v1/chat/completions", "Answer a conversation", ChatRequest),
-    ("/v1/completions", "Continue a text", CompletionRequest),
-    ("/v1/embeddings", "Texts as vectors", EmbeddingsRequest),
-    ("/v1/responses", "Answer a conversation, in the newer form", ResponsesRequest),
-)
 MAX_ANSWERED = 512
 C = TypeVar("C", ChatRequest, CompletionRequest, ResponsesRequest, EmbeddingsRequest)
-
-
-@lru_cache(maxsize=1)
-def document() -> dict[str, Any]:
-    """The OpenAPI 3.1 document of `/v1/*` and `/health`."""
-    models = [(model, "validation") for _, _, model in _POSTS]
-    _, schemas = models_json_schema(models, ref_template=_REFERENCE)  # type: ignore[arg-type]
-    paths: dict[str, Any] = {
-        path: {"post": _operation(summary, {"requestBody": _body(model.__name__)})} for path, summary, model in _POSTS
-    }
-    name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
-    paths["/v1/models"] = {"get": _operation("List the models")}
-    paths["/v1/models/{name}"] = {"get": _operation("Look a model up", {"parameters": [name]})}
-    paths["/health"] = {"get": {**_operation("Whether the server answers"), "security": []}}
-    return {
-        "openapi": "3.1.0",
-        "info": {
-            "title": "lowbit-chat",
-            "version": program_version(),
-            "description": "A language model on this machine, behind OpenAI's interface.",
-        },
-        "security": [{"token": []}],
-        "paths": paths,
-        "components": {
-            "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
-            "schemas": {**schemas.get("$defs", {}), "Error": _ERROR},
-        },
-    }
-
-
-def _body(model: str) -> dict[str, Any]:
-    schema = {"$ref": _REFERENCE.format(model=model)}
-    return {"required": True, "content": {"application/json": {"schema": schema}}}
-
-
-def _operation(summary: str, more: dict[str, Any] | None = None) -> dict[str, Any]:
-    error = {"application/json": {"schema": {"$ref": _REFERENCE.format(model="Error")}}}
-    answers: dict[str, Any] = {
-        "200": {
-            "description": "the answer; a stream of events where the request says so",
-            "content": {"application/json": {}, "text/event-stream": {}},
-        }
-    }
-    answers |= {status: {"description": why, "content": error} for status, why in _REFUSED.items()}
-    return {"summary": summary, **(more or {}), "responses": answers}
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +54,6 @@ class PublicInterface:
             Route("/v1/completions", self.completions, methods=["POST"]),
             Route("/v1/responses", self.responses, methods=["POST"]),
             Route("/v1/embeddings", self.embeddings, methods=["POST"]),
-            Route("/openapi.json", self.openapi, methods=["GET"]),
             Route(HEALTH_PATH, self.health, methods=["GET"]),
         ]
 
@@ -153,15 +75,13 @@ class PublicInterface:
     async def chat(self, request: Request) -> Response:
         asked, messages, left_out = await self.reader.read(request, _chat)
         options = await asyncio.to_thread(asked.sampling)
-        name, resume = asked.prompt_cache_key, bool(asked.continue_final_message)
-        apart = not asked.reasoning_in_content
-        begun = TAGS[0] if apart and resume and unfinished(messages[-1]["content"]) else ""
+        name, resume, apart = asked.prompt_cache_key, asked.resumes, not asked.reasoning_in_content
         wanted = generation(asked, messages, options, "messages", name=name, resume=resume)
 
         def begin(accepted: Accepted) -> Writer:
             return ChatWriter(
                 accepted,
-                PartReader(begun or accepted.opening, call_reader(options.calls), apart=apart),
+                PartReader(accepted.opening if apart or not resume else "", call_reader(options.calls), apart=apart),
                 version=program_version(),
                 with_usage=asked.wants_usage,
                 logprobs=bool(asked.logprobs),
@@ -223,10 +143,6 @@ class PublicInterface:
             self.answered[item["id"]] = item
         while len(self.answered) > MAX_ANSWERED:
             self.answered.popitem(last=False)
-
-    async def openapi(self, _request: Request) -> Response:
-        """GET /openapi.json: the OpenAPI document."""
-        return json_answer(document())
 
     async def embeddings(self, request: Request) -> Response:
         asked = await self.reader.read(request, partial(_checked, EmbeddingsRequest))

@@ -106,7 +106,8 @@ def _stops(given: object) -> object:
 
 TokenId = Annotated[str, AfterValidator(_token_id)]
 Whole = BeforeValidator(_whole)
-Count = Annotated[Annotated[int, Field(ge=1, le=MAX_COUNT)] | None, BeforeValidator(_unlimited)]
+Limit = Annotated[int, Field(ge=1, le=MAX_COUNT), BeforeValidator(_unlimited)]
+Count = Limit | None
 
 
 def effort_variables(effort: str | None) -> dict[str, Any]:
@@ -173,6 +174,8 @@ class Sampling(Part):
         changed = {name: given[other] for other, name in _ALIASES.items() if given.get(other) is not None}
         if given.get("reasoning_format") == "none" or given.get("separate_reasoning") is False:
             changed["reasoning_in_content"] = True
+        if given.get("thinking_token_budget") is not None:  # vLLM's
+            changed["reasoning"] = {"max_tokens": given["thinking_token_budget"]}
         forms = {other: given[other] for other in _FORMS if given.get(other) not in _NOTHING}
         if forms:
             changed["structured_outputs"] = {_FORMS[other]: _form(other, value) for other, value in forms.items()}
@@ -421,6 +424,11 @@ class ChatRequest(Sampling):
             raise refused("max_tokens", "max_tokens and max_completion_tokens are both given and differ: give one")
 
     @property
+    def resumes(self) -> bool:
+        """Whether the last message is continued rather than answered."""
+        return bool(self.continue_final_message)
+
+    @property
     def conversation(self) -> tuple[list[dict[str, Any]], LeftOut]:
         """The messages in the format of chat templates, and what of messages and tools is left out.
 
@@ -430,7 +438,7 @@ class ChatRequest(Sampling):
         left_out = known_tools(self.tools)[1]
         asked = max((index for index, message in enumerate(self.messages) if message.role == "user"), default=-1)
         messages = [message.plain(index, left_out, last=index == asked) for index, message in enumerate(self.messages)]
-        if self.continue_final_message and "reasoning_content" in (last := messages[-1]) and not last["content"]:
+        if self.resumes and "reasoning_content" in (last := messages[-1]) and not last["content"]:
             last["content"] = f"{TAGS[0]}\n{last.pop('reasoning_content')}"
         return messages, left_out
 

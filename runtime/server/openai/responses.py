@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from runtime.engine.generation import Piece, Speculation, Usage
 from runtime.load.loading import Accepted
-from runtime.server.service import Scored
+from runtime.server.records import Scored
 from runtime.text.call_reader import CallReader, Found
 from runtime.text.reasoning import ReasoningReader
 from runtime.text.sampling import TokenLogprob

@@ -17,7 +17,8 @@ from runtime.engine.engine import Engine
 from runtime.engine.generation import Piece
 from runtime.load.loading import Accepted
 from runtime.server.openai.forms import CalledFunction, CalledTool
-from runtime.server.service import GenerationRequest, Service
+from runtime.server.records import GenerationRequest
+from runtime.server.service import Service
 from runtime.text.call_grammar import CallRules
 from runtime.text.call_reader import CallReader
 from runtime.text.schema_process import problem_of

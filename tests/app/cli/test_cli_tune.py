@@ -334,14 +334,18 @@ def test_serve_passes_the_budget_on(run: Run, services: Any, monkeypatch: pytest
     from runtime.server import serve
 
     served: list[Any] = []
-    services.service = served.append
+    how: list[Any] = []
+    services.service = lambda defaults, **own: served.append(defaults) or how.append(own)
     monkeypatch.setattr(serve, "run", lambda _service, *, model, **_: served.append(model) or 0)
     run("serve", "--model", "demo", "--budget", 2.5)
     run("serve", "--k-chunk", 4, "--kv", "int8", "--context", 512)
     usual, first, other, _ = served
     served.clear()
     run("serve", "--speculate")
+    monkeypatch.setenv("LOWBIT_CHAT_HISTORY", "off")
+    monkeypatch.setenv("LOWBIT_CHAT_MAX_MODELS", "5")
     run("serve", "--speculate", "--kv", "int8")
+    assert [how[0], how[-1]] == [{"keeps": True, "max_models": 3}, {"keeps": False, "max_models": 5}]
     assert [one.kv for one in served if isinstance(one, LoadOptions)] == [None, "int8"]
     assert usual == LoadOptions(compensation=Compensation(budget_percent=2.5), kv="int4")
     assert (first.model, first.compensation) == ("demo", None), "that of the service applies"

@@ -106,15 +106,15 @@ async def test_the_end_of_long_work_is_told_to_who_looks_elsewhere(stage: Any, r
     assert [text for text in written if "\x1b]9;" in text] == ["\x1b]9;lowbit-chat has finished\x07\a"]
 
 
-def test_the_runtime_is_told_when_to_unload(monkeypatch: pytest.MonkeyPatch) -> None:
-    def minutes(settings: Settings) -> object:
+def test_the_runtime_is_told_when_to_unload() -> None:
+    def told(settings: Settings) -> object:
         found = _own_supervisor(settings)
         assert isinstance(found, Supervisor)
-        return found._idle_minutes
+        return found._idle_minutes, found._max_models
 
-    assert minutes(Settings()) == 30
-    assert minutes(Settings(idle_unload=0)) == 0
-    assert minutes(Settings(idle_unload=5)) == 5
+    assert told(Settings()) == (30, 3)
+    assert told(Settings(idle_unload=0)) == (0, 3)
+    assert told(Settings(idle_unload=5, max_models=1)) == (5, 1)
 
 
 async def test_a_real_runtime_unloads_and_wakes() -> None:

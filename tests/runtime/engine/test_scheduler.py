@@ -155,6 +155,11 @@ def test_a_long_prompt_and_running_answers_share_the_steps(
     Asked(engine, prompt_of(3, 300))
     finish(engine)
     assert [step.tokens.size for step in steps if step.prefill] == [128, 128, 44], "alone, in full steps"
+    steps.clear()
+    Asked(engine, prompt_of(4, 300))
+    while engine.step(beside=True):
+        pass
+    assert [step.tokens.size for step in steps if step.prefill] == [64, 64, 64, 64, 44], "another model answers, too"
 
 
 def test_tokens_of_several_requests_make_one_step(tiny_model: Factory, spec: ModelSpec, tokenizer: Tokenizer) -> None:

@@ -116,6 +116,15 @@ def test_the_catalogue_has_bundled_and_stored_models(catalogue: Catalogue) -> No
     assert again.created == 10**9
 
 
+def test_a_name_is_looked_up_without_what_only_a_list_shows(
+    catalogue: Catalogue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr("runtime.load.catalogue.template_in")
+    monkeypatch.delattr("runtime.load.catalogue.Certificate")
+    assert (found := catalogue.info("org/copy")) is not None
+    assert found.summary.context > 0
+
+
 @pytest.mark.parametrize("name", ["nowhere", "", "..", "../models", "/etc", "a/b/c", "org--copy", "org/copy/", "a\0b"])
 def test_names_that_are_no_models(catalogue: Catalogue, name: str) -> None:
     assert catalogue.find(name) is None
@@ -141,7 +150,7 @@ def test_what_is_loaded_is_what_was_asked_for(loads: Loads) -> None:
     assert (loaded.name, loaded.backend, loaded.kv, loaded.context) == ("org/copy", "reference", "int8", 128)
     assert loaded.k_chunk == {"qkv": 8, "o": 0, "gate_up": 0, "down": 0, "head": 0}
     assert loaded.engine.context == 128
-    assert loaded.kv_bytes > 0
+    assert loaded.held_bytes > loaded.kv_bytes > loaded.card_bytes == 0
     assert loaded.weight_bytes > 0
     assert [report.phase for report in reports] == ["open", "load"]
     assert "cache" in reports[-1].message

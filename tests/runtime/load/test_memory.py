@@ -277,7 +277,7 @@ def test_blocks_that_do_not_fit_the_card_are_planned_for_the_processor() -> None
     assert found.layers_on_device is not None
     assert found.context == found.rest.context == DEFAULT_CONTEXT
     assert found.weight_bytes == found.layers_on_device * 100 * MIB
-    assert found.weight_bytes + found.rest.weight_bytes == 2200 * MIB
+    assert found.held_bytes == 2200 * MIB + found.kv_bytes + found.rest.kv_bytes
     assert found.fits
     assert found.rest.fits
     with pytest.raises(OutOfMemoryError):

@@ -41,6 +41,7 @@ SLOW_BUDGET = 77.0
 """A budget whose tuning waits for the gate."""
 ASKED: dict[str, Callable[[list[str]], list[str]]] = {
     "echo": lambda words: words,
+    "hold": lambda words: words,
     "count": lambda words: [str(i) for i in range(int(words[0]))],
     "umlauts": lambda _: ["äöü", "\u2028", "😀", "\x85", "\n"],
     "spaces": lambda _: [" ", " ", "x"],
@@ -48,7 +49,10 @@ ASKED: dict[str, Callable[[list[str]], list[str]]] = {
 
 
 class FakeEngine:
-    """Does what the last message (or the prompt) says: `echo WORDS`, `count N`, `slow N`, `break`, `die`."""
+    """Does what the last message (or the prompt) says: `echo WORDS`, `count N`, `slow N`, `break`, `die`.
+
+    `hold WORDS` waits for `held` between steps, as an answer that takes very long.
+    """
 
     reasons = False
     """Whether its template begins the reasoning unless a request says otherwise."""
@@ -71,8 +75,9 @@ class FakeEngine:
         self.prefill_gate = threading.Event()
         self.prefill_gate.set()
         self.waiting = 0
+        self.held = threading.Event()
         self._texts: dict[int, str] = {}
-        self._running: list[tuple[Iterator[Piece], Callable[[Piece | Exception], None]]] = []
+        self._running: list[tuple[Iterator[Piece | None], Callable[[Piece | Exception], None]]] = []
 
     def chat_prompt(
         self,
@@ -119,14 +124,16 @@ class FakeEngine:
         self.chats.append(chat)
         self._running.append((self._generate(list(prompt), options, cancelled), receive))
 
-    def step(self) -> bool:
+    def step(self, *, beside: bool = False) -> bool:
         """A piece of each answer."""
         for both in list(self._running):
             pieces, receive = both
             try:
-                item: Piece | Exception = next(pieces)
+                item: Piece | Exception | None = next(pieces)
             except InvalidActivationError as error:
                 item = error
+            if item is None:
+                continue
             if isinstance(item, Exception) or item.finish_reason is not None:
                 self._running.remove(both)
             receive(item)
@@ -136,12 +143,16 @@ class FakeEngine:
         while self._running:
             self._running.pop()[1](error)
 
-    def _generate(self, prompt: list[int], options: SamplingOptions, cancelled: Callable[[], bool]) -> Iterator[Piece]:
+    def _generate(
+        self, prompt: list[int], options: SamplingOptions, cancelled: Callable[[], bool]
+    ) -> Iterator[Piece | None]:
         began = time.perf_counter()
         while not self.prefill_gate.wait(0.005):
             if cancelled():
                 break
         verb, *words = self._texts.get(len(prompt), "echo tokens").split() or ["echo"]
+        while verb == "hold" and not (self.held.wait(0.001) or cancelled()):
+            yield None
         delay = 0.005 if verb == "slow" else 0.0
         if verb == "die":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -311,6 +322,8 @@ class FakeHouse:
             context=request.context or CONTEXT,
             weight_bytes=600,
             kv_bytes=50,
+            held_bytes=650,
+            card_bytes=400,
             caches={"int4": CacheFacts(bytes_per_token=12.5, context=77)},
             sampling=self.sampling,
         )
@@ -365,6 +378,9 @@ class FakeHouse:
 
     def find(self, name: str) -> ModelEntry | None:
         return next((found for found in self.entries() if found.name == name), None)
+
+    def info(self, name: str) -> Any:
+        return None if self.find(name) is None else SimpleNamespace(name=name, summary=SimpleNamespace(context=CONTEXT))
 
     def chat_template(self, name: str) -> str:
         return "{% if enable_thinking %}" if name == "small" else ""

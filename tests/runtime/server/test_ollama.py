@@ -129,10 +129,21 @@ def test_a_conversation() -> None:
         (True, {"enable_thinking": True, "thinking": True, "reasoning_effort": "high"}),
         (False, {"enable_thinking": False, "thinking": False, "reasoning_effort": "low"}),
         ("medium", {"enable_thinking": True, "thinking": True, "reasoning_effort": "medium"}),
+        (9, {"enable_thinking": True, "thinking": True, "reasoning_effort": "high"}),
     ],
 )
 def test_thinking_sets_the_templates_variables(think: Any, told: dict[str, Any]) -> None:
-    assert read(think=think).variables == told
+    asked = read(think=think)
+    assert asked.variables == told
+    assert asked.sampling().thought_tokens == (9 if think == 9 else None)
+
+
+async def test_a_thought_is_continued(client: httpx.AsyncClient, house: FakeHouse) -> None:
+    thought = {"role": "assistant", "content": "", "thinking": "a"}
+    asked = {"model": "small", "messages": [{"role": "user", "content": "x"}, thought], "stream": False, "think": 9}
+    message = (await client.post("/api/chat", json=asked)).json()["message"]
+    assert house.engine.messages[-1] == {"role": "assistant", "content": "<think>\na"}
+    assert (house.engine.options[-1].thought, message["thinking"]) == ("<think>\na", "I do not know")
 
 
 @pytest.mark.parametrize(("form", "schema"), [("json", {"type": "object"}), (SCHEMA, SCHEMA), ("", None)])
@@ -171,11 +182,8 @@ async def test_a_model_is_unloaded_and_loaded_as_asked(client: httpx.AsyncClient
     first = (await client.post("/api/generate", json={"model": "small"})).json()
     assert (first["done_reason"], first["response"]) == ("load", "")
     (loaded,) = (await client.get("/api/ps")).json()["models"]
-    assert (loaded["name"], loaded["context_length"], loaded["expires_at"]) == (
-        "small",
-        CONTEXT,
-        "9999-12-31T23:59:59Z",
-    )
+    wanted = {"name": "small", "context_length": CONTEXT, "expires_at": "9999-12-31T23:59:59Z"}
+    assert loaded | wanted | {"size": 650, "size_vram": 400} == loaded
     assert (await client.post("/api/chat", json=asking(keep_alive=0))).json()["message"]["content"] == "a b c"
     await asyncio.to_thread(wait_until, lambda: house.engine.closed)
     assert (await client.get("/api/ps")).json() == {"models": []}
@@ -302,7 +310,7 @@ async def test_only_names_of_the_catalogue_or_the_hub_are_downloaded(
         ("/api/chat", {"options": {"mirostat": 0, "tfs_z": 1.0}}, None),
         ("/api/chat", {"format": "xml"}, "format: "),
         ("/api/chat", {"format": {"type": "no"}}, "format: "),
-        ("/api/chat", {"think": 3}, "think: "),
+        ("/api/chat", {"think": -1}, "think: "),
         ("/api/chat", {"keep_alive": "soon"}, "keep_alive must be"),
         ("/api/chat", {"keep_alive": []}, "keep_alive: "),
         ("/api/chat", {"tools": [{"type": "function", "function": {"name": 3}}]}, "tools[0].function.name: "),
@@ -313,6 +321,7 @@ async def test_only_names_of_the_catalogue_or_the_hub_are_downloaded(
         ("/api/embed", {"input": [""]}, "input holds an empty text"),
         ("/api/embed", {"input": "x", "dimensions": 3}, "dimensions is not supported"),
         ("/api/embeddings", {"prompt": 3}, "prompt"),
+        ("/api/embeddings", {"prompt": ["a", "b"]}, "prompt holds 2 texts"),
         ("/api/embeddings", {"prompt": "x " * CONTEXT, "truncate": False}, "the prompt has"),
         ("/api/show", {"model": 3}, "model: "),
         ("/api/pull", {"model": ""}, "model: "),

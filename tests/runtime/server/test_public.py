@@ -253,6 +253,8 @@ async def test_a_budget_of_reasoning(client: httpx.AsyncClient, house: FakeHouse
             assert (await client.post(f"/v1/{path}", json={**body, **about})).status_code == 200
             assert house.engine.options[-1].thought_tokens == taken
             assert house.engine.variables == {"reasoning_effort": "low", "thinking": True}
+        assert (await client.post(f"/v1/{path}", json={**body, "thinking_token_budget": 4})).status_code == 200
+        assert house.engine.options[-1].thought_tokens == 4
         refused = await client.post(f"/v1/{path}", json={**body, "reasoning": {"max_tokens": -2}})
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "reasoning.max_tokens")
 
@@ -308,6 +310,7 @@ async def test_a_thought_is_continued(client: httpx.AsyncClient, house: FakeHous
     whole = await both_ways(client, asked)
     assert house.engine.messages[-1] == {"role": "assistant", "content": "<think>\na"}
     assert (whole["reasoning_content"], whole["content"]) == ("I do not know", "")
+    assert house.engine.options[-1].thought == "<think>\na"
 
 
 @pytest.mark.parametrize("stream", [False, True])

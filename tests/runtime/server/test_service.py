@@ -14,7 +14,8 @@ from runtime.engine.generation import Piece
 from runtime.errors import RequestError
 from runtime.load.loading import Accepted
 from runtime.server.errors import ApiError
-from runtime.server.service import GenerationRequest, Service
+from runtime.server.records import GenerationRequest, Keep
+from runtime.server.service import Service
 from runtime.text.sampling import SamplingOptions
 from runtime.wire.requests import LoadRequest, TuneRequest
 
@@ -364,13 +365,69 @@ async def test_models_answer_in_turns_without_being_loaded_again(service: Servic
 async def test_the_least_recently_used_model_goes_where_memory_or_the_limit_says_so(
     made: Makes, house: FakeHouse
 ) -> None:
-    service = made(most_models=2)
+    service = made(max_models=2)
     await turns(service, "small", "demo", "small", "org/other")
     assert kept(house) == ["small", "org/other"]
     house.room = 1
     await turns(service, "demo")
     assert kept(house) == ["demo"]
     assert service.status().also_loaded == []
+
+
+async def test_as_many_models_as_are_loaded_take_turns(service: Service, house: FakeHouse) -> None:
+    await turns(service, *(["small", "demo", "org/other"] * 2))
+    assert len(house.loads) == 3
+
+
+async def answering(service: Service) -> asyncio.Task[str]:
+    """An answer of a model that goes on until it is released."""
+    task = asyncio.create_task(answer(service, "hold it"))
+    await until(lambda: service.status().running == 1)
+    return task
+
+
+async def test_models_answer_at_the_same_time(service: Service, house: FakeHouse) -> None:
+    long = await answering(service)
+    await turns(service, "demo", "org/other", "demo")
+    assert [one.model async for one in service.embed("demo", ["x"])] == ["demo"]
+    await service.hold("demo", Keep(seconds=0))
+    assert (kept(house), service.status().running) == (["small", "org/other"], 1)
+    house.engines[0].held.set()
+    assert await long == "it"
+    assert len(set.union(*(engine.threads for engine in house.engines))) == 1
+
+
+async def waits(service: Service, house: FakeHouse, task: asyncio.Task[Any], long: asyncio.Task[str]) -> None:
+    """Check that a task waits for an answer, but its turn comes."""
+    await until(lambda: service.status().waiting == 1)
+    assert not task.done()
+    house.engines[0].held.set()
+    assert await long == "it"
+    await task
+
+
+@pytest.mark.parametrize(("limit", "room"), [(1, 9), (3, 1)])
+async def test_a_model_without_room_waits_for_the_answers_of_others(
+    made: Makes, house: FakeHouse, limit: int, room: int
+) -> None:
+    house.room, service = room, made(max_models=limit)
+    long = await answering(service)
+    gone = asyncio.create_task(turns(service, "demo"))
+    await until(lambda: service.status().waiting == 1)
+    gone.cancel()
+    await until(lambda: service.status().waiting == 0)
+    await waits(service, house, asyncio.create_task(turns(service, "demo")), long)
+    assert kept(house) == ["demo"]
+
+
+async def test_what_needs_a_model_for_itself_waits_for_its_answers(service: Service, house: FakeHouse) -> None:
+    await turns(service, "small", "demo")
+    long = await answering(service)
+
+    async def embed() -> None:
+        assert [one.model async for one in service.embed("small", ["x"])] == ["small"]
+
+    await waits(service, house, asyncio.create_task(embed()), long)
 
 
 async def test_unloading_and_forgetting_reach_all_models(service: Service, house: FakeHouse) -> None:

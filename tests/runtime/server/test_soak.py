@@ -12,7 +12,7 @@ from tests.lab.soak import Seen, growth, soaked
 
 @pytest.mark.slow
 def test_every_request_has_an_end(tmp_path: Path) -> None:
-    found = soaked("demo", tmp_path, minutes=0.1, clients=8, parallel=2, seed=1)
+    found = soaked(["demo"], tmp_path, minutes=0.1, clients=8, parallel=2, seed=1)
     assert found["wrong"] == []
     assert found["requests"] > 8
     assert set(found["ends"]) <= {"stop", "length", "hung up", "left in the middle", "refused, 404", "refused, 503"}

@@ -87,6 +87,20 @@ def test_nothing_else_is(tmp_path: Path, text: str) -> None:
     assert constraint.free
 
 
+@pytest.mark.parametrize(("budget", "left"), [(5, "abc"), (2, ""), (1, "")])
+def test_what_a_continued_thought_has_already_counts(tmp_path: Path, budget: int, left: str) -> None:
+    tokenizer = Tokenizer(folder(tmp_path, TAGS, special=False))
+    constraint = ThoughtBudget(None, budget, tokenizer, tokenizer.encode("xy", special=False), "<think>\nxy")
+    for token in tokenizer.encode(left, special=False):
+        assert constraint.free
+        constraint.take(token)
+    for token in tokenizer.encode("\n</think>\n\n", special=False):
+        assert not constraint.free
+        assert constraint.allows(token)
+        constraint.take(token)
+    assert constraint.free
+
+
 def test_a_call_within_is_finished_first(tmp_path: Path) -> None:
     tokenizer = Tokenizer(folder(tmp_path, TAGS, special=False))
     (letter,) = tokenizer.encode("c", special=False)
