@@ -112,7 +112,9 @@ def show(
     as_json: options.Json = False,
 ) -> None:
     """Show details of a stored model."""
+    from app.settings import load
     from models.store.certificate import Certificate
+    from runtime.kv.kinds import usual_cache
 
     output, services = Output(as_json=as_json), services_of(ctx)
     info = _info(name, services)
@@ -128,12 +130,15 @@ def show(
     certificate = Certificate.read(info.path)
     entry = {**_entry(info, bundled=name == DEMO), **_details(info), "verified": verify}
     entry["certificate"] = None if certificate is None else asdict(certificate)
+    entry["cache"] = usual_cache(Certificate.of(info.path).kv)
     if as_json:
         output.result(entry)
         return
     entry["perplexity_after"] = perplexity(info.summary.perplexity_before, info.summary.perplexity_after) or None
-    if certificate is not None:
-        entry["certificate"] = certificate.words.replace("\n", f"\n{'':20}")
+    entry["certificate"] = Certificate.of(info.path).words.replace("\n", f"\n{'':20}")
+    if (asked := load().kv) is not None and asked != entry["cache"]:
+        harm = ", which damages answers" if Certificate.of(info.path).harms(asked) else ""
+        entry["cache"] = f"{entry['cache']} by default, {asked} by your settings{harm}"
     for key, value in entry.items():
         if value is not None:
             output.text(f"{_LABELS.get(key, key.replace('_', ' ')):<20}{_shown(key, value)}")
