@@ -120,7 +120,9 @@ class Certificate:
             found = cls(**{**data, **lists})
             every = found.ways + found.caches
             numbers = [n for way in every for n in (way.kl, way.same_percent, way.budget_percent or 0)]
-            perplexities = [way.perplexity for way in every] + [float(data["source_perplexity"])] * bool(found.ways)
+            perplexities = [way.perplexity for way in every]
+            if found.ways:
+                perplexities.append(float(data["source_perplexity"]))
             if not every or min(perplexities) <= 0 or not all(map(math.isfinite, numbers + perplexities)):
                 raise ValueError("numbers are missing, or are none")
         except (KeyError, TypeError) as error:

@@ -128,33 +128,29 @@ def _wide(tensors: dict[str, Any], sizes: dict[str, Any]) -> None:
     """Heads of 512 channels: the model's own, and others of keys, thrice as large, that no query reads."""
     import torch
 
-    heads, wide = sizes["num_attention_heads"], 512
-    D, noise = sizes["hidden_size"] // heads, torch.Generator().manual_seed(0)
-    sizes |= {
-        "head_dim": wide,
-        "rope_theta": sizes["rope_theta"] ** (wide / D),
-    }
+    wide, D = 512, sizes["hidden_size"] // sizes["num_attention_heads"]
+    sizes |= {"head_dim": wide, "partial_rotary_factor": D / wide}
+    noise = torch.Generator().manual_seed(0)
     for name, x in tensors.items():
         part = name.split(".")[-2][0] if ".self_attn." in name else ""
         if not part:
             continue
-        x = x.T if part == "o" else x
-        rows = torch.zeros(len(x) // D, 2, wide // 2, x.shape[1])
+        own = (x.T if part == "o" else x).reshape(-1, D, sizes["hidden_size"])
+        rows = torch.zeros(len(own), wide, sizes["hidden_size"])
         if part == "k":
             rows.normal_(std=3 * float(x.std()), generator=noise)
-        own = x.reshape(-1, 2, D // 2, x.shape[1])
-        rows[:, :, : D // 2] = own * (wide / D) ** 0.5 if part == "q" else own
-        rows = rows.view(-1, x.shape[1])
+        rows[:, :D] = own * (wide / D) ** 0.5 if part == "q" else own
+        rows = rows.flatten(0, 1)
         tensors[name] = (rows.T if part == "o" else rows).contiguous()
 
 
 BUILT = {
-    "key channels x 50": _large,
-    "key offsets x 50": _offsets,
-    "one key-value head": _one_head,
-    "heads of 512": _wide,
+    "key channels x 50": ("smollm2", _large),
+    "key offsets x 50": ("smollm2", _offsets),
+    "heads of 512": ("smollm2", _wide),
+    "one key-value head": ("english3m", _one_head),
 }
-"""Changes to SmolLM2 that are hard on a cache of 4 bits."""
+"""Changes to real models that are hard on a cache of 4 bits. The last one damages the model, too."""
 
 
 def checked(name: str, folder: Path) -> dict[str, Any]:
@@ -165,14 +161,16 @@ def checked(name: str, folder: Path) -> dict[str, Any]:
     from assets import calibration_text, evaluation_text
     from runtime.load.certificate import cache_losses
 
-    source = DATA / "models" / name if name == "english3m" else folder
-    if name in BUILT:
-        source, sizes = BUILD / name.replace(" ", "-"), json.loads((folder / "config.json").read_text("utf-8"))
-        shutil.copytree(folder, source, dirs_exist_ok=True)
-        tensors = {key: x.to(torch.float32) for key, x in load_file(folder / "model.safetensors").items()}
-        BUILT[name](tensors, sizes)
-        save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
-        (source / "config.json").write_text(json.dumps(sizes), encoding="utf-8")
+    real, change = BUILT.get(name, (name, None))
+    source = folder if real == "smollm2" else DATA / "models" / real
+    if change is not None:
+        made, sizes = BUILD / name.replace(" ", "-"), json.loads((source / "config.json").read_text("utf-8"))
+        shutil.copytree(source, made, dirs_exist_ok=True)
+        tensors = {key: x.to(torch.float32) for key, x in load_file(source / "model.safetensors").items()}
+        change(tensors, sizes)
+        save_file(tensors, made / "model.safetensors", metadata={"format": "pt"})
+        (made / "config.json").write_text(json.dumps(sizes), encoding="utf-8")
+        source = made
     store, stored = Store(BUILD / "store"), f"check-{name.replace(' ', '-')}"
     recipe = Recipe(method="rtn", bits=4, residual_bits=0)
     quantize(source, store, recipe, name=stored, calibration=calibration_text()[:40000], force=True)
