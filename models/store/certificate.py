@@ -79,8 +79,9 @@ class Certificate:
     ways: tuple[Way, ...] = ()
     """None as above."""
     caches: tuple[Way, ...] = ()
-    """What kinds of cache lose of an exact one over the same weights, on answers over that one: the default kind's, and
-    that of 8 bits if that was too much. None where they were not checked."""
+    """What kinds of cache lose of an exact one over the same weights, on answers over that one: the default kind's, if
+    that was too much that of 8 bits, and if that was, too, `fp16`'s, which is rounded elsewhere. None: not checked.
+    """
 
     def write(self, folder: Path) -> None:
         """Write it beside the model's files. Raises StoreError where the disk refuses."""
@@ -137,11 +138,12 @@ class Certificate:
     @property
     def kv(self) -> str | None:
         """The kind of cache that is the default for the model: the first that is no harm; None: not checked."""
-        return next((way.kv for way in self.caches if way.kl <= CACHE_LIMIT), "fp16" if self.caches else None)
+        return next((way.kv for way in self.caches if not self.harms(way.kv)), None)
 
     def harms(self, kv: str) -> bool:
-        """Whether a kind of cache was found to damage the model's answers."""
-        return any(way.kl > CACHE_LIMIT for way in self.caches if way.kv == kv)
+        """Whether a kind of cache was found to damage the model's answers: `fp16` never, what is like it neither."""
+        limit = max([CACHE_LIMIT, *(2 * way.kl for way in self.caches if way.kv == "fp16")])
+        return any(way.kl > limit for way in self.caches if way.kv == kv)
 
     @property
     def words(self) -> str:

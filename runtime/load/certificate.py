@@ -202,7 +202,7 @@ def cache_losses(
     progress: ProgressCallback = ignore_progress,
     cancelled: Callable[[], bool] = never_cancelled,
 ) -> tuple[Way, ...]:
-    """What the default cache does to a model's answers, and one of 8 bits if that is too much.
+    """What the default cache does to a model's answers, one of 8 bits if that is too much, and then one of 16.
 
     Exact answers are those over the default cache while its window holds all tokens: one decoder gives both.
 
@@ -233,13 +233,14 @@ def cache_losses(
     decoder = plan.open_decoder(lambda step: progress(report(step)))
     try:
         answers = Reference.answers(decoder, Tokenizer(model.tokenizer_path).encode(text), cancelled)
-        found = answers.measure(decoder, Way(kv=DEFAULT_KV, k_chunk=0), cancelled)
+        found = [answers.measure(decoder, Way(kv=DEFAULT_KV, k_chunk=0), cancelled)]
     finally:
         decoder.close()
-    if found.kl <= CACHE_LIMIT:
-        return (found,)
-    more = [Way(kv="int8", k_chunk=0)]
-    return (found, *measured(model, answers, more, backend=backend, progress=progress, cancelled=cancelled))
+    for kv in ("int8", "fp16"):
+        if found[-1].kl > CACHE_LIMIT:
+            way = Way(kv=kv, k_chunk=0)
+            found += measured(model, answers, [way], backend=backend, progress=progress, cancelled=cancelled)
+    return tuple(found)
 
 
 def certify(

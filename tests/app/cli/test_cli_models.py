@@ -107,8 +107,9 @@ def test_a_certificate_is_repeated(
     folder = services.store().root / "three"
     own = Certificate.read(folder)
     assert own is not None
-    replace(own, ways=(), caches=(replace(own.caches[0], kl=0.5),)).write(folder)
-    assert "the default cache is int4, was fp16" in run("verify", "three", code=1).stderr
+    caches = replace(own.caches[0], kl=0.5), replace(own.caches[0], kv="int8")
+    replace(own, ways=(), caches=caches).write(folder)
+    assert "the default cache is int4, was int8" in run("verify", "three", code=1).stderr
     own = replace(own, caches=())
     for field, wrong in {"kl": 0.9 * plain["kl"] - 0.003, "same_percent": 3.0, "perplexity": 1.0}.items():
         replace(own, ways=(replace(own.ways[0], **{field: wrong}), *own.ways[1:])).write(folder)

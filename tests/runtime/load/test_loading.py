@@ -158,7 +158,8 @@ REFERENCE: dict[str, Any] = {"model": "demo", "backend": "reference"}
         ((), None, "int4", "4-bit cache: not checked"),
         ((0.012,), None, "int4", "int4 cache: KL 0.012, same top token 90 %"),
         ((0.2, 0.01), None, "int8", "int8 cache: KL 0.010, same top token 90 %; so int8 is the default"),
-        ((0.2, 0.1), None, "fp16", "so fp16 is the default"),
+        ((0.2, 0.1, 0.01), None, "fp16", "so fp16 is the default"),
+        ((0.12, 0.1, 0.08), None, "int4", "int4 cache: KL 0.120"),
         ((0.2, 0.01), "int4", "int4", "so int8 is the default"),
     ],
 )
@@ -166,7 +167,7 @@ def test_the_default_cache_is_the_first_that_does_no_harm_and_another_that_was_a
     loads: Loads, store: Store, losses: tuple[float, ...], asked: KVKind | None, kv: KVKind, said: str
 ) -> None:
     folder = store.path("org/copy")
-    measured = zip(("int4", "int8"), losses, strict=False)
+    measured = zip(("int4", "int8", "fp16"), losses, strict=False)
     caches = tuple(Way(kv=kind, k_chunk=0, kl=kl, same_percent=90.0, perplexity=4.0) for kind, kl in measured)
     if caches:
         Certificate(model=content_of(folder) or "", caches=caches).write(folder)
