@@ -175,6 +175,12 @@ class StoredModel:
         """Calibration tokens that went to each expert of a block: int32 [held]."""
         return self._files[layout.block_file(layer)][layout.expert_tokens(layer)]
 
+    @property
+    def mtp_bytes(self) -> int:
+        """Bytes of the block that predicts further tokens; 0: there is none."""
+        file = self._files.get(layout.MTP)
+        return 0 if file is None else sum(entry.nbytes for entry in file.entries.values())
+
     def release(self) -> None:
         for file in self._files.values():
             file.release()

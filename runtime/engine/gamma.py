@@ -88,6 +88,9 @@ def break_even(costs: Costs) -> float | None:
 class FixedGamma:
     """A constant draft length."""
 
+    gain = 1.0
+    """Unknown."""
+
     def __init__(self, gamma: int) -> None:
         self.current = gamma
 
@@ -122,6 +125,12 @@ class AdaptiveGamma:
     def current(self) -> int:
         """The best choice according to current estimates."""
         return best_gamma(self._now(), self.acceptance)
+
+    @property
+    def gain(self) -> float:
+        """Throughput with the best choice, relative to plain decoding."""
+        now = self._now()
+        return speedup(now, best_gamma(now, self.acceptance), self.acceptance)
 
     def next(self) -> int:
         """Tokens to draft in the next round; 0: take a plain step."""
