@@ -213,12 +213,12 @@ class Engine:
 
     @property
     def speculates(self) -> bool:
-        """Whether the model drafts for itself."""
-        return self._drafting.gamma is not None
+        """Whether the model drafts for itself, with its low-bit weights."""
+        return self._drafting.gamma is not None and not self.drafts_by_head
 
     @property
     def drafts_by_head(self) -> bool:
-        """Whether that is done by its block that predicts further tokens."""
+        """Whether its block that predicts further tokens drafts."""
         return self._drafting.mtp is not None
 
     def forget(self, chat: str | None = None) -> None:
@@ -368,5 +368,5 @@ class Engine:
     def _rounds(self, run: Run, slot: int) -> Rounds:
         """The decoding of one answer."""
         rounds = self._drafting.rounds(self._scheduler.context(slot), run.options, run.constraint, ends=self._eos)
-        run.speculation = lambda: rounds.result() if self.speculates or rounds.counts.rounds else None
+        run.speculation = lambda: rounds.result() if self._drafting.gamma or rounds.counts.rounds else None
         return rounds
