@@ -232,6 +232,12 @@ class Eager(Interpreter["Tensor"]):
         x = self.of(node)[..., : self.spec.read_width(node.norm)]
         return self.rms(x, node.norm) if node.norm else x
 
+    def join(self, node: Node) -> Tensor:
+        import torch
+
+        norms = (f"layers.{node.layer}.{part}_norm" for part in ("embed", "hidden"))
+        return torch.cat([self.rms(self.of(node, at), norm) for at, norm in enumerate(norms)], dim=-1)
+
     def gate(self, node: Node) -> Tensor:
         if len(node.inputs) > 1:
             return self.activate(self.of(node), self.of(node, 1))

@@ -36,6 +36,7 @@ from tests.models.random_models import (
     drawn_changes,
     random_case,
     random_model,
+    with_mtp,
 )
 
 TOLERANCE = 1e-4
@@ -253,32 +254,6 @@ def test_observer_sees_what_modules_of_transformers_receive(pair: tuple[Any, Che
         of_latents = spec.latent is not None and name.endswith(".o")  # theirs have passed W_V, which is part of our `o`
         if expert_of(name) is None and not of_latents:
             assert_close(x, expected[name].view_as(x), "model")
-
-
-def with_mtp(folder: Path, case: str) -> tuple[Any, Any]:
-    """Save a random model with a block that predicts a further token. Returns the model, and one of that block."""
-    family, changes = CASES[case]
-    model = random_case(case)
-    one = {"num_hidden_layers": 1, "layer_types": ["full_attention"], "first_k_dense_replace": 0}
-    one |= {"mlp_layer_types": ["sparse"], "decoder_sparse_step": 1, "mlp_only_layers": []}
-    block = random_model(family, seed="mtp", **{**changes, **one})
-    model.save_pretrained(folder)
-    held = safetensors.torch.load_file(folder / "model.safetensors")
-    C, layers = model.config.hidden_size, model.config.num_hidden_layers
-    block.save_pretrained(folder / "block")
-    own = safetensors.torch.load_file(folder / "block/model.safetensors")
-    qwen = family.startswith("Qwen")
-    names = ("mtp.fc", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm", "mtp.layers.0.")
-    if not qwen:
-        last = f"model.layers.{layers}."
-        names = (*(last + part for part in ("eh_proj", "enorm", "hnorm", "shared_head.norm")), last)
-    for name, shape in zip(names, ((C, 2 * C), C, C), strict=False):
-        held[f"{name}.weight"] = torch.randn(shape) / 4
-    held[f"{names[3]}.weight"] = own["model.norm.weight"]
-    start = "model.layers.0."
-    held |= {names[4] + name.removeprefix(start): own[name].clone() for name in own if name.startswith(start)}
-    safetensors.torch.save_file(held, folder / "model.safetensors")
-    return model, block
 
 
 @pytest.mark.parametrize("case", ["qwen3.5", "qwen3.5-moe", "qwen3-next", "glm4-moe", "glm4-flash"])

@@ -222,10 +222,6 @@ class _Pass(Eager):
     def enter(self, node: Node) -> torch.Tensor:  # noqa: ARG002  the first node
         return torch.from_numpy(np.array(self._stream, np.float32))
 
-    def join(self, node: Node) -> torch.Tensor:
-        norms = (f"layers.{node.layer}.{part}_norm" for part in ("embed", "hidden"))
-        return torch.cat([self.rms(self.of(node, at), norm) for at, norm in enumerate(norms)], dim=1)
-
     def rms(self, x: torch.Tensor, name: str) -> torch.Tensor:
         return rms_norm(x, self._decoder.vectors[name], self.spec.eps_of(name))
 
