@@ -145,38 +145,46 @@ def test_the_block_computes_what_the_paper_says(backend: type, within: Any, monk
     assert_close(torch.from_numpy(decoder.mtp.left()[0]), x, within)
 
 
-def test_rows_are_those_of_the_verified_tokens(model: TinyModel) -> None:
-    """After drafts, refusals, pauses and cuts, the next draft is that of a block that read the tokens at once."""
-    decoder = CpuDecoder(model, DecoderOptions(kv="fp16", context=256, max_rows=24, threads=1, mtp=True))
-    assert decoder.mtp is not None
+def test_rows_are_those_of_the_verified_tokens() -> None:
+    """After drafts, refusals, pauses and cuts, the next draft is that of a block that reads all tokens at once."""
+    model = make_model(make_spec(max_context=256, vocab_size=V), residual_bits=0, mtp=True)
+    decoder = CpuDecoder(model, DecoderOptions(kv="fp16", context=256, max_rows=200, threads=1, mtp=True))
+    block = decoder.mtp
+    assert block is not None
     random, tokens = np.random.default_rng(3), np.random.default_rng(4).integers(0, V, 200).tolist()
-    left = np.zeros((200, decoder.spec.hidden_size), np.float32)
-    for start in range(0, 200, 20):
-        decoder.forward(Step.of(tokens[start : start + 20], start))
-        left[start : start + 20] = decoder.left()
-    drafts, at = MtpDrafts(decoder.mtp), 0
+    decoder.forward(Step.of(tokens))
+    left, drafts, at = decoder.left(), MtpDrafts(block), 0
 
     def drafted() -> list[int]:
         return run_alone(decoder, drafts.draft(0, tokens[at], 3, ()))
+
+    def at_once() -> list[int]:
+        logits = block.forward(Step.of(tokens[1 : at + 1], 0, [at - 1], stream=left[:at]))
+        found = [int(logits[0].argmax())]
+        while len(found) < 3:
+            logits = block.forward(Step.of(found[-1:], at + len(found) - 1, stream=block.left()[-1:]))
+            found.append(int(logits[0].argmax()))
+        return found
 
     while at < 150:
         count = int(random.integers(1, 30))
         drafts.follow(0, at, tokens[at : at + count], left[at : at + count + 3])
         at += count
         if random.random() < 0.6:
-            drafted()
+            found = drafted()
         elif random.random() < 0.3:
             run_alone(decoder, drafts.catch_up(0, 5))
-    found = drafted()
+    drafts.follow(0, at, tokens[at : at + 5], left[at : at + 5])
+    at += 5
     drafts.begin(0, tokens[:at])
-    drafts.begin(0, tokens[: at - 20])  # cut back: a row lacks what the model left before it
+    found = drafted()
+    assert found == at_once()
+    drafts.begin(0, tokens[: at - 20])  # cut back: the next row lacks what the model left before it
     drafts.follow(0, at - 20, tokens[at - 20 : at], left[at - 20 : at])
-    assert len(drafted()) == 3
-    fresh = MtpDrafts(decoder.mtp)
-    fresh.follow(0, 0, tokens[:at], left[:at])
-    assert run_alone(decoder, fresh.draft(0, tokens[at], 3, ())) == found
-    fresh.begin(0, [*tokens[: at - 9], 1])
-    assert run_alone(decoder, fresh.draft(0, 1, 3, ())) == [], "nothing is known of another text"
+    left[at - 21] = 0
+    assert drafted() == at_once()
+    drafts.begin(0, [*tokens[: at - 9], 1])
+    assert drafted() == [], "nothing is known of another text"
 
 
 @pytest.mark.parametrize(
