@@ -37,7 +37,7 @@ from runtime.engine.conversations import Conversations
 from runtime.engine.copying import Copies, StepTimes
 from runtime.engine.gamma import Costs, FixedGamma, Gamma, gamma_of
 from runtime.engine.generation import Counts, Source, Speculation
-from runtime.engine.mtp import MtpDrafts
+from runtime.engine.mtp import AT_ONCE, MtpDrafts
 from runtime.engine.work import RowKind, Rows, Work
 from runtime.text.constraint import Constraint
 from runtime.text.sampling import Distribution, Drawn, Sampler, SamplingOptions
@@ -268,17 +268,16 @@ class Rounds:
 
     def _target(self, tokens: list[int], start: int) -> Work[Float32Array]:
         """The target's logits [M, V] after each of some tokens."""
-        found = yield self._rows(tokens, start)
-        if self.mtp is None:
-            logits: Float32Array = found
-        else:
-            logits, self._left = found
+        rows = self._rows(tokens, start)
+        found = yield rows
+        logits: Float32Array
+        logits, self._left = found if rows.left else (found, None)
         return logits
 
     def _rows(self, tokens: list[int], start: int, *, draft: bool = False) -> Rows:
         """Rows of the slot from a position on, computing all their logits."""
         kind: RowKind = "draft" if draft else "decode"
-        left = self.mtp is not None and not draft
+        left = self.mtp is not None and not draft and self._gamma.resting < 2 * AT_ONCE
         return Rows(slot=self._context.slot, start=start, tokens=tokens, wanted=len(tokens), kind=kind, left=left)
 
 
@@ -297,7 +296,7 @@ class Drafting:
 
     def __init__(self, gamma: int | Costs | None = None, *, copied: bool = True, mtp: MtpDrafts | None = None) -> None:
         self.mtp = mtp
-        self.gamma: Gamma | None = None if gamma is None else gamma_of(gamma)
+        self.gamma: Gamma | None = None if gamma is None else gamma_of(gamma, by_head=mtp is not None)
         """How many tokens the model drafts; None: none."""
         self._first = self.gamma.current if self.gamma else 0
         self._times = StepTimes() if copied and not isinstance(gamma, int) else None
