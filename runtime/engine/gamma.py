@@ -28,7 +28,7 @@ _OUTLIER = 3.0
 """Outlier limit: a measured time counts as at most this many times the expected one."""
 _ROUNDS_BETWEEN = 64
 """Rounds between the plain steps that keep their measured time up to date."""
-_FIRST_ROUNDS = 16
+_FIRST_ROUNDS, _FIRST_OF_HEADS = 16, 4
 """Rounds before the first plain step."""
 _PAUSE, _LONGEST_PAUSE = 32, 512
 """Plain tokens before speculation is retried, at first and at most."""
@@ -115,7 +115,7 @@ class AdaptiveGamma:
         self._stayed, self._tried = _PRIOR * weight, weight
         self._round_ratio = self._plain_ratio = 1.0
         self._plain_known = False
-        self._since_plain = _ROUNDS_BETWEEN - _FIRST_ROUNDS
+        self._since_plain = _ROUNDS_BETWEEN - (_FIRST_OF_HEADS if by_head else _FIRST_ROUNDS)
         self._left = self._trial = 0
         self._pause = _PAUSE
 
