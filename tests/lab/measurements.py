@@ -490,8 +490,8 @@ SECTIONS = (
     Section(
         *("Speculation: heads", "speculation", _HEADS, "heads"),
         note="A made shape of 24 blocks (hidden 1024) whose next token mostly follows from the last, and a head that "
-        "knows that; in the other rows the model goes its own way. Answers of 512 tokens, one thread's processor time; the steps "
-        "were timed at load, by the clock of a shared machine.",
+        "knows that; in the other rows the model goes its own way. Answers of 512 tokens, one thread's processor time; "
+        "steps as timed at load, by the clock of a shared machine.",
     ),
     Section("Speculation: copied", "speculation", lambda found: copied(found["rows"]), "copied"),
     Section("Simulated devices beside Table 3", "kernels", simulated, rooms=("tuner",)),
