@@ -31,6 +31,10 @@ MAX_TEXT = 2**24
 """Maximum length in characters of a message from outside the program."""
 
 
+DRAFTS = {"copies": "copied drafts", "head": "the head's drafts", "model": "the model's drafts"}
+"""Drafts by what made them."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Statistics:
     """Statistics of an answer. Values that the runtime did not report are None."""
@@ -52,11 +56,13 @@ class Statistics:
     prompt_slowdown_percent: float | None = None
     """Measured slowdown of the prompt by compensation, in percent."""
     gamma: Count | None = None
-    """Tokens drafted per round; 0 if drafts of the model were turned off because they did not pay; None without any."""
+    """Tokens drafted per round; 0 if drafts were turned off because they did not pay; None without any."""
     acceptance_rate: Number | None = None
     """Share of the drafted tokens that were accepted."""
     tokens_per_verify: Number | None = None
     """Tokens per round of speculation."""
+    drafted_by: str | None = None
+    """What drafted most of them, see `runtime.wire.answers.SpeculationRecord.source`."""
     memory_bytes: Count | None = None
     cut: bool = False
     """Whether the answer ended because no more tokens were allowed or fit."""

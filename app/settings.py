@@ -165,8 +165,9 @@ class Settings:
         "compensated channels per 1024; 0 is none; auto: what the budget allows"
     )
     speculate: Annotated[str, OneOf(("auto", "off", "on"))] = _setting(
-        "draft tokens and verify several at a time; auto: drafts copied from the text where they pay, and by the model "
-        "with a hierarchical cache where tune-device found that it pays; on: by the model always, with that cache",
+        "draft tokens and verify several at a time; auto: drafts copied from the text, or by the model's head that "
+        "predicts further tokens if it has one, where they pay, and by the model with a hierarchical cache where "
+        "tune-device found that it pays; on: by head or model always, with that cache",
         "auto",
         reload=True,
     )

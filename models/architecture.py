@@ -16,7 +16,8 @@ One whose queries have a latent has their norm, `layers.{i}.queries_norm`, and `
 One with embeddings of its own also has the layers of `models.spec.TOKEN_LINEARS`, and norms behind two. Experts have
 `layers.{i}.experts.{e}.gate_up` and `layers.{i}.experts.{e}.down`, and their router is `layers.{i}.router`, with its
 `router_bias` and `router_correction`; beside an MLP, also norms: `router_norm`, `mlp_norm`, `experts_norm` and
-`experts_down_norm`.
+`experts_down_norm`. A block that predicts a further token has `layers.0.join.down` in front, `embed_norm` and
+`hidden_norm`.
 """
 
 from __future__ import annotations
@@ -27,21 +28,23 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import TYPE_CHECKING, Generic, Literal, TypeVar
 
-from models.spec import QUERIES, ModelSpec
+from models.spec import JOIN, QUERIES, ModelSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 T = TypeVar("T")
 Kind = Literal[
-    "embed", "tokens", "enter", "read", "linear", "attend", "convolve", "delta", "gate", "experts", "norm", "add",
-    "rows", "cap", "leave",
+    "embed", "tokens", "enter", "join", "read", "linear", "attend", "convolve", "delta", "gate", "experts", "norm",
+    "add", "rows", "cap", "leave",
 ]  # fmt: skip
 """What is computed of M rows, R of which have logits:
 
 - `embed`: the residual stream [M, C] begins with rows of the embedding table for the step's tokens.
 - `tokens`: those rows beside the stream, or [M, P] of the own table of a block.
-- `enter`: the stream that the blocks before a part's first one left (`models.part`).
+- `enter`: the stream that the blocks before a part's first one left (`models.part`), or another model's.
+- `join`: the tokens' embeddings and a stream that entered, each through an RMSNorm, side by side (`models.mtp`). Twice
+  [M, C] -> [M, 2 C].
 - `read`: the stream as linear layers and experts read it, through an RMSNorm or as it is; or the latent of queries,
   the first channels of `qkv`'s output, through one.
 - `linear`: a linear layer, bias included. [M, K] -> [M, N].
@@ -229,6 +232,12 @@ class Eager(Interpreter["Tensor"]):
         x = self.of(node)[..., : self.spec.read_width(node.norm)]
         return self.rms(x, node.norm) if node.norm else x
 
+    def join(self, node: Node) -> Tensor:
+        import torch
+
+        norms = (f"layers.{node.layer}.{part}_norm" for part in ("embed", "hidden"))
+        return torch.cat([self.rms(self.of(node, at), norm) for at, norm in enumerate(norms)], dim=-1)
+
     def gate(self, node: Node) -> Tensor:
         if len(node.inputs) > 1:
             return self.activate(self.of(node), self.of(node, 1))
@@ -323,6 +332,8 @@ def step_graph(spec: ModelSpec, *, hidden: bool = False) -> Graph:
     """
     made = Builder(spec)
     x = made.node("embed" if spec.embeds else "enter")
+    if spec.joins:
+        x = made.linear(made.node("join", x, made.node("enter"), layer=0), 0, JOIN)
     if spec.token_width:
         made.node("tokens")
     for layer in range(spec.num_layers):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from models import latent
+from models import latent, mtp
 from models.checkpoint_files import CheckpointFiles, read_folder
 from models.errors import CheckpointError
 from models.gguf.checkpoint import read_gguf
@@ -50,6 +50,22 @@ class Checkpoint:
         checkpoint._check_tie()
         checkpoint._check_tensors()
         return checkpoint
+
+    def mtp(self) -> Checkpoint | None:
+        """The block that predicts a further token as a model of its own (`models.mtp`); None: there is none.
+
+        Raises:
+            CheckpointError: A tensor of it is missing or has a wrong shape.
+        """
+        files = self.files
+        last_norm = files.family.last_norm
+        entries = mtp.own_tensors(files.entries, self.spec.num_layers, last_norm)
+        if entries is None or not files.family.predicts_further:
+            return None
+        spec = mtp.mtp_spec(self.spec)
+        found = Checkpoint(files=replace(files, entries=entries, spec=spec), spec=spec)
+        found._check_tensors()
+        return found
 
     @property
     def path(self) -> Path:

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from models import mtp
 from models.errors import CheckpointError
 from models.experts import name_in_checkpoint, separate
 from models.families import family_of, spec_from_config, text_part
@@ -87,9 +88,12 @@ def read_folder(folder: Path) -> CheckpointFiles:
     spec = spec_from_config(config, generation, source=source)
     text = text_part(config)
     family = family_of(text, source=source)
-    entries, headless = _text_tensors(_read_entries(folder))
+    stored = _read_entries(folder)
+    entries, headless = _text_tensors(stored)
     if headless:
         spec = replace(spec, tied=True)
+    if family.predicts_further:
+        entries |= mtp.numbered(stored, spec.num_layers)
     tensors, types = read_low_bit(entries, text, source)
     tensors = separate(tensors, family, spec.mixture)
     fields = Fields(table=text, source=source)

@@ -135,6 +135,11 @@ class Weights(Protocol):
         """A norm's weight, float32 [C] or [D], or a router's, float32 [E, C]."""
         ...
 
+    @property
+    def mtp(self) -> Weights | None:
+        """The block that predicts a further token, as a model of its own (`models.mtp`); None: there is none."""
+        return None
+
     def key_statistics(self, layer: int) -> KeyStatistics | None: ...
 
     def embedding(self) -> npt.NDArray[np.float16]:

@@ -29,6 +29,9 @@ QUERIES = "queries.qkv"
 TOKEN_LINEARS = ("inner.gate_up", "tokens.gate_up", "inner.down")
 """Further linear layers of a block with embeddings of its own: of the stream, of the tokens' first embeddings, and back
 to the stream."""
+JOIN = "join.down"
+"""The linear layer in front of a block that predicts a further token: of an embedding and of what the model left, side
+by side, to the stream."""
 _EXPERT_PARTS = 5
 """Parts of the name of an expert's layer."""
 
@@ -299,6 +302,8 @@ class ModelSpec:
     embeds: bool = True
     """Whether it begins with the tokens' embeddings; else with the residual stream that earlier blocks left: see
     `models.part`."""
+    joins: bool = False
+    """Whether its stream begins with the tokens' embeddings joined with rows of another stream (`models.mtp`)."""
     has_head: bool = True
     """Whether final norm and head follow its blocks."""
     tied: bool = False
@@ -425,6 +430,8 @@ class ModelSpec:
             vectors |= {"tokens.gate_up_norm": self.token_width, "inner.down_norm": self.hidden_size}
         if self.scaled:
             vectors["scale"] = 1
+        if self.joins:
+            vectors |= dict.fromkeys(("embed_norm", "hidden_norm"), self.hidden_size)
         return {f"layers.{layer}.{name}": width for name, width in vectors.items()}
 
     def _attention_vectors(self, layer: int) -> dict[str, int]:
@@ -501,7 +508,7 @@ class ModelSpec:
         state = kind in ("qkv", "o") and self.mixer(int(name.split(".")[1])) in _STATES
         if state:
             return self.conv_bias if self.delta is None else self.delta.biased
-        return biased.get(kind, False) and not is_of_tokens(name)
+        return biased.get(kind, False) and not is_of_tokens(name) and not name.endswith(JOIN)
 
     def linear_shape(self, name: str) -> tuple[int, int]:
         """Shape [N, K] of a linear layer (fused, as stored).
@@ -511,6 +518,8 @@ class ModelSpec:
                 `down` alone are those of an expert. Where blocks differ, `qkv` and `o` alone are the average.
         """
         width, kind = self.intermediate_size, name.rsplit(".", 1)[-1]
+        if name.endswith(JOIN):
+            return self.hidden_size, 2 * self.hidden_size
         if name != kind and kind in MLP_TYPES:
             width = self.mlp_width(int(name.split(".")[1]))
         if is_of_tokens(name):
@@ -561,7 +570,7 @@ class ModelSpec:
         """Names of a block's linear layers in the order they run; of so many experts, in that of their numbers."""
         prefix = f"layers.{layer}"
         kinds = ("qkv", QUERIES, *LAYER_TYPES[1:]) if self.latent and self.latent.query_rank else LAYER_TYPES
-        plain = tuple(f"{prefix}.{kind}" for kind in kinds)
+        plain = tuple(f"{prefix}.{kind}" for kind in ((JOIN, *kinds) if self.joins else kinds))
         last = tuple(f"{prefix}.{kind}" for kind in (TOKEN_LINEARS if self.token_width else ()))
         if self.mixture is None or not self.has_experts(layer):
             return (*plain, *last)

@@ -50,6 +50,7 @@ def reported(timings: Timings, status: Status | None) -> Statistics:
         gamma=timings.speculation.gamma if timings.speculation else None,
         acceptance_rate=timings.speculation.acceptance_rate if timings.speculation else None,
         tokens_per_verify=timings.speculation.tokens_per_verify if timings.speculation else None,
+        drafted_by=timings.speculation.source if timings.speculation else None,
         context=status.context if status else None,
         bits=status.bits if status else None,
         memory_bytes=status.memory_bytes if status else None,

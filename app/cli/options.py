@@ -154,8 +154,9 @@ Speculation = Annotated[
     typer.Option(
         "--speculate/--no-speculate",
         help="Draft tokens and verify several at a time: the same answers, faster. Drafts are copied from the text so "
-        "far where that pays, unless --no-speculate. With --speculate the model also drafts with its low-bit weights "
-        "alone, faster where much is compensated, and the cache is hierarchical unless --kv says otherwise.",
+        "far, or made by the model's head that predicts further tokens, where that pays, unless --no-speculate. With "
+        "--speculate a model without one also drafts with its low-bit weights alone, faster where much is compensated, "
+        "and the cache is hierarchical unless --kv says otherwise.",
         show_default=False,
     ),
 ]

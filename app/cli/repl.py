@@ -24,7 +24,7 @@ from app.chat.commands import (
 )
 from app.cli.output import CliError, Output
 from app.cli.serve import result_of
-from app.conversation import Conversation
+from app.conversation import DRAFTS, Conversation
 from app.errors import CommandError
 from models.files import private_folder
 from runtime.errors import byte_count
@@ -204,7 +204,7 @@ class Repl:
         )
         if (drafted := timings.speculation) is not None:
             does = f"{drafted.gamma} tokens drafted per round" if drafted.gamma else "speculation does not pay here"
-            accepted = f"{100 * drafted.acceptance_rate:.0f} % accepted"
+            accepted = f"{100 * drafted.acceptance_rate:.0f} % of {DRAFTS.get(drafted.source or '', 'drafts')} accepted"
             self._output.text(f"{does}; {accepted}, {drafted.tokens_per_verify:.1f} tokens per verify")
 
     def _help(self, _rest: str) -> None:

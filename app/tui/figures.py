@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from rich.cells import cell_len
 
-from app.conversation import Statistics
+from app.conversation import DRAFTS, Statistics
 from runtime.compensation import Compensation
 from runtime.errors import byte_count
 
@@ -130,13 +130,14 @@ def slower(slowdown_percent: float | None) -> str:
 
 
 def speculation_parts(statistics: Statistics) -> list[str]:
-    """Speculation statistics: `87 % of drafts accepted`, `3.4 tokens per verify`; or that it was turned off."""
+    """Speculation statistics: `87 % of copied drafts accepted`, `3.4 tokens per verify`; or that it was turned off."""
     if statistics.gamma is None:
         return []
     parts = []
     if statistics.tokens_per_verify:
         rate = statistics.acceptance_rate or 0.0
-        parts = [f"{100 * rate:.0f} % of drafts accepted", f"{statistics.tokens_per_verify:.1f} tokens per verify"]
+        drafts = DRAFTS.get(statistics.drafted_by or "", "drafts")
+        parts = [f"{100 * rate:.0f} % of {drafts} accepted", f"{statistics.tokens_per_verify:.1f} tokens per verify"]
     return parts if statistics.gamma else [*parts, "turned off: no speedup"]
 
 

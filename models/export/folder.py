@@ -87,7 +87,8 @@ class FolderWriter:
         table = {"metadata": {"total_size": total}, "weight_map": dict(sorted(index.items()))}
         _write_json(folder / "model.safetensors.index.json", table)
         _write_json(folder / layout.CONFIG, self._config())
-        own = {layout.RECIPE, layout.LOSSES, layout.REFERENCE, layout.CONFIG, *layout.tensor_files(spec)}
+        own = {layout.RECIPE, layout.LOSSES, layout.REFERENCE, layout.CONFIG, layout.MTP}
+        own |= {*layout.tensor_files(spec)}
         for name in sorted(Manifest.read(self._model.path).files.keys() - own):
             (folder / name).write_bytes((self._model.path / name).read_bytes())
         low = sum(math.prod(spec.linear_shape(kind)) for kind in LAYER_TYPES) * spec.num_layers

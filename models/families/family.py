@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from models import mtp
 from models.errors import CheckpointError, UnsupportedModelError
 from models.families.fields import Fields
 from models.families.rotary import rope_spec
@@ -102,7 +103,7 @@ class Family:
     alternating: bool = False
     """Whether gate and up alternate in tensors of all experts, which are [E, inputs, outputs] (`models.experts`)."""
     predicts_further: bool = False
-    """Whether another block may follow the last, which predicts a further token (MTP). It is left out."""
+    """Whether another block may follow the last, which predicts a further token (`models.mtp`)."""
     renamed: Mapping[str, str] = field(default_factory=dict)
     """Parts of tensors' names in its checkpoints, and what they are called here (`models.experts`)."""
 
@@ -122,6 +123,8 @@ class Family:
         if part == "router":
             return tuple(f"model.layers.{layer}.{module}" for module in self.routers)
         modules = {**self.linear_sources, **self.mixer_sources.get(mixer, {})}
+        if own in mtp.MODULES:
+            return (f"model.layers.{layer}.{mtp.MODULES[own]}",)
         found = modules[own] if own in modules else (self.norms[own],)
         return tuple(f"model.layers.{layer}.{module}" for module in found)
 

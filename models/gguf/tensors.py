@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from models import mtp
 from models.errors import CheckpointError, UnsupportedModelError
 from models.families.family import Family
 from models.gguf.architectures import ARCHITECTURES
@@ -107,6 +108,8 @@ _LATENTS = {
     "attn_v_b": "self_attn.v_b_proj",
 }
 """Modules of latent attention (`models.latent`)."""
+_FURTHER = {f"nextn.{module}": module for module in (*mtp.MODULES.values(), "shared_head_norm")}
+"""Modules of a block that predicts a further token (`models.mtp`)."""
 _CONVOLUTIONS = ("conv.conv", "linear_attn.conv1d")
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 """What the name of an expert's tensor has, and that of all experts has not."""
@@ -286,7 +289,8 @@ def _block(architecture: str, family: Family) -> dict[str, str]:
     tokens = {own: family.linear_sources[name][0] for own, name in _TOKENS.items() if name in family.linear_sources}
     fused = {} if family.alternating else {"ffn_gate_up_exps": "mlp.experts.gate_up_proj"}
     latents = _LATENTS if QUERIES in family.linear_sources else {}
-    return {**_LINEAR, **norms, **own, **routers, **mixers, **fused, **tokens, **latents}
+    further = _FURTHER if family.predicts_further else {}
+    return {**_LINEAR, **norms, **own, **routers, **mixers, **fused, **tokens, **latents, **further}
 
 
 def _outer(family: Family) -> dict[str, str]:
@@ -317,14 +321,14 @@ def tensors_of(header: Header, architecture: str, family: Family, orders: Mappin
             tensors[name] = GgufTensor(info=info)
             continue
         match = _NAME.fullmatch(name)
-        if match is not None and match["layer"] is not None and int(match["layer"]) >= further:
-            continue
         module = own = None
         if match is not None and match["layer"] is not None and (rest := name.split(".", 2)[2]) in whole:
             module = own = whole[rest]
         elif match is not None and match["part"] is not None:
             module = (outer if match["layer"] is None else blocks).get(match["module"])
             own = f"{module}.{match['part']}"
+        if module is None and match is not None and match["layer"] is not None and int(match["layer"]) >= further:
+            continue  # the head and the embedding table once more
         if match is None or module is None:
             raise CheckpointError(
                 f"{header.path}: the tensor '{name}' does not belong in a {architecture} model as this program knows "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import shutil
 import time
@@ -15,11 +16,12 @@ import numpy.typing as npt
 from models.checkpoint import Checkpoint
 from models.errors import CancelledError, CheckpointError, QuantizationError, StoreError
 from models.hub.meter import bytes_text, free_text
+from models.mtp import mtp_recipe
 from models.oracle import Oracle
 from models.progress import Cancelled, Progress, ProgressCallback
 from models.quantize import copies, fisher
 from models.quantize.allocation import allocate
-from models.quantize.calibration import KeyMoments
+from models.quantize.calibration import InputStatistics, KeyMoments
 from models.quantize.kept import kept_linear, rounded_head
 from models.quantize.lowered import LoweredLinear, products
 from models.quantize.matrix import quantize_matrix, stored_tensors
@@ -47,6 +49,7 @@ from models.store.manifest import Manifest, json_bytes, verify
 from models.store.store import check_name, default_name
 from models.store.tensors import Array, MappedTensors
 
+logger = logging.getLogger(__name__)
 _SENSITIVITIES = "sensitivities"
 _BETWEEN = 10
 """Hidden states are saved again after so many times as long as saving them took."""
@@ -145,6 +148,7 @@ class Pipeline:
         for index in range(layer, self.checkpoint.spec.num_layers):
             self._block(work, index, streams)
         quality = self._outer(work, streams, evaluation)
+        self._mtp(work)
         self._describe(work, quality)
 
     def _describe(self, work: Work, quality: Quality) -> None:
@@ -169,7 +173,35 @@ class Pipeline:
         note = None if head is None else f"the output head, {head} in the file, is rounded to 8 bits"
         quality = Quality(perplexity_before=None, perplexity_after=None, warning=note)
         work.save(layout.RECIPE, [recipe_file(self.identity, quality.to_json())])
+        self._mtp(work)
         self._describe(work, quality)
+
+    def _mtp(self, work: Work) -> None:
+        """Round the block that predicts a further token, if the checkpoint has one that fits."""
+        if work.has(layout.MTP) or self.recipe.rotate:  # rotated, the model's stream is not what the block reads
+            return
+        try:
+            checkpoint = self.checkpoint.mtp()
+        except CheckpointError as error:
+            logger.warning("the block that predicts further tokens is left out: %s", error)
+            return
+        if checkpoint is None:
+            return
+        spec, recipe, total = checkpoint.spec, mtp_recipe(self.recipe), self.checkpoint.spec.num_layers + 1
+        tensors: dict[str, Array] = {
+            name: checkpoint.vector(name).numpy() for name in (*spec.vector_names(), *spec.router_names())
+        }
+        if spec.mixture is not None:
+            tensors[layout.expert_tokens(0)] = np.zeros(spec.mixture.num_experts, np.int32)
+
+        def watch() -> None:
+            self._report("quantize", total, total, "blocks", "The block that predicts further tokens")
+
+        for name in spec.block_linears(0):
+            weight, bias = checkpoint.linear(name)
+            seen = InputStatistics.empty(weight.shape[1])
+            tensors |= stored_tensors(quantize_matrix(name, weight, bias, recipe, seen, watch))
+        work.save_tensors(layout.MTP, tensors)
 
     def _check_space(self, name: str, work: Work) -> None:
         spec, recipe = self.checkpoint.spec, self.recipe

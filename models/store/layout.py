@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from models import mtp
 from models.packed import tensor_names, tensor_shape
 from models.packing import packed_width
 from models.recipe import Recipe
@@ -28,6 +29,9 @@ GENERATION_CONFIG = "generation_config.json"
 """The checkpoint's own, unchanged; absent where the checkpoint has none."""
 OUTER = "outer.safetensors"
 """Embedding table, last norm and output head."""
+
+MTP = "mtp.safetensors"
+"""The block that predicts a further token (`models.mtp`); absent where the checkpoint has none, and in older models."""
 
 TensorTypes = dict[str, tuple[np.dtype[Any], tuple[int, ...]]]
 """Type and shape of each tensor of a file."""
@@ -110,6 +114,12 @@ def file_tensors(spec: ModelSpec, recipe: Recipe, file: str, *, every_expert: bo
         if every_expert or not expert_of(name):
             tensors |= linear_tensors(spec, recipe, name)
     return tensors
+
+
+def mtp_tensors(spec: ModelSpec, recipe: Recipe) -> TensorTypes:
+    """All tensors of `MTP`, beside a model of this architecture and recipe."""
+    of, by = mtp.mtp_spec(spec), mtp.mtp_recipe(recipe)
+    return {"norm": (_F32, (spec.hidden_size,)), **file_tensors(of, by, block_file(0))}
 
 
 def optional_tensors(spec: ModelSpec, file: str) -> TensorTypes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from models.catalogue import recommended
 from models.errors import ModelError, StoreError
 from models.generation_config import recommended_sampling
 from models.losses import TypeLosses
+from models.mtp import mtp_recipe, mtp_spec
 from models.packed import KeyStatistics, PackedLinear, PackedResidual, tensor_names
 from models.recipe import Recipe
 from models.spec import ModelSpec
@@ -73,6 +74,8 @@ class StoredModel:
         self.spec = spec
         self._files = files
         self._linear_names = frozenset(spec.linear_names())
+        self.mtp: StoredModel | None = None
+        """The block that predicts a further token, as a model of its own (`models.mtp`); None: there is none."""
 
     @classmethod
     def open_folder(cls, path: Path, name: str | None = None) -> StoredModel:
@@ -92,7 +95,12 @@ class StoredModel:
             _check_tensors(
                 files[file], layout.file_tensors(spec, info.recipe, file), layout.optional_tensors(spec, file)
             )
-        return cls(info, spec, files)
+        model = cls(info, spec, files)
+        if layout.MTP in Manifest.read(path).files:
+            files[layout.MTP] = own = MappedTensors(path / layout.MTP)
+            _check_tensors(own, layout.mtp_tensors(spec, info.recipe), {})
+            model.mtp = _Mtp(model, own)
+        return model
 
     @property
     def tokenizer_path(self) -> Path:
@@ -167,6 +175,12 @@ class StoredModel:
         """Calibration tokens that went to each expert of a block: int32 [held]."""
         return self._files[layout.block_file(layer)][layout.expert_tokens(layer)]
 
+    @property
+    def mtp_bytes(self) -> int:
+        """Bytes of the block that predicts further tokens; 0: there is none."""
+        file = self._files.get(layout.MTP)
+        return 0 if file is None else sum(entry.nbytes for entry in file.entries.values())
+
     def release(self) -> None:
         for file in self._files.values():
             file.release()
@@ -183,6 +197,24 @@ class StoredModel:
     def verify(self) -> None:
         """Read every byte and compare sha256."""
         verify(self.path, Manifest.read(self.path))
+
+
+class _Mtp(StoredModel):
+    """A model's block that predicts a further token."""
+
+    def __init__(self, model: StoredModel, own: MappedTensors) -> None:
+        info = replace(model.info, recipe=mtp_recipe(model.recipe))
+        super().__init__(info, mtp_spec(model.spec), {layout.block_file(0): own})
+        self._model = model
+
+    def linear(self, name: str) -> PackedLinear:
+        return self._model.linear(name) if name == "head" else super().linear(name)
+
+    def vector(self, name: str) -> npt.NDArray[np.float32]:
+        return self._files[layout.block_file(0)][name]
+
+    def embedding(self) -> npt.NDArray[np.float16]:
+        return self._model.embedding()
 
 
 def _check_tensors(file: MappedTensors, expected: layout.TensorTypes, optional: layout.TensorTypes) -> None:

@@ -82,6 +82,10 @@ class ModelSizes:
     """Whether every residual is read at every step."""
     recipe: Recipe | None = None
     """Storage of the weights, for backends with a different layout; None: assume the file's size."""
+    mtp: ModelSpec | None = None
+    """The block that predicts further tokens (`models.mtp`); None: there is none, or it is not wanted."""
+    mtp_bytes: int = 0
+    """Its packed linear layers, norms and scales."""
 
     def __post_init__(self) -> None:
         if self.weight_bytes < 0 or self.residual_bytes < 0:
@@ -99,6 +103,8 @@ class Footprint:
     residuals_beside: bool = False
     """Whether they are copied to the weights' memory and must fit there too; otherwise they stay mapped from the file,
     or are in another memory."""
+    mtp: ModelSpec | None = None
+    """The block that predicts further tokens, whose weights are among these; None: the backend loads none."""
     overhead_bytes: int = 0
     """Memory of the backend itself, such as a driver's context."""
     buffer_bytes: BufferBytes | None = None

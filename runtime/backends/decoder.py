@@ -27,6 +27,8 @@ from tuner.placement import ExpertPlacement
 Int32Array = npt.NDArray[np.int32]
 Float32Array = npt.NDArray[np.float32]
 Selector = Literal["approx", "exact", "static", "random"]
+MTP_KV: KVKind = "int8"
+"""Kind of cache of a block that predicts further tokens: one that can be cut back anywhere."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +70,8 @@ class DecoderOptions:
     """Threads of the CPU backend; 0 = physical cores."""
     seed: int = 0
     """Seed of the random selector."""
+    mtp: bool = False
+    """Whether to load the block that predicts further tokens, if the model has one (`PredictsFurther`)."""
     measure_recall: bool = False
     """Whether to compare every selection with exact top-k (slower; for `eval`)."""
 
@@ -97,7 +101,7 @@ class Step:
     """Whether pages may be flushed from windows before this step; see `KVCache.begin`."""
     stream: Float32Array | None = None
     """[M, C] the residual stream that earlier blocks left, for a part of a model that goes on from it
-    (`models.part`)."""
+    (`models.part`); what the model left for the token before each row's, for a block that predicts further tokens."""
 
     @classmethod
     def of(
@@ -154,6 +158,17 @@ def compensation_of(step: Step, options: DecoderOptions) -> CompensationMode:
     return "rows" if step.tokens.size == 1 else "shared"
 
 
+def options_of_mtp(options: DecoderOptions) -> DecoderOptions:
+    """The options of a model's block that predicts further tokens; nothing is compensated."""
+    return DecoderOptions(
+        kv=MTP_KV,
+        context=options.context,
+        slots=options.slots,
+        max_rows=options.max_rows,
+        threads=options.threads,
+    )
+
+
 def check_step(step: Step, spec: ModelSpec, options: DecoderOptions) -> None:
     """Check that a decoder with these options can run a step.
 
@@ -169,7 +184,7 @@ def check_step(step: Step, spec: ModelSpec, options: DecoderOptions) -> None:
         ("position", step.positions, options.context),
         ("logit row", step.logit_rows, M),
     )
-    if not spec.embeds and (step.stream is None or step.stream.shape != (M, spec.hidden_size)):
+    if (spec.joins or not spec.embeds) and (step.stream is None or step.stream.shape != (M, spec.hidden_size)):
         raise RequestError(f"this part of a model goes on from a stream of {M} rows and {spec.hidden_size} channels")
     for name, values, limit in limits:
         if not values.size:
@@ -333,6 +348,23 @@ class DrawsTokens(Protocol):
 
         Raises:
             InvalidActivationError: a NaN or infinity reached the logits.
+        """
+        ...
+
+
+@runtime_checkable
+class PredictsFurther(Protocol):
+    """Optional ability of a decoder: a block of the model drafts (`models.mtp`)."""
+
+    mtp: Decoder | None
+    """That block, with a cache of its own; its steps have a `Step.stream`. None: it was not loaded,
+    or the model has none. It is closed with this decoder."""
+
+    def left(self) -> Float32Array:
+        """What the last step left for each of its rows, which the block reads. The decoder of the block has it, too.
+
+        Returns:
+            float32 [M, C], rows after the final norm; a copy.
         """
         ...
 

@@ -176,19 +176,20 @@ class Copies:
             self._tried[kind] = self._tried[kind] * fading + 1
         self._index.append(token)
 
-    def draft(self, most: int, concurrent: int = 1) -> list[int]:
+    def draft(self, most: int, concurrent: int = 1, others: float = 1.0) -> list[int]:
         """The tokens to draft now; empty if a draft is not expected to pay.
 
         Args:
             most: Most tokens to draft; 0: none.
             concurrent: Sequences in the next step, including this one; the others are assumed not to draft.
+            others: How many times the throughput of plain steps other drafts promise.
         """
         length = self._index.length
         if not length or most < 1:
             return []
         chance = expected = 1.0
         plain = concurrent / self._times.ratio(concurrent)
-        best, best_gain, most = 0, _MARGIN, min(most, LARGEST_GAMMA)
+        best, best_gain, most = 0, max(_MARGIN, others), min(most, LARGEST_GAMMA)
         for count in range(1, most + 1):
             kind = _kind(length + count - 1)
             chance *= self._stayed[kind] / self._tried[kind]

@@ -15,10 +15,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from models.progress import never_cancelled
-from runtime.backends.decoder import Decoder, Step
+from runtime.backends.decoder import Decoder, PredictsFurther, Step
 from runtime.drafting import Drafts
 from runtime.engine.engine import Engine
-from runtime.engine.gamma import MAX_SEARCHED, Costs
+from runtime.engine.gamma import MAX_SEARCHED, Costs, break_even
 from runtime.errors import Cancelled, RequestError
 from runtime.kv.kinds import KINDS
 from runtime.text.divergence import Outline
@@ -123,7 +123,8 @@ def start(
 
     Args:
         engine: A loaded model.
-        wanted: The request. None: drafts are only copied, as for a `Speculate` with a cache that has no draft.
+        wanted: The request. None: drafts are only copied, as for a `Speculate` with a cache that has no draft; or made
+            by the block that predicts further tokens, if it is loaded and can pay.
         text: Gives the tokens on which sensitive layers are found, if there are to be any.
         cancelled: Polled between timings.
 
@@ -132,6 +133,14 @@ def start(
         Cancelled: `cancelled` said so.
     """
     costs: int | Costs | None = None
+    block = engine.decoder.mtp if isinstance(engine.decoder, PredictsFurther) else None
+    if wanted is not False and block is not None:
+        with engine.borrow(MIN_CONTEXT) as decoder:
+            costs = (wanted and wanted.gamma) or measure_costs(decoder, block=block, cancelled=cancelled)
+        if isinstance(costs, int) or break_even(costs) is not None:
+            engine.speculate(costs, mtp=True)
+            return
+        costs = None
     if wanted:
         with engine.borrow(TOKENS if wanted.sensitive_layers else MIN_CONTEXT) as decoder:
             if KINDS[decoder.options.kv].has_draft:
@@ -151,7 +160,11 @@ def _read_exactly(
 
 
 def measure_costs(
-    decoder: Decoder, *, position: int = _FIRST, cancelled: Callable[[], bool] = never_cancelled
+    decoder: Decoder,
+    *,
+    position: int = _FIRST,
+    block: Decoder | None = None,
+    cancelled: Callable[[], bool] = never_cancelled,
 ) -> Costs:
     """Time a plain step, a draft step, and verifications, interleaved; the fastest of each counts.
 
@@ -159,6 +172,7 @@ def measure_costs(
         decoder: A loaded model; slot 0 is overwritten from the position on.
         position: Position of the first row. The tokens before it are in the cache, or are written there if it is the
             default.
+        block: What drafts in place of the decoder, from position 0 of its slot 0 on.
         cancelled: Polled between timings.
 
     Raises:
@@ -181,7 +195,10 @@ def measure_costs(
             for count in seconds:
                 if cancelled():
                     raise Cancelled("the measurement was stopped")
-                seconds[count].append(_timed(decoder, position, max(1, count), draft=count == 0))
+                if count == 0 and block is not None:
+                    seconds[count].append(_timed(block, 0, 1, draft=True))
+                else:
+                    seconds[count].append(_timed(decoder, position, max(1, count), draft=count == 0))
             if repeat and time.perf_counter() > end:
                 break
     fastest = {count: min(times) for count, times in seconds.items()}
@@ -191,7 +208,10 @@ def measure_costs(
 def _timed(decoder: Decoder, start: int, count: int, *, draft: bool = False, prefill: bool = False) -> float:
     """Seconds of a step of `count` rows from a position on, computing all their logits."""
     positions = np.arange(start, start + count, dtype=np.int32)
-    step = Step.of((7919 * positions + 17) % decoder.spec.vocab_size, start, draft=draft, prefill=prefill)
+    C, joins = decoder.spec.hidden_size, decoder.spec.joins
+    stream = np.ones((count, C), np.float32) if joins else None
+    tokens = (7919 * positions + 17) % decoder.spec.vocab_size
+    step = Step.of(tokens, start, stream=stream, draft=draft, prefill=prefill)
     began = time.perf_counter()
     decoder.forward(step)
     return time.perf_counter() - began

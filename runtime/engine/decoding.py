@@ -1,20 +1,21 @@
 """Decoding of one slot: plain steps, and rounds of speculation that draft, verify, accept and roll back.
 
 Tokens are drafted cheaply, and the model verifies several in one step. Drafts are copied from earlier text that
-continued after the same tokens, or drafted by the model itself: with its low-bit weights, no or little compensation,
-and only the upper plane of a hierarchical cache. The target is the model as it decodes without speculation.
+continued after the same tokens, made by a block that predicts further tokens, or by the model itself: with its low-bit
+weights, no or little compensation, and only the upper plane of a hierarchical cache. The target is the model as it
+decodes without speculation.
 
 A round begins with a token that is not in the cache yet, at the end of the sequence. The draft is copied from the text
-if that is expected to pay; otherwise the model drafts, if enabled. Model drafts write keys and values of their own
-after that token; verification starts at the same position and overwrites them with the target's. Rejected rows are
-truncated before the next round.
+if that is expected to pay; otherwise the block or the model drafts, if enabled. Model drafts write keys and values of
+their own after that token; verification starts at the same position and overwrites them with the target's. Rejected
+rows are truncated before the next round.
 
 Rejection sampling keeps the target's distribution: a token x, drafted from q, is accepted with probability
 min(1, p(x) / q(x)), and the first rejected one is replaced by a sample from max(0, p - q), normalized; after a fully
 accepted draft, one more token is sampled from p. Greedy decoding is the limit: a token is accepted if p has the same
-maximum. For a copied draft, the target samples each token as it would alone, and the draft is accepted as far as it
-agrees: the same rule for a deterministic draft. It consumes the same random numbers as plain decoding, so a seed gives
-the same answer with and without copied drafts.
+maximum. For a copied draft, or the block's most likely tokens, the target samples each token as it would alone, and the
+draft is accepted as far as it agrees: the same rule for a deterministic draft. It consumes the same random numbers as
+plain decoding, so a seed gives the same answer with and without such drafts.
 
 A round is short enough that plain decoding would not have flushed a page in its middle
 (`KVCache.batch_invariant_rows`), so each row sees exactly what it would see in plain decoding.
@@ -26,9 +27,8 @@ Decoding, for copied drafts.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Generator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
 
 import numpy as np
 
@@ -36,42 +36,18 @@ from runtime.backends.decoder import Decoder, DrawsTokens, Float32Array
 from runtime.engine.conversations import Conversations
 from runtime.engine.copying import Copies, StepTimes
 from runtime.engine.gamma import Costs, FixedGamma, Gamma, gamma_of
-from runtime.engine.generation import Counts, Speculation
+from runtime.engine.generation import Counts, Source, Speculation
+from runtime.engine.mtp import AT_ONCE, MtpDrafts
+from runtime.engine.work import RowKind, Rows, Work
 from runtime.text.constraint import Constraint
-from runtime.text.sampling import Distribution, Draw, Drawn, Sampler, SamplingOptions
+from runtime.text.sampling import Distribution, Drawn, Sampler, SamplingOptions
 
-T = TypeVar("T")
-RowKind = Literal["prompt", "draft", "decode", "drawn"]
 SHARED_ROWS = 16
 """Most rows of a verification of several sequences together: as many as a CPU unpacks weights for at once. Beyond this,
 one sequence's drafts slow down the others."""
 Take = Callable[[int, Float32Array | Drawn], bool]
 """Receives a token and the target's logits [V] that it was sampled from (or the decoder's sample, if it samples);
 returns whether to continue."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rows:
-    """Tokens of one sequence at consecutive positions."""
-
-    slot: int
-    start: int
-    """Position of the first token."""
-    tokens: Sequence[int]
-    """Token ids, at least one."""
-    wanted: int
-    """Number of rows, counted from the last, whose logits are wanted."""
-    kind: RowKind
-    """`prompt`: compensated together; `draft`: a drafted token; `decode`: a token of the answer, or rows that verify a
-    draft; `drawn`: a token whose successor the decoder samples itself. Kinds are not mixed in a step: a step is
-    compensated in one way, and a draft reads less of the cache."""
-    draw: Draw | None = None
-    """Sampling options; for `drawn` only, which has one row."""
-
-
-Work = Generator[Rows, Any, T]
-"""Work on one sequence: a generator that yields the rows it needs next, is sent their logits float32 [wanted, V] (or
-`runtime.text.sampling.Drawn` if the decoder samples), and returns a T. The next step overwrites the logits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,6 +114,7 @@ class Rounds:
         ends: Tokens after which nothing is drafted.
         batch_invariant: Whether gamma must not depend on concurrent sequences, so that samples do not either.
         times: Step durations, for copying drafts from the text; None: no copying.
+        mtp: Drafts in place of the model; None: the model drafts.
     """
 
     def __init__(
@@ -149,11 +126,15 @@ class Rounds:
         ends: Collection[int],
         batch_invariant: bool = False,
         times: StepTimes | None = None,
+        mtp: MtpDrafts | None = None,
     ) -> None:
         self._context, self._sampler, self._gamma = context, sampler, gamma
         self._ends, self._batch_invariant, self._times = ends, batch_invariant, times
         self._copies: Copies | None = None
-        self._draws = isinstance(context.decoder, DrawsTokens) and not sampler.needs_logits
+        self._draws = isinstance(context.decoder, DrawsTokens) and not sampler.needs_logits and mtp is None
+        self._left: Float32Array | None = None  # what the last step left for its rows
+        self.mtp = mtp
+        """Drafts of the block that predicts further tokens; has to follow the prompt."""
         self.counts = Counts()
         """Statistics so far."""
 
@@ -191,18 +172,27 @@ class Rounds:
         held = self._context.conversations.tokens(self._context.slot)
         start, began, alone = len(held), self._context.clock(), self._context.concurrent() == 1
         given: Sequence[tuple[int, Float32Array | Drawn]]
-        copied = self._copied(remaining)
-        if copied:
-            given, drafted = (yield from self._verified(token, start, copied)), len(copied)
-        elif gamma := self._fitting(self._gamma.next(), remaining):
+        if self.mtp is not None:
+            yield from self.mtp.catch_up(self._context.slot)
+        guess = copied = self._copied(remaining)
+        gamma = 0 if copied else self._fitting(self._gamma.next(), remaining)
+        source: Source = "copies" if copied else "model" if self.mtp is None else "head"
+        if gamma and self.mtp is not None:
+            guess = yield from self.mtp.draft(self._context.slot, token, gamma, self._ends)
+        if guess:
+            given, drafted = (yield from self._verified(token, start, guess)), len(guess)
+        elif gamma and self.mtp is None:
             proposal = yield from self._draft(token, start, gamma)
-            logits = yield self._rows([token, *proposal.tokens], start)
+            logits = yield from self._target([token, *proposal.tokens], start)
             tokens, drafted = accept(proposal, logits, self._sampler), len(proposal.tokens)
             given = list(zip(tokens, logits, strict=False))
             for each in tokens:
                 self._sampler.note(each)
         else:
             given, drafted = [(yield from self._plain(token, start))], 0
+        if self.mtp is not None and self._left is not None:
+            kept = [token, *(each for each, _ in given[:-1])]
+            self.mtp.follow(self._context.slot, start, kept, self._left)
         held.append(token)
         if alone and self._context.concurrent() == 1:  # otherwise it says little about the duration of a round
             seconds = self._context.clock() - began
@@ -213,14 +203,15 @@ class Rounds:
         if self._copies is not None:
             for each, _ in given:
                 self._copies.note(each)
-        self.counts.add(drafted, len(given) - 1)
+        self.counts.add(drafted, len(given) - 1, source)
         return given
 
     def _copied(self, remaining: int) -> list[int]:
         """Tokens to copy as the next draft; empty if that is not expected to pay."""
         if self._copies is None or not self._copies.possible:
             return []
-        copied = self._copies.draft(min(remaining, self._most_rows()) - 1, self._context.concurrent())
+        gain = self._gamma.gain if self.mtp is not None else 1.0
+        copied = self._copies.draft(min(remaining, self._most_rows()) - 1, self._context.concurrent(), gain)
         return copied[: self._fitting(len(copied), remaining)]
 
     def _fitting(self, gamma: int, remaining: int) -> int:
@@ -240,11 +231,11 @@ class Rounds:
             else SHARED_ROWS // concurrent
         )
 
-    def _verified(self, token: int, start: int, copied: list[int]) -> Work[list[tuple[int, Float32Array | Drawn]]]:
-        """The target's tokens as far as a copied draft agrees, and one more, each with what it was sampled from."""
-        logits = yield self._rows([token, *copied], start)
+    def _verified(self, token: int, start: int, guess: list[int]) -> Work[list[tuple[int, Float32Array | Drawn]]]:
+        """The target's tokens as far as a draft agrees, and one more, each with what it was sampled from."""
+        logits = yield from self._target([token, *guess], start)
         given: list[tuple[int, Float32Array | Drawn]] = []
-        for row, expected in zip(logits, [*copied, None], strict=True):
+        for row, expected in zip(logits, [*guess, None], strict=True):
             drawn = self._sampler.draw(row)
             given.append((drawn, row))
             if drawn != expected or drawn in self._ends:
@@ -254,7 +245,7 @@ class Rounds:
     def _plain(self, token: int, start: int) -> Work[tuple[int, Float32Array | Drawn]]:
         """Decode a token without a draft. Returns it with what it was sampled from."""
         if not self._draws:
-            logits = yield self._rows([token], start)
+            logits = yield from self._target([token], start)
             return self._sampler.draw(logits[0]), logits[0]
         order = self._sampler.draw_inputs()
         drawn: Drawn = yield Rows(
@@ -275,10 +266,19 @@ class Rounds:
                 break
         return Proposal(tokens=tokens, drawn_from=drawn_from)
 
+    def _target(self, tokens: list[int], start: int) -> Work[Float32Array]:
+        """The target's logits [M, V] after each of some tokens."""
+        rows = self._rows(tokens, start)
+        found = yield rows
+        logits: Float32Array
+        logits, self._left = found if rows.left else (found, None)
+        return logits
+
     def _rows(self, tokens: list[int], start: int, *, draft: bool = False) -> Rows:
         """Rows of the slot from a position on, computing all their logits."""
         kind: RowKind = "draft" if draft else "decode"
-        return Rows(slot=self._context.slot, start=start, tokens=tokens, wanted=len(tokens), kind=kind)
+        left = self.mtp is not None and not draft and self._gamma.resting < 2 * AT_ONCE
+        return Rows(slot=self._context.slot, start=start, tokens=tokens, wanted=len(tokens), kind=kind, left=left)
 
 
 class Drafting:
@@ -288,13 +288,15 @@ class Drafting:
         gamma: Tokens that the model drafts in each round, and none is copied; or what steps cost, and the best number
             is found while answers go on; None: it drafts none.
         copied: Whether drafts are copied from the text where that pays.
+        mtp: The block that drafts in place of the model; None: the model itself.
 
     Raises:
         RequestError: gamma is out of range.
     """
 
-    def __init__(self, gamma: int | Costs | None = None, *, copied: bool = True) -> None:
-        self.gamma: Gamma | None = None if gamma is None else gamma_of(gamma)
+    def __init__(self, gamma: int | Costs | None = None, *, copied: bool = True, mtp: MtpDrafts | None = None) -> None:
+        self.mtp = mtp
+        self.gamma: Gamma | None = None if gamma is None else gamma_of(gamma, by_head=mtp is not None)
         """How many tokens the model drafts; None: none."""
         self._first = self.gamma.current if self.gamma else 0
         self._times = StepTimes() if copied and not isinstance(gamma, int) else None
@@ -304,7 +306,7 @@ class Drafting:
     ) -> Rounds:
         """The decoding of one answer. With a seed, draws depend neither on timing nor on other requests.
 
-        A draft of the model takes random numbers of its own, and knows no grammar. A copied one takes none.
+        A draft of the model takes random numbers of its own, and knows no grammar. Others take none.
 
         Args:
             context: Where.
@@ -314,6 +316,8 @@ class Drafting:
         """
         sampler, gamma = Sampler(options, constraint=constraint), self.gamma or FixedGamma(0)
         seeded = options.seed is not None and not sampler.greedy
+        if self.mtp is not None:
+            return Rounds(context, sampler, gamma, ends=ends, times=self._times, mtp=self.mtp)
         if sampler.constrained:
             gamma = FixedGamma(0)
         elif seeded:

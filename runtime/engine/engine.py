@@ -19,17 +19,18 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from models.progress import ProgressCallback, ignore_progress, never_cancelled
-from runtime.backends.decoder import Decoder, Float32Array, Step
+from runtime.backends.decoder import Decoder, Float32Array, PredictsFurther, Step
 from runtime.engine.conversations import Conversations
 from runtime.engine.decoding import Drafting, Rounds
 from runtime.engine.gamma import Costs
 from runtime.engine.generation import Answer, Piece, Receive, Run
 from runtime.engine.inspection import MAX_TOKENS, inspect
+from runtime.engine.mtp import MtpDrafts
 from runtime.engine.saved import SavedCaches
 from runtime.engine.scheduler import Request, Scheduler
 from runtime.errors import BackendError, Cancelled, ContextOverflowError, RequestError
@@ -199,7 +200,7 @@ class Engine:
         """Save long conversations to disk on close, and let prompts continue from `saved`, this very model's caches."""
         self._conversations.saved = saved
 
-    def speculate(self, gamma: int | Costs | None, *, copied: bool = True) -> None:
+    def speculate(self, gamma: int | Costs | None, *, copied: bool = True, mtp: bool = False) -> None:
         """Speculate from the next answer on: draft tokens and verify several at a time. The output is unchanged.
 
         Args:
@@ -207,16 +208,23 @@ class Engine:
                 nothing is copied; or measured costs, from which the best number is found while answering; None: the
                 model drafts nothing.
             copied: Whether drafts are copied from the text where that pays, as in a new engine.
+            mtp: Whether the block that predicts further tokens drafts, which the decoder must have, and not the model.
 
         Raises:
             RequestError: gamma is out of range.
         """
-        self._drafting = Drafting(gamma, copied=copied)
+        block = cast("PredictsFurther", self.decoder).mtp if mtp else None
+        self._drafting = Drafting(gamma, copied=copied, mtp=None if block is None else MtpDrafts(block))
 
     @property
     def speculates(self) -> bool:
-        """Whether the model drafts for itself."""
-        return self._drafting.gamma is not None
+        """Whether the model drafts for itself, with its low-bit weights."""
+        return self._drafting.gamma is not None and not self.drafts_by_head
+
+    @property
+    def drafts_by_head(self) -> bool:
+        """Whether its block that predicts further tokens drafts."""
+        return self._drafting.mtp is not None
 
     def forget(self, chat: str | None = None) -> None:
         """Drop the cached tokens of one chat or of all; they are then recomputed, or loaded from disk.
@@ -365,5 +373,5 @@ class Engine:
     def _rounds(self, run: Run, slot: int) -> Rounds:
         """The decoding of one answer."""
         rounds = self._drafting.rounds(self._scheduler.context(slot), run.options, run.constraint, ends=self._eos)
-        run.speculation = lambda: rounds.result() if self.speculates or rounds.counts.rounds else None
+        run.speculation = lambda: rounds.result() if self._drafting.gamma or rounds.counts.rounds else None
         return rounds

@@ -18,8 +18,8 @@ from runtime.errors import RequestError
 
 MAX_SEARCHED = 7
 """Largest gamma considered: 8 rows are the widest step that costs a CPU little more than one."""
-_PRIOR, _PRIOR_WEIGHT = 0.85, 8.0
-"""Prior acceptance, and its weight in tokens."""
+_PRIOR, _PRIOR_WEIGHT, _WEIGHT_OF_HEADS = 0.85, 8.0, 3.0
+"""Prior acceptance, and its weight in tokens: of a model's own drafts, and of those of its head, which may be bad."""
 _MEMORY = 128.0
 """Roughly how many recent drafted tokens acceptance is estimated from."""
 _NEW = 0.1
@@ -28,7 +28,7 @@ _OUTLIER = 3.0
 """Outlier limit: a measured time counts as at most this many times the expected one."""
 _ROUNDS_BETWEEN = 64
 """Rounds between the plain steps that keep their measured time up to date."""
-_FIRST_ROUNDS = 16
+_FIRST_ROUNDS, _FIRST_OF_HEADS = 16, 4
 """Rounds before the first plain step."""
 _PAUSE, _LONGEST_PAUSE = 32, 512
 """Plain tokens before speculation is retried, at first and at most."""
@@ -88,6 +88,9 @@ def break_even(costs: Costs) -> float | None:
 class FixedGamma:
     """A constant draft length."""
 
+    gain, resting = 1.0, 0
+    """Unknown, and never."""
+
     def __init__(self, gamma: int) -> None:
         self.current = gamma
 
@@ -103,14 +106,16 @@ class AdaptiveGamma:
 
     Args:
         costs: Step durations with a short context.
+        by_head: Whether the model's head drafts.
     """
 
-    def __init__(self, costs: Costs) -> None:
+    def __init__(self, costs: Costs, *, by_head: bool = False) -> None:
         self._costs = costs
-        self._stayed, self._tried = _PRIOR * _PRIOR_WEIGHT, _PRIOR_WEIGHT
+        weight = _WEIGHT_OF_HEADS if by_head else _PRIOR_WEIGHT
+        self._stayed, self._tried = _PRIOR * weight, weight
         self._round_ratio = self._plain_ratio = 1.0
         self._plain_known = False
-        self._since_plain = _ROUNDS_BETWEEN - _FIRST_ROUNDS
+        self._since_plain = _ROUNDS_BETWEEN - (_FIRST_OF_HEADS if by_head else _FIRST_ROUNDS)
         self._left = self._trial = 0
         self._pause = _PAUSE
 
@@ -122,6 +127,17 @@ class AdaptiveGamma:
     def current(self) -> int:
         """The best choice according to current estimates."""
         return best_gamma(self._now(), self.acceptance)
+
+    @property
+    def resting(self) -> int:
+        """Plain tokens until the next trial; 0 where drafts are not paused."""
+        return self._left
+
+    @property
+    def gain(self) -> float:
+        """Throughput with the best choice, relative to plain decoding."""
+        now = self._now()
+        return speedup(now, best_gamma(now, self.acceptance), self.acceptance)
 
     def next(self) -> int:
         """Tokens to draft in the next round; 0: take a plain step."""
@@ -173,14 +189,16 @@ Gamma = FixedGamma | AdaptiveGamma
 """Chooses the draft length of the next round."""
 
 
-def gamma_of(choice: int | Costs) -> Gamma:
+def gamma_of(choice: int | Costs, *, by_head: bool = False) -> Gamma:
     """The policy for a requested draft length: a fixed number, or an adaptive one from measured costs.
+
+    See `AdaptiveGamma`.
 
     Raises:
         RequestError: the number is out of range.
     """
     if isinstance(choice, Costs):
-        return AdaptiveGamma(choice)
+        return AdaptiveGamma(choice, by_head=by_head)
     if not 1 <= choice <= LARGEST_GAMMA:
         raise RequestError(f"gamma is {choice}; it must be from 1 to {LARGEST_GAMMA}")
     return FixedGamma(choice)

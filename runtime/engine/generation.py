@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -15,6 +16,8 @@ from runtime.text.sampling import Drawn, SamplingOptions, TokenLogprob, token_lo
 from runtime.text.tokenizer import Tokenizer
 
 FinishReason = Literal["stop", "length", "loop", "cancelled"]
+Source = Literal["copies", "head", "model"]
+"""What drafts: the text itself, the block that predicts further tokens, or the low-bit weights."""
 CONTEXT_TOKENS = 8
 """Prompt tokens shown to the detokenizer before the answer, so that a continuation keeps its leading space."""
 
@@ -35,14 +38,18 @@ class Speculation:
     """Tokens drafted."""
     plain: int
     """Tokens decoded one by one between rounds."""
+    source: Source | None = None
+    """What drafted most of the tokens; None: none were drafted."""
 
 
 class Counts:
     def __init__(self) -> None:
         self.rounds = self.drafted = self.accepted = self.plain = 0
+        self._sources: Counter[Source] = Counter()
 
-    def add(self, drafted: int, accepted: int) -> None:
+    def add(self, drafted: int, accepted: int, source: Source) -> None:
         """Record a round; a round without drafted tokens is a plain step."""
+        self._sources[source] += drafted
         self.rounds += drafted > 0
         self.plain += drafted == 0
         self.drafted += drafted
@@ -57,6 +64,7 @@ class Counts:
             rounds=self.rounds,
             drafted=self.drafted,
             plain=self.plain,
+            source=self._sources.most_common(1)[0][0] if self.drafted else None,
         )
 
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from models.progress import never_cancelled
-from runtime.backends.decoder import Decoder, Float32Array, Step
+from runtime.backends.decoder import Decoder, Float32Array, PredictsFurther, Step
 from runtime.engine.conversations import Conversations
 from runtime.engine.copying import StepTimes
 from runtime.engine.costs import measure_costs
 from runtime.engine.decoding import DecodeContext, Rounds
 from runtime.engine.gamma import MAX_SEARCHED, AdaptiveGamma, Costs, FixedGamma, Gamma, break_even
 from runtime.engine.generation import Speculation
+from runtime.engine.mtp import MtpDrafts
 from runtime.engine.scheduler import run_alone
 from runtime.errors import Cancelled, RequestError
 from runtime.text.sampling import Drawn, Sampler, SamplingOptions
@@ -107,6 +109,7 @@ def continued(
     gamma: Gamma,
     *,
     times: StepTimes | None = None,
+    mtp: MtpDrafts | None = None,
     ends: Collection[int] = (),
     clock: Callable[[], float] = time.perf_counter,
     cancelled: Callable[[], bool] = never_cancelled,
@@ -120,6 +123,7 @@ def continued(
         sampling: Sampling options.
         gamma: Draft-length policy of the model's own drafts.
         times: Step durations, to also copy drafts from the text; None: no copying.
+        mtp: The block that drafts in place of the model.
         ends: Tokens that end the continuation.
         clock: The clock, in seconds.
         cancelled: Polled between steps.
@@ -141,7 +145,7 @@ def continued(
     conversations = Conversations(decoder.cache, slots=decoder.options.slots, context=decoder.options.context)
     conversations.clear(0)
     context = DecodeContext(decoder=decoder, conversations=conversations, slot=0, clock=clock)
-    rounds = Rounds(context, Sampler(sampling), gamma, ends=ends, times=times)
+    rounds = Rounds(context, Sampler(sampling), gamma, ends=ends, times=times, mtp=mtp)
     tokens: list[int] = []
     began = 0.0
 
@@ -153,20 +157,26 @@ def continued(
         return len(tokens) < count and token not in ends
 
     with decoder.session():
-        logits = _prefill(decoder, prompt, check)
+        logits = _prefill(decoder, prompt, check, mtp)
         conversations.tokens(0).extend(prompt)
         run_alone(decoder, rounds.decode(logits, take, lambda: count - len(tokens)))
         seconds = clock() - began
     return Continuation(tokens=tokens, seconds=seconds, speculation=rounds.result())
 
 
-def _prefill(decoder: Decoder, prompt: Sequence[int], check: Callable[[], None]) -> Float32Array:
+def _prefill(
+    decoder: Decoder, prompt: Sequence[int], check: Callable[[], None], mtp: MtpDrafts | None = None
+) -> Float32Array:
     """Prefill a prompt in slot 0. Returns the logits [V] after its last token."""
     rows = decoder.options.max_rows
+    if mtp is not None:
+        mtp.begin(0, ())
     for start in range(0, len(prompt), rows):
         check()
         end = min(start + rows, len(prompt))
         last_row = [end - start - 1] if end == len(prompt) else []
         logits = decoder.forward(Step.of(prompt[start:end], start, last_row, prefill=True))
+        if mtp is not None:
+            mtp.follow(0, start, prompt[start:end], cast("PredictsFurther", decoder).left())
     last: Float32Array = logits[0]
     return last

@@ -2,10 +2,9 @@
 
 Each call of `step` does the following for all running requests:
 
-1. End cancelled requests. Admit the one that has waited longest if no prompt is being read, a slot is free, and pages
-   for its prompt and answer are free or can be evicted from idle conversations even if all running requests grow to
-   their limits.
-2. Draft for all requests that speculate, in batches of one row each.
+1. End cancelled requests. Draft for all requests that speculate, in batches of one row each.
+2. Admit the request that has waited longest if no prompt is being read, a slot is free, and pages for its prompt and
+   answer are free or can be evicted from idle conversations even if all running requests grow to their limits.
 3. Run one decoding round of all answers in a batch: a token each, or the rows that verify a draft.
 4. Prefill a chunk of the prompt that is being read: `CHUNK` rows if other requests run, here or of another model,
    otherwise a full step.
@@ -29,10 +28,11 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 
-from runtime.backends.decoder import Decoder, DrawsTokens, Step
+from runtime.backends.decoder import Decoder, DrawsTokens, PredictsFurther, Step
 from runtime.engine.conversations import Conversations
-from runtime.engine.decoding import DecodeContext, Rounds, RowKind, Rows, Work
+from runtime.engine.decoding import DecodeContext, Rounds
 from runtime.engine.generation import Answer, Piece
+from runtime.engine.work import RowKind, Rows, Work
 from runtime.errors import OutOfMemoryError
 
 T = TypeVar("T")
@@ -57,19 +57,29 @@ def step_of(parts: Sequence[Rows]) -> Step:
         positions=np.array(positions, np.int32),
         logit_rows=np.array(wanted, np.int32),
         prefill=kind == "prompt",
-        draft=kind == "draft",
+        draft=kind in DRAFTS,
+        stream=np.concatenate([rows.stream for rows in parts if rows.stream is not None]) if kind == "mtp" else None,
     )
 
 
 def compute(decoder: Decoder, parts: Sequence[Rows]) -> Sequence[Any]:
     """Run one step for the rows of several sequences, all of one kind. Returns the value to send to each generator."""
+    if parts[0].kind == "mtp":
+        decoder = cast("Decoder", cast("PredictsFurther", decoder).mtp)
     step = step_of(parts)
     draws = [rows.draw for rows in parts if rows.draw is not None]
     if draws:
         return cast("DrawsTokens", decoder).draw(step, draws)
     logits = decoder.forward(step)
     ends = accumulate(rows.wanted for rows in parts)
-    return [logits[end - rows.wanted : end] for rows, end in zip(parts, ends, strict=True)]
+    found = [logits[end - rows.wanted : end] for rows, end in zip(parts, ends, strict=True)]
+    if not any(rows.left for rows in parts):
+        return found
+    left, ends = cast("PredictsFurther", decoder).left(), accumulate(len(rows.tokens) for rows in parts)
+    return [
+        (own, left[end - len(rows.tokens) : end]) if rows.left else own
+        for own, rows, end in zip(found, parts, ends, strict=True)
+    ]
 
 
 def run_alone(decoder: Decoder, work: Work[T]) -> T:
@@ -130,16 +140,28 @@ class Request:
     def _steps(self, held: list[int], chunk: Callable[[int, int], int]) -> Work[None]:
         """Run the uncached part of the prompt, then rounds of decoding (of one token each without speculation)."""
         run, answer, began, start = self.run, self.answer, time.perf_counter(), self.run.cached
+        rounds = self._rounds(run.slot)
+        mtp = rounds.mtp
+        if mtp is not None:
+            mtp.begin(run.slot, held)
         while start < len(run.prompt):
             tokens = run.prompt[start : start + chunk(start - run.cached, len(run.prompt) - start)]
             last = start + len(tokens) == len(run.prompt)
-            logits = yield Rows(slot=run.slot, start=start, tokens=tokens, wanted=int(last), kind="prompt")
+            if mtp is None:
+                logits = yield Rows(slot=run.slot, start=start, tokens=tokens, wanted=int(last), kind="prompt")
+            else:
+                yield from mtp.catch_up(run.slot)
+                rows = Rows(slot=run.slot, start=start, tokens=tokens, wanted=int(last), kind="prompt", left=True)
+                logits, left = yield rows
+                mtp.follow(run.slot, start, tokens, left)
             held += tokens
             start += len(tokens)
         run.prefill_s = time.perf_counter() - began
-        yield from self._rounds(run.slot).decode(logits[0], answer.take, lambda: answer.remaining)
+        yield from rounds.decode(logits[0], answer.take, lambda: answer.remaining)
 
 
+DRAFTS: tuple[RowKind, ...] = ("mtp", "draft")
+"""Tasks to run before the round of all, as often as there are any."""
 ROUND: tuple[RowKind, ...] = ("drawn", "decode", "prompt")
 """Tasks to run after the drafts, each at most once a step."""
 CHUNK = 64
@@ -255,9 +277,10 @@ class Scheduler:
     def _round(self) -> None:
         self._began = time.perf_counter()
         self._end_cancelled()
+        for kind in DRAFTS:
+            while drafts := self._wanting(kind):
+                self._forward(drafts)
         self._admit()
-        while drafts := self._wanting("draft"):
-            self._forward(drafts)
         for kind in ROUND:
             if requests := self._wanting(kind):
                 self._forward(requests)
@@ -346,7 +369,8 @@ class Scheduler:
         parts = [request.rows for request in requests if request.rows is not None]
         try:
             for rows in parts:
-                self._conversations.make_room(rows.slot, rows.start + len(rows.tokens))
+                if rows.kind != "mtp":
+                    self._conversations.make_room(rows.slot, rows.start + len(rows.tokens))
             results = compute(self._decoder, parts)
         except Exception as error:  # noqa: BLE001 -- the request gets the error, and the others continue
             if len(requests) == 1:

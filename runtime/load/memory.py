@@ -18,7 +18,7 @@ from models.part import part_of, seams
 from models.rope import table_bytes
 from models.spec import ModelSpec
 from runtime.backends import Footprint
-from runtime.backends.decoder import KVKind, checked_seam
+from runtime.backends.decoder import MTP_KV, KVKind, checked_seam
 from runtime.errors import OutOfMemoryError, RequestError, byte_count
 from runtime.kv.groups import bytes_of_token, cache_bytes
 from runtime.kv.kinds import DEFAULT_KV, KINDS, CacheKind, bytes_per_token
@@ -78,6 +78,8 @@ class MemoryPlan:
     """Activations of the widest step, logits and rotary tables."""
     margin_bytes: int
     available_bytes: int
+    mtp_bytes: int = 0
+    """Cache and buffers of the block that predicts further tokens."""
     experts: int = 0
     """Experts of a block that may be in main memory instead; 0 if none may."""
     experts_on_device: int = 0
@@ -92,7 +94,7 @@ class MemoryPlan:
     @property
     def needed_bytes(self) -> int:
         residuals = self.residual_bytes if self.residuals_beside else 0
-        return self.weight_bytes + residuals + self.kv_bytes + self.buffer_bytes + self.margin_bytes
+        return self.weight_bytes + residuals + self.kv_bytes + self.buffer_bytes + self.mtp_bytes + self.margin_bytes
 
     @property
     def held_bytes(self) -> int:
@@ -184,6 +186,10 @@ def plan(
     if experts_on_device is not None and experts_on_device > (spec.mixture.num_experts if spec.mixture else 0):
         raise RequestError(_too_many(experts_on_device, spec))
 
+    def of_block(block: ModelSpec, tokens: int, count: int) -> int:
+        cache = cache_bytes(KINDS[MTP_KV], block, context=tokens, slots=count, max_rows=rows)
+        return cache + buffer_bytes(block, tokens, rows)
+
     def with_slots(tokens: int, here: int, count: int, contexts: int = 1) -> MemoryPlan:
         pages = contexts * kind.max_pages(tokens) if shared else None
         return MemoryPlan(
@@ -197,6 +203,7 @@ def plan(
             kv_bytes=cache_bytes(kind, spec, context=tokens, slots=count, max_rows=rows, pages=pages)
             + states_bytes(spec, count),
             buffer_bytes=buffers(tokens, rows),
+            mtp_bytes=0 if footprint.mtp is None else of_block(footprint.mtp, tokens, count),
             margin_bytes=_MARGIN + footprint.overhead_bytes,
             available_bytes=free.available_bytes,
             experts=held,
@@ -364,10 +371,11 @@ def describe(planned: MemoryPlan) -> str:
         )
     if planned.rest is not None:
         mapped += f"; the processor has blocks from {planned.layers_on_device} on: {describe(planned.rest)}"
+    block = f", drafts {byte_count(planned.mtp_bytes)}" if planned.mtp_bytes else ""
     return (
         f"{byte_count(planned.needed_bytes)} (weights {byte_count(planned.weight_bytes)}{inside}, "
         f"cache {byte_count(planned.kv_bytes)} for {times}{planned.context} tokens, "
-        f"buffers {byte_count(planned.buffer_bytes)}, margin {byte_count(planned.margin_bytes)}{mapped})"
+        f"buffers {byte_count(planned.buffer_bytes)}{block}, margin {byte_count(planned.margin_bytes)}{mapped})"
     )
 
 

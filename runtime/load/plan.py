@@ -242,11 +242,14 @@ def plan_load(
     spec, summary, compensation = model.spec, model.info.summary, asked.compensation
     check_blocks(compensation.by_type, spec.num_layers)
     kv = cache_for(asked.kv, drafts=bool(asked.speculation), checked=Certificate.of(model.path).kv)
+    block = None if asked.speculation is False else model.mtp
     sizes = ModelSizes(
         weight_bytes=summary.gpu_bytes,
         residual_bytes=summary.residual_bytes,
         whole=CHUNK in compensation.by_type.values(),
         recipe=model.recipe,
+        mtp=None if block is None else block.spec,
+        mtp_bytes=0 if block is None else model.mtp_bytes,
     )
     failure: OutOfMemoryError | BackendError | None = None
     passed_over: str | None = None
@@ -287,6 +290,7 @@ def plan_load(
             layers_on_device=planned.layers_on_device,
             select=asked.select,
             max_rows=rows,
+            mtp=footprint.mtp is not None,
         )
         fitting = LoadPlan(
             model=model,

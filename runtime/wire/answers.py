@@ -83,7 +83,9 @@ class Status:
     sampling: Mapping[str, float] | None = None
     """Sampling settings recommended by the model's maker, by the keys of generation_config.json."""
     speculates: bool = False
-    """Whether the model drafts for itself."""
+    """Whether the model drafts for itself, with its low-bit weights."""
+    drafts_by_head: bool = False
+    """Whether its block that predicts further tokens drafts."""
     running: int = 0
     waiting: int = 0
     """Requests waiting for a slot, for room in the cache, or for other work."""
@@ -204,12 +206,14 @@ class SpeculationRecord:
     """Speculation statistics of an answer."""
 
     gamma: Count
-    """Tokens that the model drafts per round, at the end of the answer; 0: drafting did not pay. If the model drafts
-    none, the average number of copied tokens per round."""
+    """Tokens that the model or its head drafts per round, at the end of the answer; 0: drafting did not pay. If neither
+    does, the average number of copied tokens per round."""
     acceptance_rate: Number
     """Accepted share of the drafted tokens."""
     tokens_per_verify: Number
     """Tokens per round."""
+    source: str | None = None
+    """What drafted most: `copies` of the text, the model's `head` that predicts further tokens, or the `model`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,13 +11,15 @@ import numpy as np
 import numpy.typing as npt
 
 from assets import calibration_text, demo_checkpoint_path
+from models.mtp import mtp_spec
 from models.packed import PackedLinear, PackedResidual
 from models.packing import packed_width
 from models.recipe import DEFAULT_GROUP_SIZE
-from models.spec import ModelSpec, RopeSpec
+from models.spec import JOIN, ModelSpec, RopeSpec
 from models.store import StoredModel
 from runtime.text.tokenizer import Tokenizer
 from tests.lab.store import ROOT
+from tests.runtime.conftest import pack_linear
 
 DATA = ROOT.parent / "shared" / "data"
 """Real models and texts beside the repository."""
@@ -233,6 +235,8 @@ class RandomModel:
         """A norm's weight or another vector, or a router."""
         return vector_of(self.spec, name)
 
+    mtp = None
+
     def key_statistics(self, _layer: int) -> None:
         """Nothing is known of the keys of random weights."""
 
@@ -254,6 +258,44 @@ class RandomModel:
 
     def release(self) -> None:
         """Nothing here can be read again."""
+
+
+class Foreseeing(RandomModel):
+    """A model whose next token mostly follows from the last one, and a block that knows that.
+
+    Args:
+        spec: The architecture.
+        share: How much of a block's random output stays: the more, the less often the block is right.
+    """
+
+    def __init__(self, spec: ModelSpec, share: float) -> None:
+        super().__init__(spec, 4, residuals=False)
+        self._share = share
+        self.mtp = None if spec.joins else Foreseeing(mtp_spec(spec), 0.02)
+
+    @cached_property
+    def _after(self) -> PackedLinear:
+        """A head with which each token follows another one."""
+        table = self.embedding().astype(np.float32)
+        followers = np.random.default_rng(1).permutation(len(table))
+        return pack_linear(table[followers] / self.spec.hidden_size**0.5, name="head", residual_bits=0)
+
+    @cached_property
+    def _all(self) -> npt.NDArray[np.float16]:
+        shape = self.spec.vocab_size, self.spec.hidden_size
+        return np.random.default_rng(0).standard_normal(shape, np.float32).astype(np.float16)
+
+    def embedding(self) -> npt.NDArray[np.float16]:
+        return self._all
+
+    def linear(self, name: str) -> PackedLinear:
+        if name == "head":
+            return self._after
+        if name.endswith(JOIN):
+            join = np.eye(*self.spec.linear_shape(name), dtype=np.float32)
+            return pack_linear(join, name=name, residual_bits=0)
+        made = super().linear(name)
+        return replace(made, scales=made.scales * np.float16(self._share if name.endswith((".o", "down")) else 1))
 
 
 def opened(named: Sequence[str]) -> list[tuple[str, StoredModel]]:

@@ -15,6 +15,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from assets import evaluation_text
 from models.packed import Weights
 from models.store import StoredModel
@@ -23,6 +25,7 @@ from runtime.engine.copying import StepTimes
 from runtime.engine.costs import measure_costs, sensitivities
 from runtime.engine.gamma import AdaptiveGamma, Costs, FixedGamma
 from runtime.engine.measure import Continuation, continued
+from runtime.engine.mtp import MtpDrafts
 from runtime.kv.kinds import KVKind
 from runtime.load.plan import open_decoder
 from runtime.measure.evaluate import perplexity
@@ -30,7 +33,7 @@ from runtime.measure.speed import fill
 from runtime.text.sampling import SamplingOptions
 from runtime.text.tokenizer import Tokenizer
 from tests.lab.caches import peak
-from tests.lab.models import RandomModel, llama_1b, opened
+from tests.lab.models import Foreseeing, RandomModel, llama, llama_1b, opened
 from tests.lab.store import about_run, columns, parser, read, write
 
 TARGETS = {"residual": 1024, "compensated": 64, "base": 0}
@@ -261,11 +264,34 @@ def _speeds(pairs: Sequence[tuple[Continuation, Continuation]]) -> dict[str, Any
     }
 
 
-PARTS = ("acceptance", "sensitive", "equal", "memory", "costs", "speed", "copied")
+def heads(rounds: int, *, one_thread: bool) -> Rows:
+    """Drafts of a block that predicts further tokens and none, in turns; of one that is mostly right, and one never."""
+    clock, threads = (time.process_time, 1) if one_thread else (time.perf_counter, 0)
+    shape = {"hidden": 1024, "intermediate": 4096, "layers": 24, "heads": 16, "kv_heads": 4, "vocab": 8192}
+    prompt = np.random.default_rng(2).integers(0, 8192, 64).tolist()
+    for name, share in (("mostly right", 0.46), ("never right", 2.0)):
+        model = Foreseeing(llama(**shape, context=1024), share)
+        decoder: Any = open_decoder(model, DecoderOptions(kv="int4", context=1024, threads=threads, mtp=True), "cpu")[0]
+        costs_of = measure_costs(decoder, block=decoder.mtp)
+        for way, sampling in WAYS.items():
+            pairs, gamma, drafts = [], AdaptiveGamma(costs_of, by_head=True), MtpDrafts(decoder.mtp)
+            for _ in range(rounds):
+                alone = continued(decoder, prompt, 512, sampling, FixedGamma(0), clock=clock)
+                pairs.append((alone, continued(decoder, prompt, 512, sampling, gamma, mtp=drafts, clock=clock)))
+            did = pairs[-1][1].speculation
+            about = {"head": name, "way": way, "step_ms": 1e3 * costs_of.plain, "draft_ms": 1e3 * costs_of.draft}
+            yield {**about, "acceptance_rate": did.acceptance_rate, "gamma": did.gamma, **_speeds(pairs)}
+        decoder.close()
+
+
+PARTS = ("acceptance", "sensitive", "equal", "memory", "costs", "speed", "copied", "heads")
 
 
 def measure(part: str, stored: Sequence[tuple[str, StoredModel]], given: Any) -> Rows:
     """All rows of a part."""
+    if part == "heads":
+        yield from heads(given.rounds, one_thread=given.one_thread)
+        return
     for name, model in stored:
         if part in ("acceptance", "sensitive", "equal"):
             yield from {"acceptance": acceptance, "sensitive": sensitive, "equal": equal}[part](name, model)
@@ -293,7 +319,9 @@ def main() -> None:
     options.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
     options.add_argument("--shape-bits", nargs="*", type=int, default=[3], help="of the shape; none: not it")
     options.add_argument("--rounds", type=int, default=2)
-    options.add_argument("--one-thread", action="store_true", help="time copied drafts by a thread's processor time")
+    options.add_argument(
+        "--one-thread", action="store_true", help="time copied and the head's drafts by a thread's processor time"
+    )
     given = options.parse_args()
     for part in given.only:
         rows = list(measure(part, opened(given.stored), given))

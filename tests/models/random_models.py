@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -652,3 +653,31 @@ def random_case(case: str) -> Any:
     """The random model of one of `CASES`."""
     family, changes = CASES[case]
     return random_model(family, seed=case, **changes)
+
+
+def with_mtp(folder: Path, case: str) -> tuple[Any, Any]:
+    """Save a random model with a block that predicts a further token. Returns the model, and one of that block."""
+    from safetensors.torch import load_file, save_file
+
+    family, changes = CASES[case]
+    model = random_case(case)
+    one = {"num_hidden_layers": 1, "layer_types": ["full_attention"], "first_k_dense_replace": 0}
+    one |= {"mlp_layer_types": ["sparse"], "decoder_sparse_step": 1, "mlp_only_layers": []}
+    block = random_model(family, seed="mtp", **{**changes, **one})
+    model.save_pretrained(folder)
+    held = load_file(folder / "model.safetensors")
+    C, layers = model.config.hidden_size, model.config.num_hidden_layers
+    block.save_pretrained(folder / "block")
+    own = load_file(folder / "block/model.safetensors")
+    qwen = family.startswith("Qwen")
+    names = ("mtp.fc", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm", "mtp.layers.0.")
+    if not qwen:
+        last = f"model.layers.{layers}."
+        names = (*(last + part for part in ("eh_proj", "enorm", "hnorm", "shared_head.norm")), last)
+    for name, shape in zip(names, ((C, 2 * C), C, C), strict=False):
+        held[f"{name}.weight"] = torch.randn(shape) / 4
+    held[f"{names[3]}.weight"] = own["model.norm.weight"]
+    start = "model.layers.0."
+    held |= {names[4] + name.removeprefix(start): own[name].clone() for name in own if name.startswith(start)}
+    save_file(held, folder / "model.safetensors")
+    return model, block

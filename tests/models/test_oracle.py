@@ -20,6 +20,7 @@ from models.checkpoint import Checkpoint
 from models.errors import CheckpointError
 from models.families import spec_from_config
 from models.oracle import Oracle
+from models.quantize.streams import normed
 from models.spec import ModelSpec, expert_of
 from tests.close import assert_close
 from tests.grid import grid
@@ -35,6 +36,7 @@ from tests.models.random_models import (
     drawn_changes,
     random_case,
     random_model,
+    with_mtp,
 )
 
 TOLERANCE = 1e-4
@@ -254,19 +256,32 @@ def test_observer_sees_what_modules_of_transformers_receive(pair: tuple[Any, Che
             assert_close(x, expected[name].view_as(x), "model")
 
 
-def test_blocks_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
-    model = random_case("glm4-moe")
-    model.save_pretrained(tmp_path)
+@pytest.mark.parametrize("case", ["qwen3.5", "qwen3.5-moe", "qwen3-next", "glm4-moe", "glm4-flash"])
+def test_a_block_that_predicts_further_tokens_is_a_model_of_its_own(case: str, tmp_path: Path) -> None:
+    """DeepSeek-V3 §2.2: x = M [RMSNorm(Emb(t + 1)); RMSNorm(h)] passes one block."""
+    model, block = with_mtp(tmp_path, case)
+    checkpoint = Checkpoint.open(tmp_path)
+    assert_close(Oracle(checkpoint).logits(tokens_of(5)), theirs(model, tokens_of(5)).logits, "model")
+    mtp = checkpoint.mtp()
+    assert mtp is not None
+    x = torch.randn(2, 7, mtp.spec.hidden_size)
+    with torch.no_grad():
+        expected = block.model(inputs_embeds=x).last_hidden_state
+    assert_close(normed(Oracle(mtp).block(0, x), mtp.vector("norm"), mtp.spec.norm_eps), expected, "model")
     held = safetensors.torch.load_file(tmp_path / "model.safetensors")
-    block = {name: tensor for name, tensor in held.items() if name.startswith("model.layers.2.")}
-    further = {name.replace("layers.2.", "layers.3."): tensor.clone() for name, tensor in block.items()}
-    safetensors.torch.save_file(
-        held | further | {"model.layers.3.eh_proj.weight": torch.ones(4, 8)}, tmp_path / "model.safetensors"
-    )
-    assert_close(Oracle(Checkpoint.open(tmp_path)).logits(tokens_of(5)), theirs(model, tokens_of(5)).logits, "model")
-    safetensors.torch.save_file(
-        held | {"model.layers.4.eh_proj.weight": torch.ones(4, 8)}, tmp_path / "model.safetensors"
-    )
+    (join,) = (tensor for name, tensor in held.items() if name.endswith(("mtp.fc.weight", "eh_proj.weight")))
+    assert torch.equal(mtp.linear("layers.0.join.down")[0], join)
+    offset = checkpoint.files.norm_offset
+    for ours, ends in (("embed_norm", ("norm_embedding", "enorm")), ("hidden_norm", ("norm_hidden", "hnorm"))):
+        (own,) = (tensor for name, tensor in held.items() if name.endswith(tuple(f"{end}.weight" for end in ends)))
+        assert torch.equal(mtp.vector(f"layers.0.{ours}"), own + offset)
+
+
+def test_blocks_further_on_do_not_belong(tmp_path: Path) -> None:
+    random_case("glm4-moe").save_pretrained(tmp_path)
+    held = safetensors.torch.load_file(tmp_path / "model.safetensors")
+    foreign = {"model.layers.4.eh_proj.weight": torch.ones(4, 8)}
+    safetensors.torch.save_file(held | foreign, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"model\.layers\.4\.eh_proj.*does not belong"):
         Checkpoint.open(tmp_path)
 

@@ -26,12 +26,12 @@ from models.quantize.quality import Layout, Quality, Trial, trials
 from models.quantize.text import token_windows
 from models.quantizers.dequantize import dequantize, dequantize_residual
 from models.recipe import DEFAULT_GROUP_SIZE, METHODS, Method, Recipe
-from models.store import Store, StoredModelInfo, layout
+from models.store import Store, StoredModel, StoredModelInfo, layout
 from models.store import durable as durable_module
 from tests.close import assert_close
 from tests.grid import combined
 from tests.models.conftest import TEXT, content, spoil, write_checkpoint, write_tokenizer
-from tests.models.random_models import random_case
+from tests.models.random_models import random_case, with_mtp
 from tests.models.restored import Restored
 
 Run = Callable[..., StoredModelInfo]
@@ -532,3 +532,37 @@ def test_calibration_is_taken_from_all_over_a_long_text(tiny_checkpoint: Path, m
     assert beginning == everything[:4]
     assert spread == [everything[i * len(everything) // 4] for i in range(4)]
     assert rows(TEXT[:40], 128, spread=True) == rows(TEXT[:40], 128, spread=False)
+
+
+@pytest.mark.parametrize(("case", "rotated"), [("qwen3.5-moe", False), ("glm4-flash", False), ("qwen3.5", True)])
+def test_a_block_that_predicts_further_tokens_is_rounded_and_kept_beside_the_model(
+    case: str, rotated: bool, tmp_path: Path
+) -> None:
+    source = tmp_path / "source"
+    with_mtp(source, case)
+    write_tokenizer(source, 67)
+    store = Store(tmp_path / "store")
+    recipe = Recipe.usual("qoq", group_size=0, rotate=True) if rotated else Recipe(method="rtn", residual_bits=0)
+    if rotated:
+        recipe = replace(recipe, reorder=False, smooth_attention=False, smooth_outputs=False, clip=False)
+    info = quantize(source, store, recipe, calibration=TEXT if rotated else None, evaluation=None, name="drafts")
+    model = StoredModel.open_folder(info.path)
+    if rotated:
+        assert model.mtp is None
+        return
+    checkpoint = Checkpoint.open(source).mtp()
+    assert checkpoint is not None
+    assert model.mtp is not None
+    assert model.mtp.spec == checkpoint.spec
+    for name in checkpoint.spec.block_linears(0):
+        low = model.mtp.linear(name)
+        weight = checkpoint.linear(name)[0].float().numpy()
+        assert (low.bits, low.residual) == (4, None)
+        assert np.abs(dequantize(low) - weight).max() < np.abs(weight).max() / 6, "half a step, after a clip search"
+    for name in checkpoint.spec.vector_names():
+        assert np.array_equal(model.mtp.vector(name), checkpoint.vector(name).numpy())
+    assert model.mtp.linear("head") is not None
+    assert 0 < model.mtp_bytes < (info.path / layout.MTP).stat().st_size
+    (info.path / layout.MTP).unlink()
+    with pytest.raises(StoreError, match=layout.MTP):
+        StoredModel.open_folder(info.path)

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from models.mtp import mtp_spec
 from models.packed import KeyStatistics, PackedLinear, PackedResidual
 from models.packing import pack
 from models.spec import HeadShape, LatentSpec, ModelSpec, RopeSpec, first_expert
@@ -114,6 +115,7 @@ class TinyModel:
     name: str = "tiny"
     keys: list[KeyStatistics] = field(default_factory=list)
     tokens: npt.NDArray[np.float16] = field(default_factory=lambda: np.zeros((0, 0), np.float16))
+    mtp: TinyModel | None = None
 
     def linear(self, name: str) -> PackedLinear:
         return self.linears[name]
@@ -224,8 +226,12 @@ def make_model(
     residual_bits: int = 8,
     codebook: bool = False,
     seed: int = 0,
+    mtp: bool = False,
 ) -> TinyModel:
-    """Random weights of a spec, packed. Biases appear where the spec asks for them."""
+    """Random weights of a spec, packed. Biases appear where the spec asks for them.
+
+    With `mtp`, there is a block that predicts further tokens.
+    """
     spec = spec or make_spec()
     rng = np.random.default_rng(seed)
     linears, full = {}, {}
@@ -254,7 +260,11 @@ def make_model(
         vectors[name] = (rng.standard_normal(shape) * 8 / np.sqrt(shape[1])).astype(np.float32)
     table = rng.standard_normal((spec.vocab_size, spec.hidden_size)).astype(np.float16)
     tokens = rng.standard_normal((spec.vocab_size, spec.num_layers * spec.token_width)).astype(np.float16)
-    return TinyModel(spec=spec, linears=linears, vectors=vectors, table=table, full=full, tokens=tokens)
+    model = TinyModel(spec=spec, linears=linears, vectors=vectors, table=table, full=full, tokens=tokens)
+    if mtp:
+        block = make_model(mtp_spec(spec), group_size=group_size, residual_bits=0, seed=seed + 1)
+        model.mtp = replace(block, table=table, linears=block.linears | {"head": linears["head"]})
+    return model
 
 
 @pytest.fixture(scope="session")

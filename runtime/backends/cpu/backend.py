@@ -9,7 +9,7 @@ from models.packed import Weights
 from models.progress import Progress, ProgressCallback, ignore_progress
 from models.spec import ModelSpec
 from runtime.backends import Device, Footprint, ModelSizes, Presence
-from runtime.backends.decoder import Decoder, DecoderOptions
+from runtime.backends.decoder import MTP_KV, Decoder, DecoderOptions
 from runtime.compensation import CHUNK
 from runtime.errors import BackendError, Problem
 from runtime.kv.kinds import KINDS, KVKind
@@ -48,7 +48,12 @@ class CpuBackend:
         Residuals are copied out of the mapped file: as rows, and additionally as tiles if all are read at every step.
         """
         residuals = sizes.residual_bytes * (1 + sizes.whole) if compensated else 0
-        return Footprint(weight_bytes=sizes.weight_bytes, residual_bytes=residuals, residuals_beside=True)
+        return Footprint(
+            weight_bytes=sizes.weight_bytes + sizes.mtp_bytes,
+            residual_bytes=residuals,
+            residuals_beside=True,
+            mtp=sizes.mtp,
+        )
 
     def prepare(
         self, model: Weights, kv: KVKind, *, compensated: bool, ahead: bool = False, progress: ProgressCallback
@@ -65,6 +70,8 @@ class CpuBackend:
 
         with contextlib.suppress(BackendError):
             later = [*prompt_units(model), *paging_units(KINDS[kv])] if ahead else []
+            if model.mtp is not None:
+                later += units_of(model.mtp, KINDS[MTP_KV], compensated=False)
             build([*units_of(model, KINDS[kv], compensated=compensated), *later], report)
 
     def open(self, model: Weights, options: DecoderOptions, progress: ProgressCallback = ignore_progress) -> Decoder:

@@ -40,10 +40,13 @@ class Constants:
         kind: The kind of cache; some turn keys by a basis.
         context: Tokens of context, for which there are rotary tables.
         arena: Where matrices and vectors are kept.
+        lender: Constants of a model that has the same output head.
     """
 
-    def __init__(self, model: Weights, kind: CacheKind, context: int, arena: Arena) -> None:
-        self._model, self._spec, self._arena = model, model.spec, arena
+    def __init__(
+        self, model: Weights, kind: CacheKind, context: int, arena: Arena, lender: Constants | None = None
+    ) -> None:
+        self._model, self._spec, self._arena, self._lender = model, model.spec, arena, lender
         self._arrays: dict[str, npt.NDArray[Any]] = {}
         self._tiles: dict[str, TiledLinear] = {}
         self._wholes: WeakValueDictionary[tuple[str, int], TiledLinear] = WeakValueDictionary()
@@ -75,6 +78,8 @@ class Constants:
 
     def tiled(self, packed: PackedLinear) -> TiledLinear:
         """A matrix in tiles."""
+        if packed.name == "head" and self._lender is not None:
+            return self._lender.tiled(packed)
         if packed.name not in self._tiles:
             self._tiles[packed.name] = tile_linear(packed, self._arena)
         return self._tiles[packed.name]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from models.packed import Weights
 from runtime.backends.cpu.cache import CpuCache
+from runtime.backends.cpu.constants import Constants
 from runtime.backends.cpu.data.records import CONTROL_WORDS, FAILED, RUN_ROWS, padded, parameters_of
 from runtime.backends.cpu.link import link, paging_units, prompt_units
 from runtime.backends.cpu.machine.build import build_later
@@ -19,7 +20,15 @@ from runtime.backends.cpu.machine.loader import rest
 from runtime.backends.cpu.plan import PlanOperations, Program
 from runtime.backends.cpu.pool import Pool, default_threads
 from runtime.backends.cpu.tiles import aligned_zeros
-from runtime.backends.decoder import DecoderOptions, Float32Array, Step, check_step, compensation_of, sensitive
+from runtime.backends.decoder import (
+    DecoderOptions,
+    Float32Array,
+    Step,
+    check_step,
+    compensation_of,
+    options_of_mtp,
+    sensitive,
+)
 from runtime.backends.operations.channels import k_chunk_of
 from runtime.compensation import k_chunk_by_type
 from runtime.errors import InvalidActivationError, RequestError
@@ -35,12 +44,24 @@ FEW_ROWS = 16
 pays."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Shared:
+    """What a model shares with its block that predicts further tokens: they run one after the other."""
+
+    control: npt.NDArray[np.int64]
+    inputs: npt.NDArray[np.int32]
+    runs: npt.NDArray[np.int32]
+    pool: Pool
+    constants: Constants
+
+
 class CpuDecoder:
     """Implements `runtime.backends.decoder.Decoder` with the compiled CPU kernels.
 
     Args:
         model: The stored model.
         options: How to run it.
+        shared: Of the model that this one is a block of.
 
     Raises:
         RequestError: an option is out of range.
@@ -48,7 +69,7 @@ class CpuDecoder:
 
     backend = "cpu"
 
-    def __init__(self, model: Weights, options: DecoderOptions) -> None:
+    def __init__(self, model: Weights, options: DecoderOptions, shared: _Shared | None = None) -> None:
         self.spec, self.options = model.spec, options
         self.variant = VARIANT
         """Instruction set of the kernels."""
@@ -58,16 +79,17 @@ class CpuDecoder:
         threads = options.threads or default_threads()
         self.cache = CpuCache(model.spec, options, threads)
         self._kv_heads = min([model.spec.heads_of(layer).kv_heads for layer in model.spec.attention_layers] or [1])
-        self._control = aligned_zeros((CONTROL_WORDS,), np.int64)
+        self._control = aligned_zeros((CONTROL_WORDS,), np.int64) if shared is None else shared.control
         self._parameters = parameters_of(self._control)
-        self._inputs = aligned_zeros((4, options.max_rows), np.int32)
-        self._runs = aligned_zeros((options.max_rows, 2), np.int32)
+        self._inputs = aligned_zeros((4, options.max_rows), np.int32) if shared is None else shared.inputs
+        self._runs = aligned_zeros((options.max_rows, 2), np.int32) if shared is None else shared.runs
         for name, array in zip(("tokens", "slots", "positions", "logit_rows"), self._inputs, strict=True):
             self._parameters[name] = array.ctypes.data
         self._parameters["run_rows"] = self._runs.ctypes.data
-        self._threads = threads
+        self._threads, self._rows = threads, 0
         self._make_room(self.cache.scratch_bytes)
-        self._plan = PlanOperations(model, options, self.cache, self._threads)
+        lender = None if shared is None else shared.constants
+        self._plan = PlanOperations(model, options, self.cache, self._threads, lender)
         pages = paging_units(self.cache.kind)
         self._plan.paged = all(unit.is_compiled for unit in pages)
         build_later([*prompt_units(model), *pages])
@@ -75,12 +97,17 @@ class CpuDecoder:
         self._program = self._recorded(options.k_chunk)
         self._drafts = self._recorded(options.draft_k_chunk)
         self._prompts = self._recorded_together(options)
-        self._pool = Pool(self._control, threads)
+        self._pool = Pool(self._control, threads) if shared is None else shared.pool
         self._pool.prepare()
         self.cache.use(self._pool)
         self._selections = 0
         self.kv_bytes = self.cache.nbytes
         self.weight_bytes = self._plan.weight_bytes
+        self.mtp: CpuDecoder | None = None
+        if options.mtp and model.mtp is not None:
+            lent = _Shared(self._control, self._inputs, self._runs, self._pool, self._plan.constants)
+            self.mtp = CpuDecoder(model.mtp, options_of_mtp(options), lent)
+            self.kv_bytes += self.mtp.kv_bytes
 
     @property
     def threads(self) -> int:
@@ -105,6 +132,7 @@ class CpuDecoder:
 
     def forward(self, step: Step) -> Float32Array:
         M, R = step.tokens.size, step.logit_rows.size
+        self._rows = M
         check_step(step, self.spec, self.options)
         for array, values in zip(self._inputs, (step.tokens, step.slots, step.positions, step.logit_rows), strict=True):
             array[: values.size] = values
@@ -141,12 +169,16 @@ class CpuDecoder:
         Recorded programs apply the final norm only to wanted rows, so it is computed here.
         """
         self.forward(step)
-        x = self._plan.stream[: step.tokens.size, : self.spec.hidden_size].astype(np.float64)
-        scale = 1 / np.sqrt(np.mean(x * x, axis=1, keepdims=True) + self.spec.norm_eps)
-        hidden: Float32Array = (x * scale * self._plan.final_norm).astype(np.float32)
+        hidden = self.left()
         if not np.isfinite(hidden).all():
             raise InvalidActivationError(NOT_FINITE)
         return hidden
+
+    def left(self) -> Float32Array:
+        x = self._plan.stream[: self._rows, : self.spec.hidden_size].astype(np.float64)
+        scale = 1 / np.sqrt(np.mean(x * x, axis=1, keepdims=True) + self.spec.norm_eps)
+        normed: Float32Array = (x * scale * self._plan.final_norm).astype(np.float32)
+        return normed
 
     def set_k_chunk(self, k_chunk: Mapping[str, int] | int, n_tb: Mapping[str, int] | None = None) -> None:
         """See `runtime.backends.decoder.Decoder.set_k_chunk`. Thread blocks are ignored."""

@@ -158,7 +158,7 @@ def units_of(model: Weights, kind: CacheKind, *, compensated: bool) -> list[Unit
         compensated: Whether channels are selected by the paper's approximation, and compensated.
     """
     found = {*needed(kind), *state_units(model.spec)}
-    if model.spec.norm_after or model.spec.qk_norm_form == "all":
+    if model.spec.norm_after or model.spec.joins or model.spec.qk_norm_form == "all":
         found.add(units.norm_inplace)
     if model.spec.mixture is not None:
         found |= _for_experts(model, compensated=compensated)

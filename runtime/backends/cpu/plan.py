@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from models.architecture import Interpreter, Node, step_graph
 from models.packed import PackedLinear, Weights
-from models.spec import QUERIES, MixtureSpec, ModelSpec, expert_of, is_of_tokens, router_of
+from models.spec import JOIN, QUERIES, MixtureSpec, ModelSpec, expert_of, is_of_tokens, router_of
 from runtime.backends.cpu.cache import CpuCache
 from runtime.backends.cpu.constants import Constants, ExpertTables, Table, address_of
 from runtime.backends.cpu.data import instructions as op
@@ -82,9 +82,17 @@ class PlanOperations(Interpreter[Activations]):
         options: Decoder options.
         cache: The KV cache that the program reads and writes.
         threads: Threads that will run the program.
+        lender: Constants of a model that has the same output head.
     """
 
-    def __init__(self, model: Weights, options: DecoderOptions, cache: CpuCache, threads: int) -> None:
+    def __init__(
+        self,
+        model: Weights,
+        options: DecoderOptions,
+        cache: CpuCache,
+        threads: int,
+        lender: Constants | None = None,
+    ) -> None:
         self._model = model
         self._spec: ModelSpec = model.spec
         self._graph = step_graph(model.spec)
@@ -99,7 +107,7 @@ class PlanOperations(Interpreter[Activations]):
         self._kinds: list[str] = []
         self._residuals: list[TiledLinear] = []
         self._arena = Arena()
-        self._constants = Constants(model, cache.kind, options.context, self._arena)
+        self._constants = Constants(model, cache.kind, options.context, self._arena, lender)
         self._buffers: dict[str, npt.NDArray[Any]] = {}
         self._rows = padded(options.max_rows, ROW_PADDING)
         self._names = {name: i for i, name in enumerate(self._spec.linear_names())}
@@ -149,6 +157,10 @@ class PlanOperations(Interpreter[Activations]):
         self._model.release()
 
     @property
+    def constants(self) -> Constants:
+        return self._constants
+
+    @property
     def weight_bytes(self) -> int:
         """Bytes of the repacked matrices that a token reads."""
         return self._constants.weight_bytes
@@ -166,7 +178,7 @@ class PlanOperations(Interpreter[Activations]):
     # Kinds of nodes (models.architecture.Kind)
 
     def embed(self, node: Node) -> Activations:  # noqa: ARG002  the first node
-        return self._embedding("stream")
+        return self._embedding("embedded" if self._spec.joins else "stream")
 
     def tokens(self, node: Node) -> Activations:
         if node.layer < 0:
@@ -189,6 +201,14 @@ class PlanOperations(Interpreter[Activations]):
     def enter(self, node: Node) -> Activations:  # noqa: ARG002  the first node
         """The decoder has written the stream."""
         return self._matrix("stream", self._spec.hidden_size)
+
+    def join(self, node: Node) -> Activations:
+        C = self._spec.hidden_size
+        out = self._matrix("joined", 2 * C)
+        for at, part in enumerate(("embed", "hidden")):
+            half = op.Matrix(out.place.at + 4 * C * at, out.place.stride)
+            self._settle(self.of(node, at), f"layers.{node.layer}.{part}_norm", half, accumulate=False)
+        return out
 
     def linear(self, node: Node) -> Activations:
         packed = self._model.linear(node.name)
@@ -669,6 +689,8 @@ class PlanOperations(Interpreter[Activations]):
 
 def _buffer_of(name: str) -> str:
     """The buffer of a linear layer's outputs."""
+    if name.endswith(JOIN):
+        return "stream"
     if is_of_tokens(name) and name.endswith("gate_up"):
         return name.split(".")[2]
     return "queries" if name.endswith(QUERIES) else {"head": "logits"}.get(kind := layer_kind(name), kind)

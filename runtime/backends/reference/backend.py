@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from models.packed import Weights
@@ -33,10 +34,12 @@ class ReferenceBackend:
 
     def footprint(self, spec: ModelSpec, sizes: ModelSizes, *, compensated: bool) -> Footprint:
         """See `runtime.backends.Backend.footprint`. Weights, and residuals in use, are unpacked to float32."""
-        shapes = (spec.linear_shape(name) for name in spec.linear_names())
-        values = sum(N * K for N, K in shapes)
+        values = sum(math.prod(spec.linear_shape(name)) for name in spec.linear_names())
         weights = 4 * values * (2 if compensated else 1) + 2 * spec.vocab_size * spec.hidden_size
-        return Footprint(weight_bytes=weights, residual_bytes=sizes.residual_bytes if compensated else 0)
+        if sizes.mtp is not None:
+            weights += 4 * sum(math.prod(sizes.mtp.linear_shape(name)) for name in sizes.mtp.block_linears(0))
+        residuals = sizes.residual_bytes if compensated else 0
+        return Footprint(weight_bytes=weights, residual_bytes=residuals, mtp=sizes.mtp)
 
     def prepare(
         self, model: Weights, kv: KVKind, *, compensated: bool, ahead: bool = False, progress: ProgressCallback

@@ -19,7 +19,15 @@ from models.packed import PackedLinear, Weights
 from models.rope import query_growth, tables
 from models.routing import route
 from models.spec import first_expert, router_of
-from runtime.backends.decoder import DecoderOptions, Float32Array, Step, check_step, compensation_of, sensitive
+from runtime.backends.decoder import (
+    DecoderOptions,
+    Float32Array,
+    Step,
+    check_step,
+    compensation_of,
+    options_of_mtp,
+    sensitive,
+)
 from runtime.backends.operations.layers import clamped_gate, gelu_gate, rms_norm, rotate, silu_gate, soft_cap, to_basis
 from runtime.backends.operations.linear import gemv
 from runtime.backends.reference.cache import ReferenceCache
@@ -47,13 +55,17 @@ class ReferenceDecoder:
 
     backend = "reference"
 
-    def __init__(self, model: Weights, options: DecoderOptions) -> None:
+    def __init__(self, model: Weights, options: DecoderOptions, head: ReferenceLinear | None = None) -> None:
+        """Load a model; `head` is that of the model that this one is a block of."""
         self.spec = model.spec
         self.options = replace(options, sensitive_layers=sensitive(options.sensitive_layers, model.spec))
         self.weight_bytes = 0
         self.linears: dict[str, ReferenceLinear] = {}
         names = {name: index for index, name in enumerate(self.spec.linear_names())}
         for name in names:
+            if name == "head" and head is not None:
+                self.linears[name] = head
+                continue
             packed = model.linear(name)
             self.weight_bytes += int(_packed_bytes(packed) * self.spec.share_read(name))
             self.linears[name] = ReferenceLinear(packed, names[first_expert(name)], options)
@@ -64,7 +76,13 @@ class ReferenceDecoder:
         self.weight_bytes += sum(weight.nbytes for weight in (*self.vectors.values(), *self.routers.values()))
         self.embedding = torch.from_numpy(np.array(model.embedding(), np.float16))
         self.tokens = torch.from_numpy(np.array(model.token_table(), np.float16)) if self.spec.token_width else None
+        self.stream = torch.zeros(0, self.spec.hidden_size)
+        """float32 [M, C], the residual stream behind the last block, of the last step that asked for logits."""
         self._remember(model)
+        self.mtp: ReferenceDecoder | None = None
+        if options.mtp and model.mtp is not None:
+            self.mtp = ReferenceDecoder(model.mtp, options_of_mtp(options), self.linears["head"])
+            self.kv_bytes += self.mtp.kv_bytes
 
     def _remember(self, model: Weights | None) -> None:
         """Prepare all that depends on positions: rotations and the cache, in the basis that `model` knows."""
@@ -117,6 +135,10 @@ class ReferenceDecoder:
         with torch.inference_mode():
             return _finite(_Pass(self, step).run(step_graph(self.spec, hidden=True)), step)
 
+    def left(self) -> Float32Array:
+        with torch.inference_mode():
+            return rms_norm(self.stream, self.vectors["norm"], self.spec.norm_eps).numpy()
+
     def set_k_chunk(self, k_chunk: Mapping[str, int] | int, n_tb: Mapping[str, int] | None = None) -> None:
         """See `runtime.backends.decoder.Decoder.set_k_chunk`. Thread blocks are ignored."""
         for linear in self.linears.values():
@@ -144,6 +166,8 @@ class ReferenceDecoder:
         """Release the buffers. Safe to call twice."""
         self.linears.clear()
         self.cache.close()
+        if self.mtp is not None:
+            self.mtp.close()
 
 
 def _finite(found: torch.Tensor, step: Step) -> Float32Array:
@@ -288,7 +312,7 @@ class _Pass(Eager):
         return total * self._decoder.vectors[node.scale] if node.scale else total
 
     def rows(self, node: Node) -> torch.Tensor:
-        self._linear_positions = self._positions[self._logit_rows]
+        self._linear_positions, self._decoder.stream = self._positions[self._logit_rows], self.of(node)
         return self.of(node)[self._logit_rows]
 
     def cap(self, node: Node) -> torch.Tensor:

@@ -92,7 +92,10 @@ def speculation_record(counts: Speculation | None) -> SpeculationRecord | None:
     if counts is None:
         return None
     return SpeculationRecord(
-        gamma=counts.gamma, acceptance_rate=counts.acceptance_rate, tokens_per_verify=counts.tokens_per_verify
+        gamma=counts.gamma,
+        acceptance_rate=counts.acceptance_rate,
+        tokens_per_verify=counts.tokens_per_verify,
+        source=counts.source,
     )
 
 

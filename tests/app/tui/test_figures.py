@@ -190,3 +190,5 @@ def test_what_speculation_did() -> None:
     never = replace(plain, gamma=0, acceptance_rate=0.0, tokens_per_verify=0.0)
     assert figures.speculation_parts(never) == ["turned off: no speedup"]
     assert all(word in figures.details(drafted)[0] for word in words)
+    by_head = replace(drafted, drafted_by="head")
+    assert figures.speculation_parts(by_head)[0] == "87 % of the head's drafts accepted"

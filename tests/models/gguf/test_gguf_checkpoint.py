@@ -315,13 +315,33 @@ FOREIGN: dict[str, tuple[dict[str, Any], str]] = {
 """What is not run here."""
 
 
-def test_blocks_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
-    model = random_model("Glm4Moe", **CASES["glm4-moe"][1])
+@pytest.mark.parametrize(("case", "architecture"), [("glm4-moe", "glm4moe"), ("qwen3.5", "qwen35")])
+def test_the_last_block_may_predict_further_tokens(case: str, architecture: str, tmp_path: Path) -> None:
+    changes = {**CASES[case][1], "num_hidden_layers": 3}
+    if "layer_types" in changes:
+        changes["layer_types"] = ["linear_attention", "full_attention", "full_attention"]
+    model = random_model(CASES[case][0], **changes)
     whole = Checkpoint.open(write_gguf(tmp_path / "whole.gguf", model))
-    metadata = {"glm4moe.block_count": 3, "glm4moe.nextn_predict_layers": 1}
-    extra = {"blk.2.nextn.eh_proj.weight": np.ones((64, 128), np.float32)}
-    longer = write_gguf(tmp_path / "longer.gguf", model, metadata=metadata, extra=extra)
-    assert Checkpoint.open(longer).spec == whole.spec
+    C, V = whole.spec.hidden_size, whole.spec.vocab_size
+    shapes = {"eh_proj": (C, 2 * C), "enorm": (C,), "hnorm": (C,), "shared_head_norm": (C,), "shared_head_head": (V, C)}
+    rng = np.random.default_rng(0)
+    extra = {f"blk.2.nextn.{name}.weight": rng.random(shape, np.float32) for name, shape in shapes.items()}
+    metadata = {f"{architecture}.nextn_predict_layers": 1}
+    further = Checkpoint.open(write_gguf(tmp_path / "further.gguf", model, metadata=metadata, extra=extra))
+    assert further.spec.num_layers == 2
+    mtp = further.mtp()
+    assert mtp is not None
+    assert whole.mtp() is None
+    for name in ("layers.0.qkv", "layers.0.o"):
+        assert torch.equal(mtp.linear(name)[0], whole.linear(name.replace("0", "2"))[0])
+    assert torch.equal(mtp.linear("head")[0], whole.linear("head")[0])
+    for name, own in (
+        ("layers.0.embed_norm", "enorm"),
+        ("layers.0.hidden_norm", "hnorm"),
+        ("norm", "shared_head_norm"),
+    ):
+        assert np.array_equal(mtp.vector(name).numpy(), extra[f"blk.2.nextn.{own}.weight"])
+    assert np.array_equal(mtp.linear("layers.0.join.down")[0].numpy(), extra["blk.2.nextn.eh_proj.weight"])
 
 
 @pytest.mark.parametrize(("case", "tensor"), [("gpt-oss", "attn_sinks.weight"), ("glm4-moe", "exp_probs_b.bias")])

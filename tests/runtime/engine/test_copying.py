@@ -180,6 +180,7 @@ def test_with_others_beside_a_draft_must_pay_for_all() -> None:
     copies = Copies(text, times_of(four=1.4, eight=2.4, sixteen=4.4), ())
     drafted(copies, text[:70])
     assert [len(copies.draft(most, concurrent)) for concurrent, most in ((1, 15), (2, 7), (4, 3))] == [15, 6, 0]
+    assert copies.draft(15, 1, others=9.0) == [], "what else drafts promises more"
 
 
 def test_nothing_is_copied_behind_an_end_or_beyond_what_is_wanted() -> None:

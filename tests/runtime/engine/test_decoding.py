@@ -146,7 +146,7 @@ class Planted:
         assert token == self._answer[self._said]
         self._said += 1
 
-    def draft(self, most: int, _company: int) -> list[int]:
+    def draft(self, most: int, _company: int, _others: float) -> list[int]:
         count = int(self._random.integers(0, 16))
         found = self._answer[self._said :][: min(count, most)]
         if found and self._random.random() < 0.5:

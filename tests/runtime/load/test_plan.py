@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from assets import demo_path
+from models.mtp import mtp_spec
 from models.packed import Weights
 from models.progress import ProgressCallback, ignore_progress
 from models.recipe import Recipe
@@ -25,6 +26,7 @@ from runtime.errors import BackendError, OutOfMemoryError, RequestError
 from runtime.kv.groups import cache_bytes
 from runtime.kv.kinds import KINDS
 from runtime.load import plan as planning
+from runtime.load.memory import buffer_bytes
 from runtime.load.plan import Candidate, LoadOptions, LoadPlan, plan_load
 from tuner.detect import MemoryInfo
 from tuner.gpu import GpuInfo
@@ -68,7 +70,11 @@ def test_auto_passes_over_a_backend_that_does_not_run_the_architecture(
     mixture = MixtureSpec(experts=4, chosen=2, width=32, normalized=True)
     summary = SimpleNamespace(gpu_bytes=1 << 20, residual_bytes=1 << 20)
     model: Any = SimpleNamespace(
-        spec=tiny_spec(mixture=mixture), info=SimpleNamespace(summary=summary), recipe=Recipe(), path=Path()
+        spec=tiny_spec(mixture=mixture),
+        info=SimpleNamespace(summary=summary),
+        recipe=Recipe(),
+        path=Path(),
+        mtp=None,
     )
     memory = MemoryInfo(total_bytes=8 << 30, available_bytes=8 << 30, limit_bytes=None)
     there = Presence(usable=True, reason="there is a card", memory=memory)
@@ -85,6 +91,29 @@ def test_auto_passes_over_a_backend_that_does_not_run_the_architecture(
     assert planned.backend.name == planned.backend_name == "cpu"
     with pytest.raises(BackendError, match="no kernels for such experts: use the CPU backend"):
         plan_load(model, LoadOptions(compensation=Compensation(k_chunk=0), backend="triton"))
+
+
+@pytest.mark.parametrize(("name", "least"), [("cpu", 1000), ("reference", 4 * 64 * 2 * 64)])
+def test_a_block_that_predicts_further_tokens_is_planned_if_it_may_draft(
+    name: str, least: int, tiny_model: Callable[..., Any], tiny_spec: Callable[..., Any]
+) -> None:
+    spec = tiny_spec(max_context=512)
+    summary = SimpleNamespace(gpu_bytes=1 << 20, residual_bytes=0)
+    block = SimpleNamespace(spec=mtp_spec(spec))
+    model: Any = SimpleNamespace(
+        spec=spec, info=SimpleNamespace(summary=summary), recipe=Recipe(), mtp=block, mtp_bytes=1000
+    )
+    without, planned = (plan_load(model, LoadOptions(backend=name, speculation=drafts)) for drafts in (False, None))
+    assert (without.options.mtp, without.memory.mtp_bytes, planned.options.mtp) == (False, 0, True)
+    assert planned.memory.weight_bytes >= without.memory.weight_bytes + least
+    rows, slots = planned.options.max_rows, planned.options.slots
+    options = DecoderOptions(context=512, slots=slots, max_rows=rows, mtp=True)
+    decoder = planning.open_decoder(tiny_model(spec, mtp=True), options, name)[0]
+    held = decoder.mtp.kv_bytes  # type: ignore[attr-defined]
+    cache = planned.memory.mtp_bytes - buffer_bytes(block.spec, 512, rows)
+    assert cache <= held < 1.5 * cache, "records of so small heads are padded"
+    assert decoder.kv_bytes == held + decoder.cache.nbytes  # type: ignore[attr-defined]
+    decoder.close()
 
 
 def test_an_answer_ends_where_the_model_or_its_tokenizer_says(
