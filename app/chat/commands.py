@@ -5,7 +5,6 @@ Each of the two has a method for every name of the table. What is not a command 
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from app.documents.folders import names
-from app.errors import CommandError
+from app.errors import CommandError, hint
 from app.settings import RULES
 
 if TYPE_CHECKING:
@@ -91,8 +90,7 @@ def parse(text: str) -> tuple[Command, str] | None:
     if not re.fullmatch(r"/(\w+|\?)", word) or (word[1:] not in _NAMED and os.path.exists(word)):  # noqa: PTH110  no error
         return None
     if (found := _NAMED.get(word[1:].lower())) is None:
-        near = difflib.get_close_matches(word[1:].lower(), _NAMED, n=1)
-        raise CommandError(f"there is no command {word}; {f'did you mean /{near[0]}?' if near else '/help lists them'}")
+        raise CommandError(f"there is no command {word}; {hint(word[1:], _NAMED, '/help lists them', '/')}")
     rest = rest.strip()
     if not rest and found.argument and not found.argument.startswith("["):
         raise CommandError(f"use {found.usage}: {found.help}")
