@@ -100,8 +100,10 @@ class UnavailableError(AnswerError):
 
 
 def hint(name: str, known: Iterable[str], otherwise: str, mark: str = "") -> str:
-    """What to say of an unknown name: `did you mean NAME?` of the first known one that begins with it, else of the
-    one most like it; `otherwise` if none is.
+    """What to say of an unknown name.
+
+    Returns:
+        `did you mean NAME?` of the first known one that begins with it, or is most like it; `otherwise` if none is.
     """
     from difflib import get_close_matches
 

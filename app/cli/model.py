@@ -247,7 +247,8 @@ def unknown(name: str, services: Services) -> str:
     stored = [DEMO, *(info.name for info in services.store().list())]
     listed = f"stored: {', '.join(stored[:10])}; to get: {', '.join([*SHORT_NAMES][:4])}, …"
     near = hint(name, [*stored, *SHORT_NAMES], listed)
-    return f"there is no stored model {name!r}; {near}. A checkpoint is named by its folder, its GGUF file or as owner/name"
+    named = "A checkpoint is named by its folder, its GGUF file or as owner/name"
+    return f"there is no stored model {name!r}; {near}. {named}"
 
 
 def _is_hub_name(name: str) -> bool:

@@ -299,8 +299,8 @@ class ChatApp(WorkApp):
 
     async def _new_chat(self) -> None:
         await self.chat.new_chat()
-        if self.made is not None and not self.session.working:
-            self.post_message(LoadAsked(self.made))
+        if self.session.made is not None and not self.session.working:
+            self.post_message(LoadAsked(self.session.made))
 
     async def action_quit(self) -> None:
         """Quit, after a confirmation if a chat would be lost."""

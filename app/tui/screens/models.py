@@ -43,7 +43,7 @@ YOURS, TO_GET = "yours", "to get"
 """The headings of the two groups, which are rows of their own."""
 _ABOUT = {
     YOURS: "Models on this machine. A adds one: a file, a folder, what another program has, or a name on the hub.",
-    TO_GET: "Models that can be downloaded, the recommended one first, the others by size. A gets any other on the hub.",
+    TO_GET: "Models that can be downloaded, the recommended one first, others by size. A gets any other on the hub.",
 }
 
 

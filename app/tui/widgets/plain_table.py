@@ -15,7 +15,6 @@ from textual.widgets.option_list import Option
 
 from app.printable import printable
 
-
 MIN_NAME = 8
 """Minimum cells of a column that shrinks."""
 
@@ -36,7 +35,7 @@ class PlainTable(DataTable[Text]):
 
     def fill(
         self,
-        rows: Mapping[str, Sequence[str]],
+        rows: Mapping[str, Sequence[str | Text]],
         labels: Sequence[str] = (),
         *,
         top: bool = False,
@@ -45,7 +44,7 @@ class PlainTable(DataTable[Text]):
         """Replace all rows. The cursor stays on its row, and that where it is on the screen.
 
         Args:
-            rows: the cells of each row, by key.
+            rows: the cells of each row, by key; `Text` is printable already.
             labels: the column headings.
             top: whether the rows are other ones, so that the cursor goes to the first.
             shrinks: the column whose texts are shortened in the middle until the others fit.
@@ -114,5 +113,5 @@ def without_middle(text: str, width: int) -> str:
     return f"{set_cell_size(text, width - 1 - tail)}…{end}"
 
 
-def _cell(text: str) -> Text:
-    return Text(printable(text), no_wrap=True, end="")
+def _cell(text: str | Text) -> Text:
+    return text if isinstance(text, Text) else Text(printable(text), no_wrap=True, end="")

@@ -75,6 +75,9 @@ async def test_without_a_network_it_says_so_and_chats(
 
 
 async def test_whoever_has_models_is_greeted_as_ever(stage: Stage, runtime: Any) -> None:
+    async with stage(runtime, model=None) as s:
+        assert s.app.session.status.model == "tiny-3bit", "the only one of the user's own"
+    runtime.entries.append(replace(runtime.entries[1], name="other"))
     async with stage(runtime, size=(100, 30), model=None, ready=False) as s:
         await s.shows("no model loaded")
         assert not s.app.session.newcomer
@@ -185,8 +188,12 @@ async def test_what_is_said_meanwhile_keeps_its_model(stage: Stage, runtime: Any
         told = "Qwen3-0.6B is ready: ^N starts a chat with it."
         await s.until(lambda: any(one.message == told for one in s.app._notifications), "word that it is made")
         assert s.app.session.status.model == "demo"
+        assert settings.load().model == "Qwen3-0.6B", "the next start has it, too"
+        s.app.clear_notifications()
+        await s.shows("Qwen3-0.6B is ready: ^N")
         await s.pilot.press("ctrl+n")
         await s.until(lambda: s.app.session.status.model == "Qwen3-0.6B", "the model in the new chat")
+        await s.hides("is ready")
         await s.say("and now?")
         assert s.app.session.conversation.extras.model == "Qwen3-0.6B"
 
