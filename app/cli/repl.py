@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from app.chat.commands import (
-    COMMANDS,
     SETTINGS,
     budget_of,
     completions,
+    known,
     load,
     parse,
     path_of,
@@ -97,6 +97,9 @@ class Repl:
                 command, argument = found
                 if command.name == "bye":
                     return False
+                if command.prompt is not None:
+                    self._answer(command.prompt.text(argument))
+                    return True
                 getattr(self, f"_{command.name}")(argument)
             elif text.strip():
                 self._answer(text)
@@ -208,7 +211,7 @@ class Repl:
             self._output.text(f"{does}; {accepted}, {drafted.tokens_per_verify:.1f} tokens per verify")
 
     def _help(self, _rest: str) -> None:
-        self._output.text(HELP.format(commands="\n".join(one.line for one in COMMANDS)))
+        self._output.text(HELP.format(commands="\n".join(one.line for one in known())))
 
     def _typed_line(self, prompt: str) -> str:
         """Read a line from the terminal, with line editing and completion if Python supports it."""

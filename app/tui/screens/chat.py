@@ -178,7 +178,9 @@ class ChatScreen(Screen[None]):
         session = self._session
         try:
             command = None if self.editing else parse(event.text)
-            if command is not None:
+            if command is not None and command[0].prompt is not None:
+                event.text = command[0].prompt.text(command[1])
+            elif command is not None:
                 await self._commands.run(*command)
                 self._remember(event.text)
                 return

@@ -523,6 +523,12 @@ class TestCommands:
                 await self.enter(s, line)
                 await s.until(lambda said=said: any(said in note.message for note in s.app._notifications), said)
                 assert s.composer.text == line
+            paths.prompts_dir().mkdir()
+            (paths.prompts_dir() / "brief.md").write_text("Be brief: $ARGUMENTS")
+            await self.enter(s, "/brief why?")
+            await s.answered()
+            assert path_of(s)[-2] == "Be brief: why?"
+            await s.app.chat.new_chat()
             await self.enter(s, "// what does this comment say?")
             await s.answered()
             await s.say("/etc/hosts is what?", "/usr")
