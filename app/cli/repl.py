@@ -22,7 +22,7 @@ from app.chat.commands import (
     with_setting,
     with_system,
 )
-from app.cli.output import CliError, Output
+from app.cli.output import CliError, Output, plain
 from app.cli.serve import result_of
 from app.conversation import Conversation
 from app.errors import CommandError
@@ -215,7 +215,7 @@ class Repl:
 
     def _typed_line(self, prompt: str) -> str:
         """Read a line from the terminal, with line editing and completion if Python supports it."""
-        if sys.platform != "win32":
+        if sys.platform != "win32" and not plain():
             import readline
 
             readline.parse_and_bind("set enable-bracketed-paste on")  # Python turns it off
@@ -250,7 +250,7 @@ def line_history(file: Path) -> Iterator[None]:
     Args:
         file: The file. If it cannot be read or written, nothing is saved.
     """
-    if sys.platform == "win32":
+    if sys.platform == "win32" or plain():  # line editing draws again
         yield
         return
     import readline

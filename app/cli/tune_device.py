@@ -16,7 +16,7 @@ import typer
 from app.cli import options
 from app.cli.load import load_options, load_plan
 from app.cli.model import open_model
-from app.cli.output import CliError, Interrupt, Output, write_output
+from app.cli.output import CliError, Interrupt, Output, plain, write_output
 from app.cli.services import DEMO, Services, services_of
 from app.errors import hint
 
@@ -323,7 +323,7 @@ def _show(result: _Result, output: Output) -> None:
     output.table(rows)
     output.text()
     size = shutil.get_terminal_size()
-    color = sys.stdout.isatty()
+    color = sys.stdout.isatty() and not plain()
     output.picture(terminal(chosen, width=min(size.columns, 100), height=min(20, size.lines), color=color))
     output.text(_verdict(result))
     if result.prompts is not None:
