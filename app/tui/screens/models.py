@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
+from rich.text import Text
 from textual import on
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
@@ -130,13 +131,13 @@ class ModelsScreen(Screen[None]):
 
     def _fill(self, note: str) -> None:
         """Fill the table. Newcomers begin on the recommended model; what is found later does not move the cursor."""
-        rows = {}
+        rows: dict[str, Sequence[str | Text]] = {}
         if self._models:
-            rows[YOURS] = ["", YOURS]
+            rows[YOURS] = ["", Text(YOURS, "bold")]
             rows |= {model.name: self._cells(model) for model in self._models}
         self._best = best = recommended(self._fetchable)
         if self._fetchable:
-            rows[TO_GET] = ["", TO_GET]
+            rows[TO_GET] = ["", Text(TO_GET, "bold")]
             for one in sorted(self._fetchable, key=lambda one: one is not best):
                 rows[f"↓{one.source}"] = self._cells_to_fetch(one)
         table, columns = self.query_one(ModelTable), self._columns()
