@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest
 from typing import ClassVar
 
-from rich.cells import cell_len, set_cell_size
+from rich.cells import set_cell_size
 from rich.text import Text
 from textual.binding import Binding, BindingType
 from textual.geometry import Size
@@ -59,7 +59,8 @@ class PlainTable(DataTable[Text]):
             room = self.size.width - self.scrollbar_size_vertical - sum(widths) - 2 * self.cell_padding * len(widths)
             widths[shrinks] = max(MIN_NAME, widths[shrinks] + min(0, room))
             for cells in shown.values():
-                cells[shrinks] = _cell(without_middle(cells[shrinks].plain, widths[shrinks]))
+                if cells[shrinks].cell_len > widths[shrinks]:
+                    cells[shrinks] = _cell(without_middle(cells[shrinks].plain, widths[shrinks]))
         for column, width in zip(columns, widths, strict=True):
             self.add_column(column[0], width=width)
         for key, cells in shown.items():
@@ -105,9 +106,7 @@ class PlainList(OptionList):
 
 
 def without_middle(text: str, width: int) -> str:
-    """A text with `…` in place of its middle if it is wider than so many cells: `Qwen3.5…Q8_0`."""
-    if cell_len(text) <= width:
-        return text
+    """A text with `…` in place of its middle, so many cells wide: `Qwen3.5…Q8_0`."""
     tail = (width - 1) // 2
     end = set_cell_size(text[::-1], tail)[::-1] if tail else ""
     return f"{set_cell_size(text, width - 1 - tail)}…{end}"
