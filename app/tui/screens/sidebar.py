@@ -47,6 +47,8 @@ class Sidebar(Vertical, ChatList):
         super().__init__(id="sidebar")
         self._begin(session)
         self._seen: object = None
+        self._whole = LEAST
+        """Its width in cells, which a search only widens."""
 
     def compose(self) -> ComposeResult:
         """Search line and list."""
@@ -77,8 +79,9 @@ class Sidebar(Vertical, ChatList):
             return
         self._seen = seen
         texts = [chat.title for chat in self._chats] + [found.snippet for found in self._found.values()]
-        whole = max(LEAST, min(max(map(cell_len, texts), default=0) + 5, self.app.size.width // 3))
-        self.styles.width, width = whole, whole - 4
+        wanted = max(LEAST if grouped else self._whole, max(map(cell_len, texts), default=0) + 5)
+        self.styles.width = self._whole = max(LEAST, min(wanted, self.app.size.width // 3))
+        width = self._whole - 4
         options: list[Option] = []
         groups = grouped_by_day(self._chats) if grouped else iter([("found", self._chats)])
         for name, chats in groups:
