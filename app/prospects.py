@@ -17,11 +17,9 @@ if TYPE_CHECKING:
 
 READABLE = 10.0
 """Tokens per second of reading speed; slower models are not recommended."""
-_MAX_MAKING_S = 45 * 60
-"""Maximum time in seconds to quantize a recommended model."""
-_MAX_DOWNLOAD = 5e9
-"""Maximum size in bytes of its download: seven minutes at 100 Mbit/s."""
-RECOMMENDED = "Recommended: the largest that needs no login, downloads in minutes and writes faster than you read. "
+_MAX_READY_S = 20 * 60
+"""Maximum time in seconds to download and quantize a recommended model."""
+RECOMMENDED = "Recommended: the largest that needs no login, is ready in 20 minutes and writes faster than you read. "
 """Why `recommended` takes the one that it takes."""
 _LARGE_BYTES = 2e9
 """Size from which a checkpoint on this machine is not quantized without a question."""
@@ -35,8 +33,8 @@ def recommended(found: Sequence[Prospect]) -> Prospect | None:
     The best is the largest; a mixture of experts counts as the geometric mean of its weights and those that a token
     reads. None if there is none, or if speeds are not known yet.
     """
-    good = [one for one in found if one.fits == "yes" and not one.gated and one.download_bytes <= _MAX_DOWNLOAD]
-    fast = [one for one in good if (one.tokens_per_s or 0) >= READABLE and one.making_s <= _MAX_MAKING_S]
+    good = [one for one in found if one.fits == "yes" and not one.gated and (one.tokens_per_s or 0) >= READABLE]
+    fast = [one for one in good if one.download_bytes / _LINE_BYTES_S + one.making_s <= _MAX_READY_S]
     return max(fast, key=lambda one: one.parameters * math.sqrt(one.active_share), default=None)
 
 

@@ -51,12 +51,12 @@ def newcomer(runtime: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 async def test_a_first_run_tells_what_was_found_and_what_to_get(stage: Stage, newcomer: Any) -> None:
     async with stage(newcomer, size=(100, 30), model=None, ready=False) as s:
         await s.shows("Example 7840U, 8 cores", "You are chatting with demo, a tiny bundled model")
-        await s.shows("Qwen3 4B suits this machine best", "Ask anything.")
+        await s.shows("Qwen3.5 4B suits this machine best", "Ask anything.")
         await s.say("Hello")
         await s.pilot.press("f2")
         await s.shows("Enter downloads it", "Recommended: the largest that needs no login")
         table = s.app.screen.query_one("ModelTable")
-        assert [cell.plain for cell in table.get_row_at(table.cursor_row)][1::4] == ["Qwen3 4B", "best here"]
+        assert [cell.plain for cell in table.get_row_at(table.cursor_row)][1::4] == ["Qwen3.5 4B", "best here"]
     async with stage(newcomer, size=(100, 30), model=None, ready=False) as s:
         await s.shows("You are chatting with demo, a tiny bundled model")
         s.app.post_message(QuantizeAsked(QuantizeRequest(source="owner/some-model")))
