@@ -22,6 +22,8 @@ Every message tells the user what happened and what to do.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 
 class HistoryError(Exception):
     """Chats could not be saved, found or read. The message says what happened and what to do."""
@@ -95,6 +97,19 @@ class BusyError(AnswerError):
 
 class UnavailableError(AnswerError):
     """The runtime cannot answer now."""
+
+
+def hint(name: str, known: Iterable[str], otherwise: str, mark: str = "") -> str:
+    """What to say of an unknown name.
+
+    Returns:
+        `did you mean NAME?` of the first known one that begins with it, or is most like it; `otherwise` if none is.
+    """
+    from difflib import get_close_matches
+
+    asked, cased = name.lower(), {one.lower(): one for one in known}
+    near = [one for one in cased if asked and one.startswith(asked)] or get_close_matches(asked, cased, n=1)
+    return f"did you mean {mark}{cased[near[0]]}?" if near else otherwise
 
 
 _BY_STATUS: dict[int, type[AnswerError]] = {

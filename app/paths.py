@@ -70,6 +70,11 @@ def presets_file() -> Path:
     return settings_file().with_name("presets.toml")
 
 
+def prompts_dir() -> Path:
+    """Folder of the user's reusable prompts."""
+    return settings_file().with_name("prompts")
+
+
 def log_file() -> Path:
     """The log file that receives the runtime process's output."""
     return home() / "runtime.log"

@@ -17,8 +17,10 @@ if TYPE_CHECKING:
 
 READABLE = 10.0
 """Tokens per second of reading speed; slower models are not recommended."""
-_MAX_MAKING_S = 45 * 60
-"""Maximum time in seconds to quantize a recommended model."""
+_MAX_READY_S = 20 * 60
+"""Maximum time in seconds to download and quantize a recommended model."""
+RECOMMENDED = "Recommended: the largest that needs no login, is ready in 20 minutes and writes faster than you read. "
+"""Why `recommended` takes the one that it takes."""
 _LARGE_BYTES = 2e9
 """Size from which a checkpoint on this machine is not quantized without a question."""
 _LINE_BYTES_S = 12.5e6
@@ -26,13 +28,13 @@ _LINE_BYTES_S = 12.5e6
 
 
 def recommended(found: Sequence[Prospect]) -> Prospect | None:
-    """The best model that fits well, needs no login, reaches reading speed and is quickly quantized.
+    """The best model that fits well, needs no login, reaches reading speed and is quickly downloaded and quantized.
 
     The best is the largest; a mixture of experts counts as the geometric mean of its weights and those that a token
     reads. None if there is none, or if speeds are not known yet.
     """
-    good = [one for one in found if one.fits == "yes" and not one.gated and one.making_s <= _MAX_MAKING_S]
-    fast = [one for one in good if one.tokens_per_s is not None and one.tokens_per_s >= READABLE]
+    good = [one for one in found if one.fits == "yes" and not one.gated and (one.tokens_per_s or 0) >= READABLE]
+    fast = [one for one in good if one.download_bytes / _LINE_BYTES_S + one.making_s <= _MAX_READY_S]
     return max(fast, key=lambda one: one.parameters * math.sqrt(one.active_share), default=None)
 
 
@@ -43,7 +45,7 @@ def words(one: Prospect) -> str:
     if one.active_share < 1:
         parts.append(f"a token reads {one.active_share:.0%} of its weights")
     if not one.verified:
-        parts.append("not verified")
+        parts.append("its entry was not checked on the hub")
     if one.gated:
         parts.append("needs a login: accept the licence on the hub, then run `hf auth login`")
     return " · ".join(parts)
@@ -55,6 +57,11 @@ def room(one: Prospect) -> str:
         return f"needs {byte_count(one.needed_bytes)}, more than is free now"
     taken = f"takes {byte_count(one.needed_bytes)} at {one.bits:g} bits with {one.context:,} tokens of context"
     return taken if one.blocks is None else f"{taken}, {one.blocks} on the card and the others by the processor"
+
+
+def size_at(one: Prospect, bits: float) -> int:
+    """Device memory in bytes of its weights at so many bits."""
+    return one.sizes[min(2, max(0, round(2 * bits) - 6))]
 
 
 def question(source: str, bits: float, found: Sequence[Prospect]) -> str | None:
@@ -72,7 +79,7 @@ def question(source: str, bits: float, found: Sequence[Prospect]) -> str | None:
             f"Download {one.title}, {byte_count(one.download_bytes)}, and quantize it to {bits:g} bits? It takes about "
             f"{duration(one.download_bytes / _LINE_BYTES_S)} at 100 Mbit/s, and {duration(one.making_s)} to quantize."
         )
-        needed = one.download_bytes + one.residual_bytes + one.sizes[min(2, max(0, round(2 * bits) - 6))]
+        needed = one.download_bytes + one.residual_bytes + size_at(one, bits)
     elif on_disk is None:
         told, needed = f"Download {source} and quantize it to {bits:g} bits? Its size shows once it is asked for.", 0
     elif on_disk < _LARGE_BYTES:

@@ -11,7 +11,6 @@ validation library on purpose: importing pydantic takes 40 ms of the 0.5 s withi
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import os
 import tomllib
 from collections.abc import Mapping
@@ -21,6 +20,7 @@ from types import MappingProxyType, NoneType, UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from app import paths
+from app.errors import hint
 from runtime.compensation import (
     CHUNK,
     DEFAULT_BUDGET_PERCENT,
@@ -330,9 +330,8 @@ def rule_of(key: str, where: str = "") -> Rule:
     """
     if key in RULES:
         return RULES[key]
-    near = difflib.get_close_matches(key, RULES, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(RULES)}"
-    raise SettingsError(f"unknown setting {key!r}{f' in {where}' if where else ''}: {hint}")
+    near = hint(key, RULES, f"known: {', '.join(RULES)}")
+    raise SettingsError(f"unknown setting {key!r}{f' in {where}' if where else ''}: {near}")
 
 
 def _checked(key: str, rule: Rule, value: object, where: str) -> Value:

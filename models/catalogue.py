@@ -483,10 +483,17 @@ CATALOGUE: Sequence[CatalogueModel] = (
 )
 """The catalogue, smallest first. Source: the models' published configurations and licences."""
 
+SHORT_NAMES: Mapping[str, str] = {one.title.lower().replace(" ", "-"): one.source for one in CATALOGUE}
+"""Sources of the catalogue's models by the names that are typed for them: their titles, as in `qwen3-0.6b`."""
 KNOWN: Mapping[str, KnownModel] = {
     model.origin.name: model.origin for model in CATALOGUE if isinstance(model.origin, KnownModel)
 }
-"""The models with a short name, by that name."""
+"""The models that are one file of known content, by their short names."""
+
+
+def source_of(name: str) -> str:
+    """The source of a model with a short name; any other name as it is."""
+    return SHORT_NAMES.get(name.lower(), name)
 
 
 def recommended(source: str) -> Mapping[str, float]:

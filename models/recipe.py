@@ -29,7 +29,7 @@ DEFAULT_METHOD: Method = "gptq"
 DEFAULT_GROUP_SIZE = 64
 """The default number of input channels that share a scale."""
 GOOD_FOR: Mapping[AskedMethod, str] = {
-    "auto": "trellis; gptq for mixtures of experts",
+    "auto": "best for the model: trellis or gptq",
     "rtn": "plain rounding, fast",
     "gptq": "compensates rounding errors",
     "trellis": "codes that share bits, loses least",

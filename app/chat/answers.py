@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from app.chat.prompts import Host, LeftOut, NotSearched, Prompts
-from app.chat.tally import Tally, reported, tallied
+from app.chat.tally import Tally, continued, reported, tallied
 from app.chat.tools import CallAsked, CallChanged, ChatTools
 from app.conversation import Call, Conversation, State
 from app.errors import ClientError, ContextLengthError, NotReadyError
@@ -68,6 +68,7 @@ class Answer:
         """What was counted so far of this message."""
         self._host, self._prompts, self._tools, self._clock = host, prompts, tools, clock
         self._resume, self._summarize = resume, summarize
+        self._before = conversation[message].statistics if resume else None
         self._status = host.status  # as of the model that answers, which may be gone at the end
         conversation.revise(message, state="streaming", error=None, statistics=None)
 
@@ -96,8 +97,9 @@ class Answer:
 
     def _end(self, state: State, error: str | None) -> None:
         message = self.conversation.revise(self.message, state=state, error=error)
-        if message.statistics is None and self.tally.pieces:
-            self.conversation.revise(self.message, statistics=tallied(self.tally, self._status))
+        if message.statistics is None:
+            own = continued(self._before, tallied(self.tally, self._status)) if self.tally.pieces else self._before
+            self.conversation.revise(self.message, statistics=own)
 
     async def _rounds(self) -> AsyncGenerator[Event, None]:
         """Read an answer, run what it calls, and read the answer to that, until nothing is called."""
@@ -114,7 +116,8 @@ class Answer:
                     yield change
             before = conversation.revise(self.message, state="done", error=None)
             following = conversation.add("assistant", "", parent=before.id, state="streaming", model=before.model)
-            self.message, self.tally, self._resume = following.id, Tally(started=self._clock()), False
+            self.message, self.tally = following.id, Tally(started=self._clock())
+            self._resume, self._before = False, None
             yield Continued()
 
     async def _read(self) -> AsyncGenerator[Event, None]:
@@ -154,7 +157,7 @@ class Answer:
             conversation.revise(answer, calls=joined(conversation[answer].calls, delta.calls))
         if delta.timings is not None:
             statistics = replace(
-                reported(delta.timings, self._status),
+                continued(self._before, reported(delta.timings, self._status)),
                 cut=delta.finish_reason == "length",
                 looped=delta.finish_reason == "loop",
                 left_out=_left_out(conversation, answer),

@@ -5,7 +5,6 @@ Each of the two has a method for every name of the table. What is not a command 
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -13,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from app.chat.prompt_files import PromptFile, prompt_files
 from app.documents.folders import names
-from app.errors import CommandError
+from app.errors import CommandError, hint
 from app.settings import RULES
 
 if TYPE_CHECKING:
@@ -35,6 +35,8 @@ class Command:
     takes: Literal["", "model", "path", "budget", "setting"] = ""
     """What its argument is completed with."""
     aliases: tuple[str, ...] = ()
+    prompt: PromptFile | None = None
+    """What is sent in its place, if it is a prompt from a file."""
 
     @property
     def usage(self) -> str:
@@ -44,7 +46,7 @@ class Command:
     @property
     def line(self) -> str:
         """Its usage and its help, in columns."""
-        return f"{self.usage:<19}{self.help}"
+        return f"{self.usage:<18} {self.help}"
 
 
 SETTINGS: Mapping[str, Callable[[str], object]] = {
@@ -79,8 +81,14 @@ COMMANDS = (
 _NAMED = {name: one for one in COMMANDS for name in (one.name, *one.aliases)}
 
 
+def known() -> list[Command]:
+    """The commands of the table, and the prompts of files, which are read anew; no file takes a name of the table."""
+    files = [one for one in prompt_files() if one.name not in _NAMED]
+    return [*COMMANDS, *(Command(name=one.name, argument="[TEXT]", help=one.description, prompt=one) for one in files)]
+
+
 def parse(text: str) -> tuple[Command, str] | None:
-    """The command of a text, and its argument; None if the text is to be sent.
+    """The command of a text, and its argument; None if the text is to be sent. It looks into folders.
 
     A text is sent that begins with `//`, with a path of several parts, or with one that exists.
 
@@ -88,11 +96,15 @@ def parse(text: str) -> tuple[Command, str] | None:
         CommandError: there is no such command, or it lacks its argument.
     """
     word, _, rest = text.strip().partition(" ")
-    if not re.fullmatch(r"/(\w+|\?)", word) or (word[1:] not in _NAMED and os.path.exists(word)):  # noqa: PTH110  no error
+    if not re.fullmatch(r"/([\w-]+|\?)", word) or (word[1:] not in _NAMED and os.path.exists(word)):  # noqa: PTH110  no error
         return None
-    if (found := _NAMED.get(word[1:].lower())) is None:
-        near = difflib.get_close_matches(word[1:].lower(), _NAMED, n=1)
-        raise CommandError(f"there is no command {word}; {f'did you mean /{near[0]}?' if near else '/help lists them'}")
+    found = _NAMED.get(word[1:].lower())
+    if found is None:
+        named = {one.name: one for one in known()}
+        found = named.get(word[1:].lower())
+        if found is None:
+            near = hint(word[1:], [*_NAMED, *named], "/help lists them", "/")
+            raise CommandError(f"there is no command {word}; {near}")
     rest = rest.strip()
     if not rest and found.argument and not found.argument.startswith("["):
         raise CommandError(f"use {found.usage}: {found.help}")
@@ -108,7 +120,7 @@ def completions(text: str, models: Iterable[str]) -> list[tuple[str, str]]:
     """
     word, space, rest = text.partition(" ")
     if not space:
-        named = [one for one in COMMANDS if one.name.startswith(word[1:].lower())]
+        named = [one for one in known() if one.name.startswith(word[1:].lower())]
         return [(f"/{one.name}{' ' if one.argument else ''}", one.line) for one in named]
     takes = _NAMED[word[1:]].takes if word[1:] in _NAMED else ""
     if takes == "path":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from app.conversation import Statistics
@@ -55,6 +55,20 @@ def reported(timings: Timings, status: Status | None) -> Statistics:
         bits=status.bits if status else None,
         memory_bytes=status.memory_bytes if status else None,
     )
+
+
+def continued(before: Statistics | None, after: Statistics) -> Statistics:
+    """Statistics of a whole answer, from those of its text before it was continued, and of what followed."""
+    if before is None:
+        return after
+    tokens, speeds = before.tokens + after.tokens, (before.tokens_per_s, after.tokens_per_s)
+    if speeds[0] and speeds[1]:
+        speed: float | None = tokens / (before.tokens / speeds[0] + after.tokens / speeds[1])
+    else:
+        speed = speeds[0] or speeds[1]
+    first = after.first_after_s if before.first_after_s is None else before.first_after_s
+    estimated = before.estimated or after.estimated
+    return replace(after, tokens=tokens, tokens_per_s=speed, first_after_s=first, estimated=estimated)
 
 
 def tallied(tally: Tally, status: Status | None) -> Statistics:

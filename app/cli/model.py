@@ -7,7 +7,6 @@ together with the sizes and modification times of the files.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 from pathlib import Path
@@ -15,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from app.cli.output import CliError, Interrupt, Output
 from app.cli.services import DEMO, Services
+from app.errors import hint
 from app.paths import links_dir
-from models.catalogue import KNOWN
+from models.catalogue import KNOWN, SHORT_NAMES, source_of
 from models.errors import MAKING, check_needed
 from models.files import replacing
 
@@ -108,7 +108,7 @@ def open_model(name: str, services: Services, output: Output) -> StoredModel:
     store: Store = services.store()
     if is_stored(name, services):
         return store.open(name)
-    path = local_checkpoint(name)
+    path, name = local_checkpoint(name), source_of(name)
     if path is not None:
         info = _made_from(path, services) or _make(path, services, output)
     elif name in KNOWN:
@@ -138,6 +138,7 @@ def find_checkpoint(name: str, services: Services, output: Output) -> Path:
     path = local_checkpoint(name)
     if path is not None:
         return path
+    name = source_of(name)
     if name in KNOWN:
         return fetched(KNOWN[name], services, output)
     if is_stored(name, services):
@@ -179,7 +180,7 @@ def local_checkpoint(name: str) -> Path | None:
             return elsewhere
     path = Path(name).expanduser()
     written_as_path = name.startswith((".", "/", "~")) or "\\" in name or path.is_absolute() or name.endswith(".gguf")
-    if (path / "config.json").is_file() or (path.is_file() and (written_as_path or name not in KNOWN)):
+    if (path / "config.json").is_file() or (path.is_file() and (written_as_path or name not in SHORT_NAMES)):
         return path
     if path.is_dir() and (written_as_path or not _is_hub_name(name)):
         if files := sorted(file.name for file in path.glob("*.gguf")):
@@ -243,13 +244,11 @@ def quantized(
 
 def unknown(name: str, services: Services) -> str:
     """An error message about an unknown name."""
-    names = [DEMO, *KNOWN, *(info.name for info in services.store().list())]
-    near = difflib.get_close_matches(name, names, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"stored: {', '.join(names[:10])}"
-    return (
-        f"there is no stored model {name!r}; {hint}. A checkpoint is named by its folder, its GGUF file or as "
-        "owner/name"
-    )
+    stored = [DEMO, *(info.name for info in services.store().list())]
+    listed = f"stored: {', '.join(stored[:10])}; to get: {', '.join([*SHORT_NAMES][:4])}, …"
+    near = hint(name, [*stored, *SHORT_NAMES], listed)
+    named = "A checkpoint is named by its folder, its GGUF file or as owner/name"
+    return f"there is no stored model {name!r}; {near}. {named}"
 
 
 def _is_hub_name(name: str) -> bool:

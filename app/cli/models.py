@@ -17,7 +17,7 @@ from app.cli.model import fetched, find_checkpoint, is_stored, pulled, quantized
 from app.cli.output import NAME, CliError, Interrupt, Output, at_a_terminal
 from app.cli.serve import loaded_model, result_of, unload
 from app.cli.services import DEMO, Services, services_of
-from models.catalogue import KNOWN
+from models.catalogue import KNOWN, source_of
 from models.errors import MAKING, check_needed
 from models.export import ExportFormat
 from models.recipe import (
@@ -372,7 +372,9 @@ def pull(
     name: Annotated[
         str,
         typer.Argument(
-            metavar="NAME", help="Name on the hub: owner/name or owner/name:TYPE; or smollm2-135m.", show_default=False
+            metavar="NAME",
+            help="A short name, such as qwen3-0.6b, or one on the hub: owner/name or owner/name:TYPE.",
+            show_default=False,
         ),
     ],
     revision: Annotated[
@@ -382,7 +384,7 @@ def pull(
 ) -> None:
     """Download a checkpoint into the Hugging Face cache; an interrupted download resumes."""
     output, services = Output(as_json=as_json), services_of(ctx)
-    begin = time.perf_counter()
+    begin, name = time.perf_counter(), source_of(name)
     if name in KNOWN:
         if revision is not None:
             raise typer.BadParameter(f"{name} is a single file without revisions", param_hint="--revision")

@@ -87,18 +87,18 @@ def complete_stored(incomplete: str) -> list[str]:
 def complete_model(incomplete: str) -> list[str]:
     """Complete names of stored, bundled and downloadable models."""
     from app.cli.services import DEMO
-    from models.catalogue import KNOWN
+    from models.catalogue import SHORT_NAMES
 
     stored = complete_stored(incomplete)
-    return [*(name for name in (DEMO, *KNOWN) if name.startswith(incomplete) and name not in stored), *stored]
+    return [*(name for name in (DEMO, *SHORT_NAMES) if name.startswith(incomplete) and name not in stored), *stored]
 
 
 Model = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help="A stored model, a folder with a Hugging Face checkpoint, a GGUF file, a hub name, smollm2-135m (a small "
-        "chat model, downloaded on first use), or demo.",
+        help="A stored model, a short name of F2's list, such as smollm2-135m or qwen3-0.6b (downloaded on first use), "
+        "demo, a folder with a Hugging Face checkpoint, a GGUF file, or a hub name.",
         autocompletion=complete_model,
         show_default=False,
     ),

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import signal
 import stat
 import sys
@@ -224,7 +225,7 @@ class Output:
     @contextmanager
     def progress(self) -> Iterator[ProgressCallback]:
         """Show progress on standard error: bars on a terminal, else a line for each phase and every few seconds."""
-        if not sys.stderr.isatty():
+        if plain() or not sys.stderr.isatty():
             yield _PhaseLines(self)
             return
         bars = _PhaseBars()
@@ -285,6 +286,11 @@ class _PhaseBars:
         """Remove the bars from the terminal."""
         if self._bars is not None:
             self._bars.stop()
+
+
+def plain() -> bool:
+    """Whether nothing that was written is drawn again and nothing has a colour: for screen readers, `run --plain`."""
+    return bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
 
 
 def at_a_terminal() -> bool:

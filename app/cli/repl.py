@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from app.chat.commands import (
-    COMMANDS,
     SETTINGS,
     budget_of,
     completions,
+    known,
     load,
     parse,
     path_of,
@@ -22,7 +22,7 @@ from app.chat.commands import (
     with_setting,
     with_system,
 )
-from app.cli.output import CliError, Output
+from app.cli.output import CliError, Output, plain
 from app.cli.serve import result_of
 from app.conversation import DRAFTS, Conversation
 from app.errors import CommandError
@@ -97,6 +97,9 @@ class Repl:
                 command, argument = found
                 if command.name == "bye":
                     return False
+                if command.prompt is not None:
+                    self._answer(command.prompt.text(argument))
+                    return True
                 getattr(self, f"_{command.name}")(argument)
             elif text.strip():
                 self._answer(text)
@@ -208,11 +211,11 @@ class Repl:
             self._output.text(f"{does}; {accepted}, {drafted.tokens_per_verify:.1f} tokens per verify")
 
     def _help(self, _rest: str) -> None:
-        self._output.text(HELP.format(commands="\n".join(one.line for one in COMMANDS)))
+        self._output.text(HELP.format(commands="\n".join(one.line for one in known())))
 
     def _typed_line(self, prompt: str) -> str:
         """Read a line from the terminal, with line editing and completion if Python supports it."""
-        if sys.platform != "win32":
+        if sys.platform != "win32" and not plain():
             import readline
 
             readline.parse_and_bind("set enable-bracketed-paste on")  # Python turns it off
@@ -247,7 +250,7 @@ def line_history(file: Path) -> Iterator[None]:
     Args:
         file: The file. If it cannot be read or written, nothing is saved.
     """
-    if sys.platform == "win32":
+    if sys.platform == "win32" or plain():  # line editing draws again
         yield
         return
     import readline

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+import os
 import sys
 import threading
 from collections.abc import Callable, Mapping
@@ -163,9 +164,15 @@ def run(
         Literal["text", "json", "jsonl"],
         typer.Option("--output", help="json: as --json; jsonl: also an object for each piece of the answer."),
     ] = "text",
+    plain: Annotated[
+        bool,
+        typer.Option("--plain", help="Only add to the output, for screen readers: no colours, no bars. As NO_COLOR=1."),
+    ] = False,
     as_json: options.Json = False,
 ) -> None:
     """Answer a prompt, or talk on a terminal."""
+    if plain:
+        os.environ["NO_COLOR"] = "1"
     if raw and system is not None:
         raise typer.BadParameter("--raw continues plain text, which has no system prompt: leave out --system")
     if raw and (attach or mcp):

@@ -16,8 +16,9 @@ import typer
 from app.cli import options
 from app.cli.load import load_options, load_plan
 from app.cli.model import open_model
-from app.cli.output import CliError, Interrupt, Output, write_output
+from app.cli.output import CliError, Interrupt, Output, plain, write_output
 from app.cli.services import DEMO, Services, services_of
+from app.errors import hint
 
 if TYPE_CHECKING:
     from models.store import StoredModel
@@ -228,13 +229,8 @@ def _simulated(device: str, shape: str, bits: float, method: str, budget: float,
 
 
 def _known(name: str, names: Collection[str], noun: str, otherwise: str) -> None:
-    import difflib
-
-    if name in names:
-        return
-    near = difflib.get_close_matches(name.lower(), names, n=3, cutoff=0.5)
-    hint = f"did you mean {' or '.join(near)}? " if near else ""
-    raise CliError(f"no {noun} is called {name!r}; {hint}{otherwise}")
+    if name not in names:
+        raise CliError(f"no {noun} is called {name!r}; {hint(name, names, otherwise)}")
 
 
 def _measured(
@@ -327,7 +323,7 @@ def _show(result: _Result, output: Output) -> None:
     output.table(rows)
     output.text()
     size = shutil.get_terminal_size()
-    color = sys.stdout.isatty()
+    color = sys.stdout.isatty() and not plain()
     output.picture(terminal(chosen, width=min(size.columns, 100), height=min(20, size.lines), color=color))
     output.text(_verdict(result))
     if result.prompts is not None:

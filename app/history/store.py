@@ -33,6 +33,8 @@ UNDO = timedelta(hours=1)
 """Time within which a deleted chat can be restored."""
 UNNAMED = "New chat"
 """Title of a chat without messages."""
+_MARK = "\x02"
+"""Before and after what matches in a snippet; `char(2)` in SQL."""
 _FIRST_IDEOGRAPH = "\u2e80"
 """Scripts from this code point on have no spaces between words; they are searched by substring."""
 R = TypeVar("R")
@@ -71,8 +73,13 @@ class Found:
     """Its chat."""
     message: str
     """Its id."""
-    snippet: str
-    """The words around the match, on one line."""
+    pieces: Sequence[str]
+    """The words around the match, on one line: every second piece matches."""
+
+    @property
+    def snippet(self) -> str:
+        """The pieces as one text."""
+        return "".join(self.pieces)
 
 
 class History:
@@ -265,7 +272,7 @@ class History:
         if any(letter >= _FIRST_IDEOGRAPH for letter in text):
             return self._containing(words, limit)
         query = (
-            f"SELECT {_COLUMNS}, messages.id, snippet(words, 0, '', '', '…', 12) FROM words "  # noqa: S608
+            f"SELECT {_COLUMNS}, messages.id, snippet(words, 0, char(2), char(2), '…', 12) FROM words "  # noqa: S608
             "JOIN messages ON messages.number = words.rowid JOIN chats ON chats.id = messages.chat "
             "WHERE words MATCH ? AND deleted IS NULL ORDER BY words.rowid DESC LIMIT ?"
         )
@@ -281,7 +288,9 @@ class History:
             f"FROM messages JOIN chats ON chats.id = messages.chat WHERE deleted IS NULL AND {wanted} "
             "ORDER BY messages.number DESC LIMIT ?"
         )
-        return [_found(row) for row in self._read(query, (words[0], *words, limit))]
+        marked = re.compile(f"({'|'.join(map(re.escape, words))})")
+        rows = self._read(query, (words[0], *words, limit))
+        return [_found((*row[:9], marked.sub(rf"{_MARK}\1{_MARK}", row[9]))) for row in rows]
 
     def _read(self, query: str, values: Sequence[object]) -> list[tuple[Any, ...]]:
         try:
@@ -440,4 +449,4 @@ def _chat(row: tuple[Any, ...]) -> Chat:
 
 
 def _found(row: tuple[Any, ...]) -> Found:
-    return Found(chat=_chat(row), message=row[8], snippet=" ".join(str(row[9]).split()))
+    return Found(chat=_chat(row), message=row[8], pieces=re.sub(r"\s+", " ", str(row[9])).strip().split(_MARK))

@@ -49,7 +49,7 @@ from app.tui.preload import preload
 from app.tui.runtime import SupervisorLike
 from app.tui.screens.chat import ChatScreen
 from app.tui.session import Session
-from app.tui.terminal import LongWork, SuspendDetector, ensure_size, notice, surviving, terminal_is_gone
+from app.tui.terminal import LongWork, SuspendDetector, ensure_size, notice, surviving, terminal_is_gone, window_title
 from app.tui.work_app import WorkApp
 
 CHECK_INTERVAL_S = 5.0
@@ -114,6 +114,8 @@ class ChatApp(WorkApp):
         self._suspend = SuspendDetector(CHECK_INTERVAL_S)
         self._long = LongWork()
         self._checks = 0
+        self._titled = ""
+        """The title of the terminal's window."""
 
     def _supervisor(self, own: Callable[[], SupervisorLike]) -> SupervisorLike:
         """The supervisor of our own runtime, or of the remote server in the settings."""
@@ -160,7 +162,9 @@ class ChatApp(WorkApp):
         self.call_after_refresh(self._start)
 
     def _repaint(self, _app: App[object]) -> None:
-        """Draw all of every screen after `fg`: the shell has written over it."""
+        """Draw all of every screen after `fg`, and name the window: the shell has written over both."""
+        self._titled = ""
+        self._name_window()
         for screen in self.screen_stack:
             screen.refresh(layout=True)
 
@@ -240,6 +244,19 @@ class ChatApp(WorkApp):
             return
         self._show("show_session")
         self.refresh_bindings()
+        self._name_window()
+
+    def _name_window(self) -> None:
+        """Give the terminal's window the title of the chat."""
+        said = next((message.text for message in self.session.conversation.path() if message.role == "user"), "")
+        title = self.TITLE
+        if said:
+            from app.history.store import title_of
+
+            title = f"{title_of(said)} · {title}"
+        if title != self._titled and self._driver is not None:
+            self._titled = title
+            self._driver.write(window_title(title))
 
     @on(LeftOut)
     def show_left_out(self) -> None:
@@ -299,8 +316,8 @@ class ChatApp(WorkApp):
 
     async def _new_chat(self) -> None:
         await self.chat.new_chat()
-        if self.made is not None and not self.session.working:
-            self.post_message(LoadAsked(self.made))
+        if self.session.made is not None and not self.session.working:
+            self.post_message(LoadAsked(self.session.made))
 
     async def action_quit(self) -> None:
         """Quit, after a confirmation if a chat would be lost."""

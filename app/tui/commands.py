@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import difflib
 from typing import TYPE_CHECKING
 
 from app.chat.commands import Command, budget_of, completions, load, path_of, save, with_setting, with_system
-from app.errors import ClientError, CommandError
+from app.errors import ClientError, CommandError, hint
 from app.printable import printable_name
 from app.tui.messages import AttachAsked, ChatAsked, LoadAsked, SettingChanged
 from app.tui.widgets.suggestions import Suggestion
@@ -66,9 +65,8 @@ class Commands:
             return
         models = await self._models()
         if name not in models:
-            near = difflib.get_close_matches(name, models, n=1)
-            hint = f"did you mean {near[0]}?" if near else "F2 lists the models and gets others"
-            raise CommandError(f"there is no stored model {printable_name(name)}: {hint}")
+            near = hint(name, models, "F2 lists the models and gets others")
+            raise CommandError(f"there is no stored model {printable_name(name)}: {near}")
         self._screen.app.post_message(LoadAsked(name))
 
     async def _system(self, text: str) -> None:

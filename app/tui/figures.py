@@ -55,6 +55,20 @@ def percent(value: float) -> str:
     return f"{'0' if text == '-0' else text} %"
 
 
+def rate(tokens_per_s: float) -> str:
+    """A speed: `58.1 tok/s`, `4,070 tok/s`."""
+    return f"{tokens_per_s:,.{int(tokens_per_s < 100)}f} tok/s"
+
+
+def share_words(share: float) -> str:
+    """A share as one says it: `nearly all of`, `about a third of`, `a little of`."""
+    if not 0.07 <= share < 0.93:
+        return "nearly all of" if share > 0.5 else "a little of"
+    names = {"a tenth": 0.1, "a fifth": 0.2, "a quarter": 0.25, "a third": 1 / 3, "half": 0.5,
+             "two thirds": 2 / 3, "three quarters": 0.75}  # fmt: skip
+    return f"about {min(names, key=lambda name: abs(names[name] - share))} of"
+
+
 def budget_text(budget_percent: float | None) -> str:
     """The slowdown budget: `budget 2.5 %`, `budget off`, empty if there is none."""
     if budget_percent is None:
@@ -77,9 +91,10 @@ def statistics_parts(statistics: Statistics) -> list[str]:
     parts += ["stopped: it only repeated itself"] if statistics.looped else []
     parts.append(f"{about}{statistics.tokens} token{'' if statistics.tokens == 1 else 's'}")
     if statistics.tokens_per_s is not None:
-        parts.append(f"{statistics.tokens_per_s:.1f} tok/s")
+        parts.append(rate(statistics.tokens_per_s))
     if statistics.first_after_s is not None:
-        parts.append(f"first token after {statistics.first_after_s:.2f} s")
+        soon = statistics.first_after_s < 0.01
+        parts.append("first token at once" if soon else f"first token after {statistics.first_after_s:.2f} s")
     if statistics.context_used is not None:
         of = "" if statistics.context is None else f" of {token_count(statistics.context)}"
         parts.append(f"context {token_count(statistics.context_used, statistics.context)}{of}")

@@ -85,7 +85,7 @@ class Job:
         if self.outcome != "running" or not (self.unit or self.total):
             return ""
         parts = [self._amount(self.done) if not self.total else f"{self._amount(self.done, self.total)}"]
-        if self.speed:
+        if self.speed and (self._bytes or self.speed >= 1):
             rate = f"{byte_count(self.speed)}/s" if self._bytes else f"{self.speed:.3g} {self.unit}/s"
             parts.append(rate)
         if self.left:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import difflib
 import re
 from collections import deque
 from collections.abc import Iterable, Mapping
@@ -21,6 +20,7 @@ from textual.message import Message
 from textual.widget import Widget
 from textual.widgets import Input, TextArea
 
+from app.errors import hint
 from app.settings import SettingsError
 
 BURST_S = 0.01
@@ -34,6 +34,7 @@ GONE_S = 0.05
 
 KEYS = (
     Binding("f1", "help", "help", tooltip="The keys", id="app.help", priority=True),
+    Binding("ctrl+p", "command_palette", "commands", tooltip="Everything the program can do", id="app.commands"),
     Binding("ctrl+n", "new_chat", "new", tooltip="Start a new chat", id="chat.new", priority=True),
     Binding("ctrl+b", "chats", "chats", tooltip="Find, open, rename or delete a chat", id="app.chats", priority=True),
     Binding("ctrl+r", "regenerate", "again", tooltip="Get another answer", id="chat.regenerate", priority=True),
@@ -124,7 +125,6 @@ KEYS = (
         priority=True,
         show=False,
     ),
-    Binding("ctrl+p", "command_palette", "commands", tooltip="Everything the program can do", id="app.commands"),
     Binding("ctrl+q", "quit", "quit", tooltip="Quit the program", id="app.quit", priority=True, show=False),
     Binding(
         "ctrl+c",
@@ -158,9 +158,8 @@ def keymap_of(text: str, bindings: Iterable[BindingType]) -> dict[str, str]:
         if not re.fullmatch(r"[a-z0-9_]+(\+[a-z0-9_]+)*", key):
             raise SettingsError(f"keys: {part!r} is invalid; write it like chat.new=f9, with a key such as ctrl+x")
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(sorted(known))}"
-            raise SettingsError(f"keys: there is no action {name!r}: {hint}")
+            near = hint(name, known, f"known: {', '.join(sorted(known))}")
+            raise SettingsError(f"keys: there is no action {name!r}: {near}")
         found[name] = key
     everywhere: dict[str, str] = {}
     for name, one in known.items():

@@ -66,6 +66,8 @@ class Session:
         self._wanted: dict[str | None, str | None] = {None: settings.model}  # by endpoint
         self.newcomer = False
         """Whether the user never picked a model and has only the bundled ones."""
+        self.made: str | None = None
+        """A model that was made during a chat with another one; the next new chat uses it."""
         self.recent = Recent()
         self._post = post
         self._connection = Connection(supervisor, self._status_changed, lambda reason: post(RuntimeLost(reason)))
@@ -180,13 +182,14 @@ class Session:
             await self.forget_ended()
 
     async def _only_model(self) -> str | None:
-        """The only stored model, if there is exactly one."""
+        """The user's only model, or the bundled one of a user who has none; None if there are several to pick from."""
         try:
             models = await self.client().models()
         except (ClientError, OSError):
             return None
         self.newcomer = bool(models) and all(model.bundled for model in models)
-        return models[0].name if len(models) == 1 else None
+        own = [model.name for model in models if not model.bundled] or [model.name for model in models]
+        return own[0] if len(own) == 1 else None
 
     def client(self) -> ClientLike:
         """The client of the runtime.

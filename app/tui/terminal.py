@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from app.errors import CommandError
+from app.printable import printable
 
 if TYPE_CHECKING:
     from textual.driver import Driver
@@ -112,6 +113,11 @@ def surviving(driver: type[Driver]) -> type[Driver]:
                 self.suspend_application_mode()
                 self._must_signal_resume = True
             super().start_application_mode()
+            self.write(TITLE_SAVED)
+
+        def stop_application_mode(self) -> None:
+            self.write(TITLE_RESTORED)
+            super().stop_application_mode()
 
     return SurvivingDriver
 
@@ -174,6 +180,13 @@ def notice(text: str, *, inside_tmux: bool = False) -> str:
     return f"{_osc(f'9;{text}', inside_tmux=inside_tmux)}\a"
 
 
+def window_title(text: str) -> str:
+    """The escape sequence (OSC 2) that gives the terminal's window a title. What is shown of it is printable."""
+    return f"\x1b]2;{printable(text)}\x1b\\"
+
+
+TITLE_SAVED, TITLE_RESTORED = "\x1b[22;2t", "\x1b[23;2t"
+"""XTWINOPS: a window's title is kept for the end; terminals that don't know it ignore it."""
 TOOL_TIMEOUT_S = 2.0
 _ENCODINGS = {"clip.exe": "utf-16"}
 """Encodings that tools read, other than UTF-8."""

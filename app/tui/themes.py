@@ -17,7 +17,11 @@ DARK = Theme(
     background="#15171a",
     surface="#1a1d21",
     panel="#22262b",
-    variables={"footer-key-foreground": "#7aa2c8", "footer-description-foreground": "#8a919c"},
+    variables={
+        "footer-key-foreground": "#7aa2c8",
+        "footer-description-foreground": "#8a919c",
+        "text-disabled": "#8a919c",
+    },
 )
 LIGHT = Theme(
     name="calm-light",
@@ -32,7 +36,11 @@ LIGHT = Theme(
     background="#fafafa",
     surface="#f3f4f5",
     panel="#e8eaec",
-    variables={"footer-key-foreground": "#2f6690", "footer-description-foreground": "#6a717b"},
+    variables={
+        "footer-key-foreground": "#2f6690",
+        "footer-description-foreground": "#626974",
+        "text-disabled": "#626974",
+    },
 )
 CONTRAST = Theme(
     name="high-contrast",

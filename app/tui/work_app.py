@@ -43,8 +43,6 @@ class WorkApp(PlainApp, OrderedKeys):
     """Runs the session's jobs in the background and reports how they ended."""
 
     session: Session
-    made: str | None = None
-    """A model that was made during a chat with another one; the next new chat uses it."""
     keymap: Mapping[str, str] = MappingProxyType({})
     """Keys that the user changed, by the ids of actions."""
 
@@ -80,7 +78,7 @@ class WorkApp(PlainApp, OrderedKeys):
     @on(LoadAsked)
     def load_model(self, event: LoadAsked) -> None:
         """Load a model, and save it in the settings if it is on this machine."""
-        self.made = None
+        self.session.made = None
         if self.session.remote is None:
             self.keep_settings({"model": event.name})
         self.run_worker(self._load(event.name), group="work", exit_on_error=False)
@@ -102,11 +100,11 @@ class WorkApp(PlainApp, OrderedKeys):
 
     async def _get(self, request: QuantizeRequest) -> None:
         got = await self.session.get(request)
-        if got is not None and got.loaded:
+        if got is not None and got.made is not None:
             self.keep_settings({"model": got.made})
-        elif got is not None and got.made is not None and self.session.job and self.session.job.outcome == "done":
-            self.made = got.made
-            self.notify(f"{got.made} is ready: ^N starts a chat with it.", timeout=READY_NOTICE_S)
+            if not got.loaded and self.session.job and self.session.job.outcome == "done":
+                self.session.made = got.made
+                self.notify(f"{got.made} is ready: ^N starts a chat with it.", timeout=READY_NOTICE_S)
         self.show_session()
 
     def action_resume_work(self) -> None:

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from models.catalogue import KNOWN
+from models.catalogue import KNOWN, SHORT_NAMES, source_of
 from models.errors import MAKING, CheckpointError, ModelError, StoreError, check_needed
 from models.plain_tokenizer import chat_template
 from models.progress import Cancelled, ProgressCallback
@@ -194,7 +194,7 @@ class ModelBuilder:
         Raises:
             ModelError: the name is invalid, the download failed, or the work was stopped.
         """
-        if name in KNOWN:
+        if (name := source_of(name)) in KNOWN:
             from models.fetch import fetch
 
             return str(fetch(KNOWN[name], self._store, progress, cancelled))
@@ -204,7 +204,7 @@ class ModelBuilder:
 
     def _checkpoint(self, source: str, progress: ProgressCallback, cancelled: Cancelled) -> Path:
         """The folder or GGUF file of a checkpoint."""
-        if source in KNOWN:
+        if source.lower() in SHORT_NAMES:
             return Path(self.pull(source, None, progress, cancelled))
         path = Path(source).expanduser()
         if path.exists():

@@ -128,10 +128,12 @@ def test_search_finds_words_as_they_are_typed(history: History, asked: str, coun
     assert len(history.search(asked)) == count
 
 
-def test_search_says_where(history: History) -> None:
-    said(history, "first " * 50 + "needle\n" + "last " * 50)
-    (found,) = history.search("needl")
-    assert "needle" in found.snippet
+@pytest.mark.parametrize(("needle", "asked"), [("needle", "Needl"), ("量子化", "量子")], ids=["words", "ideographs"])
+def test_search_says_where(history: History, needle: str, asked: str) -> None:
+    said(history, "first " * 50 + f"{needle}\n" + "last " * 50)
+    (found,) = history.search(asked)
+    assert found.pieces[1] in (needle, asked)
+    assert needle in found.snippet
     assert "\n" not in found.snippet
     assert len(found.snippet) < 200
 

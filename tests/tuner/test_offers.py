@@ -54,10 +54,12 @@ def test_what_may_not_be_taken_is_passed_over() -> None:
 def test_words() -> None:
     found = offers()
     assert found.words(FAST) == (
-        "within 0.3 % of full precision at 0.8 x the low-bit speed (low bits with all residuals; "
+        "within 0.3 % of full precision, 25 % slower than low bits alone (low bits with all residuals; "
         "3 tokens drafted per round, 90% accepted)"
     )
-    assert found.words(PLAIN) == "within 20 % of full precision at 1 x the low-bit speed (low bits alone; no drafts)"
+    assert (
+        found.words(PLAIN) == "within 20 % of full precision, no slower than low bits alone (low bits alone; no drafts)"
+    )
     assert "within 0.4 %" in found.words(replace(FAST, perplexity=10.0301)), "no loss is told smaller than it is"
-    assert found.words(replace(FAST, perplexity=9.9)).startswith("as good as full precision at 0.8 x")
-    assert offers(full=None).words(PLAIN).startswith("perplexity 12.00 (full precision unknown) at 1 x")
+    assert found.words(replace(FAST, perplexity=9.9)).startswith("as good as full precision, 25 % slower")
+    assert offers(full=None).words(PLAIN).startswith("perplexity 12.00 (full precision unknown), no slower")

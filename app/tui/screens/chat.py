@@ -67,7 +67,7 @@ class ChatScreen(Screen[None]):
         self._editing: str | None = None
         self._unsent = ""
         self._typing: Composer | None = None
-        self._copied = ("", 0)
+        self._taken = ("", 0)
         self._draft: Timer | None = None
         self._writing: AnswerTask | None = None
         self._ticker: Timer | None = None
@@ -178,7 +178,9 @@ class ChatScreen(Screen[None]):
         session = self._session
         try:
             command = None if self.editing else parse(event.text)
-            if command is not None:
+            if command is not None and command[0].prompt is not None:
+                event.text = command[0].prompt.text(command[1])
+            elif command is not None:
                 await self._commands.run(*command)
                 self._remember(event.text)
                 return
@@ -515,8 +517,8 @@ class ChatScreen(Screen[None]):
         if event.act == "copy":
             self.app.copy_to_clipboard(message.text)
             self.notify("Message copied.", timeout=2)
-        elif event.act == "copy_code":
-            self._copy_code(message)
+        elif event.act in ("copy_code", "open"):
+            self._take_next(message, event.act)
         elif event.act == "edit":
             self.edit(message.id if message.role == "user" else message.parent)
         elif event.act == "inspect":
@@ -553,18 +555,23 @@ class ChatScreen(Screen[None]):
 
             self.app.push_screen(InspectorScreen(self._session, wanted))
 
-    def _copy_code(self, message: Message) -> None:
-        """Copy a code block of a message; the next one at each call."""
+    def _take_next(self, message: Message, act: str) -> None:
+        """Copy a code block of a message, or open a link; the next one at each call."""
         view = self.transcript.view(message.id)
-        blocks = [] if view is None or view.body is None else view.body.code_blocks
-        if not blocks:
-            self.notify("There is no code in this message.", severity="warning")
+        copies, body = act == "copy_code", None if view is None else view.body
+        found = [] if body is None else body.code_blocks if copies else body.links
+        if not found:
+            self.notify(f"There is no {'code' if copies else 'link'} in this message.", severity="warning")
             return
-        before, at = self._copied
-        at = (at + 1) % len(blocks) if before == message.id else 0
-        self._copied = (message.id, at)
-        self.app.copy_to_clipboard(blocks[at])
-        self.notify(f"Copied code block {at + 1} of {len(blocks)}.", timeout=2)
+        before, at = self._taken
+        at = (at + 1) % len(found) if before == f"{act} {message.id}" else 0
+        self._taken = (f"{act} {message.id}", at)
+        if copies:
+            self.app.copy_to_clipboard(found[at])
+            self.notify(f"Copied code block {at + 1} of {len(found)}.", timeout=2)
+        else:
+            self.app.open_url(found[at])
+            self.notify(f"Opened link {at + 1} of {len(found)}: {found[at]}", timeout=4)
 
     def toggle_sidebar(self) -> bool:
         """Show and focus the sidebar, or hide it if it has the focus. Returns whether there is room for it."""
@@ -649,6 +656,8 @@ class ChatScreen(Screen[None]):
             parts.append(str(own.get("preset") or "custom system prompt"))
         if documents := self._attaching.status:
             parts.append(documents)
+        if made := self._session.made:
+            parts.append(f"{made} is ready: ^N")
         return plain(SEPARATOR.join(parts))
 
     def choose_preset(self) -> None:

@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, ClassVar
 
 from rich.cells import cell_len, set_cell_size
+from rich.text import Text
 from textual import on, work
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
@@ -28,7 +29,7 @@ from app.tui.widgets.key_line import KeyLine
 from app.tui.widgets.plain_table import PlainTable
 
 if TYPE_CHECKING:
-    from app.history.store import Chat
+    from app.history.store import Chat, Found
 
 
 MAX_CHATS = 200
@@ -58,7 +59,7 @@ class ChatList(Widget):
         """Initialize the list; called by the constructor."""
         self._session = session
         self._chats: list[Chat] = []
-        self._snippets: dict[str, str] = {}
+        self._found: dict[str, Found] = {}
         self._deleted: list[str] = []
         self._search: Worker[None] | None = None
 
@@ -94,19 +95,19 @@ class ChatList(Widget):
         Raises:
             HistoryError: they can't be read; `_chats` is then empty.
         """
-        history, chats, snippets = self._session.history, [], {}
+        history, chats, matches = self._session.history, [], {}
         try:
             if history is not None and text:
                 found = await history.search(text)
-                snippets = {one.chat.id: one.snippet for one in reversed(found)}
+                matches = {one.chat.id: one for one in reversed(found)}
                 chats = list({one.chat.id: one.chat for one in found}.values())
             elif history is not None:
                 chats = list(await history.chats(MAX_CHATS))
         except HistoryError:
-            self._chats, self._snippets = [], {}
+            self._chats, self._found = [], {}
             raise
         # Only now: meanwhile a key means a row that is still shown.
-        self._chats, self._snippets = chats, snippets
+        self._chats, self._found = chats, matches
 
     @on(Input.Submitted)
     @work(group="found", exclusive=True)
@@ -232,20 +233,23 @@ class ChatsScreen(Screen[None], ChatList):
         self._said = note
         self.tell_about()
 
-    def _cells(self, chat: Chat) -> list[str]:
+    def _cells(self, chat: Chat) -> list[str | Text]:
         mark = "●" if chat.id == self._session.conversation.id else "▴" if chat.pinned else " "
+        found = None if self.has_class("-slim") else self._found.get(chat.id)
         room = max(12, self.size.width - (22 if self.has_class("-slim") else 44))
         title = printable(chat.title)
-        if cell_len(title) > room:
-            title = f"{set_cell_size(title, room - 1).rstrip()}…"
-        cells = [mark, title, when(chat.updated)]
+        if cell_len(title) > (width := room if found is None else room // 2):
+            title = f"{set_cell_size(title, width - 1).rstrip()}…"
+        if found is not None:
+            return [mark, title, matched(found, self.size.width - width - 30), when(chat.updated)]
+        cells: list[str | Text] = [mark, title, when(chat.updated)]
         return cells if self.has_class("-slim") else [*cells, printable_name(chat.model or "")]
 
     def _chosen(self) -> Chat | None:
         under = self.query_one(ChatTable).under
         return next((chat for chat in self._chats if chat.id == under), None)
 
-    def _note(self, text: str) -> None:
+    def _note(self, text: str | Text) -> None:
         note = self.query_one("#chats-note", Plain)
         note.update(text)
         note.display = bool(text)
@@ -254,7 +258,8 @@ class ChatsScreen(Screen[None], ChatList):
     def tell_about(self) -> None:
         """Show the match in the chat under the cursor."""
         chat = self._chosen()
-        self._note(self._said if chat is None else self._snippets.get(chat.id, self._said))
+        found = None if chat is None else self._found.get(chat.id)
+        self._note(self._said if found is None else matched(found))
 
     @on(PlainTable.RowSelected)
     def open(self) -> None:
@@ -275,6 +280,18 @@ class ChatsScreen(Screen[None], ChatList):
 
     def _back(self) -> None:
         self.dismiss()
+
+
+def matched(found: Found, width: int | None = None, style: str = "bold underline") -> Text:
+    """The text around a match, with what matches emphasized; as much of it around the first match as fits."""
+    pieces = [printable(piece) for piece in found.pieces]
+    text = Text.assemble(*((piece, style if at % 2 else "") for at, piece in enumerate(pieces)), no_wrap=True)
+    if width is None or text.cell_len <= width:
+        return text
+    before = max(0, len(pieces[0]) - width // 3)
+    text = Text("…").append_text(text[before:]) if before else text
+    text.truncate(width, overflow="ellipsis")
+    return text
 
 
 def when(moment: datetime, now: datetime | None = None) -> str:

@@ -25,7 +25,7 @@ from textual.widgets import Button, Input, RadioSet, TextArea
 from app.paths import links_dir
 from app.tui.plain import Plain
 from app.tui.widgets.setting_row import Box, Choice
-from models.catalogue import KNOWN
+from models.catalogue import SHORT_NAMES, source_of
 from models.elsewhere import PROGRAMS, by_name, found
 from models.errors import CheckpointError
 from models.recipe import GOOD_FOR, Recipe
@@ -78,7 +78,9 @@ def choices_in(text: str) -> list[str]:
 
 
 def on_hub(name: str) -> bool:
-    """Whether a text is a name on the Hugging Face hub, and not a path on this machine."""
+    """Whether a text is a short name, or one on the Hugging Face hub, and not a path on this machine."""
+    if name.lower() in SHORT_NAMES:
+        return True
     path = Path(name)
     written_as_path = name.startswith((".", "/", "~")) or name.endswith(".gguf") or path.exists()
     return bool(_HUB_NAME.fullmatch(name)) and not written_as_path
@@ -98,7 +100,7 @@ def checkpoint_problem(text: str) -> str | None:
     name = text.strip()
     if not name:
         return "Enter a folder, a GGUF file, or a checkpoint on the hub as owner/name."
-    if name in KNOWN or on_hub(name):
+    if on_hub(name):
         return None
     try:
         path = _local(name)
@@ -297,7 +299,7 @@ class QuantizeDialog(FormDialog[QuantizeRequest]):
             line.display = True
             return
         name = text.strip()
-        source = name if name in KNOWN or on_hub(name) else str(_local(name).absolute())
+        source = source_of(name) if on_hub(name) else str(_local(name).absolute())
         bits, method = self._chosen("#quantize-bits", tuple(BITS)), self._chosen("#quantize-method", tuple(GOOD_FOR))
         smooth = self.query_one(Box).value
         self.dismiss(QuantizeRequest(source=source, bits=bits, method=method, smooth_attention=smooth))

@@ -14,7 +14,7 @@ from textual.screen import ModalScreen, Screen
 from textual.widgets import TextArea
 
 from app import paths
-from app.chat.commands import COMMANDS
+from app.chat.commands import known
 from app.printable import printable
 from app.supervisor import OLD_LOG_NAME
 from app.tui.keys import KEYS, current_key
@@ -66,7 +66,7 @@ class HelpScreen(ModalScreen[None]):
 
     def _listed(self) -> ComposeResult:
         yield Plain("Commands, typed like a message", classes="setting-group")
-        yield Plain(_table((one.usage, one.help) for one in COMMANDS))
+        yield Plain(_table((one.usage, one.help) for one in known()))
 
     def _rows(self, bindings: Iterable[BindingType]) -> list[tuple[str, ...]]:
         """Keys, what they do, and, where there is room, the ids by which they can be changed."""

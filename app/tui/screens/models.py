@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
+from rich.text import Text
 from textual import on
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
@@ -14,7 +15,7 @@ from textual.screen import Screen
 from app.amounts import perplexity
 from app.errors import ClientError
 from app.printable import printable_name
-from app.prospects import question, recommended, room, words
+from app.prospects import READABLE, RECOMMENDED, question, recommended, room, size_at, words
 from app.tui.figures import SEPARATOR, token_count
 from app.tui.machine import found_words
 from app.tui.messages import LoadAsked, QuantizeAsked, RemoveAsked
@@ -26,7 +27,7 @@ from app.tui.widgets.key_line import KeyLine
 from app.tui.widgets.plain_table import PlainTable
 from app.tui.widgets.progress_panel import ProgressPanel
 from models.catalogue import KNOWN
-from models.recipe import GOOD_FOR, Recipe
+from models.recipe import GOOD_FOR, SMALLEST_BITS, Recipe
 from runtime.errors import byte_count
 from runtime.wire.answers import CONTINUES
 
@@ -35,12 +36,16 @@ if TYPE_CHECKING:
     from runtime.wire.device import Prospect
     from runtime.wire.requests import QuantizeRequest
 
-EMPTY = "There are no models yet. Q makes one from a checkpoint: a name on the hub, a folder or a GGUF file."
-SLIM_NAME = 18
-"""Maximum characters of a name on a slim terminal."""
+EMPTY = "There are no models yet. A adds one: a name on the hub, a folder or a GGUF file."
 ROOMY = 116
 """Minimum width in cells at which every figure has its own column."""
 _WORDS = {"yes": "fits", "tight": "tight", "no": "too large"}
+YOURS, TO_GET = "yours", "to get"
+"""The headings of the two groups, which are rows of their own."""
+_ABOUT = {
+    YOURS: "Models on this machine. A adds one: a file, a folder, what another program has, or a name on the hub.",
+    TO_GET: "Models that can be downloaded, the recommended one first, others by size. A gets any other on the hub.",
+}
 
 
 class ModelTable(PlainTable):
@@ -56,7 +61,7 @@ class ModelsScreen(Screen[None]):
 
     AUTO_FOCUS = "ModelTable"
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("q", "quantize", "quantize", tooltip="Quantize a checkpoint", id="models.quantize"),
+        Binding("a,q", "quantize", "add", tooltip="Add a file, a folder, or a name on the hub", id="models.quantize"),
         Binding("d,delete", "delete", "delete", tooltip="Delete the stored model", id="models.delete"),
         Binding("s", "app.stop_work", "stop", tooltip="Stop loading or quantizing", id="models.stop", show=False),
         Binding("escape", "dismiss", "back", tooltip="Back to the chat", id="models.back"),
@@ -67,6 +72,7 @@ class ModelsScreen(Screen[None]):
         self._session = session
         self._models: Sequence[ModelEntry] = ()
         self._fetchable: Sequence[Prospect] = ()
+        self._best: Prospect | None = None
         self._seen: tuple[object, ...] = ()
         self._filled = False
 
@@ -125,15 +131,20 @@ class ModelsScreen(Screen[None]):
 
     def _fill(self, note: str) -> None:
         """Fill the table. Newcomers begin on the recommended model; what is found later does not move the cursor."""
-        rows = {model.name: self._cells(model) for model in self._models}
-        best = recommended(self._fetchable)
-        for one in self._fetchable:
-            fits = "best here" if one is best else _WORDS[one.fits]
-            rows[f"↓{one.source}"] = self._cells_to_fetch(one, fits)
-        table = self.query_one(ModelTable)
-        table.fill(rows, self._columns())
-        if not self._filled and self._session.newcomer and best is not None:
-            table.move_cursor(row=table.get_row_index(f"↓{best.source}"))
+        rows: dict[str, Sequence[str | Text]] = {}
+        if self._models:
+            rows[YOURS] = ["", Text(YOURS, "bold")]
+            rows |= {model.name: self._cells(model) for model in self._models}
+        self._best = best = recommended(self._fetchable)
+        if self._fetchable:
+            rows[TO_GET] = ["", Text(TO_GET, "bold")]
+            for one in sorted(self._fetchable, key=lambda one: one is not best):
+                rows[f"↓{one.source}"] = self._cells_to_fetch(one)
+        table, columns = self.query_one(ModelTable), self._columns()
+        table.fill(rows, columns, shrinks=1)
+        if not self._filled and rows:
+            loaded = next((model.name for model in self._models if model.loaded), YOURS)
+            table.move_cursor(row=list(rows).index(f"↓{best.source}" if self._session.newcomer and best else loaded))
         self._filled = self._filled or bool(rows)
         if note:
             self._note(note, warning=True)
@@ -144,32 +155,33 @@ class ModelsScreen(Screen[None]):
         if self.has_class("-slim"):
             return ["", "model", "size", ""]
         if self.size.width < ROOMY:
-            return ["", "model", "at 3 · 3.5 · 4 bits", "perplexity, speed", ""]
+            return ["", "model", "memory", "disk", "quality, speed", ""]
         return ["", "model", "at 3 · 3.5 · 4 bits", "residuals", "context", "tokens/s", "perplexity", "disk", ""]
 
     def _cells(self, model: ModelEntry) -> list[str]:
         size = f"{byte_count(model.gpu_bytes)} at {model.bits:g}"
-        name = printable_name(model.name)
-        if self.has_class("-slim") and len(name) > SLIM_NAME:
-            name = f"{name[: SLIM_NAME - 1]}…"
-        cells = ["●" if model.loaded else " ", name, size]
+        cells = ["●" if model.loaded else " ", printable_name(model.name), size]
         note = "bundled" if model.bundled else "see below" if model.warning else "base" if model.base else ""
         loss = perplexity(model.perplexity_before, model.perplexity_after)
         if self.has_class("-slim"):
             return [*cells, note]
         if self.size.width < ROOMY:
-            return [*cells, loss or "–", note]
+            return [*cells, byte_count(model.disk_bytes), loss or "–", note]
         speed = self._session.recent.last_speed if model.loaded else None
         more = [byte_count(model.residual_bytes), token_count(model.context), "" if speed is None else f"{speed:.0f}"]
         return [*cells, *more, loss or "–", byte_count(model.disk_bytes), note]
 
-    def _cells_to_fetch(self, one: Prospect, fits: str) -> list[str]:
+    def _cells_to_fetch(self, one: Prospect) -> list[str]:
+        slow = one.fits == "yes" and one.tokens_per_s is not None and one.tokens_per_s < READABLE
+        fits = "best here" if one is self._best else "slow" if slow else _WORDS[one.fits]
         speed = "" if one.tokens_per_s is None else f"≈ {one.tokens_per_s:.0f}"
         cells = ["↓", one.title]
         if self.has_class("-slim"):
             return [*cells, byte_count(one.sizes[-1]), fits]
         if self.size.width < ROOMY:
-            return [*cells, _sizes(one.sizes), f"{speed} tokens/s" if speed else "", fits]
+            bits = one.bits or SMALLEST_BITS
+            held = f"{byte_count(size_at(one, bits))} at {bits:g}"
+            return [*cells, held, f"↓ {byte_count(one.download_bytes)}", f"{speed} tokens/s" if speed else "", fits]
         more = [byte_count(one.residual_bytes), token_count(one.max_context), speed]
         return [*cells, _sizes(one.sizes), *more, "", f"↓ {byte_count(one.download_bytes)}", fits]
 
@@ -189,6 +201,7 @@ class ModelsScreen(Screen[None]):
         made += ", smoothed keys" if model.smooth_attention else ""
         loss = perplexity(model.perplexity_before, model.perplexity_after)
         parts = [
+            printable_name(model.name),
             made,
             CONTINUES if model.base else "",
             f"perplexity {loss}" if loss and self.has_class("-slim") else "",
@@ -212,9 +225,12 @@ class ModelsScreen(Screen[None]):
         """Show the details of the model under the cursor."""
         if (one := self._chosen_to_fetch()) is not None:
             does = (
-                "" if one.bits is None else f"{SEPARATOR}Enter downloads it at {one.bits:g} bits, Q with other options"
+                "" if one.bits is None else f"{SEPARATOR}Enter downloads it at {one.bits:g} bits, A with other options"
             )
-            self._note(f"{words(one)}{does}", warning=one.bits is None)
+            why = RECOMMENDED if one is self._best else ""
+            self._note(f"{why}{words(one)}{does}", warning=one.bits is None)
+        elif (about := _ABOUT.get(self.query_one(ModelTable).under or "")) is not None:
+            self._note(about)
         elif self._models:
             model = self._chosen()
             self._note(self._about(model), warning=model is not None and bool(model.warning))
@@ -230,6 +246,8 @@ class ModelsScreen(Screen[None]):
                 self.notify(f"{one.title} {room(one)}.", severity="warning")
                 return
             self._make(_usual_request(one.source, one.bits), self.dismiss)
+        else:
+            self.action_quantize()  # a heading
 
     def _make(self, request: QuantizeRequest, then: Callable[[], object] = lambda: None) -> None:
         """Make a model. What costs gigabytes is asked first."""

@@ -193,7 +193,8 @@ class SettingsScreen(Screen[None]):
         settings, caches = session.settings, self._caches
         found = self._report.tuning if self._report is not None and session.ready else None
         wanted = settings.compensation().budget_percent
-        self.query_one(BudgetRow).show_effect(lines, () if found is None else found.bought, wanted)
+        applied = not session.tuning and session.status is not None and session.status.budget_percent == wanted
+        self.query_one(BudgetRow).show_effect(lines, () if found is None else found.bought, wanted, applied=applied)
         self.query_one(OfferRow).show(None if found is None else found.offer, settings)
         words = cache_effect(caches, settings.kv, settings.context, session.status)
         about = self.query_one("#cache-effect", Plain)

@@ -21,7 +21,7 @@ from app.errors import HistoryError
 from app.printable import printable
 from app.tui.messages import ChatAsked
 from app.tui.plain import plain
-from app.tui.screens.chats import ChatList, list_bindings
+from app.tui.screens.chats import ChatList, list_bindings, matched
 from app.tui.session import Session
 from app.tui.widgets.plain_table import PlainList
 
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 MIN_COLUMNS = 100
 """Minimum width of the terminal for the sidebar."""
+LEAST = 28
+"""Minimum width of the sidebar, which is otherwise as wide as its titles, up to a third of the terminal."""
 DAYS = ((0, "Today"), (1, "Yesterday"), (7, "Last 7 days"), (31, "Last month"))
 
 
@@ -45,6 +47,8 @@ class Sidebar(Vertical, ChatList):
         super().__init__(id="sidebar")
         self._begin(session)
         self._seen: object = None
+        self._whole = LEAST
+        """Its width in cells, which a search only widens."""
 
     def compose(self) -> ComposeResult:
         """Search line and list."""
@@ -74,8 +78,11 @@ class Sidebar(Vertical, ChatList):
         if seen == self._seen:
             return
         self._seen = seen
+        texts = [chat.title for chat in self._chats] + [found.snippet for found in self._found.values()]
+        wanted = max(LEAST if grouped else self._whole, max(map(cell_len, texts), default=0) + 5)
+        self.styles.width = self._whole = max(LEAST, min(wanted, self.app.size.width // 3))
+        width = self._whole - 4
         options: list[Option] = []
-        width = max(8, self.size.width - 3)
         groups = grouped_by_day(self._chats) if grouped else iter([("found", self._chats)])
         for name, chats in groups:
             if chats:
@@ -90,7 +97,9 @@ class Sidebar(Vertical, ChatList):
         mark = "▸ " if current else "… " if writing else "  "
         title = printable(chat.title)
         text = title if cell_len(title) <= width - 2 else set_cell_size(title, width - 3) + "…"
-        return Text(mark + text, style="bold" if current else "", no_wrap=True)
+        line = Text(mark + text, style="bold" if current else "", no_wrap=True)
+        found = self._found.get(chat.id)
+        return line if found is None else Text("\n    ").join([line, matched(found, width - 4)])
 
     def _chosen(self) -> Chat | None:
         under = self.query_one(PlainList).under

@@ -5,7 +5,8 @@ opened, a long list then blocks the program for seconds. These widgets lay out t
 each list or table as one token, for which Textual calls `Markdown.unhandled_token`. A list that contains more than
 paragraphs and lists, such as a code block, is left to Textual.
 
-Formulas are shown as written: Markdown would take backslashes, underscores and asterisks from their LaTeX.
+Formulas are shown as Unicode, or as they are written: Markdown would take backslashes, underscores and asterisks from
+their LaTeX. Footnotes keep their numbers, tasks get boxes.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ from textual.visual import RenderOptions, Visual
 from textual.widgets import Markdown
 from textual.widgets.markdown import MarkdownBlock
 
+from app.tui.widgets.formulas import unicode_of
+
 LIST, TABLE = "flat_list", "flat_table"
 """Types of the tokens that represent a whole list or table."""
 _OPENINGS = {"bullet_list_open": LIST, "ordered_list_open": LIST, "table_open": TABLE}
@@ -38,6 +41,8 @@ GAP = "  "
 """Between two columns."""
 MIN_COLUMN = 4
 """Minimum width of a column in cells."""
+NARROW_COLUMN = 8
+"""Width in cells below which a longer text is hard to read in a column."""
 MIN_TEXT = 8
 """Minimum width of a list item in cells, at any depth."""
 
@@ -49,6 +54,12 @@ _FORMULA_ENDS = {"\\(": "\\)", "\\[": "\\]", "$$": "$$"}
 _BRACKETS = {"\\(": "()", "\\[": "[]"}
 _KEPT = ("\\\\", "\\,", "\\;", "\\:")
 """What LaTeX means by these is more likely than an escape that Markdown doesn't need."""
+_FOOTNOTE = re.compile(r"\[\^[^\]\s]+\]:")
+_NOTE = re.compile(r"\[\^(\d{1,3})\](:?)")
+_RAISED = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
+_TASK = re.compile(r"\[([ xX])\] ")
+TASKS = ("☐", "☑")
+"""A task to do, and one that is done."""
 _DOLLARS = re.compile(r"\$((?:[^$`\\]|\\.)+)\$(?!\d)", re.DOTALL)
 
 
@@ -65,6 +76,8 @@ class Parser(MarkdownIt):
         )
         self.inline.ruler.before("escape", FORMULA, _formula)
         self.core.ruler.push(FORMULA, _formulas_as_text)
+        self.block.ruler.before("reference", "footnote", _footnote, {"alt": ["paragraph", "reference"]})
+        self.core.ruler.push("marks", _marks)
 
     def parse(self, src: str, env: Any = None) -> list[Token]:
         """The blocks of a text as tokens."""
@@ -144,12 +157,7 @@ def _formula_block(state: StateBlock, start: int, end: int, silent: bool) -> boo
         return False
     if silent:
         return True
-    state.push("paragraph_open", "p", 1).map = [start, line]
-    inline = state.push("inline", "", 0)
-    inline.content, inline.children = state.getLines(start, line, state.blkIndent, False).strip(), []
-    inline.map = [start, line]
-    state.push("paragraph_close", "p", -1)
-    state.line = line
+    _push_paragraph(state, start, line)
     return True
 
 
@@ -163,9 +171,46 @@ def _formulas_as_text(state: StateCore) -> None:
             if child.type != FORMULA:
                 children.append(child)
                 continue
-            pieces = re.findall(r"\n|\s|\S+", child.content)
+            pieces = re.findall(r"\n|\s|\S+", unicode_of(child.content))
             children += [Token("hardbreak" if piece == "\n" else "text", "", 0, content=piece) for piece in pieces]
         token.children = children
+
+
+def _footnote(state: StateBlock, start: int, end: int, silent: bool) -> bool:
+    """Read the text of a footnote, up to an empty line or the next one, as a paragraph."""
+    if not _FOOTNOTE.match(state.src, state.bMarks[start] + state.tShift[start], state.eMarks[start]):
+        return False
+    if silent:
+        return True
+    line = start + 1
+    while line < end and not state.isEmpty(line):
+        if _FOOTNOTE.match(state.src, state.bMarks[line] + state.tShift[line], state.eMarks[line]):
+            break
+        line += 1
+    _push_paragraph(state, start, line)
+    return True
+
+
+def _push_paragraph(state: StateBlock, start: int, line: int) -> None:
+    """Take the lines [start, line) as a paragraph."""
+    state.push("paragraph_open", "p", 1).map = [start, line]
+    inline = state.push("inline", "", 0)
+    inline.content, inline.children = state.getLines(start, line, state.blkIndent, False).strip(), []
+    inline.map = [start, line]
+    state.push("paragraph_close", "p", -1)
+    state.line = line
+
+
+def _marks(state: StateCore) -> None:
+    """Raise the numbers of footnotes, and draw boxes before tasks."""
+    for at, token in enumerate(state.tokens):
+        for child in token.children or ():
+            if child.type == "text":
+                child.content = _NOTE.sub(lambda found: found[1].translate(_RAISED), child.content)
+        if token.children and state.tokens[at - 2].type == "list_item_open":
+            first = token.children[0]
+            if task := _TASK.match(first.content):
+                first.content = f"{TASKS[task[1] != ' ']} {first.content[task.end() :]}"
 
 
 def gathered(tokens: Sequence[Token]) -> list[Token]:
@@ -283,6 +328,8 @@ class Items:
             indent = Content(" " * len(symbol))
             lead = Content.styled(symbol, ".list-symbol")
             room = max(MIN_TEXT, width - len(symbol))
+            if parts and isinstance(parts[0], Content) and parts[0].plain.startswith(TASKS):  # its box is its bullet
+                lead, parts = lead[:0] + parts[0][:2], [parts[0][2:], *parts[1:]]
             for part in parts or [Content("")]:
                 inner = depth + (self.start is None)
                 for line in part.lines(room, inner) if isinstance(part, Items) else part.wrap(room):
@@ -314,7 +361,10 @@ class FlatList(FlatBlock):
 
 
 class FlatTable(FlatBlock):
-    """A table whose columns share the width; rows are separated if any of them wraps."""
+    """A table whose columns share the width; rows are separated if any of them wraps.
+
+    If that leaves too little for some column, each row is a list of its cells.
+    """
 
     def _take(self, tokens: Sequence[Token]) -> None:
         self._rows: list[list[Content]] = []
@@ -330,7 +380,11 @@ class FlatTable(FlatBlock):
     def _lines(self, width: int) -> Iterator[Content]:
         columns = len(self._sides)
         natural = [max(row[at].cell_length for row in self._rows if at < len(row)) for at in range(columns)]
-        widths = shared(natural, width - len(GAP) * (columns - 1))
+        room = width - len(GAP) * (columns - 1)
+        if sum(min(one, NARROW_COLUMN) for one in natural) > room:
+            yield from self._records(width)
+            return
+        widths = shared(natural, room)
         rule = Content.styled("─" * (sum(widths) + len(GAP) * (columns - 1)), ".table-rule")
         head, *rows = [list(self._laid(row, widths)) for row in self._rows]
         yield from (line.stylize(".table-head") for line in head)
@@ -339,6 +393,16 @@ class FlatTable(FlatBlock):
             if wrapped or not at:
                 yield rule
             yield from lines
+
+    def _records(self, width: int) -> Iterator[Content]:
+        """The rows one below the other, each cell behind its column's heading."""
+        head, *rows = self._rows
+        for row in rows:
+            for name, cell in zip(head, row, strict=False):
+                lines = (name.stylize(".table-head") + Content(GAP) + cell).wrap(width - len(GAP))
+                yield from (line if not at else Content(GAP) + line for at, line in enumerate(lines))
+            if row is not rows[-1]:
+                yield Content.styled("─" * width, ".table-rule")
 
     def _laid(self, row: Sequence[Content], widths: Sequence[int]) -> Iterator[Content]:
         """The lines of a row."""

@@ -27,6 +27,20 @@ class KeyLine(Footer):
         for key in super().compose():
             yield key.add_class("-compact", update=False)  # given later, each of them would be styled anew
 
+    async def recompose(self) -> None:
+        """Show other keys, as many as fit."""
+        await super().recompose()
+        self.call_after_refresh(self.hide_cut)
+
+    def on_resize(self) -> None:
+        """Show the keys that fit the new width."""
+        self.call_after_refresh(self.hide_cut)
+
+    def hide_cut(self) -> None:
+        """Hide the keys that would be cut at the edge."""
+        for key in self.children:
+            key.visible = key.virtual_region.right <= self.size.width
+
     def bindings_changed(self, screen: Screen[Any]) -> None:
         """Show other keys if there are others."""
         if not self.children or self._shown != _keys(screen):

@@ -11,6 +11,7 @@ import contextlib
 from markdown_it.token import Token
 from textual.app import ComposeResult
 from textual.containers import Horizontal, Vertical
+from textual.content import Content
 from textual.widgets import Collapsible, Label, Markdown  # noqa: TID251  the label gets code that is styled already
 from textual.widgets.markdown import MarkdownBlock, MarkdownFence
 
@@ -23,6 +24,11 @@ SETTLE_S = 0.5
 """Maximum wait for a layout, in seconds."""
 TAIL_PIECE_LINES = 50
 """Lines per piece of the tail; new text re-lays out only the last piece."""
+
+
+DIFF = {"+": "$text-success", "-": "$text-error", "@": "$text-accent"}
+"""Colours of a diff's lines by their first letter."""
+DIFF_ANSI = {"+": "ansi_green", "-": "ansi_red", "@": "ansi_blue"}
 
 
 def preload() -> None:
@@ -53,6 +59,14 @@ class CodeFence(MarkdownFence):
             yield Plain(self.lexer or "code", classes="code-language")
             yield CopyLink("copy", classes="code-copy")
         yield Label(self._highlighted_code, id="code-content", expand=True)
+
+    @classmethod
+    def highlight(cls, code: str, language: str, ansi: bool = False, dark: bool = False) -> Content:
+        """The code with colours; of a diff, by what is added and removed."""
+        if language not in ("diff", "patch"):
+            return super().highlight(code, language, ansi, dark)
+        colours = DIFF_ANSI if ansi else DIFF
+        return Content("\n").join(Content.styled(line, colours.get(line[:1], "")) for line in code.split("\n"))
 
 
 class AnswerMarkdown(Markdown):
@@ -153,6 +167,14 @@ class MarkdownBody(Vertical):
     def code_blocks(self) -> list[str]:
         """The code of the blocks, from top to bottom."""
         return [fence.code for fence in self.query(CodeFence)]
+
+    @property
+    def links(self) -> list[str]:
+        """The web addresses that it links to, in their order."""
+        tokens = Parser().parse(self._given)
+        inline = [one for token in tokens for one in (token, *token.meta.get("tokens", ()))]
+        found = [str(child.attrs.get("href")) for one in inline for child in one.children or ()]
+        return [link for link in dict.fromkeys(found) if link.startswith(("https://", "http://"))]
 
     async def append(self, text: str) -> None:
         """Add Markdown at the end."""

@@ -69,6 +69,7 @@ class MessageView(Vertical, can_focus=True):
         Binding("r", "act('regenerate')", "again", tooltip="Get another answer", id="message.again"),
         Binding("c", "act('copy')", "copy", tooltip="Copy the message", id="message.copy"),
         Binding("b", "act('copy_code')", "code", tooltip="Copy its code blocks, one by one", id="message.code"),
+        Binding("o", "act('open')", "open", tooltip="Open its links, one by one", id="message.open", show=False),
         Binding("d,enter", "toggle_details", "details", tooltip="Statistics of the answer", id="message.details"),
         Binding("t", "act('inspect')", "tokens", tooltip="How likely each token was", id="message.tokens"),
         Binding(

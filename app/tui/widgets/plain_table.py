@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest
 from typing import ClassVar
 
+from rich.cells import set_cell_size
 from rich.text import Text
 from textual.binding import Binding, BindingType
 from textual.geometry import Size
@@ -13,6 +14,9 @@ from textual.widgets import DataTable, OptionList  # noqa: TID251  made harmless
 from textual.widgets.option_list import Option
 
 from app.printable import printable
+
+MIN_NAME = 8
+"""Minimum cells of a column that shrinks."""
 
 
 class PlainTable(DataTable[Text]):
@@ -29,23 +33,38 @@ class PlainTable(DataTable[Text]):
         row = self.cursor_row
         return self.ordered_rows[row].key.value if 0 <= row < self.row_count else None
 
-    def fill(self, rows: Mapping[str, Sequence[str]], labels: Sequence[str] = (), *, top: bool = False) -> None:
+    def fill(
+        self,
+        rows: Mapping[str, Sequence[str | Text]],
+        labels: Sequence[str] = (),
+        *,
+        top: bool = False,
+        shrinks: int | None = None,
+    ) -> None:
         """Replace all rows. The cursor stays on its row, and that where it is on the screen.
 
         Args:
-            rows: the cells of each row, by key.
+            rows: the cells of each row, by key; `Text` is printable already.
             labels: the column headings.
             top: whether the rows are other ones, so that the cursor goes to the first.
+            shrinks: the column whose texts are shortened in the middle until the others fit.
         """
         line, under, x, y = self.cursor_row, self.under, self.scroll_x, self.scroll_y
         shown = {key: [_cell(text) for text in cells] for key, cells in rows.items()}
         self.clear(columns=True)
-        heads = [_cell(label) for label in labels]
-        for column in zip_longest(heads, *shown.values(), fillvalue=Text()):
-            # The table would measure them only when idle, which may be never.
-            self.add_column(column[0], width=max(cell.cell_len for cell in column))
+        columns = list(zip_longest([_cell(label) for label in labels], *shown.values(), fillvalue=Text()))
+        # The table would measure them only when idle, which may be never.
+        widths = [max(cell.cell_len for cell in column) for column in columns]
+        if shrinks is not None and self.size.width:
+            room = self.size.width - self.scrollbar_size_vertical - sum(widths) - 2 * self.cell_padding * len(widths)
+            widths[shrinks] = max(MIN_NAME, widths[shrinks] + min(0, room))
+            for cells in shown.values():
+                if cells[shrinks].cell_len > widths[shrinks]:
+                    cells[shrinks] = _cell(without_middle(cells[shrinks].plain, widths[shrinks]))
+        for column, width in zip(columns, widths, strict=True):
+            self.add_column(column[0], width=width)
         for key, cells in shown.items():
-            self.add_row(*cells, key=key)
+            self.add_row(*cells, *[Text()] * (len(columns) - len(cells)), key=key)
         if top or not rows:
             return
         row = list(rows).index(under) if under is not None and under in rows else min(line, len(rows) - 1)
@@ -86,5 +105,12 @@ class PlainList(OptionList):
             self.scroll_to(y=y + moved, animate=False)
 
 
-def _cell(text: str) -> Text:
-    return Text(printable(text), no_wrap=True, end="")
+def without_middle(text: str, width: int) -> str:
+    """A text with `…` in place of its middle, so many cells wide: `Qwen3.5…Q8_0`."""
+    tail = (width - 1) // 2
+    end = set_cell_size(text[::-1], tail)[::-1] if tail else ""
+    return f"{set_cell_size(text, width - 1 - tail)}…{end}"
+
+
+def _cell(text: str | Text) -> Text:
+    return text if isinstance(text, Text) else Text(printable(text), no_wrap=True, end="")

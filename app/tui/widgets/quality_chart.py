@@ -9,12 +9,12 @@ from rich.segment import Segment
 from textual.strip import Strip
 from textual.widget import Widget
 
-from app.tui.figures import percent
+from app.tui.figures import percent, share_words
 from app.tui.widgets.knee_chart import plot
 
 LABEL_CELLS = 6
 """Width of the labels of the vertical axis."""
-EMPTY = "This chart appears once a model is tuned to this device."
+EMPTY = "A chart appears once the model is tuned."
 
 
 class QualityChart(Widget):
@@ -26,16 +26,18 @@ class QualityChart(Widget):
         super().__init__(id="quality-chart")
         self._points: Sequence[tuple[float, float]] = ()
         self._budget: float | None = None
+        self._applied = True
 
-    def show(self, points: Sequence[tuple[float, float]], budget: float | None) -> None:
+    def show(self, points: Sequence[tuple[float, float]], budget: float | None, *, applied: bool) -> None:
         """Draw a curve.
 
         Args:
             points: (budget in percent, share recovered), ascending from (0, 0); empty if unknown.
             budget: the chosen budget in percent; None if a fixed k_chunk overrides it.
+            applied: whether the model runs within it, so that what it wins back is told beside the chart.
         """
-        if (points, budget) != (self._points, self._budget):
-            self._points, self._budget = points, budget
+        if (points, budget, applied) != (self._points, self._budget, self._applied):
+            self._points, self._budget, self._applied = points, budget, applied
             self.refresh()
 
     @property
@@ -44,9 +46,9 @@ class QualityChart(Widget):
         points, budget = self._points, self._budget
         if len(points) < 2:
             return EMPTY
-        if not budget:
-            return "recovered loss against slowdown"
-        return f"{percent(budget)} slower at most recovers {percent(100 * recovered_at(points, budget))} of the loss"
+        if not budget or self._applied:
+            return "quality won back by slowdown"
+        return f"{percent(budget)} slower at most wins back {share_words(recovered_at(points, budget))} it"
 
     def render_line(self, y: int) -> Strip:
         """One line of the chart."""

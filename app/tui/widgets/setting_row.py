@@ -11,7 +11,7 @@ from textual.containers import Horizontal, Vertical
 from textual.widgets import Button, Checkbox, Input, RadioButton, RadioSet, Select, TextArea
 
 from app.settings import DEFAULT_IDLE_MINUTES, RULES, UNSET, Settings, SettingsError, Value, check
-from app.tui.figures import SEPARATOR, compensated, percent, token_count
+from app.tui.figures import SEPARATOR, compensated, percent, rate, share_words, token_count
 from app.tui.plain import Plain
 from app.tui.widgets.quality_chart import QualityChart
 from runtime.compensation import DEFAULT_BUDGET_PERCENT, DEFAULT_PROMPT_BUDGET_PERCENT
@@ -210,7 +210,12 @@ class BudgetRow(SettingRow):
         return UNSET if self._value is None and CHOICES[at] == DEFAULT_BUDGET_PERCENT else str(CHOICES[at])
 
     def show_effect(
-        self, lines: Sequence[str], points: Sequence[tuple[float, float]] = (), budget: float | None = None
+        self,
+        lines: Sequence[str],
+        points: Sequence[tuple[float, float]] = (),
+        budget: float | None = None,
+        *,
+        applied: bool = True,
     ) -> None:
         """Show the budget's effect.
 
@@ -218,9 +223,10 @@ class BudgetRow(SettingRow):
             lines: the effect in words.
             points: the effect of other slowdowns, as for `QualityChart`.
             budget: the chosen budget in percent; None if a fixed k_chunk overrides it.
+            applied: whether the lines are about this budget, so that the chart need not tell what it would do.
         """
         self.query_one("#budget-effect", Plain).update("\n".join(lines))
-        self.query_one(QualityChart).show(points, budget)
+        self.query_one(QualityChart).show(points, budget, applied=applied)
 
 
 def effect(
@@ -253,7 +259,7 @@ def effect(
     lines.append(_quality(status, report))
     if cost := _cost(status, report):
         lines.append(cost)
-    lines.append(f"{speed:.1f} tok/s in the last answer" if speed is not None else "tok/s: after the next answer")
+    lines.append(f"{rate(speed)} in the last answer" if speed is not None else "tok/s: after the next answer")
     if report is not None and wanted.budget_percent is not None and status.budget_percent is None:
         lines += [f"{problem.what} → {problem.fix}" for problem in report.problems]  # why the budget has no effect
     return lines
@@ -266,8 +272,7 @@ def _quality(status: Status, report: DeviceReport | None) -> str:
     found = report.tuning if report is not None else None
     if found is None or found.predicted_loss_won is None or not found.loss_without:
         return "closer to full precision; details: F4"
-    share = percent(100 * found.predicted_loss_won / found.loss_without)
-    return f"recovers {share} of the lost quality"
+    return f"wins back {share_words(found.predicted_loss_won / found.loss_without)} the lost quality"
 
 
 def _cost(status: Status, report: DeviceReport | None) -> str:
@@ -287,7 +292,7 @@ TAKEN = "in use: "
 
 
 class OfferRow(Horizontal):
-    """`offer  within 0.3 % of full precision at 0.9 x the low-bit speed (...)  [Use it]`."""
+    """`offer  within 0.3 % of full precision, 11 % slower than low bits alone (...)  [Use it]`."""
 
     def __init__(self) -> None:
         super().__init__(id="offer-row", classes="setting-line")

@@ -91,8 +91,8 @@ def _runs(line: Sequence[tuple[int, str]]) -> list[Run]:
 
 
 HEAT_CLASSES = {f"token--heat{step}" for step in range(HEATS)}
-RED = 3
-"""The first heat that is shown by a red background."""
+RED = 2
+"""The first heat on whose background the accent can't be read."""
 LEVELS = "▁▃▅▆█"
 """The character of each heat level in the strip, for terminals without colours."""
 
@@ -178,7 +178,7 @@ class TokenText(ScrollView, can_focus=True):
         style = self.get_component_rich_style(f"token--heat{self._heats[token]}")
         if self._marked[token]:
             mark = self.get_component_rich_style("token--changed", partial=True)
-            style += mark.without_color if self._heats[token] >= RED else mark  # the accent can't be read on red
+            style += mark.without_color if self._heats[token] >= RED else mark
         return self.get_component_rich_style("token--cursor") if token == self.cursor else style
 
     def go(self, token: int) -> None:

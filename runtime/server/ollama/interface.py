@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from models.catalogue import KNOWN
+from models.catalogue import KNOWN, source_of
 from models.errors import MAKING, check_needed
 from models.progress import Progress
 from models.store import StoredModelInfo
@@ -165,7 +165,7 @@ class OllamaInterface:
     async def pull(self, request: Request) -> Response:
         """POST /api/pull: download a model of the catalogue or the hub, and make it, unless it is stored."""
         asked = await self.reader.read(request, ModelRequest.read)
-        source = _plain(asked.model)
+        source = source_of(_plain(asked.model))
         if await asyncio.to_thread(self._found, asked.model) is None:
             from models.hub import is_hub_name
 

@@ -151,6 +151,9 @@ def test_a_short_name_in_other_verbs(answer: Answer, run: Run, services: Any) ->
     assert answer("quantize", "smollm2-135m", "--bits", 3)["name"] == "smollm2-135m-trellis-3bit"
     assert answer("run", "smollm2-135m", *SHORT)["model"] == "smollm2-135m"
     assert answer("quantize", "smollm2-135m", "--force", "--name", "again")["name"] == "again"
+    for verb in (["pull"], ["run", *SHORT]):
+        answer(verb[0], "Qwen3-0.6B", *verb[1:])
+    assert services.pulled == [("Qwen/Qwen3-0.6B-GGUF", None)] * 2
 
 
 def test_a_hub_name_is_downloaded_and_quantized_once(answer: Answer, services: Any) -> None:
@@ -164,8 +167,9 @@ def test_a_hub_name_is_downloaded_and_quantized_once(answer: Answer, services: A
     ("name", "said"),
     [
         ("smal", "did you mean small?"),
-        ("entirely-different", "stored: demo, smollm2-135m, small"),
+        ("entirely-different", "stored: demo, small; to get: smollm2-135m, "),
         ("smollm2", "did you mean smollm2-135m?"),
+        ("Qwen3-06b", "did you mean qwen3-0.6b?"),
         ("./nowhere", "there is no folder ./nowhere"),
         ("nowhere.gguf", "there is no file nowhere.gguf"),
         ("/nowhere/at/all", "there is no folder /nowhere/at/all"),

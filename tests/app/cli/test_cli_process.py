@@ -201,13 +201,21 @@ def test_a_terminal_gets_words_and_no_commands(isolated_home: Path) -> None:
         assert not {"\x07", "\x9b", "\u202e"} & set(terminal.seen)
 
 
-def test_no_color_is_honoured(isolated_home: Path) -> None:
+def test_plain_output_has_no_escape_codes(isolated_home: Path) -> None:
     with on_terminal(*SCRIPTED, "pull", "some/tiny", NO_COLOR="1") as terminal:
         terminal.until("downloading")
         terminal.until("of 1.0 GB")
         terminal.process.send_signal(signal.SIGINT)
         assert terminal.ended() == 130
-        assert "\x1b[3" not in terminal.seen.replace("\x1b[?", "")
+        assert "\x1b" not in terminal.seen
+    talk = "from pathlib import Path; from app.cli.repl import *\n"
+    talk += "with line_history(Path('lines')): print(Repl(None, Output())._typed_line('>>> ').upper())"
+    with on_terminal(sys.executable, "-c", talk, NO_COLOR="1") as terminal:
+        terminal.until(">>> ")
+        terminal.type("hello\r")
+        terminal.until("HELLO")
+        assert terminal.ended() == 0
+        assert "\x1b" not in terminal.seen
 
 
 def test_serve_answers_and_ends(small: str) -> None:

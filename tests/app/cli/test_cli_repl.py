@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from app.chat.commands import COMMANDS
+from app import paths
+from app.chat.commands import COMMANDS, completions
 from app.cli.output import Output
 from app.cli.repl import Repl, line_history
 from app.cli.serve import result_of
@@ -149,6 +150,39 @@ def test_show_stats_and_help(talk: Typed) -> None:
     assert "max_tokens          auto" in out
     assert "first token after 0.25 s, 8.0 tokens/s; 7 prompt tokens (3 reused), 5 generated; context 12 of 100" in out
     assert all(f"{command.usage} " in out and command.help in out for command in COMMANDS)
+
+
+def test_prompts_come_from_files(talk: Typed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own, project = paths.prompts_dir(), tmp_path / "project"
+    monkeypatch.chdir(tmp_path)
+    files = {
+        own / "review.md": "Review $ARGUMENTS, briefly.",
+        own / "model.md": "A name that is taken.",
+        own / "empty.md": "",
+        own / "not text.md": b"\xff",
+        project / ".claude/skills/review/SKILL.md": "The user's own comes first.",
+        project
+        / ".agents/skills/x/SKILL.md": "---\nname: Plan It\ndescription: >-\n  Makes\n  a plan.\n---\n# Plan\n\nPlan.",
+        tmp_path / "outside/SKILL.md": "Secret.",
+    }
+    for path, text in files.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    (project / ".claude/skills/outside").symlink_to(tmp_path / "outside")
+    monkeypatch.chdir(project)
+    model = ScriptedModel("a", "b")
+    out, err = talk(model, "/help", "/review x y", "/plan-it a trip", "/outside", "/empty", "/revew")
+    assert "/review [TEXT]     Review $ARGUMENTS, briefly." in out
+    assert "/plan-it [TEXT]    Makes a plan." in out
+    assert "taken" not in out
+    assert "no command /outside" in err
+    assert f"{own / 'empty.md'} has no text" in err
+    assert "did you mean /review?" in err
+    assert [asked[-1] for asked in model.asked] == [
+        ("user", "Review x y, briefly."),
+        ("user", "# Plan\n\nPlan.\n\na trip"),
+    ]
+    assert completions("/pl", ()) == [("/plan-it ", "/plan-it [TEXT]    Makes a plan.")]
 
 
 def test_a_conversation_is_saved_and_loaded_and_other_slashes_are_sent(talk: Typed, tmp_path: Path) -> None:

@@ -105,6 +105,8 @@ async def test_escape_stops_and_keeps_what_came_which_can_be_continued(stage: St
         assert messages[-1] == {"role": "assistant", "content": "one two"}
         assert options.continue_final
         assert markdown_of(s.transcript.view(stopped.id)) == s.last.text
+        assert stopped.statistics.tokens == 2
+        assert s.last.statistics.tokens == 2 + 412, "those of the whole text"
 
 
 async def test_an_answer_that_is_drawn_before_it_is_put_away_can_be_asked_for_again(

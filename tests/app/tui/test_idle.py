@@ -103,6 +103,7 @@ async def test_the_end_of_long_work_is_told_to_who_looks_elsewhere(stage: Any, r
             await s.until(lambda: not s.app.session.answers.any)
             s.app.app_focus = looking
             s.app._ring()
+    assert "\x1b]2;hi · lowbit-chat\x1b\\" in written, "the window's title"
     assert [text for text in written if "\x1b]9;" in text] == ["\x1b]9;lowbit-chat has finished\x07\a"]
 
 

@@ -51,12 +51,12 @@ def newcomer(runtime: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 async def test_a_first_run_tells_what_was_found_and_what_to_get(stage: Stage, newcomer: Any) -> None:
     async with stage(newcomer, size=(100, 30), model=None, ready=False) as s:
         await s.shows("Example 7840U, 8 cores", "You are chatting with demo, a tiny bundled model")
-        await s.shows("Gemma 4 E4B suits this machine best", "Ask anything.")
+        await s.shows("Qwen3.5 4B suits this machine best", "Ask anything.")
         await s.say("Hello")
         await s.pilot.press("f2")
-        await s.shows("Enter downloads it")
+        await s.shows("Enter downloads it", "Recommended: the largest that needs no login")
         table = s.app.screen.query_one("ModelTable")
-        assert table.get_row_at(table.cursor_row)[1].plain == "Gemma 4 E4B"
+        assert [cell.plain for cell in table.get_row_at(table.cursor_row)][1::4] == ["Qwen3.5 4B", "best here"]
     async with stage(newcomer, size=(100, 30), model=None, ready=False) as s:
         await s.shows("You are chatting with demo, a tiny bundled model")
         s.app.post_message(QuantizeAsked(QuantizeRequest(source="owner/some-model")))
@@ -75,6 +75,9 @@ async def test_without_a_network_it_says_so_and_chats(
 
 
 async def test_whoever_has_models_is_greeted_as_ever(stage: Stage, runtime: Any) -> None:
+    async with stage(runtime, model=None) as s:
+        assert s.app.session.status.model == "tiny-3bit", "the only one of the user's own"
+    runtime.entries.append(replace(runtime.entries[1], name="other"))
     async with stage(runtime, size=(100, 30), model=None, ready=False) as s:
         await s.shows("no model loaded")
         assert not s.app.session.newcomer
@@ -141,13 +144,13 @@ async def test_what_arrives_late_moves_neither_the_cursor_nor_the_list(stage: St
         await s.open(ModelsScreen, "f2")
         table = s.app.screen.query_one("ModelTable")
         await s.until(lambda: table.row_count > 5)
-        assert table.cursor_row == 0
+        assert table.cursor_row == 1
         await s.pilot.press(*["down"] * 15, "up", "up")
         row = table.get_row_at(table.cursor_row)[1]
         line, seen = table.cursor_row, table.cursor_row - table.scroll_offset.y
         client.prospects = prospects
         s.app.screen.refill()
-        await s.until(lambda: "≈" in str(table.get_row_at(table.cursor_row)[3]))
+        await s.until(lambda: "≈" in str(table.get_row_at(table.cursor_row)[4]))
         await s.settled()
         assert table.get_row_at(table.cursor_row)[1] == row
         assert table.cursor_row != line
@@ -185,8 +188,12 @@ async def test_what_is_said_meanwhile_keeps_its_model(stage: Stage, runtime: Any
         told = "Qwen3-0.6B is ready: ^N starts a chat with it."
         await s.until(lambda: any(one.message == told for one in s.app._notifications), "word that it is made")
         assert s.app.session.status.model == "demo"
+        assert settings.load().model == "Qwen3-0.6B", "the next start has it, too"
+        s.app.clear_notifications()
+        await s.shows("Qwen3-0.6B is ready: ^N")
         await s.pilot.press("ctrl+n")
         await s.until(lambda: s.app.session.status.model == "Qwen3-0.6B", "the model in the new chat")
+        await s.hides("is ready")
         await s.say("and now?")
         assert s.app.session.conversation.extras.model == "Qwen3-0.6B"
 

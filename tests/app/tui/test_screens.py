@@ -51,7 +51,8 @@ async def test_a_model_is_picked_loaded_and_remembered(stage: Stage, runtime: An
         assert table.cursor_row == table.row_count - 1 > 1
         await s.pilot.press("home")
         assert table.cursor_row == 0
-        await s.pilot.press("down", "enter")
+        await s.shows("Models on this machine. A adds one")
+        await s.pilot.press("down", "down", "enter")
         await s.until(lambda: s.app.session.status.model == "tiny-3bit")
         assert s.app.screen is s.app.chat
         assert settings.load().model == "tiny-3bit"
@@ -70,21 +71,29 @@ async def test_a_base_model_says_so(stage: Stage, runtime: Any) -> None:
     async with stage(runtime, model="plain") as s:
         await s.shows("plain · 4-bit · base model")
         await open_models(s)
-        await s.pilot.press("home", "down", "down")
-        await s.shows("a base model: it continues a text")
+        await s.pilot.press("end", "home", *["down"] * 3)
+        await s.shows("· a base model: it continues")
 
 
 async def test_perplexity_and_warning_are_shown(stage: Stage, runtime: Any) -> None:
     demo, tiny = runtime.entries
     runtime.entries = [
-        replace(tiny, name="bad", perplexity_before=12.31, perplexity_after=99.0, warning="3 bits fell apart"),
+        replace(
+            tiny,
+            name="an-owner/a-name-longer-than-its-column-4bit",
+            perplexity_before=12.31,
+            perplexity_after=99.0,
+            warning="3 bits fell apart",
+        ),
         replace(demo, perplexity_after=5.0, certificate="k_chunk 16: KL 0.151 nats\nwithin 5 %: KL 0.180 nats"),
     ]
     async with stage(runtime) as s:
         await open_models(s)
-        await s.shows("99.00 (+704 %)", "compensates rounding errors (gptq) · 3 bits fell apart")
+        await s.shows("99.00 (+704 %)", "see below", "an-owner…umn-4bit", "to get", "A add")
+        await s.pilot.press("up")
+        await s.shows("its-column-4bit · compensates rounding errors", "(gptq) · 3 bits fell apart")
         await s.pilot.press("down")
-        await s.shows("k_chunk 16: KL 0.151 nats · within 5 %:", "KL 0.180 nats")
+        await s.shows("k_chunk 16: KL 0.151 nats ·", "within 5 %: KL 0.180 nats")
         await s.hides("3 bits fell apart")
 
 
@@ -320,7 +329,7 @@ async def test_a_known_model_is_fetched_made_and_loaded(stage: Stage, runtime: A
     async with stage(runtime, size=(100, 30)) as s:
         await open_models(s)
         await s.shows("SmolLM2 135M")
-        await s.pilot.press("down", "down")
+        await s.pilot.press(*["down"] * 4)
         await s.shows("98 MB to download")
         await s.open(ConfirmDialog, "enter")
         await s.pilot.press("y")

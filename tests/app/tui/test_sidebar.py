@@ -103,7 +103,9 @@ async def test_chats_are_found_and_opened_by_key_and_mouse(stage: Stage, runtime
         await begun(s)
         await s.pilot.press("ctrl+b", *"rayl")
         await s.hides("Porto")
-        await s.shows("sky blue")
+        await s.shows("sky blue", "    Rayleigh scattering.")
+        (line,) = s.app.chat.query_one("#sidebar-chats", OptionList).options[1:]
+        assert [line.prompt.plain[span.start : span.end] for span in line.prompt.spans] == ["Rayleigh"]
         await s.pilot.press(*"zzz")
         await s.shows("no matches")
         await s.pilot.press("escape")

@@ -79,8 +79,12 @@ class TestBranches:
             (chat,) = await s.app.session.history.chats()
             assert chat.head == s.last.id
 
-    async def test_messages_and_their_blocks_are_copied(self, stage: Stage, runtime: Any) -> None:
-        runtime.answers = ["Look:\n\n```python\nx = 1\n```\n\n```\ny\n```"]
+    async def test_blocks_are_copied_and_links_opened(
+        self, stage: Stage, runtime: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        runtime.answers = [
+            "Look [here](https://a.org), [not](file:///x):\n\n- http://b.org/c\n\n```python\nx = 1\n```\n\n```\ny\n```"
+        ]
         async with stage(runtime) as s:
             await s.say("go")
             await s.pilot.press("ctrl+y")
@@ -92,6 +96,10 @@ class TestBranches:
             for key, copied in (("b", "x = 1"), ("b", "y"), ("b", "x = 1"), ("c", runtime.answers[0])):
                 await s.pilot.press(key)
                 await s.until(lambda copied=copied: s.app.clipboard.strip() == copied, copied)
+            opened: list[str] = []
+            monkeypatch.setattr(s.app, "open_url", opened.append)
+            await s.pilot.press("o", "o")
+            await s.until(lambda: opened == ["https://a.org", "http://b.org/c"])
             await s.pilot.press("up", "c")
             await s.until(lambda: s.app.clipboard == "go")
             await s.pilot.press("down", "down")
@@ -515,6 +523,12 @@ class TestCommands:
                 await self.enter(s, line)
                 await s.until(lambda said=said: any(said in note.message for note in s.app._notifications), said)
                 assert s.composer.text == line
+            paths.prompts_dir().mkdir()
+            (paths.prompts_dir() / "brief.md").write_text("Be brief: $ARGUMENTS")
+            await self.enter(s, "/brief why?")
+            await s.answered()
+            assert path_of(s)[-2] == "Be brief: why?"
+            await s.app.chat.new_chat()
             await self.enter(s, "// what does this comment say?")
             await s.answered()
             await s.say("/etc/hosts is what?", "/usr")

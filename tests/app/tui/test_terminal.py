@@ -5,10 +5,11 @@ from __future__ import annotations
 import io
 import os
 import sys
+from typing import Any
 
 import pytest
 
-from app.tui.terminal import Output, ensure_size, surviving
+from app.tui.terminal import Output, ensure_size, surviving, window_title
 
 
 class Failing(io.StringIO):
@@ -53,6 +54,26 @@ def test_the_thread_that_writes_outlives_the_terminal(monkeypatch: pytest.Monkey
     for _ in range(5 * _writer_thread.MAX_QUEUED_WRITES):  # blocks for ever when nobody takes them
         driver.write("frame")
     driver.close()
+
+
+def test_the_title_of_the_window_is_kept_and_given_back() -> None:
+    written: list[str] = []
+
+    class Screen:
+        def start_application_mode(self) -> None:
+            written.append("start")
+
+        def stop_application_mode(self) -> None:
+            written.append("stop")
+
+        def write(self, data: str) -> None:
+            written.append(data)
+
+    driver: Any = surviving(Screen)()  # type: ignore[arg-type, call-arg]
+    driver.start_application_mode()
+    driver.stop_application_mode()
+    assert written == ["start", "\x1b[22;2t", "\x1b[23;2t", "stop"]
+    assert window_title("a\x1b]0;b\x07") == "\x1b]2;a␛]0;b␇\x1b\\"
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
