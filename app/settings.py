@@ -165,9 +165,8 @@ class Settings:
         "compensated channels per 1024; 0 is none; auto: what the budget allows"
     )
     speculate: Annotated[str, OneOf(("auto", "off", "on"))] = _setting(
-        "draft tokens and verify several at a time; auto: drafts copied from the text, or by the model's head that "
-        "predicts further tokens if it has one, where they pay, and by the model with a hierarchical cache where "
-        "tune-device found that it pays; on: by head or model always, with that cache",
+        "draft tokens, from the text, by the model's own head, or by the model, and verify several at a time; auto: "
+        "where that pays; on: always",
         "auto",
         reload=True,
     )
