@@ -332,6 +332,7 @@ async def test_new_chat_stops_and_clears(stage: Stage, runtime: Any) -> None:
 
 
 async def test_without_a_model_it_says_so_and_keeps_the_prompt(stage: Stage, runtime: Any) -> None:
+    runtime.entries.append(replace(runtime.entries[1], name="other"))  # which of the two is not for the program to say
     async with stage(runtime, model=None, ready=False) as s:
         await s.until(lambda: s.app.session.status is not None)
         s.composer.load_text("hello")
