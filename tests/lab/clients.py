@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -82,13 +83,26 @@ def node_environment() -> Path:
     return FOLDER / "node" / "node_modules"
 
 
+def aider(python: Path, url: str, home: Path) -> Mapping[str, Any]:
+    """What aider is answered; it edits files by the text of answers, without tools."""
+    quiet = ("--no-git", "--yes-always", "--no-pretty", "--no-check-update", "--no-show-model-warnings")
+    command = ("--model", "openai/small", *quiet, "--message", "say hi")
+    variables = {"OPENAI_API_BASE": url, "OPENAI_API_KEY": "secret"}
+    told = clients.run(python.with_name("aider"), *command, home=home, **variables)
+    return {"hi": "hi" if "hi" in told.splitlines() else told}
+
+
 def everyone() -> Iterator[tuple[str, str, Ask]]:
     """Every client that can be installed: its name, its version, and how it is asked."""
-    for kind, pins in (("python", clients.PYTHON), ("instructor", clients.INSTRUCTOR)):
+    for kind, pins in (("python", clients.PYTHON), ("instructor", clients.INSTRUCTOR), ("aider", ("aider-chat",))):
         try:
             python = python_environment(kind, pins)
         except UnavailableError as error:
             print(f"left out: {', '.join(newest(pins))}: {error}")
+            continue
+        if kind == "aider":
+            told = subprocess.run([python.with_name("aider"), "--version"], capture_output=True, text=True, check=True)
+            yield "aider", told.stdout.split()[-1], partial(aider, python)
             continue
         for name in clients.PYTHON_CLIENTS:
             if (name == "instructor") == (kind == "instructor"):

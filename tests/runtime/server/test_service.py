@@ -397,6 +397,23 @@ async def test_models_answer_at_the_same_time(service: Service, house: FakeHouse
     assert len(set.union(*(engine.threads for engine in house.engines))) == 1
 
 
+async def test_answers_go_on_while_another_model_is_loaded(
+    service: Service, house: FakeHouse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load, left = house.load, list[int]()
+
+    def loading(*asked: Any, **how: Any) -> Any:
+        house.engines[0].held.set()
+        found = load(*asked, **how)
+        left.append(house.engines[0].running)
+        return found
+
+    long = await answering(service)
+    monkeypatch.setattr(house, "load", loading)
+    await turns(service, "demo")
+    assert (left, await long) == ([0], "it")
+
+
 async def waits(service: Service, house: FakeHouse, task: asyncio.Task[Any], long: asyncio.Task[str]) -> None:
     """Check that a task waits for an answer, but its turn comes."""
     await until(lambda: service.status().waiting == 1)
