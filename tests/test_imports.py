@@ -28,7 +28,7 @@ from tests.architecture import (
     way,
 )
 
-LONGEST = {"runtime.backends.cpu": 8, "app.cli": 29, "": 12}
+LONGEST = {"runtime.backends.cpu": 8, "app.cli": 30, "": 12}
 """Most parameters of a function, by where it stands: on the command line, those of a command with its options."""
 
 
