@@ -248,7 +248,7 @@ def unknown(name: str, services: Services) -> str:
     listed = f"stored: {', '.join(stored[:10])}; to get: {', '.join([*SHORT_NAMES][:4])}, …"
     near = hint(name, [*stored, *SHORT_NAMES], listed)
     named = "A checkpoint is named by its folder, its GGUF file or as owner/name"
-    return f"there is no stored model {name!r}; {near}. {named}"
+    return f"there is no stored model {name!r}; {near}{'' if near.endswith('?') else '.'} {named}"
 
 
 def _is_hub_name(name: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import replace
 from typing import Annotated, Literal, TypeVar
 
@@ -101,6 +102,21 @@ Model = Annotated[
         "demo, a folder with a Hugging Face checkpoint, a GGUF file, or a hub name.",
         autocompletion=complete_model,
         show_default=False,
+    ),
+]
+
+
+def _write_plainly(asked: bool) -> None:
+    if asked:
+        os.environ["NO_COLOR"] = "1"
+
+
+Plain = Annotated[
+    bool,
+    typer.Option(
+        "--plain",
+        callback=_write_plainly,
+        help="Only add to the output, for screen readers: no colours, no bars. As NO_COLOR=1.",
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Write one JSON object to standard output.")]

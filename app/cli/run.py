@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import codecs
 import contextlib
-import os
 import sys
 import threading
 from collections.abc import Callable, Mapping
@@ -164,15 +163,10 @@ def run(
         Literal["text", "json", "jsonl"],
         typer.Option("--output", help="json: as --json; jsonl: also an object for each piece of the answer."),
     ] = "text",
-    plain: Annotated[
-        bool,
-        typer.Option("--plain", help="Only add to the output, for screen readers: no colours, no bars. As NO_COLOR=1."),
-    ] = False,
+    plain: options.Plain = False,  # noqa: ARG001  its callback does the work
     as_json: options.Json = False,
 ) -> None:
     """Answer a prompt, or talk on a terminal."""
-    if plain:
-        os.environ["NO_COLOR"] = "1"
     if raw and system is not None:
         raise typer.BadParameter("--raw continues plain text, which has no system prompt: leave out --system")
     if raw and (attach or mcp):

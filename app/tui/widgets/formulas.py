@@ -156,8 +156,8 @@ class _Reader:
         symbol = _SYMBOLS.get(name, html5.get(f"{name};", "") if len(name) > 1 else "")
         if not symbol and name != "!":
             raise _Verbatim
-        if symbol.isalpha() or symbol in "∂∇":  # LaTeX has no space behind a letter
-            self._skip_space()
+        if (symbol.isalpha() or symbol in "∂∇") and "".join(self._tokens[self._at : self._at + 2]).strip().isalnum():
+            self._skip_space()  # it ends the name of a letter, and is none in the formula
         return symbol
 
     def _root(self) -> str:

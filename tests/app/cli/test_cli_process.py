@@ -83,7 +83,7 @@ def test_completion_offers_stored_models_and_short_names(small: str, isolated_ho
     }
     code, out, _ = finish(start(*PROGRAM, env=environment))
     assert code == 0
-    assert out.split() == ["smollm2-135m", "small"]
+    assert out.split() == ["smollm2-135m", "smollm2-360m", "smollm2-1.7b", "smollm3-3b", "small"]
 
 
 def test_a_pipe_in_and_a_pipe_out(small: str) -> None:

@@ -67,6 +67,7 @@ async def test_without_a_runtime_it_says_why(stage: Stage, runtime: Any) -> None
 
 
 async def test_without_a_model_it_says_how_to_get_one(stage: Stage, runtime: Any) -> None:
+    runtime.entries.append(replace(runtime.entries[1], name="other"))
     async with stage(runtime, size=(100, 30), model=None, ready=False) as s:
         await s.until(lambda: s.app.session.status is not None)
         await open_device(s)

@@ -165,7 +165,7 @@ def test_what_is_no_formula_is_markdown(text: str, shown: str) -> None:
         (r"\[\sum_{i=1}^{n} x_i^2 = \sqrt{\frac{a}{b}}\]", "∑ᵢ₌₁ⁿ xᵢ² = √(a/b)"),
         (r"$$\frac{-b \pm \sqrt{b^2-4ac}}{2a}$$", "(−b ± √(b²−4ac))/(2a)"),
         (r"\(\hat{y} = \text{softmax of }(W x), x \in \mathbb{R}^n\)", "ŷ = softmax of (W x), x ∈ ℝⁿ"),
-        (r"$O(n \log n)$, $x$ and $n = 3$", "O(n log n), x and n = 3"),
+        (r"$O(n \log n)$, $x$ and $\pi \in \pi r$", "O(n log n), x and π ∈ πr"),
         (r"\(\lim_{x \to 0} 2\pi r^{1+q}, 90^\circ, \left(x\right)\)", "lim_(x → 0) 2πr^(1+q), 90°, (x)"),
         *((text, text) for text in (
             "costs $5$ or $5-10$ and 5$, $a few$, $5 and 10$", r"`$x$` and `\(x\)`",
