@@ -140,7 +140,10 @@ class Settings:
     """All settings. `None` means that the program chooses."""
 
     model: str | None = _setting("model to load at start")
-    kv: KVKind = _setting("precision of the key-value cache", DEFAULT_KV, reload=True)  # noqa: RUF009 -- makes a field
+    kv: KVKind | None = _setting(  # noqa: RUF009 -- makes a field
+        f"precision of the key-value cache; auto: {DEFAULT_KV}, or 8 bits where that damages the model's answers",
+        reload=True,
+    )
     context: Annotated[int, Within(1, 10_000_000)] | None = _setting("context length in tokens", reload=True)
     experts_on_device: Annotated[int, Within(0, 10_000)] | None = _setting(
         "experts of each block of a mixture on the graphics card, the others stay in main memory; auto: all that fit",
@@ -236,7 +239,7 @@ class Settings:
         return self.speculation or (None if self.speculate == "auto" else False)
 
     def cache(self, asked: KVKind | None = None) -> KVKind | None:
-        """The kind of cache to load with; None where drafts are forced, which take one of their own.
+        """The kind of cache to load with; None: the model's own, or that of drafts where they are forced.
 
         Args:
             asked: the kind that this load was asked for by name, which goes before.

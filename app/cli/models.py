@@ -112,7 +112,9 @@ def show(
     as_json: options.Json = False,
 ) -> None:
     """Show details of a stored model."""
+    from app.settings import load
     from models.store.certificate import Certificate
+    from runtime.kv.kinds import usual_cache
 
     output, services = Output(as_json=as_json), services_of(ctx)
     info = _info(name, services)
@@ -128,12 +130,15 @@ def show(
     certificate = Certificate.read(info.path)
     entry = {**_entry(info, bundled=name == DEMO), **_details(info), "verified": verify}
     entry["certificate"] = None if certificate is None else asdict(certificate)
+    entry["cache"] = usual_cache(Certificate.of(info.path).kv)
     if as_json:
         output.result(entry)
         return
     entry["perplexity_after"] = perplexity(info.summary.perplexity_before, info.summary.perplexity_after) or None
-    if certificate is not None:
-        entry["certificate"] = certificate.words.replace("\n", f"\n{'':20}")
+    entry["certificate"] = Certificate.of(info.path).words.replace("\n", f"\n{'':20}")
+    if (asked := load().kv) is not None and asked != entry["cache"]:
+        harm = ", which damages answers" if Certificate.of(info.path).harms(asked) else ""
+        entry["cache"] = f"{entry['cache']} by default, {asked} by your settings{harm}"
     for key, value in entry.items():
         if value is not None:
             output.text(f"{_LABELS.get(key, key.replace('_', ' ')):<20}{_shown(key, value)}")
@@ -150,7 +155,7 @@ def verify(
     from models.store.certificate import FILE, TOLERANCES, Certificate
     from models.store.manifest import content_of
     from runtime.backends import AUTO
-    from runtime.load.certificate import Reference, measured
+    from runtime.load.certificate import Reference, cache_losses, measured
 
     output, services = Output(as_json=as_json), services_of(ctx)
     begin, info = time.perf_counter(), _info(name, services)
@@ -158,10 +163,10 @@ def verify(
     certificate = Certificate.read(info.path)
     model = StoredModel.open_folder(info.path, info.name)
     reference = Reference.of(model)
-    if certificate is None or reference is None:
+    if certificate is None or (reference is None and certificate.ways):
         raise CliError(
-            f"the files of {name} are whole, but it has no certificate: it keeps its source's weights, an older "
-            "version made it, or it could not be measured; `quantize --force` makes it again"
+            f"the files of {name} are whole, but it has no certificate: an older version made it, or it could not be "
+            "measured; `quantize --force` makes it again"
         )
     if certificate.model != content_of(info.path):
         raise CliError(
@@ -169,14 +174,9 @@ def verify(
             "the manifest; quantize the model again (`quantize --force`)"
         )
     with Interrupt() as interrupt, output.progress() as progress:
-        found = measured(
-            model,
-            reference,
-            certificate.ways,
-            backend=backend or AUTO,
-            progress=progress,
-            cancelled=interrupt.cancelled,
-        )
+        how: dict[str, Any] = {"backend": backend or AUTO, "progress": progress, "cancelled": interrupt.cancelled}
+        found = () if reference is None else measured(model, reference, certificate.ways, **how)
+        again = cache_losses(model, services.evaluation_text(), **how) if certificate.caches else ()
     ways, wrong = [], list[str]()
     rows: list[tuple[str, ...]] = [("", "KL", "again", "same, %", "again", "perplexity", "again")]
     for was, way in zip(certificate.ways, found, strict=True):
@@ -184,6 +184,11 @@ def verify(
         ways.append(asdict(was) | {"again": {field: now for field, (_, now) in pairs.items()}})
         rows.append((f"{was.name}, {was.kv} cache", *(f"{number:.4g}" for pair in pairs.values() for number in pair)))
         wrong += [f"{rows[-1][0]}: {what}" for what in was.apart(way)]
+    for was, way in zip(certificate.caches, again, strict=False):  # other answers are drawn elsewhere
+        both = [number for field in TOLERANCES for number in (getattr(was, field), getattr(way, field))]
+        rows.append((f"answers, {was.kv} cache", *(f"{number:.4g}" for number in both)))
+    if (default := Certificate(caches=again).kv) != certificate.kv:
+        wrong.append(f"the default cache is {default}, was {certificate.kv}")
     if as_json:
         about = {"name": name, "ok": not wrong, "model": certificate.model, "tokens": certificate.tokens}
         output.result({**about, "ways": ways, "apart": wrong, "seconds": time.perf_counter() - begin})

@@ -108,7 +108,8 @@ KVOption = Annotated[
     KVKind | None,
     typer.Option(
         "--kv",
-        help="Precision of the key-value cache: int4 (the default, 28 % of fp16's bytes); int8 (half of them); fp16 "
+        help="Precision of the key-value cache: int4 (the default, 28 % of fp16's bytes); int8 (half of them, the "
+        "default of models whose answers int4 was found to damage); fp16 "
         "(exact); hierarchical (8 bits; the model's own drafts read 4); kcvt4, gear-l4, gear4 (4 bits by key channel, "
         "and with GEAR's corrections); kivi2, gear-l2, gear2 (2 bits: clearly worse).",
         show_default=False,

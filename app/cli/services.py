@@ -125,7 +125,7 @@ class Services:
                 progress=progress,
                 cancelled=cancelled,
             )
-        certify(store.open(info.name), progress=progress, cancelled=cancelled)
+        certify(store.open(info.name), self.evaluation_text(), progress=progress, cancelled=cancelled)
         return info
 
     def service(self, defaults: LoadOptions) -> Service:

@@ -75,6 +75,7 @@ def machine_lines(report: DeviceReport) -> Lines:
         ("blocks", f"{report.blocks} on the card, the others by the processor" if report.blocks is not None else "")
     )
     lines.append(("experts", _experts(report.experts) if report.experts is not None else ""))
+    lines.append(("cache", report.cache))
     return [(name, words) for name, words in lines if words]
 
 

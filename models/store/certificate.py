@@ -11,9 +11,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from models.errors import StoreError
 from models.foreign import parse_json
 from models.store.durable import write_file
-from models.store.manifest import json_bytes, read_stored
+from models.store.manifest import content_of, json_bytes, read_stored
 
 FILE = "certificate.json"
 FORMAT = "lowbit-chat-certificate"
@@ -21,6 +22,8 @@ VERSION = 1
 TOLERANCES = {"kl": (0.05, 0.002), "same_percent": (0.0, 2.0), "perplexity": (0.02, 0.0)}
 """How far a repeated number may be off, as a share of it and beside that: other processors and cards round activations
 another way (docs/decisions/models.md)."""
+CACHE_LIMIT = 0.03
+"""Most that a kind of KV cache may cost as a model's default: divergence, nats a token (docs/decisions/kv.md)."""
 
 KChunk = Mapping[str, int] | int
 
@@ -63,17 +66,22 @@ class Way:
 class Certificate:
     """The content of certificate.json."""
 
-    model: str
+    model: str = ""
     """sha256 of the manifest, which has those of all files."""
-    text: str
-    """sha256 of the evaluation text, as in recipe.json."""
-    tokens: int
+    text: str | None = None
+    """sha256 of the evaluation text, as in recipe.json; None: its source was not measured, for it keeps its weights."""
+    tokens: int = 0
     """Scored tokens: the second halves of windows, whose first halves are prompts."""
-    seed: int
+    seed: int = 0
     """`DecoderOptions.seed`."""
-    source_perplexity: float
-    """Of the full-precision source on the same tokens."""
-    ways: tuple[Way, ...]
+    source_perplexity: float | None = None
+    """Of the full-precision source on the same tokens; None as above."""
+    ways: tuple[Way, ...] = ()
+    """None as above."""
+    caches: tuple[Way, ...] = ()
+    """What kinds of cache lose of an exact one over the same weights, on answers over that one: the default kind's, if
+    that was too much that of 8 bits, and if that was, too, `fp16`'s, which is rounded elsewhere. None: not checked.
+    """
 
     def write(self, folder: Path) -> None:
         """Write it beside the model's files. Raises StoreError where the disk refuses."""
@@ -93,6 +101,15 @@ class Certificate:
         return found
 
     @classmethod
+    def of(cls, folder: Path) -> Certificate:
+        """The certificate of the files in a folder; one without numbers where none is whole and theirs."""
+        try:
+            found = cls.read(folder)
+        except StoreError:
+            found = None
+        return found if found is not None and found.model == content_of(folder) else cls()
+
+    @classmethod
     def _parsed(cls, content: bytes) -> Certificate | None:
         data = parse_json(content)
         if not isinstance(data, dict) or data.pop("format", None) != FORMAT:
@@ -100,10 +117,14 @@ class Certificate:
         if data.pop("version", None) != VERSION:
             return None
         try:
-            found = cls(**{**data, "ways": tuple(Way(**way) for way in data["ways"])})
-            numbers = [n for way in found.ways for n in (way.kl, way.same_percent, way.budget_percent or 0)]
-            perplexities = [found.source_perplexity, *(way.perplexity for way in found.ways)]
-            if not found.ways or min(perplexities) <= 0 or not all(map(math.isfinite, numbers + perplexities)):
+            lists = {name: tuple(Way(**way) for way in data.get(name, ())) for name in ("ways", "caches")}
+            found = cls(**{**data, **lists})
+            every = found.ways + found.caches
+            numbers = [n for way in every for n in (way.kl, way.same_percent, way.budget_percent or 0)]
+            perplexities = [way.perplexity for way in every]
+            if found.ways:
+                perplexities.append(float(data["source_perplexity"]))
+            if not every or min(perplexities) <= 0 or not all(map(math.isfinite, numbers + perplexities)):
                 raise ValueError("numbers are missing, or are none")
         except (KeyError, TypeError) as error:
             raise ValueError(f"not a certificate: {error!r}") from error
@@ -115,18 +136,34 @@ class Certificate:
         return replace(self, ways=(*others, way))
 
     @property
+    def kv(self) -> str | None:
+        """The kind of cache that is the default for the model: the first that is no harm; None: not checked."""
+        return next((way.kv for way in self.caches if not self.harms(way.kv)), None)
+
+    def harms(self, kv: str) -> bool:
+        """Whether a kind of cache was found to damage the model's answers: `fp16` never, what is like it neither."""
+        limit = max([CACHE_LIMIT, *(2 * way.kl for way in self.caches if way.kv == "fp16")])
+        return any(way.kl > limit for way in self.caches if way.kv == kv)
+
+    @property
     def words(self) -> str:
-        """For people: a line for what the default budget is about to buy, and one for each budget that was tuned."""
+        """For people: a line for what the default budget is about to buy, for each budget tuned, and for caches."""
         usual = [way for way in self.ways if (way.kv, way.budget_percent) == ("fp16", None)][-1:]
-        small = [way for way in self.ways if (way.kv, way.budget_percent) == ("int4", None)]
         lines = [self.line(way) for way in (*usual, *(way for way in self.ways if way.budget_percent is not None))]
-        for own, other in zip(usual, small, strict=False):
-            lines[0] += f"; 4-bit cache {100 * (other.perplexity / own.perplexity - 1):+.1f} %"
-        return "\n".join(lines)
+        return "\n".join([*lines, self.cache_words])
+
+    @property
+    def cache_words(self) -> str:
+        """What the kinds of cache that were checked do to answers, and which is the default therefore."""
+        if not self.caches:
+            return "4-bit cache: not checked with this model"
+        parts = [f"{way.kv} cache: KL {way.kl:.3f}, same top token {way.same_percent:.0f} %" for way in self.caches]
+        words = "; ".join(parts)
+        return words if self.kv == self.caches[0].kv else f"{words}; so {self.kv} is the default"
 
     def line(self, way: Way) -> str:
         """What one way of running the model loses, for people."""
-        grown = 100 * (way.perplexity / self.source_perplexity - 1)
+        grown = 100 * (way.perplexity / self.source_perplexity - 1) if self.source_perplexity else 0.0
         return (
             f"{way.name}: KL {way.kl:.3f} nats a token, same top token {way.same_percent:.0f} %, "
             f"perplexity {way.perplexity:.2f} ({grown:+.1f} %)"

@@ -14,7 +14,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, cast
 
 from models.spec import ModelSpec
 
@@ -158,7 +158,7 @@ def _kinds() -> dict[KVKind, CacheKind]:
 
     kinds = [
         CacheKind(name="fp16", page=64, keys=half, values=half),
-        CacheKind(name="int8", page=64, keys=int8, values=int8),
+        CacheKind(name="int8", page=64, turned=True, keys=int8, values=int8),
         CacheKind(name="int4", page=64, windowed=True, sinks=SINKS, turned=True, keys=int4, values=int4),
         CacheKind(
             name="hierarchical",
@@ -271,11 +271,17 @@ SPECULATIVE_KV: KVKind = "hierarchical"
 """The kind of cache whose drafts by the model read less than verification does."""
 
 
-def cache_for(kv: KVKind | None, *, drafts: bool) -> KVKind:
+def cache_for(kv: KVKind | None, *, drafts: bool, checked: str | None) -> KVKind:
     """The kind of cache for a model.
 
     Args:
         kv: The requested kind; None: not specified.
         drafts: Whether the model will draft for itself.
+        checked: The kind that its certificate found to be no harm; None: not checked.
     """
-    return kv or (SPECULATIVE_KV if drafts else DEFAULT_KV)
+    return kv or (SPECULATIVE_KV if drafts else usual_cache(checked))
+
+
+def usual_cache(checked: str | None) -> KVKind:
+    """The default kind for a model; `checked` as in `cache_for`."""
+    return KINDS[cast("KVKind", checked)].name if checked in KINDS else DEFAULT_KV

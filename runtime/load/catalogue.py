@@ -115,7 +115,7 @@ def model_entry(info: StoredModelInfo, *, bundled: bool = False) -> ModelEntry:
         perplexity_after=summary.perplexity_after,
         warning=summary.warning,
         base=not template_in(info.path),
-        certificate=_certificate(info),
+        certificate=Certificate.of(info.path).words,
         created=_created(info.path),
     )
 
@@ -127,15 +127,6 @@ def template_in(folder: Path) -> str:
     except (ModelError, OSError, ValueError, TypeError):
         return ""
     return given if isinstance(given, str) else ""
-
-
-def _certificate(info: StoredModelInfo) -> str | None:
-    """A model's certificate for people; None if it has none that is whole."""
-    try:
-        found = Certificate.read(info.path)
-    except StoreError:
-        return None
-    return None if found is None else found.words
 
 
 def _created(folder: Path) -> int:
@@ -193,7 +184,8 @@ class ModelBuilder:
                 cancelled=cancelled,
             )
         # Another model may be loaded on a GPU, which belongs to another thread.
-        certify(self._store.open(info.name), backend="cpu", progress=progress, cancelled=cancelled)
+        text = _read(self._bundle.evaluation)
+        certify(self._store.open(info.name), text, backend="cpu", progress=progress, cancelled=cancelled)
         return model_entry(info)
 
     def pull(self, name: str, revision: str | None, progress: ProgressCallback, cancelled: Cancelled) -> str:

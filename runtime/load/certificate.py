@@ -1,7 +1,8 @@
 """Measuring a stored model's certificate: the program's own decoder beside the distributions that its source had.
 
 Prompts and decoded tokens are run as in a chat, but that many decoded tokens share a step, each compensated by its own
-activations. Cheap to import.
+activations. What the default cache loses is measured likewise, beside an exact cache over the same weights: on answers
+that the model gives over that one. Cheap to import.
 """
 
 from __future__ import annotations
@@ -11,30 +12,37 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 
 from models.errors import ModelError, StoreError
 from models.progress import Progress, ProgressCallback, ignore_progress, never_cancelled
 from models.store import StoredModel
-from models.store.certificate import Certificate, Way
+from models.store.certificate import CACHE_LIMIT, Certificate, Way
 from models.store.layout import RECIPE, REFERENCE
 from models.store.tensors import MappedTensors
 from runtime.backends import AUTO
-from runtime.backends.decoder import Decoder, DecoderOptions, KVKind
+from runtime.backends.decoder import Decoder, DecoderOptions, KVKind, Step
 from runtime.budget.profile_key import content_id
 from runtime.compensation import Compensation
-from runtime.errors import RequestError, RuntimeFailure
-from runtime.kv.kinds import KINDS
+from runtime.errors import Cancelled, RequestError, RuntimeFailure
+from runtime.kv.kinds import DEFAULT_KV, KINDS
 from runtime.load.plan import LoadOptions, plan_load
 from runtime.measure.evaluate import Int64Array, Window, negative_log_likelihood, scores
 from runtime.text.divergence import Outline
+from runtime.text.sampling import Sampler, SamplingOptions
+from runtime.text.tokenizer import Tokenizer
 
 _TENSORS = ("tokens", "lengths", "leaders", "log_probabilities")
 _ROWS = 32
 """Most decoded tokens that share a step."""
+_OUTLINED = 256
+"""Most likely tokens of exact distributions that are compared; all others count as one."""
+_ANSWERS, _LENGTH = 3, 384
+"""Answers over which caches are compared, and their tokens, prompts included: what a window holds without its pages."""
 logger = logging.getLogger(__name__)
 
 
@@ -70,6 +78,45 @@ class Reference:
             return cls(tuple(np.split(tokens.astype(np.int64), np.cumsum(lengths)[:-1])), outline)
         except (ValueError, IndexError) as error:
             raise StoreError(f"{path} is damaged ({error}); quantize the model again") from error
+
+    @classmethod
+    def answers(
+        cls, decoder: Decoder, text: Sequence[int], cancelled: Callable[[], bool] = never_cancelled
+    ) -> Reference:
+        """Answers to parts of a text, one in each slot, as long as the context allows, sampled from fixed seeds.
+
+        Args:
+            decoder: Its cache has a window, which holds all tokens: none is quantized.
+            text: At least one token.
+            cancelled: Polled between steps.
+
+        Raises:
+            InvalidActivationError: the model computed NaN or infinity.
+            Cancelled: `cancelled` said so.
+        """
+        length, slots = decoder.options.context, np.arange(decoder.options.slots, dtype=np.int32)
+        half, outlines = length // 2, list[Outline]()
+        texts = np.zeros((len(slots), length), np.int64)
+        texts[:, :half] = np.resize(np.asarray(text), len(slots) * half).reshape(len(slots), half)
+        samplers = [Sampler(SamplingOptions(temperature=1.0, top_p=1.0, seed=int(slot))) for slot in slots]
+        with decoder.session():
+            prompts = []
+            for slot in range(len(slots)):
+                decoder.cache.clear(slot)
+                step = Step.of(texts[slot, :half], wanted=[half - 1], slot=slot, prefill=True, flush=False)
+                prompts.append(decoder.forward(step).copy())
+            logits = np.concatenate(prompts)
+            for at in range(half, length):
+                if cancelled():
+                    raise Cancelled("the check of the cache was stopped")
+                outlines.append(Outline.of(logits, _OUTLINED))
+                texts[:, at] = [sampler.draw(row) for sampler, row in zip(samplers, logits, strict=True)]
+                tokens, positions = texts[:, at].astype(np.int32), np.full(len(slots), at, np.int32)
+                logits = decoder.forward(
+                    Step(tokens=tokens, slots=slots, positions=positions, logit_rows=slots, flush=False)
+                )
+        of_slots = [Outline.joined([one.rows(slot, slot + 1) for one in outlines]) for slot in range(len(slots))]
+        return cls(tuple(texts), Outline.joined(of_slots))
 
     def measure(self, decoder: Decoder, way: Way, cancelled: Callable[[], bool] = never_cancelled) -> Way:
         """What a decoder with this way's cache loses. Slot 0 is overwritten, compensation is restored.
@@ -139,7 +186,7 @@ def measured(
         decoder = plan.open_decoder(report)
         try:
             for way in alike:
-                message = f"comparing {model.name} with its source: {way.name}, {kv} cache"
+                message = f"measuring what {model.name} loses: {way.name}, {kv} cache"
                 progress(Progress(phase="certify", done=len(found), total=len(ways), unit="ways", message=message))
                 found.append(reference.measure(decoder, way, cancelled))
         finally:
@@ -147,8 +194,58 @@ def measured(
     return tuple(found)
 
 
+def cache_losses(
+    model: StoredModel,
+    text: str,
+    *,
+    backend: str = AUTO,
+    progress: ProgressCallback = ignore_progress,
+    cancelled: Callable[[], bool] = never_cancelled,
+) -> tuple[Way, ...]:
+    """What the default cache does to a model's answers, one of 8 bits if that is too much, and then one of 16.
+
+    Exact answers are those over the default cache while its window holds all tokens: one decoder gives both.
+
+    Args:
+        model: The stored model.
+        text: What it continues.
+        backend: As in `LoadOptions`.
+        progress: Receives reports.
+        cancelled: Polled between steps.
+
+    Returns:
+        None where the model's context is too short for any page.
+
+    Raises:
+        RuntimeFailure: nothing can run it here, or it computes NaN.
+        Cancelled: `cancelled` said so.
+    """
+    context = min(model.spec.max_context, _LENGTH)
+    if not KINDS[DEFAULT_KV].max_pages(context):
+        return ()
+    message = f"comparing answers of {model.name} over the {DEFAULT_KV} cache with exact ones"
+    report = partial(replace, phase="certify", message=message)
+    asked = LoadOptions(kv=DEFAULT_KV, context=context, compensation=Compensation(k_chunk=0), backend=backend)
+    plan = plan_load(model, asked)
+    rows = _LENGTH - KINDS[DEFAULT_KV].window_capacity(0)
+    plan = replace(plan, options=replace(plan.options, slots=_ANSWERS, pages=None, max_rows=rows))
+    plan.prepare(lambda step: progress(report(step)))
+    decoder = plan.open_decoder(lambda step: progress(report(step)))
+    try:
+        answers = Reference.answers(decoder, Tokenizer(model.tokenizer_path).encode(text), cancelled)
+        found = [answers.measure(decoder, Way(kv=DEFAULT_KV, k_chunk=0), cancelled)]
+    finally:
+        decoder.close()
+    for kv in ("int8", "fp16"):
+        if found[-1].kl > CACHE_LIMIT:
+            way = Way(kv=kv, k_chunk=0)
+            found += measured(model, answers, [way], backend=backend, progress=progress, cancelled=cancelled)
+    return tuple(found)
+
+
 def certify(
     model: StoredModel,
+    text: str | None = None,
     *,
     backend: str = AUTO,
     progress: ProgressCallback = ignore_progress,
@@ -156,34 +253,37 @@ def certify(
 ) -> Certificate | None:
     """Measure a new model's certificate and write it.
 
-    Without compensation, with about what the default budget buys, and that with a cache of 4 bits.
+    Without compensation, with about what the default budget buys, and what its cache loses.
 
     Args:
         model: The stored model.
+        text: What it continues to check its cache; None: that is not checked.
         backend: As in `LoadOptions`.
         progress: Receives reports.
         cancelled: Polled between steps.
 
     Returns:
-        None where it can't be measured, or `cancelled` said so; the log says why.
+        None where nothing can be measured, or `cancelled` said so; the log says why.
     """
     from models.quantize.quality import usual
 
     reference, before = Reference.of(model), model.info.summary.perplexity_before
-    if reference is None or before is None:
-        return None
-    k_chunk = usual(model.recipe)
-    ways = [Way(kv="fp16", k_chunk=own) for own in sorted({0, k_chunk})] + [Way(kv="int4", k_chunk=k_chunk)]
+    how: dict[str, Any] = {"backend": backend, "progress": progress, "cancelled": cancelled}
+    own = Certificate(model=content_id(model), seed=DecoderOptions().seed)
     try:
-        found = measured(model, reference, ways, backend=backend, progress=progress, cancelled=cancelled)
-        own = Certificate(
-            model=content_id(model),
-            text=json.loads((model.path / RECIPE).read_bytes())["texts"]["evaluation"]["sha256"],
-            tokens=len(reference.outline.tokens),
-            seed=DecoderOptions().seed,
-            source_perplexity=round(before, 5),
-            ways=found,
-        )
+        if reference is not None and before is not None:
+            ways = [Way(kv="fp16", k_chunk=k_chunk) for k_chunk in sorted({0, usual(model.recipe)})]
+            own = replace(
+                own,
+                text=json.loads((model.path / RECIPE).read_bytes())["texts"]["evaluation"]["sha256"],
+                tokens=len(reference.outline.tokens),
+                source_perplexity=round(before, 5),
+                ways=measured(model, reference, ways, **how),
+            )
+        if text is not None:
+            own = replace(own, caches=cache_losses(model, text, **how))
+        if not own.ways and not own.caches:
+            return None
         own.write(model.path)
     except (ModelError, RuntimeFailure) as error:  # a model that was made is kept, also if it was stopped here
         logger.warning("%s has no certificate: %s", model.name, error)

@@ -15,6 +15,7 @@ from pathlib import Path
 from models.progress import Cancelled as CancelledCheck
 from models.progress import Progress, ProgressCallback, ignore_progress, never_cancelled
 from models.store import StoredModel
+from models.store.certificate import Certificate
 from runtime.backends import AUTO, backend
 from runtime.backends.decoder import Decoder, DecoderOptions, PlacesExperts
 from runtime.compensation import Compensation, check_blocks, k_chunk_by_type
@@ -88,6 +89,8 @@ class LoadedModel:
     """Problems: why a budget has no effect, or what could not be page-locked."""
     caches: Mapping[str, CacheFacts] = field(default_factory=dict)
     """Sizes of every kind of cache for it."""
+    certificate: Certificate = field(default_factory=Certificate)
+    """What was measured when it was prepared."""
     experts: Callable[[], ExpertPlacement | None] = lambda: None
     """Where its experts are now; see `DeviceReport.experts`."""
     blocks: BlockPlacement | None = None
@@ -162,7 +165,8 @@ def load(
             sampling=model.sampling,
             slots=engine.parallel,
             drafts=asked.speculation,
-            problems=_backend_problems(engine.decoder),
+            problems=_load_problems(model, engine.decoder),
+            certificate=Certificate.of(model.path),
             experts=partial(_experts, engine.decoder),
             blocks=plan.memory.blocks_of(model.spec) if engine.decoder.options.layers_on_device else None,
             plan=plan,
@@ -218,7 +222,7 @@ def apply_budgets(
         tuning=spent.tuning,
         prompts=spent.prompts,
         speculation=spent.speculation,
-        problems=(*spent.problems, *_backend_problems(engine.decoder)),
+        problems=(*spent.problems, *_load_problems(model, engine.decoder)),
     )
 
 
@@ -252,8 +256,13 @@ def _experts(decoder: Decoder) -> ExpertPlacement | None:
     return decoder.experts if isinstance(decoder, PlacesExperts) else None
 
 
-def _backend_problems(decoder: Decoder) -> tuple[Problem, ...]:
-    return backend(decoder.backend).problems(decoder)
+def _load_problems(model: StoredModel, decoder: Decoder) -> tuple[Problem, ...]:
+    """Problems of the backend, and of a cache that was asked for although it damages answers."""
+    found, certificate, kv = backend(decoder.backend).problems(decoder), Certificate.of(model.path), decoder.options.kv
+    if not certificate.harms(kv):
+        return found
+    what = f"the {kv} cache, which was asked for, damages answers of {model.name}: {certificate.cache_words}"
+    return (*found, Problem(what=what, fix="set kv to auto, or leave out --kv"))
 
 
 class Loader:

@@ -11,6 +11,7 @@ from pathlib import Path
 from models.packed import Weights
 from models.progress import ProgressCallback, ignore_progress
 from models.store import StoredModel
+from models.store.certificate import Certificate
 from runtime.backends import AUTO, AnyBackend, ModelSizes, Presence, backend, backends
 from runtime.backends.decoder import Decoder, DecoderOptions, KVKind, Selector
 from runtime.compensation import CHUNK, Compensation, check_blocks
@@ -167,7 +168,7 @@ class LoadOptions:
     speculation: Drafts = None
     """None: as measured to be best; False: no drafts."""
     kv: KVKind | None = None
-    """Kind of KV cache; None: `runtime.kv.kinds.cache_for` chooses."""
+    """Kind of KV cache; None: `runtime.kv.kinds.cache_for` chooses, by the model's certificate."""
     context: int | None = None
     """Tokens; None: as many as fit, up to a default."""
     backend: str = AUTO
@@ -240,7 +241,7 @@ def plan_load(
     """
     spec, summary, compensation = model.spec, model.info.summary, asked.compensation
     check_blocks(compensation.by_type, spec.num_layers)
-    kv = cache_for(asked.kv, drafts=bool(asked.speculation))
+    kv = cache_for(asked.kv, drafts=bool(asked.speculation), checked=Certificate.of(model.path).kv)
     sizes = ModelSizes(
         weight_bytes=summary.gpu_bytes,
         residual_bytes=summary.residual_bytes,

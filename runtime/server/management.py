@@ -115,7 +115,8 @@ class ManagementInterface:
     async def caches(self, _request: Request) -> Response:
         """GET /runtime/caches: saved caches on disk, and sizes of each kind for the loaded model."""
         held = await asyncio.to_thread(self.service.held)
-        return json_answer(to_json(Caches(files=held.files, bytes=held.bytes, kinds=self.service.caches)))
+        kinds, usual = self.service.caches
+        return json_answer(to_json(Caches(files=held.files, bytes=held.bytes, kinds=kinds, usual=usual)))
 
     async def forget(self, request: Request) -> Response:
         """POST /runtime/forget: delete the cached data of the conversation `chat`, or of all."""

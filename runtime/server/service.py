@@ -27,6 +27,7 @@ from runtime.budget.tuning import PROFILES
 from runtime.engine.engine import Engine
 from runtime.engine.generation import Piece
 from runtime.errors import Cancelled, ContextOverflowError, OutOfMemoryError, RequestError
+from runtime.kv.kinds import DEFAULT_KV, KVKind, usual_cache
 from runtime.load.catalogue import Bundle, Catalogue, ModelBuilder
 from runtime.load.loading import Accepted, LoadedModel, Loader
 from runtime.load.plan import LoadOptions
@@ -218,10 +219,10 @@ class Service:
         return [*([] if loaded is None else [loaded]), *self._parked]
 
     @property
-    def caches(self) -> Mapping[str, CacheFacts]:
-        """Sizes of every kind of cache for the loaded model; empty if none is loaded."""
+    def caches(self) -> tuple[Mapping[str, CacheFacts], KVKind]:
+        """Sizes of every kind of cache for the loaded model, empty if none is loaded, and its default kind."""
         loaded = self.loaded
-        return {} if loaded is None else loaded.caches
+        return ({}, DEFAULT_KV) if loaded is None else (loaded.caches, usual_cache(loaded.certificate.kv))
 
     def device(self) -> DeviceReport:
         """The device and the loaded model's tuning.
@@ -240,6 +241,7 @@ class Service:
             prompts=loaded.prompts,
             experts=loaded.experts(),
             blocks=loaded.blocks,
+            cache=f"{loaded.kv} · {loaded.certificate.cache_words}",
             problems=(*report.problems, *loaded.problems),
         )
 

@@ -20,7 +20,7 @@ class Outline:
     """Next-token distributions by their most likely tokens; all others count as one."""
 
     tokens: npt.NDArray[np.int32]
-    """int32 [R, n], the most likely tokens of each row."""
+    """int32 [R, n], the most likely tokens of each row, the likeliest first."""
     probabilities: npt.NDArray[np.float32]
     """float32 [R, n + 1], their probabilities, and that of all others together."""
 
@@ -36,6 +36,8 @@ class Outline:
         for start in range(0, len(logits), _ROWS):
             rows = logits[start : start + _ROWS]
             tokens = np.argpartition(rows, -most, axis=1)[:, -most:].astype(np.int32)
+            order = np.argsort(-np.take_along_axis(rows, tokens, 1), axis=1, kind="stable")
+            tokens = np.take_along_axis(tokens, order, 1)
             parts.append(cls(tokens, np.exp(_outlined(rows, tokens))))
         return cls.joined(parts)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from models.recipe import DEFAULT_METHOD
+from runtime.kv.kinds import DEFAULT_KV
 from runtime.wire.codec import Count, Number
 
 State = Literal["empty", "loading", "ready", "generating", "failed"]
@@ -194,6 +195,8 @@ class Caches(Holding):
 
     kinds: Mapping[str, CacheFacts]
     """By kind; empty if no model is loaded."""
+    usual: str = DEFAULT_KV
+    """The loaded model's default kind."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

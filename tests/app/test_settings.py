@@ -56,7 +56,7 @@ def test_an_empty_variable_is_no_value(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("line", "allowed"),
     [
-        ('kv = "int5"', "fp16, int8, int4, hierarchical, kcvt4, kivi2, gear4, gear2, gear-l4, gear-l2"),
+        ('kv = "int5"', "fp16, int8, int4, hierarchical, kcvt4, kivi2, gear4, gear2, gear-l4, gear-l2, or auto"),
         ('temperature = "warm"', "a number from 0 to 2, or auto"),
         ("temperature = nan", "a number from 0 to 2, or auto"),
         ("top_p = 0", "a number above 0 to 1, or auto"),

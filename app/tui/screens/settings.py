@@ -194,7 +194,7 @@ class SettingsScreen(Screen[None]):
         wanted = settings.compensation().budget_percent
         self.query_one(BudgetRow).show_effect(lines, () if found is None else found.bought, wanted)
         self.query_one(OfferRow).show(None if found is None else found.offer, settings)
-        words = cache_effect(caches.kinds if caches is not None else {}, settings.kv, settings.context, session.status)
+        words = cache_effect(caches, settings.kv, settings.context, session.status)
         about = self.query_one("#cache-effect", Plain)
         about.update("\n".join(words))
         about.display = bool(words)

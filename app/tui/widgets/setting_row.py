@@ -19,7 +19,7 @@ from runtime.errors import byte_count
 from runtime.kv.kinds import CHAT_KINDS, DEFAULT_KV, SPECULATIVE_KV
 
 if TYPE_CHECKING:
-    from runtime.wire.answers import CacheFacts, Holding, Status
+    from runtime.wire.answers import CacheFacts, Caches, Holding, Status
     from runtime.wire.device import DeviceReport, Offer
 
 
@@ -55,7 +55,8 @@ MEANINGS = {
 }
 """Descriptions for the settings screen that replace the rule's own."""
 KV_ADVICE = {
-    "int4": "the default: 28 % of fp16's memory, perplexity within 0.6 %",
+    UNSET: "int4, or 8 bits for models whose answers that damages",
+    "int4": "28 % of fp16's memory, perplexity within 0.6 % where the model's check passed",
     "int8": "half of fp16's memory, no measurable loss",
     "fp16": "exact; the largest and, in long chats, the slowest",
     "hierarchical": "8 bits, of which drafts read 4; chosen by speculation",
@@ -84,7 +85,7 @@ class SettingRow(Vertical):
         with Horizontal(classes="setting-line"):
             yield Plain(self.key if self.key == "k_chunk" else self.key.replace("_", " "), classes="setting-name")
             if self._rule.choices:
-                offered = CHAT_KINDS if self.key == "kv" else self._rule.choices
+                offered = (UNSET, *CHAT_KINDS) if self.key == "kv" else self._rule.choices
                 choices = [(choice, choice) for choice in dict.fromkeys((*offered, shown))]
                 yield Select(choices, value=shown, allow_blank=False, compact=True)
             elif self._rule.kind is str:
@@ -354,15 +355,17 @@ def _amount(saved: Holding) -> str:
     return f"{byte_count(saved.bytes)} of {chats} on disk"
 
 
-def cache_effect(caches: Mapping[str, CacheFacts], kv: str, context: int | None, status: Status | None) -> list[str]:
+def cache_effect(facts: Caches | None, kv: str | None, context: int | None, status: Status | None) -> list[str]:
     """The effect of the chosen kind of cache and context, as lines; empty if no model is loaded.
 
     Args:
-        caches: the cost of each kind for the model.
-        kv: the chosen kind.
+        facts: the cost of each kind for the model, and its default.
+        kv: the chosen kind; None: that.
         context: the chosen context in tokens; None for automatic.
         status: the runtime's status.
     """
+    caches, usual = ({}, DEFAULT_KV) if facts is None else (facts.kinds, facts.usual)
+    kv = kv or usual
     chosen, plain = caches.get(kv), caches.get("fp16")
     if chosen is None or plain is None or status is None:
         return []
@@ -372,7 +375,7 @@ def cache_effect(caches: Mapping[str, CacheFacts], kv: str, context: int | None,
     tokens = min(context or status.context or 0, chosen.context)
     if tokens:
         parts.append(f"{byte_count(tokens * chosen.bytes_per_token)} for {token_count(tokens)}")
-    lines = [SEPARATOR.join(parts), _advice(caches, kv)]
+    lines = [SEPARATOR.join(parts), _advice(caches, kv, usual)]
     if context is not None and context > chosen.context:
         lines.append(
             f"A context of {token_count(context)} exceeds this model or memory; it will be shortened or refused."
@@ -380,7 +383,7 @@ def cache_effect(caches: Mapping[str, CacheFacts], kv: str, context: int | None,
     return lines
 
 
-def _advice(caches: Mapping[str, CacheFacts], kv: str) -> str:
-    if kv == DEFAULT_KV:
+def _advice(caches: Mapping[str, CacheFacts], kv: str, usual: str) -> str:
+    if kv == usual:
         return f"Recommended here: {kv}, your current setting."
-    return f"Recommended here: {DEFAULT_KV}; it holds {token_count(caches[DEFAULT_KV].context)} tokens."
+    return f"Recommended here: {usual}; it holds {token_count(caches[usual].context)} tokens."

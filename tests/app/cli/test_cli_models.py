@@ -67,7 +67,7 @@ def test_show(answer: Answer, run: Run, error: Error, stored: str, services: Any
     found = answer("show", stored)
     assert found.keys() == ENTRY | {
         "source", "source_types", "path", "method", "block_bits", "group_size", "residual_bits", "head_bits",
-        "smooth_attention", "steps", "verified", "certificate", "base",
+        "smooth_attention", "steps", "verified", "certificate", "cache", "base",
     }  # fmt: skip
     assert found["path"] == str(services.store().root / stored)
     assert (found["source"], found["method"], found["verified"]) == ("tiny", "gptq", False)
@@ -94,18 +94,23 @@ def test_a_certificate_is_repeated(
     assert "it has no certificate" in error("verify", stored)
     run("quantize", checkpoint, "--bits", 3, "--name", "three")
     said = answer("show", "three")["certificate"]
-    assert [(way["kv"], way["k_chunk"]) for way in said["ways"]] == [("fp16", 0), ("fp16", 16), ("int4", 16)]
-    plain, usual, _ = said["ways"]
+    assert [(way["kv"], way["k_chunk"]) for way in said["ways"]] == [("fp16", 0), ("fp16", 16)]
+    plain, usual = said["ways"]
+    assert [way["kv"] for way in said["caches"]] == ["int4"]
     assert 0 < usual["kl"] < plain["kl"]
     assert usual["perplexity"] == pytest.approx(answer("show", "three")["perplexity_after"], rel=0.02)
     assert f"k_chunk 16: KL {usual['kl']:.3f} nats a token" in run("show", "three").stdout
     found = answer("verify", "three")
     assert (found["ok"], found["apart"], found["tokens"]) == (True, [], said["tokens"])
-    assert "k_chunk 16, int4 cache" in run("verify", "three").stdout
+    assert "answers, int4 cache" in run("verify", "three").stdout
 
     folder = services.store().root / "three"
     own = Certificate.read(folder)
     assert own is not None
+    caches = replace(own.caches[0], kl=0.5), replace(own.caches[0], kv="int8")
+    replace(own, ways=(), caches=caches).write(folder)
+    assert "the default cache is int4, was int8" in run("verify", "three", code=1).stderr
+    own = replace(own, caches=())
     for field, wrong in {"kl": 0.9 * plain["kl"] - 0.003, "same_percent": 3.0, "perplexity": 1.0}.items():
         replace(own, ways=(replace(own.ways[0], **{field: wrong}), *own.ways[1:])).write(folder)
         told = run("verify", "three", "--json", code=1)

@@ -343,6 +343,6 @@ def test_serve_passes_the_budget_on(run: Run, services: Any, monkeypatch: pytest
     run("serve", "--speculate")
     run("serve", "--speculate", "--kv", "int8")
     assert [one.kv for one in served if isinstance(one, LoadOptions)] == [None, "int8"]
-    assert usual == LoadOptions(compensation=Compensation(budget_percent=2.5), kv="int4")
+    assert usual == LoadOptions(compensation=Compensation(budget_percent=2.5))
     assert (first.model, first.compensation) == ("demo", None), "that of the service applies"
     assert other == LoadOptions(compensation=Compensation(k_chunk=4), kv="int8", context=512)

@@ -93,7 +93,7 @@ async def test_a_custom_budget_is_checked(stage: Stage, runtime: Any) -> None:
         await s.hides("allowed")
         assert settings.load().budget == 7.5
     async with stage(runtime, budget=7.5) as s:
-        assert runtime.named("load")[-1] == LoadRequest(model="demo", kv="int4", budget=7.5, num_parallel=2)
+        assert runtime.named("load")[-1] == LoadRequest(model="demo", budget=7.5, num_parallel=2)
         screen = await open_settings(s)
         assert screen.query_one("#setting-budget Input", Input).value == "7.5"
         assert screen.query_one("#setting-budget Input", Input).visible

@@ -149,12 +149,12 @@ def test_a_graphics_card_and_its_link_in_words() -> None:
         "cpu": {}, "memory": None, "backend": "triton",
     }  # fmt: skip
     experts = ExpertPlacement(on_device=34, held=128, host_bytes=12 << 30, hit_rate=0.714)
-    report = DeviceReport(machine=machine, bandwidth_gb_s=189.04, experts=experts)
+    report = DeviceReport(machine=machine, bandwidth_gb_s=189.04, experts=experts, cache="int8 · its numbers")
     lines = dict(machine_lines(report))
     assert lines["GPU"] == "RTX 4050M · 4.9 GB free of 6.0 GB · compute 8.9 · driver 570.1"
     assert lines["PCIe"] == "4.0 ×8 · 15.8 GB/s at most"
     assert lines["bandwidth"] == "189.0 GB/s read, measured"
-    assert lines["runs on"] == "triton"
+    assert (lines["runs on"], lines["cache"]) == ("triton", "int8 · its numbers")
     where = "34 of 128 of each block on the card, 12.9 GB of others in main memory"
     assert lines["experts"] == f"{where}; 71 % of those chosen lately were on the card"
     uncounted = replace(report, experts=replace(experts, hit_rate=None))

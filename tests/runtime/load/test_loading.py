@@ -26,6 +26,7 @@ from models.oracle import Oracle
 from models.progress import Progress, ProgressCallback, ignore_progress, never_cancelled
 from models.spec import MixtureSpec
 from models.store import Store, StoredModel, layout
+from models.store.certificate import Certificate, Way
 from models.store.manifest import content_of
 from runtime.backends import backend
 from runtime.backends.decoder import Decoder, DecoderOptions, Step
@@ -37,7 +38,7 @@ from runtime.compensation import DEFAULT_BUDGET_PERCENT, Compensation
 from runtime.drafting import Speculate
 from runtime.engine.engine import Engine
 from runtime.errors import Cancelled, RequestError
-from runtime.kv.kinds import DEFAULT_KV, KINDS
+from runtime.kv.kinds import DEFAULT_KV, KINDS, KVKind
 from runtime.load import loading
 from runtime.load.catalogue import Bundle, Catalogue, ModelBuilder
 from runtime.load.certificate import Reference
@@ -149,6 +150,47 @@ def test_what_is_loaded_is_what_was_asked_for(loads: Loads) -> None:
 
 PLAIN = Compensation(k_chunk=0)
 REFERENCE: dict[str, Any] = {"model": "demo", "backend": "reference"}
+
+
+@pytest.mark.parametrize(
+    ("losses", "asked", "kv", "said"),
+    [
+        ((), None, "int4", "4-bit cache: not checked"),
+        ((0.012,), None, "int4", "int4 cache: KL 0.012, same top token 90 %"),
+        ((0.2, 0.01), None, "int8", "int8 cache: KL 0.010, same top token 90 %; so int8 is the default"),
+        ((0.2, 0.1, 0.01), None, "fp16", "so fp16 is the default"),
+        ((0.12, 0.1, 0.08), None, "int4", "int4 cache: KL 0.120"),
+        ((0.2, 0.01), "int4", "int4", "so int8 is the default"),
+    ],
+)
+def test_the_default_cache_is_the_first_that_does_no_harm_and_another_that_was_asked_for_is_taken_with_a_warning(
+    loads: Loads, store: Store, losses: tuple[float, ...], asked: KVKind | None, kv: KVKind, said: str
+) -> None:
+    folder = store.path("org/copy")
+    measured = zip(("int4", "int8", "fp16"), losses, strict=False)
+    caches = tuple(Way(kv=kind, k_chunk=0, kl=kl, same_percent=90.0, perplexity=4.0) for kind, kl in measured)
+    if caches:
+        Certificate(model=content_of(folder) or "", caches=caches).write(folder)
+    request = LoadRequest(model="org/copy", kv=asked, k_chunk=0, context=256, backend="reference")
+    _, loaded = loads(request)
+    assert (loaded.kv, loaded.kv_bytes) == (kv, loads(replace(request, kv=kv))[1].kv_bytes)
+    assert said in loaded.certificate.cache_words
+    assert [said in problem.what for problem in loaded.problems] == [True] * (asked is not None)
+
+
+def test_answers_over_a_window_are_exact_and_show_what_pages_lose() -> None:
+    model = StoredModel.open_folder(demo_path(), "demo")
+    exact, lossy = (
+        ReferenceDecoder(model, DecoderOptions(kv=kv, context=160, slots=slots, max_rows=80))
+        for kv, slots in (("fp16", 1), ("int4", 2))
+    )
+    answers = Reference.answers(lossy, range(300, 340))
+    assert [lossy.cache.length(slot) - lossy.cache.paged_length(slot) for slot in (0, 1)] == [160, 160]
+    assert answers.windows[0][80:].tolist() != answers.windows[1][80:].tolist(), "each has a seed of its own"
+    same, other = (answers.measure(decoder, Way(kv=decoder.options.kv, k_chunk=0)) for decoder in (exact, lossy))
+    assert lossy.cache.paged_length(0) == 64
+    assert -1e-6 < same.kl < 1e-4 < other.kl < 0.01
+    assert same.same_percent > 99
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ def test_auto_passes_over_a_backend_that_does_not_run_the_architecture(
     mixture = MixtureSpec(experts=4, chosen=2, width=32, normalized=True)
     summary = SimpleNamespace(gpu_bytes=1 << 20, residual_bytes=1 << 20)
     model: Any = SimpleNamespace(
-        spec=tiny_spec(mixture=mixture), info=SimpleNamespace(summary=summary), recipe=Recipe()
+        spec=tiny_spec(mixture=mixture), info=SimpleNamespace(summary=summary), recipe=Recipe(), path=Path()
     )
     memory = MemoryInfo(total_bytes=8 << 30, available_bytes=8 << 30, limit_bytes=None)
     there = Presence(usable=True, reason="there is a card", memory=memory)

@@ -160,7 +160,7 @@ async def test_remove_unloads_first(manager: httpx.AsyncClient, house: FakeHouse
 
 
 async def test_what_is_kept_of_chats_can_be_deleted(manager: httpx.AsyncClient, house: FakeHouse) -> None:
-    assert (await manager.get("/runtime/caches")).json() == {"files": 3, "bytes": 3000, "kinds": {}}
+    assert (await manager.get("/runtime/caches")).json() == {"files": 3, "bytes": 3000, "kinds": {}, "usual": "int4"}
     assert (await manager.post("/runtime/forget", json={"chat": "one"})).json() == {"files": 2, "bytes": 2000}
     assert house.forgotten == ["one"]
     await manager.post("/runtime/load", json={"model": "small"})
