@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import statistics
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 
@@ -28,6 +30,7 @@ from models.packed import Weights
 from models.quantize import quantize
 from models.recipe import Recipe
 from models.store import Store, StoredModel
+from models.store.certificate import Certificate
 from runtime.backends.cpu.cache import CpuCache
 from runtime.backends.cpu.decoder import CpuDecoder
 from runtime.backends.cpu.pool import default_threads
@@ -41,11 +44,11 @@ from runtime.measure.speed import fill, peak_memory_bytes
 from runtime.system.heap import trim
 from tests.lab.compare import job, peer
 from tests.lab.measure import Worker, closing_all, in_turns
-from tests.lab.models import RESIDUAL_BITS, SMOLLM2, Case, RandomModel, book, llama, llama_1b, smollm2
+from tests.lab.models import DATA, RESIDUAL_BITS, SMOLLM2, Case, RandomModel, book, llama, llama_1b, smollm2
 from tests.lab.quality import numbers
 from tests.lab.store import ROOT, Entries, about_run, attempt, columns, commit, digest, listed, parser, teller
 
-PARTS = ("perplexity", "size", "memory", "speed")
+PARTS = ("perplexity", "checks", "size", "memory", "speed")
 ORDER: tuple[KVKind, ...] = (
     *("fp16", "int8", "hierarchical", "int4", "kcvt4", "gear-l4", "gear4", "kivi2", "gear-l2", "gear2"),
 )
@@ -86,6 +89,102 @@ def low_bit(case: Case) -> StoredModel:
     if name not in store:
         quantize(case.folder, store, recipe, name=name, calibration=case.calibration(), force=True)
     return store.open(name)
+
+
+def _large(tensors: dict[str, Any], sizes: dict[str, Any]) -> None:
+    """Two pairs of key channels 50 times as large, and of query channels as small: every score stays."""
+    half = sizes["hidden_size"] // sizes["num_attention_heads"] // 2
+    for name, x in tensors.items():
+        if name.endswith(("q_proj.weight", "k_proj.weight")):
+            view = x.view(-1, 2, half, x.shape[1])
+            view[:, :, [3, half - 2]] *= 50.0 if "k_proj" in name else 1 / 50
+
+
+def _offsets(tensors: dict[str, Any], sizes: dict[str, Any]) -> None:
+    """Offsets of 50 typical keys in two pairs of channels, one that hardly rotates; their queries as much smaller."""
+    import torch
+
+    half = sizes["hidden_size"] // sizes["num_attention_heads"] // 2
+    sizes["attention_bias"] = True
+    for name, x in list(tensors.items()):
+        if ".self_attn." not in name:
+            continue
+        bias = torch.zeros(len(x))
+        if name.endswith("k_proj.weight"):
+            bias.view(-1, 2, half)[:, :, [3, half - 2]] = 50.0
+        if name.endswith("q_proj.weight"):
+            x.view(-1, 2, half, x.shape[1])[:, :, [3, half - 2]] /= 50
+        tensors[name.replace("weight", "bias")] = bias
+
+
+def _one_head(tensors: dict[str, Any], sizes: dict[str, Any]) -> None:
+    """All query heads read one key-value head."""
+    D = sizes["hidden_size"] // sizes["num_attention_heads"]
+    sizes["num_key_value_heads"] = 1
+    for name, x in tensors.items():
+        if name.endswith(("k_proj.weight", "v_proj.weight")):
+            tensors[name] = x[:D].contiguous()
+
+
+def _wide(tensors: dict[str, Any], sizes: dict[str, Any]) -> None:
+    """Heads of 512 channels: the model's own, and others of keys, thrice as large, that no query reads."""
+    import torch
+
+    wide, D = 512, sizes["hidden_size"] // sizes["num_attention_heads"]
+    sizes |= {"head_dim": wide, "partial_rotary_factor": D / wide}
+    noise = torch.Generator().manual_seed(0)
+    for name, x in tensors.items():
+        part = name.split(".")[-2][0] if ".self_attn." in name else ""
+        if not part:
+            continue
+        own = (x.T if part == "o" else x).reshape(-1, D, sizes["hidden_size"])
+        rows = torch.zeros(len(own), wide, sizes["hidden_size"])
+        if part == "k":
+            rows.normal_(std=3 * float(x.std()), generator=noise)
+        rows[:, :D] = own * (wide / D) ** 0.5 if part == "q" else own
+        rows = rows.flatten(0, 1)
+        tensors[name] = (rows.T if part == "o" else rows).contiguous()
+
+
+BUILT = {
+    "key channels x 50": ("smollm2", _large),
+    "key offsets x 50": ("smollm2", _offsets),
+    "heads of 512": ("smollm2", _wide),
+    "one key-value head": ("english3m", _one_head),
+}
+"""Changes to real models that are hard on a cache of 4 bits. The last one damages the model, too."""
+
+
+def checked(name: str, folder: Path) -> dict[str, Any]:
+    """What the check of the default cache says of SmolLM2, a small real model, or a model built to break it."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    from assets import calibration_text, evaluation_text
+    from runtime.load.certificate import cache_losses
+
+    real, change = BUILT.get(name, (name, None))
+    source = folder if real == "smollm2" else DATA / "models" / real
+    if change is not None:
+        made, sizes = BUILD / name.replace(" ", "-"), json.loads((source / "config.json").read_text("utf-8"))
+        shutil.copytree(source, made, dirs_exist_ok=True)
+        tensors = {key: x.to(torch.float32) for key, x in load_file(source / "model.safetensors").items()}
+        change(tensors, sizes)
+        save_file(tensors, made / "model.safetensors", metadata={"format": "pt"})
+        (made / "config.json").write_text(json.dumps(sizes), encoding="utf-8")
+        source = made
+    store, stored = Store(BUILD / "store"), f"check-{name.replace(' ', '-')}"
+    recipe = Recipe(method="rtn", bits=4, residual_bits=0)
+    quantize(source, store, recipe, name=stored, calibration=calibration_text()[:40000], force=True)
+    model = store.open(stored)
+    cache_losses(model, evaluation_text(), backend="cpu")  # compiles
+    began = time.process_time()
+    cache_losses(model, evaluation_text(), backend="cpu")
+    seconds = time.process_time() - began
+    with patch("runtime.load.certificate.CACHE_LIMIT", 0.0):
+        found = cache_losses(model, evaluation_text(), backend="cpu")
+    about = {"model": name, "default": Certificate(caches=found).kv, "processor_s": round(seconds, 1)}
+    return about | {way.kv: {"kl": way.kl, "same_percent": way.same_percent} for way in found}
 
 
 def scored(case: Case, kind: KVKind) -> dict[str, Any]:
@@ -270,6 +369,8 @@ def main() -> None:
     for case in cases(given.smollm2) if "perplexity" in given.only else ():
         for kind in ORDER if case.window == 1024 else LONG:
             measure("perplexity", [case.name, kind], lambda c=case, k=kind: scored(c, k))
+    for name in ("smollm2", "english3m", *BUILT) if "checks" in given.only else ():
+        measure("checks", [name], lambda n=name: checked(n, given.smollm2))
     for head_dim in (64, 128) if "size" in given.only else ():
         for kind in ORDER:
             measure("size", [head_dim, kind], lambda d=head_dim, k=kind: sized(k, d))
