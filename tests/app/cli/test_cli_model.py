@@ -94,7 +94,7 @@ def test_a_gguf_file_is_quantized_on_first_use_only(
 
 
 def test_a_gguf_file_of_4_bits_is_run_as_it_is(answer: Answer, run: Run, tmp_path: Path) -> None:
-    file = write_gguf(tmp_path / "tiny.Q4_1.gguf", random_model("Llama"), kind="Q4_1")
+    file = write_gguf(tmp_path / "tiny.Q4_1.gguf", random_model("Llama", max_position_embeddings=160), kind="Q4_1")
     first = run("run", file, *SHORT)
     assert "with its own 4-bit weights" in first.stderr
     assert "residuals" in first.stderr

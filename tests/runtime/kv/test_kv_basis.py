@@ -60,7 +60,7 @@ def test_without_statistics_keys_are_spread_and_nothing_is_taken_off() -> None:
 
 def test_kinds_that_are_not_turned_have_no_bases(tiny_model: Any) -> None:
     model = tiny_model()
-    assert key_bases(KINDS["int8"], model) == ()
+    assert key_bases(KINDS["fp16"], model) == ()
     assert [type(basis) for basis in key_bases(KINDS["int4"], model)] == [KeyBasis] * model.spec.num_layers
 
 
