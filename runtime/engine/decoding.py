@@ -317,6 +317,7 @@ class Drafting:
         sampler, gamma = Sampler(options, constraint=constraint), self.gamma or FixedGamma(0)
         seeded = options.seed is not None and not sampler.greedy
         if self.mtp is not None:
+            gamma.begin()
             return Rounds(context, sampler, gamma, ends=ends, times=self._times, mtp=self.mtp)
         if sampler.constrained:
             gamma = FixedGamma(0)
