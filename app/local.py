@@ -61,7 +61,7 @@ class LocalRuntime:
             kv_bytes=loaded.kv_bytes,
             sampling=dict(loaded.sampling),
             speculates=bool(loaded.speculation),
-            drafts_by_head=loaded.engine.drafts_by_head,
+            drafts_by_head=loaded.drafts_by_head,
         )
 
     def tokens(self, text: str) -> int | None:

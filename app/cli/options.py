@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import replace
 from typing import Annotated, Literal, TypeVar
 
@@ -87,20 +88,35 @@ def complete_stored(incomplete: str) -> list[str]:
 def complete_model(incomplete: str) -> list[str]:
     """Complete names of stored, bundled and downloadable models."""
     from app.cli.services import DEMO
-    from models.catalogue import KNOWN
+    from models.catalogue import SHORT_NAMES
 
     stored = complete_stored(incomplete)
-    return [*(name for name in (DEMO, *KNOWN) if name.startswith(incomplete) and name not in stored), *stored]
+    return [*(name for name in (DEMO, *SHORT_NAMES) if name.startswith(incomplete) and name not in stored), *stored]
 
 
 Model = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help="A stored model, a folder with a Hugging Face checkpoint, a GGUF file, a hub name, smollm2-135m (a small "
-        "chat model, downloaded on first use), or demo.",
+        help="A stored model, a short name of F2's list, such as smollm2-135m or qwen3-0.6b (downloaded on first use), "
+        "demo, a folder with a Hugging Face checkpoint, a GGUF file, or a hub name.",
         autocompletion=complete_model,
         show_default=False,
+    ),
+]
+
+
+def _write_plainly(asked: bool) -> None:
+    if asked:
+        os.environ["NO_COLOR"] = "1"
+
+
+Plain = Annotated[
+    bool,
+    typer.Option(
+        "--plain",
+        callback=_write_plainly,
+        help="Only add to the output, for screen readers: no colours, no bars. As NO_COLOR=1.",
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Write one JSON object to standard output.")]
@@ -154,8 +170,9 @@ Speculation = Annotated[
     typer.Option(
         "--speculate/--no-speculate",
         help="Draft tokens and verify several at a time: the same answers, faster. Drafts are copied from the text so "
-        "far where that pays, unless --no-speculate. With --speculate the model also drafts with its low-bit weights "
-        "alone, faster where much is compensated, and the cache is hierarchical unless --kv says otherwise.",
+        "far, or made by the model's head that predicts further tokens, where that pays, unless --no-speculate. With "
+        "--speculate a model without one also drafts with its low-bit weights alone, faster where much is compensated, "
+        "and the cache is hierarchical unless --kv says otherwise.",
         show_default=False,
     ),
 ]

@@ -37,7 +37,7 @@ from runtime.engine.conversations import Conversations
 from runtime.engine.copying import Copies, StepTimes
 from runtime.engine.gamma import Costs, FixedGamma, Gamma, gamma_of
 from runtime.engine.generation import Counts, Source, Speculation
-from runtime.engine.mtp import AT_ONCE, MtpDrafts
+from runtime.engine.mtp import IN_PAUSES, MtpDrafts
 from runtime.engine.work import RowKind, Rows, Work
 from runtime.text.constraint import Constraint
 from runtime.text.sampling import Distribution, Drawn, Sampler, SamplingOptions
@@ -277,7 +277,7 @@ class Rounds:
     def _rows(self, tokens: list[int], start: int, *, draft: bool = False) -> Rows:
         """Rows of the slot from a position on, computing all their logits."""
         kind: RowKind = "draft" if draft else "decode"
-        left = self.mtp is not None and not draft and self._gamma.resting < 2 * AT_ONCE
+        left = self.mtp is not None and not draft and self._gamma.resting <= IN_PAUSES
         return Rows(slot=self._context.slot, start=start, tokens=tokens, wanted=len(tokens), kind=kind, left=left)
 
 
@@ -317,6 +317,7 @@ class Drafting:
         sampler, gamma = Sampler(options, constraint=constraint), self.gamma or FixedGamma(0)
         seeded = options.seed is not None and not sampler.greedy
         if self.mtp is not None:
+            gamma.begin()
             return Rounds(context, sampler, gamma, ends=ends, times=self._times, mtp=self.mtp)
         if sampler.constrained:
             gamma = FixedGamma(0)

@@ -18,8 +18,10 @@ from runtime.errors import RequestError
 
 MAX_SEARCHED = 7
 """Largest gamma considered: 8 rows are the widest step that costs a CPU little more than one."""
-_PRIOR, _PRIOR_WEIGHT, _WEIGHT_OF_HEADS = 0.85, 8.0, 3.0
+_PRIOR, _PRIOR_WEIGHT, _WEIGHT_OF_HEADS = 0.85, 8.0, 2.0
 """Prior acceptance, and its weight in tokens: of a model's own drafts, and of those of its head, which may be bad."""
+_OF_BEFORE = 2.0
+"""Weight in tokens, at most, of what earlier answers say of acceptance by a head: it differs between answers."""
 _MEMORY = 128.0
 """Roughly how many recent drafted tokens acceptance is estimated from."""
 _NEW = 0.1
@@ -97,6 +99,9 @@ class FixedGamma:
     def next(self) -> int:
         return self.current
 
+    def begin(self) -> None:
+        """Nothing to do."""
+
     def note(self, drafted: int, accepted: int, seconds: float) -> None:
         """Ignored."""
 
@@ -127,6 +132,12 @@ class AdaptiveGamma:
     def current(self) -> int:
         """The best choice according to current estimates."""
         return best_gamma(self._now(), self.acceptance)
+
+    def begin(self) -> None:
+        """Begin another answer by a head's drafts: try them, and remember less of acceptance."""
+        share = min(1.0, _OF_BEFORE / self._tried)
+        self._stayed, self._tried = share * self._stayed, share * self._tried
+        self._left, self._pause, self._trial = 0, _PAUSE, 0
 
     @property
     def resting(self) -> int:

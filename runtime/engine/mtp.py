@@ -18,8 +18,9 @@ from runtime.backends.decoder import Decoder, Float32Array
 from runtime.engine.conversations import common_prefix
 from runtime.engine.work import Rows, Work
 
-AT_ONCE = 64
-"""Rows that wait at most while nothing is drafted."""
+AT_ONCE, IN_PAUSES = 64, 32
+"""Rows that wait at most while nothing is drafted, and how many of a pause's last tokens are followed: all that costs
+time, for a block that was not right."""
 
 
 @dataclass(slots=True)

@@ -89,6 +89,8 @@ class LoadedModel:
     """Prompt tuning result; None without a prompt budget."""
     drafts: Drafts = None
     speculation: Drafts = None
+    drafts_by_head: bool = False
+    """Whether its block that predicts further tokens drafts."""
     problems: Sequence[Problem] = ()
     """Problems: why a budget has no effect, or what could not be page-locked."""
     caches: Mapping[str, CacheFacts] = field(default_factory=dict)
@@ -233,6 +235,7 @@ def apply_budgets(
         tuning=spent.tuning,
         prompts=spent.prompts,
         speculation=spent.speculation,
+        drafts_by_head=engine.drafts_by_head,
         problems=(*spent.problems, *_load_problems(model, engine.decoder)),
     )
 

@@ -139,7 +139,7 @@ class Service:
             prompt_slowdown_percent=prompts.measured_slowdown_percent if prompts else None,
             n_tb=dict(tuning.n_tb) if tuning and tuning.n_tb_max is not None else None,
             speculates=bool(loaded.speculation),
-            drafts_by_head=loaded.engine.drafts_by_head,
+            drafts_by_head=loaded.drafts_by_head,
             context=loaded.context,
             weight_bytes=loaded.weight_bytes,
             kv_bytes=loaded.kv_bytes,

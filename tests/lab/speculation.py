@@ -277,6 +277,7 @@ def heads(rounds: int, *, one_thread: bool) -> Rows:
             pairs, gamma, drafts = [], AdaptiveGamma(costs_of, by_head=True), MtpDrafts(decoder.mtp)
             for _ in range(rounds):
                 alone = continued(decoder, prompt, 512, sampling, FixedGamma(0), clock=clock)
+                gamma.begin()
                 pairs.append((alone, continued(decoder, prompt, 512, sampling, gamma, mtp=drafts, clock=clock)))
             did = pairs[-1][1].speculation
             about = {"head": name, "way": way, "step_ms": 1e3 * costs_of.plain, "draft_ms": 1e3 * costs_of.draft}

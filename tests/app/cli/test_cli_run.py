@@ -289,7 +289,8 @@ def test_speculation_is_reported(answer: Answer) -> None:
     assert (found["kv"], plain["speculation"]) == ("hierarchical", None)
     assert found["text"] == plain["text"]
     did = found["speculation"]
-    assert did.keys() == {"gamma", "acceptance_rate", "tokens_per_verify"}
+    assert did.keys() == {"gamma", "acceptance_rate", "tokens_per_verify", "source"}
+    assert did["source"] == "model"
     assert did["gamma"] == 2
     assert 0 <= did["acceptance_rate"] <= 1
     assert did["tokens_per_verify"] == pytest.approx(1 + 2 * did["acceptance_rate"], abs=0.3)

@@ -108,3 +108,19 @@ def test_what_drawing_takes_beside_a_step_does_not_speak_against_rounds() -> Non
         drafted = gamma.next()
         assert drafted >= edge
         gamma.note(drafted, drafted, 1.33 * CHEAP.round_s(drafted))
+
+
+def test_a_useless_head_costs_little_and_another_answer_tries_it_again() -> None:
+    costs = Costs(plain=10.0, draft=1.0, verify=[10.5, 11, 11.5, 12, 13, 14, 15])
+    gamma = AdaptiveGamma(costs, by_head=True)
+    for answer in range(3):
+        gamma.begin()
+        drafted = run(gamma, costs, 0.0, 512)
+        took = sum(costs.round_s(each) for each in drafted)
+        assert took < 512 * costs.plain / (0.985 if answer == 0 else 0.99)
+    assert gamma.resting > 0
+    gamma.begin()
+    assert sum(each > 0 for each in run(gamma, costs, 1.0, 64)) > 50
+    gamma.begin()
+    took = sum(costs.round_s(each) for each in run(gamma, costs, 0.0, 150))
+    assert took < 150 * costs.plain / 0.96, "all of one answer's drafts were right, and none of the next one's"
