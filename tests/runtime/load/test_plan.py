@@ -101,7 +101,7 @@ def test_a_block_that_predicts_further_tokens_is_planned_if_it_may_draft(
     summary = SimpleNamespace(gpu_bytes=1 << 20, residual_bytes=0)
     block = SimpleNamespace(spec=mtp_spec(spec))
     model: Any = SimpleNamespace(
-        spec=spec, info=SimpleNamespace(summary=summary), recipe=Recipe(), mtp=block, mtp_bytes=1000
+        spec=spec, info=SimpleNamespace(summary=summary), recipe=Recipe(), path=Path(), mtp=block, mtp_bytes=1000
     )
     without, planned = (plan_load(model, LoadOptions(backend=name, speculation=drafts)) for drafts in (False, None))
     assert (without.options.mtp, without.memory.mtp_bytes, planned.options.mtp) == (False, 0, True)

@@ -139,8 +139,8 @@ def test_what_does_not_fit_the_card_is_planned_for_main_memory(
     room = MemoryInfo(total_bytes=64 << 30, available_bytes=48 << 30, limit_bytes=None)
 
     def planned(size: int, asked: str = "auto", layers: int | None = None) -> LoadPlan:
-        summary = SimpleNamespace(gpu_bytes=size << 30, residual_bytes=1 << 30)
-        model: Any = SimpleNamespace(spec=tiny_spec(), info=SimpleNamespace(summary=summary), recipe=None)
+        info = SimpleNamespace(summary=SimpleNamespace(gpu_bytes=size << 30, residual_bytes=1 << 30))
+        model: Any = SimpleNamespace(spec=tiny_spec(), info=info, recipe=None, path=Path(), mtp=None)
         return plan_load(model, LoadOptions(backend=asked, layers_on_device=layers), memory=room)
 
     small, large = planned(1), planned(5)
