@@ -189,7 +189,7 @@ def play(terminal: Terminal, model: str) -> None:
     terminal.press("C-b")
     terminal.shows("Search all messages")
     terminal.type("capital of Fr")
-    terminal.shows("What is the capital")
+    terminal.shows("What is the cap")  # cut where what matches stands beside it
     terminal.press("Enter")
     terminal.until(lambda screen: "Search" not in screen, "the chat")
     step("another budget")
