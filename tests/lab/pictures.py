@@ -22,7 +22,7 @@ from app.settings import load
 from app.tui.app import ChatApp
 
 OUT = Path(__file__).resolve().parents[2] / "docs" / "pictures"
-QUESTIONS = ("What is the capital of France?", "Write a Python function that adds two numbers.")
+QUESTIONS = ("Write a Python function that adds two numbers.", "Why is the sky blue?")
 SIZE = (100, 30)
 PATIENCE_S = 900.0
 _FONT = re.compile(r"@font-face \{.*?\}", re.DOTALL)
