@@ -90,16 +90,18 @@ def test_a_process_that_was_stopped_was_not_suspended(monkeypatch: pytest.Monkey
 
 async def test_the_end_of_long_work_is_told_to_who_looks_elsewhere(stage: Any, runtime: Any) -> None:
     """Checked by hand instead of every five seconds: a long answer, one while the user looks, a short one."""
-    runtime.delay_s = 0.05
     async with stage(runtime) as s:
         clock, written = [0.0], list[str]()
         s.app._long = LongWork(lambda: clock[0])
         s.app._driver.write = written.append
         for seconds, looking in ((LONG_S, False), (LONG_S, True), (1.0, False)):
+            runtime.hold_after = 0
+            runtime.released.clear()
             await s.pilot.press("h", "i", "enter")
             await s.until(lambda: s.app.session.answers.any)
             s.app._ring()
             clock[0] += seconds
+            runtime.released.set()
             await s.until(lambda: not s.app.session.answers.any)
             s.app.app_focus = looking
             s.app._ring()
