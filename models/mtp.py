@@ -14,19 +14,19 @@ from dataclasses import replace
 from typing import TypeVar
 
 from models.recipe import DEFAULT_GROUP_SIZE, Recipe
-from models.spec import ModelSpec
+from models.spec import JOIN, ModelSpec
 
 T = TypeVar("T")
 
-JOIN = "eh_proj"
+_EH_PROJ = "eh_proj"
 """Module of M; a checkpoint has such a block if it has this one."""
-MODULES: Mapping[str, str] = {"join.down": JOIN, "embed_norm": "enorm", "hidden_norm": "hnorm"}
+MODULES: Mapping[str, str] = {JOIN: _EH_PROJ, "embed_norm": "enorm", "hidden_norm": "hnorm"}
 """Modules of the block, beside those of any other, by the names of `models.architecture`."""
 _LAST_NORM = "shared_head.norm"
 """Module of the norm before the head; `shared_head_norm` in GGUF files."""
 _QWEN = (
     (re.compile(r"(?:.*\.)?mtp\.layers\.0\."), ""),
-    (re.compile(r"(?:.*\.)?mtp\.fc\."), f"{JOIN}."),
+    (re.compile(r"(?:.*\.)?mtp\.fc\."), f"{_EH_PROJ}."),
     (re.compile(r"(?:.*\.)?mtp\.pre_fc_norm_embedding\."), "enorm."),
     (re.compile(r"(?:.*\.)?mtp\.pre_fc_norm_hidden\."), "hnorm."),
     (re.compile(r"(?:.*\.)?mtp\.norm\."), f"{_LAST_NORM}."),
@@ -75,7 +75,7 @@ def own_tensors(tensors: Mapping[str, T], layers: int, last_norm: str) -> dict[s
         last_norm: Module of the norm before the head.
     """
     prefix = f"model.layers.{layers}."
-    if f"{prefix}{JOIN}.weight" not in tensors:
+    if f"{prefix}{_EH_PROJ}.weight" not in tensors:
         return None
     found = {name: tensor for name, tensor in tensors.items() if not name.startswith("model.layers.")}
     for name, tensor in tensors.items():

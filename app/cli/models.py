@@ -127,17 +127,17 @@ def show(
         return
     if verify:
         _verify(info, output)
-    certificate = Certificate.read(info.path)
+    certificate, own = Certificate.read(info.path), Certificate.of(info.path)
     entry = {**_entry(info, bundled=name == DEMO), **_details(info), "verified": verify}
     entry["certificate"] = None if certificate is None else asdict(certificate)
-    entry["cache"] = usual_cache(Certificate.of(info.path).kv)
+    entry["cache"] = usual_cache(own.kv)
     if as_json:
         output.result(entry)
         return
     entry["perplexity_after"] = perplexity(info.summary.perplexity_before, info.summary.perplexity_after) or None
-    entry["certificate"] = Certificate.of(info.path).words.replace("\n", f"\n{'':20}")
+    entry["certificate"] = own.words.replace("\n", f"\n{'':20}")
     if (asked := load().kv) is not None and asked != entry["cache"]:
-        harm = ", which damages answers" if Certificate.of(info.path).harms(asked) else ""
+        harm = ", which damages answers" if own.harms(asked) else ""
         entry["cache"] = f"{entry['cache']} by default, {asked} by your settings{harm}"
     for key, value in entry.items():
         if value is not None:

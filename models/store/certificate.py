@@ -77,10 +77,10 @@ class Certificate:
     source_perplexity: float | None = None
     """Of the full-precision source on the same tokens; None as above."""
     ways: tuple[Way, ...] = ()
-    """None as above."""
+    """Empty as above."""
     caches: tuple[Way, ...] = ()
     """What kinds of cache lose of an exact one over the same weights, on answers over that one: the default kind's, if
-    that was too much that of 8 bits, and if that was, too, `fp16`'s, which is rounded elsewhere. None: not checked.
+    that was too much that of 8 bits, and if that was, too, `fp16`'s, which is rounded elsewhere. Empty: not checked.
     """
 
     def write(self, folder: Path) -> None:

@@ -87,7 +87,8 @@ class StoredModel:
             StoreError: the folder is damaged, incomplete or foreign.
         """
         info = StoredModelInfo.read(path, name or path.name)
-        check_quickly(path, Manifest.read(path))
+        manifest = Manifest.read(path)
+        check_quickly(path, manifest)
         spec = _read_spec(path)
         files = {}
         for file in layout.tensor_files(spec):
@@ -96,7 +97,7 @@ class StoredModel:
                 files[file], layout.file_tensors(spec, info.recipe, file), layout.optional_tensors(spec, file)
             )
         model = cls(info, spec, files)
-        if layout.MTP in Manifest.read(path).files:
+        if layout.MTP in manifest.files:
             files[layout.MTP] = own = MappedTensors(path / layout.MTP)
             _check_tensors(own, layout.mtp_tensors(spec, info.recipe), {})
             model.mtp = _Mtp(model, own)

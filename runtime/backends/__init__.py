@@ -229,7 +229,7 @@ AUTO = "auto"
 """Name that requests the first backend that can run here and has enough memory."""
 NAMES = ("triton", "shared", "cpu", "reference")
 """The folders."""
-ON_CARD = NAMES[:2]
+ON_CARD = ("triton", "shared")
 """Those that have weights on a graphics card."""
 
 

@@ -214,7 +214,7 @@ def cache_losses(
         cancelled: Polled between steps.
 
     Returns:
-        None where the model's context is too short for any page.
+        Empty where the model's context is too short for any page.
 
     Raises:
         RuntimeFailure: nothing can run it here, or it computes NaN.

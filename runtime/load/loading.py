@@ -178,7 +178,6 @@ def load(
             sampling=model.sampling,
             slots=engine.parallel,
             drafts=asked.speculation,
-            problems=_load_problems(model, engine.decoder),
             certificate=Certificate.of(model.path),
             experts=partial(_experts, engine.decoder),
             blocks=memory.blocks_of(model.spec) if engine.decoder.options.layers_on_device else None,
@@ -236,7 +235,7 @@ def apply_budgets(
         prompts=spent.prompts,
         speculation=spent.speculation,
         drafts_by_head=engine.drafts_by_head,
-        problems=(*spent.problems, *_load_problems(model, engine.decoder)),
+        problems=(*spent.problems, *_load_problems(loaded, engine.decoder)),
     )
 
 
@@ -270,12 +269,12 @@ def _experts(decoder: Decoder) -> ExpertPlacement | None:
     return decoder.experts if isinstance(decoder, PlacesExperts) else None
 
 
-def _load_problems(model: StoredModel, decoder: Decoder) -> tuple[Problem, ...]:
+def _load_problems(loaded: LoadedModel, decoder: Decoder) -> tuple[Problem, ...]:
     """Problems of the backend, and of a cache that was asked for although it damages answers."""
-    found, certificate, kv = backend(decoder.backend).problems(decoder), Certificate.of(model.path), decoder.options.kv
+    found, certificate, kv = backend(decoder.backend).problems(decoder), loaded.certificate, decoder.options.kv
     if not certificate.harms(kv):
         return found
-    what = f"the {kv} cache, which was asked for, damages answers of {model.name}: {certificate.cache_words}"
+    what = f"the {kv} cache, which was asked for, damages answers of {loaded.name}: {certificate.cache_words}"
     return (*found, Problem(what=what, fix="set kv to auto, or leave out --kv"))
 
 

@@ -9,7 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections import Counter
+from collections import defaultdict
 from pathlib import Path
 
 import psutil
@@ -42,15 +42,11 @@ def sample() -> tuple[tuple[str, str], ...]:
 
     All of them for all devices take many minutes: `make kernels`, where kernels or their compiler change.
     """
-    known = specializations()
-    kernels = Counter(own.operation for own in known.values())
-    seen = Counter[str]()
-    names = []
-    for name, own in known.items():
-        if kernels[own.operation] <= MANY or seen[own.operation] % 2 == 0:
-            names.append(name)
-        seen[own.operation] += 1
-    own = enumerate(pairs([name]) for name in names)
+    known, by_kernel = specializations(), defaultdict[str, list[str]](list)
+    for name, one in known.items():
+        by_kernel[one.operation].append(name)
+    taken = {name for names in by_kernel.values() for name in names[:: 1 if len(names) <= MANY else 2]}
+    own = enumerate(pairs([name]) for name in known if name in taken)
     return tuple(found[turn % len(TARGETS) % len(found)] for turn, found in own)
 
 
