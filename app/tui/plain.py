@@ -35,8 +35,13 @@ class Plain(Static):
         super().__init__(self._read(content), markup=False, id=id, classes=classes)
 
     def update(self, content: VisualType = "", *, layout: bool = True) -> None:
-        """Replace the content."""
-        super().update(self._read(content), layout=layout)
+        """Replace the content; the same text costs nothing."""
+        content, before = self._read(content), self.content
+        if isinstance(content, str) and content == before:
+            return
+        if isinstance(content, Content) and isinstance(before, Content) and content.is_same(before):
+            return
+        super().update(content, layout=layout)
 
     def _read(self, content: VisualType) -> VisualType:
         return printable(content) if isinstance(content, str) else content

@@ -2,7 +2,7 @@
 
 Rendering new text may take longer than the time until the next token, above all inside one long list, table or code
 fence, where the whole block is rebuilt. So text is buffered, each append is followed by a rest in proportion to its
-cost, including layout, and a block that grew large is shown as plain text until it closes: `BlockTracker` scans the
+cost, including layout, and by what is typed meanwhile, and a block that grew large is shown as plain text until it closes: `BlockTracker` scans the
 lines roughly. At the end there is one full update, because an incrementally built tree differs for split lists,
 reference links and table cells.
 """
@@ -106,6 +106,7 @@ class Pump:
         written: str = "",
         clock: Callable[[], float] = time.thread_time,
         rest: Callable[[float], Awaitable[None]] | None = None,
+        quiet: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         """Make a pump.
 
@@ -115,10 +116,12 @@ class Pump:
             clock: seconds, for the cost of an append with its layout; by default this thread's CPU time, so that
                 waiting costs nothing.
             rest: pauses for a number of seconds; by default until `close` at the latest.
+            quiet: waits, not for long, while somebody types: a key that comes during a layout waits for its end.
         """
         self._sink = sink
         self._clock = clock
         self._rest = rest or self._rest_until_closed
+        self._quiet = quiet
         self._text = written
         self._shown = len(written)
         self._fed = 0
@@ -153,6 +156,8 @@ class Pump:
             await self._step()
             await self._sink.settle()
             await self._rest(max(SHORTEST_REST_S, REST_PER_COST * (self._clock() - started)))
+            if self._quiet is not None:
+                await self._quiet()
         await self._sink.update(self._text)
 
     async def _rest_until_closed(self, seconds: float) -> None:

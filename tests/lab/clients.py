@@ -1,6 +1,6 @@
 """Other programs' newest versions against this server: `python -m tests.lab.clients`, or `make test-clients`.
 
-Each says hi, lets a tool be called and has a schema filled; some stop an answer after its first word. The model is
+Each says hi, lets a tool be called, has a schema filled and stops an answer after its first word. The model is
 scripted, so what is seen is the interfaces. Packages come from the indexes into build/clients, which may be deleted
 at any time; what an index lacks is left out. Prints a table; ends with 1 where a client was answered something else.
 """
@@ -48,7 +48,7 @@ MODULES = {
     "opencode": "opencode-ai",
 }
 """JavaScript packages, likewise."""
-Ask = Callable[[str, Path], Mapping[str, Any]]
+Ask = Callable[[str, Path, fake_engine.FakeHouse], Mapping[str, Any]]
 
 
 def newest(pins: Sequence[str], version: str = "") -> list[str]:
@@ -83,13 +83,14 @@ def node_environment() -> Path:
     return FOLDER / "node" / "node_modules"
 
 
-def aider(python: Path, url: str, home: Path) -> Mapping[str, Any]:
+def aider(python: Path, url: str, home: Path, house: fake_engine.FakeHouse) -> Mapping[str, Any]:
     """What aider is answered; it edits files by the text of answers, without tools."""
     quiet = ("--no-git", "--yes-always", "--no-pretty", "--no-check-update", "--no-show-model-warnings")
-    command = ("--model", "openai/small", *quiet, "--message", "say hi")
+    command = (python.with_name("aider"), "--model", "openai/small", *quiet, "--message")
     variables = {"OPENAI_API_BASE": url, "OPENAI_API_KEY": "secret"}
-    told = clients.run(python.with_name("aider"), *command, home=home, **variables)
-    return {"hi": "hi" if "hi" in told.splitlines() else told}
+    told = clients.run(*command, "say hi", home=home, **variables)
+    stopped = clients.interrupted(*command, clients.LONG, house=house, home=home, **variables)
+    return {"hi": "hi" if "hi" in told.splitlines() else told, "stop": stopped}
 
 
 def everyone() -> Iterator[tuple[str, str, Ask]]:
@@ -109,7 +110,7 @@ def everyone() -> Iterator[tuple[str, str, Ask]]:
                 version = f"from importlib.metadata import version; print(version({PACKAGES.get(name, name)!r}))"
                 told = subprocess.run([python, "-c", version], capture_output=True, text=True, check=True).stdout
 
-                def ask(url: str, home: Path, python: Path = python, name: str = name) -> Mapping[str, Any]:
+                def ask(url: str, home: Path, _: Any, python: Path = python, name: str = name) -> Mapping[str, Any]:
                     return clients.python_answers(python, name, url, home)
 
                 yield f"{name} (Python)", told.strip(), ask
@@ -121,9 +122,9 @@ def everyone() -> Iterator[tuple[str, str, Ask]]:
     for name in (*clients.NODE_CLIENTS, *clients.AGENTS):
         about = json.loads((modules / MODULES.get(name, name) / "package.json").read_text(encoding="utf-8"))
 
-        def ask_node(url: str, home: Path, name: str = name) -> Mapping[str, Any]:
+        def ask_node(url: str, home: Path, house: fake_engine.FakeHouse, name: str = name) -> Mapping[str, Any]:
             if name in clients.AGENTS:
-                return clients.AGENTS[name](modules, url, home)
+                return clients.AGENTS[name](modules, url, home, house)
             return clients.node_answers(modules, name, url, home)
 
         yield name if name in clients.AGENTS else f"{name} (JavaScript)", about["version"], ask_node
@@ -147,13 +148,12 @@ def asked(ask: Ask, url: str, house: fake_engine.FakeHouse) -> dict[str, str]:
     with tempfile.TemporaryDirectory() as home:
         before = house.engine.cancellations if house.engines else 0
         try:
-            told = dict(ask(url, Path(home)))
+            told = dict(ask(url, Path(home), house))
         except Exception as error:  # noqa: BLE001 -- the others are still worth trying
             return {"hi": " ".join(str(error).split())[:200]}
     if "stop" in told:
         wait_until(lambda: house.engine.cancellations > before)
-    wanted = {**clients.ANSWERS, "stop": told.get("stop")}
-    return {name: "yes" if answer == wanted[name] else str(answer)[:200] for name, answer in told.items()}
+    return {name: "yes" if answer == clients.ANSWERS[name] else str(answer)[:200] for name, answer in told.items()}
 
 
 def main() -> int:

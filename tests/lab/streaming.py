@@ -2,16 +2,23 @@
 
 One long list, one wide table, one long fence and prose arrive at so many tokens a second in a chat of the real screen,
 in a headless terminal. Measured is how late a timer of 5 ms comes (the event loop's lag), and whether what is shown at
-the end is what a full render shows. Prints a table; ends with 1 where a document differs, or where 5 in 100 ticks are
-later than the limit.
+the end is what a full render shows. Then keys are typed into the same chat behind 200 messages, in a terminal of its own
+(120 x 40): how long until a key's letter is there. Prints tables; ends with 1 where a document differs, or where 5 in 100
+ticks or keys are later than their limits.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import fcntl
 import importlib.util
+import os
+import pty
+import select
+import struct
 import sys
+import termios
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,6 +32,10 @@ from app.tui.widgets.flat_blocks import FlatBlock
 
 LIMIT_MS = 30.0
 """Lag of the event loop that 95 of 100 ticks may have at most."""
+KEY_LIMIT_MS = 50.0
+"""Time to the screen that 95 of 100 keys may take at most."""
+LETTERS = "".join(map(chr, range(0x0400, 0x0460))) * 2
+"""What is typed: no document has Cyrillic letters."""
 TICK_S = 0.005
 PIECE = 4
 """Characters of a token."""
@@ -49,20 +60,8 @@ async def measured(scripted: ModuleType, text: str, speed: float) -> tuple[list[
     Returns:
         Lags in milliseconds, whether the end is a full render's, seconds of the stream.
     """
-    runtime = scripted.Runtime()
-    app = scripted.make_app(runtime)
+    app, runtime = streams(scripted, text, speed)
     lags: list[float] = []
-
-    async def paced(*_: Any) -> Any:
-        from app.protocol import ChatDelta
-
-        begin = time.perf_counter()
-        for at in range(0, len(text), PIECE):
-            yield ChatDelta(text=text[at : at + PIECE])
-            await asyncio.sleep(max(0.0, begin + (at / PIECE + 1) / speed - time.perf_counter()))
-        yield ChatDelta(text="", finish_reason="stop", timings=runtime.timings)
-
-    scripted.Client.chat = paced  # type: ignore[attr-defined]
     async with app.run_test(size=(120, 40)) as pilot:
         stage = scripted.Stage(app, pilot, runtime)
         await stage.ready()
@@ -91,6 +90,73 @@ async def measured(scripted: ModuleType, text: str, speed: float) -> tuple[list[
         await stage.settled()
         same = source == text == stage.last.text and streamed == blocks_of(shown)
     return lags, same, took
+
+
+def streams(scripted: ModuleType, text: str, speed: float) -> tuple[Any, Any]:
+    """The application, whose every answer is `text` at `speed` tokens a second, and its scripted runtime."""
+    runtime = scripted.Runtime()
+
+    async def paced(*_: Any) -> Any:
+        from app.protocol import ChatDelta
+
+        begin = time.perf_counter()
+        for at in range(0, len(text), PIECE):
+            yield ChatDelta(text=text[at : at + PIECE])
+            await asyncio.sleep(max(0.0, begin + (at / PIECE + 1) / speed - time.perf_counter()))
+        yield ChatDelta(text="", finish_reason="stop", timings=runtime.timings)
+
+    scripted.Client.chat = paced  # type: ignore[attr-defined]
+    return scripted.make_app(runtime), runtime
+
+
+def typed(scripted: ModuleType, text: str, speed: float, earlier: int = 200) -> list[float]:
+    """Type `LETTERS` while a document streams behind so many messages; milliseconds from each key to its letter."""
+    child, terminal = pty.fork()
+    if child == 0:
+        asyncio.run(behind(streams(scripted, text, speed)[0], earlier))
+        os._exit(0)
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
+    took = []
+    try:
+        until(terminal, "What is it?", 20.0)
+        os.write(terminal, b"go\r")
+        until(terminal, "", 2.0)
+        for letter in LETTERS:
+            os.write(terminal, letter.encode())
+            took.append(1000 * until(terminal, letter, 5.0))
+            os.write(terminal, b"\x7f")
+            until(terminal, "", 0.1)
+    finally:
+        os.kill(child, 9)
+        os.waitpid(child, 0)
+        os.close(terminal)
+    return took
+
+
+async def behind(app: Any, earlier: int) -> None:
+    """Run the application, with so many messages in its chat."""
+    running = asyncio.ensure_future(app.run_async())
+    while not app.session.ready:
+        await asyncio.sleep(0.05)
+    conversation = app.session.conversation
+    for _ in range(earlier // 2):
+        asked = conversation.add("user", "What is it?", parent=conversation.head)
+        conversation.add("assistant", "It *is* what `it` is.\n\n- one\n- two", parent=asked.id)
+    app.call_later(app.chat.transcript.reopen)
+    await running
+
+
+def until(terminal: int, text: str, patience_s: float) -> float:
+    """Read a terminal until it was sent a text (never, if that is empty); seconds."""
+    begin, seen = time.perf_counter(), b""
+    while (left := begin + patience_s - time.perf_counter()) > 0:
+        if select.select([terminal], [], [], left)[0]:
+            seen += os.read(terminal, 1 << 16)
+            if text and text.encode() in seen:
+                return time.perf_counter() - begin
+    if text:
+        raise TimeoutError(f"{text!r} was not shown within {patience_s:g} s")
+    return patience_s
 
 
 def blocks_of(shown: Markdown) -> list[tuple[str, str]]:
@@ -128,6 +194,12 @@ def main() -> int:
         reached = len(text) / PIECE / took
         end = "as a full render" if same else "DIFFERS"
         print(f"{name:<10}{reached:>10.0f}{p50:>10.1f}{p95:>10.1f}{lags[-1]:>10.1f}  {end}")
+    print(f"\n{'typed into':<10}{'keys':>10}{'p50':>10}{'p95':>10}{'max, ms':>10}")
+    for name, text in documents(60 * parsed.characters).items():
+        keys = sorted(typed(scripted, text, parsed.speed))
+        p50, p95 = keys[len(keys) // 2], keys[int(0.95 * len(keys))]
+        good = good and p95 <= KEY_LIMIT_MS
+        print(f"{name:<10}{len(keys):>10}{p50:>10.1f}{p95:>10.1f}{keys[-1]:>10.1f}")
     return 0 if good else 1
 
 

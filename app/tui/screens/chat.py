@@ -356,7 +356,7 @@ class ChatScreen(Screen[None]):
         assert view is not None
         assert view.body is not None
         conversation = writing.conversation
-        pump = Pump(view.body, written=view.message.text)
+        pump = Pump(view.body, written=view.message.text, quiet=self.composer.quiet)
         pumping = asyncio.create_task(pump.run())
         if self._ticker is not None:
             self._ticker.resume()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import ClassVar
@@ -23,6 +25,10 @@ AMBER = 0.8
 METER_CELLS = 8
 BORDER_CELLS = 6
 """Cells of the composer's width that the border's text can't use."""
+TYPING_S = 0.2
+"""Time since the last key in which somebody is taken to be typing."""
+PATIENCE_S = 0.5
+"""What streams waits so long at most for somebody who types."""
 FOLD_LINES = 20
 FOLD_CHARACTERS = 4000
 """A paste with more lines or characters is folded into a placeholder."""
@@ -59,6 +65,7 @@ class Composer(TextArea):
         """Earlier prompts, newest last; the arrow keys recall them."""
         self._recalled: int | None = None
         self._typed = ""
+        self._typed_at = 0.0
         self._attached: dict[str, str] = {}
         self._suggest = suggest
         self.chord = False
@@ -100,6 +107,12 @@ class Composer(TextArea):
         self._attached[mark] = content
         self.replace(mark, *self.selection)
 
+    async def quiet(self) -> None:
+        """Wait until nobody types, at most `PATIENCE_S`."""
+        deadline = time.monotonic() + PATIENCE_S
+        while (now := time.monotonic()) < min(deadline, self._typed_at + TYPING_S):
+            await asyncio.sleep(min(deadline, self._typed_at + TYPING_S) - now)
+
     def on_paste(self, event: Paste) -> None:
         """Fold a large paste; attach a file whose path is dropped on the terminal."""
         event.stop()
@@ -115,6 +128,7 @@ class Composer(TextArea):
 
     def on_key(self, event: Key) -> None:
         """Send on Enter; a new line on Shift+Enter, Alt+Enter and Ctrl+J; recall with the arrows; ^X ^E."""
+        self._typed_at = time.monotonic()
         chord, self.chord = self.chord, event.key == "ctrl+x" and self.selection.is_empty
         if self.chord or self._in_suggestions(event.key):
             pass

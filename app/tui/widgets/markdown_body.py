@@ -12,6 +12,7 @@ from markdown_it.token import Token
 from textual.app import ComposeResult
 from textual.containers import Horizontal, Vertical
 from textual.content import Content
+from textual.geometry import Size
 from textual.widgets import Collapsible, Label, Markdown  # noqa: TID251  the label gets code that is styled already
 from textual.widgets.markdown import MarkdownBlock, MarkdownFence
 
@@ -76,6 +77,11 @@ class AnswerMarkdown(Markdown):
 
     def __init__(self, text: str) -> None:
         super().__init__(text, parser_factory=Parser, open_links=False)
+
+    def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
+        """The height without the last block's margin. A rule for `:last-child` would restyle all blocks for each new one."""
+        height = super().get_content_height(container, viewport, width)
+        return height - self.children[-1].styles.margin.bottom if self.children else height
 
     def on_markdown_link_clicked(self, event: Markdown.LinkClicked) -> None:
         """Open a web address; show any other."""

@@ -1,4 +1,5 @@
-"""Other programs with their defaults, against this server: each says hi, lets a tool be called, has a schema filled.
+"""Other programs with their defaults, against this server: each says hi, lets a tool be called, has a schema filled,
+and stops an answer.
 
 They are installed from package indexes into environments that the tests' cache keeps, away from the program's own.
 `tests.lab.clients` asks the same of the newest versions.
@@ -10,6 +11,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import zlib
@@ -67,8 +69,9 @@ SCHEMA = {
     "additionalProperties": False,
 }
 
+LONG = "slow 20000"
 VERBS = ("say", "call", "fill", "slow")
-ANSWERS = {"hi": "hi", "tool": "sunny in Rome", "schema": PET}
+ANSWERS = {"hi": "hi", "tool": "sunny in Rome", "schema": PET, "stop": "0"}
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
@@ -125,19 +128,20 @@ def test_python(client: str, url: str, tmp_path: Path, house: FakeHouse) -> None
         install(folder / "bin/python", "-m", "pip", "install", "--retries=1", "--only-binary=:all:", *pins)
 
     told = python_answers(installed("python", pins, make) / "bin/python", client, url, tmp_path)
-    if told.pop("stop", None) is not None:
-        wait_until(lambda: house.engine.cancellations == 1)
     assert told == ANSWERS
+    wait_until(lambda: house.engine.cancellations == 1)
 
 
 @pytest.mark.parametrize("client", NODE_CLIENTS)
-def test_node(client: str, url: str, tmp_path: Path) -> None:
+def test_node(client: str, url: str, tmp_path: Path, house: FakeHouse) -> None:
     assert node_answers(node_modules(), client, url, tmp_path) == ANSWERS
+    wait_until(lambda: house.engine.cancellations == 1)
 
 
 @pytest.mark.parametrize("agent", ["claude", "codex", "opencode"])
-def test_agents(agent: str, url: str, tmp_path: Path) -> None:
-    assert AGENTS[agent](node_modules(), url, tmp_path) == ANSWERS
+def test_agents(agent: str, url: str, tmp_path: Path, house: FakeHouse) -> None:
+    assert AGENTS[agent](node_modules(), url, tmp_path, house) == ANSWERS
+    wait_until(lambda: house.engine.cancellations)
 
 
 def python_answers(python: Path, client: str, url: str, home: Path) -> dict[str, Any]:
@@ -161,42 +165,47 @@ def launched(program: str, url: str) -> tuple[dict[str, str], Sequence[str]]:
     return {name: value for name, value in asked.variables.items() if value is not None}, asked.arguments
 
 
-def claude_answers(modules: Path, url: str, home: Path) -> dict[str, Any]:
+def claude_answers(modules: Path, url: str, home: Path, house: FakeHouse) -> dict[str, Any]:
     """What Claude Code is answered."""
     variables, _ = launched("claude", url)
     (home / "note.txt").write_text("sunny in Rome\n")
 
+    claude = (modules / ".bin/claude", "-p")
+
     def ask(prompt: str, *options: str) -> str:
-        return run(modules / ".bin/claude", "-p", *options, "--", prompt, home=home, **variables).strip()
+        return run(*claude, *options, "--", prompt, home=home, **variables).strip()
 
     form = ("--output-format", "json", "--json-schema", json.dumps(SCHEMA))
     return {
         "hi": ask("say hi"),
         "tool": ask('call Bash {"command": "cat note.txt", "description": "Reads."}', "--allowedTools", "Bash"),
         "schema": json.loads(ask(f"call StructuredOutput {json.dumps(PET)}", *form))["structured_output"],
+        "stop": interrupted(*claude, "--", LONG, house=house, home=home, **variables),
     }
 
 
-def codex_answers(modules: Path, url: str, home: Path) -> dict[str, Any]:
+def codex_answers(modules: Path, url: str, home: Path, house: FakeHouse) -> dict[str, Any]:
     """What Codex CLI is answered."""
     variables, arguments = launched("codex", url)
     (home / "note.txt").write_text("sunny in Rome\n")
     (home / "schema.json").write_text(json.dumps(SCHEMA))
 
+    # Not every container allows the sandbox in which it runs commands.
+    codex = (modules / ".bin/codex", *arguments, "exec", "--skip-git-repo-check", "--sandbox", "danger-full-access")
+
     def ask(prompt: str, *options: str) -> str:
-        # Not every container allows the sandbox in which it runs commands.
-        command = ("exec", "--skip-git-repo-check", "--sandbox", "danger-full-access", *options, prompt)
-        return run(modules / ".bin/codex", *arguments, *command, home=home, **variables).strip()
+        return run(*codex, *options, prompt, home=home, **variables).strip()
 
     result = ask('call exec_command {"cmd": "cat note.txt"}')  # with the time that it took, and the like
     return {
         "hi": ask("say hi"),
         "tool": "sunny in Rome" if "sunny in Rome" in result else result,
         "schema": json.loads(ask(f"fill {json.dumps(PET)}", "--output-schema", "schema.json")),
+        "stop": interrupted(*codex, LONG, house=house, home=home, **variables),
     }
 
 
-def opencode_answers(modules: Path, url: str, home: Path) -> dict[str, Any]:
+def opencode_answers(modules: Path, url: str, home: Path, house: FakeHouse) -> dict[str, Any]:
     """What opencode is answered."""
     variables, _ = launched("opencode", url)
     (home / "opencode.json").write_text('{"autoupdate": false}')
@@ -209,6 +218,7 @@ def opencode_answers(modules: Path, url: str, home: Path) -> dict[str, Any]:
 
     result = ask(f'call read {{"filePath": "{note}"}}')  # with the file's name and the lines' numbers
     told: dict[str, Any] = {"hi": ask("say hi"), "tool": "sunny in Rome" if "sunny in Rome" in result else result}
+    told["stop"] = interrupted(opencode, "run", house=house, home=home, stdin=LONG, **variables)
     # `run` takes no schema; its own server does.
     command = [opencode, "serve", "--port", "0"]
     with subprocess.Popen(
@@ -285,6 +295,22 @@ def run(*command: str | Path, home: Path, stdin: str = "", **variables: str) -> 
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
+
+
+def interrupted(*command: str | Path, house: FakeHouse, home: Path, stdin: str = "", **variables: str) -> str:
+    """Press Ctrl-C once a program is being answered. Returns the answer's first word, for the program shows none."""
+    before = house.engine.steps if house.engines else 0
+    own = {"cwd": home, "env": environment(home, **variables), "start_new_session": True}
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, **own) as program:
+        assert program.stdin is not None
+        program.stdin.write(stdin)
+        program.stdin.close()
+        try:
+            wait_until(lambda: house.engines and house.engine.steps > before)
+        finally:
+            os.killpg(program.pid, signal.SIGINT)
+        program.wait(60)
+    return ANSWERS["stop"]
 
 
 def environment(home: Path, **variables: str) -> dict[str, str]:

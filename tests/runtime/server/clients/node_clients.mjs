@@ -1,10 +1,10 @@
 // JavaScript clients with their defaults: `node node_clients.mjs CLIENT URL` prints, as JSON, what they were answered.
-// Each has three functions: one says hi, one lets a tool be called, one has a schema filled.
+// Each has four functions: one says hi, one lets a tool be called, one has a schema filled, one stops an answer.
 
 import Anthropic from "@anthropic-ai/sdk";
 import { createOpenAI } from "@ai-sdk/openai";
 import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
-import { generateText, isStepCount, Output, tool } from "ai";
+import { generateText, isStepCount, Output, streamText, tool } from "ai";
 import { Ollama } from "ollama";
 import OpenAI from "openai";
 import { zodResponseFormat, zodTextFormat } from "openai/helpers/zod";
@@ -19,6 +19,11 @@ const City = z.object({ city: z.string() });
 const described = { name: "weather", description: "Tells the weather.", parameters: z.toJSONSchema(City) };
 const weather = ({ city }) => `sunny in ${city}`;
 const said = (content) => [{ role: "user", content }];
+const LONG = "slow 190";
+// The first text of a stream, which is then left.
+const first = async (stream, text) => {
+  for await (const part of stream) if (text(part)) return text(part);
+};
 
 const openai_chat = () => {
   const chat = new OpenAI(access).chat.completions;
@@ -28,6 +33,7 @@ const openai_chat = () => {
     hi: async () => (await chat.create({ model, messages: said(HI) })).choices[0].message.content,
     tool: () => chat.runTools({ model, messages: said(CALL), tools }).finalContent(),
     schema: async () => (await chat.parse({ model, messages: said(FILL), response_format: form })).choices[0].message.parsed,
+    stop: async () => first(await chat.create({ model, messages: said(LONG), stream: true }), (part) => part.choices[0].delta.content),
   };
 };
 
@@ -44,6 +50,7 @@ const openai_responses = () => {
     hi: async () => (await responses.create({ model, input: HI })).output_text,
     tool: called,
     schema: async () => (await responses.parse({ model, input: FILL, text: { format: zodTextFormat(Pet, "pet") } })).output_parsed,
+    stop: async () => first(await responses.create({ model, input: LONG, stream: true }), (part) => part.delta),
   };
 };
 
@@ -54,6 +61,13 @@ const ai_sdk = (provider) => () => {
     hi: async () => (await generate(HI)).text,
     tool: async () => (await generate(CALL, { tools, stopWhen: isStepCount(2) })).text,
     schema: async () => (await generate(FILL, { output: Output.object({ schema: Pet }) })).output,
+    stop: async () => {
+      const hangUp = new AbortController();
+      const { textStream } = streamText({ model: provider(model), prompt: LONG, abortSignal: hangUp.signal });
+      const word = await first(textStream, (text) => text);
+      hangUp.abort();
+      return word;
+    },
   };
 };
 
@@ -76,6 +90,7 @@ const anthropic = () => {
     hi: () => client.messages.stream({ ...usual, messages: said(HI) }).finalText(),
     tool: called,
     schema: async () => JSON.parse((await client.messages.create({ ...usual, messages: said(FILL), output_config: { format } })).content[0].text),
+    stop: () => first(client.messages.stream({ ...usual, messages: said(LONG) }), (part) => part.delta?.text),
   };
 };
 
@@ -98,6 +113,12 @@ const ollama = () => {
     hi: streamed,
     tool: called,
     schema: async () => JSON.parse((await client.chat({ model, messages: said(FILL), format: z.toJSONSchema(Pet) })).message.content),
+    stop: async () => {
+      const stream = await client.chat({ model, messages: said(LONG), stream: true });
+      const word = await first(stream, (part) => part.message.content);
+      stream.abort();
+      return word;
+    },
   };
 };
 
@@ -106,4 +127,4 @@ const told = {};
 for (const [what, ask] of Object.entries(clients[name]())) {
   told[what] = await ask().catch(String);
 }
-process.stdout.write(JSON.stringify(told));
+process.stdout.write(JSON.stringify(told), () => process.exit());

@@ -1,11 +1,12 @@
 """Python clients with their defaults: `python python_clients.py CLIENT URL` prints, as JSON, what they were answered.
 
-Each imports its client, and yields functions: one says hi, one lets a tool be called, one has a schema filled; of some,
-a fourth stops an answer after its first word.
+Each imports its client, and yields functions: one says hi, one lets a tool be called, one has a schema filled, and one
+stops an answer after its first word.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -51,6 +52,11 @@ def with_weather(ask: Callable[..., Any]) -> str:
     return ask(messages=messages, tools=tools).choices[0].message.content
 
 
+def first_word(chunks: Any) -> str:
+    """The first text of a stream of Chat Completions, which is then left."""
+    return next(chunk.choices[0].delta.content for chunk in chunks if chunk.choices[0].delta.content)
+
+
 def openai_chat(url: str) -> Asks:
     from openai import OpenAI
 
@@ -58,6 +64,7 @@ def openai_chat(url: str) -> Asks:
     yield lambda: chat.create(model="small", messages=said(HI)).choices[0].message.content
     yield lambda: with_weather(lambda **asked: chat.create(model="small", **asked))
     yield lambda: chat.parse(model="small", messages=said(FILL), response_format=Pet).choices[0].message.parsed
+    yield lambda: first_word(chat.create(model="small", messages=said(LONG), stream=True))
 
 
 def openai_responses(url: str) -> Asks:
@@ -76,9 +83,14 @@ def openai_responses(url: str) -> Asks:
         }
         return responses.create(model="small", input=[*said(CALL), *response.output, result], tools=tools).output_text
 
+    def stopped() -> str:
+        with responses.create(model="small", input=LONG, stream=True) as events:
+            return next(event.delta for event in events if event.type == "response.output_text.delta")
+
     yield lambda: responses.create(model="small", input=HI).output_text
     yield called
     yield lambda: responses.parse(model="small", input=FILL, text_format=Pet).output_parsed
+    yield stopped
 
 
 def pydantic_ai(url: str) -> Asks:
@@ -87,9 +99,17 @@ def pydantic_ai(url: str) -> Asks:
     from pydantic_ai.providers.openai import OpenAIProvider
 
     model = OpenAIChatModel("small", provider=OpenAIProvider(base_url=url, api_key="secret"))
+
+    async def stopped() -> str:
+        async with Agent(model).run_stream(LONG) as answer:
+            async for text in answer.stream_text(debounce_by=None):
+                return text
+        return ""
+
     yield lambda: Agent(model).run_sync(HI).output
     yield lambda: Agent(model, tools=[weather]).run_sync(CALL).output
     yield lambda: Agent(model, output_type=Pet).run_sync(f"call final_result {PET}").output
+    yield lambda: asyncio.run(stopped())
 
 
 def langchain(url: str) -> Asks:
@@ -100,6 +120,7 @@ def langchain(url: str) -> Asks:
     yield lambda: model.invoke(HI).text
     yield lambda: create_agent(model, [weather]).invoke({"messages": said(CALL)})["messages"][-1].text
     yield lambda: model.with_structured_output(Pet).invoke(FILL)
+    yield lambda: next(part.text for part in model.stream(LONG) if part.text)
 
 
 def litellm(url: str) -> Asks:
@@ -111,6 +132,7 @@ def litellm(url: str) -> Asks:
     yield lambda: ask(messages=said(HI)).choices[0].message.content
     yield lambda: with_weather(ask)
     yield lambda: json.loads(ask(messages=said(FILL), response_format=Pet).choices[0].message.content)
+    yield lambda: first_word(ask(messages=said(LONG), stream=True))
 
 
 def instructor(url: str) -> Asks:
@@ -121,6 +143,7 @@ def instructor(url: str) -> Asks:
     yield lambda: ask(model="small", messages=said(HI), response_model=None).choices[0].message.content
     yield lambda: weather(ask(model="small", messages=said(CALL), response_model=Weather).city)
     yield lambda: ask(model="small", messages=said(f"call Pet {PET}"), response_model=Pet)
+    yield lambda: first_word(ask(model="small", messages=said(LONG), response_model=None, stream=True))
 
 
 def llm(url: str) -> Asks:
@@ -130,6 +153,7 @@ def llm(url: str) -> Asks:
     yield lambda: model.prompt(HI, key="secret").text()
     yield lambda: model.chain(CALL, key="secret", tools=[weather]).text()
     yield lambda: json.loads(model.prompt(FILL, key="secret", schema=Pet).text())
+    yield lambda: next(iter(model.prompt(LONG, key="secret")))
 
 
 def anthropic(url: str) -> Asks:
