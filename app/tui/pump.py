@@ -2,9 +2,9 @@
 
 Rendering new text may take longer than the time until the next token, above all inside one long list, table or code
 fence, where the whole block is rebuilt. So text is buffered, each append is followed by a rest in proportion to its
-cost, including layout, and by what is typed meanwhile, and a block that grew large is shown as plain text until it closes: `BlockTracker` scans the
-lines roughly. At the end there is one full update, because an incrementally built tree differs for split lists,
-reference links and table cells.
+cost, including layout, and waits while somebody types, and a block that grew large is shown as plain text until it
+closes: `BlockTracker` scans the lines roughly. At the end there is one full update, because an incrementally built tree
+differs for split lists, reference links and table cells.
 """
 
 from __future__ import annotations

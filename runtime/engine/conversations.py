@@ -3,7 +3,7 @@
 A prompt continues from the slot with the longest common prefix. If the prompt contains all of that slot's tokens and
 the slot is idle, the same slot continues. Otherwise (a regenerated answer, a branch, a chat with the same system
 prompt, a chat that is being answered) another slot forks from it, and the two share pages. The least recently used
-slots and pages are evicted first.
+slots and pages are evicted first, and saved to disk if they are worth a file.
 
 A slot is *busy* from `begin` to `release`: it keeps its tokens, and pages for the longest it may become are reserved.
 Idle slots only use memory that would otherwise be free, and can be evicted at any time.
@@ -84,6 +84,7 @@ class Conversations:
                 slot, shared = self._longest(wanted)
         if shared < len(self._tokens[slot]) or slot in self._ends:
             source, slot = slot, self._spare(slot if shared else None)
+            self._save([slot])
             self._fork(source, slot, shared)
         self.cut(slot, shared)
         self._chats[slot] = chat or self._chats[slot]
@@ -108,6 +109,7 @@ class Conversations:
         if cache.has_room(slot, end):
             return
         for other in sorted(self._idle(but=slot), key=self._used.__getitem__):
+            self._save([other])
             self.clear(other)
             if cache.has_room(slot, end):
                 return
@@ -137,23 +139,17 @@ class Conversations:
         self._cache.clear(slot)
 
     def vacate(self, slot: int, room: int) -> None:
-        """Empty a slot for a caller that writes up to `room` tokens into it. Its contents move to another slot.
-
-        If all slots are in use, the least recently used one is evicted, and saved to disk first if it is worth a file.
-        """
+        """Empty a slot for a caller that writes up to `room` tokens into it. Its contents move to another slot."""
         if self._tokens[slot]:
             self.cut(slot, len(self._tokens[slot]))
             others = [other for other in range(len(self._tokens)) if other != slot]
             spare = min([*others, slot], key=lambda other: (bool(self._tokens[other]), self._used[other]))
-            if self._tokens[spare]:
-                self._save([spare])
+            self._save([spare])
             if spare != slot:
                 self._fork(slot, spare, len(self._tokens[slot]))
                 self._chats[spare], self._used[spare] = self._chats[slot], self._used[slot]
             self.clear(slot)
-        if not self._cache.has_room(slot, room):
-            self.save()
-            self.make_room(slot, room)
+        self.make_room(slot, room)
 
     def has_spare(self, room: int) -> bool:
         """Whether `vacate` would evict nothing: a slot is empty, and pages for `room` tokens are free."""
@@ -166,7 +162,8 @@ class Conversations:
 
     def _save(self, slots: Sequence[int]) -> None:
         """Save those of the given slots that are worth a file, most important first."""
-        if self.saved is None:
+        slots = [slot for slot in slots if self._tokens[slot]]
+        if self.saved is None or not slots:
             return
         for slot in slots:
             self.cut(slot, len(self._tokens[slot]))
@@ -206,6 +203,7 @@ class Conversations:
     def _restore(self, file: SavedSequence, slot: int) -> None:
         """Load a saved file into a slot; leaves the slot empty if the file cannot be used."""
         assert self.saved is not None
+        self._save([slot])
         self.clear(slot)
         self.make_room(slot, len(file.tokens))
         if not self._cache.has_room(slot, len(file.tokens)):

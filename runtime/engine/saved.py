@@ -404,7 +404,7 @@ class SavedCaches:
         self._prune()
 
     def longest(self, tokens: Sequence[int], *, beyond: int, context: int) -> SavedSequence | None:
-        """The file with the longest common prefix; ties go to the shortest file.
+        """The file with the longest common prefix, which counts as used now; ties go to the shortest file.
 
         Args:
             tokens: The beginning of a prompt.
@@ -416,6 +416,9 @@ class SavedCaches:
         for file in sorted(self._found, key=lambda file: len(file.tokens)):
             if len(file.tokens) <= context and (shared := _shared(file.tokens, wanted)) > most:
                 best, most = file, shared
+        if best is not None:
+            with contextlib.suppress(OSError):
+                os.utime(best.path)
         return best
 
     def load(self, file: SavedSequence, cache: KVCache, slot: int) -> list[int]:
@@ -433,8 +436,6 @@ class SavedCaches:
             logger.warning("a saved chat is computed again: %s", error)
             self._remove(file.path)
             return []
-        with contextlib.suppress(OSError):
-            os.utime(file.path)
         return tokens
 
     def save(self, cache: KVCache, sequences: Sequence[tuple[int, Sequence[int], str | None]]) -> None:
@@ -444,13 +445,14 @@ class SavedCaches:
             cache: The cache.
             sequences: Slots with their tokens and conversation names, most important first.
         """
-        if self._model is not None and content_of(self._model) != self._about.model:
+        sequences = [sequence for sequence in sequences if len(sequence[1]) >= self._smallest]
+        if not sequences or (self._model is not None and content_of(self._model) != self._about.model):
             return
         began = time.monotonic()
         self._look_again()
         for slot, tokens, chat in sequences:
-            if len(tokens) < self._smallest or time.monotonic() - began > SAVING_S:
-                continue
+            if time.monotonic() - began > SAVING_S:
+                break
             array = np.array(tokens, np.int32)
             if any(_shared(file.tokens, array) + self._gain > len(array) for file in self._found):
                 continue

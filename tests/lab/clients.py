@@ -1,12 +1,15 @@
 """Other programs' newest versions against this server: `python -m tests.lab.clients`, or `make test-clients`.
 
 Each says hi, lets a tool be called, has a schema filled and stops an answer after its first word. The model is
-scripted, so what is seen is the interfaces. Packages come from the indexes into build/clients, which may be deleted
-at any time; what an index lacks is left out. Prints a table; ends with 1 where a client was answered something else.
+scripted, so what is seen is the interfaces; with `--home`, the model called `small` there is asked too, by those that
+are no agents, and its answers are judged by their form. Packages come from the indexes into build/clients, which may be
+deleted at any time; what an index lacks is left out. Prints a table; ends with 1 where a client was answered something
+else by the script.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import subprocess
@@ -24,6 +27,7 @@ sys.path.insert(0, str(ROOT / "tests" / "runtime" / "server"))
 import fake_engine
 
 from runtime.server.security import Security
+from tests.lab.soak import server
 from tests.runtime.server import test_clients as clients
 from tests.runtime.server.conftest import Listening, wait_until
 from tests.smollm2 import UnavailableError
@@ -156,17 +160,44 @@ def asked(ask: Ask, url: str, house: fake_engine.FakeHouse) -> dict[str, str]:
     return {name: "yes" if answer == clients.ANSWERS[name] else str(answer)[:200] for name, answer in told.items()}
 
 
+FORMS: Mapping[str, Callable[[Any], bool]] = {
+    "hi": lambda answer: isinstance(answer, str) and "Error" not in answer and answer.strip() != "",
+    "tool": lambda answer: clients.ANSWERS["tool"] in str(answer),
+    "schema": lambda answer: isinstance(answer, dict) and answer.keys() == clients.PET.keys(),
+}
+"""Whether an answer of a real model has the form that was asked for."""
+
+
+def asked_for_real(ask: Ask, url: str, house: fake_engine.FakeHouse) -> dict[str, str]:
+    """What works with a real model, by what was asked; else what was answered instead."""
+    with tempfile.TemporaryDirectory() as home:
+        try:
+            told = dict(ask(url, Path(home), house))
+        except Exception as error:  # noqa: BLE001 -- the others are still worth trying
+            return {"hi": " ".join(str(error).split())[:200]}
+    return {name: "yes" if FORMS.get(name, FORMS["hi"])(answer) else str(answer)[:200] for name, answer in told.items()}
+
+
 def main() -> int:
     """Ask every client, print and store what works."""
-    options, rows = parser(__doc__, "clients").parse_args(), []
-    with served() as (url, house):
+    options, rows = parser(__doc__, "clients"), []
+    options.add_argument("--home", type=Path, help="a folder of the program's with a model called `small`")
+    given = options.parse_args()
+    with served() as (url, house), contextlib.ExitStack() as real:
+        everyone_asks = [("script", url, asked)]
+        if given.home is not None:
+            base, _ = real.enter_context(server("small", given.home))
+            everyone_asks.append(("small", base, asked_for_real))
         for name, version, ask in everyone():
-            works = asked(ask, url, house)
-            rows.append({"client": name, "version": version, **{what: works.get(what, "") for what in ASKED}})
-            print(f"{name} {version}: {works}", flush=True)
+            for model, base, asks in everyone_asks:
+                if model == "script" or name not in (*clients.AGENTS, "aider"):
+                    works = asks(ask, base, house)
+                    told = {what: works.get(what, "") for what in ASKED}
+                    rows.append({"client": name, "version": version, "model": model, **told})
+                    print(f"{name} {version}: {works}", flush=True)
     print(columns(rows))
-    write(options.out, {**about_run("python -m tests.lab.clients", ("runtime/server",)), "rows": rows})
-    return int(any(row[what] not in ("yes", "") for row in rows for what in ASKED))
+    write(given.out, {**about_run("python -m tests.lab.clients", ("runtime/server",)), "rows": rows})
+    return int(any(row[what] not in ("yes", "") for row in rows if row["model"] == "script" for what in ASKED))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,8 @@ the ratios of neighbours in time.
 
 An agent sends so many tokens of tools and instructions, then 20 turns: each has the answers before it, and results of
 the tools that these called. The server is stopped and started again in the middle. Then some turns are asked once more
-of a model that was loaded anew and has no saved caches, to compare the answers, which are greedy.
+of a model that was loaded anew and has no saved caches, to compare the answers, which are greedy: where they part, how
+much likelier the token is that comes from nothing.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ from tests.lab.soak import TOKEN, server
 from tests.lab.store import about_run, columns, parser, write
 
 TURNS, ANSWER = 20, 48
+LIKELIEST = 5
+"""Tokens of each place whose logarithms are asked for."""
 CHARACTERS = 1000
 """Of a tool's description: 250 tokens of English, with its schema about 300."""
 
@@ -83,7 +86,7 @@ class Agent:
 
     def ask(self, base: str, messages: list[Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Answer a conversation: the message, and what was measured."""
-        text, calls, first, usage = "", list[dict[str, Any]](), None, None
+        text, calls, first, usage, chosen = "", list[dict[str, Any]](), None, None, list[Any]()
         begin = time.perf_counter()
         with openai.OpenAI(base_url=base, api_key=TOKEN, timeout=3600, max_retries=0) as client:
             for chunk in client.chat.completions.create(
@@ -92,10 +95,14 @@ class Agent:
                 tools=self._tools,
                 temperature=0,
                 max_tokens=ANSWER,
+                logprobs=True,
+                top_logprobs=LIKELIEST,
                 stream=True,
                 stream_options={"include_usage": True},
             ):
                 delta, usage = chunk.choices[0].delta if chunk.choices else None, chunk.usage or usage
+                if chunk.choices and chunk.choices[0].logprobs is not None:
+                    chosen += chunk.choices[0].logprobs.content
                 if delta is None or not (delta.content or delta.tool_calls):
                     continue
                 first, text = first or time.perf_counter() - begin, text + (delta.content or "")
@@ -106,13 +113,25 @@ class Agent:
                     calls[-1]["function"]["arguments"] += call.function.arguments or ""
         told = {"prompt": usage.prompt_tokens, "cached": usage.prompt_tokens_details.cached_tokens}
         answer = {"role": "assistant", "content": text, **({"tool_calls": calls} if calls else {})}
-        return answer, {**told, "first_s": round(first or time.perf_counter() - begin, 3)}
+        return answer, {**told, "first_s": round(first or time.perf_counter() - begin, 3), "chosen": chosen}
 
     def hold(self, base: str, **more: int) -> None:
         """Load the model, or unload it with `keep_alive=0`, which saves its caches."""
         headers, place = {"Authorization": f"Bearer {TOKEN}"}, base.removesuffix("/v1")
         with httpx.Client(base_url=place, headers=headers, timeout=60) as client:
             client.post("/api/generate", json={"model": self._model, **more}).raise_for_status()
+
+
+def apart(fresh: Sequence[Any], other: Sequence[Any]) -> float | None:
+    """Where two answers first differ: nats by which the other's token is less likely to `fresh` than its own.
+
+    At least as many as its last listed token, if the other's isn't listed; None: they don't differ.
+    """
+    for own, others in zip(fresh, other, strict=False):
+        if own.token != others.token:
+            listed = {one.token: one.logprob for one in own.top_logprobs}
+            return round(own.logprob - listed.get(others.token, min(listed.values())), 3)
+    return None
 
 
 def text_of(answer: dict[str, Any]) -> str:
@@ -137,13 +156,13 @@ def conversation(model: str, home: Path, tokens: int, kv: str, compared: Sequenc
                 asked.append(list(messages))
                 answer, row = agent.ask(base, messages)
                 rows.append({"turn": turn + 1, "restarted": bool(half), **row, "answer": text_of(answer)})
-                print(json.dumps(rows[-1]), flush=True)
+                print(f"{turn + 1}: {row['first_s']} s", flush=True)
                 results = [{"role": "tool", "tool_call_id": call["id"], "content": said}
                            for call in answer.get("tool_calls", ())]  # fmt: skip
                 messages += [answer, *results]
     with server(model, home, **settings) as (base, _):
         for row, before in zip(rows, asked, strict=True):
-            answered = row.pop("answer")
+            answered, chosen = row.pop("answer"), row.pop("chosen")
             if row["turn"] not in compared:
                 continue
             agent.hold(base, keep_alive=0)
@@ -152,6 +171,7 @@ def conversation(model: str, home: Path, tokens: int, kv: str, compared: Sequenc
             answer, fresh = agent.ask(base, before)
             assert fresh["cached"] == 0, fresh
             row |= {"fresh_s": fresh["first_s"], "same": answered == text_of(answer)}
+            row["apart"] = apart(fresh["chosen"], chosen)
             print(json.dumps(row), flush=True)
     return rows
 

@@ -30,7 +30,7 @@ import psutil
 
 from tests.lab.store import ROOMS, about_run, parser, write
 
-TOKEN = "soak"
+TOKEN = "secret"
 BEGINNINGS = [" ".join(["The keeper of the lighthouse", "walked to the sea and back"] * 12 * (i + 1)) for i in range(3)]
 """What prompts have in common."""
 MIB = 1 << 20

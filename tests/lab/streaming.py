@@ -2,9 +2,9 @@
 
 One long list, one wide table, one long fence and prose arrive at so many tokens a second in a chat of the real screen,
 in a headless terminal. Measured is how late a timer of 5 ms comes (the event loop's lag), and whether what is shown at
-the end is what a full render shows. Then keys are typed into the same chat behind 200 messages, in a terminal of its own
-(120 x 40): how long until a key's letter is there. Prints tables; ends with 1 where a document differs, or where 5 in 100
-ticks or keys are later than their limits.
+the end is what a full render shows. Then keys are typed into the same chat behind 200 messages, in a terminal of its
+own (120 x 40): how long until a key's letter is there. Prints tables; ends with 1 where a document differs, or where 5
+in 100 ticks or keys are later than their limits.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def typed(scripted: ModuleType, text: str, speed: float, earlier: int = 200) -> 
 async def behind(app: Any, earlier: int) -> None:
     """Run the application, with so many messages in its chat."""
     running = asyncio.ensure_future(app.run_async())
-    while not app.session.ready:
+    while not app.session.ready:  # noqa: ASYNC110  there is no event for it
         await asyncio.sleep(0.05)
     conversation = app.session.conversation
     for _ in range(earlier // 2):

@@ -79,7 +79,7 @@ class AnswerMarkdown(Markdown):
         super().__init__(text, parser_factory=Parser, open_links=False)
 
     def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
-        """The height without the last block's margin. A rule for `:last-child` would restyle all blocks for each new one."""
+        """The height without the last block's margin. A rule for `:last-child` restyles all blocks for each new one."""
         height = super().get_content_height(container, viewport, width)
         return height - self.children[-1].styles.margin.bottom if self.children else height
 

@@ -253,7 +253,18 @@ def test_what_gives_way_to_a_lent_slot_is_saved_before(tiny_spec: Factory) -> No
     chats.say(one)
     chats.say(two)
     chats.known.vacate(2, 24)
-    assert (disk.asked, chats.held()) == ([[two, one]], [two])
+    assert (disk.asked, chats.held()) == ([[one]], [two])
+
+
+def test_what_gives_way_to_another_conversation_is_saved_before(tiny_spec: Factory) -> None:
+    chats = Chats(tiny_spec(), pages=16, slots=2)
+    disk = chats.known.saved = Disk()  # type: ignore[assignment]
+    one, two, three, long = [1, 2, 3], [4, 5, 6], list(range(50, 80)), list(range(101, 160))
+    for prompt in (one, two, three):
+        chats.say(prompt)
+    assert disk.asked == [[one]], "no slot was left"
+    chats.say(long)
+    assert disk.asked[1:] == [[two], [three]], "a slot, and then pages"
 
 
 def test_one_slot_is_cut_back(tiny_spec: Factory) -> None:

@@ -231,19 +231,19 @@ def test_the_folder_stays_small_and_keeps_what_was_used_last(spec: Any, tmp_path
             os.utime(path, (path.stat().st_atime, path.stat().st_mtime - 100))
         found = kept.longest(chats[0], beyond=0, context=CONTEXT)
         assert found is not None
-        assert kept.load(found, cache, 1) == chats[0]  # used, so it stays
         cache.clear(0)
         fill(cache, 0, chat)
-        kept.save(cache, [(0, chat, None)])
+        kept.save(cache, [(0, chat, None)])  # what gives way to it, before it is read
+        assert kept.load(found, cache, 1) == chats[0]  # used, so it stays
         assert len(list(tmp_path.iterdir())) == 2, age
         assert first.exists()
         assert kept.longest(chat, beyond=0, context=CONTEXT) is not None, "the newest gives way to older ones"
     stale = tmp_path / f".{os.getpid()}-x{saved.TEMPORARY}"
     stale.write_bytes(b"x")
-    kept.save(cache, [])
+    kept.save(cache, [(0, chat, None)])
     assert stale.exists()
     os.utime(stale, (0, 0))
-    kept.save(cache, [])
+    kept.save(cache, [(0, chat, None)])
     assert not stale.exists()
 
 
