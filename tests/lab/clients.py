@@ -175,7 +175,9 @@ def asked_for_real(ask: Ask, url: str, house: fake_engine.FakeHouse) -> dict[str
             told = dict(ask(url, Path(home), house))
         except Exception as error:  # noqa: BLE001 -- the others are still worth trying
             return {"hi": " ".join(str(error).split())[:200]}
-    return {name: "yes" if FORMS.get(name, FORMS["hi"])(answer) else str(answer)[:200] for name, answer in told.items()}
+    fits = {name: FORMS.get(name, FORMS["hi"])(answer) for name, answer in told.items()}
+    else_told = {name: "not called" if name == "tool" else str(answer)[:200] for name, answer in told.items()}
+    return {name: "yes" if fits[name] else else_told[name] for name in told}
 
 
 def main() -> int:

@@ -7,6 +7,7 @@ They are installed from package indexes into environments that the tests' cache 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -308,8 +309,10 @@ def interrupted(*command: str | Path, house: FakeHouse, home: Path, stdin: str =
         try:
             wait_until(lambda: house.engines and house.engine.steps > before)
         finally:
-            os.killpg(program.pid, signal.SIGINT)
-        program.wait(60)
+            while program.poll() is None:  # some want to be asked twice
+                os.killpg(program.pid, signal.SIGINT)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    program.wait(5)
     return ANSWERS["stop"]
 
 
