@@ -532,8 +532,8 @@ SECTIONS = (
         *("Other programs, unchanged", "clients", plain("client", "version", "model", "hi", "tool", "schema", "stop")),
         note="The newest versions, with their defaults: they say hi, let a tool be called and read its result, have a "
         "schema filled, and stop an answer. The model is a script, or SmolLM2 at 4 bits (`small`), which calls a tool "
-        "only where it is made to. Of the agents' prompts Codex's fits SmolLM2's context of 8,192 tokens; Claude Code and "
-        "opencode (11,701) say that theirs is too long.",
+        "only where it is made to. Of the agents' prompts Codex's fits into SmolLM2's context of 8,192 tokens; Claude "
+        "Code and opencode (11,701) say that theirs is too long.",
         rooms=("runtime/server",),
     ),
     Section("Triton kernels", "kernels", tightest, note=_LATE, rooms=("runtime/backends/triton",)),
