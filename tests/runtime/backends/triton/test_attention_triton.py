@@ -125,6 +125,13 @@ def test_attention_is_the_plain_one(device: str, case: str) -> None:
     _Case(rows, *heads, T, window).check(device)
 
 
+@pytest.mark.usefixtures("_order")
+@pytest.mark.parametrize("_order", ["backwards"], indirect=True)
+def test_what_pads_a_head_is_left_to_the_next(device: str) -> None:
+    """Channels of a program behind its head's 192 belong to another program, which here has written them before."""
+    _Case(ONE, 2, 1, 192, 150).check(device)
+
+
 @pytest.mark.parametrize("splits", [1, 2, 5])
 @pytest.mark.parametrize("rows", [[(1, 149)], MIXED], ids=["decode", "mixed"])
 def test_any_number_of_splits(

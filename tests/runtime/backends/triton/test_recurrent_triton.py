@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from triton.runtime import interpreter
 
 from models import recurrent
 from models.spec import DeltaSpec, ModelSpec
@@ -80,20 +79,6 @@ class Slots:
     def expect(self, runs: Sequence[Run], whole: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """What a function of whole sequences gives for a step's rows."""
         return torch.cat([whole(self.read[slot])[start : start + count] for slot, start, count in runs])
-
-
-@pytest.fixture
-def _order(request: pytest.FixtureRequest, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter runs programs from the first on; a card does as it likes."""
-    if request.param == "forwards" or device == "cuda":
-        return
-    builder = interpreter.interpreter_builder
-    forwards = builder.set_grid_idx
-
-    def backwards(*place: int) -> None:
-        forwards(*(count - 1 - at for count, at in zip(builder.grid_dim, place, strict=True)))
-
-    monkeypatch.setattr(builder, "set_grid_idx", backwards)
 
 
 @pytest.mark.usefixtures("_order")
