@@ -267,6 +267,7 @@ class TritonDecoder:
         self._draws = HostDraws(rows, self.spec.vocab_size, pinned=pinned)
         self._graphs, self._drawing = (Graphs(capture if self._on_gpu else None) for _ in range(2))
         self._recall_sum, self._selections, self._closed = 0.0, 0, False
+        self._limited: Problem | None = None
         self.cache = self.model.cache
         self.kv_bytes = self.cache.nbytes
         self.weight_bytes = self.model.weight_bytes
@@ -274,7 +275,8 @@ class TritonDecoder:
     @property
     def problems(self) -> tuple[Problem, ...]:
         """What makes the model run worse than it could, with advice."""
-        found = [*self.model.problems, self._graphs.problem or self._drawing.problem, self._two_launches()]
+        graphs = self._graphs.problem or self._drawing.problem
+        found = [*self.model.problems, graphs, self._two_launches(), self._limited]
         return tuple(problem for problem in found if problem is not None)
 
     @property
@@ -416,6 +418,23 @@ class TritonDecoder:
     def start(self, step: Step) -> torch.Tensor:
         """Start a step's kernels one by one. Returns its logits on the device, float32 [R, V], until the next step."""
         return self._launch(self._begin(step))
+
+    @_explained
+    def count_limited(self, step: Step) -> None:
+        """Run a step, and have `problems` say how many of its activations half precision limits, if any."""
+        shape = self._begin(step)
+        self._bring(shape.M)
+        run = self._pass(shape)
+        run.limited = torch.zeros(2, dtype=torch.int64, device=self._device)
+        run.run(self._graph)
+        limited, read = run.limited.tolist()
+        if limited:
+            what = (
+                f"{limited:,} of {read:,} activations of the first tokens are beyond half precision, and were limited"
+            )
+            fix = "compare answers with the CPU backend's (--backend cpu), whose activations have scales of their own"
+            self._limited = Problem(what=what, fix=fix)
+            logger.warning("%s", what)
 
     def _launch(self, shape: _Shape) -> torch.Tensor:
         """Start a step's kernels, from the inputs in page-locked memory to the logits on the device."""

@@ -60,6 +60,8 @@ class Pass(Interpreter[Value]):
         """The node of the stream that is computed: an `add`, and `embed`, wait for who reads the stream."""
         self.watch: Watch | None = None
         """Called with every selecting layer's input, and the positions of its rows."""
+        self.limited: torch.Tensor | None = None
+        """int64 [2], to count what half precision limits of layers' inputs, and how many there are; None: uncounted."""
         if way == "shared":
             model.staging.begin(few=M <= SUMMED_ROWS)
 
@@ -141,7 +143,7 @@ class Pass(Interpreter[Value]):
         )
 
     def linear(self, node: Node) -> Value:
-        x, name, linear = self.of(node), node.name, self._model.linears[node.name]
+        x, name, linear = self._read_by(node), node.name, self._model.linears[node.name]
         (M, _), (N, _), kept = x.tensor.shape, linear.packed.shape, is_kept(self._spec, name)
         out = self._buffers.output(M, N, kept=kept)
         if not M:
@@ -161,6 +163,16 @@ class Pass(Interpreter[Value]):
             self.watch(linear, x.tensor, positions, None)
         compensated_product(linear, x, positions, out, dec, self._buffers, self._side, copied=self._model.copied)
         return Value(out, dec)
+
+    def _read_by(self, node: Node) -> Value:
+        """The input of layers."""
+        x, limited = self.of(node), self.limited
+        if limited is not None:
+            for read in (x.tensor, x.left):
+                if isinstance(read, torch.Tensor) and read.dtype == torch.float16:
+                    limited[0] += (read.abs() == torch.finfo(read.dtype).max).sum()
+                    limited[1] += read.numel()
+        return x
 
     def attend(self, node: Node) -> Value:
         model, spec, buffers, M, layer = self._model, self._spec, self._buffers, self._M, node.layer
@@ -222,7 +234,7 @@ class Pass(Interpreter[Value]):
         mixture = Mixture(
             self._model, self._buffers, side=self._side, way=self._way, positions=positions, watch=self.watch
         )
-        return mixture.run(self.of(node), node.layer, self.of(node, 1))
+        return mixture.run(self._read_by(node), node.layer, self.of(node, 1))
 
     def gate(self, node: Node) -> Value:
         spec, M, x = self._spec, self._M, self.of(node)
