@@ -83,14 +83,10 @@ def measure(part: Part, sizes: Sizes, device: torch.device) -> None:
     """
     for trellis, bits in product((True, False), sizes.bits):
         began = time.monotonic()
-        options = DecoderOptions(context=sizes.context, max_rows=min(16, sizes.context))
-        with mock.patch("runtime.backends.triton.model.repack", Copied().repack):
-            decoder = TritonDecoder(
-                RandomModel(sizes.spec, bits, head_residuals=False, trellis=trellis), options, device
-            )
-        loaded = round(time.monotonic() - began, 1)
+        decoder = loaded(sizes, bits, device, trellis=trellis)
+        seconds = round(time.monotonic() - began, 1)
         about = {"bits": bits, "codes": "trellis" if trellis else "uniform"}
-        part.add({"what": "loaded"} | about | {"seconds": loaded, "weight_bytes": decoder.weight_bytes})
+        part.add({"what": "loaded"} | about | {"seconds": seconds, "weight_bytes": decoder.weight_bytes})
         timer = Remembered(_timer(decoder, bits, device))
         for budget in sizes.budgets:
             if trellis and budget not in OF_A_TRELLIS:
@@ -105,6 +101,14 @@ def measure(part: Part, sizes: Sizes, device: torch.device) -> None:
             )
         decoder.close()
         del decoder, timer
+
+
+def loaded(sizes: Sizes, bits: int, device: torch.device, *, trellis: bool) -> TritonDecoder:
+    """A decoder of the measured model with random weights."""
+    options = DecoderOptions(context=sizes.context, max_rows=min(16, sizes.context))
+    model = RandomModel(sizes.spec, bits, head_residuals=False, trellis=trellis)
+    with mock.patch("runtime.backends.triton.model.repack", Copied().repack):
+        return TritonDecoder(model, options, device)
 
 
 def _budget(decoder: TritonDecoder, timer: Timer, budget: float, sizes: Sizes, sm_count: int) -> Row:
