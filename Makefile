@@ -9,7 +9,7 @@ VERSION := $(shell $(USED) -c 'import sys; print(*sys.version_info[:2], sep=".")
 READY := $(VENV)/.ready-$(VERSION)
 PREPARED := $(VENV)/.prepared
 
-LAB := measurements quality bench bench-gpu kernels starts servers mutations fuzz test-arm test-clients sanitize-gpu
+LAB := measurements quality bench bench-gpu first-light kernels starts servers mutations fuzz test-arm test-clients sanitize-gpu
 
 .PHONY: chat demo test test-all check format clean $(LAB)
 

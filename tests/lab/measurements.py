@@ -21,7 +21,7 @@ from runtime.engine.gamma import Costs, break_even
 from runtime.load.expected import on_processor
 from runtime.load.prospects import Room, prospects
 from tests.lab import installations, tuned
-from tests.lab.kernels import summary
+from tests.lab.kernels import on_laptops, products, summary
 from tests.lab.models import REAL
 from tests.lab.quality import ALL_RESIDUALS, RESIDUALS, SELECTORS
 from tests.lab.store import RESULTS, ROOMS, ROOT, number, read, table
@@ -535,6 +535,19 @@ SECTIONS = (
         "only where it is made to. Of the agents' prompts Codex's fits into SmolLM2's context of 8,192 tokens; Claude "
         "Code and opencode (11,701) say that theirs is too long.",
         rooms=("runtime/server",),
+    ),
+    Section(
+        *("Products of a token on cards", "products", lambda found: products(found["rows"])),
+        note="Compiled, on no device: instructions a weight, KiB of weights on their way to a multiprocessor, programs "
+        "that it holds, and bytes that spill.",
+        rooms=("runtime/backends/triton",),
+    ),
+    Section(
+        *("A token on laptops' cards", "products", lambda found: on_laptops(found["rows"])),
+        note="Computed, on no device: Llama 3 8B without compensation, behind no prompt. Products take as long as the "
+        "larger of two terms: reading at 80 % of the data sheet's bandwidth, and their compiled instructions in "
+        "three quarters of the issue slots at the data sheet's clock. The others take 3.5 µs each, as on an H200.",
+        rooms=("runtime/backends/triton", "tuner"),
     ),
     Section("Triton kernels", "kernels", tightest, note=_LATE, rooms=("runtime/backends/triton",)),
     Section("Installations", "installations", installations.table, rooms=("pyproject.toml",)),

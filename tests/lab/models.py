@@ -17,6 +17,7 @@ from models.packing import packed_width
 from models.recipe import DEFAULT_GROUP_SIZE
 from models.spec import JOIN, ModelSpec, RopeSpec
 from models.store import StoredModel
+from models.trellis import padded_width
 from runtime.text.tokenizer import Tokenizer
 from tests.lab.store import ROOT
 from tests.runtime.conftest import pack_linear
@@ -177,6 +178,14 @@ def random_linear(name: str, shape: tuple[int, int], bits: int, *, residual: boo
     )
 
 
+def _streams(packed: PackedLinear) -> PackedLinear:
+    """A random matrix with streams of a trellis instead of its codes."""
+    (N, K), bits = packed.shape, packed.bits
+    codes = _words(np.random.default_rng([N, K, bits]), N, padded_width(K) * bits // 32)
+    scales = np.full((N, 1), K**-0.5, np.float16)
+    return replace(packed, codes=codes.view(np.int32), scales=scales, zeros=None, trellis=True)
+
+
 def random_w4a8(name: str, shape: tuple[int, int], group_size: int = GROUP_SIZE) -> PackedLinear:
     """A random W4A8 matrix, likewise; group_size 0: none."""
     (N, K), rng = shape, np.random.default_rng([*shape, group_size])
@@ -208,6 +217,7 @@ class RandomModel:
         residuals: Whether blocks have residuals.
         head_residuals: Whether the head has, too.
         w4a8: Whether the matrices are W4A8.
+        trellis: Whether their codes are streams of a trellis.
     """
 
     spec: ModelSpec
@@ -215,6 +225,7 @@ class RandomModel:
     residuals: bool = True
     head_residuals: bool = True
     w4a8: bool = False
+    trellis: bool = False
 
     @cached_property
     def _made(self) -> dict[tuple[tuple[int, int], bool], PackedLinear]:
@@ -226,9 +237,8 @@ class RandomModel:
         if key not in self._made:
             residual = self.residuals and (self.head_residuals or name != "head")
             bits = HEAD_BITS if name == "head" else self.bits
-            self._made[key] = (
-                random_w4a8(name, key[0]) if self.w4a8 else random_linear(name, key[0], bits, residual=residual)
-            )
+            made = random_w4a8(name, key[0]) if self.w4a8 else random_linear(name, key[0], bits, residual=residual)
+            self._made[key] = _streams(made) if self.trellis else made
         return replace(self._made[key], name=name)
 
     def vector(self, name: str) -> npt.NDArray[np.float32]:

@@ -91,13 +91,14 @@ class TritonBackend:
         _check(model.spec)
         try:
             from runtime.backends.triton.decoder import TritonDecoder
-            from runtime.backends.triton.warmup import warm_up
+            from runtime.backends.triton.warmup import count_limited, warm_up
         except (ImportError, OSError) as error:
             raise BackendError(f"the GPU backend needs torch and Triton, which cannot be imported: {error}") from error
         decoder = TritonDecoder(model, options)
         try:
             if not options.measure_recall:  # recall is measured at every step
                 warm_up(decoder, progress)
+                count_limited(decoder)
         except BaseException:
             decoder.close()
             raise

@@ -19,6 +19,8 @@ from runtime.backends.triton.model import GpuModel
 from runtime.backends.triton.sizes import (
     CHUNK,
     HALF_BUFFERS,
+    PIECE,
+    RUN,
     SUMMED_ROWS,
     buffer_sizes,
     chunk_numbers,
@@ -54,7 +56,7 @@ class Buffers:
     def __init__(self, model: GpuModel, rows: int) -> None:
         spec, device = model.spec, model.device
         sizes = buffer_sizes(spec, rows, model.token_group, trellis=model.trellis)
-        self._token_group = model.token_group
+        self._token_group, self._trellis = model.token_group, model.trellis
         kinds = {"tokens": torch.int8, "token_sums": torch.int32, **dict.fromkeys(HALF_BUFFERS, torch.float16)}
         self._flat = {
             field.name: torch.zeros(getattr(sizes, field.name), dtype=kinds.get(field.name), device=device)
@@ -95,29 +97,27 @@ class Buffers:
         """float16 [M, K], the input of a linear layer."""
         return self._view("inputs", M, K)
 
-    def rotated(self, M: int, width: int) -> torch.Tensor:
-        """float16 [M, width], such an input rotated, until the next one is."""
-        return self._view("rotated", M, width)
+    def left(self, M: int, K: int, *, each: int = 1) -> torch.Tensor | Tokens | None:
+        """What products read of such an input, beside it or instead of it, until the next one is written.
 
-    def sums(self, M: int, K: int, *, each: int = 1) -> torch.Tensor | None:
-        """float32 [M * each, ceil(K / 32)], the sums of the pieces of such an input; None if not needed.
-
-        They are not needed for many rows, nor by products that read INT8 tokens. A row may have inputs of `each`
-        expert.
+        Returns:
+            The rows rotated, float16 [M, width]; or INT8 tokens [M, K]; or the sums of the pieces of few rows, float32
+            [M * each, ceil(K / 32)], where a row may have inputs of `each` expert. None: nothing.
         """
-        if M > SUMMED_ROWS or self._token_group is not None:
-            return None
-        return self._view("sums", M * each, pieces(K))
-
-    def rounded(self, M: int, K: int) -> Tokens | None:
-        """That input as INT8 tokens [M, K]; None if products read half precision."""
+        if self._trellis:
+            return self._view("rotated", M, PIECE * pieces(K))
         group = self._token_group
         if group is None:
-            return None
+            return self._view("sums", M * each, pieces(K)) if M <= SUMMED_ROWS else None
         width = token_width(K, group)
         groups = width // group if group else 1
         codes, sums = self._view("tokens", M, width), self._view("token_sums", M, groups)
         return Tokens(codes, self._flat["token_scales"][:M], sums, group)
+
+    def left_by_heads(self, M: int, K: int, D: int) -> torch.Tensor | None:
+        """The same of what is written head by head, of D channels; None where heads don't divide it, or of tokens."""
+        left = self.left(M, K)
+        return None if isinstance(left, Tokens) or D % (RUN if self._trellis else PIECE) else left
 
     def queries(self, M: int, width: int) -> torch.Tensor:
         return self._view("queries", M, width)
@@ -129,10 +129,10 @@ class Buffers:
         return Mixed(self._flat["waiting"].view(-1, width), self._view("mixed", M, width), chunks)
 
     def embedded(self, M: int, C: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """float16 [M, C], the tokens' embeddings, valid until a step ends, and the sums of their pieces, if needed."""
-        of = self.sums(M, C)
-        sums = None if of is None else self._view("embedded_sums", *of.shape)
-        return self._view("embedded", M, C), sums
+        """float16 [M, C], the tokens' embeddings, valid until a step ends, and what is left of them, but tokens."""
+        of = self.left_by_heads(M, C, RUN)
+        name = "embedded_rotated" if self._trellis else "embedded_sums"
+        return self._view("embedded", M, C), None if of is None else self._view(name, *of.shape)
 
     def output(self, M: int, N: int, *, kept: bool = False) -> torch.Tensor:
         """float32 [M, N], the output of a linear layer, valid until the next one, `kept` or not, is requested."""
@@ -189,5 +189,4 @@ class Value:
     tensor: torch.Tensor
     """The residual stream (float32), the input of a linear layer (float16), or its output (float32)."""
     dec: torch.Tensor | None = None  # Compensation still to be added
-    sums: torch.Tensor | None = None  # Sums of the pieces of an input, if the kernel that wrote it computed them
-    rounded: Tokens | None = None  # An input as INT8 tokens, if products read these
+    left: torch.Tensor | Tokens | None = None  # What products read of an input, if its kernel left it (`Buffers.left`)

@@ -99,7 +99,7 @@ class GpuCache(BackendCache[GpuStore]):
         paged = [self.paged_length(slot) for slot in range(self._paged.numel())] if self.kind.windowed else [0]
         tables = zip(self._tables, self._there, (own.tables for own in self.tables), strict=True)
         for host, there, now in (*tables, (self._paged, self.paged, np.asarray(paged, np.int32))):
-            if not np.array_equal(host.numpy(), np.broadcast_to(now, host.shape)):
+            if (host.numpy() != now).any():
                 host.numpy()[...] = now
                 there.copy_(host, non_blocking=True)  # the following step completes before the next one begins
 

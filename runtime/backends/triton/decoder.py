@@ -1,9 +1,10 @@
 """GPU decoder: a stored model on the GPU, one graph replay for each decoded token.
 
 A shape of step runs directly at first, which compiles its kernels and allocates their scratch memory, is captured the
-second time, and then replayed; a shape that never comes again is not captured. A capture bakes in addresses and numbers
-of the host, so everything that changes between steps of one shape (tokens, slots, positions) must lie in buffers on the
-device.
+second time, and then replayed; a shape that never comes again is not captured. Once as many graphs are there as are
+kept, only a shape that comes often takes another's place, since a batch with drafts has more. A capture bakes in
+addresses and numbers of the host, so everything that changes between steps of one shape (tokens, slots, positions) must
+lie in buffers on the device.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
-from functools import partial, wraps
+from functools import cache, partial, wraps
 from subprocess import CalledProcessError
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
@@ -64,8 +65,13 @@ CAPTURE_MODE = "thread_local"
 """Capture mode that lets other threads use the card during a capture: they measure its link, or its free memory."""
 KEPT = 32
 """Captured graphs to keep, the latest used: steps of 1 to 16 rows in two settings, between which a timer alternates."""
+OFTEN = 8
+"""Times that a shape runs directly before its graph takes another one's place: where more shapes alternate than graphs
+are kept, a graph would be made at every step otherwise, which takes longer than to launch it."""
 _NOTED = 1024
-"""Shapes to remember as seen once."""
+"""Shapes to remember without a graph."""
+SPARE_BYTES = 64 << 20
+"""Free memory of the card with which a capture doesn't look for more: steps allocate next to nothing."""
 
 Launches = Callable[[], Any]
 Capture = Callable[[Launches, Any], tuple[Callable[[], object], Any, Any]]
@@ -124,7 +130,7 @@ class Graphs:
     def __init__(self, capture: Capture | None) -> None:
         self._capture = capture
         self._made: OrderedDict[Hashable, _Captured] = OrderedDict()
-        self._seen: OrderedDict[Hashable, None] = OrderedDict()
+        self._seen: OrderedDict[Hashable, int] = OrderedDict()
         self.problem: Problem | None = None
         """Why nothing more is captured, once a capture has failed."""
 
@@ -154,11 +160,12 @@ class Graphs:
         self._seen.clear()
 
     def _new(self, shape: Hashable, launches: Launches, kept: Callable[[], Any]) -> _Captured | None:
-        """The graph of a shape met for the second time; None if it is to run directly."""
+        """The graph of a shape that has come often enough; None if it is to run directly."""
         if self._capture is None or self.problem is not None:
             return None
-        if shape not in self._seen:
-            self._seen[shape] = None
+        direct = self._seen.pop(shape, 0)
+        if direct < (1 if len(self._made) < KEPT else OFTEN):
+            self._seen[shape] = direct + 1
             while len(self._seen) > _NOTED:
                 self._seen.popitem(last=False)
             return None
@@ -176,15 +183,31 @@ class Graphs:
 
 
 def capture(launches: Launches, pool: Any) -> tuple[Callable[[], object], Any, Any]:
-    """Capture launches on the current card; a `Capture`."""
+    """Capture launches on the current card; a `Capture`.
+
+    torch waits for the card and returns the memory that it caches before a capture, so that there is some for it. That
+    is done for the first, and where memory is short.
+    """
     graph = torch.cuda.CUDAGraph()
     # The outer context returns to the current stream even where ending a failed capture raises, too.
-    with (
-        torch.cuda.stream(torch.cuda.current_stream()),
-        torch.cuda.graph(graph, pool=pool, capture_error_mode=CAPTURE_MODE),
-    ):
-        result = launches()
+    with torch.cuda.stream(torch.cuda.current_stream()):
+        if pool is None or torch.cuda.mem_get_info()[0] < SPARE_BYTES:
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode=CAPTURE_MODE):
+                result = launches()
+        else:
+            with torch.cuda.stream(_capturing(torch.cuda.current_device())):
+                graph.capture_begin(pool=pool, capture_error_mode=CAPTURE_MODE)
+                try:
+                    result = launches()
+                finally:
+                    graph.capture_end()
     return graph.replay, result, graph.pool()
+
+
+@cache
+def _capturing(device: int) -> torch.cuda.Stream:
+    """The stream on which launches of a card are captured."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 class _Shape(NamedTuple):
@@ -244,6 +267,7 @@ class TritonDecoder:
         self._draws = HostDraws(rows, self.spec.vocab_size, pinned=pinned)
         self._graphs, self._drawing = (Graphs(capture if self._on_gpu else None) for _ in range(2))
         self._recall_sum, self._selections, self._closed = 0.0, 0, False
+        self._limited: Problem | None = None
         self.cache = self.model.cache
         self.kv_bytes = self.cache.nbytes
         self.weight_bytes = self.model.weight_bytes
@@ -251,7 +275,8 @@ class TritonDecoder:
     @property
     def problems(self) -> tuple[Problem, ...]:
         """What makes the model run worse than it could, with advice."""
-        found = [*self.model.problems, self._graphs.problem or self._drawing.problem, self._two_launches()]
+        graphs = self._graphs.problem or self._drawing.problem
+        found = [*self.model.problems, graphs, self._two_launches(), self._limited]
         return tuple(problem for problem in found if problem is not None)
 
     @property
@@ -320,8 +345,8 @@ class TritonDecoder:
         """Check a step, let the cache prepare for it, and put its inputs where `_launch` copies them from."""
         check_step(step, self.spec, self.options)
         self.cache.begin(step.slots, step.positions, flush=step.flush, draft=step.draft)
-        for own, values in zip(self._inputs, (step.slots, step.positions, step.logit_rows), strict=True):
-            own[: values.size] = torch.from_numpy(np.ascontiguousarray(values))
+        for own, values in zip(self._inputs.numpy(), (step.slots, step.positions, step.logit_rows), strict=True):
+            own[: values.size] = values
         for name, table in self.model.tables.items():
             self._rows[name].numpy()[: step.tokens.size] = table[step.tokens]
         if step.stream is not None:
@@ -350,8 +375,8 @@ class TritonDecoder:
         """Wait for a step, raise if it computed NaN or infinity, and let experts exchange their places."""
         if self._on_gpu:
             torch.cuda.current_stream(self._device).synchronize()
-        flag, total = int(self._status[0]), float(self._status[1:].view(torch.float32)[0])
-        if flag or not math.isfinite(total):
+        status = self._status.numpy()
+        if status[0] or not math.isfinite(status.view(np.float32)[1]):
             self.buffers.status.zero_()
             raise InvalidActivationError(_NOT_FINITE)
         if self.model.placement is not None:
@@ -393,6 +418,23 @@ class TritonDecoder:
     def start(self, step: Step) -> torch.Tensor:
         """Start a step's kernels one by one. Returns its logits on the device, float32 [R, V], until the next step."""
         return self._launch(self._begin(step))
+
+    @_explained
+    def count_limited(self, step: Step) -> None:
+        """Run a step, and have `problems` say how many of its activations half precision limits, if any."""
+        shape = self._begin(step)
+        self._bring(shape.M)
+        run = self._pass(shape)
+        run.limited = torch.zeros(2, dtype=torch.int64, device=self._device)
+        run.run(self._graph)
+        limited, read = run.limited.tolist()
+        if limited:
+            what = (
+                f"{limited:,} of {read:,} activations of the first tokens are beyond half precision, and were limited"
+            )
+            fix = "compare answers with the CPU backend's (--backend cpu), whose activations have scales of their own"
+            self._limited = Problem(what=what, fix=fix)
+            logger.warning("%s", what)
 
     def _launch(self, shape: _Shape) -> torch.Tensor:
         """Start a step's kernels, from the inputs in page-locked memory to the logits on the device."""

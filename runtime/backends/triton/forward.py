@@ -21,7 +21,7 @@ import torch
 from models.architecture import Interpreter, Node
 from runtime.backends.decoder import CompensationMode
 from runtime.backends.triton.buffers import Buffers, Value
-from runtime.backends.triton.kernels.activations import Projected, round_tokens
+from runtime.backends.triton.kernels.activations import Projected, Tokens, round_tokens
 from runtime.backends.triton.kernels.attention import attend
 from runtime.backends.triton.kernels.cache import Rows
 from runtime.backends.triton.kernels.gate import OwnTokens, gate, token_gate
@@ -31,7 +31,7 @@ from runtime.backends.triton.kernels.residual_gemm import multiply
 from runtime.backends.triton.kernels.rope import HeadNorms, TurnedNorms, heads
 from runtime.backends.triton.model import GpuModel
 from runtime.backends.triton.products import Mixture, Watch, compensated_product, product
-from runtime.backends.triton.sizes import PIECE, SUMMED_ROWS, is_kept
+from runtime.backends.triton.sizes import RUN, SUMMED_ROWS, is_kept
 
 
 class Pass(Interpreter[Value]):
@@ -60,6 +60,8 @@ class Pass(Interpreter[Value]):
         """The node of the stream that is computed: an `add`, and `embed`, wait for who reads the stream."""
         self.watch: Watch | None = None
         """Called with every selecting layer's input, and the positions of its rows."""
+        self.limited: torch.Tensor | None = None
+        """int64 [2], to count what half precision limits of layers' inputs, and how many there are; None: uncounted."""
         if way == "shared":
             model.staging.begin(few=M <= SUMMED_ROWS)
 
@@ -82,11 +84,11 @@ class Pass(Interpreter[Value]):
         if node.layer >= 0:
             return Value(buffers.own_tokens[:M, node.layer * P : (node.layer + 1) * P])
         stream = self._stream if self._spec.embeds else buffers.output(*self._stream.shape)
-        x, sums = buffers.embedded(*stream.shape)
-        embed_norm(buffers.embeddings[:M], stream, RowNorms(None, 0.0), x, sums)
+        x, left = buffers.embedded(*stream.shape)
+        embed_norm(buffers.embeddings[:M], stream, RowNorms(None, 0.0), x, left)
         if self._spec.embeds:
             self._applied = next(iter(self.values))
-        return Value(x, sums=sums)
+        return Value(x, left=left)
 
     def read(self, node: Node) -> Value:
         """First adds the outputs that wait to the residual stream.
@@ -95,7 +97,7 @@ class Pass(Interpreter[Value]):
         """
         (source,) = node.inputs
         if source.kind == "tokens":
-            return self._input(self.of(node).tensor, self.of(node).sums)
+            return self._input(self.of(node).tensor, self.of(node).left)
         if node.norm.endswith("router_norm"):
             assert source is self._applied
             return self.of(node)
@@ -110,9 +112,9 @@ class Pass(Interpreter[Value]):
     def _read(self, stream: Node, name: str, *, gathered: bool) -> Value:
         h, C, pending = self._stream, self._spec.hidden_size, None if stream is self._applied else stream
         rows, M = (self._buffers.logit_rows[: self._R], self._R) if gathered else (None, self._M)
-        out, sums, rounded = self._buffers.input(M, C), self._buffers.sums(M, C), self._buffers.rounded(M, C)
+        out, left = self._buffers.input(M, C), self._buffers.left(M, C)
         adds = pending is not None and pending.kind == "add"
-        norms, left = self._row_norms(name, pending if adds else None), sums if rounded is None else rounded
+        norms = self._row_norms(name, pending if adds else None)
         if pending is not None and not adds:
             embed_norm(self._buffers.embeddings[: self._M], h, norms, out, left)
         elif out.numel():
@@ -121,7 +123,7 @@ class Pass(Interpreter[Value]):
             add_norm(h, tensor, dec, norms, out, rows, left)
         if not gathered:
             self._applied = stream
-        return Value(out, sums=sums, rounded=rounded)
+        return Value(out, left=left)
 
     def _row_norms(self, name: str, add: Node | None) -> RowNorms:
         """The norm `name` of the residual stream, if any, and what becomes of an output that is added before."""
@@ -141,7 +143,7 @@ class Pass(Interpreter[Value]):
         )
 
     def linear(self, node: Node) -> Value:
-        x, name, linear = self.of(node), node.name, self._model.linears[node.name]
+        x, name, linear = self._read_by(node), node.name, self._model.linears[node.name]
         (M, _), (N, _), kept = x.tensor.shape, linear.packed.shape, is_kept(self._spec, name)
         out = self._buffers.output(M, N, kept=kept)
         if not M:
@@ -162,6 +164,16 @@ class Pass(Interpreter[Value]):
         compensated_product(linear, x, positions, out, dec, self._buffers, self._side, copied=self._model.copied)
         return Value(out, dec)
 
+    def _read_by(self, node: Node) -> Value:
+        """The input of layers."""
+        x, limited = self.of(node), self.limited
+        if limited is not None:
+            for read in (x.tensor, x.left):
+                if isinstance(read, torch.Tensor) and read.dtype == torch.float16:
+                    limited[0] += (read.abs() == torch.finfo(read.dtype).max).sum()
+                    limited[1] += read.numel()
+        return x
+
     def attend(self, node: Node) -> Value:
         model, spec, buffers, M, layer = self._model, self._spec, self._buffers, self._M, node.layer
         qkv, owner, window, width = (
@@ -177,7 +189,8 @@ class Pass(Interpreter[Value]):
         norms = form(q_norm, k_norm, spec.eps_of(f"layers.{layer}.q_norm"), value_eps)
         heads(qkv.tensor, qkv.dec, norms, model.ropes[layer], model.bases[owner], self._rows, pages, queries)
         context, draft = model.options.context, self._draft and layer not in self._sensitive
-        sums = attend(
+        left = buffers.left_by_heads(M, width, pages.head_dim)
+        attend(
             queries,
             pages,
             self._rows,
@@ -185,60 +198,61 @@ class Pass(Interpreter[Value]):
             out,
             buffers.main,
             context=context,
+            left=left,
             draft=draft,
             cap=spec.score_cap,
             sinks=model.norms[f"layers.{layer}.sinks"] if spec.sinks else None,
             gates=_gates(qkv, width) if spec.gated else None,
         )
-        return self._input(out, sums)
+        return self._input(out, left)
 
     def delta(self, node: Node) -> Value:
         model, buffers, M, x = self._model, self._buffers, self._M, self.of(node)
         own, runs = model.deltas[node.layer], model.cache.runs
         assert runs is not None
         width = own.spec.value_width
-        out, sums = buffers.input(M, width), None
-        if own.spec.value_dim % PIECE == 0:
-            sums = buffers.sums(M, width)
-        delta_rule(x.tensor, x.dec, self._rows, runs.tensor, own, buffers.mixed(M, own.spec), out, sums)
-        return self._input(out, sums)
+        out, left = buffers.input(M, width), buffers.left_by_heads(M, width, own.spec.value_dim)
+        delta_rule(x.tensor, x.dec, self._rows, runs.tensor, own, buffers.mixed(M, own.spec), out, left)
+        return self._input(out, left)
 
     def convolve(self, node: Node) -> Value:
         M, C, x = self._M, self._spec.hidden_size, self.of(node)
-        out, sums = self._buffers.input(M, C), self._buffers.sums(M, C)
-        convolve(x.tensor, x.dec, self._rows, self._model.recent[node.layer], out, sums)
-        return self._input(out, sums)
+        out, left = self._buffers.input(M, C), self._buffers.left_by_heads(M, C, RUN)
+        convolve(x.tensor, x.dec, self._rows, self._model.recent[node.layer], out, left)
+        return self._input(out, left)
 
-    def _input(self, x: torch.Tensor, sums: torch.Tensor | None) -> Value:
-        """Activations float16 [M, K], with the sums of their pieces if known, as the input of a linear layer."""
-        rounded = self._buffers.rounded(*x.shape)
-        if rounded is not None:
-            round_tokens(x, rounded)
-        return Value(x, sums=sums, rounded=rounded)
+    def _input(self, x: torch.Tensor, left: torch.Tensor | Tokens | None) -> Value:
+        """Activations float16 [M, K], with what is left of them but tokens, as the input of a linear layer."""
+        tokens = self._buffers.left(*x.shape)
+        if isinstance(tokens, Tokens):
+            round_tokens(x, tokens)
+            left = tokens
+        return Value(x, left=left)
 
     def experts(self, node: Node) -> Value:
         positions = self._buffers.positions[: self._M]
         mixture = Mixture(
             self._model, self._buffers, side=self._side, way=self._way, positions=positions, watch=self.watch
         )
-        return mixture.run(self.of(node), node.layer, self.of(node, 1))
+        return mixture.run(self._read_by(node), node.layer, self.of(node, 1))
 
     def gate(self, node: Node) -> Value:
         spec, M, x = self._spec, self._M, self.of(node)
         both = len(node.inputs) == 1
         width = x.tensor.shape[1] // (2 if both else 1)
-        out, sums = self._buffers.input(M, width), self._buffers.sums(M, width)
+        out = self._buffers.input(M, width)
         gelu, limit = spec.activation == "gelu_tanh", spec.gate_limit
         if both:
-            rounded = self._buffers.rounded(M, width)
-            gate(x.tensor, x.dec, out, sums, rounded, gelu=gelu, limit=limit)
-            return Value(out, sums=sums, rounded=rounded)
+            left = self._buffers.left(M, width)
+            gate(x.tensor, x.dec, out, left, gelu=gelu, limit=limit)
+            return Value(out, left=left)
         add = node.inputs[1]
         own = self.of(add).tensor
         tokens = OwnTokens(own, own.stride(0), self._model.norms[add.norm], spec.eps_of(add.norm))
         gates, context = (Projected(each.tensor, each.dec) for each in (x, self.of(add, 1)))
-        token_gate(gates, context, tokens, out, sums, gelu=gelu, limit=limit)
-        return self._input(out, sums)
+        by_rows = self._buffers.left_by_heads(M, width, RUN)
+        token_gate(gates, context, tokens, out, by_rows, gelu=gelu, limit=limit)
+        return self._input(out, by_rows)
 
     norm = add = rows = cap = Interpreter.left  # the norm that follows, `token_gate` and `finish` do these
 

@@ -18,7 +18,7 @@ import torch
 from runtime.backends.decoder import CompensationMode
 from runtime.backends.triton.buffers import Buffers, RoutingBuffers, Value
 from runtime.backends.triton.experts import GpuExperts
-from runtime.backends.triton.kernels.activations import rotate
+from runtime.backends.triton.kernels.activations import Tokens, rotate
 from runtime.backends.triton.kernels.compensate import LaunchConfig, Output, compensate, compensate_experts
 from runtime.backends.triton.kernels.experts import Groups, block_of, few, group, many, sum_up
 from runtime.backends.triton.kernels.gate import gate
@@ -37,17 +37,22 @@ Watch = Callable[[Linear, torch.Tensor, torch.Tensor, torch.Tensor | None], None
 
 
 def product(linear: Linear, x: Value, out: torch.Tensor, buffers: Buffers) -> None:
-    """The base product: of x float16 [M, K], or its INT8 tokens, into out float32 [M, N]."""
-    if isinstance(linear.weight, W4A8Linear):
-        assert x.rounded is not None
-        gemm_w4a8(x.rounded, linear.weight, out, buffers.main)
+    """The base product: of x float16 [M, K], rotated or as INT8 tokens if the weights are, into out float32 [M, N]."""
+    weight, tensor, left = linear.weight, x.tensor, x.left
+    if isinstance(weight, W4A8Linear):
+        assert isinstance(left, Tokens)
+        gemm_w4a8(left, weight, out, buffers.main)
         return
-    weight, tensor = linear.weight, x.tensor
     assert isinstance(weight, GpuLinear)
+    if weight.trellis and left is None:
+        left = buffers.left(*tensor.shape)
+        assert isinstance(left, torch.Tensor)
+        rotate(tensor, left)
+    assert not isinstance(left, Tokens)
     if weight.trellis:
-        tensor = buffers.rotated(len(tensor), weight.width)
-        rotate(x.tensor, tensor)
-    gemm(tensor, weight, out, buffers.main, sums=x.sums)
+        assert left is not None
+        tensor, left = left, None
+    gemm(tensor, weight, out, buffers.main, sums=left)
 
 
 def compensated_product(
@@ -153,9 +158,9 @@ class Mixture:
     ) -> Value:
         """The product of a few rows with their experts' matrices, and its compensation; arguments as in `few`."""
         assert isinstance(linear.weight, GpuExperts)
-        assert x.sums is not None
+        assert isinstance(x.left, torch.Tensor)
         buffers, selection = self._buffers, self._selection(linear)
-        base = partial(few, x.tensor, x.sums, linear.weight, chosen, out, buffers.main, shares=shares)
+        base = partial(few, x.tensor, x.left, linear.weight, chosen, out, buffers.main, shares=shares)
         if selection is None:
             base()
             return Value(out)
@@ -207,10 +212,10 @@ class Mixture:
     def _gate(self, inner: Value, routed: Routed) -> Value:
         """The gate of each pair, times its share."""
         (M, each), width, spec = routed.chosen.shape, inner.tensor.shape[1] // 2, self._spec
-        out, sums = self._buffers.input(M * each, width), self._buffers.sums(M, width, each=each)
+        out, left = self._buffers.input(M * each, width), self._buffers.left(M, width, each=each)
         gelu, factors = spec.activation == "gelu_tanh", routed.shares.view(-1)
-        gate(inner.tensor, inner.dec, out, sums, factors=factors, gelu=gelu, limit=spec.gate_limit)
-        return Value(out, sums=sums)
+        gate(inner.tensor, inner.dec, out, left, factors=factors, gelu=gelu, limit=spec.gate_limit)
+        return Value(out, left=left)
 
     def _selection(self, linear: Linear) -> Selection | None:
         """What chooses the channels of rows that fetch residuals by themselves; None: they are not compensated."""

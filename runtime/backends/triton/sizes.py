@@ -16,6 +16,8 @@ from runtime.kv.states import WAITING
 BLOCK = 512
 PIECE = 32
 """Input channels of a piece: two per lane."""
+RUN = 64
+"""Channels that are rotated together."""
 LANES = 16
 """Words per output channel, for one block and one word of it."""
 WORDS = {2: 2, 3: 3, 4: 4}
@@ -46,7 +48,7 @@ RUNS_TOGETHER = 4
 memory: 1 MiB each for Qwen3.5 4B."""
 CHUNK = 16
 """Rows of a prompt that a delta rule reads together: with 32, registers spilled."""
-HALF_BUFFERS = ("inputs", "rotated", "queries", "embedded", "embeddings", "own_tokens")
+HALF_BUFFERS = ("inputs", "rotated", "queries", "embedded", "embedded_rotated", "embeddings", "own_tokens")
 """Buffers of float16."""
 _NUMBER_BYTES = {"tokens": 1, **dict.fromkeys(HALF_BUFFERS, 2)}
 """Bytes of a number of a buffer; 4 of the others."""
@@ -60,7 +62,7 @@ class BufferSizes:
 
     inputs: int  # float16, the input of a linear layer
     rotated: int  # float16, the same rotated; 0 if products don't read it so
-    sums: int  # float32, sums of the pieces of such an input, of few rows
+    sums: int  # float32, sums of the pieces of such an input, of few rows; 0 unless products read them
     tokens: int  # int8, the same quantized; 0 if products read half precision
     token_sums: int  # int32, the sums of its groups
     token_scales: int  # float32, a scale for each row
@@ -75,6 +77,7 @@ class BufferSizes:
     kept_compensation: int  # float32, its compensation
     embedded: int  # float16, the tokens' embeddings, where every block reads them
     embedded_sums: int  # float32, their sums, of few rows
+    embedded_rotated: int  # float16, or these rotated
     embeddings: int  # float16, rows of the embedding table
     own_tokens: int  # float16, embeddings of the blocks' own
 
@@ -132,7 +135,7 @@ def buffer_sizes(spec: ModelSpec, rows: int, token_group: int | None = None, *, 
     sizes = BufferSizes(
         inputs=rows * longest,
         rotated=rows * PIECE * pieces(longest) if trellis else 0,
-        sums=few * pieces(longest) if token_group is None else 0,
+        sums=few * pieces(longest) if token_group is None and not trellis else 0,
         tokens=rows * token,
         token_sums=rows * (token // (token_group or max(1, token))),
         token_scales=rows if token else 0,
@@ -146,7 +149,8 @@ def buffer_sizes(spec: ModelSpec, rows: int, token_group: int | None = None, *, 
         kept=rows * kept,
         kept_compensation=concurrent * kept,
         embedded=rows * embedded,
-        embedded_sums=few * pieces(embedded),
+        embedded_sums=0 if trellis else few * pieces(embedded),
+        embedded_rotated=rows * PIECE * pieces(embedded) if trellis else 0,
         embeddings=rows * spec.hidden_size,
         own_tokens=rows * spec.num_layers * spec.token_width,
     )

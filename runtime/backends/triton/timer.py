@@ -182,12 +182,12 @@ def launch(decoder: TritonDecoder, linear: Linear, chosen: torch.Tensor) -> Valu
         positions, read = buffers.positions[:1], chosen.shape[1]
         run = Mixture(decoder.model, buffers, side=decoder.side, way="rows", positions=positions, watch=None)
         if layer_kind(linear.packed.name) == "gate_up":
-            x, out = Value(buffers.input(1, K), sums=buffers.sums(1, K)), buffers.output(read, N)
+            x, out = Value(buffers.input(1, K), left=buffers.left(1, K)), buffers.output(read, N)
             return run.product(linear, x, chosen, out)
-        x, out = Value(buffers.input(read, K), sums=buffers.sums(1, K, each=read)), buffers.output(1, N)
+        x, out = Value(buffers.input(read, K), left=buffers.left(1, K, each=read)), buffers.output(1, N)
         assert buffers.routing is not None
         return run.product(linear, x, chosen, out, shares=buffers.routing.routed(1).shares)
-    x, out = Value(buffers.input(1, K), sums=buffers.sums(1, K)), buffers.output(1, N)
+    x, out = Value(buffers.input(1, K), left=buffers.left(1, K)), buffers.output(1, N)
     if linear.selection is None:
         product(linear, x, out, buffers)
         return Value(out)

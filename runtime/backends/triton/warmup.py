@@ -31,6 +31,8 @@ _ALONE = threading.Lock()
 _DECODED = (2, 1, 1)
 """Rows of the steps that decode: of several rows, whose compensation has its own kernels; then single tokens, the first
 launched, the second captured, replayed and sampled."""
+LOOKED_AT = 2 * ROWS
+"""Tokens whose activations are looked at."""
 _COMPILING = "compiling the GPU's kernels, which takes up to a minute the first time"
 _STARTING = "starting the GPU's kernels"
 _DRAWN = SamplingOptions(seed=0, top_k=40, min_p=0.05, logprobs=1)
@@ -126,6 +128,17 @@ def warm_up(decoder: TritonDecoder, progress: ProgressCallback) -> None:
         else:
             decoder.forward(step)
     decoder.cache.clear(0)
+
+
+def count_limited(decoder: TritonDecoder) -> None:
+    """Count what half precision limits in the first tokens of a prompt, where models have their largest activations.
+
+    A part of a model that goes on from another's stream is left out.
+    """
+    M = min(LOOKED_AT, decoder.options.max_rows, decoder.options.context)
+    if decoder.spec.embeds:
+        decoder.count_limited(Step.of(np.arange(M) % decoder.spec.vocab_size, 0, [M - 1], prefill=True))
+        decoder.cache.clear(0)
 
 
 def steps_of(decoder: TritonDecoder) -> Iterator[Step]:

@@ -1,11 +1,13 @@
 """First light on a card that this program has never run on, and what it does there beside the card's limits.
 
-    python -m tests.lab.gpu                           first light: nine minutes, without further packages
-    python -m tests.lab.gpu --parts benchmark         speeds; or tests: the kernels' tests, compiled on this card
+    python -m tests.lab.gpu                           first light: seven minutes, without further packages
+    python -m tests.lab.gpu --parts speeds            then eight more: decoding, W4A8, families, compute-sanitizer
+    python -m tests.lab.gpu --parts benchmark         more speeds; or tests: the kernels' tests, compiled on this card
     python -m tests.lab.gpu --parts gemv,knee --out FILE.json
 
 Every part runs in a process of its own with a watchdog: one that hangs is killed with all it started, and its last row
-says at what. Rows are written down as they come. Ends with 1 where a row is wrong or a part failed. `--dry` runs
+says at what. Rows are written down as they come, outside the repository: in the folder that $OUT names, or that of
+temporary files. Ends with 1 where a row is wrong or a part failed. `--dry` runs
 everything tiny, interpreted, without a card and in one process.
 """
 
@@ -14,8 +16,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib
+import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -27,11 +31,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar
 
-from tests.lab.gpu.parts import BENCHMARK, FIRST_LIGHT, PARTS, TESTS, TOGETHER
+from tests.lab.gpu.parts import CHOSEN, PARTS, SETS, TESTS, TOGETHER
 from tests.lab.gpu.record import Part, describe, device_name
 from tests.lab.store import ROOT, listed, parser, read, shown, table, write
 
-SETS = {"first-light": tuple(FIRST_LIGHT), "benchmark": tuple(BENCHMARK), "tests": tuple(TESTS)}
 _LEAVE = 0.75
 """Share of its time after which a part begins no further measurement."""
 _PR_SET_PDEATHSIG = 1
@@ -109,14 +112,17 @@ def run_parts(names: Sequence[str], seconds: float, beside: int, dry: bool, keep
         known(child.wait(lambda: known("not ended yet")))
 
 
-def run_tests(name: str, keep: Callable[[str, Entry], None]) -> None:
+def run_tests(name: str, seconds: float, keep: Callable[[str, Entry], None]) -> None:
     """Run tests of kernels, with no plugin of pytest; those that time did not suffice for are counted."""
-    marked, seconds = TESTS[name]
+    tool = [] if name in TESTS else ["compute-sanitizer", "--tool", name, "--error-exitcode", "1"]
+    if tool and shutil.which(tool[0]) is None:
+        keep(name, {"seconds": 0.0, "rows": [{"what": f"left out: there is no {tool[0]}"}], "error": None})
+        return
     with tempfile.TemporaryDirectory() as folder:
         settings = Path(folder) / "pytest.ini"
         settings.write_text("[pytest]\nmarkers =\n    gpu\n    slow\n    data\n    timeout\n", encoding="utf-8")
-        command = [sys.executable, "-m", "pytest", "-c", str(settings), "--rootdir", str(ROOT), "-v", "-m", marked]
-        command += ["--import-mode=importlib", "-p", "no:cacheprovider", "tests/runtime/backends/triton"]
+        command = [*tool, sys.executable, "-m", "pytest", "-c", str(settings), "--rootdir", str(ROOT), "-v"]
+        command += [*CHOSEN[name], "--import-mode=importlib", "-p", "no:cacheprovider", "tests/runtime/backends/triton"]
         command += ["tests/runtime/backends/contract"] if name == "oracle" else []
         child = Child(command, seconds, {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}, Path(folder))
         error = child.wait()
@@ -127,6 +133,9 @@ def run_tests(name: str, keep: Callable[[str, Entry], None]) -> None:
     found = re.search(r"collected (\d+) items?(?: / (\d+) deselected)?", said)
     row = {**counts, "not_reached": int(found[1]) - int(found[2] or 0) - len(ended) if found else None}
     row |= {"failures": failures, "correct": not failures and counts["passed"] > 0}
+    if tool:  # it says so in what it prints, whatever the tests say
+        row["sanitizer_errors"] = sum(map(int, re.findall(r"ERROR SUMMARY: (\d+) error", said)))
+        row["correct"] = row["correct"] and not row["sanitizer_errors"]
     keep(name, {"seconds": round(child.seconds, 1), "rows": [row], "error": None if ended else error})
 
 
@@ -141,12 +150,17 @@ def measure(names: Sequence[str], folder: Path, seconds: float, parent: int, *, 
         raise SystemExit("the process that started this part has ended")
     from tests.lab.gpu.sizes import DRY, FULL
 
-    if dry:
-        torch.set_num_threads(1)
-    for name in names:
-        torch.manual_seed(0)
-        module, part = importlib.import_module(f"tests.lab.gpu.{name}"), Part(folder / f"{name}.json", _LEAVE * seconds)
-        module.measure(part, DRY if dry else FULL, torch.device("cpu" if dry else "cuda"))
+    with contextlib.ExitStack() as stack:
+        if dry:
+            from tests.runtime.backends.triton.interpreter import patched_once  # which needs pytest
+
+            torch.set_num_threads(1)
+            stack.enter_context(patched_once())  # Triton's own interpreter knows no assembly
+        for name in names:
+            torch.manual_seed(0)
+            module = importlib.import_module(f"tests.lab.gpu.{name}")
+            part = Part(folder / f"{name}.json", _LEAVE * seconds, device_name())
+            module.measure(part, DRY if dry else FULL, torch.device("cpu" if dry else "cuda"))
 
 
 def turns(parts: Sequence[str]) -> Iterator[list[str]]:
@@ -166,13 +180,14 @@ def wrong(entry: Entry) -> bool:
 
 def summary(report: dict[str, Any]) -> str:
     """A line for each part: whether all is right, what was left out, and the first thing that is wrong."""
-    lines = []
+    lines, device = [], report["device"]
     for name, entry in report["parts"].items():
         bad = [row for row in entry["rows"] if row.get("correct") is False]
         left = sum("left out" in str(row.get("what")) for row in entry["rows"])
         said = entry["error"] or (str(bad[0])[:300] if bad else "")
         lines.append((name, "wrong" if wrong(entry) else "right", entry["seconds"], len(entry["rows"]), left, said))
-    return table(("part", "", "s", "rows", "left out", "first wrong"), lines)
+    head = ("part", "", "s", "rows", "left out", "first wrong")
+    return f"{device['name'] if device else 'without a card'}\n{table(head, lines)}"
 
 
 def main() -> None:
@@ -185,15 +200,18 @@ def main() -> None:
     options.add_argument("--dry", action="store_true", help="tiny, interpreted, without a card")
     options.add_argument("--parts", default="first-light", help=f"{', '.join(SETS)}, or some of {', '.join(PARTS)}")
     given = options.parse_args()
-    parts = SETS.get(given.parts) or listed(given.parts)
+    limits = SETS.get(given.parts, PARTS | TESTS)
+    parts = tuple(limits) if given.parts in SETS else listed(given.parts)
     if unknown := sorted({*parts} - {*PARTS, *TESTS}):
         options.error(f"there is no part {unknown[0]!r}; the parts are {', '.join(PARTS)}")
     if not given.dry and device_name() is None:
         options.error("needs a CUDA device; `--dry` shows without one that the command works")
     device = re.sub(r"[^a-z0-9]+", "-", (device_name() or "dry").lower()).strip("-")
-    out = given.out or ROOT / "build" / f"{given.parts if given.parts in SETS else 'gpu'}-{device}.json"
+    folder = Path(os.environ.get("OUT") or Path(tempfile.gettempdir()) / "first-light")
+    out = given.out or folder / f"{given.parts if given.parts in SETS else 'gpu'}-{device}.json"
     command = " ".join(["python -m tests.lab.gpu", *shown(sys.argv[1:])])
     report: dict[str, Any] = {"command": command, **describe(), "parts": {}}
+    print(json.dumps({name: value for name, value in report.items() if name != "parts"}, indent=1), flush=True)
     lock = threading.Lock()
 
     def keep(name: str, entry: Entry) -> None:
@@ -208,19 +226,19 @@ def main() -> None:
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, stop)
-    for turn in [parts] if given.dry else turns(parts):
+    for turn in [[part for part in parts if part not in CHOSEN]] if given.dry else turns(parts):
         print(f"{', '.join(turn)} ...", flush=True)
-        if turn[0] in TESTS:
-            run_tests(turn[0], keep)
+        if turn[0] in CHOSEN:
+            run_tests(turn[0], limits[turn[0]], keep)
             continue
-        seconds = 3600.0 if given.dry else sum(PARTS[part] for part in turn)
+        seconds = 3600.0 if given.dry else sum(limits[part] for part in turn)
         children = [turn] if given.dry else [[part] for part in turn]
         with ThreadPoolExecutor(len(children)) as pool:
             for one in [pool.submit(run_parts, own, seconds, len(children), given.dry, keep) for own in children]:
                 one.result()
         if turn == ["start"] and wrong(report["parts"]["start"]):
             break  # where no kernel can run, nothing else tells anything
-    print(summary(report))
+    print(f"{summary(report)}\n{out}")
     sys.exit(any(wrong(entry) for entry in report["parts"].values()))
 
 

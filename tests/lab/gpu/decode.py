@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import product
 from unittest import mock
 
 import numpy as np
@@ -36,6 +37,10 @@ from tuner.timer import Timer
 _SHARED_BYTES = 48 << 10
 SLOWDOWN_SECONDS = 0.7
 """One measurement of the slowdown, where a configuration is held to its budget."""
+
+
+OF_A_TRELLIS = (0.0, 5.0)
+"""Budgets for which it is timed, too."""
 
 
 class Copied:
@@ -72,24 +77,38 @@ class Remembered:
 
 
 def measure(part: Part, sizes: Sizes, device: torch.device) -> None:
-    """For each bit width a row for each budget; the row of budget 0 is the model without compensation."""
-    for bits in sizes.bits:
+    """For each bit width a row for each budget; the row of budget 0 is the model without compensation.
+
+    Of a trellis, which the program makes by default, first and with few budgets.
+    """
+    for trellis, bits in product((True, False), sizes.bits):
         began = time.monotonic()
-        options = DecoderOptions(context=sizes.context, max_rows=min(16, sizes.context))
-        with mock.patch("runtime.backends.triton.model.repack", Copied().repack):
-            decoder = TritonDecoder(RandomModel(sizes.spec, bits, head_residuals=False), options, device)
-        loaded = round(time.monotonic() - began, 1)
-        part.add({"what": "loaded", "bits": bits, "seconds": loaded, "weight_bytes": decoder.weight_bytes})
+        decoder = loaded(sizes, bits, device, trellis=trellis)
+        seconds = round(time.monotonic() - began, 1)
+        about = {"bits": bits, "codes": "trellis" if trellis else "uniform"}
+        part.add({"what": "loaded"} | about | {"seconds": seconds, "weight_bytes": decoder.weight_bytes})
         timer = Remembered(_timer(decoder, bits, device))
         for budget in sizes.budgets:
-            if not part.begin({"bits": bits, "budget_percent": budget}):
+            if trellis and budget not in OF_A_TRELLIS:
+                continue
+            if not part.begin(about | {"budget_percent": budget}):
                 continue
             part.add(
-                {"what": "decode", "bits": bits, "budget_percent": budget}
+                {"what": "decode"}
+                | about
+                | {"budget_percent": budget}
                 | _budget(decoder, timer, budget, sizes, multiprocessors(device))
             )
         decoder.close()
         del decoder, timer
+
+
+def loaded(sizes: Sizes, bits: int, device: torch.device, *, trellis: bool) -> TritonDecoder:
+    """A decoder of the measured model with random weights."""
+    options = DecoderOptions(context=sizes.context, max_rows=min(16, sizes.context))
+    model = RandomModel(sizes.spec, bits, head_residuals=False, trellis=trellis)
+    with mock.patch("runtime.backends.triton.model.repack", Copied().repack):
+        return TritonDecoder(model, options, device)
 
 
 def _budget(decoder: TritonDecoder, timer: Timer, budget: float, sizes: Sizes, sm_count: int) -> Row:

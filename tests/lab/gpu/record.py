@@ -20,16 +20,17 @@ class Part:
 
     Args:
         file: Where they are kept.
-        seconds: How long the part should take; `late` says when it has.
+        seconds: How long the part should take.
+        card: The name of the card, which stands in every row.
     """
 
-    def __init__(self, file: Path, seconds: float) -> None:
-        self._file, self._seconds, self._begin = file, seconds, time.monotonic()
+    def __init__(self, file: Path, seconds: float, card: str | None) -> None:
+        self._file, self._seconds, self._begin, self._card = file, seconds, time.monotonic(), card
         self.rows: list[Row] = []
 
     def add(self, row: Row) -> None:
         """Keep and print a row."""
-        self.rows.append(row)
+        self.rows.append({"card": self._card} | row)
         write(self._file, self.rows)
         print("  " + "  ".join(f"{name} {value}" for name, value in row.items()), flush=True)
 

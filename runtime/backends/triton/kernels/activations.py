@@ -2,11 +2,12 @@
 
 Low-bit products need the sums of every 32 adjacent activations: a code becomes the number 2^bits + code
 (`runtime.backends.triton.kernels.gemv`), and its zero must be subtracted as well, in total (2^bits + zero) * sum of a
-group's activations. Kernels that write activations also store these sums (`store_sums`); otherwise a kernel here
-computes them. Sums are those of the rounded activations.
+group's activations. Sums are those of the rounded activations.
 
 Products with a trellis read activations that are rotated like its weights (`models.trellis.rotate`), in the order of
 its words.
+
+Kernels that write activations also leave one or the other (`store_left`); where they can't, a kernel here does it.
 
 INT8 tokens have one scale per row. Norms and the MLP's gate process a whole row, so they know its largest magnitude
 before writing: they store codes, scale and the sums of the codes of each group, which W4A8 products use to subtract
@@ -24,12 +25,10 @@ import torch
 import triton
 import triton.language as tl
 
-from runtime.backends.triton.sizes import BLOCK, PIECE, pieces, token_width
+from runtime.backends.triton.sizes import PIECE, pieces, token_width
 
 BLOCK_K = 1024
 """Activations per program: 8 for each of its 128 threads."""
-ROTATED_BLOCK = 1024
-"""Activations rotated per program: 16 runs of 64, the fewest rows of a product."""
 CHANNELS_PER_WARP = 512
 """Channels quantized per warp: 16 a thread."""
 MAX_WARPS = 16
@@ -54,33 +53,6 @@ def limited(x, MOST: tl.constexpr):
 
 
 @triton.jit
-def store_sums(sums_ptr, x, first, K, BLOCK_K: tl.constexpr):
-    """Write the sums of the pieces of x float16 [BLOCK_K] to sums [ceil(K / 32)]; x starts with its piece `first`.
-
-    Activations from K on must be zero.
-    """
-    totals = tl.sum(tl.reshape(x.to(tl.float32), [BLOCK_K // 32, 32]), axis=1)
-    offs = first + tl.arange(0, BLOCK_K // 32)
-    tl.store(sums_ptr + offs, totals, mask=offs * 32 < K)
-
-
-@triton.jit
-def _sums_kernel(x_ptr, sums_ptr, K, BLOCK_K: tl.constexpr):
-    """Program (m, block) handles activations [block * BLOCK_K, ...) of row m. x [M, K], sums [M, ceil(K / 32)]."""
-    row = tl.program_id(0).to(tl.int64)
-    offs = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
-    x = tl.load(x_ptr + row * K + offs, mask=offs < K, other=0.0)
-    store_sums(sums_ptr + row * tl.cdiv(K, 32), x, tl.program_id(1) * (BLOCK_K // 32), K, BLOCK_K)
-
-
-def piece_sums(x: torch.Tensor, sums: torch.Tensor) -> None:
-    """Write the sums of every 32 adjacent activations of x float16 [M, K] to sums float32 [M, ceil(K / 32)]."""
-    M, K = x.shape
-    assert sums.shape == (M, triton.cdiv(K, 32))
-    _sums_kernel[(M, triton.cdiv(K, BLOCK_K))](x, sums, K, BLOCK_K=BLOCK_K, num_warps=4)
-
-
-@triton.jit
 def _parity(bits):
     """Whether an odd number of the lowest 8 bits is set, 0 or 1."""
     bits ^= bits >> 4
@@ -88,30 +60,61 @@ def _parity(bits):
     return (bits ^ bits >> 1) & 1
 
 
-@triton.jit(do_not_specialize=["blocks", "left"])
-def _rotate_kernel(x_ptr, out_ptr, K, width, blocks, left):
-    """Program (m, i): activations i * 1024 and up of row m. x float16 [M, K], out float16 [M, width].
+@triton.jit
+def _store_rotated(out_ptr, x, first, end, width, BLOCK_K: tl.constexpr):
+    """Rotate x float16 [BLOCK_K], and write it in the order of words to out float16 [width]; `store_left`.
 
-    Rows have whole blocks of 512 channels, and `left` pieces of 32 behind them. Sums of 64 activations with signs are a
-    product with a matrix of ones and minus ones, made of the channels' bits, which tensor cores add up in float32.
+    Rows have whole blocks of 512 channels, and pieces of 32 behind them. Sums of 64 activations with signs are a
+    product with a matrix of ones and minus ones, made of the channels' bits; tensor cores add up in float32.
     """
-    row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * 1024
-    run, place = tl.arange(0, 16), tl.arange(0, 64)
-    channels = first + run[:, None] * 64 + place[None, :]
-    x = tl.load(x_ptr + row * K + channels, mask=channels < K, other=0.0)
+    run, place = tl.arange(0, BLOCK_K // 64), tl.arange(0, 64)
     ones = place & place >> 1
     sign = (ones ^ ones >> 2 ^ ones >> 4) & 1
     minus = sign[:, None] ^ _parity(place[:, None] & place[None, :])
-    rotated = tl.dot(x, tl.where(minus != 0, -1.0, 1.0).to(tl.float16))
+    rotated = tl.dot(tl.reshape(x, [BLOCK_K // 64, 64]), tl.where(minus != 0, -1.0, 1.0).to(tl.float16))
     short = width - first - run * 64 < 64  # the last 32 channels are rotated by themselves
     rotated *= tl.where(short, 0.17677669529663687, 0.125)[:, None]
-    inside = channels < blocks * 512
-    base = tl.where(inside, channels // 512, blocks) * 512
-    each = tl.where(inside, 16, tl.maximum(left, 1))
-    lane = (channels - base) // each  # twice the lane, plus the half
+    channels = first + run[:, None] * 64 + place[None, :]
+    whole = width // 512 * 512
+    inside = channels < whole
+    left = tl.maximum((width - whole) // 32, 1)
+    behind = channels - whole
+    lane = tl.where(inside, channels % 512 // 16, behind // left)  # twice the lane, plus the half
+    piece = tl.where(inside, channels // 512 * 16 + channels % 16, whole // 32 + behind % left)
     column = lane // 4 % 2 * 16 + lane // 8 * 4 + lane // 2 % 2 * 2 + lane % 2
-    to = base + (channels - base) % each * 32 + column
-    tl.store(out_ptr + row * width + to, to_half(rotated), mask=channels < width)
+    tl.store(out_ptr + piece * 32 + column, to_half(rotated), mask=channels < tl.cdiv(end, 32) * 32)
+
+
+@triton.jit
+def store_left(left_ptr, row, x, first, end, K, BLOCK_K: tl.constexpr):
+    """Write what products read of x float16 [BLOCK_K], channels `first` to `end` of a row of K.
+
+    As left is float32 [M, ceil(K / 32)], these are the sums of the pieces. As it is float16 [M, 32 ceil(K / 32)], it is
+    the row rotated; heads are then multiples of 64. `first` is a multiple of 32, or of 64; behind `end` x is zero.
+    """
+    if left_ptr.dtype.element_ty == tl.float32:
+        totals = tl.sum(tl.reshape(x.to(tl.float32), [BLOCK_K // 32, 32]), axis=1)
+        offs = first // 32 + tl.arange(0, BLOCK_K // 32)
+        tl.store(left_ptr + row * tl.cdiv(K, 32) + offs, totals, mask=offs * 32 < end)
+    else:
+        width = tl.cdiv(K, 32) * 32
+        _store_rotated(left_ptr + row * width, x, first, end, width, BLOCK_K)
+
+
+@triton.jit
+def _left_kernel(x_ptr, left_ptr, K, BLOCK_K: tl.constexpr):
+    """Program (m, block) handles activations [block * BLOCK_K, ...) of row m of x [M, K]; `store_left`."""
+    row = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(1) * BLOCK_K
+    offs = first + tl.arange(0, BLOCK_K)
+    x = tl.load(x_ptr + row * K + offs, mask=offs < K, other=0.0)
+    store_left(left_ptr, row, x, first, K, K, BLOCK_K)
+
+
+def piece_sums(x: torch.Tensor, sums: torch.Tensor) -> None:
+    """Write the sums of every 32 adjacent activations of x float16 [M, K] to sums float32 [M, ceil(K / 32)]."""
+    assert sums.shape == (len(x), pieces(x.shape[1]))
+    _leave(x, sums)
 
 
 def rotate(x: torch.Tensor, out: torch.Tensor) -> None:
@@ -119,11 +122,13 @@ def rotate(x: torch.Tensor, out: torch.Tensor) -> None:
 
     `width` is K filled up with zeros to a multiple of 32 (`runtime.backends.triton.layout`).
     """
+    assert out.shape == (len(x), PIECE * pieces(x.shape[1]))
+    _leave(x, out)
+
+
+def _leave(x: torch.Tensor, left: torch.Tensor) -> None:
     M, K = x.shape
-    width = PIECE * pieces(K)
-    assert out.shape == (M, width)
-    blocks, left = divmod(pieces(K), BLOCK // PIECE)
-    _rotate_kernel[M, triton.cdiv(width, ROTATED_BLOCK)](x, out, K, width, blocks, left, num_warps=4)
+    _left_kernel[(M, triton.cdiv(K, BLOCK_K))](x, left, K, BLOCK_K=BLOCK_K, num_warps=4)
 
 
 class TokenShape(NamedTuple):

@@ -26,11 +26,9 @@ import triton
 import triton.language as tl
 
 from runtime.backends.triton import sizes
-from runtime.backends.triton.kernels.activations import Projected, projected_at, sigmoid, spaced, store_sums, to_half
+from runtime.backends.triton.kernels.activations import Projected, projected_at, sigmoid, spaced, store_left, to_half
 from runtime.backends.triton.kernels.attention_blocks import Blocks, HeadCache, Queries, Softmax, visit_slot
 from runtime.backends.triton.kernels.cache import LayerPages, LayerTensors, Rows, moved, power_of_two
-from runtime.backends.triton.kernels.gemv import ROWS
-from runtime.backends.triton.sizes import PIECE
 from runtime.backends.triton.workspace import Workspace, capability
 from runtime.kv.kinds import CacheKind
 
@@ -79,8 +77,8 @@ its own accord it stops at 168 there, and spills."""
 NARROW_REGISTERS = {9: 255, **REGISTERS}
 """The same for a few rows over heads of up to 64 channels."""
 _MIN_BLOCKS = tl.constexpr(MIN_BLOCKS)
-_SUMMED, _COMPENSATED = tl.constexpr(1), tl.constexpr(2)
-"""Bits of `given`: whether a merge is asked for sums, and whether gates have a compensation."""
+_LEFT, _COMPENSATED = tl.constexpr(1), tl.constexpr(2)
+"""Bits of `given`: whether `store_left` is wanted of a merge, and whether gates have a compensation."""
 _MERGED = 16
 """Splits that a merge loads at a time."""
 _MERGE_WARPS = 4
@@ -237,7 +235,7 @@ class Merged(NamedTuple):
     partial: Any  # See `Step`; as `_leave` writes it
     used: Any
     x: Any  # float16 [M, H, D]
-    sums: Any  # float32 [M, H, D / 32], of the pieces of x, where they are asked for, and D is a multiple
+    left: Any  # Of heads that are multiples of what is left (`store_left`), where it is wanted
 
 
 class Share(NamedTuple):
@@ -435,8 +433,9 @@ def _merge_kernel(
     x = to_half(x)
     tl.store(merged.x + head * D + offs_d, x, mask=mask_d)
     if D % 32 == 0:  # noqa: SIM102 - a constant and a number of the device
-        if (given & _SUMMED) != 0:
-            store_sums(merged.sums + head * (D // 32), x, 0, D, BLOCK_D)
+        if (given & _LEFT) != 0:
+            first = tl.program_id(1) * D
+            store_left(merged.left, tl.program_id(0).to(tl.int64), x, first, first + D, H * D, BLOCK_D)
 
 
 class How(TypedDict, total=False):
@@ -462,8 +461,9 @@ def attend(
     workspace: Workspace,
     *,
     context: int,
+    left: torch.Tensor | None = None,
     **how: Unpack[How],
-) -> torch.Tensor | None:
+) -> None:
     """softmax(q k^T / sqrt(D)) v over the cached positions p - window < t <= p of the slot of every row at position p.
 
     Query head h reads key-value head h // (H / H_kv). The launch only depends on the shapes, the window and the device.
@@ -476,11 +476,8 @@ def attend(
         x: float16 [M, H * D]; overwritten.
         workspace: Its scratch stores the splits until they are merged.
         context: Most tokens of a slot.
+        left: What products read of x; overwritten as `store_left` does. None: not needed.
         how: See `How`.
-
-    Returns:
-        float32 [M, H * D / 32], the sums of the pieces of x (`store_sums`), in the workspace until
-        other sums are asked of it. None of more than `gemv.ROWS` rows, and where D is no multiple of 32.
 
     Source: the running softmax of Milakov and Gimelshein (2018), split over the keys as in Flash-Decoding (2023).
     """
@@ -488,7 +485,6 @@ def attend(
     D, H_kv, kind = pages.head_dim, pages.kv_heads, pages.kind
     M, H = q.shape[0], q.shape[1] // D
     seen = context if window is None else min(window, context)
-    sums = workspace.sums(M, H * D // PIECE) if M <= ROWS and D % PIECE == 0 else None
     scale = D**-0.5 * math.log2(math.e)
     together = max(1, KEPT_ROWS // H)  # more rows would need more memory for splits than there is
     for start in range(0, M, together):
@@ -503,13 +499,12 @@ def attend(
             tile=_tile(H, H_kv, config, sliding=seen < context, cap=cap), layout=pages.layout(draft=draft),
             num_warps=config.num_warps, num_stages=config.num_stages, **options(config, capability(q.device)),
         )  # fmt: skip
-        merged = Merged(partial, used, x[start:], partial if sums is None else sums[start:])
-        given = (sums is not None) | (gates is not None and gates.dec is not None) << 1
+        merged = Merged(partial, used, x[start:], partial if left is None else left[start:])
+        given = (left is not None) | (gates is not None and gates.dec is not None) << 1
         _merge_kernel[(some, H)](
             merged, sinks, None if gates is None else spaced(*(_from(start, each) for each in gates)), given, some,
             splits, config.rows, H=H, D=D, BLOCK_S=_MERGED, num_warps=_MERGE_WARPS,
         )  # fmt: skip
-    return sums
 
 
 def _from(start: int, x: torch.Tensor | None) -> torch.Tensor | None:

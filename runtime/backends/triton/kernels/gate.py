@@ -14,7 +14,7 @@ from runtime.backends.triton.kernels.activations import (
     Tokens,
     projected_at,
     rounding_shape,
-    store_sums,
+    store_left,
     store_tokens,
     to_half,
 )
@@ -24,20 +24,20 @@ BLOCK_I = 512
 """Channels per program: 4 for each of its 128 threads, so that one row already occupies many multiprocessors."""
 
 
-_COMPENSATED, _SUMMED, _BOTH = tl.constexpr(1), tl.constexpr(2), tl.constexpr(4)
-"""Bits of `given`: whether dec is added, and whether sums are wanted; whether the context has a compensation. See
-`_add_norm_kernel`."""
+_COMPENSATED, _LEFT, _BOTH = tl.constexpr(1), tl.constexpr(2), tl.constexpr(4)
+"""Bits of `given`: whether dec is added, and whether `store_left` is wanted; whether the context has a compensation.
+See `_add_norm_kernel`."""
 _GAIN = tl.constexpr(CLAMPED_GAIN)
 
 
 @triton.jit(do_not_specialize=["given"])
 def _gate_kernel(
-    y_ptr, dec_ptr, x_ptr, sums_ptr, factors_ptr, given,
+    y_ptr, dec_ptr, x_ptr, left_ptr, factors_ptr, given,
     WIDTH: tl.constexpr, BLOCK_I: tl.constexpr, GELU: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
     """Program (m, block) handles channels [block * BLOCK_I, ...) of row m. y, dec [M, 2 WIDTH], x [M, WIDTH].
 
-    sums [M, ceil(WIDTH / 32)], factors [M] or None.
+    left as in `store_left`, factors [M] or None.
     """
     row = tl.program_id(0).to(tl.int64)
     offs_i = tl.program_id(1) * BLOCK_I + tl.arange(0, BLOCK_I)
@@ -46,9 +46,8 @@ def _gate_kernel(
         x *= tl.load(factors_ptr + row)
     x = to_half(x)
     tl.store(x_ptr + row * WIDTH + offs_i, x, mask=offs_i < WIDTH)
-    if (given & _SUMMED) != 0:
-        first = tl.program_id(1) * (BLOCK_I // 32)
-        store_sums(sums_ptr + row * ((WIDTH + 31) // 32), x, first, WIDTH, BLOCK_I)
+    if (given & _LEFT) != 0:
+        store_left(left_ptr, row, x, tl.program_id(1) * BLOCK_I, WIDTH, WIDTH, BLOCK_I)
 
 
 @triton.jit(do_not_specialize=["given"])
@@ -95,8 +94,7 @@ def gate(
     y: torch.Tensor,
     dec: torch.Tensor | None,
     x: torch.Tensor,
-    sums: torch.Tensor | None = None,
-    tokens: Tokens | None = None,
+    left: torch.Tensor | Tokens | None = None,
     *,
     factors: torch.Tensor | None = None,
     gelu: bool = False,
@@ -111,30 +109,29 @@ def gate(
         y: float32 [M, 2 * intermediate_size], output of the fused projection: gate, then up.
         dec: float32, shaped like y, its compensation, or None.
         x: float16 [M, intermediate_size]; overwritten.
-        sums: float32 [M, ceil(intermediate_size / 32)]; overwritten with the sums of the pieces of x
-            (`runtime.backends.triton.kernels.activations`). None: not needed.
-        tokens: INT8 [M, intermediate_size], of the same rows before half precision; overwritten, instead of `sums`. A
-            program then handles a whole row, for its scale. None: not needed.
-        factors: float32 [M], a factor of each row before it is rounded: an expert's share. None: 1; none with `tokens`.
+        left: What products read of the same rows; overwritten. As `store_left` writes it, or INT8 tokens [M,
+            intermediate_size], quantized before half precision: a program then handles a whole row, for its scale.
+            None: not needed.
+        factors: float32 [M], a factor of each row before it is rounded: an expert's share. None: 1; none with tokens.
         gelu: Whether it is GELU, by its tanh form, instead of SiLU.
         limit: Most of g and of u, whose least is its negative, in the last of these; 0: it is another.
     """
     M, width = x.shape
     assert y.shape == (M, 2 * width)
-    if tokens is not None:
+    if isinstance(left, Tokens):
         assert factors is None
-        shape, warps = rounding_shape(width, tokens.group_size)
+        shape, warps = rounding_shape(width, left.group_size)
         given = int(dec is not None)
         _gate_round_kernel[(M,)](
-            y, y if dec is None else dec, x, tokens.operands, given, WIDTH=width, shape=shape, GELU=gelu,
+            y, y if dec is None else dec, x, left.operands, given, WIDTH=width, shape=shape, GELU=gelu,
             LIMIT=limit, num_warps=warps, enable_fp_fusion=False,
         )  # fmt: skip
         return
     grid = (M, triton.cdiv(width, BLOCK_I))
-    given = (dec is not None) | (sums is not None) << 1
-    dec, sums = y if dec is None else dec, y if sums is None else sums
+    given = (dec is not None) | (left is not None) << 1
+    dec, left = y if dec is None else dec, y if left is None else left
     _gate_kernel[grid](
-        y, dec, x, sums, factors, given, WIDTH=width, BLOCK_I=BLOCK_I, GELU=gelu, LIMIT=limit, num_warps=4
+        y, dec, x, left, factors, given, WIDTH=width, BLOCK_I=BLOCK_I, GELU=gelu, LIMIT=limit, num_warps=4
     )
 
 
@@ -149,10 +146,10 @@ class OwnTokens(NamedTuple):
 
 @triton.jit(do_not_specialize=["given"])
 def _token_gate_kernel(
-    gates, context, tokens, x_ptr, sums_ptr, given,
+    gates, context, tokens, x_ptr, left_ptr, given,
     WIDTH: tl.constexpr, BLOCK_I: tl.constexpr, GELU: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
-    """Program m handles row m. Projected gates and context [M, WIDTH], x the same; sums [M, ceil(WIDTH / 32)]."""
+    """Program m handles row m. Projected gates and context [M, WIDTH], x the same; `store_left`."""
     row = tl.program_id(0).to(tl.int64)
     offs_i = tl.arange(0, BLOCK_I)
     mask_i = offs_i < WIDTH
@@ -162,8 +159,8 @@ def _token_gate_kernel(
     up += tl.load(tokens.rows + row * tokens.stride + offs_i, mask=mask_i, other=0.0).to(tl.float32)
     x = to_half(tl.where(mask_i, _activated(gate, up, GELU, LIMIT), 0.0))
     tl.store(x_ptr + offs, x, mask=mask_i)
-    if (given & _SUMMED) != 0:
-        store_sums(sums_ptr + row * ((WIDTH + 31) // 32), x, 0, WIDTH, BLOCK_I)
+    if (given & _LEFT) != 0:
+        store_left(left_ptr, row, x, 0, WIDTH, WIDTH, BLOCK_I)
 
 
 def token_gate(
@@ -171,7 +168,7 @@ def token_gate(
     context: Projected,
     tokens: OwnTokens,
     x: torch.Tensor,
-    sums: torch.Tensor | None = None,
+    left: torch.Tensor | None = None,
     *,
     gelu: bool = False,
     limit: float = 0.0,
@@ -179,13 +176,14 @@ def token_gate(
     """Write f(g) * (e + norm(c)), as `gate` does, where e is a block's own embedding of a row's token.
 
     gates g and context c are float32 [M, P] with their compensations, or None; x is float16 [M, P].
+    `left` is as in `store_left`; None: not needed.
     """
     M, width = x.shape
-    given = (gates.dec is not None) | (sums is not None) << 1 | (context.dec is not None) << 2
+    given = (gates.dec is not None) | (left is not None) << 1 | (context.dec is not None) << 2
     both = (Projected(one.y, one.y if one.dec is None else one.dec) for one in (gates, context))
-    block = max(32, triton.next_power_of_2(width))
+    block = max(64, triton.next_power_of_2(width))
     _token_gate_kernel[(M,)](
-        *both, tokens, x, gates.y if sums is None else sums, given, WIDTH=width, BLOCK_I=block, GELU=gelu, LIMIT=limit,
+        *both, tokens, x, gates.y if left is None else left, given, WIDTH=width, BLOCK_I=block, GELU=gelu, LIMIT=limit,
         num_warps=token_warps(block),
     )  # fmt: skip
 

@@ -13,15 +13,15 @@ import torch
 import triton
 import triton.language as tl
 
-from runtime.backends.triton.kernels.activations import Tokens, rounding_shape, store_sums, store_tokens, to_half
+from runtime.backends.triton.kernels.activations import Tokens, rounding_shape, store_left, store_tokens, to_half
 
 CHANNELS_PER_WARP = 256
 """Channels per warp, kept in registers: 8 a thread. One program handles a whole row, so few warps would be slow."""
 MAX_WARPS = 32
-_ADDED, _COMPENSATED, _GATHERED, _EMBEDDED, _SUMMED, _BOTH = (tl.constexpr(1 << place) for place in range(6))
+_ADDED, _COMPENSATED, _GATHERED, _EMBEDDED, _LEFT, _BOTH = (tl.constexpr(1 << place) for place in range(6))
 """Bits of `given`: whether y, and dec, are added; whether `index` contains rows; whether the stream begins with
-embeddings; whether sums are wanted; whether the output beside y has a compensation. A run-time argument, so that a
-model needs one kernel; pointers that are not given are not read."""
+embeddings; whether `store_left` is wanted; whether the output beside y has a compensation. A run-time argument, so
+that a model needs one kernel; pointers that are not given are not read."""
 
 
 class Beside(NamedTuple):
@@ -54,20 +54,20 @@ def normalized(x, weight_ptr, eps, C: tl.constexpr, BLOCK_C: tl.constexpr):
 
 @triton.jit(do_not_specialize=["given"])
 def _add_norm_kernel(
-    h_ptr, y_ptr, dec_ptr, index_ptr, embeddings_ptr, norms, x_ptr, sums_ptr, given,
+    h_ptr, y_ptr, dec_ptr, index_ptr, embeddings_ptr, norms, x_ptr, left_ptr, given,
     C: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """Program r handles row r, or row index[r]. h, y, dec [M, C], x [M, C] or [R, C]; index [R]; `RowNorms`.
 
-    embeddings [M, C], with which the residual stream begins; sums [M or R, ceil(C / 32)].
+    embeddings [M, C], with which the residual stream begins; left as in `store_left`, of the rows of x.
     """
     pointers = (h_ptr, y_ptr, dec_ptr, index_ptr, embeddings_ptr)
     x = to_half(_normed_row(pointers, norms, given, C, BLOCK_C))
     out_row = tl.program_id(0).to(tl.int64)
     offs_c = tl.arange(0, BLOCK_C)
     tl.store(x_ptr + out_row * C + offs_c, x, mask=offs_c < C)
-    if (given & _SUMMED) != 0:
-        store_sums(sums_ptr + out_row * ((C + 31) // 32), x, 0, C, BLOCK_C)
+    if (given & _LEFT) != 0:
+        store_left(left_ptr, out_row, x, 0, C, C, BLOCK_C)
 
 
 @triton.jit(do_not_specialize=["given"])
@@ -140,9 +140,8 @@ def add_norm(
         norms: Weights and epsilons.
         x: float16 [M, C], or [R, C] with `rows`; overwritten.
         rows: int32 [R], the rows of h to normalize, each in [0, M); None = all, in order.
-        left: Further output for the same rows; overwritten. The sums of the pieces of x, float32 [M, ceil(C / 32)], or
-            [R, ...] with `rows` (`store_sums`); or INT8 tokens [M or R, C], quantized before half
-            precision. None: not needed.
+        left: What products read of the same rows; overwritten. As `store_left` writes it, or INT8 tokens [M or R, C],
+            quantized before half precision. None: not needed.
     """
     assert y is not None or dec is None, "a compensation belongs to the output of a linear layer"
     given = (y is not None) | (dec is not None) << 1 | (rows is not None) << 2
@@ -172,7 +171,7 @@ def _launch(
 ) -> None:
     """Launch over the rows of x; absent tensors are replaced by another of the same type.
 
-    `added` is an output and its compensation, `left` what else is left of the rows: sums of pieces, or INT8 tokens.
+    `added` is an output and its compensation, `left` what else is left of the rows.
     """
     y, dec = added
     R, C = x.shape
@@ -189,7 +188,7 @@ def _launch(
             enable_fp_fusion=False,
         )  # fmt: skip
         return
-    given |= 0 if left is None else _SUMMED.value
+    given |= 0 if left is None else _LEFT.value
     _add_norm_kernel[(R,)](
         h, y, dec, index, embeddings, norms, x, h if left is None else left, given, C=C, BLOCK_C=block, num_warps=warps
     )  # fmt: skip
@@ -197,5 +196,5 @@ def _launch(
 
 def _shape(channels: int) -> tuple[int, int]:
     """Channels of a program, a power of two, and its warps."""
-    block = max(32, triton.next_power_of_2(channels))
+    block = max(64, triton.next_power_of_2(channels))
     return block, max(1, min(MAX_WARPS, block // CHANNELS_PER_WARP))

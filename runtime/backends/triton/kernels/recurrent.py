@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 
 from models.spec import DeltaSpec
-from runtime.backends.triton.kernels.activations import Projected, projected_at, sigmoid, store_sums, to_half
+from runtime.backends.triton.kernels.activations import Projected, projected_at, sigmoid, store_left, to_half
 from runtime.backends.triton.kernels.cache import Rows
 from runtime.backends.triton.kernels.delta_chunks import (
     BLOCK_V,
@@ -43,9 +43,9 @@ ALONE = RING - LONGEST_TAPS + 2
 """Rows of a step from which on they enter the ring in a launch of their own."""
 BLOCK_C = 256
 """Channels of a program: 2 for each of its 128 threads."""
-_COMPENSATED, _SUMMED, _MIXES, _ENTERS = (tl.constexpr(1 << place) for place in range(4))
-"""Bits of `given`: whether the projection has a compensation; whether sums are wanted; whether rows are mixed, and
-whether they enter the ring."""
+_COMPENSATED, _LEFT, _MIXES, _ENTERS = (tl.constexpr(1 << place) for place in range(4))
+"""Bits of `given`: whether the projection has a compensation; whether `store_left` is wanted; whether rows are
+mixed, and whether they enter the ring."""
 _TINY = tl.constexpr(1e-6)
 """Added to the squared length of a query or key (`models.recurrent.normalized`)."""
 
@@ -121,11 +121,11 @@ def _gated(projected, row, offs_c, mask_c, compensated, C: tl.constexpr):
 
 @triton.jit(do_not_specialize=["M", "given"])
 def _convolve_kernel(
-    projected, rows, recent, x_ptr, sums_ptr, M, given, taps: tl.constexpr, BLOCK_C: tl.constexpr
+    projected, rows, recent, x_ptr, left_ptr, M, given, taps: tl.constexpr, BLOCK_C: tl.constexpr
 ):  # fmt: skip
     """Program (m, block) handles channels [block * BLOCK_C, ...) of row m. projected [M, 3 C], x [M, C].
 
-    sums [M, ceil(C / 32)], where they are asked for.
+    left as in `store_left`, where it is wanted.
     """
     C: tl.constexpr = taps.C
     row = tl.program_id(0).to(tl.int64)
@@ -143,8 +143,8 @@ def _convolve_kernel(
             total += tl.load(recent.bias + offs_c, mask=mask_c, other=0.0)
         x = to_half(total * projected_at(projected, row * 3 * C + C + offs_c, mask_c, compensated))
         tl.store(x_ptr + row * C + offs_c, x, mask=mask_c)
-        if (given & _SUMMED) != 0:
-            store_sums(sums_ptr + row * ((C + 31) // 32), x, tl.program_id(1) * (BLOCK_C // 32), C, BLOCK_C)
+        if (given & _LEFT) != 0:
+            store_left(left_ptr, row, x, tl.program_id(1) * BLOCK_C, C, C, BLOCK_C)
     if (given & _ENTERS) != 0:
         at, _ = ring_of(recent, rows, row, 0, taps)
         entering = mask_c & enters(rows, row, M, taps)
@@ -157,21 +157,21 @@ def convolve(
     rows: Rows,
     recent: Recent,
     x: torch.Tensor,
-    sums: torch.Tensor | None = None,
+    left: torch.Tensor | None = None,
 ) -> None:
     """Write G * conv(B * u) to x, rounded to half precision, where B, G and u are the thirds of y + dec.
 
-    y is float32 [M, 3 C], output of the fused projection, x float16 [M, C], and sums are those of its pieces.
+    y is float32 [M, 3 C], output of the fused projection, x float16 [M, C], and `left` what `store_left` writes.
     Rows of a slot are adjacent, in consecutive positions; the products B * u enter the ring.
     """
     M, C = x.shape
     assert y.shape == (M, 3 * C)
-    projected, unused = Projected(y, y if dec is None else dec), y if sums is None else sums
-    given = (dec is not None) | (sums is not None) << 1
+    projected, to = Projected(y, y if dec is None else dec), y if left is None else left
+    given = (dec is not None) | (left is not None) << 1
     both = _MIXES.value | _ENTERS.value
     for parts in (both,) if M < ALONE else (_MIXES.value, _ENTERS.value):
         _convolve_kernel[(M, triton.cdiv(C, BLOCK_C))](
-            projected, rows, recent, x, unused, M, given | parts, taps=taps_of(recent, C), BLOCK_C=BLOCK_C, num_warps=4
+            projected, rows, recent, x, to, M, given | parts, taps=taps_of(recent, C), BLOCK_C=BLOCK_C, num_warps=4
         )  # fmt: skip
 
 
@@ -341,12 +341,12 @@ def _recur_kernel(mixed, matrices_ptr, rows, runs_ptr, rates, heads: tl.constexp
 
 @triton.jit(do_not_specialize=["M", "given"])
 def _finish_kernel(
-    projected, rows, recent, gain_ptr, mixed, x_ptr, sums_ptr, M, eps, given, taps: tl.constexpr, heads: tl.constexpr
+    projected, rows, recent, gain_ptr, mixed, x_ptr, left_ptr, M, eps, given, taps: tl.constexpr, heads: tl.constexpr
 ):  # fmt: skip
     """Program (m, h): RMSNorm of the outputs of value head h of row m, times SiLU of its gate. x [M, VALUES * DV].
 
     In Mamba-2, of those of key head h, which have one norm, once they are multiplied by SiLU of their gates.
-    sums [M, VALUES, DV / 32], where they are asked for, and DV is a multiple. A part of what enters the ring, too.
+    left as in `store_left`, where it is wanted. A part of what enters the ring, too.
     """
     INPUTS: tl.constexpr = inputs_of(heads)
     STRIDE: tl.constexpr = stride_of(heads)
@@ -378,8 +378,8 @@ def _finish_kernel(
         x = to_half(y * gate * sigmoid(gate))
         tl.store(x_ptr + (row * heads.VALUES + head) * DV + offs_v, x, mask=mask_v)
         if DV % 32 == 0:  # noqa: SIM102 - a constant and a number of the device
-            if (given & _SUMMED) != 0:
-                store_sums(sums_ptr + (row * heads.VALUES + head) * (DV // 32), x, 0, DV, BLOCK_V)
+            if (given & _LEFT) != 0:
+                store_left(left_ptr, row, x, head * DV, (head + 1) * DV, heads.VALUES * DV, BLOCK_V)
     if enters(rows, row, M, taps):
         offs_p = norm * PART + tl.arange(0, BLOCK_P)
         mask_p = (tl.arange(0, BLOCK_P) < PART) & (offs_p < INPUTS)
@@ -395,7 +395,7 @@ def delta_rule(
     layer: DeltaLayer,
     mixed: Mixed,
     x: torch.Tensor,
-    sums: torch.Tensor | None = None,
+    left: torch.Tensor | None = None,
 ) -> None:
     """Write what the rule makes of y + dec to x, rounded to half precision; rows enter ring and matrices.
 
@@ -407,13 +407,12 @@ def delta_rule(
         layer: The layer; its ring and matrices are changed.
         mixed: Overwritten; its room for `RUNS_TOGETHER` runs, or for all if there are fewer, is used again and again.
         x: float16 [M, VALUES * DV]; overwritten.
-        sums: float32 [M, VALUES * DV / 32]; overwritten with the sums of the pieces of x
-            (`runtime.backends.triton.kernels.activations`). None: not needed; DV is a multiple of 32 otherwise.
+        left: What products read of x; overwritten as `store_left` does. None: not needed.
     """
     M, heads, taps = len(x), layer.heads, layer.taps
     assert y.shape == (M, stride_of(heads))
     projected, most = Projected(y, y if dec is None else dec), min(M, len(runs))
-    given = (dec is not None) | (sums is not None) << 1
+    given = (dec is not None) | (left is not None) << 1
     for start in range(0, most, RUNS_TOGETHER):
         some, of = min(RUNS_TOGETHER, most - start), runs[start:]
         _mix_kernel[(some + (0 if start else M), 2 * heads.KEYS + heads.VALUES + 1)](
@@ -426,6 +425,6 @@ def delta_rule(
     if long := min(most, M // (SMALL_STEP + 1)):
         delta_rule_chunked(mixed, layer.matrices, rows, runs[:long], heads, layer.rates.skip)
     _finish_kernel[(M, heads.KEYS if heads.MAMBA else heads.VALUES)](
-        projected, rows, layer.recent, layer.gain, mixed, x, y if sums is None else sums, M, layer.eps, given,
+        projected, rows, layer.recent, layer.gain, mixed, x, y if left is None else left, M, layer.eps, given,
         taps=taps, heads=heads, num_warps=1,
     )  # fmt: skip

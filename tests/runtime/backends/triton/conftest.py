@@ -33,6 +33,22 @@ def cuda() -> str:
 
 
 @pytest.fixture
+def _order(request: pytest.FixtureRequest, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter runs programs from the first on; a card does as it likes."""
+    if request.param == "forwards" or device == "cuda":
+        return
+    from triton.runtime import interpreter
+
+    builder = interpreter.interpreter_builder
+    forwards = builder.set_grid_idx
+
+    def backwards(*place: int) -> None:
+        forwards(*(count - 1 - at for count, at in zip(builder.grid_dim, place, strict=True)))
+
+    monkeypatch.setattr(builder, "set_grid_idx", backwards)
+
+
+@pytest.fixture
 def small(tiny_model: Any, tiny_spec: Any) -> Callable[..., Any]:
     """Makes models as small as `SMALL`: fields of their spec that differ, and how they are packed."""
     from tests.runtime.backends.triton.decoding import SMALL

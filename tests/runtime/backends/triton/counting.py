@@ -10,6 +10,7 @@ import contextlib
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -49,6 +50,8 @@ class Card(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.requested = self.peak = 0
+        self.launches: list[str] = []
+        """Kernels that were launched, `add_norm`."""
         self._segments: list[Segment] = []
         self._held: dict[int, None] = {}
 
@@ -102,11 +105,13 @@ def counted() -> Iterator[Card]:
     """A card whose kernels do nothing; for models that are placed on `META`."""
     from triton.runtime import interpreter, jit
 
-    def launch(*_arguments: Any, **_options: Any) -> None:
-        return None
+    card = Card()
+
+    def launch(kernel: Any, *_arguments: Any, **_options: Any) -> None:
+        card.launches.append(kernel.fn.__name__.removeprefix("_").removesuffix("_kernel"))
 
     with pytest.MonkeyPatch.context() as patch:
         for made in (jit.JITFunction, interpreter.InterpretedFunction):
-            patch.setattr(made, "__getitem__", lambda _self, _grid: launch, raising=False)
-        with Card() as card:
+            patch.setattr(made, "__getitem__", lambda kernel, _grid: partial(launch, kernel), raising=False)
+        with card:
             yield card

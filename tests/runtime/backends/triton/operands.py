@@ -11,24 +11,38 @@ import torch
 from models.packed import PackedLinear
 from models.packing import pack
 from runtime.backends.triton.experts import GpuExperts, HostRecords, stack
+from runtime.backends.triton.kernels.activations import rotate
 from runtime.backends.triton.kernels.cache import LayerPages
 from runtime.backends.triton.kernels.experts import Groups, group, most_blocks
 from runtime.backends.triton.layout import GpuLinear, parts_of, repack
 from runtime.backends.triton.residual import ordinary, page_locked
 from runtime.backends.triton.sizes import BLOCK, LANES, PIECE, WORDS
 from runtime.kv.kinds import KINDS
-from tests.close import Tolerance
+from tests.close import Tolerance, assert_close
 
 SUMS = Tolerance(spread=1e-6, why="32 halves summed in float32, in another order")
+TURNED = Tolerance(rtol=1e-3, spread=1e-5, why="sums of 64 in another order where rows are fewer, rounded to halves")
 EXACT = Tolerance(spread=1e-5, why="codes and activations enter exactly; sums are rounded in another order")
 """Under the interpreter sums are off by up to 1e-6 of the results' root mean square; tensor cores truncate instead of
 rounding, and sums are some eight times as large before the offset is taken off again."""
 
 
-def sums_of(x: torch.Tensor) -> torch.Tensor:
-    """Sums of every 32 activations of x float16 [M, K], in float64."""
-    padded = torch.nn.functional.pad(x.cpu().double(), (0, -x.shape[1] % 32))
-    return padded.unflatten(1, (-1, 32)).sum(dim=2)
+def left_of(M: int, K: int, device: str, *, rotated: bool = False) -> torch.Tensor:
+    """Where a kernel leaves what products read of x [M, K]: sums of its pieces, or its rows rotated."""
+    pieces = -(-K // PIECE)
+    dtype = torch.float16 if rotated else torch.float32
+    return poisoned(M, pieces * (PIECE if rotated else 1), dtype=dtype, device=device)
+
+
+def assert_left(left: torch.Tensor, x: torch.Tensor) -> None:
+    """What a kernel left of x float16 [M, K] is what a launch of its own makes of it."""
+    if left.dtype == torch.float32:
+        padded = torch.nn.functional.pad(x.double(), (0, -x.shape[1] % 32))
+        assert_close(left, padded.unflatten(1, (-1, 32)).sum(dim=2), SUMS)
+        return
+    expected = torch.full_like(left, torch.nan)
+    rotate(x, expected)
+    assert_close(left.float(), expected.float(), TURNED)
 
 
 def packed_matrix(

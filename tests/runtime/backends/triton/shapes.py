@@ -78,6 +78,9 @@ MODELS: dict[str, tuple[ModelSpec, Recipe]] = {
     "gemma-4-31b-4bit": (WIDE, Recipe(bits=4)),
     "gemma-4-e2b-4bit": (SHARING, Recipe(bits=4)),
     "gemma-4-26b-a4b-4bit": (BESIDE, Recipe(bits=4)),
+    "llama-3-8b-trellis": (LLAMA, Recipe(method="trellis", bits=4)),
+    "qwen3.5-4b-trellis": (QWEN35, Recipe(method="trellis", bits=3)),
+    "gemma-4-e2b-trellis": (SHARING, Recipe(method="trellis", bits=3)),
 }
 
 
@@ -96,7 +99,7 @@ class Shapes:
             name=name, shape=(N, K), bits=self.recipe.layer_bits(name), group_size=self.recipe.group_size,
             codes=nothing, scales=nothing, zeros=nothing, residual=residual,
             bias=np.zeros(N, np.float32) if self.spec.has_bias(name) else None,
-            rank_maximum=np.ones(K, np.float32), mean_square=np.ones(K, np.float32),
+            rank_maximum=np.ones(K, np.float32), mean_square=np.ones(K, np.float32), trellis=self.recipe.trellis,
         )  # fmt: skip
 
     def vector(self, name: str) -> Any:
@@ -120,12 +123,17 @@ class Shapes:
 def without_numbers(packed: PackedLinear, device: torch.device) -> GpuLinear:
     """As `repack`, of the bytes that `linear_bytes` counts; that those are the layout's own is tested below."""
     N, K = packed.shape
-    codes = torch.empty(code_words(packed.shape, packed.bits), dtype=torch.int32, device=device)
-    groups = torch.empty(-(-K // packed.group_size), N, dtype=torch.int32, device=device)
+    words = code_words(packed.shape, packed.bits, trellis=packed.trellis)
+    codes = torch.empty(words, dtype=torch.int32, device=device)
+    groups = scales = None
+    if packed.trellis:
+        scales = torch.empty(N, dtype=torch.float16, device=device)
+    else:
+        groups = torch.empty(-(-K // packed.group_size), N, dtype=torch.int32, device=device)
     bias = None if packed.bias is None else torch.empty(N, device=device)
     return GpuLinear(
         name=packed.name, shape=packed.shape, bits=packed.bits, group_size=packed.group_size, codes=codes,
-        groups=groups, codebook=None, bias=bias,
+        groups=groups, codebook=None, bias=bias, scales=scales,
     )  # fmt: skip
 
 

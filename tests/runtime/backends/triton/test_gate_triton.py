@@ -13,7 +13,7 @@ from runtime.backends.operations.layers import clamped_gate, gelu_gate, rms_norm
 from runtime.backends.triton.kernels.activations import Projected
 from runtime.backends.triton.kernels.gate import BLOCK_I, OwnTokens, gate, token_gate
 from tests.close import Tolerance, assert_close
-from tests.runtime.backends.triton.operands import SUMS, poisoned, sums_of
+from tests.runtime.backends.triton.operands import assert_left, left_of, poisoned
 
 
 @pytest.mark.parametrize(("M", "width"), [(1, 172), (3, BLOCK_I + 8)])
@@ -22,9 +22,9 @@ def test_what_compensates_the_product_is_added(device: str, M: int, width: int) 
     y = 3 * torch.randn(M, 2 * width, generator=generator)
     dec = torch.randn(M, 2 * width, generator=generator)
     x = poisoned(M, width, dtype=torch.float16, device=device)
-    sums = poisoned(M, -(-width // 32), device=device)
-    gate(y.to(device), dec.to(device), x, sums)
-    assert_close(sums, sums_of(x), SUMS)
+    left = left_of(M, width, device, rotated=M > 1)
+    gate(y.to(device), dec.to(device), x, left)
+    assert_left(left, x)
     total = y + dec
     assert_close(x.cpu().float(), silu_gate(total[:, :width], total[:, width:]), "half")
 
@@ -72,13 +72,13 @@ def test_a_block_s_own_embeddings_pass_its_gate(
     outputs = torch.randn(2, 2, M, P, generator=generator)
     rows, weight = torch.randn(M, 3 * P, generator=generator).half(), torch.rand(P, generator=generator) + 0.5
     x = poisoned(M, P, dtype=torch.float16, device=device)
-    sums = poisoned(M, -(-P // 32), device=device)
+    left = left_of(M, P, device, rotated=gelu)
     both = [
         Projected(y.to(device), other.to(device) if own else None) for (y, other), own in zip(outputs, dec, strict=True)
     ]
     tokens = OwnTokens(rows.to(device)[:, P : 2 * P], 3 * P, weight.to(device), eps)
-    token_gate(*both, tokens, x, sums, gelu=gelu)
-    assert_close(sums, sums_of(x), SUMS)
+    token_gate(*both, tokens, x, left, gelu=gelu)
+    assert_left(left, x)
     g, context = (y + other if own else y for (y, other), own in zip(outputs, dec, strict=True))
     up = rows[:, P : 2 * P].float() + rms_norm(context, weight, eps)
     # A sum that cancels has the float32 error of its terms.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -169,8 +170,9 @@ def test_a_captured_draw_samples_other_logits_with_other_numbers(recorded: Any) 
     assert recorder.replayed >= 2 * 40 - 6
 
 
-def test_the_oldest_graph_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_oldest_graph_makes_room_for_one_that_comes_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphs, "KEPT", 2)
+    monkeypatch.setattr(graphs, "OFTEN", 3)
     made: list[str] = []
 
     def capture(launches: Callable[[], Any], pool: Any) -> Any:
@@ -178,6 +180,65 @@ def test_the_oldest_graph_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
         return (lambda: None), launches(), launches()
 
     found = Graphs(capture)
-    for shape in "aabbacca" + "b":
+    for shape in "aabbaccaca" + "cbbb":
         assert found.run(shape, lambda name=shape: name) == shape
-    assert made == ["a beside None", "b beside a", "c beside a", "b beside a"]
+    assert made == ["a beside None", "b beside a", "c beside a"]
+    found.run("b", lambda: "b")
+    assert made[3:] == ["b beside c"]
+
+
+def test_more_shapes_than_are_kept_are_hardly_ever_captured() -> None:
+    """As drafts of a batch make: in turn, each would be captured every time that it comes."""
+    captured = 0
+
+    def capture(launches: Callable[[], Any], _pool: Any) -> Any:
+        nonlocal captured
+        captured += 1
+        return (lambda: None), launches(), None
+
+    found, rounds, shapes = Graphs(capture), 24, graphs.KEPT + 8
+    for number in range(rounds * shapes):
+        found.run(number % shapes, lambda: 0)
+    assert captured <= graphs.KEPT + rounds * shapes / graphs.OFTEN
+
+
+class Card:
+    """Stands for torch.cuda: counts how often captures empty its caches."""
+
+    def __init__(self, free: int) -> None:
+        self.free, self.emptied = free, 0
+
+    def install(self, patch: pytest.MonkeyPatch) -> None:
+        card = self
+
+        class Graph:
+            def capture_begin(self, pool: Any, capture_error_mode: str) -> None:
+                assert (pool, capture_error_mode) == ("pool", graphs.CAPTURE_MODE)
+
+            def capture_end(self) -> None:
+                self.ended = True
+
+            def replay(self) -> None: ...
+
+            def pool(self) -> str:
+                return "pool"
+
+        def whole(graph: Graph, pool: Any, capture_error_mode: str) -> Any:
+            card.emptied += 1
+            return nullcontext()
+
+        own = {"CUDAGraph": Graph, "graph": whole, "current_stream": object, "mem_get_info": lambda: (card.free, 0)}
+        own |= {"stream": lambda _: nullcontext(), "current_device": lambda: 0}
+        for name, stand_in in own.items():
+            patch.setattr(torch.cuda, name, stand_in)
+        patch.setattr(graphs, "_capturing", lambda _: None)
+
+
+@pytest.mark.parametrize(("free", "emptied"), [(1 << 30, 1), (1 << 20, 3)])
+def test_captures_behind_the_first_leave_caches_alone(free: int, emptied: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    card, pool = Card(free), None
+    card.install(monkeypatch)
+    for number in range(3):
+        _, result, pool = graphs.capture(lambda one=number: one, pool)
+        assert result == number
+    assert card.emptied == emptied

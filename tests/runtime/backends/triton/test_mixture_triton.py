@@ -167,8 +167,8 @@ def test_a_row_has_the_same_bits_alone_and_in_a_batch(small: Any, device: str) -
         run = decoder._pass(decoder._begin(step([7] * (rows.stop - rows.start), 0)))
         x = run.run(read)
         x.tensor.copy_(inputs[rows])
-        assert x.sums is not None
-        x.sums.copy_(inputs[rows].float().sum(1, keepdim=True))
+        assert isinstance(x.left, torch.Tensor)
+        x.left.copy_(inputs[rows].float().sum(1, keepdim=True))
         out = run.experts(experts)
         assert out.dec is not None
         found.append((out.tensor.clone(), out.dec.clone()))
@@ -275,8 +275,8 @@ def test_the_timer_multiplies_with_as_many_experts_as_a_token_goes_to(small: Any
     for kind, width, rows in (("gate_up", 32, 1), ("down", 40, read)):
         inputs = x[:rows, :width].contiguous()
         decoder.buffers.input(rows, width).copy_(inputs)
-        sums = decoder.buffers.sums(1, width, each=rows)
-        assert sums is not None
+        sums = decoder.buffers.left(1, width, each=rows)
+        assert isinstance(sums, torch.Tensor)
         piece_sums(inputs.to(device), sums)
         found = launch(decoder, decoder.model.linears[f"layers.0.experts.0.{kind}"], chosen)
         assert found.dec is not None

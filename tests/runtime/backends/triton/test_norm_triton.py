@@ -12,7 +12,7 @@ import torch
 from runtime.backends.operations.layers import rms_norm
 from runtime.backends.triton.kernels.norm import Beside, RowNorms, add_norm, embed_norm
 from tests.close import assert_close
-from tests.runtime.backends.triton.operands import SUMS, poisoned, sums_of
+from tests.runtime.backends.triton.operands import assert_left, left_of, poisoned
 
 EPS = 1e-5
 
@@ -30,7 +30,7 @@ class _Case:
         self.sum = self.h + (total if self.dec is None else total + self.dec)
 
     def run(
-        self, device: str, rows: list[int] | None = None, norms: RowNorms | None = None
+        self, device: str, rows: list[int] | None = None, norms: RowNorms | None = None, *, rotated: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """h and x after the call, on the CPU."""
         h = self.h.to(device, copy=True)
@@ -38,16 +38,16 @@ class _Case:
         count = h.shape[0] if rows is None else len(rows)
         x = poisoned(count, h.shape[1], dtype=torch.float16, device=device)
         gathered = None if rows is None else torch.tensor(rows, dtype=torch.int32, device=device)
-        sums = poisoned(count, -(-h.shape[1] // 32), device=device)
-        add_norm(h, y, dec, norms or RowNorms(self.weight.to(device), EPS), x, gathered, sums)
-        assert_close(sums, sums_of(x), SUMS)
+        left = left_of(count, h.shape[1], device, rotated=rotated)
+        add_norm(h, y, dec, norms or RowNorms(self.weight.to(device), EPS), x, gathered, left)
+        assert_left(left, x)
         return h.cpu(), x.cpu().float()
 
 
 @pytest.mark.parametrize("rows", [None, [0, 2, 4]], ids=["all", "gathered"])
 def test_sums_are_normalized_and_stay_unless_rows_are_gathered(device: str, rows: list[int] | None) -> None:
     case = _Case(5, 896, True, True)
-    h, x = case.run(device, rows)
+    h, x = case.run(device, rows, rotated=rows is not None)
     assert torch.equal(h, case.h if rows else case.sum)
     assert_close(x, rms_norm(case.sum, case.weight, EPS)[rows or slice(None)], "half")
 

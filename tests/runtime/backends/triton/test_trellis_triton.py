@@ -91,10 +91,17 @@ def test_products_are_the_exact_ones(bits: int, M: int, N: int, K: int, split: i
     assert_close(out, expected(x, packed), EXACT)
 
 
-@pytest.mark.parametrize(("bits", "k_chunk"), [(2, 0), (3.5, 64)])
-def test_the_decoder_answers_as_the_reference_does(tmp_path: Path, bits: float, k_chunk: int, device: str) -> None:
-    """Prompts of few and many rows and a decoded token, with biases; compensation reads what is not rotated."""
-    folder = write_checkpoint(tmp_path / "checkpoint", family="qwen2", intermediate=160)
+@pytest.mark.parametrize(("bits", "k_chunk", "hidden"), [(2, 0, 256), (3.5, 64, 64)])
+def test_the_decoder_answers_as_the_reference_does(
+    tmp_path: Path, bits: float, k_chunk: int, hidden: int, device: str
+) -> None:
+    """Prompts of few and many rows and a decoded token, with biases; compensation reads what is not rotated.
+
+    Heads of 64 channels are rotated where they are merged, of 16 behind.
+    """
+    folder = write_checkpoint(
+        tmp_path / "checkpoint", family="qwen2", hidden=hidden, intermediate=160, layers=1 if hidden > 64 else 2
+    )
     info = quantize(folder, Store(tmp_path / "store"), Recipe(method="trellis", bits=bits), calibration=TEXT)
     options = DecoderOptions(
         context=64, max_rows=32, k_chunk=k_chunk, prompt_k_chunk=k_chunk, select="static",

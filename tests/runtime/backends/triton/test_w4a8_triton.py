@@ -140,7 +140,7 @@ def test_gates_round_what_they_would_have_written(width: int, device: str) -> No
     y, dec = (torch.randn(3, 2 * width, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))
     found = empty_tokens(3, width, 128, device)
     x = torch.full((3, width), torch.nan, dtype=torch.float16, device=device)
-    gate(y.to(device), dec.to(device), x, tokens=found)
+    gate(y.to(device), dec.to(device), x, found)
     total = y + dec
     exact = torch.nn.functional.silu(total[:, :width]) * total[:, width:]
     assert_near(found, exact)

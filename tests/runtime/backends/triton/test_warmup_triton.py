@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -98,6 +99,22 @@ def test_the_model_answers_as_it_does_without(small: Any, device: str) -> None:
     warmup.warm_up(made, lambda _: None)
     assert np.array_equal(np.array(made.forward(Step.of([0]))), cold.forward(Step.of([0])))
     assert warmed.problems(made) == ()
+
+
+def test_activations_beyond_half_precision_are_counted(small: Any, device: str) -> None:
+    """A channel of what the head reads, and one of what the MLP of every row does, behind which more follow."""
+    decoder = TritonDecoder(small(bits=4), DecoderOptions(context=16, max_rows=4), device)
+    warmup.count_limited(decoder)
+    assert not decoder.problems
+    for norm, least, most in (("norm", 1, 1), ("layers.0.post_norm", 4, 100)):
+        decoder.model.norms[norm].zero_()[3] = 1e9
+        warmup.count_limited(decoder)
+        (problem,) = decoder.problems
+        limited, read = re.findall(r"\d+", problem.what)
+        assert least <= int(limited) <= most
+        assert int(read) == 4 * (3 * 32 + 64) + 32
+        decoder.model.norms[norm].fill_(1)
+    assert decoder.cache.length(0) == 0
 
 
 @pytest.mark.parametrize("error", [BackendError("no compiler"), OutOfMemoryError("full"), KeyboardInterrupt()])

@@ -42,8 +42,8 @@ _PROJECTED = activations.Projected("*fp32", "*fp32")
 _SPACED = activations.Spaced(_PROJECTED, "i32")
 _TYPES: Mapping[str, Types] = {
     **dict.fromkeys(("x_ptr", "embeddings_ptr", "q_ptr", "a_ptr", "b_ptr", "k_window", "v_window"), "*fp16"),
-    **dict.fromkeys(("out_ptr", "sums_ptr", "parts_ptr", "h_ptr", "y_ptr", "dec_ptr", "factors_ptr"), "*fp32"),
-    **dict.fromkeys(("shares_ptr", "gain_ptr", "matrices_ptr", "residual_ptr", "start_ptr"), "*fp32"),
+    **dict.fromkeys(("out_ptr", "sums_ptr", "left_ptr", "parts_ptr", "h_ptr", "y_ptr", "dec_ptr"), "*fp32"),
+    **dict.fromkeys(("factors_ptr", "shares_ptr", "gain_ptr", "matrices_ptr", "residual_ptr", "start_ptr"), "*fp32"),
     **dict.fromkeys(("counters_ptr", "index_ptr", "chosen_ptr", "places_ptr", "channels_ptr", "counts_ptr"), "*i32"),
     **dict.fromkeys(("codes_ptr", "copied_ptr", "staged_ptr", "runs_ptr"), "*i32"),
     **dict.fromkeys(("scale", "eps", "alike"), "fp32"),
@@ -67,6 +67,8 @@ _TYPES: Mapping[str, Types] = {
     "routed": routing.Routed("*i32", "*fp32", "*fp32"),
 }
 """Types of arguments by their names, which are those of all kernels; of all others i32."""
+_ROTATED: Mapping[str, Types] = {"left_ptr": "*fp16"}
+"""Of kernels that leave rotated activations, instead of sums."""
 _ROUNDED = {"enable_fp_fusion": False}
 """Compiler options of kernels whose numbers are to be those of the reference, bit for bit."""
 _LLAMA = {"H": 32, "H_kv": 8, "D": 128}
@@ -272,15 +274,15 @@ def _residual_gemm() -> Iterator[Specialization]:
 
 def _activations() -> Iterator[Specialization]:
     """Sums of pieces; any input, rotated; attention's output of 4096 channels, rounded."""
-    yield _one("sums", activations._sums_kernel, {"BLOCK_K": activations.BLOCK_K})
-    yield _one("rotate", activations._rotate_kernel, {}, types={"out_ptr": "*fp16"})
+    yield _one("sums", activations._left_kernel, {"BLOCK_K": activations.BLOCK_K})
+    yield _one("rotate", activations._left_kernel, {"BLOCK_K": activations.BLOCK_K}, types=_ROTATED)
     shape, warps = activations.rounding_shape(4096, 128)
     yield _one("tokens K4096", activations._round_kernel, {"K": 4096, "shape": shape}, warps, options=_ROUNDED)
 
 
 def _norm() -> Iterator[Specialization]:
-    """Norms of 2880, 4096 and 5120 channels, padded to 4096 and 8192; also rounded to INT8, and on both sides; of 2816
-    channels with experts beside an MLP."""
+    """Norms of 2880, 4096 and 5120 channels, padded to 4096 and 8192; also rotated, rounded to INT8, and on both sides;
+    of 2816 channels with experts beside an MLP."""
     before = norm.RowNorms("*fp32", "fp32", _ABSENT, "fp32", _ABSENT, _ABSENT)
     both = before._replace(added="*fp32")
     beside = both._replace(beside=norm.Beside("*fp32", "*fp32", "*fp32", "*fp32"), scale="*fp32")
@@ -292,6 +294,9 @@ def _norm() -> Iterator[Specialization]:
         block, warps = norm._shape(C)
         constants = {"C": C, "BLOCK_C": block}
         yield _one(f"add_norm C{C}{name}", norm._add_norm_kernel, constants, warps, types={"norms": norms})
+        if C > 2816:
+            types = {"norms": norms, **_ROTATED}
+            yield _one(f"add_norm C{C}{name} rotated", norm._add_norm_kernel, constants, warps, types=types)
     for C in (4096, 5120):
         shape, warps = activations.rounding_shape(C, 128)
         how = {"types": {"norms": before}, "options": _ROUNDED}
@@ -304,12 +309,15 @@ def _gate() -> Iterator[Specialization]:
     for name, gelu in (("", False), (" gelu", True)):
         constants = {"WIDTH": 14336, "BLOCK_I": gate.BLOCK_I, "GELU": gelu, "LIMIT": 0.0, "factors_ptr": None}
         yield _one(f"gate I14336{name}", gate._gate_kernel, constants)
+        yield _one(f"gate I14336{name} rotated", gate._gate_kernel, constants, types=_ROTATED)
     constants = {"WIDTH": 2880, "BLOCK_I": gate.BLOCK_I, "GELU": False, "LIMIT": 7.0}
     yield _one("gate I2880 clamped", gate._gate_kernel, constants)
     own = gate.OwnTokens("*fp16", "i32", "*fp32", "fp32")
     types = {"gates": _PROJECTED, "context": _PROJECTED, "tokens": own}
     constants = {"WIDTH": 256, "BLOCK_I": 256, "GELU": True, "LIMIT": 0.0}
     yield _one("gate P256", gate._token_gate_kernel, constants, gate.token_warps(256), types=types)
+    types |= _ROTATED
+    yield _one("gate P256 rotated", gate._token_gate_kernel, constants, gate.token_warps(256), types=types)
     shape, warps = activations.rounding_shape(14336, 128)
     constants = {"WIDTH": 14336, "shape": shape, **plain}
     yield _one("gate I14336 int8", gate._gate_round_kernel, constants, warps, options=_ROUNDED)
@@ -387,6 +395,8 @@ def _attention() -> Iterator[Specialization]:
         (32, 4, 512, ""),
         (64, 8, 64, " sinks"),
         (16, 8, 8, ""),
+        *((H, H_kv, D, " rotated") for H, H_kv, D in ((32, 8, 128), (16, 8, 256), (32, 4, 512), (9, 3, 64))),
+        (16, 4, 256, " gates rotated"),
     ):
         yield _one(
             f"attend merge {_heads_name(H, H_kv, D)}{more}",
@@ -394,9 +404,9 @@ def _attention() -> Iterator[Specialization]:
             {"H": H, "D": D, "BLOCK_S": attention._MERGED},
             attention._MERGE_WARPS,
             types={
-                "merged": attention.Merged("*fp32", "*i32", "*fp16", "*fp32"),
+                "merged": attention.Merged("*fp32", "*i32", "*fp16", "*fp16" if "rotated" in more else "*fp32"),
                 "sinks_ptr": "*fp32" if more == " sinks" else _ABSENT,
-                "gates": _SPACED if more == " gates" else _ABSENT,
+                "gates": _SPACED if "gates" in more else _ABSENT,
                 "rows": "i32",
             },
         )
@@ -501,6 +511,8 @@ def _convolve() -> Iterator[Specialization]:
         types = {"recent": recurrent.Recent("*fp32", "*fp32", bias)}
         constants = {"taps": taps, "BLOCK_C": recurrent.BLOCK_C}
         yield _one(f"convolution C2048{name}", recurrent._convolve_kernel, constants, types=types)
+        types |= _ROTATED
+        yield _one(f"convolution C2048{name} rotated", recurrent._convolve_kernel, constants, types=types)
 
 
 def _delta_rule() -> Iterator[Specialization]:
@@ -527,6 +539,7 @@ def _rule(rule: DeltaSpec, types: dict[str, Types], skip: str) -> Iterator[Speci
         yield _one(f"delta chunk {name}{large}", delta_chunks._chunk_kernel, constants, 1, types=own, num_stages=stages)
     recent = {"recent": types["recent"]}
     yield _one(f"delta finish {name}", recurrent._finish_kernel, both, 1, types=recent)
+    yield _one(f"delta finish {name} rotated", recurrent._finish_kernel, both, 1, types={**recent, **_ROTATED})
 
 
 _OPERATIONS: tuple[Callable[[], Iterator[Specialization]], ...] = (
