@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from tests.lab.measure import Worker, closing_all, longer
 from tests.lab.store import about_run, columns, parser, write
 
 OURS, BEFORE, PEER = "lowbit-chat", "lowbit-chat before", "llama.cpp"
+UNIFORM = " uniform"
 KINDS = {"4": "Q4_K_M", "3": "Q3_K_M"}
 K_CHUNKS = (0, 16, 64)
 CONTEXT, PROMPT, THREADS = 1024, 256, 2
@@ -127,14 +129,13 @@ def programs(given: argparse.Namespace) -> dict[str, Callable[[], Worker]]:
     source = full_precision(given.folder, given.shape, given.smollm2) if given.folder else None
     found: dict[str, Callable[[], Worker]] = {}
     for bits in KINDS:
-        model = stored.get(bits, f"{bits}:{source or ''}")
-        for k_chunk in K_CHUNKS:
+        models = {"": stored[bits]} if bits in stored else {own: f"{bits}{own}:{source or ''}" for own in ("", UNIFORM)}
+        for (codes, model), k_chunk in product(models.items(), K_CHUNKS):
             for name, tree in {OURS: None, **({BEFORE: given.before} if given.before else {})}.items():
                 words = (sys.executable, "-m", "tests.lab.compare", "--worker", model, str(k_chunk))
                 options = {} if tree is None else {"cwd": tree}
-                found[f"{name} {bits}-bit{f', k_chunk {k_chunk}' if k_chunk else ''}"] = partial(
-                    Worker, *words, **options
-                )
+                called = f"{name} {bits}-bit{codes}{f', k_chunk {k_chunk}' if k_chunk else ''}"
+                found[called] = partial(Worker, *words, **options)
     if source is not None and given.peer_python:
         for bits, file in prepared(given.folder, source, given.peer_python).items():
             words = (str(file), str(CONTEXT), str(THREADS), "f16")
@@ -210,7 +211,10 @@ def _row(name: str, found: Mapping[str, Seconds], spinners: int, prompt: int) ->
 
 
 def worker(which: str, k_chunk: int) -> None:
-    """This program's CPU backend: a stored model by its folder, or `BITS:` with the file whose shape it has, if any."""
+    """This program's CPU backend: a stored model by its folder, or `BITS:` with the file whose shape it has, if any.
+
+    Of a shape, weights are a trellis's, as they are by default, or of uniform codes (`BITS uniform:`).
+    """
     from models.checkpoint import Checkpoint
     from models.store import StoredModel
     from runtime.backends.cpu.decoder import CpuDecoder
@@ -220,7 +224,8 @@ def worker(which: str, k_chunk: int) -> None:
     bits, colon, like = which.partition(":")
     if colon:
         spec = replace(Checkpoint.open(Path(like)).spec, max_context=2 * CONTEXT) if like else llama_1b()
-        model: Any = RandomModel(spec, int(bits), residuals=k_chunk > 0)
+        trellis = spec.mixture is None and not bits.endswith(UNIFORM)
+        model: Any = RandomModel(spec, int(bits.split()[0]), residuals=k_chunk > 0, trellis=trellis)
     else:
         model = StoredModel.open_folder(Path(which), which)
     decoder = CpuDecoder(model, DecoderOptions(context=CONTEXT, k_chunk=k_chunk, max_rows=128))
