@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 
+from app.language import _
+
 WINDOW_S = 10.0
 """The displayed speed is the mean over this time, in seconds, and over a whole unit: its parts differ."""
 SETTLING_S = 1.0
@@ -60,7 +62,7 @@ class Estimate:
         """The time left: `about 40 s left`, `nearly done`; empty while unknown."""
         if self.left_s is None:
             return ""
-        return "nearly done" if self.ending else f"about {duration(self.left_s)} left"
+        return _("nearly done") if self.ending else _("about {time} left", time=duration(self.left_s))
 
 
 def _speed(first: tuple[float, float], last: tuple[float, float], least_s: float) -> float | None:
@@ -82,6 +84,8 @@ def duration(seconds: float) -> str:
     """A duration: `8 s`, `3 min`, `2 h 05 min`."""
     whole = max(0, round(seconds))
     if whole < 100:
-        return f"{whole} s"
+        return _("{seconds} s", seconds=whole)
     minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02} min"
+    if minutes < 60:
+        return _("{minutes} min", minutes=minutes)
+    return _("{hours} h {minutes:02} min", hours=minutes // 60, minutes=minutes % 60)
