@@ -84,16 +84,21 @@ SCREEN = """
 import asyncio
 from app.settings import Settings
 from app.tui.app import ChatApp
+from app.tui.screens.chat_dialogs import OverflowDialog
 from tests.app.tui.conftest import Runtime, Supervisor
 
 async def main():
     runtime = Runtime()
     app = ChatApp(Settings(model="demo"), supervisor=lambda: Supervisor(runtime))
-    async with app.run_test(size=(100, 40)) as pilot:
+    async with app.run_test(size=(80, 40)) as pilot:
         await pilot.press("f3")
         await pilot.pause()
-        strips = app.screen._compositor.render_strips(app.screen.size)
-        print(*("".join(segment.text for segment in strip) for strip in strips), sep="\\n")
+        for dialog in (None, OverflowDialog(3)):
+            if dialog is not None:
+                await app.push_screen(dialog)
+                await pilot.pause()
+            strips = app.screen._compositor.render_strips(app.screen.size)
+            print(*("".join(segment.text for segment in strip) for strip in strips), sep="\\n")
 
 asyncio.run(main())
 """
@@ -102,8 +107,8 @@ asyncio.run(main())
 @pytest.mark.parametrize(
     ("language", "words"),
     [
-        ("de_AT.UTF-8", ("Qualität und Geschwindigkeit", "○ andere", "lädt neu", "zurück", "Einstellungen")),
-        ("zh_CN.UTF-8", ("质量与速度", "○ 自定义", "需重新加载", "返回", "设置")),
+        ("de_AT.UTF-8", ("Qualität und Geschwindigkeit", "○ andere", "lädt neu", "ältesten 3 Nachrichten", "Später")),
+        ("zh_CN.UTF-8", ("质量与速度", "○ 自定义", "需重新加载", "最早的 3 条消息", "暂不")),
     ],
 )
 def test_the_screens_speak_it(language: str, words: tuple[str, ...]) -> None:

@@ -121,7 +121,7 @@ class OverflowDialog(UnaskedDialog[Overflow]):
         )
         with Vertical(classes="dialog"):
             yield Plain(question)
-            yield Plain(_("They stay visible here, but the model will no longer see them."), classes="setting-name")
+            yield Plain(_("They stay visible here, but the model will no longer see them."), classes="dialog-keys")
             with Horizontal(classes="dialog-buttons -many"):
                 yield Button(_("Drop (D)"), id="drop", compact=True)
                 yield Button(_("Summarize (S)"), id="summarize", compact=True)
