@@ -28,7 +28,7 @@ READ_BY_MODELS = {"app/chat/prompts.py", "app/chat/tools.py", "app/conversation.
 """Their texts go into prompts."""
 NAMES = {
     "Esc", "PgUp", "PgDn", "bold underline", "Input", "TextArea", "ModelTable", "ToolTable", "Vert", "lowbit-chat",
-    "#setting-budget RadioSet, #settings TextArea", "http://host:8000/v1",
+    "ConEmuPID", "WezTerm", "#setting-budget RadioSet, #settings TextArea", "http://host:8000/v1",
 }  # fmt: skip
 """Names of keys, widgets and styles, and what is the same in every language."""
 QUANTITY = re.compile(r"(k_chunk|n_tb|logit|KV) [\0\d]|/attach \0|\0(search|rename|pin|delete|undo)$")
