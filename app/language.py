@@ -36,6 +36,7 @@ def stay_english() -> None:
     """Speak English whatever the user's language is, as the command line does. To be called before anything is said."""
     global _english_only
     _english_only = True
+    _catalogue.cache_clear()
 
 
 @cache

@@ -87,7 +87,7 @@ class Commands:
 
     async def _budget(self, percent: str) -> None:
         if self._session.remote is not None:
-            raise CommandError(_("the budget is of this machine, and another server answers"))
+            raise CommandError(_("the budget applies to this machine, but another server answers"))
         budget = budget_of(percent)
         if self._session.settings.k_chunk is not None:  # it would override the budget
             self._screen.app.post_message(SettingChanged("k_chunk", None))

@@ -87,6 +87,32 @@ def test_english_needs_no_catalogue() -> None:
     assert _said("fr_FR.UTF-8", code) == "Quit True", "there is none"
 
 
+ENGLISH_ONLY = """
+import sys
+from pathlib import Path
+sys.argv, sys.stderr = ["lowbit-chat", "config", "get", "themme"], sys.stdout
+from app.cli.start import main
+try:
+    main()
+except SystemExit:
+    from app.documents.reader import Reader
+    try:
+        list(Reader().read(Path({file!r})))
+    except Exception as error:
+        print(error)
+"""
+
+
+def test_the_command_line_and_its_processes_speak_english(tmp_path: Path) -> None:
+    file = tmp_path / "binary.txt"
+    file.write_bytes(b"a\0b")
+    said = _said("de_DE.UTF-8", ENGLISH_ONLY.format(file=str(file)))
+    assert said.splitlines() == [
+        "lowbit-chat: unknown setting 'themme': did you mean theme?",
+        "binary.txt is a binary file",
+    ]
+
+
 SCREEN = """
 import asyncio
 from app.settings import Settings

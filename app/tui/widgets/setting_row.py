@@ -62,7 +62,7 @@ MEANINGS = {
 }
 """Descriptions for the settings screen that replace the rule's own."""
 KV_ADVICE = {
-    UNSET: _("int4, or 8 bits for models whose answers that damages"),
+    UNSET: _("int4, or 8 bits where int4 damages the answers"),
     "int4": _("28 % of fp16's memory, perplexity within 0.6 % where the model's check passed"),
     "int8": _("half of fp16's memory, no measurable loss"),
     "fp16": _("exact; the largest and, in long chats, the slowest"),
