@@ -47,7 +47,9 @@ class Command:
     @property
     def line(self) -> str:
         """Its usage and its help, in columns."""
-        return f"{self.usage:<18} {self.help}"
+        from rich.cells import cell_len
+
+        return f"{self.usage}{' ' * (18 - cell_len(self.usage))} {self.help}"
 
 
 SETTINGS: Mapping[str, Callable[[str], object]] = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import aclosing
 from typing import TYPE_CHECKING, ClassVar
 
+from rich.cells import cell_len
 from rich.text import Text
 from textual import on
 from textual.app import ComposeResult
@@ -117,7 +118,7 @@ class InspectorScreen(Screen[None]):
         text = self.query_one(TokenText)
         text.show(self._told.tokens, self._view)
         line = fitting(summary(self._told), self.size.width - 2)
-        noted = self.size.height >= NOTED_LINES and self.size.width > len(NOTE)
+        noted = self.size.height >= NOTED_LINES and self.size.width > cell_len(NOTE)
         self.query_one("#token-summary", Plain).update(f"{line}\n{NOTE}" if noted else line)
         self.query_one("#token-legend", Plain).update(self._legend())
         self.show_token()
@@ -157,7 +158,7 @@ class InspectorScreen(Screen[None]):
         sentences = verdicts(token)
         self.query_one("#token-head", Plain).update(fitting(told, width, SEPARATOR))
         self.query_one("#token-verdicts", Plain).update("\n".join(sentences))
-        taken = 1 + sum(1 + len(sentence) // width for sentence in sentences)
+        taken = 1 + sum(1 + cell_len(sentence) // width for sentence in sentences)
         room = max(3, panel.content_size.height - taken)
         self.query_one("#token-candidates", Plain).update("\n".join(candidate_rows(token, width, min(room, 11))))
 
