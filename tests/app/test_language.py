@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from app.language import wanted
+from app.tui.jobs import PHASES, UNITS
 from tests.architecture import ROOT
 from tests.catalogue import COUNTS, LANGUAGES, file_of, sources, text_of, untranslated, updated
 
@@ -247,6 +248,15 @@ def test_no_text_of_the_screens_escapes() -> None:
     outside = {(str(path.relative_to(ROOT)), text) for path in paths for text in escaped(path.read_text())}
     assert {(file, text) for file, text in outside if file not in NOT_SHOWN} == set()
     assert {file for file, _text in outside} == NOT_SHOWN, "the list is longer than it need be"
+
+
+def test_the_steps_of_jobs_have_names_in_every_language() -> None:
+    """The screens name the phases and units that are reported to them; those of the command line stay as they are."""
+    said = "".join(path.read_text() for room in ("runtime", "models", "tuner") for path in (ROOT / room).rglob("*.py"))
+    phases = set(re.findall(r'(?:phase=|_report\()"(\w+)"', said)) - {"eval", "export", "measure"}
+    units = set(re.findall(r'unit="(\w+)"', said)) - {"bytes", "matrices"}
+    assert phases <= PHASES.keys()
+    assert units <= UNITS.keys()
 
 
 def _english(path: Path) -> bool:
