@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from app.amounts import duration
+from app.amounts import duration, prompt_words, refinement
 from app.language import _, ngettext
 from app.prospects import recommended
 from app.tui.figures import SEPARATOR, percent
@@ -180,8 +180,8 @@ def tuning_lines(tuning: Tuning, prompts: PromptTuning | None = None) -> Lines:
         (_("budget"), f"{tuning.budget_percent:g} %"),
         (_("slowdown"), _joined([*shown, _("{percent} measured", percent=percent(measured))])),
         (_("tuned"), _joined([_("on {device}", device=tuning.device), taken, tuning.date[:10]])),
-        (_("choice"), tuning.refinement),
-        *([(_("prompts"), prompts.words)] if prompts is not None else []),
+        (_("choice"), refinement(tuning)),
+        *([(_("prompts"), prompt_words(prompts))] if prompts is not None else []),
     ]
 
 
