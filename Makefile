@@ -11,7 +11,7 @@ PREPARED := $(VENV)/.prepared
 
 LAB := measurements quality bench bench-gpu first-light kernels starts servers mutations fuzz test-arm test-clients sanitize-gpu
 
-.PHONY: chat demo test test-all check format clean $(LAB)
+.PHONY: chat demo test test-all check format catalogue clean $(LAB)
 
 chat: $(PREPARED)
 	$(BIN)/lowbit-chat
@@ -37,6 +37,10 @@ check: $(READY)
 format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# The texts to translate, and what was translated, compiled.
+catalogue: $(READY)
+	$(BIN)/python -m tests.catalogue
 
 # What measures, breaks and disturbs the program: `make quality`, `bench`, `mutations`, `fuzz` and others.
 $(LAB): $(READY)

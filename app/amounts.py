@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
+from typing import TYPE_CHECKING
+
+from app.language import _
+
+if TYPE_CHECKING:
+    from runtime.wire.device import PromptTuning, Tuning
 
 WINDOW_S = 10.0
 """The displayed speed is the mean over this time, in seconds, and over a whole unit: its parts differ."""
@@ -60,7 +66,7 @@ class Estimate:
         """The time left: `about 40 s left`, `nearly done`; empty while unknown."""
         if self.left_s is None:
             return ""
-        return "nearly done" if self.ending else f"about {duration(self.left_s)} left"
+        return _("nearly done") if self.ending else _("about {time} left", time=duration(self.left_s))
 
 
 def _speed(first: tuple[float, float], last: tuple[float, float], least_s: float) -> float | None:
@@ -78,10 +84,36 @@ def perplexity(before: float | None, after: float | None) -> str:
     return f"{after:.2f} ({loss:+.{int(abs(loss) < 9.95)}f} %)"
 
 
+def refinement(tuning: Tuning) -> str:
+    """Whether the choice of a tuning is final."""
+    if tuning.refined:
+        return _("refined on a text")
+    return _("by times alone; will be refined on a text while the runtime is idle")
+
+
+def prompt_words(prompts: PromptTuning) -> str:
+    """The compensation of prompts, and its cost."""
+    from runtime.compensation import CHUNK
+
+    if prompts.pending:
+        return _("prompts are not compensated yet; that is tuned while the runtime is idle")
+    if not prompts.k_chunk:
+        return _("prompts are not compensated")
+    cost = _("{slower:.1f} % more time to the first word, {budget:g} % allowed",
+             slower=prompts.measured_slowdown_percent, budget=prompts.budget_percent)  # fmt: skip
+    if prompts.k_chunk == CHUNK:
+        return _("prompts are compensated fully; {cost}", cost=cost)
+    return _(
+        "prompts are compensated by {number} of {all} channels; {cost}", number=prompts.k_chunk, all=CHUNK, cost=cost
+    )
+
+
 def duration(seconds: float) -> str:
     """A duration: `8 s`, `3 min`, `2 h 05 min`."""
     whole = max(0, round(seconds))
     if whole < 100:
-        return f"{whole} s"
+        return _("{seconds} s", seconds=whole)
     minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02} min"
+    if minutes < 60:
+        return _("{minutes} min", minutes=minutes)
+    return _("{hours} h {minutes:02} min", hours=minutes // 60, minutes=minutes % 60)

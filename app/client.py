@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from app.conversation import MAX_TEXT
 from app.errors import ClientError, ConnectionLostError, ProtocolError
+from app.language import _
 from app.protocol import (
     AnswerLimits,
     ChatDelta,
@@ -85,7 +86,7 @@ class RuntimeClient:
         self.silence_s = SILENCE_S
         self.patience_s: float | None = None
         """Maximum wait in seconds for an event in a stream that is not silent; None for no limit."""
-        self.who = "the runtime"
+        self.who = _("the runtime")
         """Its name in error messages."""
         self._model: str | None = None
         self._http = httpx.AsyncClient(
@@ -220,7 +221,7 @@ class RuntimeClient:
         """The model that is to answer."""
         model = options.model or self._model or (await self.status()).model
         if model is None:
-            raise ClientError("no model is loaded; load one first")
+            raise ClientError(_("no model is loaded; load one first"))
         return model
 
     async def _answer(self, path: str, asked: Mapping[str, Any], model: str) -> AsyncGenerator[ChatDelta, None]:
@@ -236,10 +237,16 @@ class RuntimeClient:
                     limits.count(delta.calls)
                     length += len(delta.text) + sum(1 + len(call.arguments) for call in delta.calls)
                     if length > MAX_TEXT:
-                        raise ProtocolError(f"{self.who} sent an endless answer: more than {MAX_TEXT:,} characters")
+                        raise ProtocolError(
+                            _(
+                                "{who} sent an endless answer: more than {most:,} characters",
+                                who=self.who,
+                                most=MAX_TEXT,
+                            )
+                        )
                     yield delta
         if not finished:
-            raise ConnectionLostError(f"the answer was cut off: {self.who} stopped before the end")
+            raise ConnectionLostError(_("the answer was cut off: {who} stopped before the end", who=self.who))
 
     # Transport of requests and streams
 
@@ -252,7 +259,7 @@ class RuntimeClient:
             async with asyncio.timeout(timeout_s), self._sent(method, path, body, timeout_s) as response:
                 content = await read_body(response, MAX_BYTES)
         if len(content) > MAX_BYTES:
-            raise ProtocolError(f"the response of {self.who} exceeds {MAX_BYTES:,} bytes")
+            raise ProtocolError(_("the response of {who} exceeds {most:,} bytes", who=self.who, most=MAX_BYTES))
         return read_object(content)
 
     async def _progress(self, path: str, request: object, end: type[D]) -> AsyncGenerator[Progress | D, None]:
@@ -263,7 +270,7 @@ class RuntimeClient:
                     yield read(end, event)
                     return
                 yield read(Progress, event)
-        raise ConnectionLostError(f"the work was cut off: {self.who} stopped before the end")
+        raise ConnectionLostError(_("the work was cut off: {who} stopped before the end", who=self.who))
 
     async def _events(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
         """The JSON objects of a stream of events."""
@@ -300,7 +307,13 @@ class RuntimeClient:
             self._http.cookies.clear()  # servers must not set cookies
             check_place(response, self.who)
             if (packed := response.headers.get("content-encoding", "").strip().lower()) not in ("", PLAIN):
-                raise ProtocolError(f"{self.who} compresses its responses ({packed[:40]}) although it was asked not to")
+                raise ProtocolError(
+                    _(
+                        "{who} compresses its responses ({packed}) although it was asked not to",
+                        who=self.who,
+                        packed=packed[:40],
+                    )
+                )
             if response.is_error:
                 with translated(self.who):
                     async with asyncio.timeout(ANSWER_S):

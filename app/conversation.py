@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Literal
 
+from app.language import _
 from runtime.system.foreign import encodable
 from runtime.text.reasoning import split_reasoning
 from runtime.wire.codec import Count, Number
@@ -31,7 +32,7 @@ MAX_TEXT = 2**24
 """Maximum length in characters of a message from outside the program."""
 
 
-DRAFTS = {"copies": "copied drafts", "head": "the head's drafts", "model": "the model's drafts"}
+DRAFTS = {"copies": _("copied drafts"), "head": _("the head's drafts"), "model": _("the model's drafts")}
 """Drafts by what made them."""
 
 

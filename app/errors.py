@@ -24,6 +24,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from app.language import _
+
 
 class HistoryError(Exception):
     """Chats could not be saved, found or read. The message says what happened and what to do."""
@@ -109,7 +111,7 @@ def hint(name: str, known: Iterable[str], otherwise: str, mark: str = "") -> str
 
     asked, cased = name.lower(), {one.lower(): one for one in known}
     near = [one for one in cased if asked and one.startswith(asked)] or get_close_matches(asked, cased, n=1)
-    return f"did you mean {mark}{cased[near[0]]}?" if near else otherwise
+    return _("did you mean {name}?", name=mark + cased[near[0]]) if near else otherwise
 
 
 _BY_STATUS: dict[int, type[AnswerError]] = {

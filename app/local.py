@@ -14,6 +14,7 @@ from contextlib import aclosing
 from typing import Any
 
 from app.errors import ClientError
+from app.language import _
 from app.protocol import ChatDelta, ChatOptions, read_delta, stream_error
 from runtime import program_version
 from runtime.engine.generation import Piece
@@ -35,7 +36,7 @@ _SAMPLED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 class LocalRuntime:
     """Answers conversations with a loaded model, one at a time; closes it."""
 
-    who = "the model"
+    who = _("the model")
     """Its name in error messages."""
 
     def __init__(self, loaded: LoadedModel) -> None:

@@ -11,24 +11,39 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from app import paths
+from app.language import _
 from app.settings import SettingsError
 
 MAX_NAME = 40
 """Maximum length of a name in characters."""
 BUNDLED: Mapping[str, str] = {
-    "Brief": "Answer in as few words as the question allows. No introduction, no summary, no advice nobody asked for.",
-    "Coder": "You are an experienced programmer. Give working code first, in a fenced block with its language, then at "
-    "most three sentences on what is not obvious. Say so when you are not sure that something exists.",
-    "Editor": "Correct spelling, grammar and style of the text that is sent, keep its meaning, tone and language, and "
-    "answer with the corrected text alone.",
-    "Explainer": "Explain step by step to somebody who is new to the subject. Use one everyday example, name each term "
-    "before you use it, and end with one question that checks whether it was understood.",
-    "Reviewer": "Review the change or text that is sent. List what is wrong or risky, the most serious first, each "
-    "with its place and a fix. Do not praise. If nothing is wrong, say that in one sentence.",
-    "Summary": "Summarize the text that is sent in at most five points, in its own language, with names and numbers as "
-    "they stand there. Add nothing.",
-    "Translator": "Translate the text that is sent into English, or into the language that is named, keep its tone and "
-    "its formatting, and answer with the translation alone.",
+    _("Brief"): _(
+        "Answer in as few words as the question allows. No introduction, no summary, no advice nobody asked for."
+    ),
+    _("Coder"): _(
+        "You are an experienced programmer. Give working code first, in a fenced block with its language, then at "
+        "most three sentences on what is not obvious. Say so when you are not sure that something exists."
+    ),
+    _("Editor"): _(
+        "Correct spelling, grammar and style of the text that is sent, keep its meaning, tone and language, and "
+        "answer with the corrected text alone."
+    ),
+    _("Explainer"): _(
+        "Explain step by step to somebody who is new to the subject. Use one everyday example, name each term "
+        "before you use it, and end with one question that checks whether it was understood."
+    ),
+    _("Reviewer"): _(
+        "Review the change or text that is sent. List what is wrong or risky, the most serious first, each "
+        "with its place and a fix. Do not praise. If nothing is wrong, say that in one sentence."
+    ),
+    _("Summary"): _(
+        "Summarize the text that is sent in at most five points, in its own language, with names and numbers as "
+        "they stand there. Add nothing."
+    ),
+    _("Translator"): _(
+        "Translate the text that is sent into English, or into the language that is named, keep its tone and "
+        "its formatting, and answer with the translation alone."
+    ),
 }
 """The built-in presets."""
 
@@ -36,9 +51,9 @@ BUNDLED: Mapping[str, str] = {
 def name_problem(name: str) -> str | None:
     """Why a name is invalid, in words; None if it is valid."""
     if not name.strip():
-        return "A preset needs a name."
+        return _("A preset needs a name.")
     if len(name) > MAX_NAME or not name.isprintable():
-        return f"A name is one line of at most {MAX_NAME} characters."
+        return _("A name is one line of at most {most} characters.", most=MAX_NAME)
     return None
 
 
@@ -57,12 +72,20 @@ def load(file: Path | None = None) -> dict[str, str]:
     except FileNotFoundError:
         found = dict(BUNDLED)
     except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(f"cannot read the presets {file}: {error}") from error
+        raise SettingsError(_("cannot read the presets {file}: {error}", file=file, error=error)) from error
     except tomllib.TOMLDecodeError as error:
-        raise SettingsError(f"the presets {file} are not valid TOML: {error}; correct or delete the file") from error
+        raise SettingsError(
+            _("the presets {file} are not valid TOML: {error}; correct or delete the file", file=file, error=error)
+        ) from error
     for name, text in found.items():
         if not isinstance(text, str):
-            raise SettingsError(f"the presets {file} contain {name!r}, which is not text; correct or delete the file")
+            raise SettingsError(
+                _(
+                    "the presets {file} contain {name!r}, which is not text; correct or delete the file",
+                    file=file,
+                    name=name,
+                )
+            )
     return dict(sorted(found.items(), key=lambda one: one[0].casefold()))
 
 
@@ -85,4 +108,4 @@ def save(presets: Mapping[str, str], file: Path | None = None) -> None:
     try:
         paths.write_atomically(file.resolve(), tomlkit.dumps(document))
     except OSError as error:
-        raise SettingsError(f"cannot write the presets {file}: {error}") from error
+        raise SettingsError(_("cannot write the presets {file}: {error}", file=file, error=error)) from error

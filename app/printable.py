@@ -46,6 +46,15 @@ def printable_name(text: str) -> str:
     )
 
 
+def without_middle(text: str, width: int) -> str:
+    """A text with `…` in place of its middle, so many cells wide: `Qwen3.5…Q8_0`."""
+    from rich.cells import set_cell_size
+
+    tail = (width - 1) // 2
+    end = set_cell_size(text[::-1], tail)[::-1] if tail else ""
+    return f"{set_cell_size(text, width - 1 - tail)}…{end}"
+
+
 def harmless(text: str) -> str:
     """Laid-out text without the characters that `printable` replaces; its width in cells stays the same."""
     return text if text.isprintable() else text.translate(_GONE)

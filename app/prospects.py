@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from app import paths
 from app.amounts import duration
+from app.language import _
 from runtime.errors import byte_count
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ READABLE = 10.0
 """Tokens per second of reading speed; slower models are not recommended."""
 _MAX_READY_S = 20 * 60
 """Maximum time in seconds to download and quantize a recommended model."""
-RECOMMENDED = "Recommended: the largest that needs no login, is ready in 20 minutes and writes faster than you read. "
+RECOMMENDED = _("Recommended: the largest that needs no login, is ready in 20 minutes and writes faster than you read.")
 """Why `recommended` takes the one that it takes."""
 _LARGE_BYTES = 2e9
 """Size from which a checkpoint on this machine is not quantized without a question."""
@@ -40,23 +41,35 @@ def recommended(found: Sequence[Prospect]) -> Prospect | None:
 
 def words(one: Prospect) -> str:
     """A model's origin, licence and requirements."""
-    effort = f"{byte_count(one.download_bytes)} to download, about {duration(one.making_s)} to quantize"
-    parts = [f"{one.source} by {one.maker}", one.license, f"{one.form}, {effort}", room(one)]
+    effort = _(
+        "{form}, {size} to download, about {time} to quantize",
+        form=one.form,
+        size=byte_count(one.download_bytes),
+        time=duration(one.making_s),
+    )
+    parts = [_("{source} by {maker}", source=one.source, maker=one.maker), one.license, effort, room(one)]
     if one.active_share < 1:
-        parts.append(f"a token reads {one.active_share:.0%} of its weights")
+        parts.append(_("a token reads {share:.0%} of its weights", share=one.active_share))
     if not one.verified:
-        parts.append("its entry was not checked on the hub")
+        parts.append(_("its entry was not checked on the hub"))
     if one.gated:
-        parts.append("needs a login: accept the licence on the hub, then run `hf auth login`")
+        parts.append(_("needs a login: accept the licence on the hub, then run `hf auth login`"))
     return " · ".join(parts)
 
 
 def room(one: Prospect) -> str:
     """A model's memory needs, and whether they are met."""
     if one.bits is None:
-        return f"needs {byte_count(one.needed_bytes)}, more than is free now"
-    taken = f"takes {byte_count(one.needed_bytes)} at {one.bits:g} bits with {one.context:,} tokens of context"
-    return taken if one.blocks is None else f"{taken}, {one.blocks} on the card and the others by the processor"
+        return _("needs {size}, more than is free now", size=byte_count(one.needed_bytes))
+    taken = _(
+        "takes {size} at {bits:g} bits with {context:,} tokens of context",
+        size=byte_count(one.needed_bytes),
+        bits=one.bits,
+        context=one.context,
+    )
+    if one.blocks is None:
+        return taken
+    return _("{taken}, {blocks} on the card and the others by the processor", taken=taken, blocks=one.blocks)
 
 
 def size_at(one: Prospect, bits: float) -> int:
@@ -75,21 +88,32 @@ def question(source: str, bits: float, found: Sequence[Prospect]) -> str | None:
     one = next((one for one in found if one.source == source), None)
     on_disk = 0 if one is not None else _bytes_in(Path(source))
     if one is not None:
-        told = (
-            f"Download {one.title}, {byte_count(one.download_bytes)}, and quantize it to {bits:g} bits? It takes about "
-            f"{duration(one.download_bytes / _LINE_BYTES_S)} at 100 Mbit/s, and {duration(one.making_s)} to quantize."
+        told = _(
+            "Download {title}, {size}, and quantize it to {bits:g} bits? It takes about {download_time} at 100 Mbit/s, "
+            "and {time} to quantize.",
+            title=one.title,
+            size=byte_count(one.download_bytes),
+            bits=bits,
+            download_time=duration(one.download_bytes / _LINE_BYTES_S),
+            time=duration(one.making_s),
         )
         needed = one.download_bytes + one.residual_bytes + size_at(one, bits)
     elif on_disk is None:
-        told, needed = f"Download {source} and quantize it to {bits:g} bits? Its size shows once it is asked for.", 0
+        unknown = _("Download {source} and quantize it to {bits:g} bits? Its size shows once it is asked for.",
+                    source=source, bits=bits)  # fmt: skip
+        told, needed = unknown, 0
     elif on_disk < _LARGE_BYTES:
         return None
     else:
         rate = max((one.making_s / one.parameters for one in found), default=0)
-        takes = f" It takes about {duration(rate * on_disk / 2)}." if rate else ""
-        told, needed = f"Quantize {source}, {byte_count(on_disk)}, to {bits:g} bits?{takes}", on_disk // 2
-    free = f"{byte_count(_free_bytes())} of disk are free"
-    return f"{told} {f'It needs {byte_count(needed)} of disk; ' if needed else ''}{free}."
+        told = _("Quantize {source}, {size}, to {bits:g} bits?", source=source, size=byte_count(on_disk), bits=bits)
+        if rate:
+            told = f"{told} {_('It takes about {time}.', time=duration(rate * on_disk / 2))}"
+        needed = on_disk // 2
+    free = byte_count(_free_bytes())
+    if not needed:
+        return f"{told} {_('{size} of disk are free.', size=free)}"
+    return f"{told} {_('It needs {size} of disk; {free} of disk are free.', size=byte_count(needed), free=free)}"
 
 
 def _bytes_in(path: Path) -> int | None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from app.errors import ClientError, ConnectionLostError, ProtocolError, answer_error
+from app.language import _
 from runtime.system.foreign import read_json
 from runtime.wire.answers import STATUS_OF_CODE, Timings
 from runtime.wire.codec import WireError, from_json
@@ -130,7 +131,9 @@ def _error(status: int, body: Mapping[str, Any]) -> ClientError:
     message, param, code = told.get("message"), told.get("param"), told.get("code")
     return answer_error(
         status,
-        message[:MAX_MESSAGE] if isinstance(message, str) and message else f"the runtime answered with status {status}",
+        message[:MAX_MESSAGE]
+        if isinstance(message, str) and message
+        else _("the runtime answered with status {status}", status=status),
         param=param[:MAX_MESSAGE] if isinstance(param, str) else None,
         code=code[:MAX_MESSAGE] if isinstance(code, str) else None,
     )
@@ -141,16 +144,16 @@ def read_object(data: str | bytes) -> dict[str, Any]:
     try:
         body = read_json(data)
     except ValueError as error:
-        raise ProtocolError(f"the runtime answered with something that is not JSON: {error}") from error
+        raise ProtocolError(_("the runtime answered with something that is not JSON: {error}", error=error)) from error
     if not isinstance(body, dict):
-        raise ProtocolError("the runtime answered with something that is not a JSON object")
+        raise ProtocolError(_("the runtime answered with something that is not a JSON object"))
     return body
 
 
 def read_items(value: object) -> list[dict[str, Any]]:
     """A list of JSON objects."""
     if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
-        raise ProtocolError("the runtime's response lacks a list")
+        raise ProtocolError(_("the runtime's response lacks a list"))
     return value
 
 
@@ -163,7 +166,7 @@ def read(kind: type[R], value: object) -> R:
     try:
         return from_json(kind, value)
     except WireError as error:
-        raise ProtocolError(f"the runtime's response can't be read: {error}") from error
+        raise ProtocolError(_("the runtime's response can't be read: {error}", error=error)) from error
 
 
 def read_delta(choice: Mapping[str, Any], timings: object, model: object = None) -> ChatDelta:
@@ -205,9 +208,15 @@ class AnswerLimits:
         else:
             self._idle += 1
         if self._idle > MAX_IDLE or (self._patience_s is not None and now - self._since > self._patience_s):
-            raise ConnectionLostError(f"{self._who} sends events but no answer")
+            raise ConnectionLostError(_("{who} sends events but no answer", who=self._who))
         if now - self._begin > LONGEST_ANSWER_S:
-            raise ProtocolError(f"{self._who} needs more than {LONGEST_ANSWER_S:,.0f} s for an answer")
+            raise ProtocolError(
+                _(
+                    "{who} needs more than {most:,.0f} s for an answer",
+                    who=self._who,
+                    most=LONGEST_ANSWER_S,
+                )
+            )
 
     def count(self, calls: Sequence[CallDelta]) -> None:
         """Count the calls that begin with these pieces.
@@ -218,7 +227,7 @@ class AnswerLimits:
         for call in calls:
             self._calls += bool(call.name) or call.index >= self._calls
         if self._calls > MAX_CALLS:
-            raise ProtocolError(f"{self._who} calls more than {MAX_CALLS} tools in one answer")
+            raise ProtocolError(_("{who} calls more than {most} tools in one answer", who=self._who, most=MAX_CALLS))
 
 
 def _delta(choice: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -235,7 +244,7 @@ def _calls(found: object) -> Sequence[CallDelta]:
     """
     calls = []
     if isinstance(found, list) and len(found) > MAX_CALLS:
-        raise ProtocolError(f"the runtime calls more than {MAX_CALLS} tools in one answer")
+        raise ProtocolError(_("the runtime calls more than {most} tools in one answer", most=MAX_CALLS))
     for at, one in enumerate(found if isinstance(found, list) else ()):
         function = one.get("function") if isinstance(one, dict) else None
         if not isinstance(one, dict) or not isinstance(function, dict):
@@ -270,8 +279,12 @@ def check_place(response: httpx.Response, who: str) -> None:
     if (onward := response.next_request) is not None:
         there = f"{onward.url.scheme}://{onward.url.netloc.decode('ascii')}"
         raise ProtocolError(
-            f"{who} redirects to {there}, which is not followed; if that address is the right one, set it "
-            "as the endpoint"
+            _(
+                "{who} redirects to {there}, which is not followed; if that address is the right one, set it as the "
+                "endpoint",
+                who=who,
+                there=there,
+            )
         )
 
 
@@ -308,7 +321,7 @@ async def event_data(
             at = len(waiting)
             waiting += chunk
             if (total := total + len(chunk)) > MAX_STREAM:
-                raise ProtocolError(f"{who} sent a stream of more than {MAX_STREAM:,} bytes")
+                raise ProtocolError(_("{who} sent a stream of more than {most:,} bytes", who=who, most=MAX_STREAM))
             while (end := waiting.find(b"\n", at)) >= 0:
                 line = bytes(waiting[:end])
                 del waiting[: end + 1]
@@ -317,9 +330,9 @@ async def event_data(
                     yield _data(line)
                     since = time.monotonic()
             if len(waiting) > most:
-                raise ProtocolError(f"{who} sent a line of more than {most:,} bytes")
+                raise ProtocolError(_("{who} sent a line of more than {most:,} bytes", who=who, most=most))
             if patience_s is not None and time.monotonic() - since > patience_s:
-                raise ConnectionLostError(f"{who} sends keep-alives but no answer")
+                raise ConnectionLostError(_("{who} sends keep-alives but no answer", who=who))
     if waiting.startswith(b"data:"):
         yield _data(waiting)
 
@@ -363,9 +376,11 @@ def translated(who: str) -> Iterator[None]:
     try:
         yield
     except (httpx.TimeoutException, TimeoutError) as error:
-        raise ConnectionLostError(f"{who} does not respond ({type(error).__name__})") from error
+        raise ConnectionLostError(_("{who} does not respond ({name})", who=who, name=type(error).__name__)) from error
     except httpx.TransportError as error:
         detail = f": {error}" if str(error) else ""
-        raise ConnectionLostError(f"{who} can't be reached ({type(error).__name__}{detail})") from error
+        raise ConnectionLostError(
+            _("{who} can't be reached ({name}{detail})", who=who, name=type(error).__name__, detail=detail)
+        ) from error
     except httpx.HTTPError as error:
-        raise ProtocolError(f"the response of {who} can't be read: {error}") from error
+        raise ProtocolError(_("the response of {who} can't be read: {error}", who=who, error=error)) from error

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 from app.client import CONNECT_S, TURN_S, RuntimeClient
 from app.documents.prompt import material
 from app.errors import AccessError, ClientError, ContextLengthError, NotFoundError, RequestRefusedError
+from app.language import _
 from app.protocol import MAX_NAME, ChatDelta, ChatOptions, read_items
 from runtime.system.foreign import read_json
 from runtime.system.hosts import is_loopback
@@ -43,18 +44,19 @@ def endpoint_problem(url: str, token: str) -> str | None:
     """Why an address is invalid, or unsafe to send a token to; None if it is fine."""
     try:
         parts = urlsplit(url)
-        _ = parts.port
+        _port = parts.port
     except ValueError:
-        return "the endpoint is not an address; correct the host and port"
+        return _("the endpoint is not an address; correct the host and port")
     if parts.username or parts.password or parts.query or parts.fragment:
-        return "the address must not contain a password or a query; the token has its own setting"
+        return _("the address must not contain a password or a query; the token has its own setting")
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        return "the endpoint is not an address; enter http:// or https:// and a host"
+        return _("the endpoint is not an address; enter http:// or https:// and a host")
     if not (token.isascii() and token.isprintable()) or token != token.strip():
-        return "the token may contain only visible ASCII characters"
+        return _("the token may contain only visible ASCII characters")
     if token and parts.scheme == "http" and not is_loopback(parts.hostname):
-        return (
-            f"the token would be sent to {parts.netloc} unencrypted; use https://, a tunnel from localhost, or no token"
+        return _(
+            "the token would be sent to {host} unencrypted; use https://, a tunnel from localhost, or no token",
+            host=parts.netloc,
         )
     return None
 
@@ -109,7 +111,7 @@ class RemoteClient(RuntimeClient):
         self._model: str | None = None
         self._contexts: Mapping[str, int | None] = {}
         self._host = host_of(url)
-        self.who = f"the server at {self._host}"
+        self.who = _("the server at {host}", host=self._host)
         self._http = httpx.AsyncClient(
             base_url=self.base_url,
             headers={"Authorization": f"Bearer {token}"} if token else {},
@@ -170,8 +172,8 @@ class RemoteClient(RuntimeClient):
         """Use one of the server's models from now on."""
         names = await self._names()
         if request.model not in names:
-            has = f"it has {', '.join(names)}" if names else "it has none"
-            raise ClientError(f"{self._host} has no model {request.model}: {has}")
+            has = _("it has {names}", names=", ".join(names)) if names else _("it has none")
+            raise ClientError(_("{host} has no model {model}: {has}", host=self._host, model=request.model, has=has))
         self._model = request.model
         return
         yield  # type: ignore[unreachable]  # makes a generator
@@ -182,18 +184,18 @@ class RemoteClient(RuntimeClient):
         yield  # type: ignore[unreachable]
 
     async def device(self) -> DeviceReport:
-        raise self._refused("device reports")
+        raise self._refused(_("device reports"))
 
     async def quantize(self, request: QuantizeRequest) -> AsyncGenerator[Progress, None]:
-        raise self._refused(f"quantizing {request.source}")
+        raise self._refused(_("quantizing {source}", source=request.source))
         yield  # type: ignore[unreachable]
 
     async def pull(self, request: PullRequest) -> AsyncGenerator[Progress, None]:
-        raise self._refused(f"downloading {request.name}")
+        raise self._refused(_("downloading {name}", name=request.name))
         yield  # type: ignore[unreachable]
 
     async def inspect(self, request: InspectRequest) -> AsyncGenerator[Progress | Inspection, None]:
-        raise self._refused(f"inspecting {request.model}")
+        raise self._refused(_("inspecting {model}", model=request.model))
         yield  # type: ignore[unreachable]
 
     async def prospects(self) -> Sequence[Prospect]:
@@ -201,7 +203,7 @@ class RemoteClient(RuntimeClient):
         return ()
 
     async def remove(self, name: str) -> None:
-        raise self._refused(f"deleting {name}")
+        raise self._refused(_("deleting {name}", name=name))
 
     async def caches(self) -> Caches:
         """No caches; nothing is known about them."""
@@ -232,14 +234,20 @@ class RemoteClient(RuntimeClient):
             raise self._rephrased(error) from error
 
     def _refused(self, what: str) -> ClientError:
-        return ClientError(f"the server at {self._host} does not support {what}")
+        return ClientError(_("the server at {host} does not support {what}", host=self._host, what=what))
 
     def _rephrased(self, error: ClientError) -> ClientError:
         """The error, rephrased for a remote server."""
         if isinstance(error, AccessError):
-            return ClientError(f"{self._host} rejected the token; set the right one (^P, Endpoint)")
+            return ClientError(_("{host} rejected the token; set the right one (^P, Endpoint)", host=self._host))
         if isinstance(error, NotFoundError):
-            return ClientError(f"{self._host} is not OpenAI-compatible at this address, or lacks the model: {error}")
+            return ClientError(
+                _(
+                    "{host} is not OpenAI-compatible at this address, or lacks the model: {error}",
+                    host=self._host,
+                    error=error,
+                )
+            )
         if isinstance(error, RequestRefusedError) and any(words in str(error) for words in TOO_LONG):
             return ContextLengthError(str(error), status=error.status, param=error.param, code=error.code)
         return error
@@ -248,7 +256,7 @@ class RemoteClient(RuntimeClient):
 class RemoteSupervisor:
     """Implements `app.tui.runtime.SupervisorLike`: connects, but starts and stops nothing."""
 
-    remedy = "try again when it is back"
+    remedy = _("try again when it is back")
 
     def __init__(self, url: str, token: str) -> None:
         self._url, self._token = url, token
@@ -278,4 +286,4 @@ class RemoteSupervisor:
 
     def crash_report(self) -> str | None:
         """Why it does not respond."""
-        return f"the server at {host_of(self._url)} does not respond"
+        return _("the server at {url} does not respond", url=host_of(self._url))

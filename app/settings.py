@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_
 
 from app import paths
 from app.errors import hint
+from app.language import _
 from runtime.compensation import (
     CHUNK,
     DEFAULT_BUDGET_PERCENT,
@@ -86,12 +87,18 @@ class Rule:
         """The allowed values, in words."""
         if isinstance(self.limit, Within):
             low, high = self.limit.low, self.limit.high
-            noun = "a whole number" if self.kind is int else "a number"
-            words = f"{noun} {'above' if self.limit.above else 'from'} {low:g}"
-            words = words if high >= 1e6 else f"{words} to {high:g}"
+            whole, above, open_ended = self.kind is int, self.limit.above, high >= 1e6
+            if open_ended:
+                words = _("a whole number from {low:g}", low=low) if whole else _("a number from {low:g}", low=low)
+            elif above:
+                words = _("a number above {low:g} to {high:g}", low=low, high=high)
+            elif whole:
+                words = _("a whole number from {low:g} to {high:g}", low=low, high=high)
+            else:
+                words = _("a number from {low:g} to {high:g}", low=low, high=high)
         else:
-            words = f"one of {', '.join(self.choices)}" if self.choices else "text"
-        return f"{words}, or {UNSET}" if self.optional else words
+            words = _("one of {choices}", choices=", ".join(self.choices)) if self.choices else _("text")
+        return _("{words}, or {choice}", words=words, choice=UNSET) if self.optional else words
 
     def parse(self, value: object) -> Value:
         """Convert input from a user, a file or a program to a value.
@@ -133,103 +140,134 @@ SAMPLING_DEFAULTS: Mapping[str, float] = MappingProxyType(
 
 
 def _sampling(key: str, meaning: str) -> Any:
-    return _setting(f"{meaning}; auto: what the model's maker recommends, else {SAMPLING_DEFAULTS[key]:g}")
+    return _setting(
+        _(
+            "{meaning}; auto: what the model's maker recommends, else {default:g}",
+            meaning=meaning,
+            default=SAMPLING_DEFAULTS[key],
+        )
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """All settings. `None` means that the program chooses."""
 
-    model: str | None = _setting("model to load at start")
+    model: str | None = _setting(_("model to load at start"))
     kv: KVKind | None = _setting(  # noqa: RUF009 -- makes a field
-        f"precision of the key-value cache; auto: {DEFAULT_KV}, or 8 bits where that damages the model's answers",
+        _(
+            "precision of the key-value cache; auto: {kv}, or 8 bits where that damages the model's answers",
+            kv=DEFAULT_KV,
+        ),
         reload=True,
     )
-    context: Annotated[int, Within(1, 10_000_000)] | None = _setting("context length in tokens", reload=True)
+    context: Annotated[int, Within(1, 10_000_000)] | None = _setting(_("context length in tokens"), reload=True)
     experts_on_device: Annotated[int, Within(0, 10_000)] | None = _setting(
-        "experts of each block of a mixture on the graphics card, the others stay in main memory; auto: all that fit",
+        _(
+            "experts of each block of a mixture on the graphics card, the others stay in main memory; "
+            "auto: all that fit"
+        ),
         reload=True,
     )
     layers_on_device: Annotated[int, Within(0, 10_000)] | None = _setting(
-        "first blocks of a model on the graphics card, where the processor runs the others; auto: all that fit",
+        _("first blocks of a model on the graphics card, where the processor runs the others; auto: all that fit"),
         reload=True,
     )
     budget: Annotated[float, Within(0, LARGEST_BUDGET_PERCENT)] | None = _setting(
-        f"slowdown that compensation may cost, in percent; 0 is off; auto: {DEFAULT_BUDGET_PERCENT:g}"
+        _(
+            "slowdown that compensation may cost, in percent; 0 is off; auto: {default:g}",
+            default=DEFAULT_BUDGET_PERCENT,
+        )
     )
     prompt_budget: Annotated[float, Within(0, LARGEST_BUDGET_PERCENT)] | None = _setting(
-        "delay of the first token that compensating the prompt may cost, in percent; 0 is off; "
-        f"auto: {DEFAULT_PROMPT_BUDGET_PERCENT:g}"
+        _(
+            "delay of the first token that compensating the prompt may cost, in percent; 0 is off; auto: {default:g}",
+            default=DEFAULT_PROMPT_BUDGET_PERCENT,
+        )
     )
     k_chunk: Annotated[int, Within(0, CHUNK)] | None = _setting(
-        "compensated channels per 1024; 0 is none; auto: what the budget allows"
+        _("compensated channels per 1024; 0 is none; auto: what the budget allows")
     )
     speculate: Annotated[str, OneOf(("auto", "off", "on"))] = _setting(
-        "draft tokens, from the text, by the model's own head, or by the model, and verify several at a time; auto: "
-        "where that pays; on: always",
+        _(
+            "draft tokens, from the text, by the model's own head, or by the model, and verify several at a time; "
+            "auto: where that pays; on: always"
+        ),
         "auto",
         reload=True,
     )
     gamma: Annotated[int, Within(1, LARGEST_GAMMA)] | None = _setting(
-        "tokens that the model drafts per round of speculation; auto: the fastest number", reload=True
+        _("tokens that the model drafts per round of speculation; auto: the fastest number"), reload=True
     )
     sensitive_layers: Annotated[int, Within(0, 1000)] = _setting(
-        "layers, the most sensitive ones, whose cache the model's drafts read at 8 bits instead of 4; 0: none",
+        _("layers, the most sensitive ones, whose cache the model's drafts read at 8 bits instead of 4; 0: none"),
         0,
         reload=True,
     )
     num_parallel: Annotated[int, Within(1, 64)] | None = _setting(
-        "requests answered at the same time; auto: up to 4, as memory allows", reload=True
+        _("requests answered at the same time; auto: up to 4, as memory allows"), reload=True
     )
     max_models: Annotated[int, Within(1, 16)] = _setting(
-        "models loaded at the same time, as memory allows; from the next start", MAX_MODELS
+        _("models loaded at the same time, as memory allows; from the next start"), MAX_MODELS
     )
     backend: Annotated[str, OneOf(("auto", "triton", "cpu", "reference"))] = _setting(
-        "what runs the model", "auto", reload=True
+        _("what runs the model"), "auto", reload=True
     )
     idle_unload: Annotated[int, Within(0, 100_000)] | None = _setting(
-        "minutes without a request after which the model is unloaded until needed; 0 is never; auto: "
-        f"{DEFAULT_IDLE_MINUTES}; from the next start"
+        _(
+            "minutes without a request after which the model is unloaded until needed; 0 is never; auto: {default}; "
+            "from the next start",
+            default=DEFAULT_IDLE_MINUTES,
+        )
     )
-    temperature: Annotated[float, Within(0, 2)] | None = _sampling("temperature", "sampling temperature; 0 is greedy")
+    temperature: Annotated[float, Within(0, 2)] | None = _sampling(
+        "temperature", _("sampling temperature; 0 is greedy")
+    )
     top_p: Annotated[float, Within(0, 1, above=True)] | None = _sampling(
-        "top_p", "cumulative probability sampled from; 1 is all"
+        "top_p", _("cumulative probability sampled from; 1 is all")
     )
-    top_k: Annotated[int, Within(0, 10_000_000)] | None = _sampling("top_k", "number of tokens sampled from; 0 is all")
+    top_k: Annotated[int, Within(0, 10_000_000)] | None = _sampling(
+        "top_k", _("number of tokens sampled from; 0 is all")
+    )
     min_p: Annotated[float, Within(0, 1)] | None = _sampling(
-        "min_p", "minimum probability relative to the best token; 0 is off"
+        "min_p", _("minimum probability relative to the best token; 0 is off")
     )
     repetition_penalty: Annotated[float, Within(1, 2)] | None = _sampling(
-        "repetition_penalty", "penalty for repeated tokens; 1 is off, more breaks loops"
+        "repetition_penalty", _("penalty for repeated tokens; 1 is off, more breaks loops")
     )
     max_tokens: Annotated[int, Within(1, 10_000_000)] | None = _setting(
-        "maximum length of an answer in tokens; auto: what fits"
+        _("maximum length of an answer in tokens; auto: what fits")
     )
-    system_prompt: str = _setting("instructions to the model before every chat", "")
+    system_prompt: str = _setting(_("instructions to the model before every chat"), "")
     thinking: Annotated[str, OneOf(("auto", "on", "off"))] = _setting(
-        "whether a model that can reason does so before it answers; auto: the model's own default", "auto"
+        _("whether a model that can reason does so before it answers; auto: the model's own default"), "auto"
     )
     overflow: Annotated[str, OneOf(("drop", "summarize", "ask"))] = _setting(
-        "what happens when a chat exceeds the context: its oldest messages are dropped, are "
-        "summarized, or you are asked each time",
+        _(
+            "what happens when a chat exceeds the context: its oldest messages are dropped, are "
+            "summarized, or you are asked each time"
+        ),
         "drop",
     )
-    history: Annotated[str, OneOf(("on", "off"))] = _setting("whether chats are saved on this machine", "on")
+    history: Annotated[str, OneOf(("on", "off"))] = _setting(_("whether chats are saved on this machine"), "on")
     endpoint: str | None = _setting(
-        "address of an OpenAI-compatible server to use instead of this machine; auto: this machine"
+        _("address of an OpenAI-compatible server to use instead of this machine; auto: this machine")
     )
-    endpoint_token: str = _setting("token for that server", "", secret=True)
+    endpoint_token: str = _setting(_("token for that server"), "", secret=True)
     sidebar: Annotated[str, OneOf(("on", "off"))] = _setting(
-        "whether the list of chats is shown next to the chat, if there is room", "on"
+        _("whether the list of chats is shown next to the chat, if there is room"), "on"
     )
-    keys: str = _setting("other keys for actions: chat.new=f9, app.help=ctrl+x; F1 lists the actions", "")
+    vim: Annotated[str, OneOf(("on", "off"))] = _setting(
+        _("whether h, j, k, l, g and G move in lists and messages, as in vim; the composer has no modes"), "off"
+    )
+    keys: str = _setting(_("other keys for actions: chat.new=f9, app.help=ctrl+x; F1 lists the actions"), "")
     theme: Annotated[str, OneOf(("dark", "light", "contrast", "terminal"))] = _setting(
-        "colours of the terminal UI", "dark"
+        _("colours of the terminal UI"), "dark"
     )
 
     def __post_init__(self) -> None:
         for key, rule in RULES.items():
-            object.__setattr__(self, key, _checked(key, rule, getattr(self, key), "the program"))
+            object.__setattr__(self, key, _checked(key, rule, getattr(self, key), _("the program")))
 
     @property
     def speculation(self) -> Speculate | None:
@@ -329,8 +367,10 @@ def rule_of(key: str, where: str = "") -> Rule:
     """
     if key in RULES:
         return RULES[key]
-    near = hint(key, RULES, f"known: {', '.join(RULES)}")
-    raise SettingsError(f"unknown setting {key!r}{f' in {where}' if where else ''}: {near}")
+    near = hint(key, RULES, _("known: {names}", names=", ".join(RULES)))
+    if where:
+        raise SettingsError(_("unknown setting {key!r} in {where}: {near}", key=key, where=where, near=near))
+    raise SettingsError(_("unknown setting {key!r}: {near}", key=key, near=near))
 
 
 def _checked(key: str, rule: Rule, value: object, where: str) -> Value:
@@ -338,8 +378,16 @@ def _checked(key: str, rule: Rule, value: object, where: str) -> Value:
         return rule.parse(value)
     except (ValueError, OverflowError):
         shown = "•••" if rule.secret else repr(value) if len(repr(value)) <= 60 else repr(value)[:57] + "…"
-        place = f" (from {where})" if where else ""
-        raise SettingsError(f"{key} can't be {shown}{place}; it must be {rule.allowed}") from None
+        place = _(" (from {where})", where=where) if where else ""
+        raise SettingsError(
+            _(
+                "{key} can't be {shown}{place}; it must be {allowed}",
+                key=key,
+                shown=shown,
+                place=place,
+                allowed=rule.allowed,
+            )
+        ) from None
 
 
 def check(key: str, value: object, where: str = "") -> Value:
@@ -357,7 +405,7 @@ def _check_endpoint(values: Mapping[str, Value]) -> None:
 
     url, token = (values.get(key) for key in _ENDPOINT)
     if url and (problem := endpoint_problem(str(url), str(token or ""))) is not None:
-        raise SettingsError(f"endpoint: {problem}")
+        raise SettingsError(_("endpoint: {problem}", problem=problem))
 
 
 def _read(file: Path) -> dict[str, object]:
@@ -366,11 +414,13 @@ def _read(file: Path) -> dict[str, object]:
     except FileNotFoundError:
         return {}
     except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(f"cannot read the settings file {file}: {error}") from error
+        raise SettingsError(_("cannot read the settings file {file}: {error}", file=file, error=error)) from error
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise SettingsError(f"the settings file {file} is not valid TOML: {error}; correct or delete it") from error
+        raise SettingsError(
+            _("the settings file {file} is not valid TOML: {error}; correct or delete it", file=file, error=error)
+        ) from error
 
 
 def load(flags: Mapping[str, object] | None = None, *, file: Path | None = None) -> Settings:
@@ -391,7 +441,7 @@ def load(flags: Mapping[str, object] | None = None, *, file: Path | None = None)
     for key in RULES:
         variable = ENV_PREFIX + key.upper()
         if text := os.environ.get(variable, ""):
-            values[key] = check(key, text, f"the environment variable {variable}")
+            values[key] = check(key, text, _("the environment variable {variable}", variable=variable))
     for key, value in (flags or {}).items():
         if value is not None:
             values[key] = check(key, value, f"--{key.replace('_', '-')}")
@@ -425,4 +475,4 @@ def save(changes: Mapping[str, object], *, file: Path | None = None) -> None:
                 document[key] = value
         paths.write_atomically(file.resolve(), tomlkit.dumps(document))  # a symlink stays a symlink
     except OSError as error:
-        raise SettingsError(f"cannot write the settings file {file}: {error}") from error
+        raise SettingsError(_("cannot write the settings file {file}: {error}", file=file, error=error)) from error

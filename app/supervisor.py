@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from app.client import RuntimeClient
 from app.errors import ClientError, StartError
+from app.language import _
 from app.paths import cache_dir, chats_dir
 from app.settings import DEFAULT_IDLE_MINUTES
 from app.threads import run_to_end
@@ -51,7 +52,7 @@ _WITHOUT_CONSOLE = getattr(subprocess, "CREATE_NO_WINDOW", 0) | getattr(subproce
 class Supervisor:
     """One per UI. Several supervisors, even in different processes, share one runtime per home folder."""
 
-    remedy = "restarting it"
+    remedy = _("restarting it")
 
     def __init__(
         self,
@@ -128,11 +129,11 @@ class Supervisor:
         """How the runtime in use ended, with the last lines of its log if it was started here; None while it runs."""
         if self._child is None:
             ended = self._process is not None and not still_runs(self._process)
-            return "the runtime, which another program started, has ended" if ended else None
+            return _("the runtime, which another program started, has ended") if ended else None
         code = self._child.poll()
         if code is not None and code != 0:
             self._note_killed(code)
-        return None if code is None else f"the runtime {_ending(code)}{self._tail()}"
+        return None if code is None else _("the runtime {how}{tail}", how=_ending(code), tail=self._tail())
 
     async def _connect(self) -> RuntimeClient:
         try:
@@ -144,7 +145,13 @@ class Supervisor:
                     return self._use(running)
                 return self._use(await self._start(running))
         except OSError as error:
-            raise StartError(f"the runtime can't be started in {self.home}: {error.strerror or error}") from error
+            raise StartError(
+                _(
+                    "the runtime can't be started in {home}: {reason}",
+                    home=self.home,
+                    reason=error.strerror or error,
+                )
+            ) from error
 
     def _use(self, record: LockRecord) -> RuntimeClient:
         self._process = running_process(record.pid)
@@ -182,7 +189,10 @@ class Supervisor:
             except Timeout:
                 if time.monotonic() > deadline:
                     raise StartError(
-                        "another program has been starting the runtime for a long time; stop that program and try again"
+                        _(
+                            "another program has been starting the runtime for a long time; "
+                            "stop that program and try again"
+                        )
                     ) from None
                 await asyncio.sleep(_POLL_S)
         try:
@@ -198,12 +208,18 @@ class Supervisor:
             while True:
                 late = time.monotonic() > deadline  # before the look, in case this process was stopped for that long
                 if (report := self.crash_report()) is not None:
-                    raise StartError(f"the runtime could not be started: {report}")
+                    raise StartError(_("the runtime could not be started: {report}", report=report))
                 record = await asyncio.to_thread(self._running)
                 if record is not None and record != unusable and await self._usable(record):
                     return record
                 if late:
-                    raise StartError(f"the runtime did not respond within {self._start_timeout_s:g} s{self._tail()}")
+                    raise StartError(
+                        _(
+                            "the runtime did not respond within {time:g} s{tail}",
+                            time=self._start_timeout_s,
+                            tail=self._tail(),
+                        )
+                    )
                 await asyncio.sleep(_POLL_S)
         except BaseException:
             await self._end_child()
@@ -214,9 +230,18 @@ class Supervisor:
         if self._child is None or self._child.pid == self._noted:
             return
         self._noted = self._child.pid
-        why = "; possibly out of memory, see the system log" if code == -_SIGKILL else ""
+        why = _("; possibly out of memory, see the system log") if code == -_SIGKILL else ""
         with contextlib.suppress(OSError), self.log_file.open("a", encoding="utf-8") as log:
-            log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} the process {self._child.pid} {_ending(code)}{why}\n")
+            log.write(
+                _(
+                    "{time} the process {pid} {how}{why}",
+                    time=time.strftime("%Y-%m-%d %H:%M:%S"),
+                    pid=self._child.pid,
+                    how=_ending(code),
+                    why=why,
+                )
+                + "\n"
+            )
 
     def _spawn(self) -> None:
         """Start the process with its output in a new log file; the previous log is kept next to it."""
@@ -311,8 +336,8 @@ def own_command() -> list[str]:
 def _ending(code: int) -> str:
     """How a process ended, in words."""
     if code >= 0:
-        return f"ended with exit code {code}"
+        return _("ended with exit code {code}", code=code)
     try:
-        return f"was killed ({signal.Signals(-code).name})"
+        return _("was killed ({name})", name=signal.Signals(-code).name)
     except ValueError:
-        return f"was killed (signal {-code})"
+        return _("was killed (signal {number})", number=-code)

@@ -20,6 +20,9 @@ os.environ.setdefault(
     "LOWBIT_CHAT_KERNEL_CACHE", str(Path(__file__).resolve().parents[1] / ".pytest_cache" / "kernels")
 )
 
+# Whatever the developer's language. The first text that is looked up decides, and the imports above look up none.
+os.environ["LANGUAGE"] = "en"
+
 # Matrices in tests are small: to share one out takes longer than to multiply it, several times so beside other workers.
 # numpy and torch read this when they are imported, here and in the programs that tests start.
 os.environ |= {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}

@@ -15,6 +15,7 @@ from app.chat.tally import Tally, continued, reported, tallied
 from app.chat.tools import CallAsked, CallChanged, ChatTools
 from app.conversation import Call, Conversation, State
 from app.errors import ClientError, ContextLengthError, NotReadyError
+from app.language import _
 
 if TYPE_CHECKING:
     from app.protocol import CallDelta, ChatDelta
@@ -79,7 +80,7 @@ class Answer:
         so far stays.
         """
         state: State = "failed"
-        error = "an unexpected error occurred"
+        error = _("an unexpected error occurred")
         try:
             async with contextlib.aclosing(self._rounds()) as events:
                 async for event in events:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from app.chat.prompt_files import PromptFile, prompt_files
 from app.documents.folders import names
 from app.errors import CommandError, hint
+from app.language import _
 from app.settings import RULES
 
 if TYPE_CHECKING:
@@ -46,7 +47,9 @@ class Command:
     @property
     def line(self) -> str:
         """Its usage and its help, in columns."""
-        return f"{self.usage:<18} {self.help}"
+        from rich.cells import cell_len
+
+        return f"{self.usage}{' ' * (18 - cell_len(self.usage))} {self.help}"
 
 
 SETTINGS: Mapping[str, Callable[[str], object]] = {
@@ -62,21 +65,33 @@ SETTINGS: Mapping[str, Callable[[str], object]] = {
 SETTING_NAMES = ("system", "stop", *SETTINGS)
 BUDGETS = ("off", "2.5", "5", "10", "20", "auto")
 COMMANDS = (
-    Command(name="model", argument="[NAME]", takes="model", help="go on with another model; alone: which there are"),
-    Command(name="system", argument="[TEXT]", help="this chat's system prompt; alone: the general one again"),
-    Command(name="attach", argument="PATH", takes="path", help="attach a document; a folder or a long one is searched"),
-    Command(name="tools", help="the tools that this chat may use"),
     Command(
-        name="budget", argument="PERCENT", takes="budget", help="how much slower compensation may make answers; or off"
+        name="model", argument=_("[NAME]"), takes="model", help=_("go on with another model; alone: which there are")
     ),
-    Command(name="set", argument="NAME VALUE", takes="setting", help=f"this chat's {', '.join(SETTING_NAMES)}"),
-    Command(name="save", argument="FILE", takes="path", help="write this chat to a Markdown file"),
-    Command(name="load", argument="FILE", takes="path", help="go on with a chat from a file"),
-    Command(name="new", help="begin a new chat", aliases=("clear",)),
-    Command(name="show", help="the model and this chat's settings"),
-    Command(name="stats", help="speed of the last answer"),
-    Command(name="help", help="these commands", aliases=("?",)),
-    Command(name="bye", help="leave", aliases=("quit", "exit")),
+    Command(name="system", argument=_("[TEXT]"), help=_("this chat's system prompt; alone: the general one again")),
+    Command(
+        name="attach", argument=_("PATH"), takes="path", help=_("attach a document; a folder or a long one is searched")
+    ),
+    Command(name="tools", help=_("the tools that this chat may use")),
+    Command(
+        name="budget",
+        argument=_("PERCENT"),
+        takes="budget",
+        help=_("how much slower compensation may make answers; or off"),
+    ),
+    Command(
+        name="set",
+        argument=_("NAME VALUE"),
+        takes="setting",
+        help=_("this chat's {names}", names=", ".join(SETTING_NAMES)),
+    ),
+    Command(name="save", argument=_("FILE"), takes="path", help=_("write this chat to a Markdown file")),
+    Command(name="load", argument=_("FILE"), takes="path", help=_("go on with a chat from a file")),
+    Command(name="new", help=_("begin a new chat"), aliases=("clear",)),
+    Command(name="show", help=_("the model and this chat's settings")),
+    Command(name="stats", help=_("speed of the last answer")),
+    Command(name="help", help=_("these commands"), aliases=("?",)),
+    Command(name="bye", help=_("leave"), aliases=("quit", "exit")),
 )
 _NAMED = {name: one for one in COMMANDS for name in (one.name, *one.aliases)}
 
@@ -84,7 +99,10 @@ _NAMED = {name: one for one in COMMANDS for name in (one.name, *one.aliases)}
 def known() -> list[Command]:
     """The commands of the table, and the prompts of files, which are read anew; no file takes a name of the table."""
     files = [one for one in prompt_files() if one.name not in _NAMED]
-    return [*COMMANDS, *(Command(name=one.name, argument="[TEXT]", help=one.description, prompt=one) for one in files)]
+    return [
+        *COMMANDS,
+        *(Command(name=one.name, argument=_("[TEXT]"), help=one.description, prompt=one) for one in files),
+    ]
 
 
 def parse(text: str) -> tuple[Command, str] | None:
@@ -95,7 +113,7 @@ def parse(text: str) -> tuple[Command, str] | None:
     Raises:
         CommandError: there is no such command, or it lacks its argument.
     """
-    word, _, rest = text.strip().partition(" ")
+    word, *others = text.strip().split(" ", 1)
     if not re.fullmatch(r"/([\w-]+|\?)", word) or (word[1:] not in _NAMED and os.path.exists(word)):  # noqa: PTH110  no error
         return None
     found = _NAMED.get(word[1:].lower())
@@ -103,11 +121,11 @@ def parse(text: str) -> tuple[Command, str] | None:
         named = {one.name: one for one in known()}
         found = named.get(word[1:].lower())
         if found is None:
-            near = hint(word[1:], [*_NAMED, *named], "/help lists them", "/")
-            raise CommandError(f"there is no command {word}; {near}")
-    rest = rest.strip()
+            near = hint(word[1:], [*_NAMED, *named], _("/help lists them"), "/")
+            raise CommandError(_("there is no command {word}; {near}", word=word, near=near))
+    rest = "".join(others).strip()
     if not rest and found.argument and not found.argument.startswith("["):
-        raise CommandError(f"use {found.usage}: {found.help}")
+        raise CommandError(_("use {usage}: {help}", usage=found.usage, help=found.help))
     return found, rest
 
 
@@ -159,15 +177,15 @@ def with_setting(own: Mapping[str, Any], text: str) -> dict[str, Any]:
     Raises:
         CommandError: the name is unknown or the value invalid.
     """
-    name, _, value = text.partition(" ")
-    value = value.strip()
+    name, *others = text.split(" ", 1)
+    value = "".join(others).strip()
     if name == "system":
         return with_system(own, value)
     if name == "stop":
         return {**own, "stop": value or None}
     if name in SETTINGS and value:
         return {**own, name: _read(name, value, SETTINGS[name])}
-    raise CommandError(f"use /set NAME VALUE with one of: {', '.join(SETTING_NAMES)}")
+    raise CommandError(_("use /set NAME VALUE with one of: {names}", names=", ".join(SETTING_NAMES)))
 
 
 def with_system(own: Mapping[str, Any], text: str) -> dict[str, Any]:
@@ -182,8 +200,10 @@ def _read(name: str, text: str, parse: Callable[[str], object]) -> object:
         value = parse(text)
         return RULES[name].parse(value) if name in RULES else value
     except (ValueError, OverflowError):
-        allowed = RULES[name].allowed if name in RULES else "a number"
-        raise CommandError(f"{name} can't be {text!r}; it must be {allowed}") from None
+        allowed = RULES[name].allowed if name in RULES else _("a number")
+        raise CommandError(
+            _("{name} can't be {text!r}; it must be {allowed}", name=name, text=text, allowed=allowed)
+        ) from None
 
 
 def save(conversation: Conversation, file: Path) -> None:
@@ -197,14 +217,14 @@ def save(conversation: Conversation, file: Path) -> None:
 
     path = [message for message in conversation.path() if message.state != "streaming"]
     if not path:
-        raise CommandError("there is nothing to save yet")
+        raise CommandError(_("there is nothing to save yet"))
     try:
         with os.fdopen(os.open(file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w", encoding="utf-8") as stream:
             stream.write(markdown.write(title_of(path[0].text), path))
     except FileExistsError:
-        raise CommandError(f"{file} exists already: give another name") from None
+        raise CommandError(_("{file} exists already: give another name", file=file)) from None
     except OSError as error:
-        raise CommandError(f"{file} can't be written: {error.strerror}") from error
+        raise CommandError(_("{file} can't be written: {strerror}", file=file, strerror=error.strerror)) from error
 
 
 def load(file: Path) -> ImportedChat:
@@ -218,5 +238,11 @@ def load(file: Path) -> ImportedChat:
 
     found = exchange.read_file(file)
     if len(found) != 1 or not found[0].messages:
-        raise CommandError(f"{file.name} has {len(found)} chats: `lowbit-chat chats import` takes all of them")
+        raise CommandError(
+            _(
+                "{name} has {count} chats: `lowbit-chat chats import` takes all of them",
+                name=file.name,
+                count=len(found),
+            )
+        )
     return found[0].renewed()

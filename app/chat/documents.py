@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 from app.conversation import Conversation, Passage, Source
 from app.documents.prompt import BYTES_PER_TOKEN, TICKS, WHOLE_SHARE, attached, estimated_tokens
 from app.errors import DocumentError
+from app.language import _
 from app.printable import printable_name
 from app.threads import run_to_end
 
@@ -112,7 +113,9 @@ class Documents:
             state = await self._run(lambda: self._index().update(conversation.id, path, tell, self._stop.is_set))
             if not state.passages:
                 await self.detach(conversation.id, path)
-                raise DocumentError(state.problems[0] if state.problems else f"{name} has no text to search")
+                raise DocumentError(
+                    state.problems[0] if state.problems else _("{name} has no text to search", name=name)
+                )
         except BaseException:
             note(conversation, sources=before)
             raise

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from app import paths
 from app.errors import CommandError
+from app.language import _
 from app.printable import printable
 
 SKILL = "SKILL.md"
@@ -45,7 +46,7 @@ class PromptFile:
         """
         body = _FRONT.sub("", _read(self.path)).strip()
         if not body:
-            raise CommandError(f"{self.path} has no text")
+            raise CommandError(_("{path} has no text", path=self.path))
         return body.replace(_ARGUMENTS, argument) if _ARGUMENTS in body else f"{body}\n\n{argument}".strip()
 
 
@@ -90,7 +91,9 @@ def _described(path: Path) -> PromptFile:
 def _read(path: Path) -> str:
     try:
         if not path.is_file() or path.stat().st_size > MOST_BYTES:
-            raise CommandError(f"{path} is no file of at most {MOST_BYTES // 1000} kB")
+            raise CommandError(_("{path} is no file of at most {size} kB", path=path, size=MOST_BYTES // 1000))
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise CommandError(f"{path} can't be read as text: {getattr(error, 'strerror', None) or error}") from error
+        raise CommandError(
+            _("{path} can't be read as text: {reason}", path=path, reason=getattr(error, "strerror", None) or error)
+        ) from error

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from app.amounts import prompt_words, refinement
 from app.cli import options
 from app.cli.output import Output
 from app.cli.services import DEMO, Services, services_of
@@ -379,7 +380,7 @@ def profile_report(services: Services, backend_name: str) -> dict[str, Any] | No
         "k_chunk": dict(found.k_chunk),
         "measured_slowdown_percent": measured,
         "reason": f"k_chunk {chosen}; {measured:.1f} % slower, {budget:g} % allowed, measured on {profile.date[:10]}; "
-        f"{found.refinement}",
+        f"{refinement(found)}",
     }
 
 
@@ -399,7 +400,7 @@ def _prompts(services: Services, runner: AnyBackend, model: StoredModel, budget_
         return (
             f"prompts are not tuned yet for {budget_percent:g} % more time to the first word; the first use tunes them"
         )
-    return prompt_tuning_of(profile, cached=True).words
+    return prompt_words(prompt_tuning_of(profile, cached=True))
 
 
 def _offer(services: Services, runner: AnyBackend, model: StoredModel, budget_percent: float) -> str | None:

@@ -175,9 +175,3 @@ def main() -> None:
 def left_by_reader() -> None:
     """Discard the rest of the output silently after its reader has left, as `head` does."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def tune() -> None:
-    """The `tune-device` program."""
-    sys.argv[1:1] = ["tune-device"]
-    main()

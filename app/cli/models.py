@@ -88,7 +88,7 @@ def list_models(
                 perplexity(summary.perplexity_before, summary.perplexity_after) or "-",
             )
         )
-    output.table(rows)
+    output.table(rows, spare=("PARAMETERS", "CONTEXT", "RESIDUALS"))
     for name, reason in damaged.items():
         output.note(f"{name} is damaged: {reason}")
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import signal
 import stat
 import sys
@@ -25,7 +26,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, Self, TextIO, cast
 
 from app.amounts import Estimate
-from app.printable import printable
+from app.printable import printable, without_middle
 from runtime.errors import byte_count
 
 if TYPE_CHECKING:
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     from models.progress import Progress, ProgressCallback
 
 NAME = "lowbit-chat"
+NAME_CELLS = 20
+"""Cells in which most names can be told from each other."""
 LINE_S = 3.0
 """Seconds between two lines of progress if standard error is not a terminal."""
 
@@ -207,9 +210,17 @@ class Output:
         """Write a picture with the program's own colours."""
         print(text.rstrip("\n"), file=_unfiltered(sys.stdout))
 
-    def table(self, rows: Sequence[Sequence[str]]) -> None:
-        """Write rows in aligned columns; columns that begin with a digit are right-aligned."""
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    def table(self, rows: Sequence[Sequence[str]], *, spare: Sequence[str] = ()) -> None:
+        """Write rows in aligned columns; columns that begin with a digit are right-aligned.
+
+        Args:
+            rows: The heading, then the others.
+            spare: Columns that a narrow terminal does without, the first one first. If it is still too narrow, the
+                first column is shortened in the middle. What is piped is whole.
+        """
+        if spare and sys.stdout.isatty():
+            rows = _fitted(rows, spare, shutil.get_terminal_size().columns)
+        widths = _widths(rows)
         right = [all(row[i][:1].isdigit() or row[i] == "-" for row in rows[1:]) for i in range(len(widths))]
         for row in rows:
             cells = [
@@ -262,6 +273,7 @@ class _PhaseBars:
 
     def __init__(self) -> None:
         self._bars: Bars | None = None
+        self._marked = ""
         self._tasks: dict[str, Any] = {}
         self._estimate = Estimate()
 
@@ -281,11 +293,45 @@ class _PhaseBars:
             amount=_amount(report),
             left=self._estimate.words,
         )
+        from app.tui.terminal import marks_progress, progress_mark
+
+        if marks_progress():
+            self._mark(self._bars, progress_mark(min(1.0, report.done / report.total) if report.total else None))
+
+    def _mark(self, bars: Bars, mark: str) -> None:
+        """Mark the terminal's window with progress, past Rich, which holds standard error."""
+        if mark != self._marked:
+            self._marked = mark
+            bars.console.file.write(mark)
+            bars.console.file.flush()
 
     def close(self) -> None:
         """Remove the bars from the terminal."""
         if self._bars is not None:
             self._bars.stop()
+            if self._marked:
+                from app.tui.terminal import NO_PROGRESS
+
+                self._mark(self._bars, NO_PROGRESS)
+
+
+def _widths(rows: Sequence[Sequence[str]]) -> list[int]:
+    return [max(map(len, column)) for column in zip(*rows, strict=True)]
+
+
+def _fitted(rows: Sequence[Sequence[str]], spare: Sequence[str], columns: int) -> Sequence[Sequence[str]]:
+    """The rows of a table without the spare columns for which a terminal has no room, and with shortened names."""
+
+    def room() -> int:
+        """Cells for the first column."""
+        return columns - sum(width + 2 for width in _widths(rows)[1:])
+
+    for name in spare:
+        if room() < min(NAME_CELLS, _widths(rows)[0]):
+            at = rows[0].index(name)
+            rows = [[*row[:at], *row[at + 1 :]] for row in rows]
+    width = max(NAME_CELLS // 2, room())
+    return [[row[0] if len(row[0]) <= width else without_middle(row[0], width), *row[1:]] for row in rows]
 
 
 def plain() -> bool:

@@ -8,11 +8,13 @@ from __future__ import annotations
 import sys
 
 from app.cli.output import NAME, at_a_terminal, sanitize_streams
+from app.language import stay_english
 
 
 def main() -> None:
     sanitize_streams()
     if len(sys.argv) > 1 or not at_a_terminal():
+        stay_english()
         from app.cli.main import main as command_line
 
         command_line()
@@ -26,6 +28,12 @@ def main() -> None:
         print(f"{NAME}: {in_one_line(error)}", file=sys.stderr)
         status = 1
     sys.exit(status)
+
+
+def tune() -> None:
+    """The `tune-device` program."""
+    sys.argv[1:1] = ["tune-device"]
+    main()
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from app.amounts import prompt_words
 from app.cli import options
 from app.cli.load import load_options, load_plan
 from app.cli.model import open_model
@@ -327,7 +328,7 @@ def _show(result: _Result, output: Output) -> None:
     output.picture(terminal(chosen, width=min(size.columns, 100), height=min(20, size.lines), color=color))
     output.text(_verdict(result))
     if result.prompts is not None:
-        output.text(result.prompts.words)
+        output.text(prompt_words(result.prompts))
     if result.certificate is not None:
         output.text(result.certificate.line(result.certificate.ways[-1]))
     if result.offers is not None:

@@ -6,15 +6,18 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from app.conversation import Passage
+from app.language import _, ngettext
 
-NOTHING = "nothing about this was found in the documents, and the model was told so"
+NOTHING = _("nothing about this was found in the documents, and the model was told so")
 
 
 def place(passage: Passage) -> str:
     """Where a passage stands in its file: `lines 3–9`, `page 4`."""
-    if passage.first == passage.last:
-        return f"{passage.unit} {passage.first:,}"
-    return f"{passage.unit}s {passage.first:,}–{passage.last:,}"
+    one = passage.first == passage.last
+    where, count = (f"{passage.first:,}", 1) if one else (f"{passage.first:,}–{passage.last:,}", 2)
+    if passage.unit == "page":
+        return ngettext("page {where}", "pages {where}", count, where=where)
+    return ngettext("line {where}", "lines {where}", count, where=where)
 
 
 def cited(passages: Sequence[Passage]) -> str:
@@ -23,4 +26,5 @@ def cited(passages: Sequence[Passage]) -> str:
         return NOTHING
     ordered = sorted(passages, key=lambda passage: (passage.file, passage.first))
     files = groupby(ordered, key=lambda passage: passage.file)
-    return "from " + "; ".join(f"{file}, {', '.join(map(place, found))}" for file, found in files)
+    places = "; ".join(f"{file}, {', '.join(map(place, found))}" for file, found in files)
+    return _("from {places}", places=places)

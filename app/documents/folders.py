@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from app.errors import DocumentError
+from app.language import _
 
 MAX_FILES = 20_000
 """Maximum number of files that are read in a folder."""
@@ -59,9 +60,11 @@ def survey(path: Path) -> Survey:
         if stat.S_ISDIR(status.st_mode):
             return _walk(path)
     except OSError as error:
-        raise DocumentError(f"{path.name or path} can't be read: {error.strerror}") from error
+        raise DocumentError(
+            _("{name} can't be read: {reason}", name=path.name or path, reason=error.strerror)
+        ) from error
     if not stat.S_ISREG(status.st_mode):
-        raise DocumentError(f"{path.name} is a device or a pipe, not a file")
+        raise DocumentError(_("{name} is a device or a pipe, not a file", name=path.name))
     return Survey((File(path.name, path, status.st_size, status.st_mtime_ns),), {})
 
 
@@ -89,7 +92,7 @@ def _walk(folder: Path) -> Survey:
                     skipped["links"] += 1
                 elif entry.is_dir(follow_symlinks=False):
                     if depth == DEEPEST:
-                        skipped[f"folders more than {DEEPEST} deep"] += 1
+                        skipped[_("folders more than {most} deep", most=DEEPEST)] += 1
                     elif entry.name not in PASSED_OVER:
                         waiting.append((Path(entry.path), f"{prefix}{entry.name}/", depth + 1))
                 elif not entry.is_file(follow_symlinks=False):
@@ -97,7 +100,7 @@ def _walk(folder: Path) -> Survey:
                 elif not _encodable(entry.name):
                     skipped["names that are not valid Unicode"] += 1
                 elif len(files) == MAX_FILES:
-                    skipped[f"files beyond the first {MAX_FILES:,}"] += 1
+                    skipped[_("files beyond the first {most:,}", most=MAX_FILES)] += 1
                 else:
                     status = entry.stat(follow_symlinks=False)
                     name = prefix + entry.name
@@ -116,7 +119,7 @@ def names(text: str) -> list[str]:
     head, slash, tail = text.rpartition(os.sep)
     found: list[tuple[bool, str]] = []
     with contextlib.suppress(OSError, RuntimeError, ValueError), os.scandir(Path(head + slash).expanduser()) as entries:
-        for _, entry in zip(range(_LOOKED_AT), entries, strict=False):
+        for _at, entry in zip(range(_LOOKED_AT), entries, strict=False):
             if entry.name.lower().startswith(tail.lower()) and (tail.startswith(".") or not entry.name.startswith(".")):
                 found.append((not entry.is_dir(), entry.name))
     return [name + ("" if file else os.sep) for file, name in sorted(found)[:MOST_NAMES]]

@@ -20,6 +20,7 @@ from xml.parsers import expat
 
 from app.documents.sections import Section
 from app.errors import DocumentError
+from app.language import _, ngettext
 from app.printable import printable
 from runtime.system.foreign import encodable
 
@@ -70,11 +71,11 @@ def _decoded(head: bytes, stream: BinaryIO) -> str:
     """The file as text, if it is text."""
     mark, encoding = next(((mark, name) for mark, name in _BOMS if head.startswith(mark)), (b"", "utf-8"))
     if encoding == "utf-8" and b"\0" in head:
-        raise DocumentError("is a binary file")
+        raise DocumentError(_("is a binary file"))
     try:
         return stream.read()[len(mark) :].decode(encoding)
     except UnicodeDecodeError as error:
-        raise DocumentError("is neither UTF-8 nor UTF-16 text") from error
+        raise DocumentError(_("is neither UTF-8 nor UTF-16 text")) from error
 
 
 PART = "word/document.xml"
@@ -100,7 +101,7 @@ class _Body:
         del attributes
         self._elements += 1
         if self._elements > MAX_ELEMENTS:
-            raise DocumentError(f"has more than {MAX_ELEMENTS:,} elements when it is unpacked")
+            raise DocumentError(_("has more than {most:,} elements when it is unpacked", most=MAX_ELEMENTS))
         tag = _tag(name)
         self._in_text = tag == "t"
         if tag in _BLANKS:
@@ -132,13 +133,13 @@ def paragraphs(stream: BinaryIO) -> Iterator[Section]:
     """
     with zipfile.ZipFile(stream) as archive:
         if PART not in archive.namelist():
-            raise DocumentError("is an archive, not a Word document: unpack it and attach the folder")
+            raise DocumentError(_("is an archive, not a Word document: unpack it and attach the folder"))
         if archive.getinfo(PART).flag_bits & 1:
-            raise DocumentError("is encrypted: save a copy without a password and attach that")
+            raise DocumentError(_("is encrypted: save a copy without a password and attach that"))
         with archive.open(PART) as part:
             content = part.read(MAX_XML + 1)
     if len(content) > MAX_XML:
-        raise DocumentError(f"has more than {MAX_XML // 1_000_000} MB of text when it is unpacked")
+        raise DocumentError(_("has more than {most} MB of text when it is unpacked", most=MAX_XML // 1_000_000))
     body = _Body()
     parser = expat.ParserCreate(namespace_separator=" ")
     parser.buffer_text = True
@@ -151,12 +152,12 @@ def paragraphs(stream: BinaryIO) -> Iterator[Section]:
 
 def _tag(name: str) -> str:
     """The local name of an element of Word; empty for any other."""
-    space, _, tag = name.rpartition(" ")
+    space, _sign, tag = name.rpartition(" ")
     return tag if space in (_WORD, _STRICT) else ""
 
 
-def _refuse_doctype(*_: object) -> NoReturn:
-    raise DocumentError("has a document type, which no Word document has")
+def _refuse_doctype(*_arguments: object) -> NoReturn:
+    raise DocumentError(_("has a document type, which no Word document has"))
 
 
 MAX_TAGS = 2_000_000
@@ -185,7 +186,7 @@ class _Text(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:  # noqa: ARG002  the base has it
         self._tags += 1
         if self._tags > MAX_TAGS:
-            raise DocumentError(f"has more than {MAX_TAGS:,} tags")
+            raise DocumentError(_("has more than {most:,} tags", most=MAX_TAGS))
         if tag in _HIDDEN and self._hidden in ("", tag):
             self._hidden, self._depth = tag, self._depth + 1
         elif tag not in _INLINE:
@@ -244,10 +245,16 @@ def pages(stream: BinaryIO) -> Iterator[Section]:
     logging.getLogger("pypdf").setLevel(logging.CRITICAL)  # it would tell of every flaw
     reader = PdfReader(stream)
     if reader.is_encrypted and not _opened(reader):
-        raise DocumentError("is encrypted: save a copy without a password and attach that")
+        raise DocumentError(_("is encrypted: save a copy without a password and attach that"))
     count = len(reader.pages)
     if count > MAX_PAGES:
-        raise DocumentError(f"has {count:,} pages, and at most {MAX_PAGES:,} are read: attach a part of it")
+        raise DocumentError(
+            _(
+                "has {count:,} pages, and at most {most:,} are read: attach a part of it",
+                count=count,
+                most=MAX_PAGES,
+            )
+        )
     broken, empty = 0, True
     for number in range(count):
         try:
@@ -258,9 +265,22 @@ def pages(stream: BinaryIO) -> Iterator[Section]:
         empty = empty and not text
         yield Section("page", number + 1, text)
     if broken:
-        raise DocumentError(f"has {broken:,} damaged page{'s'[: broken != 1]} of {count:,}, which can't be read")
+        raise DocumentError(
+            ngettext(
+                "has {count:,} damaged page of {pages:,}, which can't be read",
+                "has {count:,} damaged pages of {pages:,}, which can't be read",
+                broken,
+                pages=count,
+            )
+        )
     if empty:
-        raise DocumentError(f"has no text on its {count:,} page{'s'[: count != 1]}; pictures of text are not read")
+        raise DocumentError(
+            ngettext(
+                "has no text on its {count:,} page; pictures of text are not read",
+                "has no text on its {count:,} pages; pictures of text are not read",
+                count,
+            )
+        )
 
 
 def _opened(reader: object) -> bool:

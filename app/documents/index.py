@@ -23,6 +23,7 @@ from app.documents.search import Match, best, subject
 from app.documents.sections import Section, chunks
 from app.errors import DocumentError, HistoryError
 from app.history.schema import database_error, forget_words, open_database, transaction
+from app.language import _
 from app.printable import printable_name
 
 MAX_INDEXED = 64_000_000
@@ -119,9 +120,15 @@ class Index:
                 over += 1
                 continue
             left -= self._store(source, file, stopped)
-        problems = [f"{count:,} {what} left out" for what, count in found.skipped.items()]
+        problems = [_("{count:,} {what} left out", count=count, what=what) for what, count in found.skipped.items()]
         if over:
-            problems.append(f"{over:,} files left out: only {MAX_INDEXED // 1_000_000} MB of text are searched")
+            problems.append(
+                _(
+                    "{over:,} files left out: only {most} MB of text are searched",
+                    over=over,
+                    most=MAX_INDEXED // 1_000_000,
+                )
+            )
         return self._state(source, path, problems, len(changed))
 
     def _attach(self, chat: str, path: Path) -> int:
@@ -252,4 +259,7 @@ def _grouped(problems: Iterable[tuple[str, str]]) -> list[str]:
     for name, problem in problems:
         reason = problem.removeprefix(printable_name(name.rpartition("/")[2]))
         alike.setdefault(reason, []).append(problem)
-    return [same[0] if len(same) == 1 else f"{same[0]} (and {len(same) - 1:,} more like it)" for same in alike.values()]
+    return [
+        same[0] if len(same) == 1 else _("{same} (and {count:,} more like it)", same=same[0], count=len(same) - 1)
+        for same in alike.values()
+    ]

@@ -9,6 +9,7 @@ from itertools import zip_longest
 
 from app.conversation import Message, Passage
 from app.documents.citation import place
+from app.language import ngettext
 from runtime.errors import byte_count
 
 WHOLE_SHARE = 0.5
@@ -78,7 +79,8 @@ def with_files_named(text: str) -> str:
 
     def named(found: re.Match[str]) -> str:
         lines, size = found[3].count("\n") + 1, len(found[3].encode())
-        return f"▤ {found[1]} · {lines:,} line{'' if lines == 1 else 's'} · {byte_count(size)}"
+        count = ngettext("{count:,} line", "{count:,} lines", lines)
+        return f"▤ {found[1]} · {count} · {byte_count(size)}"
 
     return _ATTACHED.sub(named, text)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from app.documents.folders import survey
 from app.documents.sections import Section, whole
 from app.errors import DocumentError
+from app.language import _, english
 from app.printable import printable_name
 from runtime.system.child_process import ChildProcess
 
@@ -31,7 +32,7 @@ class Reader:
 
     def __init__(self, section_s: float = SECTION_S, document_s: float = DOCUMENT_S) -> None:
         self._document_s = document_s
-        self._child = ChildProcess("app.documents.reading", str(section_s))
+        self._child = ChildProcess("app.documents.reading", str(section_s), *(["english"] if english() else []))
         self._lock = threading.Lock()
 
     def read(self, path: Path) -> Iterator[Section]:
@@ -55,9 +56,11 @@ class Reader:
                             raise DocumentError(f"{name} {found}")
                         return
                     yield from (Section(*one) for one in found)
-                raise DocumentError(f"{name} was given up: reading it took too long or too much memory")
+                raise DocumentError(_("{name} was given up: reading it took too long or too much memory", name=name))
             except OSError as error:
-                raise DocumentError(f"no process could be started to read {name}: {error.strerror}") from error
+                raise DocumentError(
+                    _("no process could be started to read {name}: {reason}", name=name, reason=error.strerror)
+                ) from error
             finally:
                 timer.cancel()
                 if not ended:
@@ -77,7 +80,7 @@ class Reader:
                 raise
             return whole(found), str(error)
         if not found:
-            raise DocumentError(f"{printable_name(path.name)} has no text")
+            raise DocumentError(_("{name} has no text", name=printable_name(path.name)))
         return whole(found), ""
 
     def texts(self, path: Path, most: int) -> tuple[dict[str, str], list[str]]:
@@ -94,7 +97,9 @@ class Reader:
             text, problem = self.text(path)
             return {path.name: text}, [problem] if problem else []
         found = survey(path)
-        problems = [f"{count:,} {what} were left out" for what, count in found.skipped.items()]
+        problems = [
+            _("{count:,} {what} were left out", count=count, what=what) for what, count in found.skipped.items()
+        ]
         if len(found.files) > MAX_TOGETHER or sum(file.size for file in found.files) > most:
             return {}, problems
         texts = {}

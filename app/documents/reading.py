@@ -21,6 +21,7 @@ from typing import BinaryIO
 from app.documents.formats import MAX_BYTES, MAX_CHARACTERS, sections
 from app.documents.sections import Section
 from app.errors import DocumentError
+from app.language import _, stay_english
 from runtime.system.child_process import limit_memory
 
 MEMORY_BYTES = 1 << 30
@@ -43,15 +44,20 @@ def read(path: Path) -> Iterator[Section]:
         left = MAX_CHARACTERS
         for count, section in enumerate(_guarded(stream, path.name)):
             if count == MAX_SECTIONS:
-                raise DocumentError(f"has more than {MAX_SECTIONS:,} paragraphs; the rest was left out")
+                raise DocumentError(_("has more than {most:,} paragraphs; the rest was left out", most=MAX_SECTIONS))
             if len(section.text) > left:
                 yield Section(section.unit, section.first, section.text[:left])
-                raise DocumentError(f"is longer than {MAX_CHARACTERS:,} characters; the rest was left out")
+                raise DocumentError(
+                    _(
+                        "is longer than {most:,} characters; the rest was left out",
+                        most=MAX_CHARACTERS,
+                    )
+                )
             left -= len(section.text)
             yield section
         after = os.fstat(stream.fileno())
     if (before.st_mtime_ns, before.st_size) != (after.st_mtime_ns, after.st_size):
-        raise DocumentError("changed while it was read: attach it again")
+        raise DocumentError(_("changed while it was read: attach it again"))
 
 
 @contextlib.contextmanager
@@ -60,15 +66,19 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
     try:
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     except OSError as error:
-        raise DocumentError(f"can't be opened: {error.strerror}") from error
+        raise DocumentError(_("can't be opened: {reason}", reason=error.strerror)) from error
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
-            kind = "a folder" if stat.S_ISDIR(status.st_mode) else "a device or a pipe"
-            raise DocumentError(f"is {kind}, not a file")
+            kind = _("a folder") if stat.S_ISDIR(status.st_mode) else _("a device or a pipe")
+            raise DocumentError(_("is {kind}, not a file", kind=kind))
         if status.st_size > MAX_BYTES:
             raise DocumentError(
-                f"has {status.st_size / 1e6:,.0f} MB, and at most {MAX_BYTES // 1_000_000} MB are read: attach a part"
+                _(
+                    "has {size:,.0f} MB, and at most {most} MB are read: attach a part",
+                    size=status.st_size / 1e6,
+                    most=MAX_BYTES // 1_000_000,
+                )
             )
     except BaseException:
         os.close(descriptor)
@@ -84,12 +94,12 @@ def _guarded(stream: BinaryIO, name: str) -> Iterator[Section]:
     except (DocumentError, GeneratorExit):
         raise
     except MemoryError as error:
-        raise DocumentError("needs too much memory to be read") from error
+        raise DocumentError(_("needs too much memory to be read")) from error
     except RecursionError as error:
-        raise DocumentError("is nested too deeply to be read") from error
+        raise DocumentError(_("is nested too deeply to be read")) from error
     except Exception as error:  # a damaged file makes a library raise anything
         reason = " ".join(str(error).split())[:_LONGEST_REASON] or type(error).__name__
-        raise DocumentError(f"is damaged: {reason}") from error
+        raise DocumentError(_("is damaged: {reason}", reason=reason)) from error
 
 
 def serve(seconds: float) -> None:
@@ -132,4 +142,6 @@ def _write(value: object) -> None:
 
 
 if __name__ == "__main__":
+    if sys.argv[2:] == ["english"]:
+        stay_english()
     serve(float(sys.argv[1]))

@@ -14,13 +14,14 @@ from app.errors import HistoryError
 from app.history import markdown
 from app.history.markdown import FORMAT, moment_of
 from app.history.store import MODEL_LENGTH, Chat, History, calls_json, statistics_json, title_of
+from app.language import _
 from runtime.system.foreign import read_json
 from runtime.wire.codec import WireError, Within, from_json
 
 VERSION = 1
 MAX_CHATS = 100_000
 """Most chats in a file, and most messages in a chat."""
-REMEDY = (
+REMEDY = _(
     "nothing was imported: correct the file, or give one of `lowbit-chat chats export`, or ChatGPT's conversations.json"
 )
 _STATES = ("done", "stopped", "failed")
@@ -148,12 +149,12 @@ def read_file(file: Path) -> list[ImportedChat]:
     """
     try:
         if file.stat().st_size > _LARGEST_FILE:
-            raise HistoryError(f"{file} is larger than 256 MiB: split it")
+            raise HistoryError(_("{file} is larger than 256 MiB: split it", file=file))
         text = file.read_bytes().decode("utf-8-sig")  # preserves line ends
     except UnicodeDecodeError as error:
-        raise HistoryError(f"{file} is not UTF-8 text: {error}") from error
+        raise HistoryError(_("{file} is not UTF-8 text: {error}", file=file, error=error)) from error
     except OSError as error:
-        raise HistoryError(f"{file} can't be read: {error.strerror}") from error
+        raise HistoryError(_("{file} can't be read: {reason}", file=file, reason=error.strerror)) from error
     return read(text, file.name)
 
 
@@ -173,7 +174,7 @@ def read(text: str, name: str) -> list[ImportedChat]:
         content = read_json(text)
         if isinstance(content, dict) and content.get("format") == FORMAT:
             if content.get("version") != VERSION:
-                raise HistoryError("it was written by a newer version of lowbit-chat: update the program")
+                raise HistoryError(_("it was written by a newer version of lowbit-chat: update the program"))
             return [_of_json(chat, f"chats[{at}]") for at, chat in enumerate(from_json(_File, content).chats)]
         conversations = content if isinstance(content, list) else [content]
         return [_of_chatgpt(one) for one in from_json(_ChatGptFile, {"conversations": conversations}).conversations]
@@ -223,7 +224,9 @@ def _of_json(found: _Chat, where: str) -> ImportedChat:
         try:
             created = moment_of(one.created)
         except ValueError as error:
-            raise WireError(f"{where}.messages[{at}].created: {error}", "created") from error
+            raise WireError(
+                _("{where}.messages[{at}].created: {error}", where=where, at=at, error=error), "created"
+            ) from error
         messages.append(
             Message(
                 id=one.id,
@@ -348,10 +351,10 @@ def _checked(chat: ImportedChat) -> ImportedChat:
     seen: set[str] = set()
     for message in chat.messages:
         if message.id in seen or (message.parent is not None and message.parent not in seen):
-            raise HistoryError(f"the messages of {chat.title!r} do not follow each other")
+            raise HistoryError(_("the messages of {title!r} do not follow each other", title=chat.title))
         seen.add(message.id)
     if chat.head is not None and chat.head not in seen:
-        raise HistoryError(f"the last message of {chat.title!r} is missing")
+        raise HistoryError(_("the last message of {title!r} is missing", title=chat.title))
     return chat
 
 

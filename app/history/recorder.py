@@ -11,6 +11,7 @@ from typing import TypeVar
 from app.conversation import Extras, Message
 from app.errors import HistoryError
 from app.history.store import History
+from app.language import _
 
 INTERVAL_S = 0.5
 """Seconds between two writes: the most of an answer that is lost when the program is killed."""
@@ -153,4 +154,8 @@ class Recorder:
         self._told = True
         known = isinstance(error, HistoryError)
         with contextlib.suppress(Exception):  # the receiver may be gone
-            self._on_error(str(error) if known else f"it cannot be written ({type(error).__name__}: {error})")
+            self._on_error(
+                str(error)
+                if known
+                else _("it cannot be written ({name}: {error})", name=type(error).__name__, error=error)
+            )

@@ -11,6 +11,7 @@ from contextlib import closing
 from pathlib import Path
 
 from app.errors import HistoryError
+from app.language import _
 from models.files import private_folder
 
 BUSY_S = 5.0
@@ -143,7 +144,7 @@ def open_database(path: Path | None) -> sqlite3.Connection:
             _create(path)
         connection = sqlite3.connect(path or ":memory:", timeout=BUSY_S, isolation_level=None, check_same_thread=False)
     except (OSError, sqlite3.Error) as error:
-        raise HistoryError(f"chats cannot be kept in {path}: {error}") from error
+        raise HistoryError(_("chats cannot be kept in {path}: {error}", path=path, error=error)) from error
     try:
         connection.text_factory = lambda text: text.decode("utf-8", "replace")
         connection.execute("PRAGMA foreign_keys = ON")
@@ -191,7 +192,10 @@ def _migrate(connection: sqlite3.Connection, path: Path | None) -> None:
         found = version_of(connection)
         if found > len(MIGRATIONS):
             raise HistoryError(
-                f"{path} was written by a newer version of lowbit-chat: update the program, or move the file away"
+                _(
+                    "{path} was written by a newer version of lowbit-chat: update the program, or move the file away",
+                    path=path,
+                )
             )
         for script in MIGRATIONS[found:]:
             for statement in _statements(script):
@@ -255,5 +259,9 @@ def forget_words(database: sqlite3.Connection, index: str) -> None:
 def database_error(path: Path | None, error: sqlite3.Error) -> str:
     """An error about a database, with advice."""
     if isinstance(error, sqlite3.OperationalError):
-        return f"chats cannot be kept in {path}: {error}"
-    return f"{path} is damaged ({error}): move it away to begin a new history; `sqlite3 FILE .recover` may save the old"
+        return _("chats cannot be kept in {path}: {error}", path=path, error=error)
+    return _(
+        "{path} is damaged ({error}): move it away to begin a new history; `sqlite3 FILE .recover` may save the old",
+        path=path,
+        error=error,
+    )

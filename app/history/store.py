@@ -22,6 +22,7 @@ from typing import Any, TypeVar, get_args
 from app.conversation import NOT_RUN, Call, Extras, Message, Passage, Role, Statistics
 from app.errors import HistoryError
 from app.history.schema import database_error, forget_words, open_database, transaction
+from app.language import _
 from runtime.system.foreign import encodable, read_json
 from runtime.wire.codec import WireError, from_json, to_json
 
@@ -172,7 +173,7 @@ class History:
         """Change a chat's title."""
         name = title_of(title)
         if name == UNNAMED:
-            raise HistoryError("a chat's title needs a word")
+            raise HistoryError(_("a chat's title needs a word"))
         self._change(chat, "title = ?", name)
 
     def pin(self, chat: str, *, pinned: bool) -> None:
@@ -210,7 +211,7 @@ class History:
     def _change(self, chat: str, change: str, value: object) -> None:
         with self._writing() as database:
             if not database.execute(f"UPDATE chats SET {change} WHERE id = ?", (value, chat)).rowcount:  # noqa: S608
-                raise HistoryError(f"there is no chat {chat}")
+                raise HistoryError(_("there is no chat {chat}", chat=chat))
 
     # Reading
 
@@ -235,8 +236,12 @@ class History:
         query = f"SELECT {_COLUMNS} FROM chats WHERE deleted IS NULL AND lower(substr(id, 1, ?)) = lower(?) LIMIT 2"  # noqa: S608
         rows = self._read(query, (len(name), name)) if name else []
         if len(rows) != 1:
-            many = f"several chats begin with {name}; write more of it" if rows else f"there is no chat {name}"
-            raise HistoryError(f"{many}: `lowbit-chat chats` lists them")
+            many = (
+                _("several chats begin with {name}; write more of it", name=name)
+                if rows
+                else _("there is no chat {name}", name=name)
+            )
+            raise HistoryError(_("{many}: `lowbit-chat chats` lists them", many=many))
         return _chat(rows[0])
 
     def messages(self, chat: str) -> list[Message]:
@@ -317,7 +322,7 @@ def title_of(text: str) -> str:
     line = next((" ".join(line.split()) for line in encodable(text).splitlines() if line.strip()), UNNAMED)
     if len(line) <= TITLE_LENGTH:
         return line
-    head, space, _ = line[:TITLE_LENGTH].rpartition(" ")
+    head, space, _rest = line[:TITLE_LENGTH].rpartition(" ")
     return f"{head if space else line[: TITLE_LENGTH - 1]}…"
 
 

@@ -19,6 +19,7 @@ from typing import Any
 from urllib.parse import quote, unquote, urlsplit
 
 from app import paths
+from app.language import _
 from app.printable import printable_name
 from runtime.system.foreign import read_json
 from runtime.system.hosts import is_loopback
@@ -102,7 +103,7 @@ class ServerConfig:
         found += [one for text in (*found, *self.args, self.url) for one in _secrets_in(text)]
         found += [part for part in urlsplit(self.url).path.split("/") if _RANDOM.fullmatch(part)]
         for before, argument in zip(("", *self.args), self.args, strict=False):
-            name, _, value = before.partition("=") if before.startswith("-") else ("", "", "")
+            name, _sign, value = before.partition("=") if before.startswith("-") else ("", "", "")
             if not value and _TELLING.search(name):
                 found.append(argument)
             elif name in _PAIRS:
@@ -184,13 +185,15 @@ def _text(file: Path) -> str:
         content = read_trusted(file, MAX_FILE)
         text = content.decode("utf-8-sig")
     except FileNotFoundError:
-        raise ToolsError(f"there is no file {file}: name one with an object mcpServers") from None
+        raise ToolsError(_("there is no file {file}: name one with an object mcpServers", file=file)) from None
     except PermissionError as error:
-        raise ToolsError(f"{file} names programs to run, and is not used: {error}") from error
+        raise ToolsError(_("{file} names programs to run, and is not used: {error}", file=file, error=error)) from error
     except (OSError, UnicodeDecodeError) as error:
-        raise ToolsError(f"{file} can't be read: {error}") from error
+        raise ToolsError(_("{file} can't be read: {error}", file=file, error=error)) from error
     if len(content) > MAX_FILE:
-        raise ToolsError(f"{file} is larger than {MAX_FILE:,} bytes: that is not a list of servers")
+        raise ToolsError(
+            _("{file} is larger than {most:,} bytes: that is not a list of servers", file=file, most=MAX_FILE)
+        )
     return text
 
 
@@ -199,12 +202,19 @@ def parse(text: str, where: str, *, own: Mapping[str, str] | None = None) -> lis
     try:
         found = read_json(text)
     except ValueError as error:
-        raise ToolsError(f"{where} is not JSON: {error}; correct it") from error
+        raise ToolsError(_("{where} is not JSON: {error}; correct it", where=where, error=error)) from error
     servers = next((found[key] for key in KEYS if isinstance(found, dict) and key in found), None)
     if not isinstance(servers, dict):
-        raise ToolsError(f'{where} lists no servers: it needs an object "mcpServers"')
+        raise ToolsError(_('{where} lists no servers: it needs an object "mcpServers"', where=where))
     if len(servers) > MAX_SERVERS:
-        raise ToolsError(f"{where} lists {len(servers)} servers; at most {MAX_SERVERS} are used")
+        raise ToolsError(
+            _(
+                "{where} lists {count} servers; at most {most} are used",
+                where=where,
+                count=len(servers),
+                most=MAX_SERVERS,
+            )
+        )
     own = os.environ if own is None else own
     read = []
     for name, entry in servers.items():
@@ -216,28 +226,32 @@ def parse(text: str, where: str, *, own: Mapping[str, str] | None = None) -> lis
 
 
 def _server(name: str, entry: Any, where: str, own: Mapping[str, str]) -> ServerConfig:
-    place = f"{where}: mcpServers.{name}"
+    place = _("{where}: mcpServers.{name}", where=where, name=name)
     if not NAME.fullmatch(name):
         raise ToolsError(
-            f"{where}: {name!r} is not a valid server name: use at most 40 letters, digits, spaces and . _ -"
+            _(
+                "{where}: {name!r} is not a valid server name: use at most 40 letters, digits, spaces and . _ -",
+                where=where,
+                name=name,
+            )
         )
     if not isinstance(entry, dict):
-        raise ToolsError(f"{place} is not an object")
+        raise ToolsError(_("{place} is not an object", place=place))
 
     def text(key: str, value: Any) -> str:
         if not isinstance(value, str):
-            raise ToolsError(f"{place}.{key} is not text")
+            raise ToolsError(_("{place}.{key} is not text", place=place, key=key))
         return _expanded(value, own, f"{place}.{key}")
 
     def texts(key: str) -> dict[str, str]:
         given = entry.get(key) or {}
         if not isinstance(given, dict):
-            raise ToolsError(f"{place}.{key} is not an object")
+            raise ToolsError(_("{place}.{key} is not an object", place=place, key=key))
         return {str(one): text(f"{key}.{one}", value) for one, value in given.items()}
 
     args = entry.get("args") or []
     if not isinstance(args, list):
-        raise ToolsError(f"{place}.args is not a list")
+        raise ToolsError(_("{place}.args is not a list", place=place))
     url = text("url", entry.get("url") or entry.get("serverUrl") or "")
     made = ServerConfig(
         name=name,
@@ -250,13 +264,16 @@ def _server(name: str, entry: Any, where: str, own: Mapping[str, str]) -> Server
         disabled=bool(entry.get("disabled")) or entry.get("enabled") is False,
     )
     if bool(made.command) == bool(made.url):
-        raise ToolsError(f"{place} needs either a command or a url")
+        raise ToolsError(_("{place} needs either a command or a url", place=place))
     if entry.get("type") == "sse":
         raise ToolsError(
-            f"{place} uses the transport sse, which MCP has dropped: use the server's streamable HTTP address"
+            _(
+                "{place} uses the transport sse, which MCP has dropped: use the server's streamable HTTP address",
+                place=place,
+            )
         )
     if (problem := url_problem(made)) is not None:
-        raise ToolsError(f"{place}.url: {problem}")
+        raise ToolsError(_("{place}.url: {problem}", place=place, problem=problem))
     return made
 
 
@@ -266,15 +283,15 @@ def url_problem(server: ServerConfig) -> str | None:
         return None
     try:
         parts = urlsplit(server.url)
-        _ = parts.port
+        _port = parts.port
     except ValueError:
-        return "it is not an address; correct the host and port"
+        return _("it is not an address; correct the host and port")
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        return "it must begin with http:// or https:// and name a host"
+        return _("it must begin with http:// or https:// and name a host")
     if not all(text.isascii() and text.isprintable() for header in server.headers.items() for text in header):
-        return "its headers may contain only visible ASCII characters"
+        return _("its headers may contain only visible ASCII characters")
     if (server.headers or parts.password) and parts.scheme == "http" and not is_loopback(parts.hostname):
-        return "its headers or password would be sent unencrypted; use https://, or a tunnel from localhost"
+        return _("its headers or password would be sent unencrypted; use https://, or a tunnel from localhost")
     return None
 
 
@@ -286,7 +303,11 @@ def _expanded(text: str, own: Mapping[str, str], where: str) -> str:
             return own[found[1]]
         if found[2] is None:
             raise ToolsError(
-                f"{where} names the variable {found[1]}, which is not set: set it before you start the program"
+                _(
+                    "{where} names the variable {found}, which is not set: set it before you start the program",
+                    where=where,
+                    found=found[1],
+                )
             )
         return found[2]
 
@@ -314,7 +335,7 @@ def import_from(source: Path, *, file: Path | None = None) -> list[str]:
     try:
         paths.write_atomically(file, text)
     except OSError as error:
-        raise ToolsError(f"{file} can't be written: {error}") from error
+        raise ToolsError(_("{file} can't be written: {error}", file=file, error=error)) from error
     return list(entries)
 
 
@@ -322,7 +343,7 @@ def _entries(text: str, file: Path) -> dict[str, Any]:
     try:
         found = read_json(text)
     except ValueError as error:
-        raise ToolsError(f"{file} can't be read: {error}") from error
+        raise ToolsError(_("{file} can't be read: {error}", file=file, error=error)) from error
     return next((dict(found[key]) for key in KEYS if isinstance(found, dict) and isinstance(found.get(key), dict)), {})
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from app import paths
+from app.language import _
 from app.tools.config import MAX_FILE, ToolsError
 from runtime.system.foreign import read_json
 from runtime.system.private_files import read_trusted
@@ -62,7 +63,7 @@ class Permissions:
         try:
             found = read_json(read_trusted(file, MAX_FILE))
         except PermissionError as error:
-            problem = f"{file} says which tools run unasked, and is not used: {error}"
+            problem = _("{file} says which tools run unasked, and is not used: {error}", file=file, error=error)
         except (OSError, ValueError):
             pass
         found = found if isinstance(found, dict) else {}
@@ -123,4 +124,4 @@ class Permissions:
         try:
             paths.write_atomically(self.file, text)
         except OSError as error:
-            raise ToolsError(f"{self.file} can't be written: {error}") from error
+            raise ToolsError(_("{file} can't be written: {error}", file=self.file, error=error)) from error

@@ -15,6 +15,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+from app.language import _
 from app.printable import printable_name
 from app.tools.config import Secrets, ServerConfig, ToolsError
 from app.tools.contents import MAX_DESCRIPTION, clean, mended_schema, resource_text, text_of
@@ -159,17 +160,25 @@ class Server:
         async def report(progress: float, total: float | None, message: str | None) -> None:
             nonlocal heard
             heard = loop.time()
-            share = f"{progress:g} of {total:g}" if total else f"{progress:g}"
+            share = _("{progress:g} of {total:g}", progress=progress, total=total) if total else f"{progress:g}"
             tell(self._shown(f"{share} {message or ''}".strip(), 200))
 
         wire = self._wire_or_raise()
         if tool not in self.tools:
-            raise ToolsError(f"{self.name} has changed or withdrawn {printable_name(tool.name)}; it was not called")
+            raise ToolsError(
+                _(
+                    "{name} has changed or withdrawn {tool}; it was not called",
+                    name=self.name,
+                    tool=printable_name(tool.name),
+                )
+            )
         try:
             params = {"name": tool.name, "arguments": read_json(json.dumps(dict(arguments)))}
         except (ValueError, RecursionError) as error:
-            raise ToolsError(f"the arguments for {printable_name(tool.name)} can't be sent: {error}") from None
-        what = f"the call of {printable_name(tool.name)}"
+            raise ToolsError(
+                _("the arguments for {name} can't be sent: {error}", name=printable_name(tool.name), error=error)
+            ) from None
+        what = _("the call of {name}", name=printable_name(tool.name))
         work = asyncio.create_task(
             wire.send_raw_request(
                 "tools/call", params, {"timeout": LONGEST_CALL_S, "on_progress": report, "headers": self._headers}
@@ -179,7 +188,14 @@ class Server:
             while not work.done():
                 await asyncio.wait([work], timeout=max(0.05, heard + CALL_S - loop.time()))
                 if not work.done() and loop.time() - heard >= CALL_S:
-                    raise ToolsError(f"{self.name} was silent for {CALL_S:g} s in {what}; it was stopped")
+                    raise ToolsError(
+                        _(
+                            "{name} was silent for {most:g} s in {what}; it was stopped",
+                            name=self.name,
+                            most=CALL_S,
+                            what=what,
+                        )
+                    )
             answer = await self._answer(work, what)
         finally:
             if not work.done():
@@ -197,7 +213,7 @@ class Server:
         Raises:
             ToolsError: see `call`.
         """
-        what = f"the prompt {printable_name(name)}"
+        what = _("the prompt {name}", name=printable_name(name))
         found = await self._ask("prompts/get", {"name": name, "arguments": dict(arguments)}, what, LIST_S)
         parts = [one.get("content") for one in self._items(found.get("messages"), what) if isinstance(one, dict)]
         return clean(self._secrets.hide("\n\n".join(text_of(one if isinstance(one, list) else [one]) for one in parts)))
@@ -208,13 +224,13 @@ class Server:
         Raises:
             ToolsError: see `call`.
         """
-        what = f"the resource {self._shown(address, 200)}"
+        what = _("the resource {reason}", reason=self._shown(address, 200))
         found = await self._ask("resources/read", {"uri": address}, what, CALL_S)
         return clean(self._secrets.hide(resource_text(self._items(found.get("contents"), what))))
 
     def _wire_or_raise(self) -> JSONRPCDispatcher[Any]:
         if self._wire is None:
-            raise ToolsError(self.problem or f"{self.name} is not running")
+            raise ToolsError(self.problem or _("{name} is not running", name=self.name))
         return self._wire
 
     async def _ask(self, method: str, params: Mapping[str, Any] | None, what: str, most_s: float) -> dict[str, Any]:
@@ -241,22 +257,40 @@ class Server:
         try:
             return await request
         except TimeoutError:
-            raise ToolsError(f"{self.name} did not answer {what} in time") from None
+            raise ToolsError(_("{name} did not answer {what} in time", name=self.name, what=what)) from None
         except MCPError as error:
             if error.code == types.CONNECTION_CLOSED:
-                raise ToolsError(f"{self.name} ended during {what}{self._last_words()}") from None
+                raise ToolsError(
+                    _(
+                        "{name} ended during {what}{last}",
+                        name=self.name,
+                        what=what,
+                        last=self._last_words(),
+                    )
+                ) from None
             if error.code == types.PARSE_ERROR:
                 words = str(error).removeprefix("Failed to parse JSON response: ")
-                shown = "it is not a message" if "validation error" in words else self._shown(words, 200)
-                raise ToolsError(f"{self.name} answered {what} with something unreadable: {shown}") from None
-            raise ToolsError(f"{self.name} refused {what}: {self._shown(str(error))}") from None
+                shown = _("it is not a message") if "validation error" in words else self._shown(words, 200)
+                raise ToolsError(
+                    _(
+                        "{name} answered {what} with something unreadable: {shown}",
+                        name=self.name,
+                        what=what,
+                        shown=shown,
+                    )
+                ) from None
+            raise ToolsError(
+                _("{name} refused {what}: {reason}", name=self.name, what=what, reason=self._shown(str(error)))
+            ) from None
         except (RuntimeError, OSError, ValueError, RecursionError) as error:
-            raise ToolsError(f"{what} of {self.name} failed: {self._shown(str(error))}") from None
+            raise ToolsError(
+                _("{what} of {name} failed: {reason}", what=what, name=self.name, reason=self._shown(str(error)))
+            ) from None
 
     def _items(self, found: Any, what: str) -> list[Any]:
         """A list of an answer; some languages write an empty one as an object."""
         if not isinstance(found, list) and found != {}:
-            raise ToolsError(f"{self.name} answered {what} in a form that MCP does not define")
+            raise ToolsError(_("{name} answered {what} in a form that MCP does not define", name=self.name, what=what))
         return list(found)
 
     def _shown(self, text: str, most: int = 300) -> str:
@@ -264,7 +298,7 @@ class Server:
 
     def _last_words(self) -> str:
         last = self._log.last if self._log is not None else ""
-        return f"; its last output: {self._shown(last, 200)}" if last else ""
+        return _("; its last output: {reason}", reason=self._shown(last, 200)) if last else ""
 
     def _set(self, state: State, problem: str = "") -> None:
         self.state, self.problem = state, problem
@@ -291,7 +325,8 @@ class Server:
             self.tools = self.prompts = self.resources = ()
         stopped = self._stop.is_set()
         self._set(
-            "off" if stopped else "failed", "" if stopped else problem or f"{self.name} ended{self._last_words()}"
+            "off" if stopped else "failed",
+            "" if stopped else problem or _("{name} ended{last}", name=self.name, last=self._last_words()),
         )
 
     def _why(self, error: BaseException) -> str:
@@ -299,10 +334,20 @@ class Server:
         if isinstance(error, ToolsError):
             return str(error)
         if isinstance(error, FileNotFoundError):
-            return f"{self.name} can't be started: there is no program {self.config.shown}"
+            return _("{name} can't be started: there is no program {shown}", name=self.name, shown=self.config.shown)
         if isinstance(error, TimeoutError):
-            return f"{self.name} did not start within {START_S:g} s{self._last_words()}"
-        return f"{self.name} failed: {self._shown(str(error) or type(error).__name__)}{self._last_words()}"
+            return _(
+                "{name} did not start within {most:g} s{last}",
+                name=self.name,
+                most=START_S,
+                last=self._last_words(),
+            )
+        return _(
+            "{name} failed: {reason}{last}",
+            name=self.name,
+            reason=self._shown(str(error) or type(error).__name__),
+            last=self._last_words(),
+        )
 
     async def _live(self) -> None:
         """Wait until it is to end, ends, or changes its lists."""
@@ -318,7 +363,7 @@ class Server:
                 with contextlib.suppress(TimeoutError):  # a server may change its lists all the time
                     await asyncio.wait_for(self._stop.wait(), 1.0)
             if self._ended():
-                raise ToolsError(f"{self.name} ended{self._last_words()}")
+                raise ToolsError(_("{name} ended{last}", name=self.name, last=self._last_words()))
 
     @asynccontextmanager
     async def _connected(self, log: Log) -> AsyncIterator[None]:
@@ -332,12 +377,12 @@ class Server:
 
         from runtime import program_version
 
-        async def asked(_: object, method: str, _params: object) -> dict[str, Any]:
+        async def asked(_context: object, method: str, _params: object) -> dict[str, Any]:
             if method == "ping":
                 return {}
             raise MCPError(code=types.METHOD_NOT_FOUND, message="this client has no such method")
 
-        async def heard(_: object, method: str, params: Mapping[str, Any] | None) -> None:
+        async def heard(_context: object, method: str, params: Mapping[str, Any] | None) -> None:
             if method.endswith("/list_changed"):
                 self._stale.set()
             elif method == "notifications/message":
@@ -352,11 +397,17 @@ class Server:
             await group.start(wire.run, asked, heard)
             try:
                 async with asyncio.timeout(START_S):
-                    self._told = await self._ask("initialize", hello, "the handshake", 2 * START_S)
+                    self._told = await self._ask("initialize", hello, _("the handshake"), 2 * START_S)
                     version = self._told.get("protocolVersion")
                     if version not in HANDSHAKE_PROTOCOL_VERSIONS:
                         shown = self._shown(str(version), 40)
-                        raise ToolsError(f"{self.name} speaks version {shown} of MCP, which this program does not")
+                        raise ToolsError(
+                            _(
+                                "{name} speaks version {shown} of MCP, which this program does not",
+                                name=self.name,
+                                shown=shown,
+                            )
+                        )
                     self._headers = {MCP_PROTOCOL_VERSION_HEADER: version}
                     await wire.notify("notifications/initialized", None, {"headers": self._headers})
                 yield
@@ -393,7 +444,9 @@ class Server:
                 continue
             offered = [self._offered(one, "uri" if kind == "resources" else "name") for one in found]
             if None in offered:
-                notes.append(f"{offered.count(None)} of its {kind} are left out: they have no name")
+                notes.append(
+                    _("{count} of its {kind} are left out: they have no name", count=offered.count(None), kind=kind)
+                )
             setattr(self, kind, [one for one in offered if one is not None])
         self.notes = tuple(notes)
 
@@ -401,15 +454,15 @@ class Server:
         """All entries of a list."""
         found: list[Any] = []
         cursor: Any = None
-        for _ in range(MAX_PAGES):
-            what = f"the list of {kind}"
+        for _page in range(MAX_PAGES):
+            what = _("the list of {kind}", kind=kind)
             page = await self._ask(f"{kind}/list", {"cursor": cursor} if cursor else None, what, LIST_S)
             found += self._items(page.get(kind), what)
             cursor = page.get("nextCursor")
             if not isinstance(cursor, str) or not cursor or len(found) > most:
                 break
         if len(found) > most or (isinstance(cursor, str) and cursor):
-            notes.append(f"it lists more than {most} {kind}; the first {most} are used")
+            notes.append(_("it lists more than {most} {kind}; the first {most} are used", most=most, kind=kind))
         return found[:most]
 
     def _offered(self, entry: Any, key: str) -> Offered | None:
@@ -441,7 +494,7 @@ class Server:
                 notes.append(str(error))
                 continue
             if tool.name in kept:
-                notes.append(f"the tool {tool.name} is listed twice; the first is used")
+                notes.append(_("the tool {name} is listed twice; the first is used", name=tool.name))
             kept.setdefault(tool.name, tool)
         return list(kept.values())
 
@@ -453,18 +506,32 @@ class Server:
         """
         name = entry.get("name") if isinstance(entry, dict) else None
         if not isinstance(name, str) or not name:
-            raise ToolsError(f"tool number {number} in the list is left out: it has no name")
+            raise ToolsError(_("tool number {number} in the list is left out: it has no name", number=number))
         shown = self._shown(printable_name(name), 60)
         if not name.isascii() or not name.isprintable() or name != " ".join(name.split()):
-            raise ToolsError(f"the tool {shown!r} is left out: its name may contain only visible ASCII characters")
+            raise ToolsError(
+                _("the tool {shown!r} is left out: its name may contain only visible ASCII characters", shown=shown)
+            )
         if len(name) > MAX_NAME:
-            raise ToolsError(f"the tool {shown!r} is left out: its name has more than {MAX_NAME} characters")
+            raise ToolsError(
+                _(
+                    "the tool {shown!r} is left out: its name has more than {most} characters",
+                    shown=shown,
+                    most=MAX_NAME,
+                )
+            )
         try:
             schema = mended_schema(entry.get("inputSchema"), self._secrets.hide)
         except ValueError as error:
-            raise ToolsError(f"the tool {shown!r} is left out: {error}") from None
+            raise ToolsError(_("the tool {shown!r} is left out: {error}", shown=shown, error=error)) from None
         if len(str(schema)) > MAX_SCHEMA:
-            raise ToolsError(f"the tool {shown!r} is left out: its schema has more than {MAX_SCHEMA:,} characters")
+            raise ToolsError(
+                _(
+                    "the tool {shown!r} is left out: its schema has more than {most:,} characters",
+                    shown=shown,
+                    most=MAX_SCHEMA,
+                )
+            )
         said, hints = entry.get("description"), entry.get("annotations")
         definition = {key: value for key, value in entry.items() if key not in ("_meta", "icons")}
         return ServerTool(

@@ -16,6 +16,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from app.language import _
 from app.tools.config import Secrets, ServerConfig, ToolsError
 from app.tools.server import Offered, Progress, Result, Server, ServerTool
 
@@ -161,13 +162,13 @@ class Toolbox:
     def _server(self, name: str) -> Server:
         found = next((server for server in self.servers if server.name == name), None)
         if found is None:
-            raise ToolsError(f"there is no server {name}")
+            raise ToolsError(_("there is no server {name}", name=name))
         return found
 
     def _run(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         if self._loop is None or self._closed:
             work.close()
-            raise ToolsError("the servers have been stopped")
+            raise ToolsError(_("the servers have been stopped"))
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
 

@@ -17,6 +17,7 @@ from textual import on
 from textual._context import active_message_pump
 from textual.app import App, SuspendNotSupported, SystemCommand
 from textual.binding import Binding, BindingType
+from textual.command import CommandPalette
 from textual.css.query import NoMatches
 from textual.dom import NoScreen
 from textual.driver import Driver
@@ -27,6 +28,7 @@ from textual.worker import Worker, WorkerState
 from app import paths
 from app.conversation import Conversation
 from app.errors import CommandError
+from app.language import _
 from app.settings import Settings
 from app.tui import endpoint, themes
 from app.tui import terminal as clipboard
@@ -49,7 +51,18 @@ from app.tui.preload import preload
 from app.tui.runtime import SupervisorLike
 from app.tui.screens.chat import ChatScreen
 from app.tui.session import Session
-from app.tui.terminal import LongWork, SuspendDetector, ensure_size, notice, surviving, terminal_is_gone, window_title
+from app.tui.terminal import (
+    NO_PROGRESS,
+    LongWork,
+    SuspendDetector,
+    ensure_size,
+    marks_progress,
+    notice,
+    progress_mark,
+    surviving,
+    terminal_is_gone,
+    window_title,
+)
 from app.tui.work_app import WorkApp
 
 CHECK_INTERVAL_S = 5.0
@@ -116,6 +129,8 @@ class ChatApp(WorkApp):
         self._checks = 0
         self._titled = ""
         """The title of the terminal's window."""
+        self._marked = NO_PROGRESS
+        """The mark of progress at the terminal's window."""
 
     def _supervisor(self, own: Callable[[], SupervisorLike]) -> SupervisorLike:
         """The supervisor of our own runtime, or of the remote server in the settings."""
@@ -133,12 +148,12 @@ class ChatApp(WorkApp):
     @on(NotSearched)
     def tell_not_searched(self, event: NotSearched) -> None:
         """Show why documents are not searched."""
-        self.notify(f"The documents were not searched: {event.reason}", severity="error", timeout=20)
+        self.notify(_("The documents were not searched: {reason}", reason=event.reason), severity="error", timeout=20)
 
     @on(NotKept)
     def tell_not_kept(self, event: NotKept) -> None:
         """Show why chats are not saved."""
-        self.notify(f"This chat is not being saved: {event.reason}", severity="error", timeout=20)
+        self.notify(_("This chat is not being saved: {reason}", reason=event.reason), severity="error", timeout=20)
 
     # Start and end
 
@@ -156,15 +171,16 @@ class ChatApp(WorkApp):
         with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):
             for number in (signal.SIGTERM, signal.SIGHUP):
                 asyncio.get_running_loop().add_signal_handler(number, self.exit)
-        if self.session.settings.keys:
+        if self.session.settings.keys or self.session.settings.vim == "on":
             self.apply_keys()
         self.app_resume_signal.subscribe(self, self._repaint)
         self.call_after_refresh(self._start)
 
     def _repaint(self, _app: App[object]) -> None:
         """Draw all of every screen after `fg`, and name the window: the shell has written over both."""
-        self._titled = ""
+        self._titled, self._marked = "", NO_PROGRESS
         self._name_window()
+        self._mark_progress()
         for screen in self.screen_stack:
             screen.refresh(layout=True)
 
@@ -202,7 +218,7 @@ class ChatApp(WorkApp):
         """Give notice of the end of long work, if the user looks elsewhere."""
         ended = self._long.ended(busy=self.session.working or self.session.answers.any)
         if ended and not self.app_focus and self._driver is not None:
-            self._driver.write(notice("lowbit-chat has finished", inside_tmux="TMUX" in os.environ))
+            self._driver.write(notice(_("lowbit-chat has finished"), inside_tmux="TMUX" in os.environ))
 
     def on_worker_state_changed(self, event: Worker.StateChanged) -> None:
         """Show an unexpected failure of a worker."""
@@ -245,6 +261,15 @@ class ChatApp(WorkApp):
         self._show("show_session")
         self.refresh_bindings()
         self._name_window()
+        self._mark_progress()
+
+    def _mark_progress(self) -> None:
+        """Mark the terminal's window with the progress of the running job, if it can show that."""
+        job = self.session.job
+        mark = progress_mark(job.share) if job is not None and job.outcome == "running" else NO_PROGRESS
+        if mark != self._marked and self._driver is not None and marks_progress():
+            self._marked = mark
+            self._driver.write(mark)
 
     def _name_window(self) -> None:
         """Give the terminal's window the title of the chat."""
@@ -269,7 +294,7 @@ class ChatApp(WorkApp):
         if event.conversation == self.session.conversation.id:
             self.chat.ask_next()
         else:
-            self.notify("Another chat asks whether it may call a tool.")
+            self.notify(_("Another chat asks whether it may call a tool."))
 
     @on(ToolsChanged)
     def show_tools(self) -> None:
@@ -312,7 +337,7 @@ class ChatApp(WorkApp):
 
     async def action_new_chat(self) -> None:
         """Start a new chat, with the model that became ready in the meantime if there is one."""
-        self._confirm_if_unsaved("Start a new chat", self._new_chat)
+        self._confirm_if_unsaved(_("Start a new chat"), self._new_chat)
 
     async def _new_chat(self) -> None:
         await self.chat.new_chat()
@@ -321,7 +346,7 @@ class ChatApp(WorkApp):
 
     async def action_quit(self) -> None:
         """Quit, after a confirmation if a chat would be lost."""
-        self._confirm_if_unsaved("Quit", self._leave)
+        self._confirm_if_unsaved(_("Quit"), self._leave)
 
     async def _leave(self) -> None:
         self.chat.cancel_edit()
@@ -340,7 +365,7 @@ class ChatApp(WorkApp):
                 self.call_later(act)
 
         if not isinstance(self.screen, ConfirmDialog):
-            told = "This chat is not saved (F3, history) and will be lost. Copy what you need first."
+            told = _("This chat is not saved (F3, history) and will be lost. Copy what you need first.")
             self.push_screen(ConfirmDialog(told, verb), decided)
 
     def action_chats(self) -> None:
@@ -358,7 +383,7 @@ class ChatApp(WorkApp):
         from app.history.exchange import ImportedChat
 
         if isinstance(event.chat, ImportedChat):
-            self._confirm_if_unsaved("Open the file", partial(self.chat.open_chat, event.chat))
+            self._confirm_if_unsaved(_("Open the file"), partial(self.chat.open_chat, event.chat))
         else:
             await self.chat.open_chat(event.chat)
 
@@ -387,14 +412,14 @@ class ChatApp(WorkApp):
             with self.suspend():
                 edited = clipboard.edit(composer.text)
         except (CommandError, SuspendNotSupported) as error:
-            self.notify(str(error) or "This terminal can't be lent to an editor.", severity="error", timeout=10)
+            self.notify(str(error) or _("This terminal can't be lent to an editor."), severity="error", timeout=10)
             return
         composer.rewrite(edited)
 
     def action_export(self) -> None:
         """Begin the command that writes this chat to a file."""
         if self.chat.composer.text:
-            self.notify("Send or clear the draft first, then type /save FILE.", severity="warning")
+            self.notify(_("Send or clear the draft first, then type /save FILE."), severity="warning")
         else:
             self.chat.composer.rewrite("/save ")
 
@@ -500,16 +525,16 @@ class ChatApp(WorkApp):
         if now - self._interrupted < QUIT_AGAIN_S:
             await self._leave()
         self._interrupted = now
-        self.notify("Ctrl+C again quits.", timeout=QUIT_AGAIN_S)
+        self.notify(_("Ctrl+C again quits."), timeout=QUIT_AGAIN_S)
 
     def action_copy_answer(self) -> None:
         """Copy the Markdown source of the last answer."""
         answers = [message for message in self.session.conversation.path() if message.role == "assistant"]
         if answers and answers[-1].text:
             self.copy_to_clipboard(answers[-1].text)
-            self.notify("Answer copied.", timeout=2)
+            self.notify(_("Answer copied."), timeout=2)
         else:
-            self.notify("There is no answer to copy.", severity="warning")
+            self.notify(_("There is no answer to copy."), severity="warning")
 
     def copy_to_clipboard(self, text: str) -> None:
         """Copy through the terminal and through the system's clipboard tools, since each fails somewhere."""
@@ -523,7 +548,12 @@ class ChatApp(WorkApp):
         shown = super().get_key_display(binding)
         return shown.upper() if shown[:1] in ("^", "f") else shown.capitalize()
 
+    def action_command_palette(self) -> None:
+        """Open the command palette."""
+        if not isinstance(self.screen, CommandPalette):
+            self.push_screen(CommandPalette(id="--command-palette", placeholder=_("Search for commands…")))
+
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:  # noqa: ARG002  Textual gives it
         """The entries of the command palette."""
-        for command, _ in commands(self):
+        for command, _words in commands(self):
             yield command

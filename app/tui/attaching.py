@@ -10,6 +10,7 @@ from app.chat.documents import Whole
 from app.chat.prompts import USUAL_CONTEXT
 from app.conversation import Conversation
 from app.errors import DocumentError, HistoryError
+from app.language import _, ngettext
 from app.printable import printable_name
 from app.remote import host_of
 from app.tui.figures import token_count
@@ -48,10 +49,11 @@ class Attaching:
     def status(self) -> str:
         """What is being read or searched, for the composer's title; empty if nothing is."""
         sources = self._session.conversation.extras.sources
-        searched = f"searches {', '.join(source.name for source in sources)}" if sources else ""
+        names = ", ".join(source.name for source in sources)
+        searched = _("searches {names}", names=names) if sources else ""
         if sources and (remote := self._session.remote) is not None:
-            searched += f"; only passages go to {host_of(remote)}"
-        return f"{self._reading} · Esc stops" if self._reading else searched
+            searched = _("searches {names}; only passages go to {remote}", names=names, remote=host_of(remote))
+        return _("{reading} · Esc stops", reading=self._reading) if self._reading else searched
 
     async def attach(self, path: Path, *, typed: str = "") -> None:
         """Attach a file or folder.
@@ -61,7 +63,7 @@ class Attaching:
             typed: What to type instead if it can't be read: a path that was dropped on the terminal.
         """
         conversation = self._session.conversation
-        self._show(f"reading {printable_name(path.name)}")
+        self._show(_("reading {name}", name=printable_name(path.name)))
         try:
             status = self._session.status
             context = (status.context if status is not None else None) or USUAL_CONTEXT
@@ -81,19 +83,32 @@ class Attaching:
         """Put a document into the message."""
         name = printable_name(path.name)
         self._composer().attach(
-            f"{name}: {whole.lines:,} lines, ≈ {token_count(whole.tokens)} tokens", f"\n\n{whole.content}\n\n"
+            ngettext(
+                "{name}: {count:,} line, ≈ {tokens} tokens",
+                "{name}: {count:,} lines, ≈ {tokens} tokens",
+                whole.lines,
+                name=name,
+                tokens=token_count(whole.tokens),
+            ),
+            f"\n\n{whole.content}\n\n",
         )
         for problem in whole.problems[:3]:
             self._screen.notify(f"{problem}.", severity="warning", timeout=10)
         if (remote := self._session.remote) is not None:
-            self._screen.notify(f"All of {name} goes to {host_of(remote)} with your message.", timeout=10)
+            self._screen.notify(
+                _("All of {name} goes to {remote} with your message.", name=name, remote=host_of(remote)), timeout=10
+            )
 
     async def _search(self, conversation: Conversation, path: Path) -> None:
         """Have a file or folder searched from now on."""
         name = printable_name(path.name)
 
         def report(done: int, of: int) -> None:
-            self._show(f"reading {name}: {done:,} of {of:,} files" if of > 1 else f"reading {name}")
+            self._show(
+                _("reading {name}: {done:,} of {of:,} files", name=name, done=done, of=of)
+                if of > 1
+                else _("reading {name}", name=name)
+            )
 
         state = await self._session.documents.search(conversation, path, self._session.note, report)
         self._screen.notify(told(state), timeout=10, severity="warning" if state.problems else "information")
@@ -116,10 +131,21 @@ class Attaching:
 
 def told(state: State) -> str:
     """What is said about a source when it was read: its size, that it is searched, and what is missing."""
-    files = "" if state.files == 1 else f"{state.files:,} files, "
-    size = f"{files}≈ {token_count(state.tokens)} tokens"
-    parts = [f"{state.name} ({size}) is too long to be sent: each question is answered from passages found in it."]
+    size = ngettext("≈ {tokens} tokens", "{count:,} files, ≈ {tokens} tokens", state.files,
+                    tokens=token_count(state.tokens))  # fmt: skip
+    parts = [
+        _(
+            "{name} ({size}) is too long to be sent: each question is answered from passages found in it.",
+            name=state.name,
+            size=size,
+        )
+    ]
     if state.problems:
         more = len(state.problems) - 1
-        parts.append(f"{state.problems[0]}{f', and {more:,} more problems' if more else ''}.")
+        first = state.problems[0]
+        parts.append(
+            ngettext("{first}, and {count:,} more problem.", "{first}, and {count:,} more problems.", more, first=first)
+            if more
+            else f"{first}."
+        )
     return " ".join(parts)

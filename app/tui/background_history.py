@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from app.conversation import Conversation, Message
 from app.errors import HistoryError
+from app.language import _
 from app.threads import run_to_end
 
 if TYPE_CHECKING:
@@ -119,7 +120,7 @@ class BackgroundHistory:
         if self._recorder is not None:
             self._recorder.flush()
         if self._closed:
-            raise HistoryError("the chats are closed")
+            raise HistoryError(_("the chats are closed"))
         if self._history is None:
             self._history = History(self.path)
             self._history.purge()

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from app.chat.commands import Command, budget_of, completions, load, path_of, save, with_setting, with_system
 from app.errors import ClientError, CommandError, hint
+from app.language import _
 from app.printable import printable_name
 from app.tui.messages import AttachAsked, ChatAsked, LoadAsked, SettingChanged
 from app.tui.widgets.suggestions import Suggestion
@@ -65,17 +66,17 @@ class Commands:
             return
         models = await self._models()
         if name not in models:
-            near = hint(name, models, "F2 lists the models and gets others")
-            raise CommandError(f"there is no stored model {printable_name(name)}: {near}")
+            near = hint(name, models, _("F2 lists the models and gets others"))
+            raise CommandError(_("there is no stored model {name}: {near}", name=printable_name(name), near=near))
         self._screen.app.post_message(LoadAsked(name))
 
     async def _system(self, text: str) -> None:
         self._own(with_system(self._session.conversation.extras.settings, text))
-        self._screen.notify("This chat has its own system prompt." if text else "This chat uses the general one.")
+        self._screen.notify(_("This chat has its own system prompt.") if text else _("This chat uses the general one."))
 
     async def _set(self, rest: str) -> None:
         self._own(with_setting(self._session.conversation.extras.settings, rest))
-        self._screen.notify(f"For this chat: {rest}")
+        self._screen.notify(_("For this chat: {rest}", rest=rest))
 
     def _own(self, settings: Mapping[str, Any]) -> None:
         self._session.note(self._session.conversation, settings=settings)
@@ -86,7 +87,7 @@ class Commands:
 
     async def _budget(self, percent: str) -> None:
         if self._session.remote is not None:
-            raise CommandError("the budget is of this machine, and another server answers")
+            raise CommandError(_("the budget applies to this machine, but another server answers"))
         budget = budget_of(percent)
         if self._session.settings.k_chunk is not None:  # it would override the budget
             self._screen.app.post_message(SettingChanged("k_chunk", None))
@@ -95,7 +96,7 @@ class Commands:
     async def _save(self, file: str) -> None:
         path = path_of(file)
         await asyncio.to_thread(save, self._session.conversation, path)
-        self._screen.notify(f"Written to {path}.")
+        self._screen.notify(_("Written to {path}.", path=path))
 
     async def _load(self, file: str) -> None:
         self._screen.app.post_message(ChatAsked(await asyncio.to_thread(load, path_of(file))))

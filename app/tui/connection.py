@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from app.errors import ClientError, ConnectionLostError
+from app.language import _
 from app.tui.runtime import ClientLike, SupervisorLike
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ class Connection:
             ClientError: there is no runtime.
         """
         if self.client is None:
-            raise ClientError(self.problem or "the runtime is not running yet")
+            raise ClientError(self.problem or _("the runtime is not running yet"))
         return self.client
 
     async def gone(self) -> bool:
@@ -132,7 +133,7 @@ class Connection:
     def how_it_ended(self) -> str:
         """Why a runtime that does not answer ended, in one line."""
         report = self._supervisor.crash_report() if self._supervisor is not None else None
-        return (report or "").partition("\n")[0].rstrip(":") or "the runtime stopped unexpectedly"
+        return (report or "").partition("\n")[0].rstrip(":") or _("the runtime stopped unexpectedly")
 
     def drop(self, reason: str) -> None:
         """Record that the runtime is gone, without reporting it; the caller does."""

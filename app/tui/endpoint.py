@@ -12,6 +12,7 @@ from textual.widgets import Button, Input, OptionList
 from textual.widgets.option_list import Option
 
 from app.errors import ClientError
+from app.language import _
 from app.printable import printable_name
 from app.remote import endpoint_problem
 from app.tui.messages import LoadAsked
@@ -65,14 +66,14 @@ class EndpointDialog(FormDialog[tuple[str, str]]):
     def compose(self) -> ComposeResult:
         """Address, token, buttons."""
         with Vertical(classes="dialog"):
-            yield Plain("Address of an OpenAI-compatible server (vLLM, SGLang, llama.cpp); empty for this machine")
+            yield Plain(_("Address of an OpenAI-compatible server (vLLM, SGLang, llama.cpp); empty for this machine"))
             yield Input(self._url, placeholder="http://host:8000/v1", compact=True, id="endpoint-url")
-            yield Plain("Token, if it requires one; stored in the settings file, which only you can read")
+            yield Plain(_("Token, if it requires one; stored in the settings file, which only you can read"))
             yield Input(self._token, password=True, compact=True, id="endpoint-token")
             yield Plain("", classes="dialog-problem")
             with Horizontal(classes="dialog-buttons"):
-                yield Button("Use it", id="yes", variant="primary", compact=True)
-                yield Button("Cancel", id="no", compact=True)
+                yield Button(_("Use it"), id="yes", variant="primary", compact=True)
+                yield Button(_("Cancel"), id="no", compact=True)
 
     @on(Input.Submitted)
     def submit(self) -> None:
@@ -100,7 +101,7 @@ class RemoteModels(ModalScreen[str]):
     def compose(self) -> ComposeResult:
         """The models."""
         with Vertical(classes="dialog"):
-            yield Plain(f"Models of {self._where}")
+            yield Plain(_("Models of {where}", where=self._where))
             yield OptionList(*(Option(plain(printable_name(name))) for name in self._names), compact=True, markup=False)
 
     def on_mount(self) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from rich.cells import cell_len
 
 from app.conversation import DRAFTS, Statistics
+from app.language import _, ngettext
 from runtime.compensation import Compensation
 from runtime.errors import byte_count
 
@@ -30,7 +31,7 @@ def token_count(count: int, of: int | None = None) -> str:
 
 def bit_count(bits: float) -> str:
     """Bits per weight: `3-bit`, `3.5-bit`."""
-    return f"{bits:g}-bit"
+    return _("{bits:g}-bit", bits=bits)
 
 
 def k_chunk_text(k_chunk: Mapping[str, int] | int | None) -> str:
@@ -42,6 +43,11 @@ def k_chunk_text(k_chunk: Mapping[str, int] | int | None) -> str:
         return ""
     low, high = min(values), max(values)
     return f"k_chunk {high}" if low == high else f"k_chunk {low}–{high}"
+
+
+def setting_name(key: str) -> str:
+    """A setting's name as people read it."""
+    return key if key == "k_chunk" else _(key.replace("_", " "))
 
 
 def compensated(k_chunk: Mapping[str, int] | int | None) -> bool:
@@ -57,47 +63,55 @@ def percent(value: float) -> str:
 
 def rate(tokens_per_s: float) -> str:
     """A speed: `58.1 tok/s`, `4,070 tok/s`."""
-    return f"{tokens_per_s:,.{int(tokens_per_s < 100)}f} tok/s"
+    if tokens_per_s < 100:
+        return _("{speed:.1f} tok/s", speed=tokens_per_s)
+    return _("{speed:,.0f} tok/s", speed=tokens_per_s)
 
 
 def share_words(share: float) -> str:
     """A share as one says it: `nearly all of`, `about a third of`, `a little of`."""
     if not 0.07 <= share < 0.93:
-        return "nearly all of" if share > 0.5 else "a little of"
-    names = {"a tenth": 0.1, "a fifth": 0.2, "a quarter": 0.25, "a third": 1 / 3, "half": 0.5,
-             "two thirds": 2 / 3, "three quarters": 0.75}  # fmt: skip
-    return f"about {min(names, key=lambda name: abs(names[name] - share))} of"
+        return _("nearly all of") if share > 0.5 else _("a little of")
+    names = {_("a tenth"): 0.1, _("a fifth"): 0.2, _("a quarter"): 0.25, _("a third"): 1 / 3, _("half"): 0.5,
+             _("two thirds"): 2 / 3, _("three quarters"): 0.75}  # fmt: skip
+    return _("about {part} of", part=min(names, key=lambda name: abs(names[name] - share)))
 
 
 def budget_text(budget_percent: float | None) -> str:
     """The slowdown budget: `budget 2.5 %`, `budget off`, empty if there is none."""
     if budget_percent is None:
         return ""
-    return f"budget {budget_percent:g} %" if budget_percent else "budget off"
+    return _("budget {percent:g} %", percent=budget_percent) if budget_percent else _("budget off")
 
 
 def tuning_title(compensation: Compensation) -> str:
     """The title of the job that applies a compensation to the running model."""
     budget = compensation.budget_percent
     if budget is None:
-        return f"Applying k_chunk {compensation.k_chunk}"
-    return f"Tuning for a budget of {budget:g} %" if budget else "Switching compensation off"
+        return _("Applying k_chunk {k_chunk}", k_chunk=compensation.k_chunk)
+    return _("Tuning for a budget of {budget:g} %", budget=budget) if budget else _("Switching compensation off")
 
 
 def statistics_parts(statistics: Statistics) -> list[str]:
     """The parts of the line under an answer, most important first."""
     about = "≈ " if statistics.estimated else ""
-    parts = ["cut off: no more tokens fit or were allowed"] if statistics.cut else []
-    parts += ["stopped: it only repeated itself"] if statistics.looped else []
-    parts.append(f"{about}{statistics.tokens} token{'' if statistics.tokens == 1 else 's'}")
+    parts = [_("cut off: no more tokens fit or were allowed")] if statistics.cut else []
+    parts += [_("stopped: it only repeated itself")] if statistics.looped else []
+    parts.append(about + ngettext("{count} token", "{count} tokens", statistics.tokens))
     if statistics.tokens_per_s is not None:
         parts.append(rate(statistics.tokens_per_s))
     if statistics.first_after_s is not None:
         soon = statistics.first_after_s < 0.01
-        parts.append("first token at once" if soon else f"first token after {statistics.first_after_s:.2f} s")
+        parts.append(
+            _("first token at once") if soon else _("first token after {time:.2f} s", time=statistics.first_after_s)
+        )
     if statistics.context_used is not None:
-        of = "" if statistics.context is None else f" of {token_count(statistics.context)}"
-        parts.append(f"context {token_count(statistics.context_used, statistics.context)}{of}")
+        used = token_count(statistics.context_used, statistics.context)
+        parts.append(
+            _("context {used}", used=used)
+            if statistics.context is None
+            else _("context {used} of {context}", used=used, context=token_count(statistics.context))
+        )
     return parts
 
 
@@ -116,32 +130,49 @@ def details(statistics: Statistics) -> list[str]:
     """Everything known about an answer's cost, as lines of text."""
     lines = []
     if statistics.left_out:
-        lines.append(f"not read: the first {statistics.left_out} messages, which no longer fit in the context")
+        lines.append(
+            ngettext(
+                "not read: the first message, which no longer fits in the context",
+                "not read: the first {count} messages, which no longer fit in the context",
+                statistics.left_out,
+            )
+        )
     if compensated(statistics.k_chunk):
-        lines.append(f"error compensation: {channels(statistics.k_chunk)}, {slower(statistics.slowdown_percent)}")
+        lines.append(
+            _(
+                "error compensation: {channels}, {slower}",
+                channels=channels(statistics.k_chunk),
+                slower=slower(statistics.slowdown_percent),
+            )
+        )
     elif statistics.k_chunk is not None:
-        lines.append("error compensation: off")
+        lines.append(_("error compensation: off"))
     if statistics.prompt_slowdown_percent is not None:
         late = statistics.prompt_slowdown_percent
-        lines.append(f"compensated prompt: first word {f'{percent(late)} later' if late >= 0.05 else 'no later'}")
+        lines.append(
+            _("compensated prompt: first word {percent} later", percent=percent(late))
+            if late >= 0.05
+            else _("compensated prompt: first word no later")
+        )
     if did := speculation_parts(statistics):
-        lines.append(f"speculation: {', '.join(did)}")
-    held = [] if statistics.bits is None else [f"{bit_count(statistics.bits)} weights"]
+        lines.append(_("speculation: {facts}", facts=_(", ").join(did)))
+    held = [] if statistics.bits is None else [_("{bits} weights", bits=bit_count(statistics.bits))]
     if statistics.memory_bytes is not None:
-        held.append(f"{byte_count(statistics.memory_bytes)} of memory")
-    return [*lines, ", ".join(held)] if held else lines
+        held.append(_("{size} of memory", size=byte_count(statistics.memory_bytes)))
+    return [*lines, _(", ").join(held)] if held else lines
 
 
 def channels(k_chunk: Mapping[str, int] | int | None) -> str:
     """The compensated channels in words: `41 to 48 of 1,024 channels (k_chunk)`."""
-    return f"{k_chunk_text(k_chunk).removeprefix('k_chunk ').replace('–', ' to ')} of 1,024 channels (k_chunk)"
+    return _("{number} of 1,024 channels (k_chunk)",
+             number=k_chunk_text(k_chunk).removeprefix("k_chunk ").replace("–", _(" to ")))  # fmt: skip
 
 
 def slower(slowdown_percent: float | None) -> str:
     """The slowdown from compensation in words; negative values are measurement noise."""
     if slowdown_percent is None:
-        return "cost not measured"
-    return f"{percent(slowdown_percent)} slower" if slowdown_percent >= 0.05 else "no slower"
+        return _("cost not measured")
+    return _("{percent} slower", percent=percent(slowdown_percent)) if slowdown_percent >= 0.05 else _("no slower")
 
 
 def speculation_parts(statistics: Statistics) -> list[str]:
@@ -152,8 +183,11 @@ def speculation_parts(statistics: Statistics) -> list[str]:
     if statistics.tokens_per_verify:
         rate = statistics.acceptance_rate or 0.0
         drafts = DRAFTS.get(statistics.drafted_by or "", "drafts")
-        parts = [f"{100 * rate:.0f} % of {drafts} accepted", f"{statistics.tokens_per_verify:.1f} tokens per verify"]
-    return parts if statistics.gamma else [*parts, "turned off: no speedup"]
+        parts = [
+            _("{rate:.0f} % of {drafts} accepted", rate=100 * rate, drafts=drafts),
+            _("{tokens:.1f} tokens per verify", tokens=statistics.tokens_per_verify),
+        ]
+    return parts if statistics.gamma else [*parts, _("turned off: no speedup")]
 
 
 def fitting(parts: Sequence[str], width: int, separator: str = SEPARATOR) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from textual.screen import Screen
 
 from app.errors import ClientError
+from app.language import _
 from app.tui.session import Session
 from app.tui.widgets.transcript import Transcript
 
@@ -35,5 +36,5 @@ class Greeting:
             report, found = await session.client().device(), await session.client().prospects()
         except (ClientError, OSError):
             return
-        words = welcome_words(found, offline=offline(), model=session.wanted or "the bundled model")
+        words = welcome_words(found, offline=offline(), model=session.wanted or _("the bundled model"))
         transcript.greet(f"{found_words(report)}\n\n{words}")

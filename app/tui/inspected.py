@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 from rich.cells import cell_len, set_cell_size
 
+from app.language import _, ngettext
 from app.printable import printable_name
 
 if TYPE_CHECKING:
@@ -25,18 +26,18 @@ SURE, LIKELY, UNSURE, RARE = 0.9, 0.5, 0.2, 0.05
 MOVED = (0.02, 0.1, 0.25, 0.5)
 """Changes of probability by compensation that separate the levels."""
 LEGENDS: dict[View, Sequence[str]] = {
-    "certainty": ("≥ 90 %", "≥ 50 %", "≥ 20 %", "≥ 5 %", "less"),
-    "compensation": ("same", "moved 2 %", "10 %", "25 %", "50 %"),
-    "drafts": ("same token", "another token"),
+    "certainty": ("≥ 90 %", "≥ 50 %", "≥ 20 %", "≥ 5 %", _("less")),
+    "compensation": (_("same"), _("moved 2 %"), "10 %", "25 %", "50 %"),
+    "drafts": (_("same token"), _("another token")),
 }
 TITLES: dict[View, str] = {
-    "certainty": "how sure the model was",
-    "compensation": "what compensation changes",
-    "drafts": "what a draft predicts",
+    "certainty": _("how sure the model was"),
+    "compensation": _("what compensation changes"),
+    "drafts": _("what a draft predicts"),
 }
 
 
-NOTE = "Computed now, with the present settings. Only the text of the answer was saved."
+NOTE = _("Computed now, with the present settings. Only the text of the answer was saved.")
 
 
 def views(told: Inspection) -> list[View]:
@@ -79,25 +80,29 @@ def heat(token: InspectedToken, view: View) -> int:
 def summary(told: Inspection) -> list[str]:
     """The answer in a few figures, most important first."""
     tokens = told.tokens
-    parts = [f"{len(tokens):,} token{'' if len(tokens) == 1 else 's'}{'' if told.complete else ' (the beginning)'}"]
+    counted = ngettext("{count:,} token", "{count:,} tokens", len(tokens))
+    parts = [counted if told.complete else _("{tokens} (the beginning)", tokens=counted)]
     if told.compensated:
         count = sum(map(changed, tokens))
-        parts.append(f"compensation changes {count} choice{'' if count == 1 else 's'}")
+        parts.append(ngettext("compensation changes {count} choice", "compensation changes {count} choices", count))
     else:
-        parts.append("compensation is off")
+        parts.append(_("compensation is off"))
     drafted = [token for token in tokens if token.draft is not None]
     if drafted:
-        parts.append(f"{sum(not missed(token) for token in drafted)} of {len(drafted)} drafts match")
-    parts.append(f"{sum(heat(token, 'certainty') == 0 for token in tokens)} sure")
+        matching = sum(not missed(token) for token in drafted)
+        parts.append(_("{matching} of {drafts} drafts match", matching=matching, drafts=len(drafted)))
+    parts.append(_("{count} sure", count=sum(heat(token, "certainty") == 0 for token in tokens)))
     known = [one.probability for one in map(chosen, tokens) if one.probability]
     if known:
-        parts.append(f"perplexity {math.exp(-sum(map(math.log, known)) / len(known)):.2f}")
+        parts.append(_("perplexity {perplexity:.2f}", perplexity=math.exp(-sum(map(math.log, known)) / len(known))))
     return parts
 
 
 def shown(text: str) -> str:
     """A token in quotation marks, with invisible characters made visible."""
-    return f"“{printable_name(text.replace(chr(10), '⏎').replace(chr(9), '⇥'))}”" if text else "a part of a character"
+    return (
+        f"“{printable_name(text.replace(chr(10), '⏎').replace(chr(9), '⇥'))}”" if text else _("a part of a character")
+    )
 
 
 def share(probability: float | None) -> str:
@@ -115,20 +120,30 @@ def verdicts(token: InspectedToken) -> list[str]:
         base = token.candidates[token.base_best]
         if changed(token):
             found.append(
-                f"Compensation changes the choice: without it {shown(base.text)} is the most likely "
-                f"({share(base.base_probability)}), with it {shown(likeliest.text)} ({share(likeliest.probability)})."
+                _(
+                    "Compensation changes the choice: without it {before} is the most likely ({before_share}), "
+                    "with it {text} ({share}).",
+                    before=shown(base.text),
+                    before_share=share(base.base_probability),
+                    text=shown(likeliest.text),
+                    share=share(likeliest.probability),
+                )
             )
         else:
-            found.append("Compensation does not change the choice.")
+            found.append(_("Compensation does not change the choice."))
     if own is not likeliest:
         found.append(
-            f"Not the most likely token now; that is {shown(likeliest.text)} ({share(likeliest.probability)})."
+            _(
+                "Not the most likely token now; that is {text} ({share}).",
+                text=shown(likeliest.text),
+                share=share(likeliest.probability),
+            )
         )
     if token.draft is not None:
         found.append(
-            f"A draft predicts {shown(token.candidates[token.draft].text)} instead."
+            _("A draft predicts {text} instead.", text=shown(token.candidates[token.draft].text))
             if missed(token)
-            else "A draft predicts it too."
+            else _("A draft predicts it too.")
         )
     return found
 
@@ -145,7 +160,7 @@ def candidate_rows(token: InspectedToken, width: int, most: int) -> list[str]:
     columns = 2 if compensated else 1
     name = max(8, min(16, width // 4))
     bar = max(0, (width - name - 2) // columns - 18)
-    heads = ["with compensation", "without"] if compensated else ["probability"]
+    heads = [_("with compensation"), _("without")] if compensated else [_("probability")]
     lines = [_cell("", name + 2) + "".join(_cell(f"{head}", 18 + bar) for head in heads)]
     for index in _shown_candidates(token, most - 1):
         one = token.candidates[index]

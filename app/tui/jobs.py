@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 from app.amounts import Estimate
 from app.errors import ClientError
+from app.language import _, english
 from runtime.errors import byte_count
 
 if TYPE_CHECKING:
@@ -17,8 +18,35 @@ if TYPE_CHECKING:
 
 
 Outcome = Literal["running", "done", "stopped", "failed"]
-PHASES = {"tune": "tuning", "allocate": "choosing bits", "sensitivities": "gradients"}
-"""Display names of phases whose own names don't read well."""
+PHASES = {
+    "allocate": _("choosing bits"),
+    "certify": _("certify"),
+    "check": _("check"),
+    "compile": _("compile"),
+    "download": _("download"),
+    "fetch": _("fetch"),
+    "inspect": _("inspect"),
+    "load": _("load"),
+    "open": _("open"),
+    "quantize": _("quantize"),
+    "sensitivities": _("gradients"),
+    "tokenizer": _("tokenizer"),
+    "tune": _("tuning"),
+    "verify": _("verify"),
+    "wait": _("wait"),
+}
+"""Display names of phases."""
+UNITS = {
+    "blocks": _("blocks"),
+    "files": _("files"),
+    "kernels": _("kernels"),
+    "measurements": _("measurements"),
+    "prompts": _("prompts"),
+    "steps": _("steps"),
+    "tokens": _("tokens"),
+    "ways": _("ways"),
+}
+"""Display names of units other than bytes."""
 STAGES = ("fetch", "quantize", "load", "tune")
 """The stages of setting up a model, in order."""
 _STAGE_OF = {
@@ -61,12 +89,21 @@ class Job:
         return min(1.0, self.done / self.total) if self.total else None
 
     @property
+    def share(self) -> float | None:
+        """Share of the job that is done, each stage counted alike; None if it is unknown."""
+        if not self.stages:
+            return self.fraction
+        return (self.stage + (self.fraction or 0.0)) / len(self.stages)
+
+    @property
     def line(self) -> str:
         """The state in one line of text."""
         if self.outcome == "failed":
-            return f"{self.title} failed: {self.error}"
+            return _("{title} failed: {error}", title=self.title, error=self.error)
         if self.outcome == "stopped":
-            return f"{self.title} stopped{'; finished steps are kept' if self.stages else ''}"
+            if self.stages:
+                return _("{title} stopped; finished steps are kept", title=self.title)
+            return _("{title} stopped", title=self.title)
         if self.message.lower().startswith(self.title.lower()):
             return self.message[:1].upper() + self.message[1:]
         phase = PHASES.get(self.phase, self.phase)
@@ -77,7 +114,8 @@ class Job:
     def course(self) -> str:
         """All stages with their states: `✓ fetch  ▸ quantize  · load  · tune`."""
         marks = ["✓" if at < self.stage else "▸" if at == self.stage else "·" for at in range(len(self.stages))]
-        return "  ".join(f"{mark} {name}" for mark, name in zip(marks, self.stages, strict=True))
+        names = [_("tune") if stage == "tune" else PHASES.get(stage, stage) for stage in self.stages]
+        return "  ".join(f"{mark} {name}" for mark, name in zip(marks, names, strict=True))
 
     @property
     def pace(self) -> str:
@@ -86,7 +124,11 @@ class Job:
             return ""
         parts = [self._amount(self.done) if not self.total else f"{self._amount(self.done, self.total)}"]
         if self.speed and (self._bytes or self.speed >= 1):
-            rate = f"{byte_count(self.speed)}/s" if self._bytes else f"{self.speed:.3g} {self.unit}/s"
+            rate = (
+                f"{byte_count(self.speed)}/s"
+                if self._bytes
+                else f"{self.speed:.3g} {UNITS.get(self.unit, self.unit)}/s"
+            )
             parts.append(rate)
         if self.left:
             parts.append(self.left)
@@ -98,9 +140,15 @@ class Job:
 
     def _amount(self, done: float, total: float | None = None) -> str:
         if self._bytes:
-            return byte_count(done) if total is None else f"{byte_count(done)} of {byte_count(total)}"
-        text = f"{int(done)}" if total is None else f"{int(done)} of {int(total)}"
-        return f"{text} {self.unit}".rstrip()
+            return (
+                byte_count(done)
+                if total is None
+                else _("{done} of {total}", done=byte_count(done), total=byte_count(total))
+            )
+        unit = UNITS.get(self.unit, self.unit)
+        if total is None:
+            return f"{int(done)} {unit}".rstrip()
+        return _("{done} of {total} {unit}", done=int(done), total=int(total), unit=unit).strip(": ")
 
 
 class Meter:
@@ -125,7 +173,7 @@ class Meter:
         self.job = replace(
             self.job,
             phase=progress.phase,
-            message=progress.message,
+            message=progress.message if english() or progress.phase == "wait" else "",
             done=progress.done,
             total=progress.total,
             unit=progress.unit,

@@ -21,6 +21,7 @@ from textual.widget import Widget
 from textual.widgets import Input, TextArea
 
 from app.errors import hint
+from app.language import _
 from app.settings import SettingsError
 
 BURST_S = 0.01
@@ -33,40 +34,65 @@ GONE_S = 0.05
 """Seconds after which to check whether the widget that has the key still exists."""
 
 KEYS = (
-    Binding("f1", "help", "help", tooltip="The keys", id="app.help", priority=True),
-    Binding("ctrl+p", "command_palette", "commands", tooltip="Everything the program can do", id="app.commands"),
-    Binding("ctrl+n", "new_chat", "new", tooltip="Start a new chat", id="chat.new", priority=True),
-    Binding("ctrl+b", "chats", "chats", tooltip="Find, open, rename or delete a chat", id="app.chats", priority=True),
-    Binding("ctrl+r", "regenerate", "again", tooltip="Get another answer", id="chat.regenerate", priority=True),
-    Binding("ctrl+e", "edit", "edit", tooltip="Edit the last prompt as a new branch", id="chat.edit", priority=True),
-    Binding("ctrl+y", "copy_answer", "copy", tooltip="Copy the last answer", id="chat.copy", priority=True),
+    Binding("f1", "help", _("help"), tooltip=_("The keys"), id="app.help", priority=True),
+    Binding("ctrl+p", "command_palette", _("commands"), tooltip=_("Everything the program can do"), id="app.commands"),
+    Binding("ctrl+n", "new_chat", _("new"), tooltip=_("Start a new chat"), id="chat.new", priority=True),
+    Binding(
+        "ctrl+b", "chats", _("chats"), tooltip=_("Find, open, rename or delete a chat"), id="app.chats", priority=True
+    ),
+    Binding("ctrl+r", "regenerate", _("again"), tooltip=_("Get another answer"), id="chat.regenerate", priority=True),
+    Binding(
+        "ctrl+e", "edit", _("edit"), tooltip=_("Edit the last prompt as a new branch"), id="chat.edit", priority=True
+    ),
+    Binding("ctrl+y", "copy_answer", _("copy"), tooltip=_("Copy the last answer"), id="chat.copy", priority=True),
     Binding(
         "ctrl+g",
         "continue",
-        "continue",
-        tooltip="Continue an answer that ended early",
+        _("continue"),
+        tooltip=_("Continue an answer that ended early"),
         id="chat.continue",
         priority=True,
         show=False,
     ),
     Binding(
-        "ctrl+o", "attach", "attach", tooltip="Attach a file or folder", id="chat.attach", priority=True, show=False
+        "ctrl+o",
+        "attach",
+        _("attach"),
+        tooltip=_("Attach a file or folder"),
+        id="chat.attach",
+        priority=True,
+        show=False,
     ),
-    Binding("escape", "stop", "stop", tooltip="Stop what is running; what was written stays", id="chat.stop"),
+    Binding("escape", "stop", _("stop"), tooltip=_("Stop what is running; what was written stays"), id="chat.stop"),
     Binding(
-        "f2", "models", "models", tooltip="Choose, download, quantize or delete a model", id="app.models", priority=True
+        "f2",
+        "models",
+        _("models"),
+        tooltip=_("Choose, download, quantize or delete a model"),
+        id="app.models",
+        priority=True,
     ),
     Binding(
-        "f3", "settings", "settings", tooltip="Budget, sampling, memory, appearance", id="app.settings", priority=True
+        "f3",
+        "settings",
+        _("settings"),
+        tooltip=_("Budget, sampling, memory, appearance"),
+        id="app.settings",
+        priority=True,
     ),
     Binding(
-        "f4", "device", "device", tooltip="The device, and how the model is tuned to it", id="app.device", priority=True
+        "f4",
+        "device",
+        _("device"),
+        tooltip=_("The device, and how the model is tuned to it"),
+        id="app.device",
+        priority=True,
     ),
     Binding(
         "f5",
         "chat_settings",
-        "this chat",
-        tooltip="System prompt and sampling of this chat only",
+        _("this chat"),
+        tooltip=_("System prompt and sampling of this chat only"),
         id="chat.settings",
         priority=True,
         show=False,
@@ -74,8 +100,8 @@ KEYS = (
     Binding(
         "f6",
         "log",
-        "log",
-        tooltip="Messages of the runtime, and why it stopped",
+        _("log"),
+        tooltip=_("Messages of the runtime, and why it stopped"),
         id="app.log",
         priority=True,
         show=False,
@@ -83,8 +109,8 @@ KEYS = (
     Binding(
         "f7",
         "inspect",
-        "tokens",
-        tooltip="How likely each token of the last answer was",
+        _("tokens"),
+        tooltip=_("How likely each token of the last answer was"),
         id="chat.tokens",
         priority=True,
         show=False,
@@ -92,8 +118,8 @@ KEYS = (
     Binding(
         "f8",
         "presets",
-        "presets",
-        tooltip="Choose a system prompt for this chat",
+        _("presets"),
+        tooltip=_("Choose a system prompt for this chat"),
         id="chat.presets",
         priority=True,
         show=False,
@@ -101,8 +127,8 @@ KEYS = (
     Binding(
         "ctrl+l",
         "tools",
-        "tools",
-        tooltip="Tool servers, and which tools this chat may use",
+        _("tools"),
+        tooltip=_("Tool servers, and which tools this chat may use"),
         id="app.tools",
         priority=True,
         show=False,
@@ -110,8 +136,8 @@ KEYS = (
     Binding(
         "ctrl+t",
         "stop_work",
-        "stop the work",
-        tooltip="Stop loading, quantizing or tuning; the chat goes on",
+        _("stop the work"),
+        tooltip=_("Stop loading, quantizing or tuning; the chat goes on"),
         id="app.stop_work",
         priority=True,
         show=False,
@@ -119,18 +145,18 @@ KEYS = (
     Binding(
         "ctrl+z",
         "suspend_process",
-        "pause",
-        tooltip="Suspend to the shell; fg returns",
+        _("pause"),
+        tooltip=_("Suspend to the shell; fg returns"),
         id="app.suspend",
         priority=True,
         show=False,
     ),
-    Binding("ctrl+q", "quit", "quit", tooltip="Quit the program", id="app.quit", priority=True, show=False),
+    Binding("ctrl+q", "quit", _("quit"), tooltip=_("Quit the program"), id="app.quit", priority=True, show=False),
     Binding(
         "ctrl+c",
         "interrupt",
-        "stop, clear, or quit",
-        tooltip="Stop the answer, clear the draft, or quit",
+        _("stop, clear, or quit"),
+        tooltip=_("Stop the answer, clear the draft, or quit"),
         id="app.interrupt",
         show=False,
     ),
@@ -154,19 +180,23 @@ def keymap_of(text: str, bindings: Iterable[BindingType]) -> dict[str, str]:
     known = {one.id: one for one in bindings if isinstance(one, Binding) and one.id}
     found: dict[str, str] = {}
     for part in filter(None, re.split(r"[,\s]+", text.strip())):
-        name, _, key = part.partition("=")
+        name, _sign, key = part.partition("=")
         if not re.fullmatch(r"[a-z0-9_]+(\+[a-z0-9_]+)*", key):
-            raise SettingsError(f"keys: {part!r} is invalid; write it like chat.new=f9, with a key such as ctrl+x")
+            raise SettingsError(
+                _("keys: {part!r} is invalid; write it like chat.new=f9, with a key such as ctrl+x", part=part)
+            )
         if name not in known:
-            near = hint(name, known, f"known: {', '.join(sorted(known))}")
-            raise SettingsError(f"keys: there is no action {name!r}: {near}")
+            near = hint(name, known, _("known: {names}", names=", ".join(sorted(known))))
+            raise SettingsError(_("keys: there is no action {name!r}: {near}", name=name, near=near))
         found[name] = key
     everywhere: dict[str, str] = {}
     for name, one in known.items():
         if one.priority or name in found:
             for key in found.get(name, one.key).split(","):
                 if (other := everywhere.setdefault(key, name)) != name:
-                    raise SettingsError(f"keys: {key} is assigned twice: to {other} and {name}")
+                    raise SettingsError(
+                        _("keys: {key} is assigned twice: to {other} and {name}", key=key, other=other, name=name)
+                    )
     return found
 
 
@@ -175,6 +205,8 @@ def current_key(binding: Binding, keymap: Mapping[str, str]) -> str:
     return keymap.get(binding.id or "", binding.key)
 
 
+VIM_MOVES = {"h": "left", "j": "down", "k": "up", "l": "right", "g": "home", "G": "end"}
+"""Keys that move as in vim, and those that they stand for."""
 _BREAKS = {"enter": "\r", "ctrl+j": "\n", "tab": "\t"}
 """Keys that stand for a character of a text."""
 
@@ -200,6 +232,8 @@ class OrderedKeys(App[None]):
         self._last_key_s = 0.0
         self._typed = False
         self._acting = False
+        self.moves: Mapping[str, str] = {}
+        """Keys that stand for others where nothing is typed: `VIM_MOVES`, or none."""
 
     async def on_event(self, event: Event) -> None:
         """Queue keys and pastes."""
@@ -226,6 +260,8 @@ class OrderedKeys(App[None]):
         if self.focused is None and self.screen.AUTO_FOCUS != "":  # of which nothing is to be focused unasked
             self.screen.focus_next(self.screen.AUTO_FOCUS or "*")
         field = self.focused if isinstance(self.focused, Input | TextArea) else None
+        if isinstance(event, Key) and event.key in self.moves and self._moves_in(self.focused):
+            event = Key(self.moves[event.key], None)
         if isinstance(event, Key):
             event = await self._pasted(event, field)
         if isinstance(event, Paste):
@@ -234,9 +270,16 @@ class OrderedKeys(App[None]):
         if field is None or not (isinstance(event, Paste) or event.is_printable):
             await self._handled(self.focused or self.screen)
 
+    @staticmethod
+    def _moves_in(focused: Widget | None) -> bool:
+        """Whether letters are not typed there. Where nothing has the focus, a dialog has come up beneath who types."""
+        return focused is not None and not (
+            isinstance(focused, Input) or (isinstance(focused, TextArea) and not focused.read_only)
+        )
+
     async def _handled(self, target: Widget) -> None:
         """Wait until a key that was sent to a widget has been handled by it or by those above it."""
-        for _ in range(ROUNDS):
+        for _round in range(ROUNDS):
             passed = Passed(asyncio.Event())
             target = target if self._is_there(target) else self.focused or self.screen
             if not target.post_message(passed):

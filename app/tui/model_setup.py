@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from app import paths
 from app.errors import BusyError
+from app.language import _
 from app.tui.jobs import STAGES
 from models.files import private_folder
 
@@ -95,15 +96,17 @@ class ModelSetup:
             except BusyError:
                 if time.monotonic() > until:
                     raise
-            message = "waiting for other work to end"
+            message = _("waiting for other work to end")
             yield Progress(phase="wait", done=0, total=None, unit="", message=message)
             await asyncio.sleep(_AGAIN_S)
 
 
 def title_of(request: QuantizeRequest) -> str:
     """The title of the job for a request."""
-    verb = "Preparing" if Path(request.source).expanduser().exists() else "Getting"
-    return f"{verb} {request.source.rstrip('/').rpartition('/')[2]} at {request.bits:g} bits"
+    name = request.source.rstrip("/").rpartition("/")[2]
+    if Path(request.source).expanduser().exists():
+        return _("Preparing {name} at {bits:g} bits", name=name, bits=request.bits)
+    return _("Getting {name} at {bits:g} bits", name=name, bits=request.bits)
 
 
 def unfinished() -> QuantizeRequest | None:

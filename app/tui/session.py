@@ -16,6 +16,7 @@ from app.chat.tally import Tally
 from app.chat.tools import ChatTools
 from app.conversation import Conversation
 from app.errors import ClientError, NotReadyError
+from app.language import _
 from app.settings import Settings
 from app.tui.answers import Answers, AnswerTask, Recent
 from app.tui.background_history import BackgroundHistory
@@ -280,7 +281,9 @@ class Session:
             return False
         self.wanted = name
         connection.problem = None
-        loaded = await self._run(f"Loading {name}", connection.client.load(self.settings.load_request(name)))
+        loaded = await self._run(
+            _("Loading {name}", name=name), connection.client.load(self.settings.load_request(name))
+        )
         if not loaded and self.job is not None:
             connection.problem = connection.problem or self.job.error
         await self._ask_status()
@@ -333,7 +336,7 @@ class Session:
         client = self._connection.client
         if client is None or not self.ready:
             return False
-        waits = "waiting for the answer to end" if self.generating else ""
+        waits = _("waiting for the answer to end") if self.generating else ""
         wanted = self.settings.compensation()
         request = TuneRequest(
             k_chunk=wanted.k_chunk,
@@ -479,11 +482,12 @@ class Session:
         bound, status = conversation.extras.model, self.status
         if bound is not None and status is not None and status.model != bound and not self.working:
             if not await self._load(bound):
-                raise NotReadyError(f"{self.problem or f'{bound} is not loaded'}; F2 picks another model for this chat")
+                reason = self.problem or _("{name} is not loaded", name=bound)
+                raise NotReadyError(_("{reason}; F2 picks another model for this chat", reason=reason))
         elif self.resting and self.wanted is not None:
             await self._load(self.wanted)
         if self._connection.client is None or not self.ready:
-            raise NotReadyError(self.problem or "no model is loaded; pick one with F2")
+            raise NotReadyError(self.problem or _("no model is loaded; pick one with F2"))
         if bound is None and self.status is not None and self.status.model is not None:
             self.note(conversation, model=self.status.model)
         return self._connection.client
@@ -492,7 +496,7 @@ class Session:
         """Why an answer failed. A runtime that is gone is reported."""
         if not await self._connection.gone():
             return str(failure)
-        return f"{self._connection.lose()}; this chat is safe"
+        return _("{reason}; this chat is safe", reason=self._connection.lose())
 
     def note(self, conversation: Conversation, **changes: Any) -> None:
         """Change a conversation's `Extras`, and save them with its head."""
@@ -516,12 +520,18 @@ class Session:
 
         message, model = self.conversation[answer], self.status.model if self.status is not None else None
         if not self.ready or model is None:
-            raise ClientError("no model is loaded")
+            raise ClientError(_("no model is loaded"))
         if message.model not in (None, model):
-            raise ClientError(f"{message.model} wrote this answer, but {model} is loaded; load {message.model} with F2")
+            raise ClientError(
+                _(
+                    "{name} wrote this answer, but {loaded} is loaded; load {name} with F2",
+                    name=message.model,
+                    loaded=model,
+                )
+            )
         read = self._prompts.read_before(self.conversation, answer)
         if any(said["role"] == "tool" for said in read):
-            raise ClientError("the tokens of an answer can't be inspected after tools were called")
+            raise ClientError(_("the tokens of an answer can't be inspected after tools were called"))
         before = [InspectedMessage(**said) for said in read]
         request = InspectRequest(model=model, messages=before, answer=message.text)
         async with contextlib.aclosing(self._connection.require().inspect(request)) as reports:

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from app.errors import CommandError
+from app.language import _
 from app.printable import printable
 
 if TYPE_CHECKING:
@@ -116,7 +117,7 @@ def surviving(driver: type[Driver]) -> type[Driver]:
             self.write(TITLE_SAVED)
 
         def stop_application_mode(self) -> None:
-            self.write(TITLE_RESTORED)
+            self.write(TITLE_RESTORED + (NO_PROGRESS if marks_progress() else ""))
             super().stop_application_mode()
 
     return SurvivingDriver
@@ -185,6 +186,27 @@ def window_title(text: str) -> str:
     return f"\x1b]2;{printable(text)}\x1b\\"
 
 
+def marks_progress(environment: Mapping[str, str] | None = None) -> bool:
+    """Whether the terminal shows progress (OSC 9;4) in its tab or the task bar, where an older one would show a notice.
+
+    Not inside tmux and screen: their windows outlive the terminal, and who attaches later sees nothing of it.
+    """
+    environment = os.environ if environment is None else environment
+    if environment.get("TMUX") or environment.get("STY"):
+        return False
+    if any(environment.get(name) for name in ("WT_SESSION", "ConEmuPID", "KONSOLE_VERSION")):
+        return True
+    program, version = environment.get("TERM_PROGRAM"), environment.get("TERM_PROGRAM_VERSION", "")
+    return program == "ghostty" or (program == "WezTerm" and version >= "2025")  # WezTerm's versions are dates
+
+
+def progress_mark(share: float | None) -> str:
+    """The escape sequence (OSC 9;4) that marks the terminal's tab with progress; None: how much is done is unknown."""
+    return _osc("9;4;3;0" if share is None else f"9;4;1;{round(100 * share)}", inside_tmux=False)
+
+
+NO_PROGRESS = "\x1b]9;4;0;0\x07"
+"""Removes the mark."""
 TITLE_SAVED, TITLE_RESTORED = "\x1b[22;2t", "\x1b[23;2t"
 """XTWINOPS: a window's title is kept for the end; terminals that don't know it ignore it."""
 TOOL_TIMEOUT_S = 2.0
@@ -258,15 +280,23 @@ def edit(text: str, environment: Mapping[str, str] | None = None) -> str:
     environment = os.environ if environment is None else environment
     named = environment.get("VISUAL") or environment.get("EDITOR")
     if not named:
-        raise CommandError("no editor is chosen: set VISUAL or EDITOR before the start, as in export EDITOR=nano")
+        raise CommandError(_("no editor is chosen: set VISUAL or EDITOR before the start, as in export EDITOR=nano"))
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "draft.md"
         try:
             file.write_text(text, encoding="utf-8")
             ended = subprocess.run([*shlex.split(named), str(file)], check=False)
             if ended.returncode:
-                raise CommandError(f"{named} ended with status {ended.returncode}; the draft is as it was")
+                raise CommandError(
+                    _(
+                        "{named} ended with status {status}; the draft is as it was",
+                        named=named,
+                        status=ended.returncode,
+                    )
+                )
             return file.read_text(encoding="utf-8").removesuffix("\n")
         except (OSError, ValueError) as error:
             reason = (isinstance(error, OSError) and error.strerror) or error
-            raise CommandError(f"{named} did not edit the draft, which is as it was: {reason}") from error
+            raise CommandError(
+                _("{named} did not edit the draft, which is as it was: {reason}", named=named, reason=reason)
+            ) from error

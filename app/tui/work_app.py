@@ -11,8 +11,9 @@ from textual import on
 
 from app import settings as stored
 from app.errors import ClientError
+from app.language import _
 from app.settings import Settings, SettingsError
-from app.tui.keys import KEYS, OrderedKeys, keymap_of
+from app.tui.keys import KEYS, VIM_MOVES, OrderedKeys, keymap_of
 from app.tui.messages import (
     LoadAsked,
     QuantizeAsked,
@@ -56,7 +57,8 @@ class WorkApp(PlainApp, OrderedKeys):
         """Update every screen."""
 
     def apply_keys(self) -> None:
-        """Apply the setting `keys`. An invalid value is reported and changes nothing."""
+        """Apply the settings `keys` and `vim`. An invalid value is reported and changes nothing."""
+        self.moves = VIM_MOVES if self.session.settings.vim == "on" else {}
         try:
             self.keymap = keymap_of(self.session.settings.keys, CHANGEABLE)
         except SettingsError as error:
@@ -104,7 +106,7 @@ class WorkApp(PlainApp, OrderedKeys):
             self.keep_settings({"model": got.made})
             if not got.loaded and self.session.job and self.session.job.outcome == "done":
                 self.session.made = got.made
-                self.notify(f"{got.made} is ready: ^N starts a chat with it.", timeout=READY_NOTICE_S)
+                self.notify(_("{name} is ready: ^N starts a chat with it.", name=got.made), timeout=READY_NOTICE_S)
         self.show_session()
 
     def action_resume_work(self) -> None:
@@ -160,7 +162,7 @@ class WorkApp(PlainApp, OrderedKeys):
         self.keep_settings({event.key: event.value})
         if event.key == "theme":
             self.apply_theme(self.session.settings)
-        elif event.key == "keys":
+        elif event.key in ("keys", "vim"):
             self.apply_keys()
         elif event.key in ("k_chunk", "prompt_budget") or (
             event.key == "budget" and self.session.settings.k_chunk is None

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from models.catalogue import Form
-from runtime.compensation import CHUNK
 from runtime.errors import Problem
 from tuner.curve import Curve
 from tuner.placement import BlockPlacement, ExpertPlacement
@@ -64,13 +63,6 @@ class Tuning:
     refined: bool = False
     """Whether the choice was refined on a text and by many readings; losses then are those on that text."""
 
-    @property
-    def refinement(self) -> str:
-        """For the user: whether the choice is final."""
-        if self.refined:
-            return "refined on a text"
-        return "by times alone; will be refined on a text while the runtime is idle"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptTuning:
@@ -96,17 +88,6 @@ class PromptTuning:
     def later(cls, budget_percent: float) -> PromptTuning:
         """The tuning to a budget that is still to come; until then, prompts are not compensated."""
         return cls(budget_percent=budget_percent, k_chunk=0, measured_slowdown_percent=0.0, tokens=0, pending=True)
-
-    @property
-    def words(self) -> str:
-        """For the user: the compensation, and its cost."""
-        if self.pending:
-            return "prompts are not compensated yet; that is tuned while the runtime is idle"
-        if not self.k_chunk:
-            return "prompts are not compensated"
-        much = "fully" if self.k_chunk == CHUNK else f"by {self.k_chunk} of {CHUNK} channels"
-        cost = f"{self.measured_slowdown_percent:.1f} % more time to the first word, {self.budget_percent:g} % allowed"
-        return f"prompts are compensated {much}; {cost}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,11 +24,12 @@ from app.chat.commands import parse
 from app.chat.tools import MOST_ROUNDS, CallChanged, rounds
 from app.conversation import Message
 from app.errors import ClientError, CommandError, HistoryError
+from app.language import _
 from app.printable import printable_name
 from app.tui.answers import AnswerTask
 from app.tui.attaching import Attaching
 from app.tui.commands import Commands
-from app.tui.figures import SEPARATOR
+from app.tui.figures import SEPARATOR, rate
 from app.tui.files import Files
 from app.tui.greeting import Greeting
 from app.tui.messages import AttachAsked, MessageAct, SettingChanged, Submitted, TakenBack
@@ -198,7 +199,7 @@ class ChatScreen(Screen[None]):
         if self.busy or not event.text:
             return
         if session.status is not None and not session.ready and not session.working and session.wanted is None:
-            self.notify("No model is loaded; F2 picks one.", severity="warning")
+            self.notify(_("No model is loaded; F2 picks one."), severity="warning")
             self.composer.give_back(event.text)
             return
         leaves_out = session.will_leave_out(event.text) if session.settings.overflow == "ask" else 0
@@ -244,7 +245,7 @@ class ChatScreen(Screen[None]):
         """Show or hide the full statistics of the last answer."""
         answers = [view for view in self.query(MessageView) if view.message.role == "assistant"]
         if not answers:
-            raise CommandError("there is no answer yet")
+            raise CommandError(_("there is no answer yet"))
         answers[-1].action_toggle_details()
 
     async def _overflow(self, answer: Overflow, text: str) -> None:
@@ -301,14 +302,16 @@ class ChatScreen(Screen[None]):
         await self._enter()
         bound, status = self._session.conversation.extras.model, self._session.status
         if bound and status is not None and status.model and bound != status.model:
-            told = f"This chat uses {bound}, which is loaded when you send a message. F2 picks another model."
+            told = _(
+                "This chat uses {name}, which is loaded when you send a message. F2 picks another model.", name=bound
+            )
             self.notify(told)
 
     async def _forget(self) -> None:
         try:
             await self._session.forget_ended()
         except (ClientError, OSError) as error:
-            self.notify(f"The old chat's cache has not been deleted yet: {error}", severity="warning")
+            self.notify(_("The old chat's cache has not been deleted yet: {error}", error=error), severity="warning")
 
     async def stop(self) -> bool:
         """Stop the answer and wait for its end.
@@ -402,16 +405,17 @@ class ChatScreen(Screen[None]):
         if (line := self._calls_line(view.message)) is not None:
             view.show_live(line)
         elif not self._session.ready:
-            view.show_live("waiting for the model · Esc stops")
+            view.show_live(_("waiting for the model · Esc stops"))
         elif self._session.tuning and not tally.pieces:
-            view.show_live("waiting for the tuning to end · Esc stops · ^T stops the tuning")
+            view.show_live(_("waiting for the tuning to end · Esc stops · ^T stops the tuning"))
         elif self._session.documents.busy:
-            view.show_live("searching the documents · Esc stops")
+            view.show_live(_("searching the documents · Esc stops"))
         elif not tally.pieces:
-            view.show_live("reading the prompt · Esc stops")
+            view.show_live(_("reading the prompt · Esc stops"))
         else:
-            speed = f" · {tally.per_s:.1f} tok/s" if tally.per_s else ""
-            view.show_live(f"≈ {tally.pieces} tokens{speed} · Esc stops")
+            tokens = _("≈ {count} tokens", count=tally.pieces)
+            parts = [tokens, rate(tally.per_s) if tally.per_s else "", _("Esc stops")]
+            view.show_live(SEPARATOR.join(filter(None, parts)))
 
     # Tools
 
@@ -423,8 +427,17 @@ class ChatScreen(Screen[None]):
         session = self._session
         number = rounds(session.conversation.path(message.id))
         words = session.tools.live.get(session.conversation.id, "")
-        doing = "waiting for your permission" if call.state == "asked" else f"running{f': {words}' if words else ''}"
-        return f"{printable_name(call.name)} {doing} · round {number} of at most {MOST_ROUNDS} · Esc stops"
+        if call.state == "asked":
+            doing = _("waiting for your permission")
+        else:
+            doing = _("running: {words}", words=words) if words else _("running")
+        return _(
+            "{name} {doing} · round {number} of at most {most} · Esc stops",
+            name=printable_name(call.name),
+            doing=doing,
+            number=number,
+            most=MOST_ROUNDS,
+        )
 
     def ask_next(self) -> None:
         """Ask whether a call may run, if one waits for that in this chat."""
@@ -470,7 +483,7 @@ class ChatScreen(Screen[None]):
             self._unsent = self.composer.value
         self._editing = wanted[0].id
         self.composer.put(wanted[0].text)
-        self.composer.border_title = "editing a sent prompt · Esc cancels"
+        self.composer.border_title = _("editing a sent prompt · Esc cancels")
         self.composer.focus()
 
     @property
@@ -516,7 +529,7 @@ class ChatScreen(Screen[None]):
         message = conversation[event.message]
         if event.act == "copy":
             self.app.copy_to_clipboard(message.text)
-            self.notify("Message copied.", timeout=2)
+            self.notify(_("Message copied."), timeout=2)
         elif event.act in ("copy_code", "open"):
             self._take_next(message, event.act)
         elif event.act == "edit":
@@ -545,11 +558,14 @@ class ChatScreen(Screen[None]):
         answers = [one for one in self._session.conversation.path() if one.role == "assistant" and one.text]
         wanted = message or (answers[-1] if answers else None)
         if (remote := self._session.remote) is not None:
-            self.notify(f"Answers come from {remote}, which does not report token probabilities.", severity="warning")
+            self.notify(
+                _("Answers come from {remote}, which does not report token probabilities.", remote=remote),
+                severity="warning",
+            )
         elif wanted is None or wanted.role != "assistant" or not wanted.text:
-            self.notify("There is no answer to inspect.", severity="warning")
+            self.notify(_("There is no answer to inspect."), severity="warning")
         elif wanted.state == "streaming":
-            self.notify("The answer is still being written.", severity="warning")
+            self.notify(_("The answer is still being written."), severity="warning")
         else:
             from app.tui.screens.inspector import InspectorScreen
 
@@ -561,17 +577,20 @@ class ChatScreen(Screen[None]):
         copies, body = act == "copy_code", None if view is None else view.body
         found = [] if body is None else body.code_blocks if copies else body.links
         if not found:
-            self.notify(f"There is no {'code' if copies else 'link'} in this message.", severity="warning")
+            none = _("There is no code in this message.") if copies else _("There is no link in this message.")
+            self.notify(none, severity="warning")
             return
         before, at = self._taken
         at = (at + 1) % len(found) if before == f"{act} {message.id}" else 0
         self._taken = (f"{act} {message.id}", at)
         if copies:
             self.app.copy_to_clipboard(found[at])
-            self.notify(f"Copied code block {at + 1} of {len(found)}.", timeout=2)
+            self.notify(_("Copied code block {at} of {count}.", at=at + 1, count=len(found)), timeout=2)
         else:
             self.app.open_url(found[at])
-            self.notify(f"Opened link {at + 1} of {len(found)}: {found[at]}", timeout=4)
+            self.notify(
+                _("Opened link {at} of {count}: {link}", at=at + 1, count=len(found), link=found[at]), timeout=4
+            )
 
     def toggle_sidebar(self) -> bool:
         """Show and focus the sidebar, or hide it if it has the focus. Returns whether there is room for it."""
@@ -653,11 +672,11 @@ class ChatScreen(Screen[None]):
         own = self._session.conversation.extras.settings
         parts = [model_line(self._session)] if self.has_class("-slim") else []
         if own.get("system_prompt"):
-            parts.append(str(own.get("preset") or "custom system prompt"))
+            parts.append(str(own.get("preset") or _("custom system prompt")))
         if documents := self._attaching.status:
             parts.append(documents)
         if made := self._session.made:
-            parts.append(f"{made} is ready: ^N")
+            parts.append(_("{name} is ready: ^N", name=made))
         return plain(SEPARATOR.join(parts))
 
     def choose_preset(self) -> None:

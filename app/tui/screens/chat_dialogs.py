@@ -21,8 +21,10 @@ from textual.widgets.option_list import Option
 
 from app.conversation import Source
 from app.documents.folders import names
+from app.language import _, ngettext
 from app.printable import printable_name
 from app.settings import RULES, SAMPLING_DEFAULTS, SettingsError, Value, check
+from app.tui.figures import setting_name
 from app.tui.plain import Plain, plain
 from app.tui.screens.dialogs import FormDialog, UnaskedDialog
 from app.tui.screens.presets import ask_for_preset
@@ -53,25 +55,25 @@ class ChatSettingsDialog(FormDialog[Mapping[str, Value]]):
     def compose(self) -> ComposeResult:
         """System prompt, sampling, buttons."""
         with Vertical(classes="dialog"):
-            yield Plain("For this chat only. Empty fields use the general settings (F3).")
-            yield Plain("system prompt", classes="setting-name")
+            yield Plain(_("For this chat only. Empty fields use the general settings (F3)."))
+            yield Plain(_("system prompt"), classes="setting-name")
             yield TextArea(
                 str(self._own.get("system_prompt") or ""),
                 compact=True,
                 tab_behavior="focus",
                 show_line_numbers=False,
-                placeholder=plain(str(self._general.get("system_prompt") or "none")),
+                placeholder=plain(str(self._general.get("system_prompt") or _("none"))),
             )
             for key in CHAT_KEYS:
                 with Horizontal(classes="setting-line"):
-                    yield Plain(key.replace("_", " "), classes="setting-name")
+                    yield Plain(setting_name(key), classes="setting-name")
                     value, general = self._own.get(key), self._general[key]
                     yield Input("" if value is None else f"{value}", placeholder=general, id=f"own-{key}", compact=True)
             yield Plain("", classes="dialog-problem")
             with Horizontal(classes="dialog-buttons"):
-                yield Button("Apply", id="yes", variant="primary", compact=True)
-                yield Button("Save as preset", id="preset", compact=True)
-                yield Button("Cancel", id="no", compact=True)
+                yield Button(_("Apply"), id="yes", variant="primary", compact=True)
+                yield Button(_("Save as preset"), id="preset", compact=True)
+                yield Button(_("Cancel"), id="no", compact=True)
 
     @on(Button.Pressed, "#preset")
     def keep_as_preset(self, event: Button.Pressed) -> None:
@@ -92,7 +94,7 @@ class ChatSettingsDialog(FormDialog[Mapping[str, Value]]):
                     found[key] = check(key, text)
                 except SettingsError:
                     problem = self.query_one(".dialog-problem", Plain)
-                    problem.update(f"{key.replace('_', ' ')} must be {RULES[key].allowed}")
+                    problem.update(_("{name} must be {allowed}", name=setting_name(key), allowed=RULES[key].allowed))
                     problem.display = True
                     return
         self.dismiss(found)
@@ -102,7 +104,7 @@ class OverflowDialog(UnaskedDialog[Overflow]):
     """Asks what to do with a chat that no longer fits in the context."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape", "answer('keep')", "not now", id="overflow.keep"),
+        Binding("escape", "answer('keep')", _("not now"), id="overflow.keep"),
     ]
     letters = MappingProxyType({"d": "drop", "s": "summarize", "n": "new"})
 
@@ -112,15 +114,19 @@ class OverflowDialog(UnaskedDialog[Overflow]):
 
     def compose(self) -> ComposeResult:
         """The question and its answers."""
-        oldest = "oldest message" if self._count == 1 else f"oldest {self._count} messages"
+        question = ngettext(
+            "This chat no longer fits in the context. What should happen to the oldest message?",
+            "This chat no longer fits in the context. What should happen to the oldest {count} messages?",
+            self._count,
+        )
         with Vertical(classes="dialog"):
-            yield Plain(f"This chat no longer fits in the context. What should happen to the {oldest}?")
-            yield Plain("They stay visible here, but the model will no longer see them.", classes="setting-name")
+            yield Plain(question)
+            yield Plain(_("They stay visible here, but the model will no longer see them."), classes="dialog-keys")
             with Horizontal(classes="dialog-buttons -many"):
-                yield Button("Drop (D)", id="drop", compact=True)
-                yield Button("Summarize (S)", id="summarize", compact=True)
-                yield Button("New chat (N)", id="new", compact=True)
-                yield Button("Not now", id="keep", compact=True)
+                yield Button(_("Drop (D)"), id="drop", compact=True)
+                yield Button(_("Summarize (S)"), id="summarize", compact=True)
+                yield Button(_("New chat (N)"), id="new", compact=True)
+                yield Button(_("Not now"), id="keep", compact=True)
 
     @on(Button.Pressed)
     def decide(self, event: Button.Pressed) -> None:
@@ -161,7 +167,7 @@ def _general(session: Session) -> dict[str, str]:
     words = {key: f"{value:g}" for key, value in settings.sampling(recommended).items()}
     for key in recommended.keys() & words.keys():
         if settings.get(key) is None:
-            words[key] += " (the model's)"
+            words[key] = _("{value} (the model's)", value=words[key])
     tokens = "auto" if settings.max_tokens is None else str(settings.max_tokens)
     return {**words, "thinking": settings.thinking, "max_tokens": tokens, "system_prompt": settings.system_prompt}
 
@@ -197,17 +203,17 @@ class AttachDialog(FormDialog[Attachment]):
     def compose(self) -> ComposeResult:
         """A path, the names in its folder, the sources, buttons."""
         with Vertical(classes="dialog"):
-            yield Plain("A file to send, or a folder to search")
-            yield Input(f"{self._folder}{os.sep}", placeholder="/path/to/file", compact=True, select_on_focus=False)
+            yield Plain(_("A file to send, or a folder to search"))
+            yield Input(f"{self._folder}{os.sep}", placeholder=_("/path/to/file"), compact=True, select_on_focus=False)
             yield PlainList(compact=True, markup=False, id="attach-names")
             yield Plain("", classes="dialog-problem")
             if self._sources:
-                yield Plain("Searched in this chat; ⏎ removes one")
+                yield Plain(_("Searched in this chat; ⏎ removes one"))
                 options = [Option(plain(f"{source.name} ✕")) for source in self._sources]
                 yield OptionList(*options, compact=True, markup=False, id="attach-sources")
             with Horizontal(classes="dialog-buttons"):
-                yield Button("Attach", id="yes", variant="primary", compact=True)
-                yield Button("Cancel", id="no", compact=True)
+                yield Button(_("Attach"), id="yes", variant="primary", compact=True)
+                yield Button(_("Cancel"), id="no", compact=True)
 
     @on(Input.Changed)
     def list_names(self, event: Input.Changed) -> None:
@@ -265,7 +271,7 @@ class AttachDialog(FormDialog[Attachment]):
                 self.dismiss(Attachment(path))
                 return
         problem = self.query_one(".dialog-problem", Plain)
-        problem.update("No such file or folder.")
+        problem.update(_("No such file or folder."))
         problem.display = True
 
 
@@ -278,7 +284,7 @@ class AskDialog(UnaskedDialog["Answer | None"]):
 
     VERTICAL_BREAKPOINTS = [(0, "-low"), (22, "-high")]  # noqa: RUF012  declared so by Textual
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape", "answer('stop')", "stop", id="ask.stop"),
+        Binding("escape", "answer('stop')", _("stop"), id="ask.stop"),
     ]
 
     def __init__(self, ask: CallAsked) -> None:
@@ -290,19 +296,25 @@ class AskDialog(UnaskedDialog["Answer | None"]):
     def compose(self) -> ComposeResult:
         """The call and the answers. "Always" is only offered for a tool that says it changes nothing."""
         call, tool = self._ask.call, self._ask.tool
-        kind = "The server says that it only reads." if tool.reads else "It may change something."
+        kind = _("The server says that it only reads.") if tool.reads else _("It may change something.")
         with Vertical(classes="dialog"):
-            yield Plain(f"Allow the model to run {printable_name(call.name)} (server {printable_name(tool.server)})?")
+            yield Plain(
+                _(
+                    "Allow the model to run {name} (server {server})?",
+                    name=printable_name(call.name),
+                    server=printable_name(tool.server),
+                )
+            )
             yield Plain(kind)
             with VerticalScroll(id="ask-arguments"):
                 yield Plain(shortened(pretty(call.arguments)))
             with Horizontal(classes="dialog-buttons -many"):
-                yield Button("Once (Y)", id="once", compact=True)
-                yield Button("This chat (C)", id="chat", compact=True)
+                yield Button(_("Once (Y)"), id="once", compact=True)
+                yield Button(_("This chat (C)"), id="chat", compact=True)
                 if tool.reads:
-                    yield Button("Always (A)", id="always", compact=True)
-                yield Button("No (N)", id="no", compact=True)
-            yield Plain("Esc stops the answer. Letters count after a pause in typing.", classes="dialog-keys")
+                    yield Button(_("Always (A)"), id="always", compact=True)
+                yield Button(_("No (N)"), id="no", compact=True)
+            yield Plain(_("Esc stops the answer. Letters count after a pause in typing."), classes="dialog-keys")
 
     @on(Button.Pressed)
     def decide(self, event: Button.Pressed) -> None:
@@ -322,7 +334,10 @@ class AskDialog(UnaskedDialog["Answer | None"]):
 
 def shortened(text: str) -> str:
     """A text, cut where it is too long for a dialog."""
-    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}\n… {len(text) - MOST_SHOWN:,} more characters"
+    if len(text) <= MOST_SHOWN:
+        return text
+    more = ngettext("… {count:,} more character", "… {count:,} more characters", len(text) - MOST_SHOWN)
+    return f"{text[:MOST_SHOWN]}\n{more}"
 
 
 class ImportDialog(FormDialog[Path]):
@@ -331,11 +346,11 @@ class ImportDialog(FormDialog[Path]):
     def compose(self) -> ComposeResult:
         """An input line and buttons."""
         with Vertical(classes="dialog"):
-            yield Plain("A file with mcpServers, such as another program's mcp.json. Its servers join yours.")
-            yield Input(placeholder="/path/to/mcp.json", compact=True)
+            yield Plain(_("A file with mcpServers, such as another program's mcp.json. Its servers join yours."))
+            yield Input(placeholder=_("/path/to/mcp.json"), compact=True)
             with Horizontal(classes="dialog-buttons"):
-                yield Button("Import", id="yes", variant="primary", compact=True)
-                yield Button("Cancel", id="no", compact=True)
+                yield Button(_("Import"), id="yes", variant="primary", compact=True)
+                yield Button(_("Cancel"), id="no", compact=True)
 
     @on(Input.Submitted)
     def submit(self) -> None:
@@ -356,12 +371,12 @@ class PromptDialog(FormDialog[Mapping[str, str]]):
         with Vertical(classes="dialog"):
             yield Plain(self._prompt.title)
             for at, (name, required) in enumerate(self._prompt.arguments):
-                hint = f"{name}, required" if required else name
+                hint = _("{name}, required", name=name) if required else name
                 yield Input(placeholder=printable_name(hint), id=f"argument-{at}", compact=True)
             yield Plain("", classes="dialog-problem")
             with Horizontal(classes="dialog-buttons"):
-                yield Button("Insert", id="yes", variant="primary", compact=True)
-                yield Button("Cancel", id="no", compact=True)
+                yield Button(_("Insert"), id="yes", variant="primary", compact=True)
+                yield Button(_("Cancel"), id="no", compact=True)
 
     @on(Input.Submitted)
     def submit(self) -> None:
@@ -373,7 +388,7 @@ class PromptDialog(FormDialog[Mapping[str, str]]):
                 found[name] = value
             elif required:
                 problem = self.query_one(".dialog-problem", Plain)
-                problem.update(f"{name} is required.")
+                problem.update(_("{name} is required.", name=name))
                 problem.display = True
                 return
         self.dismiss(found)

@@ -20,6 +20,7 @@ from textual.widgets import Input
 from textual.worker import Worker, WorkerCancelled, WorkerFailed
 
 from app.errors import HistoryError
+from app.language import _
 from app.printable import printable, printable_name
 from app.tui.messages import ChatAsked
 from app.tui.plain import Plain
@@ -44,11 +45,13 @@ def list_bindings(place: str, scope: str = "") -> list[BindingType]:
         scope: namespace of their actions, such as `screen.`.
     """
     return [
-        Binding("slash", f"{scope}search", "search", tooltip="Search all messages", id=f"{place}.search"),
-        Binding("r", f"{scope}rename", "rename", tooltip="Rename the chat", id=f"{place}.rename"),
-        Binding("p", f"{scope}pin", "pin", tooltip="Pin or unpin the chat", id=f"{place}.pin"),
-        Binding("d,delete", f"{scope}delete", "delete", tooltip="Delete the chat; U restores it", id=f"{place}.delete"),
-        Binding("u", f"{scope}undo", "undo", tooltip="Restore the last deleted chat", id=f"{place}.undo"),
+        Binding("slash", f"{scope}search", _("search"), tooltip=_("Search all messages"), id=f"{place}.search"),
+        Binding("r", f"{scope}rename", _("rename"), tooltip=_("Rename the chat"), id=f"{place}.rename"),
+        Binding("p", f"{scope}pin", _("pin"), tooltip=_("Pin or unpin the chat"), id=f"{place}.pin"),
+        Binding(
+            "d,delete", f"{scope}delete", _("delete"), tooltip=_("Delete the chat; U restores it"), id=f"{place}.delete"
+        ),
+        Binding("u", f"{scope}undo", _("undo"), tooltip=_("Restore the last deleted chat"), id=f"{place}.undo"),
     ]
 
 
@@ -153,7 +156,7 @@ class ChatList(Widget):
         """Delete the chat; this can be undone."""
         if (chat := self._chosen()) is not None:
             self._deleted.append(chat.id)
-            self._change(self._session.delete_chat(chat.id), f"{chat.title} was deleted; U restores it.")
+            self._change(self._session.delete_chat(chat.id), _("{title} was deleted; U restores it.", title=chat.title))
 
     def action_undo(self) -> None:
         """Restore the chat that was deleted last."""
@@ -174,16 +177,19 @@ class ChatList(Widget):
         self.refill()
 
 
-EMPTY = "No saved chats yet."
-NOTHING = "No message contains all these words."
-OFF = "Chats are not being saved; turn history on in the settings (F3)."
+EMPTY = _("No saved chats yet.")
+WEEKDAYS = (_("Mon"), _("Tue"), _("Wed"), _("Thu"), _("Fri"), _("Sat"), _("Sun"))
+MONTHS = (_("Jan"), _("Feb"), _("Mar"), _("Apr"), _("May"), _("Jun"),
+          _("Jul"), _("Aug"), _("Sep"), _("Oct"), _("Nov"), _("Dec"))  # fmt: skip
+NOTHING = _("No message contains all these words.")
+OFF = _("Chats are not being saved; turn history on in the settings (F3).")
 
 
 class ChatTable(PlainTable):
     """The table of chats with its keys."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("enter", "select_cursor", "open", tooltip="Open the chat", id="chats.open"),
+        Binding("enter", "select_cursor", _("open"), tooltip=_("Open the chat"), id="chats.open"),
         *list_bindings("chats", "screen."),
     ]
 
@@ -193,7 +199,7 @@ class ChatsScreen(Screen[None], ChatList):
 
     AUTO_FOCUS = "Input"
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape", "leave", "back", tooltip="Back to the chat", id="chats.back"),
+        Binding("escape", "leave", _("back"), tooltip=_("Back to the chat"), id="chats.back"),
     ]
 
     def __init__(self, session: Session) -> None:
@@ -204,7 +210,7 @@ class ChatsScreen(Screen[None], ChatList):
     def compose(self) -> ComposeResult:
         """Header, search, table, note on the selected chat, keys."""
         yield HeaderBar()
-        yield Input(placeholder="Search all messages …", compact=True, id="chats-search")
+        yield Input(placeholder=_("Search all messages …"), compact=True, id="chats-search")
         yield ChatTable(cursor_type="row", show_header=False)
         yield Plain("", id="chats-note")
         yield KeyLine()
@@ -225,7 +231,7 @@ class ChatsScreen(Screen[None], ChatList):
             if not self._chats:
                 note = NOTHING if text else EMPTY if self._session.saves else OFF
             elif not text and len(self._chats) == MAX_CHATS:
-                note = f"The last {MAX_CHATS} chats; search to find older ones."
+                note = _("The last {most} chats; search to find older ones.", most=MAX_CHATS)
         except HistoryError as error:
             note = str(error)
         other, self._asked = text != self._asked, text
@@ -301,5 +307,8 @@ def when(moment: datetime, now: datetime | None = None) -> str:
     if days == 0:
         return f"{own:%H:%M}"
     if 0 < days < 7:
-        return f"{own:%a %H:%M}"
-    return f"{own.day} {own:%b}" if own.year == today.year else f"{own.day} {own:%b %Y}"
+        return f"{WEEKDAYS[own.weekday()]} {own:%H:%M}"
+    month = MONTHS[own.month - 1]
+    if own.year == today.year:
+        return _("{day} {month}", day=own.day, month=month)
+    return _("{day} {month} {year}", day=own.day, month=month, year=own.year)

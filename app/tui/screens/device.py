@@ -14,8 +14,9 @@ from textual.screen import Screen
 from textual.widgets import Sparkline
 
 from app.errors import ClientError
+from app.language import _
 from app.printable import printable
-from app.tui.figures import compensated, k_chunk_text
+from app.tui.figures import compensated, k_chunk_text, rate
 from app.tui.machine import Lines, chosen_curve, layer_rows, machine_lines, tuning_lines
 from app.tui.messages import TuneAsked
 from app.tui.plain import Plain
@@ -39,9 +40,9 @@ class DeviceScreen(Screen[None]):
     AUTO_FOCUS = "#device"
     HORIZONTAL_BREAKPOINTS = [(0, "-slim"), (75, "-narrow"), (90, "-wide"), (110, "-broad")]  # noqa: RUF012  declared so by Textual
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("r", "retune", "retune", tooltip="Measure again and apply the budget", id="device.retune"),
-        Binding("s", "app.stop_work", "stop", tooltip="Stop the running work", id="device.stop", show=False),
-        Binding("escape", "dismiss", "back", tooltip="Back to the chat", id="device.back"),
+        Binding("r", "retune", _("retune"), tooltip=_("Measure again and apply the budget"), id="device.retune"),
+        Binding("s", "app.stop_work", _("stop"), tooltip=_("Stop the running work"), id="device.stop", show=False),
+        Binding("escape", "dismiss", _("back"), tooltip=_("Back to the chat"), id="device.back"),
     ]
 
     def __init__(self, session: Session) -> None:
@@ -56,21 +57,21 @@ class DeviceScreen(Screen[None]):
         with VerticalScroll(id="device"):
             with Vertical(classes="device-columns"):
                 with Vertical(classes="device-column"):
-                    yield Plain("Device", classes="device-group")
-                    yield Plain("detecting the device …", id="device-machine")
+                    yield Plain(_("Device"), classes="device-group")
+                    yield Plain(_("detecting the device …"), id="device-machine")
                     yield Plain("", id="device-problems")
                 with Vertical(classes="device-column device-live"):
-                    yield Plain("Now", classes="device-group")
+                    yield Plain(_("Now"), classes="device-group")
                     yield Plain("", id="device-speed")
                     yield Sparkline([], id="device-speeds")
                     yield Plain("", id="device-memory")
                     yield Sparkline([], id="device-memories")
-            yield Plain("Tuning", classes="device-group")
+            yield Plain(_("Tuning"), classes="device-group")
             with Vertical(classes="device-columns"):
                 yield Plain("", id="device-tuning", classes="device-column")
                 yield Plain("", id="device-layers", classes="device-column device-live")
             yield Plain(
-                "Layer time by k_chunk, relative to no compensation", classes="device-group", id="device-curves"
+                _("Layer time by k_chunk, relative to no compensation"), classes="device-group", id="device-curves"
             )
             yield Grid(id="device-knees")
         yield ProgressPanel()
@@ -101,12 +102,17 @@ class DeviceScreen(Screen[None]):
     def _show_live(self) -> None:
         session, recent = self._session, self._session.recent
         speed = session.tally.per_s if session.generating else recent.last_speed
-        when = "" if session.generating or speed is None else " in the last answer"
         self.query_one("#device-speed", Plain).update(
-            "tok/s: after the first answer" if speed is None else f"{speed:.1f} tok/s{when}"
+            _("tok/s: after the first answer")
+            if speed is None
+            else rate(speed)
+            if session.generating
+            else _("{speed} in the last answer", speed=rate(speed))
         )
         memory = session.status.memory_bytes if session.status is not None else None
-        self.query_one("#device-memory", Plain).update(f"{byte_count(memory)} held" if memory else "memory unknown")
+        self.query_one("#device-memory", Plain).update(
+            _("{size} held", size=byte_count(memory)) if memory else _("memory unknown")
+        )
         self._draw("#device-speeds", list(recent.speeds))
         self._draw("#device-memories", list(recent.memory))
 
@@ -141,15 +147,19 @@ class DeviceScreen(Screen[None]):
         session = self._session
         status = session.status
         if status is None or not session.ready:
-            return "No model is loaded; F2 picks one."
+            return _("No model is loaded; F2 picks one.")
         if session.settings.k_chunk is not None:
-            return f"{k_chunk_text(status.k_chunk) or 'k_chunk 0'} is set manually (F3), so the budget has no effect."
+            return _(
+                "{k_chunk} is set manually (F3), so the budget has no effect.",
+                k_chunk=k_chunk_text(status.k_chunk) or "k_chunk 0",
+            )
         if status.budget_percent == 0:
-            return "The budget is off (F3), so there is no compensation to tune."
+            return _("The budget is off (F3), so there is no compensation to tune.")
         if session.tuning:
-            return "Measuring …"
-        compensates = "with the program's own k_chunk" if compensated(status.k_chunk) else "without compensation"
-        return f"Not tuned: the model runs {compensates}. R tunes it."
+            return _("Measuring …")
+        if compensated(status.k_chunk):
+            return _("Not tuned: the model runs with the program's own k_chunk. R tunes it.")
+        return _("Not tuned: the model runs without compensation. R tunes it.")
 
     async def _draw_curves(self, tuning: Tuning | None) -> None:
         charts = [] if tuning is None else charts_of(tuning)
@@ -162,14 +172,14 @@ class DeviceScreen(Screen[None]):
         """Measure again, if a budget is in effect."""
         session = self._session
         if not session.ready:
-            self.notify("No model is loaded; F2 picks one.", severity="warning")
+            self.notify(_("No model is loaded; F2 picks one."), severity="warning")
         elif session.settings.k_chunk is not None:
             self.notify(
-                "k_chunk is set manually and overrides the budget; set it to auto in F3 to undo that.",
+                _("k_chunk is set manually and overrides the budget; set it to auto in F3 to undo that."),
                 severity="warning",
             )
         elif session.settings.budget == 0:
-            self.notify("The budget is off; F3 sets one.", severity="warning")
+            self.notify(_("The budget is off; F3 sets one."), severity="warning")
         else:
             self.app.post_message(TuneAsked())
 
@@ -188,7 +198,11 @@ def charts_of(tuning: Tuning) -> list[KneeChart]:
     for kind, curves in by_kind.items():
         n_tb, k_chunk = tuning.n_tb.get(kind, 0), tuning.k_chunk.get(kind)
         chosen = chosen_curve(curves, n_tb)
-        title = [kind, f"n_tb {chosen.n_tb}" if chosen.n_tb else "", "" if k_chunk is None else f"k_chunk {k_chunk}"]
+        title = [
+            kind,
+            f"n_tb {chosen.n_tb}" if chosen.n_tb else "",
+            "" if k_chunk is None else f"k_chunk {k_chunk}",
+        ]
         others = [curve.points for curve in curves if curve is not chosen]
         words = printable(" · ".join(part for part in title if part))
         charts.append(KneeChart(words, chosen.points, others, k_chunk=k_chunk))
@@ -199,7 +213,7 @@ def listed(lines: Lines) -> Table:
     """Names in one column and wrapped text in the other."""
     table = Table.grid(padding=(0, 2, 0, 0), expand=True)
     table.add_column(style="dim", no_wrap=True)
-    table.add_column(ratio=1)
+    table.add_column(ratio=1, overflow="fold")
     for name, words in lines:
         table.add_row(name, Text(printable(words)))
     return table
@@ -209,7 +223,7 @@ def tabled(rows: Sequence[Sequence[str]]) -> Table:
     """A table with a heading and right-aligned numbers."""
     table = Table.grid(padding=(0, 3, 0, 0))
     table.add_column()
-    for _ in rows[0][1:]:
+    for _column in rows[0][1:]:
         table.add_column(justify="right")
     for at, row in enumerate(rows):
         table.add_row(*(Text(printable(cell)) for cell in row), style="dim" if at == 0 else "")

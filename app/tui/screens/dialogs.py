@@ -22,6 +22,7 @@ from textual.screen import ModalScreen
 from textual.suggester import Suggester
 from textual.widgets import Button, Input, RadioSet, TextArea
 
+from app.language import _
 from app.paths import links_dir
 from app.tui.plain import Plain
 from app.tui.widgets.setting_row import Box, Choice
@@ -37,9 +38,14 @@ CALM_S = 0.7
 ALONE_S = 0.3
 """Seconds in which no other key may follow such an answer."""
 V = TypeVar("V")
+KEEP = _("Keep")
 C = TypeVar("C")
 
-BITS = {4.0: "nearly as good as the original", 3.5: "half of the blocks at 3 bits", 3.0: "smallest, lower quality"}
+BITS = {
+    4.0: _("nearly as good as the original"),
+    3.5: _("half of the blocks at 3 bits"),
+    3.0: _("smallest, lower quality"),
+}
 """The choices of bits per weight, each with a description."""
 
 
@@ -51,7 +57,7 @@ class CheckpointSuggester(Suggester):
 
     async def get_suggestion(self, value: str) -> str | None:
         """The first folder or GGUF file that starts with the text."""
-        program, colon, _ = value.partition(":")
+        program, colon, _rest = value.partition(":")
         if colon and program in PROGRAMS:
             names = [one.name for one in await asyncio.to_thread(found, [program])]
             return next((name for name in names if name.startswith(value)), None)
@@ -99,25 +105,27 @@ def checkpoint_problem(text: str) -> str | None:
     """Why a path holds no checkpoint, by a quick check; None if it may hold one."""
     name = text.strip()
     if not name:
-        return "Enter a folder, a GGUF file, or a checkpoint on the hub as owner/name."
+        return _("Enter a folder, a GGUF file, or a checkpoint on the hub as owner/name.")
     if on_hub(name):
         return None
     try:
         path = _local(name)
         if path.is_file():
             with path.open("rb") as file:
-                return None if file.read(4) == b"GGUF" else f"{path} is not a GGUF file."
+                return None if file.read(4) == b"GGUF" else _("{path} is not a GGUF file.", path=path)
         if not path.is_dir():
-            return f"No folder or file {path} exists."
+            return _("No folder or file {path} exists.", path=path)
         if not (path / "config.json").is_file():
             files = sorted(file.name for file in path.glob("*.gguf"))
             if files:
-                return f"{path} contains GGUF files ({', '.join(files[:3])}); choose one of them."
-            return f"{path} contains no config.json, so it is not a Hugging Face checkpoint."
+                return _(
+                    "{path} contains GGUF files ({names}); choose one of them.", path=path, names=", ".join(files[:3])
+                )
+            return _("{path} contains no config.json, so it is not a Hugging Face checkpoint.", path=path)
     except CheckpointError as error:
         return str(error)
     except (OSError, RuntimeError, ValueError) as error:
-        return f"It can't be read: {error}"
+        return _("It can't be read: {error}", error=error)
     return None
 
 
@@ -189,11 +197,11 @@ class ConfirmDialog(ModalScreen[bool]):
     """A yes-or-no question."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape,n", "answer(False)", "no", id="dialog.no"),
-        Binding("y", "answer(True)", "yes", id="dialog.yes"),
+        Binding("escape,n", "answer(False)", _("no"), id="dialog.no"),
+        Binding("y", "answer(True)", _("yes"), id="dialog.yes"),
     ]
 
-    def __init__(self, question: str, verb: str, keep: str = "Keep") -> None:
+    def __init__(self, question: str, verb: str, keep: str = KEEP) -> None:
         super().__init__()
         self._question = question
         self._verb, self._keep = verb, keep
@@ -220,7 +228,7 @@ class FormDialog(ModalScreen[V | None]):
     """A form with a button `yes` that accepts it and another that cancels, as Escape does."""
 
     AUTO_FOCUS = "Input"
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "cancel", "cancel", id="dialog.cancel")]
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "cancel", _("cancel"), id="dialog.cancel")]
 
     @abstractmethod
     def submit(self) -> None:
@@ -249,11 +257,11 @@ class TitleDialog(FormDialog[str]):
     def compose(self) -> ComposeResult:
         """An input line and buttons."""
         with Vertical(classes="dialog"):
-            yield Plain("Chat title")
+            yield Plain(_("Chat title"))
             yield Input(self._before, compact=True)
             with Horizontal(classes="dialog-buttons"):
-                yield Button("Rename", id="yes", variant="primary", compact=True)
-                yield Button("Cancel", id="no", compact=True)
+                yield Button(_("Rename"), id="yes", variant="primary", compact=True)
+                yield Button(_("Cancel"), id="no", compact=True)
 
     @on(Input.Submitted)
     def submit(self) -> None:
@@ -272,22 +280,22 @@ class QuantizeDialog(FormDialog[QuantizeRequest]):
     def compose(self) -> ComposeResult:
         """Checkpoint, bits, method, key smoothing, buttons."""
         with Vertical(classes="dialog"):
-            yield Plain("A name on the Hugging Face hub, a folder with a checkpoint, or a GGUF file")
-            hint = "owner/name, /path/to/model or file.gguf; ollama:, lmstudio: or hub: finds others' files"
+            yield Plain(_("A name on the Hugging Face hub, a folder with a checkpoint, or a GGUF file"))
+            hint = _("owner/name, /path/to/model or file.gguf; ollama:, lmstudio: or hub: finds others' files")
             yield Input(self._source, placeholder=hint, suggester=CheckpointSuggester(), compact=True)
             yield Plain("", classes="dialog-problem")
-            yield Plain("Bits per weight")
+            yield Plain(_("Bits per weight"))
             with RadioSet(compact=True, id="quantize-bits"):
                 for bits, words in BITS.items():
                     yield Choice(f"{bits:g} · {words}", value=bits == Recipe().bits)
-            yield Plain("Method")
+            yield Plain(_("Method"))
             with RadioSet(compact=True, id="quantize-method"):
                 for method, words in GOOD_FOR.items():
-                    yield Choice(f"{words} ({method})", value=method == "auto")
-            yield Box("smooth keys, for a KV cache of 4 bits or fewer", compact=True, id="quantize-smooth")
+                    yield Choice(f"{_(words)} ({method})", value=method == "auto")
+            yield Box(_("smooth keys, for a KV cache of 4 bits or fewer"), compact=True, id="quantize-smooth")
             with Horizontal(classes="dialog-buttons"):
-                yield Button("Quantize", id="yes", variant="primary", compact=True)
-                yield Button("Cancel", id="no", compact=True)
+                yield Button(_("Quantize"), id="yes", variant="primary", compact=True)
+                yield Button(_("Cancel"), id="no", compact=True)
 
     @on(Input.Submitted)
     def submit(self) -> None:

@@ -15,6 +15,7 @@ from textual.widgets import TextArea
 
 from app import paths
 from app.chat.commands import known
+from app.language import _
 from app.printable import printable
 from app.supervisor import OLD_LOG_NAME
 from app.tui.keys import KEYS, current_key
@@ -24,11 +25,11 @@ from app.tui.widgets.key_line import KeyLine
 from app.tui.widgets.message_view import MessageView
 
 WRITING = (
-    ("⏎", "send"),
-    ("Shift+⏎, Alt+⏎, Ctrl+J", "start a new line"),
-    ("↑ ↓", "earlier prompts, from the first or last line"),
-    ("/ @", "commands, files"),
-    ("^X ^E", "edit the draft in $VISUAL or $EDITOR"),
+    ("⏎", _("send")),
+    (_("Shift+⏎, Alt+⏎, Ctrl+J"), _("start a new line")),
+    ("↑ ↓", _("earlier prompts, from the first or last line")),
+    ("/ @", _("commands, files")),
+    ("^X ^E", _("edit the draft in $VISUAL or $EDITOR")),
 )
 WITH_IDS = 100
 """Minimum width at which the list of keys shows action ids."""
@@ -39,7 +40,7 @@ LOG_CHARACTERS = 200_000
 class HelpScreen(ModalScreen[None]):
     """All keys, grouped by where they work."""
 
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,f1,q", "dismiss", "close", id="help.close")]
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,f1,q", "dismiss", _("close"), id="help.close")]
 
     def __init__(self, *, commands: bool = False) -> None:
         """Make the list.
@@ -55,17 +56,18 @@ class HelpScreen(ModalScreen[None]):
         with VerticalScroll(classes="dialog", id="help"):
             if self._commands:
                 yield from self._listed()
-            yield Plain("Everywhere", classes="setting-group")
-            yield Plain(_table(self._rows(KEYS)))
-            yield Plain("While writing", classes="setting-group")
+            yield Plain(_("Everywhere"), classes="setting-group")
+            moves = [(" ".join(getattr(self.app, "moves", ())), _("move in lists and messages"))]
+            yield Plain(_table([*self._rows(KEYS), *(row for row in moves if row[0])]))
+            yield Plain(_("While writing"), classes="setting-group")
             yield Plain(_table([*WRITING, *self._rows(Composer.BINDINGS)]))
-            yield Plain("On a message (Ctrl+↑ or a click)", classes="setting-group")
+            yield Plain(_("On a message (Ctrl+↑ or a click)"), classes="setting-group")
             yield Plain(_table(self._rows(MessageView.BINDINGS)))
             if not self._commands:
                 yield from self._listed()
 
     def _listed(self) -> ComposeResult:
-        yield Plain("Commands, typed like a message", classes="setting-group")
+        yield Plain(_("Commands, typed like a message"), classes="setting-group")
         yield Plain(_table((one.usage, one.help) for one in known()))
 
     def _rows(self, bindings: Iterable[BindingType]) -> list[tuple[str, ...]]:
@@ -84,7 +86,7 @@ class HelpScreen(ModalScreen[None]):
 class LogScreen(Screen[None]):
     """The runtime's log: its start, warnings, and why it ended."""
 
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "dismiss", "back", id="log.back")]
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "dismiss", _("back"), id="log.back")]
 
     def compose(self) -> ComposeResult:
         """The log, as text that can be copied."""
@@ -106,13 +108,13 @@ def log_text() -> str:
     """The logs of the previous and of the current runtime."""
     present = paths.log_file()
     parts = []
-    for file, words in ((present.with_name(OLD_LOG_NAME), "previous runtime"), (present, "current runtime")):
+    for file, words in ((present.with_name(OLD_LOG_NAME), _("previous runtime")), (present, _("current runtime"))):
         try:
             text = file.read_text(encoding="utf-8", errors="replace")[-LOG_CHARACTERS:]
         except OSError:
             continue
-        parts.append(f"── {words} · {file}\n{text.strip() or 'empty'}\n")
-    return "\n".join(parts) or f"There is no log yet. It will be written to {present}."
+        parts.append(f"── {words} · {file}\n{text.strip() or _('empty')}\n")
+    return "\n".join(parts) or _("There is no log yet. It will be written to {present}.", present=present)
 
 
 def key_name(key: str) -> str:
@@ -131,7 +133,7 @@ def key_name(key: str) -> str:
     for one in key.split(","):
         *modifiers, last = one.split("+")
         name = names.get(last, last.upper() if len(last) == 1 or last[1:].isdigit() else last.capitalize())
-        control = "^" if len(name) == 1 and name.isascii() else "Ctrl+"
+        control = "^" if len(name) == 1 and name.isascii() else _("Ctrl+")
         shown.append("".join(control if part == "ctrl" else f"{part.capitalize()}+" for part in modifiers) + name)
     return ", ".join(shown)
 

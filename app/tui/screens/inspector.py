@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import aclosing
 from typing import TYPE_CHECKING, ClassVar
 
+from rich.cells import cell_len
 from rich.text import Text
 from textual import on
 from textual.app import ComposeResult
@@ -13,6 +14,7 @@ from textual.containers import Container, Vertical
 from textual.screen import Screen
 
 from app.errors import ClientError
+from app.language import _
 from app.tui.figures import SEPARATOR, fitting
 from app.tui.inspected import (
     LEGENDS,
@@ -48,10 +50,14 @@ class InspectorScreen(Screen[None]):
     AUTO_FOCUS = "#token-text"
     HORIZONTAL_BREAKPOINTS = [(0, "-slim"), (60, "-narrow"), (100, "-wide")]  # noqa: RUF012  declared so by Textual
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("n", "mark(1)", "next change", tooltip="The next changed token", id="tokens.next"),
-        Binding("p", "mark(-1)", "previous", tooltip="The previous changed token", id="tokens.previous", show=False),
-        Binding("m", "view", "view", tooltip="Switch the view: certainty, compensation, drafts", id="tokens.view"),
-        Binding("escape", "back", "back", tooltip="Back to the chat", id="tokens.back"),
+        Binding("n", "mark(1)", _("next change"), tooltip=_("The next changed token"), id="tokens.next"),
+        Binding(
+            "p", "mark(-1)", _("previous"), tooltip=_("The previous changed token"), id="tokens.previous", show=False
+        ),
+        Binding(
+            "m", "view", _("view"), tooltip=_("Switch the view: certainty, compensation, drafts"), id="tokens.view"
+        ),
+        Binding("escape", "back", _("back"), tooltip=_("Back to the chat"), id="tokens.back"),
     ]
 
     def __init__(self, session: Session, answer: Message) -> None:
@@ -81,7 +87,7 @@ class InspectorScreen(Screen[None]):
 
     def on_mount(self) -> None:
         """Ask the runtime."""
-        self.query_one("#token-summary", Plain).update("The model is reading its answer again …")
+        self.query_one("#token-summary", Plain).update(_("The model is reading its answer again …"))
         self.run_worker(self._read(), group="inspect", exclusive=True, exit_on_error=False)
 
     async def _read(self) -> None:
@@ -93,12 +99,16 @@ class InspectorScreen(Screen[None]):
                 async for report in reports:
                     if isinstance(report, Progress):
                         line.update(
-                            f"{report.message} · {report.done:,.0f} of {report.total or 0:,.0f} tokens · Esc stops"
+                            _(
+                                "reading: {done:,.0f} of {total:,.0f} tokens · Esc stops",
+                                done=report.done,
+                                total=report.total or 0,
+                            )
                         )
                     else:
                         self._told = report
         except (ClientError, OSError) as error:
-            line.update(f"The tokens can't be shown: {error}")
+            line.update(_("The tokens can't be shown: {error}", error=error))
             return
         self._show()
 
@@ -108,7 +118,7 @@ class InspectorScreen(Screen[None]):
         text = self.query_one(TokenText)
         text.show(self._told.tokens, self._view)
         line = fitting(summary(self._told), self.size.width - 2)
-        noted = self.size.height >= NOTED_LINES and self.size.width > len(NOTE)
+        noted = self.size.height >= NOTED_LINES and self.size.width > cell_len(NOTE)
         self.query_one("#token-summary", Plain).update(f"{line}\n{NOTE}" if noted else line)
         self.query_one("#token-legend", Plain).update(self._legend())
         self.show_token()
@@ -124,7 +134,7 @@ class InspectorScreen(Screen[None]):
             line.append(f"{LEVELS[step]} {words}", strip.get_component_rich_style(f"token--heat{step}"))
             line.append("  ")
         if self._told is not None and self._told.compensated and self._view != "drafts":
-            line.append("another choice", strip.get_component_rich_style("token--changed", partial=True))
+            line.append(_("another choice"), strip.get_component_rich_style("token--changed", partial=True))
         return line
 
     @on(TokenText.Moved)
@@ -136,16 +146,19 @@ class InspectorScreen(Screen[None]):
         self.query_one(TokenStrip).show(self._told.tokens, self._view, at)
         token = self._told.tokens[at]
         own = chosen(token)
-        told = [f"{at + 1} of {len(self._told.tokens)}", shown(own.text), share(own.probability)]
+        told = [_("{at} of {count}", at=at + 1, count=len(self._told.tokens)), shown(own.text), share(own.probability)]
         if own.logit is not None:
-            without = "" if own.base_logit is None else f", without compensation {own.base_logit:.2f}"
-            told.append(f"logit {own.logit:.2f}{without}")
+            told.append(
+                f"logit {own.logit:.2f}"
+                if own.base_logit is None
+                else _("logit {own:.2f}, without compensation {base:.2f}", own=own.logit, base=own.base_logit)
+            )
         panel = self.query_one("#token-panel", Vertical)
         width = max(30, panel.content_size.width)
         sentences = verdicts(token)
         self.query_one("#token-head", Plain).update(fitting(told, width, SEPARATOR))
         self.query_one("#token-verdicts", Plain).update("\n".join(sentences))
-        taken = 1 + sum(1 + len(sentence) // width for sentence in sentences)
+        taken = 1 + sum(1 + cell_len(sentence) // width for sentence in sentences)
         room = max(3, panel.content_size.height - taken)
         self.query_one("#token-candidates", Plain).update("\n".join(candidate_rows(token, width, min(room, 11))))
 
@@ -161,7 +174,7 @@ class InspectorScreen(Screen[None]):
     def action_mark(self, step: int) -> None:
         """Go to the next or previous change."""
         if self._told is not None and not self.query_one(TokenText).go_to_mark(step):
-            self.notify("No token changed.", timeout=3)
+            self.notify(_("No token changed."), timeout=3)
 
     def action_view(self) -> None:
         """Switch to the next view."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
@@ -14,6 +15,7 @@ from textual.screen import Screen
 
 from app.amounts import perplexity
 from app.errors import ClientError
+from app.language import _
 from app.printable import printable_name
 from app.prospects import READABLE, RECOMMENDED, question, recommended, room, size_at, words
 from app.tui.figures import SEPARATOR, token_count
@@ -36,15 +38,15 @@ if TYPE_CHECKING:
     from runtime.wire.device import Prospect
     from runtime.wire.requests import QuantizeRequest
 
-EMPTY = "There are no models yet. A adds one: a name on the hub, a folder or a GGUF file."
+EMPTY = _("There are no models yet. A adds one: a name on the hub, a folder or a GGUF file.")
 ROOMY = 116
 """Minimum width in cells at which every figure has its own column."""
-_WORDS = {"yes": "fits", "tight": "tight", "no": "too large"}
-YOURS, TO_GET = "yours", "to get"
+_WORDS = {"yes": _("fits"), "tight": _("tight"), "no": _("too large")}
+YOURS, TO_GET = _("yours"), _("to get")
 """The headings of the two groups, which are rows of their own."""
 _ABOUT = {
-    YOURS: "Models on this machine. A adds one: a file, a folder, what another program has, or a name on the hub.",
-    TO_GET: "Models that can be downloaded, the recommended one first, others by size. A gets any other on the hub.",
+    YOURS: _("Models on this machine. A adds one: a file, a folder, what another program has, or a name on the hub."),
+    TO_GET: _("Models that can be downloaded, the recommended one first, others by size. A gets any other on the hub."),
 }
 
 
@@ -52,7 +54,7 @@ class ModelTable(PlainTable):
     """The table of models."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("enter", "select_cursor", "load", tooltip="Load the model and chat with it", id="models.load"),
+        Binding("enter", "select_cursor", _("load"), tooltip=_("Load the model and chat with it"), id="models.load"),
     ]
 
 
@@ -61,10 +63,12 @@ class ModelsScreen(Screen[None]):
 
     AUTO_FOCUS = "ModelTable"
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("a,q", "quantize", "add", tooltip="Add a file, a folder, or a name on the hub", id="models.quantize"),
-        Binding("d,delete", "delete", "delete", tooltip="Delete the stored model", id="models.delete"),
-        Binding("s", "app.stop_work", "stop", tooltip="Stop loading or quantizing", id="models.stop", show=False),
-        Binding("escape", "dismiss", "back", tooltip="Back to the chat", id="models.back"),
+        Binding(
+            "a,q", "quantize", _("add"), tooltip=_("Add a file, a folder, or a name on the hub"), id="models.quantize"
+        ),
+        Binding("d,delete", "delete", _("delete"), tooltip=_("Delete the stored model"), id="models.delete"),
+        Binding("s", "app.stop_work", _("stop"), tooltip=_("Stop loading or quantizing"), id="models.stop", show=False),
+        Binding("escape", "dismiss", _("back"), tooltip=_("Back to the chat"), id="models.back"),
     ]
 
     def __init__(self, session: Session) -> None:
@@ -153,15 +157,16 @@ class ModelsScreen(Screen[None]):
 
     def _columns(self) -> list[str]:
         if self.has_class("-slim"):
-            return ["", "model", "size", ""]
+            return ["", _("model"), _("size"), ""]
         if self.size.width < ROOMY:
-            return ["", "model", "memory", "disk", "quality, speed", ""]
-        return ["", "model", "at 3 · 3.5 · 4 bits", "residuals", "context", "tokens/s", "perplexity", "disk", ""]
+            return ["", _("model"), _("memory"), _("disk"), _("quality, speed"), ""]
+        figures = [_("at 3 · 3.5 · 4 bits"), _("residuals"), _("context"), _("tokens/s"), _("perplexity"), _("disk")]
+        return ["", _("model"), *figures, ""]
 
     def _cells(self, model: ModelEntry) -> list[str]:
-        size = f"{byte_count(model.gpu_bytes)} at {model.bits:g}"
+        size = _("{size} at {bits:g}", size=byte_count(model.gpu_bytes), bits=model.bits)
         cells = ["●" if model.loaded else " ", printable_name(model.name), size]
-        note = "bundled" if model.bundled else "see below" if model.warning else "base" if model.base else ""
+        note = _("bundled") if model.bundled else _("see below") if model.warning else _("base") if model.base else ""
         loss = perplexity(model.perplexity_before, model.perplexity_after)
         if self.has_class("-slim"):
             return [*cells, note]
@@ -173,15 +178,21 @@ class ModelsScreen(Screen[None]):
 
     def _cells_to_fetch(self, one: Prospect) -> list[str]:
         slow = one.fits == "yes" and one.tokens_per_s is not None and one.tokens_per_s < READABLE
-        fits = "best here" if one is self._best else "slow" if slow else _WORDS[one.fits]
+        fits = _("best here") if one is self._best else _("slow") if slow else _WORDS[one.fits]
         speed = "" if one.tokens_per_s is None else f"≈ {one.tokens_per_s:.0f}"
         cells = ["↓", one.title]
         if self.has_class("-slim"):
             return [*cells, byte_count(one.sizes[-1]), fits]
         if self.size.width < ROOMY:
             bits = one.bits or SMALLEST_BITS
-            held = f"{byte_count(size_at(one, bits))} at {bits:g}"
-            return [*cells, held, f"↓ {byte_count(one.download_bytes)}", f"{speed} tokens/s" if speed else "", fits]
+            held = _("{size} at {bits:g}", size=byte_count(size_at(one, bits)), bits=bits)
+            return [
+                *cells,
+                held,
+                f"↓ {byte_count(one.download_bytes)}",
+                _("{speed} tokens/s", speed=speed) if speed else "",
+                fits,
+            ]
         more = [byte_count(one.residual_bytes), token_count(one.max_context), speed]
         return [*cells, _sizes(one.sizes), *more, "", f"↓ {byte_count(one.download_bytes)}", fits]
 
@@ -196,15 +207,16 @@ class ModelsScreen(Screen[None]):
     def _about(self, model: ModelEntry | None) -> str:
         if model is None:
             return ""
-        words = next((words for method, words in GOOD_FOR.items() if method == model.method), "")
-        made = f"{words.partition(',')[0]} ({model.method})"
-        made += ", smoothed keys" if model.smooth_attention else ""
+        words = next((_(words) for method, words in GOOD_FOR.items() if method == model.method), "")
+        made = f"{re.split('[,，]', words)[0]} ({model.method})"
+        if model.smooth_attention:
+            made = _("{made}, smoothed keys", made=made)
         loss = perplexity(model.perplexity_before, model.perplexity_after)
         parts = [
             printable_name(model.name),
             made,
-            CONTINUES if model.base else "",
-            f"perplexity {loss}" if loss and self.has_class("-slim") else "",
+            _(CONTINUES) if model.base else "",
+            _("perplexity {loss}", loss=loss) if loss and self.has_class("-slim") else "",
             model.warning or "",
             *(model.certificate or "").splitlines(),
         ]
@@ -224,11 +236,11 @@ class ModelsScreen(Screen[None]):
     def tell_about(self) -> None:
         """Show the details of the model under the cursor."""
         if (one := self._chosen_to_fetch()) is not None:
-            does = (
-                "" if one.bits is None else f"{SEPARATOR}Enter downloads it at {one.bits:g} bits, A with other options"
-            )
-            why = RECOMMENDED if one is self._best else ""
-            self._note(f"{why}{words(one)}{does}", warning=one.bits is None)
+            why = f"{RECOMMENDED} " if one is self._best else ""
+            parts = [why + words(one)]
+            if one.bits is not None:
+                parts.append(_("Enter downloads it at {bits:g} bits, A with other options", bits=one.bits))
+            self._note(SEPARATOR.join(parts), warning=one.bits is None)
         elif (about := _ABOUT.get(self.query_one(ModelTable).under or "")) is not None:
             self._note(about)
         elif self._models:
@@ -261,8 +273,8 @@ class ModelsScreen(Screen[None]):
         if asked is None:
             decided(confirmed=True)
         else:
-            verb = "Quantize" if Path(request.source).exists() else "Download"
-            self.app.push_screen(ConfirmDialog(asked, verb, "Cancel"), decided)
+            verb = _("Quantize") if Path(request.source).exists() else _("Download")
+            self.app.push_screen(ConfirmDialog(asked, verb, _("Cancel")), decided)
 
     def action_quantize(self) -> None:
         """Ask for a checkpoint and quantize it."""
@@ -280,7 +292,7 @@ class ModelsScreen(Screen[None]):
         if model is None:
             return
         if model.bundled:
-            self.notify("The bundled model is part of the program and can't be deleted.", severity="warning")
+            self.notify(_("The bundled model is part of the program and can't be deleted."), severity="warning")
             return
 
         def delete(confirmed: bool | None) -> None:
@@ -288,11 +300,12 @@ class ModelsScreen(Screen[None]):
                 self._seen = ()
                 self.app.post_message(RemoveAsked(model.name))
 
-        asked = (
-            f"Delete {model.name} ({byte_count(model.disk_bytes)})? Caches of chats with it are deleted too; the "
-            "checkpoint it was made from stays."
+        asked = _(
+            "Delete {name} ({size})? Caches of chats with it are deleted too; the checkpoint it was made from stays.",
+            name=model.name,
+            size=byte_count(model.disk_bytes),
         )
-        self.app.push_screen(ConfirmDialog(asked, "Delete"), delete)
+        self.app.push_screen(ConfirmDialog(asked, _("Delete")), delete)
 
     async def action_dismiss(self, result: None = None) -> None:
         """Back to the chat."""

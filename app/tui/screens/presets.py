@@ -14,12 +14,13 @@ from textual.widgets import Button, Input, OptionList, TextArea
 from textual.widgets.option_list import Option
 
 from app import presets
+from app.language import _
 from app.settings import SettingsError
 from app.tui.plain import Links, Plain, plain
 from app.tui.screens.dialogs import ConfirmDialog, FormDialog
 from app.tui.session import Session
 
-NONE = "none: use the general setting (F3)"
+NONE = _("none: use the general setting (F3)")
 Preset = tuple[str, str]
 """Name and text; both empty for none."""
 PROMPT_KEYS = ("preset", "system_prompt")
@@ -43,22 +44,22 @@ class PresetDialog(FormDialog[Preset]):
     def compose(self) -> ComposeResult:
         """Name, text, buttons."""
         with Vertical(classes="dialog"):
-            yield Plain("Preset name")
-            yield Input(self._named, placeholder="Proofreader", compact=True)
-            yield Plain("System prompt")
+            yield Plain(_("Preset name"))
+            yield Input(self._named, placeholder=_("Proofreader"), compact=True)
+            yield Plain(_("System prompt"))
             yield TextArea(self._text, compact=True, tab_behavior="focus", show_line_numbers=False)
             yield Plain("", classes="dialog-problem")
             with Horizontal(classes="dialog-buttons"):
-                yield Button("Save", id="yes", variant="primary", compact=True)
-                yield Button("Cancel", id="no", compact=True)
+                yield Button(_("Save"), id="yes", variant="primary", compact=True)
+                yield Button(_("Cancel"), id="no", compact=True)
 
     @on(Input.Submitted)
     def submit(self) -> None:
         """Accept it if it has a valid name and a text."""
         name, text = self.query_one(Input).value.strip(), self.query_one(TextArea).text.strip()
-        problem = presets.name_problem(name) or (None if text else "A preset needs text.")
+        problem = presets.name_problem(name) or (None if text else _("A preset needs text."))
         if name in self._taken:
-            problem = f"A preset named {name} already exists."
+            problem = _("A preset named {name} already exists.", name=name)
         if problem is None:
             self.dismiss((name, text))
             return
@@ -95,10 +96,12 @@ class PresetsDialog(ModalScreen[Preset]):
 
     VERTICAL_BREAKPOINTS = [(0, "-low"), (22, "-high")]  # noqa: RUF012  declared so by Textual
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("n", "make", "new", tooltip="Save a new preset", id="presets.new"),
-        Binding("e", "edit", "edit", tooltip="Edit the preset under the cursor", id="presets.edit"),
-        Binding("d,delete", "delete", "delete", tooltip="Delete the preset under the cursor", id="presets.delete"),
-        Binding("escape", "dismiss", "back", tooltip="Leave the chat as it is", id="presets.back"),
+        Binding("n", "make", _("new"), tooltip=_("Save a new preset"), id="presets.new"),
+        Binding("e", "edit", _("edit"), tooltip=_("Edit the preset under the cursor"), id="presets.edit"),
+        Binding(
+            "d,delete", "delete", _("delete"), tooltip=_("Delete the preset under the cursor"), id="presets.delete"
+        ),
+        Binding("escape", "dismiss", _("back"), tooltip=_("Leave the chat as it is"), id="presets.back"),
     ]
 
     def __init__(self, current: str = "") -> None:
@@ -115,13 +118,15 @@ class PresetsDialog(ModalScreen[Preset]):
     def compose(self) -> ComposeResult:
         """Names, the selected preset's text, keys."""
         with Vertical(classes="dialog"):
-            yield Plain("Choose a system prompt for this chat.")
+            yield Plain(_("Choose a system prompt for this chat."))
             yield OptionList(compact=True, markup=False)
             yield Plain("", id="preset-text")
             yield Plain("", classes="dialog-problem")
             yield Links(
-                "⏎ use · [@click=screen.make]N new[/] · [@click=screen.edit]E edit[/] · "
-                "[@click=screen.delete]D delete[/] · [@click=screen.dismiss]Esc back[/]",
+                _(
+                    "⏎ use · [@click=screen.make]N new[/] · [@click=screen.edit]E edit[/] · "
+                    "[@click=screen.delete]D delete[/] · [@click=screen.dismiss]Esc back[/]"
+                ),
                 classes="dialog-keys",
             )
 
@@ -182,7 +187,7 @@ class PresetsDialog(ModalScreen[Preset]):
 
     def action_delete(self) -> None:
         """Delete the preset under the cursor after a confirmation."""
-        name, _ = self._under
+        name = self._under[0]
 
         def decided(confirmed: bool | None) -> None:
             if confirmed:
@@ -190,7 +195,8 @@ class PresetsDialog(ModalScreen[Preset]):
 
         if name:
             self.app.push_screen(
-                ConfirmDialog(f"Delete the preset {name}? Chats that use it keep it.", "Delete"), decided
+                ConfirmDialog(_("Delete the preset {name}? Chats that use it keep it.", name=name), _("Delete")),
+                decided,
             )
 
     def _save(self, wanted: dict[str, str], go_to: str) -> None:

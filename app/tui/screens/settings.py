@@ -12,8 +12,10 @@ from textual.screen import Screen
 from textual.widgets import Button, Collapsible, Input, RadioSet, Select, TextArea
 
 from app.errors import ClientError
+from app.language import _
 from app.remote import host_of
 from app.settings import RULES, Settings
+from app.tui.figures import setting_name
 from app.tui.messages import ReloadAsked, SettingChanged
 from app.tui.plain import Plain
 from app.tui.screens.dialogs import ConfirmDialog
@@ -27,10 +29,12 @@ if TYPE_CHECKING:
     from runtime.wire.answers import Caches
     from runtime.wire.device import DeviceReport
 
+QUALITY, MEMORY, CHAT, LOOK = _("Quality and speed"), _("Memory"), _("Chat"), _("Look")
+ADVANCED = _("Advanced")
 GROUPS = {
-    "Quality and speed": ("budget", "speculate"),
-    "Memory": ("kv", "context"),
-    "Chat": (
+    QUALITY: ("budget", "speculate"),
+    MEMORY: ("kv", "context"),
+    CHAT: (
         "system_prompt",
         "thinking",
         "temperature",
@@ -42,8 +46,8 @@ GROUPS = {
         "overflow",
         "history",
     ),
-    "Look": ("theme", "sidebar", "keys"),
-    "Advanced": (
+    LOOK: ("theme", "sidebar", "vim", "keys"),
+    ADVANCED: (
         "prompt_budget",
         "k_chunk",
         "gamma",
@@ -57,9 +61,9 @@ GROUPS = {
     ),
 }
 """Settings by heading; the last ones are folded unless one of them was changed."""
-OF_ANY_RUNTIME = ("Chat", "Look")
+OF_ANY_RUNTIME = (CHAT, LOOK)
 """Groups that also apply to a remote server."""
-REMOTE_NOTE = (
+REMOTE_NOTE = _(
     "{host} generates the answers, with its own model, settings, memory and context. "
     "To return to this machine: ^P, Endpoint."
 )
@@ -71,7 +75,7 @@ class SettingsScreen(Screen[None]):
     AUTO_FOCUS = "#setting-budget RadioSet, #settings TextArea"
     HORIZONTAL_BREAKPOINTS = [(0, "-slim"), (75, "-narrow"), (90, "-wide"), (110, "-broad")]  # noqa: RUF012  declared so by Textual
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape", "leave", "back", tooltip="Back to the chat", id="settings.back"),
+        Binding("escape", "leave", _("back"), tooltip=_("Back to the chat"), id="settings.back"),
     ]
 
     def __init__(self, session: Session) -> None:
@@ -93,7 +97,7 @@ class SettingsScreen(Screen[None]):
             for group, keys in GROUPS.items():
                 if remote is not None and group not in OF_ANY_RUNTIME:
                     continue
-                if group == "Advanced":
+                if group == ADVANCED:
                     usual = all(self._before.get(key) == Settings().get(key) for key in keys)
                     with Collapsible(title=group, collapsed=usual, id="settings-advanced"):
                         for key in keys:
@@ -103,9 +107,9 @@ class SettingsScreen(Screen[None]):
                 for key in keys:
                     row = BudgetRow if key == "budget" else SettingRow
                     yield row(key, self._before.get(key))
-                if group == "Quality and speed":
+                if group == QUALITY:
                     yield OfferRow()
-                if group == "Memory":
+                if group == MEMORY:
                     yield Plain("", id="cache-effect")
                     yield SavedRow()
         yield Plain("", id="settings-note")
@@ -167,10 +171,10 @@ class SettingsScreen(Screen[None]):
             if confirmed:
                 self.run_worker(self._delete_saved(), group="saved", exclusive=True, exit_on_error=False)
 
-        question = (
+        question = _(
             "Delete the caches of all chats? The messages stay. A chat that goes on is processed again from the start."
         )
-        self.app.push_screen(ConfirmDialog(question, "Delete"), delete)
+        self.app.push_screen(ConfirmDialog(question, _("Delete")), delete)
 
     async def _delete_saved(self) -> None:
         try:
@@ -234,8 +238,8 @@ class SettingsScreen(Screen[None]):
     def _show_reload_note(self) -> None:
         keys = self._to_reload()
         note = self.query_one("#settings-note", Plain)
-        names = ", ".join(key.replace("_", " ") for key in keys)
-        note.update(f"{names}: the model is reloaded when you leave this screen" if keys else "")
+        names = ", ".join(map(setting_name, keys))
+        note.update(_("{names}: the model is reloaded when you leave this screen", names=names) if keys else "")
 
     def apply(self) -> None:
         """Apply what was typed, and reload if needed, before the screen closes."""

@@ -18,6 +18,7 @@ from textual.widgets import Input
 from textual.widgets.option_list import Option
 
 from app.errors import HistoryError
+from app.language import _
 from app.printable import printable
 from app.tui.messages import ChatAsked
 from app.tui.plain import plain
@@ -32,7 +33,7 @@ MIN_COLUMNS = 100
 """Minimum width of the terminal for the sidebar."""
 LEAST = 28
 """Minimum width of the sidebar, which is otherwise as wide as its titles, up to a third of the terminal."""
-DAYS = ((0, "Today"), (1, "Yesterday"), (7, "Last 7 days"), (31, "Last month"))
+DAYS = ((0, _("Today")), (1, _("Yesterday")), (7, _("Last 7 days")), (31, _("Last month")))
 
 
 class Sidebar(Vertical, ChatList):
@@ -40,7 +41,7 @@ class Sidebar(Vertical, ChatList):
 
     BINDINGS: ClassVar[list[BindingType]] = [
         *list_bindings("sidebar"),
-        Binding("escape", "leave", "back", tooltip="Back to the composer", id="sidebar.back"),
+        Binding("escape", "leave", _("back"), tooltip=_("Back to the composer"), id="sidebar.back"),
     ]
 
     def __init__(self, session: Session) -> None:
@@ -52,7 +53,7 @@ class Sidebar(Vertical, ChatList):
 
     def compose(self) -> ComposeResult:
         """Search line and list."""
-        yield Input(placeholder="/ search", compact=True, id="sidebar-search")
+        yield Input(placeholder=_("/ search"), compact=True, id="sidebar-search")
         yield PlainList(compact=True, markup=False, id="sidebar-chats")
 
     def fold(self, columns: int) -> None:
@@ -65,7 +66,7 @@ class Sidebar(Vertical, ChatList):
         try:
             await self._find(text)
             if not self._chats:
-                note = "no matches" if text else "no saved chats yet"
+                note = _("no matches") if text else _("no saved chats yet")
         except HistoryError as error:
             note = str(error)
         self._list(note, grouped=not text)
@@ -83,7 +84,7 @@ class Sidebar(Vertical, ChatList):
         self.styles.width = self._whole = max(LEAST, min(wanted, self.app.size.width // 3))
         width = self._whole - 4
         options: list[Option] = []
-        groups = grouped_by_day(self._chats) if grouped else iter([("found", self._chats)])
+        groups = grouped_by_day(self._chats) if grouped else iter([(_("found"), self._chats)])
         for name, chats in groups:
             if chats:
                 options.append(Option(Text(name), disabled=True))
@@ -129,9 +130,9 @@ def grouped_by_day(chats: Sequence[Chat], now: datetime | None = None) -> Iterat
 
     def name(chat: Chat) -> str:
         if chat.pinned:
-            return "Pinned"
+            return _("Pinned")
         ago = (today - chat.updated.astimezone().date()).days
-        return next((words for most, words in DAYS if ago <= most), "Older")
+        return next((words for most, words in DAYS if ago <= most), _("Older"))
 
     for words, group in groupby(chats, key=name):
         yield words, list(group)

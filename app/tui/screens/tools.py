@@ -15,6 +15,7 @@ from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
 from textual.screen import Screen
 
+from app.language import _, ngettext
 from app.printable import printable, printable_name
 from app.tools import config
 from app.tools.config import ToolsError
@@ -30,21 +31,21 @@ from app.tui.widgets.plain_table import PlainTable
 if TYPE_CHECKING:
     from app.tools.server import Offered, Server, ServerTool
 
-NONE = "There are no tool servers yet. Press I to import another program's mcp.json, or write {file} and press R."
+NONE = _("There are no tool servers yet. Press I to import another program's mcp.json, or write {file} and press R.")
 LONG_NAME = 40
 """Maximum characters of a tool's name in the table."""
 SLIM_NAME = 18
 """Maximum characters of a name on a slim terminal."""
 TOKENS_PER_CHARACTER = 0.3
 """Approximate number of tokens of a tool's description, which every prompt carries."""
-STATES = {"off": "○ off", "starting": "◌ starting", "ready": "● ready", "failed": "✕ failed"}
+STATES = {"off": _("○ off"), "starting": _("◌ starting"), "ready": _("● ready"), "failed": _("✕ failed")}
 
 
 class ToolTable(PlainTable):
     """The table of servers and what they offer."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("enter,space", "select_cursor", "use", tooltip="Let this chat use it, or not", id="tools.use"),
+        Binding("enter,space", "select_cursor", _("use"), tooltip=_("Let this chat use it, or not"), id="tools.use"),
     ]
 
 
@@ -53,11 +54,15 @@ class ToolsScreen(Screen[None]):
 
     AUTO_FOCUS = "ToolTable"
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("a", "always", "always", tooltip="Run the tool unasked in every chat, or ask again", id="tools.always"),
-        Binding("r", "restart", "restart", tooltip="Read mcp.json again, and restart the servers", id="tools.restart"),
-        Binding("s", "halt", "stop", tooltip="Stop the server under the cursor", id="tools.stop"),
-        Binding("i", "import", "import", tooltip="Add the servers of another program's file", id="tools.import"),
-        Binding("escape", "dismiss", "back", tooltip="Back to the chat", id="tools.back"),
+        Binding(
+            "a", "always", _("always"), tooltip=_("Run the tool unasked in every chat, or ask again"), id="tools.always"
+        ),
+        Binding(
+            "r", "restart", _("restart"), tooltip=_("Read mcp.json again, and restart the servers"), id="tools.restart"
+        ),
+        Binding("s", "halt", _("stop"), tooltip=_("Stop the server under the cursor"), id="tools.stop"),
+        Binding("i", "import", _("import"), tooltip=_("Add the servers of another program's file"), id="tools.import"),
+        Binding("escape", "dismiss", _("back"), tooltip=_("Back to the chat"), id="tools.back"),
     ]
 
     def __init__(self, session: Session, composer: Composer) -> None:
@@ -103,7 +108,9 @@ class ToolsScreen(Screen[None]):
             for one in others:
                 self._rows[f"{type(one).__name__}/{one.server}/{one.name}"] = one
         cells = {key: self._cells(one) for key, one in self._rows.items()}
-        self.query_one(ToolTable).fill(cells, ["", "name", "", ""] if not self.has_class("-slim") else ["", "name", ""])
+        self.query_one(ToolTable).fill(
+            cells, ["", _("name"), "", ""] if not self.has_class("-slim") else ["", _("name"), ""]
+        )
         note = self.query_one("#tools-note", Plain)
         note.update(self._note())
         note.display = True
@@ -117,9 +124,14 @@ class ToolsScreen(Screen[None]):
             return NONE.format(file=config.config_file())
         used, size = len(tools.named(self._session.conversation)), tools.size(self._session.conversation)
         if not used:
-            return "This chat uses no tools. Space lets it use the tool under the cursor, or all of a server."
+            return _("This chat uses no tools. Space lets it use the tool under the cursor, or all of a server.")
         about = round(size * TOKENS_PER_CHARACTER)
-        return f"This chat may use {used} tools; their descriptions take about {about:,} tokens of its context."
+        return ngettext(
+            "This chat may use {count} tool; its description takes about {about:,} tokens of its context.",
+            "This chat may use {count} tools; their descriptions take about {about:,} tokens of its context.",
+            used,
+            about=about,
+        )
 
     def _cells(self, one: Server | ServerTool | Offered) -> list[str]:
         cells = self._all_cells(one)
@@ -132,19 +144,19 @@ class ToolsScreen(Screen[None]):
         from app.tools.server import Server, ServerTool
 
         if isinstance(one, Server):
-            state = "off (disabled)" if one.config.disabled else STATES[one.state]
-            count = f"{len(one.tools)} tools" if one.state == "ready" else ""
+            state = _("off (disabled)") if one.config.disabled else STATES[one.state]
+            count = ngettext("{count} tool", "{count} tools", len(one.tools)) if one.state == "ready" else ""
             return [" ", printable_name(one.name), state, count or printable_name(one.config.shown)]
         if not isinstance(one, ServerTool):
-            kind = "resource" if "://" in one.name else "prompt"
-            return [" ", f"  {printable(one.title)[:60]}", kind, "Enter puts it into the message"]
+            kind = _("resource") if "://" in one.name else _("prompt")
+            return [" ", f"  {printable(one.title)[:60]}", kind, _("Enter puts it into the message")]
         tools = self._session.tools
         on = one.key in tools.keys(self._session.conversation)
         always = one.fingerprint in tools.permissions.always
         here = tools.permissions.allows(one.fingerprint, self._session.conversation.id)
-        asks = "runs unasked" if always else "unasked in this chat" if here else "asks first"
+        asks = _("runs unasked") if always else _("unasked in this chat") if here else _("asks first")
         name = one.name if len(one.name) <= LONG_NAME else f"{one.name[: LONG_NAME - 1]}…"
-        return ["[x]" if on else "[ ]", f"  {name}", "reads" if one.reads else "may write", asks]
+        return ["[x]" if on else "[ ]", f"  {name}", _("reads") if one.reads else _("may write"), asks]
 
     @property
     def _chosen(self) -> Server | ServerTool | Offered | None:
@@ -157,7 +169,7 @@ class ToolsScreen(Screen[None]):
 
         one, text = self._chosen, ""
         if isinstance(one, Server):
-            parts = [one.problem, *one.notes, f"log:\n{one.log}" if one.log else "Its log is empty."]
+            parts = [one.problem, *one.notes, f"{_('log:')}\n{one.log}" if one.log else _("Its log is empty.")]
             text = "\n".join(part for part in parts if part)
         elif isinstance(one, ServerTool):
             schema = (
@@ -166,7 +178,7 @@ class ToolsScreen(Screen[None]):
                 else ""
             )
             name = f"{one.name}\n\n" if len(one.name) > LONG_NAME else ""
-            text = f"{name}{one.description or 'It has no description.'}\n\n{schema}"
+            text = f"{name}{one.description or _('It has no description.')}\n\n{schema}"
         elif one is not None:
             text = one.title
         self.query_one("#tools-about", VerticalScroll).query_one(Plain).update(printable(text)[:20_000])
@@ -217,11 +229,12 @@ class ToolsScreen(Screen[None]):
                 if confirmed:
                     self._try(lambda: permissions.decide(tool.fingerprint, tool.key, chat, "always"))
 
-            told = (
-                f"Let models call {tool.name} of {printable_name(tool.server)} without asking you, in every chat? "
-                "It may change something."
+            told = _(
+                "Let models call {name} of {server} without asking you, in every chat? It may change something.",
+                name=tool.name,
+                server=printable_name(tool.server),
             )
-            self.app.push_screen(ConfirmDialog(told, "Always"), decided)
+            self.app.push_screen(ConfirmDialog(told, _("Always")), decided)
 
     def action_restart(self) -> None:
         """Read mcp.json again, and start its servers."""
@@ -246,7 +259,7 @@ class ToolsScreen(Screen[None]):
             except ToolsError as error:
                 self.notify(str(error), severity="error")
                 return
-            self.notify(f"Imported {', '.join(map(printable_name, names)) or 'no servers'}.")
+            self.notify(_("Imported {names}.", names=", ".join(map(printable_name, names)) or _("no servers")))
             self.action_restart()
 
         self.app.push_screen(ImportDialog(), take)

@@ -8,16 +8,17 @@ from textual.app import ComposeResult
 from textual.containers import Vertical
 
 from app.conversation import Call
+from app.language import _, ngettext
 from app.printable import printable, printable_name
 from app.tui.plain import Plain
 
 WORDS = {
-    "asked": "waits for your permission",
-    "running": "running",
-    "done": "done",
-    "failed": "failed",
-    "refused": "not allowed",
-    "stopped": "stopped",
+    "asked": _("waits for your permission"),
+    "running": _("running"),
+    "done": _("done"),
+    "failed": _("failed"),
+    "refused": _("not allowed"),
+    "stopped": _("stopped"),
 }
 MOST_LINES = 200
 """Lines of a result that are shown; the model has all of it."""
@@ -73,17 +74,21 @@ class CallView(Vertical):
         place = f"{printable_name(call.server)} · " if call.server else ""
         arguments = " ".join(printable(call.arguments).split())[:LINE]
         lines = call.result.count("\n") + 1
-        size = f", {lines:,} lines" if call.state == "done" and lines > 1 else ""
-        why = f": {' '.join(printable(call.result).split())[:120]}" if call.state == "failed" else ""
+        said = WORDS[call.state]
+        if call.state == "done" and lines > 1:
+            said += ", " + ngettext("{count:,} line", "{count:,} lines", lines)
+        elif call.state == "failed":
+            said += f": {' '.join(printable(call.result).split())[:120]}"
         sign = "▾" if self.unfolded else "▸"
-        return f"{sign} {place}{printable_name(call.name)} · {WORDS[call.state]}{size}{why} · {arguments}"
+        return f"{sign} {place}{printable_name(call.name)} · {said} · {arguments}"
 
     def _body(self) -> str:
         call = self.call
         lines = call.result.split("\n")
         shown = "\n".join(lines[:MOST_LINES])
-        more = f"\n… {len(lines) - MOST_LINES:,} more lines" if len(lines) > MOST_LINES else ""
-        return f"{pretty(call.arguments)}\n\n{shown}{more}" if call.result else pretty(call.arguments)
+        if (more := len(lines) - MOST_LINES) > 0:
+            shown += "\n" + ngettext("… {count:,} more line", "… {count:,} more lines", more)
+        return f"{pretty(call.arguments)}\n\n{shown}" if call.result else pretty(call.arguments)
 
 
 def pretty(arguments: str) -> str:

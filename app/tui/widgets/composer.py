@@ -9,11 +9,13 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import ClassVar
 
+from rich.cells import cell_len
 from textual import on, work
 from textual.binding import Binding, BindingType
 from textual.events import Key, Paste
 from textual.widgets import TextArea
 
+from app.language import _, ngettext
 from app.tui.figures import token_count
 from app.tui.keys import pasted_text
 from app.tui.messages import AttachAsked, Submitted, TakenBack
@@ -38,12 +40,12 @@ class Composer(TextArea):
     """A prompt of any number of lines. Enter sends; Shift+Enter, Alt+Enter or Ctrl+J begin a new line."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("ctrl+underscore", "undo", "Undo", tooltip="Undo typing", show=False, id="composer.undo"),
-        Binding("ctrl+up", "screen.to_messages", "To the messages", show=False, id="chat.messages"),
-        Binding("pageup", "app.scroll_chat(-1)", "Page up", show=False, id="chat.page_up"),
-        Binding("pagedown", "app.scroll_chat(1)", "Page down", show=False, id="chat.page_down"),
-        Binding("ctrl+home", "app.scroll_chat(-2)", "Start of the chat", show=False, id="chat.home"),
-        Binding("ctrl+end", "app.scroll_chat(2)", "End of the chat, and follow it", show=False, id="chat.end"),
+        Binding("ctrl+underscore", "undo", _("Undo"), tooltip=_("Undo typing"), show=False, id="composer.undo"),
+        Binding("ctrl+up", "screen.to_messages", _("To the messages"), show=False, id="chat.messages"),
+        Binding("pageup", "app.scroll_chat(-1)", _("Page up"), show=False, id="chat.page_up"),
+        Binding("pagedown", "app.scroll_chat(1)", _("Page down"), show=False, id="chat.page_down"),
+        Binding("ctrl+home", "app.scroll_chat(-2)", _("Start of the chat"), show=False, id="chat.home"),
+        Binding("ctrl+end", "app.scroll_chat(2)", _("End of the chat, and follow it"), show=False, id="chat.end"),
     ]
 
     def __init__(self, suggest: Callable[[str], Awaitable[Sequence[Suggestion]]]) -> None:
@@ -57,10 +59,10 @@ class Composer(TextArea):
             soft_wrap=True,
             tab_behavior="focus",
             show_line_numbers=False,
-            placeholder="Ask anything …",
+            placeholder=_("Ask anything …"),
             highlight_cursor_line=False,
         )
-        self.border_subtitle = "⏎ send"
+        self.border_subtitle = _("⏎ send")
         self.past: list[str] = []
         """Earlier prompts, newest last; the arrow keys recall them."""
         self._recalled: int | None = None
@@ -233,7 +235,7 @@ class Composer(TextArea):
         """Show how full the context is and what the next message drops; amber above 80 %."""
         if used is None or not context:
             self.set_class(False, "-nearly-full")
-            self.border_subtitle = "⏎ send"
+            self.border_subtitle = _("⏎ send")
             return
         self.set_class(used / context >= AMBER or leaves_out > 0, "-nearly-full")
         self.border_subtitle = context_line(used, context, self.size.width, leaves_out)
@@ -243,16 +245,22 @@ def context_line(used: int, context: int, width: int, leaves_out: int = 0) -> st
     """The context meter, and what the next message drops, as far as the width allows."""
     share = used / context
     filled = min(METER_CELLS, round(share * METER_CELLS))
-    meter = f"{'▰' * filled}{'▱' * (METER_CELLS - filled)} {token_count(used, context)} of {token_count(context)}"
+    bar = "▰" * filled + "▱" * (METER_CELLS - filled)
+    meter = _("{bar} {used} of {context}", bar=bar, used=token_count(used, context), context=token_count(context))
     if not leaves_out:
-        return f"context {meter}"
-    messages = "oldest message" if leaves_out == 1 else f"oldest {leaves_out} messages"
+        return _("context {meter}", meter=meter)
     lines = (
-        f"context {meter} · with the next message the model no longer sees the {messages}",
-        f"{meter} · next drops the {messages}",
-        f"{meter} · drops {leaves_out} next",
-    )
-    return next((line for line in lines if len(line) <= width - BORDER_CELLS), lines[-1])
+        ngettext(
+            "context {meter} · with the next message the model no longer sees the oldest message",
+            "context {meter} · with the next message the model no longer sees the oldest {count} messages",
+            leaves_out,
+            meter=meter,
+        ),
+        ngettext("{meter} · next drops the oldest message", "{meter} · next drops the oldest {count} messages",
+                 leaves_out, meter=meter),
+        ngettext("{meter} · drops {count} next", "{meter} · drops {count} next", leaves_out, meter=meter),
+    )  # fmt: skip
+    return next((line for line in lines if cell_len(line) <= width - BORDER_CELLS), lines[-1])
 
 
 def _is_large(text: str) -> bool:
@@ -260,7 +268,7 @@ def _is_large(text: str) -> bool:
 
 
 def _size(text: str) -> str:
-    return f"{text.removesuffix(chr(10)).count(chr(10)) + 1:,} lines"
+    return ngettext("{count:,} line", "{count:,} lines", text.removesuffix("\n").count("\n") + 1)
 
 
 def _dropped(text: str) -> Path | None:

@@ -8,6 +8,7 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal
 
+from app.language import _
 from app.printable import printable_name
 from app.tui.figures import SEPARATOR, bit_count, budget_text, k_chunk_text
 from app.tui.plain import Plain
@@ -20,7 +21,7 @@ from runtime.wire.answers import BASE
 class HeaderPart(Plain, can_focus=True):
     """A part of the header that opens a screen on a click or Enter."""
 
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("enter", "open", "Open", show=False, id="header.open")]
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("enter", "open", _("Open"), show=False, id="header.open")]
 
     def __init__(self, action: str, tooltip: str, *, id: str) -> None:  # noqa: A002  the name is Textual's
         super().__init__(id=id)
@@ -46,9 +47,9 @@ class HeaderBar(Horizontal):
     def compose(self) -> ComposeResult:
         """Name, model, settings, device."""
         yield Plain("lowbit-chat", id="header-name")
-        yield HeaderPart("app.models", "The running model. Opens the models (F2).", id="header-model")
-        yield HeaderPart("app.settings", "Its settings. Opens the settings (F3).", id="header-settings")
-        yield HeaderPart("app.device", "The device. Opens the device screen (F4).", id="header-device")
+        yield HeaderPart("app.models", _("The running model. Opens the models (F2)."), id="header-model")
+        yield HeaderPart("app.settings", _("Its settings. Opens the settings (F3)."), id="header-settings")
+        yield HeaderPart("app.device", _("The device. Opens the device screen (F4)."), id="header-device")
 
     def show(self, session: Session) -> None:
         """Show the session's state."""
@@ -59,9 +60,9 @@ class HeaderBar(Horizontal):
         device = self.query_one("#header-device", HeaderPart)
         device.update(device_line(session))
         if session.remote is None:
-            device.leads_to("app.device", "The device. Opens the device screen (F4).")
+            device.leads_to("app.device", _("The device. Opens the device screen (F4)."))
         else:
-            device.leads_to("app.endpoint", "The remote server. Opens the choice of server.")
+            device.leads_to("app.endpoint", _("The remote server. Opens the choice of server."))
 
 
 def model_line(session: Session) -> str:
@@ -75,13 +76,13 @@ def model_parts(session: Session) -> list[str]:
     if session.working and session.job is not None:
         return [f"{session.job.title} …"]
     if status is None:
-        return [session.problem or "starting …"]
+        return [session.problem or _("starting …")]
     if session.resting:
-        return [f"{printable_name(session.wanted or '')} unloaded; loads when you write"]
+        return [_("{name} unloaded; loads when you write", name=printable_name(session.wanted or ""))]
     if not session.ready or status.model is None:
-        return ["no model loaded"]
+        return [_("no model loaded")]
     name = printable_name(status.model)
-    parts = [name, "" if status.bits is None else bit_count(status.bits), BASE if status.base else ""]
+    parts = [name, "" if status.bits is None else bit_count(status.bits), _(BASE) if status.base else ""]
     return [part for part in parts if part]
 
 

@@ -16,6 +16,7 @@ from textual.geometry import Size
 from textual.widgets import Collapsible, Label, Markdown  # noqa: TID251  the label gets code that is styled already
 from textual.widgets.markdown import MarkdownBlock, MarkdownFence
 
+from app.language import _, ngettext
 from app.printable import printable
 from app.tui.plain import Plain
 from app.tui.widgets.flat_blocks import LIST, TABLE, FlatList, FlatTable, Parser
@@ -48,7 +49,7 @@ class CopyLink(Plain):
         fence = next((one for one in self.ancestors if isinstance(one, CodeFence)), None)
         if fence is not None:
             self.app.copy_to_clipboard(fence.code)
-            self.notify("Code copied.", timeout=2)
+            self.notify(_("Code copied."), timeout=2)
 
 
 class CodeFence(MarkdownFence):
@@ -57,8 +58,8 @@ class CodeFence(MarkdownFence):
     def compose(self) -> ComposeResult:
         """The head, then the code."""
         with Horizontal(classes="code-head"):
-            yield Plain(self.lexer or "code", classes="code-language")
-            yield CopyLink("copy", classes="code-copy")
+            yield Plain(self.lexer or _("code"), classes="code-language")
+            yield CopyLink(_("copy"), classes="code-copy")
         yield Label(self._highlighted_code, id="code-content", expand=True)
 
     @classmethod
@@ -89,7 +90,7 @@ class AnswerMarkdown(Markdown):
         if event.href.startswith(("https://", "http://")):
             self.app.open_url(event.href)
         else:
-            self.notify(f"link not opened: {event.href}")
+            self.notify(_("link not opened: {href}", href=event.href))
 
     def unhandled_token(self, token: Token) -> MarkdownBlock | None:
         """The widget for a list or table."""
@@ -139,7 +140,9 @@ class Reasoning(Collapsible):
     async def show(self, text: str, *, ended: bool) -> None:
         """Show the reasoning so far; hide if there is none."""
         self.display = bool(text)
-        self.title = f"thought · {len(text.split()):,} words" if ended else "thinking …"
+        words = len(text.split())
+        thought = ngettext("thought · {count:,} word", "thought · {count:,} words", words)
+        self.title = thought if ended else _("thinking …")
         if text != self._shown:
             self._shown = text
             await self._tail.show(text)

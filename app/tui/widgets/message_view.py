@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, ClassVar
 
+from rich.cells import cell_len
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical
@@ -13,6 +14,7 @@ from textual.events import Resize
 from app.conversation import Message
 from app.documents.citation import cited, place
 from app.documents.prompt import with_files_named
+from app.language import _, ngettext
 from app.printable import printable_name
 from app.tui.figures import SEPARATOR, details, fitting, statistics_line
 from app.tui.messages import MessageAct
@@ -22,8 +24,8 @@ from app.tui.widgets.call_view import CallView
 if TYPE_CHECKING:
     from app.tui.widgets.markdown_body import MarkdownBody
 
-CONTINUE = "[@click=app.continue]continue[/] ^G"
-RETRY = "[@click=app.regenerate]retry[/] ^R"
+CONTINUE = f"[@click=app.continue]{_('continue')}[/] ^G"
+RETRY = f"[@click=app.regenerate]{_('retry')}[/] ^R"
 MAX_LINES = 30
 """Prompts with more lines are folded."""
 FOLDED_LINES = 12
@@ -61,24 +63,34 @@ class MessageView(Vertical, can_focus=True):
     """Author and time, the text, and under an answer its statistics and how it ended."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("up,k", "screen.step(-1)", "up", show=False, id="message.up"),
-        Binding("down,j", "screen.step(1)", "down", show=False, id="message.down"),
-        Binding("left", "act('before')", "branch", tooltip="The previous branch", id="message.before"),
-        Binding("right", "act('after')", "branch", tooltip="The next branch", id="message.after", show=False),
-        Binding("e", "act('edit')", "edit", tooltip="Edit this prompt as a new branch", id="message.edit"),
-        Binding("r", "act('regenerate')", "again", tooltip="Get another answer", id="message.again"),
-        Binding("c", "act('copy')", "copy", tooltip="Copy the message", id="message.copy"),
-        Binding("b", "act('copy_code')", "code", tooltip="Copy its code blocks, one by one", id="message.code"),
-        Binding("o", "act('open')", "open", tooltip="Open its links, one by one", id="message.open", show=False),
-        Binding("d,enter", "toggle_details", "details", tooltip="Statistics of the answer", id="message.details"),
-        Binding("t", "act('inspect')", "tokens", tooltip="How likely each token was", id="message.tokens"),
+        Binding("up,k", "screen.step(-1)", _("up"), show=False, id="message.up"),
+        Binding("down,j", "screen.step(1)", _("down"), show=False, id="message.down"),
+        Binding("left", "act('before')", _("branch"), tooltip=_("The previous branch"), id="message.before"),
+        Binding("right", "act('after')", _("branch"), tooltip=_("The next branch"), id="message.after", show=False),
+        Binding("e", "act('edit')", _("edit"), tooltip=_("Edit this prompt as a new branch"), id="message.edit"),
+        Binding("r", "act('regenerate')", _("again"), tooltip=_("Get another answer"), id="message.again"),
+        Binding("c", "act('copy')", _("copy"), tooltip=_("Copy the message"), id="message.copy"),
+        Binding("b", "act('copy_code')", _("code"), tooltip=_("Copy its code blocks, one by one"), id="message.code"),
+        Binding("o", "act('open')", _("open"), tooltip=_("Open its links, one by one"), id="message.open", show=False),
+        Binding("d,enter", "toggle_details", _("details"), tooltip=_("Statistics of the answer"), id="message.details"),
+        Binding("t", "act('inspect')", _("tokens"), tooltip=_("How likely each token was"), id="message.tokens"),
         Binding(
-            "p", "toggle_passages", "passages", tooltip="Read the passages used", id="message.passages", show=False
+            "p",
+            "toggle_passages",
+            _("passages"),
+            tooltip=_("Read the passages used"),
+            id="message.passages",
+            show=False,
         ),
         Binding(
-            "f", "toggle_fold", "fold", tooltip="Fold or unfold a long prompt, or calls", id="message.fold", show=False
+            "f",
+            "toggle_fold",
+            _("fold"),
+            tooltip=_("Fold or unfold a long prompt, or calls"),
+            id="message.fold",
+            show=False,
         ),
-        Binding("escape", "screen.to_composer", "back", tooltip="Back to the composer", id="message.back"),
+        Binding("escape", "screen.to_composer", _("back"), tooltip=_("Back to the composer"), id="message.back"),
     ]
 
     def __init__(self, message: Message, inspects: Callable[[], bool]) -> None:
@@ -125,7 +137,7 @@ class MessageView(Vertical, can_focus=True):
 
     @property
     def _label(self) -> str:
-        return "you" if self.message.role == "user" else printable_name(self.message.model or "model")
+        return _("you") if self.message.role == "user" else printable_name(self.message.model or _("model"))
 
     def on_mount(self) -> None:
         """Fill the lines above and under the text."""
@@ -192,14 +204,15 @@ class MessageView(Vertical, can_focus=True):
         self._fill(".message-since", self._since)
         self.query_one(".message-label", Plain).update(self._label)
         self._fill(
-            ".message-branch", f"[@click=act('before')]◂[/] {at}/{count} [@click=act('after')]▸[/]" if count > 1 else ""
+            ".message-branch",
+            f"[@click=act('before')]◂[/] {at}/{count} [@click=act('after')]▸[/]" if count > 1 else "",
         )
         if message.role == "user":
             self._refresh_text()
             return
         self._refresh_calls()
         failed = message.state == "failed"
-        self._fill(".message-error", (message.error or "the answer failed") if failed else "")
+        self._fill(".message-error", (message.error or _("the answer failed")) if failed else "")
         self._fill(".message-passages", self._passages())
         self._fill(".message-statistics", self._live if message.state == "streaming" else self._statistics())
         counted = message.statistics
@@ -223,8 +236,9 @@ class MessageView(Vertical, can_focus=True):
             shown = "\n".join(shown.split("\n")[:FOLDED_LINES])[:MAX_CHARACTERS]
         foldable = shown != text
         self.query_one(".message-text", Plain).update(shown if self._folded else text)
-        verb = "unfold" if self._folded else "fold"
-        self._fill(".message-fold", f"{lines:,} lines · [@click=toggle_fold]{verb}[/] F" if foldable else "")
+        verb = _("unfold") if self._folded else _("fold")
+        size = ngettext("{count:,} line", "{count:,} lines", lines)
+        self._fill(".message-fold", f"{size} · [@click=toggle_fold]{verb}[/] F" if foldable else "")
 
     def _fill(self, selector: str, text: str) -> None:
         line = self.query_one(selector, Plain)
@@ -233,13 +247,13 @@ class MessageView(Vertical, can_focus=True):
 
     def _statistics(self) -> str:
         message = self.message
-        before = ["stopped"] if message.state == "stopped" else []
+        before = [_("stopped")] if message.state == "stopped" else []
         if message.statistics is None:
             return fitting(before, self.content_size.width)
-        links = {"details": "toggle_details"} if details(message.statistics) else {}
-        links |= {"passages": "toggle_passages"} if message.passages and self.content_size.width >= MIN_LINKS else {}
-        links |= {"tokens": "act('inspect')"} if self._inspects() else {}
-        room = self.content_size.width - len(SEPARATOR.join(links)) - len(SEPARATOR)
+        links = {_("details"): "toggle_details"} if details(message.statistics) else {}
+        links |= {_("passages"): "toggle_passages"} if message.passages and self.content_size.width >= MIN_LINKS else {}
+        links |= {_("tokens"): "act('inspect')"} if self._inspects() else {}
+        room = self.content_size.width - cell_len(SEPARATOR.join(links)) - len(SEPARATOR)
         line = statistics_line(message.statistics, room, before)
         return SEPARATOR.join([line, *(f"[@click={action}]{word}[/]" for word, action in links.items())])
 

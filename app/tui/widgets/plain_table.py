@@ -6,14 +6,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest
 from typing import ClassVar
 
-from rich.cells import set_cell_size
 from rich.text import Text
 from textual.binding import Binding, BindingType
 from textual.geometry import Size
 from textual.widgets import DataTable, OptionList  # noqa: TID251  made harmless here
 from textual.widgets.option_list import Option
 
-from app.printable import printable
+from app.printable import printable, without_middle
 
 MIN_NAME = 8
 """Minimum cells of a column that shrinks."""
@@ -103,13 +102,6 @@ class PlainList(OptionList):
         if target == under:
             moved = 0 if line is None or self.highlighted is None else self.highlighted - line
             self.scroll_to(y=y + moved, animate=False)
-
-
-def without_middle(text: str, width: int) -> str:
-    """A text with `…` in place of its middle, so many cells wide: `Qwen3.5…Q8_0`."""
-    tail = (width - 1) // 2
-    end = set_cell_size(text[::-1], tail)[::-1] if tail else ""
-    return f"{set_cell_size(text, width - 1 - tail)}…{end}"
 
 
 def _cell(text: str | Text) -> Text:

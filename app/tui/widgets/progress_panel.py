@@ -5,6 +5,7 @@ from __future__ import annotations
 from textual.app import ComposeResult
 from textual.containers import Horizontal, Vertical
 
+from app.language import _
 from app.tui.jobs import Job
 from app.tui.plain import Links, Plain
 
@@ -51,9 +52,9 @@ class ProgressPanel(Vertical):
 def _actions(job: Job) -> str:
     """Links to stop, resume or dismiss the job."""
     if job.outcome == "running":
-        return "[@click=app.stop_work]stop[/] ^T"
-    resume = "[@click=app.resume_work]resume[/] · " if job.stages else ""
-    return f"{resume}[@click=app.dismiss_job]close[/]"
+        return f"[@click=app.stop_work]{_('stop')}[/] ^T"
+    resume = f"[@click=app.resume_work]{_('resume')}[/] · " if job.stages else ""
+    return f"{resume}[@click=app.dismiss_job]{_('close')}[/]"
 
 
 def bar(fraction: float | None, cells: int = BAR_CELLS) -> str:

@@ -9,12 +9,13 @@ from rich.segment import Segment
 from textual.strip import Strip
 from textual.widget import Widget
 
+from app.language import _
 from app.tui.figures import percent, share_words
 from app.tui.widgets.knee_chart import plot
 
 LABEL_CELLS = 6
 """Width of the labels of the vertical axis."""
-EMPTY = "A chart appears once the model is tuned."
+EMPTY = _("A chart appears once the model is tuned.")
 
 
 class QualityChart(Widget):
@@ -47,8 +48,9 @@ class QualityChart(Widget):
         if len(points) < 2:
             return EMPTY
         if not budget or self._applied:
-            return "quality won back by slowdown"
-        return f"{percent(budget)} slower at most wins back {share_words(recovered_at(points, budget))} it"
+            return _("quality won back by slowdown")
+        share = share_words(recovered_at(points, budget))
+        return _("{budget} slower at most wins back {share} it", budget=percent(budget), share=share)
 
     def render_line(self, y: int) -> Strip:
         """One line of the chart."""

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from textual import on
 from textual.widgets.option_list import Option
 
+from app.language import _, ngettext
 from app.tui.messages import TakenBack
 from app.tui.plain import plain
 from app.tui.widgets.plain_table import PlainList
@@ -31,11 +32,12 @@ class QueueList(PlainList, can_focus=False):
         if (texts, sends) == (self.texts, self._sends):
             return
         self.texts, self._sends, self.display = texts, sends, bool(texts)
-        head = "sent when the answer ends" if sends else "not sent: ⏎ sends the first"
+        count = ngettext("{count} queued", "{count} queued", len(texts))
+        head = _("sent when the answer ends") if sends else _("not sent: ⏎ sends the first")
         lines = [text.strip().partition("\n") for text in texts]
         self.set_options(
             [
-                Option(f"{len(texts)} queued, {head} · ↑ takes the last one back", disabled=True),
+                Option(_("{count}, {head} · ↑ takes the last one back", count=count, head=head), disabled=True),
                 *(Option(plain(f"  {first}{' …' if more else ''}")) for first, more, _ in lines),
             ]
         )

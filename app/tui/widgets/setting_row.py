@@ -10,8 +10,9 @@ from textual.app import ComposeResult
 from textual.containers import Horizontal, Vertical
 from textual.widgets import Button, Checkbox, Input, RadioButton, RadioSet, Select, TextArea
 
+from app.language import _, ngettext
 from app.settings import DEFAULT_IDLE_MINUTES, RULES, UNSET, Settings, SettingsError, Value, check
-from app.tui.figures import SEPARATOR, compensated, percent, rate, share_words, token_count
+from app.tui.figures import SEPARATOR, compensated, percent, rate, setting_name, share_words, token_count
 from app.tui.plain import Plain
 from app.tui.widgets.quality_chart import QualityChart
 from runtime.compensation import DEFAULT_BUDGET_PERCENT, DEFAULT_PROMPT_BUDGET_PERCENT
@@ -48,24 +49,30 @@ class Box(Checkbox):
 
 
 MEANINGS = {
-    "idle_unload": f"minutes until an unused model leaves memory; 0 is never; auto: {DEFAULT_IDLE_MINUTES}",
-    "overflow": "what happens to the oldest messages of a full chat",
-    "k_chunk": "a number overrides the budget; 0 is none",
-    "prompt_budget": f"% more time to the first word; auto: {DEFAULT_PROMPT_BUDGET_PERCENT:g}",
+    "idle_unload": _(
+        "minutes until an unused model leaves memory; 0 is never; auto: {default}",
+        default=DEFAULT_IDLE_MINUTES,
+    ),
+    "overflow": _("what happens to the oldest messages of a full chat"),
+    "k_chunk": _("a number overrides the budget; 0 is none"),
+    "prompt_budget": _(
+        "% more time to the first word; auto: {default:g}",
+        default=DEFAULT_PROMPT_BUDGET_PERCENT,
+    ),
 }
 """Descriptions for the settings screen that replace the rule's own."""
 KV_ADVICE = {
-    UNSET: "int4, or 8 bits for models whose answers that damages",
-    "int4": "28 % of fp16's memory, perplexity within 0.6 % where the model's check passed",
-    "int8": "half of fp16's memory, no measurable loss",
-    "fp16": "exact; the largest and, in long chats, the slowest",
-    "hierarchical": "8 bits, of which drafts read 4; chosen by speculation",
-    "kcvt4": "4 bits per key channel; for comparison, int4 is as good",
-    "gear4": "4 bits with GEAR's corrections; for comparison, larger than int4",
-    "gear-l4": "gear4 with the low-rank part only; for comparison",
-    "kivi2": "2 bits: clearly worse, only if nothing else fits",
-    "gear2": "2 bits with GEAR's corrections: better than kivi2, worse than int4",
-    "gear-l2": "gear2 with the low-rank part only",
+    UNSET: _("int4, or 8 bits where int4 damages the answers"),
+    "int4": _("28 % of fp16's memory, perplexity within 0.6 % where the model's check passed"),
+    "int8": _("half of fp16's memory, no measurable loss"),
+    "fp16": _("exact; the largest and, in long chats, the slowest"),
+    "hierarchical": _("8 bits, of which drafts read 4; chosen by speculation"),
+    "kcvt4": _("4 bits per key channel; for comparison, int4 is as good"),
+    "gear4": _("4 bits with GEAR's corrections; for comparison, larger than int4"),
+    "gear-l4": _("gear4 with the low-rank part only; for comparison"),
+    "kivi2": _("2 bits: clearly worse, only if nothing else fits"),
+    "gear2": _("2 bits with GEAR's corrections: better than kivi2, worse than int4"),
+    "gear-l2": _("gear2 with the low-rank part only"),
 }
 """When to choose each kind of KV cache; docs/kv.md has the numbers."""
 
@@ -83,10 +90,10 @@ class SettingRow(Vertical):
         """Name, field and meaning on one line, the problem below."""
         shown = UNSET if self._value is None else str(self._value)
         with Horizontal(classes="setting-line"):
-            yield Plain(self.key if self.key == "k_chunk" else self.key.replace("_", " "), classes="setting-name")
+            yield Plain(setting_name(self.key), classes="setting-name")
             if self._rule.choices:
                 offered = (UNSET, *CHAT_KINDS) if self.key == "kv" else self._rule.choices
-                choices = [(choice, choice) for choice in dict.fromkeys((*offered, shown))]
+                choices = [(_(choice), choice) for choice in dict.fromkeys((*offered, shown))]
                 yield Select(choices, value=shown, allow_blank=False, compact=True)
             elif self._rule.kind is str:
                 yield TextArea(
@@ -106,7 +113,7 @@ class SettingRow(Vertical):
     def _meaning(self, value: str) -> str:
         """The setting's meaning, or when to choose the selected kind of cache."""
         words = KV_ADVICE[value] if self.key == "kv" else MEANINGS.get(self.key, self._rule.meaning)
-        return words + (" · reloads" if self._rule.reload else "")
+        return f"{words} · {_('reloads')}" if self._rule.reload else words
 
     @on(Select.Changed)
     def tell_meaning(self, event: Select.Changed) -> None:
@@ -139,7 +146,7 @@ class SettingRow(Vertical):
         try:
             value = check(self.key, self.typed())
         except SettingsError:
-            problem.update(f"it must be {self._rule.allowed}")
+            problem.update(_("it must be {allowed}", allowed=self._rule.allowed))
             problem.display = True
             return False
         problem.display = False
@@ -168,15 +175,15 @@ class BudgetRow(SettingRow):
         """Buttons, the field for a custom number, the problem, the effect."""
         value = self._value if isinstance(self._value, float) else DEFAULT_BUDGET_PERCENT
         at = CHOICES.index(value) if value in CHOICES else CUSTOM
-        labels = [*(f"{choice:g} %" if choice else "off" for choice in CHOICES), "custom"]
+        labels = [*(f"{choice:g} %" if choice else _("off") for choice in CHOICES), _("custom")]
         with Vertical(classes="budget-body"):
             with Horizontal(classes="setting-line"):
-                yield Plain("budget", classes="setting-name")
+                yield Plain(_("budget"), classes="setting-name")
                 with Vertical(classes="budget-choice"):
                     yield RadioSet(*(Choice(label, value=i == at) for i, label in enumerate(labels)), compact=True)
                     with Horizontal(classes="budget-custom"):
-                        yield Input(f"{value:g}" if at == CUSTOM else "", placeholder="percent", compact=True)
-                        yield Plain("% slower at most", classes="setting-meaning")
+                        yield Input(f"{value:g}" if at == CUSTOM else "", placeholder=_("percent"), compact=True)
+                        yield Plain(_("% slower at most"), classes="setting-meaning")
                     yield Plain("", classes="setting-problem")
             yield Plain("", id="budget-effect")
         yield QualityChart()
@@ -247,19 +254,26 @@ def effect(
         tuning: whether another budget is being applied.
     """
     if status is None:
-        return ["Its effect is shown here once a model is loaded."]
+        return [_("Its effect is shown here once a model is loaded.")]
     lines = []
     wanted = settings.compensation()
     if wanted.budget_percent is None:
-        lines.append(f"k_chunk {wanted.k_chunk}, set below, overrides the budget.")
+        lines.append(_("k_chunk {k_chunk}, set below, overrides the budget.", k_chunk=wanted.k_chunk))
     elif tuning:
-        lines.append("A new budget is being applied; until then:")
+        lines.append(_("A new budget is being applied; until then:"))
     elif status.budget_percent is not None and status.budget_percent != wanted.budget_percent:
-        lines.append(f"Not applied yet: still {status.budget_percent:g} %. F4, then R, tries again.")
+        lines.append(
+            _(
+                "Not applied yet: still {percent:g} %. F4, then R, tries again.",
+                percent=status.budget_percent,
+            )
+        )
     lines.append(_quality(status, report))
     if cost := _cost(status, report):
         lines.append(cost)
-    lines.append(f"{rate(speed)} in the last answer" if speed is not None else "tok/s: after the next answer")
+    lines.append(
+        _("{speed} in the last answer", speed=rate(speed)) if speed is not None else _("tok/s: after the next answer")
+    )
     if report is not None and wanted.budget_percent is not None and status.budget_percent is None:
         lines += [f"{problem.what} → {problem.fix}" for problem in report.problems]  # why the budget has no effect
     return lines
@@ -268,11 +282,14 @@ def effect(
 def _quality(status: Status, report: DeviceReport | None) -> str:
     """The effect of compensation on quality, in words."""
     if not compensated(status.k_chunk):
-        return "no compensation: plain low-bit model"
+        return _("no compensation: plain low-bit model")
     found = report.tuning if report is not None else None
     if found is None or found.predicted_loss_won is None or not found.loss_without:
-        return "closer to full precision; details: F4"
-    return f"wins back {share_words(found.predicted_loss_won / found.loss_without)} the lost quality"
+        return _("closer to full precision; details: F4")
+    return _(
+        "wins back {share} the lost quality",
+        share=share_words(found.predicted_loss_won / found.loss_without),
+    )
 
 
 def _cost(status: Status, report: DeviceReport | None) -> str:
@@ -281,14 +298,19 @@ def _cost(status: Status, report: DeviceReport | None) -> str:
     if status.slowdown_percent is None:
         found = report.tuning if report is not None else None
         expected = None if found is None else percent(found.predicted_slowdown_percent)
-        return "slowdown not measured" if expected is None else f"{expected} slower expected, not measured"
+        return (
+            _("slowdown not measured")
+            if expected is None
+            else _("{percent} slower expected, not measured", percent=expected)
+        )
     slower = status.slowdown_percent
-    return f"{percent(slower) if slower >= MIN_SHOWN else 'no'} slower, measured"
+    if slower < MIN_SHOWN:
+        return _("no slower, measured")
+    return _("{percent} slower, measured", percent=percent(slower))
 
 
-NONE = "none measured yet: `lowbit-chat tune-device MODEL` measures drafts and residuals on this device"
-OVERRIDDEN = "overridden by k_chunk; set that to auto to see the best offer within the budget"
-TAKEN = "in use: "
+NONE = _("none measured yet: `lowbit-chat tune-device MODEL` measures drafts and residuals on this device")
+OVERRIDDEN = _("overridden by k_chunk; set that to auto to see the best offer within the budget")
 
 
 class OfferRow(Horizontal):
@@ -302,9 +324,9 @@ class OfferRow(Horizontal):
 
     def compose(self) -> ComposeResult:
         """Name, words, button."""
-        yield Plain("offer", classes="setting-name")
+        yield Plain(_("offer"), classes="setting-name")
         yield Plain(NONE, id="offer-words")
-        yield Button("Use it", id="offer-take", compact=True)
+        yield Button(_("Use it"), id="offer-take", compact=True)
 
     def show(self, offer: Offer | None, settings: Settings) -> None:
         """Show the offer, and whether it is applied.
@@ -320,7 +342,7 @@ class OfferRow(Horizontal):
         self.changes = {} if offer is None else changes(offer)
         taken = bool(self.changes) and all(_typed(settings, key) == value for key, value in self.changes.items())
         none = NONE if settings.k_chunk is None else OVERRIDDEN
-        words = none if offer is None else f"{TAKEN if taken else ''}{offer.words}"
+        words = none if offer is None else _("in use: {offer}", offer=offer.words) if taken else offer.words
         self.query_one("#offer-words", Plain).update(words)
         self.query_one(Button).disabled = offer is None or taken
 
@@ -344,20 +366,20 @@ class SavedRow(Horizontal):
 
     def compose(self) -> ComposeResult:
         """Name, amount, button."""
-        yield Plain("saved caches", classes="setting-name")
+        yield Plain(_("saved caches"), classes="setting-name")
         yield Plain("", id="saved-amount")
-        yield Button("Delete", id="saved-delete", compact=True)
+        yield Button(_("Delete"), id="saved-delete", compact=True)
 
     def show(self, saved: Holding | None) -> None:
         """Show the size; None if the runtime did not report it."""
-        words = "not known" if saved is None else "none" if not saved.files else _amount(saved)
+        words = _("not known") if saved is None else _("none") if not saved.files else _amount(saved)
         self.query_one("#saved-amount", Plain).update(words)
         self.query_one(Button).disabled = saved is None
 
 
 def _amount(saved: Holding) -> str:
-    chats = "1 chat" if saved.files == 1 else f"{saved.files} chats"
-    return f"{byte_count(saved.bytes)} of {chats} on disk"
+    size = byte_count(saved.bytes)
+    return ngettext("{size} of {count} chat on disk", "{size} of {count} chats on disk", saved.files, size=size)
 
 
 def cache_effect(facts: Caches | None, kv: str | None, context: int | None, status: Status | None) -> list[str]:
@@ -374,21 +396,36 @@ def cache_effect(facts: Caches | None, kv: str | None, context: int | None, stat
     chosen, plain = caches.get(kv), caches.get("fp16")
     if chosen is None or plain is None or status is None:
         return []
-    share = f" ({100 * chosen.bytes_per_token / plain.bytes_per_token:.0f} % of fp16)" if kv != "fp16" else ""
-    fits = f"{token_count(chosen.context)} tokens fit"
-    parts = [f"{byte_count(chosen.bytes_per_token)} per token{share}", fits]
+    size, share = byte_count(chosen.bytes_per_token), 100 * chosen.bytes_per_token / plain.bytes_per_token
+    parts = [
+        _("{size} per token", size=size)
+        if kv == "fp16"
+        else _("{size} per token ({share:.0f} % of fp16)", size=size, share=share),
+        _("{count} tokens fit", count=token_count(chosen.context)),
+    ]
     tokens = min(context or status.context or 0, chosen.context)
     if tokens:
-        parts.append(f"{byte_count(tokens * chosen.bytes_per_token)} for {token_count(tokens)}")
+        parts.append(
+            _(
+                "{size} for {tokens}",
+                size=byte_count(tokens * chosen.bytes_per_token),
+                tokens=token_count(tokens),
+            )
+        )
     lines = [SEPARATOR.join(parts), _advice(caches, kv, usual)]
     if context is not None and context > chosen.context:
         lines.append(
-            f"A context of {token_count(context)} exceeds this model or memory; it will be shortened or refused."
+            _(
+                "A context of {context} exceeds this model or memory; it will be shortened or refused.",
+                context=token_count(context),
+            )
         )
     return lines
 
 
 def _advice(caches: Mapping[str, CacheFacts], kv: str, usual: str) -> str:
     if kv == usual:
-        return f"Recommended here: {kv}, your current setting."
-    return f"Recommended here: {usual}; it holds {token_count(caches[usual].context)} tokens."
+        return _("Recommended here: {kv}, your current setting.", kv=kv)
+    return _(
+        "Recommended here: {usual}; it holds {context} tokens.", usual=usual, context=token_count(caches[usual].context)
+    )

@@ -18,6 +18,7 @@ from textual.scroll_view import ScrollView
 from textual.strip import Strip
 from textual.widget import Widget
 
+from app.language import _
 from app.printable import printable
 from app.tui.inspected import HEATS, View, changed, heat, missed
 
@@ -102,12 +103,12 @@ class TokenText(ScrollView, can_focus=True):
 
     COMPONENT_CLASSES: ClassVar[set[str]] = HEAT_CLASSES | {"token--changed", "token--cursor"}
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("left", "step(-1)", "token", tooltip="The previous token", id="tokens.before", key_display="←→"),
-        Binding("right", "step(1)", "token", tooltip="The next token", id="tokens.after", show=False),
-        Binding("up", "line(-1)", "up", tooltip="The line above", id="tokens.up", show=False),
-        Binding("down", "line(1)", "down", tooltip="The line below", id="tokens.down", show=False),
-        Binding("home", "to(0)", "first", tooltip="The first token", id="tokens.first", show=False),
-        Binding("end", "to(-1)", "last", tooltip="The last token", id="tokens.last", show=False),
+        Binding("left", "step(-1)", _("token"), tooltip=_("The previous token"), id="tokens.before", key_display="←→"),
+        Binding("right", "step(1)", _("token"), tooltip=_("The next token"), id="tokens.after", show=False),
+        Binding("up", "line(-1)", _("up"), tooltip=_("The line above"), id="tokens.up", show=False),
+        Binding("down", "line(1)", _("down"), tooltip=_("The line below"), id="tokens.down", show=False),
+        Binding("home", "to(0)", _("first"), tooltip=_("The first token"), id="tokens.first", show=False),
+        Binding("end", "to(-1)", _("last"), tooltip=_("The last token"), id="tokens.last", show=False),
     ]
 
     @dataclass
@@ -166,7 +167,7 @@ class TokenText(ScrollView, can_focus=True):
 
     def render_line(self, y: int) -> Strip:
         """One line: each token in its heat, marked if it changed."""
-        _, top = self.scroll_offset
+        top = self.scroll_offset.y
         width, plain = self.size.width, self.rich_style
         if y + top >= len(self._lines):
             return Strip.blank(width, plain)
@@ -207,7 +208,7 @@ class TokenText(ScrollView, can_focus=True):
 
     def action_line(self, step: int) -> None:
         """Go to the line above or below."""
-        y, x, _ = self._place(self.cursor)
+        y, x = self._place(self.cursor)[:2]
         found = self.token_at(x, y + step)
         if found is not None:
             self.go(found)

@@ -9,12 +9,14 @@ from textual.app import ComposeResult
 from textual.containers import Vertical, VerticalScroll
 
 from app.conversation import Conversation, Message
+from app.language import _
+from app.tui.figures import SEPARATOR
 from app.tui.plain import Plain
 from app.tui.widgets.message_view import MessageView
 from app.tui.window import Window
 
-SINCE = "the model no longer sees the messages above, which don't fit in the context"
-WELCOME = (
+SINCE = _("the model no longer sees the messages above, which don't fit in the context")
+WELCOME = _(
     "Ask anything.\n\n"
     "⏎ sends · Ctrl+J starts a new line · ↑ recalls earlier prompts\n"
     "F1 lists the keys · F2 picks or downloads a model · F3 sets quality and speed · Ctrl+P finds everything else"
@@ -177,7 +179,7 @@ class Transcript(VerticalScroll):
             if view.message.id not in conversation:
                 continue
             siblings = branches[view.message.parent]
-            summary = f" · summary: {extras.summary}" if extras.summary else ""
-            since = f"{SINCE}{summary}" if view.message.id == extras.since else ""
+            parts = [SINCE, _("summary: {summary}", summary=extras.summary) if extras.summary else ""]
+            since = SEPARATOR.join(filter(None, parts)) if view.message.id == extras.since else ""
             branch = (siblings.index(view.message.id) + 1, len(siblings))
             view.mark(last=view.message.id == messages[-1].id, branch=branch, since=since)

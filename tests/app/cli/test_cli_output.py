@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
+import re
 import sys
 import threading
 from pathlib import Path
@@ -33,6 +36,64 @@ def test_progress_is_a_line_every_few_seconds(
     assert lines[2] == "Block 5 of 10: 4/10 blocks, about 9 s left"
     assert lines[-2:] == ["Block 9 of 10: 8/10 blocks, nearly done", "Verifying"], "nearly done is said once"
     assert len(lines) == 6, lines
+
+
+ROWS = [
+    ("NAME", "BITS", "SIZE", "RESIDUALS", "DISK", "PARAMETERS", "CONTEXT", "PERPLEXITY"),
+    ("demo (bundled)", "4.19", "2 MB", "1 MB", "4 MB", "2.9 M", "1024", "2.37 (+2.4 %)"),
+    (
+        "Qwen/Qwen3.5-35B-A3B-Instruct-4bit",
+        "4.25",
+        "16.1 GB",
+        "17.4 GB",
+        "35.0 GB",
+        "35.1 B",
+        "131072",
+        "6.94 (+0.9 %)",
+    ),
+]
+
+
+@pytest.mark.parametrize("columns", [60, 80, 100, 200])
+def test_a_table_fits_the_terminal(
+    columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    Output().table(ROWS, spare=("PARAMETERS", "CONTEXT", "RESIDUALS"))
+    heading, bundled, other = capsys.readouterr().out.splitlines()
+    assert max(map(len, (heading, bundled, other))) <= columns
+    assert "PERPLEXITY" in heading
+    assert ("PARAMETERS" in heading) is (columns >= 100)
+    assert ("…" in other) is (columns < 200), "shortened in the middle"
+    assert other.startswith("Qwen/")
+    assert other.split()[0].endswith("bit")
+
+
+def test_a_piped_table_is_whole(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    Output().table(ROWS, spare=("PARAMETERS",))
+    heading, *_, other = capsys.readouterr().out.splitlines()
+    assert "PARAMETERS" in heading
+    assert other.startswith(ROWS[-1][0])
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_the_window_is_marked_while_bars_are_drawn(known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.StringIO()
+    monkeypatch.setattr(stream, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stderr", stream)
+    for name in ("TMUX", "STY", "NO_COLOR", "WT_SESSION", "KONSOLE_VERSION", "ConEmuPID", "TERM_PROGRAM"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    if known:
+        monkeypatch.setenv("WT_SESSION", "{1}")
+    with contextlib.suppress(KeyboardInterrupt), Output().progress() as report:
+        for done in (0, 5):
+            report(Progress(phase="quantize", done=done, total=10.0, unit="blocks", message="Block"))
+        raise KeyboardInterrupt
+    marks = ["\x1b]9;4;1;0\x07", "\x1b]9;4;1;50\x07", "\x1b]9;4;0;0\x07"] if known else []
+    assert re.findall(r"\x1b\]9;.*?\x07", stream.getvalue()) == marks
 
 
 def test_a_file_keeps_its_mode_and_a_link_its_place(tmp_path: Path) -> None:

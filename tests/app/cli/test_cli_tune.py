@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from app.cli import main as program
 from app.cli import run as running
+from app.cli import start
 from runtime.backends.cpu.backend import CpuBackend
 from runtime.budget import clocks as clocking
 from runtime.budget import spending, tuning
@@ -138,7 +138,7 @@ def test_devices_are_listed(
     assert {"id", "memory_gb_s", "pcie_gb_s", "sm_count", "source"} <= devices[0].keys()
     monkeypatch.setattr("sys.argv", ["tune-device", "--list-devices", "--json"])  # the program's own name
     with pytest.raises(SystemExit) as ended:
-        program.tune()
+        start.tune()
     assert ended.value.code == 0
     assert json.loads(capsys.readouterr().out)["devices"] == devices
 

@@ -12,6 +12,7 @@ from textual.events import Key
 from textual.widgets import Sparkline
 
 from app import settings
+from app.amounts import prompt_words
 from app.tui.answers import KEPT, Recent
 from app.tui.machine import chosen_curve, layer_rows, machine_lines, tuning_lines
 from app.tui.screens.device import DeviceScreen
@@ -173,7 +174,7 @@ def test_thread_blocks_are_shown_where_there_are_any(runtime: Any, tuned_to: Cal
     assert dict(tuning_lines(found))["slowdown"] == "4.6 % predicted · 4.2 % measured"
     assert "prompts" not in dict(tuning_lines(found))
     prompts = PromptTuning(budget_percent=20, k_chunk=1024, measured_slowdown_percent=7.64, tokens=512)
-    assert dict(tuning_lines(found, prompts))["prompts"] == prompts.words
+    assert dict(tuning_lines(found, prompts))["prompts"] == prompt_words(prompts)
     curves = [Curve(kind="qkv", n_tb=n_tb, points=((0, 1.0),)) for n_tb in (2, 8, 24)]
     assert chosen_curve(curves, 8).n_tb == 8
 

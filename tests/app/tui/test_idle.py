@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,7 +14,8 @@ from app import paths
 from app.settings import Settings
 from app.supervisor import Supervisor
 from app.tui.app import ChatApp, _own_supervisor
-from app.tui.terminal import LONG_S, LongWork, SuspendDetector
+from app.tui.messages import LoadAsked
+from app.tui.terminal import LONG_S, NO_PROGRESS, LongWork, SuspendDetector
 
 Stage = Callable[..., Any]
 
@@ -107,6 +109,29 @@ async def test_the_end_of_long_work_is_told_to_who_looks_elsewhere(stage: Any, r
             s.app._ring()
     assert "\x1b]2;hi · lowbit-chat\x1b\\" in written, "the window's title"
     assert [text for text in written if "\x1b]9;" in text] == ["\x1b]9;lowbit-chat has finished\x07\a"]
+
+
+@pytest.mark.parametrize("outcome", ["done", "failed", "stopped"])
+async def test_the_window_is_marked_with_the_progress_of_work(
+    stage: Any, runtime: Any, monkeypatch: pytest.MonkeyPatch, outcome: str
+) -> None:
+    monkeypatch.setenv("WT_SESSION", "{1}")
+    monkeypatch.delenv("TMUX", raising=False)
+    async with stage(runtime) as s:
+        written = list[str]()
+        s.app._driver.write = written.append
+        runtime.load_gate = asyncio.Event()
+        runtime.load_error = "no" if outcome == "failed" else None
+        s.app.post_message(LoadAsked("tiny-3bit"))
+        await s.until(lambda: "\x1b]9;4;1;67\x07" in written)
+        if outcome == "stopped":
+            await s.app.session.stop_work()
+        runtime.load_gate.set()
+        await s.until(lambda: not s.app.session.working and s.app.session.job.outcome == outcome)
+        await s.until(lambda: written[-1] == NO_PROGRESS)
+        marks = [text for text in written if "\x1b]9;4" in text]
+    percents = (0, 33, 67, 100) if outcome == "done" else (0, 33, 67)
+    assert marks == [*(f"\x1b]9;4;1;{percent}\x07" for percent in percents), NO_PROGRESS]
 
 
 def test_the_runtime_is_told_when_to_unload() -> None:

@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from textual.widgets import TextArea
+from textual.widgets import Select, TextArea
 
 from app import settings
 from app.settings import SettingsError
 from app.tui.keys import keymap_of
 from app.tui.screens.help import HelpScreen
 from app.tui.widgets.key_line import KeyLine
+from app.tui.widgets.plain_table import PlainTable
 from app.tui.work_app import CHANGEABLE
 
 Stage = Callable[..., Any]
@@ -75,6 +76,37 @@ async def test_keys_are_changed_in_the_settings(stage: Stage, runtime: Any) -> N
         await s.pilot.press("escape")
         await s.until(lambda: s.app.keymap == {"app.help": "f9"})
         assert settings.load().keys == "app.help=f9"
+
+
+async def test_keys_of_vim_move_where_nothing_is_typed(stage: Stage, runtime: Any) -> None:
+    """Off, on by the settings screen, and on from the start: in a table, in the help, in the composer."""
+    async with stage(runtime, size=(100, 60)) as s:
+        await s.pilot.press("f2")
+        await s.until(lambda: s.app.screen.query(PlainTable) and s.app.screen.query_one(PlainTable).row_count > 4)
+        table = s.app.screen.query_one(PlainTable)
+        start = table.cursor_row
+        await s.pilot.press("j", "G")
+        assert table.cursor_row == start, "they are off"
+        await s.pilot.press("escape", "f3")
+        await s.until(lambda: s.app.screen.query("#setting-vim Select"))
+        s.app.screen.query_one("#setting-vim Select", Select).value = "on"
+        await s.until(lambda: s.app.moves)
+        assert settings.load().vim == "on"
+        await s.pilot.press("escape", *"jkgG")
+        assert s.app.chat.composer.text == "jkgG"
+        await s.pilot.press("f1")
+        await s.shows("move in lists and messages")
+    async with stage(runtime, size=(100, 60), vim="on") as s:
+        await s.pilot.press("f2")
+        await s.until(lambda: s.app.screen.query(PlainTable) and s.app.screen.query_one(PlainTable).row_count > 4)
+        table = s.app.screen.query_one(PlainTable)
+        start = table.cursor_row
+        await s.pilot.press("j", "j", "k")
+        assert table.cursor_row == start + 1
+        await s.pilot.press("G")
+        assert table.cursor_row == table.row_count - 1
+        await s.pilot.press("g")
+        assert table.cursor_row == 0
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from app.tui.terminal import Output, ensure_size, surviving, window_title
+from app.tui.terminal import NO_PROGRESS, Output, ensure_size, marks_progress, surviving, window_title
 
 
 class Failing(io.StringIO):
@@ -74,6 +74,42 @@ def test_the_title_of_the_window_is_kept_and_given_back() -> None:
     driver.stop_application_mode()
     assert written == ["start", "\x1b[22;2t", "\x1b[23;2t", "stop"]
     assert window_title("a\x1b]0;b\x07") == "\x1b]2;a␛]0;b␇\x1b\\"
+
+
+@pytest.mark.parametrize(
+    ("environment", "marks"),
+    [
+        ({"WT_SESSION": "{1}"}, True),
+        ({"ConEmuPID": "12"}, True),
+        ({"KONSOLE_VERSION": "250400"}, True),
+        ({"TERM_PROGRAM": "ghostty"}, True),
+        ({"TERM_PROGRAM": "WezTerm", "TERM_PROGRAM_VERSION": "20250301-083000-1234abcd"}, True),
+        ({"TERM_PROGRAM": "WezTerm", "TERM_PROGRAM_VERSION": "20240203-110809-5046fc22"}, False),
+        ({"TERM_PROGRAM": "iTerm.app", "TERM_PROGRAM_VERSION": "3.4"}, False),
+        ({"WT_SESSION": "{1}", "TMUX": "/tmp/tmux-1000/default,1,0"}, False),
+        ({"WT_SESSION": "{1}", "STY": "1.screen"}, False),
+        ({}, False),
+    ],
+)
+def test_progress_is_marked_only_where_it_is_no_notice(environment: dict[str, str], marks: bool) -> None:
+    assert marks_progress(environment) is marks
+
+
+def test_a_mark_of_progress_is_gone_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WT_SESSION", "{1}")
+    monkeypatch.delenv("TMUX", raising=False)
+    written: list[str] = []
+
+    class Screen:
+        def stop_application_mode(self) -> None:
+            pass
+
+        def write(self, data: str) -> None:
+            written.append(data)
+
+    driver: Any = surviving(Screen)()  # type: ignore[arg-type, call-arg]
+    driver.stop_application_mode()
+    assert NO_PROGRESS in "".join(written)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")

@@ -217,7 +217,7 @@ async def test_the_screen_of_tools(stage: Stage, runtime: Any, served: Any) -> N
         await s.pilot.press("down", "space")
         await s.shows("[x]    echo")
         await s.shows('"required"')  # its schema
-        await s.shows("This chat may use 1 tools")
+        await s.shows("This chat may use 1 tool;")
         await s.pilot.press("a")
         await s.shows("runs unasked")
         await s.pilot.press("down", "a")

@@ -691,7 +691,7 @@ def test_prompts_are_tuned_behind_the_first_answer(catalogue: Catalogue, tmp_pat
             return last.usage.cached_tokens
 
         assert (loaded.prompts, cached()) == (PromptTuning.later(20.0), 0)
-        assert "not compensated yet" in PromptTuning.later(20.0).words
+        assert PromptTuning.later(20.0).pending
         assert engine.decoder.options.prompt_k_chunk == 0
         polled = iter([False] * 3)
         assert loader.refine(loaded, lambda: next(polled, True)) is loaded
