@@ -156,7 +156,10 @@ def asked(ask: Ask, url: str, house: fake_engine.FakeHouse) -> dict[str, str]:
         except Exception as error:  # noqa: BLE001 -- the others are still worth trying
             return {"hi": " ".join(str(error).split())[:200]}
     if "stop" in told:
-        wait_until(lambda: house.engine.cancellations > before)
+        try:
+            wait_until(lambda: house.engine.cancellations > before)
+        except AssertionError:
+            told["stop"] = "goes on"
     return {name: "yes" if answer == clients.ANSWERS[name] else str(answer)[:200] for name, answer in told.items()}
 
 
